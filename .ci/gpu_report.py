@@ -1,0 +1,71 @@
+"""Whether .ci/gpu-report.json describes the sources as they are now. Standard library only.
+
+Exit code 0: current. 1: sources changed since (they are listed). 2: no usable report, or it holds a
+failure. `pytest --gpu-report .ci/gpu-report.json` on a GPU machine writes the report.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORT = ROOT / ".ci" / "gpu-report.json"
+FOLDERS = ("cuda_src", "cupyflash", "tests")
+
+
+def file_digests() -> dict[str, str]:
+    """SHA-256 of every source file by its path from the root, sorted; hidden files do not count."""
+    digests = {}
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*"):
+            parts = path.relative_to(ROOT).parts
+            hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
+            if path.is_file() and not hidden:
+                digests["/".join(parts)] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return dict(sorted(digests.items()))
+
+
+def source_digest(digests: dict[str, str]) -> str:
+    """One SHA-256 over the paths and digests of all files."""
+    lines = "".join(f"{digest}  {path}\n" for path, digest in digests.items())
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """One line for each file that was added, removed or changed."""
+    lines = []
+    for path in sorted(before.keys() | now.keys()):
+        if path not in before:
+            lines.append(f"added    {path}")
+        elif path not in now:
+            lines.append(f"removed  {path}")
+        elif before[path] != now[path]:
+            lines.append(f"changed  {path}")
+    return lines
+
+
+def main() -> int:
+    try:
+        report = json.loads(REPORT.read_text())
+        failed = report["failed"] + len(
+            [result for result in report["sanitizer"].values() if result != "clean"]
+        )
+        files, digest = report["files"], report["source_digest"]
+    except (OSError, ValueError, KeyError) as error:
+        print(f"gpu-report: no usable report at {REPORT.relative_to(ROOT)} ({error!r})")
+        return 2
+    if failed:
+        print(f"gpu-report: {failed} failures on {report['gpu']} ({report['date']})")
+        return 2
+    now = file_digests()
+    if source_digest(now) == digest:
+        print("current")
+        return 0
+    print(f"gpu-report: stale, changed since {report['date']}:")
+    print("\n".join(changes(files, now)))
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Benchmarks of cupyflash beside its peers; bench/README.md holds the protocol and the commands."""

@@ -1,0 +1,53 @@
+"""The check before the clock: a provider's results on the tensors that will be timed.
+
+128 query rows at a random place of a random key head are compared with float64 by the rule of
+cupyflash.testing: at most twice the error of PyTorch in the same dtype, plus rounding. The gradient
+of the output is zero outside those rows, so that dq, dk and dv of a long sequence can be checked at
+the cost of a short one. Everything else must at least be finite.
+"""
+
+import contextlib
+import io
+import random
+from typing import Any
+
+from bench.problem import Problem
+from bench.providers import Call
+from cupyflash.testing import Expected, Inputs, expected
+
+ROWS = 128
+
+
+class Check:
+    """The float64 results of a slice of a problem, computed once for all providers."""
+
+    def __init__(self, problem: Problem, tensors: tuple[Any, ...]) -> None:
+        import torch
+
+        rng = random.Random(str(problem))
+        group = problem.heads // problem.heads_kv
+        first = rng.randrange(max(1, problem.seqlen - ROWS + 1))
+        last = min(problem.seqlen, first + ROWS)
+        seen = last if problem.causal else problem.seqlen  # keys; causal aligns bottom-right
+        b, head = rng.randrange(problem.batch), rng.randrange(problem.heads_kv)
+        rows = (slice(b, b + 1), slice(first, last), slice(head * group, (head + 1) * group))
+        keys = (slice(b, b + 1), slice(0, seen), slice(head, head + 1))
+        q, k, v, dout = tensors
+        inputs = Inputs(q[rows], k[keys], v[keys], dout[rows], problem.dtype)
+        self.slices = {"out": rows, "dq": rows, "dk": keys, "dv": keys}
+        self.expected: Expected = expected(inputs, causal=problem.causal)
+        self.dout = torch.zeros_like(dout)
+        self.dout[rows] = dout[rows]
+
+    def __call__(self, call: Call, direction: str) -> None:
+        """Raise AssertionError, saying by how much, if a result of the pass is wrong."""
+        if direction == "fwd":
+            results = {"out": call.forward()}
+        else:
+            gradients = call.backward(call.to_layout(self.dout))
+            results = {"out": call.graph[0], **dict(zip(("dq", "dk", "dv"), gradients))}
+        for name, result in results.items():
+            result = call.to_layout(result)
+            assert bool(result.isfinite().all()), f"{name}: not finite everywhere"
+            with contextlib.redirect_stdout(io.StringIO()):  # the errors of what passes
+                self.expected.check(**{name: result[self.slices[name]]})

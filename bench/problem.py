@@ -1,0 +1,70 @@
+"""One attention problem of a benchmark: its shape, its work, its tensors."""
+
+import dataclasses
+from typing import Any
+
+# The backward does five matrix products of the forward's size, the forward two.
+BACKWARD_WORK = 2.5
+DTYPES = ("bfloat16", "float16", "float32")
+DEVICE = "cuda"
+
+
+def attention_flops(
+    batch: int, heads: int, seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool
+) -> float:
+    """Floating-point operations of a forward: two matrix products, causal counts half."""
+    return 4.0 * batch * heads * seqlen_q * seqlen_k * head_dim * (0.5 if causal else 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Self-attention of ``batch`` sequences of ``seqlen`` tokens."""
+
+    dtype: str
+    head_dim: int
+    batch: int
+    seqlen: int
+    heads: int
+    heads_kv: int
+    causal: bool
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
+        shape = f"{self.dtype} D={self.head_dim} B={self.batch} S={self.seqlen} H={heads}"
+        return f"{shape} {'causal' if self.causal else 'full'}"
+
+    def flops(self, direction: str) -> float:
+        """Operations of the "fwd" or the "bwd" pass."""
+        forward = attention_flops(
+            self.batch, self.heads, self.seqlen, self.seqlen, self.head_dim, self.causal
+        )
+        return forward * (BACKWARD_WORK if direction == "bwd" else 1.0)
+
+    def row(self, **fields: Any) -> dict[str, Any]:
+        """A row of a results file."""
+        return {
+            "dtype": self.dtype,
+            "head_dim": self.head_dim,
+            "batch": self.batch,
+            "seqlen_q": self.seqlen,
+            "seqlen_k": self.seqlen,
+            "heads": self.heads,
+            "heads_kv": self.heads_kv,
+            "causal": self.causal,
+            **fields,
+        }
+
+    def tensors(self, seed: int = 0) -> tuple[Any, Any, Any, Any]:
+        """q, k, v, dout (batch, seqlen, heads, head_dim): torch tensors, standard normal."""
+        import torch
+
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        return tuple(
+            torch.randn(
+                (self.batch, self.seqlen, heads, self.head_dim),
+                dtype=getattr(torch, self.dtype),
+                device=DEVICE,
+                generator=generator,
+            )
+            for heads in (self.heads, self.heads_kv, self.heads_kv, self.heads)
+        )

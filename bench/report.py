@@ -1,0 +1,127 @@
+"""Results: the machine they were measured on, the JSON file, the table."""
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+from bench.problem import Problem
+from bench.providers import is_ours
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PEERS = ("flash-attn", "flash-attn-3", "flash-attn-4")
+Row = dict[str, Any]
+
+
+def console() -> Console:
+    """Standard output, 120 columns wide where it is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 120, soft_wrap=False, highlight=False)
+
+
+def machine_fields() -> dict[str, Any]:
+    """The fields "gpu" and "versions" of a results file."""
+    import torch
+
+    import cupyflash
+    from cupyflash import machine
+
+    versions = {"python": platform.python_version(), "cupyflash": cupyflash.__version__}
+    versions |= machine.versions()
+    for package in PEERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    versions["CUDA of torch"] = str(torch.version.cuda)
+    versions["cuDNN"] = str(torch.backends.cudnn.version())
+    versions["driver"] = _driver()
+    return {"gpu": torch.cuda.get_device_name(), "versions": versions}
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def command_line(module: str, arguments: list[str]) -> str:
+    """The command that repeats this run."""
+    return shlex.join(["python", "-m", module, *arguments])
+
+
+def write_results(name: str, rows: list[Row], protocol: str, command: str, **fields: Any) -> Path:
+    """Write bench/results/<name>.json, one row to a line.
+
+    Args:
+        fields: further top-level fields, among them "gpu" and "versions".
+    """
+    head = {**fields, "protocol": protocol, "command": command}
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(["{", *lines, ' "rows": [', body, " ]", "}"]) + "\n")
+    return path
+
+
+def cell(row: Row) -> tuple[str, Problem]:
+    """What the providers of a comparison have in common: the pass and the problem."""
+    fields = ("dtype", "head_dim", "batch", "seqlen_q", "heads", "heads_kv", "causal")
+    return row["pass"], Problem(*(row[field] for field in fields))
+
+
+def ratios_to_best(rows: list[Row]) -> list[float]:
+    """For each row, how many times as fast it is as the best peer in its cell.
+
+    Peers are the providers that are not cupyflash; where a cell holds none, the best of all.
+    """
+    best: dict[Any, tuple[bool, float]] = {}
+    for row in rows:
+        key, candidate = cell(row), (is_ours(row["impl"]), row["ms"])
+        best[key] = min(best.get(key, candidate), candidate)
+    return [best[cell(row)][1] / row["ms"] for row in rows]
+
+
+def attention_table(rows: list[Row], matmul_tflops: float) -> Table:
+    """shape | provider | ms | TFLOP/s | % of the matrix-product rate | ratio to the best peer."""
+    table = Table(box=MARKDOWN)
+    table.add_column("shape", no_wrap=True)
+    table.add_column("provider", no_wrap=True)
+    for title in ("ms", "TFLOP/s", "% of matmul", "vs best peer"):
+        table.add_column(title, justify="right", no_wrap=True)
+    previous = None
+    for row, ratio in zip(rows, ratios_to_best(rows), strict=True):
+        direction, problem = key = cell(row)
+        table.add_row(
+            f"{direction} {problem}" if key != previous else "",
+            row["impl"],
+            f"{row['ms']:.3f}",
+            f"{row['tflops']:.0f}",
+            f"{100 * row['tflops'] / matmul_tflops:.0f} %",
+            f"{ratio:.2f}",
+            style="bold" if is_ours(row["impl"]) else "",
+        )
+        previous = key
+    return table
+
+
+def geometric_means(rows: list[Row]) -> list[str]:
+    """One line for each pass and provider: the geometric mean of its ratios to the best peer."""
+    logs: dict[tuple[str, str], list[float]] = {}
+    for row, ratio in zip(rows, ratios_to_best(rows), strict=True):
+        logs.setdefault((row["pass"], row["impl"]), []).append(math.log(ratio))
+    return [
+        f"{direction} {impl}: {math.exp(sum(values) / len(values)):.2f} x the best peer, geometric "
+        f"mean of {len(values)} cells"
+        for (direction, impl), values in sorted(logs.items())
+    ]

@@ -1,0 +1,120 @@
+"""GPU time of several calls on the same tensors, and the ceilings of the card (torch only)."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+# A call slower than this in all leaves the rounds early, with no fewer repeats than the second.
+LIMIT_MS, LEAST_REPEATS = 1000.0, 5
+SLEEP_CYCLES_PER_SECOND = 2_000_000_000  # torch.cuda._sleep counts SM clock cycles
+LONGEST_SLEEP_S = 0.05
+
+PROTOCOL = (
+    "CUDA events around each call; before each the L2 is flushed (a write of more than twice its "
+    "size) and the GPU sleeps at least twice as long as the host needs to enqueue the call, so "
+    "that launch cost stays out; all providers in turn on the same standard normal tensors, the "
+    "order rotated every round; median of {repeats} rounds (a provider that has taken "
+    f"{LIMIT_MS / 1000:g} s leaves after at least {LEAST_REPEATS}); FLOPs 4*B*H*Sq*Sk*D, causal "
+    "half, backward 2.5 times; the backward is the whole autograd.grad"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Median ``ms`` of ``repeats``; in ``late`` of them the host did not keep ahead of the GPU."""
+
+    ms: float
+    repeats: int
+    late: int
+
+
+class Timer:
+    """Times calls in turn by the protocol above.
+
+    Attributes:
+        sm_mhz: median SM clock while the last `compare` ran; None without nvidia-ml-py.
+    """
+
+    def __init__(self, repeats: int) -> None:
+        self.repeats = repeats
+        l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        self.flush = torch.empty(max(256 << 20, 3 * l2_bytes), dtype=torch.int8, device="cuda")
+        self.sm_mhz: int | None = None
+
+    def compare(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, Timing]:
+        """Times of the calls by name; each has run at least once before."""
+        sleeps = {name: _sleep_cycles(call) for name, call in calls.items()}
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        late, clocks, names = dict.fromkeys(calls, 0), [], list(calls)
+        for _ in range(self.repeats):
+            names = [*names[1:], *names[:1]]
+            due = [
+                name
+                for name in names
+                if len(samples[name]) < LEAST_REPEATS or sum(samples[name]) < LIMIT_MS
+            ]
+            events = {}
+            for name in due:
+                start, end = events[name] = _event(), _event()
+                self.flush.zero_()
+                torch.cuda._sleep(sleeps[name])
+                start.record()
+                calls[name]()
+                end.record()
+                late[name] += start.query()  # the GPU got here before the host was done
+            clocks.append(_sm_mhz())  # the GPU still works on this round
+            torch.cuda.synchronize()
+            for name, (start, end) in events.items():
+                samples[name].append(start.elapsed_time(end))
+        clocks = [clock for clock in clocks if clock is not None]
+        self.sm_mhz = round(statistics.median(clocks)) if clocks else None
+        return {
+            name: Timing(statistics.median(times), len(times), late[name])
+            for name, times in samples.items()
+        }
+
+    def ceilings(self) -> dict[str, float]:
+        """The card's bfloat16 matrix-product rate and its copy bandwidth (read + write)."""
+        n = 8192
+        a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        product = torch.empty_like(a)
+        source = torch.randn(1 << 28, device="cuda")
+        target = torch.empty_like(source)
+        times = self.compare(
+            {
+                "matmul": lambda: torch.matmul(a, b, out=product),
+                "copy": lambda: target.copy_(source),
+            }
+        )
+        return {
+            "matmul_tflops": round(2 * n**3 / times["matmul"].ms / 1e9, 1),
+            "copy_gbps": round(2 * source.nbytes / times["copy"].ms / 1e6, 1),
+        }
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _sleep_cycles(call: Callable[[], Any]) -> int:
+    """Warm up, and how long the GPU must sleep for the host to enqueue ``call`` meanwhile."""
+    host_s = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        host_s.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    seconds = min(LONGEST_SLEEP_S, 2 * statistics.median(host_s) + 200e-6)
+    return int(seconds * SLEEP_CYCLES_PER_SECOND)
+
+
+def _sm_mhz() -> int | None:
+    try:
+        return torch.cuda.clock_rate()
+    except Exception:  # no nvidia-ml-py, or NVML's own error where a GPU does not tell
+        return None

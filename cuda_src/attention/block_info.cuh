@@ -1,0 +1,75 @@
+// Which rows a sequence has, which keys a query sees, which tiles a block visits.
+//
+// Query i sits on the diagonal at key i + diagonal, and sees the keys
+//   [i + diagonal - window_left, i + diagonal + window_right] within [0, seqlen_k).
+// All sums fit 32 bits: the host limits lengths to 2^29 and windows to seqlen_q + seqlen_k.
+#pragma once
+#include "../common/params.cuh"
+
+struct Sequence {
+  int seqlen_q;
+  int seqlen_k;
+  int64_t start_q;  // first row in the packed tensor; 0 when not packed
+  int64_t start_k;
+  int64_t accum_start;  // first row in lse_log2, delta and dq_accum
+  int diagonal;
+  int window_left;
+  int window_right;
+
+  // Keys that query row sees: [key_begin(row), key_end(row)).
+  __device__ int key_begin(int row) const { return max(0, row + diagonal - window_left); }
+  __device__ int key_end(int row) const { return min(seqlen_k, row + diagonal + window_right + 1); }
+
+  // Queries that see key col: [query_begin(col), query_end(col)).
+  __device__ int query_begin(int col) const { return max(0, col - diagonal - window_right); }
+  __device__ int query_end(int col) const { return min(seqlen_q, col - diagonal + window_left + 1); }
+};
+
+__device__ inline Sequence load_sequence(const AttentionShape& shape, int batch,
+                                         const int* cu_seqlens_q, const int* cu_seqlens_k) {
+  Sequence s;
+  s.start_q = cu_seqlens_q ? cu_seqlens_q[batch] : 0;
+  s.start_k = cu_seqlens_k ? cu_seqlens_k[batch] : 0;
+  s.seqlen_q = cu_seqlens_q ? cu_seqlens_q[batch + 1] - int(s.start_q) : shape.seqlen_q;
+  s.seqlen_k = cu_seqlens_k ? cu_seqlens_k[batch + 1] - int(s.start_k) : shape.seqlen_k;
+  // Packed: start_q + batch * ALIGN rounded down is a multiple of ALIGN and leaves each sequence
+  // at least its length rounded up, without a prefix sum over padded lengths.
+  s.accum_start = cu_seqlens_q
+                      ? (s.start_q + int64_t(batch) * ACCUM_ROW_ALIGN) / ACCUM_ROW_ALIGN * ACCUM_ROW_ALIGN
+                      : int64_t(batch) * round_up(shape.seqlen_q, ACCUM_ROW_ALIGN);
+  s.diagonal = shape.top_left ? 0 : s.seqlen_k - s.seqlen_q;
+  s.window_left = shape.window_left;
+  s.window_right = shape.window_right;
+  return s;
+}
+
+// Key tiles [begin, end) that the query rows [row_begin, row_end) need; within them every key of the
+// tiles [inner_begin, inner_end) is seen by every one of the rows, so no mask is needed there.
+struct TileRange {
+  int begin;
+  int end;
+  int inner_begin;
+  int inner_end;
+
+  __device__ bool needs_mask(int tile) const { return tile < inner_begin || tile >= inner_end; }
+};
+
+__device__ inline TileRange key_tiles(const Sequence& s, int row_begin, int row_end, int block_n) {
+  TileRange t;
+  t.begin = s.key_begin(row_begin) / block_n;
+  t.end = ceil_div(max(0, s.key_end(row_end - 1)), block_n);
+  t.inner_begin = ceil_div(s.key_begin(row_end - 1), block_n);
+  t.inner_end = max(0, s.key_end(row_begin)) / block_n;
+  return t;
+}
+
+// The same, seen from the keys [col_begin, col_end): the query tiles that need them.
+__device__ inline TileRange query_tiles(const Sequence& s, int col_begin, int col_end,
+                                        int block_m) {
+  TileRange t;
+  t.begin = s.query_begin(col_begin) / block_m;
+  t.end = ceil_div(max(0, s.query_end(col_end - 1)), block_m);
+  t.inner_begin = ceil_div(s.query_begin(col_end - 1), block_m);
+  t.inner_end = max(0, s.query_end(col_begin)) / block_m;
+  return t;
+}

@@ -1,0 +1,278 @@
+// FlashAttention-2 backward on mma.sync (sm_75 and newer): one block owns BLOCK_N keys of one key
+// head and walks over the query tiles that see them, of every query head of the group.
+//
+//   P = exp2(scale_log2 * S - lse_log2)   S = Q K^T, recomputed
+//   dS = P * (dP - delta)                 dP = dO V^T
+//   dV += P^T dO    dK += dS^T Q          stay in registers until the end
+//   dQ += dS K                            added to a float32 buffer in global memory, since every
+//                                         key tile contributes; a postprocess kernel converts it
+//
+// P and dS go through shared memory once; each of the five products then splits into the warp tiles
+// that suit it (WarpGrid). With a semaphore the blocks add to a query tile in the order of their
+// keys, so that the sum is repeatable bit by bit. Source: arXiv:2307.08691, algorithm 2.
+#include "../common/params.cuh"
+#include "../ptx/atomics.cuh"
+#include "block_info.cuh"
+#include "bwd_warps_sm80.cuh"
+#include "mask.cuh"
+#include "tile_order.cuh"
+#include "warp_gemm.cuh"
+
+// What a block works on; in shared memory for the reason given in flash_fwd_sm80.cu.
+template <typename T>
+struct BwdBlock {
+  Sequence sequence;
+  TileRange m_range;
+  int n_block;
+  int n_begin;
+  int n_rows;  // <= 0: nothing to do
+  int batch;
+  int head_begin;  // the query heads that share this key head
+  int head_end;
+  const T* q;  // of this sequence, head 0
+  const T* dout;
+  const T* k;
+  const T* v;
+  T* dk;
+  T* dv;
+
+  __device__ void locate(const FlashBwdParams& params, int block_m, int block_n) {
+    const AttentionShape& shape = params.shape;
+    // A repeatable sum makes blocks wait for each other, and a block may wait only for one that
+    // runs already: so the order is the order of arrival.
+    const int index = params.dq_semaphore ? atomicAdd(params.dq_semaphore, 1) : blockIdx.x;
+    const int num_n_blocks = ceil_div(shape.seqlen_k, block_n);
+    const Tile tile = tile_of_block(index, num_n_blocks, shape.heads_kv, shape.batch,
+                                    shape.heads_per_section);
+    sequence = load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+    n_block = num_n_blocks - 1 - tile.block;  // the first keys are seen by most queries
+    n_begin = n_block * block_n;
+    n_rows = min(block_n, sequence.seqlen_k - n_begin);
+    m_range = query_tiles(sequence, n_begin, n_begin + n_rows, block_m);
+    batch = tile.batch;
+    const int group = shape.heads_q / shape.heads_kv;
+    head_begin = tile.head * group;
+    head_end = head_begin + group;
+    const int64_t row_k = sequence.start_k + n_begin;
+    q = static_cast<const T*>(params.q) + params.q_strides.at(batch, sequence.start_q, 0);
+    dout = static_cast<const T*>(params.dout) + params.dout_strides.at(batch, sequence.start_q, 0);
+    k = static_cast<const T*>(params.k) + params.k_strides.at(batch, row_k, tile.head);
+    v = static_cast<const T*>(params.v) + params.v_strides.at(batch, row_k, tile.head);
+    dk = static_cast<T*>(params.dk) + params.dk_strides.at(batch, row_k, tile.head);
+    dv = static_cast<T*>(params.dv) + params.dv_strides.at(batch, row_k, tile.head);
+  }
+};
+
+template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_WARPS, int NUM_STAGES, int ARCH,
+          bool SOFTCAP, bool ALIBI, int SMEM_BYTES>
+__global__ void __launch_bounds__(NUM_WARPS * 32)
+    flash_bwd_sm80(const __grid_constant__ FlashBwdParams params) {
+  using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
+  using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
+  using TileS = SmemTile<BLOCK_M, BLOCK_N>;
+  using GridS = WarpGrid<BLOCK_M, BLOCK_N, NUM_WARPS>;
+  using GridKV = WarpGrid<BLOCK_N, HEAD_DIM, NUM_WARPS>;
+  using GridQ = WarpGrid<BLOCK_M, HEAD_DIM, NUM_WARPS>;
+  static_assert(2 * TileKV::BYTES + 2 * NUM_STAGES * TileQ::BYTES + 2 * TileS::BYTES == SMEM_BYTES,
+                "host and device disagree on shared memory");
+  static_assert(ACCUM_ROW_ALIGN % BLOCK_M == 0, "a query tile must not straddle two sequences");
+  constexpr int NUM_THREADS = NUM_WARPS * 32;
+  constexpr int M = GridS::M;
+  constexpr int N = GridS::N;
+
+  // ---- which tile ----
+  const AttentionShape& shape = params.shape;
+  __shared__ BwdBlock<T> block;
+  if (threadIdx.x == 0) block.locate(params, BLOCK_M, BLOCK_N);
+  __syncthreads();
+  if (block.n_rows <= 0) return;  // packed: past the end of this sequence
+
+  // ---- first copies ----
+  extern __shared__ __align__(1024) unsigned char smem[];
+  const uint32_t smem_k = smem_address(smem);
+  const uint32_t smem_v = smem_k + TileKV::BYTES;
+  const uint32_t smem_q = smem_v + TileKV::BYTES;
+  const uint32_t smem_do = smem_q + NUM_STAGES * TileQ::BYTES;
+  const uint32_t smem_p = smem_do + NUM_STAGES * TileQ::BYTES;
+  const uint32_t smem_ds = smem_p + TileS::BYTES;
+
+  const auto load_q_do = [&](int head, int m_block, int stage) {
+    const int rows = block.sequence.seqlen_q - m_block * BLOCK_M;
+    const int64_t row = int64_t(m_block) * BLOCK_M;
+    load_tile<TileQ, NUM_THREADS, ARCH>(smem_q + stage * TileQ::BYTES,
+                                        block.q + params.q_strides.at(0, row, head),
+                                        params.q_strides.row, rows, shape.head_dim);
+    load_tile<TileQ, NUM_THREADS, ARCH>(smem_do + stage * TileQ::BYTES,
+                                        block.dout + params.dout_strides.at(0, row, head),
+                                        params.dout_strides.row, rows, shape.head_dim);
+  };
+  load_tile<TileKV, NUM_THREADS, ARCH>(smem_k, block.k, params.k_strides.row, block.n_rows,
+                                       shape.head_dim);
+  load_tile<TileKV, NUM_THREADS, ARCH>(smem_v, block.v, params.v_strides.row, block.n_rows,
+                                       shape.head_dim);
+  int head = block.m_range.begin < block.m_range.end ? block.head_begin : block.head_end;
+  int m_block = block.m_range.begin;
+  int stage = 0;
+  if (head < block.head_end) load_q_do(head, m_block, stage);
+  copies_commit<ARCH>();
+
+  const int lane = threadIdx.x % 32;
+  float acc_dk[GridKV::M][GridKV::N][4];
+  float acc_dv[GridKV::M][GridKV::N][4];
+  set_zero(acc_dk);
+  set_zero(acc_dv);
+
+  // ---- over the query heads of the group and their query tiles ----
+#pragma unroll 1
+  while (head < block.head_end) {
+    const bool last_m = m_block + 1 == block.m_range.end;
+    const int next_head = last_m ? head + 1 : head;
+    const int next_m_block = last_m ? block.m_range.begin : m_block + 1;
+
+    copies_wait<ARCH>();
+    __syncthreads();  // Q and dO have landed; nobody reads P, dS or the other stage any more
+    if (NUM_STAGES == 2 && next_head < block.head_end) {
+      load_q_do(next_head, next_m_block, stage ^ 1);
+    }
+    copies_commit<ARCH>();
+
+    const uint32_t q_stage = smem_q + stage * TileQ::BYTES;
+    const uint32_t do_stage = smem_do + stage * TileQ::BYTES;
+    const int64_t accum_row =
+        head * params.accum_rows + block.sequence.accum_start + m_block * BLOCK_M;
+    const int row0 = GridS::row() + lane / 4;
+    float lse_log2[M][2];
+    float delta[M][2];
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        lse_log2[m][half] = params.lse_log2[accum_row + row0 + m * 16 + half * 8];
+        delta[m][half] = params.delta[accum_row + row0 + m * 16 + half * 8];
+      }
+    }
+
+    // ---- P ----
+    float acc_s[M][N][4];
+    set_zero(acc_s);
+    warp_gemm<T, ARCH, HEAD_DIM / 16>(acc_s, RowOperandA<TileQ>(q_stage, GridS::row()),
+                                      RowOperandB<TileKV>(smem_k, GridS::col()));
+    const ScoreScale<SOFTCAP> score(shape);
+    const float alibi_slope =
+        ALIBI ? score.alibi(params.alibi_slopes[block.batch * params.alibi_batch_stride + head])
+              : 0.f;
+    float cap_slope[SOFTCAP ? M : 1][N][4];  // d tanh(x) / dx
+    const bool masked = block.m_range.needs_mask(m_block) || block.n_rows < BLOCK_N;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      const int row = m_block * BLOCK_M + row0 + m * 16;
+      const int col = block.n_begin + GridS::col() + lane % 4 * 2;
+      if constexpr (SOFTCAP) {
+        apply_softcap(acc_s[m], score.to_tanh);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) cap_slope[m][n][i] = 1.f - acc_s[m][n][i] * acc_s[m][n][i];
+        }
+      }
+      if constexpr (ALIBI) apply_alibi(acc_s[m], alibi_slope, row, col, block.sequence.diagonal);
+      if (masked) apply_mask(acc_s[m], block.sequence, row, col);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          acc_s[m][n][i] = exp2_approx(acc_s[m][n][i] * score.scale_log2 - lse_log2[m][i / 2]);
+        }
+      }
+    }
+    store_fragments<TileS, T, ARCH>(smem_p, GridS::row(), GridS::col(), acc_s);
+
+    // ---- dS ----
+    float acc_dp[M][N][4];
+    set_zero(acc_dp);
+    warp_gemm<T, ARCH, HEAD_DIM / 16>(acc_dp, RowOperandA<TileQ>(do_stage, GridS::row()),
+                                      RowOperandB<TileKV>(smem_v, GridS::col()));
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          acc_dp[m][n][i] = acc_s[m][n][i] * (acc_dp[m][n][i] - delta[m][i / 2]);
+          if constexpr (SOFTCAP) acc_dp[m][n][i] *= cap_slope[m][n][i];
+        }
+      }
+    }
+    store_fragments<TileS, T, ARCH>(smem_ds, GridS::row(), GridS::col(), acc_dp);
+    __syncthreads();  // P and dS are complete
+
+    // ---- dV += P^T dO, dK += dS^T Q ----
+    warp_gemm<T, ARCH, BLOCK_M / 16>(
+        acc_dv, ColumnOperandA<TileS, GridKV::TILE_ROWS>(smem_p, GridKV::row()),
+        ColumnOperandB<TileQ, GridKV::TILE_COLS>(do_stage, GridKV::col()));
+    warp_gemm<T, ARCH, BLOCK_M / 16>(
+        acc_dk, ColumnOperandA<TileS, GridKV::TILE_ROWS>(smem_ds, GridKV::row()),
+        ColumnOperandB<TileQ, GridKV::TILE_COLS>(q_stage, GridKV::col()));
+    if constexpr (NUM_STAGES == 1) {
+      __syncthreads();  // nobody reads Q or dO any more
+      if (next_head < block.head_end) load_q_do(next_head, next_m_block, 0);
+      copies_commit<ARCH>();
+    }
+
+    // ---- dQ += dS K ----
+    float acc_dq[GridQ::M][GridQ::N][4];
+    set_zero(acc_dq);
+    warp_gemm<T, ARCH, BLOCK_N / 16>(
+        acc_dq, RowOperandA<TileS>(smem_ds, GridQ::row()),
+        ColumnOperandB<TileKV, GridQ::TILE_COLS>(smem_k, GridQ::col()));
+    // The number of key tiles that have added to this query tile; element 0 is the ticket counter.
+    int* turn = params.dq_semaphore ? params.dq_semaphore + 1 + accum_row / BLOCK_M : nullptr;
+    if (turn) {
+      if (threadIdx.x == 0) {
+        const int row_end = min(block.sequence.seqlen_q, (m_block + 1) * BLOCK_M);
+        const TileRange n_range =
+            key_tiles(block.sequence, m_block * BLOCK_M, row_end, BLOCK_N);
+        wait_flag(turn, block.n_block - n_range.begin);
+      }
+      __syncthreads();
+    }
+    float* dq_accum = params.dq_accum + accum_row * HEAD_DIM;
+#pragma unroll
+    for (int m = 0; m < GridQ::M; ++m) {
+#pragma unroll
+      for (int n = 0; n < GridQ::N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          red_add(dq_accum + dq_fragment_offset<GridQ>(m, n, i), acc_dq[m][n][i]);
+        }
+      }
+    }
+    if (turn) {
+      __syncthreads();
+      if (threadIdx.x == 0) release_flag(turn);
+    }
+
+    stage ^= NUM_STAGES - 1;
+    head = next_head;
+    m_block = next_m_block;
+  }
+
+  // ---- write dK and dV through the tiles of K and V ----
+  copies_wait<ARCH>();
+  __syncthreads();
+#pragma unroll
+  for (int m = 0; m < GridKV::M; ++m) {
+#pragma unroll
+    for (int n = 0; n < GridKV::N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc_dk[m][n][i] *= shape.scale;
+    }
+  }
+  store_fragments<TileKV, T, ARCH>(smem_k, GridKV::row(), GridKV::col(), acc_dk);
+  store_fragments<TileKV, T, ARCH>(smem_v, GridKV::row(), GridKV::col(), acc_dv);
+  __syncthreads();
+  store_tile<TileKV, NUM_THREADS>(block.dk, params.dk_strides.row, smem_k, block.n_rows,
+                                  shape.head_dim);
+  store_tile<TileKV, NUM_THREADS>(block.dv, params.dv_strides.row, smem_v, block.n_rows,
+                                  shape.head_dim);
+}

@@ -1,0 +1,170 @@
+// FlashAttention-2 forward on mma.sync (sm_75 and newer): one block computes BLOCK_M query rows of
+// one head, walking over the key tiles from the last to the first.
+//
+//   warps    each owns BLOCK_M / NUM_WARPS query rows (16 or 32), so softmax never leaves a warp
+//   memory   Q [BLOCK_M][HEAD_DIM], one K tile and one V tile [BLOCK_N][HEAD_DIM]
+//   overlap  V(n) is copied while S = Q K(n)^T runs, K(n - 1) while O += P V(n) runs; two or more
+//            blocks an SM hide one block's softmax behind the other's products
+//
+// Scores and probabilities live in registers only. Source: FlashAttention-2, arXiv:2307.08691.
+#include "../common/params.cuh"
+#include "block_info.cuh"
+#include "mask.cuh"
+#include "softmax.cuh"
+#include "tile_order.cuh"
+#include "warp_gemm.cuh"
+
+// What a block works on. It lives in shared memory: in the main loop every register counts, and most
+// of this is needed once a tile or once a block.
+template <typename T>
+struct FwdBlock {
+  Sequence sequence;
+  TileRange n_range;
+  int m_begin;
+  int m_rows;  // <= 0: nothing to do
+  const T* q;
+  const T* k;
+  const T* v;
+  T* out;
+  float* lse;
+  float alibi_slope;
+
+  __device__ void locate(const FlashFwdParams& params, int block_m, int block_n) {
+    const AttentionShape& shape = params.shape;
+    const Tile tile = tile_of_block(blockIdx.x, ceil_div(shape.seqlen_q, block_m), shape.heads_q,
+                                    shape.batch, shape.heads_per_section);
+    sequence = load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+    m_begin = tile.block * block_m;
+    m_rows = min(block_m, sequence.seqlen_q - m_begin);
+    n_range = key_tiles(sequence, m_begin, m_begin + m_rows, block_n);
+    const int head_kv = tile.head / (shape.heads_q / shape.heads_kv);
+    const int64_t row_q = sequence.start_q + m_begin;
+    q = static_cast<const T*>(params.q) + params.q_strides.at(tile.batch, row_q, tile.head);
+    k = static_cast<const T*>(params.k) + params.k_strides.at(tile.batch, sequence.start_k, head_kv);
+    v = static_cast<const T*>(params.v) + params.v_strides.at(tile.batch, sequence.start_k, head_kv);
+    out = static_cast<T*>(params.out) + params.out_strides.at(tile.batch, row_q, tile.head);
+    lse = params.lse + tile.batch * params.lse_batch_stride + tile.head * params.lse_head_stride +
+          row_q;
+    alibi_slope = params.alibi_slopes
+                      ? params.alibi_slopes[tile.batch * params.alibi_batch_stride + tile.head]
+                      : 0.f;
+  }
+};
+
+template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_WARPS, int ARCH, bool SOFTCAP,
+          bool ALIBI, int SMEM_BYTES>
+__global__ void __launch_bounds__(NUM_WARPS * 32)
+    flash_fwd_sm80(const __grid_constant__ FlashFwdParams params) {
+  using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
+  using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
+  static_assert(TileQ::BYTES + 2 * TileKV::BYTES == SMEM_BYTES,
+                "host and device disagree on shared memory");
+  constexpr int NUM_THREADS = NUM_WARPS * 32;
+  constexpr int WARP_M = BLOCK_M / NUM_WARPS;
+  constexpr int M = WARP_M / 16;
+  static_assert(WARP_M % 16 == 0 && M >= 1, "a warp owns whole 16-row fragments");
+
+  // ---- which tile ----
+  const AttentionShape& shape = params.shape;
+  __shared__ FwdBlock<T> block;
+  if (threadIdx.x == 0) block.locate(params, BLOCK_M, BLOCK_N);
+  __syncthreads();
+  if (block.m_rows <= 0) return;  // packed: past the end of this sequence
+
+  // ---- first copies ----
+  extern __shared__ __align__(1024) unsigned char smem[];
+  const uint32_t smem_q = smem_address(smem);
+  const uint32_t smem_k = smem_q + TileQ::BYTES;
+  const uint32_t smem_v = smem_k + TileKV::BYTES;
+  const auto load_kv = [&](uint32_t dst, const T* src, int64_t row_stride, int n) {
+    load_tile<TileKV, NUM_THREADS, ARCH>(dst, src + int64_t(n) * BLOCK_N * row_stride, row_stride,
+                                         block.sequence.seqlen_k - n * BLOCK_N, shape.head_dim);
+  };
+  load_tile<TileQ, NUM_THREADS, ARCH>(smem_q, block.q, params.q_strides.row, block.m_rows,
+                                      shape.head_dim);
+  const int n_begin = block.n_range.begin;
+  int n = block.n_range.end - 1;
+  if (n >= n_begin) load_kv(smem_k, block.k, params.k_strides.row, n);
+  copies_commit<ARCH>();
+
+  const int lane = threadIdx.x % 32;
+  const int warp_row = threadIdx.x / 32 * WARP_M;
+  const RowOperandA<TileQ> operand_q(smem_q, warp_row);
+  const RowOperandB<TileKV> operand_k(smem_k, 0);
+  const ColumnOperandB<TileKV, HEAD_DIM> operand_v(smem_v, 0);
+  const ScoreScale<SOFTCAP> score(shape);
+
+  RowState state[M];
+  float acc_o[M][HEAD_DIM / 8][4];
+  set_zero(acc_o);
+
+  // ---- over the key tiles, last first ----
+#pragma unroll 1
+  for (; n >= n_begin; --n) {
+    copies_wait<ARCH>();
+    __syncthreads();  // K(n) has landed; nobody reads V(n + 1) any more
+    load_kv(smem_v, block.v, params.v_strides.row, n);
+    copies_commit<ARCH>();
+
+    float acc_s[M][BLOCK_N / 8][4];
+    set_zero(acc_s);
+    warp_gemm<T, ARCH, HEAD_DIM / 16>(acc_s, operand_q, operand_k);
+
+    copies_wait<ARCH>();
+    __syncthreads();  // V(n) has landed; nobody reads K(n) any more
+    if (n > n_begin) load_kv(smem_k, block.k, params.k_strides.row, n - 1);
+    copies_commit<ARCH>();
+
+    // ---- softmax ----
+    float rescale[M][2];
+    bool moved = false;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      const int row = block.m_begin + warp_row + m * 16 + lane / 4;
+      const int col = n * BLOCK_N + lane % 4 * 2;
+      if constexpr (SOFTCAP) apply_softcap(acc_s[m], score.to_tanh);
+      if constexpr (ALIBI) {
+        apply_alibi(acc_s[m], score.alibi(block.alibi_slope), row, col, block.sequence.diagonal);
+      }
+      if (block.n_range.needs_mask(n)) apply_mask(acc_s[m], block.sequence, row, col);
+      state[m].update(acc_s[m], score.scale_log2, rescale[m]);
+      moved |= rescale[m][0] != 1.f || rescale[m][1] != 1.f;
+    }
+    // Once the maxima have settled, most tiles leave them where they were.
+    if (__any_sync(0xffffffffu, moved)) {
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int d = 0; d < HEAD_DIM / 8; ++d) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc_o[m][d][i] *= rescale[m][i / 2];
+        }
+      }
+    }
+    const RegisterOperandA<T, ARCH, M, BLOCK_N / 8> operand_p(acc_s);
+    warp_gemm<T, ARCH, BLOCK_N / 16>(acc_o, operand_p, operand_v);
+  }
+
+  // ---- normalise, write LSE, and O through the shared memory of Q ----
+  copies_wait<ARCH>();
+  __syncthreads();
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float lse;
+      const float inverse = state[m].finish(half, score.scale_log2, lse);
+      const int row = warp_row + m * 16 + half * 8 + lane / 4;
+      if (lane % 4 == 0 && row < block.m_rows) block.lse[row] = lse;
+#pragma unroll
+      for (int d = 0; d < HEAD_DIM / 8; ++d) {
+        acc_o[m][d][2 * half] *= inverse;
+        acc_o[m][d][2 * half + 1] *= inverse;
+      }
+    }
+  }
+  store_fragments<TileQ, T, ARCH>(smem_q, warp_row, 0, acc_o);
+  __syncthreads();
+  store_tile<TileQ, NUM_THREADS>(block.out, params.out_strides.row, smem_q, block.m_rows,
+                                 shape.head_dim);
+}

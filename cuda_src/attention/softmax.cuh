@@ -1,0 +1,59 @@
+// Online softmax on accumulator fragments (Milakov & Gimelshein 2018; FlashAttention-2).
+//
+// A lane holds two rows of each 16-row fragment; the four lanes of a quad share them. The running
+// maximum is kept in the units of the scores, the sum stays a partial sum of this lane until the
+// end: only the maximum is exchanged in the loop.
+#pragma once
+#include "../ptx/math.cuh"
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+struct RowState {
+  float max[2] = {-INF, -INF};
+  float sum[2] = {0.f, 0.f};
+
+  // Replaces scores by probabilities relative to the new maximum; rescale[i] is what the sums and
+  // outputs so far must be multiplied with.
+  template <int N>
+  __device__ __forceinline__ void update(float (&scores)[N][4], float scale_log2,
+                                         float (&rescale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float new_max = max[half];
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        new_max = fmaxf(new_max, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+      }
+      new_max = quad_max(new_max);
+      // A row that has seen no key: -inf - (-inf) would be NaN.
+      const float offset = new_max == -INF ? 0.f : new_max * scale_log2;
+      rescale[half] = exp2_approx(max[half] * scale_log2 - offset);
+      max[half] = new_max;
+      float partial = 0.f;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          scores[n][i] = exp2_approx(scores[n][i] * scale_log2 - offset);
+          partial += scores[n][i];
+        }
+      }
+      sum[half] = sum[half] * rescale[half] + partial;
+    }
+  }
+
+  // After the last tile: what to multiply the output with, and the log-sum-exp (natural).
+  __device__ __forceinline__ float finish(int half, float scale_log2, float& lse) {
+    const float total = quad_sum(sum[half]);
+    lse = total > 0.f ? (max[half] * scale_log2 + log2_approx(total)) * LN2 : -INF;
+    return total > 0.f ? rcp_approx(total) : 0.f;
+  }
+};

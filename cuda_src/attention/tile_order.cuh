@@ -1,0 +1,25 @@
+// From the index of a thread block to its tile. Blocks start in index order, so the order decides
+// two things: what shares the L2 cache, and what is left for the end of the launch.
+//
+// Heads are cut into sections of heads_per_section whose keys and values fit the L2 together. Inside
+// a section the longest tiles of all heads come first (with a causal mask the last query tile is the
+// longest), so that the launch ends on short ones. One head a section gives the plain order.
+#pragma once
+#include "../common/params.cuh"
+
+struct Tile {
+  int block;  // along the sequence, 0 is the shortest
+  int head;
+  int batch;
+};
+
+// The grid has fewer than 2^31 blocks, so everything fits 32 bits.
+__device__ inline Tile tile_of_block(uint32_t index, int blocks_per_head, int heads, int batch,
+                                     int heads_per_section) {
+  const uint32_t section_size = heads_per_section * blocks_per_head;
+  const int first = index / section_size * heads_per_section;
+  const int rest = index % section_size;
+  const int section_heads = min(heads_per_section, heads * batch - first);
+  const int head = first + rest % section_heads;
+  return {blocks_per_head - 1 - rest / section_heads, head % heads, head / heads};
+}

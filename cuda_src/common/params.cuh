@@ -1,0 +1,87 @@
+// Kernel arguments, one struct per pass. cupyflash/params.py lists the same fields in the same
+// order; the compile stub asserts that both sides agree on the size, and a test on every field.
+#pragma once
+#include "types.cuh"
+
+// Element strides of a (batch, row, head, head_dim) tensor whose last dimension is contiguous.
+// Packed sequences (varlen) have batch stride 0: cu_seqlens gives the first row.
+struct Strides {
+  int64_t batch;
+  int64_t row;
+  int64_t head;
+
+  __device__ int64_t at(int64_t b, int64_t r, int64_t h) const {
+    return b * batch + r * row + h * head;
+  }
+};
+
+// What forward and backward share: shapes and the score function.
+struct AttentionShape {
+  int batch;
+  int heads_q;
+  int heads_kv;
+  int seqlen_q;  // the longest sequence when packed
+  int seqlen_k;
+  int head_dim;
+  int window_left;   // keys to the left of the diagonal that a query sees; seqlen_q + seqlen_k: all
+  int window_right;  // keys to the right; 0 is causal
+  int top_left;      // the diagonal starts at (0, 0); otherwise it ends at (seqlen_q, seqlen_k)
+  int heads_per_section;  // tile order: see tile_order.cuh
+  float scale;            // scores are scale * q.k
+  float softcap;          // then softcap * tanh(score / softcap), unless 0
+};
+
+struct FlashFwdParams {
+  const void* q;  // [batch, seqlen_q, heads_q, head_dim]
+  const void* k;  // [batch, seqlen_k, heads_kv, head_dim]
+  const void* v;  // [batch, seqlen_k, heads_kv, head_dim]
+  void* out;      // [batch, seqlen_q, heads_q, head_dim]
+  float* lse;     // [batch, heads_q, seqlen_q], packed: [heads_q, total_q]; natural logarithm
+  const int* cu_seqlens_q;    // [batch + 1] or null
+  const int* cu_seqlens_k;    // [batch + 1] or null
+  const float* alibi_slopes;  // [batch, heads_q] or null
+  Strides q_strides;
+  Strides k_strides;
+  Strides v_strides;
+  Strides out_strides;
+  int64_t lse_batch_stride;
+  int64_t lse_head_stride;
+  int64_t alibi_batch_stride;
+  AttentionShape shape;
+};
+
+struct FlashBwdParams {
+  const void* dout;  // like out
+  const void* q;
+  const void* k;
+  const void* v;
+  const void* out;
+  const float* lse;
+  void* dq;
+  void* dk;
+  void* dv;
+  float* lse_log2;   // [heads_q, accum_rows]: lse * log2(e); +inf where a row has no probability
+  float* delta;      // [heads_q, accum_rows]: sum of dout * out over the head dimension
+  float* dq_accum;   // [heads_q, accum_rows, HEAD_DIM] in the fragment order of the main kernel
+  int* dq_semaphore;  // [1 + heads_q * accum_rows / 16] zeros for a repeatable sum, or null
+  const int* cu_seqlens_q;
+  const int* cu_seqlens_k;
+  const float* alibi_slopes;
+  Strides dout_strides;
+  Strides q_strides;
+  Strides k_strides;
+  Strides v_strides;
+  Strides out_strides;
+  Strides dq_strides;
+  Strides dk_strides;
+  Strides dv_strides;
+  int64_t lse_batch_stride;
+  int64_t lse_head_stride;
+  int64_t alibi_batch_stride;
+  int64_t accum_rows;  // rows of all sequences, each padded to ACCUM_ROW_ALIGN
+  AttentionShape shape;
+};
+
+// Every sequence starts at a multiple of this in the accumulators, so that a query tile (whose
+// height divides it) never straddles two sequences.
+constexpr int ACCUM_ROW_ALIGN = 128;

@@ -1,0 +1,24 @@
+// Integer and 16-bit float types. NVRTC ships no <cstdint>, and the CUDA headers for half and
+// bfloat16 are a second package that may be missing: a kernel here needs nothing but NVRTC.
+#pragma once
+
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+typedef long long int64_t;
+
+// Storage types: two bytes, no arithmetic. Kernels compute in float.
+struct half_t {
+  static constexpr bool IS_BFLOAT16 = false;
+  uint16_t bits;
+};
+struct bfloat16_t {
+  static constexpr bool IS_BFLOAT16 = true;
+  uint16_t bits;
+};
+
+constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }

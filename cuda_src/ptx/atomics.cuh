@@ -1,0 +1,21 @@
+// Reductions and flags in global memory.
+// PTX ISA: "Parallel synchronization instructions: red", "Memory consistency model".
+#pragma once
+#include "../common/types.cuh"
+
+__device__ __forceinline__ void red_add(float* address, float value) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+
+// Waits until *flag == value. volatile + fence rather than ld.acquire, which sm_60 lacks.
+__device__ __forceinline__ void wait_flag(const int* flag, int value) {
+  while (*static_cast<const volatile int*>(flag) != value) {
+  }
+  __threadfence();
+}
+
+// Makes this thread's earlier writes, and those it has synchronised with, visible with the flag.
+__device__ __forceinline__ void release_flag(int* flag) {
+  __threadfence();
+  atomicAdd(flag, 1);
+}

@@ -1,0 +1,43 @@
+// Asynchronous copies from global to shared memory (sm_80).
+// PTX ISA: "Data Movement and Conversion Instructions: Asynchronous copy", non-bulk.
+#pragma once
+#include "../common/types.cuh"
+
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes; writes zeros and reads nothing where !valid. Bypasses L1 (.cg).
+__device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most N of this thread's newest groups are still in flight.
+template <int N>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// The same copy through registers, for sm_75.
+__device__ __forceinline__ void copy_16(uint32_t dst, const void* src, bool valid) {
+  uint4 value = {0, 0, 0, 0};
+  if (valid) value = *static_cast<const uint4*>(src);
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
+// Commit and wait for either kind of copy; the one through registers has nothing to wait for.
+template <int ARCH>
+__device__ __forceinline__ void copies_commit() {
+  if constexpr (ARCH >= 80) cp_async_commit();
+}
+
+template <int ARCH>
+__device__ __forceinline__ void copies_wait() {
+  if constexpr (ARCH >= 80) cp_async_wait<0>();
+}

@@ -1,0 +1,47 @@
+// Approximate arithmetic and 16-bit packing in single instructions. C++'s division and logf would
+// bring slow paths behind a function call, and the call convention takes registers from the loops.
+#pragma once
+#include "../common/types.cuh"
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// tanh with an absolute error near 1e-7, for a score that is multiplied by the cap afterwards;
+// tanh.approx (2^-11) would cost more accuracy than float16 scores have.
+__device__ __forceinline__ float tanh_exp2(float x) {
+  return 1.f - 2.f * rcp_approx(1.f + exp2_approx(2.f * LOG2E * x));
+}
+
+// Two floats to two 16-bit values in one register, lo in the low half.
+template <typename T, int ARCH>
+__device__ __forceinline__ uint32_t pack(float lo, float hi) {
+  uint32_t r;
+  if constexpr (T::IS_BFLOAT16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  } else if constexpr (ARCH >= 80) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  } else {
+    asm("{.reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}"
+        : "=r"(r)
+        : "f"(lo), "f"(hi));
+  }
+  return r;
+}

@@ -1,0 +1,8 @@
+"""``python -m cupyflash``."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":  # warm-up starts processes that import this file
+    sys.exit(main())

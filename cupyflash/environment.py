@@ -1,0 +1,120 @@
+"""Environment variables: what they are, and the only place that reads them.
+
+======================  ======================  ====================================================
+Variable                Value                   Effect
+======================  ======================  ====================================================
+CUPYFLASH_CACHE_DIR     a folder                compiled kernels live here; default
+                                                $XDG_CACHE_HOME/cupyflash or ~/.cache/cupyflash
+                                                (%LOCALAPPDATA%\\cupyflash on Windows)
+CUPYFLASH_DEBUG         0 or 1                  print each kernel's configuration, registers, spills
+                                                and seconds; check what costs a device sync
+CUPYFLASH_DUMP          ptx, sass or ptx,sass   write kernel.ptx / kernel.sass beside the cubin
+CUPYFLASH_FAMILY        sm90, sm80 or simt      use this kernel family only
+CUPYFLASH_NO_JIT        0 or 1                  raise instead of compiling
+======================  ======================  ====================================================
+
+They are read once, at the first need. An empty value counts as unset. Anything else is a
+ValueError that names the variable, what it allows and what it got.
+"""
+
+import contextlib
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+DUMPS = ("ptx", "sass")
+FAMILIES = ("sm90", "sm80", "simt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """The settings of this process.
+
+    Attributes:
+        cache_dir: absolute folder of compiled kernels; None where the user has no home folder.
+        debug: print what each kernel is and costs.
+        dump: which of ``DUMPS`` to write beside the cubin.
+        family: one of ``FAMILIES``, or None to let the GPU decide.
+        no_jit: never compile.
+    """
+
+    cache_dir: Path | None = None
+    debug: bool = False
+    dump: tuple[str, ...] = ()
+    family: str | None = None
+    no_jit: bool = False
+
+    def __post_init__(self) -> None:
+        for kind in self.dump:
+            if kind not in DUMPS:
+                raise ValueError(f"CUPYFLASH_DUMP: must list ptx, sass or both, got {kind!r}")
+        if self.family is not None and self.family not in FAMILIES:
+            raise ValueError(f"CUPYFLASH_FAMILY: must be sm90, sm80 or simt, got {self.family!r}")
+
+
+_current: Environment | None = None
+_lock = threading.RLock()
+
+
+def current() -> Environment:
+    """The settings in force, read from the environment at the first call."""
+    global _current
+    if _current is None:
+        with _lock:
+            if _current is None:
+                _current = _read()
+    return _current
+
+
+def install(environment: Environment) -> None:
+    """Make ``environment`` the settings of this process, as a worker does with its parent's."""
+    global _current
+    with _lock:
+        _current = environment
+
+
+@contextlib.contextmanager
+def override(**changes: object) -> Iterator[Environment]:
+    """Change fields of `Environment` within a ``with`` block, for every thread (for tests)."""
+    with _lock:
+        before = current()
+        install(dataclasses.replace(before, **changes))
+    try:
+        yield current()
+    finally:
+        install(before)
+
+
+def _read() -> Environment:
+    dump = os.environ.get("CUPYFLASH_DUMP", "")
+    return Environment(
+        cache_dir=_cache_dir(),
+        debug=_flag("CUPYFLASH_DEBUG"),
+        dump=tuple(kind.strip() for kind in dump.split(",") if kind.strip()),
+        family=os.environ.get("CUPYFLASH_FAMILY") or None,
+        no_jit=_flag("CUPYFLASH_NO_JIT"),
+    )
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{name}: must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+def _cache_dir() -> Path | None:
+    try:
+        if chosen := os.environ.get("CUPYFLASH_CACHE_DIR"):
+            return Path(chosen).expanduser().absolute()
+        if os.name == "nt":
+            base = os.environ.get("LOCALAPPDATA")
+        else:
+            base = os.environ.get("XDG_CACHE_HOME")
+        # The XDG specification tells programs to ignore a relative path.
+        folder = Path(base) if base and os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError:  # no home folder: a container's nameless user
+        return None
+    return folder / "cupyflash"

@@ -1,0 +1,132 @@
+"""Family ``simt``: plain CUDA, any GPU, any strides and alignment, all three dtypes.
+
+The readable family, and the fallback for everything that the others cannot take.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import ClassVar
+
+from ..kernel_config import ITEM_SIZE, KernelConfig
+from ..params import AttentionShape, FlashBwdParams, FlashFwdParams
+from .preprocess import FlashBwdPreprocess
+
+Capability = tuple[int, int]  # compute capability: (major, minor)
+
+MIN_CAPABILITY = (6, 0)
+HEAD_DIMS = (32, 64, 128, 192, 256)  # sizes of the accumulators; others are rounded up
+THREADS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashFwdSimt(KernelConfig):
+    """Forward: a block computes ``block_m`` query rows of one head."""
+
+    source: ClassVar[str] = "attention/flash_fwd_simt.cu"
+    params: ClassVar[type[FlashFwdParams]] = FlashFwdParams
+
+    dtype: str
+    head_dim: int
+    block_m: int
+    softcap: bool
+    alibi: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return THREADS
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdDkdvSimt(KernelConfig):
+    """Backward, dK and dV: a block computes ``block_n`` keys of one key head."""
+
+    source: ClassVar[str] = "attention/flash_bwd_dkdv_simt.cu"
+    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+
+    dtype: str
+    head_dim: int
+    block_n: int
+    softcap: bool
+    alibi: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return THREADS
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdDqSimt(KernelConfig):
+    """Backward, dQ: a block computes ``block_m`` query rows of one head."""
+
+    source: ClassVar[str] = "attention/flash_bwd_dq_simt.cu"
+    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+
+    dtype: str
+    head_dim: int
+    block_m: int
+    softcap: bool
+    alibi: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return THREADS
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
+
+
+def supports(
+    dtype: str, head_dim: int, aligned: bool, capability: Capability, *, backward: bool
+) -> bool:
+    """Whether this family computes such a problem; alignment and pass do not matter to it."""
+    return dtype in ITEM_SIZE and head_dim <= HEAD_DIMS[-1] and capability >= MIN_CAPABILITY
+
+
+def forward(
+    dtype: str, head_dim: int, softcap: bool, alibi: bool, capability: Capability
+) -> FlashFwdSimt:
+    """The forward kernel; the same for every GPU."""
+    return FlashFwdSimt(dtype, _padded(head_dim), 64, softcap, alibi)
+
+
+def backward(
+    dtype: str, head_dim: int, softcap: bool, alibi: bool, capability: Capability
+) -> tuple[FlashBwdPreprocess, FlashBwdDkdvSimt, FlashBwdDqSimt]:
+    """The backward kernels in launch order; the same for every GPU."""
+    padded = _padded(head_dim)
+    # Two accumulators of 64 rows x 192 columns are more than the registers of 128 threads.
+    block_n = 64 if padded <= 128 else 32
+    return (
+        FlashBwdPreprocess(dtype, accum_dim=0),
+        FlashBwdDkdvSimt(dtype, padded, block_n, softcap, alibi),
+        FlashBwdDqSimt(dtype, padded, 64, softcap, alibi),
+    )
+
+
+def configurations(capability: Capability) -> Iterator[KernelConfig]:
+    """Every configuration that ``forward`` and ``backward`` can pick, each once."""
+    if capability < MIN_CAPABILITY:
+        return
+    switches = (False, True)
+    for dtype in ITEM_SIZE:
+        yield FlashBwdPreprocess(dtype, accum_dim=0)
+        for key in itertools.product([dtype], HEAD_DIMS, switches, switches, [capability]):
+            yield forward(*key)
+            yield from backward(*key)[1:]
+
+
+def _padded(head_dim: int) -> int:
+    return next(size for size in HEAD_DIMS if size >= head_dim)

@@ -1,0 +1,39 @@
+"""Run-time compilation: a kernel configuration becomes a function on a GPU.
+
+=============  ================================================================
+sources.py     where ``cuda_src`` is, and the digest of what a kernel includes
+arch.py        which architecture a GPU's kernels are compiled for
+compiler.py    NVRTC: one configuration to one cubin
+cache.py       the folder of compiled kernels
+entry.py       one of them on disk
+builder.py     look up, else compile and publish
+loader.py      cubin to a function on a device
+pool.py        many kernels at once, in processes, without a GPU
+dump.py        PTX and SASS beside the cubin
+messages.py    what is logged and printed
+=============  ================================================================
+
+CuPy is imported when NVRTC or a device is first needed, not before.
+"""
+
+from .arch import arch_of
+from .builder import build
+from .cache import UnsafeCacheError, cache_dir, clear, entries
+from .compiler import CompileError
+from .entry import Built
+from .loader import load
+from .pool import build_all, warmup
+
+__all__ = [
+    "Built",
+    "CompileError",
+    "UnsafeCacheError",
+    "arch_of",
+    "build",
+    "build_all",
+    "cache_dir",
+    "clear",
+    "entries",
+    "load",
+    "warmup",
+]

@@ -1,0 +1,131 @@
+"""NVRTC: one kernel configuration becomes one cubin. Needs CuPy and NVRTC, but no GPU."""
+
+import ctypes
+import dataclasses
+import functools
+import tempfile
+import time
+from pathlib import Path
+from types import ModuleType
+
+from ..kernel_config import KernelConfig
+from . import sources
+
+# No -ftz and no fast-math. Adds and multiplications of denormals cost nothing on these GPUs; what
+# does cost is the fix-up around ex2, lg2 and rcp, and the sources write those as PTX (.approx.ftz)
+# where they want them. So float32 results keep their denormals, as NumPy's and PyTorch's do.
+# -default-device lets helper functions go unannotated; -lineinfo costs nothing at run time and
+# shows profilers the source line.
+FLAGS = ("-std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
+
+_MISSING = (
+    "cupyflash: compiling a kernel needs CuPy and NVRTC, {reason}; "
+    "pip install 'cupyflash[cuda12]' (CUDA 13 driver: 'cupyflash[cuda13]')"
+)
+
+
+class CompileError(RuntimeError):
+    """NVRTC rejected a kernel. The text holds everything a bug report needs."""
+
+    def __init__(self, expression: str, arch: str, nvrtc: str, stub: str, log: str) -> None:
+        super().__init__(expression, arch, nvrtc, stub, log)
+        self.expression, self.arch, self.nvrtc, self.stub, self.log = self.args
+
+    def __str__(self) -> str:
+        kernel = self.expression.partition("<")[0]
+        return (
+            f"{kernel}: NVRTC {self.nvrtc} could not compile {self.expression} for {self.arch}; "
+            f"the stub is kept in {self.stub}\n{self.log}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What NVRTC made of a configuration; ``seconds`` is its wall time."""
+
+    cubin: bytes
+    ptx: bytes
+    lowered_name: str
+    log: str
+    seconds: float
+
+
+def nvrtc() -> ModuleType:
+    """CuPy's binding of NVRTC; an ImportError that names the pip line where either is missing."""
+    try:
+        from cupy.cuda import nvrtc as module
+
+        module.getVersion()  # CuPy opens the library at the first call
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = "CuPy is not installed" if _lacks_cupy(error) else f"got {error}"
+        raise ImportError(_MISSING.format(reason=reason)) from error
+    return module
+
+
+@functools.cache
+def version() -> str:
+    """NVRTC's version, ``"12.9"``."""
+    return "{}.{}".format(*nvrtc().getVersion())
+
+
+def supported_archs() -> tuple[int, ...]:
+    """What NVRTC compiles for, as 10 * major + minor of the compute capability, ascending."""
+    return tuple(sorted(nvrtc().getSupportedArchs()))
+
+
+def stub(config: KernelConfig) -> str:
+    """The program: the kernel's file, and a check that host and device agree on its argument."""
+    params = config.params
+    return (
+        f"// {config.expression}\n"
+        f'#include "{config.source}"\n'
+        f"static_assert(sizeof({params.__name__}) == {ctypes.sizeof(params)},\n"
+        f'              "cupyflash/params.py and the CUDA source disagree on {params.__name__}");\n'
+    )
+
+
+def compile_kernel(config: KernelConfig, arch: str) -> Compiled:
+    """Compile for ``arch`` (``"sm_90a"``); raises `CompileError`, or ImportError without NVRTC."""
+    module, text, start = nvrtc(), stub(config), time.perf_counter()
+    root = sources.root()
+    # The name places the stub into cuda_src. A bare "stub.cu" would make NVRTC search the current
+    # folder first, and compile whatever file of the same name lies there.
+    program = module.createProgram(text, str(root / "stub.cu"), (), ())
+    try:
+        module.addNameExpression(program, config.expression)
+        try:
+            module.compileProgram(program, (f"-arch={arch}", *FLAGS, f"-I{root}"))
+            lowered_name = module.getLoweredName(program, config.expression)
+        except module.NVRTCError as error:
+            log = module.getProgramLog(program).strip() or str(error)
+            raise CompileError(
+                config.expression, arch, version(), _keep(config.name, text), log
+            ) from None
+        return Compiled(
+            cubin=_whole(module.getCUBIN(program)),
+            ptx=module.getPTX(program),
+            lowered_name=lowered_name,
+            log=module.getProgramLog(program),
+            seconds=time.perf_counter() - start,
+        )
+    finally:
+        module.destroyProgram(program)
+
+
+def _whole(cubin: bytes) -> bytes:
+    """Put back the last byte, which CuPy cuts off as if a cubin ended on a NUL like PTX.
+
+    It is the upper byte of a 64-bit table entry, 0, and ends a file of whole 8-byte words. The
+    driver does not miss it, but disassemblers do.
+    """
+    return cubin + bytes(-len(cubin) % 8)
+
+
+def _keep(name: str, text: str) -> str:
+    path = Path(tempfile.mkdtemp(prefix=f"cupyflash-{name}-")) / "stub.cu"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def _lacks_cupy(error: BaseException) -> bool:
+    return isinstance(error, ModuleNotFoundError) and error.name in ("cupy", "cupy.cuda")

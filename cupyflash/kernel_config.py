@@ -1,0 +1,53 @@
+"""What every kernel configuration is: a frozen dataclass whose fields are the template parameters.
+
+A subclass names its source file and its parameter struct; its fields have the names of the kernel's
+template parameters in lower case (``dtype`` is ``T``) and stand in the same order, so that the
+dataclass *is* the instantiation. ``tests/test_params.py`` compares them with the source.
+"""
+
+import ctypes
+import dataclasses
+from typing import ClassVar
+
+CPP_TYPES = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float"}
+ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """One instantiation of one ``__global__`` template; hashable, so it is the key of every cache.
+
+    Attributes:
+        source: path below ``cuda_src/``; its stem is the name of the kernel.
+        params: the ctypes structure that the kernel takes by value.
+    """
+
+    source: ClassVar[str]
+    params: ClassVar[type[ctypes.Structure]]
+
+    @property
+    def name(self) -> str:
+        """Name of the ``__global__`` function: the stem of its file."""
+        return self.source.rsplit("/", 1)[-1].removesuffix(".cu")
+
+    @property
+    def expression(self) -> str:
+        """The NVRTC name expression, ``flash_fwd_sm80<bfloat16_t, 128, …>``."""
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return f"{self.name}<{', '.join(_cpp(value) for value in values)}>"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        raise NotImplementedError
+
+    @property
+    def shared_memory(self) -> int:
+        """Dynamic shared memory of a block in bytes."""
+        return getattr(self, "smem_bytes", 0)
+
+
+def _cpp(value: "str | bool | int") -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return CPP_TYPES.get(value, str(value))

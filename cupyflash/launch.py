@@ -1,0 +1,214 @@
+"""From a checked problem to launches: a plan is everything that equal-shaped calls share.
+
+A plan holds the loaded kernels, the grids and the bytes of the parameter struct behind its leading
+pointers. A call then allocates its results, puts the pointers in front and launches.
+"""
+
+import ctypes
+import functools
+import struct
+from typing import Any
+
+import numpy
+
+from . import environment, families, jit
+from .array import Array, View
+from .kernel_config import KernelConfig
+from .params import ACCUM_ROW_ALIGN, FlashBwdParams, FlashFwdParams
+from .problem import Options, Problem, canonical_strides
+
+# Of the L2 cache, for the keys and values of the heads that run together (tile_order.cuh); the rest
+# is left to queries and outputs.
+SECTION_L2_FRACTION = 0.6
+
+
+class ForwardPlan:
+    """The forward kernel for one problem; ``library`` allocates out and LSE."""
+
+    def __init__(
+        self, function: str, problem: Problem, aligned: bool, library: Any, q: View, options: Options
+    ) -> None:
+        self.library, self.device = library, problem.device
+        shape = problem.shape
+        self.out_shape, self.lse_shape = q.shape, problem.lse_shape
+        self.out_strides = library.strides_of_empty(q.shape, q)
+        out = View(q.shape, self.out_strides, q.dtype, q.device)
+        self.empty = 0 in (shape.batch, shape.heads_q, shape.seqlen_q)
+        if self.empty:
+            return
+        family, arguments = _family(function, problem, aligned, backward=False)
+        config = family.forward(*arguments)
+        shape.heads_per_section = _heads_per_section(problem, shape.seqlen_k, 2)
+        params = FlashFwdParams(
+            **{f"{name}_strides": strides for name, strides in problem.strides.items()},
+            out_strides=canonical_strides(out, options),
+            lse_batch_stride=problem.lse_strides[0],
+            lse_head_stride=problem.lse_strides[1],
+            alibi_batch_stride=problem.alibi_batch_stride or 0,
+            shape=shape,
+        )
+        self.launch = Launch(config, problem, params, num_pointers=8)
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, alibi: int, cu_seqlens: tuple[int, int]
+    ) -> tuple[Array, Array]:
+        """``alibi`` and ``cu_seqlens`` are pointers, 0 where there is none."""
+        library = self.library
+        out = library.empty(self.out_shape, self.out_strides, q)
+        lse = library.empty_float32(self.lse_shape, q)
+        if not self.empty:
+            pointer = library.pointer
+            self.launch(
+                library.stream(self.device),
+                pointer(q), pointer(k), pointer(v), pointer(out), pointer(lse), *cu_seqlens, alibi,
+            )  # fmt: skip
+        return out, lse
+
+
+class BackwardPlan:
+    """The backward kernels for one problem; the gradients are like q, k and v."""
+
+    def __init__(
+        self,
+        function: str,
+        problem: Problem,
+        aligned: bool,
+        library: Any,
+        views: dict[str, View],
+        options: Options,
+        deterministic: bool,
+    ) -> None:
+        self.library, self.device = library, problem.device
+        shape = problem.shape
+        self.gradients = []
+        strides = dict(problem.strides)
+        for name in "qkv":
+            x = views[name]
+            dense = library.strides_of_empty(x.shape, x)
+            self.gradients.append((x.shape, dense))
+            strides[f"d{name}"] = canonical_strides(View(x.shape, dense, x.dtype, x.device), options)
+        # Keys that no query sees get a gradient of zero from the kernel; without queries or keys
+        # there is nothing to launch.
+        self.empty = 0 in (shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k)
+        if self.empty:
+            return
+        family, arguments = _family(function, problem, aligned, backward=True)
+        configs = family.backward(*arguments)
+        accum_dim = configs[0].accum_dim
+        rows = _accum_rows(problem)
+        # One allocation for lse_log2 and delta [heads_q, rows] and dq_accum [heads_q, rows, dim].
+        self.rows_bytes = shape.heads_q * rows * 4
+        self.scratch_size = shape.heads_q * rows * (2 + accum_dim)
+        self.semaphores = 1 + shape.heads_q * rows // 16 if deterministic and accum_dim else 0
+        per_query = 2 + (2 if accum_dim else 0)  # q, dout; the accumulator counts twice
+        shape.heads_per_section = _heads_per_section(problem, shape.seqlen_q, per_query)
+        params = FlashBwdParams(
+            **{f"{name}_strides": x for name, x in strides.items()},
+            lse_batch_stride=problem.lse_strides[0],
+            lse_head_stride=problem.lse_strides[1],
+            alibi_batch_stride=problem.alibi_batch_stride or 0,
+            accum_rows=rows,
+            shape=shape,
+        )
+        self.launches = [Launch(config, problem, params, num_pointers=16) for config in configs]
+
+    def __call__(
+        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, alibi: int,
+        cu_seqlens: tuple[int, int],
+    ) -> tuple[Array, Array, Array]:  # fmt: skip
+        library, pointer = self.library, self.library.pointer
+        if self.empty:
+            return tuple(library.zeros_like(x) for x in (q, k, v))
+        gradients = tuple(library.empty(*shape, x) for shape, x in zip(self.gradients, (q, k, v)))
+        scratch = library.empty_float32((self.scratch_size,), q)
+        lse_log2 = pointer(scratch)
+        semaphores = library.zeros_int32(self.semaphores, q) if self.semaphores else None
+        inputs = (pointer(x) for x in (dout, q, k, v, out, lse, *gradients))
+        pointers = (
+            *inputs,
+            lse_log2,
+            lse_log2 + self.rows_bytes,
+            lse_log2 + 2 * self.rows_bytes,
+            0 if semaphores is None else pointer(semaphores),
+            *cu_seqlens,
+            alibi,
+        )
+        stream = library.stream(self.device)
+        for launch in self.launches:
+            launch(stream, *pointers)
+        return gradients
+
+
+class Launch:
+    """One kernel with its grid and all of its parameters but the leading pointers."""
+
+    def __init__(
+        self, config: KernelConfig, problem: Problem, params: ctypes.Structure, num_pointers: int
+    ) -> None:
+        import cupy
+
+        self.device = cupy.cuda.Device(problem.device)
+        self.current_device = cupy.cuda.runtime.getDevice
+        self.function = jit.load(config, problem.device)
+        self.grid = (config.grid(problem.shape),)
+        self.block = (config.threads,)
+        self.shared_memory = config.shared_memory
+        self.pack = struct.Struct(f"{num_pointers}Q").pack
+        self.tail = bytes(params)[8 * num_pointers :]
+        self.dtype = numpy.dtype((numpy.void, ctypes.sizeof(params)))
+
+    def __call__(self, stream: Any, *pointers: int) -> None:
+        params = numpy.frombuffer(self.pack(*pointers) + self.tail, self.dtype)
+        if self.current_device() == self.device.id:
+            self.function(self.grid, self.block, (params,), self.shared_memory, stream)
+        else:
+            with self.device:
+                self.function(self.grid, self.block, (params,), self.shared_memory, stream)
+
+
+def _family(function: str, problem: Problem, aligned: bool, *, backward: bool) -> tuple[Any, tuple]:
+    """The family of a pass, and the arguments of its ``forward`` or ``backward``."""
+    capability = _capability(problem.device)
+    shape = problem.shape
+    forced = environment.current().family
+    family = families.choose(
+        function, forced, problem.dtype, shape.head_dim, aligned, capability, backward=backward
+    )
+    features = (shape.softcap > 0, problem.alibi_batch_stride is not None)
+    return family, (problem.dtype, shape.head_dim, *features, capability)
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    import cupy
+
+    return divmod(int(cupy.cuda.Device(device).compute_capability), 10)
+
+
+@functools.cache
+def _l2_bytes(device: int) -> int:
+    import cupy
+
+    return cupy.cuda.Device(device).attributes["L2CacheSize"]
+
+
+def _heads_per_section(problem: Problem, rows: int, tensors: int) -> int:
+    """How many heads run side by side, longest tiles first: see tile_order.cuh.
+
+    Only tiles of unequal length need it: a causal mask without a window to the left.
+    """
+    shape = problem.shape
+    heads = shape.heads_q * shape.batch
+    causal = shape.window_right < shape.seqlen_k and shape.window_left >= shape.seqlen_k
+    if not causal:
+        return 1
+    head_bytes = max(1, rows * shape.head_dim * tensors * 2)
+    return max(1, min(heads, int(SECTION_L2_FRACTION * _l2_bytes(problem.device) / head_bytes)))
+
+
+def _accum_rows(problem: Problem) -> int:
+    """Rows of the accumulators of one head, every sequence padded: see block_info.cuh."""
+    shape = problem.shape
+    if problem.total_q is not None:
+        return (problem.total_q // ACCUM_ROW_ALIGN + shape.batch) * ACCUM_ROW_ALIGN
+    return -(-shape.seqlen_q // ACCUM_ROW_ALIGN) * ACCUM_ROW_ALIGN * shape.batch

@@ -1,0 +1,94 @@
+"""Kernel arguments: ctypes mirrors of the structs in ``cuda_src/common/params.cuh``, field by field.
+
+ctypes lays a structure out as the C++ compiler does. The compile stub asserts the size of each
+struct, and ``tests/test_params.py`` compares names and order with the header.
+"""
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+ACCUM_ROW_ALIGN = 128  # as in params.cuh
+
+
+class Strides(ctypes.Structure):
+    """Element strides of a (batch, row, head, head_dim) tensor with a contiguous last dimension."""
+
+    _fields_ = [("batch", c_int64), ("row", c_int64), ("head", c_int64)]
+
+
+class AttentionShape(ctypes.Structure):
+    """Shapes and score function, shared by forward and backward."""
+
+    _fields_ = [
+        ("batch", c_int32),
+        ("heads_q", c_int32),
+        ("heads_kv", c_int32),
+        ("seqlen_q", c_int32),
+        ("seqlen_k", c_int32),
+        ("head_dim", c_int32),
+        ("window_left", c_int32),
+        ("window_right", c_int32),
+        ("top_left", c_int32),
+        ("heads_per_section", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+    ]
+
+
+class FlashFwdParams(ctypes.Structure):
+    """Forward; the leading pointers are the only fields that differ between equal-shaped calls."""
+
+    _fields_ = [
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("out", c_void_p),
+        ("lse", c_void_p),
+        ("cu_seqlens_q", c_void_p),
+        ("cu_seqlens_k", c_void_p),
+        ("alibi_slopes", c_void_p),
+        ("q_strides", Strides),
+        ("k_strides", Strides),
+        ("v_strides", Strides),
+        ("out_strides", Strides),
+        ("lse_batch_stride", c_int64),
+        ("lse_head_stride", c_int64),
+        ("alibi_batch_stride", c_int64),
+        ("shape", AttentionShape),
+    ]
+
+
+class FlashBwdParams(ctypes.Structure):
+    """Backward: one struct for preprocess, main kernel and postprocess."""
+
+    _fields_ = [
+        ("dout", c_void_p),
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("out", c_void_p),
+        ("lse", c_void_p),
+        ("dq", c_void_p),
+        ("dk", c_void_p),
+        ("dv", c_void_p),
+        ("lse_log2", c_void_p),
+        ("delta", c_void_p),
+        ("dq_accum", c_void_p),
+        ("dq_semaphore", c_void_p),
+        ("cu_seqlens_q", c_void_p),
+        ("cu_seqlens_k", c_void_p),
+        ("alibi_slopes", c_void_p),
+        ("dout_strides", Strides),
+        ("q_strides", Strides),
+        ("k_strides", Strides),
+        ("v_strides", Strides),
+        ("out_strides", Strides),
+        ("dq_strides", Strides),
+        ("dk_strides", Strides),
+        ("dv_strides", Strides),
+        ("lse_batch_stride", c_int64),
+        ("lse_head_stride", c_int64),
+        ("alibi_batch_stride", c_int64),
+        ("accum_rows", c_int64),
+        ("shape", AttentionShape),
+    ]

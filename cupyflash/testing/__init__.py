@@ -1,0 +1,35 @@
+"""What tests/ and bench/ share: seeded inputs and the tolerance rule."""
+
+from cupyflash.testing.inputs import (
+    STORAGES,
+    Inputs,
+    cast,
+    make_alibi_slopes,
+    make_inputs,
+    make_varlen_inputs,
+    to_library,
+)
+from cupyflash.testing.same_precision import same_precision_attention
+from cupyflash.testing.tolerance import (
+    Expected,
+    assert_close_to_float64,
+    expected,
+    poison_free_memory,
+    to_float64,
+)
+
+__all__ = [
+    "STORAGES",
+    "Expected",
+    "Inputs",
+    "assert_close_to_float64",
+    "cast",
+    "expected",
+    "make_alibi_slopes",
+    "make_inputs",
+    "make_varlen_inputs",
+    "poison_free_memory",
+    "same_precision_attention",
+    "to_float64",
+    "to_library",
+]

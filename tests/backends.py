@@ -1,0 +1,122 @@
+"""Where a test runs: a library, a device, and on a GPU a forced kernel family."""
+
+import dataclasses
+import functools
+import importlib.util
+from typing import Any
+
+from cupyflash import environment
+from cupyflash.testing import Inputs, make_inputs, make_varlen_inputs
+
+# Compute capabilities (10 * major + minor) on which a family runs, and its dtypes there.
+FAMILY_CAPABILITIES = {"sm90": range(90, 100), "sm80": range(75, 1000), "simt": range(0, 1000)}
+HALF = ("float16", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One way to run the public functions.
+
+    Attributes:
+        family: forced kernel family; None on the CPU, and on a GPU where the package chooses.
+        dtypes: what this family computes.
+        full: whether it runs the whole covering set of cases; a second library on the same
+            kernels runs a part of it.
+        missing: why it cannot run on this machine.
+    """
+
+    name: str
+    library: str
+    device: str = "cpu"
+    family: str | None = None
+    dtypes: tuple[str, ...] = (*HALF, "float32")
+    full: bool = True
+    missing: str = ""
+
+    @property
+    def gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def aligned_only(self) -> bool:
+        """The tensor-core families load 16 bytes at a time."""
+        return self.family in ("sm90", "sm80")
+
+    def inputs(self, dtype: str, **shape: Any) -> Inputs:
+        return make_inputs(self.library, dtype, device=self.device, **shape)
+
+    def varlen_inputs(self, dtype: str, *lengths: Any, **shape: Any) -> Inputs:
+        return make_varlen_inputs(self.library, dtype, *lengths, device=self.device, **shape)
+
+    def synchronize(self) -> None:
+        if self.gpu:
+            import cupy
+
+            cupy.cuda.Device().synchronize()
+
+
+def has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+@functools.cache
+def compute_capability() -> tuple[int, str]:
+    """10 * major + minor of GPU 0, or (0, why there is none)."""
+    if not has("cupy"):
+        return 0, "no GPU tests: CuPy is not installed"
+    import cupy
+
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+        return int(cupy.cuda.Device(0).compute_capability), ""
+    except Exception as error:  # CuPy raises its own type, or ImportError for a missing library
+        return 0, f"no GPU tests: {error}"
+
+
+@functools.cache
+def families() -> tuple[str, ...]:
+    """The families that exist and run on this GPU, the fastest first."""
+    capability, _ = compute_capability()
+    return tuple(
+        family
+        for family in environment.FAMILIES
+        if capability
+        and capability in FAMILY_CAPABILITIES[family]
+        and has(f"cupyflash.families.{family}")
+    )
+
+
+def _cpu_backends() -> list[Backend]:
+    numpy_dtypes = (*HALF, "float32") if has("ml_dtypes") else ("float16", "float32")
+    torch_missing = "" if has("torch") else "torch is not installed"
+    return [
+        Backend("numpy", "numpy", dtypes=numpy_dtypes),
+        Backend("torch-cpu", "torch", missing=torch_missing),
+    ]
+
+
+def _gpu_backends() -> list[Backend]:
+    capability, reason = compute_capability()
+    if not capability:
+        return [Backend("gpu", "cupy", "cuda", missing=reason)]
+    torch_works = False
+    if has("torch"):
+        import torch
+
+        torch_works = torch.cuda.is_available()
+    backends = []
+    for family in families():
+        half = HALF if capability >= 80 else ("float16",)
+        dtypes = half if family in ("sm90", "sm80") else (*HALF, "float32")
+        if torch_works:
+            backends.append(Backend(f"torch-{family}", "torch", "cuda", family, dtypes))
+        if "bfloat16" in dtypes and not has("ml_dtypes"):
+            dtypes = tuple(dtype for dtype in dtypes if dtype != "bfloat16")
+        full = not torch_works
+        backends.append(Backend(f"cupy-{family}", "cupy", "cuda", family, dtypes, full))
+    return backends
+
+
+CPU_BACKENDS = _cpu_backends()
+GPU_BACKENDS = _gpu_backends()
+BACKENDS = CPU_BACKENDS + GPU_BACKENDS

@@ -1,0 +1,121 @@
+"""The `backend` fixture, and `pytest --gpu-report FILE`, which writes what a GPU run found."""
+
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from backends import BACKENDS, compute_capability, has
+from matrix import select
+
+from cupyflash import environment
+
+GPU_REPORT_SCRIPT = Path(__file__).resolve().parent.parent / ".ci" / "gpu_report.py"
+
+
+@pytest.fixture
+def backend(request):
+    """The backend of the test, its kernel family forced."""
+    with environment.override(family=request.param.family):
+        yield request.param
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what cannot run here; the summary says so in one line for each reason."""
+    left_out = [item for item in items if _backend_of(item).missing]
+    items[:] = [item for item in items if not _backend_of(item).missing]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _backend_of(item):
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("backend", BACKENDS[0]) if callspec else BACKENDS[0]
+
+
+def pytest_terminal_summary(terminalreporter):
+    backends = [*BACKENDS, *select("torch", "cuda")]
+    for reason in sorted({backend.missing for backend in backends} - {""}):
+        terminalreporter.write_line(f"left out: {reason}")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu-report", metavar="FILE", help="write the outcome of a whole GPU run")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "large: needs 40 GB of free GPU memory, skipped without")
+    path = config.getoption("--gpu-report")
+    if not path or hasattr(config, "workerinput"):  # a worker of pytest-xdist reports to its parent
+        return
+    capability, reason = compute_capability()
+    if not capability:
+        raise pytest.UsageError(f"--gpu-report: {reason}")
+    selected = config.getoption("keyword") or config.getoption("markexpr")
+    if selected or any("::" in arg or arg.endswith(".py") for arg in config.args):
+        raise pytest.UsageError("--gpu-report: needs the whole suite, got a selection")
+    config.pluginmanager.register(GpuReport(Path(path)), "gpu-report")
+
+
+class GpuReport:
+    """Collects the results of a run and writes them at its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.sanitizer: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report):
+        """Tests record ("sanitizer", "tool kernel: result") with `record_property`."""
+        if report.when == "teardown":
+            for name, value in report.user_properties:
+                if name == "sanitizer":
+                    run, _, result = value.partition(": ")
+                    self.sanitizer[run] = result
+
+    def pytest_terminal_summary(self, terminalreporter):
+        gpu_report = gpu_report_module()
+        files = gpu_report.file_digests()
+        stats = terminalreporter.stats
+        failed = len(stats.get("failed", [])) + len(stats.get("error", []))
+        report = {
+            **machine(),
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "passed": len(stats.get("passed", [])),
+            "failed": failed,
+            "skipped": len(stats.get("skipped", [])),
+            "sanitizer": dict(sorted(self.sanitizer.items())),
+            "source_digest": gpu_report.source_digest(files),
+            "files": files,
+        }
+        self.path.write_text(json.dumps(report, indent=1) + "\n")
+        terminalreporter.write_line(f"wrote {self.path}")
+
+
+def gpu_report_module():
+    """The script .ci/gpu_report.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location("gpu_report", GPU_REPORT_SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def machine() -> dict[str, str]:
+    """GPU, driver and versions."""
+    import cupy
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        driver = "unknown"
+    cuda = cupy.cuda.runtime.runtimeGetVersion()
+    return {
+        "gpu": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),
+        "driver": driver,
+        "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
+        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+        "torch": importlib.metadata.version("torch") if has("torch") else "absent",
+        "cupy": cupy.__version__,
+    }

@@ -1,0 +1,136 @@
+"""The cases of the kernel tests: a set in which every two values of two options meet."""
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import pytest
+from backends import BACKENDS, Backend, compute_capability
+
+from cupyflash.testing import STORAGES, Inputs, make_alibi_slopes
+
+CPU_LENGTHS = [(1, 1), (1, 113), (31, 31), (20, 50), (50, 20), (10, 300)]
+GPU_LENGTHS = [(1, 1), (113, 113), (1, 4097), (113, 1023), (1023, 113), (1023, 1023), (4097, 4097)]
+HEAD_DIMS = [8, 32, 40, 64, 96, 128, 160, 192, 256]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One point of the matrix; ``alibi`` is the rank of the slopes."""
+
+    dtype: str
+    head_dim: int
+    lengths: tuple[int, int]
+    heads: tuple[int, int]
+    causal: bool | str
+    window: tuple[int | None, int | None] | None
+    softcap: float
+    alibi: int
+    layout: str
+    storage: str
+
+    @property
+    def id(self) -> str:
+        parts = [self.dtype, f"d{self.head_dim}", "x".join(map(str, self.lengths))]
+        parts += ["h" + "/".join(map(str, self.heads)), self.layout, self.storage]
+        parts += {True: ["causal"], False: []}.get(self.causal, [f"causal-{self.causal}"])
+        parts += [f"window{self.window}".replace(" ", "")] if self.window else []
+        parts += [f"softcap{self.softcap:g}"] if self.softcap else []
+        parts += [f"alibi{self.alibi}d"] if self.alibi else []
+        return "-".join(parts)
+
+    def problem(self, backend: Backend) -> tuple[Inputs, dict[str, Any]]:
+        """The inputs and the options of ``cupyflash.attention`` without the layout."""
+        # The yardstick keeps all scores: one long sequence is enough for several processes.
+        batch = 1 if self.lengths[0] * self.lengths[1] > 2**22 else 2
+        inputs = backend.inputs(
+            self.dtype,
+            batch=batch,
+            seqlen_q=self.lengths[0],
+            seqlen_k=self.lengths[1],
+            heads_q=self.heads[0],
+            heads_kv=self.heads[1],
+            head_dim=self.head_dim,
+            layout=self.layout,
+            storage=self.storage,
+        )
+        options = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
+        if self.alibi:
+            options["alibi_slopes"] = make_alibi_slopes(
+                self.heads[0],
+                backend.library,
+                batch=batch if self.alibi == 2 else None,
+                device=backend.device,
+            )
+        return inputs, options
+
+
+def factors(backend: Backend) -> dict[str, list]:
+    """The values of each field of `Case` on this backend."""
+    return {
+        "dtype": list(backend.dtypes),
+        "head_dim": HEAD_DIMS if backend.full else [64, 128, 40],
+        "lengths": GPU_LENGTHS if backend.gpu and backend.full else CPU_LENGTHS,
+        "heads": [(2, 2), (4, 2), (3, 1)],
+        "causal": [False, True, "top-left"],
+        "window": [None, (37, 5), (None, 3), (0, 0), (16, None)],
+        "softcap": [0.0, 5.0],
+        "alibi": [0, 1, 2],
+        "layout": ["bshd", "bhsd"],
+        "storage": [x for x in STORAGES if x != "unaligned" or not backend.aligned_only],
+    }
+
+
+def pairwise(values: dict[str, list], seed: int = 0) -> list[dict[str, Any]]:
+    """Points such that any two values of two fields occur together in one of them; greedy."""
+    rng = random.Random(seed)
+    names = list(values)
+    pairs = list(itertools.combinations(range(len(names)), 2))
+    open_pairs = {
+        (a, i, b, j)
+        for a, b in pairs
+        for i in range(len(values[names[a]]))
+        for j in range(len(values[names[b]]))
+    }
+    points = []
+    while open_pairs:
+        a, i, b, j = min(open_pairs)
+        best: tuple[int, list[int]] = (-1, [])
+        for _ in range(40):
+            point = [rng.randrange(len(values[name])) for name in names]
+            point[a], point[b] = i, j
+            gain = sum((x, point[x], y, point[y]) in open_pairs for x, y in pairs)
+            best = max(best, (gain, point))
+        point = best[1]
+        open_pairs -= {(x, point[x], y, point[y]) for x, y in pairs}
+        points.append({name: values[name][index] for name, index in zip(names, point)})
+    return points
+
+
+def matrix() -> pytest.MarkDecorator:
+    """Parametrises a test over (backend, case)."""
+    parameters = []
+    for backend in BACKENDS:
+        cases = [Case(**point) for point in pairwise(factors(backend))]
+        parameters += [
+            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
+            for case in (cases[:1] if backend.missing else cases)
+        ]
+    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+
+
+def select(library: str | None = None, device: str | None = None) -> list[Backend]:
+    """The backends, those of one library or device if given; never empty."""
+    reason = compute_capability()[1] or "no GPU tests of torch: it sees no GPU"
+    return [
+        backend
+        for backend in BACKENDS
+        if library in (None, backend.library) and device in (None, backend.device)
+    ] or [Backend(f"{library}-gpu", "", "cuda", missing=reason)]
+
+
+def each(library: str | None = None, device: str | None = None) -> pytest.MarkDecorator:
+    """Parametrises a test over :func:`select`."""
+    backends = select(library, device)
+    return pytest.mark.parametrize("backend", backends, indirect=True, ids=lambda x: x.name)

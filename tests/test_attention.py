@@ -1,0 +1,150 @@
+"""The forward pass on every backend."""
+
+import numpy
+import pytest
+from matrix import each, matrix
+
+import cupyflash
+from cupyflash.testing import expected, poison_free_memory, to_float64
+
+
+def poison(backend, inputs):
+    """Leave NaN where the output and the LSE are likely to be allocated."""
+    rows = inputs.q.size if backend.library != "torch" else inputs.q.numel()
+    out_bytes = rows * (4 if inputs.dtype == "float32" else 2)
+    lse_bytes = rows // max(1, inputs.q.shape[-1]) * 4
+    poison_free_memory(backend.library, backend.device, [out_bytes, lse_bytes])
+
+
+@matrix()
+def test_forward(backend, case):
+    inputs, options = case.problem(backend)
+    poison(backend, inputs)
+    out, lse = cupyflash.attention(
+        inputs.q, inputs.k, inputs.v, layout=inputs.layout, return_lse=True, **options
+    )
+    expected(inputs, **options).check(out=out, lse=lse)
+
+
+@each()
+def test_result_belongs_to_the_caller(backend):
+    inputs = backend.inputs("float16", seqlen_q=5, layout="bhsd")
+    out = cupyflash.attention(inputs.q, inputs.k, inputs.v, layout="bhsd")
+    assert type(out) is type(inputs.q)
+    assert out.shape == inputs.q.shape and out.dtype == inputs.q.dtype
+    assert out.device == inputs.q.device
+
+
+@each()
+@pytest.mark.parametrize("scale", [0.01, 1.7])
+def test_scale(backend, scale):
+    inputs = backend.inputs(backend.dtypes[0], seqlen_q=70)
+    out, lse = cupyflash.attention(inputs.q, inputs.k, inputs.v, scale=scale, return_lse=True)
+    expected(inputs, scale=scale).check(out=out, lse=lse)
+
+
+@each()
+def test_rows_without_a_key(backend):
+    """seqlen_q > seqlen_k, causal: the first rows lie before the first key."""
+    inputs = backend.inputs("float16", seqlen_q=150, seqlen_k=20)
+    poison(backend, inputs)
+    out, lse = cupyflash.attention(inputs.q, inputs.k, inputs.v, causal=True, return_lse=True)
+    assert (to_float64(out)[:, :130] == 0).all()
+    assert (to_float64(lse)[..., :130] == -numpy.inf).all()
+    expected(inputs, causal=True).check(out=out, lse=lse)
+
+
+@each()
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"batch": 0, "seqlen_q": 3},
+        {"seqlen_q": 0, "seqlen_k": 3},
+        {"seqlen_q": 3, "seqlen_k": 0},
+        {"seqlen_q": 0, "seqlen_k": 0},
+        {"seqlen_q": 3, "heads_q": 0, "heads_kv": 0},
+    ],
+    ids=str,
+)
+def test_empty(backend, shape):
+    inputs = backend.inputs("float16", **shape)
+    poison(backend, inputs)
+    out, lse = cupyflash.attention(inputs.q, inputs.k, inputs.v, return_lse=True)
+    assert tuple(out.shape) == tuple(inputs.q.shape)
+    assert tuple(lse.shape) == tuple(inputs.q.shape[i] for i in (0, 2, 1))
+    assert (to_float64(out) == 0).all() and (to_float64(lse) == -numpy.inf).all()
+
+
+@each()
+def test_large_scores(backend):
+    """Scores far beyond the range of exp in float32 and of float16."""
+    inputs = backend.inputs("float16", seqlen_q=100)
+    out, lse = cupyflash.attention(inputs.q, inputs.k, inputs.v, scale=300.0, return_lse=True)
+    assert numpy.isfinite(to_float64(out)).all() and numpy.isfinite(to_float64(lse)).all()
+    assert float(abs(to_float64(lse)).max()) > 1000
+
+
+@each()
+def test_flash_attn_func(backend):
+    inputs = backend.inputs("float16", seqlen_q=33, seqlen_k=65, heads_q=4, heads_kv=2)
+    qkv = inputs.q, inputs.k, inputs.v
+    out, lse, probabilities = cupyflash.flash_attn_func(
+        *qkv, 0.0, 0.2, True, (16, -1), 3.0, return_attn_probs=True
+    )
+    assert probabilities is None
+    options = {"scale": 0.2, "causal": True, "window": (16, None), "softcap": 3.0}
+    expected(inputs, **options).check(out=out, lse=lse)
+    alone = cupyflash.flash_attn_func(
+        *qkv, softmax_scale=0.2, causal=True, window_size=(16, -1), softcap=3.0
+    )
+    assert (alone == out).all()
+
+
+@each()
+def test_flash_attn_packed(backend):
+    inputs = backend.inputs("float16", seqlen_q=33)
+    qkv = _stack(backend, inputs.q, inputs.k, inputs.v)
+    kv = _stack(backend, inputs.k, inputs.v)
+    separate = cupyflash.flash_attn_func(inputs.q, inputs.k, inputs.v, causal=True)
+    assert (cupyflash.flash_attn_qkvpacked_func(qkv, causal=True) == separate).all()
+    assert (cupyflash.flash_attn_kvpacked_func(inputs.q, kv, causal=True) == separate).all()
+
+
+def _stack(backend, *tensors):
+    """Tensors (batch, seqlen, heads, head_dim) as one (batch, seqlen, n, heads, head_dim)."""
+    if backend.library == "torch":
+        import torch
+
+        return torch.stack(tensors, 2)
+    xp = numpy
+    if backend.library == "cupy":
+        import cupy as xp
+    return xp.stack(tensors, 2)
+
+
+@each(library="torch")
+def test_any_dlpack_object(backend):
+    """An object that is of no known library, but speaks DLPack."""
+
+    class Wrapped:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __dlpack__(self, **arguments):
+            return self.tensor.__dlpack__(**arguments)
+
+        def __dlpack_device__(self):
+            return self.tensor.__dlpack_device__()
+
+    inputs = backend.inputs("float16", seqlen_q=40)
+    out = cupyflash.attention(*map(Wrapped, (inputs.q, inputs.k, inputs.v)))
+    plain = cupyflash.attention(inputs.q, inputs.k, inputs.v)
+    assert (to_float64(out) == to_float64(plain)).all()
+
+
+@each(device="cuda")
+def test_forward_is_bitwise_repeatable(backend):
+    inputs = backend.inputs(backend.dtypes[0], seqlen_q=1023, head_dim=128)
+    first = cupyflash.attention(inputs.q, inputs.k, inputs.v, causal=True)
+    second = cupyflash.attention(inputs.q, inputs.k, inputs.v, causal=True)
+    assert (first == second).all()

@@ -1,0 +1,212 @@
+"""The command line: what it prints, what it returns."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+
+import numpy
+import pytest
+from tiny_kernel import needs_nvrtc
+
+import cupyflash
+from cupyflash import check, check_cases, cli, environment, families, jit, machine
+from cupyflash.machine import Driver, Gpu
+
+H200 = Driver((13, 0), (Gpu("NVIDIA H200", (9, 0), 141 * 2**30),))
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path, monkeypatch):
+    """A cache of its own, and lines that do not depend on the terminal."""
+    monkeypatch.setenv("COLUMNS", "120")
+    with environment.override(cache_dir=tmp_path / "cache", family=None):
+        yield tmp_path
+
+
+def words(capsys):
+    """Standard output and error with all white space as single blanks."""
+    return tuple(" ".join(text.split()) for text in capsys.readouterr())
+
+
+def test_module_and_script(tmp_path):
+    command = [sys.executable, "-m", "cupyflash", "info"]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "80"}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("cupyflash ") and cupyflash.__version__ in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    scripts = importlib.metadata.entry_points(group="console_scripts", name="cupyflash")
+    assert all(script.load() is cli.main for script in scripts)
+
+
+def test_info_without_gpu(capsys, monkeypatch, workspace):
+    monkeypatch.setattr(machine, "driver", lambda: Driver(None, (), "no NVIDIA driver"))
+    assert cli.main(["info"]) == 0
+    out, _ = words(capsys)
+    assert "GPU none; attention runs on the CPU, with NumPy" in out
+    assert "sm80: float16, bfloat16 on compute capability ≥ 7.5" in out
+    assert f"numpy {numpy.__version__}" in out
+    assert f"cache {workspace / 'cache'} (0 kernels, 0.0 MiB)" in out
+    assert "missing a GPU to run on: no NVIDIA driver to mend: install the NVIDIA driver" in out
+    assert "settings" not in out
+
+
+def test_info_with_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(machine, "driver", lambda: H200)
+    monkeypatch.setattr(machine, "gpu_problem", lambda: "")
+    with environment.override(family="simt", no_jit=True, dump=("ptx", "sass")):
+        assert cli.main(["info"]) == 0
+    out, _ = words(capsys)
+    assert "GPU NVIDIA H200, sm_90a, 141 GiB the driver runs CUDA 13.0" in out
+    assert "simt: float16, bfloat16, float32 Python" in out
+    for setting in ("DUMP=ptx,sass", "FAMILY=simt", "NO_JIT=1"):
+        assert f"CUPYFLASH_{setting}" in out
+    assert "to run on" not in out
+
+
+def test_info_without_cupy(capsys, monkeypatch):
+    monkeypatch.setattr(machine, "driver", lambda: H200)
+    monkeypatch.setattr(machine, "has", lambda module: module == "rich")
+    assert cli.main(["info"]) == 0
+    out, _ = words(capsys)
+    assert "missing a GPU to run on: CuPy is not installed to mend: pip install '" in out
+    assert "[cuda13]'" in out
+
+
+@pytest.mark.parametrize(
+    "driver, extra",
+    [
+        (Driver(None, ()), "cuda12"),
+        (Driver((12, 4), H200.gpus), "cuda12"),
+        (H200, "cuda13"),
+        (Driver((13, 0), (Gpu("Tesla V100", (7, 0), 2**34),)), "cuda12"),
+    ],
+)
+def test_extra_for_driver(monkeypatch, driver, extra):
+    monkeypatch.setattr(machine, "driver", lambda: driver)
+    assert machine.extra() == extra
+
+
+def small_cases(gpu, dtypes):
+    assert "float32" in dtypes
+    return [
+        check_cases.Case("model", "float16", (4, 2), 64, ((40, 40),) * 2, softcap=9.0),
+        check_cases.Case("lengths", "float32", (2, 1), 40, ((1, 1), (30, 30)), packed=True),
+    ]
+
+
+def test_check(capsys, monkeypatch):
+    monkeypatch.setattr(check, "cases", small_cases)
+    assert cli.main(["check"]) == 0
+    out, _ = words(capsys)
+    assert "model, fp16 fwd" in out and "2 × 40, 4/2×64 bwd" in out and "31 in 2, 2/1×40" in out
+    assert "All 3 passes are correct" in out and "WRONG" not in out
+    problem = machine.gpu_problem()
+    assert ("on the CPU" in out and problem in out) if problem else "CuPy" in out
+
+
+def test_check_finds_wrong_results(capsys, monkeypatch):
+    def attention(q, k, v, **options):
+        out, lse = compute(q, k, v, **options)
+        out[-1, -1, -1, -1] += 1
+        return out, lse
+
+    compute = cupyflash.attention
+    monkeypatch.setattr(check, "cases", small_cases)
+    monkeypatch.setattr(cupyflash, "attention", attention)
+    assert cli.main(["check"]) == 1
+    out, _ = words(capsys)
+    assert "WRONG RESULTS model, forward: out: max error " in out and "correct" not in out
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_check_covers_real_models(gpu):
+    cases = check_cases.cases(gpu, ("float16", "float32"))
+    heads = {(*case.heads, case.head_dim) for case in cases}
+    assert {(12, 12, 64), (32, 8, 128), (16, 8, 256)} <= heads
+    assert any(case.packed for case in cases) and {case.dtype for case in cases} == {
+        "float16",
+        "float32",
+    }
+    assert any(q % 2 and q != k for case in cases for q, k in case.lengths)
+
+
+@needs_nvrtc
+def test_warmup_and_cache(capsys, workspace):
+    command = "warmup --arch sm_80 --head-dim 8 32 --dtype fp32 --family simt --plain"
+    assert cli.main(command.split()) == 0
+    assert words(capsys)[0] == f"4 kernels, 4 of them new, in {workspace / 'cache'}"
+    assert cli.main(command.split()) == 0
+    assert words(capsys)[0].startswith("4 kernels, 0 of them new")
+    assert cli.main(["cache"]) == 0
+    out, _ = words(capsys)
+    assert "sm_80 flash_fwd_simt 1" in out and "4 kernels, " in out
+    assert cli.main(["cache", "clear"]) == 0
+    assert words(capsys)[0] == f"deleted 4 kernels from {workspace / 'cache'}"
+    assert cli.main(["cache", "show"]) == 0
+    assert words(capsys)[0] == f"0 kernels, 0.0 MiB in {workspace / 'cache'}"
+
+
+@needs_nvrtc
+def test_warmup_compiles_what_the_families_can_pick(monkeypatch):
+    tasks = []
+    monkeypatch.setattr(jit, "build_all", lambda found: tasks.extend(found) or [])
+    assert cli.main(["warmup", "--arch", "sm_90a,sm_75"]) == 0
+    assert set(tasks) == {
+        (config, arch)
+        for family in families.FAMILIES.values()
+        for arch, capability in (("sm_90a", (9, 0)), ("sm_75", (7, 5)))
+        for config in family.configurations(capability)
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("", "required: command"),
+        ("fly", "invalid choice: 'fly'"),
+        ("warmup", "required: --arch"),
+        ("warmup --arch sm_80,90", "must be names such as sm_80,sm_90a, got 'sm_80,90'"),
+        ("warmup --arch sm_80 --head-dim 12", "must be a multiple of 8 up to 256, got '12'"),
+        ("warmup --arch sm_80 --dtype fp8", "invalid choice: 'fp8'"),
+        ("warmup --arch sm_80 --family sm70", "invalid choice: 'sm70'"),
+        ("cache drop", "invalid choice: 'drop'"),
+    ],
+)
+def test_bad_arguments(capsys, arguments, message):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(arguments.split())
+    assert raised.value.code == 2
+    assert message in words(capsys)[1]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--arch sm_99", "sm_90a, sm_100, .* got sm_99"),
+        ("--arch sm_75 --dtype bf16 --family sm80", "no kernel family computes that"),
+    ],
+)
+def test_impossible_warmup(capsys, arguments, message):
+    assert cli.main(["warmup", *arguments.split()]) == 1
+    assert re.match(f"cupyflash warmup: .*{message}", words(capsys)[1])
+
+
+def test_unsafe_cache(capsys, workspace):
+    (workspace / "cache").mkdir()
+    (workspace / "cache").chmod(0o777)
+    assert cli.main(["cache"]) == 1
+    assert "must belong to you" in words(capsys)[1]
+    assert cli.main(["info"]) == 0
+    assert "cache not usable: " in words(capsys)[0]
+
+
+def test_without_rich(capsys, monkeypatch):
+    monkeypatch.setattr(machine, "has", lambda module: module != "rich")
+    assert cli.main(["info"]) == 1
+    error = words(capsys)[1]
+    assert error.startswith("cupyflash: the command line needs rich; pip install '")
+    assert error.endswith("[cli]'")

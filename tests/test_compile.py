@@ -1,0 +1,113 @@
+"""Every tile compiles for every architecture, without spills and ptxas warnings. Needs no GPU.
+
+The families yield a few hundred configurations for an architecture, too many to compile in each
+run. Of these a deterministic selection is compiled: for each architecture and kernel every tile and
+every pair of switches (dtype, softcap, ALiBi), and over all architectures every tile with every
+value of every switch. ``python tests/test_compile.py`` compiles all of them.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import sys
+
+import pytest
+from tiny_kernel import needs_nvrtc
+
+from cupyflash import jit
+from cupyflash.families import FAMILIES
+from cupyflash.jit import compiler
+
+CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+SWITCHES = ("dtype", "softcap", "alibi")
+
+
+def needs(config):
+    """What compiling a configuration covers: (for its architecture, for all of them)."""
+    values = dataclasses.asdict(config)
+    switches = {name: values.pop(name) for name in SWITCHES if name in values}
+    tile = (config.name, *values.items())
+    pairs = {(config.name, *pair) for pair in itertools.combinations(switches.items(), 2)}
+    return {tile, *pairs}, {(tile, switch) for switch in switches.items()}
+
+
+def selection(family):
+    """{capability: configurations}; greedy, the first of those that cover most."""
+    offered = {c: {x: needs(x) for x in family.configurations(c)} for c in CAPABILITIES}
+    selected = {capability: [] for capability in CAPABILITIES}
+    everywhere = _union(n[1] for configs in offered.values() for n in configs.values())
+    for capability, configs in offered.items():
+        here = _union(n[0] for n in configs.values())
+        while here:
+            best = max(configs, key=functools.partial(_gain, configs, here, everywhere))
+            selected[capability].append(best)
+            here -= configs[best][0]
+            everywhere -= configs[best][1]
+    for capability, configs in offered.items():  # what too few architectures had a turn for
+        for config, (_, wanted) in configs.items():
+            if wanted & everywhere:
+                selected[capability].append(config)
+                everywhere -= wanted
+    return selected
+
+
+def _gain(configs, here, everywhere, config):
+    of_arch, of_all = configs[config]
+    return len(of_arch & here), len(of_all & everywhere)
+
+
+def _union(sets):
+    return set().union(*sets)
+
+
+SELECTED = {name: selection(family) for name, family in FAMILIES.items()}
+
+
+def faults(tasks, **options):
+    """One line for each kernel that spills or that the compiler complains about."""
+    return [
+        f"{built.expression} for {built.arch}: {built.registers} registers, "
+        f"{built.spill_bytes} bytes spilled {' '.join(built.warnings)}"
+        for built in jit.build_all(tasks, **options)
+        if built.spill_bytes or built.warnings
+    ]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=jit.arch_of)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compile(family, capability):
+    if capability[0] * 10 + capability[1] not in compiler.supported_archs():
+        pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
+    tasks = [(config, jit.arch_of(capability)) for config in SELECTED[family][capability]]
+    # Under pytest-xdist the tests are what runs in parallel.
+    jobs = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
+    assert faults(tasks, jobs=jobs, progress=False) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_selection_covers(family):
+    """The selection has every tile of each architecture, and every tile with every switch."""
+    some, every = set(), set()
+    for capability, configs in SELECTED[family].items():
+        offered = [needs(config) for config in FAMILIES[family].configurations(capability)]
+        assert _union(needs(x)[0] for x in configs) == _union(n[0] for n in offered)
+        some |= _union(needs(x)[1] for x in configs)
+        every |= _union(n[1] for n in offered)
+    assert some == every
+
+
+def compile_everything():
+    tasks = [
+        (config, jit.arch_of(capability))
+        for family, capability in itertools.product(FAMILIES.values(), CAPABILITIES)
+        for config in family.configurations(capability)
+    ]
+    found = faults(tasks)
+    print(*found, f"{len(tasks)} kernels, {len(found)} with spills or warnings", sep="\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(compile_everything())

@@ -1,0 +1,149 @@
+"""Streams, threads and CUDA graphs (GPU only)."""
+
+import concurrent.futures
+import contextlib
+
+import pytest
+from matrix import each
+
+import cupyflash
+
+
+def new_stream(backend):
+    """A stream that does not wait for the default stream, and a context that makes it current."""
+    if backend.library == "torch":
+        import torch
+
+        stream = torch.cuda.Stream()
+        return stream, torch.cuda.stream(stream)
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    return stream, stream
+
+
+def delay(backend):
+    """Queue some milliseconds of work on the current stream."""
+    if backend.library == "torch":
+        import torch
+
+        torch.cuda._sleep(20_000_000)
+    else:
+        import cupy
+
+        x = cupy.ones(50_000_000, "float32")
+        for _ in range(50):
+            cupy.sin(x, out=x)
+
+
+def forward_and_backward(inputs):
+    qkv = inputs.q, inputs.k, inputs.v
+    out, lse = cupyflash.attention(*qkv, causal=True, return_lse=True)
+    gradients = cupyflash.attention_backward(
+        inputs.dout, *qkv, out, lse, causal=True, deterministic=True
+    )
+    return (out, lse, *gradients)
+
+
+def copy_inputs(to, source):
+    to.q[...], to.k[...], to.v[...], to.dout[...] = source.q, source.k, source.v, source.dout
+
+
+def equal(first, second):
+    return all((a == b).all() for a, b in zip(first, second, strict=True))
+
+
+@each(device="cuda")
+def test_runs_on_the_current_stream(backend):
+    """The inputs are written late on another stream; on any other stream they would still be 0."""
+    inputs = backend.inputs("float16", seqlen_q=300)
+    right = forward_and_backward(inputs)
+    late = backend.inputs("float16", seqlen_q=300)
+    for x in (late.q, late.k, late.v, late.dout):
+        x[...] = 0
+    backend.synchronize()
+    stream, current = new_stream(backend)
+    with current:
+        delay(backend)
+        copy_inputs(late, inputs)
+        results = forward_and_backward(late)
+    stream.synchronize()
+    assert equal(results, right)
+
+
+@each(device="cuda")
+def test_two_host_threads(backend):
+    """Each on its own stream with its own inputs, many calls at once; head dims not seen before."""
+    problems = [backend.inputs("float16", seqlen_q=200, head_dim=d, seed=d) for d in (24, 48)]
+
+    def repeat(inputs):
+        stream, current = new_stream(backend)
+        with current:
+            results = [forward_and_backward(inputs) for _ in range(20)]
+        stream.synchronize()
+        return results
+
+    backend.synchronize()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(repeat, problems))
+    for inputs, results in zip(problems, found):
+        right = forward_and_backward(inputs)
+        assert all(equal(result, right) for result in results)
+
+
+@each(library="torch", device="cuda")
+@pytest.mark.parametrize("varlen", [False, True], ids=["batch", "varlen"])
+def test_torch_cuda_graph(backend, varlen):
+    import torch
+
+    lengths = [100, 200]
+    if varlen:
+        inputs = backend.varlen_inputs("float16", lengths)
+    else:
+        inputs = backend.inputs("float16", seqlen_q=200)
+    qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+
+    def step():
+        if varlen:
+            cu_seqlens = inputs.cu_seqlens_q
+            out = cupyflash.flash_attn_varlen_func(
+                *qkv, cu_seqlens, cu_seqlens, 200, 200, causal=True, deterministic=True
+            )
+        else:
+            out = cupyflash.flash_attn_func(*qkv, causal=True, deterministic=True)
+        return (out, *torch.autograd.grad(out, qkv, inputs.dout))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in (*qkv, inputs.dout):
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    replayed = [x.detach().clone() for x in captured]
+    assert equal(replayed, step())
+
+
+@each(library="cupy")
+def test_cupy_stream_capture(backend):
+    import cupy
+
+    inputs = backend.inputs("float16", seqlen_q=200)
+    other = backend.inputs("float16", seqlen_q=200, seed=1)
+    right = forward_and_backward(other)
+    backend.synchronize()
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(cupy.cuda.Stream(non_blocking=True))
+        forward_and_backward(inputs)  # compiles, and fills this stream's arena of the memory pool
+        stream.begin_capture()
+        captured = forward_and_backward(inputs)
+        graph = stream.end_capture()
+        copy_inputs(inputs, other)
+        graph.launch(stream)
+        stream.synchronize()
+    assert equal(captured, right)

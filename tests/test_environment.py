@@ -1,0 +1,98 @@
+"""The environment variables."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from cupyflash import environment
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """No variable set and nothing read yet; what a test reads is forgotten again."""
+    for name in ("CACHE_DIR", "DEBUG", "DUMP", "FAMILY", "NO_JIT"):
+        monkeypatch.delenv(f"CUPYFLASH_{name}", raising=False)
+    monkeypatch.setattr(environment, "_current", None)
+
+
+def test_defaults(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    expected = environment.Environment(cache_dir=tmp_path / ".cache" / "cupyflash")
+    assert environment.current() == expected
+    assert dataclasses.astuple(expected)[1:] == (False, (), None, False)
+
+
+def test_values_are_read_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUPYFLASH_DEBUG", "1")
+    monkeypatch.setenv("CUPYFLASH_DUMP", "sass, ptx")
+    monkeypatch.setenv("CUPYFLASH_FAMILY", "simt")
+    monkeypatch.setenv("CUPYFLASH_NO_JIT", "1")
+    read = environment.Environment(tmp_path, True, ("sass", "ptx"), "simt", True)
+    assert environment.current() == read
+    monkeypatch.setenv("CUPYFLASH_FAMILY", "sm80")
+    assert environment.current() == read
+
+
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [
+        ("CUPYFLASH_DEBUG", "yes", "must be 0 or 1"),
+        ("CUPYFLASH_NO_JIT", "2", "must be 0 or 1"),
+        ("CUPYFLASH_DUMP", "ptx,cubin", "must list ptx, sass or both"),
+        ("CUPYFLASH_FAMILY", "sm70", "must be sm90, sm80 or simt"),
+    ],
+)
+def test_invalid_values(monkeypatch, name, value, allowed):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name}: {allowed}, got '{value.split(',')[-1]}'"):
+        environment.current()
+
+
+@pytest.mark.parametrize("name", ["DEBUG", "DUMP", "FAMILY", "NO_JIT", "CACHE_DIR"])
+def test_empty_means_unset(monkeypatch, name):
+    before = environment.current()
+    monkeypatch.setattr(environment, "_current", None)
+    monkeypatch.setenv(f"CUPYFLASH_{name}", "")
+    assert environment.current() == before
+
+
+@pytest.mark.parametrize(
+    "variables, folder",
+    [
+        ({"XDG_CACHE_HOME": "/xdg"}, Path("/xdg/cupyflash")),
+        ({"XDG_CACHE_HOME": "relative"}, Path("/home/me/.cache/cupyflash")),
+        ({"XDG_CACHE_HOME": "/xdg", "CUPYFLASH_CACHE_DIR": "~/k"}, Path("/home/me/k")),
+        ({"CUPYFLASH_CACHE_DIR": "k"}, Path.cwd() / "k"),
+    ],
+)
+@pytest.mark.skipif(environment.os.name == "nt", reason="POSIX folders")
+def test_cache_dir(monkeypatch, variables, folder):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert environment.current().cache_dir == folder
+
+
+def test_no_home(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert environment.current().cache_dir is None
+
+
+def test_override_ends_with_its_block():
+    before = environment.current()
+    with pytest.raises(KeyError), environment.override(family="simt", debug=True) as inner:
+        assert environment.current() is inner
+        assert (inner.family, inner.debug, inner.dump) == ("simt", True, ())
+        raise KeyError
+    assert environment.current() is before
+    with pytest.raises(ValueError, match="CUPYFLASH_FAMILY"), environment.override(family="sm1"):
+        pass
+    assert environment.current() is before

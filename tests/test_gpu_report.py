@@ -1,0 +1,63 @@
+""".ci/gpu_report.py: when a report is current, stale or unusable."""
+
+import json
+
+import pytest
+from conftest import gpu_report_module
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """The script with a small project of its own, and a function that writes its report."""
+    script = gpu_report_module()
+    for folder in script.FOLDERS:
+        (tmp_path / folder / "__pycache__").mkdir(parents=True)
+        (tmp_path / folder / "a.txt").write_text(folder)
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "REPORT", tmp_path / "report.json")
+
+    def write(failed=0, sanitizer="clean"):
+        files = script.file_digests()
+        report = {"gpu": "H200", "date": "2026-11-21", "failed": failed, "files": files}
+        report |= {"sanitizer": {"memcheck simt": sanitizer}}
+        report |= {"source_digest": script.source_digest(files)}
+        script.REPORT.write_text(json.dumps(report))
+
+    return script, write
+
+
+def test_current(project, capsys):
+    script, write = project
+    write()
+    (script.ROOT / "tests" / "__pycache__" / "a.pyc").write_text("not a source")
+    assert script.main() == 0
+    assert capsys.readouterr().out == "current\n"
+
+
+def test_stale_lists_what_changed(project, capsys):
+    script, write = project
+    write()
+    (script.ROOT / "tests" / "a.txt").write_text("new")
+    (script.ROOT / "cupyflash" / "a.txt").unlink()
+    (script.ROOT / "cuda_src" / "b.txt").write_text("new")
+    assert script.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [
+        "added    cuda_src/b.txt",
+        "removed  cupyflash/a.txt",
+        "changed  tests/a.txt",
+    ]
+
+
+@pytest.mark.parametrize("outcome", [{"failed": 1}, {"sanitizer": "3 errors"}], ids=str)
+def test_failure(project, outcome, capsys):
+    script, write = project
+    write(**outcome)
+    assert script.main() == 2
+    assert "1 failures on H200" in capsys.readouterr().out
+
+
+def test_missing(project, capsys):
+    script, _ = project
+    assert script.main() == 2
+    assert "no usable report at report.json" in capsys.readouterr().out

@@ -1,0 +1,264 @@
+"""Bad input: a clear error that names the function and the facts, before any launch."""
+
+import re
+import subprocess
+import sys
+
+import numpy
+import pytest
+from backends import CPU_BACKENDS
+from matrix import each
+
+import cupyflash
+from cupyflash import environment
+from cupyflash.testing import make_inputs, make_varlen_inputs
+
+NUMPY = CPU_BACKENDS[0]
+
+
+def says(function, *facts):
+    """A pattern for "function: …" with all the facts, in any order."""
+    anywhere = "".join(rf"(?=.*{re.escape(str(fact))})" for fact in facts)
+    return rf"(?s)^{function}: {anywhere}"
+
+
+def tensors(backend, **shape):
+    inputs = backend.inputs("float16", **{"seqlen_q": 5, "head_dim": 16} | shape)
+    return inputs.q, inputs.k, inputs.v
+
+
+def rejects(function, error, *facts, call):
+    with pytest.raises(error, match=says(function, *facts)):
+        call()
+
+
+@each()
+def test_wrong_rank(backend):
+    q, k, v = tensors(backend)
+    rejects("attention", ValueError, "q", 3, call=lambda: cupyflash.attention(q[0], k, v))
+    rejects("attention", ValueError, "k", 3, call=lambda: cupyflash.attention(q, k[0], v[0]))
+
+
+@each()
+def test_dtype_mix(backend):
+    q, k, v = tensors(backend)
+    wide = backend.inputs("float32", seqlen_q=5, head_dim=16).k
+    call = lambda: cupyflash.attention(q, wide, v)  # noqa: E731
+    rejects("attention", TypeError, "float16", "float32", call=call)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int32", "complex64"])
+def test_dtype_not_supported(dtype):
+    q, k, v = (x.astype(dtype) for x in tensors(NUMPY))
+    facts = ("float16", "bfloat16", "float32", dtype)
+    rejects("attention", TypeError, *facts, call=lambda: cupyflash.attention(q, k, v))
+
+
+@each()
+def test_not_an_array(backend):
+    q, k, _ = tensors(backend)
+    rejects("attention", TypeError, "v", "list", call=lambda: cupyflash.attention(q, k, [1.0]))
+
+
+@each(device="cuda")
+def test_device_mix(backend):
+    q, k, _ = tensors(backend)
+    other = make_inputs("numpy", "float16", seqlen_q=5, head_dim=16).v
+    call = lambda: cupyflash.attention(q, k, other)  # noqa: E731
+    rejects("attention", (TypeError, ValueError), "v", call=call)
+
+
+@each(library="torch")
+def test_library_mix(backend):
+    q, k, _ = tensors(backend)
+    other = make_inputs("numpy", "float16", seqlen_q=5, head_dim=16).v
+    rejects("attention", TypeError, "numpy", call=lambda: cupyflash.attention(q, k, other))
+
+
+@each()
+def test_head_counts_do_not_divide(backend):
+    q, k, v = tensors(backend, heads_q=6, heads_kv=4)
+    rejects("attention", ValueError, "heads", 6, 4, call=lambda: cupyflash.attention(q, k, v))
+
+
+@each()
+@pytest.mark.parametrize("head_dim", [12, 264, 0])
+def test_head_dim(backend, head_dim):
+    q, k, v = tensors(backend, head_dim=head_dim)
+    facts = ("head_dim", 8, 256, head_dim)
+    rejects("attention", ValueError, *facts, call=lambda: cupyflash.attention(q, k, v))
+
+
+@each()
+@pytest.mark.parametrize(
+    "change",
+    [{"seqlen_k": 6}, {"batch": 3}, {"head_dim": 24}, {"heads_q": 2}],
+    ids=["seqlen", "batch", "head_dim", "heads"],
+)
+def test_shapes_do_not_fit(backend, change):
+    q, k, _ = tensors(backend)
+    v = tensors(backend, **change)[2]
+    facts = (tuple(k.shape), tuple(v.shape))
+    rejects("attention", ValueError, *facts, call=lambda: cupyflash.attention(q, k, v))
+
+
+@each()
+def test_last_dimension_is_not_contiguous(backend):
+    q, k, v = tensors(backend, head_dim=32)
+    call = lambda: cupyflash.attention(q[..., ::2], k[..., :16], v[..., :16])  # noqa: E731
+    rejects("attention", ValueError, "q", "contiguous", call=call)
+
+
+@each()
+@pytest.mark.parametrize("window", [(-2, 0), (0, -5), (1,), 3, (1, 2, 3), (1.5, 0)], ids=str)
+def test_window(backend, window):
+    qkv = tensors(backend)
+    call = lambda: cupyflash.attention(*qkv, window=window)  # noqa: E731
+    rejects("attention", (ValueError, TypeError), "window", window, call=call)
+
+
+@each()
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("causal", "left"),
+        ("scale", -1.0),
+        ("scale", float("nan")),
+        ("scale", float("inf")),
+        ("softcap", -1.0),
+        ("softcap", float("nan")),
+        ("layout", "sbhd"),
+    ],
+    ids=str,
+)
+def test_option_out_of_range(backend, option, value):
+    qkv = tensors(backend)
+    call = lambda: cupyflash.attention(*qkv, **{option: value})  # noqa: E731
+    rejects("attention", ValueError, option, value, call=call)
+
+
+@each()
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 2, 4)], ids=str)
+def test_alibi_slopes_shape(backend, shape):
+    qkv = tensors(backend)
+    values = make_inputs(backend.library, "float32", seqlen_q=8, device=backend.device).q
+    slopes = values.reshape(-1)[: numpy.prod(shape)].reshape(shape)
+    call = lambda: cupyflash.attention(*qkv, alibi_slopes=slopes)  # noqa: E731
+    rejects("attention", ValueError, "alibi_slopes", shape, call=call)
+
+
+@each()
+def test_alibi_slopes_dtype(backend):
+    qkv = tensors(backend)
+    call = lambda: cupyflash.attention(*qkv, alibi_slopes=qkv[0][0, 0, :, 0])  # noqa: E731
+    rejects("attention", TypeError, "alibi_slopes", "float32", "float16", call=call)
+
+
+@each()
+@pytest.mark.parametrize("position", [0, 4, 5], ids=["dout", "out", "lse"])
+def test_backward_shapes(backend, position):
+    inputs = backend.inputs("float16", seqlen_q=5, head_dim=16)
+    qkv = inputs.q, inputs.k, inputs.v
+    arguments = [inputs.dout, *qkv, *cupyflash.attention(*qkv, return_lse=True)]
+    arguments[position] = arguments[position][:1]
+    name = {0: "dout", 4: "out", 5: "lse"}[position]
+    facts = (name, tuple(arguments[position].shape))
+    call = lambda: cupyflash.attention_backward(*arguments)  # noqa: E731
+    rejects("attention_backward", ValueError, *facts, call=call)
+
+
+# Options of flash-attn that are not built yet ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [("flash_attn_func", {"dropout_p": 0.1}), ("flash_attn_varlen_func", {"dropout_p": 0.1})],
+)
+def test_dropout_is_not_built(function, arguments):
+    call = lambda: getattr(cupyflash, function)(*_arguments_of(function), **arguments)  # noqa: E731
+    rejects(function, NotImplementedError, "dropout_p", 0.1, call=call)
+
+
+def test_paged_kv_is_not_built():
+    table = numpy.zeros((1, 1), "int32")
+    call = lambda: cupyflash.flash_attn_varlen_func(  # noqa: E731
+        *_arguments_of("flash_attn_varlen_func"), block_table=table
+    )
+    rejects("flash_attn_varlen_func", NotImplementedError, "block_table", call=call)
+
+
+def _arguments_of(function):
+    if "varlen" not in function:
+        return tensors(NUMPY)
+    inputs = make_varlen_inputs("numpy", "float16", [3, 4])
+    return (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, 4, 4)
+
+
+# cu_seqlens ----------------------------------------------------------------------------------
+
+
+def varlen(backend, change):
+    """A call whose cu_seqlens_q went through ``change``."""
+    inputs = backend.varlen_inputs("float16", [3, 4])
+    cu_seqlens = change(inputs.cu_seqlens_q)
+    return lambda: cupyflash.flash_attn_varlen_func(
+        inputs.q, inputs.k, inputs.v, cu_seqlens, inputs.cu_seqlens_k, 4, 4
+    )
+
+
+def like(array, values):
+    """The values with the library, dtype and device of the array."""
+    result = array * 0
+    for i, value in enumerate(values):
+        result[i] = value
+    return result
+
+
+@each()
+def test_cu_seqlens_dtype(backend):
+    def wide(x):
+        return x.long() if backend.library == "torch" else x.astype("int64")
+
+    facts = ("cu_seqlens_q", "int32", "int64")
+    rejects("flash_attn_varlen_func", TypeError, *facts, call=varlen(backend, wide))
+
+
+@each()
+def test_cu_seqlens_shape(backend):
+    function, name = "flash_attn_varlen_func", "cu_seqlens_q"
+    rejects(function, ValueError, name, call=varlen(backend, lambda x: x[None]))
+    rejects(function, ValueError, name, call=varlen(backend, lambda x: x[:2]))
+
+
+@each()
+@pytest.mark.parametrize("values", [[0, 5, 3], [1, 3, 7], [0, 3, 8]], ids=str)
+def test_cu_seqlens_values(backend, values):
+    """Decreasing, not from 0, beyond the end; on a GPU only with debug on, as it costs a sync."""
+    call = varlen(backend, lambda x: like(x, values))
+    with environment.override(debug=True):
+        rejects("flash_attn_varlen_func", ValueError, "cu_seqlens_q", call=call)
+
+
+# Missing hardware and software ---------------------------------------------------------------
+
+
+@each(device="cuda")
+def test_forced_family_that_cannot_compute_the_dtype(backend):
+    if "float32" in backend.dtypes:
+        pytest.skip("this family computes every dtype")
+    inputs = backend.inputs("float32", seqlen_q=5)
+    facts = (backend.family, "float32")
+    call = lambda: cupyflash.attention(inputs.q, inputs.k, inputs.v)  # noqa: E731
+    rejects("attention", (ValueError, NotImplementedError), *facts, call=call)
+
+
+def test_import_needs_neither_cupy_nor_torch():
+    """The CPU path on a machine with NumPy alone."""
+    program = (
+        "import sys; sys.modules['cupy'] = sys.modules['torch'] = None\n"
+        "import numpy, cupyflash\n"
+        "x = numpy.ones((1, 3, 1, 8), 'float32')\n"
+        "print(cupyflash.attention(x, x, x).sum())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "24.0", done.stderr

@@ -1,0 +1,230 @@
+"""The cache folder: races, damage, permissions."""
+
+import json
+import os
+import shutil
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import tiny_kernel
+from tiny_kernel import Scale, needs_nvrtc, run_python, start_python
+
+from cupyflash import environment, jit
+from cupyflash.jit import cache, compiler, entry
+
+pytestmark = needs_nvrtc
+posix = pytest.mark.skipif(os.name == "nt", reason="POSIX permissions")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with tiny_kernel.workspace(tmp_path) as path:
+        yield path
+
+
+def healthy(built: jit.Built) -> bool:
+    return entry.read(built.path.parent) == built
+
+
+def unfinished(folder: Path) -> list[Path]:
+    return list((folder / "cache").glob(".building-*"))
+
+
+def test_threads(folder, monkeypatch):
+    calls = tiny_kernel.record_compilations(monkeypatch)
+    barrier, results = threading.Barrier(8), []
+
+    def work():
+        barrier.wait()
+        results.append(jit.build(Scale(), "sm_80"))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8 and len(set(results)) == 1 and healthy(results[0])
+    assert len(calls) == 1 and unfinished(folder) == []
+
+
+PROCESS = """
+from cupyflash import jit
+from cupyflash.jit import compiler
+from tiny_kernel import Scale
+compiler.version()
+print("ready", flush=True)
+sys.stdin.readline()
+built, compiled = jit.builder.find_or_compile(Scale(), "sm_80")
+print(built.path, compiled)
+"""
+
+
+def test_processes(folder):
+    processes = [start_python(PROCESS, folder) for _ in range(3)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    answers = [process.communicate(timeout=60) for process in processes]
+    assert [error for _, error in answers] == [""] * 3
+    built = jit.build(Scale(), "sm_80")
+    assert {output.split()[0] for output, _ in answers} == {str(built.path)}
+    assert "True" in {output.split()[1] for output, _ in answers}
+    assert healthy(built) and unfinished(folder) == []
+
+
+@pytest.mark.parametrize("first", ["healthy", "damaged"])
+def test_lost_race(folder, monkeypatch, first):
+    """Another process publishes the entry while this one compiles."""
+    compile_kernel = compiler.compile_kernel
+    other = jit.build(Scale(), "sm_80")
+    if first == "damaged":
+        other.path.write_bytes(b"damaged")
+    shutil.move(other.path.parent, folder / "other")
+
+    def slow(*args):
+        compiled = compile_kernel(*args)
+        shutil.move(folder / "other", other.path.parent)
+        return compiled
+
+    monkeypatch.setattr(compiler, "compile_kernel", slow)
+    built = jit.build(Scale(), "sm_80")
+    assert built.path == other.path and unfinished(folder) == []
+    assert entry.read(built.path.parent) == (other if first == "healthy" else built)
+
+
+def damage_cubin(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def rename_kernel(path: Path) -> None:
+    meta = path.with_name("meta.json")
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), "lowered_name": "other"}))
+
+
+DAMAGES = {
+    "truncated cubin": lambda path: os.truncate(path, 100),
+    "empty cubin": lambda path: os.truncate(path, 0),
+    "one bit of the cubin": damage_cubin,
+    "no cubin": os.unlink,
+    "truncated meta": lambda path: os.truncate(path.with_name("meta.json"), 50),
+    "no meta": lambda path: path.with_name("meta.json").unlink(),
+    "meta of another shape": lambda path: path.with_name("meta.json").write_text("[]"),
+    "another name": rename_kernel,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_entry_is_rebuilt(folder, damage):
+    good = jit.build(Scale(), "sm_80")
+    cubin = good.path.read_bytes()
+    damage(good.path)
+    assert jit.entries() == []
+    mended, compiled = jit.builder.find_or_compile(Scale(), "sm_80")
+    assert compiled and mended.path == good.path
+    assert healthy(mended) and mended.path.read_bytes() == cubin and unfinished(folder) == []
+
+
+def test_unwritable_cache_falls_back_with_one_warning(folder, recwarn):
+    warnings.simplefilter("always")  # or Python itself would drop the second
+    (folder / "cache").write_text("a file, where even root cannot create a folder\n")
+    built = jit.build(Scale(), "sm_80")
+    assert [str(warning.message).partition(" (")[0] for warning in recwarn] == [
+        "cupyflash: cannot keep compiled kernels"
+    ]
+    assert "CUPYFLASH_CACHE_DIR" in str(recwarn[0].message)
+    assert healthy(built) and built.path.parent.parent == cache._private
+    assert jit.builder.find_or_compile(Scale(), "sm_80") == (built, False)
+    assert healthy(jit.build(Scale(factor=5), "sm_80")) and len(recwarn) == 1
+    with pytest.raises(OSError):
+        jit.warmup([Scale()], ["sm_80"], progress=False)
+
+
+def test_no_home_falls_back(folder):
+    with environment.override(cache_dir=None):
+        with pytest.warns(RuntimeWarning, match="you have no home folder"):
+            assert healthy(jit.build(Scale(), "sm_80"))
+        assert jit.cache_dir() is None and jit.entries() == [] and jit.clear() == 0
+
+
+def test_fallback_is_removed_at_exit(folder):
+    (folder / "cache").write_text("")
+    status, output, error = run_python(PROCESS, folder)
+    assert status == 0 and "RuntimeWarning: cupyflash: cannot keep compiled kernels" in error
+    path = Path(output.split()[1])
+    assert path.name == "kernel.cubin" and not path.parent.parent.exists()
+
+
+@posix
+def test_read_only_folder(recwarn):
+    """A folder that root filled, used by somebody else: the kernels of a container image."""
+    root = os.geteuid() == 0
+    with tempfile.TemporaryDirectory() as path, tiny_kernel.workspace(Path(path)) as folder:
+        kept = jit.build(Scale(), "sm_80")
+        os.chmod(folder, 0o755)
+        os.chmod(folder / "cache", 0o555)
+        if root:
+            os.seteuid(65534)  # root may write anywhere
+        try:
+            assert jit.build(Scale(), "sm_80") == kept
+            assert len(recwarn) == 0
+            other = jit.build(Scale(factor=9), "sm_80")
+        finally:
+            if root:
+                os.seteuid(0)
+            os.chmod(folder / "cache", 0o755)
+        assert healthy(other) and other.path.parent.parent == cache._private
+        assert "Permission denied" in str(recwarn.pop(RuntimeWarning).message)
+        shutil.rmtree(cache._private)
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o1777], ids=oct)
+def test_folder_that_others_can_write_is_refused(folder, mode):
+    jit.build(Scale(), "sm_80")
+    (folder / "cache").chmod(mode)
+    for use in (lambda: jit.build(Scale(), "sm_80"), jit.cache_dir, jit.entries, jit.clear):
+        with pytest.raises(jit.UnsafeCacheError, match=f"mode {mode:o}, .*CUPYFLASH_CACHE_DIR"):
+            use()
+
+
+@posix
+def test_folder_of_another_user_is_refused(folder, monkeypatch):
+    (folder / "cache").mkdir(mode=0o755)
+    if os.geteuid() == 0:
+        os.chown(folder / "cache", 54321, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    with pytest.raises(jit.UnsafeCacheError, match="must belong to you or root"):
+        jit.build(Scale(), "sm_80")
+
+
+@posix
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077], ids=oct)
+def test_entries_are_private_whatever_the_umask(folder, umask):
+    before = os.umask(umask)
+    try:
+        built = jit.build(Scale(), "sm_80")
+    finally:
+        os.umask(before)
+    for path in (built.path.parents[1], built.path.parent, *built.path.parent.iterdir()):
+        assert path.stat().st_mode & 0o022 == 0, path
+    assert jit.build(Scale(), "sm_80") == built
+
+
+def test_entries_and_clear(folder):
+    built = [jit.build(Scale(factor=f), "sm_80") for f in (1, 2)]
+    assert sorted(jit.entries(), key=lambda b: b.expression) == built
+    built[0].path.unlink()  # damaged entries and
+    (folder / "cache" / ".building-x").mkdir()  # unfinished ones go too,
+    keep = folder / "cache" / "photos"  # but nothing that is not ours
+    keep.mkdir()
+    assert jit.entries() == built[1:]
+    assert jit.clear() == 3
+    assert list((folder / "cache").iterdir()) == [keep] and jit.entries() == []

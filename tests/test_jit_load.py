@@ -1,0 +1,159 @@
+"""Architectures, loading on a device (a fake one), and filling the cache in processes."""
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import tiny_kernel
+from tiny_kernel import Scale, needs_nvrtc, run_python
+
+from cupyflash import environment, jit
+from cupyflash.jit import arch, compiler
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with tiny_kernel.workspace(tmp_path) as path:
+        yield path
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    return tiny_kernel.record_compilations(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "capability, name",
+    [((9, 0), "sm_90a"), ((7, 5), "sm_75"), ((8, 6), "sm_86"), ((10, 0), "sm_100")],
+)
+def test_arch_of(capability, name):
+    assert jit.arch_of(capability) == name
+
+
+@pytest.mark.parametrize(
+    "capability, name",
+    [
+        ((9, 0), "sm_90a"),  # known
+        ((12, 1), "sm_120"),  # too new for NVRTC: its cubins run on a higher minor number
+        ((10, 3), "sm_100"),  # not sm_101, an integrated GPU
+        ((8, 8), "sm_86"),  # not sm_87, and not sm_89, which is newer
+        ((13, 0), r"12.9 compiles .* 9.0, 10.0.* has 13.0; pip install .*cuda13"),
+        ((7, 0), r"12.9 compiles .* has 7.0; pip install .*cuda12"),
+    ],
+)
+def test_target_arch(monkeypatch, capability, name):
+    known = (75, 80, 86, 87, 89, 90, 100, 101, 120)
+    monkeypatch.setattr(compiler, "supported_archs", lambda: known)
+    monkeypatch.setattr(compiler, "version", lambda: "12.9")
+    if name.startswith("sm_"):
+        assert arch.target_arch(capability) == name
+    else:
+        with pytest.raises(RuntimeError, match=name):
+            arch.target_arch(capability)
+
+
+class FakeDevice:
+    """Stands for a Hopper GPU; counts who is inside its context."""
+
+    entered = 0
+    compute_capability = "90"
+
+    def __init__(self, device_id):
+        self.id = device_id
+
+    def __enter__(self):
+        FakeDevice.entered += 1
+
+    def __exit__(self, *_):
+        FakeDevice.entered -= 1
+
+
+class FakeModule:
+    """Stands for cupy.RawModule, and for the RawKernel that it returns."""
+
+    loaded: list[str] = []
+    max_dynamic_shared_size_bytes = 0
+
+    def __init__(self, *, path):
+        assert FakeDevice.entered == 1
+        assert Path(path).read_bytes()[:4] == b"\x7fELF"
+        self.loaded.append(path)
+
+    def get_function(self, name):
+        assert name.encode() in Path(self.loaded[-1]).read_bytes()
+        return self
+
+    @property
+    def kernel(self):
+        assert FakeDevice.entered == 1 and self.max_dynamic_shared_size_bytes == 65536
+        return object()
+
+
+@needs_nvrtc
+def test_eight_threads_load_one_kernel(folder, compilations, monkeypatch):
+    import cupy
+
+    monkeypatch.setattr(cupy, "RawModule", FakeModule)
+    monkeypatch.setattr(cupy.cuda, "Device", FakeDevice)
+    monkeypatch.setattr(FakeModule, "loaded", [])
+    barrier, functions = threading.Barrier(8), []
+
+    def work():
+        barrier.wait()
+        functions.append(jit.load(Scale(), 0))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(functions) == 8 and len(set(functions)) == 1
+    assert compilations == [(Scale(), "sm_90a")] and len(FakeModule.loaded) == 1
+    assert jit.load(Scale(), 1) not in functions  # another device: its own function,
+    assert len(compilations) == 1 and len(FakeModule.loaded) == 2  # but the same cubin
+
+
+WARMUP = """
+from tiny_kernel import Scale
+from cupyflash import environment, jit
+if __name__ == "__main__":
+    configs = [Scale(factor=int(factor)) for factor in sys.argv[1:]]
+    with environment.override(cache_dir=environment.current().cache_dir / "inner"):
+        for built in jit.warmup(configs, ["sm_80", "sm_90a"], jobs=2):
+            print(built.path)
+"""
+
+
+@needs_nvrtc
+def test_warmup_in_processes(folder, compilations):
+    status, output, error = run_python(WARMUP, folder, "3", "4")
+    assert status == 0 and "4/4" in error, error  # the progress bar
+    tasks = [(Scale(factor=f), a) for f in (3, 4) for a in ("sm_80", "sm_90a")]
+    with environment.override(cache_dir=folder / "cache" / "inner"):  # workers followed it
+        found = jit.build_all(tasks, jobs=1, progress=False)
+    assert output.split() == [str(built.path) for built in found]
+    assert compilations == []
+
+
+@needs_nvrtc
+def test_warmup_in_processes_reports_errors(folder):
+    (folder / "cuda_src/common/offset.cuh").write_text("broken\n")
+    status, _, error = run_python(WARMUP, folder, "3", "4")
+    assert status == 1
+    assert "CompileError: scale: NVRTC" in error and "offset.cuh(1): error" in error
+
+
+@needs_nvrtc
+def test_warmup_without_main_guard_says_so(folder):
+    script = WARMUP.replace('if __name__ == "__main__"', "if True")
+    status, _, error = run_python(script, folder, "3")
+    assert status == 1 and 'under `if __name__ == "__main__"`' in error
+
+
+@needs_nvrtc
+def test_warmup_without_rich(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    config = Scale()
+    assert len(jit.warmup([config, config], ["sm_80", "sm_90a"], jobs=1)) == 2
+    assert capsys.readouterr().err.split("\n") == ["[1/2] scale sm_80", "[2/2] scale sm_90a", ""]
