@@ -23,8 +23,8 @@ def attention(
     """softmax(scale * q k^T) v without the matrix of scores in memory.
 
     Arrays are CuPy arrays, torch tensors (with autograd), or anything with DLPack or
-    ``__cuda_array_interface__``; NumPy arrays and torch CPU tensors are computed on the CPU. Strides
-    are free but for a contiguous last dimension, and nothing is copied.
+    ``__cuda_array_interface__``; NumPy arrays and torch CPU tensors are computed on the CPU.
+    Strides are free but for a contiguous last dimension, and nothing is copied.
 
     Query head h reads key head ``h // (heads_q // heads_kv)``. Query i lies on the diagonal at key
     ``i + seqlen_k - seqlen_q`` (with "top-left": at key i). A query that sees no key gives 0 and an

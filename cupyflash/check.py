@@ -27,7 +27,7 @@ class Row:
     """What was found of one pass of one case.
 
     Attributes:
-        family: kernel family; "NumPy" on the CPU.
+        family: kernel family, or "CPU".
         error, allowed: of the output or gradient that comes closest to its tolerance.
         failures: a message for each result beyond its tolerance.
         peak_bytes: memory taken while it ran, the results included.
@@ -87,7 +87,7 @@ def _row(case: Case, library: str, call: Callable[[], Any], findings: list["Find
     return Row(
         case,
         backward,
-        _family(case, backward) if library == "cupy" else "NumPy",
+        _family(case, backward) if library == "cupy" else "CPU",
         worst.error,
         worst.allowed,
         tuple(finding.failure for finding in findings if finding.failure),
@@ -169,6 +169,5 @@ def check() -> int:
         for case in cases(not problem, dtypes):
             status.update(f"{case.name}: {case.shape}")
             rows += run(case, library)
-    console.print(table(rows))
-    console.print(verdict(rows))
+    console.print("", table(rows), "", verdict(rows), sep="\n")
     return 1 if any(row.failures for row in rows) else 0

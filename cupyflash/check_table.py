@@ -40,7 +40,7 @@ def heading(gpu_problem: str) -> str:
 
 def table(rows: Sequence["Row"]) -> Table:
     """Two lines for each case, one a pass; fits 80 columns."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("model\ntokens, heads×dim", "pass\nkernels"):
         table.add_column(name, no_wrap=True)
     for name in ("error", "allowed", "time\nms", "speed\nTFLOP/s", "memory\nMiB"):
@@ -74,8 +74,17 @@ def _cells(row: "Row") -> tuple[str, ...]:
         f"{'bwd' if row.backward else 'fwd'} {row.family}",
         f"{row.error:.1e}",
         f"{row.allowed:.1e}",
-        f"{row.milliseconds:.3g}" if row.milliseconds < 100 else f"{row.milliseconds:.0f}",
-        f"{row.tflops:.3g}" if row.tflops >= 0.1 else f"{row.tflops:.4f}",
+        _significant(row.milliseconds),
+        _significant(row.tflops),
         f"{row.peak_bytes / 2**20:.1f}",
-        "[red]WRONG[/]" if row.failures else "[green]ok[/]",
+        "[red]FAIL[/]" if row.failures else "[green]ok[/]",
     )
+
+
+def _significant(number: float) -> str:
+    """Three or four digits in at most seven characters."""
+    if number < 0.001:
+        return f"{number:.1e}"
+    places = ((0.1, 4), (10, 3), (100, 2), (1000, 1))
+    decimals = next((count for bound, count in places if number < bound), 0)
+    return f"{number:.{decimals}f}"

@@ -1,7 +1,7 @@
 """From the arrays of a call to the plan that computes it: GPU or CPU, cached or new.
 
-The hot path is one dictionary lookup: shapes, strides, dtypes, devices and options of a call are the
-key, and everything that follows from them, checks included, is done once and kept in the plan.
+The hot path is one dictionary lookup: shapes, strides, dtypes, devices and options of a call are
+the key, and everything that follows from them, checks included, is done once and kept in the plan.
 """
 
 from typing import Any
@@ -30,9 +30,13 @@ def forward(
     """(out, lse) in the library of q, with gradients where torch wants them."""
     library = library_of(q)
     if library is None:
-        arrays = [_imported(function, name, x) for name, x in _named(q, k, v, alibi_slopes, cu_seqlens)]
+        arrays = [
+            _imported(function, name, x) for name, x in _named(q, k, v, alibi_slopes, cu_seqlens)
+        ]
         results = forward(function, *arrays[:3], options, *_optional(arrays, cu_seqlens))
         return tuple(to_foreign(x, q) for x in results)
+    if library_of(k) is not library or library_of(v) is not library:
+        _reject_library_mix(function, library, {"k": k, "v": v})
     if library.wants_gradient(q, k, v):
         from .autograd import attention_with_gradient
 
@@ -53,8 +57,6 @@ def forward_without_gradient(
     cu_seqlens: tuple[Array, Array] | None,
 ) -> tuple[Array, Array]:
     """`forward` of arrays of one known library."""
-    if library_of(k) is not library or library_of(v) is not library:
-        _reject_library_mix(function, library, {"k": k, "v": v})
     if library.on_cpu(q):
         _checked(function, library, {"q": q, "k": k, "v": v}, options, alibi_slopes, cu_seqlens)
         return cpu.forward(library, q, k, v, options, alibi_slopes, cu_seqlens)
@@ -92,8 +94,12 @@ def backward(
     """(dq, dk, dv) in the library of q."""
     library = library_of(q)
     if library is None:
-        arrays = [_imported(function, name, x) for name, x in _named(q, k, v, alibi_slopes, cu_seqlens)]
-        rest = [from_foreign(function, n, x) for n, x in (("dout", dout), ("out", out), ("lse", lse))]
+        arrays = [
+            _imported(function, name, x) for name, x in _named(q, k, v, alibi_slopes, cu_seqlens)
+        ]
+        rest = [
+            from_foreign(function, n, x) for n, x in (("dout", dout), ("out", out), ("lse", lse))
+        ]
         results = backward(
             function, rest[0], *arrays[:3], *rest[1:], options, *_optional(arrays, cu_seqlens),
             deterministic,
@@ -110,8 +116,8 @@ def backward(
     settings = environment.current()
     aligned = (pointer(q) | pointer(k) | pointer(v) | pointer(dout) | pointer(out)) % 16 == 0
     key = (
-        *map(signature, (dout, q, k, v, out, lse)), options, aligned, settings.family, deterministic,
-        *_signatures(library, alibi_slopes, cu_seqlens),
+        *map(signature, (dout, q, k, v, out, lse)), options, aligned, settings.family,
+        deterministic, *_signatures(library, alibi_slopes, cu_seqlens),
     )  # fmt: skip
     plan = _backward_plans.get(key)
     if plan is None or settings.debug:
@@ -133,7 +139,7 @@ def _checked(
     alibi_slopes: Array | None,
     cu_seqlens: tuple[Array, Array] | None,
 ) -> Any:
-    """The `Problem` of a call; also reads cu_seqlens where that is free, or debugging asks for it."""
+    """The `Problem` of a call; reads cu_seqlens where that is free or debugging asks for it."""
     extras = {"alibi_slopes": alibi_slopes} if alibi_slopes is not None else {}
     if cu_seqlens is not None:
         extras |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens))

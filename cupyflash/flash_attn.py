@@ -114,7 +114,9 @@ def flash_attn_varlen_func(
     """
     function = "flash_attn_varlen_func"
     if block_table is not None:
-        raise NotImplementedError(f"{function}: block_table (paged keys and values) is not built yet")
+        raise NotImplementedError(
+            f"{function}: block_table (paged keys and values) is not built yet"
+        )
     lengths = (max_seqlen_q, max_seqlen_k)
     options = Options(causal, softmax_scale, tuple(window_size), softcap, "thd", lengths)
     return _call(
@@ -187,7 +189,9 @@ def _call(
     cu_seqlens: tuple[Array, Array] | None = None,
 ) -> Array | tuple[Array, Array, None]:
     if dropout_p != 0.0:
-        raise NotImplementedError(f"{function}: dropout_p is not built yet, must be 0, got {dropout_p}")
+        raise NotImplementedError(
+            f"{function}: dropout_p is not built yet, must be 0, got {dropout_p}"
+        )
     out, lse = forward(function, q, k, v, options, alibi_slopes, cu_seqlens, deterministic)
     return (out, lse, None) if return_attn_probs else out
 

@@ -26,7 +26,13 @@ class ForwardPlan:
     """The forward kernel for one problem; ``library`` allocates out and LSE."""
 
     def __init__(
-        self, function: str, problem: Problem, aligned: bool, library: Any, q: View, options: Options
+        self,
+        function: str,
+        problem: Problem,
+        aligned: bool,
+        library: Any,
+        q: View,
+        options: Options,
     ) -> None:
         self.library, self.device = library, problem.device
         shape = problem.shape
@@ -86,7 +92,9 @@ class BackwardPlan:
             x = views[name]
             dense = library.strides_of_empty(x.shape, x)
             self.gradients.append((x.shape, dense))
-            strides[f"d{name}"] = canonical_strides(View(x.shape, dense, x.dtype, x.device), options)
+            strides[f"d{name}"] = canonical_strides(
+                View(x.shape, dense, x.dtype, x.device), options
+            )
         # Keys that no query sees get a gradient of zero from the kernel; without queries or keys
         # there is nothing to launch.
         self.empty = 0 in (shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k)

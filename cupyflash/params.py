@@ -1,4 +1,4 @@
-"""Kernel arguments: ctypes mirrors of the structs in ``cuda_src/common/params.cuh``, field by field.
+"""Kernel arguments: ctypes mirrors of the structs in ``cuda_src/common/params.cuh``.
 
 ctypes lays a structure out as the C++ compiler does. The compile stub asserts the size of each
 struct, and ``tests/test_params.py`` compares names and order with the header.

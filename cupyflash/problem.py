@@ -110,7 +110,9 @@ def check(
         raise ValueError(f"{function}: {fact}, got {shapes}")
     for name in ("dout", "out"):
         if name in tensors:
-            _require(tensors[name].shape == q.shape, function, f"{name} must be like q", tensors[name])
+            _require(
+                tensors[name].shape == q.shape, function, f"{name} must be like q", tensors[name]
+            )
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         fact = f"head_dim must be a multiple of 8 from 8 to {MAX_HEAD_DIM}"
         raise ValueError(f"{function}: {fact}, got {head_dim}")
@@ -127,7 +129,9 @@ def check(
         fact = f"sequences must be shorter than {MAX_SEQLEN}"
         raise ValueError(f"{function}: {fact}, got {seqlen_q} and {seqlen_k}")
     if -(-max(seqlen_q, seqlen_k) // 16) * max(1, heads_q) * max(1, batch) >= MAX_BLOCKS:
-        raise ValueError(f"{function}: batch x heads x seqlen is too large for a grid, got {shapes}")
+        raise ValueError(
+            f"{function}: batch x heads x seqlen is too large for a grid, got {shapes}"
+        )
 
     left, right, top_left = _visible_keys(function, options, seqlen_q + seqlen_k)
     scale = 1 / math.sqrt(head_dim) if options.scale is None else options.scale

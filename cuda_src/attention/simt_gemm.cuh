@@ -59,22 +59,32 @@ __device__ __forceinline__ void multiply_add(float (&acc)[ROWS][HEAD_DIM / 16],
     __syncthreads();  // the weights are stored, and everyone is done with the operands
     write_rows<Storage::CHUNK_ROWS, HEAD_DIM>(smem.operands.b, values);
     __syncthreads();  // the rows of B are there
-    const float* line_w = smem.weights + first * smem.LD_WEIGHTS + 4 * thread_y();
-    const float* line_b = smem.operands.b + V * thread_x();
+    // A sum of its own for each chunk, a few columns at a time: one chain of float32 additions over
+    // the whole sequence would lose a digit.
+#pragma unroll
+    for (int group = 0; group < COLUMNS; group += V) {
+      float sum[ROWS][V] = {};
+      const float* line_w = smem.weights + first * smem.LD_WEIGHTS + 4 * thread_y();
+      const float* line_b = smem.operands.b + V * thread_x() + 16 * group;
 #pragma unroll 4
-    for (int n = 0; n < Storage::CHUNK_ROWS; ++n) {
-      float w_frag[ROWS], b_frag[COLUMNS];
+      for (int n = 0; n < Storage::CHUNK_ROWS; ++n) {
+        float w_frag[ROWS], b_frag[V];
 #pragma unroll
-      for (int h = 0; h < ROWS / 4; ++h) load_vector<4>(w_frag + 4 * h, line_w + 32 * h);
+        for (int h = 0; h < ROWS / 4; ++h) load_vector<4>(w_frag + 4 * h, line_w + 32 * h);
+        load_vector<V>(b_frag, line_b);
 #pragma unroll
-      for (int c = 0; c < COLUMNS; c += V) load_vector<V>(b_frag + c, line_b + 16 * c);
+        for (int e = 0; e < ROWS; ++e) {
+#pragma unroll
+          for (int c = 0; c < V; ++c) sum[e][c] += w_frag[e] * b_frag[c];
+        }
+        line_w += smem.LD_WEIGHTS;
+        line_b += HEAD_DIM;
+      }
 #pragma unroll
       for (int e = 0; e < ROWS; ++e) {
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) acc[e][c] += w_frag[e] * b_frag[c];
+        for (int c = 0; c < V; ++c) acc[e][group + c] += sum[e][c];
       }
-      line_w += smem.LD_WEIGHTS;
-      line_b += HEAD_DIM;
     }
   }
 }

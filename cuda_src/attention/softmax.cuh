@@ -34,7 +34,7 @@ struct RowState {
       }
       new_max = quad_max(new_max);
       // A row that has seen no key: -inf - (-inf) would be NaN.
-      const float offset = new_max == -INF ? 0.f : new_max * scale_log2;
+      const float offset = new_max == -INF ? 0.f : __fmul_rn(new_max, scale_log2);
       rescale[half] = exp2_approx(max[half] * scale_log2 - offset);
       max[half] = new_max;
       float partial = 0.f;
@@ -50,10 +50,12 @@ struct RowState {
     }
   }
 
-  // After the last tile: what to multiply the output with, and the log-sum-exp (natural).
+  // After the last tile: what to multiply the output with, and the log-sum-exp (natural). The sum is
+  // relative to the rounded product that update() has subtracted, so no fused multiply-add here.
   __device__ __forceinline__ float finish(int half, float scale_log2, float& lse) {
     const float total = quad_sum(sum[half]);
-    lse = total > 0.f ? (max[half] * scale_log2 + log2_approx(total)) * LN2 : -INF;
+    lse = total > 0.f ? __fadd_rn(__fmul_rn(max[half], scale_log2), log2_accurate(total)) * LN2
+                      : -INF;
     return total > 0.f ? rcp_approx(total) : 0.f;
   }
 };

@@ -18,10 +18,13 @@ __device__ __forceinline__ float rcp_approx(float x) {
   return y;
 }
 
-__device__ __forceinline__ float log2_approx(float x) {
+// lg2.approx has a relative error of 2^-22 for large arguments but an absolute one of 2^-22 between
+// 0.5 and 2: so it gets the mantissa, and the exponent is added exactly. x is positive and normal.
+__device__ __forceinline__ float log2_accurate(float x) {
+  const int bits = __float_as_int(x);
   float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(__int_as_float((bits & 0x7fffff) | 0x3f800000)));
+  return y + float((bits >> 23) - 127);
 }
 
 // tanh with an absolute error near 1e-7, for a score that is multiplied by the cap afterwards;

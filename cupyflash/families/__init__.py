@@ -41,5 +41,5 @@ def choose(
             f"{function}: the kernel family {forced} (CUPYFLASH_FAMILY) does not support {got}"
         )
     raise NotImplementedError(
-        f"{function}: a GPU of compute capability {simt.MIN_CAPABILITY} or newer is needed, got {got}"
+        f"{function}: needs a GPU of compute capability {simt.MIN_CAPABILITY} or newer, got {got}"
     )

@@ -107,8 +107,9 @@ def backward(
 ) -> tuple[FlashBwdPreprocess, FlashBwdDkdvSimt, FlashBwdDqSimt]:
     """The backward kernels in launch order; the same for every GPU."""
     padded = _padded(head_dim)
-    # Two accumulators of 64 rows x 192 columns are more than the registers of 128 threads.
-    block_n = 64 if padded <= 128 else 32
+    # Two accumulators of 64 rows x 192 columns are more than the registers of 128 threads; those of
+    # 128 columns leave none for the derivative of the softcap and for ALiBi.
+    block_n = 64 if padded <= (64 if softcap or alibi else 128) else 32
     return (
         FlashBwdPreprocess(dtype, accum_dim=0),
         FlashBwdDkdvSimt(dtype, padded, block_n, softcap, alibi),

@@ -1,0 +1,53 @@
+"""Which kernel family serves a problem, and the error where none does. Needs no GPU."""
+
+import pytest
+
+from cupyflash.families import FAMILIES, choose
+
+
+def chosen(dtype, head_dim=64, aligned=True, capability=(9, 0), backward=False, forced=None):
+    family = choose("f", forced, dtype, head_dim, aligned, capability, backward=backward)
+    return next(name for name, module in FAMILIES.items() if module is family)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_runs_on_tensor_cores(dtype, capability):
+    assert chosen(dtype, capability=capability) == "sm80"
+    assert chosen(dtype, capability=capability, backward=True) == "sm80"
+
+
+def test_what_tensor_cores_cannot_take_runs_on_simt():
+    assert chosen("float32") == "simt"
+    assert chosen("float16", aligned=False) == "simt"
+    assert chosen("float16", capability=(7, 0)) == "simt"
+
+
+def test_turing_has_float16_only():
+    assert chosen("float16", capability=(7, 5)) == "sm80"
+    assert chosen("bfloat16", capability=(7, 5)) == "simt"
+    assert chosen("float16", 256, capability=(7, 5)) == "sm80"
+    assert chosen("float16", 256, capability=(7, 5), backward=True) == "simt"
+
+
+def test_unsupported_gpu():
+    with pytest.raises(NotImplementedError, match=r"^f: .*capability \(6, 0\).*\(5, 2\)"):
+        chosen("float32", capability=(5, 2))
+
+
+def test_forced_family():
+    assert chosen("float16", forced="simt") == "simt"
+    with pytest.raises(NotImplementedError, match="^f: the kernel family sm80 .*float32"):
+        chosen("float32", forced="sm80")
+    with pytest.raises(NotImplementedError, match="^f: the kernel family sm90 "):
+        chosen("float16", forced="sm90")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_shared_memory_fits_the_gpu(capability):
+    """A block's tiles and its static variables, within what the CUDA programming guide lists."""
+    limits = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227}
+    limit = limits.get(capability, 99) * 1024
+    for family in FAMILIES.values():
+        for config in family.configurations(capability):
+            assert config.shared_memory + 512 <= limit, config
