@@ -39,7 +39,7 @@ class NumpyLibrary:
     def on_cpu(self, x: Array) -> bool:
         return True
 
-    def wants_gradient(self, *tensors: Array) -> bool:
+    def wants_gradient(self, q: Array, k: Array, v: Array) -> bool:
         return False
 
     def to_numpy(self, x: Array) -> numpy.ndarray:
@@ -58,7 +58,7 @@ class CupyLibrary:
     name = "cupy.ndarray"
 
     def signature(self, x: Array) -> tuple:
-        return (x.shape, x.strides, x.dtype, x.data.device_id)
+        return (x.shape, x.strides, x.dtype.num, x.data.device_id)
 
     def view(self, x: Array) -> View:
         strides = tuple(stride // x.itemsize for stride in x.strides)
@@ -67,7 +67,7 @@ class CupyLibrary:
     def on_cpu(self, x: Array) -> bool:
         return False
 
-    def wants_gradient(self, *tensors: Array) -> bool:
+    def wants_gradient(self, q: Array, k: Array, v: Array) -> bool:
         return False
 
     def pointer(self, x: Array) -> int:
@@ -119,8 +119,9 @@ class TorchLibrary:
     def on_cpu(self, x: Array) -> bool:
         return not x.is_cuda
 
-    def wants_gradient(self, *tensors: Array) -> bool:
-        return self.torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    def wants_gradient(self, q: Array, k: Array, v: Array) -> bool:
+        some = q.requires_grad or k.requires_grad or v.requires_grad
+        return some and self.torch.is_grad_enabled()
 
     def to_numpy(self, x: Array) -> numpy.ndarray:
         """A view; a copy in float32 of bfloat16, which NumPy does not have."""
@@ -139,6 +140,8 @@ class TorchLibrary:
 
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], like: Array) -> Array:
         """Uninitialised, dtype and device of ``like``."""
+        if like.stride() == strides:
+            return self.torch.empty_like(like)  # the same result in half the time
         return self.torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
 
     def empty_float32(self, shape: tuple[int, ...], like: Array) -> Array:
@@ -212,7 +215,7 @@ def _find(x: Array) -> Any:
     return None
 
 
-def from_foreign(function: str, name: str, x: Array) -> Array:
+def from_foreign(function: str, x: Array) -> Array:
     """An array of another library as a NumPy or CuPy array on the same memory.
 
     Raises:
@@ -229,7 +232,7 @@ def from_foreign(function: str, name: str, x: Array) -> Array:
 
         return cupy.asarray(x)
     raise TypeError(
-        f"{function}: {name} must be a NumPy, CuPy or torch array, or speak DLPack or "
+        f"{function}: arrays must be NumPy, CuPy or torch arrays, or speak DLPack or "
         f"__cuda_array_interface__, got {type(x).__name__}"
     )
 

@@ -2,7 +2,6 @@
 
 from .array import Array
 from .dispatch import backward, forward
-from .problem import Options
 
 Window = tuple[int | None, int | None] | None
 
@@ -54,8 +53,8 @@ def attention(
 
     Source: FlashAttention-2, arXiv:2307.08691.
     """
-    options = Options(causal, scale, _hashable(window), softcap, layout)
-    out, lse = forward("attention", q, k, v, options, alibi_slopes)
+    options = (causal, scale, _hashable(window), softcap, layout)
+    out, lse = forward("attention", q, k, v, options, alibi_slopes, need_lse=return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -90,7 +89,7 @@ def attention_backward(
     Raises:
         As `attention`.
     """
-    options = Options(causal, scale, _hashable(window), softcap, layout)
+    options = (causal, scale, _hashable(window), softcap, layout)
     return backward(
         "attention_backward", dout, q, k, v, out, lse, options, alibi_slopes,
         deterministic=deterministic,

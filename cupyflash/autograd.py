@@ -6,7 +6,6 @@ import torch
 
 from . import dispatch
 from .array import library_of
-from .problem import Options
 
 
 class Attention(torch.autograd.Function):
@@ -15,7 +14,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q, k, v, function, options, alibi_slopes, cu_seqlens, deterministic):  # noqa: ANN001, ANN205
         out, lse = dispatch.forward_without_gradient(
-            function, library_of(q), q, k, v, options, alibi_slopes, cu_seqlens
+            function, library_of(q), q, k, v, options, alibi_slopes, cu_seqlens, True
         )
         ctx.save_for_backward(q, k, v, out, lse, alibi_slopes, *(cu_seqlens or ()))
         ctx.arguments = (function, options, deterministic)
@@ -41,7 +40,7 @@ def attention_with_gradient(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    options: Options,
+    options: tuple,
     alibi_slopes: torch.Tensor | None,
     cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None,
     deterministic: bool,

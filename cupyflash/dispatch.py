@@ -22,19 +22,24 @@ def forward(
     q: Array,
     k: Array,
     v: Array,
-    options: Options,
+    options: tuple,
     alibi_slopes: Array | None = None,
     cu_seqlens: tuple[Array, Array] | None = None,
     deterministic: bool = False,
-) -> tuple[Array, Array]:
-    """(out, lse) in the library of q, with gradients where torch wants them."""
+    need_lse: bool = False,
+) -> tuple[Array, Array | None]:
+    """(out, lse) in the library of q, with gradients where torch wants them.
+
+    Args:
+        options: the fields of `Options`; a plain tuple costs less.
+        need_lse: otherwise lse may be None.
+    """
     library = library_of(q)
     if library is None:
-        arrays = [
-            _imported(function, name, x) for name, x in _named(q, k, v, alibi_slopes, cu_seqlens)
-        ]
-        results = forward(function, *arrays[:3], options, *_optional(arrays, cu_seqlens))
-        return tuple(to_foreign(x, q) for x in results)
+        q_, *arrays = _imported(function, q, k, v, alibi_slopes, *(cu_seqlens or ()))
+        slopes, packed = arrays[2], tuple(arrays[3:]) or None
+        results = forward(function, q_, *arrays[:2], options, slopes, packed, need_lse=need_lse)
+        return tuple(None if x is None else to_foreign(x, q) for x in results)
     if library_of(k) is not library or library_of(v) is not library:
         _reject_library_mix(function, library, {"k": k, "v": v})
     if library.wants_gradient(q, k, v):
@@ -43,7 +48,9 @@ def forward(
         return attention_with_gradient(
             function, q, k, v, options, alibi_slopes, cu_seqlens, deterministic
         )
-    return forward_without_gradient(function, library, q, k, v, options, alibi_slopes, cu_seqlens)
+    return forward_without_gradient(
+        function, library, q, k, v, options, alibi_slopes, cu_seqlens, need_lse
+    )
 
 
 def forward_without_gradient(
@@ -52,30 +59,31 @@ def forward_without_gradient(
     q: Array,
     k: Array,
     v: Array,
-    options: Options,
+    options: tuple,
     alibi_slopes: Array | None,
     cu_seqlens: tuple[Array, Array] | None,
-) -> tuple[Array, Array]:
+    need_lse: bool,
+) -> tuple[Array, Array | None]:
     """`forward` of arrays of one known library."""
     if library.on_cpu(q):
-        _checked(function, library, {"q": q, "k": k, "v": v}, options, alibi_slopes, cu_seqlens)
-        return cpu.forward(library, q, k, v, options, alibi_slopes, cu_seqlens)
-    pointer = library.pointer
+        tensors = {"q": q, "k": k, "v": v}
+        _checked(function, library, tensors, options, alibi_slopes, cu_seqlens)
+        return cpu.forward(library, q, k, v, Options(*options), alibi_slopes, cu_seqlens)
+    pointer, signature = library.pointer, library.signature
     settings = environment.current()
-    aligned = (pointer(q) | pointer(k) | pointer(v)) % 16 == 0
-    signature = library.signature
-    key = (
-        signature(q), signature(k), signature(v), options, aligned, settings.family,
-        *_signatures(library, alibi_slopes, cu_seqlens),
-    )  # fmt: skip
+    q_, k_, v_ = pointer(q), pointer(k), pointer(v)
+    aligned = (q_ | k_ | v_) % 16 == 0
+    extras, extra_pointers = _extras(library, alibi_slopes, cu_seqlens)
+    key = (signature(q), signature(k), signature(v), options, aligned, settings.family, extras)
     plan = _forward_plans.get(key)
     if plan is None or settings.debug:
         tensors = {"q": q, "k": k, "v": v}
         problem = _checked(function, library, tensors, options, alibi_slopes, cu_seqlens)
         all_aligned = problem.aligned(0 if aligned else 1)
-        plan = ForwardPlan(function, problem, all_aligned, library, library.view(q), options)
+        view = library.view(q)
+        plan = ForwardPlan(function, problem, all_aligned, library, view, Options(*options))
         _keep(_forward_plans, key, plan)
-    return plan(q, k, v, *_pointers(library, alibi_slopes, cu_seqlens))
+    return plan(q, q_, k_, v_, *extra_pointers, need_lse)
 
 
 def backward(
@@ -86,7 +94,7 @@ def backward(
     v: Array,
     out: Array,
     lse: Array,
-    options: Options,
+    options: tuple,
     alibi_slopes: Array | None = None,
     cu_seqlens: tuple[Array, Array] | None = None,
     deterministic: bool = False,
@@ -94,16 +102,9 @@ def backward(
     """(dq, dk, dv) in the library of q."""
     library = library_of(q)
     if library is None:
-        arrays = [
-            _imported(function, name, x) for name, x in _named(q, k, v, alibi_slopes, cu_seqlens)
-        ]
-        rest = [
-            from_foreign(function, n, x) for n, x in (("dout", dout), ("out", out), ("lse", lse))
-        ]
-        results = backward(
-            function, rest[0], *arrays[:3], *rest[1:], options, *_optional(arrays, cu_seqlens),
-            deterministic,
-        )  # fmt: skip
+        tensors = _imported(function, dout, q, k, v, out, lse, alibi_slopes, *(cu_seqlens or ()))
+        packed = tuple(tensors[7:]) or None
+        results = backward(function, *tensors[:6], options, tensors[6], packed, deterministic)
         return tuple(to_foreign(x, q) for x in results)
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
     if any(library_of(x) is not library for x in (dout, k, v, out, lse)):
@@ -111,35 +112,38 @@ def backward(
     if library.on_cpu(q):
         problem = _checked(function, library, tensors, options, alibi_slopes, cu_seqlens)
         check_lse(function, problem, library.view(lse))
-        return cpu.backward(library, dout, q, k, v, out, lse, options, alibi_slopes, cu_seqlens)
+        tensors = (dout, q, k, v, out, lse)
+        return cpu.backward(library, *tensors, Options(*options), alibi_slopes, cu_seqlens)
     pointer, signature = library.pointer, library.signature
     settings = environment.current()
     aligned = (pointer(q) | pointer(k) | pointer(v) | pointer(dout) | pointer(out)) % 16 == 0
-    key = (
-        *map(signature, (dout, q, k, v, out, lse)), options, aligned, settings.family,
-        deterministic, *_signatures(library, alibi_slopes, cu_seqlens),
-    )  # fmt: skip
+    extras, extra_pointers = _extras(library, alibi_slopes, cu_seqlens)
+    signatures = tuple(map(signature, (dout, q, k, v, out, lse)))
+    key = (signatures, options, aligned, settings.family, deterministic, extras)
     plan = _backward_plans.get(key)
     if plan is None or settings.debug:
         problem = _checked(function, library, tensors, options, alibi_slopes, cu_seqlens)
         check_lse(function, problem, library.view(lse))
         views = {name: library.view(x) for name, x in tensors.items()}
         all_aligned = problem.aligned(0 if aligned else 1)
-        plan = BackwardPlan(function, problem, all_aligned, library, views, options, deterministic)
+        plan = BackwardPlan(
+            function, problem, all_aligned, library, views, Options(*options), deterministic
+        )
         _keep(_backward_plans, key, plan)
     lse = library.contiguous(lse)
-    return plan(dout, q, k, v, out, lse, *_pointers(library, alibi_slopes, cu_seqlens))
+    return plan(dout, q, k, v, out, lse, *extra_pointers)
 
 
 def _checked(
     function: str,
     library: Any,
     tensors: dict[str, Array],
-    options: Options,
+    options: tuple,
     alibi_slopes: Array | None,
     cu_seqlens: tuple[Array, Array] | None,
 ) -> Any:
     """The `Problem` of a call; reads cu_seqlens where that is free or debugging asks for it."""
+    options = Options(*options)
     extras = {"alibi_slopes": alibi_slopes} if alibi_slopes is not None else {}
     if cu_seqlens is not None:
         extras |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens))
@@ -163,18 +167,17 @@ def _keep(plans: dict[tuple, Any], key: tuple, plan: Any) -> None:
     plans[key] = plan
 
 
-def _signatures(
+def _extras(
     library: Any, alibi_slopes: Array | None, cu_seqlens: tuple[Array, Array] | None
-) -> tuple:
+) -> tuple[tuple | None, tuple[int, int, int]]:
+    """The signature of the optional arrays, and (cu_seqlens_q, cu_seqlens_k, slopes) pointers."""
+    if alibi_slopes is None and cu_seqlens is None:
+        return None, (0, 0, 0)
     alibi = None if alibi_slopes is None else library.signature(alibi_slopes)
-    return (alibi, None if cu_seqlens is None else tuple(map(library.signature, cu_seqlens)))
-
-
-def _pointers(
-    library: Any, alibi_slopes: Array | None, cu_seqlens: tuple[Array, Array] | None
-) -> tuple[int, tuple[int, int]]:
-    alibi = 0 if alibi_slopes is None else library.pointer(alibi_slopes)
-    return (alibi, (0, 0) if cu_seqlens is None else tuple(map(library.pointer, cu_seqlens)))
+    packed = None if cu_seqlens is None else tuple(map(library.signature, cu_seqlens))
+    pointers = (0, 0) if cu_seqlens is None else map(library.pointer, cu_seqlens)
+    slopes = 0 if alibi_slopes is None else library.pointer(alibi_slopes)
+    return (alibi, packed), (*pointers, slopes)
 
 
 def _reject_library_mix(function: str, library: Any, arrays: dict[str, Array]) -> None:
@@ -185,19 +188,6 @@ def _reject_library_mix(function: str, library: Any, arrays: dict[str, Array]) -
             raise TypeError(f"{function}: {name} must be a {library.name} like q, got {got}")
 
 
-def _named(
-    q: Array, k: Array, v: Array, alibi_slopes: Array | None, cu_seqlens: tuple | None
-) -> list[tuple[str, Array]]:
-    cu_seqlens_q, cu_seqlens_k = cu_seqlens or (None, None)
-    return [
-        ("q", q), ("k", k), ("v", v), ("alibi_slopes", alibi_slopes),
-        ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k),
-    ]  # fmt: skip
-
-
-def _imported(function: str, name: str, x: Array | None) -> Array | None:
-    return x if x is None or library_of(x) else from_foreign(function, name, x)
-
-
-def _optional(arrays: list, cu_seqlens: tuple | None) -> tuple:
-    return (arrays[3], None if cu_seqlens is None else (arrays[4], arrays[5]))
+def _imported(function: str, *arrays: Array | None) -> list[Array | None]:
+    """Arrays of unknown libraries as NumPy or CuPy arrays on the same memory."""
+    return [x if x is None or library_of(x) else from_foreign(function, x) for x in arrays]

@@ -7,7 +7,6 @@ the probabilities themselves exist nowhere.
 
 from .array import Array
 from .dispatch import forward
-from .problem import Options
 
 
 def flash_attn_func(
@@ -29,7 +28,7 @@ def flash_attn_func(
         NotImplementedError: dropout_p.
         TypeError, ValueError: as `cupyflash.attention`.
     """
-    options = Options(causal, softmax_scale, tuple(window_size), softcap, "bshd")
+    options = (causal, softmax_scale, tuple(window_size), softcap, "bshd")
     return _call(
         "flash_attn_func", q, k, v, options, dropout_p, alibi_slopes, deterministic,
         return_attn_probs,
@@ -50,7 +49,7 @@ def flash_attn_kvpacked_func(
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_func` with kv (batch, seqlen_k, 2, heads_kv, head_dim)."""
     k, v = _unpack("flash_attn_kvpacked_func", "kv", kv, 5, 2)
-    options = Options(causal, softmax_scale, tuple(window_size), softcap, "bshd")
+    options = (causal, softmax_scale, tuple(window_size), softcap, "bshd")
     return _call(
         "flash_attn_kvpacked_func", q, k, v, options, dropout_p, alibi_slopes, deterministic,
         return_attn_probs,
@@ -70,7 +69,7 @@ def flash_attn_qkvpacked_func(
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim)."""
     q, k, v = _unpack("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
-    options = Options(causal, softmax_scale, tuple(window_size), softcap, "bshd")
+    options = (causal, softmax_scale, tuple(window_size), softcap, "bshd")
     return _call(
         "flash_attn_qkvpacked_func", q, k, v, options, dropout_p, alibi_slopes, deterministic,
         return_attn_probs,
@@ -118,7 +117,7 @@ def flash_attn_varlen_func(
             f"{function}: block_table (paged keys and values) is not built yet"
         )
     lengths = (max_seqlen_q, max_seqlen_k)
-    options = Options(causal, softmax_scale, tuple(window_size), softcap, "thd", lengths)
+    options = (causal, softmax_scale, tuple(window_size), softcap, "thd", lengths)
     return _call(
         function, q, k, v, options, dropout_p, alibi_slopes, deterministic, return_attn_probs,
         (cu_seqlens_q, cu_seqlens_k),
@@ -145,7 +144,7 @@ def flash_attn_varlen_kvpacked_func(
     function = "flash_attn_varlen_kvpacked_func"
     k, v = _unpack(function, "kv", kv, 4, 2)
     lengths = (max_seqlen_q, max_seqlen_k)
-    options = Options(causal, softmax_scale, tuple(window_size), softcap, "thd", lengths)
+    options = (causal, softmax_scale, tuple(window_size), softcap, "thd", lengths)
     return _call(
         function, q, k, v, options, dropout_p, alibi_slopes, deterministic, return_attn_probs,
         (cu_seqlens_q, cu_seqlens_k),
@@ -169,7 +168,7 @@ def flash_attn_varlen_qkvpacked_func(
     function = "flash_attn_varlen_qkvpacked_func"
     q, k, v = _unpack(function, "qkv", qkv, 4, 3)
     lengths = (max_seqlen, max_seqlen)
-    options = Options(causal, softmax_scale, tuple(window_size), softcap, "thd", lengths)
+    options = (causal, softmax_scale, tuple(window_size), softcap, "thd", lengths)
     return _call(
         function, q, k, v, options, dropout_p, alibi_slopes, deterministic, return_attn_probs,
         (cu_seqlens, cu_seqlens),
@@ -181,7 +180,7 @@ def _call(
     q: Array,
     k: Array,
     v: Array,
-    options: Options,
+    options: tuple,
     dropout_p: float,
     alibi_slopes: Array | None,
     deterministic: bool,
@@ -192,7 +191,9 @@ def _call(
         raise NotImplementedError(
             f"{function}: dropout_p is not built yet, must be 0, got {dropout_p}"
         )
-    out, lse = forward(function, q, k, v, options, alibi_slopes, cu_seqlens, deterministic)
+    out, lse = forward(
+        function, q, k, v, options, alibi_slopes, cu_seqlens, deterministic, return_attn_probs
+    )
     return (out, lse, None) if return_attn_probs else out
 
 

@@ -56,17 +56,18 @@ class ForwardPlan:
         self.launch = Launch(config, problem, params, num_pointers=8)
 
     def __call__(
-        self, q: Array, k: Array, v: Array, alibi: int, cu_seqlens: tuple[int, int]
-    ) -> tuple[Array, Array]:
-        """``alibi`` and ``cu_seqlens`` are pointers, 0 where there is none."""
+        self, like: Array, q: int, k: int, v: int, cu_seqlens_q: int, cu_seqlens_k: int, alibi: int,
+        need_lse: bool,
+    ) -> tuple[Array, Array | None]:  # fmt: skip
+        """Pointers, 0 where there is none; the results are allocated as ``like`` is."""
         library = self.library
-        out = library.empty(self.out_shape, self.out_strides, q)
-        lse = library.empty_float32(self.lse_shape, q)
+        out = library.empty(self.out_shape, self.out_strides, like)
+        lse = library.empty_float32(self.lse_shape, like) if need_lse else None
         if not self.empty:
-            pointer = library.pointer
             self.launch(
                 library.stream(self.device),
-                pointer(q), pointer(k), pointer(v), pointer(out), pointer(lse), *cu_seqlens, alibi,
+                q, k, v, library.pointer(out), library.pointer(lse) if need_lse else 0,
+                cu_seqlens_q, cu_seqlens_k, alibi,
             )  # fmt: skip
         return out, lse
 
@@ -121,8 +122,8 @@ class BackwardPlan:
         self.launches = [Launch(config, problem, params, num_pointers=16) for config in configs]
 
     def __call__(
-        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, alibi: int,
-        cu_seqlens: tuple[int, int],
+        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
+        cu_seqlens_q: int, cu_seqlens_k: int, alibi: int,
     ) -> tuple[Array, Array, Array]:  # fmt: skip
         library, pointer = self.library, self.library.pointer
         if self.empty:
@@ -138,7 +139,8 @@ class BackwardPlan:
             lse_log2 + self.rows_bytes,
             lse_log2 + 2 * self.rows_bytes,
             0 if semaphores is None else pointer(semaphores),
-            *cu_seqlens,
+            cu_seqlens_q,
+            cu_seqlens_k,
             alibi,
         )
         stream = library.stream(self.device)
@@ -155,7 +157,7 @@ class Launch:
     ) -> None:
         import cupy
 
-        self.device = cupy.cuda.Device(problem.device)
+        self.device, self.device_id = cupy.cuda.Device(problem.device), problem.device
         self.current_device = cupy.cuda.runtime.getDevice
         self.function = jit.load(config, problem.device)
         self.grid = (config.grid(problem.shape),)
@@ -167,7 +169,7 @@ class Launch:
 
     def __call__(self, stream: Any, *pointers: int) -> None:
         params = numpy.frombuffer(self.pack(*pointers) + self.tail, self.dtype)
-        if self.current_device() == self.device.id:
+        if self.current_device() == self.device_id:
             self.function(self.grid, self.block, (params,), self.shared_memory, stream)
         else:
             with self.device:

@@ -22,7 +22,9 @@ struct Sequence {
 
   // Queries that see key col: [query_begin(col), query_end(col)).
   __device__ int query_begin(int col) const { return max(0, col - diagonal - window_right); }
-  __device__ int query_end(int col) const { return min(seqlen_q, col - diagonal + window_left + 1); }
+  __device__ int query_end(int col) const {
+    return min(seqlen_q, col - diagonal + window_left + 1);
+  }
 };
 
 __device__ inline Sequence load_sequence(const AttentionShape& shape, int batch,
@@ -34,17 +36,17 @@ __device__ inline Sequence load_sequence(const AttentionShape& shape, int batch,
   s.seqlen_k = cu_seqlens_k ? cu_seqlens_k[batch + 1] - int(s.start_k) : shape.seqlen_k;
   // Packed: start_q + batch * ALIGN rounded down is a multiple of ALIGN and leaves each sequence
   // at least its length rounded up, without a prefix sum over padded lengths.
-  s.accum_start = cu_seqlens_q
-                      ? (s.start_q + int64_t(batch) * ACCUM_ROW_ALIGN) / ACCUM_ROW_ALIGN * ACCUM_ROW_ALIGN
-                      : int64_t(batch) * round_up(shape.seqlen_q, ACCUM_ROW_ALIGN);
+  s.accum_start = cu_seqlens_q ? (s.start_q + int64_t(batch) * ACCUM_ROW_ALIGN) / ACCUM_ROW_ALIGN *
+                                     ACCUM_ROW_ALIGN
+                               : int64_t(batch) * round_up(shape.seqlen_q, ACCUM_ROW_ALIGN);
   s.diagonal = shape.top_left ? 0 : s.seqlen_k - s.seqlen_q;
   s.window_left = shape.window_left;
   s.window_right = shape.window_right;
   return s;
 }
 
-// Key tiles [begin, end) that the query rows [row_begin, row_end) need; within them every key of the
-// tiles [inner_begin, inner_end) is seen by every one of the rows, so no mask is needed there.
+// Key tiles [begin, end) that the query rows [row_begin, row_end) need; within them every key of
+// the tiles [inner_begin, inner_end) is seen by every one of the rows, so no mask is needed there.
 struct TileRange {
   int begin;
   int end;

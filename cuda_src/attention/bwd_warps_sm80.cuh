@@ -9,13 +9,15 @@
 template <int ROWS, int COLS, int NUM_WARPS>
 struct WarpGrid {
   static constexpr bool fits(int rows) {
-    return NUM_WARPS % rows == 0 && ROWS % (16 * rows) == 0 && COLS % (16 * (NUM_WARPS / rows)) == 0;
+    return NUM_WARPS % rows == 0 && ROWS % (16 * rows) == 0 &&
+           COLS % (16 * (NUM_WARPS / rows)) == 0;
   }
   static constexpr int perimeter(int rows) { return ROWS / rows + COLS / (NUM_WARPS / rows); }
   static constexpr int best() {
     int best_rows = 0;
     for (int rows = 1; rows <= NUM_WARPS; ++rows) {
-      if (fits(rows) && (best_rows == 0 || perimeter(rows) <= perimeter(best_rows))) best_rows = rows;
+      if (fits(rows) && (best_rows == 0 || perimeter(rows) <= perimeter(best_rows)))
+        best_rows = rows;
     }
     return best_rows;
   }

@@ -23,8 +23,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   if (m_rows <= 0) return;
 
   const float* dq_accum =
-      params.dq_accum +
-      (tile.head * params.accum_rows + sequence.accum_start + m_begin) * HEAD_DIM;
+      params.dq_accum + (tile.head * params.accum_rows + sequence.accum_start + m_begin) * HEAD_DIM;
   float acc[GridQ::M][GridQ::N][4];
 #pragma unroll
   for (int m = 0; m < GridQ::M; ++m) {

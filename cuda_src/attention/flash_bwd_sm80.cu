@@ -42,8 +42,8 @@ struct BwdBlock {
     // runs already: so the order is the order of arrival.
     const int index = params.dq_semaphore ? atomicAdd(params.dq_semaphore, 1) : blockIdx.x;
     const int num_n_blocks = ceil_div(shape.seqlen_k, block_n);
-    const Tile tile = tile_of_block(index, num_n_blocks, shape.heads_kv, shape.batch,
-                                    shape.heads_per_section);
+    const Tile tile =
+        tile_of_block(index, num_n_blocks, shape.heads_kv, shape.batch, shape.heads_per_section);
     sequence = load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
     n_block = num_n_blocks - 1 - tile.block;  // the first keys are seen by most queries
     n_begin = n_block * block_n;
@@ -63,8 +63,8 @@ struct BwdBlock {
   }
 };
 
-template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_WARPS, int NUM_STAGES, int ARCH,
-          bool SOFTCAP, bool ALIBI, int SMEM_BYTES>
+template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_WARPS, int NUM_STAGES,
+          int ARCH, bool SOFTCAP, bool ALIBI, int SMEM_BYTES>
 __global__ void __launch_bounds__(NUM_WARPS * 32)
     flash_bwd_sm80(const __grid_constant__ FlashBwdParams params) {
   using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
@@ -230,8 +230,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     if (turn) {
       if (threadIdx.x == 0) {
         const int row_end = min(block.sequence.seqlen_q, (m_block + 1) * BLOCK_M);
-        const TileRange n_range =
-            key_tiles(block.sequence, m_block * BLOCK_M, row_end, BLOCK_N);
+        const TileRange n_range = key_tiles(block.sequence, m_block * BLOCK_M, row_end, BLOCK_N);
         wait_flag(turn, block.n_block - n_range.begin);
       }
       __syncthreads();

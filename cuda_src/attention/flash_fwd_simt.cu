@@ -1,6 +1,7 @@
 // FlashAttention forward in plain CUDA: any GPU, any strides, float32 arithmetic throughout.
 //
-// One block computes BLOCK_M = 64 query rows of one head and walks over the key tiles they see:
+// One block computes BLOCK_M query rows (64, or 32 where registers are short) of one head and walks
+// over the key tiles they see. With 64 rows:
 //   S = Q K^T              multiply_transposed, 64 x 64 scores, 8 x 4 a thread
 //   online softmax         row maximum over the 16 lanes of a row; the row sum stays a partial sum
 //                          of the thread until the end
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 ? 3 : 2)
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) acc_o[e][c] *= inverse;
     const int row = row_offset<ROWS>(e);
-    if (thread_x() == 0 && row < m_rows - thread_y())
+    if (params.lse && thread_x() == 0 && row < m_rows - thread_y())
       lse[row] = sum == 0.0f ? -INF : row_max[e] * LN2 + logf(sum);
   }
   const auto out = head_matrix<T>(params.out, params.out_strides, tile.batch,

@@ -14,8 +14,8 @@
 #include "tile_order.cuh"
 #include "warp_gemm.cuh"
 
-// What a block works on. It lives in shared memory: in the main loop every register counts, and most
-// of this is needed once a tile or once a block.
+// What a block works on. It lives in shared memory: in the main loop every register counts, and
+// most of this is needed once a tile or once a block.
 template <typename T>
 struct FwdBlock {
   Sequence sequence;
@@ -40,8 +40,10 @@ struct FwdBlock {
     const int head_kv = tile.head / (shape.heads_q / shape.heads_kv);
     const int64_t row_q = sequence.start_q + m_begin;
     q = static_cast<const T*>(params.q) + params.q_strides.at(tile.batch, row_q, tile.head);
-    k = static_cast<const T*>(params.k) + params.k_strides.at(tile.batch, sequence.start_k, head_kv);
-    v = static_cast<const T*>(params.v) + params.v_strides.at(tile.batch, sequence.start_k, head_kv);
+    k = static_cast<const T*>(params.k) +
+        params.k_strides.at(tile.batch, sequence.start_k, head_kv);
+    v = static_cast<const T*>(params.v) +
+        params.v_strides.at(tile.batch, sequence.start_k, head_kv);
     out = static_cast<T*>(params.out) + params.out_strides.at(tile.batch, row_q, tile.head);
     lse = params.lse + tile.batch * params.lse_batch_stride + tile.head * params.lse_head_stride +
           row_q;
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
       float lse;
       const float inverse = state[m].finish(half, score.scale_log2, lse);
       const int row = warp_row + m * 16 + half * 8 + lane / 4;
-      if (lane % 4 == 0 && row < block.m_rows) block.lse[row] = lse;
+      if (params.lse && lane % 4 == 0 && row < block.m_rows) block.lse[row] = lse;
 #pragma unroll
       for (int d = 0; d < HEAD_DIM / 8; ++d) {
         acc_o[m][d][2 * half] *= inverse;

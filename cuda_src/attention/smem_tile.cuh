@@ -1,8 +1,9 @@
 // A tile of 16-bit elements in shared memory, for cp.async, ldmatrix and mma.sync.
 //
-// The tile is cut into column blocks of 64 (or 32) elements; a row of a block is 128 (64) bytes, and
-// the 16-byte chunks of a row are permuted by the row number, so that eight consecutive rows hold
-// the same chunk in eight different bank groups: copies, ldmatrix and stores are free of conflicts.
+// The tile is cut into column blocks of 64 (or 32) elements; a row of a block is 128 (64) bytes,
+// and the 16-byte chunks of a row are permuted by the row number, so that eight consecutive rows
+// hold the same chunk in eight different bank groups: copies, ldmatrix and stores are free of
+// conflicts.
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ldmatrix.cuh"
@@ -30,8 +31,7 @@ struct SmemTile {
   // adding to the chunk number carries into no bit that is set in it: one XOR with a constant, and
   // the rest is the immediate offset of the instruction that uses the address.
   __device__ static uint32_t advance(uint32_t address, int rows, int chunks) {
-    return (address ^ (chunks % ROW_CHUNKS * 16)) +
-           (chunks / ROW_CHUNKS * ROWS + rows) * ROW_BYTES;
+    return (address ^ (chunks % ROW_CHUNKS * 16)) + (chunks / ROW_CHUNKS * ROWS + rows) * ROW_BYTES;
   }
 };
 
@@ -106,8 +106,9 @@ __device__ __forceinline__ void store_fragments(uint32_t smem, int row, int col,
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        st_shared_32(smem + Tile::offset(row + m * 16 + half * 8 + lane / 4, col / 8 + n) + lane % 4 * 4,
-                     pack<T, ARCH>(acc[m][n][2 * half], acc[m][n][2 * half + 1]));
+        st_shared_32(
+            smem + Tile::offset(row + m * 16 + half * 8 + lane / 4, col / 8 + n) + lane % 4 * 4,
+            pack<T, ARCH>(acc[m][n][2 * half], acc[m][n][2 * half + 1]));
       }
     }
   }

@@ -35,7 +35,9 @@ struct RowState {
       new_max = quad_max(new_max);
       // A row that has seen no key: -inf - (-inf) would be NaN.
       const float offset = new_max == -INF ? 0.f : __fmul_rn(new_max, scale_log2);
-      rescale[half] = exp2_approx(max[half] * scale_log2 - offset);
+      // Both products rounded alike: a maximum that stays must give exactly 1, or the sum drifts by
+      // a rounding a tile, and nothing is ever skipped.
+      rescale[half] = exp2_approx(__fmul_rn(max[half], scale_log2) - offset);
       max[half] = new_max;
       float partial = 0.f;
 #pragma unroll
@@ -50,12 +52,12 @@ struct RowState {
     }
   }
 
-  // After the last tile: what to multiply the output with, and the log-sum-exp (natural). The sum is
-  // relative to the rounded product that update() has subtracted, so no fused multiply-add here.
+  // After the last tile: what to multiply the output with, and the log-sum-exp (natural). The sum
+  // is relative to the rounded product that update() has subtracted, so no fused multiply-add here.
   __device__ __forceinline__ float finish(int half, float scale_log2, float& lse) {
     const float total = quad_sum(sum[half]);
-    lse = total > 0.f ? __fadd_rn(__fmul_rn(max[half], scale_log2), log2_accurate(total)) * LN2
-                      : -INF;
-    return total > 0.f ? rcp_approx(total) : 0.f;
+    const bool empty = total == 0.f;  // a row that saw no key; a NaN is not empty
+    lse = empty ? -INF : __fadd_rn(__fmul_rn(max[half], scale_log2), log2_accurate(total)) * LN2;
+    return empty ? 0.f : rcp_approx(total);
   }
 };

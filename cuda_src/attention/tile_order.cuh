@@ -1,9 +1,10 @@
 // From the index of a thread block to its tile. Blocks start in index order, so the order decides
 // two things: what shares the L2 cache, and what is left for the end of the launch.
 //
-// Heads are cut into sections of heads_per_section whose keys and values fit the L2 together. Inside
-// a section the longest tiles of all heads come first (with a causal mask the last query tile is the
-// longest), so that the launch ends on short ones. One head a section gives the plain order.
+// Heads are cut into sections of heads_per_section whose keys and values fit the L2 together.
+// Inside a section the longest tiles of all heads come first (with a causal mask the last query
+// tile is the longest), so that the launch ends on short ones. One head a section gives the plain
+// order.
 #pragma once
 #include "../common/params.cuh"
 

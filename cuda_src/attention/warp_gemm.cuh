@@ -11,8 +11,8 @@
 // One register when a step is an XOR away from the first, one a step otherwise.
 template <class Tile, int WIDTH>
 struct ColumnSteps {
-  static constexpr bool ALIGNED = WIDTH == Tile::COLS || WIDTH % Tile::BLOCK_COLS == 0 ||
-                                  Tile::BLOCK_COLS % WIDTH == 0;
+  static constexpr bool ALIGNED =
+      WIDTH == Tile::COLS || WIDTH % Tile::BLOCK_COLS == 0 || Tile::BLOCK_COLS % WIDTH == 0;
   uint32_t address[ALIGNED ? 1 : WIDTH / 16];
 
   __device__ ColumnSteps(uint32_t smem, int row, int chunk) {

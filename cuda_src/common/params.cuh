@@ -36,7 +36,7 @@ struct FlashFwdParams {
   const void* k;  // [batch, seqlen_k, heads_kv, head_dim]
   const void* v;  // [batch, seqlen_k, heads_kv, head_dim]
   void* out;      // [batch, seqlen_q, heads_q, head_dim]
-  float* lse;     // [batch, heads_q, seqlen_q], packed: [heads_q, total_q]; natural logarithm
+  float* lse;     // [batch, heads_q, seqlen_q], packed: [heads_q, total_q]; natural log; or null
   const int* cu_seqlens_q;    // [batch + 1] or null
   const int* cu_seqlens_k;    // [batch + 1] or null
   const float* alibi_slopes;  // [batch, heads_q] or null
@@ -60,9 +60,9 @@ struct FlashBwdParams {
   void* dq;
   void* dk;
   void* dv;
-  float* lse_log2;   // [heads_q, accum_rows]: lse * log2(e); +inf where a row has no probability
-  float* delta;      // [heads_q, accum_rows]: sum of dout * out over the head dimension
-  float* dq_accum;   // [heads_q, accum_rows, HEAD_DIM] in the fragment order of the main kernel
+  float* lse_log2;    // [heads_q, accum_rows]: lse * log2(e); +inf where a row has no probability
+  float* delta;       // [heads_q, accum_rows]: sum of dout * out over the head dimension
+  float* dq_accum;    // [heads_q, accum_rows, HEAD_DIM] in the fragment order of the main kernel
   int* dq_semaphore;  // [1 + heads_q * accum_rows / 16] zeros for a repeatable sum, or null
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;

@@ -99,7 +99,10 @@ def forward(
     dtype: str, head_dim: int, softcap: bool, alibi: bool, capability: Capability
 ) -> FlashFwdSimt:
     """The forward kernel; the same for every GPU."""
-    return FlashFwdSimt(dtype, _padded(head_dim), 64, softcap, alibi)
+    padded = _padded(head_dim)
+    # 16-bit loads take a few registers more, and 64 rows x 256 columns leave none.
+    block_m = 64 if padded < 256 or dtype == "float32" else 32
+    return FlashFwdSimt(dtype, padded, block_m, softcap, alibi)
 
 
 def backward(

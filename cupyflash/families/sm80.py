@@ -17,7 +17,7 @@ from .preprocess import FlashBwdPreprocess
 Capability = tuple[int, int]  # compute capability: (major, minor)
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)  # head dims of the tiles; others are rounded up
-LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0))  # 163 KB a block or more
+LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0))  # 163 KB a block or more
 
 # head dim: block_m, block_n, num_warps
 FORWARD_TILES = {
@@ -82,9 +82,21 @@ BACKWARD_TILES = {
         192: (32, 32, 4, 1),
     },
 }
-# sm_120: at 256 ptxas spills 8 bytes that it does not spill on sm_86 and sm_89; simt serves.
+# For Blackwell ptxas needs a few more registers: narrower tiles, where the others would spill. The
+# smallest tiles of head dim 256 spill on sm_120 all the same, and simt serves.
+FORWARD_TILES["sm100"] = FORWARD_TILES["large"] | {128: (128, 64, 8)}
 FORWARD_TILES["sm120"] = FORWARD_TILES["small"]
-BACKWARD_TILES["sm120"] = {d: tile for d, tile in BACKWARD_TILES["small"].items() if d < 256}
+BACKWARD_TILES["sm100"] = {
+    32: (64, 64, 8, 2),
+    64: (64, 128, 8, 2),
+    96: (64, 64, 8, 2),
+    128: (64, 64, 8, 2),
+    160: (64, 64, 8, 2),
+    192: (64, 64, 8, 1),
+    256: (64, 32, 8, 1),
+}
+BACKWARD_TILES["sm120"] = BACKWARD_TILES["small"] | {32: (64, 64, 4, 2)}
+del BACKWARD_TILES["sm120"][256]
 
 # The derivative of the softcap, and ALiBi, need registers that the widest tiles do not leave.
 BACKWARD_TILES_SCORE = {64: (64, 128, 8, 2), 96: (64, 64, 8, 2), 128: (64, 64, 8, 2)}
@@ -235,7 +247,9 @@ def _tiles(capability: Capability) -> str:
         return "turing"
     if capability in LARGE_SHARED_MEMORY:
         return "large"
-    return "sm120" if capability >= (12, 0) else "small"
+    if capability >= (12, 0):
+        return "sm120"
+    return "sm100" if capability >= (10, 0) else "small"
 
 
 def _arch(capability: Capability) -> int:
