@@ -12,6 +12,7 @@ from .flash_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .precompile import warmup
 
 __version__ = "0.1.0"
 
@@ -24,4 +25,5 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "warmup",
 ]

@@ -11,16 +11,13 @@ cache   what the cache holds; ``cache clear`` empties it
 import argparse
 import collections
 import functools
-import itertools
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import cupyflash
 
 from . import families, jit, machine
-from .jit import compiler
-from .kernel_config import KernelConfig
+from .precompile import ALL_HEAD_DIMS, capability_of, warmup
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -51,22 +48,22 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="verify attention on this machine, and time it")
     check.set_defaults(run=_check)
 
-    warmup = commands.add_parser(
+    warm = commands.add_parser(
         "warmup",
         help="compile kernels into the cache; needs no GPU",
         description="Compile kernels into the cache. Needs no GPU: for container images. "
         "Without the options that narrow it down, everything that can be launched.",
     )
-    warmup.add_argument(
+    warm.add_argument(
         "--arch", type=_archs, required=True, metavar="SM,…", help="such as sm_80,sm_90a"
     )
-    narrow = functools.partial(warmup.add_argument, nargs="+")
-    narrow("--head-dim", type=_head_dim, default=range(8, 257, 8), metavar="D", help="default all")
+    narrow = functools.partial(warm.add_argument, nargs="+")
+    narrow("--head-dim", type=_head_dim, default=ALL_HEAD_DIMS, metavar="D", help="default all")
     narrow("--dtype", choices=DTYPES, default=list(DTYPES), metavar="TYPE", help="|".join(DTYPES))
     names = list(families.FAMILIES)
     narrow("--family", choices=names, default=names, metavar="NAME", help="|".join(names))
-    warmup.add_argument("--plain", action="store_true", help="without softcap and ALiBi")
-    warmup.set_defaults(run=_warmup)
+    warm.add_argument("--plain", action="store_true", help="without softcap and ALiBi")
+    warm.set_defaults(run=_warmup)
 
     cache = commands.add_parser("cache", help="show or clear the cache of compiled kernels")
     cache.add_argument("action", choices=("show", "clear"), nargs="?", default="show")
@@ -74,16 +71,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _archs(text: str) -> list[tuple[int, int]]:
-    """Compute capabilities of architecture names: "sm_80,sm_90a" is [(8, 0), (9, 0)]."""
-    matches = [re.fullmatch(r"sm_(\d+)(\d)[af]?", name.strip()) for name in text.split(",")]
-    if not all(matches):
-        raise argparse.ArgumentTypeError(f"must be names such as sm_80,sm_90a, got {text!r}")
-    return [(int(match[1]), int(match[2])) for match in matches]
+def _archs(text: str) -> list[str]:
+    names = text.split(",")
+    try:
+        for name in names:
+            capability_of(name)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be names such as sm_80,sm_90a, got {text!r}"
+        ) from None
+    return names
 
 
 def _head_dim(text: str) -> int:
-    if not text.isdecimal() or int(text) not in range(8, 257, 8):
+    if not text.isdecimal() or int(text) not in ALL_HEAD_DIMS:
         raise argparse.ArgumentTypeError(f"must be a multiple of 8 up to 256, got {text!r}")
     return int(text)
 
@@ -101,34 +102,16 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _warmup(arguments: argparse.Namespace) -> int:
-    known = compiler.supported_archs()
-    tasks = []
-    for capability in arguments.arch:
-        arch = jit.arch_of(capability)
-        if capability[0] * 10 + capability[1] not in known:
-            allowed = ", ".join(jit.arch_of(divmod(number, 10)) for number in known)
-            raise ValueError(f"NVRTC {compiler.version()} knows {allowed}, got {arch}")
-        tasks += [(config, arch) for config in _selected(arguments, capability)]
-    if not tasks:
-        raise ValueError("no kernel family computes that on any of these architectures")
     before = len(jit.entries())
-    built = jit.build_all(tasks)
+    built = warmup(
+        arguments.arch,
+        head_dims=arguments.head_dim,
+        dtypes=[DTYPES[name] for name in arguments.dtype],
+        families=arguments.family,
+        plain=arguments.plain,
+    )
     print(f"{len(built)} kernels, {len(jit.entries()) - before} of them new, in {jit.cache_dir()}")
     return 0
-
-
-def _selected(arguments: argparse.Namespace, capability: tuple[int, int]) -> Iterator[KernelConfig]:
-    """What the families can pick for a GPU within the limits given on the command line."""
-    switches = (False,) if arguments.plain else (False, True)
-    for name, dtype, head_dim, softcap, alibi in itertools.product(
-        arguments.family, arguments.dtype, arguments.head_dim, switches, switches
-    ):
-        family, key = families.FAMILIES[name], (DTYPES[dtype], head_dim)
-        problem = (*key, softcap, alibi, capability)
-        if family.supports(*key, True, capability, backward=False):
-            yield family.forward(*problem)
-        if family.supports(*key, True, capability, backward=True):
-            yield from family.backward(*problem)
 
 
 def _cache(arguments: argparse.Namespace) -> int:

@@ -40,8 +40,8 @@ def forward(
         slopes, packed = arrays[2], tuple(arrays[3:]) or None
         results = forward(function, q_, *arrays[:2], options, slopes, packed, need_lse=need_lse)
         return tuple(None if x is None else to_foreign(x, q) for x in results)
-    if library_of(k) is not library or library_of(v) is not library:
-        _reject_library_mix(function, library, {"k": k, "v": v})
+    if not type(q) is type(k) is type(v):  # subclasses and strangers
+        _check_library(function, library, {"k": k, "v": v})
     if library.wants_gradient(q, k, v):
         from .autograd import attention_with_gradient
 
@@ -107,8 +107,7 @@ def backward(
         results = backward(function, *tensors[:6], options, tensors[6], packed, deterministic)
         return tuple(to_foreign(x, q) for x in results)
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
-    if any(library_of(x) is not library for x in (dout, k, v, out, lse)):
-        _reject_library_mix(function, library, {**tensors, "lse": lse})
+    _check_library(function, library, {**tensors, "lse": lse})
     if library.on_cpu(q):
         problem = _checked(function, library, tensors, options, alibi_slopes, cu_seqlens)
         check_lse(function, problem, library.view(lse))
@@ -147,8 +146,7 @@ def _checked(
     extras = {"alibi_slopes": alibi_slopes} if alibi_slopes is not None else {}
     if cu_seqlens is not None:
         extras |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens))
-    if any(library_of(x) is not library for x in extras.values()):
-        _reject_library_mix(function, library, extras)
+    _check_library(function, library, extras)
     views = {name: library.view(x) for name, x in extras.items()}
     alibi = views.pop("alibi_slopes", None)
     tensor_views = {name: library.view(x) for name, x in tensors.items()}
@@ -180,7 +178,7 @@ def _extras(
     return (alibi, packed), (*pointers, slopes)
 
 
-def _reject_library_mix(function: str, library: Any, arrays: dict[str, Array]) -> None:
+def _check_library(function: str, library: Any, arrays: dict[str, Array]) -> None:
     for name, x in arrays.items():
         if library_of(x) is not library:
             got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"

@@ -152,7 +152,7 @@ def test_warmup_and_cache(capsys, workspace):
 @needs_nvrtc
 def test_warmup_compiles_what_the_families_can_pick(monkeypatch):
     tasks = []
-    monkeypatch.setattr(jit, "build_all", lambda found: tasks.extend(found) or [])
+    monkeypatch.setattr(jit, "build_all", lambda found, *_: tasks.extend(found) or [])
     assert cli.main(["warmup", "--arch", "sm_90a,sm_75"]) == 0
     assert set(tasks) == {
         (config, arch)

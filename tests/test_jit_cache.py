@@ -143,7 +143,7 @@ def test_unwritable_cache_falls_back_with_one_warning(folder, recwarn):
     assert jit.builder.find_or_compile(Scale(), "sm_80") == (built, False)
     assert healthy(jit.build(Scale(factor=5), "sm_80")) and len(recwarn) == 1
     with pytest.raises(OSError):
-        jit.warmup([Scale()], ["sm_80"], progress=False)
+        jit.build_all([(Scale(), "sm_80")], progress=False)
 
 
 def test_no_home_falls_back(folder):

@@ -120,7 +120,8 @@ from cupyflash import environment, jit
 if __name__ == "__main__":
     configs = [Scale(factor=int(factor)) for factor in sys.argv[1:]]
     with environment.override(cache_dir=environment.current().cache_dir / "inner"):
-        for built in jit.warmup(configs, ["sm_80", "sm_90a"], jobs=2):
+        tasks = [(config, arch) for config in configs for arch in ("sm_80", "sm_90a")]
+        for built in jit.build_all(tasks, jobs=2):
             print(built.path)
 """
 
@@ -154,6 +155,6 @@ def test_warmup_without_main_guard_says_so(folder):
 @needs_nvrtc
 def test_warmup_without_rich(folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    config = Scale()
-    assert len(jit.warmup([config, config], ["sm_80", "sm_90a"], jobs=1)) == 2
+    tasks = [(Scale(), "sm_80"), (Scale(), "sm_90a"), (Scale(), "sm_80")]
+    assert len(jit.build_all(tasks, jobs=1)) == 2
     assert capsys.readouterr().err.split("\n") == ["[1/2] scale sm_80", "[2/2] scale sm_90a", ""]

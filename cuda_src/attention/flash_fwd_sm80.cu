@@ -132,8 +132,9 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
       state[m].update(acc_s[m], score.scale_log2, rescale[m]);
       moved |= rescale[m][0] != 1.f || rescale[m][1] != 1.f;
     }
-    // Once the maxima have settled, most tiles leave them where they were.
-    if (__any_sync(0xffffffffu, moved)) {
+    // Once the maxima have settled, most tiles leave them where they were. For narrow heads the
+    // branch costs more than it saves: without it, ptxas runs the softmax beside the products.
+    if (HEAD_DIM <= 64 || __any_sync(0xffffffffu, moved)) {
 #pragma unroll
       for (int m = 0; m < M; ++m) {
 #pragma unroll

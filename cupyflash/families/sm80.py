@@ -84,7 +84,7 @@ BACKWARD_TILES = {
 }
 # For Blackwell ptxas needs a few more registers: narrower tiles, where the others would spill. The
 # smallest tiles of head dim 256 spill on sm_120 all the same, and simt serves.
-FORWARD_TILES["sm100"] = FORWARD_TILES["large"] | {128: (128, 64, 8)}
+FORWARD_TILES["sm100"] = FORWARD_TILES["large"] | {64: (128, 64, 4), 128: (128, 64, 8)}
 FORWARD_TILES["sm120"] = FORWARD_TILES["small"]
 BACKWARD_TILES["sm100"] = {
     32: (64, 64, 8, 2),

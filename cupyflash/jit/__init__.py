@@ -22,7 +22,7 @@ from .cache import UnsafeCacheError, cache_dir, clear, entries
 from .compiler import CompileError
 from .entry import Built
 from .loader import load
-from .pool import build_all, warmup
+from .pool import build_all
 
 __all__ = [
     "Built",
@@ -35,5 +35,4 @@ __all__ = [
     "clear",
     "entries",
     "load",
-    "warmup",
 ]

@@ -17,16 +17,6 @@ from .entry import Built
 Task = tuple[KernelConfig, str]
 
 
-def warmup(
-    configs: Iterable[KernelConfig],
-    archs: Iterable[str],
-    jobs: int | None = None,
-    progress: bool = True,
-) -> list[Built]:
-    """`build_all` of every configuration for every architecture."""
-    return build_all(itertools.product(configs, archs), jobs, progress)
-
-
 def build_all(tasks: Iterable[Task], jobs: int | None = None, progress: bool = True) -> list[Built]:
     """Put the kernels of all (configuration, architecture) pairs into the cache. Needs no GPU.
 

@@ -1,0 +1,79 @@
+"""Fill the kernel cache ahead of the first call, without a GPU: for container images."""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+
+from . import jit
+from .families import FAMILIES
+from .jit import compiler
+from .kernel_config import ITEM_SIZE, KernelConfig
+
+ALL_HEAD_DIMS = range(8, 257, 8)
+
+
+def warmup(
+    archs: Sequence[str],
+    *,
+    head_dims: Sequence[int] = ALL_HEAD_DIMS,
+    dtypes: Sequence[str] = tuple(ITEM_SIZE),
+    families: Sequence[str] = tuple(FAMILIES),
+    plain: bool = False,
+    jobs: int | None = None,
+    progress: bool = True,
+) -> list[jit.Built]:
+    """Compile every kernel that calls within these limits can launch, in parallel processes.
+
+    Args:
+        archs: names such as "sm_80" or "sm_90a".
+        head_dims: multiples of 8 up to 256.
+        dtypes: of "float16", "bfloat16" and "float32".
+        families: of "sm80" and "simt".
+        plain: without softcap and ALiBi.
+        jobs: processes; default one a core. A script must call this under
+            ``if __name__ == "__main__"``.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        ValueError: an unknown architecture, or nothing to compile.
+        OSError: the cache folder cannot be written.
+        jit.CompileError: a kernel does not compile.
+    """
+    tasks = []
+    for capability in map(capability_of, archs):
+        arch = jit.arch_of(capability)
+        known = compiler.supported_archs()
+        if capability[0] * 10 + capability[1] not in known:
+            allowed = ", ".join(jit.arch_of(divmod(number, 10)) for number in known)
+            raise ValueError(f"warmup: NVRTC {compiler.version()} knows {allowed}, got {arch}")
+        configs = _configurations(capability, head_dims, dtypes, families, plain)
+        tasks += [(config, arch) for config in configs]
+    if not tasks:
+        raise ValueError("warmup: no kernel family computes that on any of these architectures")
+    return jit.build_all(tasks, jobs, progress)
+
+
+def capability_of(arch: str) -> tuple[int, int]:
+    """Compute capability of an architecture name: "sm_90a" is (9, 0)."""
+    match = re.fullmatch(r"sm_(\d+)(\d)[af]?", arch.strip())
+    if match is None:
+        raise ValueError(f"warmup: archs must be names such as sm_80 or sm_90a, got {arch!r}")
+    return int(match[1]), int(match[2])
+
+
+def _configurations(
+    capability: tuple[int, int],
+    head_dims: Sequence[int],
+    dtypes: Sequence[str],
+    families: Sequence[str],
+    plain: bool,
+) -> Iterator[KernelConfig]:
+    switches = (False,) if plain else (False, True)
+    for name, dtype, head_dim, softcap, alibi in itertools.product(
+        families, dtypes, head_dims, switches, switches
+    ):
+        family, problem = FAMILIES[name], (dtype, head_dim, softcap, alibi, capability)
+        if family.supports(dtype, head_dim, True, capability, backward=False):
+            yield family.forward(*problem)
+        if family.supports(dtype, head_dim, True, capability, backward=True):
+            yield from family.backward(*problem)
