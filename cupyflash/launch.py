@@ -213,7 +213,9 @@ def _heads_per_section(problem: Problem, rows: int, tensors: int) -> int:
     if not causal:
         return 1
     head_bytes = max(1, rows * shape.head_dim * tensors * 2)
-    return max(1, min(heads, int(SECTION_L2_FRACTION * _l2_bytes(problem.device) / head_bytes)))
+    fitting = max(1, min(heads, int(SECTION_L2_FRACTION * _l2_bytes(problem.device) / head_bytes)))
+    # A power of two, so that sections of the usual head counts come out even: 7 % (bench/NOTES.md).
+    return 1 << (fitting.bit_length() - 1)
 
 
 def _accum_rows(problem: Problem) -> int:

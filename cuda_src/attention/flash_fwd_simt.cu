@@ -7,7 +7,7 @@
 //                          of the thread until the end
 //   O = O * rescale + P V  multiply_add, P goes through shared memory, 8 x HEAD_DIM / 16 a thread
 // simt_tile.cuh has the map from threads to elements and the shared-memory plan.
-// Tree: FlashAttention-2, arXiv:2307.08691.
+// Source: FlashAttention-2, arXiv:2307.08691.
 #include "simt_gemm.cuh"
 #include "simt_score.cuh"
 #include "tile_order.cuh"

@@ -95,7 +95,7 @@ BACKWARD_TILES["sm100"] = {
     192: (64, 64, 8, 1),
     256: (64, 32, 8, 1),
 }
-BACKWARD_TILES["sm120"] = BACKWARD_TILES["small"] | {32: (64, 64, 4, 2)}
+BACKWARD_TILES["sm120"] = BACKWARD_TILES["small"] | {32: (128, 64, 8, 2)}
 del BACKWARD_TILES["sm120"][256]
 
 # The derivative of the softcap, and ALiBi, need registers that the widest tiles do not leave.
