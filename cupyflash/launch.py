@@ -22,7 +22,26 @@ from .problem import Options, Problem, canonical_strides
 SECTION_L2_FRACTION = 0.6
 
 
-class ForwardPlan:
+class Plan:
+    """A plan runs with the device of its arrays as the current one, whatever is current outside."""
+
+    def __init__(self, device: int) -> None:
+        import cupy
+
+        self.device_id, self.device = device, cupy.cuda.Device(device)
+        self.current_device = cupy.cuda.runtime.getDevice
+
+    def __call__(self, *arguments: Any) -> tuple:
+        if self.current_device() == self.device_id:
+            return self.run(*arguments)
+        with self.device:
+            return self.run(*arguments)
+
+    def run(self, *arguments: Any) -> tuple:
+        raise NotImplementedError
+
+
+class ForwardPlan(Plan):
     """The forward kernel for one problem; ``library`` allocates out and LSE."""
 
     def __init__(
@@ -34,7 +53,8 @@ class ForwardPlan:
         q: View,
         options: Options,
     ) -> None:
-        self.library, self.device = library, problem.device
+        super().__init__(problem.device)
+        self.library = library
         shape = problem.shape
         self.out_shape, self.lse_shape = q.shape, problem.lse_shape
         self.out_strides = library.strides_of_empty(q.shape, q)
@@ -55,7 +75,7 @@ class ForwardPlan:
         )
         self.launch = Launch(config, problem, params, num_pointers=8)
 
-    def __call__(
+    def run(
         self, like: Array, q: int, k: int, v: int, cu_seqlens_q: int, cu_seqlens_k: int, alibi: int,
         need_lse: bool,
     ) -> tuple[Array, Array | None]:  # fmt: skip
@@ -65,14 +85,14 @@ class ForwardPlan:
         lse = library.empty_float32(self.lse_shape, like) if need_lse else None
         if not self.empty:
             self.launch(
-                library.stream(self.device),
+                library.stream(self.device_id),
                 q, k, v, library.pointer(out), library.pointer(lse) if need_lse else 0,
                 cu_seqlens_q, cu_seqlens_k, alibi,
             )  # fmt: skip
         return out, lse
 
 
-class BackwardPlan:
+class BackwardPlan(Plan):
     """The backward kernels for one problem; the gradients are like q, k and v."""
 
     def __init__(
@@ -85,7 +105,8 @@ class BackwardPlan:
         options: Options,
         deterministic: bool,
     ) -> None:
-        self.library, self.device = library, problem.device
+        super().__init__(problem.device)
+        self.library = library
         shape = problem.shape
         self.gradients = []
         strides = dict(problem.strides)
@@ -121,7 +142,7 @@ class BackwardPlan:
         )
         self.launches = [Launch(config, problem, params, num_pointers=16) for config in configs]
 
-    def __call__(
+    def run(
         self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
         cu_seqlens_q: int, cu_seqlens_k: int, alibi: int,
     ) -> tuple[Array, Array, Array]:  # fmt: skip
@@ -143,7 +164,7 @@ class BackwardPlan:
             cu_seqlens_k,
             alibi,
         )
-        stream = library.stream(self.device)
+        stream = library.stream(self.device_id)
         for launch in self.launches:
             launch(stream, *pointers)
         return gradients
@@ -155,10 +176,6 @@ class Launch:
     def __init__(
         self, config: KernelConfig, problem: Problem, params: ctypes.Structure, num_pointers: int
     ) -> None:
-        import cupy
-
-        self.device, self.device_id = cupy.cuda.Device(problem.device), problem.device
-        self.current_device = cupy.cuda.runtime.getDevice
         self.function = jit.load(config, problem.device)
         self.grid = (config.grid(problem.shape),)
         self.block = (config.threads,)
@@ -169,11 +186,7 @@ class Launch:
 
     def __call__(self, stream: Any, *pointers: int) -> None:
         params = numpy.frombuffer(self.pack(*pointers) + self.tail, self.dtype)
-        if self.current_device() == self.device_id:
-            self.function(self.grid, self.block, (params,), self.shared_memory, stream)
-        else:
-            with self.device:
-                self.function(self.grid, self.block, (params,), self.shared_memory, stream)
+        self.function(self.grid, self.block, (params,), self.shared_memory, stream)
 
 
 def _family(function: str, problem: Problem, aligned: bool, *, backward: bool) -> tuple[Any, tuple]:

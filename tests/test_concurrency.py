@@ -7,6 +7,7 @@ import pytest
 from matrix import each
 
 import cupyflash
+from cupyflash.testing import expected, make_inputs
 
 
 def new_stream(backend):
@@ -147,3 +148,29 @@ def test_cupy_stream_capture(backend):
         graph.launch(stream)
         stream.synchronize()
     assert equal(captured, right)
+
+
+@each(device="cuda")
+def test_another_device_than_the_current_one(backend):
+    """Arrays of the last device, called while the first is current; both in turn."""
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    last = cupy.cuda.runtime.getDeviceCount() - 1
+    with cupy.cuda.Device(last):
+        device = f"cuda:{last}" if backend.library == "torch" else "cuda"
+        there = make_inputs(
+            backend.library, backend.dtypes[0], seqlen_q=300, head_dim=128, device=device
+        )
+    here = backend.inputs(backend.dtypes[0], seqlen_q=300, head_dim=128)
+    for inputs, index in ((there, last), (here, 0), (there, last)):
+        qkv = inputs.q, inputs.k, inputs.v
+        out, lse = cupyflash.attention(*qkv, causal=True, return_lse=True)
+        dq, dk, dv = cupyflash.attention_backward(inputs.dout, *qkv, out, lse, causal=True)
+        for x in (out, lse, dq, dk, dv):
+            assert (x.device.index if backend.library == "torch" else x.device.id) == index
+        assert cupy.cuda.runtime.getDevice() == 0
+        with cupy.cuda.Device(index):
+            cupy.cuda.Device().synchronize()
+            expected(inputs, causal=True).check(out=out, lse=lse, dq=dq, dk=dk, dv=dv)
