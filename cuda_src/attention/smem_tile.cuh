@@ -8,6 +8,7 @@
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/math.cuh"
+#include "../ptx/opaque.cuh"
 
 template <int ROWS_, int COLS_>
 struct SmemTile {
@@ -34,14 +35,6 @@ struct SmemTile {
     return (address ^ (chunks % ROW_CHUNKS * 16)) + (chunks / ROW_CHUNKS * ROWS + rows) * ROW_BYTES;
   }
 };
-
-// threadIdx.x, read anew: what derives from it is computed again where it is needed, instead of
-// being kept in registers through the main loop by common subexpression elimination.
-__device__ __forceinline__ int fresh_thread_index() {
-  int tid;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
-  return tid;
-}
 
 // Copies rows [0, valid_rows) x columns [0, head_dim) of a global tile; the rest becomes zero, so
 // that nothing outside the valid region (NaN, say) can reach a product.

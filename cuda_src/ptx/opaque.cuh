@@ -8,3 +8,11 @@ __device__ __forceinline__ int64_t opaque(int64_t x) {
   asm volatile("" : "+l"(x));
   return x;
 }
+
+// threadIdx.x, read anew: what derives from it is computed again where it is needed, instead of
+// being kept in registers through the main loop by common subexpression elimination.
+__device__ __forceinline__ int fresh_thread_index() {
+  int tid;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+  return tid;
+}
