@@ -73,7 +73,7 @@ def forward_without_gradient(
     settings = environment.current()
     q_, k_, v_ = pointer(q), pointer(k), pointer(v)
     aligned = (q_ | k_ | v_) % 16 == 0
-    extras, extra_pointers = _extras(library, alibi_slopes, cu_seqlens)
+    extras, extra_pointers = _extras(function, library, alibi_slopes, cu_seqlens)
     key = (signature(q), signature(k), signature(v), options, aligned, settings.family, extras)
     plan = _forward_plans.get(key)
     if plan is None or settings.debug:
@@ -116,7 +116,7 @@ def backward(
     pointer, signature = library.pointer, library.signature
     settings = environment.current()
     aligned = (pointer(q) | pointer(k) | pointer(v) | pointer(dout) | pointer(out)) % 16 == 0
-    extras, extra_pointers = _extras(library, alibi_slopes, cu_seqlens)
+    extras, extra_pointers = _extras(function, library, alibi_slopes, cu_seqlens)
     signatures = tuple(map(signature, (dout, q, k, v, out, lse)))
     key = (signatures, options, aligned, settings.family, deterministic, extras)
     plan = _backward_plans.get(key)
@@ -143,10 +143,7 @@ def _checked(
 ) -> Any:
     """The `Problem` of a call; reads cu_seqlens where that is free or debugging asks for it."""
     options = Options(*options)
-    extras = {"alibi_slopes": alibi_slopes} if alibi_slopes is not None else {}
-    if cu_seqlens is not None:
-        extras |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens))
-    _check_library(function, library, extras)
+    extras = _named_extras(function, library, alibi_slopes, cu_seqlens)
     views = {name: library.view(x) for name, x in extras.items()}
     alibi = views.pop("alibi_slopes", None)
     tensor_views = {name: library.view(x) for name, x in tensors.items()}
@@ -165,12 +162,30 @@ def _keep(plans: dict[tuple, Any], key: tuple, plan: Any) -> None:
     plans[key] = plan
 
 
+def _named_extras(
+    function: str,
+    library: Any,
+    alibi_slopes: Array | None,
+    cu_seqlens: tuple[Array, Array] | None,
+) -> dict[str, Array]:
+    """The optional arrays that are there, all of them of the library of q."""
+    extras = {"alibi_slopes": alibi_slopes} if alibi_slopes is not None else {}
+    if cu_seqlens is not None:
+        extras |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens))
+    _check_library(function, library, extras)
+    return extras
+
+
 def _extras(
-    library: Any, alibi_slopes: Array | None, cu_seqlens: tuple[Array, Array] | None
+    function: str,
+    library: Any,
+    alibi_slopes: Array | None,
+    cu_seqlens: tuple[Array, Array] | None,
 ) -> tuple[tuple | None, tuple[int, int, int]]:
     """The signature of the optional arrays, and (cu_seqlens_q, cu_seqlens_k, slopes) pointers."""
     if alibi_slopes is None and cu_seqlens is None:
         return None, (0, 0, 0)
+    _named_extras(function, library, alibi_slopes, cu_seqlens)
     alibi = None if alibi_slopes is None else library.signature(alibi_slopes)
     packed = None if cu_seqlens is None else tuple(map(library.signature, cu_seqlens))
     pointers = (0, 0) if cu_seqlens is None else map(library.pointer, cu_seqlens)

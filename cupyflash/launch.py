@@ -13,6 +13,7 @@ import numpy
 
 from . import environment, families, jit
 from .array import Array, View
+from .jit import compiler
 from .kernel_config import KernelConfig
 from .params import ACCUM_ROW_ALIGN, FlashBwdParams, FlashFwdParams
 from .problem import Options, Problem, canonical_strides
@@ -26,6 +27,7 @@ class Plan:
     """A plan runs with the device of its arrays as the current one, whatever is current outside."""
 
     def __init__(self, device: int) -> None:
+        compiler.nvrtc()  # the error that names the pip line, where CuPy or NVRTC is missing
         import cupy
 
         self.device_id, self.device = device, cupy.cuda.Device(device)

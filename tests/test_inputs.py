@@ -10,7 +10,7 @@ from backends import CPU_BACKENDS
 from matrix import each
 
 import cupyflash
-from cupyflash import environment
+from cupyflash import environment, launch
 from cupyflash.testing import make_inputs, make_varlen_inputs
 
 NUMPY = CPU_BACKENDS[0]
@@ -239,6 +239,14 @@ def test_cu_seqlens_values(backend, values):
         rejects("flash_attn_varlen_func", ValueError, "cu_seqlens_q", call=call)
 
 
+@each()
+def test_alibi_slopes_of_another_library(backend):
+    qkv = tensors(backend)
+    facts = ("alibi_slopes", "list")
+    call = lambda: cupyflash.attention(*qkv, alibi_slopes=[1.0] * 4)  # noqa: E731
+    rejects("attention", TypeError, *facts, call=call)
+
+
 # Missing hardware and software ---------------------------------------------------------------
 
 
@@ -250,6 +258,15 @@ def test_forced_family_that_cannot_compute_the_dtype(backend):
     facts = (backend.family, "float32")
     call = lambda: cupyflash.attention(inputs.q, inputs.k, inputs.v)  # noqa: E731
     rejects("attention", (ValueError, NotImplementedError), *facts, call=call)
+
+
+def test_missing_cupy_names_the_pip_line(monkeypatch):
+    """A torch tensor on a GPU, but no CuPy."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ImportError, match=r"CuPy is not installed.*pip install 'cupyflash\[cuda12"):
+        launch.Plan(0)
 
 
 def test_import_needs_neither_cupy_nor_torch():
