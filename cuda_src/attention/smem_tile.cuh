@@ -20,6 +20,7 @@ struct SmemTile {
   static constexpr int NUM_BLOCKS = COLS / BLOCK_COLS;
   static constexpr int ROW_BYTES = BLOCK_COLS * 2;
   static constexpr int ROW_CHUNKS = BLOCK_COLS / 8;
+  static constexpr int BLOCK_BYTES = ROWS * ROW_BYTES;
 
   // Byte offset of chunk `chunk` (8 elements) of row `row`.
   __device__ static uint32_t offset(int row, int chunk) {

@@ -24,3 +24,11 @@ __device__ inline Tile tile_of_block(uint32_t index, int blocks_per_head, int he
   const int head = first + rest % section_heads;
   return {blocks_per_head - 1 - rest / section_heads, head % heads, head / heads};
 }
+
+// The next tile of a persistent block: whoever is free takes the next one, so the longest come
+// first and nobody waits at the end. The counter starts at 0 and is 0 again when all blocks are
+// done: they ask num_tiles times in all, num_tiles - gridDim.x of them with success. Without a
+// counter the blocks take turns.
+__device__ inline uint32_t next_tile_index(uint32_t* counter, uint32_t index, uint32_t num_tiles) {
+  return gridDim.x + (counter ? atomicInc(counter, num_tiles - 1) : index);
+}

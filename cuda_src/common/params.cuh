@@ -82,6 +82,34 @@ struct FlashBwdParams {
   AttentionShape shape;
 };
 
+// sm_90: tensor maps of (head_dim, rows, heads, batch) in front. Packed sequences are a batch of
+// one there, and each has maps of its own in sequence_maps [map][batch], otherwise null.
+struct alignas(64) FlashFwdSm90Params {
+  TensorMap q_map;
+  TensorMap k_map;
+  TensorMap v_map;
+  TensorMap out_map;
+  FlashFwdParams base;
+  const TensorMap* sequence_maps;
+  uint32_t* tile_counter;  // see tile_order.cuh, or null
+};
+
+struct alignas(64) FlashBwdSm90Params {
+  TensorMap q_map;
+  TensorMap k_map;
+  TensorMap v_map;
+  TensorMap dout_map;
+  FlashBwdParams base;
+  const TensorMap* sequence_maps;
+};
+
+struct alignas(64) SequenceMapsParams {
+  TensorMap maps[4];  // of q, k, v, and out or dout
+  const int* cu_seqlens_q;
+  const int* cu_seqlens_k;
+  TensorMap* sequence_maps;
+};
+
 // Every sequence starts at a multiple of this in the accumulators, so that a query tile (whose
 // height divides it) never straddles two sequences.
 constexpr int ACCUM_ROW_ALIGN = 128;

@@ -1,0 +1,249 @@
+// FlashAttention-2 backward on wgmma and TMA (Hopper), head dims up to 128: one block owns BLOCK_N
+// keys of one key head and walks over the query tiles that see them, of every query head of the
+// group. The formulas are in flash_bwd_sm80.cu.
+//
+//   producer   one warp: one lane loads K and V, then Q and dO tiles into rings in shared memory
+//   reducer    one warp: one lane has the copy engine add dQ tiles to the accumulator
+//   consumers  a warpgroup owns 64 keys. It computes S and dP transposed (rows are keys), so that
+//              P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q, in registers;
+//              only dS goes through shared memory, for dQ = dS K
+//
+// dV runs while dS is exchanged between the warpgroups, dK while dQ is handed to the reducer.
+// Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
+// Instructions".
+#include "../ptx/atomics.cuh"
+#include "../ptx/stmatrix.cuh"
+#include "bwd_block_sm90.cuh"
+#include "mask_transposed.cuh"
+#include "store_rows.cuh"
+#include "wg_gemm.cuh"
+
+enum NamedBarrier { DS_WRITTEN = 1, DQ_EMPTY, DQ_FULL };
+
+// The reducer, a warp: adds each query tile's dQ to the accumulator. With a semaphore the blocks
+// take turns in the order of their keys, so that the sum is repeatable bit by bit.
+template <int HEAD_DIM, int BLOCK_M, int BLOCK_N, int THREADS>
+__device__ __forceinline__ void reduce_dq(const FlashBwdParams& params, const BwdTile& tile,
+                                          uint32_t smem_dq) {
+  const bool elected = elect_one();
+#pragma unroll 1
+  for (int head = tile.head_begin; head < tile.head_end; ++head) {
+#pragma unroll 1
+    for (int m = tile.m_range.begin; m < tile.m_range.end; ++m) {
+      named_barrier_arrive(DQ_EMPTY, THREADS);
+      named_barrier_sync(DQ_FULL, THREADS);
+      if (elected) {
+        const int64_t row = accum_row(params, tile, head, m * BLOCK_M);
+        int* flag = params.dq_semaphore ? turn_flag(params, row, BLOCK_M) : nullptr;
+        if (flag) wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
+        bulk_reduce_add(params.dq_accum + row * HEAD_DIM, smem_dq,
+                        BLOCK_M * HEAD_DIM * sizeof(float));
+        bulk_commit();
+        if (flag) {
+          bulk_wait<0>();
+          release_flag(flag);
+        } else {
+          bulk_wait_read<0>();
+        }
+      }
+      __syncwarp();
+    }
+  }
+}
+
+template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_STAGES, bool SOFTCAP,
+          bool ALIBI, int SMEM_BYTES>
+__global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
+    flash_bwd_sm90(const __grid_constant__ FlashBwdSm90Params params) {
+  using TileKV = SmemTile<BLOCK_N, round_up(HEAD_DIM, 64)>;
+  using TileQ = SmemTile<BLOCK_M, round_up(HEAD_DIM, 64)>;
+  using TileS = SmemTile<BLOCK_M, BLOCK_N>;
+  constexpr int GROUPS = BLOCK_N / 64;
+  constexpr int CONSUMERS = GROUPS * WARPGROUP;
+  // The part of dQ that a warpgroup computes: 64 rows, or 64 or 32 columns.
+  constexpr bool SPLIT_ROWS = BLOCK_M == 64 * GROUPS;
+  constexpr int DQ_COLS = HEAD_DIM > 64 || SPLIT_ROWS ? 64 : 64 / GROUPS;
+  constexpr int DQ_BYTES = GROUPS * 64 * DQ_COLS * sizeof(float);
+  static_assert(SPLIT_ROWS ? HEAD_DIM == 64 : BLOCK_M == 64 && HEAD_DIM <= GROUPS * 64,
+                "dQ has one part a warpgroup");
+  static_assert(
+      2 * TileKV::BYTES + NUM_STAGES * (2 * TileQ::BYTES + TileS::BYTES) + DQ_BYTES == SMEM_BYTES,
+      "host and device disagree on shared memory");
+  static_assert(GROUPS == 2, "the register split is made for two consumers");
+  static_assert(NUM_STAGES == 2, "one barrier an iteration protects dS only if it has two stages");
+  static_assert(ACCUM_ROW_ALIGN % BLOCK_M == 0, "a query tile must not straddle two sequences");
+
+  extern __shared__ __align__(1024) unsigned char smem[];
+  const uint32_t smem_k = smem_address(smem);
+  const uint32_t smem_v = smem_k + TileKV::BYTES;
+  const uint32_t smem_q = smem_v + TileKV::BYTES;
+  const uint32_t smem_dout = smem_q + NUM_STAGES * TileQ::BYTES;
+  const uint32_t smem_ds = smem_dout + NUM_STAGES * TileQ::BYTES;
+  const uint32_t smem_dq = smem_ds + NUM_STAGES * TileS::BYTES;
+  __shared__ BwdShared<BLOCK_M, NUM_STAGES> shared;
+  if (threadIdx.x == 0) shared.init(params.base, BLOCK_N, GROUPS);
+  __syncthreads();
+  const BwdTile& tile = shared.tile;
+  if (tile.n_rows <= 0) return;  // packed: past the end of this sequence
+
+  if (warpgroup_index() == 0) {
+    release_registers<40>();
+    const int warp = warp_in_warpgroup();
+    if (warp == 0 && elect_one()) {
+      load_bwd_tiles<TileQ, TileKV>(params, shared, smem_k, smem_v, smem_q, smem_dout);
+    } else if (warp == 1) {
+      reduce_dq<HEAD_DIM, BLOCK_M, BLOCK_N, CONSUMERS + 32>(params.base, tile, smem_dq);
+    }
+    return;
+  }
+
+  // ---- consumers ----
+  claim_registers<232>();
+  const AttentionShape& shape = params.base.shape;
+  // Positions of elements come from threadIdx, not from `group`: it stays in a uniform register,
+  // and with it the descriptors.
+  const int group = warpgroup_index() - 1;
+  const int key_row = (threadIdx.x - WARPGROUP) / 32 * 16;  // first of the warp's 16
+  const int lane = threadIdx.x % 32;
+  const ScoreScale<SOFTCAP> score(shape);
+
+  float acc_dk[HEAD_DIM / 8][4] = {};
+  float acc_dv[HEAD_DIM / 8][4] = {};
+  Ring<NUM_STAGES> ring;
+
+  const auto step = [&](int head, int m_begin, bool masked) {
+    const uint32_t q_stage = smem_q + ring.stage * TileQ::BYTES;
+    const uint32_t dout_stage = smem_dout + ring.stage * TileQ::BYTES;
+    const uint32_t ds_stage = smem_ds + ring.stage * TileS::BYTES;
+
+    const float alibi_slope =
+        ALIBI ? params.base.alibi_slopes[tile.batch * params.base.alibi_batch_stride + head] : 0.f;
+
+    // ---- S^T = K Q^T, dP^T = V dO^T ----
+    float s[BLOCK_M / 8][4];
+    float dp[BLOCK_M / 8][4];
+    shared.q.wait_full(ring);
+    wg_gemm<T, HEAD_DIM / 16>(s, WgRowOperand<TileKV>(smem_k, group * 64),
+                              WgRowOperand<TileQ>(q_stage, 0), false);
+    shared.dout.wait_full(ring);
+    wg_gemm<T, HEAD_DIM / 16>(dp, WgRowOperand<TileKV>(smem_v, group * 64),
+                              WgRowOperand<TileQ>(dout_stage, 0), false);
+    wgmma_wait<1>();
+    pin(s);
+
+    // ---- P ----
+    const int column = lane % 4 * 2;
+    const int key = tile.n_begin + key_row + lane / 4;
+    const int query = m_begin + column;
+    float cap_slope[SOFTCAP ? BLOCK_M / 8 : 1][4];  // d tanh(x) / dx
+    if constexpr (SOFTCAP) {
+      apply_softcap(s, score.to_tanh);
+#pragma unroll
+      for (int n = 0; n < BLOCK_M / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) cap_slope[n][i] = 1.f - s[n][i] * s[n][i];
+      }
+    }
+    if constexpr (ALIBI)
+      apply_alibi(s, score.alibi(alibi_slope), key, query, -tile.sequence.diagonal);
+    if (masked) apply_mask_transposed(s, tile.sequence, key, query);
+#pragma unroll
+    for (int n = 0; n < BLOCK_M / 8; ++n) {
+      const float2 lse_log2 =
+          *reinterpret_cast<const float2*>(&shared.lse_log2[ring.stage][n * 8 + column]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s[n][i] = exp2_approx(s[n][i] * score.scale_log2 - (i % 2 ? lse_log2.y : lse_log2.x));
+      }
+    }
+    uint32_t p[BLOCK_M / 16][4];
+    wg_pack<T>(p, s);
+    if constexpr (SOFTCAP) {
+#pragma unroll
+      for (int n = 0; n < BLOCK_M / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] *= cap_slope[n][i];
+      }
+    }
+
+    // ---- dS ----
+    wgmma_wait<0>();
+    pin(dp);
+#pragma unroll
+    for (int n = 0; n < BLOCK_M / 8; ++n) {
+      const float2 delta =
+          *reinterpret_cast<const float2*>(&shared.delta[ring.stage][n * 8 + column]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        dp[n][i] = s[n][i] * (dp[n][i] - (i % 2 ? delta.y : delta.x));
+      }
+    }
+    uint32_t ds[BLOCK_M / 16][4];
+    wg_pack<T>(ds, dp);
+#pragma unroll
+    for (int k = 0; k < BLOCK_M / 16; ++k) {
+      stmatrix_x4_trans(
+          ds_stage + TileS::offset(k * 16 + lane / 16 * 8 + lane % 8, key_row / 8 + lane / 8 % 2),
+          ds[k]);
+    }
+
+    // ---- dV += P^T dO, dQ = dS K, dK += dS^T Q ----
+    wg_gemm<T, BLOCK_M / 16>(acc_dv, p, WgColumnOperand<TileQ>(dout_stage, 0), true);
+    fence_async_proxy();
+    named_barrier_sync(DS_WRITTEN, CONSUMERS);
+    float dq[DQ_COLS / 8][4];
+    const int dq_col = SPLIT_ROWS ? 0 : group * DQ_COLS;
+    wg_gemm<T, BLOCK_N / 16>(dq, WgRowOperand<TileS>(ds_stage, SPLIT_ROWS ? group * 64 : 0),
+                             WgColumnOperand<TileKV>(smem_k + dq_col % 64 * sizeof(T), dq_col / 64),
+                             false);
+    wgmma_wait<1>();
+    pin(acc_dv);
+    pin(p);
+    shared.dout.release(ring.stage);
+    wg_gemm<T, BLOCK_M / 16>(acc_dk, ds, WgColumnOperand<TileQ>(q_stage, 0), true);
+    wgmma_wait<1>();
+    pin(dq);
+    named_barrier_sync(DQ_EMPTY, CONSUMERS + 32);
+#pragma unroll
+    for (int n = 0; n < DQ_COLS / 8; ++n) {
+      st_shared_128(smem_dq + dq_fragment_offset(group * DQ_COLS / 8 + n) * sizeof(float), dq[n]);
+    }
+    fence_async_proxy();
+    named_barrier_arrive(DQ_FULL, CONSUMERS + 32);
+    wgmma_wait<0>();
+    pin(acc_dk);
+    pin(ds);
+    shared.q.release(ring.stage);
+    ring.advance();
+  };
+
+  if (tile.has_queries()) mbarrier_wait(smem_address(&shared.kv_full), 0);
+#pragma unroll 1
+  for (int head = tile.head_begin; head < tile.head_end; ++head) {
+    // Masked on both edges of a window, plain between them.
+    const int m_end = tile.m_range.end;
+    const int inner_begin = tile.m_range.inner_begin;
+    const int inner_end = min(tile.m_range.inner_end, m_end);
+#pragma unroll 1
+    for (int m = tile.m_range.begin; m < m_end;) {
+#pragma unroll 1
+      for (; m < m_end && (m < inner_begin || m >= inner_end); ++m) step(head, m * BLOCK_M, true);
+#pragma unroll 1
+      for (; m < inner_end; ++m) step(head, m * BLOCK_M, false);
+    }
+  }
+
+  // ---- write dK and dV ----
+#pragma unroll
+  for (int n = 0; n < HEAD_DIM / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc_dk[n][i] *= shape.scale;
+  }
+  const int64_t row = tile.sequence.start_k + tile.n_begin + key_row;
+  const Strides& dk_strides = params.base.dk_strides;
+  const Strides& dv_strides = params.base.dv_strides;
+  store_rows(static_cast<T*>(params.base.dk) + dk_strides.at(tile.batch, row, tile.head_kv),
+             dk_strides.row, acc_dk, tile.n_rows - key_row, shape.head_dim);
+  store_rows(static_cast<T*>(params.base.dv) + dv_strides.at(tile.batch, row, tile.head_kv),
+             dv_strides.row, acc_dv, tile.n_rows - key_row, shape.head_dim);
+}

@@ -1,0 +1,258 @@
+// The backward of flash_bwd_sm90.cu for wide heads, where dK and dV of 64 keys do not fit the
+// registers of one warpgroup: the products are split along the head dimension instead.
+//
+//   S, dP      each warpgroup has all queries of the tile and a share of the keys; P and dS go
+//              through shared memory
+//   dV^T, dK^T each warpgroup owns 64 or 128 of the head_dim rows, of all keys of the block:
+//              dV^T += dO^T P, dK^T += Q^T dS
+//   dQ         the same columns, dQ = dS K; added to the accumulator straight from registers:
+//              shared memory has no room for it, and its bandwidth is what this kernel lacks most
+//
+// dV runs while dS is computed, dK while dQ is added.
+#include "../ptx/atomics.cuh"
+#include "../ptx/stmatrix.cuh"
+#include "bwd_block_sm90.cuh"
+#include "mask.cuh"
+#include "store_rows.cuh"
+#include "wg_gemm.cuh"
+
+enum NamedBarrier { P_WRITTEN = 1, DS_WRITTEN, TURN };
+
+// A fragment of 16 columns of `out` in rows (dK^T, dV^T of a warp): transposes it matrix by matrix
+// and writes 32 bytes a key. `out` is the first of the columns in the first key's row.
+template <typename T, int N>
+__device__ __forceinline__ void store_columns(T* out, int64_t row_stride, const float (&acc)[N][4],
+                                              int rows, int columns) {
+  static_assert(N % 2 == 0, "a quad exchanges two columns of eight keys");
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    uint32_t words[4];  // (keys n, columns 0-7), (n, 8-15), (n + 1, 0-7), (n + 1, 8-15)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float (&x)[4] = acc[n + j / 2];
+      words[j] = movmatrix_trans(pack<T, 90>(x[j % 2 * 2], x[j % 2 * 2 + 1]));
+    }
+    quad_transpose(words);
+    const int row = (n + lane % 4 / 2) * 8 + lane / 4;
+    const int column = lane % 2 * 8;
+    if (row < rows && column < columns) {
+      *reinterpret_cast<uint4*>(out + row * row_stride + column) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
+template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_STAGES, int GROUPS,
+          bool SOFTCAP, bool ALIBI, int SMEM_BYTES>
+__global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
+    flash_bwd_wide_sm90(const __grid_constant__ FlashBwdSm90Params params) {
+  using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
+  using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
+  using TileS = SmemTile<BLOCK_M, round_up(BLOCK_N, 64)>;
+  constexpr int CONSUMERS = GROUPS * WARPGROUP;
+  constexpr int KEYS = BLOCK_N / GROUPS;          // of S and dP in a warpgroup
+  constexpr int SLICES = HEAD_DIM / 64 / GROUPS;  // of 64 head_dim rows in a warpgroup
+  static_assert(2 * TileKV::BYTES + NUM_STAGES * (2 * TileQ::BYTES + TileS::BYTES) + TileS::BYTES ==
+                    SMEM_BYTES,
+                "host and device disagree on shared memory");
+  static_assert(NUM_STAGES == 2, "the last P may still be read when the next is written");
+  static_assert(BLOCK_M == 64, "one warpgroup has all queries of S");
+  static_assert(KEYS * GROUPS == BLOCK_N && KEYS % 16 == 0 && SLICES * GROUPS * 64 == HEAD_DIM,
+                "equal shares");
+  static_assert(GROUPS == 2 || GROUPS == 3, "the register split is made for two or three");
+
+  extern __shared__ __align__(1024) unsigned char smem[];
+  const uint32_t smem_k = smem_address(smem);
+  const uint32_t smem_v = smem_k + TileKV::BYTES;
+  const uint32_t smem_q = smem_v + TileKV::BYTES;
+  const uint32_t smem_dout = smem_q + NUM_STAGES * TileQ::BYTES;
+  const uint32_t smem_p = smem_dout + NUM_STAGES * TileQ::BYTES;
+  const uint32_t smem_ds = smem_p + NUM_STAGES * TileS::BYTES;
+  __shared__ BwdShared<BLOCK_M, NUM_STAGES> shared;
+  if (threadIdx.x == 0) shared.init(params.base, BLOCK_N, GROUPS);
+  __syncthreads();
+  const BwdTile& tile = shared.tile;
+  if (tile.n_rows <= 0) return;  // packed: past the end of this sequence
+
+  if (warpgroup_index() == 0) {
+    release_registers<GROUPS == 2 ? 40 : 32>();
+    if (warp_in_warpgroup() == 0 && elect_one()) {
+      load_bwd_tiles<TileQ, TileKV>(params, shared, smem_k, smem_v, smem_q, smem_dout);
+    }
+    return;
+  }
+
+  // ---- consumers ----
+  claim_registers<GROUPS == 2 ? 232 : 160>();
+  const AttentionShape& shape = params.base.shape;
+  // Positions of elements come from threadIdx, not from `group`: it stays in a uniform register,
+  // and with it the descriptors.
+  const int group = warpgroup_index() - 1;
+  const int warp_row = threadIdx.x % WARPGROUP / 32 * 16;
+  const int warp_key = (threadIdx.x / WARPGROUP - 1) * KEYS;
+  const int lane = threadIdx.x % 32;
+  const ScoreScale<SOFTCAP> score(shape);
+
+  float acc_dk[SLICES][BLOCK_N / 8][4] = {};  // transposed: rows are head_dim, columns are keys
+  float acc_dv[SLICES][BLOCK_N / 8][4] = {};
+  Ring<NUM_STAGES> ring;
+
+  const auto store_s = [&](uint32_t tile, const float (&acc)[KEYS / 8][4]) {
+    uint32_t packed[KEYS / 16][4];
+    wg_pack<T>(packed, acc);
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; ++k) {
+      stmatrix_x4(tile + TileS::offset(warp_row + lane % 16, warp_key / 8 + k * 2 + lane / 16),
+                  packed[k]);
+    }
+  };
+
+  const auto step = [&](int head, int m_begin, bool masked) {
+    const uint32_t q_stage = smem_q + ring.stage * TileQ::BYTES;
+    const uint32_t dout_stage = smem_dout + ring.stage * TileQ::BYTES;
+    const uint32_t p_stage = smem_p + ring.stage * TileS::BYTES;
+
+    const float alibi_slope =
+        ALIBI ? params.base.alibi_slopes[tile.batch * params.base.alibi_batch_stride + head] : 0.f;
+
+    // ---- S = Q K^T, dP = dO V^T ----
+    float s[KEYS / 8][4];
+    float dp[KEYS / 8][4];
+    shared.q.wait_full(ring);
+    wg_gemm<T, HEAD_DIM / 16>(s, WgRowOperand<TileQ>(q_stage, 0),
+                              WgRowOperand<TileKV>(smem_k, group * KEYS), false);
+    shared.dout.wait_full(ring);
+    wg_gemm<T, HEAD_DIM / 16>(dp, WgRowOperand<TileQ>(dout_stage, 0),
+                              WgRowOperand<TileKV>(smem_v, group * KEYS), false);
+    wgmma_wait<1>();
+    pin(s);
+
+    // ---- P, dV^T += dO^T P ----
+    const int row = warp_row + lane / 4;
+    const int query = m_begin + row;
+    const int key = tile.n_begin + warp_key + lane % 4 * 2;
+    float cap_slope[SOFTCAP ? KEYS / 8 : 1][4];  // d tanh(x) / dx
+    if constexpr (SOFTCAP) {
+      apply_softcap(s, score.to_tanh);
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) cap_slope[n][i] = 1.f - s[n][i] * s[n][i];
+      }
+    }
+    if constexpr (ALIBI)
+      apply_alibi(s, score.alibi(alibi_slope), query, key, tile.sequence.diagonal);
+    if (masked) apply_mask(s, tile.sequence, query, key);
+    const float* lse_log2 = &shared.lse_log2[ring.stage][row];
+    const float* delta = &shared.delta[ring.stage][row];
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s[n][i] = exp2_approx(s[n][i] * score.scale_log2 - lse_log2[i / 2 * 8]);
+      }
+    }
+    store_s(p_stage, s);
+    fence_async_proxy();
+    named_barrier_sync(P_WRITTEN, CONSUMERS);  // so nobody reads the last dS any more
+#pragma unroll
+    for (int i = 0; i < SLICES; ++i) {
+      wg_gemm<T, BLOCK_M / 16>(acc_dv[i], WgColumnOperand<TileQ>(dout_stage, group * SLICES + i),
+                               WgColumnOperand<TileS>(p_stage, 0), true);
+    }
+    if constexpr (SOFTCAP) {
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] *= cap_slope[n][i];
+      }
+    }
+
+    // ---- dS ----
+    wgmma_wait<SLICES>();
+    pin(dp);
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        dp[n][i] = s[n][i] * (dp[n][i] - delta[i / 2 * 8]);
+      }
+    }
+    store_s(smem_ds, dp);
+    fence_async_proxy();
+    named_barrier_sync(DS_WRITTEN, CONSUMERS);
+
+    // ---- dQ = dS K, dK^T += Q^T dS ----
+    float dq[SLICES * 8][4];
+    wg_gemm<T, BLOCK_N / 16>(dq, WgRowOperand<TileS>(smem_ds, 0),
+                             WgColumnOperand<TileKV>(smem_k, group * SLICES), false);
+#pragma unroll
+    for (int i = 0; i < SLICES; ++i) {
+      wg_gemm<T, BLOCK_M / 16>(acc_dk[i], WgColumnOperand<TileQ>(q_stage, group * SLICES + i),
+                               WgColumnOperand<TileS>(smem_ds, 0), true);
+    }
+    wgmma_wait<SLICES>();
+#pragma unroll
+    for (int i = 0; i < SLICES; ++i) pin(acc_dv[i]);
+    pin(dq);
+    shared.dout.release(ring.stage);
+
+    // ---- add dQ; with a semaphore in the order of the keys, so that the sum is repeatable ----
+    const int64_t accum = accum_row(params.base, tile, head, m_begin);
+    int* flag = params.base.dq_semaphore ? turn_flag(params.base, accum, BLOCK_M) : nullptr;
+    const bool speaker = threadIdx.x == WARPGROUP;
+    if (flag) {
+      if (speaker) wait_flag(flag, turn_of_tile(tile, m_begin, BLOCK_M, BLOCK_N));
+      named_barrier_sync(TURN, CONSUMERS);
+    }
+    float* dq_accum = params.base.dq_accum + accum * HEAD_DIM;
+#pragma unroll
+    for (int n = 0; n < SLICES * 8; ++n) {
+      red_add(dq_accum + dq_fragment_offset(group * SLICES * 8 + n), dq[n]);
+    }
+    if (flag) {
+      named_barrier_sync(TURN, CONSUMERS);
+      if (speaker) release_flag(flag);
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < SLICES; ++i) pin(acc_dk[i]);
+    shared.q.release(ring.stage);
+    ring.advance();
+  };
+
+  if (tile.has_queries()) mbarrier_wait(smem_address(&shared.kv_full), 0);
+#pragma unroll 1
+  for (int head = tile.head_begin; head < tile.head_end; ++head) {
+    // Masked on both edges of a window, plain between them.
+    const int m_end = tile.m_range.end;
+    const int inner_begin = tile.m_range.inner_begin;
+    const int inner_end = min(tile.m_range.inner_end, m_end);
+#pragma unroll 1
+    for (int m = tile.m_range.begin; m < m_end;) {
+#pragma unroll 1
+      for (; m < m_end && (m < inner_begin || m >= inner_end); ++m) step(head, m * BLOCK_M, true);
+#pragma unroll 1
+      for (; m < inner_end; ++m) step(head, m * BLOCK_M, false);
+    }
+  }
+
+  // ---- write dK and dV ----
+  const int64_t row = tile.sequence.start_k + tile.n_begin;
+  const Strides& dk_strides = params.base.dk_strides;
+  const Strides& dv_strides = params.base.dv_strides;
+  T* dk = static_cast<T*>(params.base.dk) + dk_strides.at(tile.batch, row, tile.head_kv);
+  T* dv = static_cast<T*>(params.base.dv) + dv_strides.at(tile.batch, row, tile.head_kv);
+#pragma unroll
+  for (int i = 0; i < SLICES; ++i) {
+#pragma unroll
+    for (int n = 0; n < BLOCK_N / 8; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) acc_dk[i][n][j] *= shape.scale;
+    }
+    const int column = (group * SLICES + i) * 64 + warp_row;
+    store_columns(dk + column, dk_strides.row, acc_dk[i], tile.n_rows, shape.head_dim - column);
+    store_columns(dv + column, dv_strides.row, acc_dv[i], tile.n_rows, shape.head_dim - column);
+  }
+}

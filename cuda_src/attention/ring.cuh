@@ -1,0 +1,44 @@
+// A place in a ring of STAGES buffers in shared memory, with the parity that its barriers have this
+// time round. Producer and consumers walk over the same ring, each with a place of its own: the
+// producer waits for `empty` with the opposite parity, which a fresh barrier lets pass.
+#pragma once
+#include "../ptx/cp_async.cuh"
+#include "../ptx/mbarrier.cuh"
+
+template <int STAGES>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The barriers of a ring: `full` counts the producer's announcement and the bytes of its copies,
+// `empty` one arrival a consumer warpgroup.
+template <int STAGES>
+struct RingBarriers {
+  uint64_t full[STAGES];
+  uint64_t empty[STAGES];
+
+  __device__ void init(int consumers) {
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(smem_address(&full[i]), 1);
+      mbarrier_init(smem_address(&empty[i]), consumers);
+    }
+  }
+  __device__ void wait_full(const Ring<STAGES>& at) {
+    mbarrier_wait(smem_address(&full[at.stage]), at.parity);
+  }
+  __device__ void wait_empty(const Ring<STAGES>& at) {
+    mbarrier_wait(smem_address(&empty[at.stage]), at.parity ^ 1);
+  }
+  // One thread of a warpgroup speaks for all: its wgmma_wait() covers the warpgroup's products.
+  __device__ void release(int stage) {
+    if (threadIdx.x % 128 == 0) mbarrier_arrive(smem_address(&empty[stage]));
+  }
+};

@@ -1,0 +1,46 @@
+// Accumulator fragments straight to rows in global memory, 16 bytes a lane.
+#pragma once
+#include "../ptx/math.cuh"
+
+// Transposes the 4 x 4 words that the lanes of a quad hold: afterwards word j of lane c is what was
+// word c of lane j.
+__device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
+#pragma unroll
+  for (int mask = 1; mask <= 2; mask *= 2) {
+    const bool upper = threadIdx.x & mask;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j & mask) continue;
+      const uint32_t received = __shfl_xor_sync(0xffffffffu, upper ? w[j] : w[j + mask], mask);
+      (upper ? w[j] : w[j + mask]) = received;
+    }
+  }
+}
+
+// 16 rows of a warp, fragments as in ptx/mma.cuh. A lane holds two columns of eight; after exchange
+// within its quad it has eight of one, so that a warp writes whole sectors without shared memory.
+// `out` is the first of the rows, `rows` how many of them exist.
+template <typename T, int N>
+__device__ __forceinline__ void store_rows(T* out, int64_t row_stride, const float (&acc)[N][4],
+                                           int rows, int head_dim) {
+  static_assert(N % 4 == 0, "a quad exchanges four columns of eight");
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = lane / 4 + half * 8;
+#pragma unroll
+    for (int n = 0; n < N; n += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        words[j] = pack<T, 90>(acc[n + j][2 * half], acc[n + j][2 * half + 1]);
+      }
+      quad_transpose(words);
+      const int column = (n + lane % 4) * 8;
+      if (row < rows && column < head_dim) {
+        *reinterpret_cast<uint4*>(out + row * row_stride + column) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+}

@@ -1,0 +1,29 @@
+// A sequence in the tensor maps of sm_90 kernels.
+#pragma once
+#include "../ptx/tma.cuh"
+#include "block_info.cuh"
+
+// The rows of one tensor that belong to a sequence: row r, column c of a head is at the coordinates
+// (c, row + r, head, batch) of the map, and rows past the end of the sequence are outside of it.
+struct TensorRows {
+  const TensorMap* map;
+  int row;
+  int batch;
+
+  // which: the number of the map in sequence_maps.
+  __device__ TensorRows(const TensorMap& whole, const TensorMap* sequence_maps, int which,
+                        const AttentionShape& shape, int batch, int64_t start)
+      : map(sequence_maps ? sequence_maps + which * shape.batch + batch : &whole),
+        row(int(start)),
+        batch(sequence_maps ? 0 : batch) {
+    if (sequence_maps) tensor_map_acquire(*map);
+  }
+
+  // A box at 64 * block columns: from the tensor into shared memory, and back.
+  __device__ void load(uint32_t dst, uint32_t barrier, int block, int first_row, int head) const {
+    tma_load(dst, *map, barrier, block * 64, row + first_row, head, batch);
+  }
+  __device__ void store(uint32_t src, int block, int first_row, int head) const {
+    tma_store(*map, src, block * 64, row + first_row, head, batch);
+  }
+};

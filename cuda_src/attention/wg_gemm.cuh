@@ -1,0 +1,96 @@
+// Matrix products of one warpgroup on wgmma: operands from SmemTile (128-byte swizzle) or
+// registers.
+//
+// An operand is named by how it lies in shared memory, as in warp_gemm.cuh: a row operand has the
+// summation index k along the rows of the tile (contiguous), a column operand has k running down
+// the rows. Both serve as A and as B.
+#pragma once
+#include "../ptx/math.cuh"
+#include "../ptx/stmatrix.cuh"
+#include "../ptx/wgmma.cuh"
+#include "smem_tile.cuh"
+
+// Rows of the tile from `row` on (a multiple of 8), k along them.
+template <class Tile>
+struct WgRowOperand {
+  static_assert(Tile::BLOCK_COLS == 64, "column blocks of 128 bytes");
+  static constexpr int TRANSPOSED = 0;
+  uint64_t descriptor;
+
+  __device__ WgRowOperand(uint32_t smem, int row)
+      : descriptor(wgmma_descriptor(smem + row * Tile::ROW_BYTES, 0)) {}
+
+  // Step k of 16 columns: inside a 64-column block the swizzle is applied after the addition.
+  __device__ uint64_t at(int k) const {
+    return descriptor + (k / 4 * Tile::ROWS * Tile::ROW_BYTES + k % 4 * 32) / 16;
+  }
+};
+
+// Columns of the tile from 64 * col_block on, k down the rows.
+template <class Tile>
+struct WgColumnOperand {
+  static_assert(Tile::BLOCK_COLS == 64, "column blocks of 128 bytes");
+  static constexpr int TRANSPOSED = 1;
+  static constexpr int BLOCK_BYTES = Tile::ROWS * Tile::ROW_BYTES;
+  uint64_t descriptor;
+
+  __device__ WgColumnOperand(uint32_t smem, int col_block)
+      : descriptor(wgmma_descriptor(smem + col_block * BLOCK_BYTES, BLOCK_BYTES)) {}
+
+  // Step k of 16 rows.
+  __device__ uint64_t at(int k) const { return descriptor + k * 16 * Tile::ROW_BYTES / 16; }
+};
+
+// Issues acc (+)= A B over K_STEPS steps of 16 as one group; wgmma_wait() and pin() must follow.
+template <typename T, int K_STEPS, int N, class A, class B>
+__device__ __forceinline__ void wg_gemm(float (&acc)[N][4], const A& a, const B& b, bool add) {
+  pin(acc);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < K_STEPS; ++k) {
+    wgmma<T, A::TRANSPOSED, B::TRANSPOSED>(acc, a.at(k), b.at(k), k != 0 || add);
+  }
+  wgmma_commit();
+  pin(acc);
+}
+
+// The same with A in registers, packed by wg_pack.
+template <typename T, int K_STEPS, int N, class B>
+__device__ __forceinline__ void wg_gemm(float (&acc)[N][4], uint32_t (&a)[K_STEPS][4], const B& b,
+                                        bool add) {
+  pin(a);
+  pin(acc);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < K_STEPS; ++k) {
+    wgmma<T, B::TRANSPOSED>(acc, a[k], b.at(k), k != 0 || add);
+  }
+  wgmma_commit();
+  pin(acc);
+  pin(a);
+}
+
+// An accumulator as operand A of the next product: its columns become k.
+template <typename T, int N>
+__device__ __forceinline__ void wg_pack(uint32_t (&a)[N / 2][4], const float (&acc)[N][4]) {
+#pragma unroll
+  for (int k = 0; k < N / 2; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&pair)[4] = acc[2 * k + i / 2];
+      a[k][i] = pack<T, 90>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+    }
+  }
+}
+
+// The 16-bit image of a warp's accumulator, 16 rows from `row` on, in the tile at `smem`.
+template <class Tile, typename T, int N>
+__device__ __forceinline__ void wg_store_tile(uint32_t smem, int row, const float (&acc)[N][4]) {
+  uint32_t packed[N / 2][4];
+  wg_pack<T>(packed, acc);
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < N / 2; ++k) {
+    stmatrix_x4(smem + Tile::offset(row + lane % 16, 2 * k + lane / 16), packed[k]);
+  }
+}

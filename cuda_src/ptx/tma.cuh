@@ -1,0 +1,83 @@
+// The bulk copy engine of sm_90 (TMA): tiles by tensor map, runs of bytes, reductions.
+// PTX ISA: "Data Movement and Conversion Instructions: Bulk copy", "Tensor copy".
+#pragma once
+#include "../common/types.cuh"
+
+// A box at the given element coordinates, the innermost first, with the 128-byte swizzle of the
+// map. Elements outside the tensor arrive as zeros; the bytes of the whole box count.
+__device__ __forceinline__ void tma_load(uint32_t dst, const TensorMap& map, uint32_t barrier,
+                                         int column, int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// The way back; completion through bulk_commit() and bulk_wait(). Elements outside are not written.
+__device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t src, int column, int row,
+                                          int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          &map),
+      "r"(src), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_prefetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Changes the number of rows (dimension 1) of a tensor map in shared memory.
+__device__ __forceinline__ void tensor_map_set_rows(TensorMap& map, uint32_t rows) {
+  asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 1, %1;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(&map))),
+               "r"(rows)
+               : "memory");
+}
+
+// Before the first copy through a map in global memory: the copy engine may still hold what another
+// kernel had there.
+__device__ __forceinline__ void tensor_map_acquire(const TensorMap& map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(&map) : "memory");
+}
+
+// A run of bytes; addresses and size are multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(dst),
+      "l"(src), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Adds a run of floats to global memory, in the L2.
+__device__ __forceinline__ void bulk_reduce_add(float* dst, uint32_t src, uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
+      "r"(src), "r"(bytes)
+      : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until at most N of this thread's newest groups still read shared memory.
+template <int N>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+
+// The same, until their writes are complete as well.
+template <int N>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Shared memory written by ordinary stores becomes visible to wgmma and to the copy engine. Every
+// writer calls it before the barrier that hands the data over.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
