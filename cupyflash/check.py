@@ -17,6 +17,7 @@ import cupyflash
 
 from . import environment, families, machine, measure
 from .check_cases import Case, cases
+from .kernel_config import Access
 from .testing import Expected, Inputs, expected
 
 _MESSAGE = re.compile(r"max error (\S+), allowed (\S+) ")
@@ -146,7 +147,7 @@ def _family(case: Case, backward: bool) -> str:
         environment.current().family,
         case.dtype,
         case.head_dim,
-        True,
+        Access.TENSOR_MAP,
         divmod(int(cupy.cuda.Device().compute_capability), 10),
         backward=backward,
     )

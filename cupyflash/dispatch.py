@@ -79,9 +79,9 @@ def forward_without_gradient(
     if plan is None or settings.debug:
         tensors = {"q": q, "k": k, "v": v}
         problem = _checked(function, library, tensors, options, alibi_slopes, cu_seqlens)
-        all_aligned = problem.aligned(0 if aligned else 1)
+        access = problem.access(0 if aligned else 1)
         view = library.view(q)
-        plan = ForwardPlan(function, problem, all_aligned, library, view, Options(*options))
+        plan = ForwardPlan(function, problem, access, library, view, Options(*options))
         _keep(_forward_plans, key, plan)
     return plan(q, q_, k_, v_, *extra_pointers, need_lse)
 
@@ -115,7 +115,7 @@ def backward(
         return cpu.backward(library, *tensors, Options(*options), alibi_slopes, cu_seqlens)
     pointer, signature = library.pointer, library.signature
     settings = environment.current()
-    aligned = (pointer(q) | pointer(k) | pointer(v) | pointer(dout) | pointer(out)) % 16 == 0
+    aligned = (pointer(q) | pointer(k) | pointer(v) | pointer(dout)) % 16 == 0
     extras, extra_pointers = _extras(function, library, alibi_slopes, cu_seqlens)
     signatures = tuple(map(signature, (dout, q, k, v, out, lse)))
     key = (signatures, options, aligned, settings.family, deterministic, extras)
@@ -124,9 +124,9 @@ def backward(
         problem = _checked(function, library, tensors, options, alibi_slopes, cu_seqlens)
         check_lse(function, problem, library.view(lse))
         views = {name: library.view(x) for name, x in tensors.items()}
-        all_aligned = problem.aligned(0 if aligned else 1)
+        access = problem.access(0 if aligned else 1)
         plan = BackwardPlan(
-            function, problem, all_aligned, library, views, Options(*options), deterministic
+            function, problem, access, library, views, Options(*options), deterministic
         )
         _keep(_backward_plans, key, plan)
     lse = library.contiguous(lse)

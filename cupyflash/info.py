@@ -6,7 +6,7 @@ from pathlib import Path
 
 import cupyflash
 
-from . import jit, machine
+from . import families, jit, machine
 
 
 def show() -> int:
@@ -60,11 +60,13 @@ def _kernels() -> list[str]:
     if gpus:
         found = machine.family_dtypes(gpus[0].capability)
         return [f"{name}: {', '.join(dtypes)}" for name, dtypes in found.items() if dtypes]
-    names = machine.family_dtypes(machine.CAPABILITIES[-1])
     lines = []
-    for name, dtypes in names.items():
-        major, minor = machine.oldest_capability(name)
-        lines.append(f"{name}: {', '.join(dtypes)} on compute capability ≥ {major}.{minor}")
+    for name in families.FAMILIES:
+        found = machine.family_capabilities(name)
+        dtypes = ", ".join(machine.family_dtypes(found[-1])[name])
+        younger = "≥ " if len(found) > 1 else ""
+        major, minor = found[0]
+        lines.append(f"{name}: {dtypes} on compute capability {younger}{major}.{minor}")
     return lines
 
 

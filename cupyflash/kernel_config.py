@@ -7,10 +7,36 @@ dataclass *is* the instantiation. ``tests/test_params.py`` compares them with th
 
 import ctypes
 import dataclasses
-from typing import ClassVar
+import enum
+from typing import ClassVar, NamedTuple
 
 CPP_TYPES = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float"}
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+class Access(enum.IntEnum):
+    """How a kernel can read the tensors of a problem; each way includes those before it."""
+
+    ELEMENT = 0
+    VECTOR = 1  # every pointer and stride is a multiple of 16 bytes
+    TENSOR_MAP = 2  # and no stride is zero, negative or too large for a tensor map
+
+
+SHORT = 1536
+
+
+class Features(NamedTuple):
+    """What a problem needs beside plain attention.
+
+    Attributes:
+        masked: some query does not see every key, because of a causal mask or a window.
+        short: no sequence has more than `SHORT` queries.
+    """
+
+    softcap: bool
+    alibi: bool
+    masked: bool = False
+    short: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +46,13 @@ class KernelConfig:
     Attributes:
         source: path below ``cuda_src/``; its stem is the name of the kernel.
         params: the ctypes structure that the kernel takes by value.
+        persistent: a block takes one of the ``grid`` tiles after the other, so that one block for
+            each multiprocessor is enough.
     """
 
     source: ClassVar[str]
     params: ClassVar[type[ctypes.Structure]]
+    persistent: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -45,6 +74,11 @@ class KernelConfig:
     def shared_memory(self) -> int:
         """Dynamic shared memory of a block in bytes."""
         return getattr(self, "smem_bytes", 0)
+
+    @property
+    def boxes(self) -> dict[str, int]:
+        """Rows of a box of each tensor map, in the order of the maps in front of ``params``."""
+        return {}
 
 
 def _cpp(value: "str | bool | int") -> str:

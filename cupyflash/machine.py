@@ -8,12 +8,12 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
-import os
 from pathlib import Path
 
 from . import environment, families, jit
 from .jit import arch, compiler
-from .kernel_config import ITEM_SIZE
+from .kernel_config import ITEM_SIZE, Access
+from .tensor_map import DRIVER
 
 OLDEST_CUPY = 14
 CAPABILITIES = ((6, 0), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -42,11 +42,10 @@ class Driver:
 @functools.cache
 def driver() -> Driver:
     """The driver of this machine."""
-    name = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
     try:
-        cuda = ctypes.CDLL(name)
+        cuda = ctypes.CDLL(DRIVER)
     except OSError:
-        return Driver(None, (), f"no NVIDIA driver on this machine ({name} was not found)")
+        return Driver(None, (), f"no NVIDIA driver on this machine ({DRIVER} was not found)")
     number = ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(number))
     version = (number.value // 1000, number.value % 1000 // 10)
@@ -146,15 +145,15 @@ def family_dtypes(capability: tuple[int, int]) -> dict[str, tuple[str, ...]]:
         name: tuple(
             dtype
             for dtype in ITEM_SIZE
-            if family.supports(dtype, 64, True, capability, backward=False)
+            if family.supports(dtype, 64, Access.TENSOR_MAP, capability, backward=False)
         )
         for name, family in families.FAMILIES.items()
     }
 
 
-def oldest_capability(family: str) -> tuple[int, int]:
-    """The oldest compute capability on which a family runs."""
-    return next(c for c in CAPABILITIES if family_dtypes(c)[family])
+def family_capabilities(family: str) -> list[tuple[int, int]]:
+    """The compute capabilities on which a family runs, the oldest first."""
+    return [c for c in CAPABILITIES if family_dtypes(c)[family]]
 
 
 def cache_size() -> tuple[int, int]:

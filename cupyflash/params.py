@@ -5,15 +5,21 @@ struct, and ``tests/test_params.py`` compares names and order with the header.
 """
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from collections.abc import Iterator
+from ctypes import c_float, c_int32, c_int64, c_uint8, c_void_p
 
 ACCUM_ROW_ALIGN = 128  # as in params.cuh
+
+TensorMap = c_uint8 * 128  # a CUtensorMap
 
 
 class Strides(ctypes.Structure):
     """Element strides of a (batch, row, head, head_dim) tensor with a contiguous last dimension."""
 
     _fields_ = [("batch", c_int64), ("row", c_int64), ("head", c_int64)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.batch, self.row, self.head))
 
 
 class AttentionShape(ctypes.Structure):
@@ -91,4 +97,50 @@ class FlashBwdParams(ctypes.Structure):
         ("alibi_batch_stride", c_int64),
         ("accum_rows", c_int64),
         ("shape", AttentionShape),
+    ]
+
+
+def _padding(*fields: type) -> type[ctypes.Array]:
+    """What alignas(64) adds behind ``fields``; ctypes has no _align_ before Python 3.13."""
+    return c_uint8 * (-sum(map(ctypes.sizeof, fields)) % 64)
+
+
+class FlashFwdSm90Params(ctypes.Structure):
+    """`FlashFwdParams` behind the tensor maps of sm_90."""
+
+    _fields_ = [
+        ("q_map", TensorMap),
+        ("k_map", TensorMap),
+        ("v_map", TensorMap),
+        ("out_map", TensorMap),
+        ("base", FlashFwdParams),
+        ("sequence_maps", c_void_p),
+        ("tile_counter", c_void_p),
+        ("padding", _padding(FlashFwdParams, c_void_p, c_void_p)),
+    ]
+
+
+class FlashBwdSm90Params(ctypes.Structure):
+    """`FlashBwdParams` behind the tensor maps of sm_90."""
+
+    _fields_ = [
+        ("q_map", TensorMap),
+        ("k_map", TensorMap),
+        ("v_map", TensorMap),
+        ("dout_map", TensorMap),
+        ("base", FlashBwdParams),
+        ("sequence_maps", c_void_p),
+        ("padding", _padding(FlashBwdParams, c_void_p)),
+    ]
+
+
+class SequenceMapsParams(ctypes.Structure):
+    """Tensor maps of packed sequences."""
+
+    _fields_ = [
+        ("maps", TensorMap * 4),
+        ("cu_seqlens_q", c_void_p),
+        ("cu_seqlens_k", c_void_p),
+        ("sequence_maps", c_void_p),
+        ("padding", _padding(c_void_p, c_void_p, c_void_p)),
     ]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from . import jit
 from .families import FAMILIES
 from .jit import compiler
-from .kernel_config import ITEM_SIZE, KernelConfig
+from .kernel_config import ITEM_SIZE, Access, Features, KernelConfig
 
 ALL_HEAD_DIMS = range(8, 257, 8)
 
@@ -28,7 +28,7 @@ def warmup(
         archs: names such as "sm_80" or "sm_90a".
         head_dims: multiples of 8 up to 256.
         dtypes: of "float16", "bfloat16" and "float32".
-        families: of "sm80" and "simt".
+        families: of "sm90", "sm80" and "simt".
         plain: without softcap and ALiBi.
         jobs: processes; default one a core. A script must call this under
             ``if __name__ == "__main__"``.
@@ -69,11 +69,10 @@ def _configurations(
     plain: bool,
 ) -> Iterator[KernelConfig]:
     switches = (False,) if plain else (False, True)
-    for name, dtype, head_dim, softcap, alibi in itertools.product(
-        families, dtypes, head_dims, switches, switches
-    ):
-        family, problem = FAMILIES[name], (dtype, head_dim, softcap, alibi, capability)
-        if family.supports(dtype, head_dim, True, capability, backward=False):
+    features = itertools.starmap(Features, itertools.product(switches, switches, (False, True)))
+    for name, dtype, head_dim, feature in itertools.product(families, dtypes, head_dims, features):
+        family, problem = FAMILIES[name], (dtype, head_dim, feature, capability)
+        if family.supports(dtype, head_dim, Access.TENSOR_MAP, capability, backward=False):
             yield family.forward(*problem)
-        if family.supports(dtype, head_dim, True, capability, backward=True):
+        if family.supports(dtype, head_dim, Access.TENSOR_MAP, capability, backward=True):
             yield from family.backward(*problem)

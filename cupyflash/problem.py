@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .array import View
-from .kernel_config import ITEM_SIZE
+from .kernel_config import ITEM_SIZE, SHORT, Access, Features
 from .params import AttentionShape, Strides
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**29  # so that sums of lengths and windows fit 32 bits in the kernels
 MAX_BLOCKS = 2**31  # of a grid
+MAX_MAP_STRIDE = 2**40  # bytes, of a tensor map
 
 
 class Options(NamedTuple):
@@ -38,6 +39,7 @@ class Problem:
         strides: of each tensor, as (batch, row, head) in elements.
         alibi: strides of the slopes' batch axis in elements, or None without slopes.
         total_q: rows of packed queries; None if not packed.
+        total_k: rows of packed keys; None if not packed.
     """
 
     dtype: str
@@ -46,6 +48,7 @@ class Problem:
     strides: Mapping[str, Strides]
     alibi_batch_stride: int | None
     total_q: int | None
+    total_k: int | None
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -61,11 +64,43 @@ class Problem:
             return (0, self.total_q)
         return (self.shape.heads_q * self.shape.seqlen_q, self.shape.seqlen_q)
 
-    def aligned(self, pointers: int) -> bool:
-        """Whether everything is a multiple of 16 bytes; ``pointers`` is the OR of all pointers."""
+    @property
+    def features(self) -> Features:
+        """What the kernels need beside plain attention."""
+        shape = self.shape
+        masked = min(shape.window_left, shape.window_right) < shape.seqlen_q + shape.seqlen_k
+        return Features(
+            softcap=shape.softcap > 0,
+            alibi=self.alibi_batch_stride is not None,
+            masked=masked,
+            short=shape.seqlen_q <= SHORT,
+        )
+
+    def access(self, pointers: int) -> Access:
+        """How the tensors can be read; ``pointers`` is the OR of all pointers.
+
+        That of ``out`` does not count: it is read once, by a kernel that takes any.
+        """
         item = ITEM_SIZE[self.dtype]
-        strides = (s for x in self.strides.values() for s in (x.batch, x.row, x.head))
-        return pointers % 16 == 0 and all(stride * item % 16 == 0 for stride in strides)
+        steps = []  # of the axes with more than one index: in bytes
+        for name in self.strides.keys() - {"out"}:
+            sizes = self.sizes(name)
+            if 0 not in sizes:
+                steps += [x * item for n, x in zip(sizes, self.strides[name]) if n > 1]
+        if any(x % 16 for x in (pointers, *steps)):
+            return Access.ELEMENT
+        mappable = all(0 < step < MAX_MAP_STRIDE for step in steps)
+        return Access.TENSOR_MAP if mappable else Access.VECTOR
+
+    def sizes(self, name: str) -> tuple[int, int, int]:
+        """(batch, rows, heads) of a tensor; packed sequences are a batch of one."""
+        shape = self.shape
+        of_keys = name in ("k", "v")
+        heads = shape.heads_kv if of_keys else shape.heads_q
+        total = self.total_k if of_keys else self.total_q
+        if total is not None:
+            return (1, total, heads)
+        return (shape.batch, shape.seqlen_k if of_keys else shape.seqlen_q, heads)
 
 
 def check(
@@ -120,9 +155,9 @@ def check(
         fact = "the heads of q must be a multiple of the heads of k and v"
         raise ValueError(f"{function}: {fact}, got {heads_q} and {heads_kv}")
 
-    total_q = None
+    total_q = total_k = None
     if packed:
-        total_q = seqlen_q
+        total_q, total_k = seqlen_q, seqlen_k
         batch = _packed_batch(function, cu_seqlens, q.device)
         seqlen_q, seqlen_k = _max_seqlens(function, options.max_seqlens)
     if max(seqlen_q, seqlen_k) >= MAX_SEQLEN:
@@ -147,7 +182,7 @@ def check(
     alibi = None
     if alibi_slopes is not None:
         alibi = _alibi_stride(function, alibi_slopes, batch, heads_q, q.device)
-    return Problem(q.dtype, q.device, shape, strides, alibi, total_q)
+    return Problem(q.dtype, q.device, shape, strides, alibi, total_q, total_k)
 
 
 def check_lse(function: str, problem: Problem, lse: View) -> None:

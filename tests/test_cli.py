@@ -46,6 +46,7 @@ def test_info_without_gpu(capsys, monkeypatch, workspace):
     assert cli.main(["info"]) == 0
     out, _ = words(capsys)
     assert "GPU none; attention runs on the CPU, with NumPy" in out
+    assert "sm90: float16, bfloat16 on compute capability 9.0" in out
     assert "sm80: float16, bfloat16 on compute capability ≥ 7.5" in out
     assert f"numpy {numpy.__version__}" in out
     assert f"cache {workspace / 'cache'} (0 kernels, 0.0 MiB)" in out

@@ -3,23 +3,35 @@
 import pytest
 
 from cupyflash.families import FAMILIES, choose
+from cupyflash.kernel_config import Access
+
+MAPPED, VECTOR, ELEMENT = Access.TENSOR_MAP, Access.VECTOR, Access.ELEMENT
 
 
-def chosen(dtype, head_dim=64, aligned=True, capability=(9, 0), backward=False, forced=None):
-    family = choose("f", forced, dtype, head_dim, aligned, capability, backward=backward)
+def chosen(dtype, head_dim=64, access=MAPPED, capability=(9, 0), backward=False, forced=None):
+    family = choose("f", forced, dtype, head_dim, access, capability, backward=backward)
     return next(name for name, module in FAMILIES.items() if module is family)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (10, 0), (12, 0)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_runs_on_tensor_cores(dtype, capability):
     assert chosen(dtype, capability=capability) == "sm80"
     assert chosen(dtype, capability=capability, backward=True) == "sm80"
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_hopper_has_a_family_of_its_own(dtype, backward):
+    assert chosen(dtype, backward=backward) == "sm90"
+    assert chosen(dtype, 256, backward=backward) == "sm90"
+    assert chosen(dtype, access=VECTOR, backward=backward) == "sm80"
+    assert chosen(dtype, access=ELEMENT, backward=backward) == "simt"
+
+
 def test_what_tensor_cores_cannot_take_runs_on_simt():
     assert chosen("float32") == "simt"
-    assert chosen("float16", aligned=False) == "simt"
+    assert chosen("float16", access=ELEMENT) == "simt"
     assert chosen("float16", capability=(7, 0)) == "simt"
 
 
@@ -39,8 +51,14 @@ def test_forced_family():
     assert chosen("float16", forced="simt") == "simt"
     with pytest.raises(NotImplementedError, match="^f: the kernel family sm80 .*float32"):
         chosen("float32", forced="sm80")
+    with pytest.raises(NotImplementedError, match="^f: the kernel family sm90 .*zero, negative"):
+        chosen("float16", access=VECTOR, forced="sm90")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_sm90_runs_on_hopper_only(capability):
     with pytest.raises(NotImplementedError, match="^f: the kernel family sm90 "):
-        chosen("float16", forced="sm90")
+        chosen("float16", capability=capability, forced="sm90")
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])

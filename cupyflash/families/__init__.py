@@ -2,17 +2,24 @@
 
 A family module has
 
-* ``supports(dtype, head_dim, aligned, capability, *, backward) -> bool``
-* ``forward(dtype, head_dim, softcap, alibi, capability)``, the configuration of one kernel
+* ``supports(dtype, head_dim, access, capability, *, backward) -> bool``
+* ``forward(dtype, head_dim, features, capability)``, the configuration of one kernel
 * ``backward(…)``, the configurations in launch order
 * ``configurations(capability)``, everything those two can return: for warm-up and tests
 """
 
 from types import ModuleType
 
-from . import simt, sm80
+from ..kernel_config import Access
+from . import simt, sm80, sm90
 
-FAMILIES: dict[str, ModuleType] = {"sm80": sm80, "simt": simt}  # the fastest first
+FAMILIES: dict[str, ModuleType] = {"sm90": sm90, "sm80": sm80, "simt": simt}  # the fastest first
+
+_ACCESS = {
+    Access.ELEMENT: "not 16-byte aligned",
+    Access.VECTOR: "16-byte aligned, zero, negative or huge strides",
+    Access.TENSOR_MAP: "16-byte aligned",
+}
 
 
 def choose(
@@ -20,7 +27,7 @@ def choose(
     forced: str | None,
     dtype: str,
     head_dim: int,
-    aligned: bool,
+    access: Access,
     capability: tuple[int, int],
     *,
     backward: bool,
@@ -32,10 +39,9 @@ def choose(
     """
     candidates = FAMILIES if forced is None else {forced: FAMILIES.get(forced)}
     for family in candidates.values():
-        if family and family.supports(dtype, head_dim, aligned, capability, backward=backward):
+        if family and family.supports(dtype, head_dim, access, capability, backward=backward):
             return family
-    alignment = "16-byte aligned" if aligned else "not 16-byte aligned"
-    got = f"{dtype}, head_dim {head_dim}, {alignment}, compute capability {capability}"
+    got = f"{dtype}, head_dim {head_dim}, {_ACCESS[access]}, compute capability {capability}"
     if forced:
         raise NotImplementedError(
             f"{function}: the kernel family {forced} (CUPYFLASH_FAMILY) does not support {got}"

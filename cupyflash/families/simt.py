@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ..kernel_config import ITEM_SIZE, KernelConfig
+from ..kernel_config import ITEM_SIZE, Access, Features, KernelConfig
 from ..params import AttentionShape, FlashBwdParams, FlashFwdParams
 from .preprocess import FlashBwdPreprocess
 
@@ -89,27 +89,25 @@ class FlashBwdDqSimt(KernelConfig):
 
 
 def supports(
-    dtype: str, head_dim: int, aligned: bool, capability: Capability, *, backward: bool
+    dtype: str, head_dim: int, access: Access, capability: Capability, *, backward: bool
 ) -> bool:
-    """Whether this family computes such a problem; alignment and pass do not matter to it."""
+    """Whether this family computes such a problem; access and pass do not matter to it."""
     return dtype in ITEM_SIZE and head_dim <= HEAD_DIMS[-1] and capability >= MIN_CAPABILITY
 
 
-def forward(
-    dtype: str, head_dim: int, softcap: bool, alibi: bool, capability: Capability
-) -> FlashFwdSimt:
+def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSimt:
     """The forward kernel; the same for every GPU."""
     padded = _padded(head_dim)
     # 16-bit loads take a few registers more, and 64 rows x 256 columns leave none.
     block_m = 64 if padded < 256 or dtype == "float32" else 32
-    return FlashFwdSimt(dtype, padded, block_m, softcap, alibi)
+    return FlashFwdSimt(dtype, padded, block_m, features.softcap, features.alibi)
 
 
 def backward(
-    dtype: str, head_dim: int, softcap: bool, alibi: bool, capability: Capability
+    dtype: str, head_dim: int, features: Features, capability: Capability
 ) -> tuple[FlashBwdPreprocess, FlashBwdDkdvSimt, FlashBwdDqSimt]:
     """The backward kernels in launch order; the same for every GPU."""
-    padded = _padded(head_dim)
+    padded, softcap, alibi = _padded(head_dim), features.softcap, features.alibi
     # Two accumulators of 64 rows x 192 columns are more than the registers of 128 threads; those of
     # 128 columns leave none for the derivative of the softcap and for ALiBi.
     block_n = 64 if padded <= (64 if softcap or alibi else 128) else 32
@@ -127,9 +125,10 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     switches = (False, True)
     for dtype in ITEM_SIZE:
         yield FlashBwdPreprocess(dtype, accum_dim=0)
-        for key in itertools.product([dtype], HEAD_DIMS, switches, switches, [capability]):
-            yield forward(*key)
-            yield from backward(*key)[1:]
+        for head_dim, softcap, alibi in itertools.product(HEAD_DIMS, switches, switches):
+            problem = (dtype, head_dim, Features(softcap, alibi), capability)
+            yield forward(*problem)
+            yield from backward(*problem)[1:]
 
 
 def _padded(head_dim: int) -> int:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ..kernel_config import KernelConfig
+from ..kernel_config import Access, Features, KernelConfig
 from ..params import AttentionShape, FlashBwdParams, FlashFwdParams
 from .preprocess import FlashBwdPreprocess
 
@@ -189,35 +189,31 @@ def dtypes(capability: Capability) -> tuple[str, ...]:
 
 
 def supports(
-    dtype: str, head_dim: int, aligned: bool, capability: Capability, *, backward: bool
+    dtype: str, head_dim: int, access: Access, capability: Capability, *, backward: bool
 ) -> bool:
-    """Whether this family computes a pass of such a problem.
-
-    Args:
-        aligned: every pointer and stride is a multiple of 16 bytes, as its copies need.
-    """
+    """Whether this family computes a pass of such a problem; it copies 16 bytes at a time."""
     widest = max((BACKWARD_TILES if backward else FORWARD_TILES)[_tiles(capability)])
-    return dtype in dtypes(capability) and head_dim <= widest and aligned
+    return dtype in dtypes(capability) and head_dim <= widest and access >= Access.VECTOR
 
 
-def forward(
-    dtype: str, head_dim: int, softcap: bool, alibi: bool, capability: Capability
-) -> FlashFwdSm80:
+def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSm80:
     """The forward kernel."""
     padded = _padded(head_dim)
     tile = FORWARD_TILES[_tiles(capability)][padded]
-    if softcap and capability >= (8, 0):
+    if features.softcap and capability >= (8, 0):
         tile = FORWARD_TILES_SOFTCAP.get(padded, tile)
     block_m, block_n, num_warps = tile
     smem_bytes = (block_m + 2 * block_n) * padded * 2
-    return FlashFwdSm80(dtype, padded, *tile, _arch(capability), softcap, alibi, smem_bytes)
+    switches = (features.softcap, features.alibi)
+    return FlashFwdSm80(dtype, padded, *tile, _arch(capability), *switches, smem_bytes)
 
 
 def backward(
-    dtype: str, head_dim: int, softcap: bool, alibi: bool, capability: Capability
+    dtype: str, head_dim: int, features: Features, capability: Capability
 ) -> tuple[FlashBwdPreprocess, FlashBwdSm80, FlashBwdPostprocessSm80]:
     """The backward kernels in launch order."""
     padded, arch = _padded(head_dim), _arch(capability)
+    softcap, alibi = features.softcap, features.alibi
     tile = BACKWARD_TILES[_tiles(capability)][padded]
     if (softcap or alibi) and _tiles(capability) == "large":
         tile = BACKWARD_TILES_SCORE.get(padded, tile)
@@ -232,12 +228,14 @@ def backward(
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
     """Every configuration that ``forward`` and ``backward`` can pick, each once."""
-    switches = (False, True)
     seen = set()
-    for key in itertools.product(dtypes(capability), HEAD_DIMS, switches, switches, [capability]):
-        kernels = [forward(*key)]
-        if supports(key[0], key[1], True, capability, backward=True):
-            kernels += backward(*key)
+    for dtype, head_dim, softcap, alibi in itertools.product(
+        dtypes(capability), HEAD_DIMS, (False, True), (False, True)
+    ):
+        problem = (dtype, head_dim, Features(softcap, alibi), capability)
+        kernels = [forward(*problem)]
+        if supports(dtype, head_dim, Access.VECTOR, capability, backward=True):
+            kernels += backward(*problem)
         yield from (config for config in kernels if config not in seen)
         seen.update(kernels)
 

@@ -1,0 +1,131 @@
+"""Family ``sm90``: wgmma tensor cores fed by the copy engine of Hopper, float16 and bfloat16.
+
+Needs compute capability 9.0 itself: its instructions (sm_90a) exist on no other GPU.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import ClassVar
+
+from ..kernel_config import Access, Features, KernelConfig
+from ..params import AttentionShape, FlashFwdSm90Params, SequenceMapsParams
+from . import sm90_backward
+
+Capability = tuple[int, int]  # compute capability: (major, minor)
+
+CAPABILITY = (9, 0)
+DTYPES = ("float16", "bfloat16")
+WARPGROUP = 128  # threads
+
+# head dim: block_m, block_n, q_stages, kv_stages
+FORWARD_TILES = {
+    64: (192, 128, 2, 2),
+    96: (128, 160, 2, 2),
+    128: (128, 128, 2, 2),
+    192: (128, 112, 1, 2),
+    256: (128, 80, 1, 2),
+}
+# Two warpgroups instead of three: where sequences are short, 192 rows waste too much of the tiles
+# on a mask's diagonal, and softcap and ALiBi need more registers than a third of the file.
+FORWARD_TILES_LOW = {64: (128, 128, 2, 3)}
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashFwdSm90(KernelConfig):
+    """Forward: warpgroups of 64 rows each compute a tile, another one loads it."""
+
+    source: ClassVar[str] = "attention/flash_fwd_sm90.cu"
+    params: ClassVar[type[FlashFwdSm90Params]] = FlashFwdSm90Params
+    persistent: ClassVar[bool] = True
+
+    dtype: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    q_stages: int
+    kv_stages: int
+    softcap: bool
+    alibi: bool
+    smem_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.block_m // 64 + 1) * WARPGROUP
+
+    @property
+    def boxes(self) -> dict[str, int]:
+        """Rows of a box of each tensor map."""
+        return {"q": 64, "k": self.block_n, "v": self.block_n, "out": 64}
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of tiles."""
+        return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceMapsSm90(KernelConfig):
+    """A tensor map for each packed sequence, before the forward and the backward kernels."""
+
+    source: ClassVar[str] = "attention/sequence_maps_sm90.cu"
+    params: ClassVar[type[SequenceMapsParams]] = SequenceMapsParams
+
+    num_maps: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_maps * 32
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return shape.batch
+
+
+SEQUENCE_MAPS = SequenceMapsSm90(num_maps=4)
+
+
+def supports(
+    dtype: str, head_dim: int, access: Access, capability: Capability, *, backward: bool
+) -> bool:
+    """Whether this family computes such a problem; the pass does not matter to it."""
+    fits = dtype in DTYPES and head_dim <= max(FORWARD_TILES)
+    return fits and access >= Access.TENSOR_MAP and capability == CAPABILITY
+
+
+def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSm90:
+    """The forward kernel."""
+    padded = _padded(head_dim)
+    tile = FORWARD_TILES[padded]
+    if features.masked and features.short or features.softcap or features.alibi:
+        tile = FORWARD_TILES_LOW.get(padded, tile)
+    block_m, block_n, q_stages, kv_stages = tile
+    columns = -(-padded // 64) * 64  # of the boxes
+    smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * columns * 2
+    return FlashFwdSm90(dtype, padded, *tile, features.softcap, features.alibi, smem_bytes)
+
+
+def backward(
+    dtype: str, head_dim: int, features: Features, capability: Capability
+) -> tuple[KernelConfig, ...]:
+    """The backward kernels in launch order."""
+    return sm90_backward.backward(dtype, head_dim, features.softcap, features.alibi)
+
+
+def configurations(capability: Capability) -> Iterator[KernelConfig]:
+    """Every configuration that ``forward`` and ``backward`` can pick, each once."""
+    if capability != CAPABILITY:
+        return
+    yield SEQUENCE_MAPS
+    seen = set()
+    switches = (False, True)
+    all_features = [Features(*values) for values in itertools.product(switches, repeat=4)]
+    for problem in itertools.product(DTYPES, FORWARD_TILES, all_features, [capability]):
+        kernels = (forward(*problem), *backward(*problem))
+        yield from (config for config in kernels if config not in seen)
+        seen.update(kernels)
+
+
+def _padded(head_dim: int) -> int:
+    return next(size for size in FORWARD_TILES if size >= head_dim)

@@ -1,0 +1,147 @@
+"""Backward kernels of the family ``sm90``: two main kernels, by the width of the heads."""
+
+import dataclasses
+from typing import ClassVar
+
+from ..kernel_config import KernelConfig
+from ..params import AttentionShape, FlashBwdParams, FlashBwdSm90Params
+from .preprocess import FlashBwdPreprocess
+
+WARPGROUP = 128  # threads
+NUM_STAGES = 2  # of Q and dO
+
+# head dim: block_m, block_n
+TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128)}
+# The derivative of the softcap needs registers that the widest tile does not leave.
+TILES_SOFTCAP = TILES | {64: (64, 128)}
+# Together with ALiBi it needs more than a warpgroup that owns 128 columns of dK and dV has.
+TILES_SOFTCAP_ALIBI = {64: (64, 128), 96: (64, 128)}
+
+# head dim: block_m, block_n, groups
+WIDE_TILES = {128: (64, 64, 2), 192: (64, 96, 3), 256: (64, 64, 2)}
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdSm90(KernelConfig):
+    """Backward: a block computes dK and dV of ``block_n`` keys, a warpgroup of 64 of them."""
+
+    source: ClassVar[str] = "attention/flash_bwd_sm90.cu"
+    params: ClassVar[type[FlashBwdSm90Params]] = FlashBwdSm90Params
+
+    dtype: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    softcap: bool
+    alibi: bool
+    smem_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.block_n // 64 + 1) * WARPGROUP
+
+    @property
+    def boxes(self) -> dict[str, int]:
+        """Rows of a box of each tensor map."""
+        return {"q": self.block_m, "k": self.block_n, "v": self.block_n, "dout": self.block_m}
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdWideSm90(KernelConfig):
+    """The same for wide heads: ``groups`` warpgroups share the columns of dK and dV."""
+
+    source: ClassVar[str] = "attention/flash_bwd_wide_sm90.cu"
+    params: ClassVar[type[FlashBwdSm90Params]] = FlashBwdSm90Params
+
+    dtype: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    groups: int
+    softcap: bool
+    alibi: bool
+    smem_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.groups + 1) * WARPGROUP
+
+    @property
+    def boxes(self) -> dict[str, int]:
+        """Rows of a box of each tensor map."""
+        return {"q": self.block_m, "k": self.block_n, "v": self.block_n, "dout": self.block_m}
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdPostprocessSm90(KernelConfig):
+    """Backward, last: dQ from its float32 accumulator; a block converts 64 rows of one head."""
+
+    source: ClassVar[str] = "attention/flash_bwd_postprocess_sm90.cu"
+    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+
+    dtype: str
+    head_dim: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return -(-self.head_dim // 64) * WARPGROUP
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return -(-shape.seqlen_q // 64) * shape.heads_q * shape.batch
+
+
+def backward(dtype: str, head_dim: int, softcap: bool, alibi: bool) -> tuple[KernelConfig, ...]:
+    """The backward kernels in launch order."""
+    padded = next(size for size in sorted(TILES | WIDE_TILES) if size >= head_dim)
+    tiles = (TILES_SOFTCAP_ALIBI if alibi else TILES_SOFTCAP) if softcap else TILES
+    if padded in tiles:
+        main = _main(dtype, padded, *tiles[padded], softcap, alibi)
+    else:
+        main = _main_wide(dtype, padded, *WIDE_TILES[padded], softcap, alibi)
+    return (
+        FlashBwdPreprocess(dtype, accum_dim=padded),
+        main,
+        FlashBwdPostprocessSm90(dtype, padded),
+    )
+
+
+def _main(
+    dtype: str, head_dim: int, block_m: int, block_n: int, softcap: bool, alibi: bool
+) -> FlashBwdSm90:
+    columns = _columns(head_dim)
+    kv_bytes = 2 * block_n * columns * 2
+    stage_bytes = (2 * block_m * columns + block_m * block_n) * 2  # Q, dO, dS
+    dq_bytes = block_m * columns * 4
+    smem_bytes = kv_bytes + NUM_STAGES * stage_bytes + dq_bytes
+    return FlashBwdSm90(dtype, head_dim, block_m, block_n, NUM_STAGES, softcap, alibi, smem_bytes)
+
+
+def _main_wide(
+    dtype: str, head_dim: int, block_m: int, block_n: int, groups: int, softcap: bool, alibi: bool
+) -> FlashBwdWideSm90:
+    kv_bytes = 2 * block_n * head_dim * 2
+    ds_bytes = block_m * _columns(block_n) * 2
+    stage_bytes = 2 * block_m * head_dim * 2 + ds_bytes  # Q, dO, P
+    smem_bytes = kv_bytes + NUM_STAGES * stage_bytes + ds_bytes
+    return FlashBwdWideSm90(
+        dtype, head_dim, block_m, block_n, NUM_STAGES, groups, softcap, alibi, smem_bytes
+    )
+
+
+def _columns(width: int) -> int:
+    """Columns of a tile in shared memory: whole boxes of 64."""
+    return -(-width // 64) * 64

@@ -1,0 +1,117 @@
+"""Tensor maps of sm_90: the arrays between which and shared memory its copy engine moves boxes.
+
+A map (CUtensorMap) is an opaque struct that the driver fills in. It holds the array's address, so
+there is one for each address; encoding takes microseconds, looking an encoded one up does not.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from ctypes import c_int, c_uint32, c_uint64, c_void_p
+
+from .kernel_config import ITEM_SIZE
+from .params import Strides, TensorMap
+from .problem import Problem
+
+DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+MAX_ENCODED = 256  # of one kernel: addresses that change with every call must not fill the memory
+BOX_COLUMNS = 64  # 128 bytes, the widest box of its swizzle
+
+# Of cuda.h: CUtensorMapDataType, CUtensorMapInterleave, …
+_DTYPES = {"float16": 6, "bfloat16": 9}
+_INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
+_ALIGNMENT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorMapSpec:
+    """A tensor map but for the array's address.
+
+    Attributes:
+        dims: head_dim, rows, heads, batch.
+        strides: of rows, heads and batch, in bytes.
+        box_rows: a box is this many rows of `BOX_COLUMNS` columns.
+    """
+
+    dtype: str
+    dims: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+    box_rows: int
+
+    def encode(self, pointer: int) -> bytes:
+        """The 128 bytes of the map of an array; zeros for address 0, an array without elements.
+
+        Raises:
+            RuntimeError: the driver rejects it.
+        """
+        size = ctypes.sizeof(TensorMap)
+        if not pointer:
+            return bytes(size)
+        memory = ctypes.create_string_buffer(size + _ALIGNMENT)
+        start = -ctypes.addressof(memory) % _ALIGNMENT
+        status = _encoder()(
+            ctypes.addressof(memory) + start,
+            _DTYPES[self.dtype],
+            4,
+            pointer,
+            (c_uint64 * 4)(*self.dims),
+            (c_uint64 * 3)(*self.strides),
+            (c_uint32 * 4)(BOX_COLUMNS, self.box_rows, 1, 1),
+            (c_uint32 * 4)(1, 1, 1, 1),
+            _INTERLEAVE_NONE,
+            _SWIZZLE_128B,
+            _L2_PROMOTION_256B,
+            _FILL_ZEROS,
+        )
+        if status:
+            asked = f"{self} at address {pointer:#x}"
+            raise RuntimeError(f"cupyflash: cuTensorMapEncodeTiled failed with {status}: {asked}")
+        return memory.raw[start : start + size]
+
+
+class TensorMaps(dict[tuple[int, ...], bytes]):
+    """The encoded maps of one kernel in a row, by the addresses of their arrays.
+
+    Allocators return the same addresses again and again, so that a call usually finds its maps, or
+    at least most of them under other combinations of addresses.
+    """
+
+    def __init__(self, specs: Sequence[TensorMapSpec], device: int) -> None:
+        super().__init__()
+        self.encoders = [functools.lru_cache(MAX_ENCODED)(spec.encode) for spec in specs]
+        self.device = device
+
+    def __missing__(self, pointers: tuple[int, ...]) -> bytes:
+        import cupy
+
+        # The encoder needs a context, and this may be the first that a thread asks of CUDA.
+        cupy.cuda.runtime.setDevice(self.device)
+        maps = b"".join(encode(x) for encode, x in zip(self.encoders, pointers, strict=True))
+        if len(self) >= MAX_ENCODED:
+            self.clear()
+        self[pointers] = maps
+        return maps
+
+
+def tensor_map(problem: Problem, name: str, strides: Strides, box_rows: int) -> TensorMapSpec:
+    """The map of a tensor of a problem whose access allows it; packed, a batch of one."""
+    batch, rows, heads = sizes = problem.sizes(name)
+    # The stride of an axis with one index does not matter, but it must be valid: that of a row.
+    head_dim = problem.shape.head_dim
+    steps = (n if size > 1 else head_dim for size, n in zip(sizes, strides))
+    batch_step, row_step, head_step = (step * ITEM_SIZE[problem.dtype] for step in steps)
+    # No dimension may be empty; of an empty tensor nothing is loaded.
+    dims = (head_dim, max(1, rows), heads, batch)
+    return TensorMapSpec(problem.dtype, dims, (row_step, head_step, batch_step), box_rows)
+
+
+@functools.cache
+def _encoder() -> Callable[..., int]:
+    function = ctypes.CDLL(DRIVER).cuTensorMapEncodeTiled
+    function.argtypes = (
+        c_void_p, c_int, c_uint32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p,
+        c_int, c_int, c_int, c_int,
+    )  # fmt: skip
+    return function

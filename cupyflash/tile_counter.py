@@ -1,0 +1,57 @@
+"""Counters from which persistent blocks take their tiles (``next_tile_index`` in tile_order.cuh).
+
+A counter is 0 between launches, so launches may share one as long as they follow each other, as
+those on one stream do. A launch captured into a CUDA graph may run beside anything later, so it
+gets a counter of its own for good.
+"""
+
+import functools
+import struct
+import threading
+from typing import Any
+
+POOL_SIZE = 8192  # counters of a device, four bytes each
+_PER_THREAD_STREAM = 2  # cudaStreamPerThread: one name for many streams
+pack_pointer = struct.Struct("Q").pack
+NULL = pack_pointer(0)  # blocks without a counter take turns
+
+
+class TileCounters:
+    """The counters of one device; looked up by stream, as the bytes of their address."""
+
+    def __init__(self, device: int) -> None:
+        import cupy
+
+        self.runtime, self.current_stream = cupy.cuda.runtime, cupy.cuda.get_current_stream
+        with cupy.cuda.Device(device):
+            self.pool = cupy.zeros(POOL_SIZE, cupy.int32)
+            cupy.cuda.get_current_stream().synchronize()  # before any other stream counts
+        self.used = 0
+        self.lock = threading.Lock()
+        self.of_stream: dict[Any, bytes] = {}
+
+    def __call__(self, stream: Any) -> bytes:
+        """The counter for a launch on ``stream``, or on CuPy's current one if it is None."""
+        pointer = (stream or self.current_stream()).ptr
+        if pointer and self.runtime.streamIsCapturing(pointer):
+            return self._new()
+        key = pointer
+        if pointer == _PER_THREAD_STREAM:
+            key = pointer, threading.get_ident()
+        found = self.of_stream.get(key)
+        if found is None:
+            with self.lock:
+                found = self.of_stream.setdefault(key, self._new())
+        return found
+
+    def _new(self) -> bytes:
+        if self.used == POOL_SIZE:
+            return NULL
+        self.used += 1
+        return pack_pointer(self.pool.data.ptr + 4 * (self.used - 1))
+
+
+@functools.cache
+def tile_counters(device: int) -> TileCounters:
+    """The counters of a device."""
+    return TileCounters(device)

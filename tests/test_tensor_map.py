@@ -1,0 +1,203 @@
+"""Tensor maps and the argument they are a part of. Needs no GPU: the driver is a fake."""
+
+import ctypes
+import sys
+import types
+from ctypes import POINTER, c_int, c_uint32, c_uint64, c_void_p
+
+import numpy
+import pytest
+
+from cupyflash import launch, tensor_map
+from cupyflash.array import View, dense_strides
+from cupyflash.families import sm90
+from cupyflash.kernel_config import Access, Features
+from cupyflash.params import FlashFwdParams, FlashFwdSm90Params
+from cupyflash.problem import Options, check
+from cupyflash.tensor_map import TensorMaps, TensorMapSpec
+
+SPEC = TensorMapSpec("bfloat16", (64, 5, 4, 2), (512, 128, 2560), box_rows=128)
+
+
+def view(*shape, strides=None, dtype="float16"):
+    return View(shape, strides or dense_strides(shape, range(len(shape))), dtype, 0)
+
+
+def problem(q, k=None, v=None, layout="bshd", **more):
+    tensors = {"q": q, "k": k or q, "v": v or k or q, **more}
+    return check("f", tensors, Options(True, None, None, 0.0, layout))
+
+
+def packed(q, k, longest):
+    """Two sequences of at most ``longest`` (queries, keys)."""
+    cu_seqlens = {name: View((3,), (1,), "int32", 0) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    options = Options(True, None, None, 0.0, "thd", longest)
+    return check("f", {"q": q, "k": k, "v": k}, options, cu_seqlens=cu_seqlens)
+
+
+def spec(problem, name, box_rows=128):
+    return tensor_map.tensor_map(problem, name, problem.strides[name], box_rows)
+
+
+# What a map describes -------------------------------------------------------------------------
+
+
+def test_dense():
+    found = spec(problem(view(2, 5, 4, 40)), "q", 192)
+    assert found == TensorMapSpec("float16", (40, 5, 4, 2), (320, 80, 1600), 192)
+
+
+def test_heads_outside_rows():
+    found = spec(problem(view(2, 4, 5, 64), layout="bhsd"), "q")
+    assert (found.dims, found.strides) == ((64, 5, 4, 2), (128, 640, 2560))
+
+
+def test_packed_sequences_are_a_batch_of_one():
+    queries, keys = view(30, 4, 64), view(50, 2, 64, strides=(1024, 64, 1))
+    q, k = (spec(packed(queries, keys, (20, 35)), name) for name in "qk")
+    assert (q.dims, q.strides[:2]) == ((64, 30, 4, 1), (512, 128))
+    assert (k.dims, k.strides[:2]) == ((64, 50, 2, 1), (2048, 128))
+
+
+def test_axes_of_length_one_may_have_any_stride():
+    q = view(1, 1, 1, 64, strides=(0, 3, 2**60, 1))
+    found = problem(q, view(1, 5, 1, 64, strides=(7, 64, -1, 1)))
+    assert found.access(0) == Access.TENSOR_MAP
+    assert spec(found, "q").strides == (128, 128, 128)
+    one_row = packed(view(1, 1, 64, strides=(9, 9, 1)), view(5, 1, 64), (1, 5))
+    found = spec(one_row, "q")
+    assert (found.dims, found.strides) == ((64, 1, 1, 1), (128, 128, 128))
+
+
+def test_no_keys():
+    """A valid map of an array without elements; nothing is loaded from it."""
+    found = problem(view(2, 5, 4, 64), view(2, 0, 4, 64))
+    assert found.access(0) == Access.TENSOR_MAP
+    assert spec(found, "k").dims == (64, 1, 4, 2)
+    assert SPEC.encode(0) == bytes(128)
+
+
+# Which problems a map can take ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "strides, access",
+    [
+        ((1280, 256, 64, 1), Access.TENSOR_MAP),
+        ((0, 256, 64, 1), Access.VECTOR),  # expanded
+        ((1280, -256, 64, 1), Access.VECTOR),  # reversed
+        ((2**39, 256, 64, 1), Access.VECTOR),  # 2^40 bytes
+        ((2**39 - 8, 256, 64, 1), Access.TENSOR_MAP),
+        ((1280, 256, 68, 1), Access.ELEMENT),
+    ],
+)
+def test_access(strides, access):
+    dense, special = view(2, 5, 4, 64), view(2, 5, 4, 64, strides=strides)
+    assert problem(dense, special, dense).access(0) == access
+    assert problem(dense, dense, dense, dout=special, out=dense).access(0) == access
+    assert problem(dense, dense, dense, dout=dense, out=special).access(0) == Access.TENSOR_MAP
+
+
+def test_access_of_pointers():
+    assert problem(view(2, 5, 4, 64)).access(8) == Access.ELEMENT
+
+
+@pytest.mark.parametrize(
+    "causal, window, masked",
+    [(False, None, False), (True, None, True), (False, (3, None), True), (False, (9, 9), True)],
+)
+def test_masked(causal, window, masked):
+    x = view(2, 5, 4, 64)
+    found = check("f", {"q": x, "k": x, "v": x}, Options(causal, None, window, 0.0, "bshd"))
+    assert found.features == Features(softcap=False, alibi=False, masked=masked, short=True)
+
+
+# Encoding -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A fake libcuda: it records its arguments and fills a map with the count of its calls."""
+    calls = []
+
+    @ctypes.CFUNCTYPE(
+        c_int, c_void_p, c_int, c_uint32, c_uint64, POINTER(c_uint64), POINTER(c_uint64),
+        POINTER(c_uint32), POINTER(c_uint32), c_int, c_int, c_int, c_int,
+    )  # fmt: skip
+    def encode(memory, dtype, rank, address, dims, strides, box, steps, *switches):
+        counts = (dims, 4), (strides, 3), (box, 4), (steps, 4)
+        calls.append((dtype, rank, address, *(tuple(x[:n]) for x, n in counts), switches))
+        ctypes.memset(memory, 0xFF if memory % 64 else len(calls), 128)
+        return driver.status
+
+    driver = types.SimpleNamespace(calls=calls, status=0, cuTensorMapEncodeTiled=encode)
+    monkeypatch.setattr(ctypes, "CDLL", {tensor_map.DRIVER: driver}.get)
+    tensor_map._encoder.cache_clear()
+    yield driver
+    tensor_map._encoder.cache_clear()
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """The devices that were made current; stands in for CuPy."""
+    made_current = []
+    runtime = types.SimpleNamespace(setDevice=made_current.append)
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    return made_current
+
+
+def test_encode(driver):
+    assert SPEC.encode(4096) == b"\1" * 128
+    box = (64, 128, 1, 1)
+    switches = (0, 3, 3, 0)  # no interleaving, 128-byte swizzle, 256 bytes to the L2, zeros
+    assert driver.calls == [
+        (9, 4, 4096, SPEC.dims, SPEC.strides, box, (1, 1, 1, 1), switches),
+    ]
+
+
+def test_rejected_by_the_driver(driver):
+    driver.status = 1
+    with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled failed with 1: .*0x1000"):
+        SPEC.encode(4096)
+
+
+def test_maps_are_encoded_once(driver, devices, monkeypatch):
+    maps = TensorMaps([SPEC, SPEC], 3)
+    first = maps[16, 32]
+    assert first == b"\1" * 128 + b"\2" * 128 and maps[16, 32] is first
+    assert [call[2] for call in driver.calls] == [16, 32] and devices == [3]
+    monkeypatch.setattr(tensor_map, "MAX_ENCODED", 2)
+    assert maps[16, 48] == b"\1" * 128 + b"\3" * 128 and len(maps) == 2
+    assert maps[64, 32] == b"\4" * 128 + b"\2" * 128 and len(maps) == 1  # full: from the beginning
+
+
+# The kernel's argument ------------------------------------------------------------------------
+
+
+def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
+    arguments = []
+    function = lambda grid, block, args, memory, stream: arguments.append((grid, block, args[0]))
+    monkeypatch.setattr(launch.jit, "load", lambda config, device: function)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 7)
+    monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: b"\5" + bytes(7))
+    config = sm90.forward("float16", 64, Features(False, False), (9, 0))
+    call = problem(view(2, 200, 4, 64))
+    strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
+    params = FlashFwdParams(**strides, lse_head_stride=5, shape=call.shape)
+    made = launch._launch(config, call, params)
+    pointers = tuple(range(16, 24))
+    made(None, *pointers)
+    grid, block, argument = arguments[0]
+    assert grid == (7,) and block == (512,)
+    assert type(argument) is numpy.ndarray and argument.size == 1
+    params = FlashFwdSm90Params.from_buffer_copy(argument.tobytes())
+    assert argument.nbytes == ctypes.sizeof(params) == 768
+    maps = params.q_map, params.k_map, params.v_map, params.out_map
+    assert [bytes(x) for x in maps] == [bytes([i]) * 128 for i in (1, 2, 3, 4)]
+    assert params.tile_counter == 5
+    assert [x[2] for x in driver.calls] == [16, 17, 18, 19]
+    assert [x[5][1] for x in driver.calls] == [64, 128, 128, 64]
+    base = params.base
+    assert (base.q, base.alibi_slopes, base.lse_head_stride) == (16, 23, 5)
+    assert base.shape.seqlen_q == 200
