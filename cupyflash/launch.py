@@ -22,6 +22,8 @@ from .problem import Options, Problem, canonical_strides
 from .tensor_map import TensorMaps, tensor_map
 from .tile_counter import NULL, pack_pointer, tile_counters
 
+# Heads side by side where the blocks of one head take turns.
+DETERMINISTIC_HEADS = 32
 # Of the L2 cache, for the keys and values of the heads that run together (tile_order.cuh); the rest
 # is left to queries and outputs.
 SECTION_L2_FRACTION = 0.6
@@ -140,6 +142,8 @@ class BackwardPlan(Plan):
         self.semaphores = 1 + shape.heads_q * rows // 16 if deterministic and accum_dim else 0
         per_query = 2 + (2 if accum_dim else 0)  # q, dout; the accumulator counts twice
         shape.heads_per_section = _heads_per_section(problem, shape.seqlen_q, per_query)
+        if deterministic:  # a block waits for the one with the keys before: better another head's
+            shape.heads_per_section = max(shape.heads_per_section, DETERMINISTIC_HEADS)
         params = FlashBwdParams(
             **{f"{name}_strides": x for name, x in strides.items()},
             lse_batch_stride=problem.lse_strides[0],

@@ -130,7 +130,8 @@ class FlashBwdSm90Params(ctypes.Structure):
         ("dout_map", TensorMap),
         ("base", FlashBwdParams),
         ("sequence_maps", c_void_p),
-        ("padding", _padding(FlashBwdParams, c_void_p)),
+        ("tile_counter", c_void_p),
+        ("padding", _padding(FlashBwdParams, c_void_p, c_void_p)),
     ]
 
 

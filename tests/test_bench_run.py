@@ -7,7 +7,9 @@ import pytest
 
 pytest.importorskip("rich", reason="the benchmarks print with rich (pip install cupyflash[bench])")
 
-from bench import attention, problem, providers, report  # noqa: E402
+from bench_on_cpu import without_gpu  # noqa: E402
+
+from bench import attention, bars, providers  # noqa: E402
 
 ROW_FIELDS = "op pass dtype head_dim batch seqlen_q seqlen_k heads heads_kv causal impl ms tflops"
 
@@ -73,33 +75,10 @@ def test_timer_counts_a_late_host(simulation):
     assert late == {"a": 12, "b": 5}
 
 
-class FakeTimer:
-    """A Timer of calls on the CPU, each of which takes a millisecond."""
-
-    sm_mhz = None
-
-    def __init__(self, repeats):
-        self.repeats = repeats
-
-    def compare(self, calls):
-        for call in calls.values():
-            call()
-        return {name: SimpleNamespace(ms=1.0, repeats=self.repeats, late=0) for name in calls}
-
-    def ceilings(self):
-        return {"matmul_tflops": 784.0, "copy_gbps": 4290.0}
-
-
 @pytest.fixture
 def dry_run(tmp_path, monkeypatch):
     """bench.attention on torch's CPU with the clock taken out; returns its status and its file."""
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(problem, "DEVICE", "cpu")
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(attention, "machine_fields", lambda: {"gpu": "G", "versions": {}})
-    from bench import timing
-
-    monkeypatch.setattr(timing, "Timer", FakeTimer)
+    torch = without_gpu(monkeypatch, tmp_path)
     attention_math = providers.PROVIDERS["sdpa-math"].load()
 
     def wrong_forward(q, k, v, causal):
@@ -151,3 +130,14 @@ def test_dry_run_of_peers_only_succeeds(dry_run):
     text = "--head-dim 16 --heads 2 --seqlen 130 --batch-tokens 130 --dtype float32 --causal yes"
     status, results = dry_run(*text.split(), "--providers", "sdpa-math")
     assert status == 0 and len(results["rows"]) == 2
+
+
+def test_dry_run_with_bars(dry_run, monkeypatch, capsys):
+    monkeypatch.setitem(providers.PROVIDERS, "sdpa-cudnn", providers.PROVIDERS["sdpa-math"])
+    small = {"gpu": "G", "dtype": "float32", "hidden": 128, "tokens": 512, "seqlens": [512]}
+    monkeypatch.setattr(bars, "BARS", {**bars.BARS, **small})
+    text = "--head-dim 64 --hidden 128 --seqlen 512 --batch-tokens 512 --dtype float32 --pass bwd"
+    _, results = dry_run(*text.split(), "--causal", "no", "--providers", "cupyflash", "sdpa-cudnn")
+    ours, cudnn = results["rows"]
+    assert ours["bar_tflops"] == round(1.17 * cudnn["tflops"], 2) and "bar_tflops" not in cudnn
+    assert "bwd cupyflash: 0.8" in capsys.readouterr().out

@@ -10,13 +10,14 @@
 #include "tensor_rows.cuh"
 #include "tile_order.cuh"
 
-// The keys of a block, and the queries that see them.
+// A key tile, located by the scheduler for everybody, and the queries that see it. n_rows = 0 ends
+// the work of the block.
 struct BwdTile {
   Sequence sequence;
   TileRange m_range;
   int n_block;
   int n_begin;
-  int n_rows;  // <= 0: nothing to do
+  int n_rows;
   int batch;
   int head_kv;
   int head_begin;  // the query heads that share this key head
@@ -24,18 +25,15 @@ struct BwdTile {
 
   __device__ bool has_queries() const { return m_range.begin < m_range.end; }
 
-  __device__ void locate(const FlashBwdParams& params, int block_m, int block_n) {
+  __device__ void locate(const FlashBwdParams& params, uint32_t index, int block_m, int block_n) {
     const AttentionShape& shape = params.shape;
-    // A repeatable sum makes blocks wait for each other, and a block may wait only for one that
-    // runs already: so the order is the order of arrival.
-    const int index = params.dq_semaphore ? atomicAdd(params.dq_semaphore, 1) : blockIdx.x;
     const int num_n_blocks = ceil_div(shape.seqlen_k, block_n);
     const Tile tile =
         tile_of_block(index, num_n_blocks, shape.heads_kv, shape.batch, shape.heads_per_section);
     sequence = load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
     n_block = num_n_blocks - 1 - tile.block;  // the first keys are seen by most queries
     n_begin = n_block * block_n;
-    n_rows = min(block_n, sequence.seqlen_k - n_begin);
+    n_rows = max(0, min(block_n, sequence.seqlen_k - n_begin));
     m_range = query_tiles(sequence, n_begin, n_begin + n_rows, block_m);
     // Keys past the end arrive as zeros, and the probability of a score 0 can overflow: then dS is
     // not finite, and neither is its product with the zeros of K. So they need the mask.
@@ -48,23 +46,80 @@ struct BwdTile {
   }
 };
 
+// The scheduler is a tile ahead of the producer, which is one ahead of the consumers.
+constexpr int BWD_TILE_RECORDS = 4;
+
+// K and V have one buffer, so its parity is that of the tile's number.
+__device__ __forceinline__ Ring<1> kv_place(const Ring<BWD_TILE_RECORDS>& record) {
+  return {0, uint32_t(record.stage % 2)};
+}
+
 template <int BLOCK_M, int STAGES>
 struct BwdShared {
-  BwdTile tile;
-  uint64_t kv_full;
+  RingBarriers<BWD_TILE_RECORDS> located;  // `full` only
+  RingBarriers<1> k;
+  RingBarriers<1> v;
   RingBarriers<STAGES> q;     // Q and lse_log2
   RingBarriers<STAGES> dout;  // dO and delta
+  uint64_t almost_loaded;
   alignas(16) float lse_log2[STAGES][BLOCK_M];
   alignas(16) float delta[STAGES][BLOCK_M];
+  BwdTile tiles[BWD_TILE_RECORDS];
 
-  __device__ void init(const FlashBwdParams& params, int block_n, int consumers) {
-    tile.locate(params, BLOCK_M, block_n);
-    mbarrier_init(smem_address(&kv_full), 1);
+  __device__ void init(int consumers) {
+    located.init(1);
+    k.init(consumers);
+    v.init(consumers);
     q.init(consumers);
     dout.init(consumers);
+    mbarrier_init(smem_address(&almost_loaded), 2);
     mbarrier_init_fence();
   }
+
+  // The tile at a place of the ring of records, once it is there.
+  __device__ const BwdTile& wait_tile(const Ring<BWD_TILE_RECORDS>& record) {
+    located.wait_full(record);
+    return tiles[record.stage];
+  }
 };
+
+// The scheduler, one lane: chooses the tiles.
+template <int BLOCK_M, int STAGES>
+__device__ __forceinline__ void schedule_bwd_tiles(const FlashBwdSm90Params& params,
+                                                   BwdShared<BLOCK_M, STAGES>& shared,
+                                                   int block_n) {
+  const AttentionShape& shape = params.base.shape;
+  const uint32_t num_tiles =
+      ceil_div(shape.seqlen_k, block_n) * uint32_t(shape.heads_kv) * shape.batch;
+  // A repeatable sum makes blocks wait for each other, and a block may wait only for tiles of
+  // blocks that run already: so every tile is taken by ticket, the first ones too.
+  int* tickets = params.base.dq_semaphore;
+  uint32_t index = tickets ? atomicAdd(tickets, 1) : blockIdx.x;
+  const auto next = [&] {
+    index =
+        tickets ? atomicAdd(tickets, 1) : next_tile_index(params.tile_counter, index, num_tiles);
+  };
+  Ring<BWD_TILE_RECORDS> record;
+  Ring<1> loaded;
+#pragma unroll 1
+  for (;;) {
+    BwdTile& tile = shared.tiles[record.stage];
+    tile.n_rows = 0;
+    if (index < num_tiles) {
+      tile.locate(params.base, index, BLOCK_M, block_n);
+      if (tile.n_rows == 0) {  // packed: past the end of this sequence
+        next();
+        continue;
+      }
+    }
+    mbarrier_arrive(smem_address(&shared.located.full[record.stage]));
+    if (index >= num_tiles) return;
+    mbarrier_wait(smem_address(&shared.almost_loaded), loaded.parity);
+    next();
+    loaded.advance();
+    record.advance();
+  }
+}
 
 // The first row of a query tile in lse_log2, delta, dq_accum.
 __device__ __forceinline__ int64_t accum_row(const FlashBwdParams& params, const BwdTile& tile,
@@ -90,57 +145,70 @@ __device__ __forceinline__ int* turn_flag(const FlashBwdParams& params, int64_t 
   return params.dq_semaphore + 1 + accum_row / block_m;
 }
 
-// The producer, one lane: K and V once, then Q and dO of every query tile into their rings.
+// What a producer loads: a tile of keys once, and for each tile of queries the rows that multiply
+// it, with a float a row. There are two: K with Q and lse_log2, V with dO and delta.
+template <int BLOCK_M, int STAGES>
+struct BwdLoad {
+  int kv_map;  // numbers of the tensor maps
+  int q_map;
+  uint32_t smem_kv;
+  uint32_t smem_q;
+  RingBarriers<1>& kv;
+  RingBarriers<STAGES>& q;
+  const float* floats;
+  float (&smem_floats)[STAGES][BLOCK_M];
+};
+
+// A producer, one lane.
 template <class TileQ, class TileKV, int STAGES>
 __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
                                                BwdShared<TileQ::ROWS, STAGES>& shared,
-                                               uint32_t smem_k, uint32_t smem_v, uint32_t smem_q,
-                                               uint32_t smem_dout) {
-  const BwdTile& tile = shared.tile;
-  if (!tile.has_queries()) return;
+                                               const BwdLoad<TileQ::ROWS, STAGES>& to) {
+  constexpr uint32_t FLOAT_BYTES = TileQ::ROWS * sizeof(float);
   const AttentionShape& shape = params.base.shape;
-  const Sequence& sequence = tile.sequence;
-  const auto rows_of = [&](const TensorMap& map, int which, int64_t start) {
-    return TensorRows(map, params.sequence_maps, which, shape, tile.batch, start);
-  };
-  const TensorRows q = rows_of(params.q_map, 0, sequence.start_q);
-  const TensorRows k = rows_of(params.k_map, 1, sequence.start_k);
-  const TensorRows v = rows_of(params.v_map, 2, sequence.start_k);
-  const TensorRows dout = rows_of(params.dout_map, 3, sequence.start_q);
-
-  const uint32_t kv_full = smem_address(&shared.kv_full);
-  mbarrier_arrive_expect(kv_full, 2 * TileKV::BYTES);
-#pragma unroll
-  for (int block = 0; block < TileKV::NUM_BLOCKS; ++block) {
-    const uint32_t offset = block * TileKV::BLOCK_BYTES;
-    k.load(smem_k + offset, kv_full, block, tile.n_begin, tile.head_kv);
-    v.load(smem_v + offset, kv_full, block, tile.n_begin, tile.head_kv);
-  }
-
+  Ring<BWD_TILE_RECORDS> record;
   Ring<STAGES> ring;
-  const auto load = [&](const TensorRows& rows, uint32_t tiles, RingBarriers<STAGES>& barriers,
-                        const float* floats, const void* smem_floats, int row, int head) {
-    constexpr uint32_t FLOAT_BYTES = TileQ::ROWS * sizeof(float);
-    barriers.wait_empty(ring);
-    const uint32_t full = smem_address(&barriers.full[ring.stage]);
-    mbarrier_arrive_expect(full, TileQ::BYTES + FLOAT_BYTES);
+#pragma unroll 1
+  for (;; record.advance()) {
+    const BwdTile& tile = shared.wait_tile(record);
+    if (tile.n_rows == 0) return;
+    const uint32_t almost_loaded = smem_address(&shared.almost_loaded);
+    const uint32_t kv_full = smem_address(&to.kv.full[0]);
+    to.kv.wait_empty(kv_place(record));
+    if (!tile.has_queries()) {  // in step with the consumers all the same
+      mbarrier_arrive(kv_full);
+      mbarrier_arrive(almost_loaded);
+      continue;
+    }
+    const auto rows_of = [&](int which, int64_t start) {
+      return TensorRows((&params.q_map)[which], params.sequence_maps, which, shape, tile.batch,
+                        start);
+    };
+    mbarrier_arrive_expect(kv_full, TileKV::BYTES);
+    const TensorRows kv_rows = rows_of(to.kv_map, tile.sequence.start_k);
 #pragma unroll
-    for (int block = 0; block < TileQ::NUM_BLOCKS; ++block) {
-      rows.load(tiles + ring.stage * TileQ::BYTES + block * TileQ::BLOCK_BYTES, full, block, row,
-                head);
+    for (int block = 0; block < TileKV::NUM_BLOCKS; ++block) {
+      kv_rows.load(to.smem_kv + block * TileKV::BLOCK_BYTES, kv_full, block, tile.n_begin,
+                   tile.head_kv);
     }
-    bulk_load(smem_address(smem_floats), floats + accum_row(params.base, tile, head, row),
-              FLOAT_BYTES, full);
-  };
+    const TensorRows q_rows = rows_of(to.q_map, tile.sequence.start_q);
 #pragma unroll 1
-  for (int head = tile.head_begin; head < tile.head_end; ++head) {
+    for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
-    for (int m = tile.m_range.begin; m < tile.m_range.end; ++m) {
-      load(q, smem_q, shared.q, params.base.lse_log2, shared.lse_log2[ring.stage], m * TileQ::ROWS,
-           head);
-      load(dout, smem_dout, shared.dout, params.base.delta, shared.delta[ring.stage],
-           m * TileQ::ROWS, head);
-      ring.advance();
+      for (int m = tile.m_range.begin; m < tile.m_range.end; ++m, ring.advance()) {
+        to.q.wait_empty(ring);
+        const uint32_t full = smem_address(&to.q.full[ring.stage]);
+        mbarrier_arrive_expect(full, TileQ::BYTES + FLOAT_BYTES);
+#pragma unroll
+        for (int block = 0; block < TileQ::NUM_BLOCKS; ++block) {
+          q_rows.load(to.smem_q + ring.stage * TileQ::BYTES + block * TileQ::BLOCK_BYTES, full,
+                      block, m * TileQ::ROWS, head);
+        }
+        bulk_load(smem_address(to.smem_floats[ring.stage]),
+                  to.floats + accum_row(params.base, tile, head, m * TileQ::ROWS), FLOAT_BYTES,
+                  full);
+      }
     }
+    mbarrier_arrive(almost_loaded);
   }
 }

@@ -5,14 +5,16 @@
 //              is 0 there without a mask; delta is 0 in those rows
 //   dq_accum = 0, if the family has one
 //
-// One warp handles ROWS_PER_WARP consecutive rows of one head, all loads before the first sum: the
-// kernel does nothing but wait for memory. Reads 16 bytes a lane if every row allows it.
+// The kernel does nothing but move memory. A warp handles ROWS_PER_WARP consecutive rows of one
+// head; Lanes says who reads what, 16 bytes a load if every row allows it. The stores of zeros go
+// first, since nobody waits for them, then all loads before the first sum. The blocks of the same
+// rows of all heads follow each other, since these rows are usually contiguous.
 #include "../common/convert.cuh"
 #include "../ptx/math.cuh"
 #include "block_info.cuh"
 
-constexpr int WARPS = 8;
-constexpr int ROWS_PER_WARP = 4;
+constexpr int WARPS = 4;
+constexpr int ROWS_PER_WARP = 8;
 constexpr int ROWS_PER_BLOCK = WARPS * ROWS_PER_WARP;
 static_assert(ACCUM_ROW_ALIGN % ROWS_PER_BLOCK == 0, "a block stays within one sequence");
 
@@ -22,21 +24,31 @@ struct alignas(N * sizeof(T)) Pack {
   T values[N];
 };
 
-// sums[r] += dot product of row r of a and b, this lane's share of it.
-template <int N, typename T>
-__device__ __forceinline__ void add_row_products(float (&sums)[ROWS_PER_WARP], const T* a,
-                                                 const T* b, int64_t a_stride, int64_t b_stride,
-                                                 int rows, int columns) {
-  for (int column = int(threadIdx.x) % 32 * N; column < columns; column += 32 * N) {
-    Pack<T, N> x[ROWS_PER_WARP], y[ROWS_PER_WARP];
+// PER_ROW lanes side by side cover a row; each group of them has ROWS consecutive rows.
+template <typename T, int ACCUM_DIM>
+struct Lanes {
+  static constexpr int VECTOR = 16 / sizeof(T);
+  static constexpr int LOADS = ACCUM_DIM > 0 ? ceil_div(ACCUM_DIM, VECTOR) : 16;  // of a row
+  static constexpr int PER_ROW = LOADS <= 4 ? 4 : LOADS <= 8 ? 8 : LOADS <= 16 ? 16 : 32;
+  static constexpr int ROWS = ROWS_PER_WARP * PER_ROW / 32;
+};
+
+// sums[r] += dot product of row r of a and b, the share of this lane of the PER_ROW of a row.
+template <int N, int PER_ROW, int ROWS, typename T>
+__device__ __forceinline__ void add_row_products(float (&sums)[ROWS], const T* a, const T* b,
+                                                 int64_t a_stride, int64_t b_stride, int rows,
+                                                 int columns) {
+#pragma unroll 1
+  for (int column = threadIdx.x % PER_ROW * N; column < columns; column += PER_ROW * N) {
+    Pack<T, N> x[ROWS], y[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS_PER_WARP; ++r) {
+    for (int r = 0; r < ROWS; ++r) {
       if (r >= rows) continue;
       x[r] = *reinterpret_cast<const Pack<T, N>*>(a + r * a_stride + column);
       y[r] = *reinterpret_cast<const Pack<T, N>*>(b + r * b_stride + column);
     }
 #pragma unroll
-    for (int r = 0; r < ROWS_PER_WARP; ++r) {
+    for (int r = 0; r < ROWS; ++r) {
       if (r >= rows) continue;
 #pragma unroll
       for (int i = 0; i < N; ++i) sums[r] += to_float(x[r].values[i]) * to_float(y[r].values[i]);
@@ -54,16 +66,35 @@ __device__ __forceinline__ bool aligned_16(const T* data, const Strides& strides
 template <typename T, int ACCUM_DIM>
 __global__ void __launch_bounds__(WARPS * 32) flash_bwd_preprocess(const FlashBwdParams params) {
   // ---- which rows ----
+  using L = Lanes<T, ACCUM_DIM>;
   const AttentionShape& shape = params.shape;
   const int blocks_per_head = round_up(shape.seqlen_q, ACCUM_ROW_ALIGN) / ROWS_PER_BLOCK;
-  const int head = blockIdx.x / blocks_per_head % shape.heads_q;
-  const int batch = blockIdx.x / blocks_per_head / shape.heads_q;
+  const int head = blockIdx.x % shape.heads_q;
+  const int block = blockIdx.x / shape.heads_q % blocks_per_head;
+  const int batch = blockIdx.x / shape.heads_q / blocks_per_head;
   const Sequence sequence = load_sequence(shape, batch, params.cu_seqlens_q, params.cu_seqlens_k);
-  const int lane = int(threadIdx.x) % 32;
-  const int row =
-      blockIdx.x % blocks_per_head * ROWS_PER_BLOCK + int(threadIdx.x) / 32 * ROWS_PER_WARP;
-  if (row >= round_up(sequence.seqlen_q, ACCUM_ROW_ALIGN)) return;
-  const int rows = sequence.seqlen_q - row;  // the others are padding
+  const int lane = threadIdx.x % 32;
+  const int warp_row = block * ROWS_PER_BLOCK + int(threadIdx.x / 32) * ROWS_PER_WARP;
+  if (warp_row >= round_up(sequence.seqlen_q, ACCUM_ROW_ALIGN)) return;
+  const int row = warp_row + lane / L::PER_ROW * L::ROWS;  // the first of this lane's rows
+  const int rows = sequence.seqlen_q - row;                // the others are padding
+  const int64_t accum_row = head * params.accum_rows + sequence.accum_start;
+
+  // Lane own of a group writes the constants of its row own.
+  const int own = lane % L::PER_ROW;
+  float lse = -INF;
+  if (own < min(L::ROWS, rows))
+    lse = params.lse[batch * params.lse_batch_stride + head * params.lse_head_stride +
+                     sequence.start_q + row + own];
+
+  // ---- clean accumulators ----
+  if constexpr (ACCUM_DIM > 0) {
+    constexpr int STORES = ROWS_PER_WARP * ACCUM_DIM / 4;
+    static_assert(STORES % 32 == 0, "16 bytes a store, all lanes");
+    float4* accum = reinterpret_cast<float4*>(params.dq_accum + (accum_row + warp_row) * ACCUM_DIM);
+#pragma unroll
+    for (int i = 0; i < STORES; i += 32) accum[i + lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
 
   // ---- delta ----
   const auto row_pointer = [&](const void* data, const Strides& strides) {
@@ -71,41 +102,28 @@ __global__ void __launch_bounds__(WARPS * 32) flash_bwd_preprocess(const FlashBw
   };
   const T* dout = row_pointer(params.dout, params.dout_strides);
   const T* out = row_pointer(params.out, params.out_strides);
-  constexpr int VECTOR = 16 / sizeof(T);
-  const bool vector = shape.head_dim % VECTOR == 0 && aligned_16(dout, params.dout_strides) &&
+  const bool vector = shape.head_dim % L::VECTOR == 0 && aligned_16(dout, params.dout_strides) &&
                       aligned_16(out, params.out_strides);
-  float sums[ROWS_PER_WARP] = {};
+  float sums[L::ROWS] = {};
   if (vector) {
-    add_row_products<VECTOR>(sums, dout, out, params.dout_strides.row, params.out_strides.row, rows,
-                             shape.head_dim);
+    add_row_products<L::VECTOR, L::PER_ROW>(sums, dout, out, params.dout_strides.row,
+                                            params.out_strides.row, rows, shape.head_dim);
   } else {
-    add_row_products<1>(sums, dout, out, params.dout_strides.row, params.out_strides.row, rows,
-                        shape.head_dim);
+    add_row_products<1, L::PER_ROW>(sums, dout, out, params.dout_strides.row,
+                                    params.out_strides.row, rows, shape.head_dim);
   }
-  float delta = 0.0f;  // of row lane
+  float delta = 0.0f;  // of row own
 #pragma unroll
-  for (int r = 0; r < ROWS_PER_WARP; ++r) {
+  for (int r = 0; r < L::ROWS; ++r) {
 #pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2) sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], mask);
-    if (lane == r) delta = sums[r];
+    for (int mask = 1; mask < L::PER_ROW; mask *= 2)
+      sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], mask);
+    if (own == r) delta = sums[r];
   }
 
   // ---- write the rows' constants ----
-  const int64_t accum_row = head * params.accum_rows + sequence.accum_start + row;
-  if (lane < ROWS_PER_WARP) {
-    float lse = -INF;
-    if (lane < rows)
-      lse = params.lse[batch * params.lse_batch_stride + head * params.lse_head_stride +
-                       sequence.start_q + row + lane];
-    params.lse_log2[accum_row + lane] = lse == -INF ? INF : lse * LOG2E;
-    params.delta[accum_row + lane] = lse == -INF ? 0.0f : delta;
-  }
-
-  // ---- clean accumulators ----
-  if constexpr (ACCUM_DIM > 0) {
-    static_assert(ACCUM_DIM % 4 == 0, "16 bytes a store");
-    float4* accum = reinterpret_cast<float4*>(params.dq_accum + accum_row * ACCUM_DIM);
-    for (int i = lane; i < ROWS_PER_WARP * ACCUM_DIM / 4; i += 32)
-      accum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (own < L::ROWS) {
+    params.lse_log2[accum_row + row + own] = lse == -INF ? INF : lse * LOG2E;
+    params.delta[accum_row + row + own] = lse == -INF ? 0.0f : delta;
   }
 }

@@ -2,7 +2,7 @@
 // keys of one key head and walks over the query tiles that see them, of every query head of the
 // group. The formulas are in flash_bwd_sm80.cu.
 //
-//   producer   one warp: one lane loads K and V, then Q and dO tiles into rings in shared memory
+//   producers  two warps: one lane each loads K, then Q tiles, or V, then dO tiles, into rings
 //   reducer    one warp: one lane has the copy engine add dQ tiles to the accumulator
 //   consumers  a warpgroup owns 64 keys. It computes S and dP transposed (rows are keys), so that
 //              P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q, in registers;
@@ -22,31 +22,37 @@ enum NamedBarrier { DS_WRITTEN = 1, DQ_EMPTY, DQ_FULL };
 
 // The reducer, a warp: adds each query tile's dQ to the accumulator. With a semaphore the blocks
 // take turns in the order of their keys, so that the sum is repeatable bit by bit.
-template <int HEAD_DIM, int BLOCK_M, int BLOCK_N, int THREADS>
-__device__ __forceinline__ void reduce_dq(const FlashBwdParams& params, const BwdTile& tile,
-                                          uint32_t smem_dq) {
+template <int HEAD_DIM, int BLOCK_M, int BLOCK_N, int THREADS, int STAGES>
+__device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
+                                          BwdShared<BLOCK_M, STAGES>& shared, uint32_t smem_dq) {
   const bool elected = elect_one();
+  Ring<BWD_TILE_RECORDS> record;
 #pragma unroll 1
-  for (int head = tile.head_begin; head < tile.head_end; ++head) {
+  for (;; record.advance()) {
+    const BwdTile& tile = shared.wait_tile(record);
+    if (tile.n_rows == 0) return;
 #pragma unroll 1
-    for (int m = tile.m_range.begin; m < tile.m_range.end; ++m) {
-      named_barrier_arrive(DQ_EMPTY, THREADS);
-      named_barrier_sync(DQ_FULL, THREADS);
-      if (elected) {
-        const int64_t row = accum_row(params, tile, head, m * BLOCK_M);
-        int* flag = params.dq_semaphore ? turn_flag(params, row, BLOCK_M) : nullptr;
-        if (flag) wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
-        bulk_reduce_add(params.dq_accum + row * HEAD_DIM, smem_dq,
-                        BLOCK_M * HEAD_DIM * sizeof(float));
-        bulk_commit();
-        if (flag) {
-          bulk_wait<0>();
-          release_flag(flag);
-        } else {
-          bulk_wait_read<0>();
+    for (int head = tile.head_begin; head < tile.head_end; ++head) {
+#pragma unroll 1
+      for (int m = tile.m_range.begin; m < tile.m_range.end; ++m) {
+        named_barrier_arrive(DQ_EMPTY, THREADS);
+        named_barrier_sync(DQ_FULL, THREADS);
+        if (elected) {
+          const int64_t row = accum_row(params, tile, head, m * BLOCK_M);
+          int* flag = params.dq_semaphore ? turn_flag(params, row, BLOCK_M) : nullptr;
+          if (flag) wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
+          bulk_reduce_add(params.dq_accum + row * HEAD_DIM, smem_dq,
+                          BLOCK_M * HEAD_DIM * sizeof(float));
+          bulk_commit();
+          if (flag) {
+            bulk_wait<0>();
+            release_flag(flag);
+          } else {
+            bulk_wait_read<0>();
+          }
         }
+        __syncwarp();
       }
-      __syncwarp();
     }
   }
 }
@@ -81,18 +87,26 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   const uint32_t smem_ds = smem_dout + NUM_STAGES * TileQ::BYTES;
   const uint32_t smem_dq = smem_ds + NUM_STAGES * TileS::BYTES;
   __shared__ BwdShared<BLOCK_M, NUM_STAGES> shared;
-  if (threadIdx.x == 0) shared.init(params.base, BLOCK_N, GROUPS);
+  if (threadIdx.x == 0) shared.init(GROUPS);
   __syncthreads();
-  const BwdTile& tile = shared.tile;
-  if (tile.n_rows <= 0) return;  // packed: past the end of this sequence
 
   if (warpgroup_index() == 0) {
     release_registers<40>();
     const int warp = warp_in_warpgroup();
-    if (warp == 0 && elect_one()) {
-      load_bwd_tiles<TileQ, TileKV>(params, shared, smem_k, smem_v, smem_q, smem_dout);
+    if (warp == 0) {
+      if (elect_one()) schedule_bwd_tiles(params, shared, BLOCK_N);
     } else if (warp == 1) {
-      reduce_dq<HEAD_DIM, BLOCK_M, BLOCK_N, CONSUMERS + 32>(params.base, tile, smem_dq);
+      if (elect_one())
+        load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
+            params, shared,
+            {1, 0, smem_k, smem_q, shared.k, shared.q, params.base.lse_log2, shared.lse_log2});
+    } else if (warp == 2) {
+      if (elect_one())
+        load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
+            params, shared,
+            {2, 3, smem_v, smem_dout, shared.v, shared.dout, params.base.delta, shared.delta});
+    } else {
+      reduce_dq<HEAD_DIM, BLOCK_M, BLOCK_N, CONSUMERS + 32>(params.base, shared, smem_dq);
     }
     return;
   }
@@ -107,14 +121,20 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   const int lane = threadIdx.x % 32;
   const ScoreScale<SOFTCAP> score(shape);
 
-  float acc_dk[HEAD_DIM / 8][4] = {};
-  float acc_dv[HEAD_DIM / 8][4] = {};
+  float acc_dk[HEAD_DIM / 8][4];
+  float acc_dv[HEAD_DIM / 8][4];
   Ring<NUM_STAGES> ring;
+  Ring<BWD_TILE_RECORDS> record;
 
-  const auto step = [&](int head, int m_begin, bool masked) {
-    const uint32_t q_stage = smem_q + ring.stage * TileQ::BYTES;
-    const uint32_t dout_stage = smem_dout + ring.stage * TileQ::BYTES;
-    const uint32_t ds_stage = smem_ds + ring.stage * TileS::BYTES;
+  const auto step = [&](const BwdTile& tile, int head, int m_begin, bool masked) {
+    // uniform() keeps descriptors in uniform registers, and those of K and V from being computed
+    // ahead of all loops, which would fill the register file.
+    const uint32_t k_tile = uniform(smem_k);
+    const uint32_t v_tile = uniform(smem_v);
+    const int stage = uniform(ring.stage);
+    const uint32_t q_stage = smem_q + stage * TileQ::BYTES;
+    const uint32_t dout_stage = smem_dout + stage * TileQ::BYTES;
+    const uint32_t ds_stage = smem_ds + stage * TileS::BYTES;
 
     const float alibi_slope =
         ALIBI ? params.base.alibi_slopes[tile.batch * params.base.alibi_batch_stride + head] : 0.f;
@@ -123,10 +143,10 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     float s[BLOCK_M / 8][4];
     float dp[BLOCK_M / 8][4];
     shared.q.wait_full(ring);
-    wg_gemm<T, HEAD_DIM / 16>(s, WgRowOperand<TileKV>(smem_k, group * 64),
+    wg_gemm<T, HEAD_DIM / 16>(s, WgRowOperand<TileKV>(k_tile, group * 64),
                               WgRowOperand<TileQ>(q_stage, 0), false);
     shared.dout.wait_full(ring);
-    wg_gemm<T, HEAD_DIM / 16>(dp, WgRowOperand<TileKV>(smem_v, group * 64),
+    wg_gemm<T, HEAD_DIM / 16>(dp, WgRowOperand<TileKV>(v_tile, group * 64),
                               WgRowOperand<TileQ>(dout_stage, 0), false);
     wgmma_wait<1>();
     pin(s);
@@ -194,7 +214,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     float dq[DQ_COLS / 8][4];
     const int dq_col = SPLIT_ROWS ? 0 : group * DQ_COLS;
     wg_gemm<T, BLOCK_N / 16>(dq, WgRowOperand<TileS>(ds_stage, SPLIT_ROWS ? group * 64 : 0),
-                             WgColumnOperand<TileKV>(smem_k + dq_col % 64 * sizeof(T), dq_col / 64),
+                             WgColumnOperand<TileKV>(k_tile + dq_col % 64 * sizeof(T), dq_col / 64),
                              false);
     wgmma_wait<1>();
     pin(acc_dv);
@@ -217,33 +237,46 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     ring.advance();
   };
 
-  if (tile.has_queries()) mbarrier_wait(smem_address(&shared.kv_full), 0);
 #pragma unroll 1
-  for (int head = tile.head_begin; head < tile.head_end; ++head) {
+  for (;; record.advance()) {
+    const BwdTile& tile = shared.wait_tile(record);
+    if (uniform(tile.n_rows) == 0) return;
+    set_zero(acc_dk);
+    set_zero(acc_dv);
+    shared.k.wait_full(kv_place(record));
+    shared.v.wait_full(kv_place(record));
     // Masked on both edges of a window, plain between them.
-    const int m_end = tile.m_range.end;
-    const int inner_begin = tile.m_range.inner_begin;
-    const int inner_end = min(tile.m_range.inner_end, m_end);
+    const int head_end = uniform(tile.head_end);
+    const int m_end = uniform(tile.m_range.end);
+    const int inner_begin = uniform(tile.m_range.inner_begin);
+    const int inner_end = min(uniform(tile.m_range.inner_end), m_end);
 #pragma unroll 1
-    for (int m = tile.m_range.begin; m < m_end;) {
+    for (int head = uniform(tile.head_begin); head < head_end; ++head) {
 #pragma unroll 1
-      for (; m < m_end && (m < inner_begin || m >= inner_end); ++m) step(head, m * BLOCK_M, true);
+      for (int m = uniform(tile.m_range.begin); m < m_end;) {
 #pragma unroll 1
-      for (; m < inner_end; ++m) step(head, m * BLOCK_M, false);
+        for (; m < m_end && (m < inner_begin || m >= inner_end); ++m) {
+          step(tile, head, m * BLOCK_M, true);
+        }
+#pragma unroll 1
+        for (; m < inner_end; ++m) step(tile, head, m * BLOCK_M, false);
+      }
     }
-  }
+    shared.k.release(0);  // the next tile is loaded while this one is written
+    shared.v.release(0);
 
-  // ---- write dK and dV ----
+    // ---- write dK and dV ----
 #pragma unroll
-  for (int n = 0; n < HEAD_DIM / 8; ++n) {
+    for (int n = 0; n < HEAD_DIM / 8; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) acc_dk[n][i] *= shape.scale;
+      for (int i = 0; i < 4; ++i) acc_dk[n][i] *= shape.scale;
+    }
+    const int64_t row = tile.sequence.start_k + tile.n_begin + key_row;
+    const Strides& dk_strides = params.base.dk_strides;
+    const Strides& dv_strides = params.base.dv_strides;
+    store_rows(static_cast<T*>(params.base.dk) + dk_strides.at(tile.batch, row, tile.head_kv),
+               dk_strides.row, acc_dk, tile.n_rows - key_row, shape.head_dim);
+    store_rows(static_cast<T*>(params.base.dv) + dv_strides.at(tile.batch, row, tile.head_kv),
+               dv_strides.row, acc_dv, tile.n_rows - key_row, shape.head_dim);
   }
-  const int64_t row = tile.sequence.start_k + tile.n_begin + key_row;
-  const Strides& dk_strides = params.base.dk_strides;
-  const Strides& dv_strides = params.base.dv_strides;
-  store_rows(static_cast<T*>(params.base.dk) + dk_strides.at(tile.batch, row, tile.head_kv),
-             dk_strides.row, acc_dk, tile.n_rows - key_row, shape.head_dim);
-  store_rows(static_cast<T*>(params.base.dv) + dv_strides.at(tile.batch, row, tile.head_kv),
-             dv_strides.row, acc_dv, tile.n_rows - key_row, shape.head_dim);
 }

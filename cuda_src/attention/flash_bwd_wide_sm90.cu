@@ -24,7 +24,8 @@ template <typename T, int N>
 __device__ __forceinline__ void store_columns(T* out, int64_t row_stride, const float (&acc)[N][4],
                                               int rows, int columns) {
   static_assert(N % 2 == 0, "a quad exchanges two columns of eight keys");
-  const int lane = threadIdx.x % 32;
+  const int lane = fresh_thread_index() % 32;  // as in store_rows
+  row_stride = opaque(row_stride);
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
     uint32_t words[4];  // (keys n, columns 0-7), (n, 8-15), (n + 1, 0-7), (n + 1, 8-15)
@@ -70,15 +71,23 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   const uint32_t smem_p = smem_dout + NUM_STAGES * TileQ::BYTES;
   const uint32_t smem_ds = smem_p + NUM_STAGES * TileS::BYTES;
   __shared__ BwdShared<BLOCK_M, NUM_STAGES> shared;
-  if (threadIdx.x == 0) shared.init(params.base, BLOCK_N, GROUPS);
+  if (threadIdx.x == 0) shared.init(GROUPS);
   __syncthreads();
-  const BwdTile& tile = shared.tile;
-  if (tile.n_rows <= 0) return;  // packed: past the end of this sequence
 
   if (warpgroup_index() == 0) {
     release_registers<GROUPS == 2 ? 40 : 32>();
-    if (warp_in_warpgroup() == 0 && elect_one()) {
-      load_bwd_tiles<TileQ, TileKV>(params, shared, smem_k, smem_v, smem_q, smem_dout);
+    const int warp = warp_in_warpgroup();
+    if (!elect_one()) return;
+    if (warp == 0) {
+      schedule_bwd_tiles(params, shared, BLOCK_N);
+    } else if (warp == 1) {
+      load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
+          params, shared,
+          {1, 0, smem_k, smem_q, shared.k, shared.q, params.base.lse_log2, shared.lse_log2});
+    } else if (warp == 2) {
+      load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
+          params, shared,
+          {2, 3, smem_v, smem_dout, shared.v, shared.dout, params.base.delta, shared.delta});
     }
     return;
   }
@@ -89,16 +98,17 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   // Positions of elements come from threadIdx, not from `group`: it stays in a uniform register,
   // and with it the descriptors.
   const int group = warpgroup_index() - 1;
-  const int warp_row = threadIdx.x % WARPGROUP / 32 * 16;
-  const int warp_key = (threadIdx.x / WARPGROUP - 1) * KEYS;
-  const int lane = threadIdx.x % 32;
-  const ScoreScale<SOFTCAP> score(shape);
 
-  float acc_dk[SLICES][BLOCK_N / 8][4] = {};  // transposed: rows are head_dim, columns are keys
-  float acc_dv[SLICES][BLOCK_N / 8][4] = {};
+  float acc_dk[SLICES][BLOCK_N / 8][4];  // transposed: rows are head_dim, columns are keys
+  float acc_dv[SLICES][BLOCK_N / 8][4];
   Ring<NUM_STAGES> ring;
+  Ring<BWD_TILE_RECORDS> record;
 
   const auto store_s = [&](uint32_t tile, const float (&acc)[KEYS / 8][4]) {
+    const int thread = fresh_thread_index();
+    const int lane = thread % 32;
+    const int warp_row = thread % WARPGROUP / 32 * 16;
+    const int warp_key = (thread / WARPGROUP - 1) * KEYS;
     uint32_t packed[KEYS / 16][4];
     wg_pack<T>(packed, acc);
 #pragma unroll
@@ -108,10 +118,15 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     }
   };
 
-  const auto step = [&](int head, int m_begin, bool masked) {
-    const uint32_t q_stage = smem_q + ring.stage * TileQ::BYTES;
-    const uint32_t dout_stage = smem_dout + ring.stage * TileQ::BYTES;
-    const uint32_t p_stage = smem_p + ring.stage * TileS::BYTES;
+  const auto step = [&](const BwdTile& tile, int head, int m) {
+    const int m_begin = m * BLOCK_M;
+    // See flash_bwd_sm90.cu.
+    const uint32_t k_tile = uniform(smem_k);
+    const uint32_t v_tile = uniform(smem_v);
+    const int stage = uniform(ring.stage);
+    const uint32_t q_stage = smem_q + stage * TileQ::BYTES;
+    const uint32_t dout_stage = smem_dout + stage * TileQ::BYTES;
+    const uint32_t p_stage = smem_p + stage * TileS::BYTES;
 
     const float alibi_slope =
         ALIBI ? params.base.alibi_slopes[tile.batch * params.base.alibi_batch_stride + head] : 0.f;
@@ -121,17 +136,19 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     float dp[KEYS / 8][4];
     shared.q.wait_full(ring);
     wg_gemm<T, HEAD_DIM / 16>(s, WgRowOperand<TileQ>(q_stage, 0),
-                              WgRowOperand<TileKV>(smem_k, group * KEYS), false);
+                              WgRowOperand<TileKV>(k_tile, group * KEYS), false);
     shared.dout.wait_full(ring);
     wg_gemm<T, HEAD_DIM / 16>(dp, WgRowOperand<TileQ>(dout_stage, 0),
-                              WgRowOperand<TileKV>(smem_v, group * KEYS), false);
+                              WgRowOperand<TileKV>(v_tile, group * KEYS), false);
     wgmma_wait<1>();
     pin(s);
 
     // ---- P, dV^T += dO^T P ----
-    const int row = warp_row + lane / 4;
+    const ScoreScale<SOFTCAP> score(shape);
+    const int thread = fresh_thread_index();
+    const int row = thread % WARPGROUP / 32 * 16 + thread % 32 / 4;
     const int query = m_begin + row;
-    const int key = tile.n_begin + warp_key + lane % 4 * 2;
+    const int key = tile.n_begin + (thread / WARPGROUP - 1) * KEYS + thread % 4 * 2;
     float cap_slope[SOFTCAP ? KEYS / 8 : 1][4];  // d tanh(x) / dx
     if constexpr (SOFTCAP) {
       apply_softcap(s, score.to_tanh);
@@ -143,7 +160,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     }
     if constexpr (ALIBI)
       apply_alibi(s, score.alibi(alibi_slope), query, key, tile.sequence.diagonal);
-    if (masked) apply_mask(s, tile.sequence, query, key);
+    if (tile.m_range.needs_mask(m)) apply_mask(s, tile.sequence, query, key);
     const float* lse_log2 = &shared.lse_log2[ring.stage][row];
     const float* delta = &shared.delta[ring.stage][row];
 #pragma unroll
@@ -186,7 +203,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     // ---- dQ = dS K, dK^T += Q^T dS ----
     float dq[SLICES * 8][4];
     wg_gemm<T, BLOCK_N / 16>(dq, WgRowOperand<TileS>(smem_ds, 0),
-                             WgColumnOperand<TileKV>(smem_k, group * SLICES), false);
+                             WgColumnOperand<TileKV>(k_tile, group * SLICES), false);
 #pragma unroll
     for (int i = 0; i < SLICES; ++i) {
       wg_gemm<T, BLOCK_M / 16>(acc_dk[i], WgColumnOperand<TileQ>(q_stage, group * SLICES + i),
@@ -222,37 +239,43 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     ring.advance();
   };
 
-  if (tile.has_queries()) mbarrier_wait(smem_address(&shared.kv_full), 0);
 #pragma unroll 1
-  for (int head = tile.head_begin; head < tile.head_end; ++head) {
-    // Masked on both edges of a window, plain between them.
-    const int m_end = tile.m_range.end;
-    const int inner_begin = tile.m_range.inner_begin;
-    const int inner_end = min(tile.m_range.inner_end, m_end);
-#pragma unroll 1
-    for (int m = tile.m_range.begin; m < m_end;) {
-#pragma unroll 1
-      for (; m < m_end && (m < inner_begin || m >= inner_end); ++m) step(head, m * BLOCK_M, true);
-#pragma unroll 1
-      for (; m < inner_end; ++m) step(head, m * BLOCK_M, false);
+  for (;; record.advance()) {
+    const BwdTile& tile = shared.wait_tile(record);
+    if (uniform(tile.n_rows) == 0) return;
+#pragma unroll
+    for (int i = 0; i < SLICES; ++i) {
+      set_zero(acc_dk[i]);
+      set_zero(acc_dv[i]);
     }
-  }
+    shared.k.wait_full(kv_place(record));
+    shared.v.wait_full(kv_place(record));
+    const int head_end = uniform(tile.head_end);
+    const int m_end = uniform(tile.m_range.end);
+#pragma unroll 1
+    for (int head = uniform(tile.head_begin); head < head_end; ++head) {
+#pragma unroll 1
+      for (int m = uniform(tile.m_range.begin); m < m_end; ++m) step(tile, head, m);
+    }
+    shared.k.release(0);  // the next tile is loaded while this one is written
+    shared.v.release(0);
 
-  // ---- write dK and dV ----
-  const int64_t row = tile.sequence.start_k + tile.n_begin;
-  const Strides& dk_strides = params.base.dk_strides;
-  const Strides& dv_strides = params.base.dv_strides;
-  T* dk = static_cast<T*>(params.base.dk) + dk_strides.at(tile.batch, row, tile.head_kv);
-  T* dv = static_cast<T*>(params.base.dv) + dv_strides.at(tile.batch, row, tile.head_kv);
+    // ---- write dK and dV ----
+    const int64_t row = tile.sequence.start_k + tile.n_begin;
+    const Strides& dk_strides = params.base.dk_strides;
+    const Strides& dv_strides = params.base.dv_strides;
+    T* dk = static_cast<T*>(params.base.dk) + dk_strides.at(tile.batch, row, tile.head_kv);
+    T* dv = static_cast<T*>(params.base.dv) + dv_strides.at(tile.batch, row, tile.head_kv);
 #pragma unroll
-  for (int i = 0; i < SLICES; ++i) {
+    for (int i = 0; i < SLICES; ++i) {
 #pragma unroll
-    for (int n = 0; n < BLOCK_N / 8; ++n) {
+      for (int n = 0; n < BLOCK_N / 8; ++n) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) acc_dk[i][n][j] *= shape.scale;
+        for (int j = 0; j < 4; ++j) acc_dk[i][n][j] *= shape.scale;
+      }
+      const int column = (group * SLICES + i) * 64 + fresh_thread_index() % WARPGROUP / 32 * 16;
+      store_columns(dk + column, dk_strides.row, acc_dk[i], tile.n_rows, shape.head_dim - column);
+      store_columns(dv + column, dv_strides.row, acc_dv[i], tile.n_rows, shape.head_dim - column);
     }
-    const int column = (group * SLICES + i) * 64 + warp_row;
-    store_columns(dk + column, dk_strides.row, acc_dk[i], tile.n_rows, shape.head_dim - column);
-    store_columns(dv + column, dv_strides.row, acc_dv[i], tile.n_rows, shape.head_dim - column);
   }
 }

@@ -303,13 +303,6 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     hand_over_o(stage);
     write_lse(tile, {-INF, -INF});
   };
-  const auto clear_o = [&] {
-#pragma unroll
-    for (int d = 0; d < HEAD_DIM / 8; ++d) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc_o[d][i] = 0.f;
-    }
-  };
   // Waits for the next tile that has keys; writes those that have none. False at the end.
   const auto next_tile = [&] {
     for (;;) {
@@ -367,7 +360,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     softmax(s, n >= inner_end || n < inner_begin, rescale);
     wg_pack<T>(p, s);
   }
-  clear_o();
+  set_zero(acc_o);
 #pragma unroll 1
   for (;;) {
     // ---- the rest of the tile: masked on both edges of a window, plain between them ----
@@ -414,7 +407,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     }
     pin(s);
     shared.k.release(kv_ring.stage);
-    clear_o();
+    set_zero(acc_o);
     state = RowState();
     float rescale[2];
     softmax(s, n >= inner_end || n < inner_begin, rescale);

@@ -1,6 +1,7 @@
 // Accumulator fragments straight to rows in global memory, 16 bytes a lane.
 #pragma once
 #include "../ptx/math.cuh"
+#include "../ptx/opaque.cuh"
 
 // Transposes the 4 x 4 words that the lanes of a quad hold: afterwards word j of lane c is what was
 // word c of lane j.
@@ -24,7 +25,10 @@ template <typename T, int N>
 __device__ __forceinline__ void store_rows(T* out, int64_t row_stride, const float (&acc)[N][4],
                                            int rows, int head_dim) {
   static_assert(N % 4 == 0, "a quad exchanges four columns of eight");
-  const int lane = threadIdx.x % 32;
+  // Anew and opaque: in a persistent kernel the compiler would keep the multiples of the stride in
+  // registers from tile to tile.
+  const int lane = fresh_thread_index() % 32;
+  row_stride = opaque(row_stride);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = lane / 4 + half * 8;

@@ -70,6 +70,15 @@ __device__ __forceinline__ void wg_gemm(float (&acc)[N][4], uint32_t (&a)[K_STEP
   pin(a);
 }
 
+template <int N>
+__device__ __forceinline__ void set_zero(float (&acc)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[n][i] = 0.f;
+  }
+}
+
 // An accumulator as operand A of the next product: its columns become k.
 template <typename T, int N>
 __device__ __forceinline__ void wg_pack(uint32_t (&a)[N / 2][4], const float (&acc)[N][4]) {

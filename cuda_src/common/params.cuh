@@ -101,6 +101,7 @@ struct alignas(64) FlashBwdSm90Params {
   TensorMap dout_map;
   FlashBwdParams base;
   const TensorMap* sequence_maps;
+  uint32_t* tile_counter;
 };
 
 struct alignas(64) SequenceMapsParams {

@@ -6,8 +6,8 @@ from typing import ClassVar
 from ..kernel_config import KernelConfig
 from ..params import ACCUM_ROW_ALIGN, AttentionShape, FlashBwdParams
 
-THREADS = 256
-ROWS_PER_BLOCK = 32  # four rows a warp, as in flash_bwd_preprocess.cu
+THREADS = 128
+ROWS_PER_BLOCK = 32  # eight rows a warp, as in flash_bwd_preprocess.cu
 
 
 @dataclasses.dataclass(frozen=True)

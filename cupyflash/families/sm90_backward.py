@@ -27,6 +27,7 @@ class FlashBwdSm90(KernelConfig):
 
     source: ClassVar[str] = "attention/flash_bwd_sm90.cu"
     params: ClassVar[type[FlashBwdSm90Params]] = FlashBwdSm90Params
+    persistent: ClassVar[bool] = True
 
     dtype: str
     head_dim: int
@@ -48,7 +49,7 @@ class FlashBwdSm90(KernelConfig):
         return {"q": self.block_m, "k": self.block_n, "v": self.block_n, "dout": self.block_m}
 
     def grid(self, shape: AttentionShape) -> int:
-        """Number of blocks."""
+        """Number of tiles."""
         return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
 
 
@@ -58,6 +59,7 @@ class FlashBwdWideSm90(KernelConfig):
 
     source: ClassVar[str] = "attention/flash_bwd_wide_sm90.cu"
     params: ClassVar[type[FlashBwdSm90Params]] = FlashBwdSm90Params
+    persistent: ClassVar[bool] = True
 
     dtype: str
     head_dim: int
@@ -80,7 +82,7 @@ class FlashBwdWideSm90(KernelConfig):
         return {"q": self.block_m, "k": self.block_n, "v": self.block_n, "dout": self.block_m}
 
     def grid(self, shape: AttentionShape) -> int:
-        """Number of blocks."""
+        """Number of tiles."""
         return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
 
 
