@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from bench.bars import add_bars, bar_lines
 from bench.problem import DTYPES, Problem
 from bench.providers import PROVIDERS, Call, is_ours
 from bench.report import (
@@ -33,7 +34,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.attention", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--head-dim", type=int, nargs="+", default=[64, 128])
+    add("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     add("--seqlen", type=int, nargs="+", default=SEQLENS)
     add("--batch-tokens", type=int, default=16384, help="batch = this / seqlen, at least 1")
     add("--hidden", type=int, default=2048, help="heads = this / head_dim, without --heads")
@@ -95,12 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells = list(itertools.product(PASSES[options.direction], problems(options)))
     for direction, problem in track(cells, "attention", console=out):
         rows += measure(problem, direction, options.providers, timer, notes)
+        add_bars(rows, fields["gpu"])
         # After every cell, so that a run that is cut short leaves what it measured.
         protocol = PROTOCOL.format(repeats=options.repeats)
         path = write_results(options.output, rows, protocol, command, **fields)
     out.print(attention_table(rows, fields["matmul_tflops"]))
-    for line in geometric_means(rows):
-        out.print(line)
+    for line in (*geometric_means(rows), *bar_lines(rows)):
+        out.print(line, soft_wrap=True)
     out.print(f"wrote {path}")
     return int(any(map(is_ours, notes.wrong)))
 

@@ -1,9 +1,9 @@
 """The check before the clock: a provider's results on the tensors that will be timed.
 
-128 query rows at a random place of a random key head are compared with float64 by the rule of
-cupyflash.testing: at most twice the error of PyTorch in the same dtype, plus rounding. The gradient
-of the output is zero outside those rows, so that dq, dk and dv of a long sequence can be checked at
-the cost of a short one. Everything else must at least be finite.
+128 query rows at a random place of a random sequence and key head are compared with float64 by the
+rule of cupyflash.testing: at most twice the error of PyTorch in the same dtype, plus rounding. The
+gradient of the output is zero outside those rows, so that dq, dk and dv of a long sequence can be
+checked at the cost of a short one. Everything else must at least be finite.
 """
 
 import contextlib
@@ -19,23 +19,39 @@ ROWS = 128
 
 
 class Check:
-    """The float64 results of a slice of a problem, computed once for all providers."""
+    """The float64 results of a slice of a problem, computed once for all providers.
 
-    def __init__(self, problem: Problem, tensors: tuple[Any, ...]) -> None:
+    Args:
+        lengths: of the sequences packed into a batch of one.
+        options: of `cupyflash.attention` besides causal.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        tensors: tuple[Any, ...],
+        lengths: tuple[int, ...] = (),
+        **options: Any,
+    ) -> None:
         import torch
 
         rng = random.Random(str(problem))
         group = problem.heads // problem.heads_kv
-        first = rng.randrange(max(1, problem.seqlen - ROWS + 1))
-        last = min(problem.seqlen, first + ROWS)
-        seen = last if problem.causal else problem.seqlen  # keys; causal aligns bottom-right
+        begin, end = 0, problem.seqlen
+        if lengths:
+            chosen = rng.randrange(len(lengths))
+            begin = sum(lengths[:chosen])
+            end = begin + lengths[chosen]
+        first = rng.randrange(begin, max(begin + 1, end - ROWS + 1))
+        last = min(end, first + ROWS)
+        seen = last if problem.causal else end  # keys; causal aligns bottom-right
         b, head = rng.randrange(problem.batch), rng.randrange(problem.heads_kv)
         rows = (slice(b, b + 1), slice(first, last), slice(head * group, (head + 1) * group))
-        keys = (slice(b, b + 1), slice(0, seen), slice(head, head + 1))
+        keys = (slice(b, b + 1), slice(begin, seen), slice(head, head + 1))
         q, k, v, dout = tensors
         inputs = Inputs(q[rows], k[keys], v[keys], dout[rows], problem.dtype)
         self.slices = {"out": rows, "dq": rows, "dk": keys, "dv": keys}
-        self.expected: Expected = expected(inputs, causal=problem.causal)
+        self.expected: Expected = expected(inputs, causal=problem.causal, **options)
         self.dout = torch.zeros_like(dout)
         self.dout[rows] = dout[rows]
 

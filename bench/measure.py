@@ -9,7 +9,7 @@ from bench.correctness import Check
 from bench.problem import Problem
 from bench.providers import PROVIDERS, Call
 from bench.report import Row
-from bench.timing import Timer
+from bench.timing import Timer, Timing
 
 
 class Notes:
@@ -33,6 +33,11 @@ class Notes:
         if (impl, reason) not in self.told:
             self.told.add((impl, reason))
             self.say(f"{impl} left out from {where} on: {reason}")
+
+    def late(self, name: str, timing: Timing, where: str) -> None:
+        """Say so if launch cost may be in the time."""
+        if timing.late > timing.repeats // 4:
+            self.say(f"{name}: host late in {timing.late} of {timing.repeats} runs of {where}")
 
     def say(self, text: str) -> None:
         self.out.print(text, markup=False, soft_wrap=True)
@@ -60,8 +65,7 @@ def measure(
             torch.cuda.empty_cache()  # what ran out of memory has left it in pieces
     rows = []
     for name, timing in timer.compare(calls).items():
-        if timing.late > timing.repeats // 4:
-            notes.say(f"{name}: host late in {timing.late} of {timing.repeats} runs of {where}")
+        notes.late(name, timing, where)
         tflops = problem.flops(direction) / timing.ms / 1e9
         row = problem.row(impl=name, ms=round(timing.ms, 5), tflops=round(tflops, 2))
         extra = {"repeats": timing.repeats, "sm_mhz": timer.sm_mhz}

@@ -1,6 +1,8 @@
 """A picture of a results file: TFLOP/s by sequence length, a panel per head dim, full and causal.
 
 python -m bench.plot bench/results/attention.json    writes attention-fwd.png and attention-bwd.png
+
+A line across a group is the bar of `bench.bars`: the rate of the best peer there is.
 """
 
 import argparse
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.bars import BARS
 from bench.providers import PROVIDERS
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; ours are the warm ones.
@@ -25,6 +28,9 @@ COLOURS = {
     "flash-attn-3": "#000000",
     "flash-attn-4": "#6B4C9A",
 }
+LABELS = {"sdpa-flash": "FA2 (sdpa-flash)", "sdpa-cudnn": "cuDNN (sdpa-cudnn)"}
+BAR_LABEL = "best peer, FA3 and FA4 too"
+BAR_LINE = {"color": "black", "linewidth": 1.3}
 PASS_TITLES = {"fwd": "forward", "bwd": "backward"}
 
 
@@ -59,6 +65,7 @@ def draw(results: dict[str, Any], direction: str, path: Path) -> None:
             shown = [row for row in rows if tuple(row[field] for field in fields) == key]
             axis = axes[line][column]
             draw_panel(axis, shown, impls)
+            draw_bars_to_pass(axis, shown)
             group = f"{heads} heads" if heads == heads_kv else f"{heads}/{heads_kv} heads"
             title = f"head dim {head_dim}, {'causal' if causal else 'full'} ({dtype}, {group})"
             axis.set_title(title, fontsize=11, loc="left")
@@ -67,29 +74,38 @@ def draw(results: dict[str, Any], direction: str, path: Path) -> None:
             if line == len(lines) - 1:
                 axis.set_xlabel("sequence length")
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in impls]
-    rows_of_legend = -(-len(impls) // 7)
+    labels = [LABELS.get(name, name) for name in impls]
+    rate = results["matmul_tflops"]
+    note = (
+        f"attention {PASS_TITLES[direction]} on {results['gpu']}; its matrix product "
+        f"(8192\N{SUPERSCRIPT THREE}, bfloat16) in the same run: {rate:.0f} TFLOP/s"
+    )
+    if any("bar_tflops" in row for row in rows):
+        handles.append(pyplot.Line2D([], [], **BAR_LINE))
+        labels.append(BAR_LABEL)
+        note += (
+            f"\nbest peer: the fastest of cuDNN, FA2, FA3 and FA4 side by side on {BARS['date']}, "
+            "as a multiple of cuDNN, times cuDNN here"
+        )
+    rows_of_legend = -(-len(labels) // 6)
     figure.legend(
         handles,
-        impls,
+        labels,
         loc="outside upper center",
-        ncols=-(-len(impls) // rows_of_legend),
+        ncols=-(-len(labels) // rows_of_legend),
         fontsize=9,
         frameon=False,
         handlelength=1.0,
     )
-    rate = results["matmul_tflops"]
-    figure.supxlabel(
-        f"attention {PASS_TITLES[direction]} on {results['gpu']}; its matrix product "
-        f"(8192\N{SUPERSCRIPT THREE}, bfloat16) in the same run: {rate:.0f} TFLOP/s",
-        fontsize=9,
-        color="#444444",
-    )
+    figure.supxlabel(note, fontsize=9, color="#444444")
     figure.savefig(path, dpi=160)
     pyplot.close(figure)
 
 
 def draw_panel(axis: Any, rows: list[dict[str, Any]], impls: list[str]) -> None:
     """Bars of the providers side by side, a group for each sequence length."""
+    from matplotlib.patheffects import withStroke
+
     seqlens = sorted({row["seqlen_q"] for row in rows})
     width = 0.84 / len(impls)
     for row in rows:
@@ -97,13 +113,26 @@ def draw_panel(axis: Any, rows: list[dict[str, Any]], impls: list[str]) -> None:
         x = seqlens.index(row["seqlen_q"]) + (index - (len(impls) - 1) / 2) * width
         axis.bar(x, row["tflops"], 0.94 * width, color=COLOURS[row["impl"]])
         if row["impl"] == "cupyflash":
-            style = {"ha": "center", "va": "bottom", "rotation": 90, "fontsize": 7}
-            axis.annotate(f" {row['tflops']:.0f}", (x, row["tflops"]), **style)
+            # At the foot of the bar, since the line of the best peer may cross its top; the stroke
+            # keeps the figure readable where it is higher than the bar.
+            style = {"ha": "center", "va": "bottom", "rotation": 90, "fontsize": 8}
+            stroke = [withStroke(linewidth=2, foreground=COLOURS[row["impl"]])]
+            text = f" {row['tflops']:.0f}"
+            axis.annotate(text, (x, 0), color="white", path_effects=stroke, **style)
     axis.set_xticks(range(len(seqlens)), [str(seqlen) for seqlen in seqlens])
     axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
     axis.margins(y=0.12)
+
+
+def draw_bars_to_pass(axis: Any, rows: list[dict[str, Any]]) -> None:
+    """A line across the group of each sequence length that has a bar."""
+    seqlens = sorted({row["seqlen_q"] for row in rows})
+    bars = {row["seqlen_q"]: row["bar_tflops"] for row in rows if "bar_tflops" in row}
+    for seqlen, tflops in bars.items():
+        x = seqlens.index(seqlen)
+        axis.hlines(tflops, x - 0.44, x + 0.44, **BAR_LINE)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -93,15 +93,20 @@ def ratios_to_best(rows: list[Row]) -> list[float]:
 
 
 def attention_table(rows: list[Row], matmul_tflops: float) -> Table:
-    """shape | provider | ms | TFLOP/s | % of the matrix-product rate | ratio to the best peer."""
+    """shape | provider | ms | TFLOP/s | % of the matrix-product rate | ratio to the best peer.
+
+    And the ratio to the bar (`bench.bars`) where a row has one.
+    """
     table = Table(box=MARKDOWN)
     table.add_column("shape", no_wrap=True)
     table.add_column("provider", no_wrap=True)
-    for title in ("ms", "TFLOP/s", "% of matmul", "vs best peer"):
+    bar = ["vs bar"] if any("bar_tflops" in row for row in rows) else []
+    for title in ("ms", "TFLOP/s", "% of matmul", "vs best peer", *bar):
         table.add_column(title, justify="right", no_wrap=True)
     previous = None
     for row, ratio in zip(rows, ratios_to_best(rows), strict=True):
         direction, problem = key = cell(row)
+        vs_bar = f"{row['tflops'] / row['bar_tflops']:.2f}" if "bar_tflops" in row else ""
         table.add_row(
             f"{direction} {problem}" if key != previous else "",
             row["impl"],
@@ -109,6 +114,7 @@ def attention_table(rows: list[Row], matmul_tflops: float) -> Table:
             f"{row['tflops']:.0f}",
             f"{100 * row['tflops'] / matmul_tflops:.0f} %",
             f"{ratio:.2f}",
+            *([vs_bar] if bar else []),
             style="bold" if is_ours(row["impl"]) else "",
         )
         previous = key
