@@ -59,8 +59,8 @@ struct BwdShared {
   RingBarriers<BWD_TILE_RECORDS> located;  // `full` only
   RingBarriers<1> k;
   RingBarriers<1> v;
-  RingBarriers<STAGES> q;     // Q and lse_log2
-  RingBarriers<STAGES> dout;  // dO and delta
+  RingBarriers<STAGES> q;  // Q, lse_log2 and delta
+  RingBarriers<STAGES> dout;
   uint64_t almost_loaded;
   alignas(16) float lse_log2[STAGES][BLOCK_M];
   alignas(16) float delta[STAGES][BLOCK_M];
@@ -68,10 +68,10 @@ struct BwdShared {
 
   __device__ void init(int consumers) {
     located.init(1);
-    k.init(consumers);
-    v.init(consumers);
-    q.init(consumers);
-    dout.init(consumers);
+    k.init(consumers / 32);  // by warp
+    v.init(consumers / 32);
+    q.init(consumers);  // by thread: lse_log2 and delta are read with ordinary loads
+    dout.init(consumers / 32);
     mbarrier_init(smem_address(&almost_loaded), 2);
     mbarrier_init_fence();
   }
@@ -145,9 +145,9 @@ __device__ __forceinline__ int* turn_flag(const FlashBwdParams& params, int64_t 
   return params.dq_semaphore + 1 + accum_row / block_m;
 }
 
-// What a producer loads: a tile of keys once, and for each tile of queries the rows that multiply
-// it, with a float a row. There are two: K with Q and lse_log2, V with dO and delta.
-template <int BLOCK_M, int STAGES>
+// What a producer loads: a tile of keys once, and each tile of queries that multiplies it. There
+// are two: K with Q, and the constants of its rows; V with dO.
+template <int STAGES>
 struct BwdLoad {
   int kv_map;  // numbers of the tensor maps
   int q_map;
@@ -155,16 +155,16 @@ struct BwdLoad {
   uint32_t smem_q;
   RingBarriers<1>& kv;
   RingBarriers<STAGES>& q;
-  const float* floats;
-  float (&smem_floats)[STAGES][BLOCK_M];
+  bool with_constants;
 };
 
 // A producer, one lane.
 template <class TileQ, class TileKV, int STAGES>
 __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
                                                BwdShared<TileQ::ROWS, STAGES>& shared,
-                                               const BwdLoad<TileQ::ROWS, STAGES>& to) {
-  constexpr uint32_t FLOAT_BYTES = TileQ::ROWS * sizeof(float);
+                                               const BwdLoad<STAGES>& to) {
+  constexpr uint32_t ROW_FLOATS = TileQ::ROWS * sizeof(float);
+  const uint32_t stage_bytes = TileQ::BYTES + (to.with_constants ? 2 * ROW_FLOATS : 0);
   const AttentionShape& shape = params.base.shape;
   Ring<BWD_TILE_RECORDS> record;
   Ring<STAGES> ring;
@@ -198,15 +198,19 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
       for (int m = tile.m_range.begin; m < tile.m_range.end; ++m, ring.advance()) {
         to.q.wait_empty(ring);
         const uint32_t full = smem_address(&to.q.full[ring.stage]);
-        mbarrier_arrive_expect(full, TileQ::BYTES + FLOAT_BYTES);
+        mbarrier_arrive_expect(full, stage_bytes);
 #pragma unroll
         for (int block = 0; block < TileQ::NUM_BLOCKS; ++block) {
           q_rows.load(to.smem_q + ring.stage * TileQ::BYTES + block * TileQ::BLOCK_BYTES, full,
                       block, m * TileQ::ROWS, head);
         }
-        bulk_load(smem_address(to.smem_floats[ring.stage]),
-                  to.floats + accum_row(params.base, tile, head, m * TileQ::ROWS), FLOAT_BYTES,
-                  full);
+        if (to.with_constants) {
+          const int64_t row = accum_row(params.base, tile, head, m * TileQ::ROWS);
+          bulk_load(smem_address(shared.lse_log2[ring.stage]), params.base.lse_log2 + row,
+                    ROW_FLOATS, full);
+          bulk_load(smem_address(shared.delta[ring.stage]), params.base.delta + row, ROW_FLOATS,
+                    full);
+        }
       }
     }
     mbarrier_arrive(almost_loaded);

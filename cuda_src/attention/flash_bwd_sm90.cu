@@ -87,7 +87,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   const uint32_t smem_ds = smem_dout + NUM_STAGES * TileQ::BYTES;
   const uint32_t smem_dq = smem_ds + NUM_STAGES * TileS::BYTES;
   __shared__ BwdShared<BLOCK_M, NUM_STAGES> shared;
-  if (threadIdx.x == 0) shared.init(GROUPS);
+  if (threadIdx.x == 0) shared.init(CONSUMERS);
   __syncthreads();
 
   if (warpgroup_index() == 0) {
@@ -97,14 +97,12 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
       if (elect_one()) schedule_bwd_tiles(params, shared, BLOCK_N);
     } else if (warp == 1) {
       if (elect_one())
-        load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
-            params, shared,
-            {1, 0, smem_k, smem_q, shared.k, shared.q, params.base.lse_log2, shared.lse_log2});
+        load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(params, shared,
+                                                  {1, 0, smem_k, smem_q, shared.k, shared.q, true});
     } else if (warp == 2) {
       if (elect_one())
         load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
-            params, shared,
-            {2, 3, smem_v, smem_dout, shared.v, shared.dout, params.base.delta, shared.delta});
+            params, shared, {2, 3, smem_v, smem_dout, shared.v, shared.dout, false});
     } else {
       reduce_dq<HEAD_DIM, BLOCK_M, BLOCK_N, CONSUMERS + 32>(params.base, shared, smem_dq);
     }
@@ -233,7 +231,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     wgmma_wait<0>();
     pin(acc_dk);
     pin(ds);
-    shared.q.release(ring.stage);
+    shared.q.release_by_thread(ring.stage);
     ring.advance();
   };
 

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   const uint32_t smem_p = smem_dout + NUM_STAGES * TileQ::BYTES;
   const uint32_t smem_ds = smem_p + NUM_STAGES * TileS::BYTES;
   __shared__ BwdShared<BLOCK_M, NUM_STAGES> shared;
-  if (threadIdx.x == 0) shared.init(GROUPS);
+  if (threadIdx.x == 0) shared.init(CONSUMERS);
   __syncthreads();
 
   if (warpgroup_index() == 0) {
@@ -81,13 +81,11 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     if (warp == 0) {
       schedule_bwd_tiles(params, shared, BLOCK_N);
     } else if (warp == 1) {
-      load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
-          params, shared,
-          {1, 0, smem_k, smem_q, shared.k, shared.q, params.base.lse_log2, shared.lse_log2});
+      load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(params, shared,
+                                                {1, 0, smem_k, smem_q, shared.k, shared.q, true});
     } else if (warp == 2) {
       load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
-          params, shared,
-          {2, 3, smem_v, smem_dout, shared.v, shared.dout, params.base.delta, shared.delta});
+          params, shared, {2, 3, smem_v, smem_dout, shared.v, shared.dout, false});
     }
     return;
   }
@@ -118,7 +116,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     }
   };
 
-  const auto step = [&](const BwdTile& tile, int head, int m) {
+  const auto step = [&](const BwdTile& tile, int head, int m, bool masked) {
     const int m_begin = m * BLOCK_M;
     // See flash_bwd_sm90.cu.
     const uint32_t k_tile = uniform(smem_k);
@@ -160,7 +158,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     }
     if constexpr (ALIBI)
       apply_alibi(s, score.alibi(alibi_slope), query, key, tile.sequence.diagonal);
-    if (tile.m_range.needs_mask(m)) apply_mask(s, tile.sequence, query, key);
+    if (masked) apply_mask(s, tile.sequence, query, key);
     const float* lse_log2 = &shared.lse_log2[ring.stage][row];
     const float* delta = &shared.delta[ring.stage][row];
 #pragma unroll
@@ -235,7 +233,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < SLICES; ++i) pin(acc_dk[i]);
-    shared.q.release(ring.stage);
+    shared.q.release_by_thread(ring.stage);
     ring.advance();
   };
 
@@ -254,8 +252,22 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     const int m_end = uniform(tile.m_range.end);
 #pragma unroll 1
     for (int head = uniform(tile.head_begin); head < head_end; ++head) {
+      if constexpr (GROUPS == 2) {  // masked on both edges of a window, plain between them
+        const int inner_begin = uniform(tile.m_range.inner_begin);
+        const int inner_end = min(uniform(tile.m_range.inner_end), m_end);
 #pragma unroll 1
-      for (int m = uniform(tile.m_range.begin); m < m_end; ++m) step(tile, head, m);
+        for (int m = uniform(tile.m_range.begin); m < m_end;) {
+#pragma unroll 1
+          for (; m < m_end && (m < inner_begin || m >= inner_end); ++m) step(tile, head, m, true);
+#pragma unroll 1
+          for (; m < inner_end; ++m) step(tile, head, m, false);
+        }
+      } else {  // three have no registers for the bounds
+#pragma unroll 1
+        for (int m = uniform(tile.m_range.begin); m < m_end; ++m) {
+          step(tile, head, m, uniform(tile.m_range.needs_mask(m)));
+        }
+      }
     }
     shared.k.release(0);  // the next tile is loaded while this one is written
     shared.v.release(0);

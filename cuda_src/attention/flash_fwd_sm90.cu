@@ -83,8 +83,8 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   __shared__ FwdShared<GROUPS, Q_STAGES, KV_STAGES> shared;
   if (threadIdx.x == 0) {
     for (auto& q : shared.q) q.init(1);
-    shared.k.init(GROUPS);
-    shared.v.init(GROUPS);
+    shared.k.init(GROUPS * 4);  // warps
+    shared.v.init(GROUPS * 4);
     mbarrier_init(smem_address(&shared.almost_loaded), 1);
     for (auto& barrier : shared.located) mbarrier_init(smem_address(&barrier), 1);
     for (auto& stage : shared.o_full) {

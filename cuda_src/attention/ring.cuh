@@ -19,7 +19,7 @@ struct Ring {
 };
 
 // The barriers of a ring: `full` counts the producer's announcement and the bytes of its copies,
-// `empty` one arrival a consumer warpgroup.
+// `empty` the arrivals of the consumers.
 template <int STAGES>
 struct RingBarriers {
   uint64_t full[STAGES];
@@ -37,8 +37,10 @@ struct RingBarriers {
   __device__ void wait_empty(const Ring<STAGES>& at) {
     mbarrier_wait(smem_address(&empty[at.stage]), at.parity ^ 1);
   }
-  // One thread of a warpgroup speaks for all: its wgmma_wait() covers the warpgroup's products.
+  // Consumers that read with wgmma only: a warp each, after its wgmma_wait().
   __device__ void release(int stage) {
-    if (threadIdx.x % 128 == 0) mbarrier_arrive(smem_address(&empty[stage]));
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&empty[stage]));
   }
+  // Consumers that read with ordinary loads as well: a thread each.
+  __device__ void release_by_thread(int stage) { mbarrier_arrive(smem_address(&empty[stage])); }
 };
