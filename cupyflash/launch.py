@@ -22,8 +22,6 @@ from .problem import Options, Problem, canonical_strides
 from .tensor_map import TensorMaps, tensor_map
 from .tile_counter import NULL, pack_pointer, tile_counters
 
-# Heads side by side where the blocks of one head take turns.
-DETERMINISTIC_HEADS = 32
 # Of the L2 cache, for the keys and values of the heads that run together (tile_order.cuh); the rest
 # is left to queries and outputs.
 SECTION_L2_FRACTION = 0.6
@@ -141,9 +139,9 @@ class BackwardPlan(Plan):
         self.scratch_size = shape.heads_q * rows * (2 + accum_dim)
         self.semaphores = 1 + shape.heads_q * rows // 16 if deterministic and accum_dim else 0
         per_query = 2 + (2 if accum_dim else 0)  # q, dout; the accumulator counts twice
-        shape.heads_per_section = _heads_per_section(problem, shape.seqlen_q, per_query)
-        if deterministic:  # a block waits for the one with the keys before: better another head's
-            shape.heads_per_section = max(shape.heads_per_section, DETERMINISTIC_HEADS)
+        shape.heads_per_section = _heads_per_section(
+            problem, shape.seqlen_q, per_query, side_by_side=deterministic
+        )
         params = FlashBwdParams(
             **{f"{name}_strides": x for name, x in strides.items()},
             lse_batch_stride=problem.lse_strides[0],
@@ -315,15 +313,18 @@ def _l2_bytes(device: int) -> int:
     return cupy.cuda.Device(device).attributes["L2CacheSize"]
 
 
-def _heads_per_section(problem: Problem, rows: int, tensors: int) -> int:
+def _heads_per_section(
+    problem: Problem, rows: int, tensors: int, side_by_side: bool = False
+) -> int:
     """How many heads run side by side, longest tiles first: see tile_order.cuh.
 
-    Only tiles of unequal length need it: a causal mask without a window to the left.
+    Only tiles of unequal length need it, under a causal mask without a window to the left; and
+    blocks that take turns (``side_by_side``), where those of one head wait for each other.
     """
     shape = problem.shape
     heads = shape.heads_q * shape.batch
     causal = shape.window_right < shape.seqlen_k and shape.window_left >= shape.seqlen_k
-    if not causal:
+    if not (causal or side_by_side):
         return 1
     head_bytes = max(1, rows * shape.head_dim * tensors * 2)
     fitting = max(1, min(heads, int(SECTION_L2_FRACTION * _l2_bytes(problem.device) / head_bytes)))

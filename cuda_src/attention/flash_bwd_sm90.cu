@@ -26,6 +26,15 @@ template <int HEAD_DIM, int BLOCK_M, int BLOCK_N, int THREADS, int STAGES>
 __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
                                           BwdShared<BLOCK_M, STAGES>& shared, uint32_t smem_dq) {
   const bool elected = elect_one();
+  int* flag = nullptr;  // of the turn that is not over yet
+  // Late, when the addition has long reached memory.
+  const auto end_turn = [&] {
+    if (!flag) return;
+    bulk_wait<0>();
+    release_flag(flag);
+    flag = nullptr;
+  };
+  named_barrier_arrive(DQ_EMPTY, THREADS);
   Ring<BWD_TILE_RECORDS> record;
 #pragma unroll 1
   for (;; record.advance()) {
@@ -35,25 +44,24 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
       for (int m = tile.m_range.begin; m < tile.m_range.end; ++m) {
-        named_barrier_arrive(DQ_EMPTY, THREADS);
+        const int64_t row = accum_row(params, tile, head, m * BLOCK_M);
         named_barrier_sync(DQ_FULL, THREADS);
         if (elected) {
-          const int64_t row = accum_row(params, tile, head, m * BLOCK_M);
-          int* flag = params.dq_semaphore ? turn_flag(params, row, BLOCK_M) : nullptr;
-          if (flag) wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
+          if (params.dq_semaphore) {
+            end_turn();
+            flag = turn_flag(params, row, BLOCK_M);
+            wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
+          }
           bulk_reduce_add(params.dq_accum + row * HEAD_DIM, smem_dq,
                           BLOCK_M * HEAD_DIM * sizeof(float));
           bulk_commit();
-          if (flag) {
-            bulk_wait<0>();
-            release_flag(flag);
-          } else {
-            bulk_wait_read<0>();
-          }
+          bulk_wait_read<0>();
         }
         __syncwarp();
+        named_barrier_arrive(DQ_EMPTY, THREADS);
       }
     }
+    if (elected) end_turn();
   }
 }
 

@@ -16,7 +16,34 @@
 #include "store_rows.cuh"
 #include "wg_gemm.cuh"
 
-enum NamedBarrier { P_WRITTEN = 1, DS_WRITTEN, TURN };
+enum NamedBarrier { P_WRITTEN = 1, DS_WRITTEN, TURN_COME, TURN_OVER };
+
+// With a semaphore, a warp that keeps the turns of the blocks, so that no consumer waits for
+// memory: each query tile's dQ is added to in the order of the keys, and the sum is repeatable bit
+// by bit.
+template <int BLOCK_M, int BLOCK_N, int THREADS, int STAGES>
+__device__ __forceinline__ void keep_turns(const FlashBwdParams& params,
+                                           BwdShared<BLOCK_M, STAGES>& shared) {
+  const bool elected = elect_one();
+  Ring<BWD_TILE_RECORDS> record;
+#pragma unroll 1
+  for (;; record.advance()) {
+    const BwdTile& tile = shared.wait_tile(record);
+    if (tile.n_rows == 0) return;
+#pragma unroll 1
+    for (int head = tile.head_begin; head < tile.head_end; ++head) {
+#pragma unroll 1
+      for (int m = tile.m_range.begin; m < tile.m_range.end; ++m) {
+        int* flag = turn_flag(params, accum_row(params, tile, head, m * BLOCK_M), BLOCK_M);
+        if (elected) wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
+        __syncwarp();
+        named_barrier_arrive(TURN_COME, THREADS);
+        named_barrier_sync(TURN_OVER, THREADS);
+        if (elected) release_flag(flag);
+      }
+    }
+  }
+}
 
 // A fragment of 16 columns of `out` in rows (dK^T, dV^T of a warp): transposes it matrix by matrix
 // and writes 32 bytes a key. `out` is the first of the columns in the first key's row.
@@ -77,6 +104,12 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   if (warpgroup_index() == 0) {
     release_registers<GROUPS == 2 ? 40 : 32>();
     const int warp = warp_in_warpgroup();
+    if (warp == 3) {
+      if (params.base.dq_semaphore) {
+        keep_turns<BLOCK_M, BLOCK_N, CONSUMERS + 32>(params.base, shared);
+      }
+      return;
+    }
     if (!elect_one()) return;
     if (warp == 0) {
       schedule_bwd_tiles(params, shared, BLOCK_N);
@@ -213,23 +246,15 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     pin(dq);
     shared.dout.release(ring.stage);
 
-    // ---- add dQ; with a semaphore in the order of the keys, so that the sum is repeatable ----
+    // ---- add dQ ----
     const int64_t accum = accum_row(params.base, tile, head, m_begin);
-    int* flag = params.base.dq_semaphore ? turn_flag(params.base, accum, BLOCK_M) : nullptr;
-    const bool speaker = threadIdx.x == WARPGROUP;
-    if (flag) {
-      if (speaker) wait_flag(flag, turn_of_tile(tile, m_begin, BLOCK_M, BLOCK_N));
-      named_barrier_sync(TURN, CONSUMERS);
-    }
+    if (params.base.dq_semaphore) named_barrier_sync(TURN_COME, CONSUMERS + 32);
     float* dq_accum = params.base.dq_accum + accum * HEAD_DIM;
 #pragma unroll
     for (int n = 0; n < SLICES * 8; ++n) {
       red_add(dq_accum + dq_fragment_offset(group * SLICES * 8 + n), dq[n]);
     }
-    if (flag) {
-      named_barrier_sync(TURN, CONSUMERS);
-      if (speaker) release_flag(flag);
-    }
+    if (params.base.dq_semaphore) named_barrier_arrive(TURN_OVER, CONSUMERS + 32);
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < SLICES; ++i) pin(acc_dk[i]);

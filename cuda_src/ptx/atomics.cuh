@@ -14,15 +14,15 @@ __device__ __forceinline__ void red_add(float* address, const float (&v)[4]) {
                : "memory");
 }
 
-// Waits until *flag == value. volatile + fence rather than ld.acquire, which sm_60 lacks.
+// Waits until *flag == value; what was written before its release is visible then (sm_70).
 __device__ __forceinline__ void wait_flag(const int* flag, int value) {
-  while (*static_cast<const volatile int*>(flag) != value) {
-  }
-  __threadfence();
+  int found;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(flag) : "memory");
+  } while (found != value);
 }
 
 // Makes this thread's earlier writes, and those it has synchronised with, visible with the flag.
 __device__ __forceinline__ void release_flag(int* flag) {
-  __threadfence();
-  atomicAdd(flag, 1);
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(flag) : "memory");
 }

@@ -26,9 +26,9 @@ FORWARD_TILES = {
     192: (128, 112, 1, 2),
     256: (128, 80, 1, 2),
 }
-# Two warpgroups instead of three: where sequences are short, 192 rows waste too much of the tiles
-# on a mask's diagonal, and softcap and ALiBi need more registers than a third of the file.
-FORWARD_TILES_LOW = {64: (128, 128, 2, 3)}
+# Smaller ones: where sequences are short, much of a large tile on a mask's diagonal is wasted; and
+# softcap and ALiBi need more registers than a third of the file.
+FORWARD_TILES_LOW = {64: (128, 128, 2, 3), 256: (128, 64, 1, 2)}
 
 
 @dataclasses.dataclass(frozen=True)
