@@ -145,6 +145,10 @@ __device__ __forceinline__ int* turn_flag(const FlashBwdParams& params, int64_t 
   return params.dq_semaphore + 1 + accum_row / block_m;
 }
 
+// All roles walk over the query tiles from the last to the first: under a causal mask the blocks of
+// a head then begin together, share Q and dO in the L2 cache, and those that take turns follow each
+// other a tile apart.
+//
 // What a producer loads: a tile of keys once, and each tile of queries that multiplies it. There
 // are two: K with Q, and the constants of its rows; V with dO.
 template <int STAGES>
@@ -195,7 +199,7 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
-      for (int m = tile.m_range.begin; m < tile.m_range.end; ++m, ring.advance()) {
+      for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m, ring.advance()) {
         to.q.wait_empty(ring);
         const uint32_t full = smem_address(&to.q.full[ring.stage]);
         mbarrier_arrive_expect(full, stage_bytes);

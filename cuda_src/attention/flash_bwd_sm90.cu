@@ -43,7 +43,7 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
-      for (int m = tile.m_range.begin; m < tile.m_range.end; ++m) {
+      for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m) {
         const int64_t row = accum_row(params, tile, head, m * BLOCK_M);
         named_barrier_sync(DQ_FULL, THREADS);
         if (elected) {
@@ -253,19 +253,19 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     shared.v.wait_full(kv_place(record));
     // Masked on both edges of a window, plain between them.
     const int head_end = uniform(tile.head_end);
-    const int m_end = uniform(tile.m_range.end);
-    const int inner_begin = uniform(tile.m_range.inner_begin);
-    const int inner_end = min(uniform(tile.m_range.inner_end), m_end);
+    const int m_begin = uniform(tile.m_range.begin);
+    const int inner_begin = max(uniform(tile.m_range.inner_begin), m_begin);
+    const int inner_end = uniform(tile.m_range.inner_end);
 #pragma unroll 1
     for (int head = uniform(tile.head_begin); head < head_end; ++head) {
 #pragma unroll 1
-      for (int m = uniform(tile.m_range.begin); m < m_end;) {
+      for (int m = uniform(tile.m_range.end) - 1; m >= m_begin;) {
 #pragma unroll 1
-        for (; m < m_end && (m < inner_begin || m >= inner_end); ++m) {
+        for (; m >= m_begin && (m >= inner_end || m < inner_begin); --m) {
           step(tile, head, m * BLOCK_M, true);
         }
 #pragma unroll 1
-        for (; m < inner_end; ++m) step(tile, head, m * BLOCK_M, false);
+        for (; m >= inner_begin; --m) step(tile, head, m * BLOCK_M, false);
       }
     }
     shared.k.release(0);  // the next tile is loaded while this one is written

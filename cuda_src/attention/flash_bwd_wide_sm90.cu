@@ -33,7 +33,7 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params,
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
-      for (int m = tile.m_range.begin; m < tile.m_range.end; ++m) {
+      for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m) {
         int* flag = turn_flag(params, accum_row(params, tile, head, m * BLOCK_M), BLOCK_M);
         if (elected) wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
         __syncwarp();
@@ -274,22 +274,24 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     shared.k.wait_full(kv_place(record));
     shared.v.wait_full(kv_place(record));
     const int head_end = uniform(tile.head_end);
-    const int m_end = uniform(tile.m_range.end);
+    const int m_begin = uniform(tile.m_range.begin);
 #pragma unroll 1
     for (int head = uniform(tile.head_begin); head < head_end; ++head) {
       if constexpr (GROUPS == 2) {  // masked on both edges of a window, plain between them
-        const int inner_begin = uniform(tile.m_range.inner_begin);
-        const int inner_end = min(uniform(tile.m_range.inner_end), m_end);
+        const int inner_begin = max(uniform(tile.m_range.inner_begin), m_begin);
+        const int inner_end = uniform(tile.m_range.inner_end);
 #pragma unroll 1
-        for (int m = uniform(tile.m_range.begin); m < m_end;) {
+        for (int m = uniform(tile.m_range.end) - 1; m >= m_begin;) {
 #pragma unroll 1
-          for (; m < m_end && (m < inner_begin || m >= inner_end); ++m) step(tile, head, m, true);
+          for (; m >= m_begin && (m >= inner_end || m < inner_begin); --m) {
+            step(tile, head, m, true);
+          }
 #pragma unroll 1
-          for (; m < inner_end; ++m) step(tile, head, m, false);
+          for (; m >= inner_begin; --m) step(tile, head, m, false);
         }
       } else {  // three have no registers for the bounds
 #pragma unroll 1
-        for (int m = uniform(tile.m_range.begin); m < m_end; ++m) {
+        for (int m = uniform(tile.m_range.end) - 1; m >= m_begin; --m) {
           step(tile, head, m, uniform(tile.m_range.needs_mask(m)));
         }
       }
