@@ -25,6 +25,8 @@ from .tile_counter import NULL, pack_pointer, tile_counters
 # Of the L2 cache, for the keys and values of the heads that run together (tile_order.cuh); the rest
 # is left to queries and outputs.
 SECTION_L2_FRACTION = 0.6
+# Where blocks take turns, at least so many heads side by side: fewer, and they wait for each other.
+TURN_HEADS = 8
 
 
 class Plan:
@@ -316,10 +318,13 @@ def _l2_bytes(device: int) -> int:
 def _heads_per_section(
     problem: Problem, rows: int, tensors: int, side_by_side: bool = False
 ) -> int:
-    """How many heads run side by side, longest tiles first: see tile_order.cuh.
+    """How many of all heads run side by side, longest tiles first: see tile_order.cuh.
 
     Only tiles of unequal length need it, under a causal mask without a window to the left; and
     blocks that take turns (``side_by_side``), where those of one head wait for each other.
+
+    Args:
+        rows: of one head in each of so many ``tensors``, which its blocks read again and again.
     """
     shape = problem.shape
     heads = shape.heads_q * shape.batch
@@ -328,6 +333,8 @@ def _heads_per_section(
         return 1
     head_bytes = max(1, rows * shape.head_dim * tensors * 2)
     fitting = max(1, min(heads, int(SECTION_L2_FRACTION * _l2_bytes(problem.device) / head_bytes)))
+    if side_by_side:
+        fitting = max(fitting, min(heads, TURN_HEADS))
     # A power of two, so that sections of the usual head counts come out even: 7 % (bench/NOTES.md).
     return 1 << (fitting.bit_length() - 1)
 

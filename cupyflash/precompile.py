@@ -69,10 +69,12 @@ def _configurations(
     plain: bool,
 ) -> Iterator[KernelConfig]:
     switches = (False,) if plain else (False, True)
-    features = itertools.starmap(Features, itertools.product(switches, switches, (False, True)))
+    both = (False, True)
+    features = itertools.starmap(Features, itertools.product(switches, switches, both, both))
     for name, dtype, head_dim, feature in itertools.product(families, dtypes, head_dims, features):
         family, problem = FAMILIES[name], (dtype, head_dim, feature, capability)
         if family.supports(dtype, head_dim, Access.TENSOR_MAP, capability, backward=False):
             yield family.forward(*problem)
+            yield from family.PACKED
         if family.supports(dtype, head_dim, Access.TENSOR_MAP, capability, backward=True):
             yield from family.backward(*problem)

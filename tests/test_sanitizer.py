@@ -19,7 +19,7 @@ from cupyflash.testing import make_inputs
 cupy.cuda.set_allocator(None)
 family, dtype = sys.argv[1:]
 with environment.override(family=family):
-    for head_dim, window in ((64, None), (40, (30, 10)), (128, None)):
+    for head_dim, window in ((64, None), (40, (30, 10)), (128, None), (256, None)):
         x = make_inputs("cupy", dtype, batch=1, seqlen_q=70, seqlen_k=150, heads_q=2, heads_kv=1,
                         head_dim=head_dim)
         options = {"causal": "top-left", "window": window}

@@ -34,6 +34,7 @@ struct BwdTile {
     n_block = num_n_blocks - 1 - tile.block;  // the first keys are seen by most queries
     n_begin = n_block * block_n;
     n_rows = max(0, min(block_n, sequence.seqlen_k - n_begin));
+    if (n_rows == 0) return;
     m_range = query_tiles(sequence, n_begin, n_begin + n_rows, block_m);
     // Keys past the end arrive as zeros, and the probability of a score 0 can overflow: then dS is
     // not finite, and neither is its product with the zeros of K. So they need the mask.

@@ -1,7 +1,7 @@
 // Attention forward on wgmma and TMA (Hopper): a persistent block takes query tiles of BLOCK_M rows
 // one after the other, and walks over the key tiles of each from the last to the first.
 //
-//   producer   one warp of warpgroup 0: one lane loads Q, K and V tiles into rings in shared memory
+//   producers  warpgroup 0: a lane chooses tiles, one loads Q, K and V, one writes O
 //   consumers  the other warpgroups own 64 query rows each; S, P and O live in their registers
 //
 // Three things keep the tensor cores busy while a warpgroup computes its softmax:
@@ -12,213 +12,38 @@
 //
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions" and "Tensor copy".
-#include "../common/params.cuh"
-#include "../ptx/warpgroup.cuh"
-#include "block_info.cuh"
+#include "fwd_block_sm90.cuh"
 #include "mask.cuh"
-#include "ring.cuh"
 #include "softmax.cuh"
-#include "tensor_rows.cuh"
-#include "tile_order.cuh"
 #include "wg_gemm.cuh"
-
-// A query tile, located by the producer for everybody. m_rows = 0 ends the work of the block.
-struct FwdTile {
-  Sequence sequence;
-  TileRange n_range;
-  int m_begin;
-  int m_rows;
-  int head;
-  int batch;
-
-  __device__ bool has_keys() const { return n_range.begin < n_range.end; }
-
-  __device__ void locate(const FlashFwdParams& params, uint32_t index, int block_m, int block_n) {
-    const AttentionShape& shape = params.shape;
-    const Tile tile = tile_of_block(index, ceil_div(shape.seqlen_q, block_m), shape.heads_q,
-                                    shape.batch, shape.heads_per_section);
-    sequence = load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
-    m_begin = tile.block * block_m;
-    m_rows = max(0, min(block_m, sequence.seqlen_q - m_begin));
-    n_range = key_tiles(sequence, m_begin, m_begin + m_rows, block_n);
-    head = tile.head;
-    batch = tile.batch;
-  }
-};
-
-// The next tile is chosen when so many key tiles of this one are still to be loaded: late, so that
-// the work is shared out evenly, but in time.
-constexpr int LOOK_AHEAD = 3;
-
-// The scheduler is a tile ahead of the loader, which is at most Q_STAGES ahead of the writer of O.
-constexpr int TILE_RECORDS = 4;
-
-template <int GROUPS, int Q_STAGES, int KV_STAGES>
-struct FwdShared {
-  RingBarriers<Q_STAGES> q[GROUPS];  // emptied by the writer: O takes the place of Q
-  RingBarriers<KV_STAGES> k;
-  RingBarriers<KV_STAGES> v;
-  uint64_t located[TILE_RECORDS];
-  uint64_t almost_loaded;
-  uint64_t o_full[Q_STAGES][GROUPS];
-  FwdTile tiles[TILE_RECORDS];
-};
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int Q_STAGES, int KV_STAGES,
           bool SOFTCAP, bool ALIBI, int SMEM_BYTES>
 __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     flash_fwd_sm90(const __grid_constant__ FlashFwdSm90Params params) {
-  using TileQ = SmemTile<BLOCK_M, round_up(HEAD_DIM, 64)>;
-  using TileKV = SmemTile<BLOCK_N, round_up(HEAD_DIM, 64)>;
-  static_assert(Q_STAGES * TileQ::BYTES + 2 * KV_STAGES * TileKV::BYTES == SMEM_BYTES,
-                "host and device disagree on shared memory");
-  constexpr int GROUPS = BLOCK_M / 64;
+  using Layout = FwdLayout<HEAD_DIM, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES>;
+  using TileQ = typename Layout::TileQ;
+  using TileKV = typename Layout::TileKV;
+  static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
+  constexpr int GROUPS = Layout::GROUPS;
   static_assert(GROUPS == 2 || GROUPS == 3, "the register split is made for two or three");
 
   const AttentionShape& shape = params.base.shape;
   extern __shared__ __align__(1024) unsigned char smem[];
   const uint32_t smem_q = smem_address(smem);
-  const uint32_t smem_k = smem_q + Q_STAGES * TileQ::BYTES;
-  const uint32_t smem_v = smem_k + KV_STAGES * TileKV::BYTES;
-  __shared__ FwdShared<GROUPS, Q_STAGES, KV_STAGES> shared;
-  if (threadIdx.x == 0) {
-    for (auto& q : shared.q) q.init(1);
-    shared.k.init(GROUPS * 4);  // warps
-    shared.v.init(GROUPS * 4);
-    mbarrier_init(smem_address(&shared.almost_loaded), 1);
-    for (auto& barrier : shared.located) mbarrier_init(smem_address(&barrier), 1);
-    for (auto& stage : shared.o_full) {
-      for (auto& barrier : stage) mbarrier_init(smem_address(&barrier), WARPGROUP / 32);
-    }
-    mbarrier_init_fence();
-  }
+  const uint32_t smem_k = smem_q + Layout::K_OFFSET;
+  const uint32_t smem_v = smem_q + Layout::V_OFFSET;
+  __shared__ FwdShared<Layout> shared;
+  if (threadIdx.x == 0) shared.init();
   __syncthreads();
 
-  // 64 rows and 64 columns of Q or O.
-  const auto q_address = [&](int stage, int group, int block) {
-    return smem_q + stage * TileQ::BYTES + block * TileQ::BLOCK_BYTES +
-           group * 64 * TileQ::ROW_BYTES;
-  };
   if (warpgroup_index() == 0) {
     release_registers<GROUPS == 2 ? 40 : 32>();
     const int warp = warp_in_warpgroup();
     if (!elect_one()) return;
-
-    if (warp == 0) {
-      // ---- scheduler: chooses the tiles ----
-      const uint32_t num_tiles =
-          ceil_div(shape.seqlen_q, BLOCK_M) * uint32_t(shape.heads_q) * shape.batch;
-      Ring<TILE_RECORDS> record;
-      Ring<1> loaded;
-      uint32_t index = blockIdx.x;
-#pragma unroll 1
-      for (;;) {
-        FwdTile& tile = shared.tiles[record.stage];
-        tile.m_rows = 0;
-        if (index < num_tiles) {
-          tile.locate(params.base, index, BLOCK_M, BLOCK_N);
-          if (tile.m_rows == 0) {  // packed: past the end of this sequence
-            index = next_tile_index(params.tile_counter, index, num_tiles);
-            continue;
-          }
-        }
-        mbarrier_arrive(smem_address(&shared.located[record.stage]));
-        if (index >= num_tiles) return;
-        mbarrier_wait(smem_address(&shared.almost_loaded), loaded.parity);
-        index = next_tile_index(params.tile_counter, index, num_tiles);
-        loaded.advance();
-        record.advance();
-      }
-    } else if (warp == 1) {
-      // ---- loader: K first, for it may come before Q's place is free; V a tile behind K ----
-      Ring<TILE_RECORDS> record;
-      Ring<Q_STAGES> q_ring;
-      Ring<KV_STAGES> k_ring, v_ring;
-#pragma unroll 1
-      for (;; record.advance(), q_ring.advance()) {
-        mbarrier_wait(smem_address(&shared.located[record.stage]), record.parity);
-        const FwdTile& tile = shared.tiles[record.stage];
-        const uint32_t almost_loaded = smem_address(&shared.almost_loaded);
-        if (tile.m_rows == 0 ||
-            !tile.has_keys()) {  // the consumers want to know of it all the same
-#pragma unroll 1
-          for (int group = 0; group < GROUPS; ++group) {
-            shared.q[group].wait_empty(q_ring);
-            mbarrier_arrive(smem_address(&shared.q[group].full[q_ring.stage]));
-          }
-          if (tile.m_rows == 0) return;
-          mbarrier_arrive(almost_loaded);
-          continue;
-        }
-        const auto rows_of = [&](const TensorMap& map, int which, int64_t start) {
-          return TensorRows(map, params.sequence_maps, which, shape, tile.batch, start);
-        };
-        const TensorRows q = rows_of(params.q_map, 0, tile.sequence.start_q);
-        const TensorRows k = rows_of(params.k_map, 1, tile.sequence.start_k);
-        const TensorRows v = rows_of(params.v_map, 2, tile.sequence.start_k);
-        const int head_kv = tile.head / (shape.heads_q / shape.heads_kv);
-        const auto load = [&](const TensorRows& rows, uint32_t tiles,
-                              RingBarriers<KV_STAGES>& barriers, Ring<KV_STAGES>& ring, int n) {
-          barriers.wait_empty(ring);
-          const uint32_t full = smem_address(&barriers.full[ring.stage]);
-          mbarrier_arrive_expect(full, TileKV::BYTES);
-#pragma unroll
-          for (int block = 0; block < TileKV::NUM_BLOCKS; ++block) {
-            rows.load(tiles + ring.stage * TileKV::BYTES + block * TileKV::BLOCK_BYTES, full, block,
-                      n * BLOCK_N, head_kv);
-          }
-          ring.advance();
-        };
-        const int n_begin = tile.n_range.begin;
-        int n = tile.n_range.end - 1;
-        const int n_almost = min(n, n_begin + LOOK_AHEAD);
-        load(k, smem_k, shared.k, k_ring, n);
-#pragma unroll 1
-        for (int group = 0; group < GROUPS; ++group) {
-          shared.q[group].wait_empty(q_ring);
-          const uint32_t full = smem_address(&shared.q[group].full[q_ring.stage]);
-          mbarrier_arrive_expect(full, TileQ::BYTES / GROUPS);
-#pragma unroll
-          for (int block = 0; block < TileQ::NUM_BLOCKS; ++block) {
-            q.load(q_address(q_ring.stage, group, block), full, block, tile.m_begin + group * 64,
-                   tile.head);
-          }
-        }
-#pragma unroll 1
-        for (; n > n_begin; --n) {
-          if (n == n_almost) mbarrier_arrive(almost_loaded);
-          load(k, smem_k, shared.k, k_ring, n - 1);
-          load(v, smem_v, shared.v, v_ring, n);
-        }
-        if (n == n_almost) mbarrier_arrive(almost_loaded);
-        load(v, smem_v, shared.v, v_ring, n);
-      }
-    } else if (warp == 2) {
-      // ---- writer of O, from where Q was ----
-      Ring<TILE_RECORDS> record;
-      Ring<Q_STAGES> q_ring;
-#pragma unroll 1
-      for (;; record.advance(), q_ring.advance()) {
-        mbarrier_wait(smem_address(&shared.located[record.stage]), record.parity);
-        const FwdTile& tile = shared.tiles[record.stage];
-        if (tile.m_rows == 0) break;
-        const TensorRows out(params.out_map, params.sequence_maps, 3, shape, tile.batch,
-                             tile.sequence.start_q);
-#pragma unroll 1
-        for (int group = 0; group < GROUPS; ++group) {
-          mbarrier_wait(smem_address(&shared.o_full[q_ring.stage][group]), q_ring.parity);
-#pragma unroll
-          for (int block = 0; block < TileQ::NUM_BLOCKS; ++block) {
-            out.store(q_address(q_ring.stage, group, block), block, tile.m_begin + group * 64,
-                      tile.head);
-          }
-          bulk_commit();
-          bulk_wait_read<0>();
-          mbarrier_arrive(smem_address(&shared.q[group].empty[q_ring.stage]));
-        }
-      }
-      bulk_wait<0>();
-    }
+    if (warp == 0) schedule_fwd_tiles(params, shared);
+    if (warp == 1) load_fwd_tiles(params, shared, smem_q);
+    if (warp == 2) write_fwd_tiles(params, shared, smem_q);
     return;
   }
 
@@ -230,7 +55,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   const ScoreScale<SOFTCAP> score(shape);
   Ring<Q_STAGES> q_ring;
   Ring<KV_STAGES> kv_ring;  // of K; V follows one tile behind, in the same stages
-  const FwdTile* tile = shared.tiles + TILE_RECORDS - 1;
+  const FwdTile* tile = shared.tiles + FWD_TILE_RECORDS - 1;
   int n, n_begin, inner_begin, inner_end;
 
   RowState state;
@@ -307,7 +132,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   const auto next_tile = [&] {
     for (;;) {
       shared.q[group].wait_full(q_ring);
-      tile = tile == shared.tiles + TILE_RECORDS - 1 ? shared.tiles : tile + 1;
+      tile = tile == shared.tiles + FWD_TILE_RECORDS - 1 ? shared.tiles : tile + 1;
       if (uniform(tile->m_rows) == 0) return false;
       if (uniform(tile->has_keys())) break;
       write_empty(*tile, q_ring.stage);

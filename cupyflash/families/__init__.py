@@ -5,6 +5,7 @@ A family module has
 * ``supports(dtype, head_dim, access, capability, *, backward) -> bool``
 * ``forward(dtype, head_dim, features, capability)``, the configuration of one kernel
 * ``backward(…)``, the configurations in launch order
+* ``PACKED``, the configurations that packed sequences need besides
 * ``configurations(capability)``, everything those two can return: for warm-up and tests
 """
 

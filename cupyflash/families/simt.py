@@ -17,6 +17,7 @@ Capability = tuple[int, int]  # compute capability: (major, minor)
 MIN_CAPABILITY = (6, 0)
 HEAD_DIMS = (32, 64, 128, 192, 256)  # sizes of the accumulators; others are rounded up
 THREADS = 128
+PACKED = ()  # packed sequences need no kernel of their own
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ Capability = tuple[int, int]  # compute capability: (major, minor)
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)  # head dims of the tiles; others are rounded up
 LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0))  # 163 KB a block or more
+PACKED = ()  # packed sequences need no kernel of their own
 
 # head dim: block_m, block_n, num_warps
 FORWARD_TILES = {

@@ -84,6 +84,7 @@ class SequenceMapsSm90(KernelConfig):
 
 
 SEQUENCE_MAPS = SequenceMapsSm90(num_maps=4)
+PACKED = (SEQUENCE_MAPS,)
 
 
 def supports(
@@ -117,7 +118,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     """Every configuration that ``forward`` and ``backward`` can pick, each once."""
     if capability != CAPABILITY:
         return
-    yield SEQUENCE_MAPS
+    yield from PACKED
     seen = set()
     switches = (False, True)
     all_features = [Features(*values) for values in itertools.product(switches, repeat=4)]

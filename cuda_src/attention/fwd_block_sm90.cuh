@@ -1,0 +1,219 @@
+// What a forward block on sm_90 is made of: its tiles and barriers in shared memory, and the three
+// lanes of the producer warpgroup that keep the consumers busy.
+#pragma once
+#include "../common/params.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/warpgroup.cuh"
+#include "block_info.cuh"
+#include "ring.cuh"
+#include "smem_tile.cuh"
+#include "tensor_rows.cuh"
+#include "tile_order.cuh"
+
+// A query tile, located by the scheduler for everybody. m_rows = 0 ends the work of the block.
+struct FwdTile {
+  Sequence sequence;
+  TileRange n_range;
+  int m_begin;
+  int m_rows;
+  int head;
+  int batch;
+
+  __device__ bool has_keys() const { return n_range.begin < n_range.end; }
+
+  __device__ void locate(const FlashFwdParams& params, uint32_t index, int block_m, int block_n) {
+    const AttentionShape& shape = params.shape;
+    const Tile tile = tile_of_block(index, ceil_div(shape.seqlen_q, block_m), shape.heads_q,
+                                    shape.batch, shape.heads_per_section);
+    sequence = load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+    m_begin = tile.block * block_m;
+    m_rows = max(0, min(block_m, sequence.seqlen_q - m_begin));
+    if (m_rows == 0) return;
+    n_range = key_tiles(sequence, m_begin, m_begin + m_rows, block_n);
+    head = tile.head;
+    batch = tile.batch;
+  }
+};
+
+// The tiles of a block in dynamic shared memory: rings of Q, of K and of V.
+template <int HEAD_DIM, int BLOCK_M_, int BLOCK_N_, int Q_STAGES_, int KV_STAGES_>
+struct FwdLayout {
+  static constexpr int BLOCK_M = BLOCK_M_;
+  static constexpr int BLOCK_N = BLOCK_N_;
+  static constexpr int Q_STAGES = Q_STAGES_;
+  static constexpr int KV_STAGES = KV_STAGES_;
+  static constexpr int GROUPS = BLOCK_M / 64;  // consumer warpgroups
+  using TileQ = SmemTile<BLOCK_M, round_up(HEAD_DIM, 64)>;
+  using TileKV = SmemTile<BLOCK_N, round_up(HEAD_DIM, 64)>;
+  static constexpr int K_OFFSET = Q_STAGES * TileQ::BYTES;
+  static constexpr int V_OFFSET = K_OFFSET + KV_STAGES * TileKV::BYTES;
+  static constexpr int BYTES = V_OFFSET + KV_STAGES * TileKV::BYTES;
+
+  // 64 rows and 64 columns of Q, or of O, which takes its place.
+  __device__ static uint32_t q_address(uint32_t smem, int stage, int group, int block) {
+    return smem + stage * TileQ::BYTES + block * TileQ::BLOCK_BYTES + group * 64 * TileQ::ROW_BYTES;
+  }
+};
+
+// The next tile is chosen when so many key tiles of this one are still to be loaded: late, so that
+// the work is shared out evenly, but in time.
+constexpr int LOOK_AHEAD = 3;
+
+// The scheduler is a tile ahead of the loader, which is at most Q_STAGES ahead of the writer of O.
+constexpr int FWD_TILE_RECORDS = 4;
+
+template <class L>
+struct FwdShared {
+  RingBarriers<L::Q_STAGES> q[L::GROUPS];  // emptied by the writer of O
+  RingBarriers<L::KV_STAGES> k;
+  RingBarriers<L::KV_STAGES> v;
+  RingBarriers<FWD_TILE_RECORDS> located;  // `full` only
+  uint64_t almost_loaded;
+  uint64_t o_full[L::Q_STAGES][L::GROUPS];
+  FwdTile tiles[FWD_TILE_RECORDS];
+
+  __device__ void init() {
+    for (auto& ring : q) ring.init(1);
+    k.init(L::GROUPS * 4);  // warps
+    v.init(L::GROUPS * 4);
+    located.init(1);
+    mbarrier_init(smem_address(&almost_loaded), 1);
+    for (auto& stage : o_full) {
+      for (auto& barrier : stage) mbarrier_init(smem_address(&barrier), 4);
+    }
+    mbarrier_init_fence();
+  }
+
+  // The tile at a place of the ring of records, once it is there.
+  __device__ const FwdTile& wait_tile(const Ring<FWD_TILE_RECORDS>& record) {
+    located.wait_full(record);
+    return tiles[record.stage];
+  }
+};
+
+// The scheduler: chooses the tiles.
+template <class L>
+__device__ __forceinline__ void schedule_fwd_tiles(const FlashFwdSm90Params& params,
+                                                   FwdShared<L>& shared) {
+  const AttentionShape& shape = params.base.shape;
+  const uint32_t num_tiles =
+      ceil_div(shape.seqlen_q, L::BLOCK_M) * uint32_t(shape.heads_q) * shape.batch;
+  Ring<FWD_TILE_RECORDS> record;
+  Ring<1> loaded;
+  uint32_t index = blockIdx.x;
+#pragma unroll 1
+  for (;;) {
+    FwdTile& tile = shared.tiles[record.stage];
+    tile.m_rows = 0;
+    if (index < num_tiles) {
+      tile.locate(params.base, index, L::BLOCK_M, L::BLOCK_N);
+      if (tile.m_rows == 0) {  // packed: past the end of this sequence
+        index = next_tile_index(params.tile_counter, index, num_tiles);
+        continue;
+      }
+    }
+    mbarrier_arrive(smem_address(&shared.located.full[record.stage]));
+    if (index >= num_tiles) return;
+    mbarrier_wait(smem_address(&shared.almost_loaded), loaded.parity);
+    index = next_tile_index(params.tile_counter, index, num_tiles);
+    loaded.advance();
+    record.advance();
+  }
+}
+
+// The loader: K first, for it may come before the place of Q is free; V a tile behind K, as in the
+// consumers.
+template <class L>
+__device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
+                                               FwdShared<L>& shared, uint32_t smem) {
+  const AttentionShape& shape = params.base.shape;
+  Ring<FWD_TILE_RECORDS> record;
+  Ring<L::Q_STAGES> q_ring;
+  Ring<L::KV_STAGES> k_ring, v_ring;
+#pragma unroll 1
+  for (;; record.advance(), q_ring.advance()) {
+    const FwdTile& tile = shared.wait_tile(record);
+    const uint32_t almost_loaded = smem_address(&shared.almost_loaded);
+    if (tile.m_rows == 0 || !tile.has_keys()) {  // the consumers want to know of it as well
+#pragma unroll 1
+      for (int group = 0; group < L::GROUPS; ++group) {
+        shared.q[group].wait_empty(q_ring);
+        mbarrier_arrive(smem_address(&shared.q[group].full[q_ring.stage]));
+      }
+      if (tile.m_rows == 0) return;
+      mbarrier_arrive(almost_loaded);
+      continue;
+    }
+    const auto rows_of = [&](const TensorMap& map, int which, int64_t start) {
+      return TensorRows(map, params.sequence_maps, which, shape, tile.batch, start);
+    };
+    const TensorRows q = rows_of(params.q_map, 0, tile.sequence.start_q);
+    const TensorRows k = rows_of(params.k_map, 1, tile.sequence.start_k);
+    const TensorRows v = rows_of(params.v_map, 2, tile.sequence.start_k);
+    const int head_kv = tile.head / (shape.heads_q / shape.heads_kv);
+    const auto load = [&](const TensorRows& rows, uint32_t tiles,
+                          RingBarriers<L::KV_STAGES>& barriers, Ring<L::KV_STAGES>& ring, int n) {
+      barriers.wait_empty(ring);
+      const uint32_t full = smem_address(&barriers.full[ring.stage]);
+      mbarrier_arrive_expect(full, L::TileKV::BYTES);
+#pragma unroll
+      for (int block = 0; block < L::TileKV::NUM_BLOCKS; ++block) {
+        rows.load(tiles + ring.stage * L::TileKV::BYTES + block * L::TileKV::BLOCK_BYTES, full,
+                  block, n * L::BLOCK_N, head_kv);
+      }
+      ring.advance();
+    };
+    const int n_begin = tile.n_range.begin;
+    int n = tile.n_range.end - 1;
+    const int n_almost = min(n, n_begin + LOOK_AHEAD);
+    load(k, smem + L::K_OFFSET, shared.k, k_ring, n);
+#pragma unroll 1
+    for (int group = 0; group < L::GROUPS; ++group) {
+      shared.q[group].wait_empty(q_ring);
+      const uint32_t full = smem_address(&shared.q[group].full[q_ring.stage]);
+      mbarrier_arrive_expect(full, L::TileQ::BYTES / L::GROUPS);
+#pragma unroll
+      for (int block = 0; block < L::TileQ::NUM_BLOCKS; ++block) {
+        q.load(L::q_address(smem, q_ring.stage, group, block), full, block,
+               tile.m_begin + group * 64, tile.head);
+      }
+    }
+#pragma unroll 1
+    for (; n > n_begin; --n) {
+      if (n == n_almost) mbarrier_arrive(almost_loaded);
+      load(k, smem + L::K_OFFSET, shared.k, k_ring, n - 1);
+      load(v, smem + L::V_OFFSET, shared.v, v_ring, n);
+    }
+    if (n == n_almost) mbarrier_arrive(almost_loaded);
+    load(v, smem + L::V_OFFSET, shared.v, v_ring, n);
+  }
+}
+
+// The writer of O, from where Q was.
+template <class L>
+__device__ __forceinline__ void write_fwd_tiles(const FlashFwdSm90Params& params,
+                                                FwdShared<L>& shared, uint32_t smem) {
+  const AttentionShape& shape = params.base.shape;
+  Ring<FWD_TILE_RECORDS> record;
+  Ring<L::Q_STAGES> q_ring;
+#pragma unroll 1
+  for (;; record.advance(), q_ring.advance()) {
+    const FwdTile& tile = shared.wait_tile(record);
+    if (tile.m_rows == 0) break;
+    const TensorRows out(params.out_map, params.sequence_maps, 3, shape, tile.batch,
+                         tile.sequence.start_q);
+#pragma unroll 1
+    for (int group = 0; group < L::GROUPS; ++group) {
+      mbarrier_wait(smem_address(&shared.o_full[q_ring.stage][group]), q_ring.parity);
+#pragma unroll
+      for (int block = 0; block < L::TileQ::NUM_BLOCKS; ++block) {
+        out.store(L::q_address(smem, q_ring.stage, group, block), block, tile.m_begin + group * 64,
+                  tile.head);
+      }
+      bulk_commit();
+      bulk_wait_read<0>();
+      mbarrier_arrive(smem_address(&shared.q[group].empty[q_ring.stage]));
+    }
+  }
+  bulk_wait<0>();
+}
