@@ -6,6 +6,7 @@ gets a counter of its own for good.
 """
 
 import functools
+import itertools
 import struct
 import threading
 from typing import Any
@@ -26,8 +27,7 @@ class TileCounters:
         with cupy.cuda.Device(device):
             self.pool = cupy.zeros(POOL_SIZE, cupy.int32)
             cupy.cuda.get_current_stream().synchronize()  # before any other stream counts
-        self.used = 0
-        self.lock = threading.Lock()
+        self.numbers = itertools.count()  # next() is one step, whatever other threads do
         self.of_stream: dict[Any, bytes] = {}
 
     def __call__(self, stream: Any) -> bytes:
@@ -39,16 +39,11 @@ class TileCounters:
         if pointer == _PER_THREAD_STREAM:
             key = pointer, threading.get_ident()
         found = self.of_stream.get(key)
-        if found is None:
-            with self.lock:
-                found = self.of_stream.setdefault(key, self._new())
-        return found
+        return self.of_stream.setdefault(key, self._new()) if found is None else found
 
     def _new(self) -> bytes:
-        if self.used == POOL_SIZE:
-            return NULL
-        self.used += 1
-        return pack_pointer(self.pool.data.ptr + 4 * (self.used - 1))
+        number = next(self.numbers)
+        return pack_pointer(self.pool.data.ptr + 4 * number) if number < POOL_SIZE else NULL
 
 
 @functools.cache

@@ -62,4 +62,5 @@ def test_families_agree(part):
                 float(cupy.linalg.norm(t)) for t in (difference, cupy.where(cupy.isneginf(y), 0, y))
             )
             fact = f"{name} of {q_shape}, {k_shape}, {options}, deterministic={deterministic}"
-            assert bool(same.all()) and error <= 5e-3 * size + 1e-4 * x.size**0.5, fact
+            # The second term: gradients that are nothing but rounding, where a query sees one key.
+            assert bool(same.all()) and error <= 5e-3 * size + 2e-3 * x.size**0.5, fact

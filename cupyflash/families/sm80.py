@@ -50,8 +50,9 @@ FORWARD_TILES = {
         256: (64, 16, 4),
     },
 }
-# The softcap takes the last registers of the widest tile.
+# The softcap takes the last registers of the widest tile, on Turing ALiBi as well.
 FORWARD_TILES_SOFTCAP = {64: (128, 64, 4)}
+FORWARD_TILES_SCORE_TURING = {64: (64, 48, 4)}
 
 # head dim: block_m, block_n, num_warps, num_stages
 BACKWARD_TILES = {
@@ -201,7 +202,10 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
     """The forward kernel."""
     padded = _padded(head_dim)
     tile = FORWARD_TILES[_tiles(capability)][padded]
-    if features.softcap and capability >= (8, 0):
+    if capability < (8, 0):
+        if features.softcap or features.alibi:
+            tile = FORWARD_TILES_SCORE_TURING.get(padded, tile)
+    elif features.softcap:
         tile = FORWARD_TILES_SOFTCAP.get(padded, tile)
     block_m, block_n, num_warps = tile
     smem_bytes = (block_m + 2 * block_n) * padded * 2

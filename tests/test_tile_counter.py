@@ -1,0 +1,65 @@
+"""Which counter a launch gets. Needs no GPU: CuPy is a fake."""
+
+import concurrent.futures
+import sys
+import types
+
+import pytest
+
+from cupyflash import tile_counter
+from cupyflash.tile_counter import NULL, TileCounters, pack_pointer
+
+POOL = 4096  # its address
+
+
+class Stream:
+    def __init__(self, ptr):
+        self.ptr = ptr
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    fake = types.SimpleNamespace(capturing=set(), current=Stream(7), int32="int32")
+    fake.zeros = lambda size, dtype: types.SimpleNamespace(data=types.SimpleNamespace(ptr=POOL))
+    fake.cuda = types.SimpleNamespace(
+        Device=lambda device: concurrent.futures.ThreadPoolExecutor(),  # any context manager
+        runtime=types.SimpleNamespace(streamIsCapturing=lambda ptr: ptr in fake.capturing),
+        get_current_stream=lambda: fake.current,
+    )
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    return fake
+
+
+def test_a_counter_for_each_stream(cupy):
+    counters = TileCounters(0)
+    found = [counters(Stream(ptr)) for ptr in (5, 6, 5, 0)]
+    assert found[0] == found[2] == pack_pointer(POOL) and len(set(found)) == 3
+    assert counters(None) == counters(Stream(7))  # CuPy's current stream
+
+
+def test_a_captured_launch_keeps_its_counter(cupy):
+    counters = TileCounters(0)
+    plain = counters(Stream(5))
+    cupy.capturing = {5}
+    captured = {counters(Stream(5)) for _ in range(3)}
+    cupy.capturing = set()
+    assert len(captured) == 3 and plain not in captured and counters(Stream(5)) == plain
+
+
+def test_the_per_thread_stream_is_one_for_each_thread(cupy):
+    counters = TileCounters(0)
+    here = counters(Stream(2))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(counters, Stream(2)).result() != here
+    assert counters(Stream(2)) == here
+
+
+def test_without_counters_blocks_take_turns(cupy, monkeypatch):
+    monkeypatch.setattr(tile_counter, "POOL_SIZE", 1)
+    counters = TileCounters(0)
+    assert counters(Stream(5)) == pack_pointer(POOL)
+    assert counters(Stream(6)) == NULL == counters(Stream(8))
+    assert counters(Stream(5)) == pack_pointer(POOL)
