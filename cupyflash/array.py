@@ -154,9 +154,13 @@ class TorchLibrary:
         return self.torch.zeros_like(x)
 
     def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
-        """Dense, in the order of the axes of ``like``: a transposed q gives a transposed out."""
-        order = sorted(range(len(shape)), key=lambda axis: -like.strides[axis])
-        return dense_strides(shape, order)
+        """Dense, in the order of the axes of ``like``: a transposed q gives a transposed out.
+
+        The last axis stays the innermost one, also beside an expanded axis (stride 0).
+        """
+        last = len(shape) - 1
+        order = sorted(range(last), key=lambda axis: -like.strides[axis])
+        return dense_strides(shape, [*order, last])
 
     def stream(self, device: int) -> "RawStream":
         if self._raw_stream is not None:

@@ -279,3 +279,12 @@ def test_import_needs_neither_cupy_nor_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "24.0", done.stderr
+
+
+def test_results_of_expanded_tensors_are_dense():
+    torch = pytest.importorskip("torch")
+    from cupyflash.array import library_of
+
+    x = torch.empty(2, 128, 1, 64).expand(2, 128, 8, 64)
+    library = library_of(x)
+    assert library.strides_of_empty(x.shape, library.view(x))[-1] == 1

@@ -47,7 +47,8 @@ struct BwdTile {
   }
 };
 
-// The scheduler is a tile ahead of the producer, which is one ahead of the consumers.
+// The scheduler waits at each tile until both producers have loaded it, and the warp that adds dQ
+// (or keeps the turns) has begun it. The producers are a tile ahead of the consumers.
 constexpr int BWD_TILE_RECORDS = 4;
 
 // K and V have one buffer, so its parity is that of the tile's number.
@@ -67,13 +68,14 @@ struct BwdShared {
   alignas(16) float delta[STAGES][BLOCK_M];
   BwdTile tiles[BWD_TILE_RECORDS];
 
-  __device__ void init(int consumers) {
+  // followers: of the scheduler, who arrive at almost_loaded once a tile.
+  __device__ void init(int consumers, int followers) {
     located.init(1);
     k.init(consumers / 32);  // by warp
     v.init(consumers / 32);
     q.init(consumers);  // by thread: lse_log2 and delta are read with ordinary loads
     dout.init(consumers / 32);
-    mbarrier_init(smem_address(&almost_loaded), 2);
+    mbarrier_init(smem_address(&almost_loaded), followers);
     mbarrier_init_fence();
   }
 

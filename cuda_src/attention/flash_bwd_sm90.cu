@@ -40,6 +40,7 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
   for (;; record.advance()) {
     const BwdTile& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) return;
+    if (elected) mbarrier_arrive(smem_address(&shared.almost_loaded));  // no longer reads the last
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   const uint32_t smem_ds = smem_dout + NUM_STAGES * TileQ::BYTES;
   const uint32_t smem_dq = smem_ds + NUM_STAGES * TileS::BYTES;
   __shared__ BwdShared<BLOCK_M, NUM_STAGES> shared;
-  if (threadIdx.x == 0) shared.init(CONSUMERS);
+  if (threadIdx.x == 0) shared.init(CONSUMERS, 3);
   __syncthreads();
 
   if (warpgroup_index() == 0) {

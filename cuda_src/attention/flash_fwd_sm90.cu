@@ -128,11 +128,14 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     hand_over_o(stage);
     write_lse(tile, {-INF, -INF});
   };
+  const auto next_record = [&] {
+    return tile == shared.tiles + FWD_TILE_RECORDS - 1 ? shared.tiles : tile + 1;
+  };
   // Waits for the next tile that has keys; writes those that have none. False at the end.
   const auto next_tile = [&] {
     for (;;) {
       shared.q[group].wait_full(q_ring);
-      tile = tile == shared.tiles + FWD_TILE_RECORDS - 1 ? shared.tiles : tile + 1;
+      tile = next_record();
       if (uniform(tile->m_rows) == 0) return false;
       if (uniform(tile->has_keys())) break;
       write_empty(*tile, q_ring.stage);
@@ -171,65 +174,15 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     }
   };
 
-  if (group == 0) named_barrier_arrive(1, 2 * WARPGROUP);  // the first turn
-  if (!next_tile()) return;
-  {
-    float s[BLOCK_N / 8][4];
-    take_turn();
-    issue_qk(s);
-    pass_turn();
-    wgmma_wait<0>();
-    pin(s);
-    shared.k.release(kv_ring.stage);
-    float rescale[2];
-    softmax(s, n >= inner_end || n < inner_begin, rescale);
-    wg_pack<T>(p, s);
-  }
-  set_zero(acc_o);
-#pragma unroll 1
-  for (;;) {
-    // ---- the rest of the tile: masked on both edges of a window, plain between them ----
-#pragma unroll 1
-    for (--n; n >= n_begin;) {
-#pragma unroll 1
-      for (; n >= n_begin && (n >= inner_end || n < inner_begin); --n) step(true);
-#pragma unroll 1
-      for (; n >= max(n_begin, inner_begin); --n) step(false);
-    }
-
-    // ---- from this tile to the next ----
-    const FwdTile& done = *tile;
-    const int done_stage = q_ring.stage;
-    const Ring<KV_STAGES> v_ring = kv_ring;
-    kv_ring.advance();
-    q_ring.advance();
-    const auto finish = [&] {
-      pass_turn();
-      wgmma_wait<0>();
-      pin(acc_o);
-      shared.v.release(v_ring.stage);
-      write_tile(done, done_stage);
-    };
-    float s[BLOCK_N / 8][4];
-    take_turn();
-    if constexpr (Q_STAGES > 1) {  // the next Q is there already
-      if (!next_tile()) {
-        issue_pv(v_ring);
-        finish();
-        return;
-      }
-      issue_qk(s);
-      issue_pv(v_ring);
-      finish();
-    } else {  // it comes when O has left the only buffer
-      issue_pv(v_ring);
-      finish();
-      if (!next_tile()) return;
-      take_turn();
-      issue_qk(s);
-      pass_turn();
-      wgmma_wait<0>();
-    }
+  // With a second buffer of Q: whether the next tile has its Q already, and keys.
+  const auto next_is_ready = [&] {
+    if constexpr (Q_STAGES == 1) return false;
+    shared.q[group].wait_full(q_ring);
+    const FwdTile& next = *next_record();
+    return uniform(next.m_rows) != 0 && uniform(next.has_keys()) != 0;
+  };
+  // The first scores of a tile.
+  const auto begin_tile = [&](float (&s)[BLOCK_N / 8][4]) {
     pin(s);
     shared.k.release(kv_ring.stage);
     set_zero(acc_o);
@@ -237,5 +190,55 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     float rescale[2];
     softmax(s, n >= inner_end || n < inner_begin, rescale);
     wg_pack<T>(p, s);
+  };
+
+  if (group == 0) named_barrier_arrive(1, 2 * WARPGROUP);  // the first turn
+#pragma unroll 1
+  while (next_tile()) {
+    {  // with no product beside them
+      float s[BLOCK_N / 8][4];
+      take_turn();
+      issue_qk(s);
+      pass_turn();
+      wgmma_wait<0>();
+      begin_tile(s);
+    }
+#pragma unroll 1
+    for (;;) {
+      // ---- the rest of the tile: masked on both edges of a window, plain between them ----
+#pragma unroll 1
+      for (--n; n >= n_begin;) {
+#pragma unroll 1
+        for (; n >= n_begin && (n >= inner_end || n < inner_begin); --n) step(true);
+#pragma unroll 1
+        for (; n >= max(n_begin, inner_begin); --n) step(false);
+      }
+
+      // ---- from this tile to the next: its first scores beside the last product of this one ----
+      const FwdTile& done = *tile;
+      const int done_stage = q_ring.stage;
+      const Ring<KV_STAGES> v_ring = kv_ring;
+      kv_ring.advance();
+      q_ring.advance();
+      const auto finish = [&] {
+        pass_turn();
+        wgmma_wait<0>();
+        pin(acc_o);
+        shared.v.release(v_ring.stage);
+        write_tile(done, done_stage);
+      };
+      take_turn();
+      if (!next_is_ready()) {
+        issue_pv(v_ring);
+        finish();
+        break;
+      }
+      next_tile();
+      float s[BLOCK_N / 8][4];
+      issue_qk(s);
+      issue_pv(v_ring);
+      finish();
+      begin_tile(s);
+    }
   }
 }
