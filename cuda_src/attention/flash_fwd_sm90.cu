@@ -193,52 +193,55 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   };
 
   if (group == 0) named_barrier_arrive(1, 2 * WARPGROUP);  // the first turn
+  if (!next_tile()) return;
+  {  // with no product beside them
+    float s[BLOCK_N / 8][4];
+    take_turn();
+    issue_qk(s);
+    pass_turn();
+    wgmma_wait<0>();
+    begin_tile(s);
+  }
 #pragma unroll 1
-  while (next_tile()) {
-    {  // with no product beside them
-      float s[BLOCK_N / 8][4];
+  for (;;) {
+    // ---- the rest of the tile: masked on both edges of a window, plain between them ----
+#pragma unroll 1
+    for (--n; n >= n_begin;) {
+#pragma unroll 1
+      for (; n >= n_begin && (n >= inner_end || n < inner_begin); --n) step(true);
+#pragma unroll 1
+      for (; n >= max(n_begin, inner_begin); --n) step(false);
+    }
+
+    // ---- from this tile to the next: its first scores beside the last product of this one ----
+    const FwdTile& done = *tile;
+    const int done_stage = q_ring.stage;
+    const Ring<KV_STAGES> v_ring = kv_ring;
+    kv_ring.advance();
+    q_ring.advance();
+    const auto finish = [&] {
+      pass_turn();
+      wgmma_wait<0>();
+      pin(acc_o);
+      shared.v.release(v_ring.stage);
+      write_tile(done, done_stage);
+    };
+    float s[BLOCK_N / 8][4];
+    take_turn();
+    if (next_is_ready()) {
+      next_tile();
+      issue_qk(s);
+      issue_pv(v_ring);
+      finish();
+    } else {
+      issue_pv(v_ring);
+      finish();
+      if (!next_tile()) return;
       take_turn();
       issue_qk(s);
       pass_turn();
       wgmma_wait<0>();
-      begin_tile(s);
     }
-#pragma unroll 1
-    for (;;) {
-      // ---- the rest of the tile: masked on both edges of a window, plain between them ----
-#pragma unroll 1
-      for (--n; n >= n_begin;) {
-#pragma unroll 1
-        for (; n >= n_begin && (n >= inner_end || n < inner_begin); --n) step(true);
-#pragma unroll 1
-        for (; n >= max(n_begin, inner_begin); --n) step(false);
-      }
-
-      // ---- from this tile to the next: its first scores beside the last product of this one ----
-      const FwdTile& done = *tile;
-      const int done_stage = q_ring.stage;
-      const Ring<KV_STAGES> v_ring = kv_ring;
-      kv_ring.advance();
-      q_ring.advance();
-      const auto finish = [&] {
-        pass_turn();
-        wgmma_wait<0>();
-        pin(acc_o);
-        shared.v.release(v_ring.stage);
-        write_tile(done, done_stage);
-      };
-      take_turn();
-      if (!next_is_ready()) {
-        issue_pv(v_ring);
-        finish();
-        break;
-      }
-      next_tile();
-      float s[BLOCK_N / 8][4];
-      issue_qk(s);
-      issue_pv(v_ring);
-      finish();
-      begin_tile(s);
-    }
+    begin_tile(s);
   }
 }
