@@ -4,9 +4,7 @@
 
 // The compiler computes all multiples of a stride ahead of the loops around it and keeps them
 // there, two registers each. From an opaque stride it must add them up where they are used.
-template <typename T>
-__device__ __forceinline__ T opaque(T x) {
-  static_assert(sizeof(T) == 8, "one 64-bit register");
+__device__ __forceinline__ int64_t opaque(int64_t x) {
   asm volatile("" : "+l"(x));
   return x;
 }

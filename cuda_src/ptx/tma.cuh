@@ -24,10 +24,6 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t src, in
       : "memory");
 }
 
-__device__ __forceinline__ void tma_prefetch(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // Changes the number of rows (dimension 1) of a tensor map in shared memory.
 __device__ __forceinline__ void tensor_map_set_rows(TensorMap& map, uint32_t rows) {
   asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 1, %1;" ::"r"(

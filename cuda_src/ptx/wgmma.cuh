@@ -80,7 +80,6 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
 #define ACC_14(n) ACC_12(n), ACC_2(n + 12)
 #define ACC_16(n) ACC_8(n), ACC_8(n + 8)
 #define ACC_20(n) ACC_16(n), ACC_4(n + 16)
-#define ACC_22(n) ACC_20(n), ACC_2(n + 20)
 #define ACC_24(n) ACC_16(n), ACC_8(n + 16)
 #define ACC_32(n) ACC_16(n), ACC_16(n + 16)
 
@@ -126,7 +125,6 @@ WGMMA(12, "96", REGS_48, ACC_12, "48", "49", "50", "51", "52", "53", "54")
 WGMMA(14, "112", REGS_56, ACC_14, "56", "57", "58", "59", "60", "61", "62")
 WGMMA(16, "128", REGS_64, ACC_16, "64", "65", "66", "67", "68", "69", "70")
 WGMMA(20, "160", REGS_80, ACC_20, "80", "81", "82", "83", "84", "85", "86")
-WGMMA(22, "176", REGS_88, ACC_22, "88", "89", "90", "91", "92", "93", "94")
 WGMMA(24, "192", REGS_96, ACC_24, "96", "97", "98", "99", "100", "101", "102")
 WGMMA(32, "256", REGS_128, ACC_32, "128", "129", "130", "131", "132", "133", "134")
 // clang-format on

@@ -11,12 +11,12 @@ from typing import ClassVar
 from ..kernel_config import Access, Features, KernelConfig
 from ..params import AttentionShape, FlashFwdSm90Params, SequenceMapsParams
 from . import sm90_backward
+from .sm90_backward import WARPGROUP, box_columns
 
 Capability = tuple[int, int]  # compute capability: (major, minor)
 
 CAPABILITY = (9, 0)
 DTYPES = ("float16", "bfloat16")
-WARPGROUP = 128  # threads
 
 # head dim: block_m, block_n, q_stages, kv_stages
 FORWARD_TILES = {
@@ -102,8 +102,7 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
     if features.masked and features.short or features.softcap or features.alibi:
         tile = FORWARD_TILES_LOW.get(padded, tile)
     block_m, block_n, q_stages, kv_stages = tile
-    columns = -(-padded // 64) * 64  # of the boxes
-    smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * columns * 2
+    smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * box_columns(padded) * 2
     return FlashFwdSm90(dtype, padded, *tile, features.softcap, features.alibi, smem_bytes)
 
 

@@ -21,13 +21,27 @@ TILES_SOFTCAP_ALIBI = {64: (64, 128), 96: (64, 128)}
 WIDE_TILES = {128: (64, 64, 2), 192: (64, 96, 3), 256: (64, 64, 2)}
 
 
+class MainKernel(KernelConfig):
+    """What the two share: a tile of ``block_n`` keys walks over ``block_m`` queries at a time."""
+
+    params: ClassVar[type[FlashBwdSm90Params]] = FlashBwdSm90Params
+    persistent: ClassVar[bool] = True
+
+    @property
+    def boxes(self) -> dict[str, int]:
+        """Rows of a box of each tensor map."""
+        return {"q": self.block_m, "k": self.block_n, "v": self.block_n, "dout": self.block_m}
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of tiles."""
+        return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
+
+
 @dataclasses.dataclass(frozen=True)
-class FlashBwdSm90(KernelConfig):
+class FlashBwdSm90(MainKernel):
     """Backward: a block computes dK and dV of ``block_n`` keys, a warpgroup of 64 of them."""
 
     source: ClassVar[str] = "attention/flash_bwd_sm90.cu"
-    params: ClassVar[type[FlashBwdSm90Params]] = FlashBwdSm90Params
-    persistent: ClassVar[bool] = True
 
     dtype: str
     head_dim: int
@@ -43,23 +57,12 @@ class FlashBwdSm90(KernelConfig):
         """Threads of a block."""
         return (self.block_n // 64 + 1) * WARPGROUP
 
-    @property
-    def boxes(self) -> dict[str, int]:
-        """Rows of a box of each tensor map."""
-        return {"q": self.block_m, "k": self.block_n, "v": self.block_n, "dout": self.block_m}
-
-    def grid(self, shape: AttentionShape) -> int:
-        """Number of tiles."""
-        return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
-
 
 @dataclasses.dataclass(frozen=True)
-class FlashBwdWideSm90(KernelConfig):
+class FlashBwdWideSm90(MainKernel):
     """The same for wide heads: ``groups`` warpgroups share the columns of dK and dV."""
 
     source: ClassVar[str] = "attention/flash_bwd_wide_sm90.cu"
-    params: ClassVar[type[FlashBwdSm90Params]] = FlashBwdSm90Params
-    persistent: ClassVar[bool] = True
 
     dtype: str
     head_dim: int
@@ -75,15 +78,6 @@ class FlashBwdWideSm90(KernelConfig):
     def threads(self) -> int:
         """Threads of a block."""
         return (self.groups + 1) * WARPGROUP
-
-    @property
-    def boxes(self) -> dict[str, int]:
-        """Rows of a box of each tensor map."""
-        return {"q": self.block_m, "k": self.block_n, "v": self.block_n, "dout": self.block_m}
-
-    def grid(self, shape: AttentionShape) -> int:
-        """Number of tiles."""
-        return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +118,7 @@ def backward(dtype: str, head_dim: int, softcap: bool, alibi: bool) -> tuple[Ker
 def _main(
     dtype: str, head_dim: int, block_m: int, block_n: int, softcap: bool, alibi: bool
 ) -> FlashBwdSm90:
-    columns = _columns(head_dim)
+    columns = box_columns(head_dim)
     kv_bytes = 2 * block_n * columns * 2
     stage_bytes = (2 * block_m * columns + block_m * block_n) * 2  # Q, dO, dS
     dq_bytes = block_m * columns * 4
@@ -136,7 +130,7 @@ def _main_wide(
     dtype: str, head_dim: int, block_m: int, block_n: int, groups: int, softcap: bool, alibi: bool
 ) -> FlashBwdWideSm90:
     kv_bytes = 2 * block_n * head_dim * 2
-    ds_bytes = block_m * _columns(block_n) * 2
+    ds_bytes = block_m * box_columns(block_n) * 2
     stage_bytes = 2 * block_m * head_dim * 2 + ds_bytes  # Q, dO, P
     smem_bytes = kv_bytes + NUM_STAGES * stage_bytes + ds_bytes
     return FlashBwdWideSm90(
@@ -144,6 +138,6 @@ def _main_wide(
     )
 
 
-def _columns(width: int) -> int:
+def box_columns(width: int) -> int:
     """Columns of a tile in shared memory: whole boxes of 64."""
     return -(-width // 64) * 64
