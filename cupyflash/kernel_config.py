@@ -48,11 +48,16 @@ class KernelConfig:
         params: the ctypes structure that the kernel takes by value.
         persistent: a block takes one of the ``grid`` tiles after the other, so that one block for
             each multiprocessor is enough.
+        tiles_of: of a persistent kernel: its tiles are ``tile_rows`` rows of "q" or of "k".
+        combine: the configuration that combines the results of blocks that share the keys of a
+            tile, if this kernel (its ``split_keys()``) can do that.
     """
 
     source: ClassVar[str]
     params: ClassVar[type[ctypes.Structure]]
     persistent: ClassVar[bool] = False
+    tiles_of: ClassVar[str]
+    combine: ClassVar["KernelConfig | None"] = None
 
     @property
     def name(self) -> str:

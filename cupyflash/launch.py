@@ -4,23 +4,16 @@ A plan holds the loaded kernels, the grids and the bytes of the parameter struct
 pointers. A call then allocates its results, puts the pointers in front and launches.
 """
 
-import ctypes
 import functools
-import operator
-import struct
 from typing import Any
 
-import numpy
-
-from . import environment, families, jit
+from . import environment, families
 from .array import Array, View
-from .families.sm90 import SEQUENCE_MAPS
 from .jit import compiler
-from .kernel_config import Access, KernelConfig
-from .params import ACCUM_ROW_ALIGN, FlashBwdParams, FlashFwdParams, TensorMap
+from .kernel_config import Access
+from .kernel_launch import Launch, prepare
+from .params import ACCUM_ROW_ALIGN, FlashBwdParams, FlashFwdParams
 from .problem import Options, Problem, canonical_strides
-from .tensor_map import TensorMaps, tensor_map
-from .tile_counter import NULL, pack_pointer, tile_counters
 
 # Of the L2 cache, for the keys and values of the heads that run together (tile_order.cuh); the rest
 # is left to queries and outputs.
@@ -81,7 +74,7 @@ class ForwardPlan(Plan):
             alibi_batch_stride=problem.alibi_batch_stride or 0,
             shape=shape,
         )
-        self.launch = _launch(config, problem, params)
+        self.launch = prepare(config, problem, params)
 
     def run(
         self, like: Array, q: int, k: int, v: int, cu_seqlens_q: int, cu_seqlens_k: int, alibi: int,
@@ -152,7 +145,7 @@ class BackwardPlan(Plan):
             accum_rows=rows,
             shape=shape,
         )
-        self.launches = [_launch(config, problem, params) for config in configs]
+        self.launches = [prepare(config, problem, params) for config in configs]
 
     def run(
         self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
@@ -183,102 +176,9 @@ class BackwardPlan(Plan):
         return gradients
 
 
-class Launch:
-    """One kernel with its grid and all of its parameters but the leading pointers.
-
-    Attributes:
-        workspace_size: floats of memory that a call needs besides.
-    """
-
-    workspace_size = 0
-
-    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
-        self.function = jit.load(config, problem.device)
-        self.grid = (config.grid(problem.shape),)
-        self.block = (config.threads,)
-        self.shared_memory = config.shared_memory
-        num_pointers = len(_pointer_names(params))
-        self.pack = struct.Struct(f"{num_pointers}Q").pack
-        self.tail = bytes(params)[8 * num_pointers :]
-        self.dtype = numpy.dtype((numpy.void, ctypes.sizeof(config.params)))
-
-    def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
-        self.start(stream, self.pack(*pointers) + self.tail)
-
-    def start(self, stream: Any, params: bytes) -> None:
-        """Launch with these bytes as the kernel's argument."""
-        argument = numpy.frombuffer(params, self.dtype)
-        self.function(self.grid, self.block, (argument,), self.shared_memory, stream)
-
-
-class TensorMapLaunch(Launch):
-    """A `Launch` with tensor maps in front of the pointers; usually they are at hand.
-
-    Packed sequences need a map each: another kernel makes them in the workspace first.
-    """
-
-    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
-        super().__init__(config, problem, params)
-        names = _pointer_names(params)
-        self.mapped = operator.itemgetter(*(names.index(name) for name in config.boxes))
-        maps = [
-            tensor_map(problem, name, getattr(params, f"{name}_strides"), rows)
-            for name, rows in config.boxes.items()
-        ]
-        self.maps = TensorMaps(maps, problem.device)
-        base, size = config.params.base, ctypes.sizeof(config.params)
-        self.end = bytes(size - base.offset - base.size - len(NULL))  # after sequence_maps
-        if problem.total_q is not None:
-            self.sequence_maps = Launch(SEQUENCE_MAPS, problem, params)
-            size = ctypes.sizeof(SEQUENCE_MAPS.params) - len(maps) * ctypes.sizeof(TensorMap)
-            self.pack_sequences = struct.Struct(f"3Q{size - 24}x").pack
-            self.cu_seqlens = operator.itemgetter(
-                names.index("cu_seqlens_q"), names.index("cu_seqlens_k")
-            )
-            self.workspace_size = len(maps) * problem.shape.batch * ctypes.sizeof(TensorMap) // 4
-
-    def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
-        maps = self.maps[self.mapped(pointers)]
-        if workspace:
-            packed = self.pack_sequences(*self.cu_seqlens(pointers), workspace)
-            self.sequence_maps.start(stream, maps + packed)
-        base = self.pack(*pointers) + self.tail
-        self.start(stream, maps + base + pack_pointer(workspace) + self.rest(stream))
-
-    def rest(self, stream: Any) -> bytes:
-        """What follows ``sequence_maps`` in the argument."""
-        return self.end
-
-
-class PersistentLaunch(TensorMapLaunch):
-    """A block for each multiprocessor, and a counter from which they take their tiles."""
-
-    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
-        super().__init__(config, problem, params)
-        (tiles,) = self.grid
-        multiprocessors = _multiprocessors(problem.device)
-        self.grid = (min(tiles, multiprocessors),)
-        self.counters = tile_counters(problem.device) if tiles > multiprocessors else None
-        self.end = self.end[len(NULL) :]
-
-    def rest(self, stream: Any) -> bytes:
-        """The counter, null where every block has one tile, and padding."""
-        return (self.counters(stream) if self.counters else NULL) + self.end
-
-
-def _launch(config: KernelConfig, problem: Problem, params: ctypes.Structure) -> Launch:
-    kind = PersistentLaunch if config.persistent else TensorMapLaunch if config.boxes else Launch
-    return kind(config, problem, params)
-
-
 def _workspace(launch: Launch, library: Any, like: Array) -> Array | None:
     size = launch.workspace_size
     return library.empty_float32((size,), like) if size else None
-
-
-def _pointer_names(params: ctypes.Structure) -> list[str]:
-    """The leading fields, which a call fills in."""
-    return [name for name, kind in params._fields_ if kind is ctypes.c_void_p]
 
 
 def _family(
@@ -299,13 +199,6 @@ def _capability(device: int) -> tuple[int, int]:
     import cupy
 
     return divmod(int(cupy.cuda.Device(device).compute_capability), 10)
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    import cupy
-
-    return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
 
 
 @functools.cache

@@ -100,6 +100,12 @@ class FlashBwdParams(ctypes.Structure):
     ]
 
 
+class PackedTile(ctypes.Structure):
+    """A tile of a packed sequence."""
+
+    _fields_ = [("batch", c_int32), ("block", c_int32)]
+
+
 def _padding(*fields: type) -> type[ctypes.Array]:
     """What alignas(64) adds behind ``fields``; ctypes has no _align_ before Python 3.13."""
     return c_uint8 * (-sum(map(ctypes.sizeof, fields)) % 64)
@@ -115,8 +121,13 @@ class FlashFwdSm90Params(ctypes.Structure):
         ("out_map", TensorMap),
         ("base", FlashFwdParams),
         ("sequence_maps", c_void_p),
+        ("packed_tiles", c_void_p),
         ("tile_counter", c_void_p),
-        ("padding", _padding(FlashFwdParams, c_void_p, c_void_p)),
+        ("partial_out", c_void_p),
+        ("partial_lse", c_void_p),
+        ("partial_rows", c_int64),
+        ("num_splits", c_int32),
+        ("padding", _padding(FlashFwdParams, *[c_void_p] * 7)),
     ]
 
 
@@ -130,8 +141,9 @@ class FlashBwdSm90Params(ctypes.Structure):
         ("dout_map", TensorMap),
         ("base", FlashBwdParams),
         ("sequence_maps", c_void_p),
+        ("packed_tiles", c_void_p),
         ("tile_counter", c_void_p),
-        ("padding", _padding(FlashBwdParams, c_void_p, c_void_p)),
+        ("padding", _padding(FlashBwdParams, *[c_void_p] * 3)),
     ]
 
 
@@ -143,5 +155,9 @@ class SequenceMapsParams(ctypes.Structure):
         ("cu_seqlens_q", c_void_p),
         ("cu_seqlens_k", c_void_p),
         ("sequence_maps", c_void_p),
-        ("padding", _padding(c_void_p, c_void_p, c_void_p)),
+        ("packed_tiles", c_void_p),
+        ("max_tiles", c_int32),
+        ("tile_rows", c_int32),
+        ("tiles_of_keys", c_int32),
+        ("padding", _padding(*[c_void_p] * 4, *[c_int32] * 3)),
     ]

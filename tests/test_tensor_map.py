@@ -8,7 +8,7 @@ from ctypes import POINTER, c_int, c_uint32, c_uint64, c_void_p
 import numpy
 import pytest
 
-from cupyflash import launch, tensor_map
+from cupyflash import kernel_launch, tensor_map
 from cupyflash.array import View, dense_strides
 from cupyflash.families import sm90
 from cupyflash.kernel_config import Access, Features
@@ -178,21 +178,24 @@ def test_maps_are_encoded_once(driver, devices, monkeypatch):
 def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
     arguments = []
     function = lambda grid, block, args, memory, stream: arguments.append((grid, block, args[0]))
-    monkeypatch.setattr(launch.jit, "load", lambda config, device: function)
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 7)
-    monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: b"\5" + bytes(7))
+    monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
+    monkeypatch.setattr(kernel_launch, "_multiprocessors", lambda device: 7)
+    monkeypatch.setattr(
+        kernel_launch, "tile_counters", lambda device: lambda stream: b"\5" + bytes(7)
+    )
     config = sm90.forward("float16", 64, Features(False, False), (9, 0))
     call = problem(view(2, 200, 4, 64))
     strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
     params = FlashFwdParams(**strides, lse_head_stride=5, shape=call.shape)
-    made = launch._launch(config, call, params)
+    made = kernel_launch.prepare(config, call, params)
     pointers = tuple(range(16, 24))
     made(None, *pointers)
     grid, block, argument = arguments[0]
     assert grid == (7,) and block == (512,)
     assert type(argument) is numpy.ndarray and argument.size == 1
     params = FlashFwdSm90Params.from_buffer_copy(argument.tobytes())
-    assert argument.nbytes == ctypes.sizeof(params) == 768
+    assert argument.nbytes == ctypes.sizeof(params) == 832
+    assert (params.num_splits, params.partial_rows, params.packed_tiles) == (1, 0, None)
     maps = params.q_map, params.k_map, params.v_map, params.out_map
     assert [bytes(x) for x in maps] == [bytes([i]) * 128 for i in (1, 2, 3, 4)]
     assert params.tile_counter == 5
@@ -201,3 +204,43 @@ def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
     base = params.base
     assert (base.q, base.alibi_slopes, base.lse_head_stride) == (16, 23, 5)
     assert base.shape.seqlen_q == 200
+
+
+def test_keys_are_shared_out_where_tiles_are_few(driver, devices, monkeypatch):
+    """(queries, keys, heads), (blocks, splits) on 132 multiprocessors; a tile is 128 queries."""
+    launched = []
+    monkeypatch.setattr(
+        kernel_launch.jit,
+        "load",
+        lambda config, device: (
+            lambda grid, block, args, *_: launched.append((config, grid, args[0]))
+        ),
+    )
+    monkeypatch.setattr(kernel_launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernel_launch, "tile_counters", lambda device: lambda stream: bytes(8))
+    config = sm90.forward("float16", 128, Features(False, False), (9, 0))
+    for lengths, expected in {
+        (1, 2048, 4): (4 * 8, 8),  # no fewer than 256 keys each
+        (200, 2**17, 4): (8 * 16, 16),
+        (1, 2**17, 1): (32, 32),  # no more than a warp has lanes
+        (4096, 4096, 4): (128, 1),
+        (1, 511, 1): (1, 1),
+        (1, 0, 1): (1, 1),
+    }.items():
+        queries, keys, heads = lengths
+        call = problem(view(1, queries, heads, 128), view(1, keys, heads, 128))
+        strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
+        made = kernel_launch.prepare(config, call, FlashFwdParams(**strides, shape=call.shape))
+        launched.clear()
+        made(None, *range(16, 24), workspace=2**20)
+        blocks, splits = expected
+        assert launched[0][1] == (blocks,) and len(launched) == (1 if splits == 1 else 2)
+        params = FlashFwdSm90Params.from_buffer_copy(launched[0][2].tobytes())
+        assert params.num_splits == splits and launched[0][0].split == (splits > 1)
+        if splits > 1:
+            rows = queries * heads
+            assert launched[1][0] == config.combine and launched[1][2] == launched[0][2]
+            assert params.partial_rows == rows and not params.tile_counter
+            assert params.partial_out == 2**20
+            assert params.partial_lse == 2**20 + 4 * splits * rows * 128
+            assert made.workspace_size == splits * rows * 129

@@ -25,16 +25,13 @@ struct BwdTile {
 
   __device__ bool has_queries() const { return m_range.begin < m_range.end; }
 
-  __device__ void locate(const FlashBwdParams& params, uint32_t index, int block_m, int block_n) {
+  __device__ void locate(const FlashBwdParams& params, const Tile& tile, int block_m, int block_n) {
     const AttentionShape& shape = params.shape;
-    const int num_n_blocks = ceil_div(shape.seqlen_k, block_n);
-    const Tile tile =
-        tile_of_block(index, num_n_blocks, shape.heads_kv, shape.batch, shape.heads_per_section);
     sequence = load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
-    n_block = num_n_blocks - 1 - tile.block;  // the first keys are seen by most queries
+    // The first keys are seen by most queries.
+    n_block = ceil_div(sequence.seqlen_k, block_n) - 1 - tile.block;
     n_begin = n_block * block_n;
-    n_rows = max(0, min(block_n, sequence.seqlen_k - n_begin));
-    if (n_rows == 0) return;
+    n_rows = min(block_n, sequence.seqlen_k - n_begin);
     m_range = query_tiles(sequence, n_begin, n_begin + n_rows, block_m);
     // Keys past the end arrive as zeros, and the probability of a score 0 can overflow: then dS is
     // not finite, and neither is its product with the zeros of K. So they need the mask.
@@ -92,33 +89,25 @@ __device__ __forceinline__ void schedule_bwd_tiles(const FlashBwdSm90Params& par
                                                    BwdShared<BLOCK_M, STAGES>& shared,
                                                    int block_n) {
   const AttentionShape& shape = params.base.shape;
-  const uint32_t num_tiles =
-      ceil_div(shape.seqlen_k, block_n) * uint32_t(shape.heads_kv) * shape.batch;
+  const TileOrder order(shape, ceil_div(shape.seqlen_k, block_n), shape.heads_kv,
+                        params.packed_tiles);
+  const uint32_t num_tiles = order.size();
   // A repeatable sum makes blocks wait for each other, and a block may wait only for tiles of
   // blocks that run already: so every tile is taken by ticket, the first ones too.
   int* tickets = params.base.dq_semaphore;
   uint32_t index = tickets ? atomicAdd(tickets, 1) : blockIdx.x;
-  const auto next = [&] {
-    index =
-        tickets ? atomicAdd(tickets, 1) : next_tile_index(params.tile_counter, index, num_tiles);
-  };
   Ring<BWD_TILE_RECORDS> record;
   Ring<1> loaded;
 #pragma unroll 1
   for (;;) {
     BwdTile& tile = shared.tiles[record.stage];
     tile.n_rows = 0;
-    if (index < num_tiles) {
-      tile.locate(params.base, index, BLOCK_M, block_n);
-      if (tile.n_rows == 0) {  // packed: past the end of this sequence
-        next();
-        continue;
-      }
-    }
+    if (index < num_tiles) tile.locate(params.base, order.at(index), BLOCK_M, block_n);
     mbarrier_arrive(smem_address(&shared.located.full[record.stage]));
     if (index >= num_tiles) return;
     mbarrier_wait(smem_address(&shared.almost_loaded), loaded.parity);
-    next();
+    index =
+        tickets ? atomicAdd(tickets, 1) : next_tile_index(params.tile_counter, index, num_tiles);
     loaded.advance();
     record.advance();
   }

@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
       if (threadIdx.x == 0) {
         const int row_end = min(block.sequence.seqlen_q, (m_block + 1) * BLOCK_M);
         const TileRange n_range = key_tiles(block.sequence, m_block * BLOCK_M, row_end, BLOCK_N);
-        wait_flag(turn, block.n_block - n_range.begin);
+        wait_flag_fenced(turn, block.n_block - n_range.begin);
       }
       __syncthreads();
     }

@@ -17,8 +17,29 @@
 #include "softmax.cuh"
 #include "wg_gemm.cuh"
 
+// The output of a split: rows of a warp from `row` on, in float32.
+template <int N>
+__device__ __forceinline__ void store_partial_rows(const FlashFwdSm90Params& params,
+                                                   const FwdTile& tile, int row,
+                                                   const float (&acc)[N][4]) {
+  const int lane = threadIdx.x % 32;
+  float* out =
+      params.partial_out +
+      (tile.split * params.partial_rows + tile.lse_row(params.base) + row + lane / 4) * (N * 8) +
+      lane % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + lane / 4 + half * 8 >= tile.m_rows) continue;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      *reinterpret_cast<float2*>(out + half * 8 * N * 8 + n * 8) =
+          make_float2(acc[n][2 * half], acc[n][2 * half + 1]);
+    }
+  }
+}
+
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int Q_STAGES, int KV_STAGES,
-          bool SOFTCAP, bool ALIBI, int SMEM_BYTES>
+          bool SOFTCAP, bool ALIBI, bool SPLIT, int SMEM_BYTES>
 __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     flash_fwd_sm90(const __grid_constant__ FlashFwdSm90Params params) {
   using Layout = FwdLayout<HEAD_DIM, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES>;
@@ -43,7 +64,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     if (!elect_one()) return;
     if (warp == 0) schedule_fwd_tiles(params, shared);
     if (warp == 1) load_fwd_tiles(params, shared, smem_q);
-    if (warp == 2) write_fwd_tiles(params, shared, smem_q);
+    if (warp == 2) write_fwd_tiles<SPLIT>(params, shared, smem_q);
     return;
   }
 
@@ -94,9 +115,9 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     if (lane == 0) mbarrier_arrive(smem_address(&shared.o_full[stage][group]));
   };
   const auto write_lse = [&](const FwdTile& tile, const float (&lse)[2]) {
-    if (!params.base.lse || lane % 4 != 0) return;
-    float* out = params.base.lse + tile.batch * params.base.lse_batch_stride +
-                 tile.head * params.base.lse_head_stride + tile.sequence.start_q + tile.m_begin;
+    float* out = SPLIT ? params.partial_lse + tile.split * params.partial_rows : params.base.lse;
+    if (!out || lane % 4 != 0) return;
+    out += tile.lse_row(params.base);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row + lane / 4 + half * 8;
@@ -114,16 +135,23 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
         acc_o[d][2 * half + 1] *= inverse;
       }
     }
-    wg_store_tile<TileQ, T>(smem_q + stage * TileQ::BYTES, warp_row, acc_o);
+    if constexpr (SPLIT) {
+      store_partial_rows(params, tile, warp_row, acc_o);
+    } else {
+      wg_store_tile<TileQ, T>(smem_q + stage * TileQ::BYTES, warp_row, acc_o);
+    }
     hand_over_o(stage);
     write_lse(tile, lse);  // last: the fence of the hand-over would wait for these stores
   };
   // A tile without keys; not through acc_o, which may be in use by a product.
   const auto write_empty = [&](const FwdTile& tile, int stage) {
-    const float zeros[4] = {};
-    for (int chunk = lane; chunk < 16 * TileQ::COLS / 8; chunk += 32) {
-      st_shared_128(
-          smem_q + stage * TileQ::BYTES + TileQ::offset(warp_row + chunk % 16, chunk / 16), zeros);
+    if constexpr (!SPLIT) {
+      const float zeros[4] = {};
+      for (int chunk = lane; chunk < 16 * TileQ::COLS / 8; chunk += 32) {
+        st_shared_128(
+            smem_q + stage * TileQ::BYTES + TileQ::offset(warp_row + chunk % 16, chunk / 16),
+            zeros);
+      }
     }
     hand_over_o(stage);
     write_lse(tile, {-INF, -INF});

@@ -18,20 +18,32 @@ struct FwdTile {
   int m_rows;
   int head;
   int batch;
+  int split;
 
   __device__ bool has_keys() const { return n_range.begin < n_range.end; }
 
-  __device__ void locate(const FlashFwdParams& params, uint32_t index, int block_m, int block_n) {
-    const AttentionShape& shape = params.shape;
-    const Tile tile = tile_of_block(index, ceil_div(shape.seqlen_q, block_m), shape.heads_q,
-                                    shape.batch, shape.heads_per_section);
-    sequence = load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+  __device__ void locate(const FlashFwdParams& params, const Tile& tile, int block_m, int block_n) {
+    sequence = load_sequence(params.shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
     m_begin = tile.block * block_m;
-    m_rows = max(0, min(block_m, sequence.seqlen_q - m_begin));
-    if (m_rows == 0) return;
+    m_rows = min(block_m, sequence.seqlen_q - m_begin);
     n_range = key_tiles(sequence, m_begin, m_begin + m_rows, block_n);
     head = tile.head;
     batch = tile.batch;
+  }
+
+  // The share of one of num_splits blocks in the keys.
+  __device__ void take_split(int index, int num_splits) {
+    split = index;
+    const int first = n_range.begin;
+    const int count = max(0, n_range.end - first);
+    n_range.begin = first + count * split / num_splits;
+    n_range.end = first + count * (split + 1) / num_splits;
+  }
+
+  // The first row in lse.
+  __device__ int64_t lse_row(const FlashFwdParams& params) const {
+    return batch * params.lse_batch_stride + head * params.lse_head_stride + sequence.start_q +
+           m_begin;
   }
 };
 
@@ -96,8 +108,9 @@ template <class L>
 __device__ __forceinline__ void schedule_fwd_tiles(const FlashFwdSm90Params& params,
                                                    FwdShared<L>& shared) {
   const AttentionShape& shape = params.base.shape;
-  const uint32_t num_tiles =
-      ceil_div(shape.seqlen_q, L::BLOCK_M) * uint32_t(shape.heads_q) * shape.batch;
+  const TileOrder order(shape, ceil_div(shape.seqlen_q, L::BLOCK_M), shape.heads_q,
+                        params.packed_tiles);
+  const uint32_t num_tiles = order.size() * params.num_splits;
   Ring<FWD_TILE_RECORDS> record;
   Ring<1> loaded;
   uint32_t index = blockIdx.x;
@@ -106,11 +119,8 @@ __device__ __forceinline__ void schedule_fwd_tiles(const FlashFwdSm90Params& par
     FwdTile& tile = shared.tiles[record.stage];
     tile.m_rows = 0;
     if (index < num_tiles) {
-      tile.locate(params.base, index, L::BLOCK_M, L::BLOCK_N);
-      if (tile.m_rows == 0) {  // packed: past the end of this sequence
-        index = next_tile_index(params.tile_counter, index, num_tiles);
-        continue;
-      }
+      tile.locate(params.base, order.at(index / params.num_splits), L::BLOCK_M, L::BLOCK_N);
+      tile.take_split(index % params.num_splits, params.num_splits);
     }
     mbarrier_arrive(smem_address(&shared.located.full[record.stage]));
     if (index >= num_tiles) return;
@@ -189,8 +199,8 @@ __device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
   }
 }
 
-// The writer of O, from where Q was.
-template <class L>
+// The writer of O, from where Q was; a split writes O itself and only gives back the place of Q.
+template <bool SPLIT, class L>
 __device__ __forceinline__ void write_fwd_tiles(const FlashFwdSm90Params& params,
                                                 FwdShared<L>& shared, uint32_t smem) {
   const AttentionShape& shape = params.base.shape;
@@ -205,13 +215,15 @@ __device__ __forceinline__ void write_fwd_tiles(const FlashFwdSm90Params& params
 #pragma unroll 1
     for (int group = 0; group < L::GROUPS; ++group) {
       mbarrier_wait(smem_address(&shared.o_full[q_ring.stage][group]), q_ring.parity);
+      if constexpr (!SPLIT) {
 #pragma unroll
-      for (int block = 0; block < L::TileQ::NUM_BLOCKS; ++block) {
-        out.store(L::q_address(smem, q_ring.stage, group, block), block, tile.m_begin + group * 64,
-                  tile.head);
+        for (int block = 0; block < L::TileQ::NUM_BLOCKS; ++block) {
+          out.store(L::q_address(smem, q_ring.stage, group, block), block,
+                    tile.m_begin + group * 64, tile.head);
+        }
+        bulk_commit();
+        bulk_wait_read<0>();
       }
-      bulk_commit();
-      bulk_wait_read<0>();
       mbarrier_arrive(smem_address(&shared.q[group].empty[q_ring.stage]));
     }
   }

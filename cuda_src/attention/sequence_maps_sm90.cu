@@ -1,11 +1,60 @@
-// Tensor maps of packed sequences: from the map of all rows, one for each sequence that ends where
-// the sequence does, so that the copy engine reads zeros past its end and writes nothing there.
-// Without them a tile would read the next sequence, and 0 * NaN is NaN.
+// What the kernels of sm_90 need of packed sequences, one block a sequence.
 //
-// One block a sequence, one warp a map: q, k, v and that of the output (forward) or its gradient.
+// Tensor maps: from the map of all rows, one for each sequence that ends where the sequence does,
+// so that the copy engine reads zeros past its end and writes nothing there. Without them a tile
+// would read the next sequence, and 0 * NaN is NaN. One warp a map: q, k, v and that of the output
+// (forward) or its gradient.
+//
+// The list of the tiles that exist (TileOrder in tile_order.cuh): each block counts the tiles of
+// all sequences that are longer than its own, and so knows where its own tiles stand.
+//
 // PTX ISA: "tensormap.replace", "membar / fence: fence.proxy.tensormap".
 #include "../common/params.cuh"
 #include "../ptx/tma.cuh"
+
+__device__ __forceinline__ void make_map(const SequenceMapsParams& params, TensorMap& shared) {
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const bool of_keys = warp == 1 || warp == 2;
+  const int* cu_seqlens = of_keys ? params.cu_seqlens_k : params.cu_seqlens_q;
+  uint32_t* map = reinterpret_cast<uint32_t*>(&shared);
+  map[lane] = reinterpret_cast<const uint32_t*>(&params.maps[warp])[lane];
+  __syncwarp();
+  if (lane == 0) tensor_map_set_rows(shared, cu_seqlens[blockIdx.x + 1]);
+  __syncwarp();
+  TensorMap* out = params.sequence_maps + warp * gridDim.x + blockIdx.x;
+  reinterpret_cast<uint32_t*>(out)[lane] = map[lane];
+}
+
+__device__ __forceinline__ void list_tiles(const SequenceMapsParams& params) {
+  __shared__ int shared_before, shared_total;
+  if (threadIdx.x == 0) shared_before = shared_total = 0;
+  __syncthreads();
+  const int* cu_seqlens = params.tiles_of_keys ? params.cu_seqlens_k : params.cu_seqlens_q;
+  const auto length = [&](int i) { return cu_seqlens[i + 1] - cu_seqlens[i]; };
+  const int own = blockIdx.x;
+  const int own_length = length(own);
+  int before = 0;
+  int total = 0;
+  for (int i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
+    const int tiles = ceil_div(length(i), params.tile_rows);
+    total += tiles;
+    if (length(i) > own_length || (length(i) == own_length && i < own)) before += tiles;
+  }
+  atomicAdd(&shared_before, before);
+  atomicAdd(&shared_total, total);
+  __syncthreads();
+  PackedTile* list = params.packed_tiles;
+  if (own == 0 && threadIdx.x == 0) list[0] = {0, min(shared_total, params.max_tiles)};
+  // Backwards: the last element of the list is the first to be computed.
+  const int tiles = ceil_div(own_length, params.tile_rows);
+  const int last = shared_total - shared_before;
+  for (int i = threadIdx.x; i < tiles; i += blockDim.x) {
+    const int place = last - i;
+    // Lengths that do not fit the tensors must not write elsewhere.
+    if (place >= 1 && place <= params.max_tiles) list[place] = {own, tiles - 1 - i};
+  }
+}
 
 template <int NUM_MAPS>
 __global__ void __launch_bounds__(NUM_MAPS * 32)
@@ -13,16 +62,6 @@ __global__ void __launch_bounds__(NUM_MAPS * 32)
   static_assert(sizeof(params.maps) == NUM_MAPS * sizeof(TensorMap),
                 "host and device disagree on the number of maps");
   __shared__ TensorMap maps[NUM_MAPS];
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const bool of_keys = warp == 1 || warp == 2;
-  const int* cu_seqlens = of_keys ? params.cu_seqlens_k : params.cu_seqlens_q;
-
-  uint32_t* map = reinterpret_cast<uint32_t*>(&maps[warp]);
-  map[lane] = reinterpret_cast<const uint32_t*>(&params.maps[warp])[lane];
-  __syncwarp();
-  if (lane == 0) tensor_map_set_rows(maps[warp], cu_seqlens[blockIdx.x + 1]);
-  __syncwarp();
-  TensorMap* out = params.sequence_maps + warp * gridDim.x + blockIdx.x;
-  reinterpret_cast<uint32_t*>(out)[lane] = map[lane];
+  make_map(params, maps[threadIdx.x / 32]);
+  list_tiles(params);
 }

@@ -25,6 +25,37 @@ __device__ inline Tile tile_of_block(uint32_t index, int blocks_per_head, int he
   return {blocks_per_head - 1 - rest / section_heads, head % heads, head / heads};
 }
 
+// The tiles of a persistent kernel. Of packed sequences only those that exist, which another kernel
+// has listed: the sequences from the shortest to the longest, so that the order starts with the
+// longest, each block by block. Element 0 of the list holds its length.
+struct TileOrder {
+  int blocks_per_head;
+  int heads;
+  int batch;
+  int heads_per_section;
+  const PackedTile* packed_tiles;
+
+  __device__ TileOrder(const AttentionShape& shape, int blocks_per_head, int heads,
+                       const PackedTile* packed_tiles)
+      : blocks_per_head(packed_tiles ? packed_tiles[0].block : blocks_per_head),
+        heads(heads),
+        batch(packed_tiles ? 1 : shape.batch),
+        heads_per_section(shape.heads_per_section),
+        packed_tiles(packed_tiles) {}
+
+  __device__ uint32_t size() const { return uint32_t(blocks_per_head) * heads * batch; }
+
+  __device__ Tile at(uint32_t index) const {
+    Tile tile = tile_of_block(index, blocks_per_head, heads, batch, heads_per_section);
+    if (packed_tiles) {
+      const PackedTile found = packed_tiles[1 + tile.block];
+      tile.block = found.block;
+      tile.batch = found.batch;
+    }
+    return tile;
+  }
+};
+
 // The next tile of a persistent block: whoever is free takes the next one, so the longest come
 // first and nobody waits at the end. The counter starts at 0 and is 0 again when all blocks are
 // done: they ask num_tiles times in all, num_tiles - gridDim.x of them with success. Without a

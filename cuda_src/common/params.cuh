@@ -82,8 +82,15 @@ struct FlashBwdParams {
   AttentionShape shape;
 };
 
+// A tile of a packed sequence.
+struct PackedTile {
+  int batch;
+  int block;  // along the sequence
+};
+
 // sm_90: tensor maps of (head_dim, rows, heads, batch) in front. Packed sequences are a batch of
-// one there, and each has maps of its own in sequence_maps [map][batch], otherwise null.
+// one there, and each has maps of its own in sequence_maps [map][batch]; packed_tiles lists the
+// tiles of a head (see tile_order.cuh). Otherwise both are null.
 struct alignas(64) FlashFwdSm90Params {
   TensorMap q_map;
   TensorMap k_map;
@@ -91,7 +98,14 @@ struct alignas(64) FlashFwdSm90Params {
   TensorMap out_map;
   FlashFwdParams base;
   const TensorMap* sequence_maps;
+  const PackedTile* packed_tiles;
   uint32_t* tile_counter;  // see tile_order.cuh, or null
+  // The keys of a tile shared out over num_splits blocks, and what each finds: [split][rows], rows
+  // as in lse, and HEAD_DIM columns of the output. One split has no use for them.
+  float* partial_out;
+  float* partial_lse;
+  int64_t partial_rows;
+  int num_splits;
 };
 
 struct alignas(64) FlashBwdSm90Params {
@@ -101,6 +115,7 @@ struct alignas(64) FlashBwdSm90Params {
   TensorMap dout_map;
   FlashBwdParams base;
   const TensorMap* sequence_maps;
+  const PackedTile* packed_tiles;
   uint32_t* tile_counter;
 };
 
@@ -109,6 +124,10 @@ struct alignas(64) SequenceMapsParams {
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
   TensorMap* sequence_maps;
+  PackedTile* packed_tiles;
+  int max_tiles;  // in packed_tiles
+  int tile_rows;
+  int tiles_of_keys;  // or else of queries
 };
 
 // Every sequence starts at a multiple of this in the accumulators, so that a query tile (whose

@@ -14,9 +14,16 @@ __device__ __forceinline__ void red_add(float* address, const float (&v)[4]) {
                : "memory");
 }
 
-// Waits until *flag == value; what was written before its release is visible then (sm_70). A plain
-// load and a fence: ld.acquire takes two registers that flash_bwd_sm80 does not have.
+// Waits until *flag == value; what was written before its release is visible then (sm_70).
 __device__ __forceinline__ void wait_flag(const int* flag, int value) {
+  int found;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(flag) : "memory");
+  } while (found != value);
+}
+
+// The same by plain loads and a fence: slower, but two registers less, which flash_bwd_sm80 lacks.
+__device__ __forceinline__ void wait_flag_fenced(const int* flag, int value) {
   while (*static_cast<const volatile int*>(flag) != value) {
   }
   asm volatile("fence.acq_rel.gpu;" ::: "memory");

@@ -31,6 +31,10 @@ FORWARD_TILES = {
 FORWARD_TILES_LOW = {64: (128, 128, 2, 3), 256: (128, 64, 1, 2)}
 
 
+MAX_SPLITS = 32  # blocks that share a tile: a lane each in the kernel that combines
+COMBINE_ROWS = 4  # of a block of that kernel, a warp each
+
+
 @dataclasses.dataclass(frozen=True)
 class FlashFwdSm90(KernelConfig):
     """Forward: warpgroups of 64 rows each compute a tile, another one loads it."""
@@ -38,6 +42,7 @@ class FlashFwdSm90(KernelConfig):
     source: ClassVar[str] = "attention/flash_fwd_sm90.cu"
     params: ClassVar[type[FlashFwdSm90Params]] = FlashFwdSm90Params
     persistent: ClassVar[bool] = True
+    tiles_of: ClassVar[str] = "q"
 
     dtype: str
     head_dim: int
@@ -47,6 +52,7 @@ class FlashFwdSm90(KernelConfig):
     kv_stages: int
     softcap: bool
     alibi: bool
+    split: bool
     smem_bytes: int
 
     @property
@@ -59,9 +65,45 @@ class FlashFwdSm90(KernelConfig):
         """Rows of a box of each tensor map."""
         return {"q": 64, "k": self.block_n, "v": self.block_n, "out": 64}
 
+    @property
+    def tile_rows(self) -> int:
+        """Queries of a tile."""
+        return self.block_m
+
+    @property
+    def combine(self) -> "FlashFwdCombineSm90":
+        """What follows ``split_keys()``."""
+        return FlashFwdCombineSm90(self.dtype, self.head_dim, COMBINE_ROWS, MAX_SPLITS)
+
+    def split_keys(self) -> "FlashFwdSm90":
+        """The same for blocks that share the keys of a tile."""
+        return dataclasses.replace(self, split=True)
+
     def grid(self, shape: AttentionShape) -> int:
         """Number of tiles."""
         return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashFwdCombineSm90(KernelConfig):
+    """Forward, where blocks have shared the keys of a tile: puts their results together."""
+
+    source: ClassVar[str] = "attention/flash_fwd_combine_sm90.cu"
+    params: ClassVar[type[FlashFwdSm90Params]] = FlashFwdSm90Params
+
+    dtype: str
+    head_dim: int
+    rows: int
+    max_splits: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.rows * 32
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return -(-shape.seqlen_q // self.rows) * shape.heads_q * shape.batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +145,8 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
         tile = FORWARD_TILES_LOW.get(padded, tile)
     block_m, block_n, q_stages, kv_stages = tile
     smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * box_columns(padded) * 2
-    return FlashFwdSm90(dtype, padded, *tile, features.softcap, features.alibi, smem_bytes)
+    switches = (features.softcap, features.alibi, False)
+    return FlashFwdSm90(dtype, padded, *tile, *switches, smem_bytes)
 
 
 def backward(
@@ -122,7 +165,8 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     switches = (False, True)
     all_features = [Features(*values) for values in itertools.product(switches, repeat=4)]
     for problem in itertools.product(DTYPES, FORWARD_TILES, all_features, [capability]):
-        kernels = (forward(*problem), *backward(*problem))
+        plain = forward(*problem)
+        kernels = (plain, plain.split_keys(), plain.combine, *backward(*problem))
         yield from (config for config in kernels if config not in seen)
         seen.update(kernels)
 

@@ -26,6 +26,12 @@ class MainKernel(KernelConfig):
 
     params: ClassVar[type[FlashBwdSm90Params]] = FlashBwdSm90Params
     persistent: ClassVar[bool] = True
+    tiles_of: ClassVar[str] = "k"
+
+    @property
+    def tile_rows(self) -> int:
+        """Keys of a tile."""
+        return self.block_n
 
     @property
     def boxes(self) -> dict[str, int]:

@@ -1,0 +1,65 @@
+// The output of a tile whose keys were shared out over blocks (flash_fwd_sm90.cu with SPLIT): each
+// has left softmax(S) V over its own keys and their LSE, and
+//   lse = log sum_s exp(lse_s)    out = sum_s exp(lse_s - lse) out_s
+// One warp a row. Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
+#include "../ptx/math.cuh"
+#include "block_info.cuh"
+#include "tile_order.cuh"
+
+template <typename T, int HEAD_DIM, int ROWS, int MAX_SPLITS>
+__global__ void __launch_bounds__(ROWS * 32)
+    flash_fwd_combine_sm90(const __grid_constant__ FlashFwdSm90Params params) {
+  static_assert(MAX_SPLITS == 32, "one lane a split");
+  const FlashFwdParams& base = params.base;
+  const AttentionShape& shape = base.shape;
+  const Tile tile =
+      tile_of_block(blockIdx.x, ceil_div(shape.seqlen_q, ROWS), shape.heads_q, shape.batch, 1);
+  const Sequence sequence = load_sequence(shape, tile.batch, base.cu_seqlens_q, base.cu_seqlens_k);
+  const int row = tile.block * ROWS + threadIdx.x / 32;
+  if (row >= sequence.seqlen_q) return;
+  const int lane = threadIdx.x % 32;
+  const int64_t lse_row = tile.batch * base.lse_batch_stride + tile.head * base.lse_head_stride +
+                          sequence.start_q + row;
+
+  // ---- the weight of each split, in the lane of its number ----
+  const float lse =
+      lane < params.num_splits ? params.partial_lse[lane * params.partial_rows + lse_row] : -INF;
+  float top = lse;
+#pragma unroll
+  for (int mask = 1; mask < 32; mask *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
+  const float offset = top == -INF ? 0.f : top;  // no split has seen a key
+  const float weight = exp2_approx((lse - offset) * LOG2E);
+  float total = weight;
+#pragma unroll
+  for (int mask = 1; mask < 32; mask *= 2) total += __shfl_xor_sync(~0u, total, mask);
+  const bool empty = total == 0.f;
+  const float inverse = empty ? 0.f : rcp_approx(total);
+  if (base.lse && lane == 0) {
+    base.lse[lse_row] = empty ? -INF : offset + LN2 * log2_accurate(total);
+  }
+
+  // ---- their sum, two columns a lane of every 64 ----
+  constexpr int PAIRS = ceil_div(HEAD_DIM, 64);
+  float2 sum[PAIRS] = {};
+  for (int split = 0; split < params.num_splits; ++split) {
+    const float share = __shfl_sync(~0u, weight, split) * inverse;
+    if (share == 0.f) continue;  // nothing was written there
+    const float* part = params.partial_out + (split * params.partial_rows + lse_row) * HEAD_DIM;
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      const int column = i * 64 + lane * 2;
+      if (column >= HEAD_DIM) continue;
+      const float2 x = *reinterpret_cast<const float2*>(part + column);
+      sum[i].x += share * x.x;
+      sum[i].y += share * x.y;
+    }
+  }
+  T* out = static_cast<T*>(base.out) +
+           base.out_strides.at(tile.batch, sequence.start_q + row, tile.head);
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    const int column = i * 64 + lane * 2;
+    if (column >= shape.head_dim) continue;
+    *reinterpret_cast<uint32_t*>(out + column) = pack<T, 90>(sum[i].x, sum[i].y);
+  }
+}

@@ -1,0 +1,200 @@
+"""One kernel, ready to be launched: everything but the pointers of a call is prepared.
+
+`Launch` is any kernel. `PersistentLaunch` is one of sm_90, with tensor maps in front of its
+argument, a counter of tiles, and with packed sequences a small kernel before it. `SplitLaunch`
+shares the keys of a tile out over blocks and adds a kernel that combines what they have found.
+"""
+
+import ctypes
+import functools
+import math
+import operator
+import struct
+from typing import Any
+
+import numpy
+
+from . import jit
+from .families.sm90 import MAX_SPLITS, SEQUENCE_MAPS
+from .kernel_config import KernelConfig
+from .params import PackedTile, SequenceMapsParams, TensorMap
+from .problem import Problem
+from .tensor_map import TensorMaps, tensor_map
+from .tile_counter import NULL, tile_counters
+
+MIN_SPLIT_KEYS = 256  # of a block: two or more key tiles of any head dim
+pack_two = struct.Struct("2Q").pack
+NO_SEQUENCES = pack_two(0, 0)
+
+
+def prepare(config: KernelConfig, problem: Problem, params: ctypes.Structure) -> "Launch":
+    """The launch of a configuration."""
+    if not config.persistent:
+        return Launch(config, problem, params)
+    splits = num_splits(config, problem)
+    if splits > 1:
+        return SplitLaunch(config, problem, params, splits)
+    return PersistentLaunch(config, problem, params)
+
+
+class Launch:
+    """One kernel with its grid and all of its parameters but the leading pointers.
+
+    Attributes:
+        workspace_size: floats of memory that a call needs besides.
+    """
+
+    workspace_size = 0
+
+    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
+        self.function = jit.load(config, problem.device)
+        self.grid = (config.grid(problem.shape),)
+        self.block = (config.threads,)
+        self.shared_memory = config.shared_memory
+        num_pointers = len(_pointer_names(params))
+        self.pack = struct.Struct(f"{num_pointers}Q").pack
+        self.tail = bytes(params)[8 * num_pointers :]
+        self.dtype = numpy.dtype((numpy.void, ctypes.sizeof(config.params)))
+
+    def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
+        self.start(stream, self.pack(*pointers) + self.tail)
+
+    def start(self, stream: Any, params: bytes) -> None:
+        """Launch with these bytes as the kernel's argument."""
+        argument = numpy.frombuffer(params, self.dtype)
+        self.function(self.grid, self.block, (argument,), self.shared_memory, stream)
+
+
+class PersistentLaunch(Launch):
+    """Tensor maps in front of the pointers, usually at hand; a block for each multiprocessor."""
+
+    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
+        super().__init__(config, problem, params)
+        names = _pointer_names(params)
+        self.mapped = operator.itemgetter(*(names.index(name) for name in config.boxes))
+        self.maps = TensorMaps(
+            [
+                tensor_map(problem, name, getattr(params, f"{name}_strides"), rows)
+                for name, rows in config.boxes.items()
+            ],
+            problem.device,
+        )
+        tiles = num_tiles(config, problem)
+        multiprocessors = _multiprocessors(problem.device)
+        self.grid = (min(tiles, multiprocessors),)
+        # Null where every block has one tile.
+        self.counters = tile_counters(problem.device) if tiles > multiprocessors else _no_counter
+        self.end = _after_counter(config.params, num_splits=1)
+        self.sequences = None
+        if problem.total_q is not None:
+            self.sequences = PackedSequences(config, problem, params)
+            self.workspace_size = self.sequences.workspace_size
+
+    def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
+        maps = self.maps[self.mapped(pointers)]
+        base = self.pack(*pointers) + self.tail
+        packed = NO_SEQUENCES
+        if self.sequences:
+            packed = self.sequences(stream, maps, pointers, workspace)
+        self.start(stream, maps + base + packed + self.rest(stream, workspace))
+
+    def rest(self, stream: Any, workspace: int) -> bytes:
+        """``tile_counter`` and what follows it in the argument."""
+        return self.counters(stream) + self.end
+
+
+class PackedSequences:
+    """The kernel before a persistent one: a tensor map for each sequence, and the list of tiles."""
+
+    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
+        self.launch = Launch(SEQUENCE_MAPS, problem, params)
+        names = _pointer_names(params)
+        self.cu_seqlens = operator.itemgetter(
+            names.index("cu_seqlens_q"), names.index("cu_seqlens_k")
+        )
+        self.maps_size = len(config.boxes) * problem.shape.batch * ctypes.sizeof(TensorMap)
+        max_tiles = _tiles_of_head(config, problem)
+        list_size = (1 + max_tiles) * ctypes.sizeof(PackedTile)
+        self.workspace_size = (self.maps_size + list_size) // 4
+        rest = SequenceMapsParams(
+            max_tiles=max_tiles, tile_rows=config.tile_rows, tiles_of_keys=config.tiles_of == "k"
+        )
+        self.rest = bytes(rest)[SequenceMapsParams.max_tiles.offset :]
+
+    def __call__(self, stream: Any, maps: bytes, pointers: tuple, workspace: int) -> bytes:
+        """The pointers ``sequence_maps`` and ``packed_tiles`` for the kernel that follows."""
+        made = pack_two(workspace, workspace + self.maps_size)
+        self.launch.start(stream, maps + pack_two(*self.cu_seqlens(pointers)) + made + self.rest)
+        return made
+
+
+class SplitLaunch(PersistentLaunch):
+    """A forward whose tiles are too few for the multiprocessors: ``splits`` blocks share each."""
+
+    def __init__(
+        self, config: KernelConfig, problem: Problem, params: ctypes.Structure, splits: int
+    ) -> None:
+        super().__init__(config.split_keys(), problem, params)
+        self.grid = (num_tiles(config, problem) * splits,)
+        self.combine = Launch(config.combine, problem, params)
+        rows = math.prod(problem.lse_shape)
+        self.out_offset = -(-4 * self.workspace_size // 16) * 16
+        self.lse_offset = self.out_offset + 4 * splits * rows * config.head_dim
+        self.workspace_size = self.lse_offset // 4 + splits * rows
+        self.end = _after_counter(config.params, partial_rows=rows, num_splits=splits)
+        self.end = self.end[len(NO_SEQUENCES) :]
+
+    def rest(self, stream: Any, workspace: int) -> bytes:
+        """No counter: every block has one tile. Then the two places for partial results."""
+        partial = pack_two(workspace + self.out_offset, workspace + self.lse_offset)
+        return NULL + partial + self.end
+
+    def start(self, stream: Any, params: bytes) -> None:
+        super().start(stream, params)
+        self.combine.start(stream, params)
+
+
+def num_splits(config: KernelConfig, problem: Problem) -> int:
+    """How many blocks should share the keys of a tile: 1 unless most of the GPU would idle."""
+    if config.combine is None:
+        return 1
+    idle = _multiprocessors(problem.device) // max(1, num_tiles(config, problem))
+    return max(1, min(idle, problem.shape.seqlen_k // MIN_SPLIT_KEYS, MAX_SPLITS))
+
+
+def num_tiles(config: KernelConfig, problem: Problem) -> int:
+    """Tiles of a persistent kernel; of packed sequences, whose lengths are unknown, at most."""
+    shape = problem.shape
+    if problem.total_q is None:
+        return config.grid(shape)
+    heads = shape.heads_kv if config.tiles_of == "k" else shape.heads_q
+    return _tiles_of_head(config, problem) * heads
+
+
+def _tiles_of_head(config: KernelConfig, problem: Problem) -> int:
+    """An upper bound for packed sequences."""
+    rows = problem.total_k if config.tiles_of == "k" else problem.total_q
+    return rows // config.tile_rows + problem.shape.batch
+
+
+def _after_counter(params: type[ctypes.Structure], **values: int) -> bytes:
+    """What follows ``tile_counter`` in an argument; backward kernels have nothing there."""
+    names = [name for name, _ in params._fields_]
+    argument = params(**{name: value for name, value in values.items() if name in names})
+    return bytes(argument)[params.tile_counter.offset + len(NULL) :]
+
+
+def _no_counter(stream: Any) -> bytes:
+    return NULL
+
+
+def _pointer_names(params: ctypes.Structure) -> list[str]:
+    """The leading fields, which a call fills in."""
+    return [name for name, kind in params._fields_ if kind is ctypes.c_void_p]
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    import cupy
+
+    return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
