@@ -24,6 +24,9 @@ struct BwdTile {
   int head_end;
 
   __device__ bool has_queries() const { return m_range.begin < m_range.end; }
+  __device__ int num_steps() const {
+    return (head_end - head_begin) * (m_range.end - m_range.begin);
+  }
 
   __device__ void locate(const FlashBwdParams& params, const Tile& tile, int block_m, int block_n) {
     const AttentionShape& shape = params.shape;

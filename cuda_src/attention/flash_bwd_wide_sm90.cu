@@ -16,31 +16,47 @@
 #include "store_rows.cuh"
 #include "wg_gemm.cuh"
 
-enum NamedBarrier { P_WRITTEN = 1, DS_WRITTEN, TURN_COME, TURN_OVER };
+enum NamedBarrier { P_WRITTEN = 1, DS_WRITTEN };
 
-// With a semaphore, a warp that keeps the turns of the blocks, so that no consumer waits for
-// memory: each query tile's dQ is added to in the order of the keys, and the sum is repeatable bit
-// by bit.
-template <int BLOCK_M, int BLOCK_N, int THREADS, int STAGES>
+// With a semaphore the blocks take turns, query tile by query tile in the order of the keys, so
+// that the sum is repeatable bit by bit.
+struct Turns {
+  uint64_t come;  // consumers may add to this tile
+  uint64_t over;  // they have
+
+  __device__ void init(int consumers) {
+    mbarrier_init(smem_address(&come), 1);
+    mbarrier_init(smem_address(&over), consumers / 32);
+  }
+};
+
+// The keepers of the turns, two lanes, so that no consumer waits for memory: lane 0 waits for the
+// blocks before this one, lane 1 lets those after it go on.
+template <int BLOCK_M, int BLOCK_N, int STAGES>
 __device__ __forceinline__ void keep_turns(const FlashBwdParams& params,
-                                           BwdShared<BLOCK_M, STAGES>& shared) {
-  const bool elected = elect_one();
+                                           BwdShared<BLOCK_M, STAGES>& shared, Turns& turns) {
+  const bool first_lane = threadIdx.x % 32 == 0;
   Ring<BWD_TILE_RECORDS> record;
+  Ring<1> turn;
 #pragma unroll 1
   for (;; record.advance()) {
     const BwdTile& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) return;
-    if (elected) mbarrier_arrive(smem_address(&shared.almost_loaded));  // no longer reads the last
+    // A lane that is here no longer reads the last tile.
+    mbarrier_arrive(smem_address(&shared.almost_loaded));
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
-      for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m) {
+      for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m, turn.advance()) {
         int* flag = turn_flag(params, accum_row(params, tile, head, m * BLOCK_M), BLOCK_M);
-        if (elected) wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
-        __syncwarp();
-        named_barrier_arrive(TURN_COME, THREADS);
-        named_barrier_sync(TURN_OVER, THREADS);
-        if (elected) release_flag(flag);
+        if (first_lane) {
+          wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
+          mbarrier_wait(smem_address(&turns.over), turn.parity ^ 1);  // of the turn before
+          mbarrier_arrive(smem_address(&turns.come));
+        } else {
+          mbarrier_wait(smem_address(&turns.over), turn.parity);
+          release_flag(flag);
+        }
       }
     }
   }
@@ -82,10 +98,10 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   constexpr int CONSUMERS = GROUPS * WARPGROUP;
   constexpr int KEYS = BLOCK_N / GROUPS;          // of S and dP in a warpgroup
   constexpr int SLICES = HEAD_DIM / 64 / GROUPS;  // of 64 head_dim rows in a warpgroup
-  static_assert(2 * TileKV::BYTES + NUM_STAGES * (2 * TileQ::BYTES + TileS::BYTES) + TileS::BYTES ==
-                    SMEM_BYTES,
+  constexpr int DQ_COLS = SLICES * 32;
+  static_assert(2 * TileKV::BYTES + NUM_STAGES * 2 * TileQ::BYTES + 2 * TileS::BYTES == SMEM_BYTES,
                 "host and device disagree on shared memory");
-  static_assert(NUM_STAGES == 2, "the last P may still be read when the next is written");
+  static_assert(NUM_STAGES == 2, "its number is the parity of a turn");
   static_assert(BLOCK_M == 64, "one warpgroup has all queries of S");
   static_assert(KEYS * GROUPS == BLOCK_N && KEYS % 16 == 0 && SLICES * GROUPS * 64 == HEAD_DIM,
                 "equal shares");
@@ -97,17 +113,21 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   const uint32_t smem_q = smem_v + TileKV::BYTES;
   const uint32_t smem_dout = smem_q + NUM_STAGES * TileQ::BYTES;
   const uint32_t smem_p = smem_dout + NUM_STAGES * TileQ::BYTES;
-  const uint32_t smem_ds = smem_p + NUM_STAGES * TileS::BYTES;
+  const uint32_t smem_ds = smem_p + TileS::BYTES;
   __shared__ BwdShared<BLOCK_M, NUM_STAGES> shared;
-  if (threadIdx.x == 0) shared.init(CONSUMERS, params.base.dq_semaphore ? 3 : 2);
+  __shared__ Turns turns;
+  if (threadIdx.x == 0) {
+    shared.init(CONSUMERS, params.base.dq_semaphore ? 4 : 2);
+    turns.init(CONSUMERS);
+  }
   __syncthreads();
 
   if (warpgroup_index() == 0) {
     release_registers<GROUPS == 2 ? 40 : 32>();
     const int warp = warp_in_warpgroup();
     if (warp == 3) {
-      if (params.base.dq_semaphore) {
-        keep_turns<BLOCK_M, BLOCK_N, CONSUMERS + 32>(params.base, shared);
+      if (params.base.dq_semaphore && threadIdx.x % 32 < 2) {
+        keep_turns<BLOCK_M, BLOCK_N>(params.base, shared, turns);
       }
       return;
     }
@@ -133,7 +153,6 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
 
   float acc_dk[SLICES][BLOCK_N / 8][4];  // transposed: rows are head_dim, columns are keys
   float acc_dv[SLICES][BLOCK_N / 8][4];
-  Ring<NUM_STAGES> ring;
   Ring<BWD_TILE_RECORDS> record;
 
   const auto store_s = [&](uint32_t tile, const float (&acc)[KEYS / 8][4]) {
@@ -150,38 +169,36 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     }
   };
 
-  const auto step = [&](const BwdTile& tile, int head, int m, bool masked) {
-    const int m_begin = m * BLOCK_M;
-    // See flash_bwd_sm90.cu.
-    const uint32_t k_tile = uniform(smem_k);
-    const uint32_t v_tile = uniform(smem_v);
-    const int stage = uniform(ring.stage);
-    const uint32_t q_stage = smem_q + stage * TileQ::BYTES;
-    const uint32_t dout_stage = smem_dout + stage * TileQ::BYTES;
-    const uint32_t p_stage = smem_p + stage * TileS::BYTES;
+  // Of the query tile that `head` and `m` name, in the buffers of `ring`.
+  struct Place {
+    int head;
+    int m;
+    Ring<NUM_STAGES> ring;
+  };
+  using Scores = float[KEYS / 8][4];
 
-    const float alibi_slope =
-        ALIBI ? params.base.alibi_slopes[tile.batch * params.base.alibi_batch_stride + head] : 0.f;
+  // uniform() keeps descriptors in uniform registers: see flash_bwd_sm90.cu.
+  const auto issue_s = [&](Scores& s, const Place& at) {
+    shared.q.wait_full(at.ring);
+    wg_gemm<T, HEAD_DIM / 16>(
+        s, WgRowOperand<TileQ>(smem_q + uniform(at.ring.stage) * TileQ::BYTES, 0),
+        WgRowOperand<TileKV>(uniform(smem_k), group * KEYS), false);
+  };
+  const auto issue_dp = [&](Scores& dp, const Place& at) {
+    shared.dout.wait_full(at.ring);
+    wg_gemm<T, HEAD_DIM / 16>(
+        dp, WgRowOperand<TileQ>(smem_dout + uniform(at.ring.stage) * TileQ::BYTES, 0),
+        WgRowOperand<TileKV>(uniform(smem_v), group * KEYS), false);
+  };
+  float cap_slope[SOFTCAP ? KEYS / 8 : 1][4];  // d tanh(x) / dx
 
-    // ---- S = Q K^T, dP = dO V^T ----
-    float s[KEYS / 8][4];
-    float dp[KEYS / 8][4];
-    shared.q.wait_full(ring);
-    wg_gemm<T, HEAD_DIM / 16>(s, WgRowOperand<TileQ>(q_stage, 0),
-                              WgRowOperand<TileKV>(k_tile, group * KEYS), false);
-    shared.dout.wait_full(ring);
-    wg_gemm<T, HEAD_DIM / 16>(dp, WgRowOperand<TileQ>(dout_stage, 0),
-                              WgRowOperand<TileKV>(v_tile, group * KEYS), false);
-    wgmma_wait<1>();
-    pin(s);
-
-    // ---- P, dV^T += dO^T P ----
+  // s = P, from S.
+  const auto make_p = [&](Scores& s, const BwdTile& tile, const Place& at) {
     const ScoreScale<SOFTCAP> score(shape);
     const int thread = fresh_thread_index();
     const int row = thread % WARPGROUP / 32 * 16 + thread % 32 / 4;
-    const int query = m_begin + row;
+    const int query = at.m * BLOCK_M + row;
     const int key = tile.n_begin + (thread / WARPGROUP - 1) * KEYS + thread % 4 * 2;
-    float cap_slope[SOFTCAP ? KEYS / 8 : 1][4];  // d tanh(x) / dx
     if constexpr (SOFTCAP) {
       apply_softcap(s, score.to_tanh);
 #pragma unroll
@@ -190,11 +207,13 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         for (int i = 0; i < 4; ++i) cap_slope[n][i] = 1.f - s[n][i] * s[n][i];
       }
     }
-    if constexpr (ALIBI)
-      apply_alibi(s, score.alibi(alibi_slope), query, key, tile.sequence.diagonal);
-    if (masked) apply_mask(s, tile.sequence, query, key);
-    const float* lse_log2 = &shared.lse_log2[ring.stage][row];
-    const float* delta = &shared.delta[ring.stage][row];
+    if constexpr (ALIBI) {
+      const float slope =
+          params.base.alibi_slopes[tile.batch * params.base.alibi_batch_stride + at.head];
+      apply_alibi(s, score.alibi(slope), query, key, tile.sequence.diagonal);
+    }
+    if (uniform(tile.m_range.needs_mask(at.m))) apply_mask(s, tile.sequence, query, key);
+    const float* lse_log2 = &shared.lse_log2[at.ring.stage][row];
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n) {
 #pragma unroll
@@ -202,67 +221,74 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         s[n][i] = exp2_approx(s[n][i] * score.scale_log2 - lse_log2[i / 2 * 8]);
       }
     }
-    store_s(p_stage, s);
+  };
+  // Publishes P, adds to dV, and publishes dS. One product may be in flight before: dP.
+  const auto make_ds = [&](Scores& s, Scores& dp, const Place& at) {
+    store_s(smem_p, s);
     fence_async_proxy();
     named_barrier_sync(P_WRITTEN, CONSUMERS);  // so nobody reads the last dS any more
+    const uint32_t dout_stage = smem_dout + uniform(at.ring.stage) * TileQ::BYTES;
 #pragma unroll
     for (int i = 0; i < SLICES; ++i) {
       wg_gemm<T, BLOCK_M / 16>(acc_dv[i], WgColumnOperand<TileQ>(dout_stage, group * SLICES + i),
-                               WgColumnOperand<TileS>(p_stage, 0), true);
+                               WgColumnOperand<TileS>(smem_p, 0), true);
     }
-    if constexpr (SOFTCAP) {
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] *= cap_slope[n][i];
-      }
-    }
-
-    // ---- dS ----
     wgmma_wait<SLICES>();
     pin(dp);
+    const int row = fresh_thread_index() % WARPGROUP / 32 * 16 + fresh_thread_index() % 32 / 4;
+    const float* delta = &shared.delta[at.ring.stage][row];
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         dp[n][i] = s[n][i] * (dp[n][i] - delta[i / 2 * 8]);
+        if constexpr (SOFTCAP) dp[n][i] *= cap_slope[n][i];
       }
     }
     store_s(smem_ds, dp);
     fence_async_proxy();
-    named_barrier_sync(DS_WRITTEN, CONSUMERS);
-
-    // ---- dQ = dS K, dK^T += Q^T dS ----
-    float dq[SLICES * 8][4];
-    wg_gemm<T, BLOCK_N / 16>(dq, WgRowOperand<TileS>(smem_ds, 0),
-                             WgColumnOperand<TileKV>(k_tile, group * SLICES), false);
-#pragma unroll
-    for (int i = 0; i < SLICES; ++i) {
-      wg_gemm<T, BLOCK_M / 16>(acc_dk[i], WgColumnOperand<TileQ>(q_stage, group * SLICES + i),
-                               WgColumnOperand<TileS>(smem_ds, 0), true);
-    }
-    wgmma_wait<SLICES>();
-#pragma unroll
-    for (int i = 0; i < SLICES; ++i) pin(acc_dv[i]);
-    pin(dq);
-    shared.dout.release(ring.stage);
-
-    // ---- add dQ ----
-    const int64_t accum = accum_row(params.base, tile, head, m_begin);
-    if (params.base.dq_semaphore) named_barrier_sync(TURN_COME, CONSUMERS + 32);
-    float* dq_accum = params.base.dq_accum + accum * HEAD_DIM;
-#pragma unroll
-    for (int n = 0; n < SLICES * 8; ++n) {
-      red_add(dq_accum + dq_fragment_offset(group * SLICES * 8 + n), dq[n]);
-    }
-    if (params.base.dq_semaphore) named_barrier_arrive(TURN_OVER, CONSUMERS + 32);
     wgmma_wait<0>();
 #pragma unroll
+    for (int i = 0; i < SLICES; ++i) pin(acc_dv[i]);
+    shared.dout.release(at.ring.stage);
+    named_barrier_sync(DS_WRITTEN, CONSUMERS);  // so nobody reads the last P any more
+  };
+  // dQ in two halves: for all of it beside the next S there are not enough registers.
+  using HalfDq = float[DQ_COLS / 8][4];
+  const auto issue_dq = [&](HalfDq& dq, int half) {
+    const int column = (group * 2 + half) * DQ_COLS;
+    wg_gemm<T, BLOCK_N / 16>(
+        dq, WgRowOperand<TileS>(smem_ds, 0),
+        WgColumnOperand<TileKV>(uniform(smem_k) + column % 64 * sizeof(T), column / 64), false);
+  };
+  const auto issue_dk = [&](const Place& at, int slice) {
+    wg_gemm<T, BLOCK_M / 16>(acc_dk[slice],
+                             WgColumnOperand<TileQ>(smem_q + uniform(at.ring.stage) * TileQ::BYTES,
+                                                    group * SLICES + slice),
+                             WgColumnOperand<TileS>(smem_ds, 0), true);
+  };
+  const auto add_dq = [&](HalfDq& dq, int half, const BwdTile& tile, const Place& at) {
+    pin(dq);
+    const int64_t accum = accum_row(params.base, tile, at.head, at.m * BLOCK_M);
+    // The ring has two places, so its stage is the parity of the turn.
+    if (half == 0 && params.base.dq_semaphore) {
+      mbarrier_wait(smem_address(&turns.come), at.ring.stage);
+    }
+    float* dq_accum = params.base.dq_accum + accum * HEAD_DIM +
+                      dq_fragment_offset((group * 2 + half) * DQ_COLS / 8);
+#pragma unroll
+    for (int n = 0; n < DQ_COLS / 8; ++n) red_add(dq_accum + n * WARPGROUP * 4, dq[n]);
+    if (half == 1 && params.base.dq_semaphore) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&turns.over));
+    }
+  };
+  const auto pin_dk = [&] {
+#pragma unroll
     for (int i = 0; i < SLICES; ++i) pin(acc_dk[i]);
-    shared.q.release_by_thread(ring.stage);
-    ring.advance();
   };
 
+  Place at = {};
 #pragma unroll 1
   for (;; record.advance()) {
     const BwdTile& tile = shared.wait_tile(record);
@@ -274,28 +300,56 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     }
     shared.k.wait_full(kv_place(record));
     shared.v.wait_full(kv_place(record));
-    const int head_end = uniform(tile.head_end);
-    const int m_begin = uniform(tile.m_range.begin);
+    const int head_end = tile.has_queries() ? tile.head_end : tile.head_begin;
 #pragma unroll 1
-    for (int head = uniform(tile.head_begin); head < head_end; ++head) {
-      if constexpr (GROUPS == 2) {  // masked on both edges of a window, plain between them
-        const int inner_begin = max(uniform(tile.m_range.inner_begin), m_begin);
-        const int inner_end = uniform(tile.m_range.inner_end);
+    for (at.head = uniform(tile.head_begin); at.head < uniform(head_end); ++at.head) {
+      at.m = uniform(tile.m_range.end) - 1;
+      Scores s, dp;
+      issue_s(s, at);
+      issue_dp(dp, at);
+      wgmma_wait<1>();
+      pin(s);
+      make_p(s, tile, at);
+      make_ds(s, dp, at);
 #pragma unroll 1
-        for (int m = uniform(tile.m_range.end) - 1; m >= m_begin;) {
-#pragma unroll 1
-          for (; m >= m_begin && (m >= inner_end || m < inner_begin); --m) {
-            step(tile, head, m, true);
-          }
-#pragma unroll 1
-          for (; m >= inner_begin; --m) step(tile, head, m, false);
-        }
-      } else {  // three have no registers for the bounds
-#pragma unroll 1
-        for (int m = uniform(tile.m_range.end) - 1; m >= m_begin; --m) {
-          step(tile, head, m, uniform(tile.m_range.needs_mask(m)));
-        }
+      for (;;) {
+        Place next = at;
+        next.ring.advance();
+        if (--next.m < uniform(tile.m_range.begin)) break;
+        // From this query tile to the next: S and dP of that one beside dQ and dK of this one.
+        Scores s, dp;
+        HalfDq dq0, dq1;
+        issue_dq(dq0, 0);
+        issue_dk(at, 0);
+        wgmma_wait<1>();
+        add_dq(dq0, 0, tile, at);
+        issue_dq(dq1, 1);
+        if constexpr (SLICES == 2) issue_dk(at, 1);
+        issue_s(s, next);
+        wgmma_wait<SLICES>();
+        add_dq(dq1, 1, tile, at);
+        issue_dp(dp, next);
+        wgmma_wait<1>();
+        pin(s);
+        pin_dk();
+        shared.q.release_by_thread(at.ring.stage);
+        make_p(s, tile, next);
+        make_ds(s, dp, next);
+        at = next;
       }
+      HalfDq dq0, dq1;
+      issue_dq(dq0, 0);
+      issue_dk(at, 0);
+      wgmma_wait<1>();
+      add_dq(dq0, 0, tile, at);
+      issue_dq(dq1, 1);
+      if constexpr (SLICES == 2) issue_dk(at, 1);
+      wgmma_wait<SLICES - 1>();
+      add_dq(dq1, 1, tile, at);
+      wgmma_wait<0>();
+      pin_dk();
+      shared.q.release_by_thread(at.ring.stage);
+      at.ring.advance();
     }
     shared.k.release(0);  // the next tile is loaded while this one is written
     shared.v.release(0);

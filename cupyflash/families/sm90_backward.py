@@ -18,7 +18,9 @@ TILES_SOFTCAP = TILES | {64: (64, 128)}
 TILES_SOFTCAP_ALIBI = {64: (64, 128), 96: (64, 128)}
 
 # head dim: block_m, block_n, groups
-WIDE_TILES = {128: (64, 64, 2), 192: (64, 96, 3), 256: (64, 64, 2)}
+WIDE_TILES = {192: (64, 96, 3), 256: (64, 64, 2)}
+# Three warpgroups have no registers for the derivative of the softcap.
+WIDE_TILES_SOFTCAP = {128: (64, 64, 2), 256: (64, 64, 2)}
 
 
 class MainKernel(KernelConfig):
@@ -108,12 +110,16 @@ class FlashBwdPostprocessSm90(KernelConfig):
 
 def backward(dtype: str, head_dim: int, softcap: bool, alibi: bool) -> tuple[KernelConfig, ...]:
     """The backward kernels in launch order."""
-    padded = next(size for size in sorted(TILES | WIDE_TILES) if size >= head_dim)
-    tiles = (TILES_SOFTCAP_ALIBI if alibi else TILES_SOFTCAP) if softcap else TILES
+    tiles, wide_tiles = TILES, WIDE_TILES
+    if softcap:
+        tiles, wide_tiles = TILES_SOFTCAP, WIDE_TILES_SOFTCAP
+        if alibi:
+            tiles = TILES_SOFTCAP_ALIBI
+    padded = next(size for size in sorted(tiles | wide_tiles) if size >= head_dim)
     if padded in tiles:
         main = _main(dtype, padded, *tiles[padded], softcap, alibi)
     else:
-        main = _main_wide(dtype, padded, *WIDE_TILES[padded], softcap, alibi)
+        main = _main_wide(dtype, padded, *wide_tiles[padded], softcap, alibi)
     return (
         FlashBwdPreprocess(dtype, accum_dim=padded),
         main,
@@ -137,8 +143,8 @@ def _main_wide(
 ) -> FlashBwdWideSm90:
     kv_bytes = 2 * block_n * head_dim * 2
     ds_bytes = block_m * box_columns(block_n) * 2
-    stage_bytes = 2 * block_m * head_dim * 2 + ds_bytes  # Q, dO, P
-    smem_bytes = kv_bytes + NUM_STAGES * stage_bytes + ds_bytes
+    stage_bytes = 2 * block_m * head_dim * 2  # Q, dO
+    smem_bytes = kv_bytes + NUM_STAGES * stage_bytes + 2 * ds_bytes  # P, dS
     return FlashBwdWideSm90(
         dtype, head_dim, block_m, block_n, NUM_STAGES, groups, softcap, alibi, smem_bytes
     )
