@@ -32,7 +32,7 @@ def packed(q, k, longest):
     """Two sequences of at most ``longest`` (queries, keys)."""
     cu_seqlens = {name: View((3,), (1,), "int32", 0) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     options = Options(True, None, None, 0.0, "thd", longest)
-    return check("f", {"q": q, "k": k, "v": k}, options, cu_seqlens=cu_seqlens)
+    return check("f", {"q": q, "k": k, "v": k}, options, cu_seqlens)
 
 
 def spec(problem, name, box_rows=128):
@@ -186,18 +186,18 @@ def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
     strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
     params = FlashFwdParams(**strides, lse_head_stride=5, shape=call.shape)
     made = launch._launch(config, call, params)
-    pointers = tuple(range(16, 24))
+    pointers = tuple(range(16, 29))
     made(None, *pointers)
     grid, block, argument = arguments[0]
     assert grid == (7,) and block == (512,)
     assert type(argument) is numpy.ndarray and argument.size == 1
     params = FlashFwdSm90Params.from_buffer_copy(argument.tobytes())
-    assert argument.nbytes == ctypes.sizeof(params) == 768
+    assert argument.nbytes == ctypes.sizeof(params) == 896
     maps = params.q_map, params.k_map, params.v_map, params.out_map
     assert [bytes(x) for x in maps] == [bytes([i]) * 128 for i in (1, 2, 3, 4)]
     assert params.tile_counter == 5
     assert [x[2] for x in driver.calls] == [16, 17, 18, 19]
     assert [x[5][1] for x in driver.calls] == [64, 128, 128, 64]
     base = params.base
-    assert (base.q, base.alibi_slopes, base.lse_head_stride) == (16, 23, 5)
+    assert (base.q, base.seqused_k, base.lse_head_stride) == (16, 28, 5)
     assert base.shape.seqlen_q == 200

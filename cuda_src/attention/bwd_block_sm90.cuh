@@ -30,7 +30,7 @@ struct BwdTile {
     const int num_n_blocks = ceil_div(shape.seqlen_k, block_n);
     const Tile tile =
         tile_of_block(index, num_n_blocks, shape.heads_kv, shape.batch, shape.heads_per_section);
-    sequence = load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+    sequence = load_sequence(params, tile.batch);
     n_block = num_n_blocks - 1 - tile.block;  // the first keys are seen by most queries
     n_begin = n_block * block_n;
     n_rows = max(0, min(block_n, sequence.seqlen_k - n_begin));

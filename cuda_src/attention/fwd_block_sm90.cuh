@@ -25,7 +25,7 @@ struct FwdTile {
     const AttentionShape& shape = params.shape;
     const Tile tile = tile_of_block(index, ceil_div(shape.seqlen_q, block_m), shape.heads_q,
                                     shape.batch, shape.heads_per_section);
-    sequence = load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+    sequence = load_sequence(params, tile.batch);
     m_begin = tile.block * block_m;
     m_rows = max(0, min(block_m, sequence.seqlen_q - m_begin));
     if (m_rows == 0) return;
