@@ -13,6 +13,7 @@ from .flash_attn import (
     flash_attn_varlen_qkvpacked_func,
 )
 from .precompile import warmup
+from .sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
 
@@ -25,5 +26,6 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "scaled_dot_product_attention",
     "warmup",
 ]

@@ -13,6 +13,8 @@ import numpy
 
 Array = Any
 
+SEEDS = 2**63 - 1  # seeds of dropout that are drawn are less than this
+
 
 class View(NamedTuple):
     """What the checks and the kernels need to know of an array, besides its pointer."""
@@ -39,7 +41,10 @@ class NumpyLibrary:
     def on_cpu(self, x: Array) -> bool:
         return True
 
-    def wants_gradient(self, q: Array, k: Array, v: Array) -> bool:
+    def watched(self, x: Array) -> bool:
+        return False
+
+    def wants_gradient(self, *arrays: Array) -> bool:
         return False
 
     def to_numpy(self, x: Array) -> numpy.ndarray:
@@ -50,6 +55,14 @@ class NumpyLibrary:
 
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
+
+    def seed(self, value: int, like: Array) -> Array:
+        """An int64 array of one element."""
+        return numpy.array([value], numpy.int64)
+
+    def random_seed(self, like: Array) -> Array:
+        """The same with a value from the library's generator."""
+        return numpy.random.randint(SEEDS, size=1, dtype=numpy.int64)
 
 
 class CupyLibrary:
@@ -67,7 +80,10 @@ class CupyLibrary:
     def on_cpu(self, x: Array) -> bool:
         return False
 
-    def wants_gradient(self, q: Array, k: Array, v: Array) -> bool:
+    def watched(self, x: Array) -> bool:
+        return False
+
+    def wants_gradient(self, *arrays: Array) -> bool:
         return False
 
     def pointer(self, x: Array) -> int:
@@ -89,6 +105,22 @@ class CupyLibrary:
     def zeros_like(self, x: Array) -> Array:
         return sys.modules["cupy"].zeros_like(x)
 
+    def fill(self, x: Array, value: float) -> None:
+        x.fill(value)
+
+    def cast(self, x: Array, like: Array) -> Array:
+        """x in the dtype of ``like``; itself if it has that."""
+        return x.astype(like.dtype, copy=False)
+
+    def float32(self, x: Array) -> Array:
+        return x.astype(numpy.float32, copy=False)
+
+    def seed(self, value: int, like: Array) -> Array:
+        return sys.modules["cupy"].full(1, value, numpy.int64)
+
+    def random_seed(self, like: Array) -> Array:
+        return sys.modules["cupy"].random.randint(SEEDS, size=1, dtype=numpy.int64)
+
     def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
         return dense_strides(shape, range(len(shape)))
 
@@ -108,6 +140,10 @@ class TorchLibrary:
         self.torch = sys.modules["torch"]
         # 0.1 µs instead of the 4 µs of torch.cuda.current_stream(); Triton relies on it too.
         self._raw_stream = getattr(self.torch._C, "_cuda_getCurrentRawStream", None)
+        self._transforms_active = self.torch._C._are_functorch_transforms_active
+        self._modes = self.torch._C._len_torch_dispatch_stack
+        self._autocast = self.torch._C._is_any_autocast_enabled
+        self._plain = self.torch.Tensor.__torch_dispatch__  # of all but tensor subclasses
 
     def signature(self, x: Array) -> tuple:
         return (x.shape, x.stride(), x.dtype, x.get_device())
@@ -119,9 +155,26 @@ class TorchLibrary:
     def on_cpu(self, x: Array) -> bool:
         return not x.is_cuda
 
-    def wants_gradient(self, q: Array, k: Array, v: Array) -> bool:
-        some = q.requires_grad or k.requires_grad or v.requires_grad
-        return some and self.torch.is_grad_enabled()
+    def watched(self, x: Array) -> bool:
+        """Whether something around the call changes it: autocast or what `traced` names; 0.2 µs."""
+        return self._autocast() or self.traced(x)
+
+    def traced(self, x: Array) -> bool:
+        """Whether torch has to see the call, for a transform of torch.func, a dispatch mode, a
+        tensor subclass or a tensor without memory; torch.compile apart.
+        """
+        return (
+            self._transforms_active()
+            or self._modes() > 0
+            or type(x).__torch_dispatch__ is not self._plain
+            or x.is_meta
+        )
+
+    def wants_gradient(self, *arrays: Array) -> bool:
+        for x in arrays:
+            if x.requires_grad:
+                return self.torch.is_grad_enabled()
+        return False
 
     def to_numpy(self, x: Array) -> numpy.ndarray:
         """A view; a copy in float32 of bfloat16, which NumPy does not have."""
@@ -152,6 +205,24 @@ class TorchLibrary:
 
     def zeros_like(self, x: Array) -> Array:
         return self.torch.zeros_like(x)
+
+    def fill(self, x: Array, value: float) -> None:
+        x.fill_(value)
+
+    def cast(self, x: Array, like: Array) -> Array:
+        """x in the dtype of ``like``; itself if it has that."""
+        return x.to(like.dtype)
+
+    def float32(self, x: Array) -> Array:
+        return x.detach().float()
+
+    def seed(self, value: int, like: Array) -> Array:
+        """A fill instead of a copy from the host: it needs no synchronisation."""
+        return self.torch.full((1,), value, dtype=self.torch.int64, device=like.device)
+
+    def random_seed(self, like: Array) -> Array:
+        """From torch's generator of the device of ``like``."""
+        return self.torch.randint(SEEDS, (1,), dtype=self.torch.int64, device=like.device)
 
     def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
         """Dense, in the order of the axes of ``like``: a transposed q gives a transposed out.
@@ -227,7 +298,10 @@ def from_foreign(function: str, x: Array) -> Array:
     """
     if hasattr(x, "__dlpack_device__") and hasattr(x, "__dlpack__"):
         if int(x.__dlpack_device__()[0]) == 1:  # kDLCPU
-            return numpy.from_dlpack(x)
+            try:
+                return numpy.from_dlpack(x)
+            except RuntimeError:  # a dtype that is none of NumPy's own, as bfloat16
+                return numpy.asarray(x)
         import cupy
 
         return cupy.from_dlpack(x)
@@ -244,5 +318,9 @@ def from_foreign(function: str, x: Array) -> Array:
 def to_foreign(result: Array, like: Array) -> Array:
     """A result in the library of a foreign array, if that library can import it."""
     with contextlib.suppress(AttributeError):
-        return like.__array_namespace__().from_dlpack(result)
+        namespace = like.__array_namespace__()
+        try:
+            return namespace.from_dlpack(result)
+        except BufferError:  # of such a dtype
+            return namespace.asarray(result)
     return result

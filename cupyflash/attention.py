@@ -2,6 +2,7 @@
 
 from .array import Array
 from .dispatch import backward, forward
+from .extras import NO_EXTRAS, Extras, Gradients
 
 Window = tuple[int | None, int | None] | None
 
@@ -16,6 +17,12 @@ def attention(
     window: Window = None,
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
@@ -40,6 +47,19 @@ def attention(
         softcap: scores become ``softcap * tanh(score / softcap)``, unless 0.
         alibi_slopes: float32 (heads_q,) or (batch, heads_q); subtracts slope * distance to the
             diagonal from a score.
+        bias: added to the scores, after softcap and ALiBi: broadcasts to (batch, heads_q, seqlen_q,
+            seqlen_k), whatever the layout; any strides. Dtype of q, float32, or bool, where False
+            is -inf.
+        sinks: (heads_q,), float32 or dtype of q: a logit beside those of the keys, without a value;
+            it enters the LSE. A query that sees no key has it as its LSE.
+        dropout_p: probability, in steps of 2^-16, with which a weight becomes 0 after the softmax;
+            the others are divided by 1 - dropout_p. The LSE is that of all weights.
+        dropout_seed: from 0 to 2^63 - 1, or int64 of one element on the device of q; equal seeds
+            drop the same weights. None draws one from the generator of the library.
+        seqused_q: int32 (batch,), the rows of each sequence that count; the others are not read,
+            their out is 0, their LSE -inf. The bottom-right diagonal ends at these lengths.
+        seqused_k: the same for keys. The values are checked on the CPU, and on a GPU with
+            CUPYFLASH_DEBUG=1.
         layout: "bshd", or "bhsd" with axes 1 and 2 of q, k, v and the result swapped.
         return_lse: return (out, lse); lse float32 (batch, heads_q, seqlen_q), natural logarithm.
 
@@ -51,10 +71,12 @@ def attention(
         ValueError: shapes, strides, devices, values of options.
         NotImplementedError: a GPU, or a forced kernel family, that cannot compute this.
 
-    Source: FlashAttention-2, arXiv:2307.08691.
+    Sources: FlashAttention-2, arXiv:2307.08691; sinks: gpt-oss, arXiv:2508.10925; random numbers:
+    Philox4x32-7, Salmon et al. 2011.
     """
-    options = (causal, scale, _hashable(window), softcap, layout)
-    out, lse = forward("attention", q, k, v, options, alibi_slopes, need_lse=return_lse)
+    options = (causal, scale, _hashable(window), softcap, layout, None, dropout_p)
+    extras = _extras(alibi_slopes, bias, sinks, dropout_p, dropout_seed, seqused_q, seqused_k)
+    out, lse = forward("attention", q, k, v, options, extras, need_lse=return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -71,29 +93,55 @@ def attention_backward(
     window: Window = None,
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
     layout: str = "bshd",
+    bias_grad: bool = False,
     deterministic: bool = False,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array] | Gradients:
     """Gradients of `attention` for libraries without autograd.
 
     Args:
         dout: gradient of out, like q.
         q, k, v: inputs of the forward.
         out, lse: its results.
-        causal, scale, window, softcap, alibi_slopes, layout: as in the forward.
-        deterministic: sum dq in a fixed order, so that equal calls give equal bits; slower.
+        causal to layout: as in the forward; dropout needs the seed that the forward had.
+        bias_grad: also the gradient of the bias, summed over the axes on which it is broadcast.
+        deterministic: sum dq in a fixed order, so that equal calls give equal bits; slower. Not
+            with the gradient of a bias that is broadcast.
 
     Returns:
-        (dq, dk, dv), like q, k and v.
+        (dq, dk, dv), like q, k and v; with sinks or bias_grad a named tuple (dq, dk, dv, dbias,
+        dsinks), None where there is none.
 
     Raises:
         As `attention`.
     """
-    options = (causal, scale, _hashable(window), softcap, layout)
-    return backward(
-        "attention_backward", dout, q, k, v, out, lse, options, alibi_slopes,
-        deterministic=deterministic,
-    )  # fmt: skip
+    options = (causal, scale, _hashable(window), softcap, layout, None, dropout_p)
+    extras = _extras(alibi_slopes, bias, sinks, dropout_p, dropout_seed, seqused_q, seqused_k)
+    gradients = backward(
+        "attention_backward", dout, q, k, v, out, lse, options, extras, deterministic, bias_grad
+    )
+    return gradients if bias_grad or sinks is not None else gradients[:3]
+
+
+def _extras(
+    alibi_slopes: Array | None,
+    bias: Array | None,
+    sinks: Array | None,
+    dropout_p: float,
+    dropout_seed: int | Array | None,
+    seqused_q: Array | None,
+    seqused_k: Array | None,
+) -> Extras:
+    plain = alibi_slopes is bias is sinks is seqused_q is seqused_k is None
+    if plain and dropout_p == 0:
+        return NO_EXTRAS
+    return Extras(None, None, alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
 
 
 def _hashable(window: Window) -> Window:

@@ -6,33 +6,39 @@ import torch
 
 from . import dispatch
 from .array import library_of
+from .extras import NO_EXTRAS, Extras
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of `dispatch.forward_without_gradient`; the LSE has no gradient."""
+    """(out, lse) of `dispatch.forward_without_gradient`; the LSE has no gradient.
+
+    Bias and sinks are arguments of their own, as only those have gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, function, options, alibi_slopes, cu_seqlens, deterministic):  # noqa: ANN001, ANN205
+    def forward(ctx: Any, q, k, v, bias, sinks, function, options, extras, deterministic):  # noqa: ANN001, ANN205
         out, lse = dispatch.forward_without_gradient(
-            function, library_of(q), q, k, v, options, alibi_slopes, cu_seqlens, True
+            function, library_of(q), q, k, v, options, extras, True
         )
-        ctx.save_for_backward(q, k, v, out, lse, alibi_slopes, *(cu_seqlens or ()))
+        ctx.save_for_backward(q, k, v, out, lse, *(() if extras is NO_EXTRAS else extras))
         ctx.arguments = (function, options, deterministic)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout, _):  # noqa: ANN001, ANN205
-        q, k, v, out, lse, alibi_slopes, *cu_seqlens = ctx.saved_tensors
+        q, k, v, out, lse, *extras = ctx.saved_tensors
         function, options, deterministic = ctx.arguments
         if dout.stride(-1) != 1:  # an expanded scalar, as .sum() hands it down
             dout = dout.contiguous()
-        gradients = dispatch.backward(
-            function, dout, q, k, v, out, lse, options, alibi_slopes,
-            tuple(cu_seqlens) or None, deterministic,
+        backward = dispatch.backward
+        if torch.is_grad_enabled():  # create_graph=True: not as if the gradients were constants
+            from .torch_ops import attention_backward as backward
+        gradients = backward(
+            function, dout, q, k, v, out, lse, options, Extras(*extras) if extras else NO_EXTRAS,
+            deterministic, bias_grad=ctx.needs_input_grad[3],
         )  # fmt: skip
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None
 
 
 def attention_with_gradient(
@@ -41,9 +47,9 @@ def attention_with_gradient(
     k: torch.Tensor,
     v: torch.Tensor,
     options: tuple,
-    alibi_slopes: torch.Tensor | None,
-    cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None,
+    extras: Extras,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse), recorded for the backward pass of torch."""
-    return Attention.apply(q, k, v, function, options, alibi_slopes, cu_seqlens, deterministic)
+    """(out, lse), recorded for the backward pass of torch; dropout needs a tensor for its seed."""
+    learned = extras.bias, extras.sinks
+    return Attention.apply(q, k, v, *learned, function, options, extras, deterministic)

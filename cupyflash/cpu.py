@@ -6,25 +6,17 @@ import numpy
 
 from . import reference
 from .array import Array
+from .extras import Extras, Gradients
 from .problem import Options
 
 
 def forward(
-    library: Any,
-    q: Array,
-    k: Array,
-    v: Array,
-    options: Options,
-    alibi_slopes: Array | None,
-    cu_seqlens: tuple[Array, Array] | None,
+    library: Any, q: Array, k: Array, v: Array, options: Options, extras: Extras
 ) -> tuple[Array, Array]:
     """(out, lse) of checked arrays."""
     qkv = [_rows_first(library.to_numpy(x), options) for x in (q, k, v)]
-    arguments = _arguments(library, options, alibi_slopes)
-    if cu_seqlens is None:
-        out, lse = reference.attention_tiled(*qkv, **arguments)
-    else:
-        out, lse = reference.attention_varlen(*qkv, *map(library.to_numpy, cu_seqlens), **arguments)
+    function, lengths, arguments = _call(library, options, extras)
+    out, lse = getattr(reference, function)(*qkv, *lengths, **arguments)
     return library.from_numpy(_rows_first(out, options), q), library.from_numpy(lse)
 
 
@@ -37,19 +29,23 @@ def backward(
     out: Array,
     lse: Array,
     options: Options,
-    alibi_slopes: Array | None,
-    cu_seqlens: tuple[Array, Array] | None,
-) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) of checked arrays; always repeatable."""
+    extras: Extras,
+    bias_grad: bool,
+) -> Gradients:
+    """Gradients of checked arrays; always repeatable."""
     tensors = [_rows_first(library.to_numpy(x), options) for x in (dout, q, k, v, out)]
     tensors.append(library.to_numpy(lse))
-    arguments = _arguments(library, options, alibi_slopes)
-    if cu_seqlens is None:
-        gradients = reference.attention_tiled_backward(*tensors, **arguments)
-    else:
-        cu_seqlens = map(library.to_numpy, cu_seqlens)
-        gradients = reference.attention_varlen_backward(*tensors, *cu_seqlens, **arguments)
-    return tuple(library.from_numpy(_rows_first(x, options), q) for x in gradients)
+    function, lengths, arguments = _call(library, options, extras)
+    found = getattr(reference, f"{function}_backward")(
+        *tensors, *lengths, bias_grad=bias_grad, **arguments
+    )
+    first = [library.from_numpy(_rows_first(x, options), q) for x in found[:3]]
+    dbias = dsinks = None
+    if bias_grad:
+        dbias = library.from_numpy(found.dbias.astype(arguments["bias"].dtype), extras.bias)
+    if extras.sinks is not None:
+        dsinks = library.from_numpy(found.dsinks.astype(arguments["sinks"].dtype), extras.sinks)
+    return Gradients(*first, dbias, dsinks)
 
 
 def _rows_first(x: numpy.ndarray, options: Options) -> numpy.ndarray:
@@ -57,14 +53,27 @@ def _rows_first(x: numpy.ndarray, options: Options) -> numpy.ndarray:
     return x.swapaxes(1, 2) if options.layout == "bhsd" else x
 
 
-def _arguments(library: Any, options: Options, alibi_slopes: Array | None) -> dict[str, Any]:
+def _call(
+    library: Any, options: Options, extras: Extras
+) -> tuple[str, list[numpy.ndarray | None], dict[str, Any]]:
+    """The name of the function of the reference, its lengths, and its options."""
     window = options.window
     if window is not None:
         window = tuple(None if side in (None, -1) else side for side in window)
-    return {
+    arrays = Extras(*(None if x is None else library.to_numpy(x) for x in extras))
+    arguments = {
         "causal": options.causal,
         "scale": options.scale,
         "window": window,
         "softcap": options.softcap,
-        "alibi_slopes": None if alibi_slopes is None else library.to_numpy(alibi_slopes),
+        "dropout_p": options.dropout_p,
+        "dropout_seed": 0 if arrays.dropout_seed is None else int(arrays.dropout_seed.item()),
+        "alibi_slopes": arrays.alibi_slopes,
+        "bias": arrays.bias,
+        "sinks": arrays.sinks,
     }
+    if arrays.cu_seqlens_q is not None:
+        return "attention_varlen", [arrays.cu_seqlens_q, arrays.cu_seqlens_k], arguments
+    if arrays.seqused_q is not None or arrays.seqused_k is not None:
+        return "attention_padded", [arrays.seqused_q, arrays.seqused_k], arguments
+    return "attention_tiled", [], arguments

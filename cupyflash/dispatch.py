@@ -4,12 +4,24 @@ The hot path is one dictionary lookup: shapes, strides, dtypes, devices and opti
 the key, and everything that follows from them, checks included, is done once and kept in the plan.
 """
 
+import sys
 from typing import Any
+
+import numpy
 
 from . import cpu, environment
 from .array import Array, from_foreign, library_of, to_foreign
+from .extras import NO_EXTRAS, NO_POINTERS, Extras, Gradients
 from .launch import BackwardPlan, ForwardPlan
-from .problem import Options, check, check_cu_seqlens, check_lse
+from .problem import (
+    Options,
+    Problem,
+    check,
+    check_bias_gradient,
+    check_cu_seqlens,
+    check_lse,
+    check_seqused,
+)
 
 MAX_PLANS = 4096  # lengths that change with every call must not fill the memory
 
@@ -23,8 +35,7 @@ def forward(
     k: Array,
     v: Array,
     options: tuple,
-    alibi_slopes: Array | None = None,
-    cu_seqlens: tuple[Array, Array] | None = None,
+    extras: Extras = NO_EXTRAS,
     deterministic: bool = False,
     need_lse: bool = False,
 ) -> tuple[Array, Array | None]:
@@ -34,23 +45,32 @@ def forward(
         options: the fields of `Options`; a plain tuple costs less.
         need_lse: otherwise lse may be None.
     """
+    if _compiling():
+        from . import torch_ops
+
+        return torch_ops.compiled(function, q, k, v, options, extras, deterministic)
     library = library_of(q)
     if library is None:
-        q_, *arrays = _imported(function, q, k, v, alibi_slopes, *(cu_seqlens or ()))
-        slopes, packed = arrays[2], tuple(arrays[3:]) or None
-        results = forward(function, q_, *arrays[:2], options, slopes, packed, need_lse=need_lse)
+        q_, k, v, extras = _imported(function, q, k, v, extras=extras)
+        results = forward(function, q_, k, v, options, extras, need_lse=need_lse)
         return tuple(None if x is None else to_foreign(x, q) for x in results)
     if not type(q) is type(k) is type(v):  # subclasses and strangers
         _check_library(function, library, {"k": k, "v": v})
-    if library.wants_gradient(q, k, v):
+    wants_gradient = library.wants_gradient(q, k, v)
+    if extras is not NO_EXTRAS:
+        extras = prepared(function, library, q, options, extras)
+        wants_gradient = wants_gradient or library.wants_gradient(*extras.learned)
+    if library.watched(q):
+        from . import torch_ops
+
+        q, k, v, extras = torch_ops.autocast(q, k, v, extras)
+        if library.traced(q):
+            return torch_ops.attention(function, q, k, v, options, extras, deterministic)
+    if wants_gradient:
         from .autograd import attention_with_gradient
 
-        return attention_with_gradient(
-            function, q, k, v, options, alibi_slopes, cu_seqlens, deterministic
-        )
-    return forward_without_gradient(
-        function, library, q, k, v, options, alibi_slopes, cu_seqlens, need_lse
-    )
+        return attention_with_gradient(function, q, k, v, options, extras, deterministic)
+    return forward_without_gradient(function, library, q, k, v, options, extras, need_lse)
 
 
 def forward_without_gradient(
@@ -60,30 +80,30 @@ def forward_without_gradient(
     k: Array,
     v: Array,
     options: tuple,
-    alibi_slopes: Array | None,
-    cu_seqlens: tuple[Array, Array] | None,
+    extras: Extras,
     need_lse: bool,
 ) -> tuple[Array, Array | None]:
-    """`forward` of arrays of one known library."""
+    """`forward` of arrays of one known library; the extras are `prepared`."""
     if library.on_cpu(q):
-        tensors = {"q": q, "k": k, "v": v}
-        _checked(function, library, tensors, options, alibi_slopes, cu_seqlens)
-        return cpu.forward(library, q, k, v, Options(*options), alibi_slopes, cu_seqlens)
+        _checked(function, library, {"q": q, "k": k, "v": v}, options, extras)
+        return cpu.forward(library, q, k, v, Options(*options), extras)
     pointer, signature = library.pointer, library.signature
     settings = environment.current()
     q_, k_, v_ = pointer(q), pointer(k), pointer(v)
     aligned = (q_ | k_ | v_) % 16 == 0
-    extras, extra_pointers = _extras(function, library, alibi_slopes, cu_seqlens)
-    key = (signature(q), signature(k), signature(v), options, aligned, settings.family, extras)
+    converted, extra_signatures, extra_pointers = _for_kernels(library, extras)
+    key = (
+        signature(q), signature(k), signature(v), options, aligned, settings.family,
+        extra_signatures,
+    )  # fmt: skip
     plan = _forward_plans.get(key)
     if plan is None or settings.debug:
-        tensors = {"q": q, "k": k, "v": v}
-        problem = _checked(function, library, tensors, options, alibi_slopes, cu_seqlens)
+        problem = _checked(function, library, {"q": q, "k": k, "v": v}, options, extras)
         access = problem.access(0 if aligned else 1)
         view = library.view(q)
         plan = ForwardPlan(function, problem, access, library, view, Options(*options))
         _keep(_forward_plans, key, plan)
-    return plan(q, q_, k_, v_, *extra_pointers, need_lse)
+    return plan(q, q_, k_, v_, extra_pointers, need_lse)
 
 
 def backward(
@@ -95,64 +115,106 @@ def backward(
     out: Array,
     lse: Array,
     options: tuple,
-    alibi_slopes: Array | None = None,
-    cu_seqlens: tuple[Array, Array] | None = None,
+    extras: Extras = NO_EXTRAS,
     deterministic: bool = False,
-) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in the library of q."""
+    bias_grad: bool = False,
+) -> Gradients:
+    """Gradients in the library of q: of the sinks if there are any, of the bias if asked for."""
     library = library_of(q)
     if library is None:
-        tensors = _imported(function, dout, q, k, v, out, lse, alibi_slopes, *(cu_seqlens or ()))
-        packed = tuple(tensors[7:]) or None
-        results = backward(function, *tensors[:6], options, tensors[6], packed, deterministic)
-        return tuple(to_foreign(x, q) for x in results)
+        *tensors, extras = _imported(function, dout, q, k, v, out, lse, extras=extras)
+        found = backward(function, *tensors, options, extras, deterministic, bias_grad)
+        return Gradients(*(None if x is None else to_foreign(x, q) for x in found))
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
     _check_library(function, library, {**tensors, "lse": lse})
+    if extras is not NO_EXTRAS:
+        if extras.dropout_seed is None and Options(*options).dropout_p:
+            raise ValueError(
+                f"{function}: dropout_p needs the dropout_seed of the forward, got None"
+            )
+        extras = prepared(function, library, q, options, extras)
     if library.on_cpu(q):
-        problem = _checked(function, library, tensors, options, alibi_slopes, cu_seqlens)
+        problem = _checked(function, library, tensors, options, extras)
         check_lse(function, problem, library.view(lse))
+        check_bias_gradient(function, problem, bias_grad)
         tensors = (dout, q, k, v, out, lse)
-        return cpu.backward(library, *tensors, Options(*options), alibi_slopes, cu_seqlens)
+        return cpu.backward(library, *tensors, Options(*options), extras, bias_grad)
     pointer, signature = library.pointer, library.signature
     settings = environment.current()
     aligned = (pointer(q) | pointer(k) | pointer(v) | pointer(dout)) % 16 == 0
-    extras, extra_pointers = _extras(function, library, alibi_slopes, cu_seqlens)
+    converted, extra_signatures, extra_pointers = _for_kernels(library, extras)
     signatures = tuple(map(signature, (dout, q, k, v, out, lse)))
-    key = (signatures, options, aligned, settings.family, deterministic, extras)
+    key = (
+        signatures, options, aligned, settings.family, deterministic, bias_grad, extra_signatures,
+    )  # fmt: skip
     plan = _backward_plans.get(key)
     if plan is None or settings.debug:
-        problem = _checked(function, library, tensors, options, alibi_slopes, cu_seqlens)
+        problem = _checked(function, library, tensors, options, extras)
         check_lse(function, problem, library.view(lse))
+        check_bias_gradient(function, problem, bias_grad)
         views = {name: library.view(x) for name, x in tensors.items()}
         access = problem.access(0 if aligned else 1)
         plan = BackwardPlan(
-            function, problem, access, library, views, Options(*options), deterministic
+            function, problem, access, library, views, Options(*options), deterministic, bias_grad
         )
         _keep(_backward_plans, key, plan)
     lse = library.contiguous(lse)
-    return plan(dout, q, k, v, out, lse, *extra_pointers)
+    dq, dk, dv, dbias, dsinks = plan(dout, q, k, v, out, lse, extra_pointers)
+    if dbias is not None:
+        dbias = library.cast(dbias, extras.bias).reshape(extras.bias.shape)
+    dsinks = None if dsinks is None else library.cast(dsinks, extras.sinks)
+    return Gradients(dq, dk, dv, dbias, dsinks)
+
+
+def _compiling() -> bool:
+    """Whether torch.compile traces the caller: it could not trace what follows; 0.2 µs."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
+def prepared(function: str, library: Any, q: Array, options: tuple, extras: Extras) -> Extras:
+    """The optional arrays, all of the library of q, with an array for the seed if there is dropout.
+
+    Raises:
+        TypeError: an array of another library, or a seed of another kind.
+        ValueError: a seed out of range.
+    """
+    extras = with_seed(function, library, q, options, extras)
+    _check_library(function, library, _given(extras))
+    return extras
+
+
+def with_seed(function: str, library: Any, q: Array, options: tuple, extras: Extras) -> Extras:
+    """An array for the seed if there is dropout, no seed otherwise."""
+    seed = extras.dropout_seed
+    if not Options(*options).dropout_p:
+        seed = None
+    elif seed is None:
+        seed = library.random_seed(q)
+    elif isinstance(seed, int | numpy.integer) and not isinstance(seed, bool):
+        if not 0 <= seed < 2**63:
+            fact = "dropout_seed must be at least 0 and less than 2**63"
+            raise ValueError(f"{function}: {fact}, got {seed}")
+        seed = library.seed(int(seed), q)
+    return extras._replace(dropout_seed=seed)
 
 
 def _checked(
-    function: str,
-    library: Any,
-    tensors: dict[str, Array],
-    options: tuple,
-    alibi_slopes: Array | None,
-    cu_seqlens: tuple[Array, Array] | None,
-) -> Any:
-    """The `Problem` of a call; reads cu_seqlens where that is free or debugging asks for it."""
+    function: str, library: Any, tensors: dict[str, Array], options: tuple, extras: Extras
+) -> Problem:
+    """The `Problem` of a call; reads lengths where that is free or debugging asks for it."""
     options = Options(*options)
-    extras = _named_extras(function, library, alibi_slopes, cu_seqlens)
-    views = {name: library.view(x) for name, x in extras.items()}
-    alibi = views.pop("alibi_slopes", None)
+    views = {name: library.view(x) for name, x in _given(extras).items()}
     tensor_views = {name: library.view(x) for name, x in tensors.items()}
-    problem = check(function, tensor_views, options, alibi, views)
-    if cu_seqlens is not None and (problem.device < 0 or environment.current().debug):
-        for (name, _), x, y, longest in zip(
-            views.items(), cu_seqlens, (tensors["q"], tensors["k"]), options.max_seqlens
-        ):
-            check_cu_seqlens(function, name, library.to_list(x), y.shape[0], longest)
+    problem = check(function, tensor_views, options, views)
+    if problem.device < 0 or environment.current().debug:
+        for name, x in _given(extras).items():
+            rows = tensors["q" if name.endswith("_q") else "k"].shape[0]
+            if name.startswith("cu_seqlens"):
+                longest = options.max_seqlens[name == "cu_seqlens_k"]
+                check_cu_seqlens(function, name, library.to_list(x), rows, longest)
+            elif name.startswith("seqused"):
+                check_seqused(function, name, library.to_list(x), problem)
     return problem
 
 
@@ -162,35 +224,23 @@ def _keep(plans: dict[tuple, Any], key: tuple, plan: Any) -> None:
     plans[key] = plan
 
 
-def _named_extras(
-    function: str,
-    library: Any,
-    alibi_slopes: Array | None,
-    cu_seqlens: tuple[Array, Array] | None,
-) -> dict[str, Array]:
-    """The optional arrays that are there, all of them of the library of q."""
-    extras = {"alibi_slopes": alibi_slopes} if alibi_slopes is not None else {}
-    if cu_seqlens is not None:
-        extras |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens))
-    _check_library(function, library, extras)
-    return extras
+def _given(extras: Extras) -> dict[str, Array]:
+    """The optional arrays that are there, by name."""
+    return {name: x for name, x in extras._asdict().items() if x is not None}
 
 
-def _extras(
-    function: str,
-    library: Any,
-    alibi_slopes: Array | None,
-    cu_seqlens: tuple[Array, Array] | None,
-) -> tuple[tuple | None, tuple[int, int, int]]:
-    """The signature of the optional arrays, and (cu_seqlens_q, cu_seqlens_k, slopes) pointers."""
-    if alibi_slopes is None and cu_seqlens is None:
-        return None, (0, 0, 0)
-    _named_extras(function, library, alibi_slopes, cu_seqlens)
-    alibi = None if alibi_slopes is None else library.signature(alibi_slopes)
-    packed = None if cu_seqlens is None else tuple(map(library.signature, cu_seqlens))
-    pointers = (0, 0) if cu_seqlens is None else map(library.pointer, cu_seqlens)
-    slopes = 0 if alibi_slopes is None else library.pointer(alibi_slopes)
-    return (alibi, packed), (*pointers, slopes)
+def _for_kernels(library: Any, extras: Extras) -> tuple[Extras, tuple | None, tuple[int, ...]]:
+    """The optional arrays as kernels take them, signatures of those given, pointers of those taken.
+
+    The caller holds the first until the launch: the memory of a converted array is free after it.
+    """
+    if extras is NO_EXTRAS:
+        return NO_EXTRAS, None, NO_POINTERS
+    signatures = tuple(None if x is None else library.signature(x) for x in extras)
+    if extras.sinks is not None:
+        extras = extras._replace(sinks=library.float32(extras.sinks))
+    pointers = tuple(0 if x is None else library.pointer(x) for x in extras)
+    return extras, signatures, pointers
 
 
 def _check_library(function: str, library: Any, arrays: dict[str, Array]) -> None:
@@ -201,6 +251,13 @@ def _check_library(function: str, library: Any, arrays: dict[str, Array]) -> Non
             raise TypeError(f"{function}: {name} must be a {library.name} like q, got {got}")
 
 
-def _imported(function: str, *arrays: Array | None) -> list[Array | None]:
-    """Arrays of unknown libraries as NumPy or CuPy arrays on the same memory."""
-    return [x if x is None or library_of(x) else from_foreign(function, x) for x in arrays]
+def _imported(function: str, *arrays: Array, extras: Extras) -> list[Any]:
+    """Arrays of unknown libraries as NumPy or CuPy arrays on the same memory, extras last."""
+
+    def imported(x: Array) -> Array:
+        known = x is None or isinstance(x, int) or library_of(x)
+        return x if known else from_foreign(function, x)
+
+    if extras is not NO_EXTRAS:
+        extras = Extras(*map(imported, extras))
+    return [*map(imported, arrays), extras]

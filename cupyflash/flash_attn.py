@@ -7,6 +7,7 @@ the probabilities themselves exist nowhere.
 
 from .array import Array
 from .dispatch import forward
+from .extras import NO_EXTRAS, Extras
 
 
 def flash_attn_func(
@@ -24,13 +25,14 @@ def flash_attn_func(
 ) -> Array | tuple[Array, Array, None]:
     """`cupyflash.attention` in flash-attn's signature; ``window_size`` -1 is unlimited.
 
+    Dropout follows the generator of the library: torch's, or that of CuPy or NumPy.
+
     Raises:
-        NotImplementedError: dropout_p.
         TypeError, ValueError: as `cupyflash.attention`.
     """
-    options = (causal, softmax_scale, tuple(window_size), softcap, "bshd")
+    options = (causal, softmax_scale, tuple(window_size), softcap, "bshd", None, dropout_p)
     return _call(
-        "flash_attn_func", q, k, v, options, dropout_p, alibi_slopes, deterministic,
+        "flash_attn_func", q, k, v, options, alibi_slopes, deterministic,
         return_attn_probs,
     )  # fmt: skip
 
@@ -49,9 +51,9 @@ def flash_attn_kvpacked_func(
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_func` with kv (batch, seqlen_k, 2, heads_kv, head_dim)."""
     k, v = _unpack("flash_attn_kvpacked_func", "kv", kv, 5, 2)
-    options = (causal, softmax_scale, tuple(window_size), softcap, "bshd")
+    options = (causal, softmax_scale, tuple(window_size), softcap, "bshd", None, dropout_p)
     return _call(
-        "flash_attn_kvpacked_func", q, k, v, options, dropout_p, alibi_slopes, deterministic,
+        "flash_attn_kvpacked_func", q, k, v, options, alibi_slopes, deterministic,
         return_attn_probs,
     )  # fmt: skip
 
@@ -69,9 +71,9 @@ def flash_attn_qkvpacked_func(
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim)."""
     q, k, v = _unpack("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
-    options = (causal, softmax_scale, tuple(window_size), softcap, "bshd")
+    options = (causal, softmax_scale, tuple(window_size), softcap, "bshd", None, dropout_p)
     return _call(
-        "flash_attn_qkvpacked_func", q, k, v, options, dropout_p, alibi_slopes, deterministic,
+        "flash_attn_qkvpacked_func", q, k, v, options, alibi_slopes, deterministic,
         return_attn_probs,
     )  # fmt: skip
 
@@ -108,7 +110,7 @@ def flash_attn_varlen_func(
         out like q; with return_attn_probs (out, softmax_lse (heads_q, total_q), None).
 
     Raises:
-        NotImplementedError: dropout_p, block_table.
+        NotImplementedError: block_table.
         TypeError, ValueError: as `cupyflash.attention`.
     """
     function = "flash_attn_varlen_func"
@@ -117,9 +119,9 @@ def flash_attn_varlen_func(
             f"{function}: block_table (paged keys and values) is not built yet"
         )
     lengths = (max_seqlen_q, max_seqlen_k)
-    options = (causal, softmax_scale, tuple(window_size), softcap, "thd", lengths)
+    options = (causal, softmax_scale, tuple(window_size), softcap, "thd", lengths, dropout_p)
     return _call(
-        function, q, k, v, options, dropout_p, alibi_slopes, deterministic, return_attn_probs,
+        function, q, k, v, options, alibi_slopes, deterministic, return_attn_probs,
         (cu_seqlens_q, cu_seqlens_k),
     )  # fmt: skip
 
@@ -144,9 +146,9 @@ def flash_attn_varlen_kvpacked_func(
     function = "flash_attn_varlen_kvpacked_func"
     k, v = _unpack(function, "kv", kv, 4, 2)
     lengths = (max_seqlen_q, max_seqlen_k)
-    options = (causal, softmax_scale, tuple(window_size), softcap, "thd", lengths)
+    options = (causal, softmax_scale, tuple(window_size), softcap, "thd", lengths, dropout_p)
     return _call(
-        function, q, k, v, options, dropout_p, alibi_slopes, deterministic, return_attn_probs,
+        function, q, k, v, options, alibi_slopes, deterministic, return_attn_probs,
         (cu_seqlens_q, cu_seqlens_k),
     )  # fmt: skip
 
@@ -168,9 +170,9 @@ def flash_attn_varlen_qkvpacked_func(
     function = "flash_attn_varlen_qkvpacked_func"
     q, k, v = _unpack(function, "qkv", qkv, 4, 3)
     lengths = (max_seqlen, max_seqlen)
-    options = (causal, softmax_scale, tuple(window_size), softcap, "thd", lengths)
+    options = (causal, softmax_scale, tuple(window_size), softcap, "thd", lengths, dropout_p)
     return _call(
-        function, q, k, v, options, dropout_p, alibi_slopes, deterministic, return_attn_probs,
+        function, q, k, v, options, alibi_slopes, deterministic, return_attn_probs,
         (cu_seqlens, cu_seqlens),
     )  # fmt: skip
 
@@ -181,19 +183,15 @@ def _call(
     k: Array,
     v: Array,
     options: tuple,
-    dropout_p: float,
     alibi_slopes: Array | None,
     deterministic: bool,
     return_attn_probs: bool,
     cu_seqlens: tuple[Array, Array] | None = None,
 ) -> Array | tuple[Array, Array, None]:
-    if dropout_p != 0.0:
-        raise NotImplementedError(
-            f"{function}: dropout_p is not built yet, must be 0, got {dropout_p}"
-        )
-    out, lse = forward(
-        function, q, k, v, options, alibi_slopes, cu_seqlens, deterministic, return_attn_probs
-    )
+    extras = NO_EXTRAS
+    if not (alibi_slopes is cu_seqlens is None and options[-1] == 0):  # dropout_p
+        extras = Extras(*cu_seqlens or (None, None), alibi_slopes)
+    out, lse = forward(function, q, k, v, options, extras, deterministic, return_attn_probs)
     return (out, lse, None) if return_attn_probs else out
 
 

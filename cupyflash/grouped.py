@@ -44,6 +44,17 @@ def group_heads(x: Array, k: Array) -> Array:
     return x.transpose(0, 2, 3, 1, 4)
 
 
+def group_sinks(sinks: Array, q_groups: Array) -> Array:
+    """(heads_q,) as (heads_kv, group, 1), to broadcast against the rows of ``q_groups``."""
+    return sinks.reshape(*q_groups.shape[1:3], 1)
+
+
+def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
+    """Sum over the axes that have length 1 in ``shape``, as of what was broadcast."""
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
+    return x.sum(axis=axes, keepdims=True) if axes else x
+
+
 def grouped_matmul(a: Array, b: Array) -> Array:
     """a (batch, heads_kv, group, m, x) times b (batch, heads_kv, x, n), one b for a whole group.
 

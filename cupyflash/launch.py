@@ -5,14 +5,17 @@ pointers. A call then allocates its results, puts the pointers in front and laun
 """
 
 import functools
+import math
 from typing import Any
 
 from . import environment, families
-from .array import Array, View
+from .array import Array, View, dense_strides
+from .extras import bias_strides
+from .families.preprocess import FlashBwdSinks
 from .jit import compiler
 from .kernel_config import Access
 from .kernel_launch import Launch, prepare
-from .params import ACCUM_ROW_ALIGN, FlashBwdParams, FlashFwdParams
+from .params import ACCUM_ROW_ALIGN, BiasStrides, FlashBwdParams, FlashFwdParams
 from .problem import Options, Problem, canonical_strides
 
 # Of the L2 cache, for the keys and values of the heads that run together (tile_order.cuh); the rest
@@ -60,6 +63,7 @@ class ForwardPlan(Plan):
         self.out_shape, self.lse_shape = q.shape, problem.lse_shape
         self.out_strides = library.strides_of_empty(q.shape, q)
         out = View(q.shape, self.out_strides, q.dtype, q.device)
+        self.lengths = problem.extras.lengths
         self.empty = 0 in (shape.batch, shape.heads_q, shape.seqlen_q)
         if self.empty:
             return
@@ -71,25 +75,29 @@ class ForwardPlan(Plan):
             out_strides=canonical_strides(out, options),
             lse_batch_stride=problem.lse_strides[0],
             lse_head_stride=problem.lse_strides[1],
-            alibi_batch_stride=problem.alibi_batch_stride or 0,
+            alibi_batch_stride=problem.extras.alibi_batch_stride or 0,
+            bias_strides=problem.bias_strides,
             shape=shape,
         )
         self.launch = prepare(config, problem, params)
 
     def run(
-        self, like: Array, q: int, k: int, v: int, cu_seqlens_q: int, cu_seqlens_k: int, alibi: int,
-        need_lse: bool,
-    ) -> tuple[Array, Array | None]:  # fmt: skip
+        self, like: Array, q: int, k: int, v: int, extras: tuple[int, ...], need_lse: bool
+    ) -> tuple[Array, Array | None]:
         """Pointers, 0 where there is none; the results are allocated as ``like`` is."""
         library = self.library
         out = library.empty(self.out_shape, self.out_strides, like)
         lse = library.empty_float32(self.lse_shape, like) if need_lse else None
+        if self.lengths:  # rows that the kernels leave alone
+            library.fill(out, 0)
+            if need_lse:
+                library.fill(lse, -math.inf)
         if not self.empty:
             workspace = _workspace(self.launch, library, like)
             self.launch(
                 library.stream(self.device_id),
                 q, k, v, library.pointer(out), library.pointer(lse) if need_lse else 0,
-                cu_seqlens_q, cu_seqlens_k, alibi,
+                *extras,
                 workspace=0 if workspace is None else library.pointer(workspace),
             )  # fmt: skip
         return out, lse
@@ -107,10 +115,21 @@ class BackwardPlan(Plan):
         views: dict[str, View],
         options: Options,
         deterministic: bool,
+        bias_grad: bool,
     ) -> None:
         super().__init__(problem.device)
         self.library = library
-        shape = problem.shape
+        shape, extras = problem.shape, problem.extras
+        self.lengths = extras.lengths
+        self.dsinks_shape = (shape.heads_q,) if extras.sinks else None
+        self.dbias_shape = extras.bias.shape if bias_grad else None
+        dbias_strides = BiasStrides()
+        if bias_grad:
+            if deterministic and problem.bias_is_broadcast:
+                fact = "deterministic does not extend to the gradient of a bias that is broadcast"
+                raise NotImplementedError(f"{function}: {fact}, got bias {self.dbias_shape}")
+            dense = dense_strides(self.dbias_shape, range(4))
+            dbias_strides = bias_strides(self.dbias_shape, dense)
         self.gradients = []
         strides = dict(problem.strides)
         for name in "qkv":
@@ -126,7 +145,9 @@ class BackwardPlan(Plan):
         if self.empty:
             return
         family, arguments = _family(function, problem, access, backward=True)
-        configs = family.backward(*arguments)
+        configs = list(family.backward(*arguments))
+        if extras.sinks:
+            configs.insert(1, FlashBwdSinks())
         accum_dim = configs[0].accum_dim
         rows = _accum_rows(problem)
         # One allocation for lse_log2 and delta [heads_q, rows] and dq_accum [heads_q, rows, dim].
@@ -141,7 +162,9 @@ class BackwardPlan(Plan):
             **{f"{name}_strides": x for name, x in strides.items()},
             lse_batch_stride=problem.lse_strides[0],
             lse_head_stride=problem.lse_strides[1],
-            alibi_batch_stride=problem.alibi_batch_stride or 0,
+            alibi_batch_stride=extras.alibi_batch_stride or 0,
+            bias_strides=problem.bias_strides,
+            dbias_strides=dbias_strides,
             accum_rows=rows,
             shape=shape,
         )
@@ -149,12 +172,18 @@ class BackwardPlan(Plan):
 
     def run(
         self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
-        cu_seqlens_q: int, cu_seqlens_k: int, alibi: int,
-    ) -> tuple[Array, Array, Array]:  # fmt: skip
+        extras: tuple[int, ...],
+    ) -> tuple[Array | None, ...]:  # fmt: skip
+        """(dq, dk, dv, dbias, dsinks), the last two in float32 or None."""
         library, pointer = self.library, self.library.pointer
+        dbias = _zeros_float32(library, self.dbias_shape, q)
+        dsinks = _zeros_float32(library, self.dsinks_shape, q)
         if self.empty:
-            return tuple(library.zeros_like(x) for x in (q, k, v))
+            return *(library.zeros_like(x) for x in (q, k, v)), dbias, dsinks
         gradients = tuple(library.empty(*shape, x) for shape, x in zip(self.gradients, (q, k, v)))
+        if self.lengths:  # rows that the kernels leave alone
+            for gradient in gradients:
+                library.fill(gradient, 0)
         scratch = library.empty_float32((self.scratch_size,), q)
         lse_log2 = pointer(scratch)
         semaphores = library.zeros_int32(self.semaphores, q) if self.semaphores else None
@@ -165,15 +194,15 @@ class BackwardPlan(Plan):
             lse_log2 + self.rows_bytes,
             lse_log2 + 2 * self.rows_bytes,
             0 if semaphores is None else pointer(semaphores),
-            cu_seqlens_q,
-            cu_seqlens_k,
-            alibi,
+            *extras,
+            0 if dbias is None else pointer(dbias),
+            0 if dsinks is None else pointer(dsinks),
         )
         stream = library.stream(self.device_id)
         for launch in self.launches:
             workspace = _workspace(launch, library, q)
             launch(stream, *pointers, workspace=0 if workspace is None else pointer(workspace))
-        return gradients
+        return *gradients, dbias, dsinks
 
 
 def _workspace(launch: Launch, library: Any, like: Array) -> Array | None:
@@ -181,17 +210,25 @@ def _workspace(launch: Launch, library: Any, like: Array) -> Array | None:
     return library.empty_float32((size,), like) if size else None
 
 
+def _zeros_float32(library: Any, shape: tuple[int, ...] | None, like: Array) -> Array | None:
+    if shape is None:
+        return None
+    zeros = library.empty_float32(shape, like)
+    library.fill(zeros, 0)
+    return zeros
+
+
 def _family(
     function: str, problem: Problem, access: Access, *, backward: bool
 ) -> tuple[Any, tuple]:
     """The family of a pass, and the arguments of its ``forward`` or ``backward``."""
     capability = _capability(problem.device)
-    head_dim = problem.shape.head_dim
+    dtype, head_dim, features = problem.dtype, problem.shape.head_dim, problem.features
     forced = environment.current().family
     family = families.choose(
-        function, forced, problem.dtype, head_dim, access, capability, backward=backward
+        function, forced, dtype, head_dim, access, features, capability, backward=backward
     )
-    return family, (problem.dtype, head_dim, problem.features, capability)
+    return family, (dtype, head_dim, features, capability)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import environment, families, jit
 from .jit import arch, compiler
-from .kernel_config import ITEM_SIZE, Access
+from .kernel_config import ITEM_SIZE, Access, Features
 from .tensor_map import DRIVER
 
 OLDEST_CUPY = 14
@@ -145,7 +145,7 @@ def family_dtypes(capability: tuple[int, int]) -> dict[str, tuple[str, ...]]:
         name: tuple(
             dtype
             for dtype in ITEM_SIZE
-            if family.supports(dtype, 64, Access.TENSOR_MAP, capability, backward=False)
+            if family.supports(dtype, 64, Access.TENSOR_MAP, Features(), capability, backward=False)
         )
         for name, family in families.FAMILIES.items()
     }

@@ -22,6 +22,15 @@ class Strides(ctypes.Structure):
         return iter((self.batch, self.row, self.head))
 
 
+class BiasStrides(ctypes.Structure):
+    """Element strides of a (batch, heads_q, seqlen_q, seqlen_k) bias; 0 on axes of length 1."""
+
+    _fields_ = [("batch", c_int64), ("head", c_int64), ("row", c_int64), ("col", c_int64)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.batch, self.head, self.row, self.col))
+
+
 class AttentionShape(ctypes.Structure):
     """Shapes and score function, shared by forward and backward."""
 
@@ -38,6 +47,8 @@ class AttentionShape(ctypes.Structure):
         ("heads_per_section", c_int32),
         ("scale", c_float),
         ("softcap", c_float),
+        ("dropout_threshold", c_int32),
+        ("dropout_scale", c_float),
     ]
 
 
@@ -53,6 +64,11 @@ class FlashFwdParams(ctypes.Structure):
         ("cu_seqlens_q", c_void_p),
         ("cu_seqlens_k", c_void_p),
         ("alibi_slopes", c_void_p),
+        ("bias", c_void_p),
+        ("sinks", c_void_p),
+        ("dropout_seed", c_void_p),
+        ("seqused_q", c_void_p),
+        ("seqused_k", c_void_p),
         ("q_strides", Strides),
         ("k_strides", Strides),
         ("v_strides", Strides),
@@ -60,6 +76,7 @@ class FlashFwdParams(ctypes.Structure):
         ("lse_batch_stride", c_int64),
         ("lse_head_stride", c_int64),
         ("alibi_batch_stride", c_int64),
+        ("bias_strides", BiasStrides),
         ("shape", AttentionShape),
     ]
 
@@ -84,6 +101,13 @@ class FlashBwdParams(ctypes.Structure):
         ("cu_seqlens_q", c_void_p),
         ("cu_seqlens_k", c_void_p),
         ("alibi_slopes", c_void_p),
+        ("bias", c_void_p),
+        ("sinks", c_void_p),
+        ("dropout_seed", c_void_p),
+        ("seqused_q", c_void_p),
+        ("seqused_k", c_void_p),
+        ("dbias", c_void_p),
+        ("dsinks", c_void_p),
         ("dout_strides", Strides),
         ("q_strides", Strides),
         ("k_strides", Strides),
@@ -95,6 +119,8 @@ class FlashBwdParams(ctypes.Structure):
         ("lse_batch_stride", c_int64),
         ("lse_head_stride", c_int64),
         ("alibi_batch_stride", c_int64),
+        ("bias_strides", BiasStrides),
+        ("dbias_strides", BiasStrides),
         ("accum_rows", c_int64),
         ("shape", AttentionShape),
     ]

@@ -1,5 +1,6 @@
 """Fill the kernel cache ahead of the first call, without a GPU: for container images."""
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ def warmup(
     progress: bool = True,
 ) -> list[jit.Built]:
     """Compile every kernel that calls within these limits can launch, in parallel processes.
+
+    All but those with a bias or dropout, which are compiled at their first use.
 
     Args:
         archs: names such as "sm_80" or "sm_90a".
@@ -73,8 +76,11 @@ def _configurations(
     features = itertools.starmap(Features, itertools.product(switches, switches, both, both))
     for name, dtype, head_dim, feature in itertools.product(families, dtypes, head_dims, features):
         family, problem = FAMILIES[name], (dtype, head_dim, feature, capability)
-        if family.supports(dtype, head_dim, Access.TENSOR_MAP, capability, backward=False):
+        supports = functools.partial(
+            family.supports, dtype, head_dim, Access.TENSOR_MAP, feature, capability
+        )
+        if supports(backward=False):
             yield family.forward(*problem)
             yield from family.PACKED
-        if family.supports(dtype, head_dim, Access.TENSOR_MAP, capability, backward=True):
+        if supports(backward=True):
             yield from family.backward(*problem)

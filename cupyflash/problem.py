@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .array import View
+from .extras import ExtraFacts, check_extras, dropout_scale, dropout_threshold
 from .kernel_config import ITEM_SIZE, SHORT, Access, Features
-from .params import AttentionShape, Strides
+from .params import AttentionShape, BiasStrides, Strides
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**29  # so that sums of lengths and windows fit 32 bits in the kernels
@@ -28,6 +29,7 @@ class Options(NamedTuple):
     softcap: float
     layout: str  # "bshd", "bhsd", or "thd" for packed sequences
     max_seqlens: tuple[int, int] | None = None  # packed: the longest query and key sequence
+    dropout_p: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Problem:
     Attributes:
         shape: what the kernels get.
         strides: of each tensor, as (batch, row, head) in elements.
-        alibi: strides of the slopes' batch axis in elements, or None without slopes.
+        extras: what is known of the optional arrays.
         total_q: rows of packed queries; None if not packed.
         total_k: rows of packed keys; None if not packed.
     """
@@ -46,7 +48,7 @@ class Problem:
     device: int
     shape: AttentionShape
     strides: Mapping[str, Strides]
-    alibi_batch_stride: int | None
+    extras: ExtraFacts
     total_q: int | None
     total_k: int | None
 
@@ -68,13 +70,30 @@ class Problem:
     def features(self) -> Features:
         """What the kernels need beside plain attention."""
         shape = self.shape
+        extras, dropout = self.extras, shape.dropout_threshold > 0
         masked = min(shape.window_left, shape.window_right) < shape.seqlen_q + shape.seqlen_k
         return Features(
             softcap=shape.softcap > 0,
-            alibi=self.alibi_batch_stride is not None,
+            alibi=extras.alibi_batch_stride is not None,
             masked=masked,
             short=shape.seqlen_q <= SHORT,
+            bias=extras.bias_kind(self.dtype),
+            dropout=dropout,
+            extras=dropout or extras.bias is not None or extras.sinks or extras.lengths,
         )
+
+    @property
+    def bias_strides(self) -> BiasStrides:
+        """Of the bias; zeros without one."""
+        bias = self.extras.bias
+        return BiasStrides() if bias is None else BiasStrides(*bias.strides)
+
+    @property
+    def bias_is_broadcast(self) -> bool:
+        """Whether several scores share an element of the bias."""
+        shape = self.shape
+        scores = shape.batch * shape.heads_q * shape.seqlen_q * shape.seqlen_k
+        return math.prod(self.extras.bias.shape) < scores
 
     def access(self, pointers: int) -> Access:
         """How the tensors can be read; ``pointers`` is the OR of all pointers.
@@ -107,15 +126,19 @@ def check(
     function: str,
     tensors: Mapping[str, View],
     options: Options,
-    alibi_slopes: View | None = None,
-    cu_seqlens: Mapping[str, View] | None = None,
+    extras: Mapping[str, View] | None = None,
 ) -> Problem:
     """A `Problem` from views of q, k, v and, in the backward, of dout and out (like q).
+
+    Args:
+        extras: views of the optional arrays that are there, by their names in `Extras`.
 
     Raises:
         TypeError: dtypes.
         ValueError: shapes, strides, devices, option values.
+        NotImplementedError: optional arrays that packed sequences do not have.
     """
+    extras = extras or {}
     q, k, v = (tensors[name] for name in "qkv")
     packed = options.max_seqlens is not None
     rank, names = (3, "(total, heads, head_dim)") if packed else (4, _axes(function, options))
@@ -158,7 +181,9 @@ def check(
     total_q = total_k = None
     if packed:
         total_q, total_k = seqlen_q, seqlen_k
-        batch = _packed_batch(function, cu_seqlens, q.device)
+        batch = _packed_batch(
+            function, {name: extras[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        )
         seqlen_q, seqlen_k = _max_seqlens(function, options.max_seqlens)
     if max(seqlen_q, seqlen_k) >= MAX_SEQLEN:
         fact = f"sequences must be shorter than {MAX_SEQLEN}"
@@ -174,15 +199,17 @@ def check(
         raise ValueError(f"{function}: scale must be positive and finite, got {scale}")
     if not (_is_real(options.softcap) and 0 <= options.softcap < math.inf):
         raise ValueError(f"{function}: softcap must be at least 0, got {options.softcap}")
+    if not (_is_real(options.dropout_p) and 0 <= options.dropout_p < 1):
+        fact = "dropout_p must be at least 0 and less than 1"
+        raise ValueError(f"{function}: {fact}, got {options.dropout_p}")
+    threshold = dropout_threshold(options.dropout_p)
     shape = AttentionShape(
         batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, left, right, top_left, 1, scale,
-        options.softcap,
+        options.softcap, threshold, dropout_scale(threshold),
     )  # fmt: skip
     strides = {name: canonical_strides(x, options) for name, x in tensors.items()}
-    alibi = None
-    if alibi_slopes is not None:
-        alibi = _alibi_stride(function, alibi_slopes, batch, heads_q, q.device)
-    return Problem(q.dtype, q.device, shape, strides, alibi, total_q, total_k)
+    facts = check_extras(function, extras, q, (batch, heads_q, seqlen_q, seqlen_k))
+    return Problem(q.dtype, q.device, shape, strides, facts, total_q, total_k)
 
 
 def check_lse(function: str, problem: Problem, lse: View) -> None:
@@ -237,15 +264,12 @@ def _visible_keys(function: str, options: Options, unlimited: int) -> tuple[int,
     return left, 0 if causal else right, causal == "top-left"
 
 
-def _packed_batch(function: str, cu_seqlens: Mapping[str, View], device: int) -> int:
+def _packed_batch(function: str, cu_seqlens: Mapping[str, View]) -> int:
     for name, x in cu_seqlens.items():
         if x.dtype != "int32":
             raise TypeError(f"{function}: {name} must be int32, got {x.dtype}")
         fact = f"{name} must have one dimension (batch + 1) and be contiguous"
         _require(len(x.shape) == 1 and x.shape[0] >= 1 and x.strides[0] == 1, function, fact, x)
-        if x.device != device:
-            fact = f"{name} must be on the device of q"
-            raise ValueError(f"{function}: {fact}, got devices {x.device} and {device}")
     sizes = {name: x.shape for name, x in cu_seqlens.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"{function}: the cu_seqlens must have the same length, got {sizes}")
@@ -263,24 +287,26 @@ def check_cu_seqlens(function: str, name: str, values: list[int], total: int, lo
         raise ValueError(f"{function}: {fact}, got {values}")
 
 
+def check_seqused(function: str, name: str, values: list[int], problem: Problem) -> None:
+    """The values of seqused_q or seqused_k; read as rarely as those of cu_seqlens."""
+    rows = problem.shape.seqlen_q if name == "seqused_q" else problem.shape.seqlen_k
+    if values and not 0 <= min(values) <= max(values) <= rows:
+        raise ValueError(f"{function}: {name} must be from 0 to {rows}, got {values}")
+
+
+def check_bias_gradient(function: str, problem: Problem, bias_grad: bool) -> None:
+    """Whether the bias can have a gradient, if it is to have one."""
+    bias = problem.extras.bias
+    if bias_grad and (bias is None or bias.dtype == "bool"):
+        got = "none" if bias is None else bias.dtype
+        raise ValueError(f"{function}: bias_grad needs a bias of a floating dtype, got {got}")
+
+
 def _max_seqlens(function: str, lengths: tuple[Any, Any]) -> tuple[int, int]:
     for name, length in zip(("max_seqlen_q", "max_seqlen_k"), lengths):
         if not _is_integer(length) or length < 0:
             raise ValueError(f"{function}: {name} must be an integer of at least 0, got {length}")
     return int(lengths[0]), int(lengths[1])
-
-
-def _alibi_stride(function: str, slopes: View, batch: int, heads_q: int, device: int) -> int:
-    if slopes.dtype != "float32":
-        raise TypeError(f"{function}: alibi_slopes must be float32, got {slopes.dtype}")
-    fact = f"alibi_slopes must be ({heads_q},) or ({batch}, {heads_q})"
-    _require(slopes.shape in ((heads_q,), (batch, heads_q)), function, fact, slopes)
-    if heads_q > 1 and slopes.strides[-1] != 1:
-        raise ValueError(f"{function}: alibi_slopes must be contiguous, got {slopes.strides}")
-    if slopes.device != device:
-        fact = "alibi_slopes must be on the device of q"
-        raise ValueError(f"{function}: {fact}, got devices {slopes.device} and {device}")
-    return slopes.strides[0] if len(slopes.shape) == 2 else 0
 
 
 def _require(condition: bool, function: str, fact: str, got: View) -> None:

@@ -5,6 +5,7 @@ For query row i and key column j, with ``diagonal`` the key on which query 0 sit
     s_ij = scale * q_i . k_j
     s_ij = softcap * tanh(s_ij / softcap)                    if softcap > 0
     s_ij = s_ij - slope * |i + diagonal - j|                 if there are ALiBi slopes
+    s_ij = s_ij + bias_ij                                    if there is a bias
     s_ij = -inf   unless   i + diagonal - left <= j <= i + diagonal + right
 
 Softcap: Gemma 2, arXiv:2408.00118; ALiBi: arXiv:2108.12409; windows: arXiv:2004.05150.
@@ -15,6 +16,9 @@ import dataclasses
 import math
 
 from cupyflash.grouped import Array, array_namespace, grouped_matmul
+
+# Where a float32 has no digit left for the score, a bias means "not seen": as in bias.cuh.
+BIAS_LIMIT = 2.0**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +34,8 @@ class ScoreFunction:
         left: keys to the left of the diagonal that a query sees.
         right: keys to the right of the diagonal that a query sees.
         slopes: ALiBi slopes (batch or 1, heads_kv, group) or None.
+        bias: (batch, heads_kv, group, seqlen_q, seqlen_k), any axis may be 1, or None; bool: True
+            where the query sees the key.
     """
 
     seqlen_q: int
@@ -40,6 +46,7 @@ class ScoreFunction:
     left: int
     right: int
     slopes: Array | None
+    bias: Array | None
 
     @classmethod
     def of(
@@ -52,6 +59,7 @@ class ScoreFunction:
         window: tuple[int | None, int | None] | None = None,
         softcap: float = 0.0,
         alibi_slopes: Array | None = None,
+        bias: Array | None = None,
     ) -> "ScoreFunction":
         """From the options of ``cupyflash.attention``, for grouped q (b, h, g, m, d) and k."""
         seqlen_q, seqlen_k = q.shape[3], k.shape[2]
@@ -71,6 +79,7 @@ class ScoreFunction:
             left=left,
             right=0 if causal else right,
             slopes=alibi_slopes,
+            bias=None if bias is None else group_bias(bias, k),
         )
 
     def key_range(self, row_begin: int, row_end: int) -> tuple[int, int]:
@@ -103,6 +112,14 @@ class ScoreFunction:
         offset = (xp.arange(cols) + col) - (xp.arange(rows)[:, None] + row + self.diagonal)
         if self.slopes is not None:
             scores -= self.slopes[..., None, None] * xp.abs(offset).astype(scores.dtype)
+        if self.bias is not None:
+            bias = self.bias[tile_of(self.bias, slice(row, row + rows), slice(col, col + cols))]
+            if bias.dtype == bool:
+                scores = xp.where(bias, scores, -xp.inf)
+            else:
+                bias = bias.astype(scores.dtype, copy=False)
+                bias = xp.where(bias < -BIAS_LIMIT, -xp.inf, xp.minimum(bias, BIAS_LIMIT))
+                scores = scores + bias
         if self._needs_mask(row, row + rows, col, col + cols):
             seen = (offset >= -self.left) & (offset <= self.right)
             scores = xp.where(seen, scores, -xp.inf)
@@ -113,6 +130,20 @@ class ScoreFunction:
         leftmost = col_begin - (row_end - 1 + self.diagonal)
         rightmost = col_end - 1 - (row_begin + self.diagonal)
         return leftmost < -self.left or rightmost > self.right
+
+
+def group_bias(bias: Array, k: Array) -> Array:
+    """View of a bias of rank 2 to 4 as (batch, heads_kv, group, seqlen_q, seqlen_k), each or 1."""
+    bias = bias[(None,) * (4 - bias.ndim)]
+    heads, heads_kv = bias.shape[1], k.shape[1]
+    groups = (1, 1) if heads == 1 else (heads_kv, heads // heads_kv if heads_kv else 1)
+    return bias.reshape(bias.shape[0], *groups, *bias.shape[2:])
+
+
+def tile_of(bias: Array, rows: slice, cols: slice) -> tuple:
+    """Index of a tile in the last two axes, either of which may be 1."""
+    whole = slice(None)
+    return ..., whole if bias.shape[-2] == 1 else rows, whole if bias.shape[-1] == 1 else cols
 
 
 def finite_max(row_max: Array) -> Array:

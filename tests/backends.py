@@ -5,8 +5,10 @@ import functools
 import importlib.util
 from typing import Any
 
+import numpy
+
 from cupyflash import environment
-from cupyflash.testing import Inputs, make_inputs, make_varlen_inputs
+from cupyflash.testing import Inputs, cast, make_inputs, make_varlen_inputs, to_library
 
 # Compute capabilities (10 * major + minor) on which a family runs, and its dtypes there.
 FAMILY_CAPABILITIES = {"sm90": (90,), "sm80": range(75, 1000), "simt": range(0, 1000)}
@@ -41,6 +43,17 @@ class Backend:
     def aligned_only(self) -> bool:
         """The tensor-core families load 16 bytes at a time."""
         return self.family in ("sm90", "sm80")
+
+    @property
+    def extras(self) -> bool:
+        """Whether it has bias, dropout, sinks and lengths."""
+        return self.family != "sm90"
+
+    def array(self, values: numpy.ndarray, dtype: str | None = None) -> Any:
+        """An array of the backend, float values in ``dtype``, others as they are."""
+        if dtype is None:
+            return to_library(values, self.library, self.device)
+        return cast(values.astype("float32"), dtype, self.library, self.device)
 
     def inputs(self, dtype: str, **shape: Any) -> Inputs:
         return make_inputs(self.library, dtype, device=self.device, **shape)

@@ -5,6 +5,7 @@ import itertools
 import random
 from typing import Any
 
+import numpy
 import pytest
 from backends import BACKENDS, Backend, compute_capability
 
@@ -12,12 +13,17 @@ from cupyflash.testing import STORAGES, Inputs, make_alibi_slopes
 
 CPU_LENGTHS = [(1, 1), (1, 113), (31, 31), (20, 50), (50, 20), (10, 300)]
 GPU_LENGTHS = [(1, 1), (113, 113), (1, 4097), (113, 1023), (1023, 113), (1023, 1023), (4097, 4097)]
+BIASES = {  # axes that are not broadcast, dtype; None is that of q
+    "mask": ("bqk", "bool"),
+    "full": ("bhqk", None),
+    "position": ("hqk", "float32"),
+}
 HEAD_DIMS = [8, 32, 40, 64, 96, 128, 160, 192, 256]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One point of the matrix; ``alibi`` is the rank of the slopes."""
+    """One point of the matrix; ``alibi`` is the rank of the slopes, ``bias`` a key of `BIASES`."""
 
     dtype: str
     head_dim: int
@@ -29,6 +35,9 @@ class Case:
     alibi: int
     layout: str
     storage: str
+    bias: str
+    sinks: bool
+    dropout: float
 
     @property
     def id(self) -> str:
@@ -38,6 +47,9 @@ class Case:
         parts += [f"window{self.window}".replace(" ", "")] if self.window else []
         parts += [f"softcap{self.softcap:g}"] if self.softcap else []
         parts += [f"alibi{self.alibi}d"] if self.alibi else []
+        parts += [f"bias-{self.bias}"] if self.bias else []
+        parts += ["sinks"] if self.sinks else []
+        parts += [f"dropout{self.dropout:g}"] if self.dropout else []
         return "-".join(parts)
 
     def problem(self, backend: Backend) -> tuple[Inputs, dict[str, Any]]:
@@ -63,6 +75,20 @@ class Case:
                 batch=batch if self.alibi == 2 else None,
                 device=backend.device,
             )
+        rng = numpy.random.default_rng(4)
+        if self.bias:
+            axes, dtype = BIASES[self.bias]
+            whole = (batch, self.heads[0], *self.lengths)
+            shape = [size if axis in axes else 1 for axis, size in zip("bhqk", whole)]
+            values = rng.standard_normal(shape, dtype="float32")
+            if dtype == "bool":
+                options["bias"] = backend.array(values > -0.5)
+            else:
+                options["bias"] = backend.array(values, dtype or self.dtype)
+        if self.sinks:
+            options["sinks"] = backend.array(rng.standard_normal(self.heads[0], dtype="float32"))
+        if self.dropout:
+            options |= {"dropout_p": self.dropout, "dropout_seed": 2**45 + 17}
         return inputs, options
 
 
@@ -78,6 +104,9 @@ def factors(backend: Backend) -> dict[str, list]:
         "softcap": [0.0, 5.0],
         "alibi": [0, 1, 2],
         "layout": ["bshd", "bhsd"],
+        "bias": ["", *BIASES] if backend.extras else [""],
+        "sinks": [False, True] if backend.extras else [False],
+        "dropout": [0.0, 0.2] if backend.extras else [0.0],
         "storage": [x for x in STORAGES if x != "unaligned" or not backend.aligned_only],
     }
 

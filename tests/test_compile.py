@@ -2,8 +2,8 @@
 
 The families yield a few hundred configurations for an architecture, too many to compile in each
 run. Of these a deterministic selection is compiled: for each architecture and kernel every tile and
-every pair of switches (dtype, softcap, ALiBi), and over all architectures every tile with every
-value of every switch. ``python tests/test_compile.py`` compiles all of them.
+every pair of switches (dtype, softcap, ALiBi, bias, dropout), and over all architectures every tile
+with every value of every switch. ``python tests/test_compile.py`` compiles all of them.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from cupyflash.families import FAMILIES
 from cupyflash.jit import compiler
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
-SWITCHES = ("dtype", "softcap", "alibi")
+SWITCHES = ("dtype", "softcap", "alibi", "bias", "dropout")
 
 
 def needs(config):

@@ -3,13 +3,25 @@
 import pytest
 
 from cupyflash.families import FAMILIES, choose
-from cupyflash.kernel_config import Access
+from cupyflash.kernel_config import Access, Features
 
 MAPPED, VECTOR, ELEMENT = Access.TENSOR_MAP, Access.VECTOR, Access.ELEMENT
 
 
-def chosen(dtype, head_dim=64, access=MAPPED, capability=(9, 0), backward=False, forced=None):
-    family = choose("f", forced, dtype, head_dim, access, capability, backward=backward)
+PLAIN, EXTRAS = Features(), Features(extras=True)
+
+
+def chosen(
+    dtype,
+    head_dim=64,
+    access=MAPPED,
+    capability=(9, 0),
+    backward=False,
+    forced=None,
+    features=PLAIN,
+):
+    problem = (dtype, head_dim, access, features, capability)
+    family = choose("f", forced, *problem, backward=backward)
     return next(name for name, module in FAMILIES.items() if module is family)
 
 
@@ -40,6 +52,14 @@ def test_turing_has_float16_only():
     assert chosen("bfloat16", capability=(7, 5)) == "simt"
     assert chosen("float16", 256, capability=(7, 5)) == "sm80"
     assert chosen("float16", 256, capability=(7, 5), backward=True) == "simt"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_extras_do_not_run_on_sm90(backward):
+    assert chosen("float16", features=EXTRAS, backward=backward) == "sm80"
+    assert chosen("float32", features=EXTRAS, backward=backward) == "simt"
+    with pytest.raises(NotImplementedError, match="^f: the kernel family sm90 .*sinks or lengths"):
+        chosen("float16", forced="sm90", features=EXTRAS, backward=backward)
 
 
 def test_unsupported_gpu():

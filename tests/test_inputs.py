@@ -170,28 +170,14 @@ def test_backward_shapes(backend, position):
 # Options of flash-attn that are not built yet ------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments"),
-    [("flash_attn_func", {"dropout_p": 0.1}), ("flash_attn_varlen_func", {"dropout_p": 0.1})],
-)
-def test_dropout_is_not_built(function, arguments):
-    call = lambda: getattr(cupyflash, function)(*_arguments_of(function), **arguments)  # noqa: E731
-    rejects(function, NotImplementedError, "dropout_p", 0.1, call=call)
-
-
 def test_paged_kv_is_not_built():
     table = numpy.zeros((1, 1), "int32")
-    call = lambda: cupyflash.flash_attn_varlen_func(  # noqa: E731
-        *_arguments_of("flash_attn_varlen_func"), block_table=table
-    )
-    rejects("flash_attn_varlen_func", NotImplementedError, "block_table", call=call)
-
-
-def _arguments_of(function):
-    if "varlen" not in function:
-        return tensors(NUMPY)
     inputs = make_varlen_inputs("numpy", "float16", [3, 4])
-    return (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, 4, 4)
+    call = lambda: cupyflash.flash_attn_varlen_func(  # noqa: E731
+        inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, 4, 4,
+        block_table=table,
+    )  # fmt: skip
+    rejects("flash_attn_varlen_func", NotImplementedError, "block_table", call=call)
 
 
 # cu_seqlens ----------------------------------------------------------------------------------

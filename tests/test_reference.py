@@ -53,13 +53,42 @@ def make(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, dtype="float64"
     return *tensors, rng.random((batch, heads_q))
 
 
-def loops(q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, alibi_slopes=None):
+def extras_of(name, shape):
+    """Options for a problem of this shape: an array each, or dropout."""
+    batch, seqlen_q, seqlen_k, heads_q, _, _ = shape
+    rng = numpy.random.default_rng(3)
+    return {
+        "": {},
+        "bias": {"bias": rng.standard_normal((batch, heads_q, seqlen_q, seqlen_k))},
+        "bias-head": {"bias": rng.standard_normal((heads_q, 1, seqlen_k))},
+        "bias-row": {"bias": rng.standard_normal((batch, 1, seqlen_q, 1))},
+        "mask": {"bias": rng.random((seqlen_q, seqlen_k)) < 0.5},
+        "sinks": {"sinks": rng.standard_normal(heads_q)},
+        "dropout": {"dropout_p": 0.3, "dropout_seed": 2**40 + 5},
+        "all": {
+            "bias": rng.standard_normal((1, 1, seqlen_q, seqlen_k)),
+            "sinks": rng.standard_normal(heads_q),
+            "dropout_p": 0.3,
+        },
+    }[name]
+
+
+EXTRAS = ("", "bias", "bias-head", "bias-row", "mask", "sinks", "dropout", "all")
+
+
+def loops(
+    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, alibi_slopes=None, bias=None,
+    sinks=None, dropout_p=0.0, dropout_seed=0,
+):  # fmt: skip
     """The definition, one scalar at a time."""
     (batch, seqlen_q, heads_q, head_dim), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     out, lse = numpy.zeros(q.shape), numpy.full((batch, heads_q, seqlen_q), -numpy.inf)
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     left, right = window or (-1, -1)
     diagonal = 0 if causal == "top-left" else seqlen_k - seqlen_q
+    if bias is not None:
+        bias = numpy.where(bias, 0.0, -numpy.inf) if bias.dtype == bool else bias
+        bias = numpy.broadcast_to(bias, (batch, heads_q, seqlen_q, seqlen_k))
     for b, h, i in numpy.ndindex(batch, heads_q, seqlen_q):
         kv_head, scores = h // (heads_q // heads_kv), {}
         for j in range(seqlen_k):
@@ -72,16 +101,39 @@ def loops(q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, alibi_
                 continue
             s = scale * float(numpy.dot(q[b, i, h], k[b, j, kv_head]))
             s = softcap * math.tanh(s / softcap) if softcap else s
-            scores[j] = s - (0 if alibi_slopes is None else alibi_slopes[b, h] * abs(distance))
-        if scores:
-            lse[b, h, i] = math.log(sum(math.exp(s) for s in scores.values()))
-            for j, s in scores.items():
-                out[b, i, h] += math.exp(s - lse[b, h, i]) * v[b, j, kv_head]
+            s -= 0 if alibi_slopes is None else alibi_slopes[b, h] * abs(distance)
+            s += 0 if bias is None else bias[b, h, i, j]
+            if s > -math.inf:
+                scores[j] = s
+        all_scores = [*scores.values(), *([] if sinks is None else [sinks[h]])]
+        if all_scores:
+            lse[b, h, i] = math.log(sum(map(math.exp, all_scores)))
+        for j, s in scores.items():
+            p = math.exp(s - lse[b, h, i])
+            if not random_bits(dropout_seed, b * heads_q + h, i, j) >= round(dropout_p * 2**16):
+                continue
+            out[b, i, h] += p / (1 - round(dropout_p * 2**16) / 2**16) * v[b, j, kv_head]
     return out, lse
+
+
+def random_bits(seed, z, row, col):
+    """The 16 random bits of a weight, from the definition of Philox4x32-7."""
+    a, b, c, d = row // 16 * 8 + row % 8, col // 16 * 4 + col // 2 % 4, z, 0
+    low, high = seed % 2**32, seed >> 32
+    for _ in range(7):
+        left, right = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b = (right >> 32) ^ b ^ low, right % 2**32
+        c, d = (left >> 32) ^ d ^ high, left % 2**32
+        low, high = (low + 0x9E3779B9) % 2**32, (high + 0xBB67AE85) % 2**32
+    word = (a, b, c, d)[row // 8 % 2 * 2 + col // 8 % 2]
+    return word >> 16 if col % 2 else word % 2**16
 
 
 def close(actual, expected, tolerance=1e-12):
     for a, e in zip(actual, expected, strict=True):
+        assert (a is None) == (e is None)
+        if a is None:
+            continue
         numpy.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
 
 
@@ -97,20 +149,34 @@ def test_exact_is_the_definition(shape, options, alibi):
     )
 
 
+@pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[2]], ids=str)
-def test_gradients_are_finite_differences(shape, options):
+def test_exact_with_extras_is_the_definition(shape, options, extras):
+    _, q, k, v, slopes = make(*shape)
+    options = options | extras_of(extras, shape) | {"alibi_slopes": slopes}
+    close(attention_exact(q, k, v, **options), loops(q, k, v, **options))
+
+
+@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[2]], ids=str)
+def test_gradients_are_finite_differences(shape, options, extras):
     dout, q, k, v, slopes = make(*shape)
-    options = dict(options, alibi_slopes=slopes)
-    gradients = attention_exact_backward(dout, q, k, v, **options)
+    options = options | extras_of(extras, shape) | {"alibi_slopes": slopes}
+    inputs = {"q": q, "k": k, "v": v, "bias": options.get("bias"), "sinks": options.get("sinks")}
+    bias_grad = "bias" in options and options["bias"].dtype != bool
+    gradients = attention_exact_backward(dout, q, k, v, bias_grad=bias_grad, **options)
     rng, step = numpy.random.default_rng(1), 1e-5
-    for position, gradient in enumerate(gradients):
+    for name, gradient in zip(inputs, gradients):
+        if gradient is None:
+            continue
         direction = rng.standard_normal(gradient.shape)
         values = []
         for sign in (1, -1):
-            moved = [q, k, v]
-            moved[position] = moved[position] + sign * step * direction
-            values.append((attention_exact(*moved, **options)[0] * dout).sum())
+            moved = options | {"q": q, "k": k, "v": v}
+            moved[name] = inputs[name] + sign * step * direction
+            values.append((attention_exact(**moved)[0] * dout).sum())
         slope = (values[0] - values[1]) / (2 * step)
         assert slope == pytest.approx((gradient * direction).sum(), rel=1e-6, abs=1e-8)
 
@@ -131,12 +197,16 @@ def test_tiled_is_exact(data):
     }
     dout, q, k, v, slopes = make(*shape)
     options["alibi_slopes"] = draw(st.sampled_from([None, slopes, numpy.arange(shape[3]) * 0.1]))
+    options |= extras_of(draw(st.sampled_from(EXTRAS)), shape)
+    bias_grad = "bias" in options and options["bias"].dtype != bool
     block = draw(st.sampled_from([1, 7, 16, 64]))
     out, lse = attention_tiled(q, k, v, block=block, **options)
     close((out, lse), attention_exact(q, k, v, **options))
     close(
-        attention_tiled_backward(dout, q, k, v, out, lse, block=block, **options),
-        attention_exact_backward(dout, q, k, v, **options),
+        attention_tiled_backward(
+            dout, q, k, v, out, lse, block=block, bias_grad=bias_grad, **options
+        ),
+        attention_exact_backward(dout, q, k, v, bias_grad=bias_grad, **options),
         1e-11,
     )
 
@@ -147,7 +217,7 @@ def test_rows_without_a_key_give_zero_and_minus_infinity():
         out, lse = forward(q, k, v, causal=True)  # rows 0 and 1 lie before the first key
         assert (out[:, :2] == 0).all() and (lse[..., :2] == -numpy.inf).all()
         assert numpy.isfinite(out).all() and numpy.isfinite(lse[..., 2:]).all()
-    for gradient in attention_tiled_backward(dout, q, k, v, out, lse, causal=True):
+    for gradient in attention_tiled_backward(dout, q, k, v, out, lse, causal=True)[:3]:
         assert numpy.isfinite(gradient).all()
 
 
@@ -163,7 +233,7 @@ def test_results_have_the_dtype_of_the_inputs(dtype):
         dtype = pytest.importorskip("ml_dtypes").bfloat16
     dout, q, k, v, _ = make(1, 5, 5, 2, 1, 8, dtype)
     out, lse = attention_tiled(q, k, v)
-    gradients = attention_tiled_backward(dout, q, k, v, out, lse)
+    gradients = attention_tiled_backward(dout, q, k, v, out, lse)[:3]
     assert {x.dtype for x in (out, *gradients)} == {numpy.dtype(dtype)}
     assert lse.dtype == "float32"
 
@@ -176,7 +246,7 @@ def test_varlen_is_sequence_by_sequence(options, per_batch):
     (dout,), (q,), (k,), (v,), _ = make(1, sum(lengths_q), sum(lengths_k), 4, 2, 8)
     slopes = numpy.random.default_rng(2).random((4, 4) if per_batch else (4,))
     out, lse = attention_varlen(q, k, v, cu_q, cu_k, alibi_slopes=slopes, **options)
-    dq, dk, dv = attention_varlen_backward(
+    dq, dk, dv, _, _ = attention_varlen_backward(
         dout, q, k, v, out, lse, cu_q, cu_k, alibi_slopes=slopes, **options
     )
     assert lse.shape == (4, sum(lengths_q))
@@ -187,7 +257,7 @@ def test_varlen_is_sequence_by_sequence(options, per_batch):
         close((out[None, rows], lse[None, :, rows]), attention_exact(*one, **own))
         close(
             (dq[None, rows], dk[None, cols], dv[None, cols]),
-            attention_exact_backward(dout[None, rows], *one, **own),
+            attention_exact_backward(dout[None, rows], *one, **own)[:3],
         )
 
 
@@ -203,7 +273,7 @@ def test_against_torch(causal):
     )
     t_gradients = torch.autograd.grad(t_out, t_qkv, t_dout)
     out, lse = attention_tiled(q, k, v, block=4, causal=causal)
-    gradients = attention_tiled_backward(dout, q, k, v, out, lse, block=4, causal=causal)
+    gradients = attention_tiled_backward(dout, q, k, v, out, lse, block=4, causal=causal)[:3]
     close(
         (out, *gradients), [x.detach().transpose(1, 2).numpy() for x in (t_out, *t_gradients)], 1e-9
     )

@@ -32,7 +32,7 @@ def packed(q, k, longest):
     """Two sequences of at most ``longest`` (queries, keys)."""
     cu_seqlens = {name: View((3,), (1,), "int32", 0) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     options = Options(True, None, None, 0.0, "thd", longest)
-    return check("f", {"q": q, "k": k, "v": k}, options, cu_seqlens=cu_seqlens)
+    return check("f", {"q": q, "k": k, "v": k}, options, cu_seqlens)
 
 
 def spec(problem, name, box_rows=128):
@@ -188,13 +188,13 @@ def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
     strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
     params = FlashFwdParams(**strides, lse_head_stride=5, shape=call.shape)
     made = kernel_launch.prepare(config, call, params)
-    pointers = tuple(range(16, 24))
+    pointers = tuple(range(16, 29))
     made(None, *pointers)
     grid, block, argument = arguments[0]
     assert grid == (7,) and block == (512,)
     assert type(argument) is numpy.ndarray and argument.size == 1
     params = FlashFwdSm90Params.from_buffer_copy(argument.tobytes())
-    assert argument.nbytes == ctypes.sizeof(params) == 832
+    assert argument.nbytes == ctypes.sizeof(params) == 896
     assert (params.num_splits, params.partial_rows, params.packed_tiles) == (1, 0, None)
     maps = params.q_map, params.k_map, params.v_map, params.out_map
     assert [bytes(x) for x in maps] == [bytes([i]) * 128 for i in (1, 2, 3, 4)]
@@ -202,7 +202,7 @@ def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
     assert [x[2] for x in driver.calls] == [16, 17, 18, 19]
     assert [x[5][1] for x in driver.calls] == [64, 128, 128, 64]
     base = params.base
-    assert (base.q, base.alibi_slopes, base.lse_head_stride) == (16, 23, 5)
+    assert (base.q, base.seqused_k, base.lse_head_stride) == (16, 28, 5)
     assert base.shape.seqlen_q == 200
 
 
@@ -232,7 +232,7 @@ def test_keys_are_shared_out_where_tiles_are_few(driver, devices, monkeypatch):
         strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
         made = kernel_launch.prepare(config, call, FlashFwdParams(**strides, shape=call.shape))
         launched.clear()
-        made(None, *range(16, 24), workspace=2**20)
+        made(None, *range(16, 29), workspace=2**20)
         blocks, splits = expected
         assert launched[0][1] == (blocks,) and len(launched) == (1 if splits == 1 else 2)
         params = FlashFwdSm90Params.from_buffer_copy(launched[0][2].tobytes())

@@ -27,13 +27,20 @@ struct Sequence {
   }
 };
 
-__device__ inline Sequence load_sequence(const AttentionShape& shape, int batch,
-                                         const int* cu_seqlens_q, const int* cu_seqlens_k) {
+// Params: FlashFwdParams or FlashBwdParams.
+template <typename Params>
+__device__ inline Sequence load_sequence(const Params& params, int batch) {
+  const AttentionShape& shape = params.shape;
+  const int* cu_seqlens_q = params.cu_seqlens_q;
+  const int* cu_seqlens_k = params.cu_seqlens_k;
   Sequence s;
   s.start_q = cu_seqlens_q ? cu_seqlens_q[batch] : 0;
   s.start_k = cu_seqlens_k ? cu_seqlens_k[batch] : 0;
   s.seqlen_q = cu_seqlens_q ? cu_seqlens_q[batch + 1] - int(s.start_q) : shape.seqlen_q;
   s.seqlen_k = cu_seqlens_k ? cu_seqlens_k[batch + 1] - int(s.start_k) : shape.seqlen_k;
+  // Rows that hold nothing: as if they were not there.
+  if (params.seqused_q) s.seqlen_q = max(0, min(s.seqlen_q, params.seqused_q[batch]));
+  if (params.seqused_k) s.seqlen_k = max(0, min(s.seqlen_k, params.seqused_k[batch]));
   // Packed: start_q + batch * ALIGN rounded down is a multiple of ALIGN and leaves each sequence
   // at least its length rounded up, without a prefix sum over padded lengths.
   s.accum_start = cu_seqlens_q ? (s.start_q + int64_t(batch) * ACCUM_ROW_ALIGN) / ACCUM_ROW_ALIGN *

@@ -24,13 +24,10 @@ struct BwdTile {
   int head_end;
 
   __device__ bool has_queries() const { return m_range.begin < m_range.end; }
-  __device__ int num_steps() const {
-    return (head_end - head_begin) * (m_range.end - m_range.begin);
-  }
 
   __device__ void locate(const FlashBwdParams& params, const Tile& tile, int block_m, int block_n) {
     const AttentionShape& shape = params.shape;
-    sequence = load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+    sequence = load_sequence(params, tile.batch);
     // The first keys are seen by most queries.
     n_block = ceil_div(sequence.seqlen_k, block_n) - 1 - tile.block;
     n_begin = n_block * block_n;

@@ -7,6 +7,7 @@
 //   dV   = sum over queries of P^T dO
 //   dT^T = P^T * (dP^T - delta) * dS/dT       dP^T = V dO^T, T = scale Q K^T, S = T without softcap
 //   dK   = scale * sum over queries of dT^T Q
+// Dropout sets P in dV, and dP, to 0, or scales them.
 // Nothing is shared between blocks, so the result is bitwise repeatable. Two accumulators fit the
 // registers with BLOCK_N = 64 up to HEAD_DIM 128, with 32 beyond. simt_tile.cuh has the map from
 // threads to elements and the shared-memory plan.
@@ -14,7 +15,7 @@
 #include "simt_score.cuh"
 #include "tile_order.cuh"
 
-template <typename T, int HEAD_DIM, int BLOCK_N, bool SOFTCAP, bool ALIBI>
+template <typename T, int HEAD_DIM, int BLOCK_N, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT>
 __global__ void __launch_bounds__(SIMT_THREADS, 2)
     flash_bwd_dkdv_simt(const FlashBwdParams params) {
   constexpr int ROWS = BLOCK_N / 8;
@@ -27,8 +28,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
   const int blocks_per_head = ceil_div(shape.seqlen_k, BLOCK_N);
   const Tile tile = tile_of_block(blockIdx.x, blocks_per_head, shape.heads_kv, shape.batch,
                                   shape.heads_per_section);
-  const Sequence sequence =
-      load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+  const Sequence sequence = load_sequence(params, tile.batch);
   const int n_begin = (blocks_per_head - 1 - tile.block) * BLOCK_N;
   const int n_rows = min(BLOCK_N, sequence.seqlen_k - n_begin);
   if (n_rows <= 0) return;  // packed: past the end of this sequence
@@ -56,6 +56,9 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
     const float* delta = params.delta + accum_row;
     const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes, params.alibi_batch_stride,
                                               tile.batch, head);
+    using Bias = const BiasElement<T, BIAS>;
+    const BiasHead<Bias> head_bias(static_cast<Bias*>(params.bias), params.bias_strides, sequence,
+                                   tile.batch, head);
 #pragma unroll 1
     for (int m = m_range.begin; m < m_range.end; ++m) {
       float acc_s[ROWS][4];
@@ -64,6 +67,8 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
       const bool masked = m_range.needs_mask(m) || n_rows < BLOCK_N;
       const int first_distance =
           n_begin + thread_y() - (m * BLOCK_M + thread_x() + sequence.diagonal);
+      const ThreadBias<Bias> bias(head_bias.transposed(), n_begin + thread_y(),
+                                  m * BLOCK_M + thread_x());
       float p[ROWS][4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -72,28 +77,46 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
         for (int e = 0; e < ROWS; ++e) {
           const int distance = first_distance + row_offset<ROWS>(e) - column_offset(j);
           float derivative;
-          const float s = score.log2(acc_s[e][j], distance, derivative);
+          float s = score.log2(acc_s[e][j], distance, derivative);
+          if constexpr (BIAS != 0) s = bias.add_to(s, row_offset<ROWS>(e), column_offset(j));
           const bool seen = !masked || (in_window(sequence, distance) &&
                                         row_offset<ROWS>(e) < n_rows - thread_y());
           p[e][j] = seen ? exp2_approx(s - row_lse) : 0.0f;
           acc_s[e][j] = p[e][j] * derivative;
         }
       }
+      if constexpr (DROPOUT) {
+        const SimtDropout dropout(params.dropout_seed, shape, tile.batch, head);
+        dropout.mark<true>(acc_s, n_begin + thread_y(), m * BLOCK_M + thread_x());
+#pragma unroll
+        for (int e = 0; e < ROWS; ++e) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            p[e][j] = is_kept(acc_s[e][j]) ? p[e][j] * shape.dropout_scale : 0.0f;
+        }
+      }
       store_weights(smem, p);
       multiply_add(acc_dv, smem, dout.from_row(m * BLOCK_M));
-      if constexpr (SOFTCAP) {
+      if constexpr (SOFTCAP || DROPOUT) {
         __syncthreads();  // everyone is done with P
         store_weights(smem, acc_s);
       }
 
       float acc_dp[ROWS][4];
       multiply_transposed(acc_dp, smem, v, dout.from_row(m * BLOCK_M));
-      load_weights(acc_s, smem);  // P * dS/dT, which is P without softcap
+      load_weights(acc_s, smem);  // P * dS/dT, which is P without softcap and dropout
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float row_delta = delta[m * BLOCK_M + column_offset(j)];
 #pragma unroll
-        for (int e = 0; e < ROWS; ++e) acc_s[e][j] *= acc_dp[e][j] - row_delta;
+        for (int e = 0; e < ROWS; ++e) {
+          float dp = acc_dp[e][j];
+          if constexpr (DROPOUT) {
+            dp = is_kept(acc_s[e][j]) ? dp * shape.dropout_scale : 0.0f;
+            acc_s[e][j] = fabsf(acc_s[e][j]);
+          }
+          acc_s[e][j] *= dp - row_delta;
+        }
       }
       store_weights(smem, acc_s);  // dT
       multiply_add(acc_dk, smem, q.from_row(m * BLOCK_M));

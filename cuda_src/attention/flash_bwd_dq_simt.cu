@@ -5,14 +5,15 @@
 //   P  = exp2(S - lse_log2)            S = score(Q K^T)
 //   dT = P * (dP - delta) * dS/dT      dP = dO V^T, T = scale Q K^T, S = T without softcap
 //   dQ = scale * sum over keys of dT K
-// Nothing is shared between blocks, so the result is bitwise repeatable. simt_tile.cuh has the map
-// from threads to elements and the shared-memory plan.
+// With a bias it also adds dS = P * (dP - delta) to its gradient; dropout sets dP to 0, or scales
+// it. Nothing but the gradient of a bias is shared between blocks, so dQ is bitwise repeatable.
+// simt_tile.cuh has the map from threads to elements and the shared-memory plan.
 #include "simt_gemm.cuh"
 #include "simt_score.cuh"
 #include "tile_order.cuh"
 
-template <typename T, int HEAD_DIM, int BLOCK_M, bool SOFTCAP, bool ALIBI>
-__global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 ? 3 : 2)
+template <typename T, int HEAD_DIM, int BLOCK_M, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT>
+__global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !DROPOUT ? 3 : 2)
     flash_bwd_dq_simt(const FlashBwdParams params) {
   constexpr int ROWS = BLOCK_M / 8;
   constexpr int BLOCK_N = SCORE_COLUMNS;
@@ -22,8 +23,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 ? 3 : 2)
   const AttentionShape& shape = params.shape;
   const Tile tile = tile_of_block(blockIdx.x, ceil_div(shape.seqlen_q, BLOCK_M), shape.heads_q,
                                   shape.batch, shape.heads_per_section);
-  const Sequence sequence =
-      load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+  const Sequence sequence = load_sequence(params, tile.batch);
   const int m_begin = tile.block * BLOCK_M;
   const int m_rows = min(BLOCK_M, sequence.seqlen_q - m_begin);
   if (m_rows <= 0) return;  // packed: past the end of this sequence
@@ -45,6 +45,14 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 ? 3 : 2)
   const float* delta = params.delta + accum_row;
   const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes, params.alibi_batch_stride,
                                             tile.batch, tile.head);
+  using Bias = const BiasElement<T, BIAS>;
+  const BiasHead<Bias> head_bias(static_cast<Bias*>(params.bias), params.bias_strides, sequence,
+                                 tile.batch, tile.head);
+  const BiasHead<float> head_dbias(params.dbias, params.dbias_strides, sequence, tile.batch,
+                                   tile.head);
+  // The gradient of the bias is dS and not dT, so both are needed.
+  constexpr bool HAS_DBIAS = BIAS == 1 || BIAS == 3;
+  constexpr bool SEPARATE = HAS_DBIAS && SOFTCAP;
 
   // ---- over the key tiles ----
   float acc_dq[ROWS][HEAD_DIM / 16] = {};
@@ -56,6 +64,8 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 ? 3 : 2)
     const int first_col = n * BLOCK_N + thread_x();
     const int first_distance = first_col - (m_begin + thread_y() + sequence.diagonal);
     const int columns = sequence.seqlen_k - first_col;
+    const ThreadBias<Bias> bias(head_bias, m_begin + thread_y(), first_col);
+    float derivatives[SEPARATE ? ROWS : 1][4];
 #pragma unroll
     for (int e = 0; e < ROWS; ++e) {
       const float row_lse = lse_log2[row_offset<ROWS>(e)];
@@ -63,12 +73,21 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 ? 3 : 2)
       for (int j = 0; j < 4; ++j) {
         const int distance = first_distance + column_offset(j) - row_offset<ROWS>(e);
         float derivative;
-        const float s = score.log2(acc_s[e][j], distance, derivative);
+        float s = score.log2(acc_s[e][j], distance, derivative);
+        if constexpr (BIAS != 0) s = bias.add_to(s, row_offset<ROWS>(e), column_offset(j));
+        if constexpr (SEPARATE) {
+          derivatives[e][j] = derivative;
+          derivative = 1.0f;
+        }
         const bool seen = !masked || (in_window(sequence, distance) && column_offset(j) < columns);
         acc_s[e][j] = seen ? exp2_approx(s - row_lse) * derivative : 0.0f;
       }
     }
-    store_weights(smem, acc_s);  // P * dS/dT
+    if constexpr (DROPOUT) {
+      const SimtDropout dropout(params.dropout_seed, shape, tile.batch, tile.head);
+      dropout.mark<false>(acc_s, m_begin + thread_y(), first_col);
+    }
+    store_weights(smem, acc_s);  // P * dS/dT, or P if dS is needed too
 
     float acc_dp[ROWS][4];
     multiply_transposed(acc_dp, smem, dout, v.from_row(n * BLOCK_N));
@@ -77,7 +96,34 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 ? 3 : 2)
     for (int e = 0; e < ROWS; ++e) {
       const float row_delta = delta[row_offset<ROWS>(e)];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) acc_s[e][j] *= acc_dp[e][j] - row_delta;
+      for (int j = 0; j < 4; ++j) {
+        float dp = acc_dp[e][j];
+        if constexpr (DROPOUT) {
+          dp = is_kept(acc_s[e][j]) ? dp * shape.dropout_scale : 0.0f;
+          acc_s[e][j] = fabsf(acc_s[e][j]);
+        }
+        acc_s[e][j] *= dp - row_delta;
+      }
+    }
+    if constexpr (HAS_DBIAS) {
+      if (params.dbias) {
+        const ThreadBias<float> dbias(head_dbias, m_begin + thread_y(), first_col);
+#pragma unroll
+        for (int e = 0; e < ROWS; ++e) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            if (dbias.exists(row_offset<ROWS>(e), column_offset(j)))
+              red_add(dbias.at(row_offset<ROWS>(e), column_offset(j)), acc_s[e][j]);
+          }
+        }
+      }
+    }
+    if constexpr (SEPARATE) {
+#pragma unroll
+      for (int e = 0; e < ROWS; ++e) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) acc_s[e][j] *= derivatives[e][j];
+      }
     }
     store_weights(smem, acc_s);  // dT
     multiply_add(acc_dq, smem, k.from_row(n * BLOCK_N));

@@ -16,8 +16,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   const AttentionShape& shape = params.shape;
   const Tile tile =
       tile_of_block(blockIdx.x, ceil_div(shape.seqlen_q, BLOCK_M), shape.heads_q, shape.batch, 1);
-  const Sequence sequence =
-      load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+  const Sequence sequence = load_sequence(params, tile.batch);
   const int m_begin = tile.block * BLOCK_M;
   const int m_rows = min(BLOCK_M, sequence.seqlen_q - m_begin);
   if (m_rows <= 0) return;

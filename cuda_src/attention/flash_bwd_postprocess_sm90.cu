@@ -10,8 +10,7 @@ __global__ void __launch_bounds__(ceil_div(HEAD_DIM, 64) * WARPGROUP)
   const AttentionShape& shape = params.shape;
   const Tile tile =
       tile_of_block(blockIdx.x, ceil_div(shape.seqlen_q, 64), shape.heads_q, shape.batch, 1);
-  const Sequence sequence =
-      load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+  const Sequence sequence = load_sequence(params, tile.batch);
   const int m_begin = tile.block * 64;
   if (m_begin >= sequence.seqlen_q) return;
 

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(WARPS * 32) flash_bwd_preprocess(const FlashBw
   const int head = blockIdx.x % shape.heads_q;
   const int block = blockIdx.x / shape.heads_q % blocks_per_head;
   const int batch = blockIdx.x / shape.heads_q / blocks_per_head;
-  const Sequence sequence = load_sequence(shape, batch, params.cu_seqlens_q, params.cu_seqlens_k);
+  const Sequence sequence = load_sequence(params, batch);
   const int lane = threadIdx.x % 32;
   const int warp_row = block * ROWS_PER_BLOCK + int(threadIdx.x / 32) * ROWS_PER_WARP;
   if (warp_row >= round_up(sequence.seqlen_q, ACCUM_ROW_ALIGN)) return;

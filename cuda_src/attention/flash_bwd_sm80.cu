@@ -2,7 +2,7 @@
 // head and walks over the query tiles that see them, of every query head of the group.
 //
 //   P = exp2(scale_log2 * S - lse_log2)   S = Q K^T, recomputed
-//   dS = P * (dP - delta)                 dP = dO V^T
+//   dS = P * (dP - delta)                 dP = dO V^T, with dropout 0 where P is dropped
 //   dV += P^T dO    dK += dS^T Q          stay in registers until the end
 //   dQ += dS K                            added to a float32 buffer in global memory, since every
 //                                         key tile contributes; a postprocess kernel converts it
@@ -12,8 +12,10 @@
 // keys, so that the sum is repeatable bit by bit. Source: arXiv:2307.08691, algorithm 2.
 #include "../common/params.cuh"
 #include "../ptx/atomics.cuh"
+#include "bias.cuh"
 #include "block_info.cuh"
 #include "bwd_warps_sm80.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "tile_order.cuh"
 #include "warp_gemm.cuh"
@@ -44,7 +46,7 @@ struct BwdBlock {
     const int num_n_blocks = ceil_div(shape.seqlen_k, block_n);
     const Tile tile =
         tile_of_block(index, num_n_blocks, shape.heads_kv, shape.batch, shape.heads_per_section);
-    sequence = load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+    sequence = load_sequence(params, tile.batch);
     n_block = num_n_blocks - 1 - tile.block;  // the first keys are seen by most queries
     n_begin = n_block * block_n;
     n_rows = min(block_n, sequence.seqlen_k - n_begin);
@@ -64,7 +66,7 @@ struct BwdBlock {
 };
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_WARPS, int NUM_STAGES,
-          int ARCH, bool SOFTCAP, bool ALIBI, int SMEM_BYTES>
+          int ARCH, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
 __global__ void __launch_bounds__(NUM_WARPS * 32)
     flash_bwd_sm80(const __grid_constant__ FlashBwdParams params) {
   using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
@@ -83,7 +85,11 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   // ---- which tile ----
   const AttentionShape& shape = params.shape;
   __shared__ BwdBlock<T> block;
-  if (threadIdx.x == 0) block.locate(params, BLOCK_M, BLOCK_N);
+  __shared__ uint64_t dropout_seed;
+  if (threadIdx.x == 0) {
+    block.locate(params, BLOCK_M, BLOCK_N);
+    if constexpr (DROPOUT) dropout_seed = *params.dropout_seed;
+  }
   __syncthreads();
   if (block.n_rows <= 0) return;  // packed: past the end of this sequence
 
@@ -141,6 +147,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     const int64_t accum_row =
         head * params.accum_rows + block.sequence.accum_start + m_block * BLOCK_M;
     const int row0 = GridS::row() + lane / 4;
+    const int col = block.n_begin + GridS::col() + lane % 4 * 2;
     float lse_log2[M][2];
     float delta[M][2];
 #pragma unroll
@@ -166,7 +173,6 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
 #pragma unroll
     for (int m = 0; m < M; ++m) {
       const int row = m_block * BLOCK_M + row0 + m * 16;
-      const int col = block.n_begin + GridS::col() + lane % 4 * 2;
       if constexpr (SOFTCAP) {
         apply_softcap(acc_s[m], score.to_tanh);
 #pragma unroll
@@ -176,6 +182,12 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
         }
       }
       if constexpr (ALIBI) apply_alibi(acc_s[m], alibi_slope, row, col, block.sequence.diagonal);
+      if constexpr (BIAS != 0) {
+        using Element = const BiasElement<T, BIAS>;
+        BiasHead<Element>(static_cast<Element*>(params.bias), params.bias_strides, block.sequence,
+                          block.batch, head)
+            .add_to(acc_s[m], row, col, score.alibi(1.f));
+      }
       if (masked) apply_mask(acc_s[m], block.sequence, row, col);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
@@ -184,8 +196,25 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
           acc_s[m][n][i] = exp2_approx(acc_s[m][n][i] * score.scale_log2 - lse_log2[m][i / 2]);
         }
       }
+      if constexpr (DROPOUT) {
+        Dropout(dropout_seed, shape, block.batch, head)
+            .apply<Dropped::NEGATIVE>(acc_s[m], row, col);
+      }
     }
-    store_fragments<TileS, T, ARCH>(smem_p, GridS::row(), GridS::col(), acc_s);
+    if constexpr (DROPOUT) {
+      float kept[M][N][4];
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) kept[m][n][i] = kept_weight(acc_s[m][n][i]);
+        }
+      }
+      store_fragments<TileS, T, ARCH>(smem_p, GridS::row(), GridS::col(), kept);
+    } else {
+      store_fragments<TileS, T, ARCH>(smem_p, GridS::row(), GridS::col(), acc_s);
+    }
 
     // ---- dS ----
     float acc_dp[M][N][4];
@@ -198,8 +227,25 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
+          if constexpr (DROPOUT) {
+            const bool dropped = acc_s[m][n][i] < 0.f;
+            acc_dp[m][n][i] = dropped ? 0.f : acc_dp[m][n][i] * shape.dropout_scale;
+            acc_s[m][n][i] = fabsf(acc_s[m][n][i]);
+          }
           acc_dp[m][n][i] = acc_s[m][n][i] * (acc_dp[m][n][i] - delta[m][i / 2]);
-          if constexpr (SOFTCAP) acc_dp[m][n][i] *= cap_slope[m][n][i];
+        }
+      }
+      if constexpr (BIAS == 1 || BIAS == 3) {
+        if (params.dbias) {
+          BiasHead<float>(params.dbias, params.dbias_strides, block.sequence, block.batch, head)
+              .red_add_from(acc_dp[m], m_block * BLOCK_M + row0 + m * 16, col);
+        }
+      }
+      if constexpr (SOFTCAP) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc_dp[m][n][i] *= cap_slope[m][n][i];
         }
       }
     }
@@ -264,7 +310,10 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
 #pragma unroll
     for (int n = 0; n < GridKV::N; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) acc_dk[m][n][i] *= shape.scale;
+      for (int i = 0; i < 4; ++i) {
+        acc_dk[m][n][i] *= shape.scale;
+        if constexpr (DROPOUT) acc_dv[m][n][i] *= shape.dropout_scale;
+      }
     }
   }
   store_fragments<TileKV, T, ARCH>(smem_k, GridKV::row(), GridKV::col(), acc_dk);

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(ROWS * 32)
   const AttentionShape& shape = base.shape;
   const Tile tile =
       tile_of_block(blockIdx.x, ceil_div(shape.seqlen_q, ROWS), shape.heads_q, shape.batch, 1);
-  const Sequence sequence = load_sequence(shape, tile.batch, base.cu_seqlens_q, base.cu_seqlens_k);
+  const Sequence sequence = load_sequence(base, tile.batch);
   const int row = tile.block * ROWS + threadIdx.x / 32;
   if (row >= sequence.seqlen_q) return;
   const int lane = threadIdx.x % 32;

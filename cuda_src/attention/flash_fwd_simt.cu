@@ -12,8 +12,8 @@
 #include "simt_score.cuh"
 #include "tile_order.cuh"
 
-template <typename T, int HEAD_DIM, int BLOCK_M, bool SOFTCAP, bool ALIBI>
-__global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 ? 3 : 2)
+template <typename T, int HEAD_DIM, int BLOCK_M, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT>
+__global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && !DROPOUT ? 3 : 2)
     flash_fwd_simt(const FlashFwdParams params) {
   constexpr int ROWS = BLOCK_M / 8;
   constexpr int BLOCK_N = SCORE_COLUMNS;
@@ -24,8 +24,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 ? 3 : 2)
   const AttentionShape& shape = params.shape;
   const Tile tile = tile_of_block(blockIdx.x, ceil_div(shape.seqlen_q, BLOCK_M), shape.heads_q,
                                   shape.batch, shape.heads_per_section);
-  const Sequence sequence =
-      load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+  const Sequence sequence = load_sequence(params, tile.batch);
   const int m_begin = tile.block * BLOCK_M;
   const int m_rows = min(BLOCK_M, sequence.seqlen_q - m_begin);
   if (m_rows <= 0) return;  // packed: past the end of this sequence
@@ -41,6 +40,9 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 ? 3 : 2)
                                       head_kv, sequence.seqlen_k, shape.head_dim);
   const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes, params.alibi_batch_stride,
                                             tile.batch, tile.head);
+  using Bias = const BiasElement<T, BIAS>;
+  const BiasHead<Bias> head_bias(static_cast<Bias*>(params.bias), params.bias_strides, sequence,
+                                 tile.batch, tile.head);
 
   // ---- over the key tiles ----
   float acc_o[ROWS][COLUMNS] = {};
@@ -58,6 +60,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 ? 3 : 2)
     const int first_col = n * BLOCK_N + thread_x();
     const int first_distance = first_col - (m_begin + thread_y() + sequence.diagonal);
     const int columns = sequence.seqlen_k - first_col;
+    const ThreadBias<Bias> bias(head_bias, m_begin + thread_y(), first_col);
 #pragma unroll
     for (int e = 0; e < ROWS; ++e) {
       float new_max = row_max[e];
@@ -65,6 +68,8 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 ? 3 : 2)
       for (int j = 0; j < 4; ++j) {
         const int distance = first_distance + column_offset(j) - row_offset<ROWS>(e);
         acc_s[e][j] = score.log2(acc_s[e][j], distance);
+        if constexpr (BIAS != 0)
+          acc_s[e][j] = bias.add_to(acc_s[e][j], row_offset<ROWS>(e), column_offset(j));
         if (masked && !(in_window(sequence, distance) && column_offset(j) < columns))
           acc_s[e][j] = -INF;
         new_max = fmaxf(new_max, acc_s[e][j]);
@@ -83,22 +88,38 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 ? 3 : 2)
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) acc_o[e][c] *= rescale;
     }
+    if constexpr (DROPOUT) {
+      const SimtDropout dropout(params.dropout_seed, shape, tile.batch, tile.head);
+      dropout.mark<false>(acc_s, m_begin + thread_y(), first_col);
+#pragma unroll
+      for (int e = 0; e < ROWS; ++e) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) acc_s[e][j] = is_kept(acc_s[e][j]) ? acc_s[e][j] : 0.0f;
+      }
+    }
     store_weights(smem, acc_s);
     multiply_add(acc_o, smem, v.from_row(n * BLOCK_N));
   }
 
   // ---- normalise, write O and LSE ----
+  const float sink_log2 = params.sinks ? params.sinks[tile.head] * LOG2E : -INF;
   float* lse = params.lse + tile.batch * params.lse_batch_stride +
                tile.head * params.lse_head_stride + sequence.start_q + m_begin + thread_y();
 #pragma unroll
   for (int e = 0; e < ROWS; ++e) {
-    const float sum = reduce_row(row_sum[e], [](float x, float y) { return x + y; });
-    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // 0: a row that sees no key
+    // The sink is one more score, without a value.
+    const float max = fmaxf(row_max[e], sink_log2);
+    const float offset = max == -INF ? 0.0f : max;
+    const float rescale = exp2_approx(row_max[e] - offset);
+    const float keys_sum = reduce_row(row_sum[e], [](float x, float y) { return x + y; });
+    const float sum = keys_sum * rescale + exp2_approx(sink_log2 - offset);
+    float inverse = sum == 0.0f ? 0.0f : rescale / sum;  // 0: a row that sees no key
+    if constexpr (DROPOUT) inverse *= shape.dropout_scale;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) acc_o[e][c] *= inverse;
     const int row = row_offset<ROWS>(e);
     if (params.lse && thread_x() == 0 && row < m_rows - thread_y())
-      lse[row] = sum == 0.0f ? -INF : row_max[e] * LN2 + logf(sum);
+      lse[row] = sum == 0.0f ? -INF : max * LN2 + logf(sum);
   }
   const auto out = head_matrix<T>(params.out, params.out_strides, tile.batch,
                                   sequence.start_q + m_begin, tile.head, m_rows, shape.head_dim);

@@ -8,7 +8,9 @@
 //
 // Scores and probabilities live in registers only. Source: FlashAttention-2, arXiv:2307.08691.
 #include "../common/params.cuh"
+#include "bias.cuh"
 #include "block_info.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "softmax.cuh"
 #include "tile_order.cuh"
@@ -28,12 +30,15 @@ struct FwdBlock {
   T* out;
   float* lse;
   float alibi_slope;
+  float sink_log2;  // -inf for none
+  int batch;
+  int head;
 
   __device__ void locate(const FlashFwdParams& params, int block_m, int block_n) {
     const AttentionShape& shape = params.shape;
     const Tile tile = tile_of_block(blockIdx.x, ceil_div(shape.seqlen_q, block_m), shape.heads_q,
                                     shape.batch, shape.heads_per_section);
-    sequence = load_sequence(shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+    sequence = load_sequence(params, tile.batch);
     m_begin = tile.block * block_m;
     m_rows = min(block_m, sequence.seqlen_q - m_begin);
     n_range = key_tiles(sequence, m_begin, m_begin + m_rows, block_n);
@@ -50,11 +55,14 @@ struct FwdBlock {
     alibi_slope = params.alibi_slopes
                       ? params.alibi_slopes[tile.batch * params.alibi_batch_stride + tile.head]
                       : 0.f;
+    sink_log2 = params.sinks ? params.sinks[tile.head] * LOG2E : -INF;
+    batch = tile.batch;
+    head = tile.head;
   }
 };
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_WARPS, int ARCH, bool SOFTCAP,
-          bool ALIBI, int SMEM_BYTES>
+          bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
 __global__ void __launch_bounds__(NUM_WARPS * 32)
     flash_fwd_sm80(const __grid_constant__ FlashFwdParams params) {
   using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
@@ -69,7 +77,11 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   // ---- which tile ----
   const AttentionShape& shape = params.shape;
   __shared__ FwdBlock<T> block;
-  if (threadIdx.x == 0) block.locate(params, BLOCK_M, BLOCK_N);
+  __shared__ uint64_t dropout_seed;
+  if (threadIdx.x == 0) {
+    block.locate(params, BLOCK_M, BLOCK_N);
+    if constexpr (DROPOUT) dropout_seed = *params.dropout_seed;
+  }
   __syncthreads();
   if (block.m_rows <= 0) return;  // packed: past the end of this sequence
 
@@ -128,8 +140,18 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
       if constexpr (ALIBI) {
         apply_alibi(acc_s[m], score.alibi(block.alibi_slope), row, col, block.sequence.diagonal);
       }
+      if constexpr (BIAS != 0) {
+        using Element = const BiasElement<T, BIAS>;
+        BiasHead<Element>(static_cast<Element*>(params.bias), params.bias_strides, block.sequence,
+                          block.batch, block.head)
+            .add_to(acc_s[m], row, col, score.alibi(1.f));
+      }
       if (block.n_range.needs_mask(n)) apply_mask(acc_s[m], block.sequence, row, col);
       state[m].update(acc_s[m], score.scale_log2, rescale[m]);
+      if constexpr (DROPOUT) {  // the sum is of all weights
+        Dropout(dropout_seed, shape, block.batch, block.head)
+            .apply<Dropped::ZERO>(acc_s[m], row, col);
+      }
       moved |= rescale[m][0] != 1.f || rescale[m][1] != 1.f;
     }
     // Once the maxima have settled, most tiles leave them where they were. For narrow heads the
@@ -156,7 +178,8 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float lse;
-      const float inverse = state[m].finish(half, score.scale_log2, lse);
+      float inverse = state[m].finish(half, score.scale_log2, lse, block.sink_log2);
+      if constexpr (DROPOUT) inverse *= shape.dropout_scale;
       const int row = warp_row + m * 16 + half * 8 + lane / 4;
       if (params.lse && lane % 4 == 0 && row < block.m_rows) block.lse[row] = lse;
 #pragma unroll

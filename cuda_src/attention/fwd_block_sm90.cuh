@@ -23,7 +23,7 @@ struct FwdTile {
   __device__ bool has_keys() const { return n_range.begin < n_range.end; }
 
   __device__ void locate(const FlashFwdParams& params, const Tile& tile, int block_m, int block_n) {
-    sequence = load_sequence(params.shape, tile.batch, params.cu_seqlens_q, params.cu_seqlens_k);
+    sequence = load_sequence(params, tile.batch);
     m_begin = tile.block * block_m;
     m_rows = min(block_m, sequence.seqlen_q - m_begin);
     n_range = key_tiles(sequence, m_begin, m_begin + m_rows, block_n);

@@ -16,7 +16,7 @@ struct ScoreScale {
       : scale_log2((SOFTCAP ? shape.softcap : shape.scale) * LOG2E),
         to_tanh(SOFTCAP ? shape.scale * rcp_approx(shape.softcap) : 0.f) {}
 
-  // An ALiBi slope in the units of s'.
+  // An ALiBi slope in the units of s'; with 1, what a bias is multiplied with.
   __device__ float alibi(float slope) const { return slope * LOG2E * rcp_approx(scale_log2); }
 };
 

@@ -1,8 +1,12 @@
-// The score of a query and a key: scale * q.k, softcap, ALiBi. In units of log2(e), so that its
-// exponential is a bare exp2 with the scale already folded into one constant.
+// The score of a query and a key: scale * q.k, softcap, ALiBi, bias. In units of log2(e), so that
+// its exponential is a bare exp2 with the scale already folded into one constant. And which weights
+// dropout keeps.
 #pragma once
+#include "../common/philox.cuh"
 #include "../ptx/math.cuh"
+#include "bias.cuh"
 #include "block_info.cuh"
+#include "simt_tile.cuh"
 
 template <bool SOFTCAP, bool ALIBI>
 struct ScoreFunction {
@@ -40,3 +44,77 @@ __device__ __forceinline__ bool in_window(const Sequence& sequence, int distance
   const uint32_t place = uint32_t(distance + sequence.window_left);  // huge if left of the window
   return place <= uint32_t(sequence.window_left + sequence.window_right);
 }
+
+// The elements of a bias, or of its gradient, at the places of a thread's scores; row and column
+// offsets count from the thread's first.
+template <typename E>
+struct ThreadBias {
+  E* first;
+  int64_t row_stride;
+  int64_t col_stride;
+  int rows;  // that exist from the first one on
+  int cols;
+
+  __device__ ThreadBias(const BiasHead<E>& bias, int row, int col)
+      : first(bias.data + row * bias.row_stride + col * bias.col_stride),
+        row_stride(bias.row_stride),
+        col_stride(bias.col_stride),
+        rows(bias.rows - row),
+        cols(bias.cols - col) {}
+
+  __device__ bool exists(int row, int col) const { return row < rows && col < cols; }
+  __device__ E* at(int row, int col) const { return first + row * row_stride + col * col_stride; }
+
+  // A score with the bias, in units of log2(e); what does not exist is left to the mask.
+  __device__ float add_to(float score, int row, int col) const {
+    return exists(row, col) ? add_bias(score, *at(row, col), LOG2E) : score;
+  }
+};
+
+// Dropout of a thread's tile of weights: see common/philox.cuh and cupyflash/philox.py. A call
+// gives the numbers of rows r and r + 8 of a column, which one thread has.
+struct SimtDropout {
+  uint64_t seed;
+  uint32_t limit;  // in the upper 16 bits
+  uint32_t z;
+
+  __device__ SimtDropout(const int64_t* seed, const AttentionShape& shape, int batch, int head)
+      : seed(*seed),
+        limit(uint32_t(shape.dropout_threshold) << 16),
+        z(batch * shape.heads_q + head) {}
+
+  // Sets the sign of what is dropped; weights are not negative. row and col are the thread's first;
+  // the rows of the tile are queries, or keys if it is TRANSPOSED.
+  template <bool TRANSPOSED, int ROWS>
+  __device__ __forceinline__ void mark(float (&weights)[ROWS][4], uint32_t row,
+                                       uint32_t col) const {
+#pragma unroll
+    for (int pair = 0; pair < ROWS / 2; ++pair) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t r = row + 16 * pair, c = col + column_offset(j);
+        const uint32_t query = TRANSPOSED ? c : r, key = TRANSPOSED ? r : c;
+        const uint4 random =
+            philox(seed, query / 16 * 8 + query % 8, key / 16 * 4 + key / 2 % 4, z);
+        const bool right = c / 8 % 2;
+        const uint32_t words[2] = {
+            right ? TRANSPOSED ? random.z : random.y : random.x,
+            right        ? random.w
+            : TRANSPOSED ? random.y
+                         : random.z,
+        };
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // The thread's element whose row is 16 * pair + 8 * half behind its first.
+          constexpr int STEP = ROWS == 8 ? 1 : 2;
+          float& weight = weights[STEP * pair + (ROWS == 8 ? 4 : 1) * half][j];
+          const uint32_t bits = key % 2 ? words[half] : words[half] << 16;
+          if (bits < limit) weight = -weight;
+        }
+      }
+    }
+  }
+};
+
+// Of a marked weight.
+__device__ __forceinline__ bool is_kept(float weight) { return __float_as_int(weight) >= 0; }

@@ -52,12 +52,22 @@ struct RowState {
     }
   }
 
-  // After the last tile: what to multiply the output with, and the log-sum-exp (natural). The sum
-  // is relative to the rounded product that update() has subtracted, so no fused multiply-add here.
-  __device__ __forceinline__ float finish(int half, float scale_log2, float& lse) {
-    const float total = quad_sum(sum[half]);
+  // After the last tile: what to multiply the output with, and the log-sum-exp (natural). A sink is
+  // one more logit (times log2(e)) without a value, -inf for none. The sum is relative to the
+  // rounded product that update() has subtracted, so no fused multiply-add here.
+  __device__ __forceinline__ float finish(int half, float scale_log2, float& lse,
+                                          float sink_log2 = -INF) {
+    float total = quad_sum(sum[half]);
+    float max_log2 = __fmul_rn(max[half], scale_log2);
+    float rescale = 1.f;
+    if (sink_log2 != -INF) {
+      const float new_max = fmaxf(max_log2, sink_log2);
+      rescale = exp2_approx(max_log2 - new_max);
+      total = total * rescale + exp2_approx(sink_log2 - new_max);
+      max_log2 = new_max;
+    }
     const bool empty = total == 0.f;  // a row that saw no key; a NaN is not empty
-    lse = empty ? -INF : __fadd_rn(__fmul_rn(max[half], scale_log2), log2_accurate(total)) * LN2;
-    return empty ? 0.f : rcp_approx(total);
+    lse = empty ? -INF : __fadd_rn(max_log2, log2_accurate(total)) * LN2;
+    return empty ? 0.f : rescale * rcp_approx(total);
   }
 };

@@ -15,6 +15,16 @@ struct Strides {
   }
 };
 
+// Element strides of a (batch, heads_q, seqlen_q, seqlen_k) bias; 0 on the axes it is broadcast on.
+struct BiasStrides {
+  int64_t batch;
+  int64_t head;
+  int64_t row;
+  int64_t col;
+
+  __device__ int64_t at(int64_t b, int64_t h) const { return b * batch + h * head; }
+};
+
 // What forward and backward share: shapes and the score function.
 struct AttentionShape {
   int batch;
@@ -29,6 +39,8 @@ struct AttentionShape {
   int heads_per_section;  // tile order: see tile_order.cuh
   float scale;            // scores are scale * q.k
   float softcap;          // then softcap * tanh(score / softcap), unless 0
+  int dropout_threshold;  // a weight stays if its 16 random bits are >= this; 0 keeps all
+  float dropout_scale;    // of what stays: 1 / (1 - dropout_threshold / 2^16)
 };
 
 struct FlashFwdParams {
@@ -40,6 +52,11 @@ struct FlashFwdParams {
   const int* cu_seqlens_q;    // [batch + 1] or null
   const int* cu_seqlens_k;    // [batch + 1] or null
   const float* alibi_slopes;  // [batch, heads_q] or null
+  const void* bias;           // [batch, heads_q, seqlen_q, seqlen_k], broadcast by strides, or null
+  const float* sinks;         // [heads_q] or null: a logit beside those of the keys
+  const int64_t* dropout_seed;  // [1], or null without dropout
+  const int* seqused_q;         // [batch] or null: valid rows of each sequence
+  const int* seqused_k;         // [batch] or null
   Strides q_strides;
   Strides k_strides;
   Strides v_strides;
@@ -47,6 +64,7 @@ struct FlashFwdParams {
   int64_t lse_batch_stride;
   int64_t lse_head_stride;
   int64_t alibi_batch_stride;
+  BiasStrides bias_strides;
   AttentionShape shape;
 };
 
@@ -67,6 +85,13 @@ struct FlashBwdParams {
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
   const float* alibi_slopes;
+  const void* bias;
+  const float* sinks;
+  const int64_t* dropout_seed;
+  const int* seqused_q;
+  const int* seqused_k;
+  float* dbias;   // like bias, zeros to which the gradient is added, or null
+  float* dsinks;  // [heads_q] or null
   Strides dout_strides;
   Strides q_strides;
   Strides k_strides;
@@ -78,6 +103,8 @@ struct FlashBwdParams {
   int64_t lse_batch_stride;
   int64_t lse_head_stride;
   int64_t alibi_batch_stride;
+  BiasStrides bias_strides;
+  BiasStrides dbias_strides;
   int64_t accum_rows;  // rows of all sequences, each padded to ACCUM_ROW_ALIGN
   AttentionShape shape;
 };

@@ -2,7 +2,7 @@
 
 A family module has
 
-* ``supports(dtype, head_dim, access, capability, *, backward) -> bool``
+* ``supports(dtype, head_dim, access, features, capability, *, backward) -> bool``
 * ``forward(dtype, head_dim, features, capability)``, the configuration of one kernel
 * ``backward(…)``, the configurations in launch order
 * ``PACKED``, the configurations that packed sequences need besides
@@ -11,7 +11,7 @@ A family module has
 
 from types import ModuleType
 
-from ..kernel_config import Access
+from ..kernel_config import Access, Features
 from . import simt, sm80, sm90
 
 FAMILIES: dict[str, ModuleType] = {"sm90": sm90, "sm80": sm80, "simt": simt}  # the fastest first
@@ -29,6 +29,7 @@ def choose(
     dtype: str,
     head_dim: int,
     access: Access,
+    features: Features,
     capability: tuple[int, int],
     *,
     backward: bool,
@@ -39,10 +40,13 @@ def choose(
         NotImplementedError: none does, or the forced one does not.
     """
     candidates = FAMILIES if forced is None else {forced: FAMILIES.get(forced)}
+    problem = (dtype, head_dim, access, features, capability)
     for family in candidates.values():
-        if family and family.supports(dtype, head_dim, access, capability, backward=backward):
+        if family and family.supports(*problem, backward=backward):
             return family
-    got = f"{dtype}, head_dim {head_dim}, {_ACCESS[access]}, compute capability {capability}"
+    extras = "bias, dropout, sinks or lengths, " if features.extras else ""
+    got = f"{dtype}, head_dim {head_dim}, {_ACCESS[access]}, {extras}"
+    got += f"compute capability {capability}"
     if forced:
         raise NotImplementedError(
             f"{function}: the kernel family {forced} (CUPYFLASH_FAMILY) does not support {got}"

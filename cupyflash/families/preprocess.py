@@ -1,4 +1,4 @@
-"""The first kernel of every backward pass, the same for all families."""
+"""The first kernels of every backward pass, the same for all families."""
 
 import dataclasses
 from typing import ClassVar
@@ -34,3 +34,22 @@ class FlashBwdPreprocess(KernelConfig):
         """Number of blocks; they also cover the padding rows of each sequence."""
         rows = -(-shape.seqlen_q // ACCUM_ROW_ALIGN) * ACCUM_ROW_ALIGN
         return rows // ROWS_PER_BLOCK * shape.heads_q * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdSinks(KernelConfig):
+    """The gradient of the sinks, where there are any: a block sums over the rows of one head."""
+
+    source: ClassVar[str] = "attention/flash_bwd_sinks.cu"
+    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+
+    num_warps: int = 8
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_warps * 32
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return shape.heads_q

@@ -10,13 +10,14 @@ from typing import ClassVar
 
 from ..kernel_config import ITEM_SIZE, Access, Features, KernelConfig
 from ..params import AttentionShape, FlashBwdParams, FlashFwdParams
-from .preprocess import FlashBwdPreprocess
+from .preprocess import FlashBwdPreprocess, FlashBwdSinks
 
 Capability = tuple[int, int]  # compute capability: (major, minor)
 
 MIN_CAPABILITY = (6, 0)
 HEAD_DIMS = (32, 64, 128, 192, 256)  # sizes of the accumulators; others are rounded up
 THREADS = 128
+SWITCHES = ("softcap", "alibi", "bias", "dropout")  # of the features: template parameters
 PACKED = ()  # packed sequences need no kernel of their own
 
 
@@ -32,6 +33,8 @@ class FlashFwdSimt(KernelConfig):
     block_m: int
     softcap: bool
     alibi: bool
+    bias: int
+    dropout: bool
 
     @property
     def threads(self) -> int:
@@ -55,6 +58,8 @@ class FlashBwdDkdvSimt(KernelConfig):
     block_n: int
     softcap: bool
     alibi: bool
+    bias: int
+    dropout: bool
 
     @property
     def threads(self) -> int:
@@ -78,6 +83,8 @@ class FlashBwdDqSimt(KernelConfig):
     block_m: int
     softcap: bool
     alibi: bool
+    bias: int
+    dropout: bool
 
     @property
     def threads(self) -> int:
@@ -90,9 +97,15 @@ class FlashBwdDqSimt(KernelConfig):
 
 
 def supports(
-    dtype: str, head_dim: int, access: Access, capability: Capability, *, backward: bool
+    dtype: str,
+    head_dim: int,
+    access: Access,
+    features: Features,
+    capability: Capability,
+    *,
+    backward: bool,
 ) -> bool:
-    """Whether this family computes such a problem; access and pass do not matter to it."""
+    """Whether this family computes such a problem; access, features and pass do not matter."""
     return dtype in ITEM_SIZE and head_dim <= HEAD_DIMS[-1] and capability >= MIN_CAPABILITY
 
 
@@ -101,21 +114,23 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
     padded = _padded(head_dim)
     # 16-bit loads take a few registers more, and 64 rows x 256 columns leave none.
     block_m = 64 if padded < 256 or dtype == "float32" else 32
-    return FlashFwdSimt(dtype, padded, block_m, features.softcap, features.alibi)
+    return FlashFwdSimt(dtype, padded, block_m, *_switches(features))
 
 
 def backward(
     dtype: str, head_dim: int, features: Features, capability: Capability
 ) -> tuple[FlashBwdPreprocess, FlashBwdDkdvSimt, FlashBwdDqSimt]:
     """The backward kernels in launch order; the same for every GPU."""
-    padded, softcap, alibi = _padded(head_dim), features.softcap, features.alibi
+    padded, switches = _padded(head_dim), _switches(features)
     # Two accumulators of 64 rows x 192 columns are more than the registers of 128 threads; those of
-    # 128 columns leave none for the derivative of the softcap and for ALiBi.
-    block_n = 64 if padded <= (64 if softcap or alibi else 128) else 32
+    # 128 columns leave none for the derivative of the softcap, ALiBi, bias and dropout; nor does
+    # one of 192 columns for the last two.
+    block_n = 64 if padded <= (64 if any(switches) else 128) else 32
+    block_m = 64 if padded <= (128 if features.bias or features.dropout else 256) else 32
     return (
         FlashBwdPreprocess(dtype, accum_dim=0),
-        FlashBwdDkdvSimt(dtype, padded, block_n, softcap, alibi),
-        FlashBwdDqSimt(dtype, padded, 64, softcap, alibi),
+        FlashBwdDkdvSimt(dtype, padded, block_n, *switches),
+        FlashBwdDqSimt(dtype, padded, block_m, *switches),
     )
 
 
@@ -123,13 +138,20 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     """Every configuration that ``forward`` and ``backward`` can pick, each once."""
     if capability < MIN_CAPABILITY:
         return
-    switches = (False, True)
+    yield FlashBwdSinks()
+    both = (False, True)
     for dtype in ITEM_SIZE:
         yield FlashBwdPreprocess(dtype, accum_dim=0)
-        for head_dim, softcap, alibi in itertools.product(HEAD_DIMS, switches, switches):
-            problem = (dtype, head_dim, Features(softcap, alibi), capability)
+        biases = range(3 if dtype == "float32" else 4)  # float32 is the dtype of q
+        for head_dim, *values in itertools.product(HEAD_DIMS, both, both, biases, both):
+            features = Features(**dict(zip(SWITCHES, values)))
+            problem = (dtype, head_dim, features, capability)
             yield forward(*problem)
             yield from backward(*problem)[1:]
+
+
+def _switches(features: Features) -> tuple[bool | int, ...]:
+    return tuple(getattr(features, name) for name in SWITCHES)
 
 
 def _padded(head_dim: int) -> int:

@@ -1,9 +1,4 @@
-"""Family ``sm80``: mma.sync tensor cores, float16 and bfloat16 (Turing: float16 only).
-
-Tiles are chosen by head dim and by what the GPU has: shared memory (A100, H100 and B200 have twice
-that of consumer cards) and, on Turing, no asynchronous copies. They were measured on an H200 for
-head dims 64 and 128 (bench/NOTES.md); the others are the largest that compile without spills.
-"""
+"""Family ``sm80``: mma.sync tensor cores, float16 and bfloat16 (Turing: float16 only)."""
 
 import dataclasses
 import itertools
@@ -13,95 +8,9 @@ from typing import ClassVar
 from ..kernel_config import Access, Features, KernelConfig
 from ..params import AttentionShape, FlashBwdParams, FlashFwdParams
 from .preprocess import FlashBwdPreprocess
+from .sm80_tiles import HEAD_DIMS, Capability, backward_tiles, forward_tiles
 
-Capability = tuple[int, int]  # compute capability: (major, minor)
-
-HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)  # head dims of the tiles; others are rounded up
-LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0))  # 163 KB a block or more
 PACKED = ()  # packed sequences need no kernel of their own
-
-# head dim: block_m, block_n, num_warps
-FORWARD_TILES = {
-    "large": {
-        32: (128, 128, 4),
-        64: (128, 96, 4),
-        96: (128, 64, 4),
-        128: (128, 64, 4),
-        160: (128, 64, 8),
-        192: (128, 64, 8),
-        256: (128, 64, 8),
-    },
-    "small": {
-        32: (128, 128, 4),
-        64: (128, 96, 4),
-        96: (128, 64, 4),
-        128: (128, 64, 8),
-        160: (128, 64, 8),
-        192: (128, 64, 8),
-        256: (64, 64, 4),
-    },
-    "turing": {
-        32: (64, 64, 4),
-        64: (64, 64, 4),
-        96: (64, 64, 4),
-        128: (64, 64, 4),
-        160: (64, 32, 4),
-        192: (64, 32, 4),
-        256: (64, 16, 4),
-    },
-}
-# The softcap takes the last registers of the widest tile, on Turing ALiBi as well.
-FORWARD_TILES_SOFTCAP = {64: (128, 64, 4)}
-FORWARD_TILES_SCORE_TURING = {64: (64, 48, 4)}
-
-# head dim: block_m, block_n, num_warps, num_stages
-BACKWARD_TILES = {
-    "large": {
-        32: (128, 128, 8, 2),
-        64: (128, 128, 8, 2),
-        96: (64, 128, 8, 2),
-        128: (64, 128, 8, 2),
-        160: (64, 64, 8, 2),
-        192: (64, 64, 8, 1),
-        256: (64, 64, 8, 1),
-    },
-    "small": {
-        32: (64, 128, 8, 2),
-        64: (64, 128, 8, 2),
-        96: (64, 64, 8, 2),
-        128: (64, 64, 8, 1),
-        160: (64, 64, 8, 1),
-        192: (64, 32, 8, 1),
-        256: (32, 32, 4, 1),
-    },
-    # No entry for 256: its smallest tiles need more than Turing's 64 KB, and simt serves.
-    "turing": {
-        32: (64, 64, 4, 1),
-        64: (64, 64, 4, 1),
-        96: (64, 32, 4, 1),
-        128: (64, 32, 4, 1),
-        160: (32, 32, 4, 1),
-        192: (32, 32, 4, 1),
-    },
-}
-# For Blackwell ptxas needs a few more registers: narrower tiles, where the others would spill. The
-# smallest tiles of head dim 256 spill on sm_120 all the same, and simt serves.
-FORWARD_TILES["sm100"] = FORWARD_TILES["large"] | {64: (128, 64, 4), 128: (128, 64, 8)}
-FORWARD_TILES["sm120"] = FORWARD_TILES["small"]
-BACKWARD_TILES["sm100"] = {
-    32: (64, 64, 8, 2),
-    64: (64, 128, 8, 2),
-    96: (64, 64, 8, 2),
-    128: (64, 64, 8, 2),
-    160: (64, 64, 8, 2),
-    192: (64, 64, 8, 1),
-    256: (64, 32, 8, 1),
-}
-BACKWARD_TILES["sm120"] = BACKWARD_TILES["small"] | {32: (128, 64, 8, 2)}
-del BACKWARD_TILES["sm120"][256]
-
-# The derivative of the softcap, and ALiBi, need registers that the widest tiles do not leave.
-BACKWARD_TILES_SCORE = {64: (64, 128, 8, 2), 96: (64, 64, 8, 2), 128: (64, 64, 8, 2)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +28,8 @@ class FlashFwdSm80(KernelConfig):
     arch: int
     softcap: bool
     alibi: bool
+    bias: int
+    dropout: bool
     smem_bytes: int
 
     @property
@@ -147,6 +58,8 @@ class FlashBwdSm80(KernelConfig):
     arch: int
     softcap: bool
     alibi: bool
+    bias: int
+    dropout: bool
     smem_bytes: int
 
     @property
@@ -191,26 +104,26 @@ def dtypes(capability: Capability) -> tuple[str, ...]:
 
 
 def supports(
-    dtype: str, head_dim: int, access: Access, capability: Capability, *, backward: bool
+    dtype: str,
+    head_dim: int,
+    access: Access,
+    features: Features,
+    capability: Capability,
+    *,
+    backward: bool,
 ) -> bool:
     """Whether this family computes a pass of such a problem; it copies 16 bytes at a time."""
-    widest = max((BACKWARD_TILES if backward else FORWARD_TILES)[_tiles(capability)])
-    return dtype in dtypes(capability) and head_dim <= widest and access >= Access.VECTOR
+    tiles = (backward_tiles if backward else forward_tiles)(features, capability)
+    return dtype in dtypes(capability) and head_dim <= max(tiles) and access >= Access.VECTOR
 
 
 def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSm80:
     """The forward kernel."""
     padded = _padded(head_dim)
-    tile = FORWARD_TILES[_tiles(capability)][padded]
-    if capability < (8, 0):
-        if features.softcap or features.alibi:
-            tile = FORWARD_TILES_SCORE_TURING.get(padded, tile)
-    elif features.softcap:
-        tile = FORWARD_TILES_SOFTCAP.get(padded, tile)
-    block_m, block_n, num_warps = tile
+    tile = forward_tiles(features, capability)[padded]
+    block_m, block_n, _ = tile
     smem_bytes = (block_m + 2 * block_n) * padded * 2
-    switches = (features.softcap, features.alibi)
-    return FlashFwdSm80(dtype, padded, *tile, _arch(capability), *switches, smem_bytes)
+    return FlashFwdSm80(dtype, padded, *tile, _arch(capability), *_switches(features), smem_bytes)
 
 
 def backward(
@@ -218,15 +131,12 @@ def backward(
 ) -> tuple[FlashBwdPreprocess, FlashBwdSm80, FlashBwdPostprocessSm80]:
     """The backward kernels in launch order."""
     padded, arch = _padded(head_dim), _arch(capability)
-    softcap, alibi = features.softcap, features.alibi
-    tile = BACKWARD_TILES[_tiles(capability)][padded]
-    if (softcap or alibi) and _tiles(capability) == "large":
-        tile = BACKWARD_TILES_SCORE.get(padded, tile)
+    tile = backward_tiles(features, capability)[padded]
     block_m, block_n, num_warps, num_stages = tile
     smem_bytes = 2 * (2 * (block_n + num_stages * block_m) * padded + 2 * block_m * block_n)
     return (
         FlashBwdPreprocess(dtype, accum_dim=padded),
-        FlashBwdSm80(dtype, padded, *tile, arch, softcap, alibi, smem_bytes),
+        FlashBwdSm80(dtype, padded, *tile, arch, *_switches(features), smem_bytes),
         FlashBwdPostprocessSm80(dtype, padded, block_m, num_warps, arch, block_m * padded * 2),
     )
 
@@ -234,25 +144,23 @@ def backward(
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
     """Every configuration that ``forward`` and ``backward`` can pick, each once."""
     seen = set()
-    for dtype, head_dim, softcap, alibi in itertools.product(
-        dtypes(capability), HEAD_DIMS, (False, True), (False, True)
+    both = (False, True)
+    for dtype, head_dim, softcap, alibi, bias, dropout in itertools.product(
+        dtypes(capability), HEAD_DIMS, both, both, range(4), both
     ):
-        problem = (dtype, head_dim, Features(softcap, alibi), capability)
-        kernels = [forward(*problem)]
-        if supports(dtype, head_dim, Access.VECTOR, capability, backward=True):
+        features = Features(softcap, alibi, bias=bias, dropout=dropout)
+        problem = (dtype, head_dim, features, capability)
+        kernels = []
+        if supports(dtype, head_dim, Access.VECTOR, features, capability, backward=False):
+            kernels += [forward(*problem)]
+        if supports(dtype, head_dim, Access.VECTOR, features, capability, backward=True):
             kernels += backward(*problem)
         yield from (config for config in kernels if config not in seen)
         seen.update(kernels)
 
 
-def _tiles(capability: Capability) -> str:
-    if capability < (8, 0):
-        return "turing"
-    if capability in LARGE_SHARED_MEMORY:
-        return "large"
-    if capability >= (12, 0):
-        return "sm120"
-    return "sm100" if capability >= (10, 0) else "small"
+def _switches(features: Features) -> tuple[bool, bool, int, bool]:
+    return (features.softcap, features.alibi, features.bias, features.dropout)
 
 
 def _arch(capability: Capability) -> int:

@@ -130,10 +130,16 @@ PACKED = (SEQUENCE_MAPS,)
 
 
 def supports(
-    dtype: str, head_dim: int, access: Access, capability: Capability, *, backward: bool
+    dtype: str,
+    head_dim: int,
+    access: Access,
+    features: Features,
+    capability: Capability,
+    *,
+    backward: bool,
 ) -> bool:
     """Whether this family computes such a problem; the pass does not matter to it."""
-    fits = dtype in DTYPES and head_dim <= max(FORWARD_TILES)
+    fits = dtype in DTYPES and head_dim <= max(FORWARD_TILES) and not features.extras
     return fits and access >= Access.TENSOR_MAP and capability == CAPABILITY
 
 

@@ -11,10 +11,13 @@ from typing import Any
 
 from cupyflash.grouped import (
     array_namespace,
+    group_sinks,
     grouped_matmul,
     grouped_matmul_transposed,
+    sum_to_shape,
 )
-from cupyflash.score import ScoreFunction
+from cupyflash.philox import Dropout
+from cupyflash.score import BIAS_LIMIT, ScoreFunction, group_bias
 
 
 class _Arithmetic:
@@ -48,19 +51,34 @@ class _Arithmetic:
 
 
 def same_precision_attention(
-    dout: Any, q: Any, k: Any, v: Any, *, alibi_slopes: Any = None, **options: Any
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    first_sequence: int = 0,
+    **options: Any,
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Forward and backward in the dtype of q, for q, dout (batch, seqlen_q, heads_q, head_dim).
 
     Args:
         alibi_slopes: float32 array of the same library, (heads_q,) or (batch, heads_q).
+        bias: array of the same library that broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
+        sinks: array of the same library (heads_q,), finite.
+        first_sequence: index of the first sequence in the batch, for dropout.
         options: causal, scale, window, softcap as in ``cupyflash.attention``.
 
     Returns:
-        The results out, dq, dk, dv with the shapes of q, q, k, v, and lse (batch, heads_q,
-        seqlen_q). The LSE is float32 whatever the inputs are, so its yardstick is computed in
-        float32. And for each result its terms: the largest sum of the magnitudes of what was added
-        up, in which a float32 rounding error of any summation order is a few last places.
+        The results out, dq, dk, dv with the shapes of q, q, k, v, lse (batch, heads_q, seqlen_q),
+        and dbias and dsinks where there are a floating bias and sinks. The LSE is float32 whatever
+        the inputs are, so its yardstick is computed in float32. And for each result its terms: the
+        largest sum of the magnitudes of what was added up, in which a float32 rounding error of any
+        summation order is a few last places.
     """
     import numpy
 
@@ -71,23 +89,40 @@ def same_precision_attention(
     score = ScoreFunction.of(q_groups, k_heads, **options)
     offset = numpy.arange(score.seqlen_k) - numpy.arange(score.seqlen_q)[:, None] - score.diagonal
     seen = (offset >= -score.left) & (offset <= score.right)
-    some_key = ops.constant(seen.any(axis=1, keepdims=True))
-    bias = None
+    seen, additive = ops.constant(seen), None
+    if bias is not None:
+        is_bool = str(bias.dtype).endswith("bool")
+        bias = group_bias(bias if is_bool else ops.load(bias), k_heads)
+        seen = seen & (bias if is_bool else bias > -BIAS_LIMIT)
+        additive = None if is_bool else xp.where(seen, bias, 0)
+    some_key = seen.sum(-1)[..., None] > 0
+    slope_terms = None
     if alibi_slopes is not None:
         rows = alibi_slopes.shape[0] if alibi_slopes.ndim == 2 else 1
         slopes = alibi_slopes.reshape(rows, *q_groups.shape[1:3], 1, 1)
-        bias = slopes * ops.constant(numpy.abs(offset).astype("float32"))
-    scores_of = functools.partial(_scores, xp, score, ops.constant(seen), bias)
+        slope_terms = slopes * ops.constant(numpy.abs(offset).astype("float32"))
+    sink_groups = None if sinks is None else ops.wide(ops.load(group_sinks(sinks, q_groups)))
+    scores_of = functools.partial(_scores, xp, score, seen, slope_terms, additive)
 
     scores, capped = scores_of(q_groups, k_heads, ops.round)
-    weights, _ = _softmax(xp, ops.wide(scores), some_key)
+    weights, wide_lse = _softmax(xp, ops.wide(scores), some_key, sink_groups)
     p = ops.round(weights)
-    out = ops.round(grouped_matmul(p, v_heads))
+    factors, kept = 1.0, p
+    if dropout := Dropout.of(dropout_p, dropout_seed, first_sequence):
+        factors = ops.constant(dropout.factors(numpy.zeros(p.shape, "float32"), 0, 0))
+        kept = ops.round(p * factors)
+    out = ops.round(grouped_matmul(kept, v_heads))
 
-    dv = ops.round(grouped_matmul_transposed(p, dout_groups))
-    dp = ops.round(grouped_matmul(dout_groups, v_heads.swapaxes(-1, -2)))
+    dv = ops.round(grouped_matmul_transposed(kept, dout_groups))
+    dp = ops.round(grouped_matmul(dout_groups, v_heads.swapaxes(-1, -2)) * factors)
     delta = (ops.wide(dout_groups) * ops.wide(out)).sum(-1)[..., None]
     ds = ops.round(ops.wide(p) * (ops.wide(dp) - delta))
+    learned = {}
+    if additive is not None:
+        learned["dbias"] = ops.round(sum_to_shape(ds, bias.shape))
+    if sinks is not None:
+        sink_weights = xp.exp(sink_groups - wide_lse)
+        learned["dsinks"] = _sum_of_heads(-sink_weights * delta[..., 0])
     if capped is not None:
         ds = ops.round(ops.wide(ds) * (1 - ops.wide(capped) ** 2))
     ds = ops.round(ds * score.scale)
@@ -95,32 +130,47 @@ def same_precision_attention(
     dk = ops.round(grouped_matmul_transposed(ds, q_groups))
 
     wide_scores, _ = scores_of(ops.wide(q_groups), ops.wide(k_heads), lambda x: x)
-    _, lse = _softmax(xp, wide_scores, some_key)
+    _, lse = _softmax(xp, wide_scores, some_key, sink_groups)
     # Every sum again with magnitudes.
     q_abs, k_abs, v_abs, dout_abs = map(abs, (q_groups, k_heads, v_heads, dout_groups))
     scores_abs = grouped_matmul(q_abs, k_abs.swapaxes(-1, -2)) * score.scale
-    scores_abs = scores_abs + (0 if bias is None else abs(bias))
-    dp_abs = grouped_matmul(dout_abs, v_abs.swapaxes(-1, -2))
-    ds_abs = p * (dp_abs + abs(dout_groups * out).sum(-1)[..., None]) * score.scale
+    for term in (slope_terms, additive):
+        scores_abs = scores_abs + (0 if term is None else abs(term))
+    dp_abs = ops.round(grouped_matmul(dout_abs, v_abs.swapaxes(-1, -2)) * factors)
+    delta_abs = abs(dout_groups * out).sum(-1)
+    dbias_abs = p * (dp_abs + delta_abs[..., None])
+    ds_abs = dbias_abs * score.scale
     terms = {
-        "out": grouped_matmul(p, v_abs),
-        "lse": xp.where(ops.constant(seen), scores_abs, 0),
+        "out": grouped_matmul(kept, v_abs),
+        "lse": xp.where(seen, scores_abs, 0),
         "dq": grouped_matmul(ds_abs, k_abs),
         "dk": grouped_matmul_transposed(ds_abs, q_abs),
-        "dv": grouped_matmul_transposed(p, dout_abs),
+        "dv": grouped_matmul_transposed(kept, dout_abs),
     }
+    if additive is not None:
+        terms["dbias"] = sum_to_shape(dbias_abs, bias.shape)
+    if sinks is not None:
+        terms["dsinks"] = _sum_of_heads(sink_weights * delta_abs)
     results = {
         "out": _ungroup(xp, out, q.shape),
         "lse": lse.reshape(q.shape[0], q.shape[2], q.shape[1]),
         "dq": _ungroup(xp, dq, q.shape),
         "dk": dk.swapaxes(1, 2),
         "dv": dv.swapaxes(1, 2),
+        **learned,
     }
     return results, {name: _largest(x) for name, x in terms.items()}
 
 
 def _scores(
-    xp: Any, score: ScoreFunction, seen: Any, bias: Any, q: Any, k: Any, rounded: Any
+    xp: Any,
+    score: ScoreFunction,
+    seen: Any,
+    slope_terms: Any,
+    bias: Any,
+    q: Any,
+    k: Any,
+    rounded: Any,
 ) -> tuple[Any, Any]:
     """Masked scores, and tanh(score / softcap) or None, each step ``rounded``."""
     scores = rounded(grouped_matmul(q, k.swapaxes(-1, -2)))
@@ -129,21 +179,36 @@ def _scores(
     if score.softcap > 0:
         capped = rounded(xp.tanh(rounded(scores / score.softcap)))
         scores = rounded(capped * score.softcap)
+    if slope_terms is not None:
+        scores = rounded(scores - slope_terms)
     if bias is not None:
-        scores = rounded(scores - bias)
+        scores = rounded(scores + bias)
     return xp.where(seen, scores, -float("inf")), capped
 
 
-def _softmax(xp: Any, scores: Any, some_key: Any) -> tuple[Any, Any]:
-    """Probabilities, 0 in rows without a key, and log-sum-exp, -inf there, both in float32."""
+def _softmax(xp: Any, scores: Any, some_key: Any, sinks: Any) -> tuple[Any, Any]:
+    """Probabilities, 0 in rows without a key, and log-sum-exp, both in float32.
+
+    The LSE of a row without a key is the sink, or -inf.
+    """
     if not scores.shape[-1]:
-        return scores, xp.full_like(scores.sum(-1), -float("inf"))
+        lse = xp.full_like(scores.sum(-1), -float("inf"))
+        return scores, lse if sinks is None else xp.zeros_like(lse) + sinks
     row_max = xp.where(some_key, xp.amax(scores, -1)[..., None], 0)
+    if sinks is not None:
+        row_max = xp.maximum(xp.where(some_key, row_max, -float("inf")), sinks[..., None])
     weights = xp.exp(scores - row_max)
     row_sum = weights.sum(-1)[..., None]
-    safe_sum = xp.where(some_key, row_sum, 1)
-    lse = xp.where(some_key, row_max + xp.log(safe_sum), -float("inf"))
+    if sinks is not None:
+        row_sum = row_sum + xp.exp(sinks[..., None] - row_max)
+    safe_sum = xp.where(row_sum > 0, row_sum, 1)
+    lse = xp.where(row_sum > 0, row_max + xp.log(safe_sum), -float("inf"))
     return weights / safe_sum, lse[..., 0]
+
+
+def _sum_of_heads(x: Any) -> Any:
+    """(batch, heads_kv, group, rows) summed over batch and rows: (heads_q,)."""
+    return x.sum(3).sum(0).reshape(-1)
 
 
 def _largest(x: Any) -> float:

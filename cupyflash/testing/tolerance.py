@@ -18,7 +18,8 @@ from cupyflash.grouped import Array, array_namespace
 from cupyflash.testing.inputs import Inputs, to_library
 from cupyflash.testing.same_precision import same_precision_attention
 
-RESULTS = ("out", "lse", "dq", "dk", "dv")
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
+ARRAYS = ("alibi_slopes", "bias", "sinks")  # options
 EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
@@ -107,14 +108,15 @@ class Expected:
     exact: dict[str, Array]
     baseline: dict[str, Any]
     terms: dict[str, float]
+    dtypes: dict[str, str]  # of the results that are not in the dtype of the inputs
 
     def check(self, **results: Any) -> None:
-        """Check out, lse, dq, dk, dv (any of them) in the layout and dtype of the inputs."""
+        """Check results by their names in `RESULTS`, in the layout and dtypes of the inputs."""
         for name, result in results.items():
-            dtype = "float32" if name == "lse" else self.inputs.dtype
+            dtype = self.dtypes.get(name, self.inputs.dtype)
             found = str(result.dtype).removeprefix("torch.")
             assert found == dtype, f"{name}: dtype must be {dtype}, got {found}"
-            if self.inputs.layout == "bhsd" and name != "lse":
+            if self.inputs.layout == "bhsd" and name in ("out", "dq", "dk", "dv"):
                 result = result.swapaxes(1, 2)
             assert_close_to_float64(
                 result,
@@ -126,46 +128,61 @@ class Expected:
             )
 
 
-def expected(inputs: Inputs, *, alibi_slopes: Any = None, **options: Any) -> Expected:
+def expected(inputs: Inputs, **options: Any) -> Expected:
     """Forward and backward of the inputs: in float64, and in their own dtype as the yardstick.
 
     Args:
-        alibi_slopes: of the library of the inputs.
-        options: causal, scale, window, softcap as in ``cupyflash.attention``.
+        options: of ``cupyflash.attention`` without layout and lengths; arrays in the library of the
+            inputs, dropout_seed an integer.
     """
     tensors = [inputs.dout, inputs.q, inputs.k, inputs.v]
     if inputs.layout == "bhsd":
         tensors = [x.swapaxes(1, 2) for x in tensors]
+    arrays = {name: options.pop(name) for name in ARRAYS if options.get(name) is not None}
+    dtypes = {"lse": "float32"} | {f"d{name}": _dtype(x) for name, x in arrays.items()}
     if type(inputs.q).__module__.partition(".")[0] == "cupy":
         tensors = [_where_matrices_multiply(x) for x in tensors]
-        alibi_slopes = None if alibi_slopes is None else _where_matrices_multiply(alibi_slopes)
+        arrays = {name: _where_matrices_multiply(x) for name, x in arrays.items()}
     dout, q, k, v = map(to_float64, tensors)
-    exact_options = dict(options)
-    if alibi_slopes is not None:
-        exact_options["alibi_slopes"] = to_float64(alibi_slopes)
+    exact_options = options | {name: _exact(x) for name, x in arrays.items()}
+    bias_grad = {"bias_grad": "bias" in arrays and dtypes["dbias"] != "bool"}
+    options |= arrays
     if inputs.cu_seqlens_q is None:
         out, lse = reference.attention_tiled(q, k, v, block=1024, **exact_options)
         gradients = reference.attention_tiled_backward(
-            dout, q, k, v, out, lse, block=1024, **exact_options
+            dout, q, k, v, out, lse, block=1024, **bias_grad, **exact_options
         )
-        baseline, terms = same_precision_attention(*tensors, alibi_slopes=alibi_slopes, **options)
+        baseline, terms = same_precision_attention(*tensors, **options)
     else:
         lengths = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         out, lse = reference.attention_varlen(q, k, v, *lengths, **exact_options)
         gradients = reference.attention_varlen_backward(
             dout, q, k, v, out, lse, *lengths, **exact_options
         )
-        baseline, terms = _varlen_baseline(tensors, lengths, alibi_slopes, options)
+        baseline, terms = _varlen_baseline(tensors, lengths, options)
     exact = dict(zip(RESULTS, (out, lse, *gradients), strict=True))
-    return Expected(inputs, exact, baseline, terms)
+    if "dbias" in baseline:  # of rank 5
+        baseline["dbias"] = baseline["dbias"].reshape(exact["dbias"].shape)
+    return Expected(inputs, exact, baseline, terms, dtypes)
+
+
+def _dtype(x: Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _exact(x: Any) -> Array:
+    """In float64, but a mask stays one."""
+    return to_float64(x) != 0 if _dtype(x) == "bool" else to_float64(x)
 
 
 def _varlen_baseline(
-    tensors: list, lengths: tuple[Any, Any], alibi_slopes: Any, options: dict
+    tensors: list, lengths: tuple[Any, Any], options: dict
 ) -> tuple[dict[str, Array], dict[str, float]]:
     """The baseline sequence by sequence, in float64 arrays with the shapes of the packed ones."""
     dout, q, k, v = tensors
     ends_q, ends_k = (cu_seqlens.tolist() for cu_seqlens in lengths)
+    options = dict(options)
+    alibi_slopes = options.pop("alibi_slopes", None)
     parts: dict[str, list] = {name: [] for name in RESULTS}
     largest = dict.fromkeys(RESULTS, 0.0)
     for b in range(len(ends_q) - 1):
@@ -177,14 +194,18 @@ def _varlen_baseline(
             k[cols][None],
             v[cols][None],
             alibi_slopes=alibi_slopes[b] if per_batch else alibi_slopes,
+            first_sequence=b,
             **options,
         )
         for name, result in one.items():
-            parts[name].append(to_float64(result[0]))
+            parts[name].append(to_float64(result if name == "dsinks" else result[0]))
             largest[name] = max(largest[name], terms[name])
     joined = {
-        name: array_namespace(arrays[0]).concatenate(arrays, axis=1 if name == "lse" else 0)
+        name: sum(arrays)
+        if name == "dsinks"
+        else array_namespace(arrays[0]).concatenate(arrays, axis=1 if name == "lse" else 0)
         for name, arrays in parts.items()
+        if arrays
     }
     return joined, largest
 

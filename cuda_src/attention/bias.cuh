@@ -1,0 +1,123 @@
+// A bias on the scores in an accumulator fragment of 16 rows (see ptx/mma.cuh), and its gradient.
+// wgmma accumulators have the same layout, warp by warp.
+#pragma once
+#include "../common/convert.cuh"
+#include "../ptx/atomics.cuh"
+#include "block_info.cuh"
+
+// Template parameter BIAS: 0 none, 1 in the dtype of q, 2 bool (nonzero: the query sees the key),
+// 3 float32.
+template <typename T, int BIAS>
+struct BiasElementOf {
+  using type = T;
+};
+template <typename T>
+struct BiasElementOf<T, 2> {
+  using type = uint8_t;
+};
+template <typename T>
+struct BiasElementOf<T, 3> {
+  using type = float;
+};
+template <typename T, int BIAS>
+using BiasElement = typename BiasElementOf<T, BIAS>::type;
+
+// float32 has no digit left for the score below this, and exponents of such a size would round to
+// nonsense (the first product of exp2(s * scale_log2 - max * scale_log2) is not rounded, the second
+// is): what lies below counts as -inf, above it is cut off. So masks of -1e9 or finfo.min mask.
+constexpr float BIAS_LIMIT = 16777216.f;
+
+// unit: one unit of the bias in the units of the score. Both leave NaN alone.
+template <typename E>
+__device__ __forceinline__ float add_bias(float score, E bias, float unit) {
+  float x = to_float(bias);
+  x = x < -BIAS_LIMIT ? -INF : x > BIAS_LIMIT ? BIAS_LIMIT : x;
+  return score + x * unit;
+}
+__device__ __forceinline__ float add_bias(float score, uint8_t seen, float unit) {
+  return seen ? score : -INF;
+}
+
+// The bias, or its gradient, of one head: an element for each query (row) and key (col). Addresses
+// have 64 bits all along, as an expanded or transposed view may have any strides.
+template <typename E>
+struct BiasHead {
+  E* data;
+  int64_t row_stride;
+  int64_t col_stride;
+  int rows;
+  int cols;
+
+  __device__ BiasHead(E* bias, const BiasStrides& strides, const Sequence& sequence, int batch,
+                      int head)
+      : BiasHead(bias + strides.at(batch, head), strides.row, strides.col, sequence.seqlen_q,
+                 sequence.seqlen_k) {}
+
+  // For fragments whose rows are keys and whose columns are queries.
+  __device__ BiasHead transposed() const { return {data, col_stride, row_stride, cols, rows}; }
+
+  // Adds the bias to scores; row and col are those of acc[0][0] in this lane. Rows and columns that
+  // do not exist are left to the mask, but never read.
+  template <int N>
+  __device__ __forceinline__ void add_to(float (&acc)[N][4], int row, int col, float unit) const {
+    E* from[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      from[half] = data + min(row + half * 8, rows - 1) * row_stride + col * col_stride;
+    }
+    if (has_pairs() && col + 8 * N - 7 < cols) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const Pair pair = *reinterpret_cast<const Pair*>(from[half] + n * 8);
+          acc[n][2 * half] = add_bias(acc[n][2 * half], pair.first, unit);
+          acc[n][2 * half + 1] = add_bias(acc[n][2 * half + 1], pair.second, unit);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (col + n * 8 < cols) acc[n][2 * half] = add_bias(acc[n][2 * half], *from[half], unit);
+          if (col + n * 8 + 1 < cols) {
+            acc[n][2 * half + 1] = add_bias(acc[n][2 * half + 1], from[half][col_stride], unit);
+          }
+          from[half] += 8 * col_stride;
+        }
+      }
+    }
+  }
+
+  // Adds the gradient of the scores to that of the bias in global memory (float).
+  template <int N>
+  __device__ __forceinline__ void red_add_from(const float (&acc)[N][4], int row, int col) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row + half * 8 >= rows) continue;
+      E* to = data + (row + half * 8) * row_stride + col * col_stride;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        if (col + n * 8 < cols) red_add(to, acc[n][2 * half]);
+        if (col + n * 8 + 1 < cols) red_add(to + col_stride, acc[n][2 * half + 1]);
+        to += 8 * col_stride;
+      }
+    }
+  }
+
+ private:
+  struct alignas(2 * sizeof(E)) Pair {
+    E first;
+    E second;
+  };
+
+  __device__ BiasHead(E* data, int64_t row_stride, int64_t col_stride, int rows, int cols)
+      : data(data), row_stride(row_stride), col_stride(col_stride), rows(rows), cols(cols) {}
+
+  // Whether two neighbouring columns, the first one even, are one aligned load in every row.
+  __device__ bool has_pairs() const {
+    return col_stride == 1 && row_stride % 2 == 0 &&
+           reinterpret_cast<uint64_t>(data) % sizeof(Pair) == 0;
+  }
+};

@@ -1,0 +1,225 @@
+"""cupyflash behind torch's own attention functions, through torch's hook for flash attention.
+
+`register` once; between ``torch.nn.attention.activate_flash_attention_impl("cupyflash")`` and
+``torch.nn.attention.restore_flash_attention_impl()`` these kernels then run
+`torch.nn.functional.scaled_dot_product_attention`, wherever torch chooses its flash backend
+(float16 or bfloat16, no mask), and `torch.nn.attention.varlen.varlen_attn`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from .. import dispatch
+from ..array import library_of
+from ..extras import NO_EXTRAS, Extras
+from ..jit import compiler
+
+NAME = "cupyflash"
+
+
+def register() -> None:
+    """Add "cupyflash" to what `torch.nn.attention.activate_flash_attention_impl` knows.
+
+    Raises:
+        ImportError: a torch without the hook.
+    """
+    register_impl = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if register_impl is None:
+        raise ImportError(
+            "cupyflash.integrations.torch.register: needs torch 2.11 or newer, for "
+            f"torch.nn.attention.register_flash_attention_impl, got {torch.__version__}"
+        )
+    register_impl(NAME, register_fn=Activation)
+
+
+class Activation:
+    """The operators of torch's flash backend, replaced until `remove`.
+
+    torch puts cuDNN in front of its flash backend on some GPUs; here flash is the first choice.
+    """
+
+    def __init__(self, dispatch_key: str = "CUDA") -> None:
+        if dispatch_key == "CUDA":
+            compiler.nvrtc()  # the error that names the pip line, before anything is replaced
+            x = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
+            torch._fused_sdp_choice(x, x, x)  # torch sets its own order at the first choice
+        self.order = torch._C._get_sdp_priority_order()
+        flash = int(SDPBackend.FLASH_ATTENTION)
+        torch._C._set_sdp_priority_order([flash, *(x for x in self.order if x != flash)])
+        self.library = torch.library.Library("aten", "IMPL")
+        for name, function in OPERATORS.items():
+            if hasattr(torch.ops.aten, name):  # not every torch has all of them
+                self.library.impl(name, function, dispatch_key)
+
+    def remove(self) -> None:
+        self.library._destroy()
+        torch._C._set_sdp_priority_order(self.order)
+
+
+def flash_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, ...]:
+    """``aten::_flash_attention_forward``: (batch, seqlen, heads, head_dim), or packed.
+
+    ``num_splits`` is a hint that changes no result; keys are not split here.
+    """
+    function = "_flash_attention_forward"
+    if block_table is not None:
+        raise NotImplementedError(f"{function}: block_table (paged keys) is not built in cupyflash")
+    layout = "bshd" if cum_seq_q is None else "thd"
+    window = (window_size_left, window_size_right)
+    lengths = None if cum_seq_q is None else (max_q, max_k)
+    options = (is_causal, scale, window, 0.0, layout, lengths, dropout_p)
+    extras = Extras(cum_seq_q, cum_seq_k, alibi_slopes, seqused_k=seqused_k)
+    return _forward(function, query, key, value, options, extras, return_debug_mask)
+
+
+def flash_attention_forward_inplace(out: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """``aten::_flash_attention_forward_no_dropout_inplace``: ``out`` is written, LSE returned."""
+    result, lse, *_ = flash_attention_forward(*arguments, **options)
+    out.copy_(result)
+    return lse
+
+
+def flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``aten::_flash_attention_backward``."""
+    layout = "bshd" if cum_seq_q is None else "thd"
+    window = (window_size_left, window_size_right)
+    lengths = None if cum_seq_q is None else (max_q, max_k)
+    options = (is_causal, scale, window, 0.0, layout, lengths, dropout_p)
+    tensors = (grad_out, query, key, value, out, logsumexp)
+    extras = Extras(cum_seq_q, cum_seq_k)
+    return _backward("_flash_attention_backward", tensors, options, extras, rng_state)
+
+
+def sdpa_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | int | None, ...]:
+    """``aten::_scaled_dot_product_flash_attention``: (batch, heads, seqlen, head_dim)."""
+    options = (is_causal, scale, None, 0.0, "bhsd", None, dropout_p)
+    out, lse, *random = _forward(
+        "_scaled_dot_product_flash_attention", query, key, value, options, _random(dropout_p),
+        return_debug_mask,
+    )  # fmt: skip
+    return out, lse, None, None, query.shape[2], key.shape[2], *random
+
+
+def sdpa_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``aten::_scaled_dot_product_flash_attention_backward``."""
+    options = (is_causal, scale, None, 0.0, "bhsd", None, dropout_p)
+    tensors = (grad_out, query, key, value, out, logsumexp)
+    function = "_scaled_dot_product_flash_attention_backward"
+    return _backward(function, tensors, options, _random(dropout_p), philox_seed)
+
+
+OPERATORS = {
+    "_flash_attention_forward": flash_attention_forward,
+    "_flash_attention_forward_no_dropout_inplace": flash_attention_forward_inplace,
+    "_flash_attention_backward": flash_attention_backward,
+    "_scaled_dot_product_flash_attention": sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": sdpa_backward,
+}
+
+
+def _random(dropout_p: float) -> Extras:
+    return Extras() if dropout_p else NO_EXTRAS
+
+
+def _forward(
+    function: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: tuple,
+    extras: Extras,
+    return_debug_mask: bool,
+) -> tuple[Tensor, ...]:
+    """(out, lse, rng_state, unused, debug_attn_mask), as torch's flash operators return them."""
+    if return_debug_mask:
+        raise NotImplementedError(f"{function}: return_debug_mask is not built in cupyflash")
+    library = library_of(query)
+    if extras is not NO_EXTRAS:
+        extras = dispatch.prepared(function, library, query, options, extras)
+    out, lse = dispatch.forward_without_gradient(
+        function, library, query, key, value, options, extras, need_lse=True
+    )
+    rng_state = query.new_empty(2, dtype=torch.uint64)
+    if extras.dropout_seed is not None:
+        rng_state.view(torch.int64)[:1] = extras.dropout_seed
+    return out, lse, rng_state, query.new_empty((), dtype=torch.uint64), query.new_empty(0)
+
+
+def _backward(
+    function: str, tensors: tuple[Tensor, ...], options: tuple, extras: Extras, rng_state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, *others = tensors
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    if extras is not NO_EXTRAS:
+        extras = extras._replace(dropout_seed=rng_state.view(torch.int64)[:1])
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    gradients = dispatch.backward(function, dout, *others, options, extras, deterministic)
+    return gradients[:3]

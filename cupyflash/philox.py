@@ -1,0 +1,95 @@
+"""Which weights dropout keeps: Philox4x32-7 as in ``cuda_src/common/philox.cuh``.
+
+A random number depends on the seed and on the place of its weight alone, not on the order in which
+the weights are visited: so every kernel, the backward and the CPU drop the same weights.
+
+J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+import dataclasses
+
+from .extras import dropout_scale, dropout_threshold
+from .grouped import Array, array_namespace
+
+ROUNDS = 7
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+LOW = 0xFFFFFFFF
+
+
+def philox(seed: int, counter: tuple[Array, Array, Array, Array]) -> list[Array]:
+    """Four arrays of random 32-bit numbers.
+
+    Args:
+        seed: 64 bits, the key.
+        counter: uint64 arrays of 32-bit values that broadcast.
+    """
+    xp = array_namespace(counter[0])
+    left_factor, right_factor = map(xp.uint64, MULTIPLIERS)
+    low, half = xp.uint64(LOW), xp.uint64(32)
+    keys = seed & LOW, seed >> 32 & LOW
+    a, b, c, d = xp.broadcast_arrays(*counter)
+    for _ in range(ROUNDS):
+        left, right = left_factor * a, right_factor * c
+        a, b = (right >> half) ^ b ^ xp.uint64(keys[0]), right & low
+        c, d = (left >> half) ^ d ^ xp.uint64(keys[1]), left & low
+        keys = tuple(key + step & LOW for key, step in zip(keys, KEY_STEPS))
+    return [a, b, c, d]
+
+
+def keep_mask(seed: int, threshold: int, heads: Array, rows: range, cols: range) -> Array:
+    """True where a weight stays.
+
+    Args:
+        threshold: of 2^16, how many are dropped.
+        heads: uint64 (n,), the index sequence * heads_q + head.
+        rows: queries in their sequence, contiguous; ``cols`` so of the keys.
+
+    Returns:
+        bool (n, len(rows), len(cols)).
+    """
+    xp = array_namespace(heads)
+    # One counter serves rows r and r + 8 and columns c, c + 1, c + 8 and c + 9 of a 16 x 16 block.
+    row_blocks = range(rows.start // 16, -(-rows.stop // 16))
+    col_blocks = range(cols.start // 16, -(-cols.stop // 16))
+    x = xp.arange(row_blocks.start * 8, row_blocks.stop * 8, dtype="uint64")[:, None]
+    y = xp.arange(col_blocks.start * 4, col_blocks.stop * 4, dtype="uint64")
+    counter = (x, y, heads[:, None, None], xp.zeros(1, "uint64"))
+    words = xp.stack(philox(seed, counter))
+    halves = xp.stack([words & xp.uint64(0xFFFF), words >> xp.uint64(16)])
+    # (odd column, lower rows, right columns, head, row block, row, column block, pair)
+    halves = halves.reshape(2, 2, 2, len(heads), len(row_blocks), 8, len(col_blocks), 4)
+    kept = (halves >= threshold).transpose(3, 4, 1, 5, 6, 2, 7, 0)
+    kept = kept.reshape(len(heads), 16 * len(row_blocks), 16 * len(col_blocks))
+    row, col = rows.start - 16 * row_blocks.start, cols.start - 16 * col_blocks.start
+    return kept[:, row : row + len(rows), col : col + len(cols)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """Dropout of one call.
+
+    Attributes:
+        seed: of the call.
+        threshold: of 2^16, how many weights are dropped.
+        first_sequence: index of the first sequence of the arrays at hand in the batch of the call.
+    """
+
+    seed: int
+    threshold: int
+    first_sequence: int
+
+    @classmethod
+    def of(cls, dropout_p: float, seed: int, first_sequence: int) -> "Dropout | None":
+        """None where nothing is dropped."""
+        threshold = dropout_threshold(dropout_p)
+        return cls(seed, threshold, first_sequence) if threshold else None
+
+    def factors(self, weights: Array, row: int, col: int) -> Array:
+        """0 or 1 / (1 - p) for weights (batch, heads_kv, group, m, n) from this row and column."""
+        xp = array_namespace(weights)
+        batch, heads_kv, group, m, n = weights.shape
+        first = self.first_sequence * heads_kv * group
+        heads = xp.arange(first, first + batch * heads_kv * group, dtype="uint64")
+        kept = keep_mask(self.seed, self.threshold, heads, range(row, row + m), range(col, col + n))
+        return kept.reshape(weights.shape) * weights.dtype.type(dropout_scale(self.threshold))

@@ -1,0 +1,32 @@
+"""Forward and backward of a problem, as a user of each library runs them."""
+
+from typing import Any
+
+import cupyflash
+from cupyflash.testing import Inputs
+
+
+def forward_backward(inputs: Inputs, **options: Any) -> dict[str, Any]:
+    """Results by name: out, lse, dq, dk, dv, and dbias and dsinks where there are any.
+
+    Through autograd for torch, `attention_backward` otherwise; dropout needs a seed.
+    """
+    options["layout"] = inputs.layout
+    qkv = inputs.q, inputs.k, inputs.v
+    learned = {name: options[name] for name in ("bias", "sinks") if options.get(name) is not None}
+    learned = {name: x for name, x in learned.items() if not str(x.dtype).endswith("bool")}
+    names = ["dq", "dk", "dv", *(f"d{name}" for name in learned)]
+    if type(inputs.q).__module__.partition(".")[0] == "torch":
+        import torch
+
+        leaves = [x.detach().requires_grad_() for x in (*qkv, *learned.values())]
+        options |= dict(zip(learned, leaves[3:]))
+        out, lse = cupyflash.attention(*leaves[:3], return_lse=True, **options)
+        gradients = torch.autograd.grad(out, leaves, inputs.dout)
+        return {"out": out.detach(), "lse": lse, **dict(zip(names, gradients, strict=True))}
+    out, lse = cupyflash.attention(*qkv, return_lse=True, **options)
+    gradients = cupyflash.attention_backward(
+        inputs.dout, *qkv, out, lse, bias_grad="bias" in learned, **options
+    )
+    given = [x for x in gradients if x is not None]
+    return {"out": out, "lse": lse, **dict(zip(names, given, strict=True))}

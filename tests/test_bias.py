@@ -1,0 +1,229 @@
+"""A bias on the scores: every broadcast, dtype and stride, masks, its gradient."""
+
+import itertools
+
+import numpy
+import pytest
+from matrix import select
+from passes import forward_backward
+
+import cupyflash
+from cupyflash.extras import Extras
+from cupyflash.problem import Options, check
+from cupyflash.testing import expected, poison_free_memory, to_float64
+
+BATCH, HEADS, ROWS, COLS = 2, 4, 70, 90
+WHOLE = (BATCH, HEADS, ROWS, COLS)
+SHAPES = [
+    shape
+    for rank in (2, 3, 4)
+    for shape in itertools.product(*((1, size) for size in WHOLE[4 - rank :]))
+]
+DTYPES = ("q", "float32", "bool")
+
+
+def each(library=None, device=None):
+    """Parametrises a test over the backends that have a bias."""
+    backends = [backend for backend in select(library, device) if backend.extras]
+    return pytest.mark.parametrize("backend", backends, indirect=True, ids=lambda x: x.name)
+
+
+def problem(backend, dtype=None, **shape):
+    sizes = {"batch": BATCH, "heads_q": HEADS, "seqlen_q": ROWS, "seqlen_k": COLS}
+    return backend.inputs(dtype or backend.dtypes[0], **sizes | {"heads_kv": 2} | shape)
+
+
+def make_bias(backend, shape=WHOLE, dtype="q", inputs=None):
+    values = numpy.random.default_rng(5).standard_normal(shape, dtype="float32")
+    if dtype == "bool":
+        return backend.array(values > -0.7)
+    return backend.array(values, backend.dtypes[0] if dtype == "q" else dtype)
+
+
+@each()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_broadcast(backend, shape, dtype):
+    inputs, bias = problem(backend, head_dim=32), make_bias(backend, shape, dtype)
+    results = forward_backward(inputs, bias=bias)
+    expected(inputs, bias=bias).check(**results)
+    if dtype != "bool":
+        assert results["dbias"].shape == bias.shape
+
+
+@each()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"causal": "top-left", "softcap": 3.0},
+        {"window": (20, 3), "scale": 0.3},
+        {"softcap": 2.0, "layout": "bhsd"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_other_options(backend, dtype, options):
+    """The bias keeps its order of axes in either layout."""
+    options = dict(options)
+    inputs = problem(backend, head_dim=128, layout=options.pop("layout", "bshd"))
+    bias = make_bias(backend, dtype=dtype)
+    expected(inputs, bias=bias, **options).check(**forward_backward(inputs, bias=bias, **options))
+
+
+@each()
+@pytest.mark.parametrize("dtype", ["q", "float32"])
+@pytest.mark.parametrize("storage", ["transposed", "odd", "every other", "reversed heads"])
+def test_strides(backend, storage, dtype):
+    """Any strides, also of the last axis, and rows that start at any address."""
+    inputs = problem(backend)
+    if storage == "transposed":
+        bias = make_bias(backend, (BATCH, HEADS, COLS, ROWS), dtype).swapaxes(2, 3)
+    elif storage == "odd":
+        bias = make_bias(backend, (BATCH, HEADS, ROWS + 1, COLS + 3), dtype)[:, :, 1:, 3:]
+    elif storage == "every other":
+        bias = make_bias(backend, (BATCH, HEADS, ROWS, 2 * COLS), dtype)[..., ::2]
+    else:
+        bias = make_bias(backend, (HEADS, BATCH, ROWS, COLS), dtype).swapaxes(0, 1)
+    expected(inputs, bias=bias).check(**forward_backward(inputs, bias=bias))
+
+
+@each(library="torch")
+def test_expanded_bias_has_a_gradient_for_each_element(backend):
+    """Stride 0 without length 1; torch sums over the expanded axis by itself."""
+    inputs = problem(backend)
+    narrow = make_bias(backend, (1, HEADS, ROWS, 1), "float32")
+    bias = narrow.expand(BATCH, HEADS, ROWS, COLS)
+    results = forward_backward(inputs, bias=bias)
+    assert results["dbias"].shape == WHOLE
+    expected(inputs, bias=bias).check(**results)
+
+
+@each()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_without_a_key(backend, dtype):
+    """All of a row masked: 0, LSE -inf and gradients of 0; in tiles with and without others."""
+    inputs = problem(backend, seqlen_q=200, seqlen_k=150)
+    values = numpy.zeros((200, 150), "float32")
+    values[[0, 17, 199]] = values[64:128] = values[:, 20:40] = -numpy.inf
+    if dtype == "bool":
+        bias = backend.array(values == 0)
+    else:
+        bias = backend.array(values, backend.dtypes[0] if dtype == "q" else dtype)
+    poison_free_memory(backend.library, backend.device, [inputs.q.nbytes, 2 * inputs.q.nbytes])
+    results = forward_backward(inputs, bias=bias)
+    hidden = (values == -numpy.inf).all(axis=1)
+    assert (to_float64(results["out"])[:, hidden] == 0).all()
+    assert (to_float64(results["lse"])[..., hidden] == -numpy.inf).all()
+    assert (to_float64(results["dq"])[:, hidden] == 0).all()
+    assert (to_float64(results["dk"])[:, 20:40] == 0).all()
+    expected(inputs, bias=bias).check(**results)
+
+
+@each()
+@pytest.mark.parametrize("value", [-1e9, float(numpy.finfo("float32").min)], ids=str)
+def test_large_negative_numbers_mask(backend, value):
+    inputs = problem(backend)
+    seen = numpy.random.default_rng(6).random(WHOLE) < 0.5
+    seen[:, :, 5] = False
+    mask = backend.array(seen)
+    bias = backend.array(numpy.where(seen, 0.0, value), "float32")
+    results = forward_backward(inputs, bias=bias)
+    expected(inputs, bias=mask).check(**{x: results[x] for x in ("out", "lse", "dq", "dk", "dv")})
+
+
+@each()
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(0, 5), (5, 0), (0, 0)])
+def test_empty(backend, seqlen_q, seqlen_k):
+    inputs = problem(backend, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    bias = make_bias(backend, (HEADS, seqlen_q, 1))
+    results = forward_backward(inputs, bias=bias)
+    assert results["dbias"].shape == bias.shape and (to_float64(results["dbias"]) == 0).all()
+    assert (to_float64(results["out"]) == 0).all()
+
+
+@each(library="torch")
+def test_only_the_bias_has_a_gradient(backend):
+    import torch
+
+    inputs, bias = problem(backend), make_bias(backend, (1, HEADS, ROWS, COLS), "float32")
+    bias.requires_grad_()
+    out = cupyflash.attention(inputs.q, inputs.k, inputs.v, bias=bias)
+    (dbias,) = torch.autograd.grad(out, [bias], inputs.dout)
+    expected(inputs, bias=bias.detach()).check(dbias=dbias)
+
+
+@each(device="cuda")
+def test_deterministic(backend):
+    """A bias of full shape gets one addend an element; one that is broadcast has no fixed order."""
+    inputs = problem(backend, seqlen_q=600, seqlen_k=600)
+    qkv = inputs.q, inputs.k, inputs.v
+    shapes = (BATCH, HEADS, 600, 600), (HEADS, 600, 600)
+    whole, shared = (make_bias(backend, shape) for shape in shapes)
+
+    def gradients(bias):
+        out, lse = cupyflash.attention(*qkv, bias=bias, return_lse=True)
+        return cupyflash.attention_backward(
+            inputs.dout, *qkv, out, lse, bias=bias, bias_grad=True, deterministic=True
+        )
+
+    first = gradients(whole)
+    for a, b in zip(first[:4], gradients(whole)):
+        assert (a == b).all()
+    expected(inputs, bias=whole).check(**dict(zip(("dq", "dk", "dv", "dbias"), first)))
+    with pytest.raises(NotImplementedError, match="^attention_backward: .*bias .*broadcast"):
+        gradients(shared)
+
+
+# Bad input -----------------------------------------------------------------------------------
+
+
+@each()
+@pytest.mark.parametrize(
+    "shape", [(COLS,), (ROWS, COLS + 1), (3, 1, 1), (1, *WHOLE), (ROWS, ROWS)], ids=str
+)
+def test_shape_that_does_not_broadcast(backend, shape):
+    inputs, bias = problem(backend), make_bias(backend, shape)
+    with pytest.raises(ValueError, match=r"^attention: bias must broadcast .*got \("):
+        cupyflash.attention(inputs.q, inputs.k, inputs.v, bias=bias)
+
+
+@each()
+@pytest.mark.parametrize("dtype", ["float64", "int32", "uint8"])
+def test_dtype(backend, dtype):
+    inputs, bias = problem(backend), backend.array(numpy.zeros((ROWS, COLS), dtype))
+    with pytest.raises(TypeError, match=f"^attention: bias must be bool or .*got {dtype}"):
+        cupyflash.attention(inputs.q, inputs.k, inputs.v, bias=bias)
+
+
+@each()
+def test_of_another_library(backend):
+    inputs = problem(backend)
+    with pytest.raises(TypeError, match="^attention: bias must be a .* like q, got list"):
+        cupyflash.attention(inputs.q, inputs.k, inputs.v, bias=[[0.0]])
+
+
+@each()
+@pytest.mark.parametrize("dtype", [None, "bool"])
+def test_gradient_of_nothing(backend, dtype):
+    inputs = problem(backend)
+    qkv, bias = (inputs.q, inputs.k, inputs.v), dtype and make_bias(backend, dtype=dtype)
+    out, lse = cupyflash.attention(*qkv, bias=bias, return_lse=True)
+    with pytest.raises(ValueError, match="^attention_backward: bias_grad needs a bias"):
+        cupyflash.attention_backward(inputs.dout, *qkv, out, lse, bias=bias, bias_grad=True)
+
+
+@pytest.mark.parametrize("name", ["bias", "seqused_q", "seqused_k"])
+def test_not_with_packed_sequences(name):
+    backend = select("numpy")[0]
+    from cupyflash.array import library_of
+
+    inputs = backend.varlen_inputs("float32", [3, 4])
+    view = library_of(inputs.q).view
+    lengths = {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+    arrays = lengths | {name: numpy.zeros((4, 4), "float32")}
+    assert name in Extras._fields
+    options = Options(False, None, None, 0.0, "thd", (4, 4))
+    qkv = {"q": view(inputs.q), "k": view(inputs.k), "v": view(inputs.v)}
+    with pytest.raises(NotImplementedError, match=f"^f: {name} .*packed"):
+        check("f", qkv, options, {key: view(x) for key, x in arrays.items()})

@@ -1,0 +1,208 @@
+"""torch.compile and torch.export of models that call cupyflash: one graph, the results of eager."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matrix import each
+
+import cupyflash
+from cupyflash.testing import expected, make_alibi_slopes, to_float64
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ("out", "dq", "dk", "dv")
+
+
+def leaves(inputs):
+    """q, k, v that want a gradient, in their own storage."""
+    return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+
+
+def results(function, inputs, *qkv):
+    """out, dq, dk, dv by name."""
+    import torch
+
+    qkv = qkv or leaves(inputs)
+    out = function(*qkv)
+    return dict(zip(RESULTS, (out, *torch.autograd.grad(out, qkv, inputs.dout))))
+
+
+def compiled(function, **options):
+    """Without a break in the graph; nothing is kept from tests before."""
+    import torch
+
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, **{"backend": "aot_eager", **options})
+
+
+@each(library="torch")
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_compiled_attention(backend, layout):
+    """Windows, slopes and the LSE too; the second compilation has no gradient."""
+    import torch
+
+    inputs = backend.inputs("float16", seqlen_q=20, heads_q=4, heads_kv=2, layout=layout)
+    slopes = make_alibi_slopes(4, "torch", device=backend.device)
+    options = {"causal": True, "window": (7, None), "softcap": 4.0, "alibi_slopes": slopes}
+
+    def function(q, k, v):
+        return cupyflash.attention(q * 1, k, v, layout=layout, return_lse=True, **options)
+
+    graph = compiled(function)
+    exact = expected(inputs, **options)
+    exact.check(**results(lambda *qkv: graph(*qkv)[0], inputs))
+    with torch.no_grad():
+        out, lse = graph(inputs.q, inputs.k, inputs.v)
+    exact.check(out=out, lse=lse)
+
+
+@each(library="torch")
+def test_compiled_flash_attn_func(backend):
+    inputs = backend.inputs("float16", seqlen_q=20, heads_q=4, heads_kv=2)
+    graph = compiled(lambda *qkv: cupyflash.flash_attn_func(*qkv, 0.0, None, True, (7, 0)))
+    expected(inputs, causal=True, window=(7, 0)).check(**results(graph, inputs))
+
+
+@each(library="torch")
+def test_compiled_varlen(backend):
+    inputs = backend.varlen_inputs("float16", [9, 0, 11], [12, 3, 12], heads_q=4, heads_kv=2)
+    packed = inputs.cu_seqlens_q, inputs.cu_seqlens_k, 11, 12
+    graph = compiled(lambda *qkv: cupyflash.flash_attn_varlen_func(*qkv, *packed, causal=True))
+    expected(inputs, causal=True).check(**results(graph, inputs))
+
+
+@each(library="torch")
+def test_compiled_sdpa(backend):
+    inputs = backend.inputs("float16", seqlen_q=20, heads_q=4, heads_kv=2, layout="bhsd")
+
+    def function(q, k, v):
+        return cupyflash.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    expected(inputs, causal="top-left").check(**results(compiled(function), inputs))
+
+
+@each(library="torch")
+def test_compiled_gradients_of_bias_and_sinks(backend):
+    import torch
+
+    inputs = backend.inputs("float32" if not backend.gpu else "float16", seqlen_q=20)
+    learned = [
+        torch.randn(shape, device=backend.device, requires_grad=True) for shape in [(20, 20), (4,)]
+    ]
+
+    def function(q, k, v, bias, sinks):
+        return cupyflash.attention(q, k, v, bias=bias, sinks=sinks)
+
+    def gradients(function):
+        everything = (*leaves(inputs), *learned)
+        return torch.autograd.grad(function(*everything), everything, inputs.dout)
+
+    for found, eager in zip(gradients(compiled(function)), gradients(function), strict=True):
+        torch.testing.assert_close(found, eager)
+        assert found.dtype == eager.dtype
+
+
+@each(library="torch")
+@pytest.mark.parametrize("seed", [None, 7])
+def test_compiled_dropout_has_the_mask_of_eager(backend, seed):
+    import torch
+
+    inputs = backend.inputs("float16", seqlen_q=40)
+
+    def function(q, k, v):
+        return cupyflash.attention(q, k, v, dropout_p=0.4, dropout_seed=seed)
+
+    torch.manual_seed(3)
+    eager = results(function, inputs)
+    graph = compiled(function)
+    torch.manual_seed(3)
+    for name, x in results(graph, inputs).items():
+        torch.testing.assert_close(x, eager[name], msg=name)
+    torch.manual_seed(4)
+    assert torch.equal(graph(inputs.q, inputs.k, inputs.v), eager["out"]) == (seed is not None)
+
+
+@each(library="torch")
+def test_one_graph_for_many_lengths(backend):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    frames = CompileCounterWithBackend("aot_eager")
+    graph = compiled(
+        lambda *qkv: cupyflash.attention(*qkv, causal=True), dynamic=True, backend=frames
+    )
+    counts = set()
+    for seqlen in (20, 33, 50):
+        inputs = backend.inputs("float16", seqlen_q=seqlen, seqlen_k=seqlen + 7)
+        expected(inputs, causal=True).check(**results(graph, inputs))
+        counts.add(frames.frame_count)
+    assert len(counts) == 1
+
+
+@each(library="torch")
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+def test_inductor(backend):
+    """A whole layer, its projections around attention: strides are inductor's choice."""
+    import torch
+
+    torch.manual_seed(0)
+    width, dtype = 4 * 32, torch.float16 if backend.gpu else torch.float32
+    x = torch.randn(2, 20, width, device=backend.device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(3 * width, width, device=backend.device, dtype=dtype, requires_grad=True)
+
+    def layer(x, weight):
+        q, k, v = (x @ weight.t() / width**0.5).view(2, 20, 3, 4, 32).permute(2, 0, 3, 1, 4)
+        out = cupyflash.attention(q, k, v, layout="bhsd", causal=True)
+        return torch.tanh(out.transpose(1, 2).reshape(x.shape))
+
+    found, eager = (
+        torch.autograd.grad(function(x, weight).sum(), [x, weight])
+        for function in (compiled(layer, backend="inductor"), layer)
+    )
+    torch.testing.assert_close(found, eager)
+
+
+@each(library="torch")
+def test_compiled_error_names_the_mistake(backend):
+    inputs = backend.inputs("float16", seqlen_q=20)
+    graph = compiled(lambda *qkv: cupyflash.attention(*qkv, causal="left"))
+    with pytest.raises(Exception, match="attention: causal must be .*, got 'left'"):
+        graph(inputs.q, inputs.k, inputs.v)
+    graph = compiled(cupyflash.attention)
+    with pytest.raises(Exception, match="attention: q must have 4 dimensions, got 3"):
+        graph(inputs.q[0], inputs.k[0], inputs.v[0])
+
+
+def python(code):
+    pytest.importorskip("torch")
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+
+
+def test_first_call_may_be_compiled():
+    code = (
+        "import torch, cupyflash\n"
+        "q = torch.nn.Parameter(torch.ones(1, 2, 1, 8))\n"
+        "graph = torch.compile(cupyflash.attention, fullgraph=True, backend='aot_eager')\n"
+        "graph(q, q, q).sum().backward()\n"
+        "print(q.grad.sum().item())"
+    )
+    assert float(python(code)) == 16.0
+
+
+@each(library="torch")
+def test_exported(backend):
+    import torch
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return cupyflash.attention(q, k, v, causal=True)
+
+    inputs = backend.inputs("float16", seqlen_q=20)
+    qkv = inputs.q, inputs.k, inputs.v
+    for strict in (False, True):
+        program = torch.export.export(Model(), qkv, strict=strict)
+        assert "cupyflash.attention" in str(program.graph)
+        assert (to_float64(program.module()(*qkv)) == to_float64(Model()(*qkv))).all()

@@ -1,0 +1,226 @@
+"""cupyflash as torch's flash backend, through torch's hook.
+
+The CPU tests override the same operators for CPU tensors; there `scaled_dot_product_attention` has
+another operator of its own, so they call the one that it calls on a GPU.
+"""
+
+import contextlib
+import functools
+
+import pytest
+from matrix import each
+
+import cupyflash
+from cupyflash.testing import expected
+
+torch = pytest.importorskip("torch")
+integration = pytest.importorskip("cupyflash.integrations.torch")
+
+attention = torch.nn.attention
+flash_sdpa = torch.ops.aten._scaled_dot_product_flash_attention
+HALF = "float16"  # torch chooses its flash backend for half precision only
+
+needs_hook = pytest.mark.skipif(
+    not hasattr(attention, "activate_flash_attention_impl"), reason="torch without the hook"
+)
+
+
+@contextlib.contextmanager
+def active(backend):
+    if backend.gpu:
+        integration.register()
+        attention.activate_flash_attention_impl("cupyflash")
+        undo = attention.restore_flash_attention_impl
+    else:
+        undo = integration.Activation("CPU").remove
+    try:
+        yield
+    finally:
+        undo()
+
+
+def sdpa(backend):
+    """What SDPA runs; on a GPU SDPA itself."""
+    if backend.gpu:
+        return torch.nn.functional.scaled_dot_product_attention
+    return lambda *qkv, **options: flash_sdpa(*qkv, **options)[0]
+
+
+def gradients(function, inputs, **options):
+    qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out = function(*qkv, **options)
+    return dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, qkv, inputs.dout))))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the functions that were computed here."""
+    names = []
+    dispatch = integration.dispatch
+    for name in ("forward_without_gradient", "backward"):
+        function = getattr(dispatch, name)
+
+        def counted(*arguments, function=function, **options):
+            names.append(arguments[0])
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(dispatch, name, counted)
+    return names
+
+
+@needs_hook
+def test_register_activates_nothing():
+    before = attention.current_flash_attention_impl()
+    integration.register()
+    assert "cupyflash" in attention.list_flash_attention_impls()
+    assert attention.current_flash_attention_impl() == before
+
+
+def test_torch_without_the_hook(monkeypatch):
+    monkeypatch.delattr(attention, "register_flash_attention_impl", raising=False)
+    with pytest.raises(ImportError, match=r"needs torch 2.11 or newer, .* got "):
+        integration.register()
+
+
+@needs_hook
+@each(library="torch", device="cuda")
+def test_activate_and_restore(backend, calls):
+    """Before and after, torch's own kernels and its own order of backends."""
+    inputs = backend.inputs(HALF, seqlen_q=20, layout="bhsd")
+    qkv = inputs.q, inputs.k, inputs.v
+    run = torch.nn.functional.scaled_dot_product_attention
+    run(*qkv)
+    order = torch._C._get_sdp_priority_order()
+    with active(backend):
+        assert attention.current_flash_attention_impl() == "cupyflash"
+        run(*qkv)
+    assert len(calls) == 1
+    run(*qkv)
+    assert len(calls) == 1 and torch._C._get_sdp_priority_order() == order
+
+
+@each(library="torch", device="cpu")
+def test_remove_gives_the_operators_back(backend):
+    inputs = backend.inputs(HALF, seqlen_q=20, layout="bhsd")
+    order = torch._C._get_sdp_priority_order()
+    for _ in range(2):
+        with active(backend):
+            assert (
+                torch._C._get_sdp_priority_order()[0] == attention.SDPBackend.FLASH_ATTENTION.value
+            )
+            flash_sdpa(inputs.q, inputs.k, inputs.v)
+        assert torch._C._get_sdp_priority_order() == order
+        with pytest.raises(NotImplementedError):
+            flash_sdpa(inputs.q, inputs.k, inputs.v)
+
+
+@each(library="torch")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("storage", ["contiguous", "transposed", "packed"])
+def test_sdpa(backend, calls, storage, causal):
+    inputs = backend.inputs(HALF, seqlen_q=60, layout="bhsd", storage=storage)
+    with active(backend):
+        found = gradients(sdpa(backend), inputs, is_causal=causal, scale=0.2)
+    assert len(calls) == 2
+    expected(inputs, causal=causal, scale=0.2).check(**found)
+
+
+@each(library="torch")
+def test_grouped_queries(backend, calls):
+    inputs = backend.inputs(HALF, seqlen_q=60, heads_q=4, heads_kv=2, layout="bhsd")
+    options = {"enable_gqa": True} if backend.gpu else {}
+    with active(backend):
+        found = gradients(sdpa(backend), inputs, **options)
+    assert len(calls) == 2
+    expected(inputs).check(**found)
+
+
+@each(library="torch")
+def test_dropout(backend, calls):
+    """Of torch's generator; the mask of the backward is that of the forward."""
+    inputs = backend.inputs(HALF, seqlen_q=60, layout="bhsd")
+    qkv = inputs.q, inputs.k, inputs.v
+    with active(backend):
+        torch.manual_seed(1)
+        found = gradients(sdpa(backend), inputs, dropout_p=0.3)
+        assert len(calls) == 2
+        torch.manual_seed(1)
+        again = sdpa(backend)(*qkv, dropout_p=0.3)
+        other = sdpa(backend)(*qkv, dropout_p=0.3)
+    assert torch.equal(found["out"], again) and not torch.equal(again, other)
+    torch.manual_seed(1)
+    ours = gradients(functools.partial(cupyflash.attention, layout="bhsd", dropout_p=0.3), inputs)
+    for name, x in ours.items():
+        torch.testing.assert_close(found[name], x, msg=name)
+
+
+@each(library="torch")
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (7, 0), (5, 3)], ids=str)
+def test_varlen_attn(backend, calls, window):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    inputs = backend.varlen_inputs(HALF, [9, 0, 30], [12, 3, 40])
+    packed = inputs.cu_seqlens_q, inputs.cu_seqlens_k, 30, 40
+    with active(backend):
+        found = gradients(
+            lambda *qkv: varlen.varlen_attn(*qkv, *packed, window_size=window), inputs
+        )
+        _, lse = varlen.varlen_attn(
+            inputs.q, inputs.k, inputs.v, *packed, window_size=window,
+            return_aux=varlen.AuxRequest(lse=True),
+        )  # fmt: skip
+    assert len(calls) == 3
+    expected(inputs, window=window).check(**found, lse=lse)
+
+
+@each(library="torch")
+def test_varlen_attn_out(backend, calls):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    if not hasattr(varlen, "varlen_attn_out"):
+        pytest.skip("torch without varlen_attn_out")
+    inputs = backend.varlen_inputs(HALF, [9, 0, 30])
+    packed = inputs.cu_seqlens_q, inputs.cu_seqlens_k, 30, 30
+    out = torch.full_like(inputs.q, torch.nan)
+    with active(backend):
+        varlen.varlen_attn_out(out, inputs.q, inputs.k, inputs.v, *packed)
+    assert len(calls) == 1
+    expected(inputs).check(out=out)
+
+
+@each(library="torch")
+def test_compiled_model(backend, calls):
+    """torch traces its own operators; the strides of their results are those it expects."""
+    layer = torch.nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
+    layer = layer.to(backend.device, torch.float16)
+    x = torch.randn(2, 30, 128, device=backend.device, dtype=torch.float16)
+    torch.compiler.reset()
+
+    def block(x):
+        qkv = torch.nn.functional.linear(x, layer.self_attn.in_proj_weight)
+        q, k, v = qkv.view(2, 30, 3, 4, 32).permute(2, 0, 3, 1, 4)
+        out = sdpa(backend)(q, k, v, is_causal=True)
+        return layer.self_attn.out_proj(out.transpose(1, 2).reshape(2, 30, 128))
+
+    with active(backend):
+        graph = torch.compile(block, fullgraph=True, backend="aot_eager")
+        found = torch.autograd.grad(graph(x).sum(), layer.self_attn.in_proj_weight)
+        count = len(calls)
+        eager = torch.autograd.grad(block(x).sum(), layer.self_attn.in_proj_weight)
+    assert count == 2 and len(calls) == 4
+    torch.testing.assert_close(found, eager)
+
+
+@each(library="torch", device="cpu")
+def test_what_is_not_built(backend):
+    inputs = backend.varlen_inputs(HALF, [9, 3])
+    qkv, ends = (inputs.q, inputs.k, inputs.v), inputs.cu_seqlens_q
+    flash = torch.ops.aten._flash_attention_forward
+    with active(backend):
+        with pytest.raises(NotImplementedError, match="return_debug_mask is not built"):
+            flash(*qkv, ends, ends, 9, 9, 0.0, False, True)
+        with pytest.raises(NotImplementedError, match="seqused_k is not built for packed"):
+            flash(*qkv, ends, ends, 9, 9, 0.0, False, False, seqused_k=ends[1:])
+        with pytest.raises(TypeError, match="_flash_attention_forward: cu_seqlens_q must be int32"):
+            flash(*qkv, ends.long(), ends.long(), 9, 9, 0.0, False, False)
+        if "block_table" in str(flash.default._schema):
+            with pytest.raises(NotImplementedError, match="block_table .* is not built"):
+                flash(*qkv, ends, ends, 9, 9, 0.0, False, False, block_table=ends[None])

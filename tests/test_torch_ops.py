@@ -1,0 +1,300 @@
+"""The torch operators, and what reaches them: autocast, checkpointing, torch.func, modes."""
+
+import contextlib
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matrix import each
+
+import cupyflash
+from cupyflash import dispatch
+from cupyflash.testing import expected, make_alibi_slopes
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ("out", "dq", "dk", "dv")
+
+
+def leaves(inputs):
+    """q, k, v that want a gradient, in their own storage."""
+    return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+
+
+def results(function, inputs, *qkv):
+    """out, dq, dk, dv by name."""
+    import torch
+
+    qkv = qkv or leaves(inputs)
+    out = function(*qkv)
+    return dict(zip(RESULTS, (out, *torch.autograd.grad(out, qkv, inputs.dout))))
+
+
+def operator_case(backend, name):
+    """(tensors, options and optional arrays) for both operators."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    lengths = {"seqlen_q": 20, "seqlen_k": 27, "heads_q": 4, "heads_kv": 2}
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(backend.device)
+
+    options, extras = {}, {}
+    if name == "packed":
+        inputs = backend.varlen_inputs(backend.dtypes[0], [9, 0, 11], [12, 3, 12])
+        extras = {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+        options = {"layout": "thd", "max_seqlens": [11, 12], "causal": "bottom-right"}
+    elif name in ("contiguous", "transposed", "packed qkv"):
+        storage = name.split()[0]
+        inputs = backend.inputs(backend.dtypes[0], **lengths, layout="bhsd", storage=storage)
+        options = {"layout": "bhsd", "causal": "top-left", "window": [5, -1], "softcap": 3.0}
+    else:
+        inputs = backend.inputs(backend.dtypes[0], **lengths)
+    if name == "bias and sinks":
+        extras = {"bias": random(20, 27).requires_grad_(), "sinks": random(4).requires_grad_()}
+    if name == "mask":
+        extras = {"bias": random(2, 1, 20, 27) > 0}
+        extras["alibi_slopes"] = make_alibi_slopes(4, "torch", device=backend.device)
+    if name == "dropout":
+        options["dropout_p"] = 0.3
+        extras["dropout_seed"] = torch.tensor([5], device=backend.device)
+    if name == "lengths":
+        extras["seqused_k"] = torch.tensor([27, 3], dtype=torch.int32, device=backend.device)
+    return inputs, options, extras
+
+
+def flat(options, extras):
+    """The arguments behind the tensors, as the operators take them."""
+    from cupyflash.extras import Extras
+
+    defaults = {"function": "attention", "causal": "", "scale": None, "window": None}
+    defaults |= {"softcap": 0.0, "layout": "bshd", "max_seqlens": None, "dropout_p": 0.0}
+    return (*Extras(**extras), *(defaults | options).values(), True)
+
+
+@each(library="torch")
+@pytest.mark.parametrize(
+    "name",
+    ["contiguous", "transposed", "packed qkv", "packed", "bias and sinks", "mask", "dropout"]
+    + ["lengths"],
+)
+def test_opcheck(backend, name):
+    import torch
+
+    from cupyflash import torch_ops  # noqa: F401, defines the operators
+
+    inputs, options, extras = operator_case(backend, name)
+    arguments = flat(options, extras)
+    forward, backward = torch.ops.cupyflash.attention, torch.ops.cupyflash.attention_backward
+    torch.library.opcheck(forward.default, (*leaves(inputs), *arguments))
+    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    qkv = inputs.q, inputs.k, inputs.v
+    out, lse = forward(*qkv, *arguments)
+    bias_grad = name == "bias and sinks"
+    torch.library.opcheck(backward.default, (inputs.dout, *qkv, out, lse, *arguments, bias_grad))
+
+
+def python(code):
+    pytest.importorskip("torch")
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+
+
+def test_eager_calls_go_around_the_operators():
+    """Also with gradients and of parameters: the operators cost 20 µs a call."""
+    code = (
+        "import sys, torch, cupyflash\n"
+        "q = torch.nn.Parameter(torch.ones(1, 2, 1, 8))\n"
+        "cupyflash.attention(q, q, q).sum().backward()\n"
+        "with torch.no_grad(): cupyflash.attention(q, q, q)\n"
+        "print('cupyflash.torch_ops' in sys.modules)"
+    )
+    assert python(code) == "False\n"
+
+
+@each(library="torch")
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_autocast(backend, mode):
+    """float32 tensors are computed in the dtype of autocast; their gradients are float32."""
+    import torch
+
+    dtype = "float16" if backend.gpu else "bfloat16"
+    inputs = backend.inputs(dtype, seqlen_q=20, heads_q=4, heads_kv=2)
+    bias = torch.randn(20, 20, device=backend.device).to(torch.float64)
+
+    def function(q, k, v):
+        with torch.autocast(backend.device, getattr(torch, dtype)):
+            return cupyflash.attention(q, k, v, causal=True)
+
+    if mode == "compiled":
+        torch.compiler.reset()
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    qkv = [x.detach().float().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    found = results(function, inputs, *qkv)
+    assert [found[name].dtype for name in RESULTS[1:]] == [torch.float32] * 3
+    half = getattr(torch, dtype)
+    expected(inputs, causal=True).check(**{name: x.to(half) for name, x in found.items()})
+    with (
+        torch.autocast(backend.device, half),
+        pytest.raises(TypeError, match="bias must be bool or .* or float32, got float64"),
+    ):
+        cupyflash.attention(inputs.q, inputs.k, inputs.v, bias=bias)
+
+
+@each(library="torch")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_repeats_the_dropout(backend, use_reentrant):
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = backend.inputs("float16", seqlen_q=40)
+
+    def function(q, k, v):
+        return cupyflash.attention(q, k, v, causal=True, dropout_p=0.4)
+
+    torch.manual_seed(3)
+    plain = results(function, inputs)
+    torch.manual_seed(3)
+    qkv = leaves(inputs)
+    out = checkpoint(function, *qkv, use_reentrant=use_reentrant)
+    out.backward(inputs.dout)
+    for name, x in zip(RESULTS, (out, *(x.grad for x in qkv)), strict=True):
+        torch.testing.assert_close(x, plain[name], msg=name)
+
+
+@each(library="torch")
+def test_selective_checkpoint_knows_the_operator(backend, monkeypatch):
+    """Its output may be kept: then the backward computes it no second time."""
+    import torch
+    from torch.utils.checkpoint import (
+        CheckpointPolicy,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+    )
+
+    inputs = backend.inputs("float16", seqlen_q=20)
+    calls, compute = [], dispatch.forward_without_gradient
+
+    def counted(*arguments, **options):
+        calls.append(arguments[0])
+        return compute(*arguments, **options)
+
+    def policy(context, operator, *arguments, **options):
+        keep = operator is torch.ops.cupyflash.attention.default
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def function(*qkv):
+        return checkpoint(
+            lambda q, k, v: cupyflash.attention(q * 1, k, v),
+            *qkv,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(policy),
+        )
+
+    monkeypatch.setattr(dispatch, "forward_without_gradient", counted)
+    expected(inputs).check(**results(function, inputs))
+    assert calls == ["attention"]
+
+
+@each(library="torch")
+@pytest.mark.parametrize("extra", [None, "bias", "mapped bias", "alibi_slopes", "seqused_k"])
+def test_vmap(backend, extra):
+    """Over q and v, along different axes, with one k for all."""
+    import torch
+
+    device = backend.device
+    inputs = backend.inputs("float16", batch=6, seqlen_q=20, seqlen_k=27, heads_q=4, heads_kv=2)
+    q, k, v = (x.unflatten(0, (3, 2)) for x in (inputs.q, inputs.k, inputs.v))
+    k, extras, mapped = k[0], {}, None
+    if extra == "bias":
+        extras["bias"] = torch.randn(2, 1, 20, 27, device=device)
+    elif extra == "mapped bias":
+        mapped = torch.randn(3, 4, 20, 27, device=device)
+    elif extra == "alibi_slopes":
+        extras[extra] = make_alibi_slopes(4, "torch", batch=2, device=device)
+    elif extra == "seqused_k":
+        extras[extra] = torch.tensor([3, 27], dtype=torch.int32, device=device)
+
+    def function(q, k, v, bias):
+        options = extras if bias is None else {**extras, "bias": bias}
+        return cupyflash.attention(q, k, v, causal=True, return_lse=True, **options)
+
+    dims = (0, None, 1, None if mapped is None else 0)
+    found = torch.func.vmap(function, dims, (1, 0))(q, k, v.movedim(0, 1), mapped)
+    loop = [function(q[i], k, v[i], None if mapped is None else mapped[i]) for i in range(3)]
+    out, lse = (torch.stack(x) for x in zip(*loop))
+    assert torch.equal(found[0].movedim(1, 0), out) and torch.equal(found[1], lse)
+
+
+@each(library="torch")
+def test_vmap_of_what_is_not_built(backend):
+    import torch
+
+    inputs = backend.inputs("float16", seqlen_q=20)
+    q = inputs.q
+    sinks = torch.zeros(2, 4, device=backend.device)
+    lengths = torch.tensor([0, 20], dtype=torch.int32, device=backend.device)
+    cases = {
+        "over sinks": lambda q, sinks: cupyflash.attention(q, q, q, sinks=sinks),
+        "with dropout": lambda q, _: cupyflash.attention(q, q, q, dropout_p=0.5, dropout_seed=1),
+        "of packed sequences": lambda q, _: cupyflash.flash_attn_varlen_func(
+            q[0], q[0], q[0], lengths, lengths, 20, 20
+        ),
+    }
+    for what, function in cases.items():
+        with pytest.raises(NotImplementedError, match=f"torch.func.vmap {what} is not built"):
+            torch.func.vmap(function)(q[:, None], sinks)
+
+
+@each(library="torch")
+def test_gradients_of_each_sample(backend):
+    """torch.func.grad in torch.func.vmap; k and v are the same for all samples."""
+    import torch
+
+    inputs = backend.inputs("float16", batch=3, seqlen_q=20)
+    k, v = inputs.k[0], inputs.v[0]
+    repeated = dataclasses.replace(inputs, k=k.repeat(3, 1, 1, 1), v=v.repeat(3, 1, 1, 1))
+
+    def loss(q, k, v, dout):
+        out = cupyflash.attention(q[None], k[None], v[None], causal=True)
+        return (out[0].double() * dout.double()).sum()
+
+    gradients = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)), (0, None, None, 0))
+    dq, dk, dv = gradients(inputs.q, k, v, inputs.dout)
+    expected(repeated, causal=True).check(dq=dq, dk=dk, dv=dv)
+
+
+@each(library="torch")
+@pytest.mark.parametrize("operator", [False, True], ids=["eager", "operator"])
+def test_no_second_derivative(backend, operator):
+    """An error, not gradients that look like constants."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs = backend.inputs("float16", seqlen_q=20)
+    q, k, v = leaves(inputs)
+    with FlopCounterMode(display=False) if operator else contextlib.nullcontext():
+        out = cupyflash.attention(q, k, v)
+    (dq,) = torch.autograd.grad(out, q, inputs.dout, create_graph=True)
+    expected(inputs).check(dq=dq)
+    with pytest.raises(NotImplementedError, match="attention has no second derivative"):
+        (dq.sum() + q.sum()).backward()
+
+
+@each(library="torch")
+def test_shapes_without_data(backend):
+    """Fake and meta tensors: shapes and strides of the results, nothing computed."""
+    from torch._subclasses import FakeTensorMode
+
+    inputs = backend.inputs("float16", seqlen_q=20, layout="bhsd", storage="transposed")
+    qkv = inputs.q, inputs.k, inputs.v
+    out = cupyflash.attention(*qkv, layout="bhsd")
+    meta = cupyflash.attention(*(x.to("meta") for x in qkv), layout="bhsd")
+    with FakeTensorMode() as mode:
+        fake = cupyflash.attention(*map(mode.from_tensor, qkv), layout="bhsd")
+    for x in (meta, fake):
+        assert (x.shape, x.dtype) == (out.shape, out.dtype)
+    assert fake.stride() == out.stride() or not backend.gpu
