@@ -1,7 +1,8 @@
 """One kernel, ready to be launched: everything but the pointers of a call is prepared.
 
 `Launch` is any kernel. `PersistentLaunch` is one of sm_90, with tensor maps in front of its
-argument, a counter of tiles, and with packed sequences a small kernel before it. `SplitLaunch`
+argument, a counter of tiles, and a small kernel before it where sequences have lengths of their
+own. `SplitLaunch`
 shares the keys of a tile out over blocks and adds a kernel that combines what they have found.
 """
 
@@ -24,6 +25,7 @@ from .tile_counter import NULL, tile_counters
 
 MIN_SPLIT_KEYS = 256  # of a block: two or more key tiles of any head dim
 pack_two = struct.Struct("2Q").pack
+pack_four = struct.Struct("4Q").pack
 NO_SEQUENCES = pack_two(0, 0)
 
 
@@ -86,8 +88,8 @@ class PersistentLaunch(Launch):
         self.counters = tile_counters(problem.device) if tiles > multiprocessors else _no_counter
         self.end = _after_counter(config.params, num_splits=1)
         self.sequences = None
-        if problem.total_q is not None:
-            self.sequences = PackedSequences(config, problem, params)
+        if problem.total_q is not None or problem.extras.lengths:
+            self.sequences = OwnLengths(config, problem, params)
             self.workspace_size = self.sequences.workspace_size
 
     def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
@@ -103,28 +105,30 @@ class PersistentLaunch(Launch):
         return self.counters(stream) + self.end
 
 
-class PackedSequences:
+class OwnLengths:
     """The kernel before a persistent one: a tensor map for each sequence, and the list of tiles."""
 
     def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
         self.launch = Launch(SEQUENCE_MAPS, problem, params)
         names = _pointer_names(params)
-        self.cu_seqlens = operator.itemgetter(
-            names.index("cu_seqlens_q"), names.index("cu_seqlens_k")
-        )
+        lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+        self.lengths = operator.itemgetter(*map(names.index, lengths))
         self.maps_size = len(config.boxes) * problem.shape.batch * ctypes.sizeof(TensorMap)
         max_tiles = _tiles_of_head(config, problem)
         list_size = (1 + max_tiles) * ctypes.sizeof(PackedTile)
         self.workspace_size = (self.maps_size + list_size) // 4
         rest = SequenceMapsParams(
-            max_tiles=max_tiles, tile_rows=config.tile_rows, tiles_of_keys=config.tiles_of == "k"
+            shape=problem.shape,
+            max_tiles=max_tiles,
+            tile_rows=config.tile_rows,
+            tiles_of_keys=config.tiles_of == "k",
         )
-        self.rest = bytes(rest)[SequenceMapsParams.max_tiles.offset :]
+        self.rest = bytes(rest)[SequenceMapsParams.shape.offset :]
 
     def __call__(self, stream: Any, maps: bytes, pointers: tuple, workspace: int) -> bytes:
         """The pointers ``sequence_maps`` and ``packed_tiles`` for the kernel that follows."""
         made = pack_two(workspace, workspace + self.maps_size)
-        self.launch.start(stream, maps + pack_two(*self.cu_seqlens(pointers)) + made + self.rest)
+        self.launch.start(stream, maps + pack_four(*self.lengths(pointers)) + made + self.rest)
         return made
 
 
@@ -163,18 +167,18 @@ def num_splits(config: KernelConfig, problem: Problem) -> int:
 
 
 def num_tiles(config: KernelConfig, problem: Problem) -> int:
-    """Tiles of a persistent kernel; of packed sequences, whose lengths are unknown, at most."""
-    shape = problem.shape
-    if problem.total_q is None:
-        return config.grid(shape)
-    heads = shape.heads_kv if config.tiles_of == "k" else shape.heads_q
+    """Tiles of a persistent kernel; where sequences have lengths of their own, at most."""
+    heads = problem.shape.heads_kv if config.tiles_of == "k" else problem.shape.heads_q
     return _tiles_of_head(config, problem) * heads
 
 
 def _tiles_of_head(config: KernelConfig, problem: Problem) -> int:
-    """An upper bound for packed sequences."""
-    rows = problem.total_k if config.tiles_of == "k" else problem.total_q
-    return rows // config.tile_rows + problem.shape.batch
+    """Of all sequences, an upper bound."""
+    of_keys, shape = config.tiles_of == "k", problem.shape
+    rows = problem.total_k if of_keys else problem.total_q
+    if rows is None:
+        return -(-(shape.seqlen_k if of_keys else shape.seqlen_q) // config.tile_rows) * shape.batch
+    return rows // config.tile_rows + shape.batch
 
 
 def _after_counter(params: type[ctypes.Structure], **values: int) -> bytes:

@@ -161,7 +161,6 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
                                                const BwdLoad<STAGES>& to) {
   constexpr uint32_t ROW_FLOATS = TileQ::ROWS * sizeof(float);
   const uint32_t stage_bytes = TileQ::BYTES + (to.with_constants ? 2 * ROW_FLOATS : 0);
-  const AttentionShape& shape = params.base.shape;
   Ring<BWD_TILE_RECORDS> record;
   Ring<STAGES> ring;
 #pragma unroll 1
@@ -176,18 +175,14 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
       mbarrier_arrive(almost_loaded);
       continue;
     }
-    const auto rows_of = [&](int which, int64_t start) {
-      return TensorRows((&params.q_map)[which], params.sequence_maps, which, shape, tile.batch,
-                        start);
-    };
     mbarrier_arrive_expect(kv_full, TileKV::BYTES);
-    const TensorRows kv_rows = rows_of(to.kv_map, tile.sequence.start_k);
+    const TensorRows kv_rows(params, to.kv_map, tile.sequence, tile.batch);
 #pragma unroll
     for (int block = 0; block < TileKV::NUM_BLOCKS; ++block) {
       kv_rows.load(to.smem_kv + block * TileKV::BLOCK_BYTES, kv_full, block, tile.n_begin,
                    tile.head_kv);
     }
-    const TensorRows q_rows = rows_of(to.q_map, tile.sequence.start_q);
+    const TensorRows q_rows(params, to.q_map, tile.sequence, tile.batch);
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1

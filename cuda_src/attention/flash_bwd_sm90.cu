@@ -13,7 +13,9 @@
 // Instructions".
 #include "../ptx/atomics.cuh"
 #include "../ptx/stmatrix.cuh"
+#include "bias.cuh"
 #include "bwd_block_sm90.cuh"
+#include "dropout.cuh"
 #include "mask_transposed.cuh"
 #include "store_rows.cuh"
 #include "wg_gemm.cuh"
@@ -67,7 +69,7 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_STAGES, bool SOFTCAP,
-          bool ALIBI, int SMEM_BYTES>
+          bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
 __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     flash_bwd_sm90(const __grid_constant__ FlashBwdSm90Params params) {
   using TileKV = SmemTile<BLOCK_N, round_up(HEAD_DIM, 64)>;
@@ -75,6 +77,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   using TileS = SmemTile<BLOCK_M, BLOCK_N>;
   constexpr int GROUPS = BLOCK_N / 64;
   constexpr int CONSUMERS = GROUPS * WARPGROUP;
+  constexpr bool BIAS_GRAD = BIAS == 1 || BIAS == 3;
   // The part of dQ that a warpgroup computes: 64 rows, or 64 or 32 columns.
   constexpr bool SPLIT_ROWS = BLOCK_M == 64 * GROUPS;
   constexpr int DQ_COLS = HEAD_DIM > 64 || SPLIT_ROWS ? 64 : 64 / GROUPS;
@@ -127,6 +130,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   const int key_row = (threadIdx.x - WARPGROUP) / 32 * 16;  // first of the warp's 16
   const int lane = threadIdx.x % 32;
   const ScoreScale<SOFTCAP> score(shape);
+  const uint64_t dropout_seed = DROPOUT ? *params.base.dropout_seed : 0;
 
   float acc_dk[HEAD_DIM / 8][4];
   float acc_dv[HEAD_DIM / 8][4];
@@ -173,6 +177,13 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     }
     if constexpr (ALIBI)
       apply_alibi(s, score.alibi(alibi_slope), key, query, -tile.sequence.diagonal);
+    if constexpr (BIAS != 0) {
+      using Element = const BiasElement<T, BIAS>;
+      BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
+                        tile.sequence, tile.batch, head)
+          .transposed()
+          .add_to(s, key, query, score.alibi(1.f));
+    }
     if (masked) apply_mask_transposed(s, tile.sequence, key, query);
 #pragma unroll
     for (int n = 0; n < BLOCK_M / 8; ++n) {
@@ -184,8 +195,20 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
       }
     }
     uint32_t p[BLOCK_M / 16][4];
-    wg_pack<T>(p, s);
-    if constexpr (SOFTCAP) {
+    if constexpr (DROPOUT) {
+      Dropout(dropout_seed, shape, tile.batch, head)
+          .apply_transposed<Dropped::NEGATIVE>(s, key, query);
+      float kept[BLOCK_M / 8][4];
+#pragma unroll
+      for (int n = 0; n < BLOCK_M / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) kept[n][i] = kept_weight(s[n][i]);
+      }
+      wg_pack<T>(p, kept);
+    } else {
+      wg_pack<T>(p, s);
+    }
+    if constexpr (SOFTCAP && !BIAS_GRAD) {  // early, for registers
 #pragma unroll
       for (int n = 0; n < BLOCK_M / 8; ++n) {
 #pragma unroll
@@ -202,7 +225,27 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
           *reinterpret_cast<const float2*>(&shared.delta[ring.stage][n * 8 + column]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        if constexpr (DROPOUT) {
+          const bool dropped = s[n][i] < 0.f;
+          dp[n][i] = dropped ? 0.f : dp[n][i] * shape.dropout_scale;
+          s[n][i] = fabsf(s[n][i]);
+        }
         dp[n][i] = s[n][i] * (dp[n][i] - (i % 2 ? delta.y : delta.x));
+      }
+    }
+    if constexpr (BIAS_GRAD) {
+      if (params.base.dbias) {
+        BiasHead<float>(params.base.dbias, params.base.dbias_strides, tile.sequence, tile.batch,
+                        head)
+            .transposed()
+            .red_add_from(dp, key, query);
+      }
+      if constexpr (SOFTCAP) {
+#pragma unroll
+        for (int n = 0; n < BLOCK_M / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) dp[n][i] *= cap_slope[n][i];
+        }
       }
     }
     uint32_t ds[BLOCK_M / 16][4];
@@ -276,7 +319,10 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
 #pragma unroll
     for (int n = 0; n < HEAD_DIM / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) acc_dk[n][i] *= shape.scale;
+      for (int i = 0; i < 4; ++i) {
+        acc_dk[n][i] *= shape.scale;
+        if constexpr (DROPOUT) acc_dv[n][i] *= shape.dropout_scale;
+      }
     }
     const int64_t row = tile.sequence.start_k + tile.n_begin + key_row;
     const Strides& dk_strides = params.base.dk_strides;

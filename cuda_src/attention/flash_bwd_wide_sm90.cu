@@ -11,7 +11,9 @@
 // dV runs while dS is computed, dK while dQ is added.
 #include "../ptx/atomics.cuh"
 #include "../ptx/stmatrix.cuh"
+#include "bias.cuh"
 #include "bwd_block_sm90.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "store_rows.cuh"
 #include "wg_gemm.cuh"
@@ -89,13 +91,14 @@ __device__ __forceinline__ void store_columns(T* out, int64_t row_stride, const 
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_STAGES, int GROUPS,
-          bool SOFTCAP, bool ALIBI, int SMEM_BYTES>
+          bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
 __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     flash_bwd_wide_sm90(const __grid_constant__ FlashBwdSm90Params params) {
   using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
   using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
   using TileS = SmemTile<BLOCK_M, round_up(BLOCK_N, 64)>;
   constexpr int CONSUMERS = GROUPS * WARPGROUP;
+  constexpr bool BIAS_GRAD = BIAS == 1 || BIAS == 3;
   constexpr int KEYS = BLOCK_N / GROUPS;          // of S and dP in a warpgroup
   constexpr int SLICES = HEAD_DIM / 64 / GROUPS;  // of 64 head_dim rows in a warpgroup
   constexpr int DQ_COLS = SLICES * 32;
@@ -212,6 +215,12 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
           params.base.alibi_slopes[tile.batch * params.base.alibi_batch_stride + at.head];
       apply_alibi(s, score.alibi(slope), query, key, tile.sequence.diagonal);
     }
+    if constexpr (BIAS != 0) {
+      using Element = const BiasElement<T, BIAS>;
+      BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
+                        tile.sequence, tile.batch, at.head)
+          .add_to(s, query, key, score.alibi(1.f));
+    }
     if (uniform(tile.m_range.needs_mask(at.m))) apply_mask(s, tile.sequence, query, key);
     const float* lse_log2 = &shared.lse_log2[at.ring.stage][row];
 #pragma unroll
@@ -221,10 +230,24 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         s[n][i] = exp2_approx(s[n][i] * score.scale_log2 - lse_log2[i / 2 * 8]);
       }
     }
+    if constexpr (DROPOUT) {
+      Dropout(*params.base.dropout_seed, shape, tile.batch, at.head)
+          .apply<Dropped::NEGATIVE>(s, query, key);
+    }
   };
   // Publishes P, adds to dV, and publishes dS. One product may be in flight before: dP.
-  const auto make_ds = [&](Scores& s, Scores& dp, const Place& at) {
-    store_s(smem_p, s);
+  const auto make_ds = [&](Scores& s, Scores& dp, const BwdTile& tile, const Place& at) {
+    if constexpr (DROPOUT) {
+      Scores kept;
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) kept[n][i] = kept_weight(s[n][i]);
+      }
+      store_s(smem_p, kept);
+    } else {
+      store_s(smem_p, s);
+    }
     fence_async_proxy();
     named_barrier_sync(P_WRITTEN, CONSUMERS);  // so nobody reads the last dS any more
     const uint32_t dout_stage = smem_dout + uniform(at.ring.stage) * TileQ::BYTES;
@@ -241,8 +264,29 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     for (int n = 0; n < KEYS / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        if constexpr (DROPOUT) {
+          const bool dropped = s[n][i] < 0.f;
+          dp[n][i] = dropped ? 0.f : dp[n][i] * shape.dropout_scale;
+          s[n][i] = fabsf(s[n][i]);
+        }
         dp[n][i] = s[n][i] * (dp[n][i] - delta[i / 2 * 8]);
-        if constexpr (SOFTCAP) dp[n][i] *= cap_slope[n][i];
+      }
+    }
+    if constexpr (BIAS_GRAD) {
+      if (params.base.dbias) {
+        const int thread = fresh_thread_index();
+        const int query = at.m * BLOCK_M + thread % WARPGROUP / 32 * 16 + thread % 32 / 4;
+        const int key = tile.n_begin + (thread / WARPGROUP - 1) * KEYS + thread % 4 * 2;
+        BiasHead<float>(params.base.dbias, params.base.dbias_strides, tile.sequence, tile.batch,
+                        at.head)
+            .red_add_from(dp, query, key);
+      }
+    }
+    if constexpr (SOFTCAP) {
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dp[n][i] *= cap_slope[n][i];
       }
     }
     store_s(smem_ds, dp);
@@ -310,7 +354,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
       wgmma_wait<1>();
       pin(s);
       make_p(s, tile, at);
-      make_ds(s, dp, at);
+      make_ds(s, dp, tile, at);
 #pragma unroll 1
       for (;;) {
         Place next = at;
@@ -334,7 +378,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         pin_dk();
         shared.q.release_by_thread(at.ring.stage);
         make_p(s, tile, next);
-        make_ds(s, dp, next);
+        make_ds(s, dp, tile, next);
         at = next;
       }
       HalfDq dq0, dq1;
@@ -365,7 +409,10 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
 #pragma unroll
       for (int n = 0; n < BLOCK_N / 8; ++n) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) acc_dk[i][n][j] *= shape.scale;
+        for (int j = 0; j < 4; ++j) {
+          acc_dk[i][n][j] *= shape.scale;
+          if constexpr (DROPOUT) acc_dv[i][n][j] *= shape.dropout_scale;
+        }
       }
       const int column = (group * SLICES + i) * 64 + fresh_thread_index() % WARPGROUP / 32 * 16;
       store_columns(dk + column, dk_strides.row, acc_dk[i], tile.n_rows, shape.head_dim - column);

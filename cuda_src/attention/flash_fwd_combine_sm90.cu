@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(ROWS * 32)
   // ---- the weight of each split, in the lane of its number ----
   const float lse =
       lane < params.num_splits ? params.partial_lse[lane * params.partial_rows + lse_row] : -INF;
-  float top = lse;
+  const float sink = base.sinks ? base.sinks[tile.head] : -INF;
+  float top = fmaxf(lse, sink);
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
   const float offset = top == -INF ? 0.f : top;  // no split has seen a key
@@ -32,6 +33,7 @@ __global__ void __launch_bounds__(ROWS * 32)
   float total = weight;
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) total += __shfl_xor_sync(~0u, total, mask);
+  if (base.sinks) total += exp2_approx((sink - offset) * LOG2E);
   const bool empty = total == 0.f;
   const float inverse = empty ? 0.f : rcp_approx(total);
   if (base.lse && lane == 0) {

@@ -12,6 +12,8 @@
 //
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions" and "Tensor copy".
+#include "bias.cuh"
+#include "dropout.cuh"
 #include "fwd_block_sm90.cuh"
 #include "mask.cuh"
 #include "softmax.cuh"
@@ -39,7 +41,7 @@ __device__ __forceinline__ void store_partial_rows(const FlashFwdSm90Params& par
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int Q_STAGES, int KV_STAGES,
-          bool SOFTCAP, bool ALIBI, bool SPLIT, int SMEM_BYTES>
+          bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, bool SPLIT, int SMEM_BYTES>
 __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     flash_fwd_sm90(const __grid_constant__ FlashFwdSm90Params params) {
   using Layout = FwdLayout<HEAD_DIM, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES>;
@@ -74,6 +76,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   const int lane = threadIdx.x % 32;
   const int warp_row = group * 64 + threadIdx.x / 32 % 4 * 16;
   const ScoreScale<SOFTCAP> score(shape);
+  const uint64_t dropout_seed = DROPOUT ? *params.base.dropout_seed : 0;
   Ring<Q_STAGES> q_ring;
   Ring<KV_STAGES> kv_ring;  // of K; V follows one tile behind, in the same stages
   const FwdTile* tile = shared.tiles + FWD_TILE_RECORDS - 1;
@@ -105,8 +108,17 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
           params.base.alibi_slopes[tile->batch * params.base.alibi_batch_stride + tile->head];
       apply_alibi(s, score.alibi(slope), row, col, tile->sequence.diagonal);
     }
+    if constexpr (BIAS != 0) {
+      using Element = const BiasElement<T, BIAS>;
+      BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
+                        tile->sequence, tile->batch, tile->head)
+          .add_to(s, row, col, score.alibi(1.f));
+    }
     if (masked) apply_mask(s, tile->sequence, row, col);
     state.update(s, score.scale_log2, rescale);
+    if constexpr (DROPOUT) {  // the sum is of all weights
+      Dropout(dropout_seed, shape, tile->batch, tile->head).apply<Dropped::ZERO>(s, row, col);
+    }
   };
   // O / sum goes to where Q was, for the writer; LSE straight to memory.
   const auto hand_over_o = [&](int stage) {
@@ -124,11 +136,17 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
       if (row < tile.m_rows) out[row] = lse[half];
     }
   };
+  // Of splits, the kernel that combines them adds it.
+  const auto sink_of = [&](const FwdTile& tile) {
+    return !SPLIT && params.base.sinks ? params.base.sinks[tile.head] : -INF;
+  };
   const auto write_tile = [&](const FwdTile& tile, int stage) {
     float lse[2];
+    const float sink_log2 = sink_of(tile) * LOG2E;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float inverse = state.finish(half, score.scale_log2, lse[half]);
+      float inverse = state.finish(half, score.scale_log2, lse[half], sink_log2);
+      if constexpr (DROPOUT) inverse *= shape.dropout_scale;
 #pragma unroll
       for (int d = 0; d < HEAD_DIM / 8; ++d) {
         acc_o[d][2 * half] *= inverse;
@@ -154,7 +172,8 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
       }
     }
     hand_over_o(stage);
-    write_lse(tile, {-INF, -INF});
+    const float sink = sink_of(tile);
+    write_lse(tile, {sink, sink});
   };
   const auto next_record = [&] {
     return tile == shared.tiles + FWD_TILE_RECORDS - 1 ? shared.tiles : tile + 1;

@@ -154,12 +154,9 @@ __device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
       mbarrier_arrive(almost_loaded);
       continue;
     }
-    const auto rows_of = [&](const TensorMap& map, int which, int64_t start) {
-      return TensorRows(map, params.sequence_maps, which, shape, tile.batch, start);
-    };
-    const TensorRows q = rows_of(params.q_map, 0, tile.sequence.start_q);
-    const TensorRows k = rows_of(params.k_map, 1, tile.sequence.start_k);
-    const TensorRows v = rows_of(params.v_map, 2, tile.sequence.start_k);
+    const TensorRows q(params, 0, tile.sequence, tile.batch);
+    const TensorRows k(params, 1, tile.sequence, tile.batch);
+    const TensorRows v(params, 2, tile.sequence, tile.batch);
     const int head_kv = tile.head / (shape.heads_q / shape.heads_kv);
     const auto load = [&](const TensorRows& rows, uint32_t tiles,
                           RingBarriers<L::KV_STAGES>& barriers, Ring<L::KV_STAGES>& ring, int n) {
@@ -203,15 +200,13 @@ __device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
 template <bool SPLIT, class L>
 __device__ __forceinline__ void write_fwd_tiles(const FlashFwdSm90Params& params,
                                                 FwdShared<L>& shared, uint32_t smem) {
-  const AttentionShape& shape = params.base.shape;
   Ring<FWD_TILE_RECORDS> record;
   Ring<L::Q_STAGES> q_ring;
 #pragma unroll 1
   for (;; record.advance(), q_ring.advance()) {
     const FwdTile& tile = shared.wait_tile(record);
     if (tile.m_rows == 0) break;
-    const TensorRows out(params.out_map, params.sequence_maps, 3, shape, tile.batch,
-                         tile.sequence.start_q);
+    const TensorRows out(params, 3, tile.sequence, tile.batch);
 #pragma unroll 1
     for (int group = 0; group < L::GROUPS; ++group) {
       mbarrier_wait(smem_address(&shared.o_full[q_ring.stage][group]), q_ring.parity);

@@ -1,4 +1,5 @@
-// What the kernels of sm_90 need of packed sequences, one block a sequence.
+// What the kernels of sm_90 need of sequences with lengths of their own, packed or padded; one
+// block a sequence.
 //
 // Tensor maps: from the map of all rows, one for each sequence that ends where the sequence does,
 // so that the copy engine reads zeros past its end and writes nothing there. Without them a tile
@@ -11,16 +12,19 @@
 // PTX ISA: "tensormap.replace", "membar / fence: fence.proxy.tensormap".
 #include "../common/params.cuh"
 #include "../ptx/tma.cuh"
+#include "block_info.cuh"
 
 __device__ __forceinline__ void make_map(const SequenceMapsParams& params, TensorMap& shared) {
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const bool of_keys = warp == 1 || warp == 2;
-  const int* cu_seqlens = of_keys ? params.cu_seqlens_k : params.cu_seqlens_q;
+  const Sequence sequence = load_sequence(params, blockIdx.x);
+  const int64_t end =
+      of_keys ? sequence.start_k + sequence.seqlen_k : sequence.start_q + sequence.seqlen_q;
   uint32_t* map = reinterpret_cast<uint32_t*>(&shared);
   map[lane] = reinterpret_cast<const uint32_t*>(&params.maps[warp])[lane];
   __syncwarp();
-  if (lane == 0) tensor_map_set_rows(shared, cu_seqlens[blockIdx.x + 1]);
+  if (lane == 0) tensor_map_set_rows(shared, uint32_t(end));
   __syncwarp();
   TensorMap* out = params.sequence_maps + warp * gridDim.x + blockIdx.x;
   reinterpret_cast<uint32_t*>(out)[lane] = map[lane];
@@ -30,16 +34,19 @@ __device__ __forceinline__ void list_tiles(const SequenceMapsParams& params) {
   __shared__ int shared_before, shared_total;
   if (threadIdx.x == 0) shared_before = shared_total = 0;
   __syncthreads();
-  const int* cu_seqlens = params.tiles_of_keys ? params.cu_seqlens_k : params.cu_seqlens_q;
-  const auto length = [&](int i) { return cu_seqlens[i + 1] - cu_seqlens[i]; };
+  const auto length = [&](int i) {
+    const Sequence sequence = load_sequence(params, i);
+    return params.tiles_of_keys ? sequence.seqlen_k : sequence.seqlen_q;
+  };
   const int own = blockIdx.x;
   const int own_length = length(own);
   int before = 0;
   int total = 0;
   for (int i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
-    const int tiles = ceil_div(length(i), params.tile_rows);
+    const int its_length = length(i);
+    const int tiles = ceil_div(its_length, params.tile_rows);
     total += tiles;
-    if (length(i) > own_length || (length(i) == own_length && i < own)) before += tiles;
+    if (its_length > own_length || (its_length == own_length && i < own)) before += tiles;
   }
   atomicAdd(&shared_before, before);
   atomicAdd(&shared_total, total);

@@ -10,13 +10,14 @@ struct TensorRows {
   int row;
   int batch;
 
-  // which: the number of the map in sequence_maps.
-  __device__ TensorRows(const TensorMap& whole, const TensorMap* sequence_maps, int which,
-                        const AttentionShape& shape, int batch, int64_t start)
-      : map(sequence_maps ? sequence_maps + which * shape.batch + batch : &whole),
-        row(int(start)),
-        batch(sequence_maps ? 0 : batch) {
-    if (sequence_maps) tensor_map_acquire(*map);
+  // Params: of a kernel of sm_90; which: the number of the map there, 1 and 2 are of keys.
+  template <typename Params>
+  __device__ TensorRows(const Params& params, int which, const Sequence& sequence, int batch)
+      : map(params.sequence_maps ? params.sequence_maps + which * params.base.shape.batch + batch
+                                 : &params.q_map + which),
+        row(int(which == 1 || which == 2 ? sequence.start_k : sequence.start_q)),
+        batch(params.base.cu_seqlens_q ? 0 : batch) {
+    if (params.sequence_maps) tensor_map_acquire(*map);
   }
 
   // A box at 64 * block columns: from the tensor into shared memory, and back.

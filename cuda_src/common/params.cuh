@@ -115,9 +115,9 @@ struct PackedTile {
   int block;  // along the sequence
 };
 
-// sm_90: tensor maps of (head_dim, rows, heads, batch) in front. Packed sequences are a batch of
-// one there, and each has maps of its own in sequence_maps [map][batch]; packed_tiles lists the
-// tiles of a head (see tile_order.cuh). Otherwise both are null.
+// sm_90: tensor maps of (head_dim, rows, heads, batch) in front; packed sequences are a batch of
+// one there. Where sequences have lengths of their own, each has maps of its own in sequence_maps
+// [map][batch], and packed_tiles lists the tiles of a head (see tile_order.cuh); else both are null.
 struct alignas(64) FlashFwdSm90Params {
   TensorMap q_map;
   TensorMap k_map;
@@ -150,8 +150,11 @@ struct alignas(64) SequenceMapsParams {
   TensorMap maps[4];  // of q, k, v, and out or dout
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
+  const int* seqused_q;
+  const int* seqused_k;
   TensorMap* sequence_maps;
   PackedTile* packed_tiles;
+  AttentionShape shape;
   int max_tiles;  // in packed_tiles
   int tile_rows;
   int tiles_of_keys;  // or else of queries

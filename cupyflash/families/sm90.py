@@ -29,6 +29,14 @@ FORWARD_TILES = {
 # Smaller ones: where sequences are short, much of a large tile on a mask's diagonal is wasted; and
 # softcap and ALiBi need more registers than a third of the file.
 FORWARD_TILES_LOW = {64: (128, 128, 2, 3), 256: (128, 64, 1, 2)}
+# And a bias more still.
+FORWARD_TILES_BIAS = {
+    64: (128, 112, 2, 3),
+    96: (128, 112, 2, 2),
+    128: (128, 96, 2, 2),
+    192: (128, 80, 1, 2),
+    256: (128, 64, 1, 2),
+}
 
 
 MAX_SPLITS = 32  # blocks that share a tile: a lane each in the kernel that combines
@@ -52,6 +60,8 @@ class FlashFwdSm90(KernelConfig):
     kv_stages: int
     softcap: bool
     alibi: bool
+    bias: int
+    dropout: bool
     split: bool
     smem_bytes: int
 
@@ -139,27 +149,29 @@ def supports(
     backward: bool,
 ) -> bool:
     """Whether this family computes such a problem; the pass does not matter to it."""
-    fits = dtype in DTYPES and head_dim <= max(FORWARD_TILES) and not features.extras
+    fits = dtype in DTYPES and head_dim <= max(FORWARD_TILES)
     return fits and access >= Access.TENSOR_MAP and capability == CAPABILITY
 
 
 def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSm90:
     """The forward kernel."""
     padded = _padded(head_dim)
+    switches = (features.softcap, features.alibi, features.bias, features.dropout)
     tile = FORWARD_TILES[padded]
-    if features.masked and features.short or features.softcap or features.alibi:
+    if features.masked and features.short or any(switches):
         tile = FORWARD_TILES_LOW.get(padded, tile)
+    if features.bias:
+        tile = FORWARD_TILES_BIAS[padded]
     block_m, block_n, q_stages, kv_stages = tile
     smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * box_columns(padded) * 2
-    switches = (features.softcap, features.alibi, False)
-    return FlashFwdSm90(dtype, padded, *tile, *switches, smem_bytes)
+    return FlashFwdSm90(dtype, padded, *tile, *switches, False, smem_bytes)
 
 
 def backward(
     dtype: str, head_dim: int, features: Features, capability: Capability
 ) -> tuple[KernelConfig, ...]:
     """The backward kernels in launch order."""
-    return sm90_backward.backward(dtype, head_dim, features.softcap, features.alibi)
+    return sm90_backward.backward(dtype, head_dim, features)
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
@@ -168,8 +180,9 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
         return
     yield from PACKED
     seen = set()
-    switches = (False, True)
-    all_features = [Features(*values) for values in itertools.product(switches, repeat=4)]
+    both = (False, True)
+    values = itertools.product(both, both, both, both, range(4), both)
+    all_features = [Features(*x) for x in values]
     for problem in itertools.product(DTYPES, FORWARD_TILES, all_features, [capability]):
         plain = forward(*problem)
         kernels = (plain, plain.split_keys(), plain.combine, *backward(*problem))

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from ..kernel_config import KernelConfig
+from ..kernel_config import Features, KernelConfig
 from ..params import AttentionShape, FlashBwdParams, FlashBwdSm90Params
 from .preprocess import FlashBwdPreprocess
 
@@ -12,15 +12,15 @@ NUM_STAGES = 2  # of Q and dO
 
 # head dim: block_m, block_n
 TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128)}
-# The derivative of the softcap needs registers that the widest tile does not leave.
-TILES_SOFTCAP = TILES | {64: (64, 128)}
-# Together with ALiBi it needs more than a warpgroup that owns 128 columns of dK and dV has.
-TILES_SOFTCAP_ALIBI = {64: (64, 128), 96: (64, 128)}
+# The derivative of the softcap, or dropout, needs registers that the widest tile does not leave.
+TILES_ONE = TILES | {64: (64, 128)}
+# Several need more than a warpgroup that owns 128 columns of dK and dV has.
+TILES_SEVERAL = {64: (64, 128), 96: (64, 128)}
 
 # head dim: block_m, block_n, groups
 WIDE_TILES = {192: (64, 96, 3), 256: (64, 64, 2)}
-# Three warpgroups have no registers for the derivative of the softcap.
-WIDE_TILES_SOFTCAP = {128: (64, 64, 2), 256: (64, 64, 2)}
+# Three warpgroups have no registers for the derivative of the softcap, a bias or dropout.
+WIDE_TILES_SCORE = {128: (64, 64, 2), 256: (64, 64, 2)}
 
 
 class MainKernel(KernelConfig):
@@ -58,6 +58,8 @@ class FlashBwdSm90(MainKernel):
     num_stages: int
     softcap: bool
     alibi: bool
+    bias: int
+    dropout: bool
     smem_bytes: int
 
     @property
@@ -80,6 +82,8 @@ class FlashBwdWideSm90(MainKernel):
     groups: int
     softcap: bool
     alibi: bool
+    bias: int
+    dropout: bool
     smem_bytes: int
 
     @property
@@ -108,18 +112,20 @@ class FlashBwdPostprocessSm90(KernelConfig):
         return -(-shape.seqlen_q // 64) * shape.heads_q * shape.batch
 
 
-def backward(dtype: str, head_dim: int, softcap: bool, alibi: bool) -> tuple[KernelConfig, ...]:
+def backward(dtype: str, head_dim: int, features: Features) -> tuple[KernelConfig, ...]:
     """The backward kernels in launch order."""
-    tiles, wide_tiles = TILES, WIDE_TILES
-    if softcap:
-        tiles, wide_tiles = TILES_SOFTCAP, WIDE_TILES_SOFTCAP
-        if alibi:
-            tiles = TILES_SOFTCAP_ALIBI
+    softcap, alibi, bias, dropout = switches = (
+        features.softcap, features.alibi, features.bias, features.dropout
+    )  # fmt: skip
+    tiles = TILES_ONE if softcap or dropout else TILES
+    if softcap + dropout + bool(bias) > 1 or (softcap and alibi):
+        tiles = TILES_SEVERAL
+    wide_tiles = WIDE_TILES_SCORE if softcap or bias or dropout else WIDE_TILES
     padded = next(size for size in sorted(tiles | wide_tiles) if size >= head_dim)
     if padded in tiles:
-        main = _main(dtype, padded, *tiles[padded], softcap, alibi)
+        main = _main(dtype, padded, *tiles[padded], switches)
     else:
-        main = _main_wide(dtype, padded, *wide_tiles[padded], softcap, alibi)
+        main = _main_wide(dtype, padded, *wide_tiles[padded], switches)
     return (
         FlashBwdPreprocess(dtype, accum_dim=padded),
         main,
@@ -127,26 +133,24 @@ def backward(dtype: str, head_dim: int, softcap: bool, alibi: bool) -> tuple[Ker
     )
 
 
-def _main(
-    dtype: str, head_dim: int, block_m: int, block_n: int, softcap: bool, alibi: bool
-) -> FlashBwdSm90:
+def _main(dtype: str, head_dim: int, block_m: int, block_n: int, switches: tuple) -> FlashBwdSm90:
     columns = box_columns(head_dim)
     kv_bytes = 2 * block_n * columns * 2
     stage_bytes = (2 * block_m * columns + block_m * block_n) * 2  # Q, dO, dS
     dq_bytes = block_m * columns * 4
     smem_bytes = kv_bytes + NUM_STAGES * stage_bytes + dq_bytes
-    return FlashBwdSm90(dtype, head_dim, block_m, block_n, NUM_STAGES, softcap, alibi, smem_bytes)
+    return FlashBwdSm90(dtype, head_dim, block_m, block_n, NUM_STAGES, *switches, smem_bytes)
 
 
 def _main_wide(
-    dtype: str, head_dim: int, block_m: int, block_n: int, groups: int, softcap: bool, alibi: bool
+    dtype: str, head_dim: int, block_m: int, block_n: int, groups: int, switches: tuple
 ) -> FlashBwdWideSm90:
     kv_bytes = 2 * block_n * head_dim * 2
     ds_bytes = block_m * box_columns(block_n) * 2
     stage_bytes = 2 * block_m * head_dim * 2  # Q, dO
     smem_bytes = kv_bytes + NUM_STAGES * stage_bytes + 2 * ds_bytes  # P, dS
     return FlashBwdWideSm90(
-        dtype, head_dim, block_m, block_n, NUM_STAGES, groups, softcap, alibi, smem_bytes
+        dtype, head_dim, block_m, block_n, NUM_STAGES, groups, *switches, smem_bytes
     )
 
 
