@@ -11,7 +11,7 @@ with SDPA alone: once with the backend of torch's choice, once with its "math" b
 order of the sums, other roundings), once with every first weight moved by at most one last place of
 float32. Losses are averaged over 20 steps. The largest distance of any two of these three curves at
 any step is the noise; the curves of eager attention and cupyflash may be as far from SDPA's as
-three times the noise, and 2^-20 of the loss, and the script exits with 1 if one is further away.
+three times the noise, and 2^-23 of the loss, and the script exits with 1 if one is further away.
 
 Tokens per second are those of whole training steps after the tenth, on the host's clock.
 """
@@ -44,7 +44,7 @@ MOVED = "sdpa, weights moved"
 NOISE = ("sdpa", "sdpa-math", MOVED)
 PROTOCOL = (
     f"losses averaged over {SMOOTHED} steps; noise: largest distance of two of {', '.join(NOISE)}; "
-    f"allowed: {MARGIN:g} times that and 2^-20 of the loss; tokens/s of the steps after number "
+    f"allowed: {MARGIN:g} times that and 2^-23 of the loss; tokens/s of the steps after number "
     f"{WARM}, host clock"
 )
 
@@ -115,7 +115,7 @@ def distance(a: Sequence[float], b: Sequence[float]) -> float:
 def allowed(losses: dict[str, list[float]]) -> float:
     """How far from SDPA's curve another may be, as said above."""
     noise = max(distance(losses[a], losses[b]) for a in NOISE for b in NOISE)
-    return MARGIN * noise + 2.0**-20 * max(losses["sdpa"])
+    return MARGIN * noise + 2.0**-23 * max(losses["sdpa"])
 
 
 def run(size: Size, files: Sequence[Path], steps: int, device: str) -> list[Row]:
@@ -198,7 +198,7 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
 
 
 def fields_of(device: str) -> dict[str, Any]:
-    return machine_fields() if device == "cuda" else {"gpu": "none: CPU, float32", "versions": {}}
+    return machine_fields() if device == "cuda" else {"gpu": "no GPU", "versions": {}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

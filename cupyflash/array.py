@@ -170,11 +170,10 @@ class TorchLibrary:
             or x.is_meta
         )
 
-    def wants_gradient(self, *arrays: Array) -> bool:
-        for x in arrays:
-            if x.requires_grad:
-                return self.torch.is_grad_enabled()
-        return False
+    def wants_gradient(self, q: Array, k: Array, v: Array, *more: Array) -> bool:
+        some = q.requires_grad or k.requires_grad or v.requires_grad
+        some = some or (more and any(x.requires_grad for x in more))
+        return bool(some) and self.torch.is_grad_enabled()
 
     def to_numpy(self, x: Array) -> numpy.ndarray:
         """A view; a copy in float32 of bfloat16, which NumPy does not have."""
@@ -182,8 +181,12 @@ class TorchLibrary:
         return (x.float() if x.dtype == self.torch.bfloat16 else x).numpy()
 
     def from_numpy(self, x: numpy.ndarray, like: Array | None = None) -> Array:
+        """In the dtype of ``like``, with the strides that a GPU's result would have."""
         result = self.torch.from_numpy(x)
-        return result if like is None else result.to(like.dtype)
+        if like is None:
+            return result
+        strides = self.strides_of_empty(x.shape, self.view(like))
+        return self.empty(x.shape, strides, like).copy_(result)
 
     def pointer(self, x: Array) -> int:
         return x.data_ptr()

@@ -39,7 +39,7 @@ def backward(
     found = getattr(reference, f"{function}_backward")(
         *tensors, *lengths, bias_grad=bias_grad, **arguments
     )
-    first = [library.from_numpy(_rows_first(x, options), q) for x in found[:3]]
+    first = [library.from_numpy(_rows_first(x, options), y) for x, y in zip(found, (q, k, v))]
     dbias = dsinks = None
     if bias_grad:
         dbias = library.from_numpy(found.dbias.astype(arguments["bias"].dtype), extras.bias)

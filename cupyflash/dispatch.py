@@ -59,7 +59,7 @@ def forward(
     wants_gradient = library.wants_gradient(q, k, v)
     if extras is not NO_EXTRAS:
         extras = prepared(function, library, q, options, extras)
-        wants_gradient = wants_gradient or library.wants_gradient(*extras.learned)
+        wants_gradient = library.wants_gradient(q, k, v, *extras.learned)
     if library.watched(q):
         from . import torch_ops
 

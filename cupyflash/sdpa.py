@@ -24,7 +24,8 @@ def scaled_dot_product_attention(
 ) -> Array:
     """`torch.nn.functional.scaled_dot_product_attention`, for the arrays of `cupyflash.attention`.
 
-    A row of the mask that hides every key gives 0.
+    A row of the mask that hides every key gives 0. So does one that adds less than -2^24 to every
+    score, where torch weighs all keys equally: float32 keeps no digit of the scores there.
 
     Args:
         query: (..., heads_q, seqlen_q, head_dim), with any number of axes in front of seqlen_q.

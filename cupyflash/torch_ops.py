@@ -96,7 +96,7 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tenso
     out, lse = dispatch.forward_without_gradient(
         function, LIBRARY, q, k, v, options, extras, need_lse=True
     )
-    return _placed(out, q), lse.contiguous()
+    return out, lse
 
 
 @_forward_op.register_fake
@@ -128,9 +128,9 @@ def _backward_op(
     gradients = dispatch.backward(
         function, dout, q, k, v, out, lse, options, extras, deterministic, bias_grad
     )
-    placed = [_placed(x, like) for x, like in zip(gradients, (q, k, v))]
     learned = zip(gradients[3:], _learned(extras, bias_grad))
-    return placed + [x.reshape(like.shape).contiguous() for x, like in learned if like is not None]
+    learned = [x.reshape(like.shape).contiguous() for x, like in learned if like is not None]
+    return [*gradients[:3], *learned]
 
 
 @_backward_op.register_fake
@@ -212,15 +212,8 @@ def _learned(extras: Extras, bias_grad: bool) -> tuple[Tensor | None, Tensor | N
     return extras.bias if bias_grad else None, extras.sinks
 
 
-def _strides(like: Tensor) -> tuple[int, ...]:
-    """Of a result like this tensor, as the kernels lay it out."""
-    return LIBRARY.strides_of_empty(tuple(like.shape), LIBRARY.view(like))
-
-
 def _empty(like: Tensor) -> Tensor:
-    return torch.empty_strided(like.shape, _strides(like), dtype=like.dtype, device=like.device)
-
-
-def _placed(result: Tensor, like: Tensor) -> Tensor:
-    """A result with the strides of `_empty`; those of the CPU path follow NumPy."""
-    return result if result.stride() == _strides(like) else _empty(like).copy_(result)
+    """What the kernels allocate for a result like this tensor."""
+    shape = tuple(like.shape)
+    strides = LIBRARY.strides_of_empty(shape, LIBRARY.view(like))
+    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)

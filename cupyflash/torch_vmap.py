@@ -72,9 +72,10 @@ def _mapped(
 
 
 def _mapped_first(x: Tensor, dim: int | None, size: int) -> Tensor:
-    if dim is None:
-        return x.unsqueeze(0).expand(size, *x.shape)
-    return x.movedim(dim, 0)
+    """With the mapped axis in front; a copy for each entry where none is mapped, as not every
+    kernel takes a stride of 0.
+    """
+    return x.expand(size, *x.shape).contiguous() if dim is None else x.movedim(dim, 0)
 
 
 def _broadcast_over_batch(x: Tensor, rank: int) -> bool:

@@ -42,7 +42,13 @@ MODELS = {
     "gpt-oss": (
         "GptOssConfig",
         "GptOssForCausalLM",
-        {**GROUPED, "sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {
+            **GROUPED,
+            "sliding_window": 7,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "experts_implementation": "eager",  # others need bfloat16 on a GPU
+        },
     ),
     "bert": ("BertConfig", "BertForMaskedLM", SMALL),
     "vit": (

@@ -5,7 +5,7 @@ import itertools
 
 import numpy
 import pytest
-from matrix import each
+from matrix import each, select
 
 import cupyflash
 from cupyflash.testing import expected, to_float64
@@ -19,6 +19,12 @@ MASKS = [
     for ones in itertools.product([False, True], repeat=4)
 ]
 MASKS += [FULL[1:], FULL[2:], FULL[3:], ()]
+
+
+def each_with_masks():
+    """Parametrises a test over torch's backends that have a mask and dropout."""
+    backends = [backend for backend in select("torch") if backend.extras]
+    return pytest.mark.parametrize("backend", backends, indirect=True, ids=lambda x: x.name)
 
 
 def make_mask(backend, shape, dtype):
@@ -66,7 +72,7 @@ def check(inputs, mask=None, is_causal=False, **options):
     tolerance.check(**dict(zip(RESULTS, found)))
 
 
-@each(library="torch")
+@each_with_masks()
 @pytest.mark.parametrize("dtype", ["bool", "float32"])
 @pytest.mark.parametrize("shape", MASKS, ids=str)
 def test_masks(backend, shape, dtype):
@@ -74,7 +80,7 @@ def test_masks(backend, shape, dtype):
     check(inputs, make_mask(backend, shape, dtype))
 
 
-@each(library="torch")
+@each_with_masks()
 def test_mask_of_the_dtype_of_the_query(backend):
     inputs = backend.inputs("float16", **SHAPE)
     check(inputs, make_mask(backend, (4, 20, 27), "float16"))
@@ -87,13 +93,13 @@ def test_causal_starts_at_the_top_left(backend, lengths):
     check(inputs, is_causal=True)
 
 
-@each(library="torch")
+@each_with_masks()
 def test_grouped_queries_and_scale(backend):
     inputs = backend.inputs("float16", **SHAPE, heads_q=6, heads_kv=2)
     check(inputs, make_mask(backend, (6, 20, 27), "bool"), enable_gqa=True, scale=0.3)
 
 
-@each(library="torch")
+@each_with_masks()
 @pytest.mark.parametrize("storage", ["transposed", "packed", "padded"])
 def test_strides(backend, storage):
     import torch
@@ -108,7 +114,7 @@ def test_strides(backend, storage):
     assert torch.equal(columns, rows)
 
 
-@each(library="torch")
+@each_with_masks()
 @pytest.mark.parametrize(
     ("axes", "mask"),
     [((), ()), ((), (20, 27)), ((4,), (4, 20, 27)), ((4,), (1, 27)), ((3, 2, 4), (20, 27))]
@@ -132,7 +138,7 @@ def test_any_number_of_axes(backend, axes, mask):
     assert (same.reshape(q.shape) == out).all()
 
 
-@each(library="torch")
+@each_with_masks()
 def test_a_row_without_a_key_gives_zero(backend):
     inputs = backend.inputs("float16", **SHAPE)
     mask = make_mask(backend, FULL, "bool")
@@ -146,7 +152,7 @@ def test_a_row_without_a_key_gives_zero(backend):
     assert all(x.isfinite().all() for x in (out, dq, dk, dv))
 
 
-@each(library="torch")
+@each_with_masks()
 def test_dropout_follows_the_generator(backend):
     import torch
 

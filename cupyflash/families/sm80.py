@@ -150,9 +150,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     ):
         features = Features(softcap, alibi, bias=bias, dropout=dropout)
         problem = (dtype, head_dim, features, capability)
-        kernels = []
-        if supports(dtype, head_dim, Access.VECTOR, features, capability, backward=False):
-            kernels += [forward(*problem)]
+        kernels = [forward(*problem)]
         if supports(dtype, head_dim, Access.VECTOR, features, capability, backward=True):
             kernels += backward(*problem)
         yield from (config for config in kernels if config not in seen)

@@ -1,0 +1,159 @@
+"""Sequences that end before their tensors do: seqused_q and seqused_k."""
+
+import numpy
+import pytest
+from matrix import select
+from passes import forward_backward
+
+import cupyflash
+from cupyflash import environment
+from cupyflash.testing import Inputs, expected, poison_free_memory, to_float64
+
+ROWS, COLS = 150, 200
+LENGTHS = {
+    "both": ([150, 1, 77, 0, 64], [3, 200, 64, 90, 0]),
+    "queries": ([150, 1, 77, 0, 64], None),
+    "keys": (None, [3, 200, 64, 90, 0]),
+}
+
+
+def each(library=None, device=None):
+    """Parametrises a test over the backends that have lengths."""
+    backends = [backend for backend in select(library, device) if backend.extras]
+    return pytest.mark.parametrize("backend", backends, indirect=True, ids=lambda x: x.name)
+
+
+def problem(backend, lengths, layout="bshd", dtype=None):
+    """Inputs whose rows behind the lengths are NaN, the lengths as options, and as numbers."""
+    used = [x or [size] * 5 for x, size in zip(lengths, (ROWS, COLS))]
+    inputs = backend.inputs(
+        dtype or backend.dtypes[0], batch=5, seqlen_q=ROWS, seqlen_k=COLS, heads_kv=2, layout=layout
+    )
+    for x, ends in zip(
+        (inputs.q, inputs.dout, inputs.k, inputs.v), (used[0],) * 2 + (used[1],) * 2
+    ):
+        for b, end in enumerate(ends):
+            _rows(x, layout, b)[end:] = float("nan")
+    options = {
+        name: backend.array(numpy.array(x, "int32"))
+        for name, x in zip(("seqused_q", "seqused_k"), lengths)
+        if x is not None
+    }
+    return inputs, options, list(zip(*used))
+
+
+def _rows(x, layout, b):
+    """View (rows, heads, head_dim) of one sequence."""
+    return x[b].swapaxes(0, 1) if layout == "bhsd" else x[b]
+
+
+def of_sequence(inputs, b, rows, cols):
+    """Sequence b alone, without what lies behind its ends."""
+    parts = [
+        _rows(x, inputs.layout, b)[None, :end]
+        for x, end in zip((inputs.q, inputs.k, inputs.v, inputs.dout), (rows, cols, cols, rows))
+    ]
+    return Inputs(*parts, inputs.dtype)
+
+
+@each()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": "top-left", "layout": "bhsd"},
+        {"window": (30, 5), "softcap": 4.0},
+        {"layout": "bhsd", "causal": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_is_sequence_by_sequence(backend, name, options):
+    """Rows behind the end are not read; there out and gradients are 0 and the LSE is -inf."""
+    options = dict(options)
+    layout = options.pop("layout", "bshd")
+    inputs, lengths, ends = problem(backend, LENGTHS[name], layout)
+    size = inputs.q.nbytes
+    poison_free_memory(backend.library, backend.device, [size, inputs.k.nbytes, 2 * size])
+    results = forward_backward(inputs, **lengths, **options)
+    for b, (rows, cols) in enumerate(ends):
+        one = {}
+        for key, x in results.items():
+            if key == "lse":
+                assert (to_float64(x[b, :, rows:]) == -numpy.inf).all()
+                one[key] = x[b : b + 1, :, :rows]
+                continue
+            end = cols if key in ("dk", "dv") else rows
+            assert (to_float64(_rows(x, layout, b)[end:]) == 0).all(), key
+            one[key] = _rows(x, layout, b)[None, :end]
+        expected(of_sequence(inputs, b, rows, cols), **options).check(**one)
+
+
+@each()
+def test_with_bias_and_sinks(backend):
+    inputs, lengths, ends = problem(backend, LENGTHS["both"])
+    rng = numpy.random.default_rng(8)
+    values = rng.standard_normal((5, 4, ROWS, COLS), dtype="float32")
+    for b, (rows, cols) in enumerate(ends):  # not read either
+        values[b, :, rows:] = values[b, :, :, cols:] = numpy.nan
+    bias = backend.array(values, "float32")
+    sinks = backend.array(rng.standard_normal(4, dtype="float32"))
+    results = forward_backward(inputs, bias=bias, sinks=sinks, causal=True, **lengths)
+    dsinks = 0
+    for b, (rows, cols) in enumerate(ends):
+        part = bias[b : b + 1, :, :rows, :cols]
+        exact = expected(of_sequence(inputs, b, rows, cols), bias=part, sinks=sinks, causal=True)
+        dsinks = dsinks + exact.exact["dsinks"]
+        exact.check(
+            out=results["out"][b : b + 1, :rows],
+            dq=results["dq"][b : b + 1, :rows],
+            dk=results["dk"][b : b + 1, :cols],
+            dbias=results["dbias"][b : b + 1, :, :rows, :cols],
+        )
+        assert (to_float64(results["dbias"])[b, :, rows:] == 0).all()
+        assert (to_float64(results["dbias"])[b, :, :, cols:] == 0).all()
+    error = abs(to_float64(results["dsinks"]) - dsinks) / (1 + abs(dsinks))
+    assert float(error.max()) < 0.01
+
+
+@each()
+def test_with_dropout(backend):
+    """A weight keeps its place: the mask is that of the whole tensors."""
+    inputs, lengths, ends = problem(backend, ([150] * 5, [120] * 5))
+    options = {"dropout_p": 0.4, "dropout_seed": 5}
+    results = forward_backward(inputs, **lengths, **options)
+    short = [x[:, :120] for x in (inputs.k, inputs.v)]
+    alone = Inputs(inputs.q, *short, inputs.dout, inputs.dtype)
+    exact = expected(alone, **options)
+    exact.check(out=results["out"], dq=results["dq"], dv=results["dv"][:, :120])
+
+
+@each(library="torch")
+def test_frozen_lengths_have_no_gradient(backend):
+    inputs, lengths, _ = problem(backend, LENGTHS["both"])
+    q = inputs.q.detach().requires_grad_()
+    cupyflash.attention(q, inputs.k, inputs.v, **lengths).sum().backward()
+    assert (q.grad[1, 1:] == 0).all() and (q.grad[3] == 0).all()
+
+
+# Bad input -----------------------------------------------------------------------------------
+
+
+def rejects(backend, error, match, name, values, dtype="int32"):
+    inputs, _, _ = problem(backend, LENGTHS["both"])
+    lengths = backend.array(numpy.array(values, dtype))
+    with environment.override(debug=True), pytest.raises(error, match=match):
+        cupyflash.attention(inputs.q, inputs.k, inputs.v, **{name: lengths})
+
+
+@each()
+@pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
+def test_bad_lengths(backend, name):
+    """The values on a GPU only with debug on, as reading them costs a synchronisation."""
+    rejects(
+        backend, TypeError, f"^attention: {name} must be int32, got int64", name, [1] * 5, "int64"
+    )
+    rejects(backend, ValueError, rf"^attention: {name} must be \(5,\), got \(4,\)", name, [1] * 4)
+    rejects(backend, ValueError, f"^attention: {name} must be from 0 to", name, [1, 2, 3, 4, 201])
+    rejects(backend, ValueError, f"^attention: {name} must be from 0 to", name, [1, 2, -3, 4, 0])

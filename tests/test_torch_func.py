@@ -1,0 +1,79 @@
+"""Transforms of torch.func: vmap, and gradients of each sample."""
+
+import dataclasses
+
+import pytest
+from matrix import each
+
+import cupyflash
+from cupyflash.testing import expected, make_alibi_slopes
+
+
+@each(library="torch")
+@pytest.mark.parametrize("extra", [None, "bias", "mapped bias", "alibi_slopes", "seqused_k"])
+def test_vmap(backend, extra):
+    """Over q and v, along different axes, with one k for all."""
+    import torch
+
+    if extra not in (None, "alibi_slopes") and not backend.extras:
+        pytest.skip("no bias and lengths in this family")
+    device = backend.device
+    inputs = backend.inputs("float16", batch=6, seqlen_q=20, seqlen_k=27, heads_q=4, heads_kv=2)
+    q, k, v = (x.unflatten(0, (3, 2)) for x in (inputs.q, inputs.k, inputs.v))
+    k, extras, mapped = k[0], {}, None
+    if extra == "bias":
+        extras["bias"] = torch.randn(2, 1, 20, 27, device=device)
+    elif extra == "mapped bias":
+        mapped = torch.randn(3, 4, 20, 27, device=device)
+    elif extra == "alibi_slopes":
+        extras[extra] = make_alibi_slopes(4, "torch", batch=2, device=device)
+    elif extra == "seqused_k":
+        extras[extra] = torch.tensor([3, 27], dtype=torch.int32, device=device)
+
+    def function(q, k, v, bias):
+        options = extras if bias is None else {**extras, "bias": bias}
+        return cupyflash.attention(q, k, v, causal=True, return_lse=True, **options)
+
+    dims = (0, None, 1, None if mapped is None else 0)
+    found = torch.func.vmap(function, dims, (1, 0))(q, k, v.movedim(0, 1), mapped)
+    loop = [function(q[i], k, v[i], None if mapped is None else mapped[i]) for i in range(3)]
+    out, lse = (torch.stack(x) for x in zip(*loop))
+    assert torch.equal(found[0].movedim(1, 0), out) and torch.equal(found[1], lse)
+
+
+@each(library="torch")
+def test_vmap_of_what_is_not_built(backend):
+    import torch
+
+    inputs = backend.inputs("float16", seqlen_q=20)
+    q = inputs.q
+    sinks = torch.zeros(2, 4, device=backend.device)
+    lengths = torch.tensor([0, 20], dtype=torch.int32, device=backend.device)
+    cases = {
+        "over sinks": lambda q, sinks: cupyflash.attention(q, q, q, sinks=sinks),
+        "with dropout": lambda q, _: cupyflash.attention(q, q, q, dropout_p=0.5, dropout_seed=1),
+        "of packed sequences": lambda q, _: cupyflash.flash_attn_varlen_func(
+            q[0], q[0], q[0], lengths, lengths, 20, 20
+        ),
+    }
+    for what, function in cases.items():
+        with pytest.raises(NotImplementedError, match=f"torch.func.vmap {what} is not built"):
+            torch.func.vmap(function)(q[:, None], sinks)
+
+
+@each(library="torch")
+def test_gradients_of_each_sample(backend):
+    """torch.func.grad in torch.func.vmap; k and v are the same for all samples."""
+    import torch
+
+    inputs = backend.inputs("float16", batch=3, seqlen_q=20)
+    k, v = inputs.k[0], inputs.v[0]
+    repeated = dataclasses.replace(inputs, k=k.repeat(3, 1, 1, 1), v=v.repeat(3, 1, 1, 1))
+
+    def loss(q, k, v, dout):
+        out = cupyflash.attention(q[None], k[None], v[None], causal=True)
+        return (out[0].double() * dout.double()).sum()
+
+    gradients = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)), (0, None, None, 0))
+    dq, dk, dv = gradients(inputs.q, k, v, inputs.dout)
+    expected(repeated, causal=True).check(dq=dq, dk=dk, dv=dv)
