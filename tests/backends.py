@@ -47,7 +47,7 @@ class Backend:
     @property
     def extras(self) -> bool:
         """Whether it has bias, dropout, sinks and lengths."""
-        return self.family != "sm90"
+        return True
 
     def array(self, values: numpy.ndarray, dtype: str | None = None) -> Any:
         """An array of the backend, float values in ``dtype``, others as they are."""
