@@ -12,7 +12,7 @@
 //
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions" and "Tensor copy".
-#include "bias.cuh"
+#include "bias_fragment.cuh"
 #include "dropout.cuh"
 #include "fwd_block_sm90.cuh"
 #include "mask.cuh"
@@ -99,7 +99,18 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     wg_gemm<T, BLOCK_N / 16>(
         acc_o, p, WgColumnOperand<TileKV>(smem_v + uniform(ring.stage) * TileKV::BYTES, 0), true);
   };
-  const auto softmax = [&](float (&s)[BLOCK_N / 8][4], bool masked, float (&rescale)[2]) {
+  using Bias = BiasFragment<T, BIAS, BLOCK_N / 8>;
+  constexpr bool PREFETCH_BIAS = BIAS != 0 && HEAD_DIM <= 128;  // wider ones have no registers
+  const auto bias_head = [&] {
+    using Element = const BiasElement<T, BIAS>;
+    return BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
+                             tile->sequence, tile->batch, tile->head);
+  };
+  const auto load_bias = [&](Bias& bias) {
+    bias.load(bias_head(), tile->m_begin + warp_row + lane / 4, n * BLOCK_N + lane % 4 * 2);
+  };
+  const auto softmax = [&](float (&s)[BLOCK_N / 8][4], Bias& bias, bool masked,
+                           float (&rescale)[2]) {
     const int row = tile->m_begin + warp_row + lane / 4;
     const int col = n * BLOCK_N + lane % 4 * 2;
     if constexpr (SOFTCAP) apply_softcap(s, score.to_tanh);
@@ -109,10 +120,11 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
       apply_alibi(s, score.alibi(slope), row, col, tile->sequence.diagonal);
     }
     if constexpr (BIAS != 0) {
-      using Element = const BiasElement<T, BIAS>;
-      BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
-                        tile->sequence, tile->batch, tile->head)
-          .add_to(s, row, col, score.alibi(1.f));
+      if constexpr (PREFETCH_BIAS) {
+        bias.add_to(s, score.alibi(1.f));
+      } else {
+        bias_head().add_to(s, row, col, score.alibi(1.f));
+      }
     }
     if (masked) apply_mask(s, tile->sequence, row, col);
     state.update(s, score.scale_log2, rescale);
@@ -203,11 +215,13 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     issue_qk(s);
     issue_pv(v_ring);
     pass_turn();
+    Bias bias;
+    if constexpr (PREFETCH_BIAS) load_bias(bias);
     wgmma_wait<1>();
     pin(s);
     shared.k.release(kv_ring.stage);
     float rescale[2];
-    softmax(s, masked, rescale);
+    softmax(s, bias, masked, rescale);
     wgmma_wait<0>();
     pin(acc_o);
     shared.v.release(v_ring.stage);
@@ -234,8 +248,10 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     shared.k.release(kv_ring.stage);
     set_zero(acc_o);
     state = RowState();
+    Bias bias;
+    if constexpr (PREFETCH_BIAS) load_bias(bias);
     float rescale[2];
-    softmax(s, n >= inner_end || n < inner_begin, rescale);
+    softmax(s, bias, n >= inner_end || n < inner_begin, rescale);
     wg_pack<T>(p, s);
   };
 
