@@ -106,7 +106,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     return BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
                              tile->sequence, tile->batch, tile->head);
   };
-  const auto load_bias = [&](Bias& bias) {
+  const auto load_bias = [&](auto& bias) {  // generic: without a bias there is nothing to call
     bias.load(bias_head(), tile->m_begin + warp_row + lane / 4, n * BLOCK_N + lane % 4 * 2);
   };
   const auto softmax = [&](float (&s)[BLOCK_N / 8][4], Bias& bias, bool masked,
@@ -211,12 +211,12 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     const Ring<KV_STAGES> v_ring = kv_ring;
     kv_ring.advance();
     float s[BLOCK_N / 8][4];
+    Bias bias;
+    if constexpr (PREFETCH_BIAS) load_bias(bias);
     take_turn();
     issue_qk(s);
     issue_pv(v_ring);
     pass_turn();
-    Bias bias;
-    if constexpr (PREFETCH_BIAS) load_bias(bias);
     wgmma_wait<1>();
     pin(s);
     shared.k.release(kv_ring.stage);
