@@ -71,47 +71,52 @@ struct BiasPair {
   }
 };
 
-// BIAS as in bias.cuh; 0 takes no registers. Rows and columns past the end are left to the mask.
+// BIAS as in bias.cuh; 0 takes no registers.
 //
-// Lanes load eight columns of a row at once where the bias allows it, and exchange them within
-// their quad afterwards: 16 bytes a lane instead of 4 are a quarter of the requests.
+// Lanes load eight columns of a row at once, and exchange them within their quad afterwards: 16
+// bytes a lane instead of 4 are a quarter of the requests. A bias that does not allow it, or ends
+// in these columns, is read when it is added: one path for both would wait for the loads where they
+// meet.
 template <typename T, int BIAS, int N>
 struct BiasFragment {
   using Pair = BiasPair<T, BIAS>;
   using Element = typename Pair::Element;
   using Head = BiasHead<const Element>;
-  static constexpr bool OCTETS = Pair::WORDS == 1 && N % 4 == 0;
+  static constexpr bool OCTETS = Pair::WORDS == 1;
+  static_assert(N % 4 == 0, "a quad exchanges four times eight columns");
 
-  Pair pairs[N][2];
-  bool has_octets;  // pair j of the quad's lane c is still that of lane j and columns c
+  Pair pairs[N][2];  // pair j of the quad's lane c is still that of lane j and columns c
+  bool loaded;
 
   // row and col are those of acc[0][0] in this lane.
   __device__ __forceinline__ void load(const Head& head, int row, int col) {
     const int place = threadIdx.x % 4;  // in the quad
-    has_octets = OCTETS && head.col_stride == 1 && head.row_stride % 8 == 0 &&
-                 reinterpret_cast<uint64_t>(head.data) % (8 * sizeof(Element)) == 0 &&
-                 col - place * 2 + N * 8 <= head.cols;
+    const int alignment = OCTETS ? 8 : 2;
+    loaded = head.col_stride == 1 && head.row_stride % alignment == 0 &&
+             reinterpret_cast<uint64_t>(head.data) % (alignment * sizeof(Element)) == 0 &&
+             col - place * 2 + N * 8 <= head.cols;
+    if (!loaded) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Element* from = head.data + min(row + half * 8, head.rows - 1) * head.row_stride;
-      if (has_octets) {
+      const Element* from = head.data + min(row + half * 8, head.rows - 1) * head.row_stride + col;
+      if constexpr (OCTETS) {
 #pragma unroll
-        for (int n = 0; n < N; n += 4) load_octet(n, half, from + col + place * 6 + n * 8);
+        for (int n = 0; n < N; n += 4) load_octet(n, half, from + place * 6 + n * 8);
       } else {
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          pairs[n][half].join(from[min(col + n * 8, head.cols - 1) * head.col_stride],
-                              from[min(col + n * 8 + 1, head.cols - 1) * head.col_stride]);
-        }
+        for (int n = 0; n < N; ++n) pairs[n][half].load(from + n * 8);
       }
     }
   }
 
-  // unit: one unit of the bias in the units of the score.
-  __device__ __forceinline__ void add_to(float (&acc)[N][4], float unit) {
-    if constexpr (OCTETS) {
-      if (has_octets) exchange();
+  // The arguments of load(); unit: one unit of the bias in the units of the score.
+  __device__ __forceinline__ void add_to(float (&acc)[N][4], const Head& head, int row, int col,
+                                         float unit) {
+    if (!loaded) {
+      head.add_to(acc, row, col, unit);
+      return;
     }
+    if constexpr (OCTETS) exchange();
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll

@@ -99,8 +99,10 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     wg_gemm<T, BLOCK_N / 16>(
         acc_o, p, WgColumnOperand<TileKV>(smem_v + uniform(ring.stage) * TileKV::BYTES, 0), true);
   };
-  using Bias = BiasFragment<T, BIAS, BLOCK_N / 8>;
-  constexpr bool PREFETCH_BIAS = BIAS != 0 && HEAD_DIM <= 128;  // wider ones have no registers
+  // Wider heads and float32 have no registers for it, and at 64 ptxas spills.
+  constexpr bool PREFETCH_BIAS =
+      (BIAS == 1 || BIAS == 2) && (HEAD_DIM == 96 || HEAD_DIM == 128);
+  using Bias = BiasFragment<T, PREFETCH_BIAS ? BIAS : 0, BLOCK_N / 8>;
   const auto bias_head = [&] {
     using Element = const BiasElement<T, BIAS>;
     return BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
@@ -121,7 +123,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     }
     if constexpr (BIAS != 0) {
       if constexpr (PREFETCH_BIAS) {
-        bias.add_to(s, score.alibi(1.f));
+        bias.add_to(s, bias_head(), row, col, score.alibi(1.f));
       } else {
         bias_head().add_to(s, row, col, score.alibi(1.f));
       }
