@@ -106,12 +106,6 @@ struct BiasHead {
     }
   }
 
-  // Whether two neighbouring columns, the first one even, are one aligned load in every row.
-  __device__ bool has_pairs() const {
-    return col_stride == 1 && row_stride % 2 == 0 &&
-           reinterpret_cast<uint64_t>(data) % (2 * sizeof(E)) == 0;
-  }
-
  private:
   struct alignas(2 * sizeof(E)) Pair {
     E first;
@@ -120,4 +114,10 @@ struct BiasHead {
 
   __device__ BiasHead(E* data, int64_t row_stride, int64_t col_stride, int rows, int cols)
       : data(data), row_stride(row_stride), col_stride(col_stride), rows(rows), cols(cols) {}
+
+  // Whether two neighbouring columns, the first one even, are one aligned load in every row.
+  __device__ bool has_pairs() const {
+    return col_stride == 1 && row_stride % 2 == 0 &&
+           reinterpret_cast<uint64_t>(data) % sizeof(Pair) == 0;
+  }
 };

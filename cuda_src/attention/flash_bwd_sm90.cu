@@ -13,7 +13,7 @@
 // Instructions".
 #include "../ptx/atomics.cuh"
 #include "../ptx/stmatrix.cuh"
-#include "bias_fragment.cuh"
+#include "bias.cuh"
 #include "bwd_block_sm90.cuh"
 #include "dropout.cuh"
 #include "mask_transposed.cuh"
@@ -159,13 +159,13 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     shared.dout.wait_full(ring);
     wg_gemm<T, HEAD_DIM / 16>(dp, WgRowOperand<TileKV>(v_tile, group * 64),
                               WgRowOperand<TileQ>(dout_stage, 0), false);
-    const int column = lane % 4 * 2;
-    const int key = tile.n_begin + key_row + lane / 4;
-    const int query = m_begin + column;
     wgmma_wait<1>();
     pin(s);
 
     // ---- P ----
+    const int column = lane % 4 * 2;
+    const int key = tile.n_begin + key_row + lane / 4;
+    const int query = m_begin + column;
     float cap_slope[SOFTCAP ? BLOCK_M / 8 : 1][4];  // d tanh(x) / dx
     if constexpr (SOFTCAP) {
       apply_softcap(s, score.to_tanh);
@@ -179,9 +179,10 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
       apply_alibi(s, score.alibi(alibi_slope), key, query, -tile.sequence.diagonal);
     if constexpr (BIAS != 0) {
       using Element = const BiasElement<T, BIAS>;
-      const BiasHead<Element> bias(static_cast<Element*>(params.base.bias),
-                                   params.base.bias_strides, tile.sequence, tile.batch, head);
-      add_bias_transposed<T, BIAS>(s, bias, key, query, score.alibi(1.f));
+      BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
+                        tile.sequence, tile.batch, head)
+          .transposed()
+          .add_to(s, key, query, score.alibi(1.f));
     }
     if (masked) apply_mask_transposed(s, tile.sequence, key, query);
 #pragma unroll

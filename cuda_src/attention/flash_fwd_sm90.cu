@@ -12,7 +12,7 @@
 //
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions" and "Tensor copy".
-#include "bias_fragment.cuh"
+#include "bias.cuh"
 #include "dropout.cuh"
 #include "fwd_block_sm90.cuh"
 #include "mask.cuh"
@@ -99,20 +99,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     wg_gemm<T, BLOCK_N / 16>(
         acc_o, p, WgColumnOperand<TileKV>(smem_v + uniform(ring.stage) * TileKV::BYTES, 0), true);
   };
-  // Wider heads and float32 have no registers for it, and at 64 ptxas spills.
-  constexpr bool PREFETCH_BIAS =
-      (BIAS == 1 || BIAS == 2) && (HEAD_DIM == 96 || HEAD_DIM == 128);
-  using Bias = BiasFragment<T, PREFETCH_BIAS ? BIAS : 0, BLOCK_N / 8>;
-  const auto bias_head = [&] {
-    using Element = const BiasElement<T, BIAS>;
-    return BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
-                             tile->sequence, tile->batch, tile->head);
-  };
-  const auto load_bias = [&](auto& bias) {  // generic: without a bias there is nothing to call
-    bias.load(bias_head(), tile->m_begin + warp_row + lane / 4, n * BLOCK_N + lane % 4 * 2);
-  };
-  const auto softmax = [&](float (&s)[BLOCK_N / 8][4], Bias& bias, bool masked,
-                           float (&rescale)[2]) {
+  const auto softmax = [&](float (&s)[BLOCK_N / 8][4], bool masked, float (&rescale)[2]) {
     const int row = tile->m_begin + warp_row + lane / 4;
     const int col = n * BLOCK_N + lane % 4 * 2;
     if constexpr (SOFTCAP) apply_softcap(s, score.to_tanh);
@@ -122,11 +109,10 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
       apply_alibi(s, score.alibi(slope), row, col, tile->sequence.diagonal);
     }
     if constexpr (BIAS != 0) {
-      if constexpr (PREFETCH_BIAS) {
-        bias.add_to(s, bias_head(), row, col, score.alibi(1.f));
-      } else {
-        bias_head().add_to(s, row, col, score.alibi(1.f));
-      }
+      using Element = const BiasElement<T, BIAS>;
+      BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
+                        tile->sequence, tile->batch, tile->head)
+          .add_to(s, row, col, score.alibi(1.f));
     }
     if (masked) apply_mask(s, tile->sequence, row, col);
     state.update(s, score.scale_log2, rescale);
@@ -213,8 +199,6 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     const Ring<KV_STAGES> v_ring = kv_ring;
     kv_ring.advance();
     float s[BLOCK_N / 8][4];
-    Bias bias;
-    if constexpr (PREFETCH_BIAS) load_bias(bias);
     take_turn();
     issue_qk(s);
     issue_pv(v_ring);
@@ -223,7 +207,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     pin(s);
     shared.k.release(kv_ring.stage);
     float rescale[2];
-    softmax(s, bias, masked, rescale);
+    softmax(s, masked, rescale);
     wgmma_wait<0>();
     pin(acc_o);
     shared.v.release(v_ring.stage);
@@ -250,10 +234,8 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     shared.k.release(kv_ring.stage);
     set_zero(acc_o);
     state = RowState();
-    Bias bias;
-    if constexpr (PREFETCH_BIAS) load_bias(bias);
     float rescale[2];
-    softmax(s, bias, n >= inner_end || n < inner_begin, rescale);
+    softmax(s, n >= inner_end || n < inner_begin, rescale);
     wg_pack<T>(p, s);
   };
 

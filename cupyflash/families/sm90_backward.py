@@ -14,7 +14,8 @@ NUM_STAGES = 2  # of Q and dO
 TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128)}
 # The derivative of the softcap, or dropout, needs registers that the widest tile does not leave.
 TILES_ONE = TILES | {64: (64, 128)}
-# Both, or a bias, need more than a warpgroup that owns 128 columns of dK and dV has.
+# Several of them, or a bias beside one, need more than a warpgroup has that owns 128 columns of dK
+# and dV.
 TILES_SEVERAL = {64: (64, 128), 96: (64, 128)}
 
 # head dim: block_m, block_n, groups
@@ -118,7 +119,7 @@ def backward(dtype: str, head_dim: int, features: Features) -> tuple[KernelConfi
         features.softcap, features.alibi, features.bias, features.dropout
     )  # fmt: skip
     tiles = TILES_ONE if softcap or dropout else TILES
-    if bias or (softcap and (alibi or dropout)):
+    if softcap + dropout + bool(bias) > 1 or (softcap and alibi):
         tiles = TILES_SEVERAL
     wide_tiles = WIDE_TILES_SCORE if softcap or bias or dropout else WIDE_TILES
     padded = next(size for size in sorted(tiles | wide_tiles) if size >= head_dim)
