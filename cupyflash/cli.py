@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     narrow("--dtype", choices=DTYPES, default=list(DTYPES), metavar="TYPE", help="|".join(DTYPES))
     names = list(families.FAMILIES)
     narrow("--family", choices=names, default=names, metavar="NAME", help="|".join(names))
-    warm.add_argument("--plain", action="store_true", help="without softcap and ALiBi")
+    warm.add_argument("--plain", action="store_true", help="without softcap, ALiBi and sinks")
     warm.set_defaults(run=_warmup)
 
     cache = commands.add_parser("cache", help="show or clear the cache of compiled kernels")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from . import jit
 from .families import FAMILIES
+from .families.preprocess import FlashBwdSinks
 from .jit import compiler
 from .kernel_config import ITEM_SIZE, Access, Features, KernelConfig
 
@@ -32,7 +33,7 @@ def warmup(
         head_dims: multiples of 8 up to 256.
         dtypes: of "float16", "bfloat16" and "float32".
         families: of "sm90", "sm80" and "simt".
-        plain: without softcap and ALiBi.
+        plain: without softcap, ALiBi and sinks.
         jobs: processes; default one a core. A script must call this under
             ``if __name__ == "__main__"``.
         progress: show a progress bar on stderr.
@@ -84,3 +85,5 @@ def _configurations(
             yield from family.PACKED
         if supports(backward=True):
             yield from family.backward(*problem)
+            if not plain:
+                yield FlashBwdSinks()

@@ -13,7 +13,7 @@
 #include "tile_order.cuh"
 
 template <typename T, int HEAD_DIM, int BLOCK_M, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT>
-__global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && !DROPOUT ? 3 : 2)
+__global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !DROPOUT ? 3 : 2)
     flash_fwd_simt(const FlashFwdParams params) {
   constexpr int ROWS = BLOCK_M / 8;
   constexpr int BLOCK_N = SCORE_COLUMNS;

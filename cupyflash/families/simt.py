@@ -112,9 +112,9 @@ def supports(
 def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSimt:
     """The forward kernel; the same for every GPU."""
     padded = _padded(head_dim)
-    # 16-bit loads take a few registers more, and 64 rows x 256 columns leave none; 64 x 192 none for
-    # dropout.
-    widest = 128 if features.dropout else 256 if dtype == "float32" else 192
+    # 16-bit loads take a few registers more, and 64 rows x 256 columns leave none; nor do 64 x 128
+    # for a bias or dropout.
+    widest = 64 if features.bias or features.dropout else 256 if dtype == "float32" else 192
     block_m = 64 if padded <= widest else 32
     return FlashFwdSimt(dtype, padded, block_m, *_switches(features))
 

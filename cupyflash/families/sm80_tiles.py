@@ -109,8 +109,8 @@ FORWARD_TILES_BIAS = {
     },
     "turing": FORWARD_TILES["turing"] | {96: (64, 48, 4)},
 }
-FORWARD_TILES_BIAS["small"] = FORWARD_TILES_BIAS["large"] | {96: (128, 64, 4), 256: (128, 32, 8)}
-FORWARD_TILES_BIAS["sm100"] = FORWARD_TILES_BIAS["large"] | {32: (128, 96, 4), 96: (128, 64, 4)}
+FORWARD_TILES_BIAS["small"] = FORWARD_TILES_BIAS["large"] | {256: (128, 32, 8)}
+FORWARD_TILES_BIAS["sm100"] = FORWARD_TILES_BIAS["large"] | {32: (128, 96, 4)}
 FORWARD_TILES_BIAS["sm120"] = FORWARD_TILES_BIAS["small"] | {32: (128, 96, 4)}
 BACKWARD_TILES_BIAS = {
     "large": BACKWARD_TILES["large"] | BACKWARD_TILES_SCORE | {32: (64, 128, 8, 2)},
