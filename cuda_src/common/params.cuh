@@ -117,7 +117,8 @@ struct PackedTile {
 
 // sm_90: tensor maps of (head_dim, rows, heads, batch) in front; packed sequences are a batch of
 // one there. Where sequences have lengths of their own, each has maps of its own in sequence_maps
-// [map][batch], and packed_tiles lists the tiles of a head (see tile_order.cuh); else both are null.
+// [map][batch], and packed_tiles lists the tiles of a head (see tile_order.cuh); else both are
+// null.
 struct alignas(64) FlashFwdSm90Params {
   TensorMap q_map;
   TensorMap k_map;
