@@ -107,7 +107,7 @@ FORWARD_TILES_BIAS = {
         192: (128, 64, 8),
         256: (128, 64, 8),
     },
-    "turing": FORWARD_TILES["turing"] | {96: (64, 48, 4)},
+    "turing": FORWARD_TILES["turing"] | {64: (64, 48, 4), 96: (64, 48, 4)},
 }
 FORWARD_TILES_BIAS["small"] = FORWARD_TILES_BIAS["large"] | {256: (128, 32, 8)}
 FORWARD_TILES_BIAS["sm100"] = FORWARD_TILES_BIAS["large"] | {32: (128, 96, 4)}
