@@ -74,7 +74,7 @@ def _configurations(
     for name, dtype, head_dim, feature in itertools.product(families, dtypes, head_dims, features):
         family, problem = FAMILIES[name], (dtype, head_dim, feature, capability)
         if family.supports(dtype, head_dim, Access.TENSOR_MAP, capability, backward=False):
-            yield family.forward(*problem)
+            yield from family.forward(*problem).with_splits()
             yield from family.PACKED
         if family.supports(dtype, head_dim, Access.TENSOR_MAP, capability, backward=True):
             yield from family.backward(*problem)

@@ -165,8 +165,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     switches = (False, True)
     all_features = [Features(*values) for values in itertools.product(switches, repeat=4)]
     for problem in itertools.product(DTYPES, FORWARD_TILES, all_features, [capability]):
-        plain = forward(*problem)
-        kernels = (plain, plain.split_keys(), plain.combine, *backward(*problem))
+        kernels = (*forward(*problem).with_splits(), *backward(*problem))
         yield from (config for config in kernels if config not in seen)
         seen.update(kernels)
 
