@@ -85,6 +85,10 @@ class KernelConfig:
         """Dynamic shared memory of a block in bytes."""
         return getattr(self, "smem_bytes", 0)
 
+    def with_splits(self) -> "tuple[KernelConfig, ...]":
+        """This one, and what takes its place where blocks share the keys of a tile."""
+        return (self, self.split_keys(), self.combine) if self.combine else (self,)
+
     @property
     def boxes(self) -> dict[str, int]:
         """Rows of a box of each tensor map, in the order of the maps in front of ``params``."""

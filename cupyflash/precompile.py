@@ -81,7 +81,7 @@ def _configurations(
             family.supports, dtype, head_dim, Access.TENSOR_MAP, feature, capability
         )
         if supports(backward=False):
-            yield family.forward(*problem)
+            yield from family.forward(*problem).with_splits()
             yield from family.PACKED
         if supports(backward=True):
             yield from family.backward(*problem)

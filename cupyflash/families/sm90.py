@@ -184,8 +184,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     values = itertools.product(both, both, both, both, range(4), both)
     all_features = [Features(*x) for x in values]
     for problem in itertools.product(DTYPES, FORWARD_TILES, all_features, [capability]):
-        plain = forward(*problem)
-        kernels = (plain, plain.split_keys(), plain.combine, *backward(*problem))
+        kernels = (*forward(*problem).with_splits(), *backward(*problem))
         yield from (config for config in kernels if config not in seen)
         seen.update(kernels)
 
