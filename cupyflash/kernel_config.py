@@ -32,7 +32,6 @@ class Features(NamedTuple):
         masked: some query does not see every key, because of a causal mask or a window.
         short: no sequence has more than `SHORT` queries.
         bias: 0 for none, 1 in the dtype of q, 2 bool, 3 float32.
-        extras: any of bias, dropout, sinks and lengths.
     """
 
     softcap: bool = False
@@ -41,7 +40,6 @@ class Features(NamedTuple):
     short: bool = False
     bias: int = 0
     dropout: bool = False
-    extras: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Problem:
     def features(self) -> Features:
         """What the kernels need beside plain attention."""
         shape = self.shape
-        extras, dropout = self.extras, shape.dropout_threshold > 0
+        extras = self.extras
         masked = min(shape.window_left, shape.window_right) < shape.seqlen_q + shape.seqlen_k
         return Features(
             softcap=shape.softcap > 0,
@@ -78,8 +78,7 @@ class Problem:
             masked=masked,
             short=shape.seqlen_q <= SHORT,
             bias=extras.bias_kind(self.dtype),
-            dropout=dropout,
-            extras=dropout or extras.bias is not None or extras.sinks or extras.lengths,
+            dropout=shape.dropout_threshold > 0,
         )
 
     @property

@@ -44,11 +44,6 @@ class Backend:
         """The tensor-core families load 16 bytes at a time."""
         return self.family in ("sm90", "sm80")
 
-    @property
-    def extras(self) -> bool:
-        """Whether it has bias, dropout, sinks and lengths."""
-        return True
-
     def array(self, values: numpy.ndarray, dtype: str | None = None) -> Any:
         """An array of the backend, float values in ``dtype``, others as they are."""
         if dtype is None:

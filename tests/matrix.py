@@ -104,9 +104,9 @@ def factors(backend: Backend) -> dict[str, list]:
         "softcap": [0.0, 5.0],
         "alibi": [0, 1, 2],
         "layout": ["bshd", "bhsd"],
-        "bias": ["", *BIASES] if backend.extras else [""],
-        "sinks": [False, True] if backend.extras else [False],
-        "dropout": [0.0, 0.2] if backend.extras else [0.0],
+        "bias": ["", *BIASES],
+        "sinks": [False, True],
+        "dropout": [0.0, 0.2],
         "storage": [x for x in STORAGES if x != "unaligned" or not backend.aligned_only],
     }
 

@@ -4,7 +4,7 @@ import itertools
 
 import numpy
 import pytest
-from matrix import select
+from matrix import each, select
 from passes import forward_backward
 
 import cupyflash
@@ -20,12 +20,6 @@ SHAPES = [
     for shape in itertools.product(*((1, size) for size in WHOLE[4 - rank :]))
 ]
 DTYPES = ("q", "float32", "bool")
-
-
-def each(library=None, device=None):
-    """Parametrises a test over the backends that have a bias."""
-    backends = [backend for backend in select(library, device) if backend.extras]
-    return pytest.mark.parametrize("backend", backends, indirect=True, ids=lambda x: x.name)
 
 
 def problem(backend, dtype=None, **shape):

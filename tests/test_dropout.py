@@ -2,7 +2,7 @@
 
 import numpy
 import pytest
-from matrix import select
+from matrix import each
 from passes import forward_backward
 
 import cupyflash
@@ -13,12 +13,6 @@ SEED = 2**41 + 12345
 # Standard deviations that a count may be off: one in 500 million fails by chance, and the seeds are
 # fixed, so a test that passes once passes always.
 SIGMAS = 6
-
-
-def each(library=None, device=None):
-    """Parametrises a test over the backends that have dropout."""
-    backends = [backend for backend in select(library, device) if backend.extras]
-    return pytest.mark.parametrize("backend", backends, indirect=True, ids=lambda x: x.name)
 
 
 def threshold(p):

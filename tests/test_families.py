@@ -8,7 +8,7 @@ from cupyflash.kernel_config import Access, Features
 MAPPED, VECTOR, ELEMENT = Access.TENSOR_MAP, Access.VECTOR, Access.ELEMENT
 
 
-PLAIN, EXTRAS = Features(), Features(extras=True)
+PLAIN = Features()
 
 
 def chosen(
@@ -52,14 +52,6 @@ def test_turing_has_float16_only():
     assert chosen("bfloat16", capability=(7, 5)) == "simt"
     assert chosen("float16", 256, capability=(7, 5)) == "sm80"
     assert chosen("float16", 256, capability=(7, 5), backward=True) == "simt"
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_extras_do_not_run_on_sm90(backward):
-    assert chosen("float16", features=EXTRAS, backward=backward) == "sm80"
-    assert chosen("float32", features=EXTRAS, backward=backward) == "simt"
-    with pytest.raises(NotImplementedError, match="^f: the kernel family sm90 .*sinks or lengths"):
-        chosen("float16", forced="sm90", features=EXTRAS, backward=backward)
 
 
 def test_unsupported_gpu():

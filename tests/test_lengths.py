@@ -2,7 +2,7 @@
 
 import numpy
 import pytest
-from matrix import select
+from matrix import each
 from passes import forward_backward
 
 import cupyflash
@@ -15,12 +15,6 @@ LENGTHS = {
     "queries": ([150, 1, 77, 0, 64], None),
     "keys": (None, [3, 200, 64, 90, 0]),
 }
-
-
-def each(library=None, device=None):
-    """Parametrises a test over the backends that have lengths."""
-    backends = [backend for backend in select(library, device) if backend.extras]
-    return pytest.mark.parametrize("backend", backends, indirect=True, ids=lambda x: x.name)
 
 
 def problem(backend, lengths, layout="bshd", dtype=None):

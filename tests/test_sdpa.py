@@ -5,7 +5,7 @@ import itertools
 
 import numpy
 import pytest
-from matrix import each, select
+from matrix import each
 
 import cupyflash
 from cupyflash.testing import expected, to_float64
@@ -19,12 +19,6 @@ MASKS = [
     for ones in itertools.product([False, True], repeat=4)
 ]
 MASKS += [FULL[1:], FULL[2:], FULL[3:], ()]
-
-
-def each_with_masks():
-    """Parametrises a test over torch's backends that have a mask and dropout."""
-    backends = [backend for backend in select("torch") if backend.extras]
-    return pytest.mark.parametrize("backend", backends, indirect=True, ids=lambda x: x.name)
 
 
 def make_mask(backend, shape, dtype):
@@ -72,7 +66,7 @@ def check(inputs, mask=None, is_causal=False, **options):
     tolerance.check(**dict(zip(RESULTS, found)))
 
 
-@each_with_masks()
+@each(library="torch")
 @pytest.mark.parametrize("dtype", ["bool", "float32"])
 @pytest.mark.parametrize("shape", MASKS, ids=str)
 def test_masks(backend, shape, dtype):
@@ -80,7 +74,7 @@ def test_masks(backend, shape, dtype):
     check(inputs, make_mask(backend, shape, dtype))
 
 
-@each_with_masks()
+@each(library="torch")
 def test_mask_of_the_dtype_of_the_query(backend):
     inputs = backend.inputs("float16", **SHAPE)
     check(inputs, make_mask(backend, (4, 20, 27), "float16"))
@@ -93,13 +87,13 @@ def test_causal_starts_at_the_top_left(backend, lengths):
     check(inputs, is_causal=True)
 
 
-@each_with_masks()
+@each(library="torch")
 def test_grouped_queries_and_scale(backend):
     inputs = backend.inputs("float16", **SHAPE, heads_q=6, heads_kv=2)
     check(inputs, make_mask(backend, (6, 20, 27), "bool"), enable_gqa=True, scale=0.3)
 
 
-@each_with_masks()
+@each(library="torch")
 @pytest.mark.parametrize("storage", ["transposed", "packed", "padded"])
 def test_strides(backend, storage):
     import torch
@@ -114,7 +108,7 @@ def test_strides(backend, storage):
     assert torch.equal(columns, rows)
 
 
-@each_with_masks()
+@each(library="torch")
 @pytest.mark.parametrize(
     ("axes", "mask"),
     [((), ()), ((), (20, 27)), ((4,), (4, 20, 27)), ((4,), (1, 27)), ((3, 2, 4), (20, 27))]
@@ -138,7 +132,7 @@ def test_any_number_of_axes(backend, axes, mask):
     assert (same.reshape(q.shape) == out).all()
 
 
-@each_with_masks()
+@each(library="torch")
 def test_a_row_without_a_key_gives_zero(backend):
     inputs = backend.inputs("float16", **SHAPE)
     mask = make_mask(backend, FULL, "bool")
@@ -152,7 +146,7 @@ def test_a_row_without_a_key_gives_zero(backend):
     assert all(x.isfinite().all() for x in (out, dq, dk, dv))
 
 
-@each_with_masks()
+@each(library="torch")
 def test_dropout_follows_the_generator(backend):
     import torch
 

@@ -2,19 +2,13 @@
 
 import numpy
 import pytest
-from matrix import select
+from matrix import each
 from passes import forward_backward
 
 import cupyflash
 from cupyflash import dispatch
 from cupyflash.extras import Extras
 from cupyflash.testing import expected, to_float64
-
-
-def each(library=None, device=None):
-    """Parametrises a test over the backends that have sinks."""
-    backends = [backend for backend in select(library, device) if backend.extras]
-    return pytest.mark.parametrize("backend", backends, indirect=True, ids=lambda x: x.name)
 
 
 def make_sinks(backend, heads=4, dtype="float32", factor=1.0):

@@ -87,8 +87,6 @@ def test_compiled_sdpa(backend):
 def test_compiled_gradients_of_bias_and_sinks(backend):
     import torch
 
-    if not backend.extras:
-        pytest.skip("no bias, dropout and sinks in this family")
     inputs = backend.inputs("float32" if not backend.gpu else "float16", seqlen_q=20)
     learned = [
         torch.randn(shape, device=backend.device, requires_grad=True) for shape in [(20, 20), (4,)]
@@ -111,8 +109,6 @@ def test_compiled_gradients_of_bias_and_sinks(backend):
 def test_compiled_dropout_has_the_mask_of_eager(backend, seed):
     import torch
 
-    if not backend.extras:
-        pytest.skip("no bias, dropout and sinks in this family")
     inputs = backend.inputs("float16", seqlen_q=40)
 
     def function(q, k, v):

@@ -15,8 +15,6 @@ def test_vmap(backend, extra):
     """Over q and v, along different axes, with one k for all."""
     import torch
 
-    if extra not in (None, "alibi_slopes") and not backend.extras:
-        pytest.skip("no bias and lengths in this family")
     device = backend.device
     inputs = backend.inputs("float16", batch=6, seqlen_q=20, seqlen_k=27, heads_q=4, heads_kv=2)
     q, k, v = (x.unflatten(0, (3, 2)) for x in (inputs.q, inputs.k, inputs.v))

@@ -138,8 +138,6 @@ def test_grouped_queries(backend, calls):
 @each(library="torch")
 def test_dropout(backend, calls):
     """Of torch's generator; the mask of the backward is that of the forward."""
-    if not backend.extras:
-        pytest.skip("no dropout in this family")
     inputs = backend.inputs(HALF, seqlen_q=60, layout="bhsd")
     qkv = inputs.q, inputs.k, inputs.v
     with active(backend):

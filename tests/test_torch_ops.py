@@ -30,11 +30,6 @@ def results(function, inputs, *qkv):
     return dict(zip(RESULTS, (out, *torch.autograd.grad(out, qkv, inputs.dout))))
 
 
-def needs_extras(backend):
-    if not backend.extras:
-        pytest.skip("no bias, dropout, sinks and lengths in this family")
-
-
 def operator_case(backend, name):
     """(tensors, options and optional arrays) for both operators."""
     import torch
@@ -90,8 +85,6 @@ def test_opcheck(backend, name):
 
     from cupyflash import torch_ops  # noqa: F401, defines the operators
 
-    if name in ("bias and sinks", "mask", "dropout", "lengths"):
-        needs_extras(backend)
     inputs, options, extras = operator_case(backend, name)
     arguments = flat(options, extras)
     forward, backward = torch.ops.cupyflash.attention, torch.ops.cupyflash.attention_backward
@@ -157,7 +150,6 @@ def test_checkpoint_repeats_the_dropout(backend, use_reentrant):
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    needs_extras(backend)
     inputs = backend.inputs("float16", seqlen_q=40)
 
     def function(q, k, v):

@@ -44,9 +44,7 @@ def choose(
     for family in candidates.values():
         if family and family.supports(*problem, backward=backward):
             return family
-    extras = "bias, dropout, sinks or lengths, " if features.extras else ""
-    got = f"{dtype}, head_dim {head_dim}, {_ACCESS[access]}, {extras}"
-    got += f"compute capability {capability}"
+    got = f"{dtype}, head_dim {head_dim}, {_ACCESS[access]}, compute capability {capability}"
     if forced:
         raise NotImplementedError(
             f"{function}: the kernel family {forced} (CUPYFLASH_FAMILY) does not support {got}"
