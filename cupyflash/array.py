@@ -6,6 +6,7 @@ are allocated by the caller's own allocator, on the caller's device and stream.
 
 import contextlib
 import functools
+import math
 import sys
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ class NumpyLibrary:
     def on_cpu(self, x: Array) -> bool:
         return True
 
-    def wants_gradient(self, q: Array, k: Array, v: Array) -> bool:
+    def wants_gradient(self, *arrays: Array) -> bool:
         return False
 
     def to_numpy(self, x: Array) -> numpy.ndarray:
@@ -50,6 +51,13 @@ class NumpyLibrary:
 
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
+
+    def device(self, x: Array) -> int:
+        return -1
+
+    def put(self, x: numpy.ndarray, like: Array) -> Array:
+        """A NumPy array in this library, on the device of ``like``."""
+        return x
 
 
 class CupyLibrary:
@@ -67,7 +75,7 @@ class CupyLibrary:
     def on_cpu(self, x: Array) -> bool:
         return False
 
-    def wants_gradient(self, q: Array, k: Array, v: Array) -> bool:
+    def wants_gradient(self, *arrays: Array) -> bool:
         return False
 
     def pointer(self, x: Array) -> int:
@@ -79,6 +87,12 @@ class CupyLibrary:
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], like: Array) -> Array:
         """Uninitialised, dtype and device of ``like``; CuPy allocates C order, whatever strides."""
         return sys.modules["cupy"].ndarray(shape, like.dtype)
+
+    def empty_strided(self, shape: tuple[int, ...], strides: tuple[int, ...], like: Array) -> Array:
+        """`empty` with these strides (in elements) of a dense array."""
+        cupy, item = sys.modules["cupy"], like.itemsize
+        memory = cupy.cuda.alloc(math.prod(shape) * item)
+        return cupy.ndarray(shape, like.dtype, memory, tuple(item * step for step in strides))
 
     def empty_float32(self, shape: tuple[int, ...], like: Array) -> Array:
         return sys.modules["cupy"].ndarray(shape, numpy.float32)
@@ -97,6 +111,17 @@ class CupyLibrary:
 
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
+
+    def device(self, x: Array) -> int:
+        return x.data.device_id
+
+    def put(self, x: numpy.ndarray, like: Array) -> Array:
+        """A NumPy array on the device of ``like``, ready for every stream."""
+        cupy = sys.modules["cupy"]
+        with like.device:
+            result = cupy.asarray(x)
+            cupy.cuda.get_current_stream().synchronize()
+        return result
 
 
 class TorchLibrary:
@@ -119,9 +144,11 @@ class TorchLibrary:
     def on_cpu(self, x: Array) -> bool:
         return not x.is_cuda
 
-    def wants_gradient(self, q: Array, k: Array, v: Array) -> bool:
-        some = q.requires_grad or k.requires_grad or v.requires_grad
-        return some and self.torch.is_grad_enabled()
+    def wants_gradient(self, *arrays: Array) -> bool:
+        for x in arrays:
+            if x.requires_grad:
+                return self.torch.is_grad_enabled()
+        return False
 
     def to_numpy(self, x: Array) -> numpy.ndarray:
         """A view; a copy in float32 of bfloat16, which NumPy does not have."""
@@ -143,6 +170,8 @@ class TorchLibrary:
         if like.stride() == strides:
             return self.torch.empty_like(like)  # the same result in half the time
         return self.torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+
+    empty_strided = empty
 
     def empty_float32(self, shape: tuple[int, ...], like: Array) -> Array:
         return self.torch.empty(shape, dtype=self.torch.float32, device=like.device)
@@ -169,6 +198,13 @@ class TorchLibrary:
 
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
+
+    def device(self, x: Array) -> int:
+        return x.get_device()
+
+    def put(self, x: numpy.ndarray, like: Array) -> Array:
+        """A NumPy array on the device of ``like``; ready for every stream, as ``to`` waits."""
+        return self.torch.from_numpy(x).to(like.device)
 
 
 class RawStream(NamedTuple):

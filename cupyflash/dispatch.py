@@ -82,7 +82,7 @@ def forward_without_gradient(
         access = problem.access(0 if aligned else 1)
         view = library.view(q)
         plan = ForwardPlan(function, problem, access, library, view, Options(*options))
-        _keep(_forward_plans, key, plan)
+        keep(_forward_plans, key, plan)
     return plan(q, q_, k_, v_, *extra_pointers, need_lse)
 
 
@@ -128,7 +128,7 @@ def backward(
         plan = BackwardPlan(
             function, problem, access, library, views, Options(*options), deterministic
         )
-        _keep(_backward_plans, key, plan)
+        keep(_backward_plans, key, plan)
     lse = library.contiguous(lse)
     return plan(dout, q, k, v, out, lse, *extra_pointers)
 
@@ -156,7 +156,8 @@ def _checked(
     return problem
 
 
-def _keep(plans: dict[tuple, Any], key: tuple, plan: Any) -> None:
+def keep(plans: dict[tuple, Any], key: tuple, plan: Any) -> None:
+    """Put a plan into a cache of at most `MAX_PLANS`."""
     if len(plans) >= MAX_PLANS:
         plans.clear()
     plans[key] = plan

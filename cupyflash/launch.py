@@ -184,7 +184,7 @@ class BackwardPlan(Plan):
 
 
 class Launch:
-    """One kernel with its grid and all of its parameters but the leading pointers.
+    """One kernel with its grid and all of its parameters but the leading ones of each call.
 
     Attributes:
         workspace_size: floats of memory that a call needs besides.
@@ -192,12 +192,14 @@ class Launch:
 
     workspace_size = 0
 
-    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
-        self.function = jit.load(config, problem.device)
-        self.grid = (config.grid(problem.shape),)
+    def __init__(
+        self, config: KernelConfig, device: int, grid: int, params: ctypes.Structure
+    ) -> None:
+        self.function = jit.load(config, device)
+        self.grid = (grid,)
         self.block = (config.threads,)
         self.shared_memory = config.shared_memory
-        num_pointers = len(_pointer_names(params))
+        num_pointers = len(_call_fields(params))
         self.pack = struct.Struct(f"{num_pointers}Q").pack
         self.tail = bytes(params)[8 * num_pointers :]
         self.dtype = numpy.dtype((numpy.void, ctypes.sizeof(config.params)))
@@ -218,8 +220,8 @@ class TensorMapLaunch(Launch):
     """
 
     def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
-        super().__init__(config, problem, params)
-        names = _pointer_names(params)
+        super().__init__(config, problem.device, config.grid(problem.shape), params)
+        names = _call_fields(params)
         self.mapped = operator.itemgetter(*(names.index(name) for name in config.boxes))
         maps = [
             tensor_map(problem, name, getattr(params, f"{name}_strides"), rows)
@@ -229,7 +231,8 @@ class TensorMapLaunch(Launch):
         base, size = config.params.base, ctypes.sizeof(config.params)
         self.end = bytes(size - base.offset - base.size - len(NULL))  # after sequence_maps
         if problem.total_q is not None:
-            self.sequence_maps = Launch(SEQUENCE_MAPS, problem, params)
+            blocks = SEQUENCE_MAPS.grid(problem.shape)
+            self.sequence_maps = Launch(SEQUENCE_MAPS, problem.device, blocks, params)
             size = ctypes.sizeof(SEQUENCE_MAPS.params) - len(maps) * ctypes.sizeof(TensorMap)
             self.pack_sequences = struct.Struct(f"3Q{size - 24}x").pack
             self.cu_seqlens = operator.itemgetter(
@@ -256,9 +259,9 @@ class PersistentLaunch(TensorMapLaunch):
     def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
         super().__init__(config, problem, params)
         (tiles,) = self.grid
-        multiprocessors = _multiprocessors(problem.device)
-        self.grid = (min(tiles, multiprocessors),)
-        self.counters = tile_counters(problem.device) if tiles > multiprocessors else None
+        at_once = multiprocessors(problem.device)
+        self.grid = (min(tiles, at_once),)
+        self.counters = tile_counters(problem.device) if tiles > at_once else None
         self.end = self.end[len(NULL) :]
 
     def rest(self, stream: Any) -> bytes:
@@ -267,8 +270,11 @@ class PersistentLaunch(TensorMapLaunch):
 
 
 def _launch(config: KernelConfig, problem: Problem, params: ctypes.Structure) -> Launch:
-    kind = PersistentLaunch if config.persistent else TensorMapLaunch if config.boxes else Launch
-    return kind(config, problem, params)
+    if config.persistent:
+        return PersistentLaunch(config, problem, params)
+    if config.boxes:
+        return TensorMapLaunch(config, problem, params)
+    return Launch(config, problem.device, config.grid(problem.shape), params)
 
 
 def _workspace(launch: Launch, library: Any, like: Array) -> Array | None:
@@ -276,9 +282,9 @@ def _workspace(launch: Launch, library: Any, like: Array) -> Array | None:
     return library.empty_float32((size,), like) if size else None
 
 
-def _pointer_names(params: ctypes.Structure) -> list[str]:
-    """The leading fields, which a call fills in."""
-    return [name for name, kind in params._fields_ if kind is ctypes.c_void_p]
+def _call_fields(params: ctypes.Structure) -> list[str]:
+    """The leading fields, which a call fills in: pointers, and numbers that change with it."""
+    return [name for name, kind in params._fields_ if kind in (ctypes.c_void_p, ctypes.c_uint64)]
 
 
 def _family(
@@ -302,7 +308,7 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
     import cupy
 
     return cupy.cuda.Device(device).attributes["MultiProcessorCount"]

@@ -179,7 +179,7 @@ def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
     arguments = []
     function = lambda grid, block, args, memory, stream: arguments.append((grid, block, args[0]))
     monkeypatch.setattr(launch.jit, "load", lambda config, device: function)
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 7)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 7)
     monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: b"\5" + bytes(7))
     config = sm90.forward("float16", 64, Features(False, False), (9, 0))
     call = problem(view(2, 200, 4, 64))
