@@ -4,6 +4,7 @@ See https://arxiv.org/abs/2307.08691 for the algorithm and README.md for what ru
 """
 
 from .attention import attention, attention_backward
+from .diffusion import DiffusionSampler
 from .flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -12,20 +13,32 @@ from .flash_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .group_norm import group_norm, group_norm_backward
+from .norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from .precompile import warmup
+from .schedule import beta_schedule, timestep_embeddings
 from .sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DiffusionSampler",
     "attention",
     "attention_backward",
+    "beta_schedule",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "group_norm",
+    "group_norm_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "rms_norm",
+    "rms_norm_backward",
     "scaled_dot_product_attention",
+    "timestep_embeddings",
     "warmup",
 ]

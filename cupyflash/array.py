@@ -6,6 +6,7 @@ are allocated by the caller's own allocator, on the caller's device and stream.
 
 import contextlib
 import functools
+import math
 import sys
 from typing import Any, NamedTuple
 
@@ -50,7 +51,12 @@ class NumpyLibrary:
     def to_numpy(self, x: Array) -> numpy.ndarray:
         return x
 
-    def from_numpy(self, x: numpy.ndarray, like: Array | None = None) -> Array:
+    def from_numpy(
+        self,
+        x: numpy.ndarray,
+        like: Array | None = None,
+        strides: tuple[int, ...] | None = None,
+    ) -> Array:
         return x
 
     def to_list(self, x: Array) -> list[int]:
@@ -63,6 +69,13 @@ class NumpyLibrary:
     def random_seed(self, like: Array) -> Array:
         """The same with a value from the library's generator."""
         return numpy.random.randint(SEEDS, size=1, dtype=numpy.int64)
+
+    def device(self, x: Array) -> int:
+        return -1
+
+    def put(self, x: numpy.ndarray, like: Array) -> Array:
+        """A NumPy array in this library, on the device of ``like``."""
+        return x
 
 
 class CupyLibrary:
@@ -95,6 +108,12 @@ class CupyLibrary:
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], like: Array) -> Array:
         """Uninitialised, dtype and device of ``like``; CuPy allocates C order, whatever strides."""
         return sys.modules["cupy"].ndarray(shape, like.dtype)
+
+    def empty_strided(self, shape: tuple[int, ...], strides: tuple[int, ...], like: Array) -> Array:
+        """`empty` with these strides (in elements) of a dense array."""
+        cupy, item = sys.modules["cupy"], like.itemsize
+        memory = cupy.cuda.alloc(math.prod(shape) * item)
+        return cupy.ndarray(shape, like.dtype, memory, tuple(item * step for step in strides))
 
     def empty_float32(self, shape: tuple[int, ...], like: Array) -> Array:
         return sys.modules["cupy"].ndarray(shape, numpy.float32)
@@ -129,6 +148,17 @@ class CupyLibrary:
 
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
+
+    def device(self, x: Array) -> int:
+        return x.data.device_id
+
+    def put(self, x: numpy.ndarray, like: Array) -> Array:
+        """A NumPy array on the device of ``like``, ready for every stream."""
+        cupy = sys.modules["cupy"]
+        with like.device:
+            result = cupy.asarray(x)
+            cupy.cuda.get_current_stream().synchronize()
+        return result
 
 
 class TorchLibrary:
@@ -170,22 +200,28 @@ class TorchLibrary:
             or x.is_meta
         )
 
-    def wants_gradient(self, q: Array, k: Array, v: Array, *more: Array) -> bool:
-        some = q.requires_grad or k.requires_grad or v.requires_grad
-        some = some or (more and any(x.requires_grad for x in more))
-        return bool(some) and self.torch.is_grad_enabled()
+    def wants_gradient(self, *arrays: Array) -> bool:
+        for x in arrays:
+            if x.requires_grad:
+                return self.torch.is_grad_enabled()
+        return False
 
     def to_numpy(self, x: Array) -> numpy.ndarray:
         """A view; a copy in float32 of bfloat16, which NumPy does not have."""
         x = x.detach()
         return (x.float() if x.dtype == self.torch.bfloat16 else x).numpy()
 
-    def from_numpy(self, x: numpy.ndarray, like: Array | None = None) -> Array:
+    def from_numpy(
+        self,
+        x: numpy.ndarray,
+        like: Array | None = None,
+        strides: tuple[int, ...] | None = None,
+    ) -> Array:
         """In the dtype of ``like``, with the strides that a GPU's result would have."""
         result = self.torch.from_numpy(x)
         if like is None:
             return result
-        strides = self.strides_of_empty(x.shape, self.view(like))
+        strides = strides or self.strides_of_empty(x.shape, self.view(like))
         return self.empty(x.shape, strides, like).copy_(result)
 
     def pointer(self, x: Array) -> int:
@@ -199,6 +235,8 @@ class TorchLibrary:
         if like.stride() == strides:
             return self.torch.empty_like(like)  # the same result in half the time
         return self.torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+
+    empty_strided = empty
 
     def empty_float32(self, shape: tuple[int, ...], like: Array) -> Array:
         return self.torch.empty(shape, dtype=self.torch.float32, device=like.device)
@@ -243,6 +281,13 @@ class TorchLibrary:
 
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
+
+    def device(self, x: Array) -> int:
+        return x.get_device()
+
+    def put(self, x: numpy.ndarray, like: Array) -> Array:
+        """A NumPy array on the device of ``like``; ready for every stream, as ``to`` waits."""
+        return self.torch.from_numpy(x).to(like.device)
 
 
 class RawStream(NamedTuple):

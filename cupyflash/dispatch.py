@@ -11,8 +11,8 @@ import numpy
 
 from . import cpu, environment
 from .array import Array, from_foreign, library_of, to_foreign
+from .attention_plan import BackwardPlan, ForwardPlan
 from .extras import NO_EXTRAS, NO_POINTERS, Extras, Gradients
-from .launch import BackwardPlan, ForwardPlan
 from .problem import (
     Options,
     Problem,
@@ -102,7 +102,7 @@ def forward_without_gradient(
         access = problem.access(0 if aligned else 1)
         view = library.view(q)
         plan = ForwardPlan(function, problem, access, library, view, Options(*options))
-        _keep(_forward_plans, key, plan)
+        keep(_forward_plans, key, plan)
     return plan(q, q_, k_, v_, extra_pointers, need_lse)
 
 
@@ -157,7 +157,7 @@ def backward(
         plan = BackwardPlan(
             function, problem, access, library, views, Options(*options), deterministic, bias_grad
         )
-        _keep(_backward_plans, key, plan)
+        keep(_backward_plans, key, plan)
     lse = library.contiguous(lse)
     dq, dk, dv, dbias, dsinks = plan(dout, q, k, v, out, lse, extra_pointers)
     if dbias is not None:
@@ -218,7 +218,8 @@ def _checked(
     return problem
 
 
-def _keep(plans: dict[tuple, Any], key: tuple, plan: Any) -> None:
+def keep(plans: dict[tuple, Any], key: tuple, plan: Any) -> None:
+    """Put a plan into a cache of at most `MAX_PLANS`."""
     if len(plans) >= MAX_PLANS:
         plans.clear()
     plans[key] = plan

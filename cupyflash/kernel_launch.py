@@ -1,46 +1,39 @@
-"""One kernel, ready to be launched: everything but the pointers of a call is prepared.
-
-`Launch` is any kernel. `PersistentLaunch` is one of sm_90, with tensor maps in front of its
-argument, a counter of tiles, and a small kernel before it where sequences have lengths of their
-own. `SplitLaunch`
-shares the keys of a tile out over blocks and adds a kernel that combines what they have found.
-"""
+"""One kernel, ready to be launched: everything but what differs between calls is prepared."""
 
 import ctypes
 import functools
-import math
-import operator
 import struct
 from typing import Any
 
 import numpy
 
 from . import jit
-from .families.sm90 import MAX_SPLITS, SEQUENCE_MAPS
+from .jit import compiler
 from .kernel_config import KernelConfig
-from .params import PackedTile, SequenceMapsParams, TensorMap
-from .problem import Problem
-from .tensor_map import TensorMaps, tensor_map
-from .tile_counter import NULL, tile_counters
-
-MIN_SPLIT_KEYS = 256  # of a block: two or more key tiles of any head dim
-pack_two = struct.Struct("2Q").pack
-pack_four = struct.Struct("4Q").pack
-NO_SEQUENCES = pack_two(0, 0)
 
 
-def prepare(config: KernelConfig, problem: Problem, params: ctypes.Structure) -> "Launch":
-    """The launch of a configuration."""
-    if not config.persistent:
-        return Launch(config, problem, params)
-    splits = num_splits(config, problem)
-    if splits > 1:
-        return SplitLaunch(config, problem, params, splits)
-    return PersistentLaunch(config, problem, params)
+class Plan:
+    """A plan runs with the device of its arrays as the current one, whatever is current outside."""
+
+    def __init__(self, device: int) -> None:
+        compiler.nvrtc()  # the error that names the pip line, where CuPy or NVRTC is missing
+        import cupy
+
+        self.device_id, self.device = device, cupy.cuda.Device(device)
+        self.current_device = cupy.cuda.runtime.getDevice
+
+    def __call__(self, *arguments: Any) -> tuple:
+        if self.current_device() == self.device_id:
+            return self.run(*arguments)
+        with self.device:
+            return self.run(*arguments)
+
+    def run(self, *arguments: Any) -> tuple:
+        raise NotImplementedError
 
 
 class Launch:
-    """One kernel with its grid and all of its parameters but the leading pointers.
+    """One kernel with its grid and all of its parameters but the leading ones of each call.
 
     Attributes:
         workspace_size: floats of memory that a call needs besides.
@@ -48,18 +41,20 @@ class Launch:
 
     workspace_size = 0
 
-    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
-        self.function = jit.load(config, problem.device)
-        self.grid = (config.grid(problem.shape),)
+    def __init__(
+        self, config: KernelConfig, device: int, grid: int, params: ctypes.Structure
+    ) -> None:
+        self.function = jit.load(config, device)
+        self.grid = (grid,)
         self.block = (config.threads,)
         self.shared_memory = config.shared_memory
-        num_pointers = len(_pointer_names(params))
-        self.pack = struct.Struct(f"{num_pointers}Q").pack
-        self.tail = bytes(params)[8 * num_pointers :]
+        num_fields = len(call_fields(params))
+        self.pack = struct.Struct(f"{num_fields}Q").pack
+        self.tail = bytes(params)[8 * num_fields :]
         self.dtype = numpy.dtype((numpy.void, ctypes.sizeof(config.params)))
 
-    def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
-        self.start(stream, self.pack(*pointers) + self.tail)
+    def __call__(self, stream: Any, *values: int, workspace: int = 0) -> None:
+        self.start(stream, self.pack(*values) + self.tail)
 
     def start(self, stream: Any, params: bytes) -> None:
         """Launch with these bytes as the kernel's argument."""
@@ -67,138 +62,14 @@ class Launch:
         self.function(self.grid, self.block, (argument,), self.shared_memory, stream)
 
 
-class PersistentLaunch(Launch):
-    """Tensor maps in front of the pointers, usually at hand; a block for each multiprocessor."""
-
-    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
-        super().__init__(config, problem, params)
-        names = _pointer_names(params)
-        self.mapped = operator.itemgetter(*(names.index(name) for name in config.boxes))
-        self.maps = TensorMaps(
-            [
-                tensor_map(problem, name, getattr(params, f"{name}_strides"), rows)
-                for name, rows in config.boxes.items()
-            ],
-            problem.device,
-        )
-        tiles = num_tiles(config, problem)
-        multiprocessors = _multiprocessors(problem.device)
-        self.grid = (min(tiles, multiprocessors),)
-        # Null where every block has one tile.
-        self.counters = tile_counters(problem.device) if tiles > multiprocessors else _no_counter
-        self.end = _after_counter(config.params, num_splits=1)
-        self.sequences = None
-        if problem.total_q is not None or problem.extras.lengths:
-            self.sequences = OwnLengths(config, problem, params)
-            self.workspace_size = self.sequences.workspace_size
-
-    def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
-        maps = self.maps[self.mapped(pointers)]
-        base = self.pack(*pointers) + self.tail
-        packed = NO_SEQUENCES
-        if self.sequences:
-            packed = self.sequences(stream, maps, pointers, workspace)
-        self.start(stream, maps + base + packed + self.rest(stream, workspace))
-
-    def rest(self, stream: Any, workspace: int) -> bytes:
-        """``tile_counter`` and what follows it in the argument."""
-        return self.counters(stream) + self.end
-
-
-class OwnLengths:
-    """The kernel before a persistent one: a tensor map for each sequence, and the list of tiles."""
-
-    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
-        self.launch = Launch(SEQUENCE_MAPS, problem, params)
-        names = _pointer_names(params)
-        lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-        self.lengths = operator.itemgetter(*map(names.index, lengths))
-        self.maps_size = len(config.boxes) * problem.shape.batch * ctypes.sizeof(TensorMap)
-        max_tiles = _tiles_of_head(config, problem)
-        list_size = (1 + max_tiles) * ctypes.sizeof(PackedTile)
-        self.workspace_size = (self.maps_size + list_size) // 4
-        rest = SequenceMapsParams(
-            shape=problem.shape,
-            max_tiles=max_tiles,
-            tile_rows=config.tile_rows,
-            tiles_of_keys=config.tiles_of == "k",
-        )
-        self.rest = bytes(rest)[SequenceMapsParams.shape.offset :]
-
-    def __call__(self, stream: Any, maps: bytes, pointers: tuple, workspace: int) -> bytes:
-        """The pointers ``sequence_maps`` and ``packed_tiles`` for the kernel that follows."""
-        made = pack_two(workspace, workspace + self.maps_size)
-        self.launch.start(stream, maps + pack_four(*self.lengths(pointers)) + made + self.rest)
-        return made
-
-
-class SplitLaunch(PersistentLaunch):
-    """A forward whose tiles are too few for the multiprocessors: ``splits`` blocks share each."""
-
-    def __init__(
-        self, config: KernelConfig, problem: Problem, params: ctypes.Structure, splits: int
-    ) -> None:
-        super().__init__(config.split_keys(), problem, params)
-        self.grid = (num_tiles(config, problem) * splits,)
-        self.combine = Launch(config.combine, problem, params)
-        rows = math.prod(problem.lse_shape)
-        self.out_offset = -(-4 * self.workspace_size // 16) * 16
-        self.lse_offset = self.out_offset + 4 * splits * rows * config.head_dim
-        self.workspace_size = self.lse_offset // 4 + splits * rows
-        self.end = _after_counter(config.params, partial_rows=rows, num_splits=splits)
-        self.end = self.end[len(NO_SEQUENCES) :]
-
-    def rest(self, stream: Any, workspace: int) -> bytes:
-        """No counter: every block has one tile. Then the two places for partial results."""
-        partial = pack_two(workspace + self.out_offset, workspace + self.lse_offset)
-        return NULL + partial + self.end
-
-    def start(self, stream: Any, params: bytes) -> None:
-        super().start(stream, params)
-        self.combine.start(stream, params)
-
-
-def num_splits(config: KernelConfig, problem: Problem) -> int:
-    """How many blocks should share the keys of a tile: 1 unless most of the GPU would idle."""
-    if config.combine is None:
-        return 1
-    idle = _multiprocessors(problem.device) // max(1, num_tiles(config, problem))
-    return max(1, min(idle, problem.shape.seqlen_k // MIN_SPLIT_KEYS, MAX_SPLITS))
-
-
-def num_tiles(config: KernelConfig, problem: Problem) -> int:
-    """Tiles of a persistent kernel; where sequences have lengths of their own, at most."""
-    heads = problem.shape.heads_kv if config.tiles_of == "k" else problem.shape.heads_q
-    return _tiles_of_head(config, problem) * heads
-
-
-def _tiles_of_head(config: KernelConfig, problem: Problem) -> int:
-    """Of all sequences, an upper bound."""
-    of_keys, shape = config.tiles_of == "k", problem.shape
-    rows = problem.total_k if of_keys else problem.total_q
-    if rows is None:
-        return -(-(shape.seqlen_k if of_keys else shape.seqlen_q) // config.tile_rows) * shape.batch
-    return rows // config.tile_rows + shape.batch
-
-
-def _after_counter(params: type[ctypes.Structure], **values: int) -> bytes:
-    """What follows ``tile_counter`` in an argument; backward kernels have nothing there."""
-    names = [name for name, _ in params._fields_]
-    argument = params(**{name: value for name, value in values.items() if name in names})
-    return bytes(argument)[params.tile_counter.offset + len(NULL) :]
-
-
-def _no_counter(stream: Any) -> bytes:
-    return NULL
-
-
-def _pointer_names(params: ctypes.Structure) -> list[str]:
-    """The leading fields, which a call fills in."""
-    return [name for name, kind in params._fields_ if kind is ctypes.c_void_p]
+def call_fields(params: ctypes.Structure) -> list[str]:
+    """The leading fields, which a call fills in: pointers, and numbers that change with it."""
+    return [name for name, kind in params._fields_ if kind in (ctypes.c_void_p, ctypes.c_uint64)]
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
+    """How many the GPU has."""
     import cupy
 
     return cupy.cuda.Device(device).attributes["MultiProcessorCount"]

@@ -149,6 +149,28 @@ def matrix() -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
 
 
+def libraries() -> list[Backend]:
+    """One backend for each library and device, for kernels that come in no families."""
+    found: dict[tuple[str, str], Backend] = {}
+    for backend in BACKENDS:
+        place = (backend.library, backend.device)
+        dtypes = (*found[place].dtypes, *backend.dtypes) if place in found else backend.dtypes
+        name = f"{backend.library}-{backend.device}"
+        unique = tuple(dict.fromkeys(dtypes))
+        found[place] = dataclasses.replace(backend, name=name, family=None, dtypes=unique)
+    return list(found.values())
+
+
+def each_library(library: str | None = None, device: str | None = None) -> pytest.MarkDecorator:
+    """Parametrises a test over :func:`libraries`, those of one library or device if given."""
+    chosen = [
+        backend
+        for backend in libraries()
+        if library in (None, backend.library) and device in (None, backend.device)
+    ] or select(library, device)
+    return pytest.mark.parametrize("backend", chosen, indirect=True, ids=lambda x: x.name)
+
+
 def select(library: str | None = None, device: str | None = None) -> list[Backend]:
     """The backends, those of one library or device if given; never empty."""
     reason = compute_capability()[1] or "no GPU tests of torch: it sees no GPU"

@@ -1,11 +1,12 @@
 """Every tile compiles for every architecture, without spills and ptxas warnings. Needs no GPU.
 
-The families yield hundreds of configurations for an architecture, too many to compile in each run.
-Of these a deterministic selection is compiled: for each architecture every tile of every kernel,
-and over all of them every pair of switches (dtype, softcap, ALiBi, bias, dropout, splits) of every
-kernel. Where there is a GPU, and so usually more than two cores: every pair for each architecture,
-and over all of them every tile with every value of every switch. ``python tests/test_compile.py``
-compiles all of them.
+There are hundreds of configurations for an architecture, too many to compile in each run. Of these
+a deterministic selection is compiled. In the families of attention: for each architecture every
+tile of every kernel, and over all of them every pair of switches (dtype, softcap, ALiBi, ...) of
+every kernel. Where there is a GPU, and so usually more than two cores: every pair for each
+architecture, and over all of them every tile with every value of every switch. The other kernels
+are the same on all architectures: each kernel for each of them, and over all of them its tiles and
+pairs. ``python tests/test_compile.py`` compiles everything.
 """
 
 import dataclasses
@@ -21,9 +22,15 @@ from tiny_kernel import needs_nvrtc
 from cupyflash import jit
 from cupyflash.families import FAMILIES
 from cupyflash.jit import compiler
+from cupyflash.kernels import TOPICS
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
-SWITCHES = ("dtype", "softcap", "alibi", "bias", "dropout", "split")
+SWITCHES = (
+    *("dtype", "softcap", "alibi", "bias", "dropout", "split"),
+    *("weight", "model", "rms", "activation", "draw"),
+)
+SETS = {**FAMILIES, **TOPICS}
+SAME_EVERYWHERE = {type(x) for topic in TOPICS.values() for x in topic.configurations((9, 0))}
 THOROUGH = compute_capability()[0] > 0
 
 
@@ -33,13 +40,17 @@ def needs(config):
     switches = {name: values.pop(name) for name in SWITCHES if name in values}
     tile = (config.name, *values.items())
     pairs = {(config.name, *pair) for pair in itertools.combinations(switches.items(), 2)}
+    if type(config) in SAME_EVERYWHERE:
+        return {config.name}, {tile, *pairs}
     if THOROUGH:
         return {tile, *pairs}, {(tile, switch) for switch in switches.items()}
     return {tile}, pairs
 
 
-def selection(family):
+@functools.cache
+def selection(name):
     """{capability: configurations}; greedy, the first of those that cover most."""
+    family = SETS[name]
     offered = {c: {x: needs(x) for x in family.configurations(c)} for c in CAPABILITIES}
     selected = {capability: [] for capability in CAPABILITIES}
     everywhere = _union(n[1] for configs in offered.values() for n in configs.values())
@@ -67,9 +78,6 @@ def _union(sets):
     return set().union(*sets)
 
 
-SELECTED = {name: selection(family) for name, family in FAMILIES.items()}
-
-
 def faults(tasks, **options):
     """One line for each kernel that spills or that the compiler complains about."""
     return [
@@ -82,22 +90,22 @@ def faults(tasks, **options):
 
 @needs_nvrtc
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=jit.arch_of)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SETS)
 def test_compile(family, capability):
     if capability[0] * 10 + capability[1] not in compiler.supported_archs():
         pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
-    tasks = [(config, jit.arch_of(capability)) for config in SELECTED[family][capability]]
+    tasks = [(config, jit.arch_of(capability)) for config in selection(family)[capability]]
     # Under pytest-xdist the tests are what runs in parallel.
     jobs = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
     assert faults(tasks, jobs=jobs, progress=False) == []
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SETS)
 def test_selection_covers(family):
     """The selection has what each architecture, and what all of them together need."""
     some, every = set(), set()
-    for capability, configs in SELECTED[family].items():
-        offered = [needs(config) for config in FAMILIES[family].configurations(capability)]
+    for capability, configs in selection(family).items():
+        offered = [needs(config) for config in SETS[family].configurations(capability)]
         assert _union(needs(x)[0] for x in configs) == _union(n[0] for n in offered)
         some |= _union(needs(x)[1] for x in configs)
         every |= _union(n[1] for n in offered)
@@ -107,7 +115,7 @@ def test_selection_covers(family):
 def compile_everything():
     tasks = [
         (config, jit.arch_of(capability))
-        for family, capability in itertools.product(FAMILIES.values(), CAPABILITIES)
+        for family, capability in itertools.product(SETS.values(), CAPABILITIES)
         for config in family.configurations(capability)
     ]
     found = faults(tasks)

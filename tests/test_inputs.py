@@ -10,7 +10,7 @@ from backends import CPU_BACKENDS
 from matrix import each
 
 import cupyflash
-from cupyflash import environment, launch
+from cupyflash import environment, kernel_launch
 from cupyflash.testing import make_inputs, make_varlen_inputs
 
 NUMPY = CPU_BACKENDS[0]
@@ -252,7 +252,7 @@ def test_missing_cupy_names_the_pip_line(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match=r"CuPy is not installed.*pip install 'cupyflash\[cuda12"):
-        launch.Plan(0)
+        kernel_launch.Plan(0)
 
 
 def test_import_needs_neither_cupy_nor_torch():

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from matrix import each
+from matrix import each, each_library
 
 import cupyflash
 from cupyflash.testing import expected
@@ -64,3 +64,53 @@ def test_strides_beyond_2_31_elements(backend, memory_pool):
     out, lse = cupyflash.attention(q, k, v, return_lse=True)
     dq, dk, dv = cupyflash.attention_backward(dout, q, k, v, out, lse)
     expected(inputs).check(out=out, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
+@each_library(library="cupy")
+def test_norms_beyond_2_31_elements(backend, memory_pool):
+    """The last rows of 2.15e9 elements, bit for bit as these rows alone."""
+    import cupy
+
+    x = cupy.zeros((525000, 4096), "float16")
+    x[-3:] = cupy.random.standard_normal((3, 4096), dtype="float32")
+    weight = cupy.arange(1, 4097, dtype="float32") / 4096
+
+    def run(x):
+        out, h, stats = cupyflash.layer_norm(x, weight, residual=x, return_stats=True)
+        dx, *_ = cupyflash.layer_norm_backward(x, h, weight, stats)
+        return out, h, stats, dx
+
+    for name, result, right in zip(("out", "h", "stats", "dx"), run(x), run(x[-3:])):
+        assert (result[-3:] == right).all(), name
+
+
+@each_library(library="cupy")
+@pytest.mark.parametrize("shape", [(525000, 64, 64), (525, 64, 256, 250)], ids=str)
+def test_group_norm_beyond_2_31_elements(backend, memory_pool, shape):
+    """In one pass and in two: the last sample as alone."""
+    import cupy
+
+    x = cupy.zeros(shape, "float16")
+    x[-1] = cupy.random.standard_normal(shape[1:], dtype="float32")
+    weight = cupy.arange(1, 65, dtype="float32") / 64
+
+    def run(x):
+        out, stats = cupyflash.group_norm(
+            x, 8, weight, weight, activation="silu", return_stats=True
+        )
+        return out, cupyflash.group_norm_backward(x, x, weight, weight, stats, activation="silu")[0]
+
+    for name, result, right in zip(("out", "dx"), run(x), run(x[-1:])):
+        # Alone, more blocks share a group: sums in another order.
+        assert float(abs(result[-1] - right[0]).max()) <= 2.0**-8, name
+
+
+@each_library(library="cupy")
+def test_diffusion_step_beyond_2_31_elements(backend, memory_pool):
+    import cupy
+
+    sampler = cupyflash.DiffusionSampler.ddim(cupyflash.beta_schedule("cosine", 50), 10)
+    x = cupy.zeros((33000, 65536), "float16")
+    x[-1] = cupy.random.standard_normal(65536, dtype="float32")
+    out = sampler.step(x, x, 3)
+    assert (out[-1] == sampler.step(x[-1:], x[-1:], 3)[0]).all() and not out[:-1].any()

@@ -11,15 +11,30 @@ import pytest
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
-from cupyflash import params
+from cupyflash import diffusion_params, norm_params, params
 from cupyflash.jit import compiler, sources
 from cupyflash.kernel_config import KernelConfig
 
-HEADER = "common/params.cuh"
+HEADERS = {
+    "common/params.cuh": params,
+    "common/norm_params.cuh": norm_params,
+    "common/diffusion_params.cuh": diffusion_params,
+}
+CONSTANTS = {"common/params.cuh": "ACCUM_ROW_ALIGN", "common/norm_params.cuh": "ROW_AXES"}
+
+
+def structs_of(module) -> list[type[ctypes.Structure]]:
+    return [
+        struct
+        for _, struct in inspect.getmembers(module, inspect.isclass)
+        if issubclass(struct, ctypes.Structure) and struct.__module__ == module.__name__
+    ]
+
+
 STRUCTS = [
-    struct
-    for _, struct in inspect.getmembers(params, inspect.isclass)
-    if issubclass(struct, ctypes.Structure) and struct.__module__ == params.__name__
+    pytest.param(header, struct, id=struct.__name__)
+    for header, module in HEADERS.items()
+    for struct in structs_of(module)
 ]
 
 
@@ -27,44 +42,50 @@ def without_comments(text: str) -> str:
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
 
 
-def header() -> str:
-    return without_comments((sources.root() / HEADER).read_text(encoding="utf-8"))
+def text_of(header: str) -> str:
+    return without_comments((sources.root() / header).read_text(encoding="utf-8"))
 
 
 def kernel_configs() -> list[type[KernelConfig]]:
-    """Every concrete configuration of the modules in ``cupyflash.families``."""
-    folders = [f"{folder}/families" for folder in cupyflash.__path__]
+    """Every concrete configuration of the modules in ``families`` and ``kernels``."""
     found = {}
-    for module in pkgutil.iter_modules(folders):
-        members = vars(importlib.import_module(f"cupyflash.families.{module.name}")).values()
-        for member in members:
-            if inspect.isclass(member) and issubclass(member, KernelConfig):
-                found[f"{module.name}.{member.__name__}"] = member
+    for package in ("families", "kernels"):
+        folders = [f"{folder}/{package}" for folder in cupyflash.__path__]
+        for module in pkgutil.iter_modules(folders):
+            members = vars(importlib.import_module(f"cupyflash.{package}.{module.name}")).values()
+            for member in members:
+                if inspect.isclass(member) and issubclass(member, KernelConfig):
+                    found[f"{module.name}.{member.__name__}"] = member
     found = {name: config for name, config in found.items() if hasattr(config, "source")}
     return [pytest.param(config, id=name) for name, config in sorted(found.items())]
 
 
-def test_every_struct_has_a_mirror():
-    names = set(re.findall(r"^struct (?:alignas\(64\) )?(\w+)", header(), re.MULTILINE))
-    assert names == {struct.__name__ for struct in STRUCTS} and len(names) >= 4
+@pytest.mark.parametrize("header", HEADERS)
+def test_every_struct_has_a_mirror(header):
+    names = set(re.findall(r"^struct (?:alignas\(64\) )?(\w+)", text_of(header), re.MULTILINE))
+    assert names == {struct.__name__ for struct in structs_of(HEADERS[header])} and names
 
 
-@pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
-def test_field_names_and_order(struct):
-    body = re.search(rf"^struct .*?\b{struct.__name__} \{{(.*?)^\}};", header(), re.M | re.S)[1]
-    body = re.sub(r"[^;{}]*\{[^{}]*\}", "", body)  # its member functions
+@pytest.mark.parametrize(("header", "struct"), STRUCTS)
+def test_field_names_and_order(header, struct):
+    pattern = rf"^struct .*?\b{struct.__name__} \{{(.*?)^\}};"
+    body = re.search(pattern, text_of(header), re.M | re.S)[1]
+    body = re.sub(r"[^;{}]*\{(?:[^{}]|\{[^{}]*\})*\}", "", body)  # its member functions
     names = [name for name, _ in struct._fields_ if name != "padding"]  # C++ has alignas
-    assert names == re.findall(r"(\w+)(?:\[\d+\])?\s*;", body)
+    assert names == re.findall(r"(\w+)(?:\[\w+\])?\s*;", body)
 
 
 @needs_nvrtc
-def test_layout_and_constants():
+@pytest.mark.parametrize("header", HEADERS)
+def test_layout_and_constants(header):
     """NVRTC checks offset and size of every field and the constant that both sides spell out.
 
     NVRTC has neither <stddef.h> nor __builtin_offsetof; __INTADDR__ is how its own is spelled.
     """
-    lines = [f'#include "{HEADER}"', f"static_assert(ACCUM_ROW_ALIGN == {params.ACCUM_ROW_ALIGN});"]
-    for struct in STRUCTS:
+    lines = [f'#include "{header}"']
+    if constant := CONSTANTS.get(header):
+        lines.append(f"static_assert({constant} == {getattr(HEADERS[header], constant)});")
+    for struct in structs_of(HEADERS[header]):
         name = struct.__name__
         lines.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});")
         for field, _ in struct._fields_:
@@ -81,7 +102,7 @@ def test_layout_and_constants():
 @needs_nvrtc
 def test_layout_check_can_fail():
     with pytest.raises(RuntimeError):
-        compile_program(f'#include "{HEADER}"\nstatic_assert(sizeof(FlashFwdParams) == 8);')
+        compile_program('#include "common/params.cuh"\nstatic_assert(sizeof(FlashFwdParams) == 8);')
 
 
 def compile_program(text: str) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from matrix import each
+from matrix import each, each_library
 
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
 
@@ -30,6 +30,39 @@ with environment.override(family=family):
 cupy.cuda.Device().synchronize()
 """
 
+# The operations beside attention: short rows and long ones, groups of one block and of several.
+NORMS = """
+import sys
+import cupy, cupyflash
+cupy.cuda.set_allocator(None)
+dtype = sys.argv[1]
+make = lambda *shape: cupy.random.standard_normal(shape).astype(dtype)
+for rows, columns in ((5, 8), (7, 33), (3, 1000), (3, 4096), (2, 20008)):
+    x, weight = make(rows, columns), make(columns)
+    out, h, stats = cupyflash.layer_norm(x, weight, weight, residual=x, return_stats=True)
+    cupyflash.layer_norm_backward(out, h, weight, stats, dresidual=x)
+for shape in ((3, 16, 7), (2, 32, 8, 8), (1, 8, 130, 128)):
+    x, weight = make(*shape), make(shape[1])
+    for _ in range(2):
+        options = {"activation": "mish"}
+        out, stats = cupyflash.group_norm(x, 2, weight, weight, return_stats=True, **options)
+        cupyflash.group_norm_backward(out, x, weight, weight, stats, **options)
+        x = cupy.moveaxis(cupy.ascontiguousarray(cupy.moveaxis(x, 1, -1)), -1, 1)
+sampler = cupyflash.DiffusionSampler.ddpm(cupyflash.beta_schedule("cosine", 10))
+x = make(3, 333)
+sampler.step(x, x, cupy.asarray([1, 2, 3]), seed=1)
+cupy.cuda.Device().synchronize()
+"""
+
+
+@each_library(library="cupy", device="cuda")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer_beside_attention(backend, tool, record_property):
+    if SANITIZER is None:
+        pytest.skip("compute-sanitizer is not installed")
+    run = [sys.executable, "-c", NORMS, "float16"]
+    sanitize(run, tool, "norms", "regex=norm|partials|diffusion", record_property)
+
 
 @each(library="cupy", device="cuda")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
@@ -37,13 +70,18 @@ def test_sanitizer(backend, tool, record_property):
     if SANITIZER is None:
         pytest.skip("compute-sanitizer is not installed")
     run = [sys.executable, "-c", PROGRAM, backend.family, backend.dtypes[-1]]
+    sanitize(run, tool, backend.family, "kns=flash", record_property)
+
+
+def sanitize(run, tool, name, kernels, record_property):
+    """Run a program under the tool; the report gets the result under this name."""
     subprocess.run(run, check=True)  # compiles outside of the tool
-    options = ["--tool", tool, "--error-exitcode", "99", "--kernel-name", "kns=flash"]
+    options = ["--tool", tool, "--error-exitcode", "99", "--kernel-name", kernels]
     done = subprocess.run(
         [SANITIZER, *options, *run], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if "Device not supported" in done.stdout:
         pytest.skip("compute-sanitizer does not support this device")
     result = "clean" if done.returncode == 0 else f"exit code {done.returncode}"
-    record_property("sanitizer", f"{tool} {backend.family}: {result}")
+    record_property("sanitizer", f"{tool} {name}: {result}")
     assert result == "clean", done.stdout[-5000:]

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_int, c_uint32, c_uint64, c_void_p
 import numpy
 import pytest
 
-from cupyflash import kernel_launch, tensor_map
+from cupyflash import attention_launch, kernel_launch, tensor_map
 from cupyflash.array import View, dense_strides
 from cupyflash.families import sm90
 from cupyflash.kernel_config import Access, Features
@@ -179,15 +179,15 @@ def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
     arguments = []
     function = lambda grid, block, args, memory, stream: arguments.append((grid, block, args[0]))
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
-    monkeypatch.setattr(kernel_launch, "_multiprocessors", lambda device: 7)
+    monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 7)
     monkeypatch.setattr(
-        kernel_launch, "tile_counters", lambda device: lambda stream: b"\5" + bytes(7)
+        attention_launch, "tile_counters", lambda device: lambda stream: b"\5" + bytes(7)
     )
     config = sm90.forward("float16", 64, Features(False, False), (9, 0))
     call = problem(view(2, 200, 4, 64))
     strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
     params = FlashFwdParams(**strides, lse_head_stride=5, shape=call.shape)
-    made = kernel_launch.prepare(config, call, params)
+    made = attention_launch.prepare(config, call, params)
     pointers = tuple(range(16, 29))
     made(None, *pointers)
     grid, block, argument = arguments[0]
@@ -216,8 +216,8 @@ def test_keys_are_shared_out_where_tiles_are_few(driver, devices, monkeypatch):
             lambda grid, block, args, *_: launched.append((config, grid, args[0]))
         ),
     )
-    monkeypatch.setattr(kernel_launch, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(kernel_launch, "tile_counters", lambda device: lambda stream: bytes(8))
+    monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention_launch, "tile_counters", lambda device: lambda stream: bytes(8))
     config = sm90.forward("float16", 128, Features(False, False), (9, 0))
     for lengths, expected in {
         (1, 2048, 4): (4 * 8, 8),  # no fewer than 256 keys each
@@ -230,7 +230,7 @@ def test_keys_are_shared_out_where_tiles_are_few(driver, devices, monkeypatch):
         queries, keys, heads = lengths
         call = problem(view(1, queries, heads, 128), view(1, keys, heads, 128))
         strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
-        made = kernel_launch.prepare(config, call, FlashFwdParams(**strides, shape=call.shape))
+        made = attention_launch.prepare(config, call, FlashFwdParams(**strides, shape=call.shape))
         launched.clear()
         made(None, *range(16, 29), workspace=2**20)
         blocks, splits = expected

@@ -10,6 +10,7 @@
 // first, since nobody waits for them, then all loads before the first sum. The blocks of the same
 // rows of all heads follow each other, since these rows are usually contiguous.
 #include "../common/convert.cuh"
+#include "../common/pack.cuh"
 #include "../ptx/math.cuh"
 #include "block_info.cuh"
 
@@ -17,12 +18,6 @@ constexpr int WARPS = 4;
 constexpr int ROWS_PER_WARP = 8;
 constexpr int ROWS_PER_BLOCK = WARPS * ROWS_PER_WARP;
 static_assert(ACCUM_ROW_ALIGN % ROWS_PER_BLOCK == 0, "a block stays within one sequence");
-
-// N values of T that one load fetches.
-template <typename T, int N>
-struct alignas(N * sizeof(T)) Pack {
-  T values[N];
-};
 
 // PER_ROW lanes side by side cover a row; each group of them has ROWS consecutive rows.
 template <typename T, int ACCUM_DIM>
@@ -44,8 +39,8 @@ __device__ __forceinline__ void add_row_products(float (&sums)[ROWS], const T* a
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       if (r >= rows) continue;
-      x[r] = *reinterpret_cast<const Pack<T, N>*>(a + r * a_stride + column);
-      y[r] = *reinterpret_cast<const Pack<T, N>*>(b + r * b_stride + column);
+      x[r] = load_pack<N>(a + r * a_stride + column);
+      y[r] = load_pack<N>(b + r * b_stride + column);
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {

@@ -9,6 +9,17 @@ __device__ __forceinline__ int64_t opaque(int64_t x) {
   return x;
 }
 
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// The same for what was computed from a value: it is computed again instead of being kept.
+__device__ __forceinline__ float opaque(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
+
 // threadIdx.x, read anew: what derives from it is computed again where it is needed, instead of
 // being kept in registers through the main loop by common subexpression elimination.
 __device__ __forceinline__ int fresh_thread_index() {

@@ -9,6 +9,13 @@ from cupyflash.testing.inputs import (
     make_varlen_inputs,
     to_library,
 )
+from cupyflash.testing.norms import (
+    ExpectedNorm,
+    expected_group_norm,
+    expected_norm,
+    numpy_dtype,
+    to_numpy64,
+)
 from cupyflash.testing.same_precision import same_precision_attention
 from cupyflash.testing.tolerance import (
     Expected,
@@ -21,15 +28,20 @@ from cupyflash.testing.tolerance import (
 __all__ = [
     "STORAGES",
     "Expected",
+    "ExpectedNorm",
     "Inputs",
     "assert_close_to_float64",
     "cast",
     "expected",
+    "expected_group_norm",
+    "expected_norm",
     "make_alibi_slopes",
     "make_inputs",
     "make_varlen_inputs",
+    "numpy_dtype",
     "poison_free_memory",
     "same_precision_attention",
     "to_float64",
     "to_library",
+    "to_numpy64",
 ]

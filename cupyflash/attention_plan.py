@@ -10,11 +10,11 @@ from typing import Any
 
 from . import environment, families
 from .array import Array, View, dense_strides
+from .attention_launch import prepare
 from .extras import bias_strides
 from .families.preprocess import FlashBwdSinks
-from .jit import compiler
 from .kernel_config import Access
-from .kernel_launch import Launch, prepare
+from .kernel_launch import Launch, Plan
 from .params import ACCUM_ROW_ALIGN, BiasStrides, FlashBwdParams, FlashFwdParams
 from .problem import Options, Problem, canonical_strides
 
@@ -23,26 +23,6 @@ from .problem import Options, Problem, canonical_strides
 SECTION_L2_FRACTION = 0.6
 # Where blocks take turns, at least so many heads side by side: fewer, and they wait for each other.
 TURN_HEADS = 8
-
-
-class Plan:
-    """A plan runs with the device of its arrays as the current one, whatever is current outside."""
-
-    def __init__(self, device: int) -> None:
-        compiler.nvrtc()  # the error that names the pip line, where CuPy or NVRTC is missing
-        import cupy
-
-        self.device_id, self.device = device, cupy.cuda.Device(device)
-        self.current_device = cupy.cuda.runtime.getDevice
-
-    def __call__(self, *arguments: Any) -> tuple:
-        if self.current_device() == self.device_id:
-            return self.run(*arguments)
-        with self.device:
-            return self.run(*arguments)
-
-    def run(self, *arguments: Any) -> tuple:
-        raise NotImplementedError
 
 
 class ForwardPlan(Plan):

@@ -1,0 +1,146 @@
+"""Norms and the diffusion step beside torch eager and torch.compile: GB/s next to a copy's.
+
+    python -m bench.norms --ops layer_norm group_norm_activation --output norms
+
+Bytes are those that must move: each input read once, each output written once (weights and
+statistics do not count), so a kernel that reads twice cannot reach the copy. Clock and rounds are
+those of bench.attention; results are compared with float64 first, and whoever is wrong is left out
+and said so. Exit status 1 if cupyflash was wrong anywhere. The target is 90 % of the copy for
+tensors beyond the L2 cache.
+"""
+
+import argparse
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.box import MARKDOWN
+from rich.table import Table
+
+from bench.norm_problems import OPS, NormProblem, problems
+from bench.report import Row, command_line, console, machine_fields, write_results
+
+PASSES = {"fwd": ("fwd",), "bwd": ("bwd",), "both": ("fwd", "bwd")}
+IMPLS = ("cupyflash", "torch-eager", "torch-compile")
+PROTOCOL = (
+    "CUDA events, L2 flushed and launch cost hidden before each call, all implementations in turn, "
+    "median of {repeats} rounds (bench.timing); gbps counts each input and output once; the "
+    "backward is the whole autograd.grad"
+)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.norms", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--ops", nargs="+", choices=OPS, default=list(OPS))
+    add("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
+    add("--pass", dest="direction", choices=PASSES, default="both")
+    add("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
+    add("--repeats", type=int, default=30)
+    add("--output", metavar="NAME", default="norms", help="bench/results/NAME.json")
+    return parser.parse_args(arguments)
+
+
+def measure(
+    problem: NormProblem, direction: str, impls: Sequence[str], timer: Any, notes: Any
+) -> list[Row]:
+    """A row for each implementation that does this pass right."""
+    import torch
+
+    where, calls = f"{direction} {problem}", {}
+    for impl in impls:
+        try:
+            calls[impl] = checked_call(problem, impl, direction)
+        except Exception as error:  # whatever a library raises where it cannot do this
+            notes.left_out(impl, error, where)
+            torch.cuda.empty_cache()
+    rows = []
+    for impl, timing in timer.compare(calls).items():
+        notes.late(impl, timing, where)
+        gbps = problem.bytes(direction) / timing.ms / 1e6
+        row = problem.row(impl=impl, ms=round(timing.ms, 5), gbps=round(gbps, 1))
+        rows.append({"pass": direction, **row, "repeats": timing.repeats, "sm_mhz": timer.sm_mhz})
+    return rows
+
+
+def checked_call(problem: NormProblem, impl: str, direction: str) -> Callable[[], Any]:
+    """One pass of one implementation, after its results were compared with float64."""
+    import torch
+
+    function, tensors, gradients = problem.function(impl), problem.tensors(), problem.gradients()
+    exact = problem.results(problem.function("torch-eager"), direction, wide=True)
+    eager = problem.results(problem.function("torch-eager"), direction)
+    for number, (found, right, yardstick) in enumerate(
+        zip(problem.results(function, direction), exact, eager, strict=True)
+    ):
+        error, allowed = (float((x.double() - right).abs().max()) for x in (found, yardstick))
+        rounding = torch.finfo(found.dtype).eps * float(right.abs().max())
+        assert error <= 2 * allowed + rounding, f"result {number}: off by {error:.3g}"
+    del exact, eager
+    if direction == "fwd":
+        return lambda: problem.without_graph(function, tensors)
+    outputs = function(*tensors)
+    inputs = [x for x in tensors if x.requires_grad]
+    return lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
+
+
+def table_of(rows: list[Row], copy_gbps: float) -> Table:
+    """problem | implementation | ms | GB/s | % of the copy | times as fast as the best peer."""
+    table = Table(box=MARKDOWN)
+    table.add_column("problem", no_wrap=True)
+    table.add_column("impl", no_wrap=True)
+    for title in ("ms", "GB/s", "% of copy", "vs best peer"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for (direction, problem), group in itertools.groupby(
+        rows, lambda row: (row["pass"], row["problem"])
+    ):
+        cells = list(group)
+        peers = [row["ms"] for row in cells if row["impl"] != "cupyflash"]
+        best = min(peers or [row["ms"] for row in cells])
+        for number, row in enumerate(cells):
+            table.add_row(
+                "" if number else f"{direction} {problem}",
+                row["impl"],
+                f"{row['ms']:.4f}",
+                f"{row['gbps']:.0f}",
+                f"{100 * row['gbps'] / copy_gbps:.0f} %",
+                f"{best / row['ms']:.2f}",
+                style="bold" if row["impl"] == "cupyflash" else "",
+            )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(arguments)
+    from rich.progress import track
+
+    from bench.measure import Notes
+    from bench.timing import Timer
+
+    out, timer, rows = console(), Timer(options.repeats), []
+    notes, fields = Notes(out), {**machine_fields(), **timer.ceilings()}
+    out.print(f"{fields['gpu']}: copy {fields['copy_gbps']} GB/s")
+    command = command_line("bench.norms", arguments)
+    warnings.simplefilter("ignore")
+    cells = [
+        (direction, problem)
+        for problem, direction in itertools.product(
+            problems(options.ops, options.dtype), PASSES[options.direction]
+        )
+        if direction in problem.passes
+    ]
+    for direction, problem in track(cells, "norms", console=out):
+        rows += measure(problem, direction, options.impls, timer, notes)
+        protocol = PROTOCOL.format(repeats=options.repeats)
+        path = write_results(options.output, rows, protocol, command, **fields)
+    out.print(table_of(rows, fields["copy_gbps"]))
+    out.print(f"wrote {path}")
+    return int("cupyflash" in notes.wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+// Kernel arguments of diffusion/. cupyflash/diffusion_params.py lists the same fields in the same
+// order.
+#pragma once
+#include "types.cuh"
+
+// One update of a sampler: with x0 = clip(x_to_x0 * x + model_to_x0 * model),
+// x = x0_to_x * x0 + x_to_x * x + model_to_x * model + noise_to_x * noise.
+struct DiffusionCoefficients {
+  float x_to_x0;
+  float model_to_x0;
+  float x0_to_x;
+  float x_to_x;
+  float model_to_x;
+  float noise_to_x;
+};
+
+struct DiffusionStepParams {
+  const void* x;                              // [batch, sample_size]
+  const void* model;                          // predicted noise, like x
+  const void* noise;                          // like x; null: drawn here
+  void* out;                                  // like x
+  const void* steps;                          // [batch] or [1] of int64_t, or null: `step`
+  const DiffusionCoefficients* coefficients;  // [num_steps]
+  uint64_t seed;
+  uint64_t step;
+  int64_t batch;
+  int64_t sample_size;
+  int64_t steps_stride;  // 1, or 0: the same step for all samples
+  int num_steps;
+  int wide_steps;  // whether `steps` are 64-bit, not 32-bit
+  float clip;      // x0 stays between -clip and clip
+};

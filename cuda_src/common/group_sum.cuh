@@ -1,0 +1,64 @@
+// Sums over groups of threads, by + of any small struct of floats. Every thread gets the same bits,
+// in every run: the order of the additions is fixed, and + must be commutative.
+#pragma once
+#include "../ptx/math.cuh"
+
+constexpr int MAX_WARPS = 32;
+
+// Two sums that are taken together.
+struct Sums {
+  float first;
+  float second;
+};
+
+__device__ __forceinline__ Sums operator+(Sums a, Sums b) {
+  return {a.first + b.first, a.second + b.second};
+}
+
+// Mean and sum of squared deviations from it: without the cancellation of E[x^2] - E[x]^2.
+// Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances.
+struct Moments {
+  float count;
+  float mean;
+  float m2;
+};
+
+__device__ __forceinline__ Moments operator+(Moments a, Moments b) {
+  const float count = a.count + b.count;
+  const float share = count > 0.f ? rcp_approx(count) : 0.f;
+  const float delta = b.mean - a.mean;
+  // Commutative, and of weights that add up to 1 whatever the rounding of `share`: an error of the
+  // mean counts as much as the mean is large.
+  const float mean = 0.5f * (a.mean + b.mean) + 0.5f * delta * ((b.count - a.count) * share);
+  return {count, mean, a.m2 + b.m2 + delta * delta * (a.count * (b.count * share))};
+}
+
+template <class V>
+__device__ __forceinline__ V shuffle_xor(V value, int mask) {
+  constexpr int FLOATS = sizeof(V) / sizeof(float);
+  V result;
+#pragma unroll
+  for (int i = 0; i < FLOATS; ++i) {
+    reinterpret_cast<float*>(&result)[i] =
+        __shfl_xor_sync(0xffffffffu, reinterpret_cast<const float*>(&value)[i], mask);
+  }
+  return result;
+}
+
+// The sum over THREADS (a power of two) consecutive threads, which are the block if they are more
+// than a warp. Before `scratch` is used again, the block must synchronise.
+template <int THREADS, class V>
+__device__ __forceinline__ V group_sum(V value, V (&scratch)[MAX_WARPS]) {
+#pragma unroll
+  for (int mask = 1; mask < min(THREADS, 32); mask *= 2) value = value + shuffle_xor(value, mask);
+  if constexpr (THREADS > 32) {
+    constexpr int WARPS = THREADS / 32;
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) scratch[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = scratch[lane % WARPS];
+#pragma unroll
+    for (int mask = 1; mask < WARPS; mask *= 2) value = value + shuffle_xor(value, mask);
+  }
+  return value;
+}

@@ -1,0 +1,113 @@
+// Kernel arguments of norm/. cupyflash/norm_params.py lists the same fields in the same order.
+#pragma once
+#include "types.cuh"
+
+// The rows of a tensor: everything but its last, contiguous dimension, in up to four axes.
+constexpr int ROW_AXES = 4;
+
+struct RowStrides {
+  int64_t axis[ROW_AXES];  // in elements, outermost first
+};
+
+struct NormShape {
+  int64_t rows;
+  int64_t sizes[ROW_AXES];  // of the axes of the rows
+  int axes;                 // how many of them are used
+  int columns;
+  float inverse_columns;
+  float eps;
+
+  // Where row `row` of a tensor begins.
+  __device__ int64_t at(const RowStrides& strides, int64_t row) const {
+    int64_t offset = 0;
+    for (int axis = axes - 1; axis > 0; --axis) {
+      offset += row % sizes[axis] * strides.axis[axis];
+      row /= sizes[axis];
+    }
+    return offset + row * strides.axis[0];
+  }
+};
+
+struct NormFwdParams {
+  const void* x;         // [rows, columns]
+  const void* residual;  // [rows, columns] or null
+  const void* weight;    // [columns]
+  const void* bias;      // [columns] or null
+  void* out;             // [rows, columns]
+  void* residual_out;    // [rows, columns]: x + residual; null without residual
+  float* stats;          // [rows, 2]: mean (0 for RMSNorm), 1 / deviation; or null
+  RowStrides x_strides;
+  RowStrides residual_strides;
+  RowStrides out_strides;
+  RowStrides residual_out_strides;
+  NormShape shape;
+};
+
+struct NormBwdParams {
+  const void* dout;
+  const void* x;  // what was normalised: residual_out of the forward, if there was a residual
+  const void* weight;
+  const float* stats;
+  const void* dresidual;  // gradient of residual_out, or null
+  void* dx;               // gradient of x and of residual
+  float* partials;        // [1 or 2, splits, columns]: shares of dweight and dbias
+  RowStrides dout_strides;
+  RowStrides x_strides;
+  RowStrides dresidual_strides;
+  RowStrides dx_strides;
+  NormShape shape;
+  int64_t splits;
+  int64_t has_bias;  // whether the gradient of bias is wanted
+};
+
+struct SumPartialsParams {
+  const float* partials;  // [1 or 2, rows, columns]
+  void* first;            // [columns]: sum over the rows
+  void* second;           // [columns] or null
+  int64_t rows;
+  int64_t columns;
+};
+
+// One group of one sample is a matrix with contiguous rows: channels x positions (channels first),
+// or positions x channels of the group (channels last).
+struct GroupStrides {
+  int64_t batch;
+  int64_t group;
+  int64_t row;
+};
+
+struct GroupNormShape {
+  int64_t batch;
+  int rows;
+  int columns;
+  int groups;
+  int splits;  // blocks that share a group, in the kernels that read twice
+  float inverse_size;
+  float eps;
+};
+
+struct GroupNormFwdParams {
+  const void* x;
+  const void* weight;  // [channels]
+  const void* bias;    // [channels]
+  void* out;
+  float* stats;     // [batch, groups, 2]: mean, 1 / deviation; or null
+  float* partials;  // [batch, groups, splits, 3]: count, mean, sum of squared deviations; or null
+  GroupStrides x_strides;
+  GroupStrides out_strides;
+  GroupNormShape shape;
+};
+
+struct GroupNormBwdParams {
+  const void* dout;
+  const void* x;
+  const void* weight;
+  const void* bias;
+  const float* stats;
+  void* dx;
+  float* partials;  // [2, batch * splits, channels]: shares of dweight and dbias
+  GroupStrides dout_strides;
+  GroupStrides x_strides;
+  GroupStrides dx_strides;
+  GroupNormShape shape;
+};

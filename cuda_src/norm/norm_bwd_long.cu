@@ -1,0 +1,67 @@
+// dx of norm_bwd for rows that do not fit into registers: a block reads its row twice, for the sums
+// and for dx. norm_bwd_weight computes dweight and dbias then.
+#include "row_tile.cuh"
+
+template <typename T, typename WEIGHT, bool RMS, int ROW_THREADS, int LOADS, int VECTOR>
+__global__ void __launch_bounds__(block_threads(ROW_THREADS))
+    norm_bwd_long(const __grid_constant__ NormBwdParams params) {
+  using Tile = RowTile<ROW_THREADS, LOADS, VECTOR>;
+  static_assert(Tile::ROWS == 1, "a block has one row");
+  const NormShape& shape = params.shape;
+  const int64_t row = blockIdx.x;
+  const int columns = shape.columns;
+  const T* x = static_cast<const T*>(params.x) + shape.at(params.x_strides, row);
+  const T* dout = static_cast<const T*>(params.dout) + shape.at(params.dout_strides, row);
+  const T* dresidual = static_cast<const T*>(params.dresidual);
+  if (dresidual) dresidual += shape.at(params.dresidual_strides, row);
+  const WEIGHT* weight = static_cast<const WEIGHT*>(params.weight);
+  T* dx = static_cast<T*>(params.dx) + shape.at(params.dx_strides, row);
+  const float mean = RMS ? 0.f : params.stats[2 * row];
+  const float scale = params.stats[2 * row + 1];
+
+  // Calls visit(column, g, n) for each pack of the row; g and n have VECTOR values.
+  const auto each_pack = [&](auto visit) {
+    for (int begin = 0; begin < columns; begin += Tile::COLUMNS) {
+      RowPacks<Tile, T> x_row, dout_row;
+      x_row.load(x + begin, columns - begin);
+      dout_row.load(dout + begin, columns - begin);
+#pragma unroll
+      for (int load = 0; load < LOADS; ++load) {
+        const int column = begin + Tile::column(load);
+        if (column >= columns) continue;
+        const auto weights = load_pack<VECTOR>(weight + column);
+        float g[VECTOR], normal[VECTOR];
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) {
+          g[i] = dout_row.at(load, i) * to_float(weights.values[i]);
+          normal[i] = (x_row.at(load, i) - mean) * scale;
+        }
+        visit(column, g, normal);
+      }
+    }
+  };
+
+  Sums sums = {0.f, 0.f};
+  each_pack([&](int, const float (&g)[VECTOR], const float (&normal)[VECTOR]) {
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+      sums.first += g[i];
+      sums.second += g[i] * normal[i];
+    }
+  });
+  __shared__ Sums scratch[MAX_WARPS];
+  sums = group_sum<ROW_THREADS>(sums, scratch);
+  const float mean_g = RMS ? 0.f : sums.first * shape.inverse_columns;
+  const float mean_gn = sums.second * shape.inverse_columns;
+
+  each_pack([&](int column, const float (&g)[VECTOR], const float (&normal)[VECTOR]) {
+    Pack<T, VECTOR> added = {}, result;
+    if (dresidual) added = load_pack<VECTOR>(dresidual + column);
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+      const float centred = g[i] - mean_g - normal[i] * mean_gn;
+      result.values[i] = from_float<T>(scale * centred + to_float(added.values[i]));
+    }
+    store_pack<VECTOR>(dx + column, result);
+  });
+}

@@ -1,0 +1,34 @@
+// Shares of dweight and dbias for rows that do not fit into registers (see norm_bwd_long). A thread
+// has VECTOR columns and adds up every splits-th row of them.
+#include "row_tile.cuh"
+
+template <typename T, bool RMS, int VECTOR>
+__global__ void __launch_bounds__(MIN_BLOCK_THREADS)
+    norm_bwd_weight(const __grid_constant__ NormBwdParams params) {
+  const NormShape& shape = params.shape;
+  const int64_t split = blockIdx.x % params.splits;
+  const int column = int(blockIdx.x / params.splits * MIN_BLOCK_THREADS + threadIdx.x) * VECTOR;
+  if (column >= shape.columns) return;
+  float dweight[VECTOR] = {}, dbias[VECTOR] = {};
+#pragma unroll 4
+  for (int64_t row = split; row < shape.rows; row += params.splits) {
+    const T* x = static_cast<const T*>(params.x) + shape.at(params.x_strides, row);
+    const T* dout = static_cast<const T*>(params.dout) + shape.at(params.dout_strides, row);
+    const auto x_pack = load_pack<VECTOR>(x + column);
+    const auto dout_pack = load_pack<VECTOR>(dout + column);
+    const float mean = RMS ? 0.f : params.stats[2 * row];
+    const float scale = params.stats[2 * row + 1];
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+      const float gradient = to_float(dout_pack.values[i]);
+      dweight[i] += gradient * ((to_float(x_pack.values[i]) - mean) * scale);
+      dbias[i] += gradient;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    float* partials = params.partials + split * shape.columns + column + i;
+    partials[0] = dweight[i];
+    if (params.has_bias) partials[params.splits * shape.columns] = dbias[i];
+  }
+}

@@ -1,0 +1,9 @@
+// 16 bytes to global memory. PTX ISA: "Data movement and conversion instructions: st".
+#pragma once
+#include "../common/types.cuh"
+
+__device__ __forceinline__ void st_global_128(void* address, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}

@@ -1,0 +1,104 @@
+"""What the operations beside attention ask of their arrays before anything is launched."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .array import Array, View, from_foreign, library_of, to_foreign
+from .kernel_config import ITEM_SIZE
+from .kernels.norm import weight_dtypes
+from .rows import is_contiguous
+
+MAX_BLOCKS = 2**31  # of a grid
+
+
+def known_library(function: str, call: Callable, x: Array, *others: Array | None) -> tuple:
+    """`call` on arrays of an unknown library as NumPy or CuPy arrays; its results in that of x."""
+    arrays = [y if y is None or library_of(y) else from_foreign(function, y) for y in (x, *others)]
+    return tuple(None if y is None else to_foreign(y, x) for y in call(*arrays))
+
+
+def views_of(function: str, library: Any, arrays: Mapping[str, Array | None]) -> dict[str, View]:
+    """Views of the arrays that are there; all of one library and device, floating-point.
+
+    Raises:
+        TypeError: libraries, dtypes.
+        ValueError: devices.
+    """
+    views, first = {}, next(iter(arrays))
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        if library_of(x) is not library:
+            got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
+            got = got.removeprefix("builtins.")
+            raise TypeError(f"{function}: {name} must be a {library.name} like {first}, got {got}")
+        views[name] = view = library.view(x)
+        if view.dtype not in ITEM_SIZE:
+            allowed = "float16, bfloat16 or float32"
+            raise TypeError(f"{function}: {name} must be {allowed}, got {view.dtype}")
+        if view.device != views[first].device:
+            where = f"{first} on device {views[first].device} and {name} on device {view.device}"
+            raise ValueError(f"{function}: all arrays must be on the same device, got {where}")
+    return views
+
+
+def require_like(function: str, views: Mapping[str, View], name: str, first: str) -> None:
+    """An array must have the shape and dtype of the first."""
+    if name not in views:
+        return
+    x, like = views[name], views[first]
+    if x.shape != like.shape:
+        fact = f"{name} must have the shape of {first}"
+        raise ValueError(f"{function}: {fact}, got {x.shape} and {like.shape}")
+    if x.dtype != like.dtype:
+        fact = f"{name} must have the dtype of {first}"
+        raise TypeError(f"{function}: {fact}, got {x.dtype} and {like.dtype}")
+
+
+def require_weights(function: str, views: Mapping[str, View], first: str, size: int) -> None:
+    """Weight and bias: (size,), contiguous, of the dtype of the first array or float32."""
+    for name in ("weight", "bias"):
+        if name not in views:
+            continue
+        x, allowed = views[name], weight_dtypes(views[first].dtype)
+        if x.shape != (size,):
+            raise ValueError(f"{function}: {name} must have shape ({size},), got {x.shape}")
+        if size > 1 and x.strides != (1,):
+            raise ValueError(f"{function}: {name} must be contiguous, got strides {x.strides}")
+        if x.dtype not in allowed:
+            raise TypeError(f"{function}: {name} must be {' or '.join(allowed)}, got {x.dtype}")
+        if x.dtype != views["weight"].dtype:
+            fact = "weight and bias must have the same dtype"
+            got = f"{views['weight'].dtype} and {x.dtype}"
+            raise TypeError(f"{function}: {fact}, got {got}")
+
+
+def require_stats(function: str, views: Mapping[str, View], shape: tuple[int, ...]) -> None:
+    """The statistics that the forward returned."""
+    x = views["stats"]
+    if x.dtype != "float32":
+        raise TypeError(f"{function}: stats must be float32, got {x.dtype}")
+    if x.shape != shape:
+        raise ValueError(f"{function}: stats must have shape {shape}, got {x.shape}")
+    if not is_contiguous(x):
+        raise ValueError(f"{function}: stats must be contiguous, got strides {x.strides}")
+
+
+def require_eps(function: str, eps: Any) -> None:
+    """A finite number of at least 0."""
+    real = hasattr(eps, "__float__") and not isinstance(eps, bool)
+    if not (real and 0 <= eps < math.inf):
+        raise ValueError(f"{function}: eps must be finite and at least 0, got {eps!r}")
+
+
+def require_grid(function: str, blocks: int, shape: tuple[int, ...]) -> int:
+    """The number of blocks, if a grid can have so many."""
+    if blocks >= MAX_BLOCKS:
+        raise ValueError(f"{function}: x is too large for a grid of {MAX_BLOCKS}, got {shape}")
+    return blocks
+
+
+def is_integer(x: Any) -> bool:
+    """Whether x can index; bool does not count."""
+    return hasattr(x, "__index__") and not isinstance(x, bool)

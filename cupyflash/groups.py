@@ -1,0 +1,95 @@
+"""How (batch, channels, ...) lies in memory, and its groups as matrices for a kernel."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .array import View, dense_strides
+from .kernel_config import ITEM_SIZE
+from .norm_params import GroupNormShape, GroupStrides
+from .rows import collapse
+
+MAX_GROUP = 2**31  # elements of one group, and channels of a tensor
+
+
+class Layout(NamedTuple):
+    """Strides of samples, channels and positions, in elements."""
+
+    batch: int
+    channel: int
+    position: int
+    channels_last: bool
+
+
+def layout_of(function: str, name: str, x: View) -> Layout:
+    """How (batch, channels, ...) lies in memory.
+
+    Raises:
+        ValueError: neither channels nor positions are contiguous.
+    """
+    batch, channel = (step if size > 1 else 0 for size, step in zip(x.shape[:2], x.strides[:2]))
+    sizes, ((position, *rest),) = [1], [[0]]
+    if 0 not in x.shape:
+        sizes, ((position, *rest),) = collapse(x.shape[2:], [x.strides[2:]])
+    one_position, one_channel = sizes == [1], x.shape[1] == 1
+    if not rest and (position == 1 or (one_position and (channel != 1 or one_channel))):
+        return Layout(batch, channel, position, False)
+    if not rest and (channel == 1 or one_channel):
+        return Layout(batch, channel, position, True)
+    if 0 in x.shape:
+        return Layout(0, 0, 0, False)
+    fact = f"{name} must be dense, channels first or channels last"
+    raise ValueError(f"{function}: {fact}, got shape {x.shape}, strides {x.strides}")
+
+
+def dense_like(x: View, layout: Layout) -> tuple[int, ...]:
+    """Strides of a dense tensor with the memory format of x."""
+    batch, channel, *positions = range(len(x.shape))
+    order = [batch, *positions, channel] if layout.channels_last else [batch, channel, *positions]
+    return dense_strides(x.shape, order)
+
+
+class Groups:
+    """The groups of tensors of one shape and one memory format.
+
+    Attributes:
+        rows, columns: of a group; the columns are contiguous.
+        strides: ``<name>_strides`` of each tensor, for the parameter structs.
+        aligned: whether every row begins, and its length is, a multiple of 16 bytes.
+        splits: blocks that share a group.
+
+    Raises:
+        ValueError: the tensors differ in memory format, or a group is too large.
+    """
+
+    def __init__(self, function: str, views: Mapping[str, View], num_groups: int) -> None:
+        tensors = {name: x for name, x in views.items() if name not in ("weight", "bias")}
+        layouts = {name: layout_of(function, name, x) for name, x in tensors.items()}
+        x = tensors["x"]
+        self.channels_last = layouts["x"].channels_last
+        for name, layout in layouts.items():
+            if layout.channels_last != self.channels_last:
+                got = f"{name} strides {tensors[name].strides}, x strides {x.strides}"
+                fact = f"{name} must have the memory format of x"
+                raise ValueError(f"{function}: {fact}, got {got}")
+        self.batch, channels, self.num_groups, self.splits = *x.shape[:2], num_groups, 1
+        width, positions = channels // num_groups, math.prod(x.shape[2:])
+        self.rows, self.columns = (positions, width) if self.channels_last else (width, positions)
+        self.size = width * positions
+        if max(self.size, channels) >= MAX_GROUP:
+            fact = f"groups must have fewer than {MAX_GROUP} elements"
+            raise ValueError(f"{function}: {fact}, got {self.size}")
+        steps = {
+            name: (y.batch, y.channel * width, y.position if self.channels_last else y.channel)
+            for name, y in layouts.items()
+        }
+        self.strides = {f"{name}_strides": GroupStrides(*step) for name, step in steps.items()}
+        item = ITEM_SIZE[x.dtype]
+        lengths = (self.columns, *(step for group in steps.values() for step in group))
+        self.aligned = all(length * item % 16 == 0 for length in lengths)
+
+    def shape(self, eps: float) -> GroupNormShape:
+        """As the kernels get it."""
+        return GroupNormShape(
+            self.batch, self.rows, self.columns, self.num_groups, self.splits, 1 / self.size, eps
+        )

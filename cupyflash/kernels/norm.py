@@ -1,0 +1,162 @@
+"""LayerNorm and RMSNorm: who holds how much of a row."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import ClassVar
+
+from ..kernel_config import ITEM_SIZE, KernelConfig
+from ..norm_params import NormBwdParams, NormFwdParams, SumPartialsParams
+
+MIN_BLOCK_THREADS = 128  # as in row_tile.cuh
+# (threads of a row, loads of a thread), the shortest rows first; a longer row than the last of them
+# passes through in pieces. The loads are those of 16 bytes; element by element there are eight.
+FORWARD_TILES = ((8, 1), (32, 4), (128, 2), (256, 2), (512, 2), (1024, 2))
+BACKWARD_TILES = ((8, 2), (32, 2), (128, 2), (256, 2), (512, 2))
+LONG_BACKWARD_TILE = (1024, 1)
+ELEMENT_LOADS = 8
+
+
+def weight_dtypes(dtype: str) -> tuple[str, ...]:
+    """The dtypes of weight and bias beside a tensor of ``dtype``."""
+    return tuple(dict.fromkeys((dtype, "float32")))
+
+
+def vector_width(dtype: str) -> int:
+    """Elements of 16 bytes."""
+    return 16 // ITEM_SIZE[dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowConfig(KernelConfig):
+    """A kernel in which ``row_threads`` threads have a row.
+
+    Attributes:
+        weight: dtype of weight and bias.
+        rms: RMSNorm, not LayerNorm.
+        loads: of a thread, ``vector`` elements each.
+    """
+
+    dtype: str
+    weight: str
+    rms: bool
+    row_threads: int
+    loads: int
+    vector: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return max(MIN_BLOCK_THREADS, self.row_threads)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return self.threads // self.row_threads
+
+    @property
+    def columns(self) -> int:
+        """The longest row that is in registers as a whole."""
+        return self.row_threads * self.loads * self.vector
+
+
+class NormFwd(RowConfig):
+    """Forward."""
+
+    source: ClassVar[str] = "norm/norm_fwd.cu"
+    params: ClassVar[type[NormFwdParams]] = NormFwdParams
+
+
+class NormBwd(RowConfig):
+    """Backward of rows that fit into registers, with shares of the gradient of weight and bias."""
+
+    source: ClassVar[str] = "norm/norm_bwd.cu"
+    params: ClassVar[type[NormBwdParams]] = NormBwdParams
+
+
+class NormBwdLong(RowConfig):
+    """Gradient of the input for longer rows."""
+
+    source: ClassVar[str] = "norm/norm_bwd_long.cu"
+    params: ClassVar[type[NormBwdParams]] = NormBwdParams
+
+
+@dataclasses.dataclass(frozen=True)
+class NormBwdWeight(KernelConfig):
+    """Shares of the gradient of weight and bias for longer rows."""
+
+    source: ClassVar[str] = "norm/norm_bwd_weight.cu"
+    params: ClassVar[type[NormBwdParams]] = NormBwdParams
+
+    dtype: str
+    rms: bool
+    vector: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return MIN_BLOCK_THREADS
+
+    @property
+    def columns(self) -> int:
+        """Columns of a block."""
+        return self.threads * self.vector
+
+
+@dataclasses.dataclass(frozen=True)
+class SumPartials(KernelConfig):
+    """Adds shares up; ``dtype`` is that of the gradient."""
+
+    source: ClassVar[str] = "norm/sum_partials.cu"
+    params: ClassVar[type[SumPartialsParams]] = SumPartialsParams
+
+    dtype: str
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, which has 32 columns."""
+        return 1024
+
+
+def forward(dtype: str, weight: str, rms: bool, columns: int, aligned: bool) -> NormFwd:
+    """The kernel for rows of ``columns``, read 16 bytes at a time where that is possible."""
+    tiles = [NormFwd(dtype, weight, rms, *tile) for tile in _tiles(FORWARD_TILES, dtype, aligned)]
+    return next((tile for tile in tiles if columns <= tile.columns), tiles[-1])
+
+
+def backward(dtype: str, weight: str, rms: bool, columns: int, aligned: bool) -> NormBwd | None:
+    """The kernel for rows of ``columns``, None where they are too long for it."""
+    tiles = (NormBwd(dtype, weight, rms, *tile) for tile in _tiles(BACKWARD_TILES, dtype, aligned))
+    return next((tile for tile in tiles if columns <= tile.columns), None)
+
+
+def long_backward(
+    dtype: str, weight: str, rms: bool, aligned: bool
+) -> tuple[NormBwdLong, NormBwdWeight]:
+    """The two kernels for rows of any length."""
+    (tile,) = _tiles((LONG_BACKWARD_TILE,), dtype, aligned)
+    return NormBwdLong(dtype, weight, rms, *tile), NormBwdWeight(dtype, rms, tile[-1])
+
+
+def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
+    """Everything that the three above can return, and `SumPartials`."""
+    yield from map(SumPartials, ITEM_SIZE)
+    switches = (False, True)
+    for dtype, rms, aligned in itertools.product(ITEM_SIZE, switches, switches):
+        for weight in weight_dtypes(dtype):
+            for tile in _tiles(FORWARD_TILES, dtype, aligned):
+                yield NormFwd(dtype, weight, rms, *tile)
+            for tile in _tiles(BACKWARD_TILES, dtype, aligned):
+                yield NormBwd(dtype, weight, rms, *tile)
+            long, of_weight = long_backward(dtype, weight, rms, aligned)
+            yield long
+        yield of_weight
+
+
+def _tiles(
+    tiles: tuple[tuple[int, int], ...], dtype: str, aligned: bool
+) -> list[tuple[int, int, int]]:
+    """(row_threads, loads, vector) of each tile."""
+    if aligned:
+        return [(threads, loads, vector_width(dtype)) for threads, loads in tiles]
+    return list(dict.fromkeys((threads, ELEMENT_LOADS, 1) for threads, _ in tiles))

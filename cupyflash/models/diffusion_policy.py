@@ -1,0 +1,130 @@
+"""A small 1-D U-Net for diffusion policies, and sampling from it with the kernels of this library.
+
+The network predicts the noise in a sequence of actions (batch, channels, length) from a sinusoidal
+embedding of the timestep and a condition, such as features of what a robot sees. Its blocks are
+Conv1d, GroupNorm and Mish; torch has the convolutions, the rest is one kernel. Sequences are
+channels-first, as Conv1d wants them.
+
+Source of the architecture: Chi et al., Diffusion Policy, arXiv:2303.04137.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import cupyflash
+
+
+class GroupNormMish(nn.GroupNorm):
+    """GroupNorm and Mish as one kernel, or with ``fused = False`` as two operations of torch."""
+
+    fused = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (batch, channels, length)."""
+        if not self.fused:
+            return functional.mish(super().forward(x))
+        return cupyflash.group_norm(
+            x, self.num_groups, self.weight, self.bias, eps=self.eps, activation="mish"
+        )
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions, scale and shift by the condition between them."""
+
+    def __init__(self, channels_in: int, channels: int, condition: int, groups: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(
+            nn.Conv1d(channels_in, channels, 5, padding=2), GroupNormMish(groups, channels)
+        )
+        self.second = nn.Sequential(
+            nn.Conv1d(channels, channels, 5, padding=2), GroupNormMish(groups, channels)
+        )
+        self.modulation = nn.Sequential(nn.Mish(), nn.Linear(condition, 2 * channels))
+        self.skip = nn.Conv1d(channels_in, channels, 1)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        """x (batch, channels_in, length), condition (batch, condition)."""
+        scale, shift = self.modulation(condition)[..., None].chunk(2, dim=1)
+        return self.second(self.first(x) * scale + shift) + self.skip(x)
+
+
+class PolicyUnet(nn.Module):
+    """Noise in a sequence of actions; its length is divisible by 2 ** (len(widths) - 1)."""
+
+    def __init__(
+        self,
+        channels: int,
+        condition: int,
+        *,
+        widths: tuple[int, ...] = (64, 128, 256),
+        embedding: int = 64,
+        groups: int = 8,
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.time = nn.Sequential(
+            nn.Linear(embedding, 4 * embedding), nn.Mish(), nn.Linear(4 * embedding, embedding)
+        )
+        size = embedding + condition
+        block = lambda a, b: ResidualBlock(a, b, size, groups)  # noqa: E731
+        self.down = nn.ModuleList(map(block, (channels, *widths[:-1]), widths))
+        self.pool = nn.ModuleList(nn.Conv1d(x, x, 3, 2, 1) for x in widths[:-1])
+        self.middle = block(widths[-1], widths[-1])
+        self.grow = nn.ModuleList(nn.ConvTranspose1d(x, x, 4, 2, 1) for x in widths[:0:-1])
+        self.up = nn.ModuleList(
+            block(wide + narrow, narrow) for wide, narrow in zip(widths[:0:-1], widths[-2::-1])
+        )
+        self.out = nn.Sequential(
+            nn.Conv1d(widths[0], widths[0], 5, padding=2),
+            GroupNormMish(groups, widths[0]),
+            nn.Conv1d(widths[0], channels, 1),
+        )
+
+    def forward(
+        self, x: torch.Tensor, embedding: torch.Tensor, condition: torch.Tensor
+    ) -> torch.Tensor:
+        """x (batch, channels, length), embedding (embedding,), condition (batch, condition)."""
+        time = self.time(embedding).expand(x.shape[0], -1)
+        condition = torch.cat([time, condition], 1)
+        skips = []
+        for block, pool in zip(self.down, (*self.pool, nn.Identity())):
+            x = block(x, condition)
+            skips.append(x)
+            x = pool(x)
+        x = self.middle(x, condition)
+        for block, grow, skip in zip(self.up, self.grow, skips[-2::-1]):
+            x = block(torch.cat([grow(x), skip], 1), condition)
+        return self.out(x)
+
+    def use_kernels(self, fused: bool) -> None:
+        """Whether GroupNorm and Mish are one kernel of this library, or torch's operations."""
+        for module in self.modules():
+            if isinstance(module, GroupNormMish):
+                module.fused = fused
+
+
+@torch.no_grad()
+def sample_actions(
+    model: PolicyUnet,
+    sampler: cupyflash.DiffusionSampler,
+    condition: torch.Tensor,
+    noise: torch.Tensor,
+    *,
+    seed: int,
+) -> torch.Tensor:
+    """Actions between -1 and 1 from pure ``noise`` (batch, channels, length).
+
+    The sampler's constants and the embeddings of its steps are on the GPU from the first call on,
+    and a step is one launch beside those of the model.
+
+    Args:
+        condition: (batch, condition).
+        seed: of the noise that a sampler such as DDPM adds; another one for each call.
+    """
+    embeddings = sampler.embeddings(model.embedding, like=noise).to(noise.dtype)
+    x = noise
+    for step in range(sampler.num_steps):
+        predicted = model(x, embeddings[step], condition)
+        x = sampler.step(x, predicted, step, seed=seed, clip=1.0)
+    return x

@@ -1,0 +1,91 @@
+"""Gradients of the norms for torch tensors."""
+
+from typing import Any
+
+import torch
+
+from . import group_norm_dispatch, norm_dispatch
+from .array import library_of
+
+
+class Norm(torch.autograd.Function):
+    """(out, x + residual, statistics) of `norm_dispatch.forward`."""
+
+    @staticmethod
+    def forward(ctx: Any, x, weight, bias, residual, function, rms, eps):  # noqa: ANN001, ANN205
+        out, h, stats = norm_dispatch.forward(
+            function, rms, library_of(x), x, weight, bias, residual, eps, True
+        )
+        ctx.save_for_backward(x if h is None else h, weight, stats)
+        ctx.arguments = (function, rms, bias is not None, residual is not None)
+        ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
+        return out, h, stats
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout, dh, _):  # noqa: ANN001, ANN205
+        h, weight, stats = ctx.saved_tensors
+        function, rms, has_bias, has_residual = ctx.arguments
+        if dout is None:  # only the residual was used
+            return dh, None, None, dh, None, None, None
+        dout, dh = _row_contiguous(dout), None if dh is None else _row_contiguous(dh)
+        dx, dweight, dbias = norm_dispatch.backward(
+            f"{function}_backward", rms, library_of(h), dout, h, weight, stats, dh, has_bias
+        )
+        return dx, dweight, dbias, dx if has_residual else None, None, None, None
+
+
+class GroupNorm(torch.autograd.Function):
+    """(out, statistics) of `group_norm_dispatch.forward`."""
+
+    @staticmethod
+    def forward(ctx: Any, x, weight, bias, num_groups, eps, activation):  # noqa: ANN001, ANN205
+        library = library_of(x)
+        out, stats = group_norm_dispatch.forward(
+            "group_norm", library, x, weight, bias, num_groups, eps, activation, True
+        )
+        ctx.save_for_backward(x, weight, bias, stats)
+        ctx.activation = activation
+        ctx.mark_non_differentiable(stats)
+        return out, stats
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout, _):  # noqa: ANN001, ANN205
+        x, weight, bias, stats = ctx.saved_tensors
+        if dout.stride() != x.stride():  # an expanded scalar, or another memory format
+            dout = torch.empty_like(x).copy_(dout)
+        gradients = group_norm_dispatch.backward(
+            "group_norm_backward", library_of(x), dout, x, weight, bias, stats, ctx.activation
+        )
+        return *gradients, None, None, None
+
+
+def norm_with_gradient(
+    function: str,
+    rms: bool,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """`norm_dispatch.forward`, recorded for the backward pass of torch."""
+    return Norm.apply(x, weight, bias, residual, function, rms, eps)
+
+
+def group_norm_with_gradient(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    num_groups: int,
+    eps: float,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`group_norm_dispatch.forward`, recorded for the backward pass of torch."""
+    return GroupNorm.apply(x, weight, bias, num_groups, eps, activation)
+
+
+def _row_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,131 @@
+"""Kernel arguments of the norms: ctypes mirrors of ``cuda_src/common/norm_params.cuh``."""
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+ROW_AXES = 4  # as in norm_params.cuh
+
+
+class RowStrides(ctypes.Structure):
+    """Element strides of the axes of the rows, outermost first."""
+
+    _fields_ = [("axis", c_int64 * ROW_AXES)]
+
+
+class NormShape(ctypes.Structure):
+    """Rows of ``columns`` numbers each."""
+
+    _fields_ = [
+        ("rows", c_int64),
+        ("sizes", c_int64 * ROW_AXES),
+        ("axes", c_int32),
+        ("columns", c_int32),
+        ("inverse_columns", c_float),
+        ("eps", c_float),
+    ]
+
+
+class NormFwdParams(ctypes.Structure):
+    """LayerNorm or RMSNorm, forward."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("residual", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("residual_out", c_void_p),
+        ("stats", c_void_p),
+        ("x_strides", RowStrides),
+        ("residual_strides", RowStrides),
+        ("out_strides", RowStrides),
+        ("residual_out_strides", RowStrides),
+        ("shape", NormShape),
+    ]
+
+
+class NormBwdParams(ctypes.Structure):
+    """LayerNorm or RMSNorm, backward."""
+
+    _fields_ = [
+        ("dout", c_void_p),
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("stats", c_void_p),
+        ("dresidual", c_void_p),
+        ("dx", c_void_p),
+        ("partials", c_void_p),
+        ("dout_strides", RowStrides),
+        ("x_strides", RowStrides),
+        ("dresidual_strides", RowStrides),
+        ("dx_strides", RowStrides),
+        ("shape", NormShape),
+        ("splits", c_int64),
+        ("has_bias", c_int64),
+    ]
+
+
+class SumPartialsParams(ctypes.Structure):
+    """The last step of the gradients of weight and bias."""
+
+    _fields_ = [
+        ("partials", c_void_p),
+        ("first", c_void_p),
+        ("second", c_void_p),
+        ("rows", c_int64),
+        ("columns", c_int64),
+    ]
+
+
+class GroupStrides(ctypes.Structure):
+    """Element strides of samples, groups and the rows of a group."""
+
+    _fields_ = [("batch", c_int64), ("group", c_int64), ("row", c_int64)]
+
+
+class GroupNormShape(ctypes.Structure):
+    """Groups of ``rows`` x ``columns`` numbers each."""
+
+    _fields_ = [
+        ("batch", c_int64),
+        ("rows", c_int32),
+        ("columns", c_int32),
+        ("groups", c_int32),
+        ("splits", c_int32),
+        ("inverse_size", c_float),
+        ("eps", c_float),
+    ]
+
+
+class GroupNormFwdParams(ctypes.Structure):
+    """GroupNorm, forward."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("stats", c_void_p),
+        ("partials", c_void_p),
+        ("x_strides", GroupStrides),
+        ("out_strides", GroupStrides),
+        ("shape", GroupNormShape),
+    ]
+
+
+class GroupNormBwdParams(ctypes.Structure):
+    """GroupNorm, backward."""
+
+    _fields_ = [
+        ("dout", c_void_p),
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("stats", c_void_p),
+        ("dx", c_void_p),
+        ("partials", c_void_p),
+        ("dout_strides", GroupStrides),
+        ("x_strides", GroupStrides),
+        ("dx_strides", GroupStrides),
+        ("shape", GroupNormShape),
+    ]

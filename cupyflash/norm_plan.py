@@ -1,0 +1,135 @@
+"""LayerNorm and RMSNorm: what calls of one signature share, and how they run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .array import Array, View
+from .checks import require_grid
+from .kernel_launch import Launch, Plan, multiprocessors
+from .kernels import norm as kernels
+from .norm_params import NormBwdParams, NormFwdParams, SumPartialsParams
+from .rows import Rows
+
+BACKWARD_THREADS = 512  # of a multiprocessor, 128 registers each
+WEIGHT_BLOCKS = 8  # of norm_bwd_weight, for each multiprocessor
+
+
+class ForwardPlan(Plan):
+    """The forward kernel for one signature."""
+
+    def __init__(
+        self,
+        function: str,
+        rms: bool,
+        library: Any,
+        views: Mapping[str, View],
+        eps: float,
+        aligned: bool,
+    ) -> None:
+        x, weight = views["x"], views["weight"]
+        super().__init__(x.device)
+        self.library = library
+        self.shape, self.stats_shape = x.shape, (*x.shape[:-1], 2)
+        self.strides = library.strides_of_empty(x.shape, x)
+        self.has_residual = "residual" in views
+        self.empty = 0 in x.shape
+        if self.empty:
+            return
+        tensors = {"x": x, "out": x._replace(strides=self.strides)}
+        if self.has_residual:
+            tensors |= {"residual": views["residual"], "residual_out": tensors["out"]}
+        rows = Rows(function, tensors)
+        vector = aligned and rows.aligned
+        config = kernels.forward(x.dtype, weight.dtype, rms, rows.columns, vector)
+        params = NormFwdParams(**rows.strides, shape=rows.shape(eps))
+        grid = require_grid(function, -(-rows.rows // config.rows), x.shape)
+        self.launch = Launch(config, x.device, grid, params)
+
+    def run(
+        self, x: Array, pointers: tuple[int, int, int, int], need_stats: bool
+    ) -> tuple[Array, Array | None, Array | None]:
+        """The results are allocated as ``x`` is; ``pointers`` of x, residual, weight, bias."""
+        library, pointer = self.library, self.library.pointer
+        out = library.empty(self.shape, self.strides, x)
+        h = library.empty(self.shape, self.strides, x) if self.has_residual else None
+        stats = library.empty_float32(self.stats_shape, x) if need_stats else None
+        if not self.empty:
+            self.launch(
+                library.stream(self.device_id),
+                *pointers,
+                pointer(out),
+                pointer(h) if self.has_residual else 0,
+                pointer(stats) if need_stats else 0,
+            )
+        return out, h, stats
+
+
+class BackwardPlan(Plan):
+    """The backward kernels for one signature."""
+
+    def __init__(
+        self,
+        function: str,
+        rms: bool,
+        library: Any,
+        views: Mapping[str, View],
+        aligned: bool,
+        need_dbias: bool,
+    ) -> None:
+        x, weight = views["x"], views["weight"]
+        super().__init__(x.device)
+        self.library, self.need_dbias = library, need_dbias
+        self.shape, self.strides = x.shape, library.strides_of_empty(x.shape, x)
+        self.empty = 0 in x.shape
+        if self.empty:
+            return
+        tensors = {name: views[name] for name in ("x", "dout", "dresidual") if name in views}
+        rows = Rows(function, {**tensors, "dx": x._replace(strides=self.strides)})
+        vector = aligned and rows.aligned
+        config = kernels.backward(x.dtype, weight.dtype, rms, rows.columns, vector)
+        at_once = multiprocessors(x.device)
+        if config is not None:
+            most = at_once * (BACKWARD_THREADS // config.threads)
+            splits = min(-(-rows.rows // config.rows), most)
+            launches = [(config, splits)]
+        else:
+            config, of_weight = kernels.long_backward(x.dtype, weight.dtype, rms, vector)
+            blocks = -(-rows.columns // of_weight.columns)
+            splits = min(rows.rows, -(-WEIGHT_BLOCKS * at_once // blocks))
+            launches = [(config, rows.rows), (of_weight, blocks * splits)]
+        params = NormBwdParams(
+            **rows.strides, shape=rows.shape(0.0), splits=splits, has_bias=need_dbias
+        )
+        self.launches = [
+            Launch(config, x.device, require_grid(function, grid, x.shape), params)
+            for config, grid in launches
+        ]
+        gradients = 1 + need_dbias
+        self.partials_shape = (gradients, splits, rows.columns)
+        self.sum = sum_launch(weight, x.device, self.partials_shape)
+
+    def run(
+        self, x: Array, weight: Array, pointers: tuple[int, int, int, int, int]
+    ) -> tuple[Array, Array, Array | None]:
+        """``pointers`` of dout, x, weight, stats, dresidual."""
+        library, pointer = self.library, self.library.pointer
+        dx = library.empty(self.shape, self.strides, x)
+        if self.empty:
+            dweight = library.zeros_like(weight)
+            return dx, dweight, library.zeros_like(weight) if self.need_dbias else None
+        dweight = library.empty(self.shape[-1:], (1,), weight)
+        dbias = library.empty(self.shape[-1:], (1,), weight) if self.need_dbias else None
+        partials = library.empty_float32(self.partials_shape, x)
+        stream, shares = library.stream(self.device_id), pointer(partials)
+        for launch in self.launches:
+            launch(stream, *pointers, pointer(dx), shares)
+        self.sum(stream, shares, pointer(dweight), pointer(dbias) if self.need_dbias else 0)
+        return dx, dweight, dbias
+
+
+def sum_launch(weight: View, device: int, shape: tuple[int, int, int]) -> Launch:
+    """The kernel that adds up shares (gradients, rows, columns) of the gradients of weight."""
+    gradients, rows, columns = shape
+    params = SumPartialsParams(rows=rows, columns=columns)
+    blocks = gradients * -(-columns // 32)
+    return Launch(kernels.SumPartials(weight.dtype), device, blocks, params)

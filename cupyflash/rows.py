@@ -1,0 +1,74 @@
+"""How tensors of any strides become rows that a kernel can address."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from .array import View
+from .kernel_config import ITEM_SIZE
+from .norm_params import ROW_AXES, NormShape, RowStrides
+
+
+class Rows:
+    """The rows of tensors of one shape, their axes collapsed where all strides allow it.
+
+    Attributes:
+        strides: ``<name>_strides`` of each tensor, for the parameter structs.
+        aligned: whether every row begins, and its length is, a multiple of 16 bytes.
+
+    Raises:
+        ValueError: more than `ROW_AXES` axes are left.
+    """
+
+    def __init__(self, function: str, tensors: Mapping[str, View]) -> None:
+        x = tensors["x"]
+        *sizes, self.columns = x.shape
+        self.sizes, steps = collapse(sizes, [y.strides[:-1] for y in tensors.values()])
+        if len(self.sizes) > ROW_AXES:
+            got = {name: y.strides for name, y in tensors.items()}
+            fact = f"the strides must let all dimensions but the last collapse into {ROW_AXES}"
+            raise ValueError(f"{function}: {fact}, got shape {x.shape}, strides {got}")
+        self.rows = math.prod(self.sizes)
+        self.strides = {
+            f"{name}_strides": RowStrides((*axes, *[0] * (ROW_AXES - len(axes))))
+            for name, axes in zip(tensors, steps)
+        }
+        item = ITEM_SIZE[x.dtype]
+        lengths = (self.columns, *(step for axes in steps for step in axes))
+        self.aligned = all(length * item % 16 == 0 for length in lengths)
+
+    def shape(self, eps: float) -> NormShape:
+        """As the kernels get it."""
+        sizes = (*self.sizes, *[1] * (ROW_AXES - len(self.sizes)))
+        return NormShape(self.rows, sizes, len(self.sizes), self.columns, 1 / self.columns, eps)
+
+
+def collapse(
+    sizes: Sequence[int], strides: Sequence[Sequence[int]]
+) -> tuple[list[int], list[list[int]]]:
+    """Axes of several tensors with one shape, as few as address the same elements; at least one.
+
+    Args:
+        sizes: of the axes, none of them 0.
+        strides: of each tensor.
+
+    Returns:
+        The sizes, and the strides of each tensor.
+    """
+    kept: list[tuple[int, list[int]]] = []
+    for size, *steps in zip(sizes, *strides):
+        if size == 1:
+            continue
+        if kept and all(outer == size * step for outer, step in zip(kept[-1][1], steps)):
+            size *= kept.pop()[0]
+        kept.append((size, steps))
+    if not kept:
+        return [1], [[0] for _ in strides]
+    return [size for size, _ in kept], [list(steps) for steps in zip(*(s for _, s in kept))]
+
+
+def is_contiguous(x: View) -> bool:
+    """Whether the elements lie side by side in C order."""
+    if 0 in x.shape:
+        return True
+    sizes, ((step, *_),) = collapse(x.shape, [x.strides])
+    return sizes == [1] or (len(sizes) == 1 and step == 1)

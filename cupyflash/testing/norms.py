@@ -1,0 +1,170 @@
+"""The tolerance rule for the norms: float64 results, and the same formula in the inputs' dtype.
+
+The yardstick is what a framework computes with one operation for the residual, one for the norm
+and one for the activation: float32 inside each of them, its result rounded to the dtype.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy
+
+from cupyflash import norm_reference
+from cupyflash.testing.tolerance import assert_close_to_float64, to_float64
+
+Array = numpy.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedNorm:
+    """Results by name: (float64, yardstick, dtype, largest sum of magnitudes)."""
+
+    results: dict[str, tuple[Array, Array, str, float]]
+
+    def check(self, **actual: Any) -> None:
+        """Check any of the results; raises AssertionError."""
+        for name, result in actual.items():
+            exact, baseline, dtype, terms = self.results[name]
+            found = str(result.dtype).removeprefix("torch.")
+            assert found == dtype, f"{name}: dtype must be {dtype}, got {found}"
+            assert_close_to_float64(
+                to_numpy64(result), exact, baseline.astype("float64"), dtype, name, terms=terms
+            )
+
+
+def to_numpy64(x: Any) -> Array:
+    """Any array as a NumPy array in float64."""
+    x = to_float64(x)
+    return x if isinstance(x, numpy.ndarray) else x.get()
+
+
+def expected_norm(
+    rms: bool,
+    dout: Any,
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    residual: Any = None,
+    dresidual: Any = None,
+    *,
+    eps: float,
+) -> ExpectedNorm:
+    """Forward and backward of `cupyflash.layer_norm` or `rms_norm`, arrays of any library."""
+    given = (dout, x, weight, bias, residual, dresidual)
+    dtypes = [None if y is None else str(y.dtype).removeprefix("torch.") for y in given]
+    wide = [None if y is None else to_numpy64(y) for y in given]
+    narrow = [None if y is None else y.astype(numpy_dtype(name)) for y, name in zip(wide, dtypes)]
+    exact, baseline = (_norm(rms, *arrays, eps) for arrays in (wide, narrow))
+    h = wide[1] if exact["h"] is None else exact["h"]
+    n = _normal_terms(h, exact["stats"])
+    dout64, weight64 = numpy.abs(wide[0]), numpy.abs(wide[2])
+    g, scale = dout64 * weight64, exact["stats"][..., 1:]
+    dx = scale * (g + g.mean(-1, keepdims=True) + n * (g * n).mean(-1, keepdims=True))
+    rows = tuple(range(wide[1].ndim - 1))
+    terms = {
+        "out": n * weight64 + (0 if bias is None else numpy.abs(wide[3])),
+        "dx": dx + (0 if dresidual is None else numpy.abs(wide[5])),
+        "dweight": (dout64 * n).sum(rows),
+        "dbias": dout64.sum(rows),
+    }
+    kinds = {"out": dtypes[1], "h": dtypes[1], "dx": dtypes[1], "stats": "float32"}
+    kinds |= {"dweight": dtypes[2], "dbias": dtypes[2]}
+    return _expected(exact, baseline, kinds, terms)
+
+
+def expected_group_norm(
+    dout: Any, x: Any, num_groups: int, weight: Any, bias: Any, activation: str | None, eps: float
+) -> ExpectedNorm:
+    """Forward and backward of `cupyflash.group_norm`, arrays of any library."""
+    given = (dout, x, weight, bias)
+    dtypes = [str(y.dtype).removeprefix("torch.") for y in given]
+    wide = [to_numpy64(y) for y in given]
+    narrow = [y.astype(numpy_dtype(name)) for y, name in zip(wide, dtypes)]
+    activation = activation or "none"
+    exact = _group_norm(*wide, num_groups, activation, eps)
+    baseline = _group_norm(*narrow, num_groups, activation, eps)
+    groups = lambda y: y.reshape(x.shape[0], num_groups, -1)  # noqa: E731
+    n = _normal_terms(groups(wide[1]), exact["stats"]).reshape(x.shape) if x.size else wide[1]
+    per_channel = (-1, *[1] * (n.ndim - 2))
+    weight64, bias64 = (numpy.abs(y).reshape(per_channel) for y in wide[2:])
+    dout64, scale = 1.2 * numpy.abs(wide[0]), exact["stats"][..., 1:]  # slopes are below 1.2
+    g, by_group = groups(dout64 * weight64), groups(n)
+    axes = (0, *range(2, n.ndim))
+    means = g.mean(-1, keepdims=True), (g * by_group).mean(-1, keepdims=True)
+    terms = {
+        "out": n * weight64 + bias64,
+        "dx": scale * (g + means[0] + by_group * means[1]) if n.size else n,
+        "dweight": (dout64 * n).sum(axes),
+        "dbias": dout64.sum(axes),
+    }
+    kinds = {"out": dtypes[1], "dx": dtypes[1], "stats": "float32"}
+    kinds |= {"dweight": dtypes[2], "dbias": dtypes[2]}
+    return _expected(exact, baseline, kinds, terms)
+
+
+def _normal_terms(x: Array, stats: Array) -> Array:
+    """Magnitudes behind (x - mean) * scale: a large mean costs digits."""
+    return (numpy.abs(x) + numpy.abs(stats[..., :1])) * stats[..., 1:]
+
+
+def numpy_dtype(name: str) -> Any:
+    """The NumPy dtype of this name; ml_dtypes has bfloat16."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return ml_dtypes.bfloat16
+    return numpy.dtype(name)
+
+
+def _expected(
+    exact: dict[str, Array],
+    baseline: dict[str, Array],
+    dtypes: dict[str, str],
+    terms: dict[str, Array],
+) -> ExpectedNorm:
+    largest = {name: float(y.max()) if y.size else 0.0 for name, y in terms.items()}
+    return ExpectedNorm(
+        {
+            name: (exact[name], baseline[name], dtype, largest.get(name, 0.0))
+            for name, dtype in dtypes.items()
+            if exact[name] is not None
+        }
+    )
+
+
+def _norm(
+    rms: bool,
+    dout: Array,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    residual: Array | None,
+    dresidual: Array | None,
+    eps: float,
+) -> dict[str, Array]:
+    h = None if residual is None else norm_reference.add(x, residual)
+    values = x if h is None else h
+    out, stats = norm_reference.norm(rms, values, weight, bias, eps)
+    gradients = norm_reference.norm_backward(rms, dout, values, weight, stats, dresidual)
+    results = dict(zip(("dx", "dweight", "dbias"), gradients))
+    return {"out": out, "h": h, "stats": stats, **results}
+
+
+def _group_norm(
+    dout: Array,
+    x: Array,
+    weight: Array,
+    bias: Array,
+    num_groups: int,
+    activation: str,
+    eps: float,
+) -> dict[str, Array]:
+    z, stats = norm_reference.group_norm(x, num_groups, weight, bias, eps, "none")
+    function, slope = norm_reference.ACTIVATIONS[activation]
+    compute = stats.dtype
+    out = function(z.astype(compute)).astype(x.dtype)
+    dz = (dout.astype(compute) * slope(z.astype(compute))).astype(x.dtype)
+    arguments = (dz, x, weight, bias, stats, "none")
+    dx, dweight, dbias = norm_reference.group_norm_backward(*arguments)
+    results = {"out": out, "stats": stats}
+    return {**results, "dx": dx.reshape(x.shape), "dweight": dweight, "dbias": dbias}

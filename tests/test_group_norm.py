@@ -1,0 +1,257 @@
+"""GroupNorm with activation, forward and backward, on every library."""
+
+import dataclasses
+
+import numpy
+import pytest
+from arrays import normal, stored
+from matrix import each_library, libraries, pairwise
+
+import cupyflash
+from cupyflash import norm_reference
+from cupyflash.testing import expected_group_norm, poison_free_memory, to_float64
+
+ACTIVATIONS = ["silu", "mish", "gelu", "gelu_tanh", None]
+# (channels, num_groups): many channels in a group and few, groups of one channel, one group.
+CHANNELS = [(8, 2), (64, 8), (320, 32), (12, 12), (40, 1), (6, 3), (1, 1)]
+POSITIONS = [(16,), (7,), (1,), (5, 7), (8, 8), (33, 31)]
+LARGE = [(64, 64), (3000,), (128, 130)]  # beyond the registers of a block with most CHANNELS
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One point of the matrix."""
+
+    dtype: str
+    batch: int
+    channels: tuple[int, int]
+    positions: tuple[int, ...]
+    activation: str | None
+    wide_weight: bool
+    storage: str
+
+    @property
+    def id(self):
+        shape = "x".join(map(str, (self.batch, self.channels[0], *self.positions)))
+        parts = [self.dtype, shape, f"{self.channels[1]}groups", str(self.activation)]
+        return "-".join(parts + [self.storage] + ["float32-weight"] * self.wide_weight)
+
+    def arrays(self, backend, seed=0):
+        """(dout, x, weight, bias)."""
+        channels = self.channels[0]
+        shape = (self.batch, channels, *self.positions)
+        dout = stored(backend, normal(shape, (seed, 0)), self.dtype, self.storage)
+        x = stored(backend, normal(shape, (seed, 1), mean=1.0), self.dtype, self.storage)
+        of_weight = "float32" if self.wide_weight else self.dtype
+        weights = (stored(backend, normal(channels, (seed, i)), of_weight) for i in (2, 3))
+        return dout, x, *weights
+
+
+def cases(backend):
+    factors = {
+        "dtype": list(backend.dtypes),
+        "batch": [1, 3],
+        "channels": CHANNELS,
+        "positions": POSITIONS + (LARGE if backend.gpu else []),
+        "activation": ACTIVATIONS,
+        "wide_weight": [False, True],
+        "storage": ["contiguous", "channels_last"],
+    }
+    return [Case(**point) for point in pairwise(factors)]
+
+
+def matrix():
+    parameters = []
+    for backend in libraries():
+        found = cases(backend)
+        parameters += [
+            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
+            for case in (found[:1] if backend.missing else found)
+        ]
+    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+
+
+def run(case, dout, x, weight, bias):
+    out, stats = cupyflash.group_norm(
+        x, case.channels[1], weight, bias, activation=case.activation, return_stats=True
+    )
+    gradients = cupyflash.group_norm_backward(
+        dout, x, weight, bias, stats, activation=case.activation
+    )
+    return {"out": out, "stats": stats, **dict(zip(("dx", "dweight", "dbias"), gradients))}
+
+
+def steps(x):
+    """Strides of the axes that have any."""
+    strides = x.stride() if hasattr(x, "stride") else x.strides
+    return [step for step, size in zip(strides, x.shape) if size > 1]
+
+
+@matrix()
+def test_group_norm(backend, case):
+    dout, x, weight, bias = case.arrays(backend)
+    size = int(numpy.prod(x.shape)) * (4 if case.dtype == "float32" else 2)
+    poison_free_memory(backend.library, backend.device, [size] * 2)
+    results = run(case, dout, x, weight, bias)
+    exact = expected_group_norm(dout, x, case.channels[1], weight, bias, case.activation, 1e-5)
+    exact.check(**results)
+    assert steps(results["out"]) == steps(results["dx"]) == steps(x)
+
+
+@each_library(device="cuda")
+@pytest.mark.parametrize("storage", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("positions", [(16,), (40, 40), (300, 301)], ids=str)
+def test_gradients_are_repeatable(backend, positions, storage):
+    """One block a group, one read or two."""
+    case = Case("float16", 4, (64, 8), positions, "silu", True, storage)
+    arrays = case.arrays(backend)
+    first = run(case, *arrays)
+    for _ in range(3):
+        for name, again in run(case, *arrays).items():
+            assert (again == first[name]).all(), f"{name} differs between two runs"
+
+
+@each_library()
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_large_inputs_of_the_activation(backend, activation):
+    """No overflow inside: exp(100) is infinite in float32."""
+    case = Case("float32", 2, (4, 2), (6,), activation, True, "contiguous")
+    dout, x, weight, bias = case.arrays(backend)
+    bias = stored(backend, numpy.array([100.0, -100.0, 20.0, -30.0]), "float32")
+    exact = expected_group_norm(dout, x, 2, weight, bias, activation, 1e-5)
+    exact.check(**run(case, dout, x, weight, bias))
+
+
+@each_library()
+@pytest.mark.parametrize("shape", [(0, 8, 4), (2, 8, 0), (0, 8, 3, 0)], ids=str)
+def test_empty(backend, shape):
+    x, weight = (stored(backend, numpy.zeros(s), "float32") for s in (shape, 8))
+    out, stats = cupyflash.group_norm(x, 2, weight, weight, return_stats=True)
+    assert tuple(out.shape) == shape and tuple(stats.shape) == (shape[0], 2, 2)
+    dx, dweight, dbias = cupyflash.group_norm_backward(x, x, weight, weight, stats)
+    assert tuple(dx.shape) == shape
+    assert not to_float64(dweight).any() and not to_float64(dbias).any()
+
+
+@each_library()
+def test_no_positions_at_all(backend):
+    """(batch, channels)."""
+    case = Case("float32", 3, (24, 4), (), "silu", False, "contiguous")
+    arrays = case.arrays(backend)
+    expected_group_norm(*arrays[:2], 4, *arrays[2:], "silu", 1e-5).check(**run(case, *arrays))
+
+
+@each_library()
+def test_slices_of_channels_and_samples(backend):
+    """Gaps between samples, and between channels or positions; NaN lies in them."""
+    values = numpy.full((5, 24, 6, 8), numpy.nan, "float32")
+    values[1:4, 8:16] = normal((3, 8, 6, 8), 0)
+    weight = stored(backend, normal(8, 1), "float32")
+    dout = stored(backend, normal((3, 8, 6, 8), 2), "float32")
+    for storage in ("contiguous", "channels_last"):
+        x = stored(backend, values, "float32", storage)[1:4, 8:16]
+        gradient = stored(backend, to_numpy(dout), "float32", storage)
+        case = Case("float32", 3, (8, 2), (6, 8), "mish", False, storage)
+        exact = expected_group_norm(gradient, x, 2, weight, weight, "mish", 1e-5)
+        exact.check(**run(case, gradient, x, weight, weight))
+
+
+def to_numpy(x):
+    return x.get() if hasattr(x, "get") else numpy.asarray(x.cpu() if hasattr(x, "cpu") else x)
+
+
+@each_library(library="torch")
+@pytest.mark.parametrize("storage", ["contiguous", "channels_last"])
+def test_autograd(backend, storage):
+    """All gradients; dout in another memory format, or an expanded scalar."""
+    import torch
+
+    case = Case("float32", 2, (12, 3), (5, 4), "gelu_tanh", True, storage)
+    dout, x, weight, bias = case.arrays(backend)
+    exact = expected_group_norm(dout, x, 3, weight, bias, "gelu_tanh", 1e-5)
+    inputs = [y.requires_grad_() for y in (x, weight, bias)]
+    out = cupyflash.group_norm(x, 3, weight, bias, activation="gelu_tanh")
+    found = torch.autograd.grad(out, inputs, dout.contiguous(), retain_graph=True)
+    exact.check(out=out, **dict(zip(("dx", "dweight", "dbias"), found)))
+    (dbias,) = torch.autograd.grad(out.sum(), [bias])
+    arrays = [y.detach() for y in (x, weight, bias)]
+    ones = torch.ones_like(arrays[0])
+    exact = expected_group_norm(ones, arrays[0], 3, *arrays[1:], "gelu_tanh", 1e-5)
+    exact.check(dbias=dbias)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_reference_is_torch(activation):
+    """The float64 oracle beside torch's own, with its own gradients."""
+    torch = pytest.importorskip("torch")
+    functional = torch.nn.functional
+    functions = {
+        "silu": functional.silu,
+        "mish": functional.mish,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
+        None: lambda z: z,
+    }
+    x, dout = (torch.from_numpy(normal((2, 12, 5), i)).double() for i in (0, 1))
+    weight, bias = (torch.from_numpy(normal(12, i)).double() for i in (2, 3))
+    inputs = [y.requires_grad_() for y in (x, weight, bias)]
+    out = functions[activation](functional.group_norm(x, 4, weight, bias))
+    gradients = torch.autograd.grad(out, inputs, dout)
+    arrays = [y.detach().numpy() for y in inputs]
+    name = activation or "none"
+    found, stats = norm_reference.group_norm(arrays[0], 4, *arrays[1:], 1e-5, name)
+    numpy.testing.assert_allclose(found, out.detach().numpy(), rtol=0, atol=1e-13)
+    ours = norm_reference.group_norm_backward(dout.numpy(), *arrays, stats, name)
+    for mine, theirs in zip(ours, gradients):
+        numpy.testing.assert_allclose(mine, theirs.numpy(), rtol=0, atol=1e-11)
+
+
+def bad(backend, error, match, **changes):
+    arguments = {
+        "x": stored(backend, normal((2, 8, 5), 0), "float16"),
+        "num_groups": 2,
+        "weight": stored(backend, normal(8, 1), "float16"),
+        "bias": stored(backend, normal(8, 2), "float16"),
+    } | changes
+    with pytest.raises(error, match=f"^group_norm: .*{match}"):
+        cupyflash.group_norm(**arguments)
+
+
+@each_library()
+def test_bad_input(backend):
+    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+    for groups in (3, 0, -2, 2.0, None, 16):
+        bad(backend, ValueError, f"num_groups.*{groups} and 8", num_groups=groups)
+    bad(backend, ValueError, "activation.*'relu'", activation="relu")
+    bad(backend, ValueError, r"two dimensions.*\(8,\)", x=make(8))
+    bad(backend, ValueError, r"weight.*\(8,\).*\(4,\)", weight=make(4))
+    bad(backend, TypeError, "bias.*None", bias=None)
+    bad(backend, TypeError, "same dtype", bias=make(8, "float32"))
+    bad(backend, ValueError, "dense.*strides", x=make((2, 8, 10))[..., ::2])
+    bad(backend, ValueError, "dense.*strides", x=make((2, 8, 4, 6))[..., :5])
+    bad(backend, ValueError, "eps", eps=float("nan"))
+
+
+@each_library()
+def test_bad_backward_input(backend):
+    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+    good = [make((2, 8, 5)), make((2, 8, 5)), make(8), make(8), make((2, 4, 2), "float32")]
+    for position, wrong, error, match in [
+        (0, make((2, 8, 4)), ValueError, "dout"),
+        (4, make((2, 4)), ValueError, "stats"),
+        (4, make((2, 3, 2), "float32"), ValueError, "num_groups"),
+        (4, make((2, 4, 2)), TypeError, "stats.*float32"),
+    ]:
+        arguments = [*good[:position], wrong, *good[position + 1 :]]
+        with pytest.raises(error, match=f"^group_norm_backward: .*{match}"):
+            cupyflash.group_norm_backward(*arguments)
+
+
+@each_library(device="cuda")
+def test_dout_of_another_memory_format(backend):
+    arrays = [stored(backend, normal(8, 1), "float32") for _ in range(2)]
+    x = stored(backend, normal((2, 8, 5, 4), 0), "float32")
+    _, stats = cupyflash.group_norm(x, 2, *arrays, return_stats=True)
+    dout = stored(backend, normal((2, 8, 5, 4), 0), "float32", "channels_last")
+    with pytest.raises(ValueError, match="^group_norm_backward: dout.*memory format"):
+        cupyflash.group_norm_backward(dout, x, *arrays, stats)

@@ -1,0 +1,271 @@
+"""LayerNorm and RMSNorm, forward and backward, on every library."""
+
+import dataclasses
+
+import numpy
+import pytest
+from arrays import normal, stored
+from matrix import each_library, libraries, pairwise
+
+import cupyflash
+from cupyflash import norm_reference
+from cupyflash.testing import expected_norm, poison_free_memory, to_float64
+
+EPS = {False: 1e-5, True: 1e-6}
+COLUMNS = [1, 3, 8, 33, 64, 200, 256, 768, 1000, 1024, 1536, 4096, 5000]
+LONG = [8192, 9001, 16384, 20008, 65536]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One point of the matrix."""
+
+    dtype: str
+    columns: int
+    rows: tuple[int, ...]
+    rms: bool
+    wide_weight: bool
+    bias: bool
+    residual: bool
+    storage: str
+
+    @property
+    def id(self):
+        parts = [self.dtype, "x".join(map(str, (*self.rows, self.columns))), self.storage]
+        parts += ["rms"] * self.rms + ["float32-weight"] * self.wide_weight
+        return "-".join(parts + ["bias"] * self.bias + ["residual"] * self.residual)
+
+    def arrays(self, backend, seed=0):
+        """(dout, x, weight, bias, residual, dresidual); None where there is none."""
+        shape, kind = (*self.rows, self.columns), self.dtype
+        of_weight = "float32" if self.wide_weight else kind
+        make = lambda i, mean=0.0: stored(
+            backend, normal(shape, (seed, i), mean=mean), kind, self.storage
+        )
+        weights = [normal(self.columns, (seed, i)) for i in (6, 7)]
+        weight, bias = (stored(backend, y, of_weight) for y in weights)
+        return (
+            make(0),
+            make(1, mean=2.0),
+            weight,
+            bias if self.bias and not self.rms else None,
+            make(2) if self.residual else None,
+            make(3) if self.residual else None,
+        )
+
+
+def cases(backend):
+    factors = {
+        "dtype": list(backend.dtypes),
+        "columns": COLUMNS + (LONG if backend.gpu else LONG[1:2]),
+        "rows": [(1,), (5,), (2, 3), (3, 2, 7), *([(700,), (4099,)] if backend.gpu else [])],
+        "rms": [False, True],
+        "wide_weight": [False, True],
+        "bias": [False, True],
+        "residual": [False, True],
+        "storage": ["contiguous", "padded", "unaligned", "transposed"],
+    }
+    return [Case(**point) for point in pairwise(factors)]
+
+
+def matrix():
+    parameters = []
+    for backend in libraries():
+        found = cases(backend)
+        parameters += [
+            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
+            for case in (found[:1] if backend.missing else found)
+        ]
+    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+
+
+def forward(case_rms, x, weight, bias, residual, **options):
+    if case_rms:
+        return cupyflash.rms_norm(x, weight, residual=residual, **options)
+    return cupyflash.layer_norm(x, weight, bias, residual=residual, **options)
+
+
+def backward(rms, dout, h, weight, stats, dresidual):
+    function = cupyflash.rms_norm_backward if rms else cupyflash.layer_norm_backward
+    names = ("dx", "dweight", "dbias")
+    return dict(zip(names, function(dout, h, weight, stats, dresidual=dresidual)))
+
+
+@matrix()
+def test_norm(backend, case):
+    dout, x, weight, bias, residual, dresidual = case.arrays(backend)
+    size = numpy.prod(x.shape) * (4 if case.dtype == "float32" else 2)
+    poison_free_memory(backend.library, backend.device, [int(size)] * 2)
+    out, *h, stats = forward(case.rms, x, weight, bias, residual, return_stats=True)
+    values = h[0] if h else x
+    gradients = backward(case.rms, dout, values, weight, stats, dresidual)
+    exact = expected_norm(case.rms, dout, x, weight, bias, residual, dresidual, eps=EPS[case.rms])
+    exact.check(out=out, stats=stats, **({"h": h[0]} if h else {}), **gradients)
+
+
+@each_library()
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+def test_gradients_are_repeatable(backend, rms):
+    case = Case(backend.dtypes[0], 768, (3000 if backend.gpu else 30,), rms, True, True, True, "")
+    dout, x, weight, bias, residual, dresidual = case.arrays(backend)
+    _, h, stats = forward(rms, x, weight, bias, residual, return_stats=True)
+    first = backward(rms, dout, h, weight, stats, dresidual)
+    for _ in range(3):
+        for name, again in backward(rms, dout, h, weight, stats, dresidual).items():
+            assert (again == first[name]).all(), f"{name} differs between two runs"
+
+
+@each_library()
+@pytest.mark.parametrize("offset", [1e3, -1e4])
+def test_a_large_mean_does_not_cancel(backend, offset):
+    """E[x^2] - E[x]^2 in float32 would leave nothing of the variance."""
+    x = stored(backend, normal((4, 999), 1, mean=offset), "float32")
+    weight = stored(backend, numpy.ones(999), "float32")
+    dout = stored(backend, normal((4, 999), 2), "float32")
+    out, stats = cupyflash.layer_norm(x, weight, return_stats=True)
+    expected_norm(False, dout, x, weight, eps=1e-5).check(out=out, stats=stats)
+
+
+@each_library()
+def test_nan_stays_in_its_row(backend):
+    values = normal((3, 40), 0)
+    values[1, 7] = numpy.nan
+    x, weight = stored(backend, values, "float32"), stored(backend, normal(40, 1), "float32")
+    for out in (cupyflash.layer_norm(x, weight), cupyflash.rms_norm(x, weight)):
+        isnan = to_float64(out) != to_float64(out)
+        assert isnan[1].all() and not isnan[::2].any()
+
+
+@each_library()
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+def test_empty(backend, rms):
+    x = stored(backend, numpy.zeros((0, 3, 24)), "float16")
+    weight = stored(backend, normal(24, 1), "float16")
+    out, h, stats = forward(rms, x, weight, None, x, return_stats=True)
+    assert tuple(out.shape) == tuple(h.shape) == (0, 3, 24) and tuple(stats.shape) == (0, 3, 2)
+    dx, dweight, *_ = backward(rms, x, h, weight, stats, None).values()
+    assert tuple(dx.shape) == (0, 3, 24) and (to_float64(dweight) == 0).all()
+
+
+@each_library()
+def test_many_row_axes(backend):
+    """Axes that do not collapse: four are allowed, in any order."""
+    values = normal((3, 4, 2, 5, 24), 0)
+    x = stored(backend, values, "float32")
+    x = x.permute(3, 0, 2, 1, 4) if backend.library == "torch" else x.transpose(3, 0, 2, 1, 4)
+    x, weight = x[1::2], stored(backend, normal(24, 1), "float32")
+    dout = stored(backend, normal(tuple(x.shape), 2), "float32")
+    out, stats = cupyflash.layer_norm(x, weight, return_stats=True)
+    gradients = backward(False, dout, x, weight, stats, None)
+    expected_norm(False, dout, x, weight, eps=1e-5).check(out=out, stats=stats, **gradients)
+
+
+@each_library(library="torch")
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+def test_autograd(backend, rms):
+    """All gradients, and those of some inputs only; dout may be an expanded scalar."""
+    import torch
+
+    case = Case("float32", 48, (3, 7), rms, False, True, True, "contiguous")
+    dout, x, weight, bias, residual, dresidual = case.arrays(backend)
+    inputs = [y for y in (x, weight, bias, residual) if y is not None]
+    for y in inputs:
+        y.requires_grad_()
+    out, h = forward(rms, x, weight, bias, residual)
+    names = [n for n in ("dx", "dweight", "dbias") if n != "dbias" or not rms] + ["dx"]
+    found = torch.autograd.grad((out, h), inputs, (dout, dresidual), retain_graph=True)
+    detached = [None if y is None else y.detach() for y in (x, weight, bias, residual)]
+    exact = expected_norm(rms, dout, *detached, dresidual, eps=EPS[rms])
+    for name, gradient in zip(names, found):
+        exact.check(**{name: gradient})
+    (of_h,) = torch.autograd.grad(h, [x], dresidual, retain_graph=True)
+    assert (of_h == dresidual).all()
+    (dweight,) = torch.autograd.grad(out.sum(), [weight])
+    ones = torch.ones_like(dout)
+    expected_norm(rms, ones, *detached, eps=EPS[rms]).check(dweight=dweight)
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+def test_reference_is_torch(rms):
+    """The float64 oracle beside torch's own, with its own gradients."""
+    torch = pytest.importorskip("torch")
+    x, dout = (torch.from_numpy(normal((4, 30), i)).double() for i in (0, 1))
+    weight, bias = (torch.from_numpy(normal(30, i)).double() for i in (2, 3))
+    inputs = [y.requires_grad_() for y in (x, weight, bias)]
+    functional = torch.nn.functional
+    if rms:
+        out = functional.rms_norm(x, (30,), weight, 1e-6)
+    else:
+        out = functional.layer_norm(x, (30,), weight, bias, 1e-5)
+    gradients = torch.autograd.grad(out, inputs[: 3 - rms], dout)
+    arrays = [y.detach().numpy() for y in (x, weight, bias)]
+    found, stats = norm_reference.norm(rms, *arrays[:2], None if rms else arrays[2], EPS[rms])
+    numpy.testing.assert_allclose(found, out.detach().numpy(), rtol=0, atol=1e-13)
+    ours = norm_reference.norm_backward(rms, dout.numpy(), *arrays[:2], stats, None)
+    for mine, theirs in zip(ours, gradients):
+        numpy.testing.assert_allclose(mine, theirs.numpy(), rtol=0, atol=1e-12)
+
+
+# Bad input -----------------------------------------------------------------------------------
+
+
+def bad(backend, error, match, **changes):
+    arguments = {
+        "x": stored(backend, normal((4, 16), 0), "float16"),
+        "weight": stored(backend, normal(16, 1), "float16"),
+        "bias": stored(backend, normal(16, 2), "float16"),
+    } | changes
+    with pytest.raises(error, match=f"^layer_norm: .*{match}"):
+        cupyflash.layer_norm(**arguments)
+
+
+@each_library()
+def test_bad_input(backend):
+    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+    bad(backend, ValueError, r"weight.*\(16,\).*\(15,\)", weight=make(15))
+    bad(backend, ValueError, r"bias.*\(16,\).*\(1, 16\)", bias=make((1, 16)))
+    bad(backend, TypeError, "weight.*float16 or float32.*int32", weight=_int32(backend, 16))
+    bad(backend, TypeError, "same dtype", bias=make(16, "float32"))
+    bad(backend, ValueError, r"residual.*\(4, 15\).*\(4, 16\)", residual=make((4, 15)))
+    bad(backend, TypeError, "residual.*float32.*float16", residual=make((4, 16), "float32"))
+    bad(backend, ValueError, "contiguous", x=make((4, 32))[:, ::2])
+    bad(backend, ValueError, "weight.*contiguous", weight=make(32)[::2])
+    bad(backend, ValueError, "last dimension", x=make((4, 0)))
+    bad(backend, TypeError, "bias.*list", bias=[1.0] * 16)
+    bad(backend, TypeError, "weight.*None", weight=None)
+    for eps in (-1.0, float("nan"), float("inf"), None, "1"):
+        bad(backend, ValueError, "eps", eps=eps)
+
+
+@each_library()
+def test_bad_backward_input(backend):
+    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+    good = [make((4, 16)), make((4, 16)), make(16), make((4, 2), "float32")]
+    for position, wrong, error, match in [
+        (0, make((3, 16)), ValueError, "dout"),
+        (0, make((4, 16), "float32"), TypeError, "dout.*float32"),
+        (2, make(17), ValueError, "weight"),
+        (3, make((4, 2)), TypeError, "stats.*float32"),
+        (3, make((5, 2), "float32"), ValueError, "stats"),
+        (3, make((4, 4), "float32")[:, ::2], ValueError, "stats.*contiguous"),
+    ]:
+        arguments = [*good[:position], wrong, *good[position + 1 :]]
+        with pytest.raises(error, match=f"^layer_norm_backward: .*{match}"):
+            cupyflash.layer_norm_backward(*arguments)
+
+
+def _int32(backend, size):
+    values = stored(backend, numpy.ones(size), "float32")
+    return values.int() if backend.library == "torch" else values.astype("int32")
+
+
+@each_library(device="cuda")
+def test_host_time_is_one_look_up(backend, monkeypatch):
+    """A second call of the same signature checks nothing again."""
+    from cupyflash import norm_dispatch
+
+    x = stored(backend, normal((4, 24), 0), "float16")
+    weight = stored(backend, normal(24, 1), "float16")
+    first = cupyflash.layer_norm(x, weight)
+    monkeypatch.setattr(norm_dispatch, "ForwardPlan", None)
+    assert (cupyflash.layer_norm(x, weight) == first).all()
