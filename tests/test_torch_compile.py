@@ -1,5 +1,6 @@
 """torch.compile and torch.export of models that call cupyflash: one graph, the results of eager."""
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,12 @@ import pytest
 from matrix import each
 
 import cupyflash
-from cupyflash.testing import expected, make_alibi_slopes, to_float64
+from cupyflash.testing import (
+    assert_close_to_float64,
+    expected,
+    make_alibi_slopes,
+    to_float64,
+)
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ("out", "dq", "dk", "dv")
@@ -147,20 +153,27 @@ def test_inductor(backend):
     import torch
 
     torch.manual_seed(0)
-    width, dtype = 4 * 32, torch.float16 if backend.gpu else torch.float32
-    x = torch.randn(2, 20, width, device=backend.device, dtype=dtype, requires_grad=True)
-    weight = torch.randn(3 * width, width, device=backend.device, dtype=dtype, requires_grad=True)
+    width, dtype = 4 * 32, "float16" if backend.gpu else "float32"
+    options = {"device": backend.device, "dtype": getattr(torch, dtype), "requires_grad": True}
+    x = torch.randn(2, 20, width, **options)
+    weight = torch.randn(3 * width, width, **options)
 
-    def layer(x, weight):
+    def layer(attend, x, weight):
         q, k, v = (x @ weight.t() / width**0.5).view(2, 20, 3, 4, 32).permute(2, 0, 3, 1, 4)
-        out = cupyflash.attention(q, k, v, layout="bhsd", causal=True)
-        return torch.tanh(out.transpose(1, 2).reshape(x.shape))
+        return torch.tanh(attend(q, k, v).transpose(1, 2).reshape(x.shape))
 
-    found, eager = (
-        torch.autograd.grad(function(x, weight).sum(), [x, weight])
-        for function in (compiled(layer, backend="inductor"), layer)
-    )
-    torch.testing.assert_close(found, eager)
+    def gradients(function, *inputs):
+        return torch.autograd.grad(function(*inputs).sum(), inputs)
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    ours = functools.partial(cupyflash.attention, layout="bhsd", causal=True)
+    torchs = functools.partial(sdpa, is_causal=True)
+    found = gradients(compiled(functools.partial(layer, ours), backend="inductor"), x, weight)
+    wide = (y.detach().double().requires_grad_() for y in (x, weight))
+    exact = gradients(functools.partial(layer, torchs), *wide)
+    yardstick = gradients(functools.partial(layer, torchs), x, weight)
+    for name, *gradient in zip(("dx", "dweight"), found, exact, yardstick):
+        assert_close_to_float64(*gradient, dtype, name)
 
 
 @each(library="torch")

@@ -19,6 +19,8 @@ from cupyflash.grouped import (
 from cupyflash.philox import Dropout
 from cupyflash.score import BIAS_LIMIT, ScoreFunction, group_bias
 
+EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+
 
 class _Arithmetic:
     """Operations of one library in one dtype: ``round`` after each, ``wide`` for float32 sums."""
@@ -147,10 +149,16 @@ def same_precision_attention(
         "dk": grouped_matmul_transposed(ds_abs, q_abs),
         "dv": grouped_matmul_transposed(kept, dout_abs),
     }
+    # These gradients add up what delta, and so what out was rounded by, over many rows: independent
+    # errors, each of which weighs as many float32 last places as the dtype is coarser.
+    coarser = EPSILON[str(q.dtype).removeprefix("torch.")] / EPSILON["float32"]
+    of_out = coarser * ((ops.wide(dout_groups) * ops.wide(out)) ** 2).sum(-1) ** 0.5
     if additive is not None:
-        terms["dbias"] = sum_to_shape(dbias_abs, bias.shape)
+        of_rows = sum_to_shape((ops.wide(p) * of_out[..., None]) ** 2, bias.shape) ** 0.5
+        terms["dbias"] = sum_to_shape(ops.wide(dbias_abs), bias.shape) + of_rows
     if sinks is not None:
-        terms["dsinks"] = _sum_of_heads(sink_weights * delta_abs)
+        of_rows = _sum_of_heads((sink_weights * of_out) ** 2) ** 0.5
+        terms["dsinks"] = _sum_of_heads(sink_weights * ops.wide(delta_abs)) + of_rows
     results = {
         "out": _ungroup(xp, out, q.shape),
         "lse": lse.reshape(q.shape[0], q.shape[2], q.shape[1]),

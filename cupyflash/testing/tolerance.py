@@ -16,11 +16,10 @@ import numpy
 from cupyflash import reference
 from cupyflash.grouped import Array, array_namespace
 from cupyflash.testing.inputs import Inputs, to_library
-from cupyflash.testing.same_precision import same_precision_attention
+from cupyflash.testing.same_precision import EPSILON, same_precision_attention
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 ARRAYS = ("alibi_slopes", "bias", "sinks")  # options
-EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
 def to_float64(array: Any) -> Array:
