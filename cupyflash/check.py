@@ -17,7 +17,7 @@ import cupyflash
 
 from . import environment, families, machine, measure
 from .check_cases import Case, cases
-from .kernel_config import Access
+from .kernel_config import Access, Features
 from .testing import Expected, Inputs, expected
 
 _MESSAGE = re.compile(r"max error (\S+), allowed (\S+) ")
@@ -148,6 +148,7 @@ def _family(case: Case, backward: bool) -> str:
         case.dtype,
         case.head_dim,
         Access.TENSOR_MAP,
+        Features(),
         divmod(int(cupy.cuda.Device().compute_capability), 10),
         backward=backward,
     )

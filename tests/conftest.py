@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from matrix import select
 
 from cupyflash import environment
 
+LARGE_POOL = 2**30  # bytes that nobody uses
 GPU_REPORT_SCRIPT = Path(__file__).resolve().parent.parent / ".ci" / "gpu_report.py"
 
 
@@ -21,6 +23,27 @@ def backend(request):
     """The backend of the test, its kernel family forced."""
     with environment.override(family=request.param.family):
         yield request.param
+
+
+@pytest.fixture(autouse=True)
+def small_memory_pools():
+    """Gives large cached blocks back to the GPU, which other processes of the run share."""
+    yield
+    for name, shrink in (("cupy", _shrink_cupy), ("torch", _shrink_torch)):
+        if name in sys.modules and compute_capability()[0]:
+            shrink(sys.modules[name])
+
+
+def _shrink_cupy(cupy):
+    pool = cupy.get_default_memory_pool()
+    if pool.free_bytes() > LARGE_POOL:
+        pool.free_all_blocks()
+
+
+def _shrink_torch(torch):
+    cuda = torch.cuda
+    if cuda.is_initialized() and cuda.memory_reserved() - cuda.memory_allocated() > LARGE_POOL:
+        cuda.empty_cache()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -32,6 +32,7 @@ SWITCHES = (
 SETS = {**FAMILIES, **TOPICS}
 SAME_EVERYWHERE = {type(x) for topic in TOPICS.values() for x in topic.configurations((9, 0))}
 THOROUGH = compute_capability()[0] > 0
+PARTS = 6 if THOROUGH else 2  # for pytest-xdist
 
 
 def needs(config):
@@ -89,12 +90,14 @@ def faults(tasks, **options):
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=jit.arch_of)
 @pytest.mark.parametrize("family", SETS)
-def test_compile(family, capability):
+def test_compile(family, capability, part):
     if capability[0] * 10 + capability[1] not in compiler.supported_archs():
         pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
-    tasks = [(config, jit.arch_of(capability)) for config in selection(family)[capability]]
+    configs = selection(family)[capability][part::PARTS]
+    tasks = [(config, jit.arch_of(capability)) for config in configs]
     # Under pytest-xdist the tests are what runs in parallel.
     jobs = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
     assert faults(tasks, jobs=jobs, progress=False) == []

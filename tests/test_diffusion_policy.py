@@ -74,12 +74,13 @@ def test_sampling_is_that_of_torch(backend):
 
 
 @each_library(library="torch")
-def test_gradients_of_the_model(backend):
+def test_gradients_of_the_model(backend, monkeypatch):
     """Training through our GroupNorm + Mish gives torch's gradients."""
     import torch
 
     from cupyflash.models.diffusion_policy import PolicyUnet
 
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
     model = PolicyUnet(7, 20, widths=(16, 32)).to(backend.device)
     x, condition = (stored(backend, normal(s, 1), "float32") for s in ((4, 7, 16), (4, 20)))

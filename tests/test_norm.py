@@ -65,7 +65,10 @@ def cases(backend):
         "residual": [False, True],
         "storage": ["contiguous", "padded", "unaligned", "transposed"],
     }
-    return [Case(**point) for point in pairwise(factors)]
+    found = [Case(**point) for point in pairwise(factors)]
+    # The oracle is float64 on the CPU: many rows, or long ones.
+    short = lambda case: case.columns < 2000 or case.rows != (4099,)  # noqa: E731
+    return [case if short(case) else dataclasses.replace(case, rows=(67,)) for case in found]
 
 
 def matrix():

@@ -10,7 +10,7 @@ from backends import families
 import cupyflash
 from cupyflash import environment
 
-PROBLEMS, PARTS = 1000, 4
+PROBLEMS, PARTS = 1000, 8
 HEAD_DIMS = (40, 64, 96, 128, 192, 256)
 
 

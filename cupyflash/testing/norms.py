@@ -62,6 +62,7 @@ def expected_norm(
     dx = scale * (g + g.mean(-1, keepdims=True) + n * (g * n).mean(-1, keepdims=True))
     rows = tuple(range(wide[1].ndim - 1))
     terms = {
+        "stats": _stats_terms(h, exact["stats"], n),
         "out": n * weight64 + (0 if bias is None else numpy.abs(wide[3])),
         "dx": dx + (0 if dresidual is None else numpy.abs(wide[5])),
         "dweight": (dout64 * n).sum(rows),
@@ -92,6 +93,7 @@ def expected_group_norm(
     axes = (0, *range(2, n.ndim))
     means = g.mean(-1, keepdims=True), (g * by_group).mean(-1, keepdims=True)
     terms = {
+        "stats": _stats_terms(groups(wide[1]), exact["stats"], by_group),
         "out": n * weight64 + bias64,
         "dx": scale * (g + means[0] + by_group * means[1]) if n.size else n,
         "dweight": (dout64 * n).sum(axes),
@@ -105,6 +107,14 @@ def expected_group_norm(
 def _normal_terms(x: Array, stats: Array) -> Array:
     """Magnitudes behind (x - mean) * scale: a large mean costs digits."""
     return (numpy.abs(x) + numpy.abs(stats[..., :1])) * stats[..., 1:]
+
+
+def _stats_terms(x: Array, stats: Array, n: Array) -> Array:
+    """Magnitudes behind mean and scale, the square root being right to two last places."""
+    mean, scale = stats[..., :1], stats[..., 1:]
+    deviations = numpy.abs(x - mean) * scale
+    of_scale = scale * (2 + (n * deviations).mean(-1, keepdims=True))
+    return numpy.concatenate([numpy.abs(x).mean(-1, keepdims=True), of_scale], -1)
 
 
 def numpy_dtype(name: str) -> Any:

@@ -142,22 +142,29 @@ def same_precision_attention(
     delta_abs = abs(dout_groups * out).sum(-1)
     dbias_abs = p * (dp_abs + delta_abs[..., None])
     ds_abs = dbias_abs * score.scale
+    # The weights of the backward come from the LSE, a float32 number like the scores.
+    lse_abs = xp.where(xp.isfinite(wide_lse), abs(wide_lse), 0)[..., None]
+    kept_abs = ops.wide(kept) * (1 + xp.where(seen, ops.wide(scores_abs), 0) + lse_abs)
+    # Delta has what out was rounded by: errors independent between rows and columns, each of which
+    # weighs as many float32 last places as the dtype is coarser. Where terms cancel, and in sums
+    # over many rows, they are what is left.
+    coarser = EPSILON[str(q.dtype).removeprefix("torch.")] / EPSILON["float32"]
+    of_out = coarser * ((ops.wide(dout_groups) * ops.wide(out)) ** 2).sum(-1)[..., None] ** 0.5
+    ds_of_out, wide_dout = ops.wide(p) * of_out, ops.wide(dout_abs)
+    dq_of_out = of_out * abs(grouped_matmul(ops.wide(p), ops.wide(k_heads)))
+    dk_of_out = grouped_matmul_transposed(ds_of_out**2, ops.wide(q_groups) ** 2) ** 0.5
     terms = {
         "out": grouped_matmul(kept, v_abs),
         "lse": xp.where(seen, scores_abs, 0),
-        "dq": grouped_matmul(ds_abs, k_abs),
-        "dk": grouped_matmul_transposed(ds_abs, q_abs),
-        "dv": grouped_matmul_transposed(kept, dout_abs),
+        "dq": ops.wide(grouped_matmul(ds_abs, k_abs)) + dq_of_out * score.scale,
+        "dk": ops.wide(grouped_matmul_transposed(ds_abs, q_abs)) + dk_of_out * score.scale,
+        "dv": grouped_matmul_transposed(kept_abs, wide_dout),
     }
-    # These gradients add up what delta, and so what out was rounded by, over many rows: independent
-    # errors, each of which weighs as many float32 last places as the dtype is coarser.
-    coarser = EPSILON[str(q.dtype).removeprefix("torch.")] / EPSILON["float32"]
-    of_out = coarser * ((ops.wide(dout_groups) * ops.wide(out)) ** 2).sum(-1) ** 0.5
     if additive is not None:
-        of_rows = sum_to_shape((ops.wide(p) * of_out[..., None]) ** 2, bias.shape) ** 0.5
+        of_rows = sum_to_shape(ds_of_out**2, bias.shape) ** 0.5
         terms["dbias"] = sum_to_shape(ops.wide(dbias_abs), bias.shape) + of_rows
     if sinks is not None:
-        of_rows = _sum_of_heads((sink_weights * of_out) ** 2) ** 0.5
+        of_rows = _sum_of_heads((sink_weights * of_out[..., 0]) ** 2) ** 0.5
         terms["dsinks"] = _sum_of_heads(sink_weights * ops.wide(delta_abs)) + of_rows
     results = {
         "out": _ungroup(xp, out, q.shape),
