@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from backends import compute_capability
 
 import cupyflash
 from cupyflash import environment
@@ -112,12 +113,25 @@ def test_ci_runs_the_commands_of_the_readme():
         assert f"bash -c '{command}'" in script
 
 
+README_BLOCKS = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
 def test_readme_names_what_exists():
     text = (ROOT / "README.md").read_text()
     for name in set(re.findall(r"cupyflash\.(\w+)\(", text) + re.findall(r"`(flash_\w+c)`", text)):
         assert callable(getattr(cupyflash, name))
-    for block in re.findall(r"```python\n(.+?)```", text, re.DOTALL):
-        compile(block, "README.md", "exec")
+
+
+@pytest.mark.parametrize("block", README_BLOCKS, ids=lambda block: block.split()[1].strip(","))
+def test_readme_runs_as_written(block):
+    compile(block, "README.md", "exec")
+    capability, reason = compute_capability()
+    if not capability:
+        pytest.skip(reason)
+    for module in re.findall(r"\w+", block.split("\n")[0].split(" ", 1)[1]):
+        if module in ("torch", "transformers", "jax"):
+            pytest.importorskip(module)
+    python(block, cwd=ROOT)
 
 
 def test_readme_lists_the_environment_variables():
