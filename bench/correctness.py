@@ -23,7 +23,7 @@ class Check:
 
     Args:
         lengths: of the sequences packed into a batch of one.
-        options: of `cupyflash.attention` besides causal.
+        options: of `cupyflash.attention` besides causal; a bias has rank 4.
     """
 
     def __init__(
@@ -50,6 +50,9 @@ class Check:
         keys = (slice(b, b + 1), slice(begin, seen), slice(head, head + 1))
         q, k, v, dout = tensors
         inputs = Inputs(q[rows], k[keys], v[keys], dout[rows], problem.dtype)
+        if "bias" in options:
+            whole = (problem.batch, problem.heads, problem.seqlen, problem.seqlen)
+            options["bias"] = options["bias"].expand(whole)[rows[0], rows[2], rows[1], keys[1]]
         self.slices = {"out": rows, "dq": rows, "dk": keys, "dv": keys}
         self.expected: Expected = expected(inputs, causal=problem.causal, **options)
         self.dout = torch.zeros_like(dout)

@@ -23,12 +23,14 @@ class Provider:
         load: imports the library and returns f(q, k, v, causal) -> out; ImportError if absent.
         scope: what each call, forward and backward, runs within.
         layout: of the tensors that f takes, "bshd" or "bhsd".
+        learned: tensors behind f whose gradients a backward computes, too.
     """
 
     name: str
     load: Callable[[], Callable[[Any, Any, Any, bool], Any]]
     scope: Callable[[], AbstractContextManager] = contextlib.nullcontext
     layout: str = "bshd"
+    learned: Tensors = ()
 
 
 def is_ours(impl: str) -> bool:
@@ -63,13 +65,14 @@ class Call:
             return self.attention(*leaves, self.causal), leaves
 
     def backward(self, dout: Any = None) -> Tensors:
-        """dq, dk, dv for the ``dout`` of the problem, or another in the provider's layout."""
+        """dq, dk, dv and the learned for the ``dout`` of the problem, or another in its layout."""
         import torch
 
         out, leaves = self.graph
         dout = self.dout if dout is None else dout
         with self.provider.scope():
-            return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+            inputs = (*leaves, *self.provider.learned)
+            return torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
 
 def _load_cupyflash() -> Callable:
@@ -87,9 +90,11 @@ def _force_family(family: str) -> AbstractContextManager:
 def _load_sdpa() -> Callable:
     from torch.nn.functional import scaled_dot_product_attention
 
-    def attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
+    def attention(q: Any, k: Any, v: Any, causal: bool, **options: Any) -> Any:
         grouped = q.shape[1] != k.shape[1]
-        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        return scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=grouped, **options
+        )
 
     return attention
 

@@ -1,0 +1,161 @@
+"""What masks, biases, dropout and padding cost: cupyflash beside itself without, and beside SDPA.
+
+    python -m bench.masks
+
+Batches of 4 x 4096 tokens, 2048 hidden, bfloat16, not causal; the clock of bench.attention, all in
+turn. With a mask or bias, results are compared with float64 first (bench.correctness); dropout and
+lengths are left to the tests. SDPA gets the same mask; it has no gradient of it on these backends,
+so that a bias with one stands alone. "of plain" is the rate beside that of cupyflash without the
+option; rates count the scores that lengths leave.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.box import MARKDOWN
+from rich.table import Table
+
+from bench import problem as problems
+from bench.problem import Problem
+from bench.providers import PROVIDERS, Call, Provider
+from bench.report import Row, command_line, console, machine_fields, write_results
+
+if TYPE_CHECKING:
+    from bench.measure import Notes
+    from bench.timing import Timer
+
+BATCH, SEQLEN, HIDDEN, HEAD_DIMS = 4, 4096, 2048, (64, 128, 256)
+BIASES = {  # whether batch and heads have biases of their own, dtype
+    "bias (B,1,S,S)": (True, False, "bfloat16"),
+    "bias (B,1,S,S) float32": (True, False, "float32"),
+    "bias (1,H,S,S), gradient": (False, True, "bfloat16"),
+    "mask (B,1,S,S)": (True, False, "bool"),
+}
+PLAIN, DROPOUT, LENGTHS = "plain", "dropout 0.1", "lengths S/2"
+KINDS = (PLAIN, *BIASES, DROPOUT, LENGTHS)
+BACKENDS = ("sdpa-cudnn", "sdpa-efficient")
+
+
+def make_bias(kind: str, problem: Problem) -> Any:
+    """Standard normal; a mask shows half of the keys."""
+    import torch
+
+    of_batch, of_heads, dtype = BIASES[kind]
+    rows = problem.batch if of_batch else 1, problem.heads if of_heads else 1
+    bias = torch.randn(*rows, problem.seqlen, problem.seqlen, device=problems.DEVICE)
+    bias = bias > 0 if dtype == "bool" else bias.to(getattr(torch, dtype))
+    return bias.requires_grad_() if kind.endswith("gradient") else bias
+
+
+def options_of(kind: str, problem: Problem) -> dict[str, Any]:
+    """Options of `cupyflash.attention`."""
+    import torch
+
+    if kind in BIASES:
+        return {"bias": make_bias(kind, problem)}
+    if kind == DROPOUT:
+        return {"dropout_p": 0.1}
+    if kind == LENGTHS:
+        half = torch.full((problem.batch,), problem.seqlen // 2, dtype=torch.int32)
+        half = half.to(problems.DEVICE)
+        return {"seqused_q": half, "seqused_k": half}
+    return {}
+
+
+def providers(options: dict[str, Any]) -> list[Provider]:
+    """cupyflash with these options, and SDPA's backends if it has them."""
+    import cupyflash
+
+    learned = tuple(x for x in options.values() if getattr(x, "requires_grad", False))
+    ours = lambda q, k, v, causal: cupyflash.attention(q, k, v, **options)  # noqa: E731
+    found = [Provider("cupyflash", lambda: ours, learned=learned)]
+    if "seqused_q" in options or learned:
+        return found
+    of_sdpa = {"attn_mask": options.get("bias"), "dropout_p": options.get("dropout_p", 0.0)}
+    for backend in map(PROVIDERS.get, BACKENDS):
+        attention = functools.partial(backend.load(), **of_sdpa)
+        found.append(dataclasses.replace(backend, load=lambda f=attention: f))
+    return found
+
+
+def measure(kind: str, problem: Problem, timer: "Timer", notes: "Notes") -> list[Row]:
+    """Rows of both passes: of each implementation that can, and is right where that is known."""
+    from bench.correctness import Check
+
+    tensors, options, rows = problem.tensors(), options_of(kind, problem), []
+    known = None if kind in (DROPOUT, LENGTHS) else Check(problem, tensors, **options)
+    for direction in ("fwd", "bwd"):
+        calls: dict[str, Callable[[], Any]] = {}
+        for provider in providers(options):
+            call = Call(provider, tensors, problem.causal)
+            run = call.forward if direction == "fwd" else call.backward
+            try:
+                known(call, direction) if known else run()
+            except Exception as error:  # whatever a library raises where it cannot do this
+                notes.left_out(provider.name, error, f"{direction} {kind} {problem}")
+            else:
+                calls[provider.name] = run
+        share = 0.25 if kind == LENGTHS else 1.0
+        for impl, timing in timer.compare(calls).items():
+            rate = share * problem.flops(direction) / timing.ms / 1e9
+            fields = problem.row(ms=round(timing.ms, 5), tflops=round(rate, 2))
+            rows.append({"op": "masks", "what": kind, "impl": impl, "pass": direction, **fields})
+    return rows
+
+
+def masks_table(rows: list[Row]) -> Table:
+    table = Table("head dim", "option", "pass", "impl", box=MARKDOWN)
+    for title in ("ms", "TFLOP/s", "of plain", "vs best SDPA"):
+        table.add_column(title, justify="right", no_wrap=True)
+    key = lambda row: (row["head_dim"], row["what"], row["pass"])  # noqa: E731
+    ours = {key(row): row["tflops"] for row in rows if row["impl"] == "cupyflash"}
+    for row in rows:
+        plain = ours.get((row["head_dim"], PLAIN, row["pass"]))
+        peers = [x["tflops"] for x in rows if key(x) == key(row) and x["impl"] in BACKENDS]
+        is_ours = row["impl"] == "cupyflash"
+        table.add_row(
+            str(row["head_dim"]),
+            row["what"],
+            row["pass"],
+            row["impl"],
+            f"{row['ms']:.3f}",
+            f"{row['tflops']:.0f}",
+            f"{row['tflops'] / plain:.2f}" if plain and is_ours else "",
+            f"{row['tflops'] / max(peers):.2f}" if peers and is_ours else "",
+            style="bold" if is_ours else "",
+        )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="python -m bench.masks", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--repeats", type=int, default=30)
+    options = parser.parse_args(arguments)
+    from rich.progress import track
+
+    from bench.measure import Notes
+    from bench.timing import PROTOCOL, Timer
+
+    out, timer, rows = console(), Timer(options.repeats), []
+    notes, fields = Notes(out), machine_fields()
+    cells = [(d, kind) for d in options.head_dim for kind in KINDS]
+    for head_dim, kind in track(cells, "masks", console=out):
+        heads = HIDDEN // head_dim
+        problem = Problem("bfloat16", head_dim, BATCH, SEQLEN, heads, heads, False)
+        rows += measure(kind, problem, timer, notes)
+    protocol = PROTOCOL.format(repeats=options.repeats)
+    path = write_results("masks", rows, protocol, command_line("bench.masks", arguments), **fields)
+    out.print(masks_table(rows))
+    out.print(f"wrote {path}")
+    return int("cupyflash" in notes.wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
