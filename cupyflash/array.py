@@ -45,6 +45,8 @@ class NumpyLibrary:
     def watched(self, x: Array) -> bool:
         return False
 
+    traced = watched
+
     def wants_gradient(self, *arrays: Array) -> bool:
         return False
 
@@ -95,6 +97,8 @@ class CupyLibrary:
 
     def watched(self, x: Array) -> bool:
         return False
+
+    traced = watched
 
     def wants_gradient(self, *arrays: Array) -> bool:
         return False

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import cupyflash
 
-from . import families, jit, machine
+from . import families, jit, kernels, machine
 from .precompile import ALL_HEAD_DIMS, capability_of, warmup
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -52,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
         "warmup",
         help="compile kernels into the cache; needs no GPU",
         description="Compile kernels into the cache. Needs no GPU: for container images. "
-        "Without the options that narrow it down, everything that can be launched.",
+        "Without the options that narrow it down, everything that can be launched. Families are "
+        "those of attention, topics the kernels beside it.",
     )
     warm.add_argument(
         "--arch", type=_archs, required=True, metavar="SM,…", help="such as sm_80,sm_90a"
@@ -60,9 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     narrow = functools.partial(warm.add_argument, nargs="+")
     narrow("--head-dim", type=_head_dim, default=ALL_HEAD_DIMS, metavar="D", help="default all")
     narrow("--dtype", choices=DTYPES, default=list(DTYPES), metavar="TYPE", help="|".join(DTYPES))
-    names = list(families.FAMILIES)
-    narrow("--family", choices=names, default=names, metavar="NAME", help="|".join(names))
-    warm.add_argument("--plain", action="store_true", help="without softcap, ALiBi and sinks")
+    for option, known in (("--family", list(families.FAMILIES)), ("--topic", list(kernels.TOPICS))):
+        text = "|".join(known) + "; no name for none"
+        narrow(option, nargs="*", choices=known, default=known, metavar="NAME", help=text)
+    text = "without softcap, ALiBi and sinks, and without unaligned arrays beside attention"
+    warm.add_argument("--plain", action="store_true", help=text)
     warm.set_defaults(run=_warmup)
 
     cache = commands.add_parser("cache", help="show or clear the cache of compiled kernels")
@@ -108,6 +111,7 @@ def _warmup(arguments: argparse.Namespace) -> int:
         head_dims=arguments.head_dim,
         dtypes=[DTYPES[name] for name in arguments.dtype],
         families=arguments.family,
+        topics=arguments.topic,
         plain=arguments.plain,
     )
     print(f"{len(built)} kernels, {len(jit.entries()) - before} of them new, in {jit.cache_dir()}")

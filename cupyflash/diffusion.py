@@ -9,6 +9,7 @@ import numpy
 from . import diffusion_dispatch
 from .array import Array, library_of
 from .checks import is_integer, known_library
+from .dispatch import compiling
 from .schedule import timestep_embeddings
 
 
@@ -111,7 +112,7 @@ class DiffusionSampler:
         seed: int | None = None,
         clip: float | None = None,
     ) -> Array:
-        """x one step less noisy, in one launch; no gradients.
+        """x one step less noisy, in one launch; no gradients. torch.compile breaks its graph here.
 
         Args:
             x: (batch, ...), float16, bfloat16 or float32, dense in memory, the batch outermost.
@@ -137,18 +138,30 @@ class DiffusionSampler:
         number = None  # arrays of one number can be indices, too: they stay on their device
         if library_of(step) is None and is_integer(step):
             step, number = None, operator.index(step)
-        arrays = (x, predicted, noise, step)
-        call = lambda *known: diffusion_dispatch.step(self, *known, number, seed, clip)  # noqa: E731
+        arrays, options = (x, predicted, noise, step), (number, seed, clip)
+        if compiling():
+            from .torch_eager import eagerly
+
+            return eagerly(diffusion_dispatch.step, self, *arrays, *options)
+        call = lambda *known: diffusion_dispatch.step(self, *known, *options)  # noqa: E731
         if library_of(x) is None:
             known = lambda *xs: (call(*xs),)  # noqa: E731
-            return known_library("step", known, *arrays)[0]
+            return known_library(diffusion_dispatch.FUNCTION, known, *arrays)[0]
         return call(*arrays)
 
     def embeddings(self, dim: int, *, like: Array, **options: Any) -> Array:
         """`timestep_embeddings` of the steps, float32 (num_steps, dim), on the device of ``like``.
 
         Computed at the first call and kept; row i belongs to step i.
+
+        Raises:
+            TypeError: ``like`` is no NumPy, CuPy or torch array.
+            ValueError: dim.
         """
+        if library_of(like) is None:
+            fact = "like must be a NumPy, CuPy or torch array"
+            got = type(like).__name__
+            raise TypeError(f"DiffusionSampler.embeddings: {fact}, got {got}")
         key = (dim, *sorted(options.items()))
         return self.table(key, like, lambda: timestep_embeddings(self.timesteps, dim, **options))
 

@@ -34,12 +34,13 @@ class StepPlan(Plan):
             return
         config = kernels.step(x.dtype, views["predicted"].dtype, draw, aligned)
         batch = x.shape[0] if x.shape else 1
-        if size // batch % config.vector:  # a thread must stay within one sample
+        one_step = steps is None or math.prod(steps.shape) == 1
+        if (size if one_step else size // batch) % config.vector:  # a thread has one step
             config = kernels.step(x.dtype, views["predicted"].dtype, draw, False)
         params = DiffusionStepParams(
             batch=batch,
             sample_size=size // batch,
-            steps_stride=0 if steps is None or math.prod(steps.shape) == 1 else 1,
+            steps_stride=0 if one_step else 1,
             num_steps=num_steps,
             wide_steps=steps is not None and steps.dtype == "int64",
             clip=math.inf if clip is None else clip,

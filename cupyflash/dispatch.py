@@ -45,7 +45,7 @@ def forward(
         options: the fields of `Options`; a plain tuple costs less.
         need_lse: otherwise lse may be None.
     """
-    if _compiling():
+    if compiling():
         from . import torch_ops
 
         return torch_ops.compiled(function, q, k, v, options, extras, deterministic)
@@ -166,7 +166,7 @@ def backward(
     return Gradients(dq, dk, dv, dbias, dsinks)
 
 
-def _compiling() -> bool:
+def compiling() -> bool:
     """Whether torch.compile traces the caller: it could not trace what follows; 0.2 µs."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()

@@ -5,6 +5,7 @@ from typing import Any
 from . import group_norm_dispatch
 from .array import Array, library_of
 from .checks import known_library
+from .dispatch import compiling
 
 
 def group_norm(
@@ -43,22 +44,34 @@ def group_norm(
 
     Source: Group Normalization, arXiv:1803.08494.
     """
-    library, arrays = library_of(x), (x, weight, bias)
     options = (num_groups, eps, "none" if activation is None else activation)
+    out, stats = _results(x, weight, bias, options, return_stats)
+    return (out, stats) if return_stats else out
+
+
+def _results(
+    x: Array, weight: Array, bias: Array, options: tuple, need_stats: bool
+) -> tuple[Array, Array | None]:
+    """`group_norm_dispatch.forward`, by whatever way the library of x wants."""
+    if compiling():
+        from . import torch_norm_ops
+
+        return torch_norm_ops.group_norm(x, weight, bias, *options)
+    library, arrays = library_of(x), (x, weight, bias)
     if library is None:
         call = lambda *known: group_norm_dispatch.forward(  # noqa: E731
-            "group_norm", library_of(known[0]), *known, *options, return_stats
+            "group_norm", library_of(known[0]), *known, *options, need_stats
         )
-        out, stats = known_library("group_norm", call, *arrays)
-    elif library.wants_gradient(*(y for y in arrays if library_of(y) is library)):
+        return known_library("group_norm", call, *arrays)
+    if library.traced(x):
+        from . import torch_norm_ops
+
+        return torch_norm_ops.group_norm(*arrays, *options)
+    if library.wants_gradient(*(y for y in arrays if library_of(y) is library)):
         from .norm_autograd import group_norm_with_gradient
 
-        out, stats = group_norm_with_gradient(*arrays, *options)
-    else:
-        out, stats = group_norm_dispatch.forward(
-            "group_norm", library, *arrays, *options, return_stats
-        )
-    return (out, stats) if return_stats else out
+        return group_norm_with_gradient(*arrays, *options)
+    return group_norm_dispatch.forward("group_norm", library, *arrays, *options, need_stats)
 
 
 def group_norm_backward(

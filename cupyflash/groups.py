@@ -21,8 +21,11 @@ class Layout(NamedTuple):
     channels_last: bool
 
 
-def layout_of(function: str, name: str, x: View) -> Layout:
+def layout_of(function: str, name: str, x: View, channels_last: bool | None = None) -> Layout:
     """How (batch, channels, ...) lies in memory.
+
+    Args:
+        channels_last: what to take of a tensor with one position or channel, which can be both.
 
     Raises:
         ValueError: neither channels nor positions are contiguous.
@@ -31,11 +34,12 @@ def layout_of(function: str, name: str, x: View) -> Layout:
     sizes, ((position, *rest),) = [1], [[0]]
     if 0 not in x.shape:
         sizes, ((position, *rest),) = collapse(x.shape[2:], [x.strides[2:]])
-    one_position, one_channel = sizes == [1], x.shape[1] == 1
-    if not rest and (position == 1 or (one_position and (channel != 1 or one_channel))):
-        return Layout(batch, channel, position, False)
-    if not rest and (channel == 1 or one_channel):
-        return Layout(batch, channel, position, True)
+    fits = {False: position == 1 or sizes == [1], True: channel == 1 or x.shape[1] == 1}
+    possible = [] if rest else [last for last in fits if fits[last]]
+    if possible:
+        if channels_last not in possible:
+            channels_last = possible[-1 if channel == 1 else 0]
+        return Layout(batch, channel, position, channels_last)
     if 0 in x.shape:
         return Layout(0, 0, 0, False)
     fact = f"{name} must be dense, channels first or channels last"
@@ -64,9 +68,11 @@ class Groups:
 
     def __init__(self, function: str, views: Mapping[str, View], num_groups: int) -> None:
         tensors = {name: x for name, x in views.items() if name not in ("weight", "bias")}
-        layouts = {name: layout_of(function, name, x) for name, x in tensors.items()}
         x = tensors["x"]
-        self.channels_last = layouts["x"].channels_last
+        self.channels_last = layout_of(function, "x", x).channels_last
+        layouts = {
+            name: layout_of(function, name, y, self.channels_last) for name, y in tensors.items()
+        }
         for name, layout in layouts.items():
             if layout.channels_last != self.channels_last:
                 got = f"{name} strides {tensors[name].strides}, x strides {x.strides}"

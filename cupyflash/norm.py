@@ -1,10 +1,9 @@
 """LayerNorm and RMSNorm, fused with the addition of a residual."""
 
-from typing import Any
-
 from . import norm_dispatch
 from .array import Array, library_of
 from .checks import known_library
+from .dispatch import compiling
 
 
 def layer_norm(
@@ -26,7 +25,7 @@ def layer_norm(
         x: (..., columns), float16, bfloat16 or float32.
         weight: (columns,), dtype of x or float32.
         bias: like weight.
-        residual: like x; None is 0.
+        residual: like x; None is 0. Under torch's autocast both are promoted to one dtype.
         eps: added to the variance.
         return_stats: also return float32 (..., 2), mean and 1 / sqrt(variance + eps) of each row:
             what `layer_norm_backward` needs.
@@ -93,23 +92,45 @@ def rms_norm_backward(
 def _forward(
     function: str, rms: bool, arrays: tuple[Array | None, ...], eps: float, return_stats: bool
 ) -> Array | tuple[Array, ...]:
-    x, weight, bias, residual = arrays
-    library = library_of(x)
-    if library is None:
-        call = lambda *known: norm_dispatch.forward(  # noqa: E731
-            function, rms, library_of(known[0]), *known, eps, return_stats
-        )
-        results = known_library(function, call, *arrays)
-    elif _wants_gradient(library, arrays):
-        from .norm_autograd import norm_with_gradient
-
-        results = norm_with_gradient(function, rms, *arrays, eps)
-    else:
-        results = norm_dispatch.forward(function, rms, library, *arrays, eps, return_stats)
-    out, h, stats = results
-    if residual is None:
+    out, h, stats = _results(function, rms, *arrays, eps, return_stats)
+    if arrays[-1] is None:
         return (out, stats) if return_stats else out
     return (out, h, stats) if return_stats else (out, h)
+
+
+def _results(
+    function: str,
+    rms: bool,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    residual: Array | None,
+    eps: float,
+    need_stats: bool,
+) -> tuple[Array | None, ...]:
+    """`norm_dispatch.forward`, by whatever way the library of x wants."""
+    if compiling():
+        from . import torch_norm_ops
+
+        return torch_norm_ops.norm(function, rms, x, weight, bias, residual, eps)
+    library, arrays = library_of(x), (x, weight, bias, residual)
+    if library is None:
+        call = lambda *known: norm_dispatch.forward(  # noqa: E731
+            function, rms, library_of(known[0]), *known, eps, need_stats
+        )
+        return known_library(function, call, *arrays)
+    if library.watched(x):
+        from . import torch_norm_ops
+
+        if library.traced(x):
+            return torch_norm_ops.norm(function, rms, *arrays, eps)
+        x, residual = torch_norm_ops.promoted(x, residual)
+        arrays = (x, weight, bias, residual)
+    if library.wants_gradient(*(y for y in arrays if library_of(y) is library)):
+        from .norm_autograd import norm_with_gradient
+
+        return norm_with_gradient(function, rms, *arrays, eps)
+    return norm_dispatch.forward(function, rms, library, *arrays, eps, need_stats)
 
 
 def _backward(
@@ -121,8 +142,3 @@ def _backward(
     if library_of(arrays[1]) is None:
         return known_library(function, call, *arrays)
     return call(*arrays)
-
-
-def _wants_gradient(library: Any, arrays: tuple[Array | None, ...]) -> bool:
-    kind = type(arrays[0])
-    return library.wants_gradient(*(y for y in arrays if type(y) is kind or library_of(y)))

@@ -6,6 +6,7 @@ import torch
 
 from . import group_norm_dispatch, norm_dispatch
 from .array import library_of
+from .groups import dense_like, layout_of
 
 
 class Norm(torch.autograd.Function):
@@ -23,16 +24,21 @@ class Norm(torch.autograd.Function):
         return out, h, stats
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout, dh, _):  # noqa: ANN001, ANN205
         h, weight, stats = ctx.saved_tensors
         function, rms, has_bias, has_residual = ctx.arguments
         if dout is None:  # only the residual was used
             return dh, None, None, dh, None, None, None
-        dout, dh = _row_contiguous(dout), None if dh is None else _row_contiguous(dh)
-        dx, dweight, dbias = norm_dispatch.backward(
-            f"{function}_backward", rms, library_of(h), dout, h, weight, stats, dh, has_bias
-        )
+        options = f"{function}_backward", rms
+        if torch.is_grad_enabled():  # create_graph=True: not as if the gradients were constants
+            from .torch_norm_ops import norm_backward
+
+            gradients = norm_backward(*options, dout, h, weight, stats, dh, has_bias)
+        else:
+            dout, dh = row_contiguous(dout), None if dh is None else row_contiguous(dh)
+            arrays = (dout, h, weight, stats, dh)
+            gradients = norm_dispatch.backward(*options, library_of(h), *arrays, has_bias)
+        dx, dweight, dbias = gradients
         return dx, dweight, dbias, dx if has_residual else None, None, None, None
 
 
@@ -51,13 +57,15 @@ class GroupNorm(torch.autograd.Function):
         return out, stats
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout, _):  # noqa: ANN001, ANN205
         x, weight, bias, stats = ctx.saved_tensors
-        if dout.stride() != x.stride():  # an expanded scalar, or another memory format
-            dout = torch.empty_like(x).copy_(dout)
+        arrays = (x, weight, bias, stats)
+        if torch.is_grad_enabled():  # create_graph=True: not as if the gradients were constants
+            from .torch_norm_ops import group_norm_backward
+
+            return *group_norm_backward(dout, *arrays, ctx.activation), None, None, None
         gradients = group_norm_dispatch.backward(
-            "group_norm_backward", library_of(x), dout, x, weight, bias, stats, ctx.activation
+            "group_norm_backward", library_of(x), in_format_of(x, dout), *arrays, ctx.activation
         )
         return *gradients, None, None, None
 
@@ -87,5 +95,20 @@ def group_norm_with_gradient(
     return GroupNorm.apply(x, weight, bias, num_groups, eps, activation)
 
 
-def _row_contiguous(x: torch.Tensor) -> torch.Tensor:
+def row_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """x, copied if its last dimension is not contiguous, as of an expanded scalar."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def in_format_of(x: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """dout, copied if it has another memory format than x, as an expanded scalar has."""
+    if dout.stride() == x.stride():
+        return dout
+    like = image_like(x)
+    return dout if dout.stride() == like.stride() else like.copy_(dout)
+
+
+def image_like(x: torch.Tensor) -> torch.Tensor:
+    """What `cupyflash.group_norm` allocates for a result like x (batch, channels, ...)."""
+    view = library_of(x).view(x)
+    return x.new_empty_strided(view.shape, dense_like(view, layout_of("group_norm", "x", view)))

@@ -10,6 +10,7 @@ from .families import FAMILIES
 from .families.preprocess import FlashBwdSinks
 from .jit import compiler
 from .kernel_config import ITEM_SIZE, Access, Features, KernelConfig
+from .kernels import TOPICS
 
 ALL_HEAD_DIMS = range(8, 257, 8)
 
@@ -20,29 +21,36 @@ def warmup(
     head_dims: Sequence[int] = ALL_HEAD_DIMS,
     dtypes: Sequence[str] = tuple(ITEM_SIZE),
     families: Sequence[str] = tuple(FAMILIES),
+    topics: Sequence[str] = tuple(TOPICS),
     plain: bool = False,
     jobs: int | None = None,
     progress: bool = True,
 ) -> list[jit.Built]:
     """Compile every kernel that calls within these limits can launch, in parallel processes.
 
-    All but those with a bias or dropout, which are compiled at their first use.
+    All but attention with a bias or dropout, which is compiled at its first use.
 
     Args:
         archs: names such as "sm_80" or "sm_90a".
-        head_dims: multiples of 8 up to 256.
+        head_dims: of attention, multiples of 8 up to 256.
         dtypes: of "float16", "bfloat16" and "float32".
-        families: of "sm90", "sm80" and "simt".
-        plain: without softcap, ALiBi and sinks.
+        families: of attention: of "sm90", "sm80" and "simt"; none for no attention.
+        topics: of the other kernels, keys of `cupyflash.kernels.TOPICS`; none for attention alone.
+        plain: attention without softcap, ALiBi and sinks, other kernels for arrays whose rows are
+            multiples of 16 bytes.
         jobs: processes; default one a core. A script must call this under
             ``if __name__ == "__main__"``.
         progress: show a progress bar on stderr.
 
     Raises:
-        ValueError: an unknown architecture, or nothing to compile.
+        ValueError: an unknown architecture, family or topic, or nothing to compile.
         OSError: the cache folder cannot be written.
         jit.CompileError: a kernel does not compile.
     """
+    for what, known, names in (("families", FAMILIES, families), ("topics", TOPICS, topics)):
+        if unknown := set(names) - set(known):
+            got = ", ".join(sorted(unknown))
+            raise ValueError(f"warmup: {what} must be of {', '.join(known)}, got {got}")
     tasks = []
     for capability in map(capability_of, archs):
         arch = jit.arch_of(capability)
@@ -50,10 +58,11 @@ def warmup(
         if capability[0] * 10 + capability[1] not in known:
             allowed = ", ".join(jit.arch_of(divmod(number, 10)) for number in known)
             raise ValueError(f"warmup: NVRTC {compiler.version()} knows {allowed}, got {arch}")
-        configs = _configurations(capability, head_dims, dtypes, families, plain)
+        attention = _attention(capability, head_dims, dtypes, families, plain)
+        configs = itertools.chain(attention, _beside_attention(capability, dtypes, topics, plain))
         tasks += [(config, arch) for config in configs]
     if not tasks:
-        raise ValueError("warmup: no kernel family computes that on any of these architectures")
+        raise ValueError("warmup: no kernel computes that on any of these architectures")
     return jit.build_all(tasks, jobs, progress)
 
 
@@ -65,7 +74,7 @@ def capability_of(arch: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _configurations(
+def _attention(
     capability: tuple[int, int],
     head_dims: Sequence[int],
     dtypes: Sequence[str],
@@ -87,3 +96,14 @@ def _configurations(
             yield from family.backward(*problem)
             if not plain:
                 yield FlashBwdSinks()
+
+
+def _beside_attention(
+    capability: tuple[int, int], dtypes: Sequence[str], topics: Sequence[str], plain: bool
+) -> Iterator[KernelConfig]:
+    for config in itertools.chain.from_iterable(
+        TOPICS[name].configurations(capability) for name in topics
+    ):
+        wanted = getattr(config, "dtype", None) in (None, *dtypes)  # some are of a weight only
+        if wanted and not (plain and getattr(config, "vector", None) == 1):
+            yield config

@@ -12,7 +12,8 @@ import pytest
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
-from cupyflash import check, check_cases, cli, environment, families, jit, machine
+from cupyflash import check, check_cases, cli, environment, families, jit, kernels, machine
+from cupyflash.kernels import norm
 from cupyflash.machine import Driver, Gpu
 
 H200 = Driver((13, 0), (Gpu("NVIDIA H200", (9, 0), 141 * 2**30),))
@@ -137,7 +138,7 @@ def test_check_covers_real_models(gpu):
 
 @needs_nvrtc
 def test_warmup_and_cache(capsys, workspace):
-    command = "warmup --arch sm_80 --head-dim 8 32 --dtype fp32 --family simt --plain"
+    command = "warmup --arch sm_80 --head-dim 8 32 --dtype fp32 --family simt --plain --topic"
     assert cli.main(command.split()) == 0
     assert words(capsys)[0] == f"4 kernels, 4 of them new, in {workspace / 'cache'}"
     assert cli.main(command.split()) == 0
@@ -151,12 +152,42 @@ def test_warmup_and_cache(capsys, workspace):
     assert words(capsys)[0] == f"0 kernels, 0.0 MiB in {workspace / 'cache'}"
 
 
+def tasks_of(arguments, monkeypatch):
+    """What a warm-up would compile."""
+    tasks = []
+    monkeypatch.setattr(jit, "build_all", lambda found, *_: tasks.extend(found) or [])
+    assert cli.main(["warmup", *arguments.split()]) == 0
+    return tasks
+
+
+@needs_nvrtc
+def test_warmup_of_topics(monkeypatch):
+    """All beside attention; within limits what arrays of a dtype need, whatever the weights."""
+    offered = {x for topic in kernels.TOPICS.values() for x in topic.configurations((8, 0))}
+    tasks = tasks_of("--arch sm_80 --family", monkeypatch)
+    assert set(tasks) == {(config, "sm_80") for config in offered}
+    both = tasks_of("--arch sm_80 --head-dim 64 --dtype fp16 --family simt", monkeypatch)
+    assert set(tasks_of("--arch sm_80 --dtype fp16 --family", monkeypatch)) < set(both)
+    found = {x for x, _ in tasks_of("--arch sm_80 --family --topic norm --dtype bf16", monkeypatch)}
+    assert {norm.SumPartials("bfloat16"), norm.SumPartials("float32")} <= found
+    assert norm.forward("bfloat16", "float32", True, 33, aligned=False) in found
+    plain = tasks_of("--arch sm_80 --family --topic norm --dtype bf16 --plain", monkeypatch)
+    assert norm.forward("bfloat16", "float32", True, 32, aligned=True) in {x for x, _ in plain}
+    unaligned = {x for x in found if getattr(x, "vector", None) == 1}
+    assert {x for x, _ in plain} == found - unaligned and unaligned
+    assert {getattr(x, "dtype", "bfloat16") for x in found} == {"bfloat16"}
+
+
+def test_warmup_names_what_it_does_not_know():
+    for option, known in (("families", "sm90, sm80, simt"), ("topics", "norm, group_norm")):
+        with pytest.raises(ValueError, match=f"^warmup: {option} must be of {known}.*, got nrom"):
+            cupyflash.warmup(["sm_80"], **{option: ["nrom"]})
+
+
 @needs_nvrtc
 def test_warmup_compiles_what_the_families_can_pick(monkeypatch):
     """All main kernels but those with a bias or dropout: they would be eight times as many."""
-    tasks = []
-    monkeypatch.setattr(jit, "build_all", lambda found, *_: tasks.extend(found) or [])
-    assert cli.main(["warmup", "--arch", "sm_90a,sm_75"]) == 0
+    tasks = tasks_of("--arch sm_90a,sm_75 --topic", monkeypatch)
     offered = {
         (config, arch)
         for family in families.FAMILIES.values()
@@ -181,6 +212,7 @@ def test_warmup_compiles_what_the_families_can_pick(monkeypatch):
         ("warmup --arch sm_80 --head-dim 12", "must be a multiple of 8 up to 256, got '12'"),
         ("warmup --arch sm_80 --dtype fp8", "invalid choice: 'fp8'"),
         ("warmup --arch sm_80 --family sm70", "invalid choice: 'sm70'"),
+        ("warmup --arch sm_80 --topic nrom", "invalid choice: 'nrom'"),
         ("cache drop", "invalid choice: 'drop'"),
     ],
 )
@@ -196,7 +228,7 @@ def test_bad_arguments(capsys, arguments, message):
     "arguments, message",
     [
         ("--arch sm_99", "sm_90a, sm_100, .* got sm_99"),
-        ("--arch sm_75 --dtype bf16 --family sm80", "no kernel family computes that"),
+        ("--arch sm_75 --dtype bf16 --family sm80 --topic", "no kernel computes that"),
     ],
 )
 def test_impossible_warmup(capsys, arguments, message):

@@ -225,6 +225,8 @@ def test_embeddings(backend):
     assert sampler.embeddings(16, like=like) is table
     swapped = sampler.embeddings(16, like=like, cos_first=True)
     assert (to_numpy64(swapped)[:, :8] == to_numpy64(table)[:, 8:]).all()
+    with pytest.raises(TypeError, match="^DiffusionSampler.embeddings: like must be .*got list"):
+        sampler.embeddings(16, like=[1.0])
     for dim in (2, 15, 0, 3.0):
         with pytest.raises(ValueError, match=f"^timestep_embeddings: dim .*{dim}"):
             sampler.embeddings(dim, like=like)

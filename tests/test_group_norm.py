@@ -9,6 +9,8 @@ from matrix import each_library, libraries, pairwise
 
 import cupyflash
 from cupyflash import norm_reference
+from cupyflash.array import View
+from cupyflash.groups import Groups, dense_like, layout_of
 from cupyflash.testing import expected_group_norm, poison_free_memory, to_float64
 
 ACTIVATIONS = ["silu", "mish", "gelu", "gelu_tanh", None]
@@ -154,6 +156,42 @@ def test_slices_of_channels_and_samples(backend):
         case = Case("float32", 3, (8, 2), (6, 8), "mish", False, storage)
         exact = expected_group_norm(gradient, x, 2, weight, weight, "mish", 1e-5)
         exact.check(**run(case, gradient, x, weight, weight))
+
+
+@each_library()
+@pytest.mark.parametrize("shape", [(3, 8, 1), (3, 8), (3, 1, 6)], ids=str)
+def test_one_position_or_one_channel_between_gaps(backend, shape):
+    """What is neither channels first nor last beside dense results, and yet both."""
+    last = len(shape) - 1 if shape[1] == 1 else 1
+    wide = [2 * size if axis == last else size for axis, size in enumerate(shape)]
+    x = stored(backend, normal(wide, 0), "float32")
+    x = x[..., ::2] if last == len(shape) - 1 else x[:, ::2]
+    weight, dout = (stored(backend, normal(s, 1), "float32") for s in (shape[1], shape))
+    case = Case("float32", 3, (shape[1], 1), shape[2:], "silu", True, "")
+    exact = expected_group_norm(dout, x, 1, weight, weight, "silu", 1e-5)
+    exact.check(**run(case, dout, x, weight, weight))
+
+
+@pytest.mark.parametrize("steps", [(16, 2, 1), (8, 1, 1), (8, 1, 8), (1, 3, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 8, 1), (3, 1, 6), (2, 8, 6), (1, 1, 1)], ids=str)
+def test_groups_address_their_elements(shape, steps):
+    """Of x, and of a dense result: which offsets belong to which group and channel."""
+    offsets = lambda sizes, strides: numpy.einsum("i...,i", numpy.indices(sizes), strides)
+    x = View(shape, steps, "float32", 0)
+    try:
+        layout = layout_of("f", "x", x)
+    except ValueError:
+        assert shape[2] > 1 and shape[1] > 1
+        return
+    out = x._replace(strides=dense_like(x, layout))
+    for name, view in {"x": x, "out": out}.items():
+        groups = Groups("f", {"x": x, "out": out}, num_groups=min(2, shape[1]))
+        strides = groups.strides[f"{name}_strides"]
+        sizes = (shape[0], groups.num_groups, groups.rows, groups.columns)
+        found = offsets(sizes, (strides.batch, strides.group, strides.row, 1))
+        if groups.channels_last:
+            found = found.swapaxes(2, 3)
+        assert (found.reshape(shape) == offsets(shape, view.strides)).all()
 
 
 def to_numpy(x):

@@ -33,7 +33,7 @@ cupy.cuda.Device().synchronize()
 # The operations beside attention: short rows and long ones, groups of one block and of several.
 NORMS = """
 import sys
-import cupy, cupyflash
+import cupy, cupyflash, cupyflash.baselines
 cupy.cuda.set_allocator(None)
 dtype = sys.argv[1]
 make = lambda *shape: cupy.random.standard_normal(shape).astype(dtype)
@@ -51,6 +51,10 @@ for shape in ((3, 16, 7), (2, 32, 8, 8), (1, 8, 130, 128)):
 sampler = cupyflash.DiffusionSampler.ddpm(cupyflash.beta_schedule("cosine", 10))
 x = make(3, 333)
 sampler.step(x, x, cupy.asarray([1, 2, 3]), seed=1)
+cupyflash.baselines.vector_add(x, x)
+q = make(2, 9, 3, 40)
+for attention in (cupyflash.baselines.naive_attention, cupyflash.baselines.fused_attention):
+    attention(q, q, q, causal=True)
 cupy.cuda.Device().synchronize()
 """
 
@@ -61,7 +65,9 @@ def test_sanitizer_beside_attention(backend, tool, record_property):
     if SANITIZER is None:
         pytest.skip("compute-sanitizer is not installed")
     run = [sys.executable, "-c", NORMS, "float16"]
-    sanitize(run, tool, "norms", "regex=norm|partials|diffusion", record_property)
+    sanitize(
+        run, tool, "norms", "regex=norm|partials|diffusion|vector|naive|fused", record_property
+    )
 
 
 @each(library="cupy", device="cuda")

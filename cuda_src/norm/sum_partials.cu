@@ -6,7 +6,7 @@
 
 constexpr int WARPS = 32;
 
-template <typename T>
+template <typename WEIGHT>
 __global__ void __launch_bounds__(WARPS * 32)
     sum_partials(const __grid_constant__ SumPartialsParams params) {
   const int64_t blocks = (params.columns + 31) / 32;
@@ -24,5 +24,5 @@ __global__ void __launch_bounds__(WARPS * 32)
   __syncthreads();
   if (warp > 0 || column >= params.columns) return;
   for (int i = 1; i < WARPS; ++i) sum += sums[i][threadIdx.x];
-  static_cast<T*>(which ? params.second : params.first)[column] = from_float<T>(sum);
+  static_cast<WEIGHT*>(which ? params.second : params.first)[column] = from_float<WEIGHT>(sum);
 }

@@ -105,12 +105,12 @@ class NormBwdWeight(KernelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class SumPartials(KernelConfig):
-    """Adds shares up; ``dtype`` is that of the gradient."""
+    """Adds shares of the gradient of weight and bias up."""
 
     source: ClassVar[str] = "norm/sum_partials.cu"
     params: ClassVar[type[SumPartialsParams]] = SumPartialsParams
 
-    dtype: str
+    weight: str
 
     @property
     def threads(self) -> int:

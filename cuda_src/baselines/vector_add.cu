@@ -1,0 +1,12 @@
+// The first step: out = a + b, one number a thread.
+#include "../common/baseline_params.cuh"
+#include "../common/convert.cuh"
+
+template <typename T>
+__global__ void vector_add(const __grid_constant__ VectorAddParams params) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= params.size) return;  // the last block may be larger than what is left
+  const float a = to_float(static_cast<const T*>(params.a)[i]);
+  const float b = to_float(static_cast<const T*>(params.b)[i]);
+  static_cast<T*>(params.out)[i] = from_float<T>(a + b);
+}

@@ -1,0 +1,274 @@
+"""The norms where torch has to see them: operators, torch.compile, autocast, second derivatives."""
+
+import contextlib
+import dataclasses
+import functools
+
+import pytest
+from arrays import normal, stored
+from matrix import each_library
+
+import cupyflash
+from cupyflash.testing import expected_group_norm, expected_norm
+
+EPS = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A norm with everything that it can have.
+
+    Attributes:
+        function: of the inputs; the outputs as a tuple.
+        inputs: leaves that want a gradient; those of the norms are x, weight, bias, residual.
+        gradients: of the outputs.
+    """
+
+    function: object
+    inputs: tuple
+    gradients: tuple
+
+    def results(self, function=None):
+        """Outputs and gradients of the inputs, in a list."""
+        import torch
+
+        outputs = (function or self.function)(*self.inputs)
+        return [*outputs, *torch.autograd.grad(outputs, self.inputs, self.gradients)]
+
+
+def problem_of(backend, name):
+    make = lambda shape, i, storage="contiguous": stored(
+        backend, normal(shape, i), "float32", storage
+    )
+    if name == "layer_norm":
+        shape = (5, 3, 40)  # x and residual differ in their strides
+        x, residual = make(shape, 0, "transposed"), make(shape, 3, "padded")
+        inputs = (x, make(40, 1), make(40, 2), residual)
+        gradients = (make(shape, 4), make(shape, 5))
+        function = lambda x, weight, bias, residual: cupyflash.layer_norm(
+            x, weight, bias, residual=residual, eps=EPS
+        )
+    elif name == "rms_norm":
+        inputs, gradients = (make((4, 40), 0), make(40, 1)), (make((4, 40), 4),)
+        function = lambda x, weight: (cupyflash.rms_norm(x, weight, eps=EPS),)
+    else:
+        shape, storage = (3, 12, 5, 4), name.removeprefix("group_norm ")
+        inputs = (make(shape, 0, storage), make(12, 1), make(12, 2))
+        gradients = (make(shape, 4),)
+        function = lambda *x: (cupyflash.group_norm(x[0], 3, *x[1:], activation="mish"),)
+    return Problem(function, tuple(x.detach().requires_grad_() for x in inputs), gradients)
+
+
+def check(problem, name, results):
+    """Against float64."""
+    inputs = [x.detach() for x in problem.inputs]
+    if name.startswith("group_norm"):
+        names = ("out", "dx", "dweight", "dbias")
+        exact = expected_group_norm(*problem.gradients, inputs[0], 3, *inputs[1:], "mish", EPS)
+    else:
+        dout, *dh = problem.gradients
+        x, weight, *others = inputs
+        bias, residual = others or (None, None)
+        exact = expected_norm(
+            name == "rms_norm", dout, x, weight, bias, residual, *(dh or [None]), eps=EPS
+        )
+        whole = ("out", "h", "dx", "dweight", "dbias")
+        names = whole if others else ("out", "dx", "dweight")
+        if others:  # that of the residual is that of x
+            assert (results.pop() == results[2]).all()
+    exact.check(**dict(zip(names, results, strict=True)))
+
+
+each_norm = pytest.mark.parametrize(
+    "name", ["layer_norm", "rms_norm", "group_norm contiguous", "group_norm channels_last"]
+)
+
+
+@each_library(library="torch")
+@each_norm
+def test_opcheck(backend, name):
+    import torch
+
+    from cupyflash import torch_norm_ops  # noqa: F401, defines the operators
+
+    operators = torch.ops.cupyflash
+    problem = problem_of(backend, name)
+    plain = [x.detach() for x in problem.inputs]
+    dout, *dh = problem.gradients
+    if name.startswith("group_norm"):
+        options = (3, EPS, "mish")
+        torch.library.opcheck(operators.group_norm.default, (*problem.inputs, *options))
+        _, stats = operators.group_norm(*plain, *options)
+        torch.library.opcheck(operators.group_norm_backward.default, (dout, *plain, stats, "mish"))
+        return
+    padded = (*problem.inputs, *[None] * (4 - len(plain)))
+    rms = name == "rms_norm"
+    torch.library.opcheck(operators.norm.default, (*padded, name, rms, EPS))
+    *_, stats = operators.norm(*plain, *padded[len(plain) :], name, rms, EPS)
+    arguments = (dout, *plain[:2], stats, *(dh or [None]), name, rms, not rms)
+    torch.library.opcheck(operators.norm_backward.default, arguments)
+
+
+@each_library(library="torch")
+@each_norm
+def test_compiled(backend, name):
+    """One graph, with gradients."""
+    import torch
+
+    torch.compiler.reset()
+    problem = problem_of(backend, name)
+    graph = torch.compile(problem.function, fullgraph=True, backend="aot_eager")
+    check(problem, name, problem.results(graph))
+
+
+@each_library(library="torch")
+@pytest.mark.parametrize("storage", ["contiguous", "channels_last"])
+def test_compiled_for_any_size(backend, storage):
+    import torch
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    frames, counts = CompileCounterWithBackend("aot_eager"), set()
+
+    def function(x, weight):
+        x = cupyflash.group_norm(x, 4, weight, weight, activation="gelu")
+        return cupyflash.rms_norm(x.movedim(1, -1).contiguous(), weight)
+
+    graph = torch.compile(function, fullgraph=True, dynamic=True, backend=frames)
+    weight = stored(backend, normal(40, 1), "float32")
+    for size in (5, 7, 10):
+        x = stored(backend, normal((size, 40, size + 1, 4), size), "float32", storage)
+        found, right = graph(x, weight), function(x, weight)
+        assert (found == right).all() and found.stride() == right.stride()
+        counts.add(frames.frame_count)
+    assert len(counts) == 1
+
+
+@each_library(library="torch")
+@each_norm
+def test_operators_have_the_gradients_of_eager(backend, name):
+    """A dispatch mode, which sees operators only; also where one output is not used."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    problem = problem_of(backend, name)
+    with FlopCounterMode(display=False):
+        check(problem, name, problem.results())
+    last = dataclasses.replace(
+        problem,
+        function=lambda *x: problem.function(*x)[-1:],
+        inputs=problem.inputs[:1],
+        gradients=problem.gradients[-1:],
+    )
+    rest = [x.detach() for x in problem.inputs[1:]]
+    function = lambda x: last.function(x, *rest)
+    with FlopCounterMode(display=False):
+        found = last.results(function)
+    for ours, eager in zip(found, last.results(function), strict=True):
+        assert (ours == eager).all()
+
+
+@each_library(library="torch")
+@each_norm
+@pytest.mark.parametrize("operator", [False, True], ids=["eager", "operator"])
+def test_no_second_derivative(backend, name, operator):
+    """An error, not gradients that look like constants."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    problem = problem_of(backend, name)
+    x = problem.inputs[0]
+    with FlopCounterMode(display=False) if operator else contextlib.nullcontext():
+        outputs = problem.function(*problem.inputs)
+    (dx,) = torch.autograd.grad(outputs, x, problem.gradients, create_graph=True)
+    with pytest.raises(NotImplementedError, match="norms have no second derivative"):
+        (dx.sum() + x.sum()).backward()
+
+
+@each_library(library="torch")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autocast_promotes_the_residual(backend, compiled):
+    """x from a linear layer in half precision, the stream of residuals in float32."""
+    import torch
+
+    torch.compiler.reset()
+    x, residual = (stored(backend, normal((4, 24), i), "float32") for i in (0, 1))
+    half, weight = x.bfloat16(), stored(backend, normal(24, 2), "float32")
+    function = functools.partial(cupyflash.rms_norm, eps=EPS)
+    if compiled:
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with torch.autocast(backend.device, torch.bfloat16):
+        out, h = function(half, weight, residual=residual)
+    dout = torch.zeros_like(x)
+    expected_norm(True, dout, half.float(), weight, None, residual, eps=EPS).check(out=out, h=h)
+    if not compiled:
+        with pytest.raises(TypeError, match="residual must have the dtype of x"):
+            function(half, weight, residual=residual)
+
+
+@each_library(library="torch")
+@each_norm
+def test_transforms_are_refused(backend, name):
+    import torch
+
+    problem = problem_of(backend, name)
+    inputs = [x.detach() for x in problem.inputs]
+    loss, dims = lambda *x: problem.function(*x)[0].sum(), (0, *[None] * (len(inputs) - 1))
+    for transform in (torch.func.grad(loss), torch.func.vmap(loss, dims)):
+        with pytest.raises(NotImplementedError, match="not built for transforms of torch.func"):
+            transform(*inputs)
+
+
+@each_library(library="torch")
+@each_norm
+def test_shapes_without_data(backend, name):
+    """Fake and meta tensors: shapes and strides of the results, nothing computed."""
+    from torch._subclasses import FakeTensorMode
+
+    problem = problem_of(backend, name)
+    inputs = [x.detach() for x in problem.inputs]
+    right = problem.function(*inputs)
+    meta = problem.function(*(x.to("meta") for x in inputs))
+    with FakeTensorMode() as mode:
+        fake = problem.function(*map(mode.from_tensor, inputs))
+    for a, b, c in zip(right, meta, fake, strict=True):
+        assert a.shape == b.shape == c.shape and a.dtype == b.dtype == c.dtype
+        assert a.stride() == c.stride()
+
+
+@each_library(library="torch")
+def test_compile_breaks_its_graph_at_a_diffusion_step(backend):
+    import torch
+
+    sampler = cupyflash.DiffusionSampler.ddpm(cupyflash.beta_schedule("cosine", 10))
+    x = stored(backend, normal((2, 12), 0), "float32")
+    step = lambda x: sampler.step(x * 1, x, 3, seed=1) * 1
+    torch.compiler.reset()
+    assert (torch.compile(step, backend="aot_eager")(x) == step(x)).all()
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="torch.compiler.disable"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(x)
+
+
+@each_library(library="torch", device="cuda")
+def test_cuda_graph(backend):
+    """Captured after one call, replayed on other numbers."""
+    import torch
+
+    sampler = cupyflash.DiffusionSampler.ddpm(cupyflash.beta_schedule("cosine", 10))
+    x, other = (stored(backend, normal((6, 40, 5), i), "float32") for i in (0, 1))
+    of_rows, of_channels = (stored(backend, normal(size, 2), "float32") for size in (5, 40))
+    index = torch.tensor([3], device=backend.device)
+
+    def run():
+        out, h = cupyflash.layer_norm(x, of_rows, residual=x)
+        image = cupyflash.group_norm(x, 4, of_channels, of_channels, activation="silu")
+        return out, h, image, sampler.step(x, out, index, seed=7)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    x.copy_(other)
+    graph.replay()
+    for found, right in zip(captured, run(), strict=True):
+        assert (found == right).all()
