@@ -15,7 +15,7 @@ PROGRAM = """
 import sys
 import cupy, cupyflash
 from cupyflash import environment
-from cupyflash.testing import make_inputs
+from cupyflash.testing import make_inputs, make_varlen_inputs
 cupy.cuda.set_allocator(None)
 family, dtype = sys.argv[1:]
 with environment.override(family=family):
@@ -27,6 +27,18 @@ with environment.override(family=family):
         for deterministic in (False, True):
             cupyflash.attention_backward(x.dout, x.q, x.k, x.v, out, lse,
                                          deterministic=deterministic, **options)
+    # Few queries, whose keys blocks share; packed sequences; a bias, sinks and dropout.
+    x = make_inputs("cupy", dtype, batch=1, seqlen_q=20, seqlen_k=1200, heads_q=2, head_dim=128)
+    cupyflash.attention(x.q, x.k, x.v)
+    x = make_varlen_inputs("cupy", dtype, (70, 0, 150), heads_q=2, heads_kv=1)
+    lengths = x.cu_seqlens_q, x.cu_seqlens_k, 150, 150
+    cupyflash.flash_attn_varlen_func(x.q, x.k, x.v, *lengths, causal=True)
+    x = make_inputs("cupy", dtype, batch=2, seqlen_q=70, seqlen_k=150, heads_q=2)
+    used = cupy.asarray([50, 70], "int32")
+    options = {"bias": cupy.ones((1, 2, 70, 150), dtype), "sinks": cupy.ones(2, "float32"),
+               "dropout_p": 0.1, "dropout_seed": 1, "seqused_q": used, "seqused_k": used}
+    out, lse = cupyflash.attention(x.q, x.k, x.v, return_lse=True, **options)
+    cupyflash.attention_backward(x.dout, x.q, x.k, x.v, out, lse, bias_grad=True, **options)
 cupy.cuda.Device().synchronize()
 """
 
@@ -76,7 +88,7 @@ def test_sanitizer(backend, tool, record_property):
     if SANITIZER is None:
         pytest.skip("compute-sanitizer is not installed")
     run = [sys.executable, "-c", PROGRAM, backend.family, backend.dtypes[-1]]
-    sanitize(run, tool, backend.family, "kns=flash", record_property)
+    sanitize(run, tool, backend.family, "regex=flash|sequence_maps", record_property)
 
 
 def sanitize(run, tool, name, kernels, record_property):
