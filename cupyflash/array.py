@@ -142,7 +142,13 @@ class CupyLibrary:
         return sys.modules["cupy"].full(1, value, numpy.int64)
 
     def random_seed(self, like: Array) -> Array:
-        return sys.modules["cupy"].random.randint(SEEDS, size=1, dtype=numpy.int64)
+        try:
+            return sys.modules["cupy"].random.randint(SEEDS, size=1, dtype=numpy.int64)
+        except ImportError as error:
+            raise ImportError(
+                "cupyflash: without dropout_seed the seed comes from cupy.random, which needs "
+                "cuRAND: pip install nvidia-curand-cu12 (CUDA 13: nvidia-curand)"
+            ) from error
 
     def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
         return dense_strides(shape, range(len(shape)))

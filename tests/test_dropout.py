@@ -1,11 +1,14 @@
 """Dropout: which weights it keeps, their statistics, and results with the explicit mask."""
 
+from types import SimpleNamespace
+
 import numpy
 import pytest
 from matrix import each
 from passes import forward_backward
 
 import cupyflash
+from cupyflash.array import CupyLibrary
 from cupyflash.philox import keep_mask, philox
 from cupyflash.testing import expected, to_float64
 
@@ -283,3 +286,15 @@ def test_backward_needs_the_seed(backend):
     out, lse = cupyflash.attention(*qkv, dropout_p=0.1, dropout_seed=1, return_lse=True)
     with pytest.raises(ValueError, match="^attention_backward: .*dropout_seed of the forward"):
         cupyflash.attention_backward(inputs.dout, *qkv, out, lse, dropout_p=0.1)
+
+
+def test_cupy_without_curand(monkeypatch):
+    """CuPy's light install has no generator on the GPU; seeds that are given still work."""
+    cupy = pytest.importorskip("cupy")
+
+    def missing(*_, **__):
+        raise ImportError("libcurand.so.10")
+
+    monkeypatch.setattr(cupy, "random", SimpleNamespace(randint=missing), raising=False)
+    with pytest.raises(ImportError, match="dropout_seed .* needs cuRAND: pip install"):
+        CupyLibrary().random_seed(None)
