@@ -14,8 +14,11 @@ from .flash_attn import (
     flash_attn_varlen_qkvpacked_func,
 )
 from .group_norm import group_norm, group_norm_backward
+from .linear import Norm, Rotary, linear
+from .mlp import mlp
 from .norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from .precompile import warmup
+from .qkv import qkv_projection
 from .schedule import beta_schedule, timestep_embeddings
 from .sdpa import scaled_dot_product_attention
 
@@ -23,6 +26,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DiffusionSampler",
+    "Norm",
+    "Rotary",
     "attention",
     "attention_backward",
     "beta_schedule",
@@ -36,6 +41,9 @@ __all__ = [
     "group_norm_backward",
     "layer_norm",
     "layer_norm_backward",
+    "linear",
+    "mlp",
+    "qkv_projection",
     "rms_norm",
     "rms_norm_backward",
     "scaled_dot_product_attention",

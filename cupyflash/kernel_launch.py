@@ -58,8 +58,11 @@ class Launch:
 
     def start(self, stream: Any, params: bytes) -> None:
         """Launch with these bytes as the kernel's argument."""
-        argument = numpy.frombuffer(params, self.dtype)
-        self.function(self.grid, self.block, (argument,), self.shared_memory, stream)
+        self.function(self.grid, self.block, (self.argument(params),), self.shared_memory, stream)
+
+    def argument(self, params: bytes) -> numpy.ndarray:
+        """As CuPy passes a struct by value."""
+        return numpy.frombuffer(params, self.dtype)
 
 
 def call_fields(params: ctypes.Structure) -> list[str]:

@@ -158,4 +158,5 @@ ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]
     "mish": (lambda z: z * _tanh_softplus(z), _mish_slope),
     "gelu": (_gelu, _gelu_slope),
     "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
+    "relu": (lambda z: numpy.maximum(z, 0), lambda z: (z > 0).astype(z.dtype)),
 }

@@ -8,6 +8,7 @@ import pytest
 from matrix import each, each_library
 
 import cupyflash
+from cupyflash import environment
 from cupyflash.testing import expected
 
 pytestmark = pytest.mark.large
@@ -114,3 +115,34 @@ def test_diffusion_step_beyond_2_31_elements(backend, memory_pool):
     x[-1] = cupy.random.standard_normal(65536, dtype="float32")
     out = sampler.step(x, x, 3)
     assert (out[-1] == sampler.step(x[-1:], x[-1:], 3)[0]).all() and not out[:-1].any()
+
+
+@each_library(library="cupy")
+@pytest.mark.parametrize("family", [None, "sm80", "simt"])
+@pytest.mark.parametrize("sizes", [(4096, 64), (64, 4096)], ids=str)
+def test_linear_beyond_2_31_elements(backend, memory_pool, family, sizes):
+    """x, or out, of 2.15e9 elements: the last rows as these rows alone."""
+    import cupy
+
+    depth, columns = sizes
+    x = cupy.zeros((525000, depth), "float16")
+    x[-20:] = cupy.random.standard_normal((20, depth), dtype="float32")
+    weight = cupy.random.standard_normal((columns, depth), dtype="float32").astype("float16")
+    with environment.override(family=family):
+        out, right = (cupyflash.linear(y, weight) for y in (x, x[-20:]))
+    # The tile may be another one, and so the order of the sums.
+    assert float(abs(out[-20:] - right).max()) <= 2.0**-9 * float(abs(right).max())
+    assert not out[:-20].any()
+
+
+@each_library(library="cupy")
+@pytest.mark.parametrize("rows", [1, 4])
+def test_weights_beyond_2_31_elements(backend, memory_pool, rows):
+    """Few rows: the last columns as these columns alone."""
+    import cupy
+
+    weight = cupy.zeros((525000, 4096), "float16")
+    weight[-20:] = cupy.random.standard_normal((20, 4096), dtype="float32")
+    x = cupy.random.standard_normal((rows, 4096), dtype="float32").astype("float16")
+    out = cupyflash.linear(x, weight)
+    assert (out[:, -20:] == cupyflash.linear(x, weight[-20:])).all() and not out[:, :-20].any()

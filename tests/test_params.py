@@ -11,7 +11,7 @@ import pytest
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
-from cupyflash import baseline_params, diffusion_params, norm_params, params
+from cupyflash import baseline_params, diffusion_params, linear_params, norm_params, params
 from cupyflash.jit import compiler, sources
 from cupyflash.kernel_config import KernelConfig
 
@@ -20,6 +20,7 @@ HEADERS = {
     "common/norm_params.cuh": norm_params,
     "common/diffusion_params.cuh": diffusion_params,
     "common/baseline_params.cuh": baseline_params,
+    "common/linear_params.cuh": linear_params,
 }
 CONSTANTS = {"common/params.cuh": "ACCUM_ROW_ALIGN", "common/norm_params.cuh": "ROW_AXES"}
 

@@ -46,6 +46,7 @@ cupy.cuda.Device().synchronize()
 NORMS = """
 import sys
 import cupy, cupyflash, cupyflash.baselines
+from cupyflash import environment
 cupy.cuda.set_allocator(None)
 dtype = sys.argv[1]
 make = lambda *shape: cupy.random.standard_normal(shape).astype(dtype)
@@ -61,6 +62,19 @@ for shape in ((3, 16, 7), (2, 32, 8, 8), (1, 8, 130, 128)):
         cupyflash.group_norm_backward(out, x, weight, weight, stats, **options)
         x = cupy.moveaxis(cupy.ascontiguousarray(cupy.moveaxis(x, 1, -1)), -1, 1)
 sampler = cupyflash.DiffusionSampler.ddpm(cupyflash.beta_schedule("cosine", 10))
+up, down = make(300, 72), make(50, 300)
+for rows in (3, 12, 70):
+    x = make(2, rows, 72)
+    norm = cupyflash.Norm(make(72), make(72))
+    for family in ("sm80", "simt", None):
+        with environment.override(family=family):
+            cupyflash.linear(x, up, make(300), activation="gelu", norm=norm)
+            cupyflash.linear(x[..., 1:34], up[:, 1:34], residual=make(2, rows, 300))
+            options = {"activation": "silu", "residual": make(2, rows, 50), "norm": norm}
+            cupyflash.mlp(x, up, down, make(300), make(50), gate_weight=up, **options)
+            cupyflash.mlp(x, up, down, **options)
+            rotary = cupyflash.Rotary(make(rows, 10), make(rows, 10))
+            cupyflash.qkv_projection(x, up[:240], heads_q=4, heads_kv=1, rotary=rotary)
 x = make(3, 333)
 sampler.step(x, x, cupy.asarray([1, 2, 3]), seed=1)
 cupyflash.baselines.vector_add(x, x)
@@ -77,9 +91,8 @@ def test_sanitizer_beside_attention(backend, tool, record_property):
     if SANITIZER is None:
         pytest.skip("compute-sanitizer is not installed")
     run = [sys.executable, "-c", NORMS, "float16"]
-    sanitize(
-        run, tool, "norms", "regex=norm|partials|diffusion|vector|naive|fused", record_property
-    )
+    kernels = "norm|partials|diffusion|linear|mlp|rotary|vector|naive|fused"
+    sanitize(run, tool, "norms", f"regex={kernels}", record_property)
 
 
 @each(library="cupy", device="cuda")

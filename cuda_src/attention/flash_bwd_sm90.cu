@@ -11,6 +11,7 @@
 // dV runs while dS is exchanged between the warpgroups, dK while dQ is handed to the reducer.
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions".
+#include "../common/wg_gemm.cuh"
 #include "../ptx/atomics.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "bias.cuh"
@@ -18,7 +19,6 @@
 #include "dropout.cuh"
 #include "mask_transposed.cuh"
 #include "store_rows.cuh"
-#include "wg_gemm.cuh"
 
 enum NamedBarrier { DS_WRITTEN = 1, DQ_EMPTY, DQ_FULL };
 

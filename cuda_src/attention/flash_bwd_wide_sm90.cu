@@ -9,6 +9,7 @@
 //              shared memory has no room for it, and its bandwidth is what this kernel lacks most
 //
 // dV runs while dS is computed, dK while dQ is added.
+#include "../common/wg_gemm.cuh"
 #include "../ptx/atomics.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "bias.cuh"
@@ -16,7 +17,6 @@
 #include "dropout.cuh"
 #include "mask.cuh"
 #include "store_rows.cuh"
-#include "wg_gemm.cuh"
 
 enum NamedBarrier { P_WRITTEN = 1, DS_WRITTEN };
 

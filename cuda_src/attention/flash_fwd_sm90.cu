@@ -12,12 +12,12 @@
 //
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions" and "Tensor copy".
+#include "../common/wg_gemm.cuh"
 #include "bias.cuh"
 #include "dropout.cuh"
 #include "fwd_block_sm90.cuh"
 #include "mask.cuh"
 #include "softmax.cuh"
-#include "wg_gemm.cuh"
 
 // The output of a split: rows of a warp from `row` on, in float32.
 template <int N>

@@ -2,11 +2,11 @@
 // lanes of the producer warpgroup that keep the consumers busy.
 #pragma once
 #include "../common/params.cuh"
+#include "../common/ring.cuh"
+#include "../common/smem_tile.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
 #include "block_info.cuh"
-#include "ring.cuh"
-#include "smem_tile.cuh"
 #include "tensor_rows.cuh"
 #include "tile_order.cuh"
 

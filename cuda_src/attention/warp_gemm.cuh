@@ -4,8 +4,8 @@
 // along the rows of the tile (contiguous), a column operand has k running down the rows. ldmatrix
 // reads both, the second with .trans.
 #pragma once
+#include "../common/smem_tile.cuh"
 #include "../ptx/mma.cuh"
-#include "smem_tile.cuh"
 
 // Addresses of the 16-column steps of a warp's part [col, col + WIDTH) of a tile, for this lane.
 // One register when a step is an XOR away from the first, one a step otherwise.

@@ -1,7 +1,7 @@
 // One group of one sample, a matrix of rows with contiguous columns: with channels first, a row is
 // a channel; with channels last, a column is one. A pack never crosses the end of a row.
 #pragma once
-#include "activation.cuh"
+#include "../common/activation.cuh"
 #include "row_tile.cuh"
 
 struct Position {

@@ -14,12 +14,17 @@ __device__ __forceinline__ void red_add(float* address, const float (&v)[4]) {
                : "memory");
 }
 
+// What was written before the release of this value is visible (sm_70).
+__device__ __forceinline__ int load_acquire(const int* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // Waits until *flag == value; what was written before its release is visible then (sm_70).
 __device__ __forceinline__ void wait_flag(const int* flag, int value) {
-  int found;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(flag) : "memory");
-  } while (found != value);
+  while (load_acquire(flag) != value) {
+  }
 }
 
 // The same by plain loads and a fence: slower, but two registers less, which flash_bwd_sm80 lacks.

@@ -14,6 +14,18 @@ __device__ __forceinline__ void tma_load(uint32_t dst, const TensorMap& map, uin
       : "memory");
 }
 
+// The same box for every block of the cluster whose bit is set: each finds it at the same place of
+// its shared memory, and its own barrier there counts the bytes.
+__device__ __forceinline__ void tma_load_multicast(uint32_t dst, const TensorMap& map,
+                                                   uint32_t barrier, uint16_t blocks, int column,
+                                                   int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(dst),
+      "l"(&map), "r"(barrier), "h"(blocks), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
 // The way back; completion through bulk_commit() and bulk_wait(). Elements outside are not written.
 __device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t src, int column, int row,
                                           int head, int batch) {

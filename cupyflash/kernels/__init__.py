@@ -1,16 +1,18 @@
 """Kernels beside attention: configurations and the heuristics that pick them, one module a topic.
 
-They are plain CUDA, the same for every GPU. Each module has ``configurations(capability)``, which
-yields everything that its operations can launch.
+They are plain CUDA, the same for every GPU, but for linear_sm90. Each module has
+``configurations(capability)``, which yields everything that its operations can launch.
 """
 
 from types import ModuleType
 
-from . import baselines, diffusion, group_norm, norm
+from . import baselines, diffusion, group_norm, linear, linear_sm90, norm
 
 TOPICS: dict[str, ModuleType] = {
     "norm": norm,
     "group_norm": group_norm,
     "diffusion": diffusion,
     "baselines": baselines,
+    "linear": linear,
+    "linear_sm90": linear_sm90,
 }

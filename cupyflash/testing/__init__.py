@@ -9,6 +9,7 @@ from cupyflash.testing.inputs import (
     make_varlen_inputs,
     to_library,
 )
+from cupyflash.testing.linear import expected_projection
 from cupyflash.testing.norms import (
     ExpectedNorm,
     expected_group_norm,
@@ -35,6 +36,7 @@ __all__ = [
     "expected",
     "expected_group_norm",
     "expected_norm",
+    "expected_projection",
     "make_alibi_slopes",
     "make_inputs",
     "make_varlen_inputs",

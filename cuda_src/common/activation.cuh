@@ -2,7 +2,7 @@
 #pragma once
 #include "../ptx/math.cuh"
 
-enum Activation { none, silu, mish, gelu, gelu_tanh };
+enum Activation { none, silu, mish, gelu, gelu_tanh, relu };
 
 constexpr float SQRT_HALF = 0.70710678f;
 constexpr float INV_SQRT_2PI = 0.39894228f;
@@ -31,6 +31,8 @@ __device__ __forceinline__ float activate(float z) {
   } else if constexpr (ACTIVATION == gelu_tanh) {
     // (1 + tanh(u)) / 2 = sigmoid(2 u)
     return z * sigmoid(2.f * GELU_SCALE * (z + GELU_CUBIC * z * z * z));
+  } else if constexpr (ACTIVATION == relu) {
+    return z < 0.f ? 0.f : z;  // a NaN stays one
   } else {
     return z;
   }
@@ -52,6 +54,8 @@ __device__ __forceinline__ float activation_slope(float z) {
     const float s = sigmoid(2.f * GELU_SCALE * (z + GELU_CUBIC * z * z * z));
     const float slope = 2.f * GELU_SCALE * (1.f + 3.f * GELU_CUBIC * z * z);
     return s + z * s * (1.f - s) * slope;
+  } else if constexpr (ACTIVATION == relu) {
+    return z > 0.f ? 1.f : 0.f;
   } else {
     return 1.f;
   }

@@ -16,6 +16,11 @@ struct Ring {
       parity ^= 1;
     }
   }
+  __device__ void advance(uint32_t places) {
+    places += stage;
+    parity ^= places / STAGES & 1;
+    stage = places % STAGES;
+  }
 };
 
 // The barriers of a ring: `full` counts the producer's announcement and the bytes of its copies,

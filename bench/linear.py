@@ -1,0 +1,144 @@
+"""QKV projection and MLP beside torch eager, torch.compile and cuBLASLt's own epilogues.
+
+    python -m bench.linear --ops mlp --rows 1 4 16 --output linear
+
+With few rows what counts is the share of the copy bandwidth at which the weights are read once
+(`gbps`, a read alone may reach a little more than a copy), with many the rate of the products
+(`tflops`). Clock and rounds are those of bench.attention; results are compared with float64 first,
+and whoever is wrong is left out and said so. Exit status 1 if cupyflash was wrong anywhere.
+"""
+
+import argparse
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.box import MARKDOWN
+from rich.table import Table
+
+from bench.linear_problems import OPS, LinearProblem, problems
+from bench.report import Row, command_line, console, machine_fields, write_results
+
+IMPLS = ("cupyflash", "torch-eager", "torch-compile", "cublaslt")
+PROTOCOL = (
+    "CUDA events, L2 flushed and launch cost hidden before each call, all implementations in turn, "
+    "median of {repeats} rounds (bench.timing); gbps counts each weight once, tflops the products"
+)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.linear", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--ops", nargs="+", choices=OPS, default=list(OPS))
+    add("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
+    add("--rows", nargs="+", type=int, help="instead of 1, 4, 16 and the model's own many")
+    add("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
+    add("--repeats", type=int, default=30)
+    add("--output", metavar="NAME", default="linear", help="bench/results/NAME.json")
+    return parser.parse_args(arguments)
+
+
+def measure(problem: LinearProblem, impls: Sequence[str], timer: Any, notes: Any) -> list[Row]:
+    """A row for each implementation that does it right."""
+    import torch
+
+    calls = {}
+    for impl in impls:
+        try:
+            calls[impl] = checked_call(problem, impl)
+        except Exception as error:  # whatever a library raises where it cannot do this
+            notes.left_out(impl, error, str(problem))
+            torch.cuda.empty_cache()
+    rows = []
+    for impl, timing in timer.compare(calls).items():
+        notes.late(impl, timing, str(problem))
+        gbps, tflops = (n / timing.ms for n in (problem.bytes / 1e6, problem.flops / 1e9))
+        row = problem.row(
+            impl=impl, ms=round(timing.ms, 5), gbps=round(gbps, 1), tflops=round(tflops, 2)
+        )
+        rows.append({**row, "repeats": timing.repeats, "sm_mhz": timer.sm_mhz})
+    return rows
+
+
+def checked_call(problem: LinearProblem, impl: str) -> Callable[[], Any]:
+    """One implementation, after its result was compared with float64."""
+    import torch
+
+    function, tensors = problem.function(impl), problem.tensors()
+    eager, wide = problem.function("torch-eager"), _doubled(tensors)
+    with torch.no_grad():
+        exact, yardstick, found = eager(**wide), eager(**tensors), function(**tensors)
+    error, allowed = (float((x.double() - exact).abs().max()) for x in (found, yardstick))
+    rounding = torch.finfo(found.dtype).eps * float(exact.abs().max())
+    assert error <= 2 * allowed + rounding, f"off by {error:.3g}"
+    del exact, yardstick, found, wide
+
+    def call() -> Any:
+        with torch.no_grad():
+            return function(**tensors)
+
+    return call
+
+
+def _doubled(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if x is None else x.double() for name, x in tensors.items()}
+
+
+def table_of(rows: list[Row], ceilings: dict[str, float]) -> Table:
+    """problem | implementation | ms | rate and its share | times as fast as the best peer."""
+    table = Table(box=MARKDOWN)
+    table.add_column("problem", no_wrap=True)
+    table.add_column("impl", no_wrap=True)
+    for title in ("ms", "rate", "share", "vs best peer"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for problem, group in itertools.groupby(rows, lambda row: row["problem"]):
+        cells = list(group)
+        peers = [row["ms"] for row in cells if row["impl"] != "cupyflash"]
+        best = min(peers or [row["ms"] for row in cells])
+        for number, row in enumerate(cells):
+            # What limits it: reading the weights, or multiplying.
+            share = row["gbps"] / ceilings["copy_gbps"]
+            rate = f"{row['gbps']:.0f} GB/s"
+            if row["rows"] > 128:
+                share, rate = row["tflops"] / ceilings["matmul_tflops"], f"{row['tflops']:.0f} TF/s"
+            table.add_row(
+                "" if number else problem,
+                row["impl"],
+                f"{row['ms']:.4f}",
+                rate,
+                f"{100 * share:.0f} %",
+                f"{best / row['ms']:.2f}",
+                style="bold" if row["impl"] == "cupyflash" else "",
+            )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(arguments)
+    from rich.progress import track
+
+    from bench.measure import Notes
+    from bench.timing import Timer
+
+    out, timer, rows = console(), Timer(options.repeats), []
+    notes, ceilings = Notes(out), timer.ceilings()
+    fields = {**machine_fields(), **ceilings}
+    out.print(f"{fields['gpu']}: copy {fields['copy_gbps']} GB/s")
+    command = command_line("bench.linear", arguments)
+    warnings.simplefilter("ignore")
+    cells = list(problems(options.ops, options.dtype, options.rows))
+    for problem in track(cells, "linear", console=out):
+        rows += measure(problem, options.impls, timer, notes)
+        protocol = PROTOCOL.format(repeats=options.repeats)
+        path = write_results(options.output, rows, protocol, command, **fields)
+    out.print(table_of(rows, ceilings))
+    out.print(f"wrote {path}")
+    return int("cupyflash" in notes.wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+// Kernel arguments of linear/. cupyflash/linear_params.py lists the same fields in the same order.
+#pragma once
+#include "types.cuh"
+
+// LayerNorm or RMSNorm of the rows of x, where a kernel has it in its prologue.
+struct RowNorm {
+  float eps;
+  float inverse_depth;  // 1 / depth
+  int rms;
+  int wide;  // whether weight and bias are float32, not T
+};
+
+// Rotary embedding of the first `rotary_dim` numbers of each head of q and k.
+struct Rotary {
+  int64_t seqlen;         // row r has position r % seqlen, unless positions are given
+  int64_t num_positions;  // rows of cos and sin
+  int columns;            // those of q and k, which come first; 0: no rotary embedding
+  int head_dim;
+  int rotary_dim;
+  int interleaved;     // pairs are (2 i, 2 i + 1), not (i, i + rotary_dim / 2)
+  int wide;            // whether cos and sin are float32, not T
+  int wide_positions;  // whether positions are 64-bit, not 32-bit
+};
+
+// out = activation(norm(x) weight^T + bias) + residual; with a gate
+// activation(norm(x) gate_weight^T + gate_bias) * (norm(x) weight^T + bias) + residual.
+struct LinearParams {
+  const void* x;            // [rows, depth]
+  const void* weight;       // [columns, depth]
+  const void* gate_weight;  // [columns, depth] or null
+  const void* bias;         // [columns] or null
+  const void* gate_bias;    // [columns] or null
+  const void* residual;     // [rows, columns] or null
+  const void* norm_weight;  // [depth], or null: no norm
+  const void* norm_bias;    // [depth] or null
+  const void* cos;          // [num_positions, rotary_dim / 2] or null
+  const void* sin;          // like cos
+  const void* positions;    // [rows] or null
+  void* out;                // [rows, columns]
+  int64_t x_stride;         // of rows, in elements, as those that follow
+  int64_t weight_stride;
+  int64_t gate_stride;
+  int64_t residual_stride;
+  int64_t out_stride;
+  int64_t rows;
+  int columns;
+  int depth;
+  RowNorm norm;
+  Rotary rotary;
+};
+
+// sm_90: tensor maps of (columns, rows, 1, 1) in front; those of what is null are not used.
+struct alignas(64) LinearSm90Params {
+  TensorMap x_map;
+  TensorMap weight_map;
+  TensorMap gate_weight_map;
+  TensorMap residual_map;
+  TensorMap out_map;
+  LinearParams base;
+};
+
+// A whole MLP of few rows; every block has some of the hidden columns.
+struct MlpParams {
+  const void* x;            // [rows, depth]
+  const void* up_weight;    // [hidden, depth]
+  const void* gate_weight;  // like up_weight, or null
+  const void* up_bias;      // [hidden] or null
+  const void* gate_bias;    // [hidden] or null
+  const void* norm_weight;  // [depth], or null: no norm
+  const void* norm_bias;    // [depth] or null
+  const void* down_weight;  // [columns, hidden]
+  const void* down_bias;    // [columns] or null
+  const void* residual;     // [rows, columns] or null
+  void* out;                // [rows, columns]
+  float* partials;          // [blocks, rows, round_up(columns, 4)]
+  int* counter;             // 0 before and after a launch
+  int64_t x_stride;         // of rows, in elements, as those that follow
+  int64_t up_stride;
+  int64_t gate_stride;
+  int64_t down_stride;
+  int64_t residual_stride;
+  int64_t out_stride;
+  int rows;
+  int depth;
+  int hidden;
+  int columns;
+  RowNorm norm;
+};

@@ -1,0 +1,76 @@
+// What happens to the sums of a projection before they are stored, in float32 registers: bias,
+// activation and gate, rotary embedding, residual; in this order.
+#pragma once
+#include "../common/activation.cuh"
+#include "../common/convert.cuh"
+#include "../common/linear_params.cuh"
+
+// Element `index` of an array of T, or of float if `wide`.
+template <typename T>
+__device__ __forceinline__ float element(const void* data, int64_t index, bool wide = false) {
+  return wide ? static_cast<const float*>(data)[index]
+              : to_float(static_cast<const T*>(data)[index]);
+}
+
+// Bias, activation and gate of a column. `gate` is the sum of the gate, which counts if GATED.
+template <typename T, Activation ACTIVATION, bool GATED>
+__device__ __forceinline__ float activated(const void* bias, const void* gate_bias, int column,
+                                           float sum, float gate) {
+  if (bias) sum += element<T>(bias, column);
+  if constexpr (GATED) {
+    if (gate_bias) gate += element<T>(gate_bias, column);
+    return activate<ACTIVATION>(gate) * sum;
+  } else {
+    return activate<ACTIVATION>(sum);
+  }
+}
+
+template <typename T, Activation ACTIVATION, bool GATED>
+__device__ __forceinline__ float activated(const LinearParams& params, int column, float sum,
+                                           float gate) {
+  return activated<T, ACTIVATION, GATED>(params.bias, params.gate_bias, column, sum, gate);
+}
+
+// What the residual adds to an element of out.
+template <typename T>
+__device__ __forceinline__ float residual_at(const LinearParams& params, int64_t row, int column) {
+  return params.residual ? element<T>(params.residual, row * params.residual_stride + column) : 0.f;
+}
+
+// The rotary embedding of one row: Su et al., RoFormer, arXiv:2104.09864.
+template <typename T>
+struct RowRotation {
+  const LinearParams& params;
+  int64_t angles;  // where the row of its position begins in cos and sin
+
+  // A position outside of the tables is taken as the nearest one inside.
+  __device__ RowRotation(const LinearParams& params, int64_t row) : params(params) {
+    const Rotary& rotary = params.rotary;
+    int64_t position = row % rotary.seqlen;
+    if (params.positions) {
+      position = rotary.wide_positions ? static_cast<const int64_t*>(params.positions)[row]
+                                       : static_cast<const int*>(params.positions)[row];
+    }
+    position = max(int64_t(0), min(position, rotary.num_positions - 1));
+    angles = position * (rotary.rotary_dim / 2);
+  }
+
+  // Rotates pair `pair` (0 to rotary_dim / 2 - 1) of a head.
+  __device__ void operator()(int pair, float& first, float& second) const {
+    const float cos = element<T>(params.cos, angles + pair, params.rotary.wide);
+    const float sin = element<T>(params.sin, angles + pair, params.rotary.wide);
+    const float rotated = first * cos - second * sin;
+    second = second * cos + first * sin;
+    first = rotated;
+  }
+};
+
+// Whether a column is turned; then it belongs to pair rotary_pair(rotary, column).
+__device__ __forceinline__ bool is_rotated(const Rotary& rotary, int column) {
+  return column < rotary.columns && column % rotary.head_dim < rotary.rotary_dim;
+}
+
+__device__ __forceinline__ int rotary_pair(const Rotary& rotary, int column) {
+  const int place = column % rotary.head_dim;
+  return rotary.interleaved ? place / 2 : place % (rotary.rotary_dim / 2);
+}

@@ -1,0 +1,87 @@
+"""Projections from arrays to plans; a call of known signature is one look-up."""
+
+from typing import Any, NamedTuple
+
+from . import environment, linear_reference
+from .array import Array, dense_strides, library_of
+from .checks import known_library
+from .dispatch import keep
+from .kernels.linear import ACTIVATIONS
+from .linear_checks import check
+from .linear_plan import LinearPlan
+from .linear_reference import Arrays, Options
+
+
+class Down(NamedTuple):
+    """The second projection of an MLP."""
+
+    weight: Array | None = None
+    bias: Array | None = None
+    residual: Array | None = None
+
+
+NO_DOWN = Down()
+_plans: dict[tuple, LinearPlan] = {}
+
+
+def activation_name(function: str, activation: str | None) -> str:
+    """As the kernels call it.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    name = "none" if activation is None else activation
+    if activation == "none" or name not in ACTIVATIONS:
+        allowed = "'gelu', 'gelu_tanh', 'silu', 'relu' or None"
+        raise ValueError(f"{function}: activation must be {allowed}, got {activation!r}")
+    return name
+
+
+def call(function: str, arrays: Arrays, options: Options, down: Down = NO_DOWN) -> Array:
+    """One projection, or the two of an MLP, on arrays of any library.
+
+    Raises:
+        NotImplementedError: a torch tensor wants a gradient.
+    """
+    given = (*arrays, *down)
+    library = library_of(arrays.x)
+    if library is None:
+        of_known = lambda *known: (  # noqa: E731
+            _run(function, library_of(known[0]), known, options),
+        )
+        return known_library(function, of_known, *given)[0]
+    if library.wants_gradient(*[y for y in given if y is not None and library_of(y) is library]):
+        fact = "a forward for inference has no backward"
+        where = "inputs that require a gradient (use torch.no_grad())"
+        raise NotImplementedError(f"{function}: {fact}, got {where}")
+    return _run(function, library, given, options)
+
+
+def _run(function: str, library: Any, given: tuple[Array | None, ...], options: Options) -> Array:
+    if library.on_cpu(given[0]):
+        views = check(function, library, given, options)
+        *arrays, weight, bias, residual = (
+            None if y is None else library.to_numpy(y) for y in given
+        )
+        out = linear_reference.project(Arrays(*arrays), options)
+        if "down_weight" in views:
+            second = Arrays(out, weight, bias=bias, residual=residual)
+            out = linear_reference.project(second, Options())
+        return library.from_numpy(out, given[0], dense_strides(out.shape, range(out.ndim)))
+    settings = environment.current()
+    try:
+        pointers = tuple([0 if y is None else library.pointer(y) for y in given])
+        signatures = tuple([None if y is None else library.signature(y) for y in given])
+    except AttributeError:  # an array of another library
+        check(function, library, given, options)
+        raise
+    unaligned = 0
+    for pointer in pointers:
+        unaligned |= pointer
+    key = (signatures, options, unaligned % 16 == 0, settings.family)
+    plan = _plans.get(key)
+    if plan is None or settings.debug:
+        views = check(function, library, given, options)
+        plan = LinearPlan(function, library, views, options, key[2], settings.family)
+        keep(_plans, key, plan)
+    return plan(given, pointers)

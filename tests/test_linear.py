@@ -1,0 +1,312 @@
+"""The projection with all that it fuses, on every library."""
+
+import dataclasses
+
+import numpy
+import pytest
+from arrays import normal, stored
+from matrix import each_library, libraries, pairwise
+
+import cupyflash
+from cupyflash import environment
+from cupyflash.linear_reference import Arrays, Options
+from cupyflash.testing import expected_projection, poison_free_memory, to_float64
+
+ROWS = [(1,), (3,), (8,), (2, 8), (17,), (3, 2, 7)]
+MANY_ROWS = [(130,), (2, 300), (1023,)]
+SIZES = [(8, 8), (24, 40), (33, 65), (64, 128), (768, 96), (1000, 33)]
+LARGE_SIZES = [(768, 2304), (3072, 768), (4096, 512), (1600, 1600), (5000, 129)]
+FAMILIES = [None, "sm80", "simt"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One point of the matrix; ``sizes`` are d_in and d_out, ``norm`` "layer", "rms" or ""."""
+
+    dtype: str
+    rows: tuple[int, ...]
+    sizes: tuple[int, int]
+    activation: str | None
+    bias: bool
+    residual: bool
+    norm: str
+    storage: str
+    family: str | None
+
+    @property
+    def id(self):
+        parts = [self.dtype, "x".join(map(str, self.rows)), "x".join(map(str, self.sizes))]
+        parts += [self.storage, self.family or "any", self.activation or "none", self.norm]
+        parts += ["bias"] * self.bias + ["residual"] * self.residual
+        return "-".join(filter(None, parts))
+
+    def arrays(self, backend):
+        depth, columns = self.sizes
+        make = lambda shape, seed, scale=1.0: stored(
+            backend, scale * normal(shape, seed), self.dtype, self.storage
+        )
+        vector = lambda size, seed: stored(backend, normal(size, seed), self.dtype)
+        wide = "float32" if self.bias else self.dtype  # of the norm's weight
+        return Arrays(
+            x=make((*self.rows, depth), 0),
+            weight=make((columns, depth), 1, depth**-0.5),
+            bias=vector(columns, 2) if self.bias else None,
+            residual=make((*self.rows, columns), 3) if self.residual else None,
+            norm_weight=stored(backend, normal(depth, 4), wide) if self.norm else None,
+            norm_bias=stored(backend, normal(depth, 5), wide) if self.norm == "layer" else None,
+        )
+
+
+def cases(backend):
+    factors = {
+        "dtype": list(backend.dtypes),
+        "rows": ROWS + (MANY_ROWS if backend.gpu else []),
+        "sizes": SIZES + (LARGE_SIZES if backend.gpu else []),
+        "activation": [None, "gelu", "gelu_tanh", "silu", "relu"],
+        "bias": [False, True],
+        "residual": [False, True],
+        "norm": ["", "layer", "rms"],
+        "storage": ["contiguous", "padded", "unaligned", "transposed"],
+        "family": FAMILIES if backend.gpu else [None],
+    }
+    return [Case(**point) for point in pairwise(factors)]
+
+
+def matrix():
+    parameters = []
+    for backend in libraries():
+        found = cases(backend)
+        parameters += [
+            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
+            for case in (found[:1] if backend.missing else found)
+        ]
+    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+
+
+def linear(arrays, activation=None, rms=False, eps=1e-5):
+    norm = None
+    if arrays.norm_weight is not None:
+        norm = cupyflash.Norm(arrays.norm_weight, arrays.norm_bias, eps, rms)
+    return cupyflash.linear(
+        arrays.x,
+        arrays.weight,
+        arrays.bias,
+        activation=activation,
+        residual=arrays.residual,
+        norm=norm,
+    )
+
+
+@matrix()
+def test_linear(backend, case):
+    arrays = case.arrays(backend)
+    out_bytes = int(numpy.prod(case.rows)) * case.sizes[1] * (4 if case.dtype == "float32" else 2)
+    poison_free_memory(backend.library, backend.device, [out_bytes])
+    with environment.override(family=case.family):
+        out = linear(arrays, case.activation, case.norm == "rms")
+    options = Options(case.activation or "none", rms=case.norm == "rms")
+    expected_projection(arrays, options).check(out=out)
+
+
+@each_library()
+@pytest.mark.parametrize("rows", [1, 4, 16, 40])
+def test_linear_is_repeatable(backend, rows):
+    """And a row of few does not depend on the others."""
+    x = stored(backend, normal((rows, 320), 0), "float16")
+    weight = stored(backend, normal((200, 320), 1), "float16")
+    first = cupyflash.linear(x, weight)
+    for _ in range(3):
+        assert (cupyflash.linear(x, weight) == first).all()
+    if backend.gpu and rows <= 16:
+        assert (cupyflash.linear(x[:1], weight) == first[:1]).all()
+
+
+@each_library()
+@pytest.mark.parametrize("rows", [3, 40])
+def test_nan_stays_in_its_row(backend, rows):
+    values = normal((rows, 40), 0)
+    values[1, 7] = numpy.nan
+    x, weight = stored(backend, values, "float32"), stored(backend, normal((30, 40), 1), "float32")
+    for activation in (None, "relu", "gelu"):
+        out = to_float64(cupyflash.linear(x, weight, activation=activation))
+        isnan = out != out
+        assert isnan[1].all() and not isnan[0].any() and not isnan[2:].any()
+
+
+@each_library()
+def test_empty(backend):
+    x = stored(backend, numpy.zeros((0, 3, 24)), "float16")
+    weight = stored(backend, normal((16, 24), 1), "float16")
+    out = cupyflash.linear(x, weight, stored(backend, normal(16, 2), "float16"))
+    assert tuple(out.shape) == (0, 3, 16)
+
+
+@each_library()
+def test_one_row_without_axes(backend):
+    x, weight = (stored(backend, normal(shape, 1), "float32") for shape in (24, (5, 24)))
+    out = cupyflash.linear(x, weight)
+    assert tuple(out.shape) == (5,)
+    expected_projection(Arrays(x, weight), Options()).check(out=out)
+
+
+@each_library()
+@pytest.mark.parametrize("rows", [2, 30])
+def test_rows_that_do_not_collapse(backend, rows):
+    """They are copied; an expanded row is not."""
+    weight = stored(backend, normal((40, 24), 1), "float32")
+    values = stored(backend, normal((4, 3, 2 * rows, 24), 0), "float32")
+    x = values[::2, :, ::2]
+    residual = stored(backend, normal((4, 3, 2 * rows, 40), 2), "float32")[::2, :, ::2]
+    out = cupyflash.linear(x, weight, residual=residual)
+    expected_projection(Arrays(x, weight, residual=residual), Options()).check(out=out)
+    one = stored(backend, normal((1, 24), 0), "float32")
+    same = one.expand(rows, 24) if backend.library == "torch" else _expanded(one, rows)
+    expected_projection(Arrays(same, weight), Options()).check(out=cupyflash.linear(same, weight))
+
+
+def _expanded(x, rows):
+    if type(x).__module__.startswith("cupy"):
+        import cupy
+
+        return cupy.broadcast_to(x, (rows, x.shape[1]))
+    return numpy.broadcast_to(x, (rows, x.shape[1]))
+
+
+def test_reference_is_torch():
+    """The float64 oracle beside torch's own operations."""
+    torch = pytest.importorskip("torch")
+    functional = torch.nn.functional
+    make = lambda *shape: torch.from_numpy(normal(shape, sum(shape))).double()
+    x, weight, bias, scale, residual = make(4, 30), make(20, 30), make(20), make(30), make(4, 20)
+    activations = {
+        "none": lambda z: z,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
+        "silu": functional.silu,
+        "relu": functional.relu,
+    }
+    arrays = Arrays(
+        *(y.numpy() for y in (x, weight)),
+        bias=bias.numpy(),
+        residual=residual.numpy(),
+        norm_weight=scale.numpy(),
+    )
+    from cupyflash.linear_reference import project
+
+    normed = functional.layer_norm(x, (30,), scale)
+    for name, function in activations.items():
+        theirs = function(functional.linear(normed, weight, bias)) + residual
+        found = project(arrays, Options(name))
+        numpy.testing.assert_allclose(found, theirs.numpy(), rtol=0, atol=1e-12)
+
+
+# Bad input -----------------------------------------------------------------------------------
+
+
+def bad(backend, error, match, **changes):
+    arguments = {
+        "x": stored(backend, normal((4, 16), 0), "float16"),
+        "weight": stored(backend, normal((8, 16), 1), "float16"),
+        "bias": stored(backend, normal(8, 2), "float16"),
+    } | changes
+    with pytest.raises(error, match=f"^linear: .*{match}"):
+        cupyflash.linear(**arguments)
+
+
+@each_library()
+def test_bad_input(backend):
+    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+    bad(backend, ValueError, r"weight.*\(d_out, 16\).*\(8, 15\)", weight=make((8, 15)))
+    bad(backend, ValueError, r"weight.*\(16,\)", weight=make(16))
+    bad(backend, ValueError, r"weight.*\(0, 16\)", weight=make((0, 16)))
+    bad(backend, TypeError, "weight.*float16.*float32", weight=make((8, 16), "float32"))
+    bad(backend, ValueError, r"bias.*\(8,\).*\(16,\)", bias=make(16))
+    bad(backend, TypeError, "bias.*float16.*float32", bias=make(8, "float32"))
+    bad(backend, ValueError, r"residual.*\(4, 8\).*\(4, 16\)", residual=make((4, 16)))
+    bad(backend, ValueError, "x must be contiguous", x=make((4, 32))[:, ::2])
+    bad(backend, ValueError, "weight must be contiguous", weight=make((8, 32))[:, ::2])
+    bad(backend, ValueError, "bias must be contiguous", bias=make(16)[::2])
+    bad(backend, ValueError, "last dimension of x", x=make((4, 0)))
+    bad(backend, TypeError, "bias.*list", bias=[1.0] * 8)
+    bad(backend, TypeError, "weight.*None", weight=None)
+    for activation in ("none", "tanh", 3, "GELU"):
+        bad(backend, ValueError, "activation.*'gelu'", activation=activation)
+
+
+@each_library()
+def test_bad_norm(backend):
+    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+    norm = lambda *arguments: cupyflash.Norm(*arguments)
+    bad(backend, TypeError, "norm must be a cupyflash.Norm.*str", norm="layer")
+    bad(backend, TypeError, "weight of norm.*None", norm=norm(None))
+    bad(backend, ValueError, r"weight of norm.*\(16,\).*\(8,\)", norm=norm(make(8)))
+    bad(backend, ValueError, r"bias of norm.*\(8,\)", norm=norm(make(16), make(8)))
+    bad(backend, ValueError, "RMSNorm", norm=norm(make(16), make(16), 1e-5, True))
+    bad(backend, ValueError, "eps.*-1", norm=norm(make(16), None, -1.0))
+    other = "bfloat16" if "bfloat16" in backend.dtypes else "int32"
+    if other == "bfloat16":
+        bad(backend, TypeError, "weight of norm.*float32", norm=norm(make(16, other)))
+
+
+@each_library(library="torch")
+def test_gradient_is_refused(backend):
+    x, weight = (stored(backend, normal(shape, 1), "float32") for shape in ((4, 16), (8, 16)))
+    weight.requires_grad_()
+    with pytest.raises(NotImplementedError, match="^linear: .*no backward"):
+        cupyflash.linear(x, weight)
+    import torch
+
+    with torch.no_grad():
+        assert not cupyflash.linear(x, weight).requires_grad
+
+
+@each_library(device="cuda")
+def test_host_time_is_one_look_up(backend, monkeypatch):
+    """A second call of the same signature checks nothing again."""
+    from cupyflash import linear_dispatch
+
+    x, weight = (stored(backend, normal(shape, 1), "float16") for shape in ((4, 24), (8, 24)))
+    first = cupyflash.linear(x, weight)
+    monkeypatch.setattr(linear_dispatch, "LinearPlan", None)
+    assert (cupyflash.linear(x, weight) == first).all()
+
+
+# Which kernel ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "rows", "sizes", "family", "kernel"),
+    [
+        ((9, 0), "bfloat16", 16, (4096, 4096), None, "LinearFew"),
+        ((9, 0), "bfloat16", 16, (16384, 4096), None, "LinearSm90"),  # x has no room
+        ((9, 0), "bfloat16", 17, (4096, 4096), None, "LinearSm90"),
+        ((9, 0), "float16", 4096, (768, 2304), "sm90", "LinearSm90"),
+        ((9, 0), "float16", 4096, (768, 2304), "sm80", "LinearMma"),
+        ((9, 0), "float16", 4096, (768, 2301), None, "LinearMma"),
+        ((9, 0), "float16", 4096, (767, 2304), None, "LinearMma"),
+        ((9, 0), "float32", 4096, (768, 2304), None, "LinearSimt"),
+        ((9, 0), "float16", 1, (768, 2304), "simt", "LinearSimt"),
+        ((10, 0), "bfloat16", 4096, (768, 2304), None, "LinearMma"),
+        ((7, 5), "bfloat16", 4096, (768, 2304), None, "LinearSimt"),
+        ((7, 5), "bfloat16", 4, (768, 2304), None, "LinearFew"),
+        ((7, 0), "float16", 4, (768, 2304), None, "LinearSimt"),
+    ],
+)
+def test_choice(monkeypatch, capability, dtype, rows, sizes, family, kernel):
+    from cupyflash import projection
+    from cupyflash.array import View
+    from cupyflash.linear_params import LinearParams
+
+    monkeypatch.setattr(projection, "capability_of", lambda device: capability)
+    monkeypatch.setattr(projection, "multiprocessors", lambda device: 132)
+    depth, columns = sizes
+    views = {
+        "x": View((rows, depth), (depth, 1), dtype, 0),
+        "weight": View((columns, depth), (depth, 1), dtype, 0),
+    }
+    params = LinearParams(rows=rows, columns=columns, depth=depth, x_stride=depth)
+    arguments = (True, family)
+    config = projection.few_kernel(views, Options(), *arguments)
+    config = config or projection.many_kernel(views, Options(), params, *arguments)
+    assert type(config).__name__ == kernel
+    assert config.grid(rows, columns, 132) >= 1

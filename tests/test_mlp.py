@@ -1,0 +1,187 @@
+"""The feed-forward network, gated or not, in one launch and in two."""
+
+import dataclasses
+
+import numpy
+import pytest
+from arrays import normal, stored
+from matrix import each_library, libraries, pairwise
+
+import cupyflash
+from cupyflash import environment
+from cupyflash.linear_reference import Arrays, Options
+from cupyflash.testing import expected_projection, poison_free_memory
+
+ROWS = [(1,), (3,), (8,), (2, 8), (17,)]
+SIZES = [(8, 8, 8), (24, 40, 24), (33, 65, 7), (64, 300, 128), (96, 384, 96)]  # in, hidden, out
+LARGE_SIZES = [(768, 3072, 768), (1000, 4001, 999), (4096, 2048, 4096)]
+FAMILIES = [None, "sm80", "simt"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One point of the matrix."""
+
+    dtype: str
+    rows: tuple[int, ...]
+    sizes: tuple[int, int, int]
+    activation: str | None
+    gated: bool
+    bias: bool
+    residual: bool
+    norm: str
+    storage: str
+    family: str | None
+
+    @property
+    def id(self):
+        parts = [self.dtype, "x".join(map(str, self.rows)), "x".join(map(str, self.sizes))]
+        parts += [self.storage, self.family or "any", self.activation or "none", self.norm]
+        parts += ["gated"] * self.gated + ["bias"] * self.bias + ["residual"] * self.residual
+        return "-".join(filter(None, parts))
+
+    def arrays(self, backend):
+        """Of the first projection, and of the second."""
+        depth, hidden, columns = self.sizes
+        make = lambda shape, seed, scale=1.0: stored(
+            backend, scale * normal(shape, seed), self.dtype, self.storage
+        )
+        vector = lambda size, seed: stored(backend, normal(size, seed), self.dtype)
+        up = Arrays(
+            x=make((*self.rows, depth), 0),
+            weight=make((hidden, depth), 1, depth**-0.5),
+            gate_weight=make((hidden, depth), 2, depth**-0.5) if self.gated else None,
+            bias=vector(hidden, 3) if self.bias else None,
+            gate_bias=vector(hidden, 4) if self.bias and self.gated else None,
+            norm_weight=vector(depth, 5) if self.norm else None,
+            norm_bias=vector(depth, 6) if self.norm == "layer" else None,
+        )
+        down = Arrays(
+            x=None,
+            weight=make((columns, hidden), 7, hidden**-0.5),
+            bias=vector(columns, 8) if self.bias else None,
+            residual=make((*self.rows, columns), 9) if self.residual else None,
+        )
+        return up, down
+
+
+def cases(backend):
+    factors = {
+        "dtype": list(backend.dtypes),
+        "rows": ROWS + ([(130,), (2, 300)] if backend.gpu else []),
+        "sizes": SIZES + (LARGE_SIZES if backend.gpu else []),
+        "activation": ["gelu", "gelu_tanh", "silu", "relu", None],
+        "gated": [False, True],
+        "bias": [False, True],
+        "residual": [False, True],
+        "norm": ["", "layer", "rms"],
+        "storage": ["contiguous", "padded", "unaligned", "transposed"],
+        "family": FAMILIES if backend.gpu else [None],
+    }
+    return [Case(**point) for point in pairwise(factors)]
+
+
+def matrix():
+    parameters = []
+    for backend in libraries():
+        found = cases(backend)
+        parameters += [
+            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
+            for case in (found[:1] if backend.missing else found)
+        ]
+    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+
+
+def mlp(up, down, activation, rms):
+    norm = None
+    if up.norm_weight is not None:
+        norm = cupyflash.Norm(up.norm_weight, up.norm_bias, 1e-5, rms)
+    return cupyflash.mlp(
+        up.x,
+        up.weight,
+        down.weight,
+        up.bias,
+        down.bias,
+        gate_weight=up.gate_weight,
+        gate_bias=up.gate_bias,
+        activation=activation,
+        residual=down.residual,
+        norm=norm,
+    )
+
+
+@matrix()
+def test_mlp(backend, case):
+    up, down = case.arrays(backend)
+    rows, item = int(numpy.prod(case.rows)), 4 if case.dtype == "float32" else 2
+    poison_free_memory(
+        backend.library, backend.device, [rows * size * item for size in case.sizes[1:]]
+    )
+    with environment.override(family=case.family):
+        out = mlp(up, down, case.activation, case.norm == "rms")
+    options = Options(case.activation or "none", rms=case.norm == "rms")
+    expected_projection(up, options, down).check(out=out)
+
+
+@each_library()
+def test_mlp_is_repeatable(backend):
+    """The shares of the blocks are added in the same order in every run."""
+    case = Case("float16", (5,), (96, 1000, 96), "silu", True, True, True, "rms", "", None)
+    up, down = case.arrays(backend)
+    first = mlp(up, down, "silu", True)
+    for _ in range(5):
+        assert (mlp(up, down, "silu", True) == first).all()
+
+
+@each_library(library="torch", device="cuda")
+def test_mlp_in_a_graph(backend):
+    """One launch that waits for all of its blocks, captured and replayed with other rows."""
+    import torch
+
+    case = Case("float16", (4,), (128, 512, 128), "gelu", False, True, True, "", "", None)
+    up, down = case.arrays(backend)
+    expected = mlp(up, down, "gelu", False)
+    graph = torch.cuda.CUDAGraph()
+    kept = up.x.clone()
+    with torch.cuda.graph(graph):
+        out = mlp(up, down, "gelu", False)
+    up.x.zero_()
+    graph.replay()
+    assert not (out == expected).all()
+    up.x.copy_(kept)
+    for _ in range(3):
+        graph.replay()
+        assert (out == expected).all()
+
+
+@each_library()
+def test_empty(backend):
+    x = stored(backend, numpy.zeros((0, 24)), "float16")
+    up, down = (stored(backend, normal(shape, 1), "float16") for shape in ((40, 24), (8, 40)))
+    assert tuple(cupyflash.mlp(x, up, down).shape) == (0, 8)
+
+
+def bad(backend, error, match, **changes):
+    arguments = {
+        "x": stored(backend, normal((4, 16), 0), "float16"),
+        "up_weight": stored(backend, normal((24, 16), 1), "float16"),
+        "down_weight": stored(backend, normal((8, 24), 2), "float16"),
+    } | changes
+    with pytest.raises(error, match=f"^mlp: .*{match}"):
+        cupyflash.mlp(**arguments)
+
+
+@each_library()
+def test_bad_input(backend):
+    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+    bad(backend, ValueError, r"up_weight.*\(d_out, 16\).*\(24, 15\)", up_weight=make((24, 15)))
+    bad(backend, ValueError, r"down_weight.*\(d_out, 24\).*\(8, 16\)", down_weight=make((8, 16)))
+    bad(backend, ValueError, r"gate_weight.*\(24, 16\).*\(8, 16\)", gate_weight=make((8, 16)))
+    bad(backend, ValueError, "gate_bias must come with gate_weight", gate_bias=make(24))
+    bad(backend, ValueError, r"up_bias.*\(24,\)", up_bias=make(16))
+    bad(backend, ValueError, r"down_bias.*\(8,\)", down_bias=make(24))
+    bad(backend, ValueError, r"residual.*\(4, 8\)", residual=make((4, 16)))
+    bad(backend, TypeError, "down_weight.*None", down_weight=None)
+    bad(backend, TypeError, "up_weight.*None", up_weight=None)
+    bad(backend, TypeError, "down_weight.*float32", down_weight=make((8, 24), "float32"))
+    bad(backend, ValueError, "activation", activation="swiglu")

@@ -1,0 +1,214 @@
+"""The projection in front of attention, with rotary embedding."""
+
+import dataclasses
+
+import numpy
+import pytest
+from arrays import normal, stored
+from matrix import each_library, libraries, pairwise
+
+import cupyflash
+from cupyflash import environment
+from cupyflash.linear_reference import Arrays, Options
+from cupyflash.testing import expected_projection, to_library
+
+SHAPES = [(1, 1), (1, 5), (2, 8), (4, 4), (3, 11), (7,), (40,)]
+HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
+FAMILIES = [None, "sm80", "simt"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One point of the matrix; ``turned`` is the part of head_dim that is turned."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    heads: tuple[int, int]
+    head_dim: int
+    depth: int
+    turned: float
+    positions: str
+    interleaved: bool
+    wide: bool
+    bias: bool
+    norm: bool
+    family: str | None
+
+    @property
+    def id(self):
+        parts = [self.dtype, "x".join(map(str, self.shape)), "h" + "/".join(map(str, self.heads))]
+        parts += [f"d{self.head_dim}", f"k{self.depth}", f"turned{self.turned}", self.positions]
+        parts += ["interleaved"] * self.interleaved + ["float32-angles"] * self.wide
+        parts += ["bias"] * self.bias + ["norm"] * self.norm + [self.family or "any"]
+        return "-".join(filter(None, parts))
+
+    def arrays(self, backend):
+        columns = (self.heads[0] + 2 * self.heads[1]) * self.head_dim
+        make = lambda shape, seed, scale=1.0: stored(
+            backend, scale * normal(shape, seed), self.dtype
+        )
+        arrays = Arrays(
+            x=make((*self.shape, self.depth), 0),
+            weight=make((columns, self.depth), 1, self.depth**-0.5),
+            bias=make(columns, 2) if self.bias else None,
+            norm_weight=make(self.depth, 3) if self.norm else None,
+            norm_bias=make(self.depth, 4) if self.norm else None,
+        )
+        if not self.turned:
+            return arrays
+        half = int(self.turned * self.head_dim) // 2
+        angles = 10 * normal((50, half), 5)
+        of_angles = "float32" if self.wide else self.dtype
+        cos, sin = (stored(backend, f(angles), of_angles) for f in (numpy.cos, numpy.sin))
+        positions = None
+        if self.positions:
+            chosen = numpy.random.default_rng(6).integers(0, 50, self.shape)
+            positions = to_library(chosen.astype(self.positions), backend.library, backend.device)
+        return arrays._replace(cos=cos, sin=sin, positions=positions)
+
+
+def cases(backend):
+    factors = {
+        "dtype": list(backend.dtypes),
+        "shape": SHAPES + ([(3, 50), (8, 33)] if backend.gpu else []),
+        "heads": HEADS,
+        "head_dim": [8, 40, 64, 128],
+        "depth": [24, 64, 99, 512],
+        "turned": [0, 0.5, 1],
+        "positions": ["", "int32", "int64"],
+        "interleaved": [False, True],
+        "wide": [False, True],
+        "bias": [False, True],
+        "norm": [False, True],
+        "family": FAMILIES if backend.gpu else [None],
+    }
+    return [Case(**point) for point in pairwise(factors)]
+
+
+def matrix():
+    parameters = []
+    for backend in libraries():
+        found = cases(backend)
+        parameters += [
+            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
+            for case in (found[:1] if backend.missing else found)
+        ]
+    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+
+
+def project(arrays, heads, interleaved=False, eps=1e-5):
+    norm = rotary = None
+    if arrays.norm_weight is not None:
+        norm = cupyflash.Norm(arrays.norm_weight, arrays.norm_bias, eps)
+    if arrays.cos is not None:
+        rotary = cupyflash.Rotary(arrays.cos, arrays.sin, arrays.positions, interleaved)
+    return cupyflash.qkv_projection(
+        arrays.x,
+        arrays.weight,
+        arrays.bias,
+        heads_q=heads[0],
+        heads_kv=heads[1],
+        norm=norm,
+        rotary=rotary,
+    )
+
+
+def joined(parts):
+    """q, k and v as the one array that they are views of."""
+    parts = [part.reshape(*part.shape[:-2], -1) for part in parts]
+    if type(parts[0]).__module__.startswith("torch"):
+        import torch
+
+        return torch.cat(parts, -1)
+    from cupyflash.grouped import array_namespace
+
+    return array_namespace(parts[0]).concatenate(parts, -1)
+
+
+@matrix()
+def test_qkv_projection(backend, case):
+    arrays = case.arrays(backend)
+    with environment.override(family=case.family):
+        q, k, v = project(arrays, case.heads, case.interleaved)
+    assert tuple(q.shape) == (*case.shape, case.heads[0], case.head_dim)
+    assert tuple(k.shape) == tuple(v.shape) == (*case.shape, case.heads[1], case.head_dim)
+    options = Options(interleaved=case.interleaved, heads=case.heads)
+    expected_projection(arrays, options).check(out=joined((q, k, v)))
+
+
+@each_library()
+def test_attention_reads_them(backend):
+    dtype = backend.dtypes[0]
+    x = stored(backend, normal((2, 9, 64), 0), dtype)
+    weight = stored(backend, normal((4 * 32, 64), 1), dtype)
+    q, k, v = cupyflash.qkv_projection(x, weight, heads_q=2, heads_kv=1)
+    out = cupyflash.attention(q, k, v, causal=True)
+    assert tuple(out.shape) == (2, 9, 2, 32)
+
+
+@each_library()
+def test_empty(backend):
+    weight = stored(backend, normal((32, 24), 1), "float16")
+    for shape in ((0, 5), (2, 0)):
+        x = stored(backend, numpy.zeros((*shape, 24)), "float16")
+        q, k, v = cupyflash.qkv_projection(x, weight, heads_q=2, heads_kv=1)
+        assert tuple(q.shape) == (*shape, 2, 8) and tuple(k.shape) == (*shape, 1, 8)
+
+
+def test_rotary_is_the_published_one():
+    """cos and sin of position * 10000^(-2 i / d), in pairs (i, i + d / 2) and (2 i, 2 i + 1)."""
+    x = normal((1, 6, 1, 8), 0).astype("float64")
+    frequencies = 10000.0 ** (-numpy.arange(4) / 4)
+    angles = numpy.outer(numpy.arange(6), frequencies)
+    from cupyflash.linear_reference import rotate
+
+    for interleaved in (False, True):
+        turned = rotate(x, numpy.cos(angles), numpy.sin(angles), None, interleaved)
+        pairs = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :4], x[..., 4:])
+        as_complex = (pairs[0] + 1j * pairs[1]) * numpy.exp(1j * angles)[None, :, None]
+        found = (
+            turned[..., ::2] + 1j * turned[..., 1::2]
+            if interleaved
+            else turned[..., :4] + 1j * turned[..., 4:]
+        )
+        numpy.testing.assert_allclose(found, as_complex, rtol=0, atol=1e-14)
+
+
+def bad(backend, error, match, rotary=(), **changes):
+    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+    arguments = {"x": make((2, 5, 16)), "weight": make((4 * 8, 16)), "heads_q": 2, "heads_kv": 1}
+    if rotary:
+        arguments["rotary"] = cupyflash.Rotary(*rotary)
+    with pytest.raises(error, match=f"^qkv_projection: .*{match}"):
+        cupyflash.qkv_projection(**(arguments | changes))
+
+
+@each_library()
+def test_bad_input(backend):
+    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+    integers = lambda values, dtype="int32": to_library(
+        numpy.asarray(values, dtype), backend.library, backend.device
+    )
+    bad(backend, ValueError, "heads_kv must divide heads_q", heads_kv=3)
+    bad(backend, ValueError, "heads_q.*0", heads_q=0)
+    bad(backend, ValueError, "heads_q.*2.0", heads_q=2.0)
+    bad(backend, ValueError, r"multiple of heads_q \+ 2 heads_kv = 6", heads_kv=2)
+    bad(backend, ValueError, "2 or 3 dimensions", x=make((1, 2, 5, 16)))
+    with pytest.raises(TypeError, match="rotary must be a cupyflash.Rotary.*tuple"):
+        x, weight = make((2, 5, 16)), make((4 * 8, 16))
+        cupyflash.qkv_projection(x, weight, heads_q=2, heads_kv=1, rotary=(x, x))
+    bad(backend, TypeError, "sin.*None", (make((5, 4)), None))
+    bad(backend, ValueError, "cos must have shape", (make((5, 5)), make((5, 5))))
+    bad(backend, ValueError, "cos and sin", (make((5, 4)), make((6, 4))))
+    bad(backend, ValueError, "at least 5 positions", (make((4, 4)), make((4, 4))))
+    bad(backend, ValueError, "contiguous", (make((5, 8))[:, ::2], make((5, 8))[:, ::2]))
+    angles = make((5, 4)), make((5, 4))
+    bad(backend, ValueError, r"positions.*\(2, 5\).*\(5,\)", (*angles, integers(range(5))))
+    floats = make((2, 5), "float32")
+    bad(backend, TypeError, "positions must be int32 or int64.*float32", (*angles, floats))
+    bad(backend, TypeError, "positions must be a .*list", (*angles, [[0] * 5] * 2))
+    odd = {"weight": make((4 * 7, 16))}
+    bad(backend, ValueError, "head_dim must be even", (make((5, 2)), make((5, 2))), **odd)
+    beyond = integers([[0, 1, 2, 3, 5]] * 2)
+    with environment.override(debug=True):
+        bad(backend, ValueError, "positions must be from 0 to 4.*0 to 5", (*angles, beyond))
