@@ -11,7 +11,7 @@ import pytest
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
-from cupyflash import diffusion_params, norm_params, params
+from cupyflash import decode_params, diffusion_params, norm_params, params
 from cupyflash.jit import compiler, sources
 from cupyflash.kernel_config import KernelConfig
 
@@ -19,6 +19,7 @@ HEADERS = {
     "common/params.cuh": params,
     "common/norm_params.cuh": norm_params,
     "common/diffusion_params.cuh": diffusion_params,
+    "common/decode_params.cuh": decode_params,
 }
 CONSTANTS = {"common/params.cuh": "ACCUM_ROW_ALIGN", "common/norm_params.cuh": "ROW_AXES"}
 

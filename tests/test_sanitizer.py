@@ -51,6 +51,17 @@ for shape in ((3, 16, 7), (2, 32, 8, 8), (1, 8, 130, 128)):
 sampler = cupyflash.DiffusionSampler.ddpm(cupyflash.beta_schedule("cosine", 10))
 x = make(3, 333)
 sampler.step(x, x, cupy.asarray([1, 2, 3]), seed=1)
+from cupyflash.embedding import embedding
+from cupyflash.kv_cache import cache_append
+from cupyflash.sampling import DecodeState, Sampling, sample
+for columns in (24, 33, 5000):
+    logits, tokens = make(3, columns), cupy.arange(3, dtype="int32")
+    rows = embedding(tokens, logits, tokens, logits).reshape(3, 1, columns)
+    cache = make(3, 4, 1, columns)
+    cache_append(rows, rows, cache, cache, tokens)
+    for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, 7, 0.5, 1)):
+        state = DecodeState(tokens.copy(), tokens.copy(), tokens.copy())
+        sample(logits, sampling, out=cupy.zeros(3, "int32"), state=state)
 cupy.cuda.Device().synchronize()
 """
 

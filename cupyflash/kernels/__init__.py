@@ -6,6 +6,11 @@ yields everything that its operations can launch.
 
 from types import ModuleType
 
-from . import diffusion, group_norm, norm
+from . import decode, diffusion, group_norm, norm
 
-TOPICS: dict[str, ModuleType] = {"norm": norm, "group_norm": group_norm, "diffusion": diffusion}
+TOPICS: dict[str, ModuleType] = {
+    "norm": norm,
+    "group_norm": group_norm,
+    "diffusion": diffusion,
+    "decode": decode,
+}
