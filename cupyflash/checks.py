@@ -102,3 +102,20 @@ def require_grid(function: str, blocks: int, shape: tuple[int, ...]) -> int:
 def is_integer(x: Any) -> bool:
     """Whether x can index; bool does not count."""
     return hasattr(x, "__index__") and not isinstance(x, bool)
+
+
+def require_int32(
+    function: str, library: Any, name: str, x: Array, shape: tuple[int, ...], device: int
+) -> None:
+    """A contiguous int32 array of the same library, shape and device."""
+    if library_of(x) is not library:
+        raise TypeError(f"{function}: {name} must be a {library.name}, got {type(x).__name__}")
+    view = library.view(x)
+    if view.dtype != "int32":
+        raise TypeError(f"{function}: {name} must be int32, got {view.dtype}")
+    if view.shape != shape or not is_contiguous(view):
+        fact = f"{name} must be contiguous, {shape}"
+        raise ValueError(f"{function}: {fact}, got {view.shape}, strides {view.strides}")
+    if view.device != device:
+        fact = f"{name} must be on device {device}"
+        raise ValueError(f"{function}: {fact}, got device {view.device}")

@@ -5,6 +5,7 @@ info    what this machine has, what it lacks, and the pip line that mends it
 check   attention on shapes of real models, verified against float64, and its speed
 warmup  compile kernels into the cache, without a GPU: for container images
 cache   what the cache holds; ``cache clear`` empties it
+gpt2    text from a GPT-2 on these kernels, and its benchmark
 ======  ==========================================================================
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 import cupyflash
 
 from . import families, jit, kernels, machine
+from .models.gpt2 import cli as gpt2
 from .precompile import ALL_HEAD_DIMS, capability_of, warmup
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     try:
         return arguments.run(arguments)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
+    except (ImportError, MemoryError, OSError, RuntimeError, ValueError) as error:
         print(f"cupyflash {arguments.command}: {error}", file=sys.stderr)
         return 1
 
@@ -71,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     cache = commands.add_parser("cache", help="show or clear the cache of compiled kernels")
     cache.add_argument("action", choices=("show", "clear"), nargs="?", default="show")
     cache.set_defaults(run=_cache)
+
+    gpt2.add_parser(commands)
     return parser
 
 

@@ -11,7 +11,14 @@ import pytest
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
-from cupyflash import baseline_params, diffusion_params, linear_params, norm_params, params
+from cupyflash import (
+    baseline_params,
+    decode_params,
+    diffusion_params,
+    linear_params,
+    norm_params,
+    params,
+)
 from cupyflash.jit import compiler, sources
 from cupyflash.kernel_config import KernelConfig
 
@@ -21,6 +28,7 @@ HEADERS = {
     "common/diffusion_params.cuh": diffusion_params,
     "common/baseline_params.cuh": baseline_params,
     "common/linear_params.cuh": linear_params,
+    "common/decode_params.cuh": decode_params,
 }
 CONSTANTS = {"common/params.cuh": "ACCUM_ROW_ALIGN", "common/norm_params.cuh": "ROW_AXES"}
 

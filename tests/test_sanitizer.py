@@ -81,6 +81,17 @@ cupyflash.baselines.vector_add(x, x)
 q = make(2, 9, 3, 40)
 for attention in (cupyflash.baselines.naive_attention, cupyflash.baselines.fused_attention):
     attention(q, q, q, causal=True)
+from cupyflash.embedding import embedding
+from cupyflash.kv_cache import cache_append
+from cupyflash.sampling import DecodeState, Sampling, sample
+for columns in (24, 33, 5000):
+    logits, tokens = make(3, columns), cupy.arange(3, dtype="int32")
+    rows = embedding(tokens, logits, tokens, logits).reshape(3, 1, columns)
+    cache = make(3, 4, 1, columns)
+    cache_append(rows, rows, cache, cache, tokens)
+    for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, 7, 0.5, 1)):
+        state = DecodeState(tokens.copy(), tokens.copy(), tokens.copy())
+        sample(logits, sampling, out=cupy.zeros(3, "int32"), state=state)
 cupy.cuda.Device().synchronize()
 """
 
@@ -91,7 +102,7 @@ def test_sanitizer_beside_attention(backend, tool, record_property):
     if SANITIZER is None:
         pytest.skip("compute-sanitizer is not installed")
     run = [sys.executable, "-c", NORMS, "float16"]
-    kernels = "norm|partials|diffusion|linear|mlp|rotary|vector|naive|fused"
+    kernels = "norm|partials|diffusion|linear|mlp|rotary|vector|naive|fused|embedding|cache|sample"
     sanitize(run, tool, "norms", f"regex={kernels}", record_property)
 
 

@@ -6,7 +6,7 @@ They are plain CUDA, the same for every GPU, but for linear_sm90. Each module ha
 
 from types import ModuleType
 
-from . import baselines, diffusion, group_norm, linear, linear_sm90, norm
+from . import baselines, decode, diffusion, group_norm, linear, linear_sm90, norm
 
 TOPICS: dict[str, ModuleType] = {
     "norm": norm,
@@ -15,4 +15,5 @@ TOPICS: dict[str, ModuleType] = {
     "baselines": baselines,
     "linear": linear,
     "linear_sm90": linear_sm90,
+    "decode": decode,
 }

@@ -1,0 +1,123 @@
+"""GPT-2 from prompt to text: naive, flash and fused, beside transformers.
+
+    python -m bench.gpt2 --random small      # or python -m cupyflash gpt2 --random small --bench
+
+Prefill is 8 x 1024 tokens by CUDA events as in bench.attention. Decode is greedy after a prompt,
+with the tokens on the host as they come: the host's clock from the first token to the last, the
+median of the repeats. Logits after a prompt are compared with transformers in float64 first; who
+is off by more than twice transformers in this dtype, plus rounding, is left out and said so; exit
+status 1 if that is cupyflash. HBM traffic comes from ncu (--ncu) or is not shown.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from bench import gpt2_traffic
+from bench.report import Row, command_line, console, machine_fields, write_results
+from cupyflash.models.gpt2.cli import DTYPES
+from cupyflash.models.gpt2.config import SIZES
+
+PEERS = ("transformers-eager", "transformers-sdpa", "transformers-compile")
+PROTOCOL = (
+    "prefill: CUDA events, L2 flushed, launch cost hidden, all in turn, median of {repeats}; "
+    "decode: greedy, host clock from the first token to the last of {tokens}, median of {repeats}; "
+    "ops: as prefill, each by itself, batch 1; transformers without generate(), compile with "
+    "reduce-overhead and a static cache; bytes by ncu (dram__bytes)"
+)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpt2", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", metavar="DIR", help="checkpoint folder")
+    source.add_argument("--random", choices=SIZES, default="small")
+    add("--dtype", choices=DTYPES, default="fp16")
+    add("--new-tokens", type=int, default=128)
+    add("--repeats", type=int, default=10)
+    add("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    add("--ncu", action="store_true", help="measure HBM traffic; takes some minutes")
+    add("--profile-one", nargs=2, metavar=("MODE", "OP"), help=argparse.SUPPRESS)
+    add("--output", metavar="NAME", default="gpt2", help="bench/results/NAME.json and .png")
+    return parser.parse_args(arguments)
+
+
+def profile_one(options: argparse.Namespace) -> int:
+    """What runs below ncu: one operation of one mode."""
+    from bench.gpt2_measure import ops_of, our_models, prefill_shape
+    from bench.gpt2_ops import prompt_attention
+
+    mode, name = options.profile_one
+    models = our_models(options)
+    if name == "attention":
+        op = prompt_attention(models[mode], *prefill_shape(models[mode]))
+    else:
+        op = next(op for op in ops_of(models)[mode] if op.name == name)
+    gpt2_traffic.profiled(op.call)
+    return 0
+
+
+def add_traffic(arguments: list[str], bench: Any, ops: list[Row], notes: Any) -> dict[str, Row]:
+    """Bytes of each row of ``ops``, in place, and of attention over prompts by mode."""
+    from bench.gpt2_measure import prefill_shape
+    from bench.gpt2_ops import prompt_attention
+
+    arguments, found = [x for x in arguments if x != "--ncu"], {}
+    for mode, model in bench.ours.items():
+        flops = prompt_attention(model, *prefill_shape(model)).flops
+        try:
+            run = [*arguments, "--profile-one", mode, "attention"]
+            moved = gpt2_traffic.bytes_of("bench.gpt2", run)
+        except Exception as error:  # no ncu, no rights, too old
+            notes.left_out("ncu", error, "the traffic of attention")
+            return found
+        found[mode] = {"bytes": moved, "flop_per_byte": round(flops / moved, 1)}
+    for row in ops:
+        try:
+            run = [*arguments, "--profile-one", row["mode"], row["name"]]
+            row["bytes"] = gpt2_traffic.bytes_of("bench.gpt2", run)
+        except Exception as error:
+            notes.left_out("ncu", error, f"the traffic of {row['name']}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(arguments)
+    if options.profile_one:
+        return profile_one(options)
+    from bench.gpt2_measure import DECODE, Bench
+    from bench.gpt2_plot import draw
+    from bench.gpt2_tables import peers_table, story_table
+    from bench.measure import Notes
+    from bench.timing import Timer
+
+    out, timer = console(), Timer(options.repeats)
+    notes, fields = Notes(out), {**machine_fields(), **timer.ceilings()}
+    bench, rows, ops, traffic = Bench(options, timer, notes), [], [], {}
+    protocol = PROTOCOL.format(repeats=options.repeats, tokens=options.new_tokens)
+    command = command_line("bench.gpt2", arguments)
+    parts = [bench.prefill, *(lambda x=x: bench.decode(*x) for x in DECODE)]
+    for part in parts:
+        rows += part()
+        path = write_results(options.output, rows, protocol, command, **fields)
+    ops = bench.ops()
+    if options.ncu:
+        traffic = add_traffic(arguments, bench, ops, notes)
+    fields |= {"attention_traffic": traffic, "ops": ops}
+    path = write_results(options.output, rows, protocol, command, **fields)
+    picture = path.with_suffix(".png")
+    draw(json.loads(path.read_text()), picture)
+    out.print(story_table(rows, traffic))
+    weight_bytes = bench.model.config.parameters * bench.model.dtype.itemsize
+    out.print(peers_table(rows, weight_bytes, fields["copy_gbps"]))
+    out.print(f"wrote {path} and {picture.name}", soft_wrap=True)
+    return int(any(name.startswith("cupyflash") for name in notes.wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

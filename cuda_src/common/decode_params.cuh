@@ -1,0 +1,45 @@
+// Kernel arguments of decode/. cupyflash/decode_params.py lists the same fields in the same order.
+#pragma once
+#include "types.cuh"
+
+struct EmbeddingParams {
+  const int* tokens;            // [rows]
+  const int* positions;         // [rows]; null: without position_weight
+  const void* token_weight;     // [vocabulary, columns]
+  const void* position_weight;  // [context, columns]
+  void* out;                    // [rows, columns]
+  int64_t rows;
+  int columns;
+  int vocabulary;
+  int context;
+};
+
+struct CacheAppendParams {
+  const void* k;         // [rows, columns]
+  const void* v;         // [rows, columns]
+  void* k_cache;         // [batch, max_length, columns]
+  void* v_cache;         // [batch, max_length, columns]
+  const int* sequences;  // [rows]; null: row i is of sequence i
+  const int* positions;  // [rows]
+  int64_t rows;
+  int64_t k_stride;  // of a row
+  int64_t v_stride;
+  int columns;  // heads * head_dim
+  int batch;
+  int max_length;
+};
+
+struct SampleParams {
+  const void* logits;  // [rows, columns]
+  int* positions;      // [rows], the counter of the random numbers; null: 0
+  int* tokens;         // [rows], the result; -1 for a row of no distribution
+  int* next_tokens;    // [rows], the same without -1, and
+  int* ends;           // [rows], with which positions advance by 1; both null: they do not
+  uint64_t seed;
+  int64_t stride;  // of a row of logits
+  int columns;
+  int top_k;       // 0: all
+  uint32_t top_p;  // of 2^32; 0: all
+  int limit;       // the largest position
+  float scale;     // log2(e) / temperature
+};

@@ -1,0 +1,30 @@
+// Rows of keys and values into their places (sequence, position) of a cache. The rows may be slices
+// of a wider tensor, such as a projection of q, k and v.
+//
+// Elementwise; a thread has VECTOR neighbouring elements of k and of v. A place outside of the
+// cache, which only the device knows, is left alone.
+#include "../common/decode_params.cuh"
+#include "../common/pack.cuh"
+
+constexpr int THREADS = 256;
+
+template <typename T, int VECTOR>
+__global__ void __launch_bounds__(THREADS)
+    cache_append(const __grid_constant__ CacheAppendParams params) {
+  // ---- which elements ----
+  const int64_t first = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * VECTOR;
+  if (first >= params.rows * params.columns) return;
+  const int64_t row = first / params.columns;
+  const int column = first - row * params.columns;
+  const int64_t sequence = params.sequences ? params.sequences[row] : row;
+  const int position = params.positions[row];
+  if (sequence < 0 || sequence >= params.batch || position < 0 || position >= params.max_length)
+    return;
+
+  // ---- copy ----
+  const int64_t place = (sequence * params.max_length + position) * params.columns + column;
+  const T* k = static_cast<const T*>(params.k) + row * params.k_stride + column;
+  const T* v = static_cast<const T*>(params.v) + row * params.v_stride + column;
+  store_pack<VECTOR>(static_cast<T*>(params.k_cache) + place, load_pack<VECTOR>(k));
+  store_pack<VECTOR>(static_cast<T*>(params.v_cache) + place, load_pack<VECTOR>(v));
+}

@@ -1,0 +1,166 @@
+// One token from each row of logits: the largest (GREEDY), or one drawn from
+// softmax(logits / temperature), cut to the top_k largest and then to the fewest of these that hold
+// top_p of their probability. Those equal to the last one kept stay, too.
+//
+// A block has a row, which stays in the L2 cache, and reads it in several passes:
+//   1. the largest logit; everything else is in terms of the distance to it,
+//   2. the distance up to which top_k reaches (search), then top_p,
+//   3. the sum of the weights that are left, of which a random number from Philox is a part,
+//   4. the token at which the running sum, in the order of the tokens, exceeds that part: found by
+//      one warp, as each warp of pass 3 has a segment of the row.
+// Weights are integers (probability.cuh), hence equal calls give equal tokens.
+//
+// With `ends` the row's state advances to the next step of decoding.
+#include "../common/convert.cuh"
+#include "../common/decode_params.cuh"
+#include "../common/philox.cuh"
+#include "block_sum.cuh"
+#include "probability.cuh"
+
+template <typename T>
+struct Row {
+  const T* logits;
+  int columns;
+  float largest;
+  float scale;
+
+  // How far below the largest logit, not negative.
+  __device__ __forceinline__ float distance(int i) const {
+    return __fsub_rn(largest, to_float(logits[i]));
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ Largest largest_of(const T* logits, int columns) {
+  Largest best = {-INF, columns};
+#pragma unroll 8
+  for (int i = threadIdx.x; i < columns; i += BLOCK) {
+    const float logit = to_float(logits[i]);
+    best = best + Largest{logit == logit ? logit : INF, i};
+  }
+  return block_sum(best);
+}
+
+// The least distance, as bits, within which the values add up to `target`; all bits set if they do
+// not. A radix search: 11, 11 and 9 bits of the distance, which is a float without a sign.
+template <class Value, typename T>
+__device__ __forceinline__ uint32_t search(const Row<T>& row, uint64_t target, Value value) {
+  constexpr int BINS = 2 * BLOCK;
+  constexpr int SHIFTS[] = {20, 9, 0};
+  __shared__ uint64_t bins[BINS];
+  __shared__ uint64_t below;
+  __shared__ int chosen;
+  uint32_t prefix = 0;
+#pragma unroll
+  for (int pass = 0; pass < 3; ++pass) {
+    const int shift = SHIFTS[pass], width = pass < 2 ? 11 : 9;
+    __syncthreads();
+    bins[threadIdx.x] = bins[threadIdx.x + BLOCK] = 0;
+    if (threadIdx.x == 0) chosen = -1;
+    __syncthreads();
+    for (int i = threadIdx.x; i < row.columns; i += BLOCK) {
+      const float distance = row.distance(i);
+      const uint32_t bits = __float_as_uint(distance);
+      if (pass > 0 && bits >> (shift + width) != prefix) continue;
+      const uint64_t added = value(distance);
+      if (added > 0) atomicAdd(&bins[bits >> shift & (1u << width) - 1], added);
+    }
+    __syncthreads();
+    const uint64_t first = bins[2 * threadIdx.x], second = bins[2 * threadIdx.x + 1];
+    uint64_t total;
+    const uint64_t before = block_exclusive_sum(first + second, total);
+    if (before < target && target <= before + first + second) {
+      const bool in_first = target <= before + first;
+      chosen = 2 * threadIdx.x + !in_first;
+      below = before + (in_first ? 0 : first);
+    }
+    __syncthreads();
+    if (chosen < 0) return 0xffffffffu;
+    prefix = prefix << width | chosen;
+    target -= below;
+  }
+  return prefix;
+}
+
+// The distance, as bits, up to which tokens are kept.
+template <typename T>
+__device__ __forceinline__ uint32_t last_kept(const Row<T>& row, int top_k, uint32_t top_p) {
+  const auto weight = [&](float distance) { return weight_of(distance, row.scale); };
+  uint32_t last = 0xffffffffu;
+  if (top_k > 0)
+    last = search(row, top_k, [&](float distance) { return uint64_t(weight(distance) > 0); });
+  if (top_p > 0) {
+    uint64_t sum = 0;
+    for (int i = threadIdx.x; i < row.columns; i += BLOCK) {
+      const float distance = row.distance(i);
+      if (__float_as_uint(distance) <= last) sum += weight(distance);
+    }
+    sum = block_sum(sum);
+    const uint64_t part = (sum >> 32) * top_p + ((sum & 0xffffffffu) * top_p >> 32);
+    last = search(row, max(part, uint64_t(1)), weight);
+  }
+  return last;
+}
+
+// The token at which the running sum of the kept weights exceeds a random part of all of it. The
+// result is that of one thread; the others get -1.
+template <typename T>
+__device__ __forceinline__ int draw(const Row<T>& row, uint32_t last, uint64_t random) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int segment = round_up(ceil_div(row.columns, MAX_WARPS), 32);
+  const int begin = min(warp * segment, row.columns), end = min(begin + segment, row.columns);
+  const auto weight = [&](int i) {
+    if (i >= end) return uint64_t(0);
+    const float distance = row.distance(i);
+    return __float_as_uint(distance) <= last ? weight_of(distance, row.scale) : 0;
+  };
+  uint64_t sum = 0;
+  for (int i = begin + lane; i < end; i += 32) sum += weight(i);
+  uint64_t total;
+  const uint64_t before = block_exclusive_sum(sum, total);
+  const uint64_t part = __umul64hi(random, total);
+
+  uint64_t running = __shfl_sync(0xffffffffu, before, 0);
+  const uint64_t after = __shfl_sync(0xffffffffu, before + sum, 31);
+  if (part < running || part >= after) return -1;
+  for (int i = begin + lane;; i += 32) {  // ends, as part < after
+    const uint64_t value = weight(i), inclusive = warp_inclusive_sum(value);
+    const bool exceeds = running + inclusive > part;
+    if (__any_sync(0xffffffffu, exceeds))
+      return exceeds && running + inclusive - value <= part ? i : -1;
+    running += __shfl_sync(0xffffffffu, inclusive, 31);
+  }
+}
+
+__device__ __forceinline__ void finish(const SampleParams& params, int row, int token) {
+  params.tokens[row] = token;
+  if (!params.ends) return;
+  const int position = min(params.positions[row] + 1, params.limit);
+  params.next_tokens[row] = max(token, 0);
+  params.positions[row] = position;
+  params.ends[row] = position + 1;
+}
+
+template <typename T, bool GREEDY>
+__global__ void __launch_bounds__(BLOCK) sample(const __grid_constant__ SampleParams params) {
+  // ---- the largest logit ----
+  const int index = blockIdx.x;
+  const T* logits = static_cast<const T*>(params.logits) + index * params.stride;
+  const Largest best = largest_of(logits, params.columns);
+  if (!(best.logit < INF && best.logit > -INF)) {  // a NaN, infinity, or nothing but -infinity
+    if (threadIdx.x == 0) finish(params, index, -1);
+    return;
+  }
+  if constexpr (GREEDY) {
+    if (threadIdx.x == 0) finish(params, index, best.index);
+    return;
+  }
+
+  // ---- which tokens are left, and one of them ----
+  const Row<T> row = {logits, params.columns, best.logit, params.scale};
+  const uint32_t counter = params.positions ? params.positions[index] : 0;
+  const uint4 random = philox(params.seed, counter, index, 0);
+  const uint32_t last = last_kept(row, params.top_k, params.top_p);
+  const int token = draw(row, last, uint64_t(random.x) << 32 | random.y);
+  if (token >= 0) finish(params, index, token);
+}

@@ -1,0 +1,130 @@
+"""``python -m cupyflash gpt2``: text from a checkpoint or from random weights, and a benchmark."""
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from cupyflash.sampling import Sampling
+
+from .config import SIZES
+from .layers import MODES
+from .model import DECODES, Gpt2
+from .tokenizer import ByteTokenizer, TextStream, load_tokenizer
+
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
+def add_parser(commands: Any) -> None:
+    """The subcommand."""
+    parser = commands.add_parser(
+        "gpt2",
+        help="text from a GPT-2 on these kernels, without torch",
+        description="Prints text as it comes, then tokens per second.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    add = parser.add_argument
+    source.add_argument("--model", metavar="DIR", help="checkpoint folder of Hugging Face")
+    source.add_argument("--random", choices=SIZES, help="random weights of this size")
+    add("--prompt", action="append", metavar="TEXT", help="may be given several times: a batch")
+    add("--max-new-tokens", type=int, default=64, metavar="N")
+    add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    add("--top-k", type=int, default=0, metavar="N", help="default 0: all")
+    add("--top-p", type=float, default=1.0, metavar="P", help="default 1: all")
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=DTYPES, help="default fp16 on a GPU, fp32 on the CPU")
+    add("--device", choices=("gpu", "cpu"), help="default the GPU if there is one")
+    add("--mode", choices=MODES, default="fused", help="naive and flash are for comparison")
+    add("--decode", choices=DECODES, default="auto", help="how a step runs")
+    add("--bench", action="store_true", help="measure instead, beside transformers if installed")
+    add("--ncu", action="store_true", help="with --bench: memory traffic from hardware counters")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code."""
+    if arguments.bench:
+        return _bench(arguments)
+    if not arguments.prompt:
+        raise ValueError("--prompt must be given, unless --bench is, got none")
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    sampling.check("sampling")  # before anything is loaded
+    options = {
+        "dtype": DTYPES.get(arguments.dtype),
+        "device": arguments.device,
+        "mode": arguments.mode,
+    }
+    if arguments.model:
+        tokenizer = load_tokenizer(arguments.model)
+        model = Gpt2.from_folder(arguments.model, **options)
+    else:
+        tokenizer, model = ByteTokenizer(), Gpt2.random(arguments.random, **options)
+    prompts = [tokenizer.encode(text) for text in arguments.prompt]
+    start = time.perf_counter()
+    steps = model.stream(prompts, arguments.max_new_tokens, sampling, decode=arguments.decode)
+    clock = Clock(steps, start)
+    show = _show_one if len(prompts) == 1 else _show_batch
+    show(tokenizer, arguments.prompt, clock)
+    _print_speed(clock, sum(map(len, prompts)))
+    return 0
+
+
+class Clock:
+    """Passes steps on, and knows when the first of them came, and the last."""
+
+    def __init__(self, steps: Iterator[list[int | None]], start: float) -> None:
+        self.steps, self.tokens, self.of_first = steps, 0, 0
+        self.start = self.first = self.last = start
+
+    def __iter__(self) -> Iterator[list[int | None]]:
+        for tokens in self.steps:
+            self.last = time.perf_counter()
+            count = sum(token is not None for token in tokens)
+            if self.first == self.start:
+                self.first, self.of_first = self.last, count
+            self.tokens += count
+            yield tokens
+
+
+def _show_one(tokenizer: Any, texts: list[str], clock: Clock) -> None:
+    print(texts[0], end="", flush=True)
+    stream = TextStream(tokenizer)
+    for (token,) in clock:
+        if token is not None:
+            print(stream.add(token), end="", flush=True)
+    print(stream.rest())
+
+
+def _show_batch(tokenizer: Any, texts: list[str], clock: Clock) -> None:
+    """Text of several sequences cannot be shown as it comes: each is shown at the end."""
+    results: list[list[int]] = [[] for _ in texts]
+    for tokens in clock:
+        for result, token in zip(results, tokens):
+            if token is not None:
+                result.append(token)
+    for number, (text, result) in enumerate(zip(texts, results)):
+        print(f"[{number}] {text}{tokenizer.decode(result)}")
+
+
+def _print_speed(clock: Clock, prompt_tokens: int) -> None:
+    """The first call may compile, so the time to the first token is no measurement."""
+    from rich.console import Console
+
+    later, seconds = clock.tokens - clock.of_first, clock.last - clock.first
+    rate = f", then {later / seconds:.1f} tokens/s" if later and seconds else ""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(
+        f"{prompt_tokens} tokens of prompts, {clock.tokens} new ones; the first after "
+        f"{clock.first - clock.start:.2f} s{rate}"
+    )
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    try:
+        from bench import gpt2
+    except ImportError as error:
+        fact = "--bench needs a checkout of the project and what bench/README.md says"
+        raise ImportError(f"{fact}, got {error}") from None
+    options = ["--model", arguments.model] if arguments.model else ["--random", arguments.random]
+    if arguments.dtype:
+        options += ["--dtype", arguments.dtype]
+    return gpt2.main([*options, *(["--ncu"] if arguments.ncu else [])])

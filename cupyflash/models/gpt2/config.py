@@ -1,0 +1,115 @@
+"""The shape of a GPT-2, from the config.json of Hugging Face or by the name of a size."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+MAX_HEAD_DIM = 256
+# What changes the result and is not implemented, with the value that is.
+FIXED = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpt2Config:
+    """Shape of a model.
+
+    Attributes:
+        context: the most tokens of a sequence.
+        inner: width of the hidden layer of the MLP.
+        eps: of the norms.
+        end_of_text: the token that ends a text, None if there is none.
+    """
+
+    layers: int
+    heads: int
+    width: int
+    context: int = 1024
+    vocabulary: int = 50257
+    inner: int = 0
+    eps: float = 1e-5
+    end_of_text: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.inner:
+            object.__setattr__(self, "inner", 4 * self.width)
+        for name in ("layers", "heads", "width", "context", "vocabulary", "inner"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"Gpt2Config: {name} must be a positive integer, got {value!r}")
+        if self.width % self.heads or self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
+            fact = f"width / heads must be a multiple of 8 up to {MAX_HEAD_DIM}"
+            raise ValueError(f"Gpt2Config: {fact}, got {self.width} / {self.heads}")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.width // self.heads
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the weights have."""
+        block = 4 * self.width**2 + 2 * self.width * self.inner + 9 * self.width + self.inner
+        return self.layers * block + (self.vocabulary + self.context + 2) * self.width
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "Gpt2Config":
+        """From ``config.json`` in a checkpoint folder.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is no JSON, or not of a GPT-2.
+            NotImplementedError: an option of transformers that this model does not have.
+        """
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"Gpt2: a checkpoint folder must have {path}, found none")
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"Gpt2: {path} must be JSON, got {error}") from None
+        if not isinstance(fields, dict) or fields.get("model_type") != "gpt2":
+            found = fields.get("model_type") if isinstance(fields, dict) else fields
+            raise ValueError(f"Gpt2: model_type in {path} must be 'gpt2', got {found!r}")
+        return cls._from_fields(fields, path)
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any], path: Path) -> "Gpt2Config":
+        for name, value in FIXED.items():
+            if fields.get(name, value) is not value:
+                fact = f"{name} in {path} must be {value}"
+                raise NotImplementedError(f"Gpt2: {fact}, got {fields[name]!r}")
+        activation = fields.get("activation_function", ACTIVATIONS[0])
+        if activation not in ACTIVATIONS:
+            fact = f"activation_function in {path} must be {' or '.join(ACTIVATIONS)}"
+            raise NotImplementedError(f"Gpt2: {fact}, got {activation!r}")
+        end = fields.get("eos_token_id")
+        if isinstance(end, list):
+            end = end[0] if end else None
+        try:
+            return cls(
+                layers=fields["n_layer"],
+                heads=fields["n_head"],
+                width=fields["n_embd"],
+                context=fields["n_positions"],
+                vocabulary=fields["vocab_size"],
+                inner=fields.get("n_inner") or 0,
+                eps=fields.get("layer_norm_epsilon", 1e-5),
+                end_of_text=end,
+            )
+        except KeyError as error:
+            raise ValueError(f"Gpt2: {path} must have {error}, found none") from None
+
+
+SIZES = {
+    "tiny": Gpt2Config(layers=2, heads=4, width=64, context=256, vocabulary=512),
+    "small": Gpt2Config(layers=12, heads=12, width=768, end_of_text=50256),
+    "medium": Gpt2Config(layers=24, heads=16, width=1024, end_of_text=50256),
+    "large": Gpt2Config(layers=36, heads=20, width=1280, end_of_text=50256),
+    "xl": Gpt2Config(layers=48, heads=25, width=1600, end_of_text=50256),
+}

@@ -1,0 +1,231 @@
+"""GPT-2: weights on a device, and text from them."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from cupyflash import machine
+from cupyflash.array import Array
+from cupyflash.sampling import GREEDY, Sampling
+from cupyflash.transformer_block import BlockStack
+
+from . import generate
+from .cache import Room, free_memory
+from .config import SIZES, Gpt2Config
+from .decoder import Decoder
+from .layers import MODES
+from .random import random_weights
+from .weights import Weights, load_weights, numpy_dtype
+
+DECODES = ("auto", "eager", "graph", "persistent")
+PERSISTENT_BATCH = 8  # up to which one kernel for a token is faster than a graph of kernels
+
+
+class Gpt2:
+    """A GPT-2 on the GPU, or on the CPU where there is none.
+
+    Attributes:
+        config: its shape.
+        weights: its tensors, CuPy or NumPy arrays.
+        mode: "fused", or for comparison "flash" or "naive"; see ``layers``.
+    """
+
+    def __init__(self, config: Gpt2Config, weights: Weights, *, mode: str = "fused") -> None:
+        if mode not in MODES:
+            raise ValueError(f"Gpt2: mode must be {', '.join(MODES)}, got {mode!r}")
+        self.config, self.weights, self.mode = config, weights, mode
+        self.on_gpu = not isinstance(weights.token_embedding, numpy.ndarray)
+        self.dtype = weights.token_embedding.dtype
+        self.xp = array_module("gpu" if self.on_gpu else "cpu")
+        self._idle: dict[tuple, Decoder] = {}  # the last one that ended, to be used again
+
+    @classmethod
+    def from_folder(
+        cls, folder: str | Path, *, dtype: str | None = None, device: str | None = None,
+        mode: str = "fused",
+    ) -> "Gpt2":  # fmt: skip
+        """From a checkpoint folder of Hugging Face: ``config.json`` and ``model.safetensors``.
+
+        Args:
+            dtype: "float16", "bfloat16" or "float32"; default float16 on a GPU, else float32.
+            device: "gpu" or "cpu"; default the GPU if there is one.
+            mode: see the class.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ImportError: no safetensors library.
+            ValueError: not a GPT-2, a damaged file, a tensor missing or wrong, a weight not finite.
+            NotImplementedError: an option of transformers that this model does not have.
+        """
+        config = Gpt2Config.from_folder(folder)
+        xp, dtype = _place(device, dtype)
+        return cls(config, load_weights(folder, config, dtype, xp.asarray), mode=mode)
+
+    @classmethod
+    def random(
+        cls, size: str | Gpt2Config, *, dtype: str | None = None, device: str | None = None,
+        mode: str = "fused", seed: int = 0,
+    ) -> "Gpt2":  # fmt: skip
+        """Random weights of a size ("tiny", "small", "medium", "large", "xl") or a config."""
+        if not isinstance(size, Gpt2Config) and size not in SIZES:
+            raise ValueError(f"Gpt2: size must be one of {', '.join(SIZES)}, got {size!r}")
+        config = size if isinstance(size, Gpt2Config) else SIZES[size]
+        xp, dtype = _place(device, dtype)
+        return cls(config, random_weights(config, dtype, xp.asarray, seed), mode=mode)
+
+    @functools.cached_property
+    def stack(self) -> BlockStack:
+        """All blocks as one kernel for a token."""
+        w = self.weights
+        return BlockStack(
+            w.blocks,
+            heads=self.config.heads,
+            eps=self.config.eps,
+            final_weight=w.final_norm[0],
+            final_bias=w.final_norm[1],
+            head_weight=w.head_weight,
+            token_embedding=w.token_embedding,
+            position_embedding=w.position_embedding,
+        )
+
+    def logits(self, prompts: Sequence[Sequence[int]]) -> list[Array]:
+        """float32 (length, vocabulary) of each prompt: what follows each of its tokens.
+
+        Raises:
+            ValueError: no prompt, an empty one, one beyond the context, a token out of range.
+            MemoryError: it does not fit; says what would.
+        """
+        generate.check_prompts(self.config, prompts, room=0)
+        lengths = [len(prompt) for prompt in prompts]
+        with self.room(len(prompts), max(lengths), every=True):
+            decoder = Decoder(self, len(prompts), max(lengths), "eager")
+            every = decoder.prefill(prompts, every=True).astype("float32")
+        ends = numpy.cumsum([0, *lengths]).tolist()
+        return [every[a:b] for a, b in zip(ends, ends[1:])]
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        *,
+        end_of_text: int | None = None,
+        decode: str = "auto",
+    ) -> list[list[int]]:
+        """The new tokens of each prompt, to the end of the text, `max_new_tokens` or the context.
+
+        Args:
+            prompts: tokens, of any lengths; they do not influence each other.
+            max_new_tokens: at least 1.
+            sampling: how tokens are chosen; default greedy.
+            end_of_text: the token that ends a sequence, which is not part of the result; None is
+                that of the config, -1 ends none.
+            decode: a step as one kernel ("persistent"), as a CUDA graph of kernels ("graph") or
+                as kernels ("eager"); "auto" picks, and the CPU has "eager" only beside it.
+
+        Raises:
+            ValueError: no prompt, an empty one, one that fills the context, a token out of range,
+                numbers of ``sampling``, other options.
+            MemoryError: it does not fit; says what would.
+            RuntimeError: logits are not finite.
+        """
+        results: list[list[int]] = [[] for _ in prompts]
+        for tokens in self.stream(
+            prompts, max_new_tokens, sampling, end_of_text=end_of_text, decode=decode
+        ):
+            for result, token in zip(results, tokens):
+                if token is not None:
+                    result.append(token)
+        return results
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        *,
+        end_of_text: int | None = None,
+        decode: str = "auto",
+    ) -> Iterator[list[int | None]]:
+        """`generate`, as tokens come: one for each prompt at a time, None where its text has ended.
+
+        Arguments are checked here, not at the first token.
+        """
+        how = self._how(decode, len(prompts))
+        request = generate.Request(prompts, max_new_tokens, sampling, end_of_text)
+        request = request.checked(self.config)
+        return generate.stream(self, request, how)
+
+    def room(self, batch: int, length: int, *, held: int = 0, every: bool = False) -> Room:
+        """A context in which running out of memory names what would fit.
+
+        Args:
+            held: bytes that the run has already.
+            every: logits of every token.
+        """
+        free = free_memory(self.xp)
+        free = None if free is None else free + held
+        return Room(self.config, self.dtype.itemsize, batch, length, free, every)
+
+    def idle_decoder(self, batch: int, length: int, how: str) -> Decoder | None:
+        """The last one if it has this size; nobody else has it until it is given back."""
+        decoder = self._idle.pop((batch, length, how), None)
+        self._idle.clear()  # its memory may be needed
+        return decoder
+
+    def give_decoder(self, decoder: Decoder) -> None:
+        """Keep it for the next run of the same size."""
+        cache = decoder.cache
+        self._idle = {(cache.batch, cache.max_length, decoder.how): decoder}
+
+    def _how(self, decode: str, batch: int) -> str:
+        if decode not in DECODES:
+            raise ValueError(f"generate: decode must be {', '.join(DECODES)}, got {decode!r}")
+        if decode in ("graph", "persistent"):
+            if decode == "graph" and not self.on_gpu:
+                raise ValueError("generate: decode='graph' needs a GPU, got a model on the CPU")
+            if decode == "persistent" and self.mode != "fused":
+                fact = "decode='persistent' needs mode 'fused'"
+                raise ValueError(f"generate: {fact}, got {self.mode!r}")
+            return decode
+        if decode == "eager" or not self.on_gpu or self.mode == "naive":
+            return "eager"
+        if self.mode != "fused" or batch > PERSISTENT_BATCH:
+            return "graph"
+        try:
+            _ = self.stack
+        except NotImplementedError:  # this GPU or dtype
+            return "graph"
+        return "persistent"
+
+
+def array_module(device: str) -> Any:
+    """CuPy for "gpu", NumPy for "cpu"."""
+    if device == "cpu":
+        return numpy
+    import cupy
+
+    return cupy
+
+
+def _place(device: str | None, dtype: str | None) -> tuple[Any, str]:
+    """The array module and the dtype of a new model.
+
+    Raises:
+        ValueError: device, dtype.
+        RuntimeError: no GPU.
+    """
+    if device not in (None, "gpu", "cpu"):
+        raise ValueError(f"Gpt2: device must be 'gpu' or 'cpu', got {device!r}")
+    if dtype not in (None, "float16", "bfloat16", "float32"):
+        raise ValueError(f"Gpt2: dtype must be float16, bfloat16 or float32, got {dtype!r}")
+    problem = machine.gpu_problem() if device != "cpu" else ""
+    if device == "gpu" and problem:
+        raise RuntimeError(f"Gpt2: device 'gpu' cannot be used: {problem}")
+    device = "cpu" if device == "cpu" or problem else "gpu"
+    dtype = dtype or ("float16" if device == "gpu" else "float32")
+    numpy_dtype(dtype)  # the error of a missing ml_dtypes
+    return array_module(device), dtype

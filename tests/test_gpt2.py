@@ -1,0 +1,201 @@
+"""GPT-2 by itself: generation, batches, modes, errors."""
+
+import dataclasses
+
+import numpy
+import pytest
+from gpt2_models import TINY, decodes, device, each_device, modes, prompts, tiny
+
+from cupyflash.models.gpt2 import Gpt2, Gpt2Config, Sampling, cache, model
+from cupyflash.testing import assert_close_to_float64, to_numpy64
+
+RAGGED = (7, 1, 30, 12)
+
+
+@each_device()
+@pytest.mark.parametrize("lengths", [(9,), (5, 5, 5), RAGGED], ids=str)
+def test_steps_are_a_prefill_of_what_came(backend, lengths):
+    """Greedy tokens, every way to decode, equal those from the logits of whole sequences."""
+    gpt2, given = tiny(backend), prompts(*lengths)
+    for decode in decodes(backend):
+        found = gpt2.generate(given, 20, decode=decode)
+        whole = [prompt + new for prompt, new in zip(given, found)]
+        for prompt, new, logits in zip(given, found, gpt2.logits(whole)):
+            greedy = to_numpy64(logits).argmax(1)[len(prompt) - 1 : -1]
+            assert new == greedy.tolist() and len(set(new)) > 3
+
+
+@each_device()
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_k=20, top_p=0.8, seed=5)])
+def test_batches_equal_single_runs(backend, sampling):
+    """Prompts of other lengths beside it change nothing; the first row draws the same numbers."""
+    gpt2, given = tiny(backend), prompts(*RAGGED)
+    batch = gpt2.generate(given, 25, sampling)
+    for i in range(len(given) if sampling.temperature == 0 else 1):
+        assert gpt2.generate([given[i]], 25, sampling) == [batch[i]]
+
+
+@each_device()
+def test_logits_of_a_batch_equal_those_of_single_runs(backend):
+    gpt2, given = tiny(backend), prompts(*RAGGED)
+    for prompt, logits in zip(given, gpt2.logits(given)):
+        (alone,) = gpt2.logits([prompt])
+        assert logits.shape == (len(prompt), 101) and logits.dtype == "float32"
+        exact = to_numpy64(alone)
+        numpy.testing.assert_allclose(to_numpy64(logits), exact, atol=1e-5 * abs(exact).max())
+
+
+@each_device()
+@pytest.mark.parametrize("lengths", [(33, 33), RAGGED], ids=str)
+def test_modes_agree(backend, lengths):
+    """Naive and flash attention, separate and fused operations: prefill and steps."""
+    for dtype in ("float32", "float16"):
+        given, exact, baseline = prompts(*lengths), None, None
+        for mode in modes(backend):
+            gpt2 = tiny(backend, dtype, mode)
+            found = numpy.concatenate([to_numpy64(x) for x in gpt2.logits(given)])
+            exact = found if exact is None else exact
+            baseline = exact * (1 + 8 * numpy.finfo(dtype).eps)  # 12 roundings a block
+            assert_close_to_float64(found, exact, baseline, dtype, mode, terms=8.0)
+            if dtype == "float32":
+                tokens = gpt2.generate(given, 10, decode="eager")
+                assert tokens == tiny(backend).generate(given, 10)
+
+
+@each_device()
+def test_seeds(backend):
+    gpt2, given = tiny(backend), prompts(4, 9)
+    run = lambda seed: gpt2.generate(given, 30, Sampling(2.0, seed=seed))
+    assert run(1) == run(1) != run(2)
+
+
+@each_device()
+def test_end_of_text(backend):
+    """Nothing after it, itself neither; the other sequence goes on."""
+    gpt2, given = tiny(backend), prompts(4, 9)
+    free = gpt2.generate(given, 30)
+    end = free[0][11]
+    expected = [x[: x.index(end)] if end in x else x for x in free]
+    assert gpt2.generate(given, 30, end_of_text=end) == expected
+    config = dataclasses.replace(TINY, end_of_text=end)
+    stops = Gpt2(config, gpt2.weights)
+    assert stops.generate(given, 30) == expected
+    assert stops.generate(given, 30, end_of_text=-1) == free
+    steps = list(stops.stream(given, 30))
+    assert [x for x, _ in steps if x is not None] == expected[0]
+    assert len(steps) <= 1 + max(map(len, expected))
+
+
+@each_device()
+def test_the_context_ends_a_text(backend):
+    gpt2, given = tiny(backend), prompts(127, 120, 3)
+    for decode in decodes(backend):
+        found = gpt2.generate(given, 200, decode=decode)
+        assert [len(x) for x in found] == [1, 8, 125]
+    assert found[1] == gpt2.generate(given[1:2], 8)[0]
+
+
+@each_device()
+def test_streams_beside_each_other_and_left_alone(backend):
+    gpt2, given = tiny(backend), prompts(5)
+    (whole,) = gpt2.generate(given, 12)
+    first, second = (gpt2.stream(given, 12) for _ in range(2))
+    pairs = list(zip(first, second))
+    assert [a for (a,), _ in pairs] == [b for _, (b,) in pairs] == whole
+    left = gpt2.stream(given, 12)
+    next(left)
+    left.close()
+    assert gpt2.generate(given, 12) == [whole]
+
+
+@each_device()
+def test_logits_that_are_not_finite(backend):
+    gpt2 = tiny(backend)
+    gpt2.weights.final_norm[1][3] = numpy.nan
+    with pytest.raises(RuntimeError, match="logits must be finite.*prompt 0 at new token 0"):
+        gpt2.generate(prompts(5), 3)
+
+
+def bad(error, match, call):
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_bad_requests():
+    """Raised by the call, not by the first token; nothing has been computed."""
+    gpt2 = Gpt2.random(TINY, device="cpu")
+    gpt2.weights = None  # nothing may look at them
+    ok = [[1, 2]]
+    stream = lambda *args, **options: lambda: gpt2.stream(*args, **options)
+    bad(ValueError, "^Gpt2: prompts must be", stream([], 3))
+    bad(ValueError, "^Gpt2: prompts must be", stream("text", 3))
+    bad(ValueError, "prompt 0 must be a sequence of tokens, got int", stream([1, 2], 3))
+    bad(ValueError, "prompt 1 must have at least one token", stream([[1], []], 3))
+    bad(ValueError, "prompt 0 .*at most 127 .*context has 128, got 128", stream([[1] * 128], 3))
+    for tokens in ([101], [-1], [1.5], ["a"], [[1]]):
+        bad(ValueError, "prompt 0 must be integers from 0 to 100", stream([tokens], 3))
+    for count in (0, -1, 1.5, True):
+        bad(ValueError, "max_new_tokens must be", stream(ok, count))
+    for name, value in {"temperature": -1, "top_k": -1, "top_p": 0, "seed": -1}.items():
+        sampling = Sampling(**{name: value})
+        bad(ValueError, f"^generate: {name} must be", stream(ok, 3, sampling))
+    bad(TypeError, "sampling must be a Sampling, got float", stream(ok, 3, 0.5))
+    bad(ValueError, "decode must be auto.*'fast'", stream(ok, 3, decode="fast"))
+    bad(ValueError, "'graph' needs a GPU", stream(ok, 3, decode="graph"))
+    naive = Gpt2.random(TINY, device="cpu", mode="naive")
+    bad(ValueError, "needs mode 'fused'", lambda: naive.stream(ok, 3, decode="persistent"))
+    bad(ValueError, "at most 128", lambda: gpt2.logits([[1] * 129]))
+
+
+def test_bad_models():
+    bad(ValueError, "^Gpt2: size must be one of tiny, small.*'huge'", lambda: Gpt2.random("huge"))
+    bad(ValueError, "mode must be", lambda: Gpt2.random("tiny", device="cpu", mode="slow"))
+    bad(ValueError, "device must be", lambda: Gpt2.random("tiny", device="tpu"))
+    bad(ValueError, "dtype must be", lambda: Gpt2.random("tiny", dtype="int8"))
+    bad(ValueError, "width / heads", lambda: Gpt2Config(layers=1, heads=3, width=64))
+    bad(ValueError, "layers must be", lambda: Gpt2Config(layers=0, heads=3, width=24))
+
+
+@each_device()
+def test_running_out_of_memory_names_what_fits(backend, monkeypatch):
+    """Ahead by the estimate, and where the allocator fails; both leave the model usable."""
+    gpt2, given = tiny(backend), prompts(9, 4)
+    expected = gpt2.generate(given, 5)
+    monkeypatch.setattr(model, "free_memory", lambda xp: 2**20)
+    gpt2._idle.clear()
+    match = r"batch 2 of length 128 needs .* would fit"
+    bad(MemoryError, match, lambda: gpt2.generate(given, 120))
+    monkeypatch.undo()
+
+    def full(*arguments):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(cache, "cache_append", full)
+    bad(MemoryError, match, lambda: gpt2.generate(given, 120))
+    monkeypatch.undo()
+    assert gpt2.generate(given, 5) == expected
+
+
+def test_what_fits_fits():
+    """The batch and the length that the message names pass the estimate, the next larger do not."""
+    room = lambda batch, length: cache.Room(TINY, 2, batch, length, 10**7, False)
+    text = room(100, 1000).text(10**7)
+    words = text.split()
+    batch, length = int(words[words.index("used:") + 2]), int(words[words.index("or") + 2])
+    assert room(batch, 1000).needed <= 10**7 < room(batch + 1, 1000).needed
+    assert room(100, length).needed <= 10**7 < room(100, length + 1).needed
+
+
+@pytest.mark.parametrize(("size", "millions"), [("small", 124), ("medium", 355), ("xl", 1558)])
+def test_published_sizes(size, millions):
+    from cupyflash.models.gpt2.config import SIZES
+
+    assert round(SIZES[size].parameters / 1e6) == millions
+
+
+@each_device()
+def test_random_weights_repeat(backend):
+    a, b, c = (Gpt2.random("tiny", device=device(backend), seed=x) for x in (1, 1, 2))
+    values = [to_numpy64(x.weights.blocks[1].up_weight) for x in (a, b, c)]
+    assert (values[0] == values[1]).all() and (values[0] != values[2]).any()
+    assert abs(values[0].std() / 0.02 - 1) < 0.05 and values[0].shape == (256, 64)

@@ -1,0 +1,202 @@
+"""Reading checkpoints and tokenizers, without torch: what is wrong with them is told."""
+
+import json
+
+import numpy
+import pytest
+
+pytest.importorskip("rich", reason="the command line prints with rich")
+pytest.importorskip("safetensors")
+tokenizers = pytest.importorskip("tokenizers")
+
+from gpt2_models import TINY, prompts  # noqa: E402
+from safetensors.numpy import save_file  # noqa: E402
+
+from cupyflash import cli  # noqa: E402
+from cupyflash.models.gpt2 import Gpt2, load_tokenizer  # noqa: E402
+from cupyflash.models.gpt2.tokenizer import TextStream, texts  # noqa: E402
+from cupyflash.models.gpt2.weights import all_tensors  # noqa: E402
+
+CONFIG = {
+    "model_type": "gpt2",
+    "n_layer": TINY.layers,
+    "n_head": TINY.heads,
+    "n_embd": TINY.width,
+    "n_positions": TINY.context,
+    "vocab_size": 300,
+}
+
+
+def tensors():
+    from cupyflash.models.gpt2.config import Gpt2Config
+
+    config = Gpt2Config(2, 4, 64, 128, 300)
+    rng = numpy.random.default_rng(0)
+    return {
+        f"transformer.{x.name}": 0.1 * rng.standard_normal(x.shape, dtype="float32")
+        for x in all_tensors(config)
+    }
+
+
+def write(folder, weights=None, **changes):
+    config = {name: x for name, x in (CONFIG | changes).items() if x is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors() if weights is None else weights, folder / "model.safetensors")
+    return folder
+
+
+def load(folder, **options):
+    return Gpt2.from_folder(folder, device="cpu", **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write(tmp_path)
+
+
+def test_load(folder):
+    gpt2 = load(folder)
+    weights = tensors()
+    found = gpt2.weights.blocks[1].qkv_weight
+    assert (found == weights["transformer.h.1.attn.c_attn.weight"].T).all()
+    assert found.flags.c_contiguous and found.shape == (192, 64)
+    assert gpt2.weights.head_weight is gpt2.weights.token_embedding
+    for dtype in ("float16", "bfloat16"):
+        assert load(folder, dtype=dtype).weights.blocks[0].up_bias.dtype.name == dtype
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "changes"),
+    [
+        (ValueError, "model_type .*'gpt2', got 'llama'", {"model_type": "llama"}),
+        (ValueError, "must have 'n_head', found none", {"n_head": None}),
+        (ValueError, "width / heads must be a multiple of 8.*64 / 3", {"n_head": 3}),
+        (ValueError, "layers must be", {"n_layer": "two"}),
+        (NotImplementedError, "activation_function .*'relu'", {"activation_function": "relu"}),
+        (NotImplementedError, "scale_attn_weights .*True", {"scale_attn_weights": False}),
+        (ValueError, r"wte.weight .*\(400, 64\), got \(300, 64\)", {"vocab_size": 400}),
+        (ValueError, r"must have transformer.h.2.ln_1.weight, found none", {"n_layer": 3}),
+    ],
+)
+def test_config_that_does_not_fit(error, match, changes, tmp_path):
+    with pytest.raises(error, match=f"^Gpt2(Config)?: .*{match}"):
+        load(write(tmp_path, **changes))
+
+
+def test_missing_files(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="must have model.safetensors, found none"):
+        load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="must be JSON"):
+        load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kept", [0.0, 4, 0.01, 0.5, 0.999])
+def test_half_written_file(kept, folder):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(kept * len(data)) if isinstance(kept, float) else kept])
+    with pytest.raises(ValueError, match="model.safetensors is damaged or was not written to its"):
+        load(folder)
+
+
+def test_weights_that_cannot_be_used(tmp_path):
+    name = "transformer.h.1.mlp.c_fc.weight"
+    for value, dtype, match in (
+        (numpy.nan, "float32", "h.1.mlp.c_fc.weight must be finite"),
+        (-numpy.inf, "float16", "h.1.mlp.c_fc.weight must be finite"),
+        (7e4, "float16", "must fit into float16, got 7e.04; take bfloat16"),
+    ):
+        weights = tensors()
+        weights[name][3, 5] = value
+        write(tmp_path, weights)
+        with pytest.raises(ValueError, match=match):
+            load(tmp_path, dtype=dtype)
+    load(tmp_path, dtype="float32")
+    weights = tensors()
+    weights[name] = weights[name].astype("int32")
+    with pytest.raises(ValueError, match="c_fc.weight .* must be one of F16.*, got I32"):
+        load(write(tmp_path, weights))
+
+
+TEXT = "Attention is all you need, said the cat. Ünïcödé: 你好, 🙂!\n" * 3
+
+
+def train_tokenizer(folder):
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train_from_iterator([TEXT], vocab_size=300, show_progress=False)
+    return trained
+
+
+@pytest.mark.parametrize("files", ["vocab.json and merges.txt", "tokenizer.json"])
+def test_tokenizer(files, tmp_path):
+    trained = train_tokenizer(tmp_path)
+    if files == "tokenizer.json":
+        trained.save(str(tmp_path / files))
+    else:
+        trained.save_model(str(tmp_path))
+    tokenizer = load_tokenizer(tmp_path)
+    tokens = tokenizer.encode(TEXT)
+    assert tokens == trained.encode(TEXT).ids and tokenizer.decode(tokens) == TEXT
+    pieces = list(texts(tokenizer, iter(tokens)))
+    assert "".join(pieces) == TEXT and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+    half = TextStream(tokenizer)
+    assert [half.add(token) for token in tokenizer.encode("🙂")[:1]] == [""]
+    assert half.rest() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_tokenizer_errors(tmp_path):
+    with pytest.raises(FileNotFoundError, match="found neither"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="is damaged"):
+        load_tokenizer(tmp_path)
+
+
+def run(capsys, *arguments):
+    """Exit code and the output with white space as single blanks."""
+    status = cli.main(["gpt2", "--device", "cpu", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return status, out, " ".join(err.split())
+
+
+def test_command(folder, capsys):
+    train_tokenizer(folder).save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    arguments = ("--model", folder, "--prompt", "Attention is", "--max-new-tokens", "12")
+    status, out, err = run(capsys, *arguments)
+    (tokens,) = load(folder).generate([tokenizer.encode("Attention is")], 12)
+    assert status == 0 and out == f"Attention is{tokenizer.decode(tokens)}\n"
+    assert "12 new ones; the first after" in err and "tokens/s" in err
+    options = ("--temperature", "1.5", "--top-k", "9", "--top-p", "0.9", "--seed", "3")
+    assert run(capsys, *arguments, *options)[1] == run(capsys, *arguments, *options)[1] != out
+
+
+def test_command_with_random_weights_and_a_batch(capsys):
+    arguments = ("--random", "tiny", "--prompt", "abc", "--prompt", "d", "--max-new-tokens", "3")
+    for decode in ("eager", "persistent"):
+        status, out, err = run(capsys, *arguments, "--decode", decode)
+        assert status == 0 and out.startswith("[0] abc") and "\n[1] d" in out
+        assert "4 tokens of prompts, 6 new ones" in err
+
+
+def test_command_errors(capsys, folder):
+    for arguments, match in (
+        (("--random", "tiny"), "--prompt must be given"),
+        (("--random", "tiny", "--prompt", ""), "prompt 0 must have at least one token"),
+        (("--random", "tiny", "--prompt", "a" * 300), "at most 255 tokens"),
+        (("--random", "tiny", "--prompt", "a", "--top-p", "2"), "top_p must be"),
+        (("--model", folder / "none", "--prompt", "a"), "found neither"),
+        (("--model", folder, "--prompt", "a"), "found neither"),
+    ):
+        status, out, err = run(capsys, *arguments)
+        assert (status, out) == (1, "") and match in err
+
+
+def test_generation_of_a_loaded_model_repeats(folder):
+    gpt2, given = load(folder), prompts(5, 2, vocabulary=300)
+    assert gpt2.generate(given, 8) == load(folder).generate(given, 8)

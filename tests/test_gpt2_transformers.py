@@ -1,0 +1,125 @@
+"""GPT-2 beside GPT2LMHeadModel of transformers: logits, tokens, checkpoints."""
+
+import numpy
+import pytest
+from gpt2_models import decodes, device, each_device, prompts
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from small_transformers import small_model  # noqa: E402
+
+from cupyflash.models.gpt2 import Gpt2  # noqa: E402
+from cupyflash.models.gpt2.decoder import Decoder  # noqa: E402
+from cupyflash.sampling import GREEDY  # noqa: E402
+from cupyflash.testing import assert_close_to_float64, to_numpy64  # noqa: E402
+
+STEPS = 64
+
+
+def saved(folder, model, **options):
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def checkpoint(folder, dtype="float32", **changes):
+    model = small_model("gpt2", "eager", dtype=getattr(torch, dtype), **changes)
+    with torch.no_grad():
+        model.transformer.wpe.weight.mul_(3)  # else a text is one token again and again
+    return saved(folder, model), model
+
+
+@torch.no_grad()
+def theirs(model, tokens):
+    return model(torch.tensor(tokens)).logits.double().numpy()
+
+
+def ours(gpt2, given, later, decode):
+    """Logits after each prompt and after each of the later tokens, which are given, too."""
+    total = len(given[0]) + later.shape[1]
+    decoder = Decoder(gpt2, len(given), total, decode)
+    found = [to_numpy64(decoder.prefill(given))]
+    out = gpt2.xp.zeros(len(given), "int32")
+    decoder.sample(gpt2.xp.asarray(found[0].astype("float32")), GREEDY, out)  # advances
+    for tokens in later.T:
+        decoder.state.tokens[...] = gpt2.xp.asarray(tokens.astype("int32"))
+        logits = decoder.step()
+        found.append(to_numpy64(logits))
+        decoder.sample(logits, GREEDY, out)
+    return numpy.stack(found, 1)
+
+
+def check_logits(backend, folder, model, dtype, steps):
+    given = prompts(20, 20, vocabulary=model.config.vocab_size)
+    later = numpy.asarray(prompts(steps, steps, vocabulary=model.config.vocab_size))
+    whole = numpy.concatenate([given, later], 1)
+    baseline = theirs(model, whole)[:, 19:]
+    exact = theirs(model.double(), whole)[:, 19:]
+    gpt2 = Gpt2.from_folder(folder, dtype=dtype, device=device(backend))
+    for decode in decodes(backend):
+        found = ours(gpt2, given, later, decode)
+        name = f"{decode} logits"
+        assert_close_to_float64(found, exact, baseline, dtype, name, terms=abs(exact).max())
+
+
+@each_device()
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_logits(backend, dtype, tmp_path):
+    """Of a prefill and 64 steps, every way to decode."""
+    if dtype not in backend.dtypes:
+        pytest.skip("needs ml_dtypes")
+    check_logits(backend, *checkpoint(tmp_path, dtype), dtype, STEPS)
+
+
+@each_device()
+def test_logits_of_the_full_size(backend, tmp_path):
+    """The 124M configuration in float32; a CPU takes two steps."""
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
+    check_logits(backend, saved(tmp_path, model), model, "float32", STEPS if backend.gpu else 2)
+
+
+@each_device()
+@pytest.mark.parametrize("lengths", [(6,), (9, 3, 17)], ids=str)
+def test_greedy_tokens(backend, lengths, tmp_path):
+    """Those of their generate() for each prompt alone."""
+    folder, model = checkpoint(tmp_path, tie_word_embeddings=False)
+    given = prompts(*lengths, vocabulary=100)
+    expected = []
+    for prompt in given:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)  # by itself generate() takes some tokens for padding
+        ids = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)
+        expected.append(ids[0, len(prompt) :].tolist())
+    assert all(len(set(tokens)) > 2 for tokens in expected)
+    gpt2 = Gpt2.from_folder(folder, device=device(backend), dtype="float32")
+    for decode in decodes(backend):
+        assert gpt2.generate(given, 40, decode=decode) == expected
+
+
+VARIANTS = {
+    "several files": ({}, {"max_shard_size": "50KB"}),
+    "untied head": ({"tie_word_embeddings": False}, {}),
+    "another width of the MLP": ({"n_inner": 96}, {}),
+    "one head": ({"num_attention_heads": 1}, {}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_checkpoints(variant, tmp_path):
+    changes, options = VARIANTS[variant]
+    model = small_model("gpt2", "eager", **changes)
+    check_same(saved(tmp_path, model, **options), model)
+
+
+def test_checkpoint_without_prefix(tmp_path):
+    model = small_model("gpt2", "eager")
+    check_same(saved(tmp_path, model.transformer), model)
+
+
+def check_same(folder, model):
+    (given,) = prompts(30, vocabulary=100)
+    (found,) = Gpt2.from_folder(folder, device="cpu").logits([given])
+    expected = theirs(model, [given])[0]
+    numpy.testing.assert_allclose(found, expected, atol=2e-5 * abs(expected).max())
