@@ -18,10 +18,13 @@ from .norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from .precompile import warmup
 from .schedule import beta_schedule, timestep_embeddings
 from .sdpa import scaled_dot_product_attention
+from .transformer_block import BlockStack, BlockWeights, transformer_block
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockStack",
+    "BlockWeights",
     "DiffusionSampler",
     "attention",
     "attention_backward",
@@ -40,5 +43,6 @@ __all__ = [
     "rms_norm_backward",
     "scaled_dot_product_attention",
     "timestep_embeddings",
+    "transformer_block",
     "warmup",
 ]

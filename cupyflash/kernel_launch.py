@@ -48,6 +48,7 @@ class Launch:
         self.grid = (grid,)
         self.block = (config.threads,)
         self.shared_memory = config.shared_memory
+        self.cooperative = config.cooperative
         num_fields = len(call_fields(params))
         self.pack = struct.Struct(f"{num_fields}Q").pack
         self.tail = bytes(params)[8 * num_fields :]
@@ -59,7 +60,9 @@ class Launch:
     def start(self, stream: Any, params: bytes) -> None:
         """Launch with these bytes as the kernel's argument."""
         argument = numpy.frombuffer(params, self.dtype)
-        self.function(self.grid, self.block, (argument,), self.shared_memory, stream)
+        self.function(
+            self.grid, self.block, (argument,), self.shared_memory, stream, self.cooperative
+        )
 
 
 def call_fields(params: ctypes.Structure) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
-from cupyflash import diffusion_params, norm_params, params
+from cupyflash import diffusion_params, norm_params, params, transformer_params
 from cupyflash.jit import compiler, sources
 from cupyflash.kernel_config import KernelConfig
 
@@ -19,8 +19,13 @@ HEADERS = {
     "common/params.cuh": params,
     "common/norm_params.cuh": norm_params,
     "common/diffusion_params.cuh": diffusion_params,
+    "common/transformer_params.cuh": transformer_params,
 }
-CONSTANTS = {"common/params.cuh": "ACCUM_ROW_ALIGN", "common/norm_params.cuh": "ROW_AXES"}
+CONSTANTS = {
+    "common/params.cuh": "ACCUM_ROW_ALIGN",
+    "common/norm_params.cuh": "ROW_AXES",
+    "common/transformer_params.cuh": "MAX_BATCH",
+}
 
 
 def structs_of(module) -> list[type[ctypes.Structure]]:
