@@ -21,10 +21,13 @@ from .precompile import warmup
 from .qkv import qkv_projection
 from .schedule import beta_schedule, timestep_embeddings
 from .sdpa import scaled_dot_product_attention
+from .transformer_block import BlockStack, BlockWeights, transformer_block
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockStack",
+    "BlockWeights",
     "DiffusionSampler",
     "Norm",
     "Rotary",
@@ -48,5 +51,6 @@ __all__ = [
     "rms_norm_backward",
     "scaled_dot_product_attention",
     "timestep_embeddings",
+    "transformer_block",
     "warmup",
 ]

@@ -49,6 +49,7 @@ class KernelConfig:
     Attributes:
         source: path below ``cuda_src/``; its stem is the name of the kernel.
         params: the ctypes structure that the kernel takes by value.
+        cooperative: the blocks wait for each other, so all of them must run at once.
         persistent: a block takes one of the ``grid`` tiles after the other, so that one block for
             each multiprocessor is enough.
         tiles_of: of a persistent kernel: its tiles are ``tile_rows`` rows of "q" or of "k".
@@ -58,6 +59,7 @@ class KernelConfig:
 
     source: ClassVar[str]
     params: ClassVar[type[ctypes.Structure]]
+    cooperative: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
     tiles_of: ClassVar[str]
     combine: ClassVar["KernelConfig | None"] = None

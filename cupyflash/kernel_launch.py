@@ -48,6 +48,7 @@ class Launch:
         self.grid = (grid,)
         self.block = (config.threads,)
         self.shared_memory = config.shared_memory
+        self.cooperative = config.cooperative
         num_fields = len(call_fields(params))
         self.pack = struct.Struct(f"{num_fields}Q").pack
         self.tail = bytes(params)[8 * num_fields :]
@@ -58,11 +59,10 @@ class Launch:
 
     def start(self, stream: Any, params: bytes) -> None:
         """Launch with these bytes as the kernel's argument."""
-        self.function(self.grid, self.block, (self.argument(params),), self.shared_memory, stream)
-
-    def argument(self, params: bytes) -> numpy.ndarray:
-        """As CuPy passes a struct by value."""
-        return numpy.frombuffer(params, self.dtype)
+        argument = numpy.frombuffer(params, self.dtype)
+        self.function(
+            self.grid, self.block, (argument,), self.shared_memory, stream, self.cooperative
+        )
 
 
 def call_fields(params: ctypes.Structure) -> list[str]:

@@ -20,10 +20,6 @@ class MlpLaunch(Launch):
         self.partials_shape = (blocks, params.rows, -(-params.columns // 4) * 4)
         self.counters = tile_counters(device)
 
-    def start(self, stream: Any, params: bytes) -> None:
-        argument = self.argument(params)
-        self.function(self.grid, self.block, (argument,), self.shared_memory, stream, True)
-
     def run(
         self,
         library: Any,

@@ -18,6 +18,7 @@ from cupyflash import (
     linear_params,
     norm_params,
     params,
+    transformer_params,
 )
 from cupyflash.jit import compiler, sources
 from cupyflash.kernel_config import KernelConfig
@@ -29,8 +30,13 @@ HEADERS = {
     "common/baseline_params.cuh": baseline_params,
     "common/linear_params.cuh": linear_params,
     "common/decode_params.cuh": decode_params,
+    "common/transformer_params.cuh": transformer_params,
 }
-CONSTANTS = {"common/params.cuh": "ACCUM_ROW_ALIGN", "common/norm_params.cuh": "ROW_AXES"}
+CONSTANTS = {
+    "common/params.cuh": "ACCUM_ROW_ALIGN",
+    "common/norm_params.cuh": "ROW_AXES",
+    "common/transformer_params.cuh": "MAX_BATCH",
+}
 
 
 def structs_of(module) -> list[type[ctypes.Structure]]:

@@ -95,6 +95,42 @@ for columns in (24, 33, 5000):
 cupy.cuda.Device().synchronize()
 """
 
+# Transformer blocks: several tiles of a matrix, shares of the keys, embeddings, head, next token.
+BLOCKS = """
+import sys
+import cupy, cupyflash
+cupy.cuda.set_allocator(None)
+dtype, width, hidden, vocab, layers = sys.argv[1], 128, 520, 1000, 2
+make = lambda *shape: (0.1 * cupy.random.standard_normal(shape)).astype(dtype)
+linear = lambda rows, columns: (make(rows, columns), make(rows))
+blocks = [
+    cupyflash.BlockWeights(make(width), make(width), *linear(3 * width, width),
+                           *linear(width, width), make(width), make(width),
+                           *linear(hidden, width), *linear(width, hidden))
+    for _ in range(layers)
+]
+stack = cupyflash.BlockStack(
+    blocks, heads=2, final_weight=make(width), final_bias=make(width),
+    head_weight=make(vocab, width), token_embedding=make(vocab, width),
+    position_embedding=make(200, width))
+k_cache, v_cache = make(layers, 3, 200, 2, 64), make(layers, 3, 200, 2, 64)
+tokens, lengths = (cupy.asarray(x, "int32") for x in ([1, 2, 3], [0, 199, 77]))
+stack(make(3, width), k_cache, v_cache, lengths)
+stack.next_logits(tokens, k_cache, v_cache, lengths)
+stack.step(tokens, k_cache, v_cache, lengths)
+cupy.cuda.Device().synchronize()
+"""
+
+
+@each_library(library="cupy", device="cuda")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_sanitizer_of_transformer_blocks(backend, dtype, tool, record_property):
+    if SANITIZER is None:
+        pytest.skip("compute-sanitizer is not installed")
+    run = [sys.executable, "-c", BLOCKS, dtype]
+    sanitize(run, tool, f"transformer {dtype}", "kns=decode", record_property)
+
 
 @each_library(library="cupy", device="cuda")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

@@ -38,3 +38,15 @@ __device__ __forceinline__ void wait_flag_fenced(const int* flag, int value) {
 __device__ __forceinline__ void release_flag(int* flag) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(flag) : "memory");
 }
+
+// The same with any number.
+__device__ __forceinline__ void red_add_release(uint32_t* address, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// What was written before the release that made this value is visible then.
+__device__ __forceinline__ uint32_t ld_acquire(const uint32_t* address) {
+  uint32_t found;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(address) : "memory");
+  return found;
+}

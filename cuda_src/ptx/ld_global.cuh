@@ -1,8 +1,9 @@
-// 16 bytes from global memory. PTX ISA: "Data movement and conversion instructions: ld".
+// Loads from global memory that go past L1. PTX ISA: "Data movement and conversion instructions:
+// ld", cache operators; "prefetch".
 #pragma once
 #include "../common/types.cuh"
 
-// What is read once and by one thread only: it goes past L1.
+// What is read once and by one thread only.
 __device__ __forceinline__ uint4 ld_global_stream_128(const void* address) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -11,7 +12,16 @@ __device__ __forceinline__ uint4 ld_global_stream_128(const void* address) {
   return v;
 }
 
-// What other blocks of this launch have written.
+// What other multiprocessors have written in the same launch.
+__device__ __forceinline__ uint4 ld_global_cg_128(const void* address) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
 __device__ __forceinline__ float4 ld_global_cg_128(const float* address) {
   float4 v;
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -19,4 +29,30 @@ __device__ __forceinline__ float4 ld_global_cg_128(const float* address) {
                : "l"(address)
                : "memory");
   return v;
+}
+
+__device__ __forceinline__ float2 ld_global_cg(const float2* address) {
+  float2 v;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
+               : "=f"(v.x), "=f"(v.y)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float ld_global_cg(const float* address) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint64_t ld_global_cg(const uint64_t* address) {
+  uint64_t v;
+  asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+  return v;
+}
+
+// Brings the line of 128 bytes into L2.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }

@@ -1,12 +1,12 @@
 """Kernels beside attention: configurations and the heuristics that pick them, one module a topic.
 
-They are plain CUDA, the same for every GPU, but for linear_sm90. Each module has
+They are plain CUDA, most of them the same for every GPU. Each module has
 ``configurations(capability)``, which yields everything that its operations can launch.
 """
 
 from types import ModuleType
 
-from . import baselines, decode, diffusion, group_norm, linear, linear_sm90, norm
+from . import baselines, decode, diffusion, group_norm, linear, linear_sm90, norm, transformer
 
 TOPICS: dict[str, ModuleType] = {
     "norm": norm,
@@ -16,4 +16,5 @@ TOPICS: dict[str, ModuleType] = {
     "linear": linear,
     "linear_sm90": linear_sm90,
     "decode": decode,
+    "transformer": transformer,
 }

@@ -83,6 +83,7 @@ class MlpFew(KernelConfig):
 
     source: ClassVar[str] = "linear/mlp_few.cu"
     params: ClassVar[type[MlpParams]] = MlpParams
+    cooperative: ClassVar[bool] = True
 
     dtype: str
     activation: str

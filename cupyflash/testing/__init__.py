@@ -25,11 +25,13 @@ from cupyflash.testing.tolerance import (
     poison_free_memory,
     to_float64,
 )
+from cupyflash.testing.transformer import ExpectedStack, expected_stack
 
 __all__ = [
     "STORAGES",
     "Expected",
     "ExpectedNorm",
+    "ExpectedStack",
     "Inputs",
     "assert_close_to_float64",
     "cast",
@@ -37,6 +39,7 @@ __all__ = [
     "expected_group_norm",
     "expected_norm",
     "expected_projection",
+    "expected_stack",
     "make_alibi_slopes",
     "make_inputs",
     "make_varlen_inputs",

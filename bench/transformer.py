@@ -1,0 +1,246 @@
+"""Transformer blocks for one new token of a few sequences beside torch eager and torch.compile.
+
+    python -m bench.transformer --output transformer
+
+GPT-2 small and xl, one block and (small) all twelve, batch 1, 4 and 8, 512 tokens in the cache.
+Bytes are those of the weights and of the keys and values that are attended to, each read once: what
+a token cannot do without. Clock and rounds are those of bench.attention, results are compared with
+float64 first, and whoever is wrong is left out and said so; exit status 1 if cupyflash was wrong.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.box import MARKDOWN
+from rich.table import Table
+
+from bench import problem as attention_problem
+from bench.report import Row, command_line, console, machine_fields, write_results
+
+IMPLS = ("cupyflash", "torch-eager", "torch-compile")
+MODELS = {"small": (768, 12, 12), "xl": (1600, 25, 48)}  # width, heads, layers
+CACHE = 512
+PROTOCOL = (
+    "CUDA events, L2 flushed and launch cost hidden before each call, all implementations in turn, "
+    "median of {repeats} rounds (bench.timing); gbps counts weights, keys and values once"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockProblem:
+    """``layers`` blocks of a model for one token of each sequence."""
+
+    dtype: str
+    model: str
+    layers: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"gpt2-{self.model} {self.dtype} layers={self.layers} B={self.batch} S={CACHE}"
+
+    @property
+    def bytes(self) -> int:
+        """Of weights, keys and values."""
+        width = MODELS[self.model][0]
+        weights = 12 * width * width + 13 * width
+        item = 4 if self.dtype == "float32" else 2
+        return item * self.layers * (weights + 2 * self.batch * CACHE * width)
+
+    def row(self, **fields: Any) -> Row:
+        """A row of a results file."""
+        shape = {"model": self.model, "layers": self.layers, "batch": self.batch, "cache": CACHE}
+        return {"op": "transformer_block", "problem": str(self), "dtype": self.dtype} | {
+            **shape,
+            **fields,
+        }
+
+    def tensors(self) -> tuple[Any, ...]:
+        """(blocks, x, k_cache, v_cache); the new token is the last row of the caches."""
+        import torch
+
+        import cupyflash
+
+        width, heads, _ = MODELS[self.model]
+        device = attention_problem.DEVICE
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*shape: int, scale: float = 1.0) -> Any:
+            values = torch.randn(shape, device=device, generator=generator)
+            return (scale * values).to(getattr(torch, self.dtype))
+
+        def linear(rows: int, columns: int) -> tuple[Any, Any]:
+            return random(rows, columns, scale=columns**-0.5), random(rows, scale=0.1)
+
+        def norm() -> tuple[Any, Any]:
+            return 1 + random(width, scale=0.1), random(width, scale=0.1)
+
+        blocks = [
+            cupyflash.BlockWeights(
+                *norm(),
+                *linear(3 * width, width),
+                *linear(width, width),
+                *norm(),
+                *linear(4 * width, width),
+                *linear(width, 4 * width),
+            )
+            for _ in range(self.layers)
+        ]
+        caches = [random(self.layers, self.batch, CACHE, heads, width // heads) for _ in range(2)]
+        return blocks, random(self.batch, width), *caches
+
+    def call(self, impl: str, tensors: tuple[Any, ...]) -> Callable[[], Any]:
+        """All blocks; the result is x."""
+        import torch
+
+        blocks, x, k_cache, v_cache = tensors
+        if impl != "cupyflash":
+            function = _torch_blocks
+            if impl == "torch-compile":
+                function = torch.compile(function, dynamic=False)
+            heads = MODELS[self.model][1]
+
+            def run() -> Any:
+                with torch.no_grad():
+                    return function(blocks, x, k_cache, v_cache, heads)
+
+            return run
+        import cupyflash
+
+        stack = cupyflash.BlockStack(blocks, heads=MODELS[self.model][1])
+        lengths = torch.full((self.batch,), CACHE - 1, dtype=torch.int32, device=x.device)
+        return lambda: stack(x, k_cache, v_cache, lengths)
+
+
+def _torch_blocks(blocks: list, x: Any, k_cache: Any, v_cache: Any, heads: int) -> Any:
+    """The same in plain torch; the last row of the caches is the new one."""
+    from torch.nn import functional
+
+    batch, width = x.shape
+    for layer, w in enumerate(blocks):
+        normal = functional.layer_norm(x, (width,), w.ln1_weight, w.ln1_bias)
+        qkv = functional.linear(normal, w.qkv_weight, w.qkv_bias).view(batch, 3, heads, -1)
+        k_cache[layer, :, -1], v_cache[layer, :, -1] = qkv[:, 1], qkv[:, 2]
+        attended = functional.scaled_dot_product_attention(
+            qkv[:, 0, :, None], k_cache[layer].transpose(1, 2), v_cache[layer].transpose(1, 2)
+        )
+        x = x + functional.linear(attended.reshape(batch, width), w.proj_weight, w.proj_bias)
+        normal = functional.layer_norm(x, (width,), w.ln2_weight, w.ln2_bias)
+        hidden = functional.linear(normal, w.up_weight, w.up_bias)
+        hidden = functional.gelu(hidden, approximate="tanh")
+        x = x + functional.linear(hidden, w.down_weight, w.down_bias)
+    return x
+
+
+def problems(dtypes: Sequence[str], batches: Sequence[int]) -> Iterator[BlockProblem]:
+    """One block of each model, and all of the small one."""
+    for dtype, batch in itertools.product(dtypes, batches):
+        for model in MODELS:
+            yield BlockProblem(dtype, model, 1, batch)
+        yield BlockProblem(dtype, "small", MODELS["small"][2], batch)
+
+
+def checked_call(problem: BlockProblem, impl: str) -> Callable[[], Any]:
+    """One implementation, after its result was compared with float64."""
+    import torch
+
+    def wide(tensor: Any) -> Any:
+        return tensor.double()
+
+    blocks, x, *caches = problem.tensors()
+    double = [type(block)(*map(wide, block)) for block in blocks]
+    exact = problem.call("torch-eager", (double, wide(x), *map(wide, caches)))()
+    del double
+    eager = problem.call("torch-eager", problem.tensors())()
+    call = problem.call(impl, (blocks, x, *caches))
+    found = call()
+    error, allowed = (float((y.double() - exact).abs().max()) for y in (found, eager))
+    rounding = torch.finfo(found.dtype).eps * float(exact.abs().max())
+    assert error <= 2 * allowed + rounding, f"off by {error:.3g}, eager by {allowed:.3g}"
+    return call
+
+
+def measure(problem: BlockProblem, impls: Sequence[str], timer: Any, notes: Any) -> list[Row]:
+    """A row for each implementation that is right."""
+    import torch
+
+    calls = {}
+    for impl in impls:
+        try:
+            calls[impl] = checked_call(problem, impl)
+        except Exception as error:  # whatever a library raises where it cannot do this
+            notes.left_out(impl, error, str(problem))
+            torch.cuda.empty_cache()
+    rows = []
+    for impl, timing in timer.compare(calls).items():
+        notes.late(impl, timing, str(problem))
+        gbps = problem.bytes / timing.ms / 1e6
+        row = problem.row(impl=impl, ms=round(timing.ms, 5), gbps=round(gbps, 1))
+        rows.append({**row, "repeats": timing.repeats, "sm_mhz": timer.sm_mhz})
+    return rows
+
+
+def table_of(rows: list[Row], copy_gbps: float) -> Table:
+    """problem | implementation | ms | GB/s | % of the copy | times as fast as the best peer."""
+    table = Table(box=MARKDOWN)
+    for title in ("problem", "impl"):
+        table.add_column(title, no_wrap=True)
+    for title in ("ms", "GB/s", "% of copy", "vs best peer"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for problem, group in itertools.groupby(rows, lambda row: row["problem"]):
+        cells = list(group)
+        peers = [row["ms"] for row in cells if row["impl"] != "cupyflash"]
+        best = min(peers or [row["ms"] for row in cells])
+        for number, row in enumerate(cells):
+            table.add_row(
+                "" if number else problem,
+                row["impl"],
+                f"{row['ms']:.4f}",
+                f"{row['gbps']:.0f}",
+                f"{100 * row['gbps'] / copy_gbps:.0f} %",
+                f"{best / row['ms']:.2f}",
+                style="bold" if row["impl"] == "cupyflash" else "",
+            )
+    return table
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.transformer", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
+    add("--batch", nargs="+", type=int, default=[1, 4, 8])
+    add("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
+    add("--repeats", type=int, default=30)
+    add("--output", metavar="NAME", default="transformer", help="bench/results/NAME.json")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(arguments)
+    from rich.progress import track
+
+    from bench.measure import Notes
+    from bench.timing import Timer
+
+    out, timer, rows = console(), Timer(options.repeats), []
+    notes, fields = Notes(out), {**machine_fields(), **timer.ceilings()}
+    out.print(f"{fields['gpu']}: copy {fields['copy_gbps']} GB/s")
+    command = command_line("bench.transformer", arguments)
+    warnings.simplefilter("ignore")
+    for problem in track(list(problems(options.dtype, options.batch)), "transformer", console=out):
+        rows += measure(problem, options.impls, timer, notes)
+        protocol = PROTOCOL.format(repeats=options.repeats)
+        path = write_results(options.output, rows, protocol, command, **fields)
+    out.print(table_of(rows, fields["copy_gbps"]))
+    out.print(f"wrote {path}")
+    return int("cupyflash" in notes.wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+// A stack of pre-norm transformer blocks (GPT-2) for one new token of each of up to eight
+// sequences:
+//   h = x + proj(attention(qkv(ln1(x)))),  x = h + down(gelu(up(ln2(h))))
+// and, if asked, the embeddings before, the last norm, the head and the largest logit after it. One
+// cooperative launch: a block on each multiprocessor, all of them for all layers.
+//
+// Every matrix is shared out by its rows (output features), the keys of the heads by splits. A
+// layer has five phases, and all blocks wait for each other after each:
+//   1. q, k, v = qkv(ln1(x)): q to the workspace, k and v into the caches
+//   2. attention to a share of the keys of a head: output, largest score, sum of exponentials
+//   3. x += proj(shares merged)
+//   4. hidden = gelu(up(ln2(x)))
+//   5. x += down(hidden), in segments of the columns if they are many
+// A phase is short, so its latency counts: every block reads the whole vectors of the phase before
+// from L2 straight into fragments, and does the norm itself.
+//
+// What takes the time are the weights, read once from memory. They depend on nothing: the last warp
+// keeps a ring of tiles in shared memory full of the block's rows in the order of use
+// (weight_ring.cuh), also while the others, the consumers, wait for other blocks. These share the
+// columns of a row out among themselves (row_dot.cuh) and add their products up in shared memory.
+#include "decode_attention.cuh"
+#include "decode_inputs.cuh"
+#include "decode_outputs.cuh"
+#include "decode_steps.cuh"
+#include "grid_barrier.cuh"
+#include "weight_ring.cuh"
+
+constexpr int GROUP_ROWS = 32;  // whose products are added up at once
+
+template <int ARCH, int HEAD_DIM, int TILES, int TILE_BYTES>
+struct DecodeStorage {
+  WeightRing<ARCH, TILES, TILE_BYTES> ring;
+  alignas(16) BlockPointers layers[MAX_LAYERS];
+  union {
+    float products[CONSUMER_WARPS][GROUP_ROWS * MAX_BATCH];  // of each warp's columns
+    AttentionStorage<HEAD_DIM> attention;
+    uint64_t best[CONSUMER_WARPS][MAX_BATCH];
+  };
+  float2 moments[CONSUMER_WARPS][MAX_BATCH];
+  int keys[MAX_BATCH];  // with the new one; 0: there is no room for it, or no such token
+};
+
+// The warp that fills the ring.
+template <typename T, class Storage>
+__device__ __forceinline__ void fill_ring(const DecodeStackParams& params, Storage& storage) {
+  typename decltype(storage.ring)::Place at;
+#pragma unroll 1
+  for (Step step; step.more(); step.next(params)) {
+    const MatrixRows matrix = rows_of_block<T>(params, storage.layers[step.layer], step);
+#pragma unroll 1
+    for (TileWalk<sizeof(storage.ring.tiles[0])> tile(matrix); tile.more(); tile.next()) {
+      // Row 0 of what is filled is the first lead.
+      const int first = tile.leads ? 0 : tile.row + matrix.num_leads;
+      storage.ring.fill(at, matrix, first, tile.leads + tile.count);
+    }
+  }
+  storage.ring.finish_filling(at);
+}
+
+// The warps that compute.
+template <typename T, int ARCH, int HEAD_DIM, int TILES, int TILE_BYTES>
+struct Consumer {
+  using Storage = DecodeStorage<ARCH, HEAD_DIM, TILES, TILE_BYTES>;
+
+  const DecodeStackParams& params;
+  Storage& storage;
+  GridBarrier barrier;
+  typename decltype(Storage::ring)::Place at;
+
+  __device__ void run() {
+    uint64_t best = 0;
+    begin();
+#pragma unroll 1
+    for (Step step; step.more(); step.next(params)) {
+      if (step.segment == 0) arrive();
+      const BlockPointers& weights = storage.layers[step.layer];
+      const MatrixRows matrix = rows_of_block<T>(params, weights, step);
+      const DecodeOutput<T> output(params, weights, storage.keys, step, best);
+      if (step.matrix == Matrix::qkv || step.matrix == Matrix::proj) attend(step);
+      const float added = addend(matrix, 0, output);
+      if (step.segment == 0) {
+        wait();
+      } else {
+        consumers_sync();  // before the products are overwritten
+      }
+      if (matrix.rows == 0) continue;
+      Fragments x;
+      if (step.normalised()) {
+        load_normalised<T>(x, params, storage.ring.wait(at), matrix.pitch, storage.moments);
+      } else if (step.matrix == Matrix::proj) {
+        load_attended<T, ARCH>(x, params, storage.keys);
+      } else {
+        const T* hidden = static_cast<const T*>(params.hidden) + step.segment * params.segment;
+        load_plain(x, hidden, params.hidden_width, matrix.bytes / int(sizeof(T)), params.batch);
+      }
+      multiply(matrix, x, added, output);
+    }
+    if (params.next_tokens) choose_tokens(best);
+    if (threadIdx.x == 0) barrier.finish();
+  }
+
+ private:
+  // All blocks wait for each other between these two.
+  __device__ void arrive() {
+    consumers_sync();
+    if (threadIdx.x == 0) barrier.arrive();
+  }
+  __device__ void wait() {
+    if (threadIdx.x == 0) barrier.wait();
+    consumers_sync();
+  }
+
+  // The residual to begin with: x, or the embeddings; NaN where there is nothing to compute.
+  __device__ void begin() {
+    const MatrixRows own = rows_of_block<T>(params, storage.layers[0], Step{0, Matrix::proj, 0});
+    const int n = threadIdx.x % MAX_BATCH;
+    if (n >= params.batch) return;
+    for (int i = threadIdx.x / MAX_BATCH; i < own.rows; i += CONSUMERS / MAX_BATCH) {
+      const int column = own.begin + i;
+      float value = __uint_as_float(0x7fffffffu);
+      if (storage.keys[n] && params.x) {
+        value = to_float(static_cast<const T*>(params.x)[n * params.x_stride + column]);
+      } else if (storage.keys[n]) {
+        const int64_t token = params.tokens[n], position = storage.keys[n] - 1;
+        value =
+            to_float(static_cast<const T*>(params.token_embedding)[token * params.width + column]) +
+            to_float(
+                static_cast<const T*>(params.position_embedding)[position * params.width + column]);
+      }
+      params.residual[int64_t(n) * params.width + column] = value;
+    }
+  }
+
+  // Before the projection: the phase of the attention. Before that: its old keys and values.
+  __device__ void attend(const Step& step) {
+    const DecodeAttention<T, HEAD_DIM> attention{params, step.layer, storage.keys};
+    if (step.matrix == Matrix::qkv) {
+      attention.prefetch();
+    } else {
+      wait();
+      attention(storage.attention);
+      arrive();
+    }
+  }
+
+  // What a thread adds to its output of the group of rows that begins at `row`.
+  __device__ float addend(const MatrixRows& matrix, int row, const DecodeOutput<T>& output) const {
+    const int mine = row + threadIdx.x / MAX_BATCH, n = threadIdx.x % MAX_BATCH;
+    const bool has_output = threadIdx.x < GROUP_ROWS * MAX_BATCH && mine < matrix.rows;
+    return has_output && n < params.batch ? output.addend(matrix.begin + mine, n) : 0.f;
+  }
+
+  // The block's rows of a matrix times the vectors; `added` is the `addend` of the first group.
+  __device__ void multiply(const MatrixRows& matrix, const Fragments& x, float added,
+                           const DecodeOutput<T>& output) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    const int n = threadIdx.x % MAX_BATCH, warps = warps_of_row(matrix.bytes);
+    int pending = 0;  // rows whose products lie in shared memory
+#pragma unroll 1
+    for (TileWalk<TILE_BYTES> tile(matrix); tile.more(); tile.next()) {
+      const uint8_t* rows = storage.ring.wait(at) + tile.leads * matrix.pitch;
+      if (tile.count && warp < warps) {
+        float d[4];
+        row_dot<T, ARCH>(d, rows, tile.count, matrix.pitch, matrix.bytes, x, params.batch);
+        float* products = storage.products[warp] + (pending + g) * MAX_BATCH + 2 * c;
+        if (g < tile.count) *reinterpret_cast<float2*>(products) = {d[0], d[1]};
+        if (g + 8 < tile.count) *reinterpret_cast<float2*>(products + 8 * MAX_BATCH) = {d[2], d[3]};
+      }
+      storage.ring.release(at);
+      pending += tile.count;
+      if (!tile.last() && pending + tile.tile_rows <= GROUP_ROWS) continue;
+
+      // ---- add the warps' products up ----
+      consumers_sync();
+      const int row = tile.row + tile.count - pending + int(threadIdx.x / MAX_BATCH);
+      if (threadIdx.x < pending * MAX_BATCH && n < params.batch) {
+        float sum = added;
+#pragma unroll
+        for (int i = 0; i < CONSUMER_WARPS; ++i)
+          if (i < warps) sum += storage.products[i][threadIdx.x];
+        output.store(matrix.begin + row, n, sum);
+      }
+      pending = 0;
+      if (tile.last()) break;
+      added = addend(matrix, tile.row + tile.count, output);
+      consumers_sync();  // before the products are overwritten
+    }
+  }
+
+  // The largest logit of each sequence: of a thread, of a block, of all blocks.
+  __device__ void choose_tokens(uint64_t best) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int mask = MAX_BATCH; mask < 32; mask *= 2)
+      best = max(best, __shfl_xor_sync(0xffffffffu, best, mask));
+    consumers_sync();  // the products have been read
+    if (lane < MAX_BATCH) storage.best[warp][lane] = best;
+    consumers_sync();
+    if (threadIdx.x < MAX_BATCH) {
+      for (int i = 0; i < CONSUMER_WARPS; ++i) best = max(best, storage.best[i][threadIdx.x]);
+      params.best[blockIdx.x * MAX_BATCH + threadIdx.x] = best;
+    }
+    arrive();
+    wait();
+    if (blockIdx.x > 0 || warp >= params.batch) return;
+    best = 0;
+    for (int i = lane; i < gridDim.x; i += 32)
+      best = max(best, ld_global_cg(params.best + i * MAX_BATCH + warp));
+    for (int mask = 1; mask < 32; mask *= 2)
+      best = max(best, __shfl_xor_sync(0xffffffffu, best, mask));
+    if (lane > 0) return;
+    const int keys = storage.keys[warp];
+    params.next_tokens[warp] = keys ? row_of_ranked(best) : -1;
+    if (params.advance && keys) params.lengths[warp] = keys;
+  }
+};
+
+// The keys of a sequence with the new one, 0 if the cache is full or there is no such token.
+__device__ __forceinline__ int count_keys(const DecodeStackParams& params, int n) {
+  if (n >= params.batch) return 0;
+  const int length = params.lengths[n];
+  if (length < 0 || length >= params.max_length) return 0;
+  if (params.x) return length + 1;
+  const int token = params.tokens[n];
+  return token < 0 || token >= params.vocab || length >= params.positions ? 0 : length + 1;
+}
+
+template <typename T, int ARCH, int HEAD_DIM, int TILES, int TILE_BYTES, int SMEM_BYTES>
+__global__ void __launch_bounds__(32 * (CONSUMER_WARPS + 1), 1)
+    decode_stack(const __grid_constant__ DecodeStackParams params) {
+  using Storage = DecodeStorage<ARCH, HEAD_DIM, TILES, TILE_BYTES>;
+  static_assert(sizeof(Storage) == SMEM_BYTES, "host and device disagree on shared memory");
+  extern __shared__ __align__(128) uint8_t smem[];
+  Storage& storage = *reinterpret_cast<Storage*>(smem);
+
+  // ---- what both roles read ----
+  constexpr int WORDS = sizeof(BlockPointers) / 8;
+  for (int i = threadIdx.x; i < params.num_layers * WORDS; i += blockDim.x)
+    reinterpret_cast<uint64_t*>(storage.layers)[i] =
+        reinterpret_cast<const uint64_t*>(params.layers)[i];
+  if (threadIdx.x < MAX_BATCH) storage.keys[threadIdx.x] = count_keys(params, threadIdx.x);
+  if (threadIdx.x == 0) storage.ring.init();
+  __syncthreads();
+
+  if (threadIdx.x >= CONSUMERS) {
+    fill_ring<T>(params, storage);
+  } else {
+    Consumer<T, ARCH, HEAD_DIM, TILES, TILE_BYTES>{params, storage, GridBarrier(params.barrier)}
+        .run();
+  }
+}

@@ -1,0 +1,184 @@
+// The rows of the weight matrices on their way through shared memory: a ring of tiles, which one
+// warp fills in the order of use and the consumers empty. The weights depend on nothing, so while
+// the blocks wait for each other the ring fills.
+//
+// Rows lie ROW_PITCH apart, 64 bytes modulo 128: eight lanes read 64 bytes of two neighbouring rows
+// without bank conflicts.
+#pragma once
+#include "../ptx/cp_async.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "../ptx/tma.cuh"
+
+constexpr int CONSUMER_WARPS = 15;  // and one that fills: 128 registers a thread
+constexpr int MAX_TILE_ROWS = 16;
+
+__host__ __device__ constexpr int row_pitch(int bytes) { return (bytes + 63) / 128 * 128 + 64; }
+
+// Rows of a matrix, or of a segment of its columns, that a block has.
+struct MatrixRows {
+  const uint8_t* data;      // of the first row
+  int64_t stride;           // in bytes
+  int begin;                // number of the first row
+  int rows;                 // may be 0
+  int bytes;                // of a row
+  int pitch;                // in shared memory
+  const uint8_t* leads[2];  // rows in front of the first tile: weight and bias of the norm before
+  int num_leads;
+
+  __device__ const uint8_t* row(int i) const {
+    if (i >= num_leads) return data + (i - num_leads) * stride;
+    return i == 0 ? leads[0] : leads[1];
+  }
+};
+
+// The tiles of a matrix, the same for the warp that fills and for those that empty. A tile has
+// `leads` rows in front of its `count` rows from `row` on.
+template <int TILE_BYTES>
+struct TileWalk {
+  int rows, tile_rows, row, leads, count;
+
+  __device__ explicit TileWalk(const MatrixRows& matrix)
+      : rows(matrix.rows), row(0), leads(matrix.num_leads) {
+    tile_rows = min(MAX_TILE_ROWS, TILE_BYTES / matrix.pitch);
+    count = min(rows, max(0, tile_rows - leads));
+  }
+  __device__ bool more() const { return row < rows; }
+  __device__ bool last() const { return row + count == rows; }
+  __device__ void next() {
+    row += count;
+    leads = 0;
+    count = min(rows - row, tile_rows);
+  }
+};
+
+// With the copy engine of sm_90: `full` of a tile counts bytes, `empty` the consumer warps.
+template <int ARCH, int TILES, int TILE_BYTES, bool BULK = (ARCH >= 90)>
+struct WeightRing {
+  alignas(128) uint8_t tiles[TILES][TILE_BYTES];
+  uint64_t full[TILES];
+  uint64_t empty[TILES];
+
+  // A walker's place.
+  struct Place {
+    int tile = 0;
+    uint32_t parity = 0;
+
+    __device__ void advance() {
+      if (++tile == TILES) tile = 0, parity ^= 1;
+    }
+  };
+
+  // By one thread; the block must synchronise.
+  __device__ void init() {
+    for (int i = 0; i < TILES; ++i) {
+      mbarrier_init(smem_address(&full[i]), 1);
+      mbarrier_init(smem_address(&empty[i]), CONSUMER_WARPS);
+    }
+    mbarrier_init_fence();
+  }
+
+  // By the filling warp: the next `count` rows of a matrix from `row` on, the leads counted.
+  __device__ void fill(Place& at, const MatrixRows& matrix, int row, int count) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t barrier = smem_address(&full[at.tile]);
+    mbarrier_wait(smem_address(&empty[at.tile]), at.parity ^ 1);
+    if (lane == 0) mbarrier_arrive_expect(barrier, count * matrix.bytes);
+    __syncwarp();
+    if (lane < count) {
+      const uint32_t dst = smem_address(tiles[at.tile]) + lane * matrix.pitch;
+      bulk_load(dst, matrix.row(row + lane), matrix.bytes, barrier);
+    }
+    at.advance();
+  }
+  __device__ void finish_filling(const Place&) {}
+
+  // By the consumers: the tile, when it is there.
+  __device__ const uint8_t* wait(const Place& at) {
+    mbarrier_wait(smem_address(&full[at.tile]), at.parity);
+    return tiles[at.tile];
+  }
+  __device__ void release(Place& at) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&empty[at.tile]));
+    at.advance();
+  }
+};
+
+// Without it: counters of tiles, and copies of 16 bytes a lane, asynchronous ones from sm_80 on.
+template <int ARCH, int TILES, int TILE_BYTES>
+struct WeightRing<ARCH, TILES, TILE_BYTES, false> {
+  static constexpr int IN_FLIGHT = TILES - 2;  // tiles that the copies fill at once
+
+  alignas(128) uint8_t tiles[TILES][TILE_BYTES];
+  volatile int filled;
+  volatile int emptied[CONSUMER_WARPS];
+
+  struct Place {
+    int tile = 0;
+    int number = 0;  // tiles before this one
+
+    __device__ void advance() {
+      ++number;
+      if (++tile == TILES) tile = 0;
+    }
+  };
+
+  __device__ void init() {
+    filled = 0;
+    for (int warp = 0; warp < CONSUMER_WARPS; ++warp) emptied[warp] = 0;
+  }
+
+  __device__ void fill(Place& at, const MatrixRows& matrix, int row, int count) {
+    const int lane = threadIdx.x % 32;
+    const volatile int& of_warp = emptied[min(lane, CONSUMER_WARPS - 1)];
+    while (!__all_sync(0xffffffffu, of_warp > at.number - TILES)) {
+    }
+    __threadfence_block();
+    const int loads = matrix.bytes / 16;
+    for (int i = 0; i < count; ++i) {
+      const uint8_t* src = matrix.row(row + i);
+      const uint32_t dst = smem_address(tiles[at.tile]) + i * matrix.pitch;
+      for (int load = lane; load < loads; load += 32) {
+        if constexpr (ARCH >= 80) {
+          cp_async_16(dst + 16 * load, src + 16 * load, true);
+        } else {
+          copy_16(dst + 16 * load, src + 16 * load, true);
+        }
+      }
+    }
+    at.advance();
+    if constexpr (ARCH >= 80) {
+      cp_async_commit();
+      cp_async_wait<IN_FLIGHT>();
+      publish(at.number - IN_FLIGHT);
+    } else {
+      publish(at.number);
+    }
+  }
+  __device__ void finish_filling(const Place& at) {
+    copies_wait<ARCH>();
+    publish(at.number);
+  }
+
+  __device__ const uint8_t* wait(const Place& at) {
+    while (filled <= at.number) {
+    }
+    __threadfence_block();
+    __syncwarp();
+    return tiles[at.tile];
+  }
+  __device__ void release(Place& at) {
+    at.advance();
+    __syncwarp();
+    __threadfence_block();
+    if (threadIdx.x % 32 == 0) emptied[threadIdx.x / 32] = at.number;
+  }
+
+ private:
+  // The lanes' copies of all tiles but the newest are complete.
+  __device__ void publish(int number) {
+    __threadfence_block();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) filled = number;
+  }
+};

@@ -1,0 +1,152 @@
+"""A stack of transformer blocks: what calls of one signature share, and how they run."""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+
+from .array import Array, View
+from .kernel_config import ITEM_SIZE
+from .kernel_launch import Launch, Plan, multiprocessors
+from .kernels import transformer as kernels
+from .tile_counter import NULL, tile_counters
+from .transformer_checks import StackShape
+from .transformer_params import MAX_BATCH, BlockPointers, CacheStrides, DecodeStackParams
+
+MAX_SPLITS = 8
+MERGE_COST = 0.02  # of one more split of one sequence, in units of the keys of a head
+
+
+class StackPlan(Plan):
+    """The kernel for one signature.
+
+    Args:
+        library: of the arrays.
+        views: of k_cache and v_cache, and of x if that is where the stack begins.
+        advance: add 1 to the lengths.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        library: Any,
+        shape: StackShape,
+        views: Mapping[str, View],
+        batch: int,
+        advance: bool,
+    ) -> None:
+        super().__init__(shape.device)
+        self.function, self.library = function, library
+        config = _config(shape.dtype, shape.head_dim, shape.device)
+        _require_cooperative(function, shape.device)
+        item = ITEM_SIZE[shape.dtype]
+        if config.tile_rows(shape.width * item) < 2:
+            fact = f"this GPU has too little shared memory for width {shape.width}"
+            raise NotImplementedError(f"{function}: {fact} in {shape.dtype}")
+        blocks = multiprocessors(shape.device)
+        splits = num_splits(batch, shape.heads, blocks)
+        segments, segment = segments_of(shape.hidden, item)
+        k_cache, v_cache = views["k_cache"], views["v_cache"]
+        params = DecodeStackParams(
+            k_strides=_strides(k_cache),
+            v_strides=_strides(v_cache),
+            x_stride=views["x"].strides[0] if "x" in views else 0,
+            num_layers=shape.layers,
+            batch=batch,
+            width=shape.width,
+            hidden_width=shape.hidden,
+            segments=segments,
+            segment=segment,
+            heads=shape.heads,
+            head_dim=shape.head_dim,
+            max_length=k_cache.shape[-3],
+            vocab=shape.vocab,
+            positions=shape.positions,
+            splits=splits,
+            advance=advance,
+            eps=shape.eps,
+            scale_log2=math.log2(math.e) / math.sqrt(shape.head_dim),
+        )
+        self.launch = Launch(config, shape.device, blocks, params)
+        rows = batch * shape.heads * splits
+        sizes = (  # of residual to best
+            4 * batch * shape.width,
+            4 * batch * shape.width,
+            item * batch * shape.hidden,
+            item * rows * shape.head_dim,
+            8 * rows,
+            8 * blocks * MAX_BATCH,
+        )
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + -(-size // 256) * 256)
+        *self.offsets, self.workspace_bytes = starts
+        self.counters = tile_counters(shape.device)
+        self.workspaces: dict[bytes, Array] = {}
+
+    def run(self, like: Array, pointers: tuple[int, ...]) -> None:
+        """Launch with the pointers from x to position_embedding."""
+        stream = self.library.stream(self.device_id)
+        # Launches that may run at once have different counters, and so different workspaces.
+        barrier = self.counters(stream)
+        if barrier == NULL:
+            fact = "too many launches have been captured into CUDA graphs in this process"
+            raise RuntimeError(f"{self.function}: {fact}")
+        workspace = self.workspaces.get(barrier)
+        if workspace is None:
+            workspace = self.library.empty_float32((self.workspace_bytes // 4,), like)
+            self.workspaces[barrier] = workspace
+        base = self.library.pointer(workspace)
+        scratch = (base + offset for offset in self.offsets)
+        self.launch(stream, *pointers, int.from_bytes(barrier, "little"), *scratch)
+
+
+def pointer_table(library: Any, blocks: list[tuple[int, ...]], like: Array) -> Array:
+    """The pointers of the weights of each block, on the device of ``like``."""
+    table = (BlockPointers * len(blocks))(*(BlockPointers(*block) for block in blocks))
+    return library.put(numpy.frombuffer(bytes(table), "int64").copy(), like)
+
+
+def num_splits(batch: int, heads: int, blocks: int) -> int:
+    """Over how many blocks the keys of a head are shared out, at most.
+
+    More of them keep more blocks busy, but each is one more thing to merge for every block.
+    """
+    pairs = batch * heads
+
+    def cost(splits: int) -> float:
+        return -(-pairs * splits // blocks) / splits + MERGE_COST * splits * batch
+
+    return min(range(1, MAX_SPLITS + 1), key=cost)
+
+
+def segments_of(columns: int, item: int) -> tuple[int, int]:
+    """(number, columns of one) of the equal segments of a row that is too long for registers."""
+    number = -(-columns * item // kernels.MAX_ROW_BYTES)
+    segment = -(-columns // number // 8) * 8
+    return -(-columns // segment), segment
+
+
+@functools.cache
+def _config(dtype: str, head_dim: int, device: int) -> kernels.DecodeStack:
+    import cupy
+
+    capability = divmod(int(cupy.cuda.Device(device).compute_capability), 10)
+    return kernels.decode_stack(dtype, head_dim, capability)
+
+
+@functools.cache
+def _require_cooperative(function: str, device: int) -> None:
+    import cupy
+
+    if not cupy.cuda.Device(device).attributes["CooperativeLaunch"]:
+        fact = "this GPU or its driver cannot launch cooperative kernels"
+        raise NotImplementedError(f"{function}: {fact}")
+
+
+def _strides(cache: View) -> CacheStrides:
+    """Of a cache of one layer or of several."""
+    *layer, batch, row, head, _ = cache.strides
+    return CacheStrides(layer=layer[0] if layer else 0, batch=batch, row=row, head=head)

@@ -1,0 +1,418 @@
+"""Transformer blocks for one new token: the whole stack in one launch, on every library."""
+
+import dataclasses
+
+import numpy
+import pytest
+from arrays import normal, stored
+from matrix import each_library, libraries, pairwise
+
+import cupyflash
+from cupyflash import BlockStack, BlockWeights, transformer_block, transformer_plan
+from cupyflash.testing import expected_stack, to_numpy64
+
+NAMES = BlockWeights._fields
+ENDS = ("final_weight", "final_bias", "head_weight", "token_embedding", "position_embedding")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One point of the matrix; ``lengths`` names a mix of them."""
+
+    dtype: str
+    batch: int
+    heads: int
+    head_dim: int
+    hidden: int
+    layers: int
+    max_length: int
+    lengths: str
+    storage: str
+
+    @property
+    def id(self):
+        sizes = f"{self.batch}x{self.heads}x{self.head_dim}-{self.hidden}"
+        caches = f"{self.max_length}-{self.lengths}-{self.storage}"
+        return f"{self.dtype}-{sizes}-layers{self.layers}-{caches}"
+
+
+CASE = Case("float16", 3, 4, 64, 1024, 3, 200, "mixed", "padded")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Arrays of a case."""
+
+    blocks: list
+    ends: dict
+    x: object
+    tokens: object
+    k_cache: object
+    v_cache: object
+    lengths: object
+
+    def stack(self, **options):
+        return BlockStack(self.blocks, heads=self.k_cache.shape[-2], **options)
+
+
+def weights(backend, case, seed):
+    """Of the size that training leaves them: each product is about as large as its input."""
+    width, hidden = case.heads * case.head_dim, case.hidden
+    shapes = {
+        "ln1_weight": (width,), "ln1_bias": (width,),
+        "qkv_weight": (3 * width, width), "qkv_bias": (3 * width,),
+        "proj_weight": (width, width), "proj_bias": (width,),
+        "ln2_weight": (width,), "ln2_bias": (width,),
+        "up_weight": (hidden, width), "up_bias": (hidden,),
+        "down_weight": (width, hidden), "down_bias": (width,),
+    }  # fmt: skip
+    made = []
+    for number, name in enumerate(NAMES):
+        shape, key = shapes[name], (seed, number)
+        values = normal(shape, key)
+        if len(shape) == 2:
+            values *= shape[1] ** -0.5
+        else:
+            values = 0.2 * values + (name in ("ln1_weight", "ln2_weight"))
+        made.append(stored(backend, values, case.dtype))
+    return BlockWeights(*made)
+
+
+def integers(backend, values):
+    return backend.array(numpy.asarray(values, "int32"))
+
+
+def lengths_of(case):
+    most = case.max_length - 1
+    mixes = {"zero": [0], "last": [most], "mixed": [0, most, most // 2, 1, most // 3]}
+    return [min(x, most) for _, x in zip(range(case.batch), 8 * mixes[case.lengths])]
+
+
+def make(backend, case, seed=0, vocab=211, positions=400):
+    width = case.heads * case.head_dim
+    array = lambda shape, key, scale=1.0, mean=0.0: stored(  # noqa: E731
+        backend, scale * normal(shape, (seed, key)) + mean, case.dtype
+    )
+    shape = (case.layers, case.batch, case.max_length, case.heads, case.head_dim)
+    caches = [
+        stored(backend, normal(shape, (seed, key)), case.dtype, case.storage) for key in (101, 102)
+    ]
+    ends = {
+        "final_weight": array(width, 103, 0.2, 1.0),
+        "final_bias": array(width, 104, 0.2),
+        "head_weight": array((vocab, width), 105, width**-0.5),
+        "token_embedding": array((vocab, width), 106),
+        "position_embedding": array((positions, width), 107, 0.1),
+    }
+    tokens = numpy.random.default_rng(seed).integers(0, vocab, case.batch)
+    return Problem(
+        [weights(backend, case, seed + 1000 * layer) for layer in range(case.layers)],
+        ends,
+        array((case.batch, width), 100),
+        integers(backend, tokens),
+        *caches,
+        integers(backend, lengths_of(case)),
+    )
+
+
+def cases(backend):
+    """On a GPU also sizes that take several segments, groups of rows and splits."""
+    factors = {
+        "dtype": list(backend.dtypes),
+        "batch": list(range(1, 9)) if backend.gpu else [1, 3, 8],
+        "heads": [1, 3, 12, 15] if backend.gpu else [1, 3],
+        "head_dim": [64, 8, 40, 128],
+        "hidden": [32, 776, 3072, 4600] if backend.gpu else [32, 136],
+        "layers": [1, 2, 3],
+        "max_length": [1, 65, 513, 1100] if backend.gpu else [1, 65],
+        "lengths": ["zero", "last", "mixed"],
+        "storage": ["contiguous", "padded", "transposed"],
+    }
+    return [Case(**point) for point in pairwise(factors)]
+
+
+def matrix():
+    parameters = []
+    for backend in libraries():
+        found = cases(backend)
+        parameters += [
+            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
+            for case in (found[:1] if backend.missing else found)
+        ]
+    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+
+
+@matrix()
+def test_stack(backend, case):
+    p = make(backend, case)
+    exact = expected_stack(p.blocks, p.x, p.k_cache, p.v_cache, p.lengths)
+    out = p.stack()(p.x, p.k_cache, p.v_cache, p.lengths)
+    exact.check(out=out, k_cache=p.k_cache, v_cache=p.v_cache)
+
+
+@matrix()
+def test_logits(backend, case):
+    p = make(backend, case, positions=case.max_length)
+    arrays = (p.k_cache, p.v_cache, p.lengths)
+    exact = expected_stack(p.blocks, None, *arrays, tokens=p.tokens, ends=p.ends)
+    logits = p.stack(**p.ends).next_logits(p.tokens, p.k_cache, p.v_cache, p.lengths)
+    exact.check(logits=logits, k_cache=p.k_cache, v_cache=p.v_cache)
+
+
+@each_library()
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_block(backend, dtype):
+    """One block, with a row stride of x and a cache of one layer."""
+    case = dataclasses.replace(CASE, dtype=dtype)
+    p = make(backend, case)
+    x = stored(backend, normal(p.x.shape, 7), dtype, "unaligned")
+    for layer in range(2):  # two blocks of one signature
+        caches = p.k_cache[layer], p.v_cache[layer]
+        exact = expected_stack(
+            p.blocks[layer : layer + 1], x, *(y[None] for y in caches), p.lengths
+        )
+        out = transformer_block(x, p.blocks[layer], *caches, p.lengths, heads=case.heads)
+        exact.check(out=out, k_cache=caches[0][None], v_cache=caches[1][None])
+
+
+@each_library()
+def test_stack_is_its_blocks(backend):
+    """To the rounding of x between them."""
+    case = dataclasses.replace(CASE, dtype="float32")
+    p, q = make(backend, case), make(backend, case)
+    out, x = p.stack()(p.x, p.k_cache, p.v_cache, p.lengths), q.x
+    for block, keys, values in zip(q.blocks, q.k_cache, q.v_cache):
+        x = transformer_block(x, block, keys, values, q.lengths, heads=case.heads)
+    numpy.testing.assert_allclose(to_numpy64(out), to_numpy64(x), rtol=0, atol=2e-5)
+    for mine, theirs in ((p.k_cache, q.k_cache), (p.v_cache, q.v_cache)):
+        a, b = to_numpy64(mine), to_numpy64(theirs)
+        numpy.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+@each_library()
+@pytest.mark.parametrize("advance", [False, True])
+def test_steps_are_greedy(backend, advance):
+    """Tokens and lengths stay on the device from step to step."""
+    case = dataclasses.replace(CASE, dtype="float32", max_length=12, lengths="mixed")
+    p, q = make(backend, case), make(backend, case)
+    p.lengths[:], q.lengths[:] = integers(backend, [0, 3, 5]), integers(backend, [0, 3, 5])
+    stack, other = p.stack(**p.ends), q.stack(**q.ends)
+    for _ in range(5):
+        logits = other.next_logits(q.tokens, q.k_cache, q.v_cache, q.lengths)
+        q.tokens[:] = integers(backend, to_numpy64(logits).argmax(-1))
+        found = stack.step(p.tokens, p.k_cache, p.v_cache, p.lengths, advance=advance)
+        assert found is p.tokens
+        assert (to_numpy64(p.tokens) == to_numpy64(q.tokens)).all()
+        if advance:
+            q.lengths[:] = q.lengths + 1
+        assert (to_numpy64(p.lengths) == to_numpy64(q.lengths)).all()
+
+
+@each_library()
+def test_ties_go_to_the_first(backend):
+    """Of equal logits, also 0 and -0, the first; a NaN is larger than all."""
+    p = make(backend, dataclasses.replace(CASE, dtype="float32"))
+    rows = to_numpy64(p.ends["head_weight"])
+    rows[:], rows[50] = 0, -0.0
+    ends = p.ends | {"head_weight": stored(backend, rows, "float32")}
+    out = integers(backend, [9, 9, 9])
+    arrays = (p.tokens, p.k_cache, p.v_cache, p.lengths)
+    p.stack(**ends).step(*arrays, out=out, advance=False)
+    assert to_numpy64(out).tolist() == [0, 0, 0]
+    rows[17] = numpy.nan
+    ends["head_weight"] = stored(backend, rows, "float32")
+    p.stack(**ends).step(*arrays, out=out, advance=False)
+    assert to_numpy64(out).tolist() == [17, 17, 17]
+
+
+@each_library()
+@pytest.mark.parametrize("full", [-1, 200, 10**9])
+def test_no_room(backend, full):
+    """The sequence is NaN and leaves the caches alone; the others do not notice."""
+    p, q = make(backend, CASE), make(backend, CASE)
+    expected = p.stack()(p.x, p.k_cache, p.v_cache, p.lengths)
+    q.lengths[1] = full
+    before = to_numpy64(q.k_cache)[:, 1].copy()
+    out = to_numpy64(q.stack()(q.x, q.k_cache, q.v_cache, q.lengths))
+    assert numpy.isnan(out[1]).all()
+    assert (out[::2] == to_numpy64(expected)[::2]).all()
+    numpy.testing.assert_array_equal(to_numpy64(q.k_cache)[:, 1], before)
+
+
+@each_library()
+def test_no_such_token(backend):
+    p = make(backend, CASE, positions=150)
+    p.tokens[0] = 211
+    p.lengths[:] = integers(backend, [4, 150, 7])  # a position without embedding
+    stack, arrays = p.stack(**p.ends), (p.k_cache, p.v_cache, p.lengths)
+    isnan = numpy.isnan(to_numpy64(stack.next_logits(p.tokens, *arrays)))
+    assert isnan[:2].all() and not isnan[2].any()
+    stack.step(p.tokens, *arrays)
+    assert to_numpy64(p.tokens)[:2].tolist() == [-1, -1] and to_numpy64(p.tokens)[2] >= 0
+    assert to_numpy64(p.lengths).tolist() == [4, 150, 8]
+    stack.step(p.tokens, *arrays)
+    assert to_numpy64(p.lengths).tolist() == [4, 150, 9]
+
+
+@each_library()
+def test_nan_in_the_cache_beyond_the_length(backend):
+    p = make(backend, CASE)
+    expected = to_numpy64(p.stack()(p.x, p.k_cache, p.v_cache, p.lengths))
+    for b, length in enumerate(lengths_of(CASE)):
+        p.k_cache[:, b, length:], p.v_cache[:, b, length:] = numpy.nan, numpy.nan
+    again = to_numpy64(p.stack()(p.x, p.k_cache, p.v_cache, p.lengths))
+    numpy.testing.assert_array_equal(again, expected)
+
+
+@each_library()
+def test_empty(backend):
+    p = make(backend, CASE)
+    none = (p.k_cache[:, :0], p.v_cache[:, :0], p.lengths[:0])
+    stack = p.stack(**p.ends)
+    assert tuple(stack(p.x[:0], *none).shape) == (0, 256)
+    assert tuple(stack.next_logits(p.tokens[:0], *none).shape) == (0, 211)
+    assert tuple(stack.step(p.tokens[:0], *none).shape) == (0,)
+
+
+# Bad input -----------------------------------------------------------------------------------
+
+
+@each_library()
+def test_bad_input(backend):
+    p = make(backend, CASE)
+    block, keys, values = p.blocks[0], p.k_cache[0], p.v_cache[0]
+    good = {"x": p.x, "weights": block, "k_cache": keys, "v_cache": values}
+    good |= {"lengths": p.lengths, "heads": 4}
+    array = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)  # noqa: E731
+
+    def bad(error, match, **changes):
+        with pytest.raises(error, match=f"^transformer_block: .*{match}"):
+            transformer_block(**(good | changes))
+
+    bad(ValueError, r"qkv_weight.*\(768, 256\).*\(256, 768\)",
+        weights=block._replace(qkv_weight=array((256, 768))))  # fmt: skip
+    bad(TypeError, "up_weight.*float16.*float32",
+        weights=block._replace(up_weight=array((1024, 256), "float32")))  # fmt: skip
+    bad(ValueError, "down_weight.*contiguous",
+        weights=block._replace(down_weight=array((256, 2048))[:, ::2]))  # fmt: skip
+    bad(TypeError, "proj_bias.*list", weights=block._replace(proj_bias=[0.0] * 256))
+    bad(TypeError, "BlockWeights.*tuple", weights=tuple(block))
+    bad(ValueError, "heads.*divides.*256.*7", heads=7)
+    bad(ValueError, "heads", heads=True)
+    bad(ValueError, "head_dim.*multiple of 8 up to 128.*256", heads=1)
+    bad(ValueError, r"x must have shape.*\(3, 255\)", x=array((3, 255)))
+    bad(TypeError, "x must be float16, got float32", x=array((3, 256), "float32"))
+    bad(ValueError, "x.*contiguous", x=array((3, 512))[:, ::2])
+    bad(ValueError, "batch.*at most 8, got 9", x=array((9, 256)))
+    bad(ValueError, r"k_cache.*\(3, max_length, 4, 64\).*\(2, 200, 4, 64\)", k_cache=keys[:2])
+    bad(ValueError, "same shape", v_cache=array((3, 100, 4, 64)))
+    bad(ValueError, "max_length", k_cache=keys[:, :0], v_cache=values[:, :0])
+    bad(ValueError, "last dimension of k_cache", k_cache=array((3, 200, 4, 128))[..., ::2])
+    bad(ValueError, "strides of v_cache", v_cache=array((3, 200, 4, 65))[..., :64])
+    bad(TypeError, "lengths must be int32, got int64", lengths=backend.array(numpy.arange(3)))
+    bad(ValueError, r"lengths.*\(3,\).*\(4,\)", lengths=integers(backend, [1, 2, 3, 4]))
+    bad(ValueError, "lengths.*contiguous", lengths=integers(backend, range(6))[::2])
+    for eps in (-1.0, float("nan"), None):
+        bad(ValueError, "eps", eps=eps)
+
+
+@each_library()
+def test_bad_stack(backend):
+    p = make(backend, CASE)
+    with pytest.raises(ValueError, match="^BlockStack: .*at least one block"):
+        BlockStack([], heads=4)
+    with pytest.raises(ValueError, match="^BlockStack: .*1 to 64 blocks, got 65"):
+        BlockStack(p.blocks[:1] * 65, heads=4)
+    with pytest.raises(ValueError, match="^BlockStack: .*got no final_bias"):
+        p.stack(**p.ends | {"final_bias": None})
+    with pytest.raises(ValueError, match=r"^BlockStack: blocks\[1\].up_bias.*\(1024,\)"):
+        short = p.blocks[1]._replace(up_bias=p.blocks[1].up_bias[:-8])
+        BlockStack([p.blocks[0], short], heads=4)
+    with pytest.raises(ValueError, match="^next_logits: needs a stack with final_weight"):
+        p.stack().next_logits(p.tokens, p.k_cache, p.v_cache, p.lengths)
+    wide = dataclasses.replace(CASE, heads=31, hidden=8, layers=1, max_length=1)
+    with pytest.raises(NotImplementedError, match="^BlockStack: width.*1920, got 1984"):
+        make(backend, wide).stack()
+
+
+@each_library(library="torch")
+def test_no_backward(backend):
+    p = make(backend, CASE)
+    p.blocks[2].up_weight.requires_grad_()
+    import torch
+
+    arrays = (p.x, p.k_cache, p.v_cache, p.lengths)
+    with pytest.raises(NotImplementedError, match="^BlockStack: has no backward"):
+        p.stack()(*arrays)
+    with torch.no_grad():
+        p.stack()(*arrays)
+
+
+@pytest.mark.parametrize("item", [2, 4])
+@pytest.mark.parametrize("columns", [8, 3072, 4096, 4320, 5120, 6400, 10007 * 8])
+def test_segments(columns, item):
+    number, segment = transformer_plan.segments_of(columns, item)
+    assert segment % 8 == 0 and segment * item <= 8640
+    assert (number - 1) * segment < columns <= number * segment
+
+
+def test_splits():
+    """More of them where few heads would leave blocks idle."""
+    assert transformer_plan.num_splits(1, 12, 132) > 4
+    assert transformer_plan.num_splits(8, 12, 132) == 1
+
+
+# On a GPU ------------------------------------------------------------------------------------
+
+
+@each_library(device="cuda")
+def test_runs_are_equal(backend):
+    """Whatever order the blocks arrive in: also a race would show."""
+    case = dataclasses.replace(CASE, heads=12, hidden=3072, layers=12, max_length=600)
+    p = make(backend, case)
+    stack, arrays = p.stack(**p.ends), (p.k_cache, p.v_cache, p.lengths)
+    first = to_numpy64(stack.next_logits(p.tokens, *arrays))
+    for _ in range(200):
+        again = stack.next_logits(p.tokens, *arrays)
+    numpy.testing.assert_array_equal(to_numpy64(again), first)
+
+
+@each_library(library="torch", device="cuda")
+def test_graph_and_streams(backend):
+    """A captured step, replayed beside launches on another stream, gives what plain steps give."""
+    import torch
+
+    case = dataclasses.replace(CASE, heads=12, hidden=3072, layers=6, lengths="zero")
+    p, q, other = (make(backend, case) for _ in range(3))
+    stack, plain = p.stack(**p.ends), q.stack(**q.ends)
+    warm = (p.k_cache.clone(), p.v_cache.clone(), p.lengths.clone())
+    stack.step(p.tokens.clone(), *warm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stack.step(p.tokens, p.k_cache, p.v_cache, p.lengths)
+    torch.cuda.synchronize()
+    side, beside = torch.cuda.Stream(), []
+    for _ in range(20):
+        graph.replay()
+        with torch.cuda.stream(side):
+            found = stack(other.x, other.k_cache, other.v_cache, other.lengths)
+            beside.append(found)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        plain.step(q.tokens, q.k_cache, q.v_cache, q.lengths)
+    assert (p.tokens == q.tokens).all() and (p.lengths == 20).all()
+    assert (p.k_cache == q.k_cache).all()
+    assert all((x == beside[0]).all() for x in beside)
+
+
+@each_library(device="cuda")
+def test_host_time_is_one_look_up(backend, monkeypatch):
+    """A second call of the same signature checks nothing again."""
+    from cupyflash import transformer_dispatch
+
+    p = make(backend, CASE)
+    stack, arrays = p.stack(), (p.x, p.k_cache, p.v_cache, p.lengths)
+    first = stack(*arrays)
+    monkeypatch.setattr(transformer_dispatch, "StackPlan", None)
+    assert (stack(*arrays) == first).all()
+    assert cupyflash.BlockStack is BlockStack
