@@ -58,7 +58,7 @@ __device__ __forceinline__ void add_up(const MlpParams& params, float* scratch, 
       const float* from = params.partials + (begin + lane) * 4;
 #pragma unroll 4
       for (int block = warp; block < int(gridDim.x); block += FEW_WARPS) {
-        const float4 value = ld_global_cg_128(from + block * share);
+        const float4 value = __builtin_bit_cast(float4, ld_global_cg_128(from + block * share));
         sum.x += value.x, sum.y += value.y, sum.z += value.z, sum.w += value.w;
       }
     }

@@ -1,7 +1,7 @@
 // What becomes of the products. One thread has one output of one sequence: `addend` is what it adds
 // to a product, read before that is there; `store` takes the sum.
 #pragma once
-#include "../norm/activation.cuh"
+#include "../common/activation.cuh"
 #include "decode_inputs.cuh"
 #include "decode_steps.cuh"
 
