@@ -1,8 +1,9 @@
 """Kernels of attention, ready to be launched: everything but the pointers of a call is prepared.
 
-`PersistentLaunch` is a kernel of sm_90, with tensor maps in front of its argument, a counter of
-tiles, and a small kernel before it where sequences have lengths of their own. `SplitLaunch` shares
-the keys of a tile out over blocks and adds a kernel that combines what they have found.
+`PersistentLaunch` is a kernel of sm_90, with tensor maps in front of its argument and one of a bias
+at its end, a counter of tiles, and a small kernel before it where sequences have lengths of their
+own. `SplitLaunch` shares the keys of a tile out over blocks and adds a kernel that combines what
+they have found.
 """
 
 import ctypes
@@ -16,13 +17,14 @@ from .kernel_config import KernelConfig
 from .kernel_launch import Launch, call_fields, multiprocessors
 from .params import PackedTile, SequenceMapsParams, TensorMap
 from .problem import Problem
-from .tensor_map import TensorMaps, tensor_map
+from .tensor_map import TensorMaps, bias_map, tensor_map
 from .tile_counter import NULL, tile_counters
 
 MIN_SPLIT_KEYS = 256  # of a block: two or more key tiles of any head dim
 pack_two = struct.Struct("2Q").pack
 pack_four = struct.Struct("4Q").pack
 NO_SEQUENCES = pack_two(0, 0)
+NO_MAP = bytes(ctypes.sizeof(TensorMap))
 
 
 def prepare(config: KernelConfig, problem: Problem, params: ctypes.Structure) -> "Launch":
@@ -56,6 +58,9 @@ class PersistentLaunch(Launch):
             ],
             problem.device,
         )
+        self.bias, self.bias_maps = names.index("bias"), None
+        if config.bias_box_rows:
+            self.bias_maps = TensorMaps([bias_map(problem, config.bias_box_rows)], problem.device)
         # Null where every block has one tile, as those that share its keys do.
         self.counters = tile_counters(problem.device) if blocks > at_once else _no_counter
         self.end = _after_counter(config.params, num_splits=1)
@@ -70,10 +75,11 @@ class PersistentLaunch(Launch):
         packed = NO_SEQUENCES
         if self.sequences:
             packed = self.sequences(stream, maps, pointers, workspace)
-        self.start(stream, maps + base + packed + self.rest(stream, workspace))
+        bias = self.bias_maps[(pointers[self.bias],)] if self.bias_maps is not None else NO_MAP
+        self.start(stream, maps + base + packed + self.rest(stream, workspace) + bias)
 
     def rest(self, stream: Any, workspace: int) -> bytes:
-        """``tile_counter`` and what follows it in the argument."""
+        """``tile_counter`` and what follows it in the argument, up to the map of the bias."""
         return self.counters(stream) + self.end
 
 
@@ -153,10 +159,10 @@ def _tiles_of_head(config: KernelConfig, problem: Problem) -> int:
 
 
 def _after_counter(params: type[ctypes.Structure], **values: int) -> bytes:
-    """What follows ``tile_counter`` in an argument; backward kernels have nothing there."""
+    """Between ``tile_counter`` and the map of the bias; backward kernels have nothing there."""
     names = [name for name, _ in params._fields_]
     argument = params(**{name: value for name, value in values.items() if name in names})
-    return bytes(argument)[params.tile_counter.offset + len(NULL) :]
+    return bytes(argument)[params.tile_counter.offset + len(NULL) : params.bias_map.offset]
 
 
 def _no_counter(stream: Any) -> bytes:

@@ -4,6 +4,7 @@ The hot path is one dictionary lookup: shapes, strides, dtypes, devices and opti
 the key, and everything that follows from them, checks included, is done once and kept in the plan.
 """
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -23,6 +24,7 @@ from .problem import (
     check_seqused,
 )
 
+BIAS = Extras._fields.index("bias")
 MAX_PLANS = 4096  # lengths that change with every call must not fill the memory
 
 _forward_plans: dict[tuple, ForwardPlan] = {}
@@ -92,13 +94,15 @@ def forward_without_gradient(
     q_, k_, v_ = pointer(q), pointer(k), pointer(v)
     aligned = (q_ | k_ | v_) % 16 == 0
     converted, extra_signatures, extra_pointers = _for_kernels(library, extras)
+    bias_aligned = extra_pointers[BIAS] % 16 == 0
     key = (
         signature(q), signature(k), signature(v), options, aligned, settings.family,
-        extra_signatures,
+        extra_signatures, bias_aligned,
     )  # fmt: skip
     plan = _forward_plans.get(key)
     if plan is None or settings.debug:
         problem = _checked(function, library, {"q": q, "k": k, "v": v}, options, extras)
+        problem = dataclasses.replace(problem, bias_aligned=bias_aligned)
         access = problem.access(0 if aligned else 1)
         view = library.view(q)
         plan = ForwardPlan(function, problem, access, library, view, Options(*options))
@@ -143,13 +147,16 @@ def backward(
     settings = environment.current()
     aligned = (pointer(q) | pointer(k) | pointer(v) | pointer(dout)) % 16 == 0
     converted, extra_signatures, extra_pointers = _for_kernels(library, extras)
+    bias_aligned = extra_pointers[BIAS] % 16 == 0
     signatures = tuple(map(signature, (dout, q, k, v, out, lse)))
     key = (
         signatures, options, aligned, settings.family, deterministic, bias_grad, extra_signatures,
+        bias_aligned,
     )  # fmt: skip
     plan = _backward_plans.get(key)
     if plan is None or settings.debug:
         problem = _checked(function, library, tensors, options, extras)
+        problem = dataclasses.replace(problem, bias_aligned=bias_aligned)
         check_lse(function, problem, library.view(lse))
         check_bias_gradient(function, problem, bias_grad)
         views = {name: library.view(x) for name, x in tensors.items()}

@@ -32,6 +32,7 @@ class Features(NamedTuple):
         masked: some query does not see every key, because of a causal mask or a window.
         short: no sequence has more than `SHORT` queries.
         bias: 0 for none, 1 in the dtype of q, 2 bool, 3 float32.
+        bias_boxes: a tensor map can describe the bias, which is in the dtype of q.
     """
 
     softcap: bool = False
@@ -40,6 +41,7 @@ class Features(NamedTuple):
     short: bool = False
     bias: int = 0
     dropout: bool = False
+    bias_boxes: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +95,11 @@ class KernelConfig:
     def boxes(self) -> dict[str, int]:
         """Rows of a box of each tensor map, in the order of the maps in front of ``params``."""
         return {}
+
+    @property
+    def bias_box_rows(self) -> int:
+        """Rows of a box of the map of the bias behind ``params``; 0 without that map."""
+        return 0
 
 
 def _cpp(value: "str | bool | int") -> str:

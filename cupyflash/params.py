@@ -138,7 +138,7 @@ def _padding(*fields: type) -> type[ctypes.Array]:
 
 
 class FlashFwdSm90Params(ctypes.Structure):
-    """`FlashFwdParams` behind the tensor maps of sm_90."""
+    """`FlashFwdParams` between the tensor maps of sm_90."""
 
     _fields_ = [
         ("q_map", TensorMap),
@@ -153,12 +153,13 @@ class FlashFwdSm90Params(ctypes.Structure):
         ("partial_lse", c_void_p),
         ("partial_rows", c_int64),
         ("num_splits", c_int32),
-        ("padding", _padding(FlashFwdParams, *[c_void_p] * 7)),
+        ("padding", _padding(FlashFwdParams, *[c_void_p] * 6, c_int32)),
+        ("bias_map", TensorMap),
     ]
 
 
 class FlashBwdSm90Params(ctypes.Structure):
-    """`FlashBwdParams` behind the tensor maps of sm_90."""
+    """`FlashBwdParams` between the tensor maps of sm_90."""
 
     _fields_ = [
         ("q_map", TensorMap),
@@ -170,6 +171,7 @@ class FlashBwdSm90Params(ctypes.Structure):
         ("packed_tiles", c_void_p),
         ("tile_counter", c_void_p),
         ("padding", _padding(FlashBwdParams, *[c_void_p] * 3)),
+        ("bias_map", TensorMap),
     ]
 
 

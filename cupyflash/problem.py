@@ -18,6 +18,7 @@ MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**29  # so that sums of lengths and windows fit 32 bits in the kernels
 MAX_BLOCKS = 2**31  # of a grid
 MAX_MAP_STRIDE = 2**40  # bytes, of a tensor map
+MAX_BOX_SCALE = 2.0**20  # beyond, a bias in units of the score times 2^-104 is no normal float32
 
 
 class Options(NamedTuple):
@@ -42,6 +43,7 @@ class Problem:
         extras: what is known of the optional arrays.
         total_q: rows of packed queries; None if not packed.
         total_k: rows of packed keys; None if not packed.
+        bias_aligned: the address of the bias is a multiple of 16.
     """
 
     dtype: str
@@ -51,6 +53,7 @@ class Problem:
     extras: ExtraFacts
     total_q: int | None
     total_k: int | None
+    bias_aligned: bool = False
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -79,6 +82,7 @@ class Problem:
             short=shape.seqlen_q <= SHORT,
             bias=extras.bias_kind(self.dtype),
             dropout=shape.dropout_threshold > 0,
+            bias_boxes=self._bias_fits_map,
         )
 
     @property
@@ -86,6 +90,19 @@ class Problem:
         """Of the bias; zeros without one."""
         bias = self.extras.bias
         return BiasStrides() if bias is None else BiasStrides(*bias.strides)
+
+    @property
+    def _bias_fits_map(self) -> bool:
+        """Whether a tensor map can describe it, and is worth it: not where all rows share one."""
+        if not self.bias_aligned or self.extras.bias_kind(self.dtype) != 1:
+            return False
+        *batch_and_head, row, col = self.bias_strides
+        steps = [row, *(step for step in batch_and_head if step)]
+        aligned = all(
+            0 < step * ITEM_SIZE[self.dtype] < MAX_MAP_STRIDE and step % 8 == 0 for step in steps
+        )
+        scale = self.shape.softcap or self.shape.scale
+        return aligned and col == 1 and scale <= MAX_BOX_SCALE
 
     @property
     def bias_is_broadcast(self) -> bool:

@@ -118,7 +118,7 @@ class ScoreFunction:
                 scores = xp.where(bias, scores, -xp.inf)
             else:
                 bias = bias.astype(scores.dtype, copy=False)
-                bias = xp.where(bias < -BIAS_LIMIT, -xp.inf, xp.minimum(bias, BIAS_LIMIT))
+                bias = xp.where(bias <= -BIAS_LIMIT, -xp.inf, xp.minimum(bias, BIAS_LIMIT))
                 scores = scores + bias
         if self._needs_mask(row, row + rows, col, col + cols):
             seen = (offset >= -self.left) & (offset <= self.right)

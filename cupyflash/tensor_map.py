@@ -30,7 +30,7 @@ class TensorMapSpec:
     """A tensor map but for the array's address.
 
     Attributes:
-        dims: head_dim, rows, heads, batch.
+        dims: columns (head_dim), rows, heads, batch.
         strides: of rows, heads and batch, in bytes.
         box_rows: a box is this many rows of `BOX_COLUMNS` columns.
     """
@@ -105,6 +105,18 @@ def tensor_map(problem: Problem, name: str, strides: Strides, box_rows: int) -> 
     # No dimension may be empty; of an empty tensor nothing is loaded.
     dims = (head_dim, max(1, rows), heads, batch)
     return TensorMapSpec(problem.dtype, dims, (row_step, head_step, batch_step), box_rows)
+
+
+def bias_map(problem: Problem, box_rows: int) -> TensorMapSpec:
+    """The map of the bias, of length 1 in the axes that it is broadcast on."""
+    shape, item = problem.shape, ITEM_SIZE[problem.dtype]
+    batch_step, head_step, row_step, _ = (step * item for step in problem.bias_strides)
+    heads = shape.heads_q if head_step else 1
+    batch = shape.batch if batch_step else 1
+    dims = (shape.seqlen_k, shape.seqlen_q, heads, batch)
+    # The stride of an axis with one index does not matter, but it must be valid.
+    strides = (row_step, head_step or row_step, batch_step or row_step)
+    return TensorMapSpec(problem.dtype, dims, strides, box_rows)
 
 
 @functools.cache

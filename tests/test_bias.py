@@ -82,6 +82,37 @@ def test_strides(backend, storage, dtype):
     expected(inputs, bias=bias).check(**forward_backward(inputs, bias=bias))
 
 
+@each(device="cuda")
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k, head_dim, dtype, broadcast, options",
+    [
+        (2, 16, 64, 0, (), {}),
+        (64, 128, 128, 1, (0,), {}),
+        (65, 131, 64, 1, (1,), {"causal": True}),
+        (127, 97, 192, 1, (0, 1), {}),
+        (129, 257, 128, 0, (), {"causal": "top-left"}),
+        (200, 400, 256, 1, (1,), {}),
+        (193, 130, 96, 1, (0,), {"softcap": 4.0}),
+        (70, 1100, 128, 1, (1,), {"window": (150, None)}),
+        (1, 700, 128, 1, (), {}),
+        (300, 304, 64, 0, (0, 1), {}),
+    ],
+    ids=str,
+)
+def test_box_edges(backend, seqlen_q, seqlen_k, head_dim, dtype, broadcast, options):
+    """Rows that start at multiples of 16 bytes, with NaN between them: sm_90 reads it in boxes."""
+    dtype = backend.dtypes[dtype]
+    lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    inputs = problem(backend, dtype, head_dim=head_dim, **lengths)
+    shape = [1 if axis in broadcast else size for axis, size in enumerate((BATCH, HEADS))]
+    values = numpy.full((*shape, seqlen_q, seqlen_k // 8 * 8 + 16), numpy.nan, "float32")
+    rng = numpy.random.default_rng(seqlen_q)
+    values[..., :seqlen_k] = rng.standard_normal((*shape, seqlen_q, seqlen_k), "float32")
+    bias = backend.array(values, dtype)[..., :seqlen_k]
+    results = forward_backward(inputs, bias=bias, **options)
+    expected(inputs, bias=bias, **options).check(**results)
+
+
 @each(library="torch")
 def test_expanded_bias_has_a_gradient_for_each_element(backend):
     """Stride 0 without length 1; torch sums over the expanded axis by itself."""
@@ -124,6 +155,45 @@ def test_large_negative_numbers_mask(backend, value):
     bias = backend.array(numpy.where(seen, 0.0, value), "float32")
     results = forward_backward(inputs, bias=bias)
     expected(inputs, bias=mask).check(**{x: results[x] for x in ("out", "lse", "dq", "dk", "dv")})
+
+
+@each()
+@pytest.mark.parametrize(
+    "dtype, value", [(0, -6e4), (0, -numpy.inf), (1, -1e9), (1, -3.38e38), (1, -numpy.inf)]
+)
+def test_large_negative_numbers_mask_in_the_dtype_of_q(backend, value, dtype):
+    """Whole rows too, unless float16 holds the value; beside numbers of either sign."""
+    dtype = backend.dtypes[dtype]
+    inputs = problem(backend, dtype, head_dim=64, seqlen_q=72, seqlen_k=136)
+    rng = numpy.random.default_rng(7)
+    shape = (BATCH, HEADS, 72, 136)
+    seen = rng.random(shape) < 0.5
+    seen[:, :, :, 5] = seen[:, :, 8:16, 64:] = False
+    if value != -6e4:
+        seen[:, :, 70] = False
+    plain = rng.choice([-900.0, -3.0, 0.0, 2.0, 900.0], shape)
+    large, infinite = (
+        backend.array(numpy.where(seen, plain, x).astype("float32"), dtype)
+        for x in (value, -numpy.inf)
+    )
+    results = forward_backward(inputs, bias=large)
+    check = expected(inputs, bias=infinite).check
+    check(**{name: results[name] for name in ("out", "lse", "dq", "dk", "dv")})
+
+
+@each()
+@pytest.mark.parametrize("dtype", [0, 1])
+def test_nan_stays_in_its_row(backend, dtype):
+    dtype = backend.dtypes[dtype]
+    inputs = problem(backend, dtype, head_dim=64, seqlen_q=130, seqlen_k=200)
+    values = numpy.zeros((130, 200), "float32")
+    values[[3, 129], [150, 0]] = numpy.nan
+    out, lse = cupyflash.attention(
+        inputs.q, inputs.k, inputs.v, bias=backend.array(values, dtype), return_lse=True
+    )
+    rows = numpy.isnan(values).any(axis=1)
+    for found in (to_float64(out).swapaxes(1, 2)[..., 0], to_float64(lse)):
+        assert (numpy.isnan(numpy.asarray(found.tolist())) == rows).all()
 
 
 @each()

@@ -85,13 +85,14 @@ def test_is_sequence_by_sequence(backend, name, options):
 
 
 @each()
-def test_with_bias_and_sinks(backend):
+@pytest.mark.parametrize("dtype", ["q", "float32"])
+def test_with_bias_and_sinks(backend, dtype):
     inputs, lengths, ends = problem(backend, LENGTHS["both"])
     rng = numpy.random.default_rng(8)
     values = rng.standard_normal((5, 4, ROWS, COLS), dtype="float32")
     for b, (rows, cols) in enumerate(ends):  # not read either
         values[b, :, rows:] = values[b, :, :, cols:] = numpy.nan
-    bias = backend.array(values, "float32")
+    bias = backend.array(values, backend.dtypes[0] if dtype == "q" else dtype)
     sinks = backend.array(rng.standard_normal(4, dtype="float32"))
     results = forward_backward(inputs, bias=bias, sinks=sinks, causal=True, **lengths)
     dsinks = 0

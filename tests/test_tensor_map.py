@@ -1,6 +1,7 @@
 """Tensor maps and the argument they are a part of. Needs no GPU: the driver is a fake."""
 
 import ctypes
+import dataclasses
 import sys
 import types
 from ctypes import POINTER, c_int, c_uint32, c_uint64, c_void_p
@@ -10,9 +11,9 @@ import pytest
 
 from cupyflash import attention_launch, kernel_launch, tensor_map
 from cupyflash.array import View, dense_strides
-from cupyflash.families import sm90
+from cupyflash.families import sm80, sm90
 from cupyflash.kernel_config import Access, Features
-from cupyflash.params import FlashFwdParams, FlashFwdSm90Params
+from cupyflash.params import FlashBwdParams, FlashBwdSm90Params, FlashFwdParams, FlashFwdSm90Params
 from cupyflash.problem import Options, check
 from cupyflash.tensor_map import TensorMaps, TensorMapSpec
 
@@ -26,6 +27,14 @@ def view(*shape, strides=None, dtype="float16"):
 def problem(q, k=None, v=None, layout="bshd", **more):
     tensors = {"q": q, "k": k or q, "v": v or k or q, **more}
     return check("f", tensors, Options(True, None, None, 0.0, layout))
+
+
+def biased(bias, *, scale=None, softcap=0.0, dtype="float16"):
+    """Two batches of four heads, 40 queries and 72 keys; the bias begins at a multiple of 16."""
+    q, k = view(2, 40, 4, 64, dtype=dtype), view(2, 72, 4, 64, dtype=dtype)
+    options = Options(False, scale, None, softcap, "bshd")
+    found = check("f", {"q": q, "k": k, "v": k}, options, {"bias": bias})
+    return dataclasses.replace(found, bias_aligned=True)
 
 
 def packed(q, k, longest):
@@ -77,6 +86,22 @@ def test_no_keys():
     assert SPEC.encode(0) == bytes(128)
 
 
+@pytest.mark.parametrize(
+    "bias, dims, strides",
+    [
+        (view(2, 4, 40, 72), (72, 40, 4, 2), (144, 5760, 23040)),
+        (view(40, 72), (72, 40, 1, 1), (144, 144, 144)),
+        (view(2, 1, 40, 72), (72, 40, 1, 2), (144, 144, 5760)),
+        (view(2, 4, 40, 72, strides=(0, 2880, 72, 1)), (72, 40, 4, 1), (144, 5760, 144)),
+        (view(4, 40, 72, strides=(3200, 80, 1)), (72, 40, 4, 1), (160, 6400, 160)),
+    ],
+)
+def test_bias(bias, dims, strides):
+    """The axes that it is broadcast on have length 1."""
+    found = tensor_map.bias_map(biased(bias), 64)
+    assert found == TensorMapSpec("float16", dims, strides, 64)
+
+
 # Which problems a map can take ----------------------------------------------------------------
 
 
@@ -100,6 +125,42 @@ def test_access(strides, access):
 
 def test_access_of_pointers():
     assert problem(view(2, 5, 4, 64)).access(8) == Access.ELEMENT
+
+
+@pytest.mark.parametrize(
+    "shape, strides, boxes",
+    [
+        ((2, 4, 40, 72), None, True),
+        ((40, 72), (80, 1), True),  # padded rows
+        ((2, 4, 40, 72), (0, 0, 72, 1), True),  # expanded
+        ((2, 1, 1, 72), None, False),  # one row for all queries: few bytes
+        ((40, 72), (0, 1), False),
+        ((40, 1), None, False),
+        ((40, 72), (1, 40), False),  # transposed
+        ((40, 72), (76, 1), False),  # rows on no multiple of 16 bytes
+        ((4, 40, 72), (2884, 72, 1), False),
+        ((40, 72), (-72, 1), False),
+        ((2, 1, 40, 72), (2**39, 0, 72, 1), False),  # 2^40 bytes
+    ],
+)
+def test_bias_in_boxes(shape, strides, boxes):
+    """Through a map where one can describe it, and only on sm_90."""
+    found = biased(view(*shape, strides=strides))
+    assert found.features == Features(short=True, bias=1, bias_boxes=boxes)
+    arguments = "float16", 64, found.features, (9, 0)
+    assert sm90.forward(*arguments).bias == sm90.backward(*arguments)[1].bias == (4 if boxes else 1)
+    assert sm80.forward(*arguments[:3], (8, 0)).bias == 1
+
+
+def test_bias_not_in_boxes():
+    dense = view(2, 4, 40, 72)
+    assert not dataclasses.replace(biased(dense), bias_aligned=False).features.bias_boxes
+    for dtype, kind in {"float32": 3, "bool": 2}.items():
+        features = biased(view(2, 4, 40, 72, dtype=dtype)).features
+        assert (features.bias, features.bias_boxes) == (kind, False)
+    assert not biased(dense, scale=2.0**21).features.bias_boxes
+    assert not biased(dense, softcap=2.0**21).features.bias_boxes
+    assert biased(dense, softcap=9.0, scale=2.0**21).features.bias_boxes
 
 
 @pytest.mark.parametrize(
@@ -194,16 +255,48 @@ def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
     assert grid == (7,) and block == (512,)
     assert type(argument) is numpy.ndarray and argument.size == 1
     params = FlashFwdSm90Params.from_buffer_copy(argument.tobytes())
-    assert argument.nbytes == ctypes.sizeof(params) == 896
+    assert argument.nbytes == ctypes.sizeof(params) == 1024
     assert (params.num_splits, params.partial_rows, params.packed_tiles) == (1, 0, None)
     maps = params.q_map, params.k_map, params.v_map, params.out_map
     assert [bytes(x) for x in maps] == [bytes([i]) * 128 for i in (1, 2, 3, 4)]
     assert params.tile_counter == 5
     assert [x[2] for x in driver.calls] == [16, 17, 18, 19]
     assert [x[5][1] for x in driver.calls] == [64, 128, 128, 64]
+    assert bytes(params.bias_map) == bytes(128)
     base = params.base
     assert (base.q, base.seqused_k, base.lse_head_stride) == (16, 28, 5)
     assert base.shape.seqlen_q == 200
+
+
+def test_map_of_the_bias_is_the_last(driver, devices, monkeypatch):
+    """Behind all else in the argument, in either pass; keys shared out or not."""
+    arguments = []
+    function = lambda grid, block, args, memory, stream: arguments.append(args[0].tobytes())
+    monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
+    monkeypatch.setattr(attention_launch, "tile_counters", lambda device: lambda stream: bytes(8))
+    monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 132)
+    call = biased(view(2, 1, 40, 72))
+    forward = sm90.forward("float16", 64, call.features, (9, 0))
+    backward = sm90.backward("float16", 64, call.features, (9, 0))[1]
+    for config, splits, params, argument, box_rows in (
+        (forward, 1, FlashFwdParams, FlashFwdSm90Params, 64),
+        (forward, 3, FlashFwdParams, FlashFwdSm90Params, 64),
+        (backward, 1, FlashBwdParams, FlashBwdSm90Params, 128),
+    ):
+        monkeypatch.setattr(attention_launch, "num_splits", lambda *_, splits=splits: splits)
+        names = {name: name if name in "kv" else "q" for name in config.boxes}
+        strides = {f"{name}_strides": call.strides[like] for name, like in names.items()}
+        made = attention_launch.prepare(config, call, params(**strides, shape=call.shape))
+        pointers = range(1, 1 + len(kernel_launch.call_fields(params())))
+        driver.calls.clear()
+        arguments.clear()
+        made(None, *pointers, workspace=2**20)
+        assert len(driver.calls) == 5 and len(arguments) == (1 if splits == 1 else 2)
+        found = argument.from_buffer_copy(arguments[0])
+        assert bytes(found.bias_map) == b"\5" * 128 and found.base.shape.seqlen_k == 72
+        assert getattr(found, "num_splits", 1) == splits
+        dtype, rank, address, dims, steps, box = driver.calls[4][:6]
+        assert (address, dims, box) == (found.base.bias, (72, 40, 1, 2), (64, box_rows, 1, 1))
 
 
 def test_keys_are_shared_out_where_tiles_are_few(driver, devices, monkeypatch):

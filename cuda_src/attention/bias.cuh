@@ -6,7 +6,9 @@
 #include "block_info.cuh"
 
 // Template parameter BIAS: 0 none, 1 in the dtype of q, 2 bool (nonzero: the query sees the key),
-// 3 float32.
+// 3 float32, 4 in the dtype of q and in boxes of a tensor map (sm_90: bias_box_sm90.cuh).
+constexpr int BIAS_BOXES = 4;
+
 template <typename T, int BIAS>
 struct BiasElementOf {
   using type = T;
@@ -24,14 +26,15 @@ using BiasElement = typename BiasElementOf<T, BIAS>::type;
 
 // float32 has no digit left for the score below this, and exponents of such a size would round to
 // nonsense (the first product of exp2(s * scale_log2 - max * scale_log2) is not rounded, the second
-// is): what lies below counts as -inf, above it is cut off. So masks of -1e9 or finfo.min mask.
+// is): -BIAS_LIMIT and what lies below count as -inf, above BIAS_LIMIT it is cut off. So masks of
+// -1e9 or finfo.min mask.
 constexpr float BIAS_LIMIT = 16777216.f;
 
 // unit: one unit of the bias in the units of the score. Both leave NaN alone.
 template <typename E>
 __device__ __forceinline__ float add_bias(float score, E bias, float unit) {
   float x = to_float(bias);
-  x = x < -BIAS_LIMIT ? -INF : x > BIAS_LIMIT ? BIAS_LIMIT : x;
+  x = x <= -BIAS_LIMIT ? -INF : x > BIAS_LIMIT ? BIAS_LIMIT : x;
   return score + x * unit;
 }
 __device__ __forceinline__ float add_bias(float score, uint8_t seen, float unit) {

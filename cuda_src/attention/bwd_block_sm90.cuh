@@ -154,11 +154,15 @@ struct BwdLoad {
   bool with_constants;
 };
 
-// A producer, one lane.
-template <class TileQ, class TileKV, int STAGES>
+struct NothingElse {
+  __device__ void operator()(const BwdTile&, int, int) const {}
+};
+
+// A producer, one lane; load_more(tile, head, m) is called at each tile of queries.
+template <class TileQ, class TileKV, int STAGES, class LoadMore = NothingElse>
 __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
                                                BwdShared<TileQ::ROWS, STAGES>& shared,
-                                               const BwdLoad<STAGES>& to) {
+                                               const BwdLoad<STAGES>& to, LoadMore load_more = {}) {
   constexpr uint32_t ROW_FLOATS = TileQ::ROWS * sizeof(float);
   const uint32_t stage_bytes = TileQ::BYTES + (to.with_constants ? 2 * ROW_FLOATS : 0);
   Ring<BWD_TILE_RECORDS> record;
@@ -202,6 +206,7 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
           bulk_load(smem_address(shared.delta[ring.stage]), params.base.delta + row, ROW_FLOATS,
                     full);
         }
+        load_more(tile, head, m);
       }
     }
     mbarrier_arrive(almost_loaded);

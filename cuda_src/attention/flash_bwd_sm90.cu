@@ -2,7 +2,8 @@
 // keys of one key head and walks over the query tiles that see them, of every query head of the
 // group. The formulas are in flash_bwd_sm80.cu.
 //
-//   producers  two warps: one lane each loads K, then Q tiles, or V, then dO tiles, into rings
+//   producers  two warps: one lane each loads K, then Q tiles, or V, then dO tiles, into rings;
+//              the second one also a bias that comes in boxes, 64 keys for each consumer
 //   reducer    one warp: one lane has the copy engine add dQ tiles to the accumulator
 //   consumers  a warpgroup owns 64 keys. It computes S and dP transposed (rows are keys), so that
 //              P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q, in registers;
@@ -14,7 +15,7 @@
 #include "../common/wg_gemm.cuh"
 #include "../ptx/atomics.cuh"
 #include "../ptx/stmatrix.cuh"
-#include "bias.cuh"
+#include "bias_box_sm90.cuh"
 #include "bwd_block_sm90.cuh"
 #include "dropout.cuh"
 #include "mask_transposed.cuh"
@@ -75,9 +76,11 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   using TileKV = SmemTile<BLOCK_N, round_up(HEAD_DIM, 64)>;
   using TileQ = SmemTile<BLOCK_M, round_up(HEAD_DIM, 64)>;
   using TileS = SmemTile<BLOCK_M, BLOCK_N>;
+  using TileBias = SmemTile<BLOCK_M, 64>;
   constexpr int GROUPS = BLOCK_N / 64;
   constexpr int CONSUMERS = GROUPS * WARPGROUP;
-  constexpr bool BIAS_GRAD = BIAS == 1 || BIAS == 3;
+  constexpr bool BIAS_GRAD = BIAS != 0 && BIAS != 2;
+  constexpr int BIAS_BYTES = BIAS == BIAS_BOXES ? GROUPS * TileBias::BYTES : 0;
   // The part of dQ that a warpgroup computes: 64 rows, or 64 or 32 columns.
   constexpr bool SPLIT_ROWS = BLOCK_M == 64 * GROUPS;
   constexpr int DQ_COLS = HEAD_DIM > 64 || SPLIT_ROWS ? 64 : 64 / GROUPS;
@@ -85,7 +88,8 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   static_assert(SPLIT_ROWS ? HEAD_DIM == 64 : BLOCK_M == 64 && HEAD_DIM <= GROUPS * 64,
                 "dQ has one part a warpgroup");
   static_assert(
-      2 * TileKV::BYTES + NUM_STAGES * (2 * TileQ::BYTES + TileS::BYTES) + DQ_BYTES == SMEM_BYTES,
+      2 * TileKV::BYTES + NUM_STAGES * (2 * TileQ::BYTES + TileS::BYTES) + DQ_BYTES + BIAS_BYTES ==
+          SMEM_BYTES,
       "host and device disagree on shared memory");
   static_assert(GROUPS == 2, "the register split is made for two consumers");
   static_assert(NUM_STAGES == 2, "one barrier an iteration protects dS only if it has two stages");
@@ -98,8 +102,15 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   const uint32_t smem_dout = smem_q + NUM_STAGES * TileQ::BYTES;
   const uint32_t smem_ds = smem_dout + NUM_STAGES * TileQ::BYTES;
   const uint32_t smem_dq = smem_ds + NUM_STAGES * TileS::BYTES;
+  const uint32_t smem_bias = smem_dq + DQ_BYTES;
   __shared__ BwdShared<BLOCK_M, NUM_STAGES> shared;
-  if (threadIdx.x == 0) shared.init(CONSUMERS, 3);
+  __shared__ RingBarriers<1> bias_barriers[GROUPS];
+  if (threadIdx.x == 0) {
+    if constexpr (BIAS == BIAS_BOXES) {
+      for (auto& ring : bias_barriers) ring.init(4);  // warps
+    }
+    shared.init(CONSUMERS, 3);
+  }
   __syncthreads();
 
   if (warpgroup_index() == 0) {
@@ -112,9 +123,21 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
         load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(params, shared,
                                                   {1, 0, smem_k, smem_q, shared.k, shared.q, true});
     } else if (warp == 2) {
+      Ring<1> bias_ring;
+      const auto load_bias = [&](const BwdTile& tile, int head, int m) {
+        if constexpr (BIAS == BIAS_BOXES) {
+          const BiasMap bias(params, tile.batch, head);
+#pragma unroll 1
+          for (int group = 0; group < GROUPS; ++group) {
+            bias.load<TileBias>(smem_bias + group * TileBias::BYTES, bias_barriers[group],
+                                bias_ring, m * BLOCK_M, tile.n_begin + group * 64);
+          }
+          bias_ring.advance();
+        }
+      };
       if (elect_one())
         load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
-            params, shared, {2, 3, smem_v, smem_dout, shared.v, shared.dout, false});
+            params, shared, {2, 3, smem_v, smem_dout, shared.v, shared.dout, false}, load_bias);
     } else {
       reduce_dq<HEAD_DIM, BLOCK_M, BLOCK_N, CONSUMERS + 32>(params.base, shared, smem_dq);
     }
@@ -135,6 +158,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   float acc_dk[HEAD_DIM / 8][4];
   float acc_dv[HEAD_DIM / 8][4];
   Ring<NUM_STAGES> ring;
+  Ring<1> bias_ring;
   Ring<BWD_TILE_RECORDS> record;
 
   const auto step = [&](const BwdTile& tile, int head, int m_begin, bool masked) {
@@ -177,7 +201,14 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     }
     if constexpr (ALIBI)
       apply_alibi(s, score.alibi(alibi_slope), key, query, -tile.sequence.diagonal);
-    if constexpr (BIAS != 0) {
+    if constexpr (BIAS == BIAS_BOXES) {
+      bias_barriers[group].wait_full(bias_ring);
+      add_bias_tile_transposed<TileBias, T>(s, smem_bias + group * TileBias::BYTES, key_row % 64,
+                                            score.alibi(1.f));
+      __syncwarp();
+      bias_barriers[group].release(0);
+      bias_ring.advance();
+    } else if constexpr (BIAS != 0) {
       using Element = const BiasElement<T, BIAS>;
       BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
                         tile.sequence, tile.batch, head)

@@ -1,7 +1,7 @@
 // Attention forward on wgmma and TMA (Hopper): a persistent block takes query tiles of BLOCK_M rows
 // one after the other, and walks over the key tiles of each from the last to the first.
 //
-//   producers  warpgroup 0: a lane chooses tiles, one loads Q, K and V, one writes O
+//   producers  warpgroup 0: a lane chooses tiles, one loads Q, K and V, one a bias, one writes O
 //   consumers  the other warpgroups own 64 query rows each; S, P and O live in their registers
 //
 // Three things keep the tensor cores busy while a warpgroup computes its softmax:
@@ -13,7 +13,7 @@
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions" and "Tensor copy".
 #include "../common/wg_gemm.cuh"
-#include "bias.cuh"
+#include "bias_box_sm90.cuh"
 #include "dropout.cuh"
 #include "fwd_block_sm90.cuh"
 #include "mask.cuh"
@@ -44,7 +44,7 @@ template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int Q_STAGES, int 
           bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, bool SPLIT, int SMEM_BYTES>
 __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     flash_fwd_sm90(const __grid_constant__ FlashFwdSm90Params params) {
-  using Layout = FwdLayout<HEAD_DIM, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES>;
+  using Layout = FwdLayout<HEAD_DIM, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES, BIAS>;
   using TileQ = typename Layout::TileQ;
   using TileKV = typename Layout::TileKV;
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
@@ -64,6 +64,9 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     release_registers<GROUPS == 2 ? 40 : 32>();
     const int warp = warp_in_warpgroup();
     if (!elect_one()) return;
+    if constexpr (Layout::HAS_BIAS) {
+      if (warp == 3) return load_fwd_bias(params, shared, smem_q);
+    }
     if (warp == 0) schedule_fwd_tiles(params, shared);
     if (warp == 1) load_fwd_tiles(params, shared, smem_q);
     if (warp == 2) write_fwd_tiles<SPLIT>(params, shared, smem_q);
@@ -79,6 +82,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   const uint64_t dropout_seed = DROPOUT ? *params.base.dropout_seed : 0;
   Ring<Q_STAGES> q_ring;
   Ring<KV_STAGES> kv_ring;  // of K; V follows one tile behind, in the same stages
+  Ring<1> bias_ring;
   const FwdTile* tile = shared.tiles + FWD_TILE_RECORDS - 1;
   int n, n_begin, inner_begin, inner_end;
 
@@ -108,7 +112,14 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
           params.base.alibi_slopes[tile->batch * params.base.alibi_batch_stride + tile->head];
       apply_alibi(s, score.alibi(slope), row, col, tile->sequence.diagonal);
     }
-    if constexpr (BIAS != 0) {
+    if constexpr (BIAS == BIAS_BOXES) {
+      shared.bias[group].wait_full(bias_ring);
+      add_bias_tile<typename Layout::TileBias, T>(s, Layout::bias_address(smem_q, group),
+                                                  warp_row % 64, score.alibi(1.f));
+      __syncwarp();
+      shared.bias[group].release(0);
+      bias_ring.advance();
+    } else if constexpr (BIAS != 0) {
       using Element = const BiasElement<T, BIAS>;
       BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
                         tile->sequence, tile->batch, tile->head)

@@ -1,11 +1,12 @@
-// What a forward block on sm_90 is made of: its tiles and barriers in shared memory, and the three
-// lanes of the producer warpgroup that keep the consumers busy.
+// What a forward block on sm_90 is made of: its tiles and barriers in shared memory, and the lanes
+// of the producer warpgroup that keep the consumers busy.
 #pragma once
 #include "../common/params.cuh"
 #include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
+#include "bias_box_sm90.cuh"
 #include "block_info.cuh"
 #include "tensor_rows.cuh"
 #include "tile_order.cuh"
@@ -47,8 +48,10 @@ struct FwdTile {
   }
 };
 
-// The tiles of a block in dynamic shared memory: rings of Q, of K and of V.
-template <int HEAD_DIM, int BLOCK_M_, int BLOCK_N_, int Q_STAGES_, int KV_STAGES_>
+// The tiles of a block in dynamic shared memory: rings of Q, of K and of V. Of a bias in boxes, one
+// tile for each consumer warpgroup: it is read at once, and there is the rest of the step to fill
+// it again.
+template <int HEAD_DIM, int BLOCK_M_, int BLOCK_N_, int Q_STAGES_, int KV_STAGES_, int BIAS>
 struct FwdLayout {
   static constexpr int BLOCK_M = BLOCK_M_;
   static constexpr int BLOCK_N = BLOCK_N_;
@@ -57,13 +60,19 @@ struct FwdLayout {
   static constexpr int GROUPS = BLOCK_M / 64;  // consumer warpgroups
   using TileQ = SmemTile<BLOCK_M, round_up(HEAD_DIM, 64)>;
   using TileKV = SmemTile<BLOCK_N, round_up(HEAD_DIM, 64)>;
+  static constexpr bool HAS_BIAS = BIAS == BIAS_BOXES;
+  using TileBias = SmemTile<64, round_up(BLOCK_N, 64)>;
   static constexpr int K_OFFSET = Q_STAGES * TileQ::BYTES;
   static constexpr int V_OFFSET = K_OFFSET + KV_STAGES * TileKV::BYTES;
-  static constexpr int BYTES = V_OFFSET + KV_STAGES * TileKV::BYTES;
+  static constexpr int BIAS_OFFSET = V_OFFSET + KV_STAGES * TileKV::BYTES;
+  static constexpr int BYTES = BIAS_OFFSET + (HAS_BIAS ? GROUPS * TileBias::BYTES : 0);
 
   // 64 rows and 64 columns of Q, or of O, which takes its place.
   __device__ static uint32_t q_address(uint32_t smem, int stage, int group, int block) {
     return smem + stage * TileQ::BYTES + block * TileQ::BLOCK_BYTES + group * 64 * TileQ::ROW_BYTES;
+  }
+  __device__ static uint32_t bias_address(uint32_t smem, int group) {
+    return smem + BIAS_OFFSET + group * TileBias::BYTES;
   }
 };
 
@@ -83,15 +92,19 @@ struct FwdShared {
   uint64_t almost_loaded;
   uint64_t o_full[L::Q_STAGES][L::GROUPS];
   FwdTile tiles[FWD_TILE_RECORDS];
+  RingBarriers<1> bias[L::HAS_BIAS ? L::GROUPS : 1];
 
   __device__ void init() {
     for (auto& ring : q) ring.init(1);
     k.init(L::GROUPS * 4);  // warps
     v.init(L::GROUPS * 4);
     located.init(1);
-    mbarrier_init(smem_address(&almost_loaded), 1);
+    mbarrier_init(smem_address(&almost_loaded), L::HAS_BIAS ? 2 : 1);  // loaders
     for (auto& stage : o_full) {
       for (auto& barrier : stage) mbarrier_init(smem_address(&barrier), 4);
+    }
+    if constexpr (L::HAS_BIAS) {
+      for (auto& ring : bias) ring.init(4);  // warps
     }
     mbarrier_init_fence();
   }
@@ -193,6 +206,30 @@ __device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
     }
     if (n == n_almost) mbarrier_arrive(almost_loaded);
     load(v, smem + L::V_OFFSET, shared.v, v_ring, n);
+  }
+}
+
+// The loader of the bias, a lane of its own: what it waits for must not hold up K and V. The
+// scheduler may go on as soon as this lane has come to the tile.
+template <class L>
+__device__ __forceinline__ void load_fwd_bias(const FlashFwdSm90Params& params,
+                                              FwdShared<L>& shared, uint32_t smem) {
+  Ring<FWD_TILE_RECORDS> record;
+  Ring<1> ring;
+#pragma unroll 1
+  for (;; record.advance()) {
+    const FwdTile& tile = shared.wait_tile(record);
+    if (tile.m_rows == 0) return;
+    mbarrier_arrive(smem_address(&shared.almost_loaded));
+    const BiasMap bias(params, tile.batch, tile.head);
+#pragma unroll 1
+    for (int n = tile.n_range.end - 1; n >= tile.n_range.begin; --n, ring.advance()) {
+#pragma unroll 1
+      for (int group = 0; group < L::GROUPS; ++group) {
+        bias.template load<typename L::TileBias>(L::bias_address(smem, group), shared.bias[group],
+                                                 ring, tile.m_begin + group * 64, n * L::BLOCK_N);
+      }
+    }
   }
 }
 

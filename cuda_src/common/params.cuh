@@ -118,7 +118,8 @@ struct PackedTile {
 // sm_90: tensor maps of (head_dim, rows, heads, batch) in front; packed sequences are a batch of
 // one there. Where sequences have lengths of their own, each has maps of its own in sequence_maps
 // [map][batch], and packed_tiles lists the tiles of a head (see tile_order.cuh); else both are
-// null.
+// null. Last the map of a bias that comes in boxes, (seqlen_k, seqlen_q, heads_q, batch) with 1 on
+// the axes that it is broadcast on; else zeros.
 struct alignas(64) FlashFwdSm90Params {
   TensorMap q_map;
   TensorMap k_map;
@@ -134,6 +135,7 @@ struct alignas(64) FlashFwdSm90Params {
   float* partial_lse;
   int64_t partial_rows;
   int num_splits;
+  TensorMap bias_map;
 };
 
 struct alignas(64) FlashBwdSm90Params {
@@ -145,6 +147,7 @@ struct alignas(64) FlashBwdSm90Params {
   const TensorMap* sequence_maps;
   const PackedTile* packed_tiles;
   uint32_t* tile_counter;
+  TensorMap bias_map;
 };
 
 struct alignas(64) SequenceMapsParams {

@@ -11,7 +11,7 @@ from typing import ClassVar
 from ..kernel_config import Access, Features, KernelConfig
 from ..params import AttentionShape, FlashFwdSm90Params, SequenceMapsParams
 from . import sm90_backward
-from .sm90_backward import WARPGROUP, box_columns
+from .sm90_backward import BIAS_BOXES, WARPGROUP, box_columns
 
 Capability = tuple[int, int]  # compute capability: (major, minor)
 
@@ -35,6 +35,14 @@ FORWARD_TILES_BIAS = {
     96: (128, 112, 2, 2),
     128: (128, 96, 2, 2),
     192: (128, 80, 1, 2),
+    256: (128, 64, 1, 2),
+}
+# But not one that comes in boxes, which have a place in shared memory.
+FORWARD_TILES_BOXES = {
+    64: (128, 128, 2, 3),
+    96: (128, 128, 2, 2),
+    128: (128, 128, 2, 2),
+    192: (128, 96, 1, 2),
     256: (128, 64, 1, 2),
 }
 
@@ -74,6 +82,11 @@ class FlashFwdSm90(KernelConfig):
     def boxes(self) -> dict[str, int]:
         """Rows of a box of each tensor map."""
         return {"q": 64, "k": self.block_n, "v": self.block_n, "out": 64}
+
+    @property
+    def bias_box_rows(self) -> int:
+        """Rows of a box of the map of the bias: those of a warpgroup."""
+        return 64 if self.bias == BIAS_BOXES else 0
 
     @property
     def tile_rows(self) -> int:
@@ -156,14 +169,17 @@ def supports(
 def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSm90:
     """The forward kernel."""
     padded = _padded(head_dim)
-    switches = (features.softcap, features.alibi, features.bias, features.dropout)
+    bias = BIAS_BOXES if features.bias_boxes else features.bias
+    switches = (features.softcap, features.alibi, bias, features.dropout)
     tile = FORWARD_TILES[padded]
     if features.masked and features.short or any(switches):
         tile = FORWARD_TILES_LOW.get(padded, tile)
-    if features.bias:
-        tile = FORWARD_TILES_BIAS[padded]
+    if bias:
+        tile = (FORWARD_TILES_BOXES if bias == BIAS_BOXES else FORWARD_TILES_BIAS)[padded]
     block_m, block_n, q_stages, kv_stages = tile
     smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * box_columns(padded) * 2
+    if bias == BIAS_BOXES:
+        smem_bytes += block_m * box_columns(block_n) * 2
     return FlashFwdSm90(dtype, padded, *tile, *switches, False, smem_bytes)
 
 
@@ -181,8 +197,9 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     yield from PACKED
     seen = set()
     both = (False, True)
-    values = itertools.product(both, both, both, both, range(4), both)
-    all_features = [Features(*x) for x in values]
+    biases = [(kind, False) for kind in range(4)] + [(1, True)]
+    values = itertools.product(both, both, both, both, biases, both)
+    all_features = [Features(*x, *bias[:1], dropout, *bias[1:]) for *x, bias, dropout in values]
     for problem in itertools.product(DTYPES, FORWARD_TILES, all_features, [capability]):
         kernels = (*forward(*problem).with_splits(), *backward(*problem))
         yield from (config for config in kernels if config not in seen)

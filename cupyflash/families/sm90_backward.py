@@ -9,6 +9,7 @@ from .preprocess import FlashBwdPreprocess
 
 WARPGROUP = 128  # threads
 NUM_STAGES = 2  # of Q and dO
+BIAS_BOXES = 4  # the switch `bias` of kernels that read it through a tensor map, as in bias.cuh
 
 # head dim: block_m, block_n
 TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128)}
@@ -68,6 +69,11 @@ class FlashBwdSm90(MainKernel):
         """Threads of a block."""
         return (self.block_n // 64 + 1) * WARPGROUP
 
+    @property
+    def bias_box_rows(self) -> int:
+        """Rows of a box of the map of the bias: all queries of a step."""
+        return self.block_m if self.bias == BIAS_BOXES else 0
+
 
 @dataclasses.dataclass(frozen=True)
 class FlashBwdWideSm90(MainKernel):
@@ -124,6 +130,8 @@ def backward(dtype: str, head_dim: int, features: Features) -> tuple[KernelConfi
     wide_tiles = WIDE_TILES_SCORE if softcap or bias or dropout else WIDE_TILES
     padded = next(size for size in sorted(tiles | wide_tiles) if size >= head_dim)
     if padded in tiles:
+        if features.bias_boxes:
+            switches = (softcap, alibi, BIAS_BOXES, dropout)
         main = _main(dtype, padded, *tiles[padded], switches)
     else:
         main = _main_wide(dtype, padded, *wide_tiles[padded], switches)
@@ -139,7 +147,8 @@ def _main(dtype: str, head_dim: int, block_m: int, block_n: int, switches: tuple
     kv_bytes = 2 * block_n * columns * 2
     stage_bytes = (2 * block_m * columns + block_m * block_n) * 2  # Q, dO, dS
     dq_bytes = block_m * columns * 4
-    smem_bytes = kv_bytes + NUM_STAGES * stage_bytes + dq_bytes
+    bias_bytes = block_m * block_n * 2 if BIAS_BOXES in switches else 0
+    smem_bytes = kv_bytes + NUM_STAGES * stage_bytes + dq_bytes + bias_bytes
     return FlashBwdSm90(dtype, head_dim, block_m, block_n, NUM_STAGES, *switches, smem_bytes)
 
 
