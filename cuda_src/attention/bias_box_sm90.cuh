@@ -1,10 +1,10 @@
 // A 16-bit bias that the copy engine brings to shared memory: a box for each warpgroup and step,
 // and its addition to the scores in wgmma accumulators.
 #pragma once
-#include "../ptx/tma.cuh"
-#include "bias.cuh"
 #include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
+#include "../ptx/tma.cuh"
+#include "bias.cuh"
 
 // The bias of one head in its tensor map, which knows no axis that it is broadcast on.
 struct BiasMap {
