@@ -40,13 +40,12 @@ __device__ __forceinline__ void add_bias_pair(float& first, float& second, uint3
                                               float unit) {
   if constexpr (T::IS_BFLOAT16) {
     // -BIAS_LIMIT * 2^104 is -inf, and so is what lies below; no other product is rounded.
-    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(0x73807380u));
-    asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(0x7f7f7f7fu));
+    pair = min_bf16x2(mul_bf16x2(pair, 0x73807380u), 0x7f7f7f7fu);
     unit *= 0x1p-104f;
     first += __uint_as_float(pair << 16) * unit;
     second += __uint_as_float(pair & 0xffff0000u) * unit;
   } else {
-    asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(0x7bff7bffu));
+    pair = min_f16x2(pair, 0x7bff7bffu);
     first += to_float(half_t{static_cast<uint16_t>(pair)}) * unit;
     second += to_float(half_t{static_cast<uint16_t>(pair >> 16)}) * unit;
   }

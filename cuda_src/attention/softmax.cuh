@@ -68,6 +68,7 @@ struct RowState {
     }
     const bool empty = total == 0.f;  // a row that saw no key; a NaN is not empty
     lse = empty ? -INF : __fadd_rn(max_log2, log2_accurate(total)) * LN2;
+    if (total != total) lse = total;  // log2_accurate takes a NaN for a number
     return empty ? 0.f : rescale * rcp_approx(total);
   }
 };

@@ -47,6 +47,23 @@ __device__ __forceinline__ float log2_accurate(float x) {
   return y + float((bits >> 23) - 127);
 }
 
+// Two 16-bit numbers in one register; NaN stays NaN.
+__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ uint32_t min_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ uint32_t min_f16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
 // tanh with an absolute error near 1e-7, for a score that is multiplied by the cap afterwards;
 // tanh.approx (2^-11) would cost more accuracy than float16 scores have.
 __device__ __forceinline__ float tanh_exp2(float x) {
