@@ -8,15 +8,55 @@ from .checks import require_grid
 from .groups import Groups, dense_like, layout_of
 from .kernel_launch import Launch, Plan, multiprocessors
 from .kernels import group_norm as kernels
-from .norm_params import GroupNormBwdParams, GroupNormFwdParams
+from .norm_params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams, TwoPassShape
 from .norm_plan import sum_launch
 
-SPLIT_BLOCKS = 16  # for each multiprocessor, of the kernels that share groups between blocks
-MAX_SPLITS = 256
+LAG = 1  # how far the first of two passes is ahead: times what all blocks hold at a time
+
+
+class Work:
+    """A kernel for groups, and how its blocks share them.
+
+    Attributes:
+        passes, tiling: of a kernel in two passes, else empty.
+        blocks: of the launch.
+        counters: integers that must be 0 at the start.
+    """
+
+    def __init__(
+        self, function: str, direction: str, views: Mapping[str, View], groups: Groups, kind: tuple,
+        aligned: bool,
+    ) -> None:  # fmt: skip
+        halves, aligned = aligned and groups.halves, aligned and groups.aligned
+        units, x = groups.batch, views["x"]
+        self.passes, self.tiling, self.counters = TwoPassShape(), ChannelTiling(), 0
+        if groups.channels_last:
+            pick = getattr(kernels, f"{direction}_last")
+            self.config = pick(kind, aligned)
+            sizes = groups.num_groups, groups.channels
+            tiling = kernels.channel_tiling(*sizes, self.config.vector)
+            if tiling is None:
+                self.config = pick(kind, False)
+                tiling = kernels.channel_tiling(*sizes, 1)
+            self.tiling = tiling
+            pieces = self.config.pieces(tiling, groups.positions)
+        else:
+            units *= groups.num_groups
+            pick = getattr(kernels, direction)
+            self.config = pick(kind, groups.size, aligned, halves)
+            if isinstance(self.config, kernels.GroupConfig):
+                require_grid(function, units + self.config.groups, x.shape)
+                self.blocks = -(-units // self.config.groups)
+                return
+            pieces = self.config.pieces(groups.channels, groups.positions)
+        at_once = self.config.blocks * multiprocessors(x.device)
+        work = require_grid(function, 2 * units * pieces, x.shape)
+        self.passes = TwoPassShape(units, pieces, min(units, -(-LAG * at_once // pieces)))
+        self.blocks, self.counters = min(work, at_once), 1 + units
 
 
 class ForwardPlan(Plan):
-    """The one or two forward kernels for one signature."""
+    """The forward kernel for one signature."""
 
     def __init__(
         self,
@@ -32,24 +72,22 @@ class ForwardPlan(Plan):
         super().__init__(x.device)
         self.library, self.shape = library, x.shape
         self.stats_shape = (x.shape[0], num_groups, 2)
-        self.strides, self.partials_shape = dense_like(x, layout_of(function, "x", x)), None
+        self.strides = dense_like(x, layout_of(function, "x", x))
         self.empty = 0 in x.shape
         if self.empty:
             return
         groups = Groups(function, views | {"out": x._replace(strides=self.strides)}, num_groups)
-        kind = (x.dtype, weight.dtype, activation, groups.channels_last)
-        picked = kernels.forward(*kind, groups.size, aligned and groups.aligned)
-        grid = groups.batch * num_groups
-        if isinstance(picked, tuple):
-            pieces = -(-groups.size // picked[0].piece)
-            groups.splits = splits_of(pieces, grid, x.device)
-            grid *= groups.splits
-            self.partials_shape = (grid, 3)
-        else:
-            picked = (picked,)
-        params = GroupNormFwdParams(**groups.strides, shape=groups.shape(eps))
-        grid = require_grid(function, grid, x.shape)
-        self.launches = [Launch(config, x.device, grid, params) for config in picked]
+        kind = (x.dtype, weight.dtype, activation)
+        work = Work(function, "forward", views, groups, kind, aligned)
+        self.counters = work.counters
+        # Of a piece at most one record for each of its warps, or for each of its groups.
+        records = max(work.config.threads // 32, work.tiling.groups)
+        self.partials_shape = (work.passes.units * work.passes.pieces * records, 3)
+        shape = groups.shape(eps, work.config.vector)
+        params = GroupNormFwdParams(
+            **groups.strides, shape=shape, passes=work.passes, tiling=work.tiling
+        )
+        self.launch = Launch(work.config, x.device, work.blocks, params)
 
     def run(
         self, x: Array, pointers: tuple[int, int, int], need_stats: bool
@@ -57,26 +95,27 @@ class ForwardPlan(Plan):
         """``pointers`` of x, weight, bias."""
         library, pointer = self.library, self.library.pointer
         out = library.empty_strided(self.shape, self.strides, x)
-        stats = library.empty_float32(self.stats_shape, x) if need_stats else None
         if self.empty:
+            stats = library.empty_float32(self.stats_shape, x) if need_stats else None
             return out, library.zeros_like(stats) if need_stats else None
-        partials = None
-        if self.partials_shape is not None:
+        need_stats, workspace = need_stats or self.counters > 0, (0, 0)
+        stats = library.empty_float32(self.stats_shape, x) if need_stats else None
+        if self.counters:
             partials = library.empty_float32(self.partials_shape, x)
-        arguments = (
+            counters = library.zeros_int32(self.counters, x)
+            workspace = pointer(partials), pointer(counters)
+        self.launch(
+            library.stream(self.device_id),
             *pointers,
             pointer(out),
             pointer(stats) if need_stats else 0,
-            0 if partials is None else pointer(partials),
+            *workspace,
         )
-        stream = library.stream(self.device_id)
-        for launch in self.launches:
-            launch(stream, *arguments)
         return out, stats
 
 
 class BackwardPlan(Plan):
-    """The backward kernels for one signature."""
+    """The backward kernel for one signature, and the sum over the samples."""
 
     def __init__(
         self,
@@ -96,24 +135,21 @@ class BackwardPlan(Plan):
         num_groups, channels = views["stats"].shape[1], x.shape[1]
         tensors = {"x": x, "dout": views["dout"], "dx": x._replace(strides=self.strides)}
         groups = Groups(function, tensors, num_groups)
-        kind = (x.dtype, weight.dtype, activation, groups.channels_last)
-        picked = kernels.backward(*kind, groups.rows, groups.columns, aligned and groups.aligned)
-        grids = [groups.batch * num_groups]
-        if isinstance(picked, tuple):
-            sums, _ = picked
-            steps = groups.rows if groups.channels_last else groups.columns // sums.vector
-            at_once = sums.threads // 32 if groups.channels_last else sums.threads
-            blocks = groups.batch * -(-channels // sums.channels)
-            groups.splits = splits_of(-(-steps // (4 * at_once)), blocks, x.device)
-            grids = [blocks * groups.splits, grids[0] * groups.splits]
-        else:
-            picked = (picked,)
-        params = GroupNormBwdParams(**groups.strides, shape=groups.shape(0.0))
-        self.launches = [
-            Launch(config, x.device, require_grid(function, grid, x.shape), params)
-            for config, grid in zip(picked, grids)
-        ]
-        self.partials_shape = (2, groups.batch * groups.splits, channels)
+        kind = (x.dtype, weight.dtype, activation)
+        work = Work(function, "backward", views, groups, kind, aligned)
+        self.counters = work.counters
+        # Of a piece two sums for each of its warps, or for each of its channels.
+        records = max(work.config.threads // 32, work.tiling.channels)
+        self.pieces_shape = (work.passes.units * work.passes.pieces * records, 2)
+        self.means_shape = (x.shape[0], num_groups, 2)
+        params = GroupNormBwdParams(
+            **groups.strides,
+            shape=groups.shape(0.0, work.config.vector),
+            passes=work.passes,
+            tiling=work.tiling,
+        )
+        self.launch = Launch(work.config, x.device, work.blocks, params)
+        self.partials_shape = (2, groups.batch, channels)
         self.sum = sum_launch(weight, x.device, self.partials_shape)
 
     def run(
@@ -126,14 +162,12 @@ class BackwardPlan(Plan):
             return dx, library.zeros_like(weight), library.zeros_like(bias)
         dweight, dbias = (library.empty(self.shape[1:2], (1,), y) for y in (weight, bias))
         partials = library.empty_float32(self.partials_shape, x)
-        stream, shares = library.stream(self.device_id), pointer(partials)
-        for launch in self.launches:
-            launch(stream, *pointers, pointer(dx), shares)
+        stream, shares, workspace = library.stream(self.device_id), pointer(partials), (0, 0, 0)
+        if self.counters:
+            pieces = library.empty_float32(self.pieces_shape, x)
+            means = library.empty_float32(self.means_shape, x)
+            counters = library.zeros_int32(self.counters, x)
+            workspace = pointer(pieces), pointer(means), pointer(counters)
+        self.launch(stream, *pointers, pointer(dx), shares, *workspace)
         self.sum(stream, shares, pointer(dweight), pointer(dbias))
         return dx, dweight, dbias
-
-
-def splits_of(pieces: int, blocks: int, device: int) -> int:
-    """How many blocks share one block's work of so many pieces, to keep the GPU busy."""
-    wanted = -(-SPLIT_BLOCKS * multiprocessors(device) // blocks)
-    return max(1, min(pieces, wanted, MAX_SPLITS))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from .array import View, dense_strides
 from .kernel_config import ITEM_SIZE
-from .norm_params import GroupNormShape, GroupStrides
+from .norm_params import GroupNormShape, GroupStrides, divisor
 from .rows import collapse
 
 MAX_GROUP = 2**31  # elements of one group, and channels of a tensor
@@ -57,10 +57,12 @@ class Groups:
     """The groups of tensors of one shape and one memory format.
 
     Attributes:
-        rows, columns: of a group; the columns are contiguous.
+        batch, num_groups, positions: of the tensors.
+        channels, size: of a group: its channels, its elements.
         strides: ``<name>_strides`` of each tensor, for the parameter structs.
-        aligned: whether every row begins, and its length is, a multiple of 16 bytes.
-        splits: blocks that share a group.
+        aligned: whether every row of positions (of channels, if they are last) begins, and its
+            length is, a multiple of 16 bytes.
+        halves: whether 16 bytes hold two whole channels, which lie side by side.
 
     Raises:
         ValueError: the tensors differ in memory format, or a group is too large.
@@ -78,24 +80,26 @@ class Groups:
                 got = f"{name} strides {tensors[name].strides}, x strides {x.strides}"
                 fact = f"{name} must have the memory format of x"
                 raise ValueError(f"{function}: {fact}, got {got}")
-        self.batch, channels, self.num_groups, self.splits = *x.shape[:2], num_groups, 1
-        width, positions = channels // num_groups, math.prod(x.shape[2:])
-        self.rows, self.columns = (positions, width) if self.channels_last else (width, positions)
-        self.size = width * positions
-        if max(self.size, channels) >= MAX_GROUP:
-            fact = f"groups must have fewer than {MAX_GROUP} elements"
-            raise ValueError(f"{function}: {fact}, got {self.size}")
-        steps = {
-            name: (y.batch, y.channel * width, y.position if self.channels_last else y.channel)
-            for name, y in layouts.items()
-        }
-        self.strides = {f"{name}_strides": GroupStrides(*step) for name, step in steps.items()}
+        self.batch, channels, self.num_groups = *x.shape[:2], num_groups
+        self.channels, self.positions = channels // num_groups, math.prod(x.shape[2:])
+        self.size = self.channels * self.positions
+        for count, name in ((self.size, "elements of a group"), (channels, "channels")):
+            if count >= MAX_GROUP:
+                raise ValueError(f"{function}: {name} must be fewer than {MAX_GROUP}, got {count}")
+        self.strides = {f"{name}_strides": GroupStrides(*y[:3]) for name, y in layouts.items()}
         item = ITEM_SIZE[x.dtype]
-        lengths = (self.columns, *(step for group in steps.values() for step in group))
-        self.aligned = all(length * item % 16 == 0 for length in lengths)
+        whole = lambda *counts: all(count * item % 16 == 0 for count in counts)  # noqa: E731
+        if self.channels_last:
+            self.halves = False
+            self.aligned = whole(channels, *(s for y in layouts.values() for s in (y[0], y[2])))
+            return
+        self.aligned = whole(self.positions, *(s for y in layouts.values() for s in y[:2]))
+        dense = all(y.channel == self.positions for y in layouts.values())
+        two = self.positions * item == 8 and self.channels % 2 == 0
+        self.halves = dense and two and whole(*(y.batch for y in layouts.values()))
 
-    def shape(self, eps: float) -> GroupNormShape:
+    def shape(self, eps: float, vector: int) -> GroupNormShape:
         """As the kernels get it."""
-        return GroupNormShape(
-            self.batch, self.rows, self.columns, self.num_groups, self.splits, 1 / self.size, eps
-        )
+        sizes = self.batch, self.num_groups, self.channels, self.positions
+        packs = divisor(max(1, self.positions // vector))
+        return GroupNormShape(*sizes, 1 / self.size, eps, packs)

@@ -1,7 +1,7 @@
 """Kernel arguments of the norms: ctypes mirrors of ``cuda_src/common/norm_params.cuh``."""
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 
 ROW_AXES = 4  # as in norm_params.cuh
 
@@ -78,22 +78,45 @@ class SumPartialsParams(ctypes.Structure):
 
 
 class GroupStrides(ctypes.Structure):
-    """Element strides of samples, groups and the rows of a group."""
+    """Element strides of samples, channels and positions."""
 
-    _fields_ = [("batch", c_int64), ("group", c_int64), ("row", c_int64)]
+    _fields_ = [("batch", c_int64), ("channel", c_int64), ("position", c_int64)]
+
+
+class Divisor(ctypes.Structure):
+    """What a kernel divides by: see `divisor`."""
+
+    _fields_ = [("multiplier", c_uint32), ("shift", c_int32)]
 
 
 class GroupNormShape(ctypes.Structure):
-    """Groups of ``rows`` x ``columns`` numbers each."""
+    """Groups of ``channels`` x ``positions`` numbers each."""
 
     _fields_ = [
         ("batch", c_int64),
-        ("rows", c_int32),
-        ("columns", c_int32),
         ("groups", c_int32),
-        ("splits", c_int32),
+        ("channels", c_int32),
+        ("positions", c_int32),
         ("inverse_size", c_float),
         ("eps", c_float),
+        ("packs", Divisor),
+    ]
+
+
+class TwoPassShape(ctypes.Structure):
+    """Two passes in one launch over units in pieces."""
+
+    _fields_ = [("units", c_int32), ("pieces", c_int32), ("lag", c_int32)]
+
+
+class ChannelTiling(ctypes.Structure):
+    """Which channels a block has, channels last."""
+
+    _fields_ = [
+        ("tiles", c_int32),
+        ("groups", c_int32),
+        ("parts", c_int32),
+        ("channels", c_int32),
     ]
 
 
@@ -107,9 +130,12 @@ class GroupNormFwdParams(ctypes.Structure):
         ("out", c_void_p),
         ("stats", c_void_p),
         ("partials", c_void_p),
+        ("counters", c_void_p),
         ("x_strides", GroupStrides),
         ("out_strides", GroupStrides),
         ("shape", GroupNormShape),
+        ("passes", TwoPassShape),
+        ("tiling", ChannelTiling),
     ]
 
 
@@ -124,8 +150,19 @@ class GroupNormBwdParams(ctypes.Structure):
         ("stats", c_void_p),
         ("dx", c_void_p),
         ("partials", c_void_p),
+        ("pieces", c_void_p),
+        ("means", c_void_p),
+        ("counters", c_void_p),
         ("dout_strides", GroupStrides),
         ("x_strides", GroupStrides),
         ("dx_strides", GroupStrides),
         ("shape", GroupNormShape),
+        ("passes", TwoPassShape),
+        ("tiling", ChannelTiling),
     ]
+
+
+def divisor(n: int) -> Divisor:
+    """For quotients by n of numbers from 0 to 2^31 - 1, by one multiplication."""
+    shift = (n - 1).bit_length()
+    return Divisor((1 << 32) * ((1 << shift) - n) // n + 1, shift)

@@ -10,7 +10,7 @@ from .kernels import norm as kernels
 from .norm_params import NormBwdParams, NormFwdParams, SumPartialsParams
 from .rows import Rows
 
-BACKWARD_THREADS = 512  # of a multiprocessor, 128 registers each
+FORWARD_ROUNDS = 4  # grids' worth of blocks that follow each other; a block has every n-th row
 WEIGHT_BLOCKS = 8  # of norm_bwd_weight, for each multiprocessor
 
 
@@ -42,8 +42,11 @@ class ForwardPlan(Plan):
         vector = aligned and rows.aligned
         config = kernels.forward(x.dtype, weight.dtype, rms, rows.columns, vector)
         params = NormFwdParams(**rows.strides, shape=rows.shape(eps))
-        grid = require_grid(function, -(-rows.rows // config.rows), x.shape)
-        self.launch = Launch(config, x.device, grid, params)
+        grid = rows.rows
+        if isinstance(config, kernels.NormFwd):
+            at_once = config.blocks * multiprocessors(x.device)
+            grid = min(-(-rows.rows // config.rows), FORWARD_ROUNDS * at_once)
+        self.launch = Launch(config, x.device, require_grid(function, grid, x.shape), params)
 
     def run(
         self, x: Array, pointers: tuple[int, int, int, int], need_stats: bool
@@ -89,8 +92,7 @@ class BackwardPlan(Plan):
         config = kernels.backward(x.dtype, weight.dtype, rms, rows.columns, vector)
         at_once = multiprocessors(x.device)
         if config is not None:
-            most = at_once * (BACKWARD_THREADS // config.threads)
-            splits = min(-(-rows.rows // config.rows), most)
+            splits = min(-(-rows.rows // config.rows), config.blocks * at_once)
             launches = [(config, splits)]
         else:
             config, of_weight = kernels.long_backward(x.dtype, weight.dtype, rms, vector)

@@ -33,6 +33,13 @@ __device__ __forceinline__ Moments operator+(Moments a, Moments b) {
   return {count, mean, a.m2 + b.m2 + delta * delta * (a.count * (b.count * share))};
 }
 
+// From a mean that may be off by rounding, and the sums of the deviations from it and of their
+// squares; `share` is 1 / count.
+__device__ __forceinline__ Moments moments_of(float count, float share, float mean, Sums rest) {
+  const float error = rest.first * share;
+  return {count, mean + error, rest.second - rest.first * error};
+}
+
 template <class V>
 __device__ __forceinline__ V shuffle_xor(V value, int mask) {
   constexpr int FLOATS = sizeof(V) / sizeof(float);

@@ -68,22 +68,46 @@ struct SumPartialsParams {
   int64_t columns;
 };
 
-// One group of one sample is a matrix with contiguous rows: channels x positions (channels first),
-// or positions x channels of the group (channels last).
 struct GroupStrides {
   int64_t batch;
-  int64_t group;
-  int64_t row;
+  int64_t channel;
+  int64_t position;
+};
+
+// n / divisor for 0 <= n < 2^31. Granlund, Montgomery: Division by invariant integers using
+// multiplication, 1994.
+struct Divisor {
+  uint32_t multiplier;
+  int shift;
+
+  __device__ int divide(int n) const { return (__umulhi(n, multiplier) + n) >> shift; }
 };
 
 struct GroupNormShape {
   int64_t batch;
-  int rows;
-  int columns;
   int groups;
-  int splits;  // blocks that share a group, in the kernels that read twice
-  float inverse_size;
+  int channels;  // of a group
+  int positions;
+  float inverse_size;  // of a group
   float eps;
+  Divisor packs;  // by the packs of a channel, where a pack does not cross channels
+};
+
+// Two passes over the same data in one launch (two_passes.cuh): the units that are normalised
+// together, in pieces.
+struct TwoPassShape {
+  int units;
+  int pieces;
+  int lag;  // units that the first pass is ahead of the second one
+};
+
+// Channels last: which channels a block has. Either `groups` whole groups or one of `parts` parts
+// of a single group.
+struct ChannelTiling {
+  int tiles;
+  int groups;
+  int parts;
+  int channels;
 };
 
 struct GroupNormFwdParams {
@@ -91,11 +115,14 @@ struct GroupNormFwdParams {
   const void* weight;  // [channels]
   const void* bias;    // [channels]
   void* out;
-  float* stats;     // [batch, groups, 2]: mean, 1 / deviation; or null
-  float* partials;  // [batch, groups, splits, 3]: count, mean, sum of squared deviations; or null
+  float* stats;     // [batch, groups, 2]: mean, 1 / deviation; or null in one pass
+  float* partials;  // count, mean, sum of squared deviations of each piece; or null in one pass
+  int* counters;    // [1 + units] zeros; or null in one pass
   GroupStrides x_strides;
   GroupStrides out_strides;
   GroupNormShape shape;
+  TwoPassShape passes;
+  ChannelTiling tiling;
 };
 
 struct GroupNormBwdParams {
@@ -105,9 +132,14 @@ struct GroupNormBwdParams {
   const void* bias;
   const float* stats;
   void* dx;
-  float* partials;  // [2, batch * splits, channels]: shares of dweight and dbias
+  float* partials;  // [2, batch, channels]: shares of dweight and dbias
+  float* pieces;    // the same of each piece; or null in one pass
+  float* means;     // [batch, groups, 2]: what dx needs of the group; or null in one pass
+  int* counters;    // [1 + units] zeros; or null in one pass
   GroupStrides dout_strides;
   GroupStrides x_strides;
   GroupStrides dx_strides;
   GroupNormShape shape;
+  TwoPassShape passes;
+  ChannelTiling tiling;
 };

@@ -1,81 +1,108 @@
-// One group of one sample, a matrix of rows with contiguous columns: with channels first, a row is
-// a channel; with channels last, a column is one. A pack never crosses the end of a row.
+// What the kernels of GroupNorm share: the formulas for one pack of one channel or of several.
 #pragma once
 #include "../common/activation.cuh"
 #include "row_tile.cuh"
 
-struct Position {
-  int row;
-  int column;
+// How channels lie in a pack: one of them, two with half of it each, or one for each element.
+enum Layout { first, halves, last };
+
+template <Layout LAYOUT, int VECTOR>
+__host__ __device__ constexpr int pack_channels() {
+  return LAYOUT == first ? 1 : LAYOUT == halves ? 2 : VECTOR;
+}
+
+// Parameters of the channels of a pack: z = (x - mean) * scale + bias.
+template <int CHANNELS>
+struct Affine {
+  float mean[CHANNELS];
+  float scale[CHANNELS];  // 1 / deviation * weight
+  float bias[CHANNELS];
 };
 
-// Element `element` of a group, counted row by row.
-__device__ __forceinline__ Position position_of(int element, const GroupNormShape& shape) {
-  const int row = unsigned(element) / unsigned(shape.columns);
-  return {row, element - row * shape.columns};
-}
-
-__device__ __forceinline__ int64_t offset(const GroupStrides& strides, Position position) {
-  return position.row * strides.row + position.column;
-}
-
-__device__ __forceinline__ int group_size(const GroupNormShape& shape) {
-  return shape.rows * shape.columns;
-}
-
-template <bool CHANNELS_LAST>
-__device__ __forceinline__ int group_channels(const GroupNormShape& shape) {
-  return CHANNELS_LAST ? shape.columns : shape.rows;
-}
-
-// The parameters of VECTOR neighbouring elements; `data` is the first channel of the group.
-template <bool CHANNELS_LAST, int VECTOR, typename WEIGHT>
-__device__ __forceinline__ Pack<float, VECTOR> load_channels(const WEIGHT* data,
-                                                             Position position) {
-  Pack<float, VECTOR> result;
-  if constexpr (CHANNELS_LAST) {
-    const auto pack = load_pack<VECTOR>(data + position.column);
+// Of neighbouring channels of one group, beginning with `channel`.
+template <int CHANNELS, typename WEIGHT>
+__device__ __forceinline__ Affine<CHANNELS> affine_of(const WEIGHT* weight, const WEIGHT* bias,
+                                                      float mean, float scale) {
+  Affine<CHANNELS> result;
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) result.values[i] = to_float(pack.values[i]);
-  } else {
-    const float value = to_float(data[position.row]);
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i) result.values[i] = value;
+  for (int i = 0; i < CHANNELS; ++i) {
+    result.mean[i] = mean;
+    result.scale[i] = scale * to_float(weight[i]);
+    result.bias[i] = to_float(bias[i]);
   }
   return result;
 }
 
-// activation(x * scale * weight + ...) of one pack.
-template <Activation ACTIVATION, int VECTOR, typename T>
-__device__ __forceinline__ Pack<T, VECTOR> activated(const Pack<T, VECTOR>& x, float mean,
-                                                     float scale, const Pack<float, VECTOR>& weight,
-                                                     const Pack<float, VECTOR>& bias) {
-  Pack<T, VECTOR> result;
+template <Activation ACTIVATION, typename T, int VECTOR, int CHANNELS>
+__device__ __forceinline__ Words<T, VECTOR> activated(const Words<T, VECTOR>& x,
+                                                      const Affine<CHANNELS>& affine) {
+  constexpr int RUN = VECTOR / CHANNELS;
+  float out[VECTOR];
 #pragma unroll
   for (int i = 0; i < VECTOR; ++i) {
-    const float normal = (to_float(x.values[i]) - mean) * scale;
-    result.values[i] =
-        from_float<T>(activate<ACTIVATION>(normal * weight.values[i] + bias.values[i]));
+    const int c = i / RUN;
+    out[i] = activate<ACTIVATION>((x.at(i) - affine.mean[c]) * affine.scale[c] + affine.bias[c]);
   }
-  return result;
+  return round_words<T>(out);
 }
 
-// What the backward needs of an element: the normalised input and the gradient before the
-// activation.
-struct Element {
-  float normal;
-  float dz;
+// Adds dz * (x - mean) and dz to the sums of the channels, dz = dout * activation'(z) being the
+// gradient before the activation. Returns dz, rounded.
+template <Activation ACTIVATION, typename T, int VECTOR, int CHANNELS>
+__device__ __forceinline__ Words<T, VECTOR> add_to_sums(const Words<T, VECTOR>& x,
+                                                        const Words<T, VECTOR>& dout,
+                                                        const Affine<CHANNELS>& affine,
+                                                        Sums (&sums)[CHANNELS]) {
+  constexpr int RUN = VECTOR / CHANNELS;
+  float dz[VECTOR];
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    const int c = i / RUN;
+    const float centred = x.at(i) - affine.mean[c];
+    dz[i] = dout.at(i) * activation_slope<ACTIVATION>(centred * affine.scale[c] + affine.bias[c]);
+    sums[c].first += dz[i] * centred;
+    sums[c].second += dz[i];
+  }
+  return round_words<T>(dz);
+}
+
+// With n = (x - mean) / deviation, and the means over the group of weight * dz * n and weight * dz:
+//   dx = (weight * dz - mean of weight * dz - n * mean of weight * dz * n) / deviation
+// which is weight / deviation * dz + slope * (x - mean) + constant.
+struct InputGradient {
+  float slope;
+  float constant;
 };
 
-template <Activation ACTIVATION>
-__device__ __forceinline__ Element element_of(float x, float dout, float mean, float scale,
-                                              float weight, float bias) {
-  const float normal = (x - mean) * scale;
-  return {normal, dout * activation_slope<ACTIVATION>(normal * weight + bias)};
+__device__ __forceinline__ InputGradient input_gradient(float scale, Sums means) {
+  return {-scale * scale * means.first, -scale * means.second};
 }
 
-// scale * (weight * dz - mean of weight * dz - normal * mean of weight * dz * normal)
-__device__ __forceinline__ float input_gradient(Element element, float weight, float scale,
-                                                Sums means) {
-  return scale * (weight * element.dz - means.second - element.normal * means.first);
+// dx of a pack, dz computed again.
+template <Activation ACTIVATION, typename T, int VECTOR, int CHANNELS>
+__device__ __forceinline__ Words<T, VECTOR> gradient_of(
+    const Words<T, VECTOR>& x, const Words<T, VECTOR>& dout, const Affine<CHANNELS>& affine,
+    const InputGradient (&constants)[CHANNELS]) {
+  constexpr int RUN = VECTOR / CHANNELS;
+  float dx[VECTOR];
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    const int c = i / RUN;
+    const float centred = x.at(i) - affine.mean[c];
+    const float z = centred * affine.scale[c] + affine.bias[c];
+    const float dz = dout.at(i) * activation_slope<ACTIVATION>(z);
+    dx[i] = affine.scale[c] * dz + (constants[c].slope * centred + constants[c].constant);
+  }
+  return round_words<T>(dx);
+}
+
+// Adds up what `lanes` neighbouring threads have, a power of two up to 32.
+__device__ __forceinline__ Sums sum_of_lanes(Sums sums, int lanes) {
+  for (int mask = 1; mask < lanes; mask *= 2) sums = sums + shuffle_xor(sums, mask);
+  return sums;
+}
+
+// The smallest power of two that is no less than n, up to 32.
+__device__ __forceinline__ int lanes_for(int n) {
+  return n > 16 ? 32 : n > 1 ? 1 << (32 - __clz(n - 1)) : 1;
 }

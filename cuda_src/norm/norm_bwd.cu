@@ -8,8 +8,8 @@
 // next row is on its way while this one is reduced.
 #include "row_tile.cuh"
 
-template <typename T, typename WEIGHT, bool RMS, int ROW_THREADS, int LOADS, int VECTOR>
-__global__ void __launch_bounds__(block_threads(ROW_THREADS), min_blocks(ROW_THREADS, 128))
+template <typename T, typename WEIGHT, bool RMS, int ROW_THREADS, int LOADS, int VECTOR, int BLOCKS>
+__global__ void __launch_bounds__(block_threads(ROW_THREADS), BLOCKS)
     norm_bwd(const __grid_constant__ NormBwdParams params) {
   using Tile = RowTile<ROW_THREADS, LOADS, VECTOR>;
   const NormShape& shape = params.shape;
@@ -19,64 +19,72 @@ __global__ void __launch_bounds__(block_threads(ROW_THREADS), min_blocks(ROW_THR
   const WEIGHT* weight = static_cast<const WEIGHT*>(params.weight);
   __shared__ Sums scratch[2][MAX_WARPS];
 
-  RowPacks<Tile, T> x_row = {}, dout_row = {};
+  // The next row, with its statistics and what is added to its gradient.
+  RowPacks<Tile, T> x_row, dout_row, added_row = {};
+  float mean_row = 0.f, scale_row = 0.f;
   const auto load_row = [&](int64_t row) {
     if (row >= shape.rows) return;
+    if (!RMS) mean_row = params.stats[2 * row];
+    scale_row = params.stats[2 * row + 1];
     x_row.load(x + shape.at(params.x_strides, row), shape.columns);
     dout_row.load(dout + shape.at(params.dout_strides, row), shape.columns);
+    if (dresidual)
+      added_row.load(dresidual + shape.at(params.dresidual_strides, row), shape.columns);
   };
   float dweight[LOADS][VECTOR] = {}, dbias[LOADS][VECTOR] = {};
   const int64_t step = int64_t(gridDim.x) * Tile::ROWS;
   int parity = 0;
   load_row(int64_t(blockIdx.x) * Tile::ROWS + Tile::row());
+#pragma unroll 1
   for (int64_t first = int64_t(blockIdx.x) * Tile::ROWS; first < shape.rows; first += step) {
-    // ---- read ----
     const int64_t row = first + Tile::row();
     const int columns = row < shape.rows ? shape.columns : 0;
-    const RowPacks<Tile, T> x_now = x_row, dout_now = dout_row;
+    RowPacks<Tile, T> x_now = x_row, dout_now = dout_row, added = added_row;
+    const float mean = mean_row, scale = scale_row;
     load_row(row + step);
-    RowPacks<Tile, T> added = {};
-    if (dresidual && columns)
-      added.load(dresidual + shape.at(params.dresidual_strides, row), columns);
-    const float mean = columns && !RMS ? params.stats[2 * row] : 0.f;
-    const float scale = columns ? params.stats[2 * row + 1] : 0.f;
 
     // ---- sums ----
-    float normal[LOADS][VECTOR], g[LOADS][VECTOR];
     Sums sums = {0.f, 0.f};
 #pragma unroll
     for (int load = 0; load < LOADS; ++load) {
       const int column = Tile::column(load);
-      const bool inside = column < columns;
-      Pack<WEIGHT, VECTOR> weights = {};
-      if (inside) weights = load_pack<VECTOR>(weight + column);
+      if (column >= columns) continue;
+      const auto weights = load_words<VECTOR>(weight + column);
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) {
-        const float gradient = inside ? dout_now.at(load, i) : 0.f;
-        normal[load][i] = inside ? (x_now.at(load, i) - mean) * scale : 0.f;
-        g[load][i] = gradient * to_float(weights.values[i]);
-        sums.first += g[load][i];
-        sums.second += g[load][i] * normal[load][i];
-        dweight[load][i] += gradient * normal[load][i];
+        const float gradient = dout_now.at(load, i), normal = (x_now.at(load, i) - mean) * scale;
+        const float g = gradient * weights.at(i);
+        sums.first += g;
+        sums.second += g * normal;
+        dweight[load][i] += gradient * normal;
         dbias[load][i] += gradient;
       }
     }
+    // Cheaper computed again than kept.
+    x_now.keep_packed();
+    dout_now.keep_packed();
     sums = group_sum<ROW_THREADS>(sums, scratch[parity]);
     parity ^= 1;  // so that no warp overwrites what another still reads: one barrier a row
 
     // ---- dx ----
     const float mean_g = RMS ? 0.f : sums.first * shape.inverse_columns;
     const float mean_gn = sums.second * shape.inverse_columns;
-    RowPacks<Tile, T> dx;
 #pragma unroll
     for (int load = 0; load < LOADS; ++load) {
+      const int column = Tile::column(load);
+      if (column >= columns) continue;
+      const auto weights = load_words<VECTOR>(weight + column);
+      float dx[VECTOR];
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) {
-        const float centred = g[load][i] - mean_g - normal[load][i] * mean_gn;
-        dx.packs[load].values[i] = from_float<T>(scale * centred + added.at(load, i));
+        const float g = dout_now.at(load, i) * weights.at(i);
+        const float normal = (x_now.at(load, i) - mean) * scale;
+        dx[i] = scale * (g - mean_g - normal * mean_gn) + added.at(load, i);
       }
+      added.packs[load] = round_words<T>(dx);
     }
-    if (columns) dx.store(static_cast<T*>(params.dx) + shape.at(params.dx_strides, row), columns);
+    if (columns)
+      added.store(static_cast<T*>(params.dx) + shape.at(params.dx_strides, row), columns);
   }
 
   // ---- this block's share of dweight and dbias ----

@@ -2,10 +2,10 @@
 // and for dx. norm_bwd_weight computes dweight and dbias then.
 #include "row_tile.cuh"
 
-template <typename T, typename WEIGHT, bool RMS, int ROW_THREADS, int LOADS, int VECTOR>
-__global__ void __launch_bounds__(block_threads(ROW_THREADS))
+template <typename T, typename WEIGHT, bool RMS, int NUM_THREADS, int LOADS, int VECTOR>
+__global__ void __launch_bounds__(NUM_THREADS)
     norm_bwd_long(const __grid_constant__ NormBwdParams params) {
-  using Tile = RowTile<ROW_THREADS, LOADS, VECTOR>;
+  using Tile = RowTile<NUM_THREADS, LOADS, VECTOR>;
   static_assert(Tile::ROWS == 1, "a block has one row");
   const NormShape& shape = params.shape;
   const int64_t row = blockIdx.x;
@@ -29,11 +29,11 @@ __global__ void __launch_bounds__(block_threads(ROW_THREADS))
       for (int load = 0; load < LOADS; ++load) {
         const int column = begin + Tile::column(load);
         if (column >= columns) continue;
-        const auto weights = load_pack<VECTOR>(weight + column);
+        const auto weights = load_words<VECTOR>(weight + column);
         float g[VECTOR], normal[VECTOR];
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
-          g[i] = dout_row.at(load, i) * to_float(weights.values[i]);
+          g[i] = dout_row.at(load, i) * weights.at(i);
           normal[i] = (x_row.at(load, i) - mean) * scale;
         }
         visit(column, g, normal);
@@ -50,18 +50,19 @@ __global__ void __launch_bounds__(block_threads(ROW_THREADS))
     }
   });
   __shared__ Sums scratch[MAX_WARPS];
-  sums = group_sum<ROW_THREADS>(sums, scratch);
+  sums = group_sum<NUM_THREADS>(sums, scratch);
   const float mean_g = RMS ? 0.f : sums.first * shape.inverse_columns;
   const float mean_gn = sums.second * shape.inverse_columns;
 
   each_pack([&](int column, const float (&g)[VECTOR], const float (&normal)[VECTOR]) {
-    Pack<T, VECTOR> added = {}, result;
-    if (dresidual) added = load_pack<VECTOR>(dresidual + column);
+    Words<T, VECTOR> added = {};
+    float result[VECTOR];
+    if (dresidual) added = load_words<VECTOR>(dresidual + column);
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
       const float centred = g[i] - mean_g - normal[i] * mean_gn;
-      result.values[i] = from_float<T>(scale * centred + to_float(added.values[i]));
+      result[i] = scale * centred + added.at(i);
     }
-    store_pack<VECTOR>(dx + column, result);
+    store_words<VECTOR>(dx + column, round_words<T>(result));
   });
 }

@@ -10,18 +10,18 @@ __global__ void __launch_bounds__(MIN_BLOCK_THREADS)
   const int column = int(blockIdx.x / params.splits * MIN_BLOCK_THREADS + threadIdx.x) * VECTOR;
   if (column >= shape.columns) return;
   float dweight[VECTOR] = {}, dbias[VECTOR] = {};
-#pragma unroll 4
+#pragma unroll 2
   for (int64_t row = split; row < shape.rows; row += params.splits) {
     const T* x = static_cast<const T*>(params.x) + shape.at(params.x_strides, row);
     const T* dout = static_cast<const T*>(params.dout) + shape.at(params.dout_strides, row);
-    const auto x_pack = load_pack<VECTOR>(x + column);
-    const auto dout_pack = load_pack<VECTOR>(dout + column);
+    const auto x_pack = load_words<VECTOR>(x + column);
+    const auto dout_pack = load_words<VECTOR>(dout + column);
     const float mean = RMS ? 0.f : params.stats[2 * row];
     const float scale = params.stats[2 * row + 1];
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
-      const float gradient = to_float(dout_pack.values[i]);
-      dweight[i] += gradient * ((to_float(x_pack.values[i]) - mean) * scale);
+      const float gradient = dout_pack.at(i);
+      dweight[i] += gradient * ((x_pack.at(i) - mean) * scale);
       dbias[i] += gradient;
     }
   }

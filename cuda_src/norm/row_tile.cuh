@@ -1,10 +1,9 @@
 // Who holds what of a row: ROW_THREADS neighbouring threads have LOADS packs of VECTOR columns each
-// in registers. Rows of more than COLUMNS columns pass through in pieces of that size.
+// in registers.
 #pragma once
-#include "../common/convert.cuh"
 #include "../common/group_sum.cuh"
 #include "../common/norm_params.cuh"
-#include "../common/pack.cuh"
+#include "../common/words.cuh"
 #include "../ptx/opaque.cuh"
 
 // Short rows share a block; threads of a row that is longer than a warp are the block.
@@ -12,11 +11,6 @@ constexpr int MIN_BLOCK_THREADS = 128;
 
 __host__ __device__ constexpr int block_threads(int row_threads) {
   return row_threads > 32 ? row_threads : MIN_BLOCK_THREADS;
-}
-
-// Blocks of a multiprocessor that leave each thread so many registers.
-__host__ __device__ constexpr int min_blocks(int row_threads, int registers) {
-  return 65536 / registers / block_threads(row_threads);
 }
 
 template <int ROW_THREADS_, int LOADS_, int VECTOR_>
@@ -38,16 +32,16 @@ struct RowTile {
 
 template <class Tile, typename T>
 struct RowPacks {
-  Pack<T, Tile::VECTOR> packs[Tile::LOADS];
+  Words<T, Tile::VECTOR> packs[Tile::LOADS];
 
-  __device__ float at(int load, int i) const { return to_float(packs[load].values[i]); }
+  __device__ float at(int load, int i) const { return packs[load].at(i); }
 
   // The first `columns` columns of a row.
   __device__ void load(const T* row, int columns) {
 #pragma unroll
     for (int i = 0; i < Tile::LOADS; ++i) {
       const int column = Tile::column(i);
-      if (column < columns) packs[i] = load_pack<Tile::VECTOR>(row + column);
+      if (column < columns) packs[i] = load_words<Tile::VECTOR, true>(row + column);
     }
   }
 
@@ -55,54 +49,61 @@ struct RowPacks {
 #pragma unroll
     for (int i = 0; i < Tile::LOADS; ++i) {
       const int column = Tile::column(i);
-      if (column < columns) store_pack<Tile::VECTOR>(row + column, packs[i]);
+      if (column < columns) store_words<Tile::VECTOR>(row + column, packs[i]);
     }
   }
 
-  // Lets the floats made of the packs go: there is room for the packs only. They are made again.
-  __device__ void keep_packed() {
-    constexpr int WORDS = Tile::LOADS * Tile::VECTOR * sizeof(T) / 4;
-    if constexpr (sizeof(T) * Tile::VECTOR % 4 == 0) {
+  // The sums are rounded to T.
+  __device__ void add(int load, const Words<T, Tile::VECTOR>& other) {
+    float sums[Tile::VECTOR];
 #pragma unroll
-      for (int i = 0; i < WORDS; ++i) {
-        uint32_t& word = reinterpret_cast<uint32_t*>(packs)[i];
-        word = opaque(word);
+    for (int i = 0; i < Tile::VECTOR; ++i) sums[i] = at(load, i) + other.at(i);
+    packs[load] = round_words<T>(sums);
+  }
+
+  // Lets the floats made of the packs go, where there is room for the packs only. They are made
+  // again.
+  __device__ void keep_packed() {
+    if constexpr (Tile::LOADS * Tile::VECTOR > 16) {
+#pragma unroll
+      for (auto& pack : packs) {
+#pragma unroll
+        for (uint32_t& word : pack.words) word = opaque(word);
       }
     }
   }
 
-  // Mean and deviations of what lies inside of `columns` columns.
-  __device__ Moments moments(int columns) {
+  // Of what lies inside of `columns` columns.
+  __device__ float sum(int columns) {
     float sum = 0.f;
-    int count = 0;
 #pragma unroll
     for (int load = 0; load < Tile::LOADS; ++load) {
       if (Tile::column(load) >= columns) continue;
-      count += Tile::VECTOR;
 #pragma unroll
       for (int i = 0; i < Tile::VECTOR; ++i) sum += at(load, i);
     }
-    if (Tile::LOADS * Tile::VECTOR > 32) keep_packed();
-    const float share = count ? rcp_approx(float(count)) : 0.f;
-    Moments result = {float(count), sum * share, 0.f};
-    float rest = 0.f;  // what rounding left of the deviations' sum
+    keep_packed();
+    return sum;
+  }
+
+  // Sums of the deviations from `mean` (what rounding left of it) and of their squares.
+  __device__ Sums deviations(int columns, float mean) {
+    Sums sums = {0.f, 0.f};
 #pragma unroll
     for (int load = 0; load < Tile::LOADS; ++load) {
       if (Tile::column(load) >= columns) continue;
 #pragma unroll
       for (int i = 0; i < Tile::VECTOR; ++i) {
-        const float deviation = at(load, i) - result.mean;
-        rest += deviation;
-        result.m2 += deviation * deviation;
+        const float deviation = at(load, i) - mean;
+        sums.first += deviation;
+        sums.second += deviation * deviation;
       }
     }
-    result.mean += rest * share;
-    result.m2 -= rest * (rest * share);
-    if (Tile::LOADS * Tile::VECTOR > 32) keep_packed();
-    return result;
+    keep_packed();
+    return sums;
   }
 
-  __device__ float sum_of_squares(int columns) const {
+  __device__ float sum_of_squares(int columns) {
     float sum = 0.f;
 #pragma unroll
     for (int load = 0; load < Tile::LOADS; ++load) {
@@ -110,6 +111,27 @@ struct RowPacks {
 #pragma unroll
       for (int i = 0; i < Tile::VECTOR; ++i) sum += at(load, i) * at(load, i);
     }
+    keep_packed();
     return sum;
+  }
+
+  // Mean and deviations of this thread's share.
+  __device__ Moments moments(int columns) {
+    int count = 0;
+#pragma unroll
+    for (int load = 0; load < Tile::LOADS; ++load)
+      count += Tile::column(load) < columns ? Tile::VECTOR : 0;
+    const float share = count ? rcp_approx(float(count)) : 0.f;
+    const float mean = sum(columns) * share;
+    return moments_of(float(count), share, mean, deviations(columns, mean));
+  }
+
+  // Of the whole row, which is in registers; `inverse` is 1 / columns. Two steps, each a sum over
+  // the row: cheaper than merging the moments of the threads.
+  __device__ Moments row_moments(int columns, float inverse, float (&first)[MAX_WARPS],
+                                 Sums (&second)[MAX_WARPS]) {
+    const float mean = group_sum<Tile::ROW_THREADS>(sum(columns), first) * inverse;
+    const Sums rest = group_sum<Tile::ROW_THREADS>(deviations(columns, mean), second);
+    return moments_of(float(columns), inverse, mean, rest);
   }
 };

@@ -12,6 +12,15 @@ __device__ __forceinline__ uint4 ld_global_stream_128(const void* address) {
   return v;
 }
 
+// The same of what this launch may have written.
+__device__ __forceinline__ uint4 ld_global_once_128(const void* address) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+
 // What other multiprocessors have written in the same launch.
 __device__ __forceinline__ uint4 ld_global_cg_128(const void* address) {
   uint4 v;

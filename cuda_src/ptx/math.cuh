@@ -70,6 +70,18 @@ __device__ __forceinline__ float tanh_exp2(float x) {
   return 1.f - 2.f * rcp_approx(1.f + exp2_approx(2.f * LOG2E * x));
 }
 
+// Between -limit and limit; a NaN stays one.
+__device__ __forceinline__ float clamp_nan(float x, float limit) {
+  if constexpr (__CUDA_ARCH__ >= 800) {
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(y), "f"(-limit));
+    return y;
+  } else {
+    return x > limit ? limit : x < -limit ? -limit : x;
+  }
+}
+
 // Two floats to two 16-bit values in one register, lo in the low half.
 template <typename T, int ARCH>
 __device__ __forceinline__ uint32_t pack(float lo, float hi) {

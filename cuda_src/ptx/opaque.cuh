@@ -9,6 +9,11 @@ __device__ __forceinline__ int64_t opaque(int64_t x) {
   return x;
 }
 
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;

@@ -7,3 +7,10 @@ __device__ __forceinline__ void st_global_128(void* address, uint4 v) {
                "r"(v.z), "r"(v.w)
                : "memory");
 }
+
+// The same, for what should leave the L2 cache to others.
+__device__ __forceinline__ void st_global_stream_128(void* address, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}

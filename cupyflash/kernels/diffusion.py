@@ -10,6 +10,7 @@ from ..kernel_config import ITEM_SIZE, KernelConfig
 from .norm import vector_width
 
 THREADS = 256
+LOADS = 2  # packs of a thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +20,7 @@ class DiffusionStep(KernelConfig):
     Attributes:
         model: dtype of the predicted noise.
         draw: the kernel draws the noise.
-        vector: elements of a thread.
+        loads: of a thread, ``vector`` elements each.
     """
 
     source: ClassVar[str] = "diffusion/diffusion_step.cu"
@@ -28,6 +29,7 @@ class DiffusionStep(KernelConfig):
     dtype: str
     model: str
     draw: bool
+    loads: int
     vector: int
 
     @property
@@ -37,7 +39,7 @@ class DiffusionStep(KernelConfig):
 
     def grid(self, size: int) -> int:
         """Blocks for ``size`` elements."""
-        return -(-size // (THREADS * self.vector))
+        return -(-size // (THREADS * self.loads * self.vector))
 
 
 def model_dtypes(dtype: str) -> tuple[str, ...]:
@@ -47,7 +49,7 @@ def model_dtypes(dtype: str) -> tuple[str, ...]:
 
 def step(dtype: str, model: str, draw: bool, aligned: bool) -> DiffusionStep:
     """The kernel."""
-    return DiffusionStep(dtype, model, draw, vector_width(dtype) if aligned else 1)
+    return DiffusionStep(dtype, model, draw, LOADS, vector_width(dtype) if aligned else 1)
 
 
 def configurations(capability: tuple[int, int]) -> Iterator[DiffusionStep]:

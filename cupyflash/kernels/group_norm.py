@@ -2,47 +2,67 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import ClassVar
 
 from ..kernel_config import ITEM_SIZE, KernelConfig
-from ..norm_params import GroupNormBwdParams, GroupNormFwdParams
-from .norm import vector_width, weight_dtypes
+from ..norm_params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
+from .norm import MIN_BLOCK_THREADS, vector_width, weight_dtypes
 
 ACTIVATIONS = ("none", "silu", "mish", "gelu", "gelu_tanh")  # as in activation.cuh
-# (threads of a block, loads of a thread), the smallest groups first.
-FORWARD_TILES = ((128, 1), (256, 2), (512, 4), (1024, 6))
-BACKWARD_TILES = ((128, 1), (256, 2), (512, 4))
-SPLIT_THREADS = 256  # of the kernels that share a group between blocks
-STATS_LOADS = 4
+# (threads of a group, loads of a thread, blocks of a multiprocessor at a time), the smallest groups
+# first; channels first.
+FORWARD_TILES = (
+    *((8, 1, 8), (32, 1, 8), (32, 2, 8), (32, 4, 8), (64, 4, 16), (128, 4, 8), (256, 4, 4)),
+    *((256, 5, 4), (256, 8, 3), (128, 20, 4), (256, 20, 2), (512, 16, 1)),
+)
+BACKWARD_TILES = (
+    *((8, 1, 8), (32, 1, 8), (32, 2, 8), (32, 4, 4), (64, 4, 8), (128, 4, 4), (256, 4, 2)),
+    *((256, 5, 2), (256, 10, 2)),
+)
+HALVES_TILES = 6  # of those tiles, for channels of 8 bytes
+ELEMENT_TILES = ((32, 8, 6), (128, 8, 4), (512, 8, 1))  # where a thread reads element by element
+# (loads, blocks of a multiprocessor) of the kernels in two passes.
+SPLIT_FORWARD, SPLIT_BACKWARD = (4, 4), (4, 2)
+LAST_FORWARD, LAST_BACKWARD = (8, 2), (3, 2)
+TWO_PASS_THREADS = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupConfig(KernelConfig):
-    """A kernel whose block has a group.
+    """A kernel in which ``row_threads`` threads have a group in registers, channels first.
 
     Attributes:
         weight: dtype of weight and bias.
-        loads: of a thread, ``vector`` elements each.
+        layout: "first": a pack of ``vector`` elements is of one channel; "halves": of two.
+        loads: packs of a thread.
+        blocks: of a multiprocessor at a time.
     """
 
     dtype: str
     weight: str
     activation: str
-    channels_last: bool
-    num_threads: int
+    layout: str
+    row_threads: int
     loads: int
     vector: int
+    blocks: int
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
-        return self.num_threads
+        """Threads of a block: one group, or several that each have a warp or less."""
+        return self.row_threads if self.row_threads > 32 else MIN_BLOCK_THREADS
+
+    @property
+    def groups(self) -> int:
+        """Groups of a block."""
+        return self.threads // self.row_threads
 
     @property
     def size(self) -> int:
         """Elements of the largest group."""
-        return self.threads * self.loads * self.vector
+        return self.row_threads * self.loads * self.vector
 
 
 class GroupNormFwd(GroupConfig):
@@ -60,115 +80,141 @@ class GroupNormBwd(GroupConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitConfig(KernelConfig):
-    """A kernel in which several blocks share a group."""
+class TwoPassConfig(KernelConfig):
+    """A kernel that reads twice, the second time from the L2 cache if all goes well."""
 
     dtype: str
     weight: str
     activation: str
-    channels_last: bool
+    loads: int
     vector: int
+    blocks: int
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return SPLIT_THREADS
+        return TWO_PASS_THREADS
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupNormStats(KernelConfig):
-    """First pass of the forward."""
+class SplitConfig(TwoPassConfig):
+    """Groups beyond registers, channels first: a warp has a part of a channel."""
 
-    source: ClassVar[str] = "norm/group_norm_stats.cu"
+    @property
+    def segment(self) -> int:
+        """Positions of a warp."""
+        return 32 * self.loads * self.vector
+
+    def pieces(self, channels: int, positions: int) -> int:
+        """Blocks that share a group."""
+        return -(-channels * -(-positions // self.segment) // (self.threads // 32))
+
+
+class LastConfig(TwoPassConfig):
+    """Channels last: a block has some positions of the channels of a tile."""
+
+    def pieces(self, tiling: ChannelTiling, positions: int) -> int:
+        """Blocks that share a sample."""
+        rows = self.threads // -(-tiling.channels // self.vector)
+        return tiling.tiles * -(-positions // (rows * self.loads))
+
+
+class GroupNormFwdSplit(SplitConfig):
+    """Forward."""
+
+    source: ClassVar[str] = "norm/group_norm_fwd_split.cu"
     params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
 
-    dtype: str
-    vector: int
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return SPLIT_THREADS
+class GroupNormBwdSplit(SplitConfig):
+    """Backward."""
 
-    @property
-    def piece(self) -> int:
-        """Elements that a block has in registers at a time."""
-        return SPLIT_THREADS * STATS_LOADS * self.vector
-
-
-class GroupNormApply(SplitConfig):
-    """Second pass of the forward."""
-
-    source: ClassVar[str] = "norm/group_norm_apply.cu"
-    params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
-
-
-class GroupNormBwdSums(SplitConfig):
-    """First pass of the backward."""
-
-    source: ClassVar[str] = "norm/group_norm_bwd_sums.cu"
-    params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
-
-    @property
-    def channels(self) -> int:
-        """Channels of a block."""
-        return 32 * self.vector if self.channels_last else 1
-
-
-class GroupNormBwdApply(SplitConfig):
-    """Second pass of the backward."""
-
-    source: ClassVar[str] = "norm/group_norm_bwd_apply.cu"
+    source: ClassVar[str] = "norm/group_norm_bwd_split.cu"
     params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
 
 
-def forward(
-    dtype: str, weight: str, activation: str, channels_last: bool, size: int, aligned: bool
-) -> GroupNormFwd | tuple[GroupNormStats, GroupNormApply]:
-    """The kernel for groups of ``size`` elements, or the two where they are too large for it."""
-    kind, vector = (dtype, weight, activation, channels_last), _vector(dtype, aligned)
-    for tile in FORWARD_TILES:
-        config = GroupNormFwd(*kind, *tile, vector)
-        if size <= config.size:
-            return config
-    return GroupNormStats(dtype, vector), GroupNormApply(*kind, vector)
+class GroupNormFwdLast(LastConfig):
+    """Forward."""
+
+    source: ClassVar[str] = "norm/group_norm_fwd_last.cu"
+    params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
+
+
+class GroupNormBwdLast(LastConfig):
+    """Backward."""
+
+    source: ClassVar[str] = "norm/group_norm_bwd_last.cu"
+    params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
+
+
+Kind = tuple[str, str, str]  # dtypes of x and of weight, activation
+
+
+def forward(kind: Kind, size: int, aligned: bool, halves: bool) -> GroupNormFwd | GroupNormFwdSplit:
+    """The kernel for groups of ``size`` elements, channels first."""
+    fits = (x for x in _in_registers(GroupNormFwd, kind, aligned, halves) if size <= x.size)
+    return next(fits, GroupNormFwdSplit(*kind, *_two_pass(SPLIT_FORWARD, kind[0], aligned)))
 
 
 def backward(
-    dtype: str,
-    weight: str,
-    activation: str,
-    channels_last: bool,
-    rows: int,
-    columns: int,
-    aligned: bool,
-) -> GroupNormBwd | tuple[GroupNormBwdSums, GroupNormBwdApply]:
-    """The kernel for groups of rows x columns, or the two where they are too large for it."""
-    kind, vector = (dtype, weight, activation, channels_last), _vector(dtype, aligned)
-    for tile in BACKWARD_TILES:
-        config = GroupNormBwd(*kind, *tile, vector)
-        row_packs = columns // vector
-        active = config.threads  # which of them have packs, see group_norm_bwd.cu
-        if channels_last:
-            active -= active % row_packs if row_packs <= active else active
-        if rows * columns <= active * config.loads * vector:
-            return config
-    return GroupNormBwdSums(*kind, vector), GroupNormBwdApply(*kind, vector)
+    kind: Kind, size: int, aligned: bool, halves: bool
+) -> GroupNormBwd | GroupNormBwdSplit:
+    """The kernel for groups of ``size`` elements, channels first."""
+    fits = (x for x in _in_registers(GroupNormBwd, kind, aligned, halves) if size <= x.size)
+    return next(fits, GroupNormBwdSplit(*kind, *_two_pass(SPLIT_BACKWARD, kind[0], aligned)))
+
+
+def forward_last(kind: Kind, aligned: bool) -> GroupNormFwdLast:
+    """The kernel for channels last."""
+    return GroupNormFwdLast(*kind, *_two_pass(LAST_FORWARD, kind[0], aligned))
+
+
+def backward_last(kind: Kind, aligned: bool) -> GroupNormBwdLast:
+    """The kernel for channels last."""
+    return GroupNormBwdLast(*kind, *_two_pass(LAST_BACKWARD, kind[0], aligned))
+
+
+def channel_tiling(num_groups: int, channels: int, vector: int) -> ChannelTiling | None:
+    """Which channels a block has of ``num_groups`` groups; None if packs would cross tiles."""
+    most = TWO_PASS_THREADS * vector
+    step = vector // math.gcd(channels, vector)  # groups that end where a pack ends
+    groups = min(num_groups, most // (channels * step) * step)
+    if groups:
+        return ChannelTiling(-(-num_groups // groups), groups, 1, groups * channels)
+    if step > 1:
+        return None
+    width = -(-channels // -(-channels // most))
+    width += -width % vector
+    parts = -(-channels // width)
+    return ChannelTiling(num_groups * parts, 1, parts, width)
 
 
 def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
-    """Everything that the two above can return."""
-    switches = (False, True)
-    for dtype, aligned in itertools.product(ITEM_SIZE, switches):
-        vector = _vector(dtype, aligned)
-        yield GroupNormStats(dtype, vector)
-        kinds = itertools.product((dtype,), weight_dtypes(dtype), ACTIVATIONS, switches)
-        for kind in kinds:
-            yield from (GroupNormFwd(*kind, *tile, vector) for tile in FORWARD_TILES)
-            yield from (GroupNormBwd(*kind, *tile, vector) for tile in BACKWARD_TILES)
-            for split in (GroupNormApply, GroupNormBwdSums, GroupNormBwdApply):
-                yield split(*kind, vector)
+    """Everything that the four above can return."""
+    for dtype, aligned in itertools.product(ITEM_SIZE, (False, True)):
+        for kind in itertools.product((dtype,), weight_dtypes(dtype), ACTIVATIONS):
+            for config in (GroupNormFwd, GroupNormBwd):
+                yield from _in_registers(config, kind, aligned, False)
+                if not aligned:
+                    yield from _in_registers(config, kind, False, True)
+            yield forward(kind, 2**31, aligned, False)
+            yield backward(kind, 2**31, aligned, False)
+            yield forward_last(kind, aligned)
+            yield backward_last(kind, aligned)
 
 
-def _vector(dtype: str, aligned: bool) -> int:
-    return vector_width(dtype) if aligned else 1
+def _in_registers(
+    config: type[GroupConfig], kind: Kind, aligned: bool, halves: bool
+) -> Iterator[GroupConfig]:
+    tiles = FORWARD_TILES if config is GroupNormFwd else BACKWARD_TILES
+    layout, vector = "first", vector_width(kind[0])
+    if halves:
+        layout, tiles = "halves", tiles[:HALVES_TILES]
+    elif not aligned:
+        tiles, vector = ELEMENT_TILES, 1
+    for threads, loads, blocks in tiles:
+        yield config(*kind, layout, threads, loads, vector, blocks)
+
+
+def _two_pass(tile: tuple[int, int], dtype: str, aligned: bool) -> tuple[int, int, int]:
+    """(loads, vector, blocks)."""
+    return tile[0], vector_width(dtype) if aligned else 1, tile[1]

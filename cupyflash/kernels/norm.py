@@ -9,12 +9,22 @@ from ..kernel_config import ITEM_SIZE, KernelConfig
 from ..norm_params import NormBwdParams, NormFwdParams, SumPartialsParams
 
 MIN_BLOCK_THREADS = 128  # as in row_tile.cuh
-# (threads of a row, loads of a thread), the shortest rows first; a longer row than the last of them
-# passes through in pieces. The loads are those of 16 bytes; element by element there are eight.
-FORWARD_TILES = ((8, 1), (32, 4), (128, 2), (256, 2), (512, 2), (1024, 2))
-BACKWARD_TILES = ((8, 2), (32, 2), (128, 2), (256, 2), (512, 2))
+# (threads of a row, loads of a thread, blocks of a multiprocessor at a time), the shortest rows
+# first. Loads are of 16 bytes; as many blocks as leave a thread registers for the next row too.
+FORWARD_TILES = (
+    *((8, 1, 8), (32, 1, 8), (32, 2, 6), (32, 3, 5), (32, 4, 4)),
+    *((64, 3, 10), (64, 4, 8), (128, 3, 5), (128, 4, 4), (256, 3, 2), (256, 4, 2)),
+    *((512, 4, 1), (1024, 4, 1)),
+)
+BACKWARD_TILES = (
+    *((8, 2, 4), (32, 2, 4), (32, 3, 3), (32, 4, 2)),
+    *((64, 3, 6), (64, 4, 4), (128, 3, 3), (128, 4, 2), (256, 3, 1), (512, 2, 1)),
+)
+# Longer rows pass through in pieces: (threads, loads).
+LONG_FORWARD_TILE = (512, 4)
 LONG_BACKWARD_TILE = (1024, 1)
-ELEMENT_LOADS = 8
+ELEMENT_LOADS = 8  # where a thread reads element by element
+ELEMENT_THREADS = 512  # of a multiprocessor then
 
 
 def weight_dtypes(dtype: str) -> tuple[str, ...]:
@@ -35,6 +45,7 @@ class RowConfig(KernelConfig):
         weight: dtype of weight and bias.
         rms: RMSNorm, not LayerNorm.
         loads: of a thread, ``vector`` elements each.
+        blocks: of a multiprocessor at a time.
     """
 
     dtype: str
@@ -43,11 +54,12 @@ class RowConfig(KernelConfig):
     row_threads: int
     loads: int
     vector: int
+    blocks: int
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
-        return max(MIN_BLOCK_THREADS, self.row_threads)
+        """Threads of a block: one row, or several that each have a warp or less."""
+        return self.row_threads if self.row_threads > 32 else MIN_BLOCK_THREADS
 
     @property
     def rows(self) -> int:
@@ -74,7 +86,31 @@ class NormBwd(RowConfig):
     params: ClassVar[type[NormBwdParams]] = NormBwdParams
 
 
-class NormBwdLong(RowConfig):
+@dataclasses.dataclass(frozen=True)
+class LongConfig(KernelConfig):
+    """A kernel whose block has a row of any length, of which it reads ``loads`` at a time."""
+
+    dtype: str
+    weight: str
+    rms: bool
+    num_threads: int
+    loads: int
+    vector: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_threads
+
+
+class NormFwdLong(LongConfig):
+    """Forward of longer rows."""
+
+    source: ClassVar[str] = "norm/norm_fwd_long.cu"
+    params: ClassVar[type[NormFwdParams]] = NormFwdParams
+
+
+class NormBwdLong(LongConfig):
     """Gradient of the input for longer rows."""
 
     source: ClassVar[str] = "norm/norm_bwd_long.cu"
@@ -118,10 +154,13 @@ class SumPartials(KernelConfig):
         return 1024
 
 
-def forward(dtype: str, weight: str, rms: bool, columns: int, aligned: bool) -> NormFwd:
+def forward(
+    dtype: str, weight: str, rms: bool, columns: int, aligned: bool
+) -> NormFwd | NormFwdLong:
     """The kernel for rows of ``columns``, read 16 bytes at a time where that is possible."""
-    tiles = [NormFwd(dtype, weight, rms, *tile) for tile in _tiles(FORWARD_TILES, dtype, aligned)]
-    return next((tile for tile in tiles if columns <= tile.columns), tiles[-1])
+    tiles = (NormFwd(dtype, weight, rms, *tile) for tile in _tiles(FORWARD_TILES, dtype, aligned))
+    long = NormFwdLong(dtype, weight, rms, *_long_tile(LONG_FORWARD_TILE, dtype, aligned))
+    return next((tile for tile in tiles if columns <= tile.columns), long)
 
 
 def backward(dtype: str, weight: str, rms: bool, columns: int, aligned: bool) -> NormBwd | None:
@@ -134,7 +173,7 @@ def long_backward(
     dtype: str, weight: str, rms: bool, aligned: bool
 ) -> tuple[NormBwdLong, NormBwdWeight]:
     """The two kernels for rows of any length."""
-    (tile,) = _tiles((LONG_BACKWARD_TILE,), dtype, aligned)
+    tile = _long_tile(LONG_BACKWARD_TILE, dtype, aligned)
     return NormBwdLong(dtype, weight, rms, *tile), NormBwdWeight(dtype, rms, tile[-1])
 
 
@@ -148,15 +187,24 @@ def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
                 yield NormFwd(dtype, weight, rms, *tile)
             for tile in _tiles(BACKWARD_TILES, dtype, aligned):
                 yield NormBwd(dtype, weight, rms, *tile)
+            yield NormFwdLong(dtype, weight, rms, *_long_tile(LONG_FORWARD_TILE, dtype, aligned))
             long, of_weight = long_backward(dtype, weight, rms, aligned)
             yield long
         yield of_weight
 
 
 def _tiles(
-    tiles: tuple[tuple[int, int], ...], dtype: str, aligned: bool
-) -> list[tuple[int, int, int]]:
-    """(row_threads, loads, vector) of each tile."""
+    tiles: tuple[tuple[int, int, int], ...], dtype: str, aligned: bool
+) -> list[tuple[int, int, int, int]]:
+    """(row_threads, loads, vector, blocks) of each tile."""
     if aligned:
-        return [(threads, loads, vector_width(dtype)) for threads, loads in tiles]
-    return list(dict.fromkeys((threads, ELEMENT_LOADS, 1) for threads, _ in tiles))
+        return [(threads, loads, vector_width(dtype), blocks) for threads, loads, blocks in tiles]
+    by_threads = dict.fromkeys(threads for threads, *_ in tiles)
+    blocks = {x: max(1, ELEMENT_THREADS // max(MIN_BLOCK_THREADS, x)) for x in by_threads}
+    return [(threads, ELEMENT_LOADS, 1, blocks[threads]) for threads in by_threads]
+
+
+def _long_tile(tile: tuple[int, int], dtype: str, aligned: bool) -> tuple[int, int, int]:
+    """(threads, loads, vector)."""
+    threads, loads = tile
+    return (threads, loads, vector_width(dtype)) if aligned else (threads, ELEMENT_LOADS, 1)
