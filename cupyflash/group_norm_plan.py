@@ -6,21 +6,20 @@ from typing import Any
 from .array import Array, View
 from .checks import require_grid
 from .groups import Groups, dense_like, layout_of
-from .kernel_launch import Launch, Plan, multiprocessors
+from .kernel_launch import Launch, Plan
 from .kernels import group_norm as kernels
-from .norm_params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams, TwoPassShape
+from .norm_params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
 from .norm_plan import sum_launch
-
-LAG = 1  # how far the first of two passes is ahead: times what all blocks hold at a time
 
 
 class Work:
-    """A kernel for groups, and how its blocks share them.
+    """The kernels for groups, and how their blocks share them.
 
     Attributes:
-        passes, tiling: of a kernel in two passes, else empty.
-        blocks: of the launch.
-        counters: integers that must be 0 at the start.
+        config: one of the kernels.
+        unit_blocks: blocks that share a unit in three steps, 0 in one.
+        tiling: with channels last, else empty.
+        launches: (configuration, blocks) of each.
     """
 
     def __init__(
@@ -28,8 +27,8 @@ class Work:
         aligned: bool,
     ) -> None:  # fmt: skip
         halves, aligned = aligned and groups.halves, aligned and groups.aligned
-        units, x = groups.batch, views["x"]
-        self.passes, self.tiling, self.counters = TwoPassShape(), ChannelTiling(), 0
+        self.units, x = groups.batch, views["x"]
+        self.unit_blocks, self.tiling = 0, ChannelTiling()
         if groups.channels_last:
             pick = getattr(kernels, f"{direction}_last")
             self.config = pick(kind, aligned)
@@ -39,20 +38,18 @@ class Work:
                 self.config = pick(kind, False)
                 tiling = kernels.channel_tiling(*sizes, 1)
             self.tiling = tiling
-            pieces = self.config.pieces(tiling, groups.positions)
+            self.unit_blocks = self.config.pieces(tiling, groups.positions)
         else:
-            units *= groups.num_groups
+            self.units *= groups.num_groups
             pick = getattr(kernels, direction)
             self.config = pick(kind, groups.size, aligned, halves)
             if isinstance(self.config, kernels.GroupConfig):
-                require_grid(function, units + self.config.groups, x.shape)
-                self.blocks = -(-units // self.config.groups)
+                require_grid(function, self.units + self.config.groups, x.shape)
+                self.launches = [(self.config, -(-self.units // self.config.groups))]
                 return
-            pieces = self.config.pieces(groups.channels, groups.positions)
-        at_once = self.config.blocks * multiprocessors(x.device)
-        work = require_grid(function, 2 * units * pieces, x.shape)
-        self.passes = TwoPassShape(units, pieces, min(units, -(-LAG * at_once // pieces)))
-        self.blocks, self.counters = min(work, at_once), 1 + units
+            self.unit_blocks = self.config.pieces(groups.channels, groups.positions)
+        blocks = require_grid(function, self.units * self.unit_blocks, x.shape)
+        self.launches = list(zip(self.config.steps(), (blocks, self.units, blocks)))
 
 
 class ForwardPlan(Plan):
@@ -79,15 +76,14 @@ class ForwardPlan(Plan):
         groups = Groups(function, views | {"out": x._replace(strides=self.strides)}, num_groups)
         kind = (x.dtype, weight.dtype, activation)
         work = Work(function, "forward", views, groups, kind, aligned)
-        self.counters = work.counters
         # Of a piece at most one record for each of its warps, or for each of its groups.
         records = max(work.config.threads // 32, work.tiling.groups)
-        self.partials_shape = (work.passes.units * work.passes.pieces * records, 3)
+        self.partials_shape = (work.units * work.unit_blocks * records, 3)
         shape = groups.shape(eps, work.config.vector)
         params = GroupNormFwdParams(
-            **groups.strides, shape=shape, passes=work.passes, tiling=work.tiling
+            **groups.strides, shape=shape, unit_blocks=work.unit_blocks, tiling=work.tiling
         )
-        self.launch = Launch(work.config, x.device, work.blocks, params)
+        self.launches = [Launch(config, x.device, n, params) for config, n in work.launches]
 
     def run(
         self, x: Array, pointers: tuple[int, int, int], need_stats: bool
@@ -98,19 +94,19 @@ class ForwardPlan(Plan):
         if self.empty:
             stats = library.empty_float32(self.stats_shape, x) if need_stats else None
             return out, library.zeros_like(stats) if need_stats else None
-        need_stats, workspace = need_stats or self.counters > 0, (0, 0)
+        in_steps = len(self.launches) > 1
+        need_stats = need_stats or in_steps
         stats = library.empty_float32(self.stats_shape, x) if need_stats else None
-        if self.counters:
-            partials = library.empty_float32(self.partials_shape, x)
-            counters = library.zeros_int32(self.counters, x)
-            workspace = pointer(partials), pointer(counters)
-        self.launch(
-            library.stream(self.device_id),
+        partials = library.empty_float32(self.partials_shape, x) if in_steps else None
+        stream = library.stream(self.device_id)
+        arguments = (
             *pointers,
             pointer(out),
             pointer(stats) if need_stats else 0,
-            *workspace,
+            pointer(partials) if in_steps else 0,
         )
+        for launch in self.launches:
+            launch(stream, *arguments)
         return out, stats
 
 
@@ -137,18 +133,17 @@ class BackwardPlan(Plan):
         groups = Groups(function, tensors, num_groups)
         kind = (x.dtype, weight.dtype, activation)
         work = Work(function, "backward", views, groups, kind, aligned)
-        self.counters = work.counters
         # Of a piece two sums for each of its warps, or for each of its channels.
         records = max(work.config.threads // 32, work.tiling.channels)
-        self.pieces_shape = (work.passes.units * work.passes.pieces * records, 2)
+        self.pieces_shape = (work.units * work.unit_blocks * records, 2)
         self.means_shape = (x.shape[0], num_groups, 2)
         params = GroupNormBwdParams(
             **groups.strides,
             shape=groups.shape(0.0, work.config.vector),
-            passes=work.passes,
+            unit_blocks=work.unit_blocks,
             tiling=work.tiling,
         )
-        self.launch = Launch(work.config, x.device, work.blocks, params)
+        self.launches = [Launch(config, x.device, n, params) for config, n in work.launches]
         self.partials_shape = (2, groups.batch, channels)
         self.sum = sum_launch(weight, x.device, self.partials_shape)
 
@@ -162,12 +157,12 @@ class BackwardPlan(Plan):
             return dx, library.zeros_like(weight), library.zeros_like(bias)
         dweight, dbias = (library.empty(self.shape[1:2], (1,), y) for y in (weight, bias))
         partials = library.empty_float32(self.partials_shape, x)
-        stream, shares, workspace = library.stream(self.device_id), pointer(partials), (0, 0, 0)
-        if self.counters:
+        stream, shares, workspace = library.stream(self.device_id), pointer(partials), (0, 0)
+        if len(self.launches) > 1:
             pieces = library.empty_float32(self.pieces_shape, x)
             means = library.empty_float32(self.means_shape, x)
-            counters = library.zeros_int32(self.counters, x)
-            workspace = pointer(pieces), pointer(means), pointer(counters)
-        self.launch(stream, *pointers, pointer(dx), shares, *workspace)
+            workspace = pointer(pieces), pointer(means)
+        for launch in self.launches:
+            launch(stream, *pointers, pointer(dx), shares, *workspace)
         self.sum(stream, shares, pointer(dweight), pointer(dbias))
         return dx, dweight, dbias

@@ -103,12 +103,6 @@ class GroupNormShape(ctypes.Structure):
     ]
 
 
-class TwoPassShape(ctypes.Structure):
-    """Two passes in one launch over units in pieces."""
-
-    _fields_ = [("units", c_int32), ("pieces", c_int32), ("lag", c_int32)]
-
-
 class ChannelTiling(ctypes.Structure):
     """Which channels a block has, channels last."""
 
@@ -130,11 +124,10 @@ class GroupNormFwdParams(ctypes.Structure):
         ("out", c_void_p),
         ("stats", c_void_p),
         ("partials", c_void_p),
-        ("counters", c_void_p),
         ("x_strides", GroupStrides),
         ("out_strides", GroupStrides),
         ("shape", GroupNormShape),
-        ("passes", TwoPassShape),
+        ("unit_blocks", c_int32),
         ("tiling", ChannelTiling),
     ]
 
@@ -152,12 +145,11 @@ class GroupNormBwdParams(ctypes.Structure):
         ("partials", c_void_p),
         ("pieces", c_void_p),
         ("means", c_void_p),
-        ("counters", c_void_p),
         ("dout_strides", GroupStrides),
         ("x_strides", GroupStrides),
         ("dx_strides", GroupStrides),
         ("shape", GroupNormShape),
-        ("passes", TwoPassShape),
+        ("unit_blocks", c_int32),
         ("tiling", ChannelTiling),
     ]
 

@@ -93,14 +93,6 @@ struct GroupNormShape {
   Divisor packs;  // by the packs of a channel, where a pack does not cross channels
 };
 
-// Two passes over the same data in one launch (two_passes.cuh): the units that are normalised
-// together, in pieces.
-struct TwoPassShape {
-  int units;
-  int pieces;
-  int lag;  // units that the first pass is ahead of the second one
-};
-
 // Channels last: which channels a block has. Either `groups` whole groups or one of `parts` parts
 // of a single group.
 struct ChannelTiling {
@@ -115,13 +107,12 @@ struct GroupNormFwdParams {
   const void* weight;  // [channels]
   const void* bias;    // [channels]
   void* out;
-  float* stats;     // [batch, groups, 2]: mean, 1 / deviation; or null in one pass
-  float* partials;  // count, mean, sum of squared deviations of each piece; or null in one pass
-  int* counters;    // [1 + units] zeros; or null in one pass
+  float* stats;     // [batch, groups, 2]: mean, 1 / deviation; or null in one step
+  float* partials;  // count, mean, sum of squared deviations of each piece; or null in one step
   GroupStrides x_strides;
   GroupStrides out_strides;
   GroupNormShape shape;
-  TwoPassShape passes;
+  int unit_blocks;  // three_steps.cuh; or 0
   ChannelTiling tiling;
 };
 
@@ -133,13 +124,12 @@ struct GroupNormBwdParams {
   const float* stats;
   void* dx;
   float* partials;  // [2, batch, channels]: shares of dweight and dbias
-  float* pieces;    // the same of each piece; or null in one pass
-  float* means;     // [batch, groups, 2]: what dx needs of the group; or null in one pass
-  int* counters;    // [1 + units] zeros; or null in one pass
+  float* pieces;    // the same of each piece; or null in one step
+  float* means;     // [batch, groups, 2]: what dx needs of the group; or null in one step
   GroupStrides dout_strides;
   GroupStrides x_strides;
   GroupStrides dx_strides;
   GroupNormShape shape;
-  TwoPassShape passes;
+  int unit_blocks;  // three_steps.cuh; or 0
   ChannelTiling tiling;
 };

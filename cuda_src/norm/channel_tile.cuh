@@ -72,8 +72,8 @@ struct ChannelTile {
     Affine<VECTOR> result;
     each_channel_group([&](int i, int group) {
       const int index = channel + column() + i;
-      scales[i] = __ldcg(stats + 2 * group + 1);
-      result.mean[i] = __ldcg(stats + 2 * group);
+      scales[i] = stats[2 * group + 1];
+      result.mean[i] = stats[2 * group];
       result.scale[i] = scales[i] * to_float(weight[index]);
       result.bias[i] = to_float(bias[index]);
     });

@@ -1,15 +1,16 @@
-// group_norm_bwd with channels last: two passes (two_passes.cuh) over the samples in pieces, as in
-// group_norm_fwd_last.
+// group_norm_bwd with channels last: three steps (three_steps.cuh) over the samples in pieces, as
+// in group_norm_fwd_last.
 #include "channel_tile.cuh"
-#include "two_passes.cuh"
+#include "three_steps.cuh"
 
-template <typename T, typename WEIGHT, Activation ACTIVATION, int LOADS, int VECTOR, int BLOCKS>
+template <typename T, typename WEIGHT, Activation ACTIVATION, int LOADS, int VECTOR, int BLOCKS,
+          Step STEP>
 __global__ void __launch_bounds__(CHANNEL_THREADS, BLOCKS)
     group_norm_bwd_last(const __grid_constant__ GroupNormBwdParams params) {
   using Tile = ChannelTile<LOADS, VECTOR>;
   using Values = RowPacks<RowTile<1, LOADS, VECTOR>, T>;
   const GroupNormShape& shape = params.shape;
-  const int turns = params.passes.pieces / params.tiling.tiles;
+  const int turns = params.unit_blocks / params.tiling.tiles;
   const int all_channels = shape.groups * shape.channels;
   const WEIGHT* weight = static_cast<const WEIGHT*>(params.weight);
   const WEIGHT* bias = static_cast<const WEIGHT*>(params.bias);
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(CHANNEL_THREADS, BLOCKS)
     return values;
   };
 
-  const auto first = [&](int batch, int piece) {
+  const auto collect = [&](int batch, int piece) {
     const Tile tile(params.tiling, shape, piece);
     const Values values = load_values(tile, params.x, params.x_strides, batch);
     const Values gradients = load_values(tile, params.dout, params.dout_strides, batch);
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(CHANNEL_THREADS, BLOCKS)
     }
   };
 
-  const auto finish = [&](int batch) {
+  const auto sum_up = [&](int batch) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     // ---- shares of dweight and dbias of this sample ----
     float* partials = params.partials + batch * int64_t(all_channels);
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(CHANNEL_THREADS, BLOCKS)
       Sums sums = {0.f, 0.f};
 #pragma unroll 8
       for (int turn = 0; turn < turns; ++turn) {
-        const float2 sum = __ldcg(pieces + int64_t(turn) * all_channels);
+        const float2 sum = *(pieces + int64_t(turn) * all_channels);
         sums = sums + Sums{sum.x, sum.y};
       }
       partials[channel] = sums.first;
@@ -83,8 +84,7 @@ __global__ void __launch_bounds__(CHANNEL_THREADS, BLOCKS)
       for (int i = lane; i < shape.channels; i += 32) {
         const int channel = group * shape.channels + i;
         const float w = to_float(weight[channel]);
-        means =
-            means + Sums{w * __ldcg(partials + channel), w * __ldcg(partials + of_bias + channel)};
+        means = means + Sums{w * *(partials + channel), w * *(partials + of_bias + channel)};
       }
       means = sum_of_lanes(means, 32);
       if (lane > 0) continue;
@@ -94,11 +94,10 @@ __global__ void __launch_bounds__(CHANNEL_THREADS, BLOCKS)
     }
   };
 
-  const auto second = [&](int batch, int piece, auto wait) {
+  const auto apply = [&](int batch, int piece) {
     const Tile tile(params.tiling, shape, piece);
     const Values values = load_values(tile, params.x, params.x_strides, batch);
     const Values gradients = load_values(tile, params.dout, params.dout_strides, batch);
-    wait();
     if (!tile.active()) return;
     const int64_t first_group = int64_t(batch) * shape.groups;
     float scales[VECTOR];
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(CHANNEL_THREADS, BLOCKS)
     InputGradient constants[VECTOR];
     tile.each_channel_group([&](int i, int group) {
       const float* means = params.means + 2 * (first_group + group);
-      constants[i] = input_gradient(scales[i], {__ldcg(means), __ldcg(means + 1)});
+      constants[i] = input_gradient(scales[i], {*(means), *(means + 1)});
     });
     T* dx =
         static_cast<T*>(params.dx) + batch * params.dx_strides.batch + tile.channel + tile.column();
@@ -118,5 +117,5 @@ __global__ void __launch_bounds__(CHANNEL_THREADS, BLOCKS)
           gradient_of<ACTIVATION>(values.packs[load], gradients.packs[load], affine, constants));
     }
   };
-  two_passes(params.passes, params.counters, first, finish, second);
+  run_step<STEP>(params.unit_blocks, collect, sum_up, apply);
 }

@@ -1,18 +1,19 @@
-// group_norm_bwd for groups that do not fit into registers: two passes (two_passes.cuh) over its
+// group_norm_bwd for groups that do not fit into registers: three steps (three_steps.cuh) over its
 // segments, each a part of one channel that a warp has in registers.
 #include "group_tile.cuh"
-#include "two_passes.cuh"
+#include "three_steps.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 
-template <typename T, typename WEIGHT, Activation ACTIVATION, int LOADS, int VECTOR, int BLOCKS>
+template <typename T, typename WEIGHT, Activation ACTIVATION, int LOADS, int VECTOR, int BLOCKS,
+          Step STEP>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     group_norm_bwd_split(const __grid_constant__ GroupNormBwdParams params) {
   using Tile = RowTile<32, LOADS, VECTOR>;
   const GroupNormShape& shape = params.shape;
   const int segments = ceil_div(shape.positions, Tile::COLUMNS);  // of a channel
-  const int records = params.passes.pieces * WARPS;               // of a unit, one for each warp
+  const int records = params.unit_blocks * WARPS;                 // of a unit, one for each warp
   const WEIGHT* weight = static_cast<const WEIGHT*>(params.weight);
   const WEIGHT* bias = static_cast<const WEIGHT*>(params.bias);
 
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     return values;
   };
 
-  const auto first = [&](int unit, int piece) {
+  const auto collect = [&](int unit, int piece) {
     with_segment(unit, piece, [&](int record, int batch, int channel, int begin, int columns) {
       if (columns == 0) return;
       const auto values = load_segment(params.x, params.x_strides, batch, channel, begin, columns);
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
         reinterpret_cast<Sums*>(params.pieces)[int64_t(unit) * records + record] = sums[0];
     });
   };
-  const auto finish = [&](int unit) {
+  const auto sum_up = [&](int unit) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int batch = unit / shape.groups, group = unit - batch * shape.groups;
     const int64_t all_channels = int64_t(shape.groups) * shape.channels;
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
       Sums sums = {0.f, 0.f};
       for (int segment = lane; segment < segments; segment += 32) {
         const float* sum = params.pieces + 2 * (int64_t(unit) * records + i * segments + segment);
-        sums = sums + Sums{__ldcg(sum), __ldcg(sum + 1)};
+        sums = sums + Sums{*(sum), *(sum + 1)};
       }
       sums = sum_of_lanes(sums, 32);
       sums.first *= scale;
@@ -80,18 +81,17 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     params.means[2 * unit] = means.first * shape.inverse_size;
     params.means[2 * unit + 1] = means.second * shape.inverse_size;
   };
-  const auto second = [&](int unit, int piece, auto wait) {
+  const auto apply = [&](int unit, int piece) {
     with_segment(unit, piece, [&](int, int batch, int channel, int begin, int columns) {
       const auto values = load_segment(params.x, params.x_strides, batch, channel, begin, columns);
       auto gradients =
           load_segment(params.dout, params.dout_strides, batch, channel, begin, columns);
-      wait();
       if (columns == 0) return;
       const float scale = params.stats[2 * unit + 1];
       const auto affine =
           affine_of<1>(weight + channel, bias + channel, params.stats[2 * unit], scale);
       const float* means = params.means + 2 * unit;
-      const InputGradient constants[] = {input_gradient(scale, {__ldcg(means), __ldcg(means + 1)})};
+      const InputGradient constants[] = {input_gradient(scale, {*(means), *(means + 1)})};
       T* dx = static_cast<T*>(params.dx) + batch * params.dx_strides.batch +
               channel * params.dx_strides.channel + begin;
 #pragma unroll
@@ -104,5 +104,5 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
       }
     });
   };
-  two_passes(params.passes, params.counters, first, finish, second);
+  run_step<STEP>(params.unit_blocks, collect, sum_up, apply);
 }

@@ -1,16 +1,17 @@
-// group_norm_fwd with channels last: two passes (two_passes.cuh) over the samples in pieces, each
+// group_norm_fwd with channels last: three steps (three_steps.cuh) over the samples in pieces, each
 // some positions of all channels, or of as many as a block can have side by side. The slice that
 // one group has of a position is too short to be read alone.
 #include "channel_tile.cuh"
-#include "two_passes.cuh"
+#include "three_steps.cuh"
 
-template <typename T, typename WEIGHT, Activation ACTIVATION, int LOADS, int VECTOR, int BLOCKS>
+template <typename T, typename WEIGHT, Activation ACTIVATION, int LOADS, int VECTOR, int BLOCKS,
+          Step STEP>
 __global__ void __launch_bounds__(CHANNEL_THREADS, BLOCKS)
     group_norm_fwd_last(const __grid_constant__ GroupNormFwdParams params) {
   using Tile = ChannelTile<LOADS, VECTOR>;
   using Values = RowPacks<RowTile<1, LOADS, VECTOR>, T>;
   const GroupNormShape& shape = params.shape;
-  const int turns = params.passes.pieces / params.tiling.tiles;
+  const int turns = params.unit_blocks / params.tiling.tiles;
   const int records = turns * params.tiling.parts;  // of a group
   Moments* const partials = reinterpret_cast<Moments*>(params.partials);
   const auto load_values = [&](const Tile& tile, int batch) {
@@ -26,7 +27,7 @@ __global__ void __launch_bounds__(CHANNEL_THREADS, BLOCKS)
     return values;
   };
 
-  const auto first = [&](int batch, int piece) {
+  const auto collect = [&](int batch, int piece) {
     const Tile tile(params.tiling, shape, piece);
     Values values = load_values(tile, batch);
     // ---- mean of each column of this thread, and squares of the deviations from it ----
@@ -86,14 +87,14 @@ __global__ void __launch_bounds__(CHANNEL_THREADS, BLOCKS)
     });
   };
 
-  const auto finish = [&](int batch) {
+  const auto sum_up = [&](int batch) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int group = warp; group < shape.groups; group += CHANNEL_THREADS / 32) {
       const int64_t own = int64_t(batch) * shape.groups + group;
       Moments moments = {0.f, 0.f, 0.f};
       for (int i = lane; i < records; i += 32) {
         const float* partial = params.partials + 3 * (own * records + i);
-        moments = moments + Moments{__ldcg(partial), __ldcg(partial + 1), __ldcg(partial + 2)};
+        moments = moments + Moments{*(partial), *(partial + 1), *(partial + 2)};
       }
       __shared__ Moments scratch[MAX_WARPS];
       moments = group_sum<32>(moments, scratch);
@@ -103,10 +104,9 @@ __global__ void __launch_bounds__(CHANNEL_THREADS, BLOCKS)
     }
   };
 
-  const auto second = [&](int batch, int piece, auto wait) {
+  const auto apply = [&](int batch, int piece) {
     const Tile tile(params.tiling, shape, piece);
     const Values values = load_values(tile, batch);
-    wait();
     if (!tile.active()) return;
     float scales[VECTOR];
     const auto affine = tile.affine(params.stats + 2 * int64_t(batch) * shape.groups,
@@ -121,5 +121,5 @@ __global__ void __launch_bounds__(CHANNEL_THREADS, BLOCKS)
                                 activated<ACTIVATION>(values.packs[load], affine));
     }
   };
-  two_passes(params.passes, params.counters, first, finish, second);
+  run_step<STEP>(params.unit_blocks, collect, sum_up, apply);
 }

@@ -1,18 +1,19 @@
-// group_norm_fwd for groups that do not fit into registers: two passes (two_passes.cuh) over its
+// group_norm_fwd for groups that do not fit into registers: three steps (three_steps.cuh) over its
 // segments, each a part of one channel that a warp has in registers.
 #include "group_tile.cuh"
-#include "two_passes.cuh"
+#include "three_steps.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 
-template <typename T, typename WEIGHT, Activation ACTIVATION, int LOADS, int VECTOR, int BLOCKS>
+template <typename T, typename WEIGHT, Activation ACTIVATION, int LOADS, int VECTOR, int BLOCKS,
+          Step STEP>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     group_norm_fwd_split(const __grid_constant__ GroupNormFwdParams params) {
   using Tile = RowTile<32, LOADS, VECTOR>;
   const GroupNormShape& shape = params.shape;
   const int segments = ceil_div(shape.positions, Tile::COLUMNS);  // of a channel
-  const int records = params.passes.pieces * WARPS;               // of a unit, one for each warp
+  const int records = params.unit_blocks * WARPS;                 // of a unit, one for each warp
   Moments* const partials = reinterpret_cast<Moments*>(params.partials);
 
   // Calls visit(record, batch, channel, begin, columns); there are 0 columns beyond the last
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     return values;
   };
 
-  const auto first = [&](int unit, int piece) {
+  const auto collect = [&](int unit, int piece) {
     with_segment(unit, piece, [&](int record, int batch, int channel, int begin, int columns) {
       auto values = load_segment(batch, channel, begin, columns);
       __shared__ float means[MAX_WARPS];
@@ -42,11 +43,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
       if (threadIdx.x % 32 == 0) partials[int64_t(unit) * records + record] = moments;
     });
   };
-  const auto finish = [&](int unit) {
+  const auto sum_up = [&](int unit) {
     Moments moments = {0.f, 0.f, 0.f};
     for (int i = threadIdx.x; i < records; i += THREADS) {
       const float* partial = params.partials + 3 * (int64_t(unit) * records + i);
-      moments = moments + Moments{__ldcg(partial), __ldcg(partial + 1), __ldcg(partial + 2)};
+      moments = moments + Moments{*(partial), *(partial + 1), *(partial + 2)};
     }
     __shared__ Moments scratch[MAX_WARPS];
     moments = group_sum<THREADS>(moments, scratch);
@@ -54,15 +55,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     params.stats[2 * unit] = moments.mean;
     params.stats[2 * unit + 1] = rsqrtf(moments.m2 * shape.inverse_size + shape.eps);
   };
-  const auto second = [&](int unit, int piece, auto wait) {
+  const auto apply = [&](int unit, int piece) {
     with_segment(unit, piece, [&](int, int batch, int channel, int begin, int columns) {
       const auto values = load_segment(batch, channel, begin, columns);
-      wait();
       if (columns == 0) return;
-      const auto affine =
-          affine_of<1>(static_cast<const WEIGHT*>(params.weight) + channel,
-                       static_cast<const WEIGHT*>(params.bias) + channel,
-                       __ldcg(params.stats + 2 * unit), __ldcg(params.stats + 2 * unit + 1));
+      const auto affine = affine_of<1>(static_cast<const WEIGHT*>(params.weight) + channel,
+                                       static_cast<const WEIGHT*>(params.bias) + channel,
+                                       *(params.stats + 2 * unit), *(params.stats + 2 * unit + 1));
       T* out = static_cast<T*>(params.out) + batch * params.out_strides.batch +
                channel * params.out_strides.channel + begin;
 #pragma unroll
@@ -73,5 +72,5 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
       }
     });
   };
-  two_passes(params.passes, params.counters, first, finish, second);
+  run_step<STEP>(params.unit_blocks, collect, sum_up, apply);
 }

@@ -1,4 +1,4 @@
-"""GroupNorm with an activation: in one pass where a group fits into registers, else in two."""
+"""GroupNorm with an activation: in one step where a group fits into registers, else in three."""
 
 import dataclasses
 import itertools
@@ -14,19 +14,20 @@ ACTIVATIONS = ("none", "silu", "mish", "gelu", "gelu_tanh")  # as in activation.
 # (threads of a group, loads of a thread, blocks of a multiprocessor at a time), the smallest groups
 # first; channels first.
 FORWARD_TILES = (
-    *((8, 1, 8), (32, 1, 8), (32, 2, 8), (32, 4, 8), (64, 4, 16), (128, 4, 8), (256, 4, 4)),
-    *((256, 5, 4), (256, 8, 3), (128, 20, 4), (256, 20, 2), (512, 16, 1)),
+    *((8, 1, 8), (32, 1, 8), (16, 4, 8), (32, 4, 8), (64, 4, 16), (128, 4, 8), (256, 4, 4)),
+    *((256, 5, 4), (256, 8, 3), (256, 10, 3), (256, 20, 2), (512, 16, 1)),
 )
 BACKWARD_TILES = (
     *((8, 1, 8), (32, 1, 8), (32, 2, 8), (32, 4, 4), (64, 4, 8), (128, 4, 4), (256, 4, 2)),
-    *((256, 5, 2), (256, 10, 2)),
+    *((256, 5, 2), (256, 10, 2), (512, 10, 1)),
 )
 HALVES_TILES = 6  # of those tiles, for channels of 8 bytes
 ELEMENT_TILES = ((32, 8, 6), (128, 8, 4), (512, 8, 1))  # where a thread reads element by element
-# (loads, blocks of a multiprocessor) of the kernels in two passes.
+# (loads, blocks of a multiprocessor) of the kernels in three steps.
 SPLIT_FORWARD, SPLIT_BACKWARD = (4, 4), (4, 2)
 LAST_FORWARD, LAST_BACKWARD = (8, 2), (3, 2)
-TWO_PASS_THREADS = 256
+THREE_STEP_THREADS = 256
+STEPS = ("collect", "sum_up", "apply")  # as in three_steps.cuh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +81,8 @@ class GroupNormBwd(GroupConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoPassConfig(KernelConfig):
-    """A kernel that reads twice, the second time from the L2 cache if all goes well."""
+class ThreeStepConfig(KernelConfig):
+    """A kernel that reads twice, in three launches, one for each of `STEPS`."""
 
     dtype: str
     weight: str
@@ -89,14 +90,19 @@ class TwoPassConfig(KernelConfig):
     loads: int
     vector: int
     blocks: int
+    step: str = STEPS[0]
+
+    def steps(self) -> list["ThreeStepConfig"]:
+        """The three kernels."""
+        return [dataclasses.replace(self, step=step) for step in STEPS]
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return TWO_PASS_THREADS
+        return THREE_STEP_THREADS
 
 
-class SplitConfig(TwoPassConfig):
+class SplitConfig(ThreeStepConfig):
     """Groups beyond registers, channels first: a warp has a part of a channel."""
 
     @property
@@ -109,7 +115,7 @@ class SplitConfig(TwoPassConfig):
         return -(-channels * -(-positions // self.segment) // (self.threads // 32))
 
 
-class LastConfig(TwoPassConfig):
+class LastConfig(ThreeStepConfig):
     """Channels last: a block has some positions of the channels of a tile."""
 
     def pieces(self, tiling: ChannelTiling, positions: int) -> int:
@@ -152,7 +158,7 @@ Kind = tuple[str, str, str]  # dtypes of x and of weight, activation
 def forward(kind: Kind, size: int, aligned: bool, halves: bool) -> GroupNormFwd | GroupNormFwdSplit:
     """The kernel for groups of ``size`` elements, channels first."""
     fits = (x for x in _in_registers(GroupNormFwd, kind, aligned, halves) if size <= x.size)
-    return next(fits, GroupNormFwdSplit(*kind, *_two_pass(SPLIT_FORWARD, kind[0], aligned)))
+    return next(fits, GroupNormFwdSplit(*kind, *_three_step(SPLIT_FORWARD, kind[0], aligned)))
 
 
 def backward(
@@ -160,22 +166,22 @@ def backward(
 ) -> GroupNormBwd | GroupNormBwdSplit:
     """The kernel for groups of ``size`` elements, channels first."""
     fits = (x for x in _in_registers(GroupNormBwd, kind, aligned, halves) if size <= x.size)
-    return next(fits, GroupNormBwdSplit(*kind, *_two_pass(SPLIT_BACKWARD, kind[0], aligned)))
+    return next(fits, GroupNormBwdSplit(*kind, *_three_step(SPLIT_BACKWARD, kind[0], aligned)))
 
 
 def forward_last(kind: Kind, aligned: bool) -> GroupNormFwdLast:
     """The kernel for channels last."""
-    return GroupNormFwdLast(*kind, *_two_pass(LAST_FORWARD, kind[0], aligned))
+    return GroupNormFwdLast(*kind, *_three_step(LAST_FORWARD, kind[0], aligned))
 
 
 def backward_last(kind: Kind, aligned: bool) -> GroupNormBwdLast:
     """The kernel for channels last."""
-    return GroupNormBwdLast(*kind, *_two_pass(LAST_BACKWARD, kind[0], aligned))
+    return GroupNormBwdLast(*kind, *_three_step(LAST_BACKWARD, kind[0], aligned))
 
 
 def channel_tiling(num_groups: int, channels: int, vector: int) -> ChannelTiling | None:
     """Which channels a block has of ``num_groups`` groups; None if packs would cross tiles."""
-    most = TWO_PASS_THREADS * vector
+    most = THREE_STEP_THREADS * vector
     step = vector // math.gcd(channels, vector)  # groups that end where a pack ends
     groups = min(num_groups, most // (channels * step) * step)
     if groups:
@@ -196,10 +202,10 @@ def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
                 yield from _in_registers(config, kind, aligned, False)
                 if not aligned:
                     yield from _in_registers(config, kind, False, True)
-            yield forward(kind, 2**31, aligned, False)
-            yield backward(kind, 2**31, aligned, False)
-            yield forward_last(kind, aligned)
-            yield backward_last(kind, aligned)
+            yield from forward(kind, 2**31, aligned, False).steps()
+            yield from backward(kind, 2**31, aligned, False).steps()
+            yield from forward_last(kind, aligned).steps()
+            yield from backward_last(kind, aligned).steps()
 
 
 def _in_registers(
@@ -215,6 +221,6 @@ def _in_registers(
         yield config(*kind, layout, threads, loads, vector, blocks)
 
 
-def _two_pass(tile: tuple[int, int], dtype: str, aligned: bool) -> tuple[int, int, int]:
+def _three_step(tile: tuple[int, int], dtype: str, aligned: bool) -> tuple[int, int, int]:
     """(loads, vector, blocks)."""
     return tile[0], vector_width(dtype) if aligned else 1, tile[1]
