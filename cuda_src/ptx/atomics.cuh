@@ -38,3 +38,13 @@ __device__ __forceinline__ void wait_flag_fenced(const int* flag, int value) {
 __device__ __forceinline__ void release_flag(int* flag) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(flag) : "memory");
 }
+
+// The same for a flag that is 0 again after `last` + 1 counts.
+__device__ __forceinline__ void release_flag_wrapping(int* flag, int last) {
+  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(flag), "r"(last) : "memory");
+}
+
+// One more count, which tells nothing about earlier writes.
+__device__ __forceinline__ void count_wrapping(int* flag, int last) {
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(flag), "r"(last) : "memory");
+}
