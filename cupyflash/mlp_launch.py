@@ -15,9 +15,11 @@ from .tile_counter import tile_counters
 class MlpLaunch(Launch):
     """All blocks are on the GPU at once, so that they can wait for each other."""
 
-    def __init__(self, config: kernels.MlpFew, device: int, blocks: int, params: MlpParams) -> None:
-        super().__init__(config, device, blocks, params)
-        self.partials_shape = (blocks, params.rows, -(-params.columns // 4) * 4)
+    def __init__(
+        self, config: kernels.MlpFew, device: int, clusters: int, params: MlpParams
+    ) -> None:
+        super().__init__(config, device, clusters * config.cluster, params)
+        self.partials_shape = (clusters, params.rows, -(-params.columns // 4) * 4)
         self.counters = tile_counters(device)
 
     def run(
@@ -50,7 +52,7 @@ def few_mlp(
     if family == "simt":
         return None
     x, up, down = views["x"], views["weight"], views["down_weight"]
-    steps, blocks = row_strides(views), multiprocessors(x.device)
+    steps, processors = row_strides(views), multiprocessors(x.device)
     config = kernels.few_mlp(
         x.dtype,
         options.activation,
@@ -59,7 +61,7 @@ def few_mlp(
         (x.shape[1], up.shape[0], down.shape[0]),
         aligned and is_aligned(x, {**steps, "hidden": up.shape[0]}),
         capability_of(x.device),
-        blocks,
+        processors,
     )
     if config is None:
         return None
@@ -77,4 +79,4 @@ def few_mlp(
     )
     if "weight of norm" in views:
         params.norm = row_norm(x, views["weight of norm"], options)
-    return MlpLaunch(config, x.device, min(blocks, -(-up.shape[0] // config.unit)), params)
+    return MlpLaunch(config, x.device, config.clusters(params.hidden, processors), params)

@@ -11,6 +11,8 @@
 #include "../common/convert.cuh"
 #include "../common/warp.cuh"
 
+constexpr int GROUP = 32;  // keys
+
 template <typename T, int LANE_COLUMNS>
 __global__ void fused_attention(const __grid_constant__ BaselineAttentionParams params) {
   const int64_t row = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
@@ -26,28 +28,37 @@ __global__ void fused_attention(const __grid_constant__ BaselineAttentionParams 
     q_values[i] = d < params.head_dim ? params.scale * to_float(q[d]) : 0.f;
   }
 
-  // ---- one key after the other ----
+  // ---- one key after the other; a sum of its own for each GROUP of them, since one chain of
+  // float32 additions over all keys would lose a digit ----
   float top = -INF, sum = 0.f;
   const int64_t keys = params.visible_keys(row);
-  for (int64_t key = 0; key < keys; ++key) {
-    const T* k = static_cast<const T*>(params.k) + params.key_at(row, key);
-    const T* v = static_cast<const T*>(params.v) + params.key_at(row, key);
-    float score = 0.f;
+  for (int64_t first = 0; first < keys; first += GROUP) {
+    const float top_before = top;
+    float group_sum = 0.f, group_acc[LANE_COLUMNS] = {};
+    for (int64_t key = first; key < min(first + GROUP, keys); ++key) {
+      const T* k = static_cast<const T*>(params.k) + params.key_at(row, key);
+      const T* v = static_cast<const T*>(params.v) + params.key_at(row, key);
+      float score = 0.f;
 #pragma unroll
-    for (int i = 0; i < LANE_COLUMNS; ++i) {
-      const int d = lane + 32 * i;
-      if (d < params.head_dim) score += q_values[i] * to_float(k[d]);
-    }
-    score = warp_sum(score);
-    const float new_top = fmaxf(top, score);
-    const float shrink = expf(top - new_top), weight = expf(score - new_top);
-    top = new_top;
-    sum = sum * shrink + weight;
+      for (int i = 0; i < LANE_COLUMNS; ++i) {
+        const int d = lane + 32 * i;
+        if (d < params.head_dim) score += q_values[i] * to_float(k[d]);
+      }
+      score = warp_sum(score);
+      const float new_top = fmaxf(top, score);
+      const float shrink = expf(top - new_top), weight = expf(score - new_top);
+      top = new_top;
+      group_sum = group_sum * shrink + weight;
 #pragma unroll
-    for (int i = 0; i < LANE_COLUMNS; ++i) {
-      const int d = lane + 32 * i;
-      if (d < params.head_dim) acc[i] = acc[i] * shrink + weight * to_float(v[d]);
+      for (int i = 0; i < LANE_COLUMNS; ++i) {
+        const int d = lane + 32 * i;
+        if (d < params.head_dim) group_acc[i] = group_acc[i] * shrink + weight * to_float(v[d]);
+      }
     }
+    const float shrink = expf(top_before - top);
+    sum = sum * shrink + group_sum;
+#pragma unroll
+    for (int i = 0; i < LANE_COLUMNS; ++i) acc[i] = acc[i] * shrink + group_acc[i];
   }
 
   // ---- out; 0 where no key is seen ----

@@ -3,15 +3,17 @@
 #include "../ptx/atomics.cuh"
 
 // What any thread wrote before is visible to all threads after. *counter is 0 before the launch and
-// after it: blocks count themselves in, and out again; the last one out puts it back.
+// after it: blocks count themselves in, and out again; the last one out brings it back to 0. Nobody
+// waits for the counting out.
 __device__ __forceinline__ void grid_barrier(int* counter) {
   __syncthreads();
   if (threadIdx.x == 0) {
     const int blocks = gridDim.x;
-    release_flag(counter);
+    release_flag_wrapping(counter, 2 * blocks - 1);
+    // It can only be 0 again after this block has counted itself out.
     while (load_acquire(counter) < blocks) {
     }
-    if (atomicAdd(counter, 1) == 2 * blocks - 1) atomicExch(counter, 0);
+    count_wrapping(counter, 2 * blocks - 1);
   }
   __syncthreads();
 }

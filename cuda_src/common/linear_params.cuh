@@ -59,7 +59,7 @@ struct alignas(64) LinearSm90Params {
   LinearParams base;
 };
 
-// A whole MLP of few rows; every block has some of the hidden columns.
+// A whole MLP of few rows; every cluster of blocks has some of the hidden columns.
 struct MlpParams {
   const void* x;            // [rows, depth]
   const void* up_weight;    // [hidden, depth]
@@ -72,7 +72,7 @@ struct MlpParams {
   const void* down_bias;    // [columns] or null
   const void* residual;     // [rows, columns] or null
   void* out;                // [rows, columns]
-  float* partials;          // [blocks, rows, round_up(columns, 4)]
+  float* partials;          // [clusters, rows, round_up(columns, 4)]
   int* counter;             // 0 before and after a launch
   int64_t x_stride;         // of rows, in elements, as those that follow
   int64_t up_stride;

@@ -4,6 +4,7 @@
 #include "../common/activation.cuh"
 #include "../common/convert.cuh"
 #include "../common/linear_params.cuh"
+#include "../ptx/ld_global.cuh"
 
 // Element `index` of an array of T, or of float if `wide`.
 template <typename T>
@@ -62,6 +63,13 @@ struct RowRotation {
     const float rotated = first * cos - second * sin;
     second = second * cos + first * sin;
     first = rotated;
+  }
+
+  // Brings the angles of a pair to the L2.
+  __device__ void prefetch(int pair) const {
+    const int64_t byte = (angles + pair) * (params.rotary.wide ? sizeof(float) : sizeof(T));
+    prefetch_l2(static_cast<const char*>(params.cos) + byte);
+    prefetch_l2(static_cast<const char*>(params.sin) + byte);
   }
 };
 

@@ -1,37 +1,67 @@
-// A projection of up to 16 rows, limited by reading the weights once: few.cuh. Blocks take tiles of
-// 8 pairs of columns in turns; x is normalised in shared memory, if there is a norm.
+// A projection of up to 16 rows, limited by reading the weights once: few.cuh. Every block has its
+// share of the pairs of columns; x is normalised in shared memory, if there is a norm.
 #include "column_pairs.cuh"
 #include "few.cuh"
 
+// Brings what the epilogue of a block reads, which is far away, closer while weights are on their
+// way.
+template <typename T, bool GATED, bool ROTARY>
+__device__ __forceinline__ void prefetch_epilogue(const LinearParams& params, const Share& pairs) {
+  for (int i = threadIdx.x; i < pairs.size() * int(params.rows); i += FEW_THREADS) {
+    const int row = i / pairs.size();
+    const int column = column_pair<GATED, ROTARY>(params, pairs.begin + i % pairs.size()).first;
+    if (params.bias) prefetch_l2(static_cast<const T*>(params.bias) + column);
+    if (GATED && params.gate_bias) prefetch_l2(static_cast<const T*>(params.gate_bias) + column);
+    if (params.residual)
+      prefetch_l2(static_cast<const T*>(params.residual) + row * params.residual_stride + column);
+    if (ROTARY && is_rotated(params.rotary, column))
+      RowRotation<T>(params, row).prefetch(rotary_pair(params.rotary, column));
+  }
+}
+
+// The weights of a block, as Slices want them.
+template <class Tile, bool GATED, bool ROTARY>
+struct ColumnWeights {
+  const LinearParams& params;
+  int begin;  // first pair of the block
+  EvenTiles tiles;
+  Walk walk;
+
+  __device__ bool next() { return false; }
+  __device__ const typename Tile::T* row(int tile, int row, bool second) const {
+    const int pair = tiles.pair(tile, row);
+    if (pair < 0) return nullptr;
+    return weight_row<typename Tile::T, GATED, ROTARY>(params, begin + pair, second);
+  }
+};
+
 template <typename T, Activation ACTIVATION, bool GATED, bool ROTARY, int ROWS, int VECTOR,
-          int ARCH, int SMEM_BYTES>
+          int NUM_STAGES, int ARCH, int SMEM_BYTES>
 __global__ void __launch_bounds__(FEW_THREADS, 1)
     linear_few(const __grid_constant__ LinearParams params) {
-  using Tile = FewTile<T, ROWS, VECTOR, ARCH>;
+  using Tile = FewTile<T, ROWS, VECTOR, NUM_STAGES, ARCH>;
+  using Weights = ColumnWeights<Tile, GATED, ROTARY>;
   extern __shared__ __align__(128) char smem[];
-  float* sums = reinterpret_cast<float*>(smem);
+  float* sums = reinterpret_cast<float*>(smem + Tile::SUMS_OFFSET);
   const SmemRows x = {smem + Tile::X_OFFSET, int(params.rows), SmemRows::pitch_of<T>(params.depth)};
+  const Share pairs(num_pairs(params, GATED), blockIdx.x, gridDim.x);
+  const EvenTiles tiles(pairs.size());
 
-  auto weights = [&](int tile, int row) -> WeightRows<T> {
-    const int pair = tile * TILE_PAIRS + row;
-    return {weight_row<T, GATED, ROTARY>(params, pair, false),
-            weight_row<T, GATED, ROTARY>(params, pair, true)};
-  };
-  auto stage = [&] {
-    stage_rows<Tile>(x, static_cast<const T*>(params.x), params.x_stride, params.depth);
-    __syncthreads();
-    if (params.norm_weight) {
-      normalise_rows<Tile>(x, params.depth, params.norm, params.norm_weight, params.norm_bias,
-                           sums + Tile::SUMS);
-      __syncthreads();
-    }
-  };
-  auto finish = [&](int tile, int pair, int row, float first, float second) {
-    const ColumnPair columns = column_pair<GATED, ROTARY>(params, tile * TILE_PAIRS + pair);
-    const RowRotation<T> rotation(params, row);
-    finish_pair<T, ACTIVATION, GATED, ROTARY>(params, row, rotation, columns, first, second);
-    store_pair<T, GATED>(params, row, columns, first, second);
-  };
-  const int tiles = ceil_div(num_pairs(params, GATED), TILE_PAIRS);
-  few_products<Tile>(x, sums, params.depth, blockIdx.x, tiles, gridDim.x, weights, stage, finish);
+  // ---- weights and x on their way ----
+  WeightRing<Tile> ring(smem);
+  Slices<Tile, Weights> slices(
+      Weights{params, pairs.begin, tiles, shared_walk<Tile>(tiles, params.depth)});
+  ask_for_rows<Tile>(ring, slices, x, params);
+  prefetch_epilogue<T, GATED, ROTARY>(params, pairs);
+  wait_for_rows<Tile>(x, params, sums + Tile::SUMS);
+
+  // ---- products ----
+  few_products<Tile>(
+      ring, slices, x, tiles, params.depth, sums,
+      [&](int pair, int row, float first, float second) {
+        const ColumnPair columns = column_pair<GATED, ROTARY>(params, pairs.begin + pair);
+        const RowRotation<T> rotation(params, row);
+        finish_pair<T, ACTIVATION, GATED, ROTARY>(params, row, rotation, columns, first, second);
+        store_pair<T, GATED>(params, row, columns, first, second);
+      });
 }

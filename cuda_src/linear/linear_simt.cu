@@ -5,6 +5,7 @@
 
 constexpr int ROWS = 8;  // of a thread
 constexpr int BLOCK = 64;
+constexpr int SPAN = 64;  // of the depth, that is one sum
 
 template <typename T>
 __device__ __forceinline__ Matrix<const T> rows_of(const void* data, int64_t stride, int64_t first,
@@ -13,10 +14,30 @@ __device__ __forceinline__ Matrix<const T> rows_of(const void* data, int64_t str
           int(min(rows - first, int64_t(BLOCK))), columns};
 }
 
+// sums = a b^T. A sum of its own for each SPAN of the depth: one chain of float32 additions over
+// all of it would lose a digit.
+template <typename T>
+__device__ __forceinline__ void multiply_rows(float (&sums)[ROWS][4],
+                                              SimtStorage<ROWS, BLOCK>& smem,
+                                              const Matrix<const T>& a, const Matrix<const T>& b) {
+#pragma unroll
+  for (int i = 0; i < ROWS * 4; ++i) sums[i / 4][i % 4] = 0.f;
+#pragma unroll 1
+  for (int k = 0; k < a.columns; k += SPAN) {
+    const int span = min(SPAN, a.columns - k);
+    float part[ROWS][4];
+    multiply_transposed<ROWS, BLOCK>(part, smem,
+                                     Matrix<const T>{a.data + k, a.row_stride, a.rows, span},
+                                     Matrix<const T>{b.data + k, b.row_stride, b.rows, span});
+#pragma unroll
+    for (int i = 0; i < ROWS * 4; ++i) sums[i / 4][i % 4] += part[i / 4][i % 4];
+  }
+}
+
 template <typename T, Activation ACTIVATION, bool GATED>
 __global__ void __launch_bounds__(SIMT_THREADS)
     linear_simt(const __grid_constant__ LinearParams params) {
-  __shared__ SimtStorage<ROWS, 64> smem;
+  __shared__ SimtStorage<ROWS, BLOCK> smem;
   const int column_blocks = ceil_div(params.columns, BLOCK);
   const int64_t first_row = int64_t(blockIdx.x / column_blocks) * BLOCK;
   const int first_column = blockIdx.x % column_blocks * BLOCK;
@@ -24,13 +45,13 @@ __global__ void __launch_bounds__(SIMT_THREADS)
   // ---- products ----
   const auto x = rows_of<T>(params.x, params.x_stride, first_row, params.rows, params.depth);
   float sums[ROWS][4], gates[GATED ? ROWS : 1][4];
-  multiply_transposed<ROWS, 64>(
+  multiply_rows<T>(
       sums, smem, x,
       rows_of<T>(params.weight, params.weight_stride, first_column, params.columns, params.depth));
   if constexpr (GATED) {
-    multiply_transposed<ROWS, 64>(gates, smem, x,
-                                  rows_of<T>(params.gate_weight, params.gate_stride, first_column,
-                                             params.columns, params.depth));
+    multiply_rows<T>(gates, smem, x,
+                     rows_of<T>(params.gate_weight, params.gate_stride, first_column,
+                                params.columns, params.depth));
   }
 
   // ---- out ----

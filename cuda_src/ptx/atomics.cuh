@@ -50,3 +50,13 @@ __device__ __forceinline__ uint32_t ld_acquire(const uint32_t* address) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(address) : "memory");
   return found;
 }
+
+// The same for a flag that is 0 again after `last` + 1 counts.
+__device__ __forceinline__ void release_flag_wrapping(int* flag, int last) {
+  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(flag), "r"(last) : "memory");
+}
+
+// One more count, which tells nothing about earlier writes.
+__device__ __forceinline__ void count_wrapping(int* flag, int last) {
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(flag), "r"(last) : "memory");
+}

@@ -17,6 +17,14 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
+// Where block `rank` of the cluster has what is at this place of shared memory.
+template <typename T>
+__device__ __forceinline__ T* cluster_shared(T* pointer, uint32_t rank) {
+  uint64_t remote;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(pointer), "r"(rank));
+  return reinterpret_cast<T*>(remote);
+}
+
 // An arrival at the barrier that block `rank` of the cluster has at this shared address.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(

@@ -16,10 +16,12 @@ SWITCHES = (False, True)
 
 MAX_FEW_ROWS = 16
 FEW_ROWS = (8, MAX_FEW_ROWS)  # of the tiles of linear_few and mlp_few
-FEW_WARPS = 16  # as in few_rows.cuh
-TILE_PAIRS = 8
-STEP_BYTES = 64  # of a row of weights, that four lanes read at once
-SUMS_PITCH = 20  # floats
+FEW_WARPS = 8  # as in few_rows.cuh
+SLICE_BYTES = 128
+STAGE_BYTES = 32 * SLICE_BYTES
+SUMS_PITCH = 36  # floats
+FEW_STAGES = (4, 2, 1)  # slices of weights of a warp in shared memory
+HIDDEN_UNIT = 16  # as in whole_mlp.cuh
 MAX_MLP_COLUMNS = 2**26  # of out: its elements are counted in 32 bits
 
 # Shared memory of a block, by compute capability; 99 KB where nothing is said.
@@ -52,6 +54,7 @@ class LinearFew(LinearConfig):
     """Up to ``rows`` rows; ``vector`` elements of a weight in a load.
 
     Attributes:
+        num_stages: slices of weights that a warp has room for.
         arch: 80, or 75 for what Turing's tensor cores cannot do.
     """
 
@@ -59,6 +62,7 @@ class LinearFew(LinearConfig):
 
     rows: int
     vector: int
+    num_stages: int
     arch: int
     smem_bytes: int
 
@@ -70,7 +74,7 @@ class LinearFew(LinearConfig):
     def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
         """Number of blocks."""
         pairs = columns if self.gated else -(-columns // 2)
-        return min(-(-pairs // TILE_PAIRS), multiprocessors)
+        return min(pairs, multiprocessors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,18 +82,20 @@ class MlpFew(KernelConfig):
     """A whole MLP of up to ``rows`` rows; everything as in `LinearFew`.
 
     Attributes:
-        unit: hidden columns that a block computes at once.
+        cluster: blocks that share hidden columns.
     """
 
     source: ClassVar[str] = "linear/mlp_few.cu"
     params: ClassVar[type[MlpParams]] = MlpParams
     cooperative: ClassVar[bool] = True
+    cluster: ClassVar[int] = 1
 
     dtype: str
     activation: str
     gated: bool
     rows: int
     vector: int
+    num_stages: int
     arch: int
     smem_bytes: int
 
@@ -98,9 +104,17 @@ class MlpFew(KernelConfig):
         """Threads of a block."""
         return FEW_WARPS * 32
 
-    @property
-    def unit(self) -> int:
-        return TILE_PAIRS if self.gated else 2 * TILE_PAIRS
+    def clusters(self, hidden: int, multiprocessors: int) -> int:
+        """Number of clusters."""
+        return min(-(-hidden // HIDDEN_UNIT), max(1, multiprocessors // self.cluster))
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpFewSm90(MlpFew):
+    """The same in clusters."""
+
+    source: ClassVar[str] = "linear/mlp_few_sm90.cu"
+    cluster: ClassVar[int] = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,14 +190,7 @@ def shared_memory(capability: Capability) -> int:
 
 def row_bytes(dtype: str, depth: int) -> int:
     """Of a row of x in shared memory, as in few_rows.cuh."""
-    used = -(-depth * ITEM_SIZE[dtype] // STEP_BYTES) * STEP_BYTES
-    return (used + 63) // 128 * 128 + 64
-
-
-def few_bytes(config: "LinearFew | MlpFew", rows: int, depth: int) -> int:
-    """Shared memory that x as a whole takes, with what the kernel needs besides."""
-    sums = FEW_WARPS * config.rows * SUMS_PITCH * 4 + 2 * MAX_FEW_ROWS * 4
-    return sums + rows * row_bytes(config.dtype, depth)
+    return -(-depth * ITEM_SIZE[dtype] // SLICE_BYTES) * SLICE_BYTES + 64
 
 
 def few(
@@ -197,11 +204,11 @@ def few(
     capability: Capability,
 ) -> LinearFew | None:
     """The kernel for so few rows, None where there is none or x does not fit."""
-    tail = _few_tail(dtype, rows, aligned, capability)
-    if tail is None:
-        return None
-    config = LinearFew(dtype, activation, gated, rotary, *tail)
-    return config if few_bytes(config, rows, depth) <= config.smem_bytes else None
+    for tail in _few_tails(dtype, rows, aligned, capability):
+        config = LinearFew(dtype, activation, gated, rotary, *tail)
+        if _fits(config, rows * row_bytes(dtype, depth)):
+            return config
+    return None
 
 
 def few_mlp(
@@ -215,15 +222,16 @@ def few_mlp(
     multiprocessors: int,
 ) -> MlpFew | None:
     """The kernel for a whole MLP of sizes (d_in, d_hidden, d_out), None as `few`."""
-    tail = _few_tail(dtype, rows, aligned, capability)
     depth, hidden, columns = sizes
-    if tail is None or columns > MAX_MLP_COLUMNS:
+    if columns > MAX_MLP_COLUMNS:
         return None
-    config = MlpFew(dtype, activation, gated, *tail)
-    units = -(-hidden // config.unit)
-    share = -(-units // multiprocessors) * config.unit
-    size = few_bytes(config, rows, depth) + rows * row_bytes(dtype, share)
-    return config if size <= config.smem_bytes else None
+    for tail in _few_tails(dtype, rows, aligned, capability):
+        config = _mlp_kind(capability)(dtype, activation, gated, *tail)
+        units = -(-hidden // HIDDEN_UNIT)
+        width = HIDDEN_UNIT * -(-units // config.clusters(hidden, multiprocessors))
+        if _fits(config, rows * (row_bytes(dtype, depth) + row_bytes(dtype, width))):
+            return config
+    return None
 
 
 def many(
@@ -250,15 +258,28 @@ def _arch(capability: Capability) -> int:
     return 80 if capability >= (8, 0) else 75
 
 
-def _few_tail(
+def _few_tails(
     dtype: str, rows: int, aligned: bool, capability: Capability
-) -> tuple[int, int, int, int] | None:
-    """(rows, vector, arch, smem_bytes)."""
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """(rows, vector, num_stages, arch, smem_bytes), the fastest first."""
     if rows > MAX_FEW_ROWS or capability < (7, 5):
-        return None
+        return
     tile = next(tile for tile in FEW_ROWS if rows <= tile)
-    vector = vector_width(dtype) if aligned else 1
-    return tile, vector, _arch(capability), shared_memory(capability)
+    vector, arch = vector_width(dtype) if aligned else 1, _arch(capability)
+    # Copies through registers are waited for at once.
+    for stages in FEW_STAGES if vector > 1 and arch >= 80 else FEW_STAGES[-1:]:
+        yield tile, vector, stages, arch, shared_memory(capability)
+
+
+def _mlp_kind(capability: Capability) -> type[MlpFew]:
+    return MlpFewSm90 if (9, 0) <= capability < (12, 0) else MlpFew
+
+
+def _fits(config: LinearFew | MlpFew, bytes_of_rows: int) -> bool:
+    """Whether shared memory has room for rows besides what the kernel needs."""
+    floats = FEW_WARPS * config.rows * SUMS_PITCH + 2 * MAX_FEW_ROWS
+    rings = FEW_WARPS * config.num_stages * STAGE_BYTES
+    return rings + 4 * floats + bytes_of_rows <= config.smem_bytes
 
 
 def _mma_tail(dtype: str, aligned: bool, capability: Capability) -> tuple[int, int, int, int]:
@@ -281,11 +302,11 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
             if _has_mma(dtype, capability):
                 tail = _mma_tail(dtype, aligned, capability)
                 yield LinearMma(dtype, activation, gated, rotary, *tail)
-            for rows in FEW_ROWS if capability >= (7, 5) else ():
-                tail = _few_tail(dtype, rows, aligned, capability)
-                yield LinearFew(dtype, activation, gated, rotary, *tail)
-                if not rotary:
-                    yield MlpFew(dtype, activation, gated, *tail)
+            for rows in FEW_ROWS:
+                for tail in _few_tails(dtype, rows, aligned, capability):
+                    few = LinearFew(dtype, activation, gated, rotary, *tail)
+                    mlp = _mlp_kind(capability)(dtype, activation, gated, *tail)
+                    yield from (x for x in (few, mlp) if _fits(x, 0) and not (rotary and x is mlp))
         if not rotary:
             yield LinearSimt(dtype, activation, gated)
     yield from map(RotaryEmbedding, ITEM_SIZE)
