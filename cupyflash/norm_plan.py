@@ -10,7 +10,6 @@ from .kernels import norm as kernels
 from .norm_params import NormBwdParams, NormFwdParams, SumPartialsParams
 from .rows import Rows
 
-FORWARD_ROUNDS = 4  # grids' worth of blocks that follow each other; a block has every n-th row
 WEIGHT_BLOCKS = 8  # of norm_bwd_weight, for each multiprocessor
 
 
@@ -44,8 +43,7 @@ class ForwardPlan(Plan):
         params = NormFwdParams(**rows.strides, shape=rows.shape(eps))
         grid = rows.rows
         if isinstance(config, kernels.NormFwd):
-            at_once = config.blocks * multiprocessors(x.device)
-            grid = min(-(-rows.rows // config.rows), FORWARD_ROUNDS * at_once)
+            grid = -(-rows.rows // config.rows)
         self.launch = Launch(config, x.device, require_grid(function, grid, x.shape), params)
 
     def run(

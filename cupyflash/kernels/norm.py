@@ -10,7 +10,7 @@ from ..norm_params import NormBwdParams, NormFwdParams, SumPartialsParams
 
 MIN_BLOCK_THREADS = 128  # as in row_tile.cuh
 # (threads of a row, loads of a thread, blocks of a multiprocessor at a time), the shortest rows
-# first. Loads are of 16 bytes; as many blocks as leave a thread registers for the next row too.
+# first. Loads are of 16 bytes; in the backward a thread has registers for the next row too.
 FORWARD_TILES = (
     *((8, 1, 8), (32, 1, 8), (32, 2, 6), (32, 3, 5), (32, 4, 4)),
     *((64, 3, 10), (64, 4, 8), (128, 3, 5), (128, 4, 4), (256, 3, 2), (256, 4, 2)),
