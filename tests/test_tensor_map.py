@@ -238,7 +238,7 @@ def test_maps_are_encoded_once(driver, devices, monkeypatch):
 
 def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
     arguments = []
-    function = lambda grid, block, args, memory, stream: arguments.append((grid, block, args[0]))
+    function = lambda grid, block, args, *_: arguments.append((grid, block, args[0]))
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
     monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 7)
     monkeypatch.setattr(
@@ -271,7 +271,7 @@ def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
 def test_map_of_the_bias_is_the_last(driver, devices, monkeypatch):
     """Behind all else in the argument, in either pass; keys shared out or not."""
     arguments = []
-    function = lambda grid, block, args, memory, stream: arguments.append(args[0].tobytes())
+    function = lambda grid, block, args, *_: arguments.append(args[0].tobytes())
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
     monkeypatch.setattr(attention_launch, "tile_counters", lambda device: lambda stream: bytes(8))
     monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 132)
