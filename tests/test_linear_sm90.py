@@ -166,7 +166,7 @@ def machine(monkeypatch):
         found.encoded.append((pointer, spec))
         return bytes([len(found.encoded)]) * 128
 
-    function = lambda grid, block, args, *_: found.launched.append(
+    function = lambda grid, block, args, memory, *_: found.launched.append(
         (grid, block, memory, LinearSm90Params.from_buffer_copy(args[0].tobytes()))
     )
     runtime = types.SimpleNamespace(setDevice=lambda device: None)
