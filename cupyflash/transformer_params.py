@@ -1,7 +1,7 @@
 """Kernel arguments of a decode stack: mirrors of ``cuda_src/common/transformer_params.cuh``."""
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 
 MAX_BATCH = 8  # as in transformer_params.cuh
 MAX_LAYERS = 64
@@ -75,4 +75,7 @@ class DecodeStackParams(ctypes.Structure):
         ("advance", c_int32),
         ("eps", c_float),
         ("scale_log2", c_float),
+        ("heads_inverse", c_uint32),
+        ("head_dim_inverse", c_uint32),
+        ("splits_inverse", c_uint32),
     ]

@@ -68,6 +68,9 @@ class StackPlan(Plan):
             advance=advance,
             eps=shape.eps,
             scale_log2=math.log2(math.e) / math.sqrt(shape.head_dim),
+            heads_inverse=inverse(shape.heads),
+            head_dim_inverse=inverse(shape.head_dim),
+            splits_inverse=inverse(splits),
         )
         self.launch = Launch(config, shape.device, blocks, params)
         rows = batch * shape.heads * splits
@@ -120,6 +123,11 @@ def num_splits(batch: int, heads: int, blocks: int) -> int:
         return -(-pairs * splits // blocks) / splits + MERGE_COST * splits * batch
 
     return min(range(1, MAX_SPLITS + 1), key=cost)
+
+
+def inverse(divisor: int) -> int:
+    """What ``quotient`` in decode_steps.cuh multiplies by."""
+    return -(-(2**31) // divisor)
 
 
 def segments_of(columns: int, item: int) -> tuple[int, int]:

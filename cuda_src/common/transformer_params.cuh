@@ -71,7 +71,10 @@ struct DecodeStackParams {
   int splits;   // shares of the keys of a head, at most
   int advance;  // add 1 to the lengths in the end
   float eps;
-  float scale_log2;  // of scores: log2(e) / sqrt(head_dim)
+  float scale_log2;        // of scores: log2(e) / sqrt(head_dim)
+  uint32_t heads_inverse;  // for `quotient`
+  uint32_t head_dim_inverse;
+  uint32_t splits_inverse;
 };
 
 constexpr int MAX_BATCH = 8;    // columns of an mma tile

@@ -4,6 +4,7 @@
 #include "../common/transformer_params.cuh"
 #include "../ptx/ld_global.cuh"
 #include "../ptx/warpgroup.cuh"
+#include "decode_steps.cuh"
 #include "row_dot.cuh"
 
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
@@ -48,18 +49,24 @@ template <typename T>
 __device__ __forceinline__ int columns_of_warp(int warp, int width) {
   constexpr int PIECE = PIECE_BYTES / sizeof(T), ROUND = CONSUMER_WARPS * PIECE;
   const int last = width % ROUND - warp * PIECE;
-  return warp < CONSUMER_WARPS ? width / ROUND * PIECE + max(0, min(PIECE, last)) : 0;
+  return width / ROUND * PIECE + max(0, min(PIECE, last));
 }
 
-// LayerNorm of the residual; its weight and bias are the two rows in front of a tile. `moments` is
-// the mean and the sum of squared deviations of a warp's columns.
+// Of the columns of a warp in one row; `squares` sums the squared deviations from `mean`.
+struct alignas(16) Moments {
+  float mean, squares, columns;
+};
+
+// LayerNorm of the residual; its weight and bias are the two rows in front of a tile.
 template <typename T>
 __device__ __forceinline__ void load_normalised(Fragments& x, const DecodeStackParams& params,
                                                 const uint8_t* tile, int pitch,
-                                                float2 (&moments)[CONSUMER_WARPS][MAX_BATCH]) {
+                                                Moments (&moments)[CONSUMER_WARPS][MAX_BATCH]) {
   constexpr int COLUMNS = LANE_COLUMNS<T>, PIECES = WIDTH_PIECES<T>;
   const int warp = threadIdx.x / 32, n = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
   const float* row = params.residual + n * params.width;
+  const int pieces = pieces_of_warp(params.width * int(sizeof(T)));
+  const float inverse_width = rcp_approx(params.width);
   float values[PIECES][COLUMNS] = {};
 
   // ---- read, moments of the warp's columns ----
@@ -68,13 +75,17 @@ __device__ __forceinline__ void load_normalised(Fragments& x, const DecodeStackP
   for (int i = 0; i < PIECES; ++i) {
     const int column = piece_offset(i) / sizeof(T);
     if (column < params.width && n < params.batch) load_floats(values[i], row + column);
+  }
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i) {
+    if (i >= pieces) break;
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) sum += values[i][j];
   }
   const int columns = columns_of_warp<T>(warp, params.width);
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
   sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-  const float warp_mean = columns ? sum / columns : 0.f;
+  const float warp_mean = sum * rcp_approx(max(columns, 1));
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < PIECES; ++i) {
@@ -85,30 +96,29 @@ __device__ __forceinline__ void load_normalised(Fragments& x, const DecodeStackP
   }
   squares += __shfl_xor_sync(0xffffffffu, squares, 1);
   squares += __shfl_xor_sync(0xffffffffu, squares, 2);
-  if (c == 0) moments[warp][n] = {warp_mean, squares};
+  if (c == 0) moments[warp][n] = {warp_mean, squares, float(columns)};
   consumers_sync();
 
   // ---- moments of the row: each of four lanes has a share of the warps ----
   constexpr int SHARE = ceil_div(CONSUMER_WARPS, 4);
-  float2 part[SHARE];
-  float count[SHARE], mean = 0.f;
+  Moments part[SHARE];
+  float mean = 0.f;
 #pragma unroll
   for (int i = 0; i < SHARE; ++i) {
     const int other = 4 * i + c;
-    part[i] = other < CONSUMER_WARPS ? moments[other][n] : float2{0.f, 0.f};
-    count[i] = columns_of_warp<T>(other, params.width);
-    mean += count[i] * part[i].x;
+    part[i] = other < CONSUMER_WARPS ? moments[other][n] : Moments{0.f, 0.f, 0.f};
+    mean += part[i].columns * part[i].mean;
   }
   mean += __shfl_xor_sync(0xffffffffu, mean, 1);
   mean += __shfl_xor_sync(0xffffffffu, mean, 2);
-  mean /= params.width;
+  mean *= inverse_width;
   squares = 0.f;
 #pragma unroll
   for (int i = 0; i < SHARE; ++i)
-    squares += part[i].y + count[i] * (part[i].x - mean) * (part[i].x - mean);
+    squares += part[i].squares + part[i].columns * (part[i].mean - mean) * (part[i].mean - mean);
   squares += __shfl_xor_sync(0xffffffffu, squares, 1);
   squares += __shfl_xor_sync(0xffffffffu, squares, 2);
-  const float scale = rsqrtf(squares / params.width + params.eps);
+  const float scale = rsqrtf(squares * inverse_width + params.eps);
 
   // ---- normalise ----
 #pragma unroll

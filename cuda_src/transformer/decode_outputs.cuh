@@ -21,18 +21,8 @@ struct DecodeOutput {
   const DecodeStackParams& params;
   const int (&keys)[MAX_BATCH];
   const Step& step;
-  const void* bias;  // null: there is none, or it was added before
+  const void* bias;  // or null
   uint64_t& best;    // `ranked` logit that this thread has seen, all of one sequence
-
-  __device__ DecodeOutput(const DecodeStackParams& params, const BlockPointers& weights,
-                          const int (&keys)[MAX_BATCH], const Step& step, uint64_t& best)
-      : params(params), keys(keys), step(step), best(best) {
-    bias = step.matrix == Matrix::qkv                         ? weights.qkv_bias
-           : step.matrix == Matrix::proj                      ? weights.proj_bias
-           : step.matrix == Matrix::up                        ? weights.up_bias
-           : step.matrix == Matrix::down && step.segment == 0 ? weights.down_bias
-                                                              : nullptr;
-  }
 
   __device__ float addend(int row, int n) const {
     float value = bias ? to_float(static_cast<const T*>(bias)[row]) : 0.f;
@@ -64,13 +54,14 @@ struct DecodeOutput {
  private:
   // The query for the blocks of the attention, key and value into the caches.
   __device__ void store_qkv(int row, int n, float value) const {
-    const int part = row / params.width, column = row - part * params.width;
+    const int part = (row >= params.width) + (row >= 2 * params.width);
+    const int column = row - part * params.width;
     if (part == 0) {
       params.query[int64_t(n) * params.width + column] = value;
     } else if (keys[n] > 0) {
       const CacheStrides& strides = part == 1 ? params.k_strides : params.v_strides;
       T* cache = static_cast<T*>(part == 1 ? params.k_cache : params.v_cache);
-      const int head = column / params.head_dim;
+      const int head = quotient(column, params.head_dim_inverse);
       const int64_t at = strides.at(step.layer, n, keys[n] - 1, head);
       cache[at + column - head * params.head_dim] = from_float<T>(value);
     }

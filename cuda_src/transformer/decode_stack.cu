@@ -27,28 +27,41 @@
 
 constexpr int GROUP_ROWS = 32;  // whose products are added up at once
 
+// The thread that deals with the grid barrier, in a warp without outputs, whose loads would delay
+// it.
+constexpr int BARRIER_THREAD = CONSUMERS - 32;
+static_assert(BARRIER_THREAD >= GROUP_ROWS * MAX_BATCH);
+
 template <int ARCH, int HEAD_DIM, int TILES, int TILE_BYTES>
 struct DecodeStorage {
   WeightRing<ARCH, TILES, TILE_BYTES> ring;
   alignas(16) BlockPointers layers[MAX_LAYERS];
+  BlockRows rows[MATRICES];
   union {
     float products[CONSUMER_WARPS][GROUP_ROWS * MAX_BATCH];  // of each warp's columns
     AttentionStorage<HEAD_DIM> attention;
     uint64_t best[CONSUMER_WARPS][MAX_BATCH];
   };
-  float2 moments[CONSUMER_WARPS][MAX_BATCH];
+  Moments moments[CONSUMER_WARPS][MAX_BATCH];
   int keys[MAX_BATCH];  // with the new one; 0: there is no room for it, or no such token
+  int split_keys[MAX_BATCH];
 };
 
-// The warp that fills the ring.
-template <typename T, class Storage>
+// The warp that fills the ring. It is ahead, so it also brings the old keys and values and the
+// biases into L2.
+template <typename T, int HEAD_DIM, class Storage>
 __device__ __forceinline__ void fill_ring(const DecodeStackParams& params, Storage& storage) {
   typename decltype(storage.ring)::Place at;
 #pragma unroll 1
   for (Step step; step.more(); step.next(params)) {
-    const MatrixRows matrix = rows_of_block<T>(params, storage.layers[step.layer], step);
+    if (step.matrix == Matrix::qkv)
+      DecodeAttention<T, HEAD_DIM>{params, step.layer, storage.keys, storage.split_keys}.prefetch();
+    const MatrixRows matrix =
+        rows_of_block<T>(params, storage.layers[step.layer], storage.rows, step);
+    if (matrix.bias && threadIdx.x % 32 < matrix.rows)
+      prefetch_l2(static_cast<const T*>(matrix.bias) + matrix.begin + threadIdx.x % 32);
 #pragma unroll 1
-    for (TileWalk<sizeof(storage.ring.tiles[0])> tile(matrix); tile.more(); tile.next()) {
+    for (TileWalk tile(matrix); tile.more(); tile.next()) {
       // Row 0 of what is filled is the first lead.
       const int first = tile.leads ? 0 : tile.row + matrix.num_leads;
       storage.ring.fill(at, matrix, first, tile.leads + tile.count);
@@ -74,9 +87,9 @@ struct Consumer {
     for (Step step; step.more(); step.next(params)) {
       if (step.segment == 0) arrive();
       const BlockPointers& weights = storage.layers[step.layer];
-      const MatrixRows matrix = rows_of_block<T>(params, weights, step);
-      const DecodeOutput<T> output(params, weights, storage.keys, step, best);
-      if (step.matrix == Matrix::qkv || step.matrix == Matrix::proj) attend(step);
+      const MatrixRows matrix = rows_of_block<T>(params, weights, storage.rows, step);
+      const DecodeOutput<T> output{params, storage.keys, step, matrix.bias, best};
+      if (step.matrix == Matrix::proj) attend(step);
       const float added = addend(matrix, 0, output);
       if (step.segment == 0) {
         wait();
@@ -88,31 +101,31 @@ struct Consumer {
       if (step.normalised()) {
         load_normalised<T>(x, params, storage.ring.wait(at), matrix.pitch, storage.moments);
       } else if (step.matrix == Matrix::proj) {
-        load_attended<T, ARCH>(x, params, storage.keys);
+        load_attended<T>(x, params, storage.keys);
       } else {
         const T* hidden = static_cast<const T*>(params.hidden) + step.segment * params.segment;
         load_plain(x, hidden, params.hidden_width, matrix.bytes / int(sizeof(T)), params.batch);
       }
-      multiply(matrix, x, added, output);
+      multiply(matrix, x, step.matrix == Matrix::proj, added, output);
     }
     if (params.next_tokens) choose_tokens(best);
-    if (threadIdx.x == 0) barrier.finish();
+    if (threadIdx.x == BARRIER_THREAD) barrier.finish();
   }
 
  private:
   // All blocks wait for each other between these two.
   __device__ void arrive() {
     consumers_sync();
-    if (threadIdx.x == 0) barrier.arrive();
+    if (threadIdx.x == BARRIER_THREAD) barrier.arrive();
   }
   __device__ void wait() {
-    if (threadIdx.x == 0) barrier.wait();
+    if (threadIdx.x == BARRIER_THREAD) barrier.wait();
     consumers_sync();
   }
 
   // The residual to begin with: x, or the embeddings; NaN where there is nothing to compute.
   __device__ void begin() {
-    const MatrixRows own = rows_of_block<T>(params, storage.layers[0], Step{0, Matrix::proj, 0});
+    const BlockRows own = storage.rows[int(Matrix::proj)];
     const int n = threadIdx.x % MAX_BATCH;
     if (n >= params.batch) return;
     for (int i = threadIdx.x / MAX_BATCH; i < own.rows; i += CONSUMERS / MAX_BATCH) {
@@ -131,16 +144,15 @@ struct Consumer {
     }
   }
 
-  // Before the projection: the phase of the attention. Before that: its old keys and values.
+  // Before the projection: the phase of the attention.
   __device__ void attend(const Step& step) {
-    const DecodeAttention<T, HEAD_DIM> attention{params, step.layer, storage.keys};
-    if (step.matrix == Matrix::qkv) {
-      attention.prefetch();
-    } else {
-      wait();
-      attention(storage.attention);
-      arrive();
-    }
+    const DecodeAttention<T, HEAD_DIM> attention{params, step.layer, storage.keys,
+                                                 storage.split_keys};
+    const auto first = attention.unit(blockIdx.x);
+    const auto old_keys = attention.old_keys(first);
+    wait();
+    attention(storage.attention, first, old_keys);
+    arrive();
   }
 
   // What a thread adds to its output of the group of rows that begins at `row`.
@@ -150,18 +162,21 @@ struct Consumer {
     return has_output && n < params.batch ? output.addend(matrix.begin + mine, n) : 0.f;
   }
 
-  // The block's rows of a matrix times the vectors; `added` is the `addend` of the first group.
-  __device__ void multiply(const MatrixRows& matrix, const Fragments& x, float added,
+  // The block's rows of a matrix times the vectors, which are several of a sequence if `shared`;
+  // `added` is the `addend` of the first group.
+  __device__ void multiply(const MatrixRows& matrix, const Fragments& x, bool shared, float added,
                            const DecodeOutput<T>& output) {
+    const int vectors = shared ? MAX_BATCH : params.batch;
+    const int sequences = shared ? 1 << sequence_bits(params.batch) : MAX_BATCH;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const int n = threadIdx.x % MAX_BATCH, warps = warps_of_row(matrix.bytes);
     int pending = 0;  // rows whose products lie in shared memory
 #pragma unroll 1
-    for (TileWalk<TILE_BYTES> tile(matrix); tile.more(); tile.next()) {
+    for (TileWalk tile(matrix); tile.more(); tile.next()) {
       const uint8_t* rows = storage.ring.wait(at) + tile.leads * matrix.pitch;
       if (tile.count && warp < warps) {
         float d[4];
-        row_dot<T, ARCH>(d, rows, tile.count, matrix.pitch, matrix.bytes, x, params.batch);
+        row_dot<T, ARCH>(d, rows, tile.count, matrix.pitch, matrix.bytes, x, vectors);
         float* products = storage.products[warp] + (pending + g) * MAX_BATCH + 2 * c;
         if (g < tile.count) *reinterpret_cast<float2*>(products) = {d[0], d[1]};
         if (g + 8 < tile.count) *reinterpret_cast<float2*>(products + 8 * MAX_BATCH) = {d[2], d[3]};
@@ -173,13 +188,17 @@ struct Consumer {
       // ---- add the warps' products up ----
       consumers_sync();
       const int row = tile.row + tile.count - pending + int(threadIdx.x / MAX_BATCH);
-      if (threadIdx.x < pending * MAX_BATCH && n < params.batch) {
-        float sum = added;
+      const bool has_sum = threadIdx.x < pending * MAX_BATCH;
+      float sum = 0.f;
+      if (has_sum) {
 #pragma unroll
         for (int i = 0; i < CONSUMER_WARPS; ++i)
           if (i < warps) sum += storage.products[i][threadIdx.x];
-        output.store(matrix.begin + row, n, sum);
       }
+#pragma unroll 1
+      for (int mask = sequences; mask < MAX_BATCH; mask *= 2)
+        sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+      if (has_sum && n < params.batch) output.store(matrix.begin + row, n, sum + added);
       pending = 0;
       if (tile.last()) break;
       added = addend(matrix, tile.row + tile.count, output);
@@ -237,12 +256,19 @@ __global__ void __launch_bounds__(32 * (CONSUMER_WARPS + 1), 1)
   for (int i = threadIdx.x; i < params.num_layers * WORDS; i += blockDim.x)
     reinterpret_cast<uint64_t*>(storage.layers)[i] =
         reinterpret_cast<const uint64_t*>(params.layers)[i];
-  if (threadIdx.x < MAX_BATCH) storage.keys[threadIdx.x] = count_keys(params, threadIdx.x);
+  if (threadIdx.x < MAX_BATCH) {
+    const int keys = count_keys(params, threadIdx.x), splits = num_splits(keys, params.splits);
+    storage.keys[threadIdx.x] = keys;
+    storage.split_keys[threadIdx.x] = splits ? ceil_div(keys, splits) : 0;
+  } else if (threadIdx.x < MAX_BATCH + MATRICES) {
+    const int i = threadIdx.x - MAX_BATCH;
+    storage.rows[i] = block_rows<T, TILE_BYTES>(params, Matrix(i));
+  }
   if (threadIdx.x == 0) storage.ring.init();
   __syncthreads();
 
   if (threadIdx.x >= CONSUMERS) {
-    fill_ring<T>(params, storage);
+    fill_ring<T, HEAD_DIM>(params, storage);
   } else {
     Consumer<T, ARCH, HEAD_DIM, TILES, TILE_BYTES>{params, storage, GridBarrier(params.barrier)}
         .run();

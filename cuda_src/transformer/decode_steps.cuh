@@ -28,45 +28,70 @@ struct Step {
   }
 };
 
+// n / d from transformer_plan.inverse(d); n * d < 2^31.
+__device__ __forceinline__ int quotient(int n, uint32_t inverse) {
+  return __umulhi(2 * n, inverse);
+}
+
+constexpr int MATRICES = int(Matrix::none);
+
+// What a block has of each matrix, the same in all layers.
+struct alignas(16) BlockRows {
+  int begin, rows;
+  int pitch, tile_rows;
+};
+template <typename T, int TILE_BYTES>
+__device__ __forceinline__ BlockRows block_rows(const DecodeStackParams& params, Matrix matrix) {
+  const int rows = matrix == Matrix::qkv    ? 3 * params.width
+                   : matrix == Matrix::up   ? params.hidden_width
+                   : matrix == Matrix::head ? params.vocab
+                                            : params.width;
+  const int share = rows / gridDim.x, rest = rows % gridDim.x;
+  const int columns = matrix == Matrix::down ? params.segment : params.width;
+  const int pitch = row_pitch(columns * sizeof(T));
+  return {int(blockIdx.x) * share + min(int(blockIdx.x), rest), share + (int(blockIdx.x) < rest),
+          pitch, min(MAX_TILE_ROWS, TILE_BYTES / pitch)};
+}
+
 // The rows of this block of the matrix of a step.
 template <typename T>
 __device__ __forceinline__ MatrixRows rows_of_block(const DecodeStackParams& params,
                                                     const BlockPointers& weights,
+                                                    const BlockRows (&of_matrix)[MATRICES],
                                                     const Step& step) {
-  const void *data = nullptr, *leads[2] = {};
-  int rows = params.width, columns = params.width, first = 0, segment = params.width;
+  const void *data = nullptr, *leads[2] = {}, *bias = nullptr;
+  int columns = params.width, first = 0, segment = params.width;
   switch (step.matrix) {
     case Matrix::qkv:
       data = weights.qkv_weight, leads[0] = weights.ln1_weight, leads[1] = weights.ln1_bias;
-      rows = 3 * params.width;
+      bias = weights.qkv_bias;
       break;
     case Matrix::proj:
-      data = weights.proj_weight;
+      data = weights.proj_weight, bias = weights.proj_bias;
       break;
     case Matrix::up:
       data = weights.up_weight, leads[0] = weights.ln2_weight, leads[1] = weights.ln2_bias;
-      rows = params.hidden_width;
+      bias = weights.up_bias;
       break;
     case Matrix::down:
-      data = weights.down_weight;
+      data = weights.down_weight, bias = step.segment ? nullptr : weights.down_bias;
       columns = params.hidden_width;
       segment = params.segment, first = step.segment * segment;
       break;
     default:
       data = params.head_weight, leads[0] = params.final_weight, leads[1] = params.final_bias;
-      rows = params.vocab;
   }
+  const BlockRows own = of_matrix[int(step.matrix)];
   MatrixRows result;
-  const int share = rows / gridDim.x, rest = rows % gridDim.x;
-  result.begin = blockIdx.x * share + min(int(blockIdx.x), rest);
-  result.rows = share + (blockIdx.x < rest);
+  result.begin = own.begin, result.rows = own.rows;
+  result.pitch = own.pitch, result.tile_rows = own.tile_rows;
   result.stride = int64_t(columns) * sizeof(T);
   result.bytes = min(segment, columns - first) * int(sizeof(T));
-  result.pitch = row_pitch(segment * sizeof(T));
   result.data =
       static_cast<const uint8_t*>(data) + result.begin * result.stride + int64_t(first) * sizeof(T);
   result.leads[0] = static_cast<const uint8_t*>(leads[0]);
   result.leads[1] = static_cast<const uint8_t*>(leads[1]);
+  result.bias = bias;
   result.num_leads = step.normalised() ? 2 : 0;
   return result;
 }

@@ -29,6 +29,12 @@ __device__ __forceinline__ int piece_offset(int i) {
   return (i * CONSUMER_WARPS + int(threadIdx.x / 32)) * PIECE_BYTES + threadIdx.x % 4 * 16;
 }
 
+// Pieces of this warp of a row.
+__device__ __forceinline__ int pieces_of_warp(int bytes) {
+  return ceil_div(max(bytes - int(threadIdx.x / 32) * PIECE_BYTES, 0),
+                  CONSUMER_WARPS * PIECE_BYTES);
+}
+
 // Warps that have a piece of a row.
 __device__ __forceinline__ int warps_of_row(int bytes) {
   return min(CONSUMER_WARPS, ceil_div(bytes, PIECE_BYTES));
@@ -80,14 +86,14 @@ __device__ __forceinline__ void gather_sums(float (&d)[4], const float (&sums)[2
 template <typename T, int ARCH>
 __device__ __forceinline__ void row_dot(float (&d)[4], const uint8_t* tile, int count, int pitch,
                                         int bytes, const Fragments& x, int batch) {
-  const int g = threadIdx.x % 32 / 4;
+  const int g = threadIdx.x % 32 / 4, pieces = pieces_of_warp(bytes);
   const uint8_t* low_row = tile + min(g, count - 1) * pitch;
   const uint8_t* high_row = tile + min(g + 8, count - 1) * pitch;
   float even[4] = {}, odd[4] = {}, sums[2][MAX_BATCH] = {};
 #pragma unroll
   for (int i = 0; i < MAX_PIECES; ++i) {
+    if (i >= pieces) break;
     const int offset = piece_offset(i);
-    if (offset - int(threadIdx.x % 4 * 16) >= bytes) break;
     uint4 low = {0, 0, 0, 0}, high = {0, 0, 0, 0};
     if (offset < bytes) {
       low = *reinterpret_cast<const uint4*>(low_row + offset);

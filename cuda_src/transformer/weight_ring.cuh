@@ -22,8 +22,10 @@ struct MatrixRows {
   int rows;                 // may be 0
   int bytes;                // of a row
   int pitch;                // in shared memory
+  int tile_rows;            // of a tile, leads counted
   const uint8_t* leads[2];  // rows in front of the first tile: weight and bias of the norm before
   int num_leads;
+  const void* bias;  // of all rows; null: there is none, or it is not for this segment
 
   __device__ const uint8_t* row(int i) const {
     if (i >= num_leads) return data + (i - num_leads) * stride;
@@ -33,13 +35,11 @@ struct MatrixRows {
 
 // The tiles of a matrix, the same for the warp that fills and for those that empty. A tile has
 // `leads` rows in front of its `count` rows from `row` on.
-template <int TILE_BYTES>
 struct TileWalk {
   int rows, tile_rows, row, leads, count;
 
   __device__ explicit TileWalk(const MatrixRows& matrix)
-      : rows(matrix.rows), row(0), leads(matrix.num_leads) {
-    tile_rows = min(MAX_TILE_ROWS, TILE_BYTES / matrix.pitch);
+      : rows(matrix.rows), tile_rows(matrix.tile_rows), row(0), leads(matrix.num_leads) {
     count = min(rows, max(0, tile_rows - leads));
   }
   __device__ bool more() const { return row < rows; }

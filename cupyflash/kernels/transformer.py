@@ -10,6 +10,7 @@ from ..transformer_params import MAX_BATCH, MAX_LAYERS, BlockPointers, DecodeSta
 
 # As in the CUDA sources.
 CONSUMER_WARPS, GROUP_ROWS, PIECE_BYTES, MAX_PIECES = 15, 32, 64, 9
+MATRICES = 5
 MAX_ROW_BYTES = CONSUMER_WARPS * PIECE_BYTES * MAX_PIECES  # of a row, or of a segment of it
 MAX_WIDTH = 1920  # of what is normalised: in registers as floats
 
@@ -76,9 +77,10 @@ def shared_memory(arch: int, tiles: int, tile_bytes: int) -> int:
     barriers = 16 * tiles if arch >= 90 else 4 + 4 * CONSUMER_WARPS
     ring = _round_up(tiles * tile_bytes + barriers)
     products = 4 * CONSUMER_WARPS * GROUP_ROWS * MAX_BATCH
-    moments = 8 * CONSUMER_WARPS * MAX_BATCH
+    moments = 16 * CONSUMER_WARPS * MAX_BATCH
     pointers = MAX_LAYERS * 8 * len(BlockPointers._fields_)
-    return _round_up(ring + pointers + products + moments + 4 * MAX_BATCH)
+    rows = 16 * MATRICES
+    return _round_up(ring + pointers + rows + products + moments + 2 * 4 * MAX_BATCH)
 
 
 def _round_up(size: int) -> int:
