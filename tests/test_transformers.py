@@ -62,9 +62,12 @@ def moved(model):
 
 def assert_equal_but_rounding(actual, eager, rounded):
     assert actual.keys() == eager.keys()
+    largest = max(x.abs().max() for name, x in eager.items() if name.endswith("weight"))
     for name, x in eager.items():
         noise = (rounded[name] - x).abs().max()
-        last_place = torch.finfo(x.dtype).eps * x.abs().max()
+        # A bias of the keys shifts all scores of a row alike: its gradient is 0 but for rounding.
+        cancels = name.endswith(("k_proj.bias", "key.bias"))
+        last_place = torch.finfo(x.dtype).eps * (largest if cancels else x.abs().max())
         error = (actual[name] - x).abs().max()
         assert error <= ROUNDING * (noise + last_place), f"{name}: {error} with noise {noise}"
 
