@@ -31,6 +31,7 @@ struct LinearLayout {
   static constexpr int OUT_BLOCKS = OUT_COLUMNS / 64;
   static constexpr int STAGE_BLOCKS = STAGE_BYTES / TileResidual::BYTES;
   static constexpr int RESIDUAL_STEPS = ceil_div(OUT_BLOCKS, STAGE_BLOCKS);
+  static_assert(RESIDUAL_STEPS < STAGES, "all are loaded while the last step of depth is held");
 
   // Then two buffers for each consumer warp, from which out is written.
   using TileOut = SmemTile<16, 64>;

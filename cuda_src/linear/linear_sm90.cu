@@ -262,6 +262,16 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * WARPGROUP,
       wgmma_wait<ATOMS>();
       shared.release(stage_before);
     }
+    if constexpr (PINGPONG && RESIDUAL) {
+      // Of a stage that is being filled the other group could not tell this fill from the one
+      // before the last: all fills of this tile must be there before the other one waits.
+      Ring<STAGES> residual = ring;
+#pragma unroll
+      for (int i = 0; i < Layout::RESIDUAL_STEPS; ++i) {
+        residual.advance();
+        shared.ring.wait_full(residual);
+      }
+    }
     pass_turn();
     cp_async_wait<0>();
     named_barrier_sync(3 + group, WARPGROUP);  // everybody sees the bias
