@@ -9,15 +9,15 @@ and whoever is wrong is left out and said so. Exit status 1 if cupyflash was wro
 """
 
 import argparse
-import itertools
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.box import MARKDOWN
 from rich.table import Table
 
+from bench import beside
 from bench.linear_problems import OPS, LinearProblem, problems
 from bench.report import Row, command_line, console, machine_fields, write_results
 
@@ -43,24 +43,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def measure(problem: LinearProblem, impls: Sequence[str], timer: Any, notes: Any) -> list[Row]:
     """A row for each implementation that does it right."""
-    import torch
 
-    calls = {}
-    for impl in impls:
-        try:
-            calls[impl] = checked_call(problem, impl)
-        except Exception as error:  # whatever a library raises where it cannot do this
-            notes.left_out(impl, error, str(problem))
-            torch.cuda.empty_cache()
-    rows = []
-    for impl, timing in timer.compare(calls).items():
-        notes.late(impl, timing, str(problem))
-        gbps, tflops = (n / timing.ms for n in (problem.bytes / 1e6, problem.flops / 1e9))
-        row = problem.row(
-            impl=impl, ms=round(timing.ms, 5), gbps=round(gbps, 1), tflops=round(tflops, 2)
-        )
-        rows.append({**row, "repeats": timing.repeats, "sm_mhz": timer.sm_mhz})
-    return rows
+    def row_of(impl: str, ms: float) -> Row:
+        gbps, tflops = problem.bytes / 1e6 / ms, problem.flops / 1e9 / ms
+        fields = {"ms": round(ms, 5), "gbps": round(gbps, 1), "tflops": round(tflops, 2)}
+        return problem.row(impl=impl, **fields)
+
+    checked = functools.partial(checked_call, problem)
+    return beside.measure(str(problem), impls, checked, row_of, timer, notes)
 
 
 def checked_call(problem: LinearProblem, impl: str) -> Callable[[], Any]:
@@ -71,9 +61,7 @@ def checked_call(problem: LinearProblem, impl: str) -> Callable[[], Any]:
     eager, wide = problem.function("torch-eager"), _doubled(tensors)
     with torch.no_grad():
         exact, yardstick, found = eager(**wide), eager(**tensors), function(**tensors)
-    error, allowed = (float((x.double() - exact).abs().max()) for x in (found, yardstick))
-    rounding = torch.finfo(found.dtype).eps * float(exact.abs().max())
-    assert error <= 2 * allowed + rounding, f"off by {error:.3g}"
+    beside.assert_right(found, exact, yardstick)
     del exact, yardstick, found, wide
 
     def call() -> Any:
@@ -88,32 +76,14 @@ def _doubled(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def table_of(rows: list[Row], ceilings: dict[str, float]) -> Table:
-    """problem | implementation | ms | rate and its share | times as fast as the best peer."""
-    table = Table(box=MARKDOWN)
-    table.add_column("problem", no_wrap=True)
-    table.add_column("impl", no_wrap=True)
-    for title in ("ms", "rate", "share", "vs best peer"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for problem, group in itertools.groupby(rows, lambda row: row["problem"]):
-        cells = list(group)
-        peers = [row["ms"] for row in cells if row["impl"] != "cupyflash"]
-        best = min(peers or [row["ms"] for row in cells])
-        for number, row in enumerate(cells):
-            # What limits it: reading the weights, or multiplying.
-            share = row["gbps"] / ceilings["copy_gbps"]
-            rate = f"{row['gbps']:.0f} GB/s"
-            if row["rows"] > 128:
-                share, rate = row["tflops"] / ceilings["matmul_tflops"], f"{row['tflops']:.0f} TF/s"
-            table.add_row(
-                "" if number else problem,
-                row["impl"],
-                f"{row['ms']:.4f}",
-                rate,
-                f"{100 * share:.0f} %",
-                f"{best / row['ms']:.2f}",
-                style="bold" if row["impl"] == "cupyflash" else "",
-            )
-    return table
+    """By what limits it: reading the weights, or multiplying."""
+
+    def rate_of(row: Row) -> tuple[str, float]:
+        if row["rows"] > 128:
+            return f"{row['tflops']:.0f} TF/s", row["tflops"] / ceilings["matmul_tflops"]
+        return f"{row['gbps']:.0f} GB/s", row["gbps"] / ceilings["copy_gbps"]
+
+    return beside.table_of(rows, lambda row: row["problem"], ("rate", "share"), rate_of)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,15 +10,16 @@ tensors beyond the L2 cache.
 """
 
 import argparse
+import functools
 import itertools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.box import MARKDOWN
 from rich.table import Table
 
+from bench import beside
 from bench.norm_problems import OPS, NormProblem, problems
 from bench.report import Row, command_line, console, machine_fields, write_results
 
@@ -48,22 +49,13 @@ def measure(
     problem: NormProblem, direction: str, impls: Sequence[str], timer: Any, notes: Any
 ) -> list[Row]:
     """A row for each implementation that does this pass right."""
-    import torch
 
-    where, calls = f"{direction} {problem}", {}
-    for impl in impls:
-        try:
-            calls[impl] = checked_call(problem, impl, direction)
-        except Exception as error:  # whatever a library raises where it cannot do this
-            notes.left_out(impl, error, where)
-            torch.cuda.empty_cache()
-    rows = []
-    for impl, timing in timer.compare(calls).items():
-        notes.late(impl, timing, where)
-        gbps = problem.bytes(direction) / timing.ms / 1e6
-        row = problem.row(impl=impl, ms=round(timing.ms, 5), gbps=round(gbps, 1))
-        rows.append({"pass": direction, **row, "repeats": timing.repeats, "sm_mhz": timer.sm_mhz})
-    return rows
+    def row_of(impl: str, ms: float) -> Row:
+        gbps = problem.bytes(direction) / ms / 1e6
+        return {"pass": direction, **problem.row(impl=impl, ms=round(ms, 5), gbps=round(gbps, 1))}
+
+    checked = functools.partial(checked_call, problem, direction=direction)
+    return beside.measure(f"{direction} {problem}", impls, checked, row_of, timer, notes)
 
 
 def checked_call(problem: NormProblem, impl: str, direction: str) -> Callable[[], Any]:
@@ -76,9 +68,7 @@ def checked_call(problem: NormProblem, impl: str, direction: str) -> Callable[[]
     for number, (found, right, yardstick) in enumerate(
         zip(problem.results(function, direction), exact, eager, strict=True)
     ):
-        error, allowed = (float((x.double() - right).abs().max()) for x in (found, yardstick))
-        rounding = torch.finfo(found.dtype).eps * float(right.abs().max())
-        assert error <= 2 * allowed + rounding, f"result {number}: off by {error:.3g}"
+        beside.assert_right(found, right, yardstick, f"result {number}: ")
     del exact, eager
     if direction == "fwd":
         return lambda: problem.without_graph(function, tensors)
@@ -88,29 +78,13 @@ def checked_call(problem: NormProblem, impl: str, direction: str) -> Callable[[]
 
 
 def table_of(rows: list[Row], copy_gbps: float) -> Table:
-    """problem | implementation | ms | GB/s | % of the copy | times as fast as the best peer."""
-    table = Table(box=MARKDOWN)
-    table.add_column("problem", no_wrap=True)
-    table.add_column("impl", no_wrap=True)
-    for title in ("ms", "GB/s", "% of copy", "vs best peer"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for (direction, problem), group in itertools.groupby(
-        rows, lambda row: (row["pass"], row["problem"])
-    ):
-        cells = list(group)
-        peers = [row["ms"] for row in cells if row["impl"] != "cupyflash"]
-        best = min(peers or [row["ms"] for row in cells])
-        for number, row in enumerate(cells):
-            table.add_row(
-                "" if number else f"{direction} {problem}",
-                row["impl"],
-                f"{row['ms']:.4f}",
-                f"{row['gbps']:.0f}",
-                f"{100 * row['gbps'] / copy_gbps:.0f} %",
-                f"{best / row['ms']:.2f}",
-                style="bold" if row["impl"] == "cupyflash" else "",
-            )
-    return table
+    """With the share of the copy."""
+    return beside.table_of(
+        rows,
+        lambda row: f"{row['pass']} {row['problem']}",
+        ("GB/s", "% of copy"),
+        lambda row: (f"{row['gbps']:.0f}", row["gbps"] / copy_gbps),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

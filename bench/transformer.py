@@ -10,15 +10,16 @@ float64 first, and whoever is wrong is left out and said so; exit status 1 if cu
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.box import MARKDOWN
 from rich.table import Table
 
+from bench import beside
 from bench import problem as attention_problem
 from bench.report import Row, command_line, console, machine_fields, write_results
 
@@ -146,7 +147,6 @@ def problems(dtypes: Sequence[str], batches: Sequence[int]) -> Iterator[BlockPro
 
 def checked_call(problem: BlockProblem, impl: str) -> Callable[[], Any]:
     """One implementation, after its result was compared with float64."""
-    import torch
 
     def wide(tensor: Any) -> Any:
         return tensor.double()
@@ -158,54 +158,29 @@ def checked_call(problem: BlockProblem, impl: str) -> Callable[[], Any]:
     eager = problem.call("torch-eager", problem.tensors())()
     call = problem.call(impl, (blocks, x, *caches))
     found = call()
-    error, allowed = (float((y.double() - exact).abs().max()) for y in (found, eager))
-    rounding = torch.finfo(found.dtype).eps * float(exact.abs().max())
-    assert error <= 2 * allowed + rounding, f"off by {error:.3g}, eager by {allowed:.3g}"
+    beside.assert_right(found, exact, eager)
     return call
 
 
 def measure(problem: BlockProblem, impls: Sequence[str], timer: Any, notes: Any) -> list[Row]:
     """A row for each implementation that is right."""
-    import torch
 
-    calls = {}
-    for impl in impls:
-        try:
-            calls[impl] = checked_call(problem, impl)
-        except Exception as error:  # whatever a library raises where it cannot do this
-            notes.left_out(impl, error, str(problem))
-            torch.cuda.empty_cache()
-    rows = []
-    for impl, timing in timer.compare(calls).items():
-        notes.late(impl, timing, str(problem))
-        gbps = problem.bytes / timing.ms / 1e6
-        row = problem.row(impl=impl, ms=round(timing.ms, 5), gbps=round(gbps, 1))
-        rows.append({**row, "repeats": timing.repeats, "sm_mhz": timer.sm_mhz})
-    return rows
+    def row_of(impl: str, ms: float) -> Row:
+        gbps = problem.bytes / ms / 1e6
+        return problem.row(impl=impl, ms=round(ms, 5), gbps=round(gbps, 1))
+
+    checked = functools.partial(checked_call, problem)
+    return beside.measure(str(problem), impls, checked, row_of, timer, notes)
 
 
 def table_of(rows: list[Row], copy_gbps: float) -> Table:
-    """problem | implementation | ms | GB/s | % of the copy | times as fast as the best peer."""
-    table = Table(box=MARKDOWN)
-    for title in ("problem", "impl"):
-        table.add_column(title, no_wrap=True)
-    for title in ("ms", "GB/s", "% of copy", "vs best peer"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for problem, group in itertools.groupby(rows, lambda row: row["problem"]):
-        cells = list(group)
-        peers = [row["ms"] for row in cells if row["impl"] != "cupyflash"]
-        best = min(peers or [row["ms"] for row in cells])
-        for number, row in enumerate(cells):
-            table.add_row(
-                "" if number else problem,
-                row["impl"],
-                f"{row['ms']:.4f}",
-                f"{row['gbps']:.0f}",
-                f"{100 * row['gbps'] / copy_gbps:.0f} %",
-                f"{best / row['ms']:.2f}",
-                style="bold" if row["impl"] == "cupyflash" else "",
-            )
-    return table
+    """With the share of the copy."""
+    return beside.table_of(
+        rows,
+        lambda row: row["problem"],
+        ("GB/s", "% of copy"),
+        lambda row: (f"{row['gbps']:.0f}", row["gbps"] / copy_gbps),
+    )
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -1,0 +1,89 @@
+"""An operation beside its peers: check each implementation, time all in turn, print a table.
+
+What `bench.norms`, `bench.linear` and `bench.transformer` have in common.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.box import MARKDOWN
+from rich.table import Table
+
+from bench.report import Row
+
+
+def assert_right(found: Any, exact: Any, eager: Any, what: str = "") -> None:
+    """AssertionError if a result is off float64 by more than twice eager, plus rounding."""
+    import torch
+
+    error, allowed = (float((x.double() - exact).abs().max()) for x in (found, eager))
+    rounding = torch.finfo(found.dtype).eps * float(exact.abs().max())
+    assert error <= 2 * allowed + rounding, f"{what}off by {error:.3g}, eager by {allowed:.3g}"
+
+
+def measure(
+    where: str,
+    impls: Sequence[str],
+    checked_call: Callable[[str], Callable[[], Any]],
+    row_of: Callable[[str, float], Row],
+    timer: Any,
+    notes: Any,
+) -> list[Row]:
+    """A row for each implementation that is right.
+
+    Args:
+        where: for the notes.
+        checked_call: the call of an implementation, once its results are known to be right.
+        row_of: the fields of an implementation that took so many ms.
+    """
+    import torch
+
+    calls = {}
+    for impl in impls:
+        try:
+            calls[impl] = checked_call(impl)
+        except Exception as error:  # whatever a library raises where it cannot do this
+            notes.left_out(impl, error, where)
+            torch.cuda.empty_cache()
+    rows = []
+    for impl, timing in timer.compare(calls).items():
+        notes.late(impl, timing, where)
+        row = row_of(impl, timing.ms)
+        rows.append({**row, "repeats": timing.repeats, "sm_mhz": timer.sm_mhz})
+    return rows
+
+
+def table_of(
+    rows: list[Row],
+    title_of: Callable[[Row], str],
+    rate_titles: tuple[str, str],
+    rate_of: Callable[[Row], tuple[str, float]],
+) -> Table:
+    """problem | implementation | ms | rate | its share | times as fast as the best peer.
+
+    Args:
+        title_of: what the rows of a problem have in common.
+        rate_of: the rate, and the share that it is of what the card can do.
+    """
+    table = Table(box=MARKDOWN)
+    for title in ("problem", "impl"):
+        table.add_column(title, no_wrap=True)
+    for title in ("ms", *rate_titles, "vs best peer"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for problem, group in itertools.groupby(rows, title_of):
+        cells = list(group)
+        peers = [row["ms"] for row in cells if row["impl"] != "cupyflash"]
+        best = min(peers or [row["ms"] for row in cells])
+        for number, row in enumerate(cells):
+            rate, share = rate_of(row)
+            table.add_row(
+                "" if number else problem,
+                row["impl"],
+                f"{row['ms']:.4f}",
+                rate,
+                f"{100 * share:.0f} %",
+                f"{best / row['ms']:.2f}",
+                style="bold" if row["impl"] == "cupyflash" else "",
+            )
+    return table
