@@ -44,13 +44,6 @@ __device__ __forceinline__ void red_add_release(uint32_t* address, uint32_t valu
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// What was written before the release that made this value is visible then.
-__device__ __forceinline__ uint32_t ld_acquire(const uint32_t* address) {
-  uint32_t found;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(address) : "memory");
-  return found;
-}
-
 // The same for a flag that is 0 again after `last` + 1 counts.
 __device__ __forceinline__ void release_flag_wrapping(int* flag, int last) {
   asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(flag), "r"(last) : "memory");

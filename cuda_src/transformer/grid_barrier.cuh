@@ -20,7 +20,7 @@ class GridBarrier {
   // By that thread: acquires what all blocks have written. The others must synchronise with it.
   __device__ void wait() const {
     const uint32_t done = rounds_ % 2 ? FLIP : 0;
-    while ((ld_acquire(counter_) & FLIP) != done) {
+    while ((load_acquire(reinterpret_cast<const int*>(counter_)) & FLIP) != done) {
     }
   }
 
