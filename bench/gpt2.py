@@ -40,24 +40,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--new-tokens", type=int, default=128)
     add("--repeats", type=int, default=10)
     add("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    add("--ncu", action="store_true", help="measure HBM traffic; takes some minutes")
-    add("--profile-one", nargs=2, metavar=("MODE", "OP"), help=argparse.SUPPRESS)
+    add("--ncu", action="store_true", help="measure HBM traffic too")
+    add("--profile", action="store_true", help=argparse.SUPPRESS)
     add("--output", metavar="NAME", default="gpt2", help="bench/results/NAME.json and .png")
     return parser.parse_args(arguments)
 
 
-def profile_one(options: argparse.Namespace) -> int:
-    """What runs below ncu: one operation of one mode."""
+def profile(options: argparse.Namespace) -> int:
+    """What runs below ncu: attention over prompts, and each operation of a token."""
     from bench.gpt2_measure import ops_of, our_models, prefill_shape
     from bench.gpt2_ops import prompt_attention
 
-    mode, name = options.profile_one
     models = our_models(options)
-    if name == "attention":
-        op = prompt_attention(models[mode], *prefill_shape(models[mode]))
-    else:
-        op = next(op for op in ops_of(models)[mode] if op.name == name)
-    gpt2_traffic.profiled(op.call)
+    calls = {mode: prompt_attention(x, *prefill_shape(x)).call for mode, x in models.items()}
+    for mode, ops in ops_of(models).items():
+        calls |= {f"{mode}: {op.name}": op.call for op in ops}
+    gpt2_traffic.profile(calls)
     return 0
 
 
@@ -66,30 +64,26 @@ def add_traffic(arguments: list[str], bench: Any, ops: list[Row], notes: Any) ->
     from bench.gpt2_measure import prefill_shape
     from bench.gpt2_ops import prompt_attention
 
-    arguments, found = [x for x in arguments if x != "--ncu"], {}
+    run = [*(x for x in arguments if x != "--ncu"), "--profile"]
+    try:
+        moved = gpt2_traffic.bytes_of("bench.gpt2", run)
+    except Exception as error:  # no ncu, no rights, too old
+        notes.left_out("ncu", error, "the traffic")
+        return {}
+    for row in ops:
+        row["bytes"] = moved[f"{row['mode']}: {row['name']}"]
+    found = {}
     for mode, model in bench.ours.items():
         flops = prompt_attention(model, *prefill_shape(model)).flops
-        try:
-            run = [*arguments, "--profile-one", mode, "attention"]
-            moved = gpt2_traffic.bytes_of("bench.gpt2", run)
-        except Exception as error:  # no ncu, no rights, too old
-            notes.left_out("ncu", error, "the traffic of attention")
-            return found
-        found[mode] = {"bytes": moved, "flop_per_byte": round(flops / moved, 1)}
-    for row in ops:
-        try:
-            run = [*arguments, "--profile-one", row["mode"], row["name"]]
-            row["bytes"] = gpt2_traffic.bytes_of("bench.gpt2", run)
-        except Exception as error:
-            notes.left_out("ncu", error, f"the traffic of {row['name']}")
+        found[mode] = {"bytes": moved[mode], "flop_per_byte": round(flops / moved[mode], 1)}
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(arguments)
-    if options.profile_one:
-        return profile_one(options)
+    if options.profile:
+        return profile(options)
     from bench.gpt2_measure import DECODE, Bench
     from bench.gpt2_plot import draw
     from bench.gpt2_tables import peers_table, story_table

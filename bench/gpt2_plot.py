@@ -61,6 +61,7 @@ def _roofline(axes: Any, results: dict[str, Any]) -> None:
     measured = [row for row in results["ops"] if row["bytes"]]
     corner = peak / bandwidth
     axes.loglog([0.1, corner, 10 * corner], [0.1 * bandwidth, peak, peak], color="black")
+    named = set()
     for row in measured:
         axes.scatter(
             row["flops"] / row["bytes"],
@@ -69,6 +70,11 @@ def _roofline(axes: Any, results: dict[str, Any]) -> None:
             marker=MARKERS[row["mode"]],
             s=30,
         )
+        if row["mode"] not in named:
+            named.add(row["mode"])
+            axes.scatter([], [], color="black", marker=MARKERS[row["mode"]], label=row["mode"])
+    if named:
+        axes.legend(fontsize=8, frameon=False, loc="lower right")
     axes.set_xlabel("FLOP per byte of HBM traffic (ncu)")
     axes.set_ylabel("TFLOP/s")
     axes.set_title("" if measured else "traffic not measured: run with --ncu", fontsize=9)

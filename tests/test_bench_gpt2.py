@@ -11,19 +11,28 @@ from bench_on_cpu import without_gpu  # noqa: E402
 from bench import gpt2, gpt2_traffic  # noqa: E402
 
 NCU = """==PROF== Connected to process 1
+profiled: naive
+profiled: fused: head
+==PROF== Disconnected from process 1
 "ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
 "0","a","dram__bytes_read.sum","byte","1,000,000"
 "0","a","dram__bytes_write.sum","byte","500"
 "1","b","dram__bytes_read.sum","byte","7"
+"2","vector_add(VectorAddParams)","dram__bytes_read.sum","byte","64"
+"2","vector_add(VectorAddParams)","dram__bytes_write.sum","byte","32"
+"3","a","dram__bytes_read.sum","byte","11"
+"4","vector_add(VectorAddParams)","dram__bytes_read.sum","byte","64"
 """
 
 
 def test_traffic():
-    assert gpt2_traffic.parse(NCU) == 1000507
+    assert gpt2_traffic.parse(NCU) == {"naive": 1000507, "fused: head": 11}
     with pytest.raises(RuntimeError, match="measured nothing"):
         gpt2_traffic.parse("==ERROR== no rights\n")
     with pytest.raises(RuntimeError, match="no bytes"):
         gpt2_traffic.parse(NCU.replace('"byte"', '"Mbyte"'))
+    with pytest.raises(RuntimeError, match="2 calls, expected 1"):
+        gpt2_traffic.parse(NCU.replace("profiled: naive\n", ""))
 
 
 def test_no_ncu(monkeypatch):
