@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from . import environment, linear_reference
 from .array import Array, dense_strides, library_of
 from .checks import known_library
-from .dispatch import keep
+from .dispatch import compiling, keep
 from .kernels.linear import ACTIVATIONS
 from .linear_checks import check
 from .linear_plan import LinearPlan
@@ -43,21 +43,29 @@ def call(function: str, arrays: Arrays, options: Options, down: Down = NO_DOWN) 
     Raises:
         NotImplementedError: a torch tensor wants a gradient.
     """
-    given = (*arrays, *down)
-    library = library_of(arrays.x)
+    if compiling():
+        from . import torch_linear_ops
+
+        return torch_linear_ops.call(function, arrays, options, down)
+    given, library = (*arrays, *down), library_of(arrays.x)
     if library is None:
         of_known = lambda *known: (  # noqa: E731
-            _run(function, library_of(known[0]), known, options),
+            run(function, library_of(known[0]), known, options),
         )
         return known_library(function, of_known, *given)[0]
+    if library.traced(arrays.x):
+        from . import torch_linear_ops
+
+        return torch_linear_ops.call(function, arrays, options, down)
     if library.wants_gradient(*[y for y in given if y is not None and library_of(y) is library]):
         fact = "a forward for inference has no backward"
         where = "inputs that require a gradient (use torch.no_grad())"
         raise NotImplementedError(f"{function}: {fact}, got {where}")
-    return _run(function, library, given, options)
+    return run(function, library, given, options)
 
 
-def _run(function: str, library: Any, given: tuple[Array | None, ...], options: Options) -> Array:
+def run(function: str, library: Any, given: tuple[Array | None, ...], options: Options) -> Array:
+    """A call on arrays of one library: those of `Arrays`, then those of `Down`."""
     if library.on_cpu(given[0]):
         views = check(function, library, given, options)
         *arrays, weight, bias, residual = (

@@ -12,7 +12,7 @@ from cupyflash import environment
 from cupyflash.linear_reference import Arrays, Options
 from cupyflash.testing import expected_projection, poison_free_memory, to_float64
 
-ROWS = [(1,), (3,), (8,), (2, 8), (17,), (3, 2, 7)]
+ROWS = [(1,), (3,), (8,), (2, 8), (17,), (4, 8), (3, 2, 7)]
 MANY_ROWS = [(130,), (2, 300), (1023,)]
 SIZES = [(8, 8), (24, 40), (33, 65), (64, 128), (768, 96), (1000, 33)]
 LARGE_SIZES = [(768, 2304), (3072, 768), (4096, 512), (1600, 1600), (5000, 129)]
@@ -109,7 +109,7 @@ def test_linear(backend, case):
 
 
 @each_library()
-@pytest.mark.parametrize("rows", [1, 4, 16, 40])
+@pytest.mark.parametrize("rows", [1, 4, 16, 32, 40])
 def test_linear_is_repeatable(backend, rows):
     """And a row of few does not depend on the others."""
     x = stored(backend, normal((rows, 320), 0), "float16")
@@ -117,7 +117,7 @@ def test_linear_is_repeatable(backend, rows):
     first = cupyflash.linear(x, weight)
     for _ in range(3):
         assert (cupyflash.linear(x, weight) == first).all()
-    if backend.gpu and rows <= 16:
+    if backend.gpu and rows <= 32:
         assert (cupyflash.linear(x[:1], weight) == first[:1]).all()
 
 
@@ -279,7 +279,10 @@ def test_host_time_is_one_look_up(backend, monkeypatch):
     [
         ((9, 0), "bfloat16", 16, (4096, 4096), None, "LinearFew"),
         ((9, 0), "bfloat16", 16, (16384, 4096), None, "LinearSm90"),  # x has no room
-        ((9, 0), "bfloat16", 17, (4096, 4096), None, "LinearSm90"),
+        ((9, 0), "bfloat16", 32, (768, 50257), None, "LinearFew"),
+        ((9, 0), "bfloat16", 33, (768, 2304), None, "LinearSm90"),
+        ((9, 0), "bfloat16", 32, (4096, 4096), None, "LinearSm90"),
+        ((8, 6), "float16", 32, (1600, 4800), None, "LinearMma"),  # too little for the weights
         ((9, 0), "float16", 4096, (768, 2304), "sm90", "LinearSm90"),
         ((9, 0), "float16", 4096, (768, 2304), "sm80", "LinearMma"),
         ((9, 0), "float16", 4096, (768, 2301), None, "LinearMma"),

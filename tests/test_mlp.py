@@ -12,7 +12,7 @@ from cupyflash import environment
 from cupyflash.linear_reference import Arrays, Options
 from cupyflash.testing import expected_projection, poison_free_memory
 
-ROWS = [(1,), (3,), (8,), (2, 8), (17,)]
+ROWS = [(1,), (3,), (8,), (2, 8), (17,), (32,), (5, 7)]
 SIZES = [(8, 8, 8), (24, 40, 24), (33, 65, 7), (64, 300, 128), (96, 384, 96)]  # in, hidden, out
 LARGE_SIZES = [(768, 3072, 768), (1000, 4001, 999), (4096, 2048, 4096)]
 FAMILIES = [None, "sm80", "simt"]

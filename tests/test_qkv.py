@@ -12,7 +12,7 @@ from cupyflash import environment
 from cupyflash.linear_reference import Arrays, Options
 from cupyflash.testing import expected_projection, to_library
 
-SHAPES = [(1, 1), (1, 5), (2, 8), (4, 4), (3, 11), (7,), (40,)]
+SHAPES = [(1, 1), (1, 5), (2, 8), (4, 4), (3, 11), (2, 16), (7,), (40,)]
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
 FAMILIES = [None, "sm80", "simt"]
 

@@ -11,11 +11,11 @@
 
 constexpr int FEW_WARPS = 8;
 constexpr int FEW_THREADS = FEW_WARPS * 32;
-constexpr int MAX_FEW_ROWS = 16;
 constexpr int TILE_PAIRS = 16;  // a tile is up to so many pairs of rows of weights
 constexpr int SLICE_BYTES = 128;
 constexpr int STAGE_BYTES = 2 * TILE_PAIRS * SLICE_BYTES;
 constexpr int SUMS_PITCH = 36;  // of 32 numbers: stores of a warp hit all banks
+constexpr int MAX_SUM_ROWS = FEW_THREADS / TILE_PAIRS;  // of x, whose sums warps share at a time
 
 template <typename T, int ARCH>
 constexpr bool HAS_MMA = ARCH >= 80 || !T::IS_BFLOAT16;
@@ -36,8 +36,9 @@ struct FewTile {
   // Shared memory: the rings of all warps, sums, statistics of the norm, x.
   static constexpr int RING_BYTES = NUM_STAGES * STAGE_BYTES;
   static constexpr int SUMS_OFFSET = FEW_WARPS * RING_BYTES;
-  static constexpr int SUMS = FEW_WARPS * ROWS * SUMS_PITCH;
-  static constexpr int X_OFFSET = SUMS_OFFSET + (SUMS + 2 * MAX_FEW_ROWS) * sizeof(float);
+  static constexpr int SUM_ROWS = ROWS < MAX_SUM_ROWS ? ROWS : MAX_SUM_ROWS;
+  static constexpr int SUMS = FEW_WARPS * SUM_ROWS * SUMS_PITCH;
+  static constexpr int X_OFFSET = SUMS_OFFSET + (SUMS + 2 * ROWS) * sizeof(float);
 };
 
 // ---- 16 bytes of a row, from k on; zeros from `depth` on ----
@@ -55,12 +56,12 @@ __device__ __forceinline__ uint4 load_lane(const typename Tile::T* row, int k, i
   return value;
 }
 
-// The same to shared memory; asynchronous where that is possible.
+// The same of x to shared memory; asynchronous where that is possible.
 template <class Tile>
 __device__ __forceinline__ void copy_lane(uint32_t to, const typename Tile::T* row, int k,
                                           int depth) {
   if constexpr (Tile::ASYNC)
-    cp_async_stream_16(to, row + (k < depth ? k : 0), k < depth);
+    cp_async_16(to, row + (k < depth ? k : 0), k < depth);
   else
     st_shared_128(to, load_lane<Tile>(row, k, depth));
 }
@@ -80,21 +81,38 @@ struct SmemRows {
   __device__ char* at(int row, int byte) const { return data + row * pitch + byte; }
 };
 
-// Copies rows of x, filled up with zeros to a whole number of slices. Without waiting for them.
+// Rows of x on their way to shared memory, filled up with zeros to a whole number of slices.
 template <class Tile>
-__device__ __forceinline__ void copy_rows(const SmemRows& to, const typename Tile::T* x,
-                                          int64_t stride, int depth) {
-  const int padded = round_up(depth, Tile::SLICE);
-  const uint32_t smem = smem_address(to.data);
-#pragma unroll 1
-  for (int row = 0; row < to.rows; ++row) {
-#pragma unroll 1
-    for (int k = threadIdx.x * Tile::LANE; k < padded; k += FEW_THREADS * Tile::LANE)
-      copy_lane<Tile>(smem + to.pitch * row + k * int(sizeof(typename Tile::T)), x + row * stride,
-                      k, depth);
+struct RowCopy {
+  using T = typename Tile::T;
+  SmemRows to;
+  const T* x;
+  int64_t stride;
+  int depth;
+
+  __device__ void copy(int row, int k) const {
+    const uint32_t place = smem_address(to.at(row, k * int(sizeof(T))));
+    copy_lane<Tile>(place, x + row * stride, k, depth);
   }
-  copies_commit<Tile::ARCH>();
-}
+  // All of them, by the whole block.
+  __device__ void all() const {
+    const int padded = round_up(depth, Tile::SLICE);
+    int row = 0, k = threadIdx.x * Tile::LANE;
+#pragma unroll 1
+    while (true) {
+      while (k >= padded) k -= padded, ++row;
+      if (row >= to.rows) break;
+      copy(row, k);
+      k += FEW_THREADS * Tile::LANE;
+    }
+  }
+  // The slice that begins at k, by a warp.
+  __device__ void slice(int k) const {
+#pragma unroll 1
+    for (int row = threadIdx.x % 32 / 8; row < to.rows; row += 4)
+      copy(row, k + threadIdx.x % 8 * Tile::LANE);
+  }
+};
 
 // ---- the norm ----
 
@@ -109,6 +127,38 @@ __device__ __forceinline__ void prefetch_norm(const RowNorm& norm, const void* w
   }
 }
 
+// Whether element k of a pack that begins inside of a row is.
+template <class Tile>
+__device__ __forceinline__ bool inside(int k, int depth) {
+  return Tile::VECTOR > 1 || k < depth;
+}
+
+// The rows of a warp, all at once: means of term(element, given) with what is given for each row.
+template <class Tile, int N, class Term>
+__device__ __forceinline__ void row_means(float (&means)[N], const SmemRows& x, int depth,
+                                          const RowNorm& norm, const float (&given)[N], Term term) {
+  using T = typename Tile::T;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float sums[N] = {};
+#pragma unroll 1
+  for (int k = lane * Tile::LANE; k < depth; k += 32 * Tile::LANE) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const int row = min(warp + j * FEW_WARPS, x.rows - 1);  // the last one again if there is none
+      const uint4 pack = *reinterpret_cast<const uint4*>(x.at(row, k * sizeof(T)));
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < Tile::LANE; ++i) {
+        const float value = to_float(reinterpret_cast<const T*>(&pack)[i]);
+        sum += inside<Tile>(k + i, depth) ? term(value, given[j]) : 0.f;
+      }
+      sums[j] += sum;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) means[j] = warp_sum(sums[j]) * norm.inverse_depth;
+}
+
 // Normalises the rows where they are; `stats` has mean and 1 / deviation of each. The block has
 // synchronised before; it must do so after.
 template <class Tile>
@@ -116,58 +166,45 @@ __device__ __forceinline__ void normalise_rows(const SmemRows& x, int depth, con
                                                const void* weight, const void* bias, float* stats) {
   using T = typename Tile::T;
   constexpr int LANE = Tile::LANE;
-  const int lane = threadIdx.x % 32;
-  for (int row = threadIdx.x / 32; row < x.rows; row += FEW_WARPS) {
-    float mean = 0.f, squares = 0.f;
-    const auto pack_at = [&](int k) {
-      return *reinterpret_cast<const uint4*>(x.at(row, k * sizeof(T)));
-    };
-    if (!norm.rms) {
-#pragma unroll 2
-      for (int k = lane * LANE; k < depth; k += 32 * LANE) {
-        const uint4 pack = pack_at(k);
-        float sum = 0.f;
+  constexpr int WARP_ROWS = Tile::ROWS / FEW_WARPS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp < x.rows) {
+    float means[WARP_ROWS] = {}, squares[WARP_ROWS];
+    const auto itself = [](float value, float) { return value; };
+    const auto square = [](float value, float mean) { return (value - mean) * (value - mean); };
+    if (!norm.rms) row_means<Tile>(means, x, depth, norm, means, itself);
+    row_means<Tile>(squares, x, depth, norm, means, square);
 #pragma unroll
-        for (int i = 0; i < LANE; ++i) sum += to_float(reinterpret_cast<const T*>(&pack)[i]);
-        mean += sum;  // behind the row are zeros
-      }
-      mean = warp_sum(mean) * norm.inverse_depth;
-    }
-#pragma unroll 2
-    for (int k = lane * LANE; k < depth; k += 32 * LANE) {
-      const uint4 pack = pack_at(k);
-      float sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < LANE; ++i) {
-        const float delta = to_float(reinterpret_cast<const T*>(&pack)[i]) - mean;
-        sum += k + i < depth ? delta * delta : 0.f;
-      }
-      squares += sum;
-    }
-    squares = warp_sum(squares);
-    if (lane == 0) {
-      stats[2 * row] = mean;
-      stats[2 * row + 1] = rsqrtf(squares * norm.inverse_depth + norm.eps);
+    for (int j = 0; j < WARP_ROWS; ++j) {
+      const int row = warp + j * FEW_WARPS;
+      if (lane != 0 || row >= x.rows) continue;
+      stats[2 * row] = means[j];
+      stats[2 * row + 1] = rsqrtf(squares[j] + norm.eps);
     }
   }
   __syncthreads();
-  for (int k = threadIdx.x * LANE; k < depth; k += FEW_THREADS * LANE) {
+  // As many threads as the packs of a row want, a warp at least, take rows together.
+  const int width = min(round_up(ceil_div(depth, LANE), 32), FEW_THREADS);
+  const int groups = FEW_THREADS / width, group = threadIdx.x / width;
+  if (group >= groups) return;
+#pragma unroll 1
+  for (int k = threadIdx.x % width * LANE; k < depth; k += width * LANE) {
     float weights[LANE], biases[LANE];
 #pragma unroll
     for (int i = 0; i < LANE; ++i) {
-      const bool inside = k + i < depth;
-      weights[i] = inside ? element<T>(weight, k + i, norm.wide) : 0.f;
-      biases[i] = inside && bias ? element<T>(bias, k + i, norm.wide) : 0.f;
+      weights[i] = inside<Tile>(k + i, depth) ? element<T>(weight, k + i, norm.wide) : 0.f;
+      biases[i] = inside<Tile>(k + i, depth) && bias ? element<T>(bias, k + i, norm.wide) : 0.f;
     }
-#pragma unroll 1
-    for (int row = 0; row < x.rows; ++row) {
+#pragma unroll 2
+    for (int row = group; row < x.rows; row += groups) {
       const float mean = stats[2 * row], scale = stats[2 * row + 1];
       uint4 value = *reinterpret_cast<uint4*>(x.at(row, k * sizeof(T)));
       T* elements = reinterpret_cast<T*>(&value);
 #pragma unroll
       for (int i = 0; i < LANE; ++i) {
         const float normal = (to_float(elements[i]) - mean) * scale;
-        elements[i] = from_float<T>(k + i < depth ? normal * weights[i] + biases[i] : 0.f);
+        elements[i] =
+            from_float<T>(inside<Tile>(k + i, depth) ? normal * weights[i] + biases[i] : 0.f);
       }
       *reinterpret_cast<uint4*>(x.at(row, k * sizeof(T))) = value;
     }

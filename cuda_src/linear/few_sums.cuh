@@ -66,17 +66,17 @@ struct FewSums<Tile, true> {
     }
   }
 
-  // store(n, half, row of the half, sum) for each.
-  template <class Store>
-  __device__ __forceinline__ void each(Store store) {
+  // store(n - first, half, row of the half, sum) for each of COUNT rows n of x, from `first` on.
+  template <int COUNT, class Store>
+  __device__ __forceinline__ void each(int first, Store store) const {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int i = 0; i < BLOCKS; ++i) {
+      for (int i = 0; i < COUNT / 8; ++i) {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          store(8 * i + 2 * c + j % 2, half, g + j / 2 * 8, sums[half][i][j]);
+          store(8 * i + 2 * c + j % 2, half, g + j / 2 * 8, sums[half][first / 8 + i][j]);
       }
     }
   }
@@ -135,14 +135,14 @@ struct FewSums<Tile, false> {
     }
   }
 
-  template <class Store>
-  __device__ __forceinline__ void each(Store store) {
+  template <int COUNT, class Store>
+  __device__ __forceinline__ void each(int first, Store store) const {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
 #pragma unroll
-    for (int n = 0; n < Tile::ROWS; ++n) {
+    for (int n = 0; n < COUNT; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float sum = sums[i / 2][i % 2][n];
+        float sum = sums[i / 2][i % 2][first + n];
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         if (n % 4 == c) store(n, i / 2, g + i % 2 * 8, sum);

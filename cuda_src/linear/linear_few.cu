@@ -1,4 +1,4 @@
-// A projection of up to 16 rows, limited by reading the weights once: few.cuh. Every block has its
+// A projection of up to 32 rows, limited by reading the weights once: few.cuh. Every block has its
 // share of the pairs of columns; x is normalised in shared memory, if there is a norm.
 #include "column_pairs.cuh"
 #include "few.cuh"
@@ -50,8 +50,10 @@ __global__ void __launch_bounds__(FEW_THREADS, 1)
   // ---- weights and x on their way ----
   WeightRing<Tile> ring(smem);
   Slices<Tile, Weights> slices(
-      Weights{params, pairs.begin, tiles, shared_walk<Tile>(tiles, params.depth)});
-  ask_for_rows<Tile>(ring, slices, x, params);
+      Weights{params, pairs.begin, tiles, shared_walk<Tile>(tiles, params.depth)},
+      RowCopy<Tile>{x, static_cast<const T*>(params.x), params.x_stride, params.depth},
+      params.norm_weight == nullptr);
+  ask_for_rows<Tile>(ring, slices, params);
   prefetch_epilogue<T, GATED, ROTARY>(params, pairs);
   wait_for_rows<Tile>(x, params, sums + Tile::SUMS);
 

@@ -46,7 +46,8 @@ __device__ __forceinline__ int stage_byte(int row, int chunk) {
 
 // What passes through the ring of a warp. Weights have the walk that it is on; next() begins the
 // walk that follows, if there is one; row(tile, row, second) is a row of weights, null if there is
-// none: what its place in the ring has then makes sums that nobody uses.
+// none: what its place in the ring has then makes sums that nobody uses. With the weights of the
+// first tile come the slices of x that they are multiplied with, unless x is there already.
 template <class Tile, class Weights>
 struct Slices {
   using T = typename Tile::T;
@@ -55,8 +56,11 @@ struct Slices {
   int tile = 0, k;
   const T* rows[2][COPIES];
   uint32_t present;  // a bit for each of them
+  RowCopy<Tile> x;
+  bool with_x;
 
-  __device__ Slices(const Weights& weights) : weights(weights), k(weights.walk.begin) {}
+  __device__ Slices(const Weights& weights, const RowCopy<Tile>& x, bool with_x)
+      : weights(weights), k(weights.walk.begin), x(x), with_x(with_x) {}
 
   // Whether there is one more, which is the next one then.
   __device__ __forceinline__ bool more() {
@@ -65,7 +69,7 @@ struct Slices {
     };
     if (!ended()) return true;
     if (!weights.next()) return false;
-    tile = 0, k = weights.walk.begin;
+    tile = 0, k = weights.walk.begin, with_x = false;
     return !ended();
   }
 
@@ -80,6 +84,7 @@ struct Slices {
         present |= uint32_t(row != nullptr) << i;
       }
     }
+    if (with_x) x.slice(k);
     // Opaque, or the compiler computes both again for every copy.
     const int k_lane = int(opaque(uint32_t(k + chunk * Tile::LANE)));
     const uint32_t to = opaque(stage + stage_byte(lane_row, chunk));
@@ -87,8 +92,10 @@ struct Slices {
     if constexpr (Tile::ASYNC) {
 #pragma unroll
       for (int i = 0; i < 2 * COPIES; ++i) {
+        const bool valid = k_lane < depth;
         if (present >> i & 1)
-          copy_lane<Tile>(to + i * 4 * SLICE_BYTES, rows[i / COPIES][i % COPIES], k_lane, depth);
+          cp_async_stream_16(to + i * 4 * SLICE_BYTES,
+                             rows[i / COPIES][i % COPIES] + (valid ? k_lane : 0), valid);
       }
     } else {
       uint4 values[2 * COPIES];  // all of them on their way before one is waited for
@@ -101,7 +108,7 @@ struct Slices {
       for (int i = 0; i < 2 * COPIES; ++i) st_shared_128(to + i * 4 * SLICE_BYTES, values[i]);
     }
     k += weights.walk.stride;
-    if (k >= weights.walk.depth) k = weights.walk.begin, ++tile;
+    if (k >= weights.walk.depth) k = weights.walk.begin, ++tile, with_x = false;
   }
 };
 

@@ -1,4 +1,4 @@
-// A whole MLP of up to 16 rows in one cooperative launch; every weight is read once, and the hidden
+// A whole MLP of up to 32 rows in one cooperative launch; every weight is read once, and the hidden
 // activations are in shared memory only.
 //
 // A cluster of CLUSTER blocks has a share of the hidden columns. Its blocks compute them (few.cuh)
@@ -194,8 +194,11 @@ __device__ __forceinline__ void whole_mlp(const MlpParams& params, char* smem) {
   const SmemRows x = {smem + Tile::X_OFFSET, params.rows, SmemRows::pitch_of<T>(params.depth)};
   const SmemRows hidden = {x.at(params.rows, 0), params.rows, SmemRows::pitch_of<T>(width)};
   WeightRing<Tile> ring(smem);
-  Slices<Tile, MlpWeights<Tile>> slices(MlpWeights<Tile>(up_rows, down_rows));
-  ask_for_rows<Tile>(ring, slices, x, params);
+  Slices<Tile, MlpWeights<Tile>> slices(
+      MlpWeights<Tile>(up_rows, down_rows),
+      RowCopy<Tile>{x, static_cast<const T*>(params.x), params.x_stride, params.depth},
+      params.norm_weight == nullptr);
+  ask_for_rows<Tile>(ring, slices, params);
   for (int column = own.begin + threadIdx.x; column < own.end; column += FEW_THREADS) {
     if (params.up_bias) prefetch_l2(static_cast<const T*>(params.up_bias) + column);
     if (params.gate_bias) prefetch_l2(static_cast<const T*>(params.gate_bias) + column);
@@ -215,13 +218,13 @@ __device__ __forceinline__ void whole_mlp(const MlpParams& params, char* smem) {
   // ---- this cluster's share of out ----
   const int pitch = round_up(params.columns, 4);
   float* partials = params.partials + int64_t(cluster) * params.rows * pitch;
-  multiply_tiles<Tile>(ring, slices, hidden, down_rows.walk,
-                       [&](int tile, FewSums<Tile, Tile::MMA>& found) {
-                         found.each([&](int n, int half, int row, float sum) {
-                           const int column = down_columns.column(down_tiles.pair(tile, row), half);
-                           if (n < params.rows && column >= 0) partials[n * pitch + column] = sum;
-                         });
-                       });
+  multiply_tiles<Tile>(
+      ring, slices, hidden, down_rows.walk, [&](int tile, const FewSums<Tile, Tile::MMA>& found) {
+        found.template each<Tile::ROWS>(0, [&](int n, int half, int row, float sum) {
+          const int column = down_columns.column(down_tiles.pair(tile, row), half);
+          if (n < params.rows && column >= 0) partials[n * pitch + column] = sum;
+        });
+      });
   grid_barrier(params.counter);
 
   // ---- out ----

@@ -14,11 +14,17 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, bool 
                : "memory");
 }
 
-// The same of what is read in order: the L2 gets the whole line of 128 bytes.
+// The same of what is read in order, and once: the L2 gets the whole line of 128 bytes, and drops
+// it before all others.
 __device__ __forceinline__ void cp_async_stream_16(uint32_t dst, const void* src, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
-               "r"(valid ? 16 : 0)
-               : "memory");
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, policy;\n"
+      "}" ::"r"(dst),
+      "l"(src), "r"(valid ? 16 : 0)
+      : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit() {

@@ -14,15 +14,15 @@ Capability = tuple[int, int]  # compute capability: (major, minor)
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")  # as in activation.cuh
 SWITCHES = (False, True)
 
-MAX_FEW_ROWS = 16
-FEW_ROWS = (8, MAX_FEW_ROWS)  # of the tiles of linear_few and mlp_few
+FEW_ROWS = (8, 16, 32)  # of the tiles of linear_few and mlp_few
 FEW_WARPS = 8  # as in few_rows.cuh
 SLICE_BYTES = 128
 STAGE_BYTES = 32 * SLICE_BYTES
 SUMS_PITCH = 36  # floats
-FEW_STAGES = (4, 2, 1)  # slices of weights of a warp in shared memory
+MAX_SUM_ROWS = 16
+FEW_STAGES = (4, 3, 2, 1)  # slices of weights of a warp in shared memory
 HIDDEN_UNIT = 16  # as in whole_mlp.cuh
-MAX_MLP_COLUMNS = 2**26  # of out: its elements are counted in 32 bits
+MAX_MLP_COLUMNS = 2**25  # of out: its elements are counted in 32 bits
 
 # Shared memory of a block, by compute capability; 99 KB where nothing is said.
 SHARED_MEMORY = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
@@ -262,12 +262,14 @@ def _few_tails(
     dtype: str, rows: int, aligned: bool, capability: Capability
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """(rows, vector, num_stages, arch, smem_bytes), the fastest first."""
-    if rows > MAX_FEW_ROWS or capability < (7, 5):
+    if rows > FEW_ROWS[-1] or capability < (7, 5):
         return
     tile = next(tile for tile in FEW_ROWS if rows <= tile)
     vector, arch = vector_width(dtype) if aligned else 1, _arch(capability)
     # Copies through registers are waited for at once.
     for stages in FEW_STAGES if vector > 1 and arch >= 80 else FEW_STAGES[-1:]:
+        if stages == 1 and vector > 1 and arch >= 80 and rows > MAX_SUM_ROWS:
+            return  # a kernel for many rows is faster then
         yield tile, vector, stages, arch, shared_memory(capability)
 
 
@@ -277,7 +279,7 @@ def _mlp_kind(capability: Capability) -> type[MlpFew]:
 
 def _fits(config: LinearFew | MlpFew, bytes_of_rows: int) -> bool:
     """Whether shared memory has room for rows besides what the kernel needs."""
-    floats = FEW_WARPS * config.rows * SUMS_PITCH + 2 * MAX_FEW_ROWS
+    floats = FEW_WARPS * min(config.rows, MAX_SUM_ROWS) * SUMS_PITCH + 2 * config.rows
     rings = FEW_WARPS * config.num_stages * STAGE_BYTES
     return rings + 4 * floats + bytes_of_rows <= config.smem_bytes
 

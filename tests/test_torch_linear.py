@@ -1,0 +1,136 @@
+"""The projections where torch has to see them: the operator, torch.compile, transforms."""
+
+import pytest
+from arrays import normal, stored
+from matrix import each_library
+
+import cupyflash
+from cupyflash.linear_dispatch import Down
+from cupyflash.linear_reference import Arrays, Options
+from cupyflash.testing import expected_projection
+
+HEADS = (4, 2)
+DEPTH, HIDDEN, HEAD_DIM = 40, 64, 8
+FUNCTIONS = ["linear", "mlp", "qkv_projection"]
+each_function = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def problem_of(backend, name, rows=(3, 5)):
+    """(function of the tensors, the tensors, what `expected_projection` takes)."""
+    make = lambda *shape, seed: stored(backend, shape[-1] ** -0.5 * normal(shape, seed), "float32")
+    x, weight, bias = make(*rows, DEPTH, seed=0), make(HIDDEN, DEPTH, seed=1), make(HIDDEN, seed=2)
+    of_norm = make(DEPTH, seed=3)
+    arrays = Arrays(x, weight, bias=bias, norm_weight=of_norm)
+    norm = lambda weight: cupyflash.Norm(weight, rms=True)
+    if name == "linear":
+        residual = make(*rows, HIDDEN, seed=4)
+        function = lambda x, weight, bias, of_norm, residual: cupyflash.linear(
+            x, weight, bias, activation="silu", residual=residual, norm=norm(of_norm)
+        )
+        exact = arrays._replace(residual=residual), Options("silu", rms=True)
+        return function, (x, weight, bias, of_norm, residual), exact
+    if name == "mlp":
+        gate, down = make(HIDDEN, DEPTH, seed=5), make(24, HIDDEN, seed=6)
+        function = lambda x, weight, bias, of_norm, gate, down: cupyflash.mlp(
+            x, weight, down, bias, gate_weight=gate, activation="gelu", norm=norm(of_norm)
+        )
+        exact = arrays._replace(gate_weight=gate), Options("gelu", rms=True), Arrays(None, down)
+        return function, (x, weight, bias, of_norm, gate, down), exact
+    cos, sin = (make(rows[-1], HEAD_DIM // 2, seed=7 + i) for i in range(2))
+    function = lambda x, weight, bias, of_norm, cos, sin: cupyflash.qkv_projection(
+        x,
+        weight,
+        bias,
+        heads_q=HEADS[0],
+        heads_kv=HEADS[1],
+        norm=norm(of_norm),
+        rotary=cupyflash.Rotary(cos, sin),
+    )
+    exact = arrays._replace(cos=cos, sin=sin), Options(rms=True, heads=HEADS)
+    return function, (x, weight, bias, of_norm, cos, sin), exact
+
+
+def joined(out, rows=(3, 5)):
+    """q, k and v as one."""
+    import torch
+
+    return torch.cat(out, -2).reshape(*rows, -1) if isinstance(out, tuple) else out
+
+
+@each_library(library="torch")
+@each_function
+def test_compiled(backend, name):
+    """One graph."""
+    import torch
+
+    torch.compiler.reset()
+    function, tensors, exact = problem_of(backend, name)
+    graph = torch.compile(function, fullgraph=True, backend="aot_eager")
+    expected_projection(*exact).check(out=joined(graph(*tensors)))
+
+
+@each_library(library="torch")
+def test_compiled_for_any_size(backend):
+    import torch
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    frames, counts = CompileCounterWithBackend("aot_eager"), set()
+    function, tensors, _ = problem_of(backend, "mlp")
+    graph = torch.compile(function, fullgraph=True, dynamic=True, backend=frames)
+    for rows in (5, 7, 10):
+        x = stored(backend, normal((rows, DEPTH), rows), "float32")
+        assert (graph(x, *tensors[1:]) == function(x, *tensors[1:])).all()
+        counts.add(frames.frame_count)
+    assert len(counts) == 1
+
+
+@each_library(library="torch")
+@each_function
+def test_opcheck(backend, name):
+    import torch
+
+    from cupyflash import torch_linear_ops  # noqa: F401, defines the operator
+
+    _, _, (arrays, options, *down) = problem_of(backend, name)
+    second = Down(down[0].weight) if down else Down()
+    *scalars, heads = options
+    arguments = (*arrays, *second, name, *scalars, list(heads))
+    torch.library.opcheck(torch.ops.cupyflash.linear.default, arguments)
+
+
+@each_library(library="torch")
+@each_function
+def test_shapes_without_data(backend, name):
+    """Meta tensors: shape and strides of the result, nothing computed."""
+    function, tensors, _ = problem_of(backend, name)
+    right, meta = function(*tensors), function(*(x.to("meta") for x in tensors))
+    for a, b in zip(right, meta, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+@each_library(library="torch")
+def test_a_backward_is_an_error(backend):
+    """Of the call itself: also torch.compile asks for the backward at once."""
+    import torch
+
+    torch.compiler.reset()
+    function, tensors, _ = problem_of(backend, "linear")
+    tensors[1].requires_grad_()
+    with pytest.raises(NotImplementedError, match="linear: a forward for inference"):
+        function(*tensors)
+    with pytest.raises(Exception, match="projections have no backward"):
+        torch.compile(function, fullgraph=True, backend="aot_eager")(*tensors)
+    with torch.no_grad():
+        assert function(*tensors).shape == (3, 5, HIDDEN)
+
+
+@each_library(library="torch")
+@each_function
+def test_transforms_are_refused(backend, name):
+    import torch
+
+    function, (x, *rest), _ = problem_of(backend, name)
+    loss = lambda x: joined(function(x, *rest)).sum()
+    with pytest.raises(NotImplementedError, match="not built for transforms of torch.func"):
+        torch.func.grad(loss)(x)
