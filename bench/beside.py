@@ -1,6 +1,6 @@
 """An operation beside its peers: check each implementation, time all in turn, print a table.
 
-What `bench.norms`, `bench.linear` and `bench.transformer` have in common.
+What `bench.norms`, `bench.linear`, `bench.transformer` and `bench.unet` have in common.
 """
 
 import itertools
@@ -12,6 +12,11 @@ from rich.table import Table
 
 from bench.report import Row
 
+CLOCK = (
+    "CUDA events, L2 cold and clean and launch cost hidden before each call, all implementations "
+    "in turn, median of {repeats} rounds (bench.timing)"
+)
+
 
 def assert_right(found: Any, exact: Any, eager: Any, what: str = "") -> None:
     """AssertionError if a result is off float64 by more than twice eager, plus rounding."""
@@ -20,6 +25,26 @@ def assert_right(found: Any, exact: Any, eager: Any, what: str = "") -> None:
     error, allowed = (float((x.double() - exact).abs().max()) for x in (found, eager))
     rounding = torch.finfo(found.dtype).eps * float(exact.abs().max())
     assert error <= 2 * allowed + rounding, f"{what}off by {error:.3g}, eager by {allowed:.3g}"
+
+
+def right_calls(
+    where: str, impls: Sequence[str], checked_call: Callable[[str], Callable[[], Any]], notes: Any
+) -> dict[str, Callable[[], Any]]:
+    """The calls of the implementations that are right; for the arguments see `measure`."""
+    import torch
+
+    # torch.compile makes eight versions of a function, no more: one for each problem is too many.
+    torch._dynamo.reset()
+    calls = {}
+    for impl in impls:
+        try:
+            call = checked_call(impl)
+            call()  # what fails only where it is timed must not end the run
+            calls[impl] = call
+        except Exception as error:  # whatever a library raises where it cannot do this
+            notes.left_out(impl, error, where)
+            torch.cuda.empty_cache()
+    return calls
 
 
 def measure(
@@ -37,17 +62,8 @@ def measure(
         checked_call: the call of an implementation, once its results are known to be right.
         row_of: the fields of an implementation that took so many ms.
     """
-    import torch
-
-    calls = {}
-    for impl in impls:
-        try:
-            calls[impl] = checked_call(impl)
-        except Exception as error:  # whatever a library raises where it cannot do this
-            notes.left_out(impl, error, where)
-            torch.cuda.empty_cache()
     rows = []
-    for impl, timing in timer.compare(calls).items():
+    for impl, timing in timer.compare(right_calls(where, impls, checked_call, notes)).items():
         notes.late(impl, timing, where)
         row = row_of(impl, timing.ms)
         rows.append({**row, "repeats": timing.repeats, "sm_mhz": timer.sm_mhz})

@@ -22,7 +22,7 @@ from cupyflash.models.gpt2.config import SIZES
 
 PEERS = ("transformers-eager", "transformers-sdpa", "transformers-compile")
 PROTOCOL = (
-    "prefill: CUDA events, L2 flushed, launch cost hidden, all in turn, median of {repeats}; "
+    "prefill: CUDA events, L2 cold and clean, launch cost hidden, in turn, median of {repeats}; "
     "decode: greedy, host clock from the first token to the last of {tokens}, median of {repeats}; "
     "ops: as prefill, each by itself, batch 1; transformers without generate(), compile with "
     "reduce-overhead and a static cache; bytes by ncu (dram__bytes)"

@@ -40,7 +40,7 @@ def peers_table(rows: list[Row], weight_bytes: int, copy_gbps: float) -> Table:
     table = Table(box=MARKDOWN)
     for title in ("op", "batch x tokens", "impl"):
         table.add_column(title, no_wrap=True)
-    for title in ("ms", "tokens/s", "vs compile", "vs eager", "% of roofline"):
+    for title in ("ms", "tokens/s", "vs compile", "vs eager", "roofline"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         ratios = []
@@ -52,7 +52,7 @@ def peers_table(rows: list[Row], weight_bytes: int, copy_gbps: float) -> Table:
             ratios.append(f"{same[0] / row['ms']:.2f}" if same else "")
         share = 100 * weight_bytes / copy_gbps / 1e6 / row["ms"]
         table.add_row(
-            row["op"],
+            row["op"].removeprefix("gpt2_"),
             f"{row['batch']} x {row['tokens']}",
             row["impl"],
             f"{row['ms']:.3f}",

@@ -22,10 +22,7 @@ from bench.linear_problems import OPS, LinearProblem, problems
 from bench.report import Row, command_line, console, machine_fields, write_results
 
 IMPLS = ("cupyflash", "torch-eager", "torch-compile", "cublaslt")
-PROTOCOL = (
-    "CUDA events, L2 flushed and launch cost hidden before each call, all implementations in turn, "
-    "median of {repeats} rounds (bench.timing); gbps counts each weight once, tflops the products"
-)
+PROTOCOL = beside.CLOCK + "; gbps counts each weight once, tflops the products"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -84,10 +84,16 @@ class NormProblem:
         """The operation on `tensors`; a tuple of results."""
         if impl == "cupyflash":
             return _ours(self.op)
+        if impl == "liger":
+            return _liger(self.op)
         function = _torch(self.op)
         if impl == "torch-compile":
             import torch
+            import torch._functorch.config
 
+            # A compiled backward may overwrite what the forward saved, if it runs only once; here
+            # it is timed again and again on one graph.
+            torch._functorch.config.donated_buffer = False
             return torch.compile(function, dynamic=False)
         return function
 
@@ -189,4 +195,32 @@ def _torch(op: str) -> Callable:
         mean = c * sample + d * x + e * predicted
         return (mean + sigma * torch.randn_like(x) if noisy else mean,)
 
+    return locals()[op]
+
+
+def _liger(op: str) -> Callable:
+    """What liger_kernel has of it; the rest is torch's."""
+    import liger_kernel.ops.fused_add_rms_norm
+    import liger_kernel.ops.group_norm
+    import liger_kernel.ops.layer_norm
+    from torch.nn import functional
+
+    ops = liger_kernel.ops
+
+    def layer_norm(x: Any, residual: Any, weight: Any, bias: Any, noisy: bool = True) -> Any:
+        h = x + residual
+        return ops.layer_norm.LigerLayerNormFunction.apply(h, weight, bias, 1e-5), h
+
+    def rms_norm(x: Any, residual: Any, weight: Any, noisy: bool = True) -> Any:
+        norm = ops.fused_add_rms_norm.LigerFusedAddRMSNormFunction
+        return norm.apply(x, residual, weight, 1e-6)
+
+    def group_norm_activation(x: Any, weight: Any, bias: Any, noisy: bool = True) -> Any:
+        activation, norm = ACTIVATION[x.ndim], ops.group_norm.LigerGroupNormFunction
+        sizes = x.shape[1], GROUPS[x.ndim]
+        normal = norm.apply(x.flatten(2), weight, bias, *sizes, 1e-5).view(x.shape)
+        return (getattr(functional, activation)(normal),)
+
+    if op not in locals():
+        raise NotImplementedError(f"liger has no {op}")
     return locals()[op]

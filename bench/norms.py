@@ -1,4 +1,4 @@
-"""Norms and the diffusion step beside torch eager and torch.compile: GB/s next to a copy's.
+"""Norms and the diffusion step beside torch eager, torch.compile and Liger: GB/s next to a copy's.
 
     python -m bench.norms --ops layer_norm group_norm_activation --output norms
 
@@ -24,11 +24,10 @@ from bench.norm_problems import OPS, NormProblem, problems
 from bench.report import Row, command_line, console, machine_fields, write_results
 
 PASSES = {"fwd": ("fwd",), "bwd": ("bwd",), "both": ("fwd", "bwd")}
-IMPLS = ("cupyflash", "torch-eager", "torch-compile")
+IMPLS = ("cupyflash", "torch-eager", "torch-compile", "liger")
 PROTOCOL = (
-    "CUDA events, L2 flushed and launch cost hidden before each call, all implementations in turn, "
-    "median of {repeats} rounds (bench.timing); gbps counts each input and output once; the "
-    "backward is the whole autograd.grad"
+    beside.CLOCK
+    + "; gbps counts each input and output once; the backward is the whole autograd.grad"
 )
 
 

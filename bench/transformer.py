@@ -26,10 +26,7 @@ from bench.report import Row, command_line, console, machine_fields, write_resul
 IMPLS = ("cupyflash", "torch-eager", "torch-compile")
 MODELS = {"small": (768, 12, 12), "xl": (1600, 25, 48)}  # width, heads, layers
 CACHE = 512
-PROTOCOL = (
-    "CUDA events, L2 flushed and launch cost hidden before each call, all implementations in turn, "
-    "median of {repeats} rounds (bench.timing); gbps counts weights, keys and values once"
-)
+PROTOCOL = beside.CLOCK + "; gbps counts weights, keys and values once"
 
 
 @dataclasses.dataclass(frozen=True)

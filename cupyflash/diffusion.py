@@ -136,18 +136,17 @@ class DiffusionSampler:
             NotImplementedError: a gradient would be recorded.
         """
         number = None  # arrays of one number can be indices, too: they stay on their device
-        if library_of(step) is None and is_integer(step):
+        if type(step) is int or (library_of(step) is None and is_integer(step)):
             step, number = None, operator.index(step)
         arrays, options = (x, predicted, noise, step), (number, seed, clip)
         if compiling():
             from .torch_eager import eagerly
 
             return eagerly(diffusion_dispatch.step, self, *arrays, *options)
-        call = lambda *known: diffusion_dispatch.step(self, *known, *options)  # noqa: E731
         if library_of(x) is None:
-            known = lambda *xs: (call(*xs),)  # noqa: E731
+            known = lambda *xs: (diffusion_dispatch.step(self, *xs, *options),)  # noqa: E731
             return known_library(diffusion_dispatch.FUNCTION, known, *arrays)[0]
-        return call(*arrays)
+        return diffusion_dispatch.step(self, *arrays, *options)
 
     def embeddings(self, dim: int, *, like: Array, **options: Any) -> Array:
         """`timestep_embeddings` of the steps, float32 (num_steps, dim), on the device of ``like``.

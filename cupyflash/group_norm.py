@@ -67,7 +67,7 @@ def _results(
         from . import torch_norm_ops
 
         return torch_norm_ops.group_norm(*arrays, *options)
-    if library.wants_gradient(*(y for y in arrays if library_of(y) is library)):
+    if library.wants_gradient(*[y for y in arrays if library_of(y) is library]):
         from .norm_autograd import group_norm_with_gradient
 
         return group_norm_with_gradient(*arrays, *options)

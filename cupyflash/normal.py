@@ -4,6 +4,8 @@ import numpy
 
 from .philox import philox
 
+STREAM = numpy.uint64(1)  # of Philox; dropout of the same seed has another
+
 
 def normal(size: int, steps: numpy.ndarray, seed: int) -> numpy.ndarray:
     """Standard normal numbers, float32 (size,), for the elements of a tensor.
@@ -15,7 +17,7 @@ def normal(size: int, steps: numpy.ndarray, seed: int) -> numpy.ndarray:
     group = number // numpy.uint64(4)
     low, half = numpy.uint64(0xFFFFFFFF), numpy.uint64(32)
     step = numpy.asarray(steps).astype("uint64") & low
-    words = numpy.stack(philox(seed, (group & low, group >> half, step, numpy.uint64(0))), -1)
+    words = numpy.stack(philox(seed, (group & low, group >> half, step, STREAM)), -1)
     place = (number % numpy.uint64(4)).astype("int64")
     pair = place // 2 * 2
     a, b = (numpy.take_along_axis(words, (pair + i)[:, None], -1)[:, 0] for i in (0, 1))

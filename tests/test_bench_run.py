@@ -52,19 +52,22 @@ def simulation(monkeypatch):
 
     gpu, timer = SimulatedGPU(monkeypatch, torch), Timer.__new__(Timer)
     timer.repeats = 12
-    timer.flush = SimpleNamespace(zero_=lambda: gpu.work("flush", 3.0))
+    timer.flush = [SimpleNamespace(zero_=lambda: gpu.work("write", 3.0)), None]
+    timer.largest = None
+    monkeypatch.setattr(torch, "amax", lambda x, axis, out: gpu.work("read", 3.0))
     return gpu, timer
 
 
 def test_timer(simulation):
     gpu, timer = simulation
     timings = timer.compare(gpu.calls)
-    # Neither the flush nor the sleep is in the time; what is slow leaves after five repeats.
+    # Neither the L2 nor the sleep is in the time; what is slow leaves after five repeats.
     measured = {name: (timing.ms, timing.repeats) for name, timing in timings.items()}
     assert measured == {"a": (2.0, 12), "b": (400.0, 5)}
     rounds = gpu.log[6:]  # after three runs of each to warm up
-    assert rounds[:6] == ["flush", "sleep", "b", "flush", "sleep", "a"]
-    assert rounds[6:12] == ["flush", "sleep", "a", "flush", "sleep", "b"]
+    before = ["write", "read", "sleep"]
+    assert rounds[:8] == [*before, "b", *before, "a"]
+    assert rounds[8:16] == [*before, "a", *before, "b"]
     assert [timing.late for timing in timings.values()] == [0, 0]
 
 

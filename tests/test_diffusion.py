@@ -8,6 +8,7 @@ from matrix import each_library
 import cupyflash
 from cupyflash import diffusion_reference
 from cupyflash.normal import normal as normal_of_seed
+from cupyflash.philox import philox
 from cupyflash.testing import assert_close_to_float64, numpy_dtype, to_float64, to_numpy64
 
 BETAS = cupyflash.beta_schedule("cosine", 50)
@@ -129,6 +130,13 @@ def test_noise_is_standard_normal(backend):
         assert abs((first**power).mean() - mean) < 5 * (variance / n) ** 0.5
     assert abs((first * second).mean()) < 5 / n**0.5
     assert abs((first[1:] * first[:-1]).mean()) < 5 / n**0.5
+
+
+def test_noise_is_not_that_of_dropout():
+    """Of the same seed: the radius of the first pair is of another Philox counter."""
+    first = philox(11, tuple(numpy.zeros((4, 1), "uint64")))[0][0]
+    dropouts = (-2 * numpy.log(((int(first) >> 8) + 1) * 2.0**-24)) ** 0.5
+    assert abs(numpy.hypot(*normal_of_seed(2, 0, 11)) - dropouts) > 1e-3
 
 
 @each_library(device="cuda")

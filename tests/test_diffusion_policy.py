@@ -42,35 +42,116 @@ def plain_ddpm(model, betas, condition, x, noise):
     return x
 
 
+def modules():
+    from cupyflash.models.diffusion_policy import PolicyUnet
+    from cupyflash.models.policy_sampling import ActionSampler
+
+    return PolicyUnet, ActionSampler
+
+
 @each_library(library="torch")
-def test_sampling_is_that_of_torch(backend):
+@pytest.mark.parametrize(
+    ("widths", "batch", "length"), [((16, 32), 3, 16), ((16, 32, 24), 1, 12), ((24,), 2, 5)]
+)
+def test_sampling_is_that_of_torch(backend, widths, batch, length, monkeypatch):
     """DDPM in float32; both see the same noise."""
     import torch
 
-    from cupyflash.models.diffusion_policy import PolicyUnet, sample_actions
-    from cupyflash.normal import normal as normal_of_seed
-
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    PolicyUnet, ActionSampler = modules()
     torch.manual_seed(0)
-    model = PolicyUnet(7, 20, widths=(16, 32)).to(backend.device)
+    model = PolicyUnet(7, 20, widths=widths).to(backend.device)
     betas = cupyflash.beta_schedule("cosine", STEPS)
     sampler = cupyflash.DiffusionSampler.ddpm(betas)
-    condition = stored(backend, normal((3, 20), 1), "float32")
-    x = stored(backend, normal((3, 7, 16), 2), "float32")
-    noise = [
-        stored(backend, normal_of_seed(x.numel(), STEPS - 1 - t, 5).reshape(3, 7, 16), "float32")
-        for t in range(STEPS)
-    ]
-    ours = sample_actions(model, sampler, condition, x, seed=5)
+    condition = stored(backend, normal((batch, 20), 1), "float32")
+    x = stored(backend, normal((batch, 7, length), 2), "float32")
+    sample = ActionSampler(model, sampler, batch, length)
+    ours = sample(condition, x, seed=5)
+    noise = sample.noise[:, :, :7].flip(0)
     model.use_kernels(False)
     with torch.no_grad():
         torchs = plain_ddpm(model, betas, condition, x, noise)
         # What one last place in the input changes: rounding errors grow with the steps.
         moved = plain_ddpm(model, betas, condition, torch.nextafter(x, x + 1), noise)
-        fused = sample_actions(model, sampler, condition, x, seed=5)
     rounding = (moved - torchs).abs().max() + 2.0**-20
     assert (ours - torchs).abs().max() <= STEPS * rounding
-    assert (fused - torchs).abs().max() <= STEPS * rounding
     assert torchs.abs().max() <= 1.0 + 1e-5 and torchs.std() > 0.1
+    assert (sample(condition, x, seed=5) == ours).all()
+    assert (sample(condition, x, seed=6) != ours).any()
+
+
+@each_library(library="torch", device="cuda")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["ddim", "ddpm"])
+def test_graph(backend, kind, dtype):
+    """Replays give what the launches give, with the inputs of each call."""
+    import torch
+
+    PolicyUnet, ActionSampler = modules()
+    torch.manual_seed(0)
+    model = PolicyUnet(7, 20, widths=(32, 64)).to(backend.device, getattr(torch, dtype))
+    sampler = getattr(cupyflash.DiffusionSampler, kind)(cupyflash.beta_schedule("cosine", STEPS))
+    plain, graph = (ActionSampler(model, sampler, 5, 8, graph=x) for x in (False, True))
+    for seed in range(3):
+        condition, x = (
+            stored(backend, normal(shape, seed), "float32") for shape in ((5, 20), (5, 7, 8))
+        )
+        first, second = (sample(condition, x, seed=seed) for sample in (plain, graph))
+        assert (first == second).all() and first.std() > 0.1
+
+
+@each_library(library="torch", device="cuda")
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_half_precision(backend, batch):
+    """DDIM in bfloat16: no further from float64 than twice torch's own."""
+    import copy
+
+    import torch
+
+    PolicyUnet, ActionSampler = modules()
+    torch.manual_seed(0)
+    model = PolicyUnet(7, 20, widths=(64, 128)).to(backend.device, torch.bfloat16)
+    model.use_kernels(False)
+    sampler = cupyflash.DiffusionSampler.ddim(cupyflash.beta_schedule("cosine", STEPS))
+    condition, start = (
+        stored(backend, normal(shape, 1), "float32") for shape in ((batch, 20), (batch, 7, 16))
+    )
+
+    @torch.no_grad()
+    def plain(model, dtype, wide):
+        x, embeddings = start.to(wide), sampler.embeddings(model.embedding, like=start)
+        for i, row in enumerate(sampler.coefficients.tolist()):
+            predicted = model(x.to(dtype), embeddings[i].to(dtype), condition.to(dtype)).to(wide)
+            clipped = (row[0] * x + row[1] * predicted).clamp(-1, 1)
+            x = row[2] * clipped + row[3] * x + row[4] * predicted
+        return x.double()
+
+    exact = plain(copy.deepcopy(model).double(), torch.float64, torch.float64)
+    torchs = plain(model, torch.bfloat16, torch.float32)
+    ours = ActionSampler(model, sampler, batch, 16)(condition, start).double()
+    rounding = 2.0**-8 * exact.abs().max()
+    assert (ours - exact).abs().max() <= 2 * (torchs - exact).abs().max() + rounding
+
+
+def test_bad_input():
+    import torch
+
+    PolicyUnet, ActionSampler = modules()
+    model = PolicyUnet(7, 20, widths=(16, 32))
+    sampler = cupyflash.DiffusionSampler.ddpm(cupyflash.beta_schedule("cosine", STEPS))
+    for batch, length in ((0, 8), (1, 0), (1, 7)):
+        with pytest.raises(ValueError, match=f"^ActionSampler: .*multiple of 2, got {batch} and"):
+            ActionSampler(model, sampler, batch, length)
+    with pytest.raises(ValueError, match="^ActionSampler: graph needs .*got cpu"):
+        ActionSampler(model, sampler, 1, 8, graph=True)
+    sample = ActionSampler(model, sampler, 2, 8)
+    condition, noise = torch.zeros(2, 20), torch.zeros(2, 7, 8)
+    with pytest.raises(ValueError, match=r"^ActionSampler: condition must be \(2, 20\), .*1, 20"):
+        sample(condition[:1], noise, seed=1)
+    with pytest.raises(ValueError, match=r"^ActionSampler: noise must be \(2, 7, 8\), .*2, 7, 4"):
+        sample(condition, noise[..., :4], seed=1)
+    with pytest.raises(ValueError, match="^ActionSampler: .*needs a seed, got None"):
+        sample(condition, noise)
 
 
 @each_library(library="torch")
@@ -92,3 +173,28 @@ def test_gradients_of_the_model(backend, monkeypatch):
         gradients.append(torch.autograd.grad(loss, list(model.parameters())))
     for ours, torchs in zip(*gradients):
         assert (ours - torchs).abs().max() <= 1e-4 * torchs.abs().max() + 1e-7
+
+
+@pytest.mark.parametrize("launches", [0, 1, 2])
+def test_prepared_calls(launches):
+    """One launch is repeated with its parameters, on the stream of then; others are called."""
+    from cupyflash.kernel_launch import Launch, Prepared
+
+    launch, started, called = Launch.__new__(Launch), [], []
+    launch.grid = launch.block = (1,)
+    launch.shared_memory, launch.cooperative, launch.dtype = 0, False, "V3"
+    launch.function = lambda grid, block, argument, memory, stream, cooperative: started.append(
+        (argument[0].tobytes(), stream)
+    )
+
+    def call():
+        called.append(None)
+        for _ in range(launches):
+            launch.start("first", b"abc")
+        return "result"
+
+    prepared = Prepared(call, lambda: "second")
+    assert [prepared(), prepared()] == ["result", "result"]
+    assert len(called) == (1 if launches == 1 else 2)
+    assert len(started) == 2 * launches
+    assert not launches or started[-1] == (b"abc", "second" if launches == 1 else "first")

@@ -4,9 +4,11 @@
 #pragma once
 #include "types.cuh"
 
-__device__ __forceinline__ uint4 philox(uint64_t seed, uint32_t x, uint32_t y, uint32_t z) {
+// `stream` tells users apart who may have the same seed: 0 dropout and tokens, 1 samplers' noise.
+__device__ __forceinline__ uint4 philox(uint64_t seed, uint32_t x, uint32_t y, uint32_t z,
+                                        uint32_t stream = 0) {
   constexpr int ROUNDS = 7;  // the fewest that pass all tests of the paper
-  uint4 counter = make_uint4(x, y, z, 0);
+  uint4 counter = make_uint4(x, y, z, stream);
   uint2 key = make_uint2(uint32_t(seed), uint32_t(seed >> 32));
 #pragma unroll
   for (int round = 0; round < ROUNDS; ++round) {

@@ -11,6 +11,7 @@
 #include "normal.cuh"
 
 constexpr int THREADS = 256;
+constexpr uint32_t NOISE_STREAM = 1;  // of Philox; dropout of the same seed has another
 
 template <int VECTOR>
 __device__ __forceinline__ void draw(float (&noise)[VECTOR], int64_t first, uint64_t seed,
@@ -19,7 +20,8 @@ __device__ __forceinline__ void draw(float (&noise)[VECTOR], int64_t first, uint
 #pragma unroll
   for (int i = 0; i < DRAWS; ++i) {
     const uint64_t number = first / 4 + i;
-    const uint4 random = philox(seed, uint32_t(number), uint32_t(number >> 32), uint32_t(step));
+    const uint4 random =
+        philox(seed, uint32_t(number), uint32_t(number >> 32), uint32_t(step), NOISE_STREAM);
     const float2 lower = normal_pair(random.x, random.y);
     const float2 upper = normal_pair(random.z, random.w);
     const float drawn[4] = {lower.x, lower.y, upper.x, upper.y};

@@ -1,9 +1,9 @@
-"""A small 1-D U-Net for diffusion policies, and sampling from it with the kernels of this library.
+"""A small 1-D U-Net for diffusion policies, with the kernels of this library.
 
 The network predicts the noise in a sequence of actions (batch, channels, length) from a sinusoidal
 embedding of the timestep and a condition, such as features of what a robot sees. Its blocks are
-Conv1d, GroupNorm and Mish; torch has the convolutions, the rest is one kernel. Sequences are
-channels-first, as Conv1d wants them.
+Conv1d, GroupNorm and Mish; torch has the convolutions, the rest is one kernel. This is a module for
+training; `policy_sampling.ActionSampler` runs it when it is trained.
 
 Source of the architecture: Chi et al., Diffusion Policy, arXiv:2303.04137.
 """
@@ -62,7 +62,7 @@ class PolicyUnet(nn.Module):
         groups: int = 8,
     ) -> None:
         super().__init__()
-        self.embedding = embedding
+        self.channels, self.condition, self.embedding = channels, condition, embedding
         self.time = nn.Sequential(
             nn.Linear(embedding, 4 * embedding), nn.Mish(), nn.Linear(4 * embedding, embedding)
         )
@@ -102,29 +102,3 @@ class PolicyUnet(nn.Module):
         for module in self.modules():
             if isinstance(module, GroupNormMish):
                 module.fused = fused
-
-
-@torch.no_grad()
-def sample_actions(
-    model: PolicyUnet,
-    sampler: cupyflash.DiffusionSampler,
-    condition: torch.Tensor,
-    noise: torch.Tensor,
-    *,
-    seed: int,
-) -> torch.Tensor:
-    """Actions between -1 and 1 from pure ``noise`` (batch, channels, length).
-
-    The sampler's constants and the embeddings of its steps are on the GPU from the first call on,
-    and a step is one launch beside those of the model.
-
-    Args:
-        condition: (batch, condition).
-        seed: of the noise that a sampler such as DDPM adds; another one for each call.
-    """
-    embeddings = sampler.embeddings(model.embedding, like=noise).to(noise.dtype)
-    x = noise
-    for step in range(sampler.num_steps):
-        predicted = model(x, embeddings[step], condition)
-        x = sampler.step(x, predicted, step, seed=seed, clip=1.0)
-    return x

@@ -1,0 +1,308 @@
+"""Actions from a `PolicyUnet`: all steps of a sampler, in buffers that are made once.
+
+Sequences lie in memory as (batch, length, channels) with rows of zeros between them. What a
+convolution sees there, some neighbouring rows, is itself one row of a matrix whose rows overlap; so
+each convolution is one `cupyflash.linear`, with no copy before it and its bias in the same launch.
+What depends on the timestep alone is computed once for all steps, what depends on the condition
+alone once a call.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import cupyflash
+
+from ..array import library_of
+from ..kernel_launch import Prepared
+from .diffusion_policy import GroupNormMish, PolicyUnet, ResidualBlock
+
+GAP = 2  # rows of zeros around each sequence: what a kernel of 5 reads beyond its ends
+ALIGNMENT = 8  # channels: rows of 16 bytes
+
+
+class Sequences:
+    """Sequences in memory as (batch, length, channels), with rows of zeros between them.
+
+    Attributes:
+        inside: they alone, (batch, channels, length).
+    """
+
+    def __init__(self, batch: int, channels: int, length: int, like: torch.Tensor) -> None:
+        self.batch, self.channels, self.length = batch, channels, length
+        self.rows = like.new_zeros(batch * (length + GAP) + 2 * GAP, channels)
+        self.inside = spread(self.rows[GAP:], batch, length, GAP)
+
+    def windows(self, size: int, stride: int = 1) -> torch.Tensor:
+        """What a convolution sees, (windows, size * channels): rows that overlap in memory.
+
+        Between the windows of two sequences there are GAP / stride that belong to neither.
+        """
+        count = (self.batch * (self.length + GAP) - GAP) // stride
+        rows = self.rows[GAP - (size - 1) // 2 :]
+        return rows.as_strided(
+            (count, size * self.channels), (stride * self.channels, 1), rows.storage_offset()
+        )
+
+
+def spread(rows: torch.Tensor, batch: int, length: int, gap: int) -> torch.Tensor:
+    """Sequences (batch, channels, length) in rows (..., channels), ``gap`` rows between them."""
+    channels = rows.shape[-1]
+    strides = ((length + gap) * channels, 1, channels)
+    return rows.as_strided((batch, channels, length), strides, rows.storage_offset())
+
+
+def prepared(call: Callable[[], torch.Tensor], like: torch.Tensor) -> Prepared:
+    """One launch of this library on the current stream of torch, at the cost of a launch."""
+    return Prepared(call, functools.partial(library_of(like).stream, like.get_device()))
+
+
+class Convolution:
+    """A convolution as one product: a row of the weights is what one output channel looks at.
+
+    Calls return (batch, channels, length), in memory as (batch, length, channels).
+    """
+
+    def __init__(self, module: nn.Conv1d, source: Sequences) -> None:
+        size, stride = module.kernel_size[0], module.stride[0]
+        weight = module.weight.permute(0, 2, 1)  # (out, size, in)
+        weight = padded(weight, 0, 0, source.channels - weight.shape[2]).flatten(1)
+        bias, windows = module.bias.clone(), source.windows(size, stride)
+        self.shape = source.batch, weight.shape[0], source.length // stride
+        sizes = source.batch, source.length // stride, GAP // stride
+        call = lambda: spread(cupyflash.linear(windows, weight, bias), *sizes)  # noqa: E731
+        self.call = prepared(call, weight)
+
+    def __call__(self) -> torch.Tensor:
+        return self.call()
+
+
+def growth(module: nn.ConvTranspose1d, source: Sequences) -> Prepared:
+    """The transposed convolution of kernel 4 and stride 2: each row gives its two at once.
+
+    out[2 i] = w1 x[i] + w3 x[i - 1] and out[2 i + 1] = w2 x[i] + w0 x[i + 1].
+    """
+    w0, w1, w2, w3 = module.weight.permute(2, 1, 0)  # (out, in) each
+    none = torch.zeros_like(w0)
+    weight = torch.cat([torch.cat([w3, w1, none], 1), torch.cat([none, w2, w0], 1)])
+    bias, windows = module.bias.repeat(2), source.windows(3)
+    sizes = source.batch, 2 * source.length, 2 * GAP
+
+    def call() -> torch.Tensor:
+        rows = cupyflash.linear(windows, weight, bias)
+        return spread(rows.view(-1, rows.shape[1] // 2), *sizes)
+
+    return prepared(call, weight)
+
+
+class Normalised:
+    """GroupNorm and Mish of a convolution; calls return (batch, channels, length), contiguous.
+
+    A copy and the one launch of channels first are less than the three of channels last.
+    """
+
+    def __init__(self, norm: GroupNormMish, source: Convolution) -> None:
+        groups, options = norm.num_groups, {"eps": norm.eps, "activation": "mish"}
+        weight, bias = norm.weight.clone(), norm.bias.clone()
+        self.source, self.x = source, weight.new_empty(source.shape)
+        x = self.x
+        call = lambda: cupyflash.group_norm(x, groups, weight, bias, **options)  # noqa: E731
+        self.norm = prepared(call, weight)
+
+    def __call__(self) -> torch.Tensor:
+        self.x.copy_(self.source())
+        return self.norm()
+
+
+class Block:
+    """A `ResidualBlock` from ``source`` to ``out``; ``scale``, ``shift`` (batch, channels, 1)."""
+
+    def __init__(
+        self,
+        module: ResidualBlock,
+        source: Sequences,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        between = Sequences(source.batch, scale.shape[1], source.length, module.skip.weight)
+        (first, first_norm), (second, second_norm) = module.first, module.second
+        self.first = Normalised(first_norm, Convolution(first, source))
+        self.second = Normalised(second_norm, Convolution(second, between))
+        self.skip = Convolution(module.skip, source)
+        self.between, self.scale, self.shift, self.out = between.inside, scale, shift, out
+
+    def __call__(self) -> None:
+        """Nine launches."""
+        torch.addcmul(self.shift, self.first(), self.scale, out=self.between)
+        torch.add(self.second(), self.skip(), out=self.out)
+
+
+def padded(x: torch.Tensor, *more: int) -> torch.Tensor:
+    """A copy with so many zeros behind each axis."""
+    return functional.pad(x, [n for count in reversed(more) for n in (0, count)]).clone()
+
+
+class ActionSampler:
+    """Samples for a model, a sampler and a batch size; calls share memory, so one at a time.
+
+    Args:
+        model: read now; after more training make another. Half precision on a GPU is what is fast.
+        batch, length: of the sequences.
+        clip: samples stay between -clip and clip, None: anywhere.
+        graph: capture all steps as one CUDA graph at the first call, which costs no host time then.
+
+    Raises:
+        ValueError: sizes, or a graph without a GPU.
+    """
+
+    def __init__(
+        self,
+        model: PolicyUnet,
+        sampler: cupyflash.DiffusionSampler,
+        batch: int,
+        length: int,
+        *,
+        clip: float | None = 1.0,
+        graph: bool = False,
+    ) -> None:
+        like = model.time[0].weight
+        factor = 2 ** len(model.pool)
+        if batch < 1 or length < 1 or length % factor:
+            fact = f"batch must be at least 1 and length a multiple of {factor}"
+            raise ValueError(f"ActionSampler: {fact}, got {batch} and {length}")
+        if graph and not like.is_cuda:
+            raise ValueError(f"ActionSampler: graph needs a model on a GPU, got {like.device}")
+        self.sampler, self.clip, self.channels = sampler, clip, model.channels
+        self.condition_shape, self.graph = (batch, model.condition), None
+        self.shape, self.wants_graph = (batch, model.channels, length), graph
+        with torch.no_grad():
+            self._modulation(model, like)
+            self._network(model, like)
+        padded = (batch, length, self.input.channels)
+        self.start = torch.zeros(padded, device=like.device).transpose(1, 2)
+        self.noise = None
+        if sampler.adds_noise(None):
+            noise = torch.empty((sampler.num_steps, *padded), device=like.device)
+            self.noise = noise.transpose(2, 3)
+
+    @torch.no_grad()
+    def __call__(
+        self, condition: torch.Tensor, noise: torch.Tensor, *, seed: int | None = None
+    ) -> torch.Tensor:
+        """Actions like ``noise``.
+
+        Args:
+            condition: (batch, condition).
+            noise: (batch, channels, length), standard normal: where sampling starts.
+            seed: of the noise that a sampler such as DDPM adds; another one for each call.
+
+        Raises:
+            ValueError: shapes, or no seed where noise is added.
+        """
+        for name, x, shape in (
+            ("condition", condition, self.condition_shape),
+            ("noise", noise, self.shape),
+        ):
+            if x.shape != shape:
+                raise ValueError(f"ActionSampler: {name} must be {shape}, got {tuple(x.shape)}")
+        if self.noise is not None:
+            if seed is None:
+                raise ValueError("ActionSampler: the sampler adds noise, needs a seed, got None")
+            self.noise.normal_(generator=torch.Generator(self.noise.device).manual_seed(seed))
+        with torch.cuda.device(self.start.get_device()):  # -1, the CPU, changes nothing
+            return self._sample(condition, noise)
+
+    def _sample(self, condition: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        active = functional.mish(condition.to(self.film.dtype)).float()
+        torch.addmm(self.bias, active, self.of_condition, out=self.film_of_condition)
+        self.start[:, : self.channels].copy_(noise)
+        return torch.empty_like(noise).copy_(self._run()[:, : self.channels])
+
+    def _run(self) -> torch.Tensor:
+        if not self.wants_graph:
+            return self._steps()
+        if self.graph is None:
+            self._steps()  # compiles, and fills the tables of the sampler
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.result = self._steps()
+            self.graph = graph
+        self.graph.replay()
+        return self.result
+
+    def _steps(self) -> torch.Tensor:
+        x = self.start
+        for step in range(self.sampler.num_steps):
+            noise = None if self.noise is None else self.noise[step]
+            torch.add(self.film_of_condition, self.film_of_step[step], out=self.film)
+            x = self.sampler.step(x, self._predicted(x), step, noise=noise, clip=self.clip)
+        return x
+
+    def _predicted(self, x: torch.Tensor) -> torch.Tensor:
+        """The noise in x, both (batch, channels, length) with channels innermost."""
+        self.input.inside[:, : self.channels].copy_(x[:, : self.channels])
+        for call in self.program:
+            call()
+        self.features.copy_(self.first().transpose(1, 2))
+        return self.last()
+
+    def _modulation(self, model: PolicyUnet, like: torch.Tensor) -> None:
+        """Scales and shifts of all blocks side by side: Mish and a product of the time and the
+        condition, which both can be taken apart.
+        """
+        layers = [block.modulation[1] for block in _blocks(model)]
+        weight = torch.cat([layer.weight for layer in layers]).float()
+        of_time, of_condition = weight.t().split([model.embedding, model.condition])
+        self.of_condition = of_condition.contiguous()
+        self.bias = torch.cat([layer.bias for layer in layers]).float()
+        embeddings = self.sampler.embeddings(model.embedding, like=like).to(like.dtype)
+        self.film_of_step = functional.mish(model.time(embeddings)).float() @ of_time
+        size = self.condition_shape[0], weight.shape[0]
+        self.film_of_condition = self.film_of_step.new_empty(size)
+        self.film = like.new_empty(size)
+
+    def _network(self, model: PolicyUnet, like: torch.Tensor) -> None:
+        """The network as a list of calls, each of which knows where it reads and writes."""
+        batch, channels, length = self.shape
+        channels += -channels % ALIGNMENT
+        make = lambda channels, length: Sequences(batch, channels, length, like)  # noqa: E731
+        sizes = [block.skip.out_channels for block in _blocks(model) for _ in range(2)]
+        films = iter(self.film[..., None].split(sizes, 1))
+        self.program, skips = [], []
+
+        def block(module: ResidualBlock, source: Sequences) -> Sequences:
+            out = make(module.skip.out_channels, source.length)
+            self.program.append(Block(module, source, next(films), next(films), out.inside))
+            return out
+
+        def copy(source: Callable[[], torch.Tensor], to: torch.Tensor) -> None:
+            self.program.append(lambda: to.copy_(source()))
+
+        self.input = out = make(channels, length)
+        for module, pool in zip(model.down, model.pool):
+            skips.append(out := block(module, out))
+            pooled = make(out.channels, out.length // 2)
+            copy(Convolution(pool, out), pooled.inside)
+            out = pooled
+        out = block(model.middle, block(model.down[-1], out))
+        for module, grow, skip in zip(model.up, model.grow, reversed(skips)):
+            both = make(out.channels + skip.channels, skip.length)
+            halves = both.inside.split([out.channels, skip.channels], 1)
+            copy(growth(grow, out), halves[0])
+            copy(lambda skip=skip: skip.inside, halves[1])
+            out = block(module, both)
+        first, norm, last = model.out
+        self.first = Normalised(norm, Convolution(first, out))
+        self.features = x = like.new_empty(batch, length, out.channels)
+        more = channels - last.out_channels
+        weight, bias = padded(last.weight[..., 0], more, 0), padded(last.bias, more)
+        self.last = prepared(lambda: cupyflash.linear(x, weight, bias).transpose(1, 2), like)
+
+
+def _blocks(model: PolicyUnet) -> list[ResidualBlock]:
+    """In the order of their calls."""
+    return [*model.down, model.middle, *model.up]
