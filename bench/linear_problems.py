@@ -13,7 +13,7 @@ HEAD_DIM = {768: 64, 4096: 128}
 GPT2 = (768, 3072, False, "gelu_tanh", 4096)
 LLAMA = (4096, 14336, True, "silu", 8192)
 MODELS = (GPT2, LLAMA)
-FEW_ROWS = (1, 4, 16)
+FEW_ROWS = (1, 4, 16, 32)
 
 
 @dataclasses.dataclass(frozen=True)
