@@ -5,8 +5,8 @@ from typing import Any
 
 from .array import Array, View
 from .checks import require_grid
-from .groups import Groups, dense_like, layout_of
-from .kernel_launch import Launch, Plan
+from .groups import MAX_GROUP, Groups, dense_like, layout_of
+from .kernel_launch import Launch, Plan, multiprocessors
 from .kernels import group_norm as kernels
 from .norm_params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
 from .norm_plan import sum_launch
@@ -18,6 +18,8 @@ class Work:
     Attributes:
         config: one of the kernels.
         unit_blocks: blocks that share a unit in three steps, 0 in one.
+        shares: into how many parts the backward takes the samples.
+        rows: what it leaves to be added up for each channel.
         tiling: with channels last, else empty.
         launches: (configuration, blocks) of each.
     """
@@ -29,6 +31,7 @@ class Work:
         halves, aligned = aligned and groups.halves, aligned and groups.aligned
         self.units, x = groups.batch, views["x"]
         self.unit_blocks, self.tiling = 0, ChannelTiling()
+        self.shares = self.rows = groups.batch
         if groups.channels_last:
             pick = getattr(kernels, f"{direction}_last")
             self.config = pick(kind, aligned)
@@ -42,10 +45,20 @@ class Work:
         else:
             self.units *= groups.num_groups
             pick = getattr(kernels, direction)
-            self.config = pick(kind, groups.size, aligned, halves)
-            if isinstance(self.config, kernels.GroupConfig):
+            size = groups.size if groups.dense else MAX_GROUP
+            self.config = pick(kind, size, aligned, halves, _capability(x.device))
+            if isinstance(self.config, kernels.OneStepConfig):
+                blocks = -(-self.units // self.config.groups)
+                if direction == "backward":
+                    at_once = multiprocessors(x.device) * self.config.blocks
+                    rounds = -(-blocks * self.config.cluster // at_once)
+                    samples = self.config.groups * min(rounds, kernels.ROUNDS)
+                    self.shares = -(-groups.batch // samples)
+                    self.rows = self.shares * self.config.cluster
+                    blocks = self.shares * groups.num_groups
                 require_grid(function, self.units + self.config.groups, x.shape)
-                self.launches = [(self.config, -(-self.units // self.config.groups))]
+                blocks = require_grid(function, blocks * self.config.cluster, x.shape)
+                self.launches = [(self.config, blocks)]
                 return
             self.unit_blocks = self.config.pieces(groups.channels, groups.positions)
         blocks = require_grid(function, self.units * self.unit_blocks, x.shape)
@@ -141,10 +154,11 @@ class BackwardPlan(Plan):
             **groups.strides,
             shape=groups.shape(0.0, work.config.vector),
             unit_blocks=work.unit_blocks,
+            shares=work.shares,
             tiling=work.tiling,
         )
         self.launches = [Launch(config, x.device, n, params) for config, n in work.launches]
-        self.partials_shape = (2, groups.batch, channels)
+        self.partials_shape = (2, work.rows, channels)
         self.sum = sum_launch(weight, x.device, self.partials_shape)
 
     def run(
@@ -166,3 +180,9 @@ class BackwardPlan(Plan):
             launch(stream, *pointers, pointer(dx), shares, *workspace)
         self.sum(stream, shares, pointer(dweight), pointer(dbias))
         return dx, dweight, dbias
+
+
+def _capability(device: int) -> tuple[int, int]:
+    import cupy
+
+    return divmod(int(cupy.cuda.Device(device).compute_capability), 10)

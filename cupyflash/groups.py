@@ -62,6 +62,7 @@ class Groups:
         strides: ``<name>_strides`` of each tensor, for the parameter structs.
         aligned: whether every row of positions (of channels, if they are last) begins, and its
             length is, a multiple of 16 bytes.
+        dense: whether the channels of a group lie side by side, channels first.
         halves: whether 16 bytes hold two whole channels, which lie side by side.
 
     Raises:
@@ -90,13 +91,14 @@ class Groups:
         item = ITEM_SIZE[x.dtype]
         whole = lambda *counts: all(count * item % 16 == 0 for count in counts)  # noqa: E731
         if self.channels_last:
-            self.halves = False
+            self.dense = self.halves = False
             self.aligned = whole(channels, *(s for y in layouts.values() for s in (y[0], y[2])))
             return
         self.aligned = whole(self.positions, *(s for y in layouts.values() for s in y[:2]))
-        dense = all(y.channel == self.positions for y in layouts.values())
+        gaps = any(y.channel != self.positions for y in layouts.values())
+        self.dense = self.channels == 1 or not gaps
         two = self.positions * item == 8 and self.channels % 2 == 0
-        self.halves = dense and two and whole(*(y.batch for y in layouts.values()))
+        self.halves = self.dense and two and whole(*(y.batch for y in layouts.values()))
 
     def shape(self, eps: float, vector: int) -> GroupNormShape:
         """As the kernels get it."""

@@ -150,6 +150,7 @@ class GroupNormBwdParams(ctypes.Structure):
         ("dx_strides", GroupStrides),
         ("shape", GroupNormShape),
         ("unit_blocks", c_int32),
+        ("shares", c_int32),
         ("tiling", ChannelTiling),
     ]
 

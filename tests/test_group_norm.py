@@ -101,6 +101,35 @@ def test_group_norm(backend, case):
 
 
 @each_library(device="cuda")
+@pytest.mark.parametrize("positions", [(64, 64), (100, 100), (200, 200), (256, 256), (300, 301)])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_groups_of_many_sizes(backend, dtype, positions):
+    """One group in a block, in clusters of each size, and beyond those."""
+    case = Case(dtype, 3, (8, 1), positions, "silu", False, "contiguous")
+    arrays = case.arrays(backend)
+    expected_group_norm(*arrays[:2], 1, *arrays[2:], "silu", 1e-5).check(**run(case, *arrays))
+
+
+@each_library(device="cuda")
+@pytest.mark.parametrize("positions", [(16,), (4,), (7,), (24, 24)], ids=str)
+def test_many_samples(backend, positions):
+    """More than the blocks of the backward take at once."""
+    case = Case("float16", 1301, (48, 3), positions, "mish", False, "contiguous")
+    arrays = case.arrays(backend)
+    expected_group_norm(*arrays[:2], 3, *arrays[2:], "mish", 1e-5).check(**run(case, *arrays))
+
+
+@each_library()
+@pytest.mark.parametrize("positions", [(16,), (100, 40), (200, 200)], ids=str)
+def test_mean_far_from_zero(backend, positions):
+    case = Case("float32", 2, (8, 2), positions, "silu", False, "contiguous")
+    dout, _, weight, bias = case.arrays(backend)
+    x = stored(backend, normal((2, 8, *positions), 5, mean=100.0), "float32")
+    exact = expected_group_norm(dout, x, 2, weight, bias, "silu", 1e-5)
+    exact.check(**run(case, dout, x, weight, bias))
+
+
+@each_library(device="cuda")
 @pytest.mark.parametrize("storage", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("positions", [(16,), (40, 40), (300, 301)], ids=str)
 def test_gradients_are_repeatable(backend, positions, storage):
@@ -156,6 +185,19 @@ def test_slices_of_channels_and_samples(backend):
         case = Case("float32", 3, (8, 2), (6, 8), "mish", False, storage)
         exact = expected_group_norm(gradient, x, 2, weight, weight, "mish", 1e-5)
         exact.check(**run(case, gradient, x, weight, weight))
+
+
+@each_library()
+@pytest.mark.parametrize("length", [32, 31])
+def test_gaps_between_channels(backend, length):
+    """The channels of a group are not side by side; NaN lies between them."""
+    values = numpy.full((3, 8, 40), numpy.nan, "float32")
+    values[..., :length] = normal((3, 8, length), 0)
+    x = stored(backend, values, "float32")[..., :length]
+    weight, dout = (stored(backend, normal(s, 1), "float32") for s in (8, (3, 8, length)))
+    case = Case("float32", 3, (8, 2), (length,), "silu", True, "contiguous")
+    exact = expected_group_norm(dout, x, 2, weight, weight, "silu", 1e-5)
+    exact.check(**run(case, dout, x, weight, weight))
 
 
 @each_library()

@@ -13,49 +13,62 @@ __device__ __forceinline__ float sigmoid(float z) {
   return rcp_approx(1.f + exp2_approx(-LOG2E * z));
 }
 
-// exp(z), where larger values would not change what mish makes of it.
-__device__ __forceinline__ float exp_bounded(float z) {
-  return exp2_approx(LOG2E * fminf(z, 20.f));
-}
+// 2^u, where larger values would not change what mish makes of it.
+__device__ __forceinline__ float exp2_bounded(float u) { return exp2_approx(fminf(u, 28.f)); }
 
+// What an exponential takes: z times this. Where z is the result of a multiplication anyway, that
+// can give u = ARGUMENT_SCALE * z at once.
 template <Activation ACTIVATION>
-__device__ __forceinline__ float activate(float z) {
+constexpr float ARGUMENT_SCALE = ACTIVATION == silu   ? -LOG2E
+                                 : ACTIVATION == mish ? LOG2E
+                                                      : 1.f;
+
+// The activation of z = u / ARGUMENT_SCALE.
+template <Activation ACTIVATION>
+__device__ __forceinline__ float activate_scaled(float u) {
   if constexpr (ACTIVATION == silu) {
-    return z * sigmoid(z);
+    return u * rcp_approx(-LOG2E - LOG2E * exp2_approx(u));
   } else if constexpr (ACTIVATION == mish) {
     // tanh(log(1 + e)) = n / (n + 2) with n = e * (e + 2)
-    const float e = exp_bounded(z), n = e * (e + 2.f);
-    return z * n * rcp_approx(n + 2.f);
+    const float e = exp2_bounded(u), n = e * (e + 2.f);
+    return u * n * rcp_approx(LOG2E * n + 2.f * LOG2E);
   } else if constexpr (ACTIVATION == gelu) {
-    return 0.5f * z * (1.f + erff(SQRT_HALF * z));
+    return 0.5f * u * (1.f + erff(SQRT_HALF * u));
   } else if constexpr (ACTIVATION == gelu_tanh) {
     // (1 + tanh(u)) / 2 = sigmoid(2 u)
-    return z * sigmoid(2.f * GELU_SCALE * (z + GELU_CUBIC * z * z * z));
+    return u * sigmoid(2.f * GELU_SCALE * (u + GELU_CUBIC * u * u * u));
   } else if constexpr (ACTIVATION == relu) {
-    return z < 0.f ? 0.f : z;  // a NaN stays one
+    return u < 0.f ? 0.f : u;  // a NaN stays one
   } else {
-    return z;
+    return u;
   }
 }
 
 template <Activation ACTIVATION>
-__device__ __forceinline__ float activation_slope(float z) {
+__device__ __forceinline__ float activate(float z) {
+  return activate_scaled<ACTIVATION>(ARGUMENT_SCALE<ACTIVATION> * z);
+}
+
+// Its derivative by z at z = u / ARGUMENT_SCALE.
+template <Activation ACTIVATION>
+__device__ __forceinline__ float slope_scaled(float u) {
   if constexpr (ACTIVATION == silu) {
-    const float s = sigmoid(z);
-    return s * (1.f + z * (1.f - s));
+    // s * (1 + z * (1 - s))
+    const float s = rcp_approx(1.f + exp2_approx(u));
+    return s * (1.f + u * (LN2 * s - LN2));
   } else if constexpr (ACTIVATION == mish) {
     // With t = n / (n + 2): t + z * (1 - t * t) * e / (1 + e), and n + 1 = (e + 1)^2.
-    const float e = exp_bounded(z), n = e * (e + 2.f), inverse = rcp_approx(n + 2.f);
-    return n * inverse + z * (4.f * e * (1.f + e)) * inverse * inverse;
+    const float e = exp2_bounded(u), n = e * (e + 2.f), inverse = rcp_approx(n + 2.f);
+    return n * inverse + (4.f * LN2 * inverse) * u * ((n - e) * inverse);
   } else if constexpr (ACTIVATION == gelu) {
-    const float density = INV_SQRT_2PI * exp2_approx(-0.5f * LOG2E * z * z);
-    return 0.5f * (1.f + erff(SQRT_HALF * z)) + z * density;
+    const float density = INV_SQRT_2PI * exp2_approx(-0.5f * LOG2E * u * u);
+    return 0.5f * (1.f + erff(SQRT_HALF * u)) + u * density;
   } else if constexpr (ACTIVATION == gelu_tanh) {
-    const float s = sigmoid(2.f * GELU_SCALE * (z + GELU_CUBIC * z * z * z));
-    const float slope = 2.f * GELU_SCALE * (1.f + 3.f * GELU_CUBIC * z * z);
-    return s + z * s * (1.f - s) * slope;
+    const float s = sigmoid(2.f * GELU_SCALE * (u + GELU_CUBIC * u * u * u));
+    const float slope = 2.f * GELU_SCALE * (1.f + 3.f * GELU_CUBIC * u * u);
+    return s + u * s * (1.f - s) * slope;
   } else if constexpr (ACTIVATION == relu) {
-    return z > 0.f ? 1.f : 0.f;
+    return u > 0.f ? 1.f : 0.f;
   } else {
     return 1.f;
   }

@@ -123,7 +123,7 @@ struct GroupNormBwdParams {
   const void* bias;
   const float* stats;
   void* dx;
-  float* partials;  // [2, batch, channels]: shares of dweight and dbias
+  float* partials;  // [2, batch or shares, channels]: shares of dweight and dbias
   float* pieces;    // the same of each piece; or null in one step
   float* means;     // [batch, groups, 2]: what dx needs of the group; or null in one step
   GroupStrides dout_strides;
@@ -131,5 +131,6 @@ struct GroupNormBwdParams {
   GroupStrides dx_strides;
   GroupNormShape shape;
   int unit_blocks;  // three_steps.cuh; or 0
+  int shares;       // in one step: how many blocks have a group, each some of the samples
   ChannelTiling tiling;
 };

@@ -11,6 +11,28 @@ __host__ __device__ constexpr int pack_channels() {
   return LAYOUT == first ? 1 : LAYOUT == halves ? 2 : VECTOR;
 }
 
+// Which part of a contiguous group a thread has, where the blocks of a cluster share it.
+template <class Tile, int CLUSTER, Layout LAYOUT>
+struct GroupPart {
+  static constexpr int CHANNELS = pack_channels<LAYOUT, Tile::VECTOR>();  // of a pack
+  int begin;    // the first element of this block
+  int columns;  // its elements
+
+  __device__ explicit GroupPart(const GroupNormShape& shape) {
+    const int size = shape.channels * shape.positions;
+    const int most = round_up(ceil_div(size, CLUSTER), Tile::VECTOR);
+    begin = CLUSTER > 1 ? int(blockIdx.x % CLUSTER) * most : 0;
+    columns = max(0, min(size - begin, most));
+  }
+
+  // The first channel of a load.
+  __device__ int channel(const GroupNormShape& shape, int load) const {
+    const int first = begin / Tile::VECTOR + int(threadIdx.x % Tile::ROW_THREADS);
+    const int pack = opaque(first) + load * Tile::ROW_THREADS;
+    return CHANNELS > 1 ? pack * CHANNELS : shape.packs.divide(pack);
+  }
+};
+
 // Parameters of the channels of a pack: z = (x - mean) * scale + bias.
 template <int CHANNELS>
 struct Affine {
@@ -33,15 +55,34 @@ __device__ __forceinline__ Affine<CHANNELS> affine_of(const WEIGHT* weight, cons
   return result;
 }
 
+// The same for what an activation takes (ARGUMENT_SCALE): u = x * scale + bias.
+template <int CHANNELS>
+struct Argument {
+  float scale[CHANNELS];
+  float bias[CHANNELS];
+};
+
+template <Activation ACTIVATION, int CHANNELS>
+__device__ __forceinline__ Argument<CHANNELS> argument_of(const Affine<CHANNELS>& affine) {
+  Argument<CHANNELS> result;
+#pragma unroll
+  for (int c = 0; c < CHANNELS; ++c) {
+    result.scale[c] = ARGUMENT_SCALE<ACTIVATION> * affine.scale[c];
+    result.bias[c] = ARGUMENT_SCALE<ACTIVATION> * affine.bias[c] - affine.mean[c] * result.scale[c];
+  }
+  return result;
+}
+
 template <Activation ACTIVATION, typename T, int VECTOR, int CHANNELS>
 __device__ __forceinline__ Words<T, VECTOR> activated(const Words<T, VECTOR>& x,
                                                       const Affine<CHANNELS>& affine) {
   constexpr int RUN = VECTOR / CHANNELS;
+  const auto argument = argument_of<ACTIVATION>(affine);
   float out[VECTOR];
 #pragma unroll
   for (int i = 0; i < VECTOR; ++i) {
     const int c = i / RUN;
-    out[i] = activate<ACTIVATION>((x.at(i) - affine.mean[c]) * affine.scale[c] + affine.bias[c]);
+    out[i] = activate_scaled<ACTIVATION>(x.at(i) * argument.scale[c] + argument.bias[c]);
   }
   return round_words<T>(out);
 }
@@ -54,13 +95,14 @@ __device__ __forceinline__ Words<T, VECTOR> add_to_sums(const Words<T, VECTOR>& 
                                                         const Affine<CHANNELS>& affine,
                                                         Sums (&sums)[CHANNELS]) {
   constexpr int RUN = VECTOR / CHANNELS;
+  const auto argument = argument_of<ACTIVATION>(affine);
   float dz[VECTOR];
 #pragma unroll
   for (int i = 0; i < VECTOR; ++i) {
     const int c = i / RUN;
-    const float centred = x.at(i) - affine.mean[c];
-    dz[i] = dout.at(i) * activation_slope<ACTIVATION>(centred * affine.scale[c] + affine.bias[c]);
-    sums[c].first += dz[i] * centred;
+    const float u = x.at(i) * argument.scale[c] + argument.bias[c];
+    dz[i] = dout.at(i) * slope_scaled<ACTIVATION>(u);
+    sums[c].first += dz[i] * (x.at(i) - affine.mean[c]);
     sums[c].second += dz[i];
   }
   return round_words<T>(dz);
@@ -78,22 +120,34 @@ __device__ __forceinline__ InputGradient input_gradient(float scale, Sums means)
   return {-scale * scale * means.first, -scale * means.second};
 }
 
-// dx of a pack, dz computed again.
-template <Activation ACTIVATION, typename T, int VECTOR, int CHANNELS>
-__device__ __forceinline__ Words<T, VECTOR> gradient_of(
-    const Words<T, VECTOR>& x, const Words<T, VECTOR>& dout, const Affine<CHANNELS>& affine,
-    const InputGradient (&constants)[CHANNELS]) {
+// dx of a pack. `dz_of(i)` is dz of element i.
+template <typename T, int VECTOR, int CHANNELS, class Dz>
+__device__ __forceinline__ Words<T, VECTOR> dx_of(const Words<T, VECTOR>& x,
+                                                  const Affine<CHANNELS>& affine,
+                                                  const InputGradient (&constants)[CHANNELS],
+                                                  Dz dz_of) {
   constexpr int RUN = VECTOR / CHANNELS;
   float dx[VECTOR];
 #pragma unroll
   for (int i = 0; i < VECTOR; ++i) {
     const int c = i / RUN;
-    const float centred = x.at(i) - affine.mean[c];
-    const float z = centred * affine.scale[c] + affine.bias[c];
-    const float dz = dout.at(i) * activation_slope<ACTIVATION>(z);
-    dx[i] = affine.scale[c] * dz + (constants[c].slope * centred + constants[c].constant);
+    const float rest = constants[c].constant - constants[c].slope * affine.mean[c];
+    dx[i] = affine.scale[c] * dz_of(i) + (constants[c].slope * x.at(i) + rest);
   }
   return round_words<T>(dx);
+}
+
+// dx of a pack, dz computed again.
+template <Activation ACTIVATION, typename T, int VECTOR, int CHANNELS>
+__device__ __forceinline__ Words<T, VECTOR> gradient_of(
+    const Words<T, VECTOR>& x, const Words<T, VECTOR>& dout, const Affine<CHANNELS>& affine,
+    const InputGradient (&constants)[CHANNELS]) {
+  const auto argument = argument_of<ACTIVATION>(affine);
+  return dx_of(x, affine, constants, [&](int i) {
+    const int c = i / (VECTOR / CHANNELS);
+    const float u = x.at(i) * argument.scale[c] + argument.bias[c];
+    return dout.at(i) * slope_scaled<ACTIVATION>(u);
+  });
 }
 
 // Adds up what `lanes` neighbouring threads have, a power of two up to 32.

@@ -18,11 +18,17 @@ struct RowTile {
   static constexpr int ROW_THREADS = ROW_THREADS_;
   static constexpr int LOADS = LOADS_;
   static constexpr int VECTOR = VECTOR_;
-  static constexpr int COLUMNS = ROW_THREADS * LOADS * VECTOR;
+  static constexpr int STEP = ROW_THREADS * VECTOR;  // columns between two loads of a thread
+  static constexpr int COLUMNS = LOADS * STEP;
   static constexpr int ROWS = block_threads(ROW_THREADS) / ROW_THREADS;  // of a block
 
   // The number of this thread's row in the block.
   __device__ static int row() { return threadIdx.x / ROW_THREADS; }
+
+  // How many of `columns` columns begin with the first one of this thread: what the loads at
+  // load * STEP are compared with, each time anew, as that is one instruction and keeping the
+  // results is more.
+  __device__ static int rest(int columns) { return opaque(columns - column(0)); }
 
   // The first column of a load; a load lies inside the row or outside of it as a whole.
   __device__ static int column(int load) {
@@ -38,18 +44,20 @@ struct RowPacks {
 
   // The first `columns` columns of a row.
   __device__ void load(const T* row, int columns) {
+    const T* first = opaque(row + Tile::column(0));
+    const int rest = Tile::rest(columns);
 #pragma unroll
     for (int i = 0; i < Tile::LOADS; ++i) {
-      const int column = Tile::column(i);
-      if (column < columns) packs[i] = load_words<Tile::VECTOR, true>(row + column);
+      if (i * Tile::STEP < rest) packs[i] = load_words<Tile::VECTOR, true>(first + i * Tile::STEP);
     }
   }
 
   __device__ void store(T* row, int columns) const {
+    T* first = opaque(row + Tile::column(0));
+    const int rest = Tile::rest(columns);
 #pragma unroll
     for (int i = 0; i < Tile::LOADS; ++i) {
-      const int column = Tile::column(i);
-      if (column < columns) store_words<Tile::VECTOR>(row + column, packs[i]);
+      if (i * Tile::STEP < rest) store_words<Tile::VECTOR>(first + i * Tile::STEP, packs[i]);
     }
   }
 
@@ -76,9 +84,10 @@ struct RowPacks {
   // Of what lies inside of `columns` columns.
   __device__ float sum(int columns) {
     float sum = 0.f;
+    const int rest = Tile::rest(columns);
 #pragma unroll
     for (int load = 0; load < Tile::LOADS; ++load) {
-      if (Tile::column(load) >= columns) continue;
+      if (load * Tile::STEP >= rest) break;
 #pragma unroll
       for (int i = 0; i < Tile::VECTOR; ++i) sum += at(load, i);
     }
@@ -89,9 +98,10 @@ struct RowPacks {
   // Sums of the deviations from `mean` (what rounding left of it) and of their squares.
   __device__ Sums deviations(int columns, float mean) {
     Sums sums = {0.f, 0.f};
+    const int rest = Tile::rest(columns);
 #pragma unroll
     for (int load = 0; load < Tile::LOADS; ++load) {
-      if (Tile::column(load) >= columns) continue;
+      if (load * Tile::STEP >= rest) break;
 #pragma unroll
       for (int i = 0; i < Tile::VECTOR; ++i) {
         const float deviation = at(load, i) - mean;
@@ -127,10 +137,20 @@ struct RowPacks {
   }
 
   // Of the whole row, which is in registers; `inverse` is 1 / columns. Two steps, each a sum over
-  // the row: cheaper than merging the moments of the threads.
+  // the row: cheaper than merging the moments of the threads. The deviations are from the mean of
+  // the first loads only, say m of them. With d between that and the mean, they have squares of at
+  // least m * d * d, so subtracting columns * d * d cancels no more than a factor LOADS: a few
+  // bits.
   __device__ Moments row_moments(int columns, float inverse, float (&first)[MAX_WARPS],
                                  Sums (&second)[MAX_WARPS]) {
-    const float mean = group_sum<Tile::ROW_THREADS>(sum(columns), first) * inverse;
+    float sum = 0.f;
+    if (Tile::column(0) < columns) {
+#pragma unroll
+      for (int i = 0; i < Tile::VECTOR; ++i) sum += at(0, i);
+    }
+    constexpr int FIRST = Tile::ROW_THREADS * Tile::VECTOR;
+    const float share = columns < FIRST ? inverse : 1.f / FIRST;
+    const float mean = group_sum<Tile::ROW_THREADS>(sum, first) * share;
     const Sums rest = group_sum<Tile::ROW_THREADS>(deviations(columns, mean), second);
     return moments_of(float(columns), inverse, mean, rest);
   }

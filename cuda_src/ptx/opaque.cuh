@@ -19,6 +19,15 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   return x;
 }
 
+// To global memory. From such a pointer constant distances become part of the instructions that
+// load and store.
+template <typename T>
+__device__ __forceinline__ T* opaque(T* x) {
+  asm volatile("" : "+l"(x));
+  __builtin_assume(__isGlobal(x));
+  return x;
+}
+
 // The same for what was computed from a value: it is computed again instead of being kept.
 __device__ __forceinline__ float opaque(float x) {
   asm volatile("" : "+f"(x));

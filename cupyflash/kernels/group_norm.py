@@ -12,7 +12,9 @@ from .norm import MIN_BLOCK_THREADS, vector_width, weight_dtypes
 
 ACTIVATIONS = ("none", "silu", "mish", "gelu", "gelu_tanh")  # as in activation.cuh
 # (threads of a group, loads of a thread, blocks of a multiprocessor at a time), the smallest groups
-# first; channels first.
+# first; channels first. The last ones have a multiprocessor to themselves, so that nothing is read
+# while they compute: in their place the GPUs that have clusters take these, (blocks of a cluster,
+# the same of each).
 FORWARD_TILES = (
     *((8, 1, 8), (32, 1, 8), (16, 4, 8), (32, 4, 8), (64, 4, 16), (128, 4, 8), (256, 4, 4)),
     *((256, 5, 4), (256, 8, 3), (256, 10, 3), (256, 20, 2), (512, 16, 1)),
@@ -21,6 +23,12 @@ BACKWARD_TILES = (
     *((8, 1, 8), (32, 1, 8), (32, 2, 8), (32, 4, 4), (64, 4, 8), (128, 4, 4), (256, 4, 2)),
     *((256, 5, 2), (256, 10, 2), (512, 10, 1)),
 )
+FORWARD_CLUSTERS = tuple((cluster, 256, 20, 2) for cluster in (2, 4, 8, 16))
+BACKWARD_CLUSTERS = (
+    *((cluster, 256, 10, 2) for cluster in (2, 4, 8, 16)),
+    (16, 512, 10, 1),
+)
+ROUNDS = 8  # samples that a block of the backward takes one after the other, at most
 HALVES_TILES = 6  # of those tiles, for channels of 8 bytes
 ELEMENT_TILES = ((32, 8, 6), (128, 8, 4), (512, 8, 1))  # where a thread reads element by element
 # (loads, blocks of a multiprocessor) of the kernels in three steps.
@@ -30,21 +38,18 @@ THREE_STEP_THREADS = 256
 STEPS = ("collect", "sum_up", "apply")  # as in three_steps.cuh
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupConfig(KernelConfig):
+class OneStepConfig(KernelConfig):
     """A kernel in which ``row_threads`` threads have a group in registers, channels first.
 
     Attributes:
         weight: dtype of weight and bias.
-        layout: "first": a pack of ``vector`` elements is of one channel; "halves": of two.
+        cluster: blocks that share a group, with ``row_threads`` threads each.
         loads: packs of a thread.
+        vector: elements of a pack.
         blocks: of a multiprocessor at a time.
     """
 
-    dtype: str
-    weight: str
-    activation: str
-    layout: str
+    cluster: int
     row_threads: int
     loads: int
     vector: int
@@ -63,7 +68,27 @@ class GroupConfig(KernelConfig):
     @property
     def size(self) -> int:
         """Elements of the largest group."""
-        return self.row_threads * self.loads * self.vector
+        return self.cluster * self.row_threads * self.loads * self.vector
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupConfig(OneStepConfig):
+    """A block has one group or several.
+
+    Attributes:
+        layout: "first": a pack is of one channel; "halves": of two.
+    """
+
+    cluster: ClassVar[int] = 1
+
+    dtype: str
+    weight: str
+    activation: str
+    layout: str
+    row_threads: int
+    loads: int
+    vector: int
+    blocks: int
 
 
 class GroupNormFwd(GroupConfig):
@@ -77,6 +102,34 @@ class GroupNormBwd(GroupConfig):
     """Backward."""
 
     source: ClassVar[str] = "norm/group_norm_bwd.cu"
+    params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterConfig(OneStepConfig):
+    """The blocks of a cluster share a group."""
+
+    dtype: str
+    weight: str
+    activation: str
+    cluster: int
+    row_threads: int
+    loads: int
+    vector: int
+    blocks: int
+
+
+class GroupNormFwdSm90(ClusterConfig):
+    """Forward."""
+
+    source: ClassVar[str] = "norm/group_norm_fwd_sm90.cu"
+    params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
+
+
+class GroupNormBwdSm90(ClusterConfig):
+    """Backward."""
+
+    source: ClassVar[str] = "norm/group_norm_bwd_sm90.cu"
     params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
 
 
@@ -153,19 +206,22 @@ class GroupNormBwdLast(LastConfig):
 
 
 Kind = tuple[str, str, str]  # dtypes of x and of weight, activation
+Capability = tuple[int, int]  # compute capability: (major, minor)
 
 
-def forward(kind: Kind, size: int, aligned: bool, halves: bool) -> GroupNormFwd | GroupNormFwdSplit:
-    """The kernel for groups of ``size`` elements, channels first."""
-    fits = (x for x in _in_registers(GroupNormFwd, kind, aligned, halves) if size <= x.size)
+def forward(
+    kind: Kind, size: int, aligned: bool, halves: bool, capability: Capability
+) -> OneStepConfig | GroupNormFwdSplit:
+    """The kernel for groups of ``size`` elements side by side, channels first."""
+    fits = (x for x in _forward_in_one(kind, aligned, halves, capability) if size <= x.size)
     return next(fits, GroupNormFwdSplit(*kind, *_three_step(SPLIT_FORWARD, kind[0], aligned)))
 
 
 def backward(
-    kind: Kind, size: int, aligned: bool, halves: bool
-) -> GroupNormBwd | GroupNormBwdSplit:
-    """The kernel for groups of ``size`` elements, channels first."""
-    fits = (x for x in _in_registers(GroupNormBwd, kind, aligned, halves) if size <= x.size)
+    kind: Kind, size: int, aligned: bool, halves: bool, capability: Capability
+) -> OneStepConfig | GroupNormBwdSplit:
+    """The kernel for groups of ``size`` elements side by side, channels first."""
+    fits = (x for x in _backward_in_one(kind, aligned, halves, capability) if size <= x.size)
     return next(fits, GroupNormBwdSplit(*kind, *_three_step(SPLIT_BACKWARD, kind[0], aligned)))
 
 
@@ -194,31 +250,59 @@ def channel_tiling(num_groups: int, channels: int, vector: int) -> ChannelTiling
     return ChannelTiling(num_groups * parts, 1, parts, width)
 
 
-def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
+def configurations(capability: Capability) -> Iterator[KernelConfig]:
     """Everything that the four above can return."""
     for dtype, aligned in itertools.product(ITEM_SIZE, (False, True)):
         for kind in itertools.product((dtype,), weight_dtypes(dtype), ACTIVATIONS):
-            for config in (GroupNormFwd, GroupNormBwd):
-                yield from _in_registers(config, kind, aligned, False)
+            for in_one in (_forward_in_one, _backward_in_one):
+                yield from in_one(kind, aligned, False, capability)
                 if not aligned:
-                    yield from _in_registers(config, kind, False, True)
-            yield from forward(kind, 2**31, aligned, False).steps()
-            yield from backward(kind, 2**31, aligned, False).steps()
+                    yield from in_one(kind, False, True, capability)
+            yield from GroupNormFwdSplit(*kind, *_three_step(SPLIT_FORWARD, dtype, aligned)).steps()
+            yield from GroupNormBwdSplit(
+                *kind, *_three_step(SPLIT_BACKWARD, dtype, aligned)
+            ).steps()
             yield from forward_last(kind, aligned).steps()
             yield from backward_last(kind, aligned).steps()
 
 
-def _in_registers(
-    config: type[GroupConfig], kind: Kind, aligned: bool, halves: bool
-) -> Iterator[GroupConfig]:
-    tiles = FORWARD_TILES if config is GroupNormFwd else BACKWARD_TILES
+def _forward_in_one(
+    kind: Kind, aligned: bool, halves: bool, capability: Capability
+) -> Iterator[OneStepConfig]:
+    tiles = FORWARD_TILES, FORWARD_CLUSTERS
+    return _in_one(GroupNormFwd, GroupNormFwdSm90, tiles, kind, aligned, halves, capability)
+
+
+def _backward_in_one(
+    kind: Kind, aligned: bool, halves: bool, capability: Capability
+) -> Iterator[OneStepConfig]:
+    tiles = BACKWARD_TILES, BACKWARD_CLUSTERS
+    return _in_one(GroupNormBwd, GroupNormBwdSm90, tiles, kind, aligned, halves, capability)
+
+
+def _in_one(
+    block: type[GroupConfig],
+    cluster: type[ClusterConfig],
+    tiles: tuple[tuple, tuple],
+    kind: Kind,
+    aligned: bool,
+    halves: bool,
+    capability: Capability,
+) -> Iterator[OneStepConfig]:
+    of_block, of_cluster = tiles
     layout, vector = "first", vector_width(kind[0])
     if halves:
-        layout, tiles = "halves", tiles[:HALVES_TILES]
+        layout, of_block, of_cluster = "halves", of_block[:HALVES_TILES], ()
     elif not aligned:
-        tiles, vector = ELEMENT_TILES, 1
-    for threads, loads, blocks in tiles:
-        yield config(*kind, layout, threads, loads, vector, blocks)
+        of_block, of_cluster, vector = ELEMENT_TILES, (), 1
+    elif not (9, 0) <= capability < (12, 0):
+        of_cluster = ()
+    if of_cluster:
+        of_block = [tile for tile in of_block if tile[-1] > 1]
+    for threads, loads, blocks in of_block:
+        yield block(*kind, layout, threads, loads, vector, blocks)
+    for size, threads, loads, blocks in of_cluster:
+        yield cluster(*kind, size, threads, loads, vector, blocks)
 
 
 def _three_step(tile: tuple[int, int], dtype: str, aligned: bool) -> tuple[int, int, int]:

@@ -1,0 +1,120 @@
+// Gradients of group_fwd, for groups that fit into registers, channels first. With
+// n = (x - mean) * scale and dz = dout * activation'(n * weight + bias):
+//   dweight = sum of dz * n over a channel, dbias = sum of dz
+//   dx      = scale * (weight * dz - mean of weight * dz - n * mean of weight * dz * n)
+//
+// dout and x are read once; dz takes the place of dout, rounded, as separate operations would have
+// it. A block (or cluster) has one group of some samples, one after the other, or several at a time
+// if they are small. The sums of its packs over all of these stay in shared memory, are added up
+// for each channel at the end, and are its share of dweight and dbias; sum_partials adds up those.
+#pragma once
+#include "cluster_sum.cuh"
+#include "group_tile.cuh"
+
+template <class Tile, int CLUSTER, Layout LAYOUT, Activation ACTIVATION, typename T,
+          typename WEIGHT>
+__device__ __forceinline__ void group_bwd(const GroupNormBwdParams& params) {
+  // ---- which part of which group ----
+  using Part = GroupPart<Tile, CLUSTER, LAYOUT>;
+  constexpr int CHANNELS = Part::CHANNELS, ROW_SLOTS = Tile::ROW_THREADS * Tile::LOADS * CHANNELS;
+  const GroupNormShape& shape = params.shape;
+  const Part part(shape);
+  const int block = int(blockIdx.x) / CLUSTER, share = block / shape.groups;
+  const int group = block - share * shape.groups, first_channel = group * shape.channels;
+  const WEIGHT* weight = static_cast<const WEIGHT*>(params.weight);
+  const WEIGHT* bias = static_cast<const WEIGHT*>(params.bias);
+  // Opaque: what the loop does not change would be kept in registers through all of it.
+  const auto place = [&](const GroupStrides& strides, int64_t sample) {
+    return sample * strides.batch + opaque(first_channel) * strides.channel + part.begin;
+  };
+  __shared__ Sums slots[Tile::ROWS * ROW_SLOTS];  // of each channel of each pack
+  const int thread = threadIdx.x % Tile::ROW_THREADS;
+  Sums* const own_slots = slots + Tile::row() * ROW_SLOTS + thread * CHANNELS;
+#pragma unroll
+  for (int i = 0; i < Tile::LOADS * CHANNELS; ++i)
+    own_slots[i / CHANNELS * (Tile::ROW_THREADS * CHANNELS) + i % CHANNELS] = {0.f, 0.f};
+
+  int parity = 0;
+  for (unsigned first = share * Tile::ROWS; first < unsigned(shape.batch);
+       first += params.shares * Tile::ROWS, parity ^= 1) {
+    // ---- read ----
+    const int sample = int(first) + Tile::row();
+    const int columns = sample < int(shape.batch) ? part.columns : 0;
+    RowPacks<Tile, T> values, gradients;
+    values.load(static_cast<const T*>(params.x) + place(params.x_strides, sample), columns);
+    gradients.load(static_cast<const T*>(params.dout) + place(params.dout_strides, sample),
+                   columns);
+    const float* stats = params.stats + 2 * (int64_t(sample) * shape.groups + group);
+    const float mean = columns ? stats[0] : 0.f, scale = columns ? stats[1] : 0.f;
+
+    // ---- dz, sums of each pack ----
+    Sums sums_of_group = {0.f, 0.f};  // of scale * weight * dz * (x - mean), scale * weight * dz
+    int rest = Tile::rest(columns);
+#pragma unroll
+    for (int load = 0; load < Tile::LOADS; ++load) {
+      if (load * Tile::STEP >= rest) break;
+      const int channel = first_channel + part.channel(shape, load);
+      const auto affine = affine_of<CHANNELS>(weight + channel, bias + channel, mean, scale);
+      Sums sums[CHANNELS] = {};
+      gradients.packs[load] =
+          add_to_sums<ACTIVATION>(values.packs[load], gradients.packs[load], affine, sums);
+#pragma unroll
+      for (int i = 0; i < CHANNELS; ++i) {
+        Sums& slot = own_slots[load * (Tile::ROW_THREADS * CHANNELS) + i];
+        slot = slot + Sums{scale * sums[i].first, sums[i].second};
+        sums_of_group =
+            sums_of_group + Sums{affine.scale[i] * sums[i].first, affine.scale[i] * sums[i].second};
+      }
+    }
+
+    // ---- means of the group ----
+    __shared__ Sums of_warps[2][MAX_WARPS];
+    sums_of_group = group_sum<Tile::ROW_THREADS>(sums_of_group, of_warps[parity]);
+    if constexpr (CLUSTER > 1) {
+      __shared__ Sums of_blocks[2];
+      sums_of_group = cluster_sum<CLUSTER>(sums_of_group, of_blocks[parity]);
+    }
+    InputGradient constants[CHANNELS];
+#pragma unroll
+    for (InputGradient& constant : constants)
+      constant = {-scale * scale * shape.inverse_size * sums_of_group.first,
+                  -shape.inverse_size * sums_of_group.second};
+
+    // ---- dx ----
+    T* dx = opaque(static_cast<T*>(params.dx) + place(params.dx_strides, sample) + Tile::column(0));
+    rest = Tile::rest(columns);
+#pragma unroll
+    for (int load = 0; load < Tile::LOADS; ++load) {
+      if (load * Tile::STEP >= rest) break;
+      const int channel = first_channel + part.channel(shape, load);
+      const auto affine = affine_of<CHANNELS>(weight + channel, bias + channel, mean, scale);
+      const auto result = dx_of(values.packs[load], affine, constants,
+                                [&](int i) { return gradients.at(load, i); });
+      store_words<Tile::VECTOR>(dx + load * Tile::STEP, result);
+    }
+  }
+
+  // ---- shares of dweight and dbias ----
+  CLUSTER > 1 ? cluster_sync() : __syncthreads();  // the cluster: shared memory lasts until then
+  const int channel_slots = CHANNELS > 1 ? 1 : shape.positions / Tile::VECTOR;
+  const int first_slot = part.begin / Tile::VECTOR, lanes = lanes_for(channel_slots);
+  const int64_t all_channels = int64_t(shape.groups) * shape.channels;
+  const int own =
+      opaque(int(blockIdx.x)) / (shape.groups * CLUSTER) * CLUSTER + blockIdx.x % CLUSTER;
+  float* dweight = params.partials + own * all_channels + first_channel;
+  float* dbias = dweight + params.shares * CLUSTER * all_channels;
+  for (int begin = 0; begin < shape.channels; begin += int(blockDim.x) / lanes) {
+    const int channel = begin + int(threadIdx.x) / lanes,
+              slot = channel * channel_slots - first_slot;
+    const int end = channel < shape.channels ? min(slot + channel_slots, ROW_SLOTS) : 0;
+    Sums sums = {0.f, 0.f};
+    for (int i = max(slot, 0) + int(threadIdx.x) % lanes; i < end; i += lanes) {
+#pragma unroll
+      for (int row = 0; row < Tile::ROWS; ++row) sums = sums + slots[row * ROW_SLOTS + i];
+    }
+    sums = sum_of_lanes(sums, lanes);
+    if (channel >= shape.channels || threadIdx.x % lanes > 0) continue;
+    dweight[channel] = sums.first;
+    dbias[channel] = sums.second;
+  }
+}
