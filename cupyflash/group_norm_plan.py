@@ -6,10 +6,11 @@ from typing import Any
 from .array import Array, View
 from .checks import require_grid
 from .groups import Groups, dense_like, layout_of
-from .kernel_launch import Launch, Plan
+from .kernel_launch import Launch, Plan, multiprocessors
 from .kernels import group_norm as kernels
 from .norm_params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
 from .norm_plan import sum_launch
+from .projection import capability_of
 
 
 class Work:
@@ -30,15 +31,25 @@ class Work:
         self.units, x = groups.batch, views["x"]
         self.unit_blocks, self.tiling = 0, ChannelTiling()
         if groups.channels_last:
+            sizes = groups.num_groups, groups.channels
+            found = None
+            if aligned and kernels.has_clusters(capability_of(x.device)):
+                found = kernels.in_cluster(direction, kind, *sizes, groups.positions)
+            if found:
+                self.config, self.tiling = found
+                blocks = self.units * self.tiling.tiles * kernels.CLUSTER
+                self.launches = [(self.config, require_grid(function, blocks, x.shape))]
+                return
             pick = getattr(kernels, f"{direction}_last")
             self.config = pick(kind, aligned)
-            sizes = groups.num_groups, groups.channels
             tiling = kernels.channel_tiling(*sizes, self.config.vector)
             if tiling is None:
                 self.config = pick(kind, False)
                 tiling = kernels.channel_tiling(*sizes, 1)
             self.tiling = tiling
-            self.unit_blocks = self.config.pieces(tiling, groups.positions)
+            most = kernels.LAST_WAVES * self.config.blocks * multiprocessors(x.device)
+            self.unit_blocks = self.config.pieces(tiling, groups.positions, most // self.units)
+            sums = -(-self.units * groups.num_groups // (self.config.threads // 32))
         else:
             self.units *= groups.num_groups
             pick = getattr(kernels, direction)
@@ -48,8 +59,9 @@ class Work:
                 self.launches = [(self.config, -(-self.units // self.config.groups))]
                 return
             self.unit_blocks = self.config.pieces(groups.channels, groups.positions)
+            sums = self.units
         blocks = require_grid(function, self.units * self.unit_blocks, x.shape)
-        self.launches = list(zip(self.config.steps(), (blocks, self.units, blocks)))
+        self.launches = list(zip(self.config.steps(), (blocks, sums, blocks)))
 
 
 class ForwardPlan(Plan):
