@@ -202,20 +202,13 @@ def _family(
     function: str, problem: Problem, access: Access, *, backward: bool
 ) -> tuple[Any, tuple]:
     """The family of a pass, and the arguments of its ``forward`` or ``backward``."""
-    capability = _capability(problem.device)
+    capability = capability_of(problem.device)
     dtype, head_dim, features = problem.dtype, problem.shape.head_dim, problem.features
     forced = environment.current().family
     family = families.choose(
         function, forced, dtype, head_dim, access, features, capability, backward=backward
     )
     return family, (dtype, head_dim, features, capability)
-
-
-@functools.cache
-def _capability(device: int) -> tuple[int, int]:
-    import cupy
-
-    return divmod(int(cupy.cuda.Device(device).compute_capability), 10)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from typing import Any
 from .array import Array, View
 from .checks import require_grid
 from .groups import MAX_GROUP, Groups, dense_like, layout_of
-from .kernel_launch import Launch, Plan, multiprocessors
+from .kernel_launch import Launch, Plan, capability_of, multiprocessors
 from .kernels import group_norm as kernels
 from .norm_params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
 from .norm_plan import sum_launch
@@ -33,20 +33,30 @@ class Work:
         self.unit_blocks, self.tiling = 0, ChannelTiling()
         self.shares = self.rows = groups.batch
         if groups.channels_last:
+            sizes = groups.num_groups, groups.channels
+            found = None
+            if aligned and kernels.has_clusters(capability_of(x.device)):
+                found = kernels.in_cluster(direction, kind, *sizes, groups.positions)
+            if found:
+                self.config, self.tiling = found
+                blocks = self.units * self.tiling.tiles * kernels.CLUSTER
+                self.launches = [(self.config, require_grid(function, blocks, x.shape))]
+                return
             pick = getattr(kernels, f"{direction}_last")
             self.config = pick(kind, aligned)
-            sizes = groups.num_groups, groups.channels
             tiling = kernels.channel_tiling(*sizes, self.config.vector)
             if tiling is None:
                 self.config = pick(kind, False)
                 tiling = kernels.channel_tiling(*sizes, 1)
             self.tiling = tiling
-            self.unit_blocks = self.config.pieces(tiling, groups.positions)
+            most = kernels.LAST_WAVES * self.config.blocks * multiprocessors(x.device)
+            self.unit_blocks = self.config.pieces(tiling, groups.positions, most // self.units)
+            sums = -(-self.units * groups.num_groups // (self.config.threads // 32))
         else:
             self.units *= groups.num_groups
             pick = getattr(kernels, direction)
             size = groups.size if groups.dense else MAX_GROUP
-            self.config = pick(kind, size, aligned, halves, _capability(x.device))
+            self.config = pick(kind, size, aligned, halves, capability_of(x.device))
             if isinstance(self.config, kernels.OneStepConfig):
                 blocks = -(-self.units // self.config.groups)
                 if direction == "backward":
@@ -61,8 +71,9 @@ class Work:
                 self.launches = [(self.config, blocks)]
                 return
             self.unit_blocks = self.config.pieces(groups.channels, groups.positions)
+            sums = self.units
         blocks = require_grid(function, self.units * self.unit_blocks, x.shape)
-        self.launches = list(zip(self.config.steps(), (blocks, self.units, blocks)))
+        self.launches = list(zip(self.config.steps(), (blocks, sums, blocks)))
 
 
 class ForwardPlan(Plan):
@@ -180,9 +191,3 @@ class BackwardPlan(Plan):
             launch(stream, *pointers, pointer(dx), shares, *workspace)
         self.sum(stream, shares, pointer(dweight), pointer(dbias))
         return dx, dweight, dbias
-
-
-def _capability(device: int) -> tuple[int, int]:
-    import cupy
-
-    return divmod(int(cupy.cuda.Device(device).compute_capability), 10)

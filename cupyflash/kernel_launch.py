@@ -113,3 +113,11 @@ def multiprocessors(device: int) -> int:
     import cupy
 
     return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
+
+
+@functools.cache
+def capability_of(device: int) -> tuple[int, int]:
+    """The compute capability of a GPU."""
+    import cupy
+
+    return divmod(int(cupy.cuda.Device(device).compute_capability), 10)

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .array import Array, View
-from .kernel_launch import Launch, multiprocessors
+from .kernel_launch import Launch, capability_of, multiprocessors
 from .kernels import linear as kernels
 from .linear_params import MlpParams
 from .linear_reference import Options
-from .projection import capability_of, is_aligned, row_norm, row_strides
+from .projection import is_aligned, row_norm, row_strides
 from .tile_counter import tile_counters
 
 

@@ -1,13 +1,12 @@
 """Projections ready to be launched: which kernels, in which order, with which scratch memory."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .array import Array, View
 from .checks import require_grid
 from .kernel_config import ITEM_SIZE
-from .kernel_launch import Launch, multiprocessors
+from .kernel_launch import Launch, capability_of, multiprocessors
 from .kernels import linear as kernels
 from .kernels import linear_sm90
 from .kernels import norm as norm_kernels
@@ -170,11 +169,3 @@ def norm_launch(function: str, x: View, weight: View, options: Options, aligned:
     params = NormFwdParams(**rows.strides, shape=rows.shape(options.eps))
     grid = require_grid(function, -(-rows.rows // config.rows), x.shape)
     return Launch(config, x.device, grid, params)
-
-
-@functools.cache
-def capability_of(device: int) -> tuple[int, int]:
-    """The compute capability of a GPU."""
-    import cupy
-
-    return divmod(int(cupy.cuda.Device(device).compute_capability), 10)

@@ -1,11 +1,55 @@
-// Channels last: a block has some positions of the channels side by side in its tile. A thread
-// keeps to VECTOR channels, in LOADS positions.
+// Channels last: a block has a share of the positions, and of each the channels side by side in its
+// tile. A thread keeps to one pack of channels and walks down the positions, `rows` at a time.
 #pragma once
 #include "group_tile.cuh"
 
-constexpr int CHANNEL_THREADS = 256;
+// Packs of one column of a tensor, one position of a thread after the other.
+template <typename T>
+struct Walk {
+  T* data;
+  int64_t step;
 
-template <int LOADS, int VECTOR>
+  __device__ T* next() {
+    T* const here = data;
+    data += step;
+    return here;
+  }
+
+  // The first `count` of the next ones.
+  template <typename V, int LOADS, int VECTOR>
+  __device__ __forceinline__ void load(Words<V, VECTOR> (&packs)[LOADS], int count) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      const T* const here = next();
+      if (i < count) packs[i] = load_words<VECTOR, true>(here);
+    }
+  }
+};
+
+// Sums of each column of a thread: of the deviations from its first value, and of their squares.
+template <int VECTOR>
+struct ColumnSums {
+  float origins[VECTOR];
+  Sums sums[VECTOR] = {};
+
+  template <typename T>
+  __device__ __forceinline__ void start(const Words<T, VECTOR>& values) {
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) origins[i] = values.at(i);
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void add(const Words<T, VECTOR>& values) {
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+      const float deviation = values.at(i) - origins[i];
+      sums[i].first += deviation;
+      sums[i].second += deviation * deviation;
+    }
+  }
+};
+
+template <int THREADS, int VECTOR>
 struct ChannelTile {
   int group;        // the first one of the tile
   int groups;       // of the tile
@@ -14,11 +58,18 @@ struct ChannelTile {
   int part;         // which part of the group the tile is
   int row_packs;    // packs of a position
   int rows;         // positions side by side
+  int filled;       // shares that have positions, the first ones
   int begin;        // the first position
-  int end;          // of all positions
+  int turns;        // of `rows` positions each
+  int rest;         // positions beyond these
+  int row;          // of this thread
+  int column;       // its first channel, counted from that of the tile
+  int count;        // how many positions it has, `rows` apart
 
-  __device__ ChannelTile(const ChannelTiling& tiling, const GroupNormShape& shape, int piece) {
-    const int turn = piece / tiling.tiles, tile = piece - turn * tiling.tiles;
+  // Tile `tile` of one of `shares` shares of the positions, each (but the last) a multiple of
+  // `loads` for every thread.
+  __device__ ChannelTile(const ChannelTiling& tiling, const GroupNormShape& shape, int tile,
+                         int share, int shares, int loads) {
     part = tile % tiling.parts;
     group = tile / tiling.parts * tiling.groups;
     groups = min(tiling.groups, shape.groups - group);
@@ -27,37 +78,48 @@ struct ChannelTile {
     group_width =
         tiling.parts > 1 ? min(tiling.channels, shape.channels - skipped) : shape.channels;
     row_packs = ceil_div(tiling.channels, VECTOR);
-    rows = CHANNEL_THREADS / row_packs;
-    begin = turn * rows * LOADS;
-    end = shape.positions;
+    rows = THREADS / row_packs;
+    const int units = (shape.positions - 1) / (rows * loads) + 1;
+    const int of_share = ceil_div(units, shares), span = of_share * rows * loads;
+    filled = ceil_div(units, of_share);
+    begin = share * span;
+    const int size = max(0, min(shape.positions - begin, span));
+    turns = size / rows;
+    rest = size - turns * rows;
+    row = int(threadIdx.x) / row_packs;
+    column = int(threadIdx.x) % row_packs * VECTOR;
+    count = row < rows && column < channels() ? positions(row) : 0;
   }
 
-  __device__ int row() const { return int(threadIdx.x) / row_packs; }
-  // The first channel of this thread, counted from that of the tile.
-  __device__ int column() const { return int(threadIdx.x) % row_packs * VECTOR; }
-  __device__ bool active() const { return row() < rows && column() < groups * group_width; }
-  __device__ int position(int load) const { return begin + load * rows + row(); }
-  __device__ bool has(int load) const { return active() && position(load) < end; }
+  __device__ int channels() const { return groups * group_width; }
 
   // How many positions a row of threads has.
-  __device__ int count(int row) const {
-    return max(0, min(LOADS, ceil_div(end - begin - row, rows)));
+  __device__ int positions(int row) const { return turns + (row < rest); }
+
+  // This thread's way through a tensor.
+  template <typename T>
+  __device__ Walk<T> walk(T* data, const GroupStrides& strides, int batch) const {
+    const int64_t first = batch * strides.batch + (begin + row) * strides.position;
+    return {data + first + channel + column, opaque(rows * strides.position)};
   }
 
-  // Calls visit(group, lane, lanes): so many threads have a group of the tile. All threads call it;
-  // beyond the last group there is nothing to do but to take part in shuffles.
+  // Calls visit(own, width, lane, lanes): so many threads have a group of the tile, the group
+  // counted from that of the tile. All threads call it: beyond the last group, where the width is
+  // 0, there is nothing to do but to take part in shuffles.
   template <class Visit>
   __device__ void each_group(Visit visit) const {
     int lanes = 32;
-    while (lanes > 1 && lanes * groups > CHANNEL_THREADS) lanes /= 2;
-    for (int first = 0; first < groups; first += CHANNEL_THREADS / lanes)
-      visit(first + int(threadIdx.x) / lanes, int(threadIdx.x) % lanes, lanes);
+    while (lanes > 1 && lanes * groups > THREADS) lanes /= 2;
+    for (int first = 0; first < groups; first += THREADS / lanes) {
+      const int own = first + int(threadIdx.x) / lanes;
+      visit(own, own < groups ? group_width : 0, int(threadIdx.x) % lanes, lanes);
+    }
   }
 
-  // Calls visit(i, group) for each channel of this thread.
+  // Calls visit(i, own) for each channel of this thread.
   template <class Visit>
   __device__ void each_channel_group(Visit visit) const {
-    int own = group + column() / group_width, rest = column() % group_width;
+    int own = column / group_width, rest = column - own * group_width;
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
       visit(i, own);
@@ -65,18 +127,78 @@ struct ChannelTile {
     }
   }
 
-  // What this thread's channels need, from the mean and 1 / deviation of their groups in `stats`.
+  // Weight or bias of this thread's channels.
   template <typename WEIGHT>
-  __device__ Affine<VECTOR> affine(const float* stats, const WEIGHT* weight, const WEIGHT* bias,
+  __device__ Words<WEIGHT, VECTOR> of_channels(const void* data) const {
+    return load_words<VECTOR>(static_cast<const WEIGHT*>(data) + channel + column);
+  }
+
+  // What these channels need, from the mean and 1 / deviation of the groups of the tile.
+  template <typename WEIGHT>
+  __device__ Affine<VECTOR> affine(const float* stats, const Words<WEIGHT, VECTOR>& weight,
+                                   const Words<WEIGHT, VECTOR>& bias,
                                    float (&scales)[VECTOR]) const {
     Affine<VECTOR> result;
-    each_channel_group([&](int i, int group) {
-      const int index = channel + column() + i;
-      scales[i] = stats[2 * group + 1];
-      result.mean[i] = stats[2 * group];
-      result.scale[i] = scales[i] * to_float(weight[index]);
-      result.bias[i] = to_float(bias[index]);
+    each_channel_group([&](int i, int own) {
+      scales[i] = stats[2 * own + 1];
+      result.mean[i] = stats[2 * own];
+      result.scale[i] = scales[i] * weight.at(i);
+      result.bias[i] = bias.at(i);
     });
     return result;
+  }
+
+  // Of each group, from the sums of all threads; one of them calls visit(own, moments).
+  template <class Visit>
+  __device__ void moments(const ColumnSums<VECTOR>& column_sums, Visit visit) const {
+    __shared__ Sums columns[THREADS * VECTOR];  // mean, squares of the deviations from it
+    if (count) {
+      const float inverse = rcp_approx(float(count));
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) {
+        const Sums sums = column_sums.sums[i];
+        const float mean = sums.first * inverse;
+        columns[threadIdx.x * VECTOR + i] = {column_sums.origins[i] + mean,
+                                             sums.second - sums.first * mean};
+      }
+    }
+    __syncthreads();
+    // ---- the mean of the means, and deviations from that ----
+    each_group([&](int own, int width, int lane, int lanes) {
+      const auto each_column = [&](auto add) {
+        for (int row = 0; row < rows; ++row) {
+          const int n = positions(row);
+          const Sums* of_group = columns + row * row_packs * VECTOR + own * width;
+          for (int i = lane; i < width && n; i += lanes) add(float(n), of_group[i]);
+        }
+      };
+      Sums total = {0.f, 0.f};
+      each_column([&](float n, Sums column) { total = total + Sums{n, n * column.first}; });
+      total = sum_of_lanes(total, lanes);
+      const float inverse = rcp_approx(max(total.first, 1.f));
+      const float mean = total.second * inverse;
+      Sums rest = {0.f, 0.f};
+      each_column([&](float n, Sums column) {
+        const float deviation = column.first - mean;
+        rest = rest + Sums{n * deviation, column.second + n * deviation * deviation};
+      });
+      rest = sum_of_lanes(rest, lanes);
+      if (lane == 0 && width) visit(own, moments_of(total.first, inverse, mean, rest));
+    });
+  }
+
+  // Of each channel, from the sums of the threads: channel i of the tile is columns[i] then, and
+  // the thread that wrote it has called visit(i).
+  template <class Visit>
+  __device__ void channel_sums(const Sums (&sums)[VECTOR], Sums (&columns)[THREADS * VECTOR],
+                               Visit visit) const {
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) columns[threadIdx.x * VECTOR + i] = sums[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < channels(); i += THREADS) {
+      for (int row = 1; row < rows; ++row)
+        columns[i] = columns[i] + columns[row * row_packs * VECTOR + i];
+      visit(i);
+    }
   }
 };

@@ -3,119 +3,118 @@
 #include "channel_tile.cuh"
 #include "three_steps.cuh"
 
+constexpr int THREADS = 256;
+
 template <typename T, typename WEIGHT, Activation ACTIVATION, int LOADS, int VECTOR, int BLOCKS,
           Step STEP>
-__global__ void __launch_bounds__(CHANNEL_THREADS, BLOCKS)
+__global__ void __launch_bounds__(THREADS, BLOCKS)
     group_norm_bwd_last(const __grid_constant__ GroupNormBwdParams params) {
-  using Tile = ChannelTile<LOADS, VECTOR>;
-  using Values = RowPacks<RowTile<1, LOADS, VECTOR>, T>;
+  using Tile = ChannelTile<THREADS, VECTOR>;
+  using Values = Words<T, VECTOR>[LOADS];
   const GroupNormShape& shape = params.shape;
-  const int turns = params.unit_blocks / params.tiling.tiles;
+  const int tiles = params.tiling.tiles;
+  const int shares = params.unit_blocks / tiles;
   const int all_channels = shape.groups * shape.channels;
   const WEIGHT* weight = static_cast<const WEIGHT*>(params.weight);
-  const WEIGHT* bias = static_cast<const WEIGHT*>(params.bias);
-  const auto load_values = [&](const Tile& tile, const void* data, const GroupStrides& strides,
-                               int batch) {
-    Values values;
-    const T* start =
-        static_cast<const T*>(data) + batch * strides.batch + tile.channel + tile.column();
-#pragma unroll
-    for (int load = 0; load < LOADS; ++load) {
-      if (tile.has(load))
-        values.packs[load] =
-            load_words<VECTOR, true>(start + tile.position(load) * strides.position);
+  const auto affine_from = [&](const Tile& tile, const float* stats, float (&scales)[VECTOR]) {
+    return tile.affine(stats, tile.template of_channels<WEIGHT>(params.weight),
+                       tile.template of_channels<WEIGHT>(params.bias), scales);
+  };
+  // Calls visit(values, gradients, count) for LOADS positions at a time.
+  const auto walk = [&](const Tile& tile, int batch, auto visit) {
+    auto x = tile.walk(static_cast<const T*>(params.x), params.x_strides, batch);
+    auto dout = tile.walk(static_cast<const T*>(params.dout), params.dout_strides, batch);
+    for (int count = tile.count; count > 0; count -= LOADS) {
+      Values values, gradients;
+      x.load(values, count);
+      dout.load(gradients, count);
+      visit(values, gradients, count);
     }
-    return values;
   };
 
+  // ---- sums of each channel of a piece ----
   const auto collect = [&](int batch, int piece) {
-    const Tile tile(params.tiling, shape, piece);
-    const Values values = load_values(tile, params.x, params.x_strides, batch);
-    const Values gradients = load_values(tile, params.dout, params.dout_strides, batch);
-    // ---- sums of each column of this thread ----
-    __shared__ Sums columns[CHANNEL_THREADS * VECTOR];
-    if (tile.active()) {
+    const int share = piece / tiles;
+    const Tile tile(params.tiling, shape, piece - share * tiles, share, shares, LOADS);
+    Sums sums[VECTOR] = {};
+    if (tile.count) {
       float scales[VECTOR];
-      const auto affine =
-          tile.affine(params.stats + 2 * int64_t(batch) * shape.groups, weight, bias, scales);
-      Sums sums[VECTOR] = {};
+      const auto affine = affine_from(
+          tile, params.stats + 2 * (int64_t(batch) * shape.groups + tile.group), scales);
+      walk(tile, batch, [&](const Values& values, const Values& gradients, int count) {
 #pragma unroll
-      for (int load = 0; load < LOADS; ++load) {
-        if (tile.has(load))
-          add_to_sums<ACTIVATION>(values.packs[load], gradients.packs[load], affine, sums);
-      }
-#pragma unroll
-      for (int i = 0; i < VECTOR; ++i)
-        columns[threadIdx.x * VECTOR + i] = {sums[i].first * scales[i], sums[i].second};
+        for (int load = 0; load < LOADS; ++load) {
+          if (load < count) add_to_sums<ACTIVATION>(values[load], gradients[load], affine, sums);
+        }
+      });
     }
-    __syncthreads();
-    // ---- of each channel ----
-    const int64_t turn = batch * int64_t(turns) + piece / params.tiling.tiles;
+    const int64_t turn = batch * int64_t(shares) + share;
     float2* const pieces = reinterpret_cast<float2*>(params.pieces) + turn * all_channels;
-    for (int i = threadIdx.x; i < tile.groups * tile.group_width; i += CHANNEL_THREADS) {
-      Sums sums = {0.f, 0.f};
-      for (int row = 0; row < tile.rows; ++row)
-        sums = sums + columns[row * tile.row_packs * VECTOR + i];
-      pieces[tile.channel + i] = make_float2(sums.first, sums.second);
-    }
+    __shared__ Sums columns[THREADS * VECTOR];
+    tile.channel_sums(sums, columns, [&](int i) {
+      pieces[tile.channel + i] = make_float2(columns[i].first, columns[i].second);
+    });
   };
 
-  const auto sum_up = [&](int batch) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // ---- shares of dweight and dbias of this sample ----
-    float* partials = params.partials + batch * int64_t(all_channels);
-    const int64_t of_bias = shape.batch * all_channels;
-    for (int channel = threadIdx.x; channel < all_channels; channel += CHANNEL_THREADS) {
-      const float2* pieces = reinterpret_cast<const float2*>(params.pieces) +
-                             batch * int64_t(turns) * all_channels + channel;
+  // ---- shares of dweight and dbias of the samples, and means: a warp for each group ----
+  const auto sum_up = [&](int block) {
+    const int64_t own = int64_t(block) * (THREADS / 32) + threadIdx.x / 32;
+    if (own >= shape.batch * shape.groups) return;
+    const int64_t batch = own / shape.groups;
+    const int first = int(own - batch * shape.groups) * shape.channels;
+    const float deviation = params.stats[2 * own + 1];  // 1 / it
+    const float2* pieces =
+        reinterpret_cast<const float2*>(params.pieces) + batch * shares * all_channels + first;
+    float* partials = params.partials + batch * all_channels + first;
+    // Lanes side by side have channels, and beyond them pieces.
+    const int lanes = lanes_for(shape.channels);
+    const int lane = threadIdx.x % lanes, turn = threadIdx.x % 32 / lanes;
+    Sums means = {0.f, 0.f};
+    for (int begin = 0; begin < shape.channels; begin += lanes) {
+      const int channel = begin + lane;
       Sums sums = {0.f, 0.f};
-#pragma unroll 8
-      for (int turn = 0; turn < turns; ++turn) {
-        const float2 sum = *(pieces + int64_t(turn) * all_channels);
-        sums = sums + Sums{sum.x, sum.y};
+      if (channel < shape.channels) {
+#pragma unroll 4
+        for (int i = turn; i < shares; i += 32 / lanes) {
+          const float2 sum = *(pieces + int64_t(i) * all_channels + channel);
+          sums = sums + Sums{sum.x, sum.y};
+        }
       }
+      for (int mask = lanes; mask < 32; mask *= 2) sums = sums + shuffle_xor(sums, mask);
+      if (turn > 0 || channel >= shape.channels) continue;
+      sums.first *= deviation;
       partials[channel] = sums.first;
-      partials[of_bias + channel] = sums.second;
+      partials[shape.batch * all_channels + channel] = sums.second;
+      const float w = to_float(weight[first + channel]);
+      means = means + Sums{w * sums.first, w * sums.second};
     }
-    __syncthreads();
-    // ---- means of each group ----
-    for (int group = warp; group < shape.groups; group += CHANNEL_THREADS / 32) {
-      Sums means = {0.f, 0.f};
-      for (int i = lane; i < shape.channels; i += 32) {
-        const int channel = group * shape.channels + i;
-        const float w = to_float(weight[channel]);
-        means = means + Sums{w * *(partials + channel), w * *(partials + of_bias + channel)};
-      }
-      means = sum_of_lanes(means, 32);
-      if (lane > 0) continue;
-      float* own = params.means + 2 * (int64_t(batch) * shape.groups + group);
-      own[0] = means.first * shape.inverse_size;
-      own[1] = means.second * shape.inverse_size;
-    }
+    means = sum_of_lanes(means, lanes);
+    if (threadIdx.x % 32 > 0) return;
+    params.means[2 * own] = means.first * shape.inverse_size;
+    params.means[2 * own + 1] = means.second * shape.inverse_size;
   };
 
   const auto apply = [&](int batch, int piece) {
-    const Tile tile(params.tiling, shape, piece);
-    const Values values = load_values(tile, params.x, params.x_strides, batch);
-    const Values gradients = load_values(tile, params.dout, params.dout_strides, batch);
-    if (!tile.active()) return;
-    const int64_t first_group = int64_t(batch) * shape.groups;
+    const int share = piece / tiles;
+    const Tile tile(params.tiling, shape, piece - share * tiles, share, shares, LOADS);
+    if (tile.count == 0) return;
+    const int64_t first_group = int64_t(batch) * shape.groups + tile.group;
     float scales[VECTOR];
-    const auto affine = tile.affine(params.stats + 2 * first_group, weight, bias, scales);
+    const auto affine = affine_from(tile, params.stats + 2 * first_group, scales);
     InputGradient constants[VECTOR];
-    tile.each_channel_group([&](int i, int group) {
-      const float* means = params.means + 2 * (first_group + group);
+    tile.each_channel_group([&](int i, int own) {
+      const float* means = params.means + 2 * (first_group + own);
       constants[i] = input_gradient(scales[i], {*(means), *(means + 1)});
     });
-    T* dx =
-        static_cast<T*>(params.dx) + batch * params.dx_strides.batch + tile.channel + tile.column();
+    auto dx = tile.walk(static_cast<T*>(params.dx), params.dx_strides, batch);
+    walk(tile, batch, [&](const Values& values, const Values& gradients, int count) {
 #pragma unroll
-    for (int load = 0; load < LOADS; ++load) {
-      if (!tile.has(load)) continue;
-      store_words<VECTOR, true>(
-          dx + tile.position(load) * params.dx_strides.position,
-          gradient_of<ACTIVATION>(values.packs[load], gradients.packs[load], affine, constants));
-    }
+      for (int load = 0; load < LOADS; ++load) {
+        if (load >= count) break;
+        store_words<VECTOR, true>(
+            dx.next(), gradient_of<ACTIVATION>(values[load], gradients[load], affine, constants));
+      }
+    });
   };
   run_step<STEP>(params.unit_blocks, collect, sum_up, apply);
 }
