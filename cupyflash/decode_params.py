@@ -3,6 +3,8 @@
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
+from .params import Strides
+
 
 class EmbeddingParams(ctypes.Structure):
     """Rows of two tables, added."""
@@ -36,6 +38,32 @@ class CacheAppendParams(ctypes.Structure):
         ("columns", c_int32),
         ("batch", c_int32),
         ("max_length", c_int32),
+    ]
+
+
+class FlashDecodeParams(ctypes.Structure):
+    """Attention of a few new tokens of each sequence to a cache, which they enter."""
+
+    _fields_ = [
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+        ("out", c_void_p),
+        ("positions", c_void_p),
+        ("q_strides", Strides),
+        ("k_strides", Strides),
+        ("v_strides", Strides),
+        ("k_cache_strides", Strides),
+        ("v_cache_strides", Strides),
+        ("out_strides", Strides),
+        ("seqlen", c_int32),
+        ("heads_kv", c_int32),
+        ("group", c_int32),
+        ("head_dim", c_int32),
+        ("max_length", c_int32),
+        ("scale_log2", c_float),
     ]
 
 

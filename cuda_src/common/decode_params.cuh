@@ -1,6 +1,6 @@
 // Kernel arguments of decode/. cupyflash/decode_params.py lists the same fields in the same order.
 #pragma once
-#include "types.cuh"
+#include "params.cuh"
 
 struct EmbeddingParams {
   const int* tokens;            // [rows]
@@ -27,6 +27,28 @@ struct CacheAppendParams {
   int columns;  // heads * head_dim
   int batch;
   int max_length;
+};
+
+struct FlashDecodeParams {
+  const void* q;         // [batch, seqlen, heads_q, head_dim]
+  const void* k;         // [batch, seqlen, heads_kv, head_dim]
+  const void* v;         // [batch, seqlen, heads_kv, head_dim]
+  void* k_cache;         // [batch, max_length, heads_kv, head_dim]
+  void* v_cache;         // [batch, max_length, heads_kv, head_dim]
+  void* out;             // [batch, seqlen, heads_q, head_dim]
+  const int* positions;  // [batch], where the first of k and v goes
+  Strides q_strides;
+  Strides k_strides;
+  Strides v_strides;
+  Strides k_cache_strides;
+  Strides v_cache_strides;
+  Strides out_strides;
+  int seqlen;
+  int heads_kv;
+  int group;  // heads_q / heads_kv
+  int head_dim;
+  int max_length;
+  float scale_log2;  // log2(e) * scale of the scores
 };
 
 struct SampleParams {

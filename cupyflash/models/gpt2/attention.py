@@ -11,6 +11,7 @@ import numpy
 
 import cupyflash
 from cupyflash.array import Array
+from cupyflash.cached_attention import attention_with_cache
 
 from .cache import KvCache
 
@@ -75,11 +76,11 @@ class TokenAttention:
         self.cache, self.positions, self.ends, self.naive = cache, positions, ends, naive
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        self.cache.append(layer, k, v, self.positions)
         keys, values = self.cache.k[layer], self.cache.v[layer]
-        if self.naive:
-            return naive_attention(q, keys, values, self.ends)
-        return cupyflash.attention(q, keys, values, seqused_k=self.ends)
+        if not self.naive:
+            return attention_with_cache(q, k, v, keys, values, self.positions)
+        self.cache.append(layer, k, v, self.positions)
+        return naive_attention(q, keys, values, self.ends)
 
 
 def naive_attention(q: Array, k: Array, v: Array, ends: Array | None = None) -> Array:

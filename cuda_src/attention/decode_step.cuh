@@ -1,0 +1,255 @@
+// A decode step of attention: up to eight new tokens of each sequence enter its cache of keys and
+// values, and attend to what is there then. One launch; lengths are known to the device only.
+//
+// A cluster of CLUSTER blocks has a head of keys of a sequence and up to eight of its queries:
+// those of the heads that share the keys, token by token. Its warps take the keys in turn, TILES of
+// 16 at once, the new tokens last; the keys of a turn are on their way while those before it are
+// computed with (decode_keys.cuh). Keys are the rows of the tensor-core products and queries their
+// eight columns. Each warp has its own softmax; they merge in the end, first those of a block in
+// its shared memory, then the blocks in that of each other. Source: Flash-Decoding,
+// pytorch.org/blog/flash-decoding.
+#pragma once
+#include "../common/decode_params.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/cp_async.cuh"
+#include "../ptx/movmatrix.cuh"
+#include "decode_keys.cuh"
+
+constexpr int NUM_WARPS = 4;
+constexpr int ROWS = 8;  // queries
+
+// What some of the keys give a query: its largest score (in log2), the sum of the weights relative
+// to it, and beside it their weighted sum of the values.
+struct Sum {
+  float max;
+  float total;
+};
+
+template <int HEAD_DIM>
+struct DecodeStorage {
+  uint4 q[HEAD_DIM / 32][32];  // for `scores`
+  float out[NUM_WARPS][ROWS][HEAD_DIM];
+  Sum sums[NUM_WARPS][ROWS];
+  Sum merged[ROWS];  // with out[0]
+};
+
+__device__ __forceinline__ float weight_of(float max, float all) {
+  return exp2_approx(max - (all == -INF ? 0.f : all));
+}
+
+// One column of a query from PARTS parts.
+template <int PARTS, class SumOf, class OutOf>
+__device__ __forceinline__ float merge(Sum& all, SumOf sum_of, OutOf out_of) {
+  Sum sums[PARTS];
+  all = {-INF, 0.f};
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) {
+    sums[i] = sum_of(i);
+    all.max = fmaxf(all.max, sums[i].max);
+  }
+  float out = 0.f;
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) {
+    const float weight = weight_of(sums[i].max, all.max);
+    all.total += weight * sums[i].total;
+    out += weight * out_of(i);
+  }
+  return out;
+}
+
+// The queries 2c and 2c + 1 of a lane; the sums are those of its keys alone until the end.
+template <int TILES>
+struct QueryPair {
+  float max[2] = {-INF, -INF};
+  float total[2] = {0.f, 0.f};
+
+  // Scores to weights, packed for the product with the values; `visible` keys of each query count.
+  template <typename T, int ARCH>
+  __device__ void update(float (&s)[TILES][4], uint32_t (&p)[TILES][2], float (&rescale)[2],
+                         const int (&visible)[2], float scale_log2) {
+    const QuadLane lane;
+#pragma unroll
+    for (int query = 0; query < 2; ++query) {
+      float new_max = max[query];
+#pragma unroll
+      for (int i = 0; i < 2 * TILES; ++i) {
+        float& score = s[i / 2][i % 2 * 2 + query];
+        score = i * 8 + lane.g < visible[query] ? score * scale_log2 : -INF;
+        new_max = fmaxf(new_max, score);
+      }
+#pragma unroll
+      for (int mask = 4; mask < 32; mask *= 2)
+        new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffffu, new_max, mask));
+      rescale[query] = weight_of(max[query], new_max);
+      max[query] = new_max;
+      total[query] *= rescale[query];
+#pragma unroll
+      for (int i = 0; i < 2 * TILES; ++i) {
+        float& score = s[i / 2][i % 2 * 2 + query];
+        score = weight_of(score, new_max);
+        total[query] += score;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i) {
+      const float* weights = s[i / 2] + i % 2 * 2;
+      p[i / 2][i % 2] = movmatrix_trans(pack<T, ARCH>(weights[0], weights[1]));
+    }
+  }
+};
+
+constexpr int DECODE_THREADS = NUM_WARPS * 32;
+
+// Blocks of a multiprocessor: more than 32 KB of keys and values of each are on their way.
+__host__ __device__ constexpr int decode_blocks(int head_dim) { return head_dim <= 128 ? 3 : 2; }
+
+// Mostly there is one block of queries, and often one query a head.
+__device__ __forceinline__ int quotient(int n, int divisor) {
+  return divisor == 1 ? n : n / divisor;
+}
+
+template <typename T, int HEAD_DIM, int CLUSTER, int ARCH>
+__device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
+  static_assert(HEAD_DIM % 64 == 0, "columns come in 64s");
+  constexpr int BLOCKS = HEAD_DIM / 64, TILES = HEAD_DIM == 64 ? 2 : 1, KEYS = TILES * 16;
+  using Tiles = KeyTiles<T, TILES, BLOCKS, ARCH>;
+  __shared__ DecodeStorage<HEAD_DIM> storage;
+
+  // ---- which queries ----
+  const int rank = CLUSTER == 1 ? 0 : cluster_rank(), warp = threadIdx.x / 32;
+  const int group = params.group, all_rows = params.seqlen * group;
+  const int row_blocks = ceil_div(all_rows, ROWS);
+  const int unit = blockIdx.x / CLUSTER, pair = quotient(unit, row_blocks);
+  const int first_row = (unit - pair * row_blocks) * ROWS, rows = min(ROWS, all_rows - first_row);
+  const int batch = pair / params.heads_kv, kv_head = pair - batch * params.heads_kv;
+  const auto offset = [&](const Strides& strides, int row) {
+    const int token = quotient(first_row + row, group);
+    return strides.at(batch, token, kv_head * group + first_row + row - token * group);
+  };
+
+  // ---- which keys: chunks of the cache, then the new ones ----
+  const int position = params.positions[batch];
+  const int old = min(max(position, 0), params.max_length), old_chunks = ceil_div(old, KEYS);
+  const KeyRows<T> new_rows(params.k, params.v, params.k_strides, params.v_strides, batch, kv_head,
+                            params.seqlen);
+  const KeyRows<T> old_rows(params.k_cache, params.v_cache, params.k_cache_strides,
+                            params.v_cache_strides, batch, kv_head, old);
+  const auto rows_of = [&](int chunk) { return chunk < old_chunks ? old_rows : new_rows; };
+  const auto first_of = [&](int chunk) { return chunk < old_chunks ? chunk * KEYS : 0; };
+  constexpr int STEP = NUM_WARPS * CLUSTER;
+  int chunk = warp * CLUSTER + rank;
+  Tiles tiles;
+  if (chunk <= old_chunks) {
+    tiles.load_k(rows_of(chunk), first_of(chunk), params.head_dim);
+    tiles.load_v(rows_of(chunk), first_of(chunk), params.head_dim);
+  }
+
+  // ---- queries, and what enters the cache ----
+#pragma unroll 1
+  for (int i = threadIdx.x; i < HEAD_DIM; i += DECODE_THREADS) {
+    const int row = i % 32 / 4, column = i / 32 * 32 + i % 4 * 8;
+    uint4 eight = {0, 0, 0, 0};
+    if (row < rows && column < params.head_dim)
+      eight = *reinterpret_cast<const uint4*>(static_cast<const T*>(params.q) +
+                                              offset(params.q_strides, row) + column);
+    storage.q[i / 32][i % 32] = eight;
+  }
+  if (const int column = threadIdx.x % 32 * 8;
+      warp == NUM_WARPS - 1 && rank == CLUSTER - 1 && first_row == 0 && column < params.head_dim) {
+#pragma unroll 1
+    for (int token = 0; token < params.seqlen; ++token) {
+      const int place = position + token;
+      if (place < 0 || place >= params.max_length) continue;
+      T* k = static_cast<T*>(params.k_cache) + params.k_cache_strides.at(batch, place, kv_head);
+      T* v = static_cast<T*>(params.v_cache) + params.v_cache_strides.at(batch, place, kv_head);
+      const Words<T, 8> new_k = load_words<8>(new_rows.k_row(token) + column);
+      const Words<T, 8> new_v = load_words<8>(new_rows.v_row(token) + column);
+      store_words(k + column, new_k);
+      store_words(v + column, new_v);
+    }
+  }
+  __syncthreads();
+
+  // ---- the keys of this warp ----
+  QueryPair<TILES> queries;
+  float o[BLOCKS][4][4] = {};
+#pragma unroll 1
+  for (; chunk <= old_chunks; chunk += STEP) {
+    const bool last = chunk + STEP > old_chunks;
+    int visible[2] = {old - chunk * KEYS, old - chunk * KEYS};
+    if (chunk == old_chunks) {
+      const QuadLane lane;
+#pragma unroll
+      for (int query = 0; query < 2; ++query)
+        visible[query] = min(quotient(first_row + lane.c * 2 + query, group) + 1, params.seqlen);
+    }
+    float s[TILES][4] = {}, rescale[2];
+    uint32_t p[TILES][2];
+    tiles.scores(s, smem_address(storage.q));
+    if (!last) tiles.load_k(rows_of(chunk + STEP), first_of(chunk + STEP), params.head_dim);
+    queries.template update<T, ARCH>(s, p, rescale, visible, params.scale_log2);
+#pragma unroll
+    for (int j = 0; j < BLOCKS; ++j) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) o[j][i / 4][i % 4] *= rescale[i % 2];
+    }
+    tiles.add_weighted(o, p);
+    if (!last) tiles.load_v(rows_of(chunk + STEP), first_of(chunk + STEP), params.head_dim);
+  }
+
+  // ---- into shared memory ----
+  const QuadLane lane;
+#pragma unroll
+  for (int query = 0; query < 2; ++query) {
+    float total = queries.total[query];
+#pragma unroll
+    for (int mask = 4; mask < 32; mask *= 2) total += __shfl_xor_sync(0xffffffffu, total, mask);
+    const int row = lane.c * 2 + query;
+    if (row >= rows) continue;
+    if (lane.g == 0) storage.sums[warp][row] = {queries.max[query], total};
+#pragma unroll
+    for (int j = 0; j < BLOCKS; ++j) {
+      float4* to = reinterpret_cast<float4*>(&storage.out[warp][row][j * 64 + lane.g * 8]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float (&low)[4] = o[j][2 * i], (&high)[4] = o[j][2 * i + 1];
+        to[i] = make_float4(low[query], low[2 + query], high[query], high[2 + query]);
+      }
+    }
+  }
+  __syncthreads();
+
+  // ---- merge the warps, then the blocks; write ----
+  const auto finish = [&](int row, int column, float out, Sum sum) {
+    if (column >= params.head_dim) return;
+    static_cast<T*>(params.out)[offset(params.out_strides, row) + column] =
+        from_float<T>(sum.total == 0.f ? 0.f : out * rcp_approx(sum.total));
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * HEAD_DIM; i += DECODE_THREADS) {
+    const int row = i / HEAD_DIM, column = i % HEAD_DIM;
+    Sum sum;
+    const float out = merge<NUM_WARPS>(
+        sum, [&](int part) { return storage.sums[part][row]; },
+        [&](int part) { return storage.out[part][row][column]; });
+    if constexpr (CLUSTER == 1) {
+      finish(row, column, out, sum);
+    } else {
+      storage.out[0][row][column] = out;
+      if (column == 0) storage.merged[row] = sum;
+    }
+  }
+  if constexpr (CLUSTER == 1) return;
+  cluster_sync();
+#pragma unroll 1
+  for (int i = rank * DECODE_THREADS + threadIdx.x; i < rows * HEAD_DIM;
+       i += CLUSTER * DECODE_THREADS) {
+    const int row = i / HEAD_DIM, column = i % HEAD_DIM;
+    Sum sum;
+    const float out = merge<CLUSTER>(
+        sum, [&](int part) { return *cluster_shared(&storage.merged[row], part); },
+        [&](int part) { return *cluster_shared(&storage.out[0][row][column], part); });
+    finish(row, column, out, sum);
+  }
+  cluster_sync();  // others may still read what is here
+}

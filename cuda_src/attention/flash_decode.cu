@@ -1,0 +1,8 @@
+// decode_step.cuh in single blocks.
+#include "decode_step.cuh"
+
+template <typename T, int HEAD_DIM, int ARCH>
+__global__ void __launch_bounds__(DECODE_THREADS, decode_blocks(HEAD_DIM))
+    flash_decode(const __grid_constant__ FlashDecodeParams params) {
+  decode_step<T, HEAD_DIM, 1, ARCH>(params);
+}

@@ -1,0 +1,9 @@
+// decode_step.cuh in clusters, for sequences of so few heads that single blocks would leave most of
+// the GPU idle.
+#include "decode_step.cuh"
+
+template <typename T, int HEAD_DIM, int CLUSTER>
+__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(DECODE_THREADS, 2)
+    flash_decode_sm90(const __grid_constant__ FlashDecodeParams params) {
+  decode_step<T, HEAD_DIM, CLUSTER, 90>(params);
+}

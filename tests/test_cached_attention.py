@@ -1,0 +1,167 @@
+"""New tokens into a cache, and their attention to it: one launch, or two."""
+
+import numpy
+import pytest
+from arrays import normal, stored
+from matrix import each, each_library
+from test_sampling import integers
+
+from cupyflash import cached_attention, environment
+from cupyflash.cached_attention import attention_with_cache
+from cupyflash.testing import assert_close_to_float64, to_numpy64
+
+# (new tokens, heads of keys, queries of each, head_dim, length of the cache)
+SHAPES = [
+    (1, 3, 1, 64, 200),
+    (1, 12, 1, 64, 1030),
+    (1, 2, 8, 128, 333),
+    (3, 2, 4, 128, 90),
+    (8, 1, 3, 40, 65),
+    (2, 1, 12, 192, 50),
+    (1, 1, 5, 256, 600),
+    (1, 2, 1, 96, 17),
+    (9, 2, 2, 64, 40),
+]
+
+
+def problem(backend, dtype, shape, batch=4, heads_first=False, storage="contiguous"):
+    """Arrays, positions, and float64 results: out and both caches. What lies ahead is NaN."""
+    tokens, heads, group, head_dim, length = shape
+    rng = numpy.random.default_rng(shape)
+    positions = [0, length - tokens, *rng.integers(0, length - tokens + 1, batch - 2)]
+    make = lambda seed, *sizes: stored(backend, normal(sizes, (seed, *shape)), dtype, storage)
+    q = make(0, batch, tokens, heads * group, head_dim)
+    new = make(1, batch, tokens, 3 * heads, head_dim)
+    k, v = new[:, :, heads : 2 * heads], new[:, :, 2 * heads :]
+    caches = []
+    for seed in (2, 3):
+        values = normal((batch, length, heads, head_dim), (seed, *shape))
+        for b, position in enumerate(positions):
+            values[b, position:] = numpy.nan
+        axes = "transposed" if heads_first else "contiguous"
+        cache = stored(backend, values.swapaxes(0, 2) if heads_first else values, dtype, axes)
+        caches.append(cache.swapaxes(0, 2) if heads_first else cache)
+    after = [to_numpy64(x).copy() for x in caches]
+    for b, position in enumerate(positions):
+        for cache, x in zip(after, (k, v)):
+            cache[b, position : position + tokens] = to_numpy64(x[b])
+    return (q, k, v, *caches, integers(backend, positions)), positions, after
+
+
+def expected(q, after, positions, scale, dtype="float64", weights_dtype=None):
+    """Computed in a dtype, weights rounded to another."""
+    out, group = numpy.zeros(q.shape), q.shape[2] // after[0].shape[2]
+    q, *after = (x.astype(dtype) for x in (q, *after))
+    for b, i, h in numpy.ndindex(q.shape[:3]):
+        k, v = (x[b, : positions[b] + i + 1, h // group] for x in after)
+        scores = q.dtype.type(scale) * (k @ q[b, i, h])
+        weights = numpy.exp(scores - scores.max())
+        rounded = weights.astype(weights_dtype or dtype).astype(dtype)
+        out[b, i, h] = rounded @ v / weights.sum()
+    return out
+
+
+def check(arrays, positions, after, dtype, scale=None):
+    q = to_numpy64(arrays[0])
+    out = attention_with_cache(*arrays, scale=scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    right = expected(q, after, positions, scale)
+    half = "float16" if dtype == "float16" else None
+    rounded = expected(q, after, positions, scale, "float32", half)
+    assert_close_to_float64(to_numpy64(out), right, rounded, dtype, "out", terms=8.0)
+    for cache, new in zip(arrays[3:5], after):
+        numpy.testing.assert_array_equal(to_numpy64(cache), new)
+
+
+@each()
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_with_cache(backend, shape):
+    """What lies behind a sequence is not read; nothing else in the cache changes."""
+    for dtype in backend.dtypes:
+        check(*problem(backend, dtype, shape), dtype)
+
+
+@each(device="cuda")
+def test_heads_first_and_scale(backend):
+    if backend.family == "simt":
+        pytest.skip("a cache that is not contiguous takes one launch")
+    dtype = backend.dtypes[0]
+    check(*problem(backend, dtype, SHAPES[3], heads_first=True), dtype, scale=0.3)
+
+
+@each_library()
+def test_unaligned(backend):
+    dtype = backend.dtypes[0]
+    check(*problem(backend, dtype, SHAPES[0], storage="unaligned"), dtype)
+
+
+@each_library(device="cuda")
+@pytest.mark.parametrize("batch", [3, 40, 200])
+def test_many_sequences(backend, batch):
+    """Clusters of every size, and single blocks."""
+    for length in (20, 130, 700):
+        check(*problem(backend, "float16", (1, 2, 1, 64, length), batch), "float16")
+
+
+@each_library(device="cuda")
+def test_is_one_launch(backend, monkeypatch):
+    """What the tests above compare is the kernel for few tokens, and only where it can be."""
+    taken = []
+    plan = cached_attention.DecodePlan
+
+    class Counted(plan):
+        def __init__(self, *arguments):
+            taken.append(True)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(cached_attention, "DecodePlan", Counted)
+    for family, shape, count in (
+        (None, SHAPES[2], 1),
+        ("simt", SHAPES[2], 0),
+        (None, SHAPES[8], 0),
+    ):
+        taken.clear()
+        cached_attention._plans.clear()
+        with environment.override(family=family):
+            attention_with_cache(*problem(backend, "float16", shape)[0])
+        assert len(taken) == count
+    cached_attention._plans.clear()
+
+
+@each_library(device="cuda")
+def test_outside_of_the_cache(backend):
+    """Nothing is written there."""
+    (q, k, v, *caches, _), _, _ = problem(backend, "float16", (2, 1, 1, 64, 9), batch=3)
+    before = [to_numpy64(x).copy() for x in caches]
+    attention_with_cache(q, k, v, *caches, integers(backend, [-1, 8, 2**31 - 1]))
+    for cache, old, new in zip(caches, before, (k, v)):
+        old[0, 0], old[1, 8] = to_numpy64(new)[0, 1], to_numpy64(new)[1, 0]
+        numpy.testing.assert_array_equal(to_numpy64(cache), old)
+
+
+@each_library()
+def test_empty(backend):
+    (q, k, v, *caches, positions), _, _ = problem(backend, "float32", SHAPES[0])
+    none = attention_with_cache(q[:0], k[:0], v[:0], *(x[:0] for x in caches), positions[:0])
+    assert tuple(none.shape) == (0, *q.shape[1:])
+
+
+@each_library()
+def test_bad_input(backend):
+    (q, k, v, k_cache, v_cache, positions), _, _ = problem(backend, "float32", SHAPES[0])
+    good = {
+        "q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "positions": positions,
+    }  # fmt: skip
+    for error, match, changed in (
+        (TypeError, "q must be a NumPy, CuPy or torch array", {"q": [1]}),
+        (ValueError, "q must have 4 dimensions", {"q": q[0]}),
+        (ValueError, "the heads of q must be a multiple", {"q": q[:, :, :2]}),
+        (ValueError, r"k must be \(4, 1, 3, 64\) of float32", {"k": k[:, :, :1]}),
+        (ValueError, "v must have the shape of k", {"v": v[:, :, :1]}),
+        (ValueError, "k and v must have the same shape", {"v_cache": v_cache[:, :5]}),
+        (TypeError, "positions must be int32", {"positions": q}),
+        (ValueError, "positions must be contiguous", {"positions": positions[:1]}),
+        (ValueError, "scale must be", {"scale": float("nan")}),
+    ):
+        with pytest.raises(error, match=f"^attention_with_cache: {match}"):
+            attention_with_cache(**(good | changed))
