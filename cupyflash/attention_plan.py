@@ -14,7 +14,7 @@ from .attention_launch import prepare
 from .extras import bias_strides
 from .families.preprocess import FlashBwdSinks
 from .kernel_config import Access
-from .kernel_launch import Launch, Plan
+from .kernel_launch import Launch, Plan, capability_of
 from .params import ACCUM_ROW_ALIGN, BiasStrides, FlashBwdParams, FlashFwdParams
 from .problem import Options, Problem, canonical_strides
 
