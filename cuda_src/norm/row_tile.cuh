@@ -13,13 +13,15 @@ __host__ __device__ constexpr int block_threads(int row_threads) {
   return row_threads > 32 ? row_threads : MIN_BLOCK_THREADS;
 }
 
-template <int ROW_THREADS_, int LOADS_, int VECTOR_>
+template <int ROW_THREADS_, int LOADS_, int VECTOR_, int THREADS_ = block_threads(ROW_THREADS_)>
 struct RowTile {
   static constexpr int ROW_THREADS = ROW_THREADS_;
   static constexpr int LOADS = LOADS_;
   static constexpr int VECTOR = VECTOR_;
-  static constexpr int COLUMNS = ROW_THREADS * LOADS * VECTOR;
-  static constexpr int ROWS = block_threads(ROW_THREADS) / ROW_THREADS;  // of a block
+  static constexpr int PITCH = ROW_THREADS * VECTOR;  // columns between two loads of a thread
+  static constexpr int COLUMNS = LOADS * PITCH;
+  static constexpr int THREADS = THREADS_;  // of a block
+  static constexpr int ROWS = THREADS / ROW_THREADS;
 
   // The number of this thread's row in the block.
   __device__ static int row() { return threadIdx.x / ROW_THREADS; }
@@ -36,20 +38,22 @@ struct RowPacks {
 
   __device__ float at(int load, int i) const { return packs[load].at(i); }
 
-  // The first `columns` columns of a row.
+  // The first `columns` columns of a row, which is read ONCE or is common to all of them.
+  template <bool ONCE = true>
   __device__ void load(const T* row, int columns) {
+    const T* first = row + Tile::column(0);  // one address, and constant offsets from it
 #pragma unroll
     for (int i = 0; i < Tile::LOADS; ++i) {
-      const int column = Tile::column(i);
-      if (column < columns) packs[i] = load_words<Tile::VECTOR, true>(row + column);
+      if (Tile::column(i) < columns)
+        packs[i] = load_words<Tile::VECTOR, ONCE>(first + i * Tile::PITCH);
     }
   }
 
   __device__ void store(T* row, int columns) const {
+    T* first = row + Tile::column(0);
 #pragma unroll
     for (int i = 0; i < Tile::LOADS; ++i) {
-      const int column = Tile::column(i);
-      if (column < columns) store_words<Tile::VECTOR>(row + column, packs[i]);
+      if (Tile::column(i) < columns) store_words<Tile::VECTOR>(first + i * Tile::PITCH, packs[i]);
     }
   }
 
