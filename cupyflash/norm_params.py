@@ -55,13 +55,15 @@ class NormBwdParams(ctypes.Structure):
         ("dresidual", c_void_p),
         ("dx", c_void_p),
         ("partials", c_void_p),
+        ("dweight", c_void_p),
+        ("dbias", c_void_p),
+        ("counter", c_void_p),
         ("dout_strides", RowStrides),
         ("x_strides", RowStrides),
         ("dresidual_strides", RowStrides),
         ("dx_strides", RowStrides),
         ("shape", NormShape),
         ("splits", c_int64),
-        ("has_bias", c_int64),
     ]
 
 

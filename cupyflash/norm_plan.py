@@ -1,5 +1,6 @@
 """LayerNorm and RMSNorm: what calls of one signature share, and how they run."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,9 +9,12 @@ from .checks import require_grid
 from .kernel_launch import Launch, Plan, multiprocessors
 from .kernels import norm as kernels
 from .norm_params import NormBwdParams, NormFwdParams, SumPartialsParams
+from .projection import capability_of
 from .rows import Rows
+from .tile_counter import tile_counters
 
 WEIGHT_BLOCKS = 8  # of norm_bwd_weight, for each multiprocessor
+MAX_ROWS = 2**30  # of several axes, which norm_bwd divides by
 
 
 class ForwardPlan(Plan):
@@ -87,26 +91,32 @@ class BackwardPlan(Plan):
         tensors = {name: views[name] for name in ("x", "dout", "dresidual") if name in views}
         rows = Rows(function, {**tensors, "dx": x._replace(strides=self.strides)})
         vector = aligned and rows.aligned
-        config = kernels.backward(x.dtype, weight.dtype, rms, rows.columns, vector)
+        config = _backward_config(x, weight, rms, rows, vector)
         at_once = multiprocessors(x.device)
-        if config is not None:
-            splits = min(-(-rows.rows // config.rows), config.blocks * at_once)
+        if isinstance(config, kernels.NormBwd):
+            splits = min(-(-rows.rows // config.rows), at_once)
             launches = [(config, splits)]
+        elif config is not None:
+            splits = min(rows.rows, at_once // config.cluster)
+            launches = [(config, splits * config.cluster)]
         else:
             config, of_weight = kernels.long_backward(x.dtype, weight.dtype, rms, vector)
             blocks = -(-rows.columns // of_weight.columns)
             splits = min(rows.rows, -(-WEIGHT_BLOCKS * at_once // blocks))
             launches = [(config, rows.rows), (of_weight, blocks * splits)]
-        params = NormBwdParams(
-            **rows.strides, shape=rows.shape(0.0), splits=splits, has_bias=need_dbias
-        )
+        params = NormBwdParams(**rows.strides, shape=rows.shape(0.0), splits=splits)
         self.launches = [
             Launch(config, x.device, require_grid(function, grid, x.shape), params)
             for config, grid in launches
         ]
         gradients = 1 + need_dbias
         self.partials_shape = (gradients, splits, rows.columns)
-        self.sum = sum_launch(weight, x.device, self.partials_shape)
+        # The blocks of a cooperative launch wait for each other and add up themselves.
+        self.counters = self.sum = None
+        if launches[0][0].cooperative:
+            self.counters = tile_counters(x.device)
+        else:
+            self.sum = sum_launch(weight, x.device, self.partials_shape)
 
     def run(
         self, x: Array, weight: Array, pointers: tuple[int, int, int, int, int]
@@ -121,10 +131,32 @@ class BackwardPlan(Plan):
         dbias = library.empty(self.shape[-1:], (1,), weight) if self.need_dbias else None
         partials = library.empty_float32(self.partials_shape, x)
         stream, shares = library.stream(self.device_id), pointer(partials)
+        sums = pointer(dweight), pointer(dbias) if self.need_dbias else 0
+        counter = 0
+        if self.counters:
+            counter = int.from_bytes(self.counters(stream), "little")
+            if not counter:  # CUDA graphs have taken all of them
+                own = library.zeros_int32(1, x)
+                counter = pointer(own)
         for launch in self.launches:
-            launch(stream, *pointers, pointer(dx), shares)
-        self.sum(stream, shares, pointer(dweight), pointer(dbias) if self.need_dbias else 0)
+            launch(stream, *pointers, pointer(dx), shares, *sums, counter)
+        if self.sum:
+            self.sum(stream, shares, *sums)
         return dx, dweight, dbias
+
+
+def _backward_config(
+    x: View, weight: View, rms: bool, rows: Rows, vector: bool
+) -> kernels.NormBwd | kernels.NormBwdCluster | None:
+    """None where two reads of the rows are needed."""
+    if len(rows.sizes) > 1 and rows.rows >= MAX_ROWS:
+        return None
+    config = kernels.backward(
+        x.dtype, weight.dtype, rms, rows.columns, vector, capability_of(x.device)
+    )
+    if config and config.cooperative and not launches_cooperatively(x.device):
+        return None
+    return config
 
 
 def sum_launch(weight: View, device: int, shape: tuple[int, int, int]) -> Launch:
@@ -132,4 +164,12 @@ def sum_launch(weight: View, device: int, shape: tuple[int, int, int]) -> Launch
     gradients, rows, columns = shape
     params = SumPartialsParams(rows=rows, columns=columns)
     blocks = gradients * -(-columns // 32)
-    return Launch(kernels.SumPartials(weight.dtype), device, blocks, params)
+    return Launch(kernels.sum_partials(weight.dtype, rows), device, blocks, params)
+
+
+@functools.cache
+def launches_cooperatively(device: int) -> bool:
+    """Whether this GPU and its driver can."""
+    import cupy
+
+    return bool(cupy.cuda.Device(device).attributes["CooperativeLaunch"])

@@ -9,6 +9,7 @@ from matrix import each_library, libraries, pairwise
 
 import cupyflash
 from cupyflash import norm_reference
+from cupyflash.kernels import norm as kernels
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64
 
 EPS = {False: 1e-5, True: 1e-6}
@@ -107,15 +108,54 @@ def test_norm(backend, case):
 
 
 @each_library()
+@pytest.mark.parametrize("columns", [768, 20008])
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-def test_gradients_are_repeatable(backend, rms):
-    case = Case(backend.dtypes[0], 768, (3000 if backend.gpu else 30,), rms, True, True, True, "")
+def test_gradients_are_repeatable(backend, rms, columns):
+    rows = (3000 if backend.gpu else 30,)
+    case = Case(backend.dtypes[0], columns, rows, rms, True, True, True, "")
     dout, x, weight, bias, residual, dresidual = case.arrays(backend)
     _, h, stats = forward(rms, x, weight, bias, residual, return_stats=True)
     first = backward(rms, dout, h, weight, stats, dresidual)
     for _ in range(3):
         for name, again in backward(rms, dout, h, weight, stats, dresidual).items():
             assert (again == first[name]).all(), f"{name} differs between two runs"
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (9, 0), (12, 0)], ids=str)
+def test_backward_memory_fits(capability):
+    """Two rows on their way at least, and room for the shares of all rows of a block."""
+    for config in set(kernels.configurations(capability)):
+        if not isinstance(config, kernels.NormBwd | kernels.NormBwdCluster):
+            continue
+        limit = kernels.shared_memory(capability) - kernels.STATIC_MEMORY
+        assert config.shared_memory <= limit and config.threads <= 512, config
+        assert config.stages > 1 or config.vector == 1 or capability < (8, 0), config
+        assert 4 * config.threads * config.loads * config.vector <= config.shared_memory, config
+
+
+@each_library(library="torch", device="cuda")
+@pytest.mark.parametrize("columns", [768, 8192, 20008])
+def test_backward_in_a_cuda_graph(backend, columns):
+    """Launched twice, beside the same on another stream."""
+    import torch
+
+    case = Case("float16", columns, (300,), False, False, False, True, "contiguous")
+    dout, x, weight, _, _, dresidual = case.arrays(backend)
+    _, stats = cupyflash.layer_norm(x, weight, return_stats=True)
+    step = lambda: cupyflash.layer_norm_backward(dout, x, weight, stats, dresidual=dresidual)  # noqa: E731
+    right = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    side = torch.cuda.Stream()
+    for _ in range(2):
+        graph.replay()
+        with torch.cuda.stream(side):
+            beside = step()
+        torch.cuda.synchronize()
+        for found in (captured, beside):
+            assert all((a == b).all() for a, b in zip(found, right, strict=True))
 
 
 @each_library()

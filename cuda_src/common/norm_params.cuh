@@ -20,6 +20,7 @@ struct NormShape {
   // Where row `row` of a tensor begins.
   __device__ int64_t at(const RowStrides& strides, int64_t row) const {
     int64_t offset = 0;
+#pragma unroll 1
     for (int axis = axes - 1; axis > 0; --axis) {
       offset += row % sizes[axis] * strides.axis[axis];
       row /= sizes[axis];
@@ -51,13 +52,15 @@ struct NormBwdParams {
   const void* dresidual;  // gradient of residual_out, or null
   void* dx;               // gradient of x and of residual
   float* partials;        // [1 or 2, splits, columns]: shares of dweight and dbias
+  void* dweight;          // [columns]
+  void* dbias;            // [columns], or null if it is not wanted
+  int* counter;           // of grid_barrier, or null if sum_partials follows
   RowStrides dout_strides;
   RowStrides x_strides;
   RowStrides dresidual_strides;
   RowStrides dx_strides;
   NormShape shape;
-  int64_t splits;
-  int64_t has_bias;  // whether the gradient of bias is wanted
+  int64_t splits;  // of norm_bwd_weight
 };
 
 struct SumPartialsParams {

@@ -55,28 +55,29 @@ __global__ void __launch_bounds__(THREADS)
       given[load] = load_words<VECTOR, true>(static_cast<const T*>(params.noise) + first);
   }
 
+  int64_t step = params.step;
+  DiffusionCoefficients c;
 #pragma unroll
   for (int load = 0; load < LOADS; ++load) {
     const int64_t first = first_of(load);
     if (first >= size) continue;
     // ---- which step, noise ----
-    int64_t step = params.step;
-    if (params.steps) {
-      const int64_t index = params.steps_stride ? first / params.sample_size : 0;
-      step = params.wide_steps ? static_cast<const int64_t*>(params.steps)[index]
-                               : static_cast<const int*>(params.steps)[index];
-    }
-    const bool known = step >= 0 && step < params.num_steps;
-    DiffusionCoefficients c = params.coefficients[known ? step : 0];
-    if (!known) c.x_to_x = INF - INF;
-    float noise[VECTOR] = {};
-    if (c.noise_to_x != 0.f) {
-      if constexpr (DRAW) {
-        draw(noise, first, params.seed, step);
-      } else {
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) noise[i] = given[load].at(i);
+    if (load == 0 || params.steps_stride) {
+      if (params.steps) {
+        const int64_t index = params.steps_stride ? first / params.sample_size : 0;
+        step = params.wide_steps ? static_cast<const int64_t*>(params.steps)[index]
+                                 : static_cast<const int*>(params.steps)[index];
       }
+      const bool known = step >= 0 && step < params.num_steps;
+      c = params.coefficients[known ? step : 0];
+      if (!known) c.x_to_x = INF - INF;
+    }
+    float noise[VECTOR] = {};
+    if constexpr (DRAW) {
+      draw(noise, first, params.seed, step);  // also where it counts nothing: no branch is faster
+    } else if (c.noise_to_x != 0.f) {
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) noise[i] = given[load].at(i);
     }
 
     // ---- update ----

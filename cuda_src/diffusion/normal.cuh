@@ -5,8 +5,9 @@
 // Two independent standard normal numbers from two random words (Box and Muller). 24 bits are what
 // a float holds.
 __device__ __forceinline__ float2 normal_pair(uint32_t a, uint32_t b) {
-  const float u = float((a >> 8) + 1u) * 0x1p-24f;    // (0, 1]
-  const float angle = float(int(b) >> 8) * 0x1p-23f;  // of half turns, [-1, 1)
-  const float radius = sqrt_approx(-2.f * LN2 * log2_accurate(u));
-  return {radius * cos_approx(PI * angle), radius * sin_approx(PI * angle)};
+  // u = ((a >> 8) + 1) / 2^24 in (0, 1], and an angle of (b >> 8) / 2^23 half turns in [-1, 1).
+  const float log2_u = log2_accurate(float((a >> 8) + 1u), -24);
+  const float angle = (PI * 0x1p-23f) * float(int(b) >> 8);
+  const float radius = sqrt_approx(-2.f * LN2 * log2_u);
+  return {radius * cos_approx(angle), radius * sin_approx(angle)};
 }

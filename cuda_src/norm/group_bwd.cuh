@@ -52,7 +52,7 @@ __device__ __forceinline__ void group_bwd(const GroupNormBwdParams& params) {
     int rest = Tile::rest(columns);
 #pragma unroll
     for (int load = 0; load < Tile::LOADS; ++load) {
-      if (load * Tile::STEP >= rest) break;
+      if (load * Tile::PITCH >= rest) break;
       const int channel = first_channel + part.channel(shape, load);
       const auto affine = affine_of<CHANNELS>(weight + channel, bias + channel, mean, scale);
       Sums sums[CHANNELS] = {};
@@ -85,12 +85,12 @@ __device__ __forceinline__ void group_bwd(const GroupNormBwdParams& params) {
     rest = Tile::rest(columns);
 #pragma unroll
     for (int load = 0; load < Tile::LOADS; ++load) {
-      if (load * Tile::STEP >= rest) break;
+      if (load * Tile::PITCH >= rest) break;
       const int channel = first_channel + part.channel(shape, load);
       const auto affine = affine_of<CHANNELS>(weight + channel, bias + channel, mean, scale);
       const auto result = dx_of(values.packs[load], affine, constants,
                                 [&](int i) { return gradients.at(load, i); });
-      store_words<Tile::VECTOR>(dx + load * Tile::STEP, result);
+      store_words<Tile::VECTOR>(dx + load * Tile::PITCH, result);
     }
   }
 

@@ -46,11 +46,11 @@ __device__ __forceinline__ void group_fwd(const GroupNormFwdParams& params) {
   const int rest = Tile::rest(columns);
 #pragma unroll
   for (int load = 0; load < Tile::LOADS; ++load) {
-    if (load * Tile::STEP >= rest) break;
+    if (load * Tile::PITCH >= rest) break;
     const int channel = first_channel + part.channel(shape, load);
     const auto affine =
         affine_of<part.CHANNELS>(weight + channel, bias + channel, moments.mean, scale);
-    store_words<Tile::VECTOR>(out + load * Tile::STEP,
+    store_words<Tile::VECTOR>(out + load * Tile::PITCH,
                               activated<ACTIVATION>(values.packs[load], affine));
   }
   if constexpr (CLUSTER > 1)

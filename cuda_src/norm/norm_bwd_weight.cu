@@ -29,6 +29,6 @@ __global__ void __launch_bounds__(MIN_BLOCK_THREADS)
   for (int i = 0; i < VECTOR; ++i) {
     float* partials = params.partials + split * shape.columns + column + i;
     partials[0] = dweight[i];
-    if (params.has_bias) partials[params.splits * shape.columns] = dbias[i];
+    if (params.dbias) partials[params.splits * shape.columns] = dbias[i];
   }
 }

@@ -21,13 +21,11 @@ __global__ void __launch_bounds__(block_threads(ROW_THREADS), BLOCKS)
   RowPacks<Tile, T> values;
   values.load(static_cast<const T*>(params.x) + shape.at(params.x_strides, row), columns);
   if (params.residual && columns) {
-    const T* residual =
-        static_cast<const T*>(params.residual) + shape.at(params.residual_strides, row);
+    RowPacks<Tile, T> added;  // all of it on its way before the first addition
+    added.load(static_cast<const T*>(params.residual) + shape.at(params.residual_strides, row),
+               columns);
 #pragma unroll
-    for (int load = 0; load < LOADS; ++load) {
-      const int column = Tile::column(load);
-      if (column < columns) values.add(load, load_words<VECTOR, true>(residual + column));
-    }
+    for (int load = 0; load < LOADS; ++load) values.add(load, added.packs[load]);
     values.store(static_cast<T*>(params.residual_out) + shape.at(params.residual_out_strides, row),
                  columns);
   }
@@ -49,15 +47,14 @@ __global__ void __launch_bounds__(block_threads(ROW_THREADS), BLOCKS)
   }
 
   // ---- normalise ----
-  const WEIGHT* weight = static_cast<const WEIGHT*>(params.weight);
-  const WEIGHT* bias = static_cast<const WEIGHT*>(params.bias);
+  const WEIGHT* weight = static_cast<const WEIGHT*>(params.weight) + Tile::column(0);
+  const WEIGHT* bias = static_cast<const WEIGHT*>(params.bias) + Tile::column(0);
 #pragma unroll
-  for (int load = 0; load < LOADS; ++load) {
-    const int column = Tile::column(load);
-    if (column >= columns) continue;
-    const auto weights = load_words<VECTOR>(weight + column);
-    Words<WEIGHT, VECTOR> biases = {};
-    if (bias) biases = load_words<VECTOR>(bias + column);
+  for (int load = 0; load < LOADS; ++load) {  // without branches, so that the loads go first
+    const bool inside = Tile::column(load) < columns;
+    Words<WEIGHT, VECTOR> weights = {}, biases = {};
+    if (inside) weights = load_words<VECTOR>(weight + load * Tile::PITCH);
+    if (inside && params.bias) biases = load_words<VECTOR>(bias + load * Tile::PITCH);
     float out[VECTOR];
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {

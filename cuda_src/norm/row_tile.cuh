@@ -13,20 +13,21 @@ __host__ __device__ constexpr int block_threads(int row_threads) {
   return row_threads > 32 ? row_threads : MIN_BLOCK_THREADS;
 }
 
-template <int ROW_THREADS_, int LOADS_, int VECTOR_>
+template <int ROW_THREADS_, int LOADS_, int VECTOR_, int THREADS_ = block_threads(ROW_THREADS_)>
 struct RowTile {
   static constexpr int ROW_THREADS = ROW_THREADS_;
   static constexpr int LOADS = LOADS_;
   static constexpr int VECTOR = VECTOR_;
-  static constexpr int STEP = ROW_THREADS * VECTOR;  // columns between two loads of a thread
-  static constexpr int COLUMNS = LOADS * STEP;
-  static constexpr int ROWS = block_threads(ROW_THREADS) / ROW_THREADS;  // of a block
+  static constexpr int PITCH = ROW_THREADS * VECTOR;  // columns between two loads of a thread
+  static constexpr int COLUMNS = LOADS * PITCH;
+  static constexpr int THREADS = THREADS_;  // of a block
+  static constexpr int ROWS = THREADS / ROW_THREADS;
 
   // The number of this thread's row in the block.
   __device__ static int row() { return threadIdx.x / ROW_THREADS; }
 
   // How many of `columns` columns begin with the first one of this thread: what the loads at
-  // load * STEP are compared with, each time anew, as that is one instruction and keeping the
+  // load * PITCH are compared with, each time anew, as that is one instruction and keeping the
   // results is more.
   __device__ static int rest(int columns) { return opaque(columns - column(0)); }
 
@@ -42,13 +43,15 @@ struct RowPacks {
 
   __device__ float at(int load, int i) const { return packs[load].at(i); }
 
-  // The first `columns` columns of a row.
+  // The first `columns` columns of a row, which is read ONCE or is common to all of them.
+  template <bool ONCE = true>
   __device__ void load(const T* row, int columns) {
-    const T* first = opaque(row + Tile::column(0));
+    const T* first = opaque(row + Tile::column(0));  // one address, and constant offsets from it
     const int rest = Tile::rest(columns);
 #pragma unroll
     for (int i = 0; i < Tile::LOADS; ++i) {
-      if (i * Tile::STEP < rest) packs[i] = load_words<Tile::VECTOR, true>(first + i * Tile::STEP);
+      if (i * Tile::PITCH < rest)
+        packs[i] = load_words<Tile::VECTOR, ONCE>(first + i * Tile::PITCH);
     }
   }
 
@@ -57,7 +60,7 @@ struct RowPacks {
     const int rest = Tile::rest(columns);
 #pragma unroll
     for (int i = 0; i < Tile::LOADS; ++i) {
-      if (i * Tile::STEP < rest) store_words<Tile::VECTOR>(first + i * Tile::STEP, packs[i]);
+      if (i * Tile::PITCH < rest) store_words<Tile::VECTOR>(first + i * Tile::PITCH, packs[i]);
     }
   }
 
@@ -87,7 +90,7 @@ struct RowPacks {
     const int rest = Tile::rest(columns);
 #pragma unroll
     for (int load = 0; load < Tile::LOADS; ++load) {
-      if (load * Tile::STEP >= rest) break;
+      if (load * Tile::PITCH >= rest) break;
 #pragma unroll
       for (int i = 0; i < Tile::VECTOR; ++i) sum += at(load, i);
     }
@@ -101,7 +104,7 @@ struct RowPacks {
     const int rest = Tile::rest(columns);
 #pragma unroll
     for (int load = 0; load < Tile::LOADS; ++load) {
-      if (load * Tile::STEP >= rest) break;
+      if (load * Tile::PITCH >= rest) break;
 #pragma unroll
       for (int i = 0; i < Tile::VECTOR; ++i) {
         const float deviation = at(load, i) - mean;

@@ -39,12 +39,20 @@ __device__ __forceinline__ float cos_approx(float x) {
 }
 
 // lg2.approx has a relative error of 2^-22 for large arguments but an absolute one of 2^-22 between
-// 0.5 and 2: so it gets the mantissa, and the exponent is added exactly. x is positive and normal.
-__device__ __forceinline__ float log2_accurate(float x) {
+// 0.5 and 2: so it gets the mantissa, and the exponent is added exactly. Of x * 2^exponent; x is
+// positive and normal.
+__device__ __forceinline__ float log2_accurate(float x, int exponent = 0) {
   const int bits = __float_as_int(x);
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(__int_as_float((bits & 0x7fffff) | 0x3f800000)));
-  return y + float((bits >> 23) - 127);
+  return y + float((bits >> 23) - 127 + exponent);
+}
+
+// All bits of a product.
+__device__ __forceinline__ uint64_t mul_wide(uint32_t a, uint32_t b) {
+  uint64_t c;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(c) : "r"(a), "r"(b));
+  return c;
 }
 
 // Two 16-bit numbers in one register; NaN stays NaN.

@@ -7,9 +7,7 @@ from typing import ClassVar
 
 from ..kernel_config import ITEM_SIZE, KernelConfig
 from ..linear_params import LinearParams, MlpParams, Rotary
-from .norm import vector_width
-
-Capability = tuple[int, int]  # compute capability: (major, minor)
+from .norm import Capability, shared_memory, vector_width
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")  # as in activation.cuh
 SWITCHES = (False, True)
@@ -23,9 +21,6 @@ MAX_SUM_ROWS = 16
 FEW_STAGES = (4, 3, 2, 1)  # slices of weights of a warp in shared memory
 HIDDEN_UNIT = 16  # as in whole_mlp.cuh
 MAX_MLP_COLUMNS = 2**25  # of out: its elements are counted in 32 bits
-
-# Shared memory of a block, by compute capability; 99 KB where nothing is said.
-SHARED_MEMORY = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,11 +176,6 @@ class RotaryEmbedding(KernelConfig):
         """Number of blocks."""
         pairs = rows * (rotary.columns // rotary.head_dim) * (rotary.rotary_dim // 2)
         return -(-pairs // self.threads)
-
-
-def shared_memory(capability: Capability) -> int:
-    """Bytes that a block may have."""
-    return 1024 * SHARED_MEMORY.get(capability, 99)
 
 
 def row_bytes(dtype: str, depth: int) -> int:

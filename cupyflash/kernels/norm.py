@@ -10,21 +10,29 @@ from ..norm_params import NormBwdParams, NormFwdParams, SumPartialsParams
 
 MIN_BLOCK_THREADS = 128  # as in row_tile.cuh
 # (threads of a row, loads of a thread, blocks of a multiprocessor at a time), the shortest rows
-# first. Loads are of 16 bytes; in the backward a thread has registers for the next row too.
+# first. Loads are of 16 bytes.
 FORWARD_TILES = (
-    *((8, 1, 8), (32, 1, 8), (32, 2, 6), (32, 3, 5), (32, 4, 4)),
-    *((64, 3, 10), (64, 4, 8), (128, 3, 5), (128, 4, 4), (256, 3, 2), (256, 4, 2)),
-    *((512, 4, 1), (1024, 4, 1)),
+    *((8, 1, 8), (32, 1, 8), (32, 2, 8), (32, 3, 7), (32, 4, 6), (64, 3, 12), (64, 4, 12)),
+    *((128, 3, 7), (128, 4, 6), (256, 3, 3), (256, 4, 3), (512, 4, 1)),
 )
+# (threads of a row, loads of a thread, threads of a block), a block on each multiprocessor.
 BACKWARD_TILES = (
-    *((8, 2, 4), (32, 2, 4), (32, 3, 3), (32, 4, 2)),
-    *((64, 3, 6), (64, 4, 4), (128, 3, 3), (128, 4, 2), (256, 3, 1), (512, 2, 1)),
+    *((8, 2, 512), (32, 2, 512), (32, 3, 512), (64, 2, 512), (64, 3, 384), (128, 2, 512)),
+    *((128, 3, 384), (256, 2, 512), (512, 2, 512)),
 )
+CLUSTERS = 2, 4, 8  # blocks that share a longer row, each with the last of these tiles
+MAX_STAGES = 4  # rows of a thread on their way
+STATIC_MEMORY = 3 << 10  # __shared__ variables of a block, at most
 # Longer rows pass through in pieces: (threads, loads).
 LONG_FORWARD_TILE = (512, 4)
 LONG_BACKWARD_TILE = (1024, 1)
 ELEMENT_LOADS = 8  # where a thread reads element by element
 ELEMENT_THREADS = 512  # of a multiprocessor then
+FEW_SHARES, FEW_WARPS = 32, 4  # sum_partials, where a block has little to add up
+
+Capability = tuple[int, int]  # compute capability: (major, minor)
+# Shared memory of a block, by compute capability; 99 KB where nothing is said.
+SHARED_MEMORY = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 
 def weight_dtypes(dtype: str) -> tuple[str, ...]:
@@ -79,11 +87,78 @@ class NormFwd(RowConfig):
     params: ClassVar[type[NormFwdParams]] = NormFwdParams
 
 
-class NormBwd(RowConfig):
-    """Backward of rows that fit into registers, with shares of the gradient of weight and bias."""
+@dataclasses.dataclass(frozen=True)
+class NormBwd(KernelConfig):
+    """Backward of rows that fit into the registers of a block.
+
+    Attributes:
+        stages: of the ring in shared memory, one row each.
+    """
 
     source: ClassVar[str] = "norm/norm_bwd.cu"
     params: ClassVar[type[NormBwdParams]] = NormBwdParams
+    cooperative: ClassVar[bool] = True
+
+    dtype: str
+    weight: str
+    rms: bool
+    row_threads: int
+    loads: int
+    vector: int
+    num_threads: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_threads
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block at a time."""
+        return self.num_threads // self.row_threads
+
+    @property
+    def columns(self) -> int:
+        """The longest row."""
+        return self.row_threads * self.loads * self.vector
+
+    @property
+    def shared_memory(self) -> int:
+        """Of the ring: x, dout and dresidual."""
+        return self.stages * stage_bytes(self.num_threads, self.loads, self.vector)
+
+
+@dataclasses.dataclass(frozen=True)
+class NormBwdCluster(KernelConfig):
+    """The same of longer rows, which ``cluster`` blocks share."""
+
+    source: ClassVar[str] = "norm/norm_bwd_cluster.cu"
+    params: ClassVar[type[NormBwdParams]] = NormBwdParams
+
+    dtype: str
+    weight: str
+    rms: bool
+    cluster: int
+    num_threads: int
+    loads: int
+    vector: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_threads
+
+    @property
+    def columns(self) -> int:
+        """The longest row."""
+        return self.cluster * self.num_threads * self.loads * self.vector
+
+    @property
+    def shared_memory(self) -> int:
+        """Of the ring: x, dout and dresidual."""
+        return self.stages * stage_bytes(self.num_threads, self.loads, self.vector)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,17 +216,18 @@ class NormBwdWeight(KernelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class SumPartials(KernelConfig):
-    """Adds shares of the gradient of weight and bias up."""
+    """Adds shares of the gradient of weight and bias up: ``warps`` to a block of 32 columns."""
 
     source: ClassVar[str] = "norm/sum_partials.cu"
     params: ClassVar[type[SumPartialsParams]] = SumPartialsParams
 
     weight: str
+    warps: int = 32
 
     @property
     def threads(self) -> int:
-        """Threads of a block, which has 32 columns."""
-        return 1024
+        """Threads of a block."""
+        return 32 * self.warps
 
 
 def forward(
@@ -163,9 +239,11 @@ def forward(
     return next((tile for tile in tiles if columns <= tile.columns), long)
 
 
-def backward(dtype: str, weight: str, rms: bool, columns: int, aligned: bool) -> NormBwd | None:
+def backward(
+    dtype: str, weight: str, rms: bool, columns: int, aligned: bool, capability: Capability
+) -> NormBwd | NormBwdCluster | None:
     """The kernel for rows of ``columns``, None where they are too long for it."""
-    tiles = (NormBwd(dtype, weight, rms, *tile) for tile in _tiles(BACKWARD_TILES, dtype, aligned))
+    tiles = _backward_configs(dtype, weight, rms, aligned, capability)
     return next((tile for tile in tiles if columns <= tile.columns), None)
 
 
@@ -177,16 +255,21 @@ def long_backward(
     return NormBwdLong(dtype, weight, rms, *tile), NormBwdWeight(dtype, rms, tile[-1])
 
 
-def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
-    """Everything that the three above can return, and `SumPartials`."""
-    yield from map(SumPartials, ITEM_SIZE)
+def sum_partials(weight: str, rows: int) -> SumPartials:
+    """The kernel for this many shares."""
+    return SumPartials(weight, FEW_WARPS) if rows <= FEW_SHARES else SumPartials(weight)
+
+
+def configurations(capability: Capability) -> Iterator[KernelConfig]:
+    """Everything that the four above can return."""
+    for weight in ITEM_SIZE:
+        yield from (sum_partials(weight, FEW_SHARES), sum_partials(weight, FEW_SHARES + 1))
     switches = (False, True)
     for dtype, rms, aligned in itertools.product(ITEM_SIZE, switches, switches):
         for weight in weight_dtypes(dtype):
             for tile in _tiles(FORWARD_TILES, dtype, aligned):
                 yield NormFwd(dtype, weight, rms, *tile)
-            for tile in _tiles(BACKWARD_TILES, dtype, aligned):
-                yield NormBwd(dtype, weight, rms, *tile)
+            yield from _backward_configs(dtype, weight, rms, aligned, capability)
             yield NormFwdLong(dtype, weight, rms, *_long_tile(LONG_FORWARD_TILE, dtype, aligned))
             long, of_weight = long_backward(dtype, weight, rms, aligned)
             yield long
@@ -202,6 +285,41 @@ def _tiles(
     by_threads = dict.fromkeys(threads for threads, *_ in tiles)
     blocks = {x: max(1, ELEMENT_THREADS // max(MIN_BLOCK_THREADS, x)) for x in by_threads}
     return [(threads, ELEMENT_LOADS, 1, blocks[threads]) for threads in by_threads]
+
+
+def _backward_configs(
+    dtype: str, weight: str, rms: bool, aligned: bool, capability: Capability
+) -> Iterator[NormBwd | NormBwdCluster]:
+    """The shortest rows first."""
+    if capability < (7, 5):  # the barrier of all blocks needs acquire and release of sm_70
+        return
+    first = (dtype, weight, rms)
+    if aligned:
+        tiles = [(threads, loads, vector_width(dtype), n) for threads, loads, n in BACKWARD_TILES]
+    else:
+        by_threads = dict.fromkeys(threads for threads, *_ in BACKWARD_TILES)
+        tiles = [(x, ELEMENT_LOADS, 1, ELEMENT_THREADS) for x in by_threads]
+    room = shared_memory(capability) - STATIC_MEMORY
+    asynchronous = aligned and capability >= (8, 0)
+    for row_threads, loads, vector, threads in tiles:
+        row_bytes = stage_bytes(row_threads, loads, vector)
+        rows = min(threads // row_threads, room // (2 * row_bytes if asynchronous else row_bytes))
+        threads = rows * row_threads
+        stages = min(room // (rows * row_bytes), MAX_STAGES) if asynchronous else 1
+        yield NormBwd(*first, row_threads, loads, vector, threads, stages)
+    if aligned and capability[0] == 9:
+        for cluster in CLUSTERS:
+            yield NormBwdCluster(*first, cluster, threads, loads, vector, stages)
+
+
+def shared_memory(capability: Capability) -> int:
+    """Bytes that a block may have."""
+    return 1024 * SHARED_MEMORY.get(capability, 99)
+
+
+def stage_bytes(threads: int, loads: int, vector: int) -> int:
+    """Of what this many threads have of their rows of x, dout and dresidual."""
+    return 3 * threads * loads * (16 if vector > 1 else 4)
 
 
 def _long_tile(tile: tuple[int, int], dtype: str, aligned: bool) -> tuple[int, int, int]:

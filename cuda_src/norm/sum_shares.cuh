@@ -1,0 +1,38 @@
+// Gradients of weight and bias from the shares of the blocks.
+#pragma once
+#include "../common/convert.cuh"
+#include "../common/norm_params.cuh"
+#include "../ptx/ld_global.cuh"
+
+// Sums over the rows of 32 columns of one of the matrices, in an order that never changes: the
+// WARPS warps of a block take the rows in turn and add up in shared memory. All `chunks` of 32
+// columns of all matrices are numbered one after the other.
+template <typename WEIGHT, int WARPS>
+__device__ __forceinline__ void sum_shares(const SumPartialsParams& params, int64_t chunk) {
+  const int64_t chunks = (params.columns + 31) / 32;
+  const int64_t column = chunk % chunks * 32 + threadIdx.x % 32;
+  const int64_t which = chunk / chunks;
+  const int warp = threadIdx.x / 32;
+  const float* partials = params.partials + which * params.rows * params.columns + column;
+  const int64_t rows = column < params.columns ? params.rows : 0;
+  float sum = 0.f;
+  constexpr int AT_ONCE = 8;  // loads in flight: each takes as long as hundreds of additions
+#pragma unroll 1
+  for (int64_t first = warp; first < rows; first += AT_ONCE * WARPS) {
+    float shares[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int64_t row = first + i * WARPS;
+      shares[i] = row < rows ? ld_global_cg(partials + row * params.columns) : 0.f;
+    }
+#pragma unroll
+    for (float share : shares) sum += share;
+  }
+  __shared__ float sums[WARPS][32];
+  sums[warp][threadIdx.x % 32] = sum;
+  __syncthreads();
+  if (warp > 0 || column >= params.columns) return;
+#pragma unroll
+  for (int i = 1; i < WARPS; ++i) sum += sums[i][threadIdx.x];
+  static_cast<WEIGHT*>(which ? params.second : params.first)[column] = from_float<WEIGHT>(sum);
+}
