@@ -15,9 +15,6 @@ from .tile_counter import NULL, tile_counters
 from .transformer_checks import StackShape
 from .transformer_params import MAX_BATCH, BlockPointers, CacheStrides, DecodeStackParams
 
-MAX_SPLITS = 8
-MERGE_COST = 0.02  # of one more split of one sequence, in units of the keys of a head
-
 
 class StackPlan(Plan):
     """The kernel for one signature.
@@ -45,7 +42,9 @@ class StackPlan(Plan):
         if config.tile_rows(shape.width * item) < 2:
             fact = f"this GPU has too little shared memory for width {shape.width}"
             raise NotImplementedError(f"{function}: {fact} in {shape.dtype}")
-        blocks = multiprocessors(shape.device)
+        # Every block has rows of every matrix, see tagged_words.cuh.
+        rows = (shape.width, shape.hidden, shape.vocab or shape.width)
+        blocks = min(multiprocessors(shape.device), *rows)
         splits = num_splits(batch, shape.heads, blocks)
         segments, segment = segments_of(shape.hidden, item)
         k_cache, v_cache = views["k_cache"], views["v_cache"]
@@ -73,13 +72,13 @@ class StackPlan(Plan):
             splits_inverse=inverse(splits),
         )
         self.launch = Launch(config, shape.device, blocks, params)
-        rows = batch * shape.heads * splits
+        shares = batch * shape.heads * splits
         sizes = (  # of residual to best
             4 * batch * shape.width,
+            12 * batch * shape.width,
+            4 * batch * shape.hidden,
+            4 * shares * (shape.head_dim + 4),
             4 * batch * shape.width,
-            item * batch * shape.hidden,
-            item * rows * shape.head_dim,
-            8 * rows,
             8 * blocks * MAX_BATCH,
         )
         starts = [0]
@@ -115,14 +114,11 @@ def pointer_table(library: Any, blocks: list[tuple[int, ...]], like: Array) -> A
 def num_splits(batch: int, heads: int, blocks: int) -> int:
     """Over how many blocks the keys of a head are shared out, at most.
 
-    More of them keep more blocks busy, but each is one more thing to merge for every block.
+    Each sequence has its part of the MAX_BATCH vectors of a product, one for each share of its
+    keys; as many as keep the blocks busy.
     """
-    pairs = batch * heads
-
-    def cost(splits: int) -> float:
-        return -(-pairs * splits // blocks) / splits + MERGE_COST * splits * batch
-
-    return min(range(1, MAX_SPLITS + 1), key=cost)
+    most = MAX_BATCH >> (batch - 1).bit_length()
+    return min(range(1, most + 1), key=lambda splits: -(-batch * heads * splits // blocks) / splits)
 
 
 def inverse(divisor: int) -> int:

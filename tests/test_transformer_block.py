@@ -240,6 +240,16 @@ def test_no_room(backend, full):
 
 
 @each_library()
+def test_no_room_at_all(backend):
+    """No sequence can go on: NaN, and no block waits for ever."""
+    p = make(backend, CASE)
+    p.lengths[:] = integers(backend, [-1, 200, 10**9])
+    before = to_numpy64(p.k_cache).copy()
+    assert numpy.isnan(to_numpy64(p.stack()(p.x, p.k_cache, p.v_cache, p.lengths))).all()
+    numpy.testing.assert_array_equal(to_numpy64(p.k_cache), before)
+
+
+@each_library()
 def test_no_such_token(backend):
     p = make(backend, CASE, positions=150)
     p.tokens[0] = 211
@@ -352,13 +362,14 @@ def test_no_backward(backend):
 @pytest.mark.parametrize("columns", [8, 3072, 4096, 4320, 5120, 6400, 10007 * 8])
 def test_segments(columns, item):
     number, segment = transformer_plan.segments_of(columns, item)
-    assert segment % 8 == 0 and segment * item <= 8640
+    assert segment % 8 == 0 and segment * item <= 7680
     assert (number - 1) * segment < columns <= number * segment
 
 
 def test_splits():
     """More of them where few heads would leave blocks idle."""
     assert transformer_plan.num_splits(1, 12, 132) > 4
+    assert transformer_plan.num_splits(2, 12, 132) == 4
     assert transformer_plan.num_splits(8, 12, 132) == 1
 
 

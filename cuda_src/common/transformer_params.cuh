@@ -47,12 +47,14 @@ struct DecodeStackParams {
   const void* token_embedding;  // [vocab, width]
   const void* position_embedding;  // [positions, width]
   uint32_t* barrier;               // 0 between launches
-  // What the blocks tell each other, memory of this launch alone.
+  // What the blocks tell each other, memory of this launch alone; the first four are words of
+  // tagged_words.cuh.
   float* residual;      // [batch, width]: x after each half of a transformer block
-  float* query;         // [batch, width]
-  void* hidden;         // [batch, hidden]
-  void* partial_out;    // [batch, heads, splits, head_dim]: attention to a share of the keys
-  float* partial_sums;  // [batch, heads, splits, 2]: largest score and sum of exponentials
+  float* qkv;           // [batch, 3 * width]
+  float* hidden;        // [batch, hidden]
+  float* attended;      // [batch, heads, splits, head_dim + 4]: attention to a share of the keys,
+                        // and four times log2 of the sum of its exponentials
+  float* segment_sums;  // [batch, width]: the residual after some of the segments
   uint64_t* best;       // [blocks, MAX_BATCH]: largest logit of a block, and where
   CacheStrides k_strides;
   CacheStrides v_strides;
@@ -68,7 +70,7 @@ struct DecodeStackParams {
   int max_length;
   int vocab;
   int positions;
-  int splits;   // shares of the keys of a head, at most
+  int splits;   // shares of the keys of a head, at most MAX_BATCH / 2^ceil(log2(batch))
   int advance;  // add 1 to the lengths in the end
   float eps;
   float scale_log2;        // of scores: log2(e) / sqrt(head_dim)

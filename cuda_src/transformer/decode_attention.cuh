@@ -3,14 +3,18 @@
 // the sum of the exponentials and the weighted sum of the values, which merge in the end: within a
 // block here, of the splits where the output is read.
 #pragma once
-#include "../ptx/math.cuh"
+#include "../ptx/ld_global.cuh"
 #include "decode_inputs.cuh"
 
 constexpr int MIN_SPLIT_KEYS = 64;
 
+// Keys that a sequence attends to. One that cannot go on, whose `keys` are 0, has its new key
+// alone: all wait for the same as if it could.
+__device__ __forceinline__ int attended_keys(int keys) { return max(keys, 1); }
+
 // How many blocks share the keys of a sequence; no share is empty.
 __device__ __forceinline__ int num_splits(int keys, int splits) {
-  return min(ceil_div(keys, MIN_SPLIT_KEYS), splits);
+  return min(ceil_div(attended_keys(keys), MIN_SPLIT_KEYS), splits);
 }
 
 // exp2(score - maximum), also where there is no score yet.
@@ -32,12 +36,19 @@ struct SoftmaxPart {
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) out[i] *= scale;
   }
-  __device__ void merge_lanes(int mask) {
-    const float other = __shfl_xor_sync(0xffffffffu, maximum, mask);
-    rescale(fmaxf(maximum, other));
-    sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+  // Lanes whose numbers differ in the bits from `first` on.
+  __device__ void merge_lanes(int first) {
+    float most = maximum;
 #pragma unroll
-    for (int i = 0; i < COLUMNS; ++i) out[i] += __shfl_xor_sync(0xffffffffu, out[i], mask);
+    for (int mask = first; mask < 32; mask *= 2)
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, mask));
+    rescale(most);
+#pragma unroll
+    for (int mask = first; mask < 32; mask *= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+#pragma unroll
+      for (int i = 0; i < COLUMNS; ++i) out[i] += __shfl_xor_sync(0xffffffffu, out[i], mask);
+    }
   }
 };
 
@@ -47,13 +58,13 @@ struct AttentionStorage {
   float2 sums[CONSUMER_WARPS];
 };
 
-template <typename T, int HEAD_DIM>
+template <typename T, int ARCH, int HEAD_DIM>
 struct DecodeAttention {
   static constexpr int COLUMNS = LANE_COLUMNS<T>;
   static constexpr int LANES = HEAD_DIM / COLUMNS;  // of a key
   static constexpr int SLOTS = 32 / LANES;          // keys of a warp at once
   static constexpr int STEP = SLOTS * CONSUMER_WARPS;
-  static constexpr int UNROLL = 4;
+  static constexpr int UNROLL = HAS_MMA<T, ARCH> ? 2 : 1;  // else row_dot.cuh needs the registers
   using Part = SoftmaxPart<COLUMNS>;
 
   const DecodeStackParams& params;
@@ -63,9 +74,11 @@ struct DecodeAttention {
 
   // A share of the keys of a head of a sequence.
   struct Unit {
-    int pair;        // batch * heads + head
-    int count, old;  // keys of the share, and how many of them were there before this launch
-    const T *k, *v;  // of the first key
+    bool exists;
+    bool newest;       // the new key is of this share
+    int old;           // keys of the share that were there before this launch
+    const T *k, *v;    // of the first of them
+    const float* qkv;  // of the head
   };
   // What a lane has of the keys of a warp at once.
   struct Chunk {
@@ -74,11 +87,14 @@ struct DecodeAttention {
   __device__ Unit unit(int index) const {
     const int pair = quotient(index, params.splits_inverse), split = index - pair * params.splits;
     const int batch = pair < num_pairs() ? quotient(pair, params.heads_inverse) : 0;
-    const int head = pair - batch * params.heads, begin = split * split_keys[batch];
-    const int all = pair < num_pairs() ? keys[batch] : 0, most = split_keys[batch];
-    return {pair, min(all - begin, most), min(all - 1 - begin, most),
+    const int head = pair - batch * params.heads, most = split_keys[batch], begin = split * most;
+    const int all = pair < num_pairs() ? attended_keys(keys[batch]) : 0;
+    return {begin < all,
+            begin + most >= all,
+            min(all - 1 - begin, most),
             static_cast<const T*>(params.k_cache) + params.k_strides.at(layer, batch, begin, head),
-            static_cast<const T*>(params.v_cache) + params.v_strides.at(layer, batch, begin, head)};
+            static_cast<const T*>(params.v_cache) + params.v_strides.at(layer, batch, begin, head),
+            params.qkv + int64_t(batch) * 3 * params.width + head * params.head_dim};
   }
   __device__ int num_pairs() const { return params.batch * params.heads; }
 
@@ -97,37 +113,37 @@ struct DecodeAttention {
     }
   }
 
-  // The old keys of this warp's first chunk of a unit, which do not depend on other blocks.
-  __device__ Chunk old_keys(const Unit& share) const {
+  // This warp's first chunk of the old keys of a unit, which do not depend on other blocks.
+  __device__ Chunk first_chunk(const Unit& share) const {
     Chunk chunk;
-    load(chunk, share, threadIdx.x / 32 * SLOTS, 0, share.old);
+    load(chunk, share, threadIdx.x / 32 * SLOTS);
     return chunk;
   }
 
-  // `share` is the unit of index blockIdx.x, `chunk` its `old_keys`.
+  // `share` is the unit of index blockIdx.x, `chunk` its `first_chunk`.
   __device__ void operator()(AttentionStorage<HEAD_DIM>& storage, Unit share, Chunk chunk) const {
 #pragma unroll 1
     for (int index = blockIdx.x; index < num_pairs() * params.splits; index += gridDim.x) {
       if (index != blockIdx.x) {
         share = unit(index);
-        chunk = old_keys(share);
+        chunk = first_chunk(share);
       }
-      if (share.count <= 0) continue;
-      store_in_block(storage, warp_part(share, chunk));
+      if (!share.exists) continue;
+      const Part part = warp_part(share, chunk);
+      consumers_sync();  // what was in the storage has been read
+      store_in_block(storage, part);
       consumers_sync();
       merge_block(storage, index);
-      consumers_sync();
     }
   }
 
  private:
-  // The keys from `begin` to `end` of those of the warp that begin with `first`.
-  __device__ void load(Chunk& chunk, const Unit& share, int first, int begin, int end) const {
+  __device__ void load(Chunk& chunk, const Unit& share, int first) const {
     const int slot = threadIdx.x % 32 / LANES, column = threadIdx.x % LANES * COLUMNS;
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       const int key = first + i * STEP + slot;
-      if (key < begin || key >= end || column >= params.head_dim) continue;
+      if (key >= share.old || column >= params.head_dim) continue;
       chunk.k[i] = ld_global_cg_128(share.k + key * params.k_strides.row + column);
       chunk.v[i] = ld_global_cg_128(share.v + key * params.v_strides.row + column);
     }
@@ -135,46 +151,76 @@ struct DecodeAttention {
 
   // The keys of this warp, each lane with COLUMNS columns; every slot has the same in the end.
   __device__ Part warp_part(const Unit& share, Chunk& chunk) const {
+    constexpr int FOURS = COLUMNS / 4;
     const int warp = threadIdx.x / 32, slot = threadIdx.x % 32 / LANES;
     const int column = threadIdx.x % LANES * COLUMNS;
-    float query[COLUMNS] = {};
-    if (column < params.head_dim)
-      load_floats(query, params.query + share.pair * params.head_dim + column);
+
+    // ---- the query; the last warp, which has the fewest keys, takes the new one ----
+    const bool newest = share.newest && warp == CONSUMER_WARPS - 1;
+    uint4 words[3 * FOURS];
+    receive(
+        words, newest ? 3 * FOURS : FOURS, layer_tag(layer), share.qkv + column,
+        [&](int i) { return i / FOURS * params.width + i % FOURS * 4; },
+        [&](int) { return column < params.head_dim; });
+    float query[COLUMNS];
+    to_floats(query, words, 0);
+    if (column >= params.head_dim) {
+#pragma unroll
+      for (int j = 0; j < COLUMNS; ++j) query[j] = 0.f;
+    }
     Part part;
-    const int count = share.count;
-    int loaded = share.old;
+    if (newest) {
+      float key[COLUMNS], score = 0.f;
+      to_floats(key, words, FOURS);
+#pragma unroll
+      for (int j = 0; j < COLUMNS; ++j) score += query[j] * to_float(from_float<T>(key[j]));
+      score = sum_of_key(column < params.head_dim ? score : 0.f);
+      if (slot == 0) {
+        part.maximum = score * params.scale_log2;
+        part.sum = 1.f;
+        to_floats(part.out, words, 2 * FOURS);
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) part.out[j] = to_float(from_float<T>(part.out[j]));
+      }
+    }
+
+    // ---- the old keys ----
+    const int old = share.old;
 #pragma unroll 1
-    for (int first = warp * SLOTS; first < count; first += UNROLL * STEP) {
-      load(chunk, share, first, loaded, count);
-      loaded = 0;
+    for (int first = warp * SLOTS; first < old; first += UNROLL * STEP) {
+      if (first > warp * SLOTS) load(chunk, share, first);
       float scores[UNROLL], maximum = part.maximum;
 #pragma unroll
       for (int i = 0; i < UNROLL; ++i) {
         scores[i] = -INF;
-        if (first + i * STEP >= count) continue;  // all of the warp
+        if (first + i * STEP >= old) continue;  // all of the warp
         scores[i] = 0.f;
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) scores[i] += query[j] * column_of<T>(chunk.k[i], j);
-#pragma unroll
-        for (int mask = 1; mask < LANES; mask *= 2)
-          scores[i] += __shfl_xor_sync(0xffffffffu, scores[i], mask);
-        const bool valid = first + i * STEP + slot < count;
+        scores[i] = sum_of_key(scores[i]);
+        const bool valid = first + i * STEP + slot < old;
         scores[i] = valid ? scores[i] * params.scale_log2 : -INF;
         maximum = fmaxf(maximum, scores[i]);
       }
       part.rescale(maximum);
 #pragma unroll
       for (int i = 0; i < UNROLL; ++i) {
-        if (first + i * STEP >= count) continue;
+        if (first + i * STEP >= old) continue;
         const float weight = weight_of(scores[i], maximum);
         part.sum += weight;
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) part.out[j] += weight * column_of<T>(chunk.v[i], j);
       }
     }
-#pragma unroll
-    for (int mask = LANES; mask < 32; mask *= 2) part.merge_lanes(mask);
+    part.merge_lanes(LANES);
     return part;
+  }
+
+  // Over the lanes of a key.
+  __device__ float sum_of_key(float value) const {
+#pragma unroll
+    for (int mask = 1; mask < LANES; mask *= 2) value += __shfl_xor_sync(0xffffffffu, value, mask);
+    return value;
   }
 
   __device__ void store_in_block(AttentionStorage<HEAD_DIM>& storage, const Part& part) const {
@@ -186,10 +232,10 @@ struct DecodeAttention {
     if (lane == 0) storage.sums[warp] = {part.maximum, part.sum};
   }
 
-  // A thread for each column of the head.
+  // A thread for each column of the head, and four for the sum of the exponentials.
   __device__ void merge_block(const AttentionStorage<HEAD_DIM>& storage, int index) const {
-    const int column = threadIdx.x;
-    if (column >= params.head_dim) return;
+    const int column = threadIdx.x, row = params.head_dim + 4;
+    if (column >= row) return;
     float maximum = -INF, sum = 0.f, out = 0.f;
 #pragma unroll
     for (int warp = 0; warp < CONSUMER_WARPS; ++warp)
@@ -198,97 +244,72 @@ struct DecodeAttention {
     for (int warp = 0; warp < CONSUMER_WARPS; ++warp) {
       const float weight = weight_of(storage.sums[warp].x, maximum);
       sum += weight * storage.sums[warp].y;
-      out += weight * storage.out[warp][column];
+      out += weight * storage.out[warp][min(column, HEAD_DIM - 1)];
     }
-    static_cast<T*>(params.partial_out)[index * params.head_dim + column] =
-        from_float<T>(out * rcp_approx(sum));
-    if (column == 0) {
-      params.partial_sums[2 * index] = maximum;
-      params.partial_sums[2 * index + 1] = sum;
-    }
+    const float value =
+        column < params.head_dim ? out * rcp_approx(sum) : maximum + log2_accurate(sum);
+    send(params.attended + index * row + column, value, layer_tag(layer));
   }
 };
 
-// The vectors of the projection, the output of attention. If there are less than eight sequences,
-// each has several vectors, whose products add up: of 2^bits sequences, vector m is of sequence
-// m % 2^bits and has the splits from m / 2^bits on, every 8 / 2^bits-th.
-__device__ __forceinline__ int sequence_bits(int batch) { return 32 - __clz(batch - 1); }
-
-// Weighs the splits of each head; as many pieces at once as registers allow.
-template <typename T>
+// The output of attention. The vectors of a sequence are the splits of its keys, weighed for each
+// head; two pieces at once, for their latency.
+template <typename T, int ARCH>
 __device__ __forceinline__ void load_attended(Fragments& x, const DecodeStackParams& params,
-                                              const int (&keys)[MAX_BATCH]) {
-  constexpr int COLUMNS = LANE_COLUMNS<T>, PIECES = WIDTH_PIECES<T>;
-  constexpr int AT_ONCE = sizeof(T) == 2 ? 2 : 1;
-  static_assert(PIECES % AT_ONCE == 0);
-  const int bits = sequence_bits(params.batch), m = threadIdx.x % 32 / 4;
-  const int n = m & ((1 << bits) - 1);
-  const int splits = num_splits(keys[n], params.splits);
+                                              const int (&keys)[MAX_BATCH], uint32_t tag) {
+  constexpr int COLUMNS = LANE_COLUMNS<T>, PIECES = WIDTH_PIECES<T>, FOURS = COLUMNS / 4 + 1;
+  static_assert(PIECES % 2 == 0);
+  const int n = x.sequence(), split = x.part(), row = params.head_dim + 4;
+  const bool exists = n < params.batch && split < num_splits(keys[n], params.splits);
+  const float* words_of_split = params.attended + (n * params.heads * params.splits + split) * row;
   const int pieces = pieces_of_warp(params.width * int(sizeof(T)));
 #pragma unroll
-  for (int i = 0; i < MAX_PIECES; ++i) x.piece[i] = {0, 0, 0, 0};
-#pragma unroll
-  for (int first = 0; first < PIECES; first += AT_ONCE) {
+  for (int first = 0; first < PIECES; first += 2) {
     if (first >= pieces) break;
-    SoftmaxPart<COLUMNS> parts[AT_ONCE];
-    const float2* sums[AT_ONCE];
-    const T* out[AT_ONCE];
-    bool inside[AT_ONCE];
+    int offsets[2], of_lse[2];
+    bool inside[2];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int column = piece_offset(first + i) / sizeof(T);
+    for (int i = 0; i < 2; ++i) {
+      const int column = column_of_piece<T>(first + i);
       const int head = quotient(column, params.head_dim_inverse);
-      const int unit = (n * params.heads + head) * params.splits;
-      inside[i] = column < params.width && n < params.batch;
-      sums[i] = reinterpret_cast<const float2*>(params.partial_sums) + unit;
-      out[i] = static_cast<const T*>(params.partial_out) + (unit - head) * params.head_dim + column;
+      inside[i] = exists && column < params.width;
+      of_lse[i] = head * params.splits * row + params.head_dim;
+      offsets[i] = of_lse[i] + column - (head + 1) * params.head_dim;
+    }
+    uint4 words[2 * FOURS];
+    receive(
+        words, 2 * FOURS, tag, words_of_split,
+        [&](int i) {
+          return i % FOURS < FOURS - 1 ? offsets[i / FOURS] + i % FOURS * 4 : of_lse[i / FOURS];
+        },
+        [&](int i) { return inside[i / FOURS]; });
+    float maximum[2], weight[2], sum[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      weight[i] = inside[i] ? __uint_as_float(words[i * FOURS + FOURS - 1].x) : -INF;
+      maximum[i] = weight[i];
     }
 #pragma unroll 1
-    for (int split = m >> bits; split < splits; split += MAX_BATCH >> bits) {
-      float2 found[AT_ONCE];
-      uint4 values[AT_ONCE];
+    for (int mask = 4 << x.bits; mask < 32; mask *= 2) {
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        found[i] = {-INF, 0.f};
-        values[i] = {0, 0, 0, 0};
-        if (!inside[i]) continue;
-        found[i] = ld_global_cg(sums[i] + split);
-        values[i] = ld_global_cg_128(out[i] + split * params.head_dim);
-      }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        parts[i].rescale(fmaxf(parts[i].maximum, found[i].x));
-        const float weight = weight_of(found[i].x, parts[i].maximum) * found[i].y;
-        parts[i].sum += weight;
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) parts[i].out[j] += weight * column_of<T>(values[i], j);
-      }
-    }
-    float maximum[AT_ONCE], scale[AT_ONCE], sum[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) maximum[i] = parts[i].maximum;
-#pragma unroll 1
-    for (int mask = 4 << bits; mask < 32; mask *= 2) {
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i)
+      for (int i = 0; i < 2; ++i)
         maximum[i] = fmaxf(maximum[i], __shfl_xor_sync(0xffffffffu, maximum[i], mask));
     }
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      scale[i] = weight_of(parts[i].maximum, maximum[i]);
-      sum[i] = scale[i] * parts[i].sum;
-    }
+    for (int i = 0; i < 2; ++i) sum[i] = weight[i] = weight_of(weight[i], maximum[i]);
 #pragma unroll 1
-    for (int mask = 4 << bits; mask < 32; mask *= 2) {
+    for (int mask = 4 << x.bits; mask < 32; mask *= 2) {
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], mask);
+      for (int i = 0; i < 2; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], mask);
     }
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const float share = inside[i] && splits ? scale[i] * rcp_approx(sum[i]) : 0.f;
+    for (int i = 0; i < 2; ++i) {
+      float values[COLUMNS];
+      to_floats(values, words, i * FOURS);
+      const float scale = weight[i] * rcp_approx(sum[i]);
 #pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) parts[i].out[j] *= share;
-      x.piece[first + i] = to_piece<T>(parts[i].out);
+      for (int j = 0; j < COLUMNS; ++j) values[j] *= scale;
+      x.piece[first + i] = inside[i] ? to_piece<T, ARCH>(values) : uint4{0, 0, 0, 0};
     }
   }
 }

@@ -27,8 +27,12 @@ struct DecodeOutput {
   __device__ float addend(int row, int n) const {
     float value = bias ? to_float(static_cast<const T*>(bias)[row]) : 0.f;
     // A block has the same rows of the residual all the time.
-    if (step.matrix == Matrix::proj || step.matrix == Matrix::down)
-      value += ld_global_cg(params.residual + int64_t(n) * params.width + row);
+    const int64_t at = int64_t(n) * params.width + row;
+    if (step.segment) {
+      value += params.segment_sums[at];
+    } else if (step.matrix == Matrix::proj || step.matrix == Matrix::down) {
+      value += ld_relaxed(params.residual + at);
+    }
     return value;
   }
 
@@ -37,33 +41,44 @@ struct DecodeOutput {
       case Matrix::qkv:
         return store_qkv(row, n, value);
       case Matrix::up:
-        static_cast<T*>(params.hidden)[int64_t(n) * params.hidden_width + row] =
-            from_float<T>(activate<gelu_tanh>(value));
+        send(params.hidden + int64_t(n) * params.hidden_width + row, activate<gelu_tanh>(value),
+             layer_tag(step.layer));
         return;
       case Matrix::head:
         if (params.logits) params.logits[int64_t(n) * params.vocab + row] = value;
         best = max(best, ranked(value, row));
         return;
+      case Matrix::proj:
+        send(params.residual + int64_t(n) * params.width + row, value, RESIDUAL_TAG ^ 1);
+        return;
       default:
-        params.residual[int64_t(n) * params.width + row] = value;
-        if (params.out && step.matrix == Matrix::down && step.layer + 1 == params.num_layers)
-          static_cast<T*>(params.out)[int64_t(n) * params.width + row] = from_float<T>(value);
+        store_down(int64_t(n) * params.width + row, value);
     }
   }
 
  private:
-  // The query for the blocks of the attention, key and value into the caches.
+  // For the blocks of the attention; key and value go into the caches too.
   __device__ void store_qkv(int row, int n, float value) const {
-    const int part = (row >= params.width) + (row >= 2 * params.width);
-    const int column = row - part * params.width;
-    if (part == 0) {
-      params.query[int64_t(n) * params.width + column] = value;
-    } else if (keys[n] > 0) {
-      const CacheStrides& strides = part == 1 ? params.k_strides : params.v_strides;
-      T* cache = static_cast<T*>(part == 1 ? params.k_cache : params.v_cache);
-      const int head = quotient(column, params.head_dim_inverse);
-      const int64_t at = strides.at(step.layer, n, keys[n] - 1, head);
-      cache[at + column - head * params.head_dim] = from_float<T>(value);
+    send(params.qkv + int64_t(n) * 3 * params.width + row, value, layer_tag(step.layer));
+    if (row < params.width || keys[n] == 0) return;
+    const bool is_key = row < 2 * params.width;
+    const int column = row - (is_key ? params.width : 2 * params.width);
+    const CacheStrides& strides = is_key ? params.k_strides : params.v_strides;
+    T* cache = static_cast<T*>(is_key ? params.k_cache : params.v_cache);
+    const int head = quotient(column, params.head_dim_inverse);
+    const int64_t at = strides.at(step.layer, n, keys[n] - 1, head);
+    cache[at + column - head * params.head_dim] = from_float<T>(value);
+  }
+
+  // Others may still read the residual until all of the hidden layer is there, which only the last
+  // segment is sure of.
+  __device__ void store_down(int64_t at, float value) const {
+    if (step.segment + 1 < params.segments) {
+      params.segment_sums[at] = value;
+      return;
     }
+    send(params.residual + at, value, RESIDUAL_TAG);
+    if (params.out && step.layer + 1 == params.num_layers)
+      static_cast<T*>(params.out)[at] = from_float<T>(value);
   }
 };

@@ -5,14 +5,15 @@
 // cooperative launch: a block on each multiprocessor, all of them for all layers.
 //
 // Every matrix is shared out by its rows (output features), the keys of the heads by splits. A
-// layer has five phases, and all blocks wait for each other after each:
-//   1. q, k, v = qkv(ln1(x)): q to the workspace, k and v into the caches
-//   2. attention to a share of the keys of a head: output, largest score, sum of exponentials
+// layer has five phases; each needs what all blocks have found in the one before:
+//   1. q, k, v = qkv(ln1(x)), k and v also into the caches
+//   2. attention to a share of the keys of a head: output, log of the sum of exponentials
 //   3. x += proj(shares merged)
 //   4. hidden = gelu(up(ln2(x)))
 //   5. x += down(hidden), in segments of the columns if they are many
-// A phase is short, so its latency counts: every block reads the whole vectors of the phase before
-// from L2 straight into fragments, and does the norm itself.
+// A phase is short, so its latency counts: no block waits at a barrier, each waits for the numbers
+// themselves (tagged_words.cuh). It takes whole vectors from L2 straight into fragments, and does
+// the norm itself.
 //
 // What takes the time are the weights, read once from memory. They depend on nothing: the last warp
 // keeps a ring of tiles in shared memory full of the block's rows in the order of use
@@ -26,11 +27,7 @@
 #include "weight_ring.cuh"
 
 constexpr int GROUP_ROWS = 32;  // whose products are added up at once
-
-// The thread that deals with the grid barrier, in a warp without outputs, whose loads would delay
-// it.
-constexpr int BARRIER_THREAD = CONSUMERS - 32;
-static_assert(BARRIER_THREAD >= GROUP_ROWS * MAX_BATCH);
+static_assert(GROUP_ROWS >= MAX_TILE_ROWS && GROUP_ROWS * MAX_BATCH <= CONSUMERS);
 
 template <int ARCH, int HEAD_DIM, int TILES, int TILE_BYTES>
 struct DecodeStorage {
@@ -49,13 +46,14 @@ struct DecodeStorage {
 
 // The warp that fills the ring. It is ahead, so it also brings the old keys and values and the
 // biases into L2.
-template <typename T, int HEAD_DIM, class Storage>
+template <typename T, int ARCH, int HEAD_DIM, class Storage>
 __device__ __forceinline__ void fill_ring(const DecodeStackParams& params, Storage& storage) {
   typename decltype(storage.ring)::Place at;
 #pragma unroll 1
   for (Step step; step.more(); step.next(params)) {
     if (step.matrix == Matrix::qkv)
-      DecodeAttention<T, HEAD_DIM>{params, step.layer, storage.keys, storage.split_keys}.prefetch();
+      DecodeAttention<T, ARCH, HEAD_DIM>{params, step.layer, storage.keys, storage.split_keys}
+          .prefetch();
     const MatrixRows matrix =
         rows_of_block<T>(params, storage.layers[step.layer], storage.rows, step);
     if (matrix.bias && threadIdx.x % 32 < matrix.rows)
@@ -70,6 +68,8 @@ __device__ __forceinline__ void fill_ring(const DecodeStackParams& params, Stora
   storage.ring.finish_filling(at);
 }
 
+__device__ __forceinline__ int sequence_bits(int batch) { return 32 - __clz(batch - 1); }
+
 // The warps that compute.
 template <typename T, int ARCH, int HEAD_DIM, int TILES, int TILE_BYTES>
 struct Consumer {
@@ -77,54 +77,63 @@ struct Consumer {
 
   const DecodeStackParams& params;
   Storage& storage;
-  GridBarrier barrier;
   typename decltype(Storage::ring)::Place at;
 
   __device__ void run() {
     uint64_t best = 0;
     begin();
+    wait_for_all(1);
 #pragma unroll 1
     for (Step step; step.more(); step.next(params)) {
-      if (step.segment == 0) arrive();
       const BlockPointers& weights = storage.layers[step.layer];
       const MatrixRows matrix = rows_of_block<T>(params, weights, storage.rows, step);
       const DecodeOutput<T> output{params, storage.keys, step, matrix.bias, best};
-      if (step.matrix == Matrix::proj) attend(step);
+      if (step.matrix == Matrix::proj) attend(step.layer);
       const float added = addend(matrix, 0, output);
-      if (step.segment == 0) {
-        wait();
-      } else {
-        consumers_sync();  // before the products are overwritten
-      }
-      if (matrix.rows == 0) continue;
       Fragments x;
+      // Without tensor cores every vector would cost, so a sequence has only one.
+      x.bits = HAS_MMA<T, ARCH> || step.matrix == Matrix::proj ? sequence_bits(params.batch) : 3;
+      x.holders = !HAS_MMA<T, ARCH> || step.matrix == Matrix::proj ? 1 : MAX_BATCH >> x.bits;
       if (step.normalised()) {
-        load_normalised<T>(x, params, storage.ring.wait(at), matrix.pitch, storage.moments);
+        const uint32_t tag = step.matrix == Matrix::up ? RESIDUAL_TAG ^ 1 : RESIDUAL_TAG;
+        load_normalised<T, ARCH>(x, params, storage.ring.wait(at), matrix.pitch, tag,
+                                 storage.moments);
       } else if (step.matrix == Matrix::proj) {
-        load_attended<T>(x, params, storage.keys);
+        load_attended<T, ARCH>(x, params, storage.keys, layer_tag(step.layer));
       } else {
-        const T* hidden = static_cast<const T*>(params.hidden) + step.segment * params.segment;
-        load_plain(x, hidden, params.hidden_width, matrix.bytes / int(sizeof(T)), params.batch);
+        const int first = step.segment * params.segment;
+        load_hidden<T, ARCH>(x, params, first, matrix.bytes / int(sizeof(T)),
+                             layer_tag(step.layer));
       }
-      multiply(matrix, x, step.matrix == Matrix::proj, added, output);
+      if (!step.normalised()) consumers_sync();  // before what it shares memory with is overwritten
+      multiply(matrix, x, added, output);
     }
-    if (params.next_tokens) choose_tokens(best);
-    if (threadIdx.x == BARRIER_THREAD) barrier.finish();
+    if (params.next_tokens) {
+      choose_tokens(best);
+    } else if (threadIdx.x == 0) {
+      barrier().arrive();  // the second round, which leaves 0
+    }
   }
 
  private:
-  // All blocks wait for each other between these two.
-  __device__ void arrive() {
+  __device__ GridBarrier barrier() const { return GridBarrier(params.barrier); }
+
+  __device__ void wait_for_all(int round) const {
     consumers_sync();
-    if (threadIdx.x == BARRIER_THREAD) barrier.arrive();
-  }
-  __device__ void wait() {
-    if (threadIdx.x == BARRIER_THREAD) barrier.wait();
+    if (threadIdx.x == 0) {
+      barrier().arrive();
+      barrier().wait(round);
+    }
     consumers_sync();
   }
 
-  // The residual to begin with: x, or the embeddings; NaN where there is nothing to compute.
+  // Words are of no round yet, but the residual: x, or the embeddings; NaN where there is nothing
+  // to compute.
   __device__ void begin() {
+    uint4* end = reinterpret_cast<uint4*>(params.segment_sums);
+    for (uint4* words = reinterpret_cast<uint4*>(params.qkv) + blockIdx.x * CONSUMERS + threadIdx.x;
+         words < end; words += gridDim.x * CONSUMERS)
+      *words = {0, 0, 0, 0};
     const BlockRows own = storage.rows[int(Matrix::proj)];
     const int n = threadIdx.x % MAX_BATCH;
     if (n >= params.batch) return;
@@ -140,19 +149,16 @@ struct Consumer {
             to_float(
                 static_cast<const T*>(params.position_embedding)[position * params.width + column]);
       }
-      params.residual[int64_t(n) * params.width + column] = value;
+      send(params.residual + int64_t(n) * params.width + column, value, RESIDUAL_TAG);
     }
   }
 
   // Before the projection: the phase of the attention.
-  __device__ void attend(const Step& step) {
-    const DecodeAttention<T, HEAD_DIM> attention{params, step.layer, storage.keys,
-                                                 storage.split_keys};
+  __device__ void attend(int layer) {
+    const DecodeAttention<T, ARCH, HEAD_DIM> attention{params, layer, storage.keys,
+                                                       storage.split_keys};
     const auto first = attention.unit(blockIdx.x);
-    const auto old_keys = attention.old_keys(first);
-    wait();
-    attention(storage.attention, first, old_keys);
-    arrive();
+    attention(storage.attention, first, attention.first_chunk(first));
   }
 
   // What a thread adds to its output of the group of rows that begins at `row`.
@@ -162,24 +168,27 @@ struct Consumer {
     return has_output && n < params.batch ? output.addend(matrix.begin + mine, n) : 0.f;
   }
 
-  // The block's rows of a matrix times the vectors, which are several of a sequence if `shared`;
-  // `added` is the `addend` of the first group.
-  __device__ void multiply(const MatrixRows& matrix, const Fragments& x, bool shared, float added,
+  // The block's rows of a matrix times the vectors; `added` is the `addend` of the first group.
+  __device__ void multiply(const MatrixRows& matrix, const Fragments& x, float added,
                            const DecodeOutput<T>& output) {
-    const int vectors = shared ? MAX_BATCH : params.batch;
-    const int sequences = shared ? 1 << sequence_bits(params.batch) : MAX_BATCH;
+    const int sequences = 1 << x.bits;
+    const int vectors = sequences == MAX_BATCH ? params.batch : MAX_BATCH;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const int n = threadIdx.x % MAX_BATCH, warps = warps_of_row(matrix.bytes);
     int pending = 0;  // rows whose products lie in shared memory
 #pragma unroll 1
     for (TileWalk tile(matrix); tile.more(); tile.next()) {
       const uint8_t* rows = storage.ring.wait(at) + tile.leads * matrix.pitch;
-      if (tile.count && warp < warps) {
+      const int count = warp < warps ? tile.count : 0;
+#pragma unroll 1
+      for (int first = 0; first < count; first += 16) {
         float d[4];
-        row_dot<T, ARCH>(d, rows, tile.count, matrix.pitch, matrix.bytes, x, vectors);
-        float* products = storage.products[warp] + (pending + g) * MAX_BATCH + 2 * c;
-        if (g < tile.count) *reinterpret_cast<float2*>(products) = {d[0], d[1]};
-        if (g + 8 < tile.count) *reinterpret_cast<float2*>(products + 8 * MAX_BATCH) = {d[2], d[3]};
+        row_dot<T, ARCH>(d, rows + first * matrix.pitch, count - first, matrix.pitch, matrix.bytes,
+                         x, vectors);
+        float* products = storage.products[warp] + (pending + first + g) * MAX_BATCH + 2 * c;
+        if (first + g < count) *reinterpret_cast<float2*>(products) = {d[0], d[1]};
+        if (first + g + 8 < count)
+          *reinterpret_cast<float2*>(products + 8 * MAX_BATCH) = {d[2], d[3]};
       }
       storage.ring.release(at);
       pending += tile.count;
@@ -218,8 +227,7 @@ struct Consumer {
       for (int i = 0; i < CONSUMER_WARPS; ++i) best = max(best, storage.best[i][threadIdx.x]);
       params.best[blockIdx.x * MAX_BATCH + threadIdx.x] = best;
     }
-    arrive();
-    wait();
+    wait_for_all(2);
     if (blockIdx.x > 0 || warp >= params.batch) return;
     best = 0;
     for (int i = lane; i < gridDim.x; i += 32)
@@ -259,7 +267,7 @@ __global__ void __launch_bounds__(32 * (CONSUMER_WARPS + 1), 1)
   if (threadIdx.x < MAX_BATCH) {
     const int keys = count_keys(params, threadIdx.x), splits = num_splits(keys, params.splits);
     storage.keys[threadIdx.x] = keys;
-    storage.split_keys[threadIdx.x] = splits ? ceil_div(keys, splits) : 0;
+    storage.split_keys[threadIdx.x] = ceil_div(attended_keys(keys), splits);
   } else if (threadIdx.x < MAX_BATCH + MATRICES) {
     const int i = threadIdx.x - MAX_BATCH;
     storage.rows[i] = block_rows<T, TILE_BYTES>(params, Matrix(i));
@@ -268,9 +276,8 @@ __global__ void __launch_bounds__(32 * (CONSUMER_WARPS + 1), 1)
   __syncthreads();
 
   if (threadIdx.x >= CONSUMERS) {
-    fill_ring<T, HEAD_DIM>(params, storage);
+    fill_ring<T, ARCH, HEAD_DIM>(params, storage);
   } else {
-    Consumer<T, ARCH, HEAD_DIM, TILES, TILE_BYTES>{params, storage, GridBarrier(params.barrier)}
-        .run();
+    Consumer<T, ARCH, HEAD_DIM, TILES, TILE_BYTES>{params, storage}.run();
   }
 }

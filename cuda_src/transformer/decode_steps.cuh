@@ -28,6 +28,11 @@ struct Step {
   }
 };
 
+// The tags (tagged_words.cuh) of what a layer writes, 1 in the first: before that all words are 0.
+__device__ __forceinline__ uint32_t layer_tag(int layer) { return ~layer & 1; }
+// Of the residual between layers; between the halves of a layer it is the other one.
+constexpr uint32_t RESIDUAL_TAG = 1;
+
 // n / d from transformer_plan.inverse(d); n * d < 2^31.
 __device__ __forceinline__ int quotient(int n, uint32_t inverse) {
   return __umulhi(2 * n, inverse);

@@ -12,25 +12,19 @@ class GridBarrier {
   __device__ explicit GridBarrier(uint32_t* counter) : counter_(counter) {}
 
   // By one thread, after the others of its block have synchronised with it: releases their writes.
-  __device__ void arrive() {
+  __device__ void arrive() const {
     red_add_release(counter_, blockIdx.x == 0 ? FLIP - (gridDim.x - 1) : 1);
-    ++rounds_;
   }
 
-  // By that thread: acquires what all blocks have written. The others must synchronise with it.
-  __device__ void wait() const {
-    const uint32_t done = rounds_ % 2 ? FLIP : 0;
+  // By that thread, after the arrival of round 1, 2, ...: acquires what all blocks have written.
+  // The others must synchronise with it.
+  __device__ void wait(int round) const {
+    const uint32_t done = round % 2 ? FLIP : 0;
     while ((load_acquire(reinterpret_cast<const int*>(counter_)) & FLIP) != done) {
     }
-  }
-
-  // Once, after the last wait: leaves 0.
-  __device__ void finish() {
-    if (rounds_ % 2) arrive();
   }
 
  private:
   static constexpr uint32_t FLIP = 0x80000000u;
   uint32_t* counter_;
-  uint32_t rounds_ = 0;
 };

@@ -12,16 +12,26 @@
 #include "weight_ring.cuh"
 
 constexpr int PIECE_BYTES = 64;
-constexpr int MAX_PIECES = 9;  // of a warp
+constexpr int MAX_PIECES = 8;  // of a warp
 
 template <typename T, int ARCH>
 constexpr bool HAS_MMA = ARCH >= 80 || !T::IS_BFLOAT16;
 template <int ARCH>
 constexpr bool HAS_MMA<float, ARCH> = false;
 
-// A lane's share of the vectors, in the type of the weights; zeros beyond their ends.
+// A lane's share of the eight vectors, in the type of the weights; zeros beyond their ends. If
+// there are less than eight sequences, each has several vectors, whose products add up: of 2^bits
+// sequences, vector m is of sequence m % 2^bits. Several of them share out its pieces: the k-th
+// that the lane of vector m has is piece k * holders + m / 2^bits. One holder: they share something
+// else.
 struct Fragments {
   uint4 piece[MAX_PIECES];
+  int bits;
+  int holders;
+
+  __device__ int sequence() const { return int(threadIdx.x % 32 / 4) & ((1 << bits) - 1); }
+  __device__ int part() const { return int(threadIdx.x % 32 / 4) >> bits; }
+  __device__ int rounds(int pieces) const { return ceil_div(pieces, holders); }
 };
 
 // Where a lane's share of piece `i` begins, in bytes from the beginning of the row.
@@ -85,25 +95,31 @@ __device__ __forceinline__ void gather_sums(float (&d)[4], const float (&sums)[2
 // tile, vectors 2c and 2c + 1. Rows from `count` on are anything.
 template <typename T, int ARCH>
 __device__ __forceinline__ void row_dot(float (&d)[4], const uint8_t* tile, int count, int pitch,
-                                        int bytes, const Fragments& x, int batch) {
+                                        int bytes, const Fragments& x, int vectors) {
   const int g = threadIdx.x % 32 / 4, pieces = pieces_of_warp(bytes);
+  const int holders = HAS_MMA<T, ARCH> ? x.holders : 1, part = holders > 1 ? x.part() : 0;
   const uint8_t* low_row = tile + min(g, count - 1) * pitch;
   const uint8_t* high_row = tile + min(g + 8, count - 1) * pitch;
   float even[4] = {}, odd[4] = {}, sums[2][MAX_BATCH] = {};
 #pragma unroll
-  for (int i = 0; i < MAX_PIECES; ++i) {
-    if (i >= pieces) break;
-    const int offset = piece_offset(i);
-    uint4 low = {0, 0, 0, 0}, high = {0, 0, 0, 0};
-    if (offset < bytes) {
-      low = *reinterpret_cast<const uint4*>(low_row + offset);
-      if (count > 8) high = *reinterpret_cast<const uint4*>(high_row + offset);
-    }
-    if constexpr (HAS_MMA<T, ARCH>) {
-      mma_m16n8k16<T, ARCH>(even, {low.x, high.x, low.y, high.y}, x.piece[i].x, x.piece[i].y);
-      mma_m16n8k16<T, ARCH>(odd, {low.z, high.z, low.w, high.w}, x.piece[i].z, x.piece[i].w);
-    } else {
-      add_products<T>(sums, low, high, x.piece[i], batch);
+  for (int k = 0; k < MAX_PIECES; ++k) {
+    const int first = k * holders, most = min(holders, pieces - first);
+    if (most <= 0) break;
+#pragma unroll 1
+    for (int h = 0; h < most; ++h) {
+      const int offset = piece_offset(first + h);
+      const uint4 y = holders == 1 || h == part ? x.piece[k] : uint4{0, 0, 0, 0};
+      uint4 low = {0, 0, 0, 0}, high = {0, 0, 0, 0};
+      if (offset < bytes) {
+        low = *reinterpret_cast<const uint4*>(low_row + offset);
+        if (count > 8) high = *reinterpret_cast<const uint4*>(high_row + offset);
+      }
+      if constexpr (HAS_MMA<T, ARCH>) {
+        mma_m16n8k16<T, ARCH>(even, {low.x, high.x, low.y, high.y}, y.x, y.y);
+        mma_m16n8k16<T, ARCH>(odd, {low.z, high.z, low.w, high.w}, y.z, y.w);
+      } else {
+        add_products<T>(sums, low, high, y, vectors);
+      }
     }
   }
   if constexpr (HAS_MMA<T, ARCH>) {

@@ -10,7 +10,7 @@
 #include "../ptx/tma.cuh"
 
 constexpr int CONSUMER_WARPS = 15;  // and one that fills: 128 registers a thread
-constexpr int MAX_TILE_ROWS = 16;
+constexpr int MAX_TILE_ROWS = 32;
 
 __host__ __device__ constexpr int row_pitch(int bytes) { return (bytes + 63) / 128 * 128 + 64; }
 
