@@ -10,9 +10,6 @@ from .builder import build
 if TYPE_CHECKING:
     import cupy
 
-PORTABLE_CLUSTER = 8  # blocks of a cluster on every GPU that has clusters
-NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CUfunction_attribute
-
 _functions: dict[tuple[KernelConfig, int], "cupy.cuda.Function"] = {}
 _lock = threading.Lock()
 
@@ -40,7 +37,4 @@ def _load(config: KernelConfig, device_id: int) -> "cupy.cuda.Function":
     with device:
         kernel = cupy.RawModule(path=str(built.path)).get_function(built.lowered_name)
         kernel.max_dynamic_shared_size_bytes = config.shared_memory
-        if getattr(config, "cluster", 1) > PORTABLE_CLUSTER:
-            function = kernel.kernel.ptr
-            cupy.cuda.driver.funcSetAttribute(function, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
         return kernel.kernel

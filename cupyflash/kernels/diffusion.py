@@ -10,7 +10,7 @@ from ..kernel_config import ITEM_SIZE, KernelConfig
 from .norm import vector_width
 
 THREADS = 256
-LOADS = 2  # packs of a thread
+LOADS = 4  # packs of a thread
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,22 +12,18 @@ from .norm import MIN_BLOCK_THREADS, vector_width, weight_dtypes
 
 ACTIVATIONS = ("none", "silu", "mish", "gelu", "gelu_tanh")  # as in activation.cuh
 # (threads of a group, loads of a thread, blocks of a multiprocessor at a time), the smallest groups
-# first; channels first. The last ones have a multiprocessor to themselves, so that nothing is read
-# while they compute: in their place the GPUs that have clusters take these, (blocks of a cluster,
+# first; channels first. GPUs that have clusters take those for larger groups: (blocks of a cluster,
 # the same of each).
 FORWARD_TILES = (
     *((8, 1, 8), (32, 1, 8), (16, 4, 8), (32, 4, 8), (64, 4, 16), (128, 4, 8), (256, 4, 4)),
-    *((256, 5, 4), (256, 8, 3), (256, 10, 3), (256, 20, 2), (512, 16, 1)),
+    *((256, 5, 4), (256, 8, 3), (256, 10, 4), (256, 20, 2)),
 )
 BACKWARD_TILES = (
     *((8, 1, 8), (32, 1, 8), (32, 2, 8), (32, 4, 4), (64, 4, 8), (128, 4, 4), (256, 4, 2)),
     *((256, 5, 2), (256, 10, 2), (512, 10, 1)),
 )
-FORWARD_CLUSTERS = tuple((cluster, 256, 20, 2) for cluster in (2, 4, 8, 16))
-BACKWARD_CLUSTERS = (
-    *((cluster, 256, 10, 2) for cluster in (2, 4, 8, 16)),
-    (16, 512, 10, 1),
-)
+FORWARD_CLUSTERS = tuple((cluster, 256, 20, 2) for cluster in (2, 4, 8))
+BACKWARD_CLUSTERS = tuple((cluster, 256, 10, 2) for cluster in (4, 8))
 ROUNDS = 8  # samples that a block of the backward takes one after the other, at most
 HALVES_TILES = 6  # of those tiles, for channels of 8 bytes
 ELEMENT_TILES = ((32, 8, 6), (128, 8, 4), (512, 8, 1))  # where a thread reads element by element
@@ -377,8 +373,6 @@ def _in_one(
         of_block, of_cluster, vector = ELEMENT_TILES, (), 1
     elif not (9, 0) <= capability < (12, 0):
         of_cluster = ()
-    if of_cluster:
-        of_block = [tile for tile in of_block if tile[-1] > 1]
     for threads, loads, blocks in of_block:
         yield block(*kind, layout, threads, loads, vector, blocks)
     for size, threads, loads, blocks in of_cluster:

@@ -18,7 +18,7 @@ FORWARD_TILES = (
 # (threads of a row, loads of a thread, threads of a block), a block on each multiprocessor.
 BACKWARD_TILES = (
     *((8, 2, 512), (32, 2, 512), (32, 3, 512), (64, 2, 512), (64, 3, 384), (128, 2, 512)),
-    *((128, 3, 384), (256, 2, 512), (512, 2, 512)),
+    *((128, 3, 384), (512, 1, 512), (512, 2, 512)),
 )
 CLUSTERS = 2, 4, 8  # blocks that share a longer row, each with the last of these tiles
 MAX_STAGES = 4  # rows of a thread on their way
