@@ -34,14 +34,6 @@ class Work:
         self.shares = self.rows = groups.batch
         if groups.channels_last:
             sizes = groups.num_groups, groups.channels
-            found = None
-            if aligned and kernels.has_clusters(capability_of(x.device)):
-                found = kernels.in_cluster(direction, kind, *sizes, groups.positions)
-            if found:
-                self.config, self.tiling = found
-                blocks = self.units * self.tiling.tiles * kernels.CLUSTER
-                self.launches = [(self.config, require_grid(function, blocks, x.shape))]
-                return
             pick = getattr(kernels, f"{direction}_last")
             self.config = pick(kind, aligned)
             tiling = kernels.channel_tiling(*sizes, self.config.vector)
@@ -49,7 +41,7 @@ class Work:
                 self.config = pick(kind, False)
                 tiling = kernels.channel_tiling(*sizes, 1)
             self.tiling = tiling
-            most = kernels.LAST_WAVES * self.config.blocks * multiprocessors(x.device)
+            most = self.config.blocks * multiprocessors(x.device)
             self.unit_blocks = self.config.pieces(tiling, groups.positions, most // self.units)
             sums = -(-self.units * groups.num_groups // (self.config.threads // 32))
         else:

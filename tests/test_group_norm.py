@@ -8,10 +8,9 @@ from arrays import normal, stored
 from matrix import each_library, libraries, pairwise
 
 import cupyflash
-from cupyflash import group_norm_dispatch, norm_reference
+from cupyflash import norm_reference
 from cupyflash.array import View
 from cupyflash.groups import Groups, dense_like, layout_of
-from cupyflash.kernels import group_norm as kernels
 from cupyflash.testing import expected_group_norm, poison_free_memory, to_float64
 
 ACTIVATIONS = ["silu", "mish", "gelu", "gelu_tanh", None]
@@ -143,8 +142,7 @@ def test_gradients_are_repeatable(backend, positions, storage):
             assert (again == first[name]).all(), f"{name} differs between two runs"
 
 
-# Tiles of all groups, of some of them, of one; more threads than positions; a position and more
-# beyond the last full turn; no tile for a cluster at all.
+# Tiles of all groups, of some of them, of a part of one; more threads than positions.
 LAST = [
     ((320, 32), (64, 64)),
     ((640, 32), (32, 33)),
@@ -158,14 +156,9 @@ LAST = [
 
 
 @each_library(device="cuda")
-@pytest.mark.parametrize("clusters", [True, False], ids=["clusters", "three steps"])
 @pytest.mark.parametrize(("channels", "positions"), LAST, ids=str)
-def test_channels_last(backend, monkeypatch, channels, positions, clusters):
+def test_channels_last(backend, channels, positions):
     """Far from 0, with one value farther still where the sums begin."""
-    monkeypatch.setattr(group_norm_dispatch, "_forward_plans", {})
-    monkeypatch.setattr(group_norm_dispatch, "_backward_plans", {})
-    if not clusters:
-        monkeypatch.setattr(kernels, "has_clusters", lambda capability: False)
     for dtype in backend.dtypes:
         case = Case(dtype, 2, channels, positions, "silu", True, "channels_last")
         dout, _, weight, bias = case.arrays(backend)
@@ -174,25 +167,6 @@ def test_channels_last(backend, monkeypatch, channels, positions, clusters):
         x = stored(backend, values, dtype, "channels_last")
         exact = expected_group_norm(dout, x, channels[1], weight, bias, "silu", 1e-5)
         exact.check(**run(case, dout, x, weight, bias))
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("positions", [1, 7, 256, 1024, 4096, 65536])
-@pytest.mark.parametrize(("groups", "channels"), [(32, 10), (32, 40), (8, 3), (1, 64), (64, 1)])
-def test_tiles_of_clusters(direction, dtype, positions, groups, channels):
-    """A tile has whole packs of whole groups, and its positions fit into the cluster."""
-    found = kernels.in_cluster(direction, (dtype, dtype, "silu"), groups, channels, positions)
-    if found is None:
-        assert positions > 256
-        return
-    config, tiling = found
-    assert tiling.parts == 1 and tiling.tiles * tiling.groups == groups
-    assert tiling.channels == tiling.groups * channels and tiling.channels % config.vector == 0
-    rows = config.threads // (tiling.channels // config.vector)
-    assert rows * config.loads * kernels.CLUSTER >= positions
-    fixed = 8 * config.threads * config.vector + 8 * 1024  # sums of columns; values of the cluster
-    assert config.blocks * (config.shared_memory + fixed) <= 227 * 1024
 
 
 @each_library()

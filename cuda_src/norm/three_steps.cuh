@@ -1,7 +1,7 @@
 // Groups that no block can hold are read twice, in three launches of one kernel: unit_blocks blocks
 // of the first step share a unit (a group; with channels last a sample), a block of the second sums
-// up for a unit, and the third has the blocks of the first again, the last of them first: what they
-// read lies in the L2 cache still.
+// up for a unit (with channels last a warp for a group), and the third has the blocks of the first
+// again, the last of them first: what they read lies in the L2 cache still.
 #pragma once
 #include "../common/types.cuh"
 

@@ -30,11 +30,6 @@ ELEMENT_TILES = ((32, 8, 6), (128, 8, 4), (512, 8, 1))  # where a thread reads e
 # (loads, blocks of a multiprocessor) of the kernels in three steps.
 SPLIT_FORWARD, SPLIT_BACKWARD = (4, 4), (4, 2)
 LAST_FORWARD, LAST_BACKWARD = (6, 3), (4, 2)
-LAST_WAVES = 2  # of blocks, channels last
-# Channels last, in one step: (threads, loads of a thread, blocks of a multiprocessor).
-LAST_FORWARD_CLUSTERS, LAST_BACKWARD_CLUSTERS = ((256, 12, 3), (256, 22, 2)), ((256, 11, 2),)
-CLUSTER, TILE_GROUPS = 8, 64  # as in channel_cluster.cuh
-CLUSTER_RUN = 128  # bytes of a position side by side, beyond which more are no better
 THREE_STEP_THREADS = 256
 STEPS = ("collect", "sum_up", "apply")  # as in three_steps.cuh
 
@@ -208,58 +203,6 @@ class GroupNormBwdLast(LastConfig):
     params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
 
 
-@dataclasses.dataclass(frozen=True)
-class LastClusterConfig(KernelConfig):
-    """Channels last: a cluster of blocks has the channels of a tile in shared memory (sm_90)."""
-
-    tensors: ClassVar[int]
-
-    dtype: str
-    weight: str
-    activation: str
-    num_threads: int
-    loads: int
-    vector: int
-    blocks: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.num_threads
-
-    @property
-    def shared_memory(self) -> int:
-        """Dynamic shared memory of a block in bytes."""
-        return 16 * self.tensors * self.loads * self.threads
-
-    def tiling(self, num_groups: int, channels: int, positions: int) -> ChannelTiling | None:
-        """The largest tile that a cluster can hold, of groups that divide ``num_groups`` evenly."""
-        for groups in range(min(num_groups, TILE_GROUPS), 0, -1):
-            packs, rest = divmod(groups * channels, self.vector)
-            if num_groups % groups or rest or packs > self.threads:
-                continue
-            turns = -(-positions // (self.threads // packs))
-            if turns <= self.loads * CLUSTER:
-                return ChannelTiling(num_groups // groups, groups, 1, groups * channels)
-        return None
-
-
-class GroupNormFwdLastSm90(LastClusterConfig):
-    """Forward."""
-
-    source: ClassVar[str] = "norm/group_norm_fwd_last_sm90.cu"
-    params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
-    tensors: ClassVar[int] = 1
-
-
-class GroupNormBwdLastSm90(LastClusterConfig):
-    """Backward."""
-
-    source: ClassVar[str] = "norm/group_norm_bwd_last_sm90.cu"
-    params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
-    tensors: ClassVar[int] = 2
-
-
 Kind = tuple[str, str, str]  # dtypes of x and of weight, activation
 Capability = tuple[int, int]  # compute capability: (major, minor)
 
@@ -290,24 +233,6 @@ def backward_last(kind: Kind, aligned: bool) -> GroupNormBwdLast:
     return GroupNormBwdLast(*kind, *_three_step(LAST_BACKWARD, kind[0], aligned))
 
 
-def in_cluster(
-    direction: str, kind: Kind, num_groups: int, channels: int, positions: int
-) -> tuple[LastClusterConfig, ChannelTiling] | None:
-    """The kernel for channels last in one step, and its tiles; None if they do not fit."""
-    found = [
-        (x, x.tiling(num_groups, channels, positions)) for x in _last_clusters(direction, kind)
-    ]
-    whole = num_groups * channels * ITEM_SIZE[kind[0]]
-    width = lambda x: min(whole, CLUSTER_RUN, x[1].channels * ITEM_SIZE[kind[0]])  # noqa: E731
-    best = max((x for x in found if x[1]), key=width, default=None)
-    return best if best and width(best) >= min(whole, CLUSTER_RUN // 2) else None
-
-
-def has_clusters(capability: Capability) -> bool:
-    """Whether the GPU has clusters, and shared memory enough."""
-    return capability in ((9, 0), (10, 0), (10, 3))
-
-
 def channel_tiling(num_groups: int, channels: int, vector: int) -> ChannelTiling | None:
     """Which channels a block has of ``num_groups`` groups; None if packs would cross tiles."""
     most = THREE_STEP_THREADS * vector
@@ -324,7 +249,7 @@ def channel_tiling(num_groups: int, channels: int, vector: int) -> ChannelTiling
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
-    """Everything that the five above can return."""
+    """Everything that the four above can return."""
     for dtype, aligned in itertools.product(ITEM_SIZE, (False, True)):
         for kind in itertools.product((dtype,), weight_dtypes(dtype), ACTIVATIONS):
             for in_one in (_forward_in_one, _backward_in_one):
@@ -337,9 +262,6 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
             ).steps()
             yield from forward_last(kind, aligned).steps()
             yield from backward_last(kind, aligned).steps()
-            if aligned and has_clusters(capability):
-                yield from _last_clusters("forward", kind)
-                yield from _last_clusters("backward", kind)
 
 
 def _forward_in_one(
@@ -377,13 +299,6 @@ def _in_one(
         yield block(*kind, layout, threads, loads, vector, blocks)
     for size, threads, loads, blocks in of_cluster:
         yield cluster(*kind, size, threads, loads, vector, blocks)
-
-
-def _last_clusters(direction: str, kind: Kind) -> Iterator[LastClusterConfig]:
-    forward = direction == "forward"
-    config = GroupNormFwdLastSm90 if forward else GroupNormBwdLastSm90
-    for threads, loads, blocks in LAST_FORWARD_CLUSTERS if forward else LAST_BACKWARD_CLUSTERS:
-        yield config(*kind, threads, loads, vector_width(kind[0]), blocks)
 
 
 def _three_step(tile: tuple[int, int], dtype: str, aligned: bool) -> tuple[int, int, int]:
