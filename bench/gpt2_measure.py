@@ -199,6 +199,5 @@ def ops_of(models: dict[str, Gpt2]) -> dict[str, list[Op]]:
         length = min(length, model.config.context // 2)
         found[mode] = list(token_ops(model, batch, length))
     if "fused" in models:
-        whole = persistent_op(models["fused"], batch, length)
-        found["persistent"] = [whole, found["fused"][-1]]
+        found["persistent"] = [persistent_op(models["fused"], batch, length)]
     return found

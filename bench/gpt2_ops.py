@@ -102,13 +102,16 @@ def token_ops(model: Gpt2, batch: int, length: int) -> Iterator[Op]:
 
 
 def persistent_op(model: Gpt2, batch: int, length: int) -> Op:
-    """A whole step as one kernel, but for sampling."""
+    """A whole step as one kernel, with the choice of the largest logit."""
     c, xp = model.config, model.xp
     decoder = Decoder(model, batch, min(c.context, length + 1), "persistent")
     decoder.state.positions[...] = xp.asarray([length] * batch, "int32")
     of_layer = 8 * c.width**2 + 4 * c.width * c.inner + 4 * c.width * (length + 1)
     flops = batch * (c.layers * of_layer + 2 * c.width * c.vocabulary)
-    return Op("persistent kernel", "all blocks", decoder.step, 1, flops)
+    tokens, positions, _ = decoder.state
+    arrays, out = (tokens, decoder.cache.k, decoder.cache.v, positions), xp.zeros(batch, "int32")
+    step = functools.partial(model.stack.step, *arrays, out=out, advance=False)
+    return Op("persistent kernel", "all blocks", step, 1, flops)
 
 
 def prompt_attention(model: Gpt2, batch: int, length: int) -> Op:

@@ -144,7 +144,8 @@ class BlockStack:
         """Greedy decoding: writes the tokens with the largest logits, and adds 1 to the lengths.
 
         So that a loop of calls, or of replays of a CUDA graph, needs nothing of the host. A
-        sequence that cannot go on (see `next_logits`) gets token -1 and keeps its length.
+        sequence that cannot go on (see `next_logits`) gets token -1 and keeps its length; one with
+        a NaN or infinity among its logits, or with nothing but -infinity, gets token -1.
 
         Args:
             tokens: int32 (batch,), those to append now.

@@ -8,6 +8,7 @@ import numpy
 from . import transformer_reference as reference
 from .array import Array, library_of
 from .dispatch import keep
+from .sampling_reference import greedy_row
 from .transformer_checks import StackShape, check_call, check_stack, require_aligned
 from .transformer_plan import StackPlan, pointer_table
 
@@ -90,8 +91,8 @@ class Stack:
         if self.on_cpu:
             logits = self._logits(tokens, k_cache, v_cache, lengths)
             lost = self._lost(tokens, k_cache, lengths)
-            found = numpy.where(lost, -1, logits.argmax(-1)) if logits.size else lost
-            out[...] = library.from_numpy(found.astype("int32"))
+            found = [-1 if none else greedy_row(row) for none, row in zip(lost, logits)]
+            out[...] = library.from_numpy(numpy.array(found, "int32"))
             if advance:
                 lengths += library.from_numpy((~lost).astype("int32"))
         elif plan is not None:

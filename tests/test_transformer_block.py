@@ -1,6 +1,7 @@
 """Transformer blocks for one new token: the whole stack in one launch, on every library."""
 
 import dataclasses
+import math
 
 import numpy
 import pytest
@@ -210,7 +211,7 @@ def test_steps_are_greedy(backend, advance):
 
 @each_library()
 def test_ties_go_to_the_first(backend):
-    """Of equal logits, also 0 and -0, the first; a NaN is larger than all."""
+    """Of equal logits, also 0 and -0, the first."""
     p = make(backend, dataclasses.replace(CASE, dtype="float32"))
     rows = to_numpy64(p.ends["head_weight"])
     rows[:], rows[50] = 0, -0.0
@@ -219,10 +220,18 @@ def test_ties_go_to_the_first(backend):
     arrays = (p.tokens, p.k_cache, p.v_cache, p.lengths)
     p.stack(**ends).step(*arrays, out=out, advance=False)
     assert to_numpy64(out).tolist() == [0, 0, 0]
-    rows[17] = numpy.nan
-    ends["head_weight"] = stored(backend, rows, "float32")
-    p.stack(**ends).step(*arrays, out=out, advance=False)
-    assert to_numpy64(out).tolist() == [17, 17, 17]
+
+
+@each_library()
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_no_token_where_logits_are_not_finite(backend, value):
+    p = make(backend, dataclasses.replace(CASE, dtype="float32"))
+    rows = to_numpy64(p.ends["head_weight"])
+    rows[17] = value
+    ends = p.ends | {"head_weight": stored(backend, rows, "float32")}
+    out = integers(backend, [9, 9, 9])
+    p.stack(**ends).step(p.tokens, p.k_cache, p.v_cache, p.lengths, out=out, advance=False)
+    assert to_numpy64(out).tolist() == [-1, -1, -1]
 
 
 @each_library()

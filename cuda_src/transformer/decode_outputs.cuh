@@ -12,8 +12,11 @@ __device__ __forceinline__ uint64_t ranked(float logit, int row) {
   const uint32_t order = bits >> 31 ? ~bits : bits | 0x80000000u;
   return uint64_t(logit != logit ? 0xffffffffu : order) << 32 | (0xffffffffu - row);
 }
+// The row of the largest; -1 if there is a NaN or infinity, or nothing but -infinity.
 __device__ __forceinline__ int row_of_ranked(uint64_t rank) {
-  return 0xffffffffu - static_cast<uint32_t>(rank);
+  constexpr uint32_t LOWEST = 0x007fffff, HIGHEST = 0xff800000;  // the infinities
+  const uint32_t order = rank >> 32;
+  return order > LOWEST && order < HIGHEST ? int(0xffffffffu - static_cast<uint32_t>(rank)) : -1;
 }
 
 template <typename T>

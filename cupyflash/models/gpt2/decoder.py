@@ -81,6 +81,15 @@ class Decoder:
         )
         return layers.logits(model.config, model.weights, x[:, 0])
 
+    def advance(self, sampling: Sampling, out: Array) -> None:
+        """A step, and what follows its tokens into ``out`` and into the state."""
+        if self.how == "persistent" and sampling.temperature == 0:
+            tokens, positions, _ = self.state
+            self.model.stack.step(tokens, self.cache.k, self.cache.v, positions, out=out)
+            self.state = self.state._replace(tokens=out)
+        else:
+            self.sample(self.step(), sampling, out)
+
     def sample(self, logits: Array, sampling: Sampling, out: Array) -> None:
         """Tokens into ``out`` and into the state, whose positions advance."""
         limit = self.cache.max_length - 1  # those of sequences that are done stay there

@@ -85,7 +85,7 @@ def stream(model: Any, request: Request, how: str) -> Iterator[list[int | None]]
         for step in range(max(steps)):
             reader.start(out[step])
             if step + 1 < max(steps):
-                decoder.sample(decoder.step(), request.sampling, out[step + 1])
+                decoder.advance(request.sampling, out[step + 1])
             tokens = reader.wait()
             yield _of_step(request, tokens, step, left)
             if not any(left):
