@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy
 
 import cupyflash
-from cupyflash import sampling
-from cupyflash.embedding import embedding
+from cupyflash.decode import sampling
+from cupyflash.decode.embedding import embedding
 from cupyflash.models.gpt2 import Gpt2
 from cupyflash.models.gpt2.attention import PromptAttention
 from cupyflash.models.gpt2.cache import KvCache

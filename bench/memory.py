@@ -21,7 +21,7 @@ from rich.table import Table
 from bench.problem import Problem
 from bench.providers import PROVIDERS, Call, is_ours
 from bench.report import Row, command_line, console, machine_fields, write_results
-from cupyflash.params import ACCUM_ROW_ALIGN
+from cupyflash.attention.params import ACCUM_ROW_ALIGN
 
 SEQLENS = [512 * 2**i for i in range(8)]
 DEFAULT_PROVIDERS = ["cupyflash", "sdpa-flash", "sdpa-cudnn", "sdpa-math"]

@@ -3,9 +3,8 @@
 See https://arxiv.org/abs/2307.08691 for the algorithm and README.md for what runs where.
 """
 
-from .attention import attention, attention_backward
-from .diffusion import DiffusionSampler
-from .flash_attn import (
+from .attention.attention import attention, attention_backward
+from .attention.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -13,15 +12,16 @@ from .flash_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from .group_norm import group_norm, group_norm_backward
-from .linear import Norm, Rotary, linear
-from .mlp import mlp
-from .norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from .attention.sdpa import scaled_dot_product_attention
+from .diffusion.sampler import DiffusionSampler
+from .diffusion.schedule import beta_schedule, timestep_embeddings
+from .linear.linear import Norm, Rotary, linear
+from .linear.mlp import mlp
+from .linear.qkv import qkv_projection
+from .norm.group_norm import group_norm, group_norm_backward
+from .norm.norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from .precompile import warmup
-from .qkv import qkv_projection
-from .schedule import beta_schedule, timestep_embeddings
-from .sdpa import scaled_dot_product_attention
-from .transformer_block import BlockStack, BlockWeights, transformer_block
+from .transformer.block import BlockStack, BlockWeights, transformer_block
 
 __version__ = "0.1.0"
 

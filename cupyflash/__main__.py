@@ -2,7 +2,7 @@
 
 import sys
 
-from .cli import main
+from .commands.cli import main
 
 if __name__ == "__main__":  # warm-up starts processes that import this file
     sys.exit(main())

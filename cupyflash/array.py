@@ -382,3 +382,9 @@ def to_foreign(result: Array, like: Array) -> Array:
         except BufferError:  # of such a dtype
             return namespace.asarray(result)
     return result
+
+
+def compiling() -> bool:
+    """Whether torch.compile traces the caller: it could not trace what follows; 0.2 µs."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .array import Array, View, from_foreign, library_of, to_foreign
-from .kernel_config import ITEM_SIZE
-from .kernels.norm import weight_dtypes
+from .kernel_config import ITEM_SIZE, weight_dtypes
 from .rows import is_contiguous
 
 MAX_BLOCKS = 2**31  # of a grid

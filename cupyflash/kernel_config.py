@@ -14,6 +14,11 @@ CPP_TYPES = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float"}
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
+def weight_dtypes(dtype: str) -> tuple[str, ...]:
+    """The dtypes of weight and bias beside a tensor of ``dtype``."""
+    return tuple(dict.fromkeys((dtype, "float32")))
+
+
 class Access(enum.IntEnum):
     """How a kernel can read the tensors of a problem; each way includes those before it."""
 

@@ -13,6 +13,8 @@ from . import jit
 from .jit import compiler
 from .kernel_config import KernelConfig
 
+MAX_PLANS = 4096  # lengths that change with every call must not fill the memory
+
 
 class Recorder(threading.local):
     """Launches of this thread with their parameters, while somebody wants them for `Prepared`."""
@@ -121,3 +123,10 @@ def capability_of(device: int) -> tuple[int, int]:
     import cupy
 
     return divmod(int(cupy.cuda.Device(device).compute_capability), 10)
+
+
+def keep(plans: dict[tuple, Any], key: tuple, plan: Any) -> None:
+    """Put a plan into a cache of at most `MAX_PLANS`."""
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+    plans[key] = plan

@@ -10,7 +10,8 @@ import importlib.metadata
 import importlib.util
 from pathlib import Path
 
-from . import environment, families, jit
+from . import environment, jit
+from .attention import families
 from .jit import arch, compiler
 from .kernel_config import ITEM_SIZE, Access, Features
 from .tensor_map import DRIVER

@@ -9,8 +9,8 @@ J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
 import dataclasses
 
-from .extras import dropout_scale, dropout_threshold
-from .grouped import Array, array_namespace
+from .attention.extras import dropout_scale, dropout_threshold
+from .attention.grouped import Array, array_namespace
 
 ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57

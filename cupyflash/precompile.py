@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from . import jit
-from .families import FAMILIES
-from .families.preprocess import FlashBwdSinks
+from .attention.families import FAMILIES
+from .attention.families.preprocess import FlashBwdSinks
 from .jit import compiler
 from .kernel_config import ITEM_SIZE, Access, Features, KernelConfig
 from .kernels import TOPICS

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from .array import View
 from .kernel_config import ITEM_SIZE
-from .norm_params import ROW_AXES, NormShape, RowStrides
+from .norm.params import ROW_AXES, NormShape, RowStrides
 
 
 class Rows:

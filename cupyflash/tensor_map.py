@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable, Sequence
 from ctypes import c_int, c_uint32, c_uint64, c_void_p
 
+from .attention.params import Strides, TensorMap
+from .attention.problem import Problem
 from .kernel_config import ITEM_SIZE
-from .params import Strides, TensorMap
-from .problem import Problem
 
 DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 MAX_ENCODED = 256  # of one kernel: addresses that change with every call must not fill the memory

@@ -90,7 +90,7 @@ def families() -> tuple[str, ...]:
         for family in environment.FAMILIES
         if capability
         and capability in FAMILY_CAPABILITIES[family]
-        and has(f"cupyflash.families.{family}")
+        and has(f"cupyflash.attention.families.{family}")
     )
 
 

@@ -8,8 +8,8 @@ from matrix import each, select
 from passes import forward_backward
 
 import cupyflash
-from cupyflash.extras import Extras
-from cupyflash.problem import Options, check
+from cupyflash.attention.extras import Extras
+from cupyflash.attention.problem import Options, check
 from cupyflash.testing import expected, poison_free_memory, to_float64
 
 BATCH, HEADS, ROWS, COLS = 2, 4, 70, 90

@@ -6,8 +6,9 @@ from arrays import normal, stored
 from matrix import each, each_library
 from test_sampling import integers
 
-from cupyflash import cached_attention, environment
-from cupyflash.cached_attention import attention_with_cache
+from cupyflash import environment
+from cupyflash.decode import cached_attention
+from cupyflash.decode.cached_attention import attention_with_cache
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 
 # (new tokens, heads of keys, queries of each, head_dim, length of the cache)

@@ -12,9 +12,11 @@ import pytest
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
-from cupyflash import check, check_cases, cli, environment, families, jit, kernels, machine
-from cupyflash.kernels import norm
+from cupyflash import environment, jit, kernels, machine
+from cupyflash.attention import families
+from cupyflash.commands import check, check_cases, cli
 from cupyflash.machine import Driver, Gpu
+from cupyflash.norm import kernels as norm
 
 H200 = Driver((13, 0), (Gpu("NVIDIA H200", (9, 0), 141 * 2**30),))
 

@@ -20,7 +20,7 @@ from backends import compute_capability
 from tiny_kernel import needs_nvrtc
 
 from cupyflash import jit
-from cupyflash.families import FAMILIES
+from cupyflash.attention.families import FAMILIES
 from cupyflash.jit import compiler
 from cupyflash.kernels import TOPICS
 

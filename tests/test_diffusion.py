@@ -6,8 +6,8 @@ from arrays import normal, stored
 from matrix import each_library
 
 import cupyflash
-from cupyflash import diffusion_reference
-from cupyflash.normal import normal as normal_of_seed
+from cupyflash.diffusion import reference
+from cupyflash.diffusion.normal import normal as normal_of_seed
 from cupyflash.philox import philox
 from cupyflash.testing import assert_close_to_float64, numpy_dtype, to_float64, to_numpy64
 
@@ -42,7 +42,7 @@ def expected(sampler, x, predicted, noise, numbers, clip):
     wide = [to_numpy64(y) for y in (x, predicted, noise)]
     dtypes = [str(y.dtype).removeprefix("torch.") for y in (x, predicted, noise)]
     narrow = [y.astype(numpy_dtype(name)) for y, name in zip(wide, dtypes)]
-    run = lambda arrays: diffusion_reference.step(
+    run = lambda arrays: reference.step(
         sampler.coefficients, *arrays, numbers, None, clip, range(wide[0].ndim, 0, -1)
     )
     c = numpy.abs(sampler.coefficients[numbers]).reshape(-1, 6).max(0)
@@ -199,7 +199,7 @@ def test_ddim_with_eta_1_is_ddpm_of_all_steps():
     x, predicted, noise = (normal((3, 20), i).astype("float64") for i in range(3))
     for i in range(len(BETAS)):
         a, b = (
-            diffusion_reference.step(
+            reference.step(
                 s.coefficients, x, predicted, noise, numpy.asarray(i), None, None, (20, 1)
             )
             for s in (ddpm, ddim)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cupyflash.families import FAMILIES, choose
+from cupyflash.attention.families import FAMILIES, choose
 from cupyflash.kernel_config import Access, Features
 
 MAPPED, VECTOR, ELEMENT = Access.TENSOR_MAP, Access.VECTOR, Access.ELEMENT

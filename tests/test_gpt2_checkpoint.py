@@ -12,7 +12,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from gpt2_models import TINY, prompts  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
-from cupyflash import cli  # noqa: E402
+from cupyflash.commands import cli  # noqa: E402
 from cupyflash.models.gpt2 import Gpt2, load_tokenizer  # noqa: E402
 from cupyflash.models.gpt2.tokenizer import TextStream, texts  # noqa: E402
 from cupyflash.models.gpt2.weights import all_tensors  # noqa: E402

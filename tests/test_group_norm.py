@@ -8,9 +8,9 @@ from arrays import normal, stored
 from matrix import each_library, libraries, pairwise
 
 import cupyflash
-from cupyflash import norm_reference
 from cupyflash.array import View
-from cupyflash.groups import Groups, dense_like, layout_of
+from cupyflash.norm import reference
+from cupyflash.norm.groups import Groups, dense_like, layout_of
 from cupyflash.testing import expected_group_norm, poison_free_memory, to_float64
 
 ACTIVATIONS = ["silu", "mish", "gelu", "gelu_tanh", None]
@@ -303,9 +303,9 @@ def test_reference_is_torch(activation):
     gradients = torch.autograd.grad(out, inputs, dout)
     arrays = [y.detach().numpy() for y in inputs]
     name = activation or "none"
-    found, stats = norm_reference.group_norm(arrays[0], 4, *arrays[1:], 1e-5, name)
+    found, stats = reference.group_norm(arrays[0], 4, *arrays[1:], 1e-5, name)
     numpy.testing.assert_allclose(found, out.detach().numpy(), rtol=0, atol=1e-13)
-    ours = norm_reference.group_norm_backward(dout.numpy(), *arrays, stats, name)
+    ours = reference.group_norm_backward(dout.numpy(), *arrays, stats, name)
     for mine, theirs in zip(ours, gradients):
         numpy.testing.assert_allclose(mine, theirs.numpy(), rtol=0, atol=1e-11)
 

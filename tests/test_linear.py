@@ -9,7 +9,7 @@ from matrix import each_library, libraries, pairwise
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.linear_reference import Arrays, Options
+from cupyflash.linear.reference import Arrays, Options
 from cupyflash.testing import expected_projection, poison_free_memory, to_float64
 
 ROWS = [(1,), (3,), (8,), (2, 8), (17,), (4, 8), (3, 2, 7)]
@@ -191,7 +191,7 @@ def test_reference_is_torch():
         residual=residual.numpy(),
         norm_weight=scale.numpy(),
     )
-    from cupyflash.linear_reference import project
+    from cupyflash.linear.reference import project
 
     normed = functional.layer_norm(x, (30,), scale)
     for name, function in activations.items():
@@ -263,11 +263,11 @@ def test_gradient_is_refused(backend):
 @each_library(device="cuda")
 def test_host_time_is_one_look_up(backend, monkeypatch):
     """A second call of the same signature checks nothing again."""
-    from cupyflash import linear_dispatch
+    from cupyflash.linear import dispatch
 
     x, weight = (stored(backend, normal(shape, 1), "float16") for shape in ((4, 24), (8, 24)))
     first = cupyflash.linear(x, weight)
-    monkeypatch.setattr(linear_dispatch, "LinearPlan", None)
+    monkeypatch.setattr(dispatch, "LinearPlan", None)
     assert (cupyflash.linear(x, weight) == first).all()
 
 
@@ -296,9 +296,9 @@ def test_host_time_is_one_look_up(backend, monkeypatch):
     ],
 )
 def test_choice(monkeypatch, capability, dtype, rows, sizes, family, kernel):
-    from cupyflash import projection
     from cupyflash.array import View
-    from cupyflash.linear_params import LinearParams
+    from cupyflash.linear import projection
+    from cupyflash.linear.params import LinearParams
 
     monkeypatch.setattr(projection, "capability_of", lambda device: capability)
     monkeypatch.setattr(projection, "multiprocessors", lambda device: 132)

@@ -11,14 +11,14 @@ from arrays import normal, stored
 from backends import compute_capability
 from matrix import each_library
 
-from cupyflash import kernel_launch, linear_sm90_launch
+from cupyflash import kernel_launch
 from cupyflash.array import library_of
-from cupyflash.kernels import linear_sm90
-from cupyflash.kernels.linear_sm90 import TILES, Epilogue, Rotary, choose, configuration
-from cupyflash.linear_params import LinearParams, LinearSm90Params
-from cupyflash.linear_params import Rotary as RotaryParams
-from cupyflash.linear_reference import Arrays, Options, project
-from cupyflash.linear_sm90_launch import LinearLaunch
+from cupyflash.linear import sm90_kernels, sm90_launch
+from cupyflash.linear.params import LinearParams, LinearSm90Params
+from cupyflash.linear.params import Rotary as RotaryParams
+from cupyflash.linear.reference import Arrays, Options, project
+from cupyflash.linear.sm90_kernels import TILES, Epilogue, Rotary, choose, configuration
+from cupyflash.linear.sm90_launch import LinearLaunch
 from cupyflash.tensor_map import TensorMapSpec
 from cupyflash.testing import assert_close_to_float64, cast, to_float64
 
@@ -85,10 +85,10 @@ def test_choice(problem, tile):
 @pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=EPILOGUES)
 def test_every_choice_is_listed(rows, epilogue):
     """What is compiled ahead of time is what runs, but for unusual rotary embeddings."""
-    listed = set(linear_sm90.configurations((9, 0)))
+    listed = set(sm90_kernels.configurations((9, 0)))
     config = choose("float16", rows, 768, 768, 132, epilogue)
-    assert epilogue.rotary not in (Rotary(), *linear_sm90.LISTED_ROTARY) or config in listed
-    assert list(linear_sm90.configurations((8, 0))) == []
+    assert epilogue.rotary not in (Rotary(), *sm90_kernels.LISTED_ROTARY) or config in listed
+    assert list(sm90_kernels.configurations((8, 0))) == []
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_grid_of_a_small_gpu():
 
 def supports(**changes):
     problem = {"dtype": "float16", "capability": (9, 0), "rows": 5, "columns": 64, "depth": 64}
-    return linear_sm90.supports(**{**problem, "strides": (64, 64, 64), **changes})
+    return sm90_kernels.supports(**{**problem, "strides": (64, 64, 64), **changes})
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_supports(changes):
     ],
 )
 def test_turns(rotary, expected):
-    assert linear_sm90.turns(rotary) is expected
+    assert sm90_kernels.turns(rotary) is expected
 
 
 # The kernel's argument ------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def machine(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(TensorMapSpec, "encode", encode)
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
-    monkeypatch.setattr(linear_sm90_launch, "multiprocessors", lambda device: found.processors)
+    monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: found.processors)
     return found
 
 
@@ -325,7 +325,7 @@ class Call:
 @pytest.fixture
 def few_processors(monkeypatch):
     """A small grid: each block has several tiles, in turn."""
-    monkeypatch.setattr(linear_sm90_launch, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: 4)
 
 
 def check(call, tile):
@@ -363,7 +363,7 @@ def sizes_of(tile, epilogue):
 def test_tiles(backend, tile, epilogue, few_processors):
     if not tile.fits(epilogue):
         pytest.skip("the tile does not fit")
-    dtypes = [dtype for dtype in backend.dtypes if dtype in linear_sm90.DTYPES]
+    dtypes = [dtype for dtype in backend.dtypes if dtype in sm90_kernels.DTYPES]
     for i, sizes in enumerate(sizes_of(tile, epilogue)):
         check(Call(backend, dtypes[i % len(dtypes)], epilogue, *sizes, bias=i != 3), tile)
 

@@ -9,7 +9,7 @@ from matrix import each_library, libraries, pairwise
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.linear_reference import Arrays, Options
+from cupyflash.linear.reference import Arrays, Options
 from cupyflash.testing import expected_projection, poison_free_memory
 
 ROWS = [(1,), (3,), (8,), (2, 8), (17,), (32,), (5, 7)]

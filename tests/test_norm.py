@@ -8,8 +8,7 @@ from arrays import normal, stored
 from matrix import each_library, libraries, pairwise
 
 import cupyflash
-from cupyflash import norm_reference
-from cupyflash.kernels import norm as kernels
+from cupyflash.norm import kernels, reference
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64
 
 EPS = {False: 1e-5, True: 1e-6}
@@ -242,9 +241,9 @@ def test_reference_is_torch(rms):
         out = functional.layer_norm(x, (30,), weight, bias, 1e-5)
     gradients = torch.autograd.grad(out, inputs[: 3 - rms], dout)
     arrays = [y.detach().numpy() for y in (x, weight, bias)]
-    found, stats = norm_reference.norm(rms, *arrays[:2], None if rms else arrays[2], EPS[rms])
+    found, stats = reference.norm(rms, *arrays[:2], None if rms else arrays[2], EPS[rms])
     numpy.testing.assert_allclose(found, out.detach().numpy(), rtol=0, atol=1e-13)
-    ours = norm_reference.norm_backward(rms, dout.numpy(), *arrays[:2], stats, None)
+    ours = reference.norm_backward(rms, dout.numpy(), *arrays[:2], stats, None)
     for mine, theirs in zip(ours, gradients):
         numpy.testing.assert_allclose(mine, theirs.numpy(), rtol=0, atol=1e-12)
 
@@ -305,10 +304,10 @@ def _int32(backend, size):
 @each_library(device="cuda")
 def test_host_time_is_one_look_up(backend, monkeypatch):
     """A second call of the same signature checks nothing again."""
-    from cupyflash import norm_dispatch
+    from cupyflash.norm import dispatch
 
     x = stored(backend, normal((4, 24), 0), "float16")
     weight = stored(backend, normal(24, 1), "float16")
     first = cupyflash.layer_norm(x, weight)
-    monkeypatch.setattr(norm_dispatch, "ForwardPlan", None)
+    monkeypatch.setattr(dispatch, "ForwardPlan", None)
     assert (cupyflash.layer_norm(x, weight) == first).all()

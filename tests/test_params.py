@@ -11,17 +11,15 @@ import pytest
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
-from cupyflash import (
-    baseline_params,
-    decode_params,
-    diffusion_params,
-    linear_params,
-    norm_params,
-    params,
-    transformer_params,
-)
+from cupyflash.attention import params
+from cupyflash.baselines import params as baseline_params
+from cupyflash.decode import params as decode_params
+from cupyflash.diffusion import params as diffusion_params
 from cupyflash.jit import compiler, sources
 from cupyflash.kernel_config import KernelConfig
+from cupyflash.linear import params as linear_params
+from cupyflash.norm import params as norm_params
+from cupyflash.transformer import params as transformer_params
 
 HEADERS = {
     "common/params.cuh": params,
@@ -63,13 +61,11 @@ def text_of(header: str) -> str:
 
 
 def kernel_configs() -> list[type[KernelConfig]]:
-    """Every concrete configuration of the modules in ``families`` and ``kernels``."""
+    """Every concrete configuration of the families of attention and of the ``kernels`` modules."""
     found = {}
-    for package in ("families", "kernels"):
-        folders = [f"{folder}/{package}" for folder in cupyflash.__path__]
-        for module in pkgutil.iter_modules(folders):
-            members = vars(importlib.import_module(f"cupyflash.{package}.{module.name}")).values()
-            for member in members:
+    for module in pkgutil.walk_packages(cupyflash.__path__, "cupyflash."):
+        if ".families." in module.name or module.name.endswith("kernels"):
+            for member in vars(importlib.import_module(module.name)).values():
                 if inspect.isclass(member) and issubclass(member, KernelConfig):
                     found[f"{module.name}.{member.__name__}"] = member
     found = {name: config for name, config in found.items() if hasattr(config, "source")}

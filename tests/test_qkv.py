@@ -9,7 +9,7 @@ from matrix import each_library, libraries, pairwise
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.linear_reference import Arrays, Options
+from cupyflash.linear.reference import Arrays, Options
 from cupyflash.testing import expected_projection, to_library
 
 SHAPES = [(1, 1), (1, 5), (2, 8), (4, 4), (3, 11), (2, 16), (7,), (40,)]
@@ -120,7 +120,7 @@ def joined(parts):
         import torch
 
         return torch.cat(parts, -1)
-    from cupyflash.grouped import array_namespace
+    from cupyflash.attention.grouped import array_namespace
 
     return array_namespace(parts[0]).concatenate(parts, -1)
 
@@ -160,7 +160,7 @@ def test_rotary_is_the_published_one():
     x = normal((1, 6, 1, 8), 0).astype("float64")
     frequencies = 10000.0 ** (-numpy.arange(4) / 4)
     angles = numpy.outer(numpy.arange(6), frequencies)
-    from cupyflash.linear_reference import rotate
+    from cupyflash.linear.reference import rotate
 
     for interleaved in (False, True):
         turned = rotate(x, numpy.cos(angles), numpy.sin(angles), None, interleaved)

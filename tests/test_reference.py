@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupyflash.reference import (
+from cupyflash.attention.reference import (
     attention_exact,
     attention_exact_backward,
     attention_tiled,

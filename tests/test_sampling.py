@@ -5,10 +5,10 @@ import pytest
 from arrays import normal, stored
 from matrix import each_library
 
-from cupyflash.embedding import embedding
-from cupyflash.kv_cache import cache_append
-from cupyflash.sampling import DecodeState, Sampling, sample
-from cupyflash.sampling_reference import ONE, weights
+from cupyflash.decode.embedding import embedding
+from cupyflash.decode.kv_cache import cache_append
+from cupyflash.decode.sampling import DecodeState, Sampling, sample
+from cupyflash.decode.sampling_reference import ONE, weights
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 
 SAMPLINGS = [

@@ -81,16 +81,16 @@ cupyflash.baselines.vector_add(x, x)
 q = make(2, 9, 3, 40)
 for attention in (cupyflash.baselines.naive_attention, cupyflash.baselines.fused_attention):
     attention(q, q, q, causal=True)
-from cupyflash.cached_attention import attention_with_cache
+from cupyflash.decode.cached_attention import attention_with_cache
 for tokens, heads, head_dim in ((1, 2, 64), (3, 5, 72), (8, 1, 256)):
     q, new, cache = (make(3, n, heads, head_dim) for n in (tokens, 2 * tokens, 300))
     positions = cupy.asarray([0, 17, 300 - tokens], dtype="int32")
     for batch in (1, 3):
         few = (q[:batch], new[:batch, :tokens], new[:batch, tokens:], cache[:batch], cache[:batch])
         attention_with_cache(*few, positions[:batch])
-from cupyflash.embedding import embedding
-from cupyflash.kv_cache import cache_append
-from cupyflash.sampling import DecodeState, Sampling, sample
+from cupyflash.decode.embedding import embedding
+from cupyflash.decode.kv_cache import cache_append
+from cupyflash.decode.sampling import DecodeState, Sampling, sample
 for columns in (24, 33, 5000):
     logits, tokens = make(3, columns), cupy.arange(3, dtype="int32")
     rows = embedding(tokens, logits, tokens, logits).reshape(3, 1, columns)

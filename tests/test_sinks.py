@@ -6,8 +6,8 @@ from matrix import each
 from passes import forward_backward
 
 import cupyflash
-from cupyflash import dispatch
-from cupyflash.extras import Extras
+from cupyflash.attention import dispatch
+from cupyflash.attention.extras import Extras
 from cupyflash.testing import expected, to_float64
 
 

@@ -9,12 +9,18 @@ from ctypes import POINTER, c_int, c_uint32, c_uint64, c_void_p
 import numpy
 import pytest
 
-from cupyflash import attention_launch, kernel_launch, tensor_map
+from cupyflash import kernel_launch, tensor_map
 from cupyflash.array import View, dense_strides
-from cupyflash.families import sm80, sm90
+from cupyflash.attention import launch
+from cupyflash.attention.families import sm80, sm90
+from cupyflash.attention.params import (
+    FlashBwdParams,
+    FlashBwdSm90Params,
+    FlashFwdParams,
+    FlashFwdSm90Params,
+)
+from cupyflash.attention.problem import Options, check
 from cupyflash.kernel_config import Access, Features
-from cupyflash.params import FlashBwdParams, FlashBwdSm90Params, FlashFwdParams, FlashFwdSm90Params
-from cupyflash.problem import Options, check
 from cupyflash.tensor_map import TensorMaps, TensorMapSpec
 
 SPEC = TensorMapSpec("bfloat16", (64, 5, 4, 2), (512, 128, 2560), box_rows=128)
@@ -240,15 +246,13 @@ def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
     arguments = []
     function = lambda grid, block, args, *_: arguments.append((grid, block, args[0]))
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
-    monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 7)
-    monkeypatch.setattr(
-        attention_launch, "tile_counters", lambda device: lambda stream: b"\5" + bytes(7)
-    )
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 7)
+    monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: b"\5" + bytes(7))
     config = sm90.forward("float16", 64, Features(False, False), (9, 0))
     call = problem(view(2, 200, 4, 64))
     strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
     params = FlashFwdParams(**strides, lse_head_stride=5, shape=call.shape)
-    made = attention_launch.prepare(config, call, params)
+    made = launch.prepare(config, call, params)
     pointers = tuple(range(16, 29))
     made(None, *pointers)
     grid, block, argument = arguments[0]
@@ -273,8 +277,8 @@ def test_map_of_the_bias_is_the_last(driver, devices, monkeypatch):
     arguments = []
     function = lambda grid, block, args, *_: arguments.append(args[0].tobytes())
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
-    monkeypatch.setattr(attention_launch, "tile_counters", lambda device: lambda stream: bytes(8))
-    monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: bytes(8))
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     call = biased(view(2, 1, 40, 72))
     forward = sm90.forward("float16", 64, call.features, (9, 0))
     backward = sm90.backward("float16", 64, call.features, (9, 0))[1]
@@ -283,10 +287,10 @@ def test_map_of_the_bias_is_the_last(driver, devices, monkeypatch):
         (forward, 3, FlashFwdParams, FlashFwdSm90Params, 64),
         (backward, 1, FlashBwdParams, FlashBwdSm90Params, 128),
     ):
-        monkeypatch.setattr(attention_launch, "num_splits", lambda *_, splits=splits: splits)
+        monkeypatch.setattr(launch, "num_splits", lambda *_, splits=splits: splits)
         names = {name: name if name in "kv" else "q" for name in config.boxes}
         strides = {f"{name}_strides": call.strides[like] for name, like in names.items()}
-        made = attention_launch.prepare(config, call, params(**strides, shape=call.shape))
+        made = launch.prepare(config, call, params(**strides, shape=call.shape))
         pointers = range(1, 1 + len(kernel_launch.call_fields(params())))
         driver.calls.clear()
         arguments.clear()
@@ -309,8 +313,8 @@ def test_keys_are_shared_out_where_tiles_are_few(driver, devices, monkeypatch):
             lambda grid, block, args, *_: launched.append((config, grid, args[0]))
         ),
     )
-    monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(attention_launch, "tile_counters", lambda device: lambda stream: bytes(8))
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: bytes(8))
     config = sm90.forward("float16", 128, Features(False, False), (9, 0))
     for lengths, expected in {
         (1, 2048, 4): (4 * 8, 8),  # no fewer than 256 keys each
@@ -323,7 +327,7 @@ def test_keys_are_shared_out_where_tiles_are_few(driver, devices, monkeypatch):
         queries, keys, heads = lengths
         call = problem(view(1, queries, heads, 128), view(1, keys, heads, 128))
         strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
-        made = attention_launch.prepare(config, call, FlashFwdParams(**strides, shape=call.shape))
+        made = launch.prepare(config, call, FlashFwdParams(**strides, shape=call.shape))
         launched.clear()
         made(None, *range(16, 29), workspace=2**20)
         blocks, splits = expected

@@ -4,7 +4,7 @@ import numpy
 import pytest
 from backends import CPU_BACKENDS
 
-from cupyflash.reference import attention_tiled
+from cupyflash.attention.reference import attention_tiled
 from cupyflash.testing import assert_close_to_float64, expected
 
 

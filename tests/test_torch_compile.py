@@ -10,12 +10,7 @@ import pytest
 from matrix import each
 
 import cupyflash
-from cupyflash.testing import (
-    assert_close_to_float64,
-    expected,
-    make_alibi_slopes,
-    to_float64,
-)
+from cupyflash.testing import assert_close_to_float64, expected, make_alibi_slopes, to_float64
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ("out", "dq", "dk", "dv")

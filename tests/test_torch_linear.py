@@ -5,8 +5,8 @@ from arrays import normal, stored
 from matrix import each_library
 
 import cupyflash
-from cupyflash.linear_dispatch import Down
-from cupyflash.linear_reference import Arrays, Options
+from cupyflash.linear.dispatch import Down
+from cupyflash.linear.reference import Arrays, Options
 from cupyflash.testing import expected_projection
 
 HEADS = (4, 2)
@@ -90,7 +90,7 @@ def test_compiled_for_any_size(backend):
 def test_opcheck(backend, name):
     import torch
 
-    from cupyflash import torch_linear_ops  # noqa: F401, defines the operator
+    from cupyflash.linear import torch_ops  # noqa: F401, defines the operator
 
     _, _, (arrays, options, *down) = problem_of(backend, name)
     second = Down(down[0].weight) if down else Down()

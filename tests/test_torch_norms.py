@@ -89,7 +89,7 @@ each_norm = pytest.mark.parametrize(
 def test_opcheck(backend, name):
     import torch
 
-    from cupyflash import torch_norm_ops  # noqa: F401, defines the operators
+    from cupyflash.norm import torch_ops  # noqa: F401, defines the operators
 
     operators = torch.ops.cupyflash
     problem = problem_of(backend, name)

@@ -9,7 +9,7 @@ import pytest
 from matrix import each
 
 import cupyflash
-from cupyflash import dispatch
+from cupyflash.attention import dispatch
 from cupyflash.testing import expected, make_alibi_slopes
 
 ROOT = Path(__file__).parent.parent
@@ -66,7 +66,7 @@ def operator_case(backend, name):
 
 def flat(options, extras):
     """The arguments behind the tensors, as the operators take them."""
-    from cupyflash.extras import Extras
+    from cupyflash.attention.extras import Extras
 
     defaults = {"function": "attention", "causal": "", "scale": None, "window": None}
     defaults |= {"softcap": 0.0, "layout": "bshd", "max_seqlens": None, "dropout_p": 0.0}
@@ -83,7 +83,7 @@ def flat(options, extras):
 def test_opcheck(backend, name):
     import torch
 
-    from cupyflash import torch_ops  # noqa: F401, defines the operators
+    from cupyflash.attention import torch_ops  # noqa: F401, defines the operators
 
     inputs, options, extras = operator_case(backend, name)
     arguments = flat(options, extras)
@@ -110,7 +110,7 @@ def test_eager_calls_go_around_the_operators():
         "q = torch.nn.Parameter(torch.ones(1, 2, 1, 8))\n"
         "cupyflash.attention(q, q, q).sum().backward()\n"
         "with torch.no_grad(): cupyflash.attention(q, q, q)\n"
-        "print('cupyflash.torch_ops' in sys.modules)"
+        "print('cupyflash.attention.torch_ops' in sys.modules)"
     )
     assert python(code) == "False\n"
 

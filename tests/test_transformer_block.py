@@ -9,8 +9,9 @@ from arrays import normal, stored
 from matrix import each_library, libraries, pairwise
 
 import cupyflash
-from cupyflash import BlockStack, BlockWeights, transformer_block, transformer_plan
+from cupyflash import BlockStack, BlockWeights, transformer_block
 from cupyflash.testing import expected_stack, to_numpy64
+from cupyflash.transformer import plan
 
 NAMES = BlockWeights._fields
 ENDS = ("final_weight", "final_bias", "head_weight", "token_embedding", "position_embedding")
@@ -370,16 +371,16 @@ def test_no_backward(backend):
 @pytest.mark.parametrize("item", [2, 4])
 @pytest.mark.parametrize("columns", [8, 3072, 4096, 4320, 5120, 6400, 10007 * 8])
 def test_segments(columns, item):
-    number, segment = transformer_plan.segments_of(columns, item)
+    number, segment = plan.segments_of(columns, item)
     assert segment % 8 == 0 and segment * item <= 7680
     assert (number - 1) * segment < columns <= number * segment
 
 
 def test_splits():
     """More of them where few heads would leave blocks idle."""
-    assert transformer_plan.num_splits(1, 12, 132) > 4
-    assert transformer_plan.num_splits(2, 12, 132) == 4
-    assert transformer_plan.num_splits(8, 12, 132) == 1
+    assert plan.num_splits(1, 12, 132) > 4
+    assert plan.num_splits(2, 12, 132) == 4
+    assert plan.num_splits(8, 12, 132) == 1
 
 
 # On a GPU ------------------------------------------------------------------------------------
@@ -428,11 +429,11 @@ def test_graph_and_streams(backend):
 @each_library(device="cuda")
 def test_host_time_is_one_look_up(backend, monkeypatch):
     """A second call of the same signature checks nothing again."""
-    from cupyflash import transformer_dispatch
+    from cupyflash.transformer import dispatch
 
     p = make(backend, CASE)
     stack, arrays = p.stack(), (p.x, p.k_cache, p.v_cache, p.lengths)
     first = stack(*arrays)
-    monkeypatch.setattr(transformer_dispatch, "StackPlan", None)
+    monkeypatch.setattr(dispatch, "StackPlan", None)
     assert (stack(*arrays) == first).all()
     assert cupyflash.BlockStack is BlockStack

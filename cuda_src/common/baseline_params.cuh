@@ -1,4 +1,4 @@
-// Kernel arguments of baselines/. cupyflash/baseline_params.py lists the same fields in the same
+// Kernel arguments of baselines/. cupyflash/baselines/params.py lists the same fields in the same
 // order.
 #pragma once
 #include "types.cuh"

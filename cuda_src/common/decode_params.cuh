@@ -1,4 +1,4 @@
-// Kernel arguments of decode/. cupyflash/decode_params.py lists the same fields in the same order.
+// Kernel arguments of decode/. cupyflash/decode/params.py lists the same fields in the same order.
 #pragma once
 #include "params.cuh"
 

@@ -1,4 +1,4 @@
-// Kernel arguments of diffusion/. cupyflash/diffusion_params.py lists the same fields in the same
+// Kernel arguments of diffusion/. cupyflash/diffusion/params.py lists the same fields in the same
 // order.
 #pragma once
 #include "types.cuh"

@@ -1,4 +1,4 @@
-// Kernel arguments of transformer/. cupyflash/transformer_params.py lists the same fields in the
+// Kernel arguments of transformer/. cupyflash/transformer/params.py lists the same fields in the
 // same order.
 #pragma once
 #include "types.cuh"

@@ -1,6 +1,6 @@
 // Unnormalised probabilities as integers: sums of them are exact, so they do not depend on the
 // order in which threads add. Every operation on floats is rounded by itself (no fma), so that
-// cupyflash/sampling_reference.py computes the same bits.
+// cupyflash/decode/sampling_reference.py computes the same bits.
 #pragma once
 #include "../common/types.cuh"
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .. import dispatch
 from ..array import library_of
-from ..extras import NO_EXTRAS, Extras
+from ..attention import dispatch
+from ..attention.extras import NO_EXTRAS, Extras
 from ..jit import compiler
 
 NAME = "cupyflash"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import cupyflash
 
-from ..dispatch import forward
-from ..extras import Extras
+from ..attention.dispatch import forward
+from ..attention.extras import Extras
 
 NAME = "cupyflash"
 NEEDED = "transformers 5.4 or newer"

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy
 
-from cupyflash.linear_reference import Arrays, Options, project
-from cupyflash.norm_reference import ACTIVATIONS, norm
+from cupyflash.linear.reference import Arrays, Options, project
+from cupyflash.norm.reference import ACTIVATIONS, norm
 from cupyflash.testing.norms import Array, ExpectedNorm, numpy_dtype, to_numpy64
 
 LARGEST_SLOPE = 1.2  # of an activation

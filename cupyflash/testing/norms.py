@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from cupyflash import norm_reference
+from cupyflash.norm import reference
 from cupyflash.testing.tolerance import assert_close_to_float64, to_float64
 
 Array = numpy.ndarray
@@ -152,10 +152,10 @@ def _norm(
     dresidual: Array | None,
     eps: float,
 ) -> dict[str, Array]:
-    h = None if residual is None else norm_reference.add(x, residual)
+    h = None if residual is None else reference.add(x, residual)
     values = x if h is None else h
-    out, stats = norm_reference.norm(rms, values, weight, bias, eps)
-    gradients = norm_reference.norm_backward(rms, dout, values, weight, stats, dresidual)
+    out, stats = reference.norm(rms, values, weight, bias, eps)
+    gradients = reference.norm_backward(rms, dout, values, weight, stats, dresidual)
     results = dict(zip(("dx", "dweight", "dbias"), gradients))
     return {"out": out, "h": h, "stats": stats, **results}
 
@@ -169,12 +169,12 @@ def _group_norm(
     activation: str,
     eps: float,
 ) -> dict[str, Array]:
-    z, stats = norm_reference.group_norm(x, num_groups, weight, bias, eps, "none")
-    function, slope = norm_reference.ACTIVATIONS[activation]
+    z, stats = reference.group_norm(x, num_groups, weight, bias, eps, "none")
+    function, slope = reference.ACTIVATIONS[activation]
     compute = stats.dtype
     out = function(z.astype(compute)).astype(x.dtype)
     dz = (dout.astype(compute) * slope(z.astype(compute))).astype(x.dtype)
     arguments = (dz, x, weight, bias, stats, "none")
-    dx, dweight, dbias = norm_reference.group_norm_backward(*arguments)
+    dx, dweight, dbias = reference.group_norm_backward(*arguments)
     results = {"out": out, "stats": stats}
     return {**results, "dx": dx.reshape(x.shape), "dweight": dweight, "dbias": dbias}

@@ -9,15 +9,15 @@ their operations run in float32 and round each result. Scores are materialised.
 import functools
 from typing import Any
 
-from cupyflash.grouped import (
+from cupyflash.attention.grouped import (
     array_namespace,
     group_sinks,
     grouped_matmul,
     grouped_matmul_transposed,
     sum_to_shape,
 )
+from cupyflash.attention.score import BIAS_LIMIT, ScoreFunction, group_bias
 from cupyflash.philox import Dropout
-from cupyflash.score import BIAS_LIMIT, ScoreFunction, group_bias
 
 EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 

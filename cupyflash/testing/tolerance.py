@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy
 
-from cupyflash import reference
-from cupyflash.grouped import Array, array_namespace
+from cupyflash.attention import reference
+from cupyflash.attention.grouped import Array, array_namespace
 from cupyflash.testing.inputs import Inputs, to_library
 from cupyflash.testing.same_precision import EPSILON, same_precision_attention
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy
 
-from cupyflash import transformer_reference as reference
 from cupyflash.testing.norms import numpy_dtype, to_numpy64
 from cupyflash.testing.tolerance import assert_close_to_float64
+from cupyflash.transformer import reference
 
 Array = numpy.ndarray
 EPS = 1e-5

@@ -8,7 +8,7 @@
 Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019.
 """
 
-from cupyflash.sampling import Sampling
+from cupyflash.decode.sampling import Sampling
 
 from .config import Gpt2Config
 from .model import Gpt2

@@ -11,7 +11,7 @@ import numpy
 
 import cupyflash
 from cupyflash.array import Array
-from cupyflash.cached_attention import attention_with_cache
+from cupyflash.decode.cached_attention import attention_with_cache
 
 from .cache import KvCache
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from cupyflash.array import Array
-from cupyflash.kv_cache import cache_append
+from cupyflash.decode.kv_cache import cache_append
 
 from .config import Gpt2Config
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from cupyflash.sampling import Sampling
+from cupyflash.decode.sampling import Sampling
 
 from .config import SIZES
 from .layers import MODES

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cupyflash.array import Array
-from cupyflash.embedding import embedding
-from cupyflash.sampling import DecodeState, Sampling, sample
+from cupyflash.decode.embedding import embedding
+from cupyflash.decode.sampling import DecodeState, Sampling, sample
 
 from . import layers
 from .attention import PromptAttention, TokenAttention

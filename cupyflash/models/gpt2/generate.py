@@ -7,7 +7,7 @@ import numpy
 
 from cupyflash.array import Array
 from cupyflash.checks import is_integer
-from cupyflash.sampling import Sampling
+from cupyflash.decode.sampling import Sampling
 
 from .config import Gpt2Config
 from .decoder import Decoder

@@ -15,8 +15,8 @@ import numpy
 
 import cupyflash
 from cupyflash.array import Array
-from cupyflash.embedding import embedding
-from cupyflash.transformer_block import BlockWeights
+from cupyflash.decode.embedding import embedding
+from cupyflash.transformer.block import BlockWeights
 
 from .attention import namespace
 from .config import Gpt2Config

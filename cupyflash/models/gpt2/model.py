@@ -9,8 +9,8 @@ import numpy
 
 from cupyflash import machine
 from cupyflash.array import Array
-from cupyflash.sampling import GREEDY, Sampling
-from cupyflash.transformer_block import BlockStack
+from cupyflash.decode.sampling import GREEDY, Sampling
+from cupyflash.transformer.block import BlockStack
 
 from . import generate
 from .cache import Room, free_memory

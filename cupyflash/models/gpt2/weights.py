@@ -12,7 +12,7 @@ import numpy
 
 from cupyflash import machine
 from cupyflash.array import Array
-from cupyflash.transformer_block import BlockWeights
+from cupyflash.transformer.block import BlockWeights
 
 from .config import Gpt2Config
 

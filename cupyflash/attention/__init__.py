@@ -1,0 +1,1 @@
+"""Attention: from the arrays of a call to the kernels of ``cuda_src/attention``."""

@@ -1,0 +1,148 @@
+"""Attention in the vocabulary of this library; flash-attn's own signatures are in flash_attn.py."""
+
+from ..array import Array
+from .dispatch import backward, forward
+from .extras import NO_EXTRAS, Extras, Gradients
+
+Window = tuple[int | None, int | None] | None
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """softmax(scale * q k^T) v without the matrix of scores in memory.
+
+    Arrays are CuPy arrays, torch tensors (with autograd), or anything with DLPack or
+    ``__cuda_array_interface__``; NumPy arrays and torch CPU tensors are computed on the CPU.
+    Strides are free but for a contiguous last dimension, and nothing is copied.
+
+    Query head h reads key head ``h // (heads_q // heads_kv)``. Query i lies on the diagonal at key
+    ``i + seqlen_k - seqlen_q`` (with "top-left": at key i). A query that sees no key gives 0 and an
+    LSE of -inf.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; head_dim a multiple
+            of 8 up to 256.
+        k: (batch, seqlen_k, heads_kv, head_dim), dtype of q.
+        v: like k.
+        causal: no key right of the diagonal. True is "bottom-right"; "top-left" is what SDPA does.
+        scale: of the scores; default ``1 / sqrt(head_dim)``.
+        window: (left, right), the keys seen on each side of the diagonal; None or -1 is unlimited.
+        softcap: scores become ``softcap * tanh(score / softcap)``, unless 0.
+        alibi_slopes: float32 (heads_q,) or (batch, heads_q); subtracts slope * distance to the
+            diagonal from a score.
+        bias: added to the scores, after softcap and ALiBi: broadcasts to (batch, heads_q, seqlen_q,
+            seqlen_k), whatever the layout; any strides. Dtype of q, float32, or bool, where False
+            is -inf. Below -2^24, where float32 has no digit left for the score, means -inf too.
+        sinks: (heads_q,), float32 or dtype of q: a logit beside those of the keys, without a value;
+            it enters the LSE. A query that sees no key has it as its LSE.
+        dropout_p: probability, in steps of 2^-16, with which a weight becomes 0 after the softmax;
+            the others are divided by 1 - dropout_p. The LSE is that of all weights.
+        dropout_seed: from 0 to 2^63 - 1, or int64 of one element on the device of q; equal seeds
+            drop the same weights. None draws one from the generator of the library.
+        seqused_q: int32 (batch,), the rows of each sequence that count; the others are not read,
+            their out is 0, their LSE -inf. The bottom-right diagonal ends at these lengths.
+        seqused_k: the same for keys. The values are checked on the CPU, and on a GPU with
+            CUPYFLASH_DEBUG=1.
+        layout: "bshd", or "bhsd" with axes 1 and 2 of q, k, v and the result swapped.
+        return_lse: return (out, lse); lse float32 (batch, heads_q, seqlen_q), natural logarithm.
+
+    Returns:
+        out like q, in the library and on the device and stream of q.
+
+    Raises:
+        TypeError: dtypes, libraries.
+        ValueError: shapes, strides, devices, values of options.
+        NotImplementedError: a GPU, or a forced kernel family, that cannot compute this.
+
+    Sources: FlashAttention-2, arXiv:2307.08691; sinks: gpt-oss, arXiv:2508.10925; random numbers:
+    Philox4x32-7, Salmon et al. 2011.
+    """
+    options = (causal, scale, _hashable(window), softcap, layout, None, dropout_p)
+    extras = _extras(alibi_slopes, bias, sinks, dropout_p, dropout_seed, seqused_q, seqused_k)
+    out, lse = forward("attention", q, k, v, options, extras, need_lse=return_lse)
+    return (out, lse) if return_lse else out
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    layout: str = "bshd",
+    bias_grad: bool = False,
+    deterministic: bool = False,
+) -> tuple[Array, Array, Array] | Gradients:
+    """Gradients of `attention` for libraries without autograd.
+
+    Args:
+        dout: gradient of out, like q.
+        q, k, v: inputs of the forward.
+        out, lse: its results.
+        causal to layout: as in the forward; dropout needs the seed that the forward had.
+        bias_grad: also the gradient of the bias, summed over the axes on which it is broadcast.
+        deterministic: sum dq in a fixed order, so that equal calls give equal bits; slower. Not
+            with the gradient of a bias that is broadcast.
+
+    Returns:
+        (dq, dk, dv), like q, k and v; with sinks or bias_grad a named tuple (dq, dk, dv, dbias,
+        dsinks), None where there is none.
+
+    Raises:
+        As `attention`.
+    """
+    options = (causal, scale, _hashable(window), softcap, layout, None, dropout_p)
+    extras = _extras(alibi_slopes, bias, sinks, dropout_p, dropout_seed, seqused_q, seqused_k)
+    gradients = backward(
+        "attention_backward", dout, q, k, v, out, lse, options, extras, deterministic, bias_grad
+    )
+    return gradients if bias_grad or sinks is not None else gradients[:3]
+
+
+def _extras(
+    alibi_slopes: Array | None,
+    bias: Array | None,
+    sinks: Array | None,
+    dropout_p: float,
+    dropout_seed: int | Array | None,
+    seqused_q: Array | None,
+    seqused_k: Array | None,
+) -> Extras:
+    plain = alibi_slopes is bias is sinks is seqused_q is seqused_k is None
+    if plain and dropout_p == 0:
+        return NO_EXTRAS
+    return Extras(None, None, alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
+
+
+def _hashable(window: Window) -> Window:
+    return tuple(window) if isinstance(window, list) else window

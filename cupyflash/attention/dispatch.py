@@ -1,0 +1,258 @@
+"""From the arrays of a call to the plan that computes it: GPU or CPU, cached or new.
+
+The hot path is one dictionary lookup: shapes, strides, dtypes, devices and options of a call are
+the key, and everything that follows from them, checks included, is done once and kept in the plan.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy
+
+from .. import environment
+from ..array import Array, compiling, from_foreign, library_of, to_foreign
+from ..kernel_launch import keep
+from . import cpu
+from .extras import NO_EXTRAS, NO_POINTERS, Extras, Gradients
+from .plan import BackwardPlan, ForwardPlan
+from .problem import (
+    Options,
+    Problem,
+    check,
+    check_bias_gradient,
+    check_cu_seqlens,
+    check_lse,
+    check_seqused,
+)
+
+BIAS = Extras._fields.index("bias")
+
+_forward_plans: dict[tuple, ForwardPlan] = {}
+_backward_plans: dict[tuple, BackwardPlan] = {}
+
+
+def forward(
+    function: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    options: tuple,
+    extras: Extras = NO_EXTRAS,
+    deterministic: bool = False,
+    need_lse: bool = False,
+) -> tuple[Array, Array | None]:
+    """(out, lse) in the library of q, with gradients where torch wants them.
+
+    Args:
+        options: the fields of `Options`; a plain tuple costs less.
+        need_lse: otherwise lse may be None.
+    """
+    if compiling():
+        from . import torch_ops
+
+        return torch_ops.compiled(function, q, k, v, options, extras, deterministic)
+    library = library_of(q)
+    if library is None:
+        q_, k, v, extras = _imported(function, q, k, v, extras=extras)
+        results = forward(function, q_, k, v, options, extras, need_lse=need_lse)
+        return tuple(None if x is None else to_foreign(x, q) for x in results)
+    if not type(q) is type(k) is type(v):  # subclasses and strangers
+        _check_library(function, library, {"k": k, "v": v})
+    wants_gradient = library.wants_gradient(q, k, v)
+    if extras is not NO_EXTRAS:
+        extras = prepared(function, library, q, options, extras)
+        wants_gradient = library.wants_gradient(q, k, v, *extras.learned)
+    if library.watched(q):
+        from . import torch_ops
+
+        q, k, v, extras = torch_ops.autocast(q, k, v, extras)
+        if library.traced(q):
+            return torch_ops.attention(function, q, k, v, options, extras, deterministic)
+    if wants_gradient:
+        from .autograd import attention_with_gradient
+
+        return attention_with_gradient(function, q, k, v, options, extras, deterministic)
+    return forward_without_gradient(function, library, q, k, v, options, extras, need_lse)
+
+
+def forward_without_gradient(
+    function: str,
+    library: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    options: tuple,
+    extras: Extras,
+    need_lse: bool,
+) -> tuple[Array, Array | None]:
+    """`forward` of arrays of one known library; the extras are `prepared`."""
+    if library.on_cpu(q):
+        _checked(function, library, {"q": q, "k": k, "v": v}, options, extras)
+        return cpu.forward(library, q, k, v, Options(*options), extras)
+    pointer, signature = library.pointer, library.signature
+    settings = environment.current()
+    q_, k_, v_ = pointer(q), pointer(k), pointer(v)
+    aligned = (q_ | k_ | v_) % 16 == 0
+    converted, extra_signatures, extra_pointers = _for_kernels(library, extras)
+    bias_aligned = extra_pointers[BIAS] % 16 == 0
+    key = (
+        signature(q), signature(k), signature(v), options, aligned, settings.family,
+        extra_signatures, bias_aligned,
+    )  # fmt: skip
+    plan = _forward_plans.get(key)
+    if plan is None or settings.debug:
+        problem = _checked(function, library, {"q": q, "k": k, "v": v}, options, extras)
+        problem = dataclasses.replace(problem, bias_aligned=bias_aligned)
+        access = problem.access(0 if aligned else 1)
+        view = library.view(q)
+        plan = ForwardPlan(function, problem, access, library, view, Options(*options))
+        keep(_forward_plans, key, plan)
+    return plan(q, q_, k_, v_, extra_pointers, need_lse)
+
+
+def backward(
+    function: str,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    options: tuple,
+    extras: Extras = NO_EXTRAS,
+    deterministic: bool = False,
+    bias_grad: bool = False,
+) -> Gradients:
+    """Gradients in the library of q: of the sinks if there are any, of the bias if asked for."""
+    library = library_of(q)
+    if library is None:
+        *tensors, extras = _imported(function, dout, q, k, v, out, lse, extras=extras)
+        found = backward(function, *tensors, options, extras, deterministic, bias_grad)
+        return Gradients(*(None if x is None else to_foreign(x, q) for x in found))
+    tensors = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
+    _check_library(function, library, {**tensors, "lse": lse})
+    if extras is not NO_EXTRAS:
+        if extras.dropout_seed is None and Options(*options).dropout_p:
+            raise ValueError(
+                f"{function}: dropout_p needs the dropout_seed of the forward, got None"
+            )
+        extras = prepared(function, library, q, options, extras)
+    if library.on_cpu(q):
+        problem = _checked(function, library, tensors, options, extras)
+        check_lse(function, problem, library.view(lse))
+        check_bias_gradient(function, problem, bias_grad)
+        tensors = (dout, q, k, v, out, lse)
+        return cpu.backward(library, *tensors, Options(*options), extras, bias_grad)
+    pointer, signature = library.pointer, library.signature
+    settings = environment.current()
+    aligned = (pointer(q) | pointer(k) | pointer(v) | pointer(dout)) % 16 == 0
+    converted, extra_signatures, extra_pointers = _for_kernels(library, extras)
+    bias_aligned = extra_pointers[BIAS] % 16 == 0
+    signatures = tuple(map(signature, (dout, q, k, v, out, lse)))
+    key = (
+        signatures, options, aligned, settings.family, deterministic, bias_grad, extra_signatures,
+        bias_aligned,
+    )  # fmt: skip
+    plan = _backward_plans.get(key)
+    if plan is None or settings.debug:
+        problem = _checked(function, library, tensors, options, extras)
+        problem = dataclasses.replace(problem, bias_aligned=bias_aligned)
+        check_lse(function, problem, library.view(lse))
+        check_bias_gradient(function, problem, bias_grad)
+        views = {name: library.view(x) for name, x in tensors.items()}
+        access = problem.access(0 if aligned else 1)
+        plan = BackwardPlan(
+            function, problem, access, library, views, Options(*options), deterministic, bias_grad
+        )
+        keep(_backward_plans, key, plan)
+    lse = library.contiguous(lse)
+    dq, dk, dv, dbias, dsinks = plan(dout, q, k, v, out, lse, extra_pointers)
+    if dbias is not None:
+        dbias = library.cast(dbias, extras.bias).reshape(extras.bias.shape)
+    dsinks = None if dsinks is None else library.cast(dsinks, extras.sinks)
+    return Gradients(dq, dk, dv, dbias, dsinks)
+
+
+def prepared(function: str, library: Any, q: Array, options: tuple, extras: Extras) -> Extras:
+    """The optional arrays, all of the library of q, with an array for the seed if there is dropout.
+
+    Raises:
+        TypeError: an array of another library, or a seed of another kind.
+        ValueError: a seed out of range.
+    """
+    extras = with_seed(function, library, q, options, extras)
+    _check_library(function, library, _given(extras))
+    return extras
+
+
+def with_seed(function: str, library: Any, q: Array, options: tuple, extras: Extras) -> Extras:
+    """An array for the seed if there is dropout, no seed otherwise."""
+    seed = extras.dropout_seed
+    if not Options(*options).dropout_p:
+        seed = None
+    elif seed is None:
+        seed = library.random_seed(q)
+    elif isinstance(seed, int | numpy.integer) and not isinstance(seed, bool):
+        if not 0 <= seed < 2**63:
+            fact = "dropout_seed must be at least 0 and less than 2**63"
+            raise ValueError(f"{function}: {fact}, got {seed}")
+        seed = library.seed(int(seed), q)
+    return extras._replace(dropout_seed=seed)
+
+
+def _checked(
+    function: str, library: Any, tensors: dict[str, Array], options: tuple, extras: Extras
+) -> Problem:
+    """The `Problem` of a call; reads lengths where that is free or debugging asks for it."""
+    options = Options(*options)
+    views = {name: library.view(x) for name, x in _given(extras).items()}
+    tensor_views = {name: library.view(x) for name, x in tensors.items()}
+    problem = check(function, tensor_views, options, views)
+    if problem.device < 0 or environment.current().debug:
+        for name, x in _given(extras).items():
+            rows = tensors["q" if name.endswith("_q") else "k"].shape[0]
+            if name.startswith("cu_seqlens"):
+                longest = options.max_seqlens[name == "cu_seqlens_k"]
+                check_cu_seqlens(function, name, library.to_list(x), rows, longest)
+            elif name.startswith("seqused"):
+                check_seqused(function, name, library.to_list(x), problem)
+    return problem
+
+
+def _given(extras: Extras) -> dict[str, Array]:
+    """The optional arrays that are there, by name."""
+    return {name: x for name, x in extras._asdict().items() if x is not None}
+
+
+def _for_kernels(library: Any, extras: Extras) -> tuple[Extras, tuple | None, tuple[int, ...]]:
+    """The optional arrays as kernels take them, signatures of those given, pointers of those taken.
+
+    The caller holds the first until the launch: the memory of a converted array is free after it.
+    """
+    if extras is NO_EXTRAS:
+        return NO_EXTRAS, None, NO_POINTERS
+    signatures = tuple(None if x is None else library.signature(x) for x in extras)
+    if extras.sinks is not None:
+        extras = extras._replace(sinks=library.float32(extras.sinks))
+    pointers = tuple(0 if x is None else library.pointer(x) for x in extras)
+    return extras, signatures, pointers
+
+
+def _check_library(function: str, library: Any, arrays: dict[str, Array]) -> None:
+    for name, x in arrays.items():
+        if library_of(x) is not library:
+            got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
+            got = got.removeprefix("builtins.")
+            raise TypeError(f"{function}: {name} must be a {library.name} like q, got {got}")
+
+
+def _imported(function: str, *arrays: Array, extras: Extras) -> list[Any]:
+    """Arrays of unknown libraries as NumPy or CuPy arrays on the same memory, extras last."""
+
+    def imported(x: Array) -> Array:
+        known = x is None or isinstance(x, int) or library_of(x)
+        return x if known else from_foreign(function, x)
+
+    if extras is not NO_EXTRAS:
+        extras = Extras(*map(imported, extras))
+    return [*map(imported, arrays), extras]

@@ -1,0 +1,54 @@
+"""Kernel families: which configurations of which kernels compute a problem, one module a family.
+
+A family module has
+
+* ``supports(dtype, head_dim, access, features, capability, *, backward) -> bool``
+* ``forward(dtype, head_dim, features, capability)``, the configuration of one kernel
+* ``backward(…)``, the configurations in launch order
+* ``PACKED``, the configurations that packed sequences need besides
+* ``configurations(capability)``, everything those two can return: for warm-up and tests
+"""
+
+from types import ModuleType
+
+from ...kernel_config import Access, Features
+from . import simt, sm80, sm90
+
+FAMILIES: dict[str, ModuleType] = {"sm90": sm90, "sm80": sm80, "simt": simt}  # the fastest first
+
+_ACCESS = {
+    Access.ELEMENT: "not 16-byte aligned",
+    Access.VECTOR: "16-byte aligned, zero, negative or huge strides",
+    Access.TENSOR_MAP: "16-byte aligned",
+}
+
+
+def choose(
+    function: str,
+    forced: str | None,
+    dtype: str,
+    head_dim: int,
+    access: Access,
+    features: Features,
+    capability: tuple[int, int],
+    *,
+    backward: bool,
+) -> ModuleType:
+    """The first family that supports the problem, or the forced one.
+
+    Raises:
+        NotImplementedError: none does, or the forced one does not.
+    """
+    candidates = FAMILIES if forced is None else {forced: FAMILIES.get(forced)}
+    problem = (dtype, head_dim, access, features, capability)
+    for family in candidates.values():
+        if family and family.supports(*problem, backward=backward):
+            return family
+    got = f"{dtype}, head_dim {head_dim}, {_ACCESS[access]}, compute capability {capability}"
+    if forced:
+        raise NotImplementedError(
+            f"{function}: the kernel family {forced} (CUPYFLASH_FAMILY) does not support {got}"
+        )
+    raise NotImplementedError(
+        f"{function}: needs a GPU of compute capability {simt.MIN_CAPABILITY} or newer, got {got}"
+    )

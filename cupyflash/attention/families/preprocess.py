@@ -1,0 +1,55 @@
+"""The first kernels of every backward pass, the same for all families."""
+
+import dataclasses
+from typing import ClassVar
+
+from ...kernel_config import KernelConfig
+from ..params import ACCUM_ROW_ALIGN, AttentionShape, FlashBwdParams
+
+THREADS = 128
+ROWS_PER_BLOCK = 32  # eight rows a warp, as in flash_bwd_preprocess.cu
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdPreprocess(KernelConfig):
+    """delta and lse_log2 of every query row; zeroes the accumulators.
+
+    Attributes:
+        dtype: of dout and out.
+        accum_dim: columns of ``dq_accum``; 0 if the family has none.
+    """
+
+    source: ClassVar[str] = "attention/flash_bwd_preprocess.cu"
+    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+
+    dtype: str
+    accum_dim: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return THREADS
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks; they also cover the padding rows of each sequence."""
+        rows = -(-shape.seqlen_q // ACCUM_ROW_ALIGN) * ACCUM_ROW_ALIGN
+        return rows // ROWS_PER_BLOCK * shape.heads_q * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdSinks(KernelConfig):
+    """The gradient of the sinks, where there are any: a block sums over the rows of one head."""
+
+    source: ClassVar[str] = "attention/flash_bwd_sinks.cu"
+    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+
+    num_warps: int = 8
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_warps * 32
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return shape.heads_q

@@ -1,0 +1,160 @@
+"""Family ``simt``: plain CUDA, any GPU, any strides and alignment, all three dtypes.
+
+The readable family, and the fallback for everything that the others cannot take.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import ClassVar
+
+from ...kernel_config import ITEM_SIZE, Access, Features, KernelConfig
+from ..params import AttentionShape, FlashBwdParams, FlashFwdParams
+from .preprocess import FlashBwdPreprocess, FlashBwdSinks
+
+Capability = tuple[int, int]  # compute capability: (major, minor)
+
+MIN_CAPABILITY = (6, 0)
+HEAD_DIMS = (32, 64, 128, 192, 256)  # sizes of the accumulators; others are rounded up
+THREADS = 128
+SWITCHES = ("softcap", "alibi", "bias", "dropout")  # of the features: template parameters
+PACKED = ()  # packed sequences need no kernel of their own
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashFwdSimt(KernelConfig):
+    """Forward: a block computes ``block_m`` query rows of one head."""
+
+    source: ClassVar[str] = "attention/flash_fwd_simt.cu"
+    params: ClassVar[type[FlashFwdParams]] = FlashFwdParams
+
+    dtype: str
+    head_dim: int
+    block_m: int
+    softcap: bool
+    alibi: bool
+    bias: int
+    dropout: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return THREADS
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdDkdvSimt(KernelConfig):
+    """Backward, dK and dV: a block computes ``block_n`` keys of one key head."""
+
+    source: ClassVar[str] = "attention/flash_bwd_dkdv_simt.cu"
+    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+
+    dtype: str
+    head_dim: int
+    block_n: int
+    softcap: bool
+    alibi: bool
+    bias: int
+    dropout: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return THREADS
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdDqSimt(KernelConfig):
+    """Backward, dQ: a block computes ``block_m`` query rows of one head."""
+
+    source: ClassVar[str] = "attention/flash_bwd_dq_simt.cu"
+    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+
+    dtype: str
+    head_dim: int
+    block_m: int
+    softcap: bool
+    alibi: bool
+    bias: int
+    dropout: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return THREADS
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
+
+
+def supports(
+    dtype: str,
+    head_dim: int,
+    access: Access,
+    features: Features,
+    capability: Capability,
+    *,
+    backward: bool,
+) -> bool:
+    """Whether this family computes such a problem; access, features and pass do not matter."""
+    return dtype in ITEM_SIZE and head_dim <= HEAD_DIMS[-1] and capability >= MIN_CAPABILITY
+
+
+def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSimt:
+    """The forward kernel; the same for every GPU."""
+    padded = _padded(head_dim)
+    # 16-bit loads take a few registers more, and 64 rows x 256 columns leave none; nor do 64 x 128
+    # for a bias or dropout.
+    widest = 64 if features.bias or features.dropout else 256 if dtype == "float32" else 192
+    block_m = 64 if padded <= widest else 32
+    return FlashFwdSimt(dtype, padded, block_m, *_switches(features))
+
+
+def backward(
+    dtype: str, head_dim: int, features: Features, capability: Capability
+) -> tuple[FlashBwdPreprocess, FlashBwdDkdvSimt, FlashBwdDqSimt]:
+    """The backward kernels in launch order; the same for every GPU."""
+    padded, switches = _padded(head_dim), _switches(features)
+    # Two accumulators of 64 rows x 192 columns are more than the registers of 128 threads; those of
+    # 128 columns leave none for the derivative of the softcap, ALiBi, bias and dropout; nor does
+    # one of 192 columns for the last two.
+    block_n = 64 if padded <= (64 if any(switches) else 128) else 32
+    block_m = 64 if padded <= (128 if features.bias or features.dropout else 256) else 32
+    return (
+        FlashBwdPreprocess(dtype, accum_dim=0),
+        FlashBwdDkdvSimt(dtype, padded, block_n, *switches),
+        FlashBwdDqSimt(dtype, padded, block_m, *switches),
+    )
+
+
+def configurations(capability: Capability) -> Iterator[KernelConfig]:
+    """Every configuration that ``forward`` and ``backward`` can pick, each once."""
+    if capability < MIN_CAPABILITY:
+        return
+    yield FlashBwdSinks()
+    both = (False, True)
+    for dtype in ITEM_SIZE:
+        yield FlashBwdPreprocess(dtype, accum_dim=0)
+        biases = range(3 if dtype == "float32" else 4)  # float32 is the dtype of q
+        for head_dim, *values in itertools.product(HEAD_DIMS, both, both, biases, both):
+            features = Features(**dict(zip(SWITCHES, values)))
+            problem = (dtype, head_dim, features, capability)
+            yield forward(*problem)
+            yield from backward(*problem)[1:]
+
+
+def _switches(features: Features) -> tuple[bool | int, ...]:
+    return tuple(getattr(features, name) for name in SWITCHES)
+
+
+def _padded(head_dim: int) -> int:
+    return next(size for size in HEAD_DIMS if size >= head_dim)

@@ -1,0 +1,210 @@
+"""Family ``sm90``: wgmma tensor cores fed by the copy engine of Hopper, float16 and bfloat16.
+
+Needs compute capability 9.0 itself: its instructions (sm_90a) exist on no other GPU.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import ClassVar
+
+from ...kernel_config import Access, Features, KernelConfig
+from ..params import AttentionShape, FlashFwdSm90Params, SequenceMapsParams
+from . import sm90_backward
+from .sm90_backward import BIAS_BOXES, WARPGROUP, box_columns
+
+Capability = tuple[int, int]  # compute capability: (major, minor)
+
+CAPABILITY = (9, 0)
+DTYPES = ("float16", "bfloat16")
+
+# head dim: block_m, block_n, q_stages, kv_stages
+FORWARD_TILES = {
+    64: (192, 128, 2, 2),
+    96: (128, 160, 2, 2),
+    128: (128, 128, 2, 2),
+    192: (128, 112, 1, 2),
+    256: (128, 80, 1, 2),
+}
+# Smaller ones: where sequences are short, much of a large tile on a mask's diagonal is wasted; and
+# softcap and ALiBi need more registers than a third of the file.
+FORWARD_TILES_LOW = {64: (128, 128, 2, 3), 256: (128, 64, 1, 2)}
+# And a bias more still.
+FORWARD_TILES_BIAS = {
+    64: (128, 112, 2, 3),
+    96: (128, 112, 2, 2),
+    128: (128, 96, 2, 2),
+    192: (128, 80, 1, 2),
+    256: (128, 64, 1, 2),
+}
+# But not one that comes in boxes, which have a place in shared memory.
+FORWARD_TILES_BOXES = {
+    64: (128, 128, 2, 3),
+    96: (128, 128, 2, 2),
+    128: (128, 128, 2, 2),
+    192: (128, 96, 1, 2),
+    256: (128, 64, 1, 2),
+}
+
+
+MAX_SPLITS = 32  # blocks that share a tile: a lane each in the kernel that combines
+COMBINE_ROWS = 4  # of a block of that kernel, a warp each
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashFwdSm90(KernelConfig):
+    """Forward: warpgroups of 64 rows each compute a tile, another one loads it."""
+
+    source: ClassVar[str] = "attention/flash_fwd_sm90.cu"
+    params: ClassVar[type[FlashFwdSm90Params]] = FlashFwdSm90Params
+    persistent: ClassVar[bool] = True
+    tiles_of: ClassVar[str] = "q"
+
+    dtype: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    q_stages: int
+    kv_stages: int
+    softcap: bool
+    alibi: bool
+    bias: int
+    dropout: bool
+    split: bool
+    smem_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.block_m // 64 + 1) * WARPGROUP
+
+    @property
+    def boxes(self) -> dict[str, int]:
+        """Rows of a box of each tensor map."""
+        return {"q": 64, "k": self.block_n, "v": self.block_n, "out": 64}
+
+    @property
+    def bias_box_rows(self) -> int:
+        """Rows of a box of the map of the bias: those of a warpgroup."""
+        return 64 if self.bias == BIAS_BOXES else 0
+
+    @property
+    def tile_rows(self) -> int:
+        """Queries of a tile."""
+        return self.block_m
+
+    @property
+    def combine(self) -> "FlashFwdCombineSm90":
+        """What follows ``split_keys()``."""
+        return FlashFwdCombineSm90(self.dtype, self.head_dim, COMBINE_ROWS, MAX_SPLITS)
+
+    def split_keys(self) -> "FlashFwdSm90":
+        """The same for blocks that share the keys of a tile."""
+        return dataclasses.replace(self, split=True)
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of tiles."""
+        return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashFwdCombineSm90(KernelConfig):
+    """Forward, where blocks have shared the keys of a tile: puts their results together."""
+
+    source: ClassVar[str] = "attention/flash_fwd_combine_sm90.cu"
+    params: ClassVar[type[FlashFwdSm90Params]] = FlashFwdSm90Params
+
+    dtype: str
+    head_dim: int
+    rows: int
+    max_splits: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.rows * 32
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return -(-shape.seqlen_q // self.rows) * shape.heads_q * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceMapsSm90(KernelConfig):
+    """A tensor map for each packed sequence, before the forward and the backward kernels."""
+
+    source: ClassVar[str] = "attention/sequence_maps_sm90.cu"
+    params: ClassVar[type[SequenceMapsParams]] = SequenceMapsParams
+
+    num_maps: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_maps * 32
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return shape.batch
+
+
+SEQUENCE_MAPS = SequenceMapsSm90(num_maps=4)
+PACKED = (SEQUENCE_MAPS,)
+
+
+def supports(
+    dtype: str,
+    head_dim: int,
+    access: Access,
+    features: Features,
+    capability: Capability,
+    *,
+    backward: bool,
+) -> bool:
+    """Whether this family computes such a problem; the pass does not matter to it."""
+    fits = dtype in DTYPES and head_dim <= max(FORWARD_TILES)
+    return fits and access >= Access.TENSOR_MAP and capability == CAPABILITY
+
+
+def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSm90:
+    """The forward kernel."""
+    padded = _padded(head_dim)
+    bias = BIAS_BOXES if features.bias_boxes else features.bias
+    switches = (features.softcap, features.alibi, bias, features.dropout)
+    tile = FORWARD_TILES[padded]
+    if features.masked and features.short or any(switches):
+        tile = FORWARD_TILES_LOW.get(padded, tile)
+    if bias:
+        tile = (FORWARD_TILES_BOXES if bias == BIAS_BOXES else FORWARD_TILES_BIAS)[padded]
+    block_m, block_n, q_stages, kv_stages = tile
+    smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * box_columns(padded) * 2
+    if bias == BIAS_BOXES:
+        smem_bytes += block_m * box_columns(block_n) * 2
+    return FlashFwdSm90(dtype, padded, *tile, *switches, False, smem_bytes)
+
+
+def backward(
+    dtype: str, head_dim: int, features: Features, capability: Capability
+) -> tuple[KernelConfig, ...]:
+    """The backward kernels in launch order."""
+    return sm90_backward.backward(dtype, head_dim, features)
+
+
+def configurations(capability: Capability) -> Iterator[KernelConfig]:
+    """Every configuration that ``forward`` and ``backward`` can pick, each once."""
+    if capability != CAPABILITY:
+        return
+    yield from PACKED
+    seen = set()
+    both = (False, True)
+    biases = [(kind, False) for kind in range(4)] + [(1, True)]
+    values = itertools.product(both, both, both, both, biases, both)
+    all_features = [Features(*x, *bias[:1], dropout, *bias[1:]) for *x, bias, dropout in values]
+    for problem in itertools.product(DTYPES, FORWARD_TILES, all_features, [capability]):
+        kernels = (*forward(*problem).with_splits(), *backward(*problem))
+        yield from (config for config in kernels if config not in seen)
+        seen.update(kernels)
+
+
+def _padded(head_dim: int) -> int:
+    return next(size for size in FORWARD_TILES if size >= head_dim)

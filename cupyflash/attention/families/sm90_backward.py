@@ -1,0 +1,169 @@
+"""Backward kernels of the family ``sm90``: two main kernels, by the width of the heads."""
+
+import dataclasses
+from typing import ClassVar
+
+from ...kernel_config import Features, KernelConfig
+from ..params import AttentionShape, FlashBwdParams, FlashBwdSm90Params
+from .preprocess import FlashBwdPreprocess
+
+WARPGROUP = 128  # threads
+NUM_STAGES = 2  # of Q and dO
+BIAS_BOXES = 4  # the switch `bias` of kernels that read it through a tensor map, as in bias.cuh
+
+# head dim: block_m, block_n
+TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128)}
+# The derivative of the softcap, or dropout, needs registers that the widest tile does not leave.
+TILES_ONE = TILES | {64: (64, 128)}
+# Several of them, or a bias beside one, need more than a warpgroup has that owns 128 columns of dK
+# and dV.
+TILES_SEVERAL = {64: (64, 128), 96: (64, 128)}
+
+# head dim: block_m, block_n, groups
+WIDE_TILES = {192: (64, 96, 3), 256: (64, 64, 2)}
+# Three warpgroups have no registers for the derivative of the softcap, a bias or dropout.
+WIDE_TILES_SCORE = {128: (64, 64, 2), 256: (64, 64, 2)}
+
+
+class MainKernel(KernelConfig):
+    """What the two share: a tile of ``block_n`` keys walks over ``block_m`` queries at a time."""
+
+    params: ClassVar[type[FlashBwdSm90Params]] = FlashBwdSm90Params
+    persistent: ClassVar[bool] = True
+    tiles_of: ClassVar[str] = "k"
+
+    @property
+    def tile_rows(self) -> int:
+        """Keys of a tile."""
+        return self.block_n
+
+    @property
+    def boxes(self) -> dict[str, int]:
+        """Rows of a box of each tensor map."""
+        return {"q": self.block_m, "k": self.block_n, "v": self.block_n, "dout": self.block_m}
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of tiles."""
+        return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdSm90(MainKernel):
+    """Backward: a block computes dK and dV of ``block_n`` keys, a warpgroup of 64 of them."""
+
+    source: ClassVar[str] = "attention/flash_bwd_sm90.cu"
+
+    dtype: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    softcap: bool
+    alibi: bool
+    bias: int
+    dropout: bool
+    smem_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.block_n // 64 + 1) * WARPGROUP
+
+    @property
+    def bias_box_rows(self) -> int:
+        """Rows of a box of the map of the bias: all queries of a step."""
+        return self.block_m if self.bias == BIAS_BOXES else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdWideSm90(MainKernel):
+    """The same for wide heads: ``groups`` warpgroups share the columns of dK and dV."""
+
+    source: ClassVar[str] = "attention/flash_bwd_wide_sm90.cu"
+
+    dtype: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    groups: int
+    softcap: bool
+    alibi: bool
+    bias: int
+    dropout: bool
+    smem_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.groups + 1) * WARPGROUP
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdPostprocessSm90(KernelConfig):
+    """Backward, last: dQ from its float32 accumulator; a block converts 64 rows of one head."""
+
+    source: ClassVar[str] = "attention/flash_bwd_postprocess_sm90.cu"
+    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+
+    dtype: str
+    head_dim: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return -(-self.head_dim // 64) * WARPGROUP
+
+    def grid(self, shape: AttentionShape) -> int:
+        """Number of blocks."""
+        return -(-shape.seqlen_q // 64) * shape.heads_q * shape.batch
+
+
+def backward(dtype: str, head_dim: int, features: Features) -> tuple[KernelConfig, ...]:
+    """The backward kernels in launch order."""
+    softcap, alibi, bias, dropout = switches = (
+        features.softcap, features.alibi, features.bias, features.dropout
+    )  # fmt: skip
+    tiles = TILES_ONE if softcap or dropout else TILES
+    if softcap + dropout + bool(bias) > 1 or (softcap and alibi):
+        tiles = TILES_SEVERAL
+    wide_tiles = WIDE_TILES_SCORE if softcap or bias or dropout else WIDE_TILES
+    padded = next(size for size in sorted(tiles | wide_tiles) if size >= head_dim)
+    if padded in tiles:
+        if features.bias_boxes:
+            switches = (softcap, alibi, BIAS_BOXES, dropout)
+        main = _main(dtype, padded, *tiles[padded], switches)
+    else:
+        main = _main_wide(dtype, padded, *wide_tiles[padded], switches)
+    return (
+        FlashBwdPreprocess(dtype, accum_dim=padded),
+        main,
+        FlashBwdPostprocessSm90(dtype, padded),
+    )
+
+
+def _main(dtype: str, head_dim: int, block_m: int, block_n: int, switches: tuple) -> FlashBwdSm90:
+    columns = box_columns(head_dim)
+    kv_bytes = 2 * block_n * columns * 2
+    stage_bytes = (2 * block_m * columns + block_m * block_n) * 2  # Q, dO, dS
+    dq_bytes = block_m * columns * 4
+    bias_bytes = block_m * block_n * 2 if BIAS_BOXES in switches else 0
+    smem_bytes = kv_bytes + NUM_STAGES * stage_bytes + dq_bytes + bias_bytes
+    return FlashBwdSm90(dtype, head_dim, block_m, block_n, NUM_STAGES, *switches, smem_bytes)
+
+
+def _main_wide(
+    dtype: str, head_dim: int, block_m: int, block_n: int, groups: int, switches: tuple
+) -> FlashBwdWideSm90:
+    kv_bytes = 2 * block_n * head_dim * 2
+    ds_bytes = block_m * box_columns(block_n) * 2
+    stage_bytes = 2 * block_m * head_dim * 2  # Q, dO
+    smem_bytes = kv_bytes + NUM_STAGES * stage_bytes + 2 * ds_bytes  # P, dS
+    return FlashBwdWideSm90(
+        dtype, head_dim, block_m, block_n, NUM_STAGES, groups, *switches, smem_bytes
+    )
+
+
+def box_columns(width: int) -> int:
+    """Columns of a tile in shared memory: whole boxes of 64."""
+    return -(-width // 64) * 64

@@ -1,0 +1,169 @@
+"""Kernels of attention, ready to be launched: everything but the pointers of a call is prepared.
+
+`PersistentLaunch` is a kernel of sm_90, with tensor maps in front of its argument and one of a bias
+at its end, a counter of tiles, and a small kernel before it where sequences have lengths of their
+own. `SplitLaunch` shares the keys of a tile out over blocks and adds a kernel that combines what
+they have found.
+"""
+
+import ctypes
+import math
+import operator
+import struct
+from typing import Any
+
+from ..kernel_config import KernelConfig
+from ..kernel_launch import Launch, call_fields, multiprocessors
+from ..tensor_map import TensorMaps, bias_map, tensor_map
+from ..tile_counter import NULL, tile_counters
+from .families.sm90 import MAX_SPLITS, SEQUENCE_MAPS
+from .params import PackedTile, SequenceMapsParams, TensorMap
+from .problem import Problem
+
+MIN_SPLIT_KEYS = 256  # of a block: two or more key tiles of any head dim
+pack_two = struct.Struct("2Q").pack
+pack_four = struct.Struct("4Q").pack
+NO_SEQUENCES = pack_two(0, 0)
+NO_MAP = bytes(ctypes.sizeof(TensorMap))
+
+
+def prepare(config: KernelConfig, problem: Problem, params: ctypes.Structure) -> "Launch":
+    """The launch of a configuration."""
+    if not config.persistent:
+        return _launch(config, problem, params)
+    splits = num_splits(config, problem)
+    if splits > 1:
+        return SplitLaunch(config, problem, params, splits)
+    return PersistentLaunch(config, problem, params, splits)
+
+
+def _launch(config: KernelConfig, problem: Problem, params: ctypes.Structure) -> Launch:
+    return Launch(config, problem.device, config.grid(problem.shape), params)
+
+
+class PersistentLaunch(Launch):
+    """Tensor maps in front of the pointers, usually at hand; a block for each multiprocessor."""
+
+    def __init__(
+        self, config: KernelConfig, problem: Problem, params: ctypes.Structure, splits: int
+    ) -> None:
+        blocks, at_once = num_tiles(config, problem) * splits, multiprocessors(problem.device)
+        super().__init__(config, problem.device, min(blocks, at_once), params)
+        names = call_fields(params)
+        self.mapped = operator.itemgetter(*(names.index(name) for name in config.boxes))
+        self.maps = TensorMaps(
+            [
+                tensor_map(problem, name, getattr(params, f"{name}_strides"), rows)
+                for name, rows in config.boxes.items()
+            ],
+            problem.device,
+        )
+        self.bias, self.bias_maps = names.index("bias"), None
+        if config.bias_box_rows:
+            self.bias_maps = TensorMaps([bias_map(problem, config.bias_box_rows)], problem.device)
+        # Null where every block has one tile, as those that share its keys do.
+        self.counters = tile_counters(problem.device) if blocks > at_once else _no_counter
+        self.end = _after_counter(config.params, num_splits=1)
+        self.sequences = None
+        if problem.total_q is not None or problem.extras.lengths:
+            self.sequences = OwnLengths(config, problem, params)
+            self.workspace_size = self.sequences.workspace_size
+
+    def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
+        maps = self.maps[self.mapped(pointers)]
+        base = self.pack(*pointers) + self.tail
+        packed = NO_SEQUENCES
+        if self.sequences:
+            packed = self.sequences(stream, maps, pointers, workspace)
+        bias = self.bias_maps[(pointers[self.bias],)] if self.bias_maps is not None else NO_MAP
+        self.start(stream, maps + base + packed + self.rest(stream, workspace) + bias)
+
+    def rest(self, stream: Any, workspace: int) -> bytes:
+        """``tile_counter`` and what follows it in the argument, up to the map of the bias."""
+        return self.counters(stream) + self.end
+
+
+class OwnLengths:
+    """The kernel before a persistent one: a tensor map for each sequence, and the list of tiles."""
+
+    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
+        self.launch = _launch(SEQUENCE_MAPS, problem, params)
+        names = call_fields(params)
+        lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+        self.lengths = operator.itemgetter(*map(names.index, lengths))
+        self.maps_size = len(config.boxes) * problem.shape.batch * ctypes.sizeof(TensorMap)
+        max_tiles = _tiles_of_head(config, problem)
+        list_size = (1 + max_tiles) * ctypes.sizeof(PackedTile)
+        self.workspace_size = (self.maps_size + list_size) // 4
+        rest = SequenceMapsParams(
+            shape=problem.shape,
+            max_tiles=max_tiles,
+            tile_rows=config.tile_rows,
+            tiles_of_keys=config.tiles_of == "k",
+        )
+        self.rest = bytes(rest)[SequenceMapsParams.shape.offset :]
+
+    def __call__(self, stream: Any, maps: bytes, pointers: tuple, workspace: int) -> bytes:
+        """The pointers ``sequence_maps`` and ``packed_tiles`` for the kernel that follows."""
+        made = pack_two(workspace, workspace + self.maps_size)
+        self.launch.start(stream, maps + pack_four(*self.lengths(pointers)) + made + self.rest)
+        return made
+
+
+class SplitLaunch(PersistentLaunch):
+    """A forward whose tiles are too few for the multiprocessors: ``splits`` blocks share each."""
+
+    def __init__(
+        self, config: KernelConfig, problem: Problem, params: ctypes.Structure, splits: int
+    ) -> None:
+        super().__init__(config.split_keys(), problem, params, splits)
+        self.combine = _launch(config.combine, problem, params)
+        rows = math.prod(problem.lse_shape)
+        self.out_offset = -(-4 * self.workspace_size // 16) * 16
+        self.lse_offset = self.out_offset + 4 * splits * rows * config.head_dim
+        self.workspace_size = self.lse_offset // 4 + splits * rows
+        self.end = _after_counter(config.params, partial_rows=rows, num_splits=splits)
+        self.end = self.end[len(NO_SEQUENCES) :]
+
+    def rest(self, stream: Any, workspace: int) -> bytes:
+        """No counter: every block has one tile. Then the two places for partial results."""
+        partial = pack_two(workspace + self.out_offset, workspace + self.lse_offset)
+        return NULL + partial + self.end
+
+    def start(self, stream: Any, params: bytes) -> None:
+        super().start(stream, params)
+        self.combine.start(stream, params)
+
+
+def num_splits(config: KernelConfig, problem: Problem) -> int:
+    """How many blocks should share the keys of a tile: 1 unless most of the GPU would idle."""
+    if config.combine is None:
+        return 1
+    idle = multiprocessors(problem.device) // max(1, num_tiles(config, problem))
+    return max(1, min(idle, problem.shape.seqlen_k // MIN_SPLIT_KEYS, MAX_SPLITS))
+
+
+def num_tiles(config: KernelConfig, problem: Problem) -> int:
+    """Tiles of a persistent kernel; where sequences have lengths of their own, at most."""
+    heads = problem.shape.heads_kv if config.tiles_of == "k" else problem.shape.heads_q
+    return _tiles_of_head(config, problem) * heads
+
+
+def _tiles_of_head(config: KernelConfig, problem: Problem) -> int:
+    """Of all sequences, an upper bound."""
+    of_keys, shape = config.tiles_of == "k", problem.shape
+    rows = problem.total_k if of_keys else problem.total_q
+    if rows is None:
+        return -(-(shape.seqlen_k if of_keys else shape.seqlen_q) // config.tile_rows) * shape.batch
+    return rows // config.tile_rows + shape.batch
+
+
+def _after_counter(params: type[ctypes.Structure], **values: int) -> bytes:
+    """Between ``tile_counter`` and the map of the bias; backward kernels have nothing there."""
+    names = [name for name, _ in params._fields_]
+    argument = params(**{name: value for name, value in values.items() if name in names})
+    return bytes(argument)[params.tile_counter.offset + len(NULL) : params.bias_map.offset]
+
+
+def _no_counter(stream: Any) -> bytes:
+    return NULL

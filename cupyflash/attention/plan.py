@@ -1,0 +1,251 @@
+"""From a checked problem to launches: a plan is everything that equal-shaped calls share.
+
+A plan holds the loaded kernels, the grids and the bytes of the parameter struct behind its leading
+pointers. A call then allocates its results, puts the pointers in front and launches.
+"""
+
+import functools
+import math
+from typing import Any
+
+from .. import environment
+from ..array import Array, View, dense_strides
+from ..kernel_config import Access
+from ..kernel_launch import Launch, Plan, capability_of
+from . import families
+from .extras import bias_strides
+from .families.preprocess import FlashBwdSinks
+from .launch import prepare
+from .params import ACCUM_ROW_ALIGN, BiasStrides, FlashBwdParams, FlashFwdParams
+from .problem import Options, Problem, canonical_strides
+
+# Of the L2 cache, for the keys and values of the heads that run together (tile_order.cuh); the rest
+# is left to queries and outputs.
+SECTION_L2_FRACTION = 0.6
+# Where blocks take turns, at least so many heads side by side: fewer, and they wait for each other.
+TURN_HEADS = 8
+
+
+class ForwardPlan(Plan):
+    """The forward kernel for one problem; ``library`` allocates out and LSE."""
+
+    def __init__(
+        self,
+        function: str,
+        problem: Problem,
+        access: Access,
+        library: Any,
+        q: View,
+        options: Options,
+    ) -> None:
+        super().__init__(problem.device)
+        self.library = library
+        shape = problem.shape
+        self.out_shape, self.lse_shape = q.shape, problem.lse_shape
+        self.out_strides = library.strides_of_empty(q.shape, q)
+        out = View(q.shape, self.out_strides, q.dtype, q.device)
+        self.lengths = problem.extras.lengths
+        self.empty = 0 in (shape.batch, shape.heads_q, shape.seqlen_q)
+        if self.empty:
+            return
+        family, arguments = _family(function, problem, access, backward=False)
+        config = family.forward(*arguments)
+        shape.heads_per_section = _heads_per_section(problem, shape.seqlen_k, 2)
+        params = FlashFwdParams(
+            **{f"{name}_strides": strides for name, strides in problem.strides.items()},
+            out_strides=canonical_strides(out, options),
+            lse_batch_stride=problem.lse_strides[0],
+            lse_head_stride=problem.lse_strides[1],
+            alibi_batch_stride=problem.extras.alibi_batch_stride or 0,
+            bias_strides=problem.bias_strides,
+            shape=shape,
+        )
+        self.launch = prepare(config, problem, params)
+
+    def run(
+        self, like: Array, q: int, k: int, v: int, extras: tuple[int, ...], need_lse: bool
+    ) -> tuple[Array, Array | None]:
+        """Pointers, 0 where there is none; the results are allocated as ``like`` is."""
+        library = self.library
+        out = library.empty(self.out_shape, self.out_strides, like)
+        lse = library.empty_float32(self.lse_shape, like) if need_lse else None
+        if self.lengths:  # rows that the kernels leave alone
+            library.fill(out, 0)
+            if need_lse:
+                library.fill(lse, -math.inf)
+        if not self.empty:
+            workspace = _workspace(self.launch, library, like)
+            self.launch(
+                library.stream(self.device_id),
+                q, k, v, library.pointer(out), library.pointer(lse) if need_lse else 0,
+                *extras,
+                workspace=0 if workspace is None else library.pointer(workspace),
+            )  # fmt: skip
+        return out, lse
+
+
+class BackwardPlan(Plan):
+    """The backward kernels for one problem; the gradients are like q, k and v."""
+
+    def __init__(
+        self,
+        function: str,
+        problem: Problem,
+        access: Access,
+        library: Any,
+        views: dict[str, View],
+        options: Options,
+        deterministic: bool,
+        bias_grad: bool,
+    ) -> None:
+        super().__init__(problem.device)
+        self.library = library
+        shape, extras = problem.shape, problem.extras
+        self.lengths = extras.lengths
+        self.dsinks_shape = (shape.heads_q,) if extras.sinks else None
+        self.dbias_shape = extras.bias.shape if bias_grad else None
+        dbias_strides = BiasStrides()
+        if bias_grad:
+            if deterministic and problem.bias_is_broadcast:
+                fact = "deterministic does not extend to the gradient of a bias that is broadcast"
+                raise NotImplementedError(f"{function}: {fact}, got bias {self.dbias_shape}")
+            dense = dense_strides(self.dbias_shape, range(4))
+            dbias_strides = bias_strides(self.dbias_shape, dense)
+        self.gradients = []
+        strides = dict(problem.strides)
+        for name in "qkv":
+            x = views[name]
+            dense = library.strides_of_empty(x.shape, x)
+            self.gradients.append((x.shape, dense))
+            strides[f"d{name}"] = canonical_strides(
+                View(x.shape, dense, x.dtype, x.device), options
+            )
+        # Keys that no query sees get a gradient of zero from the kernel; without queries or keys
+        # there is nothing to launch.
+        self.empty = 0 in (shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k)
+        if self.empty:
+            return
+        family, arguments = _family(function, problem, access, backward=True)
+        configs = list(family.backward(*arguments))
+        if extras.sinks:
+            configs.insert(1, FlashBwdSinks())
+        accum_dim = configs[0].accum_dim
+        rows = _accum_rows(problem)
+        # One allocation for lse_log2 and delta [heads_q, rows] and dq_accum [heads_q, rows, dim].
+        self.rows_bytes = shape.heads_q * rows * 4
+        self.scratch_size = shape.heads_q * rows * (2 + accum_dim)
+        self.semaphores = 1 + shape.heads_q * rows // 16 if deterministic and accum_dim else 0
+        per_query = 2 + (2 if accum_dim else 0)  # q, dout; the accumulator counts twice
+        shape.heads_per_section = _heads_per_section(
+            problem, shape.seqlen_q, per_query, side_by_side=deterministic
+        )
+        params = FlashBwdParams(
+            **{f"{name}_strides": x for name, x in strides.items()},
+            lse_batch_stride=problem.lse_strides[0],
+            lse_head_stride=problem.lse_strides[1],
+            alibi_batch_stride=extras.alibi_batch_stride or 0,
+            bias_strides=problem.bias_strides,
+            dbias_strides=dbias_strides,
+            accum_rows=rows,
+            shape=shape,
+        )
+        self.launches = [prepare(config, problem, params) for config in configs]
+
+    def run(
+        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
+        extras: tuple[int, ...],
+    ) -> tuple[Array | None, ...]:  # fmt: skip
+        """(dq, dk, dv, dbias, dsinks), the last two in float32 or None."""
+        library, pointer = self.library, self.library.pointer
+        dbias = _zeros_float32(library, self.dbias_shape, q)
+        dsinks = _zeros_float32(library, self.dsinks_shape, q)
+        if self.empty:
+            return *(library.zeros_like(x) for x in (q, k, v)), dbias, dsinks
+        gradients = tuple(library.empty(*shape, x) for shape, x in zip(self.gradients, (q, k, v)))
+        if self.lengths:  # rows that the kernels leave alone
+            for gradient in gradients:
+                library.fill(gradient, 0)
+        scratch = library.empty_float32((self.scratch_size,), q)
+        lse_log2 = pointer(scratch)
+        semaphores = library.zeros_int32(self.semaphores, q) if self.semaphores else None
+        inputs = (pointer(x) for x in (dout, q, k, v, out, lse, *gradients))
+        pointers = (
+            *inputs,
+            lse_log2,
+            lse_log2 + self.rows_bytes,
+            lse_log2 + 2 * self.rows_bytes,
+            0 if semaphores is None else pointer(semaphores),
+            *extras,
+            0 if dbias is None else pointer(dbias),
+            0 if dsinks is None else pointer(dsinks),
+        )
+        stream = library.stream(self.device_id)
+        for launch in self.launches:
+            workspace = _workspace(launch, library, q)
+            launch(stream, *pointers, workspace=0 if workspace is None else pointer(workspace))
+        return *gradients, dbias, dsinks
+
+
+def _workspace(launch: Launch, library: Any, like: Array) -> Array | None:
+    size = launch.workspace_size
+    return library.empty_float32((size,), like) if size else None
+
+
+def _zeros_float32(library: Any, shape: tuple[int, ...] | None, like: Array) -> Array | None:
+    if shape is None:
+        return None
+    zeros = library.empty_float32(shape, like)
+    library.fill(zeros, 0)
+    return zeros
+
+
+def _family(
+    function: str, problem: Problem, access: Access, *, backward: bool
+) -> tuple[Any, tuple]:
+    """The family of a pass, and the arguments of its ``forward`` or ``backward``."""
+    capability = capability_of(problem.device)
+    dtype, head_dim, features = problem.dtype, problem.shape.head_dim, problem.features
+    forced = environment.current().family
+    family = families.choose(
+        function, forced, dtype, head_dim, access, features, capability, backward=backward
+    )
+    return family, (dtype, head_dim, features, capability)
+
+
+@functools.cache
+def _l2_bytes(device: int) -> int:
+    import cupy
+
+    return cupy.cuda.Device(device).attributes["L2CacheSize"]
+
+
+def _heads_per_section(
+    problem: Problem, rows: int, tensors: int, side_by_side: bool = False
+) -> int:
+    """How many of all heads run side by side, longest tiles first: see tile_order.cuh.
+
+    Only tiles of unequal length need it, under a causal mask without a window to the left; and
+    blocks that take turns (``side_by_side``), where those of one head wait for each other.
+
+    Args:
+        rows: of one head in each of so many ``tensors``, which its blocks read again and again.
+    """
+    shape = problem.shape
+    heads = shape.heads_q * shape.batch
+    causal = shape.window_right < shape.seqlen_k and shape.window_left >= shape.seqlen_k
+    if not (causal or side_by_side):
+        return 1
+    head_bytes = max(1, rows * shape.head_dim * tensors * 2)
+    fitting = max(1, min(heads, int(SECTION_L2_FRACTION * _l2_bytes(problem.device) / head_bytes)))
+    if side_by_side:
+        fitting = max(fitting, min(heads, TURN_HEADS))
+    # A power of two, so that sections of the usual head counts come out even: 7 % (bench/NOTES.md).
+    return 1 << (fitting.bit_length() - 1)
+
+
+def _accum_rows(problem: Problem) -> int:
+    """Rows of the accumulators of one head, every sequence padded: see block_info.cuh."""
+    shape = problem.shape
+    if problem.total_q is not None:
+        return (problem.total_q // ACCUM_ROW_ALIGN + shape.batch) * ACCUM_ROW_ALIGN
+    return -(-shape.seqlen_q // ACCUM_ROW_ALIGN) * ACCUM_ROW_ALIGN * shape.batch

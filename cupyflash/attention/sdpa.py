@@ -1,0 +1,94 @@
+"""Attention in the signature of `torch.nn.functional.scaled_dot_product_attention`."""
+
+import math
+
+import numpy
+
+from ..array import Array
+from .dispatch import forward
+from .extras import NO_EXTRAS, Extras
+
+FUNCTION = "scaled_dot_product_attention"
+
+
+def scaled_dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Array:
+    """`torch.nn.functional.scaled_dot_product_attention`, for the arrays of `cupyflash.attention`.
+
+    A row of the mask that hides every key gives 0. So does one that adds less than -2^24 to every
+    score, where torch weighs all keys equally: float32 keeps no digit of the scores there.
+
+    Args:
+        query: (..., heads_q, seqlen_q, head_dim), with any number of axes in front of seqlen_q.
+        key, value: (..., heads_kv, seqlen_k, head_dim), the axes in front those of query. The
+            last axis of a torch tensor is made contiguous where it is not.
+        attn_mask: what broadcasts to (..., heads_q, seqlen_q, seqlen_k): bool (True: the query sees
+            the key), or float32 or the dtype of query (added to the scores; has a gradient).
+        dropout_p: probability to drop a weight, whether training or not.
+        is_causal: query i sees the keys up to i; not with attn_mask.
+        scale: of the scores; default ``1 / sqrt(head_dim)``.
+        enable_gqa: heads_q may be a multiple of heads_kv.
+
+    Returns:
+        like query.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `cupyflash.attention`.
+    """
+    if attn_mask is not None and is_causal:
+        raise ValueError(f"{FUNCTION}: attn_mask must be None with is_causal=True, got both")
+    shape = tuple(query.shape)
+    if not len(shape) == len(key.shape) == len(value.shape) >= 2:
+        fact = "query, key and value must have the same axes (..., heads, seqlen, head_dim)"
+        shapes = [tuple(x.shape) for x in (query, key, value)]
+        raise ValueError(f"{FUNCTION}: {fact}, got {shapes}")
+    q, k, v = (_four_axes(x) for x in (query, key, value))
+    if not enable_gqa and not q.shape[1] == k.shape[1] == v.shape[1]:
+        heads = [x.shape[1] for x in (q, k, v)]
+        fact = "query, key and value must have the same number of heads without enable_gqa"
+        raise ValueError(f"{FUNCTION}: {fact}, got {heads}")
+    options = ("top-left" if is_causal else False, scale, None, 0.0, "bhsd", None, dropout_p)
+    extras = NO_EXTRAS
+    if attn_mask is not None:
+        extras = Extras(bias=_at_most_four_axes(attn_mask, shape))
+    elif dropout_p:
+        extras = Extras()
+    out, _ = forward(FUNCTION, q, k, v, options, extras)
+    return out if len(shape) == 4 else out.reshape(shape)
+
+
+def _four_axes(x: Array) -> Array:
+    """(batch, heads, seqlen, head_dim); the last axis of a torch tensor is made contiguous."""
+    if hasattr(x, "stride") and x.stride(-1) != 1:
+        x = x.contiguous()
+    shape = tuple(x.shape)
+    if len(shape) == 4:
+        return x
+    heads = shape[-3] if len(shape) > 2 else 1
+    return x.reshape(math.prod(shape[:-3]), heads, *shape[-2:])
+
+
+def _at_most_four_axes(mask: Array, shape: tuple[int, ...]) -> Array:
+    """A mask of what `_four_axes` made of a query of this shape."""
+    got = tuple(mask.shape)
+    batch = shape[:-3]
+    mask_batch = (1,) * (len(batch) + 3 - len(got)) + got[:-3]
+    if len(got) > len(shape) or any(a not in (1, b) for a, b in zip(mask_batch, batch)):
+        fact = "attn_mask must broadcast to (..., heads_q, seqlen_q, seqlen_k)"
+        raise ValueError(f"{FUNCTION}: {fact}, got {got} for query {shape}")
+    if len(got) < 2:
+        return mask.reshape((1,) * (2 - len(got)) + got)
+    if len(got) <= 3 or len(shape) == 4:
+        return mask
+    whole = (*batch, *got[-3:])
+    mask = mask.expand(whole) if hasattr(mask, "expand") else numpy.broadcast_to(mask, whole)
+    return mask.reshape(math.prod(batch), *got[-3:])

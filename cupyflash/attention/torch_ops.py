@@ -1,0 +1,219 @@
+"""torch operators ``cupyflash::attention`` and ``cupyflash::attention_backward``.
+
+A call takes them where torch has to see it: torch.compile traces it, a transform of torch.func maps
+it, a dispatch mode records it, a tensor subclass replaces it. All other calls go around torch's
+dispatcher, which costs more than the rest of a call.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..array import library_of
+from . import dispatch, torch_vmap
+from .extras import NO_EXTRAS, Extras, Gradients
+from .torch_arguments import ARGUMENTS, NUM_EXTRAS, decode, encode
+
+LIBRARY = library_of(torch.empty(0))
+
+
+def autocast(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras
+) -> tuple[Tensor, Tensor, Tensor, Extras]:
+    """The arrays of a call as torch's own attention would see them under autocast.
+
+    A float32 bias stays what it is: the kernels read it as it lies.
+    """
+    device = q.device.type
+    if q.is_meta or not torch.is_autocast_enabled(device):
+        return q, k, v, extras
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+    if extras.bias is not None and extras.bias.dtype != torch.float32:
+        extras = extras._replace(bias=cast(extras.bias))
+    return cast(q), cast(k), cast(v), extras
+
+
+def compiled(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: tuple,
+    extras: Extras,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """`dispatch.forward` in what torch.compile can trace; the operator checks when it runs."""
+    if extras is not NO_EXTRAS:
+        extras = dispatch.with_seed(function, LIBRARY, q, options, extras)
+    q, k, v, extras = autocast(q, k, v, extras)
+    return attention(function, q, k, v, options, extras, deterministic)
+
+
+def attention(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: tuple,
+    extras: Extras,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `dispatch.forward` through the operator."""
+    call = Transformed.apply if _transforms_active() else _forward_op
+    return call(q, k, v, *extras, function, *encode(options), deterministic)
+
+
+def attention_backward(
+    function: str,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: tuple,
+    extras: Extras,
+    deterministic: bool,
+    bias_grad: bool,
+) -> Gradients:
+    """`dispatch.backward` through the operator, whose own derivative is an error."""
+    arguments = (*extras, function, *encode(options), deterministic, bias_grad)
+    return _gradients(dout, q, k, v, out, lse, *arguments)
+
+
+@torch.library.custom_op(
+    "cupyflash::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor out, Tensor lse)",
+)
+def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    function, options, extras, _ = decode(arguments)
+    out, lse = dispatch.forward_without_gradient(
+        function, LIBRARY, q, k, v, options, extras, need_lse=True
+    )
+    return out, lse
+
+
+@_forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    function, options, _, _ = decode(arguments)
+    axes = {"thd": (1, 0), "bhsd": (0, 1, 2)}.get(options.layout, (0, 2, 1))  # of the LSE
+    if q.dim() != len(axes) + 1:
+        fact = f"q must have {len(axes) + 1} dimensions"
+        raise ValueError(f"{function}: {fact}, got {q.dim()}: {tuple(q.shape)}")
+    return _empty(q), q.new_empty([q.shape[axis] for axis in axes], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "cupyflash::attention_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        f"{ARGUMENTS}, bool bias_grad) -> Tensor[]"
+    ),
+)
+def _backward_op(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+) -> list[Tensor]:
+    """dq, dk, dv, then dbias if asked for, then dsinks if there are sinks."""
+    *arguments, bias_grad = arguments
+    function, options, extras, deterministic = decode(arguments)
+    if dout.stride(-1) != 1:  # an expanded scalar, as .sum() hands it down
+        dout = dout.contiguous()
+    gradients = dispatch.backward(
+        function, dout, q, k, v, out, lse, options, extras, deterministic, bias_grad
+    )
+    learned = zip(gradients[3:], _learned(extras, bias_grad))
+    learned = [x.reshape(like.shape).contiguous() for x, like in learned if like is not None]
+    return [*gradients[:3], *learned]
+
+
+@_backward_op.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+) -> list[Tensor]:
+    *arguments, bias_grad = arguments
+    extras = Extras(*arguments[:NUM_EXTRAS])
+    learned = [x for x in _learned(extras, bias_grad) if x is not None]
+    return [*map(_empty, (q, k, v)), *(x.new_empty(x.shape) for x in learned)]
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *arguments = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, *arguments[:NUM_EXTRAS])
+    ctx.arguments = arguments[NUM_EXTRAS:]
+    ctx.mark_non_differentiable(lse)
+
+
+def _backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, *extras = ctx.saved_tensors
+    bias_grad = Extras(*ctx.needs_input_grad[3 : 3 + NUM_EXTRAS]).bias
+    tensors = (dout, q, k, v, out, lse)
+    dq, dk, dv, dbias, dsinks = _gradients(*tensors, *extras, *ctx.arguments, bias_grad)
+    return dq, dk, dv, *Extras(bias=dbias, sinks=dsinks), *[None] * len(ctx.arguments)
+
+
+def _gradients(*arguments: Any) -> Gradients:
+    """What `_backward_op` of these arguments gives, by name."""
+    call = TransformedBackward.apply if _transforms_active() else _backward_op
+    dq, dk, dv, *learned = call(*arguments)
+    bias_grad = arguments[-1]
+    dbias = learned.pop(0) if bias_grad else None
+    return Gradients(dq, dk, dv, dbias, learned[0] if learned else None)
+
+
+def _no_second_derivative(ctx: Any, *gradients: Any) -> None:
+    raise NotImplementedError("cupyflash: attention has no second derivative")
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)
+_backward_op.register_autograd(_no_second_derivative)
+_forward_op.register_vmap(torch_vmap.forward_rule(_forward_op))
+_backward_op.register_vmap(torch_vmap.backward_rule(_backward_op))
+
+
+class Transformed(torch.autograd.Function):
+    """The operator for torch.func, which takes no derivative of operators."""
+
+    forward = staticmethod(_forward_op)
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_backward)
+    vmap = staticmethod(torch_vmap.forward_rule(lambda *x: Transformed.apply(*x)))
+
+
+class TransformedBackward(torch.autograd.Function):
+    """The operator of the backward for torch.func."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(_backward_op(*arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    backward = staticmethod(_no_second_derivative)
+    vmap = staticmethod(torch_vmap.backward_rule(lambda *x: TransformedBackward.apply(*x)))
+
+
+def _transforms_active() -> bool:
+    """Dynamo maps operators by itself and cannot trace the functions for torch.func."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def _learned(extras: Extras, bias_grad: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The optional tensors whose gradients the backward gives."""
+    return extras.bias if bias_grad else None, extras.sinks
+
+
+def _empty(like: Tensor) -> Tensor:
+    """What the kernels allocate for a result like this tensor."""
+    shape = tuple(like.shape)
+    strides = LIBRARY.strides_of_empty(shape, LIBRARY.view(like))
+    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)

@@ -1,0 +1,168 @@
+"""The three steps from a first kernel to attention, as small as they can be: begin to read here.
+
+1. `vector_add`: one number a thread (``cuda_src/baselines/vector_add.cu``).
+2. `naive_attention`: the matrix of scores in memory (``naive_attention.cu``).
+3. `fused_attention`: one pass over the keys, no matrix, no tiles (``fused_attention.cu``).
+
+The fourth step is `cupyflash.attention`, whose kernels compute in tiles. All of them run alike: a
+configuration (``kernels/baselines.py``) names the template, NVRTC compiles it at the first use
+(``jit/``), and it is launched with one struct of arguments (``baseline_params.py``).
+"""
+
+import math
+from typing import Any
+
+from ..array import Array, View, library_of
+from ..checks import require_grid, require_like, views_of
+from ..jit import compiler
+from ..kernel_config import KernelConfig
+from ..kernel_launch import Launch
+from ..rows import is_contiguous
+from . import kernels
+from .params import BaselineAttentionParams, VectorAddParams
+
+
+def vector_add(a: Array, b: Array) -> Array:
+    """a + b.
+
+    Args:
+        a: of any shape, contiguous, float16, bfloat16 or float32; CuPy array or torch tensor.
+        b: like a.
+
+    Raises:
+        TypeError: dtypes, libraries.
+        ValueError: shapes, strides, devices.
+        NotImplementedError: not on a GPU, or a gradient would be recorded.
+    """
+    library, views = _checked("vector_add", {"a": a, "b": b})
+    require_like("vector_add", views, "b", "a")
+    _require_gpu("vector_add", library, a, b)
+    view = views["a"]
+    with _device_of(view):
+        out = library.empty(view.shape, view.strides, a)
+        size = math.prod(view.shape)
+        config, params = kernels.VectorAdd(view.dtype), VectorAddParams(size=size)
+        _launch("vector_add", library, view, config, size, params, a, b, out)
+    return out
+
+
+def naive_attention(
+    q: Array, k: Array, v: Array, *, scale: float | None = None, causal: bool = False
+) -> Array:
+    """softmax(scale * q k^T) v in three launches, with all scores in memory.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), contiguous, float16, bfloat16 or float32; CuPy array
+            or torch tensor.
+        k: (batch, seqlen_k, heads, head_dim), like q.
+        v: like k.
+        scale: default ``1 / sqrt(head_dim)``.
+        causal: query i sees the keys up to i + seqlen_k - seqlen_q, as in `cupyflash.attention`.
+
+    Returns:
+        out like q; 0 for a query that sees no key.
+
+    Raises:
+        As `vector_add`.
+    """
+    library, view, params = _prepared("naive_attention", q, k, v, scale, causal)
+    with _device_of(view):
+        out = library.empty(view.shape, view.strides, q)
+        scores = library.empty_float32((*view.shape[:3], params.seqlen_k), q)
+        threads = {
+            "scores": params.rows * params.seqlen_k,  # one a score
+            "softmax": params.rows * 32,  # a warp a row
+            "output": params.rows * params.head_dim,  # one a number
+        }
+        for step in kernels.STEPS:
+            config = kernels.NaiveAttention(view.dtype, step)
+            arrays = (q, k, v, out, scores)
+            _launch("naive_attention", library, view, config, threads[step], params, *arrays)
+    return out
+
+
+def fused_attention(
+    q: Array, k: Array, v: Array, *, scale: float | None = None, causal: bool = False
+) -> Array:
+    """`naive_attention` in one launch and without scores in memory; head_dim up to 256."""
+    library, view, params = _prepared("fused_attention", q, k, v, scale, causal)
+    if view.shape[3] > kernels.MAX_HEAD_DIM:
+        fact = f"head_dim must be at most {kernels.MAX_HEAD_DIM}"
+        raise ValueError(f"fused_attention: {fact}, got {view.shape[3]}")
+    with _device_of(view):
+        out = library.empty(view.shape, view.strides, q)
+        config, threads = kernels.fused_attention(view.dtype, view.shape[3]), params.rows * 32
+        _launch("fused_attention", library, view, config, threads, params, q, k, v, out, None)
+    return out
+
+
+def _prepared(
+    function: str, q: Array, k: Array, v: Array, scale: float | None, causal: bool
+) -> tuple[Any, View, BaselineAttentionParams]:
+    """What both kinds of attention need: library and view of q, and the kernel's numbers."""
+    library, views = _checked(function, {"q": q, "k": k, "v": v})
+    shapes = [view.shape for view in views.values()]
+    if [len(shape) for shape in shapes] != [4, 4, 4] or shapes[1] != shapes[2]:
+        fact = "q, k and v must be (batch, seqlen, heads, head_dim), k and v of one shape"
+        raise ValueError(f"{function}: {fact}, got {shapes}")
+    batch, seqlen_q, heads, head_dim = shapes[0]
+    seqlen_k = shapes[1][1]
+    if shapes[1] != (batch, seqlen_k, heads, head_dim):
+        fact = "q and k must have equal batch, heads and head_dim"
+        raise ValueError(f"{function}: {fact}, got {shapes[0]} and {shapes[1]}")
+    _require_gpu(function, library, q, k, v)
+    params = BaselineAttentionParams(
+        rows=batch * seqlen_q * heads,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads=heads,
+        head_dim=head_dim,
+        causal=bool(causal),
+        scale=1 / math.sqrt(max(1, head_dim)) if scale is None else scale,
+    )
+    return library, views["q"], params
+
+
+def _checked(function: str, arrays: dict[str, Array]) -> tuple[Any, dict[str, View]]:
+    """The library and the views of arrays of one library, device and dtype, all contiguous."""
+    first, x = next(iter(arrays.items()))
+    library = library_of(x)
+    if library is None:
+        fact = f"{first} must be a CuPy array or a torch tensor"
+        raise TypeError(f"{function}: {fact}, got {type(x).__name__}")
+    views = views_of(function, library, arrays)
+    for name, view in views.items():
+        if view.dtype != views[first].dtype:
+            fact = f"{name} must have the dtype of {first}"
+            raise TypeError(f"{function}: {fact}, got {view.dtype} and {views[first].dtype}")
+        if not is_contiguous(view):
+            raise ValueError(f"{function}: {name} must be contiguous, got strides {view.strides}")
+    return library, views
+
+
+def _require_gpu(function: str, library: Any, *arrays: Array) -> None:
+    if library.on_cpu(arrays[0]):
+        got = f"a {library.name} on the CPU"
+        raise NotImplementedError(f"{function}: arrays must be on a GPU, got {got}")
+    if library.wants_gradient(*arrays):
+        raise NotImplementedError(f"{function}: has no backward, call it under torch.no_grad()")
+
+
+def _launch(
+    function: str, library: Any, view: View, config: KernelConfig, threads: int, params: Any,
+    *arrays: Array | None,
+) -> None:  # fmt: skip
+    """Run ``threads`` threads of a kernel; its arguments are the arrays and then ``params``."""
+    if not threads:
+        return
+    blocks = require_grid(function, -(-threads // config.threads), view.shape)
+    pointers = [0 if x is None else library.pointer(x) for x in arrays]
+    Launch(config, view.device, blocks, params)(library.stream(view.device), *pointers)
+
+
+def _device_of(view: View) -> Any:
+    """The device of an array, to make it the current one."""
+    compiler.nvrtc()  # the error that names the pip line, where CuPy or NVRTC is missing
+    import cupy
+
+    return cupy.cuda.Device(view.device)

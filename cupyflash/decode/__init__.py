@@ -1,0 +1,1 @@
+"""What a decoding step needs beside its blocks: ``cuda_src/decode``."""

@@ -1,0 +1,207 @@
+"""Attention of new tokens to a cache of keys and values, which they enter: in one launch if few."""
+
+import math
+from typing import Any
+
+import numpy
+
+from .. import environment
+from ..array import Array, View, library_of
+from ..attention.attention import attention
+from ..attention.params import AttentionShape, Strides
+from ..attention.problem import Options, check
+from ..checks import require_grid, require_int32, require_like, views_of
+from ..kernel_config import ITEM_SIZE
+from ..kernel_launch import Launch, Plan, capability_of, keep, multiprocessors
+from ..rows import is_contiguous
+from . import kernels
+from .kv_cache import cache_append
+from .params import FlashDecodeParams
+
+TENSORS = ("q", "k", "v", "k_cache", "v_cache")
+MAX_STEP = 2**31  # elements from key to key
+
+_plans: dict[tuple, "DecodePlan | SeparatePlan"] = {}
+
+
+def attention_with_cache(
+    q: Array,
+    k: Array,
+    v: Array,
+    k_cache: Array,
+    v_cache: Array,
+    positions: Array,
+    *,
+    scale: float | None = None,
+) -> Array:
+    """k and v into the cache, then causal attention of q to all that is in it; no gradients.
+
+    Up to eight float16 or bfloat16 tokens of a sequence take one launch. The lengths are read on
+    the GPU only, so the call can be part of a CUDA graph.
+
+    Args:
+        q: (batch, seqlen, heads_q, head_dim), float16, bfloat16 or float32; head_dim a multiple of
+            8 up to 256. NumPy or CuPy arrays or torch tensors, strides are free but for the last.
+        k: (batch, seqlen, heads_kv, head_dim), dtype of q; heads_q a multiple of heads_kv.
+        v: like k.
+        k_cache: (batch, max_length, heads_kv, head_dim), dtype of q.
+        v_cache: like k_cache.
+        positions: int32 (batch,): token i of a sequence goes to positions + i, what lies before it
+            is its past. What lies on a GPU is not checked, as that would wait for it: outside of
+            the cache nothing is written, and out of such a sequence means nothing.
+        scale: of the scores; default ``1 / sqrt(head_dim)``.
+
+    Returns:
+        out like q.
+
+    Raises:
+        TypeError: dtypes, libraries.
+        ValueError: shapes, strides, devices, scale; on the CPU a place that does not exist.
+        NotImplementedError: more or wider tokens than one launch takes, and the cache is not
+            contiguous; a GPU, or a forced kernel family, that cannot compute this.
+
+    Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
+    """
+    library = library_of(q)
+    if library is None:
+        got = type(q).__name__
+        raise TypeError(f"attention_with_cache: q must be a NumPy, CuPy or torch array, got {got}")
+    arrays = (q, k, v, k_cache, v_cache, positions)
+    if library.on_cpu(q):
+        shape, views = _check(library, *arrays, scale)
+        return SeparatePlan(library, shape, views, positions)(arrays)
+    try:
+        pointer, signature = library.pointer, library.signature
+        key = (*map(signature, arrays), scale, environment.current().family)
+        pointers = list(map(pointer, arrays))
+    except AttributeError:  # an array of another library
+        _check(library, *arrays, scale)
+        raise
+    aligned = math.gcd(16, *pointers[:-1]) == 16
+    plan = _plans.get((key, aligned))
+    if plan is None:
+        shape, views = _check(library, *arrays, scale)
+        config = _config(shape, views, aligned)
+        if config:
+            plan = DecodePlan(library, config, shape, views)
+        else:
+            plan = SeparatePlan(library, shape, views, positions)
+        keep(_plans, (key, aligned), plan)
+    return plan(arrays, pointers)
+
+
+class DecodePlan(Plan):
+    """One launch."""
+
+    def __init__(
+        self,
+        library: Any,
+        config: kernels.FlashDecode,
+        shape: AttentionShape,
+        views: dict[str, View],
+    ) -> None:
+        q = views["q"]
+        super().__init__(q.device)
+        self.library, self.shape = library, q.shape
+        self.strides = library.strides_of_empty(q.shape, q)
+        self.empty = math.prod(q.shape) == 0
+        if self.empty:
+            return
+        params = FlashDecodeParams(
+            **{f"{name}_strides": Strides(*views[name].strides[:3]) for name in TENSORS},
+            out_strides=Strides(*self.strides[:3]),
+            seqlen=shape.seqlen_q,
+            heads_kv=shape.heads_kv,
+            group=shape.heads_q // shape.heads_kv,
+            head_dim=shape.head_dim,
+            max_length=shape.seqlen_k,
+            scale_log2=math.log2(math.e) * shape.scale,
+        )
+        grid = kernels.decode_units(shape) * config.blocks_of_unit
+        self.launch = Launch(
+            config, q.device, require_grid("attention_with_cache", grid, q.shape), params
+        )
+
+    def run(self, arrays: tuple[Array, ...], pointers: list[int]) -> Array:
+        """Of q, k, v, k_cache, v_cache, positions."""
+        out = self.library.empty(self.shape, self.strides, arrays[0])
+        if not self.empty:
+            *tensors, positions = pointers
+            stream = self.library.stream(self.device_id)
+            self.launch(stream, *tensors, self.library.pointer(out), positions)
+        return out
+
+
+class SeparatePlan:
+    """What one launch does not take: `cache_append`, then `attention`."""
+
+    def __init__(
+        self, library: Any, shape: AttentionShape, views: dict[str, View], positions: Array
+    ) -> None:
+        for name in ("k_cache", "v_cache"):
+            if not is_contiguous(views[name]):
+                fact = f"{name} must be contiguous unless up to {kernels.MAX_TOKENS} aligned tokens"
+                fact += " of 16 bits on a GPU of sm_75 or later attend"
+                got = f"strides {views[name].strides}"
+                raise NotImplementedError(f"attention_with_cache: {fact}, got {got}")
+        self.seqlen, self.scale = shape.seqlen_q, shape.scale
+        self.rows = (shape.batch * shape.seqlen_q, shape.heads_kv * shape.head_dim)
+        tokens = numpy.arange(shape.seqlen_q, dtype="int32")
+        sequences = numpy.repeat(numpy.arange(shape.batch, dtype="int32"), shape.seqlen_q)
+        self.tokens = library.put(tokens, positions)
+        self.sequences = library.put(sequences, positions)
+
+    def __call__(self, arrays: tuple[Array, ...], pointers: object = None) -> Array:
+        """Of q, k, v, k_cache, v_cache, positions."""
+        q, k, v, k_cache, v_cache, positions = arrays
+        where, sequences = positions, None
+        if self.seqlen != 1:
+            where, sequences = (positions[:, None] + self.tokens).reshape(-1), self.sequences
+        # By way of whole rows, which copies heads that do not lie side by side.
+        new = (x.reshape(self.rows).reshape(self.rows[0], *x.shape[2:]) for x in (k, v))
+        cache_append(*new, k_cache, v_cache, where, sequences)
+        ends = positions + self.seqlen
+        causal = self.seqlen > 1
+        return attention(q, k_cache, v_cache, causal=causal, scale=self.scale, seqused_k=ends)
+
+
+def _config(
+    shape: AttentionShape, views: dict[str, View], aligned: bool
+) -> kernels.FlashDecode | None:
+    """The kernel that takes this in one launch, if there is one."""
+    device, family = views["q"].device, environment.current().family
+    steps = {
+        name: [step for n, step in zip(views[name].shape[:3], views[name].strides) if n > 1]
+        for name in TENSORS
+    }
+    item = ITEM_SIZE[views["q"].dtype]
+    if not aligned or family == "simt" or any(n * item % 16 for x in steps.values() for n in x):
+        return None
+    rows = [(views[name].shape[1], views[name].strides[1]) for name in TENSORS[1:]]
+    if any(n > 1 and abs(step) >= MAX_STEP for n, step in rows):
+        return None
+    capability = min(capability_of(device), (8, 9) if family == "sm80" else (99, 0))
+    return kernels.flash_decode(views["q"].dtype, shape, capability, multiprocessors(device))
+
+
+def _check(
+    library: Any, q: Array, k: Array, v: Array, k_cache: Array, v_cache: Array, positions: Array,
+    scale: float | None,
+) -> tuple[AttentionShape, dict[str, View]]:  # fmt: skip
+    function = "attention_with_cache"
+    views = views_of(function, library, dict(zip(TENSORS, (q, k, v, k_cache, v_cache))))
+    of_cache = {"q": views["q"], "k": views["k_cache"], "v": views["v_cache"]}
+    options = Options(True, scale, None, 0.0, "bshd", None, 0.0)
+    shape = check(function, of_cache, options).shape
+    wanted = (shape.batch, shape.seqlen_q, shape.heads_kv, shape.head_dim)
+    new, cache = views["k"], views["k_cache"]
+    if new.shape != wanted or new.dtype != cache.dtype:
+        fact = f"k must be {wanted} of {cache.dtype}, as q and k_cache say"
+        raise ValueError(f"{function}: {fact}, got {new.shape} of {new.dtype}")
+    require_like(function, views, "v", "k")
+    for name in "kv":
+        if views[name].shape[-1] > 1 and views[name].strides[-1] != 1:
+            fact = f"the last dimension of {name} must be contiguous"
+            raise ValueError(f"{function}: {fact}, got strides {views[name].strides}")
+    require_int32(function, library, "positions", positions, (shape.batch,), cache.device)
+    return shape, views

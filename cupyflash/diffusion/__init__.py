@@ -1,0 +1,1 @@
+"""Steps of diffusion models: ``cuda_src/diffusion``."""

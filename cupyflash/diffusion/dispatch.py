@@ -1,0 +1,167 @@
+"""A diffusion step from arrays to its plan; a call of known signature is one look-up."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+
+from ..array import Array, View, library_of
+from ..checks import is_integer, require_like, views_of
+from ..kernel_launch import keep
+from . import reference
+from .kernels import model_dtypes
+from .plan import FUNCTION, StepPlan, dense_like
+
+INDEX_DTYPES = ("int32", "int64")
+MAX_SEED = 2**64
+
+_plans: dict[tuple, StepPlan] = {}
+
+
+def step(
+    sampler: Any,
+    x: Array,
+    predicted: Array,
+    noise: Array | None,
+    steps: Array | None,
+    number: int | None,
+    seed: int | None,
+    clip: float | None,
+) -> Array:
+    """`DiffusionSampler.step` on arrays of one known library.
+
+    Args:
+        steps: indices on the device, or None.
+        number: the one index, where there are no ``steps``.
+    """
+    library = library_of(x)
+    _check_numbers(sampler, number, noise, seed)
+
+    def check() -> dict[str, View]:
+        arrays = {"x": x, "predicted": predicted, "noise": noise}
+        return _check(library, arrays, steps, clip)
+
+    if library.on_cpu(x):
+        check()
+        _refuse_gradient(library, x, predicted)
+        return _on_cpu(sampler, library, x, predicted, noise, steps, number, seed, clip)
+    try:
+        pointer, signature = library.pointer, library.signature
+        pointers = (
+            pointer(x),
+            pointer(predicted),
+            0 if noise is None else pointer(noise),
+        )
+        signatures = (
+            signature(x),
+            signature(predicted),
+            None if noise is None else signature(noise),
+            None if steps is None else signature(steps),
+        )
+        _refuse_gradient(library, x, predicted)
+    except AttributeError:  # an array of another library
+        check()
+        raise
+    aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
+    key = (signatures, clip, aligned, sampler.num_steps, seed is None)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = StepPlan(library, check(), aligned, clip, sampler.num_steps, seed is not None)
+        keep(_plans, key, plan)
+    table = sampler.table("coefficients", x, lambda: sampler.coefficients)
+    return plan(
+        x,
+        pointers,
+        0 if steps is None else pointer(steps),
+        pointer(table),
+        seed or 0,
+        number or 0,
+    )
+
+
+def _refuse_gradient(library: Any, x: Array, predicted: Array) -> None:
+    if library.wants_gradient(x, predicted):
+        raise NotImplementedError(f"{FUNCTION}: has no gradient, call it under torch.no_grad()")
+
+
+def _on_cpu(
+    sampler: Any,
+    library: Any,
+    x: Array,
+    predicted: Array,
+    noise: Array | None,
+    steps: Array | None,
+    number: int | None,
+    seed: int | None,
+    clip: float | None,
+) -> Array:
+    numbers = numpy.asarray(number if steps is None else library.to_numpy(steps))
+    if numbers.size and not (numbers.min() >= 0 and numbers.max() < sampler.num_steps):
+        fact = f"step must be from 0 to {sampler.num_steps - 1}"
+        raise ValueError(f"{FUNCTION}: {fact}, got {numbers.tolist()}")
+    arrays = (None if y is None else library.to_numpy(y) for y in (x, predicted, noise))
+    strides = dense_like(library.view(x))
+    result = reference.step(sampler.coefficients, *arrays, numbers, seed, clip, strides)
+    return library.from_numpy(result, x, strides)
+
+
+def _check(
+    library: Any, arrays: Mapping[str, Array | None], steps: Array | None, clip: float | None
+) -> dict[str, View]:
+    views = views_of(FUNCTION, library, arrays)
+    x, predicted = views["x"], views.get("predicted")
+    if predicted is None:
+        raise TypeError(f"{FUNCTION}: predicted must be an array, got None")
+    allowed = model_dtypes(x.dtype)
+    if predicted.dtype not in allowed:
+        fact = f"predicted must be {' or '.join(allowed)} beside {x.dtype}"
+        raise TypeError(f"{FUNCTION}: {fact}, got {predicted.dtype}")
+    require_like(
+        FUNCTION, views | {"predicted": predicted._replace(dtype=x.dtype)}, "predicted", "x"
+    )
+    require_like(FUNCTION, views, "noise", "x")
+    dense = dense_like(x)
+    for name, y in views.items():
+        same = (a == b for a, b, size in zip(y.strides, dense, y.shape) if size > 1)
+        if 0 not in y.shape and not all(same):
+            fact = "x must be dense, and predicted and noise must have its strides"
+            raise ValueError(f"{FUNCTION}: {fact}, got {name} {y.shape}, strides {y.strides}")
+    if x.shape and x.shape[0] > 1 and 0 not in x.shape and dense[0] != max(dense):
+        fact = "the first dimension of x must be the outermost one in memory"
+        raise ValueError(f"{FUNCTION}: {fact}, got strides {x.strides}")
+    if clip is not None and not (hasattr(clip, "__float__") and 0 < clip < math.inf):
+        raise ValueError(f"{FUNCTION}: clip must be positive and finite, got {clip!r}")
+    if steps is not None:
+        views["step"] = _check_steps(library, steps, x)
+    return views
+
+
+def _check_steps(library: Any, steps: Array, x: View) -> View:
+    if library_of(steps) is not library:
+        fact = f"step must be an integer or a {library.name} like x"
+        raise TypeError(f"{FUNCTION}: {fact}, got {type(steps).__name__}")
+    view = library.view(steps)
+    if view.dtype not in INDEX_DTYPES:
+        allowed = " or ".join(INDEX_DTYPES)
+        raise TypeError(f"{FUNCTION}: step must be {allowed}, got {view.dtype}")
+    if view.device != x.device:
+        where = f"got devices {view.device} and {x.device}"
+        raise ValueError(f"{FUNCTION}: step must be on the device of x, {where}")
+    shapes = ((), (1,), x.shape[:1])
+    if view.shape not in shapes or (view.shape and view.shape[0] > 1 and view.strides != (1,)):
+        fact = f"step must be contiguous, (), (1,) or {x.shape[:1]}"
+        raise ValueError(f"{FUNCTION}: {fact}, got {view.shape}, strides {view.strides}")
+    return view
+
+
+def _check_numbers(sampler: Any, number: int | None, noise: Array | None, seed: int | None) -> None:
+    if number is not None and not 0 <= number < sampler.num_steps:
+        fact = f"step must be from 0 to {sampler.num_steps - 1}"
+        raise ValueError(f"{FUNCTION}: {fact}, got {number}")
+    if seed is not None and not (is_integer(seed) and 0 <= seed < MAX_SEED):
+        raise ValueError(f"{FUNCTION}: seed must be from 0 to 2^64 - 1, got {seed!r}")
+    if noise is not None and seed is not None:
+        raise ValueError(f"{FUNCTION}: takes noise or a seed, got both")
+    if noise is None and seed is None and sampler.adds_noise(number):
+        raise ValueError(f"{FUNCTION}: this step adds noise, needs noise or a seed, got neither")

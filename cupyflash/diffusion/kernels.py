@@ -1,0 +1,59 @@
+"""The diffusion step."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import ClassVar
+
+from ..kernel_config import ITEM_SIZE, KernelConfig
+from ..norm.kernels import vector_width
+from .params import DiffusionStepParams
+
+THREADS = 256
+LOADS = 4  # packs of a thread
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffusionStep(KernelConfig):
+    """One update of a sampler.
+
+    Attributes:
+        model: dtype of the predicted noise.
+        draw: the kernel draws the noise.
+        loads: of a thread, ``vector`` elements each.
+    """
+
+    source: ClassVar[str] = "diffusion/diffusion_step.cu"
+    params: ClassVar[type[DiffusionStepParams]] = DiffusionStepParams
+
+    dtype: str
+    model: str
+    draw: bool
+    loads: int
+    vector: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return THREADS
+
+    def grid(self, size: int) -> int:
+        """Blocks for ``size`` elements."""
+        return -(-size // (THREADS * self.loads * self.vector))
+
+
+def model_dtypes(dtype: str) -> tuple[str, ...]:
+    """The dtypes of a prediction for samples of ``dtype``."""
+    return tuple(ITEM_SIZE) if dtype == "float32" else (dtype,)
+
+
+def step(dtype: str, model: str, draw: bool, aligned: bool) -> DiffusionStep:
+    """The kernel."""
+    return DiffusionStep(dtype, model, draw, LOADS, vector_width(dtype) if aligned else 1)
+
+
+def configurations(capability: tuple[int, int]) -> Iterator[DiffusionStep]:
+    """Everything that ``step`` can return."""
+    for dtype, draw, aligned in itertools.product(ITEM_SIZE, (False, True), (False, True)):
+        for model in model_dtypes(dtype):
+            yield step(dtype, model, draw, aligned)

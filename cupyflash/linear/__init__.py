@@ -1,0 +1,1 @@
+"""Projections and the MLP of a transformer block: ``cuda_src/linear``."""

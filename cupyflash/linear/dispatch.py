@@ -1,0 +1,96 @@
+"""Projections from arrays to plans; a call of known signature is one look-up."""
+
+from typing import Any, NamedTuple
+
+from .. import environment
+from ..array import Array, compiling, dense_strides, library_of
+from ..checks import known_library
+from ..kernel_launch import keep
+from . import reference
+from .checks import check
+from .kernels import ACTIVATIONS
+from .plan import LinearPlan
+from .reference import Arrays, Options
+
+
+class Down(NamedTuple):
+    """The second projection of an MLP."""
+
+    weight: Array | None = None
+    bias: Array | None = None
+    residual: Array | None = None
+
+
+NO_DOWN = Down()
+_plans: dict[tuple, LinearPlan] = {}
+
+
+def activation_name(function: str, activation: str | None) -> str:
+    """As the kernels call it.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    name = "none" if activation is None else activation
+    if activation == "none" or name not in ACTIVATIONS:
+        allowed = "'gelu', 'gelu_tanh', 'silu', 'relu' or None"
+        raise ValueError(f"{function}: activation must be {allowed}, got {activation!r}")
+    return name
+
+
+def call(function: str, arrays: Arrays, options: Options, down: Down = NO_DOWN) -> Array:
+    """One projection, or the two of an MLP, on arrays of any library.
+
+    Raises:
+        NotImplementedError: a torch tensor wants a gradient.
+    """
+    if compiling():
+        from . import torch_ops
+
+        return torch_ops.call(function, arrays, options, down)
+    given, library = (*arrays, *down), library_of(arrays.x)
+    if library is None:
+        of_known = lambda *known: (  # noqa: E731
+            run(function, library_of(known[0]), known, options),
+        )
+        return known_library(function, of_known, *given)[0]
+    if library.traced(arrays.x):
+        from . import torch_ops
+
+        return torch_ops.call(function, arrays, options, down)
+    if library.wants_gradient(*[y for y in given if y is not None and library_of(y) is library]):
+        fact = "a forward for inference has no backward"
+        where = "inputs that require a gradient (use torch.no_grad())"
+        raise NotImplementedError(f"{function}: {fact}, got {where}")
+    return run(function, library, given, options)
+
+
+def run(function: str, library: Any, given: tuple[Array | None, ...], options: Options) -> Array:
+    """A call on arrays of one library: those of `Arrays`, then those of `Down`."""
+    if library.on_cpu(given[0]):
+        views = check(function, library, given, options)
+        *arrays, weight, bias, residual = (
+            None if y is None else library.to_numpy(y) for y in given
+        )
+        out = reference.project(Arrays(*arrays), options)
+        if "down_weight" in views:
+            second = Arrays(out, weight, bias=bias, residual=residual)
+            out = reference.project(second, Options())
+        return library.from_numpy(out, given[0], dense_strides(out.shape, range(out.ndim)))
+    settings = environment.current()
+    try:
+        pointers = tuple([0 if y is None else library.pointer(y) for y in given])
+        signatures = tuple([None if y is None else library.signature(y) for y in given])
+    except AttributeError:  # an array of another library
+        check(function, library, given, options)
+        raise
+    unaligned = 0
+    for pointer in pointers:
+        unaligned |= pointer
+    key = (signatures, options, unaligned % 16 == 0, settings.family)
+    plan = _plans.get(key)
+    if plan is None or settings.debug:
+        views = check(function, library, given, options)
+        plan = LinearPlan(function, library, views, options, key[2], settings.family)
+        keep(_plans, key, plan)
+    return plan(given, pointers)

@@ -1,0 +1,304 @@
+"""Projections: the kernels of few rows and of many, and who takes which."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import ClassVar
+
+from ..kernel_config import ITEM_SIZE, KernelConfig
+from ..norm.kernels import Capability, shared_memory, vector_width
+from .params import LinearParams, MlpParams, Rotary
+
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")  # as in activation.cuh
+SWITCHES = (False, True)
+
+FEW_ROWS = (8, 16, 32)  # of the tiles of linear_few and mlp_few
+FEW_WARPS = 8  # as in few_rows.cuh
+SLICE_BYTES = 128
+STAGE_BYTES = 32 * SLICE_BYTES
+SUMS_PITCH = 36  # floats
+MAX_SUM_ROWS = 16
+FEW_STAGES = (4, 3, 2, 1)  # slices of weights of a warp in shared memory
+HIDDEN_UNIT = 16  # as in whole_mlp.cuh
+MAX_MLP_COLUMNS = 2**25  # of out: its elements are counted in 32 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearConfig(KernelConfig):
+    """A kernel that computes a projection; the parameters of its tile follow.
+
+    Attributes:
+        gated: activation(gate) * up of two weights, instead of activation of one.
+        rotary: turns q and k.
+    """
+
+    params: ClassVar[type[LinearParams]] = LinearParams
+
+    dtype: str
+    activation: str
+    gated: bool
+    rotary: bool
+
+    def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
+        """Number of blocks."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearFew(LinearConfig):
+    """Up to ``rows`` rows; ``vector`` elements of a weight in a load.
+
+    Attributes:
+        num_stages: slices of weights that a warp has room for.
+        arch: 80, or 75 for what Turing's tensor cores cannot do.
+    """
+
+    source: ClassVar[str] = "linear/linear_few.cu"
+
+    rows: int
+    vector: int
+    num_stages: int
+    arch: int
+    smem_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return FEW_WARPS * 32
+
+    def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
+        """Number of blocks."""
+        pairs = columns if self.gated else -(-columns // 2)
+        return min(pairs, multiprocessors)
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpFew(KernelConfig):
+    """A whole MLP of up to ``rows`` rows; everything as in `LinearFew`.
+
+    Attributes:
+        cluster: blocks that share hidden columns.
+    """
+
+    source: ClassVar[str] = "linear/mlp_few.cu"
+    params: ClassVar[type[MlpParams]] = MlpParams
+    cooperative: ClassVar[bool] = True
+    cluster: ClassVar[int] = 1
+
+    dtype: str
+    activation: str
+    gated: bool
+    rows: int
+    vector: int
+    num_stages: int
+    arch: int
+    smem_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return FEW_WARPS * 32
+
+    def clusters(self, hidden: int, multiprocessors: int) -> int:
+        """Number of clusters."""
+        return min(-(-hidden // HIDDEN_UNIT), max(1, multiprocessors // self.cluster))
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpFewSm90(MlpFew):
+    """The same in clusters."""
+
+    source: ClassVar[str] = "linear/mlp_few_sm90.cu"
+    cluster: ClassVar[int] = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearMma(LinearConfig):
+    """Many rows on mma.sync; ``vector`` as in `LinearFew`."""
+
+    source: ClassVar[str] = "linear/linear_mma.cu"
+    block: ClassVar[int] = 128  # rows and columns of a tile; half as many columns if gated
+
+    vector: int
+    num_stages: int
+    arch: int
+    smem_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 256
+
+    def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
+        """Number of blocks."""
+        block_columns = self.block // 2 if self.gated else self.block
+        return -(-rows // self.block) * -(-columns // block_columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearSimt(KernelConfig):
+    """Many rows without tensor cores."""
+
+    source: ClassVar[str] = "linear/linear_simt.cu"
+    params: ClassVar[type[LinearParams]] = LinearParams
+    rotary: ClassVar[bool] = False
+    block: ClassVar[int] = 64
+
+    dtype: str
+    activation: str
+    gated: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128
+
+    def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
+        """Number of blocks."""
+        return -(-rows // self.block) * -(-columns // self.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryEmbedding(KernelConfig):
+    """Turns q and k where they are, after a projection that does not do it itself."""
+
+    source: ClassVar[str] = "linear/rotary_embedding.cu"
+    params: ClassVar[type[LinearParams]] = LinearParams
+
+    dtype: str
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, a pair of numbers each."""
+        return 256
+
+    def grid(self, rows: int, rotary: Rotary) -> int:
+        """Number of blocks."""
+        pairs = rows * (rotary.columns // rotary.head_dim) * (rotary.rotary_dim // 2)
+        return -(-pairs // self.threads)
+
+
+def row_bytes(dtype: str, depth: int) -> int:
+    """Of a row of x in shared memory, as in few_rows.cuh."""
+    return -(-depth * ITEM_SIZE[dtype] // SLICE_BYTES) * SLICE_BYTES + 64
+
+
+def few(
+    dtype: str,
+    activation: str,
+    gated: bool,
+    rotary: bool,
+    rows: int,
+    depth: int,
+    aligned: bool,
+    capability: Capability,
+) -> LinearFew | None:
+    """The kernel for so few rows, None where there is none or x does not fit."""
+    for tail in _few_tails(dtype, rows, aligned, capability):
+        config = LinearFew(dtype, activation, gated, rotary, *tail)
+        if _fits(config, rows * row_bytes(dtype, depth)):
+            return config
+    return None
+
+
+def few_mlp(
+    dtype: str,
+    activation: str,
+    gated: bool,
+    rows: int,
+    sizes: tuple[int, int, int],
+    aligned: bool,
+    capability: Capability,
+    multiprocessors: int,
+) -> MlpFew | None:
+    """The kernel for a whole MLP of sizes (d_in, d_hidden, d_out), None as `few`."""
+    depth, hidden, columns = sizes
+    if columns > MAX_MLP_COLUMNS:
+        return None
+    for tail in _few_tails(dtype, rows, aligned, capability):
+        config = _mlp_kind(capability)(dtype, activation, gated, *tail)
+        units = -(-hidden // HIDDEN_UNIT)
+        width = HIDDEN_UNIT * -(-units // config.clusters(hidden, multiprocessors))
+        if _fits(config, rows * (row_bytes(dtype, depth) + row_bytes(dtype, width))):
+            return config
+    return None
+
+
+def many(
+    dtype: str,
+    activation: str,
+    gated: bool,
+    rotary: bool,
+    aligned: bool,
+    capability: Capability,
+    family: str | None,
+) -> LinearMma | LinearSimt:
+    """The kernel for any number of rows."""
+    if family == "simt" or not _has_mma(dtype, capability):
+        return LinearSimt(dtype, activation, gated)
+    return LinearMma(dtype, activation, gated, rotary, *_mma_tail(dtype, aligned, capability))
+
+
+def _has_mma(dtype: str, capability: Capability) -> bool:
+    oldest = {"float16": (7, 5), "bfloat16": (8, 0)}.get(dtype)
+    return oldest is not None and capability >= oldest
+
+
+def _arch(capability: Capability) -> int:
+    return 80 if capability >= (8, 0) else 75
+
+
+def _few_tails(
+    dtype: str, rows: int, aligned: bool, capability: Capability
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """(rows, vector, num_stages, arch, smem_bytes), the fastest first."""
+    if rows > FEW_ROWS[-1] or capability < (7, 5):
+        return
+    tile = next(tile for tile in FEW_ROWS if rows <= tile)
+    vector, arch = vector_width(dtype) if aligned else 1, _arch(capability)
+    # Copies through registers are waited for at once.
+    for stages in FEW_STAGES if vector > 1 and arch >= 80 else FEW_STAGES[-1:]:
+        if stages == 1 and vector > 1 and arch >= 80 and rows > MAX_SUM_ROWS:
+            return  # a kernel for many rows is faster then
+        yield tile, vector, stages, arch, shared_memory(capability)
+
+
+def _mlp_kind(capability: Capability) -> type[MlpFew]:
+    return MlpFewSm90 if (9, 0) <= capability < (12, 0) else MlpFew
+
+
+def _fits(config: LinearFew | MlpFew, bytes_of_rows: int) -> bool:
+    """Whether shared memory has room for rows besides what the kernel needs."""
+    floats = FEW_WARPS * min(config.rows, MAX_SUM_ROWS) * SUMS_PITCH + 2 * config.rows
+    rings = FEW_WARPS * config.num_stages * STAGE_BYTES
+    return rings + 4 * floats + bytes_of_rows <= config.smem_bytes
+
+
+def _mma_tail(dtype: str, aligned: bool, capability: Capability) -> tuple[int, int, int, int]:
+    """(vector, num_stages, arch, smem_bytes)."""
+    stages = 4 if capability >= (8, 0) else 2
+    return vector_width(dtype) if aligned else 1, stages, _arch(capability), stages * 16384
+
+
+def epilogues() -> Iterator[tuple[str, bool, bool]]:
+    """(activation, gated, rotary) of every projection."""
+    yield from ((activation, False, False) for activation in ACTIVATIONS)
+    yield from ((activation, True, False) for activation in ACTIVATIONS)
+    yield ("none", False, True)
+
+
+def configurations(capability: Capability) -> Iterator[KernelConfig]:
+    """Everything that the projections can launch."""
+    for dtype, (activation, gated, rotary) in itertools.product(ITEM_SIZE, epilogues()):
+        for aligned in SWITCHES:
+            if _has_mma(dtype, capability):
+                tail = _mma_tail(dtype, aligned, capability)
+                yield LinearMma(dtype, activation, gated, rotary, *tail)
+            for rows in FEW_ROWS:
+                for tail in _few_tails(dtype, rows, aligned, capability):
+                    few = LinearFew(dtype, activation, gated, rotary, *tail)
+                    mlp = _mlp_kind(capability)(dtype, activation, gated, *tail)
+                    yield from (x for x in (few, mlp) if _fits(x, 0) and not (rotary and x is mlp))
+        if not rotary:
+            yield LinearSimt(dtype, activation, gated)
+    yield from map(RotaryEmbedding, ITEM_SIZE)

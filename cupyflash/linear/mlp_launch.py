@@ -1,0 +1,82 @@
+"""The whole MLP of few rows, ready to be launched."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..array import Array, View
+from ..kernel_launch import Launch, capability_of, multiprocessors
+from ..tile_counter import tile_counters
+from . import kernels
+from .params import MlpParams
+from .projection import is_aligned, row_norm, row_strides
+from .reference import Options
+
+
+class MlpLaunch(Launch):
+    """All blocks are on the GPU at once, so that they can wait for each other."""
+
+    def __init__(
+        self, config: kernels.MlpFew, device: int, clusters: int, params: MlpParams
+    ) -> None:
+        super().__init__(config, device, clusters * config.cluster, params)
+        self.partials_shape = (clusters, params.rows, -(-params.columns // 4) * 4)
+        self.counters = tile_counters(device)
+
+    def run(
+        self,
+        library: Any,
+        stream: Any,
+        like: Array,
+        pointers: Sequence[int],
+        down: Sequence[int],
+        out: int,
+    ) -> None:
+        """``pointers`` as `linear_reference.Arrays`, ``down`` of its weight, bias, residual."""
+        partials = library.empty_float32(self.partials_shape, like)
+        counter = int.from_bytes(self.counters(stream), "little")
+        if not counter:  # CUDA graphs have taken all of them
+            own = library.zeros_int32(1, like)
+            counter = library.pointer(own)
+        x, up, gate, up_bias, gate_bias, _, norm_weight, norm_bias = pointers[:8]
+        first = (x, up, gate, up_bias, gate_bias, norm_weight, norm_bias)
+        self(stream, *first, *down, out, library.pointer(partials), counter)
+
+
+def few_mlp(
+    views: Mapping[str, View], options: Options, aligned: bool, family: str | None
+) -> MlpLaunch | None:
+    """None where there are too many rows, or no room for them in shared memory.
+
+    The views go by the names of `linear_checks`, as in `Projection`.
+    """
+    if family == "simt":
+        return None
+    x, up, down = views["x"], views["weight"], views["down_weight"]
+    steps, processors = row_strides(views), multiprocessors(x.device)
+    config = kernels.few_mlp(
+        x.dtype,
+        options.activation,
+        "gate_weight" in views,
+        x.shape[0],
+        (x.shape[1], up.shape[0], down.shape[0]),
+        aligned and is_aligned(x, {**steps, "hidden": up.shape[0]}),
+        capability_of(x.device),
+        processors,
+    )
+    if config is None:
+        return None
+    params = MlpParams(
+        x_stride=steps["x"],
+        up_stride=steps["weight"],
+        gate_stride=steps.get("gate_weight", 0),
+        down_stride=steps["down_weight"],
+        residual_stride=steps.get("down_residual", 0),
+        out_stride=down.shape[0],
+        rows=x.shape[0],
+        depth=x.shape[1],
+        hidden=up.shape[0],
+        columns=down.shape[0],
+    )
+    if "weight of norm" in views:
+        params.norm = row_norm(x, views["weight of norm"], options)
+    return MlpLaunch(config, x.device, config.clusters(params.hidden, processors), params)

@@ -1,0 +1,104 @@
+"""Projections: what calls of one signature share, and how they run."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ..array import Array, View, dense_strides
+from ..kernel_launch import Plan
+from ..rows import collapse
+from .mlp_launch import few_mlp
+from .projection import Projection
+from .reference import Arrays, Options
+
+ARRAYS = len(Arrays._fields)
+X, POSITIONS, DOWN_RESIDUAL = 0, ARRAYS - 1, ARRAYS + 2
+RESIDUAL = Arrays._fields.index("residual")
+
+
+class LinearPlan(Plan):
+    """The kernels for one signature: one projection, or two, or a whole MLP at once.
+
+    Rows of x that lie in no single stride are copied side by side first; so are residuals.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        library: Any,
+        views: dict[str, View],
+        options: Options,
+        aligned: bool,
+        family: str | None,
+    ) -> None:
+        x = views["x"]
+        super().__init__(x.device)
+        self.library = library
+        last = "down_weight" if "down_weight" in views else "weight"
+        self.shape = (*x.shape[:-1], views[last].shape[0])
+        self.strides = dense_strides(self.shape, range(len(self.shape)))
+        self.empty = 0 in x.shape
+        if self.empty:
+            return
+        self.copied = []
+        names = {X: "x", RESIDUAL: "residual", DOWN_RESIDUAL: "down_residual"}
+        for index, name in names.items():
+            if name in views:
+                views[name], copied = as_rows(views[name])
+                self.copied += [index] * copied
+        self.mlp = self.down = None
+        first = {name: view for name, view in views.items() if not name.startswith("down")}
+        if "down_weight" in views:
+            self.mlp = few_mlp(views, options, aligned, family)
+            second = {name.removeprefix("down_"): views[name] for name in views if "down" in name}
+            self.hidden_shape = (views["x"].shape[0], views["weight"].shape[0])
+            second["x"] = dense(self.hidden_shape, x)
+            if self.mlp is None:
+                self.down = Projection(function, second, Options(), aligned, family)
+        seqlen = x.shape[-2] if len(x.shape) > 1 else 1
+        if self.mlp is None:
+            self.first = Projection(function, first, options, aligned, family, seqlen)
+
+    def run(self, given: Sequence[Array | None], pointers: tuple[int, ...]) -> Array:
+        """``given`` and their pointers as `linear_reference.Arrays`, then those of `Down`."""
+        library, pointer, x = self.library, self.library.pointer, given[X]
+        out = library.empty(self.shape, self.strides, x)
+        if self.empty:
+            return out
+        stream, kept = library.stream(self.device_id), []  # copies live until the launch
+        positions = given[POSITIONS]
+        copied = self.copied
+        if positions is not None:
+            copied = [*copied, POSITIONS]
+        if copied:
+            pointers = list(pointers)
+            for index in copied:
+                kept.append(library.contiguous(given[index]))
+                pointers[index] = pointer(kept[-1])
+        first, second = pointers[:ARRAYS], pointers[ARRAYS:]
+        if self.mlp is not None:
+            self.mlp.run(library, stream, x, first, second, pointer(out))
+        elif self.down is None:
+            self.first(library, stream, x, first, pointer(out))
+        else:
+            rows, columns = self.hidden_shape
+            hidden = library.empty((rows, columns), (columns, 1), x)
+            self.first(library, stream, x, first, pointer(hidden))
+            weight, bias, residual = second
+            arguments = (pointer(hidden), weight, 0, bias, 0, residual, 0, 0, 0, 0, 0)
+            self.down(library, stream, x, arguments, pointer(out))
+        return out
+
+
+def as_rows(x: View) -> tuple[View, bool]:
+    """As (rows, columns), and whether it must be copied for that."""
+    columns = x.shape[-1]
+    sizes, (steps,) = collapse(x.shape[:-1], [x.strides[:-1]])
+    if len(sizes) > 1:
+        return dense((math.prod(x.shape[:-1]), columns), x), True
+    return View((sizes[0], columns), (steps[0] if sizes[0] > 1 else columns, 1), *x[2:]), False
+
+
+def dense(shape: tuple[int, ...], like: View) -> View:
+    """A contiguous array with the dtype and device of another."""
+    return View(shape, dense_strides(shape, range(len(shape))), like.dtype, like.device)

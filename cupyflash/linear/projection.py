@@ -1,0 +1,170 @@
+"""Projections ready to be launched: which kernels, in which order, with which scratch memory."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..array import Array, View
+from ..checks import require_grid
+from ..kernel_config import ITEM_SIZE
+from ..kernel_launch import Launch, capability_of, multiprocessors
+from ..norm import kernels as norm_kernels
+from ..norm.params import NormFwdParams
+from ..rows import Rows
+from . import kernels, sm90_kernels
+from .params import LinearParams, Rotary, RowNorm
+from .reference import Options
+from .sm90_launch import LinearLaunch
+
+MATRICES = ("x", "weight", "gate_weight", "residual", "down_weight", "down_residual")
+
+
+class Projection:
+    """One projection: a norm before it and a rotary embedding after it where it does not do them.
+
+    The views go by the names of `linear_checks`; x and residual are (rows, columns). ``aligned``
+    says whether all addresses are multiples of 16 bytes, ``seqlen`` is that of a sequence in x.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        views: Mapping[str, View],
+        options: Options,
+        aligned: bool,
+        family: str | None,
+        seqlen: int = 1,
+    ) -> None:
+        x, weight = views["x"], views["weight"]
+        (rows, depth), columns = x.shape, weight.shape[0]
+        self.norm, self.normal_shape = None, (rows, depth)
+        config = few_kernel(views, options, aligned, family)
+        steps, of_norm = row_strides(views), views.get("weight of norm")
+        if config is None and of_norm:
+            self.norm = norm_launch(function, x, of_norm, options, aligned)
+            steps["x"] = depth
+        params = LinearParams(
+            x_stride=steps["x"],
+            weight_stride=steps["weight"],
+            gate_stride=steps.get("gate_weight", 0),
+            residual_stride=steps.get("residual", 0),
+            out_stride=columns,
+            rows=rows,
+            columns=columns,
+            depth=depth,
+        )
+        if config is not None and of_norm:
+            params.norm = row_norm(x, of_norm, options)
+        if "cos" in views:
+            params.rotary = rotary_of(views, options, seqlen)
+        if config is None:
+            config = many_kernel(views, options, params, aligned, family)
+        if isinstance(config, sm90_kernels.LinearSm90):
+            self.launches = [LinearLaunch(config, x.device, params)]
+            turned = config.head_dim > 0
+        else:
+            grid = config.grid(rows, columns, multiprocessors(x.device))
+            self.launches = [
+                Launch(config, x.device, require_grid(function, grid, x.shape), params)
+            ]
+            turned = config.rotary
+        if "cos" in views and not turned:
+            turn = kernels.RotaryEmbedding(x.dtype)
+            grid = turn.grid(rows, params.rotary)
+            self.launches.append(
+                Launch(turn, x.device, require_grid(function, grid, x.shape), params)
+            )
+
+    def __call__(
+        self, library: Any, stream: Any, like: Array, pointers: Sequence[int], out: int
+    ) -> None:
+        """``pointers`` as `linear_reference.Arrays`."""
+        if self.norm:
+            normal = library.empty(self.normal_shape, (self.normal_shape[1], 1), like)
+            x, weight, bias = pointers[0], *pointers[6:8]
+            self.norm(stream, x, 0, weight, bias, library.pointer(normal), 0, 0)
+            pointers = (library.pointer(normal), *pointers[1:])
+        for launch in self.launches:
+            launch(stream, *pointers, out)
+
+
+def few_kernel(
+    views: Mapping[str, View], options: Options, aligned: bool, family: str | None
+) -> kernels.LinearFew | None:
+    """The kernel for few rows, if it can take these."""
+    x = views["x"]
+    if family == "simt":
+        return None
+    vector = aligned and is_aligned(x, row_strides(views))
+    kind = (x.dtype, options.activation, "gate_weight" in views, "cos" in views)
+    return kernels.few(*kind, *x.shape, vector, capability_of(x.device))
+
+
+def many_kernel(
+    views: Mapping[str, View],
+    options: Options,
+    params: LinearParams,
+    aligned: bool,
+    family: str | None,
+) -> "sm90_kernels.LinearSm90 | kernels.LinearMma | kernels.LinearSimt":
+    """The fastest kernel for any number of rows, of the family if one is forced."""
+    x, gated = views["x"], "gate_weight" in views
+    capability, sizes = capability_of(x.device), (params.rows, params.columns, params.depth)
+    steps = {**row_strides(views), "x": params.x_stride}
+    on_sm90 = aligned and family in (None, "sm90")
+    if on_sm90 and sm90_kernels.supports(x.dtype, capability, *sizes, tuple(steps.values())):
+        turn = params.rotary
+        rotary = sm90_kernels.Rotary(turn.head_dim, turn.rotary_dim, bool(turn.interleaved))
+        if not sm90_kernels.turns(rotary):
+            rotary = sm90_kernels.NO_ROTARY
+        epilogue = sm90_kernels.Epilogue(options.activation, gated, "residual" in views, rotary)
+        return sm90_kernels.choose(x.dtype, *sizes, multiprocessors(x.device), epilogue)
+    vector = aligned and is_aligned(x, steps)
+    kind = (x.dtype, options.activation, gated, "cos" in views)
+    return kernels.many(*kind, vector, capability, family)
+
+
+def row_strides(views: Mapping[str, View]) -> dict[str, int]:
+    """Elements from one row to the next, by name; dense where there is one row only."""
+    return {
+        name: views[name].strides[0] if views[name].shape[0] > 1 else views[name].shape[1]
+        for name in MATRICES
+        if name in views
+    }
+
+
+def is_aligned(x: View, steps: Mapping[str, int]) -> bool:
+    """Whether rows of x and of the weights begin, and are as long as, multiples of 16 bytes."""
+    inputs = [step for name, step in steps.items() if "residual" not in name]
+    return all(n * ITEM_SIZE[x.dtype] % 16 == 0 for n in (x.shape[1], *inputs))
+
+
+def row_norm(x: View, weight: View, options: Options) -> RowNorm:
+    """The norm in the prologue of a kernel."""
+    return RowNorm(options.eps, 1 / x.shape[1], options.rms, weight.dtype == "float32")
+
+
+def rotary_of(views: Mapping[str, View], options: Options, seqlen: int) -> Rotary:
+    """The rotary embedding in a kernel."""
+    heads_q, heads_kv = options.heads
+    cos, positions = views["cos"], views.get("positions")
+    head_dim = views["weight"].shape[0] // (heads_q + 2 * heads_kv)
+    return Rotary(
+        seqlen=seqlen,
+        num_positions=cos.shape[0],
+        columns=(heads_q + heads_kv) * head_dim,
+        head_dim=head_dim,
+        rotary_dim=2 * cos.shape[1],
+        interleaved=options.interleaved,
+        wide=cos.dtype == "float32",
+        wide_positions=positions is not None and positions.dtype == "int64",
+    )
+
+
+def norm_launch(function: str, x: View, weight: View, options: Options, aligned: bool) -> Launch:
+    """The norm as a kernel of its own."""
+    rows = Rows(function, {"x": x, "out": x._replace(strides=(x.shape[1], 1))})
+    vector = aligned and rows.aligned
+    config = norm_kernels.forward(x.dtype, weight.dtype, options.rms, rows.columns, vector)
+    params = NormFwdParams(**rows.strides, shape=rows.shape(options.eps))
+    grid = require_grid(function, -(-rows.rows // config.rows), x.shape)
+    return Launch(config, x.device, grid, params)

@@ -1,0 +1,245 @@
+"""Projections of many rows on Hopper: wgmma tensor cores fed by the copy engine, half precision.
+
+Needs compute capability 9.0 itself: its instructions (sm_90a) exist on no other GPU.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+from ..kernel_config import KernelConfig
+from .kernels import ACTIVATIONS
+from .params import LinearSm90Params
+
+CAPABILITY = (9, 0)
+DTYPES = ("float16", "bfloat16")
+WARPGROUP = 128  # threads
+BLOCK_K = 64  # depth of a step: 128 bytes, the widest box of a tensor map
+OUT_BOX_ROWS = 16  # a warp's
+ALIGNMENT = 8  # elements: tensor maps want addresses and strides that are multiples of 16 bytes
+MAX_ROWS = 2**31 - 512  # the last tile of a cluster must not end beyond 2^31
+OUT_BUFFERS = 8 * 2 * OUT_BOX_ROWS * 64 * 2  # bytes: two for each warp of the consumers
+
+# The model of `Tile.clocks`, in clocks of a multiprocessor.
+TENSOR_FLOPS = 3200  # each clock, as measured: 4096 at best, and less than that at full power
+SHARED_BYTES = 128
+L2_BYTES = 32  # where all multiprocessors read
+L2_BYTES_ALONE = 64
+START = 3000  # launch, first loads
+TILE_START = 300
+# Issue slots and special functions for each number of a thread, with conversion and store.
+EPILOGUE_CLOCKS = {"none": 4, "relu": 5, "silu": 18, "gelu_tanh": 20, "gelu": 28}
+
+
+class Rotary(NamedTuple):
+    """A rotary embedding that is a part of the kernel; head_dim 0 for none."""
+
+    head_dim: int = 0
+    rotary_dim: int = 0
+    interleaved: bool = False
+
+
+NO_ROTARY = Rotary()
+LISTED_ROTARY = (Rotary(64, 64), Rotary(128, 128), Rotary(128, 64), Rotary(64, 64, True))
+
+
+class Epilogue(NamedTuple):
+    """What follows the product."""
+
+    activation: str = "none"
+    gated: bool = False
+    residual: bool = False
+    rotary: Rotary = NO_ROTARY
+
+
+class Tile(NamedTuple):
+    """A tile of ``out`` and how it is computed; see linear_sm90.cu.
+
+    Attributes:
+        block_n: rows of weights; with a gate, half of them are its.
+        pingpong: two warpgroups have a tile each, instead of half of the same one.
+        cluster: blocks that share weights.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    pingpong: bool
+    cluster: int
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.stages * (self.block_m + self.block_n) * BLOCK_K * 2 + OUT_BUFFERS
+
+    def fits(self, epilogue: Epilogue) -> bool:
+        """Whether the tile has whole column blocks of ``out``, and whole heads."""
+        if epilogue.gated and self.block_n % 128:
+            return False
+        head_dim = epilogue.rotary.head_dim
+        return not head_dim or self.block_n % head_dim == 0
+
+    def out_columns(self, epilogue: Epilogue) -> int:
+        """Columns of ``out`` in a tile."""
+        return self.block_n // 2 if epilogue.gated else self.block_n
+
+    def clusters(self, rows: int, columns: int, epilogue: Epilogue) -> int:
+        """How many clusters cover ``out``."""
+        height = self.block_m * self.cluster
+        return -(-rows // height) * -(-columns // self.out_columns(epilogue))
+
+    def clocks(
+        self, rows: int, columns: int, depth: int, multiprocessors: int, epilogue: Epilogue
+    ) -> float:
+        """A model of the time: steps of the busiest block, and what they do not hide."""
+        clusters = self.clusters(rows, columns, epilogue)
+        at_once = max(1, multiprocessors // self.cluster)
+        active = min(clusters, at_once) * self.cluster / multiprocessors
+        numbers = self.block_m * self.block_n  # sums of a tile
+        bytes_in = (self.block_m + self.block_n) * BLOCK_K * 2
+        bytes_l2 = (self.block_m + self.block_n // self.cluster) * BLOCK_K * 2
+        bytes_read = self.block_m // 64 * (64 + self.block_n) * BLOCK_K * 2  # by wgmma
+        step = max(
+            2 * numbers * BLOCK_K / TENSOR_FLOPS,
+            (bytes_in + bytes_read) / SHARED_BYTES,
+            bytes_l2 / min(L2_BYTES_ALONE, L2_BYTES / active),
+        )
+        product = -(-depth // BLOCK_K) * step
+        outputs = self.block_m * self.out_columns(epilogue)
+        finish = outputs // WARPGROUP * EPILOGUE_CLOCKS[epilogue.activation]
+        tiles = -(-clusters // at_once)
+        if self.pingpong:
+            return START + tiles * max(product, (product + finish) / 2) + finish
+        return START + tiles * (product + finish + TILE_START)
+
+
+TILES = (
+    Tile(128, 256, 4, False, 2),
+    Tile(128, 192, 4, True, 2),
+    Tile(128, 128, 6, True, 2),
+    Tile(128, 128, 6, True, 1),
+    Tile(64, 64, 12, True, 1),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearSm90(KernelConfig):
+    """A projection: two warpgroups multiply tiles that a third one loads."""
+
+    source: ClassVar[str] = "linear/linear_sm90.cu"
+    params: ClassVar[type[LinearSm90Params]] = LinearSm90Params
+
+    dtype: str
+    activation: str
+    gated: bool
+    residual: bool
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+    block_m: int
+    block_n: int
+    stages: int
+    pingpong: bool
+    cluster: int
+    smem_bytes: int
+
+    @property
+    def tile(self) -> Tile:
+        """The shape of the tile."""
+        return Tile(self.block_m, self.block_n, self.stages, self.pingpong, self.cluster)
+
+    @property
+    def epilogue(self) -> Epilogue:
+        """What follows the product."""
+        rotary = Rotary(self.head_dim, self.rotary_dim, self.interleaved)
+        return Epilogue(self.activation, self.gated, self.residual, rotary)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 3 * WARPGROUP
+
+    @property
+    def boxes(self) -> dict[str, int]:
+        """Rows of a box of each tensor map."""
+        weights = self.block_n // 2 if self.gated or self.cluster == 2 else self.block_n
+        return {
+            "x": self.block_m,
+            "weight": weights,
+            "gate_weight": weights,
+            "residual": self.block_m,
+            "out": OUT_BOX_ROWS,
+        }
+
+    def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
+        """Number of blocks: whole clusters, no more than run at the same time."""
+        clusters = self.tile.clusters(rows, columns, self.epilogue)
+        return min(clusters, max(1, multiprocessors // self.cluster)) * self.cluster
+
+
+def supports(
+    dtype: str,
+    capability: tuple[int, int],
+    rows: int,
+    columns: int,
+    depth: int,
+    strides: tuple[int, ...],
+) -> bool:
+    """Whether the kernel computes such a projection, whose arrays have rows with these strides.
+
+    Besides, the addresses of all its arrays (bias included) must be multiples of 16 bytes.
+    """
+    sizes = (columns, depth, *strides)
+    aligned = all(x > 0 and x % ALIGNMENT == 0 and x < 2**39 for x in sizes)
+    return dtype in DTYPES and capability == CAPABILITY and 0 < rows <= MAX_ROWS and aligned
+
+
+def turns(rotary: Rotary) -> bool:
+    """Whether the kernel has both numbers of each pair in the same thread."""
+    unit = 8 if rotary.interleaved else 16
+    whole = 0 < rotary.rotary_dim <= rotary.head_dim and rotary.rotary_dim % unit == 0
+    return whole and any(tile.fits(Epilogue(rotary=rotary)) for tile in TILES)
+
+
+def choose(
+    dtype: str,
+    rows: int,
+    columns: int,
+    depth: int,
+    multiprocessors: int,
+    epilogue: Epilogue = Epilogue(),  # noqa: B008 - immutable
+) -> LinearSm90:
+    """The kernel whose tile takes the least time, by the model of `Tile.clocks`.
+
+    ``epilogue.rotary`` is none, or one that the kernel `turns`.
+    """
+    problem = (rows, columns, depth, multiprocessors, epilogue)
+    tiles = (tile for tile in TILES if tile.fits(epilogue))
+    return configuration(dtype, min(tiles, key=lambda tile: tile.clocks(*problem)), epilogue)
+
+
+def configuration(dtype: str, tile: Tile, epilogue: Epilogue) -> LinearSm90:
+    """The kernel with this tile."""
+    *switches, rotary = epilogue
+    return LinearSm90(dtype, *switches, *rotary, *tile, tile.smem_bytes)
+
+
+def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
+    """Everything that `choose` can return; of the rotary embeddings the usual ones."""
+    if capability != CAPABILITY:
+        return
+    for dtype, tile in itertools.product(DTYPES, TILES):
+        for epilogue in epilogues():
+            if tile.fits(epilogue):
+                yield configuration(dtype, tile, epilogue)
+
+
+def epilogues() -> Iterator[Epilogue]:
+    """What can follow a product."""
+    both = (False, True)
+    for activation, residual in itertools.product(ACTIVATIONS, both):
+        yield Epilogue(activation, residual=residual)
+    for activation, residual in itertools.product(ACTIVATIONS[1:], both):
+        yield Epilogue(activation, gated=True, residual=residual)
+    yield from (Epilogue(rotary=rotary) for rotary in LISTED_ROTARY)

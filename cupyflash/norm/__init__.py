@@ -1,0 +1,1 @@
+"""LayerNorm, RMSNorm and GroupNorm: ``cuda_src/norm``."""

@@ -1,0 +1,114 @@
+"""Gradients of the norms for torch tensors."""
+
+from typing import Any
+
+import torch
+
+from ..array import library_of
+from . import dispatch, group_norm_dispatch
+from .groups import dense_like, layout_of
+
+
+class Norm(torch.autograd.Function):
+    """(out, x + residual, statistics) of `norm_dispatch.forward`."""
+
+    @staticmethod
+    def forward(ctx: Any, x, weight, bias, residual, function, rms, eps):  # noqa: ANN001, ANN205
+        out, h, stats = dispatch.forward(
+            function, rms, library_of(x), x, weight, bias, residual, eps, True
+        )
+        ctx.save_for_backward(x if h is None else h, weight, stats)
+        ctx.arguments = (function, rms, bias is not None, residual is not None)
+        ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
+        return out, h, stats
+
+    @staticmethod
+    def backward(ctx: Any, dout, dh, _):  # noqa: ANN001, ANN205
+        h, weight, stats = ctx.saved_tensors
+        function, rms, has_bias, has_residual = ctx.arguments
+        if dout is None:  # only the residual was used
+            return dh, None, None, dh, None, None, None
+        options = f"{function}_backward", rms
+        if torch.is_grad_enabled():  # create_graph=True: not as if the gradients were constants
+            from .torch_ops import norm_backward
+
+            gradients = norm_backward(*options, dout, h, weight, stats, dh, has_bias)
+        else:
+            dout, dh = row_contiguous(dout), None if dh is None else row_contiguous(dh)
+            arrays = (dout, h, weight, stats, dh)
+            gradients = dispatch.backward(*options, library_of(h), *arrays, has_bias)
+        dx, dweight, dbias = gradients
+        return dx, dweight, dbias, dx if has_residual else None, None, None, None
+
+
+class GroupNorm(torch.autograd.Function):
+    """(out, statistics) of `group_norm_dispatch.forward`."""
+
+    @staticmethod
+    def forward(ctx: Any, x, weight, bias, num_groups, eps, activation):  # noqa: ANN001, ANN205
+        library = library_of(x)
+        out, stats = group_norm_dispatch.forward(
+            "group_norm", library, x, weight, bias, num_groups, eps, activation, True
+        )
+        ctx.save_for_backward(x, weight, bias, stats)
+        ctx.activation = activation
+        ctx.mark_non_differentiable(stats)
+        return out, stats
+
+    @staticmethod
+    def backward(ctx: Any, dout, _):  # noqa: ANN001, ANN205
+        x, weight, bias, stats = ctx.saved_tensors
+        arrays = (x, weight, bias, stats)
+        if torch.is_grad_enabled():  # create_graph=True: not as if the gradients were constants
+            from .torch_ops import group_norm_backward
+
+            return *group_norm_backward(dout, *arrays, ctx.activation), None, None, None
+        gradients = group_norm_dispatch.backward(
+            "group_norm_backward", library_of(x), in_format_of(x, dout), *arrays, ctx.activation
+        )
+        return *gradients, None, None, None
+
+
+def norm_with_gradient(
+    function: str,
+    rms: bool,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """`norm_dispatch.forward`, recorded for the backward pass of torch."""
+    return Norm.apply(x, weight, bias, residual, function, rms, eps)
+
+
+def group_norm_with_gradient(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    num_groups: int,
+    eps: float,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`group_norm_dispatch.forward`, recorded for the backward pass of torch."""
+    return GroupNorm.apply(x, weight, bias, num_groups, eps, activation)
+
+
+def row_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """x, copied if its last dimension is not contiguous, as of an expanded scalar."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def in_format_of(x: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """dout, copied if it has another memory format than x, as an expanded scalar has."""
+    if dout.stride() == x.stride():
+        return dout
+    like = image_like(x)
+    return dout if dout.stride() == like.stride() else like.copy_(dout)
+
+
+def image_like(x: torch.Tensor) -> torch.Tensor:
+    """What `cupyflash.group_norm` allocates for a result like x (batch, channels, ...)."""
+    view = library_of(x).view(x)
+    return x.new_empty_strided(view.shape, dense_like(view, layout_of("group_norm", "x", view)))

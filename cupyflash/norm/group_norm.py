@@ -1,0 +1,105 @@
+"""GroupNorm fused with an activation function."""
+
+from typing import Any
+
+from ..array import Array, compiling, library_of
+from ..checks import known_library
+from . import group_norm_dispatch
+
+
+def group_norm(
+    x: Array,
+    num_groups: int,
+    weight: Array,
+    bias: Array,
+    *,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    return_stats: bool = False,
+) -> Array | tuple[Array, Array]:
+    """activation((x - mean) / sqrt(variance + eps) * weight + bias), the mean over each group.
+
+    Arrays are those that `cupyflash.attention` takes; torch tensors have autograd. x is read once
+    where a group fits into registers (up to 49152 numbers of 16 bits, 24576 of float32), else
+    twice. The result has the memory format of x.
+
+    Args:
+        x: (batch, channels, ...), such as (N, C, L) or (N, C, H, W); float16, bfloat16 or float32.
+            Channels first or channels last, as its strides say; no gaps between positions.
+        num_groups: a divisor of channels; neighbouring channels form a group.
+        weight: (channels,), dtype of x or float32.
+        bias: like weight.
+        eps: added to the variance.
+        activation: "silu", "mish", "gelu", "gelu_tanh" or None.
+        return_stats: also return float32 (batch, num_groups, 2), mean and 1 / sqrt(variance + eps)
+            of each group: what `group_norm_backward` needs.
+
+    Returns:
+        out like x; with statistics (out, statistics).
+
+    Raises:
+        TypeError: dtypes, libraries.
+        ValueError: shapes, strides, devices, options.
+
+    Source: Group Normalization, arXiv:1803.08494.
+    """
+    options = (num_groups, eps, "none" if activation is None else activation)
+    out, stats = _results(x, weight, bias, options, return_stats)
+    return (out, stats) if return_stats else out
+
+
+def _results(
+    x: Array, weight: Array, bias: Array, options: tuple, need_stats: bool
+) -> tuple[Array, Array | None]:
+    """`group_norm_dispatch.forward`, by whatever way the library of x wants."""
+    if compiling():
+        from . import torch_ops
+
+        return torch_ops.group_norm(x, weight, bias, *options)
+    library, arrays = library_of(x), (x, weight, bias)
+    if library is None:
+        call = lambda *known: group_norm_dispatch.forward(  # noqa: E731
+            "group_norm", library_of(known[0]), *known, *options, need_stats
+        )
+        return known_library("group_norm", call, *arrays)
+    if library.traced(x):
+        from . import torch_ops
+
+        return torch_ops.group_norm(*arrays, *options)
+    if library.wants_gradient(*[y for y in arrays if library_of(y) is library]):
+        from .autograd import group_norm_with_gradient
+
+        return group_norm_with_gradient(*arrays, *options)
+    return group_norm_dispatch.forward("group_norm", library, *arrays, *options, need_stats)
+
+
+def group_norm_backward(
+    dout: Array,
+    x: Array,
+    weight: Array,
+    bias: Array,
+    stats: Array,
+    *,
+    activation: str | None = None,
+) -> tuple[Array, Array, Array]:
+    """Gradients of `group_norm` for libraries without autograd; repeatable bit by bit.
+
+    Args:
+        dout: gradient of out, with the shape and the memory format of x.
+        x, weight, bias, activation: of the forward.
+        stats: of the forward; their shape says how many groups there are.
+
+    Returns:
+        (dx, dweight, dbias), like x, weight and bias.
+
+    Raises:
+        As `group_norm`.
+    """
+    activation = "none" if activation is None else activation
+    arrays = (dout, x, weight, bias, stats)
+    call: Any = lambda *known: group_norm_dispatch.backward(  # noqa: E731
+        "group_norm_backward", library_of(known[1]), *known, activation
+    )
+    if library_of(x) is None:
+        return known_library("group_norm_backward", call, *arrays)
+    return call(*arrays)

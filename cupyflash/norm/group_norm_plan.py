@@ -1,0 +1,185 @@
+"""GroupNorm: what calls of one signature share, and how they run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..array import Array, View
+from ..checks import require_grid
+from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
+from . import group_norm_kernels as kernels
+from .groups import MAX_GROUP, Groups, dense_like, layout_of
+from .params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
+from .plan import sum_launch
+
+
+class Work:
+    """The kernels for groups, and how their blocks share them.
+
+    Attributes:
+        config: one of the kernels.
+        unit_blocks: blocks that share a unit in three steps, 0 in one.
+        shares: into how many parts the backward takes the samples.
+        rows: what it leaves to be added up for each channel.
+        tiling: with channels last, else empty.
+        launches: (configuration, blocks) of each.
+    """
+
+    def __init__(
+        self, function: str, direction: str, views: Mapping[str, View], groups: Groups, kind: tuple,
+        aligned: bool,
+    ) -> None:  # fmt: skip
+        halves, aligned = aligned and groups.halves, aligned and groups.aligned
+        self.units, x = groups.batch, views["x"]
+        self.unit_blocks, self.tiling = 0, ChannelTiling()
+        self.shares = self.rows = groups.batch
+        if groups.channels_last:
+            sizes = groups.num_groups, groups.channels
+            pick = getattr(kernels, f"{direction}_last")
+            self.config = pick(kind, aligned)
+            tiling = kernels.channel_tiling(*sizes, self.config.vector)
+            if tiling is None:
+                self.config = pick(kind, False)
+                tiling = kernels.channel_tiling(*sizes, 1)
+            self.tiling = tiling
+            most = self.config.blocks * multiprocessors(x.device)
+            self.unit_blocks = self.config.pieces(tiling, groups.positions, most // self.units)
+            sums = -(-self.units * groups.num_groups // (self.config.threads // 32))
+        else:
+            self.units *= groups.num_groups
+            pick = getattr(kernels, direction)
+            size = groups.size if groups.dense else MAX_GROUP
+            self.config = pick(kind, size, aligned, halves, capability_of(x.device))
+            if isinstance(self.config, kernels.OneStepConfig):
+                blocks = -(-self.units // self.config.groups)
+                if direction == "backward":
+                    at_once = multiprocessors(x.device) * self.config.blocks
+                    rounds = -(-blocks * self.config.cluster // at_once)
+                    samples = self.config.groups * min(rounds, kernels.ROUNDS)
+                    self.shares = -(-groups.batch // samples)
+                    self.rows = self.shares * self.config.cluster
+                    blocks = self.shares * groups.num_groups
+                require_grid(function, self.units + self.config.groups, x.shape)
+                blocks = require_grid(function, blocks * self.config.cluster, x.shape)
+                self.launches = [(self.config, blocks)]
+                return
+            self.unit_blocks = self.config.pieces(groups.channels, groups.positions)
+            sums = self.units
+        blocks = require_grid(function, self.units * self.unit_blocks, x.shape)
+        self.launches = list(zip(self.config.steps(), (blocks, sums, blocks)))
+
+
+class ForwardPlan(Plan):
+    """The forward kernel for one signature."""
+
+    def __init__(
+        self,
+        function: str,
+        library: Any,
+        views: Mapping[str, View],
+        aligned: bool,
+        num_groups: int,
+        eps: float,
+        activation: str,
+    ) -> None:
+        x, weight = views["x"], views["weight"]
+        super().__init__(x.device)
+        self.library, self.shape = library, x.shape
+        self.stats_shape = (x.shape[0], num_groups, 2)
+        self.strides = dense_like(x, layout_of(function, "x", x))
+        self.empty = 0 in x.shape
+        if self.empty:
+            return
+        groups = Groups(function, views | {"out": x._replace(strides=self.strides)}, num_groups)
+        kind = (x.dtype, weight.dtype, activation)
+        work = Work(function, "forward", views, groups, kind, aligned)
+        # Of a piece at most one record for each of its warps, or for each of its groups.
+        records = max(work.config.threads // 32, work.tiling.groups)
+        self.partials_shape = (work.units * work.unit_blocks * records, 3)
+        shape = groups.shape(eps, work.config.vector)
+        params = GroupNormFwdParams(
+            **groups.strides, shape=shape, unit_blocks=work.unit_blocks, tiling=work.tiling
+        )
+        self.launches = [Launch(config, x.device, n, params) for config, n in work.launches]
+
+    def run(
+        self, x: Array, pointers: tuple[int, int, int], need_stats: bool
+    ) -> tuple[Array, Array | None]:
+        """``pointers`` of x, weight, bias."""
+        library, pointer = self.library, self.library.pointer
+        out = library.empty_strided(self.shape, self.strides, x)
+        if self.empty:
+            stats = library.empty_float32(self.stats_shape, x) if need_stats else None
+            return out, library.zeros_like(stats) if need_stats else None
+        in_steps = len(self.launches) > 1
+        need_stats = need_stats or in_steps
+        stats = library.empty_float32(self.stats_shape, x) if need_stats else None
+        partials = library.empty_float32(self.partials_shape, x) if in_steps else None
+        stream = library.stream(self.device_id)
+        arguments = (
+            *pointers,
+            pointer(out),
+            pointer(stats) if need_stats else 0,
+            pointer(partials) if in_steps else 0,
+        )
+        for launch in self.launches:
+            launch(stream, *arguments)
+        return out, stats
+
+
+class BackwardPlan(Plan):
+    """The backward kernel for one signature, and the sum over the samples."""
+
+    def __init__(
+        self,
+        function: str,
+        library: Any,
+        views: Mapping[str, View],
+        aligned: bool,
+        activation: str,
+    ) -> None:
+        x, weight = views["x"], views["weight"]
+        super().__init__(x.device)
+        self.library, self.shape = library, x.shape
+        self.strides = dense_like(x, layout_of(function, "x", x))
+        self.empty = 0 in x.shape
+        if self.empty:
+            return
+        num_groups, channels = views["stats"].shape[1], x.shape[1]
+        tensors = {"x": x, "dout": views["dout"], "dx": x._replace(strides=self.strides)}
+        groups = Groups(function, tensors, num_groups)
+        kind = (x.dtype, weight.dtype, activation)
+        work = Work(function, "backward", views, groups, kind, aligned)
+        # Of a piece two sums for each of its warps, or for each of its channels.
+        records = max(work.config.threads // 32, work.tiling.channels)
+        self.pieces_shape = (work.units * work.unit_blocks * records, 2)
+        self.means_shape = (x.shape[0], num_groups, 2)
+        params = GroupNormBwdParams(
+            **groups.strides,
+            shape=groups.shape(0.0, work.config.vector),
+            unit_blocks=work.unit_blocks,
+            shares=work.shares,
+            tiling=work.tiling,
+        )
+        self.launches = [Launch(config, x.device, n, params) for config, n in work.launches]
+        self.partials_shape = (2, work.rows, channels)
+        self.sum = sum_launch(weight, x.device, self.partials_shape)
+
+    def run(
+        self, x: Array, weight: Array, bias: Array, pointers: tuple[int, ...]
+    ) -> tuple[Array, Array, Array]:
+        """``pointers`` of dout, x, weight, bias, stats."""
+        library, pointer = self.library, self.library.pointer
+        dx = library.empty_strided(self.shape, self.strides, x)
+        if self.empty:
+            return dx, library.zeros_like(weight), library.zeros_like(bias)
+        dweight, dbias = (library.empty(self.shape[1:2], (1,), y) for y in (weight, bias))
+        partials = library.empty_float32(self.partials_shape, x)
+        stream, shares, workspace = library.stream(self.device_id), pointer(partials), (0, 0)
+        if len(self.launches) > 1:
+            pieces = library.empty_float32(self.pieces_shape, x)
+            means = library.empty_float32(self.means_shape, x)
+            workspace = pointer(pieces), pointer(means)
+        for launch in self.launches:
+            launch(stream, *pointers, pointer(dx), shares, *workspace)
+        self.sum(stream, shares, pointer(dweight), pointer(dbias))
+        return dx, dweight, dbias

@@ -1,0 +1,107 @@
+"""How (batch, channels, ...) lies in memory, and its groups as matrices for a kernel."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..array import View, dense_strides
+from ..kernel_config import ITEM_SIZE
+from ..rows import collapse
+from .params import GroupNormShape, GroupStrides, divisor
+
+MAX_GROUP = 2**31  # elements of one group, and channels of a tensor
+
+
+class Layout(NamedTuple):
+    """Strides of samples, channels and positions, in elements."""
+
+    batch: int
+    channel: int
+    position: int
+    channels_last: bool
+
+
+def layout_of(function: str, name: str, x: View, channels_last: bool | None = None) -> Layout:
+    """How (batch, channels, ...) lies in memory.
+
+    Args:
+        channels_last: what to take of a tensor with one position or channel, which can be both.
+
+    Raises:
+        ValueError: neither channels nor positions are contiguous.
+    """
+    batch, channel = (step if size > 1 else 0 for size, step in zip(x.shape[:2], x.strides[:2]))
+    sizes, ((position, *rest),) = [1], [[0]]
+    if 0 not in x.shape:
+        sizes, ((position, *rest),) = collapse(x.shape[2:], [x.strides[2:]])
+    fits = {False: position == 1 or sizes == [1], True: channel == 1 or x.shape[1] == 1}
+    possible = [] if rest else [last for last in fits if fits[last]]
+    if possible:
+        if channels_last not in possible:
+            channels_last = possible[-1 if channel == 1 else 0]
+        return Layout(batch, channel, position, channels_last)
+    if 0 in x.shape:
+        return Layout(0, 0, 0, False)
+    fact = f"{name} must be dense, channels first or channels last"
+    raise ValueError(f"{function}: {fact}, got shape {x.shape}, strides {x.strides}")
+
+
+def dense_like(x: View, layout: Layout) -> tuple[int, ...]:
+    """Strides of a dense tensor with the memory format of x."""
+    batch, channel, *positions = range(len(x.shape))
+    order = [batch, *positions, channel] if layout.channels_last else [batch, channel, *positions]
+    return dense_strides(x.shape, order)
+
+
+class Groups:
+    """The groups of tensors of one shape and one memory format.
+
+    Attributes:
+        batch, num_groups, positions: of the tensors.
+        channels, size: of a group: its channels, its elements.
+        strides: ``<name>_strides`` of each tensor, for the parameter structs.
+        aligned: whether every row of positions (of channels, if they are last) begins, and its
+            length is, a multiple of 16 bytes.
+        dense: whether the channels of a group lie side by side, channels first.
+        halves: whether 16 bytes hold two whole channels, which lie side by side.
+
+    Raises:
+        ValueError: the tensors differ in memory format, or a group is too large.
+    """
+
+    def __init__(self, function: str, views: Mapping[str, View], num_groups: int) -> None:
+        tensors = {name: x for name, x in views.items() if name not in ("weight", "bias")}
+        x = tensors["x"]
+        self.channels_last = layout_of(function, "x", x).channels_last
+        layouts = {
+            name: layout_of(function, name, y, self.channels_last) for name, y in tensors.items()
+        }
+        for name, layout in layouts.items():
+            if layout.channels_last != self.channels_last:
+                got = f"{name} strides {tensors[name].strides}, x strides {x.strides}"
+                fact = f"{name} must have the memory format of x"
+                raise ValueError(f"{function}: {fact}, got {got}")
+        self.batch, channels, self.num_groups = *x.shape[:2], num_groups
+        self.channels, self.positions = channels // num_groups, math.prod(x.shape[2:])
+        self.size = self.channels * self.positions
+        for count, name in ((self.size, "elements of a group"), (channels, "channels")):
+            if count >= MAX_GROUP:
+                raise ValueError(f"{function}: {name} must be fewer than {MAX_GROUP}, got {count}")
+        self.strides = {f"{name}_strides": GroupStrides(*y[:3]) for name, y in layouts.items()}
+        item = ITEM_SIZE[x.dtype]
+        whole = lambda *counts: all(count * item % 16 == 0 for count in counts)  # noqa: E731
+        if self.channels_last:
+            self.dense = self.halves = False
+            self.aligned = whole(channels, *(s for y in layouts.values() for s in (y[0], y[2])))
+            return
+        self.aligned = whole(self.positions, *(s for y in layouts.values() for s in y[:2]))
+        gaps = any(y.channel != self.positions for y in layouts.values())
+        self.dense = self.channels == 1 or not gaps
+        two = self.positions * item == 8 and self.channels % 2 == 0
+        self.halves = self.dense and two and whole(*(y.batch for y in layouts.values()))
+
+    def shape(self, eps: float, vector: int) -> GroupNormShape:
+        """As the kernels get it."""
+        sizes = self.batch, self.num_groups, self.channels, self.positions
+        packs = divisor(max(1, self.positions // vector))
+        return GroupNormShape(*sizes, 1 / self.size, eps, packs)

@@ -1,0 +1,174 @@
+"""LayerNorm and RMSNorm: what calls of one signature share, and how they run."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from ..array import Array, View
+from ..checks import require_grid
+from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
+from ..rows import Rows
+from ..tile_counter import tile_counters
+from . import kernels
+from .params import NormBwdParams, NormFwdParams, SumPartialsParams
+
+WEIGHT_BLOCKS = 8  # of norm_bwd_weight, for each multiprocessor
+MAX_ROWS = 2**30  # of several axes, which norm_bwd divides by
+
+
+class ForwardPlan(Plan):
+    """The forward kernel for one signature."""
+
+    def __init__(
+        self,
+        function: str,
+        rms: bool,
+        library: Any,
+        views: Mapping[str, View],
+        eps: float,
+        aligned: bool,
+    ) -> None:
+        x, weight = views["x"], views["weight"]
+        super().__init__(x.device)
+        self.library = library
+        self.shape, self.stats_shape = x.shape, (*x.shape[:-1], 2)
+        self.strides = library.strides_of_empty(x.shape, x)
+        self.has_residual = "residual" in views
+        self.empty = 0 in x.shape
+        if self.empty:
+            return
+        tensors = {"x": x, "out": x._replace(strides=self.strides)}
+        if self.has_residual:
+            tensors |= {"residual": views["residual"], "residual_out": tensors["out"]}
+        rows = Rows(function, tensors)
+        vector = aligned and rows.aligned
+        config = kernels.forward(x.dtype, weight.dtype, rms, rows.columns, vector)
+        params = NormFwdParams(**rows.strides, shape=rows.shape(eps))
+        grid = rows.rows
+        if isinstance(config, kernels.NormFwd):
+            grid = -(-rows.rows // config.rows)
+        self.launch = Launch(config, x.device, require_grid(function, grid, x.shape), params)
+
+    def run(
+        self, x: Array, pointers: tuple[int, int, int, int], need_stats: bool
+    ) -> tuple[Array, Array | None, Array | None]:
+        """The results are allocated as ``x`` is; ``pointers`` of x, residual, weight, bias."""
+        library, pointer = self.library, self.library.pointer
+        out = library.empty(self.shape, self.strides, x)
+        h = library.empty(self.shape, self.strides, x) if self.has_residual else None
+        stats = library.empty_float32(self.stats_shape, x) if need_stats else None
+        if not self.empty:
+            self.launch(
+                library.stream(self.device_id),
+                *pointers,
+                pointer(out),
+                pointer(h) if self.has_residual else 0,
+                pointer(stats) if need_stats else 0,
+            )
+        return out, h, stats
+
+
+class BackwardPlan(Plan):
+    """The backward kernels for one signature."""
+
+    def __init__(
+        self,
+        function: str,
+        rms: bool,
+        library: Any,
+        views: Mapping[str, View],
+        aligned: bool,
+        need_dbias: bool,
+    ) -> None:
+        x, weight = views["x"], views["weight"]
+        super().__init__(x.device)
+        self.library, self.need_dbias = library, need_dbias
+        self.shape, self.strides = x.shape, library.strides_of_empty(x.shape, x)
+        self.empty = 0 in x.shape
+        if self.empty:
+            return
+        tensors = {name: views[name] for name in ("x", "dout", "dresidual") if name in views}
+        rows = Rows(function, {**tensors, "dx": x._replace(strides=self.strides)})
+        vector = aligned and rows.aligned
+        config = _backward_config(x, weight, rms, rows, vector)
+        at_once = multiprocessors(x.device)
+        if isinstance(config, kernels.NormBwd):
+            splits = min(-(-rows.rows // config.rows), at_once)
+            launches = [(config, splits)]
+        elif config is not None:
+            splits = min(rows.rows, at_once // config.cluster)
+            launches = [(config, splits * config.cluster)]
+        else:
+            config, of_weight = kernels.long_backward(x.dtype, weight.dtype, rms, vector)
+            blocks = -(-rows.columns // of_weight.columns)
+            splits = min(rows.rows, -(-WEIGHT_BLOCKS * at_once // blocks))
+            launches = [(config, rows.rows), (of_weight, blocks * splits)]
+        params = NormBwdParams(**rows.strides, shape=rows.shape(0.0), splits=splits)
+        self.launches = [
+            Launch(config, x.device, require_grid(function, grid, x.shape), params)
+            for config, grid in launches
+        ]
+        gradients = 1 + need_dbias
+        self.partials_shape = (gradients, splits, rows.columns)
+        # The blocks of a cooperative launch wait for each other and add up themselves.
+        self.counters = self.sum = None
+        if launches[0][0].cooperative:
+            self.counters = tile_counters(x.device)
+        else:
+            self.sum = sum_launch(weight, x.device, self.partials_shape)
+
+    def run(
+        self, x: Array, weight: Array, pointers: tuple[int, int, int, int, int]
+    ) -> tuple[Array, Array, Array | None]:
+        """``pointers`` of dout, x, weight, stats, dresidual."""
+        library, pointer = self.library, self.library.pointer
+        dx = library.empty(self.shape, self.strides, x)
+        if self.empty:
+            dweight = library.zeros_like(weight)
+            return dx, dweight, library.zeros_like(weight) if self.need_dbias else None
+        dweight = library.empty(self.shape[-1:], (1,), weight)
+        dbias = library.empty(self.shape[-1:], (1,), weight) if self.need_dbias else None
+        partials = library.empty_float32(self.partials_shape, x)
+        stream, shares = library.stream(self.device_id), pointer(partials)
+        sums = pointer(dweight), pointer(dbias) if self.need_dbias else 0
+        counter = 0
+        if self.counters:
+            counter = int.from_bytes(self.counters(stream), "little")
+            if not counter:  # CUDA graphs have taken all of them
+                own = library.zeros_int32(1, x)
+                counter = pointer(own)
+        for launch in self.launches:
+            launch(stream, *pointers, pointer(dx), shares, *sums, counter)
+        if self.sum:
+            self.sum(stream, shares, *sums)
+        return dx, dweight, dbias
+
+
+def _backward_config(
+    x: View, weight: View, rms: bool, rows: Rows, vector: bool
+) -> kernels.NormBwd | kernels.NormBwdCluster | None:
+    """None where two reads of the rows are needed."""
+    if len(rows.sizes) > 1 and rows.rows >= MAX_ROWS:
+        return None
+    config = kernels.backward(
+        x.dtype, weight.dtype, rms, rows.columns, vector, capability_of(x.device)
+    )
+    if config and config.cooperative and not launches_cooperatively(x.device):
+        return None
+    return config
+
+
+def sum_launch(weight: View, device: int, shape: tuple[int, int, int]) -> Launch:
+    """The kernel that adds up shares (gradients, rows, columns) of the gradients of weight."""
+    gradients, rows, columns = shape
+    params = SumPartialsParams(rows=rows, columns=columns)
+    blocks = gradients * -(-columns // 32)
+    return Launch(kernels.sum_partials(weight.dtype, rows), device, blocks, params)
+
+
+@functools.cache
+def launches_cooperatively(device: int) -> bool:
+    """Whether this GPU and its driver can."""
+    import cupy
+
+    return bool(cupy.cuda.Device(device).attributes["CooperativeLaunch"])

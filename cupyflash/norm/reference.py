@@ -1,0 +1,162 @@
+"""The norms in plain NumPy: the oracle of the tests, and what runs where there is no GPU.
+
+Everything is computed in float64 for float64 arrays, else in float32; results have the dtypes of
+the inputs, statistics that of the computation. Nothing is checked here.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy
+
+from ..attention.grouped import Array, compute_dtype
+
+
+def add(x: Array, residual: Array) -> Array:
+    """What is normalised: x + residual, rounded to their dtype."""
+    wide = compute_dtype(x)
+    return (x.astype(wide) + residual.astype(wide)).astype(x.dtype)
+
+
+def norm(rms: bool, x: Array, weight: Array, bias: Array | None, eps: float) -> tuple[Array, Array]:
+    """LayerNorm or RMSNorm: (out, statistics (..., 2))."""
+    wide = compute_dtype(x)
+    values = x.astype(wide)
+    mean = numpy.zeros((*x.shape[:-1], 1), wide) if rms else values.mean(-1, keepdims=True)
+    variance = numpy.square(values - mean).mean(-1, keepdims=True)
+    scale = 1 / numpy.sqrt(variance + numpy.asarray(eps, wide))
+    out = (values - mean) * scale * weight.astype(wide)
+    if bias is not None:
+        out += bias.astype(wide)
+    stats = numpy.concatenate([mean, scale], -1)
+    return out.astype(x.dtype), numpy.ascontiguousarray(stats)
+
+
+def norm_backward(
+    rms: bool, dout: Array, x: Array, weight: Array, stats: Array, dresidual: Array | None
+) -> tuple[Array, Array, Array]:
+    """(dx, dweight, dbias) of ``norm``."""
+    wide = compute_dtype(x)
+    gradient, stats = dout.astype(wide), stats.astype(wide)
+    scale = stats[..., 1:]
+    normal = (x.astype(wide) - stats[..., :1]) * scale
+    g = gradient * weight.astype(wide)
+    mean = 0 if rms else g.mean(-1, keepdims=True)
+    dx = scale * (g - mean - normal * (g * normal).mean(-1, keepdims=True))
+    if dresidual is not None:
+        dx += dresidual.astype(wide)
+    rows = tuple(range(x.ndim - 1))
+    dweight, dbias = (gradient * normal).sum(rows), gradient.sum(rows)
+    return dx.astype(x.dtype), dweight.astype(weight.dtype), dbias.astype(weight.dtype)
+
+
+def group_norm(
+    x: Array, num_groups: int, weight: Array, bias: Array, eps: float, activation: str
+) -> tuple[Array, Array]:
+    """GroupNorm and activation of x (batch, channels, ...): (out, statistics)."""
+    wide = compute_dtype(x)
+    if not x.size:
+        return numpy.empty_like(x), numpy.zeros((x.shape[0], num_groups, 2), wide)
+    groups = x.astype(wide).reshape(x.shape[0], num_groups, -1)
+    mean = groups.mean(-1, keepdims=True)
+    variance = numpy.square(groups - mean).mean(-1, keepdims=True)
+    stats = numpy.concatenate([mean, 1 / numpy.sqrt(variance + numpy.asarray(eps, wide))], -1)
+    _, z = _normalised(x, stats, weight, bias)
+    return _like(ACTIVATIONS[activation][0](z), x), stats
+
+
+def group_norm_backward(
+    dout: Array, x: Array, weight: Array, bias: Array, stats: Array, activation: str
+) -> tuple[Array, Array, Array]:
+    """(dx, dweight, dbias) of ``group_norm``."""
+    wide = compute_dtype(x)
+    if not x.size:
+        return numpy.empty_like(x), numpy.zeros_like(weight), numpy.zeros_like(bias)
+    stats = stats.astype(wide)
+    normal, z = _normalised(x, stats, weight, bias)
+    dz = dout.astype(wide) * ACTIVATIONS[activation][1](z)
+    by_group = (x.shape[0], stats.shape[1], -1)
+    g = (dz * _per_channel(weight.astype(wide), x)).reshape(by_group)
+    n = normal.reshape(by_group)
+    means = g.mean(-1, keepdims=True), (g * n).mean(-1, keepdims=True)
+    dx = (stats[..., 1:] * (g - means[0] - n * means[1])).reshape(x.shape)
+    axes = (0, *range(2, x.ndim))
+    dweight, dbias = (dz * normal).sum(axes), dz.sum(axes)
+    return _like(dx, x), dweight.astype(weight.dtype), dbias.astype(weight.dtype)
+
+
+def _normalised(x: Array, stats: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
+    wide = compute_dtype(x)
+    groups = x.astype(wide).reshape(x.shape[0], stats.shape[1], -1)
+    normal = ((groups - stats[..., :1]) * stats[..., 1:]).reshape(x.shape)
+    weight, bias = (_per_channel(y.astype(wide), x) for y in (weight, bias))
+    return normal, normal * weight + bias
+
+
+def _per_channel(values: Array, x: Array) -> Array:
+    return values.reshape(-1, *[1] * (x.ndim - 2))
+
+
+def _like(values: Array, x: Array) -> Array:
+    """The values with the dtype and the order of the axes of x in memory."""
+    result = numpy.empty_like(x)
+    result[...] = values
+    return result
+
+
+def sigmoid(z: Array) -> Array:
+    """1 / (1 + exp(-z)), without overflow."""
+    return 0.5 * (1 + numpy.tanh(0.5 * z))
+
+
+def _erf(z: Array) -> Array:
+    # NumPy has none; math.erf is exact in float64.
+    return numpy.vectorize(math.erf, otypes=["float64"])(z).astype(z.dtype)
+
+
+def _silu_slope(z: Array) -> Array:
+    s = sigmoid(z)
+    return s * (1 + z * (1 - s))
+
+
+def _tanh_softplus(z: Array) -> Array:
+    return numpy.tanh(numpy.logaddexp(z, numpy.zeros_like(z)))
+
+
+def _mish_slope(z: Array) -> Array:
+    t = _tanh_softplus(z)
+    return t + z * (1 - t * t) * sigmoid(z)
+
+
+def _gelu(z: Array) -> Array:
+    return 0.5 * z * (1 + _erf(z * math.sqrt(0.5)))
+
+
+def _gelu_slope(z: Array) -> Array:
+    density = numpy.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    return 0.5 * (1 + _erf(z * math.sqrt(0.5))) + z * density
+
+
+def _gelu_tanh_argument(z: Array) -> Array:
+    return math.sqrt(2 / math.pi) * (z + 0.044715 * z * z * z)
+
+
+def _gelu_tanh(z: Array) -> Array:
+    return 0.5 * z * (1 + numpy.tanh(_gelu_tanh_argument(z)))
+
+
+def _gelu_tanh_slope(z: Array) -> Array:
+    t = numpy.tanh(_gelu_tanh_argument(z))
+    slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z * z)
+    return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * slope
+
+
+# The activation functions and their derivatives.
+ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
+    "none": (lambda z: z, numpy.ones_like),
+    "silu": (lambda z: z * sigmoid(z), _silu_slope),
+    "mish": (lambda z: z * _tanh_softplus(z), _mish_slope),
+    "gelu": (_gelu, _gelu_slope),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
+    "relu": (lambda z: numpy.maximum(z, 0), lambda z: (z > 0).astype(z.dtype)),
+}

@@ -1,0 +1,220 @@
+"""torch operators ``cupyflash::norm`` and ``cupyflash::group_norm``, each with its backward.
+
+Calls take them where torch has to see them, as those of attention do (``torch_ops.py``).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..array import library_of
+from . import dispatch, group_norm_dispatch
+from .autograd import image_like, in_format_of, row_contiguous
+
+LIBRARY = library_of(torch.empty(0))
+
+
+def promoted(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """x and residual as torch's + would see them under autocast, where layers mix dtypes."""
+    device = x.device.type
+    if residual is None or x.is_meta or not torch.is_autocast_enabled(device):
+        return x, residual
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return x.to(dtype), residual.to(dtype)
+
+
+def norm(
+    function: str,
+    rms: bool,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`norm_dispatch.forward` through the operator, which checks when it runs."""
+    _refuse_transforms(function)
+    x, residual = promoted(x, residual)
+    out, *h, stats = _norm(x, weight, bias, residual, function, rms, eps)
+    return out, h[0] if h else None, stats
+
+
+def norm_backward(
+    function: str,
+    rms: bool,
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stats: Tensor,
+    dresidual: Tensor | None,
+    need_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`norm_dispatch.backward` through the operator, whose own derivative is an error."""
+    arrays = (dout, x, weight, stats, dresidual)
+    dx, dweight, *dbias = _norm_backward(*arrays, function, rms, need_dbias)
+    return dx, dweight, dbias[0] if dbias else None
+
+
+def group_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, activation: str
+) -> tuple[Tensor, Tensor]:
+    """`group_norm_dispatch.forward` through the operator, which checks when it runs."""
+    _refuse_transforms("group_norm")
+    return _group_norm(x, weight, bias, num_groups, eps, activation)
+
+
+@torch.library.custom_op(
+    "cupyflash::norm",
+    mutates_args=(),
+    schema=(
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str function, bool rms, "
+        "float eps) -> Tensor[]"
+    ),
+)
+def _norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    function: str,
+    rms: bool,
+    eps: float,
+) -> list[Tensor]:
+    """out, x + residual if there is one, statistics."""
+    arrays = (x, weight, bias, residual)
+    results = dispatch.forward(function, rms, LIBRARY, *arrays, eps, True)
+    return [y for y in results if y is not None]
+
+
+@_norm.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *options: Any
+) -> list[Tensor]:
+    results = [_rows_like(x) for y in (x, residual) if y is not None]
+    return [*results, x.new_empty((*x.shape[:-1], 2), dtype=torch.float32)]
+
+
+@torch.library.custom_op(
+    "cupyflash::norm_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor dout, Tensor x, Tensor weight, Tensor stats, Tensor? dresidual, str function, "
+        "bool rms, bool need_dbias) -> Tensor[]"
+    ),
+)
+def _norm_backward(
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stats: Tensor,
+    dresidual: Tensor | None,
+    function: str,
+    rms: bool,
+    need_dbias: bool,
+) -> list[Tensor]:
+    """dx, dweight, dbias if wanted."""
+    dout = row_contiguous(dout)
+    dresidual = None if dresidual is None else row_contiguous(dresidual)
+    arrays = (dout, x, weight, stats, dresidual)
+    results = dispatch.backward(function, rms, LIBRARY, *arrays, need_dbias)
+    return [y for y in results if y is not None]
+
+
+@_norm_backward.register_fake
+def _(dout: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
+    need_dbias = rest[-1]
+    return [_rows_like(x), *(weight.new_empty(weight.shape) for _ in range(1 + need_dbias))]
+
+
+@torch.library.custom_op(
+    "cupyflash::group_norm",
+    mutates_args=(),
+    schema=(
+        "(Tensor x, Tensor weight, Tensor bias, SymInt num_groups, float eps, str activation) "
+        "-> (Tensor out, Tensor stats)"
+    ),
+)
+def _group_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, activation: str
+) -> tuple[Tensor, Tensor]:
+    arguments = (x, weight, bias, num_groups, eps, activation)
+    return group_norm_dispatch.forward("group_norm", LIBRARY, *arguments, True)
+
+
+@_group_norm.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, *options: Any
+) -> tuple[Tensor, Tensor]:
+    stats = x.new_empty((x.shape[0], num_groups, 2), dtype=torch.float32)
+    return image_like(x), stats
+
+
+@torch.library.custom_op(
+    "cupyflash::group_norm_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor dout, Tensor x, Tensor weight, Tensor bias, Tensor stats, str activation) "
+        "-> (Tensor dx, Tensor dweight, Tensor dbias)"
+    ),
+)
+def group_norm_backward(
+    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`group_norm_dispatch.backward`; its own derivative is an error."""
+    arrays = (in_format_of(x, dout), x, weight, bias, stats)
+    return group_norm_dispatch.backward("group_norm_backward", LIBRARY, *arrays, activation)
+
+
+@group_norm_backward.register_fake
+def _(
+    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return image_like(x), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+
+
+def _setup_norm(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    x, weight, bias, residual, *options = inputs
+    ctx.save_for_backward(x if residual is None else output[1], weight, output[-1])
+    ctx.arguments = (*options[:2], bias is not None, residual is not None)
+    ctx.mark_non_differentiable(output[-1])
+
+
+def _gradient_of_norm(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
+    dout, *dh, _ = gradients
+    function, rms, has_bias, has_residual = ctx.arguments
+    arrays = (dout, *ctx.saved_tensors, dh[0] if has_residual else None)
+    dx, dweight, dbias = norm_backward(f"{function}_backward", rms, *arrays, has_bias)
+    return dx, dweight, dbias, dx if has_residual else None, None, None, None
+
+
+def _setup_group_norm(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, _, _, ctx.activation = inputs
+    ctx.save_for_backward(x, weight, bias, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradient_of_group_norm(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = group_norm_backward(dout, *ctx.saved_tensors, ctx.activation)
+    return *gradients, None, None, None
+
+
+def _no_second_derivative(ctx: Any, *gradients: Any) -> None:
+    raise NotImplementedError("cupyflash: norms have no second derivative")
+
+
+_norm.register_autograd(_gradient_of_norm, setup_context=_setup_norm)
+_norm_backward.register_autograd(_no_second_derivative)
+_group_norm.register_autograd(_gradient_of_group_norm, setup_context=_setup_group_norm)
+group_norm_backward.register_autograd(_no_second_derivative)
+
+
+def _rows_like(x: Tensor) -> Tensor:
+    """What the norms allocate for a result like this tensor."""
+    shape = tuple(x.shape)
+    return x.new_empty_strided(shape, LIBRARY.strides_of_empty(shape, LIBRARY.view(x)))
+
+
+def _refuse_transforms(function: str) -> None:
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(f"{function}: is not built for transforms of torch.func")

@@ -1,0 +1,1 @@
+"""Whole transformer blocks in one launch: ``cuda_src/transformer``."""

@@ -1,0 +1,159 @@
+"""GPT-2 transformer blocks for one new token of a few sequences: one launch, for all layers.
+
+A block is pre-norm: h = x + proj(attention(qkv(ln1(x)))), then h + down(gelu(up(ln2(h)))), with the
+tanh form of GELU and biases everywhere. One persistent cooperative kernel runs a whole stack of
+them; what takes its time is to read the weights once.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..array import Array
+from . import dispatch
+
+
+class BlockWeights(NamedTuple):
+    """The weights of a block, matrices (out_features, in_features) as in torch.nn.Linear.
+
+    Attributes:
+        ln1_weight, ln1_bias: (width,), the norm before the attention.
+        qkv_weight, qkv_bias: (3 * width, width), (3 * width,): rows of q, then k, then v.
+        proj_weight, proj_bias: (width, width), (width,).
+        ln2_weight, ln2_bias: (width,), the norm before the MLP.
+        up_weight, up_bias: (hidden, width), (hidden,).
+        down_weight, down_bias: (width, hidden), (width,).
+    """
+
+    ln1_weight: Array
+    ln1_bias: Array
+    qkv_weight: Array
+    qkv_bias: Array
+    proj_weight: Array
+    proj_bias: Array
+    ln2_weight: Array
+    ln2_bias: Array
+    up_weight: Array
+    up_bias: Array
+    down_weight: Array
+    down_bias: Array
+
+
+def transformer_block(
+    x: Array,
+    weights: BlockWeights,
+    k_cache: Array,
+    v_cache: Array,
+    lengths: Array,
+    *,
+    heads: int,
+    eps: float = 1e-5,
+) -> Array:
+    """One block for one new token of each sequence, whose key and value go into the caches.
+
+    One launch. All floating-point arrays are of one dtype, contiguous where not said otherwise.
+    Before it is captured into a CUDA graph it must have been called once with these weights.
+
+    Args:
+        x: (batch, width), batch at most 8, width at most 1920, float16, bfloat16 or float32; any
+            row stride.
+        weights: of the block.
+        k_cache: (batch, max_length, heads, head_dim), head_dim = width / heads a multiple of 8 up
+            to 128; any strides that are multiples of 16 bytes, the last dimension contiguous.
+        v_cache: like k_cache.
+        lengths: int32 (batch,): tokens in the caches before this one. The new key and value are
+            written at that row, and lengths + 1 keys are attended to. Where a length is less than 0
+            or not less than max_length, the result is NaN and nothing is written.
+        heads: of the attention.
+        eps: added to the variances.
+
+    Returns:
+        (batch, width), like x.
+
+    Raises:
+        TypeError: dtypes, libraries.
+        ValueError: shapes, strides, alignment, devices, heads, eps.
+        NotImplementedError: a gradient is wanted, or width is more than the GPU can take.
+
+    Source: Language Models are Unsupervised Multitask Learners (GPT-2); the attention is that of
+    arXiv:2205.14135 with the keys shared out over blocks.
+    """
+    function = "transformer_block"
+    return dispatch.block(function, x, weights, k_cache, v_cache, lengths, heads, eps)
+
+
+class BlockStack:
+    """Blocks one after the other, optionally with embeddings, last norm and head, in one launch.
+
+    Weights are checked once, here; the arrays must stay as and where they are.
+
+    Args:
+        blocks: 1 to 64, of the same sizes.
+        heads: of the attention.
+        eps: added to the variances.
+        final_weight, final_bias: (width,), the norm before the head.
+        head_weight: (vocab, width); may be token_embedding.
+        token_embedding: (vocab, width).
+        position_embedding: (positions, width).
+
+    Raises:
+        As `transformer_block`; ValueError also where some but not all of the last five are given.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[BlockWeights],
+        *,
+        heads: int,
+        eps: float = 1e-5,
+        final_weight: Array | None = None,
+        final_bias: Array | None = None,
+        head_weight: Array | None = None,
+        token_embedding: Array | None = None,
+        position_embedding: Array | None = None,
+    ) -> None:
+        ends = {
+            "final_weight": final_weight,
+            "final_bias": final_bias,
+            "head_weight": head_weight,
+            "token_embedding": token_embedding,
+            "position_embedding": position_embedding,
+        }
+        self._stack = dispatch.Stack("BlockStack", blocks, ends, heads, eps)
+
+    def __call__(self, x: Array, k_cache: Array, v_cache: Array, lengths: Array) -> Array:
+        """x after all blocks; the caches are (layers, batch, max_length, heads, head_dim)."""
+        return self._stack.forward("BlockStack", x, k_cache, v_cache, lengths, True)
+
+    def next_logits(self, tokens: Array, k_cache: Array, v_cache: Array, lengths: Array) -> Array:
+        """Logits of the token after ``tokens``, int32 (batch,): float32 (batch, vocab).
+
+        A token out of range or a position without embedding gives NaN and writes nothing.
+        """
+        return self._stack.logits("next_logits", tokens, k_cache, v_cache, lengths)
+
+    def step(
+        self,
+        tokens: Array,
+        k_cache: Array,
+        v_cache: Array,
+        lengths: Array,
+        *,
+        out: Array | None = None,
+        advance: bool = True,
+    ) -> Array:
+        """Greedy decoding: writes the tokens with the largest logits, and adds 1 to the lengths.
+
+        So that a loop of calls, or of replays of a CUDA graph, needs nothing of the host. A
+        sequence that cannot go on (see `next_logits`) gets token -1 and keeps its length; one with
+        a NaN or infinity among its logits, or with nothing but -infinity, gets token -1.
+
+        Args:
+            tokens: int32 (batch,), those to append now.
+            out: int32 (batch,); tokens itself by default.
+            advance: whether to change the lengths.
+
+        Returns:
+            out.
+        """
+        out = tokens if out is None else out
+        return self._stack.step("step", tokens, k_cache, v_cache, lengths, out, advance)

@@ -1,0 +1,95 @@
+"""The persistent kernel of a stack of transformer blocks: its shared memory on each GPU."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import ClassVar
+
+from ..kernel_config import ITEM_SIZE, KernelConfig
+from .params import MAX_BATCH, MAX_LAYERS, BlockPointers, DecodeStackParams
+
+# As in the CUDA sources.
+CONSUMER_WARPS, GROUP_ROWS, PIECE_BYTES, MAX_PIECES = 15, 32, 64, 8
+MATRICES = 5
+MAX_ROW_BYTES = CONSUMER_WARPS * PIECE_BYTES * MAX_PIECES  # of a row, or of a segment of it
+MAX_WIDTH = 1920  # of what is normalised: in registers as floats
+
+HEAD_DIMS = (64, 128)  # other head dims are rounded up
+
+# Tiles and bytes of one: what fills the shared memory of a block (227, 163, 99, 64 KB).
+RINGS = {"hopper": (5, 40960), "ampere": (5, 25600), "consumer": (4, 19200), "turing": (3, 13824)}
+LARGEST = {(9, 0), (10, 0), (10, 3), (11, 0)}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeStack(KernelConfig):
+    """All layers of a stack for one token of each sequence.
+
+    Attributes:
+        arch: 75: copies through registers; 80: asynchronous ones; 90: bulk copies.
+        head_dim: the largest that it takes.
+        tiles: of the ring of weights, ``tile_bytes`` each.
+    """
+
+    source: ClassVar[str] = "transformer/decode_stack.cu"
+    params: ClassVar[type[DecodeStackParams]] = DecodeStackParams
+    cooperative: ClassVar[bool] = True
+
+    dtype: str
+    arch: int
+    head_dim: int
+    tiles: int
+    tile_bytes: int
+    smem_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers and the warp that fills the ring."""
+        return 32 * (CONSUMER_WARPS + 1)
+
+    def tile_rows(self, row_bytes: int) -> int:
+        """Rows of this size that fit into a tile."""
+        return self.tile_bytes // row_pitch(row_bytes)
+
+
+def decode_stack(dtype: str, head_dim: int, capability: tuple[int, int]) -> DecodeStack:
+    """The kernel for heads of at most ``head_dim``."""
+    head_dim = next(size for size in HEAD_DIMS if head_dim <= size)
+    arch = 75 if capability < (8, 0) else 80 if capability < (9, 0) else 90
+    tiles, tile_bytes = RINGS[_ring(capability)]
+    smem_bytes = shared_memory(arch, tiles, tile_bytes)
+    return DecodeStack(dtype, arch, head_dim, tiles, tile_bytes, smem_bytes)
+
+
+def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
+    """Everything that `decode_stack` can return."""
+    for dtype, head_dim in itertools.product(ITEM_SIZE, HEAD_DIMS):
+        yield decode_stack(dtype, head_dim, capability)
+
+
+def row_pitch(row_bytes: int) -> int:
+    """Bytes from row to row in a tile."""
+    return (row_bytes + 63) // 128 * 128 + 64
+
+
+def shared_memory(arch: int, tiles: int, tile_bytes: int) -> int:
+    """The size of ``DecodeStorage``."""
+    barriers = 16 * tiles if arch >= 90 else 4 + 4 * CONSUMER_WARPS
+    ring = _round_up(tiles * tile_bytes + barriers)
+    products = 4 * CONSUMER_WARPS * GROUP_ROWS * MAX_BATCH
+    moments = 8 * CONSUMER_WARPS * MAX_BATCH
+    pointers = MAX_LAYERS * 8 * len(BlockPointers._fields_)
+    rows = 16 * MATRICES
+    return _round_up(ring + pointers + rows + products + moments + 2 * 4 * MAX_BATCH)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // 128) * 128
+
+
+def _ring(capability: tuple[int, int]) -> str:
+    if capability < (8, 0):
+        return "turing"
+    if capability in ((8, 0), (8, 7)):
+        return "ampere"
+    return "hopper" if capability in LARGEST else "consumer"

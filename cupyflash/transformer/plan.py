@@ -1,0 +1,156 @@
+"""A stack of transformer blocks: what calls of one signature share, and how they run."""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+
+from ..array import Array, View
+from ..kernel_config import ITEM_SIZE
+from ..kernel_launch import Launch, Plan, multiprocessors
+from ..tile_counter import NULL, tile_counters
+from . import kernels
+from .checks import StackShape
+from .params import MAX_BATCH, BlockPointers, CacheStrides, DecodeStackParams
+
+
+class StackPlan(Plan):
+    """The kernel for one signature.
+
+    Args:
+        library: of the arrays.
+        views: of k_cache and v_cache, and of x if that is where the stack begins.
+        advance: add 1 to the lengths.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        library: Any,
+        shape: StackShape,
+        views: Mapping[str, View],
+        batch: int,
+        advance: bool,
+    ) -> None:
+        super().__init__(shape.device)
+        self.function, self.library = function, library
+        config = _config(shape.dtype, shape.head_dim, shape.device)
+        _require_cooperative(function, shape.device)
+        item = ITEM_SIZE[shape.dtype]
+        if config.tile_rows(shape.width * item) < 2:
+            fact = f"this GPU has too little shared memory for width {shape.width}"
+            raise NotImplementedError(f"{function}: {fact} in {shape.dtype}")
+        # Every block has rows of every matrix, see tagged_words.cuh.
+        rows = (shape.width, shape.hidden, shape.vocab or shape.width)
+        blocks = min(multiprocessors(shape.device), *rows)
+        splits = num_splits(batch, shape.heads, blocks)
+        segments, segment = segments_of(shape.hidden, item)
+        k_cache, v_cache = views["k_cache"], views["v_cache"]
+        params = DecodeStackParams(
+            k_strides=_strides(k_cache),
+            v_strides=_strides(v_cache),
+            x_stride=views["x"].strides[0] if "x" in views else 0,
+            num_layers=shape.layers,
+            batch=batch,
+            width=shape.width,
+            hidden_width=shape.hidden,
+            segments=segments,
+            segment=segment,
+            heads=shape.heads,
+            head_dim=shape.head_dim,
+            max_length=k_cache.shape[-3],
+            vocab=shape.vocab,
+            positions=shape.positions,
+            splits=splits,
+            advance=advance,
+            eps=shape.eps,
+            scale_log2=math.log2(math.e) / math.sqrt(shape.head_dim),
+            heads_inverse=inverse(shape.heads),
+            head_dim_inverse=inverse(shape.head_dim),
+            splits_inverse=inverse(splits),
+        )
+        self.launch = Launch(config, shape.device, blocks, params)
+        shares = batch * shape.heads * splits
+        sizes = (  # of residual to best
+            4 * batch * shape.width,
+            12 * batch * shape.width,
+            4 * batch * shape.hidden,
+            4 * shares * (shape.head_dim + 4),
+            4 * batch * shape.width,
+            8 * blocks * MAX_BATCH,
+        )
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + -(-size // 256) * 256)
+        *self.offsets, self.workspace_bytes = starts
+        self.counters = tile_counters(shape.device)
+        self.workspaces: dict[bytes, Array] = {}
+
+    def run(self, like: Array, pointers: tuple[int, ...]) -> None:
+        """Launch with the pointers from x to position_embedding."""
+        stream = self.library.stream(self.device_id)
+        # Launches that may run at once have different counters, and so different workspaces.
+        barrier = self.counters(stream)
+        if barrier == NULL:
+            fact = "too many launches have been captured into CUDA graphs in this process"
+            raise RuntimeError(f"{self.function}: {fact}")
+        workspace = self.workspaces.get(barrier)
+        if workspace is None:
+            workspace = self.library.empty_float32((self.workspace_bytes // 4,), like)
+            self.workspaces[barrier] = workspace
+        base = self.library.pointer(workspace)
+        scratch = (base + offset for offset in self.offsets)
+        self.launch(stream, *pointers, int.from_bytes(barrier, "little"), *scratch)
+
+
+def pointer_table(library: Any, blocks: list[tuple[int, ...]], like: Array) -> Array:
+    """The pointers of the weights of each block, on the device of ``like``."""
+    table = (BlockPointers * len(blocks))(*(BlockPointers(*block) for block in blocks))
+    return library.put(numpy.frombuffer(bytes(table), "int64").copy(), like)
+
+
+def num_splits(batch: int, heads: int, blocks: int) -> int:
+    """Over how many blocks the keys of a head are shared out, at most.
+
+    Each sequence has its part of the MAX_BATCH vectors of a product, one for each share of its
+    keys; as many as keep the blocks busy.
+    """
+    most = MAX_BATCH >> (batch - 1).bit_length()
+    return min(range(1, most + 1), key=lambda splits: -(-batch * heads * splits // blocks) / splits)
+
+
+def inverse(divisor: int) -> int:
+    """What ``quotient`` in decode_steps.cuh multiplies by."""
+    return -(-(2**31) // divisor)
+
+
+def segments_of(columns: int, item: int) -> tuple[int, int]:
+    """(number, columns of one) of the equal segments of a row that is too long for registers."""
+    number = -(-columns * item // kernels.MAX_ROW_BYTES)
+    segment = -(-columns // number // 8) * 8
+    return -(-columns // segment), segment
+
+
+@functools.cache
+def _config(dtype: str, head_dim: int, device: int) -> kernels.DecodeStack:
+    import cupy
+
+    capability = divmod(int(cupy.cuda.Device(device).compute_capability), 10)
+    return kernels.decode_stack(dtype, head_dim, capability)
+
+
+@functools.cache
+def _require_cooperative(function: str, device: int) -> None:
+    import cupy
+
+    if not cupy.cuda.Device(device).attributes["CooperativeLaunch"]:
+        fact = "this GPU or its driver cannot launch cooperative kernels"
+        raise NotImplementedError(f"{function}: {fact}")
+
+
+def _strides(cache: View) -> CacheStrides:
+    """Of a cache of one layer or of several."""
+    *layer, batch, row, head, _ = cache.strides
+    return CacheStrides(layer=layer[0] if layer else 0, batch=batch, row=row, head=head)
