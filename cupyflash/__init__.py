@@ -13,6 +13,7 @@ from .attention.flash_attn import (
     flash_attn_varlen_qkvpacked_func,
 )
 from .attention.sdpa import scaled_dot_product_attention
+from .decode.cached_attention import attention_with_cache
 from .diffusion.sampler import DiffusionSampler
 from .diffusion.schedule import beta_schedule, timestep_embeddings
 from .linear.linear import Norm, Rotary, linear
@@ -33,6 +34,7 @@ __all__ = [
     "Rotary",
     "attention",
     "attention_backward",
+    "attention_with_cache",
     "beta_schedule",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

@@ -6,9 +6,8 @@ from arrays import normal, stored
 from matrix import each, each_library
 from test_sampling import integers
 
-from cupyflash import environment
+from cupyflash import attention_with_cache, environment
 from cupyflash.decode import cached_attention
-from cupyflash.decode.cached_attention import attention_with_cache
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 
 # (new tokens, heads of keys, queries of each, head_dim, length of the cache)

@@ -81,7 +81,7 @@ cupyflash.baselines.vector_add(x, x)
 q = make(2, 9, 3, 40)
 for attention in (cupyflash.baselines.naive_attention, cupyflash.baselines.fused_attention):
     attention(q, q, q, causal=True)
-from cupyflash.decode.cached_attention import attention_with_cache
+from cupyflash import attention_with_cache
 for tokens, heads, head_dim in ((1, 2, 64), (3, 5, 72), (8, 1, 256)):
     q, new, cache = (make(3, n, heads, head_dim) for n in (tokens, 2 * tokens, 300))
     positions = cupy.asarray([0, 17, 300 - tokens], dtype="int32")
