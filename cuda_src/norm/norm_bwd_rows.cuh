@@ -8,9 +8,8 @@
 // needs no barrier.
 #pragma once
 #include "../common/norm_params.cuh"
-#include "../ptx/cluster.cuh"
 #include "../ptx/cp_async.cuh"
-#include "../ptx/warpgroup.cuh"
+#include "norm_bwd_sums.cuh"
 #include "row_tile.cuh"
 
 // x, dout and dresidual of this thread's next rows.
@@ -23,13 +22,13 @@ struct RowRing {
   Pack* packs;  // [STAGES, 3, LOADS, THREADS], from this thread's first one on
   int stage;
 
-  __device__ Pack* row(int tensor) const {
-    return packs + stage * STAGE_PACKS + tensor * Tile::LOADS * Tile::THREADS;
+  __device__ Pack* row(int place, int tensor) const {
+    return packs + place * STAGE_PACKS + tensor * Tile::LOADS * Tile::THREADS;
   }
 
   // A row, from this thread's first pack on, into the current place; zeros from `columns` on.
   __device__ void fill(int tensor, const T* from, int columns) const {
-    Pack* to = row(tensor);
+    Pack* to = row(stage, tensor);
     if constexpr (ASYNC) {
 #pragma unroll
       for (int load = 0; load < Tile::LOADS; ++load)
@@ -46,65 +45,41 @@ struct RowRing {
     }
   }
 
+  __device__ int next() const { return stage + 1 < STAGES ? stage + 1 : 0; }
+
   // Ends the filling of a place.
   __device__ void advance() {
     if constexpr (ASYNC) cp_async_commit();
-    stage = stage + 1 < STAGES ? stage + 1 : 0;
+    stage = next();
   }
 
-  // Until the current place is full.
+  // Until the current place and AHEAD more are full.
+  template <int AHEAD>
   __device__ void wait() const {
-    if constexpr (ASYNC) cp_async_wait<STAGES - 1>();
+    if constexpr (ASYNC) cp_async_wait<STAGES - 1 - AHEAD>();
   }
 
-  __device__ Pack read(int tensor, int load) const { return row(tensor)[load * Tile::THREADS]; }
+  __device__ Pack read(int place, int tensor, int load) const {
+    return row(place, tensor)[load * Tile::THREADS];
+  }
 };
 
-// Over the threads of a row in all CLUSTER blocks that share it; every thread gets the same bits.
-// `scratch` has a place for each warp of the cluster, and is another one for the next row, so that
-// no warp overwrites what another still reads.
-template <class Tile, int CLUSTER, class V>
-__device__ __forceinline__ V row_sum(V value, V* scratch) {
-  constexpr int WARPS = Tile::ROW_THREADS / 32;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int mask = 1; mask < min(Tile::ROW_THREADS, 32); mask *= 2)
-    value = value + shuffle_xor(value, mask);
-  if constexpr (CLUSTER > 1) {
-    static_assert(Tile::ROWS == 1 && CLUSTER * WARPS % 32 == 0, "whole warps of sums");
-    if (lane < CLUSTER) *cluster_shared(&scratch[cluster_rank() * WARPS + warp], lane) = value;
-    cluster_sync();
-    value = scratch[lane];
-#pragma unroll
-    for (int i = 32; i < CLUSTER * WARPS; i += 32) value = value + scratch[i + lane];
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2) value = value + shuffle_xor(value, mask);
-  } else if constexpr (WARPS > 1) {
-    static_assert(Tile::ROWS < 16, "a named barrier for each row");
-    if (lane == 0) scratch[warp] = value;
-    named_barrier_sync(1 + Tile::row(), Tile::ROW_THREADS);
-    value = scratch[Tile::row() * WARPS + lane % WARPS];
-#pragma unroll
-    for (int mask = 1; mask < WARPS; mask *= 2) value = value + shuffle_xor(value, mask);
-  }
-  return value;
-}
-
-// The rows of this block; its share of dweight and dbias goes to `partials`. A block of a cluster
-// has every CLUSTER-th piece of Tile::COLUMNS columns.
+// The rows of this block; its share of dweight and dbias goes to `partials`. The blocks of a
+// cluster have equal pieces of their rows, in whole lines of 128 bytes.
 template <class Tile, typename T, typename WEIGHT, bool RMS, int CLUSTER, int STAGES>
 __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char* smem) {
   constexpr int LOADS = Tile::LOADS, VECTOR = Tile::VECTOR;
   // ---- which rows, and which columns from this thread's first pack on ----
   const NormShape& shape = params.shape;
   const int64_t split = blockIdx.x / CLUSTER, splits = gridDim.x / CLUSTER;
-  const int piece = CLUSTER > 1 ? int(cluster_rank()) * Tile::COLUMNS : 0;
-  const int begin = piece + Tile::column(0), columns = shape.columns - begin;
+  constexpr int LINE = 8 * VECTOR;
+  const int share = CLUSTER > 1 ? ceil_div(shape.columns, CLUSTER * LINE) * LINE : shape.columns;
+  const int piece = CLUSTER > 1 ? int(cluster_rank()) * share : 0;
+  const int end = min(piece + share, shape.columns);
+  const int begin = piece + Tile::column(0), columns = end - begin;
   const int64_t first = split * Tile::ROWS + Tile::row(), step = splits * Tile::ROWS;
   const int rounds = int((shape.rows - split * Tile::ROWS + step - 1) / step);
-  int left = first < shape.rows ? int((shape.rows - first + step - 1) / step) : 0;  // to be copied
-  __shared__ Sums scratch[2][CLUSTER * Tile::THREADS / 32];
-  if constexpr (CLUSTER > 1) cluster_sync();  // all blocks run: their scratch may be written
+  const int count = first < shape.rows ? int((shape.rows - first + step - 1) / step) : 0;
 
   // ---- the first rows ----
   const T *x, *dout, *dresidual;
@@ -138,12 +113,11 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
   const float* stats = params.stats + 2 * first;
   RowRing<Tile, T, STAGES> ring = {reinterpret_cast<Words<T, VECTOR>*>(smem) + threadIdx.x, 0};
   const auto fill = [&](int number) {  // with row first + number * step
-    const int valid = left > 0 ? columns : 0;
+    const int valid = number < count ? columns : 0;
     ring.fill(0, x, valid);
     ring.fill(1, dout, valid);
     if (params.dresidual) ring.fill(2, dresidual, valid);
     ring.advance();
-    --left;
     if (shape.axes == 1) {
       x += step * params.x_strides.axis[0];
       dout += step * params.dout_strides.axis[0];
@@ -154,61 +128,55 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
   };
 #pragma unroll 1
   for (int i = 0; i < STAGES; ++i) fill(i);
-  float next_mean = 0.f, next_scale = 0.f;
-  const auto read_stats = [&](bool valid) {
-    if (valid && !RMS) next_mean = stats[0];
-    if (valid) next_scale = stats[1];
+  RowStats summed = {0.f, 0.f}, next = summed;  // of the row that was added up last; after it
+  const auto read_stats = [&](int number) {
+    if (number < count && !RMS) next.mean = stats[0];
+    if (number < count) next.scale = stats[1];
     stats += 2 * step;
   };
-  read_stats(left + STAGES > 0);
+  read_stats(0);
   RowPacks<Tile, WEIGHT> weights = {};
-  weights.template load<false>(static_cast<const WEIGHT*>(params.weight) + piece,
-                               shape.columns - piece);
+  weights.template load<false>(static_cast<const WEIGHT*>(params.weight) + piece, end - piece);
 
+  // ---- what is done to a row ----
+  constexpr int AHEAD = CLUSTER > 1 ? 1 : 0;  // rows from its dx to the one that is added up
+  constexpr bool KEPT = !AHEAD && LOADS * VECTOR <= 16;  // else the ring is read again for dx
   float dweight[LOADS][VECTOR] = {}, dbias[LOADS][VECTOR] = {};
-#pragma unroll 1
-  for (int round = 0; round < rounds; ++round) {
-    const float mean = next_mean, scale = next_scale;
-    const bool valid = left + STAGES > 0;
-    read_stats(left + STAGES > 1);
-    ring.wait();
-
-    // ---- sums ----
-    Words<T, VECTOR> x_packs[LOADS], dout_packs[LOADS];
+  Words<T, VECTOR> x_packs[LOADS], dout_packs[LOADS];
+  const auto add_up = [&](int number, int place) {  // over the lanes of the row's warps
+    summed = next;
+    read_stats(number + 1);
+    ring.template wait<AHEAD>();
     Sums sums = {0.f, 0.f};
 #pragma unroll
     for (int load = 0; load < LOADS; ++load) {
-      const auto x_pack = x_packs[load] = ring.read(0, load);
-      const auto dout_pack = dout_packs[load] = ring.read(1, load);
+      const auto x_pack = x_packs[load] = ring.read(place, 0, load);
+      const auto dout_pack = dout_packs[load] = ring.read(place, 1, load);
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) {
-        const float deviation = x_pack.at(i) - mean, gradient = dout_pack.at(i);
+        const float deviation = x_pack.at(i) - summed.mean, gradient = dout_pack.at(i);
         const float g = gradient * weights.at(load, i);
-        sums.first += g;
+        if (!RMS) sums.first += g;
         sums.second += g * deviation;
-        dweight[load][i] += gradient * scale * deviation;
+        dweight[load][i] += gradient * summed.scale * deviation;
         if (!RMS) dbias[load][i] += gradient;
       }
     }
-    constexpr bool KEPT = LOADS * VECTOR <= 16;  // else they are read again
     weights.keep_packed();
     if constexpr (!KEPT) ring.stage = opaque(ring.stage);
-    float offset = 0.f;  // scale * mean of g
-    if constexpr (RMS) {
-      sums.second = row_sum<Tile, CLUSTER>(sums.second, &scratch[round % 2][0].first);
-    } else {
-      sums = row_sum<Tile, CLUSTER>(sums, scratch[round % 2]);
-      offset = scale * (sums.first * shape.inverse_columns);
-    }
+    return lane_sum<RMS, Tile::ROW_THREADS>(sums);
+  };
+  // And another row into its place.
+  const auto write_dx = [&](int number, const RowStats& row, const Sums& sums) {
+    const float mean = row.mean, scale = row.scale;
+    const float offset = RMS ? 0.f : scale * (sums.first * shape.inverse_columns);
     const float slope = scale * (scale * (scale * (sums.second * shape.inverse_columns)));
-
-    // ---- dx, another row into the place of this one ----
 #pragma unroll
     for (int load = 0; load < LOADS; ++load) {
-      const auto x_pack = KEPT ? x_packs[load] : ring.read(0, load);
-      const auto dout_pack = KEPT ? dout_packs[load] : ring.read(1, load);
+      const auto x_pack = KEPT ? x_packs[load] : ring.read(ring.stage, 0, load);
+      const auto dout_pack = KEPT ? dout_packs[load] : ring.read(ring.stage, 1, load);
       Words<T, VECTOR> added = {};
-      if (params.dresidual) added = ring.read(2, load);
+      if (params.dresidual) added = ring.read(ring.stage, 2, load);
       float result[VECTOR];
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) {
@@ -218,18 +186,46 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
         result[i] = scale * g + (rest - deviation * slope);
       }
       const int column = load * Tile::PITCH;
-      if (valid && column < columns) store_words<VECTOR>(dx + column, round_words<T>(result));
+      if (number < count && column < columns)
+        store_words<VECTOR>(dx + column, round_words<T>(result));
     }
-    fill(round + STAGES);
+    fill(number + STAGES);
     if (shape.axes == 1) {
       dx += step * params.dx_strides.axis[0];
     } else {
-      seek_dx(first + (round + 1) * step);
+      seek_dx(first + (number + 1) * step);
+    }
+  };
+
+  // ---- all rows ----
+  constexpr int WARPS = Tile::THREADS / 32;
+  if constexpr (CLUSTER > 1) {
+    static_assert(Tile::ROWS == 1, "a cluster shares one row");
+    __shared__ ClusterSums<RMS, CLUSTER, WARPS> exchange;
+    exchange.init();
+    Sums own = add_up(0, 0);
+    exchange.send(0, own);
+#pragma unroll 1
+    for (int round = 0; round < rounds; ++round) {
+      const RowStats row = summed;
+      const bool more = round + 1 < rounds;
+      if (more) own = add_up(round + 1, ring.next());
+      const Sums sums = exchange.receive(round);
+      if (more) exchange.send(round + 1, own);
+      write_dx(round, row, sums);
+    }
+  } else {
+    __shared__ Sums scratch[2][WARPS];
+#pragma unroll 1
+    for (int round = 0; round < rounds; ++round) {
+      const Sums own = add_up(round, ring.stage);
+      write_dx(round, summed, row_sum<Tile, RMS>(own, scratch[round % 2]));
     }
   }
 
   // ---- this block's share of dweight and dbias ----
   // Rows side by side in a block add up in the memory of the ring, one after the other.
+  ring.template wait<STAGES - 1>();
   float* own = reinterpret_cast<float*>(smem);  // [ROWS, COLUMNS]
   const auto write_share = [&](const float (&values)[LOADS][VECTOR], int gradient) {
     __syncthreads();
@@ -241,8 +237,7 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
     }
     __syncthreads();
     float* partials = params.partials + (gradient * splits + split) * shape.columns + piece;
-    const int end = min(shape.columns - piece, Tile::COLUMNS);
-    for (int column = threadIdx.x; column < end; column += Tile::THREADS) {
+    for (int column = threadIdx.x; column < end - piece; column += Tile::THREADS) {
       float sum = own[column];
 #pragma unroll
       for (int i = 1; i < Tile::ROWS; ++i) sum += own[i * Tile::COLUMNS + column];

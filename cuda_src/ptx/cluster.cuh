@@ -1,5 +1,5 @@
 // Clusters of sm_90: blocks that run at the same time and reach each other's shared memory.
-// PTX ISA: "barrier.cluster", "mapa", "mbarrier.arrive".
+// PTX ISA: "barrier.cluster", "mapa", "mbarrier.arrive", "st.async".
 #pragma once
 #include "../common/types.cuh"
 
@@ -34,5 +34,21 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32
       "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}" ::"r"(barrier),
       "r"(rank)
+      : "memory");
+}
+
+// Two floats to this shared address of block `rank` of the cluster. The barrier at this shared
+// address of the same block counts their 8 bytes when they are there.
+__device__ __forceinline__ void st_async_cluster(uint32_t to, uint32_t barrier, uint32_t rank,
+                                                 float first, float second) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote, remote_barrier;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [remote], {%3, %4}, "
+      "[remote_barrier];\n"
+      "}" ::"r"(to),
+      "r"(barrier), "r"(rank), "f"(first), "f"(second)
       : "memory");
 }
