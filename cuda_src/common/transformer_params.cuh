@@ -48,7 +48,7 @@ struct DecodeStackParams {
   const void* position_embedding;  // [positions, width]
   uint32_t* barrier;               // 0 between launches
   // What the blocks tell each other, memory of this launch alone; the first four are words of
-  // tagged_words.cuh.
+  // tagged_words.cuh, all but qkv with `row_words`.
   float* residual;      // [batch, width]: x after each half of a transformer block
   float* qkv;           // [batch, 3 * width]
   float* hidden;        // [batch, hidden]

@@ -10,14 +10,18 @@ __device__ __forceinline__ float ld_relaxed(const float* address) {
   return v;
 }
 
-// Four of them, each for itself.
-__device__ __forceinline__ uint4 ld_relaxed_128(const void* address) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address)
-               : "memory");
-  return v;
+// Four of them, each for itself, if `valid`; else `v` stays. The condition is in PTX so that there
+// is no branch, and several loads are on their way at once.
+__device__ __forceinline__ void ld_relaxed_128(uint4& v, const void* address, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred valid;\n"
+      "setp.ne.b32 valid, %5, 0;\n"
+      "@valid ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(address), "r"(int(valid))
+      : "memory");
 }
 
 __device__ __forceinline__ void st_relaxed(float* address, float value) {

@@ -6,7 +6,7 @@
 #include "../ptx/ld_global.cuh"
 #include "decode_inputs.cuh"
 
-constexpr int MIN_SPLIT_KEYS = 64;
+constexpr int MIN_SPLIT_KEYS = 120;  // what a block has in registers when the query comes
 
 // Keys that a sequence attends to. One that cannot go on, whose `keys` are 0, has its new key
 // alone: all wait for the same as if it could.
@@ -52,11 +52,22 @@ struct SoftmaxPart {
   }
 };
 
+// Query, key and value of a head.
+template <int HEAD_DIM>
+struct NewToken {
+  alignas(16) float rows[3][HEAD_DIM];
+};
+
 template <int HEAD_DIM>
 struct AttentionStorage {
   float out[CONSUMER_WARPS][HEAD_DIM];
   float2 sums[CONSUMER_WARPS];
 };
+
+// In `attended`: the output, and four times log2 of the sum of the exponentials.
+__device__ __forceinline__ int share_words(const DecodeStackParams& params) {
+  return row_words(params.head_dim) + 4;
+}
 
 template <typename T, int ARCH, int HEAD_DIM>
 struct DecodeAttention {
@@ -121,7 +132,8 @@ struct DecodeAttention {
   }
 
   // `share` is the unit of index blockIdx.x, `chunk` its `first_chunk`.
-  __device__ void operator()(AttentionStorage<HEAD_DIM>& storage, Unit share, Chunk chunk) const {
+  __device__ void operator()(AttentionStorage<HEAD_DIM>& storage, NewToken<HEAD_DIM>& token,
+                             Unit share, Chunk chunk) const {
 #pragma unroll 1
     for (int index = blockIdx.x; index < num_pairs() * params.splits; index += gridDim.x) {
       if (index != blockIdx.x) {
@@ -129,8 +141,9 @@ struct DecodeAttention {
         chunk = first_chunk(share);
       }
       if (!share.exists) continue;
-      const Part part = warp_part(share, chunk);
-      consumers_sync();  // what was in the storage has been read
+      receive_token(token, share);
+      consumers_sync();  // also: what was in the storage has been read
+      const Part part = warp_part(token, share, chunk);
       store_in_block(storage, part);
       consumers_sync();
       merge_block(storage, index);
@@ -149,38 +162,41 @@ struct DecodeAttention {
     }
   }
 
+  // For the whole block, so that few ask for these words.
+  __device__ void receive_token(NewToken<HEAD_DIM>& token, const Unit& share) const {
+    const int row = threadIdx.x / 32, column = threadIdx.x % 32 * 4;
+    if (row >= (share.newest ? 3 : 1)) return;
+    uint4 words[1];
+    receive(words, column < params.head_dim, layer_tag(layer),
+            share.qkv + row * params.width + column, [](int) { return 0; });
+    if (column >= HEAD_DIM) return;
+    *reinterpret_cast<uint4*>(&token.rows[row][column]) =
+        column < params.head_dim ? words[0] : uint4{0, 0, 0, 0};
+  }
+
   // The keys of this warp, each lane with COLUMNS columns; every slot has the same in the end.
-  __device__ Part warp_part(const Unit& share, Chunk& chunk) const {
-    constexpr int FOURS = COLUMNS / 4;
+  __device__ Part warp_part(const NewToken<HEAD_DIM>& token, const Unit& share,
+                            Chunk& chunk) const {
     const int warp = threadIdx.x / 32, slot = threadIdx.x % 32 / LANES;
     const int column = threadIdx.x % LANES * COLUMNS;
 
-    // ---- the query; the last warp, which has the fewest keys, takes the new one ----
-    const bool newest = share.newest && warp == CONSUMER_WARPS - 1;
-    uint4 words[3 * FOURS];
-    receive(
-        words, newest ? 3 * FOURS : FOURS, layer_tag(layer), share.qkv + column,
-        [&](int i) { return i / FOURS * params.width + i % FOURS * 4; },
-        [&](int) { return column < params.head_dim; });
-    float query[COLUMNS];
-    to_floats(query, words, 0);
-    if (column >= params.head_dim) {
-#pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) query[j] = 0.f;
-    }
+    using Columns = Pack<float, COLUMNS>;
+    const Columns query = load_pack<COLUMNS>(token.rows[0] + column);
     Part part;
-    if (newest) {
-      float key[COLUMNS], score = 0.f;
-      to_floats(key, words, FOURS);
+    // ---- the new key: of the last warp, which has the fewest ----
+    if (share.newest && warp == CONSUMER_WARPS - 1) {
+      const Columns key = load_pack<COLUMNS>(token.rows[1] + column);
+      const Columns value = load_pack<COLUMNS>(token.rows[2] + column);
+      float score = 0.f;
 #pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) score += query[j] * to_float(from_float<T>(key[j]));
-      score = sum_of_key(column < params.head_dim ? score : 0.f);
+      for (int j = 0; j < COLUMNS; ++j)
+        score += query.values[j] * to_float(from_float<T>(key.values[j]));
+      score = sum_of_key(score);
       if (slot == 0) {
         part.maximum = score * params.scale_log2;
         part.sum = 1.f;
-        to_floats(part.out, words, 2 * FOURS);
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) part.out[j] = to_float(from_float<T>(part.out[j]));
+        for (int j = 0; j < COLUMNS; ++j) part.out[j] = to_float(from_float<T>(value.values[j]));
       }
     }
 
@@ -196,7 +212,8 @@ struct DecodeAttention {
         if (first + i * STEP >= old) continue;  // all of the warp
         scores[i] = 0.f;
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) scores[i] += query[j] * column_of<T>(chunk.k[i], j);
+        for (int j = 0; j < COLUMNS; ++j)
+          scores[i] += query.values[j] * column_of<T>(chunk.k[i], j);
         scores[i] = sum_of_key(scores[i]);
         const bool valid = first + i * STEP + slot < old;
         scores[i] = valid ? scores[i] * params.scale_log2 : -INF;
@@ -234,8 +251,8 @@ struct DecodeAttention {
 
   // A thread for each column of the head, and four for the sum of the exponentials.
   __device__ void merge_block(const AttentionStorage<HEAD_DIM>& storage, int index) const {
-    const int column = threadIdx.x, row = params.head_dim + 4;
-    if (column >= row) return;
+    const int column = threadIdx.x, beyond = column - params.head_dim;
+    if (beyond >= 4) return;
     float maximum = -INF, sum = 0.f, out = 0.f;
 #pragma unroll
     for (int warp = 0; warp < CONSUMER_WARPS; ++warp)
@@ -246,9 +263,9 @@ struct DecodeAttention {
       sum += weight * storage.sums[warp].y;
       out += weight * storage.out[warp][min(column, HEAD_DIM - 1)];
     }
-    const float value =
-        column < params.head_dim ? out * rcp_approx(sum) : maximum + log2_accurate(sum);
-    send(params.attended + index * row + column, value, layer_tag(layer));
+    const float value = beyond < 0 ? out * rcp_approx(sum) : maximum + log2_accurate(sum);
+    const int word = beyond < 0 ? place(column) : row_words(params.head_dim) + beyond;
+    send(params.attended + index * share_words(params) + word, value, layer_tag(layer));
   }
 };
 
@@ -259,7 +276,7 @@ __device__ __forceinline__ void load_attended(Fragments& x, const DecodeStackPar
                                               const int (&keys)[MAX_BATCH], uint32_t tag) {
   constexpr int COLUMNS = LANE_COLUMNS<T>, PIECES = WIDTH_PIECES<T>, FOURS = COLUMNS / 4 + 1;
   static_assert(PIECES % 2 == 0);
-  const int n = x.sequence(), split = x.part(), row = params.head_dim + 4;
+  const int n = x.sequence(), split = x.part(), row = share_words(params);
   const bool exists = n < params.batch && split < num_splits(keys[n], params.splits);
   const float* words_of_split = params.attended + (n * params.heads * params.splits + split) * row;
   const int pieces = pieces_of_warp(params.width * int(sizeof(T)));
@@ -273,32 +290,31 @@ __device__ __forceinline__ void load_attended(Fragments& x, const DecodeStackPar
       const int column = column_of_piece<T>(first + i);
       const int head = quotient(column, params.head_dim_inverse);
       inside[i] = exists && column < params.width;
-      of_lse[i] = head * params.splits * row + params.head_dim;
-      offsets[i] = of_lse[i] + column - (head + 1) * params.head_dim;
+      offsets[i] = head * params.splits * row + place(column - head * params.head_dim);
+      of_lse[i] = head * params.splits * row + row_words(params.head_dim);
     }
     uint4 words[2 * FOURS];
-    receive(
-        words, 2 * FOURS, tag, words_of_split,
-        [&](int i) {
-          return i % FOURS < FOURS - 1 ? offsets[i / FOURS] + i % FOURS * 4 : of_lse[i / FOURS];
-        },
-        [&](int i) { return inside[i / FOURS]; });
+    receive(words, (inside[0] + inside[1]) * FOURS, tag, words_of_split, [&](int i) {
+      return i % FOURS < FOURS - 1 ? offsets[i / FOURS] + i % FOURS * NEXT_FOUR : of_lse[i / FOURS];
+    });
     float maximum[2], weight[2], sum[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       weight[i] = inside[i] ? __uint_as_float(words[i * FOURS + FOURS - 1].x) : -INF;
       maximum[i] = weight[i];
     }
-#pragma unroll 1
-    for (int mask = 4 << x.bits; mask < 32; mask *= 2) {
+#pragma unroll
+    for (int mask = 4; mask < 32; mask *= 2) {
+      if (mask < 4 << x.bits) continue;
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         maximum[i] = fmaxf(maximum[i], __shfl_xor_sync(0xffffffffu, maximum[i], mask));
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) sum[i] = weight[i] = weight_of(weight[i], maximum[i]);
-#pragma unroll 1
-    for (int mask = 4 << x.bits; mask < 32; mask *= 2) {
+#pragma unroll
+    for (int mask = 4; mask < 32; mask *= 2) {
+      if (mask < 4 << x.bits) continue;
 #pragma unroll
       for (int i = 0; i < 2; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], mask);
     }

@@ -26,6 +26,32 @@ __device__ __forceinline__ int column_of_piece(int i) {
   return piece_offset(i) / sizeof(T);
 }
 
+// The columns that a lane has: from `first` on, and each `step` after those of the piece before.
+template <typename T>
+struct LaneColumns {
+  int first, step;
+
+  __device__ explicit LaneColumns(const Fragments& x)
+      : first(column_of_piece<T>(x.first_piece())),
+        step((PIECE_STRIDE / int(sizeof(T))) << x.holder_bits) {
+    static_assert(PIECE_STRIDE / sizeof(T) % 16 == 0, "else the places are other ones");
+  }
+  // Where their words are, from the place of the first on.
+  __device__ int operator()(int four) const {
+    constexpr int FOURS = LANE_COLUMNS<T> / 4;
+    return four / FOURS * step + four % FOURS * NEXT_FOUR;
+  }
+};
+
+// Of a vector.
+template <typename T>
+__device__ __forceinline__ int columns_of_warp(int width) {
+  constexpr int OF_PIECE = PIECE_BYTES / sizeof(T);
+  const int pieces = pieces_of_warp(width * int(sizeof(T)));
+  const int last = ((pieces - 1) * CONSUMER_WARPS + int(threadIdx.x / 32)) * OF_PIECE;
+  return pieces ? (pieces - 1) * OF_PIECE + min(width - last, OF_PIECE) : 0;
+}
+
 // One of the numbers in 16 bytes. Kept as such they take half of the registers.
 template <typename T>
 __device__ __forceinline__ float column_of(const uint4& piece, int column) {
@@ -45,89 +71,96 @@ __device__ __forceinline__ uint4 to_piece(const float (&values)[LANE_COLUMNS<T>]
   }
 }
 
-// Sums over columns of a row of the numbers minus a shift, and of their squares.
-struct Moments {
-  float sum = 0.f, squares = 0.f;
-
-  // Over the lanes of a sequence.
-  __device__ void merge_lanes(int bits) {
-#pragma unroll 1
-    for (int mask = 1; mask < 32; mask = mask == 2 ? 4 << bits : 2 * mask) {
-      sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-      squares += __shfl_xor_sync(0xffffffffu, squares, mask);
-    }
-  }
+// What LayerNorm needs of some columns of a row.
+struct alignas(16) Moments {
+  float count;
+  float mean;
+  float squares;  // of the distances from the mean
 };
+
+// Over the lanes of a sequence.
+__device__ __forceinline__ void add_lanes(float& a, float& b, int bits) {
+#pragma unroll
+  for (int mask = 1; mask < 32; mask *= 2) {
+    if (mask >= 4 && mask < 4 << bits) continue;
+    a += __shfl_xor_sync(0xffffffffu, a, mask);
+    b += __shfl_xor_sync(0xffffffffu, b, mask);
+  }
+}
+
+// Over lanes 4 * g to 4 * g + 3.
+__device__ __forceinline__ float add_quad(float value) {
+  value += __shfl_xor_sync(0xffffffffu, value, 1);
+  return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
 
 // LayerNorm of the residual; its weight and bias are the two rows in front of a tile.
 //
-// One pass: the moments are about a number near the row, the mean of its first four. Its squared
-// distance from the mean of the row is at most width / 4 times the variance, usually much less, so
-// little is lost when the one is taken from the other.
+// A warp takes the sums about one of its numbers, the first: its squared distance from their mean
+// is less than their number times their variance, usually much less, so little is lost when the
+// one is taken from the other. The warps' moments merge as in Chan, Golub and LeVeque 1983.
 template <typename T, int ARCH>
 __device__ __forceinline__ void load_normalised(Fragments& x, const DecodeStackParams& params,
                                                 const uint8_t* tile, int pitch, uint32_t tag,
                                                 Moments (&moments)[CONSUMER_WARPS][MAX_BATCH]) {
   constexpr int COLUMNS = LANE_COLUMNS<T>, PIECES = WIDTH_PIECES<T>, FOURS = COLUMNS / 4;
   const int warp = threadIdx.x / 32, c = threadIdx.x % 4, n = x.sequence(), part = x.part();
-  const int rounds = x.rounds(pieces_of_warp(params.width * int(sizeof(T))));
-  auto piece = [&](int k) { return k * x.holders + part; };
-  auto inside = [&](int k) {
-    return column_of_piece<T>(piece(k)) < params.width && n < params.batch;
-  };
+  const int pieces = n < params.batch ? x.pieces(params.width * int(sizeof(T))) : 0;
+  const float count = columns_of_warp<T>(params.width);
+  const LaneColumns<T> columns(x);
 
-  // ---- read: the first four of the row, then the pieces ----
-  uint4 words[1 + PIECES * FOURS];
-  receive(
-      words, 1 + rounds * FOURS, tag, params.residual + n * params.width,
-      [&](int i) {
-        return i ? column_of_piece<T>(piece((i - 1) / FOURS)) + (i - 1) % FOURS * 4 : 0;
-      },
-      [&](int i) { return i ? inside((i - 1) / FOURS) : n < params.batch; });
-  float near[4];
-  to_floats(near, words, 0);
-  const float shift = (near[0] + near[1] + near[2] + near[3]) * 0.25f;
+  uint4 words[PIECES * FOURS];
+  receive(words, pieces * FOURS, tag,
+          params.residual + n * row_words(params.width) + place(columns.first), columns);
 
   // ---- moments: of a lane, of a warp, of the row ----
-  Moments own;
+  const float first = __shfl_sync(0xffffffffu, __uint_as_float(words[0].x), 4 * n);
+  float sum = 0.f, squares = 0.f;
 #pragma unroll
   for (int k = 0; k < PIECES; ++k) {
-    if (k >= rounds) break;
-    if (!inside(k)) continue;
+    if (k >= pieces) break;
     float values[COLUMNS];
-    to_floats(values, words, 1 + k * FOURS);
+    to_floats(values, words, k * FOURS);
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
-      const float difference = values[j] - shift;
-      own.sum += difference;
-      own.squares += difference * difference;
+      const float difference = values[j] - first;
+      sum += difference;
+      squares += difference * difference;
     }
   }
-  own.merge_lanes(x.bits);
-  if (c == 0 && part == 0) moments[warp][n] = own;
-  consumers_sync();
-  own = {};
-#pragma unroll 1
-  for (int i = 4 * part + c; i < CONSUMER_WARPS; i += 32 >> x.bits) {
-    own.sum += moments[i][n].sum;
-    own.squares += moments[i][n].squares;
+  add_lanes(sum, squares, x.bits);
+  if (c == 0 && part == 0) {
+    const float distance = count > 0.f ? sum * rcp_approx(count) : 0.f;
+    moments[warp][n] = {count, count > 0.f ? first + distance : 0.f, squares - sum * distance};
   }
-  own.merge_lanes(x.bits);
-  const float inverse_width = rcp_approx(params.width), distance = own.sum * inverse_width;
-  const float variance = fmaxf(own.squares * inverse_width - distance * distance, 0.f);
-  const float mean = shift + distance, scale = rsqrtf(variance + params.eps);
+  consumers_sync();
+  constexpr int WARPS_OF_LANE = ceil_div(CONSUMER_WARPS, 4);
+  Moments of_warp[WARPS_OF_LANE];
+  sum = squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < WARPS_OF_LANE; ++i) {
+    of_warp[i] = 4 * i + c < CONSUMER_WARPS ? moments[4 * i + c][n] : Moments{0.f, 0.f, 0.f};
+    sum += of_warp[i].count * of_warp[i].mean;
+  }
+  const float inverse_width = rcp_approx(params.width), mean = add_quad(sum) * inverse_width;
+#pragma unroll
+  for (int i = 0; i < WARPS_OF_LANE; ++i) {
+    const float distance = of_warp[i].mean - mean;
+    squares += of_warp[i].squares + of_warp[i].count * distance * distance;
+  }
+  const float variance = fmaxf(add_quad(squares) * inverse_width, 0.f);
+  const float scale = rsqrtf(variance + params.eps);
 
   // ---- normalise ----
 #pragma unroll
   for (int k = 0; k < PIECES; ++k) {
-    if (k >= rounds) break;
     x.piece[k] = {0, 0, 0, 0};
-    if (!inside(k)) continue;
-    const uint8_t* lead = tile + piece_offset(piece(k));
-    const auto weight = load_pack<COLUMNS>(reinterpret_cast<const T*>(lead));
-    const auto bias = load_pack<COLUMNS>(reinterpret_cast<const T*>(lead + pitch));
+    if (k >= pieces) continue;
+    const T* lead = reinterpret_cast<const T*>(tile) + columns.first + k * columns.step;
+    const auto weight = load_pack<COLUMNS>(lead);
+    const auto bias = load_pack<COLUMNS>(lead + pitch / int(sizeof(T)));
     float y[COLUMNS];
-    to_floats(y, words, 1 + k * FOURS);
+    to_floats(y, words, k * FOURS);
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j)
       y[j] = (y[j] - mean) * scale * to_float(weight.values[j]) + to_float(bias.values[j]);
@@ -135,31 +168,28 @@ __device__ __forceinline__ void load_normalised(Fragments& x, const DecodeStackP
   }
 }
 
-// `columns` of the vectors of the hidden layer, from `first` on; as many pieces at once as
+// `size` columns of the vectors of the hidden layer, from `first` on; as many pieces at once as
 // registers allow.
 template <typename T, int ARCH>
 __device__ __forceinline__ void load_hidden(Fragments& x, const DecodeStackParams& params,
-                                            int first, int columns, uint32_t tag) {
+                                            int first, int size, uint32_t tag) {
   constexpr int COLUMNS = LANE_COLUMNS<T>, FOURS = COLUMNS / 4, AT_ONCE = 4;
-  const int n = x.sequence(), part = x.part();
-  const int rounds = x.rounds(pieces_of_warp(columns * int(sizeof(T))));
-  const float* row = params.hidden + int64_t(n) * params.hidden_width + first;
+  const int n = x.sequence();
+  const int pieces = n < params.batch ? x.pieces(size * int(sizeof(T))) : 0;
+  const LaneColumns<T> columns(x);
+  const float* row =
+      params.hidden + int64_t(n) * row_words(params.hidden_width) + place(first + columns.first);
 #pragma unroll
   for (int begin = 0; begin < MAX_PIECES; begin += AT_ONCE) {
-    if (begin >= rounds) break;
-    auto column = [&](int k) { return column_of_piece<T>((begin + k) * x.holders + part); };
-    auto inside = [&](int k) { return column(k) < columns && n < params.batch; };
+    if (begin << x.holder_bits >= pieces_of_warp(size * int(sizeof(T)))) break;  // all of the warp
     uint4 words[AT_ONCE * FOURS];
-    receive(
-        words, (rounds - begin) * FOURS, tag, row,
-        [&](int i) { return column(i / FOURS) + i % FOURS * 4; },
-        [&](int i) { return inside(i / FOURS); });
+    receive(words, max(pieces - begin, 0) * FOURS, tag, row,
+            [&](int i) { return columns(begin * FOURS + i); });
 #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k) {
-      if (begin + k >= min(rounds, MAX_PIECES)) break;
       float values[COLUMNS];
       to_floats(values, words, k * FOURS);
-      x.piece[begin + k] = inside(k) ? to_piece<T, ARCH>(values) : uint4{0, 0, 0, 0};
+      x.piece[begin + k] = begin + k < pieces ? to_piece<T, ARCH>(values) : uint4{0, 0, 0, 0};
     }
   }
 }

@@ -1,5 +1,5 @@
 // What becomes of the products. One thread has one output of one sequence: `addend` is what it adds
-// to a product, read before that is there; `store` takes the sum.
+// to a product, on its way from memory while that is not there yet; `store` takes the sum.
 #pragma once
 #include "../common/activation.cuh"
 #include "decode_inputs.cuh"
@@ -20,6 +20,14 @@ __device__ __forceinline__ int row_of_ranked(uint64_t rank) {
 }
 
 template <typename T>
+struct Addend {
+  T bias = {};
+  float before = 0.f;
+
+  __device__ float value() const { return to_float(bias) + before; }
+};
+
+template <typename T>
 struct DecodeOutput {
   const DecodeStackParams& params;
   const int (&keys)[MAX_BATCH];
@@ -27,16 +35,14 @@ struct DecodeOutput {
   const void* bias;  // or null
   uint64_t& best;    // `ranked` logit that this thread has seen, all of one sequence
 
-  __device__ float addend(int row, int n) const {
-    float value = bias ? to_float(static_cast<const T*>(bias)[row]) : 0.f;
-    // A block has the same rows of the residual all the time.
-    const int64_t at = int64_t(n) * params.width + row;
-    if (step.segment) {
-      value += params.segment_sums[at];
-    } else if (step.matrix == Matrix::proj || step.matrix == Matrix::down) {
-      value += ld_relaxed(params.residual + at);
-    }
-    return value;
+  // A block has the same rows of the residual all the time.
+  __device__ Addend<T> addend(int row, int n) const {
+    Addend<T> result;
+    if (bias) result.bias = static_cast<const T*>(bias)[row];
+    const float* before = step.segment ? params.segment_sums : params.residual;
+    if (step.matrix == Matrix::proj || step.matrix == Matrix::down)
+      result.before = ld_relaxed(before + residual_word(row, n));
+    return result;
   }
 
   __device__ void store(int row, int n, float value) const {
@@ -44,22 +50,26 @@ struct DecodeOutput {
       case Matrix::qkv:
         return store_qkv(row, n, value);
       case Matrix::up:
-        send(params.hidden + int64_t(n) * params.hidden_width + row, activate<gelu_tanh>(value),
-             layer_tag(step.layer));
+        send(params.hidden + int64_t(n) * row_words(params.hidden_width) + place(row),
+             activate<gelu_tanh>(value), layer_tag(step.layer));
         return;
       case Matrix::head:
         if (params.logits) params.logits[int64_t(n) * params.vocab + row] = value;
         best = max(best, ranked(value, row));
         return;
       case Matrix::proj:
-        send(params.residual + int64_t(n) * params.width + row, value, RESIDUAL_TAG ^ 1);
+        send(params.residual + residual_word(row, n), value, RESIDUAL_TAG ^ 1);
         return;
       default:
-        store_down(int64_t(n) * params.width + row, value);
+        store_down(row, n, value);
     }
   }
 
  private:
+  __device__ int residual_word(int row, int n) const {
+    return n * row_words(params.width) + place(row);
+  }
+
   // For the blocks of the attention; key and value go into the caches too.
   __device__ void store_qkv(int row, int n, float value) const {
     send(params.qkv + int64_t(n) * 3 * params.width + row, value, layer_tag(step.layer));
@@ -75,13 +85,14 @@ struct DecodeOutput {
 
   // Others may still read the residual until all of the hidden layer is there, which only the last
   // segment is sure of.
-  __device__ void store_down(int64_t at, float value) const {
+  __device__ void store_down(int row, int n, float value) const {
+    const int word = residual_word(row, n);
     if (step.segment + 1 < params.segments) {
-      params.segment_sums[at] = value;
+      params.segment_sums[word] = value;
       return;
     }
-    send(params.residual + at, value, RESIDUAL_TAG);
+    send(params.residual + word, value, RESIDUAL_TAG);
     if (params.out && step.layer + 1 == params.num_layers)
-      static_cast<T*>(params.out)[at] = from_float<T>(value);
+      static_cast<T*>(params.out)[n * params.width + row] = from_float<T>(value);
   }
 };

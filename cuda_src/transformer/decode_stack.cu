@@ -19,6 +19,7 @@
 // keeps a ring of tiles in shared memory full of the block's rows in the order of use
 // (weight_ring.cuh), also while the others, the consumers, wait for other blocks. These share the
 // columns of a row out among themselves (row_dot.cuh) and add their products up in shared memory.
+#include "../ptx/opaque.cuh"
 #include "decode_attention.cuh"
 #include "decode_inputs.cuh"
 #include "decode_outputs.cuh"
@@ -39,7 +40,10 @@ struct DecodeStorage {
     AttentionStorage<HEAD_DIM> attention;
     uint64_t best[CONSUMER_WARPS][MAX_BATCH];
   };
-  Moments moments[CONSUMER_WARPS][MAX_BATCH];
+  union {
+    Moments moments[CONSUMER_WARPS][MAX_BATCH];
+    NewToken<HEAD_DIM> token;
+  };
   int keys[MAX_BATCH];  // with the new one; 0: there is no room for it, or no such token
   int split_keys[MAX_BATCH];
 };
@@ -88,12 +92,15 @@ struct Consumer {
       const BlockPointers& weights = storage.layers[step.layer];
       const MatrixRows matrix = rows_of_block<T>(params, weights, storage.rows, step);
       const DecodeOutput<T> output{params, storage.keys, step, matrix.bias, best};
+      const Addend<T> added = addend(matrix, 0, output);
       if (step.matrix == Matrix::proj) attend(step.layer);
-      const float added = addend(matrix, 0, output);
       Fragments x;
       // Without tensor cores every vector would cost, so a sequence has only one.
       x.bits = HAS_MMA<T, ARCH> || step.matrix == Matrix::proj ? sequence_bits(params.batch) : 3;
-      x.holders = !HAS_MMA<T, ARCH> || step.matrix == Matrix::proj ? 1 : MAX_BATCH >> x.bits;
+      x.holder_bits = !HAS_MMA<T, ARCH> || step.matrix == Matrix::proj ? 0 : 3 - x.bits;
+      // Before the memory of the products, which the step before has read, is overwritten;
+      // a norm synchronises anyway.
+      if (!step.normalised()) consumers_sync();
       if (step.normalised()) {
         const uint32_t tag = step.matrix == Matrix::up ? RESIDUAL_TAG ^ 1 : RESIDUAL_TAG;
         load_normalised<T, ARCH>(x, params, storage.ring.wait(at), matrix.pitch, tag,
@@ -105,12 +112,11 @@ struct Consumer {
         load_hidden<T, ARCH>(x, params, first, matrix.bytes / int(sizeof(T)),
                              layer_tag(step.layer));
       }
-      if (!step.normalised()) consumers_sync();  // before what it shares memory with is overwritten
       multiply(matrix, x, added, output);
     }
     if (params.next_tokens) {
       choose_tokens(best);
-    } else if (threadIdx.x == 0) {
+    } else if (fresh_thread_index() == 0) {
       barrier().arrive();  // the second round, which leaves 0
     }
   }
@@ -120,7 +126,7 @@ struct Consumer {
 
   __device__ void wait_for_all(int round) const {
     consumers_sync();
-    if (threadIdx.x == 0) {
+    if (fresh_thread_index() == 0) {  // else kept through all layers
       barrier().arrive();
       barrier().wait(round);
     }
@@ -149,7 +155,7 @@ struct Consumer {
             to_float(
                 static_cast<const T*>(params.position_embedding)[position * params.width + column]);
       }
-      send(params.residual + int64_t(n) * params.width + column, value, RESIDUAL_TAG);
+      send(params.residual + n * row_words(params.width) + place(column), value, RESIDUAL_TAG);
     }
   }
 
@@ -158,36 +164,37 @@ struct Consumer {
     const DecodeAttention<T, ARCH, HEAD_DIM> attention{params, layer, storage.keys,
                                                        storage.split_keys};
     const auto first = attention.unit(blockIdx.x);
-    attention(storage.attention, first, attention.first_chunk(first));
+    attention(storage.attention, storage.token, first, attention.first_chunk(first));
   }
 
   // What a thread adds to its output of the group of rows that begins at `row`.
-  __device__ float addend(const MatrixRows& matrix, int row, const DecodeOutput<T>& output) const {
+  __device__ Addend<T> addend(const MatrixRows& matrix, int row,
+                              const DecodeOutput<T>& output) const {
     const int mine = row + threadIdx.x / MAX_BATCH, n = threadIdx.x % MAX_BATCH;
     const bool has_output = threadIdx.x < GROUP_ROWS * MAX_BATCH && mine < matrix.rows;
-    return has_output && n < params.batch ? output.addend(matrix.begin + mine, n) : 0.f;
+    if (!has_output || n >= params.batch) return {};
+    return output.addend(matrix.begin + mine, n);
   }
 
   // The block's rows of a matrix times the vectors; `added` is the `addend` of the first group.
-  __device__ void multiply(const MatrixRows& matrix, const Fragments& x, float added,
+  __device__ void multiply(const MatrixRows& matrix, const Fragments& x, Addend<T> added,
                            const DecodeOutput<T>& output) {
     const int sequences = 1 << x.bits;
     const int vectors = sequences == MAX_BATCH ? params.batch : MAX_BATCH;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    const int n = threadIdx.x % MAX_BATCH, warps = warps_of_row(matrix.bytes);
+    const int n = threadIdx.x % MAX_BATCH;
     int pending = 0;  // rows whose products lie in shared memory
 #pragma unroll 1
     for (TileWalk tile(matrix); tile.more(); tile.next()) {
       const uint8_t* rows = storage.ring.wait(at) + tile.leads * matrix.pitch;
-      const int count = warp < warps ? tile.count : 0;
 #pragma unroll 1
-      for (int first = 0; first < count; first += 16) {
+      for (int first = 0; first < tile.count; first += 16) {
         float d[4];
-        row_dot<T, ARCH>(d, rows + first * matrix.pitch, count - first, matrix.pitch, matrix.bytes,
-                         x, vectors);
+        row_dot<T, ARCH>(d, rows + first * matrix.pitch, tile.count - first, matrix.pitch,
+                         matrix.bytes, x, vectors);
         float* products = storage.products[warp] + (pending + first + g) * MAX_BATCH + 2 * c;
-        if (first + g < count) *reinterpret_cast<float2*>(products) = {d[0], d[1]};
-        if (first + g + 8 < count)
+        if (first + g < tile.count) *reinterpret_cast<float2*>(products) = {d[0], d[1]};
+        if (first + g + 8 < tile.count)
           *reinterpret_cast<float2*>(products + 8 * MAX_BATCH) = {d[2], d[3]};
       }
       storage.ring.release(at);
@@ -201,13 +208,12 @@ struct Consumer {
       float sum = 0.f;
       if (has_sum) {
 #pragma unroll
-        for (int i = 0; i < CONSUMER_WARPS; ++i)
-          if (i < warps) sum += storage.products[i][threadIdx.x];
+        for (int i = 0; i < CONSUMER_WARPS; ++i) sum += storage.products[i][threadIdx.x];
       }
-#pragma unroll 1
-      for (int mask = sequences; mask < MAX_BATCH; mask *= 2)
-        sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-      if (has_sum && n < params.batch) output.store(matrix.begin + row, n, sum + added);
+#pragma unroll
+      for (int mask = 1; mask < MAX_BATCH; mask *= 2)
+        if (mask >= sequences) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+      if (has_sum && n < params.batch) output.store(matrix.begin + row, n, sum + added.value());
       pending = 0;
       if (tile.last()) break;
       added = addend(matrix, tile.row + tile.count, output);

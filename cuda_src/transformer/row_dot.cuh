@@ -13,6 +13,7 @@
 
 constexpr int PIECE_BYTES = 64;
 constexpr int MAX_PIECES = 8;  // of a warp
+constexpr int PIECE_STRIDE = CONSUMER_WARPS * PIECE_BYTES;
 
 template <typename T, int ARCH>
 constexpr bool HAS_MMA = ARCH >= 80 || !T::IS_BFLOAT16;
@@ -22,32 +23,33 @@ constexpr bool HAS_MMA<float, ARCH> = false;
 // A lane's share of the eight vectors, in the type of the weights; zeros beyond their ends. If
 // there are less than eight sequences, each has several vectors, whose products add up: of 2^bits
 // sequences, vector m is of sequence m % 2^bits. Several of them share out its pieces: the k-th
-// that the lane of vector m has is piece k * holders + m / 2^bits. One holder: they share something
-// else.
+// that the lane of vector m has is piece (k << holder_bits) + m / 2^bits. If that is 0 they share
+// something else.
 struct Fragments {
   uint4 piece[MAX_PIECES];
   int bits;
-  int holders;
+  int holder_bits;
 
   __device__ int sequence() const { return int(threadIdx.x % 32 / 4) & ((1 << bits) - 1); }
   __device__ int part() const { return int(threadIdx.x % 32 / 4) >> bits; }
-  __device__ int rounds(int pieces) const { return ceil_div(pieces, holders); }
+  __device__ int first_piece() const { return holder_bits ? part() : 0; }
+  // How many a lane has of rows of this size.
+  __device__ int pieces(int bytes) const;
 };
 
 // Where a lane's share of piece `i` begins, in bytes from the beginning of the row.
 __device__ __forceinline__ int piece_offset(int i) {
-  return (i * CONSUMER_WARPS + int(threadIdx.x / 32)) * PIECE_BYTES + threadIdx.x % 4 * 16;
+  return i * PIECE_STRIDE + int(threadIdx.x / 32) * PIECE_BYTES + threadIdx.x % 4 * 16;
+}
+
+__device__ __forceinline__ int Fragments::pieces(int bytes) const {
+  const int own = ceil_div(max(bytes - piece_offset(first_piece()), 0), PIECE_STRIDE);
+  return (own + (1 << holder_bits) - 1) >> holder_bits;
 }
 
 // Pieces of this warp of a row.
 __device__ __forceinline__ int pieces_of_warp(int bytes) {
-  return ceil_div(max(bytes - int(threadIdx.x / 32) * PIECE_BYTES, 0),
-                  CONSUMER_WARPS * PIECE_BYTES);
-}
-
-// Warps that have a piece of a row.
-__device__ __forceinline__ int warps_of_row(int bytes) {
-  return min(CONSUMER_WARPS, ceil_div(bytes, PIECE_BYTES));
+  return ceil_div(max(bytes - int(threadIdx.x / 32) * PIECE_BYTES, 0), PIECE_STRIDE);
 }
 
 // Adds to d what mma_m16n8k16 would, for the types that it lacks: `low` and `high` are 16 bytes of
@@ -96,31 +98,41 @@ __device__ __forceinline__ void gather_sums(float (&d)[4], const float (&sums)[2
 template <typename T, int ARCH>
 __device__ __forceinline__ void row_dot(float (&d)[4], const uint8_t* tile, int count, int pitch,
                                         int bytes, const Fragments& x, int vectors) {
-  const int g = threadIdx.x % 32 / 4, pieces = pieces_of_warp(bytes);
-  const int holders = HAS_MMA<T, ARCH> ? x.holders : 1, part = holders > 1 ? x.part() : 0;
-  const uint8_t* low_row = tile + min(g, count - 1) * pitch;
-  const uint8_t* high_row = tile + min(g + 8, count - 1) * pitch;
+  constexpr int AT_ONCE = HAS_MMA<T, ARCH> ? 2 : 1;  // pieces, for the latency of shared memory
+  const int g = threadIdx.x % 32 / 4, lane = threadIdx.x % 4 * 16;
+  const int holders = HAS_MMA<T, ARCH> ? 1 << x.holder_bits : 1, part = holders > 1 ? x.part() : 0;
+  const uint8_t* low_row = tile + min(g, count - 1) * pitch + piece_offset(0);
+  const uint8_t* high_row = tile + min(g + 8, count - 1) * pitch + piece_offset(0);
+  int left = bytes + lane - piece_offset(0);  // of the row, from the next piece on
   float even[4] = {}, odd[4] = {}, sums[2][MAX_BATCH] = {};
 #pragma unroll
   for (int k = 0; k < MAX_PIECES; ++k) {
-    const int first = k * holders, most = min(holders, pieces - first);
-    if (most <= 0) break;
+    if (left <= 0) break;
+    int h = 0;
 #pragma unroll 1
-    for (int h = 0; h < most; ++h) {
-      const int offset = piece_offset(first + h);
-      const uint4 y = holders == 1 || h == part ? x.piece[k] : uint4{0, 0, 0, 0};
-      uint4 low = {0, 0, 0, 0}, high = {0, 0, 0, 0};
-      if (offset < bytes) {
-        low = *reinterpret_cast<const uint4*>(low_row + offset);
-        if (count > 8) high = *reinterpret_cast<const uint4*>(high_row + offset);
+    do {
+      uint4 low[AT_ONCE] = {}, high[AT_ONCE] = {};
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        if ((i > 0 && i >= holders) || i * PIECE_STRIDE + lane >= left) continue;
+        low[i] = *reinterpret_cast<const uint4*>(low_row + i * PIECE_STRIDE);
+        high[i] = *reinterpret_cast<const uint4*>(high_row + i * PIECE_STRIDE);
       }
-      if constexpr (HAS_MMA<T, ARCH>) {
-        mma_m16n8k16<T, ARCH>(even, {low.x, high.x, low.y, high.y}, y.x, y.y);
-        mma_m16n8k16<T, ARCH>(odd, {low.z, high.z, low.w, high.w}, y.z, y.w);
-      } else {
-        add_products<T>(sums, low, high, y, vectors);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        if (i > 0 && (i >= holders || i * PIECE_STRIDE >= left)) break;
+        const uint4 y = h + i == part ? x.piece[k] : uint4{0, 0, 0, 0};
+        if constexpr (HAS_MMA<T, ARCH>) {
+          mma_m16n8k16<T, ARCH>(even, {low[i].x, high[i].x, low[i].y, high[i].y}, y.x, y.y);
+          mma_m16n8k16<T, ARCH>(odd, {low[i].z, high[i].z, low[i].w, high[i].w}, y.z, y.w);
+        } else {
+          add_products<T>(sums, low[i], high[i], y, vectors);
+        }
       }
-    }
+      const int step = min(AT_ONCE, holders) * PIECE_STRIDE;
+      low_row += step, high_row += step, left -= step;
+      h += AT_ONCE;
+    } while (h < holders && left > 0);
   }
   if constexpr (HAS_MMA<T, ARCH>) {
 #pragma unroll

@@ -9,32 +9,42 @@
 #pragma once
 #include "../ptx/relaxed.cuh"
 
+// Where a column of a vector lies: bits 2 and 3 are exchanged. A lane takes eight columns in two
+// loads of 16 bytes, and so two lanes fill a sector of 32 bytes with each; a row has `row_words`.
+__device__ __forceinline__ int place(int column) {
+  return (column & ~12) | (column & 4) << 1 | (column & 8) >> 1;
+}
+constexpr int NEXT_FOUR = 8;  // from a lane's first load to its second
+__host__ __device__ constexpr int row_words(int columns) { return round_up(columns, 16); }
+
 __device__ __forceinline__ void send(float* word, float value, uint32_t tag) {
   st_relaxed(word, __uint_as_float((__float_as_uint(value) & ~1u) | tag));
 }
 
-// By a warp: the first `count` of the fours of words, each from `offset` of its index on, for lanes
-// where it is `valid`; elsewhere they are anything.
-template <int COUNT, class Offset, class Valid>
+// By a warp: a lane's first `count` fours of words, each from `offset` of its index on; the others
+// are anything. What has arrived is not loaded again: all blocks read the same words, and this
+// traffic would delay the ones that are still missing.
+template <int COUNT, class Offset>
 __device__ __forceinline__ void receive(uint4 (&words)[COUNT], int count, uint32_t tag,
-                                        const float* data, Offset offset, Valid valid) {
+                                        const float* data, Offset offset) {
   const uint32_t tags = 0u - tag;
-  uint32_t wrong;
-#pragma unroll 1
-  do {
+  const uint32_t wanted = (1u << min(count, COUNT)) - 1;  // a bit for each four
+  uint32_t missing = wanted;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      uint4 w = {0, 0, 0, 0};
-      if (i < count && valid(i)) w = ld_relaxed_128(data + offset(i));
-      words[i] = w;
-    }
-    wrong = 0;
+  for (int i = 0; i < COUNT; ++i) words[i] = {0, 0, 0, 0};
+#pragma unroll 1
+  while (__any_sync(0xffffffffu, missing)) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) ld_relaxed_128(words[i], data + offset(i), missing >> i & 1);
+    missing = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       const uint4& w = words[i];
-      if (i < count && valid(i)) wrong |= (w.x ^ tags) | (w.y ^ tags) | (w.z ^ tags) | (w.w ^ tags);
+      const uint32_t wrong = (w.x ^ tags) | (w.y ^ tags) | (w.z ^ tags) | (w.w ^ tags);
+      missing |= (wrong & 1) << i;
     }
-  } while (__any_sync(0xffffffffu, wrong & 1));
+    missing &= wanted;
+  }
 }
 
 // The numbers of a lane that `receive` has got, COUNT from the four `first` on.

@@ -17,7 +17,7 @@ MAX_WIDTH = 1920  # of what is normalised: in registers as floats
 HEAD_DIMS = (64, 128)  # other head dims are rounded up
 
 # Tiles and bytes of one: what fills the shared memory of a block (227, 163, 99, 64 KB).
-RINGS = {"hopper": (5, 40960), "ampere": (5, 25600), "consumer": (4, 19200), "turing": (3, 13824)}
+RINGS = {"hopper": (5, 41600), "ampere": (5, 25600), "consumer": (4, 19200), "turing": (3, 13824)}
 LARGEST = {(9, 0), (10, 0), (10, 3), (11, 0)}
 
 
@@ -77,7 +77,7 @@ def shared_memory(arch: int, tiles: int, tile_bytes: int) -> int:
     barriers = 16 * tiles if arch >= 90 else 4 + 4 * CONSUMER_WARPS
     ring = _round_up(tiles * tile_bytes + barriers)
     products = 4 * CONSUMER_WARPS * GROUP_ROWS * MAX_BATCH
-    moments = 8 * CONSUMER_WARPS * MAX_BATCH
+    moments = 16 * CONSUMER_WARPS * MAX_BATCH
     pointers = MAX_LAYERS * 8 * len(BlockPointers._fields_)
     rows = 16 * MATRICES
     return _round_up(ring + pointers + rows + products + moments + 2 * 4 * MAX_BATCH)

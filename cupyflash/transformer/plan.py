@@ -74,11 +74,11 @@ class StackPlan(Plan):
         self.launch = Launch(config, shape.device, blocks, params)
         shares = batch * shape.heads * splits
         sizes = (  # of residual to best
-            4 * batch * shape.width,
+            4 * batch * row_words(shape.width),
             12 * batch * shape.width,
-            4 * batch * shape.hidden,
-            4 * shares * (shape.head_dim + 4),
-            4 * batch * shape.width,
+            4 * batch * row_words(shape.hidden),
+            4 * shares * (row_words(shape.head_dim) + 4),
+            4 * batch * row_words(shape.width),
             8 * blocks * MAX_BATCH,
         )
         starts = [0]
@@ -124,6 +124,11 @@ def num_splits(batch: int, heads: int, blocks: int) -> int:
 def inverse(divisor: int) -> int:
     """What ``quotient`` in decode_steps.cuh multiplies by."""
     return -(-(2**31) // divisor)
+
+
+def row_words(columns: int) -> int:
+    """As in tagged_words.cuh."""
+    return -(-columns // 16) * 16
 
 
 def segments_of(columns: int, item: int) -> tuple[int, int]:
