@@ -148,6 +148,7 @@ def test_sanitizer_beside_attention(backend, tool, record_property):
         pytest.skip("compute-sanitizer is not installed")
     run = [sys.executable, "-c", NORMS, "float16"]
     kernels = "norm|partials|diffusion|linear|mlp|rotary|vector|naive|fused|embedding|cache|sample"
+    kernels += "|flash_decode"
     sanitize(run, tool, "norms", f"regex={kernels}", record_property)
 
 

@@ -21,6 +21,9 @@ BACKWARD_TILES = (
     *((128, 3, 384), (512, 1, 512), (512, 2, 512)),
 )
 CLUSTERS = 2, 4, 8  # blocks that share a longer row, each with the last of these tiles
+# Of the multiprocessors, as no cluster lies in two GPCs: an H200 with its 132 runs 15 clusters of 8
+# at once, and 16 take two turns.
+IN_CLUSTERS = 7 / 8
 MAX_STAGES = 4  # rows of a thread on their way
 STATIC_MEMORY = 3 << 10  # __shared__ variables of a block, at most
 # Longer rows pass through in pieces: (threads, loads).

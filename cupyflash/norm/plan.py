@@ -96,7 +96,8 @@ class BackwardPlan(Plan):
             splits = min(-(-rows.rows // config.rows), at_once)
             launches = [(config, splits)]
         elif config is not None:
-            splits = min(rows.rows, at_once // config.cluster)
+            clusters = max(1, int(kernels.IN_CLUSTERS * at_once) // config.cluster)
+            splits = min(rows.rows, clusters)
             launches = [(config, splits * config.cluster)]
         else:
             config, of_weight = kernels.long_backward(x.dtype, weight.dtype, rms, vector)
