@@ -88,7 +88,7 @@ def table_of(rows: list[Row], copy_gbps: float) -> Table:
 
 def short_title(problem: str) -> str:
     """So that a row of the table fits into 120 columns."""
-    for long, short in (("bfloat16", "bf16"), ("float", "fp"), ("channels-last", "last")):
+    for long, short in (("bfloat16", "bf16"), ("float", "fp"), ("_activation", "")):
         problem = problem.replace(long, short)
     return problem
 

@@ -58,7 +58,7 @@ def cases(backend):
     factors = {
         "dtype": list(backend.dtypes),
         "columns": COLUMNS + (LONG if backend.gpu else LONG[1:2]),
-        "rows": [(1,), (5,), (2, 3), (3, 2, 7), *([(700,), (4099,)] if backend.gpu else [])],
+        "rows": [(1,), (5,), (2, 3), (3, 2, 7), *([(300,), (4099,)] if backend.gpu else [])],
         "rms": [False, True],
         "wide_weight": [False, True],
         "bias": [False, True],

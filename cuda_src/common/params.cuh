@@ -1,5 +1,6 @@
-// Kernel arguments, one struct per pass. cupyflash/attention/params.py lists the same fields in the same
-// order; the compile stub asserts that both sides agree on the size, and a test on every field.
+// Kernel arguments, one struct per pass. cupyflash/attention/params.py lists the same fields in the
+// same order; the compile stub asserts that both sides agree on the size, and a test on every
+// field.
 #pragma once
 #include "types.cuh"
 

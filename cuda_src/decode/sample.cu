@@ -168,7 +168,8 @@ __device__ __forceinline__ void finish(const SampleParams& params, int row, int 
 }
 
 template <typename T, bool GREEDY>
-__global__ void __launch_bounds__(BLOCK) sample(const __grid_constant__ SampleParams params) {
+__global__ void __launch_bounds__(BLOCK, GREEDY ? 0 : 1)
+    sample(const __grid_constant__ SampleParams params) {
   // ---- the largest logit ----
   const int index = blockIdx.x;
   const T* logits = static_cast<const T*>(params.logits) + index * params.stride;

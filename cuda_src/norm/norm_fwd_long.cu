@@ -3,7 +3,7 @@
 #include "row_tile.cuh"
 
 template <typename T, typename WEIGHT, bool RMS, int NUM_THREADS, int LOADS, int VECTOR>
-__global__ void __launch_bounds__(NUM_THREADS)
+__global__ void __launch_bounds__(NUM_THREADS, 1)
     norm_fwd_long(const __grid_constant__ NormFwdParams params) {
   using Tile = RowTile<NUM_THREADS, LOADS, VECTOR>;
   static_assert(Tile::ROWS == 1, "a block has one row");
