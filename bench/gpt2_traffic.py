@@ -54,7 +54,7 @@ def parse(text: str) -> dict[str, float]:
     rows = [x for x in csv.DictReader(io.StringIO(table)) if x["Metric Name"] in METRICS]
     if wrong := {row["Metric Unit"] for row in rows} - {"byte"}:
         raise RuntimeError(f"ncu measured no bytes, got units {sorted(wrong)}")
-    between = itertools.groupby(rows, lambda row: row["Kernel Name"].startswith(MARK))
+    between = itertools.groupby(rows, lambda row: MARK in row["Kernel Name"])
     sums = [
         sum(float(row["Metric Value"].replace(",", "")) for row in kernels)
         for is_mark, kernels in between

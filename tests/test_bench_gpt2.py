@@ -18,10 +18,10 @@ profiled: fused: head
 "0","a","dram__bytes_read.sum","byte","1,000,000"
 "0","a","dram__bytes_write.sum","byte","500"
 "1","b","dram__bytes_read.sum","byte","7"
-"2","vector_add(VectorAddParams)","dram__bytes_read.sum","byte","64"
-"2","vector_add(VectorAddParams)","dram__bytes_write.sum","byte","32"
+"2","void vector_add<float>(VectorAddParams)","dram__bytes_read.sum","byte","64"
+"2","void vector_add<float>(VectorAddParams)","dram__bytes_write.sum","byte","32"
 "3","a","dram__bytes_read.sum","byte","11"
-"4","vector_add(VectorAddParams)","dram__bytes_read.sum","byte","64"
+"4","void vector_add<float>(VectorAddParams)","dram__bytes_read.sum","byte","64"
 """
 
 
