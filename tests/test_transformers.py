@@ -5,6 +5,7 @@ attention once more, with every weight moved by one last place or not at all, at
 differ by `ROUNDING` times as much, and as many last places of the largest number beside them.
 """
 
+import re
 import subprocess
 import sys
 
@@ -102,7 +103,11 @@ def test_padding_with_gaps(device):
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
 def test_half_precision(name, device):
-    """As far from eager float32 as eager attention in bfloat16, within `ROUNDING` times."""
+    """As far from eager float32 as eager attention in bfloat16, within `ROUNDING` times.
+
+    Eager's error is the largest that a parameter of this name has in any layer: the gradient of a
+    bias of two numbers is a sum that cancels, and now and then right by accident.
+    """
     inputs, kept = small_inputs(name)
     inputs, weights = to(inputs, device), {"num_local_experts": 2} if name == "gpt-oss" else {}
     exact = small_model(name, "eager", device, **weights)
@@ -111,8 +116,11 @@ def test_half_precision(name, device):
     half = {"dtype": torch.bfloat16, **weights}
     eager = results(small_model(name, "eager", device, **half), inputs, kept)
     actual = results(small_model(name, "cupyflash", device, **half), inputs, kept)
+    errors = {key: (eager[key].float() - x).abs().max() for key, x in exact.items()}
+    name_of = lambda key: re.sub(r"\.\d+\.", ".", key)
     for key, x in exact.items():
-        noise = (eager[key].float() - x).abs().max() + x.abs().max() * 2**-8
+        same = max(error for other, error in errors.items() if name_of(other) == name_of(key))
+        noise = same + x.abs().max() * 2**-8
         assert (actual[key].float() - x).abs().max() <= ROUNDING * noise, key
 
 
