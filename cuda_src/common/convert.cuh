@@ -1,15 +1,12 @@
 // float <-> storage type, on every architecture (bfloat16 by integer arithmetic: sm_75 and older
 // have no instruction for it).
 #pragma once
+#include "../ptx/math.cuh"
 #include "types.cuh"
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 
-__device__ __forceinline__ float to_float(half_t x) {
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-  return y;
-}
+__device__ __forceinline__ float to_float(half_t x) { return cvt_f32_f16(x.bits); }
 
 __device__ __forceinline__ float to_float(bfloat16_t x) {
   return __uint_as_float(static_cast<uint32_t>(x.bits) << 16);
@@ -25,9 +22,7 @@ __device__ __forceinline__ float from_float<float>(float x) {
 
 template <>
 __device__ __forceinline__ half_t from_float<half_t>(float x) {
-  half_t y;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-  return y;
+  return {cvt_f16_f32(x)};
 }
 
 // Round to nearest even: add half of the last kept bit, minus one when that bit is 0. A NaN must

@@ -48,6 +48,18 @@ __device__ __forceinline__ float log2_accurate(float x, int exponent = 0) {
   return y + float((bits >> 23) - 127 + exponent);
 }
 
+// From and to the bits of float16.
+__device__ __forceinline__ float cvt_f32_f16(uint16_t bits) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
+  return y;
+}
+__device__ __forceinline__ uint16_t cvt_f16_f32(float x) {
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+
 // All bits of a product.
 __device__ __forceinline__ uint64_t mul_wide(uint32_t a, uint32_t b) {
   uint64_t c;

@@ -252,7 +252,8 @@ def _few_tails(
     dtype: str, rows: int, aligned: bool, capability: Capability
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """(rows, vector, num_stages, arch, smem_bytes), the fastest first."""
-    most = FEW_ROWS[-1] if capability >= (8, 0) else MAX_SUM_ROWS  # Turing: more would spill
+    # Without copies of 16 bytes, and on Turing, more would spill.
+    most = FEW_ROWS[-1] if aligned and capability >= (8, 0) else MAX_SUM_ROWS
     if rows > most or capability < (7, 5):
         return
     tile = next(tile for tile in FEW_ROWS if rows <= tile)
