@@ -103,6 +103,17 @@ def test_compile(family, capability, part):
     assert faults(tasks, jobs=jobs, progress=False) == []
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("capability", [(6, 0), (7, 0)], ids=jit.arch_of)
+def test_every_kernel_compiles_for_older_gpus(capability):
+    """One configuration of each; what these GPUs spill is not looked at."""
+    if capability[0] * 10 + capability[1] not in compiler.supported_archs():
+        pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
+    configs = [config for family in SETS.values() for config in family.configurations(capability)]
+    kernels = {config.name: config for config in reversed(configs)}
+    jit.build_all([(x, jit.arch_of(capability)) for x in kernels.values()], jobs=1, progress=False)
+
+
 @pytest.mark.parametrize("family", SETS)
 def test_selection_covers(family):
     """The selection has what each architecture, and what all of them together need."""

@@ -2,6 +2,11 @@
 // bfloat16 are a second package that may be missing: a kernel here needs nothing but NVRTC.
 #pragma once
 
+#if __CUDA_ARCH__ < 700  // Pascal has no such annotation: only its parameters may be copied
+#undef __grid_constant__
+#define __grid_constant__
+#endif
+
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
 typedef unsigned int uint32_t;

@@ -3,6 +3,12 @@
 #pragma once
 #include "../common/types.cuh"
 
+#if __CUDA_ARCH__ < 700
+#define NO_ALLOCATE ""  // Pascal has no such hint
+#else
+#define NO_ALLOCATE ".L1::no_allocate"
+#endif
+
 // What is read once and by one thread only.
 __device__ __forceinline__ uint4 ld_global_stream_128(const void* address) {
   uint4 v;
@@ -15,7 +21,7 @@ __device__ __forceinline__ uint4 ld_global_stream_128(const void* address) {
 // The same of what this launch may have written.
 __device__ __forceinline__ uint4 ld_global_once_128(const void* address) {
   uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global" NO_ALLOCATE ".v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(address));
   return v;

@@ -72,7 +72,8 @@ def transformer_block(
     Raises:
         TypeError: dtypes, libraries.
         ValueError: shapes, strides, alignment, devices, heads, eps.
-        NotImplementedError: a gradient is wanted, or width is more than the GPU can take.
+        NotImplementedError: a gradient is wanted; the GPU is older than Turing, or cannot take the
+            width.
 
     Source: Language Models are Unsupervised Multitask Learners (GPT-2); the attention is that of
     arXiv:2205.14135 with the keys shared out over blocks.

@@ -10,7 +10,7 @@ from ..decode.sampling_reference import greedy_row
 from ..kernel_launch import keep
 from . import reference
 from .checks import StackShape, check_call, check_stack, require_aligned
-from .plan import StackPlan, pointer_table
+from .plan import StackPlan, pointer_table, require_gpu
 
 ENDS = ("final_weight", "final_bias", "head_weight", "token_embedding", "position_embedding")
 
@@ -39,6 +39,7 @@ class Stack:
         self.on_cpu = library.on_cpu(self.weights[0])
         self.plans: dict[tuple, StackPlan] = {}
         if not self.on_cpu:
+            require_gpu(function, self.shape)
             self._take_pointers(function)
 
     def forward(

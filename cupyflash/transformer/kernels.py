@@ -18,6 +18,7 @@ HEAD_DIMS = (64, 128)  # other head dims are rounded up
 
 # Tiles and bytes of one: what fills the shared memory of a block (227, 163, 99, 64 KB).
 RINGS = {"hopper": (5, 41600), "ampere": (5, 25600), "consumer": (4, 19200), "turing": (3, 13824)}
+OLDEST = (7, 5)  # compute capability
 LARGEST = {(9, 0), (10, 0), (10, 3), (11, 0)}
 
 
@@ -63,6 +64,8 @@ def decode_stack(dtype: str, head_dim: int, capability: tuple[int, int]) -> Deco
 
 def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
     """Everything that `decode_stack` can return."""
+    if capability < OLDEST:
+        return
     for dtype, head_dim in itertools.product(ITEM_SIZE, HEAD_DIMS):
         yield decode_stack(dtype, head_dim, capability)
 

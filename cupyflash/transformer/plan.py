@@ -1,6 +1,5 @@
 """A stack of transformer blocks: what calls of one signature share, and how they run."""
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +8,7 @@ import numpy
 
 from ..array import Array, View
 from ..kernel_config import ITEM_SIZE
-from ..kernel_launch import Launch, Plan, multiprocessors
+from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
 from ..tile_counter import NULL, tile_counters
 from . import kernels
 from .checks import StackShape
@@ -36,12 +35,7 @@ class StackPlan(Plan):
     ) -> None:
         super().__init__(shape.device)
         self.function, self.library = function, library
-        config = _config(shape.dtype, shape.head_dim, shape.device)
-        _require_cooperative(function, shape.device)
-        item = ITEM_SIZE[shape.dtype]
-        if config.tile_rows(shape.width * item) < 2:
-            fact = f"this GPU has too little shared memory for width {shape.width}"
-            raise NotImplementedError(f"{function}: {fact} in {shape.dtype}")
+        config, item = config_of(shape), ITEM_SIZE[shape.dtype]
         # Every block has rows of every matrix, see tagged_words.cuh.
         rows = (shape.width, shape.hidden, shape.vocab or shape.width)
         blocks = min(multiprocessors(shape.device), *rows)
@@ -138,21 +132,26 @@ def segments_of(columns: int, item: int) -> tuple[int, int]:
     return -(-columns // segment), segment
 
 
-@functools.cache
-def _config(dtype: str, head_dim: int, device: int) -> kernels.DecodeStack:
+def config_of(shape: StackShape) -> kernels.DecodeStack:
+    """The kernel for a stack on its GPU."""
+    return kernels.decode_stack(shape.dtype, shape.head_dim, capability_of(shape.device))
+
+
+def require_gpu(function: str, shape: StackShape) -> None:
+    """NotImplementedError unless the GPU of the weights can run the kernel."""
     import cupy
 
-    capability = divmod(int(cupy.cuda.Device(device).compute_capability), 10)
-    return kernels.decode_stack(dtype, head_dim, capability)
-
-
-@functools.cache
-def _require_cooperative(function: str, device: int) -> None:
-    import cupy
-
-    if not cupy.cuda.Device(device).attributes["CooperativeLaunch"]:
+    capability, width = capability_of(shape.device), shape.width
+    if capability < kernels.OLDEST:
+        least, got = (".".join(map(str, x)) for x in (kernels.OLDEST, capability))
+        fact = f"the GPU must have compute capability {least} or newer, got {got}"
+        raise NotImplementedError(f"{function}: {fact}")
+    if not cupy.cuda.Device(shape.device).attributes["CooperativeLaunch"]:
         fact = "this GPU or its driver cannot launch cooperative kernels"
         raise NotImplementedError(f"{function}: {fact}")
+    if config_of(shape).tile_rows(width * ITEM_SIZE[shape.dtype]) < 2:
+        fact = f"this GPU has too little shared memory for width {width}"
+        raise NotImplementedError(f"{function}: {fact} in {shape.dtype}")
 
 
 def _strides(cache: View) -> CacheStrides:
