@@ -12,6 +12,12 @@ from typing import ClassVar, NamedTuple
 
 CPP_TYPES = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float"}
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+Capability = tuple[int, int]  # compute capability: (major, minor)
+
+
+def has_clusters(capability: Capability) -> bool:
+    """Whether kernels for clusters of blocks are made for such a GPU."""
+    return (9, 0) <= capability < (12, 0)
 
 
 def weight_dtypes(dtype: str) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ..kernel_config import ITEM_SIZE, KernelConfig
-from ..norm.kernels import Capability, shared_memory, vector_width
+from ..kernel_config import ITEM_SIZE, Capability, KernelConfig, has_clusters
+from ..norm.kernels import shared_memory, vector_width
 from .params import LinearParams, MlpParams, Rotary
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")  # as in activation.cuh
@@ -266,7 +266,7 @@ def _few_tails(
 
 
 def _mlp_kind(capability: Capability) -> type[MlpFew]:
-    return MlpFewSm90 if (9, 0) <= capability < (12, 0) else MlpFew
+    return MlpFewSm90 if has_clusters(capability) else MlpFew
 
 
 def _fits(config: LinearFew | MlpFew, bytes_of_rows: int) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ..kernel_config import ITEM_SIZE, KernelConfig, weight_dtypes
+from ..kernel_config import ITEM_SIZE, Capability, KernelConfig, has_clusters, weight_dtypes
 from .kernels import MIN_BLOCK_THREADS, vector_width
 from .params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
 
@@ -204,7 +204,6 @@ class GroupNormBwdLast(LastConfig):
 
 
 Kind = tuple[str, str, str]  # dtypes of x and of weight, activation
-Capability = tuple[int, int]  # compute capability: (major, minor)
 
 
 def forward(
@@ -293,7 +292,7 @@ def _in_one(
         layout, of_block, of_cluster = "halves", of_block[:HALVES_TILES], ()
     elif not aligned:
         of_block, of_cluster, vector = ELEMENT_TILES, (), 1
-    elif not (9, 0) <= capability < (12, 0):
+    elif not has_clusters(capability):
         of_cluster = ()
     for threads, loads, blocks in of_block:
         yield block(*kind, layout, threads, loads, vector, blocks)

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ..kernel_config import ITEM_SIZE, KernelConfig, weight_dtypes
+from ..kernel_config import ITEM_SIZE, Capability, KernelConfig, weight_dtypes
 from .params import NormBwdParams, NormFwdParams, SumPartialsParams
 
 MIN_BLOCK_THREADS = 128  # as in row_tile.cuh
@@ -33,7 +33,6 @@ ELEMENT_LOADS = 8  # where a thread reads element by element
 ELEMENT_THREADS = 512  # of a multiprocessor then
 FEW_SHARES, FEW_WARPS = 32, 4  # sum_partials, where a block has little to add up
 
-Capability = tuple[int, int]  # compute capability: (major, minor)
 # Shared memory of a block, by compute capability; 99 KB where nothing is said.
 SHARED_MEMORY = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 

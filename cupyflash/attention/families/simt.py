@@ -8,11 +8,9 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ...kernel_config import ITEM_SIZE, Access, Features, KernelConfig
+from ...kernel_config import ITEM_SIZE, Access, Capability, Features, KernelConfig
 from ..params import AttentionShape, FlashBwdParams, FlashFwdParams
 from .preprocess import FlashBwdPreprocess, FlashBwdSinks
-
-Capability = tuple[int, int]  # compute capability: (major, minor)
 
 MIN_CAPABILITY = (6, 0)
 HEAD_DIMS = (32, 64, 128, 192, 256)  # sizes of the accumulators; others are rounded up

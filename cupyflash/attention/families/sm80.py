@@ -5,10 +5,10 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ...kernel_config import Access, Features, KernelConfig
+from ...kernel_config import Access, Capability, Features, KernelConfig
 from ..params import AttentionShape, FlashBwdParams, FlashFwdParams
 from .preprocess import FlashBwdPreprocess
-from .sm80_tiles import HEAD_DIMS, Capability, backward_tiles, forward_tiles
+from .sm80_tiles import HEAD_DIMS, backward_tiles, forward_tiles
 
 PACKED = ()  # packed sequences need no kernel of their own
 

@@ -5,9 +5,8 @@ asynchronous copies. They were measured on an H200 for head dims 64 and 128 (ben
 others, and those with a bias or dropout, are the largest that compile without spills.
 """
 
-from ...kernel_config import Features
+from ...kernel_config import Capability, Features
 
-Capability = tuple[int, int]  # compute capability: (major, minor)
 Tiles = dict[int, tuple[int, ...]]
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)  # head dims of the tiles; others are rounded up

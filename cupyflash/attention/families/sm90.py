@@ -8,12 +8,10 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ...kernel_config import Access, Features, KernelConfig
+from ...kernel_config import Access, Capability, Features, KernelConfig
 from ..params import AttentionShape, FlashFwdSm90Params, SequenceMapsParams
 from . import sm90_backward
 from .sm90_backward import BIAS_BOXES, WARPGROUP, box_columns
-
-Capability = tuple[int, int]  # compute capability: (major, minor)
 
 CAPABILITY = (9, 0)
 DTYPES = ("float16", "bfloat16")
