@@ -1,8 +1,8 @@
 """Philox4x32-7 as in ``cuda_src/common/philox.cuh``, and which weights dropout keeps by it.
 
 That depends on the seed and on the place of a weight alone, not on the order in which the weights
-are visited: so every kernel, the backward and the CPU drop the same weights. ``normal.py`` makes
-the noise of the samplers from the same numbers.
+are visited: so every kernel, the backward and the CPU drop the same weights. `diffusion.normal`
+makes the noise of the samplers from the same numbers.
 
 J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
