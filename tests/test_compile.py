@@ -27,7 +27,7 @@ from cupyflash.kernels import TOPICS
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 SWITCHES = (
     *("dtype", "softcap", "alibi", "bias", "dropout", "split"),
-    *("weight", "model", "rms", "activation", "draw", "gated", "rotary"),
+    *("weight", "model", "rms", "activation", "draw", "gated", "rotary", "sequences"),
 )
 SETS = {**FAMILIES, **TOPICS}
 SAME_EVERYWHERE = {type(x) for topic in TOPICS.values() for x in topic.configurations((9, 0))}

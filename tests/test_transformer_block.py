@@ -275,6 +275,20 @@ def test_no_such_token(backend):
 
 
 @each_library()
+def test_lengths_change_from_call_to_call(backend):
+    """Shares of the keys come and go, and an odd number of layers leaves other tags each time."""
+    case = dataclasses.replace(CASE, batch=1, heads=2, hidden=64, max_length=600)
+    p, q = make(backend, case), make(backend, case)
+    stack = p.stack()
+    for length in (3, 599, 150, 0, 400):
+        lengths = integers(backend, [length])
+        exact = expected_stack(p.blocks, p.x, q.k_cache, q.v_cache, lengths)
+        p.k_cache[:], p.v_cache[:] = q.k_cache, q.v_cache
+        out = stack(p.x, p.k_cache, p.v_cache, lengths)
+        exact.check(out=out, k_cache=p.k_cache, v_cache=p.v_cache)
+
+
+@each_library()
 def test_nan_in_the_cache_beyond_the_length(backend):
     p = make(backend, CASE)
     expected = to_numpy64(p.stack()(p.x, p.k_cache, p.v_cache, p.lengths))
@@ -372,7 +386,7 @@ def test_no_backward(backend):
 @pytest.mark.parametrize("columns", [8, 3072, 4096, 4320, 5120, 6400, 10007 * 8])
 def test_segments(columns, item):
     number, segment = plan.segments_of(columns, item)
-    assert segment % 8 == 0 and segment * item <= 7680
+    assert segment % 8 == 0 and segment * item <= 8064
     assert (number - 1) * segment < columns <= number * segment
 
 

@@ -46,19 +46,21 @@ struct DecodeStackParams {
   const void* head_weight;      // [vocab, width]
   const void* token_embedding;  // [vocab, width]
   const void* position_embedding;  // [positions, width]
-  uint32_t* barrier;               // 0 between launches
-  // What the blocks tell each other, memory of this launch alone; the first four are words of
-  // tagged_words.cuh, all but qkv with `row_words`.
+  int* barrier;                    // 0 between launches
+  // What the blocks tell each other: 0 at first, then used by one launch of the same shape after
+  // the other. The first four are words of tagged_words.cuh, three with `row_words` and COPIES.
   float* residual;      // [batch, width]: x after each half of a transformer block
-  float* qkv;           // [batch, 3 * width]
   float* hidden;        // [batch, hidden]
   float* attended;      // [batch, heads, splits, head_dim + 4]: attention to a share of the keys,
                         // and four times log2 of the sum of its exponentials
+  float* qkv;           // [batch, 3 * width]
   float* segment_sums;  // [batch, width]: the residual after some of the segments
   uint64_t* best;       // [blocks, MAX_BATCH]: largest logit of a block, and where
+  uint32_t* launches;   // before this one
   CacheStrides k_strides;
   CacheStrides v_strides;
   int64_t x_stride;
+  int64_t copy_words;  // from a copy of residual, hidden and attended to the next
   int num_layers;
   int batch;
   int width;

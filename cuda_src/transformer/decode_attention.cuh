@@ -6,7 +6,7 @@
 #include "../ptx/ld_global.cuh"
 #include "decode_inputs.cuh"
 
-constexpr int MIN_SPLIT_KEYS = 120;  // what a block has in registers when the query comes
+constexpr int MIN_SPLIT_KEYS = 112;  // what a block has in registers when the query comes
 
 // Keys that a sequence attends to. One that cannot go on, whose `keys` are 0, has its new key
 // alone: all wait for the same as if it could.
@@ -69,17 +69,17 @@ __device__ __forceinline__ int share_words(const DecodeStackParams& params) {
   return row_words(params.head_dim) + 4;
 }
 
-template <typename T, int ARCH, int HEAD_DIM>
+template <typename T, int ARCH, int HEAD_DIM, int SEQUENCES>
 struct DecodeAttention {
   static constexpr int COLUMNS = LANE_COLUMNS<T>;
   static constexpr int LANES = HEAD_DIM / COLUMNS;  // of a key
   static constexpr int SLOTS = 32 / LANES;          // keys of a warp at once
   static constexpr int STEP = SLOTS * CONSUMER_WARPS;
-  static constexpr int UNROLL = HAS_MMA<T, ARCH> ? 2 : 1;  // else row_dot.cuh needs the registers
+  static constexpr int UNROLL = HAS_MMA<T, ARCH> ? 4 : 2;  // else row_dot.cuh needs the registers
   using Part = SoftmaxPart<COLUMNS>;
 
   const DecodeStackParams& params;
-  const int layer;
+  const Step& step;
   const int (&keys)[MAX_BATCH];
   const int (&split_keys)[MAX_BATCH];
 
@@ -100,12 +100,13 @@ struct DecodeAttention {
     const int batch = pair < num_pairs() ? quotient(pair, params.heads_inverse) : 0;
     const int head = pair - batch * params.heads, most = split_keys[batch], begin = split * most;
     const int all = pair < num_pairs() ? attended_keys(keys[batch]) : 0;
-    return {begin < all,
-            begin + most >= all,
-            min(all - 1 - begin, most),
-            static_cast<const T*>(params.k_cache) + params.k_strides.at(layer, batch, begin, head),
-            static_cast<const T*>(params.v_cache) + params.v_strides.at(layer, batch, begin, head),
-            params.qkv + int64_t(batch) * 3 * params.width + head * params.head_dim};
+    return {
+        begin < all,
+        begin + most >= all,
+        min(all - 1 - begin, most),
+        static_cast<const T*>(params.k_cache) + params.k_strides.at(step.layer, batch, begin, head),
+        static_cast<const T*>(params.v_cache) + params.v_strides.at(step.layer, batch, begin, head),
+        params.qkv + int64_t(batch) * 3 * params.width + head * params.head_dim};
   }
   __device__ int num_pairs() const { return params.batch * params.heads; }
 
@@ -126,9 +127,7 @@ struct DecodeAttention {
 
   // This warp's first chunk of the old keys of a unit, which do not depend on other blocks.
   __device__ Chunk first_chunk(const Unit& share) const {
-    Chunk chunk;
-    load(chunk, share, threadIdx.x / 32 * SLOTS);
-    return chunk;
+    return load(share, threadIdx.x / 32 * SLOTS);
   }
 
   // `share` is the unit of index blockIdx.x, `chunk` its `first_chunk`.
@@ -140,18 +139,20 @@ struct DecodeAttention {
         share = unit(index);
         chunk = first_chunk(share);
       }
-      if (!share.exists) continue;
-      receive_token(token, share);
-      consumers_sync();  // also: what was in the storage has been read
-      const Part part = warp_part(token, share, chunk);
-      store_in_block(storage, part);
-      consumers_sync();
-      merge_block(storage, index);
+      if (share.exists) {
+        receive_token(token, share);
+        consumers_sync();  // also: what was in the storage has been read
+        const Part part = warp_part(token, share, chunk);
+        store_in_block(storage, part);
+        consumers_sync();
+      }
+      send_merged(storage, index, share.exists);
     }
   }
 
  private:
-  __device__ void load(Chunk& chunk, const Unit& share, int first) const {
+  __device__ Chunk load(const Unit& share, int first) const {
+    Chunk chunk;
     const int slot = threadIdx.x % 32 / LANES, column = threadIdx.x % LANES * COLUMNS;
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
@@ -160,6 +161,7 @@ struct DecodeAttention {
       chunk.k[i] = ld_global_cg_128(share.k + key * params.k_strides.row + column);
       chunk.v[i] = ld_global_cg_128(share.v + key * params.v_strides.row + column);
     }
+    return chunk;
   }
 
   // For the whole block, so that few ask for these words.
@@ -167,8 +169,8 @@ struct DecodeAttention {
     const int row = threadIdx.x / 32, column = threadIdx.x % 32 * 4;
     if (row >= (share.newest ? 3 : 1)) return;
     uint4 words[1];
-    receive(words, column < params.head_dim, layer_tag(layer),
-            share.qkv + row * params.width + column, [](int) { return 0; });
+    receive(words, column < params.head_dim, step.tag, share.qkv + row * params.width + column,
+            [](int) { return 0; });
     if (column >= HEAD_DIM) return;
     *reinterpret_cast<uint4*>(&token.rows[row][column]) =
         column < params.head_dim ? words[0] : uint4{0, 0, 0, 0};
@@ -204,12 +206,10 @@ struct DecodeAttention {
     const int old = share.old;
 #pragma unroll 1
     for (int first = warp * SLOTS; first < old; first += UNROLL * STEP) {
-      if (first > warp * SLOTS) load(chunk, share, first);
+      if (first > warp * SLOTS) chunk = load(share, first);
       float scores[UNROLL], maximum = part.maximum;
 #pragma unroll
       for (int i = 0; i < UNROLL; ++i) {
-        scores[i] = -INF;
-        if (first + i * STEP >= old) continue;  // all of the warp
         scores[i] = 0.f;
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j)
@@ -222,7 +222,6 @@ struct DecodeAttention {
       part.rescale(maximum);
 #pragma unroll
       for (int i = 0; i < UNROLL; ++i) {
-        if (first + i * STEP >= old) continue;
         const float weight = weight_of(scores[i], maximum);
         part.sum += weight;
 #pragma unroll
@@ -249,77 +248,89 @@ struct DecodeAttention {
     if (lane == 0) storage.sums[warp] = {part.maximum, part.sum};
   }
 
-  // A thread for each column of the head, and four for the sum of the exponentials.
-  __device__ void merge_block(const AttentionStorage<HEAD_DIM>& storage, int index) const {
+  // A thread for each column of the head, and four for the sum of the exponentials. Where no share
+  // exists nobody reads, but in the next launch there may be one.
+  __device__ void send_merged(const AttentionStorage<HEAD_DIM>& storage, int index,
+                              bool exists) const {
     const int column = threadIdx.x, beyond = column - params.head_dim;
     if (beyond >= 4) return;
-    float maximum = -INF, sum = 0.f, out = 0.f;
+    float value = 0.f;
+    if (exists) {
+      float maximum = -INF, sum = 0.f, out = 0.f;
 #pragma unroll
-    for (int warp = 0; warp < CONSUMER_WARPS; ++warp)
-      maximum = fmaxf(maximum, storage.sums[warp].x);
+      for (int warp = 0; warp < CONSUMER_WARPS; ++warp)
+        maximum = fmaxf(maximum, storage.sums[warp].x);
 #pragma unroll
-    for (int warp = 0; warp < CONSUMER_WARPS; ++warp) {
-      const float weight = weight_of(storage.sums[warp].x, maximum);
-      sum += weight * storage.sums[warp].y;
-      out += weight * storage.out[warp][min(column, HEAD_DIM - 1)];
+      for (int warp = 0; warp < CONSUMER_WARPS; ++warp) {
+        const float weight = weight_of(storage.sums[warp].x, maximum);
+        sum += weight * storage.sums[warp].y;
+        out += weight * storage.out[warp][min(column, HEAD_DIM - 1)];
+      }
+      value = beyond < 0 ? out * rcp_approx(sum) : maximum + log2_accurate(sum);
     }
-    const float value = beyond < 0 ? out * rcp_approx(sum) : maximum + log2_accurate(sum);
     const int word = beyond < 0 ? place(column) : row_words(params.head_dim) + beyond;
-    send(params.attended + index * share_words(params) + word, value, layer_tag(layer));
+    float* of_copy = params.attended + index * share_words(params) + word;
+#pragma unroll
+    for (int i = 0; i < COPIES<SEQUENCES>; ++i, of_copy += params.copy_words)
+      send(of_copy, value, step.tag);
   }
 };
 
 // The output of attention. The vectors of a sequence are the splits of its keys, weighed for each
-// head; two pieces at once, for their latency.
-template <typename T, int ARCH>
-__device__ __forceinline__ void load_attended(Fragments& x, const DecodeStackParams& params,
+// head; several pieces at once, for their latency.
+template <typename T, int ARCH, class X>
+__device__ __forceinline__ void load_attended(X& x, const DecodeStackParams& params,
                                               const int (&keys)[MAX_BATCH], uint32_t tag) {
-  constexpr int COLUMNS = LANE_COLUMNS<T>, PIECES = WIDTH_PIECES<T>, FOURS = COLUMNS / 4 + 1;
-  static_assert(PIECES % 2 == 0);
+  constexpr int COLUMNS = LANE_COLUMNS<T>, FOURS = COLUMNS / 4 + 1, AT_ONCE = 4;
   const int n = x.sequence(), split = x.part(), row = share_words(params);
   const bool exists = n < params.batch && split < num_splits(keys[n], params.splits);
-  const float* words_of_split = params.attended + (n * params.heads * params.splits + split) * row;
+  const float* words_of_split = own_copy<X::SEQUENCES>(params, params.attended) +
+                                (n * params.heads * params.splits + split) * row;
   const int pieces = pieces_of_warp(params.width * int(sizeof(T)));
 #pragma unroll
-  for (int first = 0; first < PIECES; first += 2) {
+  for (int first = 0; first < X::PIECES; first += AT_ONCE) {
     if (first >= pieces) break;
-    int offsets[2], of_lse[2];
-    bool inside[2];
+    int offsets[AT_ONCE], of_lse[AT_ONCE];
+    bool inside[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < AT_ONCE; ++i) {
       const int column = column_of_piece<T>(first + i);
       const int head = quotient(column, params.head_dim_inverse);
       inside[i] = exists && column < params.width;
       offsets[i] = head * params.splits * row + place(column - head * params.head_dim);
       of_lse[i] = head * params.splits * row + row_words(params.head_dim);
     }
-    uint4 words[2 * FOURS];
-    receive(words, (inside[0] + inside[1]) * FOURS, tag, words_of_split, [&](int i) {
+    uint4 words[AT_ONCE * FOURS];
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) count += inside[i];
+    receive(words, count * FOURS, tag, words_of_split, [&](int i) {
       return i % FOURS < FOURS - 1 ? offsets[i / FOURS] + i % FOURS * NEXT_FOUR : of_lse[i / FOURS];
     });
-    float maximum[2], weight[2], sum[2];
+    float maximum[AT_ONCE], weight[AT_ONCE], sum[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < AT_ONCE; ++i) {
       weight[i] = inside[i] ? __uint_as_float(words[i * FOURS + FOURS - 1].x) : -INF;
       maximum[i] = weight[i];
     }
 #pragma unroll
     for (int mask = 4; mask < 32; mask *= 2) {
-      if (mask < 4 << x.bits) continue;
+      if (mask < 4 * X::SEQUENCES) continue;
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < AT_ONCE; ++i)
         maximum[i] = fmaxf(maximum[i], __shfl_xor_sync(0xffffffffu, maximum[i], mask));
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) sum[i] = weight[i] = weight_of(weight[i], maximum[i]);
+    for (int i = 0; i < AT_ONCE; ++i) sum[i] = weight[i] = weight_of(weight[i], maximum[i]);
 #pragma unroll
     for (int mask = 4; mask < 32; mask *= 2) {
-      if (mask < 4 << x.bits) continue;
+      if (mask < 4 * X::SEQUENCES) continue;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], mask);
+      for (int i = 0; i < AT_ONCE; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], mask);
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (first + i >= X::PIECES) break;
       float values[COLUMNS];
       to_floats(values, words, i * FOURS);
       const float scale = weight[i] * rcp_approx(sum[i]);

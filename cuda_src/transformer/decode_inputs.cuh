@@ -18,7 +18,13 @@ constexpr int LANE_COLUMNS = 16 / sizeof(T);  // of a piece
 // Pieces of a warp of the widest vector that is normalised: as floats they fit into registers.
 constexpr int MAX_WIDTH = 1920;
 template <typename T>
-constexpr int WIDTH_PIECES = MAX_WIDTH * sizeof(T) / PIECE_BYTES / CONSUMER_WARPS;
+constexpr int WIDTH_PIECES = ceil_div(MAX_WIDTH * sizeof(T), PIECE_STRIDE);
+
+// The vectors of a product: if there are tensor cores, the holders of a sequence share out its
+// pieces. Without them every vector would cost, so a sequence has only one.
+template <typename T, int ARCH, int SEQUENCES>
+using SharedPieces = Fragments<HAS_MMA<T, ARCH> ? SEQUENCES : MAX_BATCH,
+                               HAS_MMA<T, ARCH> ? MAX_BATCH / SEQUENCES : 1, MAX_PIECES>;
 
 // The first column of a lane's share of a piece.
 template <typename T>
@@ -31,9 +37,10 @@ template <typename T>
 struct LaneColumns {
   int first, step;
 
-  __device__ explicit LaneColumns(const Fragments& x)
-      : first(column_of_piece<T>(x.first_piece())),
-        step((PIECE_STRIDE / int(sizeof(T))) << x.holder_bits) {
+  template <class X>
+  __device__ explicit LaneColumns(const X&)
+      : first(column_of_piece<T>(X::first_piece())),
+        step(PIECE_STRIDE / int(sizeof(T)) * X::HOLDERS) {
     static_assert(PIECE_STRIDE / sizeof(T) % 16 == 0, "else the places are other ones");
   }
   // Where their words are, from the place of the first on.
@@ -79,10 +86,11 @@ struct alignas(16) Moments {
 };
 
 // Over the lanes of a sequence.
-__device__ __forceinline__ void add_lanes(float& a, float& b, int bits) {
+template <int SEQUENCES>
+__device__ __forceinline__ void add_lanes(float& a, float& b) {
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) {
-    if (mask >= 4 && mask < 4 << bits) continue;
+    if (mask >= 4 && mask < 4 * SEQUENCES) continue;
     a += __shfl_xor_sync(0xffffffffu, a, mask);
     b += __shfl_xor_sync(0xffffffffu, b, mask);
   }
@@ -98,12 +106,14 @@ __device__ __forceinline__ float add_quad(float value) {
 //
 // A warp takes the sums about one of its numbers, the first: its squared distance from their mean
 // is less than their number times their variance, usually much less, so little is lost when the
-// one is taken from the other. The warps' moments merge as in Chan, Golub and LeVeque 1983.
-template <typename T, int ARCH>
-__device__ __forceinline__ void load_normalised(Fragments& x, const DecodeStackParams& params,
+// one is taken from the other. The warps' moments merge as in Chan, Golub and LeVeque 1983, also
+// about the first, so that both sums pass the lanes at once.
+template <typename T, int ARCH, int SEQUENCES, class X>
+__device__ __forceinline__ void load_normalised(X& x, const DecodeStackParams& params,
                                                 const uint8_t* tile, int pitch, uint32_t tag,
                                                 Moments (&moments)[CONSUMER_WARPS][MAX_BATCH]) {
-  constexpr int COLUMNS = LANE_COLUMNS<T>, PIECES = WIDTH_PIECES<T>, FOURS = COLUMNS / 4;
+  constexpr int COLUMNS = LANE_COLUMNS<T>, FOURS = COLUMNS / 4;
+  constexpr int PIECES = ceil_div(WIDTH_PIECES<T>, X::HOLDERS);
   const int warp = threadIdx.x / 32, c = threadIdx.x % 4, n = x.sequence(), part = x.part();
   const int pieces = n < params.batch ? x.pieces(params.width * int(sizeof(T))) : 0;
   const float count = columns_of_warp<T>(params.width);
@@ -111,7 +121,9 @@ __device__ __forceinline__ void load_normalised(Fragments& x, const DecodeStackP
 
   uint4 words[PIECES * FOURS];
   receive(words, pieces * FOURS, tag,
-          params.residual + n * row_words(params.width) + place(columns.first), columns);
+          own_copy<SEQUENCES>(params, params.residual) + n * row_words(params.width) +
+              place(columns.first),
+          columns);
 
   // ---- moments: of a lane, of a warp, of the row ----
   const float first = __shfl_sync(0xffffffffu, __uint_as_float(words[0].x), 4 * n);
@@ -128,34 +140,32 @@ __device__ __forceinline__ void load_normalised(Fragments& x, const DecodeStackP
       squares += difference * difference;
     }
   }
-  add_lanes(sum, squares, x.bits);
+  add_lanes<X::SEQUENCES>(sum, squares);
   if (c == 0 && part == 0) {
     const float distance = count > 0.f ? sum * rcp_approx(count) : 0.f;
     moments[warp][n] = {count, count > 0.f ? first + distance : 0.f, squares - sum * distance};
   }
   consumers_sync();
   constexpr int WARPS_OF_LANE = ceil_div(CONSUMER_WARPS, 4);
-  Moments of_warp[WARPS_OF_LANE];
+  const float inverse_width = rcp_approx(params.width), first_mean = moments[0][n].mean;
   sum = squares = 0.f;
 #pragma unroll
   for (int i = 0; i < WARPS_OF_LANE; ++i) {
-    of_warp[i] = 4 * i + c < CONSUMER_WARPS ? moments[4 * i + c][n] : Moments{0.f, 0.f, 0.f};
-    sum += of_warp[i].count * of_warp[i].mean;
+    if (4 * i + c >= CONSUMER_WARPS) continue;
+    const Moments of_warp = moments[4 * i + c][n];
+    const float distance = of_warp.mean - first_mean;
+    sum += of_warp.count * distance;
+    squares += of_warp.squares + of_warp.count * distance * distance;
   }
-  const float inverse_width = rcp_approx(params.width), mean = add_quad(sum) * inverse_width;
-#pragma unroll
-  for (int i = 0; i < WARPS_OF_LANE; ++i) {
-    const float distance = of_warp[i].mean - mean;
-    squares += of_warp[i].squares + of_warp[i].count * distance * distance;
-  }
-  const float variance = fmaxf(add_quad(squares) * inverse_width, 0.f);
+  const float offset = add_quad(sum) * inverse_width, mean = first_mean + offset;
+  const float variance = fmaxf(add_quad(squares) * inverse_width - offset * offset, 0.f);
   const float scale = rsqrtf(variance + params.eps);
 
   // ---- normalise ----
 #pragma unroll
-  for (int k = 0; k < PIECES; ++k) {
+  for (int k = 0; k < X::PIECES; ++k) {
     x.piece[k] = {0, 0, 0, 0};
-    if (k >= pieces) continue;
+    if (k >= min(PIECES, pieces)) continue;
     const T* lead = reinterpret_cast<const T*>(tile) + columns.first + k * columns.step;
     const auto weight = load_pack<COLUMNS>(lead);
     const auto bias = load_pack<COLUMNS>(lead + pitch / int(sizeof(T)));
@@ -170,23 +180,25 @@ __device__ __forceinline__ void load_normalised(Fragments& x, const DecodeStackP
 
 // `size` columns of the vectors of the hidden layer, from `first` on; as many pieces at once as
 // registers allow.
-template <typename T, int ARCH>
-__device__ __forceinline__ void load_hidden(Fragments& x, const DecodeStackParams& params,
-                                            int first, int size, uint32_t tag) {
-  constexpr int COLUMNS = LANE_COLUMNS<T>, FOURS = COLUMNS / 4, AT_ONCE = 4;
+template <typename T, int ARCH, int SEQUENCES, class X>
+__device__ __forceinline__ void load_hidden(X& x, const DecodeStackParams& params, int first,
+                                            int size, uint32_t tag) {
+  constexpr int COLUMNS = LANE_COLUMNS<T>, FOURS = COLUMNS / 4;
+  constexpr int AT_ONCE = X::PIECES < 5 ? X::PIECES : 5;
   const int n = x.sequence();
   const int pieces = n < params.batch ? x.pieces(size * int(sizeof(T))) : 0;
   const LaneColumns<T> columns(x);
-  const float* row =
-      params.hidden + int64_t(n) * row_words(params.hidden_width) + place(first + columns.first);
+  const float* row = own_copy<SEQUENCES>(params, params.hidden) +
+                     int64_t(n) * row_words(params.hidden_width) + place(first + columns.first);
 #pragma unroll
-  for (int begin = 0; begin < MAX_PIECES; begin += AT_ONCE) {
-    if (begin << x.holder_bits >= pieces_of_warp(size * int(sizeof(T)))) break;  // all of the warp
+  for (int begin = 0; begin < X::PIECES; begin += AT_ONCE) {
+    if (begin * X::HOLDERS >= pieces_of_warp(size * int(sizeof(T)))) break;  // all of the warp
     uint4 words[AT_ONCE * FOURS];
     receive(words, max(pieces - begin, 0) * FOURS, tag, row,
             [&](int i) { return columns(begin * FOURS + i); });
 #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k) {
+      if (begin + k >= X::PIECES) break;
       float values[COLUMNS];
       to_floats(values, words, k * FOURS);
       x.piece[begin + k] = begin + k < pieces ? to_piece<T, ARCH>(values) : uint4{0, 0, 0, 0};

@@ -1,5 +1,6 @@
-// What becomes of the products. One thread has one output of one sequence: `addend` is what it adds
-// to a product, on its way from memory while that is not there yet; `store` takes the sum.
+// What becomes of the products. One thread has one output of one sequence, and writes one copy of
+// it: `addend` is what it adds to a product, on its way from memory while that is not there yet;
+// `store` takes the sum.
 #pragma once
 #include "../common/activation.cuh"
 #include "decode_inputs.cuh"
@@ -34,14 +35,15 @@ struct DecodeOutput {
   const Step& step;
   const void* bias;  // or null
   uint64_t& best;    // `ranked` logit that this thread has seen, all of one sequence
+  int copy;          // of the words that all blocks read
 
   // A block has the same rows of the residual all the time.
   __device__ Addend<T> addend(int row, int n) const {
     Addend<T> result;
     if (bias) result.bias = static_cast<const T*>(bias)[row];
-    const float* before = step.segment ? params.segment_sums : params.residual;
     if (step.matrix == Matrix::proj || step.matrix == Matrix::down)
-      result.before = ld_relaxed(before + residual_word(row, n));
+      result.before =
+          step.segment ? ld_relaxed(segment_sum(row, n)) : untagged(ld_relaxed(residual(row, n)));
     return result;
   }
 
@@ -50,15 +52,16 @@ struct DecodeOutput {
       case Matrix::qkv:
         return store_qkv(row, n, value);
       case Matrix::up:
-        send(params.hidden + int64_t(n) * row_words(params.hidden_width) + place(row),
-             activate<gelu_tanh>(value), layer_tag(step.layer));
+        send(params.hidden + copy * params.copy_words +
+                 int64_t(n) * row_words(params.hidden_width) + place(row),
+             activate<gelu_tanh>(value), step.tag);
         return;
       case Matrix::head:
-        if (params.logits) params.logits[int64_t(n) * params.vocab + row] = value;
+        if (params.logits && copy == 0) params.logits[int64_t(n) * params.vocab + row] = value;
         best = max(best, ranked(value, row));
         return;
       case Matrix::proj:
-        send(params.residual + residual_word(row, n), value, RESIDUAL_TAG ^ 1);
+        send(residual(row, n), value, step.residual_tag ^ 1);
         return;
       default:
         store_down(row, n, value);
@@ -66,13 +69,17 @@ struct DecodeOutput {
   }
 
  private:
-  __device__ int residual_word(int row, int n) const {
-    return n * row_words(params.width) + place(row);
+  __device__ float* residual(int row, int n) const {
+    return params.residual + copy * params.copy_words + n * row_words(params.width) + place(row);
+  }
+  __device__ float* segment_sum(int row, int n) const {
+    return params.segment_sums + n * params.width + row;
   }
 
   // For the blocks of the attention; key and value go into the caches too.
   __device__ void store_qkv(int row, int n, float value) const {
-    send(params.qkv + int64_t(n) * 3 * params.width + row, value, layer_tag(step.layer));
+    if (copy > 0) return;
+    send(params.qkv + int64_t(n) * 3 * params.width + row, value, step.tag);
     if (row < params.width || keys[n] == 0) return;
     const bool is_key = row < 2 * params.width;
     const int column = row - (is_key ? params.width : 2 * params.width);
@@ -86,13 +93,12 @@ struct DecodeOutput {
   // Others may still read the residual until all of the hidden layer is there, which only the last
   // segment is sure of.
   __device__ void store_down(int row, int n, float value) const {
-    const int word = residual_word(row, n);
     if (step.segment + 1 < params.segments) {
-      params.segment_sums[word] = value;
+      *segment_sum(row, n) = value;
       return;
     }
-    send(params.residual + word, value, RESIDUAL_TAG);
-    if (params.out && step.layer + 1 == params.num_layers)
+    send(residual(row, n), value, step.residual_tag);
+    if (params.out && copy == 0 && step.layer + 1 == params.num_layers)
       static_cast<T*>(params.out)[n * params.width + row] = from_float<T>(value);
   }
 };

@@ -19,15 +19,14 @@
 // keeps a ring of tiles in shared memory full of the block's rows in the order of use
 // (weight_ring.cuh), also while the others, the consumers, wait for other blocks. These share the
 // columns of a row out among themselves (row_dot.cuh) and add their products up in shared memory.
-#include "../ptx/opaque.cuh"
+#include "../common/grid_barrier.cuh"
 #include "decode_attention.cuh"
 #include "decode_inputs.cuh"
 #include "decode_outputs.cuh"
 #include "decode_steps.cuh"
-#include "grid_barrier.cuh"
 #include "weight_ring.cuh"
 
-constexpr int GROUP_ROWS = 32;  // whose products are added up at once
+constexpr int GROUP_ROWS = 28;  // whose products are added up at once
 static_assert(GROUP_ROWS >= MAX_TILE_ROWS && GROUP_ROWS * MAX_BATCH <= CONSUMERS);
 
 template <int ARCH, int HEAD_DIM, int TILES, int TILE_BYTES>
@@ -50,13 +49,14 @@ struct DecodeStorage {
 
 // The warp that fills the ring. It is ahead, so it also brings the old keys and values and the
 // biases into L2.
-template <typename T, int ARCH, int HEAD_DIM, class Storage>
-__device__ __forceinline__ void fill_ring(const DecodeStackParams& params, Storage& storage) {
+template <typename T, int ARCH, int HEAD_DIM, int SEQUENCES, class Storage>
+__device__ __forceinline__ void fill_ring(const DecodeStackParams& params, Storage& storage,
+                                          uint32_t launch) {
   typename decltype(storage.ring)::Place at;
 #pragma unroll 1
-  for (Step step; step.more(); step.next(params)) {
+  for (Step step(params, launch); step.more(); step.next(params)) {
     if (step.matrix == Matrix::qkv)
-      DecodeAttention<T, ARCH, HEAD_DIM>{params, step.layer, storage.keys, storage.split_keys}
+      DecodeAttention<T, ARCH, HEAD_DIM, SEQUENCES>{params, step, storage.keys, storage.split_keys}
           .prefetch();
     const MatrixRows matrix =
         rows_of_block<T>(params, storage.layers[step.layer], storage.rows, step);
@@ -72,10 +72,8 @@ __device__ __forceinline__ void fill_ring(const DecodeStackParams& params, Stora
   storage.ring.finish_filling(at);
 }
 
-__device__ __forceinline__ int sequence_bits(int batch) { return 32 - __clz(batch - 1); }
-
 // The warps that compute.
-template <typename T, int ARCH, int HEAD_DIM, int TILES, int TILE_BYTES>
+template <typename T, int ARCH, int HEAD_DIM, int SEQUENCES, int TILES, int TILE_BYTES>
 struct Consumer {
   using Storage = DecodeStorage<ARCH, HEAD_DIM, TILES, TILE_BYTES>;
 
@@ -83,65 +81,49 @@ struct Consumer {
   Storage& storage;
   typename decltype(Storage::ring)::Place at;
 
-  __device__ void run() {
+  __device__ void run(uint32_t launch) {
     uint64_t best = 0;
-    begin();
-    wait_for_all(1);
+    Step step(params, launch);
+    begin(step.residual_tag);
 #pragma unroll 1
-    for (Step step; step.more(); step.next(params)) {
+    for (; step.more(); step.next(params)) {
       const BlockPointers& weights = storage.layers[step.layer];
       const MatrixRows matrix = rows_of_block<T>(params, weights, storage.rows, step);
-      const DecodeOutput<T> output{params, storage.keys, step, matrix.bias, best};
+      const DecodeOutput<T> output{
+          params, storage.keys, step, matrix.bias, best, int(threadIdx.x % MAX_BATCH) / SEQUENCES};
       const Addend<T> added = addend(matrix, 0, output);
-      if (step.matrix == Matrix::proj) attend(step.layer);
-      Fragments x;
-      // Without tensor cores every vector would cost, so a sequence has only one.
-      x.bits = HAS_MMA<T, ARCH> || step.matrix == Matrix::proj ? sequence_bits(params.batch) : 3;
-      x.holder_bits = !HAS_MMA<T, ARCH> || step.matrix == Matrix::proj ? 0 : 3 - x.bits;
       // Before the memory of the products, which the step before has read, is overwritten;
       // a norm synchronises anyway.
-      if (!step.normalised()) consumers_sync();
+      if (step.matrix == Matrix::proj) {
+        attend(step);
+        consumers_sync();
+        Fragments<SEQUENCES, 1, WIDTH_PIECES<T>> x;
+        load_attended<T, ARCH>(x, params, storage.keys, step.tag);
+        multiply(matrix, x, added, output);
+        continue;
+      }
+      SharedPieces<T, ARCH, SEQUENCES> x;
       if (step.normalised()) {
-        const uint32_t tag = step.matrix == Matrix::up ? RESIDUAL_TAG ^ 1 : RESIDUAL_TAG;
-        load_normalised<T, ARCH>(x, params, storage.ring.wait(at), matrix.pitch, tag,
-                                 storage.moments);
-      } else if (step.matrix == Matrix::proj) {
-        load_attended<T, ARCH>(x, params, storage.keys, layer_tag(step.layer));
+        const uint32_t tag = step.residual_tag ^ (step.matrix == Matrix::up);
+        load_normalised<T, ARCH, SEQUENCES>(x, params, storage.ring.wait(at), matrix.pitch, tag,
+                                            storage.moments);
       } else {
+        consumers_sync();
         const int first = step.segment * params.segment;
-        load_hidden<T, ARCH>(x, params, first, matrix.bytes / int(sizeof(T)),
-                             layer_tag(step.layer));
+        load_hidden<T, ARCH, SEQUENCES>(x, params, first, matrix.bytes / int(sizeof(T)), step.tag);
       }
       multiply(matrix, x, added, output);
     }
-    if (params.next_tokens) {
-      choose_tokens(best);
-    } else if (fresh_thread_index() == 0) {
-      barrier().arrive();  // the second round, which leaves 0
-    }
+    // All blocks have read it: each has sent what this one has received.
+    if (blockIdx.x == 0 && threadIdx.x == 0) *params.launches = launch + 1;
+    if (params.next_tokens) choose_tokens(best);
   }
 
  private:
-  __device__ GridBarrier barrier() const { return GridBarrier(params.barrier); }
-
-  __device__ void wait_for_all(int round) const {
-    consumers_sync();
-    if (fresh_thread_index() == 0) {  // else kept through all layers
-      barrier().arrive();
-      barrier().wait(round);
-    }
-    consumers_sync();
-  }
-
-  // Words are of no round yet, but the residual: x, or the embeddings; NaN where there is nothing
-  // to compute.
-  __device__ void begin() {
-    uint4* end = reinterpret_cast<uint4*>(params.segment_sums);
-    for (uint4* words = reinterpret_cast<uint4*>(params.qkv) + blockIdx.x * CONSUMERS + threadIdx.x;
-         words < end; words += gridDim.x * CONSUMERS)
-      *words = {0, 0, 0, 0};
+  // The residual: x, or the embeddings; NaN where there is nothing to compute.
+  __device__ void begin(uint32_t tag) {
     const BlockRows own = storage.rows[int(Matrix::proj)];
-    const int n = threadIdx.x % MAX_BATCH;
+    const int n = threadIdx.x % SEQUENCES, copy = threadIdx.x % MAX_BATCH / SEQUENCES;
     if (n >= params.batch) return;
     for (int i = threadIdx.x / MAX_BATCH; i < own.rows; i += CONSUMERS / MAX_BATCH) {
       const int column = own.begin + i;
@@ -155,14 +137,15 @@ struct Consumer {
             to_float(
                 static_cast<const T*>(params.position_embedding)[position * params.width + column]);
       }
-      send(params.residual + n * row_words(params.width) + place(column), value, RESIDUAL_TAG);
+      send(params.residual + copy * params.copy_words + n * row_words(params.width) + place(column),
+           value, tag);
     }
   }
 
   // Before the projection: the phase of the attention.
-  __device__ void attend(int layer) {
-    const DecodeAttention<T, ARCH, HEAD_DIM> attention{params, layer, storage.keys,
-                                                       storage.split_keys};
+  __device__ void attend(const Step& step) {
+    const DecodeAttention<T, ARCH, HEAD_DIM, SEQUENCES> attention{params, step, storage.keys,
+                                                                  storage.split_keys};
     const auto first = attention.unit(blockIdx.x);
     attention(storage.attention, storage.token, first, attention.first_chunk(first));
   }
@@ -170,19 +153,20 @@ struct Consumer {
   // What a thread adds to its output of the group of rows that begins at `row`.
   __device__ Addend<T> addend(const MatrixRows& matrix, int row,
                               const DecodeOutput<T>& output) const {
-    const int mine = row + threadIdx.x / MAX_BATCH, n = threadIdx.x % MAX_BATCH;
+    const int mine = row + threadIdx.x / MAX_BATCH, n = threadIdx.x % SEQUENCES;
     const bool has_output = threadIdx.x < GROUP_ROWS * MAX_BATCH && mine < matrix.rows;
     if (!has_output || n >= params.batch) return {};
     return output.addend(matrix.begin + mine, n);
   }
 
   // The block's rows of a matrix times the vectors; `added` is the `addend` of the first group.
-  __device__ void multiply(const MatrixRows& matrix, const Fragments& x, Addend<T> added,
+  template <class X>
+  __device__ void multiply(const MatrixRows& matrix, const X& x, Addend<T> added,
                            const DecodeOutput<T>& output) {
-    const int sequences = 1 << x.bits;
-    const int vectors = sequences == MAX_BATCH ? params.batch : MAX_BATCH;
+    constexpr int VECTORS = X::SEQUENCES == MAX_BATCH ? SEQUENCES : MAX_BATCH;
+    constexpr bool HALVES = HAS_MMA<T, ARCH> && X::HOLDERS > 1;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    const int n = threadIdx.x % MAX_BATCH;
+    const int n = threadIdx.x % SEQUENCES;
     int pending = 0;  // rows whose products lie in shared memory
 #pragma unroll 1
     for (TileWalk tile(matrix); tile.more(); tile.next()) {
@@ -190,8 +174,13 @@ struct Consumer {
 #pragma unroll 1
       for (int first = 0; first < tile.count; first += 16) {
         float d[4];
-        row_dot<T, ARCH>(d, rows + first * matrix.pitch, tile.count - first, matrix.pitch,
-                         matrix.bytes, x, vectors);
+        const uint8_t* row = rows + first * matrix.pitch;
+        const int count = tile.count - first;
+        if (HALVES && count <= 8) {
+          row_dot<T, ARCH, VECTORS, HALVES>(d, row, count, matrix.pitch, matrix.bytes, x);
+        } else {
+          row_dot<T, ARCH, VECTORS, false>(d, row, count, matrix.pitch, matrix.bytes, x);
+        }
         float* products = storage.products[warp] + (pending + first + g) * MAX_BATCH + 2 * c;
         if (first + g < tile.count) *reinterpret_cast<float2*>(products) = {d[0], d[1]};
         if (first + g + 8 < tile.count)
@@ -210,9 +199,10 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < CONSUMER_WARPS; ++i) sum += storage.products[i][threadIdx.x];
       }
+      // All vectors of a sequence get its sum, one for each copy.
 #pragma unroll
-      for (int mask = 1; mask < MAX_BATCH; mask *= 2)
-        if (mask >= sequences) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+      for (int mask = SEQUENCES; mask < MAX_BATCH; mask *= 2)
+        sum += __shfl_xor_sync(0xffffffffu, sum, mask);
       if (has_sum && n < params.batch) output.store(matrix.begin + row, n, sum + added.value());
       pending = 0;
       if (tile.last()) break;
@@ -233,17 +223,22 @@ struct Consumer {
       for (int i = 0; i < CONSUMER_WARPS; ++i) best = max(best, storage.best[i][threadIdx.x]);
       params.best[blockIdx.x * MAX_BATCH + threadIdx.x] = best;
     }
-    wait_for_all(2);
-    if (blockIdx.x > 0 || warp >= params.batch) return;
-    best = 0;
-    for (int i = lane; i < gridDim.x; i += 32)
-      best = max(best, ld_global_cg(params.best + i * MAX_BATCH + warp));
-    for (int mask = 1; mask < 32; mask *= 2)
-      best = max(best, __shfl_xor_sync(0xffffffffu, best, mask));
-    if (lane > 0) return;
-    const int keys = storage.keys[warp];
-    params.next_tokens[warp] = keys ? row_of_ranked(best) : -1;
-    if (params.advance && keys) params.lengths[warp] = keys;
+    consumers_sync();
+    if (threadIdx.x == 0) wait_for_all_blocks(params.barrier);
+    consumers_sync();
+    if (blockIdx.x > 0) return;
+#pragma unroll 1
+    for (int n = warp; n < params.batch; n += CONSUMER_WARPS) {
+      best = 0;
+      for (int i = lane; i < gridDim.x; i += 32)
+        best = max(best, ld_global_cg(params.best + i * MAX_BATCH + n));
+      for (int mask = 1; mask < 32; mask *= 2)
+        best = max(best, __shfl_xor_sync(0xffffffffu, best, mask));
+      if (lane > 0) continue;
+      const int keys = storage.keys[n];
+      params.next_tokens[n] = keys ? row_of_ranked(best) : -1;
+      if (params.advance && keys) params.lengths[n] = keys;
+    }
   }
 };
 
@@ -257,7 +252,8 @@ __device__ __forceinline__ int count_keys(const DecodeStackParams& params, int n
   return token < 0 || token >= params.vocab || length >= params.positions ? 0 : length + 1;
 }
 
-template <typename T, int ARCH, int HEAD_DIM, int TILES, int TILE_BYTES, int SMEM_BYTES>
+template <typename T, int ARCH, int HEAD_DIM, int SEQUENCES, int TILES, int TILE_BYTES,
+          int SMEM_BYTES>
 __global__ void __launch_bounds__(32 * (CONSUMER_WARPS + 1), 1)
     decode_stack(const __grid_constant__ DecodeStackParams params) {
   using Storage = DecodeStorage<ARCH, HEAD_DIM, TILES, TILE_BYTES>;
@@ -266,6 +262,7 @@ __global__ void __launch_bounds__(32 * (CONSUMER_WARPS + 1), 1)
   Storage& storage = *reinterpret_cast<Storage*>(smem);
 
   // ---- what both roles read ----
+  const uint32_t launch = *params.launches;
   constexpr int WORDS = sizeof(BlockPointers) / 8;
   for (int i = threadIdx.x; i < params.num_layers * WORDS; i += blockDim.x)
     reinterpret_cast<uint64_t*>(storage.layers)[i] =
@@ -282,8 +279,8 @@ __global__ void __launch_bounds__(32 * (CONSUMER_WARPS + 1), 1)
   __syncthreads();
 
   if (threadIdx.x >= CONSUMERS) {
-    fill_ring<T, ARCH, HEAD_DIM>(params, storage);
+    fill_ring<T, ARCH, HEAD_DIM, SEQUENCES>(params, storage, launch);
   } else {
-    Consumer<T, ARCH, HEAD_DIM, TILES, TILE_BYTES>{params, storage}.run();
+    Consumer<T, ARCH, HEAD_DIM, SEQUENCES, TILES, TILE_BYTES>{params, storage}.run(launch);
   }
 }

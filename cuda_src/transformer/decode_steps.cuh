@@ -11,6 +11,13 @@ struct Step {
   int layer = 0;
   Matrix matrix = Matrix::qkv;
   int segment = 0;
+  uint32_t tag;           // (tagged_words.cuh) of what this layer writes
+  uint32_t residual_tag;  // between layers; between the halves of a layer it is the other one
+
+  // A launch replaces the words of a layer num_layers times, and the residual twice as often and
+  // once more. Before the first of all they are 0.
+  __device__ Step(const DecodeStackParams& params, uint32_t launch)
+      : tag(~(launch * params.num_layers) & 1), residual_tag(~launch & 1) {}
 
   __device__ bool more() const { return matrix != Matrix::none; }
   __device__ void next(const DecodeStackParams& params) {
@@ -18,6 +25,7 @@ struct Step {
       matrix = Matrix(int(matrix) + 1);
     } else if (++segment == params.segments) {
       segment = 0;
+      tag ^= 1;
       matrix = ++layer < params.num_layers ? Matrix::qkv
                : params.head_weight        ? Matrix::head
                                            : Matrix::none;
@@ -27,11 +35,6 @@ struct Step {
     return matrix == Matrix::qkv || matrix == Matrix::up || matrix == Matrix::head;
   }
 };
-
-// The tags (tagged_words.cuh) of what a layer writes, 1 in the first: before that all words are 0.
-__device__ __forceinline__ uint32_t layer_tag(int layer) { return ~layer & 1; }
-// Of the residual between layers; between the halves of a layer it is the other one.
-constexpr uint32_t RESIDUAL_TAG = 1;
 
 // n / d from transformer_plan.inverse(d); n * d < 2^31.
 __device__ __forceinline__ int quotient(int n, uint32_t inverse) {

@@ -5,8 +5,10 @@
 //
 // One bit is enough. Every block has rows of every matrix, so each reads every round of a vector,
 // and what it writes then is needed, directly or not, before any number of that vector is replaced:
-// a number is of the round that a reader wants, or of the one before.
+// a number is of the round that a reader wants, or of the one before. The rounds go on from launch
+// to launch, so all numbers that exist are replaced in each, also those that nobody reads.
 #pragma once
+#include "../common/transformer_params.cuh"
 #include "../ptx/relaxed.cuh"
 
 // Where a column of a vector lies: bits 2 and 3 are exchanged. A lane takes eight columns in two
@@ -17,13 +19,28 @@ __device__ __forceinline__ int place(int column) {
 constexpr int NEXT_FOUR = 8;  // from a lane's first load to its second
 __host__ __device__ constexpr int row_words(int columns) { return round_up(columns, 16); }
 
+__device__ __forceinline__ float tagged(float value, uint32_t tag) {
+  return __uint_as_float((__float_as_uint(value) & ~1u) | tag);
+}
+__device__ __forceinline__ float untagged(float word) { return tagged(word, 0); }
 __device__ __forceinline__ void send(float* word, float value, uint32_t tag) {
-  st_relaxed(word, __uint_as_float((__float_as_uint(value) & ~1u) | tag));
+  st_relaxed(word, tagged(value, tag));
+}
+
+// All blocks read the same words, and what many ask for at once is served one after the other. So
+// there are several copies of what all of them read; a block reads one.
+template <int SEQUENCES>
+constexpr int COPIES = MAX_BATCH / SEQUENCES;
+template <int SEQUENCES>
+__device__ __forceinline__ const float* own_copy(const DecodeStackParams& params,
+                                                 const float* data) {
+  return data + blockIdx.x % COPIES<SEQUENCES> * params.copy_words;
 }
 
 // By a warp: a lane's first `count` fours of words, each from `offset` of its index on; the others
 // are anything. What has arrived is not loaded again: all blocks read the same words, and this
-// traffic would delay the ones that are still missing.
+// traffic would delay the ones that are still missing. The tags are taken off: they differ from
+// launch to launch, the results must not.
 template <int COUNT, class Offset>
 __device__ __forceinline__ void receive(uint4 (&words)[COUNT], int count, uint32_t tag,
                                         const float* data, Offset offset) {
@@ -45,6 +62,8 @@ __device__ __forceinline__ void receive(uint4 (&words)[COUNT], int count, uint32
     }
     missing &= wanted;
   }
+#pragma unroll
+  for (uint4& w : words) w = {w.x & ~1u, w.y & ~1u, w.z & ~1u, w.w & ~1u};
 }
 
 // The numbers of a lane that `receive` has got, COUNT from the four `first` on.

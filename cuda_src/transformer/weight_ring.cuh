@@ -9,8 +9,10 @@
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
 
-constexpr int CONSUMER_WARPS = 15;  // and one that fills: 128 registers a thread
-constexpr int MAX_TILE_ROWS = 32;
+// And one that fills. What a warp has to do besides the products is the same however many there
+// are, and a scheduler issues it for each of its warps in turn: two of them, with 255 registers.
+constexpr int CONSUMER_WARPS = 7;
+constexpr int MAX_TILE_ROWS = 28;
 
 __host__ __device__ constexpr int row_pitch(int bytes) { return (bytes + 63) / 128 * 128 + 64; }
 

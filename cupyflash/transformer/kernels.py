@@ -9,7 +9,7 @@ from ..kernel_config import ITEM_SIZE, KernelConfig
 from .params import MAX_BATCH, MAX_LAYERS, BlockPointers, DecodeStackParams
 
 # As in the CUDA sources.
-CONSUMER_WARPS, GROUP_ROWS, PIECE_BYTES, MAX_PIECES = 15, 32, 64, 8
+CONSUMER_WARPS, GROUP_ROWS, PIECE_BYTES, MAX_PIECES = 7, 28, 64, 18
 MATRICES = 5
 MAX_ROW_BYTES = CONSUMER_WARPS * PIECE_BYTES * MAX_PIECES  # of a row, or of a segment of it
 MAX_WIDTH = 1920  # of what is normalised: in registers as floats
@@ -29,6 +29,7 @@ class DecodeStack(KernelConfig):
     Attributes:
         arch: 75: copies through registers; 80: asynchronous ones; 90: bulk copies.
         head_dim: the largest that it takes.
+        sequences: at most, a power of two.
         tiles: of the ring of weights, ``tile_bytes`` each.
     """
 
@@ -39,6 +40,7 @@ class DecodeStack(KernelConfig):
     dtype: str
     arch: int
     head_dim: int
+    sequences: int
     tiles: int
     tile_bytes: int
     smem_bytes: int
@@ -53,21 +55,22 @@ class DecodeStack(KernelConfig):
         return self.tile_bytes // row_pitch(row_bytes)
 
 
-def decode_stack(dtype: str, head_dim: int, capability: tuple[int, int]) -> DecodeStack:
-    """The kernel for heads of at most ``head_dim``."""
+def decode_stack(dtype: str, head_dim: int, batch: int, capability: tuple[int, int]) -> DecodeStack:
+    """The kernel for heads of at most ``head_dim`` and ``batch`` sequences."""
     head_dim = next(size for size in HEAD_DIMS if head_dim <= size)
+    sequences = 1 << (batch - 1).bit_length()
     arch = 75 if capability < (8, 0) else 80 if capability < (9, 0) else 90
     tiles, tile_bytes = RINGS[_ring(capability)]
-    smem_bytes = shared_memory(arch, tiles, tile_bytes)
-    return DecodeStack(dtype, arch, head_dim, tiles, tile_bytes, smem_bytes)
+    smem_bytes = shared_memory(arch, head_dim, tiles, tile_bytes)
+    return DecodeStack(dtype, arch, head_dim, sequences, tiles, tile_bytes, smem_bytes)
 
 
 def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
     """Everything that `decode_stack` can return."""
     if capability < OLDEST:
         return
-    for dtype, head_dim in itertools.product(ITEM_SIZE, HEAD_DIMS):
-        yield decode_stack(dtype, head_dim, capability)
+    for dtype, head_dim, sequences in itertools.product(ITEM_SIZE, HEAD_DIMS, (1, 2, 4, 8)):
+        yield decode_stack(dtype, head_dim, sequences, capability)
 
 
 def row_pitch(row_bytes: int) -> int:
@@ -75,12 +78,12 @@ def row_pitch(row_bytes: int) -> int:
     return (row_bytes + 63) // 128 * 128 + 64
 
 
-def shared_memory(arch: int, tiles: int, tile_bytes: int) -> int:
+def shared_memory(arch: int, head_dim: int, tiles: int, tile_bytes: int) -> int:
     """The size of ``DecodeStorage``."""
     barriers = 16 * tiles if arch >= 90 else 4 + 4 * CONSUMER_WARPS
     ring = _round_up(tiles * tile_bytes + barriers)
     products = 4 * CONSUMER_WARPS * GROUP_ROWS * MAX_BATCH
-    moments = 16 * CONSUMER_WARPS * MAX_BATCH
+    moments = max(16 * CONSUMER_WARPS * MAX_BATCH, 3 * 4 * head_dim)  # or a new token
     pointers = MAX_LAYERS * 8 * len(BlockPointers._fields_)
     rows = 16 * MATRICES
     return _round_up(ring + pointers + rows + products + moments + 2 * 4 * MAX_BATCH)

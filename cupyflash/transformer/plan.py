@@ -1,5 +1,6 @@
 """A stack of transformer blocks: what calls of one signature share, and how they run."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -35,17 +36,35 @@ class StackPlan(Plan):
     ) -> None:
         super().__init__(shape.device)
         self.function, self.library = function, library
-        config, item = config_of(shape), ITEM_SIZE[shape.dtype]
+        config, item = config_of(shape, batch), ITEM_SIZE[shape.dtype]
         # Every block has rows of every matrix, see tagged_words.cuh.
         rows = (shape.width, shape.hidden, shape.vocab or shape.width)
         blocks = min(multiprocessors(shape.device), *rows)
         splits = num_splits(batch, shape.heads, blocks)
         segments, segment = segments_of(shape.hidden, item)
+        shares = batch * shape.heads * splits
+        copied = (  # residual to attended
+            4 * batch * row_words(shape.width),
+            4 * batch * row_words(shape.hidden),
+            4 * shares * (row_words(shape.head_dim) + 4),
+        )
+        *offsets, copy = _starts(copied)
+        copies = MAX_BATCH // config.sequences * copy
+        rest = (  # qkv to launches
+            12 * batch * shape.width,
+            4 * batch * shape.width,
+            8 * blocks * MAX_BATCH,
+            4,
+        )
+        *of_rest, size = _starts(rest)
+        self.offsets = (*offsets, *(copies + start for start in of_rest))
+        self.workspace_bytes = copies + size
         k_cache, v_cache = views["k_cache"], views["v_cache"]
         params = DecodeStackParams(
             k_strides=_strides(k_cache),
             v_strides=_strides(v_cache),
             x_stride=views["x"].strides[0] if "x" in views else 0,
+            copy_words=copy // 4,
             num_layers=shape.layers,
             batch=batch,
             width=shape.width,
@@ -66,19 +85,6 @@ class StackPlan(Plan):
             splits_inverse=inverse(splits),
         )
         self.launch = Launch(config, shape.device, blocks, params)
-        shares = batch * shape.heads * splits
-        sizes = (  # of residual to best
-            4 * batch * row_words(shape.width),
-            12 * batch * shape.width,
-            4 * batch * row_words(shape.hidden),
-            4 * shares * (row_words(shape.head_dim) + 4),
-            4 * batch * row_words(shape.width),
-            8 * blocks * MAX_BATCH,
-        )
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // 256) * 256)
-        *self.offsets, self.workspace_bytes = starts
         self.counters = tile_counters(shape.device)
         self.workspaces: dict[bytes, Array] = {}
 
@@ -92,7 +98,7 @@ class StackPlan(Plan):
             raise RuntimeError(f"{self.function}: {fact}")
         workspace = self.workspaces.get(barrier)
         if workspace is None:
-            workspace = self.library.empty_float32((self.workspace_bytes // 4,), like)
+            workspace = self.library.zeros_int32(self.workspace_bytes // 4, like)
             self.workspaces[barrier] = workspace
         base = self.library.pointer(workspace)
         scratch = (base + offset for offset in self.offsets)
@@ -132,9 +138,9 @@ def segments_of(columns: int, item: int) -> tuple[int, int]:
     return -(-columns // segment), segment
 
 
-def config_of(shape: StackShape) -> kernels.DecodeStack:
+def config_of(shape: StackShape, batch: int) -> kernels.DecodeStack:
     """The kernel for a stack on its GPU."""
-    return kernels.decode_stack(shape.dtype, shape.head_dim, capability_of(shape.device))
+    return kernels.decode_stack(shape.dtype, shape.head_dim, batch, capability_of(shape.device))
 
 
 def require_gpu(function: str, shape: StackShape) -> None:
@@ -149,9 +155,14 @@ def require_gpu(function: str, shape: StackShape) -> None:
     if not cupy.cuda.Device(shape.device).attributes["CooperativeLaunch"]:
         fact = "this GPU or its driver cannot launch cooperative kernels"
         raise NotImplementedError(f"{function}: {fact}")
-    if config_of(shape).tile_rows(width * ITEM_SIZE[shape.dtype]) < 2:
+    if config_of(shape, 1).tile_rows(width * ITEM_SIZE[shape.dtype]) < 2:
         fact = f"this GPU has too little shared memory for width {width}"
         raise NotImplementedError(f"{function}: {fact} in {shape.dtype}")
+
+
+def _starts(sizes: tuple[int, ...]) -> list[int]:
+    """Where memory of these sizes begins, one after the other, and where the last ends."""
+    return [0, *itertools.accumulate(-(-size // 256) * 256 for size in sizes)]
 
 
 def _strides(cache: View) -> CacheStrides:
