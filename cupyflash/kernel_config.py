@@ -63,6 +63,8 @@ class KernelConfig:
         source: path below ``cuda_src/``; its stem is the name of the kernel.
         params: the ctypes structure that the kernel takes by value.
         cooperative: the blocks wait for each other, so all of them must run at once.
+        dependent: reads nothing but constants, and writes nothing, before it has waited for the
+            kernel before it (dependent_launch.cuh), so it may begin while that one still runs.
         persistent: a block takes one of the ``grid`` tiles after the other, so that one block for
             each multiprocessor is enough.
         tiles_of: of a persistent kernel: its tiles are ``tile_rows`` rows of "q" or of "k".
@@ -73,6 +75,7 @@ class KernelConfig:
     source: ClassVar[str]
     params: ClassVar[type[ctypes.Structure]]
     cooperative: ClassVar[bool] = False
+    dependent: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
     tiles_of: ClassVar[str]
     combine: ClassVar["KernelConfig | None"] = None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from . import jit
+from . import dependent_launch, jit
 from .jit import compiler
 from .kernel_config import KernelConfig
 
@@ -62,6 +62,7 @@ class Launch:
         self.block = (config.threads,)
         self.shared_memory = config.shared_memory
         self.cooperative = config.cooperative
+        self.dependent = config.dependent and dependent_launch.is_possible(capability_of(device))
         num_fields = len(call_fields(params))
         self.pack = struct.Struct(f"{num_fields}Q").pack
         self.tail = bytes(params)[8 * num_fields :]
@@ -74,10 +75,21 @@ class Launch:
         """Launch with these bytes as the kernel's argument."""
         if recorder.launches is not None:
             recorder.launches.append((self, params))
+        if self.dependent and dependent_launch.wanted():
+            self.start_early(stream, params)
+            return
         argument = numpy.frombuffer(params, self.dtype)
         self.function(
             self.grid, self.block, (argument,), self.shared_memory, stream, self.cooperative
         )
+
+    def start_early(self, stream: Any, params: bytes) -> None:
+        """Launch so that the kernel begins while the one before it in the stream still runs."""
+        import cupy
+
+        pointer = (stream or cupy.cuda.get_current_stream()).ptr
+        sizes = (*self.grid, *self.block, self.shared_memory)
+        dependent_launch.launch(self.function.ptr, *sizes, pointer, params)
 
 
 class Prepared:

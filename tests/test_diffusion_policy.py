@@ -182,7 +182,8 @@ def test_prepared_calls(launches):
 
     launch, started, called = Launch.__new__(Launch), [], []
     launch.grid = launch.block = (1,)
-    launch.shared_memory, launch.cooperative, launch.dtype = 0, False, "V3"
+    launch.shared_memory, launch.dtype = 0, "V3"
+    launch.cooperative = launch.dependent = False
     launch.function = lambda grid, block, argument, memory, stream, cooperative: started.append(
         (argument[0].tobytes(), stream)
     )

@@ -6,12 +6,14 @@
 // 16 at once, the new tokens last; the keys of a turn are on their way while those before it are
 // computed with (decode_keys.cuh). Keys are the rows of the tensor-core products and queries their
 // eight columns. Each warp has its own softmax; they merge in the end, first those of a block in
-// its shared memory, then the blocks in that of each other. Source: Flash-Decoding,
+// its shared memory, then the blocks in that of each other. The old keys can be on their way while
+// the kernel that computes the new ones still runs (dependent_launch.cuh). Source: Flash-Decoding,
 // pytorch.org/blog/flash-decoding.
 #pragma once
 #include "../common/decode_params.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/cp_async.cuh"
+#include "../ptx/dependent_launch.cuh"
 #include "../ptx/movmatrix.cuh"
 #include "decode_keys.cuh"
 
@@ -114,6 +116,7 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
   constexpr int BLOCKS = HEAD_DIM / 64, TILES = HEAD_DIM == 64 ? 2 : 1, KEYS = TILES * 16;
   using Tiles = KeyTiles<T, TILES, BLOCKS, ARCH>;
   __shared__ DecodeStorage<HEAD_DIM> storage;
+  launch_next_kernel();
 
   // ---- which queries ----
   const int rank = CLUSTER == 1 ? 0 : cluster_rank(), warp = threadIdx.x / 32;
@@ -139,10 +142,12 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
   constexpr int STEP = NUM_WARPS * CLUSTER;
   int chunk = warp * CLUSTER + rank;
   Tiles tiles;
+  if (chunk >= old_chunks) wait_for_previous_kernel();  // which has computed the new keys
   if (chunk <= old_chunks) {
     tiles.load_k(rows_of(chunk), first_of(chunk), params.head_dim);
     tiles.load_v(rows_of(chunk), first_of(chunk), params.head_dim);
   }
+  wait_for_previous_kernel();
 
   // ---- queries, and what enters the cache ----
 #pragma unroll 1

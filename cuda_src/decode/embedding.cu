@@ -6,12 +6,16 @@
 #include "../common/convert.cuh"
 #include "../common/decode_params.cuh"
 #include "../common/pack.cuh"
+#include "../ptx/dependent_launch.cuh"
 
 constexpr int THREADS = 256;
 
 template <typename T, int VECTOR>
 __global__ void __launch_bounds__(THREADS)
     embedding(const __grid_constant__ EmbeddingParams params) {
+  launch_next_kernel();
+  wait_for_previous_kernel();
+
   // ---- which elements ----
   const int64_t first = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * VECTOR;
   if (first >= params.rows * params.columns) return;

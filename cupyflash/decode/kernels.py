@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..attention.params import AttentionShape
 from ..kernel_config import ITEM_SIZE, KernelConfig
-from ..norm.kernels import vector_width
+from ..norm.row_configs import vector_width
 from .params import CacheAppendParams, EmbeddingParams, FlashDecodeParams, SampleParams
 
 THREADS = 256
@@ -43,6 +43,7 @@ class Embedding(RowsConfig):
 
     source: ClassVar[str] = "decode/embedding.cu"
     params: ClassVar[type[EmbeddingParams]] = EmbeddingParams
+    dependent: ClassVar[bool] = True
 
 
 class CacheAppend(RowsConfig):
@@ -58,6 +59,7 @@ class FlashDecode(KernelConfig):
 
     source: ClassVar[str] = "attention/flash_decode.cu"
     params: ClassVar[type[FlashDecodeParams]] = FlashDecodeParams
+    dependent: ClassVar[bool] = True
     blocks_of_unit: ClassVar[int] = 1
 
     dtype: str
@@ -76,6 +78,7 @@ class FlashDecodeSm90(KernelConfig):
 
     source: ClassVar[str] = "attention/flash_decode_sm90.cu"
     params: ClassVar[type[FlashDecodeParams]] = FlashDecodeParams
+    dependent: ClassVar[bool] = True
 
     dtype: str
     head_dim: int

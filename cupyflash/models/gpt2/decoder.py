@@ -11,6 +11,7 @@ from typing import Any
 from cupyflash.array import Array
 from cupyflash.decode.embedding import embedding
 from cupyflash.decode.sampling import DecodeState, Sampling, sample
+from cupyflash.dependent_launch import dependent_launches
 
 from . import layers
 from .attention import PromptAttention, TokenAttention
@@ -113,7 +114,10 @@ class CapturedStep:
             stream.synchronize()
             stream.begin_capture()
             try:
-                self.logits = decoder.launches()
+                # Sampling, which changes tokens and positions, is not a part of the graph; of the
+                # cache a step writes the places that no other kernel of the graph reads.
+                with dependent_launches():
+                    self.logits = decoder.launches()
             finally:
                 self.graph = stream.end_capture()
         self.current_stream = cupy.cuda.get_current_stream

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy
 
-from cupyflash import machine
+from cupyflash import dependent_launch, machine
 from cupyflash.array import Array
 from cupyflash.decode.sampling import GREEDY, Sampling
+from cupyflash.kernel_launch import capability_of
 from cupyflash.transformer.block import BlockStack
 
 from . import generate
@@ -21,7 +22,8 @@ from .random import random_weights
 from .weights import Weights, load_weights, numpy_dtype
 
 DECODES = ("auto", "eager", "graph", "persistent")
-PERSISTENT_BATCH = 8  # up to which one kernel for a token is faster than a graph of kernels
+# Up to which one kernel for a token is faster than a graph of kernels, by whether these overlap.
+PERSISTENT_BATCH = {True: 2, False: 8}
 
 
 class Gpt2:
@@ -193,7 +195,9 @@ class Gpt2:
             return decode
         if decode == "eager" or not self.on_gpu or self.mode == "naive":
             return "eager"
-        if self.mode != "fused" or batch > PERSISTENT_BATCH:
+        capability = capability_of(self.weights.token_embedding.device.id)
+        overlap = dependent_launch.is_possible(capability)
+        if self.mode != "fused" or batch > PERSISTENT_BATCH[overlap]:
             return "graph"
         try:
             _ = self.stack
