@@ -9,6 +9,7 @@ from types import ModuleType
 from .baselines import kernels as baselines
 from .decode import kernels as decode
 from .diffusion import kernels as diffusion
+from .linear import few_sm90_kernels as linear_few_sm90
 from .linear import kernels as linear
 from .linear import sm90_kernels as linear_sm90
 from .norm import group_norm_kernels as group_norm
@@ -22,6 +23,7 @@ TOPICS: dict[str, ModuleType] = {
     "baselines": baselines,
     "linear": linear,
     "linear_sm90": linear_sm90,
+    "linear_few_sm90": linear_few_sm90,
     "decode": decode,
     "transformer": transformer,
 }

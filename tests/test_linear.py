@@ -277,11 +277,14 @@ def test_host_time_is_one_look_up(backend, monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "dtype", "rows", "sizes", "family", "kernel"),
     [
-        ((9, 0), "bfloat16", 16, (4096, 4096), None, "LinearFew"),
-        ((9, 0), "bfloat16", 16, (16384, 4096), None, "LinearSm90"),  # x has no room
-        ((9, 0), "bfloat16", 32, (768, 50257), None, "LinearFew"),
+        ((9, 0), "bfloat16", 4, (4096, 4096), None, "LinearFew"),  # long rows of weights
+        ((9, 0), "bfloat16", 8, (14336, 4096), None, "LinearFewSm90"),  # too little room for x
+        ((9, 0), "bfloat16", 16, (772, 768), None, "LinearFew"),
+        ((9, 0), "bfloat16", 16, (4096, 4096), "sm80", "LinearFew"),
+        ((9, 0), "float32", 16, (768, 2304), None, "LinearFew"),
+        ((9, 0), "bfloat16", 32, (768, 2301), None, "LinearFewSm90"),
         ((9, 0), "bfloat16", 33, (768, 2304), None, "LinearSm90"),
-        ((9, 0), "bfloat16", 32, (4096, 4096), None, "LinearSm90"),
+        ((8, 0), "bfloat16", 16, (16384, 4096), None, "LinearMma"),  # x has no room
         ((8, 6), "float16", 32, (1600, 4800), None, "LinearMma"),  # too little for the weights
         ((9, 0), "float16", 4096, (768, 2304), "sm90", "LinearSm90"),
         ((9, 0), "float16", 4096, (768, 2304), "sm80", "LinearMma"),
@@ -309,7 +312,8 @@ def test_choice(monkeypatch, capability, dtype, rows, sizes, family, kernel):
     }
     params = LinearParams(rows=rows, columns=columns, depth=depth, x_stride=depth)
     arguments = (True, family)
-    config = projection.few_kernel(views, Options(), *arguments)
+    config = projection.few_sm90_kernel(views, Options(), *arguments)
+    config = config or projection.few_kernel(views, Options(), *arguments)
     config = config or projection.many_kernel(views, Options(), params, *arguments)
     assert type(config).__name__ == kernel
     assert config.grid(rows, columns, 132) >= 1

@@ -59,6 +59,15 @@ struct alignas(64) LinearSm90Params {
   LinearParams base;
 };
 
+// The same for few rows, whose results are stored one by one.
+struct alignas(64) LinearFewSm90Params {
+  TensorMap x_map;
+  TensorMap weight_map;
+  TensorMap gate_weight_map;
+  LinearParams base;
+  int stages;  // of the ring
+};
+
 // A whole MLP of few rows; every cluster of blocks has some of the hidden columns.
 struct MlpParams {
   const void* x;            // [rows, depth]

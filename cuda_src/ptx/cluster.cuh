@@ -10,11 +10,18 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 }
 
 // Whole warps; the wait is for all threads of the cluster that have not ended.
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  cluster_wait();
+}
+
+// The arrival alone, for a cluster_wait() later on. Hands over nothing but barriers that a fence
+// (mbarrier_init_fence) has made visible; waits for no memory access.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 // Where block `rank` of the cluster has what is at this place of shared memory.

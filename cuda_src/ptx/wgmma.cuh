@@ -54,7 +54,9 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
 
 // One overload for each N, chosen by the size of d: the text of the instruction lists N / 2
 // registers. REGS_x are the operand names 0 .. x - 1, ACC_x the operands of x columns of eight.
-#define REGS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGS_4 "%0, %1, %2, %3"
+#define REGS_8 REGS_4 ", %4, %5, %6, %7"
+#define REGS_16 REGS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define REGS_32 \
   REGS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define REGS_40 REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
@@ -118,6 +120,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
 
 // add = 0 overwrites d. TRANS_A and TRANS_B: the operand lies transposed in shared memory.
 // clang-format off
+WGMMA(1, "8", REGS_4, ACC_1, "4", "5", "6", "7", "8", "9", "10")
+WGMMA(2, "16", REGS_8, ACC_2, "8", "9", "10", "11", "12", "13", "14")
 WGMMA(4, "32", REGS_16, ACC_4, "16", "17", "18", "19", "20", "21", "22")
 WGMMA(8, "64", REGS_32, ACC_8, "32", "33", "34", "35", "36", "37", "38")
 WGMMA(10, "80", REGS_40, ACC_10, "40", "41", "42", "43", "44", "45", "46")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from ..kernel_config import ITEM_SIZE, Capability, KernelConfig, has_clusters
-from ..norm.kernels import shared_memory, vector_width
+from ..norm.row_configs import shared_memory, vector_width
 from .params import LinearParams, MlpParams, Rotary
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")  # as in activation.cuh

@@ -23,9 +23,9 @@ def mlp(
     """hidden down_weight^T + down_bias + residual, hidden = activation(h up_weight^T + up_bias).
 
     h is norm(x). With a gate hidden = activation(h gate_weight^T + gate_bias) * (h up_weight^T +
-    up_bias): SwiGLU with "silu", GEGLU with "gelu". Up to 16 rows take one launch, which keeps the
-    hidden activations in shared memory if the rows fit there; more take two. Sums are in float32;
-    hidden is rounded to the dtype of x. Arrays as in `cupyflash.linear`.
+    up_bias): SwiGLU with "silu", GEGLU with "gelu". Few rows take one launch, with the hidden
+    activations in shared memory, where that is faster than two. Sums are in float32; hidden is
+    rounded to the dtype of x. Arrays as in `cupyflash.linear`.
 
     Args:
         x: (..., d_in), float16, bfloat16 or float32.

@@ -75,6 +75,19 @@ class LinearSm90Params(ctypes.Structure):
     ]
 
 
+class LinearFewSm90Params(ctypes.Structure):
+    """The same for few rows, whose results are stored one by one."""
+
+    _fields_ = [
+        ("x_map", TensorMap),
+        ("weight_map", TensorMap),
+        ("gate_weight_map", TensorMap),
+        ("base", LinearParams),
+        ("stages", c_int32),
+        ("padding", c_uint8 * (-(ctypes.sizeof(LinearParams) + 4) % 64)),
+    ]
+
+
 class MlpParams(ctypes.Structure):
     """A whole MLP of few rows."""
 

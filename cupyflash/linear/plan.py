@@ -8,7 +8,7 @@ from ..array import Array, View, dense_strides
 from ..kernel_launch import Plan
 from ..rows import collapse
 from .mlp_launch import few_mlp
-from .projection import Projection
+from .projection import Projection, few_sm90_kernel
 from .reference import Arrays, Options
 
 ARRAYS = len(Arrays._fields)
@@ -49,10 +49,12 @@ class LinearPlan(Plan):
         self.mlp = self.down = None
         first = {name: view for name, view in views.items() if not name.startswith("down")}
         if "down_weight" in views:
-            self.mlp = few_mlp(views, options, aligned, family)
             second = {name.removeprefix("down_"): views[name] for name in views if "down" in name}
             self.hidden_shape = (views["x"].shape[0], views["weight"].shape[0])
             second["x"] = dense(self.hidden_shape, x)
+            both = ((first, options), (second, Options()))
+            if not all(few_sm90_kernel(*each, aligned, family) for each in both):
+                self.mlp = few_mlp(views, options, aligned, family)
             if self.mlp is None:
                 self.down = Projection(function, second, Options(), aligned, family)
         seqlen = x.shape[-2] if len(x.shape) > 1 else 1

@@ -10,10 +10,10 @@ from ..kernel_launch import Launch, capability_of, multiprocessors
 from ..norm import kernels as norm_kernels
 from ..norm.params import NormFwdParams
 from ..rows import Rows
-from . import kernels, sm90_kernels
+from . import few_sm90_kernels, kernels, sm90_kernels
 from .params import LinearParams, Rotary, RowNorm
 from .reference import Options
-from .sm90_launch import LinearLaunch
+from .sm90_launch import LinearFewLaunch, LinearLaunch
 
 MATRICES = ("x", "weight", "gate_weight", "residual", "down_weight", "down_residual")
 
@@ -37,7 +37,8 @@ class Projection:
         x, weight = views["x"], views["weight"]
         (rows, depth), columns = x.shape, weight.shape[0]
         self.norm, self.normal_shape = None, (rows, depth)
-        config = few_kernel(views, options, aligned, family)
+        few_sm90 = few_sm90_kernel(views, options, aligned, family)
+        config = few_sm90 or few_kernel(views, options, aligned, family)
         steps, of_norm = row_strides(views), views.get("weight of norm")
         if config is None and of_norm:
             self.norm = norm_launch(function, x, of_norm, options, aligned)
@@ -58,7 +59,10 @@ class Projection:
             params.rotary = rotary_of(views, options, seqlen)
         if config is None:
             config = many_kernel(views, options, params, aligned, family)
-        if isinstance(config, sm90_kernels.LinearSm90):
+        if few_sm90:
+            self.launches = [LinearFewLaunch(few_sm90, x.device, params, of_norm is not None)]
+            turned = False
+        elif isinstance(config, sm90_kernels.LinearSm90):
             self.launches = [LinearLaunch(config, x.device, params)]
             turned = config.head_dim > 0
         else:
@@ -85,6 +89,30 @@ class Projection:
             pointers = (library.pointer(normal), *pointers[1:])
         for launch in self.launches:
             launch(stream, *pointers, out)
+
+
+def few_sm90_kernel(
+    views: Mapping[str, View], options: Options, aligned: bool, family: str | None
+) -> few_sm90_kernels.LinearFewSm90 | None:
+    """The kernel for few rows on Hopper, if it can take these and no other one is faster."""
+    x, weight, steps = views["x"], views["weight"], row_strides(views)
+    if not aligned or family not in (None, "sm90") or "cos" in views:
+        return None
+    weights = 2 if "gate_weight" in views else 1
+    few = few_kernel(views, options, aligned, family)
+    long = few_sm90_kernels.is_long(x.shape[0], weights * weight.shape[0], x.shape[1])
+    if long and few and few.num_stages > 1:
+        return None
+    return few_sm90_kernels.choose(
+        x.dtype,
+        capability_of(x.device),
+        options.activation,
+        "gate_weight" in views,
+        "weight of norm" in views,
+        (x.shape[0], weight.shape[0], x.shape[1]),
+        tuple(step for name, step in steps.items() if name in few_sm90_kernels.MAPPED),
+        multiprocessors(x.device),
+    )
 
 
 def few_kernel(
@@ -164,7 +192,9 @@ def norm_launch(function: str, x: View, weight: View, options: Options, aligned:
     """The norm as a kernel of its own."""
     rows = Rows(function, {"x": x, "out": x._replace(strides=(x.shape[1], 1))})
     vector = aligned and rows.aligned
-    config = norm_kernels.forward(x.dtype, weight.dtype, options.rms, rows.columns, vector)
+    capability = capability_of(x.device)
+    kind = x.dtype, weight.dtype, options.rms
+    config = norm_kernels.forward(*kind, rows.columns, vector, capability)
     params = NormFwdParams(**rows.strides, shape=rows.shape(options.eps))
     grid = require_grid(function, -(-rows.rows // config.rows), x.shape)
     return Launch(config, x.device, grid, params)

@@ -1,23 +1,28 @@
 """Projections of many rows on Hopper, ready to be launched: tensor maps before the pointers."""
 
 import operator
+import struct
 from typing import Any
 
 from ..kernel_config import ITEM_SIZE
 from ..kernel_launch import Launch, call_fields, multiprocessors
 from ..tensor_map import TensorMaps, TensorMapSpec
-from .params import LinearParams, LinearSm90Params
+from .few_sm90_kernels import LinearFewSm90
+from .params import LinearFewSm90Params, LinearParams, LinearSm90Params
 from .sm90_kernels import LinearSm90
-
-PADDING = bytes(LinearSm90Params.padding.size)
 
 
 class LinearLaunch(Launch):
-    """`LinearParams` behind tensor maps, usually at hand; a block for each multiprocessor."""
+    """`LinearParams` behind tensor maps, usually at hand."""
 
-    def __init__(self, config: LinearSm90, device: int, params: LinearParams) -> None:
+    behind = bytes(LinearSm90Params.padding.size)  # the parameters
+
+    def __init__(
+        self, config: LinearSm90 | LinearFewSm90, device: int, params: LinearParams
+    ) -> None:
         grid = config.grid(params.rows, params.columns, multiprocessors(device))
         super().__init__(config, device, grid, params)
+        self.tail += self.behind
         names = call_fields(params)
         self.mapped = operator.itemgetter(*(names.index(name) for name in config.boxes))
         specs = [tensor_map(config, name, params) for name in config.boxes]
@@ -25,10 +30,25 @@ class LinearLaunch(Launch):
 
     def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
         maps = self.maps[self.mapped(pointers)]
-        self.start(stream, maps + self.pack(*pointers) + self.tail + PADDING)
+        self.start(stream, maps + self.pack(*pointers) + self.tail)
 
 
-def tensor_map(config: LinearSm90, name: str, params: LinearParams) -> TensorMapSpec:
+class LinearFewLaunch(LinearLaunch):
+    """As many stages as shared memory has room for, no more of it than that, threads as needed."""
+
+    def __init__(
+        self, config: LinearFewSm90, device: int, params: LinearParams, norm: bool
+    ) -> None:
+        stages = config.stages(params.columns, params.depth, norm, multiprocessors(device))
+        self.behind = struct.pack("i", stages) + bytes(LinearFewSm90Params.padding.size)
+        super().__init__(config, device, params)
+        self.block = (config.norm_threads if norm else config.threads,)
+        self.shared_memory = config.smem_bytes(stages, params.depth, norm)
+
+
+def tensor_map(
+    config: LinearSm90 | LinearFewSm90, name: str, params: LinearParams
+) -> TensorMapSpec:
     """The map of one of the arrays; an absent one has address 0 and so no map."""
     rows, columns, depth = params.rows, params.columns, params.depth
     width, height, stride = {

@@ -1,0 +1,188 @@
+// What a block of linear_few_sm90 is made of: its share of the depth and of out, its places in
+// shared memory, its barriers, and the lane that loads its tiles.
+#pragma once
+#include "../common/group_sum.cuh"
+#include "../common/linear_params.cuh"
+#include "../common/smem_tile.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/dependent_launch.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/warpgroup.cuh"
+
+template <typename T_, bool GATED_, int ROWS_, int CLUSTER_>
+struct FewLayout {
+  using T = T_;
+  static constexpr bool GATED = GATED_;
+  static constexpr int ROWS = ROWS_;  // of x, at most
+  static constexpr int CLUSTER = CLUSTER_;
+  static constexpr int FEATURES = 64;  // rows of weights; with a gate, half of them are its
+  static constexpr int BLOCK_K = 64;
+  // Threads: those that multiply, the loader, and if there is a norm helpers.
+  static constexpr int CONSUMERS = WARPGROUP;
+  static constexpr int NORM_THREADS = 2 * CONSUMERS;
+  static constexpr int THREADS = NORM_THREADS + 32;
+  static constexpr int MAX_STAGES = 12;  // few_sm90_kernels.IN_FLIGHT
+  using TileX = SmemTile<ROWS, BLOCK_K>;
+  using TileW = SmemTile<FEATURES, BLOCK_K>;
+  static constexpr int WEIGHTS = GATED ? 2 : 1;  // which a column of out has a row of
+  static constexpr int COLUMNS = FEATURES / WEIGHTS;
+  static constexpr int SHARE = COLUMNS / CLUSTER;  // columns that a block finishes
+  static_assert(COLUMNS % CLUSTER == 0, "all blocks of a cluster have as many columns");
+
+  // A block gets the sums of its share from all blocks: [CLUSTER][WEIGHTS * SHARE][SUMS_PITCH].
+  static constexpr int SHARE_ROWS = WEIGHTS * SHARE;
+  static constexpr int SUMS_PITCH = ROWS + 2;  // two rows of weights lie in different banks
+  static constexpr int SUMS_BYTES = FEATURES * SUMS_PITCH * sizeof(float);
+};
+
+// The tiles of out that a block makes: those of a cluster have one, a block alone goes on as long
+// as there are any.
+template <class L>
+struct FewTiles {
+  int index = blockIdx.x / L::CLUSTER;
+  const int count;
+
+  __device__ explicit FewTiles(const LinearParams& params)
+      : count(ceil_div(params.columns, L::COLUMNS)) {}
+
+  __device__ int column() const { return index * L::COLUMNS; }
+  // Whether there is another one.
+  __device__ bool advance() {
+    if constexpr (L::CLUSTER > 1) return false;
+    index += gridDim.x;
+    return index < count;
+  }
+};
+
+// Steps of the depth, 64 each, that a block of the cluster has: one at least.
+struct DepthShare {
+  int begin;
+  int end;
+
+  __device__ DepthShare(int depth, int rank, int blocks) {
+    const int steps = ceil_div(depth, 64);
+    begin = steps * rank / blocks;
+    end = steps * (rank + 1) / blocks;
+  }
+  __device__ int size() const { return end - begin; }
+  // Columns of x that they have.
+  __device__ int columns(int depth) const { return min(end * 64, depth) - begin * 64; }
+};
+
+// Places in shared memory, as LinearFewSm90 (Python) counts them. If there is a norm, x stays there
+// as a whole, with the norm's weight and bias; if not, it passes through the ring with the weights.
+template <class L>
+struct FewPlaces {
+  uint32_t x;
+  uint32_t ring;
+  uint32_t stage_bytes;
+  unsigned char* norm_weight;
+  unsigned char* norm_bias;
+  float* sums;
+  Sums* row_sums;  // of the norm: [CLUSTER][ROWS]
+
+  __device__ FewPlaces(unsigned char* smem, const LinearFewSm90Params& params) {
+    const bool norm = params.base.norm_weight != nullptr;
+    const int steps = norm ? ceil_div(ceil_div(params.base.depth, L::BLOCK_K), L::CLUSTER) : 0;
+    const int norm_bytes = steps * L::BLOCK_K * int(sizeof(float));
+    stage_bytes = L::TileW::BYTES + (norm ? 0 : L::TileX::BYTES);
+    x = smem_address(smem);
+    ring = x + steps * L::TileX::BYTES;
+    norm_weight = smem + steps * L::TileX::BYTES + params.stages * stage_bytes;
+    norm_bias = norm_weight + norm_bytes;
+    sums = reinterpret_cast<float*>(norm_bias + norm_bytes);
+    row_sums = reinterpret_cast<Sums*>(reinterpret_cast<char*>(sums) + L::SUMS_BYTES);
+  }
+};
+
+template <class L>
+struct FewBarriers {
+  uint64_t full[L::MAX_STAGES];
+  uint64_t empty[L::MAX_STAGES];
+  uint64_t sums;  // of this block's share, from the cluster, as the next
+  uint64_t row_sums;
+
+  // By the first warp.
+  __device__ void init(const LinearFewSm90Params& params) {
+    const int lane = threadIdx.x;
+    if (lane < params.stages) {
+      mbarrier_init(smem_address(&full[lane]), 1);
+      mbarrier_init(smem_address(&empty[lane]), L::CONSUMERS / 32);
+    }
+    if (lane == 0) {
+      const int rows = int(params.base.rows);
+      mbarrier_init(smem_address(&sums), 1);
+      mbarrier_init(smem_address(&row_sums), 1);
+      expect_sums(rows);
+      mbarrier_arrive_expect(smem_address(&row_sums), L::CLUSTER * rows * sizeof(Sums));
+    }
+    mbarrier_init_fence();
+  }
+  // By one thread, once a tile.
+  __device__ void expect_sums(int rows) {
+    mbarrier_arrive_expect(smem_address(&sums), L::FEATURES * round_up(rows, 8) * sizeof(float));
+  }
+  // By each warp of the consumers, after its wgmma_wait().
+  __device__ void release(int stage) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&empty[stage]));
+  }
+};
+
+// A place in a ring, as Ring, of as many stages as the host found room for.
+struct FewRing {
+  int stages;
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance() {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The loader. As many weights as the ring has room for are asked for before what the kernel before
+// has to write.
+template <class L>
+__device__ __forceinline__ void load_few_tiles(const LinearFewSm90Params& params,
+                                               const FewPlaces<L>& places, FewBarriers<L>& barriers,
+                                               const DepthShare& depth) {
+  const bool stream_x = params.base.norm_weight == nullptr;
+  const auto load_weights = [&](int step, int column, int stage) {
+    const uint32_t full = smem_address(&barriers.full[stage]);
+    const uint32_t to = places.ring + stage * places.stage_bytes;
+    const int k = (depth.begin + step) * L::BLOCK_K;
+    mbarrier_arrive_expect(full, places.stage_bytes);
+    tma_load(to, params.weight_map, full, k, column, 0, 0);
+    if constexpr (L::GATED)
+      tma_load(to + L::TileW::BYTES / 2, params.gate_weight_map, full, k, column, 0, 0);
+  };
+  const auto load_x = [&](int step, int stage) {
+    const uint32_t to = places.ring + stage * places.stage_bytes + L::TileW::BYTES;
+    const int k = (depth.begin + step) * L::BLOCK_K;
+    tma_load(to, params.x_map, smem_address(&barriers.full[stage]), k, 0, 0, 0);
+  };
+  FewTiles<L> tiles(params.base);
+  const int first = min(depth.size(), params.stages);
+#pragma unroll 1
+  for (int step = 0; step < first; ++step) load_weights(step, tiles.column(), step);
+  wait_for_previous_kernel();
+  if (stream_x) {
+#pragma unroll 1
+    for (int step = 0; step < first; ++step) load_x(step, step);
+  }
+  FewRing ring = {params.stages};
+  if (first < params.stages) ring = {params.stages, first, 1};
+  int step = first;
+  do {
+#pragma unroll 1
+    for (; step < depth.size(); ++step, ring.advance()) {
+      mbarrier_wait(smem_address(&barriers.empty[ring.stage]), ring.parity);
+      load_weights(step, tiles.column(), ring.stage);
+      if (stream_x) load_x(step, ring.stage);
+    }
+    step = 0;
+  } while (tiles.advance());
+}

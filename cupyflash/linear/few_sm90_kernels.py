@@ -1,0 +1,152 @@
+"""Projections of few rows on Hopper: wgmma tensor cores fed by the copy engine, half precision."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import ClassVar
+
+from ..kernel_config import Capability, KernelConfig
+from . import sm90_kernels
+from .kernels import epilogues
+from .params import LinearFewSm90Params
+from .sm90_kernels import BLOCK_K, CAPABILITY, DTYPES, WARPGROUP
+
+MAPPED = ("x", "weight", "gate_weight")  # what tensor maps describe
+ROWS = (8, 16, 32)  # of a tile
+CLUSTERS = (1, 2, 4, 8)
+FEATURES = 64  # rows of weights of a block
+WANTED_STAGES = 4  # fewer do not keep the copy engine busy
+IN_FLIGHT = 96 * 1024  # bytes on their way to a multiprocessor; with more they come later
+# Shared memory in bytes: of a multiprocessor, what the system takes of a block's, and what the
+# barriers take, with which the tiles begin at a multiple of 1024.
+SHARED_MEMORY, RESERVED, BARRIERS = 233472, 1024, 1024
+
+BUSY = 0.8  # of the multiprocessors: as good as all of them
+# Weights from this size on, in rows from this depth on, linear_few reads faster, for so few rows of
+# x: it deals them out evenly, not in tiles, and beside their reading its latencies do not count.
+LONG_BYTES, LONG_DEPTH, LONG_ROWS = 2**24, 2048, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearFewSm90(KernelConfig):
+    """Up to ``rows`` rows; see linear_few_sm90.cu.
+
+    Attributes:
+        gated: half of the rows of weights of a block are those of the gate.
+        cluster: blocks that share the depth; a block alone makes one tile after the other.
+    """
+
+    source: ClassVar[str] = "linear/linear_few_sm90.cu"
+    params: ClassVar[type[LinearFewSm90Params]] = LinearFewSm90Params
+    dependent: ClassVar[bool] = True
+
+    dtype: str
+    activation: str
+    gated: bool
+    rows: int
+    cluster: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: a warpgroup that multiplies, and a warp that loads."""
+        return WARPGROUP + 32
+
+    @property
+    def norm_threads(self) -> int:
+        """The same if there is a norm, with which another warpgroup helps."""
+        return self.threads + WARPGROUP
+
+    @property
+    def shared_memory(self) -> int:
+        """The most dynamic shared memory of a block in bytes; a launch asks for what it needs."""
+        return SHARED_MEMORY - RESERVED - BARRIERS
+
+    @property
+    def columns(self) -> int:
+        """Columns of ``out`` that a cluster makes."""
+        return FEATURES // 2 if self.gated else FEATURES
+
+    @property
+    def boxes(self) -> dict[str, int]:
+        """Rows of a box of each tensor map."""
+        return {"x": self.rows, "weight": self.columns, "gate_weight": self.columns}
+
+    def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
+        """Number of blocks."""
+        tiles = -(-columns // self.columns)
+        return min(tiles, multiprocessors) if self.cluster == 1 else tiles * self.cluster
+
+    def busy(self, columns: int, multiprocessors: int) -> float:
+        """Which part of the multiprocessors has something to do, in the mean."""
+        blocks = -(-columns // self.columns) * self.cluster
+        rounds = -(-blocks // multiprocessors)
+        return min(1.0, blocks / multiprocessors / (rounds if self.cluster == 1 else 1))
+
+    def steps(self, depth: int) -> int:
+        """Steps of 64 of the depth that a block has at most."""
+        return -(-depth // (BLOCK_K * self.cluster))
+
+    def smem_bytes(self, stages: int, depth: int, norm: bool) -> int:
+        """Dynamic shared memory of a block."""
+        x, weights = self.rows * BLOCK_K * 2, FEATURES * BLOCK_K * 2
+        sums, row_sums = FEATURES * (self.rows + 2) * 4, self.cluster * self.rows * 8
+        kept = self.steps(depth) * (x + 2 * BLOCK_K * 4) if norm else 0
+        return kept + stages * (weights if norm else weights + x) + sums + row_sums
+
+    def stages(self, columns: int, depth: int, norm: bool, multiprocessors: int) -> int:
+        """Of the ring, all blocks being on the GPU at once; 0 if there is no room for that."""
+        grid = self.grid(self.rows, columns, multiprocessors)
+        tiles = -(-columns // self.columns) * self.cluster
+        steps = self.steps(depth) * -(-tiles // grid)  # of a block
+        kept, blocks = self.smem_bytes(0, depth, norm), -(-grid // multiprocessors)
+        stage = self.smem_bytes(1, depth, norm) - kept
+        room = SHARED_MEMORY // blocks - RESERVED - BARRIERS - kept
+        stages = min(room // stage, steps, max(IN_FLIGHT // blocks // stage, WANTED_STAGES))
+        return stages if stages >= min(steps, WANTED_STAGES) else 0
+
+
+def choose(
+    dtype: str,
+    capability: Capability,
+    activation: str,
+    gated: bool,
+    norm: bool,
+    sizes: tuple[int, int, int],
+    strides: tuple[int, ...],
+    multiprocessors: int,
+) -> LinearFewSm90 | None:
+    """The kernel for (rows, columns, depth), None where there is none.
+
+    The strides are those of the rows of x and of the weights. As few blocks share the depth as have
+    all multiprocessors at work.
+    """
+    rows, columns, depth = sizes
+    if rows > ROWS[-1] or not sm90_kernels.supports(dtype, capability, rows, 8, depth, strides):
+        return None
+    tile = next(tile for tile in ROWS if rows <= tile)
+    steps = -(-depth // BLOCK_K)
+    offered = [
+        LinearFewSm90(dtype, activation, gated, tile, cluster)
+        for cluster in CLUSTERS
+        if cluster <= steps
+    ]
+    busy = [x for x in offered if x.busy(columns, multiprocessors) >= BUSY]
+    fitting = (x for x in busy or offered[-1:] if x.stages(columns, depth, norm, multiprocessors))
+    return next(fitting, None)
+
+
+def is_long(rows: int, columns: int, depth: int) -> bool:
+    """Whether linear_few is the faster one, if it has room for x; ``columns`` of all weights."""
+    few_and_deep = rows <= LONG_ROWS and depth >= LONG_DEPTH
+    return few_and_deep and columns * depth * 2 >= LONG_BYTES
+
+
+def configurations(capability: Capability) -> Iterator[KernelConfig]:
+    """Everything that `choose` can return."""
+    if capability != CAPABILITY:
+        return
+    for activation, gated, rotary in epilogues():
+        if rotary:
+            continue
+        for dtype, rows, cluster in itertools.product(DTYPES, ROWS, CLUSTERS):
+            yield LinearFewSm90(dtype, activation, gated, rows, cluster)

@@ -1,0 +1,310 @@
+"""Projections of few rows on Hopper: which kernel, its argument, and its results."""
+
+import dataclasses
+import sys
+import types
+
+import numpy
+import pytest
+from arrays import normal, stored
+from backends import compute_capability
+from matrix import each_library, pairwise
+
+from cupyflash import kernel_launch
+from cupyflash.array import library_of
+from cupyflash.linear import few_sm90_kernels, sm90_launch
+from cupyflash.linear.few_sm90_kernels import CLUSTERS, ROWS, LinearFewSm90, choose
+from cupyflash.linear.params import LinearFewSm90Params, LinearParams, RowNorm
+from cupyflash.linear.reference import Arrays, Options
+from cupyflash.linear.sm90_launch import LinearFewLaunch
+from cupyflash.tensor_map import TensorMapSpec
+from cupyflash.testing import expected_projection, to_numpy64
+
+DEPTHS = [64, 72, 200, 768, 1000, 4096]
+
+
+def chosen(rows, columns, depth, *, norm=False, gated=False, **changes):
+    problem = {"dtype": "float16", "capability": (9, 0), "strides": (depth, depth)} | changes
+    return choose(
+        **problem,
+        activation="none",
+        gated=gated,
+        norm=norm,
+        sizes=(rows, columns, depth),
+        multiprocessors=132,
+    )
+
+
+# Configurations -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("depth", [8, *DEPTHS, 14336])
+@pytest.mark.parametrize("rows", [1, 9, 32])
+def test_shared_memory(rows, depth, norm):
+    """All blocks find room on the GPU at once, each with a stage at least."""
+    for columns in (1, 768, 6144, 50257):
+        config = chosen(rows, columns, depth, norm=norm)
+        if config is None:
+            assert norm and depth >= 4096
+            continue
+        blocks = -(-config.grid(rows, columns, 132) // 132)
+        stages = config.stages(columns, depth, norm, 132)
+        assert 1 <= stages <= 12
+        memory = config.smem_bytes(stages, depth, norm)
+        assert memory <= config.shared_memory == 231424
+        assert blocks * (memory + 2048) <= 233472
+        assert config.steps(depth) * config.cluster * 64 >= depth
+        assert config.cluster <= -(-depth // 64)  # every block has a step
+
+
+@pytest.mark.parametrize(
+    ("columns", "depth", "cluster"),
+    [
+        (768, 768, 8),
+        (2304, 768, 4),
+        (4096, 14336, 2),
+        (6144, 4096, 2),
+        (50257, 768, 1),
+        (133 * 64, 768, 2),  # two rounds of a cluster of 1
+        (768, 64, 1),
+    ],
+)
+def test_cluster(columns, depth, cluster):
+    """The smallest one that has all multiprocessors at work."""
+    config = chosen(4, columns, depth)
+    assert config.cluster == cluster
+    assert config.grid(4, columns, 132) >= 119 or cluster in (8, depth // 64)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth", "long"),
+    [
+        (4, 6144, 4096, True),
+        (5, 6144, 4096, False),
+        (1, 50257, 768, False),
+        (1, 768, 3072, False),
+    ],
+)
+def test_long(rows, columns, depth, long):
+    assert few_sm90_kernels.is_long(rows, columns, depth) == long
+
+
+@pytest.mark.parametrize("rows", [1, 8, 17])
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_choice_is_listed(rows, gated):
+    listed = set(few_sm90_kernels.configurations((9, 0)))
+    for columns, depth in ((768, 768), (2304, 768), (6144, 4096), (40, 8)):
+        assert chosen(rows, columns, depth, gated=gated) in listed
+    assert list(few_sm90_kernels.configurations((8, 0))) == []
+
+
+def test_boxes_fill_a_stage():
+    for config in few_sm90_kernels.configurations((9, 0)):
+        weights = config.boxes["weight"] + config.gated * config.boxes["gate_weight"]
+        assert (config.boxes["x"], weights) == (config.rows, 64)
+        assert config.grid(5, 130, 132) == (5 if config.gated else 3) * config.cluster
+        assert config.grid(5, 130, 2) == (2 if config.cluster == 1 else config.grid(5, 130, 132))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float32"},
+        {"capability": (8, 0)},
+        {"capability": (10, 0)},
+        {"rows": 33},
+        {"depth": 12},
+        {"strides": (68, 64)},
+        {"strides": (0, 64)},
+    ],
+)
+def test_what_it_takes(changes):
+    sizes = {"rows": 3, "columns": 67, "depth": 64}
+    assert chosen(**sizes) and chosen(**(sizes | {"rows": 32}))
+    assert chosen(**(sizes | changes)) is None
+
+
+# The kernel's argument ------------------------------------------------------------------------
+
+
+def test_launch(monkeypatch):
+    encoded, launched = [], []
+
+    def encode(spec, pointer):
+        encoded.append((pointer, spec))
+        return bytes([len(encoded)]) * 128
+
+    function = lambda grid, block, args, memory, *_: launched.append(
+        (grid, block, memory, LinearFewSm90Params.from_buffer_copy(args[0].tobytes()))
+    )
+    runtime = types.SimpleNamespace(setDevice=lambda device: None)
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(TensorMapSpec, "encode", encode)
+    monkeypatch.setattr(kernel_launch, "capability_of", lambda device: (8, 0))
+    monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
+    monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: 132)
+    config = LinearFewSm90("bfloat16", "silu", True, 16, 4)
+    params = LinearParams(
+        rows=9, columns=650, depth=768, x_stride=2304, weight_stride=768, gate_stride=776
+    )
+    launch = LinearFewLaunch(config, 0, params, norm=False)
+    launch(None, *range(16, 16 * 13, 16))
+    ((grid, block, memory, found),) = launched
+    stage = (16 + 64) * 128
+    assert (grid, block) == ((84,), (160,)) and found.stages == 3
+    assert memory == 3 * stage + 64 * 18 * 4 + 4 * 16 * 8
+    maps = [found.x_map, found.weight_map, found.gate_weight_map]
+    assert [bytes(x) for x in maps] == [bytes([i]) * 128 for i in range(1, 4)]
+    assert (found.base.x, found.base.out, found.base.columns) == (16, 192, 650)
+    assert [(x, spec.dims[:2], spec.strides[0], spec.box_rows) for x, spec in encoded] == [
+        (16, (768, 9), 4608, 16),
+        (32, (768, 650), 1536, 32),
+        (48, (768, 650), 1552, 32),
+    ]
+
+
+# Results --------------------------------------------------------------------------------------
+
+on_hopper = pytest.mark.skipif(compute_capability()[0] != 90, reason="needs compute capability 9.0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A projection with random inputs and NaN around each of them.
+
+    Attributes:
+        few_stages: the ring is shorter than the depth of a block.
+    """
+
+    dtype: str
+    rows: int
+    columns: int
+    depth: int
+    activation: str
+    gated: bool
+    residual: bool
+    norm: str
+    bias: bool
+    cluster: int
+    few_stages: bool
+
+    @property
+    def id(self):
+        return "-".join(str(x) for x in dataclasses.astuple(self))
+
+    def arrays(self, backend):
+        seeds = iter(numpy.random.SeedSequence().generate_state(9))
+        make = lambda *shape, mean=0.0, scale=1.0, dtype=self.dtype: stored(
+            backend,
+            scale * normal(shape, next(seeds), mean=mean),
+            dtype,
+            "padded" if len(shape) == 2 else "contiguous",
+        )
+        wide = "float32" if self.bias else self.dtype  # of the norm's weight
+        columns, depth = self.columns, self.depth
+        return Arrays(
+            x=make(self.rows, depth, mean=3.0 if self.norm else 0.0),
+            weight=make(columns, depth, scale=depth**-0.5),
+            gate_weight=make(columns, depth, scale=depth**-0.5) if self.gated else None,
+            bias=make(columns) if self.bias else None,
+            gate_bias=make(columns) if self.bias and self.gated else None,
+            residual=make(self.rows, columns) if self.residual else None,
+            norm_weight=make(depth, dtype=wide) if self.norm else None,
+            norm_bias=make(depth, dtype=wide) if self.norm == "layer" else None,
+        )
+
+    @property
+    def config(self):
+        tile = next(tile for tile in ROWS if self.rows <= tile)
+        return LinearFewSm90(self.dtype, self.activation, self.gated, tile, self.cluster)
+
+
+def launched(backend, case, arrays):
+    """``out``, after a look at what is around it."""
+    rows, columns = case.rows, case.columns
+    nothing = numpy.full((rows + 2, columns + 7), numpy.nan)
+    memory = stored(backend, nothing, case.dtype)
+    out, library = memory[1 : rows + 1, 3 : columns + 3], library_of(memory)
+    stride = lambda x: 0 if x is None else library.view(x).strides[0]
+    params = LinearParams(
+        x_stride=stride(arrays.x),
+        weight_stride=stride(arrays.weight),
+        gate_stride=stride(arrays.gate_weight),
+        residual_stride=stride(arrays.residual),
+        out_stride=columns + 7,
+        rows=rows,
+        columns=columns,
+        depth=case.depth,
+    )
+    if case.norm:
+        params.norm = RowNorm(1e-5, 1 / case.depth, case.norm == "rms", case.bias)
+    launch = LinearFewLaunch(case.config, 0, params, norm=bool(case.norm))
+    launch(None, *(0 if x is None else library.pointer(x) for x in arrays), library.pointer(out))
+    backend.synchronize()
+    around = to_numpy64(memory).copy()
+    around[1 : rows + 1, 3 : columns + 3] = numpy.nan
+    assert numpy.isnan(around).all()
+    return out
+
+
+def cases():
+    factors = {
+        "dtype": ["float16", "bfloat16"],
+        "rows": [1, 3, 8, 9, 16, 17, 32],
+        "columns": [1, 40, 64, 65, 777],
+        "depth": DEPTHS,
+        "activation": ["none", "gelu", "gelu_tanh", "silu", "relu"],
+        "gated": [False, True],
+        "residual": [False, True],
+        "norm": ["", "layer", "rms"],
+        "bias": [False, True],
+        "cluster": list(CLUSTERS),
+        "few_stages": [False, True],
+    }
+    found = [Case(**point) for point in pairwise(factors)]
+    found = [case for case in found if case.cluster <= -(-case.depth // 64)]
+    fits = lambda x: x.config.smem_bytes(2, x.depth, bool(x.norm)) <= x.config.shared_memory
+    return [case for case in found if fits(case)]
+
+
+@on_hopper
+@each_library(library="torch", device="cuda")
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
+def test_results(backend, case, monkeypatch):
+    if case.few_stages:
+        monkeypatch.setattr(LinearFewSm90, "stages", lambda *_: 2)
+    if case.cluster == 1:  # several tiles for each block
+        monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: 3)
+    arrays = case.arrays(backend)
+    out = launched(backend, case, arrays)
+    options = Options(case.activation, rms=case.norm == "rms")
+    expected_projection(arrays, options).check(out=out)
+
+
+@on_hopper
+@each_library(device="cuda")
+@pytest.mark.parametrize("norm", ["", "layer"])
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_repeats(backend, cluster, norm):
+    """All multiprocessors, several blocks or tiles on each; the same bits every time."""
+    columns = 10000 // cluster
+    case = Case("float16", 30, columns, 1032, "gelu", False, True, norm, True, cluster, False)
+    arrays = case.arrays(backend)
+    first = launched(backend, case, arrays)
+    expected_projection(arrays, Options("gelu")).check(out=first)
+    for _ in range(10):
+        assert (launched(backend, case, arrays) == first).all()
+
+
+@on_hopper
+@each_library(device="cuda")
+@pytest.mark.parametrize("norm", ["", "layer"])
+def test_nan_stays_in_its_row(backend, norm):
+    case = Case("float16", 20, 264, 136, "gelu", False, False, norm, True, 2, False)
+    arrays = case.arrays(backend)
+    arrays.x[[5, 19], 135] = float("nan")
+    out = to_numpy64(launched(backend, case, arrays))
+    broken = ~numpy.isfinite(out).all(1)
+    assert numpy.isnan(out[[5, 19]]).all() and set(numpy.flatnonzero(broken)) == {5, 19}
