@@ -172,9 +172,9 @@ def test_warmup_of_topics(monkeypatch):
     assert set(tasks_of("--arch sm_80 --dtype fp16 --family", monkeypatch)) < set(both)
     found = {x for x, _ in tasks_of("--arch sm_80 --family --topic norm --dtype bf16", monkeypatch)}
     assert {norm.SumPartials("bfloat16"), norm.SumPartials("float32")} <= found
-    assert norm.forward("bfloat16", "float32", True, 33, aligned=False) in found
+    assert norm.forward("bfloat16", "float32", True, 33, False, (8, 0)) in found
     plain = tasks_of("--arch sm_80 --family --topic norm --dtype bf16 --plain", monkeypatch)
-    assert norm.forward("bfloat16", "float32", True, 32, aligned=True) in {x for x, _ in plain}
+    assert norm.forward("bfloat16", "float32", True, 32, True, (8, 0)) in {x for x, _ in plain}
     unaligned = {x for x in found if getattr(x, "vector", None) == 1}
     assert {x for x, _ in plain} == found - unaligned and unaligned
     assert {getattr(x, "dtype", "bfloat16") for x in found} == {"bfloat16"}

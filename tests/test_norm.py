@@ -120,6 +120,18 @@ def test_gradients_are_repeatable(backend, rms, columns):
             assert (again == first[name]).all(), f"{name} differs between two runs"
 
 
+@pytest.mark.parametrize(
+    ("capability", "most"),
+    [((7, 5), 1024), ((8, 0), 2048), ((8, 9), 1536), ((9, 0), 2048), ((12, 0), 1536)],
+    ids=str,
+)
+def test_forward_blocks_fit(capability, most):
+    """The registers of a kernel are bounded for no more threads than a multiprocessor has."""
+    for config in set(kernels.configurations(capability)):
+        if isinstance(config, kernels.NormFwd):
+            assert 1 <= config.blocks <= most // config.threads, config
+
+
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (9, 0), (12, 0)], ids=str)
 def test_backward_memory_fits(capability):
     """Two rows on their way at least, and room for the shares of all rows of a block."""

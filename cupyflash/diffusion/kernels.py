@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from ..kernel_config import ITEM_SIZE, KernelConfig
-from ..norm.kernels import vector_width
+from ..norm.row_configs import vector_width
 from .params import DiffusionStepParams
 
 THREADS = 256

@@ -1,14 +1,22 @@
-"""GroupNorm with an activation: in one step where registers or clusters hold it, else in three."""
+"""GroupNorm with an activation: which kernel, and those that have a group in registers."""
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from typing import ClassVar
 
 from ..kernel_config import ITEM_SIZE, Capability, KernelConfig, has_clusters, weight_dtypes
-from .kernels import MIN_BLOCK_THREADS, vector_width
-from .params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
+from .params import GroupNormBwdParams, GroupNormFwdParams
+from .row_configs import block_threads, vector_width
+from .three_steps import (
+    GroupNormBwdSplit,
+    GroupNormFwdSplit,
+    Kind,
+    backward_last,
+    backward_split,
+    forward_last,
+    forward_split,
+)
 
 ACTIVATIONS = ("none", "silu", "mish", "gelu", "gelu_tanh")  # as in activation.cuh
 # (threads of a group, loads of a thread, blocks of a multiprocessor at a time), the smallest groups
@@ -27,11 +35,6 @@ BACKWARD_CLUSTERS = tuple((cluster, 256, 10, 2) for cluster in (4, 8))
 ROUNDS = 8  # samples that a block of the backward takes one after the other, at most
 HALVES_TILES = 6  # of those tiles, for channels of 8 bytes
 ELEMENT_TILES = ((32, 8, 6), (128, 8, 4), (512, 8, 1))  # where a thread reads element by element
-# (loads, blocks of a multiprocessor) of the kernels in three steps.
-SPLIT_FORWARD, SPLIT_BACKWARD = (4, 4), (4, 2)
-LAST_FORWARD, LAST_BACKWARD = (6, 3), (4, 2)
-THREE_STEP_THREADS = 256
-STEPS = ("collect", "sum_up", "apply")  # as in three_steps.cuh
 
 
 class OneStepConfig(KernelConfig):
@@ -54,7 +57,7 @@ class OneStepConfig(KernelConfig):
     @property
     def threads(self) -> int:
         """Threads of a block: one group, or several that each have a warp or less."""
-        return self.row_threads if self.row_threads > 32 else MIN_BLOCK_THREADS
+        return block_threads(self.row_threads)
 
     @property
     def groups(self) -> int:
@@ -129,89 +132,12 @@ class GroupNormBwdSm90(ClusterConfig):
     params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
 
 
-@dataclasses.dataclass(frozen=True)
-class ThreeStepConfig(KernelConfig):
-    """A kernel that reads twice, in three launches, one for each of `STEPS`."""
-
-    dtype: str
-    weight: str
-    activation: str
-    loads: int
-    vector: int
-    blocks: int
-    step: str = STEPS[0]
-
-    def steps(self) -> list["ThreeStepConfig"]:
-        """The three kernels."""
-        return [dataclasses.replace(self, step=step) for step in STEPS]
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return THREE_STEP_THREADS
-
-
-class SplitConfig(ThreeStepConfig):
-    """Groups beyond registers, channels first: a warp has a part of a channel."""
-
-    @property
-    def segment(self) -> int:
-        """Positions of a warp."""
-        return 32 * self.loads * self.vector
-
-    def pieces(self, channels: int, positions: int) -> int:
-        """Blocks that share a group."""
-        return -(-channels * -(-positions // self.segment) // (self.threads // 32))
-
-
-class LastConfig(ThreeStepConfig):
-    """Channels last: a block has some positions of the channels of a tile."""
-
-    def pieces(self, tiling: ChannelTiling, positions: int, most: int) -> int:
-        """Blocks that share a sample, ``most`` if the sample is large enough."""
-        rows = self.threads // -(-tiling.channels // self.vector)
-        turns = -(-positions // (rows * self.loads))
-        of_share = -(-turns // max(1, min(turns, most // tiling.tiles)))
-        return tiling.tiles * -(-turns // of_share)
-
-
-class GroupNormFwdSplit(SplitConfig):
-    """Forward."""
-
-    source: ClassVar[str] = "norm/group_norm_fwd_split.cu"
-    params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
-
-
-class GroupNormBwdSplit(SplitConfig):
-    """Backward."""
-
-    source: ClassVar[str] = "norm/group_norm_bwd_split.cu"
-    params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
-
-
-class GroupNormFwdLast(LastConfig):
-    """Forward."""
-
-    source: ClassVar[str] = "norm/group_norm_fwd_last.cu"
-    params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
-
-
-class GroupNormBwdLast(LastConfig):
-    """Backward."""
-
-    source: ClassVar[str] = "norm/group_norm_bwd_last.cu"
-    params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
-
-
-Kind = tuple[str, str, str]  # dtypes of x and of weight, activation
-
-
 def forward(
     kind: Kind, size: int, aligned: bool, halves: bool, capability: Capability
 ) -> OneStepConfig | GroupNormFwdSplit:
     """The kernel for groups of ``size`` elements side by side, channels first."""
     fits = (x for x in _forward_in_one(kind, aligned, halves, capability) if size <= x.size)
-    return next(fits, GroupNormFwdSplit(*kind, *_three_step(SPLIT_FORWARD, kind[0], aligned)))
+    return next(fits, forward_split(kind, aligned))
 
 
 def backward(
@@ -219,48 +145,19 @@ def backward(
 ) -> OneStepConfig | GroupNormBwdSplit:
     """The kernel for groups of ``size`` elements side by side, channels first."""
     fits = (x for x in _backward_in_one(kind, aligned, halves, capability) if size <= x.size)
-    return next(fits, GroupNormBwdSplit(*kind, *_three_step(SPLIT_BACKWARD, kind[0], aligned)))
-
-
-def forward_last(kind: Kind, aligned: bool) -> GroupNormFwdLast:
-    """The kernel for channels last."""
-    return GroupNormFwdLast(*kind, *_three_step(LAST_FORWARD, kind[0], aligned))
-
-
-def backward_last(kind: Kind, aligned: bool) -> GroupNormBwdLast:
-    """The kernel for channels last."""
-    return GroupNormBwdLast(*kind, *_three_step(LAST_BACKWARD, kind[0], aligned))
-
-
-def channel_tiling(num_groups: int, channels: int, vector: int) -> ChannelTiling | None:
-    """Which channels a block has of ``num_groups`` groups; None if packs would cross tiles."""
-    most = THREE_STEP_THREADS * vector
-    step = vector // math.gcd(channels, vector)  # groups that end where a pack ends
-    groups = min(num_groups, most // (channels * step) * step)
-    if groups:
-        return ChannelTiling(-(-num_groups // groups), groups, 1, groups * channels)
-    if step > 1:
-        return None
-    width = -(-channels // -(-channels // most))
-    width += -width % vector
-    parts = -(-channels // width)
-    return ChannelTiling(num_groups * parts, 1, parts, width)
+    return next(fits, backward_split(kind, aligned))
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
-    """Everything that the four above can return."""
+    """Everything that GroupNorm can launch."""
     for dtype, aligned in itertools.product(ITEM_SIZE, (False, True)):
         for kind in itertools.product((dtype,), weight_dtypes(dtype), ACTIVATIONS):
             for in_one in (_forward_in_one, _backward_in_one):
                 yield from in_one(kind, aligned, False, capability)
                 if not aligned:
                     yield from in_one(kind, False, True, capability)
-            yield from GroupNormFwdSplit(*kind, *_three_step(SPLIT_FORWARD, dtype, aligned)).steps()
-            yield from GroupNormBwdSplit(
-                *kind, *_three_step(SPLIT_BACKWARD, dtype, aligned)
-            ).steps()
-            yield from forward_last(kind, aligned).steps()
-            yield from backward_last(kind, aligned).steps()
+            for pick in (forward_split, backward_split, forward_last, backward_last):
+                yield from pick(kind, aligned).steps()
 
 
 def _forward_in_one(
@@ -298,8 +195,3 @@ def _in_one(
         yield block(*kind, layout, threads, loads, vector, blocks)
     for size, threads, loads, blocks in of_cluster:
         yield cluster(*kind, size, threads, loads, vector, blocks)
-
-
-def _three_step(tile: tuple[int, int], dtype: str, aligned: bool) -> tuple[int, int, int]:
-    """(loads, vector, blocks)."""
-    return tile[0], vector_width(dtype) if aligned else 1, tile[1]

@@ -7,6 +7,7 @@ from ..array import Array, View
 from ..checks import require_grid
 from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
 from . import group_norm_kernels as kernels
+from . import three_steps
 from .groups import MAX_GROUP, Groups, dense_like, layout_of
 from .params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
 from .plan import sum_launch
@@ -34,12 +35,12 @@ class Work:
         self.shares = self.rows = groups.batch
         if groups.channels_last:
             sizes = groups.num_groups, groups.channels
-            pick = getattr(kernels, f"{direction}_last")
+            pick = getattr(three_steps, f"{direction}_last")
             self.config = pick(kind, aligned)
-            tiling = kernels.channel_tiling(*sizes, self.config.vector)
+            tiling = three_steps.channel_tiling(*sizes, self.config.vector)
             if tiling is None:
                 self.config = pick(kind, False)
-                tiling = kernels.channel_tiling(*sizes, 1)
+                tiling = three_steps.channel_tiling(*sizes, 1)
             self.tiling = tiling
             most = self.config.blocks * multiprocessors(x.device)
             self.unit_blocks = self.config.pieces(tiling, groups.positions, most // self.units)

@@ -42,7 +42,9 @@ class ForwardPlan(Plan):
             tensors |= {"residual": views["residual"], "residual_out": tensors["out"]}
         rows = Rows(function, tensors)
         vector = aligned and rows.aligned
-        config = kernels.forward(x.dtype, weight.dtype, rms, rows.columns, vector)
+        config = kernels.forward(
+            x.dtype, weight.dtype, rms, rows.columns, vector, capability_of(x.device)
+        )
         params = NormFwdParams(**rows.strides, shape=rows.shape(eps))
         grid = rows.rows
         if isinstance(config, kernels.NormFwd):

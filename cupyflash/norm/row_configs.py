@@ -1,0 +1,224 @@
+"""The kernels of LayerNorm and RMSNorm, and what bounds their tiles."""
+
+import dataclasses
+from typing import ClassVar
+
+from ..kernel_config import ITEM_SIZE, Capability, KernelConfig
+from .params import NormBwdParams, NormFwdParams, SumPartialsParams
+
+MIN_BLOCK_THREADS = 128  # as in row_tile.cuh
+# Shared memory of a block, by compute capability; 99 KB where nothing is said.
+SHARED_MEMORY = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+# Threads of a multiprocessor that registers are bounded for; 1024 where nothing is said: sm_75 has
+# no more of them, sm_86 and sm_89 1536, and sm_100 and sm_120 would spill.
+RESIDENT_THREADS = {(8, 0): 2048, (9, 0): 2048}
+
+
+def shared_memory(capability: Capability) -> int:
+    """Bytes that a block may have."""
+    return 1024 * SHARED_MEMORY.get(capability, 99)
+
+
+def resident_blocks(blocks: int, threads: int, capability: Capability) -> int:
+    """How many of ``blocks`` blocks of a multiprocessor its registers are bounded for."""
+    return min(blocks, RESIDENT_THREADS.get(capability, 1024) // threads)
+
+
+def block_threads(row_threads: int) -> int:
+    """Threads of a block: one row, or several that each have a warp or less."""
+    return row_threads if row_threads > 32 else MIN_BLOCK_THREADS
+
+
+def stage_bytes(threads: int, loads: int, vector: int) -> int:
+    """Of what this many threads have of their rows of x, dout and dresidual."""
+    return 3 * threads * loads * (16 if vector > 1 else 4)
+
+
+def vector_width(dtype: str) -> int:
+    """Elements of 16 bytes."""
+    return 16 // ITEM_SIZE[dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowConfig(KernelConfig):
+    """A kernel in which ``row_threads`` threads have a row.
+
+    Attributes:
+        weight: dtype of weight and bias.
+        rms: RMSNorm, not LayerNorm.
+        loads: of a thread, ``vector`` elements each.
+        blocks: of a multiprocessor at a time.
+    """
+
+    dtype: str
+    weight: str
+    rms: bool
+    row_threads: int
+    loads: int
+    vector: int
+    blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return block_threads(self.row_threads)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return self.threads // self.row_threads
+
+    @property
+    def columns(self) -> int:
+        """The longest row that is in registers as a whole."""
+        return self.row_threads * self.loads * self.vector
+
+
+class NormFwd(RowConfig):
+    """Forward."""
+
+    source: ClassVar[str] = "norm/norm_fwd.cu"
+    params: ClassVar[type[NormFwdParams]] = NormFwdParams
+
+
+@dataclasses.dataclass(frozen=True)
+class NormBwd(KernelConfig):
+    """Backward of rows that fit into the registers of a block.
+
+    Attributes:
+        stages: of the ring in shared memory, one row each.
+    """
+
+    source: ClassVar[str] = "norm/norm_bwd.cu"
+    params: ClassVar[type[NormBwdParams]] = NormBwdParams
+    cooperative: ClassVar[bool] = True
+
+    dtype: str
+    weight: str
+    rms: bool
+    row_threads: int
+    loads: int
+    vector: int
+    num_threads: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_threads
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block at a time."""
+        return self.num_threads // self.row_threads
+
+    @property
+    def columns(self) -> int:
+        """The longest row."""
+        return self.row_threads * self.loads * self.vector
+
+    @property
+    def shared_memory(self) -> int:
+        """Of the ring: x, dout and dresidual."""
+        return self.stages * stage_bytes(self.num_threads, self.loads, self.vector)
+
+
+@dataclasses.dataclass(frozen=True)
+class NormBwdCluster(KernelConfig):
+    """The same of longer rows, which ``cluster`` blocks share."""
+
+    source: ClassVar[str] = "norm/norm_bwd_cluster.cu"
+    params: ClassVar[type[NormBwdParams]] = NormBwdParams
+
+    dtype: str
+    weight: str
+    rms: bool
+    cluster: int
+    num_threads: int
+    loads: int
+    vector: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_threads
+
+    @property
+    def columns(self) -> int:
+        """The longest row."""
+        return self.cluster * self.num_threads * self.loads * self.vector
+
+    @property
+    def shared_memory(self) -> int:
+        """Of the ring: x, dout and dresidual."""
+        return self.stages * stage_bytes(self.num_threads, self.loads, self.vector)
+
+
+@dataclasses.dataclass(frozen=True)
+class LongConfig(KernelConfig):
+    """A kernel whose block has a row of any length, of which it reads ``loads`` at a time."""
+
+    dtype: str
+    weight: str
+    rms: bool
+    num_threads: int
+    loads: int
+    vector: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_threads
+
+
+class NormFwdLong(LongConfig):
+    """Forward of longer rows."""
+
+    source: ClassVar[str] = "norm/norm_fwd_long.cu"
+    params: ClassVar[type[NormFwdParams]] = NormFwdParams
+
+
+class NormBwdLong(LongConfig):
+    """Gradient of the input for longer rows."""
+
+    source: ClassVar[str] = "norm/norm_bwd_long.cu"
+    params: ClassVar[type[NormBwdParams]] = NormBwdParams
+
+
+@dataclasses.dataclass(frozen=True)
+class NormBwdWeight(KernelConfig):
+    """Shares of the gradient of weight and bias for longer rows."""
+
+    source: ClassVar[str] = "norm/norm_bwd_weight.cu"
+    params: ClassVar[type[NormBwdParams]] = NormBwdParams
+
+    dtype: str
+    rms: bool
+    vector: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return MIN_BLOCK_THREADS
+
+    @property
+    def columns(self) -> int:
+        """Columns of a block."""
+        return self.threads * self.vector
+
+
+@dataclasses.dataclass(frozen=True)
+class SumPartials(KernelConfig):
+    """Adds shares of the gradient of weight and bias up: ``warps`` to a block of 32 columns."""
+
+    source: ClassVar[str] = "norm/sum_partials.cu"
+    params: ClassVar[type[SumPartialsParams]] = SumPartialsParams
+
+    weight: str
+    warps: int = 32
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
