@@ -164,7 +164,7 @@ def test_packed_sequences(name, told, device, monkeypatch):
     eager = results(small_model(name, "eager", device), inputs)
     rounded = results(moved(small_model(name, "eager", device)), inputs)
     other = results(small_model(name, "eager", device), inputs | {"position_ids": None})
-    assert (other["loss"] - eager["loss"]).abs() > 1e-3
+    assert (other["logits"] - eager["logits"]).abs().max() > 1e-3
     if told:  # no mask is ever built
         monkeypatch.setattr(transformers_mask, "sdpa_mask", lambda *_, **__: pytest.fail("built"))
         inputs |= offsets
