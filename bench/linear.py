@@ -18,6 +18,7 @@ from typing import Any
 from rich.table import Table
 
 from bench import beside
+from bench.linear_impls import function_of
 from bench.linear_problems import OPS, LinearProblem, problems
 from bench.report import Row, command_line, console, machine_fields, write_results
 
@@ -54,8 +55,8 @@ def checked_call(problem: LinearProblem, impl: str) -> Callable[[], Any]:
     """One implementation, after its result was compared with float64."""
     import torch
 
-    function, tensors = problem.function(impl), problem.tensors()
-    eager, wide = problem.function("torch-eager"), _doubled(tensors)
+    function, tensors = function_of(problem, impl), problem.tensors()
+    eager, wide = function_of(problem, "torch-eager"), _doubled(tensors)
     with torch.no_grad():
         exact, yardstick, found = eager(**wide), eager(**tensors), function(**tensors)
     beside.assert_right(found, exact, yardstick)

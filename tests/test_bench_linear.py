@@ -8,7 +8,7 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import linear, linear_problems  # noqa: E402
+from bench import linear, linear_impls, linear_problems  # noqa: E402
 from bench.linear_problems import LinearProblem  # noqa: E402
 
 SMALL = ((16, 40, False, "gelu_tanh", 33), (32, 48, True, "silu", 20))
@@ -44,13 +44,19 @@ def test_dry_run(dry_run, capsys):
             assert {(op, rows, impl) for rows in (1, 4, 16, 33, 20)} <= timed
         # cuBLASLt's GELU is the tanh one, that of torch's CPU the exact one.
         assert (op, 20, "cublaslt") in timed
+    blocks = {
+        (x["rows"], x["problem"][-6:])
+        for x in results["rows"]
+        if x["block"] and x["impl"] == "cupyflash"
+    }
+    assert {(33, "erNorm"), (20, "rotary")} <= blocks
     assert results["command"].startswith("python -m bench.linear --dtype float32")
     assert "GB/s" in capsys.readouterr().out
 
 
 def test_a_wrong_result_is_told(dry_run, monkeypatch, capsys):
-    ours = LinearProblem._ours
-    monkeypatch.setattr(LinearProblem, "_ours", lambda self, **x: 1.01 * ours(self, **x))
+    ours = linear_impls.ours
+    monkeypatch.setattr(linear_impls, "ours", lambda problem, **x: 1.01 * ours(problem, **x))
     status, results = dry_run("--ops", "mlp", "--dtype", "float32", "--rows", "5")
     assert status == 1 and "cupyflash" not in {x["impl"] for x in results["rows"]}
     assert "WRONG RESULT: off by" in capsys.readouterr().out
