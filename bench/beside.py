@@ -1,21 +1,67 @@
 """An operation beside its peers: check each implementation, time all in turn, print a table.
 
-What `bench.norms`, `bench.linear`, `bench.transformer` and `bench.unet` have in common.
+What `bench.norms`, `bench.linear`, `bench.decode`, `bench.transformer` and `bench.unet` have in
+common.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from rich.box import MARKDOWN
 from rich.table import Table
 
-from bench.report import Row
+from bench.report import Row, command_line, console, is_ours, machine_fields, write_results
 
 CLOCK = (
     "CUDA events, L2 cold and clean and launch cost hidden before each call, all implementations "
     "in turn, median of {repeats} rounds (bench.timing)"
 )
+
+
+class Benchmark(NamedTuple):
+    """What `run` needs to know of a script.
+
+    Attributes:
+        name: of its module.
+        protocol: what is said of it in the results, with {repeats}.
+        measure: the rows of (problem, timer, notes).
+        table: of (rows, ceilings of the card).
+    """
+
+    name: str
+    protocol: str
+    measure: Callable[[Any, Any, Any], list[Row]]
+    table: Callable[[list[Row], dict[str, float]], Table]
+
+
+def run(
+    benchmark: Benchmark, problems: Iterable[Any], repeats: int, arguments: Sequence[str], file: str
+) -> int:
+    """Measure all problems, write them to bench/results/file.json, print them.
+
+    Returns:
+        The exit status: 1 if cupyflash was wrong anywhere.
+    """
+    from rich.progress import track
+
+    from bench.measure import Notes
+    from bench.timing import Timer
+
+    out, timer, rows = console(), Timer(repeats), []
+    notes, ceilings = Notes(out), timer.ceilings()
+    fields = {**machine_fields(), **ceilings}
+    out.print(f"{fields['gpu']}: copy {fields['copy_gbps']} GB/s")
+    command = command_line(f"bench.{benchmark.name}", arguments)
+    protocol = benchmark.protocol.format(repeats=repeats)
+    warnings.simplefilter("ignore")
+    for problem in track(list(problems), benchmark.name, console=out):
+        rows += benchmark.measure(problem, timer, notes)
+        path = write_results(file, rows, protocol, command, **fields)
+    out.print(benchmark.table(rows, ceilings))
+    out.print(f"wrote {path}")
+    return int(any(map(is_ours, notes.wrong)))
 
 
 def assert_right(found: Any, exact: Any, eager: Any, what: str = "") -> None:

@@ -11,7 +11,6 @@ and whoever is wrong is left out and said so. Exit status 1 if cupyflash was wro
 import argparse
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from rich.table import Table
 from bench import beside
 from bench.linear_impls import function_of
 from bench.linear_problems import OPS, LinearProblem, problems
-from bench.report import Row, command_line, console, machine_fields, write_results
+from bench.report import Row
 
 IMPLS = ("cupyflash", "torch-eager", "torch-compile", "cublaslt")
 PROTOCOL = beside.CLOCK + "; gbps counts each weight once, tflops the products"
@@ -39,7 +38,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def measure(problem: LinearProblem, impls: Sequence[str], timer: Any, notes: Any) -> list[Row]:
+def measure(problem: LinearProblem, timer: Any, notes: Any, impls: Sequence[str]) -> list[Row]:
     """A row for each implementation that does it right."""
 
     def row_of(impl: str, ms: float) -> Row:
@@ -87,25 +86,10 @@ def table_of(rows: list[Row], ceilings: dict[str, float]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(arguments)
-    from rich.progress import track
-
-    from bench.measure import Notes
-    from bench.timing import Timer
-
-    out, timer, rows = console(), Timer(options.repeats), []
-    notes, ceilings = Notes(out), timer.ceilings()
-    fields = {**machine_fields(), **ceilings}
-    out.print(f"{fields['gpu']}: copy {fields['copy_gbps']} GB/s")
-    command = command_line("bench.linear", arguments)
-    warnings.simplefilter("ignore")
-    cells = list(problems(options.ops, options.dtype, options.rows))
-    for problem in track(cells, "linear", console=out):
-        rows += measure(problem, options.impls, timer, notes)
-        protocol = PROTOCOL.format(repeats=options.repeats)
-        path = write_results(options.output, rows, protocol, command, **fields)
-    out.print(table_of(rows, ceilings))
-    out.print(f"wrote {path}")
-    return int("cupyflash" in notes.wrong)
+    measured = functools.partial(measure, impls=options.impls)
+    cells = problems(options.ops, options.dtype, options.rows)
+    benchmark = beside.Benchmark("linear", PROTOCOL, measured, table_of)
+    return beside.run(benchmark, cells, options.repeats, arguments, options.output)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import argparse
 import functools
 import itertools
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from rich.table import Table
 
 from bench import beside
 from bench.norm_problems import OPS, NormProblem, problems
-from bench.report import Row, command_line, console, machine_fields, write_results
+from bench.report import Row
 
 PASSES = {"fwd": ("fwd",), "bwd": ("bwd",), "both": ("fwd", "bwd")}
 IMPLS = ("cupyflash", "torch-eager", "torch-compile", "liger")
@@ -45,9 +44,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(
-    problem: NormProblem, direction: str, impls: Sequence[str], timer: Any, notes: Any
+    cell: tuple[str, NormProblem], timer: Any, notes: Any, impls: Sequence[str]
 ) -> list[Row]:
-    """A row for each implementation that does this pass right."""
+    """A row for each implementation that does this pass right; a cell is (pass, problem)."""
+    direction, problem = cell
 
     def row_of(impl: str, ms: float) -> Row:
         gbps = problem.bytes(direction) / ms / 1e6
@@ -76,13 +76,13 @@ def checked_call(problem: NormProblem, impl: str, direction: str) -> Callable[[]
     return lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
 
 
-def table_of(rows: list[Row], copy_gbps: float) -> Table:
+def table_of(rows: list[Row], ceilings: dict[str, float]) -> Table:
     """With the share of the copy."""
     return beside.table_of(
         rows,
         lambda row: f"{row['pass']} {short_title(row['problem'])}",
         ("GB/s", "% of copy"),
-        lambda row: (f"{row['gbps']:.0f}", row["gbps"] / copy_gbps),
+        lambda row: (f"{row['gbps']:.0f}", row["gbps"] / ceilings["copy_gbps"]),
     )
 
 
@@ -96,16 +96,7 @@ def short_title(problem: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(arguments)
-    from rich.progress import track
-
-    from bench.measure import Notes
-    from bench.timing import Timer
-
-    out, timer, rows = console(), Timer(options.repeats), []
-    notes, fields = Notes(out), {**machine_fields(), **timer.ceilings()}
-    out.print(f"{fields['gpu']}: copy {fields['copy_gbps']} GB/s")
-    command = command_line("bench.norms", arguments)
-    warnings.simplefilter("ignore")
+    measured = functools.partial(measure, impls=options.impls)
     cells = [
         (direction, problem)
         for problem, direction in itertools.product(
@@ -113,13 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if direction in problem.passes
     ]
-    for direction, problem in track(cells, "norms", console=out):
-        rows += measure(problem, direction, options.impls, timer, notes)
-        protocol = PROTOCOL.format(repeats=options.repeats)
-        path = write_results(options.output, rows, protocol, command, **fields)
-    out.print(table_of(rows, fields["copy_gbps"]))
-    out.print(f"wrote {path}")
-    return int("cupyflash" in notes.wrong)
+    benchmark = beside.Benchmark("norms", PROTOCOL, measured, table_of)
+    return beside.run(benchmark, cells, options.repeats, arguments, options.output)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import itertools
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from rich.table import Table
 
 from bench import beside
 from bench import problem as attention_problem
-from bench.report import Row, command_line, console, machine_fields, write_results
+from bench.report import Row
 
 IMPLS = ("cupyflash", "torch-eager", "torch-compile")
 MODELS = {"small": (768, 12, 12), "xl": (1600, 25, 48)}  # width, heads, layers
@@ -159,7 +158,7 @@ def checked_call(problem: BlockProblem, impl: str) -> Callable[[], Any]:
     return call
 
 
-def measure(problem: BlockProblem, impls: Sequence[str], timer: Any, notes: Any) -> list[Row]:
+def measure(problem: BlockProblem, timer: Any, notes: Any, impls: Sequence[str]) -> list[Row]:
     """A row for each implementation that is right."""
 
     def row_of(impl: str, ms: float) -> Row:
@@ -170,13 +169,13 @@ def measure(problem: BlockProblem, impls: Sequence[str], timer: Any, notes: Any)
     return beside.measure(str(problem), impls, checked, row_of, timer, notes)
 
 
-def table_of(rows: list[Row], copy_gbps: float) -> Table:
+def table_of(rows: list[Row], ceilings: dict[str, float]) -> Table:
     """With the share of the copy."""
     return beside.table_of(
         rows,
         lambda row: row["problem"],
         ("GB/s", "% of copy"),
-        lambda row: (f"{row['gbps']:.0f}", row["gbps"] / copy_gbps),
+        lambda row: (f"{row['gbps']:.0f}", row["gbps"] / ceilings["copy_gbps"]),
     )
 
 
@@ -195,23 +194,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(arguments)
-    from rich.progress import track
-
-    from bench.measure import Notes
-    from bench.timing import Timer
-
-    out, timer, rows = console(), Timer(options.repeats), []
-    notes, fields = Notes(out), {**machine_fields(), **timer.ceilings()}
-    out.print(f"{fields['gpu']}: copy {fields['copy_gbps']} GB/s")
-    command = command_line("bench.transformer", arguments)
-    warnings.simplefilter("ignore")
-    for problem in track(list(problems(options.dtype, options.batch)), "transformer", console=out):
-        rows += measure(problem, options.impls, timer, notes)
-        protocol = PROTOCOL.format(repeats=options.repeats)
-        path = write_results(options.output, rows, protocol, command, **fields)
-    out.print(table_of(rows, fields["copy_gbps"]))
-    out.print(f"wrote {path}")
-    return int("cupyflash" in notes.wrong)
+    measured = functools.partial(measure, impls=options.impls)
+    cells = problems(options.dtype, options.batch)
+    benchmark = beside.Benchmark("transformer", PROTOCOL, measured, table_of)
+    return beside.run(benchmark, cells, options.repeats, arguments, options.output)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import itertools
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from rich.table import Table
 
 from bench import beside
 from bench import problem as attention_problem
-from bench.report import Row, command_line, console, machine_fields, write_results
+from bench.report import Row
 
 PEERS = ("torch-eager", "torch-compile", "torch-compile-graphs")
 IMPLS = (*PEERS, "cupyflash", "cupyflash-graphs")
@@ -174,17 +173,15 @@ def reference(problem: UnetProblem) -> tuple[Any, Any]:
     return exact, problem.loops("torch-eager")("ddim")()
 
 
-def measure(
-    problem: UnetProblem, impls: Sequence[str], repeats: int, timer: Any, notes: Any
-) -> list[Row]:
+def measure(problem: UnetProblem, timer: Any, notes: Any, impls: Sequence[str]) -> list[Row]:
     """A row for each implementation that is right."""
     checked = functools.partial(checked_call, problem)
     calls = beside.right_calls(str(problem), impls, checked, notes)
-    waited, timings, rows = host_ms(calls, repeats), timer.compare(calls), []
+    waited, timings, rows = host_ms(calls, timer.repeats), timer.compare(calls), []
     for impl, timing in timings.items():
         gpu_ms = round(timing.ms, 4) if timing.late <= timing.repeats // 4 else None
         row = problem.row(impl=impl, ms=round(waited[impl], 4), gpu_ms=gpu_ms)
-        rows.append({**row, "repeats": repeats, "sm_mhz": timer.sm_mhz})
+        rows.append({**row, "repeats": timer.repeats, "sm_mhz": timer.sm_mhz})
     return rows
 
 
@@ -244,26 +241,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(arguments)
     import torch
-    from rich.progress import track
-
-    from bench.measure import Notes
-    from bench.timing import Timer
 
     torch.backends.cudnn.benchmark = True
-    out, timer, rows = console(), Timer(options.repeats), []
-    notes, fields = Notes(out), {**machine_fields(), **timer.ceilings()}
-    command = command_line("bench.unet", arguments)
-    warnings.simplefilter("ignore")
+    measured = functools.partial(measure, impls=options.impls)
     problems = itertools.starmap(
         UnetProblem, itertools.product(options.dtype, options.samplers, options.batch)
     )
-    for problem in track(list(problems), "unet", console=out):
-        rows += measure(problem, options.impls, options.repeats, timer, notes)
-        protocol = PROTOCOL.format(repeats=options.repeats)
-        path = write_results(options.output, rows, protocol, command, **fields)
-    out.print(table_of(rows))
-    out.print(f"wrote {path}")
-    return int(any(impl.startswith("cupyflash") for impl in notes.wrong))
+    benchmark = beside.Benchmark("unet", PROTOCOL, measured, lambda rows, _: table_of(rows))
+    return beside.run(benchmark, problems, options.repeats, arguments, options.output)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import attention, extras, linear, norms, problem, report
+from bench import attention, beside, extras, problem, report
 
 
 class FakeTimer:
@@ -32,6 +32,6 @@ def without_gpu(monkeypatch, results):
     monkeypatch.setattr(timing, "Timer", FakeTimer)
     monkeypatch.setattr(problem, "DEVICE", "cpu")
     monkeypatch.setattr(report, "RESULTS", results)
-    for module in (attention, extras, linear, norms):
+    for module in (attention, beside, extras):
         monkeypatch.setattr(module, "machine_fields", lambda: {"gpu": "G", "versions": {}})
     return torch

@@ -23,7 +23,6 @@ def test_bytes():
 def dry_run(tmp_path, monkeypatch):
     """bench.transformer on torch's CPU with the clock taken out; returns its status and file."""
     without_gpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(transformer, "machine_fields", lambda: {"gpu": "G", "versions": {}})
     monkeypatch.setattr(transformer, "MODELS", {"small": (64, 4, 3), "xl": (80, 5, 2)})
     monkeypatch.setattr(transformer, "CACHE", 16)
 

@@ -15,7 +15,6 @@ from bench import report, unet  # noqa: E402
 def dry_run(tmp_path, monkeypatch):
     """bench.unet with a small model on torch's CPU; returns its status and its file."""
     without_gpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(unet, "machine_fields", lambda: {"gpu": "G", "versions": {}})
     monkeypatch.setattr(unet, "MODEL", {"widths": (16, 32), "embedding": 16, "groups": 4})
     monkeypatch.setattr(unet, "SAMPLERS", {"ddim": 4, "ddpm": 6})
 

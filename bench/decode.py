@@ -1,0 +1,158 @@
+"""Attention of one new token to a KV cache, which it enters, beside SDPA's backends.
+
+    python -m bench.decode --output decode
+
+Heads of GPT-2 small and of Llama 3 8B, batch 1, 8 and 32, 512 and 8192 tokens in the cache. The
+peers write the token into the cache and run SDPA on it, cupyflash does both in one launch. Bytes
+are those of the keys and values, each read once. Clock and rounds are those of bench.attention,
+results are compared with float64 first, and whoever is wrong is left out and said so; exit status 1
+if cupyflash was wrong.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from bench import beside
+from bench import problem as attention_problem
+from bench.providers import PROVIDERS
+from bench.report import Row
+
+IMPLS = ("cupyflash", "sdpa-cudnn", "sdpa-flash", "sdpa-math")
+HEADS = {"gpt2-small": (12, 12, 64), "llama3-8b": (32, 8, 128)}  # of q, of k and v, head dim
+PROTOCOL = beside.CLOCK + "; gbps counts keys and values once"
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeProblem:
+    """One token of ``batch`` sequences, ``length`` with it."""
+
+    dtype: str
+    model: str
+    batch: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.dtype} B={self.batch} S={self.length}"
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values."""
+        _, heads_kv, head_dim = HEADS[self.model]
+        item = 4 if self.dtype == "float32" else 2
+        return item * 2 * self.batch * self.length * heads_kv * head_dim
+
+    def row(self, **fields: Any) -> Row:
+        """A row of a results file."""
+        shape = {"model": self.model, "batch": self.batch, "length": self.length}
+        return {"op": "attention_with_cache", "problem": str(self), "dtype": self.dtype} | {
+            **shape,
+            **fields,
+        }
+
+    def tensors(self) -> tuple[Any, ...]:
+        """(q, k, v, k_cache, v_cache): the last row of the caches is the new one's."""
+        import torch
+
+        heads_q, heads_kv, head_dim = HEADS[self.model]
+        device = attention_problem.DEVICE
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(length: int, heads: int) -> Any:
+            shape, dtype = (self.batch, length, heads, head_dim), getattr(torch, self.dtype)
+            return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+        new = [random(1, heads) for heads in (heads_q, heads_kv, heads_kv)]
+        return *new, *(random(self.length, heads_kv) for _ in range(2))
+
+    def call(self, impl: str, tensors: tuple[Any, ...]) -> Callable[[], Any]:
+        """The token enters the caches and attends to them: out (batch, 1, heads_q, head_dim)."""
+        import torch
+
+        q, k, v, k_cache, v_cache = tensors
+        if impl == "cupyflash":
+            import cupyflash
+
+            last = torch.full((self.batch,), self.length - 1, dtype=torch.int32, device=q.device)
+            return lambda: cupyflash.attention_with_cache(q, k, v, k_cache, v_cache, last)
+        provider = PROVIDERS[impl]
+        attention = provider.load()
+        views = [x.transpose(1, 2) for x in (q, k_cache, v_cache)]
+
+        def run() -> Any:
+            k_cache[:, -1:], v_cache[:, -1:] = k, v
+            with provider.scope():
+                return attention(*views, False).transpose(1, 2)
+
+        return run
+
+
+def problems(
+    dtypes: Sequence[str], batches: Sequence[int], lengths: Sequence[int]
+) -> Iterator[DecodeProblem]:
+    """All of them."""
+    for dtype, model, batch, length in itertools.product(dtypes, HEADS, batches, lengths):
+        yield DecodeProblem(dtype, model, batch, length)
+
+
+def checked_call(problem: DecodeProblem, impl: str) -> Callable[[], Any]:
+    """One implementation, after its result was compared with float64."""
+    tensors = problem.tensors()
+    exact = problem.call("sdpa-math", tuple(x.double() for x in tensors))()
+    eager = problem.call("sdpa-math", problem.tensors())()
+    call = problem.call(impl, tensors)
+    beside.assert_right(call(), exact, eager)
+    return call
+
+
+def measure(problem: DecodeProblem, timer: Any, notes: Any, impls: Sequence[str]) -> list[Row]:
+    """A row for each implementation that is right."""
+
+    def row_of(impl: str, ms: float) -> Row:
+        gbps = problem.bytes / ms / 1e6
+        return problem.row(impl=impl, ms=round(ms, 5), gbps=round(gbps, 1))
+
+    checked = functools.partial(checked_call, problem)
+    return beside.measure(str(problem), impls, checked, row_of, timer, notes)
+
+
+def table_of(rows: list[Row], ceilings: dict[str, float]) -> Table:
+    """With the share of the copy."""
+    return beside.table_of(
+        rows,
+        lambda row: row["problem"],
+        ("GB/s", "% of copy"),
+        lambda row: (f"{row['gbps']:.0f}", row["gbps"] / ceilings["copy_gbps"]),
+    )
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.decode", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
+    add("--batch", nargs="+", type=int, default=[1, 8, 32])
+    add("--length", nargs="+", type=int, default=[512, 8192])
+    add("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
+    add("--repeats", type=int, default=30)
+    add("--output", metavar="NAME", default="decode", help="bench/results/NAME.json")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(arguments)
+    measured = functools.partial(measure, impls=options.impls)
+    cells = problems(options.dtype, options.batch, options.length)
+    benchmark = beside.Benchmark("decode", PROTOCOL, measured, table_of)
+    return beside.run(benchmark, cells, options.repeats, arguments, options.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
