@@ -4,17 +4,8 @@
 // maximum is kept in the units of the scores, the sum stays a partial sum of this lane until the
 // end: only the maximum is exchanged in the loop.
 #pragma once
+#include "../common/warp.cuh"
 #include "../ptx/math.cuh"
-
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
 
 struct RowState {
   float max[2] = {-INF, -INF};

@@ -1,21 +1,26 @@
-// A place in a ring of STAGES buffers in shared memory, with the parity that its barriers have this
-// time round. Producer and consumers walk over the same ring, each with a place of its own: the
-// producer waits for `empty` with the opposite parity, which a fresh barrier lets pass.
+// A place in a ring of buffers in shared memory, with the parity that its barriers have this time
+// round. Producer and consumers walk over the same ring, each with a place of its own: the producer
+// waits for `empty` with the opposite parity, which a fresh barrier lets pass.
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "../ptx/mbarrier.cuh"
 
-template <int STAGES>
-struct Ring {
+struct RingPlace {
   int stage = 0;
   uint32_t parity = 0;
 
-  __device__ void advance() {
-    if (++stage == STAGES) {
+  __device__ void next(int stages) {
+    if (++stage == stages) {
       stage = 0;
       parity ^= 1;
     }
   }
+};
+
+// The same if the number of stages is known at compile time.
+template <int STAGES>
+struct Ring : RingPlace {
+  __device__ void advance() { next(STAGES); }
   __device__ void advance(uint32_t places) {
     places += stage;
     parity ^= places / STAGES & 1;

@@ -1,4 +1,5 @@
-// Reductions over a warp; every lane gets the same bits.
+// Reductions over a warp, or over a quad of it: lanes 4 * g to 4 * g + 3. All their lanes get the
+// same bits.
 #pragma once
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -9,4 +10,14 @@ __device__ __forceinline__ float warp_sum(float x) {
 __device__ __forceinline__ float warp_max(float x) {
   for (int mask = 1; mask < 32; mask *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, mask));
   return x;
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }

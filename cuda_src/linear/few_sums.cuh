@@ -142,9 +142,7 @@ struct FewSums<Tile, false> {
     for (int n = 0; n < COUNT; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float sum = sums[i / 2][i % 2][first + n];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        const float sum = quad_sum(sums[i / 2][i % 2][first + n]);
         if (n % 4 == c) store(n, i / 2, g + i % 2 * 8, sum);
       }
     }

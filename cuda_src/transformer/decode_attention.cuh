@@ -284,7 +284,7 @@ __device__ __forceinline__ void load_attended(X& x, const DecodeStackParams& par
   constexpr int COLUMNS = LANE_COLUMNS<T>, FOURS = COLUMNS / 4 + 1, AT_ONCE = 4;
   const int n = x.sequence(), split = x.part(), row = share_words(params);
   const bool exists = n < params.batch && split < num_splits(keys[n], params.splits);
-  const float* words_of_split = own_copy<X::SEQUENCES>(params, params.attended) +
+  const float* words_of_split = params.attended + own_copy<X::SEQUENCES>() * params.copy_words +
                                 (n * params.heads * params.splits + split) * row;
   const int pieces = pieces_of_warp(params.width * int(sizeof(T)));
 #pragma unroll

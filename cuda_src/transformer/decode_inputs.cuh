@@ -96,12 +96,6 @@ __device__ __forceinline__ void add_lanes(float& a, float& b) {
   }
 }
 
-// Over lanes 4 * g to 4 * g + 3.
-__device__ __forceinline__ float add_quad(float value) {
-  value += __shfl_xor_sync(0xffffffffu, value, 1);
-  return value + __shfl_xor_sync(0xffffffffu, value, 2);
-}
-
 // LayerNorm of the residual; its weight and bias are the two rows in front of a tile.
 //
 // A warp takes the sums about one of its numbers, the first: its squared distance from their mean
@@ -121,9 +115,7 @@ __device__ __forceinline__ void load_normalised(X& x, const DecodeStackParams& p
 
   uint4 words[PIECES * FOURS];
   receive(words, pieces * FOURS, tag,
-          own_copy<SEQUENCES>(params, params.residual) + n * row_words(params.width) +
-              place(columns.first),
-          columns);
+          residual_word(params, own_copy<SEQUENCES>(), n, columns.first), columns);
 
   // ---- moments: of a lane, of a warp, of the row ----
   const float first = __shfl_sync(0xffffffffu, __uint_as_float(words[0].x), 4 * n);
@@ -157,8 +149,8 @@ __device__ __forceinline__ void load_normalised(X& x, const DecodeStackParams& p
     sum += of_warp.count * distance;
     squares += of_warp.squares + of_warp.count * distance * distance;
   }
-  const float offset = add_quad(sum) * inverse_width, mean = first_mean + offset;
-  const float variance = fmaxf(add_quad(squares) * inverse_width - offset * offset, 0.f);
+  const float offset = quad_sum(sum) * inverse_width, mean = first_mean + offset;
+  const float variance = fmaxf(quad_sum(squares) * inverse_width - offset * offset, 0.f);
   const float scale = rsqrtf(variance + params.eps);
 
   // ---- normalise ----
@@ -188,8 +180,7 @@ __device__ __forceinline__ void load_hidden(X& x, const DecodeStackParams& param
   const int n = x.sequence();
   const int pieces = n < params.batch ? x.pieces(size * int(sizeof(T))) : 0;
   const LaneColumns<T> columns(x);
-  const float* row = own_copy<SEQUENCES>(params, params.hidden) +
-                     int64_t(n) * row_words(params.hidden_width) + place(first + columns.first);
+  const float* row = hidden_word(params, own_copy<SEQUENCES>(), n, first + columns.first);
 #pragma unroll
   for (int begin = 0; begin < X::PIECES; begin += AT_ONCE) {
     if (begin * X::HOLDERS >= pieces_of_warp(size * int(sizeof(T)))) break;  // all of the warp

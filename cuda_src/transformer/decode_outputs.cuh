@@ -52,9 +52,7 @@ struct DecodeOutput {
       case Matrix::qkv:
         return store_qkv(row, n, value);
       case Matrix::up:
-        send(params.hidden + copy * params.copy_words +
-                 int64_t(n) * row_words(params.hidden_width) + place(row),
-             activate<gelu_tanh>(value), step.tag);
+        send(hidden_word(params, copy, n, row), activate<gelu_tanh>(value), step.tag);
         return;
       case Matrix::head:
         if (params.logits && copy == 0) params.logits[int64_t(n) * params.vocab + row] = value;
@@ -69,9 +67,7 @@ struct DecodeOutput {
   }
 
  private:
-  __device__ float* residual(int row, int n) const {
-    return params.residual + copy * params.copy_words + n * row_words(params.width) + place(row);
-  }
+  __device__ float* residual(int row, int n) const { return residual_word(params, copy, n, row); }
   __device__ float* segment_sum(int row, int n) const {
     return params.segment_sums + n * params.width + row;
   }

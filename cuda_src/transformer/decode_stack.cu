@@ -137,8 +137,7 @@ struct Consumer {
             to_float(
                 static_cast<const T*>(params.position_embedding)[position * params.width + column]);
       }
-      send(params.residual + copy * params.copy_words + n * row_words(params.width) + place(column),
-           value, tag);
+      send(residual_word(params, copy, n, column), value, tag);
     }
   }
 

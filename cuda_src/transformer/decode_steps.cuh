@@ -36,7 +36,7 @@ struct Step {
   }
 };
 
-// n / d from transformer_plan.inverse(d); n * d < 2^31.
+// n / d from transformer/plan.py, inverse(d); n * d < 2^31.
 __device__ __forceinline__ int quotient(int n, uint32_t inverse) {
   return __umulhi(2 * n, inverse);
 }

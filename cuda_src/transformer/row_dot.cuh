@@ -8,6 +8,7 @@
 #pragma once
 #include "../common/convert.cuh"
 #include "../common/pack.cuh"
+#include "../common/warp.cuh"
 #include "../ptx/mma.cuh"
 #include "weight_ring.cuh"
 
@@ -87,9 +88,7 @@ __device__ __forceinline__ void gather_sums(float (&d)[4], const float (&sums)[2
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int n = 0; n < MAX_BATCH; ++n) {
-      float sum = sums[half][n];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const float sum = quad_sum(sums[half][n]);
       if (threadIdx.x % 4 == n / 2) d[2 * half + n % 2] = sum;
     }
   }

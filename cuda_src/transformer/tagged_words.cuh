@@ -32,9 +32,19 @@ __device__ __forceinline__ void send(float* word, float value, uint32_t tag) {
 template <int SEQUENCES>
 constexpr int COPIES = MAX_BATCH / SEQUENCES;
 template <int SEQUENCES>
-__device__ __forceinline__ const float* own_copy(const DecodeStackParams& params,
-                                                 const float* data) {
-  return data + blockIdx.x % COPIES<SEQUENCES> * params.copy_words;
+__device__ __forceinline__ int own_copy() {
+  return blockIdx.x % COPIES<SEQUENCES>;
+}
+
+// Where a column of the n-th vector lies in one of the copies of it.
+__device__ __forceinline__ float* residual_word(const DecodeStackParams& params, int copy, int n,
+                                                int column) {
+  return params.residual + copy * params.copy_words + n * row_words(params.width) + place(column);
+}
+__device__ __forceinline__ float* hidden_word(const DecodeStackParams& params, int copy, int n,
+                                              int column) {
+  return params.hidden + copy * params.copy_words + int64_t(n) * row_words(params.hidden_width) +
+         place(column);
 }
 
 // By a warp: a lane's first `count` fours of words, each from `offset` of its index on; the others

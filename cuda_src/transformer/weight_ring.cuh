@@ -5,8 +5,7 @@
 // Rows lie ROW_PITCH apart, 64 bytes modulo 128: eight lanes read 64 bytes of two neighbouring rows
 // without bank conflicts.
 #pragma once
-#include "../ptx/cp_async.cuh"
-#include "../ptx/mbarrier.cuh"
+#include "../common/ring.cuh"
 #include "../ptx/tma.cuh"
 
 // And one that fills. What a warp has to do besides the products is the same however many there
@@ -60,15 +59,7 @@ struct WeightRing {
   uint64_t full[TILES];
   uint64_t empty[TILES];
 
-  // A walker's place.
-  struct Place {
-    int tile = 0;
-    uint32_t parity = 0;
-
-    __device__ void advance() {
-      if (++tile == TILES) tile = 0, parity ^= 1;
-    }
-  };
+  using Place = Ring<TILES>;  // a walker's
 
   // By one thread; the block must synchronise.
   __device__ void init() {
@@ -82,12 +73,12 @@ struct WeightRing {
   // By the filling warp: the next `count` rows of a matrix from `row` on, the leads counted.
   __device__ void fill(Place& at, const MatrixRows& matrix, int row, int count) {
     const int lane = threadIdx.x % 32;
-    const uint32_t barrier = smem_address(&full[at.tile]);
-    mbarrier_wait(smem_address(&empty[at.tile]), at.parity ^ 1);
+    const uint32_t barrier = smem_address(&full[at.stage]);
+    mbarrier_wait(smem_address(&empty[at.stage]), at.parity ^ 1);
     if (lane == 0) mbarrier_arrive_expect(barrier, count * matrix.bytes);
     __syncwarp();
     if (lane < count) {
-      const uint32_t dst = smem_address(tiles[at.tile]) + lane * matrix.pitch;
+      const uint32_t dst = smem_address(tiles[at.stage]) + lane * matrix.pitch;
       bulk_load(dst, matrix.row(row + lane), matrix.bytes, barrier);
     }
     at.advance();
@@ -96,12 +87,12 @@ struct WeightRing {
 
   // By the consumers: the tile, when it is there.
   __device__ const uint8_t* wait(const Place& at) {
-    mbarrier_wait(smem_address(&full[at.tile]), at.parity);
-    return tiles[at.tile];
+    mbarrier_wait(smem_address(&full[at.stage]), at.parity);
+    return tiles[at.stage];
   }
   __device__ void release(Place& at) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&empty[at.tile]));
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&empty[at.stage]));
     at.advance();
   }
 };
