@@ -109,6 +109,21 @@ def test_linear(backend, case):
 
 
 @each_library()
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("rows", [8, 9])
+def test_norm_before_deep_rows(backend, rows, rms):
+    """In the same launch, and from nine rows on in one of its own."""
+    depth = 2056
+    arrays = Arrays(
+        x=stored(backend, normal((rows, depth), 0), "float16"),
+        weight=stored(backend, normal((72, depth), 1), "float16"),
+        norm_weight=stored(backend, normal(depth, 2), "float16"),
+        norm_bias=None if rms else stored(backend, normal(depth, 3), "float16"),
+    )
+    expected_projection(arrays, Options("silu", rms=rms)).check(out=linear(arrays, "silu", rms))
+
+
+@each_library()
 @pytest.mark.parametrize("rows", [1, 4, 16, 32, 40])
 def test_linear_is_repeatable(backend, rows):
     """And a row of few does not depend on the others."""
@@ -312,8 +327,7 @@ def test_choice(monkeypatch, capability, dtype, rows, sizes, family, kernel):
     }
     params = LinearParams(rows=rows, columns=columns, depth=depth, x_stride=depth)
     arguments = (True, family)
-    config = projection.few_sm90_kernel(views, Options(), *arguments)
-    config = config or projection.few_kernel(views, Options(), *arguments)
+    config = projection.few_kernel(views, Options(), *arguments)
     config = config or projection.many_kernel(views, Options(), params, *arguments)
     assert type(config).__name__ == kernel
     assert config.grid(rows, columns, 132) >= 1

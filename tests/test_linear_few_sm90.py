@@ -90,6 +90,13 @@ def test_long(rows, columns, depth, long):
     assert few_sm90_kernels.is_long(rows, columns, depth) == long
 
 
+@pytest.mark.parametrize(
+    ("rows", "depth", "apart"), [(8, 4096, False), (9, 4096, True), (32, 768, False)]
+)
+def test_norm_is_apart(rows, depth, apart):
+    assert few_sm90_kernels.norm_is_apart(rows, depth) == apart
+
+
 @pytest.mark.parametrize("rows", [1, 8, 17])
 @pytest.mark.parametrize("gated", [False, True])
 def test_every_choice_is_listed(rows, gated):

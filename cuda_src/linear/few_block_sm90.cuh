@@ -3,6 +3,7 @@
 #pragma once
 #include "../common/group_sum.cuh"
 #include "../common/linear_params.cuh"
+#include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/dependent_launch.cuh"
@@ -110,18 +111,14 @@ struct FewBarriers {
       mbarrier_init(smem_address(&full[lane]), 1);
       mbarrier_init(smem_address(&empty[lane]), L::CONSUMERS / 32);
     }
-    if (lane == 0) {
+    if (L::CLUSTER > 1 && lane == 0) {
       const int rows = int(params.base.rows);
       mbarrier_init(smem_address(&sums), 1);
       mbarrier_init(smem_address(&row_sums), 1);
-      expect_sums(rows);
+      mbarrier_arrive_expect(smem_address(&sums), L::FEATURES * round_up(rows, 8) * sizeof(float));
       mbarrier_arrive_expect(smem_address(&row_sums), L::CLUSTER * rows * sizeof(Sums));
     }
     mbarrier_init_fence();
-  }
-  // By one thread, once a tile.
-  __device__ void expect_sums(int rows) {
-    mbarrier_arrive_expect(smem_address(&sums), L::FEATURES * round_up(rows, 8) * sizeof(float));
   }
   // By each warp of the consumers, after its wgmma_wait().
   __device__ void release(int stage) {
@@ -129,19 +126,25 @@ struct FewBarriers {
   }
 };
 
-// A place in a ring, as Ring, of as many stages as the host found room for.
-struct FewRing {
-  int stages;
-  int stage = 0;
-  uint32_t parity = 0;
+// Two floats to this place in shared memory of block `rank` of the cluster, whose barrier counts
+// them. A block alone stores them, and its threads meet where others wait for the barrier.
+template <class L>
+__device__ __forceinline__ void send_pair(float* to, uint64_t& barrier, int rank, float first,
+                                          float second) {
+  if constexpr (L::CLUSTER > 1)
+    st_async_cluster(smem_address(to), smem_address(&barrier), rank, first, second);
+  else
+    *reinterpret_cast<float2*>(to) = {first, second};
+}
 
-  __device__ void advance() {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
+// The pairs from all blocks are there; by so many threads, those that read them among them.
+template <class L>
+__device__ __forceinline__ void wait_for_pairs(uint64_t& barrier, int threads) {
+  if constexpr (L::CLUSTER > 1)
+    mbarrier_wait(smem_address(&barrier), 0);
+  else
+    named_barrier_sync(1, threads);
+}
 
 // The loader. As many weights as the ring has room for are asked for before what the kernel before
 // has to write.
@@ -173,12 +176,12 @@ __device__ __forceinline__ void load_few_tiles(const LinearFewSm90Params& params
 #pragma unroll 1
     for (int step = 0; step < first; ++step) load_x(step, step);
   }
-  FewRing ring = {params.stages};
-  if (first < params.stages) ring = {params.stages, first, 1};
+  RingPlace ring;
+  if (first < params.stages) ring = {first, 1};
   int step = first;
   do {
 #pragma unroll 1
-    for (; step < depth.size(); ++step, ring.advance()) {
+    for (; step < depth.size(); ++step, ring.next(params.stages)) {
       mbarrier_wait(smem_address(&barriers.empty[ring.stage]), ring.parity);
       load_weights(step, tiles.column(), ring.stage);
       if (stream_x) load_x(step, ring.stage);

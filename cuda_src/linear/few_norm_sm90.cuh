@@ -78,10 +78,10 @@ struct FewNorm {
   }
 
   // To all blocks of the cluster, which must have begun.
-  __device__ void send(Sums own, int rank, uint32_t barrier) const {
-    const uint32_t to = smem_address(&places.row_sums[rank * L::ROWS + row]);
+  __device__ void send(Sums own, int rank, uint64_t& barrier) const {
     if (row < params.rows && lane < L::CLUSTER)
-      st_async_cluster(to, barrier, lane, own.first, own.second);
+      send_pair<L>(&places.row_sums[rank * L::ROWS + row].first, barrier, lane, own.first,
+                   own.second);
   }
 
   // From all blocks: normal = x * scale + offset.

@@ -31,9 +31,12 @@ struct FewResults {
   int column;
   T bias = {}, gate_bias = {}, residual[COUNT] = {};
 
-  __device__ FewResults(const LinearParams& params, int share_column)
-      : params(params), column(share_column + place) {}
+  __device__ FewResults(const LinearParams& params, int share_column) : params(params) {
+    begin(share_column);
+  }
 
+  // The results of a tile of which the block has the columns from `share_column` on.
+  __device__ void begin(int share_column) { column = share_column + place; }
   __device__ bool has(int i) const {
     return column < params.columns && first_row + i * STEP < params.rows;
   }
@@ -73,20 +76,20 @@ struct FewResults {
 // Sends the sums of a block to the blocks that finish them; rows of x beyond the last eight that
 // count are left out.
 template <class L>
-__device__ __forceinline__ void send_sums(const float (&acc)[L::ROWS / 8][4], const float* sums,
-                                          uint32_t barrier, int rank, int rows) {
+__device__ __forceinline__ void send_sums(const float (&acc)[L::ROWS / 8][4], float* sums,
+                                          uint64_t& barrier, int rank, int rows) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int feature = threadIdx.x / 32 * 16 + half * 8 + lane / 4;
     const int column = feature % L::COLUMNS;
     const int place = feature / L::COLUMNS * L::SHARE + column % L::SHARE;
-    const float* to = sums + (rank * L::SHARE_ROWS + place) * L::SUMS_PITCH + lane % 4 * 2;
+    float* to = sums + (rank * L::SHARE_ROWS + place) * L::SUMS_PITCH + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < L::ROWS / 8; ++n) {
       if (n * 8 < rows)
-        st_async_cluster(smem_address(to + n * 8), barrier, column / L::SHARE, acc[n][2 * half],
-                         acc[n][2 * half + 1]);
+        send_pair<L>(to + n * 8, barrier, column / L::SHARE, acc[n][2 * half],
+                     acc[n][2 * half + 1]);
     }
   }
 }
@@ -125,7 +128,6 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1)
   FewTiles<L> tiles(base);
   FewResults<L> results(base, tiles.column() + rank * L::SHARE);
   if (base.norm_weight) {
-    const uint32_t row_sums_barrier = smem_address(&barriers.row_sums);
     const FewNorm<L> norm = {base, places, depth};
     norm.load_weights();
     if (consumer) results.load_bias();
@@ -135,10 +137,10 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1)
     const Sums row_sums = norm.load(first);
     if (consumer) results.load_residual();
     cluster_wait();  // all blocks of the cluster have begun, and made their barriers
-    norm.send(row_sums, rank, row_sums_barrier);
+    norm.send(row_sums, rank, barriers.row_sums);
     cp_async_wait<0>();
     named_barrier_sync(1, L::NORM_THREADS);  // everybody sees the norm's weights
-    mbarrier_wait(row_sums_barrier, 0);
+    wait_for_pairs<L>(barriers.row_sums, L::NORM_THREADS);
     const float2 stats = norm.receive(first);
     base.norm.wide ? norm.template normalise<float>(stats) : norm.template normalise<T>(stats);
     fence_async_proxy();
@@ -155,9 +157,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1)
     cluster_wait();
   }
 
-  FewRing ring = {params.stages};
-  const uint32_t sums_barrier = smem_address(&barriers.sums);
-  uint32_t sums_parity = 0;
+  RingPlace ring;
   while (true) {
     // ---- the product: a step is issued before the one before it is waited for ----
     float acc[ROWS / 8][4];
@@ -173,7 +173,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1)
 #pragma unroll 1
     for (int step = 1; step < depth.size(); ++step) {
       const int stage_before = ring.stage;
-      ring.advance();
+      ring.next(params.stages);
       issue(step);
       wgmma_wait<1>();
       barriers.release(stage_before);
@@ -181,19 +181,17 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1)
     wgmma_wait<0>();
     pin(acc);
     barriers.release(ring.stage);
-    ring.advance();
+    ring.next(params.stages);
 
     // ---- the sums of the cluster ----
-    send_sums<L>(acc, places.sums, sums_barrier, rank, int(base.rows));
-    mbarrier_wait(sums_barrier, sums_parity);
+    send_sums<L>(acc, places.sums, barriers.sums, rank, int(base.rows));
+    wait_for_pairs<L>(barriers.sums, L::CONSUMERS);
     // A block has got all that is sent to it, and may end.
     results.template store<ACTIVATION>(places.sums);
     if (!tiles.advance()) return;
 
     // ---- the next tile of a block that is alone ----
-    if (threadIdx.x == 0) barriers.expect_sums(int(base.rows));
-    sums_parity ^= 1;
-    results.column = tiles.column() + threadIdx.x % L::SHARE;
+    results.begin(tiles.column());
     results.load_bias();
     results.load_residual();
     named_barrier_sync(1, L::CONSUMERS);  // the sums have been read

@@ -11,8 +11,8 @@ from .reference import Options
 
 MAX_SIZE = 2**30  # of d_in and d_out
 
-# The arguments of each function, in the order of `linear_reference.Arrays`, those of the down
-# projection behind them.
+# The arguments of each function, in the order of `reference.Arrays`, those of the down projection
+# behind them.
 _PROJECTION = (
     *("x", "weight", "gate_weight", "bias", "gate_bias", "residual"),
     *("weight of norm", "bias of norm", "cos", "sin", "positions"),

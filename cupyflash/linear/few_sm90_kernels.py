@@ -25,6 +25,7 @@ BUSY = 0.8  # of the multiprocessors: as good as all of them
 # Weights from this size on, in rows from this depth on, linear_few reads faster, for so few rows of
 # x: it deals them out evenly, not in tiles, and beside their reading its latencies do not count.
 LONG_BYTES, LONG_DEPTH, LONG_ROWS = 2**24, 2048, 4
+NORM_ROWS = 8  # more of such a depth take a norm of their own: every block would do it again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +72,20 @@ class LinearFewSm90(KernelConfig):
         """Rows of a box of each tensor map."""
         return {"x": self.rows, "weight": self.columns, "gate_weight": self.columns}
 
+    def tiles(self, columns: int) -> int:
+        """Tiles of all blocks: one of ``out`` is `cluster` tiles, each with a part of the depth."""
+        return -(-columns // self.columns) * self.cluster
+
     def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
         """Number of blocks."""
-        tiles = -(-columns // self.columns)
-        return min(tiles, multiprocessors) if self.cluster == 1 else tiles * self.cluster
+        tiles = self.tiles(columns)
+        return min(tiles, multiprocessors) if self.cluster == 1 else tiles
 
     def busy(self, columns: int, multiprocessors: int) -> float:
         """Which part of the multiprocessors has something to do, in the mean."""
-        blocks = -(-columns // self.columns) * self.cluster
-        rounds = -(-blocks // multiprocessors)
-        return min(1.0, blocks / multiprocessors / (rounds if self.cluster == 1 else 1))
+        tiles = self.tiles(columns)
+        rounds = -(-tiles // multiprocessors) if self.cluster == 1 else 1
+        return min(1.0, tiles / multiprocessors / rounds)
 
     def steps(self, depth: int) -> int:
         """Steps of 64 of the depth that a block has at most."""
@@ -96,8 +101,7 @@ class LinearFewSm90(KernelConfig):
     def stages(self, columns: int, depth: int, norm: bool, multiprocessors: int) -> int:
         """Of the ring, all blocks being on the GPU at once; 0 if there is no room for that."""
         grid = self.grid(self.rows, columns, multiprocessors)
-        tiles = -(-columns // self.columns) * self.cluster
-        steps = self.steps(depth) * -(-tiles // grid)  # of a block
+        steps = self.steps(depth) * -(-self.tiles(columns) // grid)  # of a block
         kept, blocks = self.smem_bytes(0, depth, norm), -(-grid // multiprocessors)
         stage = self.smem_bytes(1, depth, norm) - kept
         room = SHARED_MEMORY // blocks - RESERVED - BARRIERS - kept
@@ -139,6 +143,11 @@ def is_long(rows: int, columns: int, depth: int) -> bool:
     """Whether linear_few is the faster one, if it has room for x; ``columns`` of all weights."""
     few_and_deep = rows <= LONG_ROWS and depth >= LONG_DEPTH
     return few_and_deep and columns * depth * 2 >= LONG_BYTES
+
+
+def norm_is_apart(rows: int, depth: int) -> bool:
+    """Whether a norm before these rows is faster as a kernel of its own."""
+    return rows > NORM_ROWS and depth >= LONG_DEPTH
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:

@@ -31,7 +31,7 @@ class MlpLaunch(Launch):
         down: Sequence[int],
         out: int,
     ) -> None:
-        """``pointers`` as `linear_reference.Arrays`, ``down`` of its weight, bias, residual."""
+        """``pointers`` as `reference.Arrays`, ``down`` of its weight, bias, residual."""
         partials = library.empty_float32(self.partials_shape, like)
         counter = int.from_bytes(self.counters(stream), "little")
         if not counter:  # CUDA graphs have taken all of them
@@ -47,7 +47,7 @@ def few_mlp(
 ) -> MlpLaunch | None:
     """None where there are too many rows, or no room for them in shared memory.
 
-    The views go by the names of `linear_checks`, as in `Projection`.
+    The views go by the names of `checks`, as in `Projection`.
     """
     if family == "simt":
         return None

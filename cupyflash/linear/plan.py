@@ -7,8 +7,9 @@ from typing import Any
 from ..array import Array, View, dense_strides
 from ..kernel_launch import Plan
 from ..rows import collapse
+from .few_sm90_kernels import LinearFewSm90
 from .mlp_launch import few_mlp
-from .projection import Projection, few_sm90_kernel
+from .projection import Projection, few_kernel
 from .reference import Arrays, Options
 
 ARRAYS = len(Arrays._fields)
@@ -48,21 +49,22 @@ class LinearPlan(Plan):
                 self.copied += [index] * copied
         self.mlp = self.down = None
         first = {name: view for name, view in views.items() if not name.startswith("down")}
+        few = few_kernel(first, options, aligned, family)
         if "down_weight" in views:
             second = {name.removeprefix("down_"): views[name] for name in views if "down" in name}
             self.hidden_shape = (views["x"].shape[0], views["weight"].shape[0])
             second["x"] = dense(self.hidden_shape, x)
-            both = ((first, options), (second, Options()))
-            if not all(few_sm90_kernel(*each, aligned, family) for each in both):
+            few_down = few_kernel(second, Options(), aligned, family)
+            if not all(isinstance(each, LinearFewSm90) for each in (few, few_down)):
                 self.mlp = few_mlp(views, options, aligned, family)
             if self.mlp is None:
-                self.down = Projection(function, second, Options(), aligned, family)
+                self.down = Projection(function, second, Options(), few_down, aligned, family)
         seqlen = x.shape[-2] if len(x.shape) > 1 else 1
         if self.mlp is None:
-            self.first = Projection(function, first, options, aligned, family, seqlen)
+            self.first = Projection(function, first, options, few, aligned, family, seqlen)
 
     def run(self, given: Sequence[Array | None], pointers: tuple[int, ...]) -> Array:
-        """``given`` and their pointers as `linear_reference.Arrays`, then those of `Down`."""
+        """``given`` and their pointers as `reference.Arrays`, then those of `Down`."""
         library, pointer, x = self.library, self.library.pointer, given[X]
         out = library.empty(self.shape, self.strides, x)
         if self.empty:

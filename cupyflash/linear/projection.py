@@ -11,6 +11,8 @@ from ..norm import kernels as norm_kernels
 from ..norm.params import NormFwdParams
 from ..rows import Rows
 from . import few_sm90_kernels, kernels, sm90_kernels
+from .few_sm90_kernels import LinearFewSm90, norm_is_apart
+from .kernels import LinearFew
 from .params import LinearParams, Rotary, RowNorm
 from .reference import Options
 from .sm90_launch import LinearFewLaunch, LinearLaunch
@@ -21,8 +23,9 @@ MATRICES = ("x", "weight", "gate_weight", "residual", "down_weight", "down_resid
 class Projection:
     """One projection: a norm before it and a rotary embedding after it where it does not do them.
 
-    The views go by the names of `linear_checks`; x and residual are (rows, columns). ``aligned``
-    says whether all addresses are multiples of 16 bytes, ``seqlen`` is that of a sequence in x.
+    The views go by the names of `checks`; x and residual are (rows, columns). ``few`` is their
+    `few_kernel`, ``aligned`` says whether all addresses are multiples of 16 bytes, ``seqlen`` is
+    that of a sequence in x.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class Projection:
         function: str,
         views: Mapping[str, View],
         options: Options,
+        few: LinearFewSm90 | LinearFew | None,
         aligned: bool,
         family: str | None,
         seqlen: int = 1,
@@ -37,10 +41,10 @@ class Projection:
         x, weight = views["x"], views["weight"]
         (rows, depth), columns = x.shape, weight.shape[0]
         self.norm, self.normal_shape = None, (rows, depth)
-        few_sm90 = few_sm90_kernel(views, options, aligned, family)
-        config = few_sm90 or few_kernel(views, options, aligned, family)
         steps, of_norm = row_strides(views), views.get("weight of norm")
-        if config is None and of_norm:
+        apart = few is None or isinstance(few, LinearFewSm90) and norm_is_apart(rows, depth)
+        norm_inside = of_norm is not None and not apart
+        if of_norm and apart:
             self.norm = norm_launch(function, x, of_norm, options, aligned)
             steps["x"] = depth
         params = LinearParams(
@@ -53,14 +57,13 @@ class Projection:
             columns=columns,
             depth=depth,
         )
-        if config is not None and of_norm:
+        if norm_inside:
             params.norm = row_norm(x, of_norm, options)
         if "cos" in views:
             params.rotary = rotary_of(views, options, seqlen)
-        if config is None:
-            config = many_kernel(views, options, params, aligned, family)
-        if few_sm90:
-            self.launches = [LinearFewLaunch(few_sm90, x.device, params, of_norm is not None)]
+        config = few or many_kernel(views, options, params, aligned, family)
+        if isinstance(config, LinearFewSm90):
+            self.launches = [LinearFewLaunch(config, x.device, params, norm_inside)]
             turned = False
         elif isinstance(config, sm90_kernels.LinearSm90):
             self.launches = [LinearLaunch(config, x.device, params)]
@@ -81,50 +84,42 @@ class Projection:
     def __call__(
         self, library: Any, stream: Any, like: Array, pointers: Sequence[int], out: int
     ) -> None:
-        """``pointers`` as `linear_reference.Arrays`."""
+        """``pointers`` as `reference.Arrays`."""
         if self.norm:
             normal = library.empty(self.normal_shape, (self.normal_shape[1], 1), like)
             x, weight, bias = pointers[0], *pointers[6:8]
             self.norm(stream, x, 0, weight, bias, library.pointer(normal), 0, 0)
-            pointers = (library.pointer(normal), *pointers[1:])
+            pointers = (library.pointer(normal), *pointers[1:6], 0, 0, *pointers[8:])
         for launch in self.launches:
             launch(stream, *pointers, out)
 
 
-def few_sm90_kernel(
+def few_kernel(
     views: Mapping[str, View], options: Options, aligned: bool, family: str | None
-) -> few_sm90_kernels.LinearFewSm90 | None:
-    """The kernel for few rows on Hopper, if it can take these and no other one is faster."""
-    x, weight, steps = views["x"], views["weight"], row_strides(views)
-    if not aligned or family not in (None, "sm90") or "cos" in views:
+) -> LinearFewSm90 | LinearFew | None:
+    """The fastest kernel for few rows, None where none can take these."""
+    x, steps, gated, turned = views["x"], row_strides(views), "gate_weight" in views, "cos" in views
+    if family == "simt":
         return None
-    weights = 2 if "gate_weight" in views else 1
-    few = few_kernel(views, options, aligned, family)
-    long = few_sm90_kernels.is_long(x.shape[0], weights * weight.shape[0], x.shape[1])
+    capability, columns = capability_of(x.device), views["weight"].shape[0]
+    vector = aligned and is_aligned(x, steps)
+    few = kernels.few(x.dtype, options.activation, gated, turned, *x.shape, vector, capability)
+    if not aligned or family == "sm80" or turned:
+        return few
+    long = few_sm90_kernels.is_long(x.shape[0], columns * (1 + gated), x.shape[1])
     if long and few and few.num_stages > 1:
-        return None
-    return few_sm90_kernels.choose(
+        return few
+    few_sm90 = few_sm90_kernels.choose(
         x.dtype,
-        capability_of(x.device),
+        capability,
         options.activation,
-        "gate_weight" in views,
-        "weight of norm" in views,
-        (x.shape[0], weight.shape[0], x.shape[1]),
+        gated,
+        "weight of norm" in views and not norm_is_apart(*x.shape),
+        (x.shape[0], columns, x.shape[1]),
         tuple(step for name, step in steps.items() if name in few_sm90_kernels.MAPPED),
         multiprocessors(x.device),
     )
-
-
-def few_kernel(
-    views: Mapping[str, View], options: Options, aligned: bool, family: str | None
-) -> kernels.LinearFew | None:
-    """The kernel for few rows, if it can take these."""
-    x = views["x"]
-    if family == "simt":
-        return None
-    vector = aligned and is_aligned(x, row_strides(views))
-    kind = (x.dtype, options.activation, "gate_weight" in views, "cos" in views)
-    return kernels.few(*kind, *x.shape, vector, capability_of(x.device))
+    return few_sm90 or few
 
 
 def many_kernel(

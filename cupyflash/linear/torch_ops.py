@@ -1,4 +1,4 @@
-"""torch operator ``cupyflash::linear``: the projections of `linear_dispatch.call`, inference only.
+"""torch operator ``cupyflash::linear``: the projections of `dispatch.call`, inference only.
 
 Calls take it where torch has to see them, as those of attention do (``torch_ops.py``).
 """
@@ -20,7 +20,7 @@ OPTIONAL = [*Arrays._fields[2:], *(f"down_{name}" for name in Down._fields)]
 
 
 def call(function: str, arrays: Arrays, options: Options, down: Down) -> Tensor:
-    """`linear_dispatch.call` through the operator, which checks when it runs."""
+    """`dispatch.call` through the operator, which checks when it runs."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{function}: is not built for transforms of torch.func")
     return _project(*arrays, *down, function, *options[:-1], list(options.heads))
