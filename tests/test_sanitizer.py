@@ -47,6 +47,7 @@ NORMS = """
 import sys
 import cupy, cupyflash, cupyflash.baselines
 from cupyflash import environment
+from cupyflash.linear import projection, sm90_launch
 cupy.cuda.set_allocator(None)
 dtype = sys.argv[1]
 make = lambda *shape: cupy.random.standard_normal(shape).astype(dtype)
@@ -75,6 +76,14 @@ for rows in (3, 12, 70):
             cupyflash.mlp(x, up, down, **options)
             rotary = cupyflash.Rotary(make(rows, 10), make(rows, 10))
             cupyflash.qkv_projection(x, up[:240], heads_q=4, heads_kv=1, rotary=rotary)
+# linear_few_sm90 in clusters of 4 and of 8; blocks alone in theirs that go on to the next tile.
+for columns, depth, processors in ((300, 264, 132), (300, 520, 132), (320, 520, 2)):
+    projection.multiprocessors = sm90_launch.multiprocessors = lambda device: processors
+    weight, norm = make(columns, depth), cupyflash.Norm(make(depth), make(depth))
+    for rows in (5, 32):
+        x = make(rows, depth)
+        cupyflash.linear(x, weight, make(columns), activation="gelu")
+        cupyflash.linear(x, weight, residual=make(rows, columns), norm=norm)
 x = make(3, 333)
 sampler.step(x, x, cupy.asarray([1, 2, 3]), seed=1)
 cupyflash.baselines.vector_add(x, x)
@@ -120,11 +129,13 @@ stack = cupyflash.BlockStack(
     blocks, heads=2, final_weight=make(width), final_bias=make(width),
     head_weight=make(vocab, width), token_embedding=make(vocab, width),
     position_embedding=make(200, width))
-k_cache, v_cache = make(layers, 3, 200, 2, 64), make(layers, 3, 200, 2, 64)
-tokens, lengths = (cupy.asarray(x, "int32") for x in ([1, 2, 3], [0, 199, 77]))
-stack(make(3, width), k_cache, v_cache, lengths)
-stack.next_logits(tokens, k_cache, v_cache, lengths)
-stack.step(tokens, k_cache, v_cache, lengths)
+for batch in (1, 2, 3, 8):  # a kernel each
+    k_cache, v_cache = make(layers, batch, 200, 2, 64), make(layers, batch, 200, 2, 64)
+    tokens = cupy.arange(batch, dtype="int32")
+    lengths = cupy.asarray([77, 0, 199, 1, 63, 64, 198, 120][:batch], "int32")
+    stack(make(batch, width), k_cache, v_cache, lengths)
+    stack.next_logits(tokens, k_cache, v_cache, lengths)
+    stack.step(tokens, k_cache, v_cache, lengths)
 cupy.cuda.Device().synchronize()
 """
 
