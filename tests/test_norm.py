@@ -8,12 +8,13 @@ from arrays import normal, stored
 from matrix import each_library, libraries, pairwise
 
 import cupyflash
+from cupyflash.clusters import clusters_at_once
 from cupyflash.norm import kernels, reference
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64
 
 EPS = {False: 1e-5, True: 1e-6}
 COLUMNS = [1, 3, 8, 33, 64, 200, 256, 768, 1000, 1024, 1536, 4096, 5000]
-LONG = [8192, 9001, 16384, 20008, 65536]
+LONG = [8192, 9001, 16384, 16392, 20008, 65536, 65544]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,13 +108,16 @@ def test_norm(backend, case):
 
 
 @each_library()
-@pytest.mark.parametrize("columns", [768, 20008])
+@pytest.mark.parametrize("columns", [768, 20008, 65536])
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-def test_gradients_are_repeatable(backend, rms, columns):
+def test_results_are_repeatable(backend, rms, columns):
     rows = (3000 if backend.gpu else 30,)
     case = Case(backend.dtypes[0], columns, rows, rms, True, True, True, "")
     dout, x, weight, bias, residual, dresidual = case.arrays(backend)
-    _, h, stats = forward(rms, x, weight, bias, residual, return_stats=True)
+    outputs = forward(rms, x, weight, bias, residual, return_stats=True)
+    again = forward(rms, x, weight, bias, residual, return_stats=True)
+    assert all((a == b).all() for a, b in zip(outputs, again, strict=True))
+    _, h, stats = outputs
     first = backward(rms, dout, h, weight, stats, dresidual)
     for _ in range(3):
         for name, again in backward(rms, dout, h, weight, stats, dresidual).items():
@@ -128,8 +132,47 @@ def test_gradients_are_repeatable(backend, rms, columns):
 def test_forward_blocks_fit(capability, most):
     """The registers of a kernel are bounded for no more threads than a multiprocessor has."""
     for config in set(kernels.configurations(capability)):
-        if isinstance(config, kernels.NormFwd):
+        if isinstance(config, kernels.NormFwd | kernels.NormFwdCluster):
             assert 1 <= config.blocks <= most // config.threads, config
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "cluster"),
+    [
+        *(("float16", 16384, None), ("float16", 16392, 4), ("bfloat16", 32768, 4)),
+        *(("float16", 32776, 8), ("bfloat16", 65536, 8), ("float16", 65544, 0)),
+        *(("float32", 8192, None), ("float32", 8196, 4), ("float32", 32768, 8)),
+        ("float32", 32772, 0),
+    ],
+)
+def test_long_rows_take_clusters(dtype, columns, cluster):
+    """Of an H100 or H200, where 16-byte loads are possible; 0: rows in pieces."""
+    which = lambda aligned, capability: kernels.forward(  # noqa: E731
+        dtype, "float32", False, columns, aligned, capability
+    )
+    found = which(True, (9, 0))
+    assert columns <= getattr(found, "columns", columns)
+    if cluster is None:
+        assert isinstance(found, kernels.NormFwd)
+    else:
+        assert getattr(found, "cluster", 0) == cluster
+        assert not isinstance(found, kernels.NormFwd)
+        for other in (which(False, (9, 0)), which(True, (8, 0)), which(True, (10, 0))):
+            assert isinstance(other, kernels.NormFwdLong)
+
+
+@each_library(library="cupy", device="cuda")
+def test_clusters_at_once(backend):
+    """Not more than have a multiprocessor for each block, which the backward takes as a whole."""
+    import cupy
+
+    device = cupy.cuda.Device()
+    capability = divmod(int(device.compute_capability), 10)
+    for columns in (16384, 32768, 65536):
+        config = kernels.backward("float16", "float16", False, columns, True, capability)
+        if isinstance(config, kernels.NormBwdCluster):
+            most = device.attributes["MultiProcessorCount"] // config.cluster
+            assert most // 2 < clusters_at_once(config, device.id) <= most
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (9, 0), (12, 0)], ids=str)
@@ -170,12 +213,13 @@ def test_backward_in_a_cuda_graph(backend, columns):
 
 
 @each_library()
+@pytest.mark.parametrize("columns", [999, 20000])
 @pytest.mark.parametrize("offset", [1e3, -1e4])
-def test_a_large_mean_does_not_cancel(backend, offset):
+def test_a_large_mean_does_not_cancel(backend, offset, columns):
     """E[x^2] - E[x]^2 in float32 would leave nothing of the variance."""
-    x = stored(backend, normal((4, 999), 1, mean=offset), "float32")
-    weight = stored(backend, numpy.ones(999), "float32")
-    dout = stored(backend, normal((4, 999), 2), "float32")
+    x = stored(backend, normal((4, columns), 1, mean=offset), "float32")
+    weight = stored(backend, numpy.ones(columns), "float32")
+    dout = stored(backend, normal((4, columns), 2), "float32")
     out, stats = cupyflash.layer_norm(x, weight, return_stats=True)
     expected_norm(False, dout, x, weight, eps=1e-5).check(out=out, stats=stats)
 

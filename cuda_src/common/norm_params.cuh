@@ -17,13 +17,14 @@ struct NormShape {
   float inverse_columns;
   float eps;
 
-  // Where row `row` of a tensor begins.
-  __device__ int64_t at(const RowStrides& strides, int64_t row) const {
+  // Where row `row` of a tensor begins; where it is an int, all sizes are.
+  template <typename Index>
+  __device__ int64_t at(const RowStrides& strides, Index row) const {
     int64_t offset = 0;
 #pragma unroll 1
     for (int axis = axes - 1; axis > 0; --axis) {
-      offset += row % sizes[axis] * strides.axis[axis];
-      row /= sizes[axis];
+      offset += row % Index(sizes[axis]) * strides.axis[axis];
+      row /= Index(sizes[axis]);
     }
     return offset + row * strides.axis[0];
   }
@@ -33,7 +34,7 @@ struct NormFwdParams {
   const void* x;         // [rows, columns]
   const void* residual;  // [rows, columns] or null
   const void* weight;    // [columns]
-  const void* bias;      // [columns] or null
+  const void* bias;      // [columns] or null, as for RMSNorm
   void* out;             // [rows, columns]
   void* residual_out;    // [rows, columns]: x + residual; null without residual
   float* stats;          // [rows, 2]: mean (0 for RMSNorm), 1 / deviation; or null

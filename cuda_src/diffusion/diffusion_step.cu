@@ -49,10 +49,10 @@ __global__ void __launch_bounds__(THREADS)
   for (int load = 0; load < LOADS; ++load) {
     const int64_t first = first_of(load);
     if (first >= size) continue;
-    x[load] = load_words<VECTOR, true>(static_cast<const T*>(params.x) + first);
-    model[load] = load_words<VECTOR, true>(static_cast<const MODEL*>(params.model) + first);
+    x[load] = load_words<VECTOR>(static_cast<const T*>(params.x) + first);
+    model[load] = load_words<VECTOR>(static_cast<const MODEL*>(params.model) + first);
     if (!DRAW && params.noise)
-      given[load] = load_words<VECTOR, true>(static_cast<const T*>(params.noise) + first);
+      given[load] = load_words<VECTOR>(static_cast<const T*>(params.noise) + first);
   }
 
   int64_t step = params.step;

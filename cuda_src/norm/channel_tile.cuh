@@ -21,7 +21,7 @@ struct Walk {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
       const T* const here = next();
-      if (i < count) packs[i] = load_words<VECTOR, true>(here);
+      if (i < count) packs[i] = load_words<VECTOR>(here);
     }
   }
 };

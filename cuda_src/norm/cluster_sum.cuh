@@ -1,7 +1,17 @@
-// A sum over the blocks of a cluster.
+// Sums over the blocks of a cluster.
 #pragma once
 #include "../common/group_sum.cuh"
 #include "../ptx/cluster.cuh"
+#include "../ptx/cp_async.cuh"
+#include "../ptx/mbarrier.cuh"
+
+// Over CLUSTER neighbouring lanes.
+template <int CLUSTER, class V>
+__device__ __forceinline__ V sum_of_ranks(V value) {
+#pragma unroll
+  for (int mask = 1; mask < CLUSTER; mask *= 2) value = value + shuffle_xor(value, mask);
+  return value;
+}
 
 // Of a value that all threads of a block have; every thread of the cluster gets the same bits.
 // Before a block ends or uses `slot` again, the cluster must synchronise.
@@ -9,8 +19,33 @@ template <int CLUSTER, class V>
 __device__ __forceinline__ V cluster_sum(V value, V& slot) {
   if (threadIdx.x == 0) slot = value;
   cluster_sync();
-  value = *cluster_shared(&slot, threadIdx.x % CLUSTER);
-#pragma unroll
-  for (int mask = 1; mask < CLUSTER; mask *= 2) value = value + shuffle_xor(value, mask);
-  return value;
+  return sum_of_ranks<CLUSTER>(*cluster_shared(&slot, threadIdx.x % CLUSTER));
 }
+
+// The same once, of two numbers, and nobody waits at a barrier of the cluster at the end: each
+// block writes to all others. One that has received all that was sent to it may end.
+template <int CLUSTER>
+struct ClusterExchange {
+  Sums sent[CLUSTER];
+  uint64_t full;
+
+  // All threads of the cluster, some time before swap().
+  __device__ void init() {
+    if (threadIdx.x == 0) {
+      mbarrier_init(smem_address(&full), 1);
+      mbarrier_init_fence();
+      mbarrier_arrive_expect(smem_address(&full), sizeof(sent));
+    }
+    cluster_arrive_relaxed();
+  }
+
+  // Gives `own`, which all threads of a block have; what block threadIdx.x % CLUSTER has.
+  __device__ Sums swap(Sums own) {
+    cluster_wait();
+    if (threadIdx.x < CLUSTER)
+      st_async_cluster(smem_address(&sent[cluster_rank()]), smem_address(&full), threadIdx.x,
+                       own.first, own.second);
+    mbarrier_wait(smem_address(&full), 0);
+    return sent[threadIdx.x % CLUSTER];
+  }
+};

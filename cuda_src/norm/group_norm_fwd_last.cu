@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Tile tile(params.tiling, shape, piece - share * tiles, share, shares, LOADS);
     auto data = tile.walk(x, params.x_strides, batch);
     ColumnSums<VECTOR> sums;
-    if (tile.count) sums.start(load_words<VECTOR, true>(data.data));
+    if (tile.count) sums.start(load_words<VECTOR>(data.data));
     for (int count = tile.count; count > 0; count -= LOADS) {
       Words<T, VECTOR> values[LOADS];
       data.load(values, count);

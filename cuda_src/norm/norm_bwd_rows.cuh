@@ -32,14 +32,14 @@ struct RowRing {
     if constexpr (ASYNC) {
 #pragma unroll
       for (int load = 0; load < Tile::LOADS; ++load)
-        cp_async_stream_16(smem_address(to) + load * Tile::THREADS * 16, from + load * Tile::PITCH,
-                           load * Tile::PITCH < columns);
+        cp_async_16(smem_address(to) + load * Tile::THREADS * 16, from + load * Tile::PITCH,
+                    load * Tile::PITCH < columns);
     } else {
       Pack values[Tile::LOADS] = {};
 #pragma unroll
       for (int load = 0; load < Tile::LOADS; ++load)
         if (load * Tile::PITCH < columns)
-          values[load] = load_words<Tile::VECTOR, true>(from + load * Tile::PITCH);
+          values[load] = load_words<Tile::VECTOR>(from + load * Tile::PITCH);
 #pragma unroll
       for (int load = 0; load < Tile::LOADS; ++load) to[load * Tile::THREADS] = values[load];
     }
@@ -64,19 +64,16 @@ struct RowRing {
   }
 };
 
-// The rows of this block; its share of dweight and dbias goes to `partials`. The blocks of a
-// cluster have equal pieces of their rows, in whole lines of 128 bytes.
+// The rows of this block, or its pieces of them; its share of dweight and dbias goes to `partials`.
 template <class Tile, typename T, typename WEIGHT, bool RMS, int CLUSTER, int STAGES>
 __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char* smem) {
   constexpr int LOADS = Tile::LOADS, VECTOR = Tile::VECTOR;
   // ---- which rows, and which columns from this thread's first pack on ----
   const NormShape& shape = params.shape;
   const int64_t split = blockIdx.x / CLUSTER, splits = gridDim.x / CLUSTER;
-  constexpr int LINE = 8 * VECTOR;
-  const int share = CLUSTER > 1 ? ceil_div(shape.columns, CLUSTER * LINE) * LINE : shape.columns;
-  const int piece = CLUSTER > 1 ? int(cluster_rank()) * share : 0;
-  const int end = min(piece + share, shape.columns);
-  const int begin = piece + Tile::column(0), columns = end - begin;
+  const RowPieces<CLUSTER, VECTOR> pieces(shape.columns);
+  const int piece = pieces.begin(pieces.rank()), piece_columns = pieces.size(pieces.rank());
+  const int begin = piece + Tile::column(0), columns = piece_columns - Tile::column(0);
   const int64_t first = split * Tile::ROWS + Tile::row(), step = splits * Tile::ROWS;
   const int rounds = int((shape.rows - split * Tile::ROWS + step - 1) / step);
   const int count = first < shape.rows ? int((shape.rows - first + step - 1) / step) : 0;
@@ -136,7 +133,7 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
   };
   read_stats(0);
   RowPacks<Tile, WEIGHT> weights = {};
-  weights.template load<false>(static_cast<const WEIGHT*>(params.weight) + piece, end - piece);
+  weights.load(static_cast<const WEIGHT*>(params.weight) + piece, piece_columns);
 
   // ---- what is done to a row ----
   constexpr int AHEAD = CLUSTER > 1 ? 1 : 0;  // rows from its dx to the one that is added up
@@ -237,7 +234,7 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
     }
     __syncthreads();
     float* partials = params.partials + (gradient * splits + split) * shape.columns + piece;
-    for (int column = threadIdx.x; column < end - piece; column += Tile::THREADS) {
+    for (int column = threadIdx.x; column < piece_columns; column += Tile::THREADS) {
       float sum = own[column];
 #pragma unroll
       for (int i = 1; i < Tile::ROWS; ++i) sum += own[i * Tile::COLUMNS + column];

@@ -10,6 +10,7 @@ from .row_configs import (
     NormBwdLong,
     NormBwdWeight,
     NormFwd,
+    NormFwdCluster,
     NormFwdLong,
     SumPartials,
     block_threads,
@@ -23,18 +24,17 @@ from .row_configs import (
 # first. Loads are of 16 bytes.
 FORWARD_TILES = (
     *((8, 1, 8), (32, 1, 8), (32, 2, 8), (32, 3, 7), (32, 4, 6), (64, 3, 12), (64, 4, 12)),
-    *((128, 3, 7), (512, 1, 4), (256, 3, 3), (512, 2, 3), (512, 4, 1)),
+    *((128, 3, 7), (512, 1, 4), (256, 3, 3), (512, 2, 3), (512, 4, 2)),
 )
 # (threads of a row, loads of a thread, threads of a block), a block on each multiprocessor.
 BACKWARD_TILES = (
-    *((8, 2, 512), (32, 2, 512), (32, 3, 512), (64, 2, 512), (64, 3, 384), (128, 2, 512)),
+    *((8, 2, 512), (32, 2, 512), (32, 3, 256), (64, 2, 512), (64, 3, 384), (128, 2, 512)),
     *((128, 3, 384), (512, 1, 512), (512, 2, 512)),
 )
 CLUSTERS = 2, 4, 8  # blocks that share a longer row, each with the last of these tiles
-# Of the multiprocessors, as no cluster lies in two GPCs: an H200 with its 132 runs 15 clusters of 8
-# at once, and 16 take two turns.
-IN_CLUSTERS = 7 / 8
-MAX_STAGES = 4  # rows of a thread on their way
+# Forward, in clusters of 4 and 8: (threads, loads, blocks of a multiprocessor).
+FORWARD_CLUSTER_TILES = (256, 3, 5), (256, 4, 4)
+MAX_STAGES = 3  # rows of a thread on their way
 STATIC_MEMORY = 3 << 10  # __shared__ variables of a block, at most
 # Longer rows pass through in pieces: (threads, loads).
 LONG_FORWARD_TILE = (512, 4)
@@ -46,7 +46,7 @@ FEW_SHARES, FEW_WARPS = 32, 4  # sum_partials, where a block has little to add u
 
 def forward(
     dtype: str, weight: str, rms: bool, columns: int, aligned: bool, capability: Capability
-) -> NormFwd | NormFwdLong:
+) -> NormFwd | NormFwdCluster | NormFwdLong:
     """The kernel for rows of ``columns``, read 16 bytes at a time where that is possible."""
     tiles = _forward_configs(dtype, weight, rms, aligned, capability)
     long = NormFwdLong(dtype, weight, rms, *_long_tile(LONG_FORWARD_TILE, dtype, aligned))
@@ -91,7 +91,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
 
 def _forward_configs(
     dtype: str, weight: str, rms: bool, aligned: bool, capability: Capability
-) -> Iterator[NormFwd]:
+) -> Iterator[NormFwd | NormFwdCluster]:
     """The shortest rows first."""
     if aligned:
         tiles, vector = FORWARD_TILES, vector_width(dtype)
@@ -102,6 +102,10 @@ def _forward_configs(
     for row_threads, loads, blocks in tiles:
         blocks = resident_blocks(blocks, block_threads(row_threads), capability)
         yield NormFwd(dtype, weight, rms, row_threads, loads, vector, blocks)
+    if aligned and capability[0] == 9:
+        for cluster, tile in itertools.product(CLUSTERS[1:], FORWARD_CLUSTER_TILES):
+            threads, loads, blocks = tile
+            yield NormFwdCluster(dtype, weight, rms, cluster, threads, loads, vector, blocks)
 
 
 def _backward_configs(

@@ -18,7 +18,7 @@ def layer_norm(
 
     Arrays are those that `cupyflash.attention` takes; torch tensors have autograd. The last
     dimension is contiguous, other strides are free. x and residual are read once, where a row fits
-    into registers (16384 numbers of 16 bits, 8192 of float32).
+    into registers (16384 numbers of 16 bits, 8192 of float32; four times as many on sm_90).
 
     Args:
         x: (..., columns), float16, bfloat16 or float32.

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..array import Array, View
 from ..checks import require_grid
+from ..clusters import clusters_at_once
 from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
 from ..rows import Rows
 from ..tile_counter import tile_counters
@@ -49,6 +50,8 @@ class ForwardPlan(Plan):
         grid = rows.rows
         if isinstance(config, kernels.NormFwd):
             grid = -(-rows.rows // config.rows)
+        elif isinstance(config, kernels.NormFwdCluster):
+            grid = rows.rows * config.cluster
         self.launch = Launch(config, x.device, require_grid(function, grid, x.shape), params)
 
     def run(
@@ -98,8 +101,7 @@ class BackwardPlan(Plan):
             splits = min(-(-rows.rows // config.rows), at_once)
             launches = [(config, splits)]
         elif config is not None:
-            clusters = max(1, int(kernels.IN_CLUSTERS * at_once) // config.cluster)
-            splits = min(rows.rows, clusters)
+            splits = min(rows.rows, clusters_at_once(config, x.device))
             launches = [(config, splits * config.cluster)]
         else:
             config, of_weight = kernels.long_backward(x.dtype, weight.dtype, rms, vector)

@@ -82,6 +82,33 @@ class NormFwd(RowConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class NormFwdCluster(KernelConfig):
+    """Forward of longer rows, which ``cluster`` blocks share."""
+
+    source: ClassVar[str] = "norm/norm_fwd_cluster.cu"
+    params: ClassVar[type[NormFwdParams]] = NormFwdParams
+
+    dtype: str
+    weight: str
+    rms: bool
+    cluster: int
+    num_threads: int
+    loads: int
+    vector: int
+    blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_threads
+
+    @property
+    def columns(self) -> int:
+        """The longest row."""
+        return self.cluster * self.num_threads * self.loads * self.vector
+
+
+@dataclasses.dataclass(frozen=True)
 class NormBwd(KernelConfig):
     """Backward of rows that fit into the registers of a block.
 

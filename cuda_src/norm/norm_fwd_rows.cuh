@@ -1,0 +1,97 @@
+// LayerNorm (or RMSNorm) of x, or of h = x + residual, which it writes too:
+//   out = (h - mean) / sqrt(variance + eps) * weight + bias
+//   out = h / sqrt(mean of squares + eps) * weight              (RMS)
+//
+// ROW_THREADS threads, or the blocks of a cluster with so many threads each, have a row in
+// registers: x and residual are read once, h and out written once. h is normalised as it was
+// rounded, which is what the backward reads and what separate operations compute. Blocks that take
+// several rows, the next one on its way, were no faster: other blocks of the multiprocessor keep
+// the memory busy as well.
+#pragma once
+#include "cluster_sum.cuh"
+#include "row_tile.cuh"
+
+// EARLY: the weights are on their way before the statistics are taken, where there are registers.
+template <class Tile, int CLUSTER, bool EARLY, bool RMS, typename T, typename WEIGHT>
+__device__ __forceinline__ void norm_fwd_rows(const NormFwdParams& params) {
+  // ---- which row, and which of its columns ----
+  constexpr int LOADS = Tile::LOADS, VECTOR = Tile::VECTOR;
+  const NormShape& shape = params.shape;
+  const auto row = [] {
+    if constexpr (Tile::ROWS > 1) {
+      return int64_t(blockIdx.x) * Tile::ROWS + Tile::row();
+    } else {
+      return int(blockIdx.x / CLUSTER);  // an int takes fewer registers where rows have axes
+    }
+  }();
+  const RowPieces<CLUSTER, VECTOR> pieces(shape.columns);
+  const int begin = pieces.begin(pieces.rank());
+  const int columns = row < shape.rows ? pieces.size(pieces.rank()) : 0;  // 0: only shuffles
+  const auto place = [&](const RowStrides& strides) { return shape.at(strides, row) + begin; };
+  __shared__ ClusterExchange<CLUSTER> exchange;
+  if constexpr (CLUSTER > 1) exchange.init();
+
+  // ---- read, add the residual ----
+  RowPacks<Tile, T> values;
+  values.load(static_cast<const T*>(params.x) + place(params.x_strides), columns);
+  if (params.residual && columns) {
+    RowPacks<Tile, T> added;  // all of it on its way before the first addition
+    added.load(static_cast<const T*>(params.residual) + place(params.residual_strides), columns);
+#pragma unroll
+    for (int load = 0; load < LOADS; ++load) values.add(load, added.packs[load]);
+    values.store(static_cast<T*>(params.residual_out) + place(params.residual_out_strides),
+                 columns);
+  }
+  const WEIGHT* weight = static_cast<const WEIGHT*>(params.weight) + begin + Tile::column(0);
+  const WEIGHT* bias = static_cast<const WEIGHT*>(params.bias) + begin + Tile::column(0);
+  RowPacks<Tile, WEIGHT> weights, biases;
+  const auto read_affine = [&](int load) {  // without branches, so that the loads go first
+    const bool inside = Tile::column(load) < columns;
+    Words<WEIGHT, VECTOR> w = {}, b = {};
+    if (inside) w = load_words<VECTOR>(weight + load * Tile::PITCH);
+    if (inside && !RMS && params.bias) b = load_words<VECTOR>(bias + load * Tile::PITCH);
+    weights.packs[load] = w, biases.packs[load] = b;
+  };
+  if constexpr (EARLY) {
+#pragma unroll
+    for (int load = 0; load < LOADS; ++load) read_affine(load);
+  }
+
+  // ---- statistics ----
+  __shared__ float means[MAX_WARPS];
+  __shared__ Sums scratch[MAX_WARPS];
+  float mean = 0.f, squares;
+  if constexpr (RMS) {
+    squares = group_sum<Tile::ROW_THREADS>(values.sum_of_squares(columns), means);
+    if constexpr (CLUSTER > 1)
+      squares = sum_of_ranks<CLUSTER>(exchange.swap({0.f, squares}).second);
+  } else {
+    const float inverse = CLUSTER > 1 ? rcp_approx(float(columns)) : shape.inverse_columns;
+    Moments moments = values.row_moments(columns, inverse, means, scratch);
+    if constexpr (CLUSTER > 1) {
+      const Sums sums = exchange.swap({moments.mean, moments.m2});
+      const float count = float(pieces.size(threadIdx.x % CLUSTER));
+      moments = sum_of_ranks<CLUSTER>(Moments{count, sums.first, sums.second});
+    }
+    mean = moments.mean, squares = moments.m2;
+  }
+  const float scale = rsqrtf(squares * shape.inverse_columns + shape.eps);
+  if (params.stats && columns && begin == 0 && threadIdx.x % Tile::ROW_THREADS == 0) {
+    float* stats = params.stats + 2 * int64_t(row);
+    stats[0] = mean, stats[1] = scale;
+  }
+
+  // ---- normalise ----
+#pragma unroll
+  for (int load = 0; load < LOADS; ++load) {
+    if constexpr (!EARLY) read_affine(load);
+    float out[VECTOR];
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+      const float normal = (values.at(load, i) - mean) * scale;
+      out[i] = normal * weights.at(load, i) + biases.at(load, i);
+    }
+    values.packs[load] = round_words<T>(out);
+  }
+  if (columns) values.store(static_cast<T*>(params.out) + place(params.out_strides), columns);
+}
