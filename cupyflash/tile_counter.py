@@ -1,8 +1,9 @@
 """Counters from which persistent blocks take their tiles (``next_tile_index`` in tile_order.cuh).
 
-A counter is 0 between launches, so launches may share one as long as they follow each other, as
-those on one stream do. A launch captured into a CUDA graph may run beside anything later, so it
-gets a counter of its own for good.
+Or by which the blocks of a launch know who is the last (last_block.cuh). A launch gets `COUNTERS`
+of them. They are 0 between launches, so launches may share them as long as they follow each other,
+as those on one stream do. A launch captured into a CUDA graph may run beside anything later, so it
+gets its own for good.
 """
 
 import functools
@@ -11,7 +12,8 @@ import struct
 import threading
 from typing import Any
 
-POOL_SIZE = 8192  # counters of a device, four bytes each
+POOL_SIZE = 8192  # launches on a device that have their own
+COUNTERS = 64  # of a launch, next to each other: most use the first only
 _PER_THREAD_STREAM = 2  # cudaStreamPerThread: one name for many streams
 pack_pointer = struct.Struct("Q").pack
 NULL = pack_pointer(0)  # blocks without a counter take turns
@@ -25,7 +27,7 @@ class TileCounters:
 
         self.runtime, self.current_stream = cupy.cuda.runtime, cupy.cuda.get_current_stream
         with cupy.cuda.Device(device):
-            self.pool = cupy.zeros(POOL_SIZE, cupy.int32)
+            self.pool = cupy.zeros(POOL_SIZE * COUNTERS, cupy.int32)
             cupy.cuda.get_current_stream().synchronize()  # before any other stream counts
         self.numbers = itertools.count()  # next() is one step, whatever other threads do
         self.of_stream: dict[Any, bytes] = {}
@@ -43,7 +45,9 @@ class TileCounters:
 
     def _new(self) -> bytes:
         number = next(self.numbers)
-        return pack_pointer(self.pool.data.ptr + 4 * number) if number < POOL_SIZE else NULL
+        if number >= POOL_SIZE:
+            return NULL
+        return pack_pointer(self.pool.data.ptr + 4 * COUNTERS * number)
 
 
 @functools.cache

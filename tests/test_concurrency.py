@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 
 import pytest
+from arrays import normal, stored
 from matrix import each
 
 import cupyflash
@@ -128,6 +129,63 @@ def test_torch_cuda_graph(backend, varlen):
     graph.replay()
     replayed = [x.detach().clone() for x in captured]
     assert equal(replayed, step())
+
+
+def group_norm_problem(backend, seed):
+    """(dout, x, weight, bias), for a backward whose blocks count themselves."""
+    shapes = (64, 64, 16), (64, 64, 16), (64,), (64,)
+    return [stored(backend, normal(shape, (seed, i)), "float16") for i, shape in enumerate(shapes)]
+
+
+def group_norm_gradients(dout, x, weight, bias):
+    _, stats = cupyflash.group_norm(x, 8, weight, bias, activation="silu", return_stats=True)
+    return cupyflash.group_norm_backward(dout, x, weight, bias, stats, activation="silu")
+
+
+@each(device="cuda")
+def test_two_streams_count_at_once(backend):
+    """Many small launches that wait in two streams, and then run side by side."""
+    problems = [group_norm_problem(backend, seed) for seed in (0, 1)]
+    right = [group_norm_gradients(*problem) for problem in problems]
+    streams = [new_stream(backend) for _ in problems]
+    backend.synchronize()
+    for _, current in streams:
+        with current:
+            delay(backend)
+    found = [], []
+    for _ in range(20):
+        for problem, results, (_, current) in zip(problems, found, streams):
+            with current:
+                results.append(group_norm_gradients(*problem))
+    for stream, _ in streams:
+        stream.synchronize()
+    for gradients, results in zip(right, found):
+        assert all(equal(result, gradients) for result in results)
+
+
+@each(library="torch", device="cuda")
+def test_captured_blocks_count(backend):
+    """A graph has counters of its own, 0 again at the end: it runs twice, beside other launches."""
+    import torch
+
+    problem, other = (group_norm_problem(backend, seed) for seed in (0, 1))
+    right = group_norm_gradients(*other)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = group_norm_gradients(*problem)
+    for given, new in zip(problem, other):
+        given.copy_(new)
+    beside = torch.cuda.Stream()
+    for _ in range(2):
+        for x in captured:
+            x.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(beside):
+            results = [group_norm_gradients(*other) for _ in range(5)]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(equal(result, right) for result in (captured, *results))
 
 
 @each(library="cupy")

@@ -9,9 +9,12 @@ from matrix import each_library, libraries, pairwise
 
 import cupyflash
 from cupyflash.array import View
+from cupyflash.jit import sources
 from cupyflash.norm import reference
+from cupyflash.norm.group_norm_plan import MAX_WAVES, shares_of
 from cupyflash.norm.groups import Groups, dense_like, layout_of
 from cupyflash.testing import expected_group_norm, poison_free_memory, to_float64
+from cupyflash.tile_counter import COUNTERS
 
 ACTIVATIONS = ["silu", "mish", "gelu", "gelu_tanh", None]
 # (channels, num_groups): many channels in a group and few, groups of one channel, one group.
@@ -142,6 +145,37 @@ def test_gradients_are_repeatable(backend, positions, storage):
             assert (again == first[name]).all(), f"{name} differs between two runs"
 
 
+@each_library(device="cuda")
+@pytest.mark.parametrize("num_groups", [64, 65, 130, 260])
+@pytest.mark.parametrize("positions", [(64,), (63,)], ids=["aligned", "unaligned"])
+def test_groups_that_share_a_counter(backend, positions, num_groups):
+    """More groups than counters, which the first of two launches must leave as they were."""
+    case = Case("float16", 7, (2 * num_groups, num_groups), positions, "silu", False, "contiguous")
+    arrays = case.arrays(backend)
+    exact = expected_group_norm(*arrays[:2], num_groups, *arrays[2:], "silu", 1e-5)
+    for _ in range(2):
+        exact.check(**run(case, *arrays))
+
+
+def test_counters_of_the_groups():
+    source = sources.root() / "common" / "norm_params.cuh"
+    assert f"GROUP_COUNTERS = {COUNTERS};" in source.read_text()
+
+
+@pytest.mark.parametrize("num_groups", [1, 8, 32, 300, 5000])
+@pytest.mark.parametrize("turns", [1, 3, 64, 1301])
+@pytest.mark.parametrize("at_once", [1, 16, 132, 1056])
+def test_shares(turns, num_groups, at_once):
+    """No parting of the turns into so many waves is done earlier; each block has a turn."""
+
+    def time(n):
+        return -(-n * num_groups // at_once) * (-(-turns // n) + 1)
+
+    found = shares_of(turns, num_groups, at_once)
+    possible = [n for n in range(1, turns + 1) if n * num_groups <= MAX_WAVES * at_once]
+    assert 1 <= found <= turns and time(found) == min(map(time, possible or [1]))
+
+
 # Tiles of all groups, of some of them, of a part of one; more threads than positions.
 LAST = [
     ((320, 32), (64, 64)),
@@ -178,6 +212,29 @@ def test_large_inputs_of_the_activation(backend, activation):
     bias = stored(backend, numpy.array([100.0, -100.0, 20.0, -30.0]), "float32")
     exact = expected_group_norm(dout, x, 2, weight, bias, activation, 1e-5)
     exact.check(**run(case, dout, x, weight, bias))
+
+
+@each_library()
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("length", [16, 64, 63])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy
+def test_nan(backend, activation, length):
+    """Of x: in all that depends on its group, and nothing else. Of a bias: also in dx."""
+    case = Case("float32", 3, (8, 2), (length,), activation, True, "contiguous")
+    dout, x, weight, bias = case.arrays(backend)
+    of_x, of_bias = to_numpy(x).copy(), to_numpy(bias).copy()
+    of_x[1, 2, 3] = of_bias[5] = numpy.nan
+    found = run(case, dout, stored(backend, of_x, "float32"), weight, bias)
+    found = {name: numpy.isnan(to_numpy(value)) for name, value in found.items()}
+    for name in ("out", "dx"):
+        assert found[name][1, :4].all() and not found[name][1, 4:].any()
+        assert not found[name][::2].any()
+    for name in ("dweight", "dbias") if activation else ("dweight",):
+        assert found[name][:4].all() and not found[name][4:].any()
+    found = run(case, dout, x, weight, stored(backend, of_bias, "float32"))
+    found = {name: numpy.isnan(to_numpy(value)) for name, value in found.items()}
+    assert found["out"][:, 5].all()
+    assert found["dx"][:, 4:].all() == (activation is not None) and not found["dx"][:, :4].any()
 
 
 @each_library()

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from cupyflash import tile_counter
-from cupyflash.tile_counter import NULL, TileCounters, pack_pointer
+from cupyflash.tile_counter import COUNTERS, NULL, POOL_SIZE, TileCounters, pack_pointer
 
 POOL = 4096  # its address
 
@@ -38,6 +38,15 @@ def test_a_counter_for_each_stream(cupy):
     found = [counters(Stream(ptr)) for ptr in (5, 6, 5, 0)]
     assert found[0] == found[2] == pack_pointer(POOL) and len(set(found)) == 3
     assert counters(None) == counters(Stream(7))  # CuPy's current stream
+
+
+def test_counters_do_not_overlap(cupy):
+    sizes = []
+    zeros = cupy.zeros
+    cupy.zeros = lambda size, dtype: sizes.append(size) or zeros(size, dtype)
+    counters = TileCounters(0)
+    first, second = (int.from_bytes(counters(Stream(ptr)), "little") for ptr in (5, 6))
+    assert second - first == 4 * COUNTERS and sizes == [COUNTERS * POOL_SIZE]
 
 
 def test_a_captured_launch_keeps_its_counter(cupy):

@@ -58,8 +58,8 @@ __device__ __forceinline__ float slope_scaled(float u) {
     return s * (1.f + u * (LN2 * s - LN2));
   } else if constexpr (ACTIVATION == mish) {
     // With t = n / (n + 2): t + z * (1 - t * t) * e / (1 + e), and n + 1 = (e + 1)^2.
-    const float e = exp2_bounded(u), n = e * (e + 2.f), inverse = rcp_approx(n + 2.f);
-    return n * inverse + (4.f * LN2 * inverse) * u * ((n - e) * inverse);
+    const float e = exp2_bounded(u), rest = e * e + e, n = rest + e, inverse = rcp_approx(n + 2.f);
+    return inverse * (n + (4.f * LN2 * u) * (rest * inverse));
   } else if constexpr (ACTIVATION == gelu) {
     const float density = INV_SQRT_2PI * exp2_approx(-0.5f * LOG2E * u * u);
     return 0.5f * (1.f + erff(SQRT_HALF * u)) + u * density;

@@ -120,6 +120,9 @@ struct GroupNormFwdParams {
   ChannelTiling tiling;
 };
 
+// Of last_block.cuh, for the groups in turn.
+constexpr int GROUP_COUNTERS = 64;
+
 struct GroupNormBwdParams {
   const void* dout;
   const void* x;
@@ -127,7 +130,10 @@ struct GroupNormBwdParams {
   const void* bias;
   const float* stats;
   void* dx;
-  float* partials;  // [2, batch or shares, channels]: shares of dweight and dbias
+  void* dweight;    // [channels]
+  void* dbias;      // [channels]
+  int* counters;    // GROUP_COUNTERS of them, 0 before the launch and after it; in one step
+  float* partials;  // shares of dweight and dbias: [channels, shares, 2], or [2, batch, channels]
   float* pieces;    // the same of each piece; or null in one step
   float* means;     // [batch, groups, 2]: what dx needs of the group; or null in one step
   GroupStrides dout_strides;

@@ -4,28 +4,26 @@
 //   dx      = scale * (weight * dz - mean of weight * dz - n * mean of weight * dz * n)
 //
 // dout and x are read once; dz takes the place of dout, rounded, as separate operations would have
-// it. A block (or cluster) has one group of some samples, one after the other, or several at a time
-// if they are small. The sums of its packs over all of these stay in shared memory, are added up
-// for each channel at the end, and are its share of dweight and dbias; sum_partials adds up those.
+// it. A block has one group of some samples, one after the other, or several at a time if they are
+// small. The sums of its packs over all of these stay in shared memory and are its share of dweight
+// and dbias.
 #pragma once
-#include "cluster_sum.cuh"
-#include "group_tile.cuh"
+#include "group_shares.cuh"
 
-template <class Tile, int CLUSTER, Layout LAYOUT, Activation ACTIVATION, typename T,
-          typename WEIGHT>
+template <class Tile, Layout LAYOUT, Activation ACTIVATION, typename T, typename WEIGHT>
 __device__ __forceinline__ void group_bwd(const GroupNormBwdParams& params) {
   // ---- which part of which group ----
-  using Part = GroupPart<Tile, CLUSTER, LAYOUT>;
+  using Part = GroupPart<Tile, 1, LAYOUT>;
   constexpr int CHANNELS = Part::CHANNELS, ROW_SLOTS = Tile::ROW_THREADS * Tile::LOADS * CHANNELS;
   const GroupNormShape& shape = params.shape;
   const Part part(shape);
-  const int block = int(blockIdx.x) / CLUSTER, share = block / shape.groups;
-  const int group = block - share * shape.groups, first_channel = group * shape.channels;
+  const int share = int(blockIdx.x) / shape.groups;
+  const int group = blockIdx.x - share * shape.groups, first_channel = group * shape.channels;
   const WEIGHT* weight = static_cast<const WEIGHT*>(params.weight);
   const WEIGHT* bias = static_cast<const WEIGHT*>(params.bias);
   // Opaque: what the loop does not change would be kept in registers through all of it.
   const auto place = [&](const GroupStrides& strides, int64_t sample) {
-    return sample * strides.batch + opaque(first_channel) * strides.channel + part.begin;
+    return sample * strides.batch + opaque(first_channel) * strides.channel;
   };
   __shared__ Sums slots[Tile::ROWS * ROW_SLOTS];  // of each channel of each pack
   const int thread = threadIdx.x % Tile::ROW_THREADS;
@@ -70,10 +68,6 @@ __device__ __forceinline__ void group_bwd(const GroupNormBwdParams& params) {
     // ---- means of the group ----
     __shared__ Sums of_warps[2][MAX_WARPS];
     sums_of_group = group_sum<Tile::ROW_THREADS>(sums_of_group, of_warps[parity]);
-    if constexpr (CLUSTER > 1) {
-      __shared__ Sums of_blocks[2];
-      sums_of_group = cluster_sum<CLUSTER>(sums_of_group, of_blocks[parity]);
-    }
     InputGradient constants[CHANNELS];
 #pragma unroll
     for (InputGradient& constant : constants)
@@ -94,27 +88,6 @@ __device__ __forceinline__ void group_bwd(const GroupNormBwdParams& params) {
     }
   }
 
-  // ---- shares of dweight and dbias ----
-  CLUSTER > 1 ? cluster_sync() : __syncthreads();  // the cluster: shared memory lasts until then
-  const int channel_slots = CHANNELS > 1 ? 1 : shape.positions / Tile::VECTOR;
-  const int first_slot = part.begin / Tile::VECTOR, lanes = lanes_for(channel_slots);
-  const int64_t all_channels = int64_t(shape.groups) * shape.channels;
-  const int own =
-      opaque(int(blockIdx.x)) / (shape.groups * CLUSTER) * CLUSTER + blockIdx.x % CLUSTER;
-  float* dweight = params.partials + own * all_channels + first_channel;
-  float* dbias = dweight + params.shares * CLUSTER * all_channels;
-  for (int begin = 0; begin < shape.channels; begin += int(blockDim.x) / lanes) {
-    const int channel = begin + int(threadIdx.x) / lanes,
-              slot = channel * channel_slots - first_slot;
-    const int end = channel < shape.channels ? min(slot + channel_slots, ROW_SLOTS) : 0;
-    Sums sums = {0.f, 0.f};
-    for (int i = max(slot, 0) + int(threadIdx.x) % lanes; i < end; i += lanes) {
-#pragma unroll
-      for (int row = 0; row < Tile::ROWS; ++row) sums = sums + slots[row * ROW_SLOTS + i];
-    }
-    sums = sum_of_lanes(sums, lanes);
-    if (channel >= shape.channels || threadIdx.x % lanes > 0) continue;
-    dweight[channel] = sums.first;
-    dbias[channel] = sums.second;
-  }
+  __syncthreads();
+  add_up_shares<CHANNELS, Tile, 1, WEIGHT>(params, slots, ROW_SLOTS, 0, part.columns);
 }

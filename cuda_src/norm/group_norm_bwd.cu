@@ -5,5 +5,5 @@ template <typename T, typename WEIGHT, Activation ACTIVATION, Layout LAYOUT, int
           int LOADS, int VECTOR, int BLOCKS>
 __global__ void __launch_bounds__(block_threads(ROW_THREADS), BLOCKS)
     group_norm_bwd(const __grid_constant__ GroupNormBwdParams params) {
-  group_bwd<RowTile<ROW_THREADS, LOADS, VECTOR>, 1, LAYOUT, ACTIVATION, T, WEIGHT>(params);
+  group_bwd<RowTile<ROW_THREADS, LOADS, VECTOR>, LAYOUT, ACTIVATION, T, WEIGHT>(params);
 }

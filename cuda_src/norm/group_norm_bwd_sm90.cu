@@ -1,9 +1,254 @@
-// group_bwd.cuh, where the blocks of a cluster share a group.
-#include "group_bwd.cuh"
+// Gradients of group_fwd, channels first, for aligned groups that fit into shared memory. With
+// n = (x - mean) * scale and dz = dout * activation'(n * weight + bias):
+//   dweight = sum of dz * n over a channel, dbias = sum of dz
+//   dx      = scale * (weight * dz - mean of weight * dz - n * mean of weight * dz * n)
+//
+// ROW_THREADS threads, or the blocks of a cluster with so many each, have one group of some
+// samples, one after the other. Each warp has a run of the group, and the copy engine brings it
+// that of the next sample meanwhile, in pieces, each into the place of the one that was just read:
+// nobody but the warp itself waits for it. dz stays in registers, and so do x and the sums of each
+// pack over the samples where a thread has few packs.
+#include "../ptx/cp_async.cuh"
+#include "../ptx/ldmatrix.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/warpgroup.cuh"
+#include "cluster_sum.cuh"
+#include "group_shares.cuh"
 
-template <typename T, typename WEIGHT, Activation ACTIVATION, int CLUSTER, int ROW_THREADS,
-          int LOADS, int VECTOR, int BLOCKS>
-__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ROW_THREADS, BLOCKS)
+// What x and dz are kept as until dx follows.
+template <bool AS_FLOAT, typename T>
+struct KeptAs {
+  using Type = T;
+};
+template <typename T>
+struct KeptAs<true, T> {
+  using Type = float;
+};
+
+// x and dout of a warp: LOADS packs of each lane, in pieces of PIECE packs.
+template <class Tile, typename T>
+struct WarpRing {
+  static constexpr int LOADS = Tile::LOADS, PIECE = LOADS % 5 == 0 ? 5 : LOADS;
+  static constexpr int PITCH = 32 * Tile::VECTOR;  // elements from one load of a lane to the next
+  static constexpr bool KEPT = LOADS * Tile::VECTOR <= 16;  // x and dz, as floats
+  static constexpr int PIECES = LOADS / PIECE;
+
+  uint32_t packs;     // [2, LOADS, 32] of 16 bytes
+  uint32_t barriers;  // [2, PIECES]
+  int columns;        // that the warp has
+
+  __device__ uint32_t barrier(int tensor, int piece) const {
+    return barriers + (tensor * PIECES + piece) * sizeof(uint64_t);
+  }
+
+  // If it is not alone with the row.
+  __device__ bool has(int piece) const {
+    return Tile::ROW_THREADS == 32 && piece == 0 ? true : piece * PIECE * PITCH < columns;
+  }
+
+  // Of tensors `first` to `last`, which begin at `from`. By one lane, when all have read what was
+  // there.
+  __device__ void fill(int first, int last, int piece, const T* const (&from)[2]) const {
+    const int begin = piece * PIECE * PITCH;
+    const int bytes = min(columns - begin, PIECE * PITCH) * int(sizeof(T));
+    mbarrier_arrive_expect(barrier(first, piece), (last + 1 - first) * bytes);
+    for (int tensor = first; tensor <= last; ++tensor)
+      bulk_load(packs + tensor * LOADS * 512 + begin * sizeof(T), from[tensor] + begin, bytes,
+                barrier(first, piece));
+  }
+
+  __device__ Words<T, Tile::VECTOR> read(int tensor, int load) const {
+    const uint4 v = ld_shared_128(packs + (tensor * LOADS + load) * 512 + threadIdx.x % 32 * 16);
+    return {{v.x, v.y, v.z, v.w}};
+  }
+};
+
+template <typename T, typename WEIGHT, Activation ACTIVATION, Layout LAYOUT, int CLUSTER,
+          int ROW_THREADS, int LOADS, int VECTOR, int NUM_THREADS, int BLOCKS>
+__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, BLOCKS)
     group_norm_bwd_sm90(const __grid_constant__ GroupNormBwdParams params) {
-  group_bwd<RowTile<ROW_THREADS, LOADS, VECTOR>, CLUSTER, first, ACTIVATION, T, WEIGHT>(params);
+  // ---- which part of which group, which run of that ----
+  extern __shared__ __align__(16) char smem[];
+  using Tile = RowTile<ROW_THREADS, LOADS, VECTOR, NUM_THREADS>;
+  using Ring = WarpRing<Tile, T>;
+  using Part = GroupPart<Tile, CLUSTER, LAYOUT>;
+  constexpr int CHANNELS = Part::CHANNELS, PITCH = Ring::PITCH, PIECE = Ring::PIECE;
+  constexpr bool KEPT = Ring::KEPT;
+  const GroupNormShape& shape = params.shape;
+  const Part part(shape);
+  const int block = int(blockIdx.x) / CLUSTER, share = block / shape.groups;
+  const int group = block - share * shape.groups, first_channel = group * shape.channels;
+  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int runs = ceil_div(ceil_div(part.columns, PITCH), ROW_THREADS / 32);  // of each warp
+  const int begin = warp % (ROW_THREADS / 32) * runs * PITCH;
+  __shared__ uint64_t barriers[NUM_THREADS / 32][2 * Ring::PIECES];
+  const Ring ring = {smem_address(smem) + warp * (2 * LOADS * 512), smem_address(barriers[warp]),
+                     max(0, min(part.columns - begin, runs * PITCH))};
+  const int columns = ring.columns - lane * VECTOR;  // from this lane's first pack on
+
+  // ---- the first sample ----
+  const unsigned batch = shape.batch, step = params.shares * Tile::ROWS;
+  unsigned sample = share * Tile::ROWS + warp / (ROW_THREADS / 32);
+  const auto place = [&](const GroupStrides& strides) {
+    return sample * strides.batch + first_channel * strides.channel + part.begin + begin;
+  };
+  const T* inputs[] = {static_cast<const T*>(params.x) + place(params.x_strides),
+                       static_cast<const T*>(params.dout) + place(params.dout_strides)};
+  T* dx = static_cast<T*>(params.dx) + place(params.dx_strides);
+  unsigned unit = sample * shape.groups + group;
+  const auto read_stats = [&] { return reinterpret_cast<const float2*>(params.stats)[unit]; };
+  float2 next_stats = {0.f, 0.f};
+  if (sample < batch) next_stats = read_stats();
+  if (elect_one()) {
+    for (int i = 0; i < 2 * Ring::PIECES; ++i) mbarrier_init(ring.barrier(0, i), 1);
+    mbarrier_init_fence();
+    for (int piece = 0; piece < Ring::PIECES; ++piece) {
+      if (sample >= batch || !ring.has(piece)) break;
+      if (!KEPT) ring.fill(0, 0, piece, inputs);
+      ring.fill(KEPT ? 0 : 1, 1, piece, inputs);
+    }
+  }
+  __syncwarp();
+
+  // ---- weights, times what the activation takes, and the sums of each pack ----
+  // In the order of the packs; the sums behind the ring, as long as that is in use.
+  constexpr int ROW_SLOTS = Tile::COLUMNS / VECTOR * CHANNELS;
+  constexpr float ARGUMENT = ARGUMENT_SCALE<ACTIVATION>;
+  Sums* const slots = reinterpret_cast<Sums*>(smem + (KEPT ? 0 : 2 * LOADS * NUM_THREADS * 16));
+  const int own = Tile::row() * ROW_SLOTS + (begin / VECTOR + lane) * CHANNELS;
+  Sums* const own_totals = slots + own;
+  float* const own_biases = reinterpret_cast<float*>(slots + Tile::ROWS * ROW_SLOTS) + own;
+  constexpr int SLOT_PITCH = 32 * CHANNELS;
+  float weights[LOADS][CHANNELS], biases[LOADS][CHANNELS];
+  Sums totals[LOADS][CHANNELS];  // of scale * dz * (x - mean), dz
+#pragma unroll
+  for (int load = 0; load < LOADS; ++load) {
+    const int pack = (part.begin + begin) / VECTOR + load * 32 + lane;
+    const int channel = first_channel + (CHANNELS > 1 ? pack * CHANNELS : shape.packs.divide(pack));
+#pragma unroll
+    for (int c = 0; c < CHANNELS; ++c) {
+      totals[load][c] = {0.f, 0.f};
+      weights[load][c] = biases[load][c] = 0.f;
+      if (load * PITCH < columns) {
+        weights[load][c] =
+            ARGUMENT * to_float(static_cast<const WEIGHT*>(params.weight)[channel + c]);
+        biases[load][c] = ARGUMENT * to_float(static_cast<const WEIGHT*>(params.bias)[channel + c]);
+        if (!KEPT) own_totals[load * SLOT_PITCH + c] = {0.f, 0.f};
+        if (!KEPT) own_biases[load * SLOT_PITCH + c] = biases[load][c];
+      } else {
+        st_shared_128(ring.packs + load * 512 + lane * 16, {0, 0, 0, 0});
+        st_shared_128(ring.packs + (LOADS + load) * 512 + lane * 16, {0, 0, 0, 0});
+      }
+    }
+  }
+
+  int parity = 0;
+#pragma unroll 1
+  for (; sample < batch; sample += step, parity ^= 1) {
+    const float mean = next_stats.x, scale = next_stats.y;
+    const bool more = sample + step < batch;
+    inputs[0] += step * params.x_strides.batch;
+    inputs[1] += step * params.dout_strides.batch;
+    unit += step * shape.groups;
+    if (more) next_stats = read_stats();
+
+    // ---- dz, sums of each pack ----
+    constexpr bool CENTRED = sizeof(T) == 4;  // as in Argument
+    const float centre = CENTRED ? mean : 0.f, shift = CENTRED ? 0.f : mean;
+    using Kept = typename KeptAs<KEPT, T>::Type;
+    Words<Kept, VECTOR> values[LOADS], gradients[LOADS];
+    Sums sums_of_group = {0.f, 0.f};  // of scale * weight * dz * (x - mean), scale * weight * dz
+#pragma unroll
+    for (int piece = 0; piece < Ring::PIECES; ++piece) {
+      if (!ring.has(piece)) break;
+      mbarrier_wait(ring.barrier(0, piece), parity);
+      if (!KEPT) mbarrier_wait(ring.barrier(1, piece), parity);
+#pragma unroll
+      for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load) {
+        const auto x_pack = ring.read(0, load), dout_pack = ring.read(1, load);
+        float deviations[VECTOR], dz[VECTOR];
+        Sums sums[CHANNELS] = {};
+        float scales[CHANNELS], offsets[CHANNELS];
+#pragma unroll
+        for (int c = 0; c < CHANNELS; ++c) {
+          scales[c] = scale * weights[load][c];
+          float bias = KEPT ? biases[load][c] : 0.f;
+          if (!KEPT && load * PITCH < columns) bias = own_biases[load * SLOT_PITCH + c];
+          offsets[c] = bias - shift * scales[c];
+        }
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) {
+          const int c = i / (VECTOR / CHANNELS);
+          deviations[i] = x_pack.at(i) - centre;
+          const float u = deviations[i] * scales[c] + offsets[c];
+          dz[i] = dout_pack.at(i) * slope_scaled<ACTIVATION>(u);
+          sums[c].first += dz[i] * deviations[i];
+          sums[c].second += dz[i];
+        }
+        if (KEPT) values[load] = round_words<Kept>(deviations);
+        gradients[load] = round_words<Kept>(dz);
+#pragma unroll
+        for (int c = 0; c < CHANNELS; ++c) {
+          sums[c].first -= shift * sums[c].second;
+          Sums& total = KEPT ? totals[load][c] : own_totals[load * SLOT_PITCH + c];
+          if (KEPT || load * PITCH < columns)
+            total = total + Sums{scale * sums[c].first, sums[c].second};
+          sums_of_group =
+              sums_of_group + Sums{scales[c] * sums[c].first, scales[c] * sums[c].second};
+        }
+      }
+      __syncwarp();
+      if (more && elect_one()) ring.fill(KEPT ? 0 : 1, 1, piece, inputs);
+    }
+
+    // ---- means of the group ----
+    __shared__ Sums of_warps[2][MAX_WARPS];
+    sums_of_group = group_sum<ROW_THREADS>(sums_of_group, of_warps[parity]);
+    if constexpr (CLUSTER > 1) {
+      __shared__ Sums of_blocks[2];
+      sums_of_group = cluster_sum<CLUSTER>(sums_of_group, of_blocks[parity]);
+    }
+    const float inverse = -1.f / ARGUMENT * shape.inverse_size;
+    const float slope = scale * scale * inverse * sums_of_group.first;
+    const float constant = inverse * sums_of_group.second - slope * shift;
+
+    // ---- dx ----
+#pragma unroll
+    for (int piece = 0; piece < Ring::PIECES; ++piece) {
+      if (!ring.has(piece)) break;
+#pragma unroll
+      for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load) {
+        Words<T, VECTOR> x_pack = {};
+        if (!KEPT) x_pack = ring.read(0, load);
+        float result[VECTOR];
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) {
+          const int c = i / (VECTOR / CHANNELS);
+          result[i] = (1.f / ARGUMENT * scale) * weights[load][c] * gradients[load].at(i) +
+                      (slope * (KEPT ? values[load].at(i) : x_pack.at(i) - centre) + constant);
+        }
+        const Words<T, VECTOR> words = round_words<T>(result);
+        st_global_128(dx + (lane * VECTOR + load * PITCH),
+                      make_uint4(words.words[0], words.words[1], words.words[2], words.words[3]),
+                      load * PITCH < columns);
+      }
+      if (KEPT) continue;
+      __syncwarp();
+      if (more && elect_one()) ring.fill(0, 0, piece, inputs);
+    }
+    dx += step * params.dx_strides.batch;
+  }
+
+  // ---- dweight and dbias ----
+  CLUSTER > 1 ? cluster_sync() : __syncthreads();  // the cluster: shared memory lasts until then
+#pragma unroll
+  for (int load = 0; load < LOADS; ++load) {
+#pragma unroll
+    for (int c = 0; c < CHANNELS; ++c)
+      if (KEPT && load * PITCH < columns) own_totals[load * SLOT_PITCH + c] = totals[load][c];
+  }
+  __syncthreads();
+  add_up_shares<CHANNELS, Tile, CLUSTER, WEIGHT>(params, slots, ROW_SLOTS, part.begin,
+                                                 part.columns);
 }

@@ -53,3 +53,12 @@ __device__ __forceinline__ void release_flag_wrapping(int* flag, int last) {
 __device__ __forceinline__ void count_wrapping(int* flag, int last) {
   asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(flag), "r"(last) : "memory");
 }
+
+// Counts like `release_flag_wrapping`, sees what was written before all earlier counts, and returns
+// how many they were. By fences, for GPUs older than sm_70.
+__device__ __forceinline__ int count_in(int* flag, int last) {
+  __threadfence();
+  const int earlier = atomicInc(reinterpret_cast<unsigned*>(flag), last);
+  __threadfence();
+  return earlier;
+}

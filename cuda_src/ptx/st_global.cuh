@@ -14,3 +14,15 @@ __device__ __forceinline__ void st_global_stream_128(void* address, uint4 v) {
                "r"(v.z), "r"(v.w)
                : "memory");
 }
+
+// The same where `valid`, without a branch.
+__device__ __forceinline__ void st_global_128(void* address, uint4 v, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred valid;\n"
+      "setp.ne.b32 valid, %5, 0;\n"
+      "@valid st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
+      "}" ::"l"(address),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(int(valid))
+      : "memory");
+}

@@ -31,9 +31,14 @@ BACKWARD_TILES = (
     *((256, 5, 2), (256, 10, 2), (512, 10, 1)),
 )
 FORWARD_CLUSTERS = tuple((cluster, 256, 20, 2) for cluster in (2, 4, 8))
-BACKWARD_CLUSTERS = tuple((cluster, 256, 10, 2) for cluster in (4, 8))
-ROUNDS = 8  # samples that a block of the backward takes one after the other, at most
-HALVES_TILES = 6  # of those tiles, for channels of 8 bytes
+# The same GPUs have (blocks of a cluster, threads of a block's part of a group, loads of a thread,
+# threads of a block, blocks of a multiprocessor) after the first tile of the backward.
+BACKWARD_RINGS = (
+    *((1, 32, 1, 512, 2), (1, 32, 2, 512, 1), (1, 32, 4, 256, 2), (1, 64, 4, 64, 8)),
+    *((1, 128, 4, 128, 4), (1, 256, 4, 256, 2), (1, 256, 5, 256, 2), (1, 256, 10, 256, 2)),
+    *((2, 256, 10, 256, 2), (4, 256, 10, 256, 2), (8, 256, 10, 256, 2)),
+)
+HALVES_TILES = 6  # of the tiles and of the rings, for channels of 8 bytes
 ELEMENT_TILES = ((32, 8, 6), (128, 8, 4), (512, 8, 1))  # where a thread reads element by element
 
 
@@ -105,8 +110,11 @@ class GroupNormBwd(GroupConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusterConfig(OneStepConfig):
-    """The blocks of a cluster share a group."""
+class GroupNormFwdSm90(OneStepConfig):
+    """Forward: the blocks of a cluster share a group."""
+
+    source: ClassVar[str] = "norm/group_norm_fwd_sm90.cu"
+    params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
 
     dtype: str
     weight: str
@@ -118,18 +126,38 @@ class ClusterConfig(OneStepConfig):
     blocks: int
 
 
-class GroupNormFwdSm90(ClusterConfig):
-    """Forward."""
+@dataclasses.dataclass(frozen=True)
+class GroupNormBwdSm90(OneStepConfig):
+    """Backward: a group, or several, or the part of one that a block of a cluster has.
 
-    source: ClassVar[str] = "norm/group_norm_fwd_sm90.cu"
-    params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
-
-
-class GroupNormBwdSm90(ClusterConfig):
-    """Backward."""
+    Attributes:
+        layout: as in `GroupConfig`.
+    """
 
     source: ClassVar[str] = "norm/group_norm_bwd_sm90.cu"
     params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
+
+    dtype: str
+    weight: str
+    activation: str
+    layout: str
+    cluster: int
+    row_threads: int
+    loads: int
+    vector: int
+    num_threads: int
+    blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_threads
+
+    @property
+    def shared_memory(self) -> int:
+        """Of x and dout, and of each pack two sums and the bias if registers are short."""
+        sums = 12 * (2 if self.layout == "halves" else 1) * (self.loads * self.vector > 16)
+        return (2 * 16 + sums) * self.num_threads * self.loads
 
 
 def forward(
@@ -163,35 +191,32 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
 def _forward_in_one(
     kind: Kind, aligned: bool, halves: bool, capability: Capability
 ) -> Iterator[OneStepConfig]:
-    tiles = FORWARD_TILES, FORWARD_CLUSTERS
-    return _in_one(GroupNormFwd, GroupNormFwdSm90, tiles, kind, aligned, halves, capability)
+    yield from _of_blocks(GroupNormFwd, FORWARD_TILES, kind, aligned, halves)
+    if aligned and not halves and has_clusters(capability):
+        for *tile, blocks in FORWARD_CLUSTERS:
+            yield GroupNormFwdSm90(*kind, *tile, vector_width(kind[0]), blocks)
 
 
 def _backward_in_one(
     kind: Kind, aligned: bool, halves: bool, capability: Capability
 ) -> Iterator[OneStepConfig]:
-    tiles = BACKWARD_TILES, BACKWARD_CLUSTERS
-    return _in_one(GroupNormBwd, GroupNormBwdSm90, tiles, kind, aligned, halves, capability)
+    of_blocks = _of_blocks(GroupNormBwd, BACKWARD_TILES, kind, aligned, halves)
+    if not has_clusters(capability) or not (aligned or halves):
+        yield from of_blocks
+        return
+    yield next(of_blocks)
+    layout, vector = "halves" if halves else "first", vector_width(kind[0])
+    for *tile, threads, blocks in BACKWARD_RINGS[: HALVES_TILES if halves else None]:
+        yield GroupNormBwdSm90(*kind, layout, *tile, vector, threads, blocks)
 
 
-def _in_one(
-    block: type[GroupConfig],
-    cluster: type[ClusterConfig],
-    tiles: tuple[tuple, tuple],
-    kind: Kind,
-    aligned: bool,
-    halves: bool,
-    capability: Capability,
-) -> Iterator[OneStepConfig]:
-    of_block, of_cluster = tiles
+def _of_blocks(
+    config: type[GroupConfig], tiles: tuple, kind: Kind, aligned: bool, halves: bool
+) -> Iterator[GroupConfig]:
     layout, vector = "first", vector_width(kind[0])
     if halves:
-        layout, of_block, of_cluster = "halves", of_block[:HALVES_TILES], ()
+        layout, tiles = "halves", tiles[:HALVES_TILES]
     elif not aligned:
-        of_block, of_cluster, vector = ELEMENT_TILES, (), 1
-    elif not has_clusters(capability):
-        of_cluster = ()
-    for threads, loads, blocks in of_block:
-        yield block(*kind, layout, threads, loads, vector, blocks)
-    for size, threads, loads, blocks in of_cluster:
-        yield cluster(*kind, size, threads, loads, vector, blocks)
+        tiles, vector = ELEMENT_TILES, 1
+    for threads, loads, blocks in tiles:
+        yield config(*kind, layout, threads, loads, vector, blocks)

@@ -6,11 +6,14 @@ from typing import Any
 from ..array import Array, View
 from ..checks import require_grid
 from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
+from ..tile_counter import COUNTERS, tile_counters
 from . import group_norm_kernels as kernels
 from . import three_steps
 from .groups import MAX_GROUP, Groups, dense_like, layout_of
 from .params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
 from .plan import sum_launch
+
+MAX_WAVES = 8  # of blocks of the backward in one step
 
 
 class Work:
@@ -53,10 +56,9 @@ class Work:
             if isinstance(self.config, kernels.OneStepConfig):
                 blocks = -(-self.units // self.config.groups)
                 if direction == "backward":
-                    at_once = multiprocessors(x.device) * self.config.blocks
-                    rounds = -(-blocks * self.config.cluster // at_once)
-                    samples = self.config.groups * min(rounds, kernels.ROUNDS)
-                    self.shares = -(-groups.batch // samples)
+                    at_once = multiprocessors(x.device) * self.config.blocks // self.config.cluster
+                    turns = -(-groups.batch // self.config.groups)
+                    self.shares = shares_of(turns, groups.num_groups, max(1, at_once))
                     self.rows = self.shares * self.config.cluster
                     blocks = self.shares * groups.num_groups
                 require_grid(function, self.units + self.config.groups, x.shape)
@@ -67,6 +69,17 @@ class Work:
             sums = self.units
         blocks = require_grid(function, self.units * self.unit_blocks, x.shape)
         self.launches = list(zip(self.config.steps(), (blocks, sums, blocks)))
+
+
+def shares_of(turns: int, num_groups: int, at_once: int) -> int:
+    """Into how many blocks to part the ``turns`` of each group, of which ``at_once`` can run.
+
+    A block costs as much as its turns and one more, and the blocks take ``waves`` of that.
+    """
+    waves = range(1, MAX_WAVES + 1)
+    possible = {min(turns, max(1, wave * at_once // num_groups)) for wave in waves}
+    cost = lambda n: -(-n * num_groups // at_once) * (-(-turns // n) + 1)  # noqa: E731
+    return min(sorted(possible), key=cost)
 
 
 class ForwardPlan(Plan):
@@ -163,7 +176,12 @@ class BackwardPlan(Plan):
         )
         self.launches = [Launch(config, x.device, n, params) for config, n in work.launches]
         self.partials_shape = (2, work.rows, channels)
-        self.sum = sum_launch(weight, x.device, self.partials_shape)
+        # In one step the blocks count themselves, and the last of a group adds up.
+        self.counters = self.sum = None
+        if len(self.launches) == 1:
+            self.counters = tile_counters(x.device)
+        else:
+            self.sum = sum_launch(weight, x.device, self.partials_shape)
 
     def run(
         self, x: Array, weight: Array, bias: Array, pointers: tuple[int, ...]
@@ -176,11 +194,18 @@ class BackwardPlan(Plan):
         dweight, dbias = (library.empty(self.shape[1:2], (1,), y) for y in (weight, bias))
         partials = library.empty_float32(self.partials_shape, x)
         stream, shares, workspace = library.stream(self.device_id), pointer(partials), (0, 0)
-        if len(self.launches) > 1:
+        sums, counters = (pointer(dweight), pointer(dbias)), 0
+        if self.counters:
+            counters = int.from_bytes(self.counters(stream), "little")
+            if not counters:  # CUDA graphs have taken all of them
+                own = library.zeros_int32(COUNTERS, x)
+                counters = pointer(own)
+        else:
             pieces = library.empty_float32(self.pieces_shape, x)
             means = library.empty_float32(self.means_shape, x)
             workspace = pointer(pieces), pointer(means)
         for launch in self.launches:
-            launch(stream, *pointers, pointer(dx), shares, *workspace)
-        self.sum(stream, shares, pointer(dweight), pointer(dbias))
+            launch(stream, *pointers, pointer(dx), *sums, counters, shares, *workspace)
+        if self.sum:
+            self.sum(stream, shares, *sums)
         return dx, dweight, dbias
