@@ -34,6 +34,8 @@ BACKWARD_TILES = (
 CLUSTERS = 2, 4, 8  # blocks that share a longer row, each with the last of these tiles
 # Forward, in clusters of 4 and 8: (threads, loads, blocks of a multiprocessor).
 FORWARD_CLUSTER_TILES = (256, 3, 5), (256, 4, 4)
+# Threads of a multiprocessor at most where weights wider than x take registers for four loads.
+WIDE_LOADS, WIDE_THREADS = 4, 768
 MAX_STAGES = 3  # rows of a thread on their way
 STATIC_MEMORY = 3 << 10  # __shared__ variables of a block, at most
 # Longer rows pass through in pieces: (threads, loads).
@@ -99,12 +101,19 @@ def _forward_configs(
         by_threads = sorted({threads for threads, *_ in FORWARD_TILES})
         tiles = [(x, ELEMENT_LOADS, ELEMENT_THREADS // block_threads(x)) for x in by_threads]
         vector = 1
+    wide = ITEM_SIZE[weight] > ITEM_SIZE[dtype]
+
+    def resident(blocks: int, threads: int, loads: int) -> int:
+        most = WIDE_THREADS // threads if wide and loads == WIDE_LOADS else blocks
+        return resident_blocks(min(blocks, most), threads, capability)
+
     for row_threads, loads, blocks in tiles:
-        blocks = resident_blocks(blocks, block_threads(row_threads), capability)
+        blocks = resident(blocks, block_threads(row_threads), loads)
         yield NormFwd(dtype, weight, rms, row_threads, loads, vector, blocks)
     if aligned and capability[0] == 9:
         for cluster, tile in itertools.product(CLUSTERS[1:], FORWARD_CLUSTER_TILES):
             threads, loads, blocks = tile
+            blocks = resident(blocks, threads, loads)
             yield NormFwdCluster(dtype, weight, rms, cluster, threads, loads, vector, blocks)
 
 
