@@ -9,6 +9,7 @@ from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
 from ..tile_counter import COUNTERS, tile_counters
 from . import group_norm_kernels as kernels
 from . import three_steps
+from .group_norm_ring import ring_launch
 from .groups import MAX_GROUP, Groups, dense_like, layout_of
 from .params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
 from .plan import sum_launch
@@ -83,7 +84,7 @@ def shares_of(turns: int, num_groups: int, at_once: int) -> int:
 
 
 class ForwardPlan(Plan):
-    """The forward kernel for one signature."""
+    """The forward kernel for one signature; channels last, one that reads once if possible."""
 
     def __init__(
         self,
@@ -105,6 +106,9 @@ class ForwardPlan(Plan):
             return
         groups = Groups(function, views | {"out": x._replace(strides=self.strides)}, num_groups)
         kind = (x.dtype, weight.dtype, activation)
+        self.ring = ring_launch(kind, x, groups, eps, aligned)
+        if self.ring:
+            return
         work = Work(function, "forward", views, groups, kind, aligned)
         # Of a piece at most one record for each of its warps, or for each of its groups.
         records = max(work.config.threads // 32, work.tiling.groups)
@@ -124,7 +128,7 @@ class ForwardPlan(Plan):
         if self.empty:
             stats = library.empty_float32(self.stats_shape, x) if need_stats else None
             return out, library.zeros_like(stats) if need_stats else None
-        in_steps = len(self.launches) > 1
+        in_steps = not self.ring and len(self.launches) > 1
         need_stats = need_stats or in_steps
         stats = library.empty_float32(self.stats_shape, x) if need_stats else None
         partials = library.empty_float32(self.partials_shape, x) if in_steps else None
@@ -133,10 +137,12 @@ class ForwardPlan(Plan):
             *pointers,
             pointer(out),
             pointer(stats) if need_stats else 0,
-            pointer(partials) if in_steps else 0,
         )
+        if self.ring:
+            self.ring.run(library, stream, x, arguments)
+            return out, stats
         for launch in self.launches:
-            launch(stream, *arguments)
+            launch(stream, *arguments, pointer(partials) if in_steps else 0)
         return out, stats
 
 

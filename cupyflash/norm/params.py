@@ -134,6 +134,31 @@ class GroupNormFwdParams(ctypes.Structure):
     ]
 
 
+class GroupNormRingParams(ctypes.Structure):
+    """GroupNorm, forward, channels last, one read."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("stats", c_void_p),
+        ("moments", c_void_p),
+        ("found", c_void_p),
+        ("rounds", c_void_p),
+        ("x_strides", GroupStrides),
+        ("out_strides", GroupStrides),
+        ("shape", GroupNormShape),
+        ("teams", c_int32),
+        ("blocks", c_int32),
+        ("span", c_int32),
+        ("slots", c_int32),
+        ("sample_slots", c_int32),
+        ("flight", c_int32),
+        ("runs", c_int32),
+    ]
+
+
 class GroupNormBwdParams(ctypes.Structure):
     """GroupNorm, backward."""
 

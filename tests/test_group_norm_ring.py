@@ -1,0 +1,184 @@
+"""GroupNorm whose blocks share a sample that stays in shared memory: which samples, and races."""
+
+import random
+import re
+
+import pytest
+from arrays import normal, stored
+from backends import compute_capability
+from matrix import each_library
+
+import cupyflash
+from cupyflash.jit import sources
+from cupyflash.kernel_config import has_clusters
+from cupyflash.norm import group_norm_dispatch, group_norm_ring
+from cupyflash.norm.group_norm_ring import RING_BYTES, ring_shape
+from cupyflash.testing import expected_group_norm, poison_free_memory
+
+HAS_RING = has_clusters(divmod(compute_capability()[0], 10))
+
+
+def test_constants():
+    text = (sources.root() / "norm/group_ring.cuh").read_text(encoding="utf-8")
+    found = dict(re.findall(r"constexpr int (\w+) = (\d+(?: << \d+)?);", text))
+    names = ("CONSUMERS", "TURNS", "MAX_SLOTS", "MAX_FLIGHT", "RING_BYTES")
+    assert {name: eval(found[name]) for name in names} == {
+        name: getattr(group_norm_ring, name) for name in names
+    }
+    assert int(found["MAX_RING_GROUPS"]) == group_norm_ring.MAX_GROUPS
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shapes(seed):
+    """What group_norm_fwd_ring_sm90 relies on: all positions, the memory, the order of events."""
+    draw = random.Random(seed)
+    found = 0
+    for _ in range(100):
+        item, processors = draw.choice([2, 4]), draw.choice([4, 20, 78, 132, 148])
+        width = 16 // item * draw.randint(1, 256)
+        groups = draw.choice([g for g in range(1, 65) if width % g == 0])
+        batch, positions = draw.randint(1, 300), draw.randint(1, 2 ** draw.randint(0, 20))
+        ring = ring_shape(batch, groups, width // groups, positions, item, processors)
+        if ring is None:
+            continue
+        found += 1
+        assert 1 <= ring.teams <= batch and ring.teams * ring.blocks <= processors
+        assert (ring.blocks - 1) * ring.span < positions <= ring.blocks * ring.span
+        rows = group_norm_ring.CONSUMERS // (width * item // 16)
+        slot = rows * group_norm_ring.TURNS
+        assert (ring.sample_slots - 1) * slot < ring.span <= ring.sample_slots * slot
+        assert ring.sample_slots < ring.slots < (ring.flight + 1) * ring.sample_slots
+        runs = ring.flight * ring.runs * group_norm_ring.CONSUMERS * 8
+        assert ring.slots * slot * width * item + runs <= RING_BYTES
+        assert ring.slots <= group_norm_ring.MAX_SLOTS
+        assert ring.flight <= group_norm_ring.MAX_FLIGHT
+        vector, size = 16 // item, width // groups
+        packs = [{c // size for c in range(p, p + vector)} for p in range(0, width, vector)]
+        assert ring.runs == max(map(len, packs))
+    assert found
+
+
+def test_what_does_not_fit():
+    assert ring_shape(1, 32, 10, 4096, 2, 132)
+    assert ring_shape(1, 32, 10, 4096 * 16, 2, 132) is None  # the memory
+    assert ring_shape(1, 32, 65, 64, 2, 132) is None  # a row of threads
+    assert ring_shape(1, 65, 8, 64, 2, 132) is None  # groups
+    assert ring_shape(1000, 3, 16, 16, 2, 132) is None  # too many rounds
+
+
+def forward(x, groups, weight, bias):
+    results = cupyflash.group_norm(x, groups, weight, bias, activation="silu", return_stats=True)
+    return dict(zip(("out", "stats"), results))
+
+
+def arrays(backend, batch, channels, positions, dtype, seed=0):
+    """(x, weight, bias)."""
+    values = normal((batch, channels, positions), (seed, 0), mean=2.0)
+    x = stored(backend, values, dtype, "channels_last")
+    return x, *(stored(backend, normal(channels, (seed, i)), dtype) for i in (1, 2))
+
+
+def plan_of(monkeypatch, call):
+    """What `call` returns, and the plan that it made."""
+    plans = {}
+    monkeypatch.setattr(group_norm_dispatch, "_forward_plans", plans)
+    result = call()
+    (plan,) = plans.values()
+    return result, plan
+
+
+# (samples, channels, groups, positions)
+SAMPLES = [
+    (1, 320, 32, 4096),
+    (3, 320, 32, 1000),
+    (37, 640, 32, 257),
+    (60, 256, 64, 700),
+    (9, 24, 8, 30011),
+    (5, 2048, 32, 300),
+    (11, 72, 24, 9001),
+    (4, 8, 1, 100003),
+]
+
+
+@each_library(device="cuda")
+@pytest.mark.parametrize("sizes", SAMPLES, ids=str)
+def test_samples(backend, sizes, monkeypatch):
+    batch, channels, groups, positions = sizes
+    for dtype in ("float16", "float32"):
+        if dtype == "float32" and channels > 1024:
+            continue
+        x, weight, bias = arrays(backend, batch, channels, positions, dtype)
+        size = batch * channels * positions * (2 if dtype == "float16" else 4)
+        poison_free_memory(backend.library, backend.device, [size])
+        call = lambda: forward(x, groups, weight, bias)  # noqa: B023, E731
+        results, plan = plan_of(monkeypatch, call)
+        assert bool(plan.ring) == HAS_RING
+        expected_group_norm(x, x, groups, weight, bias, "silu", 1e-5).check(**results)
+
+
+@each_library(device="cuda")
+def test_just_fits(backend, monkeypatch):
+    """The largest sample, and one with a position more, with little shared memory."""
+    import cupy
+
+    monkeypatch.setattr(group_norm_ring, "RING_BYTES", 40 << 10)
+    processors = cupy.cuda.Device().attributes["MultiProcessorCount"]
+    fits = lambda positions: ring_shape(2, 32, 10, positions, 2, processors)  # noqa: E731
+    positions = next(n for n in range(512, 1 << 20) if not fits(n + 1))
+    for extra in (0, 1):
+        x, weight, bias = arrays(backend, 2, 320, positions + extra, "float16")
+        results, plan = plan_of(monkeypatch, lambda: forward(x, 32, weight, bias))  # noqa: B023
+        assert bool(plan.ring) == (HAS_RING and not extra)
+        expected_group_norm(x, x, 32, weight, bias, "silu", 1e-5).check(**results)
+
+
+@each_library(device="cuda")
+def test_repeatable(backend):
+    """Bit by bit, whatever the blocks of the launch before have left."""
+    problems = [arrays(backend, n, 320, p, "float16", n) for n, p in ((40, 641), (3, 4096))]
+    first = [forward(x, 32, *weights) for x, *weights in problems]
+    for _ in range(50):
+        for (x, *weights), right in zip(problems, first):
+            again = forward(x, 32, *weights)
+            assert all((again[name] == right[name]).all() for name in right)
+
+
+@each_library(library="torch", device="cuda")
+def test_two_streams(backend):
+    """The same signature on both, many launches that may run at once."""
+    import torch
+
+    problems = [arrays(backend, 12, 320, 700, "float16", seed) for seed in (0, 1)]
+    right = [forward(x, 32, *weights) for x, *weights in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(30):
+        for stream, (x, *weights) in zip(streams, problems):
+            with torch.cuda.stream(stream):
+                found.append(forward(x, 32, *weights))
+    torch.cuda.synchronize()
+    for i, results in enumerate(found):
+        assert all((results[name] == right[i % 2][name]).all() for name in results)
+
+
+@each_library(library="torch", device="cuda")
+def test_graph(backend):
+    """Replays, with launches outside the graph between them and with new numbers."""
+    import torch
+
+    x, weight, bias = arrays(backend, 12, 320, 701, "float16")
+    other, *_ = arrays(backend, 12, 320, 701, "float16", 5)
+    first = forward(x, 32, weight, bias)
+    second = forward(other, 32, weight, bias)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = [forward(x, 32, weight, bias) for _ in range(3)]
+    original = x.clone()
+    for source, right in ((original, first), (other, second)) * 3:
+        x.copy_(source)
+        forward(x, 32, weight, bias)
+        graph.replay()
+        for results in captured:
+            assert all((results[name] == right[name]).all() for name in right)
