@@ -134,8 +134,7 @@ __device__ __forceinline__ void ring_collect(const GroupNormRingParams& params,
         *result = make_float2(origin + shift, sum.second - sum.first * shift);
       }
     }
-    __syncwarp();
-    if (thread % 32 == 0) mbarrier_arrive(smem_address(&storage.collected[place.index]));
+    mbarrier_arrive(smem_address(&storage.collected[place.index]));
     place.advance(params.flight);
   }
 }
@@ -229,8 +228,8 @@ __device__ __forceinline__ void ring_receive(const GroupNormRingParams& params,
       const uint4 v = receive(share.found(params, place.index, group), tag);
       storage.stats[place.index][group] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
     }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(smem_address(&storage.known[place.index]));
+    mbarrier_arrive(smem_address(&storage.known[place.index]));
+    __syncwarp();  // so that no lane arrives for a later sample first
     place.advance(params.flight);
   }
   // All blocks of the team have read it: each has told what this one has heard of.

@@ -33,8 +33,8 @@ struct RingStorage {
       mbarrier_init(smem_address(&empty[i]), CONSUMERS / 32);
     }
     for (int i = 0; i < params.flight; ++i) {
-      mbarrier_init(smem_address(&collected[i]), CONSUMERS / 32);
-      mbarrier_init(smem_address(&known[i]), 1);
+      mbarrier_init(smem_address(&collected[i]), CONSUMERS);
+      mbarrier_init(smem_address(&known[i]), 32);
     }
     mbarrier_init_fence();
   }
