@@ -33,8 +33,8 @@ struct ClusterExchange {
   __device__ void init() {
     if (threadIdx.x == 0) {
       mbarrier_init(smem_address(&full), 1);
-      mbarrier_init_fence();
       mbarrier_arrive_expect(smem_address(&full), sizeof(sent));
+      mbarrier_init_fence();
     }
     cluster_arrive_relaxed();
   }
