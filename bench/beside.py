@@ -4,6 +4,7 @@ What `bench.norms`, `bench.linear`, `bench.decode`, `bench.transformer` and `ben
 common.
 """
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -114,6 +115,29 @@ def measure(
         row = row_of(impl, timing.ms)
         rows.append({**row, "repeats": timing.repeats, "sm_mhz": timer.sm_mhz})
     return rows
+
+
+def measure_bytes(
+    problem: Any, timer: Any, notes: Any, checked_call: Callable, impls: Sequence[str]
+) -> list[Row]:
+    """`measure` of a problem that is bound by ``problem.bytes``; checked_call(problem, impl)."""
+
+    def row_of(impl: str, ms: float) -> Row:
+        gbps = problem.bytes / ms / 1e6
+        return problem.row(impl=impl, ms=round(ms, 5), gbps=round(gbps, 1))
+
+    checked = functools.partial(checked_call, problem)
+    return measure(str(problem), impls, checked, row_of, timer, notes)
+
+
+def table_of_bytes(rows: list[Row], ceilings: dict[str, float]) -> Table:
+    """`table_of` with the share of the copy."""
+    return table_of(
+        rows,
+        lambda row: row["problem"],
+        ("GB/s", "% of copy"),
+        lambda row: (f"{row['gbps']:.0f}", row["gbps"] / ceilings["copy_gbps"]),
+    )
 
 
 def table_of(

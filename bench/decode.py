@@ -17,8 +17,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.table import Table
-
 from bench import beside
 from bench import problem as attention_problem
 from bench.providers import PROVIDERS
@@ -111,27 +109,6 @@ def checked_call(problem: DecodeProblem, impl: str) -> Callable[[], Any]:
     return call
 
 
-def measure(problem: DecodeProblem, timer: Any, notes: Any, impls: Sequence[str]) -> list[Row]:
-    """A row for each implementation that is right."""
-
-    def row_of(impl: str, ms: float) -> Row:
-        gbps = problem.bytes / ms / 1e6
-        return problem.row(impl=impl, ms=round(ms, 5), gbps=round(gbps, 1))
-
-    checked = functools.partial(checked_call, problem)
-    return beside.measure(str(problem), impls, checked, row_of, timer, notes)
-
-
-def table_of(rows: list[Row], ceilings: dict[str, float]) -> Table:
-    """With the share of the copy."""
-    return beside.table_of(
-        rows,
-        lambda row: row["problem"],
-        ("GB/s", "% of copy"),
-        lambda row: (f"{row['gbps']:.0f}", row["gbps"] / ceilings["copy_gbps"]),
-    )
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.decode", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -148,9 +125,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(arguments)
-    measured = functools.partial(measure, impls=options.impls)
+    measured = functools.partial(
+        beside.measure_bytes, checked_call=checked_call, impls=options.impls
+    )
     cells = problems(options.dtype, options.batch, options.length)
-    benchmark = beside.Benchmark("decode", PROTOCOL, measured, table_of)
+    benchmark = beside.Benchmark("decode", PROTOCOL, measured, beside.table_of_bytes)
     return beside.run(benchmark, cells, options.repeats, arguments, options.output)
 
 
