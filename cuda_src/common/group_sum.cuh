@@ -52,20 +52,25 @@ __device__ __forceinline__ V shuffle_xor(V value, int mask) {
   return result;
 }
 
+// The sum over LANES (a power of two) neighbouring lanes of a warp.
+template <int LANES, class V>
+__device__ __forceinline__ V sum_of_neighbours(V value) {
+#pragma unroll
+  for (int mask = 1; mask < LANES; mask *= 2) value = value + shuffle_xor(value, mask);
+  return value;
+}
+
 // The sum over THREADS (a power of two) consecutive threads, which are the block if they are more
 // than a warp. Before `scratch` is used again, the block must synchronise.
 template <int THREADS, class V>
 __device__ __forceinline__ V group_sum(V value, V (&scratch)[MAX_WARPS]) {
-#pragma unroll
-  for (int mask = 1; mask < min(THREADS, 32); mask *= 2) value = value + shuffle_xor(value, mask);
+  value = sum_of_neighbours<(THREADS < 32 ? THREADS : 32)>(value);
   if constexpr (THREADS > 32) {
     constexpr int WARPS = THREADS / 32;
     const int lane = threadIdx.x % 32;
     if (lane == 0) scratch[threadIdx.x / 32] = value;
     __syncthreads();
-    value = scratch[lane % WARPS];
-#pragma unroll
-    for (int mask = 1; mask < WARPS; mask *= 2) value = value + shuffle_xor(value, mask);
+    value = sum_of_neighbours<WARPS>(scratch[lane % WARPS]);
   }
   return value;
 }

@@ -71,10 +71,7 @@ struct FewNorm {
       x += BATCH * LANES * 8;
       to += BATCH * NEXT;
     }
-    Sums total = sums[0] + sums[1];
-#pragma unroll
-    for (int mask = 1; mask < LANES; mask *= 2) total = total + shuffle_xor(total, mask);
-    return total;
+    return sum_of_neighbours<LANES>(sums[0] + sums[1]);
   }
 
   // To all blocks of the cluster, which must have begun.

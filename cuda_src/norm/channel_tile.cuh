@@ -26,7 +26,8 @@ struct Walk {
   }
 };
 
-// Sums of each column of a thread: of the deviations from its first value, and of their squares.
+// Sums of each column of a thread: of the deviations from its origin, a value of it or of one near,
+// and of their squares.
 template <int VECTOR>
 struct ColumnSums {
   float origins[VECTOR];
@@ -163,7 +164,6 @@ struct ChannelTile {
       }
     }
     __syncthreads();
-    // ---- the mean of the means, and deviations from that ----
     each_group([&](int own, int width, int lane, int lanes) {
       const auto each_column = [&](auto add) {
         for (int row = 0; row < rows; ++row) {
@@ -172,18 +172,8 @@ struct ChannelTile {
           for (int i = lane; i < width && n; i += lanes) add(float(n), of_group[i]);
         }
       };
-      Sums total = {0.f, 0.f};
-      each_column([&](float n, Sums column) { total = total + Sums{n, n * column.first}; });
-      total = sum_of_lanes(total, lanes);
-      const float inverse = rcp_approx(max(total.first, 1.f));
-      const float mean = total.second * inverse;
-      Sums rest = {0.f, 0.f};
-      each_column([&](float n, Sums column) {
-        const float deviation = column.first - mean;
-        rest = rest + Sums{n * deviation, column.second + n * deviation * deviation};
-      });
-      rest = sum_of_lanes(rest, lanes);
-      if (lane == 0 && width) visit(own, moments_of(total.first, inverse, mean, rest));
+      const Moments moments = moments_of_parts(each_column, lanes);
+      if (lane == 0 && width) visit(own, moments);
     });
   }
 

@@ -5,21 +5,13 @@
 #include "../ptx/cp_async.cuh"
 #include "../ptx/mbarrier.cuh"
 
-// Over CLUSTER neighbouring lanes.
-template <int CLUSTER, class V>
-__device__ __forceinline__ V sum_of_ranks(V value) {
-#pragma unroll
-  for (int mask = 1; mask < CLUSTER; mask *= 2) value = value + shuffle_xor(value, mask);
-  return value;
-}
-
 // Of a value that all threads of a block have; every thread of the cluster gets the same bits.
 // Before a block ends or uses `slot` again, the cluster must synchronise.
 template <int CLUSTER, class V>
 __device__ __forceinline__ V cluster_sum(V value, V& slot) {
   if (threadIdx.x == 0) slot = value;
   cluster_sync();
-  return sum_of_ranks<CLUSTER>(*cluster_shared(&slot, threadIdx.x % CLUSTER));
+  return sum_of_neighbours<CLUSTER>(*cluster_shared(&slot, threadIdx.x % CLUSTER));
 }
 
 // The same once, of two numbers, and nobody waits at a barrier of the cluster at the end: each

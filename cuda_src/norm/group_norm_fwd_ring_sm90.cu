@@ -43,15 +43,15 @@ __device__ __forceinline__ void ring_load(const GroupNormRingParams& params,
     for (int i = 0; i < params.sample_slots; ++i) {
       const int rest = share.own - i * share.slot_positions;
       const int elements = max(0, min(share.slot_positions, rest)) * share.channels;
-      const uint32_t full = smem_address(&storage.full[slot.index]);
-      mbarrier_wait(smem_address(&storage.empty[slot.index]), slot.parity ^ 1);
+      const uint32_t full = smem_address(&storage.full[slot.stage]);
+      mbarrier_wait(smem_address(&storage.empty[slot.stage]), slot.parity ^ 1);
       mbarrier_arrive_expect(full, elements * sizeof(T));
       if (elements) {
-        bulk_load(smem_address(smem) + slot.index * share.slot_bytes, x, elements * sizeof(T),
+        bulk_load(smem_address(smem) + slot.stage * share.slot_bytes, x, elements * sizeof(T),
                   full);
       }
       x += elements;
-      slot.advance(params.slots);
+      slot.next(params.slots);
     }
   }
 }
@@ -61,8 +61,8 @@ template <typename T, int VECTOR>
 __device__ __forceinline__ void read_slot(Words<T, VECTOR> (&values)[TURNS],
                                           const RingShare<T, VECTOR>& share, RingStorage& storage,
                                           const unsigned char* smem, RingPlace slot, int thread) {
-  const unsigned char* data = smem + slot.index * share.slot_bytes + thread * 16;
-  mbarrier_wait(smem_address(&storage.full[slot.index]), slot.parity);
+  const unsigned char* data = smem + slot.stage * share.slot_bytes + thread * 16;
+  mbarrier_wait(smem_address(&storage.full[slot.stage]), slot.parity);
 #pragma unroll
   for (int i = 0; i < TURNS; ++i)
     values[i] =
@@ -81,16 +81,7 @@ __device__ __forceinline__ void ring_collect(const GroupNormRingParams& params,
   RingPlace slot, place;
   for (int round = 0; round < share.samples; ++round) {
     // ---- sums of the deviations of each column from the first value of its run ----
-    float origins[VECTOR] = {};
-    Sums sums[VECTOR] = {};
-    const auto add = [&](const Words<T, VECTOR>& values) {
-#pragma unroll
-      for (int k = 0; k < VECTOR; ++k) {
-        const float deviation = values.at(k) - origins[k];
-        sums[k].first += deviation;
-        sums[k].second += deviation * deviation;
-      }
-    };
+    ColumnSums<VECTOR> sums;
     int rest = count;
 #pragma unroll 1
     for (int i = 0; i < params.sample_slots; ++i) {
@@ -103,23 +94,23 @@ __device__ __forceinline__ void ring_collect(const GroupNormRingParams& params,
         for (int k = 0; k < VECTOR; ++k) {
           if (k == 0 || left == 0) origin = values[0].at(k);
           if (++left == width) left = 0;
-          origins[k] = origin;
+          sums.origins[k] = origin;
         }
       }
       if (rest >= TURNS) {
 #pragma unroll
-        for (int k = 0; k < TURNS; ++k) add(values[k]);
+        for (int k = 0; k < TURNS; ++k) sums.add(values[k]);
       } else {
 #pragma unroll
         for (int k = 0; k < TURNS; ++k) {
-          if (k < rest) add(values[k]);
+          if (k < rest) sums.add(values[k]);
         }
       }
       rest -= TURNS;
-      slot.advance(params.slots);
+      slot.next(params.slots);
     }
     // ---- mean of each run, and squares of the deviations from it ----
-    float2* result = share.runs(params, smem, place.index) + thread;
+    float2* result = share.runs(params, smem, place.stage) + thread;
     int low = first_group * width - column;
     for (int run = 0; run < params.runs; ++run, low += width, result += CONSUMERS) {
       const int high = min(low + width, VECTOR), length = high - max(low, 0);
@@ -127,15 +118,15 @@ __device__ __forceinline__ void ring_collect(const GroupNormRingParams& params,
       float origin = 0.f;
 #pragma unroll
       for (int k = 0; k < VECTOR; ++k) {
-        if (k >= low && k < high) sum = sum + sums[k], origin = origins[k];
+        if (k >= low && k < high) sum = sum + sums.sums[k], origin = sums.origins[k];
       }
       if (count && length > 0) {
         const float shift = sum.first * rcp_approx(float(count * length));
         *result = make_float2(origin + shift, sum.second - sum.first * shift);
       }
     }
-    mbarrier_arrive(smem_address(&storage.collected[place.index]));
-    place.advance(params.flight);
+    mbarrier_arrive(smem_address(&storage.collected[place.stage]));
+    place.next(params.flight);
   }
 }
 
@@ -150,8 +141,8 @@ __device__ __forceinline__ void ring_tell(const GroupNormRingParams& params,
   const int lane = thread % lanes;
   RingPlace place;
   for (int round = 0; round < share.samples; ++round, ++tag) {
-    const float2* const runs = share.runs(params, smem, place.index);
-    mbarrier_wait(smem_address(&storage.collected[place.index]), place.parity);
+    const float2* const runs = share.runs(params, smem, place.stage);
+    mbarrier_wait(smem_address(&storage.collected[place.stage]), place.parity);
     for (int base = 0; base < groups; base += SENDERS / lanes) {
       const int group = base + thread / lanes;
       const int begin = group * width, end = begin + width;
@@ -161,29 +152,20 @@ __device__ __forceinline__ void ring_tell(const GroupNormRingParams& params,
           const int first = pack * VECTOR;
           const int length = min(end, first + VECTOR) - max(begin, first);
           const float2* of_pack = runs + (group - first / width) * CONSUMERS + pack;
-          for (int row = lane; row < rows; row += lanes)
-            add(float(length * share.count(row)), of_pack[row * share.row_packs]);
+          for (int row = lane; row < rows; row += lanes) {
+            const float2 run = of_pack[row * share.row_packs];
+            add(float(length * share.count(row)), Sums{run.x, run.y});
+          }
         }
       };
-      // The mean of the means, and deviations from that.
-      Sums total = {0.f, 0.f};
-      each_run([&](float n, float2 run) { total = total + Sums{n, n * run.x}; });
-      total = sum_of_lanes(total, lanes);
-      const float inverse = rcp_approx(max(total.first, 1.f)), mean = total.second * inverse;
-      Sums rest = {0.f, 0.f};
-      each_run([&](float n, float2 run) {
-        const float deviation = run.x - mean;
-        rest = rest + Sums{n * deviation, run.y + n * deviation * deviation};
-      });
-      rest = sum_of_lanes(rest, lanes);
+      const Moments moments = moments_of_parts(each_run, lanes);
       if (lane == 0 && group < groups) {
-        const Moments moments = moments_of(total.first, inverse, mean, rest);
-        send(share.moments(params, place.index, group) + share.share, moments.count, moments.mean,
+        send(share.moments(params, place.stage, group) + share.share, moments.count, moments.mean,
              moments.m2, tag);
       }
     }
     __syncwarp();
-    place.advance(params.flight);
+    place.next(params.flight);
   }
 }
 
@@ -195,7 +177,7 @@ __device__ __forceinline__ void ring_sum_up(const GroupNormRingParams& params,
   RingPlace place;
   for (int round = 0; round < share.samples; ++round, ++tag) {
     for (int group = share.share; group < shape.groups; group += params.blocks) {
-      const uint4* records = share.moments(params, place.index, group);
+      const uint4* records = share.moments(params, place.stage, group);
       Moments moments = {0.f, 0.f, 0.f};
       for (int i = lane; i < params.blocks; i += 32) {
         const uint4 v = receive(records + i, tag);
@@ -203,18 +185,17 @@ __device__ __forceinline__ void ring_sum_up(const GroupNormRingParams& params,
             moments + Moments{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z)};
       }
       __syncwarp();
-#pragma unroll
-      for (int mask = 1; mask < 32; mask *= 2) moments = moments + shuffle_xor(moments, mask);
+      moments = sum_of_neighbours<32>(moments);
       const float scale = rsqrtf(moments.m2 * shape.inverse_size + shape.eps);
       if (lane == 0) {
-        send(share.found(params, place.index, group), moments.mean, scale, 0.f, tag);
+        send(share.found(params, place.stage, group), moments.mean, scale, 0.f, tag);
         if (params.stats) {
           float* stats = params.stats + 2 * (share.sample(params, round) * shape.groups + group);
           stats[0] = moments.mean, stats[1] = scale;
         }
       }
     }
-    place.advance(params.flight);
+    place.next(params.flight);
   }
 }
 
@@ -225,12 +206,12 @@ __device__ __forceinline__ void ring_receive(const GroupNormRingParams& params,
   RingPlace place;
   for (int round = 0; round < share.samples; ++round, ++tag) {
     for (int group = lane; group < params.shape.groups; group += 32) {
-      const uint4 v = receive(share.found(params, place.index, group), tag);
-      storage.stats[place.index][group] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+      const uint4 v = receive(share.found(params, place.stage, group), tag);
+      storage.stats[place.stage][group] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
     }
-    mbarrier_arrive(smem_address(&storage.known[place.index]));
+    mbarrier_arrive(smem_address(&storage.known[place.stage]));
     __syncwarp();  // so that no lane arrives for a later sample first
-    place.advance(params.flight);
+    place.next(params.flight);
   }
   // All blocks of the team have read it: each has told what this one has heard of.
   if (share.share == 0 && lane == 0) params.rounds[share.team] = tag - 1;
@@ -252,18 +233,18 @@ __device__ __forceinline__ void ring_apply(const GroupNormRingParams& params,
       weight = load_words<VECTOR>(static_cast<const WEIGHT*>(params.weight) + column);
       bias = load_words<VECTOR>(static_cast<const WEIGHT*>(params.bias) + column);
     }
-    mbarrier_wait(smem_address(&storage.known[place.index]), place.parity);
+    mbarrier_wait(smem_address(&storage.known[place.stage]), place.parity);
     Affine<VECTOR> affine;
     int group = first_group, left = column - group * width;
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) {
-      const float2 stats = storage.stats[place.index][min(group, params.shape.groups - 1)];
+      const float2 stats = storage.stats[place.stage][min(group, params.shape.groups - 1)];
       affine.mean[k] = stats.x;
       affine.scale[k] = stats.y * weight.at(k);
       affine.bias[k] = bias.at(k);
       if (++left == width) ++group, left = 0;
     }
-    place.advance(params.flight);
+    place.next(params.flight);
 
     T* out = static_cast<T*>(params.out) + share.sample(params, round) * params.out_strides.batch +
              int64_t(share.begin) * share.channels + thread * VECTOR;
@@ -273,8 +254,8 @@ __device__ __forceinline__ void ring_apply(const GroupNormRingParams& params,
       Words<T, VECTOR> values[TURNS];
       read_slot(values, share, storage, smem, slot, reader);
       __syncwarp();
-      if (thread % 32 == 0) mbarrier_arrive(smem_address(&storage.empty[slot.index]));
-      slot.advance(params.slots);
+      if (thread % 32 == 0) mbarrier_arrive(smem_address(&storage.empty[slot.stage]));
+      slot.next(params.slots);
       if (rest >= TURNS) {
 #pragma unroll
         for (int k = 0; k < TURNS; ++k, out += pitch)

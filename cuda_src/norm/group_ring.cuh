@@ -1,10 +1,9 @@
 // What the warps of group_norm_fwd_ring_sm90 share: which part of which samples a block has, the
 // ring of slots in shared memory, and the records by which blocks tell each other what they found.
 #pragma once
-#include "../ptx/cp_async.cuh"
-#include "../ptx/mbarrier.cuh"
+#include "../common/ring.cuh"
 #include "../ptx/relaxed.cuh"
-#include "group_tile.cuh"
+#include "channel_tile.cuh"
 
 constexpr int CONSUMERS = 256;  // threads that collect; as many apply
 constexpr int TURNS = 2;        // positions of a thread in a slot
@@ -41,16 +40,6 @@ struct RingStorage {
 };
 
 static_assert(sizeof(RingStorage) + RING_BYTES <= 227 << 10, "more than a block can have");
-
-// A place among `end`, with the parity that its barriers have this time round.
-struct RingPlace {
-  int index = 0;
-  uint32_t parity = 0;
-
-  __device__ void advance(int end) {
-    if (++index == end) index = 0, parity ^= 1;
-  }
-};
 
 // Which part of which samples a block has. A row of threads has a position, a thread of it a pack.
 template <typename T, int VECTOR>

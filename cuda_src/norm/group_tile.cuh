@@ -163,6 +163,24 @@ __device__ __forceinline__ Sums sum_of_lanes(Sums sums, int lanes) {
   return sums;
 }
 
+// The moments of all that each(add) hands to add(count, {mean, squares of the deviations from it})
+// in `lanes` neighbouring threads. Two steps: the mean of the means, and deviations from that.
+template <class Each>
+__device__ __forceinline__ Moments moments_of_parts(Each each, int lanes) {
+  Sums total = {0.f, 0.f};
+  each([&](float n, Sums part) { total = total + Sums{n, n * part.first}; });
+  total = sum_of_lanes(total, lanes);
+  const float inverse = rcp_approx(max(total.first, 1.f));
+  const float mean = total.second * inverse;
+  Sums rest = {0.f, 0.f};
+  each([&](float n, Sums part) {
+    const float deviation = part.first - mean;
+    rest = rest + Sums{n * deviation, part.second + n * deviation * deviation};
+  });
+  rest = sum_of_lanes(rest, lanes);
+  return moments_of(total.first, inverse, mean, rest);
+}
+
 // The smallest power of two that is no less than n, up to 32.
 __device__ __forceinline__ int lanes_for(int n) {
   return n > 16 ? 32 : n > 1 ? 1 << (32 - __clz(n - 1)) : 1;

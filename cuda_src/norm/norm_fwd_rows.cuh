@@ -64,14 +64,14 @@ __device__ __forceinline__ void norm_fwd_rows(const NormFwdParams& params) {
   if constexpr (RMS) {
     squares = group_sum<Tile::ROW_THREADS>(values.sum_of_squares(columns), means);
     if constexpr (CLUSTER > 1)
-      squares = sum_of_ranks<CLUSTER>(exchange.swap({0.f, squares}).second);
+      squares = sum_of_neighbours<CLUSTER>(exchange.swap({0.f, squares}).second);
   } else {
     const float inverse = CLUSTER > 1 ? rcp_approx(float(columns)) : shape.inverse_columns;
     Moments moments = values.row_moments(columns, inverse, means, scratch);
     if constexpr (CLUSTER > 1) {
       const Sums sums = exchange.swap({moments.mean, moments.m2});
       const float count = float(pieces.size(threadIdx.x % CLUSTER));
-      moments = sum_of_ranks<CLUSTER>(Moments{count, sums.first, sums.second});
+      moments = sum_of_neighbours<CLUSTER>(Moments{count, sums.first, sums.second});
     }
     mean = moments.mean, squares = moments.m2;
   }
