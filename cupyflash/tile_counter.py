@@ -12,6 +12,8 @@ import struct
 import threading
 from typing import Any
 
+from .array import Array
+
 POOL_SIZE = 8192  # launches on a device that have their own
 COUNTERS = 64  # of a launch, next to each other: most use the first only
 _PER_THREAD_STREAM = 2  # cudaStreamPerThread: one name for many streams
@@ -42,6 +44,18 @@ class TileCounters:
             key = pointer, threading.get_ident()
         found = self.of_stream.get(key)
         return self.of_stream.setdefault(key, self._new()) if found is None else found
+
+    def address(self, stream: Any, library: Any, like: Array) -> tuple[int, Array | None]:
+        """The counters of a launch that cannot do without, and what has to live until it is queued.
+
+        Where CUDA graphs have taken all of them it is an array of its own, made by ``library`` on
+        the device of ``like``.
+        """
+        counters = int.from_bytes(self(stream), "little")
+        if counters:
+            return counters, None
+        own = library.zeros_int32(COUNTERS, like)
+        return library.pointer(own), own
 
     def _new(self) -> bytes:
         number = next(self.numbers)

@@ -72,3 +72,16 @@ def test_without_counters_blocks_take_turns(cupy, monkeypatch):
     assert counters(Stream(5)) == pack_pointer(POOL)
     assert counters(Stream(6)) == NULL == counters(Stream(8))
     assert counters(Stream(5)) == pack_pointer(POOL)
+
+
+def test_a_launch_that_needs_counters_gets_zeros_of_its_own(cupy, monkeypatch):
+    monkeypatch.setattr(tile_counter, "POOL_SIZE", 1)
+    made = []
+    library = types.SimpleNamespace(
+        zeros_int32=lambda size, like: made.append((size, like)) or "zeros",
+        pointer={"zeros": 8192}.get,
+    )
+    counters = TileCounters(0)
+    assert counters.address(Stream(5), library, "x") == (POOL, None) and made == []
+    assert counters.address(Stream(6), library, "x") == (8192, "zeros")
+    assert made == [(COUNTERS, "x")]

@@ -33,10 +33,7 @@ class MlpLaunch(Launch):
     ) -> None:
         """``pointers`` as `reference.Arrays`, ``down`` of its weight, bias, residual."""
         partials = library.empty_float32(self.partials_shape, like)
-        counter = int.from_bytes(self.counters(stream), "little")
-        if not counter:  # CUDA graphs have taken all of them
-            own = library.zeros_int32(1, like)
-            counter = library.pointer(own)
+        counter, _own = self.counters.address(stream, library, like)
         x, up, gate, up_bias, gate_bias, _, norm_weight, norm_bias = pointers[:8]
         first = (x, up, gate, up_bias, gate_bias, norm_weight, norm_bias)
         self(stream, *first, *down, out, library.pointer(partials), counter)

@@ -6,7 +6,7 @@ from typing import Any
 from ..array import Array, View
 from ..checks import require_grid
 from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
-from ..tile_counter import COUNTERS, tile_counters
+from ..tile_counter import tile_counters
 from . import group_norm_kernels as kernels
 from . import three_steps
 from .group_norm_ring import ring_launch
@@ -202,10 +202,7 @@ class BackwardPlan(Plan):
         stream, shares, workspace = library.stream(self.device_id), pointer(partials), (0, 0)
         sums, counters = (pointer(dweight), pointer(dbias)), 0
         if self.counters:
-            counters = int.from_bytes(self.counters(stream), "little")
-            if not counters:  # CUDA graphs have taken all of them
-                own = library.zeros_int32(COUNTERS, x)
-                counters = pointer(own)
+            counters, _own = self.counters.address(stream, library, x)
         else:
             pieces = library.empty_float32(self.pieces_shape, x)
             means = library.empty_float32(self.means_shape, x)

@@ -138,10 +138,7 @@ class BackwardPlan(Plan):
         sums = pointer(dweight), pointer(dbias) if self.need_dbias else 0
         counter = 0
         if self.counters:
-            counter = int.from_bytes(self.counters(stream), "little")
-            if not counter:  # CUDA graphs have taken all of them
-                own = library.zeros_int32(1, x)
-                counter = pointer(own)
+            counter, _own = self.counters.address(stream, library, x)
         for launch in self.launches:
             launch(stream, *pointers, pointer(dx), shares, *sums, counter)
         if self.sum:
