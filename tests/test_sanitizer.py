@@ -76,10 +76,8 @@ for rows in (3, 12, 70):
             cupyflash.mlp(x, up, down, **options)
             rotary = cupyflash.Rotary(make(rows, 10), make(rows, 10))
             cupyflash.qkv_projection(x, up[:240], heads_q=4, heads_kv=1, rotary=rotary)
-# linear_few_sm90 in clusters of 4 and of 8; blocks alone in theirs that go on to the next tile,
-# with which racecheck comes to no end.
-sizes = [(300, 264, 132), (300, 520, 132), (320, 520, 2)]
-for columns, depth, processors in sizes[: 2 if sys.argv[2] == "racecheck" else 3]:
+# linear_few_sm90 in clusters of 4 and of 8; blocks alone in theirs that go on to the next tile.
+for columns, depth, processors in ((300, 264, 132), (300, 520, 132), (320, 520, 2)):
     projection.multiprocessors = sm90_launch.multiprocessors = lambda device: processors
     weight, norm = make(columns, depth), cupyflash.Norm(make(depth), make(depth))
     for rows in (5, 32):
@@ -159,7 +157,7 @@ def test_sanitizer_of_transformer_blocks(backend, dtype, record_property):
 def test_sanitizer_beside_attention(backend, tool, record_property):
     if SANITIZER is None:
         pytest.skip("compute-sanitizer is not installed")
-    run = [sys.executable, "-c", NORMS, "float16", tool]
+    run = [sys.executable, "-c", NORMS, "float16"]
     kernels = "norm|partials|diffusion|linear|mlp|rotary|vector|naive|fused|embedding|cache|sample"
     kernels += "|flash_decode"
     sanitize(run, tool, "norms", f"regex={kernels}", record_property)

@@ -146,46 +146,56 @@ __device__ __forceinline__ void wait_for_pairs(uint64_t& barrier, int threads) {
     named_barrier_sync(1, threads);
 }
 
-// The loader. As many weights as the ring has room for are asked for before what the kernel before
-// has to write.
+// The loader: one lane. As many weights as the ring has room for are asked for before what the
+// kernel before has to write.
 template <class L>
-__device__ __forceinline__ void load_few_tiles(const LinearFewSm90Params& params,
-                                               const FewPlaces<L>& places, FewBarriers<L>& barriers,
-                                               const DepthShare& depth) {
+struct FewLoader {
+  const LinearFewSm90Params& params;
+  const FewPlaces<L>& places;
+  FewBarriers<L>& barriers;
+  const DepthShare& depth;
   const bool stream_x = params.base.norm_weight == nullptr;
-  const auto load_weights = [&](int step, int column, int stage) {
+  const int filled = min(depth.size(), params.stages);
+  FewTiles<L> tiles = FewTiles<L>(params.base);
+
+  // The first tiles, for which there is room.
+  __device__ void fill() const {
+#pragma unroll 1
+    for (int step = 0; step < filled; ++step) load_weights(step, step);
+    wait_for_previous_kernel();
+    if (!stream_x) return;
+#pragma unroll 1
+    for (int step = 0; step < filled; ++step) load_x(step, step);
+  }
+  // All others, as room is made.
+  __device__ void refill() {
+    RingPlace ring;
+    if (filled < params.stages) ring = {filled, 1};
+    int step = filled;
+    do {
+#pragma unroll 1
+      for (; step < depth.size(); ++step, ring.next(params.stages)) {
+        mbarrier_wait(smem_address(&barriers.empty[ring.stage]), ring.parity);
+        load_weights(step, ring.stage);
+        if (stream_x) load_x(step, ring.stage);
+      }
+      step = 0;
+    } while (tiles.advance());
+  }
+
+ private:
+  __device__ void load_weights(int step, int stage) const {
     const uint32_t full = smem_address(&barriers.full[stage]);
     const uint32_t to = places.ring + stage * places.stage_bytes;
     const int k = (depth.begin + step) * L::BLOCK_K;
     mbarrier_arrive_expect(full, places.stage_bytes);
-    tma_load(to, params.weight_map, full, k, column, 0, 0);
+    tma_load(to, params.weight_map, full, k, tiles.column(), 0, 0);
     if constexpr (L::GATED)
-      tma_load(to + L::TileW::BYTES / 2, params.gate_weight_map, full, k, column, 0, 0);
-  };
-  const auto load_x = [&](int step, int stage) {
+      tma_load(to + L::TileW::BYTES / 2, params.gate_weight_map, full, k, tiles.column(), 0, 0);
+  }
+  __device__ void load_x(int step, int stage) const {
     const uint32_t to = places.ring + stage * places.stage_bytes + L::TileW::BYTES;
     const int k = (depth.begin + step) * L::BLOCK_K;
     tma_load(to, params.x_map, smem_address(&barriers.full[stage]), k, 0, 0, 0);
-  };
-  FewTiles<L> tiles(params.base);
-  const int first = min(depth.size(), params.stages);
-#pragma unroll 1
-  for (int step = 0; step < first; ++step) load_weights(step, tiles.column(), step);
-  wait_for_previous_kernel();
-  if (stream_x) {
-#pragma unroll 1
-    for (int step = 0; step < first; ++step) load_x(step, step);
   }
-  RingPlace ring;
-  if (first < params.stages) ring = {first, 1};
-  int step = first;
-  do {
-#pragma unroll 1
-    for (; step < depth.size(); ++step, ring.next(params.stages)) {
-      mbarrier_wait(smem_address(&barriers.empty[ring.stage]), ring.parity);
-      load_weights(step, tiles.column(), ring.stage);
-      if (stream_x) load_x(step, ring.stage);
-    }
-    step = 0;
-  } while (tiles.advance());
-}
+};

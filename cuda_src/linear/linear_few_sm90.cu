@@ -118,9 +118,12 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1)
 
   // ---- weights, and x without a norm ----
   if (warp == L::CONSUMERS / 32) {
-    if (elect_one()) load_few_tiles(params, places, barriers, depth);
+    FewLoader<L> loader = {params, places, barriers, depth};
+    const bool leader = elect_one();
+    if (leader) loader.fill();
     __syncwarp();
-    cluster_wait();
+    cluster_wait();  // before the ring goes round: compute-sanitizer takes it for a block's barrier
+    if (leader) loader.refill();
     return;
   }
 
