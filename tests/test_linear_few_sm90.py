@@ -93,8 +93,8 @@ def test_long(rows, columns, depth, long):
 @pytest.mark.parametrize(
     ("rows", "depth", "apart"), [(8, 4096, False), (9, 4096, True), (32, 768, False)]
 )
-def test_norm_is_apart(rows, depth, apart):
-    assert few_sm90_kernels.norm_is_apart(rows, depth) == apart
+def test_norm_and_rotary_are_apart(rows, depth, apart):
+    assert few_sm90_kernels.is_apart(rows, depth) == apart
 
 
 @pytest.mark.parametrize("rows", [1, 8, 17])

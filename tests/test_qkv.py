@@ -137,6 +137,20 @@ def test_qkv_projection(backend, case):
 
 
 @each_library()
+@pytest.mark.parametrize("rows", [8, 9, 32])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_deep_rows(backend, rows, interleaved):
+    """Norm and rotary embedding in the same launch, and from nine rows on in some of their own."""
+    case = Case(
+        "float16", (rows,), (3, 1), 16, 2056, 1, "int32", interleaved, True, True, True, None
+    )
+    arrays = case.arrays(backend)
+    options = Options(interleaved=interleaved, heads=case.heads)
+    found = project(arrays, case.heads, interleaved)
+    expected_projection(arrays, options).check(out=joined(found))
+
+
+@each_library()
 def test_attention_reads_them(backend):
     dtype = backend.dtypes[0]
     x = stored(backend, normal((2, 9, 64), 0), dtype)

@@ -25,7 +25,7 @@ BUSY = 0.8  # of the multiprocessors: as good as all of them
 # Weights from this size on, in rows from this depth on, linear_few reads faster, for so few rows of
 # x: it deals them out evenly, not in tiles, and beside their reading its latencies do not count.
 LONG_BYTES, LONG_DEPTH, LONG_ROWS = 2**24, 2048, 4
-NORM_ROWS = 8  # more of such a depth take a norm of their own: every block would do it again
+FUSED_ROWS = 8  # for more of such a depth a norm and a rotary embedding are kernels of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +145,12 @@ def is_long(rows: int, columns: int, depth: int) -> bool:
     return few_and_deep and columns * depth * 2 >= LONG_BYTES
 
 
-def norm_is_apart(rows: int, depth: int) -> bool:
-    """Whether a norm before these rows is faster as a kernel of its own."""
-    return rows > NORM_ROWS and depth >= LONG_DEPTH
+def is_apart(rows: int, depth: int) -> bool:
+    """Whether what is before or after the product is faster as a kernel of its own.
+
+    Every block would do the norm again, and with a rotary embedding tensor cores take no part.
+    """
+    return rows > FUSED_ROWS and depth >= LONG_DEPTH
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:

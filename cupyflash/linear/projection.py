@@ -11,7 +11,7 @@ from ..norm import kernels as norm_kernels
 from ..norm.params import NormFwdParams
 from ..rows import Rows
 from . import few_sm90_kernels, kernels, sm90_kernels
-from .few_sm90_kernels import LinearFewSm90, norm_is_apart
+from .few_sm90_kernels import LinearFewSm90, is_apart
 from .kernels import LinearFew
 from .params import LinearParams, Rotary, RowNorm
 from .reference import Options
@@ -42,7 +42,7 @@ class Projection:
         (rows, depth), columns = x.shape, weight.shape[0]
         self.norm, self.normal_shape = None, (rows, depth)
         steps, of_norm = row_strides(views), views.get("weight of norm")
-        apart = few is None or isinstance(few, LinearFewSm90) and norm_is_apart(rows, depth)
+        apart = few is None or isinstance(few, LinearFewSm90) and is_apart(rows, depth)
         norm_inside = of_norm is not None and not apart
         if of_norm and apart:
             self.norm = norm_launch(function, x, of_norm, options, aligned)
@@ -104,7 +104,7 @@ def few_kernel(
     capability, columns = capability_of(x.device), views["weight"].shape[0]
     vector = aligned and is_aligned(x, steps)
     few = kernels.few(x.dtype, options.activation, gated, turned, *x.shape, vector, capability)
-    if not aligned or family == "sm80" or turned:
+    if not aligned or family == "sm80" or turned and not is_apart(*x.shape):
         return few
     long = few_sm90_kernels.is_long(x.shape[0], columns * (1 + gated), x.shape[1])
     if long and few and few.num_stages > 1:
@@ -114,7 +114,7 @@ def few_kernel(
         capability,
         options.activation,
         gated,
-        "weight of norm" in views and not norm_is_apart(*x.shape),
+        "weight of norm" in views and not is_apart(*x.shape),
         (x.shape[0], columns, x.shape[1]),
         tuple(step for name, step in steps.items() if name in few_sm90_kernels.MAPPED),
         multiprocessors(x.device),
