@@ -138,11 +138,13 @@ def test_linear_beyond_2_31_elements(backend, memory_pool, family, sizes):
 @each_library(library="cupy")
 @pytest.mark.parametrize("rows", [1, 4])
 def test_weights_beyond_2_31_elements(backend, memory_pool, rows):
-    """Few rows: the last columns as these columns alone."""
+    """Few rows: the last columns as these columns alone, which another kernel may do."""
     import cupy
 
     weight = cupy.zeros((525000, 4096), "float16")
     weight[-20:] = cupy.random.standard_normal((20, 4096), dtype="float32")
     x = cupy.random.standard_normal((rows, 4096), dtype="float32").astype("float16")
     out = cupyflash.linear(x, weight)
-    assert (out[:, -20:] == cupyflash.linear(x, weight[-20:])).all() and not out[:, :-20].any()
+    right = cupyflash.linear(x, weight[-20:])
+    assert float(abs(out[:, -20:] - right).max()) <= 2.0**-9 * float(abs(right).max())
+    assert not out[:, :-20].any()

@@ -25,7 +25,6 @@ struct ClusterExchange {
   __device__ void init() {
     if (threadIdx.x == 0) {
       mbarrier_init(smem_address(&full), 1);
-      mbarrier_arrive_expect(smem_address(&full), sizeof(sent));
       mbarrier_init_fence();
     }
     cluster_arrive_relaxed();
@@ -34,6 +33,7 @@ struct ClusterExchange {
   // Gives `own`, which all threads of a block have; what block threadIdx.x % CLUSTER has.
   __device__ Sums swap(Sums own) {
     cluster_wait();
+    if (threadIdx.x == 0) mbarrier_arrive_expect(smem_address(&full), sizeof(sent));
     if (threadIdx.x < CLUSTER)
       st_async_cluster(smem_address(&sent[cluster_rank()]), smem_address(&full), threadIdx.x,
                        own.first, own.second);
