@@ -15,20 +15,23 @@ from cupyflash.array import library_of
 from cupyflash.linear import few_sm90_kernels, sm90_launch
 from cupyflash.linear.few_sm90_kernels import CLUSTERS, ROWS, LinearFewSm90, choose
 from cupyflash.linear.params import LinearFewSm90Params, LinearParams, RowNorm
+from cupyflash.linear.params import Rotary as RotaryParams
 from cupyflash.linear.reference import Arrays, Options
+from cupyflash.linear.sm90_kernels import Rotary
 from cupyflash.linear.sm90_launch import LinearFewLaunch
 from cupyflash.tensor_map import TensorMapSpec
-from cupyflash.testing import expected_projection, to_numpy64
+from cupyflash.testing import expected_projection, to_library, to_numpy64
 
 DEPTHS = [64, 72, 200, 768, 1000, 4096]
 
 
-def chosen(rows, columns, depth, *, norm=False, gated=False, **changes):
+def chosen(rows, columns, depth, *, norm=False, gated=False, rotary=False, **changes):
     problem = {"dtype": "float16", "capability": (9, 0), "strides": (depth, depth)} | changes
     return choose(
         **problem,
         activation="none",
         gated=gated,
+        rotary=rotary,
         norm=norm,
         sizes=(rows, columns, depth),
         multiprocessors=132,
@@ -98,20 +101,30 @@ def test_norm_and_rotary_are_apart(rows, depth, apart):
 
 
 @pytest.mark.parametrize("rows", [1, 8, 17])
-@pytest.mark.parametrize("gated", [False, True])
-def test_every_choice_is_listed(rows, gated):
+@pytest.mark.parametrize("kind", [{}, {"gated": True}, {"rotary": True}])
+def test_every_choice_is_listed(rows, kind):
     listed = set(few_sm90_kernels.configurations((9, 0)))
     for columns, depth in ((768, 768), (2304, 768), (6144, 4096), (40, 8)):
-        assert chosen(rows, columns, depth, gated=gated) in listed
+        assert chosen(rows, columns, depth, **kind) in listed
     assert list(few_sm90_kernels.configurations((8, 0))) == []
 
 
 def test_boxes_fill_a_stage():
     for config in few_sm90_kernels.configurations((9, 0)):
-        weights = config.boxes["weight"] + config.gated * config.boxes["gate_weight"]
-        assert (config.boxes["x"], weights) == (config.rows, 64)
+        boxes = config.boxes
+        assert boxes["x"] == config.rows and boxes["weight"] == boxes["gate_weight"]
+        assert boxes["weight"] == 64 // (1 + config.gated + config.rotary)
         assert config.grid(5, 130, 132) == (5 if config.gated else 3) * config.cluster
         assert config.grid(5, 130, 2) == (2 if config.cluster == 1 else config.grid(5, 130, 132))
+
+
+@pytest.mark.parametrize(
+    ("rotary", "expected"),
+    [((64, 64), True), ((128, 128), True), ((192, 192), True)]
+    + [((32, 32), False), ((96, 96), False), ((128, 64), False), ((64, 64, True), False)],
+)
+def test_turns(rotary, expected):
+    assert few_sm90_kernels.turns(Rotary(*rotary)) is expected
 
 
 @pytest.mark.parametrize(
@@ -152,7 +165,7 @@ def test_launch(monkeypatch):
     monkeypatch.setattr(kernel_launch, "capability_of", lambda device: (8, 0))
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
     monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: 132)
-    config = LinearFewSm90("bfloat16", "silu", True, 16, 4)
+    config = LinearFewSm90("bfloat16", "silu", True, False, 16, 4)
     params = LinearParams(
         rows=9, columns=650, depth=768, x_stride=2304, weight_stride=768, gate_stride=776
     )
@@ -183,6 +196,7 @@ class Case:
 
     Attributes:
         few_stages: the ring is shorter than the depth of a block.
+        head_dim: of five heads, of which three are turned; 0 without a rotary embedding.
     """
 
     dtype: str
@@ -196,6 +210,7 @@ class Case:
     bias: bool
     cluster: int
     few_stages: bool
+    head_dim: int = 0
 
     @property
     def id(self):
@@ -210,7 +225,11 @@ class Case:
             "padded" if len(shape) == 2 else "contiguous",
         )
         wide = "float32" if self.bias else self.dtype  # of the norm's weight
-        columns, depth = self.columns, self.depth
+        columns, depth, half = self.columns, self.depth, self.head_dim // 2
+        angles = 10 * normal((50, half), next(seeds))
+        turn = lambda function: stored(backend, function(angles), wide) if half else None
+        positions = numpy.random.default_rng().integers(0, 50, self.rows, "int32")
+        positions = to_library(positions, backend.library, backend.device)
         return Arrays(
             x=make(self.rows, depth, mean=3.0 if self.norm else 0.0),
             weight=make(columns, depth, scale=depth**-0.5),
@@ -220,12 +239,16 @@ class Case:
             residual=make(self.rows, columns) if self.residual else None,
             norm_weight=make(depth, dtype=wide) if self.norm else None,
             norm_bias=make(depth, dtype=wide) if self.norm == "layer" else None,
+            cos=turn(numpy.cos),
+            sin=turn(numpy.sin),
+            positions=positions if half else None,
         )
 
     @property
     def config(self):
         tile = next(tile for tile in ROWS if self.rows <= tile)
-        return LinearFewSm90(self.dtype, self.activation, self.gated, tile, self.cluster)
+        kind = self.activation, self.gated, bool(self.head_dim)
+        return LinearFewSm90(self.dtype, *kind, tile, self.cluster)
 
 
 def launched(backend, case, arrays):
@@ -247,6 +270,15 @@ def launched(backend, case, arrays):
     )
     if case.norm:
         params.norm = RowNorm(1e-5, 1 / case.depth, case.norm == "rms", case.bias)
+    if case.head_dim:
+        params.rotary = RotaryParams(
+            seqlen=1,
+            num_positions=50,
+            columns=3 * case.head_dim,
+            head_dim=case.head_dim,
+            rotary_dim=case.head_dim,
+            wide=case.bias,
+        )
     launch = LinearFewLaunch(case.config, 0, params, norm=bool(case.norm))
     launch(None, *(0 if x is None else library.pointer(x) for x in arrays), library.pointer(out))
     backend.synchronize()
@@ -287,6 +319,39 @@ def test_results(backend, case, monkeypatch):
     arrays = case.arrays(backend)
     out = launched(backend, case, arrays)
     options = Options(case.activation, rms=case.norm == "rms")
+    expected_projection(arrays, options).check(out=out)
+
+
+def rotary_cases():
+    factors = {
+        "dtype": ["float16", "bfloat16"],
+        "rows": [1, 8, 11, 32],
+        "depth": [200, 1000, 4096],
+        "norm": ["", "layer", "rms"],
+        "bias": [False, True],
+        "cluster": list(CLUSTERS),
+        "few_stages": [False, True],
+        "head_dim": [64, 128, 192],
+    }
+    for point in pairwise(factors):
+        columns = 5 * point["head_dim"]
+        case = Case(columns=columns, activation="none", gated=False, residual=False, **point)
+        stages = case.config.smem_bytes(2, case.depth, bool(case.norm))
+        if case.cluster <= -(-case.depth // 64) and stages <= case.config.shared_memory:
+            yield case
+
+
+@on_hopper
+@each_library(library="torch", device="cuda")
+@pytest.mark.parametrize("case", list(rotary_cases()), ids=lambda case: case.id)
+def test_rotary(backend, case, monkeypatch):
+    if case.few_stages:
+        monkeypatch.setattr(LinearFewSm90, "stages", lambda *_: 2)
+    if case.cluster == 1:
+        monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: 3)
+    arrays = case.arrays(backend)
+    out = launched(backend, case, arrays)
+    options = Options(rms=case.norm == "rms", heads=(2, 1))
     expected_projection(arrays, options).check(out=out)
 
 

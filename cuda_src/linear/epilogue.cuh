@@ -56,13 +56,18 @@ struct RowRotation {
     angles = position * (rotary.rotary_dim / 2);
   }
 
-  // Rotates pair `pair` (0 to rotary_dim / 2 - 1) of a head.
-  __device__ void operator()(int pair, float& first, float& second) const {
-    const float cos = element<T>(params.cos, angles + pair, params.rotary.wide);
-    const float sin = element<T>(params.sin, angles + pair, params.rotary.wide);
-    const float rotated = first * cos - second * sin;
-    second = second * cos + first * sin;
+  // cos and sin of pair `pair` (0 to rotary_dim / 2 - 1) of a head.
+  __device__ float2 angle(int pair) const {
+    return {element<T>(params.cos, angles + pair, params.rotary.wide),
+            element<T>(params.sin, angles + pair, params.rotary.wide)};
+  }
+  __device__ static void turn(float2 angle, float& first, float& second) {
+    const float rotated = first * angle.x - second * angle.y;
+    second = second * angle.x + first * angle.y;
     first = rotated;
+  }
+  __device__ void operator()(int pair, float& first, float& second) const {
+    turn(angle(pair), first, second);
   }
 
   // Brings the angles of a pair to the L2.

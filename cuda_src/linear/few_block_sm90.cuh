@@ -11,13 +11,14 @@
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
 
-template <typename T_, bool GATED_, int ROWS_, int CLUSTER_>
+template <typename T_, bool GATED_, bool ROTARY_, int ROWS_, int CLUSTER_>
 struct FewLayout {
   using T = T_;
   static constexpr bool GATED = GATED_;
+  static constexpr bool ROTARY = ROTARY_;
   static constexpr int ROWS = ROWS_;  // of x, at most
   static constexpr int CLUSTER = CLUSTER_;
-  static constexpr int FEATURES = 64;  // rows of weights; with a gate, half of them are its
+  static constexpr int FEATURES = 64;  // rows of weights
   static constexpr int BLOCK_K = 64;
   // Threads: those that multiply, the loader, and if there is a norm helpers.
   static constexpr int CONSUMERS = WARPGROUP;
@@ -26,13 +27,16 @@ struct FewLayout {
   static constexpr int MAX_STAGES = 12;  // few_sm90_kernels.IN_FLIGHT
   using TileX = SmemTile<ROWS, BLOCK_K>;
   using TileW = SmemTile<FEATURES, BLOCK_K>;
-  static constexpr int WEIGHTS = GATED ? 2 : 1;  // which a column of out has a row of
-  static constexpr int COLUMNS = FEATURES / WEIGHTS;
-  static constexpr int SHARE = COLUMNS / CLUSTER;  // columns that a block finishes
-  static_assert(COLUMNS % CLUSTER == 0, "all blocks of a cluster have as many columns");
+  // A gate, or a rotary embedding, wants two of them at once: the second half of a tile is of the
+  // gate's weights, or of the columns with which those of the first are turned.
+  static constexpr int HALVES = GATED || ROTARY ? 2 : 1;
+  static constexpr int PLACES = FEATURES / HALVES;  // columns of out, or pairs that are turned
+  static constexpr int COLUMNS = GATED ? PLACES : FEATURES;
+  static constexpr int SHARE = PLACES / CLUSTER;  // places that a block finishes
+  static_assert(PLACES % CLUSTER == 0, "all blocks of a cluster have as many places");
 
-  // A block gets the sums of its share from all blocks: [CLUSTER][WEIGHTS * SHARE][SUMS_PITCH].
-  static constexpr int SHARE_ROWS = WEIGHTS * SHARE;
+  // A block gets the sums of its share from all blocks: [CLUSTER][HALVES * SHARE][SUMS_PITCH].
+  static constexpr int SHARE_ROWS = HALVES * SHARE;
   static constexpr int SUMS_PITCH = ROWS + 2;  // two rows of weights lie in different banks
   static constexpr int SUMS_BYTES = FEATURES * SUMS_PITCH * sizeof(float);
 };
@@ -41,13 +45,20 @@ struct FewLayout {
 // as there are any.
 template <class L>
 struct FewTiles {
-  int index = blockIdx.x / L::CLUSTER;
+  const int head_dim;
   const int count;
+  int index = blockIdx.x / L::CLUSTER;
 
   __device__ explicit FewTiles(const LinearParams& params)
-      : count(ceil_div(params.columns, L::COLUMNS)) {}
+      : head_dim(params.rotary.head_dim), count(ceil_div(params.columns, L::COLUMNS)) {}
 
-  __device__ int column() const { return index * L::COLUMNS; }
+  // The first column of the first half; of a head each tile has so many pairs.
+  __device__ int column() const {
+    const int column = index * L::COLUMNS;
+    return L::ROTARY ? column - column % head_dim / 2 : column;
+  }
+  // Of the second half, in its weights.
+  __device__ int second_column() const { return column() + (L::ROTARY ? head_dim / 2 : 0); }
   // Whether there is another one.
   __device__ bool advance() {
     if constexpr (L::CLUSTER > 1) return false;
@@ -190,8 +201,10 @@ struct FewLoader {
     const int k = (depth.begin + step) * L::BLOCK_K;
     mbarrier_arrive_expect(full, places.stage_bytes);
     tma_load(to, params.weight_map, full, k, tiles.column(), 0, 0);
-    if constexpr (L::GATED)
-      tma_load(to + L::TileW::BYTES / 2, params.gate_weight_map, full, k, tiles.column(), 0, 0);
+    if constexpr (L::HALVES == 2) {
+      const TensorMap& map = L::GATED ? params.gate_weight_map : params.weight_map;
+      tma_load(to + L::TileW::BYTES / 2, map, full, k, tiles.second_column(), 0, 0);
+    }
   }
   __device__ void load_x(int step, int stage) const {
     const uint32_t to = places.ring + stage * places.stage_bytes + L::TileW::BYTES;

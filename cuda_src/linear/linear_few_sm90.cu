@@ -15,90 +15,14 @@
 //
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "Tensor copy", "st.async".
 #include "../common/wg_gemm.cuh"
-#include "epilogue.cuh"
 #include "few_norm_sm90.cuh"
+#include "few_results_sm90.cuh"
 
-// What a thread finishes: one column, every STEP-th row. What it adds to the sums of the products
-// is asked for long before they are there.
-template <class L>
-struct FewResults {
-  using T = typename L::T;
-  static constexpr int STEP = L::CONSUMERS / L::SHARE;
-  static constexpr int COUNT = ceil_div(L::ROWS, STEP);
-  const LinearParams& params;
-  const int place = threadIdx.x % L::SHARE;
-  const int first_row = threadIdx.x / L::SHARE;
-  int column;
-  T bias = {}, gate_bias = {}, residual[COUNT] = {};
-
-  __device__ FewResults(const LinearParams& params, int share_column) : params(params) {
-    begin(share_column);
-  }
-
-  // The results of a tile of which the block has the columns from `share_column` on.
-  __device__ void begin(int share_column) { column = share_column + place; }
-  __device__ bool has(int i) const {
-    return column < params.columns && first_row + i * STEP < params.rows;
-  }
-  __device__ void load_bias() {
-    if (column >= params.columns) return;
-    if (params.bias) bias = static_cast<const T*>(params.bias)[column];
-    if (L::GATED && params.gate_bias) gate_bias = static_cast<const T*>(params.gate_bias)[column];
-  }
-  __device__ void load_residual() {
-    if (params.residual == nullptr) return;
-    const T* data = static_cast<const T*>(params.residual) + column;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i)
-      if (has(i)) residual[i] = data[(first_row + i * STEP) * params.residual_stride];
-  }
-  // From the sums of all blocks of the cluster.
-  template <Activation ACTIVATION>
-  __device__ void store(const float* sums) const {
-    T* out = static_cast<T*>(params.out) + column;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      const int row = first_row + i * STEP;
-      if (!has(i)) continue;
-      const float* own = sums + place * L::SUMS_PITCH + row;
-      float value = to_float(bias), gate = to_float(gate_bias);
-#pragma unroll
-      for (int block = 0; block < L::CLUSTER; ++block) {
-        value += own[block * L::SHARE_ROWS * L::SUMS_PITCH];
-        if constexpr (L::GATED) gate += own[(block * L::SHARE_ROWS + L::SHARE) * L::SUMS_PITCH];
-      }
-      value = L::GATED ? activate<ACTIVATION>(gate) * value : activate<ACTIVATION>(value);
-      out[row * params.out_stride] = from_float<T>(value + to_float(residual[i]));
-    }
-  }
-};
-
-// Sends the sums of a block to the blocks that finish them; rows of x beyond the last eight that
-// count are left out.
-template <class L>
-__device__ __forceinline__ void send_sums(const float (&acc)[L::ROWS / 8][4], float* sums,
-                                          uint64_t& barrier, int rank, int rows) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int feature = threadIdx.x / 32 * 16 + half * 8 + lane / 4;
-    const int column = feature % L::COLUMNS;
-    const int place = feature / L::COLUMNS * L::SHARE + column % L::SHARE;
-    float* to = sums + (rank * L::SHARE_ROWS + place) * L::SUMS_PITCH + lane % 4 * 2;
-#pragma unroll
-    for (int n = 0; n < L::ROWS / 8; ++n) {
-      if (n * 8 < rows)
-        send_pair<L>(to + n * 8, barrier, column / L::SHARE, acc[n][2 * half],
-                     acc[n][2 * half + 1]);
-    }
-  }
-}
-
-template <typename T, Activation ACTIVATION, bool GATED, int ROWS, int CLUSTER>
+template <typename T, Activation ACTIVATION, bool GATED, bool ROTARY, int ROWS, int CLUSTER>
 __global__ void __cluster_dims__(CLUSTER, 1, 1)
-    __launch_bounds__(FewLayout<T, GATED, ROWS, CLUSTER>::THREADS, 2)
+    __launch_bounds__(FewLayout<T, GATED, ROTARY, ROWS, CLUSTER>::THREADS, 2)
         linear_few_sm90(const __grid_constant__ LinearFewSm90Params params) {
-  using L = FewLayout<T, GATED, ROWS, CLUSTER>;
+  using L = FewLayout<T, GATED, ROTARY, ROWS, CLUSTER>;
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ FewBarriers<L> barriers;
   const LinearParams& base = params.base;
@@ -138,9 +62,9 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1)
     launch_next_kernel();
     float first = 0.f;  // of the row
     const Sums row_sums = norm.load(first);
-    if (consumer) results.load_residual();
     cluster_wait();  // all blocks of the cluster have begun, and made their barriers
     norm.send(row_sums, rank, barriers.row_sums);
+    if (consumer) results.load_rows();
     cp_async_wait<0>();
     named_barrier_sync(1, L::NORM_THREADS);  // everybody sees the norm's weights
     wait_for_pairs<L>(barriers.row_sums, L::NORM_THREADS);
@@ -156,7 +80,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1)
     results.load_bias();
     wait_for_previous_kernel();
     launch_next_kernel();
-    results.load_residual();
+    results.load_rows();
     cluster_wait();
   }
 
@@ -196,7 +120,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1)
     // ---- the next tile of a block that is alone ----
     results.begin(tiles.column());
     results.load_bias();
-    results.load_residual();
+    results.load_rows();
     named_barrier_sync(1, L::CONSUMERS);  // the sums have been read
   }
 }

@@ -9,7 +9,7 @@ from ..kernel_config import Capability, KernelConfig
 from . import sm90_kernels
 from .kernels import epilogues
 from .params import LinearFewSm90Params
-from .sm90_kernels import BLOCK_K, CAPABILITY, DTYPES, WARPGROUP
+from .sm90_kernels import BLOCK_K, CAPABILITY, DTYPES, WARPGROUP, Rotary
 
 MAPPED = ("x", "weight", "gate_weight")  # what tensor maps describe
 ROWS = (8, 16, 32)  # of a tile
@@ -34,6 +34,7 @@ class LinearFewSm90(KernelConfig):
 
     Attributes:
         gated: half of the rows of weights of a block are those of the gate.
+        rotary: or those of the columns with which the others are turned, if they are q or k.
         cluster: blocks that share the depth; a block alone makes one tile after the other.
     """
 
@@ -44,6 +45,7 @@ class LinearFewSm90(KernelConfig):
     dtype: str
     activation: str
     gated: bool
+    rotary: bool
     rows: int
     cluster: int
 
@@ -70,7 +72,8 @@ class LinearFewSm90(KernelConfig):
     @property
     def boxes(self) -> dict[str, int]:
         """Rows of a box of each tensor map."""
-        return {"x": self.rows, "weight": self.columns, "gate_weight": self.columns}
+        half = FEATURES // (1 + (self.gated or self.rotary))
+        return {"x": self.rows, "weight": half, "gate_weight": half}
 
     def tiles(self, columns: int) -> int:
         """Tiles of all blocks: one of ``out`` is `cluster` tiles, each with a part of the depth."""
@@ -114,6 +117,7 @@ def choose(
     capability: Capability,
     activation: str,
     gated: bool,
+    rotary: bool,
     norm: bool,
     sizes: tuple[int, int, int],
     strides: tuple[int, ...],
@@ -130,13 +134,19 @@ def choose(
     tile = next(tile for tile in ROWS if rows <= tile)
     steps = -(-depth // BLOCK_K)
     offered = [
-        LinearFewSm90(dtype, activation, gated, tile, cluster)
+        LinearFewSm90(dtype, activation, gated, rotary, tile, cluster)
         for cluster in CLUSTERS
         if cluster <= steps
     ]
     busy = [x for x in offered if x.busy(columns, multiprocessors) >= BUSY]
     fitting = (x for x in busy or offered[-1:] if x.stages(columns, depth, norm, multiprocessors))
     return next(fitting, None)
+
+
+def turns(rotary: Rotary) -> bool:
+    """Whether the kernel has both numbers of each pair in the same tile."""
+    half, whole = rotary.head_dim // 2, rotary.rotary_dim == rotary.head_dim
+    return whole and half % (FEATURES // 2) == 0 and not rotary.interleaved
 
 
 def is_long(rows: int, columns: int, depth: int) -> bool:
@@ -157,8 +167,6 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     """Everything that `choose` can return."""
     if capability != CAPABILITY:
         return
-    for activation, gated, rotary in epilogues():
-        if rotary:
-            continue
+    for epilogue in epilogues():
         for dtype, rows, cluster in itertools.product(DTYPES, ROWS, CLUSTERS):
-            yield LinearFewSm90(dtype, activation, gated, rows, cluster)
+            yield LinearFewSm90(dtype, *epilogue, rows, cluster)

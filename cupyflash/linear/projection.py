@@ -64,7 +64,7 @@ class Projection:
         config = few or many_kernel(views, options, params, aligned, family)
         if isinstance(config, LinearFewSm90):
             self.launches = [LinearFewLaunch(config, x.device, params, norm_inside)]
-            turned = False
+            turned = config.rotary
         elif isinstance(config, sm90_kernels.LinearSm90):
             self.launches = [LinearLaunch(config, x.device, params)]
             turned = config.head_dim > 0
@@ -104,7 +104,8 @@ def few_kernel(
     capability, columns = capability_of(x.device), views["weight"].shape[0]
     vector = aligned and is_aligned(x, steps)
     few = kernels.few(x.dtype, options.activation, gated, turned, *x.shape, vector, capability)
-    if not aligned or family == "sm80" or turned and not is_apart(*x.shape):
+    rotary = turned and few_sm90_kernels.turns(sm90_rotary(rotary_of(views, options)))
+    if not aligned or family == "sm80" or turned and not rotary and not is_apart(*x.shape):
         return few
     long = few_sm90_kernels.is_long(x.shape[0], columns * (1 + gated), x.shape[1])
     if long and few and few.num_stages > 1:
@@ -114,6 +115,7 @@ def few_kernel(
         capability,
         options.activation,
         gated,
+        rotary,
         "weight of norm" in views and not is_apart(*x.shape),
         (x.shape[0], columns, x.shape[1]),
         tuple(step for name, step in steps.items() if name in few_sm90_kernels.MAPPED),
@@ -135,8 +137,7 @@ def many_kernel(
     steps = {**row_strides(views), "x": params.x_stride}
     on_sm90 = aligned and family in (None, "sm90")
     if on_sm90 and sm90_kernels.supports(x.dtype, capability, *sizes, tuple(steps.values())):
-        turn = params.rotary
-        rotary = sm90_kernels.Rotary(turn.head_dim, turn.rotary_dim, bool(turn.interleaved))
+        rotary = sm90_rotary(params.rotary)
         if not sm90_kernels.turns(rotary):
             rotary = sm90_kernels.NO_ROTARY
         epilogue = sm90_kernels.Epilogue(options.activation, gated, "residual" in views, rotary)
@@ -166,7 +167,12 @@ def row_norm(x: View, weight: View, options: Options) -> RowNorm:
     return RowNorm(options.eps, 1 / x.shape[1], options.rms, weight.dtype == "float32")
 
 
-def rotary_of(views: Mapping[str, View], options: Options, seqlen: int) -> Rotary:
+def sm90_rotary(rotary: Rotary) -> sm90_kernels.Rotary:
+    """What a kernel for Hopper must know of it when it is compiled."""
+    return sm90_kernels.Rotary(rotary.head_dim, rotary.rotary_dim, bool(rotary.interleaved))
+
+
+def rotary_of(views: Mapping[str, View], options: Options, seqlen: int = 1) -> Rotary:
     """The rotary embedding in a kernel."""
     heads_q, heads_kv = options.heads
     cos, positions = views["cos"], views.get("positions")
