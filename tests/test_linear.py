@@ -292,7 +292,8 @@ def test_host_time_is_one_look_up(backend, monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "dtype", "rows", "sizes", "family", "kernel"),
     [
-        ((9, 0), "bfloat16", 4, (4096, 4096), None, "LinearFew"),  # long rows of weights
+        ((9, 0), "bfloat16", 4, (4096, 14336), None, "LinearFew"),  # long rows of many weights
+        ((9, 0), "bfloat16", 4, (4096, 4096), None, "LinearFewSm90"),
         ((9, 0), "bfloat16", 8, (14336, 4096), None, "LinearFewSm90"),  # too little room for x
         ((9, 0), "bfloat16", 16, (772, 768), None, "LinearFew"),
         ((9, 0), "bfloat16", 16, (4096, 4096), "sm80", "LinearFew"),

@@ -83,8 +83,9 @@ def test_cluster(columns, depth, cluster):
 @pytest.mark.parametrize(
     ("rows", "columns", "depth", "long"),
     [
-        (4, 6144, 4096, True),
-        (5, 6144, 4096, False),
+        (4, 28672, 4096, True),
+        (5, 28672, 4096, False),
+        (1, 6144, 4096, False),
         (1, 50257, 768, False),
         (1, 768, 3072, False),
     ],
@@ -351,7 +352,7 @@ def test_rotary(backend, case, monkeypatch):
         monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: 3)
     arrays = case.arrays(backend)
     out = launched(backend, case, arrays)
-    options = Options(rms=case.norm == "rms", heads=(2, 1))
+    options = Options(rms=case.norm == "rms", heads=(1, 2))
     expected_projection(arrays, options).check(out=out)
 
 

@@ -24,7 +24,7 @@ SHARED_MEMORY, RESERVED, BARRIERS = 233472, 1024, 1024
 BUSY = 0.8  # of the multiprocessors: as good as all of them
 # Weights from this size on, in rows from this depth on, linear_few reads faster, for so few rows of
 # x: it deals them out evenly, not in tiles, and beside their reading its latencies do not count.
-LONG_BYTES, LONG_DEPTH, LONG_ROWS = 2**24, 2048, 4
+LONG_BYTES, LONG_DEPTH, LONG_ROWS = 2**26, 2048, 4
 FUSED_ROWS = 8  # for more of such a depth a norm and a rotary embedding are kernels of their own
 
 
