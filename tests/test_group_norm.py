@@ -113,13 +113,23 @@ def test_groups_of_many_sizes(backend, dtype, positions):
     expected_group_norm(*arrays[:2], 1, *arrays[2:], "silu", 1e-5).check(**run(case, *arrays))
 
 
+# (channels, num_groups), positions: groups of 256, 480, 512, 1024 and 2304 numbers, channels of 8
+# bytes, not aligned.
+MANY = [
+    *(((256, 16), 16), ((320, 16), 24), ((256, 8), 16), ((128, 8), 64), ((48, 3), 144)),
+    *(((48, 3), 4), ((640, 10), 4), ((640, 10), 2), ((48, 3), 7)),
+]
+
+
 @each_library(device="cuda")
-@pytest.mark.parametrize("positions", [(16,), (4,), (7,), (24, 24)], ids=str)
-def test_many_samples(backend, positions):
-    """More than the blocks of the backward take at once."""
-    case = Case("float16", 1301, (48, 3), positions, "mish", False, "contiguous")
+@pytest.mark.parametrize(("channels", "length"), MANY, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_many_samples(backend, dtype, channels, length):
+    """More than blocks take at once."""
+    case = Case(dtype, 1301, channels, (length,), "mish", False, "contiguous")
     arrays = case.arrays(backend)
-    expected_group_norm(*arrays[:2], 3, *arrays[2:], "mish", 1e-5).check(**run(case, *arrays))
+    exact = expected_group_norm(*arrays[:2], channels[1], *arrays[2:], "mish", 1e-5)
+    exact.check(**run(case, *arrays))
 
 
 @each_library()

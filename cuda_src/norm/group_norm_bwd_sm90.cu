@@ -8,13 +8,9 @@
 // that of the next sample meanwhile, in pieces, each into the place of the one that was just read:
 // nobody but the warp itself waits for it. dz stays in registers, and so do x and the sums of each
 // pack over the samples where a thread has few packs.
-#include "../ptx/cp_async.cuh"
-#include "../ptx/ldmatrix.cuh"
-#include "../ptx/mbarrier.cuh"
-#include "../ptx/tma.cuh"
-#include "../ptx/warpgroup.cuh"
 #include "cluster_sum.cuh"
 #include "group_shares.cuh"
+#include "warp_ring.cuh"
 
 // What x and dz are kept as until dx follows.
 template <bool AS_FLOAT, typename T>
@@ -26,41 +22,28 @@ struct KeptAs<true, T> {
   using Type = float;
 };
 
-// x and dout of a warp: LOADS packs of each lane, in pieces of PIECE packs.
+// x and dout of the run of a warp.
 template <class Tile, typename T>
-struct WarpRing {
-  static constexpr int LOADS = Tile::LOADS, PIECE = LOADS % 5 == 0 ? 5 : LOADS;
-  static constexpr int PITCH = 32 * Tile::VECTOR;  // elements from one load of a lane to the next
-  static constexpr bool KEPT = LOADS * Tile::VECTOR <= 16;  // x and dz, as floats
-  static constexpr int PIECES = LOADS / PIECE;
+struct RunRing : WarpRing<Tile, T, 2> {
+  using Ring = WarpRing<Tile, T, 2>;
+  static constexpr bool KEPT = Tile::LOADS * Tile::VECTOR <= 16;  // x and dz, as floats
 
-  uint32_t packs;     // [2, LOADS, 32] of 16 bytes
-  uint32_t barriers;  // [2, PIECES]
-  int columns;        // that the warp has
-
-  __device__ uint32_t barrier(int tensor, int piece) const {
-    return barriers + (tensor * PIECES + piece) * sizeof(uint64_t);
-  }
+  int columns;  // that the warp has
 
   // If it is not alone with the row.
   __device__ bool has(int piece) const {
-    return Tile::ROW_THREADS == 32 && piece == 0 ? true : piece * PIECE * PITCH < columns;
+    return Tile::ROW_THREADS == 32 && piece == 0 ? true
+                                                 : piece * Ring::PIECE * Ring::PITCH < columns;
   }
 
   // Of tensors `first` to `last`, which begin at `from`. By one lane, when all have read what was
   // there.
   __device__ void fill(int first, int last, int piece, const T* const (&from)[2]) const {
-    const int begin = piece * PIECE * PITCH;
-    const int bytes = min(columns - begin, PIECE * PITCH) * int(sizeof(T));
-    mbarrier_arrive_expect(barrier(first, piece), (last + 1 - first) * bytes);
+    const int rest = columns - piece * Ring::PIECE * Ring::PITCH;
+    const int bytes = min(rest, Ring::PIECE * Ring::PITCH) * int(sizeof(T));
+    this->expect(first, piece, (last + 1 - first) * bytes);
     for (int tensor = first; tensor <= last; ++tensor)
-      bulk_load(packs + tensor * LOADS * 512 + begin * sizeof(T), from[tensor] + begin, bytes,
-                barrier(first, piece));
-  }
-
-  __device__ Words<T, Tile::VECTOR> read(int tensor, int load) const {
-    const uint4 v = ld_shared_128(packs + (tensor * LOADS + load) * 512 + threadIdx.x % 32 * 16);
-    return {{v.x, v.y, v.z, v.w}};
+      this->load(tensor, 0, piece, from[tensor], bytes, this->barrier(first, piece));
   }
 };
 
@@ -71,7 +54,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
   // ---- which part of which group, which run of that ----
   extern __shared__ __align__(16) char smem[];
   using Tile = RowTile<ROW_THREADS, LOADS, VECTOR, NUM_THREADS>;
-  using Ring = WarpRing<Tile, T>;
+  using Ring = RunRing<Tile, T>;
   using Part = GroupPart<Tile, CLUSTER, LAYOUT>;
   constexpr int CHANNELS = Part::CHANNELS, PITCH = Ring::PITCH, PIECE = Ring::PIECE;
   constexpr bool KEPT = Ring::KEPT;
@@ -82,8 +65,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int runs = ceil_div(ceil_div(part.columns, PITCH), ROW_THREADS / 32);  // of each warp
   const int begin = warp % (ROW_THREADS / 32) * runs * PITCH;
-  __shared__ uint64_t barriers[NUM_THREADS / 32][2 * Ring::PIECES];
-  const Ring ring = {smem_address(smem) + warp * (2 * LOADS * 512), smem_address(barriers[warp]),
+  __shared__ uint64_t barriers[NUM_THREADS / 32][Ring::BARRIERS];
+  const Ring ring = {{smem_address(smem) + warp * Ring::BYTES, smem_address(barriers[warp])},
                      max(0, min(part.columns - begin, runs * PITCH))};
   const int columns = ring.columns - lane * VECTOR;  // from this lane's first pack on
 
@@ -101,8 +84,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
   float2 next_stats = {0.f, 0.f};
   if (sample < batch) next_stats = read_stats();
   if (elect_one()) {
-    for (int i = 0; i < 2 * Ring::PIECES; ++i) mbarrier_init(ring.barrier(0, i), 1);
-    mbarrier_init_fence();
+    ring.init();
     for (int piece = 0; piece < Ring::PIECES; ++piece) {
       if (sample >= batch || !ring.has(piece)) break;
       if (!KEPT) ring.fill(0, 0, piece, inputs);
@@ -137,8 +119,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
         if (!KEPT) own_totals[load * SLOT_PITCH + c] = {0.f, 0.f};
         if (!KEPT) own_biases[load * SLOT_PITCH + c] = biases[load][c];
       } else {
-        st_shared_128(ring.packs + load * 512 + lane * 16, {0, 0, 0, 0});
-        st_shared_128(ring.packs + (LOADS + load) * 512 + lane * 16, {0, 0, 0, 0});
+        st_shared_128(ring.address(0, load), {0, 0, 0, 0});
+        st_shared_128(ring.address(1, load), {0, 0, 0, 0});
       }
     }
   }
@@ -162,8 +144,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
 #pragma unroll
     for (int piece = 0; piece < Ring::PIECES; ++piece) {
       if (!ring.has(piece)) break;
-      mbarrier_wait(ring.barrier(0, piece), parity);
-      if (!KEPT) mbarrier_wait(ring.barrier(1, piece), parity);
+      ring.wait(0, piece, parity);
+      if (!KEPT) ring.wait(1, piece, parity);
 #pragma unroll
       for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load) {
         const auto x_pack = ring.read(0, load), dout_pack = ring.read(1, load);

@@ -21,8 +21,7 @@ from .three_steps import (
 
 ACTIVATIONS = ("none", "silu", "mish", "gelu", "gelu_tanh")  # as in activation.cuh
 # (threads of a group, loads of a thread, blocks of a multiprocessor at a time), the smallest groups
-# first; channels first. GPUs that have clusters take those for larger groups: (blocks of a cluster,
-# the same of each).
+# first; channels first.
 FORWARD_TILES = (
     *((8, 1, 8), (32, 1, 8), (16, 4, 8), (32, 4, 8), (64, 4, 16), (128, 4, 8), (256, 4, 4)),
     *((256, 5, 4), (256, 8, 3), (256, 10, 4), (256, 20, 2)),
@@ -31,15 +30,20 @@ BACKWARD_TILES = (
     *((8, 1, 8), (32, 1, 8), (32, 2, 8), (32, 4, 4), (64, 4, 8), (128, 4, 4), (256, 4, 2)),
     *((256, 5, 2), (256, 10, 2), (512, 10, 1)),
 )
+# GPUs that have clusters take other tiles of the forward after the first: for small groups (threads
+# of a group, loads of a thread, samples on their way, threads of a block, blocks of a
+# multiprocessor), then those from SECOND_TILE on, then (blocks of a cluster, the same of each).
+FORWARD_RINGS = ((8, 2, 2, 128, 8), (16, 2, 2, 128, 8), (32, 2, 2, 128, 8), (32, 4, 1, 128, 4))
+SECOND_TILE = 4
 FORWARD_CLUSTERS = tuple((cluster, 256, 20, 2) for cluster in (2, 4, 8))
-# The same GPUs have (blocks of a cluster, threads of a block's part of a group, loads of a thread,
-# threads of a block, blocks of a multiprocessor) after the first tile of the backward.
+# And of the backward (blocks of a cluster, threads of a block's part of a group, loads of a thread,
+# threads of a block, blocks of a multiprocessor).
 BACKWARD_RINGS = (
     *((1, 32, 1, 512, 2), (1, 32, 2, 512, 1), (1, 32, 4, 256, 2), (1, 64, 4, 64, 8)),
     *((1, 128, 4, 128, 4), (1, 256, 4, 256, 2), (1, 256, 5, 256, 2), (1, 256, 10, 256, 2)),
     *((2, 256, 10, 256, 2), (4, 256, 10, 256, 2), (8, 256, 10, 256, 2)),
 )
-HALVES_TILES = 6  # of the tiles and of the rings, for channels of 8 bytes
+HALVES_TILES = 6  # of the tiles and of the backward's rings, for channels of 8 bytes
 ELEMENT_TILES = ((32, 8, 6), (128, 8, 4), (512, 8, 1))  # where a thread reads element by element
 
 
@@ -52,7 +56,10 @@ class OneStepConfig(KernelConfig):
         loads: packs of a thread.
         vector: elements of a pack.
         blocks: of a multiprocessor at a time.
+        takes_turns: whether a block has its group of several samples, one after the other.
     """
+
+    takes_turns: ClassVar[bool] = False
 
     cluster: int
     row_threads: int
@@ -106,15 +113,52 @@ class GroupNormFwd(GroupConfig):
 class GroupNormBwd(GroupConfig):
     """Backward."""
 
+    takes_turns: ClassVar[bool] = True
     source: ClassVar[str] = "norm/group_norm_bwd.cu"
     params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupNormFwdSm90(OneStepConfig):
+    """Forward: a warp has a group, or several, of one sample after the other.
+
+    Attributes:
+        layout: as in `GroupConfig`.
+        places: samples that a warp has in shared memory.
+    """
+
+    cluster: ClassVar[int] = 1
+    takes_turns: ClassVar[bool] = True
+    source: ClassVar[str] = "norm/group_norm_fwd_sm90.cu"
+    params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
+
+    dtype: str
+    weight: str
+    activation: str
+    layout: str
+    row_threads: int
+    loads: int
+    vector: int
+    places: int
+    num_threads: int
+    blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_threads
+
+    @property
+    def shared_memory(self) -> int:
+        """Of the samples."""
+        return 16 * self.places * self.loads * self.num_threads
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupNormFwdCluster(OneStepConfig):
     """Forward: the blocks of a cluster share a group."""
 
-    source: ClassVar[str] = "norm/group_norm_fwd_sm90.cu"
+    source: ClassVar[str] = "norm/group_norm_fwd_cluster.cu"
     params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
 
     dtype: str
@@ -135,6 +179,7 @@ class GroupNormBwdSm90(OneStepConfig):
         layout: as in `GroupConfig`.
     """
 
+    takes_turns: ClassVar[bool] = True
     source: ClassVar[str] = "norm/group_norm_bwd_sm90.cu"
     params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
 
@@ -194,10 +239,17 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
 def _forward_in_one(
     kind: Kind, aligned: bool, halves: bool, capability: Capability
 ) -> Iterator[OneStepConfig]:
-    yield from _of_blocks(GroupNormFwd, FORWARD_TILES, kind, aligned, halves)
-    if aligned and not halves and has_clusters(capability):
-        for *tile, blocks in FORWARD_CLUSTERS:
-            yield GroupNormFwdSm90(*kind, *tile, vector_width(kind[0]), blocks)
+    of_blocks = list(_of_blocks(GroupNormFwd, FORWARD_TILES, kind, aligned, halves))
+    if not has_clusters(capability) or not (aligned or halves):
+        yield from of_blocks
+        return
+    yield of_blocks[0]
+    layout, vector = "halves" if halves else "first", vector_width(kind[0])
+    for threads, loads, *ring in FORWARD_RINGS:
+        yield GroupNormFwdSm90(*kind, layout, threads, loads, vector, *ring)
+    yield from of_blocks[SECOND_TILE:]
+    for *tile, blocks in () if halves else FORWARD_CLUSTERS:
+        yield GroupNormFwdCluster(*kind, *tile, vector, blocks)
 
 
 def _backward_in_one(

@@ -14,7 +14,7 @@ from .groups import MAX_GROUP, Groups, dense_like, layout_of
 from .params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
 from .plan import sum_launch
 
-MAX_WAVES = 8  # of blocks of the backward in one step
+MAX_WAVES = 8  # of blocks that take turns
 
 
 class Work:
@@ -23,7 +23,7 @@ class Work:
     Attributes:
         config: one of the kernels.
         unit_blocks: blocks that share a unit in three steps, 0 in one.
-        shares: into how many parts the backward takes the samples.
+        shares: into how many parts blocks that take turns have the samples.
         rows: what it leaves to be added up for each channel.
         tiling: with channels last, else empty.
         launches: (configuration, blocks) of each.
@@ -56,7 +56,7 @@ class Work:
             self.config = pick(kind, size, aligned, halves, capability_of(x.device))
             if isinstance(self.config, kernels.OneStepConfig):
                 blocks = -(-self.units // self.config.groups)
-                if direction == "backward":
+                if self.config.takes_turns:
                     at_once = multiprocessors(x.device) * self.config.blocks // self.config.cluster
                     turns = -(-groups.batch // self.config.groups)
                     self.shares = shares_of(turns, groups.num_groups, max(1, at_once))
@@ -115,7 +115,11 @@ class ForwardPlan(Plan):
         self.partials_shape = (work.units * work.unit_blocks * records, 3)
         shape = groups.shape(eps, work.config.vector)
         params = GroupNormFwdParams(
-            **groups.strides, shape=shape, unit_blocks=work.unit_blocks, tiling=work.tiling
+            **groups.strides,
+            shape=shape,
+            unit_blocks=work.unit_blocks,
+            shares=work.shares,
+            tiling=work.tiling,
         )
         self.launches = [Launch(config, x.device, n, params) for config, n in work.launches]
 

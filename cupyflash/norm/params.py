@@ -130,6 +130,7 @@ class GroupNormFwdParams(ctypes.Structure):
         ("out_strides", GroupStrides),
         ("shape", GroupNormShape),
         ("unit_blocks", c_int32),
+        ("shares", c_int32),
         ("tiling", ChannelTiling),
     ]
 
