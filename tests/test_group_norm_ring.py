@@ -10,27 +10,27 @@ from matrix import each_library
 
 import cupyflash
 from cupyflash.jit import sources
-from cupyflash.kernel_config import has_clusters
 from cupyflash.norm import group_norm_dispatch, group_norm_ring
-from cupyflash.norm.group_norm_ring import RING_BYTES, ring_shape
+from cupyflash.norm.group_norm_ring import CAPABILITY, RING_BYTES, ring_shape
 from cupyflash.testing import expected_group_norm, poison_free_memory
 
-HAS_RING = has_clusters(divmod(compute_capability()[0], 10))
+HAS_RING = divmod(compute_capability()[0], 10) == CAPABILITY
 
 
 def test_constants():
     text = (sources.root() / "norm/group_ring.cuh").read_text(encoding="utf-8")
     found = dict(re.findall(r"constexpr int (\w+) = (\d+(?: << \d+)?);", text))
-    names = ("CONSUMERS", "TURNS", "MAX_SLOTS", "MAX_FLIGHT", "RING_BYTES")
+    names = ("CONSUMERS", "SLOT_PACKS", "MAX_SLOTS", "MAX_FLIGHT", "RING_BYTES")
     assert {name: eval(found[name]) for name in names} == {
         name: getattr(group_norm_ring, name) for name in names
     }
     assert int(found["MAX_RING_GROUPS"]) == group_norm_ring.MAX_GROUPS
 
 
+@pytest.mark.parametrize("tensors", [1, 2])
 @pytest.mark.parametrize("seed", range(20))
-def test_shapes(seed):
-    """What group_norm_fwd_ring_sm90 relies on: all positions, the memory, the order of events."""
+def test_shapes(seed, tensors):
+    """What group_ring.cuh relies on: all positions, the memory, the order of events."""
     draw = random.Random(seed)
     found = 0
     for _ in range(100):
@@ -38,18 +38,18 @@ def test_shapes(seed):
         width = 16 // item * draw.randint(1, 256)
         groups = draw.choice([g for g in range(1, 65) if width % g == 0])
         batch, positions = draw.randint(1, 300), draw.randint(1, 2 ** draw.randint(0, 20))
-        ring = ring_shape(batch, groups, width // groups, positions, item, processors)
+        ring = ring_shape(batch, groups, width // groups, positions, item, tensors, processors)
         if ring is None:
             continue
         found += 1
         assert 1 <= ring.teams <= batch and ring.teams * ring.blocks <= processors
         assert (ring.blocks - 1) * ring.span < positions <= ring.blocks * ring.span
         rows = group_norm_ring.CONSUMERS // (width * item // 16)
-        slot = rows * group_norm_ring.TURNS
+        slot = rows * group_norm_ring.SLOT_PACKS // tensors
         assert (ring.sample_slots - 1) * slot < ring.span <= ring.sample_slots * slot
         assert ring.sample_slots < ring.slots < (ring.flight + 1) * ring.sample_slots
-        runs = ring.flight * ring.runs * group_norm_ring.CONSUMERS * 8
-        assert ring.slots * slot * width * item + runs <= RING_BYTES
+        in_flight = ring.runs * group_norm_ring.CONSUMERS * 8 + groups * (16 + 8)
+        assert ring.slots * slot * width * item * tensors + ring.flight * in_flight <= RING_BYTES
         assert ring.slots <= group_norm_ring.MAX_SLOTS
         assert ring.flight <= group_norm_ring.MAX_FLIGHT
         vector, size = 16 // item, width // groups
@@ -59,32 +59,41 @@ def test_shapes(seed):
 
 
 def test_what_does_not_fit():
-    assert ring_shape(1, 32, 10, 4096, 2, 132)
-    assert ring_shape(1, 32, 10, 4096 * 16, 2, 132) is None  # the memory
-    assert ring_shape(1, 32, 65, 64, 2, 132) is None  # a row of threads
-    assert ring_shape(1, 65, 8, 64, 2, 132) is None  # groups
-    assert ring_shape(1000, 3, 16, 16, 2, 132) is None  # too many rounds
-
-
-def forward(x, groups, weight, bias):
-    results = cupyflash.group_norm(x, groups, weight, bias, activation="silu", return_stats=True)
-    return dict(zip(("out", "stats"), results))
+    assert ring_shape(1, 32, 10, 4096, 2, 1, 132)
+    assert ring_shape(1, 32, 10, 4096 * 8, 2, 1, 132)
+    assert ring_shape(1, 32, 10, 4096 * 8, 2, 2, 132) is None  # the memory
+    assert ring_shape(1, 32, 65, 64, 2, 1, 132) is None  # a row of threads
+    assert ring_shape(1, 65, 8, 64, 2, 1, 132) is None  # groups
+    assert ring_shape(1000, 3, 16, 16, 2, 1, 132) is None  # too many rounds
 
 
 def arrays(backend, batch, channels, positions, dtype, seed=0):
-    """(x, weight, bias)."""
-    values = normal((batch, channels, positions), (seed, 0), mean=2.0)
-    x = stored(backend, values, dtype, "channels_last")
-    return x, *(stored(backend, normal(channels, (seed, i)), dtype) for i in (1, 2))
+    """(dout, x, weight, bias)."""
+    shape = (batch, channels, positions)
+    values = normal(shape, (seed, 0)), normal(shape, (seed, 1), mean=2.0)
+    dout, x = (stored(backend, v, dtype, "channels_last") for v in values)
+    return dout, x, *(stored(backend, normal(channels, (seed, i)), dtype) for i in (2, 3))
 
 
-def plan_of(monkeypatch, call):
-    """What `call` returns, and the plan that it made."""
-    plans = {}
-    monkeypatch.setattr(group_norm_dispatch, "_forward_plans", plans)
+def run(groups, dout, x, weight, bias):
+    """Forward and backward."""
+    options = {"activation": "silu"}
+    out, stats = cupyflash.group_norm(x, groups, weight, bias, return_stats=True, **options)
+    gradients = cupyflash.group_norm_backward(dout, x, weight, bias, stats, **options)
+    return {"out": out, "stats": stats, **dict(zip(("dx", "dweight", "dbias"), gradients))}
+
+
+def check(groups, dout, x, weight, bias, results):
+    expected_group_norm(dout, x, groups, weight, bias, "silu", 1e-5).check(**results)
+
+
+def rings(monkeypatch, call):
+    """What `call` returns, and of forward and backward whether they took the ring."""
+    plans = {"_forward_plans": {}, "_backward_plans": {}}
+    for name, found in plans.items():
+        monkeypatch.setattr(group_norm_dispatch, name, found)
     result = call()
-    (plan,) = plans.values()
-    return result, plan
+    return result, [bool(plan.ring) for found in plans.values() for plan in found.values()]
 
 
 # (samples, channels, groups, positions)
@@ -107,39 +116,39 @@ def test_samples(backend, sizes, monkeypatch):
     for dtype in ("float16", "float32"):
         if dtype == "float32" and channels > 1024:
             continue
-        x, weight, bias = arrays(backend, batch, channels, positions, dtype)
+        tensors = arrays(backend, batch, channels, positions, dtype)
         size = batch * channels * positions * (2 if dtype == "float16" else 4)
-        poison_free_memory(backend.library, backend.device, [size])
-        call = lambda: forward(x, groups, weight, bias)  # noqa: B023, E731
-        results, plan = plan_of(monkeypatch, call)
-        assert bool(plan.ring) == HAS_RING
-        expected_group_norm(x, x, groups, weight, bias, "silu", 1e-5).check(**results)
+        poison_free_memory(backend.library, backend.device, [size] * 2)
+        results, found = rings(monkeypatch, lambda: run(groups, *tensors))  # noqa: B023
+        assert found == [HAS_RING] * 2
+        check(groups, *tensors, results)
 
 
 @each_library(device="cuda")
-def test_just_fits(backend, monkeypatch):
+@pytest.mark.parametrize("tensors", [1, 2])
+def test_just_fits(backend, tensors, monkeypatch):
     """The largest sample, and one with a position more, with little shared memory."""
     import cupy
 
     monkeypatch.setattr(group_norm_ring, "RING_BYTES", 40 << 10)
     processors = cupy.cuda.Device().attributes["MultiProcessorCount"]
-    fits = lambda positions: ring_shape(2, 32, 10, positions, 2, processors)  # noqa: E731
+    fits = lambda positions: ring_shape(2, 32, 10, positions, 2, tensors, processors)  # noqa: E731
     positions = next(n for n in range(512, 1 << 20) if not fits(n + 1))
     for extra in (0, 1):
-        x, weight, bias = arrays(backend, 2, 320, positions + extra, "float16")
-        results, plan = plan_of(monkeypatch, lambda: forward(x, 32, weight, bias))  # noqa: B023
-        assert bool(plan.ring) == (HAS_RING and not extra)
-        expected_group_norm(x, x, 32, weight, bias, "silu", 1e-5).check(**results)
+        problem = arrays(backend, 2, 320, positions + extra, "float16")
+        results, found = rings(monkeypatch, lambda: run(32, *problem))  # noqa: B023
+        assert found[tensors - 1] == (HAS_RING and not extra)
+        check(32, *problem, results)
 
 
 @each_library(device="cuda")
 def test_repeatable(backend):
     """Bit by bit, whatever the blocks of the launch before have left."""
     problems = [arrays(backend, n, 320, p, "float16", n) for n, p in ((40, 641), (3, 4096))]
-    first = [forward(x, 32, *weights) for x, *weights in problems]
+    first = [run(32, *problem) for problem in problems]
     for _ in range(50):
-        for (x, *weights), right in zip(problems, first):
-            again = forward(x, 32, *weights)
+        for problem, right in zip(problems, first):
+            again = run(32, *problem)
             assert all((again[name] == right[name]).all() for name in right)
 
 
@@ -149,14 +158,14 @@ def test_two_streams(backend):
     import torch
 
     problems = [arrays(backend, 12, 320, 700, "float16", seed) for seed in (0, 1)]
-    right = [forward(x, 32, *weights) for x, *weights in problems]
+    right = [run(32, *problem) for problem in problems]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
     found = []
     for _ in range(30):
-        for stream, (x, *weights) in zip(streams, problems):
+        for stream, problem in zip(streams, problems):
             with torch.cuda.stream(stream):
-                found.append(forward(x, 32, *weights))
+                found.append(run(32, *problem))
     torch.cuda.synchronize()
     for i, results in enumerate(found):
         assert all((results[name] == right[i % 2][name]).all() for name in results)
@@ -167,18 +176,18 @@ def test_graph(backend):
     """Replays, with launches outside the graph between them and with new numbers."""
     import torch
 
-    x, weight, bias = arrays(backend, 12, 320, 701, "float16")
-    other, *_ = arrays(backend, 12, 320, 701, "float16", 5)
-    first = forward(x, 32, weight, bias)
-    second = forward(other, 32, weight, bias)
+    problem = arrays(backend, 12, 320, 701, "float16")
+    other = arrays(backend, 12, 320, 701, "float16", 5)
+    first, second = run(32, *problem), run(32, *other[:2], *problem[2:])
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        captured = [forward(x, 32, weight, bias) for _ in range(3)]
-    original = x.clone()
+        captured = [run(32, *problem) for _ in range(3)]
+    original = [y.clone() for y in problem[:2]]
     for source, right in ((original, first), (other, second)) * 3:
-        x.copy_(source)
-        forward(x, 32, weight, bias)
+        for y, new in zip(problem[:2], source):
+            y.copy_(new)
+        run(32, *problem)
         graph.replay()
         for results in captured:
             assert all((results[name] == right[name]).all() for name in right)

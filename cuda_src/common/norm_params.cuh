@@ -121,28 +121,50 @@ struct GroupNormFwdParams {
   ChannelTiling tiling;
 };
 
-// group_norm_fwd_ring_sm90: how the blocks share the samples.
-struct GroupNormRingParams {
-  const void* x;
-  const void* weight;  // [channels]
-  const void* bias;    // [channels]
-  void* out;
-  float* stats;  // [batch, groups, 2]: mean, 1 / deviation; or null
-  // What the blocks tell each other: 0 at first, then used by one launch of the same shape after
-  // the other. Of each the last word is a tag.
-  uint4* moments;    // [teams, flight, groups, blocks]: count, mean, sum of squared deviations
-  uint4* found;      // [teams, flight, groups]: mean, 1 / deviation
-  uint32_t* rounds;  // [teams]: samples of the launches before this one
-  GroupStrides x_strides;
-  GroupStrides out_strides;
-  GroupNormShape shape;
+// group_ring.cuh: how the blocks share the samples.
+struct GroupRing {
   int teams;
   int blocks;        // of a team that have positions
   int span;          // positions of a block; the last one may have less
   int slots;         // of the ring in shared memory
   int sample_slots;  // slots of a sample
-  int flight;        // samples whose statistics may be on their way
+  int flight;        // samples about which blocks may be telling each other
   int runs;          // groups of a pack, at most
+};
+
+// What the blocks tell each other is 0 at first, then used by one launch of the same shape after
+// the other. The last word of each of these uint4 is a tag.
+struct GroupNormFwdRingParams {
+  const void* x;
+  const void* weight;  // [channels]
+  const void* bias;    // [channels]
+  void* out;
+  float* stats;      // [batch, groups, 2]: mean, 1 / deviation; or null
+  uint4* told;       // [teams, flight, groups, blocks]: count, mean, sum of squared deviations
+  uint4* found;      // [teams, flight, groups]: mean, 1 / deviation
+  uint32_t* rounds;  // [teams]: samples of the launches before this one
+  GroupStrides x_strides;
+  GroupStrides out_strides;
+  GroupNormShape shape;
+  GroupRing ring;
+};
+
+struct GroupNormBwdRingParams {
+  const void* dout;
+  const void* x;
+  const void* weight;  // [channels]
+  const void* bias;    // [channels]
+  const float* stats;  // [batch, groups, 2]: mean, 1 / deviation
+  void* dx;
+  float* partials;   // [2, teams * blocks, channels]: shares of dweight and dbias
+  uint4* told;       // [teams, flight, groups, blocks]: sums of what dx needs the means of
+  uint4* found;      // [teams, flight, groups]: slope, constant, 1 / deviation
+  uint32_t* rounds;  // [teams]: samples of the launches before this one
+  GroupStrides dout_strides;
+  GroupStrides x_strides;
+  GroupStrides dx_strides;
+  GroupNormShape shape;
+  GroupRing ring;
 };
 
 // Of last_block.cuh, for the groups in turn.

@@ -1,37 +1,69 @@
-// What the warps of group_norm_fwd_ring_sm90 share: which part of which samples a block has, the
-// ring of slots in shared memory, and the records by which blocks tell each other what they found.
+// GroupNorm with channels last and one read: the blocks, one on each multiprocessor, all of them at
+// once (a cooperative launch), form teams. A team takes one sample after the other; each of its
+// blocks has the same share of the positions of all of them.
+//
+// A block's positions pass through a ring of slots in shared memory, each of SLOT_PACKS packs of
+// every thread, of all tensors that are read. What which warps do with a sample:
+//   load     bulk copies into slots as they become empty
+//   collect  CONSUMERS threads: of each slot once it is full, sums for each run of a thread, the
+//            neighbouring columns of its pack that are of one group
+//   tell     SENDERS threads: of each group, what this block's runs make, to whoever sums it up
+//   sum up   a warp: of some of the groups, what all positions need to know, from all blocks
+//   receive  a warp: what was found about all groups, into shared memory
+//   apply    CONSUMERS threads: the result; a slot is empty then
+// So while the blocks tell each other about one sample, the next ones are loaded and collected.
+// Kernels differ in what they collect, how it adds up, and what they apply.
+//
+// Blocks talk through records in global memory, which carry a tag: the number of the sample in the
+// team, counted on from launch to launch. A reader loads a record until it has the tag.
+//
+// Why this ends: a ring holds a sample at least, so that loading and collecting it wait for nothing
+// but the samples before it.
+//
+// Why nothing is overwritten too early: of `flight` samples each has buffers and records of its
+// own. Those of a sample are used anew by the sample `flight` later (the other, below), which
+// touches none of them before its block has collected it. The last slot of the other was full then;
+// since slots < (flight + 1) * sample_slots, what it held before was of the sample or of a later
+// one, and all warps had applied it. So this block had received all that was found about the
+// sample, which means that all blocks had told what they had to, from the runs, and that it had
+// been read. And whoever sums up the other has heard of all blocks that they have collected it, so
+// all of them had received what was found about the sample.
 #pragma once
 #include "../common/ring.cuh"
 #include "../ptx/relaxed.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/warpgroup.cuh"
 #include "channel_tile.cuh"
 
 constexpr int CONSUMERS = 256;  // threads that collect; as many apply
-constexpr int TURNS = 2;        // positions of a thread in a slot
-constexpr int SENDERS = 64;
-constexpr int RING_THREADS = 2 * CONSUMERS + SENDERS + 3 * 32;
+constexpr int SLOT_PACKS = 2;   // packs of a thread in a slot
+constexpr int SENDERS = 128;
+constexpr int TELLERS = SENDERS + 2 * 32;  // and who sums up, and who receives
+constexpr int RING_THREADS = 2 * CONSUMERS + SENDERS + WARPGROUP;
+// Registers of those that neither collect nor apply. Of 80 at first, they leave the difference to
+// whom a kernel gives more.
+constexpr int OTHER_REGISTERS = 56;
 constexpr int MAX_SLOTS = 64;
 constexpr int MAX_FLIGHT = 8;
 constexpr int MAX_RING_GROUPS = 64;
-constexpr int RING_BYTES = 221 << 10;  // of dynamic shared memory: slots and runs
-
-// The threads behind the consumers, and what they synchronise with.
-constexpr int TELLERS = SENDERS + 2 * 32;
+constexpr int RING_BYTES = 225 << 10;  // of dynamic shared memory
 constexpr int TELLERS_BARRIER = 1;
 
 struct RingStorage {
   uint64_t full[MAX_SLOTS];
   uint64_t empty[MAX_SLOTS];
+  uint64_t given[MAX_FLIGHT];
   uint64_t collected[MAX_FLIGHT];
   uint64_t known[MAX_FLIGHT];
-  float2 stats[MAX_FLIGHT][MAX_RING_GROUPS];  // mean, 1 / deviation
   uint32_t first_tag;
 
-  __device__ void init(const GroupNormRingParams& params) {
-    for (int i = 0; i < params.slots; ++i) {
+  __device__ void init(const GroupRing& ring) {
+    for (int i = 0; i < ring.slots; ++i) {
       mbarrier_init(smem_address(&full[i]), 1);
       mbarrier_init(smem_address(&empty[i]), CONSUMERS / 32);
     }
-    for (int i = 0; i < params.flight; ++i) {
+    for (int i = 0; i < ring.flight; ++i) {
+      mbarrier_init(smem_address(&given[i]), 32);
       mbarrier_init(smem_address(&collected[i]), CONSUMERS);
       mbarrier_init(smem_address(&known[i]), 32);
     }
@@ -41,30 +73,53 @@ struct RingStorage {
 
 static_assert(sizeof(RingStorage) + RING_BYTES <= 227 << 10, "more than a block can have");
 
-// Which part of which samples a block has. A row of threads has a position, a thread of it a pack.
-template <typename T, int VECTOR>
-struct RingShare {
+// What a thread that collects or applies has.
+struct RingThread {
+  int reader;  // whose packs it reads: its own, or where it has none, those of thread 0
+  int column;  // the first of its pack
+  int group;   // of that column
+  int count;   // positions
+};
+
+// Which part of which samples a block has, of TENSORS tensors. A row of threads has a position, a
+// thread of it a pack.
+template <class Params, typename T, int TENSORS>
+struct RingBlock {
+  using Type = T;
+  static constexpr int VECTOR = 16 / int(sizeof(T));
+  static constexpr int TURNS = SLOT_PACKS / TENSORS;  // positions of a thread in a slot
+  using Values = Words<T, VECTOR>[TURNS];
+  const Params& params;
+  RingStorage& storage;
+  unsigned char* smem;
   int team, share;  // this block is the share-th of its team
   int samples;      // of the team, one after the other
   int begin, own;   // positions of this block
+  int width;        // channels of a group
   int channels, row_packs, rows;
-  int slot_positions, slot_bytes;
+  int slot_positions, slot_bytes;  // the bytes of one tensor
 
-  __device__ explicit RingShare(const GroupNormRingParams& params) {
+  __device__ RingBlock(const Params& params, RingStorage& storage, unsigned char* smem)
+      : params(params), storage(storage), smem(smem) {
     const GroupNormShape& shape = params.shape;
-    team = blockIdx.x % params.teams, share = blockIdx.x / params.teams;
-    samples = (int(shape.batch) - team + params.teams - 1) / params.teams;
-    begin = share * params.span;
-    own = min(params.span, shape.positions - begin);
-    channels = shape.groups * shape.channels;
+    const GroupRing& ring = params.ring;
+    team = blockIdx.x % ring.teams, share = blockIdx.x / ring.teams;
+    samples = (int(shape.batch) - team + ring.teams - 1) / ring.teams;
+    begin = share * ring.span;
+    own = min(ring.span, shape.positions - begin);
+    width = shape.channels, channels = shape.groups * width;
     row_packs = channels / VECTOR, rows = CONSUMERS / row_packs;
     slot_positions = rows * TURNS;
     slot_bytes = slot_positions * channels * int(sizeof(T));
   }
 
   // The sample of a round.
-  __device__ int64_t sample(const GroupNormRingParams& params, int round) const {
-    return team + int64_t(round) * params.teams;
+  __device__ int64_t sample(int round) const { return team + int64_t(round) * params.ring.teams; }
+
+  // Where this block's part of the sample of a round begins.
+  template <typename V>
+  __device__ V* part(V* tensor, const GroupStrides& strides, int round) const {
+    return tensor + sample(round) * strides.batch + int64_t(begin) * channels;
   }
 
   // How many positions a row of threads has.
@@ -73,32 +128,105 @@ struct RingShare {
     return whole + (row < own - whole * rows);
   }
 
-  // Behind the slots: of each sample in flight and each run of a thread, mean and squares of the
-  // deviations from it.
-  __device__ float2* runs(const GroupNormRingParams& params, unsigned char* smem, int place) const {
-    return reinterpret_cast<float2*>(smem + params.slots * slot_bytes) +
-           place * params.runs * CONSUMERS;
+  __device__ RingThread thread(int index) const {
+    const int row = index / row_packs, column = (index - row * row_packs) * VECTOR;
+    const bool any = row < rows;
+    return {any ? index : 0, column, column / width, any ? count(row) : 0};
   }
 
-  // What the blocks have to say of a group of the sample at `place`, and what is made of it.
-  __device__ uint4* moments(const GroupNormRingParams& params, int place, int group) const {
-    const int64_t index = int64_t(team * params.flight + place) * params.shape.groups + group;
-    return params.moments + index * params.blocks;
+  // Calls visit(i, group) for each channel of a thread.
+  template <class Visit>
+  __device__ void each_channel(const RingThread& thread, Visit visit) const {
+    int group = thread.group, left = thread.column - group * width;
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+      visit(i, group);
+      if (++left == width) ++group, left = 0;
+    }
   }
-  __device__ uint4* found(const GroupNormRingParams& params, int place, int group) const {
-    return params.found + int64_t(team * params.flight + place) * params.shape.groups + group;
+
+  // ---- shared memory: slots; of each sample in flight runs, what was found, what was given ----
+  __device__ unsigned char* pack(RingPlace slot, int tensor, int thread, int turn) const {
+    return smem + (slot.stage * TENSORS + tensor) * slot_bytes + thread * 16 +
+           turn * (slot_bytes / TURNS);
+  }
+  // [runs, CONSUMERS]: two numbers of each run of a thread.
+  __device__ float2* runs(int place) const {
+    const int packs = params.ring.runs * CONSUMERS;
+    return reinterpret_cast<float2*>(smem + params.ring.slots * TENSORS * slot_bytes) +
+           place * packs;
+  }
+  // [groups]
+  __device__ float4* known(int place) const {
+    return reinterpret_cast<float4*>(runs(params.ring.flight)) + place * params.shape.groups;
+  }
+  // [groups]: mean, 1 / deviation
+  __device__ float2* given(int place) const {
+    return reinterpret_cast<float2*>(known(params.ring.flight)) + place * params.shape.groups;
+  }
+
+  // ---- what the blocks have to say of a group of the sample at `place`, what is made of it ----
+  __device__ uint4* told(int place, int group) const {
+    return params.told + record(place, group) * params.ring.blocks;
+  }
+  __device__ uint4* found(int place, int group) const {
+    return params.found + record(place, group);
+  }
+  __device__ int64_t record(int place, int group) const {
+    return int64_t(team * params.ring.flight + place) * params.shape.groups + group;
+  }
+
+  __device__ __forceinline__ void wait(RingPlace slot) const {
+    mbarrier_wait(smem_address(&storage.full[slot.stage]), slot.parity);
+  }
+
+  // The turns of a thread in a slot that is full; beyond its last one they are anything.
+  __device__ __forceinline__ void read(Values& values, RingPlace slot, int tensor,
+                                       int thread) const {
+#pragma unroll
+    for (int i = 0; i < TURNS; ++i)
+      values[i] = load_words<VECTOR>(reinterpret_cast<const T*>(pack(slot, tensor, thread, i)));
+  }
+
+  // The way back of one turn.
+  __device__ __forceinline__ void write(RingPlace slot, int tensor, int thread, int turn,
+                                        const float (&values)[VECTOR]) const {
+    const Words<T, VECTOR> v = round_words<T>(values);
+    *reinterpret_cast<uint4*>(pack(slot, tensor, thread, turn)) =
+        make_uint4(v.words[0], v.words[1], v.words[2], v.words[3]);
+  }
+
+  // By a warp that has read a slot for the last time.
+  __device__ __forceinline__ void release(RingPlace slot) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&storage.empty[slot.stage]));
+  }
+
+  // Calls visit(turn) for those turns of a slot of which the thread has so many left.
+  template <class Visit>
+  __device__ __forceinline__ static void each_turn(int rest, Visit visit) {
+    if (rest >= TURNS) {
+#pragma unroll
+      for (int i = 0; i < TURNS; ++i) visit(i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < TURNS; ++i) {
+        if (i < rest) visit(i);
+      }
+    }
+  }
+
+  // To the other warps, what those that collect have found: of each run the result of
+  // sum_of(low, high), of the elements of the pack from low to high.
+  template <class SumOf>
+  __device__ __forceinline__ void hand_over(const RingThread& thread, int index, RingPlace place,
+                                            SumOf sum_of) const {
+    float2* result = runs(place.stage) + index;
+    int low = thread.group * width - thread.column;
+    for (int run = 0; run < params.ring.runs; ++run, low += width, result += CONSUMERS) {
+      const int high = min(low + width, VECTOR);
+      if (thread.count && high > max(low, 0)) *result = sum_of(max(low, 0), high);
+    }
+    mbarrier_arrive(smem_address(&storage.collected[place.stage]));
   }
 };
-
-__device__ __forceinline__ void send(uint4* record, float a, float b, float c, uint32_t tag) {
-  st_relaxed_b128(record,
-                  make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), tag));
-}
-
-__device__ __forceinline__ uint4 receive(const uint4* record, uint32_t tag) {
-  uint4 v;
-  do {
-    v = ld_relaxed_b128(record);
-  } while (v.w != tag);
-  return v;
-}

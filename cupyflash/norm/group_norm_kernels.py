@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from ..kernel_config import ITEM_SIZE, Capability, KernelConfig, has_clusters, weight_dtypes
-from .group_norm_ring import GroupNormFwdRing
+from .group_norm_ring import CAPABILITY, GroupNormBwdRing, GroupNormFwdRing
 from .params import GroupNormBwdParams, GroupNormFwdParams
 from .row_configs import block_threads, vector_width
 from .three_steps import (
@@ -232,8 +232,9 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
                     yield from in_one(kind, False, True, capability)
             for pick in (forward_split, backward_split, forward_last, backward_last):
                 yield from pick(kind, aligned).steps()
-            if aligned and has_clusters(capability):
+            if aligned and capability == CAPABILITY:
                 yield GroupNormFwdRing(*kind)
+                yield GroupNormBwdRing(*kind)
 
 
 def _forward_in_one(

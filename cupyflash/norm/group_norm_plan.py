@@ -9,7 +9,7 @@ from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
 from ..tile_counter import tile_counters
 from . import group_norm_kernels as kernels
 from . import three_steps
-from .group_norm_ring import ring_launch
+from .group_norm_ring import GroupNormBwdRing, GroupNormFwdRing, ring_launch
 from .groups import MAX_GROUP, Groups, dense_like, layout_of
 from .params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
 from .plan import sum_launch
@@ -106,7 +106,7 @@ class ForwardPlan(Plan):
             return
         groups = Groups(function, views | {"out": x._replace(strides=self.strides)}, num_groups)
         kind = (x.dtype, weight.dtype, activation)
-        self.ring = ring_launch(kind, x, groups, eps, aligned)
+        self.ring = ring_launch(GroupNormFwdRing(*kind), x, groups, eps, aligned)
         if self.ring:
             return
         work = Work(function, "forward", views, groups, kind, aligned)
@@ -151,7 +151,7 @@ class ForwardPlan(Plan):
 
 
 class BackwardPlan(Plan):
-    """The backward kernel for one signature, and the sum over the samples."""
+    """The backward kernel for one signature, as `ForwardPlan`, and the sum over the samples."""
 
     def __init__(
         self,
@@ -172,6 +172,12 @@ class BackwardPlan(Plan):
         tensors = {"x": x, "dout": views["dout"], "dx": x._replace(strides=self.strides)}
         groups = Groups(function, tensors, num_groups)
         kind = (x.dtype, weight.dtype, activation)
+        self.counters = self.sum = None
+        self.ring = ring_launch(GroupNormBwdRing(*kind), x, groups, 0.0, aligned)
+        if self.ring:
+            self.partials_shape = (2, self.ring.rows, channels)
+            self.sum = sum_launch(weight, x.device, self.partials_shape)
+            return
         work = Work(function, "backward", views, groups, kind, aligned)
         # Of a piece two sums for each of its warps, or for each of its channels.
         records = max(work.config.threads // 32, work.tiling.channels)
@@ -187,7 +193,6 @@ class BackwardPlan(Plan):
         self.launches = [Launch(config, x.device, n, params) for config, n in work.launches]
         self.partials_shape = (2, work.rows, channels)
         # In one step the blocks count themselves, and the last of a group adds up.
-        self.counters = self.sum = None
         if len(self.launches) == 1:
             self.counters = tile_counters(x.device)
         else:
@@ -205,6 +210,10 @@ class BackwardPlan(Plan):
         partials = library.empty_float32(self.partials_shape, x)
         stream, shares, workspace = library.stream(self.device_id), pointer(partials), (0, 0)
         sums, counters = (pointer(dweight), pointer(dbias)), 0
+        if self.ring:
+            self.ring.run(library, stream, x, (*pointers, pointer(dx), shares))
+            self.sum(stream, shares, *sums)
+            return dx, dweight, dbias
         if self.counters:
             counters, _own = self.counters.address(stream, library, x)
         else:

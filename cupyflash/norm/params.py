@@ -135,7 +135,21 @@ class GroupNormFwdParams(ctypes.Structure):
     ]
 
 
-class GroupNormRingParams(ctypes.Structure):
+class GroupRing(ctypes.Structure):
+    """How blocks share the samples, channels last, one read."""
+
+    _fields_ = [
+        ("teams", c_int32),
+        ("blocks", c_int32),
+        ("span", c_int32),
+        ("slots", c_int32),
+        ("sample_slots", c_int32),
+        ("flight", c_int32),
+        ("runs", c_int32),
+    ]
+
+
+class GroupNormFwdRingParams(ctypes.Structure):
     """GroupNorm, forward, channels last, one read."""
 
     _fields_ = [
@@ -144,19 +158,35 @@ class GroupNormRingParams(ctypes.Structure):
         ("bias", c_void_p),
         ("out", c_void_p),
         ("stats", c_void_p),
-        ("moments", c_void_p),
+        ("told", c_void_p),
         ("found", c_void_p),
         ("rounds", c_void_p),
         ("x_strides", GroupStrides),
         ("out_strides", GroupStrides),
         ("shape", GroupNormShape),
-        ("teams", c_int32),
-        ("blocks", c_int32),
-        ("span", c_int32),
-        ("slots", c_int32),
-        ("sample_slots", c_int32),
-        ("flight", c_int32),
-        ("runs", c_int32),
+        ("ring", GroupRing),
+    ]
+
+
+class GroupNormBwdRingParams(ctypes.Structure):
+    """GroupNorm, backward, channels last, one read."""
+
+    _fields_ = [
+        ("dout", c_void_p),
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("stats", c_void_p),
+        ("dx", c_void_p),
+        ("partials", c_void_p),
+        ("told", c_void_p),
+        ("found", c_void_p),
+        ("rounds", c_void_p),
+        ("dout_strides", GroupStrides),
+        ("x_strides", GroupStrides),
+        ("dx_strides", GroupStrides),
+        ("shape", GroupNormShape),
+        ("ring", GroupRing),
     ]
 
 

@@ -1,0 +1,180 @@
+// The warps of a ring (group_ring.cuh), and what those do that neither collect nor apply.
+#pragma once
+#include "group_ring.cuh"
+
+constexpr int RECORDS = 3;  // that a lane asks for at once: a step takes the way to the L2 and back
+
+__device__ __forceinline__ void send(uint4* record, float3 v, uint32_t tag) {
+  st_relaxed_b128(
+      record, make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), tag));
+}
+
+template <class V>
+__device__ __forceinline__ V from_record(uint4 v) {
+  const float x = __uint_as_float(v.x), y = __uint_as_float(v.y), z = __uint_as_float(v.z);
+  if constexpr (sizeof(V) == 2 * sizeof(float)) {
+    return {x, y};
+  } else {
+    return {x, y, z};
+  }
+}
+
+// from(tensor, round) is where this block's part of it begins.
+template <class Params, typename T, int TENSORS, class From>
+__device__ __forceinline__ void ring_load(const RingBlock<Params, T, TENSORS>& block, From from) {
+  const GroupRing& ring = block.params.ring;
+  RingPlace slot;
+  for (int round = 0; round < block.samples; ++round) {
+    const T* data[TENSORS];
+#pragma unroll
+    for (int tensor = 0; tensor < TENSORS; ++tensor) data[tensor] = from(tensor, round);
+    for (int i = 0; i < ring.sample_slots; ++i) {
+      const int rest = block.own - i * block.slot_positions;
+      const int elements = max(0, min(block.slot_positions, rest)) * block.channels;
+      const int bytes = elements * int(sizeof(T));
+      const uint32_t full = smem_address(&block.storage.full[slot.stage]);
+      mbarrier_wait(smem_address(&block.storage.empty[slot.stage]), slot.parity ^ 1);
+      mbarrier_arrive_expect(full, TENSORS * bytes);
+#pragma unroll
+      for (int tensor = 0; tensor < TENSORS; ++tensor) {
+        if (elements)
+          bulk_load(smem_address(block.pack(slot, tensor, 0, 0)), data[tensor], bytes, full);
+        data[tensor] += elements;
+      }
+      slot.next(ring.slots);
+    }
+  }
+}
+
+// merge(each_run, lanes) makes one of all runs of a group that each_run(add) hands to
+// add(count, run) in so many neighbouring threads.
+template <class Block, class Merge>
+__device__ __forceinline__ void ring_tell(const Block& block, uint32_t tag, int thread,
+                                          Merge merge) {
+  constexpr int VECTOR = Block::VECTOR;
+  const int groups = block.params.shape.groups, width = block.width;
+  const int rows = min(block.rows, block.own);  // that have positions
+  int lanes = 32;                               // of a group
+  while (lanes > 1 && lanes * groups > SENDERS) lanes /= 2;
+  const int lane = thread % lanes;
+  RingPlace place;
+  for (int round = 0; round < block.samples; ++round, ++tag) {
+    const float2* const runs = block.runs(place.stage);
+    mbarrier_wait(smem_address(&block.storage.collected[place.stage]), place.parity);
+    for (int base = 0; base < groups; base += SENDERS / lanes) {
+      const int group = base + thread / lanes;
+      const int begin = group * width, end = begin + width;
+      const auto each_run = [&](auto add) {
+        if (group >= groups) return;
+        for (int pack = begin / VECTOR; pack * VECTOR < end; ++pack) {
+          const int first = pack * VECTOR;
+          const int length = min(end, first + VECTOR) - max(begin, first);
+          const float2* of_pack = runs + (group - first / width) * CONSUMERS + pack;
+          for (int row = lane; row < rows; row += lanes) {
+            const float2 run = of_pack[row * block.row_packs];
+            add(float(length * block.count(row)), Sums{run.x, run.y});
+          }
+        }
+      };
+      const float3 merged = merge(each_run, lanes);
+      if (lane == 0 && group < groups)
+        send(block.told(place.stage, group) + block.share, merged, tag);
+    }
+    __syncwarp();
+    place.next(block.params.ring.flight);
+  }
+}
+
+// What all blocks have told of a group is added up as V. With `index` the number of the group among
+// those of all samples, about(index, lane)(sum) is what has been found about it.
+template <class V, class Block, class About>
+__device__ __forceinline__ void ring_sum_up(const Block& block, uint32_t tag, int lane,
+                                            About about) {
+  const GroupRing& ring = block.params.ring;
+  const int groups = block.params.shape.groups;
+  RingPlace place;
+  for (int round = 0; round < block.samples; ++round, ++tag) {
+    for (int group = block.share; group < groups; group += ring.blocks) {
+      const auto found_from = about(block.sample(round) * groups + group, lane);
+      const uint4* records = block.told(place.stage, group);
+      V sum = {};
+      for (int first = lane; first < ring.blocks; first += 32 * RECORDS) {
+        uint4 v[RECORDS];
+        bool all;
+        do {
+          all = true;
+#pragma unroll
+          for (int i = 0; i < RECORDS; ++i)
+            v[i] = ld_relaxed_b128(records + min(first + 32 * i, ring.blocks - 1));
+#pragma unroll
+          for (int i = 0; i < RECORDS; ++i) all = all && v[i].w == tag;
+        } while (!all);
+#pragma unroll
+        for (int i = 0; i < RECORDS; ++i)
+          if (first + 32 * i < ring.blocks) sum = sum + from_record<V>(v[i]);
+      }
+      __syncwarp();
+      const float3 found = found_from(sum_of_neighbours<32>(sum));
+      if (lane == 0) send(block.found(place.stage, group), found, tag);
+    }
+    place.next(ring.flight);
+  }
+}
+
+// With give(round, place), when this block has collected the sample before the one of the round
+// at the place.
+template <class Block, class Give>
+__device__ __forceinline__ void ring_receive(const Block& block, uint32_t tag, int lane,
+                                             Give give) {
+  const GroupRing& ring = block.params.ring;
+  RingPlace place;
+  for (int round = 0; round < block.samples; ++round, ++tag) {
+    mbarrier_wait(smem_address(&block.storage.collected[place.stage]), place.parity);
+    give(round + ring.flight, place.stage);
+    for (int group = lane; group < block.params.shape.groups; group += 32) {
+      uint4 v;
+      do {
+        v = ld_relaxed_b128(block.found(place.stage, group));
+      } while (v.w != tag);
+      block.known(place.stage)[group] = from_record<float4>(v);
+    }
+    mbarrier_arrive(smem_address(&block.storage.known[place.stage]));
+    __syncwarp();  // so that no lane arrives for a later sample first
+    place.next(ring.flight);
+  }
+  // All blocks of the team have read it: each has told what this one has heard of.
+  if (block.share == 0 && lane == 0) block.params.rounds[block.team] = tag - 1;
+}
+
+// All warps: collect(thread), apply(thread), load(), tell(tag, thread), sum_up(tag, lane),
+// receive(tag, lane).
+template <class Block, class Collect, class Apply, class Load, class Tell, class SumUp,
+          class Receive>
+__device__ __forceinline__ void run_ring(const Block& block, Collect collect, Apply apply,
+                                         Load load, Tell tell, SumUp sum_up, Receive receive) {
+  if (threadIdx.x == 0) block.storage.init(block.params.ring);
+  __syncthreads();
+  const int thread = threadIdx.x, lane = thread % 32;
+  if (thread < CONSUMERS) {
+    collect(thread);
+  } else if (thread < 2 * CONSUMERS) {
+    apply(thread - CONSUMERS);
+  } else {
+    release_registers<OTHER_REGISTERS>();
+    const int teller = thread - 2 * CONSUMERS;
+    if (teller >= TELLERS) {
+      if (teller == TELLERS) load();
+      return;
+    }
+    if (teller == 0) block.storage.first_tag = block.params.rounds[block.team] + 1;
+    named_barrier_sync(TELLERS_BARRIER, TELLERS);
+    const uint32_t tag = block.storage.first_tag;
+    if (teller < SENDERS) {
+      tell(tag, teller);
+    } else if (teller < SENDERS + 32) {
+      sum_up(tag, lane);
+    } else {
+      receive(tag, lane);
+    }
+  }
+}
