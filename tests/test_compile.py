@@ -80,12 +80,13 @@ def _union(sets):
 
 
 def faults(tasks, **options):
-    """One line for each kernel that spills or that the compiler complains about."""
+    """One line for each kernel that uses local memory or that the compiler complains about."""
     return [
         f"{built.expression} for {built.arch}: {built.registers} registers, "
-        f"{built.spill_bytes} bytes spilled {' '.join(built.warnings)}"
+        f"{built.spill_bytes} bytes spilled, {built.stack_bytes} on the stack "
+        f"{' '.join(built.warnings)}"
         for built in jit.build_all(tasks, **options)
-        if built.spill_bytes or built.warnings
+        if built.spill_bytes or built.stack_bytes or built.warnings
     ]
 
 
