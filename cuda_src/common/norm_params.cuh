@@ -17,16 +17,24 @@ struct NormShape {
   float inverse_columns;
   float eps;
 
-  // Where row `row` of a tensor begins; where it is an int, all sizes are.
+  // Visits (axis, index) of each axis of a row; where the row is an int, all sizes are.
+  template <typename Index, class Visit>
+  __device__ void each_axis(Index row, const Visit& visit) const {
+#pragma unroll 1
+    for (int axis = axes - 1; axis > 0; --axis) {
+      const Index size = Index(sizes[axis]), outer = row / size;
+      visit(axis, row - outer * size);
+      row = outer;
+    }
+    visit(0, row);
+  }
+
+  // Where a row of a tensor begins.
   template <typename Index>
   __device__ int64_t at(const RowStrides& strides, Index row) const {
     int64_t offset = 0;
-#pragma unroll 1
-    for (int axis = axes - 1; axis > 0; --axis) {
-      offset += row % Index(sizes[axis]) * strides.axis[axis];
-      row /= Index(sizes[axis]);
-    }
-    return offset + row * strides.axis[0];
+    each_axis(row, [&](int axis, int64_t index) { offset += index * strides.axis[axis]; });
+    return offset;
   }
 };
 
@@ -40,8 +48,7 @@ struct NormFwdParams {
   float* stats;          // [rows, 2]: mean (0 for RMSNorm), 1 / deviation; or null
   RowStrides x_strides;
   RowStrides residual_strides;
-  RowStrides out_strides;
-  RowStrides residual_out_strides;
+  RowStrides out_strides;  // of residual_out as well
   NormShape shape;
 };
 

@@ -14,11 +14,11 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
   norm_bwd_rows<Tile, T, WEIGHT, RMS, 1, STAGES>(params, smem);
 
   grid_barrier(params.counter);
-  const int64_t columns = params.shape.columns;
-  const int64_t chunks = (params.dbias ? 2 : 1) * ((columns + 31) / 32);
+  const int columns = params.shape.columns;
+  const int chunks = (params.dbias ? 2 : 1) * ((columns + 31) / 32);
   const SumPartialsParams sum = {params.partials, params.dweight, params.dbias, gridDim.x, columns};
 #pragma unroll 1
-  for (int64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+  for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     sum_shares<WEIGHT, NUM_THREADS / 32>(sum, chunk);
     __syncthreads();
   }

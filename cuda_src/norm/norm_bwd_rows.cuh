@@ -74,9 +74,12 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
   const RowPieces<CLUSTER, VECTOR> pieces(shape.columns);
   const int piece = pieces.begin(pieces.rank()), piece_columns = pieces.size(pieces.rank());
   const int begin = piece + Tile::column(0), columns = piece_columns - Tile::column(0);
-  const int64_t first = split * Tile::ROWS + Tile::row(), step = splits * Tile::ROWS;
-  const int rounds = int((shape.rows - split * Tile::ROWS + step - 1) / step);
+  // Neighbouring rows go to different blocks, so that all have the same number of them, give or
+  // take one.
+  const int64_t first = Tile::row() * splits + split, step = splits * Tile::ROWS;
   const int count = first < shape.rows ? int((shape.rows - first + step - 1) / step) : 0;
+  // The rows of a warp go on together; the first lane has the first of them.
+  const int rounds = Tile::ROW_THREADS < 32 ? __shfl_sync(0xffffffffu, count, 0) : count;
 
   // ---- the first rows ----
   const T *x, *dout, *dresidual;

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1)
   T* h = static_cast<T*>(params.residual_out);
   if (residual) {
     residual += shape.at(params.residual_strides, row);
-    h += shape.at(params.residual_out_strides, row);
+    h += shape.at(params.out_strides, row);
   }
 
   // ---- read, add the residual, statistics ----

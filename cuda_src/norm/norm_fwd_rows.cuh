@@ -27,24 +27,20 @@ __device__ __forceinline__ void norm_fwd_rows(const NormFwdParams& params) {
   const RowPieces<CLUSTER, VECTOR> pieces(shape.columns);
   const int begin = pieces.begin(pieces.rank());
   const int columns = row < shape.rows ? pieces.size(pieces.rank()) : 0;  // 0: only shuffles
-  const auto place = [&](const RowStrides& strides) { return shape.at(strides, row) + begin; };
+  int64_t x_place = begin, residual_place = begin;
+  shape.each_axis(row, [&](int axis, int64_t index) {
+    x_place += index * params.x_strides.axis[axis];
+    residual_place += index * params.residual_strides.axis[axis];
+  });
+  // Of out and of x + residual, computed anew each time: it would take registers meanwhile.
+  const auto out_place = [&] { return shape.at(params.out_strides, row) + begin; };
   __shared__ ClusterExchange<CLUSTER> exchange;
   if constexpr (CLUSTER > 1) exchange.init();
 
   // ---- read, add the residual ----
-  RowPacks<Tile, T> values;
-  values.load(static_cast<const T*>(params.x) + place(params.x_strides), columns);
-  if (params.residual && columns) {
-    RowPacks<Tile, T> added;  // all of it on its way before the first addition
-    added.load(static_cast<const T*>(params.residual) + place(params.residual_strides), columns);
-#pragma unroll
-    for (int load = 0; load < LOADS; ++load) values.add(load, added.packs[load]);
-    values.store(static_cast<T*>(params.residual_out) + place(params.residual_out_strides),
-                 columns);
-  }
+  RowPacks<Tile, WEIGHT> weights, biases;
   const WEIGHT* weight = static_cast<const WEIGHT*>(params.weight) + begin + Tile::column(0);
   const WEIGHT* bias = static_cast<const WEIGHT*>(params.bias) + begin + Tile::column(0);
-  RowPacks<Tile, WEIGHT> weights, biases;
   const auto read_affine = [&](int load) {  // without branches, so that the loads go first
     const bool inside = Tile::column(load) < columns;
     Words<WEIGHT, VECTOR> w = {}, b = {};
@@ -52,9 +48,18 @@ __device__ __forceinline__ void norm_fwd_rows(const NormFwdParams& params) {
     if (inside && !RMS && params.bias) b = load_words<VECTOR>(bias + load * Tile::PITCH);
     weights.packs[load] = w, biases.packs[load] = b;
   };
+  RowPacks<Tile, T> values, added;  // all of it on its way before the first addition
+  values.load(static_cast<const T*>(params.x) + x_place, columns);
+  added.load(static_cast<const T*>(params.residual) + residual_place,
+             params.residual ? columns : 0);
   if constexpr (EARLY) {
 #pragma unroll
     for (int load = 0; load < LOADS; ++load) read_affine(load);
+  }
+  if (params.residual) {
+#pragma unroll
+    for (int load = 0; load < LOADS; ++load) values.add(load, added.packs[load]);
+    values.store(static_cast<T*>(params.residual_out) + out_place(), columns);
   }
 
   // ---- statistics ----
@@ -93,5 +98,5 @@ __device__ __forceinline__ void norm_fwd_rows(const NormFwdParams& params) {
     }
     values.packs[load] = round_words<T>(out);
   }
-  if (columns) values.store(static_cast<T*>(params.out) + place(params.out_strides), columns);
+  values.store(static_cast<T*>(params.out) + out_place(), columns);
 }

@@ -8,22 +8,23 @@
 // WARPS warps of a block take the rows in turn and add up in shared memory. All `chunks` of 32
 // columns of all matrices are numbered one after the other.
 template <typename WEIGHT, int WARPS>
-__device__ __forceinline__ void sum_shares(const SumPartialsParams& params, int64_t chunk) {
-  const int64_t chunks = (params.columns + 31) / 32;
-  const int64_t column = chunk % chunks * 32 + threadIdx.x % 32;
-  const int64_t which = chunk / chunks;
+__device__ __forceinline__ void sum_shares(const SumPartialsParams& params, int chunk) {
+  const int chunks = (int(params.columns) + 31) / 32;
+  const int which = chunk >= chunks;
+  const int column = (chunk - which * chunks) * 32 + threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const float* partials = params.partials + which * params.rows * params.columns + column;
-  const int64_t rows = column < params.columns ? params.rows : 0;
+  const float* partials = params.partials + (which * params.rows + warp) * params.columns + column;
+  const uint32_t rows = column < params.columns ? uint32_t(params.rows) : 0;
   float sum = 0.f;
-  constexpr int AT_ONCE = 12;  // loads in flight: a share of each block of 132 in one step
+  // Loads in flight: of a share of each block of an H200 in one step.
+  constexpr int AT_ONCE = WARPS > 8 ? 12 : 24;
 #pragma unroll 1
-  for (int64_t first = warp; first < rows; first += AT_ONCE * WARPS) {
+  for (uint32_t first = warp; first < rows; first += AT_ONCE * WARPS) {
     float shares[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      const int64_t row = first + i * WARPS;
-      shares[i] = row < rows ? ld_global_cg(partials + row * params.columns) : 0.f;
+      shares[i] = first + i * WARPS < rows ? ld_global_cg(partials) : 0.f;
+      partials += WARPS * params.columns;
     }
 #pragma unroll
     for (float share : shares) sum += share;

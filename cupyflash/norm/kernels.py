@@ -23,7 +23,7 @@ from .row_configs import (
 # (threads of a row, loads of a thread, blocks of a multiprocessor at a time), the shortest rows
 # first. Loads are of 16 bytes.
 FORWARD_TILES = (
-    *((8, 1, 8), (32, 1, 8), (32, 2, 8), (32, 3, 7), (32, 4, 6), (64, 3, 12), (64, 4, 12)),
+    *((8, 1, 8), (32, 1, 8), (32, 2, 8), (32, 3, 6), (32, 4, 6), (64, 3, 12), (64, 4, 12)),
     *((128, 3, 7), (512, 1, 4), (256, 3, 3), (512, 2, 3), (512, 4, 2)),
 )
 # (threads of a row, loads of a thread, threads of a block), a block on each multiprocessor.

@@ -39,7 +39,6 @@ class NormFwdParams(ctypes.Structure):
         ("x_strides", RowStrides),
         ("residual_strides", RowStrides),
         ("out_strides", RowStrides),
-        ("residual_out_strides", RowStrides),
         ("shape", NormShape),
     ]
 

@@ -40,7 +40,7 @@ class ForwardPlan(Plan):
             return
         tensors = {"x": x, "out": x._replace(strides=self.strides)}
         if self.has_residual:
-            tensors |= {"residual": views["residual"], "residual_out": tensors["out"]}
+            tensors["residual"] = views["residual"]
         rows = Rows(function, tensors)
         vector = aligned and rows.aligned
         config = kernels.forward(
