@@ -85,7 +85,8 @@ def test_cluster(columns, depth, cluster):
     [
         (4, 28672, 4096, True),
         (5, 28672, 4096, False),
-        (1, 6144, 4096, False),
+        (4, 6144, 4096, False),
+        (1, 6144, 4096, True),
         (1, 50257, 768, False),
         (1, 768, 3072, False),
     ],

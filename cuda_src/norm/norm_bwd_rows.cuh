@@ -78,8 +78,7 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
   // take one.
   const int64_t first = Tile::row() * splits + split, step = splits * Tile::ROWS;
   const int count = first < shape.rows ? int((shape.rows - first + step - 1) / step) : 0;
-  // The rows of a warp go on together; the first lane has the first of them.
-  const int rounds = Tile::ROW_THREADS < 32 ? __shfl_sync(0xffffffffu, count, 0) : count;
+  const int rounds = int((shape.rows - split + step - 1) / step);  // of the block
 
   // ---- the first rows ----
   const T *x, *dout, *dresidual;

@@ -22,9 +22,10 @@ IN_FLIGHT = 96 * 1024  # bytes on their way to a multiprocessor; with more they 
 SHARED_MEMORY, RESERVED, BARRIERS = 233472, 1024, 1024
 
 BUSY = 0.8  # of the multiprocessors: as good as all of them
-# Weights from this size on, in rows from this depth on, linear_few reads faster, for so few rows of
-# x: it deals them out evenly, not in tiles, and beside their reading its latencies do not count.
-LONG_BYTES, LONG_DEPTH, LONG_ROWS = 2**26, 2048, 4
+# Weights of so many bytes for each row of x, in rows from this depth on, linear_few reads faster, up
+# to so many rows of x: it deals them out evenly, not in tiles, and beside their reading its
+# latencies do not count.
+LONG_BYTES, LONG_DEPTH, LONG_ROWS = 2**24, 2048, 4
 FUSED_ROWS = 8  # for more of such a depth a norm and a rotary embedding are kernels of their own
 
 
@@ -152,7 +153,7 @@ def turns(rotary: Rotary) -> bool:
 def is_long(rows: int, columns: int, depth: int) -> bool:
     """Whether linear_few is the faster one, if it has room for x; ``columns`` of all weights."""
     few_and_deep = rows <= LONG_ROWS and depth >= LONG_DEPTH
-    return few_and_deep and columns * depth * 2 >= LONG_BYTES
+    return few_and_deep and columns * depth * 2 >= rows * LONG_BYTES
 
 
 def is_apart(rows: int, depth: int) -> bool:
