@@ -50,9 +50,11 @@ class Launch:
 
     Attributes:
         workspace_size: floats of memory that a call needs besides.
+        has_scratch: whether the parameters name memory of this call, or of its stream.
     """
 
     workspace_size = 0
+    has_scratch = False
 
     def __init__(
         self, config: KernelConfig, device: int, grid: int, params: ctypes.Structure
@@ -95,7 +97,7 @@ class Launch:
 class Prepared:
     """A call on arrays that stay where they are: from the second time on its launch alone.
 
-    Calls of several launches, which have scratch memory, and those on a CPU stay as they are.
+    Calls of several launches, launches with scratch memory and those on a CPU stay as they are.
     """
 
     def __init__(self, call: Callable[[], Any], stream: Callable[[], Any]) -> None:
@@ -111,7 +113,7 @@ class Prepared:
             result = self.call()
         finally:
             recorder.launches = None
-        if len(launches) == 1:
+        if len(launches) == 1 and not launches[0][0].has_scratch:
             ((self.launch, self.params),), self.result = launches, result
         return result
 

@@ -175,8 +175,10 @@ def test_gradients_of_the_model(backend, monkeypatch):
         assert (ours - torchs).abs().max() <= 1e-4 * torchs.abs().max() + 1e-7
 
 
-@pytest.mark.parametrize("launches", [0, 1, 2])
-def test_prepared_calls(launches):
+@pytest.mark.parametrize(
+    ("launches", "has_scratch"), [(0, False), (1, False), (1, True), (2, False)]
+)
+def test_prepared_calls(launches, has_scratch):
     """One launch is repeated with its parameters, on the stream of then; others are called."""
     from cupyflash.kernel_launch import Launch, Prepared
 
@@ -184,6 +186,7 @@ def test_prepared_calls(launches):
     launch.grid = launch.block = (1,)
     launch.shared_memory, launch.dtype = 0, "V3"
     launch.cooperative = launch.dependent = False
+    launch.has_scratch = has_scratch
     launch.function = lambda grid, block, argument, memory, stream, cooperative: started.append(
         (argument[0].tobytes(), stream)
     )
@@ -196,6 +199,7 @@ def test_prepared_calls(launches):
 
     prepared = Prepared(call, lambda: "second")
     assert [prepared(), prepared()] == ["result", "result"]
-    assert len(called) == (1 if launches == 1 else 2)
+    repeated = launches == 1 and not has_scratch
+    assert len(called) == (1 if repeated else 2)
     assert len(started) == 2 * launches
-    assert not launches or started[-1] == (b"abc", "second" if launches == 1 else "first")
+    assert not launches or started[-1] == (b"abc", "second" if repeated else "first")

@@ -25,6 +25,7 @@ def test_constants():
         name: getattr(group_norm_ring, name) for name in names
     }
     assert int(found["MAX_RING_GROUPS"]) == group_norm_ring.MAX_GROUPS
+    assert int(found["SENDERS"]) + 128 == group_norm_ring.OTHERS  # RING_THREADS
 
 
 @pytest.mark.parametrize("tensors", [1, 2])

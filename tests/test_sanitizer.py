@@ -48,6 +48,7 @@ import sys
 import cupy, cupyflash, cupyflash.baselines
 from cupyflash import environment
 from cupyflash.linear import projection, sm90_launch
+from cupyflash.norm import group_norm_ring
 cupy.cuda.set_allocator(None)
 dtype = sys.argv[1]
 make = lambda *shape: cupy.random.standard_normal(shape).astype(dtype)
@@ -55,7 +56,8 @@ for rows, columns in ((5, 8), (7, 33), (3, 1000), (3, 4096), (2, 20008)):
     x, weight = make(rows, columns), make(columns)
     out, h, stats = cupyflash.layer_norm(x, weight, weight, residual=x, return_stats=True)
     cupyflash.layer_norm_backward(out, h, weight, stats, dresidual=x)
-for shape in ((3, 16, 7), (2, 32, 8, 8), (1, 8, 130, 128)):
+group_norm_ring.MIN_ROUND_BYTES, group_norm_ring.MAX_TEAMS = 0, 1  # as many rounds as samples
+for shape in ((3, 16, 7), (2, 32, 8, 8), (1, 8, 130, 128), (20, 80, 30, 30)):
     x, weight = make(*shape), make(shape[1])
     for _ in range(2):
         options = {"activation": "mish"}
@@ -76,6 +78,8 @@ for rows in (3, 12, 70):
             cupyflash.mlp(x, up, down, **options)
             rotary = cupyflash.Rotary(make(rows, 10), make(rows, 10))
             cupyflash.qkv_projection(x, up[:240], heads_q=4, heads_kv=1, rotary=rotary)
+            rotary = cupyflash.Rotary(make(rows, 32), make(rows, 32))
+            cupyflash.qkv_projection(x, up[:256], heads_q=2, heads_kv=1, rotary=rotary)
 # linear_few_sm90 in clusters of 4 and of 8; blocks alone in theirs that go on to the next tile.
 for columns, depth, processors in ((300, 264, 132), (300, 520, 132), (320, 520, 2)):
     projection.multiprocessors = sm90_launch.multiprocessors = lambda device: processors

@@ -27,8 +27,8 @@ struct FewLayout {
   static constexpr int MAX_STAGES = 12;  // few_sm90_kernels.IN_FLIGHT
   using TileX = SmemTile<ROWS, BLOCK_K>;
   using TileW = SmemTile<FEATURES, BLOCK_K>;
-  // A gate, or a rotary embedding, wants two of them at once: the second half of a tile is of the
-  // gate's weights, or of the columns with which those of the first are turned.
+  // With a gate, or a rotary embedding, a place of the tile has two of them: the second half of the
+  // tile is of the gate's weights, or of the columns with which those of the first are turned.
   static constexpr int HALVES = GATED || ROTARY ? 2 : 1;
   static constexpr int PLACES = FEATURES / HALVES;  // columns of out, or pairs that are turned
   static constexpr int COLUMNS = GATED ? PLACES : FEATURES;

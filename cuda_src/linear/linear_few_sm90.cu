@@ -10,7 +10,8 @@
 //   loads x: without a norm through the ring as well; with a norm its columns of all rows, whose
 //     sums the cluster exchanges. Four more warps help with that, and leave;
 //   multiplies, and sends each block of the cluster the sums of that block's share of out;
-//   adds up what it got from all of them, finishes it and writes it;
+//   adds up what it got from all of them, finishes it (with a rotary embedding both numbers of a
+//     pair, whose rows of weights are in the same tile) and writes it;
 //   goes on with the next tile, if it is alone in its cluster. The ring does not stop for that.
 //
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "Tensor copy", "st.async".

@@ -41,10 +41,11 @@ __device__ __forceinline__ void collect_gradients(const Block& block, int index)
     int rest = thread.count;
 #pragma unroll 1
     for (int i = 0; i < ring.sample_slots; ++i) {
-      typename Block::Values values, gradients;
+      typename Block::Values values, gradients = {};
       block.wait(slot);
       block.read(values, slot, 0, thread.reader);
-      block.read(gradients, slot, 1, thread.reader);
+      // Where a thread has no pack, its reader writes what it read.
+      if (thread.count) block.read(gradients, slot, 1, thread.reader);
       block.each_turn(rest, [&](int turn) {
         float dz[VECTOR];
 #pragma unroll
@@ -194,12 +195,8 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
       return make_float3(slope, inverse * sums.second - slope * stats.x, stats.y);
     };
   };
-  run_ring(
-      block,
-      [&](int thread) {
-        claim_registers<104>();
-        collect_gradients<WEIGHT, ACTIVATION>(block, thread);
-      },
+  run_ring<104, RING_REGISTERS>(
+      block, [&](int thread) { collect_gradients<WEIGHT, ACTIVATION>(block, thread); },
       [&](int thread) { apply_gradients<WEIGHT>(block, thread); },
       [&] {
         ring_load(block, [&](int tensor, int round) {

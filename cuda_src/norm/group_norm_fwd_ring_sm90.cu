@@ -109,16 +109,9 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
       return make_float3(moments.mean, scale, 0.f);
     };
   };
-  run_ring(
-      block,
-      [&](int thread) {
-        release_registers<72>();
-        collect_moments(block, thread);
-      },
-      [&](int thread) {
-        claim_registers<112>();
-        apply_affine<T, WEIGHT, ACTIVATION>(block, thread);
-      },
+  run_ring<72, 112>(
+      block, [&](int thread) { collect_moments(block, thread); },
+      [&](int thread) { apply_affine<T, WEIGHT, ACTIVATION>(block, thread); },
       [&] {
         ring_load(block, [&](int, int round) {
           return block.part(static_cast<const T*>(params.x), params.x_strides, round);

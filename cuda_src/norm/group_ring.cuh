@@ -40,9 +40,9 @@ constexpr int SLOT_PACKS = 2;   // packs of a thread in a slot
 constexpr int SENDERS = 128;
 constexpr int TELLERS = SENDERS + 2 * 32;  // and who sums up, and who receives
 constexpr int RING_THREADS = 2 * CONSUMERS + SENDERS + WARPGROUP;
-// Registers of those that neither collect nor apply. Of 80 at first, they leave the difference to
-// whom a kernel gives more.
-constexpr int OTHER_REGISTERS = 56;
+constexpr int RING_REGISTERS = 80;   // of a thread, as the block begins
+constexpr int OTHER_REGISTERS = 56;  // enough for those that neither collect nor apply
+static_assert(RING_THREADS == 3 * CONSUMERS && RING_REGISTERS == 65536 / RING_THREADS / 8 * 8, "");
 constexpr int MAX_SLOTS = 64;
 constexpr int MAX_FLIGHT = 8;
 constexpr int MAX_RING_GROUPS = 64;

@@ -56,6 +56,8 @@ __device__ __forceinline__ void ring_tell(const Block& block, uint32_t tag, int 
   const int rows = min(block.rows, block.own);  // that have positions
   int lanes = 32;                               // of a group
   while (lanes > 1 && lanes * groups > SENDERS) lanes /= 2;
+  // A warp without a group would wait by parity, and nobody for it: it could fall behind for good.
+  if (thread / 32 * 32 / lanes >= groups) return;
   const int lane = thread % lanes;
   RingPlace place;
   for (int round = 0; round < block.samples; ++round, ++tag) {
@@ -146,21 +148,32 @@ __device__ __forceinline__ void ring_receive(const Block& block, uint32_t tag, i
   if (block.share == 0 && lane == 0) block.params.rounds[block.team] = tag - 1;
 }
 
-// All warps: collect(thread), apply(thread), load(), tell(tag, thread), sum_up(tag, lane),
-// receive(tag, lane).
-template <class Block, class Collect, class Apply, class Load, class Tell, class SumUp,
-          class Receive>
+// To so many registers, of RING_REGISTERS at first.
+template <int REGISTERS>
+__device__ __forceinline__ void change_registers() {
+  if constexpr (REGISTERS < RING_REGISTERS) release_registers<REGISTERS>();
+  if constexpr (REGISTERS > RING_REGISTERS) claim_registers<REGISTERS>();
+}
+
+// All warps: collect(thread) and apply(thread) with so many registers, load(), tell(tag, thread),
+// sum_up(tag, lane), receive(tag, lane).
+template <int COLLECT_REGISTERS, int APPLY_REGISTERS, class Block, class Collect, class Apply,
+          class Load, class Tell, class SumUp, class Receive>
 __device__ __forceinline__ void run_ring(const Block& block, Collect collect, Apply apply,
                                          Load load, Tell tell, SumUp sum_up, Receive receive) {
+  static_assert(COLLECT_REGISTERS + APPLY_REGISTERS + OTHER_REGISTERS <= 3 * RING_REGISTERS,
+                "three parts of the block, of CONSUMERS threads each, share them");
   if (threadIdx.x == 0) block.storage.init(block.params.ring);
   __syncthreads();
   const int thread = threadIdx.x, lane = thread % 32;
   if (thread < CONSUMERS) {
+    change_registers<COLLECT_REGISTERS>();
     collect(thread);
   } else if (thread < 2 * CONSUMERS) {
+    change_registers<APPLY_REGISTERS>();
     apply(thread - CONSUMERS);
   } else {
-    release_registers<OTHER_REGISTERS>();
+    change_registers<OTHER_REGISTERS>();
     const int teller = thread - 2 * CONSUMERS;
     if (teller >= TELLERS) {
       if (teller == TELLERS) load();

@@ -9,7 +9,7 @@
 // columns of all matrices are numbered one after the other.
 template <typename WEIGHT, int WARPS>
 __device__ __forceinline__ void sum_shares(const SumPartialsParams& params, int chunk) {
-  const int chunks = (int(params.columns) + 31) / 32;
+  const int chunks = int((params.columns + 31) / 32);
   const int which = chunk >= chunks;
   const int column = (chunk - which * chunks) * 32 + threadIdx.x % 32;
   const int warp = threadIdx.x / 32;

@@ -22,11 +22,11 @@ IN_FLIGHT = 96 * 1024  # bytes on their way to a multiprocessor; with more they 
 SHARED_MEMORY, RESERVED, BARRIERS = 233472, 1024, 1024
 
 BUSY = 0.8  # of the multiprocessors: as good as all of them
-# Weights of so many bytes for each row of x, in rows from this depth on, linear_few reads faster, up
-# to so many rows of x: it deals them out evenly, not in tiles, and beside their reading its
+# Weights of so many bytes for each row of x, in rows from this depth on, linear_few reads faster,
+# up to so many rows of x: it deals them out evenly, not in tiles, and beside their reading its
 # latencies do not count.
 LONG_BYTES, LONG_DEPTH, LONG_ROWS = 2**24, 2048, 4
-FUSED_ROWS = 8  # for more of such a depth a norm and a rotary embedding are kernels of their own
+FUSED_ROWS = 8  # for more of such a depth what `is_apart` names is a kernel of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LinearFewSm90(KernelConfig):
 
     Attributes:
         gated: half of the rows of weights of a block are those of the gate.
-        rotary: or those of the columns with which the others are turned, if they are q or k.
+        rotary: half of them are those of the columns with which the others are turned.
         cluster: blocks that share the depth; a block alone makes one tile after the other.
     """
 
@@ -157,9 +157,9 @@ def is_long(rows: int, columns: int, depth: int) -> bool:
 
 
 def is_apart(rows: int, depth: int) -> bool:
-    """Whether what is before or after the product is faster as a kernel of its own.
+    """Whether a norm, or a rotary embedding not of `turns`, is faster as a kernel of its own.
 
-    Every block would do the norm again, and with a rotary embedding tensor cores take no part.
+    Every block would do the norm again, and linear_few, which can turn anything, gets slow.
     """
     return rows > FUSED_ROWS and depth >= LONG_DEPTH
 

@@ -15,6 +15,8 @@ from .reference import Options
 class MlpLaunch(Launch):
     """All blocks are on the GPU at once, so that they can wait for each other."""
 
+    has_scratch = True
+
     def __init__(
         self, config: kernels.MlpFew, device: int, clusters: int, params: MlpParams
     ) -> None:

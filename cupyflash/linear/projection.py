@@ -104,8 +104,8 @@ def few_kernel(
     capability, columns = capability_of(x.device), views["weight"].shape[0]
     vector = aligned and is_aligned(x, steps)
     few = kernels.few(x.dtype, options.activation, gated, turned, *x.shape, vector, capability)
-    rotary = turned and few_sm90_kernels.turns(sm90_rotary(rotary_of(views, options)))
-    if not aligned or family == "sm80" or turned and not rotary and not is_apart(*x.shape):
+    inside = turned and few_sm90_kernels.turns(sm90_rotary(rotary_of(views, options)))
+    if not aligned or family == "sm80" or turned and not inside and not is_apart(*x.shape):
         return few
     long = few_sm90_kernels.is_long(x.shape[0], columns * (1 + gated), x.shape[1])
     if long and few and few.num_stages > 1:
@@ -115,7 +115,7 @@ def few_kernel(
         capability,
         options.activation,
         gated,
-        rotary,
+        inside,
         "weight of norm" in views and not is_apart(*x.shape),
         (x.shape[0], columns, x.shape[1]),
         tuple(step for name, step in steps.items() if name in few_sm90_kernels.MAPPED),

@@ -21,8 +21,8 @@ def group_norm(
 
     Arrays are those that `cupyflash.attention` takes; torch tensors have autograd. x is read once
     where a group fits into registers (up to 49152 numbers of 16 bits, 24576 of float32) or, with
-    channels last on GPUs with clusters of blocks, a sample into the shared memory of all
-    multiprocessors (about 25 MB); else twice. The result has the memory format of x.
+    channels last on a Hopper, a sample into the shared memory of all multiprocessors (about 25
+    MB); else twice. The result has the memory format of x.
 
     Args:
         x: (batch, channels, ...), such as (N, C, L) or (N, C, H, W); float16, bfloat16 or float32.

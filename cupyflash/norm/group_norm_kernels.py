@@ -32,9 +32,9 @@ BACKWARD_TILES = (
 )
 # GPUs that have clusters take other tiles of the forward after the first: for small groups (threads
 # of a group, loads of a thread, samples on their way, threads of a block, blocks of a
-# multiprocessor), then those from SECOND_TILE on, then (blocks of a cluster, the same of each).
+# multiprocessor), then those from AFTER_RINGS on, then (blocks of a cluster, the same of each).
 FORWARD_RINGS = ((8, 2, 2, 128, 8), (16, 2, 2, 128, 8), (32, 2, 2, 128, 8), (32, 4, 1, 128, 4))
-SECOND_TILE = 4
+AFTER_RINGS = 4
 FORWARD_CLUSTERS = tuple((cluster, 256, 20, 2) for cluster in (2, 4, 8))
 # And of the backward (blocks of a cluster, threads of a block's part of a group, loads of a thread,
 # threads of a block, blocks of a multiprocessor).
@@ -248,7 +248,7 @@ def _forward_in_one(
     layout, vector = "halves" if halves else "first", vector_width(kind[0])
     for threads, loads, *ring in FORWARD_RINGS:
         yield GroupNormFwdSm90(*kind, layout, threads, loads, vector, *ring)
-    yield from of_blocks[SECOND_TILE:]
+    yield from of_blocks[AFTER_RINGS:]
     for *tile, blocks in () if halves else FORWARD_CLUSTERS:
         yield GroupNormFwdCluster(*kind, *tile, vector, blocks)
 

@@ -131,6 +131,8 @@ class RingLaunch(Launch):
         rows: blocks that have positions.
     """
 
+    has_scratch = True
+
     def __init__(
         self, config: RingConfig, device: int, groups: Groups, eps: float, ring: RingShape
     ) -> None:
