@@ -10,7 +10,7 @@ from matrix import each_library, libraries, pairwise
 import cupyflash
 from cupyflash.array import View
 from cupyflash.jit import sources
-from cupyflash.norm import reference
+from cupyflash.norm import group_norm_plan, reference
 from cupyflash.norm.group_norm_plan import MAX_WAVES, shares_of
 from cupyflash.norm.groups import Groups, dense_like, layout_of
 from cupyflash.testing import expected_group_norm, poison_free_memory, to_float64
@@ -113,6 +113,28 @@ def test_groups_of_many_sizes(backend, dtype, positions):
     expected_group_norm(*arrays[:2], 1, *arrays[2:], "silu", 1e-5).check(**run(case, *arrays))
 
 
+@each_library(device="cuda")
+@pytest.mark.parametrize("positions", [(100, 100), (128, 160), (200, 200), (256, 256)], ids=str)
+def test_more_groups_than_clusters(backend, monkeypatch, positions):
+    """Each cluster has some, one after the other; what is wrong with one stays there."""
+    monkeypatch.setattr(group_norm_plan, "clusters_at_once", lambda config, device: 3)
+    case = Case("float16", 4, (16, 2), positions, "silu", False, "contiguous")
+    dout, x, weight, bias = case.arrays(backend)
+    poison_free_memory(backend.library, backend.device, [2 * int(numpy.prod(x.shape))] * 2)
+    forward = lambda x: cupyflash.group_norm(  # noqa: E731
+        x, 2, weight, bias, activation="silu", return_stats=True
+    )
+    out, stats = forward(x)
+    exact = expected_group_norm(dout, x, 2, weight, bias, "silu", 1e-5)
+    exact.check(out=out, stats=stats)
+    broken = to_numpy(x).copy()
+    broken[1, 11, -1, -1] = numpy.nan
+    found = to_numpy(forward(stored(backend, broken, "float16"))[0])
+    assert numpy.isnan(found[1, 8:]).all()
+    found[1, 8:] = to_numpy(out)[1, 8:]
+    assert (found == to_numpy(out)).all()
+
+
 # (channels, num_groups), positions: groups of 256, 480, 512, 1024 and 2304 numbers, channels of 8
 # bytes, not aligned.
 MANY = [
@@ -133,7 +155,7 @@ def test_many_samples(backend, dtype, channels, length):
 
 
 @each_library()
-@pytest.mark.parametrize("positions", [(16,), (100, 40), (200, 200)], ids=str)
+@pytest.mark.parametrize("positions", [(16,), (100, 40), (200, 100), (200, 200)], ids=str)
 def test_mean_far_from_zero(backend, positions):
     case = Case("float32", 2, (8, 2), positions, "silu", False, "contiguous")
     dout, _, weight, bias = case.arrays(backend)
@@ -144,9 +166,9 @@ def test_mean_far_from_zero(backend, positions):
 
 @each_library(device="cuda")
 @pytest.mark.parametrize("storage", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("positions", [(16,), (40, 40), (300, 301)], ids=str)
+@pytest.mark.parametrize("positions", [(16,), (40, 40), (100, 100), (300, 301)], ids=str)
 def test_gradients_are_repeatable(backend, positions, storage):
-    """One block a group, one read or two."""
+    """One block a group, a cluster, one read or two."""
     case = Case("float16", 4, (64, 8), positions, "silu", True, storage)
     arrays = case.arrays(backend)
     first = run(case, *arrays)

@@ -60,6 +60,18 @@ __device__ __forceinline__ V sum_of_neighbours(V value) {
   return value;
 }
 
+// What LANES neighbours have together, whose count is 1 / `inverse`: cheaper than merging in pairs.
+// Their means are added up as distances from the first one, the squares from the mean of all.
+template <int LANES>
+__device__ __forceinline__ Moments moments_of_neighbours(Moments own, float inverse) {
+  const float base = __shfl_sync(0xffffffffu, own.mean, 0, LANES);
+  const float offset = own.mean - base;
+  const float mean = sum_of_neighbours<LANES>(own.count * offset) * inverse;
+  const float rest = offset - mean;
+  const float m2 = sum_of_neighbours<LANES>(own.m2 + own.count * (rest * rest));
+  return {own.count, base + mean, m2};
+}
+
 // The sum over THREADS (a power of two) consecutive threads, which are the block if they are more
 // than a warp. Before `scratch` is used again, the block must synchronise.
 template <int THREADS, class V>

@@ -41,3 +41,44 @@ struct ClusterExchange {
     return sent[threadIdx.x % CLUSTER];
   }
 };
+
+// Two numbers of each warp of the cluster, one round after the other. Each warp writes to all
+// blocks, and nobody waits at a barrier of the cluster: its release would first wait until what
+// the block wrote has reached global memory.
+//
+// Two places are enough: a warp sends round i + 1 after it has received round i, which the others
+// sent after they had read round i - 1. And as it has received all that was sent to its block, the
+// block may end.
+template <int CLUSTER, int WARPS>
+struct ClusterRounds {
+  Sums sent[2][CLUSTER * WARPS];
+  uint64_t full[2];
+
+  // The number of this warp in the cluster.
+  __device__ static int sender() { return cluster_rank() * WARPS + threadIdx.x / 32; }
+
+  // All threads of the cluster.
+  __device__ void init() {
+    if (threadIdx.x == 0) {
+      for (uint64_t& barrier : full) mbarrier_init(smem_address(&barrier), 1);
+      mbarrier_init_fence();
+    }
+    cluster_sync();
+  }
+
+  // What all lanes of a warp have.
+  __device__ void send(int round, Sums own) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t barrier = smem_address(&full[round % 2]);
+    if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, sizeof(sent[0]));
+    if (lane < CLUSTER)
+      st_async_cluster(smem_address(&sent[round % 2][sender()]), barrier, lane, own.first,
+                       own.second);
+  }
+
+  // Gives what the warps have sent, in their order.
+  __device__ const Sums* wait(int round) const {
+    mbarrier_wait(smem_address(&full[round % 2]), round / 2 % 2);
+    return sent[round % 2];
+  }
+};

@@ -1,10 +1,7 @@
 // The sums that norm_bwd takes over a row, and where they come together.
 #pragma once
-#include "../common/group_sum.cuh"
-#include "../ptx/cluster.cuh"
-#include "../ptx/cp_async.cuh"
-#include "../ptx/mbarrier.cuh"
 #include "../ptx/warpgroup.cuh"
+#include "cluster_sum.cuh"
 
 // Of a row of norm_fwd.
 struct RowStats {
@@ -39,43 +36,15 @@ __device__ __forceinline__ Sums row_sum(Sums sums, Sums* scratch) {
   return sums;
 }
 
-// The same over the warps of all blocks of a cluster, one row after the other. Each warp writes to
-// all blocks, and nobody waits at a barrier of the cluster: its release would first wait until the
-// row's dx has been written to global memory.
-//
-// Two places are enough: a warp sends row i + 1 after it has received row i, which the others sent
-// after they had read row i - 1. And as it has received all that was sent to its block, the block
-// may end.
+// The same over the warps of all blocks of a cluster: waits for a row of ClusterRounds.
 template <bool RMS, int CLUSTER, int WARPS>
-struct ClusterSums {
+struct ClusterSums : ClusterRounds<CLUSTER, WARPS> {
   static constexpr int SENDERS = CLUSTER * WARPS;
   static_assert(SENDERS % 32 == 0, "as many for each lane");
 
-  Sums sent[2][SENDERS];
-  uint64_t full[2];
-
-  // All threads of the cluster.
-  __device__ void init() {
-    if (threadIdx.x == 0) {
-      for (uint64_t& barrier : full) mbarrier_init(smem_address(&barrier), 1);
-      mbarrier_init_fence();
-    }
-    cluster_sync();
-  }
-
-  __device__ void send(int row, Sums sums) {
-    const int lane = threadIdx.x % 32, sender = cluster_rank() * WARPS + threadIdx.x / 32;
-    const uint32_t barrier = smem_address(&full[row % 2]);
-    if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, sizeof(sent[0]));
-    if (lane < CLUSTER)
-      st_async_cluster(smem_address(&sent[row % 2][sender]), barrier, lane, sums.first,
-                       sums.second);
-  }
-
   // Every thread gets the same bits.
   __device__ Sums receive(int row) const {
-    mbarrier_wait(smem_address(&full[row % 2]), row / 2 % 2);
-    const Sums* from = sent[row % 2] + threadIdx.x % 32;
+    const Sums* from = this->wait(row) + threadIdx.x % 32;
     Sums sums = from[0];
 #pragma unroll
     for (int i = 32; i < SENDERS; i += 32) sums = sums + from[i];

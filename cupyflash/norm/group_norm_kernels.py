@@ -35,7 +35,7 @@ BACKWARD_TILES = (
 # multiprocessor), then those from AFTER_RINGS on, then (blocks of a cluster, the same of each).
 FORWARD_RINGS = ((8, 2, 2, 128, 8), (16, 2, 2, 128, 8), (32, 2, 2, 128, 8), (32, 4, 1, 128, 4))
 AFTER_RINGS = 4
-FORWARD_CLUSTERS = tuple((cluster, 256, 20, 2) for cluster in (2, 4, 8))
+FORWARD_CLUSTERS = (*((cluster, 256, 20, 2) for cluster in (2, 4, 8)), (8, 512, 20, 1))
 # And of the backward (blocks of a cluster, threads of a block's part of a group, loads of a thread,
 # threads of a block, blocks of a multiprocessor).
 BACKWARD_RINGS = (
@@ -156,7 +156,7 @@ class GroupNormFwdSm90(OneStepConfig):
 
 @dataclasses.dataclass(frozen=True)
 class GroupNormFwdCluster(OneStepConfig):
-    """Forward: the blocks of a cluster share a group."""
+    """Forward: the blocks of a cluster share a group, one after the other."""
 
     source: ClassVar[str] = "norm/group_norm_fwd_cluster.cu"
     params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
@@ -169,6 +169,11 @@ class GroupNormFwdCluster(OneStepConfig):
     loads: int
     vector: int
     blocks: int
+
+    @property
+    def shared_memory(self) -> int:
+        """Of the next group."""
+        return 16 * self.loads * self.row_threads
 
 
 @dataclasses.dataclass(frozen=True)

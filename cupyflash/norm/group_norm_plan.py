@@ -5,6 +5,7 @@ from typing import Any
 
 from ..array import Array, View
 from ..checks import require_grid
+from ..clusters import clusters_at_once
 from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
 from ..tile_counter import tile_counters
 from . import group_norm_kernels as kernels
@@ -62,6 +63,8 @@ class Work:
                     self.shares = shares_of(turns, groups.num_groups, max(1, at_once))
                     self.rows = self.shares * self.config.cluster
                     blocks = self.shares * groups.num_groups
+                elif self.config.cluster > 1:
+                    blocks = min(blocks, clusters_at_once(self.config, x.device))
                 require_grid(function, self.units + self.config.groups, x.shape)
                 blocks = require_grid(function, blocks * self.config.cluster, x.shape)
                 self.launches = [(self.config, blocks)]
