@@ -168,7 +168,6 @@ def test_checkpoint_repeats_the_dropout(backend, use_reentrant):
 @each(library="torch")
 def test_selective_checkpoint_knows_the_operator(backend, monkeypatch):
     """Its output may be kept: then the backward computes it no second time."""
-    import torch
     from torch.utils.checkpoint import (
         CheckpointPolicy,
         checkpoint,
@@ -183,7 +182,7 @@ def test_selective_checkpoint_knows_the_operator(backend, monkeypatch):
         return compute(*arguments, **options)
 
     def policy(context, operator, *arguments, **options):
-        keep = operator is torch.ops.cupyflash.attention.default
+        keep = str(operator) == "cupyflash.attention.default"  # not there before its first call
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     def function(*qkv):
