@@ -12,6 +12,7 @@ from . import group_norm_kernels as kernels
 from . import three_steps
 from .group_norm_ring import GroupNormBwdRing, GroupNormFwdRing, ring_launch
 from .groups import MAX_GROUP, Groups, dense_like, layout_of
+from .one_step import OneStepConfig
 from .params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
 from .plan import sum_launch
 
@@ -55,7 +56,7 @@ class Work:
             pick = getattr(kernels, direction)
             size = groups.size if groups.dense else MAX_GROUP
             self.config = pick(kind, size, aligned, halves, capability_of(x.device))
-            if isinstance(self.config, kernels.OneStepConfig):
+            if isinstance(self.config, OneStepConfig):
                 blocks = -(-self.units // self.config.groups)
                 if self.config.takes_turns:
                     at_once = multiprocessors(x.device) * self.config.blocks // self.config.cluster
