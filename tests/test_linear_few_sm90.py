@@ -29,9 +29,7 @@ def chosen(rows, columns, depth, *, norm=False, gated=False, rotary=False, **cha
     problem = {"dtype": "float16", "capability": (9, 0), "strides": (depth, depth)} | changes
     return choose(
         **problem,
-        activation="none",
-        gated=gated,
-        rotary=rotary,
+        epilogue=("none", gated, rotary),
         norm=norm,
         sizes=(rows, columns, depth),
         multiprocessors=132,

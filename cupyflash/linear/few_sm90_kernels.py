@@ -116,9 +116,7 @@ class LinearFewSm90(KernelConfig):
 def choose(
     dtype: str,
     capability: Capability,
-    activation: str,
-    gated: bool,
-    rotary: bool,
+    epilogue: tuple[str, bool, bool],
     norm: bool,
     sizes: tuple[int, int, int],
     strides: tuple[int, ...],
@@ -126,8 +124,8 @@ def choose(
 ) -> LinearFewSm90 | None:
     """The kernel for (rows, columns, depth), None where there is none.
 
-    The strides are those of the rows of x and of the weights. As few blocks share the depth as have
-    all multiprocessors at work.
+    The epilogue is (activation, gated, rotary). The strides are those of the rows of x and of the
+    weights. As few blocks share the depth as have all multiprocessors at work.
     """
     rows, columns, depth = sizes
     if rows > ROWS[-1] or not sm90_kernels.supports(dtype, capability, rows, 8, depth, strides):
@@ -135,9 +133,7 @@ def choose(
     tile = next(tile for tile in ROWS if rows <= tile)
     steps = -(-depth // BLOCK_K)
     offered = [
-        LinearFewSm90(dtype, activation, gated, rotary, tile, cluster)
-        for cluster in CLUSTERS
-        if cluster <= steps
+        LinearFewSm90(dtype, *epilogue, tile, cluster) for cluster in CLUSTERS if cluster <= steps
     ]
     busy = [x for x in offered if x.busy(columns, multiprocessors) >= BUSY]
     fitting = (x for x in busy or offered[-1:] if x.stages(columns, depth, norm, multiprocessors))

@@ -113,9 +113,7 @@ def few_kernel(
     few_sm90 = few_sm90_kernels.choose(
         x.dtype,
         capability,
-        options.activation,
-        gated,
-        inside,
+        (options.activation, gated, inside),
         "weight of norm" in views and not is_apart(*x.shape),
         (x.shape[0], columns, x.shape[1]),
         tuple(step for name, step in steps.items() if name in few_sm90_kernels.MAPPED),
