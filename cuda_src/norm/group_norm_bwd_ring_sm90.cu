@@ -12,163 +12,201 @@
 constexpr int COLLECTED_BARRIER = 2;  // of those that collect
 constexpr int APPLIED_BARRIER = 3;    // of these and those that apply
 
-template <typename WEIGHT, Activation ACTIVATION, class Block>
-__device__ __forceinline__ void collect_gradients(const Block& block, int index) {
-  constexpr int VECTOR = Block::VECTOR;
-  const auto& params = block.params;
-  const GroupRing& ring = params.ring;
-  const RingThread thread = block.thread(index);
-  Sums totals[VECTOR] = {};  // of dz * n, dz
-  RingPlace slot, place;
-  for (int round = 0; round < block.samples; ++round) {
-    Affine<VECTOR> affine;
-    Words<WEIGHT, VECTOR> weight = {}, bias = {};
-    if (thread.count) {
-      weight = load_words<VECTOR>(static_cast<const WEIGHT*>(params.weight) + thread.column);
-      bias = load_words<VECTOR>(static_cast<const WEIGHT*>(params.bias) + thread.column);
-    }
-    mbarrier_wait(smem_address(&block.storage.given[place.stage]), place.parity);
-    const float2* const given = block.given(place.stage);
-    block.each_channel(thread, [&](int i, int group) {
-      affine.mean[i] = given[group].x;
-      affine.scale[i] = given[group].y * weight.at(i);
-      affine.bias[i] = bias.at(i);
-    });
-    const Argument<ACTIVATION, typename Block::Type, VECTOR> argument(affine);
+template <typename T, typename WEIGHT, Activation ACTIVATION>
+struct BackwardKernel {
+  static constexpr int COLLECT_REGISTERS = 104, APPLY_REGISTERS = RING_REGISTERS;
+  using Block = RingBlock<GroupNormBwdRingParams, T, 2>;
+  static constexpr int VECTOR = Block::VECTOR;
+  const Block block;
 
-    // ---- dz, sums of each column ----
-    Sums sums[VECTOR] = {};  // of dz * (x - argument.mean), dz
-    int rest = thread.count;
-#pragma unroll 1
-    for (int i = 0; i < ring.sample_slots; ++i) {
-      typename Block::Values values, gradients = {};
-      block.wait(slot);
-      block.read(values, slot, 0, thread.reader);
-      // Where a thread has no pack, its reader writes what it read.
-      if (thread.count) block.read(gradients, slot, 1, thread.reader);
-      block.each_turn(rest, [&](int turn) {
-        float dz[VECTOR];
-#pragma unroll
-        for (int k = 0; k < VECTOR; ++k) {
-          const float x = values[turn].at(k);
-          dz[k] = gradients[turn].at(k) * slope_scaled<ACTIVATION>(argument.of(x, k));
-          sums[k].first += dz[k] * (x - argument.mean[k]);
-          sums[k].second += dz[k];
-        }
-        block.write(slot, 1, index, turn, dz);
-      });
-      rest -= Block::TURNS;
-      slot.next(ring.slots);
-    }
-    fence_async_proxy();  // the copy engine fills the slots anew
+  // Tensor 0 is x, tensor 1 dout.
+  __device__ const T* part(int tensor, int round) const {
+    const auto& params = block.params;
+    const void* data = tensor ? params.dout : params.x;
+    return block.part(static_cast<const T*>(data), tensor ? params.dout_strides : params.x_strides,
+                      round);
+  }
 
-    block.each_channel(thread, [&](int i, int group) {
-      if (!argument.CENTRED) sums[i].first -= given[group].x * sums[i].second;
-      totals[i] = totals[i] + Sums{given[group].y * sums[i].first, sums[i].second};
-      const float scale = argument.scale[i];
-      sums[i] = {scale * sums[i].first, scale * sums[i].second};
-    });
-    block.hand_over(thread, index, place, [&](int low, int high) {
-      Sums sum = {0.f, 0.f};
+  // Mean and 1 / deviation of the groups, loaded a round before.
+  struct Giver {
+    static constexpr int GROUPS = MAX_RING_GROUPS / 32;  // of a lane
+    const Block& block;
+    int lane;
+    float2 next[GROUPS] = {};  // of the round given next
+
+    __device__ Giver(const Block& block, int lane) : block(block), lane(lane) { load(0); }
+
+    __device__ void load(int round) {
+      const int groups = block.params.shape.groups;
+      const float2* stats =
+          reinterpret_cast<const float2*>(block.params.stats) + block.sample(round) * groups;
 #pragma unroll
-      for (int k = 0; k < VECTOR; ++k) {
-        if (k >= low && k < high) sum = sum + sums[k];
+      for (int i = 0; i < GROUPS; ++i)
+        if (round < block.samples && lane + i * 32 < groups) next[i] = stats[lane + i * 32];
+    }
+
+    __device__ void give(int round, int place) {
+      if (round >= block.samples) return;
+#pragma unroll
+      for (int i = 0; i < GROUPS; ++i)
+        if (lane + i * 32 < block.params.shape.groups) block.given(place)[lane + i * 32] = next[i];
+      mbarrier_arrive(smem_address(&block.storage.given[place]));
+      load(round + 1);
+    }
+  };
+
+  __device__ __forceinline__ void collect(int index) const {
+    const auto& params = block.params;
+    const GroupRing& ring = params.ring;
+    const RingThread thread = block.thread(index);
+    Sums totals[VECTOR] = {};  // of dz * n, dz
+    RingPlace slot, place;
+    for (int round = 0; round < block.samples; ++round) {
+      Words<WEIGHT, VECTOR> weight = {}, bias = {};
+      if (thread.count) {
+        weight = load_words<VECTOR>(static_cast<const WEIGHT*>(params.weight) + thread.column);
+        bias = load_words<VECTOR>(static_cast<const WEIGHT*>(params.bias) + thread.column);
       }
-      return make_float2(sum.first, sum.second);
-    });
-    place.next(ring.flight);
-  }
+      mbarrier_wait(smem_address(&block.storage.given[place.stage]), place.parity);
+      const float2* const given = block.given(place.stage);
+      Affine<VECTOR> affine;
+      block.each_channel(thread, [&](int i, int group) {
+        affine.mean[i] = given[group].x;
+        affine.scale[i] = given[group].y * weight.at(i);
+        affine.bias[i] = bias.at(i);
+      });
+      const Argument<ACTIVATION, T, VECTOR> argument(affine);
 
-  // ---- this block's share of dweight and dbias, through the slots when all are empty ----
-  named_barrier_sync(APPLIED_BARRIER, 2 * CONSUMERS);
-  Sums* const columns = reinterpret_cast<Sums*>(block.smem);  // [rows, channels]
-#pragma unroll
-  for (int k = 0; k < VECTOR; ++k) columns[index * VECTOR + k] = totals[k];
-  named_barrier_sync(COLLECTED_BARRIER, CONSUMERS);
-  const int rows = ring.teams * ring.blocks;
-  for (int channel = index; channel < block.channels; channel += CONSUMERS) {
-    Sums sum = columns[channel];
-    for (int row = 1; row < block.rows; ++row) sum = sum + columns[row * block.channels + channel];
-    float* partial = params.partials +
-                     int64_t(block.team * ring.blocks + block.share) * block.channels + channel;
-    partial[0] = sum.first;
-    partial[int64_t(rows) * block.channels] = sum.second;
-  }
-}
-
-template <typename WEIGHT, class Block>
-__device__ __forceinline__ void apply_gradients(const Block& block, int index) {
-  using T = typename Block::Type;
-  constexpr int VECTOR = Block::VECTOR;
-  const auto& params = block.params;
-  const GroupRing& ring = params.ring;
-  const RingThread thread = block.thread(index);
-  const int pitch = block.rows * block.channels;  // between two turns
-  RingPlace slot, place;
-  for (int round = 0; round < block.samples; ++round) {
-    Words<WEIGHT, VECTOR> weight = {};
-    if (thread.count)
-      weight = load_words<VECTOR>(static_cast<const WEIGHT*>(params.weight) + thread.column);
-    mbarrier_wait(smem_address(&block.storage.known[place.stage]), place.parity);
-    float slope[VECTOR], constant[VECTOR], scale[VECTOR];
-    block.each_channel(thread, [&](int i, int group) {
-      const float4 found = block.known(place.stage)[group];
-      slope[i] = found.x;
-      constant[i] = found.y;
-      scale[i] = found.z * weight.at(i);
-    });
-    place.next(ring.flight);
-
-    T* dx = block.part(static_cast<T*>(params.dx), params.dx_strides, round) + index * VECTOR;
-    int rest = thread.count;
+      // ---- dz, sums of each column ----
+      Sums sums[VECTOR] = {};  // of dz * (x - argument.mean), dz
+      int rest = thread.count;
 #pragma unroll 1
-    for (int i = 0; i < ring.sample_slots; ++i) {
-      typename Block::Values values, gradients;
-      block.wait(slot);
-      block.read(values, slot, 0, thread.reader);
-      block.read(gradients, slot, 1, thread.reader);
-      block.release(slot);
-      slot.next(ring.slots);
-      block.each_turn(rest, [&](int turn) {
-        float result[VECTOR];
+      for (int i = 0; i < ring.sample_slots; ++i) {
+        typename Block::Values values, gradients = {};
+        block.wait(slot);
+        block.read(values, slot, 0, thread.reader);
+        // Where a thread has no pack, its reader writes what it read.
+        if (thread.count) block.read(gradients, slot, 1, thread.reader);
+        block.each_turn(rest, [&](int turn) {
+          float dz[VECTOR];
+#pragma unroll
+          for (int k = 0; k < VECTOR; ++k) {
+            const float x = values[turn].at(k);
+            dz[k] = gradients[turn].at(k) * slope_scaled<ACTIVATION>(argument.of(x, k));
+            sums[k].first += dz[k] * (x - argument.mean[k]);
+            sums[k].second += dz[k];
+          }
+          block.write(slot, 1, index, turn, dz);
+        });
+        rest -= Block::TURNS;
+        slot.next(ring.slots);
+      }
+      fence_async_proxy();  // the copy engine fills the slots anew
+
+      block.each_channel(thread, [&](int i, int group) {
+        if (!argument.CENTRED) sums[i].first -= given[group].x * sums[i].second;
+        totals[i] = totals[i] + Sums{given[group].y * sums[i].first, sums[i].second};
+        const float scale = argument.scale[i];
+        sums[i] = {scale * sums[i].first, scale * sums[i].second};
+      });
+      block.hand_over(thread, index, place, [&](int low, int high) {
+        Sums sum = {0.f, 0.f};
 #pragma unroll
         for (int k = 0; k < VECTOR; ++k) {
-          const float of_x = slope[k] * values[turn].at(k) + constant[k];
-          result[k] = scale[k] * gradients[turn].at(k) + of_x;
+          if (k >= low && k < high) sum = sum + sums[k];
         }
-        store_words<VECTOR>(dx + turn * pitch, round_words<T>(result));
+        return make_float2(sum.first, sum.second);
       });
-      dx += Block::TURNS * pitch;
-      rest -= Block::TURNS;
+      place.next(ring.flight);
+    }
+    named_barrier_sync(APPLIED_BARRIER, 2 * CONSUMERS);
+    write_partials(totals, index);
+  }
+
+  // This block's share of dweight and dbias, through the slots when all are empty.
+  __device__ __forceinline__ void write_partials(const Sums (&totals)[VECTOR], int index) const {
+    const GroupRing& ring = block.params.ring;
+    Sums* const columns = reinterpret_cast<Sums*>(block.smem);  // [rows, channels]
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) columns[index * VECTOR + k] = totals[k];
+    named_barrier_sync(COLLECTED_BARRIER, CONSUMERS);
+    const int rows = ring.teams * ring.blocks;
+    for (int channel = index; channel < block.channels; channel += CONSUMERS) {
+      Sums sum = columns[channel];
+      for (int row = 1; row < block.rows; ++row)
+        sum = sum + columns[row * block.channels + channel];
+      float* partial = block.params.partials +
+                       int64_t(block.team * ring.blocks + block.share) * block.channels + channel;
+      partial[0] = sum.first;
+      partial[int64_t(rows) * block.channels] = sum.second;
     }
   }
-  named_barrier_arrive(APPLIED_BARRIER, 2 * CONSUMERS);
-}
 
-// To those that collect, mean and 1 / deviation of the groups, by a warp.
-template <class Block>
-struct Giver {
-  static constexpr int GROUPS = MAX_RING_GROUPS / 32;  // of a lane
-  const Block& block;
-  int lane;
-  float2 next[GROUPS];  // of the round given next
+  using Sum = Sums;
 
-  __device__ void load(int round) {
-    const int groups = block.params.shape.groups;
-    const float2* stats =
-        reinterpret_cast<const float2*>(block.params.stats) + block.sample(round) * groups;
-#pragma unroll
-    for (int i = 0; i < GROUPS; ++i)
-      if (round < block.samples && lane + i * 32 < groups) next[i] = stats[lane + i * 32];
+  template <class EachRun>
+  __device__ static Sum merge(EachRun each_run, int lanes) {
+    Sums sum = {0.f, 0.f};
+    each_run([&](float, Sums run) { sum = sum + run; });
+    return sum_of_lanes(sum, lanes);
   }
 
-  __device__ void give(int round, int place) {
-    if (round >= block.samples) return;
+  // Mean, 1 / deviation.
+  __device__ float2 about(int64_t group) const {
+    return reinterpret_cast<const float2*>(block.params.stats)[group];
+  }
+
+  // dx = scale * weight * dz + slope * x + constant.
+  __device__ float3 found(Sum sums, float2 stats, int) const {
+    const float inverse = -block.params.shape.inverse_size / ARGUMENT_SCALE<ACTIVATION>;
+    const float slope = inverse * stats.y * stats.y * sums.first;
+    return make_float3(slope, inverse * sums.second - slope * stats.x, stats.y);
+  }
+
+  __device__ __forceinline__ void apply(int index) const {
+    const auto& params = block.params;
+    const GroupRing& ring = params.ring;
+    const RingThread thread = block.thread(index);
+    const int pitch = block.rows * block.channels;  // between two turns
+    RingPlace slot, place;
+    for (int round = 0; round < block.samples; ++round) {
+      Words<WEIGHT, VECTOR> weight = {};
+      if (thread.count)
+        weight = load_words<VECTOR>(static_cast<const WEIGHT*>(params.weight) + thread.column);
+      mbarrier_wait(smem_address(&block.storage.known[place.stage]), place.parity);
+      float slope[VECTOR], constant[VECTOR], scale[VECTOR];
+      block.each_channel(thread, [&](int i, int group) {
+        const float4 found = block.known(place.stage)[group];
+        slope[i] = found.x;
+        constant[i] = found.y;
+        scale[i] = found.z * weight.at(i);
+      });
+      place.next(ring.flight);
+
+      T* dx = block.part(static_cast<T*>(params.dx), params.dx_strides, round) + index * VECTOR;
+      int rest = thread.count;
+#pragma unroll 1
+      for (int i = 0; i < ring.sample_slots; ++i) {
+        typename Block::Values values, gradients;
+        block.wait(slot);
+        block.read(values, slot, 0, thread.reader);
+        block.read(gradients, slot, 1, thread.reader);
+        block.release(slot);
+        slot.next(ring.slots);
+        block.each_turn(rest, [&](int turn) {
+          float result[VECTOR];
 #pragma unroll
-    for (int i = 0; i < GROUPS; ++i)
-      if (lane + i * 32 < block.params.shape.groups) block.given(place)[lane + i * 32] = next[i];
-    mbarrier_arrive(smem_address(&block.storage.given[place]));
-    load(round + 1);
+          for (int k = 0; k < VECTOR; ++k) {
+            const float of_x = slope[k] * values[turn].at(k) + constant[k];
+            result[k] = scale[k] * gradients[turn].at(k) + of_x;
+          }
+          store_words<VECTOR>(dx + turn * pitch, round_words<T>(result));
+        });
+        dx += Block::TURNS * pitch;
+        rest -= Block::TURNS;
+      }
+    }
+    named_barrier_arrive(APPLIED_BARRIER, 2 * CONSUMERS);
   }
 };
 
@@ -177,40 +215,5 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
     group_norm_bwd_ring_sm90(const __grid_constant__ GroupNormBwdRingParams params) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ RingStorage storage;
-  using Block = RingBlock<GroupNormBwdRingParams, T, 2>;
-  const Block block(params, storage, smem);
-  if (block.own <= 0) return;
-  const auto sum_of_runs = [](auto each_run, int lanes) {
-    Sums sum = {0.f, 0.f};
-    each_run([&](float, Sums run) { sum = sum + run; });
-    sum = sum_of_lanes(sum, lanes);
-    return make_float3(sum.first, sum.second, 0.f);
-  };
-  // dx = scale * weight * dz + slope * x + constant.
-  const auto about = [&](int64_t index, int) {
-    const float2 stats = reinterpret_cast<const float2*>(params.stats)[index];
-    return [&params, stats](Sums sums) {
-      const float inverse = -params.shape.inverse_size / ARGUMENT_SCALE<ACTIVATION>;
-      const float slope = inverse * stats.y * stats.y * sums.first;
-      return make_float3(slope, inverse * sums.second - slope * stats.x, stats.y);
-    };
-  };
-  run_ring<104, RING_REGISTERS>(
-      block, [&](int thread) { collect_gradients<WEIGHT, ACTIVATION>(block, thread); },
-      [&](int thread) { apply_gradients<WEIGHT>(block, thread); },
-      [&] {
-        ring_load(block, [&](int tensor, int round) {
-          const void* data = tensor ? params.dout : params.x;
-          return block.part(static_cast<const T*>(data),
-                            tensor ? params.dout_strides : params.x_strides, round);
-        });
-      },
-      [&](uint32_t tag, int thread) { ring_tell(block, tag, thread, sum_of_runs); },
-      [&](uint32_t tag, int lane) { ring_sum_up<Sums>(block, tag, lane, about); },
-      [&](uint32_t tag, int lane) {
-        Giver<Block> giver = {block, lane};
-        giver.load(0);
-        for (int i = 0; i < params.ring.flight; ++i) giver.give(i, i);
-        ring_receive(block, tag, lane, [&](int round, int place) { giver.give(round, place); });
-      });
+  run_ring(BackwardKernel<T, WEIGHT, ACTIVATION>{{params, storage, smem}});
 }

@@ -83,9 +83,10 @@ struct RingThread {
 
 // Which part of which samples a block has, of TENSORS tensors. A row of threads has a position, a
 // thread of it a pack.
-template <class Params, typename T, int TENSORS>
+template <class Params, typename T, int TENSOR_COUNT>
 struct RingBlock {
   using Type = T;
+  static constexpr int TENSORS = TENSOR_COUNT;
   static constexpr int VECTOR = 16 / int(sizeof(T));
   static constexpr int TURNS = SLOT_PACKS / TENSORS;  // positions of a thread in a slot
   using Values = Words<T, VECTOR>[TURNS];

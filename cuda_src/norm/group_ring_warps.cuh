@@ -1,12 +1,27 @@
-// The warps of a ring (group_ring.cuh), and what those do that neither collect nor apply.
+// The warps of a ring (group_ring.cuh), and what those do that neither collect nor apply. A Kernel
+// has its `block`, collect(thread) and apply(thread), with so many registers each, and
+//   part(tensor, round)      where this block's part of a tensor begins
+//   Giver(block, lane)       of a warp: give(round, place) hands to those that collect what they
+//                            need to know of the groups beforehand
+//   merge(each_run, lanes)   a Sum of the runs of a group that each_run(add) hands to
+//                            add(count, run) in so many neighbouring threads; + adds up blocks
+//   about(group)             what found() needs besides, asked before the wait for other blocks;
+//                            the groups are counted on from sample to sample
+//   found(sum, about, lane)  what apply() needs to know, from the Sum of all blocks
 #pragma once
 #include "group_ring.cuh"
 
 constexpr int RECORDS = 3;  // that a lane asks for at once: a step takes the way to the L2 and back
 
-__device__ __forceinline__ void send(uint4* record, float3 v, uint32_t tag) {
-  st_relaxed_b128(
-      record, make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), tag));
+// A record has up to three numbers.
+template <class V>
+__device__ __forceinline__ void send(uint4* record, const V& v, uint32_t tag) {
+  constexpr int FLOATS = sizeof(V) / sizeof(float);
+  uint32_t words[3] = {};
+#pragma unroll
+  for (int i = 0; i < FLOATS; ++i)
+    words[i] = __float_as_uint(reinterpret_cast<const float*>(&v)[i]);
+  st_relaxed_b128(record, make_uint4(words[0], words[1], words[2], tag));
 }
 
 template <class V>
@@ -19,15 +34,17 @@ __device__ __forceinline__ V from_record(uint4 v) {
   }
 }
 
-// from(tensor, round) is where this block's part of it begins.
-template <class Params, typename T, int TENSORS, class From>
-__device__ __forceinline__ void ring_load(const RingBlock<Params, T, TENSORS>& block, From from) {
+template <class Kernel>
+__device__ __forceinline__ void ring_load(const Kernel& kernel) {
+  using T = typename Kernel::Block::Type;
+  constexpr int TENSORS = Kernel::Block::TENSORS;
+  const auto& block = kernel.block;
   const GroupRing& ring = block.params.ring;
   RingPlace slot;
   for (int round = 0; round < block.samples; ++round) {
     const T* data[TENSORS];
 #pragma unroll
-    for (int tensor = 0; tensor < TENSORS; ++tensor) data[tensor] = from(tensor, round);
+    for (int tensor = 0; tensor < TENSORS; ++tensor) data[tensor] = kernel.part(tensor, round);
     for (int i = 0; i < ring.sample_slots; ++i) {
       const int rest = block.own - i * block.slot_positions;
       const int elements = max(0, min(block.slot_positions, rest)) * block.channels;
@@ -46,12 +63,10 @@ __device__ __forceinline__ void ring_load(const RingBlock<Params, T, TENSORS>& b
   }
 }
 
-// merge(each_run, lanes) makes one of all runs of a group that each_run(add) hands to
-// add(count, run) in so many neighbouring threads.
-template <class Block, class Merge>
-__device__ __forceinline__ void ring_tell(const Block& block, uint32_t tag, int thread,
-                                          Merge merge) {
-  constexpr int VECTOR = Block::VECTOR;
+template <class Kernel>
+__device__ __forceinline__ void ring_tell(const Kernel& kernel, uint32_t tag, int thread) {
+  constexpr int VECTOR = Kernel::Block::VECTOR;
+  const auto& block = kernel.block;
   const int groups = block.params.shape.groups, width = block.width;
   const int rows = min(block.rows, block.own);  // that have positions
   int lanes = 32;                               // of a group
@@ -78,28 +93,26 @@ __device__ __forceinline__ void ring_tell(const Block& block, uint32_t tag, int 
           }
         }
       };
-      const float3 merged = merge(each_run, lanes);
-      if (lane == 0 && group < groups)
-        send(block.told(place.stage, group) + block.share, merged, tag);
+      const auto sum = kernel.merge(each_run, lanes);
+      if (lane == 0 && group < groups) send(block.told(place.stage, group) + block.share, sum, tag);
     }
     __syncwarp();
     place.next(block.params.ring.flight);
   }
 }
 
-// What all blocks have told of a group is added up as V. With `index` the number of the group among
-// those of all samples, about(index, lane)(sum) is what has been found about it.
-template <class V, class Block, class About>
-__device__ __forceinline__ void ring_sum_up(const Block& block, uint32_t tag, int lane,
-                                            About about) {
+template <class Kernel>
+__device__ __forceinline__ void ring_sum_up(const Kernel& kernel, uint32_t tag, int lane) {
+  using Sum = typename Kernel::Sum;
+  const auto& block = kernel.block;
   const GroupRing& ring = block.params.ring;
   const int groups = block.params.shape.groups;
   RingPlace place;
   for (int round = 0; round < block.samples; ++round, ++tag) {
     for (int group = block.share; group < groups; group += ring.blocks) {
-      const auto found_from = about(block.sample(round) * groups + group, lane);
+      const auto about = kernel.about(block.sample(round) * groups + group);
       const uint4* records = block.told(place.stage, group);
-      V sum = {};
+      Sum sum = {};
       for (int first = lane; first < ring.blocks; first += 32 * RECORDS) {
         uint4 v[RECORDS];
         bool all;
@@ -113,26 +126,26 @@ __device__ __forceinline__ void ring_sum_up(const Block& block, uint32_t tag, in
         } while (!all);
 #pragma unroll
         for (int i = 0; i < RECORDS; ++i)
-          if (first + 32 * i < ring.blocks) sum = sum + from_record<V>(v[i]);
+          if (first + 32 * i < ring.blocks) sum = sum + from_record<Sum>(v[i]);
       }
       __syncwarp();
-      const float3 found = found_from(sum_of_neighbours<32>(sum));
+      const auto found = kernel.found(sum_of_neighbours<32>(sum), about, lane);
       if (lane == 0) send(block.found(place.stage, group), found, tag);
     }
     place.next(ring.flight);
   }
 }
 
-// With give(round, place), when this block has collected the sample before the one of the round
-// at the place.
-template <class Block, class Give>
-__device__ __forceinline__ void ring_receive(const Block& block, uint32_t tag, int lane,
-                                             Give give) {
+template <class Kernel>
+__device__ __forceinline__ void ring_receive(const Kernel& kernel, uint32_t tag, int lane) {
+  const auto& block = kernel.block;
   const GroupRing& ring = block.params.ring;
+  typename Kernel::Giver giver(block, lane);
+  for (int i = 0; i < ring.flight; ++i) giver.give(i, i);
   RingPlace place;
   for (int round = 0; round < block.samples; ++round, ++tag) {
     mbarrier_wait(smem_address(&block.storage.collected[place.stage]), place.parity);
-    give(round + ring.flight, place.stage);
+    giver.give(round + ring.flight, place.stage);  // the place of the one just collected
     for (int group = lane; group < block.params.shape.groups; group += 32) {
       uint4 v;
       do {
@@ -155,39 +168,38 @@ __device__ __forceinline__ void change_registers() {
   if constexpr (REGISTERS > RING_REGISTERS) claim_registers<REGISTERS>();
 }
 
-// All warps: collect(thread) and apply(thread) with so many registers, load(), tell(tag, thread),
-// sum_up(tag, lane), receive(tag, lane).
-template <int COLLECT_REGISTERS, int APPLY_REGISTERS, class Block, class Collect, class Apply,
-          class Load, class Tell, class SumUp, class Receive>
-__device__ __forceinline__ void run_ring(const Block& block, Collect collect, Apply apply,
-                                         Load load, Tell tell, SumUp sum_up, Receive receive) {
-  static_assert(COLLECT_REGISTERS + APPLY_REGISTERS + OTHER_REGISTERS <= 3 * RING_REGISTERS,
-                "three parts of the block, of CONSUMERS threads each, share them");
+template <class Kernel>
+__device__ __forceinline__ void run_ring(const Kernel& kernel) {
+  static_assert(
+      Kernel::COLLECT_REGISTERS + Kernel::APPLY_REGISTERS + OTHER_REGISTERS <= 3 * RING_REGISTERS,
+      "three parts of the block, of CONSUMERS threads each, share them");
+  const auto& block = kernel.block;
+  if (block.own <= 0) return;
   if (threadIdx.x == 0) block.storage.init(block.params.ring);
   __syncthreads();
   const int thread = threadIdx.x, lane = thread % 32;
   if (thread < CONSUMERS) {
-    change_registers<COLLECT_REGISTERS>();
-    collect(thread);
+    change_registers<Kernel::COLLECT_REGISTERS>();
+    kernel.collect(thread);
   } else if (thread < 2 * CONSUMERS) {
-    change_registers<APPLY_REGISTERS>();
-    apply(thread - CONSUMERS);
+    change_registers<Kernel::APPLY_REGISTERS>();
+    kernel.apply(thread - CONSUMERS);
   } else {
     change_registers<OTHER_REGISTERS>();
     const int teller = thread - 2 * CONSUMERS;
     if (teller >= TELLERS) {
-      if (teller == TELLERS) load();
+      if (teller == TELLERS) ring_load(kernel);
       return;
     }
     if (teller == 0) block.storage.first_tag = block.params.rounds[block.team] + 1;
     named_barrier_sync(TELLERS_BARRIER, TELLERS);
     const uint32_t tag = block.storage.first_tag;
     if (teller < SENDERS) {
-      tell(tag, teller);
+      ring_tell(kernel, tag, teller);
     } else if (teller < SENDERS + 32) {
-      sum_up(tag, lane);
+      ring_sum_up(kernel, tag, lane);
     } else {
-      receive(tag, lane);
+      ring_receive(kernel, tag, lane);
     }
   }
 }
