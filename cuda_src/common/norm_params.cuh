@@ -17,23 +17,24 @@ struct NormShape {
   float inverse_columns;
   float eps;
 
-  // Visits (axis, index) of each axis of a row; where the row is an int, all sizes are.
-  template <typename Index, class Visit>
-  __device__ void each_axis(Index row, const Visit& visit) const {
+  // Visits (axis, index) of each axis of a row. Divides only if there are several; an Index has
+  // room for rows then.
+  template <typename Index, typename Row, class Visit>
+  __device__ void each_axis(Row row, const Visit& visit) const {
 #pragma unroll 1
     for (int axis = axes - 1; axis > 0; --axis) {
-      const Index size = Index(sizes[axis]), outer = row / size;
-      visit(axis, row - outer * size);
+      const Index size = Index(sizes[axis]), outer = Index(row) / size;
+      visit(axis, Index(row) - outer * size);
       row = outer;
     }
     visit(0, row);
   }
 
   // Where a row of a tensor begins.
-  template <typename Index>
-  __device__ int64_t at(const RowStrides& strides, Index row) const {
+  template <typename Row>
+  __device__ int64_t at(const RowStrides& strides, Row row) const {
     int64_t offset = 0;
-    each_axis(row, [&](int axis, int64_t index) { offset += index * strides.axis[axis]; });
+    each_axis<Row>(row, [&](int axis, int64_t index) { offset += index * strides.axis[axis]; });
     return offset;
   }
 };

@@ -47,13 +47,17 @@ __device__ __forceinline__ Words<T, N> load_words(const T* data) {
   return result;
 }
 
+template <typename T, int N>
+__device__ __forceinline__ uint4 bits_of(const Words<T, N>& v) {
+  static_assert(Words<T, N>::COUNT == 4, "16 bytes");
+  return make_uint4(v.words[0], v.words[1], v.words[2], v.words[3]);
+}
+
 // With STREAM they leave the L2 cache to others.
 template <int N, bool STREAM = false, typename T>
 __device__ __forceinline__ void store_words(T* data, const Words<T, N>& v) {
   if constexpr (N > 1) {
-    static_assert(Words<T, N>::COUNT == 4, "16 bytes");
-    const uint4 bits = make_uint4(v.words[0], v.words[1], v.words[2], v.words[3]);
-    STREAM ? st_global_stream_128(data, bits) : st_global_128(data, bits);
+    STREAM ? st_global_stream_128(data, bits_of(v)) : st_global_128(data, bits_of(v));
   } else if constexpr (sizeof(T) == 4) {
     *data = __uint_as_float(v.words[0]);
   } else {

@@ -1,4 +1,4 @@
-// Gradients of group_fwd, channels first, for aligned groups that fit into shared memory. With
+// Gradients of group_norm_fwd, channels first, for aligned groups that fit into shared memory. With
 // n = (x - mean) * scale and dz = dout * activation'(n * weight + bias):
 //   dweight = sum of dz * n over a channel, dbias = sum of dz
 //   dx      = scale * (weight * dz - mean of weight * dz - n * mean of weight * dz * n)
@@ -210,9 +210,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
           result[i] = (1.f / ARGUMENT * scale) * weights[load][c] * gradients[load].at(i) +
                       (slope * (KEPT ? values[load].at(i) : x_pack.at(i) - centre) + constant);
         }
-        const Words<T, VECTOR> words = round_words<T>(result);
-        st_global_128(dx + (lane * VECTOR + load * PITCH),
-                      make_uint4(words.words[0], words.words[1], words.words[2], words.words[3]),
+        st_global_128(dx + (lane * VECTOR + load * PITCH), bits_of(round_words<T>(result)),
                       load * PITCH < columns);
       }
       if (KEPT) continue;

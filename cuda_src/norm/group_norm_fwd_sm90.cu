@@ -119,9 +119,7 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
         const float u = values[load][i] * (scale * weights[load][c]) + biases[load][c];
         result[i] = activate_scaled<ACTIVATION>(u);
       }
-      const Words<T, VECTOR> words = round_words<T>(result);
-      st_global_128(out + load * PITCH,
-                    make_uint4(words.words[0], words.words[1], words.words[2], words.words[3]),
+      st_global_128(out + load * PITCH, bits_of(round_words<T>(result)),
                     has_sample && load * PITCH < columns);
     }
     out += step * params.out_strides.batch;

@@ -192,9 +192,7 @@ struct RingBlock {
   // The way back of one turn.
   __device__ __forceinline__ void write(RingPlace slot, int tensor, int thread, int turn,
                                         const float (&values)[VECTOR]) const {
-    const Words<T, VECTOR> v = round_words<T>(values);
-    *reinterpret_cast<uint4*>(pack(slot, tensor, thread, turn)) =
-        make_uint4(v.words[0], v.words[1], v.words[2], v.words[3]);
+    *reinterpret_cast<uint4*>(pack(slot, tensor, thread, turn)) = bits_of(round_words<T>(values));
   }
 
   // By a warp that has read a slot for the last time.

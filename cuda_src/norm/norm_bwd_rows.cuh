@@ -83,21 +83,11 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
   // ---- the first rows ----
   const T *x, *dout, *dresidual;
   T* dx;
-  // Divides only if the rows have several axes; they are 32-bit numbers then.
-  const auto each_axis = [&](int64_t row, auto visit) {
-#pragma unroll 1
-    for (int axis = shape.axes - 1; axis > 0; --axis) {
-      const int size = int(shape.sizes[axis]), outer = int(row) / size;
-      visit(axis, int64_t(int(row) - outer * size));
-      row = outer;
-    }
-    visit(0, row);
-  };
   const auto seek_inputs = [&](int64_t row) {
     x = static_cast<const T*>(params.x) + begin;
     dout = static_cast<const T*>(params.dout) + begin;
     dresidual = static_cast<const T*>(params.dresidual) + begin;
-    each_axis(row, [&](int axis, int64_t index) {
+    shape.each_axis<int>(row, [&](int axis, int64_t index) {  // MAX_ROWS in plan.py
       x += index * params.x_strides.axis[axis];
       dout += index * params.dout_strides.axis[axis];
       dresidual += index * params.dresidual_strides.axis[axis];
@@ -105,7 +95,8 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
   };
   const auto seek_dx = [&](int64_t row) {
     dx = static_cast<T*>(params.dx) + begin;
-    each_axis(row, [&](int axis, int64_t index) { dx += index * params.dx_strides.axis[axis]; });
+    shape.each_axis<int>(
+        row, [&](int axis, int64_t index) { dx += index * params.dx_strides.axis[axis]; });
   };
   seek_inputs(first);
   seek_dx(first);

@@ -28,7 +28,7 @@ __device__ __forceinline__ void norm_fwd_rows(const NormFwdParams& params) {
   const int begin = pieces.begin(pieces.rank());
   const int columns = row < shape.rows ? pieces.size(pieces.rank()) : 0;  // 0: only shuffles
   int64_t x_place = begin, residual_place = begin;
-  shape.each_axis(row, [&](int axis, int64_t index) {
+  shape.each_axis<decltype(row)>(row, [&](int axis, int64_t index) {
     x_place += index * params.x_strides.axis[axis];
     residual_place += index * params.residual_strides.axis[axis];
   });
