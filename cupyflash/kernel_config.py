@@ -93,8 +93,8 @@ class KernelConfig:
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
-        raise NotImplementedError
+        """Threads of a block: the template parameter, unless a kernel counts them otherwise."""
+        return self.num_threads
 
     @property
     def shared_memory(self) -> int:

@@ -29,11 +29,6 @@ class OneStepConfig(KernelConfig):
     blocks: int
 
     @property
-    def threads(self) -> int:
-        """Threads of a block: one group, or several that each have a warp or less."""
-        return block_threads(self.row_threads)
-
-    @property
     def groups(self) -> int:
         """Groups of a block."""
         return self.threads // self.row_threads
@@ -62,6 +57,11 @@ class GroupConfig(OneStepConfig):
     loads: int
     vector: int
     blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: one group, or several that each have a warp or less."""
+        return block_threads(self.row_threads)
 
 
 class GroupNormFwd(GroupConfig):
@@ -105,11 +105,6 @@ class GroupNormFwdSm90(OneStepConfig):
     blocks: int
 
     @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.num_threads
-
-    @property
     def shared_memory(self) -> int:
         """Of the samples."""
         return 16 * self.places * self.loads * self.num_threads
@@ -130,6 +125,11 @@ class GroupNormFwdCluster(OneStepConfig):
     loads: int
     vector: int
     blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.row_threads
 
     @property
     def shared_memory(self) -> int:
@@ -159,11 +159,6 @@ class GroupNormBwdSm90(OneStepConfig):
     vector: int
     num_threads: int
     blocks: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.num_threads
 
     @property
     def shared_memory(self) -> int:

@@ -82,11 +82,8 @@ class NormFwd(RowConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class NormFwdCluster(KernelConfig):
-    """Forward of longer rows, which ``cluster`` blocks share."""
-
-    source: ClassVar[str] = "norm/norm_fwd_cluster.cu"
-    params: ClassVar[type[NormFwdParams]] = NormFwdParams
+class RowClusterConfig(KernelConfig):
+    """A kernel in which ``cluster`` blocks share a longer row."""
 
     dtype: str
     weight: str
@@ -95,17 +92,25 @@ class NormFwdCluster(KernelConfig):
     num_threads: int
     loads: int
     vector: int
-    blocks: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.num_threads
 
     @property
     def columns(self) -> int:
         """The longest row."""
         return self.cluster * self.num_threads * self.loads * self.vector
+
+
+@dataclasses.dataclass(frozen=True)
+class NormFwdCluster(RowClusterConfig):
+    """Forward.
+
+    Attributes:
+        blocks: of a multiprocessor at a time.
+    """
+
+    source: ClassVar[str] = "norm/norm_fwd_cluster.cu"
+    params: ClassVar[type[NormFwdParams]] = NormFwdParams
+
+    blocks: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +135,6 @@ class NormBwd(KernelConfig):
     stages: int
 
     @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.num_threads
-
-    @property
     def rows(self) -> int:
         """Rows of a block at a time."""
         return self.num_threads // self.row_threads
@@ -151,30 +151,17 @@ class NormBwd(KernelConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class NormBwdCluster(KernelConfig):
-    """The same of longer rows, which ``cluster`` blocks share."""
+class NormBwdCluster(RowClusterConfig):
+    """Backward.
+
+    Attributes:
+        stages: as in `NormBwd`.
+    """
 
     source: ClassVar[str] = "norm/norm_bwd_cluster.cu"
     params: ClassVar[type[NormBwdParams]] = NormBwdParams
 
-    dtype: str
-    weight: str
-    rms: bool
-    cluster: int
-    num_threads: int
-    loads: int
-    vector: int
     stages: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.num_threads
-
-    @property
-    def columns(self) -> int:
-        """The longest row."""
-        return self.cluster * self.num_threads * self.loads * self.vector
 
     @property
     def shared_memory(self) -> int:
@@ -192,11 +179,6 @@ class LongConfig(KernelConfig):
     num_threads: int
     loads: int
     vector: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.num_threads
 
 
 class NormFwdLong(LongConfig):
