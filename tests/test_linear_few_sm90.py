@@ -289,7 +289,8 @@ def launched(backend, case, arrays):
 
 
 def cases():
-    factors = {
+    """With each activation, then with a rotary embedding."""
+    plain = {
         "dtype": ["float16", "bfloat16"],
         "rows": [1, 3, 8, 9, 16, 17, 32],
         "columns": [1, 40, 64, 65, 777],
@@ -302,7 +303,19 @@ def cases():
         "cluster": list(CLUSTERS),
         "few_stages": [False, True],
     }
-    found = [Case(**point) for point in pairwise(factors)]
+    turned = {
+        "dtype": ["float16", "bfloat16"],
+        "rows": [1, 8, 11, 32],
+        "depth": [200, 1000, 4096],
+        "norm": ["", "layer", "rms"],
+        "bias": [False, True],
+        "cluster": list(CLUSTERS),
+        "few_stages": [False, True],
+        "head_dim": [64, 128, 192],
+    }
+    nothing = {"activation": "none", "gated": False, "residual": False}
+    found = [Case(**point) for point in pairwise(plain)]
+    found += [Case(**point, **nothing, columns=5 * point["head_dim"]) for point in pairwise(turned)]
     found = [case for case in found if case.cluster <= -(-case.depth // 64)]
     fits = lambda x: x.config.smem_bytes(2, x.depth, bool(x.norm)) <= x.config.shared_memory
     return [case for case in found if fits(case)]
@@ -318,40 +331,8 @@ def test_results(backend, case, monkeypatch):
         monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: 3)
     arrays = case.arrays(backend)
     out = launched(backend, case, arrays)
-    options = Options(case.activation, rms=case.norm == "rms")
-    expected_projection(arrays, options).check(out=out)
-
-
-def rotary_cases():
-    factors = {
-        "dtype": ["float16", "bfloat16"],
-        "rows": [1, 8, 11, 32],
-        "depth": [200, 1000, 4096],
-        "norm": ["", "layer", "rms"],
-        "bias": [False, True],
-        "cluster": list(CLUSTERS),
-        "few_stages": [False, True],
-        "head_dim": [64, 128, 192],
-    }
-    for point in pairwise(factors):
-        columns = 5 * point["head_dim"]
-        case = Case(columns=columns, activation="none", gated=False, residual=False, **point)
-        stages = case.config.smem_bytes(2, case.depth, bool(case.norm))
-        if case.cluster <= -(-case.depth // 64) and stages <= case.config.shared_memory:
-            yield case
-
-
-@on_hopper
-@each_library(library="torch", device="cuda")
-@pytest.mark.parametrize("case", list(rotary_cases()), ids=lambda case: case.id)
-def test_rotary(backend, case, monkeypatch):
-    if case.few_stages:
-        monkeypatch.setattr(LinearFewSm90, "stages", lambda *_: 2)
-    if case.cluster == 1:
-        monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: 3)
-    arrays = case.arrays(backend)
-    out = launched(backend, case, arrays)
-    options = Options(rms=case.norm == "rms", heads=(1, 2))
+    heads = (1, 2) if case.head_dim else (0, 0)
+    options = Options(case.activation, rms=case.norm == "rms", heads=heads)
     expected_projection(arrays, options).check(out=out)
 
 
