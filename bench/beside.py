@@ -130,11 +130,15 @@ def measure_bytes(
     return measure(str(problem), impls, checked, row_of, timer, notes)
 
 
-def table_of_bytes(rows: list[Row], ceilings: dict[str, float]) -> Table:
+def table_of_bytes(
+    rows: list[Row],
+    ceilings: dict[str, float],
+    title_of: Callable[[Row], str] = lambda row: row["problem"],
+) -> Table:
     """`table_of` with the share of the copy."""
     return table_of(
         rows,
-        lambda row: row["problem"],
+        title_of,
         ("GB/s", "% of copy"),
         lambda row: (f"{row['gbps']:.0f}", row["gbps"] / ceilings["copy_gbps"]),
     )
