@@ -10,7 +10,7 @@ from matrix import each_library, libraries, pairwise
 import cupyflash
 from cupyflash.array import View
 from cupyflash.jit import sources
-from cupyflash.norm import group_norm_plan, reference
+from cupyflash.norm import group_norm_dispatch, group_norm_plan, reference
 from cupyflash.norm.group_norm_plan import MAX_WAVES, shares_of
 from cupyflash.norm.groups import Groups, dense_like, layout_of
 from cupyflash.testing import expected_group_norm, poison_free_memory, to_float64
@@ -113,11 +113,22 @@ def test_groups_of_many_sizes(backend, dtype, positions):
     expected_group_norm(*arrays[:2], 1, *arrays[2:], "silu", 1e-5).check(**run(case, *arrays))
 
 
+def at_most(clusters, monkeypatch):
+    """Lets no more clusters of a kernel run at once."""
+    at_once = group_norm_plan.clusters_at_once
+    least = lambda config, device: min(clusters, at_once(config, device))  # noqa: E731
+    monkeypatch.setattr(group_norm_plan, "clusters_at_once", least)
+    for plans in ("_forward_plans", "_backward_plans"):
+        monkeypatch.setattr(group_norm_dispatch, plans, {})
+
+
 @each_library(device="cuda")
-@pytest.mark.parametrize("positions", [(100, 100), (128, 160), (200, 200), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "positions", [(72, 72), (100, 100), (128, 160), (128, 250), (200, 200), (256, 256)], ids=str
+)
 def test_more_groups_than_clusters(backend, monkeypatch, positions):
     """Each cluster has some, one after the other; what is wrong with one stays there."""
-    monkeypatch.setattr(group_norm_plan, "clusters_at_once", lambda config, device: 3)
+    at_most(3, monkeypatch)
     case = Case("float16", 4, (16, 2), positions, "silu", False, "contiguous")
     dout, x, weight, bias = case.arrays(backend)
     poison_free_memory(backend.library, backend.device, [2 * int(numpy.prod(x.shape))] * 2)
@@ -175,6 +186,31 @@ def test_gradients_are_repeatable(backend, positions, storage):
     for _ in range(3):
         for name, again in run(case, *arrays).items():
             assert (again == first[name]).all(), f"{name} differs between two runs"
+
+
+@each_library(device="cuda")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("clusters", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("batch", "channels", "positions"),
+    [
+        (7, (10, 2), (80, 80)),
+        (2, (65, 65), (160, 136)),
+        (3, (3, 1), (128, 100)),
+        (1, (20, 4), (128, 250)),
+        (3, (64, 4), (128, 122)),
+    ],
+)
+def test_gradients_of_groups_in_turn(
+    backend, monkeypatch, dtype, clusters, batch, channels, positions
+):
+    """Clusters have some samples of some groups: few or many, and more groups than counters."""
+    at_most(clusters, monkeypatch)
+    case = Case(dtype, batch, channels, positions, "silu", True, "contiguous")
+    arrays = case.arrays(backend)
+    exact = expected_group_norm(*arrays[:2], channels[1], *arrays[2:], "silu", 1e-5)
+    for _ in range(2):  # the first leaves the counters as they were
+        exact.check(**run(case, *arrays))
 
 
 @each_library(device="cuda")

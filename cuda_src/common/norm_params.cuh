@@ -196,6 +196,6 @@ struct GroupNormBwdParams {
   GroupStrides dx_strides;
   GroupNormShape shape;
   int unit_blocks;  // three_steps.cuh; or 0
-  int shares;       // in one step: how many blocks have a group, each some of the samples
+  int shares;       // in one step: how many blocks or clusters have a group, at most
   ChannelTiling tiling;
 };

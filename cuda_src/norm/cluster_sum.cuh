@@ -5,17 +5,9 @@
 #include "../ptx/cp_async.cuh"
 #include "../ptx/mbarrier.cuh"
 
-// Of a value that all threads of a block have; every thread of the cluster gets the same bits.
-// Before a block ends or uses `slot` again, the cluster must synchronise.
-template <int CLUSTER, class V>
-__device__ __forceinline__ V cluster_sum(V value, V& slot) {
-  if (threadIdx.x == 0) slot = value;
-  cluster_sync();
-  return sum_of_neighbours<CLUSTER>(*cluster_shared(&slot, threadIdx.x % CLUSTER));
-}
-
-// The same once, of two numbers, and nobody waits at a barrier of the cluster at the end: each
-// block writes to all others. One that has received all that was sent to it may end.
+// Two numbers that all threads of a block have, once, and nobody waits at a barrier of the cluster
+// at the end: each block writes to all others. One that has received all that was sent to it may
+// end.
 template <int CLUSTER>
 struct ClusterExchange {
   Sums sent[CLUSTER];
@@ -57,17 +49,18 @@ struct ClusterRounds {
   // The number of this warp in the cluster.
   __device__ static int sender() { return cluster_rank() * WARPS + threadIdx.x / 32; }
 
-  // All threads of the cluster.
+  // All threads of the cluster, some time before the first of them sends.
   __device__ void init() {
     if (threadIdx.x == 0) {
       for (uint64_t& barrier : full) mbarrier_init(smem_address(&barrier), 1);
       mbarrier_init_fence();
     }
-    cluster_sync();
+    cluster_arrive_relaxed();
   }
 
-  // What all lanes of a warp have.
+  // What all lanes of a warp have. The first round waits for the barriers of all blocks.
   __device__ void send(int round, Sums own) {
+    if (round == 0) cluster_wait();
     const int lane = threadIdx.x % 32;
     const uint32_t barrier = smem_address(&full[round % 2]);
     if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, sizeof(sent[0]));

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(block_threads(ROW_THREADS), BLOCKS)
     group_norm_bwd(const __grid_constant__ GroupNormBwdParams params) {
   // ---- which part of which group ----
   using Tile = RowTile<ROW_THREADS, LOADS, VECTOR>;
-  using Part = GroupPart<Tile, 1, LAYOUT>;
+  using Part = GroupPart<Tile, LAYOUT>;
   constexpr int CHANNELS = Part::CHANNELS, ROW_SLOTS = ROW_THREADS * LOADS * CHANNELS;
   const GroupNormShape& shape = params.shape;
   const Part part(shape);
@@ -91,5 +91,5 @@ __global__ void __launch_bounds__(block_threads(ROW_THREADS), BLOCKS)
   }
 
   __syncthreads();
-  add_up_shares<CHANNELS, Tile, 1, WEIGHT>(params, slots, ROW_SLOTS, 0, part.columns);
+  add_up_group<CHANNELS, Tile, WEIGHT>(params, slots, ROW_SLOTS);
 }

@@ -3,12 +3,10 @@
 //   dweight = sum of dz * n over a channel, dbias = sum of dz
 //   dx      = scale * (weight * dz - mean of weight * dz - n * mean of weight * dz * n)
 //
-// ROW_THREADS threads, or the blocks of a cluster with so many each, have one group of some
-// samples, one after the other. Each warp has a run of the group, and the copy engine brings it
-// that of the next sample meanwhile, in pieces, each into the place of the one that was just read:
-// nobody but the warp itself waits for it. dz stays in registers, and so do x and the sums of each
-// pack over the samples where a thread has few packs.
-#include "cluster_sum.cuh"
+// ROW_THREADS threads have one group of some samples, one after the other. Each warp has a run of
+// the group, and the copy engine brings it that of the next sample meanwhile, in pieces, each into
+// the place of the one that was just read: nobody but the warp itself waits for it. dz stays in
+// registers, and so do x and the sums of each pack over the samples where a thread has few packs.
 #include "group_shares.cuh"
 #include "warp_ring.cuh"
 
@@ -47,21 +45,21 @@ struct RunRing : WarpRing<Tile, T, 2> {
   }
 };
 
-template <typename T, typename WEIGHT, Activation ACTIVATION, Layout LAYOUT, int CLUSTER,
-          int ROW_THREADS, int LOADS, int VECTOR, int NUM_THREADS, int BLOCKS>
-__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, BLOCKS)
+template <typename T, typename WEIGHT, Activation ACTIVATION, Layout LAYOUT, int ROW_THREADS,
+          int LOADS, int VECTOR, int NUM_THREADS, int BLOCKS>
+__global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
     group_norm_bwd_sm90(const __grid_constant__ GroupNormBwdParams params) {
   // ---- which part of which group, which run of that ----
   extern __shared__ __align__(16) char smem[];
   using Tile = RowTile<ROW_THREADS, LOADS, VECTOR, NUM_THREADS>;
   using Ring = RunRing<Tile, T>;
-  using Part = GroupPart<Tile, CLUSTER, LAYOUT>;
+  using Part = GroupPart<Tile, LAYOUT>;
   constexpr int CHANNELS = Part::CHANNELS, PITCH = Ring::PITCH, PIECE = Ring::PIECE;
   constexpr bool KEPT = Ring::KEPT;
   const GroupNormShape& shape = params.shape;
   const Part part(shape);
-  const int block = int(blockIdx.x) / CLUSTER, share = block / shape.groups;
-  const int group = block - share * shape.groups, first_channel = group * shape.channels;
+  const int share = int(blockIdx.x) / shape.groups;
+  const int group = blockIdx.x - share * shape.groups, first_channel = group * shape.channels;
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int runs = ceil_div(ceil_div(part.columns, PITCH), ROW_THREADS / 32);  // of each warp
   const int begin = warp % (ROW_THREADS / 32) * runs * PITCH;
@@ -74,7 +72,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
   const unsigned batch = shape.batch, step = params.shares * Tile::ROWS;
   unsigned sample = share * Tile::ROWS + warp / (ROW_THREADS / 32);
   const auto place = [&](const GroupStrides& strides) {
-    return sample * strides.batch + first_channel * strides.channel + part.begin + begin;
+    return sample * strides.batch + first_channel * strides.channel + begin;
   };
   const T* inputs[] = {static_cast<const T*>(params.x) + place(params.x_strides),
                        static_cast<const T*>(params.dout) + place(params.dout_strides)};
@@ -106,7 +104,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
   Sums totals[LOADS][CHANNELS];  // of scale * dz * (x - mean), dz
 #pragma unroll
   for (int load = 0; load < LOADS; ++load) {
-    const int pack = (part.begin + begin) / VECTOR + load * 32 + lane;
+    const int pack = begin / VECTOR + load * 32 + lane;
     const int channel = first_channel + (CHANNELS > 1 ? pack * CHANNELS : shape.packs.divide(pack));
 #pragma unroll
     for (int c = 0; c < CHANNELS; ++c) {
@@ -136,8 +134,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
     if (more) next_stats = read_stats();
 
     // ---- dz, sums of each pack ----
-    constexpr bool CENTRED = sizeof(T) == 4;  // as in Argument
-    const float centre = CENTRED ? mean : 0.f, shift = CENTRED ? 0.f : mean;
+    using Gradient = PackGradient<ACTIVATION, T, VECTOR, CHANNELS>;
     using Kept = typename KeptAs<KEPT, T>::Type;
     Words<Kept, VECTOR> values[LOADS], gradients[LOADS];
     Sums sums_of_group = {0.f, 0.f};  // of scale * weight * dz * (x - mean), scale * weight * dz
@@ -149,35 +146,22 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
 #pragma unroll
       for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load) {
         const auto x_pack = ring.read(0, load), dout_pack = ring.read(1, load);
-        float deviations[VECTOR], dz[VECTOR];
-        Sums sums[CHANNELS] = {};
         float scales[CHANNELS], offsets[CHANNELS];
 #pragma unroll
         for (int c = 0; c < CHANNELS; ++c) {
           scales[c] = scale * weights[load][c];
-          float bias = KEPT ? biases[load][c] : 0.f;
-          if (!KEPT && load * PITCH < columns) bias = own_biases[load * SLOT_PITCH + c];
-          offsets[c] = bias - shift * scales[c];
+          offsets[c] = KEPT ? biases[load][c] : 0.f;
+          if (!KEPT && load * PITCH < columns) offsets[c] = own_biases[load * SLOT_PITCH + c];
         }
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) {
-          const int c = i / (VECTOR / CHANNELS);
-          deviations[i] = x_pack.at(i) - centre;
-          const float u = deviations[i] * scales[c] + offsets[c];
-          dz[i] = dout_pack.at(i) * slope_scaled<ACTIVATION>(u);
-          sums[c].first += dz[i] * deviations[i];
-          sums[c].second += dz[i];
-        }
-        if (KEPT) values[load] = round_words<Kept>(deviations);
-        gradients[load] = round_words<Kept>(dz);
+        const Gradient pack(x_pack, dout_pack, mean, scales, offsets);
+        if (KEPT) values[load] = round_words<Kept>(pack.deviations);
+        gradients[load] = round_words<Kept>(pack.dz);
 #pragma unroll
         for (int c = 0; c < CHANNELS; ++c) {
-          sums[c].first -= shift * sums[c].second;
+          const Sums sums = pack.sums[c];
           Sums& total = KEPT ? totals[load][c] : own_totals[load * SLOT_PITCH + c];
-          if (KEPT || load * PITCH < columns)
-            total = total + Sums{scale * sums[c].first, sums[c].second};
-          sums_of_group =
-              sums_of_group + Sums{scales[c] * sums[c].first, scales[c] * sums[c].second};
+          if (KEPT || load * PITCH < columns) total = total + Sums{scale * sums.first, sums.second};
+          sums_of_group = sums_of_group + Sums{scales[c] * sums.first, scales[c] * sums.second};
         }
       }
       __syncwarp();
@@ -187,13 +171,9 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
     // ---- means of the group ----
     __shared__ Sums of_warps[2][MAX_WARPS];
     sums_of_group = group_sum<ROW_THREADS>(sums_of_group, of_warps[parity]);
-    if constexpr (CLUSTER > 1) {
-      __shared__ Sums of_blocks[2];
-      sums_of_group = cluster_sum<CLUSTER>(sums_of_group, of_blocks[parity]);
-    }
-    const float inverse = -1.f / ARGUMENT * shape.inverse_size;
-    const float slope = scale * scale * inverse * sums_of_group.first;
-    const float constant = inverse * sums_of_group.second - slope * shift;
+    const InputGradient constants =
+        Gradient::input_gradient(mean, scale, shape.inverse_size, sums_of_group);
+    const float centre = Gradient::CENTRED ? mean : 0.f;
 
     // ---- dx ----
 #pragma unroll
@@ -207,8 +187,9 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
           const int c = i / (VECTOR / CHANNELS);
-          result[i] = (1.f / ARGUMENT * scale) * weights[load][c] * gradients[load].at(i) +
-                      (slope * (KEPT ? values[load].at(i) : x_pack.at(i) - centre) + constant);
+          const float deviation = KEPT ? values[load].at(i) : x_pack.at(i) - centre;
+          result[i] =
+              Gradient::dx(deviation, gradients[load].at(i), scale * weights[load][c], constants);
         }
         st_global_128(dx + (lane * VECTOR + load * PITCH), bits_of(round_words<T>(result)),
                       load * PITCH < columns);
@@ -221,7 +202,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
   }
 
   // ---- dweight and dbias ----
-  CLUSTER > 1 ? cluster_sync() : __syncthreads();  // the cluster: shared memory lasts until then
+  __syncthreads();
 #pragma unroll
   for (int load = 0; load < LOADS; ++load) {
 #pragma unroll
@@ -229,6 +210,5 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
       if (KEPT && load * PITCH < columns) own_totals[load * SLOT_PITCH + c] = totals[load][c];
   }
   __syncthreads();
-  add_up_shares<CHANNELS, Tile, CLUSTER, WEIGHT>(params, slots, ROW_SLOTS, part.begin,
-                                                 part.columns);
+  add_up_group<CHANNELS, Tile, WEIGHT>(params, slots, ROW_SLOTS);
 }

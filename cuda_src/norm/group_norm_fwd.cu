@@ -11,7 +11,7 @@ __global__ void __launch_bounds__(block_threads(ROW_THREADS), BLOCKS)
   // ---- which group ----
   using Tile = RowTile<ROW_THREADS, LOADS, VECTOR>;
   const GroupNormShape& shape = params.shape;
-  const GroupPart<Tile, 1, LAYOUT> part(shape);
+  const GroupPart<Tile, LAYOUT> part(shape);
   const int index = int(blockIdx.x) * Tile::ROWS + Tile::row();
   const int batch = index / shape.groups;
   const int first_channel = (index - batch * shape.groups) * shape.channels;

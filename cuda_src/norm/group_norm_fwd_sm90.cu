@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
   using Tile = RowTile<ROW_THREADS, LOADS, VECTOR, NUM_THREADS>;
   using Ring = WarpRing<Tile, T, PLACES>;
   static_assert(ROW_THREADS <= 32 && Ring::PIECES == 1, "a warp knows all of its groups");
-  using Part = GroupPart<Tile, 1, LAYOUT>;
+  using Part = GroupPart<Tile, LAYOUT>;
   constexpr int CHANNELS = Part::CHANNELS, PITCH = Ring::PITCH;
   const GroupNormShape& shape = params.shape;
   const Part part(shape);

@@ -5,14 +5,12 @@
 
 // `slots` are the sums of the packs of a group (or of a part of it that begins with element
 // `begin`) for each of their channels, ROWS times `stride` of them. They are added up for each
-// channel and are this block's share, and the last block of a group adds up the shares.
-template <int CHANNELS, class Tile, int CLUSTER, typename WEIGHT>
-__device__ __forceinline__ void add_up_shares(const GroupNormBwdParams& params, const Sums* slots,
-                                              int stride, int begin, int columns) {
+// channel and are share `share` of the group, which has up to `shares`.
+template <int CHANNELS, class Tile, int UNROLL = 1>
+__device__ __forceinline__ void write_share(const GroupNormBwdParams& params, const Sums* slots,
+                                            int stride, int begin, int columns, int group,
+                                            int share, int shares) {
   const GroupNormShape& shape = params.shape;
-  const int block = opaque(int(blockIdx.x)) / CLUSTER;  // not kept in registers until now
-  const int group = block % shape.groups, shares = params.shares * CLUSTER;
-  const int share = block / shape.groups * CLUSTER + blockIdx.x % CLUSTER;
   float2* const partials = reinterpret_cast<float2*>(params.partials);
   const int channel_slots = CHANNELS > 1 ? 1 : shape.positions / Tile::VECTOR;
   const int first_slot = begin / Tile::VECTOR, last_slot = columns / (Tile::VECTOR / CHANNELS);
@@ -21,6 +19,7 @@ __device__ __forceinline__ void add_up_shares(const GroupNormBwdParams& params, 
     const int channel = i + int(threadIdx.x) / lanes, slot = channel * channel_slots - first_slot;
     const int end = channel < shape.channels ? min(slot + channel_slots, last_slot) : 0;
     Sums sums = {0.f, 0.f};
+#pragma unroll UNROLL
     for (int j = max(slot, 0) + int(threadIdx.x) % lanes; j < end; j += lanes) {
 #pragma unroll 4
       for (int row = 0; row < Tile::ROWS; ++row) sums = sums + slots[row * stride + j];
@@ -30,21 +29,29 @@ __device__ __forceinline__ void add_up_shares(const GroupNormBwdParams& params, 
     partials[(int64_t(group) * shape.channels + channel) * shares + share] =
         make_float2(sums.first, sums.second);
   }
+}
 
-  const int counter = group % GROUP_COUNTERS;
+// dweight and dbias of all groups of a counter from their shares; a group has up to `shares`, group
+// i shares_of(i).
+template <class Tile, typename WEIGHT, class SharesOf>
+__device__ __forceinline__ void sum_shares(const GroupNormBwdParams& params, int counter,
+                                           int shares, SharesOf shares_of) {
+  const GroupNormShape& shape = params.shape;
   const int groups = (shape.groups - counter + GROUP_COUNTERS - 1) / GROUP_COUNTERS;
-  if (!is_last_block(params.counters + counter, groups * shares)) return;
-  const unsigned channels = groups * shape.channels;  // of all groups of this counter
+  const unsigned channels = groups * shape.channels;
   // What takes time is to wait for the shares, so all channels at once unless they are too many.
   int share_lanes = lanes_for(shares);
   while (share_lanes > 1 && channels > unsigned(Tile::THREADS / share_lanes)) share_lanes /= 2;
   for (unsigned i = 0; i < channels; i += Tile::THREADS / share_lanes) {
-    const unsigned index = i + threadIdx.x / share_lanes, row = index / shape.channels;
-    const int channel = (row * GROUP_COUNTERS + counter) * shape.channels + index % shape.channels;
-    const float2* from = partials + int64_t(channel) * shares;
+    const unsigned index = i + threadIdx.x / share_lanes;
+    const int group = index / shape.channels * GROUP_COUNTERS + counter;
+    const int channel = group * shape.channels + index % shape.channels;
+    const int count = index < channels ? shares_of(group) : 0;
+    const float2* from =
+        reinterpret_cast<const float2*>(params.partials) + int64_t(channel) * shares;
     Sums sums = {0.f, 0.f};
 #pragma unroll 8
-    for (int j = threadIdx.x % share_lanes; j < (index < channels ? shares : 0); j += share_lanes) {
+    for (int j = threadIdx.x % share_lanes; j < count; j += share_lanes) {
       const float2 one = ld_global_cg(from + j);
       sums = sums + Sums{one.x, one.y};
     }
@@ -53,4 +60,36 @@ __device__ __forceinline__ void add_up_shares(const GroupNormBwdParams& params, 
     static_cast<WEIGHT*>(params.dweight)[channel] = from_float<WEIGHT>(sums.first);
     static_cast<WEIGHT*>(params.dbias)[channel] = from_float<WEIGHT>(sums.second);
   }
+}
+
+// By a block that has written its shares of groups `first` to `last`: those of which it is the last
+// block are added up.
+template <class Tile, typename WEIGHT, class SharesOf>
+__device__ __forceinline__ void add_up_shares(const GroupNormBwdParams& params, int first, int last,
+                                              int shares, SharesOf shares_of) {
+  for (; first <= last; first += 32) {
+    const auto counter = [&](int i) { return (first + i) % GROUP_COUNTERS; };
+    const auto blocks = [&](int i) {
+      int sum = 0;
+      for (int group = counter(i); group < params.shape.groups; group += GROUP_COUNTERS)
+        sum += shares_of(group);
+      return sum;
+    };
+    unsigned finished = last_block_of(
+        last + 1 - first, [&](int i) { return params.counters + counter(i); }, blocks);
+    for (; finished; finished &= finished - 1)
+      sum_shares<Tile, WEIGHT>(params, counter(__ffs(finished) - 1), shares, shares_of);
+  }
+}
+
+// Both, where a block has one group all the time and params.shares blocks do.
+template <int CHANNELS, class Tile, typename WEIGHT>
+__device__ __forceinline__ void add_up_group(const GroupNormBwdParams& params, const Sums* slots,
+                                             int stride) {
+  const int block = opaque(int(blockIdx.x));  // opaque: not kept in registers until now
+  const int share = block / params.shape.groups, group = block - share * params.shape.groups;
+  const int columns = params.shape.channels * params.shape.positions;
+  write_share<CHANNELS, Tile>(params, slots, stride, 0, columns, group, share, params.shares);
+  add_up_shares<Tile, WEIGHT>(params, group, group, params.shares,
+                              [&](int) { return params.shares; });
 }

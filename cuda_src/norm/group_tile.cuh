@@ -11,24 +11,18 @@ __host__ __device__ constexpr int pack_channels() {
   return LAYOUT == first ? 1 : LAYOUT == halves ? 2 : VECTOR;
 }
 
-// Which part of a contiguous group a thread has, where the blocks of a cluster share it.
-template <class Tile, int CLUSTER, Layout LAYOUT>
+// Which packs of a contiguous group a thread has.
+template <class Tile, Layout LAYOUT>
 struct GroupPart {
   static constexpr int CHANNELS = pack_channels<LAYOUT, Tile::VECTOR>();  // of a pack
-  int begin;    // the first element of this block
-  int columns;  // its elements
+  int columns;                                                            // elements of the group
 
-  __device__ explicit GroupPart(const GroupNormShape& shape) {
-    const int size = shape.channels * shape.positions;
-    const int most = round_up(ceil_div(size, CLUSTER), Tile::VECTOR);
-    begin = CLUSTER > 1 ? int(blockIdx.x % CLUSTER) * most : 0;
-    columns = max(0, min(size - begin, most));
-  }
+  __device__ explicit GroupPart(const GroupNormShape& shape)
+      : columns(shape.channels * shape.positions) {}
 
   // The first channel of a load.
   __device__ int channel(const GroupNormShape& shape, int load) const {
-    const int first = begin / Tile::VECTOR + int(threadIdx.x % Tile::ROW_THREADS);
-    const int pack = opaque(first) + load * Tile::ROW_THREADS;
+    const int pack = opaque(int(threadIdx.x % Tile::ROW_THREADS)) + load * Tile::ROW_THREADS;
     return CHANNELS > 1 ? pack * CHANNELS : shape.packs.divide(pack);
   }
 };
@@ -126,6 +120,48 @@ struct InputGradient {
 __device__ __forceinline__ InputGradient input_gradient(float scale, Sums means) {
   return {-scale * scale * means.first, -scale * means.second};
 }
+
+// dz of a pack and what it adds to the sums, for kernels that keep weights and biases times
+// ARGUMENT_SCALE; `scales` are such weights / deviation.
+template <Activation ACTIVATION, typename T, int VECTOR, int CHANNELS>
+struct PackGradient {
+  static constexpr bool CENTRED = sizeof(T) == 4;  // as in Argument
+  float deviations[VECTOR];                        // x - mean, or x unless CENTRED
+  float dz[VECTOR];
+  Sums sums[CHANNELS];  // of dz * (x - mean), dz
+
+  __device__ PackGradient(const Words<T, VECTOR>& x, const Words<T, VECTOR>& dout, float mean,
+                          const float (&scales)[CHANNELS], const float (&biases)[CHANNELS])
+      : sums{} {
+    const float centre = CENTRED ? mean : 0.f, shift = CENTRED ? 0.f : mean;
+    float offsets[CHANNELS];
+#pragma unroll
+    for (int c = 0; c < CHANNELS; ++c) offsets[c] = biases[c] - shift * scales[c];
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+      const int c = i / (VECTOR / CHANNELS);
+      deviations[i] = x.at(i) - centre;
+      dz[i] = dout.at(i) * slope_scaled<ACTIVATION>(deviations[i] * scales[c] + offsets[c]);
+      sums[c].first += dz[i] * deviations[i];
+      sums[c].second += dz[i];
+    }
+#pragma unroll
+    for (int c = 0; c < CHANNELS; ++c) sums[c].first -= shift * sums[c].second;
+  }
+
+  // For `deviations`; `total` are the sums over the group of scales * sums.
+  __device__ static InputGradient input_gradient(float mean, float scale, float inverse_size,
+                                                 Sums total) {
+    const float inverse = -1.f / ARGUMENT_SCALE<ACTIVATION> * inverse_size;
+    const float slope = scale * scale * inverse * total.first;
+    return {slope, inverse * total.second - (CENTRED ? 0.f : mean) * slope};
+  }
+
+  __device__ static float dx(float deviation, float dz, float scale, InputGradient constants) {
+    return 1.f / ARGUMENT_SCALE<ACTIVATION> * scale * dz +
+           (constants.slope * deviation + constants.constant);
+  }
+};
 
 // dx of a pack. `dz_of(i)` is dz of element i.
 template <typename T, int VECTOR, int CHANNELS, class Dz>

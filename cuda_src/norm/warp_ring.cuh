@@ -11,9 +11,9 @@
 
 // PLACES times LOADS packs of each lane, in pieces of PIECE packs. Rows of less than a warp follow
 // each other.
-template <class Tile, typename T, int PLACES>
+template <class Tile, typename T, int PLACES, int PIECE_ = Tile::LOADS % 5 == 0 ? 5 : Tile::LOADS>
 struct WarpRing {
-  static constexpr int LOADS = Tile::LOADS, PIECE = LOADS % 5 == 0 ? 5 : LOADS;
+  static constexpr int LOADS = Tile::LOADS, PIECE = PIECE_;
   static constexpr int PIECES = LOADS / PIECE, BARRIERS = PLACES * PIECES;
   static constexpr int LANES = Tile::ROW_THREADS < 32 ? Tile::ROW_THREADS : 32;  // of a row
   static constexpr int ROWS = 32 / LANES;

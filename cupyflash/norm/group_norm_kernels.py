@@ -8,6 +8,7 @@ from .group_norm_ring import CAPABILITY, GroupNormBwdRing, GroupNormFwdRing
 from .one_step import (
     GroupConfig,
     GroupNormBwd,
+    GroupNormBwdCluster,
     GroupNormBwdSm90,
     GroupNormFwd,
     GroupNormFwdCluster,
@@ -42,13 +43,13 @@ BACKWARD_TILES = (
 FORWARD_RINGS = ((8, 2, 2, 128, 8), (16, 2, 2, 128, 8), (32, 2, 2, 128, 8), (32, 4, 1, 128, 4))
 AFTER_RINGS = 4
 FORWARD_CLUSTERS = (*((cluster, 256, 20, 2) for cluster in (2, 4, 8)), (8, 512, 20, 1))
-# And of the backward (blocks of a cluster, threads of a block's part of a group, loads of a thread,
-# threads of a block, blocks of a multiprocessor).
+# And of the backward: (threads of a group, loads of a thread, threads of a block, blocks of a
+# multiprocessor), then clusters as above.
 BACKWARD_RINGS = (
-    *((1, 32, 1, 512, 2), (1, 32, 2, 512, 1), (1, 32, 4, 256, 2), (1, 64, 4, 64, 8)),
-    *((1, 128, 4, 128, 4), (1, 256, 4, 256, 2), (1, 256, 5, 256, 2), (1, 256, 10, 256, 2)),
-    *((2, 256, 10, 256, 2), (4, 256, 10, 256, 2), (8, 256, 10, 256, 2)),
+    *((32, 1, 512, 2), (32, 2, 512, 1), (32, 4, 256, 2), (64, 4, 64, 8)),
+    *((128, 4, 128, 4), (256, 4, 256, 2), (256, 5, 256, 2), (256, 10, 256, 2)),
 )
+BACKWARD_CLUSTERS = (*((cluster, 256, 10, 2) for cluster in (2, 4, 8)), (8, 512, 8, 1))
 HALVES_TILES = 6  # of the tiles and of the backward's rings, for channels of 8 bytes
 ELEMENT_TILES = ((32, 8, 6), (128, 8, 4), (512, 8, 1))  # where a thread reads element by element
 
@@ -111,6 +112,8 @@ def _backward_in_one(
     layout, vector = "halves" if halves else "first", vector_width(kind[0])
     for *tile, threads, blocks in BACKWARD_RINGS[: HALVES_TILES if halves else None]:
         yield GroupNormBwdSm90(*kind, layout, *tile, vector, threads, blocks)
+    for *tile, blocks in () if halves else BACKWARD_CLUSTERS:
+        yield GroupNormBwdCluster(*kind, *tile, vector, blocks)
 
 
 def _of_blocks(

@@ -59,13 +59,16 @@ class Work:
             if isinstance(self.config, OneStepConfig):
                 blocks = -(-self.units // self.config.groups)
                 if self.config.takes_turns:
-                    at_once = multiprocessors(x.device) * self.config.blocks // self.config.cluster
+                    at_once = multiprocessors(x.device) * self.config.blocks
                     turns = -(-groups.batch // self.config.groups)
-                    self.shares = shares_of(turns, groups.num_groups, max(1, at_once))
-                    self.rows = self.shares * self.config.cluster
+                    self.shares = shares_of(turns, groups.num_groups, at_once)
                     blocks = self.shares * groups.num_groups
                 elif self.config.cluster > 1:
                     blocks = min(blocks, clusters_at_once(self.config, x.device))
+                    # Of side by side groups, clusters have ``least`` or one more.
+                    least = self.units // blocks
+                    self.shares = -(-(groups.batch - 1) // least) + 1
+                self.rows = self.shares * self.config.cluster
                 require_grid(function, self.units + self.config.groups, x.shape)
                 blocks = require_grid(function, blocks * self.config.cluster, x.shape)
                 self.launches = [(self.config, blocks)]

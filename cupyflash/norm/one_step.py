@@ -138,13 +138,27 @@ class GroupNormFwdCluster(OneStepConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupNormBwdCluster(GroupNormFwdCluster):
+    """Backward: the same, a group of one sample after the other."""
+
+    source: ClassVar[str] = "norm/group_norm_bwd_cluster.cu"
+    params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
+
+    @property
+    def shared_memory(self) -> int:
+        """Of x and dout, and of each pack two sums and the bias."""
+        return (2 * 16 + 8) * self.loads * self.row_threads
+
+
+@dataclasses.dataclass(frozen=True)
 class GroupNormBwdSm90(OneStepConfig):
-    """Backward: a group, or several, or the part of one that a block of a cluster has.
+    """Backward: a block has a group, or several, of one sample after the other.
 
     Attributes:
         layout: as in `GroupConfig`.
     """
 
+    cluster: ClassVar[int] = 1
     takes_turns: ClassVar[bool] = True
     source: ClassVar[str] = "norm/group_norm_bwd_sm90.cu"
     params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
@@ -153,7 +167,6 @@ class GroupNormBwdSm90(OneStepConfig):
     weight: str
     activation: str
     layout: str
-    cluster: int
     row_threads: int
     loads: int
     vector: int

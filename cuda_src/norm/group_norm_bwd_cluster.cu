@@ -1,0 +1,201 @@
+// Gradients of group_norm_fwd for aligned groups that fit into the shared memory of a cluster,
+// channels first. With n = (x - mean) * scale and dz = dout * activation'(n * weight + bias):
+//   dweight = sum of dz * n over a channel, dbias = sum of dz
+//   dx      = scale * (weight * dz - mean of weight * dz - n * mean of weight * dz * n)
+//
+// A cluster has one sample of a group after the other, then those of the next group, and each warp
+// a run of it. The copy engine brings the run of the next one meanwhile, in pieces, each into the
+// place of the one that was just read. A warp waits for its own copies, and for the sums of all
+// warps of the cluster. The sums of each pack over the samples of a group are kept behind the
+// runs, and added up when the group changes.
+#include "cluster_sum.cuh"
+#include "group_shares.cuh"
+#include "warp_ring.cuh"
+
+// Which units each cluster has: side by side, `least` of them, and one more the first `more`.
+struct ClusterUnits {
+  int least;
+  int more;
+
+  __device__ ClusterUnits(int units, int clusters)
+      : least(units / clusters), more(units - least * clusters) {}
+
+  __device__ int first(int cluster) const { return cluster * least + min(cluster, more); }
+
+  __device__ int cluster_of(int unit) const {
+    const int rest = unit - more * (least + 1);
+    return rest < 0 ? unit / (least + 1) : more + rest / least;
+  }
+};
+
+template <typename T, typename WEIGHT, Activation ACTIVATION, int CLUSTER, int ROW_THREADS,
+          int LOADS, int VECTOR, int BLOCKS>
+__global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ROW_THREADS, BLOCKS)
+    group_norm_bwd_cluster(const __grid_constant__ GroupNormBwdParams params) {
+  // ---- which run of which groups ----
+  extern __shared__ __align__(16) char smem[];
+  using Tile = RowTile<32, LOADS, VECTOR, ROW_THREADS>;  // of a warp
+  using BlockTile = RowTile<ROW_THREADS, LOADS, VECTOR>;
+  using Gradient = PackGradient<ACTIVATION, T, VECTOR, 1>;
+  constexpr bool KEPT = LOADS <= 8;                 // x, in registers
+  using Ring = WarpRing<Tile, T, 2, KEPT ? 2 : 5>;  // x, dout
+  constexpr int WARPS = ROW_THREADS / 32, SENDERS = CLUSTER * WARPS;
+  constexpr int PITCH = Tile::PITCH, PIECE = Ring::PIECE;
+  using Rounds = ClusterRounds<CLUSTER, WARPS>;
+  const GroupNormShape& shape = params.shape;
+  const int size = shape.channels * shape.positions;
+  const int run = ceil_div(size, SENDERS * PITCH) * PITCH;  // of each warp but the last ones
+  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int begin = uniform(Rounds::sender()) * run, columns = max(0, min(size - begin, run));
+  const int rest = columns - Tile::column(0);  // from this lane's first pack on
+  const int batch = int(shape.batch), cluster = int(blockIdx.x) / CLUSTER;
+  const ClusterUnits units(batch * shape.groups, int(gridDim.x) / CLUSTER);
+  const int last = units.first(cluster + 1) - 1;
+  int unit = units.first(cluster);
+  struct Unit {
+    int group, sample;
+  };
+  const auto find = [&](int of) { return Unit{of / batch, of % batch}; };
+  const auto place = [&](const GroupStrides& strides, Unit of) {
+    return of.sample * strides.batch + of.group * shape.channels * strides.channel + begin;
+  };
+  const auto read_stats = [&](Unit of) {
+    return reinterpret_cast<const float2*>(params.stats)[of.sample * shape.groups + of.group];
+  };
+
+  // ---- the first one ----
+  __shared__ uint64_t barriers[WARPS][Ring::BARRIERS];
+  const Ring ring = {smem_address(smem) + warp * Ring::BYTES, smem_address(barriers[warp])};
+  const auto has = [&](int piece) { return piece * PIECE * PITCH < columns; };
+  const auto fill = [&](int tensor, int piece, Unit of) {
+    const T* from = tensor == 0
+                        ? static_cast<const T*>(params.x) + place(params.x_strides, of)
+                        : static_cast<const T*>(params.dout) + place(params.dout_strides, of);
+    if (elect_one()) {
+      const int bytes = min(columns - piece * PIECE * PITCH, PIECE * PITCH) * int(sizeof(T));
+      ring.expect(tensor, piece, bytes);
+      ring.load(tensor, 0, piece, from, bytes, ring.barrier(tensor, piece));
+    }
+  };
+  const Unit start = find(unit);
+  if (elect_one()) ring.init();
+  __syncwarp();
+  for (int piece = 0; piece < Ring::PIECES && has(piece); ++piece) {
+    fill(0, piece, start);
+    fill(1, piece, start);
+  }
+  float2 next_stats = read_stats(start);
+  __shared__ Rounds rounds;
+  rounds.init();
+
+  // ---- zeros where a run ends; the sums, in the order of the packs of the block ----
+#pragma unroll
+  for (int load = 0; load < LOADS; ++load) {
+    if (load * PITCH < rest) continue;
+    st_shared_128(ring.address(0, load), {0, 0, 0, 0});
+    st_shared_128(ring.address(1, load), {0, 0, 0, 0});
+  }
+  Sums* const slots = reinterpret_cast<Sums*>(smem + WARPS * Ring::BYTES);
+  Sums* const own_totals = slots + warp * (run / VECTOR) + lane;
+  float weights[LOADS], biases[LOADS];
+#pragma unroll 1
+  for (int round = 0; unit <= last; ++unit, ++round) {
+    const bool more = unit < last;
+    const Unit next = find(unit + 1);
+    const float mean = next_stats.x, scale = next_stats.y;
+    if (more) next_stats = read_stats(next);
+
+    // ---- weights and biases of the group, times what the activation takes ----
+    if (const Unit here = find(unit); round == 0 || here.sample == 0) {
+#pragma unroll
+      for (int load = 0; load < LOADS; ++load) {
+        weights[load] = biases[load] = 0.f;
+        if (load * PITCH >= rest) continue;
+        constexpr float ARGUMENT = ARGUMENT_SCALE<ACTIVATION>;
+        const int pack = begin / VECTOR + load * 32 + lane;
+        const int channel = here.group * shape.channels + shape.packs.divide(pack);
+        weights[load] = ARGUMENT * to_float(static_cast<const WEIGHT*>(params.weight)[channel]);
+        biases[load] = ARGUMENT * to_float(static_cast<const WEIGHT*>(params.bias)[channel]);
+        own_totals[load * 32] = {0.f, 0.f};
+      }
+    }
+
+    // ---- dz, sums of each pack ----
+    Words<T, VECTOR> values[LOADS], gradients[LOADS];
+    Sums sums_of_group = {0.f, 0.f};  // of scale * weight * dz * (x - mean), scale * weight * dz
+#pragma unroll
+    for (int piece = 0; piece < Ring::PIECES; ++piece) {
+      if (!has(piece)) break;
+      ring.wait(0, piece, round % 2);
+      ring.wait(1, piece, round % 2);
+#pragma unroll
+      for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load) {
+        if (load * PITCH >= columns) break;
+        const float scales[1] = {scale * weights[load]}, offsets[1] = {biases[load]};
+        if (KEPT) values[load] = ring.read(0, load);
+        const Gradient pack(ring.read(0, load), ring.read(1, load), mean, scales, offsets);
+        gradients[load] = round_words<T>(pack.dz);
+        const Sums sums = pack.sums[0];
+        if (load * PITCH < rest)
+          own_totals[load * 32] = own_totals[load * 32] + Sums{scale * sums.first, sums.second};
+        sums_of_group = sums_of_group + Sums{scales[0] * sums.first, scales[0] * sums.second};
+      }
+      __syncwarp();
+      if (more) fill(1, piece, next);
+      if (more && KEPT) fill(0, piece, next);
+    }
+
+    // ---- means of the group ----
+    rounds.send(round, sum_of_neighbours<32>(sums_of_group));
+    const Sums* sent = rounds.wait(round);
+    constexpr int LANES = SENDERS < 32 ? SENDERS : 32;
+    sums_of_group = sent[lane % LANES];
+#pragma unroll
+    for (int i = LANES; i < SENDERS; i += LANES) sums_of_group = sums_of_group + sent[lane + i];
+    sums_of_group = sum_of_neighbours<LANES>(sums_of_group);
+    const InputGradient constants =
+        Gradient::input_gradient(mean, scale, shape.inverse_size, sums_of_group);
+
+    // ---- dx ----
+    T* dx =
+        static_cast<T*>(params.dx) + place(params.dx_strides, find(opaque(unit))) + Tile::column(0);
+#pragma unroll
+    for (int piece = 0; piece < Ring::PIECES; ++piece) {
+      if (!has(piece)) break;
+#pragma unroll
+      for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load) {
+        if (load * PITCH >= columns) break;
+        const auto x = KEPT ? values[load] : ring.read(0, load);
+        float result[VECTOR];
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) {
+          const float deviation = x.at(i) - (Gradient::CENTRED ? mean : 0.f);
+          result[i] =
+              Gradient::dx(deviation, gradients[load].at(i), scale * weights[load], constants);
+        }
+        st_global_128(dx + load * PITCH, bits_of(round_words<T>(result)), load * PITCH < rest);
+      }
+      if (KEPT) continue;
+      __syncwarp();
+      if (more) fill(0, piece, next);
+    }
+
+    // ---- the sums of the group are this block's share of dweight and dbias ----
+    if (!more || next.sample == 0) {
+      __syncthreads();
+      const Unit here = find(opaque(unit));
+      const int of_block = begin - warp * run;  // its first element
+      const int share = cluster - units.cluster_of(here.group * batch);
+      write_share<1, BlockTile, 8>(params, slots, 0, of_block, min(size - of_block, WARPS * run),
+                                   here.group, share * CLUSTER + blockIdx.x % CLUSTER,
+                                   params.shares * CLUSTER);
+      __syncthreads();
+    }
+  }
+
+  add_up_shares<BlockTile, WEIGHT>(
+      params, start.group, last / batch, params.shares * CLUSTER, [&](int of) {
+        const int first = units.cluster_of(of * batch);
+        return (units.cluster_of((of + 1) * batch - 1) - first + 1) * CLUSTER;
+      });
+}
