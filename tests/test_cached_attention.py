@@ -7,7 +7,8 @@ from matrix import each, each_library
 from test_sampling import integers
 
 from cupyflash import attention_with_cache, environment
-from cupyflash.decode import cached_attention
+from cupyflash.attention.params import AttentionShape
+from cupyflash.decode import cached_attention, kernels
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 
 # (new tokens, heads of keys, queries of each, head_dim, length of the cache)
@@ -21,6 +22,9 @@ SHAPES = [
     (1, 1, 5, 256, 600),
     (1, 2, 1, 96, 17),
     (9, 2, 2, 64, 40),
+    (1, 1, 4, 128, 5000),
+    (3, 1, 5, 64, 17000),
+    (1, 1, 1, 200, 9000),
 ]
 
 
@@ -126,6 +130,24 @@ def test_is_one_launch(backend, monkeypatch):
             attention_with_cache(*problem(backend, "float16", shape)[0])
         assert len(taken) == count
     cached_attention._plans.clear()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("heads", [1, 8, 64, 65])
+def test_splits(capability, head_dim, heads):
+    """Long caches of few heads are split, as far as the parts run at once and have work."""
+    for length in (1, 500, 3000, 8192, 10**6):
+        sizes = {"seqlen_q": 1, "seqlen_k": length, "heads_q": heads, "heads_kv": heads}
+        shape = AttentionShape(batch=1, head_dim=head_dim, scale=1.0, **sizes)
+        config = kernels.flash_decode("float16", shape, capability, 132)
+        at_once = 400 // config.cluster
+        splits = kernels.splits(config, shape, at_once)
+        loads = -(-length // kernels.DECODE_KEYS[head_dim])
+        warps = splits * config.cluster * kernels.DECODE_WARPS
+        assert splits == 1 or (heads * splits <= at_once and loads >= warps)
+        if length == 10**6 and heads <= 64:
+            assert heads * (splits + 1) > at_once
 
 
 @each_library(device="cuda")

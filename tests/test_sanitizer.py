@@ -97,9 +97,9 @@ q = make(2, 9, 3, 40)
 for attention in (cupyflash.baselines.naive_attention, cupyflash.baselines.fused_attention):
     attention(q, q, q, causal=True)
 from cupyflash import attention_with_cache
-for tokens, heads, head_dim in ((1, 2, 64), (3, 5, 72), (8, 1, 256)):
-    q, new, cache = (make(3, n, heads, head_dim) for n in (tokens, 2 * tokens, 300))
-    positions = cupy.asarray([0, 17, 300 - tokens], dtype="int32")
+for tokens, heads, head_dim, length in ((1, 2, 64, 300), (3, 5, 72, 300), (8, 1, 256, 4200)):
+    q, new, cache = (make(3, n, heads, head_dim) for n in (tokens, 2 * tokens, length))
+    positions = cupy.asarray([0, 17, length - tokens], dtype="int32")
     for batch in (1, 3):
         few = (q[:batch], new[:batch, :tokens], new[:batch, tokens:], cache[:batch], cache[:batch])
         attention_with_cache(*few, positions[:batch])

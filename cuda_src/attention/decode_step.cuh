@@ -2,23 +2,28 @@
 // values, and attend to what is there then. One launch; lengths are known to the device only.
 //
 // A cluster of CLUSTER blocks has a head of keys of a sequence and up to eight of its queries:
-// those of the heads that share the keys, token by token. Its warps take the keys in turn, TILES of
+// those of the heads that share the keys, token by token. If there are few of these, but many keys,
+// several clusters do, each with a split of the keys. Its warps take the keys in turn, TILES of
 // 16 at once, the new tokens last; the keys of a turn are on their way while those before it are
 // computed with (decode_keys.cuh). Keys are the rows of the tensor-core products and queries their
 // eight columns. Each warp has its own softmax; they merge in the end, first those of a block in
-// its shared memory, then the blocks in that of each other. The old keys can be on their way while
-// the kernel that computes the new ones still runs (dependent_launch.cuh). Source: Flash-Decoding,
+// its shared memory, then the blocks in that of each other, then the splits in global memory, by
+// the cluster that is done last. The old keys can be on their way while the kernel that computes
+// the new ones still runs (dependent_launch.cuh). Source: Flash-Decoding,
 // pytorch.org/blog/flash-decoding.
 #pragma once
 #include "../common/decode_params.cuh"
+#include "../ptx/atomics.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/dependent_launch.cuh"
+#include "../ptx/ld_global.cuh"
 #include "../ptx/movmatrix.cuh"
 #include "decode_keys.cuh"
 
 constexpr int NUM_WARPS = 4;
-constexpr int ROWS = 8;  // queries
+constexpr int ROWS = 8;         // queries
+constexpr int SPLIT_LOADS = 8;  // of a warp, from which on splitting the keys pays
 
 // What some of the keys give a query: its largest score (in log2), the sum of the weights relative
 // to it, and beside it their weighted sum of the values.
@@ -27,12 +32,20 @@ struct Sum {
   float total;
 };
 
+// What a split gives the queries.
+template <int HEAD_DIM>
+struct DecodePart {
+  float out[ROWS][HEAD_DIM];
+  Sum sums[ROWS];
+};
+
 template <int HEAD_DIM>
 struct DecodeStorage {
   uint4 q[HEAD_DIM / 32][32];  // for `scores`
   float out[NUM_WARPS][ROWS][HEAD_DIM];
   Sum sums[NUM_WARPS][ROWS];
   Sum merged[ROWS];  // with out[0]
+  bool last;         // of the splits
 };
 
 __device__ __forceinline__ float weight_of(float max, float all) {
@@ -55,6 +68,28 @@ __device__ __forceinline__ float merge(Sum& all, SumOf sum_of, OutOf out_of) {
     const float weight = weight_of(sums[i].max, all.max);
     all.total += weight * sums[i].total;
     out += weight * out_of(i);
+  }
+  return out;
+}
+
+// The same of the splits, which other multiprocessors have written.
+template <class Part>
+__device__ __forceinline__ float merge_splits(Sum& all, const Part* parts, int splits, int row,
+                                              int column) {
+  const auto sum_of = [&](int i) {
+    const float2 sum = ld_global_cg(reinterpret_cast<const float2*>(&parts[i].sums[row]));
+    return Sum{sum.x, sum.y};
+  };
+  all = {-INF, 0.f};
+#pragma unroll 4
+  for (int i = 0; i < splits; ++i) all.max = fmaxf(all.max, sum_of(i).max);
+  float out = 0.f;
+#pragma unroll 4
+  for (int i = 0; i < splits; ++i) {
+    const Sum sum = sum_of(i);
+    const float weight = weight_of(sum.max, all.max);
+    all.total += weight * sum.total;
+    out += weight * ld_global_cg(&parts[i].out[row][column]);
   }
   return out;
 }
@@ -122,7 +157,8 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
   const int rank = CLUSTER == 1 ? 0 : cluster_rank(), warp = threadIdx.x / 32;
   const int group = params.group, all_rows = params.seqlen * group;
   const int row_blocks = ceil_div(all_rows, ROWS);
-  const int unit = blockIdx.x / CLUSTER, pair = quotient(unit, row_blocks);
+  const int cluster = blockIdx.x / CLUSTER, unit = quotient(cluster, params.splits);
+  const int pair = quotient(unit, row_blocks);
   const int first_row = (unit - pair * row_blocks) * ROWS, rows = min(ROWS, all_rows - first_row);
   const int batch = pair / params.heads_kv, kv_head = pair - batch * params.heads_kv;
   const auto offset = [&](const Strides& strides, int row) {
@@ -133,14 +169,18 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
   // ---- which keys: chunks of the cache, then the new ones ----
   const int position = params.positions[batch];
   const int old = min(max(position, 0), params.max_length), old_chunks = ceil_div(old, KEYS);
+  constexpr int WARPS = NUM_WARPS * CLUSTER;
+  const int splits = old_chunks < SPLIT_LOADS * WARPS ? 1 : min(params.splits, old_chunks / WARPS);
+  const int split = cluster - unit * params.splits;
+  if (split >= splits) return;
   const KeyRows<T> new_rows(params.k, params.v, params.k_strides, params.v_strides, batch, kv_head,
                             params.seqlen);
   const KeyRows<T> old_rows(params.k_cache, params.v_cache, params.k_cache_strides,
                             params.v_cache_strides, batch, kv_head, old);
   const auto rows_of = [&](int chunk) { return chunk < old_chunks ? old_rows : new_rows; };
   const auto first_of = [&](int chunk) { return chunk < old_chunks ? chunk * KEYS : 0; };
-  constexpr int STEP = NUM_WARPS * CLUSTER;
-  int chunk = warp * CLUSTER + rank;
+  const int step = WARPS * splits;
+  int chunk = (warp * CLUSTER + rank) * splits + split;
   Tiles tiles;
   if (chunk >= old_chunks) wait_for_previous_kernel();  // which has computed the new keys
   if (chunk <= old_chunks) {
@@ -159,8 +199,9 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
                                               offset(params.q_strides, row) + column);
     storage.q[i / 32][i % 32] = eight;
   }
+  const bool writer = split == 0 && rank == CLUSTER - 1 && warp == NUM_WARPS - 1;
   if (const int column = threadIdx.x % 32 * 8;
-      warp == NUM_WARPS - 1 && rank == CLUSTER - 1 && first_row == 0 && column < params.head_dim) {
+      writer && first_row == 0 && column < params.head_dim) {
 #pragma unroll 1
     for (int token = 0; token < params.seqlen; ++token) {
       const int place = position + token;
@@ -179,8 +220,8 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
   QueryPair<TILES> queries;
   float o[BLOCKS][4][4] = {};
 #pragma unroll 1
-  for (; chunk <= old_chunks; chunk += STEP) {
-    const bool last = chunk + STEP > old_chunks;
+  for (; chunk <= old_chunks; chunk += step) {
+    const bool last = chunk + step > old_chunks;
     int visible[2] = {old - chunk * KEYS, old - chunk * KEYS};
     if (chunk == old_chunks) {
       const QuadLane lane;
@@ -191,7 +232,7 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
     float s[TILES][4] = {}, rescale[2];
     uint32_t p[TILES][2];
     tiles.scores(s, smem_address(storage.q));
-    if (!last) tiles.load_k(rows_of(chunk + STEP), first_of(chunk + STEP), params.head_dim);
+    if (!last) tiles.load_k(rows_of(chunk + step), first_of(chunk + step), params.head_dim);
     queries.template update<T, ARCH>(s, p, rescale, visible, params.scale_log2);
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j) {
@@ -199,7 +240,7 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
       for (int i = 0; i < 16; ++i) o[j][i / 4][i % 4] *= rescale[i % 2];
     }
     tiles.add_weighted(o, p);
-    if (!last) tiles.load_v(rows_of(chunk + STEP), first_of(chunk + STEP), params.head_dim);
+    if (!last) tiles.load_v(rows_of(chunk + step), first_of(chunk + step), params.head_dim);
   }
 
   // ---- into shared memory ----
@@ -224,11 +265,18 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
   }
   __syncthreads();
 
-  // ---- merge the warps, then the blocks; write ----
-  const auto finish = [&](int row, int column, float out, Sum sum) {
+  // ---- merge the warps, the blocks, the splits; write ----
+  auto* const parts =
+      static_cast<DecodePart<HEAD_DIM>*>(params.parts) + int64_t(unit) * params.splits;
+  const auto write = [&](int row, int column, float out, Sum sum) {
     if (column >= params.head_dim) return;
     static_cast<T*>(params.out)[offset(params.out_strides, row) + column] =
         from_float<T>(sum.total == 0.f ? 0.f : out * rcp_approx(sum.total));
+  };
+  const auto finish = [&](int row, int column, float out, Sum sum) {
+    if (splits == 1) return write(row, column, out, sum);
+    parts[split].out[row][column] = out;
+    if (column == 0) parts[split].sums[row] = sum;
   };
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows * HEAD_DIM; i += DECODE_THREADS) {
@@ -244,17 +292,35 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
       if (column == 0) storage.merged[row] = sum;
     }
   }
-  if constexpr (CLUSTER == 1) return;
-  cluster_sync();
+  if constexpr (CLUSTER > 1) {
+    cluster_sync();
+#pragma unroll 1
+    for (int i = rank * DECODE_THREADS + threadIdx.x; i < rows * HEAD_DIM;
+         i += CLUSTER * DECODE_THREADS) {
+      const int row = i / HEAD_DIM, column = i % HEAD_DIM;
+      Sum sum;
+      const float out = merge<CLUSTER>(
+          sum, [&](int part) { return *cluster_shared(&storage.merged[row], part); },
+          [&](int part) { return *cluster_shared(&storage.out[0][row][column], part); });
+      finish(row, column, out, sum);
+    }
+  }
+  CLUSTER > 1 ? cluster_sync() : __syncthreads();  // others may still read what is here
+  if (splits == 1) return;
+  if (rank == 0 && threadIdx.x == 0) {
+    const bool last = count_in(params.counters + unit, splits - 1) == splits - 1;
+#pragma unroll
+    for (int i = 0; i < CLUSTER; ++i)
+      *(CLUSTER > 1 ? cluster_shared(&storage.last, i) : &storage.last) = last;
+  }
+  CLUSTER > 1 ? cluster_sync() : __syncthreads();
+  if (!storage.last) return;
 #pragma unroll 1
   for (int i = rank * DECODE_THREADS + threadIdx.x; i < rows * HEAD_DIM;
        i += CLUSTER * DECODE_THREADS) {
     const int row = i / HEAD_DIM, column = i % HEAD_DIM;
     Sum sum;
-    const float out = merge<CLUSTER>(
-        sum, [&](int part) { return *cluster_shared(&storage.merged[row], part); },
-        [&](int part) { return *cluster_shared(&storage.out[0][row][column], part); });
-    finish(row, column, out, sum);
+    const float out = merge_splits(sum, parts, splits, row, column);
+    write(row, column, out, sum);
   }
-  cluster_sync();  // others may still read what is here
 }

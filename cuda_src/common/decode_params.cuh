@@ -37,6 +37,8 @@ struct FlashDecodeParams {
   void* v_cache;         // [batch, max_length, heads_kv, head_dim]
   void* out;             // [batch, seqlen, heads_q, head_dim]
   const int* positions;  // [batch], where the first of k and v goes
+  void* parts;           // of the splits, decode_step.cuh; null: one split
+  int* counters;         // one for each head of keys and eight queries, 0 before and after
   Strides q_strides;
   Strides k_strides;
   Strides v_strides;
@@ -48,6 +50,7 @@ struct FlashDecodeParams {
   int group;  // heads_q / heads_kv
   int head_dim;
   int max_length;
+  int splits;        // of the keys at most, beside those of a cluster
   float scale_log2;  // log2(e) * scale of the scores
 };
 

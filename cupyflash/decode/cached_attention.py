@@ -11,9 +11,11 @@ from ..attention.attention import attention
 from ..attention.params import AttentionShape, Strides
 from ..attention.problem import Options, check
 from ..checks import require_grid, require_int32, require_like, views_of
+from ..clusters import clusters_at_once
 from ..kernel_config import ITEM_SIZE
 from ..kernel_launch import Launch, Plan, capability_of, keep, multiprocessors
 from ..rows import is_contiguous
+from ..tile_counter import tile_counters
 from . import kernels
 from .kv_cache import cache_append
 from .params import FlashDecodeParams
@@ -96,7 +98,7 @@ class DecodePlan(Plan):
     def __init__(
         self,
         library: Any,
-        config: kernels.FlashDecode,
+        config: kernels.FlashDecode | kernels.FlashDecodeSm90,
         shape: AttentionShape,
         views: dict[str, View],
     ) -> None:
@@ -107,6 +109,7 @@ class DecodePlan(Plan):
         self.empty = math.prod(q.shape) == 0
         if self.empty:
             return
+        splits = kernels.splits(config, shape, _at_once(config, q.device))
         params = FlashDecodeParams(
             **{f"{name}_strides": Strides(*views[name].strides[:3]) for name in TENSORS},
             out_strides=Strides(*self.strides[:3]),
@@ -115,20 +118,27 @@ class DecodePlan(Plan):
             group=shape.heads_q // shape.heads_kv,
             head_dim=shape.head_dim,
             max_length=shape.seqlen_k,
+            splits=splits,
             scale_log2=math.log2(math.e) * shape.scale,
         )
-        grid = kernels.decode_units(shape) * config.blocks_of_unit
-        self.launch = Launch(
-            config, q.device, require_grid("attention_with_cache", grid, q.shape), params
-        )
+        parts = kernels.decode_units(shape) * splits
+        grid = require_grid("attention_with_cache", parts * config.cluster, q.shape)
+        self.launch = Launch(config, q.device, grid, params)
+        self.parts_size = parts * kernels.part_size(config.head_dim) if splits > 1 else 0
+        self.launch.has_scratch = splits > 1
 
     def run(self, arrays: tuple[Array, ...], pointers: list[int]) -> Array:
         """Of q, k, v, k_cache, v_cache, positions."""
         out = self.library.empty(self.shape, self.strides, arrays[0])
         if not self.empty:
-            *tensors, positions = pointers
-            stream = self.library.stream(self.device_id)
-            self.launch(stream, *tensors, self.library.pointer(out), positions)
+            library, (*tensors, positions) = self.library, pointers
+            stream = library.stream(self.device_id)
+            scratch = 0, 0
+            if self.parts_size:
+                parts = library.empty_float32((self.parts_size,), arrays[0])
+                counters, _own = tile_counters(self.device_id).address(stream, library, arrays[0])
+                scratch = library.pointer(parts), counters
+            self.launch(stream, *tensors, library.pointer(out), positions, *scratch)
         return out
 
 
@@ -167,7 +177,7 @@ class SeparatePlan:
 
 def _config(
     shape: AttentionShape, views: dict[str, View], aligned: bool
-) -> kernels.FlashDecode | None:
+) -> kernels.FlashDecode | kernels.FlashDecodeSm90 | None:
     """The kernel that takes this in one launch, if there is one."""
     device, family = views["q"].device, environment.current().family
     steps = {
@@ -182,6 +192,13 @@ def _config(
         return None
     capability = min(capability_of(device), (8, 9) if family == "sm80" else (99, 0))
     return kernels.flash_decode(views["q"].dtype, shape, capability, multiprocessors(device))
+
+
+def _at_once(config: kernels.FlashDecode | kernels.FlashDecodeSm90, device: int) -> int:
+    """How many clusters, or blocks, run at the same time."""
+    if config.cluster > 1:
+        return clusters_at_once(config, device)
+    return config.blocks * multiprocessors(device)
 
 
 def _check(

@@ -8,6 +8,7 @@ from typing import ClassVar
 from ..attention.params import AttentionShape
 from ..kernel_config import ITEM_SIZE, KernelConfig
 from ..norm.row_configs import vector_width
+from ..tile_counter import COUNTERS
 from .params import CacheAppendParams, EmbeddingParams, FlashDecodeParams, SampleParams
 
 THREADS = 256
@@ -16,9 +17,10 @@ SAMPLE_THREADS = 1024
 # As in decode_step.cuh.
 DECODE_WARPS = 4
 DECODE_ROWS = 8  # queries of a block
+DECODE_KEYS = {64: 32, 128: 16, 192: 16, 256: 16}  # of a load of a warp, by head_dim
 MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attention`
 MAX_CLUSTER = 8
-MAX_BLOCK_BYTES = 2**20  # keys and values of a block, if there are too few for the bandwidth
+SPLIT_LOADS = 8  # of a warp, from which on splitting the keys pays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,7 @@ class FlashDecode(KernelConfig):
     source: ClassVar[str] = "attention/flash_decode.cu"
     params: ClassVar[type[FlashDecodeParams]] = FlashDecodeParams
     dependent: ClassVar[bool] = True
-    blocks_of_unit: ClassVar[int] = 1
+    cluster: ClassVar[int] = 1
 
     dtype: str
     head_dim: int
@@ -70,6 +72,11 @@ class FlashDecode(KernelConfig):
     def threads(self) -> int:
         """Threads of a block."""
         return 32 * DECODE_WARPS
+
+    @property
+    def blocks(self) -> int:
+        """Of a multiprocessor at a time."""
+        return 3 if self.head_dim <= 128 else 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +90,6 @@ class FlashDecodeSm90(KernelConfig):
     dtype: str
     head_dim: int
     cluster: int
-
-    @property
-    def blocks_of_unit(self) -> int:
-        """Blocks for the same queries."""
-        return self.cluster
 
     @property
     def threads(self) -> int:
@@ -122,6 +124,11 @@ def decode_units(shape: AttentionShape) -> int:
     return shape.batch * shape.heads_kv * -(-rows // DECODE_ROWS)
 
 
+def part_size(head_dim: int) -> int:
+    """Floats of DecodePart in decode_step.cuh."""
+    return DECODE_ROWS * (head_dim + 2)
+
+
 def flash_decode(
     dtype: str, shape: AttentionShape, capability: tuple[int, int], multiprocessors: int
 ) -> FlashDecode | FlashDecodeSm90 | None:
@@ -133,20 +140,33 @@ def flash_decode(
     if arch is None or shape.seqlen_q > MAX_TOKENS:
         return None
     head_dim, units, cluster = -(-shape.head_dim // 64) * 64, decode_units(shape), 1
-    loads = -(-shape.seqlen_k // (32 if head_dim == 64 else 16)) + 1
     while (
         arch == 90
         and cluster < MAX_CLUSTER
-        and cluster * DECODE_WARPS < loads
+        and cluster * DECODE_WARPS <= _loads(shape, head_dim)
         and units * cluster < multiprocessors
     ):
         cluster *= 2
-    block_bytes = 4 * shape.head_dim * shape.seqlen_k // cluster
-    if units and units * cluster < multiprocessors // 3 and block_bytes > MAX_BLOCK_BYTES:
-        return None
     if cluster > 1:
         return FlashDecodeSm90(dtype, head_dim, cluster)
     return FlashDecode(dtype, head_dim, arch)
+
+
+def splits(config: FlashDecode | FlashDecodeSm90, shape: AttentionShape, at_once: int) -> int:
+    """How many clusters, of which ``at_once`` can run, share the keys of full caches.
+
+    As many as run at once, with a load for each warp. Few warps with few loads are faster alone.
+    """
+    units, warps = decode_units(shape), DECODE_WARPS * config.cluster
+    loads = _loads(shape, config.head_dim)
+    if not 0 < units <= COUNTERS or loads < SPLIT_LOADS * warps:
+        return 1
+    return max(1, min(at_once // units, loads // warps))
+
+
+def _loads(shape: AttentionShape, head_dim: int) -> int:
+    """How often a warp would load keys of a full cache."""
+    return -(-shape.seqlen_k // DECODE_KEYS[head_dim])
 
 
 def _decode_arch(dtype: str, capability: tuple[int, int]) -> int | None:

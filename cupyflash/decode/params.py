@@ -52,6 +52,8 @@ class FlashDecodeParams(ctypes.Structure):
         ("v_cache", c_void_p),
         ("out", c_void_p),
         ("positions", c_void_p),
+        ("parts", c_void_p),
+        ("counters", c_void_p),
         ("q_strides", Strides),
         ("k_strides", Strides),
         ("v_strides", Strides),
@@ -63,6 +65,7 @@ class FlashDecodeParams(ctypes.Structure):
         ("group", c_int32),
         ("head_dim", c_int32),
         ("max_length", c_int32),
+        ("splits", c_int32),
         ("scale_log2", c_float),
     ]
 
