@@ -1,5 +1,7 @@
 """New tokens into a cache, and their attention to it: one launch, or two."""
 
+import re
+
 import numpy
 import pytest
 from arrays import normal, stored
@@ -9,6 +11,7 @@ from test_sampling import integers
 from cupyflash import attention_with_cache, environment
 from cupyflash.attention.params import AttentionShape
 from cupyflash.decode import cached_attention, kernels
+from cupyflash.jit import sources
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 
 # (new tokens, heads of keys, queries of each, head_dim, length of the cache)
@@ -132,6 +135,12 @@ def test_is_one_launch(backend, monkeypatch):
     cached_attention._plans.clear()
 
 
+def test_constants():
+    source = (sources.root() / "attention" / "decode_step.cuh").read_text()
+    for name in ("MAX_SPLITS", "SPLIT_LOADS"):
+        assert re.search(rf"constexpr int {name} = {getattr(kernels, name)};", source)
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("heads", [1, 8, 64, 65])
@@ -147,7 +156,7 @@ def test_splits(capability, head_dim, heads):
         warps = splits * config.cluster * kernels.DECODE_WARPS
         assert splits == 1 or (heads * splits <= at_once and loads >= warps)
         if length == 10**6 and heads <= 64:
-            assert heads * (splits + 1) > at_once
+            assert splits == kernels.MAX_SPLITS or heads * (splits + 1) > at_once
 
 
 @each_library(device="cuda")

@@ -141,9 +141,14 @@ def operations(cupy):
     cache = [float16(cupy, 20, 300, 4, 64, seed=seed) for seed in (2, 3)]
     positions = cupy.asarray(numpy.random.default_rng(0).integers(0, 300, 20), "int32")
     x, heads = [(20, 256)], [(20, 1, 4, 64)] * 3
+    long = [float16(cupy, 2, 20000, 1, 64, seed=seed) for seed in (2, 3)]
+    lengths = cupy.asarray([100, 19999], "int32")
 
     def attention(q, k, v):
         return cupyflash.attention_with_cache(q, k, v, *cache, positions)
+
+    def splits(q, k, v):
+        return cupyflash.attention_with_cache(q, k, v, *long, lengths)
 
     return {
         "embedding": ([(20,)], "int32", lambda tokens: embedding(tokens, weight)),
@@ -152,10 +157,11 @@ def operations(cupy):
         "norm": (x, "float16", lambda x: cupyflash.linear(x, weight, bias, norm=norm)),
         "mlp": (x, "float16", lambda x: cupyflash.mlp(x, weight, down, residual=x, norm=norm)),
         "attention": (heads, "float16", attention),
+        "splits": ([(2, 1, 1, 64)] * 3, "float16", splits),
     }
 
 
-NAMES = ("embedding", "linear", "residual", "norm", "mlp", "attention")
+NAMES = ("embedding", "linear", "residual", "norm", "mlp", "attention", "splits")
 
 
 @on_hopper

@@ -2,9 +2,9 @@
 // values, and attend to what is there then. One launch; lengths are known to the device only.
 //
 // A cluster of CLUSTER blocks has a head of keys of a sequence and up to eight of its queries:
-// those of the heads that share the keys, token by token. If there are few of these, but many keys,
-// several clusters do, each with a split of the keys. Its warps take the keys in turn, TILES of
-// 16 at once, the new tokens last; the keys of a turn are on their way while those before it are
+// those of the heads that share the keys, token by token; of few heads with many keys several
+// clusters do, each with a split of the keys. The warps of a cluster take its keys in turn, TILES
+// of 16 at once, the new tokens last; the keys of a turn are on their way while those before it are
 // computed with (decode_keys.cuh). Keys are the rows of the tensor-core products and queries their
 // eight columns. Each warp has its own softmax; they merge in the end, first those of a block in
 // its shared memory, then the blocks in that of each other, then the splits in global memory, by
@@ -23,6 +23,7 @@
 
 constexpr int NUM_WARPS = 4;
 constexpr int ROWS = 8;         // queries
+constexpr int MAX_SPLITS = 64;  // of the keys
 constexpr int SPLIT_LOADS = 8;  // of a warp, from which on splitting the keys pays
 
 // What some of the keys give a query: its largest score (in log2), the sum of the weights relative
@@ -34,7 +35,7 @@ struct Sum {
 
 // What a split gives the queries.
 template <int HEAD_DIM>
-struct DecodePart {
+struct alignas(16) DecodePart {
   float out[ROWS][HEAD_DIM];
   Sum sums[ROWS];
 };
@@ -72,26 +73,10 @@ __device__ __forceinline__ float merge(Sum& all, SumOf sum_of, OutOf out_of) {
   return out;
 }
 
-// The same of the splits, which other multiprocessors have written.
-template <class Part>
-__device__ __forceinline__ float merge_splits(Sum& all, const Part* parts, int splits, int row,
-                                              int column) {
-  const auto sum_of = [&](int i) {
-    const float2 sum = ld_global_cg(reinterpret_cast<const float2*>(&parts[i].sums[row]));
-    return Sum{sum.x, sum.y};
-  };
-  all = {-INF, 0.f};
-#pragma unroll 4
-  for (int i = 0; i < splits; ++i) all.max = fmaxf(all.max, sum_of(i).max);
-  float out = 0.f;
-#pragma unroll 4
-  for (int i = 0; i < splits; ++i) {
-    const Sum sum = sum_of(i);
-    const float weight = weight_of(sum.max, all.max);
-    all.total += weight * sum.total;
-    out += weight * ld_global_cg(&parts[i].out[row][column]);
-  }
-  return out;
+// How many splits of keys that each warp would load so often. They take 1 / splits of the time, and
+// are merged in time that grows with their number: least at a multiple of the root.
+__device__ __forceinline__ int splits_of(int loads, int most) {
+  return loads < SPLIT_LOADS ? 1 : min(most, int(2.f * sqrtf(float(loads))));
 }
 
 // The queries 2c and 2c + 1 of a lane; the sums are those of its keys alone until the end.
@@ -170,7 +155,7 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
   const int position = params.positions[batch];
   const int old = min(max(position, 0), params.max_length), old_chunks = ceil_div(old, KEYS);
   constexpr int WARPS = NUM_WARPS * CLUSTER;
-  const int splits = old_chunks < SPLIT_LOADS * WARPS ? 1 : min(params.splits, old_chunks / WARPS);
+  const int splits = splits_of(old_chunks / WARPS, params.splits);
   const int split = cluster - unit * params.splits;
   if (split >= splits) return;
   const KeyRows<T> new_rows(params.k, params.v, params.k_strides, params.v_strides, batch, kv_head,
@@ -266,8 +251,10 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
   __syncthreads();
 
   // ---- merge the warps, the blocks, the splits; write ----
-  auto* const parts =
-      static_cast<DecodePart<HEAD_DIM>*>(params.parts) + int64_t(unit) * params.splits;
+  using Part = DecodePart<HEAD_DIM>;
+  static_assert(sizeof(Part) == 4 * ROWS * (HEAD_DIM + 2), "as in kernels.py");
+  static_assert(MAX_SPLITS <= NUM_WARPS * HEAD_DIM, "their weights go where out was");
+  Part* const parts = static_cast<Part*>(params.parts) + int64_t(unit) * params.splits;
   const auto write = [&](int row, int column, float out, Sum sum) {
     if (column >= params.head_dim) return;
     static_cast<T*>(params.out)[offset(params.out_strides, row) + column] =
@@ -315,12 +302,43 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
   }
   CLUSTER > 1 ? cluster_sync() : __syncthreads();
   if (!storage.last) return;
+  auto* const weights = reinterpret_cast<float (*)[MAX_SPLITS]>(storage.out);  // [ROWS]
+  for (int row = warp; row < rows; row += NUM_WARPS) {
+    const auto sum_of = [&](int i) {
+      return ld_global_cg(reinterpret_cast<const float2*>(&parts[i].sums[row]));
+    };
+    Sum all = {-INF, 0.f};
+    for (int i = threadIdx.x % 32; i < splits; i += 32) all.max = fmaxf(all.max, sum_of(i).x);
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2)
+      all.max = fmaxf(all.max, __shfl_xor_sync(0xffffffffu, all.max, mask));
+    for (int i = threadIdx.x % 32; i < splits; i += 32) {
+      const float2 sum = sum_of(i);
+      weights[row][i] = weight_of(sum.x, all.max);
+      all.total += weights[row][i] * sum.y;
+    }
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2)
+      all.total += __shfl_xor_sync(0xffffffffu, all.total, mask);
+    if (threadIdx.x % 32 == 0) storage.merged[row] = all;
+  }
+  __syncthreads();
 #pragma unroll 1
-  for (int i = rank * DECODE_THREADS + threadIdx.x; i < rows * HEAD_DIM;
-       i += CLUSTER * DECODE_THREADS) {
+  for (int i = 4 * (rank * DECODE_THREADS + threadIdx.x); i < rows * HEAD_DIM;
+       i += 4 * CLUSTER * DECODE_THREADS) {
     const int row = i / HEAD_DIM, column = i % HEAD_DIM;
-    Sum sum;
-    const float out = merge_splits(sum, parts, splits, row, column);
-    write(row, column, out, sum);
+    float4 out = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 8
+    for (int part = 0; part < splits; ++part) {
+      const float weight = weights[row][part];
+      const float4 x = ld_global_cg(reinterpret_cast<const float4*>(&parts[part].out[row][column]));
+      out.x += weight * x.x;
+      out.y += weight * x.y;
+      out.z += weight * x.z;
+      out.w += weight * x.w;
+    }
+    const float four[4] = {out.x, out.y, out.z, out.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) write(row, column + j, four[j], storage.merged[row]);
   }
 }

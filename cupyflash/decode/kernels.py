@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -20,6 +21,7 @@ DECODE_ROWS = 8  # queries of a block
 DECODE_KEYS = {64: 32, 128: 16, 192: 16, 256: 16}  # of a load of a warp, by head_dim
 MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attention`
 MAX_CLUSTER = 8
+MAX_SPLITS = 64  # of the keys
 SPLIT_LOADS = 8  # of a warp, from which on splitting the keys pays
 
 
@@ -76,6 +78,8 @@ class FlashDecode(KernelConfig):
     @property
     def blocks(self) -> int:
         """Of a multiprocessor at a time."""
+        if self.head_dim > 192 and self.arch == 75:
+            return 1  # of 64 KB shared memory
         return 3 if self.head_dim <= 128 else 2
 
 
@@ -119,7 +123,7 @@ def vector(dtype: str, aligned: bool) -> int:
 
 
 def decode_units(shape: AttentionShape) -> int:
-    """Blocks, or clusters of them."""
+    """Heads of keys with up to eight queries: blocks or clusters, or splits of them."""
     rows = shape.seqlen_q * (shape.heads_q // shape.heads_kv) if shape.heads_kv else 0
     return shape.batch * shape.heads_kv * -(-rows // DECODE_ROWS)
 
@@ -153,15 +157,15 @@ def flash_decode(
 
 
 def splits(config: FlashDecode | FlashDecodeSm90, shape: AttentionShape, at_once: int) -> int:
-    """How many clusters, of which ``at_once`` can run, share the keys of full caches.
+    """How many clusters, of which ``at_once`` can run, share the keys of full caches at most.
 
-    As many as run at once, with a load for each warp. Few warps with few loads are faster alone.
+    As many as run at once, or as pay: ``splits_of`` in decode_step.cuh, which knows the lengths.
     """
-    units, warps = decode_units(shape), DECODE_WARPS * config.cluster
-    loads = _loads(shape, config.head_dim)
-    if not 0 < units <= COUNTERS or loads < SPLIT_LOADS * warps:
+    units, loads = decode_units(shape), _loads(shape, config.head_dim)
+    loads //= DECODE_WARPS * config.cluster
+    if not 0 < units <= COUNTERS or loads < SPLIT_LOADS:
         return 1
-    return max(1, min(at_once // units, loads // warps))
+    return max(1, min(at_once // units, math.isqrt(4 * loads), MAX_SPLITS))
 
 
 def _loads(shape: AttentionShape, head_dim: int) -> int:

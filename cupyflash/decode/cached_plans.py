@@ -1,0 +1,111 @@
+"""How attention to a cache runs: in one launch, or as `cache_append` and `attention`."""
+
+import math
+from typing import Any
+
+import numpy
+
+from ..array import Array, View
+from ..attention.attention import attention
+from ..attention.params import AttentionShape, Strides
+from ..checks import require_grid
+from ..clusters import clusters_at_once
+from ..kernel_launch import Launch, Plan, multiprocessors
+from ..rows import is_contiguous
+from ..tile_counter import tile_counters
+from . import kernels
+from .kv_cache import cache_append
+from .params import FlashDecodeParams
+
+TENSORS = ("q", "k", "v", "k_cache", "v_cache")
+
+
+class DecodePlan(Plan):
+    """One launch."""
+
+    def __init__(
+        self,
+        library: Any,
+        config: kernels.FlashDecode | kernels.FlashDecodeSm90,
+        shape: AttentionShape,
+        views: dict[str, View],
+    ) -> None:
+        q = views["q"]
+        super().__init__(q.device)
+        self.library, self.shape = library, q.shape
+        self.strides = library.strides_of_empty(q.shape, q)
+        self.empty = math.prod(q.shape) == 0
+        if self.empty:
+            return
+        splits = kernels.splits(config, shape, _at_once(config, q.device))
+        params = FlashDecodeParams(
+            **{f"{name}_strides": Strides(*views[name].strides[:3]) for name in TENSORS},
+            out_strides=Strides(*self.strides[:3]),
+            seqlen=shape.seqlen_q,
+            heads_kv=shape.heads_kv,
+            group=shape.heads_q // shape.heads_kv,
+            head_dim=shape.head_dim,
+            max_length=shape.seqlen_k,
+            splits=splits,
+            scale_log2=math.log2(math.e) * shape.scale,
+        )
+        parts = kernels.decode_units(shape) * splits
+        grid = require_grid("attention_with_cache", parts * config.cluster, q.shape)
+        self.launch = Launch(config, q.device, grid, params)
+        self.parts_size = parts * kernels.part_size(config.head_dim) if splits > 1 else 0
+        self.launch.has_scratch = splits > 1
+        self.counters = tile_counters(q.device)
+
+    def run(self, arrays: tuple[Array, ...], pointers: list[int]) -> Array:
+        """Of q, k, v, k_cache, v_cache, positions."""
+        out = self.library.empty(self.shape, self.strides, arrays[0])
+        if not self.empty:
+            library, (*tensors, positions) = self.library, pointers
+            stream = library.stream(self.device_id)
+            scratch = 0, 0
+            if self.parts_size:
+                parts = library.empty_float32((self.parts_size,), arrays[0])
+                counters, _own = self.counters.address(stream, library, arrays[0])
+                scratch = library.pointer(parts), counters
+            self.launch(stream, *tensors, library.pointer(out), positions, *scratch)
+        return out
+
+
+class SeparatePlan:
+    """What one launch does not take: `cache_append`, then `attention`."""
+
+    def __init__(
+        self, library: Any, shape: AttentionShape, views: dict[str, View], positions: Array
+    ) -> None:
+        for name in ("k_cache", "v_cache"):
+            if not is_contiguous(views[name]):
+                fact = f"{name} must be contiguous unless up to {kernels.MAX_TOKENS} aligned tokens"
+                fact += " of 16 bits on a GPU of sm_75 or later attend"
+                got = f"strides {views[name].strides}"
+                raise NotImplementedError(f"attention_with_cache: {fact}, got {got}")
+        self.seqlen, self.scale = shape.seqlen_q, shape.scale
+        self.rows = (shape.batch * shape.seqlen_q, shape.heads_kv * shape.head_dim)
+        tokens = numpy.arange(shape.seqlen_q, dtype="int32")
+        sequences = numpy.repeat(numpy.arange(shape.batch, dtype="int32"), shape.seqlen_q)
+        self.tokens = library.put(tokens, positions)
+        self.sequences = library.put(sequences, positions)
+
+    def __call__(self, arrays: tuple[Array, ...], pointers: object = None) -> Array:
+        """Of q, k, v, k_cache, v_cache, positions."""
+        q, k, v, k_cache, v_cache, positions = arrays
+        where, sequences = positions, None
+        if self.seqlen != 1:
+            where, sequences = (positions[:, None] + self.tokens).reshape(-1), self.sequences
+        # By way of whole rows, which copies heads that do not lie side by side.
+        new = (x.reshape(self.rows).reshape(self.rows[0], *x.shape[2:]) for x in (k, v))
+        cache_append(*new, k_cache, v_cache, where, sequences)
+        ends = positions + self.seqlen
+        causal = self.seqlen > 1
+        return attention(q, k_cache, v_cache, causal=causal, scale=self.scale, seqused_k=ends)
+
+
+def _at_once(config: kernels.FlashDecode | kernels.FlashDecodeSm90, device: int) -> int:
+    """How many clusters, or blocks, run at the same time."""
+    if config.cluster > 1:
+        return clusters_at_once(config, device)
+    return config.blocks * multiprocessors(device)
