@@ -10,8 +10,8 @@ from matrix import each_library, libraries, pairwise
 import cupyflash
 from cupyflash.array import View
 from cupyflash.jit import sources
-from cupyflash.norm import group_norm_dispatch, group_norm_plan, reference
-from cupyflash.norm.group_norm_plan import MAX_WAVES, shares_of
+from cupyflash.norm import group_norm_dispatch, group_norm_work, reference
+from cupyflash.norm.group_norm_work import MAX_WAVES, shares_of
 from cupyflash.norm.groups import Groups, dense_like, layout_of
 from cupyflash.testing import expected_group_norm, poison_free_memory, to_float64
 from cupyflash.tile_counter import COUNTERS
@@ -115,9 +115,9 @@ def test_groups_of_many_sizes(backend, dtype, positions):
 
 def at_most(clusters, monkeypatch):
     """Lets no more clusters of a kernel run at once."""
-    at_once = group_norm_plan.clusters_at_once
+    at_once = group_norm_work.clusters_at_once
     least = lambda config, device: min(clusters, at_once(config, device))  # noqa: E731
-    monkeypatch.setattr(group_norm_plan, "clusters_at_once", least)
+    monkeypatch.setattr(group_norm_work, "clusters_at_once", least)
     for plans in ("_forward_plans", "_backward_plans"):
         monkeypatch.setattr(group_norm_dispatch, plans, {})
 

@@ -188,7 +188,8 @@ struct GroupNormBwdParams {
   void* dweight;    // [channels]
   void* dbias;      // [channels]
   int* counters;    // GROUP_COUNTERS of them, 0 before the launch and after it; in one step
-  float* partials;  // shares of dweight and dbias: [channels, shares, 2], or [2, batch, channels]
+  float* partials;  // shares of dweight and dbias: [channels, shares (of clusters: times
+                    // their blocks), 2], or [2, batch, channels]
   float* pieces;    // the same of each piece; or null in one step
   float* means;     // [batch, groups, 2]: what dx needs of the group; or null in one step
   GroupStrides dout_strides;

@@ -8,7 +8,7 @@
 // place of the one that was just read. A warp waits for its own copies, and for the sums of all
 // warps of the cluster. The sums of each pack over the samples of a group are kept behind the
 // runs, and added up when the group changes.
-#include "cluster_sum.cuh"
+#include "cluster_exchange.cuh"
 #include "group_shares.cuh"
 #include "warp_ring.cuh"
 
@@ -131,9 +131,9 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ROW_THREADS, B
 #pragma unroll
       for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load) {
         if (load * PITCH >= columns) break;
-        const float scales[1] = {scale * weights[load]}, offsets[1] = {biases[load]};
+        const float scales[1] = {scale * weights[load]}, bias[1] = {biases[load]};
         if (KEPT) values[load] = ring.read(0, load);
-        const Gradient pack(ring.read(0, load), ring.read(1, load), mean, scales, offsets);
+        const Gradient pack(ring.read(0, load), ring.read(1, load), mean, scales, bias);
         gradients[load] = round_words<T>(pack.dz);
         const Sums sums = pack.sums[0];
         if (load * PITCH < rest)

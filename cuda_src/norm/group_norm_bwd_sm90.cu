@@ -146,14 +146,14 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
 #pragma unroll
       for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load) {
         const auto x_pack = ring.read(0, load), dout_pack = ring.read(1, load);
-        float scales[CHANNELS], offsets[CHANNELS];
+        float scales[CHANNELS], bias[CHANNELS];
 #pragma unroll
         for (int c = 0; c < CHANNELS; ++c) {
           scales[c] = scale * weights[load][c];
-          offsets[c] = KEPT ? biases[load][c] : 0.f;
-          if (!KEPT && load * PITCH < columns) offsets[c] = own_biases[load * SLOT_PITCH + c];
+          bias[c] = KEPT ? biases[load][c] : 0.f;
+          if (!KEPT && load * PITCH < columns) bias[c] = own_biases[load * SLOT_PITCH + c];
         }
-        const Gradient pack(x_pack, dout_pack, mean, scales, offsets);
+        const Gradient pack(x_pack, dout_pack, mean, scales, bias);
         if (KEPT) values[load] = round_words<Kept>(pack.deviations);
         gradients[load] = round_words<Kept>(pack.dz);
 #pragma unroll

@@ -5,7 +5,7 @@
 // A cluster has the group of one sample after the other, each warp a run of it. The copy engine
 // brings the run of the next one meanwhile, in pieces, each into the place of the one that was just
 // read. A warp waits for its own copies, and for the moments of all warps of the cluster.
-#include "cluster_sum.cuh"
+#include "cluster_exchange.cuh"
 #include "warp_ring.cuh"
 
 template <typename T, typename WEIGHT, Activation ACTIVATION, int CLUSTER, int ROW_THREADS,

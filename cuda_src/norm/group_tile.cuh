@@ -157,6 +157,7 @@ struct PackGradient {
     return {slope, inverse * total.second - (CENTRED ? 0.f : mean) * slope};
   }
 
+  // `scale` as in `scales`.
   __device__ static float dx(float deviation, float dz, float scale, InputGradient constants) {
     return 1.f / ARGUMENT_SCALE<ACTIVATION> * scale * dz +
            (constants.slope * deviation + constants.constant);

@@ -1,7 +1,7 @@
 // The sums that norm_bwd takes over a row, and where they come together.
 #pragma once
 #include "../ptx/warpgroup.cuh"
-#include "cluster_sum.cuh"
+#include "cluster_exchange.cuh"
 
 // Of a row of norm_fwd.
 struct RowStats {

@@ -8,7 +8,7 @@
 // several rows, the next one on its way, were no faster: other blocks of the multiprocessor keep
 // the memory busy as well.
 #pragma once
-#include "cluster_sum.cuh"
+#include "cluster_exchange.cuh"
 #include "row_tile.cuh"
 
 // EARLY: the weights are on their way before the statistics are taken, where there are registers.

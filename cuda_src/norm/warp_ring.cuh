@@ -14,6 +14,7 @@
 template <class Tile, typename T, int PLACES, int PIECE_ = Tile::LOADS % 5 == 0 ? 5 : Tile::LOADS>
 struct WarpRing {
   static constexpr int LOADS = Tile::LOADS, PIECE = PIECE_;
+  static_assert(LOADS % PIECE == 0, "whole pieces");
   static constexpr int PIECES = LOADS / PIECE, BARRIERS = PLACES * PIECES;
   static constexpr int LANES = Tile::ROW_THREADS < 32 ? Tile::ROW_THREADS : 32;  // of a row
   static constexpr int ROWS = 32 / LANES;

@@ -146,7 +146,7 @@ class GroupNormBwdCluster(GroupNormFwdCluster):
 
     @property
     def shared_memory(self) -> int:
-        """Of x and dout, and of each pack two sums and the bias."""
+        """Of x and dout, and of each pack two sums."""
         return (2 * 16 + 8) * self.loads * self.row_threads
 
 
