@@ -8,76 +8,16 @@
 // computed with (decode_keys.cuh). Keys are the rows of the tensor-core products and queries their
 // eight columns. Each warp has its own softmax; they merge in the end, first those of a block in
 // its shared memory, then the blocks in that of each other, then the splits in global memory, by
-// the cluster that is done last. The old keys can be on their way while the kernel that computes
-// the new ones still runs (dependent_launch.cuh). Source: Flash-Decoding,
+// the cluster that is done last (decode_merge.cuh). The old keys can be on their way while the
+// kernel that computes the new ones still runs (dependent_launch.cuh). Source: Flash-Decoding,
 // pytorch.org/blog/flash-decoding.
 #pragma once
 #include "../common/decode_params.cuh"
-#include "../ptx/atomics.cuh"
-#include "../ptx/cluster.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/dependent_launch.cuh"
-#include "../ptx/ld_global.cuh"
 #include "../ptx/movmatrix.cuh"
 #include "decode_keys.cuh"
-
-constexpr int NUM_WARPS = 4;
-constexpr int ROWS = 8;         // queries
-constexpr int MAX_SPLITS = 64;  // of the keys
-constexpr int SPLIT_LOADS = 8;  // of a warp, from which on splitting the keys pays
-
-// What some of the keys give a query: its largest score (in log2), the sum of the weights relative
-// to it, and beside it their weighted sum of the values.
-struct Sum {
-  float max;
-  float total;
-};
-
-// What a split gives the queries.
-template <int HEAD_DIM>
-struct alignas(16) DecodePart {
-  float out[ROWS][HEAD_DIM];
-  Sum sums[ROWS];
-};
-
-template <int HEAD_DIM>
-struct DecodeStorage {
-  uint4 q[HEAD_DIM / 32][32];  // for `scores`
-  float out[NUM_WARPS][ROWS][HEAD_DIM];
-  Sum sums[NUM_WARPS][ROWS];
-  Sum merged[ROWS];  // with out[0]
-  bool last;         // of the splits
-};
-
-__device__ __forceinline__ float weight_of(float max, float all) {
-  return exp2_approx(max - (all == -INF ? 0.f : all));
-}
-
-// One column of a query from PARTS parts.
-template <int PARTS, class SumOf, class OutOf>
-__device__ __forceinline__ float merge(Sum& all, SumOf sum_of, OutOf out_of) {
-  Sum sums[PARTS];
-  all = {-INF, 0.f};
-#pragma unroll
-  for (int i = 0; i < PARTS; ++i) {
-    sums[i] = sum_of(i);
-    all.max = fmaxf(all.max, sums[i].max);
-  }
-  float out = 0.f;
-#pragma unroll
-  for (int i = 0; i < PARTS; ++i) {
-    const float weight = weight_of(sums[i].max, all.max);
-    all.total += weight * sums[i].total;
-    out += weight * out_of(i);
-  }
-  return out;
-}
-
-// How many splits of keys that each warp would load so often. They take 1 / splits of the time, and
-// are merged in time that grows with their number: least at a multiple of the root.
-__device__ __forceinline__ int splits_of(int loads, int most) {
-  return loads < SPLIT_LOADS ? 1 : min(most, int(2.f * sqrtf(float(loads))));
-}
+#include "decode_merge.cuh"
 
 // The queries 2c and 2c + 1 of a lane; the sums are those of its keys alone until the end.
 template <int TILES>
@@ -119,8 +59,6 @@ struct QueryPair {
     }
   }
 };
-
-constexpr int DECODE_THREADS = NUM_WARPS * 32;
 
 // Blocks of a multiprocessor: more than 32 KB of keys and values of each are on their way.
 __host__ __device__ constexpr int decode_blocks(int head_dim) { return head_dim <= 128 ? 3 : 2; }
@@ -251,10 +189,8 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
   __syncthreads();
 
   // ---- merge the warps, the blocks, the splits; write ----
-  using Part = DecodePart<HEAD_DIM>;
-  static_assert(sizeof(Part) == 4 * ROWS * (HEAD_DIM + 2), "as in kernels.py");
-  static_assert(MAX_SPLITS <= NUM_WARPS * HEAD_DIM, "their weights go where out was");
-  Part* const parts = static_cast<Part*>(params.parts) + int64_t(unit) * params.splits;
+  auto* const parts =
+      static_cast<DecodePart<HEAD_DIM>*>(params.parts) + int64_t(unit) * params.splits;
   const auto write = [&](int row, int column, float out, Sum sum) {
     if (column >= params.head_dim) return;
     static_cast<T*>(params.out)[offset(params.out_strides, row) + column] =
@@ -294,51 +230,6 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
   }
   CLUSTER > 1 ? cluster_sync() : __syncthreads();  // others may still read what is here
   if (splits == 1) return;
-  if (rank == 0 && threadIdx.x == 0) {
-    const bool last = count_in(params.counters + unit, splits - 1) == splits - 1;
-#pragma unroll
-    for (int i = 0; i < CLUSTER; ++i)
-      *(CLUSTER > 1 ? cluster_shared(&storage.last, i) : &storage.last) = last;
-  }
-  CLUSTER > 1 ? cluster_sync() : __syncthreads();
-  if (!storage.last) return;
-  auto* const weights = reinterpret_cast<float (*)[MAX_SPLITS]>(storage.out);  // [ROWS]
-  for (int row = warp; row < rows; row += NUM_WARPS) {
-    const auto sum_of = [&](int i) {
-      return ld_global_cg(reinterpret_cast<const float2*>(&parts[i].sums[row]));
-    };
-    Sum all = {-INF, 0.f};
-    for (int i = threadIdx.x % 32; i < splits; i += 32) all.max = fmaxf(all.max, sum_of(i).x);
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2)
-      all.max = fmaxf(all.max, __shfl_xor_sync(0xffffffffu, all.max, mask));
-    for (int i = threadIdx.x % 32; i < splits; i += 32) {
-      const float2 sum = sum_of(i);
-      weights[row][i] = weight_of(sum.x, all.max);
-      all.total += weights[row][i] * sum.y;
-    }
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2)
-      all.total += __shfl_xor_sync(0xffffffffu, all.total, mask);
-    if (threadIdx.x % 32 == 0) storage.merged[row] = all;
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int i = 4 * (rank * DECODE_THREADS + threadIdx.x); i < rows * HEAD_DIM;
-       i += 4 * CLUSTER * DECODE_THREADS) {
-    const int row = i / HEAD_DIM, column = i % HEAD_DIM;
-    float4 out = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 8
-    for (int part = 0; part < splits; ++part) {
-      const float weight = weights[row][part];
-      const float4 x = ld_global_cg(reinterpret_cast<const float4*>(&parts[part].out[row][column]));
-      out.x += weight * x.x;
-      out.y += weight * x.y;
-      out.z += weight * x.z;
-      out.w += weight * x.w;
-    }
-    const float four[4] = {out.x, out.y, out.z, out.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) write(row, column + j, four[j], storage.merged[row]);
-  }
+  if (is_last_split<CLUSTER>(storage.last, params.counters + unit, splits, rank))
+    merge_splits<CLUSTER>(storage, parts, splits, rows, rank, write);
 }

@@ -15,7 +15,7 @@ from .params import CacheAppendParams, EmbeddingParams, FlashDecodeParams, Sampl
 THREADS = 256
 SAMPLE_THREADS = 1024
 
-# As in decode_step.cuh.
+# As in decode_merge.cuh.
 DECODE_WARPS = 4
 DECODE_ROWS = 8  # queries of a block
 DECODE_KEYS = {64: 32, 128: 16, 192: 16, 256: 16}  # of a load of a warp, by head_dim
@@ -129,7 +129,7 @@ def decode_units(shape: AttentionShape) -> int:
 
 
 def part_size(head_dim: int) -> int:
-    """Floats of DecodePart in decode_step.cuh."""
+    """Floats of DecodePart in decode_merge.cuh."""
     return DECODE_ROWS * (head_dim + 2)
 
 
@@ -159,7 +159,7 @@ def flash_decode(
 def splits(config: FlashDecode | FlashDecodeSm90, shape: AttentionShape, at_once: int) -> int:
     """How many clusters, of which ``at_once`` can run, share the keys of full caches at most.
 
-    As many as run at once, or as pay: ``splits_of`` in decode_step.cuh, which knows the lengths.
+    As many as run at once, or as pay: ``splits_of`` in decode_merge.cuh, which knows the lengths.
     """
     units, loads = decode_units(shape), _loads(shape, config.head_dim)
     loads //= DECODE_WARPS * config.cluster
