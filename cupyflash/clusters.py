@@ -8,6 +8,7 @@ from ctypes import c_char_p, c_void_p
 from . import jit
 from .dependent_launch import pack_config
 from .kernel_config import KernelConfig
+from .kernel_launch import multiprocessors
 from .tensor_map import DRIVER
 
 CLUSTER_DIMENSION = 4  # of CUlaunchAttributeID in cuda.h
@@ -18,9 +19,13 @@ pack_attribute = struct.Struct("i4x3I52x").pack  # CUlaunchAttribute: id, blocks
 def clusters_at_once(config: KernelConfig, device: int) -> int:
     """Clusters of a kernel, with ``cluster`` blocks each, that a device runs at the same time.
 
+    Blocks alone are clusters of one, and ``blocks`` of them run on a multiprocessor.
+
     Raises:
         RuntimeError: the driver does not say.
     """
+    if config.cluster == 1:
+        return config.blocks * multiprocessors(device)
     import cupy
 
     function = jit.load(config, device)

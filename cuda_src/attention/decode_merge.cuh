@@ -2,10 +2,10 @@
 // keys give the queries.
 #pragma once
 #include "../common/types.cuh"
+#include "../common/warp.cuh"
+#include "../common/words.cuh"
 #include "../ptx/atomics.cuh"
 #include "../ptx/cluster.cuh"
-#include "../ptx/ld_global.cuh"
-#include "../ptx/math.cuh"
 
 constexpr int NUM_WARPS = 4;
 constexpr int DECODE_THREADS = NUM_WARPS * 32;
@@ -95,17 +95,13 @@ __device__ __forceinline__ void merge_splits(DecodeStorage<HEAD_DIM>& storage,
     };
     Sum all = {-INF, 0.f};
     for (int i = lane; i < splits; i += 32) all.max = fmaxf(all.max, sum_of(i).x);
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2)
-      all.max = fmaxf(all.max, __shfl_xor_sync(0xffffffffu, all.max, mask));
+    all.max = warp_max(all.max);
     for (int i = lane; i < splits; i += 32) {
       const float2 sum = sum_of(i);
       weights[row][i] = weight_of(sum.x, all.max);
       all.total += weights[row][i] * sum.y;
     }
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2)
-      all.total += __shfl_xor_sync(0xffffffffu, all.total, mask);
+    all.total = warp_sum(all.total);
     if (lane == 0) storage.merged[row] = all;
   }
   __syncthreads();
@@ -117,11 +113,10 @@ __device__ __forceinline__ void merge_splits(DecodeStorage<HEAD_DIM>& storage,
 #pragma unroll 8
     for (int part = 0; part < splits; ++part) {
       const float weight = weights[row][part];
-      const float4 x = ld_global_cg(reinterpret_cast<const float4*>(&parts[part].out[row][column]));
-      out[0] += weight * x.x;
-      out[1] += weight * x.y;
-      out[2] += weight * x.z;
-      out[3] += weight * x.w;
+      const uint4 x = ld_global_cg_128(&parts[part].out[row][column]);
+      const Words<float, 4> four = {{x.x, x.y, x.z, x.w}};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out[j] += weight * four.at(j);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) write(row, column + j, out[j], storage.merged[row]);

@@ -37,15 +37,6 @@ __device__ __forceinline__ uint4 ld_global_cg_128(const void* address) {
   return v;
 }
 
-__device__ __forceinline__ float4 ld_global_cg(const float4* address) {
-  float4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "l"(address)
-               : "memory");
-  return v;
-}
-
 __device__ __forceinline__ float2 ld_global_cg(const float2* address) {
   float2 v;
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"

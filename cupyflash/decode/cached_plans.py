@@ -10,7 +10,7 @@ from ..attention.attention import attention
 from ..attention.params import AttentionShape, Strides
 from ..checks import require_grid
 from ..clusters import clusters_at_once
-from ..kernel_launch import Launch, Plan, multiprocessors
+from ..kernel_launch import Launch, Plan
 from ..rows import is_contiguous
 from ..tile_counter import tile_counters
 from . import kernels
@@ -37,7 +37,7 @@ class DecodePlan(Plan):
         self.empty = math.prod(q.shape) == 0
         if self.empty:
             return
-        splits = kernels.splits(config, shape, _at_once(config, q.device))
+        splits = kernels.splits(config, shape, clusters_at_once(config, q.device))
         params = FlashDecodeParams(
             **{f"{name}_strides": Strides(*views[name].strides[:3]) for name in TENSORS},
             out_strides=Strides(*self.strides[:3]),
@@ -102,10 +102,3 @@ class SeparatePlan:
         ends = positions + self.seqlen
         causal = self.seqlen > 1
         return attention(q, k_cache, v_cache, causal=causal, scale=self.scale, seqused_k=ends)
-
-
-def _at_once(config: kernels.FlashDecode | kernels.FlashDecodeSm90, device: int) -> int:
-    """How many clusters, or blocks, run at the same time."""
-    if config.cluster > 1:
-        return clusters_at_once(config, device)
-    return config.blocks * multiprocessors(device)
