@@ -20,7 +20,7 @@ MAX_ENCODED = 256  # of one kernel: addresses that change with every call must n
 BOX_COLUMNS = 64  # 128 bytes, the widest box of its swizzle
 
 # Of cuda.h: CUtensorMapDataType, CUtensorMapInterleave, …
-_DTYPES = {"float16": 6, "bfloat16": 9}
+_DTYPES = {"float32": 7, "float16": 6, "bfloat16": 9}
 _INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
 _ALIGNMENT = 64
 
@@ -32,13 +32,17 @@ class TensorMapSpec:
     Attributes:
         dims: columns (head_dim), rows, heads, batch.
         strides: of rows, heads and batch, in bytes.
-        box_rows: a box is this many rows of `BOX_COLUMNS` columns.
+        box_rows, box_columns: of a box.
+        swizzled: 128-byte rows in shared memory, swizzled; else row after row of any length, and
+            the L2 reads no more than those.
     """
 
     dtype: str
     dims: tuple[int, int, int, int]
     strides: tuple[int, int, int]
     box_rows: int
+    box_columns: int = BOX_COLUMNS
+    swizzled: bool = True
 
     def encode(self, pointer: int) -> bytes:
         """The 128 bytes of the map of an array; zeros for address 0, an array without elements.
@@ -58,11 +62,11 @@ class TensorMapSpec:
             pointer,
             (c_uint64 * 4)(*self.dims),
             (c_uint64 * 3)(*self.strides),
-            (c_uint32 * 4)(BOX_COLUMNS, self.box_rows, 1, 1),
+            (c_uint32 * 4)(self.box_columns, self.box_rows, 1, 1),
             (c_uint32 * 4)(1, 1, 1, 1),
             _INTERLEAVE_NONE,
-            _SWIZZLE_128B,
-            _L2_PROMOTION_256B,
+            _SWIZZLE_128B if self.swizzled else 0,
+            _L2_PROMOTION_256B if self.swizzled else 0,
             _FILL_ZEROS,
         )
         if status:

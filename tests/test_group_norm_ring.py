@@ -10,8 +10,9 @@ from matrix import each_library
 
 import cupyflash
 from cupyflash.jit import sources
-from cupyflash.norm import group_norm_dispatch, group_norm_ring
-from cupyflash.norm.group_norm_ring import CAPABILITY, RING_BYTES, ring_shape
+from cupyflash.norm import group_norm_dispatch, group_norm_ring, ring_shape
+from cupyflash.norm.group_norm_ring import CAPABILITY
+from cupyflash.norm.ring_shape import Samples
 from cupyflash.testing import expected_group_norm, poison_free_memory
 
 HAS_RING = divmod(compute_capability()[0], 10) == CAPABILITY
@@ -22,9 +23,9 @@ def test_constants():
     found = dict(re.findall(r"constexpr int (\w+) = (\d+(?: << \d+)?);", text))
     names = ("CONSUMERS", "SLOT_PACKS", "MAX_SLOTS", "MAX_FLIGHT", "RING_BYTES")
     assert {name: eval(found[name]) for name in names} == {
-        name: getattr(group_norm_ring, name) for name in names
+        name: getattr(ring_shape, name) for name in names
     }
-    assert int(found["MAX_RING_GROUPS"]) == group_norm_ring.MAX_GROUPS
+    assert int(found["MAX_RING_GROUPS"]) == ring_shape.MAX_GROUPS
     assert int(found["SENDERS"]) + 128 == group_norm_ring.OTHERS  # RING_THREADS
 
 
@@ -33,39 +34,59 @@ def test_constants():
 def test_shapes(seed, tensors):
     """What group_ring.cuh relies on: all positions, the memory, the order of events."""
     draw = random.Random(seed)
-    found = 0
+    found = {1: 0}
     for _ in range(100):
         item, processors = draw.choice([2, 4]), draw.choice([4, 20, 78, 132, 148])
-        width = 16 // item * draw.randint(1, 256)
+        width = 16 // item * draw.choice([draw.randint(1, 256), 16 * draw.randint(1, 16)])
         groups = draw.choice([g for g in range(1, 65) if width % g == 0])
         batch, positions = draw.randint(1, 300), draw.randint(1, 2 ** draw.randint(0, 20))
-        ring = ring_shape(batch, groups, width // groups, positions, item, tensors, processors)
+        samples = Samples(batch, groups, width // groups, positions, item, tensors)
+        ring = ring_shape.ring_shape(samples, processors, draw.random() < 0.9)
         if ring is None:
             continue
-        found += 1
+        found[ring.slices] = found.get(ring.slices, 0) + 1
+        assert groups % ring.slices == 0
+        width, groups = width // ring.slices, groups // ring.slices
         assert 1 <= ring.teams <= batch and ring.teams * ring.blocks <= processors
         assert (ring.blocks - 1) * ring.span < positions <= ring.blocks * ring.span
-        rows = group_norm_ring.CONSUMERS // (width * item // 16)
-        slot = rows * group_norm_ring.SLOT_PACKS // tensors
+        assert width * item % 16 == 0
+        rows = ring_shape.CONSUMERS // (width * item // 16)
+        slot = rows * ring_shape.SLOT_PACKS // tensors
+        if ring.slices > 1:  # what a tensor map can
+            assert width <= 256 and slot <= 256 and slot * width * item % 128 == 0
         assert (ring.sample_slots - 1) * slot < ring.span <= ring.sample_slots * slot
         assert ring.sample_slots < ring.slots < (ring.flight + 1) * ring.sample_slots
-        in_flight = ring.runs * group_norm_ring.CONSUMERS * 8 + groups * (16 + 8)
-        assert ring.slots * slot * width * item * tensors + ring.flight * in_flight <= RING_BYTES
-        assert ring.slots <= group_norm_ring.MAX_SLOTS
-        assert ring.flight <= group_norm_ring.MAX_FLIGHT
+        in_flight = ring.runs * ring_shape.CONSUMERS * 8 + groups * (16 + 8)
+        shares = 2 * ring_shape.CONSUMERS * 8 if tensors == 2 else 0
+        memory = ring_shape.RING_BYTES - shares
+        assert ring.slots * slot * width * item * tensors + ring.flight * in_flight <= memory
+        assert ring.slots <= ring_shape.MAX_SLOTS
+        assert ring.flight <= ring_shape.MAX_FLIGHT
         vector, size = 16 // item, width // groups
         packs = [{c // size for c in range(p, p + vector)} for p in range(0, width, vector)]
         assert ring.runs == max(map(len, packs))
-    assert found
+    assert found[1] and len(found) > 1
 
 
-def test_what_does_not_fit():
-    assert ring_shape(1, 32, 10, 4096, 2, 1, 132)
-    assert ring_shape(1, 32, 10, 4096 * 8, 2, 1, 132)
-    assert ring_shape(1, 32, 10, 4096 * 8, 2, 2, 132) is None  # the memory
-    assert ring_shape(1, 32, 65, 64, 2, 1, 132) is None  # a row of threads
-    assert ring_shape(1, 65, 8, 64, 2, 1, 132) is None  # groups
-    assert ring_shape(1000, 3, 16, 16, 2, 1, 132) is None  # too many rounds
+def slices_of(*samples, mappable=True):
+    """On an H200; 0 where there is no ring."""
+    ring = ring_shape.ring_shape(Samples(*samples), 132, mappable)
+    return ring.slices if ring else 0
+
+
+def test_what_fits():
+    assert slices_of(1, 32, 10, 4096, 2, 1) == 1
+    assert slices_of(1, 32, 10, 4096 * 8, 2, 1) == 2  # fits as a whole
+    assert slices_of(1, 32, 10, 4096 * 8, 2, 1, mappable=False) == 1
+    assert slices_of(1, 32, 10, 4096 * 8, 2, 2) == 2
+    assert slices_of(1, 32, 10, 4096 * 8, 2, 2, mappable=False) == 0  # the memory
+    assert slices_of(1, 32, 4, 65536 * 2, 2, 1) == 2  # more than a round, of 128 bytes a position
+    assert slices_of(1, 32, 4, 65536 * 4, 2, 1) == 0
+    assert slices_of(1, 1, 320, 4096 * 16, 2, 2) == 0  # one group
+    assert slices_of(1, 32, 256, 8192, 2, 1) == 32  # a row of threads, then of a box
+    assert slices_of(1, 128, 8, 16384, 2, 1) == 4  # groups, then bytes
+    assert slices_of(1, 128, 8, 64, 2, 1) == 0  # so small only as a whole
+    assert slices_of(1000, 3, 16, 16, 2, 1) == 0  # too many rounds
 
 
 def arrays(backend, batch, channels, positions, dtype, seed=0):
@@ -131,15 +152,55 @@ def test_just_fits(backend, tensors, monkeypatch):
     """The largest sample, and one with a position more, with little shared memory."""
     import cupy
 
-    monkeypatch.setattr(group_norm_ring, "RING_BYTES", 40 << 10)
+    monkeypatch.setattr(ring_shape, "RING_BYTES", 40 << 10)
     processors = cupy.cuda.Device().attributes["MultiProcessorCount"]
-    fits = lambda positions: ring_shape(2, 32, 10, positions, 2, tensors, processors)  # noqa: E731
+
+    def fits(positions):
+        return ring_shape.ring_shape(Samples(2, 5, 64, positions, 2, tensors), processors, False)
+
     positions = next(n for n in range(512, 1 << 20) if not fits(n + 1))
+    monkeypatch.setattr(group_norm_ring, "MAX_MAP_STRIDE", 0)  # no slices
     for extra in (0, 1):
         problem = arrays(backend, 2, 320, positions + extra, "float16")
-        results, found = rings(monkeypatch, lambda: run(32, *problem))  # noqa: B023
+        results, found = rings(monkeypatch, lambda: run(5, *problem))  # noqa: B023
         assert found[tensors - 1] == (HAS_RING and not extra)
-        check(32, *problem, results)
+        check(5, *problem, results)
+
+
+# (samples, channels, groups, positions), slices of float16 in both directions
+SLICED = [
+    ((3, 128, 32, 4096), 2),
+    ((2, 512, 32, 1000), 8),
+    ((5, 640, 32, 257), 4),
+    ((1, 256, 2, 20011), 2),
+    ((40, 320, 32, 129), 2),
+]
+
+
+@each_library(device="cuda")
+@pytest.mark.parametrize("sizes, slices", SLICED, ids=str)
+def test_slices(backend, sizes, slices, monkeypatch):
+    """As many as there can be; samples that lie apart, in a batch or alone."""
+    batch, channels, groups, positions = sizes
+    monkeypatch.setattr(ring_shape, "ROUND_BYTES", 1)
+    monkeypatch.setattr(ring_shape, "MIN_ROUND_BYTES", 0)
+    made = []
+    launch = group_norm_ring.RingLaunch
+    monkeypatch.setattr(
+        group_norm_ring,
+        "RingLaunch",
+        lambda *args: made.append(args[4].slices) or launch(*args),
+    )
+    for dtype in ("float16", "bfloat16", "float32"):
+        dout, x, weight, bias = arrays(backend, 2 * batch, channels, positions, dtype)
+        tensors = dout[::2], x[::2], weight, bias
+        size = batch * channels * positions * (4 if dtype == "float32" else 2)
+        poison_free_memory(backend.library, backend.device, [size] * 2)
+        made.clear()
+        results, found = rings(monkeypatch, lambda: run(groups, *tensors))  # noqa: B023
+        assert found == [HAS_RING] * 2
+        assert dtype == "float32" or made == [slices] * 2 * HAS_RING
+        check(groups, *tensors, results)
 
 
 @each_library(device="cuda")

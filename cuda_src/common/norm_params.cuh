@@ -131,18 +131,19 @@ struct GroupNormFwdParams {
 
 // group_ring.cuh: how the blocks share the samples.
 struct GroupRing {
-  int teams;
+  int slices;        // of a sample, if it is parted
+  int teams;         // of blocks
   int blocks;        // of a team that have positions
   int span;          // positions of a block; the last one may have less
   int slots;         // of the ring in shared memory
-  int sample_slots;  // slots of a sample
+  int sample_slots;  // slots of a sample, or of a slice of it
   int flight;        // samples about which blocks may be telling each other
   int runs;          // groups of a pack, at most
 };
 
 // What the blocks tell each other is 0 at first, then used by one launch of the same shape after
 // the other. The last word of each of these uint4 is a tag.
-struct GroupNormFwdRingParams {
+struct GroupNormFwdRingBase {
   const void* x;
   const void* weight;  // [channels]
   const void* bias;    // [channels]
@@ -157,7 +158,12 @@ struct GroupNormFwdRingParams {
   GroupRing ring;
 };
 
-struct GroupNormBwdRingParams {
+struct alignas(64) GroupNormFwdRingParams {
+  TensorMap maps[1];  // of x, for slices
+  GroupNormFwdRingBase base;
+};
+
+struct GroupNormBwdRingBase {
   const void* dout;
   const void* x;
   const void* weight;  // [channels]
@@ -173,6 +179,11 @@ struct GroupNormBwdRingParams {
   GroupStrides dx_strides;
   GroupNormShape shape;
   GroupRing ring;
+};
+
+struct alignas(64) GroupNormBwdRingParams {
+  TensorMap maps[2];  // of x and dout, for slices
+  GroupNormBwdRingBase base;
 };
 
 // Of last_block.cuh, for the groups in turn.

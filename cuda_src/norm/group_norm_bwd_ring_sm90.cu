@@ -10,48 +10,50 @@
 #include "group_ring_warps.cuh"
 
 constexpr int COLLECTED_BARRIER = 2;  // of those that collect
-constexpr int APPLIED_BARRIER = 3;    // of these and those that apply
 
 template <typename T, typename WEIGHT, Activation ACTIVATION>
 struct BackwardKernel {
   static constexpr int COLLECT_REGISTERS = 104, APPLY_REGISTERS = RING_REGISTERS;
-  using Block = RingBlock<GroupNormBwdRingParams, T, 2>;
+  using Block = RingBlock<GroupNormBwdRingBase, T, 2>;
   static constexpr int VECTOR = Block::VECTOR;
   const Block block;
 
   // Tensor 0 is x, tensor 1 dout.
-  __device__ const T* part(int tensor, int round) const {
+  __device__ const T* part(int tensor, RingSample at) const {
     const auto& params = block.params;
     const void* data = tensor ? params.dout : params.x;
     return block.part(static_cast<const T*>(data), tensor ? params.dout_strides : params.x_strides,
-                      round);
+                      at);
   }
 
-  // Mean and 1 / deviation of the groups, loaded a round before.
+  // Mean and 1 / deviation of the groups, loaded a sample before.
   struct Giver {
     static constexpr int GROUPS = MAX_RING_GROUPS / 32;  // of a lane
     const Block& block;
     int lane;
-    float2 next[GROUPS] = {};  // of the round given next
+    RingSample at;  // whose they are
+    float2 next[GROUPS] = {};
 
-    __device__ Giver(const Block& block, int lane) : block(block), lane(lane) { load(0); }
-
-    __device__ void load(int round) {
-      const int groups = block.params.shape.groups;
-      const float2* stats =
-          reinterpret_cast<const float2*>(block.params.stats) + block.sample(round) * groups;
-#pragma unroll
-      for (int i = 0; i < GROUPS; ++i)
-        if (round < block.samples && lane + i * 32 < groups) next[i] = stats[lane + i * 32];
+    __device__ Giver(const Block& block, int lane) : block(block), lane(lane), at(block.start()) {
+      load();
     }
 
-    __device__ void give(int round, int place) {
-      if (round >= block.samples) return;
+    __device__ void load() {
+      const float2* stats =
+          reinterpret_cast<const float2*>(block.params.stats) + block.first_group(at);
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i)
-        if (lane + i * 32 < block.params.shape.groups) block.given(place)[lane + i * 32] = next[i];
+        if (block.has(at) && lane + i * 32 < block.groups) next[i] = stats[lane + i * 32];
+    }
+
+    __device__ void give(int place) {
+      if (!block.has(at)) return;
+#pragma unroll
+      for (int i = 0; i < GROUPS; ++i)
+        if (lane + i * 32 < block.groups) block.given(place)[lane + i * 32] = next[i];
       mbarrier_arrive(smem_address(&block.storage.given[place]));
-      load(round + 1);
+      block.advance(at);
+      load();
     }
   };
 
@@ -61,11 +63,13 @@ struct BackwardKernel {
     const RingThread thread = block.thread(index);
     Sums totals[VECTOR] = {};  // of dz * n, dz
     RingPlace slot, place;
-    for (int round = 0; round < block.samples; ++round) {
+    RingSample at = block.start();
+    while (block.has(at)) {
+      const int slice = at.slice, channel = slice * block.channels + thread.column;
       Words<WEIGHT, VECTOR> weight = {}, bias = {};
       if (thread.count) {
-        weight = load_words<VECTOR>(static_cast<const WEIGHT*>(params.weight) + thread.column);
-        bias = load_words<VECTOR>(static_cast<const WEIGHT*>(params.bias) + thread.column);
+        weight = load_words<VECTOR>(static_cast<const WEIGHT*>(params.weight) + channel);
+        bias = load_words<VECTOR>(static_cast<const WEIGHT*>(params.bias) + channel);
       }
       mbarrier_wait(smem_address(&block.storage.given[place.stage]), place.parity);
       const float2* const given = block.given(place.stage);
@@ -118,27 +122,29 @@ struct BackwardKernel {
         return make_float2(sum.first, sum.second);
       });
       place.next(ring.flight);
+      block.advance(at);
+      if (at.slice > slice) write_share(totals, index, slice);
     }
-    named_barrier_sync(APPLIED_BARRIER, 2 * CONSUMERS);
-    write_partials(totals, index);
   }
 
-  // This block's share of dweight and dbias, through the slots when all are empty.
-  __device__ __forceinline__ void write_partials(const Sums (&totals)[VECTOR], int index) const {
+  // This block's share of dweight and dbias of a slice, one channel of each pack after the other.
+  __device__ __forceinline__ void write_share(Sums (&totals)[VECTOR], int index, int slice) const {
     const GroupRing& ring = block.params.ring;
-    Sums* const columns = reinterpret_cast<Sums*>(block.smem);  // [rows, channels]
+    const int64_t plane = int64_t(ring.teams) * ring.blocks * block.pitch;
+    float* const share = block.params.partials +
+                         int64_t(block.team * ring.blocks + block.share) * block.pitch +
+                         slice * block.channels + index * VECTOR;
 #pragma unroll
-    for (int k = 0; k < VECTOR; ++k) columns[index * VECTOR + k] = totals[k];
-    named_barrier_sync(COLLECTED_BARRIER, CONSUMERS);
-    const int rows = ring.teams * ring.blocks;
-    for (int channel = index; channel < block.channels; channel += CONSUMERS) {
-      Sums sum = columns[channel];
-      for (int row = 1; row < block.rows; ++row)
-        sum = sum + columns[row * block.channels + channel];
-      float* partial = block.params.partials +
-                       int64_t(block.team * ring.blocks + block.share) * block.channels + channel;
-      partial[0] = sum.first;
-      partial[int64_t(rows) * block.channels] = sum.second;
+    for (int k = 0; k < VECTOR; ++k) {
+      Sums* const columns = block.columns(k % 2);
+      columns[index] = totals[k];
+      totals[k] = {0.f, 0.f};
+      named_barrier_sync(COLLECTED_BARRIER, CONSUMERS);
+      if (index >= block.row_packs) continue;
+      Sums sum = {0.f, 0.f};
+      for (int row = 0; row < block.rows; ++row) sum = sum + columns[row * block.row_packs + index];
+      share[k] = sum.first;
+      share[plane + k] = sum.second;
     }
   }
 
@@ -167,12 +173,13 @@ struct BackwardKernel {
     const auto& params = block.params;
     const GroupRing& ring = params.ring;
     const RingThread thread = block.thread(index);
-    const int pitch = block.rows * block.channels;  // between two turns
+    const int pitch = block.rows * block.pitch;  // between two turns
     RingPlace slot, place;
-    for (int round = 0; round < block.samples; ++round) {
+    for (RingSample at = block.start(); block.has(at); block.advance(at)) {
+      const int channel = at.slice * block.channels + thread.column;
       Words<WEIGHT, VECTOR> weight = {};
       if (thread.count)
-        weight = load_words<VECTOR>(static_cast<const WEIGHT*>(params.weight) + thread.column);
+        weight = load_words<VECTOR>(static_cast<const WEIGHT*>(params.weight) + channel);
       mbarrier_wait(smem_address(&block.storage.known[place.stage]), place.parity);
       float slope[VECTOR], constant[VECTOR], scale[VECTOR];
       block.each_channel(thread, [&](int i, int group) {
@@ -183,7 +190,7 @@ struct BackwardKernel {
       });
       place.next(ring.flight);
 
-      T* dx = block.part(static_cast<T*>(params.dx), params.dx_strides, round) + index * VECTOR;
+      T* dx = block.part(static_cast<T*>(params.dx), params.dx_strides, at) + thread.offset;
       int rest = thread.count;
 #pragma unroll 1
       for (int i = 0; i < ring.sample_slots; ++i) {
@@ -206,7 +213,6 @@ struct BackwardKernel {
         rest -= Block::TURNS;
       }
     }
-    named_barrier_arrive(APPLIED_BARRIER, 2 * CONSUMERS);
   }
 };
 
@@ -215,5 +221,5 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
     group_norm_bwd_ring_sm90(const __grid_constant__ GroupNormBwdRingParams params) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ RingStorage storage;
-  run_ring(BackwardKernel<T, WEIGHT, ACTIVATION>{{params, storage, smem}});
+  run_ring(BackwardKernel<T, WEIGHT, ACTIVATION>{{params.base, params.maps, storage, smem}});
 }

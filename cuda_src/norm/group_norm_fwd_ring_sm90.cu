@@ -5,25 +5,25 @@
 template <typename T, typename WEIGHT, Activation ACTIVATION>
 struct ForwardKernel {
   static constexpr int COLLECT_REGISTERS = 72, APPLY_REGISTERS = 112;
-  using Block = RingBlock<GroupNormFwdRingParams, T, 1>;
+  using Block = RingBlock<GroupNormFwdRingBase, T, 1>;
   static constexpr int VECTOR = Block::VECTOR;
   const Block block;
 
-  __device__ const T* part(int, int round) const {
-    return block.part(static_cast<const T*>(block.params.x), block.params.x_strides, round);
+  __device__ const T* part(int, RingSample at) const {
+    return block.part(static_cast<const T*>(block.params.x), block.params.x_strides, at);
   }
 
   // Those that collect need nothing but x.
   struct Giver {
     __device__ Giver(const Block&, int) {}
-    __device__ void give(int, int) {}
+    __device__ void give(int) {}
   };
 
   __device__ __forceinline__ void collect(int index) const {
     const GroupRing& ring = block.params.ring;
     const RingThread thread = block.thread(index);
     RingPlace slot, place;
-    for (int round = 0; round < block.samples; ++round) {
+    for (int round = 0; round < block.rounds; ++round) {
       // ---- sums of the deviations of each column from the first value of its run ----
       ColumnSums<VECTOR> sums;
       int rest = thread.count;
@@ -85,13 +85,14 @@ struct ForwardKernel {
     const auto& params = block.params;
     const GroupRing& ring = params.ring;
     const RingThread thread = block.thread(index);
-    const int pitch = block.rows * block.channels;  // between two turns
+    const int pitch = block.rows * block.pitch;  // between two turns
     RingPlace slot, place;
-    for (int round = 0; round < block.samples; ++round) {
+    for (RingSample at = block.start(); block.has(at); block.advance(at)) {
+      const int channel = at.slice * block.channels + thread.column;
       Words<WEIGHT, VECTOR> weight = {}, bias = {};
       if (thread.count) {
-        weight = load_words<VECTOR>(static_cast<const WEIGHT*>(params.weight) + thread.column);
-        bias = load_words<VECTOR>(static_cast<const WEIGHT*>(params.bias) + thread.column);
+        weight = load_words<VECTOR>(static_cast<const WEIGHT*>(params.weight) + channel);
+        bias = load_words<VECTOR>(static_cast<const WEIGHT*>(params.bias) + channel);
       }
       mbarrier_wait(smem_address(&block.storage.known[place.stage]), place.parity);
       Affine<VECTOR> affine;
@@ -103,7 +104,7 @@ struct ForwardKernel {
       });
       place.next(ring.flight);
 
-      T* out = block.part(static_cast<T*>(params.out), params.out_strides, round) + index * VECTOR;
+      T* out = block.part(static_cast<T*>(params.out), params.out_strides, at) + thread.offset;
       int rest = thread.count;
 #pragma unroll 1
       for (int i = 0; i < ring.sample_slots; ++i) {
@@ -127,5 +128,5 @@ __global__ void __launch_bounds__(RING_THREADS, 1)
     group_norm_fwd_ring_sm90(const __grid_constant__ GroupNormFwdRingParams params) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ RingStorage storage;
-  run_ring(ForwardKernel<T, WEIGHT, ACTIVATION>{{params, storage, smem}});
+  run_ring(ForwardKernel<T, WEIGHT, ACTIVATION>{{params.base, params.maps, storage, smem}});
 }

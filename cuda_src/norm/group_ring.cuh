@@ -2,6 +2,10 @@
 // once (a cooperative launch), form teams. A team takes one sample after the other; each of its
 // blocks has the same share of the positions of all of them.
 //
+// A sample that leaves no room for the next one is parted into slices, which pass as if they were
+// samples: of all positions the channels of some of the groups. A team takes the first slice of all
+// its samples before the second.
+//
 // A block's positions pass through a ring of slots in shared memory, each of SLOT_PACKS packs of
 // every thread, of all tensors that are read. What which warps do with a sample:
 //   load     bulk copies into slots as they become empty
@@ -79,6 +83,13 @@ struct RingThread {
   int column;  // the first of its pack
   int group;   // of that column
   int count;   // positions
+  int offset;  // of its first pack in memory, from the first one of the block
+};
+
+// Which sample, or which slice of it.
+struct RingSample {
+  int slice;
+  int sample;
 };
 
 // Which part of which samples a block has, of TENSORS tensors. A row of threads has a position, a
@@ -91,36 +102,51 @@ struct RingBlock {
   static constexpr int TURNS = SLOT_PACKS / TENSORS;  // positions of a thread in a slot
   using Values = Words<T, VECTOR>[TURNS];
   const Params& params;
+  const TensorMap* maps;
   RingStorage& storage;
   unsigned char* smem;
-  int team, share;  // this block is the share-th of its team
-  int samples;      // of the team, one after the other
-  int begin, own;   // positions of this block
-  int width;        // channels of a group
-  int channels, row_packs, rows;
+  int team, share;       // this block is the share-th of its team
+  int rounds;            // how many samples or slices of them the team has
+  int begin, own;        // positions of this block
+  int width;             // channels of a group
+  int groups, channels;  // of a slice
+  int pitch;             // between two positions
+  int row_packs, rows;
   int slot_positions, slot_bytes;  // the bytes of one tensor
 
-  __device__ RingBlock(const Params& params, RingStorage& storage, unsigned char* smem)
-      : params(params), storage(storage), smem(smem) {
+  __device__ RingBlock(const Params& params, const TensorMap* maps, RingStorage& storage,
+                       unsigned char* smem)
+      : params(params), maps(maps), storage(storage), smem(smem) {
     const GroupNormShape& shape = params.shape;
     const GroupRing& ring = params.ring;
     team = blockIdx.x % ring.teams, share = blockIdx.x / ring.teams;
-    samples = (int(shape.batch) - team + ring.teams - 1) / ring.teams;
+    rounds = (int(shape.batch) - team + ring.teams - 1) / ring.teams * ring.slices;
     begin = share * ring.span;
     own = min(ring.span, shape.positions - begin);
-    width = shape.channels, channels = shape.groups * width;
+    width = shape.channels, groups = shape.groups / ring.slices;
+    channels = groups * width, pitch = shape.groups * width;
     row_packs = channels / VECTOR, rows = CONSUMERS / row_packs;
     slot_positions = rows * TURNS;
     slot_bytes = slot_positions * channels * int(sizeof(T));
   }
 
-  // The sample of a round.
-  __device__ int64_t sample(int round) const { return team + int64_t(round) * params.ring.teams; }
+  // The way of a team through them.
+  __device__ RingSample start() const { return {0, team}; }
+  __device__ bool has(RingSample at) const { return at.slice < params.ring.slices; }
+  __device__ void advance(RingSample& at) const {
+    at.sample += params.ring.teams;
+    if (at.sample >= int(params.shape.batch)) at = {at.slice + 1, team};
+  }
 
-  // Where this block's part of the sample of a round begins.
+  // Its first group, counted on from sample to sample.
+  __device__ int64_t first_group(RingSample at) const {
+    return int64_t(at.sample) * params.shape.groups + at.slice * groups;
+  }
+
+  // Where this block's part of it begins.
   template <typename V>
-  __device__ V* part(V* tensor, const GroupStrides& strides, int round) const {
-    return tensor + sample(round) * strides.batch + int64_t(begin) * channels;
+  __device__ V* part(V* tensor, const GroupStrides& strides, RingSample at) const {
+    return tensor + at.sample * strides.batch + int64_t(begin) * pitch + at.slice * channels;
   }
 
   // How many positions a row of threads has.
@@ -132,7 +158,7 @@ struct RingBlock {
   __device__ RingThread thread(int index) const {
     const int row = index / row_packs, column = (index - row * row_packs) * VECTOR;
     const bool any = row < rows;
-    return {any ? index : 0, column, column / width, any ? count(row) : 0};
+    return {any ? index : 0, column, column / width, any ? count(row) : 0, row * pitch + column};
   }
 
   // Calls visit(i, group) for each channel of a thread.
@@ -159,11 +185,16 @@ struct RingBlock {
   }
   // [groups]
   __device__ float4* known(int place) const {
-    return reinterpret_cast<float4*>(runs(params.ring.flight)) + place * params.shape.groups;
+    return reinterpret_cast<float4*>(runs(params.ring.flight)) + place * groups;
   }
   // [groups]: mean, 1 / deviation
   __device__ float2* given(int place) const {
-    return reinterpret_cast<float2*>(known(params.ring.flight)) + place * params.shape.groups;
+    return reinterpret_cast<float2*>(known(params.ring.flight)) + place * groups;
+  }
+
+  // [2, CONSUMERS]: where those that collect add up their shares of dweight and dbias.
+  __device__ Sums* columns(int half) const {
+    return reinterpret_cast<Sums*>(given(params.ring.flight)) + half * CONSUMERS;
   }
 
   // ---- what the blocks have to say of a group of the sample at `place`, what is made of it ----
@@ -174,7 +205,7 @@ struct RingBlock {
     return params.found + record(place, group);
   }
   __device__ int64_t record(int place, int group) const {
-    return int64_t(team * params.ring.flight + place) * params.shape.groups + group;
+    return int64_t(team * params.ring.flight + place) * groups + group;
   }
 
   __device__ __forceinline__ void wait(RingPlace slot) const {

@@ -1,8 +1,8 @@
 // The warps of a ring (group_ring.cuh), and what those do that neither collect nor apply. A Kernel
 // has its `block`, collect(thread) and apply(thread), with so many registers each, and
-//   part(tensor, round)      where this block's part of a tensor begins
-//   Giver(block, lane)       of a warp: give(round, place) hands to those that collect what they
-//                            need to know of the groups beforehand
+//   part(tensor, at)         where this block's part of a tensor begins
+//   Giver(block, lane)       of a warp: give(place) hands to those that collect what they need to
+//                            know of the groups of the next sample beforehand
 //   merge(each_run, lanes)   a Sum of the runs of a group that each_run(add) hands to
 //                            add(count, run) in so many neighbouring threads; + adds up blocks
 //   about(group)             what found() needs besides, asked before the wait for other blocks;
@@ -34,6 +34,8 @@ __device__ __forceinline__ V from_record(uint4 v) {
   }
 }
 
+// The positions of a whole sample in a slot are a run of bytes. Those of a slice are a box, all of
+// which is loaded, whatever of it is of this block.
 template <class Kernel>
 __device__ __forceinline__ void ring_load(const Kernel& kernel) {
   using T = typename Kernel::Block::Type;
@@ -41,22 +43,26 @@ __device__ __forceinline__ void ring_load(const Kernel& kernel) {
   const auto& block = kernel.block;
   const GroupRing& ring = block.params.ring;
   RingPlace slot;
-  for (int round = 0; round < block.samples; ++round) {
+  for (RingSample at = block.start(); block.has(at); block.advance(at)) {
     const T* data[TENSORS];
 #pragma unroll
-    for (int tensor = 0; tensor < TENSORS; ++tensor) data[tensor] = kernel.part(tensor, round);
+    for (int tensor = 0; tensor < TENSORS; ++tensor) data[tensor] = kernel.part(tensor, at);
     for (int i = 0; i < ring.sample_slots; ++i) {
-      const int rest = block.own - i * block.slot_positions;
-      const int elements = max(0, min(block.slot_positions, rest)) * block.channels;
-      const int bytes = elements * int(sizeof(T));
+      const int first = i * block.slot_positions, rest = block.own - first;
+      const int run = min(block.slot_positions, rest) * block.channels * int(sizeof(T));
+      const int bytes = rest <= 0 ? 0 : ring.slices > 1 ? block.slot_bytes : run;
       const uint32_t full = smem_address(&block.storage.full[slot.stage]);
       mbarrier_wait(smem_address(&block.storage.empty[slot.stage]), slot.parity ^ 1);
       mbarrier_arrive_expect(full, TENSORS * bytes);
 #pragma unroll
       for (int tensor = 0; tensor < TENSORS; ++tensor) {
-        if (elements)
-          bulk_load(smem_address(block.pack(slot, tensor, 0, 0)), data[tensor], bytes, full);
-        data[tensor] += elements;
+        const uint32_t to = smem_address(block.pack(slot, tensor, 0, 0));
+        if (bytes && ring.slices > 1) {
+          tma_load(to, block.maps[tensor], full, at.slice * block.channels, block.begin + first, 0,
+                   at.sample);
+        } else if (bytes) {
+          bulk_load(to, data[tensor] + first * block.channels, bytes, full);
+        }
       }
       slot.next(ring.slots);
     }
@@ -67,7 +73,7 @@ template <class Kernel>
 __device__ __forceinline__ void ring_tell(const Kernel& kernel, uint32_t tag, int thread) {
   constexpr int VECTOR = Kernel::Block::VECTOR;
   const auto& block = kernel.block;
-  const int groups = block.params.shape.groups, width = block.width;
+  const int groups = block.groups, width = block.width;
   const int rows = min(block.rows, block.own);  // that have positions
   int lanes = 32;                               // of a group
   while (lanes > 1 && lanes * groups > SENDERS) lanes /= 2;
@@ -75,7 +81,7 @@ __device__ __forceinline__ void ring_tell(const Kernel& kernel, uint32_t tag, in
   if (thread / 32 * 32 / lanes >= groups) return;
   const int lane = thread % lanes;
   RingPlace place;
-  for (int round = 0; round < block.samples; ++round, ++tag) {
+  for (int round = 0; round < block.rounds; ++round, ++tag) {
     const float2* const runs = block.runs(place.stage);
     mbarrier_wait(smem_address(&block.storage.collected[place.stage]), place.parity);
     for (int base = 0; base < groups; base += SENDERS / lanes) {
@@ -106,11 +112,10 @@ __device__ __forceinline__ void ring_sum_up(const Kernel& kernel, uint32_t tag, 
   using Sum = typename Kernel::Sum;
   const auto& block = kernel.block;
   const GroupRing& ring = block.params.ring;
-  const int groups = block.params.shape.groups;
   RingPlace place;
-  for (int round = 0; round < block.samples; ++round, ++tag) {
-    for (int group = block.share; group < groups; group += ring.blocks) {
-      const auto about = kernel.about(block.sample(round) * groups + group);
+  for (RingSample at = block.start(); block.has(at); block.advance(at), ++tag) {
+    for (int group = block.share; group < block.groups; group += ring.blocks) {
+      const auto about = kernel.about(block.first_group(at) + group);
       const uint4* records = block.told(place.stage, group);
       Sum sum = {};
       for (int first = lane; first < ring.blocks; first += 32 * RECORDS) {
@@ -141,12 +146,12 @@ __device__ __forceinline__ void ring_receive(const Kernel& kernel, uint32_t tag,
   const auto& block = kernel.block;
   const GroupRing& ring = block.params.ring;
   typename Kernel::Giver giver(block, lane);
-  for (int i = 0; i < ring.flight; ++i) giver.give(i, i);
+  for (int i = 0; i < ring.flight; ++i) giver.give(i);
   RingPlace place;
-  for (int round = 0; round < block.samples; ++round, ++tag) {
+  for (int round = 0; round < block.rounds; ++round, ++tag) {
     mbarrier_wait(smem_address(&block.storage.collected[place.stage]), place.parity);
-    giver.give(round + ring.flight, place.stage);  // the place of the one just collected
-    for (int group = lane; group < block.params.shape.groups; group += 32) {
+    giver.give(place.stage);  // the place of the one just collected
+    for (int group = lane; group < block.groups; group += 32) {
       uint4 v;
       do {
         v = ld_relaxed_b128(block.found(place.stage, group));

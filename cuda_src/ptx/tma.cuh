@@ -8,8 +8,8 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// A box at the given element coordinates, the innermost first, with the 128-byte swizzle of the
-// map. Elements outside the tensor arrive as zeros; the bytes of the whole box count.
+// A box at the given element coordinates, the innermost first, with the swizzle of the map.
+// Elements outside the tensor arrive as zeros; the bytes of the whole box count.
 __device__ __forceinline__ void tma_load(uint32_t dst, const TensorMap& map, uint32_t barrier,
                                          int column, int row, int head, int batch) {
   asm volatile(

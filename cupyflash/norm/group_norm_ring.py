@@ -2,29 +2,28 @@
 
 import ctypes
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ..array import Array, View
+from ..attention.problem import MAX_MAP_STRIDE
 from ..kernel_config import ITEM_SIZE, KernelConfig
-from ..kernel_launch import Launch, capability_of, multiprocessors
+from ..kernel_launch import Launch, call_fields, capability_of, multiprocessors
+from ..tensor_map import TensorMaps, TensorMapSpec
 from ..tile_counter import NULL, tile_counters
 from .groups import Groups
-from .params import GroupNormBwdRingParams, GroupNormFwdRingParams, GroupRing
+from .params import (
+    GroupNormBwdRingBase,
+    GroupNormBwdRingParams,
+    GroupNormFwdRingBase,
+    GroupNormFwdRingParams,
+    GroupRing,
+)
 from .plan import launches_cooperatively
+from .ring_shape import CONSUMERS, RING_BYTES, RingShape, Samples, ring_shape
 
 CAPABILITY = (9, 0)  # setmaxnreg exists where code is made for one architecture only
-# As in group_ring.cuh.
-CONSUMERS, OTHERS, SLOT_PACKS = 256, 256, 2
-MAX_SLOTS, MAX_FLIGHT, MAX_GROUPS = 64, 8, 64
-RING_BYTES = 225 << 10  # what RingStorage leaves of the shared memory
-RUN_BYTES, GROUP_BYTES = 8, 24  # of a sample in flight: of a run of a thread, of a group
+OTHERS = 256  # as in group_ring.cuh: threads that neither collect nor apply
 RECORD_BYTES = 16
-# Samples of a round, one of each team: enough to hide how long blocks wait for each other, little
-# enough to leave room for the next ones.
-ROUND_BYTES = 11 << 20
-MAX_TEAMS = 8
-MIN_ROUND_BYTES = 5 << 19  # three launches take less for many samples of less
-MIN_BLOCK_BYTES = 32 << 10  # what a block reads while the others tell it about one sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +31,14 @@ class RingConfig(KernelConfig):
     """A kernel through whose blocks' shared memory the samples pass.
 
     Attributes:
-        tensors: that it reads.
+        base: its parameters but for the tensor maps.
+        reads: these tensors.
     """
 
     cooperative: ClassVar[bool] = True
     smem_bytes: ClassVar[int] = RING_BYTES
-    tensors: ClassVar[int]
+    base: ClassVar[type[ctypes.Structure]]
+    reads: ClassVar[tuple[str, ...]]
 
     dtype: str
     weight: str
@@ -54,7 +55,8 @@ class GroupNormFwdRing(RingConfig):
 
     source: ClassVar[str] = "norm/group_norm_fwd_ring_sm90.cu"
     params: ClassVar[type[ctypes.Structure]] = GroupNormFwdRingParams
-    tensors: ClassVar[int] = 1
+    base: ClassVar[type[ctypes.Structure]] = GroupNormFwdRingBase
+    reads: ClassVar[tuple[str, ...]] = ("x",)
 
 
 class GroupNormBwdRing(RingConfig):
@@ -62,66 +64,8 @@ class GroupNormBwdRing(RingConfig):
 
     source: ClassVar[str] = "norm/group_norm_bwd_ring_sm90.cu"
     params: ClassVar[type[ctypes.Structure]] = GroupNormBwdRingParams
-    tensors: ClassVar[int] = 2
-
-
-class RingShape(NamedTuple):
-    """How blocks share the samples: fields of `GroupRing`."""
-
-    teams: int
-    blocks: int
-    span: int
-    slots: int
-    sample_slots: int
-    flight: int
-    runs: int
-
-
-def ring_shape(
-    batch: int,
-    num_groups: int,
-    channels: int,
-    positions: int,
-    item: int,
-    tensors: int,
-    processors: int,
-) -> RingShape | None:
-    """For groups of ``channels``; None where a sample does not fit or is too small."""
-    width = channels * num_groups
-    packs, vector, position = width * item // 16, 16 // item, width * item * tensors
-    if num_groups > MAX_GROUPS or packs > CONSUMERS:
-        return None
-    sample = position * positions
-    most = max(1, min(MAX_TEAMS, batch, processors, ROUND_BYTES // sample))
-    if batch > most and most * sample < MIN_ROUND_BYTES:
-        return None
-    slot_positions = CONSUMERS // packs * (SLOT_PACKS // tensors)
-    runs = max((p + vector - 1) // channels - p // channels + 1 for p in range(0, width, vector))
-    in_flight = RUN_BYTES * runs * CONSUMERS + GROUP_BYTES * num_groups
-    best: tuple[int, RingShape] | None = None
-    for teams in range(1, most + 1):
-        span = -(-positions // (processors // teams))
-        work = -(-batch // teams) * max(span * position, MIN_BLOCK_BYTES)
-        fit = _ring(-(-span // slot_positions), slot_positions * position, in_flight)
-        if fit and (best is None or work <= best[0]):
-            slots, flight = fit
-            blocks, sample_slots = -(-positions // span), -(-span // slot_positions)
-            best = work, RingShape(teams, blocks, span, slots, sample_slots, flight, runs)
-    return best and best[1]
-
-
-def _ring(sample_slots: int, slot_bytes: int, in_flight: int) -> tuple[int, int] | None:
-    """(slots, samples in flight): the most slots that the kernel allows, more than a sample has.
-
-    Beside the slots it takes ``in_flight`` bytes for each sample in flight.
-    """
-    best = None
-    for flight in range(1, MAX_FLIGHT + 1):
-        left = RING_BYTES - flight * in_flight
-        slots = min(MAX_SLOTS, left // slot_bytes, (flight + 1) * sample_slots - 1)
-        if slots > sample_slots and (best is None or slots > best[0]):
-            best = slots, flight
-    return best
+    base: ClassVar[type[ctypes.Structure]] = GroupNormBwdRingBase
+    reads: ClassVar[tuple[str, ...]] = ("x", "dout")
 
 
 class RingLaunch(Launch):
@@ -134,16 +78,24 @@ class RingLaunch(Launch):
     has_scratch = True
 
     def __init__(
-        self, config: RingConfig, device: int, groups: Groups, eps: float, ring: RingShape
-    ) -> None:
-        vector = 16 // ITEM_SIZE[config.dtype]
-        params = config.params(
+        self, config: RingConfig, groups: Groups, eps: float, samples: Samples, ring: RingShape,
+        device: int,
+    ) -> None:  # fmt: skip
+        vector = 16 // samples.item
+        params = config.base(
             **groups.strides, shape=groups.shape(eps, vector), ring=GroupRing(*ring)
         )
         blocks = multiprocessors(device) // ring.teams * ring.teams
         super().__init__(config, device, blocks, params)
+        self.tail += bytes(config.params.padding.size)
+        self.maps = None
+        if ring.slices > 1:
+            self.maps = slice_maps(config, groups, samples.parted(ring.slices), device)
+        self.no_maps = bytes(config.params.maps.size)
+        names = call_fields(params)
+        self.mapped = [names.index(name) for name in config.reads]
         self.rows = ring.teams * ring.blocks
-        found = RECORD_BYTES * ring.teams * ring.flight * groups.num_groups
+        found = RECORD_BYTES * ring.teams * ring.flight * samples.groups // ring.slices
         self.offsets = 0, found * ring.blocks, found * (ring.blocks + 1)
         self.workspace_words = self.offsets[-1] // 4 + ring.teams
         self.counters = tile_counters(device)
@@ -159,7 +111,29 @@ class RingLaunch(Launch):
             if counter != NULL:  # else CUDA graphs have taken all of them
                 self.workspaces[counter] = workspace
         base = library.pointer(workspace)
-        self(stream, *pointers, *(base + offset for offset in self.offsets))
+        words = self.pack(*pointers, *(base + offset for offset in self.offsets))
+        maps = self.no_maps
+        if self.maps is not None:
+            maps = self.maps[tuple(pointers[i] for i in self.mapped)]
+        self.start(stream, maps + words + self.tail)
+
+
+def slice_maps(config: RingConfig, groups: Groups, slices: Samples, device: int) -> TensorMaps:
+    """Of each tensor that is read; a box is what a slot has of it."""
+    columns = slices.columns * slices.slices
+    row = columns * slices.item
+    dims = columns, slices.positions, 1, slices.batch
+    box = {"box_rows": slices.slot_positions, "box_columns": slices.columns, "swizzled": False}
+    steps = [batch_step(groups, name) * slices.item for name in config.reads]
+    return TensorMaps(
+        [TensorMapSpec(config.dtype, dims, (row, row, n), **box) for n in steps], device
+    )
+
+
+def batch_step(groups: Groups, name: str) -> int:
+    """Elements between samples; one that a map may have where there is a single sample."""
+    sample = groups.size * groups.num_groups
+    return groups.strides[f"{name}_strides"].batch if groups.batch > 1 else sample
 
 
 def ring_launch(
@@ -174,6 +148,8 @@ def ring_launch(
     if not (dense and hopper and launches_cooperatively(x.device)):
         return None
     sizes = groups.batch, groups.num_groups, groups.channels, groups.positions
-    item, processors = ITEM_SIZE[x.dtype], multiprocessors(x.device)
-    ring = ring_shape(*sizes, item, config.tensors, processors)
-    return ring and RingLaunch(config, x.device, groups, eps, ring)
+    samples = Samples(*sizes, ITEM_SIZE[x.dtype], len(config.reads))
+    steps = [batch_step(groups, name) * samples.item for name in config.reads]
+    mappable = all(0 < step < MAX_MAP_STRIDE for step in steps)
+    ring = ring_shape(samples, multiprocessors(x.device), mappable)
+    return ring and RingLaunch(config, groups, eps, samples, ring, x.device)

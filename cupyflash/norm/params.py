@@ -1,7 +1,9 @@
 """Kernel arguments of the norms: ctypes mirrors of ``cuda_src/common/norm_params.cuh``."""
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint8, c_uint32, c_void_p
+
+from ..attention.params import TensorMap
 
 ROW_AXES = 4  # as in norm_params.cuh
 
@@ -138,6 +140,7 @@ class GroupRing(ctypes.Structure):
     """How blocks share the samples, channels last, one read."""
 
     _fields_ = [
+        ("slices", c_int32),
         ("teams", c_int32),
         ("blocks", c_int32),
         ("span", c_int32),
@@ -148,7 +151,7 @@ class GroupRing(ctypes.Structure):
     ]
 
 
-class GroupNormFwdRingParams(ctypes.Structure):
+class GroupNormFwdRingBase(ctypes.Structure):
     """GroupNorm, forward, channels last, one read."""
 
     _fields_ = [
@@ -167,7 +170,17 @@ class GroupNormFwdRingParams(ctypes.Structure):
     ]
 
 
-class GroupNormBwdRingParams(ctypes.Structure):
+class GroupNormFwdRingParams(ctypes.Structure):
+    """The same with tensor maps of what is read."""
+
+    _fields_ = [
+        ("maps", TensorMap * 1),
+        ("base", GroupNormFwdRingBase),
+        ("padding", c_uint8 * (-ctypes.sizeof(GroupNormFwdRingBase) % 64)),
+    ]
+
+
+class GroupNormBwdRingBase(ctypes.Structure):
     """GroupNorm, backward, channels last, one read."""
 
     _fields_ = [
@@ -186,6 +199,16 @@ class GroupNormBwdRingParams(ctypes.Structure):
         ("dx_strides", GroupStrides),
         ("shape", GroupNormShape),
         ("ring", GroupRing),
+    ]
+
+
+class GroupNormBwdRingParams(ctypes.Structure):
+    """The same with tensor maps of what is read."""
+
+    _fields_ = [
+        ("maps", TensorMap * 2),
+        ("base", GroupNormBwdRingBase),
+        ("padding", c_uint8 * (-ctypes.sizeof(GroupNormBwdRingBase) % 64)),
     ]
 
 
