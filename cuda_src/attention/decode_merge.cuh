@@ -63,7 +63,7 @@ __device__ __forceinline__ float merge(Sum& all, SumOf sum_of, OutOf out_of) {
 // How many splits of keys that each warp would load so often. They take 1 / splits of the time, and
 // are merged in time that grows with their number: least at a multiple of the root.
 __device__ __forceinline__ int splits_of(int loads, int most) {
-  return loads < SPLIT_LOADS ? 1 : min(most, int(2.f * sqrtf(float(loads))));
+  return loads < SPLIT_LOADS ? 1 : min(most, int(3.f * sqrtf(float(loads))));
 }
 
 // Whether `splits` - 1 others were done before: by all threads of the blocks of a split, which have

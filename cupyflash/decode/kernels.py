@@ -165,7 +165,7 @@ def splits(config: FlashDecode | FlashDecodeSm90, shape: AttentionShape, at_once
     loads //= DECODE_WARPS * config.cluster
     if not 0 < units <= COUNTERS or loads < SPLIT_LOADS:
         return 1
-    return max(1, min(at_once // units, math.isqrt(4 * loads), MAX_SPLITS))
+    return max(1, min(at_once // units, math.isqrt(9 * loads), MAX_SPLITS))
 
 
 def _loads(shape: AttentionShape, head_dim: int) -> int:
