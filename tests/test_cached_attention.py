@@ -159,6 +159,29 @@ def test_splits(capability, head_dim, heads):
             assert splits == kernels.MAX_SPLITS or heads * (splits + 1) > at_once
 
 
+@pytest.mark.parametrize(
+    "heads, length, cluster",
+    [(8, 8192, 8), (8, 10**6, 1), (1, 10**6, 8), (40, 500, 4), (40, 10**5, 1), (140, 500, 1)],
+)
+def test_clusters(heads, length, cluster):
+    """Not where splits of blocks alone keep an H200 busy."""
+    sizes = {"seqlen_q": 1, "seqlen_k": length, "heads_q": heads, "heads_kv": heads}
+    shape = AttentionShape(batch=1, head_dim=128, scale=1.0, **sizes)
+    assert kernels.flash_decode("float16", shape, (9, 0), 132).cluster == cluster
+    assert kernels.flash_decode("float16", shape, (8, 0), 132).cluster == 1
+
+
+@each_library(device="cuda")
+def test_splits_of_blocks_alone(backend, monkeypatch):
+    """As caches so long that a test would take its time have them on every GPU."""
+    monkeypatch.setattr(kernels, "_fills", lambda *_: True)
+    monkeypatch.setattr(cached_attention, "_plans", {})
+    for shape in ((1, 2, 3, 128, 4000), (2, 1, 1, 64, 9000), (1, 1, 8, 200, 3000)):
+        check(*problem(backend, "float16", shape, batch=5), "float16")
+    for plan in cached_attention._plans.values():
+        assert getattr(plan, "launch", None) is None or plan.launch.has_scratch
+
+
 @each_library(device="cuda")
 def test_outside_of_the_cache(backend):
     """Nothing is written there."""

@@ -23,6 +23,7 @@ MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attent
 MAX_CLUSTER = 8
 MAX_SPLITS = 64  # of the keys
 SPLIT_LOADS = 8  # of a warp, from which on splitting the keys pays
+LONG_LOADS = 24  # of a warp of a split, from which on a cluster gains nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +139,16 @@ def flash_decode(
 ) -> FlashDecode | FlashDecodeSm90 | None:
     """The kernel for new tokens and a cache of `shape`; None if another way is faster, or the only.
 
-    Blocks share the keys until every warp has a single load of them, or the GPU is full.
+    Blocks share the keys until every warp has a single load of them, or the GPU is full: those of a
+    cluster, but where splits of blocks alone fill the GPU with long work.
     """
     arch = _decode_arch(dtype, capability)
     if arch is None or shape.seqlen_q > MAX_TOKENS:
         return None
     head_dim, units, cluster = -(-shape.head_dim // 64) * 64, decode_units(shape), 1
+    alone = FlashDecode(dtype, head_dim, arch)
+    if _fills(alone, shape, multiprocessors * alone.blocks):
+        return alone
     while (
         arch == 90
         and cluster < MAX_CLUSTER
@@ -151,9 +156,7 @@ def flash_decode(
         and units * cluster < multiprocessors
     ):
         cluster *= 2
-    if cluster > 1:
-        return FlashDecodeSm90(dtype, head_dim, cluster)
-    return FlashDecode(dtype, head_dim, arch)
+    return FlashDecodeSm90(dtype, head_dim, cluster) if cluster > 1 else alone
 
 
 def splits(config: FlashDecode | FlashDecodeSm90, shape: AttentionShape, at_once: int) -> int:
@@ -166,6 +169,14 @@ def splits(config: FlashDecode | FlashDecodeSm90, shape: AttentionShape, at_once
     if not 0 < units <= COUNTERS or loads < SPLIT_LOADS:
         return 1
     return max(1, min(at_once // units, math.isqrt(9 * loads), MAX_SPLITS))
+
+
+def _fills(config: FlashDecode, shape: AttentionShape, at_once: int) -> bool:
+    parts = splits(config, shape, at_once)
+    full = decode_units(shape) * (parts + 1) > at_once
+    return (
+        parts > 1 and full and _loads(shape, config.head_dim) >= LONG_LOADS * DECODE_WARPS * parts
+    )
 
 
 def _loads(shape: AttentionShape, head_dim: int) -> int:
