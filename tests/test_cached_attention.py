@@ -160,13 +160,17 @@ def test_splits(capability, head_dim, heads):
 
 
 @pytest.mark.parametrize(
-    "heads, length, cluster",
-    [(8, 8192, 8), (8, 10**6, 1), (1, 10**6, 8), (40, 500, 4), (40, 10**5, 1), (140, 500, 1)],
+    "heads, head_dim, length, cluster",
+    [
+        *[(8, 128, 8192, 8), (40, 128, 500, 4), (32, 128, 8192, 8), (140, 128, 500, 1)],
+        *[(8, 128, 10**6, 1), (1, 128, 10**6, 8), (40, 128, 10**5, 1)],  # long work
+        *[(32, 256, 500, 4), (64, 256, 500, 2), (128, 256, 500, 2)],  # that run at once
+    ],
 )
-def test_clusters(heads, length, cluster):
-    """Not where splits of blocks alone keep an H200 busy."""
+def test_clusters(heads, head_dim, length, cluster):
+    """As many blocks as an H200 can have, without those where they gain nothing."""
     sizes = {"seqlen_q": 1, "seqlen_k": length, "heads_q": heads, "heads_kv": heads}
-    shape = AttentionShape(batch=1, head_dim=128, scale=1.0, **sizes)
+    shape = AttentionShape(batch=1, head_dim=head_dim, scale=1.0, **sizes)
     assert kernels.flash_decode("float16", shape, (9, 0), 132).cluster == cluster
     assert kernels.flash_decode("float16", shape, (8, 0), 132).cluster == 1
 

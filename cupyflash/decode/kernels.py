@@ -21,9 +21,10 @@ DECODE_ROWS = 8  # queries of a block
 DECODE_KEYS = {64: 32, 128: 16, 192: 16, 256: 16}  # of a load of a warp, by head_dim
 MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attention`
 MAX_CLUSTER = 8
+CLUSTERED = 10 / 11  # of the blocks that can run, in clusters of four or eight
 MAX_SPLITS = 64  # of the keys
 SPLIT_LOADS = 8  # of a warp, from which on splitting the keys pays
-LONG_LOADS = 24  # of a warp of a split, from which on a cluster gains nothing
+LONG_BYTES = 768 << 10  # of keys and values of a block, from which on a cluster gains nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,20 +141,22 @@ def flash_decode(
     """The kernel for new tokens and a cache of `shape`; None if another way is faster, or the only.
 
     Blocks share the keys until every warp has a single load of them, or the GPU is full: those of a
-    cluster, but where splits of blocks alone fill the GPU with long work.
+    cluster, if all run at once, but where splits of blocks alone fill the GPU with long work.
     """
     arch = _decode_arch(dtype, capability)
     if arch is None or shape.seqlen_q > MAX_TOKENS:
         return None
     head_dim, units, cluster = -(-shape.head_dim // 64) * 64, decode_units(shape), 1
     alone = FlashDecode(dtype, head_dim, arch)
-    if _fills(alone, shape, multiprocessors * alone.blocks):
+    at_once = multiprocessors * alone.blocks
+    if _fills(alone, shape, at_once):
         return alone
     while (
         arch == 90
         and cluster < MAX_CLUSTER
         and cluster * DECODE_WARPS <= _loads(shape, head_dim)
         and units * cluster < multiprocessors
+        and units * cluster * 2 <= (at_once if cluster == 1 else at_once * CLUSTERED)
     ):
         cluster *= 2
     return FlashDecodeSm90(dtype, head_dim, cluster) if cluster > 1 else alone
@@ -174,9 +177,8 @@ def splits(config: FlashDecode | FlashDecodeSm90, shape: AttentionShape, at_once
 def _fills(config: FlashDecode, shape: AttentionShape, at_once: int) -> bool:
     parts = splits(config, shape, at_once)
     full = decode_units(shape) * (parts + 1) > at_once
-    return (
-        parts > 1 and full and _loads(shape, config.head_dim) >= LONG_LOADS * DECODE_WARPS * parts
-    )
+    bytes_of_block = shape.seqlen_k // parts * config.head_dim * 4
+    return parts > 1 and full and bytes_of_block >= LONG_BYTES
 
 
 def _loads(shape: AttentionShape, head_dim: int) -> int:
