@@ -21,10 +21,10 @@ DECODE_ROWS = 8  # queries of a block
 DECODE_KEYS = {64: 32, 128: 16, 192: 16, 256: 16}  # of a load of a warp, by head_dim
 MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attention`
 MAX_CLUSTER = 8
-CLUSTERED = 10 / 11  # of the blocks that can run, in clusters of four or eight
+CLUSTERED = 10 / 11  # of the blocks that can run, those in clusters of four or eight on an H200
 MAX_SPLITS = 64  # of the keys
-SPLIT_LOADS = 8  # of a warp, from which on splitting the keys pays
-LONG_BYTES = 768 << 10  # of keys and values of a block, from which on a cluster gains nothing
+SPLIT_LOADS = 4  # of a warp, from which on splitting the keys pays
+LONG_BYTES = 768 << 10  # of keys and values: so much for a block alone is long work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +140,9 @@ def flash_decode(
 ) -> FlashDecode | FlashDecodeSm90 | None:
     """The kernel for new tokens and a cache of `shape`; None if another way is faster, or the only.
 
-    Blocks share the keys until every warp has a single load of them, or the GPU is full: those of a
-    cluster, if all run at once, but where splits of blocks alone fill the GPU with long work.
+    Blocks share the keys until every warp has a single load of them, or the GPU is full: clusters,
+    as long as all of them run at once, or, where those would leave half of the GPU empty and the
+    work is long, splits of blocks alone.
     """
     arch = _decode_arch(dtype, capability)
     if arch is None or shape.seqlen_q > MAX_TOKENS:
@@ -149,17 +150,18 @@ def flash_decode(
     head_dim, units, cluster = -(-shape.head_dim // 64) * 64, decode_units(shape), 1
     alone = FlashDecode(dtype, head_dim, arch)
     at_once = multiprocessors * alone.blocks
-    if _fills(alone, shape, at_once):
-        return alone
     while (
         arch == 90
         and cluster < MAX_CLUSTER
         and cluster * DECODE_WARPS <= _loads(shape, head_dim)
         and units * cluster < multiprocessors
-        and units * cluster * 2 <= (at_once if cluster == 1 else at_once * CLUSTERED)
+        and (cluster == 1 or units * cluster * 2 <= at_once * CLUSTERED)
     ):
         cluster *= 2
-    return FlashDecodeSm90(dtype, head_dim, cluster) if cluster > 1 else alone
+    half_empty = units * cluster * 2 <= at_once
+    if cluster == 1 or (half_empty and _is_long(alone, shape, at_once)):
+        return alone
+    return FlashDecodeSm90(dtype, head_dim, cluster)
 
 
 def splits(config: FlashDecode | FlashDecodeSm90, shape: AttentionShape, at_once: int) -> int:
@@ -171,10 +173,11 @@ def splits(config: FlashDecode | FlashDecodeSm90, shape: AttentionShape, at_once
     loads //= DECODE_WARPS * config.cluster
     if not 0 < units <= COUNTERS or loads < SPLIT_LOADS:
         return 1
-    return max(1, min(at_once // units, math.isqrt(9 * loads), MAX_SPLITS))
+    return max(1, min(at_once // units, loads, math.isqrt(9 * loads), MAX_SPLITS))
 
 
-def _fills(config: FlashDecode, shape: AttentionShape, at_once: int) -> bool:
+def _is_long(config: FlashDecode, shape: AttentionShape, at_once: int) -> bool:
+    """Whether splits fill the GPU, with long work for each."""
     parts = splits(config, shape, at_once)
     full = decode_units(shape) * (parts + 1) > at_once
     bytes_of_block = shape.seqlen_k // parts * config.head_dim * 4
