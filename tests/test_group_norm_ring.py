@@ -9,10 +9,13 @@ from backends import compute_capability
 from matrix import each_library
 
 import cupyflash
+from cupyflash.array import View
 from cupyflash.jit import sources
 from cupyflash.norm import group_norm_dispatch, group_norm_ring, ring_shape
 from cupyflash.norm.group_norm_ring import CAPABILITY
+from cupyflash.norm.groups import Groups
 from cupyflash.norm.ring_shape import Samples
+from cupyflash.tensor_map import TensorMapSpec
 from cupyflash.testing import expected_group_norm, poison_free_memory
 
 HAS_RING = divmod(compute_capability()[0], 10) == CAPABILITY
@@ -167,30 +170,32 @@ def test_just_fits(backend, tensors, monkeypatch):
         check(5, *problem, results)
 
 
-# (samples, channels, groups, positions), slices of float16 in both directions
+# (samples, channels, groups, positions), bytes of a round, (slices, teams) of 16-bit types
 SLICED = [
-    ((3, 128, 32, 4096), 2),
-    ((2, 512, 32, 1000), 8),
-    ((5, 640, 32, 257), 4),
-    ((1, 256, 2, 20011), 2),
-    ((40, 320, 32, 129), 2),
+    ((3, 128, 32, 4096), 1, (2, 1)),
+    ((2, 512, 32, 1000), 1, (8, 1)),
+    ((5, 640, 32, 257), 1, (4, 1)),
+    ((1, 256, 2, 20011), 1, (2, 1)),
+    ((40, 320, 32, 129), 1, (2, 1)),
+    ((9, 2560, 32, 150), 1 << 20, (16, 8)),  # no block could take them whole
 ]
 
 
 @each_library(device="cuda")
-@pytest.mark.parametrize("sizes, slices", SLICED, ids=str)
-def test_slices(backend, sizes, slices, monkeypatch):
-    """As many as there can be; samples that lie apart, in a batch or alone."""
+@pytest.mark.parametrize("sizes, round_bytes, expected", SLICED, ids=str)
+def test_slices(backend, sizes, round_bytes, expected, monkeypatch):
+    """Of samples that lie apart, in a batch or alone."""
     batch, channels, groups, positions = sizes
-    monkeypatch.setattr(ring_shape, "ROUND_BYTES", 1)
+    monkeypatch.setattr(ring_shape, "ROUND_BYTES", round_bytes)
     monkeypatch.setattr(ring_shape, "MIN_ROUND_BYTES", 0)
     made = []
-    launch = group_norm_ring.RingLaunch
-    monkeypatch.setattr(
-        group_norm_ring,
-        "RingLaunch",
-        lambda *args: made.append(args[4].slices) or launch(*args),
-    )
+
+    class Counted(group_norm_ring.RingLaunch):
+        def __init__(self, config, groups, eps, ring, device):
+            made.append((ring.slices, ring.teams))
+            super().__init__(config, groups, eps, ring, device)
+
+    monkeypatch.setattr(group_norm_ring, "RingLaunch", Counted)
     for dtype in ("float16", "bfloat16", "float32"):
         dout, x, weight, bias = arrays(backend, 2 * batch, channels, positions, dtype)
         tensors = dout[::2], x[::2], weight, bias
@@ -199,8 +204,23 @@ def test_slices(backend, sizes, slices, monkeypatch):
         made.clear()
         results, found = rings(monkeypatch, lambda: run(groups, *tensors))  # noqa: B023
         assert found == [HAS_RING] * 2
-        assert dtype == "float32" or made == [slices] * 2 * HAS_RING
+        assert all(slices > 1 for slices, _ in made)
+        assert dtype == "float32" or made == [expected] * 2 * HAS_RING
         check(groups, *tensors, results)
+
+
+@pytest.mark.parametrize("batch, strides, step", [(2, (8000, 1, 40), 16000), (1, (7, 1, 40), 4000)])
+def test_slice_maps(batch, strides, step):
+    """A box is what a slot has; the stride of a single sample is made up."""
+    tensors = {name: View((batch, 40, 50), strides, "float16", 0) for name in ("x", "dout", "dx")}
+    config = group_norm_ring.GroupNormBwdRing("float16", "float16", "silu")
+    groups = Groups("f", tensors, 5)
+    part = group_norm_ring.samples_of(config, groups).parted(5)
+    assert (
+        group_norm_ring.slice_maps(config, groups, part)
+        == [TensorMapSpec("float16", (40, 50, 1, batch), (80, 80, step), 256, 8, swizzled=False)]
+        * 2
+    )
 
 
 @each_library(device="cuda")

@@ -5,8 +5,8 @@
 //
 // Collected are the sums of weight * dz * n and weight * dz, found is what dx needs of their means.
 // dz takes the place of dout in the slot, rounded, as separate operations would have it. The
-// threads that collect keep the sums of their columns over all samples of the team; those of a
-// block are its share of dweight and dbias, which sum_partials adds up.
+// threads that collect keep the sums of their columns over all samples of the team (the same slice
+// of all); those of a block are its share of dweight and dbias, which sum_partials adds up.
 #include "group_ring_warps.cuh"
 
 constexpr int COLLECTED_BARRIER = 2;  // of those that collect

@@ -23,7 +23,7 @@ struct ForwardKernel {
     const GroupRing& ring = block.params.ring;
     const RingThread thread = block.thread(index);
     RingPlace slot, place;
-    for (int round = 0; round < block.rounds; ++round) {
+    for (int round = 0; round < block.samples; ++round) {
       // ---- sums of the deviations of each column from the first value of its run ----
       ColumnSums<VECTOR> sums;
       int rest = thread.count;

@@ -2,13 +2,13 @@
 // once (a cooperative launch), form teams. A team takes one sample after the other; each of its
 // blocks has the same share of the positions of all of them.
 //
-// A sample that leaves no room for the next one is parted into slices, which pass as if they were
-// samples: of all positions the channels of some of the groups. A team takes the first slice of all
-// its samples before the second.
+// A sample that would leave little room for the next one, or that no block could take, is parted
+// into slices, which pass as if they were samples: of all positions the channels of some of the
+// groups. A team takes the first slice of all its samples before the second.
 //
 // A block's positions pass through a ring of slots in shared memory, each of SLOT_PACKS packs of
 // every thread, of all tensors that are read. What which warps do with a sample:
-//   load     bulk copies into slots as they become empty
+//   load     bulk copies, or boxes by tensor maps, into slots as they become empty
 //   collect  CONSUMERS threads: of each slot once it is full, sums for each run of a thread, the
 //            neighbouring columns of its pack that are of one group
 //   tell     SENDERS threads: of each group, what this block's runs make, to whoever sums it up
@@ -106,7 +106,7 @@ struct RingBlock {
   RingStorage& storage;
   unsigned char* smem;
   int team, share;       // this block is the share-th of its team
-  int rounds;            // how many samples or slices of them the team has
+  int samples;           // of the team, or slices of them, one after the other
   int begin, own;        // positions of this block
   int width;             // channels of a group
   int groups, channels;  // of a slice
@@ -120,7 +120,7 @@ struct RingBlock {
     const GroupNormShape& shape = params.shape;
     const GroupRing& ring = params.ring;
     team = blockIdx.x % ring.teams, share = blockIdx.x / ring.teams;
-    rounds = (int(shape.batch) - team + ring.teams - 1) / ring.teams * ring.slices;
+    samples = (int(shape.batch) - team + ring.teams - 1) / ring.teams * ring.slices;
     begin = share * ring.span;
     own = min(ring.span, shape.positions - begin);
     width = shape.channels, groups = shape.groups / ring.slices;

@@ -81,7 +81,7 @@ __device__ __forceinline__ void ring_tell(const Kernel& kernel, uint32_t tag, in
   if (thread / 32 * 32 / lanes >= groups) return;
   const int lane = thread % lanes;
   RingPlace place;
-  for (int round = 0; round < block.rounds; ++round, ++tag) {
+  for (int round = 0; round < block.samples; ++round, ++tag) {
     const float2* const runs = block.runs(place.stage);
     mbarrier_wait(smem_address(&block.storage.collected[place.stage]), place.parity);
     for (int base = 0; base < groups; base += SENDERS / lanes) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ void ring_receive(const Kernel& kernel, uint32_t tag,
   typename Kernel::Giver giver(block, lane);
   for (int i = 0; i < ring.flight; ++i) giver.give(i);
   RingPlace place;
-  for (int round = 0; round < block.rounds; ++round, ++tag) {
+  for (int round = 0; round < block.samples; ++round, ++tag) {
     mbarrier_wait(smem_address(&block.storage.collected[place.stage]), place.parity);
     giver.give(place.stage);  // the place of the one just collected
     for (int group = lane; group < block.groups; group += 32) {

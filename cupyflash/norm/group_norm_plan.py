@@ -36,7 +36,7 @@ class ForwardPlan(Plan):
             return
         groups = Groups(function, views | {"out": x._replace(strides=self.strides)}, num_groups)
         kind = (x.dtype, weight.dtype, activation)
-        self.ring = ring_launch(GroupNormFwdRing(*kind), x, groups, eps, aligned)
+        self.ring = ring_launch(GroupNormFwdRing(*kind), groups, eps, x.device, aligned)
         if self.ring:
             return
         work = Work(function, "forward", views, groups, kind, aligned)
@@ -103,7 +103,7 @@ class BackwardPlan(Plan):
         groups = Groups(function, tensors, num_groups)
         kind = (x.dtype, weight.dtype, activation)
         self.counters = self.sum = None
-        self.ring = ring_launch(GroupNormBwdRing(*kind), x, groups, 0.0, aligned)
+        self.ring = ring_launch(GroupNormBwdRing(*kind), groups, 0.0, x.device, aligned)
         if self.ring:
             self.partials_shape = (2, self.ring.rows, channels)
             self.sum = sum_launch(weight, x.device, self.partials_shape)

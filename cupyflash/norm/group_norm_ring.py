@@ -4,7 +4,7 @@ import ctypes
 import dataclasses
 from typing import Any, ClassVar
 
-from ..array import Array, View
+from ..array import Array
 from ..attention.problem import MAX_MAP_STRIDE
 from ..kernel_config import ITEM_SIZE, KernelConfig
 from ..kernel_launch import Launch, call_fields, capability_of, multiprocessors
@@ -78,24 +78,22 @@ class RingLaunch(Launch):
     has_scratch = True
 
     def __init__(
-        self, config: RingConfig, groups: Groups, eps: float, samples: Samples, ring: RingShape,
-        device: int,
-    ) -> None:  # fmt: skip
-        vector = 16 // samples.item
-        params = config.base(
-            **groups.strides, shape=groups.shape(eps, vector), ring=GroupRing(*ring)
-        )
+        self, config: RingConfig, groups: Groups, eps: float, ring: RingShape, device: int
+    ) -> None:
+        part = samples_of(config, groups).parted(ring.slices)
+        shape = groups.shape(eps, 16 // part.item)
+        params = config.base(**groups.strides, shape=shape, ring=GroupRing(*ring))
         blocks = multiprocessors(device) // ring.teams * ring.teams
         super().__init__(config, device, blocks, params)
         self.tail += bytes(config.params.padding.size)
         self.maps = None
         if ring.slices > 1:
-            self.maps = slice_maps(config, groups, samples.parted(ring.slices), device)
+            self.maps = TensorMaps(slice_maps(config, groups, part), device)
         self.no_maps = bytes(config.params.maps.size)
         names = call_fields(params)
         self.mapped = [names.index(name) for name in config.reads]
         self.rows = ring.teams * ring.blocks
-        found = RECORD_BYTES * ring.teams * ring.flight * samples.groups // ring.slices
+        found = RECORD_BYTES * ring.teams * ring.flight * part.groups
         self.offsets = 0, found * ring.blocks, found * (ring.blocks + 1)
         self.workspace_words = self.offsets[-1] // 4 + ring.teams
         self.counters = tile_counters(device)
@@ -118,38 +116,42 @@ class RingLaunch(Launch):
         self.start(stream, maps + words + self.tail)
 
 
-def slice_maps(config: RingConfig, groups: Groups, slices: Samples, device: int) -> TensorMaps:
-    """Of each tensor that is read; a box is what a slot has of it."""
-    columns = slices.columns * slices.slices
-    row = columns * slices.item
-    dims = columns, slices.positions, 1, slices.batch
-    box = {"box_rows": slices.slot_positions, "box_columns": slices.columns, "swizzled": False}
-    steps = [batch_step(groups, name) * slices.item for name in config.reads]
-    return TensorMaps(
-        [TensorMapSpec(config.dtype, dims, (row, row, n), **box) for n in steps], device
-    )
+def samples_of(config: RingConfig, groups: Groups) -> Samples:
+    """What passes through the ring."""
+    sizes = groups.batch, groups.num_groups, groups.channels, groups.positions
+    return Samples(*sizes, ITEM_SIZE[config.dtype], len(config.reads))
 
 
-def batch_step(groups: Groups, name: str) -> int:
-    """Elements between samples; one that a map may have where there is a single sample."""
+def slice_maps(config: RingConfig, groups: Groups, part: Samples) -> list[TensorMapSpec]:
+    """Of each tensor that is read; a box is what a slot has of a slice."""
+    columns = part.columns * part.slices
+    row = columns * part.item
+    dims = columns, part.positions, 1, part.batch
+    box = {"box_rows": part.slot_positions, "box_columns": part.columns, "swizzled": False}
+    return [
+        TensorMapSpec(config.dtype, dims, (row, row, step), **box)
+        for step in batch_steps(config, groups)
+    ]
+
+
+def batch_steps(config: RingConfig, groups: Groups) -> list[int]:
+    """Bytes between samples of what is read; those of a dense tensor if there is only one."""
     sample = groups.size * groups.num_groups
-    return groups.strides[f"{name}_strides"].batch if groups.batch > 1 else sample
+    strides = (groups.strides[f"{name}_strides"].batch for name in config.reads)
+    return [(n if groups.batch > 1 else sample) * ITEM_SIZE[config.dtype] for n in strides]
 
 
 def ring_launch(
-    config: RingConfig, x: View, groups: Groups, eps: float, aligned: bool
+    config: RingConfig, groups: Groups, eps: float, device: int, aligned: bool
 ) -> RingLaunch | None:
     """None where three launches do it: see `ring_shape`."""
     if not (groups.channels_last and aligned and groups.aligned):
         return None
     width = groups.num_groups * groups.channels
     dense = all(strides.position == width for strides in groups.strides.values())
-    hopper = capability_of(x.device) == CAPABILITY
-    if not (dense and hopper and launches_cooperatively(x.device)):
+    hopper = capability_of(device) == CAPABILITY
+    if not (dense and hopper and launches_cooperatively(device)):
         return None
-    sizes = groups.batch, groups.num_groups, groups.channels, groups.positions
-    samples = Samples(*sizes, ITEM_SIZE[x.dtype], len(config.reads))
-    steps = [batch_step(groups, name) * samples.item for name in config.reads]
-    mappable = all(0 < step < MAX_MAP_STRIDE for step in steps)
-    ring = ring_shape(samples, multiprocessors(x.device), mappable)
-    return ring and RingLaunch(config, groups, eps, samples, ring, x.device)
+    mappable = all(0 < step < MAX_MAP_STRIDE for step in batch_steps(config, groups))
+    ring = ring_shape(samples_of(config, groups), multiprocessors(device), mappable)
+    return ring and RingLaunch(config, groups, eps, ring, device)

@@ -87,8 +87,8 @@ class RingShape(NamedTuple):
 def ring_shape(samples: Samples, processors: int, mappable: bool) -> RingShape | None:
     """For so many multiprocessors; None where a sample does not fit or is too small.
 
-    If a tensor map is possible, samples are parted into as few slices as make one no more than a
-    round, else into as many as possible.
+    Samples are parted into the fewest slices that are no more than a round each, or else into the
+    most that fit; without tensor maps, not at all.
     """
     shape = None
     for slices in (n for n in range(1, samples.groups + 1) if samples.groups % n == 0):
