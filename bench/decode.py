@@ -3,9 +3,9 @@
     python -m bench.decode
     python -m bench.decode --batch 1 --length 32768 131072 --output decode_long
 
-Heads of GPT-2 small, Llama 3 8B and Qwen 2.5 7B; batch 1, 8 and 32; 512 and 8192 tokens in the
-cache. The peers write the token into the cache and run SDPA on it, cupyflash does both in one
-launch. Bytes are those of the keys and values, each read once. Clock and rounds are those of
+Heads of GPT-2 small, Llama 3 8B, Qwen 2.5 7B and Gemma 2 9B; batch 1, 8 and 32; 512 and 8192 tokens
+in the cache. The peers write the token into the cache and run SDPA on it, cupyflash does both in
+one launch. Bytes are those of the keys and values, each read once. Clock and rounds are those of
 bench.attention, results are compared with float64 first, and whoever is wrong is left out and said
 so; exit status 1 if cupyflash was wrong.
 """
@@ -28,6 +28,7 @@ HEADS = {  # of q, of k and v, head dim
     "gpt2-small": (12, 12, 64),
     "llama3-8b": (32, 8, 128),
     "qwen2.5-7b": (28, 4, 128),
+    "gemma2-9b": (16, 8, 256),
 }
 PROTOCOL = beside.CLOCK + "; gbps counts keys and values once"
 
