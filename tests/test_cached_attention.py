@@ -138,7 +138,7 @@ def test_is_one_launch(backend, monkeypatch):
 
 def test_constants():
     source = (sources.root() / "attention" / "decode_merge.cuh").read_text()
-    for name in ("MAX_SPLITS", "SPLIT_LOADS"):
+    for name in ("MAX_SPLITS", "SAVED_LOADS"):
         assert re.search(rf"constexpr int {name} = {getattr(kernels, name)};", source)
 
 

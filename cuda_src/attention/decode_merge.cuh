@@ -11,7 +11,7 @@ constexpr int NUM_WARPS = 4;
 constexpr int DECODE_THREADS = NUM_WARPS * 32;
 constexpr int ROWS = 8;         // queries
 constexpr int MAX_SPLITS = 64;  // of the keys
-constexpr int SPLIT_LOADS = 4;  // of a warp, from which on splitting the keys pays
+constexpr int SAVED_LOADS = 3;  // of a warp: so many pay for splits of the keys
 
 // What some of the keys give a query: its largest score (in log2), the sum of the weights relative
 // to it, and beside it their weighted sum of the values.
@@ -63,7 +63,8 @@ __device__ __forceinline__ float merge(Sum& all, SumOf sum_of, OutOf out_of) {
 // How many splits of keys that each warp would load so often. They take 1 / splits of the time, and
 // are merged in time that grows with their number: least at a multiple of the root.
 __device__ __forceinline__ int splits_of(int loads, int most) {
-  return loads < SPLIT_LOADS ? 1 : min(most, min(loads, int(3.f * sqrtf(float(loads)))));
+  const int splits = min(min(loads, int(3.f * sqrtf(float(loads)))), most);
+  return loads - ceil_div(loads, max(splits, 1)) < SAVED_LOADS ? 1 : splits;
 }
 
 // Whether `splits` - 1 others were done before: by all threads of the blocks of a split, which have

@@ -23,7 +23,7 @@ MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attent
 MAX_CLUSTER = 8
 CLUSTERED = 10 / 11  # of the blocks that can run, those in clusters of four or eight on an H200
 MAX_SPLITS = 64  # of the keys
-SPLIT_LOADS = 4  # of a warp, from which on splitting the keys pays
+SAVED_LOADS = 3  # of a warp: so many pay for splits of the keys
 LONG_BYTES = 768 << 10  # of keys and values: so much for a block alone is long work
 
 
@@ -171,9 +171,10 @@ def splits(config: FlashDecode | FlashDecodeSm90, shape: AttentionShape, at_once
     """
     units, loads = decode_units(shape), _loads(shape, config.head_dim)
     loads //= DECODE_WARPS * config.cluster
-    if not 0 < units <= COUNTERS or loads < SPLIT_LOADS:
+    if not 0 < units <= COUNTERS:
         return 1
-    return max(1, min(at_once // units, loads, math.isqrt(9 * loads), MAX_SPLITS))
+    splits = max(1, min(at_once // units, loads, math.isqrt(9 * loads), MAX_SPLITS))
+    return splits if loads - -(-loads // splits) >= SAVED_LOADS else 1
 
 
 def _is_long(config: FlashDecode, shape: AttentionShape, at_once: int) -> bool:
