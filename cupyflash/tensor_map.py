@@ -21,7 +21,7 @@ BOX_COLUMNS = 64  # 128 bytes, the widest box of its swizzle
 
 # Of cuda.h: CUtensorMapDataType, CUtensorMapInterleave, …
 _DTYPES = {"float32": 7, "float16": 6, "bfloat16": 9}
-_INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
+_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
 _ALIGNMENT = 64
 
 
@@ -64,9 +64,9 @@ class TensorMapSpec:
             (c_uint64 * 3)(*self.strides),
             (c_uint32 * 4)(self.box_columns, self.box_rows, 1, 1),
             (c_uint32 * 4)(1, 1, 1, 1),
-            _INTERLEAVE_NONE,
-            _SWIZZLE_128B if self.swizzled else 0,
-            _L2_PROMOTION_256B if self.swizzled else 0,
+            _NONE,  # interleaved
+            _SWIZZLE_128B if self.swizzled else _NONE,
+            _L2_PROMOTION_256B if self.swizzled else _NONE,
             _FILL_ZEROS,
         )
         if status:

@@ -37,8 +37,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ROW_THREADS, B
   using Tile = RowTile<32, LOADS, VECTOR, ROW_THREADS>;  // of a warp
   using BlockTile = RowTile<ROW_THREADS, LOADS, VECTOR>;
   using Gradient = PackGradient<ACTIVATION, T, VECTOR, 1>;
-  constexpr bool KEPT = LOADS <= 8;                 // x, in registers
-  using Ring = WarpRing<Tile, T, 2, KEPT ? 2 : 5>;  // x, dout
+  constexpr bool KEPT = LOADS <= 8;                // x, in registers
+  using Ring = RunRing<Tile, T, 2, KEPT ? 2 : 5>;  // x, dout
   constexpr int WARPS = ROW_THREADS / 32, SENDERS = CLUSTER * WARPS;
   constexpr int PITCH = Tile::PITCH, PIECE = Ring::PIECE;
   using Rounds = ClusterRounds<CLUSTER, WARPS>;
@@ -65,22 +65,18 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ROW_THREADS, B
 
   // ---- the first one ----
   __shared__ uint64_t barriers[WARPS][Ring::BARRIERS];
-  const Ring ring = {smem_address(smem) + warp * Ring::BYTES, smem_address(barriers[warp])};
-  const auto has = [&](int piece) { return piece * PIECE * PITCH < columns; };
+  const Ring ring = {{smem_address(smem) + warp * Ring::BYTES, smem_address(barriers[warp])},
+                     columns};
   const auto fill = [&](int tensor, int piece, Unit of) {
     const T* from = tensor == 0
                         ? static_cast<const T*>(params.x) + place(params.x_strides, of)
                         : static_cast<const T*>(params.dout) + place(params.dout_strides, of);
-    if (elect_one()) {
-      const int bytes = min(columns - piece * PIECE * PITCH, PIECE * PITCH) * int(sizeof(T));
-      ring.expect(tensor, piece, bytes);
-      ring.load(tensor, 0, piece, from, bytes, ring.barrier(tensor, piece));
-    }
+    if (elect_one()) ring.fill(tensor, piece, from);
   };
   const Unit start = find(unit);
   if (elect_one()) ring.init();
   __syncwarp();
-  for (int piece = 0; piece < Ring::PIECES && has(piece); ++piece) {
+  for (int piece = 0; piece < Ring::PIECES && ring.has(piece); ++piece) {
     fill(0, piece, start);
     fill(1, piece, start);
   }
@@ -125,12 +121,12 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ROW_THREADS, B
     Sums sums_of_group = {0.f, 0.f};  // of scale * weight * dz * (x - mean), scale * weight * dz
 #pragma unroll
     for (int piece = 0; piece < Ring::PIECES; ++piece) {
-      if (!has(piece)) break;
+      if (!ring.has(piece)) break;
       ring.wait(0, piece, round % 2);
       ring.wait(1, piece, round % 2);
 #pragma unroll
       for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load) {
-        if (load * PITCH >= columns) break;
+        if (load * PITCH >= ring.columns) break;
         const float scales[1] = {scale * weights[load]}, bias[1] = {biases[load]};
         if (KEPT) values[load] = ring.read(0, load);
         const Gradient pack(ring.read(0, load), ring.read(1, load), mean, scales, bias);
@@ -161,10 +157,10 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ROW_THREADS, B
         static_cast<T*>(params.dx) + place(params.dx_strides, find(opaque(unit))) + Tile::column(0);
 #pragma unroll
     for (int piece = 0; piece < Ring::PIECES; ++piece) {
-      if (!has(piece)) break;
+      if (!ring.has(piece)) break;
 #pragma unroll
       for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load) {
-        if (load * PITCH >= columns) break;
+        if (load * PITCH >= ring.columns) break;
         const auto x = KEPT ? values[load] : ring.read(0, load);
         float result[VECTOR];
 #pragma unroll

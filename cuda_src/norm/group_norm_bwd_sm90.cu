@@ -20,25 +20,19 @@ struct KeptAs<true, T> {
   using Type = float;
 };
 
-// x and dout of the run of a warp.
+// Of x and dout; a piece of both may have one barrier.
 template <class Tile, typename T>
-struct RunRing : WarpRing<Tile, T, 2> {
-  using Ring = WarpRing<Tile, T, 2>;
+struct InputsRing : RunRing<Tile, T, 2> {
   static constexpr bool KEPT = Tile::LOADS * Tile::VECTOR <= 16;  // x and dz, as floats
 
-  int columns;  // that the warp has
-
-  // If it is not alone with the row.
+  // A warp that is alone with the row has some of it.
   __device__ bool has(int piece) const {
-    return Tile::ROW_THREADS == 32 && piece == 0 ? true
-                                                 : piece * Ring::PIECE * Ring::PITCH < columns;
+    return (Tile::ROW_THREADS == 32 && piece == 0) || RunRing<Tile, T, 2>::has(piece);
   }
 
-  // Of tensors `first` to `last`, which begin at `from`. By one lane, when all have read what was
-  // there.
+  // As RunRing::fill, with tensors `first` to `last`.
   __device__ void fill(int first, int last, int piece, const T* const (&from)[2]) const {
-    const int rest = columns - piece * Ring::PIECE * Ring::PITCH;
-    const int bytes = min(rest, Ring::PIECE * Ring::PITCH) * int(sizeof(T));
+    const int bytes = this->bytes(piece);
     this->expect(first, piece, (last + 1 - first) * bytes);
     for (int tensor = first; tensor <= last; ++tensor)
       this->load(tensor, 0, piece, from[tensor], bytes, this->barrier(first, piece));
@@ -52,7 +46,7 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
   // ---- which part of which group, which run of that ----
   extern __shared__ __align__(16) char smem[];
   using Tile = RowTile<ROW_THREADS, LOADS, VECTOR, NUM_THREADS>;
-  using Ring = RunRing<Tile, T>;
+  using Ring = InputsRing<Tile, T>;
   using Part = GroupPart<Tile, LAYOUT>;
   constexpr int CHANNELS = Part::CHANNELS, PITCH = Ring::PITCH, PIECE = Ring::PIECE;
   constexpr bool KEPT = Ring::KEPT;
@@ -64,8 +58,8 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
   const int runs = ceil_div(ceil_div(part.columns, PITCH), ROW_THREADS / 32);  // of each warp
   const int begin = warp % (ROW_THREADS / 32) * runs * PITCH;
   __shared__ uint64_t barriers[NUM_THREADS / 32][Ring::BARRIERS];
-  const Ring ring = {{smem_address(smem) + warp * Ring::BYTES, smem_address(barriers[warp])},
-                     max(0, min(part.columns - begin, runs * PITCH))};
+  const Ring ring = {{{smem_address(smem) + warp * Ring::BYTES, smem_address(barriers[warp])},
+                      max(0, min(part.columns - begin, runs * PITCH))}};
   const int columns = ring.columns - lane * VECTOR;  // from this lane's first pack on
 
   // ---- the first sample ----

@@ -15,7 +15,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ROW_THREADS, B
   // ---- which run of which groups ----
   extern __shared__ __align__(16) char smem[];
   using Tile = RowTile<32, LOADS, VECTOR, ROW_THREADS>;  // of a warp
-  using Ring = WarpRing<Tile, T, 1>;
+  using Ring = RunRing<Tile, T, 1>;
   constexpr int WARPS = ROW_THREADS / 32, SENDERS = CLUSTER * WARPS;
   constexpr int PITCH = Tile::PITCH, PIECE = Ring::PIECE;
   using Rounds = ClusterRounds<CLUSTER, WARPS>;
@@ -34,19 +34,15 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ROW_THREADS, B
 
   // ---- the first one ----
   __shared__ uint64_t barriers[WARPS][Ring::BARRIERS];
-  const Ring ring = {smem_address(smem) + warp * Ring::BYTES, smem_address(barriers[warp])};
+  const Ring ring = {{smem_address(smem) + warp * Ring::BYTES, smem_address(barriers[warp])},
+                     columns};
   const T* x = static_cast<const T*>(params.x);
-  const auto has = [&](int piece) { return piece * PIECE * PITCH < columns; };
   const auto fill = [&](int piece, const T* from) {
-    if (elect_one()) {
-      const int bytes = min(columns - piece * PIECE * PITCH, PIECE * PITCH) * int(sizeof(T));
-      ring.expect(0, piece, bytes);
-      ring.load(0, 0, piece, from, bytes, ring.barrier(0, piece));
-    }
+    if (elect_one()) ring.fill(0, piece, from);
   };
   if (elect_one()) ring.init();
   __syncwarp();
-  for (int piece = 0; piece < Ring::PIECES && has(piece); ++piece)
+  for (int piece = 0; piece < Ring::PIECES && ring.has(piece); ++piece)
     fill(piece, x + place(params.x_strides, unit));
   __shared__ Rounds rounds;
   rounds.init();
@@ -62,7 +58,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ROW_THREADS, B
     RowPacks<Tile, T> values;
 #pragma unroll
     for (int piece = 0; piece < Ring::PIECES; ++piece) {
-      if (!has(piece)) break;
+      if (!ring.has(piece)) break;
       ring.wait(0, piece, round % 2);
 #pragma unroll
       for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load)

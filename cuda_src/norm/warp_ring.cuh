@@ -62,3 +62,24 @@ struct WarpRing {
     return {{v.x, v.y, v.z, v.w}};
   }
 };
+
+// Of warps that have a run of a row each, with a tensor in each place.
+template <class Tile, typename T, int PLACES, int... PIECE_>
+struct RunRing : WarpRing<Tile, T, PLACES, PIECE_...> {
+  using Ring = WarpRing<Tile, T, PLACES, PIECE_...>;
+
+  int columns;  // that the warp has
+
+  __device__ bool has(int piece) const { return piece * Ring::PIECE * Ring::PITCH < columns; }
+  __device__ int bytes(int piece) const {
+    const int rest = columns - piece * Ring::PIECE * Ring::PITCH;
+    return min(rest, Ring::PIECE * Ring::PITCH) * int(sizeof(T));
+  }
+
+  // With the piece of a run that begins at `from`. By one lane, when all have read what was there.
+  __device__ void fill(int place, int piece, const T* from) const {
+    const int size = bytes(piece);
+    this->expect(place, piece, size);
+    this->load(place, 0, piece, from, size, this->barrier(place, piece));
+  }
+};

@@ -173,8 +173,8 @@ def splits(config: FlashDecode | FlashDecodeSm90, shape: AttentionShape, at_once
     loads //= DECODE_WARPS * config.cluster
     if not 0 < units <= COUNTERS:
         return 1
-    splits = max(1, min(at_once // units, loads, math.isqrt(9 * loads), MAX_SPLITS))
-    return splits if loads - -(-loads // splits) >= SAVED_LOADS else 1
+    parts = max(1, min(at_once // units, loads, math.isqrt(9 * loads), MAX_SPLITS))
+    return parts if loads - -(-loads // parts) >= SAVED_LOADS else 1
 
 
 def _is_long(config: FlashDecode, shape: AttentionShape, at_once: int) -> bool:
