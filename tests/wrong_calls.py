@@ -2,8 +2,8 @@
 
 A test names a public function, the arguments of a call that works, and the kind of each argument;
 `wrong_calls` yields the others. Every one of them must be refused in the same way, on a CPU and on
-a GPU: TypeError, ValueError or NotImplementedError before anything is launched, with the name of the
-function, the fact, what is allowed and what was given.
+a GPU: TypeError, ValueError or NotImplementedError before anything is launched, with the name of
+the function, the fact, what is allowed and what was given.
 """
 
 import math
