@@ -1,10 +1,10 @@
 """What has to live as long as a CUDA graph: the memory of captured launches that nobody else holds.
 
 A graph repeats its launches with the addresses that they were captured with. torch gives a graph a
-memory pool of its own; under CuPy the scratch memory of a call would go back to the pool of all when
-the call returns, and replays would overwrite whoever gets it next. So it is held until the graph,
-and all that was instantiated from it, is gone: the driver says so by a user object (CUDA driver API,
-"Graph Management": cuUserObjectCreate, cuGraphRetainUserObject).
+memory pool of its own; under CuPy the scratch memory of a call would go back to the pool of all
+when the call returns, and replays would overwrite whoever gets it next. So it is held until the
+graph, and all that was instantiated from it, is gone: the driver says so by a user object (CUDA
+driver API, "Graph Management": cuUserObjectCreate, cuGraphRetainUserObject).
 
 The driver calls the destructor of a user object on a thread of its own, where neither Python nor
 CUDA may be called. Here it is ``sem_post`` of the C library; what its semaphore says is looked at
