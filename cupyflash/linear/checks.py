@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
+
 from .. import environment
 from ..array import Array, View, library_of
 from ..checks import require_eps, views_of
@@ -24,7 +26,30 @@ NAMES = {
     "qkv_projection": _PROJECTION,
     "mlp": (*(_MLP.get(name, name) for name in _PROJECTION[:-1]), "residual"),
 }
-OF_FLOAT32_TOO = ("weight of norm", "bias of norm", "cos", "sin")
+OF_X_ONLY = ("x", "residual", "up_residual", "down_residual")  # all others may be float32 too
+
+
+def flag(function: str, name: str, value: Any) -> bool:
+    """An option that is True or False.
+
+    Raises:
+        TypeError: it is anything else.
+    """
+    if not isinstance(value, (bool, numpy.bool_)):
+        raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def number(function: str, name: str, value: Any) -> float:
+    """An option that is a number, as Python's own: an array could change in place, unnoticed.
+
+    Raises:
+        TypeError: it is none of Python's or NumPy's numbers.
+    """
+    real = isinstance(value, (int, float, numpy.integer, numpy.floating))
+    if not real or isinstance(value, bool):
+        raise TypeError(f"{function}: {name} must be a number, got {value!r}")
+    return float(value)
 
 
 def check(
@@ -44,11 +69,14 @@ def check(
             raise TypeError(f"{function}: {name} must be an array, got None")
     views = views_of(function, library, arrays)
     for name, x in views.items():
-        allowed = (views["x"].dtype, *(("float32",) if name in OF_FLOAT32_TOO else ()))
+        allowed = (views["x"].dtype, *(() if name in OF_X_ONLY else ("float32",)))
         if x.dtype not in allowed:
             fact = f"{name} must be {' or '.join(dict.fromkeys(allowed))} like x"
             raise TypeError(f"{function}: {fact}, got {x.dtype}")
     _check_shapes(function, views)
+    if "bias of norm" in views and views["bias of norm"].dtype != views["weight of norm"].dtype:
+        got = " and ".join(views[f"{name} of norm"].dtype for name in ("weight", "bias"))
+        raise TypeError(f"{function}: weight and bias of norm must have one dtype, got {got}")
     require_eps(function, options.eps)
     by_name = dict(zip(NAMES[function], _PROJECTION))
     views = {by_name[name]: x for name, x in views.items()}
@@ -128,6 +156,9 @@ def _check_rotary(
             fact = f"{name} must be contiguous"
             raise ValueError(f"{function}: {fact}, got strides {views[name].strides}")
     if positions is None:
+        if len(x.shape) == 2:
+            fact = "positions must be given beside packed sequences, x (total, d_in)"
+            raise ValueError(f"{function}: {fact}, or x be (batch, seqlen, d_in), got {x.shape}")
         if x.shape[-2] > cos.shape[0]:
             fact = f"cos must have at least {x.shape[-2]} positions, as x has"
             raise ValueError(f"{function}: {fact}, got {cos.shape}")

@@ -32,7 +32,8 @@ def activation_name(function: str, activation: str | None) -> str:
         ValueError: there is none of this name.
     """
     name = "none" if activation is None else activation
-    if activation == "none" or name not in ACTIVATIONS:
+    known = isinstance(name, str) and name in ACTIVATIONS
+    if not known or activation == "none":
         allowed = "'gelu', 'gelu_tanh', 'silu', 'relu' or None"
         raise ValueError(f"{function}: activation must be {allowed}, got {activation!r}")
     return name
@@ -42,26 +43,27 @@ def call(function: str, arrays: Arrays, options: Options, down: Down = NO_DOWN) 
     """One projection, or the two of an MLP, on arrays of any library.
 
     Raises:
-        NotImplementedError: a torch tensor wants a gradient.
+        TypeError: x is no array.
+        NotImplementedError: transforms of torch.func, gradients of cos and sin.
     """
     if compiling():
-        from . import torch_ops
+        from . import autograd
 
-        return torch_ops.call(function, arrays, options, down)
+        return autograd.call(function, arrays, options, down, traced=True)
     given, library = (*arrays, *down), library_of(arrays.x)
     if library is None:
+        if arrays.x is None:
+            raise TypeError(f"{function}: x must be an array, got None")
         of_known = lambda *known: (  # noqa: E731
             run(function, library_of(known[0]), known, options),
         )
         return known_library(function, of_known, *given)[0]
-    if library.traced(arrays.x):
-        from . import torch_ops
+    if library.watched(arrays.x) or library.wants_gradient(
+        *[y for y in given if y is not None and library_of(y) is library]
+    ):
+        from . import autograd
 
-        return torch_ops.call(function, arrays, options, down)
-    if library.wants_gradient(*[y for y in given if y is not None and library_of(y) is library]):
-        fact = "a forward for inference has no backward"
-        where = "inputs that require a gradient (use torch.no_grad())"
-        raise NotImplementedError(f"{function}: {fact}, got {where}")
+        return autograd.call(function, arrays, options, down, library.traced(arrays.x))
     return run(function, library, given, options)
 
 

@@ -15,12 +15,17 @@ from .reference import Arrays, Options
 ARRAYS = len(Arrays._fields)
 X, POSITIONS, DOWN_RESIDUAL = 0, ARRAYS - 1, ARRAYS + 2
 RESIDUAL = Arrays._fields.index("residual")
+WEIGHTS = {  # which may be float32 beside an x of 16 bits
+    **{Arrays._fields.index(x): x for x in ("weight", "gate_weight", "bias", "gate_bias")},
+    **{ARRAYS: "down_weight", ARRAYS + 1: "down_bias"},
+}
 
 
 class LinearPlan(Plan):
     """The kernels for one signature: one projection, or two, or a whole MLP at once.
 
-    Rows of x that lie in no single stride are copied side by side first; so are residuals.
+    Rows of x that lie in no single stride are copied side by side first; so are residuals. float32
+    weights and biases beside an x of 16 bits are rounded to its dtype first.
     """
 
     def __init__(
@@ -47,6 +52,11 @@ class LinearPlan(Plan):
             if name in views:
                 views[name], copied = as_rows(views[name])
                 self.copied += [index] * copied
+        self.rounded = []
+        for index, name in WEIGHTS.items():
+            if name in views and views[name].dtype != x.dtype:
+                self.rounded.append(index)
+                views[name] = dense(views[name].shape, x)
         self.mlp = self.down = None
         first = {name: view for name, view in views.items() if not name.startswith("down")}
         few = few_kernel(first, options, aligned, family)
@@ -69,16 +79,18 @@ class LinearPlan(Plan):
         out = library.empty(self.shape, self.strides, x)
         if self.empty:
             return out
-        stream, kept = library.stream(self.device_id), []  # copies live until the launch
+        stream, kept = library.stream(self.device_id), {}  # copies live until the launch
         positions = given[POSITIONS]
         copied = self.copied
         if positions is not None:
             copied = [*copied, POSITIONS]
-        if copied:
+        if copied or self.rounded:
             pointers = list(pointers)
-            for index in copied:
-                kept.append(library.contiguous(given[index]))
-                pointers[index] = pointer(kept[-1])
+            kept = {index: library.contiguous(given[index]) for index in copied}
+            for index in self.rounded:
+                kept[index] = library.contiguous(library.cast(given[index], x))
+            for index, array in kept.items():
+                pointers[index] = pointer(array)
         first, second = pointers[:ARRAYS], pointers[ARRAYS:]
         if self.mlp is not None:
             self.mlp.run(library, stream, x, first, second, pointer(out))

@@ -60,7 +60,9 @@ class Projection:
         if norm_inside:
             params.norm = row_norm(x, of_norm, options)
         if "cos" in views:
-            params.rotary = rotary_of(views, options, seqlen)
+            params.rotary = rotary_of(
+                columns, views["cos"], views.get("positions"), options, seqlen
+            )
         config = few or many_kernel(views, options, params, aligned, family)
         if isinstance(config, LinearFewSm90):
             self.launches = [LinearFewLaunch(config, x.device, params, norm_inside)]
@@ -104,7 +106,9 @@ def few_kernel(
     capability, columns = capability_of(x.device), views["weight"].shape[0]
     vector = aligned and is_aligned(x, steps)
     few = kernels.few(x.dtype, options.activation, gated, turned, *x.shape, vector, capability)
-    inside = turned and few_sm90_kernels.turns(sm90_rotary(rotary_of(views, options)))
+    inside = turned and few_sm90_kernels.turns(
+        sm90_rotary(rotary_of(columns, views["cos"], views.get("positions"), options))
+    )
     if not aligned or family == "sm80" or turned and not inside and not is_apart(*x.shape):
         return few
     long = few_sm90_kernels.is_long(x.shape[0], columns * (1 + gated), x.shape[1])
@@ -170,11 +174,12 @@ def sm90_rotary(rotary: Rotary) -> sm90_kernels.Rotary:
     return sm90_kernels.Rotary(rotary.head_dim, rotary.rotary_dim, bool(rotary.interleaved))
 
 
-def rotary_of(views: Mapping[str, View], options: Options, seqlen: int = 1) -> Rotary:
-    """The rotary embedding in a kernel."""
+def rotary_of(
+    columns: int, cos: View, positions: View | None, options: Options, seqlen: int = 1
+) -> Rotary:
+    """The rotary embedding in a kernel; ``columns`` are those of q, k and v together."""
     heads_q, heads_kv = options.heads
-    cos, positions = views["cos"], views.get("positions")
-    head_dim = views["weight"].shape[0] // (heads_q + 2 * heads_kv)
+    head_dim = columns // (heads_q + 2 * heads_kv)
     return Rotary(
         seqlen=seqlen,
         num_positions=cos.shape[0],
@@ -195,5 +200,5 @@ def norm_launch(function: str, x: View, weight: View, options: Options, aligned:
     kind = x.dtype, weight.dtype, options.rms
     config = norm_kernels.forward(*kind, rows.columns, vector, capability)
     params = NormFwdParams(**rows.strides, shape=rows.shape(options.eps))
-    grid = require_grid(function, -(-rows.rows // config.rows), x.shape)
+    grid = require_grid(function, config.grid(rows.rows), x.shape)
     return Launch(config, x.device, grid, params)

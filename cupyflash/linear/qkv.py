@@ -3,6 +3,7 @@
 from ..array import Array
 from ..checks import is_integer
 from . import dispatch
+from .checks import MAX_SIZE, flag
 from .linear import Norm, Rotary, with_norm
 from .reference import Arrays
 
@@ -38,15 +39,8 @@ def qkv_projection(
         As `cupyflash.linear`, and ValueError for heads and positions.
     """
     arrays, options = with_norm("qkv_projection", Arrays(x, weight, bias=bias), norm)
-    heads_kv = heads_q if heads_kv is None else heads_kv
-    for name, heads in (("heads_q", heads_q), ("heads_kv", heads_kv)):
-        if not is_integer(heads) or heads < 1:
-            fact = f"{name} must be an integer of at least 1"
-            raise ValueError(f"qkv_projection: {fact}, got {heads!r}")
-    if heads_q % heads_kv:
-        fact = "heads_kv must divide heads_q"
-        raise ValueError(f"qkv_projection: {fact}, got {heads_kv} and {heads_q}")
-    options = options._replace(heads=(int(heads_q), int(heads_kv)))
+    heads = _heads(heads_q, heads_q if heads_kv is None else heads_kv)
+    options = options._replace(heads=heads)
     if rotary is not None:
         if not isinstance(rotary, Rotary):
             fact = "rotary must be a cupyflash.Rotary or None"
@@ -56,13 +50,33 @@ def qkv_projection(
                 raise TypeError(f"qkv_projection: {name} must be an array, got None")
         cos, sin, positions, interleaved = rotary
         arrays = arrays._replace(cos=cos, sin=sin, positions=positions)
-        options = options._replace(interleaved=bool(interleaved))
+        interleaved = flag("qkv_projection", "interleaved of rotary", interleaved)
+        options = options._replace(interleaved=interleaved)
     out = dispatch.call("qkv_projection", arrays, options)
-    heads = heads_q + 2 * heads_kv
-    heads = out.reshape(*x.shape[:-1], heads, out.shape[-1] // heads)
+    heads_q, heads_kv = heads
+    count = heads_q + 2 * heads_kv
+    out = out.reshape(*x.shape[:-1], count, out.shape[-1] // count)
+    if getattr(out, "requires_grad", False):  # backward: one concatenation, no sum of three
+        return out.split((heads_q, heads_kv, heads_kv), -2)
     ends = heads_q, heads_q + heads_kv
     return (
-        heads[..., : ends[0], :],
-        heads[..., ends[0] : ends[1], :],
-        heads[..., ends[1] :, :],
+        out[..., : ends[0], :],
+        out[..., ends[0] : ends[1], :],
+        out[..., ends[1] :, :],
     )
+
+
+def _heads(heads_q: int, heads_kv: int) -> tuple[int, int]:
+    """Both as plain integers.
+
+    Raises:
+        ValueError: they are none, or the second does not divide the first.
+    """
+    for name, heads in (("heads_q", heads_q), ("heads_kv", heads_kv)):
+        if not is_integer(heads) or getattr(heads, "shape", ()) or not 1 <= heads < MAX_SIZE:
+            fact = f"{name} must be an integer from 1 to {MAX_SIZE - 1}"
+            raise ValueError(f"qkv_projection: {fact}, got {heads!r}")
+    if heads_q % heads_kv:
+        fact = "heads_kv must divide heads_q"
+        raise ValueError(f"qkv_projection: {fact}, got {heads_kv} and {heads_q}")
+    return int(heads_q), int(heads_kv)

@@ -64,7 +64,7 @@ def project(arrays: Arrays, options: Options, rounded: Round = lambda y: y) -> A
     elif options.activation != "none":
         out = rounded(activate(out))
     if arrays.cos is not None:
-        out = _turned(out, arrays, options, rounded)
+        out = turned(out, arrays, options, rounded)
     if arrays.residual is not None:
         out = rounded(out + arrays.residual.astype(wide))
     return out.astype(arrays.x.dtype)
@@ -75,8 +75,9 @@ def _product(x: Array, weight: Array, bias: Array | None) -> Array:
     return out if bias is None else out + bias.astype(x.dtype)
 
 
-def _turned(out: Array, arrays: Arrays, options: Options, rounded: Round) -> Array:
-    """With the heads of q and k turned."""
+def turned(out: Array, arrays: Arrays, options: Options, rounded: Round = lambda y: y) -> Array:
+    """out with the heads of q and k turned, in the dtype of the computation."""
+    out = out.astype(compute_dtype(out), copy=False)
     heads = sum(options.heads)
     head_dim = out.shape[-1] // (heads + options.heads[1])
     split = out.reshape(*out.shape[:-1], -1, head_dim)

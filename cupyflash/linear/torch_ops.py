@@ -1,6 +1,7 @@
-"""torch operator ``cupyflash::linear``: the projections of `dispatch.call`, inference only.
+"""torch operator ``cupyflash::linear``: the projections of `dispatch.run`, and their gradients.
 
-Calls take it where torch has to see them, as those of attention do (``torch_ops.py``).
+Calls take it where torch has to see them, as those of attention do (``torch_ops.py``). Gradients
+are those of projections without norm, gate and activation; `autograd` makes the others of these.
 """
 
 from typing import Any
@@ -8,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..array import library_of
-from . import dispatch
+from ..array import dense_strides, library_of
+from . import dispatch, reference, rotary
 from .dispatch import Down
 from .reference import Arrays, Options
 
@@ -17,17 +18,66 @@ LIBRARY = library_of(torch.empty(0))
 NUM_ARRAYS = len(Arrays._fields)
 INPUTS = NUM_ARRAYS + len(Down._fields)
 OPTIONAL = [*Arrays._fields[2:], *(f"down_{name}" for name in Down._fields)]
+X, WEIGHT, BIAS, RESIDUAL = (
+    Arrays._fields.index(name) for name in ("x", "weight", "bias", "residual")
+)
+# What a projection with a gradient may have.
+STEP = Arrays(*(name in ("x", "weight", "bias", "residual") for name in Arrays._fields))._replace(
+    cos=True, sin=True, positions=True
+)
 
 
-def call(function: str, arrays: Arrays, options: Options, down: Down) -> Tensor:
-    """`dispatch.call` through the operator, which checks when it runs."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(f"{function}: is not built for transforms of torch.func")
-    return _project(*arrays, *down, function, *options[:-1], list(options.heads))
+def flat(function: str, arrays: Arrays, options: Options, down: Down) -> tuple[Any, ...]:
+    """The arguments of the operator."""
+    return (*arrays, *down, function, *options[:-1], list(options.heads))
 
 
-@torch.library.custom_op(
+def project(*arguments: Any) -> Tensor:
+    """`dispatch.run`."""
+    given, (function, *options, heads) = arguments[:INPUTS], arguments[INPUTS:]
+    return dispatch.run(function, LIBRARY, given, Options(*options, tuple(heads)))
+
+
+def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """What `gradients` multiplies, and no more."""
+    arrays, (_, *options, heads) = Arrays(*inputs[:NUM_ARRAYS]), inputs[INPUTS:]
+    ctx.options = Options(*options, tuple(heads))
+    alone = all(y is None for y in inputs[NUM_ARRAYS:INPUTS])
+    ctx.is_step = ctx.options.activation == "none" and alone
+    ctx.is_step &= all(allowed or y is None for allowed, y in zip(STEP, arrays))
+    ctx.num_inputs = len(inputs)
+    needs = ctx.needs_input_grad
+    x, weight = arrays.x if needs[WEIGHT] else None, arrays.weight if needs[X] else None
+    ctx.save_for_backward(x, weight, arrays.cos, arrays.sin, arrays.positions)
+
+
+def gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    """Of x, weight, bias and residual; products are torch's."""
+    if not ctx.is_step:
+        raise NotImplementedError(
+            "cupyflash::linear: has a gradient without norm, gate and activation only, got some "
+            "(call cupyflash.linear or cupyflash.mlp)"
+        )
+    x, weight, cos, sin, positions = ctx.saved_tensors
+    needs, results = ctx.needs_input_grad, [None] * ctx.num_inputs
+    if needs[RESIDUAL]:
+        results[RESIDUAL] = dout
+    if cos is not None:
+        dout = rotate(dout, cos, -sin, positions, ctx.options.interleaved, list(ctx.options.heads))
+    rows = dout.reshape(-1, dout.shape[-1])
+    with torch.autocast(dout.device.type, enabled=False):
+        if needs[X]:
+            results[X] = (rows @ weight).reshape(*dout.shape[:-1], weight.shape[1])
+        if needs[WEIGHT]:
+            results[WEIGHT] = rows.t() @ x.reshape(-1, x.shape[-1])
+        if needs[BIAS]:
+            results[BIAS] = rows.sum(0)
+    return tuple(results)
+
+
+operator = torch.library.custom_op(
     "cupyflash::linear",
+    project,
     mutates_args=(),
     schema=(
         "(Tensor x, Tensor weight, "
@@ -36,21 +86,59 @@ def call(function: str, arrays: Arrays, options: Options, down: Down) -> Tensor:
         " -> Tensor"
     ),
 )
-def _project(*arguments: Any) -> Tensor:
-    given, (function, *options, heads) = arguments[:INPUTS], arguments[INPUTS:]
-    options = Options(*options, tuple(heads))
-    return dispatch.run(function, LIBRARY, given, options)
+operator.register_autograd(gradients, setup_context=save_for_gradients)
 
 
-@_project.register_fake
+@operator.register_fake
 def _(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     down_weight = rest[NUM_ARRAYS - 2]
     last = weight if down_weight is None else down_weight
     return x.new_empty((*x.shape[:-1], last.shape[0]))
 
 
-def _no_backward(ctx: Any, *gradients: Any) -> None:
-    raise NotImplementedError("cupyflash: projections have no backward (use torch.no_grad())")
+@torch.library.custom_op(
+    "cupyflash::rotate",
+    mutates_args=(),
+    schema=(
+        "(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, SymInt[] heads) "
+        "-> Tensor"
+    ),
+)
+def rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    heads: list[int],
+) -> Tensor:
+    """x (..., (heads_q + 2 heads_kv) * head_dim) with the heads of q and k turned."""
+    options = Options(interleaved=interleaved, heads=tuple(heads))
+    if x.is_cuda:
+        out = x.clone(memory_format=torch.contiguous_format)
+        rotary.turn(LIBRARY, out, cos, sin, positions, options)
+        return out
+    given = (None if y is None else LIBRARY.to_numpy(y) for y in (cos, sin, positions))
+    angles = dict(zip(("cos", "sin", "positions"), given))
+    out = reference.turned(LIBRARY.to_numpy(x), Arrays(None, None, **angles), options)
+    return LIBRARY.from_numpy(out, x, dense_strides(out.shape, range(out.ndim)))
 
 
-_project.register_autograd(_no_backward)
+@rotate.register_fake
+def _(x: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _setup_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *angles, interleaved, heads = inputs
+    ctx.save_for_backward(*angles)
+    ctx.options = interleaved, heads
+
+
+def _gradient_of_rotate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    cos, sin, positions = ctx.saved_tensors
+    dx = rotate(dout, cos, -sin, positions, *ctx.options)
+    return dx, None, None, None, None, None
+
+
+rotate.register_autograd(_gradient_of_rotate, setup_context=_setup_rotate)

@@ -47,12 +47,8 @@ class ForwardPlan(Plan):
             x.dtype, weight.dtype, rms, rows.columns, vector, capability_of(x.device)
         )
         params = NormFwdParams(**rows.strides, shape=rows.shape(eps))
-        grid = rows.rows
-        if isinstance(config, kernels.NormFwd):
-            grid = -(-rows.rows // config.rows)
-        elif isinstance(config, kernels.NormFwdCluster):
-            grid = rows.rows * config.cluster
-        self.launch = Launch(config, x.device, require_grid(function, grid, x.shape), params)
+        grid = require_grid(function, config.grid(rows.rows), x.shape)
+        self.launch = Launch(config, x.device, grid, params)
 
     def run(
         self, x: Array, pointers: tuple[int, int, int, int], need_stats: bool

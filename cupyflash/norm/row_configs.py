@@ -80,6 +80,10 @@ class NormFwd(RowConfig):
     source: ClassVar[str] = "norm/norm_fwd.cu"
     params: ClassVar[type[NormFwdParams]] = NormFwdParams
 
+    def grid(self, rows: int) -> int:
+        """Number of blocks."""
+        return -(-rows // self.rows)
+
 
 @dataclasses.dataclass(frozen=True)
 class RowClusterConfig(KernelConfig):
@@ -111,6 +115,10 @@ class NormFwdCluster(RowClusterConfig):
     params: ClassVar[type[NormFwdParams]] = NormFwdParams
 
     blocks: int
+
+    def grid(self, rows: int) -> int:
+        """Number of blocks."""
+        return rows * self.cluster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +194,10 @@ class NormFwdLong(LongConfig):
 
     source: ClassVar[str] = "norm/norm_fwd_long.cu"
     params: ClassVar[type[NormFwdParams]] = NormFwdParams
+
+    def grid(self, rows: int) -> int:
+        """Number of blocks."""
+        return rows
 
 
 class NormBwdLong(LongConfig):

@@ -1,0 +1,57 @@
+"""The rotary embedding alone: its gradient is a rotation by the opposite angles."""
+
+import math
+from typing import Any
+
+from ..array import Array, View
+from ..checks import require_grid
+from ..kernel_launch import Launch, Plan, keep
+from . import kernels
+from .params import LinearParams
+from .projection import rotary_of
+from .reference import Arrays, Options
+
+POSITIONS = Arrays._fields.index("positions")
+_plans: dict[tuple, "RotaryPlan"] = {}
+
+
+def turn(
+    library: Any, x: Array, cos: Array, sin: Array, positions: Array | None, options: Options
+) -> None:
+    """Rotate the heads of q and k in x (..., columns), contiguous on a GPU, where they are."""
+    key = (library.signature(x), library.signature(cos), options)
+    if positions is not None:
+        key += library.signature(positions)
+    plan = _plans.get(key)
+    if plan is None:
+        view = None if positions is None else library.view(positions)
+        plan = RotaryPlan(library, library.view(x), library.view(cos), view, options)
+        keep(_plans, key, plan)
+    plan(x, cos, sin, positions)
+
+
+class RotaryPlan(Plan):
+    """The kernel for one signature."""
+
+    def __init__(
+        self, library: Any, x: View, cos: View, positions: View | None, options: Options
+    ) -> None:
+        super().__init__(x.device)
+        self.library, self.launch = library, None
+        if 0 in x.shape:
+            return
+        rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+        rotary = rotary_of(columns, cos, positions, options, x.shape[-2])
+        params = LinearParams(rows=rows, columns=columns, out_stride=columns, rotary=rotary)
+        config = kernels.RotaryEmbedding(x.dtype)
+        grid = require_grid("qkv_projection", config.grid(rows, rotary), x.shape)
+        self.launch = Launch(config, x.device, grid, params)
+
+    def run(self, x: Array, cos: Array, sin: Array, positions: Array | None) -> None:
+        if self.launch is None:
+            return
+        library, pointer = self.library, self.library.pointer
+        if positions is not None:
+            positions = library.contiguous(positions)  # lives until the launch
+        angles = pointer(cos), pointer(sin), 0 if positions is None else pointer(positions)
+        self.launch(library.stream(self.device_id), *[0] * (POSITIONS - 2), *angles, pointer(x))
