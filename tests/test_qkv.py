@@ -61,9 +61,10 @@ class Case:
         of_angles = "float32" if self.wide else self.dtype
         cos, sin = (stored(backend, f(angles), of_angles) for f in (numpy.cos, numpy.sin))
         positions = None
-        if self.positions:
+        if self.positions or len(self.shape) == 1:  # packed sequences must have them
             chosen = numpy.random.default_rng(6).integers(0, 50, self.shape)
-            positions = to_library(chosen.astype(self.positions), backend.library, backend.device)
+            chosen = chosen.astype(self.positions or "int32")
+            positions = to_library(chosen, backend.library, backend.device)
         return arrays._replace(cos=cos, sin=sin, positions=positions)
 
 
@@ -148,6 +149,26 @@ def test_deep_rows(backend, rows, interleaved):
     options = Options(interleaved=interleaved, heads=case.heads)
     found = project(arrays, case.heads, interleaved)
     expected_projection(arrays, options).check(out=joined(found))
+
+
+@each_library()
+def test_packed_sequences_need_positions(backend):
+    """Without them the second sequence would go on where the first one ends."""
+    dtype, heads = backend.dtypes[0], {"heads_q": 2, "heads_kv": 1}
+    x, weight, angles = (
+        stored(backend, normal(shape, i), dtype)
+        for i, shape in enumerate([(7, 64), (4 * 32, 64), (7, 16)])
+    )
+    with pytest.raises(ValueError, match="^qkv_projection: positions must be given beside packed"):
+        cupyflash.qkv_projection(x, weight, **heads, rotary=cupyflash.Rotary(angles, angles))
+    anew = to_library(numpy.array([0, 1, 2, 0, 1, 2, 3], "int32"), backend.library, backend.device)
+    rotary = cupyflash.Rotary(angles, angles, anew)
+    packed = cupyflash.qkv_projection(x, weight, **heads, rotary=rotary)
+    options = Options(heads=(2, 1))
+    for rows in (slice(0, 3), slice(3, 7)):
+        alone = Arrays(x[None, rows], weight, cos=angles, sin=angles)
+        out = joined([part[None, rows] for part in packed])
+        expected_projection(alone, options).check(out=out)
 
 
 @each_library()

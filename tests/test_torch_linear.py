@@ -110,22 +110,6 @@ def test_shapes_without_data(backend, name):
 
 
 @each_library(library="torch")
-def test_a_backward_is_an_error(backend):
-    """Of the call itself: also torch.compile asks for the backward at once."""
-    import torch
-
-    torch.compiler.reset()
-    function, tensors, _ = problem_of(backend, "linear")
-    tensors[1].requires_grad_()
-    with pytest.raises(NotImplementedError, match="linear: a forward for inference"):
-        function(*tensors)
-    with pytest.raises(Exception, match="projections have no backward"):
-        torch.compile(function, fullgraph=True, backend="aot_eager")(*tensors)
-    with torch.no_grad():
-        assert function(*tensors).shape == (3, 5, HIDDEN)
-
-
-@each_library(library="torch")
 @each_function
 def test_transforms_are_refused(backend, name):
     import torch

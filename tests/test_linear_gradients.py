@@ -1,0 +1,362 @@
+"""Gradients of the projections for torch tensors, with autocast and torch.compile."""
+
+import contextlib
+import dataclasses
+
+import pytest
+from arrays import normal, stored
+from linear_steps import FIXED, HEAD_DIM, HEADS, joined, largest_sum, leaves, problem_of, results
+from matrix import each_library, libraries, pairwise
+
+import cupyflash
+from cupyflash import environment
+from cupyflash.testing import assert_close_to_float64
+
+QKV_COLUMNS = (HEADS[0] + 2 * HEADS[1]) * HEAD_DIM
+FAMILIES = [None, "sm80", "simt"]
+FUNCTIONS = ["linear", "mlp", "qkv_projection"]
+each_function = pytest.mark.parametrize("function", FUNCTIONS)
+torch_only = each_library(library="torch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One point of the matrix; see `linear_steps.problem_of`."""
+
+    function: str
+    dtype: str
+    rows: tuple[int, ...]
+    depth: int
+    activation: str | None
+    gated: bool
+    norm: str
+    bias: bool
+    residual: bool
+    weights: str | None
+    turned: float
+    positions: str
+    interleaved: bool
+    storage: str
+    family: str | None
+
+    @property
+    def id(self):
+        parts = [self.function, self.dtype, "x".join(map(str, self.rows)), f"k{self.depth}"]
+        parts += [self.activation or "none", self.norm, self.weights or "", self.storage]
+        parts += ["gated"] * self.gated + ["bias"] * self.bias + ["residual"] * self.residual
+        parts += [f"turned{self.turned}{self.positions}"] * (self.turned > 0)
+        parts += ["interleaved"] * self.interleaved + [self.family or "any"]
+        return "-".join(filter(None, parts))
+
+    def problem(self, backend):
+        options = dataclasses.asdict(self)
+        function, dtype, depth = (options.pop(name) for name in ("function", "dtype", "depth"))
+        del options["family"]
+        if function == "qkv_projection":
+            options |= {"residual": False, "activation": None}
+            if len(self.rows) < 2:
+                options["rows"] = (1, *self.rows)
+            if len(self.rows) > 2:
+                options["rows"] = self.rows[-2:]
+        else:
+            options["turned"] = 0.0
+        columns = QKV_COLUMNS if function == "qkv_projection" else 96
+        return problem_of(backend, function, dtype, sizes=(depth, columns, 56), **options)
+
+
+def matrix():
+    parameters = []
+    for backend in (x for x in libraries() if x.library == "torch"):
+        factors = {
+            "function": FUNCTIONS,
+            "dtype": list(backend.dtypes),
+            "rows": [(1,), (9,), (2, 8), (3, 2, 7), *([(2, 65)] if backend.gpu else [])],
+            "depth": [8, 40, 99, *([512, 2056] if backend.gpu else [])],
+            "activation": [None, "gelu", "gelu_tanh", "silu", "relu"],
+            "gated": [False, True],
+            "norm": ["", "layer", "rms"],
+            "bias": [False, True],
+            "residual": [False, True],
+            "weights": [None, "float32"],
+            "turned": [0.0, 0.5, 1.0],
+            "positions": ["", "int32", "int64"],
+            "interleaved": [False, True],
+            "storage": ["contiguous", "padded", "unaligned", "transposed"],
+            "family": FAMILIES if backend.gpu else [None],
+        }
+        cases = [Case(**point) for point in pairwise(factors)]
+        for case in cases[:1] if backend.missing else cases:
+            parameters.append(pytest.param(backend, case, id=f"{backend.name}-{case.id}"))
+    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+
+
+def check(problem, dout, found):
+    """Results beside float64; the yardstick are torch's operations in the dtype of x."""
+    import torch
+
+    exact = results(problem.theirs, leaves(problem.tensors, torch.float64), dout)
+    yardstick = results(problem.theirs, leaves(problem.tensors), dout)
+    dtype, terms = name_of(problem.tensors["x"]), largest_sum(problem, dout)
+    for name, result in found.items():
+        like = problem.tensors["x" if name == "out" else name[1:]]
+        assert result.dtype == like.dtype, f"{name}: {result.dtype}"
+        assert_close_to_float64(result, exact[name], yardstick[name], dtype, name, terms=terms)
+
+
+def name_of(x):
+    return str(x.dtype).removeprefix("torch.")
+
+
+def gradient_of_out(backend, problem, seed=20):
+    """A random gradient in the dtype of out."""
+    import torch
+
+    with torch.no_grad():
+        out = problem.ours(**problem.tensors)
+    return stored(backend, normal(tuple(out.shape), seed), name_of(out))
+
+
+@matrix()
+def test_gradients(backend, case):
+    problem = case.problem(backend)
+    with environment.override(family=case.family):
+        dout = gradient_of_out(backend, problem)
+        found = results(problem.ours, leaves(problem.tensors), dout)
+    check(problem, dout, found)
+
+
+def whole(backend, function, dtype="float32", **options):
+    """A problem with everything that the function has."""
+    columns = QKV_COLUMNS if function == "qkv_projection" else 64
+    if function == "qkv_projection":
+        options = {"turned": 1.0, "norm": "rms"} | options
+    else:
+        gated = {"gated": function == "mlp", "activation": "silu", "residual": True}
+        options = gated | {"norm": "layer"} | options
+    return problem_of(backend, function, dtype, sizes=(40, columns, 24), **options)
+
+
+@torch_only
+@each_function
+def test_gradient_of_one_argument(backend, function):
+    """The same bits as among all, and no other argument gets one."""
+    problem = whole(backend, function)
+    dout = gradient_of_out(backend, problem)
+    right = results(problem.ours, leaves(problem.tensors), dout)
+    for name in (x for x in problem.tensors if x not in FIXED):
+        tensors = {
+            key: x.detach().requires_grad_(key == name) for key, x in problem.tensors.items()
+        }
+        problem.ours(**tensors).backward(dout)
+        for key, x in tensors.items():
+            assert (x.grad is not None) == (key == name)
+        assert (tensors[name].grad == right[f"d{name}"]).all()
+
+
+@torch_only
+@each_function
+def test_nothing_is_recorded_without_gradients(backend, function, monkeypatch):
+    import torch
+
+    from cupyflash.linear import autograd
+
+    problem = whole(backend, function)
+    right = problem.ours(**problem.tensors)
+    monkeypatch.setattr(autograd, "call", None)
+    with torch.no_grad():
+        out = problem.ours(**leaves(problem.tensors))
+    assert not out.requires_grad and (out == right).all()
+
+
+@torch_only
+def test_an_expanded_gradient(backend):
+    """That of a sum is one number in memory."""
+    problem = whole(backend, "linear")
+    tensors = leaves(problem.tensors)
+    problem.ours(**tensors).sum().backward()
+    dout = gradient_of_out(backend, problem).fill_(1)
+    check(problem, dout, {f"d{name}": x.grad for name, x in tensors.items()})
+
+
+@torch_only
+def test_no_rows(backend):
+    problem = whole(backend, "mlp", rows=(0, 3))
+    tensors = leaves(problem.tensors)
+    problem.ours(**tensors).sum().backward()
+    assert tensors["x"].grad.shape == (0, 3, 40)
+    assert all((x.grad == 0).all() for name, x in tensors.items() if name != "x")
+
+
+@torch_only
+def test_rows_that_do_not_collapse(backend):
+    """Four axes of rows before a norm, of which no two have one stride."""
+    make = lambda shape, seed: stored(backend, normal(shape, seed), "float32")
+    x = make((4, 4, 6, 4, 40), 0)[::2, ::2, ::2, ::2]
+    problem = whole(backend, "linear", rows=x.shape[:-1])
+    problem.tensors["x"] = x
+    dout = gradient_of_out(backend, problem)
+    check(problem, dout, results(problem.ours, leaves(problem.tensors), dout))
+
+
+@torch_only
+@each_function
+def test_compiled(backend, function):
+    """Forward and backward in one graph each."""
+    import torch
+
+    torch.compiler.reset()
+    problem = whole(backend, function)
+    dout = gradient_of_out(backend, problem)
+    graph = torch.compile(problem.ours, fullgraph=True, backend="aot_eager")
+    check(problem, dout, results(graph, leaves(problem.tensors), dout))
+
+
+@torch_only
+@each_function
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("stream", ["float32", "bfloat16"])
+def test_autocast(backend, function, compiled, stream):
+    """float32 weights, the residuals in float32 or not: as torch's own operations, in bfloat16."""
+    import torch
+
+    torch.compiler.reset()
+    problem = whole(backend, function, "bfloat16", weights="float32")
+    if stream == "float32":
+        for name in ("x", "residual"):
+            if name in problem.tensors:
+                problem.tensors[name] = problem.tensors[name].float() + 1e-3
+    names = [name for name in problem.tensors if name not in FIXED]
+    ours, dout = problem.ours, torch.ones(())
+    if compiled:
+        ours = torch.compile(ours, fullgraph=True, backend="aot_eager")
+
+    def run(function, dtype=None):
+        tensors = leaves(problem.tensors, dtype)
+        on = dtype is None
+        with torch.autocast(backend.device, torch.bfloat16) if on else contextlib.nullcontext():
+            out = function(**tensors)
+        gradients = torch.autograd.grad(
+            out, [tensors[name] for name in names], dout.to(out).expand(out.shape)
+        )
+        return dict(zip(("out", *names), (out, *gradients), strict=True))
+
+    found, theirs = run(ours), run(problem.theirs)
+    exact = run(problem.theirs, torch.float64)
+    for name, x in found.items():
+        assert x.dtype == theirs[name].dtype, f"{name}: {x.dtype} and {theirs[name].dtype}"
+        assert_close_to_float64(x, exact[name], theirs[name], "bfloat16", name)
+
+
+@torch_only
+def test_autocast_normalises_float32_in_float32(backend):
+    """Rows far from zero would lose their variance in bfloat16."""
+    import torch
+
+    x = stored(backend, 300 + normal((6, 40), 0), "float32")
+    weight, ones = stored(backend, normal((24, 40), 1), "float32"), x.new_ones(40)
+    exact = torch.nn.functional.layer_norm(x.double(), (40,)) @ weight.double().t()
+    with torch.autocast(backend.device, torch.bfloat16):
+        theirs = torch.nn.functional.layer_norm(x, (40,)) @ weight.t()
+        out = cupyflash.linear(x, weight, norm=cupyflash.Norm(ones))
+    assert out.dtype == torch.bfloat16
+    assert_close_to_float64(out, exact, theirs, "bfloat16", "out")
+
+
+@torch_only
+@each_function
+def test_a_backward_under_autocast(backend, function):
+    """float32 stays float32 where only the backward stands inside."""
+    import torch
+
+    problem = whole(backend, function, norm="")
+    dout, tensors = gradient_of_out(backend, problem), leaves(problem.tensors)
+    out = problem.ours(**tensors)
+    with torch.autocast(backend.device, torch.bfloat16):
+        out.backward(dout)
+    check(problem, dout, {f"d{n}": x.grad for n, x in tensors.items() if n not in FIXED})
+
+
+@torch_only
+@each_function
+def test_second_derivatives(backend, function):
+    """They are torch's, but through a norm they are an error."""
+    import torch
+
+    def penalty(problem, function, dtype):
+        tensors = leaves(problem.tensors, dtype)
+        out = function(**tensors)
+        (dx,) = torch.autograd.grad(out.square().sum(), tensors["x"], create_graph=True)
+        name = "up_weight" if problem.function == "mlp" else "weight"
+        return torch.autograd.grad(dx.square().sum(), tensors[name])[0]
+
+    problem = whole(backend, function, norm="")
+    exact = penalty(problem, problem.theirs, torch.float64)
+    theirs = penalty(problem, problem.theirs, torch.float32)
+    found = penalty(problem, problem.ours, torch.float32)
+    assert_close_to_float64(found, exact, theirs, "float32", "second derivative")
+    problem = whole(backend, function)
+    with pytest.raises(NotImplementedError, match="norms have no second derivative"):
+        penalty(problem, problem.ours, torch.float32)
+
+
+@torch_only
+def test_opcheck(backend):
+    """Both operators, with gradients."""
+    import torch
+
+    from cupyflash.linear import torch_ops
+    from cupyflash.linear.dispatch import Down
+    from cupyflash.linear.reference import Arrays, Options
+
+    problem = whole(backend, "qkv_projection", norm="", positions="int64")
+    tensors, options = leaves(problem.tensors), Options(heads=HEADS)
+    arguments = torch_ops.flat("qkv_projection", Arrays(**tensors), options, Down())
+    torch.library.opcheck(torch.ops.cupyflash.linear.default, arguments)
+    x = torch.randn(2, 5, QKV_COLUMNS, device=backend.device).requires_grad_()
+    arguments = (x, *(tensors[name] for name in FIXED), False, list(HEADS))
+    torch.library.opcheck(torch.ops.cupyflash.rotate.default, arguments)
+
+
+@torch_only
+def test_what_has_no_gradient(backend):
+    """Angles; and the operator by itself, of more than a product."""
+    import torch
+
+    problem = whole(backend, "qkv_projection")
+    for name in ("cos", "sin"):
+        tensors = {**problem.tensors, name: problem.tensors[name].clone().requires_grad_()}
+        with pytest.raises(NotImplementedError, match=f"^qkv_projection: {name} has no gradient"):
+            problem.ours(**tensors)
+    from cupyflash.linear import torch_ops
+    from cupyflash.linear.dispatch import Down
+    from cupyflash.linear.reference import Arrays, Options
+
+    x, weight = (torch.randn(8, 8, device=backend.device).requires_grad_() for _ in range(2))
+    arguments = torch_ops.flat("linear", Arrays(x, weight), Options("gelu"), Down())
+    with pytest.raises(NotImplementedError, match="without norm, gate and activation"):
+        torch.ops.cupyflash.linear(*arguments).sum().backward()
+
+
+@torch_only
+def test_errors_name_what_the_caller_wrote(backend):
+    """Not what a step of an MLP calls it."""
+    problem = whole(backend, "mlp")
+    for name in ("up_weight", "down_weight", "gate_weight", "residual"):
+        tensors = leaves(problem.tensors)
+        tensors[name] = tensors[name][..., :-1]
+        with pytest.raises(ValueError, match=f"^mlp: {name}"):
+            problem.ours(**tensors)
+
+
+@torch_only
+def test_split_of_q_k_v(backend):
+    """Three views of one array, with gradients too."""
+    problem = whole(backend, "qkv_projection")
+    tensors = leaves(problem.tensors)
+    rotary = cupyflash.Rotary(tensors["cos"], tensors["sin"])
+    heads = {"heads_q": HEADS[0], "heads_kv": HEADS[1]}
+    q, k, v = cupyflash.qkv_projection(tensors["x"], tensors["weight"], **heads, rotary=rotary)
+    for part, count in ((q, HEADS[0]), (k, HEADS[1]), (v, HEADS[1])):
+        assert part.shape == (2, 5, count, HEAD_DIM) and part.requires_grad
+        assert part.stride() == (5 * QKV_COLUMNS, QKV_COLUMNS, HEAD_DIM, 1)
+    assert joined((q, k, v)).shape == (2, 5, QKV_COLUMNS)
