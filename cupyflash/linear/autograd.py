@@ -26,7 +26,7 @@ from torch.nn import functional
 from ..array import library_of
 from ..kernel_launch import keep
 from . import dispatch, torch_ops
-from .checks import check
+from .checks import NAMES, check
 from .dispatch import Down
 from .reference import Arrays, Options
 
@@ -57,6 +57,8 @@ def call(function: str, arrays: Arrays, options: Options, down: Down, traced: bo
     """
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{function}: is not built for transforms of torch.func")
+    if traced and not torch.compiler.is_compiling():
+        _require_one_device(function, (*arrays, *down))
     arrays, down, residual = _autocast(arrays, options, down)
     if _wants_gradient(*arrays, *down):
         out = _in_steps(function, arrays, options, down, traced)
@@ -65,6 +67,15 @@ def call(function: str, arrays: Arrays, options: Options, down: Down, traced: bo
     else:
         out = dispatch.run(function, LIBRARY, (*arrays, *down), options)
     return out if residual is None else out + residual
+
+
+def _require_one_device(function: str, given: tuple[Any, ...]) -> None:
+    """An operator gives a shape without numbers as soon as one tensor has none."""
+    x = given[0]
+    for name, y in zip(NAMES[function], given, strict=True):
+        if isinstance(y, Tensor) and y.device != x.device:
+            where = f"x on {x.device} and {name} on {y.device}"
+            raise ValueError(f"{function}: all arrays must be on the same device, got {where}")
 
 
 def _in_steps(function: str, arrays: Arrays, options: Options, down: Down, traced: bool) -> Tensor:

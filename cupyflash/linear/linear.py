@@ -14,7 +14,7 @@ class Norm(NamedTuple):
     Attributes:
         weight: (d_in,), dtype of x or float32.
         bias: like weight; not for RMSNorm.
-        eps: added to the variance.
+        eps: added to the variance; a number, no array.
     """
 
     weight: Array
@@ -24,12 +24,13 @@ class Norm(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """The rotary embedding of q and k (RoFormer, arXiv:2104.09864).
+    """The rotary embedding of q and k (RoFormer, arXiv:2104.09864); angles have no gradient.
 
     Attributes:
         cos, sin: (num_positions, rotary_dim / 2), float32 or dtype of x; rotary_dim <= head_dim.
         positions: (batch, seqlen), int32 or int64, below num_positions: a GPU does not check that
-            and takes the nearest one. None: 0, 1, ... in each sequence.
+            and takes the nearest one. None: 0, 1, ... in each sequence; packed sequences, of which
+            nothing says where they begin, must have positions.
         interleaved: pairs are (0, 1), (2, 3), ..., not (0, rotary_dim / 2), ...
     """
 
@@ -50,25 +51,31 @@ def linear(
 ) -> Array:
     """activation(norm(x) weight^T + bias) + residual; sums in float32, rounded once.
 
-    Arrays are those that `cupyflash.attention` takes, all of one dtype; forward only. Last
-    dimensions are contiguous, other strides are free (an x or residual whose rows lie in no single
-    stride is copied first). Rows that begin on multiples of 16 bytes are read fastest.
+    Arrays are those that `cupyflash.attention` takes. Last dimensions are contiguous, other strides
+    are free (an x or residual whose rows lie in no single stride is copied first). Rows that begin
+    on multiples of 16 bytes are read fastest.
+
+    torch tensors have autograd: gradients of all of them, each in its own dtype; second derivatives
+    without a norm. Where a gradient is wanted, norm and activation are steps of their own, which
+    keep what the backward reads. Under torch's autocast all is as with torch's own operations. For
+    the other libraries there is no backward.
 
     Args:
         x: (..., d_in), float16, bfloat16 or float32.
-        weight: (d_out, d_in), as in ``torch.nn.Linear``.
-        bias: (d_out,).
+        weight: (d_out, d_in), as in ``torch.nn.Linear``, dtype of x or float32. A float32 weight or
+            bias beside an x of 16 bits is rounded to its dtype in each call.
+        bias: (d_out,), dtype of x or float32.
         activation: "gelu", "gelu_tanh", "silu", "relu" or None.
-        residual: (..., d_out), added last.
+        residual: (..., d_out), dtype of x (under autocast any), added last.
         norm: of x, before the product.
 
     Returns:
         (..., d_out), dtype of x, contiguous.
 
     Raises:
-        TypeError: dtypes, libraries.
+        TypeError: dtypes, libraries, options that are no plain numbers.
         ValueError: shapes, strides, devices, activation, eps.
-        NotImplementedError: a torch tensor wants a gradient.
+        NotImplementedError: transforms of torch.func.
     """
     arrays, options = with_norm("linear", Arrays(x, weight, bias=bias, residual=residual), norm)
     options = options._replace(activation=dispatch.activation_name("linear", activation))

@@ -25,7 +25,7 @@ def mlp(
     h is norm(x). With a gate hidden = activation(h gate_weight^T + gate_bias) * (h up_weight^T +
     up_bias): SwiGLU with "silu", GEGLU with "gelu". Few rows take one launch, with the hidden
     activations in shared memory, where that is faster than two. Sums are in float32; hidden is
-    rounded to the dtype of x. Arrays as in `cupyflash.linear`.
+    rounded to the dtype of x. Arrays and gradients as in `cupyflash.linear`.
 
     Args:
         x: (..., d_in), float16, bfloat16 or float32.

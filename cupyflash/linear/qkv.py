@@ -20,7 +20,7 @@ def qkv_projection(
 ) -> tuple[Array, Array, Array]:
     """q, k and v of norm(x) weight^T + bias, as `cupyflash.attention` reads them; q and k turned.
 
-    Arrays as in `cupyflash.linear`.
+    Arrays and gradients as in `cupyflash.linear`.
 
     Args:
         x: (batch, seqlen, d_in), or (total, d_in) of packed sequences.
@@ -29,14 +29,16 @@ def qkv_projection(
         heads_q: query heads.
         heads_kv: heads of k and v, a divisor of heads_q; None is heads_q.
         norm: of x, before the product.
-        rotary: rotary embedding of q and k; positions are (total,) for packed sequences.
+        rotary: rotary embedding of q and k. Packed sequences must have positions (total,), which
+            begin with 0 in each of them.
 
     Returns:
         q (batch, seqlen, heads_q, head_dim), k and v (batch, seqlen, heads_kv, head_dim), without
         batch for packed sequences: views of one array.
 
     Raises:
-        As `cupyflash.linear`, and ValueError for heads and positions.
+        As `cupyflash.linear`, ValueError for heads and positions, and NotImplementedError for cos
+        and sin that require a gradient.
     """
     arrays, options = with_norm("qkv_projection", Arrays(x, weight, bias=bias), norm)
     heads = _heads(heads_q, heads_q if heads_kv is None else heads_kv)
