@@ -34,17 +34,25 @@ def ours(problem: LinearProblem, x: Any, weight0: Any, bias0: Any, **others: Any
             activation=problem.activation,
             residual=others["residual"],
         )
-    heads_q, heads_kv = problem.heads
+    q, _, _ = projected(problem, x, weight0, bias0, **others)
+    columns = weight0.shape[0]
+    # q, k and v are views of one array.
+    return q.as_strided((problem.rows, columns), (columns, 1))
+
+
+def projected(problem: LinearProblem, x: Any, weight0: Any, bias0: Any, **others: Any) -> Any:
+    """cupyflash's q, k and v; the rows are one sequence."""
+    import cupyflash
+
     norm = rotary = None
     if problem.block:
         norm = cupyflash.Norm(others["norm_weight"], others["norm_bias"], EPS, problem.gated)
     if "cos" in others:
         rotary = cupyflash.Rotary(others["cos"], others["sin"])
-    q, _, _ = cupyflash.qkv_projection(
-        x, weight0, bias0, heads_q=heads_q, heads_kv=heads_kv, norm=norm, rotary=rotary
+    heads_q, heads_kv = problem.heads
+    return cupyflash.qkv_projection(
+        x[None], weight0, bias0, heads_q=heads_q, heads_kv=heads_kv, norm=norm, rotary=rotary
     )
-    columns = weight0.shape[0]
-    return q.as_strided((q.shape[0], columns), (columns, 1))  # q, k and v are views of it
 
 
 def one_by_one(problem: LinearProblem, x: Any, weight0: Any, bias0: Any, **others: Any) -> Any:
