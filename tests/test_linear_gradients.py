@@ -27,6 +27,7 @@ class Case:
     dtype: str
     rows: tuple[int, ...]
     depth: int
+    columns: int
     activation: str | None
     gated: bool
     norm: str
@@ -41,7 +42,12 @@ class Case:
 
     @property
     def id(self):
-        parts = [self.function, self.dtype, "x".join(map(str, self.rows)), f"k{self.depth}"]
+        parts = [
+            self.function,
+            self.dtype,
+            "x".join(map(str, self.rows)),
+            f"{self.depth}x{self.columns}",
+        ]
         parts += [self.activation or "none", self.norm, self.weights or "", self.storage]
         parts += ["gated"] * self.gated + ["bias"] * self.bias + ["residual"] * self.residual
         parts += [f"turned{self.turned}{self.positions}"] * (self.turned > 0)
@@ -60,7 +66,9 @@ class Case:
                 options["rows"] = self.rows[-2:]
         else:
             options["turned"] = 0.0
-        columns = QKV_COLUMNS if function == "qkv_projection" else 96
+        columns = options.pop("columns")
+        if function == "qkv_projection":
+            columns = QKV_COLUMNS
         return problem_of(backend, function, dtype, sizes=(depth, columns, 56), **options)
 
 
@@ -72,6 +80,7 @@ def matrix():
             "dtype": list(backend.dtypes),
             "rows": [(1,), (9,), (2, 8), (3, 2, 7), *([(2, 65)] if backend.gpu else [])],
             "depth": [8, 40, 99, *([512, 2056] if backend.gpu else [])],
+            "columns": [96, 65],
             "activation": [None, "gelu", "gelu_tanh", "silu", "relu"],
             "gated": [False, True],
             "norm": ["", "layer", "rms"],
@@ -196,6 +205,37 @@ def test_rows_that_do_not_collapse(backend):
     problem.tensors["x"] = x
     dout = gradient_of_out(backend, problem)
     check(problem, dout, results(problem.ours, leaves(problem.tensors), dout))
+
+
+@each_library(library="torch", device="cuda")
+@pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "silu", "relu"])
+@pytest.mark.parametrize("size", [1, 4096, 4104, 99999, 0])
+def test_gate(backend, activation, size):
+    """activation(gate) * up in one pass, and its gradients, from any address."""
+    import torch
+
+    from cupyflash.linear import autograd, gate
+
+    for dtype in backend.dtypes:
+        for storage in ("contiguous", "unaligned"):
+            z, up, dout = (
+                stored(backend, (3 if i == 0 else 1) * normal((1, size), i), dtype, storage)[0]
+                for i in range(3)
+            )
+            found = (
+                gate.forward(autograd.LIBRARY, activation, z, up),
+                *gate.backward(autograd.LIBRARY, activation, z, up, dout),
+            )
+
+            def right(wide, z=z, up=up, dout=dout):
+                leaves = [y.to(wide).requires_grad_() for y in (z, up)]
+                out = autograd.ACTIVATIONS[activation](leaves[0]) * leaves[1]
+                return out, *torch.autograd.grad(out, leaves, dout.to(wide))
+
+            exact, theirs = right(torch.float64), right(getattr(torch, dtype))
+            for name, *three in zip(("out", "dgate", "dup"), found, exact, theirs):
+                assert three[0].dtype == z.dtype
+                assert_close_to_float64(*three, dtype, name, terms=float(exact[0].abs().max()))
 
 
 @torch_only

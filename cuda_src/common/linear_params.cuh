@@ -95,3 +95,14 @@ struct MlpParams {
   int columns;
   RowNorm norm;
 };
+
+// out = activation(gate) * up, and its gradients; dense arrays of `size` elements.
+struct GateParams {
+  const void* gate;
+  const void* up;
+  const void* dout;  // null forward
+  void* out;         // null backward, as the two that follow are forward
+  void* dgate;
+  void* dup;
+  int64_t size;
+};

@@ -9,10 +9,10 @@ N columns and depth K in 16 bits there are two ways to have the latter:
   12 ps at K = 4096;
 * write it, and activate in a pass of its own: 4 bytes more for each number, 1 ps at 4 TB/s.
 
-So everything is written once and nothing is computed twice: as many bytes are kept as by separate
-operations of torch. The norm, each product with its bias and rotary embedding or residual, and the
-activation are a step each; every step has a gradient of its own. Second derivatives are torch's
-own, but for norms, which have none.
+So everything is written once and no product is computed twice: as many bytes are kept as by
+separate operations of torch, and of a gated MLP fewer (`gate`). The norm, each product with its
+bias and rotary embedding or residual, and the activation are a step each; every step has a gradient
+of its own. Second derivatives are those of torch's operations, but for norms, which have none.
 """
 
 import functools
@@ -26,6 +26,7 @@ from torch.nn import functional
 from ..array import library_of
 from ..kernel_launch import keep
 from . import dispatch, torch_ops
+from . import gate as gates
 from .checks import NAMES, check
 from .dispatch import Down
 from .reference import Arrays, Options
@@ -47,6 +48,27 @@ class Product(torch.autograd.Function):
     forward = staticmethod(torch_ops.project)
     setup_context = staticmethod(torch_ops.save_for_gradients)
     backward = staticmethod(torch_ops.gradients)
+
+
+class Gate(torch.autograd.Function):
+    """activation(gate) * up of dense tensors on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: str, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return gates.forward(LIBRARY, activation, gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return None, *gates.backward(LIBRARY, ctx.activation, gate, up, dout.contiguous())
+        # create_graph=True: by operations that have derivatives themselves.
+        out = ACTIVATIONS[ctx.activation](gate) * up
+        wanted = [y for y in (gate, up) if y.requires_grad]
+        found = iter(torch.autograd.grad(out, wanted, dout, create_graph=True))
+        return None, *(next(found) if y.requires_grad else None for y in (gate, up))
 
 
 def call(function: str, arrays: Arrays, options: Options, down: Down, traced: bool) -> Tensor:
@@ -101,7 +123,11 @@ def _in_steps(function: str, arrays: Arrays, options: Options, down: Down, trace
     activate = ACTIVATIONS[options.activation]
     out = product(x, arrays.weight, arrays.bias, None)
     if arrays.gate_weight is not None:
-        out = activate(product(x, arrays.gate_weight, arrays.gate_bias, None)) * out
+        gate = product(x, arrays.gate_weight, arrays.gate_bias, None)
+        if traced or not out.is_cuda:  # compilers fuse these
+            out = activate(gate) * out
+        else:
+            out = Gate.apply(options.activation, gate, out)
     else:
         out = activate(out)
     if down.weight is not None:

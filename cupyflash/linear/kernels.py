@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..kernel_config import ITEM_SIZE, Capability, KernelConfig, has_clusters
 from ..norm.row_configs import shared_memory, vector_width
-from .params import LinearParams, MlpParams, Rotary
+from .params import GateParams, LinearParams, MlpParams, Rotary
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")  # as in activation.cuh
 SWITCHES = (False, True)
@@ -20,6 +20,7 @@ SUMS_PITCH = 36  # floats
 MAX_SUM_ROWS = 16
 FEW_STAGES = (4, 3, 2, 1)  # slices of weights of a warp in shared memory
 HIDDEN_UNIT = 16  # as in whole_mlp.cuh
+GATE_LOADS = 2
 MAX_MLP_COLUMNS = 2**25  # of out: its elements are counted in 32 bits
 
 
@@ -178,6 +179,40 @@ class RotaryEmbedding(KernelConfig):
         return -(-pairs // self.threads)
 
 
+@dataclasses.dataclass(frozen=True)
+class GateFwd(KernelConfig):
+    """activation(gate) * up; a thread has ``loads`` packs of ``vector`` elements."""
+
+    source: ClassVar[str] = "linear/gate_fwd.cu"
+    params: ClassVar[type[GateParams]] = GateParams
+
+    dtype: str
+    activation: str
+    loads: int
+    vector: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 256
+
+    def grid(self, size: int) -> int:
+        """Number of blocks for this many elements."""
+        return -(-size // (self.threads * self.loads * self.vector))
+
+
+class GateBwd(GateFwd):
+    """Its gradients."""
+
+    source: ClassVar[str] = "linear/gate_bwd.cu"
+
+
+def gate(backward: bool, dtype: str, activation: str, aligned: bool) -> GateFwd:
+    """The kernel; ``aligned`` if arrays begin, and are as long as, multiples of 16 bytes."""
+    kind = GateBwd if backward else GateFwd
+    return kind(dtype, activation, GATE_LOADS, vector_width(dtype) if aligned else 1)
+
+
 def row_bytes(dtype: str, depth: int) -> int:
     """Of a row of x in shared memory, as in few_rows.cuh."""
     return -(-depth * ITEM_SIZE[dtype] // SLICE_BYTES) * SLICE_BYTES + 64
@@ -304,3 +339,5 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
         if not rotary:
             yield LinearSimt(dtype, activation, gated)
     yield from map(RotaryEmbedding, ITEM_SIZE)
+    for kind in itertools.product(SWITCHES, ITEM_SIZE, ACTIVATIONS, SWITCHES):
+        yield gate(*kind)

@@ -117,3 +117,17 @@ class MlpParams(ctypes.Structure):
         ("columns", c_int32),
         ("norm", RowNorm),
     ]
+
+
+class GateParams(ctypes.Structure):
+    """The product of an activated gate and what it lets through, forward and backward."""
+
+    _fields_ = [
+        ("gate", c_void_p),
+        ("up", c_void_p),
+        ("dout", c_void_p),
+        ("out", c_void_p),
+        ("dgate", c_void_p),
+        ("dup", c_void_p),
+        ("size", c_int64),
+    ]

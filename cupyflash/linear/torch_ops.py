@@ -4,6 +4,7 @@ Calls take it where torch has to see them, as those of attention do (``torch_ops
 are those of projections without norm, gate and activation; `autograd` makes the others of these.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -65,7 +66,10 @@ def gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     if cos is not None:
         dout = rotate(dout, cos, -sin, positions, ctx.options.interleaved, list(ctx.options.heads))
     rows = dout.reshape(-1, dout.shape[-1])
-    with torch.autocast(dout.device.type, enabled=False):
+    plain = contextlib.nullcontext()
+    if torch._C._is_any_autocast_enabled():  # float32 stays float32
+        plain = torch.autocast(dout.device.type, enabled=False)
+    with plain:
         if needs[X]:
             results[X] = (rows @ weight).reshape(*dout.shape[:-1], weight.shape[1])
         if needs[WEIGHT]:
