@@ -10,7 +10,7 @@ from matrix import each_library, libraries, pairwise
 import cupyflash
 from cupyflash import environment
 from cupyflash.linear.reference import Arrays, Options
-from cupyflash.testing import expected_projection, poison_free_memory, to_float64
+from cupyflash.testing import expected_projection, poison_free_memory, to_float64, to_numpy64
 
 ROWS = [(1,), (3,), (8,), (2, 8), (17,), (4, 8), (3, 2, 7)]
 MANY_ROWS = [(130,), (2, 300), (1023,)]
@@ -199,6 +199,25 @@ def test_linear_is_repeatable(backend, rows):
         assert (cupyflash.linear(x, weight) == first).all()
     if backend.gpu and rows <= 32:
         assert (cupyflash.linear(x[:1], weight) == first[:1]).all()
+
+
+@each_library()
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_float32_weights(backend, rows, dtype):
+    """Beside an x of 16 bits; the values are such as rounding does not change."""
+    if dtype not in backend.dtypes:
+        pytest.skip(f"{backend.name} has no {dtype}")
+    half = lambda shape, seed: stored(backend, normal(shape, seed), dtype)
+    wide = lambda shape, seed: stored(backend, to_numpy64(half(shape, seed)), "float32")
+    x, residual = half((rows, 40), 0), half((rows, 24), 1)
+    arrays = Arrays(x, wide((24, 40), 2), bias=wide(24, 3), residual=residual)
+    expected_projection(arrays, Options("gelu")).check(out=linear(arrays, "gelu"))
+    down = Arrays(None, wide((8, 24), 4), bias=wide(8, 5))
+    up = arrays._replace(gate_weight=wide((24, 40), 6), residual=None)
+    names = {"gate_weight": up.gate_weight, "activation": "silu"}
+    out = cupyflash.mlp(x, up.weight, down.weight, up.bias, down.bias, **names)
+    expected_projection(up, Options("silu"), down).check(out=out)
 
 
 @each_library()

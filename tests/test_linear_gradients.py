@@ -209,7 +209,7 @@ def test_rows_that_do_not_collapse(backend):
 
 @each_library(library="torch", device="cuda")
 @pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "silu", "relu"])
-@pytest.mark.parametrize("size", [1, 4096, 4104, 99999, 0])
+@pytest.mark.parametrize("size", [1, 4096, 4104, 99999])
 def test_gate(backend, activation, size):
     """activation(gate) * up in one pass, and its gradients, from any address."""
     import torch
@@ -340,6 +340,22 @@ def test_second_derivatives(backend, function):
 
 
 @torch_only
+@pytest.mark.parametrize("function", ["linear", "qkv_projection"])
+def test_product_in_float32(backend, function):
+    """On a GPU it takes the place of the kernel without tensor cores; it is right anywhere."""
+    from cupyflash.linear import autograd
+    from cupyflash.linear.reference import Arrays, Options
+
+    residual = {"residual": True} if function == "linear" else {}
+    problem = whole(backend, function, norm="", **residual)
+    problem = dataclasses.replace(problem, activation=None)
+    options = Options(heads=HEADS if function == "qkv_projection" else (0, 0))
+    ours = lambda **tensors: autograd._product_in_float32(Arrays(**tensors), options)
+    dout = gradient_of_out(backend, problem)
+    check(problem, dout, results(ours, leaves(problem.tensors), dout))
+
+
+@torch_only
 def test_opcheck(backend):
     """Both operators, with gradients."""
     import torch
@@ -386,6 +402,19 @@ def test_errors_name_what_the_caller_wrote(backend):
         tensors[name] = tensors[name][..., :-1]
         with pytest.raises(ValueError, match=f"^mlp: {name}"):
             problem.ours(**tensors)
+
+
+@torch_only
+@each_function
+def test_checks_run_once(backend, function, monkeypatch):
+    """A second call of the same signature checks nothing again, but for the steps on a CPU."""
+    from cupyflash.linear import autograd
+
+    problem = whole(backend, function)
+    tensors = leaves(problem.tensors)
+    first = problem.ours(**tensors)
+    monkeypatch.setattr(autograd, "check", None)
+    assert (problem.ours(**tensors) == first).all()
 
 
 @torch_only

@@ -47,7 +47,9 @@ NORMS = """
 import sys
 import cupy, cupyflash, cupyflash.baselines
 from cupyflash import environment
-from cupyflash.linear import projection, sm90_launch
+from cupyflash.array import library_of
+from cupyflash.linear import gate, projection, rotary, sm90_launch
+from cupyflash.linear.reference import Options
 from cupyflash.norm import group_norm_work, ring_shape
 cupy.cuda.set_allocator(None)
 dtype = sys.argv[1]
@@ -85,6 +87,15 @@ for rows in (3, 12, 70):
             cupyflash.qkv_projection(x, up[:240], heads_q=4, heads_kv=1, rotary=rotary)
             rotary = cupyflash.Rotary(make(rows, 32), make(rows, 32))
             cupyflash.qkv_projection(x, up[:256], heads_q=2, heads_kv=1, rotary=rotary)
+# What the gradients of projections launch besides.
+for size in (8, 333, 20008):
+    x = make(size)
+    library = library_of(x)
+    gate.forward(library, "silu", x, x)
+    gate.backward(library, "gelu", x, x, x)
+x, angles = make(2, 5, 4 * 40), make(5, 10)
+rotary.turn(library, x, angles, angles, None, Options(heads=(2, 1)))
+rotary.turn(library, x, angles, angles, cupy.full((2, 5), 3), Options(heads=(2, 1)))
 # linear_few_sm90 in clusters of 4 and of 8; blocks alone in theirs that go on to the next tile.
 for columns, depth, processors in ((300, 264, 132), (300, 520, 132), (320, 520, 2)):
     projection.multiprocessors = sm90_launch.multiprocessors = lambda device: processors

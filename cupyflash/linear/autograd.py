@@ -127,7 +127,7 @@ def _in_steps(function: str, arrays: Arrays, options: Options, down: Down, trace
         if traced or not out.is_cuda:  # compilers fuse these
             out = activate(gate) * out
         else:
-            out = Gate.apply(options.activation, gate, out)
+            out = Gate.apply(options.activation, gate.contiguous(), out.contiguous())
     else:
         out = activate(out)
     if down.weight is not None:
@@ -140,8 +140,19 @@ def _product(function: str, arrays: Arrays, options: Options, traced: bool) -> T
     dtype, bias = arrays.x.dtype, arrays.bias
     bias = None if bias is None else bias.to(dtype)
     arrays = arrays._replace(weight=arrays.weight.to(dtype), bias=bias)
+    if dtype == torch.float32 and arrays.x.is_cuda:
+        return _product_in_float32(arrays, options)
     inputs = torch_ops.flat(function, arrays, options, Down())
     return torch_ops.operator(*inputs) if traced else Product.apply(*inputs)
+
+
+def _product_in_float32(arrays: Arrays, options: Options) -> Tensor:
+    """By torch: cuBLAS is faster than linear_simt, which is made for what has no other kernel."""
+    out = functional.linear(arrays.x, arrays.weight, arrays.bias)
+    if arrays.cos is not None:
+        angles = arrays.cos, arrays.sin, arrays.positions
+        out = torch_ops.rotate(out, *angles, options.interleaved, list(options.heads))
+    return out if arrays.residual is None else out + arrays.residual
 
 
 def _normalised(x: Tensor, arrays: Arrays, options: Options) -> Tensor:
