@@ -28,7 +28,7 @@ from ..kernel_launch import keep
 from . import dispatch, torch_ops
 from . import gate as gates
 from .checks import NAMES, check
-from .dispatch import Down
+from .dispatch import NO_DOWN, Down
 from .reference import Arrays, Options
 
 LIBRARY = library_of(torch.empty(0))
@@ -43,11 +43,35 @@ _checked: dict[tuple, bool] = {}
 
 
 class Product(torch.autograd.Function):
-    """`torch_ops.project` without the host time of an operator."""
+    """A projection without norm, gate and activation.
 
-    forward = staticmethod(torch_ops.project)
-    setup_context = staticmethod(torch_ops.save_for_gradients)
-    backward = staticmethod(torch_ops.gradients)
+    The arguments are few, and forward and setup_context are one, as torch spends more time on each
+    argument, and on the signature of a setup_context, than the rest of a call takes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        others: tuple[str, Arrays, Options],
+    ) -> Tensor:
+        function, arrays, ctx.options = others
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(
+            x if needs_weight else None,
+            weight if needs_x else None,
+            *(arrays.cos, arrays.sin, arrays.positions),
+        )
+        arrays = arrays._replace(x=x, weight=weight, bias=bias, residual=residual)
+        return dispatch.run(function, LIBRARY, (*arrays, *NO_DOWN), ctx.options)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        needs, saved = ctx.needs_input_grad, ctx.saved_tensors
+        return *torch_ops.gradients(dout, needs, saved, ctx.options), None
 
 
 class Gate(torch.autograd.Function):
@@ -142,8 +166,10 @@ def _product(function: str, arrays: Arrays, options: Options, traced: bool) -> T
     arrays = arrays._replace(weight=arrays.weight.to(dtype), bias=bias)
     if dtype == torch.float32 and arrays.x.is_cuda:
         return _product_in_float32(arrays, options)
-    inputs = torch_ops.flat(function, arrays, options, Down())
-    return torch_ops.operator(*inputs) if traced else Product.apply(*inputs)
+    if traced:
+        return torch_ops.operator(*torch_ops.flat(function, arrays, options, NO_DOWN))
+    x, weight, bias, residual = arrays.x, arrays.weight, arrays.bias, arrays.residual
+    return Product.apply(x, weight, bias, residual, (function, arrays, options))
 
 
 def _product_in_float32(arrays: Arrays, options: Options) -> Tensor:

@@ -19,13 +19,12 @@ LIBRARY = library_of(torch.empty(0))
 NUM_ARRAYS = len(Arrays._fields)
 INPUTS = NUM_ARRAYS + len(Down._fields)
 OPTIONAL = [*Arrays._fields[2:], *(f"down_{name}" for name in Down._fields)]
-X, WEIGHT, BIAS, RESIDUAL = (
-    Arrays._fields.index(name) for name in ("x", "weight", "bias", "residual")
+NUM_INPUTS = INPUTS + len(Options._fields) + 1  # the name of the function
+WITH_GRADIENT, ANGLES = (
+    [Arrays._fields.index(name) for name in names]
+    for names in (("x", "weight", "bias", "residual"), ("cos", "sin", "positions"))
 )
-# What a projection with a gradient may have.
-STEP = Arrays(*(name in ("x", "weight", "bias", "residual") for name in Arrays._fields))._replace(
-    cos=True, sin=True, positions=True
-)
+OF_STEP = (*WITH_GRADIENT, *ANGLES)  # what a projection with a gradient may have
 
 
 def flat(function: str, arrays: Arrays, options: Options, down: Down) -> tuple[Any, ...]:
@@ -39,43 +38,55 @@ def project(*arguments: Any) -> Tensor:
     return dispatch.run(function, LIBRARY, given, Options(*options, tuple(heads)))
 
 
-def save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """What `gradients` multiplies, and no more."""
-    arrays, (_, *options, heads) = Arrays(*inputs[:NUM_ARRAYS]), inputs[INPUTS:]
-    ctx.options = Options(*options, tuple(heads))
-    alone = all(y is None for y in inputs[NUM_ARRAYS:INPUTS])
-    ctx.is_step = ctx.options.activation == "none" and alone
-    ctx.is_step &= all(allowed or y is None for allowed, y in zip(STEP, arrays))
-    ctx.num_inputs = len(inputs)
-    needs = ctx.needs_input_grad
-    x, weight = arrays.x if needs[WEIGHT] else None, arrays.weight if needs[X] else None
-    ctx.save_for_backward(x, weight, arrays.cos, arrays.sin, arrays.positions)
+def gradients(
+    dout: Tensor, needs: tuple[bool, ...], saved: tuple[Tensor | None, ...], options: Options
+) -> list[Tensor | None]:
+    """Of x, weight, bias and residual, for a projection without norm, gate and activation.
 
-
-def gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """Of x, weight, bias and residual; products are torch's."""
-    if not ctx.is_step:
-        raise NotImplementedError(
-            "cupyflash::linear: has a gradient without norm, gate and activation only, got some "
-            "(call cupyflash.linear or cupyflash.mlp)"
-        )
-    x, weight, cos, sin, positions = ctx.saved_tensors
-    needs, results = ctx.needs_input_grad, [None] * ctx.num_inputs
-    if needs[RESIDUAL]:
-        results[RESIDUAL] = dout
+    Args:
+        needs: which of the four are wanted.
+        saved: x, weight, cos, sin and positions; x for the gradient of weight, weight for that of
+            x, the others where there is a rotary embedding.
+    """
+    x, weight, cos, sin, positions = saved
+    results: list[Tensor | None] = [None, None, None, dout if needs[3] else None]
     if cos is not None:
-        dout = rotate(dout, cos, -sin, positions, ctx.options.interleaved, list(ctx.options.heads))
+        dout = rotate(dout, cos, -sin, positions, options.interleaved, list(options.heads))
     rows = dout.reshape(-1, dout.shape[-1])
     plain = contextlib.nullcontext()
     if torch._C._is_any_autocast_enabled():  # float32 stays float32
         plain = torch.autocast(dout.device.type, enabled=False)
     with plain:
-        if needs[X]:
-            results[X] = (rows @ weight).reshape(*dout.shape[:-1], weight.shape[1])
-        if needs[WEIGHT]:
-            results[WEIGHT] = rows.t() @ x.reshape(-1, x.shape[-1])
-        if needs[BIAS]:
-            results[BIAS] = rows.sum(0)
+        if needs[0]:
+            results[0] = (rows @ weight).reshape(*dout.shape[:-1], weight.shape[1])
+        if needs[1]:
+            results[1] = rows.t() @ x.reshape(-1, x.shape[-1])
+        if needs[2]:
+            results[2] = rows.sum(0)
+    return results
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    arrays, (_, *options, heads) = Arrays(*inputs[:NUM_ARRAYS]), inputs[INPUTS:]
+    ctx.options = Options(*options, tuple(heads))
+    ctx.is_step = ctx.options.activation == "none" and all(
+        y is None for i, y in enumerate(inputs[:INPUTS]) if i not in OF_STEP
+    )
+    needs_x, needs_weight, *_ = ctx.needs = [ctx.needs_input_grad[i] for i in WITH_GRADIENT]
+    x, weight = arrays.x if needs_weight else None, arrays.weight if needs_x else None
+    ctx.save_for_backward(x, weight, arrays.cos, arrays.sin, arrays.positions)
+
+
+def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    if not ctx.is_step:
+        raise NotImplementedError(
+            "cupyflash::linear: has a gradient without norm, gate and activation only, got some "
+            "(call cupyflash.linear or cupyflash.mlp)"
+        )
+    found = gradients(dout, ctx.needs, ctx.saved_tensors, ctx.options)
+    results: list[Tensor | None] = [None] * NUM_INPUTS
+    for index, result in zip(WITH_GRADIENT, found):
+        results[index] = result
     return tuple(results)
 
 
@@ -90,7 +101,7 @@ operator = torch.library.custom_op(
         " -> Tensor"
     ),
 )
-operator.register_autograd(gradients, setup_context=save_for_gradients)
+operator.register_autograd(_backward, setup_context=_setup)
 
 
 @operator.register_fake
