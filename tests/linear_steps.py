@@ -224,7 +224,7 @@ def largest_sum(problem, dout):
     problem.theirs(products, **tensors).backward(dout.double())
     for x, weight, out in products:
         x, weight, dz = (y.abs() for y in (x.detach(), weight.detach(), out.grad))
-        rows, of_rows = dz.flatten(0, -2), x.flatten(0, -2)
+        rows, of_rows = (y.reshape(-1, y.shape[-1]) for y in (dz, x))
         sums = (x @ weight.t(), dz @ weight, rows.t() @ of_rows, rows.sum(0))
         largest = max(largest, *(float(y.max()) for y in sums))
     return largest

@@ -60,10 +60,8 @@ class Case:
         del options["family"]
         if function == "qkv_projection":
             options |= {"residual": False, "activation": None}
-            if len(self.rows) < 2:
-                options["rows"] = (1, *self.rows)
-            if len(self.rows) > 2:
-                options["rows"] = self.rows[-2:]
+            packed = len(self.rows) == 1 and self.positions
+            options["rows"] = self.rows if packed else (1, 1, *self.rows)[-2:]
         else:
             options["turned"] = 0.0
         columns = options.pop("columns")
@@ -78,7 +76,7 @@ def matrix():
         factors = {
             "function": FUNCTIONS,
             "dtype": list(backend.dtypes),
-            "rows": [(1,), (9,), (2, 8), (3, 2, 7), *([(2, 65)] if backend.gpu else [])],
+            "rows": [(), (1,), (9,), (2, 8), (3, 2, 7), *([(2, 65)] if backend.gpu else [])],
             "depth": [8, 40, 99, *([512, 2056] if backend.gpu else [])],
             "columns": [96, 65],
             "activation": [None, "gelu", "gelu_tanh", "silu", "relu"],
@@ -249,6 +247,40 @@ def test_compiled(backend, function):
     dout = gradient_of_out(backend, problem)
     graph = torch.compile(problem.ours, fullgraph=True, backend="aot_eager")
     check(problem, dout, results(graph, leaves(problem.tensors), dout))
+
+
+@torch_only
+@each_function
+def test_compiled_for_any_size(backend, function):
+    """One graph for batches of several sizes."""
+    import torch
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    frames, counts = CompileCounterWithBackend("aot_eager"), set()
+    ours = whole(backend, function).ours
+    graph = torch.compile(ours, fullgraph=True, dynamic=True, backend=frames)
+    for batch in (2, 3, 6):
+        problem = whole(backend, function, rows=(batch, 5))
+        dout = gradient_of_out(backend, problem)
+        check(problem, dout, results(graph, leaves(problem.tensors), dout))
+        counts.add(frames.frame_count)
+    assert len(counts) == 1
+
+
+@torch_only
+@each_function
+def test_checkpoint(backend, function):
+    """The forward runs again in the backward, in the thread of that."""
+    from torch.utils.checkpoint import checkpoint
+
+    problem = whole(backend, function)
+    names, tensors = list(problem.tensors), leaves(problem.tensors)
+    dout = gradient_of_out(backend, problem)
+    again = lambda *given: problem.ours(**dict(zip(names, given)))
+    repeated = lambda **tensors: checkpoint(again, *tensors.values(), use_reentrant=False)
+    right, found = (results(each, tensors, dout) for each in (problem.ours, repeated))
+    assert all((found[name] == right[name]).all() for name in right)
 
 
 @torch_only
