@@ -165,11 +165,11 @@ def test_gradient_of_one_argument(backend, function):
 def test_nothing_is_recorded_without_gradients(backend, function, monkeypatch):
     import torch
 
-    from cupyflash.linear import autograd
+    from cupyflash.linear import torch_call
 
     problem = whole(backend, function)
     right = problem.ours(**problem.tensors)
-    monkeypatch.setattr(autograd, "call", None)
+    monkeypatch.setattr(torch_call, "call", None)
     with torch.no_grad():
         out = problem.ours(**leaves(problem.tensors))
     assert not out.requires_grad and (out == right).all()
@@ -335,6 +335,47 @@ def test_autocast_normalises_float32_in_float32(backend):
 
 
 @torch_only
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_nothing_is_broadcast(backend, traced):
+    """What torch itself would stretch is refused by name, also where it sees the call."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def refused(name, cast, dtype="float32"):
+        problem = whole(backend, "mlp" if name == "gate_weight" else "linear", dtype)
+        tensors = leaves(problem.tensors)
+        tensors[name] = tensors[name][:1].float() if cast else tensors[name][:1]
+        on = torch.autocast(backend.device, torch.bfloat16) if cast else contextlib.nullcontext()
+        seen = FlopCounterMode(display=False) if traced else contextlib.nullcontext()
+        with pytest.raises(ValueError, match=f"^(linear|mlp): {name} must have shape"), on, seen:
+            problem.ours(**tensors)
+
+    for name in ("residual", "bias", "gate_weight"):
+        refused(name, cast=False)
+    refused("residual", cast=True, dtype="bfloat16")
+
+
+@torch_only
+def test_errors_under_autocast(backend):
+    """They name what the caller wrote, also where a norm or a residual is a step of its own."""
+    import torch
+
+    problem = whole(backend, "mlp", "bfloat16", weights="float32")
+    for name in ("x", "residual"):
+        problem.tensors[name] = problem.tensors[name].float()
+    wrong = {"norm_weight": "weight of norm", "norm_bias": "bias of norm", "residual": "residual"}
+    for name, called in wrong.items():
+        tensors = problem.tensors | {name: problem.tensors[name][..., :-1]}
+        refused = pytest.raises(ValueError, match=f"^mlp: {called} must have shape")
+        with torch.autocast(backend.device, torch.bfloat16), refused:
+            problem.ours(**tensors)
+    tensors = problem.tensors | {"residual": problem.tensors["residual"].double()}
+    refused = pytest.raises(TypeError, match="^mlp: residual must be .*got float64")
+    with torch.autocast(backend.device, torch.bfloat16), refused:
+        problem.ours(**tensors)
+
+
+@torch_only
 @each_function
 def test_a_backward_under_autocast(backend, function):
     """float32 stays float32 where only the backward stands inside."""
@@ -382,7 +423,7 @@ def test_product_in_float32(backend, function):
     problem = whole(backend, function, norm="", **residual)
     problem = dataclasses.replace(problem, activation=None)
     options = Options(heads=HEADS if function == "qkv_projection" else (0, 0))
-    ours = lambda **tensors: autograd._product_in_float32(Arrays(**tensors), options)
+    ours = lambda **tensors: autograd._product_in_float32(function, Arrays(**tensors), options)
     dout = gradient_of_out(backend, problem)
     check(problem, dout, results(ours, leaves(problem.tensors), dout))
 

@@ -1,10 +1,10 @@
-"""Projections in the steps that torch's autograd and autocast need.
+"""Projections in the steps that torch's autograd needs.
 
 The fused forward writes nothing but its result. Its backward needs what was multiplied (the
 normalised x, the hidden activations) and, behind an activation, what was activated. For M rows,
 N columns and depth K in 16 bits there are two ways to have the latter:
 
-* multiply again in the backward: 2MNK operations more, a sixth of the 6MNK of a projection with
+* multiply again in the backward: 2MNK operations more, a third of the 6MNK of a projection with
   both of its gradients. At 700 TFLOP/s that takes 2.2 ps for each of the MN numbers at K = 768,
   12 ps at K = 4096;
 * write it, and activate in a pass of its own: 4 bytes more for each number, 1 ps at 4 TB/s.
@@ -27,7 +27,7 @@ from ..array import library_of
 from ..kernel_launch import keep
 from . import dispatch, torch_ops
 from . import gate as gates
-from .checks import NAMES, check
+from .checks import check
 from .dispatch import NO_DOWN, Down
 from .reference import Arrays, Options
 
@@ -95,38 +95,14 @@ class Gate(torch.autograd.Function):
         return None, *(next(found) if y.requires_grad else None for y in (gate, up))
 
 
-def call(function: str, arrays: Arrays, options: Options, down: Down, traced: bool) -> Tensor:
-    """`dispatch.call` under autocast, or where gradients are wanted or torch has to see the call.
+def in_steps(function: str, arrays: Arrays, options: Options, down: Down, traced: bool) -> Tensor:
+    """A call with gradients; each product is an operator if torch has to see it.
 
-    Args:
-        traced: torch has to see the call: each step is an operator.
+    Raises:
+        NotImplementedError: gradients of cos and sin.
     """
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(f"{function}: is not built for transforms of torch.func")
-    if traced and not torch.compiler.is_compiling():
-        _require_one_device(function, (*arrays, *down))
-    arrays, down, residual = _autocast(arrays, options, down)
-    if _wants_gradient(*arrays, *down):
-        out = _in_steps(function, arrays, options, down, traced)
-    elif traced:
-        out = torch_ops.operator(*torch_ops.flat(function, arrays, options, down))
-    else:
-        out = dispatch.run(function, LIBRARY, (*arrays, *down), options)
-    return out if residual is None else out + residual
-
-
-def _require_one_device(function: str, given: tuple[Any, ...]) -> None:
-    """An operator gives a shape without numbers as soon as one tensor has none."""
-    x = given[0]
-    for name, y in zip(NAMES[function], given, strict=True):
-        if isinstance(y, Tensor) and y.device != x.device:
-            where = f"x on {x.device} and {name} on {y.device}"
-            raise ValueError(f"{function}: all arrays must be on the same device, got {where}")
-
-
-def _in_steps(function: str, arrays: Arrays, options: Options, down: Down, traced: bool) -> Tensor:
     if not traced:
-        _check_once(function, arrays, options, down)
+        check_once(function, arrays, down, options)
     for name in ("cos", "sin"):
         angles = getattr(arrays, name)
         if angles is not None and angles.requires_grad:
@@ -134,7 +110,7 @@ def _in_steps(function: str, arrays: Arrays, options: Options, down: Down, trace
             raise NotImplementedError(f"{function}: {fact}, got one that does")
     x = arrays.x
     if arrays.norm_weight is not None:
-        x = _normalised(x, arrays, options)
+        x = normalised(x, arrays, options)
         arrays = arrays._replace(x=x, norm_weight=None, norm_bias=None)
     if down.weight is None and options.activation == "none":
         return _product(function, arrays, options, traced)
@@ -147,6 +123,7 @@ def _in_steps(function: str, arrays: Arrays, options: Options, down: Down, trace
     activate = ACTIVATIONS[options.activation]
     out = product(x, arrays.weight, arrays.bias, None)
     if arrays.gate_weight is not None:
+        _require_shape(function, "gate_weight", arrays.gate_weight, arrays.weight.shape)
         gate = product(x, arrays.gate_weight, arrays.gate_bias, None)
         if traced or not out.is_cuda:  # compilers fuse these
             out = activate(gate) * out
@@ -156,7 +133,7 @@ def _in_steps(function: str, arrays: Arrays, options: Options, down: Down, trace
         out = activate(out)
     if down.weight is not None:
         return product(out, down.weight, down.bias, down.residual)
-    return out if arrays.residual is None else out + arrays.residual
+    return plus(function, out, arrays.residual)
 
 
 def _product(function: str, arrays: Arrays, options: Options, traced: bool) -> Tensor:
@@ -165,23 +142,41 @@ def _product(function: str, arrays: Arrays, options: Options, traced: bool) -> T
     bias = None if bias is None else bias.to(dtype)
     arrays = arrays._replace(weight=arrays.weight.to(dtype), bias=bias)
     if dtype == torch.float32 and arrays.x.is_cuda:
-        return _product_in_float32(arrays, options)
+        return _product_in_float32(function, arrays, options)
     if traced:
         return torch_ops.operator(*torch_ops.flat(function, arrays, options, NO_DOWN))
     x, weight, bias, residual = arrays.x, arrays.weight, arrays.bias, arrays.residual
     return Product.apply(x, weight, bias, residual, (function, arrays, options))
 
 
-def _product_in_float32(arrays: Arrays, options: Options) -> Tensor:
+def _product_in_float32(function: str, arrays: Arrays, options: Options) -> Tensor:
     """By torch: cuBLAS is faster than linear_simt, which is made for what has no other kernel."""
+    if arrays.bias is not None:
+        _require_shape(function, "bias", arrays.bias, arrays.weight.shape[:1])
     out = functional.linear(arrays.x, arrays.weight, arrays.bias)
     if arrays.cos is not None:
         angles = arrays.cos, arrays.sin, arrays.positions
         out = torch_ops.rotate(out, *angles, options.interleaved, list(options.heads))
-    return out if arrays.residual is None else out + arrays.residual
+    return plus(function, out, arrays.residual)
 
 
-def _normalised(x: Tensor, arrays: Arrays, options: Options) -> Tensor:
+def plus(function: str, out: Tensor, residual: Tensor | None) -> Tensor:
+    """out + residual, of one shape."""
+    if residual is None:
+        return out
+    _require_shape(function, "residual", residual, out.shape)
+    return out + residual
+
+
+def _require_shape(function: str, name: str, x: Tensor, shape: torch.Size) -> None:
+    """torch would broadcast. Only what is traced comes here unchecked."""
+    if x.shape != shape:
+        fact = f"{name} must have shape {tuple(shape)}"
+        raise ValueError(f"{function}: {fact}, got {tuple(x.shape)}")
+
+
+def normalised(x: Tensor, arrays: Arrays, options: Options) -> Tensor:
+    """x after the norm."""
     from ..norm.norm import layer_norm, rms_norm
 
     # As rows, which may be copied: axes that do not collapse are no matter to a projection.
@@ -193,43 +188,7 @@ def _normalised(x: Tensor, arrays: Arrays, options: Options) -> Tensor:
     return out if rows is x else out.reshape(x.shape)
 
 
-def _autocast(arrays: Arrays, options: Options, down: Down) -> tuple[Arrays, Down, Tensor | None]:
-    """Everything in the dtype of autocast, and a residual of another dtype, which is added last.
-
-    As with separate operations, a norm of a float32 x is computed in float32.
-    """
-    x = arrays.x
-    if not isinstance(x, Tensor) or x.is_meta or not torch.is_autocast_enabled(x.device.type):
-        return arrays, down, None
-    dtype = torch.get_autocast_dtype(x.device.type)
-    if x.dtype == torch.float32 != dtype and arrays.norm_weight is not None:
-        weight, bias = _in_dtype(torch.float32, arrays.norm_weight, arrays.norm_bias)
-        x = _normalised(x, arrays._replace(norm_weight=weight, norm_bias=bias), options)
-        arrays = arrays._replace(norm_weight=None, norm_bias=None)
-    names = ("weight", "gate_weight", "bias", "gate_bias")
-    cast = _in_dtype(dtype, x, *(getattr(arrays, name) for name in names))
-    arrays = arrays._replace(**dict(zip(("x", *names), cast)))
-    weight, bias = _in_dtype(dtype, down.weight, down.bias)
-    down = down._replace(weight=weight, bias=bias)
-    for residual in (arrays.residual, down.residual):
-        if isinstance(residual, Tensor) and residual.dtype != dtype:
-            return arrays._replace(residual=None), down._replace(residual=None), residual
-    return arrays, down, None
-
-
-def _in_dtype(dtype: torch.dtype, *given: Any) -> list[Any]:
-    """What autocast casts in another dtype, everything else as it is: it will be refused."""
-    half = (torch.float16, torch.bfloat16, torch.float32)
-    return [y.to(dtype) if isinstance(y, Tensor) and y.dtype in half else y for y in given]
-
-
-def _wants_gradient(*given: Any) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(isinstance(y, Tensor) and y.requires_grad for y in given)
-
-
-def _check_once(function: str, arrays: Arrays, options: Options, down: Down) -> None:
+def check_once(function: str, arrays: Arrays, down: Down, options: Options) -> None:
     """`check` for each signature: the steps would name other arguments than the caller."""
     given = (*arrays, *down)
     try:

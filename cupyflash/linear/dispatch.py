@@ -47,9 +47,9 @@ def call(function: str, arrays: Arrays, options: Options, down: Down = NO_DOWN) 
         NotImplementedError: transforms of torch.func, gradients of cos and sin.
     """
     if compiling():
-        from . import autograd
+        from . import torch_call
 
-        return autograd.call(function, arrays, options, down, traced=True)
+        return torch_call.call(function, arrays, options, down, traced=True)
     given, library = (*arrays, *down), library_of(arrays.x)
     if library is None:
         if arrays.x is None:
@@ -61,9 +61,9 @@ def call(function: str, arrays: Arrays, options: Options, down: Down = NO_DOWN) 
     if library.watched(arrays.x) or library.wants_gradient(
         *[y for y in given if y is not None and library_of(y) is library]
     ):
-        from . import autograd
+        from . import torch_call
 
-        return autograd.call(function, arrays, options, down, library.traced(arrays.x))
+        return torch_call.call(function, arrays, options, down, library.traced(arrays.x))
     return run(function, library, given, options)
 
 

@@ -1,7 +1,7 @@
 """torch operator ``cupyflash::linear``: the projections of `dispatch.run`, and their gradients.
 
 Calls take it where torch has to see them, as those of attention do (``torch_ops.py``). Gradients
-are those of projections without norm, gate and activation; `autograd` makes the others of these.
+are those of projections without norm, gate and activation, of which `autograd` makes the others.
 """
 
 import contextlib
