@@ -296,5 +296,8 @@ def test_cupy_without_curand(monkeypatch):
         raise ImportError("libcurand.so.10")
 
     monkeypatch.setattr(cupy, "random", SimpleNamespace(randint=missing), raising=False)
+    library = CupyLibrary()
+    monkeypatch.setattr(library, "current_device", lambda: 0)
+    like = SimpleNamespace(data=SimpleNamespace(device_id=0))
     with pytest.raises(ImportError, match="dropout_seed .* needs cuRAND: pip install"):
-        CupyLibrary().random_seed(None)
+        library.random_seed(like)
