@@ -286,10 +286,10 @@ class TorchLibrary:
 
     def _refuse_tangents(self, arrays: tuple[Any, ...]) -> None:
         for x in arrays:
-            if isinstance(x, self.torch.Tensor):
-                if self._forward_mode.unpack_dual(x).tangent is not None:
-                    fact = "forward-mode derivatives are not built, allowed are those of backward"
-                    raise NotImplementedError(f"cupyflash: {fact}, got a dual tensor")
+            is_tensor = isinstance(x, self.torch.Tensor)
+            if is_tensor and self._forward_mode.unpack_dual(x).tangent is not None:
+                fact = "forward-mode derivatives are not built, allowed are those of backward"
+                raise NotImplementedError(f"cupyflash: {fact}, got a dual tensor")
 
     def wants_gradient(self, *arrays: Array) -> bool:
         for x in arrays:

@@ -135,9 +135,7 @@ def explicit_backward(
         deterministic = plain_flag(function, "deterministic", deterministic)
         library = library_of(tensors[1])
         given = tensors if extras is NO_EXTRAS else (*tensors, *extras)
-        if library is None or not (
-            library.traced(*given) or _wants_derivative(library, given)
-        ):
+        if library is None or not (library.traced(*given) or _wants_derivative(library, given)):
             return backward(function, *tensors, options, extras, deterministic, *rest)
     from . import torch_ops
 
