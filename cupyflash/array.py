@@ -456,7 +456,9 @@ def from_foreign(function: str, x: Array, name: str = "arrays") -> Array:
     if getattr(x, "requires_grad", False) is True or getattr(x, "stop_gradient", True) is False:
         fact = f"{name} of libraries other than torch have no gradients"
         raise NotImplementedError(f"{function}: {fact}, got a {kind} that requires one")
-    if hasattr(x, "__dlpack_device__") and hasattr(x, "__dlpack__"):
+    if isinstance(x, type):  # which has the attributes of its arrays
+        kind = f"the class {x.__name__}"
+    elif hasattr(x, "__dlpack_device__") and hasattr(x, "__dlpack__"):
         if int(x.__dlpack_device__()[0]) == 1:  # kDLCPU
             try:
                 return numpy.from_dlpack(x)
@@ -465,7 +467,7 @@ def from_foreign(function: str, x: Array, name: str = "arrays") -> Array:
         import cupy
 
         return cupy.from_dlpack(x)
-    if hasattr(x, "__cuda_array_interface__"):
+    elif hasattr(x, "__cuda_array_interface__"):
         import cupy
 
         return cupy.asarray(x)

@@ -29,6 +29,7 @@ from .problem import (
 )
 
 BIAS = Extras._fields.index("bias")
+TENSORS = ("dout", "q", "k", "v", "out", "lse")  # of a backward
 
 _forward_plans: dict[tuple, ForwardPlan] = {}
 _backward_plans: dict[tuple, BackwardPlan] = {}
@@ -135,8 +136,10 @@ def explicit_backward(
         deterministic = plain_flag(function, "deterministic", deterministic)
         library = library_of(tensors[1])
         given = tensors if extras is NO_EXTRAS else (*tensors, *extras)
-        if library is None or not (library.traced(*given) or _wants_derivative(library, given)):
+        seen = library is not None and library.traced(tensors[1], *given)
+        if not (seen or (library is not None and _wants_derivative(library, given))):
             return backward(function, *tensors, options, extras, deterministic, *rest)
+        _check_library(function, library, dict(zip(TENSORS, tensors)) | _given(extras))
     from . import torch_ops
 
     _require_seed(function, options, extras)
@@ -164,7 +167,7 @@ def backward(
     """Gradients in the library of q: of the sinks if there are any, of the bias if asked for."""
     library = library_of(q)
     if library is None:
-        tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        tensors = dict(zip(TENSORS, (dout, q, k, v, out, lse)))
         *tensors, extras = _imported(function, tensors, extras)
         found = backward(function, *tensors, options, extras, deterministic, bias_grad)
         return Gradients(*(None if x is None else to_foreign(x, q) for x in found))

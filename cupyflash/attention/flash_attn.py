@@ -116,9 +116,8 @@ def flash_attn_varlen_func(
     """
     function = "flash_attn_varlen_func"
     if block_table is not None:
-        raise NotImplementedError(
-            f"{function}: block_table (paged keys and values) is not built yet"
-        )
+        fact = "paged keys and values are not built, block_table must be None"
+        raise NotImplementedError(f"{function}: {fact}, got a {type(block_table).__name__}")
     lengths = (max_seqlen_q, max_seqlen_k)
     options = (causal, softmax_scale, window_size, softcap, "thd", lengths, dropout_p)
     return _call(
@@ -199,7 +198,8 @@ def _call(
 
 def _unpack(function: str, name: str, packed: Array, rank: int, parts: int) -> list[Array]:
     """The parts along the axis before the heads, as views."""
-    shape = tuple(getattr(packed, "shape", ()))
+    shape = getattr(packed, "shape", ())
+    shape = tuple(shape) if isinstance(shape, tuple) else ()  # no class of arrays
     if len(shape) != rank or shape[-3] != parts:
         axes = "(batch, seqlen" if rank == 5 else "(total"
         fact = f"{name} must be {axes}, {parts}, heads, head_dim)"

@@ -229,6 +229,9 @@ def check_lse(function: str, problem: Problem, lse: View) -> None:
     """The LSE of the forward, an input of the backward."""
     if lse.dtype != "float32":
         raise TypeError(f"{function}: lse must be float32, got {lse.dtype}")
+    if lse.device != problem.device:
+        where = f"devices {device_name(lse.device)} and {device_name(problem.device)}"
+        raise ValueError(f"{function}: lse must be on the device of q, got {where}")
     _require(lse.shape == problem.lse_shape, function, f"lse must be {problem.lse_shape}", lse)
 
 

@@ -142,7 +142,7 @@ def _(
 ) -> list[Tensor]:
     *arguments, bias_grad = arguments
     extras = Extras(*arguments[:NUM_EXTRAS])
-    require_one_device("attention_backward", q, dout, k, v, out, lse, *extras)
+    require_one_device(arguments[NUM_EXTRAS], q, dout, k, v, out, lse, *extras)
     learned = [x for x in _learned(extras, bias_grad) if x is not None]
     return [*map(_empty, (q, k, v)), *(x.new_empty(x.shape) for x in learned)]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..array import library_of
+from ..torch_meta import require_one_device
 from . import dispatch, group_norm_dispatch
 from .autograd import image_like, in_format_of, row_contiguous
 
@@ -91,6 +92,7 @@ def _norm(
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *options: Any
 ) -> list[Tensor]:
+    require_one_device(options[0], x, weight, bias, residual)
     results = [_rows_like(x) for y in (x, residual) if y is not None]
     return [*results, x.new_empty((*x.shape[:-1], 2), dtype=torch.float32)]
 
@@ -123,6 +125,7 @@ def _norm_backward(
 
 @_norm_backward.register_fake
 def _(dout: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
+    require_one_device(rest[2], x, dout, weight, *rest[:2])
     need_dbias = rest[-1]
     return [_rows_like(x), *(weight.new_empty(weight.shape) for _ in range(1 + need_dbias))]
 
@@ -146,6 +149,7 @@ def _group_norm(
 def _(
     x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, *options: Any
 ) -> tuple[Tensor, Tensor]:
+    require_one_device("group_norm", x, weight, bias)
     stats = x.new_empty((x.shape[0], num_groups, 2), dtype=torch.float32)
     return image_like(x), stats
 
@@ -170,6 +174,7 @@ def group_norm_backward(
 def _(
     dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    require_one_device("group_norm_backward", x, dout, weight, bias, rest[0])
     return image_like(x), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
 
 
