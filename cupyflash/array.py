@@ -65,6 +65,9 @@ class NumpyLibrary:
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
 
+    def reshape(self, shape: tuple[int, ...], x: Array) -> Array:
+        return x.reshape(shape)
+
     def seed(self, value: int, like: Array) -> Array:
         """An int64 array of one element."""
         return numpy.array([value], numpy.int64)
@@ -203,6 +206,10 @@ class CupyLibrary:
     @_on_its_device
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
+
+    @_on_its_device
+    def reshape(self, shape: tuple[int, ...], x: Array) -> Array:
+        return x.reshape(shape)
 
     def device(self, x: Array) -> int:
         return x.data.device_id
@@ -382,6 +389,9 @@ class TorchLibrary:
 
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
+
+    def reshape(self, shape: tuple[int, ...], x: Array) -> Array:
+        return x.reshape(shape)
 
     def device(self, x: Array) -> int:
         return x.get_device()

@@ -77,7 +77,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         extras = Extras(bias=_at_most_four_axes(attn_mask, shape))
     out, _ = forward(FUNCTION, q, k, v, options, extras)
-    return out if len(shape) == 4 else out.reshape(shape)
+    return out if len(shape) == 4 else _reshape(out, shape)
 
 
 def _known(name: str, x: Array) -> Array:
@@ -105,7 +105,13 @@ def _four_axes(x: Array) -> Array:
     if len(shape) == 4:
         return x
     heads = shape[-3] if len(shape) > 2 else 1
-    return x.reshape(math.prod(shape[:-3]), heads, *shape[-2:])
+    return _reshape(x, (math.prod(shape[:-3]), heads, *shape[-2:]))
+
+
+def _reshape(x: Array, shape: tuple[int, ...]) -> Array:
+    """x.reshape(shape), which may copy: on the device of x."""
+    library = None if compiling() else library_of(x)
+    return x.reshape(shape) if library is None else library.reshape(shape, x)
 
 
 def _at_most_four_axes(mask: Array, shape: tuple[int, ...]) -> Array:
@@ -117,9 +123,9 @@ def _at_most_four_axes(mask: Array, shape: tuple[int, ...]) -> Array:
         fact = "attn_mask must broadcast to (..., heads_q, seqlen_q, seqlen_k)"
         raise ValueError(f"{FUNCTION}: {fact}, got {got} for query {shape}")
     if len(got) < 2:
-        return mask.reshape((1,) * (2 - len(got)) + got)
+        return _reshape(mask, (1,) * (2 - len(got)) + got)
     if len(got) <= 3 or len(shape) == 4:
         return mask
     whole = (*batch, *got[-3:])
     mask = mask.expand(whole) if hasattr(mask, "expand") else numpy.broadcast_to(mask, whole)
-    return mask.reshape(math.prod(batch), *got[-3:])
+    return _reshape(mask, (math.prod(batch), *got[-3:]))
