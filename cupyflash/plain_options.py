@@ -11,6 +11,8 @@ import numpy
 
 from .array import device_name, library_of
 
+PLAIN = (bool, int, float, str)
+
 
 def host_value(function: str, name: str, x: Any) -> Any:
     """The number in a NumPy scalar or in an array of no dimensions; any other object as it is.
@@ -19,6 +21,8 @@ def host_value(function: str, name: str, x: Any) -> Any:
         TypeError: it lies on a GPU: reading it would wait for all work there.
         NotImplementedError: it wants a gradient.
     """
+    if type(x) in PLAIN:
+        return x
     if isinstance(x, numpy.generic):
         return x.item()
     library = library_of(x)
@@ -56,6 +60,8 @@ def plain_real(function: str, name: str, x: Any) -> float:
     Raises:
         As `plain_flag`.
     """
+    if type(x) is float:
+        return x
     value = host_value(function, name, x)
     if hasattr(value, "__float__") and not isinstance(value, bool) and not library_of(value):
         try:
@@ -71,6 +77,8 @@ def plain_integer(function: str, name: str, x: Any) -> int:
     Raises:
         As `plain_flag`.
     """
+    if type(x) is int:
+        return x
     value = host_value(function, name, x)
     if hasattr(value, "__index__") and not isinstance(value, bool) and not library_of(value):
         return operator.index(value)

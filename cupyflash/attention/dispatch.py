@@ -244,14 +244,16 @@ def prepared(function: str, library: Any, q: Array, options: tuple, extras: Extr
 def with_seed(function: str, library: Any, q: Array, options: tuple, extras: Extras) -> Extras:
     """An array for the seed if there is dropout, no seed otherwise."""
     seed, dropout = extras.dropout_seed, Options(*options).dropout_p
+    if seed is None and not dropout:
+        return extras
     if isinstance(seed, int | numpy.integer) and not isinstance(seed, bool):
         if not 0 <= seed < 2**63:
             fact = "dropout_seed must be at least 0 and less than 2**63"
             raise ValueError(f"{function}: {fact}, got {seed}")
         seed = library.seed(int(seed), q) if dropout else None
-    elif seed is None and dropout:
+    elif seed is None:
         seed = library.random_seed(q)
-    elif seed is not None and not dropout:
+    elif not dropout:
         _check_library(function, library, {"dropout_seed": seed})
         seed = None
     extras = extras._replace(dropout_seed=seed)

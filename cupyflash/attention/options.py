@@ -39,10 +39,10 @@ def plain_options(function: str, options: tuple) -> tuple:
         type(causal) is bool
         and (scale is None or type(scale) is float)
         and (window is None or _is_plain_pair(window))
-        and type(softcap) is float
+        and (type(softcap) is float or _is_zero(softcap))
         and type(layout) is str
-        and (max_seqlens is None or _is_plain_pair(max_seqlens))
-        and type(dropout_p) is float
+        and (max_seqlens is None or (_is_plain_pair(max_seqlens) and None not in max_seqlens))
+        and (type(dropout_p) is float or _is_zero(dropout_p))
     ):
         return options  # as nearly every call has them; 0.3 µs
     if compiling():  # numbers may be symbols; the operator checks when it runs
@@ -68,13 +68,26 @@ def plain_options(function: str, options: tuple) -> tuple:
 
 
 def _is_plain_pair(x: Any) -> bool:
-    return type(x) is tuple and len(x) == 2 and type(x[0]) is int and type(x[1]) is int
+    if type(x) is not tuple or len(x) != 2:
+        return False
+    first, second = x
+    return (first is None or (type(first) is int and first < UNLIMITED)) and (
+        second is None or (type(second) is int and second < UNLIMITED)
+    )
+
+
+def _is_zero(x: Any) -> bool:
+    return type(x) is int and x == 0
 
 
 def _window(function: str, name: str, window: Any) -> tuple[int | None, int | None]:
     """(left, right) of a tuple, list or array of two."""
     sides = window
-    if library_of(window) is not None and len(window.shape) == 1:
+    if (
+        not isinstance(window, tuple | list)
+        and library_of(window) is not None
+        and len(window.shape) == 1
+    ):
         sides = tuple(window)
     if not isinstance(sides, tuple | list) or len(sides) != 2:
         allowed = "None or (left, right), each at least 0, or None or -1 for unlimited"
