@@ -241,7 +241,8 @@ class TorchLibrary:
 
     def signature(self, x: Array) -> tuple:
         try:
-            return (x.shape, x.stride(), x.dtype, x.get_device(), x.is_neg())
+            plain = self._is_plain.get(type(x)) or self._kind_is_plain(type(x))
+            return (x.shape, x.stride(), x.dtype, x.get_device(), x.is_neg(), plain)
         except RuntimeError:  # no strides: sparse, nested; the checks of `view` refuse it
             return (x.layout, x.dtype)
 
@@ -255,6 +256,8 @@ class TorchLibrary:
             return View(shape, (), f"{kind} {dtype}", device)
         if x.is_neg():
             dtype += " with its negative bit set (use resolve_neg())"
+        if not self._kind_is_plain(type(x)):
+            dtype += f" in a {type(x).__name__}"
         return View(tuple(x.shape), x.stride(), dtype, device)
 
     def on_cpu(self, x: Array) -> bool:
@@ -293,16 +296,19 @@ class TorchLibrary:
 
     def _refuse_tangents(self, arrays: tuple[Any, ...]) -> None:
         for x in arrays:
-            is_tensor = isinstance(x, self.torch.Tensor)
-            if is_tensor and self._forward_mode.unpack_dual(x).tangent is not None:
+            if isinstance(x, self.torch.Tensor) and self._has_tangent(x):
                 fact = "forward-mode derivatives are not built, allowed are those of backward"
                 raise NotImplementedError(f"cupyflash: {fact}, got a dual tensor")
 
+    def _has_tangent(self, x: Array) -> bool:
+        return self._forward_mode.unpack_dual(x).tangent is not None
+
     def wants_gradient(self, *arrays: Array) -> bool:
+        """Of either mode: a derivative that a result without one would lose."""
         for x in arrays:
             if x.requires_grad:
                 return self.torch.is_grad_enabled()
-        return False
+        return self._forward_mode._current_level >= 0 and any(map(self._has_tangent, arrays))
 
     def determinism(self) -> str:
         """What torch.use_deterministic_algorithms asks for: "error", "warn" or ""."""
@@ -330,9 +336,17 @@ class TorchLibrary:
         return self.empty(x.shape, strides, like).copy_(result)
 
     def pointer(self, x: Array) -> int:
+        """0 for what the checks of a plan refuse; none is ever launched with it.
+
+        Raises:
+            NotImplementedError: a tensor of a transform of torch.func.
+        """
         try:
             return x.data_ptr()
-        except RuntimeError:  # no memory: sparse, nested; the checks of `view` refuse it
+        except RuntimeError:
+            if x.layout is self.torch.strided and not x.is_meta and self._kind_is_plain(type(x)):
+                fact = "transforms of torch.func are not built for this"
+                raise NotImplementedError(f"cupyflash: {fact}, got a tensor of one") from None
             return 0
 
     def contiguous(self, x: Array) -> Array:

@@ -250,6 +250,8 @@ def test_explicit_backward_is_no_constant(backend):
     dq = cupyflash.attention_backward(**arrays, **options)[0]
     with pytest.raises(NotImplementedError, match="attention has no second derivative"):
         dq.sum().backward()
+    arrays["dropout_seed"] = 4  # the number that the array holds
+    assert torch.equal(cupyflash.attention_backward(**arrays, **options)[0], dq)
     with torch.no_grad():
         assert not cupyflash.attention_backward(**arrays, **options)[0].requires_grad
 
@@ -403,3 +405,66 @@ def test_the_switch_reaches_the_plan(backend, monkeypatch):
         assert library.determinism() == "error"
     with switched(warn_only=True):
         assert library.determinism() == "warn"
+
+
+# Functions without an operator -------------------------------------------------------------------
+
+
+def operatorless(backend):
+    """name: (function, arrays by argument)."""
+    from cupyflash.decode.cached_attention import attention_with_cache
+    from cupyflash.decode.embedding import embedding
+    from cupyflash.decode.kv_cache import cache_append
+    from cupyflash.decode.sampling import sample
+
+    dtype = backend.dtypes[0]
+    normal = lambda *shape: backend.array(  # noqa: E731
+        numpy.random.default_rng(0).standard_normal(shape), dtype
+    )
+    integers = lambda *values: backend.array(numpy.array(values, "int32"))  # noqa: E731
+    new = {name: normal(2, 1, 2, 16) for name in "qkv"}
+    caches = {"k_cache": normal(2, 9, 2, 16), "v_cache": normal(2, 9, 2, 16)}
+    positions = {"positions": integers(3, 4)}
+    rows = {name: normal(2, 2, 16) for name in "kv"}
+    sampler = cupyflash.DiffusionSampler.ddpm(cupyflash.beta_schedule("linear", 10))
+    x = normal(2, 5)
+    return {
+        "attention_with_cache": (attention_with_cache, new | caches | positions),
+        "cache_append": (cache_append, rows | caches | positions),
+        "embedding": (embedding, {"tokens": integers(1, 2), "token_weight": normal(5, 16)}),
+        "sample": (sample, {"logits": normal(2, 9), "out": integers(0, 0)}),
+        "step": (
+            lambda **arrays: sampler.step(**arrays, step=3),
+            {"x": x, "predicted": normal(2, 5), "noise": normal(2, 5)},
+        ),
+    }
+
+
+@each_library(library="torch")
+@pytest.mark.parametrize(
+    "name", ["attention_with_cache", "cache_append", "embedding", "sample", "step"]
+)
+def test_what_torch_cannot_see_is_refused(backend, name):
+    """A subclass, whichever array it is; the second time too, when there is a plan."""
+    function, arrays = operatorless(backend)[name]
+    function(**arrays)
+    for argument, x in arrays.items():
+        for other in (wrapper(x, []), x.to("meta")):
+            with pytest.raises((TypeError, ValueError, NotImplementedError), match="got"):
+                function(**arrays | {argument: other})
+
+
+@each_library(library="torch")
+def test_derivatives_of_what_torch_cannot_see(backend):
+    import torch
+    from torch.autograd import forward_ad
+
+    step, arrays = operatorless(backend)["step"]
+    for argument, x in arrays.items():
+        call = lambda y, argument=argument: step(**arrays | {argument: y})  # noqa: E731
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError):
+            call(forward_ad.make_dual(x, x))
+        with pytest.raises(NotImplementedError):
+            call(x.clone().requires_grad_())
+        with pytest.raises((TypeError, ValueError, NotImplementedError, RuntimeError)):
+            torch.func.vmap(call)(x[None])

@@ -139,11 +139,11 @@ def explicit_backward(
         seen = library is not None and library.traced(tensors[1], *given)
         if not (seen or (library is not None and _wants_derivative(library, given))):
             return backward(function, *tensors, options, extras, deterministic, *rest)
-        _check_library(function, library, dict(zip(TENSORS, tensors)) | _given(extras))
+        _check_library(function, library, dict(zip(TENSORS, tensors)))
+        _require_seed(function, options, extras)
+        extras = prepared(function, library, tensors[1], options, extras)
     from . import torch_ops
 
-    _require_seed(function, options, extras)
-    extras = with_seed(function, torch_ops.LIBRARY, tensors[1], options, extras)
     return torch_ops.attention_backward(function, *tensors, options, extras, deterministic, *rest)
 
 
