@@ -274,8 +274,7 @@ class TorchLibrary:
         Raises:
             NotImplementedError: forward-mode derivatives of an array are wanted.
         """
-        if self._forward_mode._current_level >= 0:
-            self._refuse_tangents(arrays)
+        self.refuse_tangents(*arrays)
         return self._modes() > 0 or arrays[0].is_meta or self.replaced(*arrays)
 
     def replaced(self, *arrays: Any) -> bool:
@@ -294,14 +293,20 @@ class TorchLibrary:
             self._is_plain[kind] = plain or not issubclass(kind, self.torch.Tensor)
         return self._is_plain[kind]
 
-    def _refuse_tangents(self, arrays: tuple[Any, ...]) -> None:
+    def refuse_tangents(self, *arrays: Any) -> None:
+        """Raises NotImplementedError where forward-mode derivatives of an array are wanted."""
+        if self._forward_mode._current_level < 0:
+            return
         for x in arrays:
             if isinstance(x, self.torch.Tensor) and self._has_tangent(x):
                 fact = "forward-mode derivatives are not built, allowed are those of backward"
                 raise NotImplementedError(f"cupyflash: {fact}, got a dual tensor")
 
     def _has_tangent(self, x: Array) -> bool:
-        return self._forward_mode.unpack_dual(x).tangent is not None
+        try:
+            return self._forward_mode.unpack_dual(x).tangent is not None
+        except RuntimeError:  # within what torch.compile runs it may not be asked
+            return True
 
     def wants_gradient(self, *arrays: Array) -> bool:
         """Of either mode: a derivative that a result without one would lose."""

@@ -95,6 +95,7 @@ def attention_backward(
 )
 def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     function, options, extras, _ = decode(arguments)
+    LIBRARY.refuse_tangents(q, k, v, *extras)
     out, lse = dispatch.forward_without_gradient(
         function, LIBRARY, q, k, v, options, extras, need_lse=True
     )
@@ -126,6 +127,7 @@ def _backward_op(
     """dq, dk, dv, then dbias if asked for, then dsinks if there are sinks."""
     *arguments, bias_grad = arguments
     function, options, extras, deterministic = decode(arguments)
+    LIBRARY.refuse_tangents(dout, q, k, v, out, lse, *extras)
     if dout.stride(-1) != 1:  # an expanded scalar, as .sum() hands it down
         dout = dout.contiguous()
     gradients = dispatch.backward(

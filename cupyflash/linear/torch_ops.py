@@ -40,6 +40,7 @@ def call(function: str, arrays: Arrays, options: Options, down: Down) -> Tensor:
 def _project(*arguments: Any) -> Tensor:
     given, (function, *options, heads) = arguments[:INPUTS], arguments[INPUTS:]
     options = Options(*options, tuple(heads))
+    LIBRARY.refuse_tangents(*given)
     return dispatch.run(function, LIBRARY, given, options)
 
 

@@ -84,6 +84,7 @@ def _norm(
 ) -> list[Tensor]:
     """out, x + residual if there is one, statistics."""
     arrays = (x, weight, bias, residual)
+    LIBRARY.refuse_tangents(*arrays)
     results = dispatch.forward(function, rms, LIBRARY, *arrays, eps, True)
     return [y for y in results if y is not None]
 
@@ -116,6 +117,7 @@ def _norm_backward(
     need_dbias: bool,
 ) -> list[Tensor]:
     """dx, dweight, dbias if wanted."""
+    LIBRARY.refuse_tangents(dout, x, weight, stats, dresidual)
     dout = row_contiguous(dout)
     dresidual = None if dresidual is None else row_contiguous(dresidual)
     arrays = (dout, x, weight, stats, dresidual)
@@ -141,6 +143,7 @@ def _(dout: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
 def _group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, activation: str
 ) -> tuple[Tensor, Tensor]:
+    LIBRARY.refuse_tangents(x, weight, bias)
     arguments = (x, weight, bias, num_groups, eps, activation)
     return group_norm_dispatch.forward("group_norm", LIBRARY, *arguments, True)
 
@@ -166,6 +169,7 @@ def group_norm_backward(
     dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`group_norm_dispatch.backward`; its own derivative is an error."""
+    LIBRARY.refuse_tangents(dout, x, weight, bias, stats)
     arrays = (in_format_of(x, dout), x, weight, bias, stats)
     return group_norm_dispatch.backward("group_norm_backward", LIBRARY, *arrays, activation)
 
