@@ -339,5 +339,5 @@ def test_keys_are_shared_out_where_tiles_are_few(driver, devices, monkeypatch):
             assert launched[1][0] == config.combine and launched[1][2] == launched[0][2]
             assert params.partial_rows == rows and not params.tile_counter
             assert params.partial_out == 2**20
-            assert params.partial_lse == 2**20 + 4 * splits * rows * 128
-            assert made.workspace_size == splits * rows * 129
+            assert params.partial_sums == 2**20 + 4 * splits * rows * 128
+            assert made.workspace_size == splits * rows * 130

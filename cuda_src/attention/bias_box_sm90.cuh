@@ -52,25 +52,29 @@ __device__ __forceinline__ void add_bias_pair(float& first, float& second, uint3
 }
 
 // Adds to scores the 16 rows from `row` on of the tile at `smem`: an 8x8 matrix of ldmatrix lies in
-// the lanes as the accumulators do.
+// the lanes as the accumulators do. Returns what wait_for_loads() takes.
 template <class Tile, typename T, int N>
-__device__ __forceinline__ void add_bias_tile(float (&acc)[N][4], uint32_t smem, int row,
-                                              float unit) {
+__device__ __forceinline__ uint32_t add_bias_tile(float (&acc)[N][4], uint32_t smem, int row,
+                                                  float unit) {
   const int lane = threadIdx.x % 32;
   const uint32_t address = opaque(smem + Tile::offset(row + lane % 16, lane / 16));
+  uint32_t loaded = 0;
 #pragma unroll
   for (int k = 0; k < N / 2; ++k) {
     uint32_t pairs[4];
     ldmatrix_x4(pairs, Tile::advance(address, 0, 2 * k));
+    loaded |= pairs[0];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float (&scores)[4] = acc[2 * k + i / 2];
       add_bias_pair<T>(scores[i % 2 * 2], scores[i % 2 * 2 + 1], pairs[i], unit);
     }
   }
+  return loaded;
 }
 
-// The same for transposed scores: 16 columns of the tile, from `col` on.
+// The same for transposed scores: 16 columns of the tile, from `col` on, which may still be read
+// when it returns.
 template <class Tile, typename T, int N>
 __device__ __forceinline__ void add_bias_tile_transposed(float (&acc)[N][4], uint32_t smem, int col,
                                                          float unit) {

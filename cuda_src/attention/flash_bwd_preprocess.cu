@@ -2,7 +2,8 @@
 //   delta    = sum of dout * out over the head dimension
 //   lse_log2 = lse * log2(e), or +inf where the row has no probability (it saw no key, or it is
 //              padding up to the next multiple of ACCUM_ROW_ALIGN), so that exp2(score - lse_log2)
-//              is 0 there without a mask; delta is 0 in those rows
+//              is 0 there without a mask; delta is 0 in those rows. NaN from HUGE_LSE on, where
+//              float32 keeps no digit of a weight: no gradient is better than a wrong one
 //   dq_accum = 0, if the family has one
 //
 // The kernel does nothing but move memory. A warp handles ROWS_PER_WARP consecutive rows of one
@@ -14,6 +15,7 @@
 #include "../ptx/math.cuh"
 #include "block_info.cuh"
 
+constexpr float HUGE_LSE = 0x1p24f;
 constexpr int WARPS = 4;
 constexpr int ROWS_PER_WARP = 8;
 constexpr int ROWS_PER_BLOCK = WARPS * ROWS_PER_WARP;
@@ -118,7 +120,8 @@ __global__ void __launch_bounds__(WARPS * 32) flash_bwd_preprocess(const FlashBw
 
   // ---- write the rows' constants ----
   if (own < L::ROWS) {
-    params.lse_log2[accum_row + row + own] = lse == -INF ? INF : lse * LOG2E;
+    const float lse_log2 = fabsf(lse) < HUGE_LSE ? lse * LOG2E : QUIET_NAN;
+    params.lse_log2[accum_row + row + own] = lse == -INF ? INF : lse_log2;
     params.delta[accum_row + row + own] = lse == -INF ? 0.0f : delta;
   }
 }

@@ -205,9 +205,6 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
       bias_barriers[group].wait_full(bias_ring);
       add_bias_tile_transposed<TileBias, T>(s, smem_bias + group * TileBias::BYTES, key_row % 64,
                                             score.alibi(1.f));
-      __syncwarp();
-      bias_barriers[group].release(0);
-      bias_ring.advance();
     } else if constexpr (BIAS != 0) {
       using Element = const BiasElement<T, BIAS>;
       BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
@@ -292,6 +289,12 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     wg_gemm<T, BLOCK_M / 16>(acc_dv, p, WgColumnOperand<TileQ>(dout_stage, 0), true);
     fence_async_proxy();
     named_barrier_sync(DS_WRITTEN, CONSUMERS);
+    if constexpr (BIAS == BIAS_BOXES) {
+      // Not before dS is written, which was computed from the bias: an arrival can overtake loads
+      // that are still under way (wait_for_loads).
+      bias_barriers[group].release(0);
+      bias_ring.advance();
+    }
     float dq[DQ_COLS / 8][4];
     const int dq_col = SPLIT_ROWS ? 0 : group * DQ_COLS;
     wg_gemm<T, BLOCK_N / 16>(dq, WgRowOperand<TileS>(ds_stage, SPLIT_ROWS ? group * 64 : 0),

@@ -1,6 +1,8 @@
 // The output of a tile whose keys were shared out over blocks (flash_fwd_sm90.cu with SPLIT): each
-// has left softmax(S) V over its own keys and their LSE, and
-//   lse = log sum_s exp(lse_s)    out = sum_s exp(lse_s - lse) out_s
+// has left out_s = softmax(S) V over its own keys, their maximum max_s (times log2(e)) and total_s,
+// the sum of their weights relative to it. With max the largest max_s,
+//   weight_s = total_s exp2(max_s - max)    total = sum_s weight_s
+//   out = sum_s weight_s / total out_s      lse = max / log2(e) + log total
 // One warp a row. Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
 #include "../ptx/math.cuh"
 #include "block_info.cuh"
@@ -22,22 +24,22 @@ __global__ void __launch_bounds__(ROWS * 32)
                           sequence.start_q + row;
 
   // ---- the weight of each split, in the lane of its number ----
-  const float lse =
-      lane < params.num_splits ? params.partial_lse[lane * params.partial_rows + lse_row] : -INF;
-  const float sink = base.sinks ? base.sinks[tile.head] : -INF;
-  float top = fmaxf(lse, sink);
+  float2 sums = {-INF, 0.f};
+  if (lane < params.num_splits) sums = params.partial_sums[lane * params.partial_rows + lse_row];
+  const float sink = base.sinks ? base.sinks[tile.head] * LOG2E : -INF;
+  float top = fmaxf(sums.x, sink);
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
   const float offset = top == -INF ? 0.f : top;  // no split has seen a key
-  const float weight = exp2_approx((lse - offset) * LOG2E);
+  const float weight = sums.y == 0.f ? 0.f : sums.y * exp2_approx(sums.x - offset);
   float total = weight;
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) total += __shfl_xor_sync(~0u, total, mask);
-  if (base.sinks) total += exp2_approx((sink - offset) * LOG2E);
+  total += exp2_approx(sink - offset);
   const bool empty = total == 0.f;
   const float inverse = empty ? 0.f : rcp_approx(total);
   if (base.lse && lane == 0) {
-    base.lse[lse_row] = empty ? -INF : offset + LN2 * log2_accurate(total);
+    base.lse[lse_row] = empty ? -INF : __fadd_rn(offset, log2_of_sum(total)) * LN2;
   }
 
   // ---- their sum, two columns a lane of every 64 ----

@@ -40,6 +40,20 @@ __device__ __forceinline__ void store_partial_rows(const FlashFwdSm90Params& par
   }
 }
 
+// And the maximum and the sum of each of them, see RowState::partial.
+__device__ __forceinline__ void store_partial_sums(const FlashFwdSm90Params& params,
+                                                   const FwdTile& tile, int row,
+                                                   const float2 (&sums)[2]) {
+  const int lane = threadIdx.x % 32;
+  if (lane % 4 != 0) return;
+  float2* out = params.partial_sums + tile.split * params.partial_rows + tile.lse_row(params.base);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own = row + lane / 4 + half * 8;
+    if (own < tile.m_rows) out[own] = sums[half];
+  }
+}
+
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int Q_STAGES, int KV_STAGES,
           bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, bool SPLIT, int SMEM_BYTES>
 __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
@@ -112,13 +126,11 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
           params.base.alibi_slopes[tile->batch * params.base.alibi_batch_stride + tile->head];
       apply_alibi(s, score.alibi(slope), row, col, tile->sequence.diagonal);
     }
+    uint32_t bias_loads = 0;
     if constexpr (BIAS == BIAS_BOXES) {
       shared.bias[group].wait_full(bias_ring);
-      add_bias_tile<typename Layout::TileBias, T>(s, Layout::bias_address(smem_q, group),
-                                                  warp_row % 64, score.alibi(1.f));
-      __syncwarp();
-      shared.bias[group].release(0);
-      bias_ring.advance();
+      bias_loads = add_bias_tile<typename Layout::TileBias, T>(
+          s, Layout::bias_address(smem_q, group), warp_row % 64, score.alibi(1.f));
     } else if constexpr (BIAS != 0) {
       using Element = const BiasElement<T, BIAS>;
       BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
@@ -127,6 +139,12 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     }
     if (masked) apply_mask(s, tile->sequence, row, col);
     state.update(s, score.scale_log2, rescale);
+    if constexpr (BIAS == BIAS_BOXES) {  // late, when nobody waits for these loads any more
+      wait_for_loads(bias_loads);
+      __syncwarp();
+      shared.bias[group].release(0);
+      bias_ring.advance();
+    }
     if constexpr (DROPOUT) {  // the sum is of all weights
       Dropout(dropout_seed, shape, tile->batch, tile->head).apply<Dropped::ZERO>(s, row, col);
     }
@@ -138,7 +156,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     if (lane == 0) mbarrier_arrive(smem_address(&shared.o_full[stage][group]));
   };
   const auto write_lse = [&](const FwdTile& tile, const float (&lse)[2]) {
-    float* out = SPLIT ? params.partial_lse + tile.split * params.partial_rows : params.base.lse;
+    float* out = params.base.lse;
     if (!out || lane % 4 != 0) return;
     out += tile.lse_row(params.base);
 #pragma unroll
@@ -147,15 +165,16 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
       if (row < tile.m_rows) out[row] = lse[half];
     }
   };
-  // Of splits, the kernel that combines them adds it.
   const auto sink_of = [&](const FwdTile& tile) {
-    return !SPLIT && params.base.sinks ? params.base.sinks[tile.head] : -INF;
+    return params.base.sinks ? params.base.sinks[tile.head] : -INF;
   };
   const auto write_tile = [&](const FwdTile& tile, int stage) {
     float lse[2];
-    const float sink_log2 = sink_of(tile) * LOG2E;
+    float2 sums[2];  // of a split; the kernel that combines them adds the sink
+    const float sink_log2 = SPLIT ? -INF : sink_of(tile) * LOG2E;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if constexpr (SPLIT) sums[half] = state.partial(half, score.scale_log2);
       float inverse = state.finish(half, score.scale_log2, lse[half], sink_log2);
       if constexpr (DROPOUT) inverse *= shape.dropout_scale;
 #pragma unroll
@@ -170,7 +189,12 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
       wg_store_tile<TileQ, T>(smem_q + stage * TileQ::BYTES, warp_row, acc_o);
     }
     hand_over_o(stage);
-    write_lse(tile, lse);  // last: the fence of the hand-over would wait for these stores
+    // Last: the fence of the hand-over would wait for these stores.
+    if constexpr (SPLIT) {
+      store_partial_sums(params, tile, warp_row, sums);
+    } else {
+      write_lse(tile, lse);
+    }
   };
   // A tile without keys; not through acc_o, which may be in use by a product.
   const auto write_empty = [&](const FwdTile& tile, int stage) {
@@ -183,8 +207,12 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
       }
     }
     hand_over_o(stage);
-    const float sink = sink_of(tile);
-    write_lse(tile, {sink, sink});
+    if constexpr (SPLIT) {
+      store_partial_sums(params, tile, warp_row, {{-INF, 0.f}, {-INF, 0.f}});
+    } else {
+      const float sink = sink_of(tile);
+      write_lse(tile, {sink, sink});
+    }
   };
   const auto next_record = [&] {
     return tile == shared.tiles + FWD_TILE_RECORDS - 1 ? shared.tiles : tile + 1;

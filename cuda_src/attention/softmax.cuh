@@ -7,6 +7,12 @@
 #include "../common/warp.cuh"
 #include "../ptx/math.cuh"
 
+// exp2(s * scale_log2 - offset) is one fused multiply-add: its product is exact, the offset is
+// rounded. From here on that rounding is half a unit of the exponent or more, and all weights of a
+// row would overflow or vanish together. Such rows subtract the maximum first. That the sums so far
+// are still rescaled by rounded products is as if scores had changed in their last digit.
+constexpr float HUGE_LOG2 = 0x1p24f;
+
 struct RowState {
   float max[2] = {-INF, -INF};
   float sum[2] = {0.f, 0.f};
@@ -16,6 +22,7 @@ struct RowState {
   template <int N>
   __device__ __forceinline__ void update(float (&scores)[N][4], float scale_log2,
                                          float (&rescale)[2]) {
+    float offset[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float new_max = max[half];
@@ -25,17 +32,26 @@ struct RowState {
       }
       new_max = quad_max(new_max);
       // A row that has seen no key: -inf - (-inf) would be NaN.
-      const float offset = new_max == -INF ? 0.f : __fmul_rn(new_max, scale_log2);
+      offset[half] = new_max == -INF ? 0.f : __fmul_rn(new_max, scale_log2);
       // Both products rounded alike: a maximum that stays must give exactly 1, or the sum drifts by
       // a rounding a tile, and nothing is ever skipped.
-      rescale[half] = exp2_approx(__fmul_rn(max[half], scale_log2) - offset);
+      rescale[half] = exp2_approx(__fmul_rn(max[half], scale_log2) - offset[half]);
       max[half] = new_max;
+    }
+    if (fmaxf(fabsf(offset[0]), fabsf(offset[1])) >= HUGE_LOG2) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (fabsf(offset[half]) >= HUGE_LOG2) subtract_max(scores, half, offset[half]);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
       float partial = 0.f;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          scores[n][i] = exp2_approx(scores[n][i] * scale_log2 - offset);
+          scores[n][i] = exp2_approx(scores[n][i] * scale_log2 - offset[half]);
           partial += scores[n][i];
         }
       }
@@ -43,13 +59,18 @@ struct RowState {
     }
   }
 
+  // The maximum times scale_log2, and the sum relative to it; of huge scores the LSE of the two
+  // would keep nothing of the sum.
+  __device__ __forceinline__ float2 partial(int half, float scale_log2) const {
+    return {__fmul_rn(max[half], scale_log2), quad_sum(sum[half])};
+  }
+
   // After the last tile: what to multiply the output with, and the log-sum-exp (natural). A sink is
   // one more logit (times log2(e)) without a value, -inf for none. The sum is relative to the
   // rounded product that update() has subtracted, so no fused multiply-add here.
   __device__ __forceinline__ float finish(int half, float scale_log2, float& lse,
                                           float sink_log2 = -INF) {
-    float total = quad_sum(sum[half]);
-    float max_log2 = __fmul_rn(max[half], scale_log2);
+    auto [max_log2, total] = partial(half, scale_log2);
     float rescale = 1.f;
     if (sink_log2 != -INF) {
       const float new_max = fmaxf(max_log2, sink_log2);
@@ -58,8 +79,18 @@ struct RowState {
       max_log2 = new_max;
     }
     const bool empty = total == 0.f;  // a row that saw no key; a NaN is not empty
-    lse = empty ? -INF : __fadd_rn(max_log2, log2_accurate(total)) * LN2;
-    if (total != total) lse = total;  // log2_accurate takes a NaN for a number
+    lse = empty ? -INF : __fadd_rn(max_log2, log2_of_sum(total)) * LN2;
     return empty ? 0.f : rescale * rcp_approx(total);
+  }
+
+ private:
+  template <int N>
+  __device__ __forceinline__ void subtract_max(float (&scores)[N][4], int half, float& offset) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      scores[n][2 * half] -= max[half];
+      scores[n][2 * half + 1] -= max[half];
+    }
+    offset = 0.f;
   }
 };

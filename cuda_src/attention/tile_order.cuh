@@ -14,10 +14,12 @@ struct Tile {
   int batch;
 };
 
-// The grid has fewer than 2^31 blocks, so everything fits 32 bits.
+// There are fewer than 2^31 tiles, so everything fits 32 bits once a section has no more heads than
+// there are: the host counts those of all sequences, a list of packed tiles has them in its blocks.
 __device__ inline Tile tile_of_block(uint32_t index, int blocks_per_head, int heads, int batch,
                                      int heads_per_section) {
-  const uint32_t section_size = heads_per_section * blocks_per_head;
+  heads_per_section = min(heads_per_section, heads * batch);
+  const uint32_t section_size = uint32_t(heads_per_section) * blocks_per_head;
   const int first = index / section_size * heads_per_section;
   const int rest = index % section_size;
   const int section_heads = min(heads_per_section, heads * batch - first);

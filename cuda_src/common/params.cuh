@@ -133,7 +133,7 @@ struct alignas(64) FlashFwdSm90Params {
   // The keys of a tile shared out over num_splits blocks, and what each finds: [split][rows], rows
   // as in lse, and HEAD_DIM columns of the output. One split has no use for them.
   float* partial_out;
-  float* partial_lse;
+  float2* partial_sums;
   int64_t partial_rows;
   int num_splits;
   TensorMap bias_map;

@@ -47,7 +47,8 @@ struct RingBarriers {
   __device__ void wait_empty(const Ring<STAGES>& at) {
     mbarrier_wait(smem_address(&empty[at.stage]), at.parity ^ 1);
   }
-  // Consumers that read with wgmma only: a warp each, after its wgmma_wait().
+  // Consumers that read with wgmma: a warp each, after its wgmma_wait(); with other loads, after
+  // wait_for_loads() and __syncwarp().
   __device__ void release(int stage) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&empty[stage]));
   }

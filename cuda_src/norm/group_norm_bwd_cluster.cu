@@ -136,6 +136,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ROW_THREADS, B
           own_totals[load * 32] = own_totals[load * 32] + Sums{scale * sums.first, sums.second};
         sums_of_group = sums_of_group + Sums{scales[0] * sums.first, scales[0] * sums.second};
       }
+      // No wait_for_loads(): the totals, stored before, were computed from what was read.
       __syncwarp();
       if (more) fill(1, piece, next);
       if (more && KEPT) fill(0, piece, next);

@@ -198,7 +198,7 @@ struct BackwardKernel {
         block.wait(slot);
         block.read(values, slot, 0, thread.reader);
         block.read(gradients, slot, 1, thread.reader);
-        block.release(slot);
+        block.release(slot, values, gradients);
         slot.next(ring.slots);
         block.each_turn(rest, [&](int turn) {
           float result[VECTOR];

@@ -137,9 +137,11 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
       if (!ring.has(piece)) break;
       ring.wait(0, piece, parity);
       if (!KEPT) ring.wait(1, piece, parity);
+      uint32_t loaded = 0;
 #pragma unroll
       for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load) {
         const auto x_pack = ring.read(0, load), dout_pack = ring.read(1, load);
+        loaded |= x_pack.words[0] | dout_pack.words[0];
         float scales[CHANNELS], bias[CHANNELS];
 #pragma unroll
         for (int c = 0; c < CHANNELS; ++c) {
@@ -158,6 +160,7 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
           sums_of_group = sums_of_group + Sums{scales[c] * sums.first, scales[c] * sums.second};
         }
       }
+      wait_for_loads(loaded);
       __syncwarp();
       if (more && elect_one()) ring.fill(KEPT ? 0 : 1, 1, piece, inputs);
     }
@@ -173,10 +176,12 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
 #pragma unroll
     for (int piece = 0; piece < Ring::PIECES; ++piece) {
       if (!ring.has(piece)) break;
+      uint32_t loaded = 0;
 #pragma unroll
       for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load) {
         Words<T, VECTOR> x_pack = {};
         if (!KEPT) x_pack = ring.read(0, load);
+        loaded |= x_pack.words[0];
         float result[VECTOR];
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
@@ -189,6 +194,7 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
                       load * PITCH < columns);
       }
       if (KEPT) continue;
+      wait_for_loads(loaded);
       __syncwarp();
       if (more && elect_one()) ring.fill(0, 0, piece, inputs);
     }

@@ -60,9 +60,13 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ROW_THREADS, B
     for (int piece = 0; piece < Ring::PIECES; ++piece) {
       if (!ring.has(piece)) break;
       ring.wait(0, piece, round % 2);
+      uint32_t loaded = 0;
 #pragma unroll
-      for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load)
+      for (int load = piece * PIECE; load < (piece + 1) * PIECE; ++load) {
         values.packs[load] = ring.read(0, load);
+        loaded |= values.packs[load].words[0];
+      }
+      wait_for_loads(loaded);
       __syncwarp();
       if (unit + step < units) fill(piece, next);
     }

@@ -111,7 +111,7 @@ struct ForwardKernel {
         typename Block::Values values;
         block.wait(slot);
         block.read(values, slot, 0, thread.reader);
-        block.release(slot);
+        block.release(slot, values);
         slot.next(ring.slots);
         block.each_turn(rest, [&](int turn) {
           store_words<VECTOR>(out + turn * pitch, activated<ACTIVATION>(values[turn], affine));

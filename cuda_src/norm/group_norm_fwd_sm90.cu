@@ -77,9 +77,11 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
     // ---- mean ----
     ring.wait(place, 0, parity);
     float values[LOADS][VECTOR], sum = 0.f;
+    uint32_t loaded = 0;
 #pragma unroll
     for (int load = 0; load < LOADS; ++load) {
       const auto pack = ring.read(place, load);
+      loaded |= pack.words[0];
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) values[load][i] = pack.at(i);
       float share = values[load][0];
@@ -87,6 +89,7 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
       for (int i = 1; i < VECTOR; ++i) share += values[load][i];
       sum += load * PITCH < columns ? share : 0.f;
     }
+    wait_for_loads(loaded);
     __syncwarp();
     fill(place, sample + PLACES * step);
     if (++place == PLACES) place = 0, parity ^= 1;

@@ -226,8 +226,13 @@ struct RingBlock {
     *reinterpret_cast<uint4*>(pack(slot, tensor, thread, turn)) = bits_of(round_words<T>(values));
   }
 
-  // By a warp that has read a slot for the last time.
-  __device__ __forceinline__ void release(RingPlace slot) const {
+  // By a warp that has read a slot for the last time; `values` is what it has read.
+  template <class... Read>
+  __device__ __forceinline__ void release(RingPlace slot, const Read&... values) const {
+    uint32_t loaded = 0;
+#pragma unroll
+    for (int i = 0; i < TURNS; ++i) loaded |= (values[i].words[0] | ...);
+    wait_for_loads(loaded);
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&storage.empty[slot.stage]));
   }

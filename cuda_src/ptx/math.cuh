@@ -48,6 +48,9 @@ __device__ __forceinline__ float log2_accurate(float x, int exponent = 0) {
   return y + float((bits >> 23) - 127 + exponent);
 }
 
+// The same of a sum of weights, which may be NaN and is then NaN.
+__device__ __forceinline__ float log2_of_sum(float x) { return x == x ? log2_accurate(x) : x; }
+
 // From and to the bits of float16.
 __device__ __forceinline__ float cvt_f32_f16(uint16_t bits) {
   float y;

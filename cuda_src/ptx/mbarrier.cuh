@@ -25,6 +25,21 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
                : "memory");
 }
 
+// Waits until loads have arrived; `words` is the OR of a word of each. An mbarrier arrival, or a
+// copy of the copy engine, that follows loads of shared memory in program order may overtake them:
+// it is issued while they still wait behind the tensor cores for shared memory, and what they
+// should read is overwritten (seen on an H200, with ldmatrix beside wgmma). The instruction that
+// never sleeps needs the words, and nothing is issued before it.
+__device__ __forceinline__ void wait_for_loads(uint32_t words) {
+  asm volatile(
+      "{\n"
+      ".reg .pred never;\n"
+      "setp.eq.u32 never, %0, 0x7fedcba9;\n"
+      "@never nanosleep.u32 0;\n"
+      "}" ::"r"(words)
+      : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"

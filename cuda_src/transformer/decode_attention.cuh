@@ -266,7 +266,7 @@ struct DecodeAttention {
         sum += weight * storage.sums[warp].y;
         out += weight * storage.out[warp][min(column, HEAD_DIM - 1)];
       }
-      value = beyond < 0 ? out * rcp_approx(sum) : maximum + log2_accurate(sum);
+      value = beyond < 0 ? out * rcp_approx(sum) : maximum + log2_of_sum(sum);
     }
     const int word = beyond < 0 ? place(column) : row_words(params.head_dim) + beyond;
     float* of_copy = params.attended + index * share_words(params) + word;

@@ -120,14 +120,14 @@ class SplitLaunch(PersistentLaunch):
         self.combine = _launch(config.combine, problem, params)
         rows = math.prod(problem.lse_shape)
         self.out_offset = -(-4 * self.workspace_size // 16) * 16
-        self.lse_offset = self.out_offset + 4 * splits * rows * config.head_dim
-        self.workspace_size = self.lse_offset // 4 + splits * rows
+        self.sums_offset = self.out_offset + 4 * splits * rows * config.head_dim
+        self.workspace_size = self.sums_offset // 4 + 2 * splits * rows
         self.end = _after_counter(config.params, partial_rows=rows, num_splits=splits)
         self.end = self.end[len(NO_SEQUENCES) :]
 
     def rest(self, stream: Any, workspace: int) -> bytes:
         """No counter: every block has one tile. Then the two places for partial results."""
-        partial = pack_two(workspace + self.out_offset, workspace + self.lse_offset)
+        partial = pack_two(workspace + self.out_offset, workspace + self.sums_offset)
         return NULL + partial + self.end
 
     def start(self, stream: Any, params: bytes) -> None:

@@ -150,7 +150,7 @@ class FlashFwdSm90Params(ctypes.Structure):
         ("packed_tiles", c_void_p),
         ("tile_counter", c_void_p),
         ("partial_out", c_void_p),
-        ("partial_lse", c_void_p),
+        ("partial_sums", c_void_p),
         ("partial_rows", c_int64),
         ("num_splits", c_int32),
         ("padding", _padding(FlashFwdParams, *[c_void_p] * 6, c_int32)),

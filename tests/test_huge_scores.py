@@ -1,0 +1,179 @@
+"""Huge scores and very many sequences: where 32 bits of either kind could overflow."""
+
+import numpy
+import pytest
+from backends import BACKENDS, families
+
+import cupyflash
+from cupyflash import environment
+from cupyflash.testing import to_float64
+
+GPU = pytest.mark.skipif(not families(), reason="needs a GPU")
+
+
+def filled(backend, shape, value, dtype):
+    return backend.array(numpy.full(shape, value), dtype)
+
+
+def each_backend(test):
+    return pytest.mark.parametrize("backend", BACKENDS, ids=lambda x: x.name, indirect=True)(test)
+
+
+@each_backend
+@pytest.mark.parametrize("rows", [1, 3, 300])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype, value", [("bfloat16", 133120.0), ("float16", 2**13)])
+def test_equal_values(backend, dtype, value, head_dim, rows):
+    """PyTorch's own case: whatever the scores, the mean of equal values is that value."""
+    if dtype not in backend.dtypes:
+        pytest.skip(f"{backend.name} has no {dtype}")
+    x = filled(backend, (1, rows, 2, head_dim), value, dtype)
+    out = to_float64(cupyflash.attention(x, x, x))
+    assert (out == value).all(), f"{out.min()} to {out.max()}"
+
+
+@each_backend
+@pytest.mark.parametrize("power", [12, 20, 24, 26, 30, 34, 40])
+def test_one_key_stands_out(backend, power):
+    """Scores up to +-2^power: the largest one takes all, also in a later tile, also if negative."""
+    dtype = "bfloat16" if "bfloat16" in backend.dtypes else "float16"
+    if dtype == "float16" and power > 30:
+        pytest.skip("float16 ends before")
+    rng = numpy.random.default_rng(power)
+    keys, head_dim = 700, 64
+    q = numpy.zeros((1, 5, 1, head_dim))
+    k = numpy.zeros((1, keys, 1, head_dim))
+    q[..., 0] = 2.0 ** (power / 2 - 3)
+    # Different in 8 digits, what 16 bits keep: at least 2^(power - 8) apart.
+    k[0, :, 0, 0] = -(2.0 ** (power / 2)) * (1 + rng.permutation(keys) % 128 / 128)
+    best = {row: int(rng.integers(keys)) for row in range(2)}
+    k[0, list(best.values())[0], 0, 0] = -(2.0 ** (power / 2 - 1))
+    q[0, 3:] *= -1
+    v = rng.standard_normal((1, keys, 1, head_dim))
+    q, k, v = (backend.array(x, dtype) for x in (q, k, v))
+    exact = [to_float64(x)[0, :, 0] for x in (q, k, v)]
+    scores = exact[0] @ exact[1].T
+    weights = numpy.exp(scores - scores.max(1, keepdims=True))
+    wanted = weights @ exact[2] / weights.sum(1, keepdims=True)
+    out, lse = cupyflash.attention(q, k, v, scale=1.0, return_lse=True)
+    found = to_float64(out)[0, :, 0]
+    assert numpy.isfinite(found).all()
+    assert abs(found - wanted).max() <= 2.0**-7 * abs(exact[2]).max()
+    peak = scores.max(1)
+    assert (abs(to_float64(lse)[0, 0] - peak) <= 2.0**-22 * abs(peak) + 8).all()
+
+
+@GPU
+@pytest.mark.parametrize("family", families())
+def test_no_gradient_rather_than_a_wrong_one(family):
+    """Where the LSE in float32 keeps no digit of a weight, gradients are NaN; in no other row."""
+    import cupy
+
+    q, k, v, dout = cupy.random.standard_normal((4, 1, 8, 1, 64), "float32").astype("float16")
+    q[0, 3] = k[0, 0] = 30000
+    with environment.override(family=family):
+        out, lse = cupyflash.attention(q, k, v, return_lse=True)
+        dq, dk, dv = cupyflash.attention_backward(dout, q, k, v, out, lse)
+    assert cupy.isfinite(out).all() and float(lse[0, 0, 3]) > 2**24
+    assert cupy.isnan(dq[0, 3]).all() and cupy.isnan(dv).all() and cupy.isnan(dk).all()
+    assert cupy.isfinite(dq[0, :3]).all() and cupy.isfinite(dq[0, 4:]).all()
+
+
+@GPU
+@pytest.mark.parametrize("keys", [64, 8192], ids=["plain", "split"])
+@pytest.mark.parametrize("family", families())
+def test_lse_of_a_nan_row(family, keys):
+    """NaN in a query reaches its out and its LSE, and nothing else, also where keys are split."""
+    import cupy
+
+    q = cupy.random.standard_normal((1, 4, 2, 64), "float32").astype("float16")
+    k = cupy.random.standard_normal((1, keys, 2, 64), "float32").astype("float16")
+    q[0, 2, 1] = cupy.nan
+    with environment.override(family=family):
+        out, lse = cupyflash.attention(q, k, k, return_lse=True)
+    nan = cupy.zeros((1, 4, 2), bool)
+    nan[0, 2, 1] = True
+    assert (cupy.isnan(lse).transpose(0, 2, 1) == nan).all()
+    assert (cupy.isnan(out).all(-1) == nan).all() and (cupy.isnan(out).any(-1) == nan).all()
+
+
+@GPU
+@pytest.mark.parametrize(
+    "count, length, heads",
+    [(2**18, 8, 1), (2**15, 1, 8), (2**15 + 1, 1, 8), (33000, 1, 8), (2**16, 2, 4)],
+    ids=str,
+)
+@pytest.mark.parametrize("family", families())
+def test_many_packed_sequences(family, count, length, heads):
+    """As the same sequences in a batch of few at a time, both passes."""
+    import cupy
+
+    shape = (count * length, heads, 64)
+    q, k, v, dout = (
+        cupy.random.standard_normal(shape, "float32").astype("float16") for _ in "qkvd"
+    )
+    cu = cupy.arange(count + 1, dtype="int32") * length
+    packed = (cu, cu, length, length)
+    options = {"causal": True}
+    with environment.override(family=family):
+        found = packed_both(q, k, v, dout, packed, options)
+        some = slice(count * length // 2, count * length // 2 + 64 * length)
+        wanted = batch_both(*(x[some] for x in (q, k, v, dout)), length, options)
+        last = slice(-64 * length, None)
+        wanted_last = batch_both(*(x[last] for x in (q, k, v, dout)), length, options)
+    for part, right in ((some, wanted), (last, wanted_last)):
+        for name, x, y in zip(("out", "dq", "dk", "dv"), found, right, strict=True):
+            difference = abs(x[part].astype("float32") - y.astype("float32")).max()
+            assert float(difference) <= 2.0**-8 * float(abs(y).max()), name
+
+
+def packed_both(q, k, v, dout, packed, options):
+    import torch
+
+    tensors = [torch.from_dlpack(x).requires_grad_() for x in (q, k, v)]
+    cu_q, cu_k, longest_q, longest_k = packed
+    out = cupyflash.flash_attn_varlen_func(
+        *tensors, torch.from_dlpack(cu_q), torch.from_dlpack(cu_k), longest_q, longest_k, **options
+    )
+    return as_cupy(out, *torch.autograd.grad(out, tensors, torch.from_dlpack(dout)))
+
+
+def batch_both(q, k, v, dout, length, options):
+    q, k, v, dout = (x.reshape(-1, length, *x.shape[1:]) for x in (q, k, v, dout))
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    gradients = cupyflash.attention_backward(dout, q, k, v, out, lse, **options)
+    return [x.reshape(-1, *x.shape[2:]) for x in (out, *gradients)]
+
+
+def as_cupy(*tensors):
+    import cupy
+
+    return [cupy.from_dlpack(x.detach()) for x in tensors]
+
+
+@GPU
+@pytest.mark.parametrize("family", families())
+def test_many_padded_sequences(family):
+    """2^16 sequences with lengths of their own."""
+    import cupy
+
+    batch = 2**16
+    q, k, v, dout = (
+        cupy.random.standard_normal((batch, 4, 4, 64), "float32").astype("float16") for _ in "qkvd"
+    )
+    used = cupy.random.randint(0, 5, batch).astype("int32")
+    with environment.override(family=family):
+        out, lse = cupyflash.attention(q, k, v, causal=True, seqused_k=used, return_lse=True)
+        gradients = cupyflash.attention_backward(
+            dout, q, k, v, out, lse, causal=True, seqused_k=used
+        )
+        part = slice(batch - 300, batch)
+        few = [x[part] for x in (q, k, v, dout)]
+        right, right_lse = cupyflash.attention(
+            *few[:3], causal=True, seqused_k=used[part], return_lse=True
+        )
+        right_gradients = cupyflash.attention_backward(
+            few[3], *few[:3], right, right_lse, causal=True, seqused_k=used[part]
+        )
+    for x, y in zip((out, lse, *gradients), (right, right_lse, *right_gradients), strict=True):
+        assert cupy.allclose(x[part].astype("float32"), y.astype("float32"), atol=2.0**-8)
