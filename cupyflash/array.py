@@ -344,15 +344,21 @@ class TorchLibrary:
         """0 for what the checks of a plan refuse; none is ever launched with it.
 
         Raises:
-            NotImplementedError: a tensor of a transform of torch.func.
+            NotImplementedError: a tensor of a transform of torch.func, or a lazy zero of autograd.
         """
         try:
-            return x.data_ptr()
+            pointer = x.data_ptr()
         except RuntimeError:
-            if x.layout is self.torch.strided and not x.is_meta and self._kind_is_plain(type(x)):
-                fact = "transforms of torch.func are not built for this"
-                raise NotImplementedError(f"cupyflash: {fact}, got a tensor of one") from None
-            return 0
+            pointer = 0
+        if not pointer:
+            self._require_memory(x)
+        return pointer
+
+    def _require_memory(self, x: Array) -> None:
+        refused_later = x.is_meta or not self._kind_is_plain(type(x))
+        if x.layout is self.torch.strided and not refused_later and x.numel():
+            fact = "tensors must have memory of their own"
+            raise NotImplementedError(f"cupyflash: {fact}, got one of torch.func or a lazy zero")
 
     def contiguous(self, x: Array) -> Array:
         return x.contiguous()

@@ -241,6 +241,30 @@ def test_tensors_that_are_more_than_numbers(backend):
 
 
 @each(library="torch")
+def test_tensors_of_other_layouts(backend):
+    import torch
+
+    inputs = backend.inputs("float16" if backend.gpu else "float32", seqlen_q=20)
+    q, rows = inputs.q, inputs.q[0, :, 0].float()
+    others = [
+        torch.nested.nested_tensor([rows, rows]),
+        torch.quantize_per_tensor(rows.cpu(), 1.0, 0, torch.qint8).to(backend.device),
+        rows.to_sparse_csr(),
+    ]
+    others += [] if backend.gpu else [q.to_mkldnn()]
+    for other in others:
+        for name in ("q", "k", "bias"):
+            arrays = {"q": q, "k": q, "v": q} | {name: other}
+            with pytest.raises((TypeError, ValueError, NotImplementedError)):
+                cupyflash.attention(**arrays)
+        with pytest.raises((TypeError, ValueError, NotImplementedError)):
+            cupyflash.layer_norm(other, rows[0])
+    zero = torch._efficientzerotensor(q.shape, dtype=q.dtype, device=q.device)
+    with pytest.raises(RuntimeError):  # no memory: torch's error, or NotImplementedError
+        cupyflash.attention(q, q, zero)
+
+
+@each(library="torch")
 def test_explicit_backward_is_no_constant(backend):
     """Its own derivative is an error, not zero."""
     import torch
