@@ -1,5 +1,6 @@
 """Wrong calls of the projections: each is refused by name, on a CPU and on a GPU alike."""
 
+import numpy
 import pytest
 from arrays import normal, stored
 from matrix import each_library
@@ -93,8 +94,7 @@ def test_norm(backend, rms):
     kinds = kinds_of(good, "weight")
     if rms:
         kinds["bias"] = (good["bias"], *array(good["weight"], optional=True))
-    zero = stored(backend, normal((), 5), "float32")
-    kinds |= {"eps": (*NUMBER, -1.0, None, zero), "rms": (*FLAG, None, zero)}
+    kinds |= {"eps": (*NUMBER, -1.0, None), "rms": (*FLAG, None)}
     good |= {"eps": 1e-5, "rms": rms, "bias": None if rms else good["bias"]}
     for function in (linear, mlp, qkv_projection):
         check_refused(function, good, kinds, least=55)
@@ -104,8 +104,6 @@ def test_norm(backend, rms):
 def test_rotary(backend):
     tensors = arrays(backend, x=(2, 5, 16), weight=(32, 16), cos=(5, 4), sin=(5, 4))
     x, weight = tensors.pop("x"), tensors.pop("weight")
-    import numpy
-
     positions = backend.array(numpy.arange(10, dtype="int32").reshape(2, 5) % 5)
 
     def qkv_projection(**rotary):
@@ -118,7 +116,23 @@ def test_rotary(backend):
         shapes = shapes[:3]  # values on a GPU are not looked at
     wrong = array(positions, optional=True, dtypes=("float32", "int16", "complex64"))
     kinds["positions"] = (*wrong, *shapes)
-    zero = stored(backend, normal((), 5), "float32")
-    kinds["interleaved"] = (*FLAG, None, zero)
+    kinds["interleaved"] = (*FLAG, None)
     good = tensors | {"positions": positions, "interleaved": False}
     check_refused(qkv_projection, good, kinds, least=60)
+
+
+@each_library()
+def test_an_option_without_dimensions_is_a_number(backend):
+    """Not an object that could change after it was looked at; on a GPU it would be waited for."""
+    tensors = arrays(backend, x=(5, 16), weight=(24, 16), norm_weight=(16,))
+    x, weight, of_norm = tensors.values()
+    eps = backend.array(numpy.array(1.0, "float32"))
+    norm = cupyflash.Norm(of_norm, eps=eps, rms=True)
+    if backend.gpu:
+        with pytest.raises(TypeError, match="^linear: eps of norm must be a number"):
+            cupyflash.linear(x, weight, norm=norm)
+        return
+    for value in (1.0, 9.0):
+        eps[...] = value
+        right = cupyflash.linear(x, weight, norm=cupyflash.Norm(of_norm, eps=value, rms=True))
+        assert (cupyflash.linear(x, weight, norm=norm) == right).all()

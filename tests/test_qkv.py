@@ -226,7 +226,7 @@ def test_bad_input(backend):
     )
     bad(backend, ValueError, "heads_kv must divide heads_q", heads_kv=3)
     bad(backend, ValueError, "heads_q.*0", heads_q=0)
-    bad(backend, ValueError, "heads_q.*2.0", heads_q=2.0)
+    bad(backend, TypeError, "heads_q.*2.0", heads_q=2.0)
     bad(backend, ValueError, r"multiple of heads_q \+ 2 heads_kv = 6", heads_kv=2)
     bad(backend, ValueError, "2 or 3 dimensions", x=make((1, 2, 5, 16)))
     with pytest.raises(TypeError, match="rotary must be a cupyflash.Rotary.*tuple"):

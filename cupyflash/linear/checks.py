@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy
-
 from .. import environment
 from ..array import Array, View, library_of
 from ..checks import require_eps, views_of
@@ -27,29 +25,6 @@ NAMES = {
     "mlp": (*(_MLP.get(name, name) for name in _PROJECTION[:-1]), "residual"),
 }
 OF_X_ONLY = ("x", "residual", "up_residual", "down_residual")  # all others may be float32 too
-
-
-def flag(function: str, name: str, value: Any) -> bool:
-    """An option that is True or False.
-
-    Raises:
-        TypeError: it is anything else.
-    """
-    if not isinstance(value, (bool, numpy.bool_)):
-        raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
-    return bool(value)
-
-
-def number(function: str, name: str, value: Any) -> float:
-    """An option that is a number, as Python's own: an array could change in place, unnoticed.
-
-    Raises:
-        TypeError: it is none of Python's or NumPy's numbers.
-    """
-    real = isinstance(value, (int, float, numpy.integer, numpy.floating))
-    if not real or isinstance(value, bool):
-        raise TypeError(f"{function}: {name} must be a number, got {value!r}")
-    return float(value)
 
 
 def check(

@@ -58,12 +58,12 @@ def call(function: str, arrays: Arrays, options: Options, down: Down = NO_DOWN) 
             run(function, library_of(known[0]), known, options),
         )
         return known_library(function, of_known, *given)[0]
-    if library.watched(arrays.x) or library.wants_gradient(
+    if library.watched(*given) or library.wants_gradient(
         *[y for y in given if y is not None and library_of(y) is library]
     ):
         from . import torch_call
 
-        return torch_call.call(function, arrays, options, down, library.traced(arrays.x))
+        return torch_call.call(function, arrays, options, down, library.traced(*given))
     return run(function, library, given, options)
 
 

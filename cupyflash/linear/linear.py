@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from ..array import Array
+from ..plain_options import plain_flag, plain_real
 from . import dispatch
-from .checks import flag, number
 from .reference import Arrays, Options
 
 
@@ -96,8 +96,8 @@ def with_norm(function: str, arrays: Arrays, norm: Norm | None) -> tuple[Arrays,
         raise TypeError(f"{function}: norm must be a cupyflash.Norm or None, got {got}")
     if norm.weight is None:
         raise TypeError(f"{function}: weight of norm must be an array, got None")
-    rms = flag(function, "rms of norm", norm.rms)
+    rms = plain_flag(function, "rms of norm", norm.rms)
     if rms and norm.bias is not None:
         raise ValueError(f"{function}: norm must have no bias if it is an RMSNorm, got one")
     arrays = arrays._replace(norm_weight=norm.weight, norm_bias=norm.bias)
-    return arrays, Options(eps=number(function, "eps of norm", norm.eps), rms=rms)
+    return arrays, Options(eps=plain_real(function, "eps of norm", norm.eps), rms=rms)

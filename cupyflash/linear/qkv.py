@@ -1,9 +1,9 @@
 """The projection in front of attention."""
 
 from ..array import Array
-from ..checks import is_integer
+from ..plain_options import plain_flag, plain_integer
 from . import dispatch
-from .checks import MAX_SIZE, flag
+from .checks import MAX_SIZE
 from .linear import Norm, Rotary, with_norm
 from .reference import Arrays
 
@@ -52,7 +52,7 @@ def qkv_projection(
                 raise TypeError(f"qkv_projection: {name} must be an array, got None")
         cos, sin, positions, interleaved = rotary
         arrays = arrays._replace(cos=cos, sin=sin, positions=positions)
-        interleaved = flag("qkv_projection", "interleaved of rotary", interleaved)
+        interleaved = plain_flag("qkv_projection", "interleaved of rotary", interleaved)
         options = options._replace(interleaved=interleaved)
     out = dispatch.call("qkv_projection", arrays, options)
     heads_q, heads_kv = heads
@@ -72,13 +72,18 @@ def _heads(heads_q: int, heads_kv: int) -> tuple[int, int]:
     """Both as plain integers.
 
     Raises:
-        ValueError: they are none, or the second does not divide the first.
+        TypeError: they are no integers.
+        ValueError: they are less than 1, or the second does not divide the first.
     """
-    for name, heads in (("heads_q", heads_q), ("heads_kv", heads_kv)):
-        if not is_integer(heads) or getattr(heads, "shape", ()) or not 1 <= heads < MAX_SIZE:
+    plain = []
+    for name, given in (("heads_q", heads_q), ("heads_kv", heads_kv)):
+        heads = plain_integer("qkv_projection", name, given)
+        if not 1 <= heads < MAX_SIZE:
             fact = f"{name} must be an integer from 1 to {MAX_SIZE - 1}"
-            raise ValueError(f"qkv_projection: {fact}, got {heads!r}")
+            raise ValueError(f"qkv_projection: {fact}, got {heads}")
+        plain.append(heads)
+    heads_q, heads_kv = plain
     if heads_q % heads_kv:
         fact = "heads_kv must divide heads_q"
         raise ValueError(f"qkv_projection: {fact}, got {heads_kv} and {heads_q}")
-    return int(heads_q), int(heads_kv)
+    return heads_q, heads_kv

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..array import library_of
+from ..torch_meta import require_one_device
 from . import autograd, dispatch, torch_ops
-from .checks import NAMES
 from .dispatch import Down
 from .reference import Arrays, Options
 
@@ -24,7 +24,7 @@ def call(function: str, arrays: Arrays, options: Options, down: Down, traced: bo
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{function}: is not built for transforms of torch.func")
     if traced and not torch.compiler.is_compiling():
-        _require_one_device(function, (*arrays, *down))
+        require_one_device(function, *[y for y in (*arrays, *down) if isinstance(y, Tensor)])
     arrays, down, residual = _autocast(function, arrays, options, down, traced)
     if _wants_gradient(*arrays, *down):
         out = autograd.in_steps(function, arrays, options, down, traced)
@@ -33,15 +33,6 @@ def call(function: str, arrays: Arrays, options: Options, down: Down, traced: bo
     else:
         out = dispatch.run(function, LIBRARY, (*arrays, *down), options)
     return autograd.plus(function, out, residual)
-
-
-def _require_one_device(function: str, given: tuple[Any, ...]) -> None:
-    """An operator gives a shape without numbers as soon as one tensor has none."""
-    x = given[0]
-    for name, y in zip(NAMES[function], given, strict=True):
-        if isinstance(y, Tensor) and y.device != x.device:
-            where = f"x on {x.device} and {name} on {y.device}"
-            raise ValueError(f"{function}: all arrays must be on the same device, got {where}")
 
 
 def _autocast(

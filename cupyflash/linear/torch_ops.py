@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..array import dense_strides, library_of
+from ..torch_meta import require_one_device
 from . import dispatch, reference, rotary
 from .dispatch import Down
 from .reference import Arrays, Options
@@ -35,6 +36,7 @@ def flat(function: str, arrays: Arrays, options: Options, down: Down) -> tuple[A
 def project(*arguments: Any) -> Tensor:
     """`dispatch.run`."""
     given, (function, *options, heads) = arguments[:INPUTS], arguments[INPUTS:]
+    LIBRARY.refuse_tangents(*given)
     return dispatch.run(function, LIBRARY, given, Options(*options, tuple(heads)))
 
 
@@ -106,6 +108,7 @@ operator.register_autograd(_backward, setup_context=_setup)
 
 @operator.register_fake
 def _(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    require_one_device(rest[INPUTS - 2], x, weight, *rest[: INPUTS - 2])
     down_weight = rest[NUM_ARRAYS - 2]
     last = weight if down_weight is None else down_weight
     return x.new_empty((*x.shape[:-1], last.shape[0]))
@@ -128,6 +131,7 @@ def rotate(
     heads: list[int],
 ) -> Tensor:
     """x (..., (heads_q + 2 heads_kv) * head_dim) with the heads of q and k turned."""
+    LIBRARY.refuse_tangents(x, cos, sin)
     options = Options(interleaved=interleaved, heads=tuple(heads))
     if x.is_cuda:
         out = x.clone(memory_format=torch.contiguous_format)
@@ -141,6 +145,7 @@ def rotate(
 
 @rotate.register_fake
 def _(x: Tensor, *rest: Any) -> Tensor:
+    require_one_device("qkv_projection", x, *rest[:3])
     return x.new_empty(x.shape)
 
 
