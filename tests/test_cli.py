@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy
 import pytest
 from backends import compute_capability
+from rich.console import Console
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
 from cupyflash import environment, jit, kernels, machine, precompile
 from cupyflash.attention import families
-from cupyflash.commands import check, check_cases, cli
+from cupyflash.commands import check, check_cases, check_operations, check_table, cli
 from cupyflash.jit import pool
 from cupyflash.kernel_config import Access, Features
 from cupyflash.machine import Driver, Gpu
@@ -112,8 +113,13 @@ def small_cases(gpu, dtypes):
     ]
 
 
-def test_check(capsys, monkeypatch):
+@pytest.fixture
+def only_attention(monkeypatch):
     monkeypatch.setattr(check, "cases", small_cases)
+    monkeypatch.setattr(check, "operations", lambda *_: ())
+
+
+def test_check(capsys, only_attention):
     assert cli.main(["check"]) == 0
     out, _ = words(capsys)
     assert "model, fp16 fwd" in out and "2 × 40, 4/2×64 bwd" in out and "31 in 2, 2/1×40" in out
@@ -122,18 +128,84 @@ def test_check(capsys, monkeypatch):
     assert ("on the CPU" in out and problem in out) if problem else "CuPy" in out
 
 
-def test_check_finds_wrong_results(capsys, monkeypatch):
+def test_check_finds_wrong_results(capsys, monkeypatch, only_attention):
     def attention(q, k, v, **options):
         out, lse = compute(q, k, v, **options)
         out[-1, -1, -1, -1] += 1
         return out, lse
 
     compute = cupyflash.attention
-    monkeypatch.setattr(check, "cases", small_cases)
     monkeypatch.setattr(cupyflash, "attention", attention)
     assert cli.main(["check"]) == 1
     out, _ = words(capsys)
-    assert "WRONG RESULTS model, forward: out: max error " in out and "correct" not in out
+    assert "WRONG RESULTS model, fwd: out: max error " in out and "correct" not in out
+
+
+def test_check_goes_on_where_something_does_not_run(capsys, monkeypatch, only_attention):
+    """What is refused as documented is no failure; what breaks is."""
+
+    def failing(error):
+        def run(case, library):
+            if case.name == "model":
+                raise error
+            return compute(case, library)
+
+        return run
+
+    compute = check.run
+    monkeypatch.setattr(check, "run", failing(NotImplementedError("attention: needs a B200")))
+    assert cli.main(["check"]) == 0
+    out, _ = words(capsys)
+    assert "not here: model, float16: 2 × 40, 4/2×64: attention: needs a B200 All 1 pass" in out
+    monkeypatch.setattr(check, "run", failing(RuntimeError("[no kernel]")))
+    assert cli.main(["check"]) == 1
+    out, _ = words(capsys)
+    assert "31 in 2, 2/1×40" in out and "correct" not in out
+    assert "DID NOT RUN model, float16: 2 × 40, 4/2×64: RuntimeError: [no kernel]" in out
+
+
+@pytest.fixture(scope="module")
+def checked_operations():
+    """Every operation beside attention as `check` computes it here: [(name, operation, rows)]."""
+    library = "numpy" if machine.gpu_problem() else "cupy"
+    found = []
+    for name, make in check_operations.operations(library, "float16"):
+        operation = make()
+        found.append((name, operation, check.run_operation(operation, library)))
+    return found
+
+
+def test_check_of_the_other_operations(checked_operations):
+    rows = [row for _, _, rows in checked_operations for row in rows]
+    assert [row.failures for row in rows] == [()] * len(rows) and len(rows) > 20
+    assert all(row.error <= row.allowed and row.milliseconds > 0 for row in rows)
+    called = {
+        "attention", "attention_backward", "flash_attn_varlen_func", "attention_with_cache",
+        "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward", "group_norm",
+        "group_norm_backward", "linear", "mlp", "qkv_projection", "DiffusionSampler", "BlockStack",
+    }  # fmt: skip
+    text = "".join(Path(module.__file__).read_text() for module in (check, check_operations))
+    assert called <= set(re.findall(r"cupyflash\.(\w+)", text))
+
+
+def test_check_sees_one_wrong_number_of_any_result(checked_operations):
+    for name, operation, _ in checked_operations:
+        for one in operation.passes:
+            for result, x in zip(one.results, one.call(), strict=True):
+                x = x.copy()
+                x[(-1,) * x.ndim] += 1 + abs(x[(-1,) * x.ndim])
+                finding = check._compare(operation.exact, result, x)
+                assert finding.failure and finding.error > finding.allowed, (name, result)
+
+
+def test_check_table_fits_80_columns(capsys, checked_operations):
+    rows = [row for _, _, rows in checked_operations for row in rows]
+    rows.append(dataclasses.replace(rows[0], label="fwd sm90", failures=("out: wrong",)))
+    rows.append(dataclasses.replace(rows[0], name="Gemma 2 9B", milliseconds=12345.0))
+    Console(width=80).print(check_table.table(rows))
+    out = capsys.readouterr().out
+    assert "…" not in out and "FAIL" in out and "ok" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("gpu", [True, False])
