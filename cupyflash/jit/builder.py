@@ -27,7 +27,7 @@ def build(config: KernelConfig, arch: str) -> Built:
         CompileError: NVRTC rejects it.
         ImportError: CuPy or NVRTC is missing.
         RuntimeError: it would have to be compiled and CUPYFLASH_NO_JIT forbids that.
-        UnsafeCacheError: others can write to the cache folder.
+        UnsafeCacheError: the same, and others can write to the cache folder.
     """
     built, compiled = find_or_compile(config, arch)
     if compiled:
