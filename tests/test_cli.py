@@ -475,6 +475,24 @@ def test_impossible_warmup(capsys, arguments, message):
     assert re.match(f"cupyflash warmup: .*{message}", words(capsys)[1])
 
 
+@needs_nvrtc
+def test_warmup_that_cannot_write(capsys, workspace):
+    (workspace / "file").write_text("")
+    with environment.override(cache_dir=workspace / "file" / "cache"):
+        assert cli.main(["warmup", "--arch", "sm_80"]) == 1
+    error = words(capsys)[1]
+    assert error.startswith("cupyflash warmup: the cache folder must be one that you can write to")
+    assert str(workspace / "file") in error and error.endswith(
+        "CUPYFLASH_CACHE_DIR to another folder"
+    )
+    with environment.override(cache_dir=workspace / "file"):
+        assert cli.main(["info"]) == 0
+    assert f"not usable: {workspace / 'file'} is a file; set CUPYFLASH_CACHE" in words(capsys)[0]
+    with environment.override(no_jit=True):
+        assert cli.main(["warmup", "--arch", "sm_80"]) == 1
+    assert words(capsys)[1] == "cupyflash warmup: CUPYFLASH_NO_JIT must be 0 or unset, got 1"
+
+
 def test_unsafe_cache(capsys, workspace):
     (workspace / "cache").mkdir()
     (workspace / "cache").chmod(0o777)

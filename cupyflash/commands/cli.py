@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cupyflash {arguments.command}: interrupted", file=sys.stderr)
         return 130
     except (ImportError, MemoryError, OSError, RuntimeError, ValueError) as error:
-        text = str(error).removeprefix(f"{arguments.command}: ")
+        text = str(error).removeprefix("cupyflash: ").removeprefix(f"{arguments.command}: ")
         print(f"cupyflash {arguments.command}: {text}", file=sys.stderr)
         return 1
 

@@ -71,7 +71,12 @@ def publish(name: str, built: Built, cubin: bytes, stub: str) -> Built:
 
 def require_writable() -> None:
     """Create the cache folder; an OSError where nothing can be written to it."""
-    os.rmdir(tempfile.mkdtemp(prefix=entry.UNFINISHED, dir=_create()))
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=entry.UNFINISHED, dir=_create()))
+    except OSError as error:
+        fact = "the cache folder must be one that you can write to"
+        text = f"cupyflash: {fact}, got {environment.current().cache_dir} ({error})"
+        raise OSError(f"{text}; set CUPYFLASH_CACHE_DIR to another folder") from error
 
 
 def entries() -> list[Built]:

@@ -48,6 +48,8 @@ def build_all(tasks: Iterable[Task], jobs: int | None = None, progress: bool = T
         The others of `cupyflash.jit.build`.
     """
     tasks = list(dict.fromkeys(tasks))
+    if environment.current().no_jit:
+        raise RuntimeError("warmup: CUPYFLASH_NO_JIT must be 0 or unset, got 1")
     cache.require_writable()
     digests = {source: sources.digest(source) for source in {x.source for x, _ in tasks}}
     names = [builder.entry_name(*task, digests[task[0].source]) for task in tasks]
