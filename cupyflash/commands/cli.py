@@ -2,7 +2,7 @@
 
 ======  ==========================================================================
 info    what this machine has, what it lacks, and the pip line that mends it
-check   attention on shapes of real models, verified against float64, and its speed
+check   every operation on shapes of real models, against float64, and its speed
 warmup  compile kernels into the cache, without a GPU: for container images
 cache   what the cache holds; ``cache clear`` empties it
 gpt2    text from a GPT-2 on these kernels, and its benchmark
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="cupyflash", description="Attention on every NVIDIA GPU and on the CPU."
+        prog="cupyflash", description="Attention on NVIDIA GPUs and on the CPU."
     )
     parser.add_argument("--version", action="version", version=cupyflash.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="what this machine has and what is missing")
     info.set_defaults(run=_info)
 
-    check = commands.add_parser("check", help="verify attention on this machine, and time it")
+    check = commands.add_parser("check", help="verify every operation on this machine, and time it")
     check.set_defaults(run=_check)
 
     warm = commands.add_parser(
