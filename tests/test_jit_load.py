@@ -133,9 +133,9 @@ if __name__ == "__main__":
 def test_warmup_in_processes(folder, compilations):
     status, output, error = run_python(WARMUP, folder, "3", "4")
     lines = error.splitlines()
-    assert status == 0 and len(lines) == 2, error
+    assert status == 0, error
     assert re.match(r"cupyflash: 4 kernels to compile, about \d seconds in 2 processes", lines[0])
-    assert re.match(r"\[4/4\] scale sm_\w+, in \d+ seconds?$", lines[1])
+    assert re.match(r"\[4/4\] scale sm_\w+, in \d+ seconds?$", lines[-1])
     tasks = [(Scale(factor=f), a) for f in (3, 4) for a in ("sm_80", "sm_90a")]
     with environment.override(cache_dir=folder / "cache" / "inner"):  # workers followed it
         found = jit.build_all(tasks, jobs=1, progress=False)
@@ -170,11 +170,11 @@ def test_warmup_shows_progress_where_there_is_no_terminal(folder, monkeypatch, c
         (Scale(), "sm_80"),
     ]
     assert len(jit.build_all(tasks, jobs=1)) == 3
-    assert capsys.readouterr().err.split("\n") == [
+    lines = re.sub(r"\d+ seconds?", "1 second", capsys.readouterr().err).splitlines()
+    assert lines == [
         "cupyflash: 2 kernels to compile (1 more is in the cache), about 1 second in 1 process",
         "[1/2] scale sm_80, about 1 second left",
         "[2/2] scale sm_90a, in 1 second",
-        "",
     ]
     jit.build_all(tasks)
     assert capsys.readouterr().err == "cupyflash: 0 kernels to compile (3 more are in the cache)\n"
