@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from . import environment, jit
 from .attention.families import FAMILIES, simt
 from .attention.families.preprocess import FlashBwdSinks
+from .checks import is_integer
 from .jit import compiler
 from .kernel_config import ITEM_SIZE, Access, Capability, Features, KernelConfig
 from .kernels import TOPICS
@@ -70,7 +71,7 @@ def warmup(
     check_names("dtypes", dtypes, ITEM_SIZE)
     check_names("families", families or (), FAMILIES)
     check_names("topics", topics, TOPICS)
-    if jobs is not None and (type(jobs) is not int or jobs < 1):
+    if jobs is not None and (not is_integer(jobs) or jobs < 1):
         raise ValueError(f"warmup: jobs must be a positive integer or None, got {jobs!r}")
     tasks = []
     for capability in capabilities:
@@ -118,8 +119,8 @@ def check_head_dims(head_dims: Sequence[int]) -> None:
     """Raise TypeError or ValueError where these are not head dims of attention."""
     _check_sequence("head_dims", head_dims)
     for head_dim in head_dims:
-        if type(head_dim) is not int or head_dim not in ALL_HEAD_DIMS:
-            error = ValueError if isinstance(head_dim, int) else TypeError
+        if not is_integer(head_dim) or head_dim not in ALL_HEAD_DIMS:
+            error = ValueError if is_integer(head_dim) else TypeError
             raise error(f"warmup: head_dims must be multiples of 8 from 8 to 256, got {head_dim!r}")
 
 

@@ -21,7 +21,8 @@ from ..kernel_config import Access, Features
 from ..testing import Inputs, expected
 from . import measure
 from .check_cases import Case, cases
-from .check_operations import Check, Operation, Pass, operations
+from .check_operations import operations
+from .check_problem import Check, Operation, Pass
 
 _MESSAGE = re.compile(r"max error (\S+)(?: of them)?, allowed (\S+) ")
 
