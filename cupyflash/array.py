@@ -50,6 +50,12 @@ class NumpyLibrary:
     def wants_gradient(self, *arrays: Array) -> bool:
         return False
 
+    def followed(self, *arrays: Array) -> str:
+        return ""
+
+    def pointer(self, x: Array) -> int:
+        return x.__array_interface__["data"][0]
+
     def to_numpy(self, x: Array) -> numpy.ndarray:
         return x
 
@@ -102,6 +108,16 @@ class CupyLibrary:
 
     def wants_gradient(self, *arrays: Array) -> bool:
         return False
+
+    def followed(self, *arrays: Array) -> str:
+        return ""
+
+    def wrote(self, *arrays: Array) -> None:
+        pass
+
+    def owner(self, x: Array) -> Any:
+        """What can be referred to weakly and lives as long as the memory of x."""
+        return x if x.base is None else x.base
 
     def pointer(self, x: Array) -> int:
         return x.data.ptr
@@ -184,6 +200,8 @@ class TorchLibrary:
         self._modes = self.torch._C._len_torch_dispatch_stack
         self._autocast = self.torch._C._is_any_autocast_enabled
         self._plain = self.torch.Tensor.__torch_dispatch__  # of all but tensor subclasses
+        self._increment_version = self.torch.autograd.graph.increment_version
+        self._forward_ad = self.torch.autograd.forward_ad
 
     def signature(self, x: Array) -> tuple:
         return (x.shape, x.stride(), x.dtype, x.get_device())
@@ -215,6 +233,33 @@ class TorchLibrary:
             if x.requires_grad:
                 return self.torch.is_grad_enabled()
         return False
+
+    def followed(self, *arrays: Array) -> str:
+        """What torch follows in these, so that no kernel may take them as plain memory; or ""."""
+        if self.wants_gradient(*arrays):
+            return "inputs that require a gradient (use torch.no_grad())"
+        if self._transforms_active() or self._modes() > 0:
+            return "a call within a transform of torch.func or a dispatch mode"
+        for x in arrays:
+            if type(x).__torch_dispatch__ is not self._plain:
+                return f"a {type(x).__name__}"
+            if x.is_meta:
+                return "a tensor on the device 'meta'"
+        if self._forward_ad._current_level >= 0:
+            for x in arrays:
+                if self._forward_ad.unpack_dual(x).tangent is not None:
+                    return "a tensor with a forward-mode tangent"
+        return ""
+
+    def wrote(self, *arrays: Array) -> None:
+        """Tell autograd that a kernel changed these, as an operation of torch in place does."""
+        for x in arrays:
+            if not x.is_inference():
+                self._increment_version(x)
+
+    def owner(self, x: Array) -> Any:
+        """What can be referred to weakly and lives as long as the memory of x."""
+        return x.untyped_storage()
 
     def to_numpy(self, x: Array) -> numpy.ndarray:
         """A view; a copy in float32 of bfloat16, which NumPy does not have."""

@@ -1,7 +1,7 @@
 """What the operations beside attention ask of their arrays before anything is launched."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .array import Array, View, from_foreign, library_of, to_foreign
@@ -40,6 +40,28 @@ def views_of(function: str, library: Any, arrays: Mapping[str, Array | None]) ->
             where = f"{first} on device {views[first].device} and {name} on device {view.device}"
             raise ValueError(f"{function}: all arrays must be on the same device, got {where}")
     return views
+
+
+def require_arrays(function: str, library: Any, arrays: Mapping[str, Array | None]) -> None:
+    """All arrays are there and of one library, and nothing in torch follows what is done to them.
+
+    Raises:
+        TypeError: None, or another library.
+        NotImplementedError: gradients, transforms, tensors without memory.
+    """
+    first = next(iter(arrays))
+    for name, x in arrays.items():
+        if library_of(x) is not library:
+            got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
+            got = got.removeprefix("builtins.")
+            raise TypeError(f"{function}: {name} must be a {library.name} like {first}, got {got}")
+    require_plain(function, library, tuple(arrays.values()))
+
+
+def require_plain(function: str, library: Any, arrays: Sequence[Array]) -> None:
+    """NotImplementedError if torch follows what is done to one of these arrays of the library."""
+    if got := library.followed(*arrays):
+        raise NotImplementedError(f"{function}: has no backward and runs as it is, got {got}")
 
 
 def require_like(function: str, views: Mapping[str, View], name: str, first: str) -> None:
@@ -82,6 +104,45 @@ def require_stats(function: str, views: Mapping[str, View], shape: tuple[int, ..
         raise ValueError(f"{function}: stats must have shape {shape}, got {x.shape}")
     if not is_contiguous(x):
         raise ValueError(f"{function}: stats must be contiguous, got strides {x.strides}")
+
+
+def plain_number(function: str, name: str, x: Any) -> float:
+    """x as a Python float; an array of one number is read, which waits for a GPU.
+
+    Raises:
+        TypeError: no number.
+        NotImplementedError: a tensor that requires a gradient.
+    """
+    if getattr(x, "requires_grad", False):
+        fact = f"{name} has no gradient and must be a number"
+        raise NotImplementedError(f"{function}: {fact}, got a tensor that requires one")
+    real = hasattr(x, "__float__") and not isinstance(x, bool | str | bytes | complex)
+    if not real or getattr(x, "shape", ()) != ():
+        raise TypeError(f"{function}: {name} must be a number, got {short(x)}")
+    return float(x)
+
+
+def plain_integer(function: str, name: str, x: Any, least: int, most: int) -> int:
+    """x as a Python integer within bounds.
+
+    Raises:
+        TypeError: no integer.
+        ValueError: out of bounds.
+    """
+    if not is_integer(x) or getattr(x, "shape", ()) != ():
+        raise TypeError(f"{function}: {name} must be an integer, got {short(x)}")
+    number = x.__index__()
+    if not least <= number <= most:
+        raise ValueError(f"{function}: {name} must be from {least} to {most}, got {number}")
+    return number
+
+
+def short(x: Any) -> str:
+    """A value for an error: arrays by their type, others as written, cut."""
+    if hasattr(x, "shape"):
+        return f"{type(x).__name__} of shape {tuple(x.shape)}"
+    text = repr(x)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def require_eps(function: str, eps: Any) -> None:

@@ -1,24 +1,38 @@
 """Tokens from logits: greedy, temperature, top-k, top-p; on the GPU in one launch."""
 
+import dataclasses
 import math
+import secrets
 from typing import Any, NamedTuple
 
 import numpy
 
-from ..array import Array, library_of
-from ..checks import is_integer, require_grid, require_int32, views_of
+from ..array import Array, View, library_of
+from ..checks import (
+    plain_integer,
+    plain_number,
+    require_grid,
+    require_int32,
+    require_plain,
+    short,
+    views_of,
+)
 from ..kernel_launch import Launch, Plan, keep
+from ..overlap import Written
 from . import kernels, sampling_reference
 from .params import SampleParams
 
 MAX_COLUMNS = 2**22  # sums of weights must stay below 2^63
 MAX_SEED = 2**64
 LEAST_TEMPERATURE = 1e-30
+REALS = ("temperature", "top_p")
+MAX_LIMIT = 2**31 - 2
 
 _plans: dict[tuple, "SamplePlan"] = {}
 
 
-class Sampling(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Sampling:
     """How tokens are chosen from logits.
 
     Attributes:
@@ -26,35 +40,50 @@ class Sampling(NamedTuple):
         top_k: only that many of the largest logits count; 0 is all.
         top_p: only the fewest of the largest logits count that hold this part of the probability,
             after top_k; 1 is all.
-        seed: of the random numbers, from 0 to 2^64 - 1.
+        seed: of the random numbers, from 0 to 2^64 - 1: equal calls draw equal tokens. With None
+            each call draws a seed of its own from the operating system; what a CUDA graph replays
+            keeps the seed of its capture.
+
+    Raises:
+        TypeError: no numbers.
+        ValueError: numbers that cannot be used.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
+    seed: int | None = 0
 
-    def check(self, function: str) -> None:
-        """Raise ValueError unless every number is one that can be used."""
-        real = hasattr(self.temperature, "__float__") and not isinstance(self.temperature, bool)
-        zero = real and self.temperature == 0
-        if not zero and not (real and LEAST_TEMPERATURE <= self.temperature < math.inf):
+    def __post_init__(self) -> None:
+        numbers = {name: plain_number("Sampling", name, getattr(self, name)) for name in REALS}
+        temperature, top_p = numbers.values()
+        if temperature != 0 and not LEAST_TEMPERATURE <= temperature < math.inf:
             fact = f"temperature must be 0, or finite and at least {LEAST_TEMPERATURE}"
-            raise ValueError(f"{function}: {fact}, got {self.temperature!r}")
-        if not (is_integer(self.top_k) and 0 <= self.top_k < 2**31):
-            fact = "top_k must be an integer of at least 0"
-            raise ValueError(f"{function}: {fact}, got {self.top_k!r}")
-        if not (hasattr(self.top_p, "__float__") and 0 < self.top_p <= 1):
+            raise ValueError(f"Sampling: {fact}, got {self.temperature!r}")
+        if not 0 < top_p <= 1:
             fact = "top_p must be above 0 and at most 1"
-            raise ValueError(f"{function}: {fact}, got {self.top_p!r}")
-        if not (is_integer(self.seed) and 0 <= self.seed < MAX_SEED):
-            fact = "seed must be an integer from 0 to 2^64 - 1"
-            raise ValueError(f"{function}: {fact}, got {self.seed!r}")
+            raise ValueError(f"Sampling: {fact}, got {self.top_p!r}")
+        numbers["top_k"] = plain_integer("Sampling", "top_k", self.top_k, 0, 2**31 - 1)
+        if self.seed is not None:
+            numbers["seed"] = plain_integer("Sampling", "seed", self.seed, 0, MAX_SEED - 1)
+        for name, number in numbers.items():
+            object.__setattr__(self, name, number)
+
+    def with_seed(self) -> "Sampling":
+        """Itself, with a new seed if it has none."""
+        if self.seed is not None:
+            return self
+        return dataclasses.replace(self, seed=secrets.randbits(64))
+
+    @property
+    def kind(self) -> tuple[float, int, float]:
+        """What a plan depends on."""
+        return self.temperature, self.top_k, self.top_p
 
     @property
     def scale(self) -> float:
         """From a logit to an exponent of 2."""
-        return math.log2(math.e) / float(self.temperature) if self.temperature else 0.0
+        return math.log2(math.e) / self.temperature if self.temperature else 0.0
 
     @property
     def part(self) -> int:
@@ -85,7 +114,7 @@ def sample(
     *,
     out: Array,
     state: DecodeState | None = None,
-    limit: int = 2**31 - 2,
+    limit: int = MAX_LIMIT,
 ) -> None:
     """A token from each row of logits; equal calls give equal tokens on every device.
 
@@ -99,11 +128,11 @@ def sample(
             but -infinity.
         state: its positions are counters of the random numbers, with the number of the row (None
             is 0); it advances by a token, but positions not beyond ``limit``.
-        limit: see state.
+        limit: see state; from 0 to 2^31 - 2.
 
     Raises:
-        TypeError: dtypes, libraries.
-        ValueError: shapes, strides, devices, numbers in ``sampling``.
+        TypeError: dtypes, libraries, no numbers.
+        ValueError: shapes, strides, devices, limit, arrays that share memory.
 
     Sources: top-k, arXiv:1805.04833; top-p, arXiv:1904.09751; random numbers: Philox4x32-7, Salmon
     et al. 2011.
@@ -112,32 +141,44 @@ def sample(
     if library is None:
         got = type(logits).__name__
         raise TypeError(f"sample: logits must be a NumPy, CuPy or torch array, got {got}")
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sample: sampling must be a Sampling, got {short(sampling)}")
+    if state is not None and not isinstance(state, DecodeState):
+        raise TypeError(f"sample: state must be a DecodeState or None, got {short(state)}")
+    limit = plain_integer("sample", "limit", limit, 0, MAX_LIMIT)
     arrays = (logits, out, *(state or ()))
     if library.on_cpu(logits):
-        _check(library, sampling, *arrays)
-        _on_cpu(library, logits, sampling, out, state, limit)
+        views = _check(library, *arrays)
+        Written("sample", views, tuple(views)[1:]).check([library.pointer(x) for x in arrays])
+        _on_cpu(library, logits, sampling.with_seed(), out, state, limit)
         return
     try:
         pointer, signature = library.pointer, library.signature
-        key = (tuple(map(signature, arrays)), sampling[:3], limit)
+        key = (tuple(map(signature, arrays)), sampling.kind, limit)
         pointers = list(map(pointer, arrays))
-    except AttributeError:  # an array of another library
-        _check(library, sampling, *arrays)
+        plain = not (library.traced(logits) or library.followed(*arrays[1:]))
+    except (AttributeError, TypeError):  # an array of another library
+        _check(library, *arrays)
         raise
-    plan = _plans.get(key)
+    plan = _plans.get(key) if plain else None
     if plan is None:
-        _check(library, sampling, *arrays)
-        plan = SamplePlan(library, library.view(logits), sampling, limit)
+        views = _check(library, *arrays)
+        plan = SamplePlan(library, views, sampling, limit)
         keep(_plans, key, plan)
-    sampling.check("sample")  # the seed is not in the key
-    plan(pointers, sampling.seed)
+    plan.written.check(pointers)
+    plan(pointers, secrets.randbits(64) if sampling.seed is None else sampling.seed)
+    library.wrote(*arrays[1:])
 
 
 class SamplePlan(Plan):
     """The kernel for one signature."""
 
-    def __init__(self, library: Any, logits: Any, sampling: Sampling, limit: int) -> None:
+    def __init__(
+        self, library: Any, views: dict[str, View], sampling: Sampling, limit: int
+    ) -> None:
+        logits = views["logits"]
         super().__init__(logits.device)
+        self.written = Written("sample", views, tuple(views)[1:])
         self.library = library
         rows, columns = logits.shape
         self.empty = rows == 0
@@ -161,11 +202,14 @@ class SamplePlan(Plan):
         logits, out, *state = pointers
         tokens, positions, ends = state or (0, 0, 0)
         stream = self.library.stream(self.device_id)
-        self.launch(stream, logits, positions, out, tokens, ends, int(seed))
+        self.launch(stream, logits, positions, out, tokens, ends, seed)
 
 
-def _check(library: Any, sampling: Sampling, logits: Array, out: Array, *state: Array) -> None:
-    sampling.check("sample")
+def _check(library: Any, logits: Array, out: Array, *state: Array) -> dict[str, View]:
+    """Views of all arrays."""
+    if library.traced(logits):  # a gradient is no matter: tokens have none
+        fact = "logits must be an array with memory of its own, outside of transforms of torch"
+        raise NotImplementedError(f"sample: {fact}, got {short(logits)}")
     view = views_of("sample", library, {"logits": logits})["logits"]
     if len(view.shape) != 2 or not 1 <= view.shape[1] < MAX_COLUMNS:
         fact = f"logits must be (rows, vocabulary) with a vocabulary of 1 to {MAX_COLUMNS - 1}"
@@ -173,8 +217,12 @@ def _check(library: Any, sampling: Sampling, logits: Array, out: Array, *state: 
     if view.shape[1] > 1 and view.strides[1] != 1:
         fact = "the last dimension of logits must be contiguous"
         raise ValueError(f"sample: {fact}, got strides {view.strides}")
+    views = {"logits": view}
     for name, x in zip(("out", "tokens", "positions", "ends"), (out, *state)):
         require_int32("sample", library, name, x, view.shape[:1], view.device)
+        views[name] = library.view(x)
+    require_plain("sample", library, (out, *state))
+    return views
 
 
 def _on_cpu(
@@ -189,9 +237,9 @@ def _on_cpu(
             token = sampling_reference.sample_row(
                 values,
                 numpy.float32(sampling.scale),
-                int(sampling.top_k),
+                sampling.top_k,
                 sampling.part,
-                int(sampling.seed),
+                sampling.seed,
                 (position, row),
             )
         out[row] = token
