@@ -53,6 +53,8 @@ class NumpyLibrary:
     def followed(self, *arrays: Array) -> str:
         return ""
 
+    transformed = followed
+
     def pointer(self, x: Array) -> int:
         return x.__array_interface__["data"][0]
 
@@ -111,6 +113,8 @@ class CupyLibrary:
 
     def followed(self, *arrays: Array) -> str:
         return ""
+
+    transformed = followed
 
     def wrote(self, *arrays: Array) -> None:
         pass
@@ -238,6 +242,10 @@ class TorchLibrary:
         """What torch follows in these, so that no kernel may take them as plain memory; or ""."""
         if self.wants_gradient(*arrays):
             return "inputs that require a gradient (use torch.no_grad())"
+        return self.transformed(*arrays)
+
+    def transformed(self, *arrays: Array) -> str:
+        """`followed` but for gradients."""
         if self._transforms_active() or self._modes() > 0:
             return "a call within a transform of torch.func or a dispatch mode"
         for x in arrays:

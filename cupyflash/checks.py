@@ -137,6 +137,13 @@ def plain_integer(function: str, name: str, x: Any, least: int, most: int) -> in
     return number
 
 
+def plain_flag(function: str, name: str, x: Any) -> bool:
+    """x as a Python bool; TypeError if it is none."""
+    if type(x) is bool or type(x).__name__ in ("bool", "bool_") and getattr(x, "shape", 0) == ():
+        return bool(x)
+    raise TypeError(f"{function}: {name} must be True or False, got {short(x)}")
+
+
 def short(x: Any) -> str:
     """A value for an error: arrays by their type, others as written, cut."""
     if hasattr(x, "shape"):
