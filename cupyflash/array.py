@@ -50,10 +50,11 @@ class NumpyLibrary:
     def wants_gradient(self, *arrays: Array) -> bool:
         return False
 
-    def followed(self, *arrays: Array) -> str:
-        return ""
+    def followed(self, *arrays: Array) -> bool:
+        return False
 
-    transformed = followed
+    def what_follows(self, *arrays: Array, gradients: bool = True) -> str:
+        return ""
 
     def pointer(self, x: Array) -> int:
         return x.__array_interface__["data"][0]
@@ -111,10 +112,11 @@ class CupyLibrary:
     def wants_gradient(self, *arrays: Array) -> bool:
         return False
 
-    def followed(self, *arrays: Array) -> str:
-        return ""
+    def followed(self, *arrays: Array) -> bool:
+        return False
 
-    transformed = followed
+    def what_follows(self, *arrays: Array, gradients: bool = True) -> str:
+        return ""
 
     def wrote(self, *arrays: Array) -> None:
         pass
@@ -204,6 +206,7 @@ class TorchLibrary:
         self._modes = self.torch._C._len_torch_dispatch_stack
         self._autocast = self.torch._C._is_any_autocast_enabled
         self._plain = self.torch.Tensor.__torch_dispatch__  # of all but tensor subclasses
+        self._plain_types = {self.torch.Tensor, self.torch.nn.Parameter}
         self._increment_version = self.torch.autograd.graph.increment_version
         self._forward_ad = self.torch.autograd.forward_ad
 
@@ -238,14 +241,19 @@ class TorchLibrary:
                 return self.torch.is_grad_enabled()
         return False
 
-    def followed(self, *arrays: Array) -> str:
-        """What torch follows in these, so that no kernel may take them as plain memory; or ""."""
-        if self.wants_gradient(*arrays):
-            return "inputs that require a gradient (use torch.no_grad())"
-        return self.transformed(*arrays)
+    def followed(self, *arrays: Array) -> bool:
+        """Whether `what_follows` may find something in tensors on a GPU; 1 µs for six of them."""
+        for x in arrays:
+            if x.requires_grad or type(x) not in self._plain_types:
+                return True
+        return (
+            self._transforms_active() or self._modes() > 0 or self._forward_ad._current_level >= 0
+        )
 
-    def transformed(self, *arrays: Array) -> str:
-        """`followed` but for gradients."""
+    def what_follows(self, *arrays: Array, gradients: bool = True) -> str:
+        """What of torch follows these, so that no kernel may take them as plain memory; or ""."""
+        if gradients and self.wants_gradient(*arrays):
+            return "inputs that require a gradient (use torch.no_grad())"
         if self._transforms_active() or self._modes() > 0:
             return "a call within a transform of torch.func or a dispatch mode"
         for x in arrays:
@@ -253,6 +261,7 @@ class TorchLibrary:
                 return f"a {type(x).__name__}"
             if x.is_meta:
                 return "a tensor on the device 'meta'"
+            self._plain_types.add(type(x))
         if self._forward_ad._current_level >= 0:
             for x in arrays:
                 if self._forward_ad.unpack_dual(x).tangent is not None:
@@ -261,8 +270,11 @@ class TorchLibrary:
 
     def wrote(self, *arrays: Array) -> None:
         """Tell autograd that a kernel changed these, as an operation of torch in place does."""
-        for x in arrays:
-            if not x.is_inference():
+        changed = [x for x in arrays if not x.is_inference()]
+        try:
+            self._increment_version(changed)
+        except TypeError:  # a torch that takes one at a time
+            for x in changed:
                 self._increment_version(x)
 
     def owner(self, x: Array) -> Any:

@@ -60,7 +60,7 @@ def require_arrays(function: str, library: Any, arrays: Mapping[str, Array | Non
 
 def require_plain(function: str, library: Any, arrays: Sequence[Array]) -> None:
     """NotImplementedError if torch follows what is done to one of these arrays of the library."""
-    if got := library.followed(*arrays):
+    if got := library.what_follows(*arrays):
         raise NotImplementedError(f"{function}: has no backward and runs as it is, got {got}")
 
 

@@ -4,7 +4,6 @@ A kernel that reads what another block of it writes gives results that depend on
 blocks. What follows from shapes and strides is worked out once; a call compares addresses.
 """
 
-import functools
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy
@@ -12,6 +11,7 @@ import numpy
 from .array import View
 from .kernel_config import ITEM_SIZE
 
+MAX_VERDICTS = 1024  # of arrays between each other, whose distance may change with each call
 MAX_WORK = 10**5  # of numpy.shares_memory, candidate solutions: strange strides count as shared
 
 
@@ -35,6 +35,7 @@ class Written:
                 raise ValueError(
                     f"{function}: {fact}, got {views[name].shape}, strides {views[name].strides}"
                 )
+        self.verdicts: dict[tuple[int, int, int], bool] = {}
         spans = [span(view) for view in self.views]
         self.pairs = [
             (i, j, spans[i][0] - spans[j][1], spans[i][1] - spans[j][0])
@@ -50,7 +51,13 @@ class Written:
                 self._check_pair(i, j, pointers[j] - pointers[i])
 
     def _check_pair(self, i: int, j: int, distance: int) -> None:
-        if share_memory(self.views[i], self.views[j], distance):
+        shared = self.verdicts.get((i, j, distance))
+        if shared is None:
+            shared = share_memory(self.views[i], self.views[j], distance)
+            if len(self.verdicts) >= MAX_VERDICTS:
+                self.verdicts.clear()
+            self.verdicts[i, j, distance] = shared
+        if shared:
             fact = f"{self.names[i]} is written, so it must share no memory with {self.names[j]}"
             raise ValueError(f"{self.function}: {fact}, got arrays that overlap")
 
@@ -81,7 +88,6 @@ def may_overlap_itself(view: View) -> bool:
     return False
 
 
-@functools.lru_cache(maxsize=4096)
 def share_memory(first: View, second: View, distance: int) -> bool:
     """Whether some byte belongs to both.
 

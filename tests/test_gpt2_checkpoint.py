@@ -177,7 +177,7 @@ ADDED = {
 
 
 @pytest.mark.parametrize(
-    "files", [[], list(ADDED)[:1], list(ADDED)[1:], list(ADDED)], ids="none one two all".split()
+    "files", [[], list(ADDED)[:1], list(ADDED)[1:], list(ADDED)], ids=["none", "one", "two", "all"]
 )
 def test_added_tokens_beside_a_vocabulary(files, tmp_path):
     trained = tokenizers.ByteLevelBPETokenizer()

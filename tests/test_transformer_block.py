@@ -14,7 +14,7 @@ from wrong_calls import FLAG, INTEGER, NUMBER, array, check_refused
 import cupyflash
 from cupyflash import BlockStack, BlockWeights, transformer_block
 from cupyflash.testing import expected_stack, to_numpy64
-from cupyflash.transformer import dispatch, plan
+from cupyflash.transformer import dispatch, one_block, plan
 
 NAMES = BlockWeights._fields
 ENDS = ("final_weight", "final_bias", "head_weight", "token_embedding", "position_embedding")
@@ -541,11 +541,50 @@ def test_dropped_blocks_are_dropped(backend):
         return weakref.ref(block.qkv_weight)
 
     run(0)
-    before, kept = held(), len(dispatch._stacks)
+    before, kept = held(), len(one_block._stacks)
     dropped = [run(seed) for seed in range(1, 101)]
     gc.collect()
     assert not any(x() is not None for x in dropped)
-    assert len(dispatch._stacks) <= kept and held() <= before
+    assert len(one_block._stacks) <= kept and held() <= before
+
+
+def test_weights_are_held_weakly_wherever_kernels_run(monkeypatch):
+    """The way of a GPU, with a plan that launches nothing; also views are one entry."""
+    torch = pytest.importorskip("torch")
+    from cupyflash.array import TorchLibrary
+
+    (backend,) = (x for x in libraries() if x.name == "torch-cpu")
+    case = dataclasses.replace(CASE, layers=1)
+    p, plans = make(backend, case), []
+
+    class NoPlan:
+        def __init__(self, function, library, shape, views, batch, advance):
+            plans.append(self)
+
+        def __call__(self, like, pointers):
+            assert len(pointers) == 14 and pointers[0] == p.x.data_ptr()
+
+    monkeypatch.setattr(TorchLibrary, "on_cpu", lambda self, x: False)
+    monkeypatch.setattr(dispatch, "require_gpu", lambda function, shape: None)
+    monkeypatch.setattr(dispatch, "pointer_table", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(dispatch, "StackPlan", NoPlan)
+    monkeypatch.setattr(one_block, "_stacks", {})
+    good, versions = call_of(p, 0), p.k_cache._version
+    for grad in (False, True):
+        block = weights(backend, case, 5)
+        if grad:
+            block = BlockWeights(*map(torch.nn.Parameter, block))
+        with torch.no_grad():
+            for given in (block, BlockWeights(*(x[:] for x in block)), block):
+                transformer_block(**good, weights=given, heads=case.heads)
+        assert len(one_block._stacks) == 1 and len(plans) == 1 + grad
+        if grad:
+            with pytest.raises(NotImplementedError, match="^transformer_block: has no backward"):
+                transformer_block(**good, weights=block, heads=case.heads)
+        kept = weakref.ref(next(iter(one_block._stacks.values())))
+        del block, given
+        assert not one_block._stacks and kept() is None
+    assert p.k_cache._version == versions + 6
 
 
 def memory(backend):
@@ -569,15 +608,15 @@ def test_a_block_is_kept_for_views_of_its_weights(backend):
         pytest.skip("the CPU keeps nothing")
     p = make(backend, CASE)
     block, good = weights(backend, CASE, 77), call_of(p, 0)
-    kept = len(dispatch._stacks)
+    kept = len(one_block._stacks)
     for _ in range(3):
         views = BlockWeights(*(x[:] for x in block))
         transformer_block(**good, weights=views, heads=CASE.heads)
         del views
-        assert len(dispatch._stacks) == kept + 1
+        assert len(one_block._stacks) == kept + 1
     del block
     gc.collect()
-    assert len(dispatch._stacks) == kept
+    assert len(one_block._stacks) == kept
 
 
 @pytest.mark.parametrize("item", [2, 4])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..array import Array
-from . import dispatch
+from . import dispatch, one_block
 
 
 class BlockWeights(NamedTuple):
@@ -82,7 +82,7 @@ def transformer_block(
     """
     function = "transformer_block"
     arguments = (x, weights, k_cache, v_cache, lengths, heads, eps)
-    return dispatch.eager(dispatch.block, function, *arguments)
+    return dispatch.eager(one_block.block, function, *arguments)
 
 
 class BlockStack:

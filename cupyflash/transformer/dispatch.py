@@ -7,12 +7,12 @@ from typing import Any
 import numpy
 
 from ..array import Array, compiling, library_of
-from ..checks import plain_flag, plain_integer, plain_number, require_plain, short
+from ..checks import plain_flag, require_plain, short
 from ..decode.kv_cache import CACHES
 from ..decode.sampling_reference import greedy_row
 from ..kernel_launch import keep
 from ..overlap import Written
-from . import reference
+from . import cpu
 from .checks import StackShape, check_call, check_stack, require_aligned
 from .plan import StackPlan, pointer_table, require_gpu
 
@@ -40,7 +40,7 @@ class Stack:
         self.shape: StackShape = check_stack(function, library, self.blocks, ends, heads, eps)
         weights = [y for block in self.blocks for y in block]
         self.weights = [*weights, *(y for y in ends.values() if y is not None)]
-        if got := library.transformed(*self.weights):
+        if got := library.what_follows(*self.weights, gradients=False):
             fact = "weights must be arrays with memory of their own"
             raise NotImplementedError(f"{function}: {fact}, got {got}")
         self.on_cpu = library.on_cpu(self.weights[0])
@@ -64,7 +64,7 @@ class Stack:
         plan = self._plan(function, {"x": x, **caches}, {"lengths": lengths}, CACHES, stacked)
         if self.on_cpu:
             caches = [y if stacked else y[None] for y in (k_cache, v_cache)]
-            return library.from_numpy(self._blocks(library.to_numpy(x), *caches, lengths), x)
+            return library.from_numpy(cpu.run(self, library.to_numpy(x), *caches, lengths), x)
         out = library.empty(x.shape, (self.shape.width, 1), x)
         if plan is not None:
             arrays = (x, None, k_cache, v_cache, lengths, out, None, None)
@@ -81,7 +81,7 @@ class Stack:
         integers = {"tokens": tokens, "lengths": lengths}
         plan = self._plan(function, floats, integers, CACHES)
         if self.on_cpu:
-            found = self._logits(tokens, k_cache, v_cache, lengths)
+            found = cpu.logits(self, tokens, k_cache, v_cache, lengths)
             return library.from_numpy(found.astype("float32"))
         out = library.empty_float32((tokens.shape[0], self.shape.vocab), tokens)
         if plan is not None:
@@ -113,8 +113,8 @@ class Stack:
             written.append("out")
         plan = self._plan(function, floats, integers, written)
         if self.on_cpu:
-            logits = self._logits(tokens, k_cache, v_cache, lengths)
-            lost = self._lost(tokens, k_cache, lengths)
+            logits = cpu.logits(self, tokens, k_cache, v_cache, lengths)
+            lost = cpu.lost(self, tokens, k_cache, lengths)
             found = [-1 if none else greedy_row(row) for none, row in zip(lost, logits)]
             out[...] = library.from_numpy(numpy.array(found, "int32"))
             if advance:
@@ -146,7 +146,8 @@ class Stack:
             check()
         if library.wants_gradient(*self.weights):
             require_plain(function, library, self.weights)
-        require_plain(function, library, arrays)
+        if self.on_cpu or library.followed(*arrays):
+            require_plain(function, library, arrays)
         pointers = [library.pointer(y) for y in arrays]
         key = (tuple(map(library.signature, arrays)), tuple(named), tuple(written), stacked)
         if key not in self.plans:
@@ -194,37 +195,6 @@ class Stack:
         if not self.shape.vocab:
             raise ValueError(f"{function}: needs a stack with {', '.join(ENDS)}, got none of them")
 
-    def _blocks(self, x: numpy.ndarray, k_cache: Array, v_cache: Array, lengths: Array) -> Any:
-        """`reference.stack`, the new keys and values written into the caches."""
-        library, shape = self.library, self.shape
-        blocks = [type(block)(*map(library.to_numpy, block)) for block in self.blocks]
-        caches = [library.to_numpy(y) for y in (k_cache, v_cache)]
-        lengths = library.to_numpy(lengths)
-        out, *new = reference.stack(x, blocks, *caches, lengths, shape.eps)
-        room = (lengths >= 0) & (lengths < k_cache.shape[2]) & ~numpy.isnan(x).all(-1)
-        for b in numpy.flatnonzero(room):
-            for cache, values in zip((k_cache, v_cache), new):
-                cache[:, b, int(lengths[b])] = library.from_numpy(
-                    numpy.ascontiguousarray(values[:, b])
-                )
-        return out.astype(x.dtype)
-
-    def _logits(self, tokens: Array, k_cache: Array, v_cache: Array, lengths: Array) -> Any:
-        library, shape = self.library, self.shape
-        ends = {name: library.to_numpy(y) for name, y in self.ends.items()}
-        tables = (ends["token_embedding"], ends["position_embedding"])
-        x = reference.embed(library.to_numpy(tokens), library.to_numpy(lengths), *tables)
-        x = self._blocks(x, k_cache, v_cache, lengths)
-        last = (ends["final_weight"], ends["final_bias"], ends["head_weight"])
-        return reference.head(x, *last, shape.eps)
-
-    def _lost(self, tokens: Array, k_cache: Array, lengths: Array) -> numpy.ndarray:
-        """Which sequences have no next token."""
-        tokens, lengths = map(self.library.to_numpy, (tokens, lengths))
-        most = min(k_cache.shape[2], self.shape.positions)
-        known = (tokens >= 0) & (tokens < self.shape.vocab)
-        return ~(known & (lengths >= 0) & (lengths < most))
-
 
 def block_list(function: str, blocks: Any) -> list[Any]:
     """The blocks, if they are some."""
@@ -258,43 +228,3 @@ def eager(function: Callable, *arguments: Any) -> Any:
 
         return eagerly(function, *arguments)
     return function(*arguments)
-
-
-_stacks: dict[tuple, Stack] = {}  # each as long as its weights live
-
-
-def block(
-    function: str,
-    x: Array,
-    weights: Any,
-    k_cache: Array,
-    v_cache: Array,
-    lengths: Array,
-    heads: int,
-    eps: float,
-) -> Array:
-    """A stack of one block, kept by the pointers and signatures of its weights."""
-    (weights,) = block_list(function, [weights])
-    library = weights_library(function, [weights])
-    heads = plain_integer(function, "heads", heads, 1, 2**31 - 1)
-    eps = plain_number(function, "eps", eps)
-    make = lambda: Stack(function, [weights], dict.fromkeys(ENDS), heads, eps)  # noqa: E731
-    if library.on_cpu(weights.ln1_weight):
-        return make().forward(function, x, k_cache, v_cache, lengths, False)
-    try:
-        pointers = tuple(map(library.pointer, weights))
-        signatures = tuple(map(library.signature, weights))
-        followed = library.followed(*weights)
-    except (AttributeError, TypeError):  # a weight of another library
-        make()
-        raise
-    if followed:
-        make()
-        require_plain(function, library, weights)
-    key = (type(library), pointers, signatures, heads, eps)
-    stack = _stacks.get(key)
-    if stack is None:
-        stack = make()
-        stack.hold_weakly(lambda _: _stacks.pop(key, None))
-        _stacks[key] = stack
-    return stack.forward(function, x, k_cache, v_cache, lengths, False)

@@ -8,8 +8,9 @@ from typing import Any
 from cupyflash.decode.sampling import Sampling
 
 from .config import SIZES
+from .decode_choice import DECODES
 from .layers import MODES
-from .model import DECODES, Gpt2
+from .model import Gpt2
 from .tokenizer import ByteTokenizer, TextStream, load_tokenizer
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -32,8 +33,8 @@ def add_parser(commands: Any) -> None:
     add("--top-k", type=int, default=0, metavar="N", help="default 0: all")
     add("--top-p", type=float, default=1.0, metavar="P", help="default 1: all")
     add("--seed", type=int, metavar="N", help="default: new random numbers in each run")
-    add("--end", action="append", type=int, metavar="TOKEN",
-        help="ends a text, may be given several times; default that of the model, -1: none")  # fmt: skip
+    ends = "ends a text, may be given several times; default that of the model, -1: none"
+    add("--end", action="append", type=int, metavar="TOKEN", help=ends)
     add("--stop", action="append", metavar="TEXT", help="ends a text, may be given several times")
     add("--dtype", choices=DTYPES, help="default fp16 on a GPU, fp32 on the CPU")
     add("--device", choices=("gpu", "cpu"), help="default the GPU if there is one")

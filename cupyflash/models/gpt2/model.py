@@ -7,25 +7,19 @@ from typing import Any
 
 import numpy
 
-from cupyflash import dependent_launch, machine
+from cupyflash import machine
 from cupyflash.array import Array
-from cupyflash.checks import short
 from cupyflash.decode.sampling import GREEDY, Sampling
-from cupyflash.kernel_launch import capability_of
 from cupyflash.transformer.block import BlockStack
-from cupyflash.transformer.params import MAX_BATCH
 
 from . import generate
 from .cache import Room, free_memory
 from .config import SIZES, Gpt2Config
+from .decode_choice import way_to_decode
 from .decoder import Decoder
 from .layers import MODES
 from .random import random_weights
 from .weights import Weights, load_weights, numpy_dtype
-
-DECODES = ("auto", "eager", "graph", "persistent")
-# Up to which one kernel for a token is faster than a graph of kernels, by whether these overlap.
-PERSISTENT_BATCH = {True: 2, False: 8}
 
 
 class Gpt2:
@@ -173,7 +167,7 @@ class Gpt2:
 
     def _stream(self, function: str, decode: str, given: tuple) -> Iterator[list[int | None]]:
         request = generate.checked(function, self.config, *given)
-        how = self._how(function, decode, len(request.prompts))
+        how = way_to_decode(function, self, decode, len(request.prompts))
         return generate.stream(self, request, how)
 
     def room(self, batch: int, length: int, *, held: int = 0, every: bool = False) -> Room:
@@ -200,37 +194,8 @@ class Gpt2:
         cache, decoder.model = decoder.cache, None
         self._idle = {(cache.batch, cache.max_length, decoder.how): decoder}
 
-    def _how(self, function: str, decode: str, batch: int) -> str:
-        if not isinstance(decode, str) or decode not in DECODES:
-            fact = f"decode must be {', '.join(DECODES)}"
-            raise ValueError(f"{function}: {fact}, got {short(decode)}")
-        if decode == "graph" and not self.on_gpu:
-            raise ValueError(f"{function}: decode='graph' needs a GPU, got a model on the CPU")
-        if decode == "persistent":
-            self._require_persistent(function, batch)
-        if decode != "auto":
-            return decode
-        if not self.on_gpu or self.mode == "naive":
-            return "eager"
-        capability = capability_of(self.weights.token_embedding.device.id)
-        overlap = dependent_launch.is_possible(capability)
-        if self.mode != "fused" or batch > PERSISTENT_BATCH[overlap]:
-            return "graph"
-        return "graph" if self._stack_problem else "persistent"
-
-    def _require_persistent(self, function: str, batch: int) -> None:
-        if self.mode != "fused":
-            fact = "decode='persistent' needs mode 'fused'"
-            raise ValueError(f"{function}: {fact}, got {self.mode!r}")
-        if batch > MAX_BATCH:
-            fact = f"decode='persistent' takes at most {MAX_BATCH} prompts"
-            raise ValueError(f"{function}: {fact}, got {batch}")
-        if self._stack_problem:
-            fact = "decode='persistent' cannot run this model"
-            raise NotImplementedError(f"{function}: {fact}: {self._stack_problem}")
-
     @functools.cached_property
-    def _stack_problem(self) -> str:
+    def stack_problem(self) -> str:
         """Why the persistent kernel does not take this model: sizes, GPU; "" if it does."""
         try:
             _ = self.stack
