@@ -117,22 +117,26 @@ class Launch:
                 that has happened it is asked ahead, as a refused launch would end a capture.
         """
         if self.was_too_large:
-            self._require_room(stream)
+            found = self._multiprocessors_of(stream)
+            if found < self.multiprocessors:
+                raise partition.GridTooLarge(*self.grid, found)
         try:
             self.function(self.grid, self.block, (argument,), self.shared_memory, stream, True)
         except RuntimeError as error:  # CuPy's CUDADriverError
-            if getattr(error, "status", None) == partition.TOO_LARGE:
-                self._require_room(stream)
-            raise
+            if getattr(error, "status", None) != partition.TOO_LARGE or self.multiprocessors == 1:
+                raise
+            self.was_too_large = True
+            found = self._multiprocessors_of(stream)
+            if found >= self.multiprocessors:  # nobody says, as under some settings of MPS
+                found = self.multiprocessors // 2
+            raise partition.GridTooLarge(*self.grid, found) from None
 
-    def _require_room(self, stream: Any) -> None:
+    def _multiprocessors_of(self, stream: Any) -> int:
+        """What the driver says that the stream has; those planned for where it does not."""
         import cupy
 
         pointer = (stream or cupy.cuda.get_current_stream()).ptr
-        found = partition.multiprocessors_of(pointer)
-        if found is not None and found < self.multiprocessors:
-            self.was_too_large = True
-            raise partition.GridTooLarge(*self.grid, found)
+        return partition.multiprocessors_of(pointer) or self.multiprocessors
 
     def start_early(self, stream: Any, params: bytes) -> None:
         """Launch so that the kernel begins while the one before it in the stream still runs."""

@@ -9,12 +9,13 @@ import ctypes
 import functools
 import threading
 from collections.abc import Iterator
-from ctypes import byref, c_int, c_void_p
+from ctypes import byref, c_int, c_uint, c_void_p
 
 from .tensor_map import DRIVER
 
 TOO_LARGE = 720  # CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
 SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
+SM_COUNT_AFFINITY = 0  # CU_EXEC_AFFINITY_TYPE_SM_COUNT
 RESOURCE_BYTES = 256  # CUdevResource has 144, and grows with the driver
 COUNT_OFFSET = 96  # of its sm.smCount
 
@@ -69,9 +70,13 @@ def multiprocessors_of(stream: int) -> int | None:
             driver.cuCtxGetCurrent(byref(context))
             status = driver.cuCtxGetDevResource(context, resource, c_int(SM_RESOURCE))
     except AttributeError:  # a driver without green contexts
-        return None
+        status = 1
     count = int.from_bytes(resource[COUNT_OFFSET : COUNT_OFFSET + 4], "little")
-    return count if status == 0 and count else None
+    known = [count] if status == 0 and count else []
+    affinity = (c_uint * 8)()  # CUexecAffinityParam: type, number; what MPS gives a context
+    if driver.cuCtxGetExecAffinity(affinity, c_int(SM_COUNT_AFFINITY)) == 0 and affinity[1]:
+        known.append(affinity[1])
+    return min(known, default=None)
 
 
 @functools.cache

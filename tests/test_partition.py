@@ -99,15 +99,56 @@ def test_made_again_of_what_it_was_made_of():
         assert plan.again().given == plan.given == {"x": "given"}
 
 
-def test_too_large_for_any_number_stays_an_error(fake, monkeypatch):
-    """No plan is made again and again where the driver refuses what should fit."""
+@pytest.mark.parametrize("said", [None, 8, 16, 100])
+def test_half_of_them_where_the_driver_does_not_say(fake, monkeypatch, said):
     plan, _ = fake
-    monkeypatch.setattr(partition, "multiprocessors_of", lambda stream: None)
+    monkeypatch.setattr(partition, "multiprocessors_of", lambda stream: said)
+    part = FakeStream(5)
+    assert [plan(part), plan(part)] == [4, 4] and part.started == [4, 4]
     with pytest.raises(TooLarge):
-        plan(FakeStream(4))
-    monkeypatch.setattr(partition, "multiprocessors_of", lambda stream: 8)
-    with pytest.raises(TooLarge):
-        plan(FakeStream(4))
+        plan(FakeStream(0))
+
+
+class Driver:
+    """What cuda.h says of the functions that are asked."""
+
+    def __init__(self, green=0, of_green=0, of_context=0, affinity=0):
+        self.green, self.counts = green, {green: of_green, 77: of_context}
+        self.affinity = affinity
+
+    def cuStreamGetGreenCtx(self, stream, context):
+        context._obj.value = self.green
+        return 0 if stream.value == 5 else 400
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = 77
+        return 0
+
+    def cuGreenCtxGetDevResource(self, context, resource, kind):
+        assert kind.value == 1
+        count = self.counts[context.value]
+        resource[96:100] = count.to_bytes(4, "little")
+        return 0 if count else 1
+
+    cuCtxGetDevResource = cuGreenCtxGetDevResource
+
+    def cuCtxGetExecAffinity(self, affinity, kind):
+        affinity[1] = self.affinity
+        return 0 if self.affinity and kind.value == 0 else 224
+
+
+@pytest.mark.parametrize(
+    ("driver", "expected"),
+    [
+        (Driver(green=9, of_green=8, of_context=132), 8),
+        (Driver(of_context=132), 132),
+        (Driver(of_context=132, affinity=40), 40),
+        (Driver(), None),
+    ],
+)
+def test_what_the_driver_is_asked(driver, expected, monkeypatch):
+    monkeypatch.setattr(partition, "_driver", lambda: driver)
+    assert partition.multiprocessors_of(5) == expected
 
 
 def test_a_prepared_launch_in_another_context(fake):
