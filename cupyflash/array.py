@@ -81,6 +81,10 @@ class NumpyLibrary:
         """The same with a value from the library's generator."""
         return numpy.random.randint(SEEDS, size=1, dtype=numpy.int64)
 
+    def arange(self, count: int, like: Array) -> Array:
+        """int32, on the device of ``like``."""
+        return numpy.arange(count, dtype=numpy.int32)
+
     def device(self, x: Array) -> int:
         return -1
 
@@ -180,6 +184,10 @@ class CupyLibrary:
 
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
+
+    def arange(self, count: int, like: Array) -> Array:
+        with like.device:
+            return sys.modules["cupy"].arange(count, dtype=numpy.int32)
 
     def device(self, x: Array) -> int:
         return x.data.device_id
@@ -356,6 +364,9 @@ class TorchLibrary:
 
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
+
+    def arange(self, count: int, like: Array) -> Array:
+        return self.torch.arange(count, dtype=self.torch.int32, device=like.device)
 
     def device(self, x: Array) -> int:
         return x.get_device()

@@ -8,6 +8,7 @@ from arrays import normal, stored
 from backends import compute_capability
 from matrix import each, each_library
 from test_sampling import integers
+from test_transformer_block import memory
 from wrong_calls import NUMBER, array, check_refused
 
 from cupyflash import attention_with_cache, environment
@@ -199,6 +200,20 @@ def test_outside_of_the_cache(backend):
     for cache, old, new in zip(caches, before, (k, v)):
         old[0, 0], old[1, 8] = to_numpy64(new)[0, 1], to_numpy64(new)[1, 0]
         numpy.testing.assert_array_equal(to_numpy64(cache), old)
+
+
+@each_library(device="cuda")
+def test_shapes_keep_no_memory(backend):
+    """Prompts of a hundred lengths leave what one of them leaves."""
+    cached_attention._plans.clear()
+    (q, k, v, *rest), _, _ = problem(backend, "float32", (110, 2, 2, 64, 200))
+    run = lambda n: attention_with_cache(q[:, :n], k[:, :n], v[:, :n], *rest)  # noqa: E731
+    rest[-1][:] = 0
+    run(110)
+    before = memory(backend)
+    for length in range(9, 110):
+        run(length)
+    assert memory(backend) <= before and len(cached_attention._plans) > 100
 
 
 @each_library()

@@ -12,7 +12,6 @@ from ..checks import (
     require_arrays,
     require_int32,
     require_like,
-    require_plain,
     views_of,
 )
 from ..kernel_config import ITEM_SIZE
@@ -87,19 +86,18 @@ def _run(arrays: tuple[Array, ...], scale: Any) -> Array:
         scale = plain_number(FUNCTION, "scale", scale)
     if library.on_cpu(q):
         shape, views = _check(library, arrays, scale)
-        plan = SeparatePlan(library, shape, views, arrays[-1])
+        plan = SeparatePlan(library, shape, views)
         plan.written.check([library.pointer(x) for x in arrays])
         return plan(arrays)
     try:
+        if library.followed(*arrays) and library.what_follows(*arrays):
+            _check(library, arrays, scale)
         pointer, signature = library.pointer, library.signature
         key = (*map(signature, arrays), scale, environment.current().family)
         pointers = list(map(pointer, arrays))
-        followed = library.followed(*arrays)
     except (AttributeError, TypeError):  # an array of another library
         _check(library, arrays, scale)
         raise
-    if followed:
-        require_plain(FUNCTION, library, arrays)
     aligned = math.gcd(16, *pointers[:-1]) == 16
     plan = _plans.get((key, aligned))
     if plan is None:
@@ -108,7 +106,7 @@ def _run(arrays: tuple[Array, ...], scale: Any) -> Array:
         if config:
             plan = DecodePlan(library, config, shape, views)
         else:
-            plan = SeparatePlan(library, shape, views, arrays[-1])
+            plan = SeparatePlan(library, shape, views)
         keep(_plans, (key, aligned), plan)
     plan.written.check(pointers)
     out = plan(arrays, pointers)

@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-import numpy
-
 from ..array import Array, View
 from ..attention.dispatch import forward
 from ..attention.extras import NO_EXTRAS
@@ -86,9 +84,7 @@ class SeparatePlan:
         written: for the check of the addresses.
     """
 
-    def __init__(
-        self, library: Any, shape: AttentionShape, views: dict[str, View], positions: Array
-    ) -> None:
+    def __init__(self, library: Any, shape: AttentionShape, views: dict[str, View]) -> None:
         self.written = Written(FUNCTION, views, CACHES)
         for name in CACHES:
             if not is_contiguous(views[name]):
@@ -99,10 +95,6 @@ class SeparatePlan:
         self.library, self.seqlen, self.scale = library, shape.seqlen_q, shape.scale
         self.last = shape.seqlen_k - shape.seqlen_q
         self.rows = (shape.batch * shape.seqlen_q, shape.heads_kv * shape.head_dim)
-        tokens = numpy.arange(shape.seqlen_q, dtype="int32")
-        sequences = numpy.repeat(numpy.arange(shape.batch, dtype="int32"), shape.seqlen_q)
-        self.tokens = library.put(tokens, positions)
-        self.sequences = library.put(sequences, positions)
 
     def __call__(self, arrays: tuple[Array, ...], pointers: object = None) -> Array:
         """Of q, k, v, k_cache, v_cache, positions."""
@@ -111,7 +103,9 @@ class SeparatePlan:
             self._check_positions(positions)
         where, sequences = positions, None
         if self.seqlen != 1:
-            where, sequences = (positions[:, None] + self.tokens).reshape(-1), self.sequences
+            tokens = self.library.arange(self.seqlen, positions)
+            where = (positions[:, None] + tokens).reshape(-1)
+            sequences = self.library.arange(self.rows[0], positions) // self.seqlen
         # By way of whole rows, which copies heads that do not lie side by side.
         new = (x.reshape(self.rows).reshape(self.rows[0], *x.shape[2:]) for x in (k, v))
         append(FUNCTION, *new, k_cache, v_cache, where, sequences)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy
 
 from ..array import Array, View, library_of
-from ..checks import require_arrays, require_grid, require_int32, require_plain, views_of
+from ..checks import require_arrays, require_grid, require_int32, views_of
 from ..kernel_launch import Launch, Plan, keep
 from ..rows import is_contiguous
 from . import kernels
@@ -49,16 +49,15 @@ def embedding(
         _check(library, *arrays)
         return _on_cpu(library, *arrays)
     try:
+        given = [x for x in arrays if x is not None]
+        if library.followed(*given) and library.what_follows(*given):
+            _check(library, *arrays)
         pointer, signature = library.pointer, library.signature
         key = tuple(None if x is None else signature(x) for x in arrays)
         pointers = [0 if x is None else pointer(x) for x in arrays]
-        given = [x for x in arrays if x is not None]
-        followed = library.followed(*given)
     except (AttributeError, TypeError):  # an array of another library
         _check(library, *arrays)
         raise
-    if followed:
-        require_plain("embedding", library, given)
     aligned = (pointers[1] | pointers[3]) % 16 == 0
     plan = _plans.get((key, aligned))
     if plan is None:

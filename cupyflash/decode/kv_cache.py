@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from ..array import Array, View, library_of
-from ..checks import require_arrays, require_grid, require_int32, require_plain, views_of
+from ..checks import require_arrays, require_grid, require_int32, views_of
 from ..kernel_config import ITEM_SIZE
 from ..kernel_launch import Launch, Plan, keep
 from ..overlap import Written
@@ -70,16 +70,15 @@ def append(
         _on_cpu(function, library, *arrays)
         return
     try:
+        given = arrays[: 5 if sequences is None else 6]
+        if library.followed(*given) and library.what_follows(*given):
+            _check(function, library, *arrays)
         pointer, signature = library.pointer, library.signature
         key = tuple(None if x is None else signature(x) for x in arrays)
         pointers = [0 if x is None else pointer(x) for x in arrays]
-        given = arrays[: 5 if sequences is None else 6]
-        followed = library.followed(*given)
     except (AttributeError, TypeError):  # an array of another library
         _check(function, library, *arrays)
         raise
-    if followed:
-        require_plain(function, library, given)
     aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0
     plan = _plans.get((key, aligned))
     if plan is None:

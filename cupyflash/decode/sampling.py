@@ -71,14 +71,15 @@ def sample(
         _on_cpu(library, logits, sampling.with_seed(), out, state, limit)
         return
     try:
+        if library.traced(logits) or library.followed(*arrays[1:]):
+            _check(library, *arrays)
         pointer, signature = library.pointer, library.signature
         key = (tuple(map(signature, arrays)), sampling.kind, limit)
         pointers = list(map(pointer, arrays))
-        plain = not (library.traced(logits) or library.followed(*arrays[1:]))
     except (AttributeError, TypeError):  # an array of another library
         _check(library, *arrays)
         raise
-    plan = _plans.get(key) if plain else None
+    plan = _plans.get(key)
     if plan is None:
         views = _check(library, *arrays)
         plan = SamplePlan(library, views, sampling, limit)

@@ -28,14 +28,14 @@ def block(
     if library.on_cpu(weights.ln1_weight):
         return make().forward(function, x, k_cache, v_cache, lengths, False)
     try:
+        if library.followed(*weights) and library.what_follows(*weights):
+            make()
+            require_plain(function, library, weights)
         pointers = tuple(map(library.pointer, weights))
         signatures = tuple(map(library.signature, weights))
-        followed = library.followed(*weights)
     except (AttributeError, TypeError):  # a weight of another library
         make()
         raise
-    if followed:
-        require_plain(function, library, weights)
     key = (type(library), pointers, signatures, heads, eps)
     stack = _stacks.get(key)
     if stack is None:
