@@ -260,8 +260,6 @@ class TorchLibrary:
 
     def what_follows(self, *arrays: Array, gradients: bool = True) -> str:
         """What of torch follows these, so that no kernel may take them as plain memory; or ""."""
-        if gradients and self.wants_gradient(*arrays):
-            return "inputs that require a gradient (use torch.no_grad())"
         if self._transforms_active() or self._modes() > 0:
             return "a call within a transform of torch.func or a dispatch mode"
         for x in arrays:
@@ -274,6 +272,8 @@ class TorchLibrary:
             for x in arrays:
                 if self._forward_ad.unpack_dual(x).tangent is not None:
                     return "a tensor with a forward-mode tangent"
+        if gradients and self.wants_gradient(*arrays):
+            return "inputs that require a gradient (use torch.no_grad())"
         return ""
 
     def wrote(self, *arrays: Array) -> None:
