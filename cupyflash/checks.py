@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .array import Array, View, from_foreign, library_of, to_foreign
+from .array import Array, View, device_name, from_foreign, library_of, to_foreign
 from .kernel_config import ITEM_SIZE, weight_dtypes
+from .plain_options import plain_integer
 from .rows import is_contiguous
 
 MAX_BLOCKS = 2**31  # of a grid
@@ -13,7 +14,8 @@ MAX_BLOCKS = 2**31  # of a grid
 
 def known_library(function: str, call: Callable, x: Array, *others: Array | None) -> tuple:
     """`call` on arrays of an unknown library as NumPy or CuPy arrays; its results in that of x."""
-    arrays = [y if y is None or library_of(y) else from_foreign(function, y) for y in (x, *others)]
+    arrays = [x if library_of(x) else from_foreign(function, x)]
+    arrays += [y if y is None or library_of(y) else from_foreign(function, y) for y in others]
     return tuple(None if y is None else to_foreign(y, x) for y in call(*arrays))
 
 
@@ -33,11 +35,13 @@ def views_of(function: str, library: Any, arrays: Mapping[str, Array | None]) ->
             got = got.removeprefix("builtins.")
             raise TypeError(f"{function}: {name} must be a {library.name} like {first}, got {got}")
         views[name] = view = library.view(x)
+        require_device(function, name, view)
         if view.dtype not in ITEM_SIZE:
             allowed = "float16, bfloat16 or float32"
             raise TypeError(f"{function}: {name} must be {allowed}, got {view.dtype}")
         if view.device != views[first].device:
-            where = f"{first} on device {views[first].device} and {name} on device {view.device}"
+            here, there = device_name(views[first].device), device_name(view.device)
+            where = f"{first} on device {here} and {name} on device {there}"
             raise ValueError(f"{function}: all arrays must be on the same device, got {where}")
     return views
 
@@ -62,6 +66,13 @@ def require_plain(function: str, library: Any, arrays: Sequence[Array]) -> None:
     """NotImplementedError if torch follows what is done to one of these arrays of the library."""
     if got := library.what_follows(*arrays):
         raise NotImplementedError(f"{function}: has no backward and runs as it is, got {got}")
+
+
+def require_device(function: str, name: str, view: View) -> None:
+    """A CPU or a CUDA device."""
+    if not isinstance(view.device, int):
+        fact = f"{name} must be on a CPU or a CUDA device"
+        raise ValueError(f"{function}: {fact}, got {view.device}")
 
 
 def require_like(function: str, views: Mapping[str, View], name: str, first: str) -> None:
@@ -106,50 +117,16 @@ def require_stats(function: str, views: Mapping[str, View], shape: tuple[int, ..
         raise ValueError(f"{function}: stats must be contiguous, got strides {x.strides}")
 
 
-def plain_number(function: str, name: str, x: Any) -> float:
-    """x as a Python float; an array of one number is read, which waits for a GPU.
-
-    Raises:
-        TypeError: no number.
-        NotImplementedError: a tensor that requires a gradient.
-    """
-    if getattr(x, "requires_grad", False):
-        fact = f"{name} has no gradient and must be a number"
-        raise NotImplementedError(f"{function}: {fact}, got a tensor that requires one")
-    real = hasattr(x, "__float__") and not isinstance(x, bool | str | bytes | complex)
-    if not real or getattr(x, "shape", ()) != ():
-        raise TypeError(f"{function}: {name} must be a number, got {short(x)}")
-    return float(x)
-
-
-def plain_integer(function: str, name: str, x: Any, least: int, most: int) -> int:
+def integer_within(function: str, name: str, x: Any, least: int, most: int) -> int:
     """x as a Python integer within bounds.
 
     Raises:
-        TypeError: no integer.
-        ValueError: out of bounds.
+        As `plain_integer`; ValueError out of bounds.
     """
-    if not is_integer(x) or getattr(x, "shape", ()) != ():
-        raise TypeError(f"{function}: {name} must be an integer, got {short(x)}")
-    number = x.__index__()
+    number = plain_integer(function, name, x)
     if not least <= number <= most:
         raise ValueError(f"{function}: {name} must be from {least} to {most}, got {number}")
     return number
-
-
-def plain_flag(function: str, name: str, x: Any) -> bool:
-    """x as a Python bool; TypeError if it is none."""
-    if type(x) is bool or type(x).__name__ in ("bool", "bool_") and getattr(x, "shape", 0) == ():
-        return bool(x)
-    raise TypeError(f"{function}: {name} must be True or False, got {short(x)}")
-
-
-def short(x: Any) -> str:
-    """A value for an error: arrays by their type, others as written, cut."""
-    if hasattr(x, "shape"):
-        return f"{type(x).__name__} of shape {tuple(x.shape)}"
-    text = repr(x)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def require_eps(function: str, eps: Any) -> None:

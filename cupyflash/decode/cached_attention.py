@@ -8,7 +8,6 @@ from ..array import Array, View, compiling, library_of
 from ..attention.params import AttentionShape
 from ..attention.problem import MAX_HEAD_DIM, Options, check
 from ..checks import (
-    plain_number,
     require_arrays,
     require_int32,
     require_like,
@@ -16,6 +15,7 @@ from ..checks import (
 )
 from ..kernel_config import ITEM_SIZE
 from ..kernel_launch import capability_of, keep, multiprocessors
+from ..plain_options import plain_real
 from . import kernels
 from .cached_plans import FUNCTION, TENSORS, DecodePlan, SeparatePlan
 
@@ -83,7 +83,7 @@ def _run(arrays: tuple[Array, ...], scale: Any) -> Array:
         got = type(q).__name__
         raise TypeError(f"{FUNCTION}: q must be a NumPy, CuPy or torch array, got {got}")
     if scale is not None and type(scale) is not float:
-        scale = plain_number(FUNCTION, "scale", scale)
+        scale = plain_real(FUNCTION, "scale", scale)
     if library.on_cpu(q):
         shape, views = _check(library, arrays, scale)
         plan = SeparatePlan(library, shape, views)

@@ -7,15 +7,15 @@ import numpy
 
 from ..array import Array, View, library_of
 from ..checks import (
-    plain_integer,
+    integer_within,
     require_grid,
     require_int32,
     require_plain,
-    short,
     views_of,
 )
 from ..kernel_launch import Launch, Plan, keep
 from ..overlap import Written
+from ..plain_options import short
 from . import kernels, sampling_reference
 from .params import SampleParams
 from .sampling_options import GREEDY, DecodeState, Sampling
@@ -63,7 +63,7 @@ def sample(
         raise TypeError(f"sample: sampling must be a Sampling, got {short(sampling)}")
     if state is not None and not isinstance(state, DecodeState):
         raise TypeError(f"sample: state must be a DecodeState or None, got {short(state)}")
-    limit = plain_integer("sample", "limit", limit, 0, MAX_LIMIT)
+    limit = integer_within("sample", "limit", limit, 0, MAX_LIMIT)
     arrays = (logits, out, *(state or ()))
     if library.on_cpu(logits):
         views = _check(library, *arrays)

@@ -6,7 +6,8 @@ import secrets
 from typing import NamedTuple
 
 from ..array import Array
-from ..checks import plain_integer, plain_number
+from ..checks import integer_within
+from ..plain_options import plain_real
 
 MAX_SEED = 2**64
 LEAST_TEMPERATURE = 1e-30
@@ -37,7 +38,7 @@ class Sampling:
     seed: int | None = 0
 
     def __post_init__(self) -> None:
-        numbers = {name: plain_number("Sampling", name, getattr(self, name)) for name in REALS}
+        numbers = {name: plain_real("Sampling", name, getattr(self, name)) for name in REALS}
         temperature, top_p = numbers.values()
         if temperature != 0 and not LEAST_TEMPERATURE <= temperature < math.inf:
             fact = f"temperature must be 0, or finite and at least {LEAST_TEMPERATURE}"
@@ -45,9 +46,9 @@ class Sampling:
         if not 0 < top_p <= 1:
             fact = "top_p must be above 0 and at most 1"
             raise ValueError(f"Sampling: {fact}, got {self.top_p!r}")
-        numbers["top_k"] = plain_integer("Sampling", "top_k", self.top_k, 0, 2**31 - 1)
+        numbers["top_k"] = integer_within("Sampling", "top_k", self.top_k, 0, 2**31 - 1)
         if self.seed is not None:
-            numbers["seed"] = plain_integer("Sampling", "seed", self.seed, 0, MAX_SEED - 1)
+            numbers["seed"] = integer_within("Sampling", "seed", self.seed, 0, MAX_SEED - 1)
         for name, number in numbers.items():
             object.__setattr__(self, name, number)
 

@@ -44,7 +44,7 @@ def step(
 
     if library.on_cpu(x):
         check()
-        _refuse_gradient(library, x, predicted)
+        _refuse_gradient(library, x, predicted, noise)
         return _on_cpu(sampler, library, x, predicted, noise, steps, number, seed, clip)
     try:
         pointer, signature = library.pointer, library.signature
@@ -59,7 +59,7 @@ def step(
             None if noise is None else signature(noise),
             None if steps is None else signature(steps),
         )
-        _refuse_gradient(library, x, predicted)
+        _refuse_gradient(library, x, predicted, noise)
     except AttributeError:  # an array of another library
         check()
         raise
@@ -80,8 +80,8 @@ def step(
     )
 
 
-def _refuse_gradient(library: Any, x: Array, predicted: Array) -> None:
-    if library.wants_gradient(x, predicted):
+def _refuse_gradient(library: Any, *arrays: Array | None) -> None:
+    if library.wants_gradient(*(x for x in arrays if x is not None)):
         raise NotImplementedError(f"{FUNCTION}: has no gradient, call it under torch.no_grad()")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..array import library_of
+from ..torch_meta import require_one_device
 from . import dispatch, group_norm_dispatch
 from .autograd import image_like, in_format_of, row_contiguous
 
@@ -83,6 +84,7 @@ def _norm(
 ) -> list[Tensor]:
     """out, x + residual if there is one, statistics."""
     arrays = (x, weight, bias, residual)
+    LIBRARY.refuse_tangents(*arrays)
     results = dispatch.forward(function, rms, LIBRARY, *arrays, eps, True)
     return [y for y in results if y is not None]
 
@@ -91,6 +93,7 @@ def _norm(
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *options: Any
 ) -> list[Tensor]:
+    require_one_device(options[0], x, weight, bias, residual)
     results = [_rows_like(x) for y in (x, residual) if y is not None]
     return [*results, x.new_empty((*x.shape[:-1], 2), dtype=torch.float32)]
 
@@ -114,6 +117,7 @@ def _norm_backward(
     need_dbias: bool,
 ) -> list[Tensor]:
     """dx, dweight, dbias if wanted."""
+    LIBRARY.refuse_tangents(dout, x, weight, stats, dresidual)
     dout = row_contiguous(dout)
     dresidual = None if dresidual is None else row_contiguous(dresidual)
     arrays = (dout, x, weight, stats, dresidual)
@@ -123,6 +127,7 @@ def _norm_backward(
 
 @_norm_backward.register_fake
 def _(dout: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
+    require_one_device(rest[2], x, dout, weight, *rest[:2])
     need_dbias = rest[-1]
     return [_rows_like(x), *(weight.new_empty(weight.shape) for _ in range(1 + need_dbias))]
 
@@ -138,6 +143,7 @@ def _(dout: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
 def _group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, activation: str
 ) -> tuple[Tensor, Tensor]:
+    LIBRARY.refuse_tangents(x, weight, bias)
     arguments = (x, weight, bias, num_groups, eps, activation)
     return group_norm_dispatch.forward("group_norm", LIBRARY, *arguments, True)
 
@@ -146,6 +152,7 @@ def _group_norm(
 def _(
     x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, *options: Any
 ) -> tuple[Tensor, Tensor]:
+    require_one_device("group_norm", x, weight, bias)
     stats = x.new_empty((x.shape[0], num_groups, 2), dtype=torch.float32)
     return image_like(x), stats
 
@@ -162,6 +169,7 @@ def group_norm_backward(
     dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`group_norm_dispatch.backward`; its own derivative is an error."""
+    LIBRARY.refuse_tangents(dout, x, weight, bias, stats)
     arrays = (in_format_of(x, dout), x, weight, bias, stats)
     return group_norm_dispatch.backward("group_norm_backward", LIBRARY, *arrays, activation)
 
@@ -170,6 +178,7 @@ def group_norm_backward(
 def _(
     dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    require_one_device("group_norm_backward", x, dout, weight, bias, rest[0])
     return image_like(x), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
 
 

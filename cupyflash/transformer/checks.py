@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..array import Array, View, library_of
-from ..checks import plain_integer, plain_number, require_eps
+from ..checks import integer_within, require_eps
 from ..kernel_config import ITEM_SIZE
+from ..plain_options import plain_real
 from ..rows import is_contiguous
 from .kernels import MAX_WIDTH
 from .params import MAX_BATCH, MAX_LAYERS
@@ -49,9 +50,9 @@ def check_stack(
     """
     if not 1 <= len(blocks) <= MAX_LAYERS:
         raise ValueError(f"{function}: there must be 1 to {MAX_LAYERS} blocks, got {len(blocks)}")
-    eps = plain_number(function, "eps", eps)
+    eps = plain_real(function, "eps", eps)
     require_eps(function, eps)
-    heads = plain_integer(function, "heads", heads, 1, 2**31 - 1)
+    heads = integer_within(function, "heads", heads, 1, 2**31 - 1)
     first = _view(function, library, "ln1_weight", blocks[0].ln1_weight)
     if len(first.shape) != 1:
         raise ValueError(f"{function}: ln1_weight must have shape (width,), got {first.shape}")

@@ -7,11 +7,12 @@ from typing import Any
 import numpy
 
 from ..array import Array, compiling, library_of
-from ..checks import plain_flag, require_plain, short
+from ..checks import require_plain
 from ..decode.kv_cache import CACHES
 from ..decode.sampling_reference import greedy_row
 from ..kernel_launch import keep
 from ..overlap import Written
+from ..plain_options import plain_flag, short
 from . import cpu
 from .checks import StackShape, check_call, check_stack, require_aligned
 from .plan import StackPlan, pointer_table, require_gpu

@@ -3,7 +3,8 @@
 from typing import Any
 
 from ..array import Array
-from ..checks import plain_integer, plain_number, require_plain
+from ..checks import integer_within, require_plain
+from ..plain_options import plain_real
 from .dispatch import ENDS, Stack, block_list, weights_library
 
 _stacks: dict[tuple, Stack] = {}  # each as long as its weights live
@@ -22,8 +23,8 @@ def block(
     """A stack of one block, kept by the pointers and signatures of its weights."""
     (weights,) = block_list(function, [weights])
     library = weights_library(function, [weights])
-    heads = plain_integer(function, "heads", heads, 1, 2**31 - 1)
-    eps = plain_number(function, "eps", eps)
+    heads = integer_within(function, "heads", heads, 1, 2**31 - 1)
+    eps = plain_real(function, "eps", eps)
     make = lambda: Stack(function, [weights], dict.fromkeys(ENDS), heads, eps)  # noqa: E731
     if library.on_cpu(weights.ln1_weight):
         return make().forward(function, x, k_cache, v_cache, lengths, False)

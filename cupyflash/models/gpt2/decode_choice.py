@@ -3,8 +3,8 @@
 from typing import Any
 
 from cupyflash import dependent_launch
-from cupyflash.checks import short
 from cupyflash.kernel_launch import capability_of
+from cupyflash.plain_options import short
 from cupyflash.transformer.params import MAX_BATCH
 
 DECODES = ("auto", "eager", "graph", "persistent")

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import numpy
 
 from cupyflash.array import Array
-from cupyflash.checks import is_integer, plain_integer, short
+from cupyflash.checks import integer_within, is_integer
 from cupyflash.decode.sampling import Sampling
+from cupyflash.plain_options import short
 
 from .config import Gpt2Config
 from .decoder import Decoder
@@ -53,7 +54,7 @@ def checked(
         TypeError: sampling is none, no numbers, no texts, no tokenizer.
     """
     check_prompts(function, config, prompts)
-    most = plain_integer(function, "max_new_tokens", max_new_tokens, 1, 2**31 - 1)
+    most = integer_within(function, "max_new_tokens", max_new_tokens, 1, 2**31 - 1)
     if not isinstance(sampling, Sampling):
         fact = "sampling must be a Sampling"
         raise TypeError(f"{function}: {fact}, got {short(sampling)}")
@@ -76,7 +77,7 @@ def end_tokens(
         fact = "end_of_text must be a token or several"
         raise TypeError(f"{function}: {fact}, got {short(end_of_text)}")
     last = config.vocabulary - 1
-    return frozenset(plain_integer(function, "end_of_text", x, -1, last) for x in tokens)
+    return frozenset(integer_within(function, "end_of_text", x, -1, last) for x in tokens)
 
 
 def stop_of(function: str, strings: str | Sequence[str], tokenizer: Any) -> StopStrings | None:
