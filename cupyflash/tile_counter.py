@@ -3,16 +3,16 @@
 Or by which the blocks of a launch know who is the last (last_block.cuh). A launch gets `COUNTERS`
 of them. They are 0 between launches, so launches may share them as long as they follow each other,
 as those on one stream do. A launch captured into a CUDA graph may run beside anything later, so it
-gets its own for good.
+has its own as long as the graph exists.
 """
 
 import functools
-import itertools
 import struct
 import threading
 from typing import Any
 
 from .array import Array
+from .graph_memory import is_capturing, when_graph_is_gone
 
 POOL_SIZE = 8192  # launches on a device that have their own
 COUNTERS = 64  # of a launch, next to each other: most use the first only
@@ -27,18 +27,19 @@ class TileCounters:
     def __init__(self, device: int) -> None:
         import cupy
 
-        self.runtime, self.current_stream = cupy.cuda.runtime, cupy.cuda.get_current_stream
+        self.current_stream = cupy.cuda.get_current_stream
         with cupy.cuda.Device(device):
             self.pool = cupy.zeros(POOL_SIZE * COUNTERS, cupy.int32)
             cupy.cuda.get_current_stream().synchronize()  # before any other stream counts
-        self.numbers = itertools.count()  # next() is one step, whatever other threads do
+        # Of those that nobody has; pop() and append() are one step, whatever other threads do.
+        self.numbers = list(reversed(range(POOL_SIZE)))
         self.of_stream: dict[Any, bytes] = {}
 
     def __call__(self, stream: Any) -> bytes:
         """The counter for a launch on ``stream``, or on CuPy's current one if it is None."""
-        pointer = (stream or self.current_stream()).ptr
-        if pointer and self.runtime.streamIsCapturing(pointer):
-            return self._new()
+        pointer = self._pointer(stream)
+        if is_capturing(pointer):
+            return self._captured(pointer)
         key = pointer
         if pointer == _PER_THREAD_STREAM:
             key = pointer, threading.get_ident()
@@ -57,10 +58,28 @@ class TileCounters:
         own = library.zeros_int32(COUNTERS, like)
         return library.pointer(own), own
 
+    def is_capturing(self, stream: Any) -> bool:
+        """Whether a launch on ``stream``, or on CuPy's current one, becomes part of a graph."""
+        return is_capturing(self._pointer(stream))
+
+    def _pointer(self, stream: Any) -> int:
+        return (stream or self.current_stream()).ptr
+
     def _new(self) -> bytes:
-        number = next(self.numbers)
-        if number >= POOL_SIZE:
+        try:
+            return self._at(self.numbers.pop())
+        except IndexError:
             return NULL
+
+    def _captured(self, stream: int) -> bytes:
+        try:
+            number = self.numbers.pop()
+        except IndexError:
+            return NULL
+        when_graph_is_gone(stream, functools.partial(self.numbers.append, number))
+        return self._at(number)
+
+    def _at(self, number: int) -> bytes:
         return pack_pointer(self.pool.data.ptr + 4 * COUNTERS * number)
 
 

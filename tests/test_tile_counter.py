@@ -30,6 +30,8 @@ def cupy(monkeypatch):
         get_current_stream=lambda: fake.current,
     )
     monkeypatch.setitem(sys.modules, "cupy", fake)
+    fake.ends = []  # what is called when the graphs are gone
+    monkeypatch.setattr(tile_counter, "when_graph_is_gone", lambda _, end: fake.ends.append(end))
     return fake
 
 
@@ -56,6 +58,17 @@ def test_a_captured_launch_keeps_its_counter(cupy):
     captured = {counters(Stream(5)) for _ in range(3)}
     cupy.capturing = set()
     assert len(captured) == 3 and plain not in captured and counters(Stream(5)) == plain
+
+
+def test_the_end_of_a_graph_gives_its_counters_back(cupy, monkeypatch):
+    monkeypatch.setattr(tile_counter, "POOL_SIZE", 2)
+    counters = TileCounters(0)
+    cupy.capturing = {5}
+    assert counters.is_capturing(Stream(5)) and not counters.is_capturing(Stream(6))
+    first, second, none = (counters(Stream(5)) for _ in range(3))
+    assert len({first, second}) == 2 and none == NULL
+    cupy.ends.pop(0)()
+    assert counters(Stream(5)) == first and counters(Stream(5)) == NULL
 
 
 def test_the_per_thread_stream_is_one_for_each_thread(cupy):

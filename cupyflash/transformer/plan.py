@@ -10,7 +10,7 @@ import numpy
 from ..array import Array, View
 from ..kernel_config import ITEM_SIZE
 from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
-from ..tile_counter import NULL, tile_counters
+from ..tile_counter import tile_counters
 from . import kernels
 from .checks import StackShape
 from .params import MAX_BATCH, BlockPointers, CacheStrides, DecodeStackParams
@@ -35,7 +35,7 @@ class StackPlan(Plan):
         advance: bool,
     ) -> None:
         super().__init__(shape.device)
-        self.function, self.library = function, library
+        self.library = library
         config, item = config_of(shape, batch), ITEM_SIZE[shape.dtype]
         # Every block has rows of every matrix, see tagged_words.cuh.
         rows = (shape.width, shape.hidden, shape.vocab or shape.width)
@@ -86,23 +86,21 @@ class StackPlan(Plan):
         )
         self.launch = Launch(config, shape.device, blocks, params)
         self.counters = tile_counters(shape.device)
-        self.workspaces: dict[bytes, Array] = {}
+        self.workspaces: dict[int, Array] = {}
 
     def run(self, like: Array, pointers: tuple[int, ...]) -> None:
         """Launch with the pointers from x to position_embedding."""
         stream = self.library.stream(self.device_id)
-        # Launches that may run at once have different counters, and so different workspaces.
-        barrier = self.counters(stream)
-        if barrier == NULL:
-            fact = "too many launches have been captured into CUDA graphs in this process"
-            raise RuntimeError(f"{self.function}: {fact}")
-        workspace = self.workspaces.get(barrier)
+        barrier, _own = self.counters.address(stream, self.library, like)
+        captured = self.counters.is_capturing(stream)
+        workspace = None if captured else self.workspaces.get(barrier)
         if workspace is None:
             workspace = self.library.zeros_int32(self.workspace_bytes // 4, like)
-            self.workspaces[barrier] = workspace
+            if not captured:  # else it belongs to the graph
+                self.workspaces[barrier] = workspace
         base = self.library.pointer(workspace)
         scratch = (base + offset for offset in self.offsets)
-        self.launch(stream, *pointers, int.from_bytes(barrier, "little"), *scratch)
+        self.launch(stream, *pointers, barrier, *scratch)
 
 
 def pointer_table(library: Any, blocks: list[tuple[int, ...]], like: Array) -> Array:

@@ -1,0 +1,131 @@
+"""What has to live as long as a CUDA graph: the memory of captured launches that nobody else holds.
+
+A graph repeats its launches with the addresses that they were captured with. torch gives a graph a
+memory pool of its own; under CuPy the scratch memory of a call would go back to the pool of all
+when the call returns, and replays would overwrite whoever gets it next. So it is held until the
+graph, and all that was instantiated from it, is gone: the driver says so by a user object (CUDA
+driver API, "Graph Management": cuUserObjectCreate, cuGraphRetainUserObject).
+
+The driver calls the destructor of a user object on a thread of its own, where neither Python nor
+CUDA may be called. Here it is ``sem_post`` of the C library; what its semaphore says is looked at
+when something is captured next.
+"""
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable
+from ctypes import c_int, c_size_t, c_uint, c_uint64, c_void_p
+
+from .tensor_map import DRIVER
+
+_SEMAPHORE_BYTES = 64  # sem_t has 16 to 32
+_MOVE = _NO_DESTRUCTOR_SYNC = 1  # CU_GRAPH_USER_OBJECT_MOVE, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a stream (its pointer) records a graph; the legacy default stream never does."""
+    import cupy
+
+    return bool(stream) and cupy.cuda.runtime.streamIsCapturing(stream)
+
+
+def when_graph_is_gone(stream: int, release: Callable[[], None]) -> None:
+    """Call ``release``, and hold what it refers to until then.
+
+    Some time after the graph that ``stream`` records has been destroyed, on a thread that captures;
+    never where the C library has no POSIX semaphores (Windows).
+    """
+    _graphs.collect()
+    _graphs.retain(stream, release)
+
+
+class Graphs:
+    """The semaphores of the graphs that exist, each with what to call at its end."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.waiting: dict[int, list[Callable[[], None]]] = {}  # by address of the semaphore
+        self.of_graph: dict[tuple[int, int], int] = {}  # (stream, capture) -> its semaphore
+
+    def retain(self, stream: int, release: Callable[[], None]) -> None:
+        """One user object for all that a capture asks for."""
+        graph, capture = _capture(stream)
+        with self.lock:
+            semaphore = self.of_graph.get((graph, capture))
+            if semaphore is None:
+                semaphore = _semaphore_of(graph)
+                self.of_graph[graph, capture] = semaphore
+                self.waiting[semaphore] = []
+            self.waiting[semaphore].append(release)
+
+    def collect(self) -> None:
+        """Release what belongs to graphs that are gone."""
+        with self.lock:
+            gone = [x for x in self.waiting if _posted(x)]
+            releases = [release for x in gone for release in self.waiting.pop(x)]
+            self.of_graph = {key: x for key, x in self.of_graph.items() if x not in gone}
+        for semaphore in gone:
+            _c_library().free(semaphore)
+        for release in releases:
+            release()
+
+
+_graphs = Graphs()
+
+
+def _capture(stream: int) -> tuple[int, int]:
+    """The graph that a stream records, and the number of the capture."""
+    status, number, graph = c_int(), c_uint64(), c_void_p()
+    error = _driver().cuStreamGetCaptureInfo_v2(
+        stream, ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph), None, None
+    )
+    if error or status.value != _ACTIVE:
+        raise RuntimeError(
+            f"cupyflash: the capture of stream {stream:#x} must be going on, got status "
+            f"{status.value}, CUDA error {error}"
+        )
+    return graph.value, number.value
+
+
+def _semaphore_of(graph: int) -> int:
+    """A new semaphore that is posted when the graph is gone; never freed before, also at exit."""
+    library = _c_library()
+    if library is None:
+        return -len(_graphs.waiting) - 1  # a name of its own
+    semaphore = library.calloc(1, _SEMAPHORE_BYTES)
+    library.sem_init(semaphore, 0, 0)
+    driver, user_object = _driver(), c_void_p()
+    post = ctypes.cast(library.sem_post, c_void_p)
+    error = driver.cuUserObjectCreate(
+        ctypes.byref(user_object), semaphore, post, 1, _NO_DESTRUCTOR_SYNC
+    ) or driver.cuGraphRetainUserObject(graph, user_object, 1, _MOVE)
+    if error:
+        raise RuntimeError(f"cupyflash: a CUDA graph cannot hold memory, CUDA error {error}")
+    return semaphore
+
+
+def _posted(semaphore: int) -> bool:
+    return semaphore > 0 and _c_library().sem_trywait(semaphore) == 0
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL | None:
+    if os.name == "nt":
+        return None
+    library = ctypes.CDLL(None)
+    library.calloc.restype, library.calloc.argtypes = c_void_p, (c_size_t, c_size_t)
+    library.free.argtypes = library.sem_trywait.argtypes = (c_void_p,)
+    library.sem_init.argtypes = (c_void_p, c_int, c_uint)
+    return library
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL(DRIVER)
+    driver.cuStreamGetCaptureInfo_v2.argtypes = (c_void_p,) * 6
+    driver.cuUserObjectCreate.argtypes = (c_void_p, c_void_p, c_void_p, c_uint, c_uint)
+    driver.cuGraphRetainUserObject.argtypes = (c_void_p, c_void_p, c_uint, c_uint)
+    return driver

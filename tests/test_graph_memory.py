@@ -1,0 +1,170 @@
+"""CUDA graphs of CuPy: replays leave the memory of others alone, and what they held comes back."""
+
+import contextlib
+import gc
+
+import pytest
+from backends import families
+
+import cupyflash
+from cupyflash import environment, graph_memory
+from cupyflash.tile_counter import tile_counters
+
+pytestmark = pytest.mark.skipif(not families(), reason="needs a GPU")
+
+
+@contextlib.contextmanager
+def captured(graphs):
+    """What is launched within becomes a graph, appended to ``graphs``."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        try:
+            yield stream
+        finally:
+            graphs.append(stream.end_capture())
+
+
+def normal(*shape, dtype="float16"):
+    import cupy
+
+    return cupy.random.standard_normal(shape, "float32").astype(dtype)
+
+
+def packed():
+    import cupy
+
+    cu = cupy.asarray([0, 100, 300, 512], dtype="int32")
+    q, k, v = (normal(512, 4, 64) for _ in range(3))
+    return lambda: cupyflash.flash_attn_varlen_func(q, k, v, cu, cu, 212, 212, causal=True)
+
+
+def split_keys():
+    q, k, v = normal(1, 1, 2, 64), normal(1, 8192, 2, 64), normal(1, 8192, 2, 64)
+    return lambda: cupyflash.attention(q, k, v)
+
+
+def sinks_of_16_bits():
+    q, k, v = (normal(2, 300, 4, 64) for _ in range(3))
+    sinks = normal(4)
+    return lambda: cupyflash.attention(q, k, v, sinks=sinks)
+
+
+def dropout():
+    q, k, v = (normal(2, 300, 4, 64) for _ in range(3))
+    return lambda: cupyflash.attention(q, k, v, dropout_p=0.3, dropout_seed=7)
+
+
+def backward():
+    q, k, v, dout = (normal(2, 700, 4, 64) for _ in range(4))
+    out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+    return lambda: cupyflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+
+
+def group_norm():
+    import cupy
+
+    x = cupy.moveaxis(normal(8, 32, 32, 320), -1, 1)
+    weight = normal(320, dtype="float32")
+    return lambda: cupyflash.group_norm(x, 32, weight, weight, activation="silu")
+
+
+def long_rows():
+    x, weight = normal(4, 262144), normal(262144, dtype="float32")
+    return lambda: cupyflash.layer_norm(x, weight)
+
+
+CALLS = [packed, split_keys, sinks_of_16_bits, dropout, backward, group_norm, long_rows]
+
+
+def as_tuple(x):
+    return x if isinstance(x, tuple) else (x,)
+
+
+@pytest.mark.parametrize("make", CALLS, ids=lambda x: x.__name__)
+def test_replays_leave_other_memory_alone(make):
+    import cupy
+
+    cupy.random.seed(3)
+    call = make()
+    wanted = [x.copy() for x in as_tuple(call())]
+    graphs = []
+    with captured(graphs) as stream:
+        results = as_tuple(call())
+    # Whatever the call has given back to the pool is somebody else's now.
+    others = [cupy.full(size, 77, "uint8") for size in (512, 4096, 65536, 2**20, 2**22) * 40]
+    for _ in range(3):
+        for x in results:
+            x.fill(float("nan"))
+        cupy.cuda.Device().synchronize()
+        graphs[0].launch(stream)
+        stream.synchronize()
+        for x, right in zip(results, wanted, strict=True):
+            assert cupy.allclose(x.astype("float32"), right.astype("float32"), atol=2.0**-7)
+        assert all((x == 77).all() for x in others)
+
+
+def test_memory_and_counters_come_back():
+    import cupy
+
+    counters, pool = tile_counters(0), cupy.get_default_memory_pool()
+    q, k, v = (normal(8, 2048, 16, 64) for _ in range(3))
+    few, many = normal(1, 1, 2, 64), normal(1, 8192, 2, 64)
+
+    def capture_and_drop():
+        graphs = []
+        with captured(graphs):
+            for _ in range(20):
+                cupyflash.attention(q, k, v, causal=True)
+                cupyflash.attention(few, many, many)
+        del graphs
+        gc.collect()
+        graph_memory._graphs.collect()
+
+    cupyflash.attention(q, k, v, causal=True)
+    cupyflash.attention(few, many, many)
+    capture_and_drop()
+    free, used = len(counters.numbers), pool.used_bytes()
+    for _ in range(100):
+        capture_and_drop()
+    assert len(counters.numbers) == free
+    assert pool.used_bytes() == used
+    assert not graph_memory._graphs.waiting and not graph_memory._graphs.of_graph
+
+
+def test_an_instantiated_graph_holds_what_it_needs():
+    """The memory stays while the graph can be launched, and longer than the stream."""
+    graphs = []
+    few, many = normal(1, 1, 2, 64), normal(1, 8192, 2, 64)
+    cupyflash.attention(few, many, many)
+    with captured(graphs):
+        cupyflash.attention(few, many, many)
+    gc.collect()
+    graph_memory._graphs.collect()
+    assert len(graph_memory._graphs.waiting) == 1
+    graphs[0].launch()
+    graphs.clear()
+    gc.collect()
+    graph_memory._graphs.collect()
+    assert not graph_memory._graphs.waiting
+
+
+@pytest.mark.parametrize("family", families())
+def test_many_captured_launches(family):
+    """More than there are counters, in one graph."""
+    import cupy
+
+    graphs = []
+    q = normal(1, 1024, 8, 64)
+    with environment.override(family=family):
+        wanted = cupyflash.attention(q, q, q, causal=True)
+        with captured(graphs) as stream:
+            for _ in range(9000):
+                out = cupyflash.attention(q, q, q, causal=True)
+        graphs[0].launch(stream)
+        stream.synchronize()
+    assert (out == wanted).all()
+    del out, graphs
+    cupy.get_default_memory_pool().free_all_blocks()
