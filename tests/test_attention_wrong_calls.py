@@ -184,3 +184,54 @@ def test_flash_attn_varlen(backend, packed):
         kinds["block_table"] = (inputs.cu_seqlens_q, "text", 3)
     name = f"flash_attn_varlen_{packed}packed_func" if packed else "flash_attn_varlen_func"
     check_refused(getattr(cupyflash, name), call, kinds, least=110)
+
+
+@each(library="cupy")
+def test_memory_that_no_kernel_reads(backend):
+    """Rows or an array that do not begin at a multiple of an element."""
+    import cupy
+
+    inputs = good(backend)
+    raw = cupy.zeros(8192, "int8")
+    shape, dtype = inputs.q.shape, inputs.q.dtype
+    row = shape[-1] * dtype.itemsize + 1
+    strides = (row * shape[1] * shape[2], row * shape[2], row, dtype.itemsize)
+    rows = cupy.lib.stride_tricks.as_strided(raw.view(dtype), shape, strides)
+    with pytest.raises(TypeError, match="^attention: q must be .*, got .* at unaligned strides"):
+        cupyflash.attention(rows, inputs.k, inputs.v)
+    odd = cupy.ndarray(shape, dtype, raw.data + 1)
+    with pytest.raises(ValueError, match="arrays must be aligned to their elements"):
+        cupyflash.attention(odd, inputs.k, inputs.v)
+
+
+def test_a_device_that_is_none_of_ours():
+    from cupyflash.array import View
+    from cupyflash.attention.options import Options
+    from cupyflash.attention.problem import check
+
+    x = View((1, 5, 2, 16), (160, 32, 16, 1), "float32", "mps:0")
+    options = Options(False, None, None, 0.0, "bshd")
+    with pytest.raises(ValueError, match="^f: q must be on a CPU or a CUDA device, got mps:0"):
+        check("f", {"q": x, "k": x, "v": x}, options)
+
+
+def test_errors_speak_the_words_of_the_caller():
+    import numpy
+
+    q, odd = numpy.ones((1, 2, 5, 16), "float32"), numpy.ones((1, 2, 5, 16), "int8")
+    sdpa, flash = cupyflash.scaled_dot_product_attention, cupyflash.flash_attn_func
+    packed = cupyflash.flash_attn_varlen_qkvpacked_func
+    lengths, qkv = numpy.array([0, 5], "int32"), numpy.ones((5, 3, 2, 16), "float32")
+    for call, message in (
+        (lambda: sdpa(q, odd, q), "key must be float16"),
+        (lambda: sdpa(q, q, q, odd), "attn_mask must"),
+        (lambda: sdpa(None, q, q), "query must be .*got NoneType"),
+        (lambda: sdpa(q, q, q, is_causal="bottom-right"), "is_causal must be True or False, got"),
+        (lambda: flash(q, q, q, softmax_scale=0), "softmax_scale must be positive"),
+        (lambda: flash(q, q, q, window_size=(-3, 0)), "window_size must be"),
+        (lambda: packed(qkv, None, 5), "cu_seqlens must be"),
+        (lambda: packed(qkv, lengths, -1), "max_seqlen must be"),
+        (lambda: packed(qkv.astype("int8"), lengths, 5), "qkv must be float16"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^[a-z_]*: ({message})"):
+            call()

@@ -36,7 +36,8 @@ def scaled_dot_product_attention(
         attn_mask: what broadcasts to (..., heads_q, seqlen_q, seqlen_k): bool (True: the query sees
             the key), or float32 or the dtype of query (added to the scores; has a gradient).
         dropout_p: probability to drop a weight, whether training or not.
-        is_causal: query i sees the keys up to i; not with attn_mask.
+        is_causal: query i sees the keys up to i; not with attn_mask. No other alignment has a name
+            here: `cupyflash.attention` has.
         scale: of the scores; default ``1 / sqrt(head_dim)``.
         enable_gqa: heads_q may be a multiple of heads_kv.
 
