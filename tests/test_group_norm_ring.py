@@ -1,5 +1,6 @@
 """GroupNorm whose blocks share a sample that stays in shared memory: which samples, and races."""
 
+import gc
 import random
 import re
 
@@ -15,6 +16,7 @@ from cupyflash.norm import group_norm_dispatch, group_norm_ring, ring_shape
 from cupyflash.norm.group_norm_ring import CAPABILITY
 from cupyflash.norm.groups import Groups
 from cupyflash.norm.ring_shape import Samples
+from cupyflash.norm.ring_workspace import workspace_bytes
 from cupyflash.tensor_map import TensorMapSpec
 from cupyflash.testing import expected_group_norm, poison_free_memory
 
@@ -24,7 +26,7 @@ HAS_RING = divmod(compute_capability()[0], 10) == CAPABILITY
 def test_constants():
     text = (sources.root() / "norm/group_ring.cuh").read_text(encoding="utf-8")
     found = dict(re.findall(r"constexpr int (\w+) = (\d+(?: << \d+)?);", text))
-    names = ("CONSUMERS", "SLOT_PACKS", "MAX_SLOTS", "MAX_FLIGHT", "RING_BYTES")
+    names = ("CONSUMERS", "SLOT_PACKS", "MAX_SLOTS", "MAX_FLIGHT", "MAX_TEAMS", "RING_BYTES")
     assert {name: eval(found[name]) for name in names} == {
         name: getattr(ring_shape, name) for name in names
     }
@@ -50,8 +52,14 @@ def test_shapes(seed, tensors):
         found[ring.slices] = found.get(ring.slices, 0) + 1
         assert groups % ring.slices == 0
         width, groups = width // ring.slices, groups // ring.slices
+        assert ring.teams <= ring_shape.MAX_TEAMS and ring.flight <= ring_shape.MAX_FLIGHT
         assert 1 <= ring.teams <= batch and ring.teams * ring.blocks <= processors
         assert (ring.blocks - 1) * ring.span < positions <= ring.blocks * ring.span
+        of_stream = workspace_bytes(
+            ring_shape.MAX_GROUPS, ring_shape.MAX_FLIGHT, ring_shape.MAX_TEAMS, processors
+        )
+        own = workspace_bytes(groups, ring.flight, ring.teams, ring.teams * ring.blocks)
+        assert own <= of_stream
         assert width * item % 16 == 0
         rows = ring_shape.CONSUMERS // (width * item // 16)
         slot = rows * ring_shape.SLOT_PACKS // tensors
@@ -273,3 +281,93 @@ def test_graph(backend):
         graph.replay()
         for results in captured:
             assert all((results[name] == right[name]).all() for name in right)
+
+
+@each_library(device="cuda")
+def test_shapes_share_a_workspace(backend):
+    """One launch of each shape after the other, with more teams and fewer: their tags count on."""
+    problems = [
+        (32, arrays(backend, 3, 320, 4096, "float16", 1)),
+        (32, arrays(backend, 37, 640, 257, "float16", 2)),
+        (8, arrays(backend, 9, 24, 30011, "float16", 3)),
+        (32, arrays(backend, 40, 320, 641, "float16", 4)),
+    ]
+    first = [run(groups, *problem) for groups, problem in problems]
+    for (groups, problem), results in zip(problems, first):
+        check(groups, *problem, results)
+    draw = random.Random(0)
+    for _ in range(200):
+        i = draw.randrange(len(problems))
+        again = run(problems[i][0], *problems[i][1])
+        assert all((again[name] == first[i][name]).all() for name in again)
+
+
+@each_library(device="cuda")
+def test_memory_of_many_shapes(backend):
+    """A hundred shapes later there is no more memory in use than after the first."""
+    used = []
+    for i in range(101):
+        run(8, *arrays(backend, 2, 64, 20000 + 32 * i, "float16"))
+        if i in (0, 100):
+            used.append(device_memory(backend))
+    assert used[1] <= used[0], f"{used[0]} bytes after the first shape, {used[1]} after the last"
+
+
+def device_memory(backend):
+    """Bytes of the GPU that are in use, without what the pools of the libraries keep."""
+    import cupy
+
+    backend.synchronize()
+    gc.collect()
+    if backend.library == "torch":
+        import torch
+
+        torch.cuda.empty_cache()
+    cupy.get_default_memory_pool().free_all_blocks()
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return total - free
+
+
+@each_library(library="torch", device="cuda")
+def test_dropped_graphs_leave_no_memory(backend):
+    import torch
+
+    problem = arrays(backend, 2, 64, 20000, "float16")
+    run(8, *problem)
+    used = []
+    for i in range(21):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run(8, *problem)
+        graph.replay()
+        del graph, captured
+        if i in (0, 20):
+            used.append(device_memory(backend))
+    # Code of the driver for a graph may stay; a pool of torch would be 2 MB a graph.
+    assert used[1] < used[0] + 10 * 2**20, used
+
+
+@each_library(library="torch", device="cuda")
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "options", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}], ids=str
+)
+def test_compiled_with_cuda_graphs(backend, options, training):
+    """torch accounts for all memory in the pool of its graph: nothing else may stay there."""
+    import torch
+
+    if "mode" in options:
+        pytest.importorskip("triton")
+    torch.compiler.reset()
+    dout, x, weight, bias = arrays(backend, 3, 320, 4096, "float16")
+    function = lambda x, weight, bias: cupyflash.group_norm(x, 32, weight, bias, activation="silu")
+    compiled = torch.compile(function, fullgraph=True, **options)
+    exact = expected_group_norm(dout, x, 32, weight, bias, "silu", 1e-5)
+    inputs = [y.requires_grad_(training) for y in (x, weight, bias)]
+    for _ in range(4):  # warm-up, capture, replays
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(*inputs)
+        exact.check(out=out.detach())
+        if training:
+            gradients = torch.autograd.grad(out, inputs, dout)
+            exact.check(**dict(zip(("dx", "dweight", "dbias"), gradients)))
