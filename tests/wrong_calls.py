@@ -59,7 +59,7 @@ def wrong_calls(
 
 def describe(value: Any) -> str:
     """A short name of a value: arrays by library, dtype and shape."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
+    if not isinstance(value, type) and hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{type(value).__module__}:{value.dtype}{tuple(value.shape)}"
     return repr(value)[:40]
 

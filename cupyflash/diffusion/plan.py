@@ -1,7 +1,7 @@
 """A diffusion step: what calls of one signature share, and how they run."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..array import Array, View, dense_strides
@@ -24,8 +24,9 @@ class StepPlan(Plan):
         clip: float | None,
         num_steps: int,
         draw: bool,
+        thresholding: bool,
     ) -> None:
-        x, steps = views["x"], views.get("step")
+        x, steps, seeds = views["x"], views.get("step"), views.get("seed")
         super().__init__(x.device)
         self.library, self.shape, self.strides = library, x.shape, dense_like(x)
         size = math.prod(x.shape)
@@ -35,12 +36,14 @@ class StepPlan(Plan):
         config = kernels.step(x.dtype, views["predicted"].dtype, draw, aligned)
         batch = x.shape[0] if x.shape else 1
         one_step = steps is None or math.prod(steps.shape) == 1
-        if (size if one_step else size // batch) % config.vector:  # a thread has one step
+        per_sample = thresholding or seeds is not None or not one_step
+        if (size // batch if per_sample else size) % config.vector:  # a thread has one sample
             config = kernels.step(x.dtype, views["predicted"].dtype, draw, False)
         params = DiffusionStepParams(
             batch=batch,
             sample_size=size // batch,
             steps_stride=0 if one_step else 1,
+            per_sample=per_sample,
             num_steps=num_steps,
             wide_steps=steps is not None and steps.dtype == "int64",
             clip=math.inf if clip is None else clip,
@@ -49,15 +52,24 @@ class StepPlan(Plan):
         self.launch = Launch(config, x.device, grid, params)
 
     def run(
-        self, x: Array, pointers: tuple[int, int, int], steps: int, table: int, seed: int,
-        number: int,
+        self, x: Array, pointers: tuple[int, int, int], tables: tuple[int, int],
+        limits: Callable[[], Array] | None, seeds: int, seed: int, number: int,
     ) -> Array:  # fmt: skip
-        """``pointers`` of x, predicted, noise; those of the indices and of the coefficients."""
+        """One launch.
+
+        Args:
+            pointers: of x, predicted, noise.
+            tables: pointers of the indices and of the coefficients.
+            limits: makes the thresholds of the samples.
+            seeds: pointer of those of the samples.
+        """
         library = self.library
         out = library.empty_strided(self.shape, self.strides, x)
         if not self.empty:
+            thresholds = None if limits is None else limits()  # held until the launch is queued
+            of_samples = 0 if limits is None else library.pointer(thresholds), seeds
             stream = library.stream(self.device_id)
-            self.launch(stream, *pointers, library.pointer(out), steps, table, seed, number)
+            self.launch(stream, *pointers, library.pointer(out), *tables, *of_samples, seed, number)
         return out
 
 
