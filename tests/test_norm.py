@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm, forward and backward, on every library."""
 
 import dataclasses
+import gc
 import importlib
 
 import numpy
@@ -522,3 +523,37 @@ def test_host_time_is_one_look_up(backend, monkeypatch):
     first = cupyflash.layer_norm(x, weight)
     monkeypatch.setattr(dispatch, "ForwardPlan", None)
     assert (cupyflash.layer_norm(x, weight) == first).all()
+
+
+@each_library(device="cuda")
+def test_memory_of_many_shapes(backend):
+    """What a hundred shapes leave behind is no memory of the GPU, with any detour."""
+    import cupy
+
+    def allocated():
+        backend.synchronize()
+        gc.collect()
+        found = cupy.get_default_memory_pool().used_bytes()
+        if backend.library == "torch":
+            import torch
+
+            found += torch.cuda.memory_allocated()
+        return found
+
+    def run(rows):
+        make = lambda shape, dtype="float16": stored(backend, normal(shape, rows), dtype)
+        x, residual = make((rows, 2, 40)), make((rows, 2, 40), "float32")
+        weight = make(40)
+        _, h, stats = cupyflash.layer_norm(x, weight, residual=residual, return_stats=True)
+        cupyflash.layer_norm_backward(x, h, weight, stats)
+        out, stats = cupyflash.rms_norm(x[..., ::2], return_stats=True)
+        cupyflash.rms_norm_backward(out, x[..., ::2], None, stats)
+        image = make((2, 8, rows, 6))
+        out, stats = cupyflash.group_norm(image[..., :5], 2, return_stats=True)
+        cupyflash.group_norm_backward(out, image[..., :5], None, None, stats)
+
+    run(3)
+    before = allocated()
+    for rows in range(4, 104):
+        run(rows)
+    assert allocated() <= before

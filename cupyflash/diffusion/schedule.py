@@ -85,8 +85,7 @@ def timestep_embeddings(
     function = "timestep_embeddings"
     timesteps = numbers_of(function, "timesteps", timesteps)
     max_period = require_real(function, "max_period", max_period, math.inf)
-    if freq_shift != 0 or isinstance(freq_shift, bool):
-        freq_shift = require_real(function, "freq_shift", freq_shift, math.inf)
+    freq_shift = require_real(function, "freq_shift", freq_shift, math.inf, zero=True)
     require_choice(function, "cos_first", cos_first, (False, True))
     whole = isinstance(dim, numbers.Integral) and not isinstance(dim, bool) and dim <= MAX_DIM
     half = int(dim) // 2 if whole else 0
@@ -116,12 +115,15 @@ def require_integer(function: str, name: str, value: Any, least: int, most: int)
     return operator.index(value)
 
 
-def require_real(function: str, name: str, value: Any, limit: float) -> float:
-    """A number above 0 and below the limit, as a plain one."""
+def require_real(
+    function: str, name: str, value: Any, limit: float, *, zero: bool = False
+) -> float:
+    """A number above 0 (or 0, if ``zero`` is allowed) and below the limit, as a plain one."""
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not 0 < value < limit:
-        allowed = "above 0 and finite" if limit == math.inf else f"above 0 and below {limit}"
-        raise ValueError(f"{function}: {name} must be {allowed}, got {value!r}")
+    if not real or not (0 < value < limit or (zero and value == 0)):
+        least = "at least 0" if zero else "above 0"
+        most = "finite" if limit == math.inf else f"below {limit}"
+        raise ValueError(f"{function}: {name} must be {least} and {most}, got {value!r}")
     return float(value)
 
 
