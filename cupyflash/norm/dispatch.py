@@ -96,6 +96,8 @@ def backward(
     need_dbias: bool,
 ) -> tuple[Array, Array | None, Array | None]:
     """(dx, dweight, dbias); the last is None unless wanted, both are without a weight."""
+    if library is None:
+        raise TypeError(f"{function}: x must be an array, got None")
 
     def check() -> dict[str, View]:
         arrays = {"x": x, "dout": dout, "weight": weight, "stats": stats, "dresidual": dresidual}

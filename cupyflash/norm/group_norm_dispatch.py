@@ -90,6 +90,8 @@ def backward(
     activation: str,
 ) -> tuple[Array, Array | None, Array | None]:
     """(dx, dweight, dbias); without a weight the last two are None."""
+    if library is None:
+        raise TypeError(f"{function}: x must be an array, got None")
     _, activation = _plain_options(function, 1, activation)
 
     def check() -> dict[str, View]:
