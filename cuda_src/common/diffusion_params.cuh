@@ -29,7 +29,6 @@ struct DiffusionStepParams {
   int64_t batch;
   int64_t sample_size;
   int64_t steps_stride;  // 1, or 0: the same step for all samples
-  int per_sample;        // whether anything differs between samples: then no pack has two of them
   int num_steps;
   int wide_steps;  // whether `steps` are 64-bit, not 32-bit
   float clip;      // x0 stays between -clip and clip

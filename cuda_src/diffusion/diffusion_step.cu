@@ -36,7 +36,8 @@ __device__ __forceinline__ void draw(float (&noise)[VECTOR], int64_t first, uint
   }
 }
 
-template <typename T, typename MODEL, bool DRAW, int LOADS, int VECTOR>
+// PER_SAMPLE: samples have thresholds or seeds of their own.
+template <typename T, typename MODEL, bool DRAW, bool PER_SAMPLE, int LOADS, int VECTOR>
 __global__ void __launch_bounds__(THREADS)
     diffusion_step(const __grid_constant__ DiffusionStepParams params) {
   // ---- read ----
@@ -65,18 +66,20 @@ __global__ void __launch_bounds__(THREADS)
     const int64_t first = first_of(load);
     if (first >= size) continue;
     // ---- which step, noise ----
-    if (load == 0 || params.per_sample) {
-      const int64_t sample = params.per_sample ? first / params.sample_size : 0;
-      if (params.thresholds) {
-        limit = params.thresholds[sample];
-        shrink = 1.f / limit;
-      }
-      if (DRAW && params.seeds) {
-        seed = uint64_t(params.seeds[sample]);
-        noise_begin = sample * params.sample_size;
+    if (load == 0 || PER_SAMPLE || params.steps_stride) {
+      if constexpr (PER_SAMPLE) {
+        const int64_t sample = first / params.sample_size;
+        if (params.thresholds) {
+          limit = params.thresholds[sample];
+          shrink = 1.f / limit;
+        }
+        if (DRAW && params.seeds) {
+          seed = uint64_t(params.seeds[sample]);
+          noise_begin = sample * params.sample_size;
+        }
       }
       if (params.steps) {
-        const int64_t index = params.steps_stride ? sample : 0;
+        const int64_t index = params.steps_stride ? first / params.sample_size : 0;
         step = params.wide_steps ? static_cast<const int64_t*>(params.steps)[index]
                                  : static_cast<const int*>(params.steps)[index];
       }
@@ -85,9 +88,8 @@ __global__ void __launch_bounds__(THREADS)
       if (!known) c.x_to_x = INF - INF;
     }
     float noise[VECTOR] = {};
-    if constexpr (DRAW) {
-      draw(noise, first - noise_begin, seed,
-           step);  // also where it counts nothing: no branch is faster
+    if constexpr (DRAW) {  // also where it counts nothing: no branch is faster
+      draw(noise, first - noise_begin, seed, step);
     } else if (c.noise_to_x != 0.f) {
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) noise[i] = given[load].at(i);
@@ -99,7 +101,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < VECTOR; ++i) {
       const float x_i = x[load].at(i), model_i = model[load].at(i);
       const float guess = c.x_to_x0 * x_i + c.model_to_x0 * model_i;
-      const float x0 = clamp_nan(guess, limit) * shrink;
+      const float x0 = PER_SAMPLE ? clamp_nan(guess, limit) * shrink : clamp_nan(guess, limit);
       const float mean = c.x0_to_x * x0 + c.x_to_x * x_i + c.model_to_x * model_i;
       out[i] = mean + c.noise_to_x * noise[i];
     }

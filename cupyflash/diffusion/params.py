@@ -34,7 +34,6 @@ class DiffusionStepParams(ctypes.Structure):
         ("batch", c_int64),
         ("sample_size", c_int64),
         ("steps_stride", c_int64),
-        ("per_sample", c_int32),
         ("num_steps", c_int32),
         ("wide_steps", c_int32),
         ("clip", c_float),

@@ -33,17 +33,18 @@ class StepPlan(Plan):
         self.empty = size == 0
         if self.empty:
             return
-        config = kernels.step(x.dtype, views["predicted"].dtype, draw, aligned)
         batch = x.shape[0] if x.shape else 1
         one_step = steps is None or math.prod(steps.shape) == 1
-        per_sample = thresholding or seeds is not None or not one_step
-        if (size // batch if per_sample else size) % config.vector:  # a thread has one sample
-            config = kernels.step(x.dtype, views["predicted"].dtype, draw, False)
+        per_sample = thresholding or seeds is not None
+        kind = (x.dtype, views["predicted"].dtype, draw, per_sample)
+        config = kernels.step(*kind, aligned)
+        of_thread = size if one_step and not per_sample else size // batch
+        if of_thread % config.vector:  # a pack is of one sample
+            config = kernels.step(*kind, False)
         params = DiffusionStepParams(
             batch=batch,
             sample_size=size // batch,
             steps_stride=0 if one_step else 1,
-            per_sample=per_sample,
             num_steps=num_steps,
             wide_steps=steps is not None and steps.dtype == "int64",
             clip=math.inf if clip is None else clip,
