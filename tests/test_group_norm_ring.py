@@ -3,6 +3,7 @@
 import gc
 import random
 import re
+import shutil
 
 import pytest
 from arrays import normal, stored
@@ -310,7 +311,8 @@ def test_memory_of_many_shapes(backend):
         run(8, *arrays(backend, 2, 64, 20000 + 32 * i, "float16"))
         if i in (0, 100):
             used.append(device_memory(backend))
-    assert used[1] <= used[0], f"{used[0]} bytes after the first shape, {used[1]} after the last"
+    # Half a megabyte for each shape would be 50.
+    assert used[1] < used[0] + 4 * 2**20, f"{used[0]} bytes after the first, {used[1]} at the end"
 
 
 def device_memory(backend):
@@ -356,8 +358,8 @@ def test_compiled_with_cuda_graphs(backend, options, training):
     """torch accounts for all memory in the pool of its graph: nothing else may stay there."""
     import torch
 
-    if "mode" in options:
-        pytest.importorskip("triton")
+    if "mode" in options and not shutil.which("g++"):
+        pytest.skip("inductor needs a C++ compiler")
     torch.compiler.reset()
     dout, x, weight, bias = arrays(backend, 3, 320, 4096, "float16")
     function = lambda x, weight, bias: cupyflash.group_norm(x, 32, weight, bias, activation="silu")
