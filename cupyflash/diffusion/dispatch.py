@@ -45,7 +45,8 @@ def step(
         raise TypeError(f"{FUNCTION}: step must be an integer or an array of them, got None")
     drawn = seed is not None or seeds is not None
     _check_numbers(sampler, number, noise, seed, drawn)
-    if clip is not None:
+    threshold = sampler.threshold
+    if clip is not None and not (type(clip) is float and 0 < clip < math.inf and not threshold):
         clip = _plain_clip(sampler, clip)
 
     def check() -> dict[str, View]:
@@ -64,7 +65,8 @@ def step(
             pointer(predicted),
             0 if noise is None else pointer(noise),
         )
-        of_steps, of_seeds = (0 if y is None else pointer(y) for y in (steps, seeds))
+        of_steps = 0 if steps is None else pointer(steps)
+        of_seeds = 0 if seeds is None else pointer(seeds)
         signatures = (
             signature(x),
             signature(predicted),
@@ -77,7 +79,6 @@ def step(
         check()
         raise
     aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
-    threshold = sampler.threshold
     key = (signatures, clip, aligned, sampler.num_steps, drawn, threshold is None)
     plan = _plans.get(key)
     if plan is None:
@@ -100,7 +101,7 @@ def step(
 
 
 def _refuse_gradient(library: Any, *arrays: Array | None) -> None:
-    if library.wants_gradient(*(y for y in arrays if y is not None)):
+    if library.wants_gradient(*[y for y in arrays if y is not None]):
         raise NotImplementedError(
             f"{FUNCTION}: has no gradient, call it under torch.no_grad(), "
             "got a tensor that requires one"
@@ -202,15 +203,13 @@ def _check_seeds(library: Any, seeds: Array, x: View) -> View:
 
 def _plain_clip(sampler: Any, clip: Any) -> float:
     """The option as a plain number: it is part of the key of a plan."""
-    if type(clip) is not float or not 0 < clip < math.inf:
-        real = isinstance(clip, numbers.Real) and not isinstance(clip, bool)
-        if not real or not 0 < clip < math.inf:
-            raise ValueError(f"{FUNCTION}: clip must be positive and finite, got {clip!r}")
-        clip = float(clip)
+    real = isinstance(clip, numbers.Real) and not isinstance(clip, bool)
+    if not real or not 0 < clip < math.inf:
+        raise ValueError(f"{FUNCTION}: clip must be positive and finite, got {clip!r}")
     if sampler.threshold is not None:
         fact = "clip must be None where the sampler has thresholding"
         raise ValueError(f"{FUNCTION}: {fact}, got {clip}")
-    return clip
+    return float(clip)
 
 
 def _check_numbers(
@@ -219,7 +218,7 @@ def _check_numbers(
     if number is not None and not 0 <= number < sampler.num_steps:
         fact = f"step must be from 0 to {sampler.num_steps - 1}"
         raise ValueError(f"{FUNCTION}: {fact}, got {number}")
-    if seed is not None and not (_is_whole(seed) and 0 <= seed < MAX_SEED):
+    if seed is not None and not ((type(seed) is int or _is_whole(seed)) and 0 <= seed < MAX_SEED):
         raise ValueError(f"{FUNCTION}: seed must be from 0 to 2^64 - 1, got {seed!r}")
     if noise is not None and drawn:
         raise ValueError(f"{FUNCTION}: takes noise or a seed, got both")
@@ -228,4 +227,4 @@ def _check_numbers(
 
 
 def _is_whole(x: Any) -> bool:
-    return type(x) is int or (isinstance(x, numbers.Integral) and not isinstance(x, bool))
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
