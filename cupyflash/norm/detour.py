@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy
-
 from ..array import Array, View, dense_strides
 from ..kernel_launch import Plan
 from ..rows import collapse
@@ -48,7 +46,7 @@ def norm_forward(library: Any, views: Mapping[str, View], forward: Callable) -> 
         if "residual" in copied:
             residual = dense(library, residual, strides, residual)
         if weight is None:
-            weight = filled(library, x.shape[-1], 1.0, like)
+            weight = filled(library, x.shape[-1], 1.0, x)
         elif wide:
             weight = library.cast(weight, like)
             bias = None if bias is None else library.cast(bias, like)
@@ -163,9 +161,7 @@ def dense(library: Any, x: Array, strides: Strides, like: Array) -> Array:
 
 
 def filled(library: Any, size: int, value: float, like: Array) -> Array:
-    """(size,) of one value, in the dtype and on the device of ``like``."""
-    if isinstance(like, numpy.ndarray):
-        return numpy.full(size, value, like.dtype)
-    result = library.empty((size,), (1,), like)
+    """(size,) of one value on the device of ``like``, float32: a weight beside x of any dtype."""
+    result = library.empty_float32((size,), like)
     library.fill(result, value)
     return result
