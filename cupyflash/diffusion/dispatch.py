@@ -75,7 +75,7 @@ def step(
             None if seeds is None else signature(seeds),
         )
         _refuse_gradient(library, x, predicted, noise)
-    except AttributeError:  # an array of another library
+    except (AttributeError, TypeError):  # an array of another library, or none
         check()
         raise
     aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0

@@ -65,7 +65,7 @@ def forward(
             None if bias is None else signature(bias),
             None if residual is None else signature(residual),
         )
-    except AttributeError:  # an array of another library
+    except (AttributeError, TypeError):  # an array of another library, or none
         check()
         raise
     aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0
@@ -131,7 +131,7 @@ def backward(
             signature(stats),
             None if dresidual is None else signature(dresidual),
         )
-    except AttributeError:
+    except (AttributeError, TypeError):
         check()
         raise
     aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[4]) % 16 == 0

@@ -60,7 +60,7 @@ def forward(
             None if weight is None else signature(weight),
             None if bias is None else signature(bias),
         )
-    except AttributeError:  # an array of another library
+    except (AttributeError, TypeError):  # an array of another library, or none
         check()
         raise
     aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
@@ -123,7 +123,7 @@ def backward(
         arrays = (dout, x, weight, bias, stats)
         pointers = tuple([0 if y is None else pointer(y) for y in arrays])
         signatures = tuple([None if y is None else signature(y) for y in arrays])
-    except AttributeError:
+    except (AttributeError, TypeError):
         check()
         raise
     aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0
