@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 from ..array import Array
+from ..graph_memory import is_capturing
 from ..kernel_launch import multiprocessors
 from .ring_shape import MAX_FLIGHT, MAX_GROUPS, MAX_TEAMS
 
@@ -31,11 +32,12 @@ class RingWorkspaces:
     def address(self, stream: Any, library: Any, like: Array, size: int) -> tuple[int, Any]:
         """The address of ``size`` bytes for a launch on ``stream``, and what has to live meanwhile.
 
-        A captured launch may run beside anything later, so it gets memory of its own, allocated by
-        ``library`` as ``like`` is; so does one on a stream beyond `MAX_STREAMS`.
+        A captured launch may run beside anything later, so it gets memory of its own, which is the
+        graph's: allocated by ``library``, as all of a call is. So does one on a stream beyond
+        `MAX_STREAMS`.
         """
         pointer = (stream or self.current_stream()).ptr
-        captured = pointer and self.runtime.streamIsCapturing(pointer)
+        captured = is_capturing(pointer)
         found = None if captured else self.of_stream.get(pointer)
         if found is None:
             full = len(self.of_stream) >= MAX_STREAMS or pointer == _PER_THREAD_STREAM
