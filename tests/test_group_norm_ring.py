@@ -1,9 +1,12 @@
 """GroupNorm whose blocks share a sample that stays in shared memory: which samples, and races."""
 
+import contextlib
 import gc
 import random
 import re
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 from arrays import normal, stored
@@ -13,7 +16,7 @@ from matrix import each_library
 import cupyflash
 from cupyflash.array import View
 from cupyflash.jit import sources
-from cupyflash.norm import group_norm_dispatch, group_norm_ring, ring_shape
+from cupyflash.norm import group_norm_dispatch, group_norm_ring, ring_shape, ring_workspace
 from cupyflash.norm.group_norm_ring import CAPABILITY
 from cupyflash.norm.groups import Groups
 from cupyflash.norm.ring_shape import Samples
@@ -99,6 +102,39 @@ def test_what_fits():
     assert slices_of(1, 128, 8, 16384, 2, 1) == 4  # groups, then bytes
     assert slices_of(1, 128, 8, 64, 2, 1) == 0  # so small only as a whole
     assert slices_of(1000, 3, 16, 16, 2, 1) == 0  # too many rounds
+
+
+def test_workspaces_of_streams(monkeypatch):
+    """One for each stream, whatever the shapes; captured launches have their own."""
+    made, capturing = [], set()
+
+    def memory(size):
+        made.append(size)
+        return SimpleNamespace(ptr=4096 * len(made))
+
+    cuda = SimpleNamespace(
+        runtime=SimpleNamespace(memsetAsync=lambda *arguments: None),
+        get_current_stream=lambda: SimpleNamespace(ptr=0),
+        Memory=memory,
+        Device=lambda device: contextlib.nullcontext(),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(ring_workspace, "is_capturing", lambda stream: stream in capturing)
+    monkeypatch.setattr(ring_workspace, "multiprocessors", lambda device: 132)
+    workspaces = ring_workspace.RingWorkspaces(0)
+    library = SimpleNamespace(zeros_int32=lambda n, like: n, pointer=lambda x: -x)
+    address = lambda stream, size: workspaces.address(stream, library, None, size)[0]
+    one, other = SimpleNamespace(ptr=55), SimpleNamespace(ptr=56)
+    first = address(one, 100)
+    assert address(one, 1000) == first != address(None, 100)
+    capturing.add(55)
+    assert address(one, 100) == -25 and address(other, 100) > 0
+    capturing.clear()
+    assert address(one, 100) == first and len(made) == 3
+    assert address(SimpleNamespace(ptr=2), 100) == -25  # many streams of one name
+    for i in range(100, 200):
+        address(SimpleNamespace(ptr=i), 100)
+    assert len(made) == ring_workspace.MAX_STREAMS and address(SimpleNamespace(ptr=9), 4) == -1
 
 
 def arrays(backend, batch, channels, positions, dtype, seed=0):
