@@ -5,7 +5,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .array import Array, View, from_foreign, library_of, to_foreign
+from .array import Array, View, device_name, from_foreign, library_of, to_foreign
 from .kernel_config import ITEM_SIZE, weight_dtypes
 from .rows import is_contiguous
 
@@ -14,7 +14,8 @@ MAX_BLOCKS = 2**31  # of a grid
 
 def known_library(function: str, call: Callable, x: Array, *others: Array | None) -> tuple:
     """`call` on arrays of an unknown library as NumPy or CuPy arrays; its results in that of x."""
-    arrays = [y if y is None or library_of(y) else from_foreign(function, y) for y in (x, *others)]
+    arrays = [x if library_of(x) else from_foreign(function, x)]
+    arrays += [y if y is None or library_of(y) else from_foreign(function, y) for y in others]
     return tuple(None if y is None else to_foreign(y, x) for y in call(*arrays))
 
 
@@ -34,13 +35,22 @@ def views_of(function: str, library: Any, arrays: Mapping[str, Array | None]) ->
             got = got.removeprefix("builtins.")
             raise TypeError(f"{function}: {name} must be a {library.name} like {first}, got {got}")
         views[name] = view = library.view(x)
+        require_device(function, name, view)
         if view.dtype not in ITEM_SIZE:
             allowed = "float16, bfloat16 or float32"
             raise TypeError(f"{function}: {name} must be {allowed}, got {view.dtype}")
         if view.device != views[first].device:
-            where = f"{first} on device {views[first].device} and {name} on device {view.device}"
+            here, there = device_name(views[first].device), device_name(view.device)
+            where = f"{first} on device {here} and {name} on device {there}"
             raise ValueError(f"{function}: all arrays must be on the same device, got {where}")
     return views
+
+
+def require_device(function: str, name: str, view: View) -> None:
+    """A CPU or a CUDA device."""
+    if not isinstance(view.device, int):
+        fact = f"{name} must be on a CPU or a CUDA device"
+        raise ValueError(f"{function}: {fact}, got {view.device}")
 
 
 def require_like(function: str, views: Mapping[str, View], name: str, first: str) -> None:

@@ -219,7 +219,7 @@ def test_bad_input(backend):
         (ValueError, "the heads of q must be a multiple", {"q": q[:, :, :2]}),
         (ValueError, r"k must be \(4, 1, 3, 64\) of float32", {"k": k[:, :, :1]}),
         (ValueError, "v must have the shape of k", {"v": v[:, :, :1]}),
-        (ValueError, "k and v must have the same shape", {"v_cache": v_cache[:, :5]}),
+        (ValueError, "k_cache and v_cache must have the same", {"v_cache": v_cache[:, :5]}),
         (TypeError, "positions must be int32", {"positions": q}),
         (ValueError, "positions must be contiguous", {"positions": positions[:1]}),
         (ValueError, "scale must be", {"scale": float("nan")}),

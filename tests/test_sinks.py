@@ -86,7 +86,7 @@ def test_packed_sequences(backend):
     lengths = [1, 130, 0, 64]
     inputs = backend.varlen_inputs("float16", lengths, heads_kv=2)
     sinks = make_sinks(backend)
-    options = (True, None, None, 0.0, "thd", (130, 130))
+    options = (True, None, None, 0.0, "thd", (130, 130), 0.0)
     extras = Extras(inputs.cu_seqlens_q, inputs.cu_seqlens_k, sinks=sinks)
     qkv = inputs.q, inputs.k, inputs.v
     out, lse = dispatch.forward("f", *qkv, options, extras, need_lse=True)

@@ -214,3 +214,69 @@ def test_exported(backend):
         program = torch.export.export(Model(), qkv, strict=strict)
         assert "cupyflash.attention" in str(program.graph)
         assert (to_float64(program.module()(*qkv)) == to_float64(Model()(*qkv))).all()
+
+
+@each(library="torch")
+def test_options_that_change(backend):
+    """Scales and windows become symbols of the graph; a tensor as an option is an error."""
+    import torch
+
+    inputs = backend.inputs("float16", seqlen_q=20)
+    qkv = inputs.q, inputs.k, inputs.v
+    graph = compiled(
+        lambda scale, left, softcap: cupyflash.attention(
+            *qkv, scale=scale, window=[left, None], softcap=softcap
+        ),
+        dynamic=True,
+    )
+    for scale, left, softcap in ((0.1, 3, 0), (0.2, 5, 2.0), (0.3, 9, 3.0), (0.7, None, 4.0)):
+        options = {"scale": scale, "window": (left, None), "softcap": softcap}
+        expected(inputs, **options).check(out=graph(scale, left, softcap))
+    for scale in (torch.tensor(0.1), torch.nn.Parameter(torch.tensor(0.1))):
+        with pytest.raises(Exception, match="scale"):
+            graph(scale, 3, 0.0)
+
+
+@each(library="torch")
+@pytest.mark.parametrize("graph_of", ["eager", "aot_eager"])
+@pytest.mark.parametrize("first", [False, True], ids=["compiled before", "compiles"])
+def test_forward_mode_of_a_compiled_call_is_refused(backend, graph_of, first):
+    from torch.autograd import forward_ad
+
+    inputs = backend.inputs("float16", seqlen_q=20)
+    row, weight = inputs.q[0, 0], inputs.q[0, 0, 0].float()
+    calls = {
+        "attention": lambda q: cupyflash.attention(q, inputs.k, inputs.v),
+        "layer_norm": lambda x: cupyflash.layer_norm(x, weight),
+        "group_norm": lambda x: cupyflash.group_norm(x[None], 1, weight, weight),
+    }
+    for name, call in calls.items():
+        x = inputs.q if name == "attention" else row.T if name == "group_norm" else row
+        x = x.contiguous()
+        graph = compiled(call, backend=graph_of)
+        if not first:
+            graph(x)
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(Exception, match="forward-mode derivatives are not built"),
+        ):
+            graph(forward_ad.make_dual(x, x))
+
+
+@each(library="torch")
+def test_exported_with_any_length(backend):
+    import torch
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return cupyflash.attention(q, k, v, causal=True, window=(q.shape[1] // 2, 0), scale=1)
+
+    inputs, other = (backend.inputs("float16", seqlen_q=n, seqlen_k=n) for n in (20, 33))
+    length = torch.export.Dim("length", min=2, max=4096)
+    shapes = dict.fromkeys("qkv", {1: length})
+    for strict in (False, True):
+        program = torch.export.export(
+            Model(), (inputs.q, inputs.k, inputs.v), dynamic_shapes=shapes, strict=strict
+        )
+        qkv = other.q, other.k, other.v
+        assert (to_float64(program.module()(*qkv)) == to_float64(Model()(*qkv))).all()

@@ -1,7 +1,8 @@
 """Attention in the vocabulary of this library; flash-attn's own signatures are in flash_attn.py."""
 
 from ..array import Array
-from .dispatch import backward, forward
+from ..plain_options import plain_flag
+from .dispatch import explicit_backward, forward
 from .extras import NO_EXTRAS, Extras, Gradients
 
 Window = tuple[int | None, int | None] | None
@@ -25,6 +26,7 @@ def attention(
     seqused_k: Array | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    deterministic: bool = False,
 ) -> Array | tuple[Array, Array]:
     """softmax(scale * q k^T) v without the matrix of scores in memory.
 
@@ -62,6 +64,12 @@ def attention(
             CUPYFLASH_DEBUG=1.
         layout: "bshd", or "bhsd" with axes 1 and 2 of q, k, v and the result swapped.
         return_lse: return (out, lse); lse float32 (batch, heads_q, seqlen_q), natural logarithm.
+        deterministic: sum the gradient of q in a fixed order, so that equal calls give equal bits;
+            slower. Not with the gradient of a bias that is broadcast. torch's switch
+            ``torch.use_deterministic_algorithms`` asks for it too.
+
+    Options are numbers of Python or NumPy, or arrays of no dimensions in the host's memory; one on
+    a GPU is refused, as reading it would wait for the GPU, and so is one that requires a gradient.
 
     Returns:
         out like q, in the library and on the device and stream of q.
@@ -69,14 +77,17 @@ def attention(
     Raises:
         TypeError: dtypes, libraries.
         ValueError: shapes, strides, devices, values of options.
-        NotImplementedError: a GPU, or a forced kernel family, that cannot compute this.
+        NotImplementedError: a GPU, or a forced kernel family, that cannot compute this; gradients
+            of slopes or options, forward-mode derivatives; in the backward, what has no fixed order
+            where one is asked for.
 
     Sources: FlashAttention-2, arXiv:2307.08691; sinks: gpt-oss, arXiv:2508.10925; random numbers:
     Philox4x32-7, Salmon et al. 2011.
     """
-    options = (causal, scale, _hashable(window), softcap, layout, None, dropout_p)
-    extras = _extras(alibi_slopes, bias, sinks, dropout_p, dropout_seed, seqused_q, seqused_k)
-    out, lse = forward("attention", q, k, v, options, extras, need_lse=return_lse)
+    options = (causal, scale, window, softcap, layout, None, dropout_p)
+    extras = _extras(alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
+    return_lse = plain_flag("attention", "return_lse", return_lse)
+    out, lse = forward("attention", q, k, v, options, extras, deterministic, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -111,8 +122,7 @@ def attention_backward(
         out, lse: its results.
         causal to layout: as in the forward; dropout needs the seed that the forward had.
         bias_grad: also the gradient of the bias, summed over the axes on which it is broadcast.
-        deterministic: sum dq in a fixed order, so that equal calls give equal bits; slower. Not
-            with the gradient of a bias that is broadcast.
+        deterministic: as in `attention`.
 
     Returns:
         (dq, dk, dv), like q, k and v; with sinks or bias_grad a named tuple (dq, dk, dv, dbias,
@@ -121,11 +131,11 @@ def attention_backward(
     Raises:
         As `attention`.
     """
-    options = (causal, scale, _hashable(window), softcap, layout, None, dropout_p)
-    extras = _extras(alibi_slopes, bias, sinks, dropout_p, dropout_seed, seqused_q, seqused_k)
-    gradients = backward(
-        "attention_backward", dout, q, k, v, out, lse, options, extras, deterministic, bias_grad
-    )
+    options = (causal, scale, window, softcap, layout, None, dropout_p)
+    extras = _extras(alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
+    function, tensors = "attention_backward", (dout, q, k, v, out, lse)
+    bias_grad = plain_flag(function, "bias_grad", bias_grad)
+    gradients = explicit_backward(function, tensors, options, extras, deterministic, bias_grad)
     return gradients if bias_grad or sinks is not None else gradients[:3]
 
 
@@ -133,16 +143,10 @@ def _extras(
     alibi_slopes: Array | None,
     bias: Array | None,
     sinks: Array | None,
-    dropout_p: float,
     dropout_seed: int | Array | None,
     seqused_q: Array | None,
     seqused_k: Array | None,
 ) -> Extras:
-    plain = alibi_slopes is bias is sinks is seqused_q is seqused_k is None
-    if plain and dropout_p == 0:
+    if alibi_slopes is bias is sinks is dropout_seed is seqused_q is seqused_k is None:
         return NO_EXTRAS
     return Extras(None, None, alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
-
-
-def _hashable(window: Window) -> Window:
-    return tuple(window) if isinstance(window, list) else window

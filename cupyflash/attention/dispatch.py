@@ -5,6 +5,7 @@ the key, and everything that follows from them, checks included, is done once an
 """
 
 import dataclasses
+import warnings
 from typing import Any
 
 import numpy
@@ -12,11 +13,13 @@ import numpy
 from .. import environment
 from ..array import Array, compiling, from_foreign, library_of, to_foreign
 from ..kernel_launch import keep
+from ..plain_options import plain_flag
 from . import cpu
 from .extras import NO_EXTRAS, NO_POINTERS, Extras, Gradients
+from .names import caller_name
+from .options import Options, plain_options
 from .plan import BackwardPlan, ForwardPlan
 from .problem import (
-    Options,
     Problem,
     check,
     check_bias_gradient,
@@ -26,6 +29,7 @@ from .problem import (
 )
 
 BIAS = Extras._fields.index("bias")
+TENSORS = ("dout", "q", "k", "v", "out", "lse")  # of a backward
 
 _forward_plans: dict[tuple, ForwardPlan] = {}
 _backward_plans: dict[tuple, BackwardPlan] = {}
@@ -47,26 +51,31 @@ def forward(
         options: the fields of `Options`; a plain tuple costs less.
         need_lse: otherwise lse may be None.
     """
+    options = plain_options(function, options)
     if compiling():
         from . import torch_ops
 
         return torch_ops.compiled(function, q, k, v, options, extras, deterministic)
+    if type(deterministic) is not bool:
+        deterministic = plain_flag(function, "deterministic", deterministic)
     library = library_of(q)
     if library is None:
-        q_, k, v, extras = _imported(function, q, k, v, extras=extras)
+        q_, k, v, extras = _imported(function, {"q": q, "k": k, "v": v}, extras)
         results = forward(function, q_, k, v, options, extras, need_lse=need_lse)
         return tuple(None if x is None else to_foreign(x, q) for x in results)
     if not type(q) is type(k) is type(v):  # subclasses and strangers
         _check_library(function, library, {"k": k, "v": v})
     wants_gradient = library.wants_gradient(q, k, v)
-    if extras is not NO_EXTRAS:
+    given = (q, k, v)
+    if extras is not NO_EXTRAS or options[-1]:  # dropout_p
         extras = prepared(function, library, q, options, extras)
         wants_gradient = library.wants_gradient(q, k, v, *extras.learned)
-    if library.watched(q):
+        given = (q, k, v, *extras)
+    if library.watched(*given):
         from . import torch_ops
 
         q, k, v, extras = torch_ops.autocast(q, k, v, extras)
-        if library.traced(q):
+        if library.traced(q, k, v, *extras):
             return torch_ops.attention(function, q, k, v, options, extras, deterministic)
     if wants_gradient:
         from .autograd import attention_with_gradient
@@ -110,6 +119,38 @@ def forward_without_gradient(
     return plan(q, q_, k_, v_, extra_pointers, need_lse)
 
 
+def explicit_backward(
+    function: str,
+    tensors: tuple[Array, ...],
+    options: tuple,
+    extras: Extras,
+    deterministic: bool,
+    *rest: Any,
+) -> Gradients:
+    """`backward` of what a user hands in: (dout, q, k, v, out, lse), on their way past torch.
+
+    torch has to see the call also where a derivative of it is wanted, which is an error.
+    """
+    options = plain_options(function, options)
+    if not compiling():
+        deterministic = plain_flag(function, "deterministic", deterministic)
+        library = library_of(tensors[1])
+        given = tensors if extras is NO_EXTRAS else (*tensors, *extras)
+        seen = library is not None and library.traced(tensors[1], *given)
+        if not (seen or (library is not None and _wants_derivative(library, given))):
+            return backward(function, *tensors, options, extras, deterministic, *rest)
+        _check_library(function, library, dict(zip(TENSORS, tensors)))
+        _require_seed(function, options, extras)
+        extras = prepared(function, library, tensors[1], options, extras)
+    from . import torch_ops
+
+    return torch_ops.attention_backward(function, *tensors, options, extras, deterministic, *rest)
+
+
+def _wants_derivative(library: Any, arrays: tuple[Array | None, ...]) -> bool:
+    return library.wants_gradient(*(x for x in arrays if library_of(x) is library))
+
+
 def backward(
     function: str,
     dout: Array,
@@ -126,23 +167,22 @@ def backward(
     """Gradients in the library of q: of the sinks if there are any, of the bias if asked for."""
     library = library_of(q)
     if library is None:
-        *tensors, extras = _imported(function, dout, q, k, v, out, lse, extras=extras)
+        tensors = dict(zip(TENSORS, (dout, q, k, v, out, lse)))
+        *tensors, extras = _imported(function, tensors, extras)
         found = backward(function, *tensors, options, extras, deterministic, bias_grad)
         return Gradients(*(None if x is None else to_foreign(x, q) for x in found))
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
     _check_library(function, library, {**tensors, "lse": lse})
+    _require_seed(function, options, extras)
     if extras is not NO_EXTRAS:
-        if extras.dropout_seed is None and Options(*options).dropout_p:
-            raise ValueError(
-                f"{function}: dropout_p needs the dropout_seed of the forward, got None"
-            )
         extras = prepared(function, library, q, options, extras)
     if library.on_cpu(q):
         problem = _checked(function, library, tensors, options, extras)
         check_lse(function, problem, library.view(lse))
-        check_bias_gradient(function, problem, bias_grad)
+        check_bias_gradient(function, problem, bias_grad, deterministic)
         tensors = (dout, q, k, v, out, lse)
         return cpu.backward(library, *tensors, Options(*options), extras, bias_grad)
+    switch = "" if deterministic else library.determinism()
     pointer, signature = library.pointer, library.signature
     settings = environment.current()
     aligned = (pointer(q) | pointer(k) | pointer(v) | pointer(dout)) % 16 == 0
@@ -150,21 +190,31 @@ def backward(
     bias_aligned = extra_pointers[BIAS] % 16 == 0
     signatures = tuple(map(signature, (dout, q, k, v, out, lse)))
     key = (
-        signatures, options, aligned, settings.family, deterministic, bias_grad, extra_signatures,
-        bias_aligned,
+        signatures, options, aligned, settings.family, deterministic, switch, bias_grad,
+        extra_signatures, bias_aligned,
     )  # fmt: skip
     plan = _backward_plans.get(key)
     if plan is None or settings.debug:
         problem = _checked(function, library, tensors, options, extras)
         problem = dataclasses.replace(problem, bias_aligned=bias_aligned)
         check_lse(function, problem, library.view(lse))
-        check_bias_gradient(function, problem, bias_grad)
+        in_order = deterministic or switch == "error"
+        check_bias_gradient(function, problem, bias_grad, in_order)
+        if switch == "warn":
+            in_order = not (bias_grad and problem.bias_is_broadcast)
         views = {name: library.view(x) for name, x in tensors.items()}
         access = problem.access(0 if aligned else 1)
         plan = BackwardPlan(
-            function, problem, access, library, views, Options(*options), deterministic, bias_grad
+            function, problem, access, library, views, Options(*options), in_order, bias_grad
         )
         keep(_backward_plans, key, plan)
+    if switch == "warn" and not plan.deterministic:
+        name = caller_name(function, "bias")
+        warnings.warn(
+            f"{function}: the gradient of a {name} that is broadcast has no deterministic order, "
+            "as torch.use_deterministic_algorithms(True, warn_only=True) asks to be told",
+            stacklevel=2,
+        )
     lse = library.contiguous(lse)
     dq, dk, dv, dbias, dsinks = plan(dout, q, k, v, out, lse, extra_pointers)
     if dbias is not None:
@@ -179,25 +229,40 @@ def prepared(function: str, library: Any, q: Array, options: tuple, extras: Extr
     Raises:
         TypeError: an array of another library, or a seed of another kind.
         ValueError: a seed out of range.
+        NotImplementedError: slopes that want a gradient.
     """
     extras = with_seed(function, library, q, options, extras)
-    _check_library(function, library, _given(extras))
+    if extras is not NO_EXTRAS:
+        _check_library(function, library, _given(extras))
+        slopes = extras.alibi_slopes
+        if slopes is not None and library.wants_gradient(slopes):
+            fact = "alibi_slopes have no gradient (use alibi_slopes.detach())"
+            raise NotImplementedError(f"{function}: {fact}, got some that require one")
     return extras
 
 
 def with_seed(function: str, library: Any, q: Array, options: tuple, extras: Extras) -> Extras:
     """An array for the seed if there is dropout, no seed otherwise."""
-    seed = extras.dropout_seed
-    if not Options(*options).dropout_p:
-        seed = None
-    elif seed is None:
-        seed = library.random_seed(q)
-    elif isinstance(seed, int | numpy.integer) and not isinstance(seed, bool):
+    seed, dropout = extras.dropout_seed, Options(*options).dropout_p
+    if seed is None and not dropout:
+        return extras
+    if isinstance(seed, int | numpy.integer) and not isinstance(seed, bool):
         if not 0 <= seed < 2**63:
             fact = "dropout_seed must be at least 0 and less than 2**63"
             raise ValueError(f"{function}: {fact}, got {seed}")
-        seed = library.seed(int(seed), q)
-    return extras._replace(dropout_seed=seed)
+        seed = library.seed(int(seed), q) if dropout else None
+    elif seed is None:
+        seed = library.random_seed(q)
+    elif not dropout:
+        _check_library(function, library, {"dropout_seed": seed})
+        seed = None
+    extras = extras._replace(dropout_seed=seed)
+    return NO_EXTRAS if all(x is None for x in extras) else extras
+
+
+def _require_seed(function: str, options: tuple, extras: Extras) -> None:
+    if Options(*options).dropout_p and extras.dropout_seed is None:
+        raise ValueError(f"{function}: dropout_p needs the dropout_seed of the forward, got None")
 
 
 def _checked(
@@ -243,16 +308,23 @@ def _check_library(function: str, library: Any, arrays: dict[str, Array]) -> Non
         if library_of(x) is not library:
             got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
             got = got.removeprefix("builtins.")
-            raise TypeError(f"{function}: {name} must be a {library.name} like q, got {got}")
+            name, first = caller_name(function, name), caller_name(function, "q")
+            raise TypeError(f"{function}: {name} must be a {library.name} like {first}, got {got}")
 
 
-def _imported(function: str, *arrays: Array, extras: Extras) -> list[Any]:
+def _imported(function: str, arrays: dict[str, Array], extras: Extras) -> list[Any]:
     """Arrays of unknown libraries as NumPy or CuPy arrays on the same memory, extras last."""
 
-    def imported(x: Array) -> Array:
-        known = x is None or isinstance(x, int) or library_of(x)
-        return x if known else from_foreign(function, x)
+    def imported(name: str, x: Array) -> Array:
+        if library_of(x):
+            return x
+        return from_foreign(function, x, caller_name(function, name))
 
+    found = [imported(name, x) for name, x in arrays.items()]
     if extras is not NO_EXTRAS:
-        extras = Extras(*map(imported, extras))
-    return [*map(imported, arrays), extras]
+        seed = extras.dropout_seed
+        given = _given(extras._replace(dropout_seed=None))
+        if seed is not None and not isinstance(seed, int | numpy.integer):
+            given["dropout_seed"] = seed
+        extras = extras._replace(**{name: imported(name, x) for name, x in given.items()})
+    return [*found, extras]

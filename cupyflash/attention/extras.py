@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..array import Array, View
+from ..array import Array, View, device_name
+from .names import caller_name
 from .params import BiasStrides
 
 
@@ -75,8 +76,9 @@ def check_extras(
     batch, heads_q, _, _ = sizes
     for name, x in extras.items():
         if x.device != q.device:
-            fact = f"{name} must be on the device of q"
-            raise ValueError(f"{function}: {fact}, got devices {x.device} and {q.device}")
+            fact = f"{caller_name(function, name)} must be on the device of q"
+            got = f"devices {device_name(x.device)} and {device_name(q.device)}"
+            raise ValueError(f"{function}: {fact}, got {got}")
     for name in ("bias", "seqused_q", "seqused_k"):
         if name in extras and "cu_seqlens_q" in extras:
             raise NotImplementedError(f"{function}: {name} is not built for packed sequences")
@@ -120,6 +122,7 @@ def _dense(
     """That an optional array has one of the dtypes and shapes, its last axis contiguous."""
     if x is None:
         return
+    name = caller_name(function, name)
     if x.dtype not in dtypes:
         allowed = " or ".join(dict.fromkeys(dtypes))
         raise TypeError(f"{function}: {name} must be {allowed}, got {x.dtype}")
@@ -135,15 +138,17 @@ def _batch_stride(slopes: View) -> int:
 
 
 def _bias(function: str, bias: View, dtype: str, sizes: tuple[int, int, int, int]) -> View:
+    name = caller_name(function, "bias")
     if bias.dtype not in ("bool", dtype, "float32"):
         allowed = " or ".join(dict.fromkeys(("bool", dtype, "float32")))
-        raise TypeError(f"{function}: bias must be {allowed}, got {bias.dtype}")
+        raise TypeError(f"{function}: {name} must be {allowed}, got {bias.dtype}")
     rank = len(bias.shape)
     fits = 2 <= rank <= 4 and all(
         size in (1, whole) for size, whole in zip(bias.shape, sizes[4 - rank :])
     )
     if not fits:
-        fact = f"bias must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = {sizes}, rank 2 to 4"
+        axes = "(batch, heads_q, seqlen_q, seqlen_k)"
+        fact = f"{name} must broadcast to {axes} = {sizes}, rank 2 to 4"
         raise ValueError(f"{function}: {fact}, got {bias.shape}")
     strides = bias_strides(bias.shape, bias.strides)
     shape = (1,) * (4 - rank) + tuple(bias.shape)

@@ -6,6 +6,7 @@ the probabilities themselves exist nowhere.
 """
 
 from ..array import Array
+from ..plain_options import plain_flag
 from .dispatch import forward
 from .extras import NO_EXTRAS, Extras
 
@@ -30,7 +31,7 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError: as `cupyflash.attention`.
     """
-    options = (causal, softmax_scale, tuple(window_size), softcap, "bshd", None, dropout_p)
+    options = (causal, softmax_scale, window_size, softcap, "bshd", None, dropout_p)
     return _call(
         "flash_attn_func", q, k, v, options, alibi_slopes, deterministic,
         return_attn_probs,
@@ -51,7 +52,7 @@ def flash_attn_kvpacked_func(
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_func` with kv (batch, seqlen_k, 2, heads_kv, head_dim)."""
     k, v = _unpack("flash_attn_kvpacked_func", "kv", kv, 5, 2)
-    options = (causal, softmax_scale, tuple(window_size), softcap, "bshd", None, dropout_p)
+    options = (causal, softmax_scale, window_size, softcap, "bshd", None, dropout_p)
     return _call(
         "flash_attn_kvpacked_func", q, k, v, options, alibi_slopes, deterministic,
         return_attn_probs,
@@ -71,7 +72,7 @@ def flash_attn_qkvpacked_func(
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim)."""
     q, k, v = _unpack("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
-    options = (causal, softmax_scale, tuple(window_size), softcap, "bshd", None, dropout_p)
+    options = (causal, softmax_scale, window_size, softcap, "bshd", None, dropout_p)
     return _call(
         "flash_attn_qkvpacked_func", q, k, v, options, alibi_slopes, deterministic,
         return_attn_probs,
@@ -115,11 +116,10 @@ def flash_attn_varlen_func(
     """
     function = "flash_attn_varlen_func"
     if block_table is not None:
-        raise NotImplementedError(
-            f"{function}: block_table (paged keys and values) is not built yet"
-        )
+        fact = "paged keys and values are not built, block_table must be None"
+        raise NotImplementedError(f"{function}: {fact}, got a {type(block_table).__name__}")
     lengths = (max_seqlen_q, max_seqlen_k)
-    options = (causal, softmax_scale, tuple(window_size), softcap, "thd", lengths, dropout_p)
+    options = (causal, softmax_scale, window_size, softcap, "thd", lengths, dropout_p)
     return _call(
         function, q, k, v, options, alibi_slopes, deterministic, return_attn_probs,
         (cu_seqlens_q, cu_seqlens_k),
@@ -146,7 +146,7 @@ def flash_attn_varlen_kvpacked_func(
     function = "flash_attn_varlen_kvpacked_func"
     k, v = _unpack(function, "kv", kv, 4, 2)
     lengths = (max_seqlen_q, max_seqlen_k)
-    options = (causal, softmax_scale, tuple(window_size), softcap, "thd", lengths, dropout_p)
+    options = (causal, softmax_scale, window_size, softcap, "thd", lengths, dropout_p)
     return _call(
         function, q, k, v, options, alibi_slopes, deterministic, return_attn_probs,
         (cu_seqlens_q, cu_seqlens_k),
@@ -170,7 +170,7 @@ def flash_attn_varlen_qkvpacked_func(
     function = "flash_attn_varlen_qkvpacked_func"
     q, k, v = _unpack(function, "qkv", qkv, 4, 3)
     lengths = (max_seqlen, max_seqlen)
-    options = (causal, softmax_scale, tuple(window_size), softcap, "thd", lengths, dropout_p)
+    options = (causal, softmax_scale, window_size, softcap, "thd", lengths, dropout_p)
     return _call(
         function, q, k, v, options, alibi_slopes, deterministic, return_attn_probs,
         (cu_seqlens, cu_seqlens),
@@ -188,8 +188,9 @@ def _call(
     return_attn_probs: bool,
     cu_seqlens: tuple[Array, Array] | None = None,
 ) -> Array | tuple[Array, Array, None]:
+    return_attn_probs = plain_flag(function, "return_attn_probs", return_attn_probs)
     extras = NO_EXTRAS
-    if not (alibi_slopes is cu_seqlens is None and options[-1] == 0):  # dropout_p
+    if not alibi_slopes is cu_seqlens is None:
         extras = Extras(*cu_seqlens or (None, None), alibi_slopes)
     out, lse = forward(function, q, k, v, options, extras, deterministic, return_attn_probs)
     return (out, lse, None) if return_attn_probs else out
@@ -197,7 +198,8 @@ def _call(
 
 def _unpack(function: str, name: str, packed: Array, rank: int, parts: int) -> list[Array]:
     """The parts along the axis before the heads, as views."""
-    shape = tuple(getattr(packed, "shape", ()))
+    shape = getattr(packed, "shape", ())
+    shape = tuple(shape) if isinstance(shape, tuple) else ()  # no class of arrays
     if len(shape) != rank or shape[-3] != parts:
         axes = "(batch, seqlen" if rank == 5 else "(total"
         fact = f"{name} must be {axes}, {parts}, heads, head_dim)"

@@ -99,16 +99,13 @@ class BackwardPlan(Plan):
         bias_grad: bool,
     ) -> None:
         super().__init__(problem.device)
-        self.library = library
+        self.library, self.deterministic = library, deterministic
         shape, extras = problem.shape, problem.extras
         self.lengths = extras.lengths
         self.dsinks_shape = (shape.heads_q,) if extras.sinks else None
         self.dbias_shape = extras.bias.shape if bias_grad else None
         dbias_strides = BiasStrides()
         if bias_grad:
-            if deterministic and problem.bias_is_broadcast:
-                fact = "deterministic does not extend to the gradient of a bias that is broadcast"
-                raise NotImplementedError(f"{function}: {fact}, got bias {self.dbias_shape}")
             dense = dense_strides(self.dbias_shape, range(4))
             dbias_strides = bias_strides(self.dbias_shape, dense)
         self.gradients = []

@@ -5,13 +5,17 @@ got``. The checks run once for each combination of shapes, strides, dtypes and o
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..array import View
+from ..array import View, device_name
+from ..checks import require_device
 from ..kernel_config import ITEM_SIZE, SHORT, Access, Features
 from .extras import ExtraFacts, check_extras, dropout_scale, dropout_threshold
+from .names import caller_name
+from .options import Options
 from .params import AttentionShape, BiasStrides, Strides
 
 MAX_HEAD_DIM = 256
@@ -19,18 +23,6 @@ MAX_SEQLEN = 2**29  # so that sums of lengths and windows fit 32 bits in the ker
 MAX_BLOCKS = 2**31  # of a grid
 MAX_MAP_STRIDE = 2**40  # bytes, of a tensor map
 MAX_BOX_SCALE = 2.0**20  # beyond, a bias in units of the score times 2^-104 is no normal float32
-
-
-class Options(NamedTuple):
-    """Options of a call, as given; hashable, so that they are part of the key of a plan."""
-
-    causal: bool | str
-    scale: float | None
-    window: tuple[int | None, int | None] | None
-    softcap: float
-    layout: str  # "bshd", "bhsd", or "thd" for packed sequences
-    max_seqlens: tuple[int, int] | None = None  # packed: the longest query and key sequence
-    dropout_p: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,31 +148,36 @@ def check(
     """
     extras = extras or {}
     q, k, v = (tensors[name] for name in "qkv")
+    say = functools.partial(caller_name, function)
     packed = options.max_seqlens is not None
     rank, names = (3, "(total, heads, head_dim)") if packed else (4, _axes(function, options))
     for name, x in tensors.items():
         if len(x.shape) != rank:
-            fact = f"{name} must have {rank} dimensions {names}"
+            fact = f"{say(name)} must have {rank} dimensions {names}"
             raise ValueError(f"{function}: {fact}, got {len(x.shape)}: {x.shape}")
         if x.dtype not in ITEM_SIZE:
             allowed = "float16, bfloat16 or float32"
-            raise TypeError(f"{function}: {name} must be {allowed}, got {x.dtype}")
+            raise TypeError(f"{function}: {say(name)} must be {allowed}, got {x.dtype}")
+        require_device(function, say(name), x)
     for name, x in tensors.items():
         if x.dtype != q.dtype:
             fact = "all tensors must have the same dtype"
-            raise TypeError(f"{function}: {fact}, got q {q.dtype} and {name} {x.dtype}")
+            got = f"{say('q')} {q.dtype} and {say(name)} {x.dtype}"
+            raise TypeError(f"{function}: {fact}, got {got}")
         if x.device != q.device:
-            where = f"q on device {q.device} and {name} on device {x.device}"
+            here, there = device_name(q.device), device_name(x.device)
+            where = f"{say('q')} on device {here} and {say(name)} on device {there}"
             raise ValueError(f"{function}: all tensors must be on the same device, got {where}")
         if x.shape[-1] > 1 and x.strides[-1] != 1 and 0 not in x.shape:
-            fact = f"the last dimension of {name} must be contiguous"
+            fact = f"the last dimension of {say(name)} must be contiguous"
             raise ValueError(f"{function}: {fact}, got strides {x.strides}")
 
     batch, seqlen_q, heads_q, head_dim = _dimensions(q, options)
     _, seqlen_k, heads_kv, _ = _dimensions(k, options)
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    shapes = ", ".join(f"{say(name)} {tensors[name].shape}" for name in "qkv")
     if k.shape != v.shape or _dimensions(k, options)[::3] != (batch, head_dim):
-        fact = "k and v must have the same shape, and the batch and head_dim of q"
+        like = f"the batch and head_dim of {say('q')}"
+        fact = f"{say('k')} and {say('v')} must have the same shape, and {like}"
         raise ValueError(f"{function}: {fact}, got {shapes}")
     for name in ("dout", "out"):
         if name in tensors:
@@ -191,14 +188,14 @@ def check(
         fact = f"head_dim must be a multiple of 8 from 8 to {MAX_HEAD_DIM}"
         raise ValueError(f"{function}: {fact}, got {head_dim}")
     if heads_q != heads_kv and (heads_kv == 0 or heads_q % heads_kv):
-        fact = "the heads of q must be a multiple of the heads of k and v"
+        fact = f"the heads of {say('q')} must be a multiple of those of {say('k')} and {say('v')}"
         raise ValueError(f"{function}: {fact}, got {heads_q} and {heads_kv}")
 
     total_q = total_k = None
     if packed:
         total_q, total_k = seqlen_q, seqlen_k
         batch = _packed_batch(
-            function, {name: extras[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+            function, {name: extras.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
         )
         seqlen_q, seqlen_k = _max_seqlens(function, options.max_seqlens)
     if max(seqlen_q, seqlen_k) >= MAX_SEQLEN:
@@ -212,7 +209,7 @@ def check(
     left, right, top_left = _visible_keys(function, options, seqlen_q + seqlen_k)
     scale = 1 / math.sqrt(head_dim) if options.scale is None else options.scale
     if not (_is_real(scale) and 0 < scale < math.inf):
-        raise ValueError(f"{function}: scale must be positive and finite, got {scale}")
+        raise ValueError(f"{function}: {say('scale')} must be positive and finite, got {scale}")
     if not (_is_real(options.softcap) and 0 <= options.softcap < math.inf):
         raise ValueError(f"{function}: softcap must be at least 0, got {options.softcap}")
     if not (_is_real(options.dropout_p) and 0 <= options.dropout_p < 1):
@@ -232,6 +229,9 @@ def check_lse(function: str, problem: Problem, lse: View) -> None:
     """The LSE of the forward, an input of the backward."""
     if lse.dtype != "float32":
         raise TypeError(f"{function}: lse must be float32, got {lse.dtype}")
+    if lse.device != problem.device:
+        where = f"devices {device_name(lse.device)} and {device_name(problem.device)}"
+        raise ValueError(f"{function}: lse must be on the device of q, got {where}")
     _require(lse.shape == problem.lse_shape, function, f"lse must be {problem.lse_shape}", lse)
 
 
@@ -269,19 +269,24 @@ def _visible_keys(function: str, options: Options, unlimited: int) -> tuple[int,
     causal, window = options.causal, options.window
     if causal not in (False, True, "bottom-right", "top-left"):
         allowed = "False, True, 'bottom-right' or 'top-left'"
-        raise ValueError(f"{function}: causal must be {allowed}, got {causal!r}")
+        name = caller_name(function, "causal")
+        raise ValueError(f"{function}: {name} must be {allowed}, got {causal!r}")
     if window is None:
         window = (None, None)
     valid = isinstance(window, tuple) and len(window) == 2
     if not valid or not all(x is None or (_is_integer(x) and x >= -1) for x in window):
         allowed = "None or (left, right), each at least 0, or None or -1 for unlimited"
-        raise ValueError(f"{function}: window must be {allowed}, got {window}")
+        name = caller_name(function, "window")
+        raise ValueError(f"{function}: {name} must be {allowed}, got {window}")
     left, right = (unlimited if x in (None, -1) else min(int(x), unlimited) for x in window)
     return left, 0 if causal else right, causal == "top-left"
 
 
-def _packed_batch(function: str, cu_seqlens: Mapping[str, View]) -> int:
+def _packed_batch(function: str, cu_seqlens: Mapping[str, View | None]) -> int:
     for name, x in cu_seqlens.items():
+        name = caller_name(function, name)
+        if x is None:
+            raise TypeError(f"{function}: {name} must be an int32 array, got None")
         if x.dtype != "int32":
             raise TypeError(f"{function}: {name} must be int32, got {x.dtype}")
         fact = f"{name} must have one dimension (batch + 1) and be contiguous"
@@ -294,6 +299,7 @@ def _packed_batch(function: str, cu_seqlens: Mapping[str, View]) -> int:
 
 def check_cu_seqlens(function: str, name: str, values: list[int], total: int, longest: int) -> None:
     """The values of one cu_seqlens: they are only read where that costs no synchronisation."""
+    name = caller_name(function, name)
     lengths = [b - a for a, b in zip(values, values[1:])]
     if values[0] != 0 or values[-1] != total or min(lengths, default=0) < 0:
         fact = f"{name} must start with 0, not decrease and end with the {total} rows"
@@ -310,17 +316,27 @@ def check_seqused(function: str, name: str, values: list[int], problem: Problem)
         raise ValueError(f"{function}: {name} must be from 0 to {rows}, got {values}")
 
 
-def check_bias_gradient(function: str, problem: Problem, bias_grad: bool) -> None:
-    """Whether the bias can have a gradient, if it is to have one."""
+def check_bias_gradient(
+    function: str, problem: Problem, bias_grad: bool, deterministic: bool
+) -> None:
+    """Whether the bias can have a gradient, if it is to have one, and that in a fixed order.
+
+    On a CPU every order is fixed; but it takes and refuses what a GPU does.
+    """
     bias = problem.extras.bias
     if bias_grad and (bias is None or bias.dtype == "bool"):
         got = "none" if bias is None else bias.dtype
         raise ValueError(f"{function}: bias_grad needs a bias of a floating dtype, got {got}")
+    if bias_grad and deterministic and problem.bias_is_broadcast:
+        name = caller_name(function, "bias")
+        fact = f"deterministic does not extend to the gradient of a {name} that is broadcast"
+        raise NotImplementedError(f"{function}: {fact}, got {name} {bias.shape}")
 
 
 def _max_seqlens(function: str, lengths: tuple[Any, Any]) -> tuple[int, int]:
     for name, length in zip(("max_seqlen_q", "max_seqlen_k"), lengths):
         if not _is_integer(length) or length < 0:
+            name = caller_name(function, name)
             raise ValueError(f"{function}: {name} must be an integer of at least 0, got {length}")
     return int(lengths[0]), int(lengths[1])
 

@@ -1,10 +1,12 @@
 """Attention in the signature of `torch.nn.functional.scaled_dot_product_attention`."""
 
 import math
+from typing import Any
 
 import numpy
 
-from ..array import Array
+from ..array import Array, compiling, from_foreign, library_of, to_foreign
+from ..plain_options import plain_flag
 from .dispatch import forward
 from .extras import NO_EXTRAS, Extras
 
@@ -34,7 +36,8 @@ def scaled_dot_product_attention(
         attn_mask: what broadcasts to (..., heads_q, seqlen_q, seqlen_k): bool (True: the query sees
             the key), or float32 or the dtype of query (added to the scores; has a gradient).
         dropout_p: probability to drop a weight, whether training or not.
-        is_causal: query i sees the keys up to i; not with attn_mask.
+        is_causal: query i sees the keys up to i; not with attn_mask. No other alignment has a name
+            here: `cupyflash.attention` has.
         scale: of the scores; default ``1 / sqrt(head_dim)``.
         enable_gqa: heads_q may be a multiple of heads_kv.
 
@@ -44,8 +47,22 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError, NotImplementedError: as `cupyflash.attention`.
     """
+    if not isinstance(is_causal, bool):
+        is_causal = plain_flag(FUNCTION, "is_causal", is_causal)
+    if not isinstance(enable_gqa, bool):
+        enable_gqa = plain_flag(FUNCTION, "enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
         raise ValueError(f"{FUNCTION}: attn_mask must be None with is_causal=True, got both")
+    if not compiling():
+        given = {"query": query, "key": key, "value": value}
+        given |= {} if attn_mask is None else {"attn_mask": attn_mask}
+        library = library_of(query)
+        if library is None:
+            known = {name: _known(name, x) for name, x in given.items()}
+            options = {"dropout_p": dropout_p, "is_causal": is_causal}
+            options |= {"scale": scale, "enable_gqa": enable_gqa}
+            return to_foreign(scaled_dot_product_attention(**known, **options), query)
+        _require_dense(library, given)
     shape = tuple(query.shape)
     if not len(shape) == len(key.shape) == len(value.shape) >= 2:
         fact = "query, key and value must have the same axes (..., heads, seqlen, head_dim)"
@@ -60,10 +77,25 @@ def scaled_dot_product_attention(
     extras = NO_EXTRAS
     if attn_mask is not None:
         extras = Extras(bias=_at_most_four_axes(attn_mask, shape))
-    elif dropout_p:
-        extras = Extras()
     out, _ = forward(FUNCTION, q, k, v, options, extras)
-    return out if len(shape) == 4 else out.reshape(shape)
+    return out if len(shape) == 4 else _reshape(out, shape)
+
+
+def _known(name: str, x: Array) -> Array:
+    """x, or its memory as an array of a library whose axes can be reshaped."""
+    return x if library_of(x) else from_foreign(FUNCTION, x, name)
+
+
+def _require_dense(library: Any, arrays: dict[str, Array]) -> None:
+    """Arrays of one library with strides, whose axes can be reshaped."""
+    for name, x in arrays.items():
+        if library_of(x) is not library:
+            got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
+            got = got.removeprefix("builtins.")
+            raise TypeError(f"{FUNCTION}: {name} must be a {library.name} like query, got {got}")
+        view = library.view(x)
+        if view.shape and not view.strides:
+            raise TypeError(f"{FUNCTION}: {name} must be dense, got {view.dtype}")
 
 
 def _four_axes(x: Array) -> Array:
@@ -74,7 +106,13 @@ def _four_axes(x: Array) -> Array:
     if len(shape) == 4:
         return x
     heads = shape[-3] if len(shape) > 2 else 1
-    return x.reshape(math.prod(shape[:-3]), heads, *shape[-2:])
+    return _reshape(x, (math.prod(shape[:-3]), heads, *shape[-2:]))
+
+
+def _reshape(x: Array, shape: tuple[int, ...]) -> Array:
+    """x.reshape(shape), which may copy: on the device of x."""
+    library = None if compiling() else library_of(x)
+    return x.reshape(shape) if library is None else library.reshape(shape, x)
 
 
 def _at_most_four_axes(mask: Array, shape: tuple[int, ...]) -> Array:
@@ -86,9 +124,9 @@ def _at_most_four_axes(mask: Array, shape: tuple[int, ...]) -> Array:
         fact = "attn_mask must broadcast to (..., heads_q, seqlen_q, seqlen_k)"
         raise ValueError(f"{FUNCTION}: {fact}, got {got} for query {shape}")
     if len(got) < 2:
-        return mask.reshape((1,) * (2 - len(got)) + got)
+        return _reshape(mask, (1,) * (2 - len(got)) + got)
     if len(got) <= 3 or len(shape) == 4:
         return mask
     whole = (*batch, *got[-3:])
     mask = mask.expand(whole) if hasattr(mask, "expand") else numpy.broadcast_to(mask, whole)
-    return mask.reshape(math.prod(batch), *got[-3:])
+    return _reshape(mask, (math.prod(batch), *got[-3:]))

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ..array import library_of
+from ..torch_meta import require_one_device
 from . import dispatch, torch_vmap
 from .extras import NO_EXTRAS, Extras, Gradients
+from .options import Options
 from .torch_arguments import ARGUMENTS, NUM_EXTRAS, decode, encode
 
 LIBRARY = library_of(torch.empty(0))
@@ -48,7 +50,7 @@ def compiled(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`dispatch.forward` in what torch.compile can trace; the operator checks when it runs."""
-    if extras is not NO_EXTRAS:
+    if extras is not NO_EXTRAS or Options(*options).dropout_p:
         extras = dispatch.with_seed(function, LIBRARY, q, options, extras)
     q, k, v, extras = autocast(q, k, v, extras)
     return attention(function, q, k, v, options, extras, deterministic)
@@ -93,6 +95,7 @@ def attention_backward(
 )
 def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     function, options, extras, _ = decode(arguments)
+    LIBRARY.refuse_tangents(q, k, v, *extras)
     out, lse = dispatch.forward_without_gradient(
         function, LIBRARY, q, k, v, options, extras, need_lse=True
     )
@@ -101,7 +104,8 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tenso
 
 @_forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    function, options, _, _ = decode(arguments)
+    function, options, extras, _ = decode(arguments)
+    require_one_device(function, q, k, v, *extras)
     axes = {"thd": (1, 0), "bhsd": (0, 1, 2)}.get(options.layout, (0, 2, 1))  # of the LSE
     if q.dim() != len(axes) + 1:
         fact = f"q must have {len(axes) + 1} dimensions"
@@ -123,6 +127,7 @@ def _backward_op(
     """dq, dk, dv, then dbias if asked for, then dsinks if there are sinks."""
     *arguments, bias_grad = arguments
     function, options, extras, deterministic = decode(arguments)
+    LIBRARY.refuse_tangents(dout, q, k, v, out, lse, *extras)
     if dout.stride(-1) != 1:  # an expanded scalar, as .sum() hands it down
         dout = dout.contiguous()
     gradients = dispatch.backward(
@@ -139,6 +144,7 @@ def _(
 ) -> list[Tensor]:
     *arguments, bias_grad = arguments
     extras = Extras(*arguments[:NUM_EXTRAS])
+    require_one_device(arguments[NUM_EXTRAS], q, dout, k, v, out, lse, *extras)
     learned = [x for x in _learned(extras, bias_grad) if x is not None]
     return [*map(_empty, (q, k, v)), *(x.new_empty(x.shape) for x in learned)]
 

@@ -54,7 +54,7 @@ def call(function: str, arrays: Arrays, options: Options, down: Down = NO_DOWN) 
             run(function, library_of(known[0]), known, options),
         )
         return known_library(function, of_known, *given)[0]
-    if library.traced(arrays.x):
+    if library.traced(*given):
         from . import torch_ops
 
         return torch_ops.call(function, arrays, options, down)

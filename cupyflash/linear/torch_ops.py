@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..array import library_of
+from ..torch_meta import require_one_device
 from . import dispatch
 from .dispatch import Down
 from .reference import Arrays, Options
@@ -39,11 +40,13 @@ def call(function: str, arrays: Arrays, options: Options, down: Down) -> Tensor:
 def _project(*arguments: Any) -> Tensor:
     given, (function, *options, heads) = arguments[:INPUTS], arguments[INPUTS:]
     options = Options(*options, tuple(heads))
+    LIBRARY.refuse_tangents(*given)
     return dispatch.run(function, LIBRARY, given, options)
 
 
 @_project.register_fake
 def _(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    require_one_device(rest[INPUTS - 2], x, weight, *rest[: INPUTS - 2])
     down_weight = rest[NUM_ARRAYS - 2]
     last = weight if down_weight is None else down_weight
     return x.new_empty((*x.shape[:-1], last.shape[0]))

@@ -65,7 +65,7 @@ def _results(
             "group_norm", library_of(known[0]), *known, *options, need_stats
         )
         return known_library("group_norm", call, *arrays)
-    if library.traced(x):
+    if library.traced(*arrays):
         from . import torch_ops
 
         return torch_ops.group_norm(*arrays, *options)
@@ -103,6 +103,13 @@ def group_norm_backward(
     call: Any = lambda *known: group_norm_dispatch.backward(  # noqa: E731
         "group_norm_backward", library_of(known[1]), *known, activation
     )
-    if library_of(x) is None:
+    library = library_of(x)
+    if library is None:
         return known_library("group_norm_backward", call, *arrays)
+    if library.traced(x, *arrays) or library.wants_gradient(
+        *(y for y in arrays if library_of(y) is library)
+    ):
+        from . import torch_ops
+
+        return torch_ops.group_norm_backward(*arrays, activation)
     return call(*arrays)

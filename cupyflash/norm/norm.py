@@ -121,10 +121,10 @@ def _results(
             function, rms, library_of(known[0]), *known, eps, need_stats
         )
         return known_library(function, call, *arrays)
-    if library.watched(x):
+    if library.watched(*arrays):
         from . import torch_ops
 
-        if library.traced(x):
+        if library.traced(*arrays):
             return torch_ops.norm(function, rms, *arrays, eps)
         x, residual = torch_ops.promoted(x, residual)
         arrays = (x, weight, bias, residual)
@@ -141,6 +141,13 @@ def _backward(
     call = lambda *known: dispatch.backward(  # noqa: E731
         function, rms, library_of(known[1]), *known, need_dbias
     )
-    if library_of(arrays[1]) is None:
+    library = library_of(arrays[1])
+    if library is None:
         return known_library(function, call, *arrays)
+    if library.traced(arrays[1], *arrays) or library.wants_gradient(
+        *(y for y in arrays if library_of(y) is library)
+    ):
+        from . import torch_ops
+
+        return torch_ops.norm_backward(function, rms, *arrays, need_dbias)
     return call(*arrays)

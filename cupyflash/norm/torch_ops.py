@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..array import library_of
+from ..torch_meta import require_one_device
 from . import dispatch, group_norm_dispatch
 from .detour import result_strides
 from .groups import dense_like
@@ -89,6 +90,7 @@ def _norm(
 ) -> list[Tensor]:
     """out, x + residual if there is one, statistics."""
     arrays = (x, weight, bias, residual)
+    LIBRARY.refuse_tangents(*arrays)
     results = dispatch.forward(function, rms, LIBRARY, *arrays, eps, True)
     return [y for y in results if y is not None]
 
@@ -97,6 +99,7 @@ def _norm(
 def _(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *options: Any
 ) -> list[Tensor]:
+    require_one_device(options[0], x, weight, bias, residual)
     results = [_rows_like(x, y.dtype) for y in (x, residual) if y is not None]
     return [*results, x.new_empty((*x.shape[:-1], 2), dtype=torch.float32)]
 
@@ -120,6 +123,7 @@ def _norm_backward(
     need_dbias: bool,
 ) -> list[Tensor]:
     """dx, dweight if there is a weight, dbias if wanted."""
+    LIBRARY.refuse_tangents(dout, x, weight, stats, dresidual)
     arrays = (dout, x, weight, stats, dresidual)
     results = dispatch.backward(function, rms, LIBRARY, *arrays, need_dbias)
     return [y for y in results if y is not None]
@@ -127,6 +131,7 @@ def _norm_backward(
 
 @_norm_backward.register_fake
 def _(dout: Tensor, x: Tensor, weight: Tensor | None, *rest: Any) -> list[Tensor]:
+    require_one_device(rest[2], x, dout, weight, *rest[:2])
     sums = 0 if weight is None else 1 + rest[-1]
     return [_rows_like(x, x.dtype), *(weight.new_empty(weight.shape) for _ in range(sums))]
 
@@ -147,6 +152,7 @@ def _group_norm(
     eps: float,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
+    LIBRARY.refuse_tangents(x, weight, bias)
     arguments = (x, weight, bias, num_groups, eps, activation)
     return group_norm_dispatch.forward("group_norm", LIBRARY, *arguments, True)
 
@@ -155,6 +161,7 @@ def _group_norm(
 def _(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, *options: Any
 ) -> tuple[Tensor, Tensor]:
+    require_one_device("group_norm", x, weight, bias)
     stats = x.new_empty((x.shape[0], num_groups, 2), dtype=torch.float32)
     return _image_like(x), stats
 
@@ -189,6 +196,7 @@ def _group_norm_backward(
     activation: str,
 ) -> list[Tensor]:
     """dx; dweight and dbias if there is a weight."""
+    LIBRARY.refuse_tangents(dout, x, weight, bias, stats)
     arrays = (dout, x, weight, bias, stats)
     results = group_norm_dispatch.backward("group_norm_backward", LIBRARY, *arrays, activation)
     return [y for y in results if y is not None]
@@ -198,6 +206,7 @@ def _group_norm_backward(
 def _(
     dout: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
 ) -> list[Tensor]:
+    require_one_device("group_norm_backward", x, dout, weight, bias, rest[0])
     return [_image_like(x), *(y.new_empty(y.shape) for y in (weight, bias) if y is not None)]
 
 

@@ -1,0 +1,237 @@
+"""Tables of wrong calls of attention's public functions: each is refused, alike on CPU and GPU."""
+
+import pytest
+from matrix import each
+from wrong_calls import CHOICE, FLAG, INTEGER, NUMBER, array, check_refused
+
+import cupyflash
+
+DROPOUT = (*NUMBER, -0.1, 1.0, 1.5)
+SCALE = (*NUMBER, 0.0, -1.0)
+SOFTCAP = (*NUMBER, -1.0)
+WINDOW = (
+    3,
+    1.5,
+    "ab",
+    (1,),
+    (1, 2, 3),
+    (1.5, 2),
+    ("1", 2),
+    (True, 1),
+    {},
+    {1, 2},
+    object(),
+    (-2, 0),
+)
+SEED = ("text", 1.5, -1, 2**63, True, [1], {}, object())
+INT32 = ("int64", "float32", "float16")
+
+
+def good(backend, **changes):
+    """q, k, v, and beside them optional arrays of every kind."""
+    sizes = {"batch": 2, "seqlen_q": 5, "seqlen_k": 6, "heads_q": 4, "heads_kv": 2, "head_dim": 16}
+    return backend.inputs(backend.dtypes[0], **sizes | changes)
+
+
+def shared_kinds():
+    """The options of `attention` and of its backward."""
+    return {
+        "causal": (*FLAG, "left"),
+        "scale": SCALE,
+        "window": WINDOW,
+        "softcap": SOFTCAP,
+        "dropout_p": DROPOUT,
+        "dropout_seed": SEED,
+        "layout": (*CHOICE, "thd", "bhsd", None),
+        "deterministic": FLAG,
+    }
+
+
+def optional_arrays(backend):
+    import numpy
+
+    arrays = {
+        "alibi_slopes": numpy.full(4, 0.5, "float32"),
+        "bias": numpy.zeros((1, 4, 5, 6), "float32"),
+        "sinks": numpy.zeros(4, "float32"),
+        "seqused_q": numpy.array([5, 3], "int32"),
+        "seqused_k": numpy.array([6, 2], "int32"),
+    }
+    arrays = {name: backend.array(x) for name, x in arrays.items()}
+    kinds = {
+        name: array(x, optional=True, dtypes=INT32 if name.startswith("seqused") else ())
+        for name, x in arrays.items()
+    }
+    return arrays, kinds
+
+
+@each()
+def test_attention(backend):
+    inputs, (arrays, kinds) = good(backend), optional_arrays(backend)
+    call = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dropout_p": 0.1, "dropout_seed": 3}
+    kinds |= {name: array(call[name]) for name in "qkv"} | shared_kinds()
+    kinds["return_lse"] = FLAG
+    check_refused(cupyflash.attention, call | arrays, kinds, least=150)
+
+
+@each()
+def test_attention_backward(backend):
+    inputs, (arrays, kinds) = good(backend), optional_arrays(backend)
+    arrays |= {"dropout_p": 0.1, "dropout_seed": 3}
+    out, lse = cupyflash.attention(inputs.q, inputs.k, inputs.v, return_lse=True, **arrays)
+    call = {"dout": inputs.dout, "q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out}
+    kinds |= {name: array(x) for name, x in call.items()} | shared_kinds()
+    kinds |= {"lse": array(lse, dtypes=("float16", "int32")), "bias_grad": FLAG}
+    kinds["deterministic"] = (*FLAG, True)  # the bias is broadcast
+    call |= {"lse": lse, "bias_grad": True}
+    check_refused(cupyflash.attention_backward, call | arrays, kinds, least=170)
+
+
+@each()
+def test_scaled_dot_product_attention(backend):
+    inputs = good(backend, layout="bhsd", heads_kv=4)
+    call = {"query": inputs.q, "key": inputs.k, "value": inputs.v}
+    kinds = {name: array(x) for name, x in call.items()}
+    call["attn_mask"] = mask = backend.array(inputs_mask())
+    no_masks = [x for x in array(mask, optional=True) if getattr(x, "shape", None) != ()]
+    kinds |= {
+        "attn_mask": no_masks,  # one number is a mask
+        "dropout_p": DROPOUT,
+        "is_causal": (*FLAG, "bottom-right", "top-left", True),  # True: there is a mask
+        "scale": SCALE,
+        "enable_gqa": FLAG,
+    }
+    check_refused(cupyflash.scaled_dot_product_attention, call, kinds, least=90)
+
+
+def inputs_mask():
+    import numpy
+
+    return numpy.zeros((1, 4, 5, 6), "float32")
+
+
+def flash_attn_kinds(slopes):
+    return {
+        "dropout_p": DROPOUT,
+        "softmax_scale": SCALE,
+        "causal": (*FLAG, "left"),
+        "window_size": WINDOW,
+        "softcap": SOFTCAP,
+        "alibi_slopes": array(slopes, optional=True),
+        "deterministic": FLAG,
+        "return_attn_probs": FLAG,
+    }
+
+
+def slopes_of(backend):
+    import numpy
+
+    return backend.array(numpy.full(4, 0.5, "float32"))
+
+
+def stack(backend, axis, *arrays):
+    if backend.library == "torch":
+        import torch
+
+        return torch.stack(arrays, axis)
+    if backend.library == "cupy":
+        import cupy
+
+        return cupy.stack(arrays, axis)
+    import numpy
+
+    return numpy.stack(arrays, axis)
+
+
+@each()
+@pytest.mark.parametrize("packed", ["", "kv", "qkv"])
+def test_flash_attn(backend, packed):
+    inputs = good(backend, seqlen_k=5, heads_kv=4)
+    call = {
+        "": {"q": inputs.q, "k": inputs.k, "v": inputs.v},
+        "kv": {"q": inputs.q, "kv": stack(backend, 2, inputs.k, inputs.v)},
+        "qkv": {"qkv": stack(backend, 2, inputs.q, inputs.k, inputs.v)},
+    }[packed]
+    kinds = {name: array(x) for name, x in call.items()}
+    call["alibi_slopes"] = slopes_of(backend)
+    kinds |= flash_attn_kinds(call["alibi_slopes"])
+    name = f"flash_attn_{packed}packed_func" if packed else "flash_attn_func"
+    check_refused(getattr(cupyflash, name), call, kinds, least=100)
+
+
+@each()
+@pytest.mark.parametrize("packed", ["", "kv", "qkv"])
+def test_flash_attn_varlen(backend, packed):
+    inputs = backend.varlen_inputs(backend.dtypes[0], [3, 4], heads_q=4, heads_kv=4, head_dim=16)
+    call = {
+        "": {"q": inputs.q, "k": inputs.k, "v": inputs.v},
+        "kv": {"q": inputs.q, "kv": stack(backend, 1, inputs.k, inputs.v)},
+        "qkv": {"qkv": stack(backend, 1, inputs.q, inputs.k, inputs.v)},
+    }[packed]
+    kinds = {name: array(x) for name, x in call.items()}
+    lengths, longest = array(inputs.cu_seqlens_q, dtypes=INT32), (*INTEGER, -1, None)
+    if packed == "qkv":
+        call |= {"cu_seqlens": inputs.cu_seqlens_q, "max_seqlen": 4}
+        kinds |= {"cu_seqlens": lengths, "max_seqlen": longest}
+    else:
+        call |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+        call |= {"max_seqlen_q": 4, "max_seqlen_k": 4}
+        kinds |= {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
+        kinds |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    call["alibi_slopes"] = slopes_of(backend)
+    kinds |= flash_attn_kinds(call["alibi_slopes"])
+    if not packed:
+        kinds["block_table"] = (inputs.cu_seqlens_q, "text", 3)
+    name = f"flash_attn_varlen_{packed}packed_func" if packed else "flash_attn_varlen_func"
+    check_refused(getattr(cupyflash, name), call, kinds, least=110)
+
+
+@each(library="cupy")
+def test_memory_that_no_kernel_reads(backend):
+    """Rows or an array that do not begin at a multiple of an element."""
+    import cupy
+
+    inputs = good(backend)
+    raw = cupy.zeros(8192, "int8")
+    shape, dtype = inputs.q.shape, inputs.q.dtype
+    row = shape[-1] * dtype.itemsize + 1
+    strides = (row * shape[1] * shape[2], row * shape[2], row, dtype.itemsize)
+    rows = cupy.lib.stride_tricks.as_strided(raw.view(dtype), shape, strides)
+    with pytest.raises(TypeError, match="^attention: q must be .*, got .* at unaligned strides"):
+        cupyflash.attention(rows, inputs.k, inputs.v)
+    odd = cupy.ndarray(shape, dtype, raw.data + 1)
+    with pytest.raises(ValueError, match="arrays must be aligned to their elements"):
+        cupyflash.attention(odd, inputs.k, inputs.v)
+
+
+def test_a_device_that_is_none_of_ours():
+    from cupyflash.array import View
+    from cupyflash.attention.options import Options
+    from cupyflash.attention.problem import check
+
+    x = View((1, 5, 2, 16), (160, 32, 16, 1), "float32", "mps:0")
+    options = Options(False, None, None, 0.0, "bshd")
+    with pytest.raises(ValueError, match="^f: q must be on a CPU or a CUDA device, got mps:0"):
+        check("f", {"q": x, "k": x, "v": x}, options)
+
+
+def test_errors_speak_the_words_of_the_caller():
+    import numpy
+
+    q, odd = numpy.ones((1, 2, 5, 16), "float32"), numpy.ones((1, 2, 5, 16), "int8")
+    sdpa, flash = cupyflash.scaled_dot_product_attention, cupyflash.flash_attn_func
+    packed = cupyflash.flash_attn_varlen_qkvpacked_func
+    lengths, qkv = numpy.array([0, 5], "int32"), numpy.ones((5, 3, 2, 16), "float32")
+    for call, message in (
+        (lambda: sdpa(q, odd, q), "key must be float16"),
+        (lambda: sdpa(q, q, q, odd), "attn_mask must"),
+        (lambda: sdpa(None, q, q), "query must be .*got NoneType"),
+        (lambda: sdpa(q, q, q, is_causal="bottom-right"), "is_causal must be True or False, got"),
+        (lambda: flash(q, q, q, softmax_scale=0), "softmax_scale must be positive"),
+        (lambda: flash(q, q, q, window_size=(-3, 0)), "window_size must be"),
+        (lambda: packed(qkv, None, 5), "cu_seqlens must be"),
+        (lambda: packed(qkv, lengths, -1), "max_seqlen must be"),
+        (lambda: packed(qkv.astype("int8"), lengths, 5), "qkv must be float16"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^[a-z_]*: ({message})"):
+            call()

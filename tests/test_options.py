@@ -1,0 +1,150 @@
+"""Options of attention: whatever stands for a number is one before a plan is looked up."""
+
+import decimal
+
+import numpy
+import pytest
+from matrix import each
+
+import cupyflash
+from cupyflash.attention.options import plain_options
+from cupyflash.testing import expected, to_float64
+
+
+def scalars(backend, value):
+    """A number, as the caller may have it in the host's memory."""
+    kinds = [numpy.float32(value), numpy.float64(value), numpy.array(value), decimal.Decimal(value)]
+    if backend.library == "torch":
+        import torch
+
+        kinds += [torch.tensor(value), torch.nn.Parameter(torch.tensor(value), requires_grad=False)]
+    return kinds
+
+
+def call(inputs, **options):
+    return to_float64(cupyflash.attention(inputs.q, inputs.k, inputs.v, **options))
+
+
+@each()
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout_p"])
+def test_numbers(backend, name):
+    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
+    others = {"dropout_seed": 1} if name == "dropout_p" else {}
+    wanted = call(inputs, **{name: 0.25}, **others)
+    for value in scalars(backend, 0.25):
+        assert (call(inputs, **{name: value}, **others) == wanted).all()
+
+
+@each()
+def test_a_scale_that_changes_in_place(backend):
+    """A plan does not keep the object: the second call has the second scale."""
+    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
+    for make in (numpy.array, scalars(backend, 1.0)[-1].__class__):
+        scale = make(0.1) if make is numpy.array else scalars(backend, 0.1)[-1]
+        for value in (0.1, 0.8):
+            if not isinstance(scale, decimal.Decimal):
+                scale[...] = value
+                exact = expected(inputs, scale=value)
+                out = cupyflash.attention(inputs.q, inputs.k, inputs.v, scale=scale)
+                exact.check(out=out)
+
+
+@each()
+def test_windows(backend):
+    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
+    wanted = call(inputs, window=(3, 0))
+    windows = [[3, 0], (numpy.int64(3), numpy.int8(0)), numpy.array([3, 0]), (numpy.array(3), 0)]
+    if backend.library == "torch":
+        import torch
+
+        windows += [torch.tensor([3, 0]), tuple(torch.tensor([3, 0])), torch.Size((3, 0))]
+    for window in windows:
+        assert (call(inputs, window=window) == wanted).all(), window
+        flash = cupyflash.flash_attn_func(inputs.q, inputs.k, inputs.v, window_size=window)
+        assert (to_float64(flash) == wanted).all()
+    for window in ((2**70, -1), (None, 2**40)):
+        assert (call(inputs, window=window) == call(inputs)).all()
+    with pytest.raises(TypeError, match=r"^flash_attn_func: window_size must be .*got 3$"):
+        cupyflash.flash_attn_func(inputs.q, inputs.k, inputs.v, window_size=3)
+
+
+@each()
+def test_flags(backend):
+    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
+    wanted = call(inputs, causal=True)
+    for causal in (
+        numpy.bool_(True),
+        1,
+        numpy.array(True),
+        "bottom-right",
+        numpy.str_("bottom-right"),
+    ):
+        assert (call(inputs, causal=causal) == wanted).all()
+    q = inputs.q.swapaxes(1, 2)
+    for causal in (numpy.bool_(True), 1):
+        sdpa = cupyflash.scaled_dot_product_attention(q, q, q, is_causal=causal)
+        same = cupyflash.scaled_dot_product_attention(q, q, q, is_causal=True)
+        assert (to_float64(sdpa) == to_float64(same)).all()
+
+
+@each()
+def test_lengths(backend):
+    inputs = backend.varlen_inputs(backend.dtypes[0], [9, 11])
+    arrays = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    wanted = to_float64(cupyflash.flash_attn_varlen_func(*arrays, 11, 11))
+    lengths = [numpy.int64(11), numpy.array(11)]
+    if backend.library == "torch":
+        lengths.append(inputs.cu_seqlens_q.cpu().diff().max())
+    for longest in lengths:
+        found = to_float64(cupyflash.flash_attn_varlen_func(*arrays, longest, longest))
+        assert (found == wanted).all()
+
+
+@each(device="cuda")
+def test_a_number_on_a_gpu(backend):
+    """To read it would wait for the GPU, and could not be part of a graph."""
+    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
+    number = backend.array(numpy.array(3.0, "float32"))
+    for name in ("scale", "softcap", "dropout_p", "causal"):
+        with pytest.raises(TypeError, match=rf"^attention: {name} must be a number, .*x\.item\(\)"):
+            call(inputs, **{name: number})
+    with pytest.raises(TypeError, match="^attention: each side of window must be a number"):
+        call(inputs, window=(number, 0))
+
+
+@each(library="torch")
+def test_an_option_that_wants_a_gradient(backend):
+    import torch
+
+    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
+    scale = torch.nn.Parameter(torch.tensor(0.3))
+    qkv = inputs.q, inputs.k, inputs.v
+    for name, function in (
+        ("scale", cupyflash.attention),
+        ("scale", cupyflash.scaled_dot_product_attention),
+        ("softmax_scale", cupyflash.flash_attn_func),
+    ):
+        with pytest.raises(NotImplementedError, match=f"^{function.__name__}: {name} has no grad"):
+            function(*qkv, **{name: scale})
+    with torch.no_grad():
+        assert (call(inputs, scale=scale) == call(inputs, scale=scale.item())).all()
+    slopes = torch.full((inputs.q.shape[2],), 0.5, device=backend.device, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="^attention: alibi_slopes have no gradient"):
+        call(inputs, alibi_slopes=slopes)
+    with pytest.raises(NotImplementedError, match="scale has no gradient"):
+        torch.func.grad(lambda s: cupyflash.attention(*qkv, scale=s).float().sum())(
+            torch.tensor(0.3)
+        )
+    for transform in (torch.func.vmap, lambda f: lambda s: torch.func.jvp(f, (s[0],), (s[0],))):
+        with pytest.raises(NotImplementedError, match="scale has no gradient"):
+            transform(lambda s: cupyflash.attention(*qkv, scale=s))(torch.ones(2))
+
+
+def test_equal_options_are_one_key():
+    """1 and True are equal, too: none is left that is not of its type."""
+    right = (True, 0.5, (3, 0), 1.0, "bshd", None, 0.0)
+    assert plain_options("f", right) is right
+    others = (numpy.bool_(True), numpy.float64(0.5), [3, numpy.int64(0)], 1, "bshd", None, 0)
+    found = plain_options("f", others)
+    assert found == right and list(map(type, found)) == list(map(type, right))
+    assert list(map(type, found[2])) == [int, int]

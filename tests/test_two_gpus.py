@@ -1,0 +1,281 @@
+"""Arrays of one GPU while another is the current one: everything is made and runs where they are.
+
+Of each call three runs are compared: with the device of the arrays current, with another one
+current, and on the other device in between, so that no plan, seed or workspace is mixed up.
+"""
+
+import numpy
+import pytest
+from backends import has
+from matrix import each_library
+
+import cupyflash
+from cupyflash import environment
+from cupyflash.decode.embedding import embedding
+from cupyflash.decode.kv_cache import cache_append
+from cupyflash.decode.sampling import sample
+from cupyflash.testing import to_float64
+
+
+@pytest.fixture(autouse=True)
+def two_gpus():
+    if not has("cupy"):
+        pytest.skip("needs two GPUs, CuPy is not installed")
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+
+
+def on(backend, device):
+    """Makes a device the current one, for the library of the backend."""
+    if backend.library == "torch":
+        import torch
+
+        return torch.cuda.device(device)
+    import cupy
+
+    return cupy.cuda.Device(device)
+
+
+def device_of(x):
+    return x.device.index if type(x).__module__.startswith("torch") else x.device.id
+
+
+class Arrays:
+    """Arrays of a call, the same numbers on every device."""
+
+    def __init__(self, backend):
+        self.backend, self.rng = backend, numpy.random.default_rng(0)
+        self.dtype = backend.dtypes[0]
+
+    def normal(self, *shape, dtype=None):
+        return self.backend.array(self.rng.standard_normal(shape), dtype or self.dtype)
+
+    def integers(self, values, dtype="int32"):
+        return self.backend.array(numpy.array(values, dtype))
+
+
+def attention(arrays, **options):
+    shape = (2, 150, 4, 64)
+    q, k, v, dout = (arrays.normal(*shape) for _ in range(4))
+    options = {name: make(arrays) if callable(make) else make for name, make in options.items()}
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    if options.get("dropout_p") and options.get("dropout_seed") is None:
+        return (lse,)  # out is another one each time
+    gradients = cupyflash.attention_backward(
+        dout, q, k, v, out, lse, bias_grad="bias" in options, deterministic=True, **options
+    )
+    return (out, lse, *(x for x in gradients if x is not None))
+
+
+def varlen(arrays):
+    q, k, v = (arrays.normal(200, 4, 64) for _ in range(3))
+    lengths = arrays.integers([0, 20, 200])
+    return (cupyflash.flash_attn_varlen_func(q, k, v, lengths, lengths, 180, 180, causal=True),)
+
+
+def few_queries(arrays):
+    """Keys that several blocks share, with a workspace."""
+    q, k, v = (
+        arrays.normal(1, 1, 4, 64),
+        arrays.normal(1, 8192, 4, 64),
+        arrays.normal(1, 8192, 4, 64),
+    )
+    return (cupyflash.attention(q, k, v),)
+
+
+def sdpa(arrays):
+    """Axes that CuPy has to copy to fold them."""
+    q, k, v = (arrays.normal(3, 2, 20, 4, 64).swapaxes(2, 3) for _ in range(3))
+    mask = arrays.normal(2, 1, 20, 20)
+    return (cupyflash.scaled_dot_product_attention(q, k, v, mask),)
+
+
+def layer_norm(arrays):
+    x, weight, bias = arrays.normal(50, 96), arrays.normal(96), arrays.normal(96)
+    dout = arrays.normal(50, 96)
+    out, h, stats = cupyflash.layer_norm(x, weight, bias, residual=dout, return_stats=True)
+    return (out, h, stats, *cupyflash.layer_norm_backward(dout, h, weight, stats))
+
+
+def group_norm(arrays):
+    x, weight, dout = arrays.normal(2, 32, 49), arrays.normal(32), arrays.normal(2, 32, 49)
+    out, stats = cupyflash.group_norm(x, 4, weight, weight, activation="silu", return_stats=True)
+    gradients = cupyflash.group_norm_backward(dout, x, weight, weight, stats, activation="silu")
+    return (out, stats, *gradients)
+
+
+def mlp(arrays):
+    x, up, down = arrays.normal(3, 96), arrays.normal(192, 96), arrays.normal(96, 192)
+    return (cupyflash.mlp(x, up, down, activation="gelu", residual=x),)
+
+
+def linear(arrays):
+    return tuple(
+        cupyflash.linear(arrays.normal(rows, 96), arrays.normal(64, 96), arrays.normal(64))
+        for rows in (1, 7, 300)
+    )
+
+
+def decode(arrays):
+    q, new = arrays.normal(2, 1, 4, 64), [arrays.normal(2, 1, 2, 64) for _ in range(2)]
+    caches = [arrays.normal(2, 600, 2, 64) for _ in range(2)]
+    positions = arrays.integers([550, 7])
+    out = cupyflash.attention_with_cache(q, *new, *caches, positions)
+    rows = [x.reshape(2, 2, 64) for x in new]
+    cache_append(*rows, *caches, arrays.integers([3, 4]))
+    table, tokens = arrays.normal(40, 96), arrays.integers([3, 4])
+    embedded = embedding(tokens, table)
+    found = arrays.integers([0, 0])
+    sample(arrays.normal(2, 40), out=found)
+    return (out, *caches, embedded, found)
+
+
+CALLS = {
+    "attention": attention,
+    "dropout": lambda x: attention(x, dropout_p=0.3, dropout_seed=5, causal=True),
+    "drawn seed": lambda x: attention(x, dropout_p=0.3),
+    "16-bit sinks": lambda x: attention(x, sinks=lambda a: a.normal(4)),
+    "16-bit bias": lambda x: attention(x, bias=lambda a: a.normal(2, 4, 150, 150)),
+    "float32 bias": lambda x: attention(
+        x, bias=lambda a: a.normal(2, 4, 150, 150, dtype="float32")
+    ),
+    "lengths": lambda x: attention(x, seqused_k=lambda a: a.integers([150, 3])),
+    "varlen": varlen,
+    "few queries": few_queries,
+    "sdpa": sdpa,
+    "layer_norm": layer_norm,
+    "group_norm": group_norm,
+    "linear": linear,
+    "mlp": mlp,
+    "decode": decode,
+}
+
+
+def run(backend, call, device, current):
+    """Results as NumPy arrays, of arrays on one device while the other is current."""
+    with on(backend, device):
+        arrays = Prepared(backend, call)
+        backend.synchronize()
+    with on(backend, current):
+        results = arrays()
+        assert current_device() == current
+    with on(backend, device):
+        backend.synchronize()
+        assert {device_of(x) for x in results} == {device}
+        return [to_float64(x) for x in results]
+
+
+class Prepared(Arrays):
+    """A call whose arrays are made before another device becomes the current one."""
+
+    def __init__(self, backend, call):
+        super().__init__(backend)
+        self.call, self.made, self.ready = call, [], False
+        call(self)
+        self.ready = True
+
+    def __call__(self):
+        self.left = iter(self.made)
+        return self.call(self)
+
+    def normal(self, *shape, dtype=None):
+        return self._array(lambda: super(Prepared, self).normal(*shape, dtype=dtype))
+
+    def integers(self, values, dtype="int32"):
+        return self._array(lambda: super(Prepared, self).integers(values, dtype))
+
+    def _array(self, make):
+        if self.ready:
+            return next(self.left)
+        x = make()
+        self.made.append(x.clone() if hasattr(x, "clone") else x.copy())
+        return x
+
+
+def current_device():
+    import cupy
+
+    return cupy.cuda.runtime.getDevice()
+
+
+@each_library(device="cuda")
+@pytest.mark.parametrize("name", CALLS)
+def test_another_device_is_current(backend, name):
+    call = CALLS[name]
+    here = run(backend, call, 1, 1)
+    for device, current in ((1, 0), (0, 0), (0, 1), (1, 0)):
+        found = run(backend, call, device, current)
+        for a, b in zip(found, here, strict=True):
+            assert numpy.array_equal(a, b, equal_nan=True), (device, current)
+
+
+@each_library(device="cuda")
+@pytest.mark.parametrize("family", ["sm80", "simt"])
+def test_other_families(backend, family):
+    from backends import families
+
+    if family not in families():
+        pytest.skip(f"{family} does not run on this GPU")
+    with environment.override(family=family):
+        for call in (attention, CALLS["16-bit sinks"], varlen):
+            first, second = run(backend, call, 1, 1), run(backend, call, 1, 0)
+            assert all((a == b).all() for a, b in zip(first, second, strict=True))
+
+
+@each_library(device="cuda")
+def test_a_stream_of_the_other_device(backend):
+    """Casts and seeds are queued where the kernel is: on the current stream of its device."""
+    with on(backend, 1):
+        arrays = Prepared(backend, CALLS["16-bit sinks"])
+        wanted = [to_float64(x) for x in arrays()]
+        backend.synchronize()
+        if backend.library == "torch":
+            import torch
+
+            stream = torch.cuda.Stream(1)
+            with torch.cuda.stream(stream), on(backend, 0):
+                found = arrays()
+        else:
+            import cupy
+
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream, on(backend, 0):
+                found = arrays()
+        backend.synchronize()
+        for a, b in zip(found, wanted, strict=True):
+            assert (to_float64(a) == b).all()
+
+
+@each_library(device="cuda")
+def test_two_devices_in_one_call(backend):
+    with on(backend, 0):
+        q, sinks = (
+            backend.inputs(backend.dtypes[0], seqlen_q=20).q,
+            backend.array(numpy.zeros(4, "f4")),
+        )
+    with on(backend, 1):
+        other = backend.inputs(backend.dtypes[0], seqlen_q=20).q
+    with pytest.raises(ValueError, match="^attention: all tensors must be on the same device, got"):
+        cupyflash.attention(q, other, other)
+    with pytest.raises(ValueError, match="^attention: sinks must be on the device of q, got"):
+        cupyflash.attention(other, other, other, sinks=sinks)
+    with pytest.raises(ValueError, match="^layer_norm: all arrays must be on the same device, got"):
+        cupyflash.layer_norm(q, other[0, 0, 0])
+
+
+@each_library(library="torch", device="cuda")
+def test_gradients_on_another_device(backend):
+    import torch
+
+    def gradients(device, current):
+        with on(backend, device):
+            inputs = backend.inputs(backend.dtypes[0], seqlen_q=150)
+            qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        with on(backend, current):
+            out = cupyflash.attention(*qkv, causal=True, deterministic=True)
+            return [x.cpu() for x in torch.autograd.grad(out, qkv, inputs.dout)]
+
+    for a, b, c in zip(gradients(0, 0), gradients(1, 0), gradients(0, 1), strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
