@@ -71,6 +71,9 @@ class NumpyLibrary:
     ) -> Array:
         return x
 
+    def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
+        return dense_strides(shape, range(len(shape)))
+
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
 

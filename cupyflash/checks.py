@@ -1,6 +1,7 @@
 """What the operations beside attention ask of their arrays before anything is launched."""
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -129,11 +130,12 @@ def integer_within(function: str, name: str, x: Any, least: int, most: int) -> i
     return number
 
 
-def require_eps(function: str, eps: Any) -> None:
-    """A finite number of at least 0."""
-    real = hasattr(eps, "__float__") and not isinstance(eps, bool)
+def require_eps(function: str, eps: Any) -> float:
+    """A finite number of at least 0, as a plain one."""
+    real = isinstance(eps, numbers.Real) and not isinstance(eps, bool)
     if not (real and 0 <= eps < math.inf):
         raise ValueError(f"{function}: eps must be finite and at least 0, got {eps!r}")
+    return float(eps)
 
 
 def require_grid(function: str, blocks: int, shape: tuple[int, ...]) -> int:
