@@ -51,6 +51,15 @@ class NumpyLibrary:
     def wants_gradient(self, *arrays: Array) -> bool:
         return False
 
+    def followed(self, *arrays: Array) -> bool:
+        return False
+
+    def what_follows(self, *arrays: Array, gradients: bool = True) -> str:
+        return ""
+
+    def pointer(self, x: Array) -> int:
+        return x.__array_interface__["data"][0]
+
     def to_numpy(self, x: Array) -> numpy.ndarray:
         return x
 
@@ -61,6 +70,9 @@ class NumpyLibrary:
         strides: tuple[int, ...] | None = None,
     ) -> Array:
         return x
+
+    def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
+        return dense_strides(shape, range(len(shape)))
 
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
@@ -75,6 +87,10 @@ class NumpyLibrary:
     def random_seed(self, like: Array) -> Array:
         """The same with a value from the library's generator."""
         return numpy.random.randint(SEEDS, size=1, dtype=numpy.int64)
+
+    def arange(self, count: int, like: Array) -> Array:
+        """int32, on the device of ``like``."""
+        return numpy.arange(count, dtype=numpy.int32)
 
     def device(self, x: Array) -> int:
         return -1
@@ -130,6 +146,19 @@ class CupyLibrary:
 
     def wants_gradient(self, *arrays: Array) -> bool:
         return False
+
+    def followed(self, *arrays: Array) -> bool:
+        return False
+
+    def what_follows(self, *arrays: Array, gradients: bool = True) -> str:
+        return ""
+
+    def wrote(self, *arrays: Array) -> None:
+        pass
+
+    def owner(self, x: Array) -> Any:
+        """What can be referred to weakly and lives as long as the memory of x."""
+        return x if x.base is None else x.base
 
     def determinism(self) -> str:
         """CuPy has no such switch."""
@@ -208,6 +237,10 @@ class CupyLibrary:
         return x.tolist()
 
     @_on_its_device
+    def arange(self, count: int, like: Array) -> Array:
+        return self.cupy.arange(count, dtype=numpy.int32)
+
+    @_on_its_device
     def reshape(self, shape: tuple[int, ...], x: Array) -> Array:
         return x.reshape(shape)
 
@@ -238,6 +271,7 @@ class TorchLibrary:
         self._forward_mode = self.torch.autograd.forward_ad
         self._plain = self.torch.Tensor.__torch_dispatch__  # of all but tensor subclasses
         self._is_plain = {self.torch.Tensor: True}  # by type
+        self._increment_version = self.torch.autograd.graph.increment_version
 
     def signature(self, x: Array) -> tuple:
         try:
@@ -321,6 +355,47 @@ class TorchLibrary:
             return ""
         warn = self.torch.is_deterministic_algorithms_warn_only_enabled()
         return "warn" if warn else "error"
+
+    def followed(self, *arrays: Array) -> bool:
+        """Whether `what_follows` may find something in tensors on a GPU; 1 µs for six of them."""
+        is_plain = self._is_plain
+        for x in arrays:
+            if x.requires_grad or not is_plain.get(type(x)):
+                return True
+        return (
+            self._transforms_active()
+            or self._modes() > 0
+            or self._tracer() is not None
+            or self._forward_mode._current_level >= 0
+        )
+
+    def what_follows(self, *arrays: Array, gradients: bool = True) -> str:
+        """What of torch follows these, so that no kernel may take them as plain memory; or ""."""
+        if self._transforms_active() or self._modes() > 0 or self._tracer() is not None:
+            return "a call within a transform of torch.func, torch.jit.trace or a dispatch mode"
+        for x in arrays:
+            if not self._kind_is_plain(type(x)):
+                return f"a {type(x).__name__}"
+            if x.is_meta:
+                return "a tensor on the device 'meta'"
+        if self._forward_mode._current_level >= 0 and any(map(self._has_tangent, arrays)):
+            return "a tensor with a forward-mode tangent"
+        if gradients and self.wants_gradient(*arrays):
+            return "inputs that require a gradient (use torch.no_grad())"
+        return ""
+
+    def wrote(self, *arrays: Array) -> None:
+        """Tell autograd that a kernel changed these, as an operation of torch in place does."""
+        changed = [x for x in arrays if not x.is_inference()]
+        try:
+            self._increment_version(changed)
+        except TypeError:  # a torch that takes one at a time
+            for x in changed:
+                self._increment_version(x)
+
+    def owner(self, x: Array) -> Any:
+        """What can be referred to weakly and lives as long as the memory of x."""
+        return x.untyped_storage()
 
     def to_numpy(self, x: Array) -> numpy.ndarray:
         """A view; a copy in float32 of bfloat16, which NumPy does not have."""
@@ -414,6 +489,9 @@ class TorchLibrary:
 
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
+
+    def arange(self, count: int, like: Array) -> Array:
+        return self.torch.arange(count, dtype=self.torch.int32, device=like.device)
 
     def reshape(self, shape: tuple[int, ...], x: Array) -> Array:
         return x.reshape(shape)

@@ -1,11 +1,13 @@
 """What the operations beside attention ask of their arrays before anything is launched."""
 
 import math
-from collections.abc import Callable, Mapping
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .array import Array, View, device_name, from_foreign, library_of, to_foreign
 from .kernel_config import ITEM_SIZE, weight_dtypes
+from .plain_options import plain_integer
 from .rows import is_contiguous
 
 MAX_BLOCKS = 2**31  # of a grid
@@ -43,6 +45,28 @@ def views_of(function: str, library: Any, arrays: Mapping[str, Array | None]) ->
             where = f"{first} on device {here} and {name} on device {there}"
             raise ValueError(f"{function}: all arrays must be on the same device, got {where}")
     return views
+
+
+def require_arrays(function: str, library: Any, arrays: Mapping[str, Array | None]) -> None:
+    """All arrays are there and of one library, and nothing in torch follows what is done to them.
+
+    Raises:
+        TypeError: None, or another library.
+        NotImplementedError: gradients, transforms, tensors without memory.
+    """
+    first = next(iter(arrays))
+    for name, x in arrays.items():
+        if library_of(x) is not library:
+            got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
+            got = got.removeprefix("builtins.")
+            raise TypeError(f"{function}: {name} must be a {library.name} like {first}, got {got}")
+    require_plain(function, library, tuple(arrays.values()))
+
+
+def require_plain(function: str, library: Any, arrays: Sequence[Array]) -> None:
+    """NotImplementedError if torch follows what is done to one of these arrays of the library."""
+    if got := library.what_follows(*arrays):
+        raise NotImplementedError(f"{function}: has no backward and runs as it is, got {got}")
 
 
 def require_device(function: str, name: str, view: View) -> None:
@@ -94,11 +118,24 @@ def require_stats(function: str, views: Mapping[str, View], shape: tuple[int, ..
         raise ValueError(f"{function}: stats must be contiguous, got strides {x.strides}")
 
 
-def require_eps(function: str, eps: Any) -> None:
-    """A finite number of at least 0."""
-    real = hasattr(eps, "__float__") and not isinstance(eps, bool)
+def integer_within(function: str, name: str, x: Any, least: int, most: int) -> int:
+    """x as a Python integer within bounds.
+
+    Raises:
+        As `plain_integer`; ValueError out of bounds.
+    """
+    number = plain_integer(function, name, x)
+    if not least <= number <= most:
+        raise ValueError(f"{function}: {name} must be from {least} to {most}, got {number}")
+    return number
+
+
+def require_eps(function: str, eps: Any) -> float:
+    """A finite number of at least 0, as a plain one."""
+    real = isinstance(eps, numbers.Real) and not isinstance(eps, bool)
     if not (real and 0 <= eps < math.inf):
         raise ValueError(f"{function}: eps must be finite and at least 0, got {eps!r}")
+    return float(eps)
 
 
 def require_grid(function: str, blocks: int, shape: tuple[int, ...]) -> int:

@@ -6,16 +6,15 @@ import struct
 from ctypes import c_char_p, c_void_p
 
 from . import jit
-from .dependent_launch import pack_config
+from .dependent_launch import pack_config, with_context
 from .kernel_config import KernelConfig
-from .kernel_launch import multiprocessors
+from .kernel_launch import all_multiprocessors, multiprocessors
 from .tensor_map import DRIVER
 
 CLUSTER_DIMENSION = 4  # of CUlaunchAttributeID in cuda.h
 pack_attribute = struct.Struct("i4x3I52x").pack  # CUlaunchAttribute: id, blocks of a cluster
 
 
-@functools.cache
 def clusters_at_once(config: KernelConfig, device: int) -> int:
     """Clusters of a kernel, with ``cluster`` blocks each, that a device runs at the same time.
 
@@ -24,8 +23,15 @@ def clusters_at_once(config: KernelConfig, device: int) -> int:
     Raises:
         RuntimeError: the driver does not say.
     """
+    found = multiprocessors(device)
     if config.cluster == 1:
-        return config.blocks * multiprocessors(device)
+        return config.blocks * found
+    return max(1, _clusters_of_all(config, device) * found // all_multiprocessors(device))
+
+
+@functools.cache
+def _clusters_of_all(config: KernelConfig, device: int) -> int:
+    """On the whole GPU."""
     import cupy
 
     function = jit.load(config, device)
@@ -37,7 +43,7 @@ def clusters_at_once(config: KernelConfig, device: int) -> int:
     ask = ctypes.CDLL(DRIVER).cuOccupancyMaxActiveClusters
     ask.argtypes = (c_void_p, c_void_p, c_char_p)
     with cupy.cuda.Device(device):
-        status = ask(ctypes.byref(count), function.ptr, launch)
+        status = with_context(ask, ctypes.byref(count), function.ptr, launch)
     if status or not count.value:
         got = f"status {status}, {count.value} clusters of {config.cluster} blocks"
         raise RuntimeError(f"cupyflash: cuOccupancyMaxActiveClusters failed with {got}")

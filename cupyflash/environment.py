@@ -14,13 +14,15 @@ CUPYFLASH_NO_JIT        0 or 1                  raise instead of compiling
 ======================  ======================  ====================================================
 
 They are read once, at the first need. An empty value counts as unset. Anything else is a
-ValueError that names the variable, what it allows and what it got.
+ValueError that names the variable, what it allows and what it got; another variable of this prefix,
+which may be a misspelt one, is a RuntimeWarning.
 """
 
 import contextlib
 import dataclasses
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +90,11 @@ def override(**changes: object) -> Iterator[Environment]:
 
 
 def _read() -> Environment:
+    known = [f"CUPYFLASH_{field.name.upper()}" for field in dataclasses.fields(Environment)]
+    for name in sorted(os.environ):
+        if name.startswith("CUPYFLASH_") and name not in known:
+            text = f"{name}: no such variable, must be of {', '.join(known)}"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
     dump = os.environ.get("CUPYFLASH_DUMP", "")
     return Environment(
         cache_dir=_cache_dir(),
@@ -106,9 +113,13 @@ def _flag(name: str) -> bool:
 
 
 def _cache_dir() -> Path | None:
-    try:
-        if chosen := os.environ.get("CUPYFLASH_CACHE_DIR"):
+    if chosen := os.environ.get("CUPYFLASH_CACHE_DIR"):
+        try:
             return Path(chosen).expanduser().absolute()
+        except RuntimeError as error:
+            fact = "must be a folder, and ~ must be the home of a user"
+            raise ValueError(f"CUPYFLASH_CACHE_DIR: {fact}, got {chosen!r}") from error
+    try:
         if os.name == "nt":
             base = os.environ.get("LOCALAPPDATA")
         else:

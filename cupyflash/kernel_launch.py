@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from . import dependent_launch, jit
+from . import dependent_launch, jit, partition
 from .jit import compiler
 from .kernel_config import KernelConfig
 
@@ -26,7 +26,18 @@ recorder = Recorder()
 
 
 class Plan:
-    """A plan runs with the device of its arrays as the current one, whatever is current outside."""
+    """A plan runs with the device of its arrays as the current one, whatever is current outside.
+
+    Where a context has fewer multiprocessors than a cooperative launch was planned for, another
+    plan is made of the same arguments.
+    """
+
+    def __new__(cls, *arguments: Any, **options: Any) -> "Plan":
+        plan = super().__new__(cls)
+        arguments = tuple(dict(x) if isinstance(x, dict) else x for x in arguments)
+        plan.again = functools.partial(cls, *arguments, **options)
+        plan.smaller = {}
+        return plan
 
     def __init__(self, device: int) -> None:
         compiler.nvrtc()  # the error that names the pip line, where CuPy or NVRTC is missing
@@ -36,10 +47,20 @@ class Plan:
         self.current_device = cupy.cuda.runtime.getDevice
 
     def __call__(self, *arguments: Any) -> tuple:
-        if self.current_device() == self.device_id:
-            return self.run(*arguments)
-        with self.device:
-            return self.run(*arguments)
+        try:
+            if self.current_device() == self.device_id:
+                return self.run(*arguments)
+            with self.device:
+                return self.run(*arguments)
+        except partition.GridTooLarge as error:
+            plan = self._for_fewer(error.multiprocessors)
+        return plan(*arguments)
+
+    def _for_fewer(self, multiprocessors: int) -> "Plan":
+        if multiprocessors not in self.smaller:
+            with partition.only(multiprocessors):
+                self.smaller[multiprocessors] = self.again()
+        return self.smaller[multiprocessors]
 
     def run(self, *arguments: Any) -> tuple:
         raise NotImplementedError
@@ -64,6 +85,8 @@ class Launch:
         self.block = (config.threads,)
         self.shared_memory = config.shared_memory
         self.cooperative = config.cooperative
+        self.multiprocessors = multiprocessors(device) if self.cooperative else 0
+        self.was_too_large = False
         self.dependent = config.dependent and dependent_launch.is_possible(capability_of(device))
         num_fields = len(call_fields(params))
         self.pack = struct.Struct(f"{num_fields}Q").pack
@@ -75,15 +98,45 @@ class Launch:
 
     def start(self, stream: Any, params: bytes) -> None:
         """Launch with these bytes as the kernel's argument."""
-        if recorder.launches is not None:
-            recorder.launches.append((self, params))
         if self.dependent and dependent_launch.wanted():
             self.start_early(stream, params)
-            return
-        argument = numpy.frombuffer(params, self.dtype)
-        self.function(
-            self.grid, self.block, (argument,), self.shared_memory, stream, self.cooperative
-        )
+        else:
+            argument = numpy.frombuffer(params, self.dtype)
+            if self.cooperative:
+                self.start_together(stream, argument)
+            else:
+                self.function(self.grid, self.block, (argument,), self.shared_memory, stream, False)
+        if recorder.launches is not None:
+            recorder.launches.append((self, params))
+
+    def start_together(self, stream: Any, argument: numpy.ndarray) -> None:
+        """Launch blocks that wait for each other.
+
+        Raises:
+            GridTooLarge: the stream has fewer multiprocessors than the grid was made for. Once
+                that has happened it is asked ahead, as a refused launch would end a capture.
+        """
+        if self.was_too_large:
+            found = self._multiprocessors_of(stream)
+            if found < self.multiprocessors:
+                raise partition.GridTooLarge(*self.grid, found)
+        try:
+            self.function(self.grid, self.block, (argument,), self.shared_memory, stream, True)
+        except RuntimeError as error:  # CuPy's CUDADriverError
+            if getattr(error, "status", None) != partition.TOO_LARGE or self.multiprocessors == 1:
+                raise
+            self.was_too_large = True
+            found = self._multiprocessors_of(stream)
+            if found >= self.multiprocessors:  # nobody says, as under some settings of MPS
+                found = self.multiprocessors // 2
+            raise partition.GridTooLarge(*self.grid, found) from None
+
+    def _multiprocessors_of(self, stream: Any) -> int:
+        """What the driver says that the stream has; those planned for where it does not."""
+        import cupy
+
+        pointer = (stream or cupy.cuda.get_current_stream()).ptr
+        return partition.multiprocessors_of(pointer) or self.multiprocessors
 
     def start_early(self, stream: Any, params: bytes) -> None:
         """Launch so that the kernel begins while the one before it in the stream still runs."""
@@ -106,7 +159,10 @@ class Prepared:
 
     def __call__(self) -> Any:
         if self.launch is not None:
-            self.launch.start(self.stream(), self.params)
+            try:
+                self.launch.start(self.stream(), self.params)
+            except partition.GridTooLarge:  # of a context that the launch was not prepared in
+                return self.call()
             return self.result
         recorder.launches = launches = []
         try:
@@ -123,8 +179,13 @@ def call_fields(params: ctypes.Structure) -> list[str]:
     return [name for name, kind in params._fields_ if kind in (ctypes.c_void_p, ctypes.c_uint64)]
 
 
-@functools.cache
 def multiprocessors(device: int) -> int:
+    """How many the GPU has, or as many as there are in the context that a plan is made for."""
+    return partition.wanted() or all_multiprocessors(device)
+
+
+@functools.cache
+def all_multiprocessors(device: int) -> int:
     """How many the GPU has."""
     import cupy
 

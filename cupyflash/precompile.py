@@ -1,109 +1,185 @@
 """Fill the kernel cache ahead of the first call, without a GPU: for container images."""
 
-import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from . import jit
-from .attention.families import FAMILIES
+from . import environment, jit
+from .attention.families import FAMILIES, simt
 from .attention.families.preprocess import FlashBwdSinks
+from .checks import is_integer
 from .jit import compiler
-from .kernel_config import ITEM_SIZE, Access, Features, KernelConfig
+from .kernel_config import ITEM_SIZE, Access, Capability, Features, KernelConfig
 from .kernels import TOPICS
 
-ALL_HEAD_DIMS = range(8, 257, 8)
+ALL_HEAD_DIMS = tuple(range(8, 257, 8))
+COMMON_HEAD_DIMS = (64, 96, 128, 256)
+COMMON_DTYPES = ("float16", "bfloat16")
+COMMON_TOPICS = ("norm", "decode")
 
 
 def warmup(
     archs: Sequence[str],
     *,
-    head_dims: Sequence[int] = ALL_HEAD_DIMS,
-    dtypes: Sequence[str] = tuple(ITEM_SIZE),
-    families: Sequence[str] = tuple(FAMILIES),
-    topics: Sequence[str] = tuple(TOPICS),
-    plain: bool = False,
+    head_dims: Sequence[int] | None = None,
+    dtypes: Sequence[str] | None = None,
+    families: Sequence[str] | None = None,
+    topics: Sequence[str] | None = None,
+    everything: bool = False,
     jobs: int | None = None,
     progress: bool = True,
 ) -> list[jit.Built]:
-    """Compile every kernel that calls within these limits can launch, in parallel processes.
+    """Compile the kernels that calls within these limits launch, in parallel processes.
 
-    All but attention with a bias or dropout, which is compiled at its first use.
+    By default these are what calls with default options pick: attention, forward and backward, full
+    or causal, packed or not, in the family that the architecture is given; LayerNorm and RMSNorm;
+    decoding. A kernel that is not among them is compiled at its first use, as without a warm-up.
 
     Args:
         archs: names such as "sm_80" or "sm_90a".
-        head_dims: of attention, multiples of 8 up to 256.
-        dtypes: of "float16", "bfloat16" and "float32".
-        families: of attention: of "sm90", "sm80" and "simt"; none for no attention.
-        topics: of the other kernels, keys of `cupyflash.kernels.TOPICS`; none for attention alone.
-        plain: attention without softcap, ALiBi and sinks, other kernels for arrays whose rows are
-            multiples of 16 bytes.
+        head_dims: of attention, multiples of 8 up to 256; default 64, 96, 128 and 256.
+        dtypes: of "float16", "bfloat16" and "float32"; default the first two.
+        families: of attention: of "sm90", "sm80" and "simt"; none for no attention; default the
+            fastest one for each problem, or the one that CUPYFLASH_FAMILY forces.
+        topics: of the other kernels, keys of `cupyflash.kernels.TOPICS`; none for attention alone;
+            default "norm" and "decode".
+        everything: what is not given above is no longer limited. Besides, attention with softcap,
+            ALiBi and sinks, and the other kernels for arrays that are not 16-byte aligned and for
+            weights of another dtype. Only attention with a bias or dropout is left out.
         jobs: processes; default one a core. A script must call this under
             ``if __name__ == "__main__"``.
-        progress: show a progress bar on stderr.
+        progress: say on stderr how many kernels there are and about how long they take, and show
+            how far it is.
+
+    Returns:
+        What is in the cache now, also what was there before.
 
     Raises:
-        ValueError: an unknown architecture, family or topic, or nothing to compile.
+        TypeError: a name where a sequence of names belongs, or a head dim that is no integer.
+        ValueError: an architecture, head dim, dtype, family or topic that does not exist, or
+            nothing to compile.
         OSError: the cache folder cannot be written.
         jit.CompileError: a kernel does not compile.
     """
-    for what, known, names in (("families", FAMILIES, families), ("topics", TOPICS, topics)):
-        if unknown := set(names) - set(known):
-            got = ", ".join(sorted(unknown))
-            raise ValueError(f"warmup: {what} must be of {', '.join(known)}, got {got}")
+    head_dims = _limit(head_dims, COMMON_HEAD_DIMS, ALL_HEAD_DIMS, everything)
+    dtypes = _limit(dtypes, COMMON_DTYPES, tuple(ITEM_SIZE), everything)
+    topics = _limit(topics, COMMON_TOPICS, tuple(TOPICS), everything)
+    forced = environment.current().family
+    families = _limit(families, (forced,) if forced else None, tuple(FAMILIES), everything)
+    capabilities = check_archs(archs)
+    check_head_dims(head_dims)
+    check_names("dtypes", dtypes, ITEM_SIZE)
+    check_names("families", families or (), FAMILIES)
+    check_names("topics", topics, TOPICS)
+    if jobs is not None and (not is_integer(jobs) or jobs < 1):
+        raise ValueError(f"warmup: jobs must be a positive integer or None, got {jobs!r}")
     tasks = []
-    for capability in map(capability_of, archs):
-        arch = jit.arch_of(capability)
-        known = compiler.supported_archs()
-        if capability[0] * 10 + capability[1] not in known:
-            allowed = ", ".join(jit.arch_of(divmod(number, 10)) for number in known)
-            raise ValueError(f"warmup: NVRTC {compiler.version()} knows {allowed}, got {arch}")
-        attention = _attention(capability, head_dims, dtypes, families, plain)
-        configs = itertools.chain(attention, _beside_attention(capability, dtypes, topics, plain))
-        tasks += [(config, arch) for config in configs]
+    for capability in capabilities:
+        attention = _attention(capability, head_dims, dtypes, families, everything)
+        beside = _beside_attention(capability, dtypes, topics, everything)
+        tasks += [(x, jit.arch_of(capability)) for x in itertools.chain(attention, beside)]
     if not tasks:
-        raise ValueError("warmup: no kernel computes that on any of these architectures")
+        raise ValueError(
+            "warmup: some kernel must compute these dtypes on one of the architectures, "
+            f"got dtypes {', '.join(dtypes)} on {', '.join(archs)}"
+        )
     return jit.build_all(tasks, jobs, progress)
 
 
-def capability_of(arch: str) -> tuple[int, int]:
+def capability_of(arch: str) -> Capability:
     """Compute capability of an architecture name: "sm_90a" is (9, 0)."""
-    match = re.fullmatch(r"sm_(\d+)(\d)[af]?", arch.strip())
+    match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch) if isinstance(arch, str) else None
     if match is None:
         raise ValueError(f"warmup: archs must be names such as sm_80 or sm_90a, got {arch!r}")
     return int(match[1]), int(match[2])
 
 
+def check_archs(archs: Sequence[str]) -> list[Capability]:
+    """Compute capabilities of architectures, each once.
+
+    Raises:
+        ImportError: CuPy or NVRTC is missing.
+        TypeError, ValueError: not names of architectures that NVRTC and cupyflash know.
+    """
+    _check_sequence("archs", archs)
+    known = [divmod(number, 10) for number in compiler.supported_archs()]
+    known = [capability for capability in known if capability >= simt.MIN_CAPABILITY]
+    for arch in archs:
+        capability = capability_of(arch)
+        if capability not in known or (arch[-1] in "af" and capability < (9, 0)):
+            allowed = ", ".join(map(jit.arch_of, known))
+            raise ValueError(
+                "warmup: archs must be of those that cupyflash and NVRTC "
+                f"{compiler.version()} know, {allowed}, got {arch}"
+            )
+    return list(dict.fromkeys(map(capability_of, archs)))
+
+
+def check_head_dims(head_dims: Sequence[int]) -> None:
+    """Raise TypeError or ValueError where these are not head dims of attention."""
+    _check_sequence("head_dims", head_dims)
+    for head_dim in head_dims:
+        if not is_integer(head_dim) or head_dim not in ALL_HEAD_DIMS:
+            error = ValueError if is_integer(head_dim) else TypeError
+            raise error(f"warmup: head_dims must be multiples of 8 from 8 to 256, got {head_dim!r}")
+
+
+def check_names(what: str, names: Sequence[str], known: dict[str, object]) -> None:
+    """Raise TypeError or ValueError where a name is not of those that are known."""
+    _check_sequence(what, names)
+    for name in names:
+        if not isinstance(name, str) or name not in known:
+            raise ValueError(f"warmup: {what} must be of {', '.join(known)}, got {name!r}")
+
+
+def _check_sequence(what: str, values: object) -> None:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise TypeError(f"warmup: {what} must be a list or tuple, got {values!r}")
+
+
+def _limit(given: object, common: object, every: object, everything: bool) -> object:
+    return given if given is not None else every if everything else common
+
+
 def _attention(
-    capability: tuple[int, int],
+    capability: Capability,
     head_dims: Sequence[int],
     dtypes: Sequence[str],
-    families: Sequence[str],
-    plain: bool,
+    names: Sequence[str] | None,
+    everything: bool,
 ) -> Iterator[KernelConfig]:
-    switches = (False,) if plain else (False, True)
+    """The kernels of attention; of the first family that computes a problem where names is None."""
+    switches = (False, True) if everything else (False,)
     both = (False, True)
     features = itertools.starmap(Features, itertools.product(switches, switches, both, both))
-    for name, dtype, head_dim, feature in itertools.product(families, dtypes, head_dims, features):
-        family, problem = FAMILIES[name], (dtype, head_dim, feature, capability)
-        supports = functools.partial(
-            family.supports, dtype, head_dim, Access.TENSOR_MAP, feature, capability
-        )
-        if supports(backward=False):
-            yield from family.forward(*problem).with_splits()
-            yield from family.PACKED
-        if supports(backward=True):
-            yield from family.backward(*problem)
-            if not plain:
-                yield FlashBwdSinks()
+    for dtype, head_dim, feature in itertools.product(dtypes, head_dims, features):
+        problem = (dtype, head_dim, feature, capability)
+        for backward in both:
+            serving = [
+                FAMILIES[name]
+                for name in (FAMILIES if names is None else names)
+                if FAMILIES[name].supports(
+                    dtype, head_dim, Access.TENSOR_MAP, feature, capability, backward=backward
+                )
+            ]
+            for family in serving[:1] if names is None else serving:
+                yield from family.PACKED
+                if backward:
+                    yield from family.backward(*problem)
+                else:
+                    yield from family.forward(*problem).with_splits()
+                if backward and everything:
+                    yield FlashBwdSinks()
 
 
 def _beside_attention(
-    capability: tuple[int, int], dtypes: Sequence[str], topics: Sequence[str], plain: bool
+    capability: Capability, dtypes: Sequence[str], topics: Sequence[str], everything: bool
 ) -> Iterator[KernelConfig]:
     for config in itertools.chain.from_iterable(
         TOPICS[name].configurations(capability) for name in topics
     ):
-        wanted = getattr(config, "dtype", None) in (None, *dtypes)  # some are of a weight only
-        if wanted and not (plain and getattr(config, "vector", None) == 1):
+        dtype = getattr(config, "dtype", None)  # some are of a weight only
+        weight = getattr(config, "weight", dtype)
+        usual = getattr(config, "vector", 0) != 1 and weight == (dtype or weight)
+        if dtype in (None, *dtypes) and (everything or (usual and weight in (None, *dtypes))):
             yield config

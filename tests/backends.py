@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import os
 from typing import Any
 
 import numpy
@@ -13,6 +14,8 @@ from cupyflash.testing import Inputs, cast, make_inputs, make_varlen_inputs, to_
 # Compute capabilities (10 * major + minor) on which a family runs, and its dtypes there.
 FAMILY_CAPABILITIES = {"sm90": (90,), "sm80": range(75, 1000), "simt": range(0, 1000)}
 HALF = ("float16", "bfloat16")
+# The family that a run of the suite is about, as a user forces it: CUPYFLASH_FAMILY=sm80 pytest.
+FORCED = os.environ.get("CUPYFLASH_FAMILY") or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +23,8 @@ class Backend:
     """One way to run the public functions.
 
     Attributes:
-        family: forced kernel family; None on the CPU, and on a GPU where the package chooses.
+        family: forced kernel family; None on the CPU, and on a GPU where the package (or
+            CUPYFLASH_FAMILY) chooses.
         dtypes: what this family computes.
         full: whether it runs the whole covering set of cases; a second library on the same
             kernels runs a part of it.
@@ -63,6 +67,11 @@ class Backend:
             cupy.cuda.Device().synchronize()
 
 
+def is_hopper() -> bool:
+    """Whether the kernels of sm_90a alone can run, and no other family is forced."""
+    return compute_capability()[0] == 90 and FORCED in (None, "sm90")
+
+
 def has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
@@ -83,12 +92,13 @@ def compute_capability() -> tuple[int, str]:
 
 @functools.cache
 def families() -> tuple[str, ...]:
-    """The families that exist and run on this GPU, the fastest first."""
+    """The families that exist and run on this GPU, the fastest first; or the forced one."""
     capability, _ = compute_capability()
     return tuple(
         family
         for family in environment.FAMILIES
         if capability
+        and FORCED in (None, family)
         and capability in FAMILY_CAPABILITIES[family]
         and has(f"cupyflash.attention.families.{family}")
     )

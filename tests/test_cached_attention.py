@@ -8,6 +8,8 @@ from arrays import normal, stored
 from backends import compute_capability
 from matrix import each, each_library
 from test_sampling import integers
+from test_transformer_block import memory
+from wrong_calls import NUMBER, array, check_refused
 
 from cupyflash import attention_with_cache, environment
 from cupyflash.attention.params import AttentionShape
@@ -200,6 +202,20 @@ def test_outside_of_the_cache(backend):
         numpy.testing.assert_array_equal(to_numpy64(cache), old)
 
 
+@each_library(device="cuda")
+def test_shapes_keep_no_memory(backend):
+    """Prompts of a hundred lengths leave what one of them leaves."""
+    cached_attention._plans.clear()
+    (q, k, v, *rest), _, _ = problem(backend, "float32", (110, 2, 2, 64, 200))
+    run = lambda n: attention_with_cache(q[:, :n], k[:, :n], v[:, :n], *rest)  # noqa: E731
+    rest[-1][:] = 0
+    run(110)
+    before = memory(backend)
+    for length in range(9, 110):
+        run(length)
+    assert memory(backend) <= before and len(cached_attention._plans) > 100
+
+
 @each_library()
 def test_empty(backend):
     (q, k, v, *caches, positions), _, _ = problem(backend, "float32", SHAPES[0])
@@ -207,22 +223,151 @@ def test_empty(backend):
     assert tuple(none.shape) == (0, *q.shape[1:])
 
 
+def named(backend, dtype="float32", shape=SHAPES[0]):
+    """The arguments of a right call."""
+    arrays, _, _ = problem(backend, dtype, shape)
+    return dict(zip(("q", "k", "v", "k_cache", "v_cache", "positions"), arrays))
+
+
 @each_library()
 def test_bad_input(backend):
-    (q, k, v, k_cache, v_cache, positions), _, _ = problem(backend, "float32", SHAPES[0])
-    good = {
-        "q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "positions": positions,
-    }  # fmt: skip
+    good = named(backend)
+    q, k, v, v_cache, positions = (good[x] for x in ("q", "k", "v", "v_cache", "positions"))
     for error, match, changed in (
         (TypeError, "q must be a NumPy, CuPy or torch array", {"q": [1]}),
         (ValueError, "q must have 4 dimensions", {"q": q[0]}),
         (ValueError, "the heads of q must be a multiple", {"q": q[:, :, :2]}),
         (ValueError, r"k must be \(4, 1, 3, 64\) of float32", {"k": k[:, :, :1]}),
         (ValueError, "v must have the shape of k", {"v": v[:, :, :1]}),
-        (ValueError, "k_cache and v_cache must have the same", {"v_cache": v_cache[:, :5]}),
+        (ValueError, "v_cache must have the shape of k_cache", {"v_cache": v_cache[:, :5]}),
         (TypeError, "positions must be int32", {"positions": q}),
         (ValueError, "positions must be contiguous", {"positions": positions[:1]}),
         (ValueError, "scale must be", {"scale": float("nan")}),
+        (TypeError, "k must be a .* like q, got NoneType", {"k": None}),
     ):
         with pytest.raises(error, match=f"^attention_with_cache: {match}"):
             attention_with_cache(**(good | changed))
+
+
+@each_library()
+def test_wrong_calls(backend):
+    for dtype in ("float32", "float16"):
+        good = named(backend, dtype)
+        kinds = {name: array(x) for name, x in good.items()}
+        kinds["positions"] = array(good["positions"], dtypes=("int64", "float32"))
+        kinds["scale"] = (*NUMBER, 0, -1.0)
+        check_refused(attention_with_cache, {**good, "scale": 0.5}, kinds, least=90)
+
+
+@each_library()
+def test_places_that_do_not_exist(backend):
+    """On the CPU, where they are known: under the name of the function that was called."""
+    if backend.gpu:
+        pytest.skip("values that lie on a GPU are not read")
+    for tokens, places in ((1, [0, 1, 2, 200]), (3, [0, 1, 2, 198]), (2, [0, -1, 0, 0])):
+        good = named(backend, shape=(tokens, 3, 1, 64, 200))
+        before = to_numpy64(good["k_cache"]).copy()
+        with pytest.raises(ValueError, match="^attention_with_cache: positions must be from 0 to"):
+            attention_with_cache(**good | {"positions": integers(backend, places)})
+        numpy.testing.assert_array_equal(to_numpy64(good["k_cache"]), before)
+
+
+@each_library()
+def test_shared_memory(backend):
+    """Refused where elements are shared; caches may lie between each other."""
+    for dtype in ("float32", "float16"):
+        good = named(backend, dtype)
+        cache, q = good["k_cache"], good["q"]
+        new = cache[:, 7:8]
+        for changed in (
+            {"v_cache": cache},
+            {"k": new},
+            {"v": new},
+            {"q": new},
+            {"k": good["v_cache"][:, :1]},
+        ):
+            with pytest.raises(ValueError, match="^attention_with_cache: ._cache is written, so"):
+                attention_with_cache(**good | changed)
+        whole = stored(backend, numpy.zeros((4, 2, 200, 3, 64)), dtype)
+        flat = whole.reshape(-1)
+        shifted = flat[64 : 64 + flat.shape[0] // 2].reshape(cache.shape)
+        overlapping = {"k_cache": flat[: flat.shape[0] // 2].reshape(cache.shape)}
+        with pytest.raises(ValueError, match="k_cache is written.*memory with v_cache"):
+            attention_with_cache(**good | overlapping | {"v_cache": shifted})
+        packed = stored(backend, numpy.zeros((4, 200, 6, 64)), dtype)
+        between = {"k_cache": packed[:, :, :3], "v_cache": packed[:, :, 3:]}
+        if backend.gpu and dtype == "float16" and compute_capability()[0] >= 75:
+            attention_with_cache(**good | between)
+        else:
+            with pytest.raises(NotImplementedError, match="k_cache must be contiguous"):
+                attention_with_cache(**good | between)
+        qkv = stored(backend, normal((4, 1, 9, 64), 1), dtype)  # what is only read may overlap
+        attention_with_cache(**good | {"q": q[:, :, :3], "k": qkv[:, :, :3], "v": qkv[:, :, 2:5]})
+
+
+@each_library(library="torch")
+def test_a_cache_that_is_its_own_copy(backend):
+    good = named(backend)
+    expanded = good["k_cache"][:1].expand(4, -1, -1, -1)
+    with pytest.raises(ValueError, match="no two of its elements may share memory"):
+        attention_with_cache(**good | {"k_cache": expanded})
+
+
+@each_library(library="torch")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_torch_hears_of_it(backend, dtype):
+    """Gradients, transforms and tangents are refused, and autograd knows that caches changed."""
+    import torch
+    from torch.autograd import forward_ad
+
+    good = named(backend, dtype)
+    for name in ("q", "k", "v", "k_cache", "v_cache"):
+        needing = {name: good[name].clone().requires_grad_()}
+        with pytest.raises(NotImplementedError, match="^attention_with_cache: has no backward"):
+            attention_with_cache(**good | needing)
+        with torch.no_grad():
+            out = attention_with_cache(**good | needing)
+        assert not out.requires_grad and out.grad_fn is None
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="tangent"):
+            dual = forward_ad.make_dual(good[name], torch.ones_like(good[name]))
+            attention_with_cache(**good | {name: dual})
+    with pytest.raises(NotImplementedError, match="torch.func"):
+        torch.func.vmap(lambda q: attention_with_cache(**good | {"q": q}))(good["q"][None])
+    scale = torch.tensor(0.5, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="^attention_with_cache: scale has no gradient"):
+        attention_with_cache(**good, scale=scale)
+    for name in ("k_cache", "v_cache"):
+        factor = torch.ones_like(good[name]).requires_grad_()
+        saved = (factor * good[name]).sum()
+        attention_with_cache(**good)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.backward()
+    with torch.inference_mode():
+        attention_with_cache(**{name: x.clone() for name, x in good.items()})
+
+
+@each_library(library="torch")
+def test_scale_is_read_at_each_call(backend):
+    """A tensor of one number that changes is no key of a plan."""
+    import torch
+
+    good, scale = named(backend), torch.tensor(0.5)
+    first = attention_with_cache(**good, scale=scale)
+    scale.fill_(0.1)
+    second = attention_with_cache(**good, scale=scale)
+    assert torch.equal(second, attention_with_cache(**good, scale=float(scale)))
+    assert not torch.equal(first, second)
+
+
+@each_library(library="torch")
+def test_under_torch_compile(backend):
+    import torch
+
+    good = named(backend)
+    expected = attention_with_cache(**good)
+
+    @torch.compile(backend="eager")
+    def compiled(**arrays):
+        return attention_with_cache(**arrays) + 0
+
+    assert torch.equal(compiled(**good), expected)

@@ -1,24 +1,35 @@
 """The command line: what it prints, what it returns."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy
 import pytest
+from backends import compute_capability
+from rich.console import Console
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
-from cupyflash import environment, jit, kernels, machine
+from cupyflash import environment, jit, kernels, machine, precompile
 from cupyflash.attention import families
-from cupyflash.commands import check, check_cases, cli
+from cupyflash.commands import check, check_cases, check_operations, check_table, cli
+from cupyflash.jit import pool
+from cupyflash.kernel_config import Access, Features
 from cupyflash.machine import Driver, Gpu
 from cupyflash.norm import kernels as norm
 
 H200 = Driver((13, 0), (Gpu("NVIDIA H200", (9, 0), 141 * 2**30),))
+
+posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +113,13 @@ def small_cases(gpu, dtypes):
     ]
 
 
-def test_check(capsys, monkeypatch):
+@pytest.fixture
+def only_attention(monkeypatch):
     monkeypatch.setattr(check, "cases", small_cases)
+    monkeypatch.setattr(check, "operations", lambda *_: ())
+
+
+def test_check(capsys, only_attention):
     assert cli.main(["check"]) == 0
     out, _ = words(capsys)
     assert "model, fp16 fwd" in out and "2 × 40, 4/2×64 bwd" in out and "31 in 2, 2/1×40" in out
@@ -112,18 +128,86 @@ def test_check(capsys, monkeypatch):
     assert ("on the CPU" in out and problem in out) if problem else "CuPy" in out
 
 
-def test_check_finds_wrong_results(capsys, monkeypatch):
+def test_check_finds_wrong_results(capsys, monkeypatch, only_attention):
     def attention(q, k, v, **options):
         out, lse = compute(q, k, v, **options)
         out[-1, -1, -1, -1] += 1
         return out, lse
 
     compute = cupyflash.attention
-    monkeypatch.setattr(check, "cases", small_cases)
     monkeypatch.setattr(cupyflash, "attention", attention)
     assert cli.main(["check"]) == 1
     out, _ = words(capsys)
-    assert "WRONG RESULTS model, forward: out: max error " in out and "correct" not in out
+    assert "WRONG RESULTS model, fwd: out: max error " in out and "correct" not in out
+
+
+def test_check_goes_on_where_something_does_not_run(capsys, monkeypatch, only_attention):
+    """What is refused as documented is no failure; what breaks is."""
+
+    def failing(error):
+        def run(case, library):
+            if case.name == "model":
+                raise error
+            return compute(case, library)
+
+        return run
+
+    compute = check.run
+    monkeypatch.setattr(check, "run", failing(NotImplementedError("attention: needs a B200")))
+    assert cli.main(["check"]) == 0
+    out, _ = words(capsys)
+    assert "not here: model, float16: 2 × 40, 4/2×64: attention: needs a B200 All 1 pass" in out
+    monkeypatch.setattr(check, "run", failing(RuntimeError("[no kernel]")))
+    assert cli.main(["check"]) == 1
+    out, _ = words(capsys)
+    assert "31 in 2, 2/1×40" in out and "correct" not in out
+    assert "DID NOT RUN model, float16: 2 × 40, 4/2×64: RuntimeError: [no kernel]" in out
+
+
+@pytest.fixture(scope="module")
+def checked_operations():
+    """Every operation beside attention as `check` computes it here: [(name, operation, rows)]."""
+    library = "numpy" if machine.gpu_problem() else "cupy"
+    found = []
+    for name, make in check_operations.operations(library, "float16"):
+        operation = make()
+        found.append((name, operation, check.run_operation(operation, library)))
+    return found
+
+
+def test_check_of_the_other_operations(checked_operations):
+    rows = [row for _, _, rows in checked_operations for row in rows]
+    assert [row.failures for row in rows] == [()] * len(rows) and len(rows) > 20
+    assert all(row.error <= row.allowed and row.milliseconds > 0 for row in rows)
+    called = {
+        "attention", "attention_backward", "flash_attn_varlen_func", "attention_with_cache",
+        "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward", "group_norm",
+        "group_norm_backward", "linear", "mlp", "qkv_projection", "DiffusionSampler", "BlockStack",
+    }  # fmt: skip
+    modules = Path(check.__file__).parent.glob("check*.py")
+    text = "".join(path.read_text() for path in modules)
+    assert called <= set(re.findall(r"cupyflash\.(\w+)", text))
+
+
+def test_check_sees_one_wrong_number_of_any_result(checked_operations):
+    for name, operation, _ in checked_operations:
+        for one in operation.passes:
+            for result, x in zip(one.results, one.call(), strict=True):
+                right = check._compare(operation.exact, result, x)
+                x = x.copy()
+                x[(-1,) * x.ndim] += 1 + 4 * right.allowed
+                finding = check._compare(operation.exact, result, x)
+                assert finding.failure and finding.error > finding.allowed, (name, result)
+
+
+def test_check_table_fits_80_columns(capsys, checked_operations):
+    rows = [row for _, _, rows in checked_operations for row in rows]
+    rows.append(dataclasses.replace(rows[0], label="fwd sm90", failures=("out: wrong",)))
+    rows.append(dataclasses.replace(rows[0], name="Gemma 2 9B", milliseconds=12345.0))
+    Console(width=80).print(check_table.table(rows))
+    out = capsys.readouterr().out
+    assert "…" not in out and "FAIL" in out and "ok" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("gpu", [True, False])
@@ -140,7 +224,7 @@ def test_check_covers_real_models(gpu):
 
 @needs_nvrtc
 def test_warmup_and_cache(capsys, workspace):
-    command = "warmup --arch sm_80 --head-dim 8 32 --dtype fp32 --family simt --plain --topic"
+    command = "warmup --arch sm_80 --head-dim 8 32 --dtype fp32 --family simt --topic"
     assert cli.main(command.split()) == 0
     assert words(capsys)[0] == f"4 kernels, 4 of them new, in {workspace / 'cache'}"
     assert cli.main(command.split()) == 0
@@ -165,31 +249,35 @@ def tasks_of(arguments, monkeypatch):
 @needs_nvrtc
 def test_warmup_of_topics(monkeypatch):
     """All beside attention; within limits what arrays of a dtype need, whatever the weights."""
+    every = "--everything --arch sm_80"
     offered = {x for topic in kernels.TOPICS.values() for x in topic.configurations((8, 0))}
-    tasks = tasks_of("--arch sm_80 --family", monkeypatch)
+    tasks = tasks_of(f"{every} --family", monkeypatch)
     assert set(tasks) == {(config, "sm_80") for config in offered}
-    both = tasks_of("--arch sm_80 --head-dim 64 --dtype fp16 --family simt", monkeypatch)
-    assert set(tasks_of("--arch sm_80 --dtype fp16 --family", monkeypatch)) < set(both)
-    found = {x for x, _ in tasks_of("--arch sm_80 --family --topic norm --dtype bf16", monkeypatch)}
+    both = tasks_of(f"{every} --head-dim 64 --dtype fp16 --family simt", monkeypatch)
+    assert set(tasks_of(f"{every} --dtype fp16 --family", monkeypatch)) < set(both)
+    found = {x for x, _ in tasks_of(f"{every} --family --topic norm --dtype bf16", monkeypatch)}
     assert {norm.SumPartials("bfloat16"), norm.SumPartials("float32")} <= found
     assert norm.forward("bfloat16", "float32", True, 33, False, (8, 0)) in found
-    plain = tasks_of("--arch sm_80 --family --topic norm --dtype bf16 --plain", monkeypatch)
-    assert norm.forward("bfloat16", "float32", True, 32, True, (8, 0)) in {x for x, _ in plain}
-    unaligned = {x for x in found if getattr(x, "vector", None) == 1}
-    assert {x for x, _ in plain} == found - unaligned and unaligned
+    usual = tasks_of("--arch sm_80 --family --topic norm --dtype bf16", monkeypatch)
+    usual = {config for config, _ in usual}
+    assert norm.forward("bfloat16", "bfloat16", True, 32, True, (8, 0)) in usual
+    assert norm.SumPartials("bfloat16") in usual
+    others = {x for x in found if {"float32", "float16"} & set(vars(x).values())}
+    odd = others | {x for x in found if getattr(x, "vector", 0) == 1}
+    assert usual == found - odd and others < odd
     assert {getattr(x, "dtype", "bfloat16") for x in found} == {"bfloat16"}
 
 
 def test_warmup_names_what_it_does_not_know():
     for option, known in (("families", "sm90, sm80, simt"), ("topics", "norm, group_norm")):
-        with pytest.raises(ValueError, match=f"^warmup: {option} must be of {known}.*, got nrom"):
+        with pytest.raises(ValueError, match=f"^warmup: {option} must be of {known}.*, got 'nrom'"):
             cupyflash.warmup(["sm_80"], **{option: ["nrom"]})
 
 
 @needs_nvrtc
 def test_warmup_compiles_what_the_families_can_pick(monkeypatch):
     """All main kernels but those with a bias or dropout: they would be eight times as many."""
-    tasks = tasks_of("--arch sm_90a,sm_75 --topic", monkeypatch)
+    tasks = tasks_of("--everything --arch sm_90a,sm_75 --topic", monkeypatch)
     offered = {
         (config, arch)
         for family in families.FAMILIES.values()
@@ -204,17 +292,166 @@ def test_warmup_compiles_what_the_families_can_pick(monkeypatch):
     assert set(tasks) <= offered and main & set(tasks) == main - left_out
 
 
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ARCHS)
+def test_warmup_compiles_by_default_what_defaults_pick(monkeypatch, arch):
+    """Minutes, not hours: all of plain attention in the first family, and nothing else."""
+    capability = precompile.capability_of(arch)
+    tasks = {config for config, _ in tasks_of(f"--arch {arch}", monkeypatch)}
+    assert len(tasks) < 250 and pool.forecast([(x, arch) for x in tasks], 1) < 180
+    for dtype, head_dim, masked, short, backward in itertools.product(
+        ("float16", "bfloat16"), (64, 80, 128, 256), *[(False, True)] * 3
+    ):
+        features = Features(masked=masked, short=short)
+        problem = dtype, head_dim, Access.TENSOR_MAP, features, capability
+        family = families.choose("test", None, *problem, backward=backward)
+        arguments = dtype, head_dim, features, capability
+        one = family.forward(*arguments).with_splits()
+        assert {*(family.backward(*arguments) if backward else one), *family.PACKED} <= tasks
+    assert all("float32" not in vars(config).values() for config in tasks)
+    assert all(getattr(config, "vector", 0) != 1 for config in tasks)
+    for name in ("softcap", "alibi", "bias", "dropout"):
+        assert not any(getattr(config, name, False) for config in tasks)
+    with environment.override(family="simt"):
+        forced = {config.name for config, _ in tasks_of(f"--arch {arch} --topic", monkeypatch)}
+        assert "flash_fwd_simt" in forced and "flash_fwd_sm80" not in forced
+
+
+WARM_CALLS = """
+import cupy, cupyflash
+for seqlen, head_dim, causal in ((100, 64, True), (3000, 64, False), (100, 128, False)):
+    q = cupy.ones((2, seqlen, 2, head_dim), "float16")
+    out, lse = cupyflash.attention(q, q, q, causal=causal, return_lse=True)
+    cupyflash.attention_backward(q, q, q, q, out, lse, causal=causal)
+long = cupy.ones((1, 20000, 1, 64), "float16")
+cupyflash.attention(long[:, :64], long, long)  # its keys are shared out
+lengths = cupy.asarray([0, 5, 100], "int32")
+x = cupy.ones((100, 2, 64), "float16")
+cupyflash.flash_attn_varlen_func(x, x, x, lengths, lengths, 95, 95, causal=True)
+for columns in (768, 4096):
+    x, weight = cupy.ones((64, columns), "float16"), cupy.ones(columns, "float16")
+    cupyflash.rms_norm(x, weight)
+    cupyflash.layer_norm(x, weight, weight)
+cache = cupy.zeros((2, 256, 2, 64), "float16")
+new = cupy.ones((2, 1, 2, 64), "float16")
+used = cupy.asarray([3, 200], "int32")
+cupyflash.attention_with_cache(new, new, new, cache, cache.copy(), used)
+cupy.cuda.Device().synchronize()
+print("done")
+"""
+
+
+def test_warm_cache_serves_default_calls(workspace):
+    """On the GPU at hand, in a process that may not compile."""
+    number, reason = compute_capability()
+    if not number:
+        pytest.skip(reason)
+    arch = jit.arch_of(divmod(number, 10))
+    cupyflash.warmup([arch], head_dims=[64, 128], dtypes=["float16"], progress=False)
+    variables = {"CUPYFLASH_CACHE_DIR": str(workspace / "cache"), "CUPYFLASH_NO_JIT": "1"}
+    variables["CUPYFLASH_FAMILY"] = ""  # as in this process
+    done = subprocess.run(
+        [sys.executable, "-c", WARM_CALLS],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
+WRONG_WARMUPS = [
+    ({"archs": "sm_80"}, "archs must be a list or tuple, got 'sm_80'", None),
+    ({"archs": ["sm_8"]}, "archs must be names such as sm_80 or sm_90a, got 'sm_8'", "--arch sm_8"),
+    ({"archs": [80]}, "archs must be names such as sm_80 or sm_90a, got 80", None),
+    ({"archs": ["sm_99"]}, "archs must be of .* know, .*sm_80.*, got sm_99", "--arch sm_99"),
+    ({"archs": ["sm_50"]}, "archs must be of .* know, .*sm_80.*, got sm_50", "--arch sm_50"),
+    ({"archs": ["sm_80a"]}, "archs must be of .* know, .*sm_80.*, got sm_80a", "--arch sm_80a"),
+    ({"archs": []}, "some kernel must compute these dtypes .*, got dtypes float16, bfloat16", None),
+    ({"head_dims": [64, 12]}, "head_dims must be multiples .* 256, got 12", "--head-dim 64 12"),
+    ({"head_dims": [0]}, "head_dims must be multiples of 8 .* 256, got 0", "--head-dim 0"),
+    ({"head_dims": [264]}, "head_dims must be multiples of 8 .* 256, got 264", "--head-dim 264"),
+    ({"head_dims": [64.0]}, "head_dims must be multiples of 8 from 8 to 256, got 64.0", None),
+    ({"head_dims": ["64x"]}, "head_dims must be multiples of .*, got '64x'", "--head-dim 64x"),
+    ({"head_dims": 64}, "head_dims must be a list or tuple, got 64", None),
+    ({"dtypes": ["fp8"]}, "dtypes must be of float16, bfloat16, float32, got 'fp8'", "--dtype fp8"),
+    ({"dtypes": "float16"}, "dtypes must be a list or tuple, got 'float16'", None),
+    ({"families": ["sm70"]}, "families must be of sm90, sm80, simt, got 'sm70'", "--family sm70"),
+    ({"topics": ["nrom"]}, "topics must be of norm, .*, got 'nrom'", "--topic nrom"),
+    ({"jobs": 0}, "jobs must be a positive integer or None, got 0", "--jobs 0"),
+]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("wrong, message, command", WRONG_WARMUPS)
+def test_wrong_warmups(monkeypatch, capsys, wrong, message, command):
+    """The same words in Python and on the command line."""
+    monkeypatch.setattr(pool, "_run", lambda *_: pytest.fail("something would be compiled"))
+    with pytest.raises((TypeError, ValueError), match=f"^warmup: {message}"):
+        cupyflash.warmup(**{"archs": ["sm_80"], **wrong})
+    if command:
+        arch = "" if "--arch" in command else "--arch sm_80 "
+        try:
+            status = cli.main(f"warmup {arch}{command}".split())
+        except SystemExit as error:
+            status = error.code
+        assert status in (1, 2) and re.search(f"cupyflash warmup: .*{message}", words(capsys)[1])
+
+
+def running(session):
+    """Processes of a session that have not ended, as Linux lists them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it may have ended just now
+            state, _, _, number, *_ = path.read_text().rpartition(")")[2].split()
+            if int(number) == session and state != "Z":
+                found.append(path.parent.name)
+    return found
+
+
+@posix
+@needs_nvrtc
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_interrupted_warmup(workspace, jobs):
+    """Ctrl-C reaches every process of the terminal; all end at once, without a traceback."""
+    command = f"warmup --arch sm_80 --everything --dtype fp16 --jobs {jobs} --topic".split()
+    variables = {"CUPYFLASH_CACHE_DIR": str(workspace / "cache")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cupyflash", *command],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert re.match(r"cupyflash: \d+ kernels to compile, about ", process.stderr.readline())
+    deadline = time.monotonic() + 60
+    while not list(workspace.glob("cache/*/kernel.cubin")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    output, error = process.communicate(timeout=30)
+    assert (process.returncode, output) == (130, "")
+    assert "Traceback" not in error and error.endswith("cupyflash warmup: interrupted\n")
+    deadline = time.monotonic() + 10
+    while running(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert running(process.pid) == []
+    with environment.override(cache_dir=workspace / "cache"):
+        assert jit.entries()  # what was compiled stays
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         ("", "required: command"),
         ("fly", "invalid choice: 'fly'"),
         ("warmup", "required: --arch"),
-        ("warmup --arch sm_80,90", "must be names such as sm_80,sm_90a, got 'sm_80,90'"),
-        ("warmup --arch sm_80 --head-dim 12", "must be a multiple of 8 up to 256, got '12'"),
-        ("warmup --arch sm_80 --dtype fp8", "invalid choice: 'fp8'"),
-        ("warmup --arch sm_80 --family sm70", "invalid choice: 'sm70'"),
-        ("warmup --arch sm_80 --topic nrom", "invalid choice: 'nrom'"),
+        ("warmup --arch sm_80,90", "must be names such as sm_80 or sm_90a, got '90'"),
+        ("warmup --arch sm_80 --head-dim 12", "must be multiples of 8 from 8 to 256, got 12"),
+        ("warmup --arch sm_80 --head-dim all", "must be multiples of 8 from 8 to 256, got 'all'"),
+        ("warmup --arch sm_80 --dtype fp8", "must be of float16, bfloat16, float32, got 'fp8'"),
         ("cache drop", "invalid choice: 'drop'"),
     ],
 )
@@ -230,12 +467,33 @@ def test_bad_arguments(capsys, arguments, message):
     "arguments, message",
     [
         ("--arch sm_99", "sm_90a, sm_100, .* got sm_99"),
-        ("--arch sm_75 --dtype bf16 --family sm80 --topic", "no kernel computes that"),
+        (
+            "--arch sm_75 --dtype bf16 --family sm80 --topic",
+            "some kernel must compute these dtypes",
+        ),
     ],
 )
 def test_impossible_warmup(capsys, arguments, message):
     assert cli.main(["warmup", *arguments.split()]) == 1
     assert re.match(f"cupyflash warmup: .*{message}", words(capsys)[1])
+
+
+@needs_nvrtc
+def test_warmup_that_cannot_write(capsys, workspace):
+    (workspace / "file").write_text("")
+    with environment.override(cache_dir=workspace / "file" / "cache"):
+        assert cli.main(["warmup", "--arch", "sm_80"]) == 1
+    error = words(capsys)[1]
+    assert error.startswith("cupyflash warmup: the cache folder must be one that you can write to")
+    assert str(workspace / "file") in error and error.endswith(
+        "CUPYFLASH_CACHE_DIR to another folder"
+    )
+    with environment.override(cache_dir=workspace / "file"):
+        assert cli.main(["info"]) == 0
+    assert f"not usable: {workspace / 'file'} is a file; set CUPYFLASH_CACHE" in words(capsys)[0]
+    with environment.override(no_jit=True):
+        assert cli.main(["warmup", "--arch", "sm_80"]) == 1
+    assert words(capsys)[1] == "cupyflash warmup: CUPYFLASH_NO_JIT must be 0 or unset, got 1"
 
 
 def test_unsafe_cache(capsys, workspace):

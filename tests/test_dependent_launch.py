@@ -4,6 +4,7 @@ The first part needs no GPU: the driver is a fake.
 """
 
 import ctypes
+import threading
 from ctypes import POINTER, c_int, c_uint, c_void_p
 
 import numpy
@@ -66,6 +67,23 @@ def test_what_the_driver_is_asked_for(driver):
     driver.status = 1
     with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed with 1: 5 blocks of 128"):
         dependent_launch.launch(77, 5, 128, 2**17, 99, b"abcde")
+
+
+def test_a_thread_without_a_context_gets_one(driver, monkeypatch):
+    """The driver knows none in a new thread until a call of the CUDA runtime; then again."""
+    runtime = pytest.importorskip("cupy").cuda.runtime
+    freed = []
+    monkeypatch.setattr(dependent_launch, "_launcher", lambda: fails_first)
+    monkeypatch.setattr(runtime, "free", freed.append)
+
+    def fails_first(*arguments):
+        driver.append(arguments)
+        return 0 if freed else dependent_launch.INVALID_CONTEXT
+
+    dependent_launch.launch(77, 5, 128, 0, 99, b"abcde")
+    assert freed == [0] and len(driver) == 2 and driver[0] == driver[1]
+    dependent_launch.launch(77, 5, 128, 0, 99, b"abcde")
+    assert freed == [0] and len(driver) == 3
 
 
 class Recording:
@@ -197,6 +215,34 @@ def test_kernels_wait_for_the_one_before(name):
                 array[...] = 7
             graph.launch(stream)
             assert cupy.array_equal(result, function(*given))
+
+
+@on_hopper
+def test_the_first_launch_of_a_thread():
+    """Which has no context yet; also the question how many clusters run at once."""
+    import cupy
+
+    from cupyflash import clusters
+    from cupyflash.decode import kernels
+
+    shapes, dtype, function = operations(cupy)["embedding"]
+    tokens = cupy.ones(shapes[0], dtype)
+    right, found = function(tokens), []
+    config = kernels.FlashDecodeSm90("float16", 64, 4)
+    clusters.jit.load(config, 0)
+    clusters._clusters_of_all.cache_clear()
+    cupy.cuda.Device().synchronize()
+
+    def early():
+        with dependent_launches():
+            found.append(function(tokens))
+        cupy.cuda.Device().synchronize()
+
+    for work in (early, lambda: found.append(clusters.clusters_at_once(config, 0))):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert cupy.array_equal(found[0], right) and found[1] > 1
 
 
 @on_hopper

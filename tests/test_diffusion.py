@@ -1,9 +1,13 @@
 """The diffusion step, schedules and embeddings, on every library."""
 
+import importlib
+import math
+
 import numpy
 import pytest
+import wrong_calls
 from arrays import normal, stored
-from matrix import each_library
+from matrix import each_library, pairwise
 
 import cupyflash
 from cupyflash.diffusion import reference
@@ -295,3 +299,360 @@ def test_bad_sampler_options():
         cupyflash.DiffusionSampler.ddim(BETAS, eta=2)
     with pytest.raises(ValueError, match="^ddpm: variance .*'learned'"):
         cupyflash.DiffusionSampler.ddpm(BETAS, variance="learned")
+
+
+# As diffusers has it -------------------------------------------------------------------------
+
+
+def float32_betas(*arguments, **options):
+    """Betas that diffusers, which rounds them, has as well."""
+    return cupyflash.beta_schedule(*arguments, **options).astype("float32").astype("float64")
+
+
+SCHEDULES = {
+    "linear": float32_betas("linear", 1000),
+    "scaled_linear": float32_betas("scaled_linear", 1000, beta_start=0.00085, beta_end=0.012),
+    "cosine": float32_betas("cosine", 100),
+}
+EXTRAS = [
+    {},
+    {"steps_offset": 1, "set_alpha_to_one": False, "eta": 0.3},
+    {"rescale_betas_zero_snr": True, "eta": 0.8, "variance": "large"},
+    {"thresholding": True, "dynamic_thresholding_ratio": 0.9, "sample_max_value": 1.5},
+    {"clip": 1.0, "variance": "large", "set_alpha_to_one": False},
+]
+FACTORS = {
+    "method": ["ddpm", "ddim"],
+    "schedule": list(SCHEDULES),
+    "prediction_type": ["epsilon", "v_prediction", "sample"],
+    "timestep_spacing": ["leading", "trailing", "linspace"],
+    "num_steps": [7, 10],
+    "extra": [0, 1, 2, 3, 4],
+}
+
+
+def points():
+    """Samplers in which every two options meet; without a step from nothing but noise by noise."""
+    for point in pairwise(FACTORS):
+        more = EXTRAS[point.pop("extra")]
+        first = point["timestep_spacing"] != "leading" and "rescale_betas_zero_snr" in more
+        if first and point["prediction_type"] == "epsilon":
+            point["prediction_type"] = "v_prediction"
+        yield {**point, **more}
+
+
+def their_scheduler(point, wide):
+    """diffusers' scheduler of a point, with its tables in float64 if ``wide``."""
+    import diffusers
+    import torch
+
+    names = {"prediction_type", "timestep_spacing", "steps_offset", "rescale_betas_zero_snr"}
+    names |= {"thresholding", "dynamic_thresholding_ratio", "sample_max_value"}
+    options = {name: value for name, value in point.items() if name in names}
+    options |= {"clip_sample": "clip" in point, "clip_sample_range": point.get("clip", 1.0)}
+    betas = SCHEDULES[point["schedule"]]
+    if point["method"] == "ddpm":
+        options["variance_type"] = f"fixed_{point.get('variance', 'small')}"
+        scheduler = diffusers.DDPMScheduler(len(betas), trained_betas=betas, **options)
+    else:
+        options["set_alpha_to_one"] = point.get("set_alpha_to_one", True)
+        scheduler = diffusers.DDIMScheduler(len(betas), trained_betas=betas, **options)
+    scheduler.set_timesteps(point["num_steps"])
+    if wide:
+        from diffusers.schedulers.scheduling_ddim import rescale_zero_terminal_snr
+
+        betas = torch.from_numpy(betas)
+        if point.get("rescale_betas_zero_snr"):
+            betas = rescale_zero_terminal_snr(betas)
+        scheduler.alphas_cumprod = torch.cumprod(1 - betas, 0)
+        scheduler.one = torch.tensor(1.0, dtype=torch.float64)
+        one = point.get("set_alpha_to_one", True)
+        scheduler.final_alpha_cumprod = scheduler.one if one else scheduler.alphas_cumprod[0]
+    return scheduler
+
+
+def our_sampler(point):
+    """The same of this library."""
+    names = {"method", "schedule", "num_steps", "clip"}
+    names |= {"eta", "set_alpha_to_one"} if point["method"] == "ddpm" else {"variance"}
+    options = {name: value for name, value in point.items() if name not in names}
+    make = getattr(cupyflash.DiffusionSampler, point["method"])
+    return make(SCHEDULES[point["schedule"]], point["num_steps"], **options)
+
+
+def their_step(scheduler, point, i, x, predicted, noise_seed, dtype):
+    """A step of diffusers on the CPU, and the noise that it draws, float32."""
+    import torch
+
+    x, predicted = (torch.from_numpy(y).to(dtype) for y in (x, predicted))
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(noise_seed))
+    t = int(scheduler.timesteps[i])
+    if point["method"] == "ddim":
+        options = {"eta": point.get("eta", 0.0), "variance_noise": noise.to(dtype)}
+        return scheduler.step(predicted, t, x, **options).prev_sample.numpy(), noise.numpy()
+    module = importlib.import_module(type(scheduler).__module__)
+    original = module.randn_tensor
+    module.randn_tensor = lambda *_, **options: noise.to(dtype)
+    try:
+        return scheduler.step(predicted, t, x).prev_sample.numpy(), noise.numpy()
+    finally:
+        module.randn_tensor = original
+
+
+@each_library()
+def test_steps_are_those_of_diffusers(backend):
+    """Every step of every kind of sampler, beside diffusers with tables in float64."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    for point in points():
+        wide, plain = their_scheduler(point, True), their_scheduler(point, False)
+        sampler = our_sampler(point)
+        assert list(sampler.timesteps) == wide.timesteps.tolist(), point
+        for i in range(sampler.num_steps):
+            values = 1.5 * normal((2, 3, 5, 4), i), normal((2, 3, 5, 4), (i, 1))
+            exact, noise = their_step(wide, point, i, *values, i, torch.float64)
+            baseline, _ = their_step(plain, point, i, *values, i, torch.float32)
+            x, predicted, given = (stored(backend, y, "float32") for y in (*values, noise))
+            out = to_numpy64(sampler.step(x, predicted, i, noise=given, clip=point.get("clip")))
+            c = numpy.abs(sampler.coefficients[i].astype("float64"))
+            x0 = c[0] * abs(values[0]).max() + c[1] * abs(values[1]).max()
+            terms = c[2] * x0 + c[3] * abs(values[0]).max() + c[4] * abs(values[1]).max()
+            terms += c[5] * abs(noise).max()
+            assert numpy.isfinite(exact).all(), f"{point}, step {i}"
+            # Where their own tables are of float32 a root of something below 0 gives NaN.
+            baseline = numpy.where(numpy.isfinite(baseline), baseline, exact)
+            assert_close_to_float64(
+                out, exact, baseline.astype("float64"), "float32", f"{point}, step {i}",
+                terms=float(terms),
+            )  # fmt: skip
+
+
+@each_library()
+def test_a_whole_loop_of_diffusers(backend):
+    """Stable Diffusion's DDIM: 1000 training steps, 20 taken, offset 1, alpha not to one."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    point = {
+        "method": "ddim",
+        "schedule": "scaled_linear",
+        "num_steps": 20,
+        "steps_offset": 1,
+        "set_alpha_to_one": False,
+        "prediction_type": "v_prediction",
+    }
+    wide, sampler = their_scheduler(point, True), our_sampler(point)
+    right = x = normal((1, 4, 8, 8), 0)
+    x = stored(backend, x, "float32")
+    right = right.astype("float64")
+    for i in range(20):
+        predicted = normal((1, 4, 8, 8), (1, i))
+        right, _ = their_step(wide, point, i, right, predicted, 0, torch.float64)
+        x = sampler.step(x, stored(backend, predicted, "float32"), i)
+    assert abs(to_numpy64(x) - right).max() < 20 * 2e-7 * abs(right).max()
+
+
+@each_library()
+@pytest.mark.parametrize("shape", [(3, 16, 10), (2, 7, 3), (1, 1001), (6,), (4, 8, 6, 5)], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_seeds_of_the_samples(backend, shape, dtype):
+    """The noise of a sample is that of its seed, wherever in the batch it lies."""
+    sampler = SAMPLERS["ddpm"]
+    storage = "channels_last" if len(shape) == 4 else "contiguous"
+    values = normal(shape, 0)
+    seeds = numpy.random.default_rng(0).integers(-(2**63), 2**63, shape[0])
+    x = stored(backend, values, dtype, storage)
+    out = sampler.step(x, x, 3, seed=indices(backend, seeds))
+    each = indices(backend, numpy.full(shape[0], 3))
+    assert (sampler.step(x, x, each, seed=indices(backend, seeds)) == out).all()
+    for i, seed in enumerate(seeds):
+        one = stored(backend, values[i : i + 1], dtype, storage)
+        right = sampler.step(one, one, 3, seed=int(seed) % 2**64)
+        assert (out[i : i + 1] == right).all()
+
+
+@each_library()
+@pytest.mark.parametrize("shape", [(3, 16, 10), (2, 7, 3), (4, 8, 6, 5)], ids=str)
+def test_thresholding(backend, shape):
+    """One index for all, as int and as array, one for each sample; NaN stays in its sample."""
+    options = {"thresholding": True, "dynamic_thresholding_ratio": 0.8, "sample_max_value": 3.0}
+    sampler = cupyflash.DiffusionSampler.ddim(BETAS, 10, **options)
+    storage = "channels_last" if len(shape) == 4 else "contiguous"
+    for dtype in backend.dtypes:
+        arrays = [stored(backend, 2 * normal(shape, i), dtype, storage) for i in range(2)]
+        wide = [to_numpy64(y) for y in arrays]
+        each = numpy.arange(shape[0]) + 2
+        for step, numbers in [(4, 4), (indices(backend, [4]), 4), (indices(backend, each), each)]:
+            out = to_numpy64(sampler.step(*arrays, step))
+            run = lambda arrays: reference.step(  # noqa: E731
+                sampler.coefficients, *arrays, None, numpy.asarray(numbers), None, None,  # noqa: B023
+                (), sampler.threshold,
+            )  # fmt: skip
+            exact = run(wide)
+            narrow = run([y.astype(numpy_dtype(dtype)) for y in wide]).astype("float64")
+            c = numpy.abs(sampler.coefficients[numbers]).reshape(-1, 6).max(0)
+            largest = [abs(y).max() for y in wide]
+            x0 = c[0] * largest[0] + c[1] * largest[1]
+            terms = c[2] * x0 + c[3] * largest[0] + c[4] * largest[1]
+            assert_close_to_float64(out, exact, narrow, dtype, "x", terms=float(terms))
+    broken = wide[0].copy()
+    broken[(1, *[0] * (len(shape) - 1))] = numpy.nan
+    out = to_numpy64(sampler.step(stored(backend, broken, dtype, storage), arrays[1], 4))
+    assert numpy.isnan(out[1]).all() and not numpy.isnan(out[[0]]).any()
+
+
+@each_library(device="cuda")
+def test_steps_outside_of_the_table_with_thresholding(backend):
+    sampler = cupyflash.DiffusionSampler.ddim(BETAS, 10, thresholding=True)
+    x = stored(backend, normal((3, 8), 0), "float32")
+    out = to_numpy64(sampler.step(x, x, indices(backend, [3, 10, -1])))
+    assert not numpy.isnan(out[0]).any() and numpy.isnan(out[1:]).all()
+
+
+def test_options_are_refused():
+    ddim, ddpm = cupyflash.DiffusionSampler.ddim, cupyflash.DiffusionSampler.ddpm
+    for make in (ddim, ddpm):
+        name = make.__name__
+        for option, value, match in [
+            ("prediction_type", "noise", "'epsilon', 'v_prediction' or 'sample', got 'noise'"),
+            ("timestep_spacing", "even", "'leading', 'trailing' or 'linspace', got 'even'"),
+            ("steps_offset", -1, "integer from 0"),
+            ("steps_offset", 50, "at most 49.*steps_offset.*got 99"),
+            ("rescale_betas_zero_snr", 1, "False or True, got 1"),
+            ("thresholding", 0.995, "False or True"),
+            ("dynamic_thresholding_ratio", 1.0, "above 0 and below 1"),
+            ("sample_max_value", 0.5, "at least 1, got 0.5"),
+        ]:
+            with pytest.raises(ValueError, match=f"^{name}: .*{match}"):
+                make(BETAS, **{option: value})
+        with pytest.raises(TypeError, match=f"^{name}: options must be among .*clip_sample"):
+            make(BETAS, clip_sample=True)
+        with pytest.raises(ValueError, match=f"^{name}: betas must be below 1 .*'epsilon'"):
+            make(BETAS, rescale_betas_zero_snr=True)
+        make(BETAS, 10, rescale_betas_zero_snr=True)  # takes no step without signal
+        make(BETAS, rescale_betas_zero_snr=True, prediction_type="sample")
+    sampler = ddim(BETAS, thresholding=True)
+    x = normal((2, 4), 0)
+    with pytest.raises(ValueError, match="clip must be None where the sampler has thresholding"):
+        sampler.step(x, x, 0, clip=1.0)
+
+
+# Wrong calls ---------------------------------------------------------------------------------
+
+
+def named(name, function):
+    """The function under the name that its errors have."""
+    call = lambda **arguments: function(**arguments)
+    call.__name__ = name
+    return call
+
+
+SEQUENCE = ("text", 3, None, {}, object(), ["a"], [[1.0]], [math.nan], [math.inf], [1j])
+POSITIVE = (*wrong_calls.NUMBER, 0, -1.0)
+WHOLE = (*wrong_calls.INTEGER, 0, -1)
+
+
+def test_wrong_calls_of_schedules():
+    fraction = (*POSITIVE, 1.0, 2)
+    wrong_calls.check_refused(
+        cupyflash.beta_schedule,
+        {"kind": "linear", "num_steps": 10, "beta_start": 0.1, "beta_end": 0.2},
+        {
+            "kind": (*wrong_calls.CHOICE, None),
+            "num_steps": (*WHOLE, None),
+            "beta_start": (*fraction, None),
+            "beta_end": (*fraction, None),
+        },
+        least=60,
+    )
+    wrong_calls.check_refused(
+        cupyflash.timestep_embeddings,
+        {
+            "timesteps": [1, 2],
+            "dim": 8,
+            "max_period": 100.0,
+            "freq_shift": 0.0,
+            "cos_first": True,
+        },
+        {
+            "timesteps": SEQUENCE,
+            "dim": (*WHOLE, 7, None),
+            "max_period": (*POSITIVE, None),
+            "freq_shift": (*wrong_calls.NUMBER, -1.0, 4.0, None),
+            "cos_first": (*wrong_calls.FLAG, None, 1),
+        },
+        least=70,
+    )
+
+
+@pytest.mark.parametrize("method", ["ddpm", "ddim"])
+def test_wrong_calls_of_samplers(method):
+    special = {"variance": (*wrong_calls.CHOICE, None)}
+    if method == "ddim":
+        special = {
+            "eta": (*wrong_calls.NUMBER, -0.1, 1.1, None),
+            "set_alpha_to_one": (*wrong_calls.FLAG, None, 1),
+        }
+    good = {"betas": [0.1, 0.2, 0.3], "num_steps": 2, "prediction_type": "sample"}
+    wrong_calls.check_refused(
+        getattr(cupyflash.DiffusionSampler, method),
+        good,
+        {
+            "betas": (*SEQUENCE, [], [0.0], [1.1], [-0.1], [1.0, 0.5], [True]),
+            "num_steps": (*WHOLE, 4),
+            "prediction_type": (*wrong_calls.CHOICE, None),
+            "timestep_spacing": (*wrong_calls.CHOICE, None),
+            "steps_offset": (*wrong_calls.INTEGER, -1, 2, None),
+            "rescale_betas_zero_snr": (*wrong_calls.FLAG, None, 1),
+            "thresholding": (*wrong_calls.FLAG, None, 1),
+            "dynamic_thresholding_ratio": (*POSITIVE, 1.0, None),
+            "sample_max_value": (*POSITIVE, 0.5, None),
+            "no_such_option": (1,),
+            **special,
+        },
+        least=100,
+    )
+
+
+def test_wrong_calls_of_the_constructor():
+    table = numpy.ones((2, 6))
+    wrong_calls.check_refused(
+        cupyflash.DiffusionSampler,
+        {"timesteps": [1, 0], "coefficients": table, "threshold": (0.9, 2.0)},
+        {
+            "timesteps": (*SEQUENCE, [1], [1, -1], [1, 0.5], [2**40, 0], [1, 0, 0]),
+            "coefficients": (
+                *("text", 3, None, {}, object(), table[:1], table[:, :5], table[None]),
+                *(table * math.nan, table * math.inf, table.astype(object), table * 1j),
+            ),
+            "threshold": (
+                *("text", 3, {}, object(), (), (0.9,), (0.9, 2.0, 3.0), [0.9, 2.0]),
+                *((0.9, 0.5), (1.0, 2.0), (0.0, 2.0), (math.nan, 2.0), (0.9, math.nan)),
+                *((0.9, math.inf), ("a", "b"), (None, None), (True, 2.0)),
+            ),
+        },
+    )
+
+
+@each_library()
+def test_wrong_calls_of_a_step(backend):
+    sampler = SAMPLERS["ddpm"]
+    x, predicted = (stored(backend, normal((2, 24), i), "float32") for i in range(2))
+    good = {"x": x, "predicted": predicted, "step": 3, "seed": 1, "clip": 1.0}
+    of_x = wrong_calls.array(x)
+    each = indices(backend, [1, 2])
+    wrong_calls.check_refused(
+        named("DiffusionSampler.step", sampler.step),
+        good,
+        {
+            "x": of_x,
+            "predicted": (*of_x, predicted[:1], predicted[:, :3]),
+            "step": (*wrong_calls.INTEGER, -1, 50, None, x, indices(backend, [1, 2, 3])),
+            "seed": (
+                *wrong_calls.INTEGER, -1, 2**64, x, each[:1], indices(backend, [1, 2], "int32"),
+                None,
+            ),
+            "noise": (x, *of_x[:6]),
+            "clip": (*wrong_calls.NUMBER, 0, -1.0),
+        },
+        least=80,
+    )  # fmt: skip

@@ -144,6 +144,10 @@ def test_bad_input():
             ActionSampler(model, sampler, batch, length)
     with pytest.raises(ValueError, match="^ActionSampler: graph needs .*got cpu"):
         ActionSampler(model, sampler, 1, 8, graph=True)
+    betas = cupyflash.beta_schedule("cosine", STEPS)
+    thresholding = cupyflash.DiffusionSampler.ddpm(betas, thresholding=True)
+    with pytest.raises(ValueError, match="^ActionSampler: the sampler must have no thresholding"):
+        ActionSampler(model, thresholding, 1, 8)
     sample = ActionSampler(model, sampler, 2, 8)
     condition, noise = torch.zeros(2, 20), torch.zeros(2, 7, 8)
     with pytest.raises(ValueError, match=r"^ActionSampler: condition must be \(2, 20\), .*1, 20"):

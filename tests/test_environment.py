@@ -1,6 +1,7 @@
 """The environment variables."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,23 @@ def test_values_are_read_once(monkeypatch, tmp_path):
         ("CUPYFLASH_NO_JIT", "2", "must be 0 or 1"),
         ("CUPYFLASH_DUMP", "ptx,cubin", "must list ptx, sass or both"),
         ("CUPYFLASH_FAMILY", "sm70", "must be sm90, sm80 or simt"),
+        ("CUPYFLASH_CACHE_DIR", "~nobody-here/x", "must be a folder, and ~ must be the home of"),
     ],
 )
 def test_invalid_values(monkeypatch, name, value, allowed):
     monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"{name}: {allowed}, got '{value.split(',')[-1]}'"):
+    with pytest.raises(ValueError, match=f"{name}: {allowed}.*'{value.split(',')[-1]}'"):
         environment.current()
+
+
+def test_misspelt_names(monkeypatch, recwarn):
+    """A guard such as CUPYFLASH_NO_JIT must not be lost in silence."""
+    monkeypatch.setenv("CUPYFLASH_NOJIT", "1")
+    assert not environment.current().no_jit
+    (warning,) = recwarn
+    assert str(warning.message).startswith("CUPYFLASH_NOJIT: no such variable, must be of ")
+    for name in re.findall(r"^(CUPYFLASH_\w+)", environment.__doc__, re.MULTILINE):
+        assert name in str(warning.message)
 
 
 @pytest.mark.parametrize("name", ["DEBUG", "DUMP", "FAMILY", "NO_JIT", "CACHE_DIR"])

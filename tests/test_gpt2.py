@@ -1,10 +1,14 @@
 """GPT-2 by itself: generation, batches, modes, errors."""
 
 import dataclasses
+import gc
+import weakref
 
 import numpy
 import pytest
 from gpt2_models import TINY, decodes, device, each_device, modes, prompts, tiny
+from test_transformer_block import memory
+from wrong_calls import CHOICE, INTEGER, check_refused
 
 from cupyflash.models.gpt2 import Gpt2, Gpt2Config, Sampling, cache, model
 from cupyflash.testing import assert_close_to_float64, to_numpy64
@@ -88,11 +92,64 @@ def test_end_of_text(backend):
 
 @each_device()
 def test_the_context_ends_a_text(backend):
-    gpt2, given = tiny(backend), prompts(127, 120, 3)
+    """The last token is not embedded, so that a prompt that fills the context gets one."""
+    gpt2, given = tiny(backend), prompts(127, 128, 120, 3)
+    last = [int(to_numpy64(x)[-1].argmax()) for x in gpt2.logits(given)]
     for decode in decodes(backend):
         found = gpt2.generate(given, 200, decode=decode)
-        assert [len(x) for x in found] == [1, 8, 125]
-    assert found[1] == gpt2.generate(given[1:2], 8)[0]
+        assert [len(x) for x in found] == [2, 1, 9, 126]
+        assert [x[0] for x in found] == last
+        assert found[2] == gpt2.generate(given[2:3], 9)[0]
+        assert gpt2.generate(given[1:2], 5, decode=decode) == [found[1]]
+
+
+@each_device()
+def test_several_ends_of_text(backend):
+    """Whichever comes first; also those of a config.json."""
+    gpt2, given = tiny(backend), prompts(4, 9)
+    free = gpt2.generate(given, 30)
+    ends = free[0][11], free[1][5]
+    cut = lambda x: x[: min([x.index(end) for end in ends if end in x], default=30)]  # noqa: E731
+    expected = [cut(x) for x in free]
+    assert gpt2.generate(given, 30, end_of_text=ends) == expected != free
+    assert gpt2.generate(given, 30, end_of_text=list(map(numpy.int32, ends))) == expected
+    stops = Gpt2(dataclasses.replace(TINY, end_of_text=ends), gpt2.weights)
+    assert stops.generate(given, 30) == expected
+    assert stops.generate(given, 30, end_of_text=()) == free
+    assert stops.generate(given, 30, end_of_text=-1) == free
+
+
+class Letters:
+    """Tokens as text: of one and of two bytes."""
+
+    def decode(self, tokens):
+        return "".join(chr(0x41 + token) for token in tokens)
+
+
+@each_device()
+def test_stop_strings(backend):
+    """The text ends with the token that completes one; a prompt does not count."""
+    gpt2, given, letters = tiny(backend), prompts(4, 9), Letters()
+    free = gpt2.generate(given, 30)
+    texts = [letters.decode(x) for x in free]
+    strings = texts[0][6:9], texts[1][3:5]
+    lengths = [min(x.find(s) + len(s) if s in x else 30 for s in strings) for x in texts]
+    assert min(lengths) < 10
+    found = gpt2.generate(given, 30, stop_strings=strings, tokenizer=letters)
+    assert found == [x[:n] for x, n in zip(free, lengths)]
+    alone = gpt2.generate(given[:1], 30, stop_strings=strings[0], tokenizer=letters)
+    assert letters.decode(alone[0]).endswith(strings[0])
+    steps = list(gpt2.stream(given, 30, stop_strings=strings, tokenizer=letters))
+    assert [x for x, _ in steps if x is not None] == found[0]
+    assert len(steps) == max(lengths)
+
+
+@each_device()
+def test_no_seed(backend):
+    """Each call draws its own; the steps of a call differ anyway."""
+    gpt2, given = tiny(backend), prompts(4, 9)
+    runs = [gpt2.generate(given, 30, Sampling(2.0, seed=None)) for _ in range(3)]
+    assert len({str(run) for run in runs}) == 3 and len(set(runs[0][0])) > 5
 
 
 @each_device()
@@ -116,6 +173,70 @@ def test_logits_that_are_not_finite(backend):
         gpt2.generate(prompts(5), 3)
 
 
+@each_device()
+def test_a_request_with_nan_leaves_nothing_behind(backend):
+    """Its cache is used again; what lies past the end of the next sequence must not count."""
+    for mode in modes(backend):
+        for decode in decodes(backend) if mode == "fused" else ("eager",):
+            gpt2, given = tiny(backend, mode=mode), prompts(5)
+            expected = gpt2.generate(given, 10, decode=decode)
+            (decoder,) = gpt2._idle.values()
+            row = gpt2.weights.position_embedding[50].copy()
+            gpt2.weights.position_embedding[50] = numpy.nan
+            with pytest.raises(RuntimeError, match="logits must be finite"):
+                gpt2.generate(prompts(60), 10, decode=decode)
+            assert numpy.isnan(to_numpy64(decoder.cache.v)).any()
+            gpt2.weights.position_embedding[50] = row
+            assert gpt2.generate(given, 10, decode=decode) == expected, (mode, decode)
+            assert gpt2.generate([*given, *prompts(3)], 10, decode=decode)[0] == expected[0]
+
+
+SIZES = {
+    "head_dim 256": {"heads": 2, "width": 512},
+    "65 layers": {"layers": 65},
+    "inner width 99": {"inner": 99},
+    "head_dim 8, inner width 4": {"heads": 8, "inner": 4},
+}
+
+
+@each_device()
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_that_the_persistent_kernel_does_not_take(backend, size):
+    """The defaults find another way; who asks for that kernel is told why not."""
+    config = dataclasses.replace(TINY, **SIZES[size])
+    for dtype in ("float32", "float16"):
+        gpt2, given = tiny(backend, dtype, config=config), prompts(7)
+        (found,) = gpt2.generate(given, 12)
+        assert len(found) == 12
+        assert [found] == gpt2.generate(given, 12, decode="eager")
+        with pytest.raises(NotImplementedError, match="^stream: decode='persistent' cannot run"):
+            gpt2.stream(given, 12, decode="persistent")
+
+
+@each_device()
+def test_dropped_models_are_dropped(backend):
+    """Nobody waits for the garbage collector; memory is what it was before."""
+    used = lambda: memory(backend)  # noqa: E731
+    given = prompts(5)
+
+    def run():
+        gpt2 = tiny(backend)
+        for decode in decodes(backend):
+            gpt2.generate(given, 3, decode=decode)
+        next(gpt2.stream(given, 3))
+        return weakref.ref(gpt2), weakref.ref(gpt2.weights.head_weight)
+
+    run()
+    before = used()
+    gc.disable()
+    try:
+        dropped = [x for _ in range(20) for x in run()]
+        assert not any(x() is not None for x in dropped)
+    finally:
+        gc.enable()
+    assert used() <= before
+
+
 def bad(error, match, call):
     with pytest.raises(error, match=match):
         call()
@@ -127,24 +248,50 @@ def test_bad_requests():
     gpt2.weights = None  # nothing may look at them
     ok = [[1, 2]]
     stream = lambda *args, **options: lambda: gpt2.stream(*args, **options)
-    bad(ValueError, "^Gpt2: prompts must be", stream([], 3))
-    bad(ValueError, "^Gpt2: prompts must be", stream("text", 3))
-    bad(ValueError, "prompt 0 must be a sequence of tokens, got int", stream([1, 2], 3))
+    bad(ValueError, "^stream: prompts must be", stream([], 3))
+    bad(ValueError, "^stream: prompts must be", stream("text", 3))
+    bad(ValueError, "prompt 0 must be a sequence of tokens, got 1", stream([1, 2], 3))
     bad(ValueError, "prompt 1 must have at least one token", stream([[1], []], 3))
-    bad(ValueError, "prompt 0 .*at most 127 .*context has 128, got 128", stream([[1] * 128], 3))
+    bad(ValueError, "prompt 0 .*at most 128 tokens.*context has, got 129", stream([[1] * 129], 3))
     for tokens in ([101], [-1], [1.5], ["a"], [[1]]):
         bad(ValueError, "prompt 0 must be integers from 0 to 100", stream([tokens], 3))
-    for count in (0, -1, 1.5, True):
+    for count in (0, -1, 2**31):
         bad(ValueError, "max_new_tokens must be", stream(ok, count))
-    for name, value in {"temperature": -1, "top_k": -1, "top_p": 0, "seed": -1}.items():
-        sampling = Sampling(**{name: value})
-        bad(ValueError, f"^generate: {name} must be", stream(ok, 3, sampling))
-    bad(TypeError, "sampling must be a Sampling, got float", stream(ok, 3, 0.5))
+    for count in (1.5, True):
+        bad(TypeError, "max_new_tokens must be", stream(ok, count))
+    bad(TypeError, "sampling must be a Sampling, got 0.5", stream(ok, 3, 0.5))
     bad(ValueError, "decode must be auto.*'fast'", stream(ok, 3, decode="fast"))
     bad(ValueError, "'graph' needs a GPU", stream(ok, 3, decode="graph"))
     naive = Gpt2.random(TINY, device="cpu", mode="naive")
     bad(ValueError, "needs mode 'fused'", lambda: naive.stream(ok, 3, decode="persistent"))
-    bad(ValueError, "at most 128", lambda: gpt2.logits([[1] * 129]))
+    bad(ValueError, "^logits: .*at most 128", lambda: gpt2.logits([[1] * 129]))
+
+
+@each_device()
+def test_wrong_calls_of_generate(backend):
+    gpt2, given = tiny(backend), [[1, 2], [3]]
+    wrong = (None, 3, "text", b"text", {}, {0: [1]}, object(), [], (), numpy.array(3), [[]])
+    wrong += ([None], [3], ["text"], [[1.5]], [["a"]], [[101]], [[-1]], [[[1]]], [[True]], [[None]])
+    wrong += ([[1], []], [[1], [1] * 129], [[1], {0: 1}], numpy.zeros((2, 2)), [[1, [2, 3]]])
+    array = backend.array(numpy.array([[1.0, 2.0]], "float32"))
+    kinds = {
+        "prompts": (*wrong, array, lambda: 3),
+        "max_new_tokens": (*INTEGER, None, 0, -1, 2.0),
+        "sampling": (None, 0.5, "greedy", (0.0, 0, 1.0, 0), Sampling, {}),
+        "end_of_text": (
+            "text", 1.5, True, -2, 101, 2**70, [1.5], [None], ["a"], [101], {}, object(), [[1]],
+        ),
+        "stop_strings": (None, 3, b"a", [b"a"], "", [""], ["a", ""], [3], {}, object(), {"a": 1}),
+        "tokenizer": (None, 3, "gpt2", Letters, object()),
+        "decode": (*CHOICE, None, "Eager", ("eager",), *(() if backend.gpu else ["graph"])),
+    }  # fmt: skip
+    good = {"prompts": given, "max_new_tokens": 3, "sampling": Sampling(1.0), "end_of_text": 5}
+    good |= {"stop_strings": ["xyz"], "tokenizer": Letters(), "decode": "eager"}
+    check_refused(gpt2.generate, good, kinds, least=85)
+    many = prompts(*[3] * 9)
+    bad(ValueError, "^generate: decode='persistent' takes at most 8 prompts, got 9",
+        lambda: gpt2.generate(many, 1, decode="persistent"))  # fmt: skip
+    check_refused(gpt2.logits, {"prompts": given}, {"prompts": wrong}, least=20)
 
 
 def test_bad_models():

@@ -149,6 +149,65 @@ def test_tokenizer(files, tmp_path):
     assert half.rest() == "\N{REPLACEMENT CHARACTER}"
 
 
+def test_texts_are_neither_padded_nor_cut(tmp_path):
+    """Whatever a tokenizer.json was saved with."""
+    trained = train_tokenizer(tmp_path)
+    expected = trained.encode(TEXT).ids
+    trained.enable_truncation(16)
+    trained.enable_padding(length=1000)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    assert len(expected) > 16 and load_tokenizer(tmp_path).encode(TEXT) == expected
+    assert load_tokenizer(tmp_path).encode("a") == trained.encode("a").ids[:1]
+
+
+ADDED = {
+    "added_tokens.json": {"<user>": 301, "<bot>": 300},
+    "special_tokens_map.json": {
+        "eos_token": "<|endoftext|>",
+        "unk_token": {"content": "<|endoftext|>", "lstrip": False},
+        "additional_special_tokens": ["<bot>"],
+    },
+    "tokenizer_config.json": {
+        "added_tokens_decoder": {
+            "300": {"content": "<bot>", "special": True},
+            "301": {"content": "<user>", "special": False, "lstrip": True},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "files", [[], list(ADDED)[:1], list(ADDED)[1:], list(ADDED)], ids=["none", "one", "two", "all"]
+)
+def test_added_tokens_beside_a_vocabulary(files, tmp_path):
+    trained = tokenizers.ByteLevelBPETokenizer()
+    options = {"special_tokens": ["<|endoftext|>"], "show_progress": False}
+    trained.train_from_iterator([TEXT], vocab_size=300, **options)
+    trained.save_model(str(tmp_path))
+    for name in files:
+        (tmp_path / name).write_text(json.dumps(ADDED[name]))
+    tokenizer = load_tokenizer(tmp_path)
+    end = trained.token_to_id("<|endoftext|>")
+    tokens = tokenizer.encode("cat<|endoftext|>said")
+    assert tokens == [*tokenizer.encode("cat"), end, *tokenizer.encode("said")]
+    assert tokenizer.decode(tokens) == "cat<|endoftext|>said"
+    found = tokenizer.encode("<user>cat<bot>")
+    if files:
+        assert found[0] == 301 and found[-1] == 300 and tokenizer.decode(found) == "<user>cat<bot>"
+    else:
+        assert max(found) < 300
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<user>": 299}))
+    (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="damaged: added token '<user>' must be 299, got 30"):
+        load_tokenizer(tmp_path)
+
+
+def test_ends_of_a_config(tmp_path):
+    assert load(write(tmp_path, eos_token_id=[7, 9])).config.end_of_text == (7, 9)
+    assert load(write(tmp_path, eos_token_id=7)).config.end_of_text == 7
+    assert load(write(tmp_path, eos_token_id=[])).config.end_of_text is None
+
+
 def test_tokenizer_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match="found neither"):
         load_tokenizer(tmp_path)
@@ -176,6 +235,24 @@ def test_command(folder, capsys):
     assert run(capsys, *arguments, *options)[1] == run(capsys, *arguments, *options)[1] != out
 
 
+def test_command_stops(folder, capsys):
+    """At a token, at a string, and another text each time without a seed."""
+    train_tokenizer(folder).save(str(folder / "tokenizer.json"))
+    tokenizer, text = load_tokenizer(folder), "Attention is"
+    arguments = ("--model", folder, "--prompt", text, "--max-new-tokens", "12")
+    (tokens,) = load(folder).generate([tokenizer.encode(text)], 12)
+    end = tokens[5]
+    out = run(capsys, *arguments, "--end", end, "--end", 299)[1]
+    assert out == f"{text}{tokenizer.decode(tokens[: tokens.index(end)])}\n"
+    stop = tokenizer.decode(tokens[:4])
+    assert run(capsys, *arguments, "--stop", stop, "--stop", "no such text")[1].startswith(
+        f"{text}{stop}"
+    )
+    assert run(capsys, *arguments, "--stop", "")[0] == 1
+    options = ("--temperature", "2")
+    assert len({run(capsys, *arguments, *options)[1] for _ in range(3)}) > 1
+
+
 def test_command_with_random_weights_and_a_batch(capsys):
     arguments = ("--random", "tiny", "--prompt", "abc", "--prompt", "d", "--max-new-tokens", "3")
     for decode in ("eager", "persistent"):
@@ -188,7 +265,7 @@ def test_command_errors(capsys, folder):
     for arguments, match in (
         (("--random", "tiny"), "--prompt must be given"),
         (("--random", "tiny", "--prompt", ""), "prompt 0 must have at least one token"),
-        (("--random", "tiny", "--prompt", "a" * 300), "at most 255 tokens"),
+        (("--random", "tiny", "--prompt", "a" * 300), "at most 256 tokens"),
         (("--random", "tiny", "--prompt", "a", "--top-p", "2"), "top_p must be"),
         (("--model", folder / "none", "--prompt", "a"), "found neither"),
         (("--model", folder, "--prompt", "a"), "found neither"),

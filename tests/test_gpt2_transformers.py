@@ -11,7 +11,7 @@ pytest.importorskip("safetensors")
 from small_transformers import small_model  # noqa: E402
 
 from cupyflash.decode.sampling import GREEDY  # noqa: E402
-from cupyflash.models.gpt2 import Gpt2  # noqa: E402
+from cupyflash.models.gpt2 import Gpt2, load_tokenizer  # noqa: E402
 from cupyflash.models.gpt2.decoder import Decoder  # noqa: E402
 from cupyflash.testing import assert_close_to_float64, to_numpy64  # noqa: E402
 
@@ -96,6 +96,57 @@ def test_greedy_tokens(backend, lengths, tmp_path):
     gpt2 = Gpt2.from_folder(folder, device=device(backend), dtype="float32")
     for decode in decodes(backend):
         assert gpt2.generate(given, 40, decode=decode) == expected
+
+
+@each_device()
+def test_a_prompt_that_fills_the_context_gets_one_token(backend, tmp_path):
+    folder, model = checkpoint(tmp_path)
+    (given,) = prompts(model.config.n_positions, vocabulary=100)
+    expected = int(theirs(model, [given])[0, -1].argmax())
+    gpt2 = Gpt2.from_folder(folder, device=device(backend), dtype="float32")
+    for decode in decodes(backend):
+        assert gpt2.generate([given], 5, decode=decode) == [[expected]]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["vocab.json", "tokenizer.json"])
+def test_tokenizers_give_what_theirs_give(whole, tmp_path):
+    """Of a folder that their tokenizer was saved to, with tokens added to it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    trained = tokenizers.ByteLevelBPETokenizer()
+    text = "Attention is all you need, said the cat. Ünïcödé: 你好, 🙂!\n"
+    special = ["<|endoftext|>"]
+    trained.train_from_iterator([text], 300, special_tokens=special, show_progress=False)
+    trained.save_model(str(tmp_path))
+    other = transformers.GPT2TokenizerFast.from_pretrained(tmp_path)
+    other.add_tokens(["<tool>"])
+    other.add_special_tokens({"additional_special_tokens": ["<user>", "<bot>"]})
+    other.save_pretrained(tmp_path)
+    if not whole:
+        (tmp_path / "tokenizer.json").unlink()
+        other = transformers.GPT2TokenizerFast.from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    for given in (text, f"<user>{text}<|endoftext|><bot> <tool>\n", "a <user> b<|endoftext|> c"):
+        tokens = ours.encode(given)
+        assert len(tokens) >= 5 and tokens == other(given)["input_ids"]
+        assert ours.decode(tokens) == other.decode(tokens, clean_up_tokenization_spaces=False)
+
+
+@each_device()
+@pytest.mark.parametrize("end", [7, [7, 40, 63]], ids=str)
+def test_ends_and_stop_strings_are_theirs(backend, end, tmp_path):
+    """Their generate() keeps the token that ends a text; both keep those of a stop string."""
+    folder, model = checkpoint(tmp_path)
+    (given,) = prompts(9, vocabulary=100)
+    ids = torch.tensor([given])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 60, "do_sample": False}
+    free = model.generate(ids, **options)[0, 9:].tolist()
+    ends = [free[20], *end[1:]] if isinstance(end, list) else free[20]
+    expected = model.generate(ids, **options, eos_token_id=ends)[0, 9:].tolist()
+    assert len(expected) <= 21 and expected[-1] in (ends if isinstance(ends, list) else [ends])
+    gpt2 = Gpt2.from_folder(folder, device=device(backend), dtype="float32")
+    for decode in decodes(backend):
+        (found,) = gpt2.generate([given], 60, end_of_text=ends, decode=decode)
+        assert found == expected[:-1]
 
 
 VARIANTS = {

@@ -16,11 +16,12 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "REPORT", tmp_path / "report.json")
 
-    def write(failed=0, sanitizer="clean"):
-        files = script.file_digests()
-        report = {"gpu": "H200", "date": "2026-11-21", "failed": failed, "files": files}
-        report |= {"sanitizer": {"memcheck simt": sanitizer}}
-        report |= {"source_digest": script.source_digest(files)}
+    def write(failed=0, sanitizer="clean", families=("sm80", "simt"), family_failed=0):
+        files, report = script.file_digests(), {}
+        for family in (None, *families):
+            run = {"date": "2026-11-21", "failed": family_failed if family else failed}
+            known = {"memcheck simt": sanitizer}
+            report = script.merged(report, family, {"gpu": "H200"}, run, known, files)
         script.REPORT.write_text(json.dumps(report))
 
     return script, write
@@ -49,7 +50,32 @@ def test_stale_lists_what_changed(project, capsys):
     ]
 
 
-@pytest.mark.parametrize("outcome", [{"failed": 1}, {"sanitizer": "3 errors"}], ids=str)
+def test_a_family_is_missing(project, capsys):
+    script, write = project
+    write(families=["simt"])
+    assert script.main() == 1
+    assert capsys.readouterr().out == "gpu-report: no run with CUPYFLASH_FAMILY=sm80\n"
+
+
+def test_runs_of_other_sources_are_dropped(project):
+    script, write = project
+    write()
+    (script.ROOT / "tests" / "a.txt").write_text("new")
+    old, files = json.loads(script.REPORT.read_text()), script.file_digests()
+    with pytest.raises(ValueError, match="needs the whole run of the same sources first"):
+        script.merged(old, "sm80", {}, {"failed": 0}, {}, files)
+    new = script.merged(old, None, {"gpu": "H200"}, {"failed": 0}, {}, files)
+    assert new["families"] == {} and new["sanitizer"] == {}
+    both = script.merged(new, "simt", {}, {"failed": 2}, {"racecheck": "clean"}, files)
+    assert both["failed"] == 0 and both["families"] == {"simt": {"failed": 2}}
+    assert both["sanitizer"] == {} and both["gpu"] == "H200"
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [{"failed": 1}, {"sanitizer": "3 errors"}, {"family_failed": 1, "families": ["sm80"]}],
+    ids=str,
+)
 def test_failure(project, outcome, capsys):
     script, write = project
     write(**outcome)

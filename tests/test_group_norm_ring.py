@@ -1,7 +1,12 @@
 """GroupNorm whose blocks share a sample that stays in shared memory: which samples, and races."""
 
+import contextlib
+import gc
 import random
 import re
+import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 from arrays import normal, stored
@@ -11,10 +16,11 @@ from matrix import each_library
 import cupyflash
 from cupyflash.array import View
 from cupyflash.jit import sources
-from cupyflash.norm import group_norm_dispatch, group_norm_ring, ring_shape
+from cupyflash.norm import group_norm_dispatch, group_norm_ring, ring_shape, ring_workspace
 from cupyflash.norm.group_norm_ring import CAPABILITY
 from cupyflash.norm.groups import Groups
 from cupyflash.norm.ring_shape import Samples
+from cupyflash.norm.ring_workspace import workspace_bytes
 from cupyflash.tensor_map import TensorMapSpec
 from cupyflash.testing import expected_group_norm, poison_free_memory
 
@@ -24,7 +30,7 @@ HAS_RING = divmod(compute_capability()[0], 10) == CAPABILITY
 def test_constants():
     text = (sources.root() / "norm/group_ring.cuh").read_text(encoding="utf-8")
     found = dict(re.findall(r"constexpr int (\w+) = (\d+(?: << \d+)?);", text))
-    names = ("CONSUMERS", "SLOT_PACKS", "MAX_SLOTS", "MAX_FLIGHT", "RING_BYTES")
+    names = ("CONSUMERS", "SLOT_PACKS", "MAX_SLOTS", "MAX_FLIGHT", "MAX_TEAMS", "RING_BYTES")
     assert {name: eval(found[name]) for name in names} == {
         name: getattr(ring_shape, name) for name in names
     }
@@ -50,8 +56,14 @@ def test_shapes(seed, tensors):
         found[ring.slices] = found.get(ring.slices, 0) + 1
         assert groups % ring.slices == 0
         width, groups = width // ring.slices, groups // ring.slices
+        assert ring.teams <= ring_shape.MAX_TEAMS and ring.flight <= ring_shape.MAX_FLIGHT
         assert 1 <= ring.teams <= batch and ring.teams * ring.blocks <= processors
         assert (ring.blocks - 1) * ring.span < positions <= ring.blocks * ring.span
+        of_stream = workspace_bytes(
+            ring_shape.MAX_GROUPS, ring_shape.MAX_FLIGHT, ring_shape.MAX_TEAMS, processors
+        )
+        own = workspace_bytes(groups, ring.flight, ring.teams, ring.teams * ring.blocks)
+        assert own <= of_stream
         assert width * item % 16 == 0
         rows = ring_shape.CONSUMERS // (width * item // 16)
         slot = rows * ring_shape.SLOT_PACKS // tensors
@@ -90,6 +102,39 @@ def test_what_fits():
     assert slices_of(1, 128, 8, 16384, 2, 1) == 4  # groups, then bytes
     assert slices_of(1, 128, 8, 64, 2, 1) == 0  # so small only as a whole
     assert slices_of(1000, 3, 16, 16, 2, 1) == 0  # too many rounds
+
+
+def test_workspaces_of_streams(monkeypatch):
+    """One for each stream, whatever the shapes; captured launches have their own."""
+    made, capturing = [], set()
+
+    def memory(size):
+        made.append(size)
+        return SimpleNamespace(ptr=4096 * len(made))
+
+    cuda = SimpleNamespace(
+        runtime=SimpleNamespace(memsetAsync=lambda *arguments: None),
+        get_current_stream=lambda: SimpleNamespace(ptr=0),
+        Memory=memory,
+        Device=lambda device: contextlib.nullcontext(),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(ring_workspace, "is_capturing", lambda stream: stream in capturing)
+    monkeypatch.setattr(ring_workspace, "multiprocessors", lambda device: 132)
+    workspaces = ring_workspace.RingWorkspaces(0)
+    library = SimpleNamespace(zeros_int32=lambda n, like: n, pointer=lambda x: -x)
+    address = lambda stream, size: workspaces.address(stream, library, None, size)[0]
+    one, other = SimpleNamespace(ptr=55), SimpleNamespace(ptr=56)
+    first = address(one, 100)
+    assert address(one, 1000) == first != address(None, 100)
+    capturing.add(55)
+    assert address(one, 100) == -25 and address(other, 100) > 0
+    capturing.clear()
+    assert address(one, 100) == first and len(made) == 3
+    assert address(SimpleNamespace(ptr=2), 100) == -25  # many streams of one name
+    for i in range(100, 200):
+        address(SimpleNamespace(ptr=i), 100)
+    assert len(made) == ring_workspace.MAX_STREAMS and address(SimpleNamespace(ptr=9), 4) == -1
 
 
 def arrays(backend, batch, channels, positions, dtype, seed=0):
@@ -273,3 +318,94 @@ def test_graph(backend):
         graph.replay()
         for results in captured:
             assert all((results[name] == right[name]).all() for name in right)
+
+
+@each_library(device="cuda")
+def test_shapes_share_a_workspace(backend):
+    """One launch of each shape after the other, with more teams and fewer: their tags count on."""
+    problems = [
+        (32, arrays(backend, 3, 320, 4096, "float16", 1)),
+        (32, arrays(backend, 37, 640, 257, "float16", 2)),
+        (8, arrays(backend, 9, 24, 30011, "float16", 3)),
+        (32, arrays(backend, 40, 320, 641, "float16", 4)),
+    ]
+    first = [run(groups, *problem) for groups, problem in problems]
+    for (groups, problem), results in zip(problems, first):
+        check(groups, *problem, results)
+    draw = random.Random(0)
+    for _ in range(200):
+        i = draw.randrange(len(problems))
+        again = run(problems[i][0], *problems[i][1])
+        assert all((again[name] == first[i][name]).all() for name in again)
+
+
+@each_library(device="cuda")
+def test_memory_of_many_shapes(backend):
+    """A hundred shapes later there is no more memory in use than after the first."""
+    used = []
+    for i in range(101):
+        run(8, *arrays(backend, 2, 64, 20000 + 32 * i, "float16"))
+        if i in (0, 100):
+            used.append(device_memory(backend))
+    # Half a megabyte for each shape would be 50.
+    assert used[1] < used[0] + 4 * 2**20, f"{used[0]} bytes after the first, {used[1]} at the end"
+
+
+def device_memory(backend):
+    """Bytes of the GPU that are in use, without what the pools of the libraries keep."""
+    import cupy
+
+    backend.synchronize()
+    gc.collect()
+    if backend.library == "torch":
+        import torch
+
+        torch.cuda.empty_cache()
+    cupy.get_default_memory_pool().free_all_blocks()
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return total - free
+
+
+@each_library(library="torch", device="cuda")
+def test_dropped_graphs_leave_no_memory(backend):
+    import torch
+
+    problem = arrays(backend, 2, 64, 20000, "float16")
+    run(8, *problem)
+    used = []
+    for i in range(21):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run(8, *problem)
+        graph.replay()
+        del graph, captured
+        if i in (0, 20):
+            used.append(device_memory(backend))
+    # Code of the driver for a graph may stay; a pool of torch would be 2 MB a graph.
+    assert used[1] < used[0] + 10 * 2**20, used
+
+
+@each_library(library="torch", device="cuda")
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "options", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}], ids=str
+)
+def test_compiled_with_cuda_graphs(backend, options, training):
+    """torch accounts for all memory in the pool of its graph: nothing else may stay there."""
+    import torch
+
+    if "mode" in options and not shutil.which("g++"):
+        pytest.skip("inductor needs a C++ compiler")
+    torch.compiler.reset()
+    dout, x, weight, bias = arrays(backend, 3, 320, 4096, "float16")
+    function = lambda x, weight, bias: cupyflash.group_norm(x, 32, weight, bias, activation="silu")
+    compiled = torch.compile(function, fullgraph=True, **options)
+    exact = expected_group_norm(dout, x, 32, weight, bias, "silu", 1e-5)
+    inputs = [y.requires_grad_(training) for y in (x, weight, bias)]
+    for _ in range(4):  # warm-up, capture, replays
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(*inputs)
+        exact.check(out=out.detach())
+        if training:
+            gradients = torch.autograd.grad(out, inputs, dout)
+            exact.check(**dict(zip(("dx", "dweight", "dbias"), gradients)))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -189,20 +190,45 @@ def test_read_only_folder(recwarn):
 def test_folder_that_others_can_write_is_refused(folder, mode):
     jit.build(Scale(), "sm_80")
     (folder / "cache").chmod(mode)
-    for use in (lambda: jit.build(Scale(), "sm_80"), jit.cache_dir, jit.entries, jit.clear):
+    for use in (jit.cache_dir, jit.entries, jit.clear, cache.require_writable):
         with pytest.raises(jit.UnsafeCacheError, match=f"mode {mode:o}, .*CUPYFLASH_CACHE_DIR"):
             use()
+    with environment.override(no_jit=True), pytest.raises(jit.UnsafeCacheError):
+        jit.build(Scale(), "sm_80")
+    with pytest.raises(jit.UnsafeCacheError):
+        jit.build_all([(Scale(), "sm_80")], progress=False)
 
 
-@posix
-def test_folder_of_another_user_is_refused(folder, monkeypatch):
-    (folder / "cache").mkdir(mode=0o755)
+def given_away(folder, monkeypatch):
+    """Make the cache folder another user's, as a mounted ~/.cache is in a container."""
     if os.geteuid() == 0:
         os.chown(folder / "cache", 54321, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    with pytest.raises(jit.UnsafeCacheError, match="must belong to you or root"):
-        jit.build(Scale(), "sm_80")
+
+
+@posix
+@pytest.mark.parametrize("whose", ["another's", "everybody's"])
+def test_unsafe_folder_is_neither_read_nor_written(folder, monkeypatch, recwarn, whose):
+    """What lies there may be anybody's code: this process compiles its own, and says why once."""
+    warnings.simplefilter("always")
+    there = jit.build(Scale(), "sm_80")
+    if whose == "another's":
+        given_away(folder, monkeypatch)
+    else:
+        (folder / "cache").chmod(0o777)
+    before = {path: path.stat().st_mtime_ns for path in (folder / "cache").rglob("*")}
+    calls = tiny_kernel.record_compilations(monkeypatch)
+    built = jit.build(Scale(), "sm_80")
+    assert built.path != there.path and built.path.parent.parent == cache._private
+    assert healthy(built) and len(calls) == 1
+    assert jit.build(Scale(), "sm_80") == built and len(calls) == 1
+    jit.build(Scale(factor=5), "sm_80")
+    assert before == {path: path.stat().st_mtime_ns for path in (folder / "cache").rglob("*")}
+    (message,) = [str(warning.message) for warning in recwarn]
+    assert message.startswith("cupyflash: cannot keep compiled kernels (the cache folder /")
+    assert "must belong to you or root" in message and "set CUPYFLASH_CACHE_DIR" in message
+    assert re.search(r"got mode \d+, owner \d+, and you are user \d+", message)
 
 
 @posix

@@ -1,5 +1,6 @@
 """Architectures, loading on a device (a fake one), and filling the cache in processes."""
 
+import re
 import sys
 import threading
 from pathlib import Path
@@ -9,7 +10,9 @@ import tiny_kernel
 from tiny_kernel import Scale, needs_nvrtc, run_python
 
 from cupyflash import environment, jit
-from cupyflash.jit import arch, compiler
+from cupyflash.attention import families
+from cupyflash.jit import arch, compiler, messages, pool
+from cupyflash.kernels import TOPICS
 
 
 @pytest.fixture
@@ -129,7 +132,10 @@ if __name__ == "__main__":
 @needs_nvrtc
 def test_warmup_in_processes(folder, compilations):
     status, output, error = run_python(WARMUP, folder, "3", "4")
-    assert status == 0 and "4/4" in error, error  # the progress bar
+    lines = error.splitlines()
+    assert status == 0, error
+    assert re.match(r"cupyflash: 4 kernels to compile, about \d seconds in 2 processes", lines[0])
+    assert re.match(r"\[4/4\] scale sm_\w+, in \d+ seconds?$", lines[-1])
     tasks = [(Scale(factor=f), a) for f in (3, 4) for a in ("sm_80", "sm_90a")]
     with environment.override(cache_dir=folder / "cache" / "inner"):  # workers followed it
         found = jit.build_all(tasks, jobs=1, progress=False)
@@ -153,8 +159,44 @@ def test_warmup_without_main_guard_says_so(folder):
 
 
 @needs_nvrtc
-def test_warmup_without_rich(folder, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    tasks = [(Scale(), "sm_80"), (Scale(), "sm_90a"), (Scale(), "sm_80")]
-    assert len(jit.build_all(tasks, jobs=1)) == 2
-    assert capsys.readouterr().err.split("\n") == ["[1/2] scale sm_80", "[2/2] scale sm_90a", ""]
+def test_warmup_shows_progress_where_there_is_no_terminal(folder, monkeypatch, capsys):
+    """Lines every few seconds with the time that is left; those in the cache do not count."""
+    monkeypatch.setattr(messages, "_LINE_SECONDS", 0)
+    jit.build(Scale(factor=7), "sm_80")
+    tasks = [
+        (Scale(), "sm_80"),
+        (Scale(), "sm_90a"),
+        (Scale(factor=7), "sm_80"),
+        (Scale(), "sm_80"),
+    ]
+    assert len(jit.build_all(tasks, jobs=1)) == 3
+    lines = re.sub(r"\d+ seconds?", "1 second", capsys.readouterr().err).splitlines()
+    assert lines == [
+        "cupyflash: 2 kernels to compile (1 more is in the cache), about 1 second in 1 process",
+        "[1/2] scale sm_80, about 1 second left",
+        "[2/2] scale sm_90a, in 1 second",
+    ]
+    jit.build_all(tasks)
+    assert capsys.readouterr().err == "cupyflash: 0 kernels to compile (3 more are in the cache)\n"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("rich", [True, False])
+def test_warmup_on_a_terminal(folder, monkeypatch, capsys, rich):
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    jit.build_all([(Scale(), "sm_80")], jobs=1)
+    error = capsys.readouterr().err
+    assert error.startswith("cupyflash: 1 kernel to compile, about ")
+    assert ("━" in error and "1/1" in error) if rich else "[1/1] scale sm_80, in " in error
+
+
+def test_forecast():
+    tasks = [(config, "sm_80") for config in families.FAMILIES["sm80"].configurations((8, 0))]
+    assert pool.forecast(tasks, 1) == pytest.approx(pool.SECONDS["attention"] * len(tasks))
+    assert pool.forecast(tasks, 4) < pool.forecast(tasks, 2) < pool.forecast(tasks, 1)
+    topics = {
+        config.source.split("/")[0] for t in TOPICS.values() for config in t.configurations((9, 0))
+    }
+    assert topics | {"attention"} == set(pool.SECONDS)

@@ -7,7 +7,7 @@ import types
 import numpy
 import pytest
 from arrays import normal, stored
-from backends import compute_capability
+from backends import is_hopper
 from matrix import each_library, pairwise
 
 from cupyflash import kernel_launch
@@ -187,7 +187,7 @@ def test_launch(monkeypatch):
 
 # Results --------------------------------------------------------------------------------------
 
-on_hopper = pytest.mark.skipif(compute_capability()[0] != 90, reason="needs compute capability 9.0")
+on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs the family sm90")
 
 
 @dataclasses.dataclass(frozen=True)

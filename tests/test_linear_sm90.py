@@ -8,7 +8,7 @@ import types
 import numpy
 import pytest
 from arrays import normal, stored
-from backends import compute_capability
+from backends import is_hopper
 from matrix import each_library
 
 from cupyflash import kernel_launch
@@ -219,7 +219,7 @@ def test_stride_of_a_single_row(machine):
 
 # Results --------------------------------------------------------------------------------------
 
-on_hopper = pytest.mark.skipif(compute_capability()[0] != 90, reason="needs compute capability 9.0")
+on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs the family sm90")
 
 
 @dataclasses.dataclass

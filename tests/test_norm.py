@@ -1,6 +1,8 @@
 """LayerNorm and RMSNorm, forward and backward, on every library."""
 
 import dataclasses
+import gc
+import importlib
 
 import numpy
 import pytest
@@ -8,8 +10,9 @@ from arrays import normal, stored
 from matrix import each_library, libraries, pairwise
 
 import cupyflash
+from cupyflash.array import NumpyLibrary, library_of
 from cupyflash.clusters import clusters_at_once
-from cupyflash.norm import kernels, reference
+from cupyflash.norm import detour, dispatch, kernels, reference
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64
 
 EPS = {False: 1e-5, True: 1e-6}
@@ -258,6 +261,161 @@ def test_many_row_axes(backend):
     expected_norm(False, dout, x, weight, eps=1e-5).check(out=out, stats=stats, **gradients)
 
 
+# Arrays that the kernels cannot take as they are --------------------------------------------
+
+
+def spread_out(backend, values, dtype="float32"):
+    """The same values in an array whose axes do not collapse and whose last is not contiguous."""
+    axes = numpy.random.default_rng(values.ndim).permutation(values.ndim)
+    axes = axes if axes[-1] != values.ndim - 1 else numpy.roll(axes, 1)
+    x = stored(backend, values.transpose(axes), dtype)
+    back = tuple(int(axis) for axis in numpy.argsort(axes))
+    return x.permute(back) if backend.library == "torch" else x.transpose(back)
+
+
+SPREAD = [(2, 3, 2, 3, 2, 3, 24), (3, 2, 3, 2, 2, 33), (5, 40)]
+
+
+@each_library()
+@pytest.mark.parametrize("shape", SPREAD, ids=str)
+@pytest.mark.parametrize("which", ["x", "dout", "dresidual", "residual", "all"])
+def test_axes_that_do_not_collapse(backend, shape, which):
+    """Of any of the arrays, also where its last dimension is not the contiguous one."""
+    names = ("dout", "x", "residual", "dresidual")
+    made = {
+        name: (spread_out if which in (name, "all") else stored)(backend, normal(shape, i), kind)
+        for i, (name, kind) in enumerate(zip(names, ["float32"] * 4))
+    }
+    weight, bias = (stored(backend, normal(shape[-1], i), "float32") for i in (8, 9))
+    residual, dresidual = made["residual"], made["dresidual"]
+    out, h, stats = forward(
+        False, made["x"], weight, bias, residual, return_stats=True, eps=EPS[False]
+    )
+    values = spread_out(backend, to_numpy(h)) if which in ("x", "all") else h
+    gradients = backward(False, made["dout"], values, weight, stats, dresidual)
+    exact = expected_norm(
+        False, made["dout"], made["x"], weight, bias, residual, dresidual, eps=EPS[False]
+    )
+    exact.check(out=out, h=h, stats=stats, **gradients)
+
+
+@each_library()
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+def test_expanded_gradients(backend, rms):
+    """As sums leave them: one number, or one row, for all."""
+    shape = (3, 2, 4, 2, 3, 24)
+    x, weight = (
+        stored(backend, normal(shape, 0), "float32"),
+        stored(backend, normal(24, 1), "float32"),
+    )
+    _, stats = forward(rms, x, weight, None, None, return_stats=True)
+    for size in (1, 24):
+        row = stored(backend, normal(size, 2), "float32")
+        if backend.library == "torch":
+            dout = row.expand(shape)
+        else:
+            dout = _namespace(row).broadcast_to(row, shape)
+        gradients = backward(rms, dout, x, weight, stats, None)
+        expected_norm(rms, dout, x, weight, eps=EPS[rms]).check(**gradients)
+
+
+@each_library()
+@pytest.mark.parametrize("columns", [24, 33, 20008])
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+def test_without_weight(backend, rms, columns):
+    for dtype in backend.dtypes:
+        make = lambda i: stored(backend, normal((5, columns), i), dtype)  # noqa: B023
+        dout, x, residual, dresidual = map(make, range(4))
+        out, h, stats = forward(rms, x, None, None, residual, return_stats=True)
+        dx, *others = backward(rms, dout, h, None, stats, dresidual).values()
+        exact = expected_norm(rms, dout, x, None, None, residual, dresidual, eps=EPS[rms])
+        exact.check(out=out, h=h, stats=stats, dx=dx)
+        assert others == [None] * len(others)
+
+
+@each_library()
+@pytest.mark.parametrize("columns", [24, 33, 20008])
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("weight", ["same", "float32", "none"])
+def test_float32_residual(backend, rms, columns, weight):
+    """The stream of residuals in float32 beside 16-bit x: h and its gradient are float32."""
+    for dtype in {"float16", "bfloat16"} & set(backend.dtypes):
+        make = lambda i, kind: stored(backend, normal((5, columns), i), kind, "padded")
+        (dout, x), (residual, dresidual) = (
+            [make(i, kind) for i in numbers]
+            for numbers, kind in (((0, 1), dtype), ((2, 3), "float32"))
+        )
+        kind = dtype if weight == "same" else "float32"
+        scale = None if weight == "none" else stored(backend, normal(columns, 4), kind)
+        bias = None if rms or scale is None else stored(backend, normal(columns, 5), kind)
+        out, h, stats = forward(rms, x, scale, bias, residual, return_stats=True)
+        gradients = backward(rms, dout, h, scale, stats, dresidual)
+        exact = expected_norm(rms, dout, x, scale, bias, residual, dresidual, eps=EPS[rms])
+        found = {name: y for name, y in gradients.items() if y is not None}
+        assert set(found) == {"dx"} if scale is None else set(gradients)
+        exact.check(out=out, h=h, stats=stats, **found)
+
+
+@pytest.mark.parametrize("name", ["norm_forward", "norm_backward"])
+@pytest.mark.parametrize("what", ["axes", "wide", "weight"])
+def test_detours(monkeypatch, name, what):
+    """What a GPU goes through, with the operations of a CPU behind it."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(detour, "Detour", lambda library, device, call: call)
+    make = lambda i, dtype=torch.float16: torch.from_numpy(normal((2, 3, 2, 3, 2, 40), i)).to(dtype)
+    stream = torch.float32 if what == "wide" else torch.float16
+    x, residual, dout, h, dresidual = (
+        make(i, stream if i in (1, 3, 4) else torch.float16) for i in range(5)
+    )
+    if what == "axes":
+        x, dout, dresidual = (
+            y.permute(4, 2, 0, 3, 1, 5).contiguous().permute(2, 4, 1, 3, 0, 5)
+            for y in (x, dout, dresidual)
+        )
+    weight = None if what == "weight" else torch.from_numpy(normal(40, 9)).half()
+    library, calls = library_of(x), []
+    if name == "norm_forward":
+        arrays = {"x": x, "weight": weight, "bias": None, "residual": residual}
+        again = lambda *y: dispatch.forward("f", False, library, *y[:-1], 1e-5, y[-1])
+        arguments = (*arrays.values(), True)
+    else:
+        stats = dispatch.forward("f", False, library, h, None, None, None, 1e-5, True)[2]
+        arrays = {"dout": dout, "x": h, "weight": weight, "stats": stats, "dresidual": dresidual}
+        again = lambda *y: dispatch.backward("f", False, library, *y, True)
+        arguments = tuple(arrays.values())
+
+    def seen(*arrays):
+        calls.append(arrays)
+        return again(*arrays)
+
+    views = {key: library.view(y) for key, y in arrays.items() if y is not None}
+    found = getattr(detour, name)(library, views, seen)(*arguments)
+    (inner,) = calls
+    given = dict(zip(arrays, inner))
+    views = {key: library.view(y) for key, y in given.items() if y is not None}
+    assert getattr(detour, name)(library, views, None) is None, "needs no other detour"
+    for ours, right in zip(found, again(*arguments), strict=True):
+        assert (ours is None) == (right is None)
+        if ours is not None:
+            assert ours.dtype == right.dtype and ours.stride() == right.stride()
+            torch.testing.assert_close(ours, right, rtol=0, atol=0)
+
+
+def test_arrays_that_need_no_detour():
+    library = NumpyLibrary()
+    x, weight = numpy.ones((4, 3, 8), "float32"), numpy.ones(8, "float32")
+    views = {name: library.view(y) for name, y in (("x", x[:, ::2]), ("weight", weight))}
+    assert detour.norm_forward(library, views, None) is None
+
+
+def to_numpy(x):
+    return x.get() if hasattr(x, "get") else numpy.asarray(x.cpu() if hasattr(x, "cpu") else x)
+
+
+def _namespace(x):
+    return importlib.import_module(type(x).__module__.split(".")[0])
+
+
 @each_library(library="torch")
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 def test_autograd(backend, rms):
@@ -325,13 +483,13 @@ def test_bad_input(backend):
     bad(backend, TypeError, "weight.*float16 or float32.*int32", weight=_int32(backend, 16))
     bad(backend, TypeError, "same dtype", bias=make(16, "float32"))
     bad(backend, ValueError, r"residual.*\(4, 15\).*\(4, 16\)", residual=make((4, 15)))
-    bad(backend, TypeError, "residual.*float32.*float16", residual=make((4, 16), "float32"))
-    bad(backend, ValueError, "contiguous", x=make((4, 32))[:, ::2])
+    wide = {"x": make((4, 16), "float32"), "weight": make(16, "float32"), "bias": None}
+    bad(backend, TypeError, "residual.*float32.*float16", **wide, residual=make((4, 16)))
     bad(backend, ValueError, "weight.*contiguous", weight=make(32)[::2])
     bad(backend, ValueError, "last dimension", x=make((4, 0)))
     bad(backend, TypeError, "bias.*list", bias=[1.0] * 16)
-    bad(backend, TypeError, "weight.*None", weight=None)
-    for eps in (-1.0, float("nan"), float("inf"), None, "1"):
+    bad(backend, TypeError, "weight.*bias.*None", weight=None)
+    for eps in (-1.0, float("nan"), float("inf"), None, "1", True, make((1,), "float32")):
         bad(backend, ValueError, "eps", eps=eps)
 
 
@@ -341,7 +499,7 @@ def test_bad_backward_input(backend):
     good = [make((4, 16)), make((4, 16)), make(16), make((4, 2), "float32")]
     for position, wrong, error, match in [
         (0, make((3, 16)), ValueError, "dout"),
-        (0, make((4, 16), "float32"), TypeError, "dout.*float32"),
+        (0, make((4, 16), "float32"), TypeError, "dout.*float16.*float32"),
         (2, make(17), ValueError, "weight"),
         (3, make((4, 2)), TypeError, "stats.*float32"),
         (3, make((5, 2), "float32"), ValueError, "stats"),
@@ -360,10 +518,42 @@ def _int32(backend, size):
 @each_library(device="cuda")
 def test_host_time_is_one_look_up(backend, monkeypatch):
     """A second call of the same signature checks nothing again."""
-    from cupyflash.norm import dispatch
-
     x = stored(backend, normal((4, 24), 0), "float16")
     weight = stored(backend, normal(24, 1), "float16")
     first = cupyflash.layer_norm(x, weight)
     monkeypatch.setattr(dispatch, "ForwardPlan", None)
     assert (cupyflash.layer_norm(x, weight) == first).all()
+
+
+@each_library(device="cuda")
+def test_memory_of_many_shapes(backend):
+    """What a hundred shapes leave behind is no memory of the GPU, with any detour."""
+    import cupy
+
+    def allocated():
+        backend.synchronize()
+        gc.collect()
+        found = cupy.get_default_memory_pool().used_bytes()
+        if backend.library == "torch":
+            import torch
+
+            found += torch.cuda.memory_allocated()
+        return found
+
+    def run(rows):
+        make = lambda shape, dtype="float16": stored(backend, normal(shape, rows), dtype)
+        x, residual = make((rows, 2, 40)), make((rows, 2, 40), "float32")
+        weight = make(40)
+        _, h, stats = cupyflash.layer_norm(x, weight, residual=residual, return_stats=True)
+        cupyflash.layer_norm_backward(x, h, weight, stats)
+        out, stats = cupyflash.rms_norm(x[..., ::2], return_stats=True)
+        cupyflash.rms_norm_backward(out, x[..., ::2], None, stats)
+        image = make((2, 8, rows, 6))
+        out, stats = cupyflash.group_norm(image[..., :5], 2, return_stats=True)
+        cupyflash.group_norm_backward(out, image[..., :5], None, None, stats)
+
+    run(3)
+    before = allocated()
+    for rows in range(4, 104):
+        run(rows)
+    assert allocated() <= before

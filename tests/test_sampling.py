@@ -4,6 +4,7 @@ import numpy
 import pytest
 from arrays import normal, stored
 from matrix import each_library
+from wrong_calls import INTEGER, NUMBER, array, check_refused
 
 from cupyflash.decode.embedding import embedding
 from cupyflash.decode.kv_cache import cache_append
@@ -26,7 +27,7 @@ each_sampling = pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 
 
 def integers(backend, values):
-    return backend.array(numpy.ascontiguousarray(values, "int32"))
+    return backend.array(numpy.array(values, "int32"))  # a copy
 
 
 def numbers(x):
@@ -163,17 +164,110 @@ def test_weights_are_powers_of_two():
 
 
 def test_bad_sampling():
-    logits, out = numpy.zeros((2, 5), "float32"), numpy.zeros(2, "int32")
-    for name, values in {
-        "temperature": (-1, 1e-31, float("nan"), float("inf"), "hot", True),
-        "top_k": (-1, 1.5, 2**31),
-        "top_p": (0, -0.1, 1.1, float("nan")),
-        "seed": (-1, 2**64, 0.5),
-    }.items():
-        for value in values:
-            sampling = Sampling(**{"temperature": 1.0, name: value})
-            with pytest.raises(ValueError, match=f"^sample: {name} must be"):
-                sample(logits, sampling, out=out)
+    """Numbers become plain ones where the object is made."""
+    reals = (*NUMBER, None, -1)
+    check_refused(
+        Sampling,
+        {"temperature": 0.7, "top_k": 3, "top_p": 0.5, "seed": 1},
+        {
+            "temperature": (*reals, 1e-31),
+            "top_k": (*INTEGER, None, -1, 2**31, 1.0),
+            "top_p": (*reals, 0, -0.1, 1.1, 2),
+            "seed": (*(x for x in INTEGER if x is not None), -1, 2**64, 1.0),
+        },
+        least=60,
+    )
+    numbers = Sampling(numpy.float32(0.5), numpy.int64(3), numpy.array(0.25), numpy.uint64(9))
+    assert numbers == Sampling(0.5, 3, 0.25, 9) and hash(numbers) == hash(Sampling(0.5, 3, 0.25, 9))
+    assert [type(x) for x in (*numbers.kind, numbers.seed)] == [float, int, float, int]
+
+
+@each_library()
+def test_wrong_calls_of_sample(backend):
+    logits, out = stored(backend, normal((2, 6), 0), "float32"), integers(backend, [0, 0])
+    state = DecodeState(*(integers(backend, [0, 0]) for _ in range(3)))
+    number = array(out, dtypes=("int64", "float32"))
+    check_refused(
+        sample,
+        {"logits": logits, "sampling": Sampling(), "out": out, "state": state, "limit": 100},
+        {
+            "logits": array(logits),
+            "sampling": (None, 1.0, {}, (0.5, 1, 1, 0), Sampling),
+            "out": (*number, logits, state.positions, state.tokens),
+            "state": (
+                3, "text", tuple(state), [], DecodeState,
+                *(state._replace(tokens=x) for x in number),
+                *(state._replace(positions=x) for x in number),
+                *(state._replace(ends=x) for x in (*number, state.positions)),
+            ),
+            "limit": (*INTEGER, None, -1, 2**31 - 1),
+        },
+        least=80,
+    )  # fmt: skip
+
+
+@each_library()
+def test_no_seed_draws_another_one_each_time(backend):
+    logits = stored(backend, numpy.zeros((64, 5000)), "float32")
+    runs = [tokens_of(backend, logits, Sampling(1.0, seed=None)) for _ in range(2)]
+    assert (runs[0] == runs[1]).sum() < 4
+    seeded = Sampling(1.0, seed=None).with_seed()
+    assert seeded.seed is not None and seeded.with_seed() is seeded
+
+
+@each_library()
+def test_wrong_calls_of_cache_append(backend):
+    """Also a cache that is both, or lies over what is appended."""
+    k, v = (stored(backend, normal((2, 2, 8), i), "float32") for i in (0, 1))
+    caches = stored(backend, numpy.zeros((2, 3, 9, 2, 8)), "float32")
+    positions, sequences = integers(backend, [0, 1]), integers(backend, [2, 0])
+    rows = caches[0].reshape(-1, 2, 8)
+    check_refused(
+        cache_append,
+        {
+            "k": k, "v": v, "k_cache": caches[0], "v_cache": caches[1],
+            "positions": positions, "sequences": sequences,
+        },
+        {
+            "k": (*array(k), rows[3:5]),
+            "v": (*array(v), rows[:2]),
+            "k_cache": (*array(caches[0]), caches[1]),
+            "v_cache": (*array(caches[1]), caches[0]),
+            "positions": array(positions, dtypes=("int64", "float32")),
+            "sequences": array(sequences, optional=True, dtypes=("int64", "float32")),
+        },
+        least=60,
+    )  # fmt: skip
+
+
+@each_library(library="torch")
+def test_autograd_hears_of_writes(backend):
+    """What was saved for a backward and written since is an error there; gradients are refused."""
+    import torch
+
+    k, cache, other = (stored(backend, normal((2, n, 2, 8), n), "float32") for n in (1, 9, 9))
+    positions, factor = integers(backend, [0, 1]), torch.ones_like(cache).requires_grad_()
+    for write in (
+        lambda: cache_append(k[:, 0], k[:, 0], cache, other, positions),
+        lambda: sample(k[:, 0, 0], out=positions),
+    ):
+        saved = (factor * cache).sum() + (factor[:, 0, 0, 0] * positions).sum()
+        write()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.backward()
+    with torch.inference_mode():  # whose tensors have no version
+        inference = torch.zeros_like(cache)
+        cache_append(k[:, 0], k[:, 0], inference, other, positions.clamp(0, 8))
+    assert (inference != 0).sum() == 32
+    needing = k[:, 0].clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match="^cache_append: has no backward"):
+        cache_append(needing, k[:, 0], cache, other, positions)
+    with torch.no_grad():
+        cache_append(needing, k[:, 0], cache, other, positions.clamp(0, 8))
+    table = normal((5, 8), 0)
+    table = backend.array(table, "float32").requires_grad_()
+    with pytest.raises(NotImplementedError, match="^embedding: has no backward"):
+        embedding(positions, table)
 
 
 @each_library()
@@ -248,17 +342,17 @@ def test_cache_append(backend, shape):
 def test_cache_append_outside(backend):
     k = stored(backend, normal((2, 2, 8), 0), "float32")
     for positions, sequences in (([0, 9], [0, 1]), ([-1, 0], [0, 1]), ([0, 0], [0, 3])):
-        cache = stored(backend, numpy.zeros((3, 9, 2, 8)), "float32")
+        cache, other = (stored(backend, numpy.zeros((3, 9, 2, 8)), "float32") for _ in "kv")
         places = [integers(backend, x) for x in (positions, sequences)]
         if backend.gpu:
-            cache_append(k, k, cache, cache, *places)
-            assert (to_numpy64(cache) != 0).sum() == 16
+            cache_append(k, k, cache, other, *places)
+            assert (to_numpy64(cache) != 0).sum() == (to_numpy64(other) != 0).sum() == 16
         else:
             with pytest.raises(ValueError, match="must be from 0 to"):
-                cache_append(k, k, cache, cache, *places)
+                cache_append(k, k, cache, other, *places)
     with pytest.raises(ValueError, match="k_cache"):
         cache_append(k, k, k, k, integers(backend, [0, 1]))
     with pytest.raises(ValueError, match="contiguous in each row"):
         wide = stored(backend, normal((2, 2, 16), 0), "float32")[..., :8]
-        cache = stored(backend, numpy.zeros((3, 9, 2, 8)), "float32")
-        cache_append(wide, wide, cache, cache, integers(backend, [0, 1]))
+        cache, other = (stored(backend, numpy.zeros((3, 9, 2, 8)), "float32") for _ in "kv")
+        cache_append(wide, wide, cache, other, integers(backend, [0, 1]))

@@ -20,13 +20,21 @@ class Problem:
 
     Attributes:
         function: of the inputs; the outputs as a tuple.
-        inputs: leaves that want a gradient; those of the norms are x, weight, bias, residual.
+        inputs: leaves that want a gradient, by name; those that are missing are None.
         gradients: of the outputs.
     """
 
     function: object
-    inputs: tuple
+    named: dict
     gradients: tuple
+
+    @property
+    def inputs(self):
+        return tuple(self.named.values())
+
+    def all_inputs(self, *names):
+        """Detached, of these names, with None where there is none."""
+        return [self.named[name].detach() if name in self.named else None for name in names]
 
     def results(self, function=None):
         """Outputs and gradients of the inputs, in a list."""
@@ -42,45 +50,64 @@ def problem_of(backend, name):
     )
     if name == "layer_norm":
         shape = (5, 3, 40)  # x and residual differ in their strides
-        x, residual = make(shape, 0, "transposed"), make(shape, 3, "padded")
-        inputs = (x, make(40, 1), make(40, 2), residual)
+        inputs = {"x": make(shape, 0, "transposed"), "weight": make(40, 1), "bias": make(40, 2)}
+        inputs["residual"] = make(shape, 3, "padded")
         gradients = (make(shape, 4), make(shape, 5))
         function = lambda x, weight, bias, residual: cupyflash.layer_norm(
             x, weight, bias, residual=residual, eps=EPS
         )
     elif name == "rms_norm":
-        inputs, gradients = (make((4, 40), 0), make(40, 1)), (make((4, 40), 4),)
+        inputs, gradients = {"x": make((4, 40), 0), "weight": make(40, 1)}, (make((4, 40), 4),)
         function = lambda x, weight: (cupyflash.rms_norm(x, weight, eps=EPS),)
+    elif name == "rms_norm of a float32 residual":
+        inputs = {"x": make((4, 40), 0).bfloat16(), "weight": make(40, 1)}
+        inputs["residual"] = make((4, 40), 3)
+        gradients = make((4, 40), 4).bfloat16(), make((4, 40), 5)
+        function = lambda x, weight, residual: cupyflash.rms_norm(
+            x, weight, residual=residual, eps=EPS
+        )
+    elif name == "layer_norm plain":  # x has more axes than a kernel, and no weight
+        x = make((2, 3, 2, 3, 2, 40), 0).permute(4, 1, 2, 3, 0, 5)
+        inputs, gradients = {"x": x}, (make(tuple(x.shape), 4),)
+        function = lambda x: (cupyflash.layer_norm(x, eps=EPS),)
+    elif name == "group_norm plain":  # a cropped image, no weight
+        inputs, gradients = {"x": make((3, 12, 5, 4), 0)[..., :3]}, (make((3, 12, 5, 3), 4),)
+        function = lambda x: (cupyflash.group_norm(x, 3, activation="mish"),)
     else:
         shape, storage = (3, 12, 5, 4), name.removeprefix("group_norm ")
-        inputs = (make(shape, 0, storage), make(12, 1), make(12, 2))
+        inputs = {"x": make(shape, 0, storage), "weight": make(12, 1), "bias": make(12, 2)}
         gradients = (make(shape, 4),)
         function = lambda *x: (cupyflash.group_norm(x[0], 3, *x[1:], activation="mish"),)
-    return Problem(function, tuple(x.detach().requires_grad_() for x in inputs), gradients)
+    leaves = {key: x.detach().requires_grad_() for key, x in inputs.items()}
+    return Problem(function, leaves, gradients)
 
 
 def check(problem, name, results):
     """Against float64."""
-    inputs = [x.detach() for x in problem.inputs]
+    names = [f"d{key}" for key in problem.named if key != "residual"]
     if name.startswith("group_norm"):
-        names = ("out", "dx", "dweight", "dbias")
-        exact = expected_group_norm(*problem.gradients, inputs[0], 3, *inputs[1:], "mish", EPS)
+        x, weight, bias = problem.all_inputs("x", "weight", "bias")
+        exact = expected_group_norm(*problem.gradients, x, 3, weight, bias, "mish", EPS)
+        names.insert(0, "out")
     else:
         dout, *dh = problem.gradients
-        x, weight, *others = inputs
-        bias, residual = others or (None, None)
-        exact = expected_norm(
-            name == "rms_norm", dout, x, weight, bias, residual, *(dh or [None]), eps=EPS
-        )
-        whole = ("out", "h", "dx", "dweight", "dbias")
-        names = whole if others else ("out", "dx", "dweight")
-        if others:  # that of the residual is that of x
-            assert (results.pop() == results[2]).all()
+        inputs = problem.all_inputs("x", "weight", "bias", "residual")
+        exact = expected_norm(name.startswith("rms"), dout, *inputs, *(dh or [None]), eps=EPS)
+        names = ["out", *["h"] * len(dh), *names]
+        if dh:  # the gradient of x is that of the residual, in its own dtype
+            of_x, of_residual = results[2], results.pop()
+            assert of_residual.dtype == inputs[-1].dtype and of_x.dtype == inputs[0].dtype
+            assert (of_residual.to(of_x.dtype) == of_x).all()
+            results[2] = of_residual
     exact.check(**dict(zip(names, results, strict=True)))
 
 
 each_norm = pytest.mark.parametrize(
-    "name", ["layer_norm", "rms_norm", "group_norm contiguous", "group_norm channels_last"]
+    "name",
+    [
+        *("layer_norm", "layer_norm plain", "rms_norm", "rms_norm of a float32 residual"),
+        *("group_norm contiguous", "group_norm channels_last", "group_norm plain"),
+    ],
 )
 
 
@@ -93,19 +120,23 @@ def test_opcheck(backend, name):
 
     operators = torch.ops.cupyflash
     problem = problem_of(backend, name)
-    plain = [x.detach() for x in problem.inputs]
     dout, *dh = problem.gradients
     if name.startswith("group_norm"):
         options = (3, EPS, "mish")
-        torch.library.opcheck(operators.group_norm.default, (*problem.inputs, *options))
+        padded = (*problem.inputs, *[None] * (3 - len(problem.inputs)))
+        plain = problem.all_inputs("x", "weight", "bias")
+        torch.library.opcheck(operators.group_norm.default, (*padded, *options))
         _, stats = operators.group_norm(*plain, *options)
         torch.library.opcheck(operators.group_norm_backward.default, (dout, *plain, stats, "mish"))
         return
-    padded = (*problem.inputs, *[None] * (4 - len(plain)))
-    rms = name == "rms_norm"
-    torch.library.opcheck(operators.norm.default, (*padded, name, rms, EPS))
-    *_, stats = operators.norm(*plain, *padded[len(plain) :], name, rms, EPS)
-    arguments = (dout, *plain[:2], stats, *(dh or [None]), name, rms, not rms)
+    names = ("x", "weight", "bias", "residual")
+    rms, options = name.startswith("rms"), (name.split()[0], name.startswith("rms"), EPS)
+    leaves = [problem.named.get(key) for key in names]
+    torch.library.opcheck(operators.norm.default, (*leaves, *options))
+    x, weight, _, residual = plain = problem.all_inputs(*names)
+    _, *h, stats = operators.norm(*plain, *options)
+    values = x if residual is None else h[0]
+    arguments = (dout, values, weight, stats, *(dh or [None]), *options[:2], not rms)
     torch.library.opcheck(operators.norm_backward.default, arguments)
 
 
@@ -156,7 +187,7 @@ def test_operators_have_the_gradients_of_eager(backend, name):
     last = dataclasses.replace(
         problem,
         function=lambda *x: problem.function(*x)[-1:],
-        inputs=problem.inputs[:1],
+        named={"x": problem.named["x"]},
         gradients=problem.gradients[-1:],
     )
     rest = [x.detach() for x in problem.inputs[1:]]
@@ -200,9 +231,8 @@ def test_autocast_promotes_the_residual(backend, compiled):
         out, h = function(half, weight, residual=residual)
     dout = torch.zeros_like(x)
     expected_norm(True, dout, half.float(), weight, None, residual, eps=EPS).check(out=out, h=h)
-    if not compiled:
-        with pytest.raises(TypeError, match="residual must have the dtype of x"):
-            function(half, weight, residual=residual)
+    out, h = function(half, weight, residual=residual)
+    expected_norm(True, dout, half, weight, None, residual, eps=EPS).check(out=out, h=h)
 
 
 @each_library(library="torch")

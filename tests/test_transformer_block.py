@@ -1,17 +1,20 @@
 """Transformer blocks for one new token: the whole stack in one launch, on every library."""
 
 import dataclasses
+import gc
 import math
+import weakref
 
 import numpy
 import pytest
 from arrays import normal, stored
 from matrix import each_library, libraries, pairwise
+from wrong_calls import FLAG, INTEGER, NUMBER, array, check_refused
 
 import cupyflash
 from cupyflash import BlockStack, BlockWeights, transformer_block
 from cupyflash.testing import expected_stack, to_numpy64
-from cupyflash.transformer import plan
+from cupyflash.transformer import dispatch, one_block, plan
 
 NAMES = BlockWeights._fields
 ENDS = ("final_weight", "final_bias", "head_weight", "token_embedding", "position_embedding")
@@ -332,7 +335,7 @@ def test_bad_input(backend):
     bad(TypeError, "proj_bias.*list", weights=block._replace(proj_bias=[0.0] * 256))
     bad(TypeError, "BlockWeights.*tuple", weights=tuple(block))
     bad(ValueError, "heads.*divides.*256.*7", heads=7)
-    bad(ValueError, "heads", heads=True)
+    bad(TypeError, "heads", heads=True)
     bad(ValueError, "head_dim.*multiple of 8 up to 128.*256", heads=1)
     bad(ValueError, r"x must have shape.*\(3, 255\)", x=array((3, 255)))
     bad(TypeError, "x must be float16, got float32", x=array((3, 256), "float32"))
@@ -346,8 +349,9 @@ def test_bad_input(backend):
     bad(TypeError, "lengths must be int32, got int64", lengths=backend.array(numpy.arange(3)))
     bad(ValueError, r"lengths.*\(3,\).*\(4,\)", lengths=integers(backend, [1, 2, 3, 4]))
     bad(ValueError, "lengths.*contiguous", lengths=integers(backend, range(6))[::2])
-    for eps in (-1.0, float("nan"), None):
+    for eps in (-1.0, float("nan")):
         bad(ValueError, "eps", eps=eps)
+    bad(TypeError, "eps", eps=None)
 
 
 @each_library()
@@ -380,6 +384,239 @@ def test_no_backward(backend):
         p.stack()(*arrays)
     with torch.no_grad():
         p.stack()(*arrays)
+
+
+# Wrong calls, of ``CASE``: a few dozen values of each argument.
+PLACES = ("int64", "float32")
+
+
+def call_of(p, layer=None):
+    """The arrays of a right call."""
+    caches = [x if layer is None else x[layer] for x in (p.k_cache, p.v_cache)]
+    return {"x": p.x, "k_cache": caches[0], "v_cache": caches[1], "lengths": p.lengths}
+
+
+def call_kinds(good):
+    """Values that they cannot have; also each cache for the other, and x within a cache."""
+    kinds = {name: array(good[name]) for name in ("x", "k_cache", "v_cache")}
+    kinds["lengths"] = array(good["lengths"], dtypes=PLACES)
+    kinds["k_cache"] += (good["v_cache"],)
+    kinds["v_cache"] += (good["k_cache"],)
+    kinds["x"] += (good["k_cache"].reshape(-1, good["x"].shape[1])[5:8],)
+    return kinds
+
+
+@each_library()
+def test_wrong_calls_of_a_block(backend):
+    p = make(backend, dataclasses.replace(CASE, storage="contiguous"))
+    good = {**call_of(p, 0), "weights": p.blocks[0], "heads": 4, "eps": 1e-5}
+    block = p.blocks[0]
+    weights = [None, 3, "text", tuple(block), [block], BlockWeights, block._asdict()]
+    for name in ("ln1_weight", "qkv_weight", "down_bias"):
+        weights += [block._replace(**{name: x}) for x in array(getattr(block, name))]
+    kinds = call_kinds(good) | {"weights": tuple(weights)}
+    kinds |= {"heads": (*INTEGER, None, 0, -1, 3, 1, 4.0), "eps": (*NUMBER, None, -1.0)}
+    check_refused(transformer_block, good, kinds, least=130)
+
+
+@each_library()
+def test_wrong_stacks(backend):
+    p = make(backend, dataclasses.replace(CASE, layers=2))
+    first, second = p.blocks
+    blocks = [None, 3, "text", [], (), [None], [first, None], [first, tuple(second)], [first] * 65]
+    for name in ("ln1_weight", "up_bias"):
+        blocks += [[first, second._replace(**{name: x})] for x in array(getattr(second, name))]
+    kinds = {name: array(x) for name, x in p.ends.items()}  # with None, one of five is missing
+    kinds |= {"blocks": tuple(blocks), "heads": (*INTEGER, None, 0, -1, 3, 1)}
+    kinds["eps"] = (*NUMBER, None, -1.0)
+    check_refused(BlockStack, {"blocks": p.blocks, "heads": 4, "eps": 1e-5, **p.ends}, kinds, 110)
+
+
+def under_name(function, name):
+    """A bound method as a function of the name in its errors."""
+
+    def call(**arguments):
+        return function(**arguments)
+
+    call.__name__ = name
+    return call
+
+
+@each_library()
+def test_wrong_calls_of_a_stack(backend):
+    p = make(backend, dataclasses.replace(CASE, storage="contiguous"))
+    stack, good = p.stack(**p.ends), call_of(p)
+    kinds = call_kinds(good)
+    check_refused(under_name(stack, "BlockStack"), good, kinds, least=55)
+    good, kinds = {"tokens": p.tokens, **good}, {**kinds, "tokens": array(p.tokens, dtypes=PLACES)}
+    del good["x"], kinds["x"]
+    check_refused(under_name(stack.next_logits, "next_logits"), good, kinds, least=50)
+    out, wrong = integers(backend, [0, 0, 0]), array(p.tokens, optional=True, dtypes=PLACES)
+    kinds |= {"out": (*wrong, p.lengths), "advance": (*FLAG, None)}
+    kinds["tokens"] += (p.lengths,)
+    good |= {"out": out, "advance": True}
+    check_refused(under_name(stack.step, "step"), good, kinds, least=70)
+    overlapping = integers(backend, range(4))
+    with pytest.raises(ValueError, match="^step: out is written.*memory with tokens"):
+        stack.step(**good | {"tokens": overlapping[:3], "out": overlapping[1:]})
+
+
+@each_library()
+def test_unaligned_memory_is_refused_everywhere(backend):
+    """The CPU takes no more than the kernel does."""
+    p = make(backend, dataclasses.replace(CASE, storage="contiguous"))
+    good = call_of(p, 0)
+    for name in ("k_cache", "v_cache"):
+        size = math.prod(good[name].shape)
+        shifted = stored(backend, numpy.zeros(size + 9), CASE.dtype)
+        shifted = shifted[1 : 1 + size].reshape(good[name].shape)
+        with pytest.raises(ValueError, match=f"{name} must begin at a multiple of 16 bytes"):
+            transformer_block(**good | {name: shifted}, weights=p.blocks[0], heads=4)
+    bias = stored(backend, numpy.zeros(257), CASE.dtype)[1:]
+    with pytest.raises(ValueError, match="^BlockStack: proj_bias must begin at a multiple"):
+        BlockStack([p.blocks[0]._replace(proj_bias=bias)], heads=4)
+
+
+@each_library(library="torch")
+def test_autograd_hears_of_writes(backend):
+    """What was saved for a backward and written since is an error there."""
+    import torch
+
+    p = make(backend, CASE)
+    stack = p.stack(**p.ends)
+    caches = p.k_cache, p.v_cache
+    factor = torch.ones_like(p.k_cache).requires_grad_()
+    for write in (
+        lambda: stack(p.x, *caches, p.lengths),
+        lambda: stack.next_logits(p.tokens, *caches, p.lengths),
+        lambda: transformer_block(
+            p.x, p.blocks[0], *(x[0] for x in caches), p.lengths, heads=CASE.heads
+        ),
+    ):
+        for cache in caches:
+            saved = (factor * cache).sum()
+            write()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                saved.backward()
+    before = p.tokens._version, p.lengths._version, p.k_cache._version
+    stack.step(p.tokens, *caches, p.lengths)
+    after = p.tokens._version, p.lengths._version, p.k_cache._version
+    assert all(x < y for x, y in zip(before, after))
+    for needing in ("x", "k_cache"):
+        good = call_of(p)
+        with pytest.raises(NotImplementedError, match="^BlockStack: has no backward"):
+            stack(**good | {needing: good[needing].clone().requires_grad_()})
+
+
+@each_library(library="torch")
+def test_under_torch_compile(backend):
+    import torch
+
+    p = make(backend, CASE)
+    good, stack = call_of(p, 0), p.stack()
+    expected = transformer_block(**good, weights=p.blocks[0], heads=CASE.heads)
+    whole = stack(**call_of(p))
+
+    @torch.compile(backend="eager")
+    def compiled(arrays, weights):
+        return transformer_block(**arrays, weights=weights, heads=4) + 0
+
+    assert torch.equal(compiled(good, p.blocks[0]), expected)
+    assert torch.equal(torch.compile(lambda x: stack(**x), backend="eager")(call_of(p)), whole)
+
+
+@each_library()
+def test_dropped_blocks_are_dropped(backend):
+    """Nothing keeps the weights, nor memory that belongs to them."""
+    case = dataclasses.replace(CASE, layers=1)
+    p = make(backend, case)
+    good = call_of(p, 0)
+    held = lambda: memory(backend)  # noqa: E731
+
+    def run(seed):
+        block = weights(backend, case, seed)
+        transformer_block(**good, weights=block, heads=case.heads)
+        stack = BlockStack([block], heads=case.heads)
+        stack(**call_of(p))
+        return weakref.ref(block.qkv_weight)
+
+    run(0)
+    before, kept = held(), len(one_block._stacks)
+    dropped = [run(seed) for seed in range(1, 101)]
+    gc.collect()
+    assert not any(x() is not None for x in dropped)
+    assert len(one_block._stacks) <= kept and held() <= before
+
+
+def test_weights_are_held_weakly_wherever_kernels_run(monkeypatch):
+    """The way of a GPU, with a plan that launches nothing; also views are one entry."""
+    torch = pytest.importorskip("torch")
+    from cupyflash.array import TorchLibrary
+
+    (backend,) = (x for x in libraries() if x.name == "torch-cpu")
+    case = dataclasses.replace(CASE, layers=1)
+    p, plans = make(backend, case), []
+
+    class NoPlan:
+        def __init__(self, function, library, shape, views, batch, advance):
+            plans.append(self)
+
+        def __call__(self, like, pointers):
+            assert len(pointers) == 14 and pointers[0] == p.x.data_ptr()
+
+    monkeypatch.setattr(TorchLibrary, "on_cpu", lambda self, x: False)
+    monkeypatch.setattr(dispatch, "require_gpu", lambda function, shape: None)
+    monkeypatch.setattr(dispatch, "pointer_table", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(dispatch, "StackPlan", NoPlan)
+    monkeypatch.setattr(one_block, "_stacks", {})
+    good, versions = call_of(p, 0), p.k_cache._version
+    for grad in (False, True):
+        block = weights(backend, case, 5)
+        if grad:
+            block = BlockWeights(*map(torch.nn.Parameter, block))
+        with torch.no_grad():
+            for given in (block, BlockWeights(*(x[:] for x in block)), block):
+                transformer_block(**good, weights=given, heads=case.heads)
+        assert len(one_block._stacks) == 1 and len(plans) == 1 + grad
+        if grad:
+            with pytest.raises(NotImplementedError, match="^transformer_block: has no backward"):
+                transformer_block(**good, weights=block, heads=case.heads)
+        kept = weakref.ref(next(iter(one_block._stacks.values())))
+        del block, given
+        assert not one_block._stacks and kept() is None
+    assert p.k_cache._version == versions + 6
+
+
+def memory(backend):
+    """Bytes of a GPU in use."""
+    gc.collect()
+    if not backend.gpu:
+        return 0
+    if backend.library == "torch":
+        import torch
+
+        return torch.cuda.memory_allocated()
+    import cupy
+
+    return cupy.get_default_memory_pool().used_bytes()
+
+
+@each_library()
+def test_a_block_is_kept_for_views_of_its_weights(backend):
+    """On a GPU: new objects of the same memory are one entry, until that memory is gone."""
+    if not backend.gpu:
+        pytest.skip("the CPU keeps nothing")
+    p = make(backend, CASE)
+    block, good = weights(backend, CASE, 77), call_of(p, 0)
+    kept = len(one_block._stacks)
+    for _ in range(3):
+        views = BlockWeights(*(x[:] for x in block))
+        transformer_block(**good, weights=views, heads=CASE.heads)
+        del views
+        assert len(one_block._stacks) == kept + 1
+    del block
+    gc.collect()
+    assert len(one_block._stacks) == kept
 
 
 @pytest.mark.parametrize("item", [2, 4])
@@ -443,8 +680,6 @@ def test_graph_and_streams(backend):
 @each_library(device="cuda")
 def test_host_time_is_one_look_up(backend, monkeypatch):
     """A second call of the same signature checks nothing again."""
-    from cupyflash.transformer import dispatch
-
     p = make(backend, CASE)
     stack, arrays = p.stack(), (p.x, p.k_cache, p.v_cache, p.lengths)
     first = stack(*arrays)

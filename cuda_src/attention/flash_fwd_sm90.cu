@@ -138,13 +138,14 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
           .add_to(s, row, col, score.alibi(1.f));
     }
     if (masked) apply_mask(s, tile->sequence, row, col);
-    state.update(s, score.scale_log2, rescale);
-    if constexpr (BIAS == BIAS_BOXES) {  // late, when nobody waits for these loads any more
-      wait_for_loads(bias_loads);
-      __syncwarp();
-      shared.bias[group].release(0);
-      bias_ring.advance();
-    }
+    state.update(s, score.scale_log2, rescale, [&] {
+      if constexpr (BIAS == BIAS_BOXES) {  // now that nobody waits for these loads any more
+        wait_for_loads(bias_loads);
+        __syncwarp();
+        shared.bias[group].release(0);
+        bias_ring.advance();
+      }
+    });
     if constexpr (DROPOUT) {  // the sum is of all weights
       Dropout(dropout_seed, shape, tile->batch, tile->head).apply<Dropped::ZERO>(s, row, col);
     }

@@ -9,20 +9,32 @@
 
 // exp2(s * scale_log2 - offset) is one fused multiply-add: its product is exact, the offset is
 // rounded. From here on that rounding is half a unit of the exponent or more, and all weights of a
-// row would overflow or vanish together. Such rows subtract the maximum first. That the sums so far
-// are still rescaled by rounded products is as if scores had changed in their last digit.
+// row would overflow or vanish together.
 constexpr float HUGE_LOG2 = 0x1p24f;
+
+// The scale of a row with this maximum. That of huge scores is a power of two, whose product with
+// the maximum is not rounded. It may be half of the true scale, which is as if scores had changed
+// in their last digit: neighbouring floats of such a size are two or more units of the exponent
+// apart.
+__device__ __forceinline__ float row_scale(float max, float scale_log2) {
+  const float power_of_two = __uint_as_float(__float_as_uint(scale_log2) & 0x7f800000u);
+  return fabsf(max * scale_log2) < HUGE_LOG2 ? scale_log2 : power_of_two;
+}
+
+struct Nothing {
+  __device__ void operator()() const {}
+};
 
 struct RowState {
   float max[2] = {-INF, -INF};
   float sum[2] = {0.f, 0.f};
 
   // Replaces scores by probabilities relative to the new maximum; rescale[i] is what the sums and
-  // outputs so far must be multiplied with.
-  template <int N>
+  // outputs so far must be multiplied with. Calls maximum_known() when all scores have been read.
+  template <int N, class Function = Nothing>
   __device__ __forceinline__ void update(float (&scores)[N][4], float scale_log2,
-                                         float (&rescale)[2]) {
-    float offset[2];
+                                         float (&rescale)[2], Function maximum_known = {}) {
+    float scale[2], offset[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float new_max = max[half];
@@ -31,19 +43,15 @@ struct RowState {
         new_max = fmaxf(new_max, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
       }
       new_max = quad_max(new_max);
+      scale[half] = row_scale(new_max, scale_log2);
       // A row that has seen no key: -inf - (-inf) would be NaN.
-      offset[half] = new_max == -INF ? 0.f : __fmul_rn(new_max, scale_log2);
+      offset[half] = new_max == -INF ? 0.f : __fmul_rn(new_max, scale[half]);
       // Both products rounded alike: a maximum that stays must give exactly 1, or the sum drifts by
       // a rounding a tile, and nothing is ever skipped.
-      rescale[half] = exp2_approx(__fmul_rn(max[half], scale_log2) - offset[half]);
+      rescale[half] = exp2_approx(__fmul_rn(max[half], scale[half]) - offset[half]);
       max[half] = new_max;
     }
-    if (fmaxf(fabsf(offset[0]), fabsf(offset[1])) >= HUGE_LOG2) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (fabsf(offset[half]) >= HUGE_LOG2) subtract_max(scores, half, offset[half]);
-      }
-    }
+    maximum_known();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float partial = 0.f;
@@ -51,7 +59,7 @@ struct RowState {
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          scores[n][i] = exp2_approx(scores[n][i] * scale_log2 - offset[half]);
+          scores[n][i] = exp2_approx(scores[n][i] * scale[half] - offset[half]);
           partial += scores[n][i];
         }
       }
@@ -81,16 +89,5 @@ struct RowState {
     const bool empty = total == 0.f;  // a row that saw no key; a NaN is not empty
     lse = empty ? -INF : __fadd_rn(max_log2, log2_of_sum(total)) * LN2;
     return empty ? 0.f : rescale * rcp_approx(total);
-  }
-
- private:
-  template <int N>
-  __device__ __forceinline__ void subtract_max(float (&scores)[N][4], int half, float& offset) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      scores[n][2 * half] -= max[half];
-      scores[n][2 * half + 1] -= max[half];
-    }
-    offset = 0.f;
   }
 };

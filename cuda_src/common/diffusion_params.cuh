@@ -3,8 +3,9 @@
 #pragma once
 #include "types.cuh"
 
-// One update of a sampler: with x0 = clip(x_to_x0 * x + model_to_x0 * model),
-// x = x0_to_x * x0 + x_to_x * x + model_to_x * model + noise_to_x * noise.
+// One update of a sampler: with x0 = clip(x_to_x0 * x + model_to_x0 * model) / clip's threshold (1
+// where there are no thresholds), x = x0_to_x * x0 + x_to_x * x + model_to_x * model + noise_to_x *
+// noise.
 struct DiffusionCoefficients {
   float x_to_x0;
   float model_to_x0;
@@ -16,11 +17,13 @@ struct DiffusionCoefficients {
 
 struct DiffusionStepParams {
   const void* x;                              // [batch, sample_size]
-  const void* model;                          // predicted noise, like x
+  const void* model;                          // what the model returned, like x
   const void* noise;                          // like x; null: drawn here
   void* out;                                  // like x
   const void* steps;                          // [batch] or [1] of int64_t, or null: `step`
   const DiffusionCoefficients* coefficients;  // [num_steps]
+  const float* thresholds;                    // [batch], or null: `clip` without a division
+  const int64_t* seeds;                       // [batch], or null: `seed`
   uint64_t seed;
   uint64_t step;
   int64_t batch;

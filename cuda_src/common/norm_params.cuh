@@ -141,8 +141,8 @@ struct GroupRing {
   int runs;          // groups of a pack, at most
 };
 
-// What the blocks tell each other, of the groups of a slice, is 0 at first, then used by one launch
-// of the same shape after the other. The last word of each of these uint4 is a tag.
+// What the blocks tell each other, of the groups of a slice, lies in a workspace that is 0 at
+// first, then used by one launch after the other. The last word of each of these uint4 is a tag.
 struct GroupNormFwdRingBase {
   const void* x;
   const void* weight;  // [channels]
@@ -151,7 +151,7 @@ struct GroupNormFwdRingBase {
   float* stats;      // [batch, groups, 2]: mean, 1 / deviation; or null
   uint4* told;       // [teams, flight, groups, blocks]: count, mean, sum of squared deviations
   uint4* found;      // [teams, flight, groups]: mean, 1 / deviation
-  uint32_t* rounds;  // [teams]: samples or slices of the launches before this one
+  uint32_t* rounds;  // [MAX_TEAMS], equal: samples or slices of a team in launches before this one
   GroupStrides x_strides;
   GroupStrides out_strides;
   GroupNormShape shape;
@@ -173,7 +173,7 @@ struct GroupNormBwdRingBase {
   float* partials;   // [2, teams * blocks, channels]: shares of dweight and dbias
   uint4* told;       // [teams, flight, groups, blocks]: sums of what dx needs the means of
   uint4* found;      // [teams, flight, groups]: slope, constant, 1 / deviation
-  uint32_t* rounds;  // [teams]: samples or slices of the launches before this one
+  uint32_t* rounds;  // [MAX_TEAMS], equal: samples or slices of a team in launches before this one
   GroupStrides dout_strides;
   GroupStrides x_strides;
   GroupStrides dx_strides;

@@ -4,7 +4,8 @@
 // Elementwise; a thread has LOADS packs of VECTOR neighbouring elements. Noise that is not given is
 // drawn here: the four numbers of elements 4 i to 4 i + 3 come from the counter (i, step) and the
 // key `seed`, so equal calls give equal bits, whatever the launch looks like, and each step has its
-// own noise. A step outside of the table, which only the device knows, gives NaN.
+// own noise. With a seed for each sample the elements are counted from the beginning of the sample.
+// A step outside of the table, which only the device knows, gives NaN.
 #include "../common/diffusion_params.cuh"
 #include "../common/philox.cuh"
 #include "../common/words.cuh"
@@ -35,7 +36,8 @@ __device__ __forceinline__ void draw(float (&noise)[VECTOR], int64_t first, uint
   }
 }
 
-template <typename T, typename MODEL, bool DRAW, int LOADS, int VECTOR>
+// PER_SAMPLE: samples have thresholds or seeds of their own.
+template <typename T, typename MODEL, bool DRAW, bool PER_SAMPLE, int LOADS, int VECTOR>
 __global__ void __launch_bounds__(THREADS)
     diffusion_step(const __grid_constant__ DiffusionStepParams params) {
   // ---- read ----
@@ -55,14 +57,27 @@ __global__ void __launch_bounds__(THREADS)
       given[load] = load_words<VECTOR>(static_cast<const T*>(params.noise) + first);
   }
 
-  int64_t step = params.step;
+  int64_t step = params.step, noise_begin = 0;
+  uint64_t seed = params.seed;
+  float limit = params.clip, shrink = 1.f;
   DiffusionCoefficients c;
 #pragma unroll
   for (int load = 0; load < LOADS; ++load) {
     const int64_t first = first_of(load);
     if (first >= size) continue;
     // ---- which step, noise ----
-    if (load == 0 || params.steps_stride) {
+    if (load == 0 || PER_SAMPLE || params.steps_stride) {
+      if constexpr (PER_SAMPLE) {
+        const int64_t sample = first / params.sample_size;
+        if (params.thresholds) {
+          limit = params.thresholds[sample];
+          shrink = 1.f / limit;
+        }
+        if (DRAW && params.seeds) {
+          seed = uint64_t(params.seeds[sample]);
+          noise_begin = sample * params.sample_size;
+        }
+      }
       if (params.steps) {
         const int64_t index = params.steps_stride ? first / params.sample_size : 0;
         step = params.wide_steps ? static_cast<const int64_t*>(params.steps)[index]
@@ -73,8 +88,8 @@ __global__ void __launch_bounds__(THREADS)
       if (!known) c.x_to_x = INF - INF;
     }
     float noise[VECTOR] = {};
-    if constexpr (DRAW) {
-      draw(noise, first, params.seed, step);  // also where it counts nothing: no branch is faster
+    if constexpr (DRAW) {  // also where it counts nothing: no branch is faster
+      draw(noise, first - noise_begin, seed, step);
     } else if (c.noise_to_x != 0.f) {
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) noise[i] = given[load].at(i);
@@ -86,7 +101,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < VECTOR; ++i) {
       const float x_i = x[load].at(i), model_i = model[load].at(i);
       const float guess = c.x_to_x0 * x_i + c.model_to_x0 * model_i;
-      const float x0 = clamp_nan(guess, params.clip);
+      const float x0 = PER_SAMPLE ? clamp_nan(guess, limit) * shrink : clamp_nan(guess, limit);
       const float mean = c.x0_to_x * x0 + c.x_to_x * x_i + c.model_to_x * model_i;
       out[i] = mean + c.noise_to_x * noise[i];
     }

@@ -19,7 +19,8 @@
 // Kernels differ in what they collect, how it adds up, and what they apply.
 //
 // Blocks talk through records in global memory, which carry a tag: the number of the sample in the
-// team, counted on from launch to launch. A reader loads a record until it has the tag.
+// team, counted on from launch to launch on a stream, whatever their shapes are. A reader loads a
+// record until it has the tag.
 //
 // Why this ends: a ring holds a sample at least, so that loading and collecting it wait for nothing
 // but the samples before it.
@@ -49,6 +50,7 @@ constexpr int OTHER_REGISTERS = 56;  // enough for those that neither collect no
 static_assert(RING_THREADS == 3 * CONSUMERS && RING_REGISTERS == 65536 / RING_THREADS / 8 * 8, "");
 constexpr int MAX_SLOTS = 64;
 constexpr int MAX_FLIGHT = 8;
+constexpr int MAX_TEAMS = 8;
 constexpr int MAX_RING_GROUPS = 64;
 constexpr int RING_BYTES = 225 << 10;  // of dynamic shared memory
 constexpr int TELLERS_BARRIER = 1;
@@ -120,7 +122,7 @@ struct RingBlock {
     const GroupNormShape& shape = params.shape;
     const GroupRing& ring = params.ring;
     team = blockIdx.x % ring.teams, share = blockIdx.x / ring.teams;
-    samples = (int(shape.batch) - team + ring.teams - 1) / ring.teams * ring.slices;
+    samples = samples_of(team);
     begin = share * ring.span;
     own = min(ring.span, shape.positions - begin);
     width = shape.channels, groups = shape.groups / ring.slices;
@@ -128,6 +130,12 @@ struct RingBlock {
     row_packs = channels / VECTOR, rows = CONSUMERS / row_packs;
     slot_positions = rows * TURNS;
     slot_bytes = slot_positions * channels * int(sizeof(T));
+  }
+
+  // Of a team, or slices of them; the first team has the most.
+  __device__ int samples_of(int team) const {
+    const GroupRing& ring = params.ring;
+    return (int(params.shape.batch) - team + ring.teams - 1) / ring.teams * ring.slices;
   }
 
   // The way of a team through them.

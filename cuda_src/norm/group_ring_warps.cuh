@@ -162,8 +162,12 @@ __device__ __forceinline__ void ring_receive(const Kernel& kernel, uint32_t tag,
     __syncwarp();  // so that no lane arrives for a later sample first
     place.next(ring.flight);
   }
-  // All blocks of the team have read it: each has told what this one has heard of.
-  if (block.share == 0 && lane == 0) block.params.rounds[block.team] = tag - 1;
+  // All blocks of the team have read its word: each has told what this one has heard of. The words
+  // of all teams that there could be stay equal, so that no tag in the workspace is ahead of the
+  // next launch, which may have other teams: they count on by the samples of the longest team.
+  const uint32_t longest = tag - 1 - block.samples + block.samples_of(0);
+  if (block.share == 0 && lane < MAX_TEAMS && lane % block.params.ring.teams == block.team)
+    block.params.rounds[lane] = longest;
 }
 
 // To so many registers, of RING_REGISTERS at first.

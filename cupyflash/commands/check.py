@@ -1,7 +1,7 @@
-"""``cupyflash check``: attention on shapes of real models, against float64, and its speed.
+"""``cupyflash check``: every operation on shapes of real models, against float64, and its speed.
 
-Runs on the GPU with CuPy arrays, or on the CPU with NumPy arrays and shorter sequences. The first
-and the last group of heads are compared with float64, by the rule of the tests
+Runs on the GPU with CuPy arrays, or on the CPU with NumPy arrays and smaller problems. Of attention
+the first and the last group of heads are compared, of the rest everything, by the rule of the tests
 (:mod:`cupyflash.testing.tolerance`).
 """
 
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cupyflash
@@ -18,37 +18,56 @@ import cupyflash
 from .. import environment, machine
 from ..attention import families
 from ..kernel_config import Access, Features
-from ..testing import Expected, Inputs, expected
+from ..testing import Inputs, expected
 from . import measure
 from .check_cases import Case, cases
+from .check_operations import operations
+from .check_problem import Check, Operation, Pass
 
-_MESSAGE = re.compile(r"max error (\S+), allowed (\S+) ")
+_MESSAGE = re.compile(r"max error (\S+)(?: of them)?, allowed (\S+) ")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was found of one pass of one case.
+    """What was found of one pass of one problem.
 
     Attributes:
-        family: kernel family, or "CPU".
-        error, allowed: of the output or gradient that comes closest to its tolerance.
+        name, dtype, shape: of the problem.
+        label: the pass and, of attention, the kernel family.
+        error, allowed: of the result that comes closest to its tolerance.
         failures: a message for each result beyond its tolerance.
+        rate: of work each second, in ``unit``, "FLOP" or "B".
         peak_bytes: memory taken while it ran, the results included.
     """
 
-    case: Case
-    backward: bool
-    family: str
+    name: str
+    dtype: str
+    shape: str
+    label: str
     error: float
     allowed: float
     failures: tuple[str, ...]
     milliseconds: float
-    tflops: float
+    rate: float
+    unit: str
     peak_bytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class NotRun:
+    """A problem that this machine or setting refuses, or that failed before there was a result."""
+
+    name: str
+    error: Exception
+
+    @property
+    def refused(self) -> bool:
+        """Whether that is as documented."""
+        return isinstance(self.error, NotImplementedError)
+
+
 def run(case: Case, library: str) -> list[Row]:
-    """Compute, verify and measure the passes of a case on arrays of "numpy" or "cupy"."""
+    """Compute, verify and measure the passes of attention on arrays of "numpy" or "cupy"."""
     x = case.inputs(library)
     forward, backward = _passes(case, x)
     results = dict(zip(("out", "lse"), forward()))
@@ -59,10 +78,44 @@ def run(case: Case, library: str) -> list[Row]:
         passes.append((backward, tuple(gradients)))
         results |= gradients
     findings = verify(case, x, results)
-    return [
-        _row(case, library, call, [f for f in findings if f.name in names])
-        for call, names in passes
-    ]
+    rows = []
+    for number, (call, names) in enumerate(passes):
+        found = [f for f in findings if f.name in names and (f.name != "lse" or f.failure)]
+        label = ("fwd", "bwd")[number]
+        family = f" {_family(case, bool(number))}" if library == "cupy" else ""
+        flops = measure.attention_flops(case.lengths, case.heads[0], case.head_dim, bool(number))
+        one = Pass(label, call, names, flops, "FLOP")
+        problem = (case.name, case.dtype, case.shape, label + family)
+        rows.append(_row(problem, one, found, library))
+    return rows
+
+
+def run_operation(operation: Operation, library: str) -> list[Row]:
+    """The same of an operation beside attention."""
+    rows = []
+    for one in operation.passes:
+        results = zip(one.results, one.call(), strict=True)
+        found = [_compare(operation.exact, name, result) for name, result in results]
+        problem = (operation.name, operation.dtype, operation.shape, one.name)
+        rows.append(_row(problem, one, found, library))
+    return rows
+
+
+def _row(
+    problem: tuple[str, str, str, str], one: Pass, findings: list["Finding"], library: str
+) -> Row:
+    closest = max(findings, key=lambda f: f.error / f.allowed if f.allowed else f.error)
+    milliseconds = measure.milliseconds(library, one.call)
+    return Row(
+        *problem,
+        closest.error,
+        closest.allowed,
+        tuple(finding.failure for finding in findings if finding.failure),
+        milliseconds,
+        one.work / milliseconds * 1e3,
+        one.unit,
+        measure.peak_bytes(library, one.call),
+    )
 
 
 def _passes(case: Case, x: Inputs) -> tuple[Callable[[], Any], Callable[..., Any] | None]:
@@ -79,25 +132,6 @@ def _passes(case: Case, x: Inputs) -> tuple[Callable[[], Any], Callable[..., Any
         cupyflash.flash_attn_varlen_func, *arguments, return_attn_probs=True, **options
     )
     return call, None
-
-
-def _row(case: Case, library: str, call: Callable[[], Any], findings: list["Finding"]) -> Row:
-    backward = findings[0].name not in ("out", "lse")
-    shown = [x for x in findings if x.name != "lse" or x.failure]
-    worst = max(shown, key=lambda finding: finding.error / finding.allowed)
-    milliseconds = measure.milliseconds(library, call)
-    flops = measure.attention_flops(case.lengths, case.heads[0], case.head_dim, backward)
-    return Row(
-        case,
-        backward,
-        _family(case, backward) if library == "cupy" else "CPU",
-        worst.error,
-        worst.allowed,
-        tuple(finding.failure for finding in findings if finding.failure),
-        milliseconds,
-        flops / milliseconds / 1e9,
-        measure.peak_bytes(library, call),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +163,7 @@ def verify(case: Case, inputs: Inputs, results: dict[str, Any]) -> list[Finding]
     return found
 
 
-def _compare(exact: Expected, name: str, result: Any) -> Finding:
+def _compare(exact: Check, name: str, result: Any) -> Finding:
     failure = ""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
@@ -158,7 +192,7 @@ def _family(case: Case, backward: bool) -> str:
 
 
 def check() -> int:
-    """Run all cases and print the table; exit code 1 if a result is wrong."""
+    """Run everything and print the table; exit code 1 if a result is wrong or missing."""
     from rich.console import Console
 
     from .check_table import heading, table, verdict
@@ -167,11 +201,25 @@ def check() -> int:
     problem = machine.gpu_problem()
     library = "numpy" if problem else "cupy"
     console.print(heading(problem))
-    dtypes = ("float16", "float32") + (("bfloat16",) if machine.has("ml_dtypes") else ())
     rows: list[Row] = []
+    not_run: list[NotRun] = []
     with console.status("") as status:
-        for case in cases(not problem, dtypes):
-            status.update(f"{case.name}: {case.shape}")
-            rows += run(case, library)
-    console.print("", table(rows), "", verdict(rows), sep="\n")
-    return 1 if any(row.failures for row in rows) else 0
+        for name, compute in problems(library):
+            status.update(name)
+            try:
+                rows += compute()
+            except Exception as error:  # the rest is worth knowing all the same
+                not_run.append(NotRun(name, error))
+    console.print("", table(rows), "", verdict(rows, not_run), sep="\n")
+    failed = any(row.failures for row in rows) or not all(x.refused for x in not_run)
+    return 1 if failed else 0
+
+
+def problems(library: str) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
+    """(what it is, a function that computes its rows) for each problem."""
+    bfloat16 = ("bfloat16",) if machine.has("ml_dtypes") else ()
+    for case in cases(library == "cupy", ("float16", "float32", *bfloat16)):
+        name = f"{case.name}, {case.dtype}: {case.shape}"
+        yield name, functools.partial(run, case, library)
+    for name, make in operations(library, *bfloat16 or ("float16",)):
+        yield name, lambda: run_operation(make(), library)  # noqa: B023

@@ -13,8 +13,9 @@ import cupyflash
 from .. import jit, machine
 
 if TYPE_CHECKING:
-    from .check import Row
+    from .check import NotRun, Row
 
+UNITS = {"FLOP": "FLOPS", "B": "B/s"}
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -33,58 +34,76 @@ def heading(gpu_problem: str) -> str:
         return text
     steps = escape("\nand: ".join(machine.mend()))
     return (
-        f"{version} on the [bold yellow]CPU[/], with NumPy arrays and short sequences\n"
+        f"{version} on the [bold yellow]CPU[/], with NumPy arrays and small problems\n"
         f"No GPU is used: {escape(gpu_problem)}.\nTo use one: {steps}"
     )
 
 
 def table(rows: Sequence["Row"]) -> Table:
-    """Two lines for each case, one a pass; fits 80 columns."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("model\ntokens, heads×dim", "pass\nkernels"):
-        table.add_column(name, no_wrap=True)
-    for name in ("error", "allowed", "time\nms", "speed\nTFLOP/s", "memory\nMiB"):
+    """Two lines for each problem, one a pass; fits 80 columns."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    table.add_column("operation or model\nshape", no_wrap=True)
+    table.add_column("pass\nkernels", no_wrap=True)
+    for name in ("error", "allowed", "time\nms", "speed", "memory\nMiB"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    for case, passes in itertools.groupby(rows, key=lambda row: row.case):
-        name = f"[bold]{case.name}[/], {SHORT[case.dtype]}\n{case.shape}"
+    for problem, passes in itertools.groupby(rows, key=lambda x: (x.name, x.dtype, x.shape)):
+        name, dtype, shape = map(escape, problem)
         columns = zip(*map(_cells, passes))
-        table.add_row(name, *("\n".join(cells) for cells in columns))
+        first = f"[bold]{name}[/], {SHORT[dtype]}\n[dim]{shape}[/]"
+        table.add_row(first, *("\n".join(cells) for cells in columns))
     return table
 
 
-def verdict(rows: Sequence["Row"]) -> str:
-    """What the errors mean, and every wrong result."""
+def verdict(rows: Sequence["Row"], not_run: Sequence["NotRun"] = ()) -> str:
+    """What the errors mean, every wrong result, and what did not run."""
     failures = [
-        f"[red]{row.case.name}, {'backward' if row.backward else 'forward'}[/]: {escape(failure)}"
+        f"[red]{escape(row.name)}, {row.label.split()[0]}[/]: {escape(failure)}"
         for row in rows
         for failure in row.failures
     ]
-    if failures:
-        return "\n".join(["[bold red]WRONG RESULTS[/]", *failures])
-    return (
-        f"[bold green]All {len(rows)} passes are correct[/]: compared with float64, each error is "
-        "at most twice that of the same formula in the same dtype, plus rounding (the first and "
-        "last group of heads). Memory is the peak while a pass runs, its results included."
-    )
+    broken = [
+        f"[red]{escape(x.name)}[/]: {type(x.error).__name__}: {escape(str(x.error))}"
+        for x in not_run
+        if not x.refused
+    ]
+    lines = ["[bold red]WRONG RESULTS[/]", *failures] if failures else []
+    lines += ["[bold red]DID NOT RUN[/]", *broken] if broken else []
+    for x in not_run:
+        if x.refused:
+            lines.append(f"[yellow]not here[/]: {escape(x.name)}: {escape(str(x.error))}")
+    if not failures and not broken:
+        lines.append(
+            f"[bold green]All {len(rows)} passes are correct[/]: compared with float64, each error "
+            "is at most twice that of the same formula in the same dtype, plus rounding (of "
+            "attention the first and the last group of heads). Memory is the peak while a pass "
+            "runs, its results included; speeds count each input and result once."
+        )
+    return "\n".join(lines)
 
 
 def _cells(row: "Row") -> tuple[str, ...]:
     return (
-        f"{'bwd' if row.backward else 'fwd'} {row.family}",
-        f"{row.error:.1e}",
-        f"{row.allowed:.1e}",
+        row.label,
+        f"{row.error:.1e}" if row.error else "0",
+        f"{row.allowed:.1e}" if row.allowed else "0",
         _significant(row.milliseconds),
-        _significant(row.tflops),
+        _rate(row.rate, row.unit),
         f"{row.peak_bytes / 2**20:.1f}",
         "[red]FAIL[/]" if row.failures else "[green]ok[/]",
     )
 
 
+def _rate(rate: float, unit: str) -> str:
+    """With the prefix that the number needs: "712 TFLOPS", "3.91 TB/s"."""
+    prefix, size = next((p, n) for p, n in (("T", 1e12), ("G", 1e9), ("M", 0.0)) if rate >= n)
+    return f"{_significant(rate / (size or 1e6))} {prefix}{UNITS[unit]}"
+
+
 def _significant(number: float) -> str:
-    """Three or four digits in at most seven characters."""
+    """Three digits in at most seven characters."""
     if number < 0.001:
         return f"{number:.1e}"
-    places = ((0.1, 4), (10, 3), (100, 2), (1000, 1))
-    decimals = next((count for bound, count in places if number < bound), 0)
-    return f"{number:.{decimals}f}"
+    return (
+        f"{number:.{next((n for bound, n in ((1, 3), (10, 2), (100, 1)) if number < bound), 0)}f}"
+    )

@@ -2,7 +2,7 @@
 
 ======  ==========================================================================
 info    what this machine has, what it lacks, and the pip line that mends it
-check   attention on shapes of real models, verified against float64, and its speed
+check   every operation on shapes of real models, against float64, and its speed
 warmup  compile kernels into the cache, without a GPU: for container images
 cache   what the cache holds; ``cache clear`` empties it
 gpt2    text from a GPT-2 on these kernels, and its benchmark
@@ -13,34 +13,41 @@ import argparse
 import collections
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import cupyflash
 
-from .. import jit, kernels, machine
+from .. import jit, kernels, machine, precompile
 from ..attention import families
+from ..kernel_config import ITEM_SIZE
 from ..models.gpt2 import cli as gpt2
-from ..precompile import ALL_HEAD_DIMS, capability_of, warmup
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 1 if it failed, 2 for bad arguments."""
+    """Run a command and return its exit code.
+
+    1 if it failed, 2 for bad arguments, 130 where it was interrupted (as shells have it).
+    """
     arguments = _parser().parse_args(argv)
     if not machine.has("rich"):
         print(f"cupyflash: the command line needs rich; {machine.pip_line('cli')}", file=sys.stderr)
         return 1
     try:
         return arguments.run(arguments)
+    except KeyboardInterrupt:
+        print(f"cupyflash {arguments.command}: interrupted", file=sys.stderr)
+        return 130
     except (ImportError, MemoryError, OSError, RuntimeError, ValueError) as error:
-        print(f"cupyflash {arguments.command}: {error}", file=sys.stderr)
+        text = str(error).removeprefix("cupyflash: ").removeprefix(f"{arguments.command}: ")
+        print(f"cupyflash {arguments.command}: {text}", file=sys.stderr)
         return 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="cupyflash", description="Attention on every NVIDIA GPU and on the CPU."
+        prog="cupyflash", description="Attention on NVIDIA GPUs and on the CPU."
     )
     parser.add_argument("--version", action="version", version=cupyflash.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -48,27 +55,34 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="what this machine has and what is missing")
     info.set_defaults(run=_info)
 
-    check = commands.add_parser("check", help="verify attention on this machine, and time it")
+    check = commands.add_parser("check", help="verify every operation on this machine, and time it")
     check.set_defaults(run=_check)
 
     warm = commands.add_parser(
         "warmup",
         help="compile kernels into the cache; needs no GPU",
-        description="Compile kernels into the cache. Needs no GPU: for container images. "
-        "Without the options that narrow it down, everything that can be launched. Families are "
-        "those of attention, topics the kernels beside it.",
+        description="Compile kernels into the cache. Needs no GPU: for container images. By "
+        "default those that calls with default options launch: attention on 16-bit arrays, norms "
+        "and decoding; others are compiled at their first use. Families are those of attention, "
+        "topics the kernels beside it.",
     )
     warm.add_argument(
         "--arch", type=_archs, required=True, metavar="SM,…", help="such as sm_80,sm_90a"
     )
     narrow = functools.partial(warm.add_argument, nargs="+")
-    narrow("--head-dim", type=_head_dim, default=ALL_HEAD_DIMS, metavar="D", help="default all")
-    narrow("--dtype", choices=DTYPES, default=list(DTYPES), metavar="TYPE", help="|".join(DTYPES))
-    for option, known in (("--family", list(families.FAMILIES)), ("--topic", list(kernels.TOPICS))):
-        text = "|".join(known) + "; no name for none"
-        narrow(option, nargs="*", choices=known, default=known, metavar="NAME", help=text)
-    text = "without softcap, ALiBi and sinks, and without unaligned arrays beside attention"
-    warm.add_argument("--plain", action="store_true", help=text)
+    dims = ", ".join(map(str, precompile.COMMON_HEAD_DIMS))
+    narrow("--head-dim", type=_head_dim, metavar="D", help=f"default {dims}")
+    narrow("--dtype", type=_dtype, metavar="TYPE", help="|".join(DTYPES) + "; default fp16 bf16")
+    for option, known, default in (
+        ("--family", families.FAMILIES, "the fastest"),
+        ("--topic", kernels.TOPICS, " ".join(precompile.COMMON_TOPICS)),
+    ):
+        what = {"--family": "families", "--topic": "topics"}[option]
+        text = f"{'|'.join(known)}; no name for none; default {default}"
+        narrow(option, nargs="*", type=_name(what, known), metavar="NAME", help=text)
+    text = "all kernels within the options given, but attention with a bias or dropout"
+    warm.add_argument("--everything", action="store_true", help=text)
+    warm.add_argument("--jobs", type=int, metavar="N", help="processes; default one a core")
     warm.set_defaults(run=_warmup)
 
     cache = commands.add_parser("cache", help="show or clear the cache of compiled kernels")
@@ -80,21 +94,37 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _archs(text: str) -> list[str]:
-    names = text.split(",")
-    try:
-        for name in names:
-            capability_of(name)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be names such as sm_80,sm_90a, got {text!r}"
-        ) from None
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        _checked(precompile.capability_of, name)
     return names
 
 
 def _head_dim(text: str) -> int:
-    if not text.isdecimal() or int(text) not in ALL_HEAD_DIMS:
-        raise argparse.ArgumentTypeError(f"must be a multiple of 8 up to 256, got {text!r}")
+    _checked(precompile.check_head_dims, [int(text) if text.isdecimal() else text])
     return int(text)
+
+
+def _dtype(text: str) -> str:
+    name = DTYPES.get(text, text)
+    _checked(precompile.check_names, "dtypes", [name], ITEM_SIZE)
+    return name
+
+
+def _name(what: str, known: Mapping[str, object]) -> Callable[[str], str]:
+    def name(text: str) -> str:
+        _checked(precompile.check_names, what, [text], known)
+        return text
+
+    return name
+
+
+def _checked(check: Callable[..., object], *arguments: object) -> None:
+    """Turn what a check of `cupyflash.warmup` raises into an error of the command line."""
+    try:
+        check(*arguments)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("warmup: ")) from None
 
 
 def _info(arguments: argparse.Namespace) -> int:
@@ -111,13 +141,14 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _warmup(arguments: argparse.Namespace) -> int:
     before = len(jit.entries())
-    built = warmup(
+    built = precompile.warmup(
         arguments.arch,
         head_dims=arguments.head_dim,
-        dtypes=[DTYPES[name] for name in arguments.dtype],
+        dtypes=arguments.dtype,
         families=arguments.family,
         topics=arguments.topic,
-        plain=arguments.plain,
+        everything=arguments.everything,
+        jobs=arguments.jobs,
     )
     print(f"{len(built)} kernels, {len(jit.entries()) - before} of them new, in {jit.cache_dir()}")
     return 0

@@ -1,5 +1,6 @@
 """``cupyflash info``: what this machine has, what it lacks, and what mends that."""
 
+import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,8 @@ def _cache() -> str:
     except (jit.UnsafeCacheError, OSError) as error:
         return f"not usable: {error}"
     folder = jit.cache_dir() or "none: you have no home folder"
+    if os.path.isfile(folder):
+        return f"not usable: {folder} is a file; set CUPYFLASH_CACHE_DIR to a folder"
     return f"{folder} ({count} kernels, {size / 2**20:.1f} MiB)"
 
 

@@ -3,25 +3,30 @@
 import math
 from typing import Any
 
-import numpy
-
 from ..array import Array, View
-from ..attention.attention import attention
+from ..attention.dispatch import forward
+from ..attention.extras import NO_EXTRAS
 from ..attention.params import AttentionShape, Strides
 from ..checks import require_grid
 from ..clusters import clusters_at_once
 from ..kernel_launch import Launch, Plan
+from ..overlap import Written
 from ..rows import is_contiguous
 from ..tile_counter import tile_counters
 from . import kernels
-from .kv_cache import cache_append
+from .kv_cache import CACHES, append
 from .params import FlashDecodeParams
 
+FUNCTION = "attention_with_cache"
 TENSORS = ("q", "k", "v", "k_cache", "v_cache")
 
 
 class DecodePlan(Plan):
-    """One launch."""
+    """One launch.
+
+    Attributes:
+        written: for the check of the addresses.
+    """
 
     def __init__(
         self,
@@ -32,6 +37,7 @@ class DecodePlan(Plan):
     ) -> None:
         q = views["q"]
         super().__init__(q.device)
+        self.written = Written(FUNCTION, views, CACHES)
         self.library, self.shape = library, q.shape
         self.strides = library.strides_of_empty(q.shape, q)
         self.empty = math.prod(q.shape) == 0
@@ -50,7 +56,7 @@ class DecodePlan(Plan):
             scale_log2=math.log2(math.e) * shape.scale,
         )
         parts = kernels.decode_units(shape) * splits
-        grid = require_grid("attention_with_cache", parts * config.cluster, q.shape)
+        grid = require_grid(FUNCTION, parts * config.cluster, q.shape)
         self.launch = Launch(config, q.device, grid, params)
         self.parts_size = parts * kernels.part_size(config.head_dim) if splits > 1 else 0
         self.launch.has_scratch = splits > 1
@@ -72,33 +78,43 @@ class DecodePlan(Plan):
 
 
 class SeparatePlan:
-    """What one launch does not take: `cache_append`, then `attention`."""
+    """What one launch does not take: `cache_append`, then `attention`.
 
-    def __init__(
-        self, library: Any, shape: AttentionShape, views: dict[str, View], positions: Array
-    ) -> None:
-        for name in ("k_cache", "v_cache"):
+    Attributes:
+        written: for the check of the addresses.
+    """
+
+    def __init__(self, library: Any, shape: AttentionShape, views: dict[str, View]) -> None:
+        self.written = Written(FUNCTION, views, CACHES)
+        for name in CACHES:
             if not is_contiguous(views[name]):
                 fact = f"{name} must be contiguous unless up to {kernels.MAX_TOKENS} aligned tokens"
                 fact += " of 16 bits on a GPU of sm_75 or later attend"
                 got = f"strides {views[name].strides}"
-                raise NotImplementedError(f"attention_with_cache: {fact}, got {got}")
-        self.seqlen, self.scale = shape.seqlen_q, shape.scale
+                raise NotImplementedError(f"{FUNCTION}: {fact}, got {got}")
+        self.library, self.seqlen, self.scale = library, shape.seqlen_q, shape.scale
+        self.last = shape.seqlen_k - shape.seqlen_q
         self.rows = (shape.batch * shape.seqlen_q, shape.heads_kv * shape.head_dim)
-        tokens = numpy.arange(shape.seqlen_q, dtype="int32")
-        sequences = numpy.repeat(numpy.arange(shape.batch, dtype="int32"), shape.seqlen_q)
-        self.tokens = library.put(tokens, positions)
-        self.sequences = library.put(sequences, positions)
 
     def __call__(self, arrays: tuple[Array, ...], pointers: object = None) -> Array:
         """Of q, k, v, k_cache, v_cache, positions."""
         q, k, v, k_cache, v_cache, positions = arrays
+        if self.library.on_cpu(q):
+            self._check_positions(positions)
         where, sequences = positions, None
         if self.seqlen != 1:
-            where, sequences = (positions[:, None] + self.tokens).reshape(-1), self.sequences
+            tokens = self.library.arange(self.seqlen, positions)
+            where = (positions[:, None] + tokens).reshape(-1)
+            sequences = self.library.arange(self.rows[0], positions) // self.seqlen
         # By way of whole rows, which copies heads that do not lie side by side.
         new = (x.reshape(self.rows).reshape(self.rows[0], *x.shape[2:]) for x in (k, v))
-        cache_append(*new, k_cache, v_cache, where, sequences)
-        ends = positions + self.seqlen
-        causal = self.seqlen > 1
-        return attention(q, k_cache, v_cache, causal=causal, scale=self.scale, seqused_k=ends)
+        append(FUNCTION, *new, k_cache, v_cache, where, sequences)
+        options = (self.seqlen > 1, self.scale, None, 0.0, "bshd", None, 0.0)
+        extras = NO_EXTRAS._replace(seqused_k=positions + self.seqlen)
+        return forward(FUNCTION, q, k_cache, v_cache, options, extras)[0]
+
+    def _check_positions(self, positions: Array) -> None:
+        places = self.library.to_list(positions)
+        if places and not 0 <= min(places) <= max(places) <= self.last:
+            fact = f"positions must be from 0 to {self.last}, so that all tokens are in the cache"
+            raise ValueError(f"{FUNCTION}: {fact}, got {min(places)} to {max(places)}")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy
 
 from ..array import Array, View, library_of
-from ..checks import require_grid, require_int32, views_of
+from ..checks import require_arrays, require_grid, require_int32, views_of
 from ..kernel_launch import Launch, Plan, keep
 from ..rows import is_contiguous
 from . import kernels
@@ -38,6 +38,7 @@ def embedding(
     Raises:
         TypeError: dtypes, libraries.
         ValueError: shapes, strides, devices; on the CPU a token or position that does not exist.
+        NotImplementedError: inputs that require a gradient.
     """
     library = library_of(token_weight)
     if library is None:
@@ -48,10 +49,13 @@ def embedding(
         _check(library, *arrays)
         return _on_cpu(library, *arrays)
     try:
+        given = [x for x in arrays if x is not None]
+        if library.followed(*given) and library.what_follows(*given):
+            _check(library, *arrays)
         pointer, signature = library.pointer, library.signature
         key = tuple(None if x is None else signature(x) for x in arrays)
         pointers = [0 if x is None else pointer(x) for x in arrays]
-    except AttributeError:  # an array of another library
+    except (AttributeError, TypeError):  # an array of another library
         _check(library, *arrays)
         raise
     aligned = (pointers[1] | pointers[3]) % 16 == 0
@@ -107,10 +111,14 @@ def _check(
     library: Any, tokens: Array, token_weight: Array, positions: Array | None,
     position_weight: Array | None,
 ) -> dict[str, View]:  # fmt: skip
-    weights = {"token_weight": token_weight, "position_weight": position_weight}
-    views = views_of("embedding", library, weights)
     if (positions is None) != (position_weight is None):
         raise ValueError("embedding: takes positions with position_weight, got one of them")
+    given = {"token_weight": token_weight, "tokens": tokens}
+    if positions is not None:
+        given |= {"positions": positions, "position_weight": position_weight}
+    require_arrays("embedding", library, given)
+    weights = {"token_weight": token_weight, "position_weight": position_weight}
+    views = views_of("embedding", library, weights)
     first = views["token_weight"]
     for name, view in views.items():
         if len(view.shape) != 2 or view.shape[1:] != first.shape[1:] or not is_contiguous(view):

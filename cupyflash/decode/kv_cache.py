@@ -4,12 +4,15 @@ import math
 from typing import Any
 
 from ..array import Array, View, library_of
-from ..checks import require_grid, require_int32, views_of
+from ..checks import require_arrays, require_grid, require_int32, views_of
 from ..kernel_config import ITEM_SIZE
 from ..kernel_launch import Launch, Plan, keep
+from ..overlap import Written
 from ..rows import is_contiguous
 from . import kernels
 from .params import CacheAppendParams
+
+CACHES = ("k_cache", "v_cache")  # what is written
 
 _plans: dict[tuple, "AppendPlan"] = {}
 
@@ -38,38 +41,61 @@ def cache_append(
 
     Raises:
         TypeError: dtypes, libraries.
-        ValueError: shapes, strides, devices; on the CPU a place that does not exist.
+        ValueError: shapes, strides, devices, a cache that shares memory with another argument; on
+            the CPU a place that does not exist.
+        NotImplementedError: inputs that require a gradient.
     """
+    append("cache_append", k, v, k_cache, v_cache, positions, sequences)
+
+
+def append(
+    function: str,
+    k: Array,
+    v: Array,
+    k_cache: Array,
+    v_cache: Array,
+    positions: Array,
+    sequences: Array | None,
+) -> None:
+    """`cache_append` under another name in its errors."""
     library = library_of(k)
     if library is None:
         got = type(k).__name__
-        raise TypeError(f"cache_append: k must be a NumPy, CuPy or torch array, got {got}")
+        raise TypeError(f"{function}: k must be a NumPy, CuPy or torch array, got {got}")
     arrays = (k, v, k_cache, v_cache, positions, sequences)
     if library.on_cpu(k):
-        _check(library, *arrays)
-        _on_cpu(library, *arrays)
+        views = _check(function, library, *arrays)
+        given = [x for x in arrays if x is not None]
+        Written(function, views, CACHES).check([library.pointer(x) for x in given])
+        _on_cpu(function, library, *arrays)
         return
     try:
+        given = arrays[: 5 if sequences is None else 6]
+        if library.followed(*given) and library.what_follows(*given):
+            _check(function, library, *arrays)
         pointer, signature = library.pointer, library.signature
         key = tuple(None if x is None else signature(x) for x in arrays)
         pointers = [0 if x is None else pointer(x) for x in arrays]
-    except AttributeError:  # an array of another library
-        _check(library, *arrays)
+    except (AttributeError, TypeError):  # an array of another library
+        _check(function, library, *arrays)
         raise
     aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0
     plan = _plans.get((key, aligned))
     if plan is None:
-        plan = AppendPlan(library, _check(library, *arrays), aligned)
+        plan = AppendPlan(function, library, _check(function, library, *arrays), aligned)
         keep(_plans, (key, aligned), plan)
+    plan.written.check(pointers)
     plan(pointers)
+    library.wrote(k_cache, v_cache)
 
 
 class AppendPlan(Plan):
     """The kernel for one signature."""
 
-    def __init__(self, library: Any, views: dict[str, View], aligned: bool) -> None:
+    def __init__(self, function: str, library: Any, views: dict[str, View], aligned: bool) -> None:
         k, v, cache = views["k"], views["v"], views["k_cache"]
         super().__init__(k.device)
+        self.written = Written(function, views, CACHES)
         self.library = library
         rows, columns = k.shape[0], math.prod(k.shape[1:])
         self.empty = rows * columns == 0
@@ -86,7 +112,7 @@ class AppendPlan(Plan):
         steps = (columns, k.strides[0], v.strides[0])
         aligned = aligned and all(step * ITEM_SIZE[k.dtype] % 16 == 0 for step in steps)
         config = kernels.CacheAppend(k.dtype, kernels.vector(k.dtype, aligned))
-        grid = require_grid("cache_append", config.grid(rows * columns), k.shape)
+        grid = require_grid(function, config.grid(rows * columns), k.shape)
         self.launch = Launch(config, k.device, grid, params)
 
     def run(self, pointers: list[int]) -> None:
@@ -97,45 +123,48 @@ class AppendPlan(Plan):
 
 
 def _check(
-    library: Any, k: Array, v: Array, k_cache: Array, v_cache: Array, positions: Array,
-    sequences: Array | None,
+    function: str, library: Any, k: Array, v: Array, k_cache: Array, v_cache: Array,
+    positions: Array, sequences: Array | None,
 ) -> dict[str, View]:  # fmt: skip
-    views = views_of(
-        "cache_append", library, {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
-    )
+    """Views of all arrays that are there, in their order."""
+    tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+    places = {"positions": positions}
+    if sequences is not None:
+        places["sequences"] = sequences
+    require_arrays(function, library, tensors | places)
+    views = views_of(function, library, tensors)
     first, cache = views["k"], views["k_cache"]
     if len(first.shape) != 3 or len(cache.shape) != 4 or cache.shape[2:] != first.shape[1:]:
         fact = "k must be (rows, heads, head_dim) and k_cache (batch, max_length, heads, head_dim)"
-        raise ValueError(f"cache_append: {fact}, got {first.shape} and {cache.shape}")
+        raise ValueError(f"{function}: {fact}, got {first.shape} and {cache.shape}")
     for name, like in (("v", first), ("v_cache", cache)):
         if views[name].shape != like.shape:
             fact = f"{name} must have the shape {like.shape}"
-            raise ValueError(f"cache_append: {fact}, got {views[name].shape}")
+            raise ValueError(f"{function}: {fact}, got {views[name].shape}")
     for name, view in views.items():
         if view.dtype != first.dtype:
             fact = f"{name} must have the dtype of k"
-            raise TypeError(f"cache_append: {fact}, got {view.dtype} and {first.dtype}")
-        whole = view if name.endswith("cache") else View(view.shape[1:], view.strides[1:], "", 0)
+            raise TypeError(f"{function}: {fact}, got {view.dtype} and {first.dtype}")
+        whole = view if name in CACHES else View(view.shape[1:], view.strides[1:], "", 0)
         if not is_contiguous(whole):
             part = "contiguous" if whole is view else "contiguous in each row"
             fact = f"{name} must be {part}"
-            raise ValueError(f"cache_append: {fact}, got strides {view.strides}")
-    for name, x in (("positions", positions), ("sequences", sequences)):
-        if x is not None or name == "positions":
-            require_int32("cache_append", library, name, x, first.shape[:1], first.device)
-    return views
+            raise ValueError(f"{function}: {fact}, got strides {view.strides}")
+    for name, x in places.items():
+        require_int32(function, library, name, x, first.shape[:1], first.device)
+    return views | {name: library.view(x) for name, x in places.items()}
 
 
 def _on_cpu(
-    library: Any, k: Array, v: Array, k_cache: Array, v_cache: Array, positions: Array,
-    sequences: Array | None,
+    function: str, library: Any, k: Array, v: Array, k_cache: Array, v_cache: Array,
+    positions: Array, sequences: Array | None,
 ) -> None:  # fmt: skip
     places = [range(len(k)) if sequences is None else library.to_list(sequences)]
     places.append(library.to_list(positions))
     for name, indices, size in zip(("sequences", "positions"), places, k_cache.shape):
         if len(indices) and not (min(indices) >= 0 and max(indices) < size):
             fact = f"{name} must be from 0 to {size - 1}"
-            raise ValueError(f"cache_append: {fact}, got {min(indices)} to {max(indices)}")
+            raise ValueError(f"{function}: {fact}, got {min(indices)} to {max(indices)}")
     for row, (sequence, position) in enumerate(zip(*places)):
         k_cache[sequence, position] = k[row]
         v_cache[sequence, position] = v[row]

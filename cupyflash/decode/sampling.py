@@ -1,82 +1,29 @@
 """Tokens from logits: greedy, temperature, top-k, top-p; on the GPU in one launch."""
 
-import math
-from typing import Any, NamedTuple
+import secrets
+from typing import Any
 
 import numpy
 
-from ..array import Array, library_of
-from ..checks import is_integer, require_grid, require_int32, views_of
+from ..array import Array, View, library_of
+from ..checks import (
+    integer_within,
+    require_grid,
+    require_int32,
+    require_plain,
+    views_of,
+)
 from ..kernel_launch import Launch, Plan, keep
+from ..overlap import Written
+from ..plain_options import short
 from . import kernels, sampling_reference
 from .params import SampleParams
+from .sampling_options import GREEDY, DecodeState, Sampling
 
 MAX_COLUMNS = 2**22  # sums of weights must stay below 2^63
-MAX_SEED = 2**64
-LEAST_TEMPERATURE = 1e-30
+MAX_LIMIT = 2**31 - 2
 
 _plans: dict[tuple, "SamplePlan"] = {}
-
-
-class Sampling(NamedTuple):
-    """How tokens are chosen from logits.
-
-    Attributes:
-        temperature: logits are divided by it; 0 takes the largest logit (greedy).
-        top_k: only that many of the largest logits count; 0 is all.
-        top_p: only the fewest of the largest logits count that hold this part of the probability,
-            after top_k; 1 is all.
-        seed: of the random numbers, from 0 to 2^64 - 1.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def check(self, function: str) -> None:
-        """Raise ValueError unless every number is one that can be used."""
-        real = hasattr(self.temperature, "__float__") and not isinstance(self.temperature, bool)
-        zero = real and self.temperature == 0
-        if not zero and not (real and LEAST_TEMPERATURE <= self.temperature < math.inf):
-            fact = f"temperature must be 0, or finite and at least {LEAST_TEMPERATURE}"
-            raise ValueError(f"{function}: {fact}, got {self.temperature!r}")
-        if not (is_integer(self.top_k) and 0 <= self.top_k < 2**31):
-            fact = "top_k must be an integer of at least 0"
-            raise ValueError(f"{function}: {fact}, got {self.top_k!r}")
-        if not (hasattr(self.top_p, "__float__") and 0 < self.top_p <= 1):
-            fact = "top_p must be above 0 and at most 1"
-            raise ValueError(f"{function}: {fact}, got {self.top_p!r}")
-        if not (is_integer(self.seed) and 0 <= self.seed < MAX_SEED):
-            fact = "seed must be an integer from 0 to 2^64 - 1"
-            raise ValueError(f"{function}: {fact}, got {self.seed!r}")
-
-    @property
-    def scale(self) -> float:
-        """From a logit to an exponent of 2."""
-        return math.log2(math.e) / float(self.temperature) if self.temperature else 0.0
-
-    @property
-    def part(self) -> int:
-        """top_p of 2^32, 0 for all."""
-        return 0 if self.top_p == 1 else max(1, int(self.top_p * 2**32))
-
-
-GREEDY = Sampling()
-
-
-class DecodeState(NamedTuple):
-    """What sampling advances from one step of decoding to the next, int32 (rows,) each.
-
-    Attributes:
-        tokens: to be embedded next.
-        positions: where they stand in their sequences.
-        ends: positions + 1, the lengths of the sequences with them.
-    """
-
-    tokens: Array
-    positions: Array
-    ends: Array
 
 
 def sample(
@@ -85,7 +32,7 @@ def sample(
     *,
     out: Array,
     state: DecodeState | None = None,
-    limit: int = 2**31 - 2,
+    limit: int = MAX_LIMIT,
 ) -> None:
     """A token from each row of logits; equal calls give equal tokens on every device.
 
@@ -99,11 +46,11 @@ def sample(
             but -infinity.
         state: its positions are counters of the random numbers, with the number of the row (None
             is 0); it advances by a token, but positions not beyond ``limit``.
-        limit: see state.
+        limit: see state; from 0 to 2^31 - 2.
 
     Raises:
-        TypeError: dtypes, libraries.
-        ValueError: shapes, strides, devices, numbers in ``sampling``.
+        TypeError: dtypes, libraries, no numbers.
+        ValueError: shapes, strides, devices, limit, arrays that share memory.
 
     Sources: top-k, arXiv:1805.04833; top-p, arXiv:1904.09751; random numbers: Philox4x32-7, Salmon
     et al. 2011.
@@ -112,32 +59,45 @@ def sample(
     if library is None:
         got = type(logits).__name__
         raise TypeError(f"sample: logits must be a NumPy, CuPy or torch array, got {got}")
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sample: sampling must be a Sampling, got {short(sampling)}")
+    if state is not None and not isinstance(state, DecodeState):
+        raise TypeError(f"sample: state must be a DecodeState or None, got {short(state)}")
+    limit = integer_within("sample", "limit", limit, 0, MAX_LIMIT)
     arrays = (logits, out, *(state or ()))
     if library.on_cpu(logits):
-        _check(library, sampling, *arrays)
-        _on_cpu(library, logits, sampling, out, state, limit)
+        views = _check(library, *arrays)
+        Written("sample", views, tuple(views)[1:]).check([library.pointer(x) for x in arrays])
+        _on_cpu(library, logits, sampling.with_seed(), out, state, limit)
         return
     try:
+        if library.traced(logits) or library.followed(*arrays[1:]):
+            _check(library, *arrays)
         pointer, signature = library.pointer, library.signature
-        key = (tuple(map(signature, arrays)), sampling[:3], limit)
+        key = (tuple(map(signature, arrays)), sampling.kind, limit)
         pointers = list(map(pointer, arrays))
-    except AttributeError:  # an array of another library
-        _check(library, sampling, *arrays)
+    except (AttributeError, TypeError):  # an array of another library
+        _check(library, *arrays)
         raise
     plan = _plans.get(key)
     if plan is None:
-        _check(library, sampling, *arrays)
-        plan = SamplePlan(library, library.view(logits), sampling, limit)
+        views = _check(library, *arrays)
+        plan = SamplePlan(library, views, sampling, limit)
         keep(_plans, key, plan)
-    sampling.check("sample")  # the seed is not in the key
-    plan(pointers, sampling.seed)
+    plan.written.check(pointers)
+    plan(pointers, secrets.randbits(64) if sampling.seed is None else sampling.seed)
+    library.wrote(*arrays[1:])
 
 
 class SamplePlan(Plan):
     """The kernel for one signature."""
 
-    def __init__(self, library: Any, logits: Any, sampling: Sampling, limit: int) -> None:
+    def __init__(
+        self, library: Any, views: dict[str, View], sampling: Sampling, limit: int
+    ) -> None:
+        logits = views["logits"]
         super().__init__(logits.device)
+        self.written = Written("sample", views, tuple(views)[1:])
         self.library = library
         rows, columns = logits.shape
         self.empty = rows == 0
@@ -161,11 +121,14 @@ class SamplePlan(Plan):
         logits, out, *state = pointers
         tokens, positions, ends = state or (0, 0, 0)
         stream = self.library.stream(self.device_id)
-        self.launch(stream, logits, positions, out, tokens, ends, int(seed))
+        self.launch(stream, logits, positions, out, tokens, ends, seed)
 
 
-def _check(library: Any, sampling: Sampling, logits: Array, out: Array, *state: Array) -> None:
-    sampling.check("sample")
+def _check(library: Any, logits: Array, out: Array, *state: Array) -> dict[str, View]:
+    """Views of all arrays."""
+    if library.traced(logits):  # a gradient is no matter: tokens have none
+        fact = "logits must be an array with memory of its own, outside of transforms of torch"
+        raise NotImplementedError(f"sample: {fact}, got {short(logits)}")
     view = views_of("sample", library, {"logits": logits})["logits"]
     if len(view.shape) != 2 or not 1 <= view.shape[1] < MAX_COLUMNS:
         fact = f"logits must be (rows, vocabulary) with a vocabulary of 1 to {MAX_COLUMNS - 1}"
@@ -173,8 +136,12 @@ def _check(library: Any, sampling: Sampling, logits: Array, out: Array, *state: 
     if view.shape[1] > 1 and view.strides[1] != 1:
         fact = "the last dimension of logits must be contiguous"
         raise ValueError(f"sample: {fact}, got strides {view.strides}")
+    views = {"logits": view}
     for name, x in zip(("out", "tokens", "positions", "ends"), (out, *state)):
         require_int32("sample", library, name, x, view.shape[:1], view.device)
+        views[name] = library.view(x)
+    require_plain("sample", library, (out, *state))
+    return views
 
 
 def _on_cpu(
@@ -189,9 +156,9 @@ def _on_cpu(
             token = sampling_reference.sample_row(
                 values,
                 numpy.float32(sampling.scale),
-                int(sampling.top_k),
+                sampling.top_k,
                 sampling.part,
-                int(sampling.seed),
+                sampling.seed,
                 (position, row),
             )
         out[row] = token

@@ -1,17 +1,19 @@
 """A diffusion step from arrays to its plan; a call of known signature is one look-up."""
 
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
 import numpy
 
 from ..array import Array, View, library_of
-from ..checks import is_integer, require_like, views_of
+from ..checks import require_like, views_of
 from ..kernel_launch import keep
 from . import reference
 from .kernels import model_dtypes
 from .plan import FUNCTION, StepPlan, dense_like
+from .thresholding import gathered, thresholds
 
 INDEX_DTYPES = ("int32", "int64")
 MAX_SEED = 2**64
@@ -25,6 +27,7 @@ def step(
     predicted: Array,
     noise: Array | None,
     steps: Array | None,
+    seeds: Array | None,
     number: int | None,
     seed: int | None,
     clip: float | None,
@@ -33,19 +36,28 @@ def step(
 
     Args:
         steps: indices on the device, or None.
+        seeds: of the samples, or None.
         number: the one index, where there are no ``steps``.
+        seed: the one seed, where there are no ``seeds``.
     """
     library = library_of(x)
-    _check_numbers(sampler, number, noise, seed)
+    if steps is None and number is None:
+        raise TypeError(f"{FUNCTION}: step must be an integer or an array of them, got None")
+    drawn = seed is not None or seeds is not None
+    _check_numbers(sampler, number, noise, seed, drawn)
+    threshold = sampler.threshold
+    if clip is not None and not (type(clip) is float and 0 < clip < math.inf and not threshold):
+        clip = _plain_clip(sampler, clip)
 
     def check() -> dict[str, View]:
         arrays = {"x": x, "predicted": predicted, "noise": noise}
-        return _check(library, arrays, steps, clip)
+        return _check(library, arrays, steps, seeds)
 
     if library.on_cpu(x):
         check()
         _refuse_gradient(library, x, predicted, noise)
-        return _on_cpu(sampler, library, x, predicted, noise, steps, number, seed, clip)
+        arrays = (x, predicted, noise, steps, seeds)
+        return _on_cpu(sampler, library, *arrays, number, seed, clip)
     try:
         pointer, signature = library.pointer, library.signature
         pointers = (
@@ -53,36 +65,47 @@ def step(
             pointer(predicted),
             0 if noise is None else pointer(noise),
         )
+        of_steps = 0 if steps is None else pointer(steps)
+        of_seeds = 0 if seeds is None else pointer(seeds)
         signatures = (
             signature(x),
             signature(predicted),
             None if noise is None else signature(noise),
             None if steps is None else signature(steps),
+            None if seeds is None else signature(seeds),
         )
         _refuse_gradient(library, x, predicted, noise)
-    except AttributeError:  # an array of another library
+    except (AttributeError, TypeError):  # an array of another library, or none
         check()
         raise
     aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
-    key = (signatures, clip, aligned, sampler.num_steps, seed is None)
+    key = (signatures, clip, aligned, sampler.num_steps, drawn, threshold is None)
     plan = _plans.get(key)
     if plan is None:
-        plan = StepPlan(library, check(), aligned, clip, sampler.num_steps, seed is not None)
+        options = (clip, sampler.num_steps, drawn, threshold is not None)
+        plan = StepPlan(library, check(), aligned, *options)
         keep(_plans, key, plan)
     table = sampler.table("coefficients", x, lambda: sampler.coefficients)
-    return plan(
-        x,
-        pointers,
-        0 if steps is None else pointer(steps),
-        pointer(table),
-        seed or 0,
-        number or 0,
-    )
+    limits = None
+    if threshold is not None:
+
+        def limits() -> Array:
+            if steps is None:
+                of_model = tuple(sampler.coefficients[number, :2].tolist())
+            else:
+                of_model = gathered(library, table, steps)
+            return thresholds(threshold, library, of_model, x, predicted)
+
+    tables = of_steps, pointer(table)
+    return plan(x, pointers, tables, limits, of_seeds, seed or 0, number or 0)
 
 
 def _refuse_gradient(library: Any, *arrays: Array | None) -> None:
-    if library.wants_gradient(*(x for x in arrays if x is not None)):
-        raise NotImplementedError(f"{FUNCTION}: has no gradient, call it under torch.no_grad()")
+    if library.wants_gradient(*[y for y in arrays if y is not None]):
+        raise NotImplementedError(
+            f"{FUNCTION}: has no gradient, call it under torch.no_grad(), "
+            "got a tensor that requires one"
+        )
 
 
 def _on_cpu(
@@ -92,22 +115,28 @@ def _on_cpu(
     predicted: Array,
     noise: Array | None,
     steps: Array | None,
+    seeds: Array | None,
     number: int | None,
     seed: int | None,
     clip: float | None,
 ) -> Array:
-    numbers = numpy.asarray(number if steps is None else library.to_numpy(steps))
-    if numbers.size and not (numbers.min() >= 0 and numbers.max() < sampler.num_steps):
+    places = numpy.asarray(number if steps is None else library.to_numpy(steps))
+    if places.size and not (places.min() >= 0 and places.max() < sampler.num_steps):
         fact = f"step must be from 0 to {sampler.num_steps - 1}"
-        raise ValueError(f"{FUNCTION}: {fact}, got {numbers.tolist()}")
+        raise ValueError(f"{FUNCTION}: {fact}, got {places.tolist()}")
     arrays = (None if y is None else library.to_numpy(y) for y in (x, predicted, noise))
     strides = dense_like(library.view(x))
-    result = reference.step(sampler.coefficients, *arrays, numbers, seed, clip, strides)
+    key = seed if seeds is None else library.to_numpy(seeds)
+    options = (places, key, clip, strides, sampler.threshold)
+    result = reference.step(sampler.coefficients, *arrays, *options)
     return library.from_numpy(result, x, strides)
 
 
 def _check(
-    library: Any, arrays: Mapping[str, Array | None], steps: Array | None, clip: float | None
+    library: Any,
+    arrays: Mapping[str, Array | None],
+    steps: Array | None,
+    seeds: Array | None,
 ) -> dict[str, View]:
     views = views_of(FUNCTION, library, arrays)
     x, predicted = views["x"], views.get("predicted")
@@ -130,10 +159,10 @@ def _check(
     if x.shape and x.shape[0] > 1 and 0 not in x.shape and dense[0] != max(dense):
         fact = "the first dimension of x must be the outermost one in memory"
         raise ValueError(f"{FUNCTION}: {fact}, got strides {x.strides}")
-    if clip is not None and not (hasattr(clip, "__float__") and 0 < clip < math.inf):
-        raise ValueError(f"{FUNCTION}: clip must be positive and finite, got {clip!r}")
     if steps is not None:
         views["step"] = _check_steps(library, steps, x)
+    if seeds is not None:
+        views["seed"] = _check_seeds(library, seeds, x)
     return views
 
 
@@ -155,13 +184,47 @@ def _check_steps(library: Any, steps: Array, x: View) -> View:
     return view
 
 
-def _check_numbers(sampler: Any, number: int | None, noise: Array | None, seed: int | None) -> None:
+def _check_seeds(library: Any, seeds: Array, x: View) -> View:
+    if library_of(seeds) is not library:
+        fact = f"seed must be an integer or a {library.name} like x"
+        raise TypeError(f"{FUNCTION}: {fact}, got {type(seeds).__name__}")
+    view = library.view(seeds)
+    if view.dtype != "int64":
+        raise TypeError(f"{FUNCTION}: seed must be an integer or int64, got {view.dtype}")
+    if view.device != x.device:
+        where = f"got devices {view.device} and {x.device}"
+        raise ValueError(f"{FUNCTION}: seed must be on the device of x, {where}")
+    shape = x.shape[:1]
+    if not shape or view.shape != shape or (shape[0] > 1 and view.strides != (1,)):
+        fact = f"seed must be an integer or contiguous, one for each sample, {shape}"
+        raise ValueError(f"{FUNCTION}: {fact}, got {view.shape}, strides {view.strides}")
+    return view
+
+
+def _plain_clip(sampler: Any, clip: Any) -> float:
+    """The option as a plain number: it is part of the key of a plan."""
+    real = isinstance(clip, numbers.Real) and not isinstance(clip, bool)
+    if not real or not 0 < clip < math.inf:
+        raise ValueError(f"{FUNCTION}: clip must be positive and finite, got {clip!r}")
+    if sampler.threshold is not None:
+        fact = "clip must be None where the sampler has thresholding"
+        raise ValueError(f"{FUNCTION}: {fact}, got {clip}")
+    return float(clip)
+
+
+def _check_numbers(
+    sampler: Any, number: int | None, noise: Array | None, seed: int | None, drawn: bool
+) -> None:
     if number is not None and not 0 <= number < sampler.num_steps:
         fact = f"step must be from 0 to {sampler.num_steps - 1}"
         raise ValueError(f"{FUNCTION}: {fact}, got {number}")
-    if seed is not None and not (is_integer(seed) and 0 <= seed < MAX_SEED):
+    if seed is not None and not ((type(seed) is int or _is_whole(seed)) and 0 <= seed < MAX_SEED):
         raise ValueError(f"{FUNCTION}: seed must be from 0 to 2^64 - 1, got {seed!r}")
-    if noise is not None and seed is not None:
+    if noise is not None and drawn:
         raise ValueError(f"{FUNCTION}: takes noise or a seed, got both")
-    if noise is None and seed is None and sampler.adds_noise(number):
+    if noise is None and not drawn and sampler.adds_noise(number):
         raise ValueError(f"{FUNCTION}: this step adds noise, needs noise or a seed, got neither")
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)

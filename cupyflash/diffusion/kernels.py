@@ -20,6 +20,7 @@ class DiffusionStep(KernelConfig):
     Attributes:
         model: dtype of the predicted noise.
         draw: the kernel draws the noise.
+        per_sample: samples have thresholds or seeds of their own.
         loads: of a thread, ``vector`` elements each.
     """
 
@@ -29,6 +30,7 @@ class DiffusionStep(KernelConfig):
     dtype: str
     model: str
     draw: bool
+    per_sample: bool
     loads: int
     vector: int
 
@@ -47,13 +49,15 @@ def model_dtypes(dtype: str) -> tuple[str, ...]:
     return tuple(ITEM_SIZE) if dtype == "float32" else (dtype,)
 
 
-def step(dtype: str, model: str, draw: bool, aligned: bool) -> DiffusionStep:
+def step(dtype: str, model: str, draw: bool, per_sample: bool, aligned: bool) -> DiffusionStep:
     """The kernel."""
-    return DiffusionStep(dtype, model, draw, LOADS, vector_width(dtype) if aligned else 1)
+    vector = vector_width(dtype) if aligned else 1
+    return DiffusionStep(dtype, model, draw, per_sample, LOADS, vector)
 
 
 def configurations(capability: tuple[int, int]) -> Iterator[DiffusionStep]:
     """Everything that ``step`` can return."""
-    for dtype, draw, aligned in itertools.product(ITEM_SIZE, (False, True), (False, True)):
+    switches = itertools.product((False, True), repeat=3)
+    for dtype, (draw, per_sample, aligned) in itertools.product(ITEM_SIZE, switches):
         for model in model_dtypes(dtype):
-            yield step(dtype, model, draw, aligned)
+            yield step(dtype, model, draw, per_sample, aligned)

@@ -27,6 +27,8 @@ class DiffusionStepParams(ctypes.Structure):
         ("out", c_void_p),
         ("steps", c_void_p),
         ("coefficients", c_void_p),
+        ("thresholds", c_void_p),
+        ("seeds", c_void_p),
         ("seed", c_uint64),
         ("step", c_uint64),
         ("batch", c_int64),

@@ -1,7 +1,7 @@
 """A diffusion step: what calls of one signature share, and how they run."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..array import Array, View, dense_strides
@@ -24,19 +24,23 @@ class StepPlan(Plan):
         clip: float | None,
         num_steps: int,
         draw: bool,
+        thresholding: bool,
     ) -> None:
-        x, steps = views["x"], views.get("step")
+        x, steps, seeds = views["x"], views.get("step"), views.get("seed")
         super().__init__(x.device)
         self.library, self.shape, self.strides = library, x.shape, dense_like(x)
         size = math.prod(x.shape)
         self.empty = size == 0
         if self.empty:
             return
-        config = kernels.step(x.dtype, views["predicted"].dtype, draw, aligned)
         batch = x.shape[0] if x.shape else 1
         one_step = steps is None or math.prod(steps.shape) == 1
-        if (size if one_step else size // batch) % config.vector:  # a thread has one step
-            config = kernels.step(x.dtype, views["predicted"].dtype, draw, False)
+        per_sample = thresholding or seeds is not None
+        kind = (x.dtype, views["predicted"].dtype, draw, per_sample)
+        config = kernels.step(*kind, aligned)
+        of_thread = size if one_step and not per_sample else size // batch
+        if of_thread % config.vector:  # a pack is of one sample
+            config = kernels.step(*kind, False)
         params = DiffusionStepParams(
             batch=batch,
             sample_size=size // batch,
@@ -49,15 +53,24 @@ class StepPlan(Plan):
         self.launch = Launch(config, x.device, grid, params)
 
     def run(
-        self, x: Array, pointers: tuple[int, int, int], steps: int, table: int, seed: int,
-        number: int,
+        self, x: Array, pointers: tuple[int, int, int], tables: tuple[int, int],
+        limits: Callable[[], Array] | None, seeds: int, seed: int, number: int,
     ) -> Array:  # fmt: skip
-        """``pointers`` of x, predicted, noise; those of the indices and of the coefficients."""
+        """One launch.
+
+        Args:
+            pointers: of x, predicted, noise.
+            tables: pointers of the indices and of the coefficients.
+            limits: makes the thresholds of the samples.
+            seeds: pointer of those of the samples.
+        """
         library = self.library
         out = library.empty_strided(self.shape, self.strides, x)
         if not self.empty:
+            thresholds = None if limits is None else limits()  # held until the launch is queued
+            of_samples = 0 if limits is None else library.pointer(thresholds), seeds
             stream = library.stream(self.device_id)
-            self.launch(stream, *pointers, library.pointer(out), steps, table, seed, number)
+            self.launch(stream, *pointers, library.pointer(out), *tables, *of_samples, seed, number)
         return out
 
 

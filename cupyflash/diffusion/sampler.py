@@ -1,5 +1,7 @@
 """Sampling from diffusion models: schedules and embeddings on the GPU, one kernel for a step."""
 
+import math
+import numbers
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +11,13 @@ import numpy
 from ..array import Array, compiling, library_of
 from ..checks import is_integer, known_library
 from . import dispatch
-from .schedule import timestep_embeddings
+from .levels import Options, levels, prediction
+from .params import DiffusionCoefficients
+from .schedule import MAX_STEPS, numbers_of, require_choice, timestep_embeddings
 
 
 class DiffusionSampler:
-    """The steps of a sampler, from the most noise to none, for models that predict the noise.
+    """The steps of a sampler, from the most noise to none.
 
     Step i = 0, 1, … belongs to the training step ``timesteps[i]``::
 
@@ -21,55 +25,102 @@ class DiffusionSampler:
         for i in range(sampler.num_steps):
             x = sampler.step(x, model(x, embeddings[i]), i, seed=7, clip=1.0)
 
-    Made by `ddpm` or `ddim`. Tables are copied to a device at their first use there and stay; call
-    `step` and `embeddings` once before a CUDA graph is captured.
+    Made by `ddpm` or `ddim`, which are the schedulers of diffusers with these names and have these
+    options of theirs (clip_sample is the ``clip`` of `step`):
+
+    * prediction_type: what the model returns, "epsilon" (the noise), "v_prediction" or "sample";
+    * timestep_spacing: "leading", "trailing" or "linspace", of timesteps among the training steps;
+    * steps_offset: added to "leading" timesteps;
+    * rescale_betas_zero_snr: nothing of the sample is left at the last training step
+      (arXiv:2305.08891); for models that predict v or the sample, if that step is taken;
+    * thresholding: the predicted sample is kept below the quantile dynamic_thresholding_ratio of
+      its magnitudes (0.995), that between 1 and sample_max_value (1.0), and divided by it
+      (arXiv:2205.11487). It sorts each sample, which takes much longer than the step itself.
+
+    Tables are copied to a device at their first use there and stay; call `step` and `embeddings`
+    once before a CUDA graph is captured.
 
     Attributes:
         timesteps: training steps, descending.
         coefficients: float32 (num_steps, 6), see ``DiffusionCoefficients`` in diffusion_params.cuh.
+        threshold: (quantile, largest threshold) of thresholding, or None.
+
+    Raises:
+        TypeError: timesteps or coefficients that are no numbers.
+        ValueError: their shapes, numbers that are not finite, threshold.
     """
 
-    def __init__(self, timesteps: Sequence[int], coefficients: numpy.ndarray) -> None:
-        self.timesteps = tuple(int(t) for t in timesteps)
-        self.coefficients = numpy.ascontiguousarray(coefficients, "float32")
+    def __init__(
+        self,
+        timesteps: Sequence[int],
+        coefficients: numpy.ndarray,
+        *,
+        threshold: tuple[float, float] | None = None,
+    ) -> None:
+        function = type(self).__name__
+        steps = numbers_of(function, "timesteps", timesteps)
+        if not ((steps >= 0) & (steps < MAX_STEPS) & (steps == numpy.round(steps))).all():
+            fact = f"timesteps must be integers from 0 to {MAX_STEPS - 1}"
+            raise ValueError(f"{function}: {fact}, got {steps}")
+        self.timesteps = tuple(int(t) for t in steps)
+        shape = getattr(coefficients, "shape", None)
+        if shape != (len(steps), 6) or not len(steps):
+            fact = f"coefficients must have shape ({len(steps)}, 6), one row for each timestep"
+            raise ValueError(f"{function}: {fact}, got {shape}")
+        flat = numbers_of(function, "coefficients", numpy.asarray(coefficients).ravel())
+        self.coefficients = flat.reshape(-1, 6).astype("float32")
+        self.threshold = _checked_threshold(function, threshold)
         self._tables: dict[Any, Array] = {}
         self._noisy = (self.coefficients[:, -1] != 0).tolist()
 
     @classmethod
     def ddpm(
-        cls, betas: Sequence[float], num_steps: int | None = None, *, variance: str = "small"
+        cls,
+        betas: Sequence[float],
+        num_steps: int | None = None,
+        *,
+        variance: str = "small",
+        **options: Any,
     ) -> "DiffusionSampler":
         """The ancestral sampler of arXiv:2006.11239, equations 7 and 11.
 
         Args:
             betas: of all training steps (`beta_schedule`), each above 0 and below 1.
-            num_steps: how many of them are taken, evenly spaced from 0; default all.
+            num_steps: how many of them are taken; default all.
             variance: of the noise, "small" (that of the posterior) or "large" (beta).
+            options: of `DiffusionSampler`.
 
         Raises:
-            ValueError: betas, num_steps, variance.
+            TypeError: an option that does not exist.
+            ValueError: betas, num_steps, variance, options.
         """
-        if variance not in ("small", "large"):
-            raise ValueError(f"ddpm: variance must be 'small' or 'large', got {variance!r}")
-        timesteps, now, before = _levels("ddpm", betas, num_steps)
+        require_choice("ddpm", "variance", variance, ("small", "large"))
+        chosen = Options.checked("ddpm", options)
+        found = levels("ddpm", betas, num_steps, chosen)
+        now, before = found.now, found.before_by_order()
         beta = 1 - now / before
         posterior = (1 - before) / (1 - now) * beta
         sigma = numpy.sqrt(posterior if variance == "small" else beta)
-        sigma[-1] = 0  # the last step adds no noise
-        return cls(
-            timesteps,
-            _table(
-                now,
-                x0_to_x=numpy.sqrt(before) * beta / (1 - now),
-                x_to_x=numpy.sqrt(now / before) * (1 - before) / (1 - now),
-                model_to_x=numpy.zeros_like(now),
-                sigma=sigma,
-            ),
-        )
+        of_model = prediction(chosen.prediction_type, now)
+        columns = {
+            "x_to_x0": of_model.x_to_x0,
+            "model_to_x0": of_model.model_to_x0,
+            "x0_to_x": numpy.sqrt(before) * beta / (1 - now),
+            "x_to_x": numpy.sqrt(now / before) * (1 - before) / (1 - now),
+            "model_to_x": numpy.zeros_like(now),
+            "noise_to_x": numpy.where(found.timesteps > 0, sigma, 0.0),
+        }
+        return cls(found.timesteps, _table(columns), threshold=chosen.threshold)
 
     @classmethod
     def ddim(
-        cls, betas: Sequence[float], num_steps: int | None = None, *, eta: float = 0.0
+        cls,
+        betas: Sequence[float],
+        num_steps: int | None = None,
+        *,
+        eta: float = 0.0,
+        set_alpha_to_one: bool = True,
+        **options: Any,
     ) -> "DiffusionSampler":
         """The sampler of arXiv:2010.02502, equations 12 and 16.
 
@@ -77,24 +128,33 @@ class DiffusionSampler:
             betas: as in `ddpm`.
             num_steps: as in `ddpm`.
             eta: 0 is deterministic, 1 has the noise of DDPM.
+            set_alpha_to_one: the last step leads to a sample without noise; else to the noise of
+                the first training step.
+            options: of `DiffusionSampler`.
 
         Raises:
-            ValueError: betas, num_steps, eta.
+            TypeError: an option that does not exist.
+            ValueError: betas, num_steps, eta, options.
         """
-        if not (hasattr(eta, "__float__") and 0 <= eta <= 1):
+        if not (isinstance(eta, numbers.Real) and type(eta) is not bool and 0 <= eta <= 1):
             raise ValueError(f"ddim: eta must be between 0 and 1, got {eta!r}")
-        timesteps, now, before = _levels("ddim", betas, num_steps)
+        require_choice("ddim", "set_alpha_to_one", set_alpha_to_one, (False, True))
+        chosen = Options.checked("ddim", options)
+        found = levels("ddim", betas, num_steps, chosen)
+        now = found.now
+        before = found.before_by_distance(1.0 if set_alpha_to_one else found.products[0])
         sigma = eta * numpy.sqrt((1 - before) / (1 - now) * (1 - now / before))
-        return cls(
-            timesteps,
-            _table(
-                now,
-                x0_to_x=numpy.sqrt(before),
-                x_to_x=numpy.zeros_like(now),
-                model_to_x=numpy.sqrt(1 - before - sigma**2),
-                sigma=sigma,
-            ),
-        )
+        towards_x = numpy.sqrt(numpy.maximum(1 - before - sigma**2, 0.0))  # of the noise in x
+        of_model = prediction(chosen.prediction_type, now)
+        columns = {
+            "x_to_x0": of_model.x_to_x0,
+            "model_to_x0": of_model.model_to_x0,
+            "x0_to_x": numpy.sqrt(before),
+            "x_to_x": towards_x * of_model.x_to_noise,
+            "model_to_x": towards_x * of_model.model_to_noise,
+            "noise_to_x": sigma,
+        }
+        return cls(found.timesteps, _table(columns), threshold=chosen.threshold)
 
     @property
     def num_steps(self) -> int:
@@ -108,23 +168,24 @@ class DiffusionSampler:
         step: int | Array,
         *,
         noise: Array | None = None,
-        seed: int | None = None,
+        seed: int | Array | None = None,
         clip: float | None = None,
     ) -> Array:
         """x one step less noisy, in one launch; no gradients. torch.compile breaks its graph here.
 
         Args:
             x: (batch, ...), float16, bfloat16 or float32, dense in memory, the batch outermost.
-            predicted: noise predicted for x, with its shape and strides and its dtype; for float32
-                x any of the three dtypes.
+            predicted: what the model returned for x, with its shape and strides and its dtype; for
+                float32 x any of the three dtypes.
             step: index of the step, or an int32 or int64 array of them, (), (1,) or (batch,), one
                 for each sample. What an array on a GPU holds is not checked, as that would wait for
                 it: an index outside of the table gives NaN.
             noise: like x, standard normal, for steps that add noise.
-            seed: draw the noise inside the kernel instead, from 0 to 2^64 - 1. It depends on the
-                seed, the step and the place in x only: each call of a sampling loop may have the
-                same seed, each loop needs its own.
-            clip: keep the predicted sample between -clip and clip.
+            seed: draw the noise inside the kernel instead: an integer from 0 to 2^64 - 1, or an
+                int64 array (batch,), one for each sample. It depends on the seed, the step and the
+                place in x (with an array in the sample, whatever lies beside it in the batch)
+                only: each call of a sampling loop may have the same seed, each loop needs its own.
+            clip: keep the predicted sample between -clip and clip; not with thresholding.
 
         Returns:
             A new array like x.
@@ -137,7 +198,10 @@ class DiffusionSampler:
         number = None  # arrays of one number can be indices, too: they stay on their device
         if type(step) is int or (library_of(step) is None and is_integer(step)):
             step, number = None, operator.index(step)
-        arrays, options = (x, predicted, noise, step), (number, seed, clip)
+        seeds = None
+        if seed is not None and type(seed) is not int and hasattr(seed, "__dlpack__"):
+            seed, seeds = None, seed
+        arrays, options = (x, predicted, noise, step, seeds), (number, seed, clip)
         if compiling():
             from ..torch_eager import eagerly
 
@@ -160,7 +224,7 @@ class DiffusionSampler:
             fact = "like must be a NumPy, CuPy or torch array"
             got = type(like).__name__
             raise TypeError(f"DiffusionSampler.embeddings: {fact}, got {got}")
-        key = (dim, *sorted(options.items()))
+        key = repr((dim, *sorted(options.items())))
         return self.table(key, like, lambda: timestep_embeddings(self.timesteps, dim, **options))
 
     def adds_noise(self, step: int | None) -> bool:
@@ -177,31 +241,18 @@ class DiffusionSampler:
         return table
 
 
-def _levels(
-    function: str, betas: Sequence[float], num_steps: int | None
-) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """Timesteps, descending, and the products of 1 - beta up to them and up to the next one."""
-    betas = numpy.asarray(betas, "float64")
-    if betas.ndim != 1 or not betas.size or not ((betas > 0) & (betas < 1)).all():
-        fact = "betas must be a sequence of numbers above 0 and below 1"
-        raise ValueError(f"{function}: {fact}, got {betas}")
-    num_steps = betas.size if num_steps is None else num_steps
-    if not is_integer(num_steps) or not 1 <= num_steps <= betas.size:
-        fact = f"num_steps must be an integer from 1 to {betas.size}"
-        raise ValueError(f"{function}: {fact}, got {num_steps}")
-    timesteps = (numpy.arange(num_steps) * (betas.size // num_steps))[::-1]
-    products = numpy.cumprod(1 - betas)
-    now = products[timesteps]
-    return timesteps, now, numpy.append(now[1:], 1.0)
+def _table(columns: dict[str, numpy.ndarray]) -> numpy.ndarray:
+    """The columns (num_steps,) in the order of ``DiffusionCoefficients``."""
+    return numpy.stack([columns[name] for name, _ in DiffusionCoefficients._fields_], -1)
 
 
-def _table(
-    now: numpy.ndarray,
-    x0_to_x: numpy.ndarray,
-    x_to_x: numpy.ndarray,
-    model_to_x: numpy.ndarray,
-    sigma: numpy.ndarray,
-) -> numpy.ndarray:
-    """Coefficients (num_steps, 6) of a model that predicts noise."""
-    to_x0 = 1 / numpy.sqrt(now), -numpy.sqrt(1 / now - 1)
-    return numpy.stack([*to_x0, x0_to_x, x_to_x, model_to_x, sigma], -1)
+def _checked_threshold(function: str, threshold: Any) -> tuple[float, float] | None:
+    if threshold is None:
+        return None
+    pair = isinstance(threshold, tuple) and len(threshold) == 2
+    if pair and all(isinstance(x, numbers.Real) for x in threshold):
+        ratio, largest = map(float, threshold)
+        if 0 < ratio < 1 <= largest < math.inf:
+            return ratio, largest
+    fact = "threshold must be (a quantile below 1, the largest threshold, at least 1) or None"
+    raise ValueError(f"{function}: {fact}, got {threshold!r}")

@@ -43,6 +43,9 @@ class Activation:
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         if dispatch_key == "CUDA":
+            if not torch.cuda.is_available():
+                fact = "replaces operators of torch on a GPU, and needs one"
+                raise RuntimeError(f"cupyflash.integrations.torch: {fact}, got a torch without")
             compiler.nvrtc()  # the error that names the pip line, before anything is replaced
             x = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
             torch._fused_sdp_choice(x, x, x)  # torch sets its own order at the first choice

@@ -27,7 +27,7 @@ def build(config: KernelConfig, arch: str) -> Built:
         CompileError: NVRTC rejects it.
         ImportError: CuPy or NVRTC is missing.
         RuntimeError: it would have to be compiled and CUPYFLASH_NO_JIT forbids that.
-        UnsafeCacheError: others can write to the cache folder.
+        UnsafeCacheError: the same, and others can write to the cache folder.
     """
     built, compiled = find_or_compile(config, arch)
     if compiled:
@@ -47,10 +47,13 @@ def find_or_compile(config: KernelConfig, arch: str) -> tuple[Built, bool]:
         return built, found is None
 
 
-def entry_name(config: KernelConfig, arch: str) -> str:
-    """``kernel.arch.hash``; the hash covers all that decides what the cubin does."""
+def entry_name(config: KernelConfig, arch: str, source_digest: str | None = None) -> str:
+    """``kernel.arch.hash``; the hash covers all that decides what the cubin does.
+
+    ``source_digest`` is that of the kernel's file, where many names are wanted at once.
+    """
     key = (
-        sources.digest(config.source),
+        source_digest or sources.digest(config.source),
         compiler.stub(config),
         config.expression,
         arch,
@@ -66,7 +69,7 @@ def _compile(config: KernelConfig, arch: str, name: str) -> Built:
         raise RuntimeError(
             f"{config.name}: CUPYFLASH_NO_JIT forbids to compile {config.expression} for {arch}, "
             f"and the cache ({cache.cache_dir()}) lacks it; fill it with "
-            f"`python -m cupyflash warmup --arch {arch}`"
+            f"`python -m cupyflash warmup --arch {arch} --everything`"
         )
     compiled = compiler.compile_kernel(config, arch)
     if entry_name(config, arch) != name:  # a source was edited meanwhile: which one was compiled?

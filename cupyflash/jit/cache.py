@@ -23,7 +23,7 @@ _private: Path | None = None  # this process's own folder, once the cache could 
 
 
 class UnsafeCacheError(RuntimeError):
-    """The cache folder can be written by others, and a cubin is code."""
+    """The cache folder can be written by others, and a cubin is code; nothing is loaded from it."""
 
 
 def cache_dir() -> Path | None:
@@ -40,22 +40,28 @@ def cache_dir() -> Path | None:
 
 def lookup(name: str) -> Built | None:
     """The healthy entry of this name, or None."""
-    folders = filter(None, (cache_dir(), _private))
+    try:
+        folder = cache_dir()
+    except UnsafeCacheError:  # `publish` says so, once
+        folder = None
+    folders = filter(None, (folder, _private))
     return next(filter(None, (entry.read(folder / name) for folder in folders)), None)
 
 
 def publish(name: str, built: Built, cubin: bytes, stub: str) -> Built:
     """Store an entry and return ``built`` with its path.
 
-    Where the cache folder cannot be written, entries go to a private temporary folder that is
-    removed when the process ends, with one warning.
+    Where the cache folder cannot be written or is not safe (that of another user, mounted into a
+    container), entries go to a private temporary folder that is removed when the process ends, with
+    one warning.
     """
     if _private is None:
         try:
             return entry.write(_create() / name, built, cubin, stub)
-        except OSError as error:
+        except (OSError, UnsafeCacheError) as error:
+            reason = str(error).removeprefix("cupyflash: ")
             warnings.warn(
-                f"cupyflash: cannot keep compiled kernels ({error}), so each process compiles "
+                f"cupyflash: cannot keep compiled kernels ({reason}), so each process compiles "
                 "its own; set CUPYFLASH_CACHE_DIR to a folder that you can write to",
                 RuntimeWarning,
                 stacklevel=2,
@@ -65,7 +71,12 @@ def publish(name: str, built: Built, cubin: bytes, stub: str) -> Built:
 
 def require_writable() -> None:
     """Create the cache folder; an OSError where nothing can be written to it."""
-    os.rmdir(tempfile.mkdtemp(prefix=entry.UNFINISHED, dir=_create()))
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=entry.UNFINISHED, dir=_create()))
+    except OSError as error:
+        fact = "the cache folder must be one that you can write to"
+        text = f"cupyflash: {fact}, got {environment.current().cache_dir} ({error})"
+        raise OSError(f"{text}; set CUPYFLASH_CACHE_DIR to another folder") from error
 
 
 def entries() -> list[Built]:
@@ -116,5 +127,6 @@ def _refuse_shared(folder: Path) -> None:
         raise UnsafeCacheError(
             f"cupyflash: the cache folder {folder} must belong to you or root and be writable by "
             f"its owner alone, because it holds code; got mode {status.st_mode & 0o7777:o}, owner "
-            f"{status.st_uid}. Mend it (chmod go-w) or set CUPYFLASH_CACHE_DIR to another folder"
+            f"{status.st_uid}, and you are user {os.geteuid()}. Mend it (chown, chmod go-w) or set "
+            "CUPYFLASH_CACHE_DIR to another folder"
         )

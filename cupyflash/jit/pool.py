@@ -2,19 +2,31 @@
 
 import concurrent.futures
 import contextlib
-import itertools
 import multiprocessing
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+import signal
+from collections.abc import Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 
 from .. import environment
 from ..kernel_config import KernelConfig
-from . import builder, cache, messages
+from . import builder, cache, messages, sources
 from .entry import Built
 
 Task = tuple[KernelConfig, str]
+
+# Mean seconds of a kernel on one core of a server of 2023, by its folder of cuda_src; for a
+# forecast that is right to a factor of two.
+SECONDS = {
+    "attention": 0.9,
+    "baselines": 0.1,
+    "decode": 0.1,
+    "diffusion": 0.2,
+    "linear": 0.5,
+    "norm": 0.3,
+    "transformer": 1.5,
+}
+START_SECONDS = 2.0  # of a process, until it compiles
 
 
 def build_all(tasks: Iterable[Task], jobs: int | None = None, progress: bool = True) -> list[Built]:
@@ -24,28 +36,49 @@ def build_all(tasks: Iterable[Task], jobs: int | None = None, progress: bool = T
         tasks: pairs such as ``(config, "sm_90a")``; repeated ones are compiled once.
         jobs: processes; default one per core. More than one start fresh interpreters, so a script
             must call this under ``if __name__ == "__main__"``.
-        progress: show a progress bar on stderr (plain lines where rich is not installed).
+        progress: say on stderr how much there is to do, and how far it is.
 
     Returns:
         What was built, in the order of the first occurrences in ``tasks``.
 
     Raises:
         CompileError: of the first kernel that fails; the rest is given up.
+        KeyboardInterrupt: the processes have ended; what was compiled stays in the cache.
         OSError: the cache folder cannot be written.
         The others of `cupyflash.jit.build`.
     """
     tasks = list(dict.fromkeys(tasks))
-    jobs = min(jobs or _cores(), len(tasks))
+    if environment.current().no_jit:
+        raise RuntimeError("warmup: CUPYFLASH_NO_JIT must be 0 or unset, got 1")
     cache.require_writable()
+    digests = {source: sources.digest(source) for source in {x.source for x, _ in tasks}}
+    names = [builder.entry_name(*task, digests[task[0].source]) for task in tasks]
+    cached = {task for task, name in zip(tasks, names) if cache.lookup(name)}
+    missing = [task for task in tasks if task not in cached]
+    jobs = min(jobs or _cores(), len(missing))
     results: dict[Task, Built] = {}
-    with _progress(len(tasks), progress) as advance:
-        for task, (built, compiled) in _run(tasks, jobs):
+    for task in tasks:
+        if task in cached:
+            results[task], compiled = builder.find_or_compile(*task)
+            messages.details(results[task], compiled)
+    heading = messages.plan(len(missing), len(cached), forecast(missing, jobs), jobs)
+    with (
+        messages.progress(heading, len(missing), progress) as advance,
+        contextlib.closing(_run(missing, jobs)) as finished,
+    ):
+        for task, (built, compiled) in finished:
             results[task] = built
             if compiled:
                 messages.compiled(built, terminal=False)
             messages.details(built, compiled)
             advance(f"{task[0].name} {task[1]}")
     return [results[task] for task in tasks]
+
+
+def forecast(tasks: list[Task], jobs: int) -> float:
+    """About how many seconds the compilation takes in so many processes."""
+    total = sum(SECONDS.get(config.source.partition("/")[0], 0.5) for config, _ in tasks)
+    return total / max(jobs, 1) + (START_SECONDS if jobs > 1 else 0)
 
 
 def _run(tasks: list[Task], jobs: int) -> Iterator[tuple[Task, tuple[Built, bool]]]:
@@ -56,11 +89,14 @@ def _run(tasks: list[Task], jobs: int) -> Iterator[tuple[Task, tuple[Built, bool
         return
     # Not fork: the parent may hold threads, locks and a CUDA context.
     context = multiprocessing.get_context("spawn")
+    settings = (environment.current(),)
+    others = set(multiprocessing.active_children())
     with concurrent.futures.ProcessPoolExecutor(
-        jobs, context, environment.install, (environment.current(),)
+        jobs, context, environment.install, settings
     ) as pool:
-        futures = {pool.submit(builder.find_or_compile, *task): task for task in tasks}
         try:
+            with _children_ignore_interrupts():  # the first submissions start the processes
+                futures = {pool.submit(builder.find_or_compile, *task): task for task in tasks}
             for future in concurrent.futures.as_completed(futures):
                 yield futures[future], future.result()
         except BrokenProcessPool as error:
@@ -68,28 +104,25 @@ def _run(tasks: list[Task], jobs: int) -> Iterator[tuple[Task, tuple[Built, bool
                 "warmup: a worker process ended early (out of memory?); a script must call this "
                 'under `if __name__ == "__main__"`, or with jobs=1'
             ) from error
+        except (KeyboardInterrupt, GeneratorExit):  # do not wait for kernels that nobody wants
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager
-def _progress(total: int, wanted: bool) -> Iterator[Callable[[str], None]]:
-    """A function to call with a text whenever one of ``total`` steps is done."""
-    if not wanted:
-        yield lambda text: None
+def _children_ignore_interrupts() -> Iterator[None]:
+    """Processes started inside never see Ctrl-C, which a terminal sends to all: the parent does."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
         return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeElapsedColumn as Elapsed
-    except ImportError:
-        done = itertools.count(1)
-        yield lambda text: print(f"[{next(done)}/{total}] {text}", file=sys.stderr)
-        return
-    columns = BarColumn(), MofNCompleteColumn(), Elapsed(), TextColumn("{task.description}")
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("compiling", total=total)
-        yield lambda text: bar.update(task, advance=1, description=text)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _cores() -> int:

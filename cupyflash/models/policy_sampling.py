@@ -27,7 +27,7 @@ class ActionSampler:
         graph: capture all steps as one CUDA graph at the first call, which costs no host time then.
 
     Raises:
-        ValueError: sizes, or a graph without a GPU.
+        ValueError: sizes, a graph without a GPU, a sampler with thresholding.
     """
 
     def __init__(
@@ -47,6 +47,9 @@ class ActionSampler:
             raise ValueError(f"ActionSampler: {fact}, got {batch} and {length}")
         if graph and not like.is_cuda:
             raise ValueError(f"ActionSampler: graph needs a model on a GPU, got {like.device}")
+        if sampler.threshold is not None:  # its quantile would count channels that are padding
+            fact = "the sampler must have no thresholding, but a clip"
+            raise ValueError(f"ActionSampler: {fact}, got threshold {sampler.threshold}")
         self.sampler, self.clip, self.channels = sampler, clip, model.channels
         self.condition_shape, self.graph = (batch, model.condition), None
         self.shape, self.wants_graph = (batch, model.channels, length), graph

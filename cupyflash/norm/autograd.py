@@ -6,7 +6,6 @@ import torch
 
 from ..array import library_of
 from . import dispatch, group_norm_dispatch
-from .groups import dense_like, layout_of
 
 
 class Norm(torch.autograd.Function):
@@ -18,7 +17,7 @@ class Norm(torch.autograd.Function):
             function, rms, library_of(x), x, weight, bias, residual, eps, True
         )
         ctx.save_for_backward(x if h is None else h, weight, stats)
-        ctx.arguments = (function, rms, bias is not None, residual is not None)
+        ctx.arguments = (function, rms, bias is not None, residual is not None, x.dtype)
         ctx.mark_non_differentiable(stats)
         ctx.set_materialize_grads(False)
         return out, h, stats
@@ -26,20 +25,19 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout, dh, _):  # noqa: ANN001, ANN205
         h, weight, stats = ctx.saved_tensors
-        function, rms, has_bias, has_residual = ctx.arguments
+        function, rms, has_bias, has_residual, dtype = ctx.arguments
         if dout is None:  # only the residual was used
-            return dh, None, None, dh, None, None, None
+            return dh.to(dtype), None, None, dh, None, None, None
         options = f"{function}_backward", rms
         if torch.is_grad_enabled():  # create_graph=True: not as if the gradients were constants
             from .torch_ops import norm_backward
 
             gradients = norm_backward(*options, dout, h, weight, stats, dh, has_bias)
         else:
-            dout, dh = row_contiguous(dout), None if dh is None else row_contiguous(dh)
             arrays = (dout, h, weight, stats, dh)
             gradients = dispatch.backward(*options, library_of(h), *arrays, has_bias)
         dx, dweight, dbias = gradients
-        return dx, dweight, dbias, dx if has_residual else None, None, None, None
+        return dx.to(dtype), dweight, dbias, dx if has_residual else None, None, None, None
 
 
 class GroupNorm(torch.autograd.Function):
@@ -65,7 +63,7 @@ class GroupNorm(torch.autograd.Function):
 
             return *group_norm_backward(dout, *arrays, ctx.activation), None, None, None
         gradients = group_norm_dispatch.backward(
-            "group_norm_backward", library_of(x), in_format_of(x, dout), *arrays, ctx.activation
+            "group_norm_backward", library_of(x), dout, *arrays, ctx.activation
         )
         return *gradients, None, None, None
 
@@ -74,7 +72,7 @@ def norm_with_gradient(
     function: str,
     rms: bool,
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     eps: float,
@@ -85,30 +83,11 @@ def norm_with_gradient(
 
 def group_norm_with_gradient(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     num_groups: int,
     eps: float,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`group_norm_dispatch.forward`, recorded for the backward pass of torch."""
     return GroupNorm.apply(x, weight, bias, num_groups, eps, activation)
-
-
-def row_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """x, copied if its last dimension is not contiguous, as of an expanded scalar."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def in_format_of(x: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    """dout, copied if it has another memory format than x, as an expanded scalar has."""
-    if dout.stride() == x.stride():
-        return dout
-    like = image_like(x)
-    return dout if dout.stride() == like.stride() else like.copy_(dout)
-
-
-def image_like(x: torch.Tensor) -> torch.Tensor:
-    """What `cupyflash.group_norm` allocates for a result like x (batch, channels, ...)."""
-    view = library_of(x).view(x)
-    return x.new_empty_strided(view.shape, dense_like(view, layout_of("group_norm", "x", view)))

@@ -3,16 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy
+
 from ..array import Array, View
 from ..checks import require_eps, require_like, require_stats, require_weights, views_of
+from ..kernel_config import weight_dtypes
 from ..kernel_launch import keep
-from . import reference
+from . import detour, reference
+from .detour import Detour, result_strides
 from .plan import BackwardPlan, ForwardPlan
 
 MAX_COLUMNS = 2**30
 
-_forward_plans: dict[tuple, ForwardPlan] = {}
-_backward_plans: dict[tuple, BackwardPlan] = {}
+_forward_plans: dict[tuple, ForwardPlan | Detour] = {}
+_backward_plans: dict[tuple, BackwardPlan | Detour] = {}
 
 
 def forward(
@@ -20,51 +24,63 @@ def forward(
     rms: bool,
     library: Any,
     x: Array,
-    weight: Array,
+    weight: Array | None,
     bias: Array | None,
     residual: Array | None,
     eps: float,
     need_stats: bool,
 ) -> tuple[Array, Array | None, Array | None]:
     """(out, x + residual, statistics); the second is None without a residual."""
+    if type(eps) is not float:  # the key of a plan, so a plain number
+        eps = require_eps(function, eps)
 
     def check() -> dict[str, View]:
         arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
         return _check_forward(function, library, arrays, eps)
 
     if library.on_cpu(x):
-        check()
-        h = None
+        strides = result_strides(library, check()["x"])
+        h, values = None, library.to_numpy(x)
         if residual is not None:
-            x = h = library.from_numpy(
-                reference.add(library.to_numpy(x), library.to_numpy(residual)), x
-            )
-        arrays = [None if y is None else library.to_numpy(y) for y in (x, weight, bias)]
-        out, stats = reference.norm(rms, *arrays, eps)
-        return library.from_numpy(out, x), h, library.from_numpy(stats)
+            total = reference.add(values, library.to_numpy(residual))
+            h = library.from_numpy(total, residual, strides)
+            values = library.to_numpy(h)
+        scales = [None if y is None else library.to_numpy(y) for y in (weight, bias)]
+        if weight is None:
+            scales[0] = numpy.ones(x.shape[-1], values.dtype)
+        out, stats = reference.norm(rms, values, *scales, eps)
+        out = out.astype(library.to_numpy(x).dtype, copy=False)
+        return library.from_numpy(out, x, strides), h, library.from_numpy(stats)
     try:
         pointer, signature = library.pointer, library.signature
         pointers = (
             pointer(x),
             0 if residual is None else pointer(residual),
-            pointer(weight),
+            0 if weight is None else pointer(weight),
             0 if bias is None else pointer(bias),
         )
         signatures = (
             signature(x),
-            signature(weight),
+            None if weight is None else signature(weight),
             None if bias is None else signature(bias),
             None if residual is None else signature(residual),
         )
-    except AttributeError:  # an array of another library
+    except (AttributeError, TypeError):  # an array of another library, or none
         check()
         raise
     aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0
     key = (rms, signatures, eps, aligned)
     plan = _forward_plans.get(key)
     if plan is None:
-        plan = ForwardPlan(function, rms, library, check(), float(eps), aligned)
+        again = lambda x, weight, bias, residual, need_stats: forward(  # noqa: E731
+            function, rms, library, x, weight, bias, residual, eps, need_stats
+        )
+        views = check()
+        plan = detour.norm_forward(library, views, again)
+        plan = plan or ForwardPlan(function, rms, library, views, eps, aligned)
         keep(_forward_plans, key, plan)
+    if type(plan) is Detour:
+        return plan(x, weight, bias, residual, need_stats)
     return plan(x, pointers, need_stats)
 
 
@@ -74,49 +90,61 @@ def backward(
     library: Any,
     dout: Array,
     x: Array,
-    weight: Array,
+    weight: Array | None,
     stats: Array,
     dresidual: Array | None,
     need_dbias: bool,
-) -> tuple[Array, Array, Array | None]:
-    """(dx, dweight, dbias); the last is None unless wanted."""
+) -> tuple[Array, Array | None, Array | None]:
+    """(dx, dweight, dbias); the last is None unless wanted, both are without a weight."""
+    if library is None:
+        raise TypeError(f"{function}: x must be an array, got None")
 
     def check() -> dict[str, View]:
         arrays = {"x": x, "dout": dout, "weight": weight, "stats": stats, "dresidual": dresidual}
         return _check_backward(function, library, arrays)
 
     if library.on_cpu(x):
-        check()
+        strides = result_strides(library, check()["x"])
         inputs = (dout, x, weight, stats, dresidual)
         numpy_arrays = [None if y is None else library.to_numpy(y) for y in inputs]
+        if weight is None:
+            numpy_arrays[2] = numpy.ones(x.shape[-1], numpy_arrays[1].dtype)
         dx, dweight, dbias = reference.norm_backward(rms, *numpy_arrays)
+        dx = library.from_numpy(dx, x, strides)
+        if weight is None:
+            return dx, None, None
         dweight, dbias = (library.from_numpy(y, weight) for y in (dweight, dbias))
-        return library.from_numpy(dx, x), dweight, dbias if need_dbias else None
+        return dx, dweight, dbias if need_dbias else None
     try:
         pointer, signature = library.pointer, library.signature
         pointers = (
             pointer(dout),
             pointer(x),
-            pointer(weight),
+            0 if weight is None else pointer(weight),
             pointer(stats),
             0 if dresidual is None else pointer(dresidual),
         )
         signatures = (
             signature(dout),
             signature(x),
-            signature(weight),
+            None if weight is None else signature(weight),
             signature(stats),
             None if dresidual is None else signature(dresidual),
         )
-    except AttributeError:
+    except (AttributeError, TypeError):
         check()
         raise
     aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[4]) % 16 == 0
     key = (rms, signatures, aligned, need_dbias)
     plan = _backward_plans.get(key)
     if plan is None:
-        plan = BackwardPlan(function, rms, library, check(), aligned, need_dbias)
+        again = lambda *arrays: backward(function, rms, library, *arrays, need_dbias)  # noqa: E731
+        views = check()
+        plan = detour.norm_backward(library, views, again)
+        plan = plan or BackwardPlan(function, rms, library, views, aligned, need_dbias)
         keep(_backward_plans, key, plan)
+    if type(plan) is Detour:
+        return plan(dout, x, weight, stats, dresidual)
     return plan(x, weight, pointers)
 
 
@@ -124,10 +152,10 @@ def _check_forward(
     function: str, library: Any, arrays: Mapping[str, Array | None], eps: float
 ) -> dict[str, View]:
     views = views_of(function, library, arrays)
-    if "weight" not in views:
-        raise TypeError(f"{function}: weight must be an array, got None")
     columns = _check_rows(function, views)
-    require_like(function, views, "residual", "x")
+    _require_residual(function, views)
+    if "bias" in views and "weight" not in views:
+        raise TypeError(f"{function}: weight must be an array where bias is one, got None")
     require_weights(function, views, "x", columns)
     require_eps(function, eps)
     return views
@@ -137,12 +165,31 @@ def _check_backward(
     function: str, library: Any, arrays: Mapping[str, Array | None]
 ) -> dict[str, View]:
     views = views_of(function, library, arrays)
-    columns = _check_rows(function, views)
-    for name in ("dout", "dresidual"):
-        require_like(function, views, name, "x")
-    require_weights(function, views, "x", columns)
-    require_stats(function, views, (*views["x"].shape[:-1], 2))
+    for name in ("dout", "stats"):
+        if name not in views:
+            raise TypeError(f"{function}: {name} must be an array, got None")
+    columns, x = _check_rows(function, views), views["x"]
+    require_like(function, views, "dresidual", "x")
+    dout = views["dout"]
+    # Of a wider residual is what was normalised, but not what came out.
+    require_like(function, {"x": x._replace(dtype=dout.dtype), "dout": dout}, "dout", "x")
+    if x.dtype not in (dout.dtype, "float32"):
+        fact = f"dout must have the dtype of x, {x.dtype}"
+        raise TypeError(f"{function}: {fact}, got {dout.dtype}")
+    require_weights(function, views, "dout", columns)
+    require_stats(function, views, (*x.shape[:-1], 2))
     return views
+
+
+def _require_residual(function: str, views: Mapping[str, View]) -> None:
+    """Of the shape of x, and of its dtype or float32."""
+    x, residual = views["x"], views.get("residual")
+    if residual is None:
+        return
+    require_like(function, {"x": x, "residual": residual._replace(dtype=x.dtype)}, "residual", "x")
+    if residual.dtype not in weight_dtypes(x.dtype):
+        fact = f"residual must have the dtype of x, {x.dtype}, or be float32"
+        raise TypeError(f"{function}: {fact}, got {residual.dtype}")
 
 
 def _check_rows(function: str, views: Mapping[str, View]) -> int:
@@ -153,9 +200,4 @@ def _check_rows(function: str, views: Mapping[str, View]) -> int:
     if not 1 <= x.shape[-1] < MAX_COLUMNS:
         fact = f"the last dimension of x must have 1 to {MAX_COLUMNS - 1} numbers"
         raise ValueError(f"{function}: {fact}, got {x.shape}")
-    for name in ("x", "residual", "dout", "dresidual"):
-        y = views.get(name)
-        if y and y.shape and y.shape[-1] > 1 and y.strides[-1] != 1 and 0 not in y.shape:
-            fact = f"the last dimension of {name} must be contiguous"
-            raise ValueError(f"{function}: {fact}, got strides {y.strides}")
     return x.shape[-1]

@@ -10,8 +10,8 @@ from . import group_norm_dispatch
 def group_norm(
     x: Array,
     num_groups: int,
-    weight: Array,
-    bias: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
     *,
     eps: float = 1e-5,
     activation: str | None = None,
@@ -27,10 +27,11 @@ def group_norm(
 
     Args:
         x: (batch, channels, ...), such as (N, C, L) or (N, C, H, W); float16, bfloat16 or float32.
-            Channels first or channels last, as its strides say; no gaps between positions.
+            Channels first or channels last, as its strides say; where there are gaps between its
+            positions, as in a cropped image, it is copied first.
         num_groups: a divisor of channels; neighbouring channels form a group.
-        weight: (channels,), dtype of x or float32.
-        bias: like weight.
+        weight: (channels,), dtype of x or float32; None is 1, without a bias.
+        bias: like weight; None is 0, without a weight.
         eps: added to the variance.
         activation: "silu", "mish", "gelu", "gelu_tanh" or None.
         return_stats: also return float32 (batch, num_groups, 2), mean and 1 / sqrt(variance + eps)
@@ -41,7 +42,7 @@ def group_norm(
 
     Raises:
         TypeError: dtypes, libraries.
-        ValueError: shapes, strides, devices, options.
+        ValueError: shapes, devices, options, a weight that is not contiguous.
 
     Source: Group Normalization, arXiv:1803.08494.
     """
@@ -51,7 +52,7 @@ def group_norm(
 
 
 def _results(
-    x: Array, weight: Array, bias: Array, options: tuple, need_stats: bool
+    x: Array, weight: Array | None, bias: Array | None, options: tuple, need_stats: bool
 ) -> tuple[Array, Array | None]:
     """`group_norm_dispatch.forward`, by whatever way the library of x wants."""
     if compiling():
@@ -78,21 +79,21 @@ def _results(
 def group_norm_backward(
     dout: Array,
     x: Array,
-    weight: Array,
-    bias: Array,
+    weight: Array | None,
+    bias: Array | None,
     stats: Array,
     *,
     activation: str | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array | None, Array | None]:
     """Gradients of `group_norm` for libraries without autograd; repeatable bit by bit.
 
     Args:
-        dout: gradient of out, with the shape and the memory format of x.
+        dout: gradient of out, like x; copied if its memory format is another one.
         x, weight, bias, activation: of the forward.
         stats: of the forward; their shape says how many groups there are.
 
     Returns:
-        (dx, dweight, dbias), like x, weight and bias.
+        (dx, dweight, dbias), like x, weight and bias; without a weight the last two are None.
 
     Raises:
         As `group_norm`.

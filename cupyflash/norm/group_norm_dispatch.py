@@ -1,61 +1,81 @@
 """GroupNorm from arrays to plans; a call of known signature is one look-up."""
 
+import numbers
+import operator
 from collections.abc import Mapping
 from typing import Any
 
+import numpy
+
 from ..array import Array, View
-from ..checks import is_integer, require_eps, require_like, require_stats, require_weights, views_of
+from ..checks import require_eps, require_like, require_stats, require_weights, views_of
 from ..kernel_launch import keep
-from . import reference
+from . import detour, reference
+from .detour import Detour
 from .group_norm_kernels import ACTIVATIONS
 from .group_norm_plan import BackwardPlan, ForwardPlan
-from .groups import dense_like, layout_of
+from .groups import dense_like
 
-_forward_plans: dict[tuple, ForwardPlan] = {}
-_backward_plans: dict[tuple, BackwardPlan] = {}
+_forward_plans: dict[tuple, ForwardPlan | Detour] = {}
+_backward_plans: dict[tuple, BackwardPlan | Detour] = {}
 
 
 def forward(
     function: str,
     library: Any,
     x: Array,
-    weight: Array,
-    bias: Array,
+    weight: Array | None,
+    bias: Array | None,
     num_groups: int,
     eps: float,
     activation: str,
     need_stats: bool,
 ) -> tuple[Array, Array | None]:
     """(out, statistics); statistics may be None unless needed."""
+    num_groups, activation = _plain_options(function, num_groups, activation)
+    if type(eps) is not float:
+        eps = require_eps(function, eps)
 
     def check() -> dict[str, View]:
         arrays = {"x": x, "weight": weight, "bias": bias}
         views = views_of(function, library, arrays)
-        _check(function, views, num_groups, activation)
+        _check(function, views, num_groups)
         require_eps(function, eps)
         return views
 
     if library.on_cpu(x):
-        view = check()["x"]
-        strides = dense_like(view, layout_of(function, "x", view))
-        arrays = [library.to_numpy(y) for y in (x, weight, bias)]
+        strides = dense_like(check()["x"])
+        arrays = _numpy_arrays(library, x, weight, bias)
         out, stats = reference.group_norm(arrays[0], num_groups, *arrays[1:], eps, activation)
         return library.from_numpy(out, x, strides), library.from_numpy(stats)
     try:
         pointer, signature = library.pointer, library.signature
-        pointers = (pointer(x), pointer(weight), pointer(bias))
-        signatures = (signature(x), signature(weight), signature(bias))
-    except AttributeError:  # an array of another library
+        pointers = (
+            pointer(x),
+            0 if weight is None else pointer(weight),
+            0 if bias is None else pointer(bias),
+        )
+        signatures = (
+            signature(x),
+            None if weight is None else signature(weight),
+            None if bias is None else signature(bias),
+        )
+    except (AttributeError, TypeError):  # an array of another library, or none
         check()
         raise
     aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
     key = (signatures, num_groups, eps, activation, aligned)
     plan = _forward_plans.get(key)
     if plan is None:
-        views = check()
-        options = (int(num_groups), float(eps), activation)
-        plan = ForwardPlan(function, library, views, aligned, *options)
+        again = lambda x, weight, bias, need_stats: forward(  # noqa: E731
+            function, library, x, weight, bias, num_groups, eps, activation, need_stats
+        )
+        views, options = check(), (num_groups, eps, activation)
+        plan = detour.group_norm_forward(library, views, again)
+        plan = plan or ForwardPlan(function, library, views, aligned, *options)
         keep(_forward_plans, key, plan)
+    if type(plan) is Detour:
+        return plan(x, weight, bias, need_stats)
     return plan(x, pointers, need_stats)
 
 
@@ -64,62 +84,94 @@ def backward(
     library: Any,
     dout: Array,
     x: Array,
-    weight: Array,
-    bias: Array,
+    weight: Array | None,
+    bias: Array | None,
     stats: Array,
     activation: str,
-) -> tuple[Array, Array, Array]:
-    """(dx, dweight, dbias)."""
+) -> tuple[Array, Array | None, Array | None]:
+    """(dx, dweight, dbias); without a weight the last two are None."""
+    if library is None:
+        raise TypeError(f"{function}: x must be an array, got None")
+    _, activation = _plain_options(function, 1, activation)
 
     def check() -> dict[str, View]:
         arrays = {"x": x, "dout": dout, "weight": weight, "bias": bias, "stats": stats}
         views = views_of(function, library, arrays)
+        for name in ("dout", "stats"):
+            if name not in views:
+                raise TypeError(f"{function}: {name} must be an array, got None")
         shape = views["stats"].shape
         if len(shape) != 3:
             fact = "stats must have shape (batch, num_groups, 2)"
             raise ValueError(f"{function}: {fact}, got {shape}")
-        _check(function, views, shape[1], activation)
+        _check(function, views, shape[1])
         require_like(function, views, "dout", "x")
         require_stats(function, views, (views["x"].shape[0], shape[1], 2))
         return views
 
     if library.on_cpu(x):
-        view = check()["x"]
-        strides = dense_like(view, layout_of(function, "x", view))
-        arrays = [library.to_numpy(y) for y in (dout, x, weight, bias, stats)]
-        dx, dweight, dbias = reference.group_norm_backward(*arrays, activation)
+        strides = dense_like(check()["x"])
+        arrays = _numpy_arrays(library, x, weight, bias)
+        dout, stats = library.to_numpy(dout), library.to_numpy(stats)
+        dx, dweight, dbias = reference.group_norm_backward(dout, *arrays, stats, activation)
         dx = library.from_numpy(dx, x, strides)
+        if weight is None:
+            return dx, None, None
         return dx, library.from_numpy(dweight, weight), library.from_numpy(dbias, bias)
     try:
         pointer, signature = library.pointer, library.signature
-        pointers = tuple(map(pointer, (dout, x, weight, bias, stats)))
-        signatures = tuple(map(signature, (dout, x, weight, bias, stats)))
-    except AttributeError:
+        arrays = (dout, x, weight, bias, stats)
+        pointers = tuple([0 if y is None else pointer(y) for y in arrays])
+        signatures = tuple([None if y is None else signature(y) for y in arrays])
+    except (AttributeError, TypeError):
         check()
         raise
     aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0
     key = (signatures, activation, aligned)
     plan = _backward_plans.get(key)
     if plan is None:
-        plan = BackwardPlan(function, library, check(), aligned, activation)
+        again = lambda *arrays: backward(function, library, *arrays, activation)  # noqa: E731
+        views = check()
+        plan = detour.group_norm_backward(library, views, again)
+        plan = plan or BackwardPlan(function, library, views, aligned, activation)
         keep(_backward_plans, key, plan)
+    if type(plan) is Detour:
+        return plan(*arrays)
     return plan(x, weight, bias, pointers)
 
 
-def _check(function: str, views: Mapping[str, View], num_groups: int, activation: str) -> None:
+def _plain_options(function: str, num_groups: Any, activation: Any) -> tuple[int, str]:
+    """The options as plain values: they are part of the key of a plan."""
+    if type(num_groups) is not int:
+        if not isinstance(num_groups, numbers.Integral) or isinstance(num_groups, bool):
+            fact = "num_groups must be an integer that divides the number of channels"
+            raise ValueError(f"{function}: {fact}, got {num_groups!r}")
+        num_groups = operator.index(num_groups)
+    if type(activation) is not str or activation not in ACTIVATIONS:
+        allowed = "'silu', 'mish', 'gelu', 'gelu_tanh' or None"
+        raise ValueError(f"{function}: activation must be {allowed}, got {activation!r}")
+    return num_groups, activation
+
+
+def _numpy_arrays(
+    library: Any, x: Array, weight: Array | None, bias: Array | None
+) -> list[numpy.ndarray]:
+    """x, weight and bias; without a weight what changes nothing."""
+    x = library.to_numpy(x)
+    if weight is None:
+        return [x, numpy.ones(x.shape[1], x.dtype), numpy.zeros(x.shape[1], x.dtype)]
+    return [x, library.to_numpy(weight), library.to_numpy(bias)]
+
+
+def _check(function: str, views: Mapping[str, View], num_groups: int) -> None:
     x = views["x"]
-    for name in ("weight", "bias"):
-        if name not in views:
-            raise TypeError(f"{function}: {name} must be an array, got None")
+    for name, other in (("weight", "bias"), ("bias", "weight")):
+        if name not in views and other in views:
+            raise TypeError(f"{function}: {name} must be an array where {other} is one, got None")
     if len(x.shape) < 2:
         fact = "x must have at least two dimensions (batch, channels, ...)"
         raise ValueError(f"{function}: {fact}, got {x.shape}")
-    valid = is_integer(num_groups) and num_groups >= 1
-    if not valid or x.shape[1] % num_groups or not x.shape[1]:
+    if num_groups < 1 or x.shape[1] % num_groups or not x.shape[1]:
         fact = "num_groups must divide the number of channels"
         raise ValueError(f"{function}: {fact}, got {num_groups} and {x.shape[1]}")
-    if activation not in ACTIVATIONS:
-        allowed = "'silu', 'mish', 'gelu', 'gelu_tanh' or None"
-        raise ValueError(f"{function}: activation must be {allowed}, got {activation!r}")
     require_weights(function, views, "x", x.shape[1])
-    layout_of(function, "x", x)

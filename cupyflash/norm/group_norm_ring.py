@@ -9,7 +9,6 @@ from ..attention.problem import MAX_MAP_STRIDE
 from ..kernel_config import ITEM_SIZE, KernelConfig
 from ..kernel_launch import Launch, call_fields, capability_of, multiprocessors
 from ..tensor_map import TensorMaps, TensorMapSpec
-from ..tile_counter import NULL, tile_counters
 from .groups import Groups
 from .params import (
     GroupNormBwdRingBase,
@@ -19,11 +18,11 @@ from .params import (
     GroupRing,
 )
 from .plan import launches_cooperatively
-from .ring_shape import CONSUMERS, RING_BYTES, RingShape, Samples, ring_shape
+from .ring_shape import CONSUMERS, MAX_TEAMS, RING_BYTES, RingShape, Samples, ring_shape
+from .ring_workspace import RECORD_BYTES, ring_workspaces, workspace_bytes
 
 CAPABILITY = (9, 0)  # setmaxnreg exists where code is made for one architecture only
 OTHERS = 256  # as in group_ring.cuh: threads that neither collect nor apply
-RECORD_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,22 +92,15 @@ class RingLaunch(Launch):
         names = call_fields(params)
         self.mapped = [names.index(name) for name in config.reads]
         self.rows = ring.teams * ring.blocks
-        found = RECORD_BYTES * ring.teams * ring.flight * part.groups
-        self.offsets = 0, found * ring.blocks, found * (ring.blocks + 1)
-        self.workspace_words = self.offsets[-1] // 4 + ring.teams
-        self.counters = tile_counters(device)
-        self.workspaces: dict[bytes, Array] = {}
+        rounds, found = 4 * MAX_TEAMS, RECORD_BYTES * ring.teams * ring.flight * part.groups
+        self.offsets = rounds + found, rounds, 0  # of what is told, of what is found, of the rounds
+        self.workspace = workspace_bytes(part.groups, ring.flight, ring.teams, self.rows)
+        self.workspaces = ring_workspaces(device)
 
     def run(self, library: Any, stream: Any, like: Array, pointers: tuple[int, ...]) -> None:
         """``pointers``: the first parameters, those of the arrays."""
-        # Launches that may run at once have different counters, and so different workspaces.
-        counter = self.counters(stream)
-        workspace = self.workspaces.get(counter)
-        if workspace is None:
-            workspace = library.zeros_int32(self.workspace_words, like)
-            if counter != NULL:  # else CUDA graphs have taken all of them
-                self.workspaces[counter] = workspace
-        base = library.pointer(workspace)
+        # Held until the launch is queued.
+        base, _workspace = self.workspaces.address(stream, library, like, self.workspace)
         words = self.pack(*pointers, *(base + offset for offset in self.offsets))
         maps = self.no_maps
         if self.maps is not None:

@@ -21,14 +21,11 @@ class Layout(NamedTuple):
     channels_last: bool
 
 
-def layout_of(function: str, name: str, x: View, channels_last: bool | None = None) -> Layout:
-    """How (batch, channels, ...) lies in memory.
+def layout_of(x: View, channels_last: bool | None = None) -> Layout | None:
+    """How (batch, channels, ...) lies in memory; None if neither channels nor positions are dense.
 
     Args:
         channels_last: what to take of a tensor with one position or channel, which can be both.
-
-    Raises:
-        ValueError: neither channels nor positions are contiguous.
     """
     batch, channel = (step if size > 1 else 0 for size, step in zip(x.shape[:2], x.strides[:2]))
     sizes, ((position, *rest),) = [1], [[0]]
@@ -40,21 +37,24 @@ def layout_of(function: str, name: str, x: View, channels_last: bool | None = No
         if channels_last not in possible:
             channels_last = possible[-1 if channel == 1 else 0]
         return Layout(batch, channel, position, channels_last)
-    if 0 in x.shape:
-        return Layout(0, 0, 0, False)
-    fact = f"{name} must be dense, channels first or channels last"
-    raise ValueError(f"{function}: {fact}, got shape {x.shape}, strides {x.strides}")
+    return Layout(0, 0, 0, False) if 0 in x.shape else None
 
 
-def dense_like(x: View, layout: Layout) -> tuple[int, ...]:
-    """Strides of a dense tensor with the memory format of x."""
+def dense_like(x: View) -> tuple[int, ...]:
+    """Strides of a dense tensor with the memory format of x: that of a result."""
+    layout = layout_of(x)
+    if layout is None:  # to be copied: in which order its axes lie
+        steps = [step for size, step in zip(x.shape[2:], x.strides[2:]) if size > 1]
+        channels_last = x.shape[1] > 1 and all(x.strides[1] < step for step in steps)
+    else:
+        channels_last = layout.channels_last
     batch, channel, *positions = range(len(x.shape))
-    order = [batch, *positions, channel] if layout.channels_last else [batch, channel, *positions]
+    order = [batch, *positions, channel] if channels_last else [batch, channel, *positions]
     return dense_strides(x.shape, order)
 
 
 class Groups:
-    """The groups of tensors of one shape and one memory format.
+    """The groups of tensors of one shape and one memory format, which all have a `Layout`.
 
     Attributes:
         batch, num_groups, positions: of the tensors.
@@ -66,21 +66,14 @@ class Groups:
         halves: whether 16 bytes hold two whole channels, which lie side by side.
 
     Raises:
-        ValueError: the tensors differ in memory format, or a group is too large.
+        ValueError: a group is too large.
     """
 
     def __init__(self, function: str, views: Mapping[str, View], num_groups: int) -> None:
         tensors = {name: x for name, x in views.items() if name not in ("weight", "bias")}
         x = tensors["x"]
-        self.channels_last = layout_of(function, "x", x).channels_last
-        layouts = {
-            name: layout_of(function, name, y, self.channels_last) for name, y in tensors.items()
-        }
-        for name, layout in layouts.items():
-            if layout.channels_last != self.channels_last:
-                got = f"{name} strides {tensors[name].strides}, x strides {x.strides}"
-                fact = f"{name} must have the memory format of x"
-                raise ValueError(f"{function}: {fact}, got {got}")
+        self.channels_last = layout_of(x).channels_last
+        layouts = {name: layout_of(y, self.channels_last) for name, y in tensors.items()}
         self.batch, channels, self.num_groups = *x.shape[:2], num_groups
         self.channels, self.positions = channels // num_groups, math.prod(x.shape[2:])
         self.size = self.channels * self.positions

@@ -7,7 +7,7 @@ from . import dispatch
 
 def layer_norm(
     x: Array,
-    weight: Array,
+    weight: Array | None = None,
     bias: Array | None = None,
     *,
     residual: Array | None = None,
@@ -16,26 +16,28 @@ def layer_norm(
 ) -> Array | tuple[Array, ...]:
     """(h - mean) / sqrt(variance + eps) * weight + bias over the last dimension, h = x + residual.
 
-    Arrays are those that `cupyflash.attention` takes; torch tensors have autograd. The last
-    dimension is contiguous, other strides are free. x and residual are read once, where a row fits
-    into registers (16384 numbers of 16 bits, 8192 of float32; four times as many on sm_90).
+    Arrays are those that `cupyflash.attention` takes; torch tensors have autograd. Strides are
+    free: where the last dimension is not contiguous, or more than four others do not collapse, x or
+    residual is copied first. Both are read once, where a row fits into registers (16384 numbers of
+    16 bits, 8192 of float32; four times as many on sm_90).
 
     Args:
         x: (..., columns), float16, bfloat16 or float32.
-        weight: (columns,), dtype of x or float32.
-        bias: like weight.
-        residual: like x; None is 0. Under torch's autocast both are promoted to one dtype.
+        weight: (columns,), dtype of x or float32; None is 1, without a bias.
+        bias: like weight; None is 0.
+        residual: like x, or float32; None is 0. A float32 residual of 16-bit x costs a copy of x
+            and one of out. Under torch's autocast both are promoted to one dtype.
         eps: added to the variance.
         return_stats: also return float32 (..., 2), mean and 1 / sqrt(variance + eps) of each row:
             what `layer_norm_backward` needs.
 
     Returns:
-        out like x; with a residual (out, h), h being the residual of the next layer; the statistics
-        at the end, if wanted.
+        out like x; with a residual (out, h), h like the residual, being that of the next layer; the
+        statistics at the end, if wanted.
 
     Raises:
-        TypeError: dtypes, libraries.
-        ValueError: shapes, strides, devices, eps.
+        TypeError: dtypes, libraries, a bias without a weight.
+        ValueError: shapes, devices, eps, a weight that is not contiguous.
 
     Source: Layer Normalization, arXiv:1607.06450.
     """
@@ -44,7 +46,7 @@ def layer_norm(
 
 def rms_norm(
     x: Array,
-    weight: Array,
+    weight: Array | None = None,
     *,
     residual: Array | None = None,
     eps: float = 1e-6,
@@ -60,19 +62,20 @@ def rms_norm(
 
 
 def layer_norm_backward(
-    dout: Array, x: Array, weight: Array, stats: Array, *, dresidual: Array | None = None
-) -> tuple[Array, Array, Array]:
+    dout: Array, x: Array, weight: Array | None, stats: Array, *, dresidual: Array | None = None
+) -> tuple[Array, Array | None, Array | None]:
     """Gradients of `layer_norm` for libraries without autograd; repeatable bit by bit.
 
     Args:
-        dout: gradient of out, like x.
-        x: what was normalised: h, if there was a residual.
-        weight: of the forward.
+        dout: gradient of out, like out.
+        x: what was normalised: h, if there was a residual; it may be float32 beside 16-bit dout.
+        weight: of the forward, with the dtype of dout or float32.
         stats: of the forward.
         dresidual: gradient of h from elsewhere, like x; added to dx.
 
     Returns:
-        (dx, dweight, dbias), like x, weight and weight. dx is the gradient of x and of residual.
+        (dx, dweight, dbias), like x, weight and weight; without a weight the last two are None. dx
+        is the gradient of x and of residual.
 
     Raises:
         As `layer_norm`.
@@ -81,8 +84,8 @@ def layer_norm_backward(
 
 
 def rms_norm_backward(
-    dout: Array, x: Array, weight: Array, stats: Array, *, dresidual: Array | None = None
-) -> tuple[Array, Array]:
+    dout: Array, x: Array, weight: Array | None, stats: Array, *, dresidual: Array | None = None
+) -> tuple[Array, Array | None]:
     """(dx, dweight) of `rms_norm`, as `layer_norm_backward`."""
     arrays = (dout, x, weight, stats, dresidual)
     return _backward("rms_norm_backward", True, arrays, False)[:2]
@@ -101,7 +104,7 @@ def _results(
     function: str,
     rms: bool,
     x: Array,
-    weight: Array,
+    weight: Array | None,
     bias: Array | None,
     residual: Array | None,
     eps: float,

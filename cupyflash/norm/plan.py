@@ -11,6 +11,7 @@ from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
 from ..rows import Rows
 from ..tile_counter import tile_counters
 from . import kernels
+from .detour import result_strides
 from .params import NormBwdParams, NormFwdParams, SumPartialsParams
 
 WEIGHT_BLOCKS = 8  # of norm_bwd_weight, for each multiprocessor
@@ -33,7 +34,7 @@ class ForwardPlan(Plan):
         super().__init__(x.device)
         self.library = library
         self.shape, self.stats_shape = x.shape, (*x.shape[:-1], 2)
-        self.strides = library.strides_of_empty(x.shape, x)
+        self.strides = result_strides(library, x)
         self.has_residual = "residual" in views
         self.empty = 0 in x.shape
         if self.empty:
@@ -84,7 +85,7 @@ class BackwardPlan(Plan):
         x, weight = views["x"], views["weight"]
         super().__init__(x.device)
         self.library, self.need_dbias = library, need_dbias
-        self.shape, self.strides = x.shape, library.strides_of_empty(x.shape, x)
+        self.shape, self.strides = x.shape, result_strides(library, x)
         self.empty = 0 in x.shape
         if self.empty:
             return

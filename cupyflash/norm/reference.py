@@ -13,9 +13,9 @@ from ..attention.grouped import Array, compute_dtype
 
 
 def add(x: Array, residual: Array) -> Array:
-    """What is normalised: x + residual, rounded to their dtype."""
-    wide = compute_dtype(x)
-    return (x.astype(wide) + residual.astype(wide)).astype(x.dtype)
+    """What is normalised: x + residual, rounded to the dtype of the residual."""
+    wide = compute_dtype(residual)
+    return (x.astype(wide) + residual.astype(wide)).astype(residual.dtype)
 
 
 def norm(rms: bool, x: Array, weight: Array, bias: Array | None, eps: float) -> tuple[Array, Array]:

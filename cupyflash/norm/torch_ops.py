@@ -11,7 +11,8 @@ from torch import Tensor
 from ..array import library_of
 from ..torch_meta import require_one_device
 from . import dispatch, group_norm_dispatch
-from .autograd import image_like, in_format_of, row_contiguous
+from .detour import result_strides
+from .groups import dense_like
 
 LIBRARY = library_of(torch.empty(0))
 
@@ -29,7 +30,7 @@ def norm(
     function: str,
     rms: bool,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     eps: float,
@@ -46,19 +47,24 @@ def norm_backward(
     rms: bool,
     dout: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     stats: Tensor,
     dresidual: Tensor | None,
     need_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`norm_dispatch.backward` through the operator, whose own derivative is an error."""
     arrays = (dout, x, weight, stats, dresidual)
-    dx, dweight, *dbias = _norm_backward(*arrays, function, rms, need_dbias)
-    return dx, dweight, dbias[0] if dbias else None
+    gradients = _norm_backward(*arrays, function, rms, need_dbias)
+    return (*gradients, None, None)[:3]
 
 
 def group_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, activation: str
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_groups: int,
+    eps: float,
+    activation: str,
 ) -> tuple[Tensor, Tensor]:
     """`group_norm_dispatch.forward` through the operator, which checks when it runs."""
     _refuse_transforms("group_norm")
@@ -69,13 +75,13 @@ def group_norm(
     "cupyflash::norm",
     mutates_args=(),
     schema=(
-        "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str function, bool rms, "
+        "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, str function, bool rms, "
         "float eps) -> Tensor[]"
     ),
 )
 def _norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     function: str,
@@ -91,10 +97,10 @@ def _norm(
 
 @_norm.register_fake
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *options: Any
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *options: Any
 ) -> list[Tensor]:
     require_one_device(options[0], x, weight, bias, residual)
-    results = [_rows_like(x) for y in (x, residual) if y is not None]
+    results = [_rows_like(x, y.dtype) for y in (x, residual) if y is not None]
     return [*results, x.new_empty((*x.shape[:-1], 2), dtype=torch.float32)]
 
 
@@ -102,46 +108,49 @@ def _(
     "cupyflash::norm_backward",
     mutates_args=(),
     schema=(
-        "(Tensor dout, Tensor x, Tensor weight, Tensor stats, Tensor? dresidual, str function, "
+        "(Tensor dout, Tensor x, Tensor? weight, Tensor stats, Tensor? dresidual, str function, "
         "bool rms, bool need_dbias) -> Tensor[]"
     ),
 )
 def _norm_backward(
     dout: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     stats: Tensor,
     dresidual: Tensor | None,
     function: str,
     rms: bool,
     need_dbias: bool,
 ) -> list[Tensor]:
-    """dx, dweight, dbias if wanted."""
+    """dx, dweight if there is a weight, dbias if wanted."""
     LIBRARY.refuse_tangents(dout, x, weight, stats, dresidual)
-    dout = row_contiguous(dout)
-    dresidual = None if dresidual is None else row_contiguous(dresidual)
     arrays = (dout, x, weight, stats, dresidual)
     results = dispatch.backward(function, rms, LIBRARY, *arrays, need_dbias)
     return [y for y in results if y is not None]
 
 
 @_norm_backward.register_fake
-def _(dout: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
+def _(dout: Tensor, x: Tensor, weight: Tensor | None, *rest: Any) -> list[Tensor]:
     require_one_device(rest[2], x, dout, weight, *rest[:2])
-    need_dbias = rest[-1]
-    return [_rows_like(x), *(weight.new_empty(weight.shape) for _ in range(1 + need_dbias))]
+    sums = 0 if weight is None else 1 + rest[-1]
+    return [_rows_like(x, x.dtype), *(weight.new_empty(weight.shape) for _ in range(sums))]
 
 
 @torch.library.custom_op(
     "cupyflash::group_norm",
     mutates_args=(),
     schema=(
-        "(Tensor x, Tensor weight, Tensor bias, SymInt num_groups, float eps, str activation) "
+        "(Tensor x, Tensor? weight, Tensor? bias, SymInt num_groups, float eps, str activation) "
         "-> (Tensor out, Tensor stats)"
     ),
 )
 def _group_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, activation: str
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_groups: int,
+    eps: float,
+    activation: str,
 ) -> tuple[Tensor, Tensor]:
     LIBRARY.refuse_tangents(x, weight, bias)
     arguments = (x, weight, bias, num_groups, eps, activation)
@@ -150,51 +159,70 @@ def _group_norm(
 
 @_group_norm.register_fake
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, *options: Any
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, *options: Any
 ) -> tuple[Tensor, Tensor]:
     require_one_device("group_norm", x, weight, bias)
     stats = x.new_empty((x.shape[0], num_groups, 2), dtype=torch.float32)
-    return image_like(x), stats
+    return _image_like(x), stats
+
+
+def group_norm_backward(
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    stats: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`group_norm_dispatch.backward` through the operator, whose own derivative is an error."""
+    gradients = _group_norm_backward(dout, x, weight, bias, stats, activation)
+    return (*gradients, None, None)[:3]
 
 
 @torch.library.custom_op(
     "cupyflash::group_norm_backward",
     mutates_args=(),
     schema=(
-        "(Tensor dout, Tensor x, Tensor weight, Tensor bias, Tensor stats, str activation) "
-        "-> (Tensor dx, Tensor dweight, Tensor dbias)"
+        "(Tensor dout, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, str activation) "
+        "-> Tensor[]"
     ),
 )
-def group_norm_backward(
-    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`group_norm_dispatch.backward`; its own derivative is an error."""
+def _group_norm_backward(
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    stats: Tensor,
+    activation: str,
+) -> list[Tensor]:
+    """dx; dweight and dbias if there is a weight."""
     LIBRARY.refuse_tangents(dout, x, weight, bias, stats)
-    arrays = (in_format_of(x, dout), x, weight, bias, stats)
-    return group_norm_dispatch.backward("group_norm_backward", LIBRARY, *arrays, activation)
+    arrays = (dout, x, weight, bias, stats)
+    results = group_norm_dispatch.backward("group_norm_backward", LIBRARY, *arrays, activation)
+    return [y for y in results if y is not None]
 
 
-@group_norm_backward.register_fake
+@_group_norm_backward.register_fake
 def _(
-    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+) -> list[Tensor]:
     require_one_device("group_norm_backward", x, dout, weight, bias, rest[0])
-    return image_like(x), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+    return [_image_like(x), *(y.new_empty(y.shape) for y in (weight, bias) if y is not None)]
 
 
 def _setup_norm(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     x, weight, bias, residual, *options = inputs
     ctx.save_for_backward(x if residual is None else output[1], weight, output[-1])
-    ctx.arguments = (*options[:2], bias is not None, residual is not None)
+    ctx.arguments = (*options[:2], bias is not None, residual is not None, x.dtype)
     ctx.mark_non_differentiable(output[-1])
 
 
 def _gradient_of_norm(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
     dout, *dh, _ = gradients
-    function, rms, has_bias, has_residual = ctx.arguments
+    function, rms, has_bias, has_residual, dtype = ctx.arguments
     arrays = (dout, *ctx.saved_tensors, dh[0] if has_residual else None)
     dx, dweight, dbias = norm_backward(f"{function}_backward", rms, *arrays, has_bias)
-    return dx, dweight, dbias, dx if has_residual else None, None, None, None
+    return dx.to(dtype), dweight, dbias, dx if has_residual else None, None, None, None
 
 
 def _setup_group_norm(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -215,13 +243,19 @@ def _no_second_derivative(ctx: Any, *gradients: Any) -> None:
 _norm.register_autograd(_gradient_of_norm, setup_context=_setup_norm)
 _norm_backward.register_autograd(_no_second_derivative)
 _group_norm.register_autograd(_gradient_of_group_norm, setup_context=_setup_group_norm)
-group_norm_backward.register_autograd(_no_second_derivative)
+_group_norm_backward.register_autograd(_no_second_derivative)
 
 
-def _rows_like(x: Tensor) -> Tensor:
+def _rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """What the norms allocate for a result like this tensor."""
-    shape = tuple(x.shape)
-    return x.new_empty_strided(shape, LIBRARY.strides_of_empty(shape, LIBRARY.view(x)))
+    strides = result_strides(LIBRARY, LIBRARY.view(x))
+    return x.new_empty_strided(tuple(x.shape), strides, dtype=dtype)
+
+
+def _image_like(x: Tensor) -> Tensor:
+    """What `cupyflash.group_norm` allocates for a result like x (batch, channels, ...)."""
+    view = LIBRARY.view(x)
+    return x.new_empty_strided(view.shape, dense_like(view))
 
 
 def _refuse_transforms(function: str) -> None:

@@ -42,7 +42,7 @@ def expected_norm(
     rms: bool,
     dout: Any,
     x: Any,
-    weight: Any,
+    weight: Any = None,
     bias: Any = None,
     residual: Any = None,
     dresidual: Any = None,
@@ -53,6 +53,8 @@ def expected_norm(
     given = (dout, x, weight, bias, residual, dresidual)
     dtypes = [None if y is None else str(y.dtype).removeprefix("torch.") for y in given]
     wide = [None if y is None else to_numpy64(y) for y in given]
+    if weight is None:
+        dtypes[2], wide[2] = dtypes[1], numpy.ones(x.shape[-1])
     narrow = [None if y is None else y.astype(numpy_dtype(name)) for y, name in zip(wide, dtypes)]
     exact, baseline = (_norm(rms, *arrays, eps) for arrays in (wide, narrow))
     h = wide[1] if exact["h"] is None else exact["h"]
@@ -68,7 +70,8 @@ def expected_norm(
         "dweight": (dout64 * n).sum(rows),
         "dbias": dout64.sum(rows),
     }
-    kinds = {"out": dtypes[1], "h": dtypes[1], "dx": dtypes[1], "stats": "float32"}
+    stream = dtypes[1] if residual is None else dtypes[4]  # that of h and its gradient
+    kinds = {"out": dtypes[1], "h": stream, "dx": stream, "stats": "float32"}
     kinds |= {"dweight": dtypes[2], "dbias": dtypes[2]}
     return _expected(exact, baseline, kinds, terms)
 
@@ -78,8 +81,10 @@ def expected_group_norm(
 ) -> ExpectedNorm:
     """Forward and backward of `cupyflash.group_norm`, arrays of any library."""
     given = (dout, x, weight, bias)
-    dtypes = [str(y.dtype).removeprefix("torch.") for y in given]
-    wide = [to_numpy64(y) for y in given]
+    dtypes = [str(x.dtype if y is None else y.dtype).removeprefix("torch.") for y in given]
+    wide = [None if y is None else to_numpy64(y) for y in given]
+    if weight is None:
+        wide[2:] = numpy.ones(x.shape[1]), numpy.zeros(x.shape[1])
     narrow = [y.astype(numpy_dtype(name)) for y, name in zip(wide, dtypes)]
     activation = activation or "none"
     exact = _group_norm(*wide, num_groups, activation, eps)
@@ -157,6 +162,7 @@ def _norm(
     out, stats = reference.norm(rms, values, weight, bias, eps)
     gradients = reference.norm_backward(rms, dout, values, weight, stats, dresidual)
     results = dict(zip(("dx", "dweight", "dbias"), gradients))
+    out = out.astype(x.dtype, copy=False)
     return {"out": out, "h": h, "stats": stats, **results}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..array import Array
-from . import dispatch
+from . import dispatch, one_block
 
 
 class BlockWeights(NamedTuple):
@@ -51,7 +51,8 @@ def transformer_block(
     """One block for one new token of each sequence, whose key and value go into the caches.
 
     One launch. All floating-point arrays are of one dtype, contiguous where not said otherwise.
-    Before it is captured into a CUDA graph it must have been called once with these weights.
+    Before it is captured into a CUDA graph it must have been called once with these weights; what
+    is prepared for them is kept as long as they live. torch.compile breaks its graph at the call.
 
     Args:
         x: (batch, width), batch at most 8, width at most 1920, float16, bfloat16 or float32; any
@@ -70,8 +71,9 @@ def transformer_block(
         (batch, width), like x.
 
     Raises:
-        TypeError: dtypes, libraries.
-        ValueError: shapes, strides, alignment, devices, heads, eps.
+        TypeError: dtypes, libraries, no numbers.
+        ValueError: shapes, strides, alignment, devices, heads, eps; a cache shares memory with
+            another array of the call.
         NotImplementedError: a gradient is wanted; the GPU is older than Turing, or cannot take the
             width.
 
@@ -79,7 +81,8 @@ def transformer_block(
     arXiv:2205.14135 with the keys shared out over blocks.
     """
     function = "transformer_block"
-    return dispatch.block(function, x, weights, k_cache, v_cache, lengths, heads, eps)
+    arguments = (x, weights, k_cache, v_cache, lengths, heads, eps)
+    return dispatch.eager(one_block.block, function, *arguments)
 
 
 class BlockStack:
@@ -123,14 +126,16 @@ class BlockStack:
 
     def __call__(self, x: Array, k_cache: Array, v_cache: Array, lengths: Array) -> Array:
         """x after all blocks; the caches are (layers, batch, max_length, heads, head_dim)."""
-        return self._stack.forward("BlockStack", x, k_cache, v_cache, lengths, True)
+        arguments = (x, k_cache, v_cache, lengths, True)
+        return dispatch.eager(self._stack.forward, "BlockStack", *arguments)
 
     def next_logits(self, tokens: Array, k_cache: Array, v_cache: Array, lengths: Array) -> Array:
         """Logits of the token after ``tokens``, int32 (batch,): float32 (batch, vocab).
 
         A token out of range or a position without embedding gives NaN and writes nothing.
         """
-        return self._stack.logits("next_logits", tokens, k_cache, v_cache, lengths)
+        arguments = (tokens, k_cache, v_cache, lengths)
+        return dispatch.eager(self._stack.logits, "next_logits", *arguments)
 
     def step(
         self,
@@ -157,4 +162,5 @@ class BlockStack:
             out.
         """
         out = tokens if out is None else out
-        return self._stack.step("step", tokens, k_cache, v_cache, lengths, out, advance)
+        arguments = (tokens, k_cache, v_cache, lengths, out, advance)
+        return dispatch.eager(self._stack.step, "step", *arguments)

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..array import Array, View, library_of
-from ..checks import require_eps
+from ..checks import integer_within, require_eps
 from ..kernel_config import ITEM_SIZE
+from ..plain_options import plain_real
 from ..rows import is_contiguous
 from .kernels import MAX_WIDTH
 from .params import MAX_BATCH, MAX_LAYERS
@@ -49,7 +50,9 @@ def check_stack(
     """
     if not 1 <= len(blocks) <= MAX_LAYERS:
         raise ValueError(f"{function}: there must be 1 to {MAX_LAYERS} blocks, got {len(blocks)}")
+    eps = plain_real(function, "eps", eps)
     require_eps(function, eps)
+    heads = integer_within(function, "heads", heads, 1, 2**31 - 1)
     first = _view(function, library, "ln1_weight", blocks[0].ln1_weight)
     if len(first.shape) != 1:
         raise ValueError(f"{function}: ln1_weight must have shape (width,), got {first.shape}")
@@ -60,7 +63,7 @@ def check_stack(
         where = f"blocks[{number}]." if len(blocks) > 1 else ""
         for name, shape in shapes.items():
             _check_weight(function, library, where + name, getattr(block, name), shape, first)
-    shape = StackShape(first.dtype, first.device, len(blocks), width, hidden, heads, float(eps))
+    shape = StackShape(first.dtype, first.device, len(blocks), width, hidden, heads, eps)
     given = [name for name, x in ends.items() if x is not None]
     if not given:
         return shape
@@ -170,10 +173,9 @@ def _check_weight(
 
 
 def _check_sizes(function: str, width: int, hidden: int, heads: int) -> None:
-    integer = hasattr(heads, "__index__") and not isinstance(heads, bool)
-    if not integer or heads < 1 or width % heads:
-        fact = f"heads must be a positive integer that divides the width {width}"
-        raise ValueError(f"{function}: {fact}, got {heads!r}")
+    if width % heads:
+        fact = f"heads must be an integer that divides the width {width}"
+        raise ValueError(f"{function}: {fact}, got {heads}")
     head_dim = width // heads
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         fact = f"head_dim (width / heads) must be a multiple of 8 up to {MAX_HEAD_DIM}"

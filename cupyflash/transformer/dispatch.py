@@ -1,14 +1,19 @@
 """Stacks of transformer blocks from arrays to plans; a call of known signature is one look-up."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
 
-from ..array import Array, library_of
+from ..array import Array, compiling, library_of
+from ..checks import require_plain
+from ..decode.kv_cache import CACHES
 from ..decode.sampling_reference import greedy_row
 from ..kernel_launch import keep
-from . import reference
+from ..overlap import Written
+from ..plain_options import plain_flag, short
+from . import cpu
 from .checks import StackShape, check_call, check_stack, require_aligned
 from .plan import StackPlan, pointer_table, require_gpu
 
@@ -31,30 +36,41 @@ class Stack:
         heads: int,
         eps: float,
     ) -> None:
-        self.library = library = weights_library(function, blocks)
-        self.blocks, self.ends = list(blocks), dict(ends)
+        self.blocks, self.ends = block_list(function, blocks), dict(ends)
+        self.library = library = weights_library(function, self.blocks)
         self.shape: StackShape = check_stack(function, library, self.blocks, ends, heads, eps)
         weights = [y for block in self.blocks for y in block]
         self.weights = [*weights, *(y for y in ends.values() if y is not None)]
+        if got := library.what_follows(*self.weights, gradients=False):
+            fact = "weights must be arrays with memory of their own"
+            raise NotImplementedError(f"{function}: {fact}, got {got}")
         self.on_cpu = library.on_cpu(self.weights[0])
-        self.plans: dict[tuple, StackPlan] = {}
-        if not self.on_cpu:
-            require_gpu(function, self.shape)
-            self._take_pointers(function)
+        self.plans: dict[tuple, tuple[StackPlan, Written] | None] = {}
+        self._take_pointers(function)
+
+    def hold_weakly(self, forget: Callable[[Any], object]) -> None:
+        """Keep the addresses of the weights only; ``forget`` is called when memory of one is gone.
+
+        For stacks on a GPU, whose kernel needs no more.
+        """
+        owner = self.library.owner
+        self.owners = [weakref.ref(owner(y), forget) for y in self.weights]
+        self.blocks, self.ends, self.weights = [], {}, []
 
     def forward(
         self, function: str, x: Array, k_cache: Array, v_cache: Array, lengths: Array, stacked: bool
     ) -> Array:
         """x after all blocks; ``stacked`` caches have an axis of layers."""
         library, caches = self.library, {"k_cache": k_cache, "v_cache": v_cache}
-        plan = self._plan(function, {"x": x, **caches}, {"lengths": lengths}, stacked, False, x)
+        plan = self._plan(function, {"x": x, **caches}, {"lengths": lengths}, CACHES, stacked)
         if self.on_cpu:
             caches = [y if stacked else y[None] for y in (k_cache, v_cache)]
-            return library.from_numpy(self._blocks(library.to_numpy(x), *caches, lengths), x)
+            return library.from_numpy(cpu.run(self, library.to_numpy(x), *caches, lengths), x)
         out = library.empty(x.shape, (self.shape.width, 1), x)
         if plan is not None:
             arrays = (x, None, k_cache, v_cache, lengths, out, None, None)
             plan(x, self._pointers(arrays, False))
+            library.wrote(k_cache, v_cache)
         return out
 
     def logits(
@@ -64,14 +80,15 @@ class Stack:
         self._require_ends(function)
         library, floats = self.library, {"k_cache": k_cache, "v_cache": v_cache}
         integers = {"tokens": tokens, "lengths": lengths}
-        plan = self._plan(function, floats, integers, True, False, tokens)
+        plan = self._plan(function, floats, integers, CACHES)
         if self.on_cpu:
-            found = self._logits(tokens, k_cache, v_cache, lengths)
+            found = cpu.logits(self, tokens, k_cache, v_cache, lengths)
             return library.from_numpy(found.astype("float32"))
         out = library.empty_float32((tokens.shape[0], self.shape.vocab), tokens)
         if plan is not None:
             arrays = (None, tokens, k_cache, v_cache, lengths, None, out, None)
             plan(tokens, self._pointers(arrays, True))
+            library.wrote(k_cache, v_cache)
         return out
 
     def step(
@@ -86,12 +103,19 @@ class Stack:
     ) -> Array:
         """The next tokens go to ``out``, -1 where there is none."""
         self._require_ends(function)
+        advance = plain_flag(function, "advance", advance)
         library, floats = self.library, {"k_cache": k_cache, "v_cache": v_cache}
-        integers = {"tokens": tokens, "lengths": lengths, "out": out}
-        plan = self._plan(function, floats, integers, True, bool(advance), tokens)
+        integers = {"tokens": tokens, "lengths": lengths}
+        written = [*CACHES, *(["lengths"] if advance else [])]
+        if out is tokens:
+            written.append("tokens")
+        else:
+            integers["out"] = out
+            written.append("out")
+        plan = self._plan(function, floats, integers, written)
         if self.on_cpu:
-            logits = self._logits(tokens, k_cache, v_cache, lengths)
-            lost = self._lost(tokens, k_cache, lengths)
+            logits = cpu.logits(self, tokens, k_cache, v_cache, lengths)
+            lost = cpu.lost(self, tokens, k_cache, lengths)
             found = [-1 if none else greedy_row(row) for none, row in zip(lost, logits)]
             out[...] = library.from_numpy(numpy.array(found, "int32"))
             if advance:
@@ -99,6 +123,8 @@ class Stack:
         elif plan is not None:
             arrays = (None, tokens, k_cache, v_cache, lengths, None, None, out)
             plan(tokens, self._pointers(arrays, True))
+            named = floats | integers
+            library.wrote(*(named[name] for name in written))
         return out
 
     def _plan(
@@ -106,38 +132,56 @@ class Stack:
         function: str,
         floats: dict[str, Array],
         integers: dict[str, Array],
-        stacked: bool,
-        advance: bool,
-        first: Array,
+        written: Sequence[str],
+        stacked: bool = True,
     ) -> StackPlan | None:
-        """None on the CPU and for a batch of none; ``first`` says how many sequences there are."""
-        library, pointer = self.library, self.library.pointer if not self.on_cpu else None
-        if library.wants_gradient(*self.weights) or (
-            library_of(first) is library and library.wants_gradient(first)
-        ):
-            raise NotImplementedError(f"{function}: has no backward; call it under torch.no_grad()")
-        arrays = (*floats.values(), *integers.values())
-        if self.on_cpu or any(library_of(y) is not library for y in arrays):
-            check_call(function, library, self.shape, floats, integers, stacked)
-            return None
-        signatures = tuple(map(library.signature, arrays))
-        key = (signatures, tuple(floats), tuple(integers), stacked, advance)
-        aligned = {name: pointer(floats[name]) for name in ("k_cache", "v_cache")}
-        if any(address % 16 for address in aligned.values()) and first.shape[0]:
-            require_aligned(function, aligned)
+        """Checked; None on the CPU and for a batch of none.
+
+        Args:
+            written: the names of the arrays that the call changes.
+        """
+        library, shape, named = self.library, self.shape, floats | integers
+        arrays = tuple(named.values())
+        check = lambda: check_call(function, library, shape, floats, integers, stacked)  # noqa: E731
+        if any(library_of(y) is not library for y in arrays):
+            check()
+        if library.wants_gradient(*self.weights):
+            require_plain(function, library, self.weights)
+        if self.on_cpu or library.followed(*arrays):
+            require_plain(function, library, arrays)
+        pointers = [library.pointer(y) for y in arrays]
+        key = (tuple(map(library.signature, arrays)), tuple(named), tuple(written), stacked)
         if key not in self.plans:
-            views = check_call(function, library, self.shape, floats, integers, stacked)
-            batch, shape = first.shape[0], self.shape
-            plan = StackPlan(function, library, shape, views, batch, advance) if batch else None
-            keep(self.plans, key, plan)
-        return self.plans[key]
+            views = check()
+            batch, plan = len(arrays[-1]), None
+            if batch:
+                found = Written(function, views, written)
+                if not self.on_cpu:
+                    advance = "lengths" in written
+                    plan = StackPlan(function, library, shape, views, batch, advance)
+                keep(self.plans, key, (plan, found))
+            else:
+                keep(self.plans, key, None)
+        if self.plans[key] is None:
+            return None
+        plan, overlap = self.plans[key]
+        aligned = {name: library.pointer(floats[name]) for name in CACHES}
+        if any(address % 16 for address in aligned.values()):
+            require_aligned(function, aligned)
+        overlap.check(pointers)
+        return plan
 
     def _take_pointers(self, function: str) -> None:
+        """What the kernel reads of the weights; only the checks on the CPU."""
+        if not self.on_cpu:
+            require_gpu(function, self.shape)
         pointer = self.library.pointer
         blocks = [{name: pointer(y) for name, y in x._asdict().items()} for x in self.blocks]
         ends = {name: 0 if y is None else pointer(y) for name, y in self.ends.items()}
         for named in (*blocks, ends):
             require_aligned(function, named)
+        if self.on_cpu:
+            return
         pointers = [tuple(named.values()) for named in blocks]
         self.table = pointer_table(self.library, pointers, self.weights[0])
         self.end_pointers = tuple(ends[name] for name in ENDS)
@@ -152,79 +196,36 @@ class Stack:
         if not self.shape.vocab:
             raise ValueError(f"{function}: needs a stack with {', '.join(ENDS)}, got none of them")
 
-    def _blocks(self, x: numpy.ndarray, k_cache: Array, v_cache: Array, lengths: Array) -> Any:
-        """`reference.stack`, the new keys and values written into the caches."""
-        library, shape = self.library, self.shape
-        blocks = [type(block)(*map(library.to_numpy, block)) for block in self.blocks]
-        caches = [library.to_numpy(y) for y in (k_cache, v_cache)]
-        lengths = library.to_numpy(lengths)
-        out, *new = reference.stack(x, blocks, *caches, lengths, shape.eps)
-        room = (lengths >= 0) & (lengths < k_cache.shape[2]) & ~numpy.isnan(x).all(-1)
-        for b in numpy.flatnonzero(room):
-            for cache, values in zip((k_cache, v_cache), new):
-                cache[:, b, int(lengths[b])] = library.from_numpy(
-                    numpy.ascontiguousarray(values[:, b])
-                )
-        return out.astype(x.dtype)
 
-    def _logits(self, tokens: Array, k_cache: Array, v_cache: Array, lengths: Array) -> Any:
-        library, shape = self.library, self.shape
-        ends = {name: library.to_numpy(y) for name, y in self.ends.items()}
-        tables = (ends["token_embedding"], ends["position_embedding"])
-        x = reference.embed(library.to_numpy(tokens), library.to_numpy(lengths), *tables)
-        x = self._blocks(x, k_cache, v_cache, lengths)
-        last = (ends["final_weight"], ends["final_bias"], ends["head_weight"])
-        return reference.head(x, *last, shape.eps)
-
-    def _lost(self, tokens: Array, k_cache: Array, lengths: Array) -> numpy.ndarray:
-        """Which sequences have no next token."""
-        tokens, lengths = map(self.library.to_numpy, (tokens, lengths))
-        most = min(k_cache.shape[2], self.shape.positions)
-        known = (tokens >= 0) & (tokens < self.shape.vocab)
-        return ~(known & (lengths >= 0) & (lengths < most))
+def block_list(function: str, blocks: Any) -> list[Any]:
+    """The blocks, if they are some."""
+    if not isinstance(blocks, Iterable) or isinstance(blocks, str | bytes | dict):
+        fact = "blocks must be a sequence of BlockWeights"
+        raise TypeError(f"{function}: {fact}, got {short(blocks)}")
+    blocks = list(blocks)
+    if not blocks:
+        raise ValueError(f"{function}: there must be at least one block, got none")
+    for block in blocks:
+        if not hasattr(block, "ln1_weight") or isinstance(block, type):
+            fact = "weights must be BlockWeights"
+            raise TypeError(f"{function}: {fact}, got {type(block).__name__}")
+    return blocks
 
 
 def weights_library(function: str, blocks: Sequence[Any]) -> Any:
     """The library of the weights; a TypeError where there is none."""
-    if len(blocks) == 0:
-        raise ValueError(f"{function}: there must be at least one block, got none")
-    for block in blocks:
-        if not hasattr(block, "ln1_weight"):
-            kind = type(block).__name__
-            raise TypeError(f"{function}: weights must be BlockWeights, got {kind}")
     library = library_of(blocks[0].ln1_weight)
     if library is None:
         kind = type(blocks[0].ln1_weight).__name__
-        raise TypeError(f"{function}: weights must be NumPy, CuPy or torch arrays, got {kind}")
+        fact = "weights must be NumPy, CuPy or torch arrays"
+        raise TypeError(f"{function}: {fact}, got {kind} as ln1_weight")
     return library
 
 
-_stacks: dict[tuple, Stack] = {}
+def eager(function: Callable, *arguments: Any) -> Any:
+    """A call, outside of the graph where torch.compile traces the caller."""
+    if compiling():
+        from ..torch_eager import eagerly
 
-
-def block(
-    function: str,
-    x: Array,
-    weights: Any,
-    k_cache: Array,
-    v_cache: Array,
-    lengths: Array,
-    heads: int,
-    eps: float,
-) -> Array:
-    """A stack of one block, kept by the pointers and signatures of its weights."""
-    library = weights_library(function, [weights])
-    if library.on_cpu(weights.ln1_weight):
-        stack = Stack(function, [weights], dict.fromkeys(ENDS), heads, eps)
-        return stack.forward(function, x, k_cache, v_cache, lengths, False)
-    try:
-        pointers = tuple(map(library.pointer, weights))
-        signatures = tuple(map(library.signature, weights))
-        key = (type(library), pointers, signatures, heads, eps)
-        stack = _stacks.get(key)
-    except (AttributeError, TypeError):  # a weight of another library, heads that are no number
-        stack = None
-    if stack is None:
-        stack = Stack(function, [weights], dict.fromkeys(ENDS), heads, eps)
-        keep(_stacks, key, stack)
-    return stack.forward(function, x, k_cache, v_cache, lengths, False)
+        return eagerly(function, *arguments)
+    return function(*arguments)

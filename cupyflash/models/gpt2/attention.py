@@ -103,6 +103,8 @@ def naive_attention(q: Array, k: Array, v: Array, ends: Array | None = None) -> 
     columns = xp.arange(k.shape[1], dtype="int32")
     last = columns[:, None] if ends is None else ends[:, None, None, None] - 1
     scores = xp.where(columns <= last, scores, dtype.type(-numpy.inf))
+    if ends is not None:  # 0 times what an earlier sequence left there may be NaN
+        v_heads = xp.where(columns[:, None] <= last, v_heads, dtype.type(0))
     weights = xp.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     return xp.matmul(weights, v_heads).swapaxes(1, 2).astype(q.dtype, copy=False)

@@ -13,13 +13,15 @@ ACTIVATION_WIDTHS = 16
 
 
 class KvCache:
-    """Keys and values of all layers, (layers, batch, max_length, heads, head_dim) each."""
+    """Keys and values of all layers, (layers, batch, max_length, heads, head_dim) each.
+
+    Past the end of a sequence lies whatever an earlier one left, which may be NaN.
+    """
 
     def __init__(
         self, config: Gpt2Config, xp: Any, dtype: Any, batch: int, max_length: int
     ) -> None:
         shape = (config.layers, batch, max_length, config.heads, config.head_dim)
-        # Zeros: a kernel may read past the end of a sequence, and must find numbers.
         self.k, self.v = xp.zeros(shape, dtype), xp.zeros(shape, dtype)
         self.batch, self.max_length = batch, max_length
 

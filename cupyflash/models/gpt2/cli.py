@@ -8,8 +8,9 @@ from typing import Any
 from cupyflash.decode.sampling import Sampling
 
 from .config import SIZES
+from .decode_choice import DECODES
 from .layers import MODES
-from .model import DECODES, Gpt2
+from .model import Gpt2
 from .tokenizer import ByteTokenizer, TextStream, load_tokenizer
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -31,7 +32,10 @@ def add_parser(commands: Any) -> None:
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     add("--top-k", type=int, default=0, metavar="N", help="default 0: all")
     add("--top-p", type=float, default=1.0, metavar="P", help="default 1: all")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, metavar="N", help="default: new random numbers in each run")
+    ends = "ends a text, may be given several times; default that of the model, -1: none"
+    add("--end", action="append", type=int, metavar="TOKEN", help=ends)
+    add("--stop", action="append", metavar="TEXT", help="ends a text, may be given several times")
     add("--dtype", choices=DTYPES, help="default fp16 on a GPU, fp32 on the CPU")
     add("--device", choices=("gpu", "cpu"), help="default the GPU if there is one")
     add("--mode", choices=MODES, default="fused", help="naive and flash are for comparison")
@@ -47,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _bench(arguments)
     if not arguments.prompt:
         raise ValueError("--prompt must be given, unless --bench is, got none")
+    # Checked before anything is loaded.
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    sampling.check("sampling")  # before anything is loaded
     options = {
         "dtype": DTYPES.get(arguments.dtype),
         "device": arguments.device,
@@ -61,7 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer, model = ByteTokenizer(), Gpt2.random(arguments.random, **options)
     prompts = [tokenizer.encode(text) for text in arguments.prompt]
     start = time.perf_counter()
-    steps = model.stream(prompts, arguments.max_new_tokens, sampling, decode=arguments.decode)
+    steps = model.stream(
+        prompts,
+        arguments.max_new_tokens,
+        sampling,
+        end_of_text=arguments.end,
+        stop_strings=arguments.stop or (),
+        tokenizer=tokenizer,
+        decode=arguments.decode,
+    )
     clock = Clock(steps, start)
     show = _show_one if len(prompts) == 1 else _show_batch
     show(tokenizer, arguments.prompt, clock)

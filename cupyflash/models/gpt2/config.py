@@ -23,7 +23,7 @@ class Gpt2Config:
         context: the most tokens of a sequence.
         inner: width of the hidden layer of the MLP.
         eps: of the norms.
-        end_of_text: the token that ends a text, None if there is none.
+        end_of_text: the token that ends a text, or several of them; None if there is none.
     """
 
     layers: int
@@ -33,14 +33,14 @@ class Gpt2Config:
     vocabulary: int = 50257
     inner: int = 0
     eps: float = 1e-5
-    end_of_text: int | None = None
+    end_of_text: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.inner:
             object.__setattr__(self, "inner", 4 * self.width)
         for name in ("layers", "heads", "width", "context", "vocabulary", "inner"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Gpt2Config: {name} must be a positive integer, got {value!r}")
         if self.width % self.heads or self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
             fact = f"width / heads must be a multiple of 8 up to {MAX_HEAD_DIM}"
@@ -90,7 +90,7 @@ class Gpt2Config:
             raise NotImplementedError(f"Gpt2: {fact}, got {activation!r}")
         end = fields.get("eos_token_id")
         if isinstance(end, list):
-            end = end[0] if end else None
+            end = tuple(end) or None
         try:
             return cls(
                 layers=fields["n_layer"],

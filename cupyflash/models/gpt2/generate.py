@@ -1,73 +1,132 @@
 """From prompts to streams of tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy
 
 from cupyflash.array import Array
-from cupyflash.checks import is_integer
+from cupyflash.checks import integer_within, is_integer
 from cupyflash.decode.sampling import Sampling
+from cupyflash.plain_options import short
 
 from .config import Gpt2Config
 from .decoder import Decoder
+from .tokenizer import StopStrings
 
 LENGTH_STEP = 128  # caches come in multiples of it, so that the last one can often be used again
 
 
 class Request(NamedTuple):
-    """What a caller wants; see `Gpt2.generate`."""
+    """What a caller wants; see `Gpt2.generate`.
+
+    Attributes:
+        ends: the tokens that end a text.
+        stop: what ends a text beside them, or None.
+    """
 
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     sampling: Sampling
-    end_of_text: int | None
-
-    def checked(self, config: Gpt2Config) -> "Request":
-        """Itself, with the end of text that holds.
-
-        Raises:
-            ValueError: whatever cannot be done.
-            TypeError: sampling is none.
-        """
-        if not (is_integer(self.max_new_tokens) and self.max_new_tokens >= 1):
-            fact = "max_new_tokens must be an integer of at least 1"
-            raise ValueError(f"generate: {fact}, got {self.max_new_tokens!r}")
-        if not isinstance(self.sampling, Sampling):
-            got = type(self.sampling).__name__
-            raise TypeError(f"generate: sampling must be a Sampling, got {got}")
-        self.sampling.check("generate")
-        check_prompts(config, self.prompts, room=1)
-        end = config.end_of_text if self.end_of_text is None else self.end_of_text
-        return self._replace(end_of_text=end)
+    ends: frozenset[int]
+    stop: StopStrings | None
 
     def new_tokens(self, config: Gpt2Config) -> list[int]:
-        """The most tokens that each prompt can get."""
-        rooms = (config.context - len(prompt) for prompt in self.prompts)
+        """The most tokens that each prompt can get; the last one needs no place in the context."""
+        rooms = (config.context + 1 - len(prompt) for prompt in self.prompts)
         return [min(self.max_new_tokens, room) for room in rooms]
 
 
-def check_prompts(config: Gpt2Config, prompts: Sequence[Sequence[int]], room: int) -> None:
-    """Raise ValueError unless all are sequences of tokens that leave ``room`` in the context."""
-    if isinstance(prompts, str | bytes) or len(prompts) == 0:
-        raise ValueError(f"Gpt2: prompts must be sequences of tokens, got {prompts!r}")
+def checked(
+    function: str,
+    config: Gpt2Config,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    end_of_text: int | Sequence[int] | None,
+    stop_strings: str | Sequence[str],
+    tokenizer: Any,
+) -> Request:
+    """A request that can be done.
+
+    Raises:
+        ValueError: whatever cannot be done.
+        TypeError: sampling is none, no numbers, no texts, no tokenizer.
+    """
+    check_prompts(function, config, prompts)
+    most = integer_within(function, "max_new_tokens", max_new_tokens, 1, 2**31 - 1)
+    if not isinstance(sampling, Sampling):
+        fact = "sampling must be a Sampling"
+        raise TypeError(f"{function}: {fact}, got {short(sampling)}")
+    ends = end_tokens(function, config, end_of_text)
+    stop = stop_of(function, stop_strings, tokenizer)
+    return Request(prompts, most, sampling.with_seed(), ends, stop)
+
+
+def end_tokens(
+    function: str, config: Gpt2Config, end_of_text: int | Sequence[int] | None
+) -> frozenset[int]:
+    """The tokens that end a text; those of the config by default, none of -1."""
+    if end_of_text is None:
+        known = config.end_of_text
+        return frozenset(() if known is None else [known] if isinstance(known, int) else known)
+    tokens = end_of_text
+    if is_integer(tokens):
+        tokens = [tokens]
+    if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes | dict):
+        fact = "end_of_text must be a token or several"
+        raise TypeError(f"{function}: {fact}, got {short(end_of_text)}")
+    last = config.vocabulary - 1
+    return frozenset(integer_within(function, "end_of_text", x, -1, last) for x in tokens)
+
+
+def stop_of(function: str, strings: str | Sequence[str], tokenizer: Any) -> StopStrings | None:
+    """What ends a text by its characters; None if nothing does."""
+    if isinstance(strings, str):
+        strings = [strings]
+    if not isinstance(strings, list | tuple) or not all(isinstance(x, str) for x in strings):
+        fact = "stop_strings must be a text or a sequence of texts"
+        raise TypeError(f"{function}: {fact}, got {short(strings)}")
+    if not all(strings):
+        raise ValueError(f"{function}: stop_strings must have characters, got {strings!r}")
+    if not strings:
+        return None
+    if isinstance(tokenizer, type) or not hasattr(tokenizer, "decode"):
+        fact = "stop_strings need a tokenizer with decode()"
+        raise TypeError(f"{function}: {fact}, got {short(tokenizer)}")
+    return StopStrings(tokenizer, tuple(strings))
+
+
+def check_prompts(function: str, config: Gpt2Config, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError unless all are sequences of tokens that the context can hold."""
+    if not is_sequence(prompts) or len(prompts) == 0:
+        raise ValueError(f"{function}: prompts must be sequences of tokens, got {short(prompts)}")
+    last = config.vocabulary - 1
     for number, prompt in enumerate(prompts):
-        if isinstance(prompt, str | bytes) or not hasattr(prompt, "__len__"):
+        if not is_sequence(prompt):
             fact = f"prompt {number} must be a sequence of tokens"
-            raise ValueError(f"Gpt2: {fact}, got {type(prompt).__name__}")
+            raise ValueError(f"{function}: {fact}, got {short(prompt)}")
         if len(prompt) == 0:
             fact = f"prompt {number} must have at least one token (end-of-text can begin a text)"
-            raise ValueError(f"Gpt2: {fact}, got none")
-        if len(prompt) + room > config.context:
-            fact = f"prompt {number} must have at most {config.context - room} tokens"
-            raise ValueError(
-                f"Gpt2: {fact}, as the context has {config.context}, got {len(prompt)}"
-            )
-        tokens = numpy.asarray(prompt)
+            raise ValueError(f"{function}: {fact}, got none")
+        if len(prompt) > config.context:
+            fact = f"prompt {number} must have at most {config.context} tokens, as the context has"
+            raise ValueError(f"{function}: {fact}, got {len(prompt)}")
+        try:
+            tokens = numpy.asarray(prompt)
+        except (TypeError, ValueError, RuntimeError):  # of a GPU, or of several lengths
+            tokens = numpy.empty(0)
         known = tokens.ndim == 1 and tokens.dtype.kind in "iu"
-        if not (known and tokens.min() >= 0 and tokens.max() < config.vocabulary):
-            fact = f"tokens of prompt {number} must be integers from 0 to {config.vocabulary - 1}"
-            raise ValueError(f"Gpt2: {fact}, got {list(prompt)[:8]}")
+        if not (known and tokens.min() >= 0 and tokens.max() <= last):
+            fact = f"tokens of prompt {number} must be integers from 0 to {last}"
+            raise ValueError(f"{function}: {fact}, got {short(prompt[:8])}")
+
+
+def is_sequence(x: Any) -> bool:
+    """Whether x can be a row of tokens, or several such rows."""
+    if isinstance(x, str | bytes | dict | set | type) or getattr(x, "shape", (1,)) == ():
+        return False
+    return hasattr(x, "__len__") and hasattr(x, "__getitem__")
 
 
 def stream(model: Any, request: Request, how: str) -> Iterator[list[int | None]]:
@@ -82,12 +141,13 @@ def stream(model: Any, request: Request, how: str) -> Iterator[list[int | None]]
         decoder.sample(decoder.prefill(prompts), request.sampling, out[0])
     try:
         reader, left = Reader(model.on_gpu), list(steps)
+        texts: list[list[int]] = [[] for _ in prompts]
         for step in range(max(steps)):
             reader.start(out[step])
             if step + 1 < max(steps):
                 decoder.advance(request.sampling, out[step + 1])
             tokens = reader.wait()
-            yield _of_step(request, tokens, step, left)
+            yield _of_step(request, tokens, texts, left)
             if not any(left):
                 break
     finally:
@@ -97,22 +157,24 @@ def stream(model: Any, request: Request, how: str) -> Iterator[list[int | None]]
 
 
 def _of_step(
-    request: Request, tokens: list[int], step: int, left: list[int]
-) -> list[int | None]:  # fmt: skip
-    """The tokens of the sequences that have not ended; counts down what is left of each."""
+    request: Request, tokens: list[int], texts: list[list[int]], left: list[int]
+) -> list[int | None]:
+    """The tokens of the sequences that have not ended, which grow by them; counts down ``left``."""
     result: list[int | None] = []
-    for number, token in enumerate(tokens):
+    for number, (token, text) in enumerate(zip(tokens, texts)):
         if left[number] and token < 0:
             raise RuntimeError(
                 f"generate: logits must be finite, got NaN or infinity for prompt {number} "
-                f"at new token {step}; bfloat16 and float32 hold larger numbers than float16"
+                f"at new token {len(text)}; bfloat16 and float32 hold larger numbers than float16"
             )
-        if left[number] == 0 or token == request.end_of_text:
+        if left[number] == 0 or token in request.ends:
             left[number] = 0
             result.append(None)
-        else:
-            left[number] -= 1
-            result.append(token)
+            continue
+        text.append(token)
+        result.append(token)
+        stopped = request.stop is not None and request.stop.end(text)
+        left[number] = 0 if stopped else left[number] - 1
     return result
 
 

@@ -7,23 +7,19 @@ from typing import Any
 
 import numpy
 
-from cupyflash import dependent_launch, machine
+from cupyflash import machine
 from cupyflash.array import Array
 from cupyflash.decode.sampling import GREEDY, Sampling
-from cupyflash.kernel_launch import capability_of
 from cupyflash.transformer.block import BlockStack
 
 from . import generate
 from .cache import Room, free_memory
 from .config import SIZES, Gpt2Config
+from .decode_choice import way_to_decode
 from .decoder import Decoder
 from .layers import MODES
 from .random import random_weights
 from .weights import Weights, load_weights, numpy_dtype
-
-DECODES = ("auto", "eager", "graph", "persistent")
-# Up to which one kernel for a token is faster than a graph of kernels, by whether these overlap.
-PERSISTENT_BATCH = {True: 2, False: 8}
 
 
 class Gpt2:
@@ -100,7 +96,7 @@ class Gpt2:
             ValueError: no prompt, an empty one, one beyond the context, a token out of range.
             MemoryError: it does not fit; says what would.
         """
-        generate.check_prompts(self.config, prompts, room=0)
+        generate.check_prompts("logits", self.config, prompts)
         lengths = [len(prompt) for prompt in prompts]
         with self.room(len(prompts), max(lengths), every=True):
             decoder = Decoder(self, len(prompts), max(lengths), "eager")
@@ -114,30 +110,38 @@ class Gpt2:
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
         *,
-        end_of_text: int | None = None,
+        end_of_text: int | Sequence[int] | None = None,
+        stop_strings: str | Sequence[str] = (),
+        tokenizer: Any = None,
         decode: str = "auto",
     ) -> list[list[int]]:
         """The new tokens of each prompt, to the end of the text, `max_new_tokens` or the context.
 
         Args:
-            prompts: tokens, of any lengths; they do not influence each other.
+            prompts: tokens, of any lengths up to the context; they do not influence each other. One
+                that fills the context gets one token.
             max_new_tokens: at least 1.
-            sampling: how tokens are chosen; default greedy.
-            end_of_text: the token that ends a sequence, which is not part of the result; None is
-                that of the config, -1 ends none.
+            sampling: how tokens are chosen; default greedy. Without a seed each call draws one.
+            end_of_text: the tokens that end a sequence, which are not part of the result; None is
+                those of the config, -1 ends none.
+            stop_strings: a sequence also ends where its new text comes to one of these; tokens up
+                to the last one of the string are part of the result.
+            tokenizer: what `load_tokenizer` gives, or another with ``decode``; for stop_strings.
             decode: a step as one kernel ("persistent"), as a CUDA graph of kernels ("graph") or
                 as kernels ("eager"); "auto" picks, and the CPU has "eager" only beside it.
 
         Raises:
-            ValueError: no prompt, an empty one, one that fills the context, a token out of range,
-                numbers of ``sampling``, other options.
+            TypeError: options that are no numbers, texts or of their classes.
+            ValueError: no prompt, an empty one, one longer than the context, a token out of range,
+                other options.
+            NotImplementedError: ``decode="persistent"`` of a model that its kernel does not take.
             MemoryError: it does not fit; says what would.
             RuntimeError: logits are not finite.
         """
+        given = (prompts, max_new_tokens, sampling, end_of_text, stop_strings, tokenizer)
+        steps = self._stream("generate", decode, given)
         results: list[list[int]] = [[] for _ in prompts]
-        for tokens in self.stream(
-            prompts, max_new_tokens, sampling, end_of_text=end_of_text, decode=decode
-        ):
+        for tokens in steps:
             for result, token in zip(results, tokens):
                 if token is not None:
                     result.append(token)
@@ -149,16 +153,21 @@ class Gpt2:
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
         *,
-        end_of_text: int | None = None,
+        end_of_text: int | Sequence[int] | None = None,
+        stop_strings: str | Sequence[str] = (),
+        tokenizer: Any = None,
         decode: str = "auto",
     ) -> Iterator[list[int | None]]:
         """`generate`, as tokens come: one for each prompt at a time, None where its text has ended.
 
         Arguments are checked here, not at the first token.
         """
-        how = self._how(decode, len(prompts))
-        request = generate.Request(prompts, max_new_tokens, sampling, end_of_text)
-        request = request.checked(self.config)
+        given = (prompts, max_new_tokens, sampling, end_of_text, stop_strings, tokenizer)
+        return self._stream("stream", decode, given)
+
+    def _stream(self, function: str, decode: str, given: tuple) -> Iterator[list[int | None]]:
+        request = generate.checked(function, self.config, *given)
+        how = way_to_decode(function, self, decode, len(request.prompts))
         return generate.stream(self, request, how)
 
     def room(self, batch: int, length: int, *, held: int = 0, every: bool = False) -> Room:
@@ -176,34 +185,23 @@ class Gpt2:
         """The last one if it has this size; nobody else has it until it is given back."""
         decoder = self._idle.pop((batch, length, how), None)
         self._idle.clear()  # its memory may be needed
+        if decoder is not None:
+            decoder.model = self
         return decoder
 
     def give_decoder(self, decoder: Decoder) -> None:
-        """Keep it for the next run of the same size."""
-        cache = decoder.cache
+        """Keep it for the next run of the same size; it does not hold the model, which holds it."""
+        cache, decoder.model = decoder.cache, None
         self._idle = {(cache.batch, cache.max_length, decoder.how): decoder}
 
-    def _how(self, decode: str, batch: int) -> str:
-        if decode not in DECODES:
-            raise ValueError(f"generate: decode must be {', '.join(DECODES)}, got {decode!r}")
-        if decode in ("graph", "persistent"):
-            if decode == "graph" and not self.on_gpu:
-                raise ValueError("generate: decode='graph' needs a GPU, got a model on the CPU")
-            if decode == "persistent" and self.mode != "fused":
-                fact = "decode='persistent' needs mode 'fused'"
-                raise ValueError(f"generate: {fact}, got {self.mode!r}")
-            return decode
-        if decode == "eager" or not self.on_gpu or self.mode == "naive":
-            return "eager"
-        capability = capability_of(self.weights.token_embedding.device.id)
-        overlap = dependent_launch.is_possible(capability)
-        if self.mode != "fused" or batch > PERSISTENT_BATCH[overlap]:
-            return "graph"
+    @functools.cached_property
+    def stack_problem(self) -> str:
+        """Why the persistent kernel does not take this model: sizes, GPU; "" if it does."""
         try:
             _ = self.stack
-        except NotImplementedError:  # this GPU or dtype
-            return "graph"
-        return "persistent"
+        except (NotImplementedError, ValueError) as error:
+            return str(error)
+        return ""
 
 
 def array_module(device: str) -> Any:

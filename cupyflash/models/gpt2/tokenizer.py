@@ -1,11 +1,13 @@
 """Text to tokens and back: GPT-2's byte-level BPE through the ``tokenizers`` library."""
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from cupyflash import machine
 
+END_OF_TEXT = "<|endoftext|>"
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -39,6 +41,9 @@ class ByteTokenizer:
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint folder: ``tokenizer.json``, or vocab.json with merges.txt.
 
+    Texts are neither padded nor cut, whatever tokenizer.json says. Beside vocab.json the tokens of
+    added_tokens.json, special_tokens_map.json and tokenizer_config.json are known.
+
     Raises:
         ImportError: no tokenizers library.
         FileNotFoundError: neither is there.
@@ -54,13 +59,88 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     )
     try:
         if whole.is_file():
-            return Tokenizer(tokenizers.Tokenizer.from_file(str(whole)))
+            tokenizer = tokenizers.Tokenizer.from_file(str(whole))
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            return Tokenizer(tokenizer)
         if vocabulary.is_file() and merges.is_file():
-            return Tokenizer(tokenizers.ByteLevelBPETokenizer(str(vocabulary), str(merges)))
+            tokenizer = tokenizers.ByteLevelBPETokenizer(str(vocabulary), str(merges))
+            add_tokens(tokenizer, Path(folder))
+            return Tokenizer(tokenizer)
     except Exception as error:  # the library raises Exception itself
         raise ValueError(f"Gpt2: the tokenizer in {folder} is damaged: {error}") from None
     fact = "must have tokenizer.json, or vocab.json and merges.txt"
     raise FileNotFoundError(f"Gpt2: {folder} {fact}, found neither")
+
+
+def add_tokens(tokenizer: Any, folder: Path) -> None:
+    """Give a tokenizer what the files beside vocab.json add to it.
+
+    Raises:
+        ValueError: an added token that would get another number than it has there.
+    """
+    from tokenizers import AddedToken
+
+    found: dict[str, tuple[int | None, dict[str, Any]]] = {}
+    if tokenizer.token_to_id(END_OF_TEXT) is not None:
+        found[END_OF_TEXT] = None, {"special": True}
+    config = _fields(folder / "tokenizer_config.json")
+    for fields in (_fields(folder / "special_tokens_map.json"), config):
+        for token in _special_tokens(fields):
+            found[token.pop("content")] = None, token | {"special": True}
+    for content, number in _fields(folder / "added_tokens.json").items():
+        found[content] = number, found.get(content, (None, {}))[1]
+    for number, token in config.get("added_tokens_decoder", {}).items():
+        token = dict(token)
+        found[token.pop("content")] = int(number), token
+    known = ("special", "lstrip", "rstrip", "normalized", "single_word")
+    last = tokenizer.get_vocab_size(with_added_tokens=False)
+    for content, (number, options) in sorted(
+        found.items(), key=lambda x: last if x[1][0] is None else x[1][0]
+    ):
+        options = {name: bool(options[name]) for name in known if name in options}
+        add = tokenizer.add_special_tokens if options.get("special") else tokenizer.add_tokens
+        add([AddedToken(content, **options)])
+        got = tokenizer.token_to_id(content)
+        if number not in (None, got):
+            raise ValueError(f"added token {content!r} must be {number}, got {got}")
+
+
+def _special_tokens(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Tokens with their options: those of fields like eos_token, and of lists of more."""
+    for name, value in fields.items():
+        if name in ("additional_special_tokens", "extra_special_tokens"):
+            tokens = list(value.values()) if isinstance(value, dict) else value or []
+        elif name.endswith("_token") and isinstance(value, str | dict):
+            tokens = [value]
+        else:
+            continue
+        for token in tokens:
+            yield dict(token) if isinstance(token, dict) else {"content": token}
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty where there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+class StopStrings:
+    """Whether the text of a sequence has just come to one of several strings.
+
+    Args:
+        tokenizer: has ``decode``.
+        strings: of at least one character.
+    """
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
+        self.tokenizer, self.strings = tokenizer, strings
+        # A token has a byte at least: so many tokens hold the string, and what begins before it.
+        self.length = max(len(string.encode()) for string in strings)
+
+    def end(self, tokens: Sequence[int]) -> bool:
+        """After the last of the new tokens of a sequence; called for each of them."""
+        text = self.tokenizer.decode(tokens[-self.length :])
+        return any(string in text for string in self.strings)
 
 
 class TextStream:

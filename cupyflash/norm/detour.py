@@ -1,0 +1,167 @@
+"""Norms of arrays that the kernels cannot take as they are: through copies that they can.
+
+Such are strides that no kernel addresses, a residual wider than x, and a weight that is None (the
+kernels read one of ones). Which copies a call needs depends on its signature alone.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..array import Array, View, dense_strides
+from ..kernel_launch import Plan
+from ..rows import collapse
+from .groups import dense_like, layout_of
+from .params import ROW_AXES
+
+Strides = tuple[int, ...]
+
+
+class Detour(Plan):
+    """A plan that makes copies and then the call that it stands for, in ``call``."""
+
+    def __init__(self, library: Any, device: int, call: Callable[..., tuple]) -> None:
+        super().__init__(device)
+        torch = sys.modules.get("torch")
+        self.run = torch.no_grad()(call) if library.name == "torch.Tensor" else call
+
+
+def norm_forward(library: Any, views: Mapping[str, View], forward: Callable) -> Detour | None:
+    """The detour of `dispatch.forward` with (x, weight, bias, residual); None where none is needed.
+
+    Args:
+        forward: makes the same call on other arrays.
+    """
+    x, residual = views["x"], views.get("residual")
+    strides = result_strides(library, x)
+    copied = rows_to_copy(strides, views, ("x", "residual"))
+    wide = residual is not None and residual.dtype != x.dtype
+    if "weight" in views and not wide and not copied:
+        return None
+
+    def call(x: Array, weight: Array, bias: Array, residual: Array, need_stats: bool) -> tuple:
+        like, values = residual if wide else x, x
+        if wide or "x" in copied:
+            values = dense(library, x, strides, like)
+        if "residual" in copied:
+            residual = dense(library, residual, strides, residual)
+        if weight is None:
+            weight = filled(library, x.shape[-1], 1.0, x)
+        elif wide:
+            weight = library.cast(weight, like)
+            bias = None if bias is None else library.cast(bias, like)
+        out, h, stats = forward(values, weight, bias, residual, need_stats)
+        return dense(library, out, strides, x) if wide else out, h, stats
+
+    return Detour(library, x.device, call)
+
+
+def norm_backward(library: Any, views: Mapping[str, View], backward: Callable) -> Detour | None:
+    """The detour of `dispatch.backward` with (dout, x, weight, stats, dresidual), likewise."""
+    x = views["x"]
+    strides = result_strides(library, x)
+    copied = rows_to_copy(strides, views, ("dout", "x", "dresidual"))
+    wide = views["dout"].dtype != x.dtype
+    if "weight" in views and not wide and not copied:
+        return None
+
+    def call(dout: Array, x: Array, weight: Array, stats: Array, dresidual: Array) -> tuple:
+        if wide or "dout" in copied:
+            dout = dense(library, dout, strides, x)
+        if "dresidual" in copied:
+            dresidual = dense(library, dresidual, strides, dresidual)
+        values = dense(library, x, strides, x) if "x" in copied else x
+        scales = weight
+        if weight is None:
+            scales = filled(library, x.shape[-1], 1.0, x)
+        elif wide:
+            scales = library.cast(weight, x)
+        dx, dweight, dbias = backward(dout, values, scales, stats, dresidual)
+        if weight is None:
+            return dx, None, None
+        if wide:
+            dweight = library.cast(dweight, weight)
+            dbias = None if dbias is None else library.cast(dbias, weight)
+        return dx, dweight, dbias
+
+    return Detour(library, x.device, call)
+
+
+def group_norm_forward(library: Any, views: Mapping[str, View], forward: Callable) -> Detour | None:
+    """The detour of `group_norm_dispatch.forward` with (x, weight, bias), likewise."""
+    x = views["x"]
+    gaps, strides = layout_of(x) is None, dense_like(x)
+    if "weight" in views and not gaps:
+        return None
+
+    def call(x: Array, weight: Array, bias: Array, need_stats: bool) -> tuple:
+        if weight is None:
+            weight, bias = (filled(library, x.shape[1], value, x) for value in (1.0, 0.0))
+        return forward(dense(library, x, strides, x) if gaps else x, weight, bias, need_stats)
+
+    return Detour(library, x.device, call)
+
+
+def group_norm_backward(
+    library: Any, views: Mapping[str, View], backward: Callable
+) -> Detour | None:
+    """The detour of `group_norm_dispatch.backward` with (dout, x, weight, bias, stats), likewise.
+
+    A gradient in another memory format than x is copied into that of x.
+    """
+    x, strides = views["x"], dense_like(views["x"])
+    layout = layout_of(x) or layout_of(x._replace(strides=strides))
+    of_dout = layout_of(views["dout"], layout.channels_last)
+    x_gaps = layout_of(x) is None
+    dout_gaps = of_dout is None or of_dout.channels_last != layout.channels_last
+    if "weight" in views and not (x_gaps or dout_gaps):
+        return None
+
+    def call(dout: Array, x: Array, weight: Array, bias: Array, stats: Array) -> tuple:
+        if dout_gaps:
+            dout = dense(library, dout, strides, x)
+        values, scales = dense(library, x, strides, x) if x_gaps else x, (weight, bias)
+        if weight is None:
+            scales = [filled(library, x.shape[1], value, x) for value in (1.0, 0.0)]
+        dx, *sums = backward(dout, values, *scales, stats)
+        return (dx, None, None) if weight is None else (dx, *sums)
+
+    return Detour(library, x.device, call)
+
+
+def result_strides(library: Any, x: View) -> Strides:
+    """Strides of a result like x: dense, in the order of its axes if kernels can address that."""
+    strides = library.strides_of_empty(x.shape, x)
+    if len(x.shape) - 1 <= ROW_AXES or 0 in x.shape:
+        return strides
+    sizes, _ = collapse(x.shape[:-1], [strides[:-1]])
+    return strides if len(sizes) <= ROW_AXES else dense_strides(x.shape, range(len(x.shape)))
+
+
+def rows_to_copy(strides: Strides, views: Mapping[str, View], names: Iterable[str]) -> set[str]:
+    """Which of the arrays no kernel addresses beside a result of these strides."""
+    given = {name: views[name] for name in names if name in views}
+    shape = views["x"].shape
+    if 0 in shape:
+        return set()
+    found = {name for name, y in given.items() if shape[-1] > 1 and y.strides[-1] != 1}
+    kept = [y.strides[:-1] for name, y in given.items() if name not in found]
+    sizes, _ = collapse(shape[:-1], [strides[:-1], *kept])
+    if len(sizes) > ROW_AXES:
+        found |= {name for name, y in given.items() if y.strides != strides}
+    return found
+
+
+def dense(library: Any, x: Array, strides: Strides, like: Array) -> Array:
+    """A copy of x with these strides, in the dtype of ``like``."""
+    shape = tuple(x.shape)
+    result = library.empty_strided(shape, strides, like)
+    result[...] = x
+    return result
+
+
+def filled(library: Any, size: int, value: float, like: Array) -> Array:
+    """(size,) of one value on the device of ``like``, float32: a weight beside x of any dtype."""
+    result = library.empty_float32((size,), like)
+    library.fill(result, value)
+    return result

@@ -1,0 +1,84 @@
+"""How many multiprocessors a stream may use: fewer than the GPU has in a green context, under MPS.
+
+The blocks of a cooperative launch wait for each other, so all of them must run at once. The driver
+refuses a grid that is too large for the context; then the plan is made again for what there is.
+"""
+
+import contextlib
+import ctypes
+import functools
+import threading
+from collections.abc import Iterator
+from ctypes import byref, c_int, c_uint, c_void_p
+
+from .tensor_map import DRIVER
+
+TOO_LARGE = 720  # CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
+SM_COUNT_AFFINITY = 0  # CU_EXEC_AFFINITY_TYPE_SM_COUNT
+RESOURCE_BYTES = 256  # CUdevResource has 144, and grows with the driver
+COUNT_OFFSET = 96  # of its sm.smCount
+
+
+class GridTooLarge(RuntimeError):
+    """A cooperative launch has more blocks than its stream can run at once.
+
+    Attributes:
+        multiprocessors: those that there are.
+    """
+
+    def __init__(self, blocks: int, multiprocessors: int) -> None:
+        fact = f"{blocks} blocks must run at once, on {multiprocessors} multiprocessors"
+        super().__init__(f"cupyflash: {fact}")
+        self.multiprocessors = multiprocessors
+
+
+class _Thread(threading.local):
+    multiprocessors: int | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def only(multiprocessors: int) -> Iterator[None]:
+    """Within, this thread makes plans for a GPU that has so many."""
+    before, _thread.multiprocessors = _thread.multiprocessors, multiprocessors
+    try:
+        yield
+    finally:
+        _thread.multiprocessors = before
+
+
+def wanted() -> int | None:
+    """The number within `only`, else None."""
+    return _thread.multiprocessors
+
+
+def multiprocessors_of(stream: int) -> int | None:
+    """How many the green context of a stream has, or else the current context; None: nobody says.
+
+    Args:
+        stream: its address.
+    """
+    driver, context = _driver(), c_void_p()
+    resource = ctypes.create_string_buffer(RESOURCE_BYTES)
+    try:
+        if driver.cuStreamGetGreenCtx(c_void_p(stream), byref(context)) == 0 and context.value:
+            status = driver.cuGreenCtxGetDevResource(context, resource, c_int(SM_RESOURCE))
+        else:
+            driver.cuCtxGetCurrent(byref(context))
+            status = driver.cuCtxGetDevResource(context, resource, c_int(SM_RESOURCE))
+    except AttributeError:  # a driver without green contexts
+        status = 1
+    count = int.from_bytes(resource[COUNT_OFFSET : COUNT_OFFSET + 4], "little")
+    known = [count] if status == 0 and count else []
+    affinity = (c_uint * 8)()  # CUexecAffinityParam: type, number; what MPS gives a context
+    if driver.cuCtxGetExecAffinity(affinity, c_int(SM_COUNT_AFFINITY)) == 0 and affinity[1]:
+        known.append(affinity[1])
+    return min(known, default=None)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL(DRIVER)

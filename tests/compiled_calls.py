@@ -1,0 +1,253 @@
+"""One call of every public function under torch.compile, compared with the same call without.
+
+``python tests/compiled_calls.py cpu attention mlp`` runs two of them in one fresh process;
+`test_compiled_calls.py` decides which ones share a process.
+"""
+
+import functools
+import sys
+
+import torch
+
+import cupyflash
+
+PUBLIC = tuple(cupyflash.__all__)
+# What is no computation, or an argument of one.
+NOT_CALLED = {"BlockWeights", "Norm", "Rotary", "warmup"}
+B, S, H, D = 2, 24, 4, 64
+WIDTH = H * D
+
+
+class Problem:
+    """Seeded tensors on a device: float32 on a CPU, else float16."""
+
+    def __init__(self, device):
+        self.device = device
+        self.dtype = torch.float32 if device == "cpu" else torch.float16
+        self.generator = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape, scale=1.0, mean=0.0):
+        x = scale * torch.randn(shape, generator=self.generator) + mean
+        return x.to(self.device, self.dtype)
+
+    def integers(self, *values):
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def leaf(self, *shape, **options):
+        return self.normal(*shape, **options).requires_grad_()
+
+
+def attention_like(function, **options):
+    def make(p):
+        return functools.partial(function, causal=True, **options), [p.leaf(B, S, H, D)] * 3
+
+    return make
+
+
+def attention_backward(p):
+    q, k, v, dout = (p.normal(B, S, H, D) for _ in range(4))
+    out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+    return functools.partial(cupyflash.attention_backward, causal=True), [dout, q, k, v, out, lse]
+
+
+def attention_with_cache(p):
+    new, caches = [p.normal(B, 1, H, D) for _ in range(3)], [p.normal(B, 40, H, D) for _ in "kv"]
+    places = p.integers(5, 30)
+
+    def step(q, k, v):
+        return cupyflash.attention_with_cache(q, k, v, *caches, places)
+
+    return step, new
+
+
+def kvpacked(function, lengths=()):
+    def make(p):
+        rows = (B * S,) if lengths else (B, S)
+        q, kv = p.leaf(*rows, H, D), p.leaf(*rows, 2, H, D)
+        ends = [p.integers(0, *lengths)] * 2 if lengths else []
+        longest = [S + 5] * 2 if lengths else []
+        return (lambda q, kv: function(q, kv, *ends, *longest, causal=True)), [q, kv]
+
+    return make
+
+
+def qkvpacked(function, lengths=()):
+    def make(p):
+        qkv = p.leaf(*((B * S,) if lengths else (B, S)), 3, H, D)
+        ends = [p.integers(0, *lengths)] if lengths else []
+        return (lambda qkv: function(qkv, *ends, *[S + 5][: len(ends)], causal=True)), [qkv]
+
+    return make
+
+
+def varlen(p):
+    q, k, v = (p.leaf(B * S, H, D) for _ in range(3))
+    ends = p.integers(0, S - 5, 2 * S)
+    call = cupyflash.flash_attn_varlen_func
+    return (lambda *x: call(*x, ends, ends, S + 5, S + 5, causal=True)), [q, k, v]
+
+
+def sdpa(p):
+    heads_first = [p.leaf(B, H, S, D) for _ in range(3)]
+    return functools.partial(cupyflash.scaled_dot_product_attention, is_causal=True), heads_first
+
+
+def norm(name):
+    def make(p):
+        tensors = [p.leaf(S, 384), p.leaf(384, scale=0.2, mean=1)]
+        tensors += [p.leaf(384)] if name == "layer_norm" else []
+        return getattr(cupyflash, name), tensors
+
+    return make
+
+
+def norm_backward(name):
+    def make(p):
+        x, dout, weight = p.normal(S, 384), p.normal(S, 384), p.normal(384, scale=0.2, mean=1)
+        arguments = (x, weight, p.normal(384)) if name == "layer_norm" else (x, weight)
+        _, stats = getattr(cupyflash, name)(*arguments, return_stats=True)
+        return getattr(cupyflash, f"{name}_backward"), [dout, x, weight, stats]
+
+    return make
+
+
+def group_norm(p):
+    tensors = [p.leaf(B, 32, 10, 12), p.leaf(32, scale=0.2, mean=1), p.leaf(32)]
+    return (lambda x, w, b: cupyflash.group_norm(x, 8, w, b, activation="silu")), tensors
+
+
+def group_norm_backward(p):
+    x, dout, weight, bias = p.normal(B, 32, 120), p.normal(B, 32, 120), p.normal(32), p.normal(32)
+    _, stats = cupyflash.group_norm(x, 8, weight, bias, return_stats=True)
+    return cupyflash.group_norm_backward, [dout, x, weight, bias, stats]
+
+
+def linear(p):
+    tensors = [p.normal(S, WIDTH), p.normal(128, WIDTH, scale=WIDTH**-0.5), p.normal(128)]
+    return functools.partial(cupyflash.linear, activation="gelu"), tensors
+
+
+def mlp(p):
+    up, down = p.normal(512, WIDTH, scale=WIDTH**-0.5), p.normal(WIDTH, 512, scale=512**-0.5)
+    weight = p.normal(WIDTH, scale=0.2, mean=1)
+
+    def call(x, up, down, weight):
+        return cupyflash.mlp(x, up, down, residual=x, norm=cupyflash.Norm(weight, rms=True))
+
+    return call, [p.normal(S, WIDTH), up, down, weight]
+
+
+def qkv_projection(p):
+    cos, sin = p.normal(S, D // 2), p.normal(S, D // 2)
+
+    def call(x, weight):
+        rotary = cupyflash.Rotary(cos, sin)
+        return cupyflash.qkv_projection(x, weight, heads_q=H, rotary=rotary)
+
+    return call, [p.normal(B, S, WIDTH), p.normal(3 * WIDTH, WIDTH, scale=WIDTH**-0.5)]
+
+
+def diffusion(p):
+    sampler = cupyflash.DiffusionSampler.ddpm(cupyflash.beta_schedule("cosine", 20))
+    call = lambda x, model: sampler.step(x, model, 7, seed=3, clip=1.0)
+    return call, [p.normal(B, 16, 8), p.normal(B, 16, 8)]
+
+
+def schedule(p):
+    return (lambda x: x * float(cupyflash.beta_schedule("cosine", 20)[3])), [p.normal(4)]
+
+
+def embeddings(p):
+    table = cupyflash.timestep_embeddings((1, 5), 16)
+    return (lambda x: x * float(table[1, 3])), [p.normal(4)]
+
+
+def block_weights(p):
+    scale, shape = {"scale": 0.2}, (WIDTH, WIDTH)
+    of = lambda rows, columns: p.normal(rows, columns, scale=columns**-0.5)
+    return cupyflash.BlockWeights(
+        p.normal(WIDTH, **scale), p.normal(WIDTH, **scale),
+        of(3 * WIDTH, WIDTH), p.normal(3 * WIDTH, **scale),
+        of(*shape), p.normal(WIDTH, **scale), p.normal(WIDTH, **scale), p.normal(WIDTH, **scale),
+        of(512, WIDTH), p.normal(512, **scale), of(WIDTH, 512), p.normal(WIDTH, **scale),
+    )  # fmt: skip
+
+
+def transformer_block(p):
+    weights, caches = block_weights(p), [p.normal(B, 40, H, D) for _ in "kv"]
+    places = p.integers(5, 30)
+    call = lambda x: cupyflash.transformer_block(x, weights, *caches, places, heads=H)
+    return call, [p.normal(B, WIDTH)]
+
+
+def block_stack(p):
+    stack = cupyflash.BlockStack([block_weights(p)] * 2, heads=H)
+    caches, places = [p.normal(2, B, 40, H, D) for _ in "kv"], p.integers(5, 30)
+    return (lambda x: stack(x, *caches, places)), [p.normal(B, WIDTH)]
+
+
+LENGTHS = (S - 5, B * S)
+CALLS = {
+    "BlockStack": block_stack,
+    "DiffusionSampler": diffusion,
+    "attention": attention_like(cupyflash.attention),
+    "attention_backward": attention_backward,
+    "attention_with_cache": attention_with_cache,
+    "beta_schedule": schedule,
+    "flash_attn_func": attention_like(cupyflash.flash_attn_func, window_size=(9, 0)),
+    "flash_attn_kvpacked_func": kvpacked(cupyflash.flash_attn_kvpacked_func),
+    "flash_attn_qkvpacked_func": qkvpacked(cupyflash.flash_attn_qkvpacked_func),
+    "flash_attn_varlen_func": varlen,
+    "flash_attn_varlen_kvpacked_func": kvpacked(cupyflash.flash_attn_varlen_kvpacked_func, LENGTHS),
+    "flash_attn_varlen_qkvpacked_func": qkvpacked(
+        cupyflash.flash_attn_varlen_qkvpacked_func, LENGTHS
+    ),
+    "group_norm": group_norm,
+    "group_norm_backward": group_norm_backward,
+    "layer_norm": norm("layer_norm"),
+    "layer_norm_backward": norm_backward("layer_norm"),
+    "linear": linear,
+    "mlp": mlp,
+    "qkv_projection": qkv_projection,
+    "rms_norm": norm("rms_norm"),
+    "rms_norm_backward": norm_backward("rms_norm"),
+    "scaled_dot_product_attention": sdpa,
+    "timestep_embeddings": embeddings,
+    "transformer_block": transformer_block,
+}
+
+
+def results(function, arguments):
+    """What a call returns, and gradients where there are any."""
+    out = function(*arguments)
+    parts = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
+    leaves = [x for x in dict.fromkeys(arguments) if x.requires_grad]
+    if leaves:
+        weights = torch.linspace(0.5, 1.5, parts[0].numel(), device=parts[0].device)
+        parts += torch.autograd.grad((parts[0].float().reshape(-1) * weights).sum(), leaves)
+    return [x.detach().clone() for x in parts]
+
+
+def check(name, device):
+    """The compiled call gives what the plain one does; the backend is the default one on a GPU."""
+    function, arguments = CALLS[name](Problem(device))
+    backend = {"backend": "aot_eager"} if device == "cpu" else {}
+    compiled = torch.compile(function, **backend)
+    # First compiled: nothing of the process has been set up by a plain call.
+    found, right = results(compiled, arguments), results(function, arguments)
+    for x, y in zip(found, right, strict=True):
+        error, size = (x - y).abs().max().item(), y.abs().max().item()
+        # A last place of the result, and of each of its sums of up to 64 products or rows, which
+        # the traced path of a CPU adds in another order.
+        allowed = size * (torch.finfo(y.dtype).eps + 64 * torch.finfo(torch.float32).eps)
+        assert torch.isfinite(x).all() and error <= allowed, (
+            f"{name}: compiled differs by {error:.3g} of {size:.3g}, allowed {allowed:.3g}"
+        )
+    assert results(compiled, arguments)[0].shape == right[0].shape
+
+
+if __name__ == "__main__":
+    place, *names = sys.argv[1:]
+    for each in names:
+        check(each, place)
+        print(each, flush=True)
