@@ -103,16 +103,18 @@ class NumpyLibrary:
 def _on_its_device(method: Callable) -> Callable:
     """Run a method of `CupyLibrary` with the device of its last argument as the current one.
 
-    CuPy allocates and launches on the current device, and has a current stream for each device.
+    CuPy allocates and launches on the current device, and has a current stream for each device. All
+    that is allocated while that stream records a CUDA graph is held as long as the graph exists, as
+    its replays use the memory (graph_memory.py); torch does the same for its graphs.
     """
 
     @functools.wraps(method)
     def run(self: "CupyLibrary", *arguments: Any) -> Array:
         x = arguments[-1]
         if self.current_device() == x.data.device_id:
-            return method(self, *arguments)
+            return self.held(method(self, *arguments))
         with x.device:
-            return method(self, *arguments)
+            return self.held(method(self, *arguments))
 
     return run
 
@@ -125,6 +127,17 @@ class CupyLibrary:
     def __init__(self) -> None:
         self.cupy = sys.modules["cupy"]
         self.current_device = self.cupy.cuda.runtime.getDevice
+        self.current_stream = self.cupy.cuda.get_current_stream
+        self.is_capturing = self.cupy.cuda.runtime.streamIsCapturing
+
+    def held(self, x: Array) -> Array:
+        """x itself; see `_on_its_device`."""
+        stream = self.current_stream().ptr
+        if stream and self.is_capturing(stream):
+            from .graph_memory import when_graph_is_gone
+
+            when_graph_is_gone(stream, [x].clear)
+        return x
 
     def signature(self, x: Array) -> tuple:
         return (x.shape, x.strides, x.dtype.num, x.data.device_id)
