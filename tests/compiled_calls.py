@@ -123,18 +123,18 @@ def group_norm_backward(p):
 
 
 def linear(p):
-    tensors = [p.normal(S, WIDTH), p.normal(128, WIDTH, scale=WIDTH**-0.5), p.normal(128)]
+    tensors = [p.leaf(S, WIDTH), p.leaf(128, WIDTH, scale=WIDTH**-0.5), p.leaf(128)]
     return functools.partial(cupyflash.linear, activation="gelu"), tensors
 
 
 def mlp(p):
-    up, down = p.normal(512, WIDTH, scale=WIDTH**-0.5), p.normal(WIDTH, 512, scale=512**-0.5)
-    weight = p.normal(WIDTH, scale=0.2, mean=1)
+    up, down = p.leaf(512, WIDTH, scale=WIDTH**-0.5), p.leaf(WIDTH, 512, scale=512**-0.5)
+    weight = p.leaf(WIDTH, scale=0.2, mean=1)
 
     def call(x, up, down, weight):
         return cupyflash.mlp(x, up, down, residual=x, norm=cupyflash.Norm(weight, rms=True))
 
-    return call, [p.normal(S, WIDTH), up, down, weight]
+    return call, [p.leaf(S, WIDTH), up, down, weight]
 
 
 def qkv_projection(p):
@@ -144,7 +144,7 @@ def qkv_projection(p):
         rotary = cupyflash.Rotary(cos, sin)
         return cupyflash.qkv_projection(x, weight, heads_q=H, rotary=rotary)
 
-    return call, [p.normal(B, S, WIDTH), p.normal(3 * WIDTH, WIDTH, scale=WIDTH**-0.5)]
+    return call, [p.leaf(B, S, WIDTH), p.leaf(3 * WIDTH, WIDTH, scale=WIDTH**-0.5)]
 
 
 def diffusion(p):
