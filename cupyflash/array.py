@@ -242,7 +242,7 @@ class CupyLibrary:
     def with_columns(self, x: Array, columns: int) -> Array:
         """A copy with so many numbers on the last axis, zeros behind those of x."""
         with x.device:
-            result = sys.modules["cupy"].zeros((*x.shape[:-1], columns), x.dtype)
+            result = self.cupy.zeros((*x.shape[:-1], columns), x.dtype)
             result[..., : x.shape[-1]] = x
         return result
 
