@@ -240,10 +240,18 @@ class CupyLibrary:
             ) from error
 
     def with_columns(self, x: Array, columns: int) -> Array:
-        """A copy with so many numbers on the last axis, zeros behind those of x."""
+        """A copy with so many numbers on the last axis, zeros behind those of x.
+
+        In a call that is captured it lives as long as the graph.
+        """
+        from .graph_memory import is_capturing, when_graph_is_gone
+
         with x.device:
             result = self.cupy.zeros((*x.shape[:-1], columns), x.dtype)
             result[..., : x.shape[-1]] = x
+            stream = self.cupy.cuda.get_current_stream().ptr
+            if is_capturing(stream):
+                when_graph_is_gone(stream, functools.partial(id, result))
         return result
 
     def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:

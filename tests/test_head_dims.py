@@ -251,8 +251,14 @@ def test_copies_of_a_gpu(monkeypatch):
         (((2, 5, 4, 257), (2, 5, 4, 257), (2, 5, 4, 8)), "head_dim must be from 1 to 256"),
         (((2, 5, 4, 8), (2, 5, 4, 8), (2, 5, 4, 264)), "head_dim must be from 1 to 256"),
         (((2, 5, 4, 8), (2, 5, 4, 8), (2, 5, 4, 0)), "head_dim must be from 1 to 256"),
-        (((2, 5, 4, 37), (2, 5, 4, 36), (2, 5, 4, 37)), "k must have the head_dim of q"),
-        (((2, 5, 4, 37), (2, 5, 4, 37), (2, 6, 4, 37)), "k must have the head_dim of q"),
+        (
+            ((2, 5, 4, 37), (2, 5, 4, 36), (2, 5, 4, 37)),
+            "k and v must have the same axes before head_dim, and k",
+        ),
+        (
+            ((2, 5, 4, 37), (2, 5, 4, 37), (2, 6, 4, 37)),
+            "k and v must have the same axes before head_dim, and k",
+        ),
         (((2, 5, 4, 37), (3, 5, 4, 37), (3, 5, 4, 37)), "q and k must have the same number"),
         (((2, 5, 4, 37), (2, 5, 3, 37), (2, 5, 3, 37)), "the heads of q must be a multiple"),
     ],

@@ -189,8 +189,8 @@ def check(
     head_dim_v = v.shape[-1]
     shapes = ", ".join(f"{say(name)} {tensors[name].shape}" for name in "qkv")
     if k.shape[:-1] != v.shape[:-1] or head_dim_k != head_dim:
-        fact = f"{say('k')} must have the head_dim of {say('q')}, and {say('v')} be like {say('k')}"
-        fact += " but for its own head_dim"
+        fact = f"{say('k')} and {say('v')} must have the same axes before head_dim"
+        fact += f", and {say('k')} the head_dim of {say('q')}"
         raise ValueError(f"{function}: {fact}, got {shapes}")
     out_shape = (*q.shape[:-1], head_dim_v)
     for name in ("dout", "out"):
