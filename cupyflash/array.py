@@ -246,13 +246,14 @@ class CupyLibrary:
         """
         from .graph_memory import is_capturing, when_graph_is_gone
 
+        words = numpy.dtype(f"u{x.itemsize}")  # any dtype, bit by bit
         with x.device:
-            result = self.cupy.zeros((*x.shape[:-1], columns), x.dtype)
-            result[..., : x.shape[-1]] = x
+            result = self.cupy.zeros((*x.shape[:-1], columns), words)
+            result[..., : x.shape[-1]] = x.view(words)
             stream = self.cupy.cuda.get_current_stream().ptr
             if is_capturing(stream):
                 when_graph_is_gone(stream, functools.partial(id, result))
-        return result
+        return result.view(x.dtype)
 
     def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
         return dense_strides(shape, range(len(shape)))

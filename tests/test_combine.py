@@ -45,7 +45,7 @@ def test_formula(backend, shape):
         exact = exact_results(to_numpy(out), values[1])
         for name, a, b in zip(("out", "lse"), found, exact):
             float32 = b.astype("float32")
-            assert_close_to_float64(a, b, float32, "float32", name, terms=4.0)
+            assert_close_to_float64(to_numpy(a), b, float32, "float32", name, terms=4.0)
         same = cupyflash.flash_attn_combine(out, lse)[0]
         assert same.dtype == out.dtype and tuple(same.shape) == shape[1:]
 
@@ -107,12 +107,7 @@ def test_parts_of_the_keys(backend):
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     out, lse = combined(*leaves)
     dq, dk, dv = torch.autograd.grad(out, leaves, inputs.dout)
-    # Each part rounds its own out: what the yardstick rounds once is rounded once more.
-    exact.check(out=out.detach(), lse=lse.detach().swapaxes(1, 2))
-    for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
-        error = abs(to_float64(gradient) - exact.exact[name])
-        allowed = abs(to_float64(exact.baseline[name]) - exact.exact[name])
-        assert float(error.max()) <= 4 * float(allowed.max()) + 1e-5, name
+    exact.check(out=out.detach(), lse=lse.detach().swapaxes(1, 2), dq=dq, dk=dk, dv=dv)
 
 
 @each_library(library="torch")

@@ -32,13 +32,13 @@ OPTIONS = [
 ]
 
 
-def options_of(backend, options, seqlens):
+def options_of(backend, options, dtype, seqlens):
     options, rng = dict(options), numpy.random.default_rng(6)
     if options.pop("alibi", False):
         options["alibi_slopes"] = make_alibi_slopes(4, backend.library, device=backend.device)
     if options.pop("bias", False):
         values = rng.standard_normal((2, 4, *seqlens), dtype="float32")
-        options["bias"] = backend.array(values, backend.dtypes[0])
+        options["bias"] = backend.array(values, dtype)
     if options.pop("sinks", False):
         options["sinks"] = backend.array(rng.standard_normal(4, dtype="float32"))
     return options
@@ -62,9 +62,7 @@ def test_forward_and_backward(backend, head_dims, options):
         layout=("bshd", "bhsd")[turn % 2],
         storage=storages[turn // 2 % len(storages)],
     )
-    options = options_of(backend, options, (50, 70))
-    if "bias" in options:
-        options["bias"] = backend.array(to_float64(options["bias"]), inputs.dtype)
+    options = options_of(backend, options, inputs.dtype, (50, 70))
     results = forward_backward(inputs, **options)
     assert results["out"].shape[-1] == head_dims[1] and results["dq"].shape == inputs.q.shape
     expected(inputs, **options).check(**results)
