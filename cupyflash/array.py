@@ -239,20 +239,12 @@ class CupyLibrary:
                 "cuRAND: pip install nvidia-curand-cu12 (CUDA 13: nvidia-curand)"
             ) from error
 
-    def with_columns(self, x: Array, columns: int) -> Array:
-        """A copy with so many numbers on the last axis, zeros behind those of x.
-
-        In a call that is captured it lives as long as the graph.
-        """
-        from .graph_memory import is_capturing, when_graph_is_gone
-
+    @_on_its_device
+    def with_columns(self, columns: int, x: Array) -> Array:
+        """A copy with so many numbers on the last axis, zeros behind those of x."""
         words = numpy.dtype(f"u{x.itemsize}")  # any dtype, bit by bit
-        with x.device:
-            result = self.cupy.zeros((*x.shape[:-1], columns), words)
-            result[..., : x.shape[-1]] = x.view(words)
-            stream = self.cupy.cuda.get_current_stream().ptr
-            if is_capturing(stream):
-                when_graph_is_gone(stream, functools.partial(id, result))
+        result = self.cupy.zeros((*x.shape[:-1], columns), words)
+        result[..., : x.shape[-1]] = x.view(words)
         return result.view(x.dtype)
 
     def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
@@ -502,7 +494,7 @@ class TorchLibrary:
         """From torch's generator of the device of ``like``."""
         return self.torch.randint(SEEDS, (1,), dtype=self.torch.int64, device=like.device)
 
-    def with_columns(self, x: Array, columns: int) -> Array:
+    def with_columns(self, columns: int, x: Array) -> Array:
         """A copy with so many numbers on the last axis, zeros behind those of x; no gradient."""
         shape, end = (*x.shape[:-1], columns), x.shape[-1]
         result = self.empty(shape, self.strides_of_empty(shape, self.view(x)), x)

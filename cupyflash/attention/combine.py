@@ -7,6 +7,7 @@ With out_i and lse_i of part i::
 Array operations of the caller's library do it, so that torch has its gradient.
 """
 
+import contextlib
 import sys
 from typing import Any
 
@@ -52,16 +53,23 @@ def flash_attn_combine(
         out_dtype = getattr(out_partial if out is None else out, "dtype", None)
     _check(out_partial, lse_partial, out, out_dtype)
     is_torch = _module(out_partial) == "torch"
-    xp = sys.modules["torch"] if is_torch else array_namespace(out_partial)
-    result, lse = _combined(xp, out_partial, lse_partial, is_torch)
-    result = result.to(out_dtype) if is_torch else result.astype(out_dtype, copy=False)
-    if out is None:
-        return result, lse
-    if is_torch and (result.requires_grad or out.requires_grad):
+    if is_torch and out is not None and _wants_gradient(out_partial, lse_partial, out):
         fact = "out is not written where gradients are wanted: it must be None"
         raise NotImplementedError(f"{FUNCTION}: {fact}, got a tensor")
-    out[...] = result
+    xp = sys.modules["torch"] if is_torch else array_namespace(out_partial)
+    # CuPy computes on the current device.
+    place = out_partial.device if _module(out_partial) == "cupy" else contextlib.nullcontext()
+    with place:
+        result, lse = _combined(xp, out_partial, lse_partial, is_torch)
+        result = result.to(out_dtype) if is_torch else result.astype(out_dtype, copy=False)
+        if out is None:
+            return result, lse
+        out[...] = result
     return out, lse
+
+
+def _wants_gradient(*tensors: Array) -> bool:
+    return sys.modules["torch"].is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _combined(

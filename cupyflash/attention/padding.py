@@ -37,7 +37,7 @@ class Padding(NamedTuple):
     def widen(self, library: Any, *arrays: Array) -> list[Array]:
         """Copies of ``width`` columns; arrays that have them are taken as they are."""
         return [
-            x if x.shape[-1] == self.width else library.with_columns(x, self.width) for x in arrays
+            x if x.shape[-1] == self.width else library.with_columns(self.width, x) for x in arrays
         ]
 
     def narrow(self, out: Array) -> Array:
