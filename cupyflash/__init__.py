@@ -4,6 +4,7 @@ See https://arxiv.org/abs/2307.08691 for the algorithm and README.md for what ru
 """
 
 from .attention.attention import attention, attention_backward
+from .attention.combine import flash_attn_combine
 from .attention.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -36,6 +37,7 @@ __all__ = [
     "attention_backward",
     "attention_with_cache",
     "beta_schedule",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

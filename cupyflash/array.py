@@ -239,6 +239,14 @@ class CupyLibrary:
                 "cuRAND: pip install nvidia-curand-cu12 (CUDA 13: nvidia-curand)"
             ) from error
 
+    @_on_its_device
+    def with_columns(self, columns: int, x: Array) -> Array:
+        """A copy with so many numbers on the last axis, zeros behind those of x."""
+        words = numpy.dtype(f"u{x.itemsize}")  # any dtype, bit by bit
+        result = self.cupy.zeros((*x.shape[:-1], columns), words)
+        result[..., : x.shape[-1]] = x.view(words)
+        return result.view(x.dtype)
+
     def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
         return dense_strides(shape, range(len(shape)))
 
@@ -485,6 +493,14 @@ class TorchLibrary:
     def random_seed(self, like: Array) -> Array:
         """From torch's generator of the device of ``like``."""
         return self.torch.randint(SEEDS, (1,), dtype=self.torch.int64, device=like.device)
+
+    def with_columns(self, columns: int, x: Array) -> Array:
+        """A copy with so many numbers on the last axis, zeros behind those of x; no gradient."""
+        shape, end = (*x.shape[:-1], columns), x.shape[-1]
+        result = self.empty(shape, self.strides_of_empty(shape, self.view(x)), x)
+        result[..., end:].zero_()
+        result[..., :end].copy_(x.detach())
+        return result
 
     def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
         """Dense, in the order of the axes of ``like``: a transposed q gives a transposed out.

@@ -60,6 +60,11 @@ def attention_with_cache(p):
     return step, new
 
 
+def combine(p):
+    lse = p.normal(3, B, S, H).float().requires_grad_()
+    return cupyflash.flash_attn_combine, [p.leaf(3, B, S, H, D), lse]
+
+
 def kvpacked(function, lengths=()):
     def make(p):
         rows = (B * S,) if lengths else (B, S)
@@ -194,6 +199,7 @@ CALLS = {
     "attention_backward": attention_backward,
     "attention_with_cache": attention_with_cache,
     "beta_schedule": schedule,
+    "flash_attn_combine": combine,
     "flash_attn_func": attention_like(cupyflash.flash_attn_func, window_size=(9, 0)),
     "flash_attn_kvpacked_func": kvpacked(cupyflash.flash_attn_kvpacked_func),
     "flash_attn_qkvpacked_func": qkvpacked(cupyflash.flash_attn_qkvpacked_func),

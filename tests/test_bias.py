@@ -8,7 +8,6 @@ from matrix import each, select
 from passes import forward_backward
 
 import cupyflash
-from cupyflash.attention.extras import Extras
 from cupyflash.attention.problem import Options, check
 from cupyflash.testing import expected, poison_free_memory, to_float64
 
@@ -277,17 +276,19 @@ def test_gradient_of_nothing(backend, dtype):
         cupyflash.attention_backward(inputs.dout, *qkv, out, lse, bias=bias, bias_grad=True)
 
 
-@pytest.mark.parametrize("name", ["bias", "seqused_q", "seqused_k"])
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
 def test_not_with_packed_sequences(name):
+    """Nor where only the queries or only the keys are packed."""
     backend = select("numpy")[0]
     from cupyflash.array import library_of
 
     inputs = backend.varlen_inputs("float32", [3, 4])
     view = library_of(inputs.q).view
-    lengths = {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
-    arrays = lengths | {name: numpy.zeros((4, 4), "float32")}
-    assert name in Extras._fields
-    options = Options(False, None, None, 0.0, "thd", (4, 4))
-    qkv = {"q": view(inputs.q), "k": view(inputs.k), "v": view(inputs.v)}
-    with pytest.raises(NotImplementedError, match=f"^f: {name} .*packed"):
+    padded = backend.inputs("float32", seqlen_q=4)
+    arrays = {name: getattr(inputs, name), "bias": numpy.zeros((4, 4), "float32")}
+    of_q = name == "cu_seqlens_q"
+    options = Options(False, None, None, 0.0, "thd-bshd" if of_q else "bshd-thd", (4, 4))
+    q, kv = (inputs, padded) if of_q else (padded, inputs)
+    qkv = {"q": view(q.q), "k": view(kv.k), "v": view(kv.v)}
+    with pytest.raises(NotImplementedError, match="^f: bias .*packed"):
         check("f", qkv, options, {key: view(x) for key, x in arrays.items()})

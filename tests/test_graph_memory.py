@@ -63,6 +63,11 @@ def backward():
     return lambda: cupyflash.attention_backward(dout, q, k, v, out, lse, causal=True)
 
 
+def odd_head_dim():
+    q, k, v = (normal(2, 300, 4, 37) for _ in range(3))
+    return lambda: cupyflash.attention(q, k, v, causal=True)
+
+
 def group_norm():
     import cupy
 
@@ -76,7 +81,8 @@ def long_rows():
     return lambda: cupyflash.layer_norm(x, weight)
 
 
-CALLS = [packed, split_keys, sinks_of_16_bits, dropout, backward, group_norm, long_rows]
+CALLS = [packed, split_keys, sinks_of_16_bits, dropout, backward, odd_head_dim]
+CALLS += [group_norm, long_rows]
 
 
 def as_tuple(x):

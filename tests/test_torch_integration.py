@@ -7,6 +7,7 @@ another operator of its own, so they call the one that it calls on a GPU.
 import contextlib
 import functools
 
+import numpy
 import pytest
 from matrix import each
 
@@ -209,6 +210,21 @@ def test_compiled_model(backend, calls):
     torch.testing.assert_close(found, eager)
 
 
+@each(library="torch")
+def test_lengths_of_packed_keys(backend):
+    """`seqused_k` beside the ends of the sequences."""
+    inputs = backend.varlen_inputs(HALF, [9, 3])
+    qkv, ends = (inputs.q, inputs.k, inputs.v), inputs.cu_seqlens_q
+    used = backend.array(numpy.array([4, 3], "int32"))
+    with active(backend):
+        out, *_ = torch.ops.aten._flash_attention_forward(
+            *qkv, ends, ends, 9, 9, 0.0, False, False, seqused_k=used
+        )
+    exact = cupyflash.flash_attn_varlen_func(*qkv, ends, ends, 9, 9, seqused_k=used)
+    assert torch.equal(out, exact)
+    assert not torch.equal(out, cupyflash.flash_attn_varlen_func(*qkv, ends, ends, 9, 9))
+
+
 @each(library="torch", device="cpu")
 def test_what_is_not_built(backend):
     inputs = backend.varlen_inputs(HALF, [9, 3])
@@ -217,8 +233,9 @@ def test_what_is_not_built(backend):
     with active(backend):
         with pytest.raises(NotImplementedError, match="return_debug_mask is not built"):
             flash(*qkv, ends, ends, 9, 9, 0.0, False, True)
-        with pytest.raises(NotImplementedError, match="seqused_k is not built for packed"):
-            flash(*qkv, ends, ends, 9, 9, 0.0, False, False, seqused_k=ends[1:])
+        with pytest.raises(NotImplementedError, match="seqused_k has no backward"):
+            q = qkv[0].detach().requires_grad_()
+            flash(q, *qkv[1:], ends, ends, 9, 9, 0.0, False, False, seqused_k=ends[1:] // 4)
         with pytest.raises(TypeError, match="_flash_attention_forward: cu_seqlens_q must be int32"):
             flash(*qkv, ends.long(), ends.long(), 9, 9, 0.0, False, False)
         if "block_table" in str(flash.default._schema):

@@ -1,6 +1,7 @@
 """The torch operators and what reaches them; autocast, checkpointing, dispatch modes."""
 
 import contextlib
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,14 @@ def operator_case(backend, name):
         storage = name.split()[0]
         inputs = backend.inputs(backend.dtypes[0], **lengths, layout="bhsd", storage=storage)
         options = {"layout": "bhsd", "causal": "top-left", "window": [5, -1], "softcap": 3.0}
+    elif name == "packed queries":
+        packed = backend.varlen_inputs(backend.dtypes[0], [9, 11])
+        inputs = backend.inputs(backend.dtypes[0], batch=2, seqlen_q=12)
+        inputs = dataclasses.replace(inputs, q=packed.q, dout=packed.dout)
+        extras = {"cu_seqlens_q": packed.cu_seqlens_q}
+        options = {"layout": "thd-bshd", "max_seqlens": [11, 12]}
+    elif name == "head dims":
+        inputs = backend.inputs(backend.dtypes[0], **lengths, head_dim=37, head_dim_v=19)
     else:
         inputs = backend.inputs(backend.dtypes[0], **lengths)
     if name == "bias and sinks":
@@ -78,7 +87,7 @@ def flat(options, extras):
 @pytest.mark.parametrize(
     "name",
     ["contiguous", "transposed", "packed qkv", "packed", "bias and sinks", "mask", "dropout"]
-    + ["lengths"],
+    + ["lengths", "packed queries", "head dims"],
 )
 def test_opcheck(backend, name):
     import torch
@@ -93,7 +102,9 @@ def test_opcheck(backend, name):
     qkv = inputs.q, inputs.k, inputs.v
     out, lse = forward(*qkv, *arguments)
     bias_grad = name == "bias and sinks"
-    torch.library.opcheck(backward.default, (inputs.dout, *qkv, out, lse, *arguments, bias_grad))
+    dlse = torch.randn_like(lse) if name in ("lengths", "packed") else None
+    arguments = (inputs.dout, *qkv, out, lse, *arguments, bias_grad, dlse)
+    torch.library.opcheck(backward.default, arguments)
 
 
 def python(code):

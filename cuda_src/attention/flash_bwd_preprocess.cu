@@ -1,5 +1,6 @@
 // What the backward kernels need of every query row, and clean accumulators:
-//   delta    = sum of dout * out over the head dimension
+//   delta    = sum of dout * out over the head dimension, minus the gradient of the LSE if it has
+//              one: both weigh every probability of the row in the same way
 //   lse_log2 = lse * log2(e), or +inf where the row has no probability (it saw no key, or it is
 //              padding up to the next multiple of ACCUM_ROW_ALIGN), so that exp2(score - lse_log2)
 //              is 0 there without a mask; delta is 0 in those rows. NaN from HUGE_LSE on, where
@@ -80,9 +81,13 @@ __global__ void __launch_bounds__(WARPS * 32) flash_bwd_preprocess(const FlashBw
   // Lane own of a group writes the constants of its row own.
   const int own = lane % L::PER_ROW;
   float lse = -INF;
-  if (own < min(L::ROWS, rows))
-    lse = params.lse[batch * params.lse_batch_stride + head * params.lse_head_stride +
-                     sequence.start_q + row + own];
+  float dlse = 0.0f;
+  if (own < min(L::ROWS, rows)) {
+    const int64_t lse_row = batch * params.lse_batch_stride + head * params.lse_head_stride +
+                            sequence.start_q + row + own;
+    lse = params.lse[lse_row];
+    if (params.dlse) dlse = params.dlse[lse_row];
+  }
 
   // ---- clean accumulators ----
   if constexpr (ACCUM_DIM > 0) {
@@ -122,6 +127,6 @@ __global__ void __launch_bounds__(WARPS * 32) flash_bwd_preprocess(const FlashBw
   if (own < L::ROWS) {
     const float lse_log2 = fabsf(lse) < HUGE_LSE ? lse * LOG2E : QUIET_NAN;
     params.lse_log2[accum_row + row + own] = lse == -INF ? INF : lse_log2;
-    params.delta[accum_row + row + own] = lse == -INF ? 0.0f : delta;
+    params.delta[accum_row + row + own] = lse == -INF ? 0.0f : delta - dlse;
   }
 }

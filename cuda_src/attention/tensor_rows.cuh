@@ -15,10 +15,12 @@ struct TensorRows {
   __device__ TensorRows(const Params& params, int which, const Sequence& sequence, int batch)
       : map(params.sequence_maps ? params.sequence_maps + which * params.base.shape.batch + batch
                                  : &params.q_map + which),
-        row(int(which == 1 || which == 2 ? sequence.start_k : sequence.start_q)),
-        batch(params.base.cu_seqlens_q ? 0 : batch) {
+        row(int(of_keys(which) ? sequence.start_k : sequence.start_q)),
+        batch((of_keys(which) ? params.base.cu_seqlens_k : params.base.cu_seqlens_q) ? 0 : batch) {
     if (params.sequence_maps) tensor_map_acquire(*map);
   }
+
+  __device__ static constexpr bool of_keys(int which) { return which == 1 || which == 2; }
 
   // A box at 64 * block columns: from the tensor into shared memory, and back.
   __device__ void load(uint32_t dst, uint32_t barrier, int block, int first_row, int head) const {

@@ -79,8 +79,9 @@ struct FlashBwdParams {
   void* dq;
   void* dk;
   void* dv;
+  const float* dlse;  // like lse, or null for 0
   float* lse_log2;    // [heads_q, accum_rows]: lse * log2(e); +inf where a row has no probability
-  float* delta;       // [heads_q, accum_rows]: sum of dout * out over the head dimension
+  float* delta;       // [heads_q, accum_rows]: sum of dout * out over the head dimension, - dlse
   float* dq_accum;    // [heads_q, accum_rows, HEAD_DIM] in the fragment order of the main kernel
   int* dq_semaphore;  // [1 + heads_q * accum_rows / 16] zeros for a repeatable sum, or null
   const int* cu_seqlens_q;

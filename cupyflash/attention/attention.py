@@ -32,17 +32,19 @@ def attention(
 
     Arrays are CuPy arrays, torch tensors (with autograd), or anything with DLPack or
     ``__cuda_array_interface__``; NumPy arrays and torch CPU tensors are computed on the CPU.
-    Strides are free but for a contiguous last dimension, and nothing is copied.
+    Strides are free but for a contiguous last dimension. Nothing is copied, unless head_dim is no
+    multiple of 8 or v has another one: then a GPU gets copies of q, k and v with columns of zeros
+    behind, and out and the gradients are views of columns of wider arrays.
 
     Query head h reads key head ``h // (heads_q // heads_kv)``. Query i lies on the diagonal at key
     ``i + seqlen_k - seqlen_q`` (with "top-left": at key i). A query that sees no key gives 0 and an
     LSE of -inf.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; head_dim a multiple
-            of 8 up to 256.
+        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; head_dim from 1 to
+            256.
         k: (batch, seqlen_k, heads_kv, head_dim), dtype of q.
-        v: like k.
+        v: like k; its head_dim may be another one, from 1 to 256.
         causal: no key right of the diagonal. True is "bottom-right"; "top-left" is what SDPA does.
         scale: of the scores; default ``1 / sqrt(head_dim)``.
         window: (left, right), the keys seen on each side of the diagonal; None or -1 is unlimited.
@@ -63,7 +65,8 @@ def attention(
         seqused_k: the same for keys. The values are checked on the CPU, and on a GPU with
             CUPYFLASH_DEBUG=1.
         layout: "bshd", or "bhsd" with axes 1 and 2 of q, k, v and the result swapped.
-        return_lse: return (out, lse); lse float32 (batch, heads_q, seqlen_q), natural logarithm.
+        return_lse: return (out, lse); lse float32 (batch, heads_q, seqlen_q), natural logarithm,
+            differentiable like out.
         deterministic: sum the gradient of q in a fixed order, so that equal calls give equal bits;
             slower. Not with the gradient of a bias that is broadcast. torch's switch
             ``torch.use_deterministic_algorithms`` asks for it too.
@@ -72,7 +75,7 @@ def attention(
     a GPU is refused, as reading it would wait for the GPU, and so is one that requires a gradient.
 
     Returns:
-        out like q, in the library and on the device and stream of q.
+        out like q, with the head_dim of v, in the library and on the device and stream of q.
 
     Raises:
         TypeError: dtypes, libraries.
@@ -113,16 +116,18 @@ def attention_backward(
     layout: str = "bshd",
     bias_grad: bool = False,
     deterministic: bool = False,
+    dlse: Array | None = None,
 ) -> tuple[Array, Array, Array] | Gradients:
     """Gradients of `attention` for libraries without autograd.
 
     Args:
-        dout: gradient of out, like q.
+        dout: gradient of out, like out.
         q, k, v: inputs of the forward.
         out, lse: its results.
         causal to layout: as in the forward; dropout needs the seed that the forward had.
         bias_grad: also the gradient of the bias, summed over the axes on which it is broadcast.
         deterministic: as in `attention`.
+        dlse: gradient of the LSE, like lse; None is 0. Rows with an LSE of -inf do not count.
 
     Returns:
         (dq, dk, dv), like q, k and v; with sinks or bias_grad a named tuple (dq, dk, dv, dbias,
@@ -135,7 +140,9 @@ def attention_backward(
     extras = _extras(alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
     function, tensors = "attention_backward", (dout, q, k, v, out, lse)
     bias_grad = plain_flag(function, "bias_grad", bias_grad)
-    gradients = explicit_backward(function, tensors, options, extras, deterministic, bias_grad)
+    gradients = explicit_backward(
+        function, tensors, options, extras, deterministic, bias_grad, dlse
+    )
     return gradients if bias_grad or sinks is not None else gradients[:3]
 
 

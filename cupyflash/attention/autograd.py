@@ -10,7 +10,7 @@ from .extras import NO_EXTRAS, Extras
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of `dispatch.forward_without_gradient`; the LSE has no gradient.
+    """(out, lse) of `dispatch.forward_without_gradient`; either may have a gradient.
 
     Bias and sinks are arguments of their own, as only those have gradients.
     """
@@ -22,23 +22,30 @@ class Attention(torch.autograd.Function):
         )
         ctx.save_for_backward(q, k, v, out, lse, *(() if extras is NO_EXTRAS else extras))
         ctx.arguments = (function, options, deterministic)
-        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # a dlse of zeros would be read for nothing
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout, _):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, dout, dlse):  # noqa: ANN001, ANN205
         q, k, v, out, lse, *extras = ctx.saved_tensors
         function, options, deterministic = ctx.arguments
-        if dout.stride(-1) != 1:  # an expanded scalar, as .sum() hands it down
-            dout = dout.contiguous()
+        dout = readable(dout, out)
         backward = dispatch.backward
         if torch.is_grad_enabled():  # create_graph=True: not as if the gradients were constants
             from .torch_ops import attention_backward as backward
         gradients = backward(
             function, dout, q, k, v, out, lse, options, Extras(*extras) if extras else NO_EXTRAS,
-            deterministic, bias_grad=ctx.needs_input_grad[3],
+            deterministic, ctx.needs_input_grad[3], dlse,
         )  # fmt: skip
         return *gradients, None, None, None, None
+
+
+def readable(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """The gradient of out as the kernels read it: None is 0, as where only the LSE is used."""
+    if dout is None:
+        return torch.zeros_like(out)
+    # An expanded scalar, as .sum() hands it down.
+    return dout if dout.stride(-1) == 1 else dout.contiguous()
 
 
 def attention_with_gradient(

@@ -31,13 +31,18 @@ def backward(
     options: Options,
     extras: Extras,
     bias_grad: bool,
+    dlse: Array | None,
 ) -> Gradients:
     """Gradients of checked arrays; always repeatable."""
     tensors = [_rows_first(library.to_numpy(x), options) for x in (dout, q, k, v, out)]
     tensors.append(library.to_numpy(lse))
     function, lengths, arguments = _call(library, options, extras)
     found = getattr(reference, f"{function}_backward")(
-        *tensors, *lengths, bias_grad=bias_grad, **arguments
+        *tensors,
+        *lengths,
+        bias_grad=bias_grad,
+        dlse=None if dlse is None else library.to_numpy(dlse),
+        **arguments,
     )
     first = [library.from_numpy(_rows_first(x, options), y) for x, y in zip(found, (q, k, v))]
     dbias = dsinks = None
@@ -72,8 +77,7 @@ def _call(
         "bias": arrays.bias,
         "sinks": arrays.sinks,
     }
-    if arrays.cu_seqlens_q is not None:
-        return "attention_varlen", [arrays.cu_seqlens_q, arrays.cu_seqlens_k], arguments
-    if arrays.seqused_q is not None or arrays.seqused_k is not None:
-        return "attention_padded", [arrays.seqused_q, arrays.seqused_k], arguments
-    return "attention_tiled", [], arguments
+    lengths = [arrays.cu_seqlens_q, arrays.cu_seqlens_k, arrays.seqused_q, arrays.seqused_k]
+    if all(x is None for x in lengths):
+        return "attention_tiled", [], arguments
+    return "attention_varlen", lengths, arguments

@@ -18,6 +18,7 @@ from . import cpu
 from .extras import NO_EXTRAS, NO_POINTERS, Extras, Gradients
 from .names import caller_name
 from .options import Options, plain_options
+from .padding import Padding
 from .plan import BackwardPlan, ForwardPlan
 from .problem import (
     Problem,
@@ -31,8 +32,8 @@ from .problem import (
 BIAS = Extras._fields.index("bias")
 TENSORS = ("dout", "q", "k", "v", "out", "lse")  # of a backward
 
-_forward_plans: dict[tuple, ForwardPlan] = {}
-_backward_plans: dict[tuple, BackwardPlan] = {}
+_forward_plans: dict[tuple, ForwardPlan | Padding] = {}
+_backward_plans: dict[tuple, BackwardPlan | Padding] = {}
 
 
 def forward(
@@ -112,10 +113,19 @@ def forward_without_gradient(
     if plan is None or settings.debug:
         problem = _checked(function, library, {"q": q, "k": k, "v": v}, options, extras)
         problem = dataclasses.replace(problem, bias_aligned=bias_aligned)
-        access = problem.access(0 if aligned else 1)
-        view = library.view(q)
-        plan = ForwardPlan(function, problem, access, library, view, Options(*options))
+        if problem.needs_padding:
+            plan = Padding.of(problem, Options(*options))
+        else:
+            access = problem.access(0 if aligned else 1)
+            view = library.view(q)
+            plan = ForwardPlan(function, problem, access, library, view, Options(*options))
         keep(_forward_plans, key, plan)
+    if type(plan) is Padding:
+        wide = plan.widen(library, q, k, v)
+        out, lse = forward_without_gradient(
+            function, library, *wide, plan.options, extras, need_lse
+        )
+        return plan.narrow(out), lse
     return plan(q, q_, k_, v_, extra_pointers, need_lse)
 
 
@@ -125,21 +135,23 @@ def explicit_backward(
     options: tuple,
     extras: Extras,
     deterministic: bool,
-    *rest: Any,
+    bias_grad: bool,
+    dlse: Array | None,
 ) -> Gradients:
     """`backward` of what a user hands in: (dout, q, k, v, out, lse), on their way past torch.
 
     torch has to see the call also where a derivative of it is wanted, which is an error.
     """
-    options = plain_options(function, options)
+    options, rest = plain_options(function, options), (bias_grad, dlse)
     if not compiling():
         deterministic = plain_flag(function, "deterministic", deterministic)
         library = library_of(tensors[1])
-        given = tensors if extras is NO_EXTRAS else (*tensors, *extras)
+        given = (*tensors, dlse, *(() if extras is NO_EXTRAS else extras))
         seen = library is not None and library.traced(tensors[1], *given)
         if not (seen or (library is not None and _wants_derivative(library, given))):
             return backward(function, *tensors, options, extras, deterministic, *rest)
-        _check_library(function, library, dict(zip(TENSORS, tensors)))
+        named = dict(zip(TENSORS, tensors)) | ({} if dlse is None else {"dlse": dlse})
+        _check_library(function, library, named)
         _require_seed(function, options, extras)
         extras = prepared(function, library, tensors[1], options, extras)
     from . import torch_ops
@@ -163,32 +175,37 @@ def backward(
     extras: Extras = NO_EXTRAS,
     deterministic: bool = False,
     bias_grad: bool = False,
+    dlse: Array | None = None,
 ) -> Gradients:
     """Gradients in the library of q: of the sinks if there are any, of the bias if asked for."""
     library = library_of(q)
     if library is None:
         tensors = dict(zip(TENSORS, (dout, q, k, v, out, lse)))
+        tensors |= {} if dlse is None else {"dlse": dlse}
         *tensors, extras = _imported(function, tensors, extras)
-        found = backward(function, *tensors, options, extras, deterministic, bias_grad)
+        dlse = None if dlse is None else tensors.pop()
+        found = backward(function, *tensors, options, extras, deterministic, bias_grad, dlse)
         return Gradients(*(None if x is None else to_foreign(x, q) for x in found))
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
-    _check_library(function, library, {**tensors, "lse": lse})
+    lses = {"lse": lse} if dlse is None else {"lse": lse, "dlse": dlse}
+    _check_library(function, library, {**tensors, **lses})
     _require_seed(function, options, extras)
     if extras is not NO_EXTRAS:
         extras = prepared(function, library, q, options, extras)
     if library.on_cpu(q):
         problem = _checked(function, library, tensors, options, extras)
-        check_lse(function, problem, library.view(lse))
+        for name, x in lses.items():
+            check_lse(function, problem, name, library.view(x))
         check_bias_gradient(function, problem, bias_grad, deterministic)
         tensors = (dout, q, k, v, out, lse)
-        return cpu.backward(library, *tensors, Options(*options), extras, bias_grad)
+        return cpu.backward(library, *tensors, Options(*options), extras, bias_grad, dlse)
     switch = "" if deterministic else library.determinism()
     pointer, signature = library.pointer, library.signature
     settings = environment.current()
     aligned = (pointer(q) | pointer(k) | pointer(v) | pointer(dout)) % 16 == 0
     converted, extra_signatures, extra_pointers = _for_kernels(library, extras)
     bias_aligned = extra_pointers[BIAS] % 16 == 0
-    signatures = tuple(map(signature, (dout, q, k, v, out, lse)))
+    signatures = tuple(map(signature, (dout, q, k, v, out, *lses.values())))
     key = (
         signatures, options, aligned, settings.family, deterministic, switch, bias_grad,
         extra_signatures, bias_aligned,
@@ -197,17 +214,26 @@ def backward(
     if plan is None or settings.debug:
         problem = _checked(function, library, tensors, options, extras)
         problem = dataclasses.replace(problem, bias_aligned=bias_aligned)
-        check_lse(function, problem, library.view(lse))
+        for name, x in lses.items():
+            check_lse(function, problem, name, library.view(x))
         in_order = deterministic or switch == "error"
         check_bias_gradient(function, problem, bias_grad, in_order)
         if switch == "warn":
             in_order = not (bias_grad and problem.bias_is_broadcast)
-        views = {name: library.view(x) for name, x in tensors.items()}
-        access = problem.access(0 if aligned else 1)
-        plan = BackwardPlan(
-            function, problem, access, library, views, Options(*options), in_order, bias_grad
-        )
+        if problem.needs_padding:
+            plan = Padding.of(problem, Options(*options))
+        else:
+            views = {name: library.view(x) for name, x in tensors.items()}
+            access, given = problem.access(0 if aligned else 1), Options(*options)
+            plan = BackwardPlan(
+                function, problem, access, library, views, given, in_order, bias_grad
+            )
         keep(_backward_plans, key, plan)
+    if type(plan) is Padding:
+        wide = plan.widen(library, dout, q, k, v, out)
+        return plan.narrow_gradients(
+            backward(function, *wide, lse, plan.options, extras, deterministic, bias_grad, dlse)
+        )
     if switch == "warn" and not plan.deterministic:
         name = caller_name(function, "bias")
         warnings.warn(
@@ -215,8 +241,11 @@ def backward(
             "as torch.use_deterministic_algorithms(True, warn_only=True) asks to be told",
             stacklevel=2,
         )
-    lse = library.contiguous(lse)
-    dq, dk, dv, dbias, dsinks = plan(dout, q, k, v, out, lse, extra_pointers)
+    lse, dlse_pointer = library.contiguous(lse), 0
+    if dlse is not None:
+        dlse = library.contiguous(dlse)
+        dlse_pointer = pointer(dlse)
+    dq, dk, dv, dbias, dsinks = plan(dout, q, k, v, out, lse, dlse_pointer, extra_pointers)
     if dbias is not None:
         dbias = library.cast(dbias, extras.bias).reshape(extras.bias.shape)
     dsinks = None if dsinks is None else library.cast(dsinks, extras.sinks)
@@ -274,14 +303,23 @@ def _checked(
     tensor_views = {name: library.view(x) for name, x in tensors.items()}
     problem = check(function, tensor_views, options, views)
     if problem.device < 0 or environment.current().debug:
-        for name, x in _given(extras).items():
-            rows = tensors["q" if name.endswith("_q") else "k"].shape[0]
-            if name.startswith("cu_seqlens"):
-                longest = options.max_seqlens[name == "cu_seqlens_k"]
-                check_cu_seqlens(function, name, library.to_list(x), rows, longest)
-            elif name.startswith("seqused"):
-                check_seqused(function, name, library.to_list(x), problem)
+        _check_lengths(function, library, problem, extras)
     return problem
+
+
+def _check_lengths(function: str, library: Any, problem: Problem, extras: Extras) -> None:
+    """Read the lengths of the sequences, which waits for the GPU, and check them."""
+    shape = problem.shape
+    for side, total, longest, cu_seqlens, seqused in (
+        ("q", problem.total_q, shape.seqlen_q, extras.cu_seqlens_q, extras.seqused_q),
+        ("k", problem.total_k, shape.seqlen_k, extras.cu_seqlens_k, extras.seqused_k),
+    ):
+        ends = None if cu_seqlens is None else library.to_list(cu_seqlens)
+        if ends is not None:
+            check_cu_seqlens(function, f"cu_seqlens_{side}", ends, total, longest)
+        if seqused is not None:
+            used = library.to_list(seqused)
+            check_seqused(function, f"seqused_{side}", used, longest, ends)
 
 
 def _given(extras: Extras) -> dict[str, Array]:

@@ -71,7 +71,7 @@ def check_extras(
     Raises:
         TypeError: dtypes.
         ValueError: shapes, strides, devices.
-        NotImplementedError: a bias or lengths together with cu_seqlens.
+        NotImplementedError: a bias together with cu_seqlens.
     """
     batch, heads_q, _, _ = sizes
     for name, x in extras.items():
@@ -79,9 +79,8 @@ def check_extras(
             fact = f"{caller_name(function, name)} must be on the device of q"
             got = f"devices {device_name(x.device)} and {device_name(q.device)}"
             raise ValueError(f"{function}: {fact}, got {got}")
-    for name in ("bias", "seqused_q", "seqused_k"):
-        if name in extras and "cu_seqlens_q" in extras:
-            raise NotImplementedError(f"{function}: {name} is not built for packed sequences")
+    if "bias" in extras and ("cu_seqlens_q" in extras or "cu_seqlens_k" in extras):
+        raise NotImplementedError(f"{function}: bias is not built for packed sequences")
     for name in ("seqused_q", "seqused_k"):
         _dense(function, name, extras.get(name), ("int32",), [(batch,)])
     _dense(function, "dropout_seed", extras.get("dropout_seed"), ("int64",), [(1,), ()])

@@ -1,14 +1,15 @@
 """The names, signatures and meaning of flash-attn 2.8, so that a change of import is enough.
 
 Layout (batch, seqlen, heads, head_dim), or (total, heads, head_dim) for packed sequences;
-``causal`` is aligned bottom-right. ``return_attn_probs=True`` returns (out, softmax_lse, None):
-the probabilities themselves exist nowhere.
+``causal`` is aligned bottom-right. ``return_attn_probs=True`` returns (out, softmax_lse, None),
+both differentiable: the probabilities themselves exist nowhere.
+
+What flash-attn 2.8 does not have is keyword-only: ``sinks`` as in `cupyflash.attention`, and of
+packed sequences ``seqused_q`` and ``seqused_k`` as in flash-attn 3.
 """
 
 from ..array import Array
-from ..plain_options import plain_flag
-from .dispatch import forward
-from .extras import NO_EXTRAS, Extras
+from .flash_attn_arguments import Lengths, call, unpack
 
 
 def flash_attn_func(
@@ -23,19 +24,25 @@ def flash_attn_func(
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: Array | None = None,
 ) -> Array | tuple[Array, Array, None]:
-    """`cupyflash.attention` in flash-attn's signature; ``window_size`` -1 is unlimited.
+    """`cupyflash.attention` in flash-attn's signature.
+
+    Args:
+        window_size: (left, right), the keys seen on each side of the diagonal; -1 or None is
+            unlimited. Less than -1 is refused: flash-attn 2 and 3 take it for unlimited, and
+            flash-attn 4 for a window that lies beside the diagonal.
 
     Dropout follows the generator of the library: torch's, or that of CuPy or NumPy.
 
     Raises:
-        TypeError, ValueError: as `cupyflash.attention`.
+        TypeError, ValueError, NotImplementedError: as `cupyflash.attention`.
     """
-    options = (causal, softmax_scale, window_size, softcap, "bshd", None, dropout_p)
-    return _call(
-        "flash_attn_func", q, k, v, options, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
+    options = (dropout_p, softmax_scale, causal, window_size, softcap)
+    return call(
+        "flash_attn_func", q, k, v, options, alibi_slopes, sinks, deterministic, return_attn_probs
+    )
 
 
 def flash_attn_kvpacked_func(
@@ -49,14 +56,23 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: Array | None = None,
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_func` with kv (batch, seqlen_k, 2, heads_kv, head_dim)."""
-    k, v = _unpack("flash_attn_kvpacked_func", "kv", kv, 5, 2)
-    options = (causal, softmax_scale, window_size, softcap, "bshd", None, dropout_p)
-    return _call(
-        "flash_attn_kvpacked_func", q, k, v, options, alibi_slopes, deterministic,
+    k, v = unpack("flash_attn_kvpacked_func", "kv", kv, 5, 2)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap)
+    return call(
+        "flash_attn_kvpacked_func",
+        q,
+        k,
+        v,
+        options,
+        alibi_slopes,
+        sinks,
+        deterministic,
         return_attn_probs,
-    )  # fmt: skip
+    )
 
 
 def flash_attn_qkvpacked_func(
@@ -69,22 +85,31 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: Array | None = None,
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim)."""
-    q, k, v = _unpack("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
-    options = (causal, softmax_scale, window_size, softcap, "bshd", None, dropout_p)
-    return _call(
-        "flash_attn_qkvpacked_func", q, k, v, options, alibi_slopes, deterministic,
+    q, k, v = unpack("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap)
+    return call(
+        "flash_attn_qkvpacked_func",
+        q,
+        k,
+        v,
+        options,
+        alibi_slopes,
+        sinks,
+        deterministic,
         return_attn_probs,
-    )  # fmt: skip
+    )
 
 
 def flash_attn_varlen_func(
     q: Array,
     k: Array,
     v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -96,41 +121,50 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Array | None = None,
+    *,
+    sinks: Array | None = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
 ) -> Array | tuple[Array, Array, None]:
     """Attention of sequences packed one after another, without padding.
+
+    Queries, or keys and values, may also be padded: without cu_seqlens they are (batch, seqlen,
+    heads, head_dim).
 
     Args:
         q: (total_q, heads_q, head_dim).
         k, v: (total_k, heads_kv, head_dim).
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1), the first row of each sequence and the end of
-            the last. Their values are checked on the CPU, and on a GPU with CUPYFLASH_DEBUG=1:
-            reading them costs a synchronisation.
-        max_seqlen_q, max_seqlen_k: the longest sequences.
+            the last; None where the sequences are padded. Their values are checked on the CPU, and
+            on a GPU with CUPYFLASH_DEBUG=1: reading them costs a synchronisation.
+        max_seqlen_q, max_seqlen_k: the longest sequences; not used of padded ones.
+        seqused_q, seqused_k: int32 (batch,), the first rows of each sequence that count, as in
+            `cupyflash.attention`.
 
     Returns:
-        out like q; with return_attn_probs (out, softmax_lse (heads_q, total_q), None).
+        out like q; with return_attn_probs (out, softmax_lse (heads_q, total_q), None), of padded
+        queries softmax_lse (batch, heads_q, seqlen_q).
 
     Raises:
-        NotImplementedError: block_table.
+        NotImplementedError: block_table, and as `cupyflash.attention`.
         TypeError, ValueError: as `cupyflash.attention`.
     """
     function = "flash_attn_varlen_func"
     if block_table is not None:
         fact = "paged keys and values are not built, block_table must be None"
         raise NotImplementedError(f"{function}: {fact}, got a {type(block_table).__name__}")
-    lengths = (max_seqlen_q, max_seqlen_k)
-    options = (causal, softmax_scale, window_size, softcap, "thd", lengths, dropout_p)
-    return _call(
-        function, q, k, v, options, alibi_slopes, deterministic, return_attn_probs,
-        (cu_seqlens_q, cu_seqlens_k),
-    )  # fmt: skip
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap)
+    return call(
+        function, q, k, v, options, alibi_slopes, sinks, deterministic, return_attn_probs, lengths
+    )
 
 
 def flash_attn_varlen_kvpacked_func(
     q: Array,
     kv: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -141,16 +175,21 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: Array | None = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
 ) -> Array | tuple[Array, Array, None]:
-    """`flash_attn_varlen_func` with kv (total_k, 2, heads_kv, head_dim)."""
+    """`flash_attn_varlen_func` with kv (total_k, 2, heads_kv, head_dim), or padded (batch,
+    seqlen_k, 2, heads_kv, head_dim).
+    """
     function = "flash_attn_varlen_kvpacked_func"
-    k, v = _unpack(function, "kv", kv, 4, 2)
-    lengths = (max_seqlen_q, max_seqlen_k)
-    options = (causal, softmax_scale, window_size, softcap, "thd", lengths, dropout_p)
-    return _call(
-        function, q, k, v, options, alibi_slopes, deterministic, return_attn_probs,
-        (cu_seqlens_q, cu_seqlens_k),
-    )  # fmt: skip
+    k, v = unpack(function, "kv", kv, 5 if cu_seqlens_k is None else 4, 2)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap)
+    return call(
+        function, q, k, v, options, alibi_slopes, sinks, deterministic, return_attn_probs, lengths
+    )
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -165,43 +204,18 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: Array | None = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_varlen_func` with qkv (total, 3, heads, head_dim)."""
     function = "flash_attn_varlen_qkvpacked_func"
-    q, k, v = _unpack(function, "qkv", qkv, 4, 3)
-    lengths = (max_seqlen, max_seqlen)
-    options = (causal, softmax_scale, window_size, softcap, "thd", lengths, dropout_p)
-    return _call(
-        function, q, k, v, options, alibi_slopes, deterministic, return_attn_probs,
-        (cu_seqlens, cu_seqlens),
-    )  # fmt: skip
-
-
-def _call(
-    function: str,
-    q: Array,
-    k: Array,
-    v: Array,
-    options: tuple,
-    alibi_slopes: Array | None,
-    deterministic: bool,
-    return_attn_probs: bool,
-    cu_seqlens: tuple[Array, Array] | None = None,
-) -> Array | tuple[Array, Array, None]:
-    return_attn_probs = plain_flag(function, "return_attn_probs", return_attn_probs)
-    extras = NO_EXTRAS
-    if not alibi_slopes is cu_seqlens is None:
-        extras = Extras(*cu_seqlens or (None, None), alibi_slopes)
-    out, lse = forward(function, q, k, v, options, extras, deterministic, return_attn_probs)
-    return (out, lse, None) if return_attn_probs else out
-
-
-def _unpack(function: str, name: str, packed: Array, rank: int, parts: int) -> list[Array]:
-    """The parts along the axis before the heads, as views."""
-    shape = getattr(packed, "shape", ())
-    shape = tuple(shape) if isinstance(shape, tuple) else ()  # no class of arrays
-    if len(shape) != rank or shape[-3] != parts:
-        axes = "(batch, seqlen" if rank == 5 else "(total"
-        fact = f"{name} must be {axes}, {parts}, heads, head_dim)"
-        raise ValueError(f"{function}: {fact}, got {shape or type(packed).__name__}")
-    return [packed[..., part, :, :] for part in range(parts)]
+    q, k, v = unpack(function, "qkv", qkv, 4, 3)
+    if cu_seqlens is None:
+        raise TypeError(f"{function}: cu_seqlens must be int32 (batch + 1), got None")
+    lengths = Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, seqused_q, seqused_k)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap)
+    return call(
+        function, q, k, v, options, alibi_slopes, sinks, deterministic, return_attn_probs, lengths
+    )

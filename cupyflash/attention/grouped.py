@@ -73,11 +73,13 @@ def grouped_matmul_transposed(a: Array, b: Array) -> Array:
     return stacked_a.swapaxes(-1, -2) @ stacked_b
 
 
-def empty_results(q: Array, k: Array) -> tuple[Array, Array, Array, Array]:
-    """Zero out (like q) and -inf LSE in the compute dtype, and grouped views to write them."""
+def empty_results(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array, Array]:
+    """Zero out (like q, with the head_dim of v) and -inf LSE in the compute dtype, and grouped
+    views to write them.
+    """
     xp, dtype = array_namespace(q), compute_dtype(q)
     batch, seqlen_q, heads_q, _ = q.shape
-    out = xp.zeros(q.shape, dtype)
+    out = xp.zeros((*q.shape[:3], v.shape[3]), dtype)
     lse = xp.full((batch, heads_q, seqlen_q), -xp.inf, dtype)
     out_groups = group_heads(out, k)
     return out, lse, out_groups, lse.reshape(out_groups.shape[:4])

@@ -65,7 +65,7 @@ class PersistentLaunch(Launch):
         self.counters = tile_counters(problem.device) if blocks > at_once else _no_counter
         self.end = _after_counter(config.params, num_splits=1)
         self.sequences = None
-        if problem.total_q is not None or problem.extras.lengths:
+        if problem.has_own_lengths:
             self.sequences = OwnLengths(config, problem, params)
             self.workspace_size = self.sequences.workspace_size
 

@@ -39,7 +39,10 @@ def attention_tiled(
     first_sequence: int = 0,
     **options: Any,
 ) -> tuple[Array, Array]:
-    """Softmax attention by the online softmax: out like q, and the LSE (batch, heads_q, seqlen_q).
+    """Softmax attention by the online softmax.
+
+    Returns:
+        out like q, with the head_dim of v, and the LSE (batch, heads_q, seqlen_q).
 
     Over the key tiles of a query tile, keep the running maximum m, the sum l of exp(s - m) and the
     unnormalised output a. A tile with maximum m' rescales the past by exp(m - max(m, m'))::
@@ -51,7 +54,7 @@ def attention_tiled(
     sink is where m starts, with l = 1; dropout concerns a, not l.
     """
     xp = array_namespace(q)
-    out, lse, out_groups, lse_groups = empty_results(q, k)
+    out, lse, out_groups, lse_groups = empty_results(q, k, v)
     q_groups, k_groups, v_groups = group_heads(q, k), heads_first(k), heads_first(v)
     score = ScoreFunction.of(q_groups, k_groups, **options)
     dropout = Dropout.of(dropout_p, dropout_seed, first_sequence)
@@ -62,7 +65,7 @@ def attention_tiled(
         if sinks is not None:
             row_max[...] = group_sinks(sinks, q_groups).astype(q_tile.dtype)
         row_sum = (row_max > -xp.inf).astype(q_tile.dtype)
-        accumulator = xp.zeros(q_tile.shape, q_tile.dtype)
+        accumulator = xp.zeros((*q_tile.shape[:4], v.shape[3]), q_tile.dtype)
         for cols in _key_tiles(score, rows, block):
             scores, _ = score.tile(q_tile, k_groups[:, :, cols], row, cols.start)
             new_max = xp.maximum(row_max, scores.max(axis=-1))
@@ -95,15 +98,17 @@ def attention_tiled_backward(
     dropout_seed: int = 0,
     first_sequence: int = 0,
     bias_grad: bool = False,
+    dlse: Array | None = None,
     **options: Any,
 ) -> Gradients:
     """Gradients from the results of the forward: p_ij = exp(s_ij - lse_i), a tile at a time.
 
     Args:
-        dout: gradient of out, like q.
-        out: result of the forward, like q.
+        dout: gradient of out, like out.
+        out: result of the forward.
         lse: LSE of the forward (batch, heads_q, seqlen_q).
         bias_grad: whether to compute that of the bias.
+        dlse: gradient of the LSE, like it, or None for 0.
 
     Returns:
         (dq, dk, dv) like (q, k, v); dbias and dsinks in the dtype of the computation, or None.
@@ -118,6 +123,9 @@ def attention_tiled_backward(
     dbias = xp.zeros(score.bias.shape, q_groups.dtype) if bias_grad else None
     delta = (dout_groups * group_heads(out, k)).sum(axis=-1)
     lse_groups = lse.astype(q_groups.dtype, copy=False).reshape(q_groups.shape[:4])
+    if dlse is not None:
+        dlse_groups = dlse.astype(q_groups.dtype, copy=False).reshape(delta.shape)
+        delta = xp.where(lse_groups == -xp.inf, 0, delta - dlse_groups)
     # +inf where a row sees nothing: exp(-inf - inf) is 0, exp(-inf + inf) would be NaN.
     lse_groups = xp.where(lse_groups == -xp.inf, xp.inf, lse_groups)
     for row in range(0, score.seqlen_q, block):

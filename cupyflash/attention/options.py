@@ -20,9 +20,14 @@ class Options(NamedTuple):
     scale: float | None
     window: tuple[int | None, int | None] | None
     softcap: float
-    layout: str  # "bshd", "bhsd", or "thd" for packed sequences
+    layout: str  # "bshd", "bhsd", "thd" if packed; of q and k, "thd-bshd" say, if they differ
     max_seqlens: tuple[int, int] | None = None  # packed: the longest query and key sequence
     dropout_p: float = 0.0
+
+    def layout_of(self, name: str) -> str:
+        """The layout of one of the tensors, or of its gradient."""
+        layout_q, _, layout_k = self.layout.partition("-")
+        return layout_k if layout_k and name.removeprefix("d") in ("k", "v") else layout_q
 
 
 def plain_options(function: str, options: tuple) -> tuple:

@@ -94,6 +94,7 @@ class FlashBwdParams(ctypes.Structure):
         ("dq", c_void_p),
         ("dk", c_void_p),
         ("dv", c_void_p),
+        ("dlse", c_void_p),
         ("lse_log2", c_void_p),
         ("delta", c_void_p),
         ("dq_accum", c_void_p),

@@ -53,7 +53,7 @@ class ForwardPlan(Plan):
         shape.heads_per_section = _heads_per_section(problem, shape.seqlen_k, 2)
         params = FlashFwdParams(
             **{f"{name}_strides": strides for name, strides in problem.strides.items()},
-            out_strides=canonical_strides(out, options),
+            out_strides=canonical_strides("out", out, options),
             lse_batch_stride=problem.lse_strides[0],
             lse_head_stride=problem.lse_strides[1],
             alibi_batch_stride=problem.extras.alibi_batch_stride or 0,
@@ -114,18 +114,21 @@ class BackwardPlan(Plan):
             x = views[name]
             dense = library.strides_of_empty(x.shape, x)
             self.gradients.append((x.shape, dense))
-            strides[f"d{name}"] = canonical_strides(
-                View(x.shape, dense, x.dtype, x.device), options
-            )
-        # Keys that no query sees get a gradient of zero from the kernel; without queries or keys
-        # there is nothing to launch.
-        self.empty = 0 in (shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k)
+            like = View(x.shape, dense, x.dtype, x.device)
+            strides[f"d{name}"] = canonical_strides(name, like, options)
+        # Keys that no query sees get a gradient of zero from the kernel; without queries there is
+        # nothing to launch, and without keys only what finds the gradient of the sinks.
+        self.no_keys = shape.seqlen_k == 0
+        self.empty = 0 in (shape.batch, shape.heads_q, shape.seqlen_q)
+        self.empty |= self.no_keys and not extras.sinks
         if self.empty:
             return
         family, arguments = _family(function, problem, access, backward=True)
         configs = list(family.backward(*arguments))
         if extras.sinks:
             configs.insert(1, FlashBwdSinks())
+        if self.no_keys:
+            del configs[2:]
         accum_dim = configs[0].accum_dim
         rows = _accum_rows(problem)
         # One allocation for lse_log2 and delta [heads_q, rows] and dq_accum [heads_q, rows, dim].
@@ -150,16 +153,16 @@ class BackwardPlan(Plan):
 
     def run(
         self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
-        extras: tuple[int, ...],
+        dlse: int, extras: tuple[int, ...],
     ) -> tuple[Array | None, ...]:  # fmt: skip
-        """(dq, dk, dv, dbias, dsinks), the last two in float32 or None."""
+        """(dq, dk, dv, dbias, dsinks), the last two in float32 or None; dlse is a pointer, or 0."""
         library, pointer = self.library, self.library.pointer
         dbias = _zeros_float32(library, self.dbias_shape, q)
         dsinks = _zeros_float32(library, self.dsinks_shape, q)
         if self.empty:
             return *(library.zeros_like(x) for x in (q, k, v)), dbias, dsinks
         gradients = tuple(library.empty(*shape, x) for shape, x in zip(self.gradients, (q, k, v)))
-        if self.lengths:  # rows that the kernels leave alone
+        if self.lengths or self.no_keys:  # rows that the kernels leave alone
             for gradient in gradients:
                 library.fill(gradient, 0)
         scratch = library.empty_float32((self.scratch_size,), q)
@@ -168,6 +171,7 @@ class BackwardPlan(Plan):
         inputs = (pointer(x) for x in (dout, q, k, v, out, lse, *gradients))
         pointers = (
             *inputs,
+            dlse,
             lse_log2,
             lse_log2 + self.rows_bytes,
             lse_log2 + 2 * self.rows_bytes,

@@ -30,7 +30,8 @@ class Problem:
     """A checked call.
 
     Attributes:
-        shape: what the kernels get.
+        shape: what the kernels get; its head_dim is the least that they take for ``head_dims``.
+        head_dims: of q and k, and of v and out.
         strides: of each tensor, as (batch, row, head) in elements.
         extras: what is known of the optional arrays.
         total_q: rows of packed queries; None if not packed.
@@ -41,11 +42,23 @@ class Problem:
     dtype: str
     device: int
     shape: AttentionShape
+    head_dims: tuple[int, int]
     strides: Mapping[str, Strides]
     extras: ExtraFacts
     total_q: int | None
     total_k: int | None
     bias_aligned: bool = False
+
+    @property
+    def needs_padding(self) -> bool:
+        """Whether the kernels take the tensors only with more columns."""
+        return self.head_dims != (self.shape.head_dim, self.shape.head_dim)
+
+    @property
+    def has_own_lengths(self) -> bool:
+        """Whether sequences may have fewer rows than the longest."""
+        packed = self.total_q is not None or self.total_k is not None
+        return packed or self.extras.lengths
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -136,7 +149,7 @@ def check(
     options: Options,
     extras: Mapping[str, View] | None = None,
 ) -> Problem:
-    """A `Problem` from views of q, k, v and, in the backward, of dout and out (like q).
+    """A `Problem` from views of q, k, v and, in the backward, of dout and out.
 
     Args:
         extras: views of the optional arrays that are there, by their names in `Extras`.
@@ -149,11 +162,10 @@ def check(
     extras = extras or {}
     q, k, v = (tensors[name] for name in "qkv")
     say = functools.partial(caller_name, function)
-    packed = options.max_seqlens is not None
-    rank, names = (3, "(total, heads, head_dim)") if packed else (4, _axes(function, options))
     for name, x in tensors.items():
-        if len(x.shape) != rank:
-            fact = f"{say(name)} must have {rank} dimensions {names}"
+        axes = _axes(function, options.layout_of(name))
+        if len(x.shape) != len(axes.split()):
+            fact = f"{say(name)} must have {len(axes.split())} dimensions {axes}"
             raise ValueError(f"{function}: {fact}, got {len(x.shape)}: {x.shape}")
         if x.dtype not in ITEM_SIZE:
             allowed = "float16, bfloat16 or float32"
@@ -172,32 +184,41 @@ def check(
             fact = f"the last dimension of {say(name)} must be contiguous"
             raise ValueError(f"{function}: {fact}, got strides {x.strides}")
 
-    batch, seqlen_q, heads_q, head_dim = _dimensions(q, options)
-    _, seqlen_k, heads_kv, _ = _dimensions(k, options)
+    batch_q, seqlen_q, heads_q, head_dim = _dimensions(q, options.layout_of("q"))
+    batch_k, seqlen_k, heads_kv, head_dim_k = _dimensions(k, options.layout_of("k"))
+    head_dim_v = v.shape[-1]
     shapes = ", ".join(f"{say(name)} {tensors[name].shape}" for name in "qkv")
-    if k.shape != v.shape or _dimensions(k, options)[::3] != (batch, head_dim):
-        like = f"the batch and head_dim of {say('q')}"
-        fact = f"{say('k')} and {say('v')} must have the same shape, and {like}"
+    if k.shape[:-1] != v.shape[:-1] or head_dim_k != head_dim:
+        fact = f"{say('k')} and {say('v')} must have the same axes before head_dim"
+        fact += f", and {say('k')} the head_dim of {say('q')}"
         raise ValueError(f"{function}: {fact}, got {shapes}")
+    out_shape = (*q.shape[:-1], head_dim_v)
     for name in ("dout", "out"):
         if name in tensors:
-            _require(
-                tensors[name].shape == q.shape, function, f"{name} must be like q", tensors[name]
-            )
-    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
-        fact = f"head_dim must be a multiple of 8 from 8 to {MAX_HEAD_DIM}"
-        raise ValueError(f"{function}: {fact}, got {head_dim}")
+            fact = f"{name} must be like q, with the head_dim of v: {out_shape}"
+            _require(tensors[name].shape == out_shape, function, fact, tensors[name])
+    if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM):
+        fact = f"head_dim must be from 1 to {MAX_HEAD_DIM}"
+        raise ValueError(f"{function}: {fact}, got {shapes}")
     if heads_q != heads_kv and (heads_kv == 0 or heads_q % heads_kv):
         fact = f"the heads of {say('q')} must be a multiple of those of {say('k')} and {say('v')}"
         raise ValueError(f"{function}: {fact}, got {heads_q} and {heads_kv}")
 
     total_q = total_k = None
-    if packed:
-        total_q, total_k = seqlen_q, seqlen_k
-        batch = _packed_batch(
-            function, {name: extras.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-        )
-        seqlen_q, seqlen_k = _max_seqlens(function, options.max_seqlens)
+    if options.max_seqlens is not None:
+        longest = _max_seqlens(function, options.max_seqlens)
+        if options.layout_of("q") == "thd":
+            total_q, seqlen_q = seqlen_q, longest[0]
+            batch_q = _packed_batch(function, "cu_seqlens_q", extras)
+        if options.layout_of("k") == "thd":
+            total_k, seqlen_k = seqlen_k, longest[1]
+            batch_k = _packed_batch(function, "cu_seqlens_k", extras)
+    batch = batch_q
+    if batch_q != batch_k:
+        ends = [say(x) for x in ("cu_seqlens_q", "cu_seqlens_k") if x in extras]
+        of = " and ".join(ends) or "batch"
+        fact = f"{say('q')} and {say('k')} must have the same number of sequences ({of})"
+        raise ValueError(f"{function}: {fact}, got {batch_q} and {batch_k}: {shapes}")
     if max(seqlen_q, seqlen_k) >= MAX_SEQLEN:
         fact = f"sequences must be shorter than {MAX_SEQLEN}"
         raise ValueError(f"{function}: {fact}, got {seqlen_q} and {seqlen_k}")
@@ -216,50 +237,59 @@ def check(
         fact = "dropout_p must be at least 0 and less than 1"
         raise ValueError(f"{function}: {fact}, got {options.dropout_p}")
     threshold = dropout_threshold(options.dropout_p)
+    width = kernel_head_dim(head_dim, head_dim_v)
     shape = AttentionShape(
-        batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, left, right, top_left, 1, scale,
+        batch, heads_q, heads_kv, seqlen_q, seqlen_k, width, left, right, top_left, 1, scale,
         options.softcap, threshold, dropout_scale(threshold),
     )  # fmt: skip
-    strides = {name: canonical_strides(x, options) for name, x in tensors.items()}
+    strides = {name: canonical_strides(name, x, options) for name, x in tensors.items()}
     facts = check_extras(function, extras, q, (batch, heads_q, seqlen_q, seqlen_k))
-    return Problem(q.dtype, q.device, shape, strides, facts, total_q, total_k)
+    head_dims = (head_dim, head_dim_v)
+    return Problem(q.dtype, q.device, shape, head_dims, strides, facts, total_q, total_k)
 
 
-def check_lse(function: str, problem: Problem, lse: View) -> None:
-    """The LSE of the forward, an input of the backward."""
+def kernel_head_dim(head_dim: int, head_dim_v: int) -> int:
+    """The least head_dim of the kernels for q and k of the one and v of the other."""
+    return -(-max(head_dim, head_dim_v) // 8) * 8
+
+
+def check_lse(function: str, problem: Problem, name: str, lse: View) -> None:
+    """The LSE of the forward, an input of the backward, or its gradient, by their names."""
     if lse.dtype != "float32":
-        raise TypeError(f"{function}: lse must be float32, got {lse.dtype}")
+        raise TypeError(f"{function}: {name} must be float32, got {lse.dtype}")
     if lse.device != problem.device:
         where = f"devices {device_name(lse.device)} and {device_name(problem.device)}"
-        raise ValueError(f"{function}: lse must be on the device of q, got {where}")
-    _require(lse.shape == problem.lse_shape, function, f"lse must be {problem.lse_shape}", lse)
+        raise ValueError(f"{function}: {name} must be on the device of q, got {where}")
+    _require(lse.shape == problem.lse_shape, function, f"{name} must be {problem.lse_shape}", lse)
 
 
-def canonical_strides(x: View, options: Options) -> Strides:
+def canonical_strides(name: str, x: View, options: Options) -> Strides:
     """(batch, row, head); an axis of length 1 or less has stride 0, whatever its library says."""
+    layout = options.layout_of(name)
     steps = [step if size > 1 else 0 for size, step in zip(x.shape, x.strides)]
-    if options.layout == "thd":
+    if layout == "thd":
         return Strides(0, steps[0], steps[1])
-    if options.layout == "bhsd":
+    if layout == "bhsd":
         return Strides(steps[0], steps[2], steps[1])
     return Strides(steps[0], steps[1], steps[2])
 
 
-def _axes(function: str, options: Options) -> str:
+def _axes(function: str, layout: str) -> str:
     axes = {
         "bshd": "(batch, seqlen, heads, head_dim)",
         "bhsd": "(batch, heads, seqlen, head_dim)",
+        "thd": "(total, heads, head_dim)",
     }
-    if options.layout not in axes:
-        raise ValueError(f"{function}: layout must be 'bshd' or 'bhsd', got {options.layout!r}")
-    return axes[options.layout]
+    if layout not in axes:
+        raise ValueError(f"{function}: layout must be 'bshd' or 'bhsd', got {layout!r}")
+    return axes[layout]
 
 
-def _dimensions(x: View, options: Options) -> tuple[int, int, int, int]:
+def _dimensions(x: View, layout: str) -> tuple[int, int, int, int]:
     """(batch, rows, heads, head_dim); packed tensors have no batch axis: 1."""
-    if options.layout == "thd":
+    if layout == "thd":
         return (1, *x.shape)
-    if options.layout == "bhsd":
+    if layout == "bhsd":
         return (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
     return x.shape
 
@@ -282,19 +312,16 @@ def _visible_keys(function: str, options: Options, unlimited: int) -> tuple[int,
     return left, 0 if causal else right, causal == "top-left"
 
 
-def _packed_batch(function: str, cu_seqlens: Mapping[str, View | None]) -> int:
-    for name, x in cu_seqlens.items():
-        name = caller_name(function, name)
-        if x is None:
-            raise TypeError(f"{function}: {name} must be an int32 array, got None")
-        if x.dtype != "int32":
-            raise TypeError(f"{function}: {name} must be int32, got {x.dtype}")
-        fact = f"{name} must have one dimension (batch + 1) and be contiguous"
-        _require(len(x.shape) == 1 and x.shape[0] >= 1 and x.strides[0] == 1, function, fact, x)
-    sizes = {name: x.shape for name, x in cu_seqlens.items()}
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"{function}: the cu_seqlens must have the same length, got {sizes}")
-    return next(iter(sizes.values()))[0] - 1
+def _packed_batch(function: str, name: str, extras: Mapping[str, View]) -> int:
+    """How many sequences there are, by their cu_seqlens of this name."""
+    x, name = extras.get(name), caller_name(function, name)
+    if x is None:
+        raise TypeError(f"{function}: {name} must be an int32 array (batch + 1), got None")
+    if x.dtype != "int32":
+        raise TypeError(f"{function}: {name} must be int32, got {x.dtype}")
+    fact = f"{name} must have one dimension (batch + 1) and be contiguous"
+    _require(len(x.shape) == 1 and x.shape[0] >= 1 and x.strides[0] == 1, function, fact, x)
+    return x.shape[0] - 1
 
 
 def check_cu_seqlens(function: str, name: str, values: list[int], total: int, longest: int) -> None:
@@ -309,11 +336,22 @@ def check_cu_seqlens(function: str, name: str, values: list[int], total: int, lo
         raise ValueError(f"{function}: {fact}, got {values}")
 
 
-def check_seqused(function: str, name: str, values: list[int], problem: Problem) -> None:
-    """The values of seqused_q or seqused_k; read as rarely as those of cu_seqlens."""
-    rows = problem.shape.seqlen_q if name == "seqused_q" else problem.shape.seqlen_k
-    if values and not 0 <= min(values) <= max(values) <= rows:
-        raise ValueError(f"{function}: {name} must be from 0 to {rows}, got {values}")
+def check_seqused(
+    function: str, name: str, values: list[int], rows: int, cu_seqlens: list[int] | None
+) -> None:
+    """The values of seqused_q or seqused_k; read as rarely as those of cu_seqlens.
+
+    Args:
+        rows: of each sequence, unless there are cu_seqlens.
+    """
+    if cu_seqlens is None:
+        if values and not 0 <= min(values) <= max(values) <= rows:
+            raise ValueError(f"{function}: {name} must be from 0 to {rows}, got {values}")
+        return
+    lengths = [b - a for a, b in zip(cu_seqlens, cu_seqlens[1:])]
+    if not all(0 <= value <= length for value, length in zip(values, lengths)):
+        fact = f"{name} must be from 0 to the lengths {lengths} of the sequences"
+        raise ValueError(f"{function}: {fact}, got {values}")
 
 
 def check_bias_gradient(

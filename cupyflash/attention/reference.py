@@ -4,9 +4,9 @@ Forward, for each query row i (s_ij from :mod:`cupyflash.attention.score`)::
 
     lse_i = log sum_j exp(s_ij)        p_ij = exp(s_ij - lse_i)        o_i = sum_j p_ij v_j
 
-Backward, from do = dL/do::
+Backward, from do = dL/do and dlse = dL/dlse::
 
-    dv_j = sum_i p_ij do_i             dp_ij = do_i . v_j              delta_i = do_i . o_i
+    dv_j = sum_i p_ij do_i             dp_ij = do_i . v_j              delta_i = do_i . o_i - dlse_i
     ds_ij = p_ij (dp_ij - delta_i)     x_ij = ds_ij * ds_ij/d(q_i . k_j)
     dq_i = sum_j x_ij k_j              dk_j = sum_i x_ij q_i           dbias_ij = ds_ij
 
@@ -17,13 +17,14 @@ p_ij in o and dv, and dp_ij, by themselves times 0 or 1 / (1 - dropout_p).
 :mod:`cupyflash.attention.online_softmax`, keeps one tile of them.
 
 All functions take NumPy or CuPy arrays, q (batch, seqlen_q, heads_q, head_dim) and k, v (batch,
-seqlen_k, heads_kv, head_dim), and the options of ``cupyflash.attention``: causal, scale, window,
-softcap, alibi_slopes, bias, sinks, dropout_p, dropout_seed (an integer). They compute in float64
-for float64 inputs, else in float32; results have the dtype of the inputs, but the LSE and the
-gradients of bias and sinks that of the computation. A row that sees no key gives 0 and -inf.
-Nothing is checked here: ``cupyflash.attention`` does that.
+seqlen_k, heads_kv, head_dim), where v may have a head_dim of its own, and the options of
+``cupyflash.attention``: causal, scale, window, softcap, alibi_slopes, bias, sinks, dropout_p,
+dropout_seed (an integer). They compute in float64 for float64 inputs, else in float32; results have
+the dtype of the inputs, but the LSE and the gradients of bias and sinks that of the computation. A
+row that sees no key gives 0 and -inf. Nothing is checked here: ``cupyflash.attention`` does that.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from cupyflash.attention.extras import Gradients
@@ -47,8 +48,6 @@ __all__ = [
     "array_namespace",
     "attention_exact",
     "attention_exact_backward",
-    "attention_padded",
-    "attention_padded_backward",
     "attention_tiled",
     "attention_tiled_backward",
     "attention_varlen",
@@ -62,7 +61,7 @@ def attention_exact(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array
     Returns:
         out like q, and the LSE (batch, heads_q, seqlen_q), natural logarithm.
     """
-    out, lse, out_groups, lse_groups = empty_results(q, k)
+    out, lse, out_groups, lse_groups = empty_results(q, k, v)
     exact = _Exact(q, k, **options)
     out_groups[...] = grouped_matmul(exact.weights * exact.factors, heads_first(v))
     lse_groups[...] = exact.lse
@@ -70,9 +69,16 @@ def attention_exact(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array
 
 
 def attention_exact_backward(
-    dout: Array, q: Array, k: Array, v: Array, *, bias_grad: bool = False, **options: Any
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    bias_grad: bool = False,
+    dlse: Array | None = None,
+    **options: Any,
 ) -> Gradients:
-    """Gradients of :func:`attention_exact` for dout like q, like (q, k, v, bias, sinks)."""
+    """Gradients of :func:`attention_exact` for dout like out, like (q, k, v, bias, sinks)."""
     exact = _Exact(q, k, **options)
     weights, factors = exact.weights, exact.factors
     q_groups, k_groups, v_groups = group_heads(q, k), heads_first(k), heads_first(v)
@@ -80,6 +86,8 @@ def attention_exact_backward(
     dv = grouped_matmul_transposed(weights * factors, dout_groups)
     dweights = grouped_matmul(dout_groups, v_groups.swapaxes(-1, -2)) * factors
     delta = (weights * dweights).sum(axis=-1)
+    if dlse is not None:
+        delta = delta - dlse.reshape(delta.shape)
     dscores = weights * (dweights - delta[..., None])
     dbias = dsinks = None
     if bias_grad:
@@ -134,23 +142,35 @@ class _Exact:
 
 
 def attention_varlen(
-    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array, **options: Any
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    **options: Any,
 ) -> tuple[Array, Array]:
-    """Attention of packed sequences: sequence b has the rows cu_seqlens[b] … cu_seqlens[b + 1].
+    """Attention of sequences with lengths of their own, packed or padded.
 
     Args:
-        q: (total_q, heads_q, head_dim); k, v: (total_k, heads_kv, head_dim).
-        cu_seqlens_q: (batch + 1,) integers from 0, not decreasing; so is cu_seqlens_k.
+        q: (total_q, heads_q, head_dim) if there are cu_seqlens_q, else (batch, seqlen_q, heads_q,
+            head_dim); k, v likewise.
+        cu_seqlens_q: (batch + 1,) integers from 0, not decreasing; sequence b has the rows
+            cu_seqlens_q[b] … cu_seqlens_q[b + 1]. So is cu_seqlens_k.
+        seqused_q: (batch,), the first rows of each sequence that count; None: all. So is seqused_k.
 
     Returns:
-        out like q, and the LSE (heads_q, total_q); 0 and -inf for rows of no sequence.
+        out like q, and the LSE (heads_q, total_q) or (batch, heads_q, seqlen_q); 0 and -inf in rows
+        that do not count.
     """
     xp = array_namespace(q)
-    out = xp.zeros(q.shape, q.dtype)
-    lse = xp.full((q.shape[1], q.shape[0]), -xp.inf, compute_dtype(q))
-    for b, rows, cols in _packed(cu_seqlens_q, cu_seqlens_k):
-        out[None, rows], lse[None, :, rows] = attention_tiled(
-            q[None, rows], k[None, cols], v[None, cols], **_of_sequence(b, rows, cols, options)
+    out = xp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
+    lse = xp.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -xp.inf, compute_dtype(q))
+    sequences = _sequences(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    for at_q, at_k, at_lse, place in sequences:
+        out[at_q], lse[at_lse] = attention_tiled(
+            q[at_q], k[at_k], v[at_k], **_of_sequence(*place, options)
         )
     return out, lse
 
@@ -162,68 +182,26 @@ def attention_varlen_backward(
     v: Array,
     out: Array,
     lse: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    *,
+    dlse: Array | None = None,
     **options: Any,
 ) -> Gradients:
     """Gradients of :func:`attention_varlen`, like (q, k, v, bias, sinks)."""
     total = _zero_gradients(q, k, v, options)
-    for b, rows, cols in _packed(cu_seqlens_q, cu_seqlens_k):
-        tensors = (dout[None, rows], q[None, rows], k[None, cols], v[None, cols], out[None, rows])
+    sequences = _sequences(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    for at_q, at_k, at_lse, place in sequences:
         found = attention_tiled_backward(
-            *tensors, lse[None, :, rows], **_of_sequence(b, rows, cols, options)
+            *(dout[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[at_lse]),
+            dlse=None if dlse is None else dlse[at_lse],
+            **_of_sequence(*place, options),
         )
-        total.dq[None, rows], total.dk[None, cols], total.dv[None, cols] = found[:3]
-        if found.dsinks is not None:
-            total.dsinks[...] += found.dsinks
-    return total
-
-
-def attention_padded(
-    q: Array,
-    k: Array,
-    v: Array,
-    seqused_q: Array | None,
-    seqused_k: Array | None,
-    **options: Any,
-) -> tuple[Array, Array]:
-    """Attention of sequences b of which only the first seqused[b] rows count; None: all rows.
-
-    Returns:
-        out like q, and the LSE (batch, heads_q, seqlen_q); 0 and -inf in the other rows.
-    """
-    xp = array_namespace(q)
-    out = xp.zeros(q.shape, q.dtype)
-    lse = xp.full((q.shape[0], q.shape[2], q.shape[1]), -xp.inf, compute_dtype(q))
-    for b, rows, cols in _padded(q, k, seqused_q, seqused_k):
-        one = slice(b, b + 1)
-        out[one, rows], lse[one, :, rows] = attention_tiled(
-            q[one, rows], k[one, cols], v[one, cols], **_of_sequence(b, rows, cols, options)
-        )
-    return out, lse
-
-
-def attention_padded_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    seqused_q: Array | None,
-    seqused_k: Array | None,
-    **options: Any,
-) -> Gradients:
-    """Gradients of :func:`attention_padded`, like (q, k, v, bias, sinks)."""
-    total = _zero_gradients(q, k, v, options)
-    for b, rows, cols in _padded(q, k, seqused_q, seqused_k):
-        one = slice(b, b + 1)
-        tensors = (dout[one, rows], q[one, rows], k[one, cols], v[one, cols], out[one, rows])
-        own = _of_sequence(b, rows, cols, options)
-        found = attention_tiled_backward(*tensors, lse[one, :, rows], **own)
-        total.dq[one, rows], total.dk[one, cols], total.dv[one, cols] = found[:3]
+        total.dq[at_q], total.dk[at_k], total.dv[at_k] = found[:3]
         if found.dbias is not None:
-            _bias_of(total.dbias, b, rows, cols)[...] += found.dbias
+            _bias_of(total.dbias, *place)[...] += found.dbias
         if found.dsinks is not None:
             total.dsinks[...] += found.dsinks
     return total
@@ -239,20 +217,35 @@ def _zero_gradients(q: Array, k: Array, v: Array, options: dict[str, Any]) -> Gr
     )
 
 
-def _packed(cu_seqlens_q: Array, cu_seqlens_k: Array) -> list[tuple[int, slice, slice]]:
-    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    rows, cols = (map(slice, ends, ends[1:]) for ends in (ends_q, ends_k))
-    return [(b, row, col) for b, (row, col) in enumerate(zip(rows, cols))]
+def _sequences(
+    q: Array,
+    k: Array,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
+    seqused_q: Array | None,
+    seqused_k: Array | None,
+) -> Iterator[tuple[tuple, tuple, tuple, tuple[int, slice, slice]]]:
+    """For each sequence, as a batch of one: its indices in q, in k and in the LSE; and its number,
+    rows and columns.
+    """
+    queries, keys = _rows(q, cu_seqlens_q, seqused_q), _rows(k, cu_seqlens_k, seqused_k)
+    for b, ((at_q, rows), (at_k, cols)) in enumerate(zip(queries, keys)):
+        yield at_q, at_k, (at_q[0], slice(None), at_q[1]), (b, rows, cols)
 
 
-def _padded(
-    q: Array, k: Array, seqused_q: Array | None, seqused_k: Array | None
-) -> list[tuple[int, slice, slice]]:
-    rows, cols = (
-        [x.shape[1]] * len(x) if used is None else used.tolist()
-        for x, used in ((q, seqused_q), (k, seqused_k))
-    )
-    return [(b, slice(0, row), slice(0, col)) for b, (row, col) in enumerate(zip(rows, cols))]
+def _rows(
+    x: Array, cu_seqlens: Array | None, seqused: Array | None
+) -> Iterator[tuple[tuple, slice]]:
+    """The index of each sequence in x, and its rows counted from its own first one."""
+    if cu_seqlens is None:
+        starts, lengths = [0] * len(x), [x.shape[1]] * len(x)
+    else:
+        *starts, _ = ends = cu_seqlens.tolist()
+        lengths = [end - start for start, end in zip(ends, ends[1:])]
+    lengths = lengths if seqused is None else seqused.tolist()
+    for b, (start, length) in enumerate(zip(starts, lengths)):
+        batch = slice(b, b + 1) if cu_seqlens is None else None
+        yield (batch, slice(start, start + length)), slice(0, length)
 
 
 def _of_sequence(b: int, rows: slice, cols: slice, options: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,8 @@ def scaled_dot_product_attention(
     Args:
         query: (..., heads_q, seqlen_q, head_dim), with any number of axes in front of seqlen_q.
         key, value: (..., heads_kv, seqlen_k, head_dim), the axes in front those of query. The
-            last axis of a torch tensor is made contiguous where it is not.
+            last axis of a torch tensor is made contiguous where it is not. The head_dim of value
+            may be another one.
         attn_mask: what broadcasts to (..., heads_q, seqlen_q, seqlen_k): bool (True: the query sees
             the key), or float32 or the dtype of query (added to the scores; has a gradient).
         dropout_p: probability to drop a weight, whether training or not.
@@ -42,7 +43,7 @@ def scaled_dot_product_attention(
         enable_gqa: heads_q may be a multiple of heads_kv.
 
     Returns:
-        like query.
+        like query, with the head_dim of value.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `cupyflash.attention`.

@@ -1,5 +1,7 @@
 """The arguments of `dispatch.forward` behind the tensors, in types that a torch operator takes."""
 
+from typing import Any
+
 from .extras import NO_EXTRAS, Extras
 from .problem import Options
 
@@ -9,6 +11,13 @@ ARGUMENTS = ", ".join(
     + ["str layout", "SymInt[]? max_seqlens", "float dropout_p", "bool deterministic"]
 )
 NUM_EXTRAS = len(Extras._fields)
+NUM_ARGUMENTS = len(ARGUMENTS.split(", "))
+
+
+def split_backward(arguments: tuple) -> tuple[tuple, bool, Any]:
+    """(`ARGUMENTS`, bias_grad, dlse) of the backward; torch leaves out a dlse of None."""
+    dlse = arguments[NUM_ARGUMENTS + 1] if len(arguments) > NUM_ARGUMENTS + 1 else None
+    return arguments[:NUM_ARGUMENTS], arguments[NUM_ARGUMENTS], dlse
 
 
 def encode(options: tuple) -> tuple:

@@ -13,9 +13,12 @@ from torch import Tensor
 from ..array import library_of
 from ..torch_meta import require_one_device
 from . import dispatch, torch_vmap
+from .autograd import readable
 from .extras import NO_EXTRAS, Extras, Gradients
 from .options import Options
-from .torch_arguments import ARGUMENTS, NUM_EXTRAS, decode, encode
+from .padding import result_strides
+from .problem import kernel_head_dim
+from .torch_arguments import ARGUMENTS, NUM_EXTRAS, decode, encode, split_backward
 
 LIBRARY = library_of(torch.empty(0))
 
@@ -82,9 +85,10 @@ def attention_backward(
     extras: Extras,
     deterministic: bool,
     bias_grad: bool,
+    dlse: Tensor | None,
 ) -> Gradients:
     """`dispatch.backward` through the operator, whose own derivative is an error."""
-    arguments = (*extras, function, *encode(options), deterministic, bias_grad)
+    arguments = (*extras, function, *encode(options), deterministic, bias_grad, dlse)
     return _gradients(dout, q, k, v, out, lse, *arguments)
 
 
@@ -106,32 +110,34 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tenso
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     function, options, extras, _ = decode(arguments)
     require_one_device(function, q, k, v, *extras)
-    axes = {"thd": (1, 0), "bhsd": (0, 1, 2)}.get(options.layout, (0, 2, 1))  # of the LSE
+    layout = options.layout_of("q")
+    axes = {"thd": (1, 0), "bhsd": (0, 1, 2)}.get(layout, (0, 2, 1))  # of the LSE
     if q.dim() != len(axes) + 1:
         fact = f"q must have {len(axes) + 1} dimensions"
         raise ValueError(f"{function}: {fact}, got {q.dim()}: {tuple(q.shape)}")
-    return _empty(q), q.new_empty([q.shape[axis] for axis in axes], dtype=torch.float32)
+    lse = q.new_empty([q.shape[axis] for axis in axes], dtype=torch.float32)
+    return _empty(q, v.shape[-1], kernel_head_dim(q.shape[-1], v.shape[-1])), lse
 
 
+# Inductor keeps graphs on disk by the names of operators: new arguments come last, with a default.
 @torch.library.custom_op(
     "cupyflash::attention_backward",
     mutates_args=(),
     schema=(
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        f"{ARGUMENTS}, bool bias_grad) -> Tensor[]"
+        f"{ARGUMENTS}, bool bias_grad, Tensor? dlse=None) -> Tensor[]"
     ),
 )
 def _backward_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> list[Tensor]:
     """dq, dk, dv, then dbias if asked for, then dsinks if there are sinks."""
-    *arguments, bias_grad = arguments
+    arguments, bias_grad, dlse = split_backward(arguments)
     function, options, extras, deterministic = decode(arguments)
-    LIBRARY.refuse_tangents(dout, q, k, v, out, lse, *extras)
-    if dout.stride(-1) != 1:  # an expanded scalar, as .sum() hands it down
-        dout = dout.contiguous()
+    LIBRARY.refuse_tangents(dout, q, k, v, out, lse, dlse, *extras)
+    tensors = (readable(dout, out), q, k, v, out, lse)
     gradients = dispatch.backward(
-        function, dout, q, k, v, out, lse, options, extras, deterministic, bias_grad
+        function, *tensors, options, extras, deterministic, bias_grad, dlse
     )
     learned = zip(gradients[3:], _learned(extras, bias_grad))
     learned = [x.reshape(like.shape).contiguous() for x, like in learned if like is not None]
@@ -142,11 +148,13 @@ def _backward_op(
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> list[Tensor]:
-    *arguments, bias_grad = arguments
+    arguments, bias_grad, dlse = split_backward(arguments)
     extras = Extras(*arguments[:NUM_EXTRAS])
-    require_one_device(arguments[NUM_EXTRAS], q, dout, k, v, out, lse, *extras)
+    require_one_device(arguments[NUM_EXTRAS], q, dout, k, v, out, lse, dlse, *extras)
     learned = [x for x in _learned(extras, bias_grad) if x is not None]
-    return [*map(_empty, (q, k, v)), *(x.new_empty(x.shape) for x in learned)]
+    width = kernel_head_dim(q.shape[-1], v.shape[-1])
+    gradients = [_empty(x, x.shape[-1], width) for x in (q, k, v)]
+    return [*gradients, *(x.new_empty(x.shape) for x in learned)]
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -154,14 +162,14 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, *arguments[:NUM_EXTRAS])
     ctx.arguments = arguments[NUM_EXTRAS:]
-    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)  # a dlse of zeros would be read for nothing
 
 
-def _backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *extras = ctx.saved_tensors
     bias_grad = Extras(*ctx.needs_input_grad[3 : 3 + NUM_EXTRAS]).bias
-    tensors = (dout, q, k, v, out, lse)
-    dq, dk, dv, dbias, dsinks = _gradients(*tensors, *extras, *ctx.arguments, bias_grad)
+    tensors = (readable(dout, out), q, k, v, out, lse)
+    dq, dk, dv, dbias, dsinks = _gradients(*tensors, *extras, *ctx.arguments, bias_grad, dlse)
     return dq, dk, dv, *Extras(bias=dbias, sinks=dsinks), *[None] * len(ctx.arguments)
 
 
@@ -169,7 +177,7 @@ def _gradients(*arguments: Any) -> Gradients:
     """What `_backward_op` of these arguments gives, by name."""
     call = TransformedBackward.apply if _transforms_active() else _backward_op
     dq, dk, dv, *learned = call(*arguments)
-    bias_grad = arguments[-1]
+    bias_grad = arguments[-2]
     dbias = learned.pop(0) if bias_grad else None
     return Gradients(dq, dk, dv, dbias, learned[0] if learned else None)
 
@@ -218,8 +226,15 @@ def _learned(extras: Extras, bias_grad: bool) -> tuple[Tensor | None, Tensor | N
     return extras.bias if bias_grad else None, extras.sinks
 
 
-def _empty(like: Tensor) -> Tensor:
-    """What the kernels allocate for a result like this tensor."""
-    shape = tuple(like.shape)
-    strides = LIBRARY.strides_of_empty(shape, LIBRARY.view(like))
+def _empty(like: Tensor, head_dim: int, width: int) -> Tensor:
+    """What is allocated for a result like this tensor but for its head_dim.
+
+    Args:
+        width: the head_dim of the kernels; on the CPU there are none.
+    """
+    shape, view = (*like.shape[:-1], head_dim), LIBRARY.view(like)
+    if like.device.type == "cpu":
+        strides = LIBRARY.strides_of_empty(shape, view)
+    else:
+        strides = result_strides(LIBRARY, shape, width, view)
     return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)

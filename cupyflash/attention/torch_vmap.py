@@ -6,11 +6,13 @@ from typing import Any
 from torch import Tensor
 
 from .extras import Extras
+from .torch_arguments import NUM_EXTRAS, split_backward
 
 # Axes of the optional tensors that may have a batch axis, the first one then.
 RANKS = {"alibi_slopes": 2, "bias": 4, "seqused_q": 1, "seqused_k": 1}
 NOT_BUILT = {
     "cu_seqlens_q": "of packed sequences",
+    "cu_seqlens_k": "of packed sequences",
     "dropout_seed": "with dropout",
 }
 
@@ -29,7 +31,7 @@ def forward_rule(call: Callable) -> Callable:
 
 
 def backward_rule(call: Callable) -> Callable:
-    """The vmap rule of ``call(dout, q, k, v, out, lse, *extras, ..., bias_grad)`` -> gradients.
+    """The vmap rule of ``call(dout, q, k, v, out, lse, *extras, ..., bias_grad, dlse)``.
 
     Raises:
         NotImplementedError: as the forward, and with sinks or a gradient of the bias: the kernels
@@ -37,10 +39,15 @@ def backward_rule(call: Callable) -> Callable:
     """
 
     def rule(info: Any, in_dims: tuple, *arguments: Any) -> tuple:
-        sinks = arguments[6 + Extras._fields.index("sinks")]
-        if arguments[-1] or sinks is not None:
+        tensors, (rest, bias_grad, dlse) = arguments[:6], split_backward(arguments[6:])
+        if bias_grad or Extras(*rest[:NUM_EXTRAS]).sinks is not None:
             raise _not_built("of the gradient of bias or sinks")
-        return _mapped(call, info.batch_size, in_dims, arguments, 6)
+        dims = (*in_dims[:6], None if dlse is None else in_dims[len(arguments) - 1], *in_dims[6:])
+        arguments = (*tensors, dlse, *rest, bias_grad)
+        return _mapped(last_at_6, info.batch_size, dims, arguments, 7)
+
+    def last_at_6(*arguments: Any) -> Any:
+        return call(*arguments[:6], *arguments[7:], arguments[6])
 
     return rule
 
@@ -49,16 +56,19 @@ def _mapped(
     call: Callable, size: int, in_dims: tuple, arguments: tuple, num_tensors: int
 ) -> tuple[Any, Any]:
     """(results, their mapped axes) for ``size`` entries of the mapped axes ``in_dims``."""
-    end = num_tensors + len(Extras._fields)
+    end = num_tensors + NUM_EXTRAS
     extras, dims = Extras(*arguments[num_tensors:end]), Extras(*in_dims[num_tensors:end])
     for name, what in NOT_BUILT.items():
         if getattr(extras, name) is not None:
             raise _not_built(what)
     if dims.sinks is not None:
         raise _not_built("over sinks")
-    tensors = [_mapped_first(x, dim, size) for x, dim in zip(arguments[:num_tensors], in_dims)]
+    tensors = [  # the last one of the backward, dlse, may be None
+        None if x is None else _mapped_first(x, dim, size)
+        for x, dim in zip(arguments[:num_tensors], in_dims)
+    ]
     batch = tensors[0].shape[1]
-    folded = [x.flatten(0, 1) for x in tensors]
+    folded = [None if x is None else x.flatten(0, 1) for x in tensors]
     for name, rank in RANKS.items():
         x, dim = getattr(extras, name), getattr(dims, name)
         if x is not None and not (dim is None and _broadcast_over_batch(x, rank)):

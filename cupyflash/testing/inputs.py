@@ -13,8 +13,9 @@ STORAGES = ("contiguous", "transposed", "packed", "padded", "unaligned")
 class Inputs:
     """Tensors of one attention problem in the caller's library.
 
-    q, dout (batch, seqlen_q, heads_q, head_dim); k, v (batch, seqlen_k, heads_kv, head_dim); with
-    layout "bhsd" axes 1 and 2 are swapped. Packed sequences (cu_seqlens given) have no batch axis.
+    q, dout (batch, seqlen_q, heads_q, head_dim); k, v (batch, seqlen_k, heads_kv, head_dim), where
+    v and dout may have a head_dim of their own; with layout "bhsd" axes 1 and 2 are swapped. Packed
+    sequences (cu_seqlens given) have no batch axis.
     """
 
     q: Any
@@ -63,6 +64,7 @@ def make_inputs(
     heads_q: int = 4,
     heads_kv: int | None = None,
     head_dim: int = 64,
+    head_dim_v: int | None = None,
     layout: str = "bshd",
     storage: str = "contiguous",
     device: str = "cpu",
@@ -77,15 +79,22 @@ def make_inputs(
             "packed": slices of one qkv tensor; "padded": slices of a tensor with more rows and
             columns, aligned to 16 bytes; "unaligned": the same, not aligned. What lies between is
             NaN.
+        head_dim_v: of v and dout; default ``head_dim``. Not with "packed".
         device: of torch tensors.
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     heads_kv = heads_q if heads_kv is None else heads_kv
-    shape_q, shape_k = (batch, seqlen_q, heads_q, head_dim), (batch, seqlen_k, heads_kv, head_dim)
+    axes_q, axes_k = (batch, seqlen_q, heads_q), (batch, seqlen_k, heads_kv)
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
     rng = numpy.random.default_rng(seed)
     values = [
-        rng.standard_normal(shape, dtype="float32")
-        for shape in (shape_q, shape_k, shape_k, shape_q)
+        rng.standard_normal((*axes, columns), dtype="float32")
+        for axes, columns in (
+            (axes_q, head_dim),
+            (axes_k, head_dim),
+            (axes_k, head_dim_v),
+            (axes_q, head_dim_v),
+        )
     ]
     if layout == "bhsd":
         values = [x.swapaxes(1, 2) for x in values]
@@ -107,6 +116,7 @@ def make_varlen_inputs(
     heads_q: int = 4,
     heads_kv: int | None = None,
     head_dim: int = 64,
+    head_dim_v: int | None = None,
     storage: str = "contiguous",
     device: str = "cpu",
     seed: int = 0,
@@ -122,6 +132,7 @@ def make_varlen_inputs(
         heads_q=heads_q,
         heads_kv=heads_kv,
         head_dim=head_dim,
+        head_dim_v=head_dim_v,
         storage=storage,
         device=device,
         seed=seed,

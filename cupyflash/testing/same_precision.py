@@ -64,19 +64,22 @@ def same_precision_attention(
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
     first_sequence: int = 0,
+    dlse: Any = None,
     **options: Any,
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Forward and backward in the dtype of q, for q, dout (batch, seqlen_q, heads_q, head_dim).
+    """Forward and backward in the dtype of q, for q (batch, seqlen_q, heads_q, head_dim) and dout
+    like out.
 
     Args:
         alibi_slopes: float32 array of the same library, (heads_q,) or (batch, heads_q).
         bias: array of the same library that broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
         sinks: array of the same library (heads_q,), finite.
         first_sequence: index of the first sequence in the batch, for dropout.
+        dlse: float32 gradient of the LSE (batch, heads_q, seqlen_q) of the same library.
         options: causal, scale, window, softcap as in ``cupyflash.attention``.
 
     Returns:
-        The results out, dq, dk, dv with the shapes of q, q, k, v, lse (batch, heads_q, seqlen_q),
+        The results out like q with the head_dim of v, dq, dk, dv, lse (batch, heads_q, seqlen_q),
         and dbias and dsinks where there are a floating bias and sinks. The LSE is float32 whatever
         the inputs are, so its yardstick is computed in float32. And for each result its terms: the
         largest sum of the magnitudes of what was added up, in which a float32 rounding error of any
@@ -118,6 +121,10 @@ def same_precision_attention(
     dv = ops.round(grouped_matmul_transposed(kept, dout_groups))
     dp = ops.round(grouped_matmul(dout_groups, v_heads.swapaxes(-1, -2)) * factors)
     delta = (ops.wide(dout_groups) * ops.wide(out)).sum(-1)[..., None]
+    dlse_abs = 0
+    if dlse is not None:
+        delta = delta - dlse.reshape(delta.shape)
+        dlse_abs = abs(dlse).reshape(delta.shape[:-1])
     ds = ops.round(ops.wide(p) * (ops.wide(dp) - delta))
     learned = {}
     if additive is not None:
@@ -139,7 +146,7 @@ def same_precision_attention(
     for term in (slope_terms, additive):
         scores_abs = scores_abs + (0 if term is None else abs(term))
     dp_abs = ops.round(grouped_matmul(dout_abs, v_abs.swapaxes(-1, -2)) * factors)
-    delta_abs = abs(dout_groups * out).sum(-1)
+    delta_abs = ops.round(abs(dout_groups * out).sum(-1) + dlse_abs)
     dbias_abs = p * (dp_abs + delta_abs[..., None])
     ds_abs = dbias_abs * score.scale
     # The weights of the backward come from the LSE, a float32 number like the scores.
@@ -167,7 +174,7 @@ def same_precision_attention(
         of_rows = _sum_of_heads((sink_weights * of_out[..., 0]) ** 2) ** 0.5
         terms["dsinks"] = _sum_of_heads(sink_weights * ops.wide(delta_abs)) + of_rows
     results = {
-        "out": _ungroup(xp, out, q.shape),
+        "out": _ungroup(xp, out, dout.shape),
         "lse": lse.reshape(q.shape[0], q.shape[2], q.shape[1]),
         "dq": _ungroup(xp, dq, q.shape),
         "dk": dk.swapaxes(1, 2),

@@ -134,7 +134,7 @@ def expected(inputs: Inputs, **options: Any) -> Expected:
 
     Args:
         options: of ``cupyflash.attention`` without layout and lengths; arrays in the library of the
-            inputs, dropout_seed an integer.
+            inputs, dropout_seed an integer; and dlse, the gradient of the LSE.
     """
     tensors = [inputs.dout, inputs.q, inputs.k, inputs.v]
     if inputs.layout == "bhsd":
@@ -145,22 +145,25 @@ def expected(inputs: Inputs, **options: Any) -> Expected:
         tensors = [_where_matrices_multiply(x) for x in tensors]
         arrays = {name: _where_matrices_multiply(x) for name, x in arrays.items()}
     dout, q, k, v = map(to_float64, tensors)
+    dlse = options.pop("dlse", None)
     exact_options = options | {name: _exact(x) for name, x in arrays.items()}
-    bias_grad = {"bias_grad": "bias" in arrays and dtypes["dbias"] != "bool"}
+    of_gradients = {"dlse": None if dlse is None else to_float64(dlse)}
+    if "bias" in arrays:
+        of_gradients["bias_grad"] = dtypes["dbias"] != "bool"
     options |= arrays
     if inputs.cu_seqlens_q is None:
         out, lse = reference.attention_tiled(q, k, v, block=1024, **exact_options)
         gradients = reference.attention_tiled_backward(
-            dout, q, k, v, out, lse, block=1024, **bias_grad, **exact_options
+            dout, q, k, v, out, lse, block=1024, **of_gradients, **exact_options
         )
-        baseline, terms = same_precision_attention(*tensors, **options)
+        baseline, terms = same_precision_attention(*tensors, dlse=dlse, **options)
     else:
         lengths = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         out, lse = reference.attention_varlen(q, k, v, *lengths, **exact_options)
         gradients = reference.attention_varlen_backward(
-            dout, q, k, v, out, lse, *lengths, **exact_options
+            dout, q, k, v, out, lse, *lengths, **of_gradients, **exact_options
         )
-        baseline, terms = _varlen_baseline(tensors, lengths, options)
+        baseline, terms = _varlen_baseline(tensors, lengths, dlse, options)
     exact = dict(zip(RESULTS, (out, lse, *gradients), strict=True))
     if "dbias" in baseline:  # of rank 5
         baseline["dbias"] = baseline["dbias"].reshape(exact["dbias"].shape)
@@ -177,7 +180,7 @@ def _exact(x: Any) -> Array:
 
 
 def _varlen_baseline(
-    tensors: list, lengths: tuple[Any, Any], options: dict
+    tensors: list, lengths: tuple[Any, Any], dlse: Any, options: dict
 ) -> tuple[dict[str, Array], dict[str, float]]:
     """The baseline sequence by sequence, in float64 arrays with the shapes of the packed ones."""
     dout, q, k, v = tensors
@@ -196,6 +199,7 @@ def _varlen_baseline(
             v[cols][None],
             alibi_slopes=alibi_slopes[b] if per_batch else alibi_slopes,
             first_sequence=b,
+            dlse=None if dlse is None else dlse[None, :, rows],
             **options,
         )
         for name, result in one.items():

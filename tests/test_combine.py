@@ -1,0 +1,188 @@
+"""`flash_attn_combine`: attention over parts of the keys is attention over all of them."""
+
+import numpy
+import pytest
+from matrix import each_library
+from wrong_calls import array, check_refused
+
+import cupyflash
+from cupyflash.testing import assert_close_to_float64, expected, to_float64
+
+SHAPES = [(3, 2, 20, 4, 16), (1, 2, 1, 1, 8), (7, 31, 2, 5)]
+CUTS = [0, 13, 13, 60, 70]  # of the keys; one part is empty
+
+
+def partial(backend, shape, dtype="float32", seed=0):
+    """out_partial and lse_partial; some parts do not count, and nothing counts in some rows."""
+    rng = numpy.random.default_rng(seed)
+    out = rng.standard_normal(shape, dtype="float32")
+    lse = 10 * rng.standard_normal(shape[:-1], dtype="float32")
+    dead = rng.random(shape[:-1]) < 0.3
+    dead[:, ..., 0] = True
+    lse[dead] = -numpy.inf
+    out[dead] = numpy.nan
+    return backend.array(out, dtype), backend.array(lse, "float32"), (out, lse)
+
+
+def exact_results(out, lse):
+    out, lse = (numpy.asarray(x, "float64") for x in (out, lse))
+    largest = lse.max(0)
+    largest = numpy.where(numpy.isinf(largest), 0, largest)
+    weights = numpy.exp(lse - largest)
+    total = weights.sum(0)
+    with numpy.errstate(divide="ignore", invalid="ignore"):
+        combined = numpy.where(weights[..., None] > 0, weights[..., None] * out, 0).sum(0)
+        combined = numpy.where(total[..., None] > 0, combined / total[..., None], 0)
+        return combined, largest + numpy.log(total)
+
+
+@each_library()
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_formula(backend, shape):
+    for dtype in backend.dtypes:
+        out, lse, values = partial(backend, shape, dtype)
+        found = cupyflash.flash_attn_combine(out, lse, out_dtype=lse.dtype)
+        exact = exact_results(to_numpy(out), values[1])
+        for name, a, b in zip(("out", "lse"), found, exact):
+            float32 = b.astype("float32")
+            assert_close_to_float64(to_numpy(a), b, float32, "float32", name, terms=4.0)
+        same = cupyflash.flash_attn_combine(out, lse)[0]
+        assert same.dtype == out.dtype and tuple(same.shape) == shape[1:]
+
+
+def to_numpy(x):
+    x = to_float64(x)
+    return x if isinstance(x, numpy.ndarray) else x.get()
+
+
+@each_library()
+def test_strides_and_given_out(backend):
+    out, lse, _ = partial(backend, (4, 2, 9, 3, 8))
+    exact = cupyflash.flash_attn_combine(out, lse)
+    strided = lse.swapaxes(2, 3)
+    strided = strided.contiguous() if backend.library == "torch" else strided.copy()
+    found = cupyflash.flash_attn_combine(out, strided.swapaxes(2, 3))
+    assert all((a == b).all() for a, b in zip(exact, found))
+    given = exact[0] * 0
+    result, _ = cupyflash.flash_attn_combine(out, lse, given)
+    assert result is given and (given == exact[0]).all()
+
+
+@each_library()
+def test_nan_is_not_lost(backend):
+    out, lse, _ = partial(backend, (3, 2, 4, 2, 8))
+    lse[1, 0, 2, 1] = float("nan")
+    result, combined = cupyflash.flash_attn_combine(out, lse)
+    assert numpy.isnan(to_numpy(combined)[0, 2, 1]) and numpy.isnan(to_numpy(result)[0, 2, 1]).all()
+
+
+def parts_of_attention(q, k, v, **options):
+    """out_partial and lse_partial of the keys cut at `CUTS`, as lists."""
+    parts = []
+    for begin, end in zip(CUTS, CUTS[1:]):
+        out, lse = cupyflash.attention(q, k[:, begin:end], v[:, begin:end], return_lse=True)
+        parts.append((out, lse.swapaxes(1, 2)))
+    return zip(*parts)
+
+
+@each_library()
+def test_parts_of_the_keys(backend):
+    """The results of attention over all keys; with torch also its gradients, through the LSE."""
+    inputs = backend.inputs(backend.dtypes[0], seqlen_q=50, seqlen_k=70, heads_kv=2, head_dim=32)
+    exact = expected(inputs)
+    if backend.library != "torch":
+        from cupyflash.attention.grouped import array_namespace
+
+        xp = array_namespace(inputs.q)
+        outs, lses = parts_of_attention(inputs.q, inputs.k, inputs.v)
+        out, lse = cupyflash.flash_attn_combine(xp.stack(outs), xp.stack(lses))
+        exact.check(out=out, lse=lse.swapaxes(1, 2))
+        return
+    import torch
+
+    def combined(q, k, v):
+        outs, lses = parts_of_attention(q, k, v)
+        return cupyflash.flash_attn_combine(torch.stack(outs), torch.stack(lses))
+
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out, lse = combined(*leaves)
+    dq, dk, dv = torch.autograd.grad(out, leaves, inputs.dout)
+    exact.check(out=out.detach(), lse=lse.detach().swapaxes(1, 2), dq=dq, dk=dk, dv=dv)
+
+
+@each_library(library="torch")
+def test_gradients(backend):
+    """Against autograd of the formula in float64; parts that do not count have none."""
+    import torch
+
+    out, lse, _ = partial(backend, (4, 2, 9, 3, 8))
+    out = torch.nan_to_num(out)
+    leaves = [x.detach().requires_grad_() for x in (out, lse)]
+    results = cupyflash.flash_attn_combine(*leaves)
+    # Rows in which nothing counts have no derivative in the formula itself.
+    generator = torch.Generator().manual_seed(0)
+    ones = [torch.randn(x.shape, generator=generator).to(x.device) for x in results]
+    found = torch.autograd.grad(results, leaves, ones)
+    assert all(x.isfinite().all() for x in found)
+    some = (lse > -torch.inf).any(0)
+    wide = [x.detach().double().requires_grad_() for x in (out, lse)]
+    exact_lse = wide[1].logsumexp(0)
+    exact_out = ((wide[1] - exact_lse).exp()[..., None] * wide[0]).sum(0)
+    loss = (exact_out * ones[0])[some].sum() + (exact_lse * ones[1])[some].sum()
+    exact = torch.autograd.grad(loss, wide)
+    for a, b in zip(found, exact):
+        b = torch.where(some[(None, ..., *([None] * (b.dim() - some.dim() - 1)))], b, 0)
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+@each_library(library="torch")
+def test_compiled(backend):
+    import torch
+
+    out, lse, _ = partial(backend, (3, 2, 5, 2, 8))
+    out, lse = torch.nan_to_num(out).requires_grad_(), lse.requires_grad_()
+    torch.compiler.reset()
+    graph = torch.compile(cupyflash.flash_attn_combine, fullgraph=True, backend="aot_eager")
+    for a, b in zip(graph(out, lse), cupyflash.flash_attn_combine(out, lse)):
+        assert torch.equal(a, b)
+    torch.autograd.grad(graph(out, lse)[0].sum(), (out, lse))
+
+
+def test_dlpack():
+    """Arrays of other libraries, here NumPy's behind DLPack alone."""
+
+    class Foreign:
+        def __init__(self, x):
+            self.x = x
+
+        def __dlpack__(self, **options):
+            return self.x.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self.x.__dlpack_device__()
+
+    rng = numpy.random.default_rng(0)
+    out, lse = (rng.standard_normal(x, dtype="float32") for x in ((2, 3, 4, 8), (2, 3, 4)))
+    found = cupyflash.flash_attn_combine(Foreign(out), Foreign(lse))
+    assert all((a == b).all() for a, b in zip(found, cupyflash.flash_attn_combine(out, lse)))
+
+
+@each_library()
+def test_wrong_calls(backend):
+    out, lse, _ = partial(backend, (3, 2, 5, 2, 8))
+    given = out[0] * 0
+    good = {"out_partial": out, "lse_partial": lse, "out": None, "out_dtype": None}
+    kinds = {
+        "out_partial": (*array(out), out[0], out[:, :1], out[:0], lse),
+        "lse_partial": (*array(lse, dtypes=("float16", "int32", "float64")), lse[:1], lse[..., 0]),
+        "out": (*array(given, optional=True), given[:1], given[..., :4], out),
+        "out_dtype": ("text", "int32", "float64", 3, 1.5, [1], object(), complex, int, float),
+    }
+    check_refused(cupyflash.flash_attn_combine, good, kinds, least=50)
+
+
+@each_library(library="torch")
+def test_out_takes_no_gradient(backend):
+    out, lse, _ = partial(backend, (3, 2, 5, 2, 8))
+    with pytest.raises(NotImplementedError, match="^flash_attn_combine: out is not written"):
+        cupyflash.flash_attn_combine(out.requires_grad_(), lse, out.detach()[0].clone())

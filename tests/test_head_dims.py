@@ -1,0 +1,293 @@
+"""Head dims that the kernels do not take: no multiples of 8, and another one of v than of q."""
+
+import dataclasses
+
+import numpy
+import pytest
+from matrix import each
+from passes import forward_backward
+
+import cupyflash
+from cupyflash.attention import cpu, dispatch
+from cupyflash.attention.extras import Extras
+from cupyflash.attention.problem import kernel_head_dim
+from cupyflash.testing import expected, make_alibi_slopes, to_float64
+
+HEAD_DIMS = [  # of q and k, of v
+    (1, 1),
+    (7, 7),
+    (37, 37),
+    (100, 100),
+    (250, 250),
+    (24, 64),
+    (192, 128),
+    (3, 256),
+    (255, 1),
+]
+OPTIONS = [
+    {},
+    {"causal": True, "window": (20, None), "softcap": 3.0},
+    {"scale": 0.3, "alibi": True, "sinks": True},
+    {"bias": True, "dropout_p": 0.2, "dropout_seed": 3},
+]
+
+
+def options_of(backend, options, dtype, seqlens):
+    options, rng = dict(options), numpy.random.default_rng(6)
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = make_alibi_slopes(4, backend.library, device=backend.device)
+    if options.pop("bias", False):
+        values = rng.standard_normal((2, 4, *seqlens), dtype="float32")
+        options["bias"] = backend.array(values, dtype)
+    if options.pop("sinks", False):
+        options["sinks"] = backend.array(rng.standard_normal(4, dtype="float32"))
+    return options
+
+
+@each()
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_forward_and_backward(backend, head_dims, options):
+    """In every dtype and storage in turn; the scale is that of the true head_dim."""
+    turn = HEAD_DIMS.index(head_dims) + OPTIONS.index(options)
+    storages = ["contiguous", "transposed", "padded"]
+    storages += [] if backend.aligned_only else ["unaligned"]
+    inputs = backend.inputs(
+        backend.dtypes[turn % len(backend.dtypes)],
+        seqlen_q=50,
+        seqlen_k=70,
+        heads_kv=2,
+        head_dim=head_dims[0],
+        head_dim_v=head_dims[1],
+        layout=("bshd", "bhsd")[turn % 2],
+        storage=storages[turn // 2 % len(storages)],
+    )
+    options = options_of(backend, options, inputs.dtype, (50, 70))
+    results = forward_backward(inputs, **options)
+    assert results["out"].shape[-1] == head_dims[1] and results["dq"].shape == inputs.q.shape
+    expected(inputs, **options).check(**results)
+
+
+@each()
+def test_unaligned_copies_are_aligned(backend):
+    """An odd head_dim needs a copy whatever the strides, so every family takes any."""
+    inputs = backend.inputs("float16", seqlen_q=20, head_dim=33, storage="unaligned")
+    expected(inputs).check(**forward_backward(inputs))
+
+
+@each()
+def test_long_sequences(backend):
+    lengths = (1000, 1300) if backend.gpu else (100, 130)
+    for head_dims in ((72, 72), (90, 90), (96, 128), (160, 130)):
+        inputs = backend.inputs(
+            backend.dtypes[0], seqlen_q=lengths[0], seqlen_k=lengths[1],
+            head_dim=head_dims[0], head_dim_v=head_dims[1],
+        )  # fmt: skip
+        expected(inputs, causal=True).check(**forward_backward(inputs, causal=True))
+
+
+@each()
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)], ids=str)
+def test_empty(backend, lengths):
+    inputs = backend.inputs(
+        "float16", seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=5, head_dim_v=9
+    )
+    results = forward_backward(inputs)
+    for name, like in (("out", inputs.dout), ("dq", inputs.q), ("dk", inputs.k), ("dv", inputs.v)):
+        assert results[name].shape == like.shape and (to_float64(results[name]) == 0).all()
+
+
+@each()
+def test_lengths(backend):
+    inputs = backend.inputs("float16", batch=2, seqlen_q=30, head_dim=20, head_dim_v=12)
+    used = backend.array(numpy.array([30, 11], "int32"))
+    results = forward_backward(inputs, seqused_q=used, seqused_k=used)
+    short = backend.inputs("float16", batch=2, seqlen_q=30, head_dim=20, head_dim_v=12)
+    parts = {name: getattr(short, name)[1:, :11] for name in ("q", "k", "v", "dout")}
+    short = dataclasses.replace(short, **parts)
+    expected(short).check(
+        **{name: x[1:, :, :11] if name == "lse" else x[1:, :11] for name, x in results.items()}
+    )
+    assert (to_float64(results["out"])[1, 11:] == 0).all()
+
+
+@each()
+def test_packed_sequences_and_packed_forms(backend):
+    inputs = backend.varlen_inputs("float16", [5, 0, 31], heads_kv=2, head_dim=21, head_dim_v=36)
+    ends = inputs.cu_seqlens_q
+    out, lse, _ = cupyflash.flash_attn_varlen_func(
+        inputs.q, inputs.k, inputs.v, ends, ends, 31, 31, causal=True, return_attn_probs=True
+    )
+    expected(inputs, causal=True).check(out=out, lse=lse)
+    values = numpy.random.default_rng(1).standard_normal((2, 9, 3, 4, 13))
+    qkv = backend.array(values, "float16")
+    packed = cupyflash.flash_attn_qkvpacked_func(qkv)
+    separate = cupyflash.attention(*(qkv[:, :, i] for i in range(3)))
+    assert packed.shape == (2, 9, 4, 13) and (packed == separate).all()
+    packed = cupyflash.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:])
+    assert (packed == separate).all()
+
+
+@each(library="torch")
+def test_sdpa(backend):
+    import torch
+
+    inputs = backend.inputs(
+        "float32" if "float32" in backend.dtypes else "float16", seqlen_q=12, seqlen_k=20,
+        head_dim=11, head_dim_v=30, layout="bhsd",
+    )  # fmt: skip
+    mask = torch.rand(2, 1, 12, 20, device=backend.device) > 0.3
+    mask[..., 0] = True
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out = cupyflash.scaled_dot_product_attention(*leaves, attn_mask=mask)
+    found = torch.autograd.grad(out, leaves, inputs.dout)
+    expected(inputs, bias=mask).check(out=out, **dict(zip(("dq", "dk", "dv"), found)))
+
+
+@each(library="torch")
+@pytest.mark.parametrize("head_dims", [(37, 37), (16, 40)], ids=str)
+def test_compiled_and_mapped(backend, head_dims):
+    """What torch.compile expects of the strides is what the operators give."""
+    import torch
+
+    for layout in ("bshd", "bhsd"):
+        inputs = backend.inputs(
+            "float16", batch=3, seqlen_q=20, layout=layout, storage="transposed",
+            head_dim=head_dims[0], head_dim_v=head_dims[1],
+        )  # fmt: skip
+
+        def function(q, k, v, layout=layout):
+            return cupyflash.attention(q * 1, k, v, causal=True, layout=layout)
+
+        torch.compiler.reset()
+        graph = torch.compile(function, fullgraph=True, backend="aot_eager")
+        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        out = graph(*leaves)
+        found = torch.autograd.grad(out, leaves, inputs.dout)
+        expected(inputs, causal=True).check(out=out, **dict(zip(("dq", "dk", "dv"), found)))
+        with torch.no_grad():
+            eager = function(inputs.q, inputs.k, inputs.v)
+            one = torch.func.vmap(lambda *x: function(*(t[None] for t in x))[0])
+            mapped = one(inputs.q, inputs.k, inputs.v)
+        assert torch.equal(eager, out) and eager.stride() == out.stride()
+        assert torch.equal(mapped, eager)
+
+
+def test_copies_of_a_gpu(monkeypatch):
+    """The dispatch of a GPU, with plans that compute on the CPU: what they get, what it makes."""
+    torch = pytest.importorskip("torch")
+    from cupyflash.attention import torch_ops
+    from cupyflash.attention.padding import result_strides
+
+    library, arrays, widths = torch_ops.LIBRARY, {}, []
+    pointer = library.pointer
+
+    def remember(x):
+        arrays[pointer(x)] = x
+        return pointer(x)
+
+    class Forward:
+        def __init__(self, function, problem, access, library, view, options):
+            widths.append(problem.shape.head_dim)
+            assert not problem.needs_padding and view.shape[-1] == widths[-1]
+            self.options = options
+
+        def __call__(self, q, q_, k_, v_, extras, need_lse):
+            given = Extras(*(arrays.get(x) for x in extras))
+            return cpu.forward(library, q, arrays[k_], arrays[v_], self.options, given)
+
+    class Backward(Forward):
+        def __init__(
+            self, function, problem, access, library, views, options, deterministic, bias_grad
+        ):
+            assert len({view.shape[-1] for view in views.values()}) == 1
+            super().__init__(function, problem, access, library, views["q"], options)
+
+        def __call__(self, dout, q, k, v, out, lse, dlse, extras):
+            given = Extras(*(arrays.get(x) for x in extras))
+            return cpu.backward(
+                library, dout, q, k, v, out, lse, self.options, given, False, arrays.get(dlse)
+            )
+
+    monkeypatch.setattr(library, "pointer", remember, raising=False)
+    monkeypatch.setattr(dispatch, "ForwardPlan", Forward)
+    monkeypatch.setattr(dispatch, "BackwardPlan", Backward)
+    monkeypatch.setattr(dispatch, "_forward_plans", {})
+    monkeypatch.setattr(dispatch, "_backward_plans", {})
+
+    def results(q, k, v, dout, dlse):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = cupyflash.attention(*leaves, causal=True, return_lse=True)
+        return out.detach(), lse, *torch.autograd.grad((out, lse), leaves, (dout, dlse))
+
+    for head_dim, head_dim_v in [*HEAD_DIMS, (64, 64)]:
+        q, k = torch.randn(2, 4, 9, head_dim).transpose(1, 2), torch.randn(2, 13, 2, head_dim)
+        v, dout = torch.randn(2, 13, 2, head_dim_v), torch.randn(2, 9, 4, head_dim_v)
+        dlse = torch.randn(2, 4, 9)
+        exact = results(q, k, v, dout, dlse)
+        with monkeypatch.context() as gpu:
+            gpu.setattr(library, "on_cpu", lambda x: False, raising=False)
+            found = results(q, k, v, dout, dlse)
+        width = kernel_head_dim(head_dim, head_dim_v)
+        assert set(widths) == {width}
+        widths.clear()
+        for a, b in zip(found, exact):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        for result, like in ((found[0], q), (found[2], q), (found[3], k), (found[4], v)):
+            strides = result_strides(library, tuple(result.shape), width, library.view(like))
+            assert result.stride() == strides
+
+
+# Bad input -----------------------------------------------------------------------------------
+
+
+@each()
+@pytest.mark.parametrize(
+    "shapes, fact",
+    [
+        (((2, 5, 4, 0), (2, 5, 4, 0), (2, 5, 4, 8)), "head_dim must be from 1 to 256"),
+        (((2, 5, 4, 257), (2, 5, 4, 257), (2, 5, 4, 8)), "head_dim must be from 1 to 256"),
+        (((2, 5, 4, 8), (2, 5, 4, 8), (2, 5, 4, 264)), "head_dim must be from 1 to 256"),
+        (((2, 5, 4, 8), (2, 5, 4, 8), (2, 5, 4, 0)), "head_dim must be from 1 to 256"),
+        (
+            ((2, 5, 4, 37), (2, 5, 4, 36), (2, 5, 4, 37)),
+            "k and v must have the same axes before head_dim, and k",
+        ),
+        (
+            ((2, 5, 4, 37), (2, 5, 4, 37), (2, 6, 4, 37)),
+            "k and v must have the same axes before head_dim, and k",
+        ),
+        (((2, 5, 4, 37), (3, 5, 4, 37), (3, 5, 4, 37)), "q and k must have the same number"),
+        (((2, 5, 4, 37), (2, 5, 3, 37), (2, 5, 3, 37)), "the heads of q must be a multiple"),
+    ],
+    ids=str,
+)
+def test_wrong_shapes(backend, shapes, fact):
+    """The message has the shapes of the caller."""
+    tensors = [backend.array(numpy.ones(shape), "float16") for shape in shapes]
+    with pytest.raises(ValueError, match=f"^attention: {fact}") as error:
+        cupyflash.attention(*tensors)
+    if "heads" not in fact:
+        assert str(shapes[0]) in str(error.value)
+
+
+@each()
+def test_wrong_gradients(backend):
+    inputs = backend.inputs("float16", seqlen_q=5, head_dim=12, head_dim_v=20)
+    out, lse = cupyflash.attention(inputs.q, inputs.k, inputs.v, return_lse=True)
+    fact = r"^attention_backward: dout must be like q, with the head_dim of v: \(2, 5, 4, 20\)"
+    with pytest.raises(ValueError, match=fact):
+        cupyflash.attention_backward(inputs.q, inputs.q, inputs.k, inputs.v, out, lse)
+
+
+@each()
+def test_caches_are_refused(backend):
+    """`attention_with_cache` makes no copies."""
+    for head_dim, head_dim_v in ((12, 12), (40, 24), (24, 40)):
+        inputs = backend.inputs(
+            "float16", batch=1, seqlen_q=2, seqlen_k=9, head_dim=head_dim, head_dim_v=head_dim_v
+        )
+        new = backend.inputs("float16", batch=1, seqlen_q=2, head_dim=head_dim)
+        positions = backend.array(numpy.zeros(1, "int32"))
+        with pytest.raises(ValueError, match=r"^attention_with_cache: .*got"):
+            cupyflash.attention_with_cache(new.q, new.k, new.v, inputs.k, inputs.v, positions)
