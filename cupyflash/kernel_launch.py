@@ -16,6 +16,9 @@ from .kernel_config import KernelConfig
 MAX_PLANS = 4096  # lengths that change with every call must not fill the memory
 
 
+_keeping = threading.Lock()
+
+
 class Recorder(threading.local):
     """Launches of this thread with their parameters, while somebody wants them for `Prepared`."""
 
@@ -200,8 +203,9 @@ def capability_of(device: int) -> tuple[int, int]:
     return divmod(int(cupy.cuda.Device(device).compute_capability), 10)
 
 
-def keep(plans: dict[tuple, Any], key: tuple, plan: Any) -> None:
-    """Put a plan into a cache of at most `MAX_PLANS`."""
-    if len(plans) >= MAX_PLANS:
-        plans.clear()
-    plans[key] = plan
+def keep(plans: dict[tuple, Any], key: tuple, plan: Any, most: int = MAX_PLANS) -> None:
+    """Put a plan into a cache of so many, in the place of the oldest."""
+    with _keeping:
+        while len(plans) >= most:
+            del plans[next(iter(plans))]
+        plans[key] = plan

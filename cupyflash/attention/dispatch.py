@@ -12,7 +12,7 @@ import numpy
 
 from .. import environment
 from ..array import Array, compiling, from_foreign, library_of, to_foreign
-from ..kernel_launch import keep
+from ..kernel_launch import MAX_PLANS, keep
 from ..plain_options import plain_flag
 from . import cpu
 from .extras import NO_EXTRAS, NO_POINTERS, Extras, Gradients
@@ -34,6 +34,12 @@ TENSORS = ("dout", "q", "k", "v", "out", "lse")  # of a backward
 
 _forward_plans: dict[tuple, ForwardPlan | Padding] = {}
 _backward_plans: dict[tuple, BackwardPlan | Padding] = {}
+
+# Of packed sequences nearly every batch has a length of its own, so only the latest plans are kept.
+_packed_forward_plans: dict[tuple, ForwardPlan | Padding] = {}
+_packed_backward_plans: dict[tuple, BackwardPlan | Padding] = {}
+MAX_PACKED_PLANS = 64
+MAX_SEQLENS = Options._fields.index("max_seqlens")
 
 
 def forward(
@@ -109,7 +115,9 @@ def forward_without_gradient(
         signature(q), signature(k), signature(v), options, aligned, settings.family,
         extra_signatures, bias_aligned,
     )  # fmt: skip
-    plan = _forward_plans.get(key)
+    packed = options[MAX_SEQLENS] is not None
+    plans = _packed_forward_plans if packed else _forward_plans
+    plan = plans.get(key)
     if plan is None or settings.debug:
         problem = _checked(function, library, {"q": q, "k": k, "v": v}, options, extras)
         problem = dataclasses.replace(problem, bias_aligned=bias_aligned)
@@ -119,7 +127,7 @@ def forward_without_gradient(
             access = problem.access(0 if aligned else 1)
             view = library.view(q)
             plan = ForwardPlan(function, problem, access, library, view, Options(*options))
-        keep(_forward_plans, key, plan)
+        keep(plans, key, plan, MAX_PACKED_PLANS if packed else MAX_PLANS)
     if type(plan) is Padding:
         wide = plan.widen(library, q, k, v)
         out, lse = forward_without_gradient(
@@ -210,7 +218,9 @@ def backward(
         signatures, options, aligned, settings.family, deterministic, switch, bias_grad,
         extra_signatures, bias_aligned,
     )  # fmt: skip
-    plan = _backward_plans.get(key)
+    packed = options[MAX_SEQLENS] is not None
+    plans = _packed_backward_plans if packed else _backward_plans
+    plan = plans.get(key)
     if plan is None or settings.debug:
         problem = _checked(function, library, tensors, options, extras)
         problem = dataclasses.replace(problem, bias_aligned=bias_aligned)
@@ -228,7 +238,7 @@ def backward(
             plan = BackwardPlan(
                 function, problem, access, library, views, given, in_order, bias_grad
             )
-        keep(_backward_plans, key, plan)
+        keep(plans, key, plan, MAX_PACKED_PLANS if packed else MAX_PLANS)
     if type(plan) is Padding:
         wide = plan.widen(library, dout, q, k, v, out)
         return plan.narrow_gradients(
