@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import environment
 from ..kernel_config import KernelConfig
-from . import cache, compiler, dump, messages, sources
+from . import cache, compiler, messages, sources
 from .entry import Built
 
 # NVRTC compiles one program at a time anyway, so one lock for all kernels loses nothing.
@@ -43,6 +43,8 @@ def find_or_compile(config: KernelConfig, arch: str) -> tuple[Built, bool]:
         found = cache.lookup(name)
         built = found or _compile(config, arch, name)
         if kinds := environment.current().dump:
+            from . import dump
+
             dump.write(kinds, built, config)
         return built, found is None
 

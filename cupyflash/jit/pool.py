@@ -1,12 +1,9 @@
 """Many kernels at once: processes, because NVRTC holds a lock that threads would share."""
 
-import concurrent.futures
 import contextlib
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterable, Iterator
-from concurrent.futures.process import BrokenProcessPool
 
 from .. import environment
 from ..kernel_config import KernelConfig
@@ -87,17 +84,20 @@ def _run(tasks: list[Task], jobs: int) -> Iterator[tuple[Task, tuple[Built, bool
         for task in tasks:
             yield task, builder.find_or_compile(*task)
         return
+    # Half of the time that `import cupyflash` would take beyond itself, for warm-ups alone.
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from concurrent.futures.process import BrokenProcessPool
+
     # Not fork: the parent may hold threads, locks and a CUDA context.
     context = multiprocessing.get_context("spawn")
     settings = (environment.current(),)
     others = set(multiprocessing.active_children())
-    with concurrent.futures.ProcessPoolExecutor(
-        jobs, context, environment.install, settings
-    ) as pool:
+    with ProcessPoolExecutor(jobs, context, environment.install, settings) as pool:
         try:
             with _children_ignore_interrupts():  # the first submissions start the processes
                 futures = {pool.submit(builder.find_or_compile, *task): task for task in tasks}
-            for future in concurrent.futures.as_completed(futures):
+            for future in as_completed(futures):
                 yield futures[future], future.result()
         except BrokenProcessPool as error:
             raise RuntimeError(
