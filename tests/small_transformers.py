@@ -1,7 +1,10 @@
 """Small models of transformers, with weights large enough that attention is not uniform."""
 
+import pytest
 import torch
 import transformers
+
+VERSION = tuple(int(x) for x in transformers.__version__.split(".")[:2])
 
 SMALL = {
     "vocab_size": 100,
@@ -51,6 +54,12 @@ MODELS = {
         },
     ),
     "bert": ("BertConfig", "BertForMaskedLM", SMALL),
+    "modernbert": (
+        "ModernBertConfig",
+        "ModernBertForMaskedLM",
+        {**SMALL, "num_hidden_layers": 4, "local_attention": 8, "reference_compile": False},
+    ),
+    "t5gemma": ("T5GemmaConfig", "T5GemmaForConditionalGeneration", {}),
     "vit": (
         "ViTConfig",
         "ViTForImageClassification",
@@ -106,7 +115,7 @@ def small_inputs(name, side="right", lengths=(24, 17, 5)):
     if name == "whisper":
         return {"input_features": torch.randn(rows, 8, 40), "labels": ids}, ...
     inputs = {"input_ids": ids, "attention_mask": tokens.long()}
-    if name == "t5":
+    if name in ("t5", "t5gemma"):
         return {**inputs, "labels": torch.randint(3, 100, (rows, 11))}, ...
     first = tokens & (tokens.cumsum(1) == 1)  # in decoders its prediction is made by padding
     return {**inputs, "labels": ids.masked_fill(~tokens | first, -100)}, tokens
@@ -115,7 +124,13 @@ def small_inputs(name, side="right", lengths=(24, 17, 5)):
 def small_model(name, implementation, device="cpu", dtype=torch.float32, **changes):
     """A model of `MODELS`; equal names and changes give equal weights."""
     config_name, model_name, settings = MODELS[name]
+    if name == "t5" and implementation != "eager" and VERSION < (5, 17):
+        pytest.skip("transformers before 5.17: T5 may compute its attention itself")
     no_dropout = dict.fromkeys(NO_DROPOUT, 0.0)
+    if name == "t5gemma":  # two configurations of Gemma 2
+        part = {**MODELS["gemma2"][2], **no_dropout}
+        settings = {"encoder": part, "decoder": {**part, "cross_attention_hidden_size": 64}}
+        settings |= {key: part[key] for key in ("vocab_size", "pad_token_id")}
     config = getattr(transformers, config_name)(**{**settings, **no_dropout, **changes})
     model = getattr(transformers, model_name)._from_config(
         config, attn_implementation=implementation

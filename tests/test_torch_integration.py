@@ -226,6 +226,25 @@ def test_lengths_of_packed_keys(backend):
 
 
 @each(library="torch", device="cpu")
+@pytest.mark.parametrize("name", ["alibi_slopes", "seqused_k"])
+def test_options_that_torch_hands_to_the_forward_alone(backend, name):
+    """A gradient without them would be that of another function."""
+    inputs = backend.varlen_inputs(HALF, [9, 3])
+    qkv, ends = (inputs.q, inputs.k, inputs.v), inputs.cu_seqlens_q
+    flash = torch.ops.aten._flash_attention_forward
+    heads = inputs.q.shape[-2]
+    option = {name: torch.ones(heads) if name == "alibi_slopes" else ends[1:]}
+    learned = [x.detach().requires_grad_() for x in qkv]
+    with active(backend):
+        with pytest.raises(NotImplementedError, match=f"{name} has no backward in torch"):
+            flash(*learned, ends, ends, 9, 9, 0.0, False, False, **option)
+        if name == "alibi_slopes":
+            flash(*qkv, ends, ends, 9, 9, 0.0, False, False, **option)
+            with torch.no_grad():
+                flash(*learned, ends, ends, 9, 9, 0.0, False, False, **option)
+
+
+@each(library="torch", device="cpu")
 def test_what_is_not_built(backend):
     inputs = backend.varlen_inputs(HALF, [9, 3])
     qkv, ends = (inputs.q, inputs.k, inputs.v), inputs.cu_seqlens_q
@@ -236,7 +255,7 @@ def test_what_is_not_built(backend):
         with pytest.raises(NotImplementedError, match="seqused_k has no backward"):
             q = qkv[0].detach().requires_grad_()
             flash(q, *qkv[1:], ends, ends, 9, 9, 0.0, False, False, seqused_k=ends[1:] // 4)
-        with pytest.raises(TypeError, match="_flash_attention_forward: cu_seqlens_q must be int32"):
+        with pytest.raises(TypeError, match="_flash_attention_forward: cum_seq_q must be int32"):
             flash(*qkv, ends.long(), ends.long(), 9, 9, 0.0, False, False)
         if "block_table" in str(flash.default._schema):
             with pytest.raises(NotImplementedError, match="block_table .* is not built"):

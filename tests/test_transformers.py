@@ -1,4 +1,4 @@
-"""attn_implementation="cupyflash" in small models of transformers, beside "eager".
+"""attn_implementation="cupy_attention" in small models of transformers, beside "eager".
 
 Two computations in float32 differ by rounding. How far that carries, a model tells by itself: eager
 attention once more, with every weight moved by one last place or not at all, at random. Results may
@@ -14,11 +14,15 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from small_transformers import GROUPED, MODELS, small_inputs, small_model  # noqa: E402
+from small_transformers import MODELS, small_inputs, small_model  # noqa: E402
+from transformers import masking_utils  # noqa: E402
 
 import cupyflash  # noqa: E402
 from cupyflash.integrations import transformers as integration  # noqa: E402
 from cupyflash.integrations import transformers_mask  # noqa: E402
+from cupyflash.integrations.transformers import NAME  # noqa: E402
+from cupyflash.integrations.transformers_models import hands_attention_over  # noqa: E402
+from cupyflash.integrations.transformers_pattern import pattern_of  # noqa: E402
 
 ROUNDING = 4
 DECODERS = ["gpt2", "llama", "mistral", "gemma2", "qwen3", "gpt-oss"]
@@ -77,7 +81,7 @@ def check_beside_eager(name, device, inputs, kept=..., **changes):
     inputs = to(inputs, device)
     eager = results(small_model(name, "eager", device, **changes), inputs, kept)
     rounded = results(moved(small_model(name, "eager", device, **changes)), inputs, kept)
-    actual = results(small_model(name, "cupyflash", device, **changes), inputs, kept)
+    actual = results(small_model(name, NAME, device, **changes), inputs, kept)
     assert_equal_but_rounding(actual, eager, rounded)
 
 
@@ -115,7 +119,7 @@ def test_half_precision(name, device):
     exact = results(exact, inputs, kept)
     half = {"dtype": torch.bfloat16, **weights}
     eager = results(small_model(name, "eager", device, **half), inputs, kept)
-    actual = results(small_model(name, "cupyflash", device, **half), inputs, kept)
+    actual = results(small_model(name, NAME, device, **half), inputs, kept)
     errors = {key: (eager[key].float() - x).abs().max() for key, x in exact.items()}
     name_of = lambda key: re.sub(r"\.\d+\.", ".", key)
     for key, x in exact.items():
@@ -137,7 +141,7 @@ def test_generate(name, padding, cache, device):
             max_new_tokens=12, cache_implementation=cache, disable_compile=True,
             return_dict_in_generate=True, output_logits=True,
         )
-        for implementation in ("eager", "cupyflash")
+        for implementation in ("eager", NAME)
     ]  # fmt: skip
     eager, actual = (torch.stack(x.logits) for x in generated)
     assert (actual - eager).abs().max() <= 64 * torch.finfo(eager.dtype).eps * eager.abs().max()
@@ -166,9 +170,9 @@ def test_packed_sequences(name, told, device, monkeypatch):
     other = results(small_model(name, "eager", device), inputs | {"position_ids": None})
     assert (other["logits"] - eager["logits"]).abs().max() > 1e-3
     if told:  # no mask is ever built
-        monkeypatch.setattr(transformers_mask, "sdpa_mask", lambda *_, **__: pytest.fail("built"))
+        monkeypatch.setattr(masking_utils, "sdpa_mask", lambda *_, **__: pytest.fail("built"))
         inputs |= offsets
-    actual = results(small_model(name, "cupyflash", device), inputs)
+    actual = results(small_model(name, NAME, device), inputs)
     assert_equal_but_rounding(actual, eager, rounded)
 
 
@@ -191,41 +195,125 @@ def test_packed_sequences_with_sinks(device):
 
 def make_mask(tokens, q_length=None, kv_length=None, function=None, **arguments):
     rows, length = tokens.shape
-    function = function or transformers.masking_utils.causal_mask_function
+    function = function or masking_utils.causal_mask_function
     return transformers_mask.mask(
         rows, q_length or length, kv_length or length, attention_mask=tokens,
         mask_function=function, **arguments,
     )  # fmt: skip
 
 
+def chunked(size):
+    return masking_utils.chunked_causal_mask_function(size, torch.zeros(3, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("function", "pattern"),
+    [
+        (masking_utils.causal_mask_function, (None, 0)),
+        (masking_utils.bidirectional_mask_function, (None, None)),
+        (masking_utils.sliding_window_causal_mask_function(7), (6, 0)),
+        (masking_utils.sliding_window_bidirectional_mask_function(7), (7, 7)),
+        (lambda batch, head, q, kv: abs(kv - q) < 3, (2, 2)),
+        (lambda batch, head, q, kv: q + 4 > kv, (None, 3)),
+        (chunked(5), None),
+        (masking_utils.padding_mask_function(torch.ones(1, 5, dtype=torch.bool)), None),
+        (masking_utils.sliding_window_causal_mask_function(0), None),
+        (lambda batch, head, q, kv: q == kv, None),
+        (lambda batch, head, q, kv: (q - kv) % 2 == 0, None),
+        (lambda batch, head, q, kv: q + kv >= 3, None),
+        (lambda batch, head, q, kv: head >= 1, None),
+    ],
+)
+def test_pattern_of_a_mask_function(function, pattern):
+    assert pattern_of(function) == pattern
+    if pattern is not None:
+        q, kv = torch.arange(20)[:, None], torch.arange(20)
+        left, right = (20 if x is None else x for x in pattern)
+        visible = function(0, 0, q, kv).expand(20, 20)
+        assert torch.equal(visible, (kv - q >= -left) & (kv - q <= right))
+
+
 def test_padding_behind_the_tokens_becomes_lengths():
-    bidirectional = transformers.masking_utils.bidirectional_mask_function
     tokens = torch.arange(6) < torch.tensor([[6], [2], [0]])
-    for function in (None, bidirectional):
-        lengths = make_mask(tokens, function=function)
+    for function in (None, masking_utils.bidirectional_mask_function):
+        lengths = make_mask(tokens, function=function).lengths
         assert lengths.dtype == torch.int32
-        assert lengths.flatten().tolist() == [6, 2, 0]
-        assert make_mask(tokens[:1], function=function) is None
-    keys = make_mask(tokens.flip(1))
-    assert keys.dtype == torch.uint8
+        assert lengths.tolist() == [6, 2, 0]
+        without = make_mask(tokens[:1], function=function)
+        assert without.lengths is without.keys is None
+    keys = make_mask(tokens.flip(1)).keys
+    assert keys.dtype == torch.bool
     assert keys.shape == (3, 1, 1, 6)
-    # The causal diagonal ends at the last key, so that lengths would not do here.
-    assert make_mask(tokens, q_length=3, q_offset=3).dtype == torch.uint8
+    # The diagonal of a window or of a cache does not end where the tokens do.
+    window = masking_utils.sliding_window_bidirectional_mask_function(2)
+    assert make_mask(tokens, function=window, allow_is_bidirectional_skip=True).keys is not None
+    assert make_mask(tokens, q_length=3, q_offset=3).keys is not None
 
 
 def test_static_cache_becomes_lengths():
-    function = transformers.masking_utils.causal_mask_function
+    function = masking_utils.causal_mask_function
     for offset in (4, torch.tensor(4)):
-        lengths = transformers_mask.mask(2, 3, 16, offset, 0, function)
+        lengths = transformers_mask.mask(2, 3, 16, offset, 0, function).lengths
         assert lengths.dtype == torch.int32
-        assert lengths.tolist() == [[[[7]]], [[[7]]]]
+        assert lengths.tolist() == [7, 7]
 
 
 def test_nothing_is_read_while_decoding_or_compiling(monkeypatch):
     tokens = torch.ones(2, 6, dtype=torch.bool)
-    assert make_mask(tokens, q_length=1, q_offset=5).dtype == torch.uint8
+    assert make_mask(tokens, q_length=1, q_offset=5).keys is not None
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert make_mask(tokens).dtype == torch.uint8
+    assert make_mask(tokens).keys is not None
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("seqlens", [(9, 9), (1, 9), (4, 9)], ids=str)
+@pytest.mark.parametrize("padding", ["none", "left", "right", "gaps"])
+def test_mask_is_its_bool_tensor(window, causal, seqlens, padding, device):
+    """Each mask that is kept as a pattern gives what the tensor of transformers gives."""
+    q_length, kv_length = seqlens
+    place = torch.arange(kv_length).expand(3, -1)
+    tokens = (place.flip(1) if padding == "left" else place) < torch.tensor([[9], [6], [5]])
+    if padding == "gaps":
+        tokens = tokens.clone()
+        tokens[:, 2] = False
+    name = "causal" if causal else "bidirectional"
+    function = getattr(masking_utils, f"{name}_mask_function")
+    if window is not None:
+        function = getattr(masking_utils, f"sliding_window_{name}_mask_function")(window)
+    mask = transformers_mask.mask(
+        3, q_length, kv_length, kv_length - q_length, 0, function,
+        None if padding == "none" else tokens.to(device), window, allow_is_causal_skip=causal,
+        allow_is_bidirectional_skip=not causal, device=device,
+    )  # fmt: skip
+    q, k, v = (torch.randn(3, 4, n, 16, device=device) for n in (q_length, kv_length, kv_length))
+    module = torch.nn.Module()
+    assert mask.pattern is not None
+    out, _ = integration.attention(module, q, k, v, mask)
+    dense = mask.dense()
+    assert dense.shape == mask.shape
+    exact, _ = integration.attention(module, q, k, v, dense)
+    counts = dense.any(3)[:, 0] & tokens[:, kv_length - q_length :].to(device)
+    torch.testing.assert_close(out[counts], exact[counts])
+
+
+def test_mask_that_a_model_takes_apart_or_adds():
+    tokens = torch.arange(6) < torch.tensor([[6], [2]])
+    mask = make_mask(tokens)
+    dense = mask.dense()
+    assert (mask.ndim, mask.dim(), mask.shape, mask.dtype) == (4, 4, dense.shape, torch.bool)
+    assert torch.equal(mask[:, :, 2:4, :3], dense[:, :, 2:4, :3])
+    assert torch.equal(mask.logical_not(), ~dense)
+    assert torch.equal(torch.cat((mask, dense)), torch.cat((dense, dense)))
+    assert torch.equal(mask.to(torch.float32), dense.float())
+    assert mask.to("cpu") is mask
+    assert transformers_mask.mask(2, 6, 6, attention_mask=mask) is mask
+    scores = torch.randn(2, 4, 6, 6)
+    for added in (lambda: scores + mask, lambda: mask + scores, lambda: (1.0 - mask) * -1e9):
+        with pytest.raises((NotImplementedError, TypeError)):
+            added()
+    with pytest.raises(NotImplementedError, match=r"got \w*add\w*: this model computes its scores"):
+        scores + mask
 
 
 def test_own_mask_of_rank_4(device):
@@ -235,7 +323,7 @@ def test_own_mask_of_rank_4(device):
     additive = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
     check_beside_eager("llama", device, {**inputs, "attention_mask": additive})
     with torch.no_grad():
-        model = small_model("llama", "cupyflash", device)
+        model = small_model("llama", NAME, device)
         first, second = (
             model(**to({**inputs, "attention_mask": mask}, device)).logits
             for mask in (visible, additive)
@@ -245,7 +333,7 @@ def test_own_mask_of_rank_4(device):
 
 def test_dropout_in_training_follows_the_generator(device):
     inputs = to(small_inputs("llama")[0], device)
-    model = small_model("llama", "cupyflash", device, attention_dropout=0.5)
+    model = small_model("llama", NAME, device, attention_dropout=0.5)
     without = model(**inputs).loss
     model.train()
     losses = []
@@ -263,7 +351,7 @@ def test_gradient_checkpointing(device):
     inputs = to(small_inputs("gemma2")[0], device)
     gradients = []
     for checkpointing in (False, True):
-        model = small_model("gemma2", "cupyflash", device).train()
+        model = small_model("gemma2", NAME, device).train()
         if checkpointing:
             model.gradient_checkpointing_enable()
         gradients.append(results(model, inputs))
@@ -275,7 +363,7 @@ def test_compiled_model(device):
     """No graph break; the padding mask is not read."""
     inputs, kept = small_inputs("mistral", "left")
     inputs = to(inputs, device)
-    model = small_model("mistral", "cupyflash", device, num_hidden_layers=1)
+    model = small_model("mistral", NAME, device, num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**inputs).logits[kept], model(**inputs).logits[kept])
 
@@ -283,7 +371,7 @@ def test_compiled_model(device):
 def test_autocast(device):
     inputs = to(small_inputs("llama")[0], device)
     losses = []
-    for implementation in ("eager", "cupyflash"):
+    for implementation in ("eager", NAME):
         model = small_model("llama", implementation, device)
         with torch.autocast(device, torch.bfloat16):
             losses.append(model(**inputs).loss)
@@ -303,19 +391,123 @@ def test_values_with_fewer_columns_than_keys(device):
 
 def test_bad_input():
     x = torch.randn(1, 2, 5, 16)
-    module = torch.nn.Module()
+    module, packed = torch.nn.Module(), {"cu_seq_lens_q": torch.tensor([0, 2, 5])}
+    packed["cu_seq_lens_k"] = packed["cu_seq_lens_q"]
     with pytest.raises(ValueError, match=r"rank 4 .* got shape \(1, 5\)"):
         integration.attention(module, x, x, x, torch.ones(1, 5, dtype=torch.bool))
+    with pytest.raises(
+        ValueError, match=r"attention_mask must broadcast to .* \(1, 2, 5, 5\), got"
+    ):
+        integration.attention(module, x, x, x, torch.ones(1, 1, 5, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"integrations\.transformers: head_dim must be .* 264"):
+        integration.attention(module, *[torch.randn(1, 2, 5, 264)] * 3, None)
+    with pytest.raises(TypeError, match=r"transformers: .*key .*float16"):
+        integration.attention(module, x, x.half(), x, None)
+    with pytest.raises(ValueError, match=r"transformers: s_aux must be \(2,\), got \(3,\)"):
+        integration.attention(module, x, x, x, None, s_aux=torch.zeros(3))
     with pytest.raises(NotImplementedError, match="paged caches .* got int"):
         integration.attention(module, x, x, x, None, cache=0)
-    module.config = transformers.MistralConfig(sliding_window=3)
-    with pytest.raises(NotImplementedError, match=r"Module must hand its sliding_window"):
-        integration.attention(module, x, x, x, None)
+    with pytest.raises(ValueError, match="attention_mask must say which of 5 keys each of 4 quer"):
+        integration.attention(module, x[:, :, :4], x, x, None)
+    with pytest.raises(ValueError, match="attention_mask must say what sliding_window=3 means"):
+        integration.attention(module, x, x, x, None, is_causal=False, sliding_window=3)
+    image = transformers_mask.mask(1, 5, 5, mask_function=chunked(3), use_vmap=True)
+    for mask in (image, image.dense()):
+        with pytest.raises(NotImplementedError, match="cu_seq_lens_q must come with a causal"):
+            integration.attention(module, x, x, x, mask, **packed)
+
+
+def test_a_layer_without_a_mask():
+    """As in transformers: causal if the layer is, and one query sees all keys."""
+    q, k, v = torch.randn(3, 2, 4, 9, 16)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    module = torch.nn.Module()
+    for causal in (True, False):
+        module.is_causal = causal
+        out, _ = integration.attention(module, q, k, v, None)
+        torch.testing.assert_close(out, sdpa(q, k, v, is_causal=causal).transpose(1, 2))
+        out, _ = integration.attention(module, q, k, v, None, is_causal=not causal)
+        torch.testing.assert_close(out, sdpa(q, k, v, is_causal=not causal).transpose(1, 2))
+        out, _ = integration.attention(module, q[:, :, :1], k, v, None, sliding_window=0)
+        torch.testing.assert_close(out, sdpa(q[:, :, :1], k, v).transpose(1, 2))
+
+
+@pytest.mark.parametrize("width", [(20, 20), (12, 20), (20, 12)], ids=str)
+def test_head_dims_that_are_no_multiple_of_8(width, device):
+    head_dim, value_dim = width
+    q, k = torch.randn(2, 2, 4, 5, head_dim, device=device)
+    v = torch.randn(2, 4, 5, value_dim, device=device)
+    out, _ = integration.attention(torch.nn.Module(), q, k, v, None)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, exact.transpose(1, 2))
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "modernbert", "t5gemma"])
+def test_bidirectional_windows(name, padding, device):
+    """transformers' masks see `sliding_window` keys on each side of a token, both included."""
+    lengths = (24, 24) if padding == "none" else (24, 17, 5)
+    inputs, kept = small_inputs(name, padding, lengths)
+    changes = {"is_causal": False} if name in ("mistral", "gemma2") else {}
+    check_beside_eager(name, device, inputs, kept, **changes)
+
+
+# Models that multiply their matrices themselves, in some version since 5.4 with a lost mask.
+WITHOUT_INTERFACE = (
+    "Bloom", "XGLM", "CodeGen", "TrOCR", "Mpt", "MPNet", "MegatronBert", "Luke", "RoFormer",
+    "ImageGPT", "GPTNeo", "GPTJ", "Falcon", "XLNet", "Reformer", "Funnel", "Deberta",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_INTERFACE)
+def test_a_model_without_the_attention_interface_raises(name):
+    kind = {"TrOCR": "TrOCRForCausalLM"}.get(name, f"{name}Model")
+    model_class, config = getattr(transformers, kind), getattr(transformers, f"{name}Config")()
+    said = f'{kind}: computes its attention itself .* allowed is attn_implementation="eager"'
+    with torch.device("meta"), pytest.raises(ValueError, match=said):
+        model_class._from_config(config, attn_implementation=NAME)
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        model = model_class._from_config(config)
+    with pytest.raises(ValueError, match=said):
+        model.set_attn_implementation(NAME)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_part_without_the_attention_interface_raises():
+    """And may keep its own attention where the parts are told apart."""
+    encoder = transformers.ViTConfig(**MODELS["vit"][2], attn_implementation="eager")
+    decoder = transformers.TrOCRConfig(vocab_size=100, d_model=64, decoder_layers=1)
+    make = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs
+    model_class = transformers.VisionEncoderDecoderModel
+    said = "TrOCRForCausalLM: computes its attention itself .* for this part alone with a dict"
+    with pytest.raises(ValueError, match=said):
+        model_class._from_config(make(encoder, decoder), attn_implementation=NAME)
+    parts = {"": NAME, "encoder": NAME, "decoder": "eager"}
+    model = model_class._from_config(make(encoder, decoder), attn_implementation=parts)
+    assert model.encoder.config._attn_implementation == NAME
+    assert model.decoder.config._attn_implementation == "eager"
+    for request in (NAME, {"decoder": NAME}):
+        with pytest.raises(ValueError, match=said):
+            model.set_attn_implementation(request)
+    model.set_attn_implementation({"encoder": "eager"})
+    assert model.encoder.config._attn_implementation == "eager"
+    model.set_attn_implementation({"encoder": NAME})
+    assert model.encoder.config._attn_implementation == NAME
+
+
+def test_models_of_users_are_judged_by_what_they_inherit():
+    base = transformers.PreTrainedModel
+    for parent, capable in ((transformers.LlamaModel, True), (transformers.BloomModel, False)):
+        own = type("Own", (parent,), {"__module__": "typed_in"})
+        assert hands_attention_over(own, base) is capable
+        assert hands_attention_over(parent, base) is capable
+    assert hands_attention_over(transformers.ResNetModel, base)  # has no attention
 
 
 def test_a_transformers_without_the_interfaces(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(transformers.masking_utils, "sdpa_mask", lambda cache_position: None)
+        patch.setattr(masking_utils, "sdpa_mask", lambda cache_position: None)
         with pytest.raises(ImportError, match=r"needs transformers 5\.4 or newer, got \d"):
             integration.register()
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -323,15 +515,20 @@ def test_a_transformers_without_the_interfaces(monkeypatch):
         integration.register()
 
 
-def test_registered_name_is_not_sought_on_the_hub():
-    from transformers import modeling_utils
+def test_registered_name_is_taken_for_no_other():
+    """transformers looks for these inside of names."""
+    assert not [x for x in ("flash", "sdpa", "flex", "eager", "paged", "/", "|") if x in NAME]
+    for name in MODELS.keys() - {"t5"}:
+        assert small_model(name, NAME).config._attn_implementation == NAME
 
-    integration.register()
-    config = transformers.LlamaConfig(**GROUPED, attn_implementation="cupyflash")
-    assert not modeling_utils.is_flash_attention_requested(config)
-    assert modeling_utils.is_flash_attention_requested(None, "flash_attention_2")
-    for name in MODELS:
-        assert small_model(name, "cupyflash").config._attn_implementation == "cupyflash"
+
+def test_the_name_of_the_library_raises():
+    said = f'the name is "{NAME}", .* got "cupyflash"'
+    for name in ("llama", "gpt-oss"):  # the second names the builds of flash-attn that it takes
+        with pytest.raises(ValueError, match=said):
+            small_model(name, "cupyflash")
+        with pytest.raises(ValueError, match=said):
+            small_model(name, "eager").set_attn_implementation("cupyflash")
 
 
 def test_import_of_cupyflash_leaves_transformers_alone():

@@ -6,6 +6,8 @@ _ONE_LENGTH = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens")
 _ONE_LENGTH |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen")
 _KEY_VALUE = {"k": "kv", "v": "kv"}
 _TORCH = {"q": "query", "k": "key", "v": "value"}
+_ATEN = {"cu_seqlens_q": "cum_seq_q", "cu_seqlens_k": "cum_seq_k", "causal": "is_causal"}
+_ATEN |= {"max_seqlen_q": "max_q", "max_seqlen_k": "max_k"}
 
 NAMES = {
     "flash_attn_func": _WINDOW,
@@ -16,6 +18,21 @@ NAMES = {
     "flash_attn_varlen_qkvpacked_func": _WINDOW | _PACKED | _ONE_LENGTH,
     "scaled_dot_product_attention": _TORCH | {"bias": "attn_mask", "causal": "is_causal"},
     "attention_with_cache": {"k": "k_cache", "v": "v_cache"},
+    "_flash_attention_forward": _TORCH | _ATEN,
+    "_flash_attention_backward": _TORCH | _ATEN | {"dout": "grad_out", "lse": "logsumexp"},
+    "cupyflash.integrations.transformers": _TORCH
+    | {
+        "bias": "attention_mask",
+        "causal": "is_causal",
+        "cu_seqlens_k": "cu_seq_lens_k",
+        "cu_seqlens_q": "cu_seq_lens_q",
+        "dropout_p": "dropout",
+        "max_seqlen_k": "max_length_k",
+        "max_seqlen_q": "max_length_q",
+        "scale": "scaling",
+        "sinks": "s_aux",
+        "window": "sliding_window",
+    },
 }
 
 

@@ -87,9 +87,10 @@ def flash_attention_forward(
     ``num_splits`` is a hint that changes no result; keys are not split here.
     """
     function = "_flash_attention_forward"
-    if seqused_k is not None and library_of(query).wants_gradient(query, key, value):
-        fact = "seqused_k has no backward in torch, no tensor may require a gradient with it"
-        raise NotImplementedError(f"{function}: {fact}, got one that does")
+    for name, x in {"alibi_slopes": alibi_slopes, "seqused_k": seqused_k}.items():
+        if x is not None and library_of(query).wants_gradient(query, key, value):
+            fact = f"{name} has no backward in torch, no tensor may require a gradient with it"
+            raise NotImplementedError(f"{function}: {fact}, got one that does")
     if block_table is not None:
         raise NotImplementedError(f"{function}: block_table (paged keys) is not built in cupyflash")
     layout = "bshd" if cum_seq_q is None else "thd"

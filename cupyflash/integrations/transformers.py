@@ -1,46 +1,43 @@
 """cupyflash as an attention implementation of Hugging Face Transformers.
 
-`register` once, then ``attn_implementation="cupyflash"`` in ``from_pretrained`` or
-``model.set_attn_implementation("cupyflash")``.
+`register` once, then ``attn_implementation="cupy_attention"`` in ``from_pretrained`` or
+``model.set_attn_implementation("cupy_attention")``. Models whose attention does not go through the
+attention interface of transformers raise when they are loaded.
 """
 
-import functools
 import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import cupyflash
-
 from ..attention.dispatch import forward
-from ..attention.extras import Extras
+from ..attention.extras import NO_EXTRAS, Extras
+from .transformers_mask import FUNCTION, Mask, mask
+from .transformers_models import check_when_loaded
+from .transformers_pattern import Pattern
 
-NAME = "cupyflash"
+# A name with "flash" in it sends many models through paths that are meant for flash-attn.
+NAME = "cupy_attention"
+MISNOMER = "cupyflash"
 NEEDED = "transformers 5.4 or newer"
-FUNCTION = "cupyflash.integrations.transformers"
 
 
 def register() -> None:
-    """Add "cupyflash" to the attention functions and to the mask functions of transformers.
+    """Add "cupy_attention" to the attention functions and to the mask functions of transformers.
 
     Raises:
         ImportError: no transformers, or one without these interfaces.
     """
     try:
         import transformers
-        from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
-        from transformers import modeling_utils as models
-        from transformers.generation import utils as generation
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+        from transformers.masking_utils import sdpa_mask
     except ImportError as error:
         raise ImportError(f"{FUNCTION}.register: needs {NEEDED}, got: {error}") from error
-    if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+    if "q_length" not in inspect.signature(sdpa_mask).parameters:
         raise ImportError(f"{FUNCTION}.register: needs {NEEDED}, got {transformers.__version__}")
-    from .transformers_mask import mask
-
-    if NAME not in AttentionInterface().valid_keys():
-        for module in (models, masking_utils, generation):
-            _not_from_the_hub(module)
+    check_when_loaded(PreTrainedModel, NAME, MISNOMER)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
 
@@ -50,7 +47,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: Mask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -67,100 +64,123 @@ def attention(
     """`cupyflash.attention` of (batch, heads, seqlen, head_dim); the result has axes 1, 2 swapped.
 
     Args:
-        attention_mask: what `transformers_mask.mask` returned, or another mask of rank 4.
+        attention_mask: what `transformers_mask.mask` returned, which says all that is masked; or a
+            bool or additive mask of rank 4, likewise; or None, where `is_causal` alone says it.
+        is_causal: what a layer without a mask is; default ``module.is_causal``, else True.
         s_aux: attention sinks, (heads,).
         position_bias: added to the scores, as in T5.
-        cu_seq_lens_q, cu_seq_lens_k: sequences packed along axis 2, instead of a mask.
+        cu_seq_lens_q, cu_seq_lens_k: sequences packed along axis 2, each with the pattern of the
+            mask, or with ``is_causal`` and ``sliding_window`` where there is no mask.
         cache: a paged cache; none else is handed down to here.
-        others: ``sliding_window``, the keys that a query sees on each side, itself included.
+        others: ``sliding_window``, the keys that a query sees, itself included; what else a layer
+            tells changes nothing in its result.
 
     Raises:
-        NotImplementedError: a paged cache, layers that keep their window to themselves.
-        TypeError, ValueError: a mask of another rank, and as `cupyflash.attention`.
+        NotImplementedError: a paged cache, packed sequences with a mask that is no causal or
+            sliding one.
+        TypeError, ValueError: a mask of another rank, a causal layer without a mask whose keys are
+            not as many as its queries, and as `cupyflash.attention`.
     """
     if cache is not None:
         raise NotImplementedError(
             f"{FUNCTION}: paged caches (continuous batching) are not built yet, allowed are the "
             f"dynamic and the static cache, got {type(cache).__name__}"
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    width = -(-max(head_dim, value_dim) // 8) * 8  # latent attention has q and k wider than v
+    q, k, v = (_widened(x, width).transpose(1, 2) for x in (query, key, value))
+    scale = head_dim**-0.5 if scaling is None and width != head_dim else scaling
     softcap = softcap or 0.0
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if (wider := q.shape[-1] - v.shape[-1]) > 0:  # as in DeepSeek's latent attention
-        v = torch.nn.functional.pad(v, (0, wider))
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if cu_seq_lens_q is not None:
+        causal, window = _inside_sequences(attention_mask, causal, others.get("sliding_window"))
         lengths = (max_length_q, max_length_k)
-        options = (causal, scaling, _window(module, others), softcap, "thd", lengths, dropout)
+        options = (causal, scale, window, softcap, "thd", lengths, dropout)
         extras = Extras(cu_seq_lens_q.int(), cu_seq_lens_k.int(), sinks=s_aux)
         out, _ = forward(FUNCTION, *(x.flatten(0, 1) for x in (q, k, v)), options, extras)
-        out = out.unflatten(0, q.shape[:2])
+        out = out.unflatten(0, (query.shape[0], query.shape[2]))
     else:
-        if callable(attention_mask):
-            attention_mask = attention_mask()
-        options = _masked(attention_mask, position_bias)
-        if attention_mask is None or attention_mask.dtype in (torch.int32, torch.uint8):
-            options |= {"causal": causal, "window": _window(module, others, key.shape[2])}
-            if causal and q.shape[1] == k.shape[1]:  # padding of the one is padding of the other
-                options["seqused_q"] = options["seqused_k"]
-        out = cupyflash.attention(
-            q, k, v, scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout, **options
+        if isinstance(attention_mask, Mask):
+            options = attention_mask.options(query, key)
+        elif attention_mask is None:
+            options = _without_mask(query, key, causal, others.get("sliding_window"))
+        elif attention_mask.dim() != 4:
+            fact = "attention_mask must be of rank 4 or what the mask function returned"
+            raise ValueError(f"{FUNCTION}: {fact}, got shape {tuple(attention_mask.shape)}")
+        else:
+            options = {"bias": _broadcast(attention_mask, query, key)}
+        if position_bias is not None:
+            options["bias"] = _added(options.get("bias"), position_bias)
+        extras = Extras(
+            bias=options.get("bias"), sinks=s_aux, seqused_q=options.get("seqused_q"),
+            seqused_k=options.get("seqused_k"),
+        )  # fmt: skip
+        if not dropout and all(x is None for x in extras):
+            extras = NO_EXTRAS
+        causal, window = options.get("causal", False), options.get("window")
+        options = (causal, scale, window, softcap, "bshd", None, dropout)
+        out, _ = forward(FUNCTION, q, k, v, options, extras)
+    return out[..., :value_dim], None
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Zeros behind the last dimension, up to what the kernels take."""
+    missing = width - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def _broadcast(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The mask, if it fits the scores."""
+    shape = (*query.shape[:3], key.shape[2])
+    if not all(x in (1, n) for x, n in zip(mask.shape, shape)):
+        raise ValueError(
+            f"{FUNCTION}: attention_mask must broadcast to (batch, heads, queries, keys) = {shape}"
+            f", got shape {tuple(mask.shape)}"
         )
-    return out[..., : value.shape[-1]], None
+    return mask
 
 
-def _masked(mask: Tensor | None, position_bias: Tensor | None) -> dict[str, Any]:
-    """The options of `cupyflash.attention` that come from a mask and a bias."""
-    if mask is not None and mask.dim() != 4:
-        fact = "attention_mask must be of rank 4 or what the mask function returned"
-        raise ValueError(f"{FUNCTION}: {fact}, got shape {tuple(mask.shape)}")
-    lengths = None
-    if mask is not None and mask.dtype == torch.int32:
-        lengths, mask = mask.flatten(), None
-    elif mask is not None and mask.dtype == torch.uint8:
-        mask = mask.view(torch.bool)
-    if mask is None:
-        mask = position_bias
-    elif position_bias is not None and mask.dtype == torch.bool:
-        mask = position_bias.masked_fill(~mask, float("-inf"))
-    elif position_bias is not None:
-        mask = mask + position_bias
-    return {"bias": mask, "seqused_k": lengths}
+def _added(bias: Tensor | None, position_bias: Tensor) -> Tensor:
+    if bias is None:
+        return position_bias
+    if bias.dtype == torch.bool:
+        return position_bias.masked_fill(~bias, float("-inf"))
+    return bias + position_bias
 
 
-def _window(
-    module: torch.nn.Module, others: dict[str, Any], seqlen_k: int | None = None
-) -> tuple[int, int] | None:
-    """The window that a layer hands down, or has where its model forgets to.
+def _without_mask(query: Tensor, key: Tensor, causal: bool, window: int | None) -> dict[str, Any]:
+    """The options of a layer that has no mask; one query sees all keys, as in transformers."""
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    if window and seqlen_k >= window and not (causal and seqlen_q == seqlen_k):
+        raise ValueError(
+            f"{FUNCTION}: attention_mask must say what sliding_window={window} means for "
+            f"{seqlen_q} queries and {seqlen_k} keys, got None"
+        )
+    if not causal or seqlen_q == 1:
+        return {}
+    if seqlen_q != seqlen_k:
+        raise ValueError(
+            f"{FUNCTION}: attention_mask must say which of {seqlen_k} keys each of {seqlen_q} "
+            "queries of a causal layer sees, got None"
+        )
+    return {"causal": True, "window": (window - 1, 0) if window else None}
 
-    Raises:
-        NotImplementedError: layers of models that have a window, but do not tell.
-    """
-    told = "sliding_window" in others or hasattr(module, "sliding_window")
-    window = others.get("sliding_window", getattr(module, "sliding_window", None))
-    if window is not None:
-        return window - 1, window - 1
-    window = getattr(getattr(module, "config", None), "sliding_window", None)
-    if not told and window is not None and (seqlen_k is None or seqlen_k > window):
+
+def _inside_sequences(
+    attention_mask: Mask | Tensor | None, causal: bool, window: int | None
+) -> tuple[bool, tuple[int | None, int | None] | None]:
+    """(causal, window) inside each of the packed sequences."""
+    if isinstance(attention_mask, Mask):
+        pattern = attention_mask.pattern or attention_mask.packed
+    elif attention_mask is None and (causal or not window):
+        pattern = Pattern(window - 1 if window else None, 0 if causal else None)
+    else:
+        pattern = None
+    if pattern is None:
         raise NotImplementedError(
-            f"{FUNCTION}: {type(module).__name__} must hand its sliding_window to the attention "
-            f"function for sequences longer than that ({window}), got none"
+            f"{FUNCTION}: cu_seq_lens_q must come with a causal, bidirectional or sliding mask, or "
+            f"with none, got {type(attention_mask).__name__} of another kind"
         )
-    return None
-
-
-def _not_from_the_hub(module: Any) -> None:
-    """Keep a module of transformers from taking "cupyflash" for a build of flash-attn.
-
-    Its loader takes every name that holds "flash" for one, and fetches it from the hub or puts
-    another in its place.
-    """
-    original = module.is_flash_attention_requested
-
-    @functools.wraps(original)
-    def is_flash_attention_requested(
-        config: Any = None, requested_attention_implementation: str | None = None, **others: Any
-    ) -> bool:
-        name = getattr(config, "_attn_implementation", requested_attention_implementation)
-        return name != NAME and original(config, requested_attention_implementation, **others)
-
-    module.is_flash_attention_requested = is_flash_attention_requested
+    if pattern == Pattern(None, 0):
+        return True, None
+    return pattern.right == 0, pattern if pattern != Pattern() else None

@@ -1,11 +1,8 @@
 """What transformers hands to every layer as the mask of a forward, where cupyflash computes it.
 
-None, or one tensor of rank 4 whose dtype tells what it is:
-
-* bool or float (batch, 1 or heads, seqlen_q, seqlen_k): all that is masked; nothing else applies.
-* int32 (batch, 1, 1, 1): how many keys of each sequence count, beside what the layer says itself,
-  which is whether it is causal and its window. No mask is in memory, and padding takes no time.
-* uint8 (batch, 1, 1, seqlen_k): the keys that are no padding, beside what the layer says itself.
+A `Mask` says which keys each query sees without a matrix of scores in memory: the pattern of the
+mask function and the padding. The attention function reads both; a model that takes its mask apart
+gets the bool tensor which it stands for, and one that adds its mask to scores gets an error.
 
 The values of a padding mask are read once in a forward of more than one token, all layers together,
 which makes the host wait for the GPU: only they say whether there is padding, and where. Nothing is
@@ -14,16 +11,114 @@ read while torch compiles or a CUDA graph is captured.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    prepare_padding_mask,
-    sdpa_mask,
-)
+
+from .transformers_pattern import Pattern, pattern_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FUNCTION = "cupyflash.integrations.transformers"
+# What a model may do with a mask besides taking it apart. Arithmetic is for masks of another kind.
+TAKES_A_MASK = {
+    "cat", "concat", "concatenate", "logical_and", "logical_not", "logical_or", "masked_fill",
+    "pad", "repeat_interleave", "scaled_dot_product_attention", "where", "zeros_like",
+    "__and__", "__or__", "__rand__", "__ror__",
+}  # fmt: skip
+
+
+class Mask:
+    """The mask of a forward, by its pattern and its padding.
+
+    Attributes:
+        shape: (batch, 1, seqlen_q, seqlen_k), of the bool tensor which it stands for.
+        pattern: which keys a query sees, or None: only `dense` knows.
+        packed: the pattern inside each sequence, where ``cu_seqlens`` say which these are.
+        lengths: int32 (batch,), the keys of each sequence that count, or None.
+        keys: bool (batch, 1, 1, seqlen_k), False for padding, or None.
+    """
+
+    ndim = 4
+    dtype = torch.bool
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        device: torch.device,
+        build: Callable[[], Tensor],
+        pattern: Pattern | None = None,
+        packed: Pattern | None = None,
+        lengths: Tensor | None = None,
+        keys: Tensor | None = None,
+    ) -> None:
+        self.shape, self.device, self.build = shape, device, build
+        self.pattern, self.packed = pattern, packed
+        self.lengths, self.keys = lengths, keys
+        self.built: Tensor | None = None
+
+    def dense(self) -> Tensor:
+        """The bool tensor of `shape`, built at the first call."""
+        if self.built is None:
+            self.built = self.build()
+        return self.built
+
+    def options(self, query: Tensor, key: Tensor) -> dict[str, Any]:
+        """Options of `cupyflash.attention` for q and k of (batch, heads, seqlen, head_dim)."""
+        if (query.shape[2], key.shape[2]) != self.shape[2:]:
+            raise ValueError(
+                f"{FUNCTION}: attention_mask must be of the {query.shape[2]} queries and "
+                f"{key.shape[2]} keys of the layer, got {self.shape[2]} and {self.shape[3]}"
+            )
+        if self.pattern is None:
+            return {"bias": self.dense()}
+        left, right = self.pattern
+        causal = right == 0
+        options: dict[str, Any] = {"causal": causal, "bias": self.keys}
+        if left is not None or not causal and right is not None:
+            options["window"] = (left, right)
+        if self.lengths is not None:
+            lengths = self.lengths.to(query.device)
+            if lengths.shape[0] != query.shape[0]:
+                lengths = lengths.expand(query.shape[0]).contiguous()
+            options["seqused_k"] = lengths
+            if causal and query.shape[2] == key.shape[2]:  # padding of the one is the other's
+                options["seqused_q"] = lengths
+        return options
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def to(self, *target: Any, **named_target: Any) -> "Mask | Tensor":
+        """Itself on another device, as `accelerate` asks; else the bool tensor, converted."""
+        dtype = torch._C._nn._parse_to(*target, **named_target)[1]
+        if dtype in (None, torch.bool):
+            return self
+        return self.dense().to(*target, **named_target)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.dense()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: tuple = (), options: dict | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name not in TAKES_A_MASK:
+            raise NotImplementedError(
+                f"{FUNCTION}: a mask is handed to the attention function, combined or taken apart, "
+                f"got {name}: this model computes its scores itself, so take "
+                'attn_implementation="eager"'
+            )
+        tensors = functools.partial(torch.utils._pytree.tree_map_only, cls, cls.dense)
+        return function(*tensors(arguments), **tensors(options or {}))
 
 
 def mask(
@@ -32,60 +127,94 @@ def mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int | Tensor = 0,
-    mask_function: Callable[..., Tensor] = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: "Tensor | Mask | None" = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
-    config: Any = None,
+    use_vmap: bool = False,
+    config: "PreTrainedConfig | None" = None,
     device: torch.device | str = "cpu",
     **others: Any,
-) -> Tensor | Callable[[], Tensor] | None:
-    """The mask of a forward; of packed sequences a function that builds it, if a layer needs it.
+) -> Mask | Tensor:
+    """The mask of a forward; a bool tensor where it is cheap and a layer needs it anyway.
 
     Args:
         q_offset, kv_offset: positions of the first query and key; a tensor with a static cache.
-        mask_function: (batch, head, query, key) -> visible, of indices.
-        attention_mask: padding, bool (batch, keys up to now), True where there is a token.
+        mask_function: (batch, head, query, key) -> visible, of indices; causal by default.
+        attention_mask: padding, bool (batch, keys up to now), True where there is a token; or what
+            this function returned for the same forward.
         local_size: the sliding window, or the length of chunks.
-        allow_is_causal_skip, allow_is_bidirectional_skip: the pattern may be left to the layers.
+        allow_is_causal_skip, allow_is_bidirectional_skip: the mask is handed to layers as it is.
+        use_vmap: a part of the mask function is the model's own.
     """
-    whole = functools.partial(
-        sdpa_mask,
+    from transformers import masking_utils as masks
+
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    if mask_function is None:
+        mask_function = masks.causal_mask_function
+    build = functools.partial(
+        masks.sdpa_mask,
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-        allow_is_causal_skip=False, allow_is_bidirectional_skip=False, device=device, **others,
+        allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap,
+        device=device, **others,
     )  # fmt: skip
-    bidirectional = allow_is_bidirectional_skip or mask_function is bidirectional_mask_function
-    window = local_size is not None and local_size == getattr(config, "sliding_window", None)
-    if window:
-        left_to_layers = allow_is_causal_skip or allow_is_bidirectional_skip
-    else:
-        left_to_layers = mask_function in (causal_mask_function, bidirectional_mask_function)
+    shape, device = (batch_size, 1, q_length, kv_length), torch.device(device)
     counted = isinstance(q_offset, int) and isinstance(kv_offset, int)
-    if not left_to_layers:
-        packed = attention_mask is None and counted and q_length == kv_length
-        return functools.cache(whole) if packed and not _unreadable(device) else whole()
-    # A static cache has room behind the last token: the last query is not the one of the last key.
-    if counted and (bidirectional or q_offset + q_length == kv_offset + kv_length):
+    as_it_is = allow_is_causal_skip or allow_is_bidirectional_skip
+    plain = mask_function in (masks.causal_mask_function, masks.bidirectional_mask_function)
+    pattern = pattern_of(mask_function) if as_it_is or plain else None
+    if pattern is None:
+        if attention_mask is None and counted and q_length == kv_length:
+            packed = _packed_pattern(mask_function, local_size, use_vmap, config)
+            return Mask(shape, device, build, packed=packed)
+        return build()
+    whole = pattern == Pattern()
+    ends_at_last_key = counted and q_offset + q_length == kv_offset + kv_length
+    if whole or ends_at_last_key:
         if attention_mask is None:
-            return None
-        visible = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        visible = visible[:, kv_offset : kv_offset + kv_length]
-        if q_length > 1 and not _unreadable(device):
-            gaps = (visible[:, 1:] > visible[:, :-1]).any()
-            padded, gaps = torch.stack((~visible.all(), gaps)).tolist()
-            if not padded:
-                return None
-            if not gaps and (bidirectional or q_length == kv_length):
-                return visible.sum(1, dtype=torch.int32)[:, None, None, None]
-        return visible.to(torch.uint8)[:, None, None]
-    if attention_mask is None and not bidirectional:
-        lengths = torch.full((batch_size, 1, 1, 1), q_length, dtype=torch.int32, device=device)
-        return lengths + (q_offset - kv_offset)
-    return whole()
+            return Mask(shape, device, build, pattern)
+        if counted:
+            visible = masks.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+            visible = visible[:, kv_offset : kv_offset + kv_length]
+            by_length = whole or pattern.right == 0 and q_length == kv_length
+            return Mask(shape, device, build, pattern, **_padding(visible, q_length, by_length))
+    # A static cache has room behind the last token: the last query is not the one of the last key.
+    if attention_mask is None and pattern.right == 0:
+        lengths = torch.full((batch_size,), q_length, dtype=torch.int32, device=device)
+        lengths = (lengths + (q_offset - kv_offset)).int()
+        return Mask(shape, device, build, pattern, lengths=lengths)
+    return build()
 
 
-def _unreadable(device: torch.device | str) -> bool:
+def _padding(visible: Tensor, q_length: int, by_length: bool) -> dict[str, Tensor]:
+    """What a `Mask` keeps of a padding mask, bool (batch, seqlen_k): lengths, keys, or nothing."""
+    if q_length > 1 and not _unreadable(visible.device):
+        gaps = (visible[:, 1:] > visible[:, :-1]).any()
+        padded, gaps = torch.stack((~visible.all(), gaps)).tolist()
+        if not padded:
+            return {}
+        if not gaps and by_length:
+            return {"lengths": visible.sum(1, dtype=torch.int32)}
+    return {"keys": visible[:, None, None]}
+
+
+def _packed_pattern(
+    mask_function: Callable[..., Any], local_size: int | None, use_vmap: bool, config: Any
+) -> Pattern | None:
+    """The pattern inside each of several packed sequences, if they are all that was added to it."""
+    if use_vmap or getattr(mask_function, "__name__", "") != "and_mask":
+        return None
+    if local_size is None:
+        return Pattern(right=0)
+    chunks = getattr(config, "attention_chunk_size", None)
+    if local_size == getattr(config, "sliding_window", None) and local_size != chunks:
+        return Pattern(local_size - 1, 0)
+    return None
+
+
+def _unreadable(device: torch.device) -> bool:
     """Whether torch compiles or captures, so that values cannot steer what is done."""
-    on_gpu = torch.device(device).type == "cuda"
+    on_gpu = device.type == "cuda"
     return torch.compiler.is_compiling() or (on_gpu and torch.cuda.is_current_stream_capturing())
