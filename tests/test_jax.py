@@ -46,5 +46,5 @@ def test_optional_arrays():
 
 def test_jit_is_refused():
     _, x = problem("float32")
-    with pytest.raises(TypeError, match="attention: arrays must be .* or speak DLPack"):
+    with pytest.raises(TypeError, match="attention: q must be .* or speak DLPack"):
         jax.jit(cupyflash.attention)(x.q, x.k, x.v)

@@ -172,11 +172,15 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   const auto write_tile = [&](const FwdTile& tile, int stage) {
     float lse[2];
     float2 sums[2];  // of a split; the kernel that combines them adds the sink
-    const float sink_log2 = SPLIT ? -INF : sink_of(tile) * LOG2E;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (SPLIT) sums[half] = state.partial(half, score.scale_log2);
-      float inverse = state.finish(half, score.scale_log2, lse[half], sink_log2);
+      float inverse;
+      if constexpr (SPLIT) {
+        sums[half] = state.partial(half, score.scale_log2);
+        inverse = sums[half].y == 0.f ? 0.f : rcp_approx(sums[half].y);
+      } else {
+        inverse = state.finish(half, score.scale_log2, lse[half], sink_of(tile) * LOG2E);
+      }
       if constexpr (DROPOUT) inverse *= shape.dropout_scale;
 #pragma unroll
       for (int d = 0; d < HEAD_DIM / 8; ++d) {

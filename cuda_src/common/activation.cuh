@@ -64,9 +64,11 @@ __device__ __forceinline__ float slope_scaled(float u) {
     const float density = INV_SQRT_2PI * exp2_approx(-0.5f * LOG2E * u * u);
     return 0.5f * (1.f + erff(SQRT_HALF * u)) + u * density;
   } else if constexpr (ACTIVATION == gelu_tanh) {
-    const float s = sigmoid(2.f * GELU_SCALE * (u + GELU_CUBIC * u * u * u));
+    // With s = 1 / (1 + e), 1 - s is s * e without the cancellation.
+    const float z = -2.f * LOG2E * GELU_SCALE * (u + GELU_CUBIC * u * u * u);
+    const float e = exp2_approx(fminf(z, 126.f)), s = rcp_approx(1.f + e);
     const float slope = 2.f * GELU_SCALE * (1.f + 3.f * GELU_CUBIC * u * u);
-    return s + u * s * (1.f - s) * slope;
+    return s + u * s * (s * e) * slope;
   } else if constexpr (ACTIVATION == relu) {
     return u > 0.f ? 1.f : 0.f;
   } else {

@@ -66,6 +66,8 @@ class Product(torch.autograd.Function):
             *(arrays.cos, arrays.sin, arrays.positions),
         )
         arrays = arrays._replace(x=x, weight=weight, bias=bias, residual=residual)
+        if x.dtype == torch.float32 and x.is_cuda:
+            return _product_in_float32(function, arrays, ctx.options)
         return dispatch.run(function, LIBRARY, (*arrays, *NO_DOWN), ctx.options)
 
     @staticmethod
@@ -141,9 +143,9 @@ def _product(function: str, arrays: Arrays, options: Options, traced: bool) -> T
     dtype, bias = arrays.x.dtype, arrays.bias
     bias = None if bias is None else bias.to(dtype)
     arrays = arrays._replace(weight=arrays.weight.to(dtype), bias=bias)
-    if dtype == torch.float32 and arrays.x.is_cuda:
-        return _product_in_float32(function, arrays, options)
     if traced:
+        if dtype == torch.float32 and arrays.x.is_cuda:
+            return _product_in_float32(function, arrays, options)
         return torch_ops.operator(*torch_ops.flat(function, arrays, options, NO_DOWN))
     x, weight, bias, residual = arrays.x, arrays.weight, arrays.bias, arrays.residual
     return Product.apply(x, weight, bias, residual, (function, arrays, options))
@@ -193,7 +195,7 @@ def check_once(function: str, arrays: Arrays, down: Down, options: Options) -> N
     given = (*arrays, *down)
     try:
         key = (function, options, *[None if y is None else LIBRARY.signature(y) for y in given])
-    except AttributeError:  # an array of another library
+    except (AttributeError, TypeError):  # an array of another library
         check(function, LIBRARY, given, options)
         raise
     if key not in _checked:

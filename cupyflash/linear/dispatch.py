@@ -83,7 +83,7 @@ def run(function: str, library: Any, given: tuple[Array | None, ...], options: O
     try:
         pointers = tuple([0 if y is None else library.pointer(y) for y in given])
         signatures = tuple([None if y is None else library.signature(y) for y in given])
-    except AttributeError:  # an array of another library
+    except (AttributeError, TypeError):  # an array of another library
         check(function, library, given, options)
         raise
     unaligned = 0

@@ -1,5 +1,6 @@
 """GroupNorm fused with an activation function."""
 
+import functools
 from typing import Any
 
 from ..array import Array, compiling, library_of
@@ -98,8 +99,12 @@ def group_norm_backward(
     Raises:
         As `group_norm`.
     """
-    activation = "none" if activation is None else activation
     arrays = (dout, x, weight, bias, stats)
+    if compiling():
+        from ..torch_eager import eagerly
+
+        return eagerly(functools.partial(group_norm_backward, activation=activation), *arrays)
+    activation = "none" if activation is None else activation
     call: Any = lambda *known: group_norm_dispatch.backward(  # noqa: E731
         "group_norm_backward", library_of(known[1]), *known, activation
     )

@@ -138,6 +138,10 @@ def _results(
 def _backward(
     function: str, rms: bool, arrays: tuple[Array | None, ...], need_dbias: bool
 ) -> tuple[Array, ...]:
+    if compiling():
+        from ..torch_eager import eagerly
+
+        return eagerly(_backward, function, rms, arrays, need_dbias)
     call = lambda *known: dispatch.backward(  # noqa: E731
         function, rms, library_of(known[1]), *known, need_dbias
     )
