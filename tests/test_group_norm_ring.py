@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import random
 import re
 import shutil
@@ -339,6 +340,13 @@ def test_shapes_share_a_workspace(backend):
         assert all((again[name] == first[i][name]).all() for name in again)
 
 
+# The ring's memory lies beside the pools, so the whole GPU is asked.
+alone = pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" in os.environ, reason="measures the memory of the GPU: run without -n"
+)
+
+
+@alone
 @each_library(device="cuda")
 def test_memory_of_many_shapes(backend):
     """A hundred shapes later there is no more memory in use than after the first."""
@@ -366,6 +374,7 @@ def device_memory(backend):
     return total - free
 
 
+@alone
 @each_library(library="torch", device="cuda")
 def test_dropped_graphs_leave_no_memory(backend):
     import torch
