@@ -148,3 +148,13 @@ def test_forward_is_bitwise_repeatable(backend):
     first = cupyflash.attention(inputs.q, inputs.k, inputs.v, causal=True)
     second = cupyflash.attention(inputs.q, inputs.k, inputs.v, causal=True)
     assert (first == second).all()
+
+
+@pytest.mark.parametrize("layout", ["thd", "thd-bshd", "bshd-thd", "bhsd-bshd", "bshd-"])
+def test_names_of_packed_layouts_are_not_for_callers(layout):
+    q = numpy.zeros((2, 2, 2, 8) if layout.startswith("b") else (2, 2, 8), numpy.float32)
+    k = numpy.zeros((2, 2, 2, 8) if not layout.endswith("thd") else (2, 2, 8), numpy.float32)
+    with pytest.raises(
+        ValueError, match=f"attention: layout must be 'bshd' or 'bhsd', got '{layout}'"
+    ):
+        cupyflash.attention(q, k, k, layout=layout)

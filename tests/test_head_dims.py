@@ -291,3 +291,20 @@ def test_caches_are_refused(backend):
         positions = backend.array(numpy.zeros(1, "int32"))
         with pytest.raises(ValueError, match=r"^attention_with_cache: .*got"):
             cupyflash.attention_with_cache(new.q, new.k, new.v, inputs.k, inputs.v, positions)
+
+
+def test_out_of_a_wider_array_can_be_changed_in_place(monkeypatch):
+    """As on a GPU, where out is columns of a wider array: torch lets nobody change such views."""
+    import torch
+
+    def padded(*arguments):
+        out, lse = forward(*arguments)
+        return torch.nn.functional.pad(out, (0, 3))[..., : out.shape[-1]], lse
+
+    forward = dispatch.forward_without_gradient
+    monkeypatch.setattr(dispatch, "forward_without_gradient", padded)
+    q = torch.randn(2, 3, 2, 5, requires_grad=True)
+    unchanged = cupyflash.attention(q, q, q)
+    out = cupyflash.attention(q, q, q)
+    out += 1
+    torch.testing.assert_close(out, unchanged + 1, rtol=0, atol=0)

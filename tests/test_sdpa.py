@@ -227,3 +227,24 @@ def test_signature_is_that_of_torch(backend):
         function(*named.values(), None, 0.0, False)
         with pytest.raises(TypeError):
             function(*named.values(), None, 0.0, False, 1.0)
+
+
+@pytest.mark.parametrize("axes", [(2, 3, 4), (4,), ()], ids=str)
+def test_values_of_another_head_dim_with_any_axes(axes):
+    import torch
+
+    q, k, v = (torch.randn(*axes, *size) for size in ((5, 8), (6, 8), (6, 16)))
+    out = cupyflash.scaled_dot_product_attention(q, k, v)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    torch.testing.assert_close(out.double(), theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [(3, 2, 4), (1, 6, 4), (6, 1, 4)], ids=str)
+@pytest.mark.parametrize("wrong", ["key", "value"])
+def test_axes_that_only_have_the_same_product_are_refused(axes, wrong):
+    import torch
+
+    arrays = {name: torch.randn(2, 3, 4, 5, 8) for name in ("query", "key", "value")}
+    arrays[wrong] = torch.randn(*axes, 5, 8)
+    with pytest.raises(ValueError, match="the same sizes of those before heads, got"):
+        cupyflash.scaled_dot_product_attention(**arrays)

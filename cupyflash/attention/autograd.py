@@ -20,6 +20,8 @@ class Attention(torch.autograd.Function):
         out, lse = dispatch.forward_without_gradient(
             function, library_of(q), q, k, v, options, extras, True
         )
+        if out._is_view():  # columns of a wider array: torch would refuse out.mul_(x)
+            out = out.detach()
         ctx.save_for_backward(q, k, v, out, lse, *(() if extras is NO_EXTRAS else extras))
         ctx.arguments = (function, options, deterministic)
         ctx.set_materialize_grads(False)  # a dlse of zeros would be read for nothing

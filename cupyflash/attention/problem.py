@@ -23,6 +23,11 @@ MAX_SEQLEN = 2**29  # so that sums of lengths and windows fit 32 bits in the ker
 MAX_BLOCKS = 2**31  # of a grid
 MAX_MAP_STRIDE = 2**40  # bytes, of a tensor map
 MAX_BOX_SCALE = 2.0**20  # beyond, a bias in units of the score times 2^-104 is no normal float32
+AXES = {
+    "bshd": "(batch, seqlen, heads, head_dim)",
+    "bhsd": "(batch, heads, seqlen, head_dim)",
+    "thd": "(total, heads, head_dim)",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +165,13 @@ def check(
         NotImplementedError: optional arrays that packed sequences do not have.
     """
     extras = extras or {}
+    if options.max_seqlens is None and options.layout not in ("bshd", "bhsd"):
+        fact = "layout must be 'bshd' or 'bhsd'"
+        raise ValueError(f"{function}: {fact}, got {options.layout!r}")
     q, k, v = (tensors[name] for name in "qkv")
     say = functools.partial(caller_name, function)
     for name, x in tensors.items():
-        axes = _axes(function, options.layout_of(name))
+        axes = AXES[options.layout_of(name)]
         if len(x.shape) != len(axes.split()):
             fact = f"{say(name)} must have {len(axes.split())} dimensions {axes}"
             raise ValueError(f"{function}: {fact}, got {len(x.shape)}: {x.shape}")
@@ -272,17 +280,6 @@ def canonical_strides(name: str, x: View, options: Options) -> Strides:
     if layout == "bhsd":
         return Strides(steps[0], steps[2], steps[1])
     return Strides(steps[0], steps[1], steps[2])
-
-
-def _axes(function: str, layout: str) -> str:
-    axes = {
-        "bshd": "(batch, seqlen, heads, head_dim)",
-        "bhsd": "(batch, heads, seqlen, head_dim)",
-        "thd": "(total, heads, head_dim)",
-    }
-    if layout not in axes:
-        raise ValueError(f"{function}: layout must be 'bshd' or 'bhsd', got {layout!r}")
-    return axes[layout]
 
 
 def _dimensions(x: View, layout: str) -> tuple[int, int, int, int]:

@@ -64,10 +64,12 @@ def scaled_dot_product_attention(
             options |= {"scale": scale, "enable_gqa": enable_gqa}
             return to_foreign(scaled_dot_product_attention(**known, **options), query)
         _require_dense(library, given)
-    shape = tuple(query.shape)
-    if not len(shape) == len(key.shape) == len(value.shape) >= 2:
+    shapes = [tuple(x.shape) for x in (query, key, value)]
+    shape = shapes[0]
+    same_batch = shape[:-3] == shapes[1][:-3] == shapes[2][:-3]
+    if not (len(shape) == len(shapes[1]) == len(shapes[2]) >= 2 and same_batch):
         fact = "query, key and value must have the same axes (..., heads, seqlen, head_dim)"
-        shapes = [tuple(x.shape) for x in (query, key, value)]
+        fact += ", and the same sizes of those before heads"
         raise ValueError(f"{FUNCTION}: {fact}, got {shapes}")
     q, k, v = (_four_axes(x) for x in (query, key, value))
     if not enable_gqa and not q.shape[1] == k.shape[1] == v.shape[1]:
@@ -79,7 +81,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         extras = Extras(bias=_at_most_four_axes(attn_mask, shape))
     out, _ = forward(FUNCTION, q, k, v, options, extras)
-    return out if len(shape) == 4 else _reshape(out, shape)
+    return out if len(shape) == 4 else _reshape(out, (*shape[:-1], shapes[2][-1]))
 
 
 def _known(name: str, x: Array) -> Array:
