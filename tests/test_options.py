@@ -148,3 +148,10 @@ def test_equal_options_are_one_key():
     found = plain_options("f", others)
     assert found == right and list(map(type, found)) == list(map(type, right))
     assert list(map(type, found[2])) == [int, int]
+
+
+@pytest.mark.parametrize("causal", [False, True, "top-left", "bottom-right"])
+def test_usual_options_are_taken_as_they_are(causal):
+    """The same object: the hot path reads each option once."""
+    options = (causal, None, (-1, 0), 0.0, "bshd", None, 0.0)
+    assert plain_options("attention", options) is options

@@ -156,6 +156,33 @@ def test_autocast(backend, mode):
 
 
 @each(library="torch")
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_autocast_takes_sinks_of_the_dtype_that_q_had(backend, mode):
+    """As it does a bias; float32 sinks stay."""
+    import torch
+
+    given, half = (
+        (torch.bfloat16, torch.float16) if backend.gpu else (torch.float16, torch.bfloat16)
+    )
+    q = torch.randn(1, 5, 2, 64, device=backend.device).to(half)
+    sinks = torch.tensor([0.5, -1.0], device=backend.device, dtype=given, requires_grad=True)
+
+    def function(q, sinks):
+        with torch.autocast(backend.device, half):
+            return cupyflash.attention(q, q, q, sinks=sinks)
+
+    if mode == "compiled":
+        torch.compiler.reset()
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    out = function(q.to(given).float(), sinks)
+    out.float().sum().backward()
+    assert out.dtype == half and sinks.grad.dtype == given
+    q_ = q.to(given).float().to(half)
+    expected_out = cupyflash.attention(q_, q_, q_, sinks=sinks.detach().to(half))
+    torch.testing.assert_close(out, expected_out, rtol=0, atol=0)
+
+
+@each(library="torch")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_repeats_the_dropout(backend, use_reentrant):
     import torch

@@ -41,7 +41,7 @@ def plain_options(function: str, options: tuple) -> tuple:
     """
     causal, scale, window, softcap, layout, max_seqlens, dropout_p = options
     if (
-        type(causal) is bool
+        type(causal) in (bool, str)
         and (scale is None or type(scale) is float)
         and (window is None or _is_plain_pair(window))
         and (type(softcap) is float or _is_zero(softcap))

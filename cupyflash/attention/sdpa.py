@@ -96,9 +96,8 @@ def _require_dense(library: Any, arrays: dict[str, Array]) -> None:
             got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
             got = got.removeprefix("builtins.")
             raise TypeError(f"{FUNCTION}: {name} must be a {library.name} like query, got {got}")
-        view = library.view(x)
-        if view.shape and not view.strides:
-            raise TypeError(f"{FUNCTION}: {name} must be dense, got {view.dtype}")
+        if not library.is_strided(x):
+            raise TypeError(f"{FUNCTION}: {name} must be dense, got {library.view(x).dtype}")
 
 
 def _four_axes(x: Array) -> Array:

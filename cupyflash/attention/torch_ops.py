@@ -28,7 +28,7 @@ def autocast(
 ) -> tuple[Tensor, Tensor, Tensor, Extras]:
     """The arrays of a call as torch's own attention would see them under autocast.
 
-    A float32 bias stays what it is: the kernels read it as it lies.
+    A float32 bias and float32 sinks stay what they are: the kernels read them as they lie.
     """
     device = q.device.type
     if q.is_meta or not torch.is_autocast_enabled(device):
@@ -38,8 +38,10 @@ def autocast(
     def cast(x: Tensor) -> Tensor:
         return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
-    if extras.bias is not None and extras.bias.dtype != torch.float32:
-        extras = extras._replace(bias=cast(extras.bias))
+    for name in ("bias", "sinks"):
+        x = getattr(extras, name)
+        if x is not None and x.dtype != torch.float32:
+            extras = extras._replace(**{name: cast(x)})
     return cast(q), cast(k), cast(v), extras
 
 
