@@ -11,11 +11,12 @@ CUDA may be called. Here it is ``sem_post`` of the C library; what its semaphore
 when something is captured next.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import c_int, c_size_t, c_uint, c_uint64, c_void_p
 
 from .tensor_map import DRIVER
@@ -40,6 +41,30 @@ def when_graph_is_gone(stream: int, release: Callable[[], None]) -> None:
     """
     _graphs.collect()
     _graphs.retain(stream, release)
+
+
+@contextlib.contextmanager
+def allocations_held() -> Iterator[None]:
+    """Within, all that CuPy allocates while its current stream records a graph lives as long as it.
+
+    For array operations of CuPy, whose temporary arrays nobody else can hold.
+    """
+    import cupy
+
+    stream = cupy.cuda.get_current_stream().ptr
+    if not is_capturing(stream):
+        yield
+        return
+    held, allocate = [], cupy.cuda.get_allocator()
+
+    def allocate_and_hold(size: int) -> object:
+        memory = allocate(size)
+        held.append(memory)
+        return memory
+
+    when_graph_is_gone(stream, held.clear)
+    with cupy.cuda.using_allocator(allocate_and_hold):
+        yield
 
 
 class Graphs:

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from ..array import Array, compiling, from_foreign, library_of, to_foreign
+from ..graph_memory import allocations_held
 from .grouped import array_namespace
 
 FUNCTION = "flash_attn_combine"
@@ -58,8 +59,9 @@ def flash_attn_combine(
         raise NotImplementedError(f"{FUNCTION}: {fact}, got a tensor")
     xp = sys.modules["torch"] if is_torch else array_namespace(out_partial)
     # CuPy computes on the current device.
-    place = out_partial.device if _module(out_partial) == "cupy" else contextlib.nullcontext()
-    with place:
+    is_cupy = _module(out_partial) == "cupy"
+    place = out_partial.device if is_cupy else contextlib.nullcontext()
+    with place, allocations_held() if is_cupy else contextlib.nullcontext():
         result, lse = _combined(xp, out_partial, lse_partial, is_torch)
         result = result.to(out_dtype) if is_torch else result.astype(out_dtype, copy=False)
         if out is None:

@@ -1,5 +1,6 @@
 """A diffusion step from arrays to its plan; a call of known signature is one look-up."""
 
+import contextlib
 import math
 import numbers
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ import numpy
 
 from ..array import Array, View, library_of
 from ..checks import require_like, views_of
+from ..graph_memory import allocations_held
 from ..kernel_launch import keep
 from . import reference
 from .kernels import model_dtypes
@@ -90,11 +92,13 @@ def step(
     if threshold is not None:
 
         def limits() -> Array:
-            if steps is None:
-                of_model = tuple(sampler.coefficients[number, :2].tolist())
-            else:
-                of_model = gathered(library, table, steps)
-            return thresholds(threshold, library, of_model, x, predicted)
+            is_cupy = library.name == "cupy.ndarray"
+            with allocations_held() if is_cupy else contextlib.nullcontext():
+                if steps is None:
+                    of_model = tuple(sampler.coefficients[number, :2].tolist())
+                else:
+                    of_model = gathered(library, table, steps)
+                return thresholds(threshold, library, of_model, x, predicted)
 
     tables = of_steps, pointer(table)
     return plan(x, pointers, tables, limits, of_seeds, seed or 0, number or 0)

@@ -1,0 +1,49 @@
+"""What CuPy allocates while a graph is recorded lives as long as it. Needs no GPU: CuPy is a fake."""
+
+import contextlib
+import gc
+import sys
+import types
+import weakref
+
+import pytest
+
+from cupyflash import graph_memory
+
+
+class Memory:
+    """What an allocator of CuPy returns."""
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    fake = types.SimpleNamespace(allocators=[lambda size: Memory()], ends=[])
+    stream = types.SimpleNamespace(ptr=7)
+
+    @contextlib.contextmanager
+    def using_allocator(allocator):
+        fake.allocators.append(allocator)
+        yield
+        fake.allocators.pop()
+
+    fake.cuda = types.SimpleNamespace(
+        get_current_stream=lambda: stream,
+        get_allocator=lambda: fake.allocators[-1],
+        using_allocator=using_allocator,
+    )
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(graph_memory, "when_graph_is_gone", lambda _, end: fake.ends.append(end))
+    return fake
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_until_the_graph_is_gone(cupy, monkeypatch, capturing):
+    monkeypatch.setattr(graph_memory, "is_capturing", lambda stream: capturing)
+    with graph_memory.allocations_held():
+        memory = weakref.ref(cupy.allocators[-1](100))
+    gc.collect()
+    assert (memory() is not None) == capturing and len(cupy.allocators) == 1
+    for end in cupy.ends:
+        end()
+    gc.collect()
+    assert memory() is None
