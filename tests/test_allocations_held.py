@@ -1,4 +1,4 @@
-"""What CuPy allocates while a graph is recorded lives as long as it. Needs no GPU: CuPy is a fake."""
+"""What CuPy allocates while a graph is recorded lives as long as it. No GPU: CuPy is a fake."""
 
 import contextlib
 import gc
