@@ -250,6 +250,25 @@ def test_compiled(backend, function):
 
 
 @torch_only
+def test_compiled_calls_that_are_refused(backend):
+    """What eager calls refuse is not left out where each step is an operator."""
+    import torch
+
+    make = lambda *shape: torch.zeros(shape, device=backend.device, requires_grad=True)
+    x, weight, bias = make(3, 8), make(8, 8), make(8)
+    wrong = {
+        "down_weight must be an array": lambda: cupyflash.mlp(x, weight, None),
+        "gate_bias must come with": lambda: cupyflash.mlp(x, weight, weight, gate_bias=bias),
+        " weight must (have|be)": lambda: cupyflash.linear(x, bias),
+    }
+    for match, call in wrong.items():
+        torch.compiler.reset()
+        for function in (call, torch.compile(call, backend="aot_eager")):
+            with pytest.raises(Exception, match=match):
+                function()
+
+
+@torch_only
 @each_function
 def test_compiled_for_any_size(backend, function):
     """One graph for batches of several sizes."""
