@@ -126,8 +126,7 @@ def _results(
 
         if library.traced(*arrays):
             return torch_ops.norm(function, rms, *arrays, eps)
-        x, residual = torch_ops.promoted(x, residual)
-        arrays = (x, weight, bias, residual)
+        arrays = torch_ops.promoted(*arrays)
     if library.wants_gradient(*(y for y in arrays if library_of(y) is library)):
         from .autograd import norm_with_gradient
 
