@@ -15,9 +15,9 @@ from backends import compute_capability
 from matrix import each_library
 
 import cupyflash
+from cupyflash import partition
 from cupyflash.array import View
 from cupyflash.jit import sources
-from cupyflash import partition
 from cupyflash.norm import group_norm_dispatch, group_norm_ring, ring_shape, ring_workspace
 from cupyflash.norm.group_norm_ring import CAPABILITY
 from cupyflash.norm.groups import Groups
