@@ -36,7 +36,7 @@ def layer_norm(
         statistics at the end, if wanted.
 
     Raises:
-        TypeError: dtypes, libraries, a bias without a weight.
+        TypeError: dtypes, libraries, a bias without a weight, an eps that is no number.
         ValueError: shapes, devices, eps, a weight that is not contiguous.
 
     Source: Layer Normalization, arXiv:1607.06450.
