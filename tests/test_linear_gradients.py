@@ -339,6 +339,33 @@ def test_autocast(backend, function, compiled, stream):
 
 
 @torch_only
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autocast_between_dtypes_of_16_bits(backend, compiled):
+    """A model in float16 under autocast to bfloat16: its norms and angles are no obstacle."""
+    import torch
+
+    torch.compiler.reset()
+    make = lambda shape, seed: stored(backend, normal(shape, seed), "float16")
+    x, weight = make((2, 5, 16), 0), make((24, 16), 1).requires_grad_()
+    scale, bias = (make(16, seed).requires_grad_() for seed in (2, 3))
+    cos, sin = make((8, 2), 4), make((8, 2), 5)
+
+    def ours(norm, rotary):
+        out = cupyflash.qkv_projection(x, weight, heads_q=2, heads_kv=2, norm=norm, rotary=rotary)
+        return torch.cat(out, -2)
+
+    function = torch.compile(ours, backend="aot_eager") if compiled else ours
+    with torch.autocast(backend.device, torch.bfloat16):
+        narrow = function(cupyflash.Norm(scale, bias), cupyflash.Rotary(cos, sin))
+        wide = ours(
+            cupyflash.Norm(scale.float(), bias.float()), cupyflash.Rotary(cos.float(), sin.float())
+        )
+    assert narrow.dtype == torch.bfloat16 and torch.equal(narrow, wide)
+    gradients = torch.autograd.grad(narrow.sum(), (weight, scale, bias))
+    assert all(y.dtype == torch.float16 for y in gradients)
+
+
+@torch_only
 def test_autocast_normalises_float32_in_float32(backend):
     """Rows far from zero would lose their variance in bfloat16."""
     import torch
