@@ -443,7 +443,8 @@ class TorchLibrary:
         result = self.torch.from_numpy(x)
         if like is None:
             return result
-        strides = strides or self.strides_of_empty(x.shape, self.view(like))
+        if strides is None:
+            strides = self.strides_of_empty(x.shape, self.view(like))
         return self.empty(x.shape, strides, like).copy_(result)
 
     def pointer(self, x: Array) -> int:

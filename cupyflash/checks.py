@@ -1,13 +1,12 @@
 """What the operations beside attention ask of their arrays before anything is launched."""
 
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .array import Array, View, device_name, from_foreign, library_of, to_foreign
 from .kernel_config import ITEM_SIZE, weight_dtypes
-from .plain_options import plain_integer
+from .plain_options import plain_integer, plain_real
 from .rows import is_contiguous
 
 MAX_BLOCKS = 2**31  # of a grid
@@ -131,11 +130,15 @@ def integer_within(function: str, name: str, x: Any, least: int, most: int) -> i
 
 
 def require_eps(function: str, eps: Any) -> float:
-    """A finite number of at least 0, as a plain one."""
-    real = isinstance(eps, numbers.Real) and not isinstance(eps, bool)
-    if not (real and 0 <= eps < math.inf):
+    """A finite number of at least 0, as a plain one.
+
+    Raises:
+        As `plain_real`; ValueError out of bounds.
+    """
+    eps = plain_real(function, "eps", eps)
+    if not 0 <= eps < math.inf:
         raise ValueError(f"{function}: eps must be finite and at least 0, got {eps!r}")
-    return float(eps)
+    return eps
 
 
 def require_grid(function: str, blocks: int, shape: tuple[int, ...]) -> int:
@@ -146,8 +149,8 @@ def require_grid(function: str, blocks: int, shape: tuple[int, ...]) -> int:
 
 
 def is_integer(x: Any) -> bool:
-    """Whether x can index; bool does not count."""
-    return hasattr(x, "__index__") and not isinstance(x, bool)
+    """Whether x can index; bool and arrays, which may lie on a GPU, do not count."""
+    return hasattr(x, "__index__") and not isinstance(x, bool) and not hasattr(x, "__dlpack__")
 
 
 def require_int32(

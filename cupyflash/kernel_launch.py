@@ -22,10 +22,16 @@ _keeping = threading.Lock()
 class Recorder(threading.local):
     """Launches of this thread with their parameters, while somebody wants them for `Prepared`."""
 
-    launches: "list[tuple[Launch, bytes]] | None" = None
+    launches: "list[tuple[Launch, bytes] | None] | None" = None
 
 
 recorder = Recorder()
+
+
+def copies_were_made() -> None:
+    """The call that is being recorded reads copies of its arrays: no launch alone repeats it."""
+    if recorder.launches is not None:
+        recorder.launches.append(None)
 
 
 class Plan:
@@ -153,7 +159,8 @@ class Launch:
 class Prepared:
     """A call on arrays that stay where they are: from the second time on its launch alone.
 
-    Calls of several launches, launches with scratch memory and those on a CPU stay as they are.
+    Calls of several launches or of copied arrays, launches with scratch memory and those on a CPU
+    stay as they are.
     """
 
     def __init__(self, call: Callable[[], Any], stream: Callable[[], Any]) -> None:

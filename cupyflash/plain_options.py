@@ -12,6 +12,8 @@ import numpy
 from .array import device_name, library_of
 
 PLAIN = (bool, int, float, str)
+CPU = 1  # kDLCPU: DLPack's name of the device of an array of any library
+ON_GPU = "must be a number, as reading it from a GPU would wait (use x.item())"
 
 
 def host_value(function: str, name: str, x: Any) -> Any:
@@ -27,6 +29,8 @@ def host_value(function: str, name: str, x: Any) -> Any:
         return x.item()
     library = library_of(x)
     if library is None:
+        if hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) != CPU:
+            raise TypeError(f"{function}: {name} {ON_GPU}, got a {type(x).__name__}")
         return x
     if library.wants_gradient(x) or library.replaced(x):
         fact = f"{name} has no gradient, allowed are numbers and x.detach()"
@@ -35,8 +39,8 @@ def host_value(function: str, name: str, x: Any) -> Any:
     if view.shape != ():
         return x
     if view.device != -1:
-        fact = f"{name} must be a number, as reading it from a GPU would wait (use x.item())"
-        raise TypeError(f"{function}: {fact}, got an array on device {device_name(view.device)}")
+        got = f"an array on device {device_name(view.device)}"
+        raise TypeError(f"{function}: {name} {ON_GPU}, got {got}")
     return x.item()
 
 

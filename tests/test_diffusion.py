@@ -168,6 +168,15 @@ def test_empty(backend):
 
 
 @each_library()
+def test_one_number(backend):
+    """A sample without axes."""
+    sampler = cupyflash.DiffusionSampler.ddim(cupyflash.beta_schedule("linear", 10), 5)
+    x, predicted = (stored(backend, normal((1,), i), "float32") for i in (0, 1))
+    found = sampler.step(x.reshape(()), predicted.reshape(()), 2)
+    assert found.shape == () and float(found) == float(sampler.step(x, predicted, 2)[0])
+
+
+@each_library()
 def test_ddim_without_noise_recovers_the_sample(backend):
     """If the prediction is the true noise, every step stays on the line from sample to noise."""
     sampler = SAMPLERS["ddim"]

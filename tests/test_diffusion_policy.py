@@ -180,11 +180,12 @@ def test_gradients_of_the_model(backend, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("launches", "has_scratch"), [(0, False), (1, False), (1, True), (2, False)]
+    ("launches", "has_scratch", "copies"),
+    [(0, False, 0), (1, False, 0), (1, True, 0), (2, False, 0), (1, False, 1)],
 )
-def test_prepared_calls(launches, has_scratch):
+def test_prepared_calls(launches, has_scratch, copies):
     """One launch is repeated with its parameters, on the stream of then; others are called."""
-    from cupyflash.kernel_launch import Launch, Prepared
+    from cupyflash.kernel_launch import Launch, Prepared, copies_were_made
 
     launch, started, called = Launch.__new__(Launch), [], []
     launch.grid = launch.block = (1,)
@@ -197,13 +198,15 @@ def test_prepared_calls(launches, has_scratch):
 
     def call():
         called.append(None)
+        for _ in range(copies):
+            copies_were_made()
         for _ in range(launches):
             launch.start("first", b"abc")
         return "result"
 
     prepared = Prepared(call, lambda: "second")
     assert [prepared(), prepared()] == ["result", "result"]
-    repeated = launches == 1 and not has_scratch
+    repeated = launches == 1 and not has_scratch and not copies
     assert len(called) == (1 if repeated else 2)
     assert len(started) == 2 * launches
     assert not launches or started[-1] == (b"abc", "second" if repeated else "first")

@@ -15,6 +15,7 @@ from backends import compute_capability
 from matrix import each_library
 
 import cupyflash
+from cupyflash import partition
 from cupyflash.array import View
 from cupyflash.jit import sources
 from cupyflash.norm import group_norm_dispatch, group_norm_ring, ring_shape, ring_workspace
@@ -121,7 +122,7 @@ def test_workspaces_of_streams(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(ring_workspace, "is_capturing", lambda stream: stream in capturing)
-    monkeypatch.setattr(ring_workspace, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(ring_workspace, "all_multiprocessors", lambda device: 132)
     workspaces = ring_workspace.RingWorkspaces(0)
     library = SimpleNamespace(zeros_int32=lambda n, like: n, pointer=lambda x: -x)
     address = lambda stream, size: workspaces.address(stream, library, None, size)[0]
@@ -136,6 +137,22 @@ def test_workspaces_of_streams(monkeypatch):
     for i in range(100, 200):
         address(SimpleNamespace(ptr=i), 100)
     assert len(made) == ring_workspace.MAX_STREAMS and address(SimpleNamespace(ptr=9), 4) == -1
+
+
+def test_the_workspace_is_for_the_whole_gpu(monkeypatch):
+    """Also where the first plan is for a part of it: all plans of a stream share it."""
+    cuda = SimpleNamespace(
+        runtime=None, get_current_stream=None, Memory=None, Device=lambda device: None
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    for name in ("multiprocessors", "all_multiprocessors"):
+        count = partition.wanted if name == "multiprocessors" else lambda: 132
+        monkeypatch.setattr(
+            ring_workspace, name, lambda device, count=count: count(), raising=False
+        )
+    with partition.only(8):
+        workspaces = ring_workspace.RingWorkspaces(0)
+    assert workspaces.bytes == workspace_bytes(64, 8, 8, 132)
 
 
 def arrays(backend, batch, channels, positions, dtype, seed=0):

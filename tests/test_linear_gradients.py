@@ -250,6 +250,25 @@ def test_compiled(backend, function):
 
 
 @torch_only
+def test_compiled_calls_that_are_refused(backend):
+    """What eager calls refuse is not left out where each step is an operator."""
+    import torch
+
+    make = lambda *shape: torch.zeros(shape, device=backend.device, requires_grad=True)
+    x, weight, bias = make(3, 8), make(8, 8), make(8)
+    wrong = {
+        "down_weight must be an array": lambda: cupyflash.mlp(x, weight, None),
+        "gate_bias must come with": lambda: cupyflash.mlp(x, weight, weight, gate_bias=bias),
+        " weight must (have|be)": lambda: cupyflash.linear(x, bias),
+    }
+    for match, call in wrong.items():
+        torch.compiler.reset()
+        for function in (call, torch.compile(call, backend="aot_eager")):
+            with pytest.raises(Exception, match=match):
+                function()
+
+
+@torch_only
 @each_function
 def test_compiled_for_any_size(backend, function):
     """One graph for batches of several sizes."""
@@ -317,6 +336,33 @@ def test_autocast(backend, function, compiled, stream):
     for name, x in found.items():
         assert x.dtype == theirs[name].dtype, f"{name}: {x.dtype} and {theirs[name].dtype}"
         assert_close_to_float64(x, exact[name], theirs[name], "bfloat16", name)
+
+
+@torch_only
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autocast_between_dtypes_of_16_bits(backend, compiled):
+    """A model in float16 under autocast to bfloat16: its norms and angles are no obstacle."""
+    import torch
+
+    torch.compiler.reset()
+    make = lambda shape, seed: stored(backend, normal(shape, seed), "float16")
+    x, weight = make((2, 5, 16), 0), make((24, 16), 1).requires_grad_()
+    scale, bias = (make(16, seed).requires_grad_() for seed in (2, 3))
+    cos, sin = make((8, 2), 4), make((8, 2), 5)
+
+    def ours(norm, rotary):
+        out = cupyflash.qkv_projection(x, weight, heads_q=2, heads_kv=2, norm=norm, rotary=rotary)
+        return torch.cat(out, -2)
+
+    function = torch.compile(ours, backend="aot_eager") if compiled else ours
+    with torch.autocast(backend.device, torch.bfloat16):
+        narrow = function(cupyflash.Norm(scale, bias), cupyflash.Rotary(cos, sin))
+        wide = ours(
+            cupyflash.Norm(scale.float(), bias.float()), cupyflash.Rotary(cos.float(), sin.float())
+        )
+    assert narrow.dtype == torch.bfloat16 and torch.equal(narrow, wide)
+    gradients = torch.autograd.grad(narrow.sum(), (weight, scale, bias))
+    assert all(y.dtype == torch.float16 for y in gradients)
 
 
 @torch_only

@@ -8,6 +8,7 @@ from matrix import each
 
 import cupyflash
 from cupyflash.attention.options import plain_options
+from cupyflash.decode.sampling import Sampling, sample
 from cupyflash.testing import expected, to_float64
 
 
@@ -155,3 +156,37 @@ def test_usual_options_are_taken_as_they_are(causal):
     """The same object: the hot path reads each option once."""
     options = (causal, None, (-1, 0), 0.0, "bshd", None, 0.0)
     assert plain_options("attention", options) is options
+
+
+class OfAnotherLibrary:
+    """A number on a GPU, in an array of a library that is not known."""
+
+    shape = ()
+
+    def __dlpack_device__(self):
+        return 2, 0  # kDLCUDA
+
+    def __dlpack__(self, **options):
+        raise AssertionError("was read")
+
+    __index__ = __float__ = __int__ = __bool__ = __dlpack__
+
+
+def test_no_number_is_read_from_a_gpu():
+    """Whatever library has it there: that would wait for all work on the GPU."""
+    x, weight = numpy.ones((2, 8), "float32"), numpy.ones(8, "float32")
+    logits, out = numpy.ones((2, 8), "float32"), numpy.ones(2, "int32")
+    sampler, number = cupyflash.DiffusionSampler.ddim([0.1, 0.2]), OfAnotherLibrary()
+    for call in (
+        lambda: cupyflash.layer_norm(x, weight, eps=number),
+        lambda: cupyflash.group_norm(x, 2, eps=number),
+        lambda: cupyflash.linear(x, x, norm=cupyflash.Norm(weight, eps=number)),
+        lambda: cupyflash.qkv_projection(x, x, heads_q=number),
+        lambda: Sampling(temperature=number),
+        lambda: sample(logits, out=out, limit=number),
+        lambda: cupyflash.attention(*[x.reshape(1, 2, 1, 8)] * 3, scale=number),
+        lambda: sampler.step(x, x, number),
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            call()
+        assert "was read" not in str(error.value)

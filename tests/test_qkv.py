@@ -247,3 +247,58 @@ def test_bad_input(backend):
     beyond = integers([[0, 1, 2, 3, 5]] * 2)
     with environment.override(debug=True):
         bad(backend, ValueError, "positions must be from 0 to 4.*0 to 5", (*angles, beyond))
+
+
+@each_library()
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)], ids=str)
+def test_no_tokens(backend, shape):
+    """An empty batch is turned, too."""
+    make = lambda shape, seed: stored(backend, normal(shape, seed), "float32")
+    rotary = cupyflash.Rotary(make((8, 2), 1), make((8, 2), 2))
+    x, weight = make((*shape, 16), 0), make((24, 16), 3)
+    q, k, v = cupyflash.qkv_projection(x, weight, heads_q=2, heads_kv=2, rotary=rotary)
+    assert q.shape == k.shape == v.shape == (*shape, 2, 4)
+
+
+@each_library(library="torch")
+def test_the_rotation_checks_its_angles(backend):
+    """torch may come to it with arrays that no projection has checked."""
+    import torch
+
+    from cupyflash.linear.torch_ops import rotate
+
+    make = lambda shape, seed, dtype="float32": stored(backend, normal(shape, seed), dtype)
+    x, cos, sin = make((2, 5, 24), 0), make((8, 2), 1), make((8, 2), 2)
+    positions = torch.zeros((2, 5), dtype=torch.int32, device=x.device)
+    rotate(x, cos, sin, positions, False, [2, 2])
+    wide = make((8, 4), 1)[:, :2]
+    wrong = [
+        (ValueError, "cos must be contiguous", (x, wide, sin, None)),
+        (ValueError, "sin must be contiguous", (x, cos, wide, None)),
+        (TypeError, "cos must be float32", (x, cos.half(), sin.half(), None)),
+        (ValueError, "cos must have at least 5", (x, cos[:4], sin[:4], None)),
+        (ValueError, "one shape and dtype", (x, cos, sin[:4], None)),
+        (TypeError, "positions must be int32", (x, cos, sin, positions.short())),
+        (ValueError, "positions must be given", (x[0], cos, sin, None)),
+        (ValueError, "must have 2 or 3 dimensions", (x[None], cos, sin, None)),
+        (ValueError, "multiple of heads_q", (x[..., :23].contiguous(), cos, sin, None)),
+    ]
+    for error, match, arrays in wrong:
+        with pytest.raises(error, match=match):
+            rotate(*arrays, False, [2, 2])
+
+
+@each_library(library="torch")
+def test_compiled_angles_are_checked(backend):
+    """Also where torch multiplies: angles that are no array of their own are refused."""
+    import torch
+
+    torch.compiler.reset()
+    make = lambda shape, seed: stored(backend, normal(shape, seed), "float32")
+    cos, sin = (make((8, 4), seed)[:, :2] for seed in (1, 2))
+    x, weight = make((2, 5, 16), 0), make((24, 16), 3).requires_grad_()
+    call = lambda x, weight: cupyflash.qkv_projection(
+        x, weight, heads_q=2, heads_kv=2, rotary=cupyflash.Rotary(cos, sin)
+    )
+    with pytest.raises(Exception, match="cos must be contiguous"):
+        torch.compile(call, backend="aot_eager")(x, weight)

@@ -236,6 +236,29 @@ def test_autocast_promotes_the_residual(backend, compiled):
 
 
 @each_library(library="torch")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autocast_takes_weights_of_the_narrower_dtype(backend, compiled):
+    """Of a whole model in half precision, beside a stream of residuals in float32."""
+    import torch
+
+    torch.compiler.reset()
+    x, residual = (stored(backend, normal((4, 24), i), "float32") for i in (0, 1))
+    half, weight, bias = (
+        y.bfloat16().requires_grad_() for y in (x, *(x[i].clone() for i in (1, 2)))
+    )
+    function = functools.partial(cupyflash.layer_norm, eps=EPS)
+    if compiled:
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with torch.autocast(backend.device, torch.bfloat16):
+        out, h = function(half, weight, bias, residual=residual)
+    dout = torch.zeros_like(x)
+    wide = [y.detach().float() for y in (half, weight, bias)]
+    expected_norm(False, dout, *wide, residual, eps=EPS).check(out=out, h=h)
+    gradients = torch.autograd.grad(out.sum(), (half, weight, bias))
+    assert all(y.dtype == torch.bfloat16 for y in gradients)
+
+
+@each_library(library="torch")
 @each_norm
 def test_transforms_are_refused(backend, name):
     import torch

@@ -196,7 +196,7 @@ class DiffusionSampler:
             NotImplementedError: a gradient would be recorded.
         """
         number = None  # arrays of one number can be indices, too: they stay on their device
-        if type(step) is int or (library_of(step) is None and is_integer(step)):
+        if type(step) is int or is_integer(step):
             step, number = None, operator.index(step)
         seeds = None
         if seed is not None and type(seed) is not int and hasattr(seed, "__dlpack__"):

@@ -103,7 +103,9 @@ def in_steps(function: str, arrays: Arrays, options: Options, down: Down, traced
     Raises:
         NotImplementedError: gradients of cos and sin.
     """
-    if not traced:
+    if traced:
+        _check_traced(function, arrays, down)
+    else:
         check_once(function, arrays, down, options)
     for name in ("cos", "sin"):
         angles = getattr(arrays, name)
@@ -188,6 +190,19 @@ def normalised(x: Tensor, arrays: Arrays, options: Options) -> Tensor:
     else:
         out = layer_norm(rows, arrays.norm_weight, arrays.norm_bias, eps=options.eps)
     return out if rows is x else out.reshape(x.shape)
+
+
+def _check_traced(function: str, arrays: Arrays, down: Down) -> None:
+    """What no step can see: it would do less than what was asked, or anything else."""
+    if function == "mlp" and down.weight is None:
+        raise TypeError("mlp: down_weight must be an array, got None")
+    if arrays.gate_bias is not None and arrays.gate_weight is None:
+        raise ValueError(f"{function}: gate_bias must come with gate_weight, got it alone")
+    up = "up_weight" if function == "mlp" else "weight"
+    for name, weight in ((up, arrays.weight), ("down_weight", down.weight)):
+        if weight is not None and weight.ndim != 2:
+            fact = f"{name} must have two dimensions"
+            raise ValueError(f"{function}: {fact}, got {tuple(weight.shape)}")
 
 
 def check_once(function: str, arrays: Arrays, down: Down, options: Options) -> None:

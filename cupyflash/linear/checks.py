@@ -101,6 +101,37 @@ def _matrix(function: str, views: Mapping[str, View], name: str, depth: int) -> 
     return shape[0]
 
 
+def check_rotation(
+    function: str,
+    library: Any,
+    x: Array,
+    angles: tuple[Array, Array, Array | None],
+    options: Options,
+) -> dict[str, View]:
+    """Views of x (..., columns of q, k and v), of cos and sin, and of positions if there are some.
+
+    Raises:
+        As `check`.
+    """
+    cos, sin, positions = angles
+    views = views_of(function, library, {"x": x, "cos": cos, "sin": sin})
+    _check_angle_dtypes(function, views)
+    rows = views["x"]
+    if len(rows.shape) not in (2, 3):
+        raise ValueError(f"{function}: x must have 2 or 3 dimensions, got {rows.shape}")
+    views["weight"] = View((rows.shape[-1], 1), (1, 1), rows.dtype, rows.device)
+    _check_heads(function, views, options)
+    return _check_rotary(function, library, views, positions, options)
+
+
+def _check_angle_dtypes(function: str, views: Mapping[str, View]) -> None:
+    allowed = dict.fromkeys((views["x"].dtype, "float32"))
+    for name in ("cos", "sin"):
+        if views[name].dtype not in allowed:
+            fact = f"{name} must be {' or '.join(allowed)} like x"
+            raise TypeError(f"{function}: {fact}, got {views[name].dtype}")
+
+
 def _check_heads(function: str, views: Mapping[str, View], options: Options) -> None:
     shape, heads = views["weight"].shape, options.heads[0] + 2 * options.heads[1]
     if shape[0] % heads:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..array import Array, View, dense_strides
-from ..kernel_launch import Plan
+from ..kernel_launch import Plan, copies_were_made
 from ..rows import collapse
 from .few_sm90_kernels import LinearFewSm90
 from .mlp_launch import few_mlp
@@ -85,6 +85,7 @@ class LinearPlan(Plan):
         if positions is not None:
             copied = [*copied, POSITIONS]
         if copied or self.rounded:
+            copies_were_made()
             pointers = list(pointers)
             kept = {index: library.contiguous(given[index]) for index in copied}
             for index in self.rounded:

@@ -79,8 +79,8 @@ def turned(out: Array, arrays: Arrays, options: Options, rounded: Round = lambda
     """out with the heads of q and k turned, in the dtype of the computation."""
     out = out.astype(compute_dtype(out), copy=False)
     heads = sum(options.heads)
-    head_dim = out.shape[-1] // (heads + options.heads[1])
-    split = out.reshape(*out.shape[:-1], -1, head_dim)
+    every = heads + options.heads[1]
+    split = out.reshape(*out.shape[:-1], every, out.shape[-1] // every)
     turned = rotate(
         split[..., :heads, :],
         arrays.cos,

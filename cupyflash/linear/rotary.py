@@ -1,16 +1,19 @@
 """The rotary embedding alone: its gradient is a rotation by the opposite angles."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ..array import Array, View
 from ..checks import require_grid
 from ..kernel_launch import Launch, Plan, keep
 from . import kernels
+from .checks import check_rotation
 from .params import LinearParams
 from .projection import rotary_of
 from .reference import Arrays, Options
 
+FUNCTION = "qkv_projection"
 POSITIONS = Arrays._fields.index("positions")
 _plans: dict[tuple, "RotaryPlan"] = {}
 
@@ -18,14 +21,18 @@ _plans: dict[tuple, "RotaryPlan"] = {}
 def turn(
     library: Any, x: Array, cos: Array, sin: Array, positions: Array | None, options: Options
 ) -> None:
-    """Rotate the heads of q and k in x (..., columns), contiguous on a GPU, where they are."""
-    key = (library.signature(x), library.signature(cos), options)
+    """Rotate the heads of q and k in x (..., columns), contiguous on a GPU, where they are.
+
+    Raises:
+        As `check_rotation`: what torch traces comes here unchecked.
+    """
+    key = (*map(library.signature, (x, cos, sin)), options)
     if positions is not None:
         key += library.signature(positions)
     plan = _plans.get(key)
     if plan is None:
-        view = None if positions is None else library.view(positions)
-        plan = RotaryPlan(library, library.view(x), library.view(cos), view, options)
+        views = check_rotation(FUNCTION, library, x, (cos, sin, positions), options)
+        plan = RotaryPlan(library, views, options)
         keep(_plans, key, plan)
     plan(x, cos, sin, positions)
 
@@ -33,9 +40,8 @@ def turn(
 class RotaryPlan(Plan):
     """The kernel for one signature."""
 
-    def __init__(
-        self, library: Any, x: View, cos: View, positions: View | None, options: Options
-    ) -> None:
+    def __init__(self, library: Any, views: Mapping[str, View], options: Options) -> None:
+        x, cos, positions = views["x"], views["cos"], views.get("positions")
         super().__init__(x.device)
         self.library, self.launch = library, None
         if 0 in x.shape:
@@ -44,7 +50,7 @@ class RotaryPlan(Plan):
         rotary = rotary_of(columns, cos, positions, options, x.shape[-2])
         params = LinearParams(rows=rows, columns=columns, out_stride=columns, rotary=rotary)
         config = kernels.RotaryEmbedding(x.dtype)
-        grid = require_grid("qkv_projection", config.grid(rows, rotary), x.shape)
+        grid = require_grid(FUNCTION, config.grid(rows, rotary), x.shape)
         self.launch = Launch(config, x.device, grid, params)
 
     def run(self, x: Array, cos: Array, sin: Array, positions: Array | None) -> None:

@@ -65,6 +65,10 @@ def _autocast(
         x = autograd.normalised(x, arrays, options)
         arrays = arrays._replace(norm_weight=None, norm_bias=None)
     arrays = arrays._replace(x=_in_dtype(dtype, x)[0])
+    for name in ("norm_weight", "norm_bias", "cos", "sin"):
+        y = getattr(arrays, name)
+        if isinstance(y, Tensor) and y.dtype in DTYPES and y.dtype not in (dtype, torch.float32):
+            arrays = arrays._replace(**{name: y.float()})  # nothing is lost
     if late is not None:
         arrays, down = arrays._replace(residual=None), down._replace(residual=None)
     return arrays, down, late

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..array import dense_strides, library_of
 from ..torch_meta import require_one_device
 from . import dispatch, reference, rotary
+from .checks import check_rotation
 from .dispatch import Down
 from .reference import Arrays, Options
 
@@ -137,6 +138,7 @@ def rotate(
         out = x.clone(memory_format=torch.contiguous_format)
         rotary.turn(LIBRARY, out, cos, sin, positions, options)
         return out
+    check_rotation(rotary.FUNCTION, LIBRARY, x, (cos, sin, positions), options)
     given = (None if y is None else LIBRARY.to_numpy(y) for y in (cos, sin, positions))
     angles = dict(zip(("cos", "sin", "positions"), given))
     out = reference.turned(LIBRARY.to_numpy(x), Arrays(None, None, **angles), options)

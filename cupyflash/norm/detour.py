@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..array import Array, View, dense_strides
-from ..kernel_launch import Plan
+from ..kernel_launch import Plan, copies_were_made
 from ..rows import collapse
 from .groups import dense_like, layout_of
 from .params import ROW_AXES
@@ -23,7 +23,11 @@ class Detour(Plan):
     def __init__(self, library: Any, device: int, call: Callable[..., tuple]) -> None:
         super().__init__(device)
         torch = sys.modules.get("torch")
-        self.run = torch.no_grad()(call) if library.name == "torch.Tensor" else call
+        self.call = torch.no_grad()(call) if library.name == "torch.Tensor" else call
+
+    def run(self, *arrays: Any) -> tuple:
+        copies_were_made()
+        return self.call(*arrays)
 
 
 def norm_forward(library: Any, views: Mapping[str, View], forward: Callable) -> Detour | None:

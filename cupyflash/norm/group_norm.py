@@ -42,7 +42,7 @@ def group_norm(
         out like x; with statistics (out, statistics).
 
     Raises:
-        TypeError: dtypes, libraries.
+        TypeError: dtypes, libraries, an eps that is no number.
         ValueError: shapes, devices, options, a weight that is not contiguous.
 
     Source: Group Normalization, arXiv:1803.08494.

@@ -36,7 +36,7 @@ def layer_norm(
         statistics at the end, if wanted.
 
     Raises:
-        TypeError: dtypes, libraries, a bias without a weight.
+        TypeError: dtypes, libraries, a bias without a weight, an eps that is no number.
         ValueError: shapes, devices, eps, a weight that is not contiguous.
 
     Source: Layer Normalization, arXiv:1607.06450.
@@ -126,8 +126,7 @@ def _results(
 
         if library.traced(*arrays):
             return torch_ops.norm(function, rms, *arrays, eps)
-        x, residual = torch_ops.promoted(x, residual)
-        arrays = (x, weight, bias, residual)
+        arrays = torch_ops.promoted(*arrays)
     if library.wants_gradient(*(y for y in arrays if library_of(y) is library)):
         from .autograd import norm_with_gradient
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..array import Array
 from ..graph_memory import is_capturing
-from ..kernel_launch import multiprocessors
+from ..kernel_launch import all_multiprocessors
 from .ring_shape import MAX_FLIGHT, MAX_GROUPS, MAX_TEAMS
 
 RECORD_BYTES = 16
@@ -26,7 +26,9 @@ class RingWorkspaces:
 
         self.runtime, self.current_stream = cupy.cuda.runtime, cupy.cuda.get_current_stream
         self.memory, self.device = cupy.cuda.Memory, cupy.cuda.Device(device)
-        self.bytes = workspace_bytes(MAX_GROUPS, MAX_FLIGHT, MAX_TEAMS, multiprocessors(device))
+        # Of the whole GPU: the first plan may have been made for a part of it.
+        blocks = all_multiprocessors(device)
+        self.bytes = workspace_bytes(MAX_GROUPS, MAX_FLIGHT, MAX_TEAMS, blocks)
         self.of_stream: dict[int, Any] = {}
 
     def address(self, stream: Any, library: Any, like: Array, size: int) -> tuple[int, Any]:

@@ -17,13 +17,22 @@ from .groups import dense_like
 LIBRARY = library_of(torch.empty(0))
 
 
-def promoted(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """x and residual as torch's + would see them under autocast, where layers mix dtypes."""
-    device = x.device.type
-    if residual is None or x.is_meta or not torch.is_autocast_enabled(device):
-        return x, residual
+def promoted(x: Tensor, weight: Any, bias: Any, residual: Any) -> tuple[Any, ...]:
+    """x and residual as torch's + would see them under autocast, where layers mix dtypes.
+
+    With them go a weight and bias of 16 bits, which would be refused beside float32.
+    """
+    device, given = x.device.type, (x, weight, bias, residual)
+    if not isinstance(residual, Tensor) or x.is_meta or not torch.is_autocast_enabled(device):
+        return given
     dtype = torch.promote_types(x.dtype, residual.dtype)
-    return x.to(dtype), residual.to(dtype)
+    if x.dtype == residual.dtype or dtype != torch.float32:
+        return x.to(dtype), weight, bias, residual.to(dtype)
+    half = (torch.float16, torch.bfloat16)
+    scales = (
+        y.to(dtype) if isinstance(y, Tensor) and y.dtype in half else y for y in (weight, bias)
+    )
+    return x.to(dtype), *scales, residual.to(dtype)
 
 
 def norm(
@@ -37,7 +46,7 @@ def norm(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """`norm_dispatch.forward` through the operator, which checks when it runs."""
     _refuse_transforms(function)
-    x, residual = promoted(x, residual)
+    x, weight, bias, residual = promoted(x, weight, bias, residual)
     out, *h, stats = _norm(x, weight, bias, residual, function, rms, eps)
     return out, h[0] if h else None, stats
 
