@@ -18,6 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from ctypes import c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any
 
 from .tensor_map import DRIVER
 
@@ -44,11 +45,15 @@ def when_graph_is_gone(stream: int, release: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def allocations_held() -> Iterator[None]:
+def allocations_held(library: Any) -> Iterator[None]:
     """Within, all that CuPy allocates while its current stream records a graph lives as long as it.
 
-    For array operations of CuPy, whose temporary arrays nobody else can hold.
+    For array operations of CuPy, whose temporary arrays nobody else can hold; nothing happens where
+    ``library`` is another one (or None).
     """
+    if getattr(library, "name", None) != "cupy.ndarray":
+        yield
+        return
     import cupy
 
     stream = cupy.cuda.get_current_stream().ptr

@@ -17,7 +17,8 @@ from bench import architectures  # noqa: E402
 TABLE = pathlib.Path(__file__).parent.parent / "bench/results/architectures.json"
 RESULTS = json.loads(TABLE.read_text())
 EQUAL = sorted(kind for kind, row in RESULTS["rows"].items() if row["result"] == "equal")
-SAMPLE = random.Random(18).sample(EQUAL, 25)
+SLOW = {"glm5_next"}  # more than a minute for one
+SAMPLE = random.Random(18).sample(sorted(set(EQUAL) - SLOW), 25)
 
 
 @pytest.fixture(autouse=True)

@@ -103,7 +103,7 @@ for size in (8, 333, 20008):
     gate.backward(library, "gelu", x, x, x)
 x, angles = make(2, 5, 4 * 40), make(5, 10)
 turn(library, x, angles, angles, None, Options(heads=(2, 1)))
-turn(library, x, angles, angles, cupy.full((2, 5), 3), Options(heads=(2, 1)))
+turn(library, x, angles, angles, cupy.full((2, 5), 3, "int32"), Options(heads=(2, 1)))
 # linear_few_sm90 in clusters of 4 and of 8; blocks alone in theirs that go on to the next tile.
 for columns, depth, processors in ((300, 264, 132), (300, 520, 132), (320, 520, 2)):
     projection.multiprocessors = sm90_launch.multiprocessors = lambda device: processors

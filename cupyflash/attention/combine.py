@@ -61,7 +61,7 @@ def flash_attn_combine(
     # CuPy computes on the current device.
     is_cupy = _module(out_partial) == "cupy"
     place = out_partial.device if is_cupy else contextlib.nullcontext()
-    with place, allocations_held() if is_cupy else contextlib.nullcontext():
+    with place, allocations_held(library_of(out_partial)):
         result, lse = _combined(xp, out_partial, lse_partial, is_torch)
         result = result.to(out_dtype) if is_torch else result.astype(out_dtype, copy=False)
         if out is None:

@@ -9,6 +9,7 @@ from ..attention.extras import NO_EXTRAS
 from ..attention.params import AttentionShape, Strides
 from ..checks import require_grid
 from ..clusters import clusters_at_once
+from ..graph_memory import allocations_held
 from ..kernel_launch import Launch, Plan
 from ..overlap import Written
 from ..rows import is_contiguous
@@ -98,7 +99,12 @@ class SeparatePlan:
 
     def __call__(self, arrays: tuple[Array, ...], pointers: object = None) -> Array:
         """Of q, k, v, k_cache, v_cache, positions."""
-        q, k, v, k_cache, v_cache, positions = arrays
+        with allocations_held(self.library):
+            return self._run(*arrays)
+
+    def _run(
+        self, q: Array, k: Array, v: Array, k_cache: Array, v_cache: Array, positions: Array
+    ) -> Array:
         if self.library.on_cpu(q):
             self._check_positions(positions)
         where, sequences = positions, None

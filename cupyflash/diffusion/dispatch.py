@@ -1,6 +1,5 @@
 """A diffusion step from arrays to its plan; a call of known signature is one look-up."""
 
-import contextlib
 import math
 import numbers
 from collections.abc import Mapping
@@ -92,8 +91,7 @@ def step(
     if threshold is not None:
 
         def limits() -> Array:
-            is_cupy = library.name == "cupy.ndarray"
-            with allocations_held() if is_cupy else contextlib.nullcontext():
+            with allocations_held(library):
                 if steps is None:
                     of_model = tuple(sampler.coefficients[number, :2].tolist())
                 else:

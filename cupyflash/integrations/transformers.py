@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..attention.dispatch import forward
 from ..attention.extras import NO_EXTRAS, Extras
+from . import transformers_mask
 from .transformers_mask import FUNCTION, Mask, mask
 from .transformers_models import check_when_loaded
 from .transformers_pattern import Pattern
@@ -32,12 +33,13 @@ def register() -> None:
     try:
         import transformers
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-        from transformers.masking_utils import sdpa_mask
+        from transformers import masking_utils as masks
     except ImportError as error:
         raise ImportError(f"{FUNCTION}.register: needs {NEEDED}, got: {error}") from error
-    if "q_length" not in inspect.signature(sdpa_mask).parameters:
+    if "q_length" not in inspect.signature(masks.sdpa_mask).parameters:
         raise ImportError(f"{FUNCTION}.register: needs {NEEDED}, got {transformers.__version__}")
     check_when_loaded(PreTrainedModel, NAME, MISNOMER)
+    transformers_mask.masks = masks
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
 

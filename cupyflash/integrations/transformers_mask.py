@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 FUNCTION = "cupyflash.integrations.transformers"
+# transformers.masking_utils, once `register` has found it: torch.compile cannot trace its import.
+masks: Any = None
 # What a model may do with a mask besides taking it apart. Arithmetic is for masks of another kind.
 TAKES_A_MASK = {
     "cat", "concat", "concatenate", "logical_and", "logical_not", "logical_or", "masked_fill",
@@ -148,8 +150,6 @@ def mask(
         allow_is_causal_skip, allow_is_bidirectional_skip: the mask is handed to layers as it is.
         use_vmap: a part of the mask function is the model's own.
     """
-    from transformers import masking_utils as masks
-
     if isinstance(attention_mask, Mask):
         return attention_mask
     if mask_function is None:
