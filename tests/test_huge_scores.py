@@ -63,20 +63,18 @@ def test_one_key_stands_out(backend, power):
     assert (abs(to_float64(lse)[0, 0] - peak) <= 2.0**-22 * abs(peak) + 8).all()
 
 
-@GPU
-@pytest.mark.parametrize("family", families())
-def test_no_gradient_rather_than_a_wrong_one(family):
+@each_backend
+def test_no_gradient_rather_than_a_wrong_one(backend):
     """Where the LSE in float32 keeps no digit of a weight, gradients are NaN; in no other row."""
-    import cupy
-
-    q, k, v, dout = cupy.random.standard_normal((4, 1, 8, 1, 64), "float32").astype("float16")
+    q, k, v, dout = numpy.random.default_rng(1).standard_normal((4, 1, 8, 1, 64))
     q[0, 3] = k[0, 0] = 30000
-    with environment.override(family=family):
-        out, lse = cupyflash.attention(q, k, v, return_lse=True)
-        dq, dk, dv = cupyflash.attention_backward(dout, q, k, v, out, lse)
-    assert cupy.isfinite(out).all() and float(lse[0, 0, 3]) > 2**24
-    assert cupy.isnan(dq[0, 3]).all() and cupy.isnan(dv).all() and cupy.isnan(dk).all()
-    assert cupy.isfinite(dq[0, :3]).all() and cupy.isfinite(dq[0, 4:]).all()
+    q, k, v, dout = (backend.array(x, "float16") for x in (q, k, v, dout))
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    gradients = cupyflash.attention_backward(dout, q, k, v, out, lse)
+    out, lse, dq, dk, dv = (to_float64(x) for x in (out, lse, *gradients))
+    assert numpy.isfinite(out).all() and lse[0, 0, 3] > 2**24
+    assert numpy.isnan(dq[0, 3]).all() and numpy.isnan(dv).all() and numpy.isnan(dk).all()
+    assert numpy.isfinite(dq[0, :3]).all() and numpy.isfinite(dq[0, 4:]).all()
 
 
 @GPU

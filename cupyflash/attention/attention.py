@@ -120,6 +120,10 @@ def attention_backward(
 ) -> tuple[Array, Array, Array] | Gradients:
     """Gradients of `attention` for libraries without autograd.
 
+    The weights are computed anew from the LSE, whose rounding changes them by about |lse| * 2^-24.
+    Where nothing of them is left, from 2^24 on, the gradients of a row are NaN, and with it those
+    of the keys that it sees; out itself is right for scores of any size.
+
     Args:
         dout: gradient of out, like out.
         q, k, v: inputs of the forward.
