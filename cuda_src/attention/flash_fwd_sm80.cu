@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
             .add_to(acc_s[m], row, col, score.alibi(1.f));
       }
       if (block.n_range.needs_mask(n)) apply_mask(acc_s[m], block.sequence, row, col);
-      state[m].update(acc_s[m], score.scale_log2, rescale[m]);
+      state[m].update<SOFTCAP>(acc_s[m], score.scale_log2, rescale[m]);
       if constexpr (DROPOUT) {  // the sum is of all weights
         Dropout(dropout_seed, shape, block.batch, block.head)
             .apply<Dropped::ZERO>(acc_s[m], row, col);

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
           .add_to(s, row, col, score.alibi(1.f));
     }
     if (masked) apply_mask(s, tile->sequence, row, col);
-    state.update(s, score.scale_log2, rescale, [&] {
+    state.update<SOFTCAP>(s, score.scale_log2, rescale, [&] {
       if constexpr (BIAS == BIAS_BOXES) {  // now that nobody waits for these loads any more
         wait_for_loads(bias_loads);
         __syncwarp();

@@ -31,7 +31,8 @@ struct RowState {
 
   // Replaces scores by probabilities relative to the new maximum; rescale[i] is what the sums and
   // outputs so far must be multiplied with. Calls maximum_known() when all scores have been read.
-  template <int N, class Function = Nothing>
+  // BOUNDED: by a softcap, so that they are not huge; it has no registers for a scale of each row.
+  template <bool BOUNDED, int N, class Function = Nothing>
   __device__ __forceinline__ void update(float (&scores)[N][4], float scale_log2,
                                          float (&rescale)[2], Function maximum_known = {}) {
     float scale[2], offset[2];
@@ -43,7 +44,7 @@ struct RowState {
         new_max = fmaxf(new_max, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
       }
       new_max = quad_max(new_max);
-      scale[half] = row_scale(new_max, scale_log2);
+      scale[half] = BOUNDED ? scale_log2 : row_scale(new_max, scale_log2);
       // A row that has seen no key: -inf - (-inf) would be NaN.
       offset[half] = new_max == -INF ? 0.f : __fmul_rn(new_max, scale[half]);
       // Both products rounded alike: a maximum that stays must give exactly 1, or the sum drifts by

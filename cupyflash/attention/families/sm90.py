@@ -35,9 +35,7 @@ FORWARD_TILES_BIAS = {
     192: (128, 80, 1, 2),
     256: (128, 64, 1, 2),
 }
-# And with a softcap even more: at 112 keys NVRTC 12.9 spills with all switches, 13.0 with a bias.
-FORWARD_TILES_BIAS_SOFTCAP = {64: (128, 96, 2, 3)}
-# Not a bias that comes in boxes, which have a place in shared memory.
+# But not one that comes in boxes, which have a place in shared memory.
 FORWARD_TILES_BOXES = {
     64: (128, 128, 2, 3),
     96: (128, 128, 2, 2),
@@ -176,8 +174,6 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
         tile = FORWARD_TILES_LOW.get(padded, tile)
     if bias:
         tile = (FORWARD_TILES_BOXES if bias == BIAS_BOXES else FORWARD_TILES_BIAS)[padded]
-        if features.softcap and bias != BIAS_BOXES:
-            tile = FORWARD_TILES_BIAS_SOFTCAP.get(padded, tile)
     block_m, block_n, q_stages, kv_stages = tile
     smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * box_columns(padded) * 2
     if bias == BIAS_BOXES:
