@@ -39,7 +39,7 @@ def cupy(monkeypatch):
 @pytest.mark.parametrize("capturing", [False, True])
 def test_until_the_graph_is_gone(cupy, monkeypatch, capturing):
     monkeypatch.setattr(graph_memory, "is_capturing", lambda stream: capturing)
-    with graph_memory.allocations_held():
+    with graph_memory.allocations_held(types.SimpleNamespace(name="cupy.ndarray")):
         memory = weakref.ref(cupy.allocators[-1](100))
     gc.collect()
     assert (memory() is not None) == capturing and len(cupy.allocators) == 1
@@ -47,3 +47,9 @@ def test_until_the_graph_is_gone(cupy, monkeypatch, capturing):
         end()
     gc.collect()
     assert memory() is None
+
+
+def test_other_libraries_hold_their_own(cupy):
+    for library in (None, types.SimpleNamespace(name="torch.Tensor")):
+        with graph_memory.allocations_held(library):
+            assert len(cupy.allocators) == 1
