@@ -1,7 +1,7 @@
 """Whether .ci/gpu-report.json describes the sources as they are now. Standard library only.
 
 Exit code 0: current. 1: sources changed since (they are listed). 2: no usable report, or it holds a
-failure. `pytest --gpu-report .ci/gpu-report.json` on a GPU machine writes the report; the same with
+failure. `pytest --gpu-report=.ci/gpu-report.json` on a GPU machine writes the report; the same with
 CUPYFLASH_FAMILY=sm80 or simt adds the run of one family to the report of the same sources.
 """
 
