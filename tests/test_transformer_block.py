@@ -542,7 +542,7 @@ def test_dropped_blocks_are_dropped(backend):
 
     run(0)
     before, kept = held(), len(one_block._stacks)
-    dropped = [run(seed) for seed in range(1, 101)]
+    dropped = [run(seed) for seed in range(1, 101 if backend.gpu else 11)]  # NumPy is slow
     gc.collect()
     assert not any(x() is not None for x in dropped)
     assert len(one_block._stacks) <= kept and held() <= before
