@@ -250,7 +250,7 @@ def generated(model: torch.nn.Module, cache: str) -> Tensors:
 
 
 def gradients(model: torch.nn.Module, inputs: Tensors) -> Tensors:
-    """Of a sum of the results, as one vector for each parameter."""
+    """The gradients of a weighted sum of the results, those of all parameters in one vector."""
     model.zero_grad()
     generator = torch.Generator().manual_seed(2)
     total = 0.0
@@ -267,7 +267,7 @@ def gradients(model: torch.nn.Module, inputs: Tensors) -> Tensors:
 
 
 def results(out: Any) -> Tensors:
-    """The floating-point tensors of a model's output that are finite or compared as such."""
+    """The floating-point tensors of a model's output, by name or number."""
     pairs = out.items() if isinstance(out, dict) else enumerate(out)
     found = {}
     for name, x in pairs:
@@ -277,7 +277,7 @@ def results(out: Any) -> Tensors:
 
 
 def difference(actual: Tensors, expected: Tensors, rounded: Tensors) -> str | None:
-    """What differs by more than rounding; "" if nothing does, None where nothing can be said."""
+    """The first difference beyond rounding; "" if there is none, None if eager is not finite."""
     if not all(x.isfinite().all() for x in expected.values()):
         return None
     for name, x in expected.items():

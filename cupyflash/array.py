@@ -177,7 +177,7 @@ class CupyLibrary:
         pass
 
     def owner(self, x: Array) -> Any:
-        """What can be referred to weakly and lives as long as the memory of x."""
+        """The object that owns the memory of x, for weak references."""
         return x if x.base is None else x.base
 
     def determinism(self) -> str:
@@ -425,7 +425,7 @@ class TorchLibrary:
                 self._increment_version(x)
 
     def owner(self, x: Array) -> Any:
-        """What can be referred to weakly and lives as long as the memory of x."""
+        """The object that owns the memory of x, for weak references."""
         return x.untyped_storage()
 
     def to_numpy(self, x: Array) -> numpy.ndarray:

@@ -31,7 +31,7 @@ class TileCounters:
         with cupy.cuda.Device(device):
             self.pool = cupy.zeros(POOL_SIZE * COUNTERS, cupy.int32)
             cupy.cuda.get_current_stream().synchronize()  # before any other stream counts
-        # Of those that nobody has; pop() and append() are one step, whatever other threads do.
+        # The numbers that nobody has; pop() and append() are one step, whatever other threads do.
         self.numbers = list(reversed(range(POOL_SIZE)))
         self.of_stream: dict[Any, bytes] = {}
 

@@ -40,7 +40,7 @@ __device__ __forceinline__ void store_partial_rows(const FlashFwdSm90Params& par
   }
 }
 
-// And the maximum and the sum of each of them, see RowState::partial.
+// Stores the maximum and the sum of two rows of a split, see RowState::partial.
 __device__ __forceinline__ void store_partial_sums(const FlashFwdSm90Params& params,
                                                    const FwdTile& tile, int row,
                                                    const float2 (&sums)[2]) {

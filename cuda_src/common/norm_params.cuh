@@ -141,7 +141,7 @@ struct GroupRing {
   int runs;          // groups of a pack, at most
 };
 
-// What the blocks tell each other, of the groups of a slice, lies in a workspace that is 0 at
+// The blocks exchange partial statistics of the groups of a slice through a workspace that is 0 at
 // first, then used by one launch after the other. The last word of each of these uint4 is a tag.
 struct GroupNormFwdRingBase {
   const void* x;

@@ -132,7 +132,7 @@ struct RingBlock {
     slot_bytes = slot_positions * channels * int(sizeof(T));
   }
 
-  // Of a team, or slices of them; the first team has the most.
+  // The samples of a team, or slices of samples; the first team has the most.
   __device__ int samples_of(int team) const {
     const GroupRing& ring = params.ring;
     return (int(params.shape.batch) - team + ring.teams - 1) / ring.teams * ring.slices;

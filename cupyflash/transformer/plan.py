@@ -91,12 +91,13 @@ class StackPlan(Plan):
     def run(self, like: Array, pointers: tuple[int, ...]) -> None:
         """Launch with the pointers from x to position_embedding."""
         stream = self.library.stream(self.device_id)
-        barrier, _own = self.counters.address(stream, self.library, like)
-        captured = self.counters.is_capturing(stream)
-        workspace = None if captured else self.workspaces.get(barrier)
+        barrier, own = self.counters.address(stream, self.library, like)
+        # A graph owns the workspace of its launch; counters of a single call come with one as well.
+        once = own is not None or self.counters.is_capturing(stream)
+        workspace = None if once else self.workspaces.get(barrier)
         if workspace is None:
             workspace = self.library.zeros_int32(self.workspace_bytes // 4, like)
-            if not captured:  # else it belongs to the graph
+            if not once:
                 self.workspaces[barrier] = workspace
         base = self.library.pointer(workspace)
         scratch = (base + offset for offset in self.offsets)
