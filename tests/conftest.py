@@ -61,15 +61,21 @@ def _shrink_torch(torch):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what cannot run here; the summary says so in one line for each reason."""
-    left_out = [item for item in items if _backend_of(item).missing]
-    items[:] = [item for item in items if not _backend_of(item).missing]
+    """Leave out what cannot run here; the summary says so in one line for each reason.
+
+    A run of a forced family leaves out the CPU too, and the compilation of all kernels.
+    """
+    left_out = [item for item in items if _left_out(item)]
+    items[:] = [item for item in items if not _left_out(item)]
     config.hook.pytest_deselected(items=left_out)
 
 
-def _backend_of(item):
+def _left_out(item):
     callspec = getattr(item, "callspec", None)
-    return callspec.params.get("backend", BACKENDS[0]) if callspec else BACKENDS[0]
+    backend = callspec.params.get("backend") if callspec else None
+    if FORCED and (item.path.stem == "test_compile" or (backend and not backend.gpu)):
+        return True
+    return bool(backend and backend.missing)
 
 
 def pytest_terminal_summary(terminalreporter):

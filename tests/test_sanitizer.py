@@ -120,10 +120,11 @@ for attention in (cupyflash.baselines.naive_attention, cupyflash.baselines.fused
     attention(q, q, q, causal=True)
 from cupyflash import attention_with_cache
 for tokens, heads, head_dim, length in ((1, 2, 64, 300), (3, 5, 72, 300), (8, 1, 256, 4200)):
-    q, new, cache = (make(3, n, heads, head_dim) for n in (tokens, 2 * tokens, length))
+    q, new = (make(3, n, heads, head_dim) for n in (tokens, 2 * tokens))
+    caches = make(3, length, heads, head_dim), make(3, length, heads, head_dim)
     positions = cupy.asarray([0, 17, length - tokens], dtype="int32")
     for batch in (1, 3):
-        few = (q[:batch], new[:batch, :tokens], new[:batch, tokens:], cache[:batch], cache[:batch])
+        few = (q[:batch], new[:batch, :tokens], new[:batch, tokens:], *(x[:batch] for x in caches))
         attention_with_cache(*few, positions[:batch])
 from cupyflash.decode.embedding import embedding
 from cupyflash.decode.kv_cache import cache_append
@@ -131,8 +132,7 @@ from cupyflash.decode.sampling import DecodeState, Sampling, sample
 for columns in (24, 33, 5000):
     logits, tokens = make(3, columns), cupy.arange(3, dtype="int32")
     rows = embedding(tokens, logits, tokens, logits).reshape(3, 1, columns)
-    cache = make(3, 4, 1, columns)
-    cache_append(rows, rows, cache, cache, tokens)
+    cache_append(rows, rows, make(3, 4, 1, columns), make(3, 4, 1, columns), tokens)
     for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, 7, 0.5, 1)):
         state = DecodeState(tokens.copy(), tokens.copy(), tokens.copy())
         sample(logits, sampling, out=cupy.zeros(3, "int32"), state=state)
