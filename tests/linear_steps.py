@@ -181,7 +181,7 @@ def problem_of(
             tensors["norm_bias"] = weight((depth,), 12)
     if turned:
         half = int(turned * HEAD_DIM) // 2
-        angles = 10 * normal((50, half), 13)
+        angles = 10 * normal((max(50, *rows), half), 13)
         for name in ("cos", "sin"):
             tensors[name] = stored(backend, getattr(numpy, name)(angles), dtype)
         if positions:

@@ -5,7 +5,7 @@ import re
 import numpy
 import pytest
 from arrays import normal, stored
-from backends import compute_capability
+from backends import has_tensor_cores
 from matrix import each, each_library
 from test_sampling import integers
 from test_transformer_block import memory
@@ -187,7 +187,7 @@ def test_splits_of_blocks_alone(backend, monkeypatch):
         check(*problem(backend, "float16", shape, batch=5), "float16")
     plans = cached_attention._plans.values()
     launches = [plan.launch for plan in plans if isinstance(plan, cached_attention.DecodePlan)]
-    assert len(launches) == (3 if compute_capability()[0] >= 75 else 0)
+    assert len(launches) == (3 if has_tensor_cores() else 0)
     assert all(launch.has_scratch for launch in launches)
 
 
@@ -296,7 +296,7 @@ def test_shared_memory(backend):
             attention_with_cache(**good | overlapping | {"v_cache": shifted})
         packed = stored(backend, numpy.zeros((4, 200, 6, 64)), dtype)
         between = {"k_cache": packed[:, :, :3], "v_cache": packed[:, :, 3:]}
-        if backend.gpu and dtype == "float16" and compute_capability()[0] >= 75:
+        if backend.gpu and dtype == "float16" and has_tensor_cores():
             attention_with_cache(**good | between)
         else:
             with pytest.raises(NotImplementedError, match="k_cache must be contiguous"):

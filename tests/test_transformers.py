@@ -57,19 +57,32 @@ def results(model, inputs, kept=...):
     return {"logits": out.logits[kept].detach(), "loss": out.loss.detach(), **gradients}
 
 
-def moved(model):
+def moved(model, seed):
     """The model, each weight moved by one last place up, down or not at all."""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for x in model.parameters():
-            x.mul_(1 + torch.randint_like(x, -1, 2) * torch.finfo(x.dtype).eps)
+            places = torch.randint(-1, 2, x.shape, generator=generator).to(x.device)
+            x.mul_(1 + places * torch.finfo(x.dtype).eps)
     return model
+
+
+def rounded_results(name, device, inputs, kept=..., **changes):
+    """Results of eager attention for three roundings of the weights.
+
+    What one of them changes in a small gradient can be little by chance.
+    """
+    return [
+        results(moved(small_model(name, "eager", device, **changes), seed), inputs, kept)
+        for seed in range(3)
+    ]
 
 
 def assert_equal_but_rounding(actual, eager, rounded):
     assert actual.keys() == eager.keys()
     largest = max(x.abs().max() for name, x in eager.items() if name.endswith("weight"))
     for name, x in eager.items():
-        noise = (rounded[name] - x).abs().max()
+        noise = max((other[name] - x).abs().max() for other in rounded)
         # A bias of the keys shifts all scores of a row alike: its gradient is 0 but for rounding.
         cancels = name.endswith(("k_proj.bias", "key.bias"))
         last_place = torch.finfo(x.dtype).eps * (largest if cancels else x.abs().max())
@@ -80,7 +93,7 @@ def assert_equal_but_rounding(actual, eager, rounded):
 def check_beside_eager(name, device, inputs, kept=..., **changes):
     inputs = to(inputs, device)
     eager = results(small_model(name, "eager", device, **changes), inputs, kept)
-    rounded = results(moved(small_model(name, "eager", device, **changes)), inputs, kept)
+    rounded = rounded_results(name, device, inputs, kept, **changes)
     actual = results(small_model(name, NAME, device, **changes), inputs, kept)
     assert_equal_but_rounding(actual, eager, rounded)
 
@@ -166,7 +179,7 @@ def packed(lengths, device):
 def test_packed_sequences(name, told, device, monkeypatch):
     inputs, offsets = packed((11, 1, 17), device)
     eager = results(small_model(name, "eager", device), inputs)
-    rounded = results(moved(small_model(name, "eager", device)), inputs)
+    rounded = rounded_results(name, device, inputs)
     other = results(small_model(name, "eager", device), inputs | {"position_ids": None})
     assert (other["logits"] - eager["logits"]).abs().max() > 1e-3
     if told:  # no mask is ever built
