@@ -34,6 +34,9 @@ class Access(enum.IntEnum):
 
 
 SHORT = 1536
+# The tensor-core kernels compute tanh with an absolute error near 1e-7, which the softcap
+# multiplies; beyond this one the error of a score would show in the weights of 16-bit results.
+MAX_FAST_SOFTCAP = 4096.0
 
 
 class Features(NamedTuple):
@@ -44,6 +47,7 @@ class Features(NamedTuple):
         short: no sequence has more than `SHORT` queries.
         bias: 0 for none, 1 in the dtype of q, 2 bool, 3 float32.
         bias_boxes: a tensor map can describe the bias, which is in the dtype of q.
+        wide_softcap: the softcap is above `MAX_FAST_SOFTCAP`.
     """
 
     softcap: bool = False
@@ -53,6 +57,7 @@ class Features(NamedTuple):
     bias: int = 0
     dropout: bool = False
     bias_boxes: bool = False
+    wide_softcap: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

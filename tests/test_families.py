@@ -47,6 +47,14 @@ def test_what_tensor_cores_cannot_take_runs_on_simt():
     assert chosen("float16", capability=(7, 0)) == "simt"
 
 
+def test_the_fast_tanh_is_not_exact_enough_for_a_huge_softcap():
+    wide = Features(softcap=True, wide_softcap=True)
+    assert chosen("float16", features=wide) == "simt"
+    assert chosen("float16", features=Features(softcap=True)) == "sm90"
+    with pytest.raises(NotImplementedError, match="sm80 .* a softcap above 4096$"):
+        chosen("float16", features=wide, forced="sm80")
+
+
 def test_turing_has_float16_only():
     assert chosen("float16", capability=(7, 5)) == "sm80"
     assert chosen("bfloat16", capability=(7, 5)) == "simt"

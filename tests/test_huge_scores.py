@@ -2,7 +2,8 @@
 
 import numpy
 import pytest
-from backends import BACKENDS, families
+from backends import BACKENDS, FORCED, families
+from matrix import each_library
 
 import cupyflash
 from cupyflash import environment
@@ -30,6 +31,25 @@ def test_equal_values(backend, dtype, value, head_dim, rows):
     x = filled(backend, (1, rows, 2, head_dim), value, dtype)
     out = to_float64(cupyflash.attention(x, x, x))
     assert (out == value).all(), f"{out.min()} to {out.max()}"
+
+
+@each_library()
+@pytest.mark.parametrize("softcap", [50.0, 4096.0, 1e6, 1e30])
+def test_softcap(backend, softcap):
+    """Weights are right to the last place of float16, however large the softcap."""
+    rng = numpy.random.default_rng(8)
+    values = rng.standard_normal((3, 2, 300, 2, 64))
+    q, k, v = (backend.array(4 * x, "float16") for x in values)
+    exact = [to_float64(x)[:, :, 0] for x in (q, k, v)]
+    scores = softcap * numpy.tanh(exact[0] @ exact[1].transpose(0, 2, 1) / 8 / softcap)
+    weights = numpy.exp(scores - scores.max(-1, keepdims=True))
+    wanted = weights @ exact[2] / weights.sum(-1, keepdims=True)
+    if FORCED not in (None, "simt") and softcap > 4096:
+        with pytest.raises(NotImplementedError, match="a softcap above 4096$"):
+            cupyflash.attention(q, k, v, softcap=softcap)
+        return
+    found = to_float64(cupyflash.attention(q, k, v, softcap=softcap))[:, :, 0]
+    assert abs(found - wanted).max() < 2.0**-11 * abs(exact[2]).max() * 2
 
 
 @each_backend

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..array import View, device_name
 from ..checks import require_device
-from ..kernel_config import ITEM_SIZE, SHORT, Access, Features
+from ..kernel_config import ITEM_SIZE, MAX_FAST_SOFTCAP, SHORT, Access, Features
 from .extras import ExtraFacts, check_extras, dropout_scale, dropout_threshold
 from .names import caller_name
 from .options import Options
@@ -93,6 +93,7 @@ class Problem:
             bias=extras.bias_kind(self.dtype),
             dropout=shape.dropout_threshold > 0,
             bias_boxes=self._bias_fits_map,
+            wide_softcap=shape.softcap > MAX_FAST_SOFTCAP,
         )
 
     @property

@@ -11,7 +11,7 @@ A family module has
 
 from types import ModuleType
 
-from ...kernel_config import Access, Features
+from ...kernel_config import MAX_FAST_SOFTCAP, Access, Features
 from . import simt, sm80, sm90
 
 FAMILIES: dict[str, ModuleType] = {"sm90": sm90, "sm80": sm80, "simt": simt}  # the fastest first
@@ -45,6 +45,7 @@ def choose(
         if family and family.supports(*problem, backward=backward):
             return family
     got = f"{dtype}, head_dim {head_dim}, {_ACCESS[access]}, compute capability {capability}"
+    got += f", a softcap above {MAX_FAST_SOFTCAP:g}" if features.wide_softcap else ""
     if forced:
         raise NotImplementedError(
             f"{function}: the kernel family {forced} (CUPYFLASH_FAMILY) does not support {got}"

@@ -114,7 +114,8 @@ def supports(
 ) -> bool:
     """Whether this family computes a pass of such a problem; it copies 16 bytes at a time."""
     tiles = (backward_tiles if backward else forward_tiles)(features, capability)
-    return dtype in dtypes(capability) and head_dim <= max(tiles) and access >= Access.VECTOR
+    fits = dtype in dtypes(capability) and head_dim <= max(tiles) and not features.wide_softcap
+    return fits and access >= Access.VECTOR
 
 
 def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSm80:

@@ -160,7 +160,7 @@ def supports(
     backward: bool,
 ) -> bool:
     """Whether this family computes such a problem; the pass does not matter to it."""
-    fits = dtype in DTYPES and head_dim <= max(FORWARD_TILES)
+    fits = dtype in DTYPES and head_dim <= max(FORWARD_TILES) and not features.wide_softcap
     return fits and access >= Access.TENSOR_MAP and capability == CAPABILITY
 
 
