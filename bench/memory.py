@@ -21,7 +21,9 @@ from rich.table import Table
 from bench.problem import Problem
 from bench.providers import PROVIDERS, Call, is_ours
 from bench.report import Row, command_line, console, machine_fields, write_results
-from cupyflash.attention.params import ACCUM_ROW_ALIGN
+from cupyflash.runtime.structs import header
+
+structs = header("common/params.cuh")
 
 SEQLENS = [512 * 2**i for i in range(8)]
 DEFAULT_PROVIDERS = ["cupyflash", "sdpa-flash", "sdpa-cudnn", "sdpa-math"]
@@ -40,7 +42,7 @@ def predicted_bytes(problem: Problem, direction: str) -> int:
     key_rows = problem.batch * problem.heads_kv * problem.seqlen
     if direction == "fwd":
         return rows * problem.head_dim * itemsize + rows * 4
-    padded = -(-problem.seqlen // ACCUM_ROW_ALIGN) * ACCUM_ROW_ALIGN
+    padded = -(-problem.seqlen // structs.ACCUM_ROW_ALIGN) * structs.ACCUM_ROW_ALIGN
     accum_rows = problem.batch * problem.heads * padded
     gradients = (rows + 2 * key_rows) * problem.head_dim * itemsize
     return gradients + accum_rows * (problem.head_dim + 2) * 4

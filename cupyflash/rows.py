@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 
 from .array import View
 from .kernel_config import ITEM_SIZE
-from .norm.params import ROW_AXES, NormShape, RowStrides
+from .runtime.structs import header
+
+structs = header("common/norm_params.cuh")
 
 
 class Rows:
@@ -16,30 +18,34 @@ class Rows:
         aligned: whether every row begins, and its length is, a multiple of 16 bytes.
 
     Raises:
-        ValueError: more than `ROW_AXES` axes are left.
+        ValueError: more than ``ROW_AXES`` axes are left.
     """
 
     def __init__(self, function: str, tensors: Mapping[str, View]) -> None:
         x = tensors["x"]
         *sizes, self.columns = x.shape
         self.sizes, steps = collapse(sizes, [y.strides[:-1] for y in tensors.values()])
-        if len(self.sizes) > ROW_AXES:
+        if len(self.sizes) > structs.ROW_AXES:
             got = {name: y.strides for name, y in tensors.items()}
-            fact = f"the strides must let all dimensions but the last collapse into {ROW_AXES}"
+            fact = (
+                f"the strides must let all dimensions but the last collapse into {structs.ROW_AXES}"
+            )
             raise ValueError(f"{function}: {fact}, got shape {x.shape}, strides {got}")
         self.rows = math.prod(self.sizes)
         self.strides = {
-            f"{name}_strides": RowStrides((*axes, *[0] * (ROW_AXES - len(axes))))
+            f"{name}_strides": structs.RowStrides((*axes, *[0] * (structs.ROW_AXES - len(axes))))
             for name, axes in zip(tensors, steps)
         }
         item = ITEM_SIZE[x.dtype]
         lengths = (self.columns, *(step for axes in steps for step in axes))
         self.aligned = all(length * item % 16 == 0 for length in lengths)
 
-    def shape(self, eps: float) -> NormShape:
+    def shape(self, eps: float) -> structs.NormShape:
         """As the kernels get it."""
-        sizes = (*self.sizes, *[1] * (ROW_AXES - len(self.sizes)))
-        return NormShape(self.rows, sizes, len(self.sizes), self.columns, 1 / self.columns, eps)
+        sizes = (*self.sizes, *[1] * (structs.ROW_AXES - len(self.sizes)))
+        return structs.NormShape(
+            self.rows, sizes, len(self.sizes), self.columns, 1 / self.columns, eps
+        )
 
 
 def collapse(

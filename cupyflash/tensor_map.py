@@ -11,9 +11,11 @@ import os
 from collections.abc import Callable, Sequence
 from ctypes import c_int, c_uint32, c_uint64, c_void_p
 
-from .attention.params import Strides, TensorMap
 from .attention.problem import Problem
 from .kernel_config import ITEM_SIZE
+from .runtime.structs import header
+
+structs = header("common/params.cuh")
 
 DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 MAX_ENCODED = 256  # of one kernel: addresses that change with every call must not fill the memory
@@ -50,7 +52,7 @@ class TensorMapSpec:
         Raises:
             RuntimeError: the driver rejects it.
         """
-        size = ctypes.sizeof(TensorMap)
+        size = ctypes.sizeof(structs.TensorMap)
         if not pointer:
             return bytes(size)
         memory = ctypes.create_string_buffer(size + _ALIGNMENT)
@@ -99,7 +101,9 @@ class TensorMaps(dict[tuple[int, ...], bytes]):
         return maps
 
 
-def tensor_map(problem: Problem, name: str, strides: Strides, box_rows: int) -> TensorMapSpec:
+def tensor_map(
+    problem: Problem, name: str, strides: structs.Strides, box_rows: int
+) -> TensorMapSpec:
     """The map of a tensor of a problem whose access allows it; packed, a batch of one."""
     batch, rows, heads = sizes = problem.sizes(name)
     # The stride of an axis with one index does not matter, but it must be valid: that of a row.

@@ -12,10 +12,12 @@ from test_transformer_block import memory
 from wrong_calls import NUMBER, array, check_refused
 
 from cupyflash import attention_with_cache, environment
-from cupyflash.attention.params import AttentionShape
 from cupyflash.decode import cached_attention, kernels
 from cupyflash.jit import sources
+from cupyflash.runtime.structs import header
 from cupyflash.testing import assert_close_to_float64, to_numpy64
+
+structs = header("common/params.cuh")
 
 # (new tokens, heads of keys, queries of each, head_dim, length of the cache)
 SHAPES = [
@@ -151,7 +153,7 @@ def test_splits(capability, head_dim, heads):
     """Long caches of few heads are split, as far as the parts run at once and have work."""
     for length in (1, 500, 3000, 8192, 10**6):
         sizes = {"seqlen_q": 1, "seqlen_k": length, "heads_q": heads, "heads_kv": heads}
-        shape = AttentionShape(batch=1, head_dim=head_dim, scale=1.0, **sizes)
+        shape = structs.AttentionShape(batch=1, head_dim=head_dim, scale=1.0, **sizes)
         config = kernels.flash_decode("float16", shape, capability, 132)
         at_once = 400 // config.cluster
         splits = kernels.splits(config, shape, at_once)
@@ -173,7 +175,7 @@ def test_splits(capability, head_dim, heads):
 def test_clusters(heads, head_dim, length, cluster):
     """As many blocks as an H200 can have, without those where they gain nothing."""
     sizes = {"seqlen_q": 1, "seqlen_k": length, "heads_q": heads, "heads_kv": heads}
-    shape = AttentionShape(batch=1, head_dim=head_dim, scale=1.0, **sizes)
+    shape = structs.AttentionShape(batch=1, head_dim=head_dim, scale=1.0, **sizes)
     assert kernels.flash_decode("float16", shape, (9, 0), 132).cluster == cluster
     assert kernels.flash_decode("float16", shape, (8, 0), 132).cluster == 1
 

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import random
-import re
 import shutil
 import sys
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from matrix import each_library
 import cupyflash
 from cupyflash import partition
 from cupyflash.array import View
-from cupyflash.jit import sources
 from cupyflash.norm import group_norm_dispatch, group_norm_ring, ring_shape, ring_workspace
 from cupyflash.norm.group_norm_ring import CAPABILITY
 from cupyflash.norm.groups import Groups
@@ -27,17 +25,6 @@ from cupyflash.tensor_map import TensorMapSpec
 from cupyflash.testing import expected_group_norm, poison_free_memory
 
 HAS_RING = divmod(compute_capability()[0], 10) == CAPABILITY
-
-
-def test_constants():
-    text = (sources.root() / "norm/group_ring.cuh").read_text(encoding="utf-8")
-    found = dict(re.findall(r"constexpr int (\w+) = (\d+(?: << \d+)?);", text))
-    names = ("CONSUMERS", "SLOT_PACKS", "MAX_SLOTS", "MAX_FLIGHT", "MAX_TEAMS", "RING_BYTES")
-    assert {name: eval(found[name]) for name in names} == {
-        name: getattr(ring_shape, name) for name in names
-    }
-    assert int(found["MAX_RING_GROUPS"]) == ring_shape.MAX_GROUPS
-    assert int(found["SENDERS"]) + 128 == group_norm_ring.OTHERS  # RING_THREADS
 
 
 @pytest.mark.parametrize("tensors", [1, 2])

@@ -391,7 +391,9 @@ def test_host_time_is_one_look_up(backend, monkeypatch):
 def test_choice(monkeypatch, capability, dtype, rows, sizes, family, kernel):
     from cupyflash.array import View
     from cupyflash.linear import projection
-    from cupyflash.linear.params import LinearParams
+    from cupyflash.runtime.structs import header
+
+    structs = header("common/linear_params.cuh")
 
     monkeypatch.setattr(projection, "capability_of", lambda device: capability)
     monkeypatch.setattr(projection, "multiprocessors", lambda device: 132)
@@ -400,7 +402,7 @@ def test_choice(monkeypatch, capability, dtype, rows, sizes, family, kernel):
         "x": View((rows, depth), (depth, 1), dtype, 0),
         "weight": View((columns, depth), (depth, 1), dtype, 0),
     }
-    params = LinearParams(rows=rows, columns=columns, depth=depth, x_stride=depth)
+    params = structs.LinearParams(rows=rows, columns=columns, depth=depth, x_stride=depth)
     arguments = (True, family)
     config = projection.few_kernel(views, Options(), *arguments)
     config = config or projection.many_kernel(views, Options(), params, *arguments)

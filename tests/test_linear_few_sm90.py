@@ -14,13 +14,14 @@ from cupyflash import kernel_launch
 from cupyflash.array import library_of
 from cupyflash.linear import few_sm90_kernels, sm90_launch
 from cupyflash.linear.few_sm90_kernels import CLUSTERS, ROWS, LinearFewSm90, choose
-from cupyflash.linear.params import LinearFewSm90Params, LinearParams, RowNorm
-from cupyflash.linear.params import Rotary as RotaryParams
 from cupyflash.linear.reference import Arrays, Options
 from cupyflash.linear.sm90_kernels import Rotary
 from cupyflash.linear.sm90_launch import LinearFewLaunch
+from cupyflash.runtime.structs import header
 from cupyflash.tensor_map import TensorMapSpec
 from cupyflash.testing import expected_projection, to_library, to_numpy64
+
+structs = header("common/linear_params.cuh")
 
 DEPTHS = [64, 72, 200, 768, 1000, 4096]
 
@@ -156,7 +157,7 @@ def test_launch(monkeypatch):
         return bytes([len(encoded)]) * 128
 
     function = lambda grid, block, args, memory, *_: launched.append(
-        (grid, block, memory, LinearFewSm90Params.from_buffer_copy(args[0].tobytes()))
+        (grid, block, memory, structs.LinearFewSm90Params.from_buffer_copy(args[0].tobytes()))
     )
     runtime = types.SimpleNamespace(setDevice=lambda device: None)
     cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
@@ -166,7 +167,7 @@ def test_launch(monkeypatch):
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
     monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: 132)
     config = LinearFewSm90("bfloat16", "silu", True, False, 16, 4)
-    params = LinearParams(
+    params = structs.LinearParams(
         rows=9, columns=650, depth=768, x_stride=2304, weight_stride=768, gate_stride=776
     )
     launch = LinearFewLaunch(config, 0, params, norm=False)
@@ -258,7 +259,7 @@ def launched(backend, case, arrays):
     memory = stored(backend, nothing, case.dtype)
     out, library = memory[1 : rows + 1, 3 : columns + 3], library_of(memory)
     stride = lambda x: 0 if x is None else library.view(x).strides[0]
-    params = LinearParams(
+    params = structs.LinearParams(
         x_stride=stride(arrays.x),
         weight_stride=stride(arrays.weight),
         gate_stride=stride(arrays.gate_weight),
@@ -269,9 +270,9 @@ def launched(backend, case, arrays):
         depth=case.depth,
     )
     if case.norm:
-        params.norm = RowNorm(1e-5, 1 / case.depth, case.norm == "rms", case.bias)
+        params.norm = structs.RowNorm(1e-5, 1 / case.depth, case.norm == "rms", case.bias)
     if case.head_dim:
-        params.rotary = RotaryParams(
+        params.rotary = structs.Rotary(
             seqlen=1,
             num_positions=50,
             columns=3 * case.head_dim,

@@ -14,13 +14,14 @@ from matrix import each_library
 from cupyflash import kernel_launch
 from cupyflash.array import library_of
 from cupyflash.linear import sm90_kernels, sm90_launch
-from cupyflash.linear.params import LinearParams, LinearSm90Params
-from cupyflash.linear.params import Rotary as RotaryParams
 from cupyflash.linear.reference import Arrays, Options, project
 from cupyflash.linear.sm90_kernels import TILES, Epilogue, Rotary, choose, configuration
 from cupyflash.linear.sm90_launch import LinearLaunch
+from cupyflash.runtime.structs import header
 from cupyflash.tensor_map import TensorMapSpec
 from cupyflash.testing import assert_close_to_float64, cast, to_float64
+
+structs = header("common/linear_params.cuh")
 
 SHARED_MEMORY = 232448  # of a block on sm_90
 GELU, GATED, RESIDUAL = Epilogue("gelu"), Epilogue("silu", gated=True), Epilogue(residual=True)
@@ -167,7 +168,7 @@ def machine(monkeypatch):
         return bytes([len(found.encoded)]) * 128
 
     function = lambda grid, block, args, memory, *_: found.launched.append(
-        (grid, block, memory, LinearSm90Params.from_buffer_copy(args[0].tobytes()))
+        (grid, block, memory, structs.LinearSm90Params.from_buffer_copy(args[0].tobytes()))
     )
     runtime = types.SimpleNamespace(setDevice=lambda device: None)
     cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
@@ -181,7 +182,7 @@ def machine(monkeypatch):
 def params_of(rows, columns, depth, **more):
     strides = {"x_stride": depth, "weight_stride": depth, "gate_stride": depth}
     strides |= {"residual_stride": columns, "out_stride": columns}
-    return LinearParams(rows=rows, columns=columns, depth=depth, **{**strides, **more})
+    return structs.LinearParams(rows=rows, columns=columns, depth=depth, **{**strides, **more})
 
 
 def test_launch(machine):
@@ -290,7 +291,7 @@ class Call:
         memory = stored(self.backend, nothing, self.dtype)
         kept["out"] = memory[1 : rows + 1, 8 : columns + 8]
         pointer = library_of(memory).pointer
-        names = [name for name, _ in LinearParams._fields_[:12]]
+        names = [name for name, _ in structs.LinearParams._fields_[:12]]
         params = params_of(
             rows,
             columns,
@@ -300,7 +301,7 @@ class Call:
             gate_stride=self.depth + 16,
             residual_stride=columns + 16,
             out_stride=columns + 16,
-            rotary=RotaryParams(
+            rotary=structs.Rotary(
                 seqlen=rows,
                 num_positions=rows + 3,
                 columns=(self.heads + 1) * rotary.head_dim,

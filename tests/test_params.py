@@ -11,45 +11,11 @@ import pytest
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
-from cupyflash.attention import params
-from cupyflash.baselines import params as baseline_params
-from cupyflash.decode import params as decode_params
-from cupyflash.diffusion import params as diffusion_params
 from cupyflash.jit import compiler, sources
 from cupyflash.kernel_config import KernelConfig
-from cupyflash.linear import params as linear_params
-from cupyflash.norm import params as norm_params
-from cupyflash.transformer import params as transformer_params
+from cupyflash.runtime.structs import field_names, header
 
-HEADERS = {
-    "common/params.cuh": params,
-    "common/norm_params.cuh": norm_params,
-    "common/diffusion_params.cuh": diffusion_params,
-    "common/baseline_params.cuh": baseline_params,
-    "common/linear_params.cuh": linear_params,
-    "common/decode_params.cuh": decode_params,
-    "common/transformer_params.cuh": transformer_params,
-}
-CONSTANTS = {
-    "common/params.cuh": "ACCUM_ROW_ALIGN",
-    "common/norm_params.cuh": "ROW_AXES",
-    "common/transformer_params.cuh": "MAX_BATCH",
-}
-
-
-def structs_of(module) -> list[type[ctypes.Structure]]:
-    return [
-        struct
-        for _, struct in inspect.getmembers(module, inspect.isclass)
-        if issubclass(struct, ctypes.Structure) and struct.__module__ == module.__name__
-    ]
-
-
-STRUCTS = [
-    pytest.param(header, struct, id=struct.__name__)
-    for header, module in HEADERS.items()
-    for struct in structs_of(module)
-]
+HEADERS = sorted(f"common/{path.name}" for path in (sources.root() / "common").glob("*params.cuh"))
 
 
 def without_comments(text: str) -> str:
@@ -72,37 +38,21 @@ def kernel_configs() -> list[type[KernelConfig]]:
     return [pytest.param(config, id=name) for name, config in sorted(found.items())]
 
 
-@pytest.mark.parametrize("header", HEADERS)
-def test_every_struct_has_a_mirror(header):
-    names = set(re.findall(r"^struct (?:alignas\(64\) )?(\w+)", text_of(header), re.MULTILINE))
-    assert names == {struct.__name__ for struct in structs_of(HEADERS[header])} and names
-
-
-@pytest.mark.parametrize(("header", "struct"), STRUCTS)
-def test_field_names_and_order(header, struct):
-    pattern = rf"^struct .*?\b{struct.__name__} \{{(.*?)^\}};"
-    body = re.search(pattern, text_of(header), re.M | re.S)[1]
-    body = re.sub(r"[^;{}]*\{(?:[^{}]|\{[^{}]*\})*\}", "", body)  # its member functions
-    names = [name for name, _ in struct._fields_ if name != "padding"]  # C++ has alignas
-    assert names == re.findall(r"(\w+)(?:\[\w+\])?\s*;", body)
-
-
 @needs_nvrtc
-@pytest.mark.parametrize("header", HEADERS)
-def test_layout_and_constants(header):
-    """NVRTC checks offset and size of every field and the constant that both sides spell out.
+@pytest.mark.parametrize("path", HEADERS)
+def test_layout(path):
+    """NVRTC checks offset and size of every field that the host has read from a header.
 
     NVRTC has neither <stddef.h> nor __builtin_offsetof; __INTADDR__ is how its own is spelled.
     """
-    lines = [f'#include "{header}"']
-    if constant := CONSTANTS.get(header):
-        lines.append(f"static_assert({constant} == {getattr(HEADERS[header], constant)});")
-    for struct in structs_of(HEADERS[header]):
-        name = struct.__name__
+    names = re.findall(r"^struct (?:alignas\(64\) )?(\w+)", text_of(path), re.MULTILINE)
+    assert names
+    lines = [f'#include "{path}"']
+    for name in names:
+        struct = getattr(header(path), name)
+        assert field_names(struct)
         lines.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});")
-        for field, _ in struct._fields_:
-            if field == "padding":
-                continue
+        for field in field_names(struct):
             slot = getattr(struct, field)
             lines += [
                 f"static_assert(__INTADDR__(&(({name}*)0)->{field}) == {slot.offset});",
@@ -112,17 +62,42 @@ def test_layout_and_constants(header):
 
 
 @needs_nvrtc
+@pytest.mark.parametrize(
+    "path, name",
+    [
+        ("common/params.cuh", "ACCUM_ROW_ALIGN"),
+        ("common/norm_params.cuh", "ROW_AXES"),
+        ("linear/few_rows.cuh", "STAGE_BYTES"),
+        ("linear/few_rows.cuh", "MAX_SUM_ROWS"),
+        ("norm/group_ring.cuh", "RING_THREADS"),
+        ("norm/group_ring.cuh", "RING_BYTES"),
+        ("attention/bias.cuh", "BIAS_LIMIT"),
+    ],
+)
+def test_constants(path, name):
+    value = getattr(header(path), name)
+    compile_program(f'#include "{path}"\nstatic_assert({name} == {value});', "sm_90a")
+
+
+def test_what_a_header_does_not_have():
+    with pytest.raises(AttributeError, match="common/params.cuh: has no struct, constant or enum"):
+        header("common/params.cuh").Nothing  # noqa: B018
+
+
+@needs_nvrtc
 def test_layout_check_can_fail():
     with pytest.raises(RuntimeError):
         compile_program('#include "common/params.cuh"\nstatic_assert(sizeof(FlashFwdParams) == 8);')
 
 
-def compile_program(text: str) -> None:
+def compile_program(text: str, arch: str = "sm_80") -> None:
     """Raises RuntimeError with NVRTC's log unless the program compiles."""
     nvrtc, root = compiler.nvrtc(), sources.root()
     program = nvrtc.createProgram(text, str(root / "layout.cu"), (), ())
     try:
-        nvrtc.compileProgram(program, ("-arch=sm_80", "-std=c++17", f"-I{root}"))
+        nvrtc.compileProgram(
+            program, (f"-arch={arch}", "-std=c++17", "-default-device", f"-I{root}")
+        )
     except nvrtc.NVRTCError:
         raise RuntimeError(nvrtc.getProgramLog(program)) from None
     finally:

@@ -13,15 +13,12 @@ from cupyflash import kernel_launch, tensor_map
 from cupyflash.array import View, dense_strides
 from cupyflash.attention import launch
 from cupyflash.attention.families import sm80, sm90
-from cupyflash.attention.params import (
-    FlashBwdParams,
-    FlashBwdSm90Params,
-    FlashFwdParams,
-    FlashFwdSm90Params,
-)
 from cupyflash.attention.problem import Options, check
 from cupyflash.kernel_config import Access, Features
+from cupyflash.runtime.structs import header
 from cupyflash.tensor_map import TensorMaps, TensorMapSpec
+
+structs = header("common/params.cuh")
 
 SPEC = TensorMapSpec("bfloat16", (64, 5, 4, 2), (512, 128, 2560), box_rows=128)
 
@@ -251,14 +248,14 @@ def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
     config = sm90.forward("float16", 64, Features(False, False), (9, 0))
     call = problem(view(2, 200, 4, 64))
     strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
-    params = FlashFwdParams(**strides, lse_head_stride=5, shape=call.shape)
+    params = structs.FlashFwdParams(**strides, lse_head_stride=5, shape=call.shape)
     made = launch.prepare(config, call, params)
     pointers = tuple(range(16, 29))
     made(None, *pointers)
     grid, block, argument = arguments[0]
     assert grid == (7,) and block == (512,)
     assert type(argument) is numpy.ndarray and argument.size == 1
-    params = FlashFwdSm90Params.from_buffer_copy(argument.tobytes())
+    params = structs.FlashFwdSm90Params.from_buffer_copy(argument.tobytes())
     assert argument.nbytes == ctypes.sizeof(params) == 1024
     assert (params.num_splits, params.partial_rows, params.packed_tiles) == (1, 0, None)
     maps = params.q_map, params.k_map, params.v_map, params.out_map
@@ -283,9 +280,9 @@ def test_map_of_the_bias_is_the_last(driver, devices, monkeypatch):
     forward = sm90.forward("float16", 64, call.features, (9, 0))
     backward = sm90.backward("float16", 64, call.features, (9, 0))[1]
     for config, splits, params, argument, box_rows in (
-        (forward, 1, FlashFwdParams, FlashFwdSm90Params, 64),
-        (forward, 3, FlashFwdParams, FlashFwdSm90Params, 64),
-        (backward, 1, FlashBwdParams, FlashBwdSm90Params, 128),
+        (forward, 1, structs.FlashFwdParams, structs.FlashFwdSm90Params, 64),
+        (forward, 3, structs.FlashFwdParams, structs.FlashFwdSm90Params, 64),
+        (backward, 1, structs.FlashBwdParams, structs.FlashBwdSm90Params, 128),
     ):
         monkeypatch.setattr(launch, "num_splits", lambda *_, splits=splits: splits)
         names = {name: name if name in "kv" else "q" for name in config.boxes}
@@ -327,12 +324,12 @@ def test_keys_are_shared_out_where_tiles_are_few(driver, devices, monkeypatch):
         queries, keys, heads = lengths
         call = problem(view(1, queries, heads, 128), view(1, keys, heads, 128))
         strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
-        made = launch.prepare(config, call, FlashFwdParams(**strides, shape=call.shape))
+        made = launch.prepare(config, call, structs.FlashFwdParams(**strides, shape=call.shape))
         launched.clear()
         made(None, *range(16, 29), workspace=2**20)
         blocks, splits = expected
         assert launched[0][1] == (blocks,) and len(launched) == (1 if splits == 1 else 2)
-        params = FlashFwdSm90Params.from_buffer_copy(launched[0][2].tobytes())
+        params = structs.FlashFwdSm90Params.from_buffer_copy(launched[0][2].tobytes())
         assert params.num_splits == splits and launched[0][0].split == (splits > 1)
         if splits > 1:
             rows = queries * heads

@@ -1,5 +1,4 @@
-// Kernel arguments of baselines/. cupyflash/baselines/params.py lists the same fields in the same
-// order.
+// Kernel arguments of baselines/. The host reads them here (runtime/structs.py).
 #pragma once
 #include "types.cuh"
 

@@ -1,4 +1,4 @@
-// Kernel arguments of decode/. cupyflash/decode/params.py lists the same fields in the same order.
+// Kernel arguments of decode/. The host reads them here (runtime/structs.py).
 #pragma once
 #include "params.cuh"
 

@@ -1,5 +1,4 @@
-// Kernel arguments of diffusion/. cupyflash/diffusion/params.py lists the same fields in the same
-// order.
+// Kernel arguments of diffusion/. The host reads them here (runtime/structs.py).
 #pragma once
 #include "types.cuh"
 

@@ -1,4 +1,4 @@
-// Kernel arguments of linear/. cupyflash/linear/params.py lists the same fields in the same order.
+// Kernel arguments of linear/. The host reads them here (runtime/structs.py).
 #pragma once
 #include "types.cuh"
 

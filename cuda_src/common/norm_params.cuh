@@ -1,4 +1,4 @@
-// Kernel arguments of norm/. cupyflash/norm/params.py lists the same fields in the same order.
+// Kernel arguments of norm/. The host reads them here (runtime/structs.py).
 #pragma once
 #include "types.cuh"
 

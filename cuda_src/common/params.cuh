@@ -1,6 +1,4 @@
-// Kernel arguments, one struct per pass. cupyflash/attention/params.py lists the same fields in the
-// same order; the compile stub asserts that both sides agree on the size, and a test on every
-// field.
+// Kernel arguments, one struct per pass. The host reads them here (runtime/structs.py).
 #pragma once
 #include "types.cuh"
 

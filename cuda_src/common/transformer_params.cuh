@@ -1,5 +1,4 @@
-// Kernel arguments of transformer/. cupyflash/transformer/params.py lists the same fields in the
-// same order.
+// Kernel arguments of transformer/. The host reads them here (runtime/structs.py).
 #pragma once
 #include "types.cuh"
 

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..array import Array, View, device_name
+from ..runtime.structs import header
 from .names import caller_name
-from .params import BiasStrides
+
+structs = header("common/params.cuh")
 
 
 class Extras(NamedTuple):
@@ -105,10 +107,10 @@ def dropout_scale(threshold: int) -> float:
     return 65536 / (65536 - threshold)
 
 
-def bias_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> BiasStrides:
+def bias_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> structs.BiasStrides:
     """Of up to four axes, aligned right; 0 on those of length 1 and on those that are missing."""
     steps = [0 if size == 1 else step for size, step in zip(shape, strides)]
-    return BiasStrides(*[0] * (4 - len(steps)), *steps)
+    return structs.BiasStrides(*[0] * (4 - len(steps)), *steps)
 
 
 def _dense(

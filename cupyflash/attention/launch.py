@@ -14,17 +14,19 @@ from typing import Any
 
 from ..kernel_config import KernelConfig
 from ..kernel_launch import Launch, call_fields, multiprocessors
+from ..runtime.structs import header
 from ..tensor_map import TensorMaps, bias_map, tensor_map
 from ..tile_counter import NULL, tile_counters
 from .families.sm90 import MAX_SPLITS, SEQUENCE_MAPS
-from .params import PackedTile, SequenceMapsParams, TensorMap
 from .problem import Problem
+
+structs = header("common/params.cuh")
 
 MIN_SPLIT_KEYS = 256  # of a block: two or more key tiles of any head dim
 pack_two = struct.Struct("2Q").pack
 pack_four = struct.Struct("4Q").pack
 NO_SEQUENCES = pack_two(0, 0)
-NO_MAP = bytes(ctypes.sizeof(TensorMap))
+NO_MAP = bytes(ctypes.sizeof(structs.TensorMap))
 
 
 def prepare(config: KernelConfig, problem: Problem, params: ctypes.Structure) -> "Launch":
@@ -91,17 +93,17 @@ class OwnLengths:
         names = call_fields(params)
         lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
         self.lengths = operator.itemgetter(*map(names.index, lengths))
-        self.maps_size = len(config.boxes) * problem.shape.batch * ctypes.sizeof(TensorMap)
+        self.maps_size = len(config.boxes) * problem.shape.batch * ctypes.sizeof(structs.TensorMap)
         max_tiles = _tiles_of_head(config, problem)
-        list_size = (1 + max_tiles) * ctypes.sizeof(PackedTile)
+        list_size = (1 + max_tiles) * ctypes.sizeof(structs.PackedTile)
         self.workspace_size = (self.maps_size + list_size) // 4
-        rest = SequenceMapsParams(
+        rest = structs.SequenceMapsParams(
             shape=problem.shape,
             max_tiles=max_tiles,
             tile_rows=config.tile_rows,
             tiles_of_keys=config.tiles_of == "k",
         )
-        self.rest = bytes(rest)[SequenceMapsParams.shape.offset :]
+        self.rest = bytes(rest)[structs.SequenceMapsParams.shape.offset :]
 
     def __call__(self, stream: Any, maps: bytes, pointers: tuple, workspace: int) -> bytes:
         """The pointers ``sequence_maps`` and ``packed_tiles`` for the kernel that follows."""

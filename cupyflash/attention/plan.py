@@ -12,12 +12,14 @@ from .. import environment
 from ..array import Array, View, dense_strides
 from ..kernel_config import Access
 from ..kernel_launch import Launch, Plan, capability_of
+from ..runtime.structs import header
 from . import families
 from .extras import bias_strides
 from .families.preprocess import FlashBwdSinks
 from .launch import prepare
-from .params import ACCUM_ROW_ALIGN, BiasStrides, FlashBwdParams, FlashFwdParams
 from .problem import Options, Problem, canonical_strides
+
+structs = header("common/params.cuh")
 
 # Of the L2 cache, for the keys and values of the heads that run together (tile_order.cuh); the rest
 # is left to queries and outputs.
@@ -51,7 +53,7 @@ class ForwardPlan(Plan):
         family, arguments = _family(function, problem, access, backward=False)
         config = family.forward(*arguments)
         shape.heads_per_section = _heads_per_section(problem, shape.seqlen_k, 2)
-        params = FlashFwdParams(
+        params = structs.FlashFwdParams(
             **{f"{name}_strides": strides for name, strides in problem.strides.items()},
             out_strides=canonical_strides("out", out, options),
             lse_batch_stride=problem.lse_strides[0],
@@ -104,7 +106,7 @@ class BackwardPlan(Plan):
         self.lengths = extras.lengths
         self.dsinks_shape = (shape.heads_q,) if extras.sinks else None
         self.dbias_shape = extras.bias.shape if bias_grad else None
-        dbias_strides = BiasStrides()
+        dbias_strides = structs.BiasStrides()
         if bias_grad:
             dense = dense_strides(self.dbias_shape, range(4))
             dbias_strides = bias_strides(self.dbias_shape, dense)
@@ -139,7 +141,7 @@ class BackwardPlan(Plan):
         shape.heads_per_section = _heads_per_section(
             problem, shape.seqlen_q, per_query, side_by_side=deterministic
         )
-        params = FlashBwdParams(
+        params = structs.FlashBwdParams(
             **{f"{name}_strides": x for name, x in strides.items()},
             lse_batch_stride=problem.lse_strides[0],
             lse_head_stride=problem.lse_strides[1],
@@ -248,5 +250,5 @@ def _accum_rows(problem: Problem) -> int:
     """Rows of the accumulators of one head, every sequence padded: see block_info.cuh."""
     shape = problem.shape
     if problem.total_q is not None:
-        return (problem.total_q // ACCUM_ROW_ALIGN + shape.batch) * ACCUM_ROW_ALIGN
-    return -(-shape.seqlen_q // ACCUM_ROW_ALIGN) * ACCUM_ROW_ALIGN * shape.batch
+        return (problem.total_q // structs.ACCUM_ROW_ALIGN + shape.batch) * structs.ACCUM_ROW_ALIGN
+    return -(-shape.seqlen_q // structs.ACCUM_ROW_ALIGN) * structs.ACCUM_ROW_ALIGN * shape.batch

@@ -13,10 +13,12 @@ from typing import Any
 from ..array import View, device_name
 from ..checks import require_device
 from ..kernel_config import ITEM_SIZE, MAX_FAST_SOFTCAP, SHORT, Access, Features
+from ..runtime.structs import header
 from .extras import ExtraFacts, check_extras, dropout_scale, dropout_threshold
 from .names import caller_name
 from .options import Options
-from .params import AttentionShape, BiasStrides, Strides
+
+structs = header("common/params.cuh")
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**29  # so that sums of lengths and windows fit 32 bits in the kernels
@@ -46,9 +48,9 @@ class Problem:
 
     dtype: str
     device: int
-    shape: AttentionShape
+    shape: structs.AttentionShape
     head_dims: tuple[int, int]
-    strides: Mapping[str, Strides]
+    strides: Mapping[str, structs.Strides]
     extras: ExtraFacts
     total_q: int | None
     total_k: int | None
@@ -97,10 +99,10 @@ class Problem:
         )
 
     @property
-    def bias_strides(self) -> BiasStrides:
+    def bias_strides(self) -> structs.BiasStrides:
         """Of the bias; zeros without one."""
         bias = self.extras.bias
-        return BiasStrides() if bias is None else BiasStrides(*bias.strides)
+        return structs.BiasStrides() if bias is None else structs.BiasStrides(*bias.strides)
 
     @property
     def _bias_fits_map(self) -> bool:
@@ -247,7 +249,7 @@ def check(
         raise ValueError(f"{function}: {fact}, got {options.dropout_p}")
     threshold = dropout_threshold(options.dropout_p)
     width = kernel_head_dim(head_dim, head_dim_v)
-    shape = AttentionShape(
+    shape = structs.AttentionShape(
         batch, heads_q, heads_kv, seqlen_q, seqlen_k, width, left, right, top_left, 1, scale,
         options.softcap, threshold, dropout_scale(threshold),
     )  # fmt: skip
@@ -272,15 +274,15 @@ def check_lse(function: str, problem: Problem, name: str, lse: View) -> None:
     _require(lse.shape == problem.lse_shape, function, f"{name} must be {problem.lse_shape}", lse)
 
 
-def canonical_strides(name: str, x: View, options: Options) -> Strides:
+def canonical_strides(name: str, x: View, options: Options) -> structs.Strides:
     """(batch, row, head); an axis of length 1 or less has stride 0, whatever its library says."""
     layout = options.layout_of(name)
     steps = [step if size > 1 else 0 for size, step in zip(x.shape, x.strides)]
     if layout == "thd":
-        return Strides(0, steps[0], steps[1])
+        return structs.Strides(0, steps[0], steps[1])
     if layout == "bhsd":
-        return Strides(steps[0], steps[2], steps[1])
-    return Strides(steps[0], steps[1], steps[2])
+        return structs.Strides(steps[0], steps[2], steps[1])
+    return structs.Strides(steps[0], steps[1], steps[2])
 
 
 def _dimensions(x: View, layout: str) -> tuple[int, int, int, int]:

@@ -16,9 +16,10 @@ import dataclasses
 import math
 
 from cupyflash.attention.grouped import Array, array_namespace, grouped_matmul
+from cupyflash.runtime.structs import header
 
-# Where a float32 has no digit left for the score, a bias means "not seen": as in bias.cuh.
-BIAS_LIMIT = 2.0**24
+# Where a float32 has no digit left for the score, a bias means "not seen".
+BIAS_LIMIT = header("attention/bias.cuh").BIAS_LIMIT
 
 
 @dataclasses.dataclass(frozen=True)

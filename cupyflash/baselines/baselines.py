@@ -18,8 +18,10 @@ from ..jit import compiler
 from ..kernel_config import KernelConfig
 from ..kernel_launch import Launch
 from ..rows import is_contiguous
+from ..runtime.structs import header
 from . import kernels
-from .params import BaselineAttentionParams, VectorAddParams
+
+structs = header("common/baseline_params.cuh")
 
 
 def vector_add(a: Array, b: Array) -> Array:
@@ -41,7 +43,7 @@ def vector_add(a: Array, b: Array) -> Array:
     with _device_of(view):
         out = library.empty(view.shape, view.strides, a)
         size = math.prod(view.shape)
-        config, params = kernels.VectorAdd(view.dtype), VectorAddParams(size=size)
+        config, params = kernels.VectorAdd(view.dtype), structs.VectorAddParams(size=size)
         _launch("vector_add", library, view, config, size, params, a, b, out)
     return out
 
@@ -98,7 +100,7 @@ def fused_attention(
 
 def _prepared(
     function: str, q: Array, k: Array, v: Array, scale: float | None, causal: bool
-) -> tuple[Any, View, BaselineAttentionParams]:
+) -> tuple[Any, View, structs.BaselineAttentionParams]:
     """What both kinds of attention need: library and view of q, and the kernel's numbers."""
     library, views = _checked(function, {"q": q, "k": k, "v": v})
     shapes = [view.shape for view in views.values()]
@@ -111,7 +113,7 @@ def _prepared(
         fact = "q and k must have equal batch, heads and head_dim"
         raise ValueError(f"{function}: {fact}, got {shapes[0]} and {shapes[1]}")
     _require_gpu(function, library, q, k, v)
-    params = BaselineAttentionParams(
+    params = structs.BaselineAttentionParams(
         rows=batch * seqlen_q * heads,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from ..kernel_config import ITEM_SIZE, KernelConfig
-from .params import BaselineAttentionParams, VectorAddParams
+from ..runtime.structs import header
+
+structs = header("common/baseline_params.cuh")
 
 THREADS = 256
-STEPS = ("scores", "softmax", "output")  # as in naive_attention.cu
+STEPS = header("baselines/naive_attention.cu").Step
 LANE_COLUMNS = (1, 2, 4, 8)
 MAX_HEAD_DIM = 32 * LANE_COLUMNS[-1]  # of fused_attention
 
@@ -29,7 +31,7 @@ class VectorAdd(Baseline):
     """out = a + b."""
 
     source: ClassVar[str] = "baselines/vector_add.cu"
-    params: ClassVar[type[VectorAddParams]] = VectorAddParams
+    params: ClassVar[type[structs.VectorAddParams]] = structs.VectorAddParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,7 @@ class NaiveAttention(Baseline):
     """One of the `STEPS`."""
 
     source: ClassVar[str] = "baselines/naive_attention.cu"
-    params: ClassVar[type[BaselineAttentionParams]] = BaselineAttentionParams
+    params: ClassVar[type[structs.BaselineAttentionParams]] = structs.BaselineAttentionParams
 
     step: str
 
@@ -47,7 +49,7 @@ class FusedAttention(Baseline):
     """One pass; a lane of a warp has ``lane_columns`` of a row."""
 
     source: ClassVar[str] = "baselines/fused_attention.cu"
-    params: ClassVar[type[BaselineAttentionParams]] = BaselineAttentionParams
+    params: ClassVar[type[structs.BaselineAttentionParams]] = structs.BaselineAttentionParams
 
     lane_columns: int
 

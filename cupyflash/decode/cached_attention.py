@@ -5,7 +5,6 @@ from typing import Any
 
 from .. import environment
 from ..array import Array, View, compiling, library_of
-from ..attention.params import AttentionShape
 from ..attention.problem import MAX_HEAD_DIM, Options, check
 from ..checks import (
     require_arrays,
@@ -16,8 +15,11 @@ from ..checks import (
 from ..kernel_config import ITEM_SIZE
 from ..kernel_launch import capability_of, keep, multiprocessors
 from ..plain_options import plain_real
+from ..runtime.structs import header
 from . import kernels
 from .cached_plans import FUNCTION, TENSORS, DecodePlan, SeparatePlan
+
+structs = header("common/params.cuh")
 
 MAX_STEP = 2**31  # elements from key to key
 
@@ -115,7 +117,7 @@ def _run(arrays: tuple[Array, ...], scale: Any) -> Array:
 
 
 def _config(
-    shape: AttentionShape, views: dict[str, View], aligned: bool
+    shape: structs.AttentionShape, views: dict[str, View], aligned: bool
 ) -> kernels.FlashDecode | kernels.FlashDecodeSm90 | None:
     """The kernel that takes this in one launch, if there is one."""
     device, family = views["q"].device, environment.current().family
@@ -135,7 +137,7 @@ def _config(
 
 def _check(
     library: Any, arrays: tuple[Array, ...], scale: float | None
-) -> tuple[AttentionShape, dict[str, View]]:
+) -> tuple[structs.AttentionShape, dict[str, View]]:
     """The shape, and views of all arrays."""
     *tensors, positions = arrays
     named = dict(zip(TENSORS, tensors))

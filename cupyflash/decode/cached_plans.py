@@ -6,17 +6,19 @@ from typing import Any
 from ..array import Array, View
 from ..attention.dispatch import forward
 from ..attention.extras import NO_EXTRAS
-from ..attention.params import AttentionShape, Strides
 from ..checks import require_grid
 from ..clusters import clusters_at_once
 from ..graph_memory import allocations_held
 from ..kernel_launch import Launch, Plan
 from ..overlap import Written
 from ..rows import is_contiguous
+from ..runtime.structs import header
 from ..tile_counter import tile_counters
 from . import kernels
 from .kv_cache import CACHES, append
-from .params import FlashDecodeParams
+
+attention_structs = header("common/params.cuh")
+structs = header("common/decode_params.cuh")
 
 FUNCTION = "attention_with_cache"
 TENSORS = ("q", "k", "v", "k_cache", "v_cache")
@@ -33,7 +35,7 @@ class DecodePlan(Plan):
         self,
         library: Any,
         config: kernels.FlashDecode | kernels.FlashDecodeSm90,
-        shape: AttentionShape,
+        shape: attention_structs.AttentionShape,
         views: dict[str, View],
     ) -> None:
         q = views["q"]
@@ -45,9 +47,12 @@ class DecodePlan(Plan):
         if self.empty:
             return
         splits = kernels.splits(config, shape, clusters_at_once(config, q.device))
-        params = FlashDecodeParams(
-            **{f"{name}_strides": Strides(*views[name].strides[:3]) for name in TENSORS},
-            out_strides=Strides(*self.strides[:3]),
+        params = structs.FlashDecodeParams(
+            **{
+                f"{name}_strides": attention_structs.Strides(*views[name].strides[:3])
+                for name in TENSORS
+            },
+            out_strides=attention_structs.Strides(*self.strides[:3]),
             seqlen=shape.seqlen_q,
             heads_kv=shape.heads_kv,
             group=shape.heads_q // shape.heads_kv,
@@ -85,7 +90,9 @@ class SeparatePlan:
         written: for the check of the addresses.
     """
 
-    def __init__(self, library: Any, shape: AttentionShape, views: dict[str, View]) -> None:
+    def __init__(
+        self, library: Any, shape: attention_structs.AttentionShape, views: dict[str, View]
+    ) -> None:
         self.written = Written(FUNCTION, views, CACHES)
         for name in CACHES:
             if not is_contiguous(views[name]):

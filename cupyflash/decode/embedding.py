@@ -9,8 +9,10 @@ from ..array import Array, View, library_of
 from ..checks import require_arrays, require_grid, require_int32, views_of
 from ..kernel_launch import Launch, Plan, keep
 from ..rows import is_contiguous
+from ..runtime.structs import header
 from . import kernels
-from .params import EmbeddingParams
+
+structs = header("common/decode_params.cuh")
 
 _plans: dict[tuple, "EmbeddingPlan"] = {}
 
@@ -85,7 +87,7 @@ class EmbeddingPlan(Plan):
         if self.empty:
             return
         positions = views.get("position_weight")
-        params = EmbeddingParams(
+        params = structs.EmbeddingParams(
             rows=rows,
             columns=columns,
             vocabulary=vocabulary,

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ..attention.params import AttentionShape
 from ..kernel_config import ITEM_SIZE, KernelConfig
 from ..norm.row_configs import vector_width
+from ..runtime.structs import header
 from ..tile_counter import COUNTERS
-from .params import CacheAppendParams, EmbeddingParams, FlashDecodeParams, SampleParams
+
+attention_structs = header("common/params.cuh")
+structs = header("common/decode_params.cuh")
 
 THREADS = 256
 SAMPLE_THREADS = 1024
@@ -48,7 +50,7 @@ class Embedding(RowsConfig):
     """Rows of tables."""
 
     source: ClassVar[str] = "decode/embedding.cu"
-    params: ClassVar[type[EmbeddingParams]] = EmbeddingParams
+    params: ClassVar[type[structs.EmbeddingParams]] = structs.EmbeddingParams
     dependent: ClassVar[bool] = True
 
 
@@ -56,7 +58,7 @@ class CacheAppend(RowsConfig):
     """Keys and values into a cache."""
 
     source: ClassVar[str] = "decode/cache_append.cu"
-    params: ClassVar[type[CacheAppendParams]] = CacheAppendParams
+    params: ClassVar[type[structs.CacheAppendParams]] = structs.CacheAppendParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class FlashDecode(KernelConfig):
     """Attention of a few tokens to a cache; a block has some queries of a head of keys."""
 
     source: ClassVar[str] = "attention/flash_decode.cu"
-    params: ClassVar[type[FlashDecodeParams]] = FlashDecodeParams
+    params: ClassVar[type[structs.FlashDecodeParams]] = structs.FlashDecodeParams
     dependent: ClassVar[bool] = True
     cluster: ClassVar[int] = 1
 
@@ -90,7 +92,7 @@ class FlashDecodeSm90(KernelConfig):
     """The same by clusters of blocks that share the keys."""
 
     source: ClassVar[str] = "attention/flash_decode_sm90.cu"
-    params: ClassVar[type[FlashDecodeParams]] = FlashDecodeParams
+    params: ClassVar[type[structs.FlashDecodeParams]] = structs.FlashDecodeParams
     dependent: ClassVar[bool] = True
 
     dtype: str
@@ -108,7 +110,7 @@ class Sample(KernelConfig):
     """Tokens from logits; a block has a row."""
 
     source: ClassVar[str] = "decode/sample.cu"
-    params: ClassVar[type[SampleParams]] = SampleParams
+    params: ClassVar[type[structs.SampleParams]] = structs.SampleParams
 
     dtype: str
     greedy: bool
@@ -124,7 +126,7 @@ def vector(dtype: str, aligned: bool) -> int:
     return vector_width(dtype) if aligned else 1
 
 
-def decode_units(shape: AttentionShape) -> int:
+def decode_units(shape: attention_structs.AttentionShape) -> int:
     """Heads of keys with up to eight queries: blocks or clusters, or splits of them."""
     rows = shape.seqlen_q * (shape.heads_q // shape.heads_kv) if shape.heads_kv else 0
     return shape.batch * shape.heads_kv * -(-rows // DECODE_ROWS)
@@ -136,7 +138,10 @@ def part_size(head_dim: int) -> int:
 
 
 def flash_decode(
-    dtype: str, shape: AttentionShape, capability: tuple[int, int], multiprocessors: int
+    dtype: str,
+    shape: attention_structs.AttentionShape,
+    capability: tuple[int, int],
+    multiprocessors: int,
 ) -> FlashDecode | FlashDecodeSm90 | None:
     """The kernel for new tokens and a cache of `shape`; None if another way is faster, or the only.
 
@@ -164,7 +169,9 @@ def flash_decode(
     return FlashDecodeSm90(dtype, head_dim, cluster)
 
 
-def splits(config: FlashDecode | FlashDecodeSm90, shape: AttentionShape, at_once: int) -> int:
+def splits(
+    config: FlashDecode | FlashDecodeSm90, shape: attention_structs.AttentionShape, at_once: int
+) -> int:
     """How many clusters, of which ``at_once`` can run, share the keys of full caches at most.
 
     As many as run at once, or as pay: ``splits_of`` in decode_merge.cuh, which knows the lengths.
@@ -177,7 +184,7 @@ def splits(config: FlashDecode | FlashDecodeSm90, shape: AttentionShape, at_once
     return parts if loads - -(-loads // parts) >= SAVED_LOADS else 1
 
 
-def _is_long(config: FlashDecode, shape: AttentionShape, at_once: int) -> bool:
+def _is_long(config: FlashDecode, shape: attention_structs.AttentionShape, at_once: int) -> bool:
     """Whether splits fill the GPU, with long work for each."""
     parts = splits(config, shape, at_once)
     full = decode_units(shape) * (parts + 1) > at_once
@@ -185,7 +192,7 @@ def _is_long(config: FlashDecode, shape: AttentionShape, at_once: int) -> bool:
     return parts > 1 and full and bytes_of_block >= LONG_BYTES
 
 
-def _loads(shape: AttentionShape, head_dim: int) -> int:
+def _loads(shape: attention_structs.AttentionShape, head_dim: int) -> int:
     """How often a warp would load keys of a full cache."""
     return -(-shape.seqlen_k // DECODE_KEYS[head_dim])
 

@@ -9,8 +9,10 @@ from ..kernel_config import ITEM_SIZE
 from ..kernel_launch import Launch, Plan, keep
 from ..overlap import Written
 from ..rows import is_contiguous
+from ..runtime.structs import header
 from . import kernels
-from .params import CacheAppendParams
+
+structs = header("common/decode_params.cuh")
 
 CACHES = ("k_cache", "v_cache")  # what is written
 
@@ -101,7 +103,7 @@ class AppendPlan(Plan):
         self.empty = rows * columns == 0
         if self.empty:
             return
-        params = CacheAppendParams(
+        params = structs.CacheAppendParams(
             rows=rows,
             k_stride=k.strides[0],
             v_stride=v.strides[0],

@@ -16,9 +16,11 @@ from ..checks import (
 from ..kernel_launch import Launch, Plan, keep
 from ..overlap import Written
 from ..plain_options import short
+from ..runtime.structs import header
 from . import kernels, sampling_reference
-from .params import SampleParams
 from .sampling_options import GREEDY, DecodeState, Sampling
+
+structs = header("common/decode_params.cuh")
 
 MAX_COLUMNS = 2**22  # sums of weights must stay below 2^63
 MAX_LIMIT = 2**31 - 2
@@ -103,7 +105,7 @@ class SamplePlan(Plan):
         self.empty = rows == 0
         if self.empty:
             return
-        params = SampleParams(
+        params = structs.SampleParams(
             stride=logits.strides[0],
             columns=columns,
             top_k=sampling.top_k,

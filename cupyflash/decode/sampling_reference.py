@@ -7,8 +7,9 @@ before is float32 and rounded by itself.
 import numpy
 
 from ..philox import philox
+from ..runtime.structs import header
 
-ONE = 40  # as in probability.cuh
+ONE = header("decode/probability.cuh").ONE
 TERMS = [
     numpy.float32(float.fromhex(term))
     for term in ("1.e974fap-10", "1.277856p-7", "1.c91ce6p-5", "1.ebdb56p-3", "1.62e4bap-1", "1p0")

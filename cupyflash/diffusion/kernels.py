@@ -7,7 +7,9 @@ from typing import ClassVar
 
 from ..kernel_config import ITEM_SIZE, KernelConfig
 from ..norm.row_configs import vector_width
-from .params import DiffusionStepParams
+from ..runtime.structs import header
+
+structs = header("common/diffusion_params.cuh")
 
 THREADS = 256
 LOADS = 4  # packs of a thread
@@ -25,7 +27,7 @@ class DiffusionStep(KernelConfig):
     """
 
     source: ClassVar[str] = "diffusion/diffusion_step.cu"
-    params: ClassVar[type[DiffusionStepParams]] = DiffusionStepParams
+    params: ClassVar[type[structs.DiffusionStepParams]] = structs.DiffusionStepParams
 
     dtype: str
     model: str

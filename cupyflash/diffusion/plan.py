@@ -7,8 +7,10 @@ from typing import Any
 from ..array import Array, View, dense_strides
 from ..checks import require_grid
 from ..kernel_launch import Launch, Plan
+from ..runtime.structs import header
 from . import kernels
-from .params import DiffusionStepParams
+
+structs = header("common/diffusion_params.cuh")
 
 FUNCTION = "DiffusionSampler.step"
 
@@ -41,7 +43,7 @@ class StepPlan(Plan):
         of_thread = size if one_step and not per_sample else size // batch
         if of_thread % config.vector:  # a pack is of one sample
             config = kernels.step(*kind, False)
-        params = DiffusionStepParams(
+        params = structs.DiffusionStepParams(
             batch=batch,
             sample_size=size // batch,
             steps_stride=0 if one_step else 1,

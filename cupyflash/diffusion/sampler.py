@@ -10,10 +10,12 @@ import numpy
 
 from ..array import Array, compiling, library_of
 from ..checks import is_integer, known_library
+from ..runtime.structs import header
 from . import dispatch
 from .levels import Options, levels, prediction
-from .params import DiffusionCoefficients
 from .schedule import MAX_STEPS, numbers_of, require_choice, timestep_embeddings
+
+structs = header("common/diffusion_params.cuh")
 
 
 class DiffusionSampler:
@@ -243,7 +245,7 @@ class DiffusionSampler:
 
 def _table(columns: dict[str, numpy.ndarray]) -> numpy.ndarray:
     """The columns (num_steps,) in the order of ``DiffusionCoefficients``."""
-    return numpy.stack([columns[name] for name, _ in DiffusionCoefficients._fields_], -1)
+    return numpy.stack([columns[name] for name, _ in structs.DiffusionCoefficients._fields_], -1)
 
 
 def _checked_threshold(function: str, threshold: Any) -> tuple[float, float] | None:

@@ -80,7 +80,7 @@ def stub(config: KernelConfig) -> str:
         f"// {config.expression}\n"
         f'#include "{config.source}"\n'
         f"static_assert(sizeof({params.__name__}) == {ctypes.sizeof(params)},\n"
-        f'              "{params.__module__} and the CUDA source disagree on {params.__name__}");\n'
+        f'              "the host has read another {params.__name__} from its header");\n'
     )
 
 

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from ..kernel_config import Capability, KernelConfig
+from ..runtime.structs import header
 from . import sm90_kernels
 from .kernels import epilogues
-from .params import LinearFewSm90Params
 from .sm90_kernels import BLOCK_K, CAPABILITY, DTYPES, WARPGROUP, Rotary
+
+structs = header("common/linear_params.cuh")
 
 MAPPED = ("x", "weight", "gate_weight")  # what tensor maps describe
 ROWS = (8, 16, 32)  # of a tile
@@ -40,7 +42,7 @@ class LinearFewSm90(KernelConfig):
     """
 
     source: ClassVar[str] = "linear/linear_few_sm90.cu"
-    params: ClassVar[type[LinearFewSm90Params]] = LinearFewSm90Params
+    params: ClassVar[type[structs.LinearFewSm90Params]] = structs.LinearFewSm90Params
     dependent: ClassVar[bool] = True
 
     dtype: str

@@ -11,8 +11,10 @@ from ..array import Array, View
 from ..checks import require_grid
 from ..kernel_config import ITEM_SIZE
 from ..kernel_launch import Launch, Plan, keep
+from ..runtime.structs import header
 from . import kernels
-from .params import GateParams
+
+structs = header("common/linear_params.cuh")
 
 _plans: dict[tuple, "GatePlan"] = {}
 
@@ -56,7 +58,7 @@ class GatePlan(Plan):
         vector = aligned and size * ITEM_SIZE[x.dtype] % 16 == 0
         config = kernels.gate(backward, x.dtype, activation, vector)
         grid = require_grid("mlp", config.grid(size), x.shape)
-        self.launch = Launch(config, x.device, grid, GateParams(size=size))
+        self.launch = Launch(config, x.device, grid, structs.GateParams(size=size))
 
     def run(self, x: Array, pointers: list[int]) -> tuple[Array, ...]:
         """``pointers`` of gate, up and, backward, of dout."""

@@ -7,19 +7,17 @@ from typing import ClassVar
 
 from ..kernel_config import ITEM_SIZE, Capability, KernelConfig, has_clusters
 from ..norm.row_configs import shared_memory, vector_width
-from .params import GateParams, LinearParams, MlpParams, Rotary
+from ..runtime.structs import header
 
-ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")  # as in activation.cuh
+structs = header("common/linear_params.cuh")
+
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 SWITCHES = (False, True)
 
 FEW_ROWS = (8, 16, 32)  # of the tiles of linear_few and mlp_few
-FEW_WARPS = 8  # as in few_rows.cuh
-SLICE_BYTES = 128
-STAGE_BYTES = 32 * SLICE_BYTES
-SUMS_PITCH = 36  # floats
-MAX_SUM_ROWS = 16
+few_rows = header("linear/few_rows.cuh")
 FEW_STAGES = (4, 3, 2, 1)  # slices of weights of a warp in shared memory
-HIDDEN_UNIT = 16  # as in whole_mlp.cuh
+HIDDEN_UNIT = header("linear/whole_mlp.cuh").HIDDEN_UNIT
 GATE_LOADS = 2
 MAX_MLP_COLUMNS = 2**25  # of out: its elements are counted in 32 bits
 
@@ -33,7 +31,7 @@ class LinearConfig(KernelConfig):
         rotary: turns q and k.
     """
 
-    params: ClassVar[type[LinearParams]] = LinearParams
+    params: ClassVar[type[structs.LinearParams]] = structs.LinearParams
 
     dtype: str
     activation: str
@@ -65,7 +63,7 @@ class LinearFew(LinearConfig):
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return FEW_WARPS * 32
+        return few_rows.FEW_WARPS * 32
 
     def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
         """Number of blocks."""
@@ -82,7 +80,7 @@ class MlpFew(KernelConfig):
     """
 
     source: ClassVar[str] = "linear/mlp_few.cu"
-    params: ClassVar[type[MlpParams]] = MlpParams
+    params: ClassVar[type[structs.MlpParams]] = structs.MlpParams
     cooperative: ClassVar[bool] = True
     cluster: ClassVar[int] = 1
 
@@ -98,7 +96,7 @@ class MlpFew(KernelConfig):
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return FEW_WARPS * 32
+        return few_rows.FEW_WARPS * 32
 
     def clusters(self, hidden: int, multiprocessors: int) -> int:
         """Number of clusters."""
@@ -141,7 +139,7 @@ class LinearSimt(KernelConfig):
     """Many rows without tensor cores."""
 
     source: ClassVar[str] = "linear/linear_simt.cu"
-    params: ClassVar[type[LinearParams]] = LinearParams
+    params: ClassVar[type[structs.LinearParams]] = structs.LinearParams
     rotary: ClassVar[bool] = False
     block: ClassVar[int] = 64
 
@@ -164,7 +162,7 @@ class RotaryEmbedding(KernelConfig):
     """Turns q and k where they are, after a projection that does not do it itself."""
 
     source: ClassVar[str] = "linear/rotary_embedding.cu"
-    params: ClassVar[type[LinearParams]] = LinearParams
+    params: ClassVar[type[structs.LinearParams]] = structs.LinearParams
 
     dtype: str
 
@@ -173,7 +171,7 @@ class RotaryEmbedding(KernelConfig):
         """Threads of a block, a pair of numbers each."""
         return 256
 
-    def grid(self, rows: int, rotary: Rotary) -> int:
+    def grid(self, rows: int, rotary: structs.Rotary) -> int:
         """Number of blocks."""
         pairs = rows * (rotary.columns // rotary.head_dim) * (rotary.rotary_dim // 2)
         return -(-pairs // self.threads)
@@ -184,7 +182,7 @@ class GateFwd(KernelConfig):
     """activation(gate) * up; a thread has ``loads`` packs of ``vector`` elements."""
 
     source: ClassVar[str] = "linear/gate_fwd.cu"
-    params: ClassVar[type[GateParams]] = GateParams
+    params: ClassVar[type[structs.GateParams]] = structs.GateParams
 
     dtype: str
     activation: str
@@ -215,7 +213,7 @@ def gate(backward: bool, dtype: str, activation: str, aligned: bool) -> GateFwd:
 
 def row_bytes(dtype: str, depth: int) -> int:
     """Of a row of x in shared memory, as in few_rows.cuh."""
-    return -(-depth * ITEM_SIZE[dtype] // SLICE_BYTES) * SLICE_BYTES + 64
+    return -(-depth * ITEM_SIZE[dtype] // few_rows.SLICE_BYTES) * few_rows.SLICE_BYTES + 64
 
 
 def few(
@@ -288,14 +286,14 @@ def _few_tails(
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """(rows, vector, num_stages, arch, smem_bytes), the fastest first."""
     # Without copies of 16 bytes, and on Turing, more would spill.
-    most = FEW_ROWS[-1] if aligned and capability >= (8, 0) else MAX_SUM_ROWS
+    most = FEW_ROWS[-1] if aligned and capability >= (8, 0) else few_rows.MAX_SUM_ROWS
     if rows > most or capability < (7, 5):
         return
     tile = next(tile for tile in FEW_ROWS if rows <= tile)
     vector, arch = vector_width(dtype) if aligned else 1, _arch(capability)
     # Copies through registers are waited for at once.
     for stages in FEW_STAGES if vector > 1 and arch >= 80 else FEW_STAGES[-1:]:
-        if stages == 1 and vector > 1 and arch >= 80 and rows > MAX_SUM_ROWS:
+        if stages == 1 and vector > 1 and arch >= 80 and rows > few_rows.MAX_SUM_ROWS:
             return  # a kernel for many rows is faster then
         yield tile, vector, stages, arch, shared_memory(capability)
 
@@ -306,8 +304,11 @@ def _mlp_kind(capability: Capability) -> type[MlpFew]:
 
 def _fits(config: LinearFew | MlpFew, bytes_of_rows: int) -> bool:
     """Whether shared memory has room for rows besides what the kernel needs."""
-    floats = FEW_WARPS * min(config.rows, MAX_SUM_ROWS) * SUMS_PITCH + 2 * config.rows
-    rings = FEW_WARPS * config.num_stages * STAGE_BYTES
+    floats = (
+        few_rows.FEW_WARPS * min(config.rows, few_rows.MAX_SUM_ROWS) * few_rows.SUMS_PITCH
+        + 2 * config.rows
+    )
+    rings = few_rows.FEW_WARPS * config.num_stages * few_rows.STAGE_BYTES
     return rings + 4 * floats + bytes_of_rows <= config.smem_bytes
 
 

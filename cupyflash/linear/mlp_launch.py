@@ -5,11 +5,13 @@ from typing import Any
 
 from ..array import Array, View
 from ..kernel_launch import Launch, capability_of, multiprocessors
+from ..runtime.structs import header
 from ..tile_counter import tile_counters
 from . import kernels
-from .params import MlpParams
 from .projection import is_aligned, row_norm, row_strides
 from .reference import Options
+
+structs = header("common/linear_params.cuh")
 
 
 class MlpLaunch(Launch):
@@ -18,7 +20,7 @@ class MlpLaunch(Launch):
     has_scratch = True
 
     def __init__(
-        self, config: kernels.MlpFew, device: int, clusters: int, params: MlpParams
+        self, config: kernels.MlpFew, device: int, clusters: int, params: structs.MlpParams
     ) -> None:
         super().__init__(config, device, clusters * config.cluster, params)
         self.partials_shape = (clusters, params.rows, -(-params.columns // 4) * 4)
@@ -64,7 +66,7 @@ def few_mlp(
     )
     if config is None:
         return None
-    params = MlpParams(
+    params = structs.MlpParams(
         x_stride=steps["x"],
         up_stride=steps["weight"],
         gate_stride=steps.get("gate_weight", 0),

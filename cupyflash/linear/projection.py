@@ -8,14 +8,16 @@ from ..checks import require_grid
 from ..kernel_config import ITEM_SIZE
 from ..kernel_launch import Launch, capability_of, multiprocessors
 from ..norm import kernels as norm_kernels
-from ..norm.params import NormFwdParams
 from ..rows import Rows
+from ..runtime.structs import header
 from . import few_sm90_kernels, kernels, sm90_kernels
 from .few_sm90_kernels import LinearFewSm90, is_apart
 from .kernels import LinearFew
-from .params import LinearParams, Rotary, RowNorm
 from .reference import Options
 from .sm90_launch import LinearFewLaunch, LinearLaunch
+
+norm_structs = header("common/norm_params.cuh")
+structs = header("common/linear_params.cuh")
 
 MATRICES = ("x", "weight", "gate_weight", "residual", "down_weight", "down_residual")
 
@@ -47,7 +49,7 @@ class Projection:
         if of_norm and apart:
             self.norm = norm_launch(function, x, of_norm, options, aligned)
             steps["x"] = depth
-        params = LinearParams(
+        params = structs.LinearParams(
             x_stride=steps["x"],
             weight_stride=steps["weight"],
             gate_stride=steps.get("gate_weight", 0),
@@ -129,7 +131,7 @@ def few_kernel(
 def many_kernel(
     views: Mapping[str, View],
     options: Options,
-    params: LinearParams,
+    params: structs.LinearParams,
     aligned: bool,
     family: str | None,
 ) -> "sm90_kernels.LinearSm90 | kernels.LinearMma | kernels.LinearSimt":
@@ -164,23 +166,23 @@ def is_aligned(x: View, steps: Mapping[str, int]) -> bool:
     return all(n * ITEM_SIZE[x.dtype] % 16 == 0 for n in (x.shape[1], *inputs))
 
 
-def row_norm(x: View, weight: View, options: Options) -> RowNorm:
+def row_norm(x: View, weight: View, options: Options) -> structs.RowNorm:
     """The norm in the prologue of a kernel."""
-    return RowNorm(options.eps, 1 / x.shape[1], options.rms, weight.dtype == "float32")
+    return structs.RowNorm(options.eps, 1 / x.shape[1], options.rms, weight.dtype == "float32")
 
 
-def sm90_rotary(rotary: Rotary) -> sm90_kernels.Rotary:
+def sm90_rotary(rotary: structs.Rotary) -> sm90_kernels.Rotary:
     """What a kernel for Hopper must know of it when it is compiled."""
     return sm90_kernels.Rotary(rotary.head_dim, rotary.rotary_dim, bool(rotary.interleaved))
 
 
 def rotary_of(
     columns: int, cos: View, positions: View | None, options: Options, seqlen: int = 1
-) -> Rotary:
+) -> structs.Rotary:
     """The rotary embedding in a kernel; ``columns`` are those of q, k and v together."""
     heads_q, heads_kv = options.heads
     head_dim = columns // (heads_q + 2 * heads_kv)
-    return Rotary(
+    return structs.Rotary(
         seqlen=seqlen,
         num_positions=cos.shape[0],
         columns=(heads_q + heads_kv) * head_dim,
@@ -199,6 +201,6 @@ def norm_launch(function: str, x: View, weight: View, options: Options, aligned:
     capability = capability_of(x.device)
     kind = x.dtype, weight.dtype, options.rms
     config = norm_kernels.forward(*kind, rows.columns, vector, capability)
-    params = NormFwdParams(**rows.strides, shape=rows.shape(options.eps))
+    params = norm_structs.NormFwdParams(**rows.strides, shape=rows.shape(options.eps))
     grid = require_grid(function, config.grid(rows.rows), x.shape)
     return Launch(config, x.device, grid, params)

@@ -7,11 +7,13 @@ from typing import Any
 from ..array import Array, View
 from ..checks import require_grid
 from ..kernel_launch import Launch, Plan, keep
+from ..runtime.structs import header
 from . import kernels
 from .checks import check_rotation
-from .params import LinearParams
 from .projection import rotary_of
 from .reference import Arrays, Options
+
+structs = header("common/linear_params.cuh")
 
 FUNCTION = "qkv_projection"
 POSITIONS = Arrays._fields.index("positions")
@@ -48,7 +50,7 @@ class RotaryPlan(Plan):
             return
         rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
         rotary = rotary_of(columns, cos, positions, options, x.shape[-2])
-        params = LinearParams(rows=rows, columns=columns, out_stride=columns, rotary=rotary)
+        params = structs.LinearParams(rows=rows, columns=columns, out_stride=columns, rotary=rotary)
         config = kernels.RotaryEmbedding(x.dtype)
         grid = require_grid(FUNCTION, config.grid(rows, rotary), x.shape)
         self.launch = Launch(config, x.device, grid, params)

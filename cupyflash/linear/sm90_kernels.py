@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
 from ..kernel_config import KernelConfig
+from ..runtime.structs import header
 from .kernels import ACTIVATIONS
-from .params import LinearSm90Params
+
+structs = header("common/linear_params.cuh")
 
 CAPABILITY = (9, 0)
 DTYPES = ("float16", "bfloat16")
@@ -128,7 +130,7 @@ class LinearSm90(KernelConfig):
     """A projection: two warpgroups multiply tiles that a third one loads."""
 
     source: ClassVar[str] = "linear/linear_sm90.cu"
-    params: ClassVar[type[LinearSm90Params]] = LinearSm90Params
+    params: ClassVar[type[structs.LinearSm90Params]] = structs.LinearSm90Params
 
     dtype: str
     activation: str

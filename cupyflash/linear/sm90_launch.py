@@ -6,19 +6,21 @@ from typing import Any
 
 from ..kernel_config import ITEM_SIZE
 from ..kernel_launch import Launch, call_fields, multiprocessors
+from ..runtime.structs import bytes_behind, header
 from ..tensor_map import TensorMaps, TensorMapSpec
 from .few_sm90_kernels import LinearFewSm90
-from .params import LinearFewSm90Params, LinearParams, LinearSm90Params
 from .sm90_kernels import LinearSm90
+
+structs = header("common/linear_params.cuh")
 
 
 class LinearLaunch(Launch):
     """`LinearParams` behind tensor maps, usually at hand."""
 
-    behind = bytes(LinearSm90Params.padding.size)  # the parameters
+    behind = bytes_behind(structs.LinearSm90Params, "base")  # the parameters
 
     def __init__(
-        self, config: LinearSm90 | LinearFewSm90, device: int, params: LinearParams
+        self, config: LinearSm90 | LinearFewSm90, device: int, params: structs.LinearParams
     ) -> None:
         grid = config.grid(params.rows, params.columns, multiprocessors(device))
         super().__init__(config, device, grid, params)
@@ -37,17 +39,17 @@ class LinearFewLaunch(LinearLaunch):
     """As many stages as shared memory has room for, no more of it than that, threads as needed."""
 
     def __init__(
-        self, config: LinearFewSm90, device: int, params: LinearParams, norm: bool
+        self, config: LinearFewSm90, device: int, params: structs.LinearParams, norm: bool
     ) -> None:
         stages = config.stages(params.columns, params.depth, norm, multiprocessors(device))
-        self.behind = struct.pack("i", stages) + bytes(LinearFewSm90Params.padding.size)
+        self.behind = struct.pack("i", stages) + bytes_behind(structs.LinearFewSm90Params, "stages")
         super().__init__(config, device, params)
         self.block = (config.norm_threads if norm else config.threads,)
         self.shared_memory = config.smem_bytes(stages, params.depth, norm)
 
 
 def tensor_map(
-    config: LinearSm90 | LinearFewSm90, name: str, params: LinearParams
+    config: LinearSm90 | LinearFewSm90, name: str, params: structs.LinearParams
 ) -> TensorMapSpec:
     """The map of one of the arrays; an absent one has address 0 and so no map."""
     rows, columns, depth = params.rows, params.columns, params.depth

@@ -11,8 +11,10 @@ from typing import Any
 from ..array import Array, View, dense_strides
 from ..kernel_launch import Plan, copies_were_made
 from ..rows import collapse
+from ..runtime.structs import header
 from .groups import dense_like, layout_of
-from .params import ROW_AXES
+
+structs = header("common/norm_params.cuh")
 
 Strides = tuple[int, ...]
 
@@ -136,10 +138,12 @@ def group_norm_backward(
 def result_strides(library: Any, x: View) -> Strides:
     """Strides of a result like x: dense, in the order of its axes if kernels can address that."""
     strides = library.strides_of_empty(x.shape, x)
-    if len(x.shape) - 1 <= ROW_AXES or 0 in x.shape:
+    if len(x.shape) - 1 <= structs.ROW_AXES or 0 in x.shape:
         return strides
     sizes, _ = collapse(x.shape[:-1], [strides[:-1]])
-    return strides if len(sizes) <= ROW_AXES else dense_strides(x.shape, range(len(x.shape)))
+    return (
+        strides if len(sizes) <= structs.ROW_AXES else dense_strides(x.shape, range(len(x.shape)))
+    )
 
 
 def rows_to_copy(strides: Strides, views: Mapping[str, View], names: Iterable[str]) -> set[str]:
@@ -151,7 +155,7 @@ def rows_to_copy(strides: Strides, views: Mapping[str, View], names: Iterable[st
     found = {name for name, y in given.items() if shape[-1] > 1 and y.strides[-1] != 1}
     kept = [y.strides[:-1] for name, y in given.items() if name not in found]
     sizes, _ = collapse(shape[:-1], [strides[:-1], *kept])
-    if len(sizes) > ROW_AXES:
+    if len(sizes) > structs.ROW_AXES:
         found |= {name for name, y in given.items() if y.strides != strides}
     return found
 

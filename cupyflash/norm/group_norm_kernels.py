@@ -26,7 +26,7 @@ from .three_steps import (
     forward_split,
 )
 
-ACTIVATIONS = ("none", "silu", "mish", "gelu", "gelu_tanh")  # as in activation.cuh
+ACTIVATIONS = ("none", "silu", "mish", "gelu", "gelu_tanh")
 # (threads of a group, loads of a thread, blocks of a multiprocessor at a time), the smallest groups
 # first; channels first.
 FORWARD_TILES = (

@@ -5,12 +5,14 @@ from typing import Any
 
 from ..array import Array, View
 from ..kernel_launch import Launch, Plan
+from ..runtime.structs import header
 from ..tile_counter import tile_counters
 from .group_norm_ring import GroupNormBwdRing, GroupNormFwdRing, ring_launch
 from .group_norm_work import Work
 from .groups import Groups, dense_like
-from .params import GroupNormBwdParams, GroupNormFwdParams
 from .plan import sum_launch
+
+structs = header("common/norm_params.cuh")
 
 
 class ForwardPlan(Plan):
@@ -44,7 +46,7 @@ class ForwardPlan(Plan):
         records = max(work.config.threads // 32, work.tiling.groups)
         self.partials_shape = (work.units * work.unit_blocks * records, 3)
         shape = groups.shape(eps, work.config.vector)
-        params = GroupNormFwdParams(
+        params = structs.GroupNormFwdParams(
             **groups.strides,
             shape=shape,
             unit_blocks=work.unit_blocks,
@@ -113,7 +115,7 @@ class BackwardPlan(Plan):
         records = max(work.config.threads // 32, work.tiling.channels)
         self.pieces_shape = (work.units * work.unit_blocks * records, 2)
         self.means_shape = (x.shape[0], num_groups, 2)
-        params = GroupNormBwdParams(
+        params = structs.GroupNormBwdParams(
             **groups.strides,
             shape=groups.shape(0.0, work.config.vector),
             unit_blocks=work.unit_blocks,

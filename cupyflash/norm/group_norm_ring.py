@@ -8,21 +8,16 @@ from ..array import Array
 from ..attention.problem import MAX_MAP_STRIDE
 from ..kernel_config import ITEM_SIZE, KernelConfig
 from ..kernel_launch import Launch, call_fields, capability_of, multiprocessors
+from ..runtime.structs import bytes_behind, header
 from ..tensor_map import TensorMaps, TensorMapSpec
 from .groups import Groups
-from .params import (
-    GroupNormBwdRingBase,
-    GroupNormBwdRingParams,
-    GroupNormFwdRingBase,
-    GroupNormFwdRingParams,
-    GroupRing,
-)
 from .plan import launches_cooperatively
-from .ring_shape import CONSUMERS, MAX_TEAMS, RING_BYTES, RingShape, Samples, ring_shape
+from .ring_shape import MAX_TEAMS, RING_BYTES, RING_THREADS, RingShape, Samples, ring_shape
 from .ring_workspace import RECORD_BYTES, ring_workspaces, workspace_bytes
 
+structs = header("common/norm_params.cuh")
+
 CAPABILITY = (9, 0)  # setmaxnreg exists where code is made for one architecture only
-OTHERS = 256  # as in group_ring.cuh: threads that neither collect nor apply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +41,15 @@ class RingConfig(KernelConfig):
     @property
     def threads(self) -> int:
         """Those that collect, those that apply, and the others."""
-        return 2 * CONSUMERS + OTHERS
+        return RING_THREADS
 
 
 class GroupNormFwdRing(RingConfig):
     """Forward."""
 
     source: ClassVar[str] = "norm/group_norm_fwd_ring_sm90.cu"
-    params: ClassVar[type[ctypes.Structure]] = GroupNormFwdRingParams
-    base: ClassVar[type[ctypes.Structure]] = GroupNormFwdRingBase
+    params: ClassVar[type[ctypes.Structure]] = structs.GroupNormFwdRingParams
+    base: ClassVar[type[ctypes.Structure]] = structs.GroupNormFwdRingBase
     reads: ClassVar[tuple[str, ...]] = ("x",)
 
 
@@ -62,8 +57,8 @@ class GroupNormBwdRing(RingConfig):
     """Backward."""
 
     source: ClassVar[str] = "norm/group_norm_bwd_ring_sm90.cu"
-    params: ClassVar[type[ctypes.Structure]] = GroupNormBwdRingParams
-    base: ClassVar[type[ctypes.Structure]] = GroupNormBwdRingBase
+    params: ClassVar[type[ctypes.Structure]] = structs.GroupNormBwdRingParams
+    base: ClassVar[type[ctypes.Structure]] = structs.GroupNormBwdRingBase
     reads: ClassVar[tuple[str, ...]] = ("x", "dout")
 
 
@@ -81,10 +76,10 @@ class RingLaunch(Launch):
     ) -> None:
         part = samples_of(config, groups).parted(ring.slices)
         shape = groups.shape(eps, 16 // part.item)
-        params = config.base(**groups.strides, shape=shape, ring=GroupRing(*ring))
+        params = config.base(**groups.strides, shape=shape, ring=structs.GroupRing(*ring))
         blocks = multiprocessors(device) // ring.teams * ring.teams
         super().__init__(config, device, blocks, params)
-        self.tail += bytes(config.params.padding.size)
+        self.tail += bytes_behind(config.params, "base")
         self.maps = None
         if ring.slices > 1:
             self.maps = TensorMaps(slice_maps(config, groups, part), device)

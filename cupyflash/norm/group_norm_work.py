@@ -6,11 +6,13 @@ from ..array import View
 from ..checks import require_grid
 from ..clusters import clusters_at_once
 from ..kernel_launch import capability_of, multiprocessors
+from ..runtime.structs import header
 from . import group_norm_kernels as kernels
 from . import three_steps
 from .groups import MAX_GROUP, Groups
 from .one_step import OneStepConfig
-from .params import ChannelTiling
+
+structs = header("common/norm_params.cuh")
 
 MAX_WAVES = 8  # of blocks that take turns
 
@@ -34,7 +36,7 @@ class Work:
     ) -> None:  # fmt: skip
         halves, aligned = aligned and groups.halves, aligned and groups.aligned
         self.units, x = groups.batch, views["x"]
-        self.unit_blocks, self.tiling = 0, ChannelTiling()
+        self.unit_blocks, self.tiling = 0, structs.ChannelTiling()
         self.shares = self.rows = groups.batch
         if groups.channels_last:
             sizes = groups.num_groups, groups.channels

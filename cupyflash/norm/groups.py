@@ -7,7 +7,9 @@ from typing import NamedTuple
 from ..array import View, dense_strides
 from ..kernel_config import ITEM_SIZE
 from ..rows import collapse
-from .params import GroupNormShape, GroupStrides, divisor
+from ..runtime.structs import header
+
+structs = header("common/norm_params.cuh")
 
 MAX_GROUP = 2**31  # elements of one group, and channels of a tensor
 
@@ -80,7 +82,9 @@ class Groups:
         for count, name in ((self.size, "elements of a group"), (channels, "channels")):
             if count >= MAX_GROUP:
                 raise ValueError(f"{function}: {name} must be fewer than {MAX_GROUP}, got {count}")
-        self.strides = {f"{name}_strides": GroupStrides(*y[:3]) for name, y in layouts.items()}
+        self.strides = {
+            f"{name}_strides": structs.GroupStrides(*y[:3]) for name, y in layouts.items()
+        }
         item = ITEM_SIZE[x.dtype]
         whole = lambda *counts: all(count * item % 16 == 0 for count in counts)  # noqa: E731
         if self.channels_last:
@@ -93,8 +97,14 @@ class Groups:
         two = self.positions * item == 8 and self.channels % 2 == 0
         self.halves = self.dense and two and whole(*(y.batch for y in layouts.values()))
 
-    def shape(self, eps: float, vector: int) -> GroupNormShape:
+    def shape(self, eps: float, vector: int) -> structs.GroupNormShape:
         """As the kernels get it."""
         sizes = self.batch, self.num_groups, self.channels, self.positions
-        packs = divisor(max(1, self.positions // vector))
-        return GroupNormShape(*sizes, 1 / self.size, eps, packs)
+        packs = _divisor(max(1, self.positions // vector))
+        return structs.GroupNormShape(*sizes, 1 / self.size, eps, packs)
+
+
+def _divisor(n: int) -> structs.Divisor:
+    """For quotients by n of numbers from 0 to 2^31 - 1, by one multiplication."""
+    shift = (n - 1).bit_length()
+    return structs.Divisor((1 << 32) * ((1 << shift) - n) // n + 1, shift)

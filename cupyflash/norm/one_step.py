@@ -4,8 +4,10 @@ import dataclasses
 from typing import ClassVar
 
 from ..kernel_config import KernelConfig
-from .params import GroupNormBwdParams, GroupNormFwdParams
+from ..runtime.structs import header
 from .row_configs import block_threads
+
+structs = header("common/norm_params.cuh")
 
 
 class OneStepConfig(KernelConfig):
@@ -68,7 +70,7 @@ class GroupNormFwd(GroupConfig):
     """Forward."""
 
     source: ClassVar[str] = "norm/group_norm_fwd.cu"
-    params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
+    params: ClassVar[type[structs.GroupNormFwdParams]] = structs.GroupNormFwdParams
 
 
 class GroupNormBwd(GroupConfig):
@@ -76,7 +78,7 @@ class GroupNormBwd(GroupConfig):
 
     takes_turns: ClassVar[bool] = True
     source: ClassVar[str] = "norm/group_norm_bwd.cu"
-    params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
+    params: ClassVar[type[structs.GroupNormBwdParams]] = structs.GroupNormBwdParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,7 @@ class GroupNormFwdSm90(OneStepConfig):
     cluster: ClassVar[int] = 1
     takes_turns: ClassVar[bool] = True
     source: ClassVar[str] = "norm/group_norm_fwd_sm90.cu"
-    params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
+    params: ClassVar[type[structs.GroupNormFwdParams]] = structs.GroupNormFwdParams
 
     dtype: str
     weight: str
@@ -115,7 +117,7 @@ class GroupNormFwdCluster(OneStepConfig):
     """Forward: the blocks of a cluster share a group, one after the other."""
 
     source: ClassVar[str] = "norm/group_norm_fwd_cluster.cu"
-    params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
+    params: ClassVar[type[structs.GroupNormFwdParams]] = structs.GroupNormFwdParams
 
     dtype: str
     weight: str
@@ -142,7 +144,7 @@ class GroupNormBwdCluster(GroupNormFwdCluster):
     """Backward: the same, a group of one sample after the other."""
 
     source: ClassVar[str] = "norm/group_norm_bwd_cluster.cu"
-    params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
+    params: ClassVar[type[structs.GroupNormBwdParams]] = structs.GroupNormBwdParams
 
     @property
     def shared_memory(self) -> int:
@@ -161,7 +163,7 @@ class GroupNormBwdSm90(OneStepConfig):
     cluster: ClassVar[int] = 1
     takes_turns: ClassVar[bool] = True
     source: ClassVar[str] = "norm/group_norm_bwd_sm90.cu"
-    params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
+    params: ClassVar[type[structs.GroupNormBwdParams]] = structs.GroupNormBwdParams
 
     dtype: str
     weight: str

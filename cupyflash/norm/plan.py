@@ -9,10 +9,12 @@ from ..checks import require_grid
 from ..clusters import clusters_at_once
 from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
 from ..rows import Rows
+from ..runtime.structs import header
 from ..tile_counter import tile_counters
 from . import kernels
 from .detour import result_strides
-from .params import NormBwdParams, NormFwdParams, SumPartialsParams
+
+structs = header("common/norm_params.cuh")
 
 WEIGHT_BLOCKS = 8  # of norm_bwd_weight, for each multiprocessor
 MAX_ROWS = 2**30  # of several axes, which norm_bwd divides by
@@ -47,7 +49,7 @@ class ForwardPlan(Plan):
         config = kernels.forward(
             x.dtype, weight.dtype, rms, rows.columns, vector, capability_of(x.device)
         )
-        params = NormFwdParams(**rows.strides, shape=rows.shape(eps))
+        params = structs.NormFwdParams(**rows.strides, shape=rows.shape(eps))
         grid = require_grid(function, config.grid(rows.rows), x.shape)
         self.launch = Launch(config, x.device, grid, params)
 
@@ -105,7 +107,7 @@ class BackwardPlan(Plan):
             blocks = -(-rows.columns // of_weight.columns)
             splits = min(rows.rows, -(-WEIGHT_BLOCKS * at_once // blocks))
             launches = [(config, rows.rows), (of_weight, blocks * splits)]
-        params = NormBwdParams(**rows.strides, shape=rows.shape(0.0), splits=splits)
+        params = structs.NormBwdParams(**rows.strides, shape=rows.shape(0.0), splits=splits)
         self.launches = [
             Launch(config, x.device, require_grid(function, grid, x.shape), params)
             for config, grid in launches
@@ -160,7 +162,7 @@ def _backward_config(
 def sum_launch(weight: View, device: int, shape: tuple[int, int, int]) -> Launch:
     """The kernel that adds up shares (gradients, rows, columns) of the gradients of weight."""
     gradients, rows, columns = shape
-    params = SumPartialsParams(rows=rows, columns=columns)
+    params = structs.SumPartialsParams(rows=rows, columns=columns)
     blocks = gradients * -(-columns // 32)
     return Launch(kernels.sum_partials(weight.dtype, rows), device, blocks, params)
 

@@ -2,17 +2,19 @@
 
 from typing import NamedTuple
 
-# As in group_ring.cuh.
-CONSUMERS, SLOT_PACKS = 256, 2
-MAX_SLOTS, MAX_FLIGHT, MAX_GROUPS = 64, 8, 64
-RING_BYTES = 225 << 10  # what RingStorage leaves of the shared memory
+from ..runtime.structs import header
+
+_RING = header("norm/group_ring.cuh")
+CONSUMERS, SLOT_PACKS = _RING.CONSUMERS, _RING.SLOT_PACKS
+RING_BYTES, RING_THREADS = _RING.RING_BYTES, _RING.RING_THREADS
+MAX_SLOTS, MAX_FLIGHT = _RING.MAX_SLOTS, _RING.MAX_FLIGHT
+MAX_GROUPS, MAX_TEAMS = _RING.MAX_RING_GROUPS, _RING.MAX_TEAMS
 RUN_BYTES, GROUP_BYTES = 8, 24  # of a sample in flight: of a run of a thread, of a group
 SHARE_BYTES = 16 * CONSUMERS  # where dweight and dbias are added up, of two tensors
 
 # Samples of a round, one of each team: enough to hide how long blocks wait for each other, little
 # enough to leave room for the next ones.
 ROUND_BYTES = 11 << 20
-MAX_TEAMS = 8
 MIN_ROUND_BYTES = 5 << 19  # three launches take less for many samples of less
 MIN_BLOCK_BYTES = 32 << 10  # what a block reads while the others tell it about one sample
 SLICE_BYTES = 128  # of a position; by 64 the memory is read at three quarters of the rate

@@ -4,9 +4,11 @@ import dataclasses
 from typing import ClassVar
 
 from ..kernel_config import ITEM_SIZE, Capability, KernelConfig
-from .params import NormBwdParams, NormFwdParams, SumPartialsParams
+from ..runtime.structs import header
 
-MIN_BLOCK_THREADS = 128  # as in row_tile.cuh
+structs = header("common/norm_params.cuh")
+
+MIN_BLOCK_THREADS = header("norm/row_tile.cuh").MIN_BLOCK_THREADS
 # Shared memory of a block, by compute capability; 99 KB where nothing is said.
 SHARED_MEMORY = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 # Threads of a multiprocessor that registers are bounded for; 1024 where nothing is said: sm_75 has
@@ -78,7 +80,7 @@ class NormFwd(RowConfig):
     """Forward."""
 
     source: ClassVar[str] = "norm/norm_fwd.cu"
-    params: ClassVar[type[NormFwdParams]] = NormFwdParams
+    params: ClassVar[type[structs.NormFwdParams]] = structs.NormFwdParams
 
     def grid(self, rows: int) -> int:
         """Number of blocks."""
@@ -112,7 +114,7 @@ class NormFwdCluster(RowClusterConfig):
     """
 
     source: ClassVar[str] = "norm/norm_fwd_cluster.cu"
-    params: ClassVar[type[NormFwdParams]] = NormFwdParams
+    params: ClassVar[type[structs.NormFwdParams]] = structs.NormFwdParams
 
     blocks: int
 
@@ -130,7 +132,7 @@ class NormBwd(KernelConfig):
     """
 
     source: ClassVar[str] = "norm/norm_bwd.cu"
-    params: ClassVar[type[NormBwdParams]] = NormBwdParams
+    params: ClassVar[type[structs.NormBwdParams]] = structs.NormBwdParams
     cooperative: ClassVar[bool] = True
 
     dtype: str
@@ -167,7 +169,7 @@ class NormBwdCluster(RowClusterConfig):
     """
 
     source: ClassVar[str] = "norm/norm_bwd_cluster.cu"
-    params: ClassVar[type[NormBwdParams]] = NormBwdParams
+    params: ClassVar[type[structs.NormBwdParams]] = structs.NormBwdParams
 
     stages: int
 
@@ -193,7 +195,7 @@ class NormFwdLong(LongConfig):
     """Forward of longer rows."""
 
     source: ClassVar[str] = "norm/norm_fwd_long.cu"
-    params: ClassVar[type[NormFwdParams]] = NormFwdParams
+    params: ClassVar[type[structs.NormFwdParams]] = structs.NormFwdParams
 
     def grid(self, rows: int) -> int:
         """Number of blocks."""
@@ -204,7 +206,7 @@ class NormBwdLong(LongConfig):
     """Gradient of the input for longer rows."""
 
     source: ClassVar[str] = "norm/norm_bwd_long.cu"
-    params: ClassVar[type[NormBwdParams]] = NormBwdParams
+    params: ClassVar[type[structs.NormBwdParams]] = structs.NormBwdParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +214,7 @@ class NormBwdWeight(KernelConfig):
     """Shares of the gradient of weight and bias for longer rows."""
 
     source: ClassVar[str] = "norm/norm_bwd_weight.cu"
-    params: ClassVar[type[NormBwdParams]] = NormBwdParams
+    params: ClassVar[type[structs.NormBwdParams]] = structs.NormBwdParams
 
     dtype: str
     rms: bool
@@ -234,7 +236,7 @@ class SumPartials(KernelConfig):
     """Adds shares of the gradient of weight and bias up: ``warps`` to a block of 32 columns."""
 
     source: ClassVar[str] = "norm/sum_partials.cu"
-    params: ClassVar[type[SumPartialsParams]] = SumPartialsParams
+    params: ClassVar[type[structs.SumPartialsParams]] = structs.SumPartialsParams
 
     weight: str
     warps: int = 32

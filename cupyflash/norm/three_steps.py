@@ -5,15 +5,17 @@ import math
 from typing import ClassVar
 
 from ..kernel_config import KernelConfig
-from .params import ChannelTiling, GroupNormBwdParams, GroupNormFwdParams
+from ..runtime.structs import header
 from .row_configs import vector_width
+
+structs = header("common/norm_params.cuh")
 
 Kind = tuple[str, str, str]  # dtypes of x and of weight, activation
 # (loads, blocks of a multiprocessor).
 SPLIT_FORWARD, SPLIT_BACKWARD = (4, 4), (4, 2)
 LAST_FORWARD, LAST_BACKWARD = (6, 3), (4, 2)
 THREADS = 256
-STEPS = ("collect", "sum_up", "apply")  # as in three_steps.cuh
+STEPS = header("norm/three_steps.cuh").Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,7 @@ class SplitConfig(ThreeStepConfig):
 class LastConfig(ThreeStepConfig):
     """Channels last: a block has some positions of the channels of a tile."""
 
-    def pieces(self, tiling: ChannelTiling, positions: int, most: int) -> int:
+    def pieces(self, tiling: structs.ChannelTiling, positions: int, most: int) -> int:
         """Blocks that share a sample, ``most`` if the sample is large enough."""
         rows = self.threads // -(-tiling.channels // self.vector)
         turns = -(-positions // (rows * self.loads))
@@ -66,28 +68,28 @@ class GroupNormFwdSplit(SplitConfig):
     """Forward."""
 
     source: ClassVar[str] = "norm/group_norm_fwd_split.cu"
-    params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
+    params: ClassVar[type[structs.GroupNormFwdParams]] = structs.GroupNormFwdParams
 
 
 class GroupNormBwdSplit(SplitConfig):
     """Backward."""
 
     source: ClassVar[str] = "norm/group_norm_bwd_split.cu"
-    params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
+    params: ClassVar[type[structs.GroupNormBwdParams]] = structs.GroupNormBwdParams
 
 
 class GroupNormFwdLast(LastConfig):
     """Forward."""
 
     source: ClassVar[str] = "norm/group_norm_fwd_last.cu"
-    params: ClassVar[type[GroupNormFwdParams]] = GroupNormFwdParams
+    params: ClassVar[type[structs.GroupNormFwdParams]] = structs.GroupNormFwdParams
 
 
 class GroupNormBwdLast(LastConfig):
     """Backward."""
 
     source: ClassVar[str] = "norm/group_norm_bwd_last.cu"
-    params: ClassVar[type[GroupNormBwdParams]] = GroupNormBwdParams
+    params: ClassVar[type[structs.GroupNormBwdParams]] = structs.GroupNormBwdParams
 
 
 def forward_split(kind: Kind, aligned: bool) -> GroupNormFwdSplit:
@@ -110,19 +112,19 @@ def backward_last(kind: Kind, aligned: bool) -> GroupNormBwdLast:
     return GroupNormBwdLast(*kind, *_tile(LAST_BACKWARD, kind[0], aligned))
 
 
-def channel_tiling(num_groups: int, channels: int, vector: int) -> ChannelTiling | None:
+def channel_tiling(num_groups: int, channels: int, vector: int) -> structs.ChannelTiling | None:
     """Which channels a block has of ``num_groups`` groups; None if packs would cross tiles."""
     most = THREADS * vector
     step = vector // math.gcd(channels, vector)  # groups that end where a pack ends
     groups = min(num_groups, most // (channels * step) * step)
     if groups:
-        return ChannelTiling(-(-num_groups // groups), groups, 1, groups * channels)
+        return structs.ChannelTiling(-(-num_groups // groups), groups, 1, groups * channels)
     if step > 1:
         return None
     width = -(-channels // -(-channels // most))
     width += -width % vector
     parts = -(-channels // width)
-    return ChannelTiling(num_groups * parts, 1, parts, width)
+    return structs.ChannelTiling(num_groups * parts, 1, parts, width)
 
 
 def _tile(tile: tuple[int, int], dtype: str, aligned: bool) -> tuple[int, int, int]:

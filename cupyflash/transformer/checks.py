@@ -8,8 +8,10 @@ from ..checks import integer_within, require_eps
 from ..kernel_config import ITEM_SIZE
 from ..plain_options import plain_real
 from ..rows import is_contiguous
+from ..runtime.structs import header
 from .kernels import MAX_WIDTH
-from .params import MAX_BATCH, MAX_LAYERS
+
+structs = header("common/transformer_params.cuh")
 
 MAX_HEAD_DIM = 128
 
@@ -48,8 +50,10 @@ def check_stack(
         ends: final_weight, final_bias, head_weight, token_embedding and position_embedding; all or
             none of them.
     """
-    if not 1 <= len(blocks) <= MAX_LAYERS:
-        raise ValueError(f"{function}: there must be 1 to {MAX_LAYERS} blocks, got {len(blocks)}")
+    if not 1 <= len(blocks) <= structs.MAX_LAYERS:
+        raise ValueError(
+            f"{function}: there must be 1 to {structs.MAX_LAYERS} blocks, got {len(blocks)}"
+        )
     eps = plain_real(function, "eps", eps)
     require_eps(function, eps)
     heads = integer_within(function, "heads", heads, 1, 2**31 - 1)
@@ -194,8 +198,8 @@ def _check_batch(function: str, views: Mapping[str, View], shape: StackShape) ->
     if len(view.shape) != expected.count(",") + (name == "x"):
         raise ValueError(f"{function}: {name} must have shape {expected}, got {view.shape}")
     batch = view.shape[0]
-    if batch > MAX_BATCH:
-        raise ValueError(f"{function}: batch must be at most {MAX_BATCH}, got {batch}")
+    if batch > structs.MAX_BATCH:
+        raise ValueError(f"{function}: batch must be at most {structs.MAX_BATCH}, got {batch}")
     if name == "x":
         if view.shape[1] != shape.width:
             fact = f"x must have shape (batch, {shape.width})"

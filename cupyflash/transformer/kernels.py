@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from ..kernel_config import ITEM_SIZE, KernelConfig
-from .params import MAX_BATCH, MAX_LAYERS, BlockPointers, DecodeStackParams
+from ..runtime.structs import header
+
+structs = header("common/transformer_params.cuh")
 
 # As in the CUDA sources.
 CONSUMER_WARPS, GROUP_ROWS, PIECE_BYTES, MAX_PIECES = 7, 28, 64, 18
@@ -34,7 +36,7 @@ class DecodeStack(KernelConfig):
     """
 
     source: ClassVar[str] = "transformer/decode_stack.cu"
-    params: ClassVar[type[DecodeStackParams]] = DecodeStackParams
+    params: ClassVar[type[structs.DecodeStackParams]] = structs.DecodeStackParams
     cooperative: ClassVar[bool] = True
 
     dtype: str
@@ -82,11 +84,11 @@ def shared_memory(arch: int, head_dim: int, tiles: int, tile_bytes: int) -> int:
     """The size of ``DecodeStorage``."""
     barriers = 16 * tiles if arch >= 90 else 4 + 4 * CONSUMER_WARPS
     ring = _round_up(tiles * tile_bytes + barriers)
-    products = 4 * CONSUMER_WARPS * GROUP_ROWS * MAX_BATCH
-    moments = max(16 * CONSUMER_WARPS * MAX_BATCH, 3 * 4 * head_dim)  # or a new token
-    pointers = MAX_LAYERS * 8 * len(BlockPointers._fields_)
+    products = 4 * CONSUMER_WARPS * GROUP_ROWS * structs.MAX_BATCH
+    moments = max(16 * CONSUMER_WARPS * structs.MAX_BATCH, 3 * 4 * head_dim)  # or a new token
+    pointers = structs.MAX_LAYERS * 8 * len(structs.BlockPointers._fields_)
     rows = 16 * MATRICES
-    return _round_up(ring + pointers + rows + products + moments + 2 * 4 * MAX_BATCH)
+    return _round_up(ring + pointers + rows + products + moments + 2 * 4 * structs.MAX_BATCH)
 
 
 def _round_up(size: int) -> int:

@@ -10,10 +10,12 @@ import numpy
 from ..array import Array, View
 from ..kernel_config import ITEM_SIZE
 from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
+from ..runtime.structs import header
 from ..tile_counter import tile_counters
 from . import kernels
 from .checks import StackShape
-from .params import MAX_BATCH, BlockPointers, CacheStrides, DecodeStackParams
+
+structs = header("common/transformer_params.cuh")
 
 
 class StackPlan(Plan):
@@ -49,18 +51,18 @@ class StackPlan(Plan):
             4 * shares * (row_words(shape.head_dim) + 4),
         )
         *offsets, copy = _starts(copied)
-        copies = MAX_BATCH // config.sequences * copy
+        copies = structs.MAX_BATCH // config.sequences * copy
         rest = (  # qkv to launches
             12 * batch * shape.width,
             4 * batch * shape.width,
-            8 * blocks * MAX_BATCH,
+            8 * blocks * structs.MAX_BATCH,
             4,
         )
         *of_rest, size = _starts(rest)
         self.offsets = (*offsets, *(copies + start for start in of_rest))
         self.workspace_bytes = copies + size
         k_cache, v_cache = views["k_cache"], views["v_cache"]
-        params = DecodeStackParams(
+        params = structs.DecodeStackParams(
             k_strides=_strides(k_cache),
             v_strides=_strides(v_cache),
             x_stride=views["x"].strides[0] if "x" in views else 0,
@@ -106,7 +108,9 @@ class StackPlan(Plan):
 
 def pointer_table(library: Any, blocks: list[tuple[int, ...]], like: Array) -> Array:
     """The pointers of the weights of each block, on the device of ``like``."""
-    table = (BlockPointers * len(blocks))(*(BlockPointers(*block) for block in blocks))
+    table = (structs.BlockPointers * len(blocks))(
+        *(structs.BlockPointers(*block) for block in blocks)
+    )
     return library.put(numpy.frombuffer(bytes(table), "int64").copy(), like)
 
 
@@ -116,7 +120,7 @@ def num_splits(batch: int, heads: int, blocks: int) -> int:
     Each sequence has its part of the MAX_BATCH vectors of a product, one for each share of its
     keys; as many as keep the blocks busy.
     """
-    most = MAX_BATCH >> (batch - 1).bit_length()
+    most = structs.MAX_BATCH >> (batch - 1).bit_length()
     return min(range(1, most + 1), key=lambda splits: -(-batch * heads * splits // blocks) / splits)
 
 
@@ -164,7 +168,7 @@ def _starts(sizes: tuple[int, ...]) -> list[int]:
     return [0, *itertools.accumulate(-(-size // 256) * 256 for size in sizes)]
 
 
-def _strides(cache: View) -> CacheStrides:
+def _strides(cache: View) -> structs.CacheStrides:
     """Of a cache of one layer or of several."""
     *layer, batch, row, head, _ = cache.strides
-    return CacheStrides(layer=layer[0] if layer else 0, batch=batch, row=row, head=head)
+    return structs.CacheStrides(layer=layer[0] if layer else 0, batch=batch, row=row, head=head)

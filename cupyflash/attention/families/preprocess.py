@@ -4,10 +4,12 @@ import dataclasses
 from typing import ClassVar
 
 from ...kernel_config import KernelConfig
-from ..params import ACCUM_ROW_ALIGN, AttentionShape, FlashBwdParams
+from ...runtime.structs import header
+
+structs = header("common/params.cuh")
 
 THREADS = 128
-ROWS_PER_BLOCK = 32  # eight rows a warp, as in flash_bwd_preprocess.cu
+ROWS_PER_BLOCK = header("attention/flash_bwd_preprocess.cu").ROWS_PER_BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +22,7 @@ class FlashBwdPreprocess(KernelConfig):
     """
 
     source: ClassVar[str] = "attention/flash_bwd_preprocess.cu"
-    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str
     accum_dim: int
@@ -30,9 +32,9 @@ class FlashBwdPreprocess(KernelConfig):
         """Threads of a block."""
         return THREADS
 
-    def grid(self, shape: AttentionShape) -> int:
+    def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks; they also cover the padding rows of each sequence."""
-        rows = -(-shape.seqlen_q // ACCUM_ROW_ALIGN) * ACCUM_ROW_ALIGN
+        rows = -(-shape.seqlen_q // structs.ACCUM_ROW_ALIGN) * structs.ACCUM_ROW_ALIGN
         return rows // ROWS_PER_BLOCK * shape.heads_q * shape.batch
 
 
@@ -41,7 +43,7 @@ class FlashBwdSinks(KernelConfig):
     """The gradient of the sinks, where there are any: a block sums over the rows of one head."""
 
     source: ClassVar[str] = "attention/flash_bwd_sinks.cu"
-    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     num_warps: int = 8
 
@@ -50,6 +52,6 @@ class FlashBwdSinks(KernelConfig):
         """Threads of a block."""
         return self.num_warps * 32
 
-    def grid(self, shape: AttentionShape) -> int:
+    def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
         return shape.heads_q

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from ...kernel_config import ITEM_SIZE, Access, Capability, Features, KernelConfig
-from ..params import AttentionShape, FlashBwdParams, FlashFwdParams
+from ...runtime.structs import header
 from .preprocess import FlashBwdPreprocess, FlashBwdSinks
+
+structs = header("common/params.cuh")
 
 MIN_CAPABILITY = (6, 0)
 HEAD_DIMS = (32, 64, 128, 192, 256)  # sizes of the accumulators; others are rounded up
@@ -24,7 +26,7 @@ class FlashFwdSimt(KernelConfig):
     """Forward: a block computes ``block_m`` query rows of one head."""
 
     source: ClassVar[str] = "attention/flash_fwd_simt.cu"
-    params: ClassVar[type[FlashFwdParams]] = FlashFwdParams
+    params: ClassVar[type[structs.FlashFwdParams]] = structs.FlashFwdParams
 
     dtype: str
     head_dim: int
@@ -39,7 +41,7 @@ class FlashFwdSimt(KernelConfig):
         """Threads of a block."""
         return THREADS
 
-    def grid(self, shape: AttentionShape) -> int:
+    def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
         return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
 
@@ -49,7 +51,7 @@ class FlashBwdDkdvSimt(KernelConfig):
     """Backward, dK and dV: a block computes ``block_n`` keys of one key head."""
 
     source: ClassVar[str] = "attention/flash_bwd_dkdv_simt.cu"
-    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str
     head_dim: int
@@ -64,7 +66,7 @@ class FlashBwdDkdvSimt(KernelConfig):
         """Threads of a block."""
         return THREADS
 
-    def grid(self, shape: AttentionShape) -> int:
+    def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
         return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
 
@@ -74,7 +76,7 @@ class FlashBwdDqSimt(KernelConfig):
     """Backward, dQ: a block computes ``block_m`` query rows of one head."""
 
     source: ClassVar[str] = "attention/flash_bwd_dq_simt.cu"
-    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str
     head_dim: int
@@ -89,7 +91,7 @@ class FlashBwdDqSimt(KernelConfig):
         """Threads of a block."""
         return THREADS
 
-    def grid(self, shape: AttentionShape) -> int:
+    def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
         return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
 

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from ...kernel_config import Access, Capability, Features, KernelConfig
-from ..params import AttentionShape, FlashBwdParams, FlashFwdParams
+from ...runtime.structs import header
 from .preprocess import FlashBwdPreprocess
 from .sm80_tiles import HEAD_DIMS, backward_tiles, forward_tiles
+
+structs = header("common/params.cuh")
 
 PACKED = ()  # packed sequences need no kernel of their own
 
@@ -18,7 +20,7 @@ class FlashFwdSm80(KernelConfig):
     """Forward: a block computes ``block_m`` query rows of one head."""
 
     source: ClassVar[str] = "attention/flash_fwd_sm80.cu"
-    params: ClassVar[type[FlashFwdParams]] = FlashFwdParams
+    params: ClassVar[type[structs.FlashFwdParams]] = structs.FlashFwdParams
 
     dtype: str
     head_dim: int
@@ -37,7 +39,7 @@ class FlashFwdSm80(KernelConfig):
         """Threads of a block."""
         return self.num_warps * 32
 
-    def grid(self, shape: AttentionShape) -> int:
+    def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
         return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
 
@@ -47,7 +49,7 @@ class FlashBwdSm80(KernelConfig):
     """Backward: a block computes dK and dV of ``block_n`` keys and adds its share to dQ."""
 
     source: ClassVar[str] = "attention/flash_bwd_sm80.cu"
-    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str
     head_dim: int
@@ -67,7 +69,7 @@ class FlashBwdSm80(KernelConfig):
         """Threads of a block."""
         return self.num_warps * 32
 
-    def grid(self, shape: AttentionShape) -> int:
+    def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
         return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
 
@@ -77,7 +79,7 @@ class FlashBwdPostprocessSm80(KernelConfig):
     """Backward, last: dQ from its float32 accumulator; tiles and warps as in ``FlashBwdSm80``."""
 
     source: ClassVar[str] = "attention/flash_bwd_postprocess_sm80.cu"
-    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str
     head_dim: int
@@ -91,7 +93,7 @@ class FlashBwdPostprocessSm80(KernelConfig):
         """Threads of a block."""
         return self.num_warps * 32
 
-    def grid(self, shape: AttentionShape) -> int:
+    def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
         return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
 

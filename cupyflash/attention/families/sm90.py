@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from ...kernel_config import Access, Capability, Features, KernelConfig
-from ..params import AttentionShape, FlashFwdSm90Params, SequenceMapsParams
+from ...runtime.structs import header
 from . import sm90_backward
 from .sm90_backward import BIAS_BOXES, WARPGROUP, box_columns
+
+structs = header("common/params.cuh")
 
 CAPABILITY = (9, 0)
 DTYPES = ("float16", "bfloat16")
@@ -54,7 +56,7 @@ class FlashFwdSm90(KernelConfig):
     """Forward: warpgroups of 64 rows each compute a tile, another one loads it."""
 
     source: ClassVar[str] = "attention/flash_fwd_sm90.cu"
-    params: ClassVar[type[FlashFwdSm90Params]] = FlashFwdSm90Params
+    params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
     persistent: ClassVar[bool] = True
     tiles_of: ClassVar[str] = "q"
 
@@ -100,7 +102,7 @@ class FlashFwdSm90(KernelConfig):
         """The same for blocks that share the keys of a tile."""
         return dataclasses.replace(self, split=True)
 
-    def grid(self, shape: AttentionShape) -> int:
+    def grid(self, shape: structs.AttentionShape) -> int:
         """Number of tiles."""
         return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
 
@@ -110,7 +112,7 @@ class FlashFwdCombineSm90(KernelConfig):
     """Forward, where blocks have shared the keys of a tile: puts their results together."""
 
     source: ClassVar[str] = "attention/flash_fwd_combine_sm90.cu"
-    params: ClassVar[type[FlashFwdSm90Params]] = FlashFwdSm90Params
+    params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
 
     dtype: str
     head_dim: int
@@ -122,7 +124,7 @@ class FlashFwdCombineSm90(KernelConfig):
         """Threads of a block."""
         return self.rows * 32
 
-    def grid(self, shape: AttentionShape) -> int:
+    def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
         return -(-shape.seqlen_q // self.rows) * shape.heads_q * shape.batch
 
@@ -132,7 +134,7 @@ class SequenceMapsSm90(KernelConfig):
     """A tensor map for each packed sequence, before the forward and the backward kernels."""
 
     source: ClassVar[str] = "attention/sequence_maps_sm90.cu"
-    params: ClassVar[type[SequenceMapsParams]] = SequenceMapsParams
+    params: ClassVar[type[structs.SequenceMapsParams]] = structs.SequenceMapsParams
 
     num_maps: int
 
@@ -141,7 +143,7 @@ class SequenceMapsSm90(KernelConfig):
         """Threads of a block."""
         return self.num_maps * 32
 
-    def grid(self, shape: AttentionShape) -> int:
+    def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
         return shape.batch
 

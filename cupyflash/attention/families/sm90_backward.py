@@ -4,12 +4,14 @@ import dataclasses
 from typing import ClassVar
 
 from ...kernel_config import Features, KernelConfig
-from ..params import AttentionShape, FlashBwdParams, FlashBwdSm90Params
+from ...runtime.structs import header
 from .preprocess import FlashBwdPreprocess
+
+structs = header("common/params.cuh")
 
 WARPGROUP = 128  # threads
 NUM_STAGES = 2  # of Q and dO
-BIAS_BOXES = 4  # the switch `bias` of kernels that read it through a tensor map, as in bias.cuh
+BIAS_BOXES = header("attention/bias.cuh").BIAS_BOXES  # of kernels that read it by TMA
 
 # head dim: block_m, block_n
 TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128)}
@@ -28,7 +30,7 @@ WIDE_TILES_SCORE = {128: (64, 64, 2), 256: (64, 64, 2)}
 class MainKernel(KernelConfig):
     """What the two share: a tile of ``block_n`` keys walks over ``block_m`` queries at a time."""
 
-    params: ClassVar[type[FlashBwdSm90Params]] = FlashBwdSm90Params
+    params: ClassVar[type[structs.FlashBwdSm90Params]] = structs.FlashBwdSm90Params
     persistent: ClassVar[bool] = True
     tiles_of: ClassVar[str] = "k"
 
@@ -42,7 +44,7 @@ class MainKernel(KernelConfig):
         """Rows of a box of each tensor map."""
         return {"q": self.block_m, "k": self.block_n, "v": self.block_n, "dout": self.block_m}
 
-    def grid(self, shape: AttentionShape) -> int:
+    def grid(self, shape: structs.AttentionShape) -> int:
         """Number of tiles."""
         return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
 
@@ -104,7 +106,7 @@ class FlashBwdPostprocessSm90(KernelConfig):
     """Backward, last: dQ from its float32 accumulator; a block converts 64 rows of one head."""
 
     source: ClassVar[str] = "attention/flash_bwd_postprocess_sm90.cu"
-    params: ClassVar[type[FlashBwdParams]] = FlashBwdParams
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str
     head_dim: int
@@ -114,7 +116,7 @@ class FlashBwdPostprocessSm90(KernelConfig):
         """Threads of a block."""
         return -(-self.head_dim // 64) * WARPGROUP
 
-    def grid(self, shape: AttentionShape) -> int:
+    def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
         return -(-shape.seqlen_q // 64) * shape.heads_q * shape.batch
 

@@ -5,7 +5,10 @@ from typing import Any
 from cupyflash import dependent_launch
 from cupyflash.kernel_launch import capability_of
 from cupyflash.plain_options import short
-from cupyflash.transformer.params import MAX_BATCH
+
+from ...runtime.structs import header
+
+structs = header("common/transformer_params.cuh")
 
 DECODES = ("auto", "eager", "graph", "persistent")
 # Up to which one kernel for a token is faster than a graph of kernels, by whether these overlap.
@@ -41,8 +44,8 @@ def _require_persistent(function: str, model: Any, batch: int) -> None:
     if model.mode != "fused":
         fact = "decode='persistent' needs mode 'fused'"
         raise ValueError(f"{function}: {fact}, got {model.mode!r}")
-    if batch > MAX_BATCH:
-        fact = f"decode='persistent' takes at most {MAX_BATCH} prompts"
+    if batch > structs.MAX_BATCH:
+        fact = f"decode='persistent' takes at most {structs.MAX_BATCH} prompts"
         raise ValueError(f"{function}: {fact}, got {batch}")
     if model.stack_problem:
         fact = "decode='persistent' cannot run this model"

@@ -1,0 +1,1 @@
+"""What every operation is made of: arrays, checks, kernel configurations, plans, launches."""

@@ -1,0 +1,140 @@
+"""Argument structs and constants of kernels, read from the headers that define them.
+
+A header of ``cuda_src`` is their only definition: `header` makes the ctypes structures that the
+host fills from its text, so that nothing is written twice. ctypes lays a structure out as the C++
+compiler does; the program that is compiled asserts its size, and ``tests/test_params.py`` asserts
+the offset and the size of each field.
+
+What can be read is what the headers have: structs of numbers, pointers, other structs and arrays of
+these, ``constexpr int`` and ``constexpr float`` constants that are arithmetic of numbers and other
+constants, and enumerations.
+"""
+
+import ctypes
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ..jit import sources
+
+NUMBERS = {
+    "int": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint8_t": ctypes.c_uint8,
+    "uint32_t": ctypes.c_uint32,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+}
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_STRUCT = r"^struct (?:alignas\((\d+)\) )?{name} \{{(.*?)^\}};"
+_FUNCTION = re.compile(r"[^;{}]*\{(?:[^{}]|\{[^{}]*\})*\}")  # with its body
+_FIELD = re.compile(r"(?:const )?(\w+)(\*?) (\w+)(?:\[(\w+)\])?")
+_CONSTANT = r"^constexpr (?:int|float) {name} = ([^;]+);"
+_ENUM = r"^enum {name} (?:: \w+ )?\{{(.*?)\}};"
+
+
+class Struct(ctypes.Structure):
+    """Base of the structures of `Header`; iterates over the values of its fields."""
+
+    alignment = 8  # at most; more only where the header has alignas
+
+    def __iter__(self) -> Iterator[Any]:
+        return (getattr(self, name) for name, _ in self._fields_)
+
+
+class Header:
+    """A header below ``cuda_src`` with all that it includes; its definitions are attributes.
+
+    A struct is a ctypes structure, a constant a number, an enumeration the tuple of its names.
+
+    Raises:
+        AttributeError: nothing that can be read has this name.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    @functools.cached_property
+    def _text(self) -> str:
+        texts = (_COMMENT.sub("", x.decode()) for x in sources.closure(self._path).values())
+        return "\n".join(texts)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if found := self._find(_STRUCT, name):
+            value = self._struct(name, found)
+        elif found := self._find(_CONSTANT, name):
+            value = self._number(found[1])
+        elif found := self._find(_ENUM, name):
+            value = tuple(x.split("=")[0].strip() for x in found[1].split(",") if x.strip())
+        else:
+            raise AttributeError(f"{self._path}: has no struct, constant or enum {name}")
+        setattr(self, name, value)
+        return value
+
+    def _find(self, pattern: str, name: str) -> re.Match[str] | None:
+        return re.search(pattern.format(name=name), self._text, re.MULTILINE | re.DOTALL)
+
+    def _struct(self, name: str, found: re.Match[str]) -> type[Struct]:
+        alignment, fields = int(found[1] or Struct.alignment), []
+        for line in _FUNCTION.sub("", found[2]).split(";"):
+            if line.strip():
+                kind, pointer, field, count = self._field(name, line.strip())
+                kind = ctypes.c_void_p if pointer else self._type(kind)
+                _pad(fields, getattr(kind, "alignment", 1))
+                fields.append((field, kind * self._number(count) if count else kind))
+        if alignment > Struct.alignment:
+            _pad(fields, alignment)
+        return _structure(name, alignment, tuple(fields))
+
+    def _field(self, struct: str, line: str) -> tuple[str, ...]:
+        match = _FIELD.fullmatch(" ".join(line.split()).replace(" *", "* "))
+        if match is None:
+            raise ValueError(f"{self._path}: cannot read the field {line!r} of {struct}")
+        return match.groups()
+
+    def _type(self, name: str) -> type:
+        return NUMBERS.get(name) or getattr(self, name)
+
+    def _number(self, text: str) -> int | float:
+        """The value of a constant expression, which C++ and Python write alike but for ``/``."""
+        expression = re.sub(r"(?<=[\d.])f\b", "", text).replace("/", "//")
+        names = {name: getattr(self, name) for name in re.findall(r"\b[A-Z]\w*", expression)}
+        return eval(expression, {"__builtins__": {}}, names)
+
+
+@functools.cache
+def header(path: str) -> Header:
+    """The header at this path below ``cuda_src``; it is read when something of it is wanted."""
+    return Header(path)
+
+
+@functools.cache
+def _structure(name: str, alignment: int, fields: tuple[tuple[str, type], ...]) -> type[Struct]:
+    """One type for a struct that several headers include."""
+    return type(name, (Struct,), {"_fields_": list(fields), "alignment": alignment})
+
+
+def _pad(fields: list[tuple[str, type]], alignment: int) -> None:
+    """What alignas adds behind these fields; ctypes has no such thing before Python 3.13."""
+    if not fields or alignment <= Struct.alignment:
+        return
+    struct = type("Fields", (ctypes.Structure,), {"_fields_": fields})
+    last = getattr(struct, fields[-1][0])
+    end = last.offset + last.size
+    if end % alignment:
+        fields.append((f"padding_{end}", ctypes.c_uint8 * (-end % alignment)))
+
+
+def field_names(struct: type[ctypes.Structure]) -> list[str]:
+    """Names of the fields of the header, without padding."""
+    return [name for name, _ in struct._fields_ if not name.startswith("padding_")]
+
+
+def bytes_behind(struct: type[ctypes.Structure], name: str) -> bytes:
+    """Zeros from the end of a field to the end of the struct."""
+    field = getattr(struct, name)
+    return bytes(ctypes.sizeof(struct) - field.offset - field.size)
