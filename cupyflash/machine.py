@@ -12,9 +12,10 @@ from pathlib import Path
 
 from . import environment, jit
 from .attention import families
+from .attention.features import Access, Features
 from .jit import arch, compiler
-from .kernel_config import ITEM_SIZE, Access, Features
-from .tensor_map import DRIVER
+from .runtime.config import ITEM_SIZE
+from .runtime.driver import DRIVER
 
 OLDEST_CUPY = 14
 CAPABILITIES = ((6, 0), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from . import environment, jit
 from .attention.families import FAMILIES, simt
 from .attention.families.preprocess import FlashBwdSinks
-from .checks import is_integer
+from .attention.features import Access, Features
 from .jit import compiler
-from .kernel_config import ITEM_SIZE, Access, Capability, Features, KernelConfig
 from .kernels import TOPICS
+from .runtime.checks import is_integer
+from .runtime.config import ITEM_SIZE, KernelConfig
+from .runtime.gpu import Capability
 
 ALL_HEAD_DIMS = tuple(range(8, 257, 8))
 COMMON_HEAD_DIMS = (64, 96, 128, 256)

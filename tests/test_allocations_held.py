@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from cupyflash import graph_memory
+from cupyflash.runtime import graph_memory
 
 
 class Memory:

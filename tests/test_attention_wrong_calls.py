@@ -205,9 +205,9 @@ def test_memory_that_no_kernel_reads(backend):
 
 
 def test_a_device_that_is_none_of_ours():
-    from cupyflash.array import View
     from cupyflash.attention.options import Options
     from cupyflash.attention.problem import check
+    from cupyflash.runtime.array import View
 
     x = View((1, 5, 2, 16), (160, 32, 16, 1), "float32", "mps:0")
     options = Options(False, None, None, 0.0, "bshd")

@@ -280,7 +280,7 @@ def test_gradient_of_nothing(backend, dtype):
 def test_not_with_packed_sequences(name):
     """Nor where only the queries or only the keys are packed."""
     backend = select("numpy")[0]
-    from cupyflash.array import library_of
+    from cupyflash.runtime.array import library_of
 
     inputs = backend.varlen_inputs("float32", [3, 4])
     view = library_of(inputs.q).view

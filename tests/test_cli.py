@@ -21,9 +21,9 @@ from tiny_kernel import needs_nvrtc
 import cupyflash
 from cupyflash import environment, jit, kernels, machine, precompile
 from cupyflash.attention import families
+from cupyflash.attention.features import Access, Features
 from cupyflash.commands import check, check_cases, check_operations, check_table, cli
 from cupyflash.jit import pool
-from cupyflash.kernel_config import Access, Features
 from cupyflash.machine import Driver, Gpu
 from cupyflash.norm import kernels as norm
 

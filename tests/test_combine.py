@@ -91,7 +91,7 @@ def test_parts_of_the_keys(backend):
     inputs = backend.inputs(backend.dtypes[0], seqlen_q=50, seqlen_k=70, heads_kv=2, head_dim=32)
     exact = expected(inputs)
     if backend.library != "torch":
-        from cupyflash.attention.grouped import array_namespace
+        from cupyflash.runtime.numeric import array_namespace
 
         xp = array_namespace(inputs.q)
         outs, lses = parts_of_attention(inputs.q, inputs.k, inputs.v)

@@ -13,13 +13,14 @@ from backends import BACKENDS, compute_capability
 from gpt2_models import prompts, tiny
 
 import cupyflash
-from cupyflash import dependent_launch, environment
+from cupyflash import environment
 from cupyflash.decode.embedding import embedding
-from cupyflash.dependent_launch import dependent_launches
 from cupyflash.jit import sources
-from cupyflash.kernel_launch import Launch
 from cupyflash.kernels import TOPICS
 from cupyflash.models.gpt2.decoder import Decoder
+from cupyflash.runtime import dependent_launch, driver
+from cupyflash.runtime.dependent_launch import dependent_launches
+from cupyflash.runtime.launch import Launch
 
 
 class Attribute(ctypes.Structure):
@@ -42,7 +43,7 @@ class Config(ctypes.Structure):
 
 
 @pytest.fixture
-def driver(monkeypatch):
+def launches(monkeypatch):
     """What cuLaunchKernelEx was called with: (function, numbers, attributes, argument, extra)."""
 
     class Calls(list):
@@ -56,34 +57,34 @@ def driver(monkeypatch):
             return self.status
 
     calls = Calls()
-    monkeypatch.setattr(dependent_launch, "_launcher", lambda: calls)
+    monkeypatch.setattr(driver, "function", lambda *_: calls)
     return calls
 
 
-def test_what_the_driver_is_asked_for(driver):
+def test_what_the_driver_is_asked_for(launches):
     dependent_launch.launch(77, 5, 128, 2**17, 2**33, b"abcde")
     numbers = (5, 1, 1, 128, 1, 1, 2**17, 2**33)
-    assert driver == [(77, numbers, {6: 1}, b"abcde", None)]
-    driver.status = 1
+    assert launches == [(77, numbers, {6: 1}, b"abcde", None)]
+    launches.status = 1
     with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed with 1: 5 blocks of 128"):
         dependent_launch.launch(77, 5, 128, 2**17, 99, b"abcde")
 
 
-def test_a_thread_without_a_context_gets_one(driver, monkeypatch):
+def test_a_thread_without_a_context_gets_one(launches, monkeypatch):
     """The driver knows none in a new thread until a call of the CUDA runtime; then again."""
     runtime = pytest.importorskip("cupy").cuda.runtime
     freed = []
-    monkeypatch.setattr(dependent_launch, "_launcher", lambda: fails_first)
+    monkeypatch.setattr(driver, "function", lambda *_: fails_first)
     monkeypatch.setattr(runtime, "free", freed.append)
 
     def fails_first(*arguments):
-        driver.append(arguments)
-        return 0 if freed else dependent_launch.INVALID_CONTEXT
+        launches.append(arguments)
+        return 0 if freed else driver.INVALID_CONTEXT
 
     dependent_launch.launch(77, 5, 128, 0, 99, b"abcde")
-    assert freed == [0] and len(driver) == 2 and driver[0] == driver[1]
+    assert freed == [0] and len(launches) == 2 and launches[0] == launches[1]
     dependent_launch.launch(77, 5, 128, 0, 99, b"abcde")
-    assert freed == [0] and len(driver) == 3
+    assert freed == [0] and len(launches) == 3
 
 
 class Recording:
@@ -99,18 +100,18 @@ class Recording:
 
 
 @pytest.mark.parametrize("dependent", [False, True])
-def test_only_what_can_wait_begins_early_and_only_where_it_is_wanted(driver, dependent):
+def test_only_what_can_wait_begins_early_and_only_where_it_is_wanted(launches, dependent):
     launch = Launch.__new__(Launch)
     launch.function, launch.grid, launch.block, launch.dtype = Recording(), (5,), (128,), "V5"
     launch.shared_memory, launch.cooperative, launch.dependent = 0, False, dependent
     launch.start(Recording(), b"first")
-    assert (len(driver), len(launch.function.calls)) == (0, 1)
+    assert (len(launches), len(launch.function.calls)) == (0, 1)
     with pytest.raises(KeyError), dependent_launches():
         launch.start(Recording(), b"later")
         raise KeyError
-    assert (len(driver), len(launch.function.calls)) == ((1, 1) if dependent else (0, 2))
+    assert (len(launches), len(launch.function.calls)) == ((1, 1) if dependent else (0, 2))
     launch.start(Recording(), b"again")
-    assert len(driver) == dependent
+    assert len(launches) == dependent
 
 
 @pytest.mark.parametrize(
@@ -222,8 +223,8 @@ def test_the_first_launch_of_a_thread():
     """Which has no context yet; also the question how many clusters run at once."""
     import cupy
 
-    from cupyflash import clusters
     from cupyflash.decode import kernels
+    from cupyflash.runtime import clusters
 
     shapes, dtype, function = operations(cupy)["embedding"]
     tokens = cupy.ones(shapes[0], dtype)

@@ -12,7 +12,7 @@ from matrix import each_library, pairwise
 import cupyflash
 from cupyflash.diffusion import reference
 from cupyflash.diffusion.normal import normal as normal_of_seed
-from cupyflash.philox import philox
+from cupyflash.runtime.philox import philox
 from cupyflash.testing import assert_close_to_float64, numpy_dtype, to_float64, to_numpy64
 
 BETAS = cupyflash.beta_schedule("cosine", 50)

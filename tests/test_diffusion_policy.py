@@ -185,7 +185,7 @@ def test_gradients_of_the_model(backend, monkeypatch):
 )
 def test_prepared_calls(launches, has_scratch, copies):
     """One launch is repeated with its parameters, on the stream of then; others are called."""
-    from cupyflash.kernel_launch import Launch, Prepared, copies_were_made
+    from cupyflash.runtime.launch import Launch, Prepared, copies_were_made
 
     launch, started, called = Launch.__new__(Launch), [], []
     launch.grid = launch.block = (1,)

@@ -8,8 +8,8 @@ from matrix import each
 from passes import forward_backward
 
 import cupyflash
-from cupyflash.array import CupyLibrary
-from cupyflash.philox import keep_mask, philox
+from cupyflash.runtime.array import CupyLibrary
+from cupyflash.runtime.philox import keep_mask, philox
 from cupyflash.testing import expected, to_float64
 
 SEED = 2**41 + 12345

@@ -3,7 +3,7 @@
 import pytest
 
 from cupyflash.attention.families import FAMILIES, choose
-from cupyflash.kernel_config import Access, Features
+from cupyflash.attention.features import Access, Features
 
 MAPPED, VECTOR, ELEMENT = Access.TENSOR_MAP, Access.VECTOR, Access.ELEMENT
 

@@ -8,8 +8,9 @@ import pytest
 from backends import families
 
 import cupyflash
-from cupyflash import environment, graph_memory
-from cupyflash.tile_counter import tile_counters
+from cupyflash import environment
+from cupyflash.runtime import graph_memory
+from cupyflash.runtime.tile_counter import tile_counters
 
 pytestmark = pytest.mark.skipif(not families(), reason="needs a GPU")
 

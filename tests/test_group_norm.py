@@ -9,13 +9,13 @@ from arrays import normal, stored
 from matrix import each_library, libraries, pairwise
 
 import cupyflash
-from cupyflash.array import View, library_of
 from cupyflash.jit import sources
 from cupyflash.norm import detour, group_norm_dispatch, group_norm_work, reference
 from cupyflash.norm.group_norm_work import MAX_WAVES, shares_of
 from cupyflash.norm.groups import Groups, dense_like, layout_of
+from cupyflash.runtime.array import View, library_of
+from cupyflash.runtime.tile_counter import COUNTERS
 from cupyflash.testing import expected_group_norm, poison_free_memory, to_float64
-from cupyflash.tile_counter import COUNTERS
 
 ACTIVATIONS = ["silu", "mish", "gelu", "gelu_tanh", None]
 # (channels, num_groups): many channels in a group and few, groups of one channel, one group.

@@ -10,7 +10,8 @@ from backends import CPU_BACKENDS
 from matrix import each
 
 import cupyflash
-from cupyflash import environment, kernel_launch
+from cupyflash import environment
+from cupyflash.runtime import plan as kernel_plan
 from cupyflash.testing import make_inputs, make_varlen_inputs
 
 NUMPY = CPU_BACKENDS[0]
@@ -253,7 +254,7 @@ def test_missing_cupy_names_the_pip_line(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match=r"CuPy is not installed.*pip install 'cupyflash\[cuda12"):
-        kernel_launch.Plan(0)
+        kernel_plan.Plan(0)
 
 
 def test_import_needs_neither_cupy_nor_torch():
@@ -270,7 +271,7 @@ def test_import_needs_neither_cupy_nor_torch():
 
 def test_results_of_expanded_tensors_are_dense():
     torch = pytest.importorskip("torch")
-    from cupyflash.array import library_of
+    from cupyflash.runtime.array import library_of
 
     x = torch.empty(2, 128, 1, 64).expand(2, 128, 8, 64)
     library = library_of(x)

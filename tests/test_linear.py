@@ -152,10 +152,10 @@ def test_norm_of_long_rows(backend, name, rows):
 @pytest.mark.parametrize("rows", [4, 40])
 def test_plans_of_long_rows(monkeypatch, capability, rows):
     """Every norm that stands alone has as many blocks as its kernel needs, without a GPU."""
-    from cupyflash import kernel_launch
-    from cupyflash.array import View
     from cupyflash.linear import projection, sm90_launch
     from cupyflash.norm.row_configs import NormFwd, NormFwdCluster, NormFwdLong
+    from cupyflash.runtime import launch as kernel_launch
+    from cupyflash.runtime.array import View
 
     for module in (projection, kernel_launch):
         monkeypatch.setattr(module, "capability_of", lambda device: capability)
@@ -389,8 +389,8 @@ def test_host_time_is_one_look_up(backend, monkeypatch):
     ],
 )
 def test_choice(monkeypatch, capability, dtype, rows, sizes, family, kernel):
-    from cupyflash.array import View
     from cupyflash.linear import projection
+    from cupyflash.runtime.array import View
     from cupyflash.runtime.structs import header
 
     structs = header("common/linear_params.cuh")

@@ -10,15 +10,15 @@ from arrays import normal, stored
 from backends import is_hopper
 from matrix import each_library, pairwise
 
-from cupyflash import kernel_launch
-from cupyflash.array import library_of
 from cupyflash.linear import few_sm90_kernels, sm90_launch
 from cupyflash.linear.few_sm90_kernels import CLUSTERS, ROWS, LinearFewSm90, choose
 from cupyflash.linear.reference import Arrays, Options
 from cupyflash.linear.sm90_kernels import Rotary
 from cupyflash.linear.sm90_launch import LinearFewLaunch
+from cupyflash.runtime import launch as kernel_launch
+from cupyflash.runtime.array import library_of
 from cupyflash.runtime.structs import header
-from cupyflash.tensor_map import TensorMapSpec
+from cupyflash.runtime.tensor_map import TensorMapSpec
 from cupyflash.testing import expected_projection, to_library, to_numpy64
 
 structs = header("common/linear_params.cuh")

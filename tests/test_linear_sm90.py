@@ -11,14 +11,14 @@ from arrays import normal, stored
 from backends import is_hopper
 from matrix import each_library
 
-from cupyflash import kernel_launch
-from cupyflash.array import library_of
 from cupyflash.linear import sm90_kernels, sm90_launch
 from cupyflash.linear.reference import Arrays, Options, project
 from cupyflash.linear.sm90_kernels import TILES, Epilogue, Rotary, choose, configuration
 from cupyflash.linear.sm90_launch import LinearLaunch
+from cupyflash.runtime import launch as kernel_launch
+from cupyflash.runtime.array import library_of
 from cupyflash.runtime.structs import header
-from cupyflash.tensor_map import TensorMapSpec
+from cupyflash.runtime.tensor_map import TensorMapSpec
 from cupyflash.testing import assert_close_to_float64, cast, to_float64
 
 structs = header("common/linear_params.cuh")

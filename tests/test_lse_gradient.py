@@ -153,7 +153,7 @@ def test_packed_and_padded_sequences(backend):
 
             exact.check(**{name: torch.cat(rows)})
         else:
-            from cupyflash.attention.grouped import array_namespace
+            from cupyflash.runtime.numeric import array_namespace
 
             exact.check(**{name: array_namespace(whole).concatenate(rows)})
 

@@ -10,9 +10,10 @@ from arrays import normal, stored
 from matrix import each_library, libraries, pairwise
 
 import cupyflash
-from cupyflash.array import NumpyLibrary, library_of
-from cupyflash.clusters import clusters_at_once
 from cupyflash.norm import detour, dispatch, kernels, reference
+from cupyflash.runtime.array import NumpyLibrary, library_of
+from cupyflash.runtime.clusters import clusters_at_once
+from cupyflash.runtime.gpu import architecture
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64
 
 EPS = {False: 1e-5, True: 1e-6}
@@ -184,7 +185,7 @@ def test_backward_memory_fits(capability):
     for config in set(kernels.configurations(capability)):
         if not isinstance(config, kernels.NormBwd | kernels.NormBwdCluster):
             continue
-        limit = kernels.shared_memory(capability) - kernels.STATIC_MEMORY
+        limit = 1024 * architecture(capability).shared_memory - kernels.STATIC_MEMORY
         assert config.shared_memory <= limit and config.threads <= 512, config
         assert config.stages > 1 or config.vector == 1 or capability < (8, 0), config
         assert 4 * config.threads * config.loads * config.vector <= config.shared_memory, config

@@ -12,7 +12,7 @@ from tiny_kernel import needs_nvrtc
 
 import cupyflash
 from cupyflash.jit import compiler, sources
-from cupyflash.kernel_config import KernelConfig
+from cupyflash.runtime.config import KernelConfig
 from cupyflash.runtime.structs import field_names, header
 
 HEADERS = sorted(f"common/{path.name}" for path in (sources.root() / "common").glob("*params.cuh"))

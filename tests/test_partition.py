@@ -13,8 +13,10 @@ from test_transformer_block import CASE
 from test_transformer_block import make as make_blocks
 
 import cupyflash
-from cupyflash import clusters, kernel_launch, partition
-from cupyflash.kernel_launch import Launch, Plan, Prepared, multiprocessors
+from cupyflash.runtime import clusters, gpu, partition
+from cupyflash.runtime.gpu import multiprocessors
+from cupyflash.runtime.launch import Launch, Prepared
+from cupyflash.runtime.plan import Plan
 from cupyflash.testing import expected_norm, expected_stack
 
 # Without a GPU: 16 multiprocessors, and a stream that has 4 of them ----------------------------
@@ -62,7 +64,7 @@ class FakeStream:
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setattr(kernel_launch, "all_multiprocessors", lambda device: 16)
+    monkeypatch.setattr(gpu, "all_multiprocessors", lambda device: 16)
     monkeypatch.setattr(partition, "multiprocessors_of", lambda stream: stream)
     monkeypatch.setattr(FakePlan, "made", 0)
     views = {"x": "given"}
@@ -147,7 +149,7 @@ class Driver:
     ],
 )
 def test_what_the_driver_is_asked(driver, expected, monkeypatch):
-    monkeypatch.setattr(partition, "_driver", lambda: driver)
+    monkeypatch.setattr(partition.driver, "function", lambda name, *_: getattr(driver, name))
     assert partition.multiprocessors_of(5) == expected
 
 
@@ -164,7 +166,7 @@ def test_a_prepared_launch_in_another_context(fake):
 def test_clusters_of_a_part(monkeypatch):
     """In proportion, and at least one."""
     monkeypatch.setattr(clusters, "all_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(kernel_launch, "all_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gpu, "all_multiprocessors", lambda device: 132)
     monkeypatch.setattr(clusters, "_clusters_of_all", lambda config, device: 30)
 
     class Config:
@@ -243,7 +245,7 @@ def test_blocks_in_a_green_context(backend, before):
     if before:
         stack(*arrays)
     with green_stream(8) as (pointer, count):
-        assert 0 < count < kernel_launch.all_multiprocessors(0)
+        assert 0 < count < gpu.all_multiprocessors(0)
         for _ in range(3):
             with current(backend, pointer):
                 out = stack(*arrays)

@@ -54,7 +54,7 @@ NORMS = """
 import sys
 import cupy, cupyflash, cupyflash.baselines
 from cupyflash import environment
-from cupyflash.array import library_of
+from cupyflash.runtime.array import library_of
 from cupyflash.linear import gate, projection, sm90_launch
 from cupyflash.linear.rotary import turn
 from cupyflash.linear.reference import Options

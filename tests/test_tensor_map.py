@@ -9,14 +9,15 @@ from ctypes import POINTER, c_int, c_uint32, c_uint64, c_void_p
 import numpy
 import pytest
 
-from cupyflash import kernel_launch, tensor_map
-from cupyflash.array import View, dense_strides
 from cupyflash.attention import launch
 from cupyflash.attention.families import sm80, sm90
+from cupyflash.attention.features import Access, Features
 from cupyflash.attention.problem import Options, check
-from cupyflash.kernel_config import Access, Features
+from cupyflash.runtime import driver
+from cupyflash.runtime import launch as kernel_launch
+from cupyflash.runtime.array import View, dense_strides
 from cupyflash.runtime.structs import header
-from cupyflash.tensor_map import TensorMaps, TensorMapSpec
+from cupyflash.runtime.tensor_map import TensorMaps, TensorMapSpec
 
 structs = header("common/params.cuh")
 
@@ -48,7 +49,7 @@ def packed(q, k, longest):
 
 
 def spec(problem, name, box_rows=128):
-    return tensor_map.tensor_map(problem, name, problem.strides[name], box_rows)
+    return launch.tensor_map(problem, name, problem.strides[name], box_rows)
 
 
 # What a map describes -------------------------------------------------------------------------
@@ -101,7 +102,7 @@ def test_no_keys():
 )
 def test_bias(bias, dims, strides):
     """The axes that it is broadcast on have length 1."""
-    found = tensor_map.bias_map(biased(bias), 64)
+    found = launch.bias_map(biased(bias), 64)
     assert found == TensorMapSpec("float16", dims, strides, 64)
 
 
@@ -180,7 +181,7 @@ def test_masked(causal, window, masked):
 
 
 @pytest.fixture
-def driver(monkeypatch):
+def libcuda(monkeypatch):
     """A fake libcuda: it records its arguments and fills a map with the count of its calls."""
     calls = []
 
@@ -192,13 +193,13 @@ def driver(monkeypatch):
         counts = (dims, 4), (strides, 3), (box, 4), (steps, 4)
         calls.append((dtype, rank, address, *(tuple(x[:n]) for x, n in counts), switches))
         ctypes.memset(memory, 0xFF if memory % 64 else len(calls), 128)
-        return driver.status
+        return fake.status
 
-    driver = types.SimpleNamespace(calls=calls, status=0, cuTensorMapEncodeTiled=encode)
-    monkeypatch.setattr(ctypes, "CDLL", {tensor_map.DRIVER: driver}.get)
-    tensor_map._encoder.cache_clear()
-    yield driver
-    tensor_map._encoder.cache_clear()
+    fake = types.SimpleNamespace(calls=calls, status=0, cuTensorMapEncodeTiled=encode)
+    monkeypatch.setattr(ctypes, "CDLL", {driver.DRIVER: fake}.get)
+    driver.function.cache_clear()
+    yield fake
+    driver.function.cache_clear()
 
 
 @pytest.fixture
@@ -211,27 +212,27 @@ def devices(monkeypatch):
     return made_current
 
 
-def test_encode(driver):
+def test_encode(libcuda):
     assert SPEC.encode(4096) == b"\1" * 128
     box = (64, 128, 1, 1)
     switches = (0, 3, 3, 0)  # no interleaving, 128-byte swizzle, 256 bytes to the L2, zeros
-    assert driver.calls == [
+    assert libcuda.calls == [
         (9, 4, 4096, SPEC.dims, SPEC.strides, box, (1, 1, 1, 1), switches),
     ]
 
 
-def test_rejected_by_the_driver(driver):
-    driver.status = 1
+def test_rejected_by_the_driver(libcuda):
+    libcuda.status = 1
     with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled failed with 1: .*0x1000"):
         SPEC.encode(4096)
 
 
-def test_maps_are_encoded_once(driver, devices, monkeypatch):
+def test_maps_are_encoded_once(libcuda, devices, monkeypatch):
     maps = TensorMaps([SPEC, SPEC], 3)
     first = maps[16, 32]
     assert first == b"\1" * 128 + b"\2" * 128 and maps[16, 32] is first
-    assert [call[2] for call in driver.calls] == [16, 32] and devices == [3]
-    monkeypatch.setattr(tensor_map, "MAX_ENCODED", 2)
+    assert [call[2] for call in libcuda.calls] == [16, 32] and devices == [3]
+    monkeypatch.setattr(TensorMaps.__module__ + ".MAX_ENCODED", 2)
     assert maps[16, 48] == b"\1" * 128 + b"\3" * 128 and len(maps) == 2
     assert maps[64, 32] == b"\4" * 128 + b"\2" * 128 and len(maps) == 1  # full: from the beginning
 
@@ -239,7 +240,7 @@ def test_maps_are_encoded_once(driver, devices, monkeypatch):
 # The kernel's argument ------------------------------------------------------------------------
 
 
-def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
+def test_launch_puts_maps_in_front(libcuda, devices, monkeypatch):
     arguments = []
     function = lambda grid, block, args, *_: arguments.append((grid, block, args[0]))
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
@@ -261,15 +262,15 @@ def test_launch_puts_maps_in_front(driver, devices, monkeypatch):
     maps = params.q_map, params.k_map, params.v_map, params.out_map
     assert [bytes(x) for x in maps] == [bytes([i]) * 128 for i in (1, 2, 3, 4)]
     assert params.tile_counter == 5
-    assert [x[2] for x in driver.calls] == [16, 17, 18, 19]
-    assert [x[5][1] for x in driver.calls] == [64, 128, 128, 64]
+    assert [x[2] for x in libcuda.calls] == [16, 17, 18, 19]
+    assert [x[5][1] for x in libcuda.calls] == [64, 128, 128, 64]
     assert bytes(params.bias_map) == bytes(128)
     base = params.base
     assert (base.q, base.seqused_k, base.lse_head_stride) == (16, 28, 5)
     assert base.shape.seqlen_q == 200
 
 
-def test_map_of_the_bias_is_the_last(driver, devices, monkeypatch):
+def test_map_of_the_bias_is_the_last(libcuda, devices, monkeypatch):
     """Behind all else in the argument, in either pass; keys shared out or not."""
     arguments = []
     function = lambda grid, block, args, *_: arguments.append(args[0].tobytes())
@@ -289,18 +290,18 @@ def test_map_of_the_bias_is_the_last(driver, devices, monkeypatch):
         strides = {f"{name}_strides": call.strides[like] for name, like in names.items()}
         made = launch.prepare(config, call, params(**strides, shape=call.shape))
         pointers = range(1, 1 + len(kernel_launch.call_fields(params())))
-        driver.calls.clear()
+        libcuda.calls.clear()
         arguments.clear()
         made(None, *pointers, workspace=2**20)
-        assert len(driver.calls) == 5 and len(arguments) == (1 if splits == 1 else 2)
+        assert len(libcuda.calls) == 5 and len(arguments) == (1 if splits == 1 else 2)
         found = argument.from_buffer_copy(arguments[0])
         assert bytes(found.bias_map) == b"\5" * 128 and found.base.shape.seqlen_k == 72
         assert getattr(found, "num_splits", 1) == splits
-        dtype, rank, address, dims, steps, box = driver.calls[4][:6]
+        dtype, rank, address, dims, steps, box = libcuda.calls[4][:6]
         assert (address, dims, box) == (found.base.bias, (72, 40, 1, 2), (64, box_rows, 1, 1))
 
 
-def test_keys_are_shared_out_where_tiles_are_few(driver, devices, monkeypatch):
+def test_keys_are_shared_out_where_tiles_are_few(libcuda, devices, monkeypatch):
     """(queries, keys, heads), (blocks, splits) on 132 multiprocessors; a tile is 128 queries."""
     launched = []
     monkeypatch.setattr(

@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from cupyflash import tile_counter
-from cupyflash.tile_counter import COUNTERS, NULL, POOL_SIZE, TileCounters, pack_pointer
+from cupyflash.runtime import tile_counter
+from cupyflash.runtime.tile_counter import COUNTERS, NULL, POOL_SIZE, TileCounters, pack_pointer
 
 POOL = 4096  # its address
 

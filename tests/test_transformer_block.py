@@ -551,7 +551,7 @@ def test_dropped_blocks_are_dropped(backend):
 def test_weights_are_held_weakly_wherever_kernels_run(monkeypatch):
     """The way of a GPU, with a plan that launches nothing; also views are one entry."""
     torch = pytest.importorskip("torch")
-    from cupyflash.array import TorchLibrary
+    from cupyflash.runtime.array import TorchLibrary
 
     (backend,) = (x for x in libraries() if x.name == "torch-cpu")
     case = dataclasses.replace(CASE, layers=1)

@@ -14,7 +14,7 @@ import pytest
 
 from cupyflash import environment
 from cupyflash.jit import cache, compiler, loader, sources
-from cupyflash.kernel_config import KernelConfig
+from cupyflash.runtime.config import KernelConfig
 
 FILES = {
     "tiny/scale.cu": (

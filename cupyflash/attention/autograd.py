@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..array import library_of
+from ..runtime.array import library_of
 from . import dispatch
 from .extras import NO_EXTRAS, Extras
 

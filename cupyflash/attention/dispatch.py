@@ -11,9 +11,9 @@ from typing import Any
 import numpy
 
 from .. import environment
-from ..array import Array, compiling, from_foreign, library_of, to_foreign
-from ..kernel_launch import MAX_PLANS, keep
-from ..plain_options import plain_flag
+from ..runtime.array import Array, compiling, from_foreign, library_of, to_foreign
+from ..runtime.plain_options import plain_flag
+from ..runtime.plan import MAX_PLANS, keep
 from . import cpu
 from .extras import NO_EXTRAS, NO_POINTERS, Extras, Gradients
 from .names import caller_name

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..array import Array, View, device_name
+from ..runtime.array import Array, View, device_name
 from ..runtime.structs import header
 from .names import caller_name
 
@@ -95,16 +95,6 @@ def check_extras(
         sinks="sinks" in extras,
         lengths="seqused_q" in extras or "seqused_k" in extras,
     )
-
-
-def dropout_threshold(dropout_p: float) -> int:
-    """Weights are dropped whose 16 random bits are less than this: in steps of 2^-16, never all."""
-    return min(round(dropout_p * 65536), 65535)
-
-
-def dropout_scale(threshold: int) -> float:
-    """Factor of the weights that are kept."""
-    return 65536 / (65536 - threshold)
 
 
 def bias_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> structs.BiasStrides:

@@ -8,7 +8,7 @@ What flash-attn 2.8 does not have is keyword-only: ``sinks`` as in `cupyflash.at
 packed sequences ``seqused_q`` and ``seqused_k`` as in flash-attn 3.
 """
 
-from ..array import Array
+from ..runtime.array import Array
 from .flash_attn_arguments import Lengths, call, unpack
 
 

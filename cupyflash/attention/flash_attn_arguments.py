@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from ..array import Array
-from ..plain_options import plain_flag
+from ..runtime.array import Array
+from ..runtime.plain_options import plain_flag
 from .dispatch import forward
 from .extras import NO_EXTRAS, Extras
 

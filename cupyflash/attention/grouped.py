@@ -7,24 +7,7 @@ a group are stacked into one matrix, so that K and V are never repeated in memor
     k (batch, seqlen_k, heads_kv, head_dim) -> (batch, heads_kv, seqlen_k, head_dim)
 """
 
-from typing import Any
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-
-
-def array_namespace(array: Array) -> Any:
-    """The module whose functions work on ``array``: NumPy, or CuPy for a CuPy array."""
-    if type(array).__module__.partition(".")[0] == "cupy":
-        import cupy
-
-        return cupy
-    import numpy
-
-    return numpy
-
-
-def compute_dtype(array: Array) -> str:
-    return "float64" if array.dtype == "float64" else "float32"
+from ..runtime.numeric import Array, array_namespace, compute_dtype
 
 
 def heads_first(x: Array) -> Array:

@@ -12,11 +12,12 @@ import operator
 import struct
 from typing import Any
 
-from ..kernel_config import KernelConfig
-from ..kernel_launch import Launch, call_fields, multiprocessors
+from ..runtime.config import ITEM_SIZE, KernelConfig
+from ..runtime.gpu import multiprocessors
+from ..runtime.launch import Launch, call_fields
 from ..runtime.structs import header
-from ..tensor_map import TensorMaps, bias_map, tensor_map
-from ..tile_counter import NULL, tile_counters
+from ..runtime.tensor_map import TensorMaps, TensorMapSpec
+from ..runtime.tile_counter import NULL, tile_counters
 from .families.sm90 import MAX_SPLITS, SEQUENCE_MAPS
 from .problem import Problem
 
@@ -169,3 +170,29 @@ def _after_counter(params: type[ctypes.Structure], **values: int) -> bytes:
 
 def _no_counter(stream: Any) -> bytes:
     return NULL
+
+
+def tensor_map(
+    problem: Problem, name: str, strides: structs.Strides, box_rows: int
+) -> TensorMapSpec:
+    """The map of a tensor of a problem whose access allows it; packed, a batch of one."""
+    batch, rows, heads = sizes = problem.sizes(name)
+    # The stride of an axis with one index does not matter, but it must be valid: that of a row.
+    head_dim = problem.shape.head_dim
+    steps = (n if size > 1 else head_dim for size, n in zip(sizes, strides))
+    batch_step, row_step, head_step = (step * ITEM_SIZE[problem.dtype] for step in steps)
+    # No dimension may be empty; of an empty tensor nothing is loaded.
+    dims = (head_dim, max(1, rows), heads, batch)
+    return TensorMapSpec(problem.dtype, dims, (row_step, head_step, batch_step), box_rows)
+
+
+def bias_map(problem: Problem, box_rows: int) -> TensorMapSpec:
+    """The map of the bias, of length 1 in the axes that it is broadcast on."""
+    shape, item = problem.shape, ITEM_SIZE[problem.dtype]
+    batch_step, head_step, row_step, _ = (step * item for step in problem.bias_strides)
+    heads = shape.heads_q if head_step else 1
+    batch = shape.batch if batch_step else 1
+    dims = (shape.seqlen_k, shape.seqlen_q, heads, batch)
+    # The stride of an axis with one index does not matter, but it must be valid.
+    strides = (row_step, head_step or row_step, batch_step or row_step)
+    return TensorMapSpec(problem.dtype, dims, strides, box_rows)

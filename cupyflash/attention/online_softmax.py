@@ -11,8 +11,6 @@ from typing import Any
 
 from cupyflash.attention.extras import Gradients
 from cupyflash.attention.grouped import (
-    Array,
-    array_namespace,
     empty_results,
     group_heads,
     group_sinks,
@@ -22,7 +20,8 @@ from cupyflash.attention.grouped import (
     sum_to_shape,
 )
 from cupyflash.attention.score import ScoreFunction, finite_max, log_sum, positive_sum, tile_of
-from cupyflash.philox import Dropout
+from cupyflash.runtime.numeric import Array, array_namespace
+from cupyflash.runtime.philox import Dropout
 
 BLOCK = 256  # rows and columns of a tile: large enough to hide Python, small enough for the cache
 

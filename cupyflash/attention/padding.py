@@ -7,7 +7,7 @@ scale of the true head_dim, is attention of the arrays in its first columns. So 
 
 from typing import Any, NamedTuple
 
-from ..array import Array, View
+from ..runtime.array import Array, View
 from .extras import Gradients
 from .options import Options
 from .problem import Problem

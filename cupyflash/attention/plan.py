@@ -4,18 +4,19 @@ A plan holds the loaded kernels, the grids and the bytes of the parameter struct
 pointers. A call then allocates its results, puts the pointers in front and launches.
 """
 
-import functools
 import math
 from typing import Any
 
 from .. import environment
-from ..array import Array, View, dense_strides
-from ..kernel_config import Access
-from ..kernel_launch import Launch, Plan, capability_of
+from ..runtime.array import Array, View, dense_strides
+from ..runtime.gpu import capability_of, l2_bytes
+from ..runtime.launch import Launch
+from ..runtime.plan import Plan
 from ..runtime.structs import header
 from . import families
 from .extras import bias_strides
 from .families.preprocess import FlashBwdSinks
+from .features import Access
 from .launch import prepare
 from .problem import Options, Problem, canonical_strides
 
@@ -215,13 +216,6 @@ def _family(
     return family, (dtype, head_dim, features, capability)
 
 
-@functools.cache
-def _l2_bytes(device: int) -> int:
-    import cupy
-
-    return cupy.cuda.Device(device).attributes["L2CacheSize"]
-
-
 def _heads_per_section(
     problem: Problem, rows: int, tensors: int, side_by_side: bool = False
 ) -> int:
@@ -239,7 +233,7 @@ def _heads_per_section(
     if not (causal or side_by_side):
         return 1
     head_bytes = max(1, rows * shape.head_dim * tensors * 2)
-    fitting = max(1, min(heads, int(SECTION_L2_FRACTION * _l2_bytes(problem.device) / head_bytes)))
+    fitting = max(1, min(heads, int(SECTION_L2_FRACTION * l2_bytes(problem.device) / head_bytes)))
     if side_by_side:
         fitting = max(fitting, min(heads, TURN_HEADS))
     # A power of two, so that sections of the usual head counts come out even: 7 % (bench/NOTES.md).

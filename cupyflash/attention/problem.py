@@ -10,11 +10,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..array import View, device_name
-from ..checks import require_device
-from ..kernel_config import ITEM_SIZE, MAX_FAST_SOFTCAP, SHORT, Access, Features
+from ..runtime.array import View, device_name
+from ..runtime.checks import require_device
+from ..runtime.config import ITEM_SIZE
+from ..runtime.philox import dropout_scale, dropout_threshold
 from ..runtime.structs import header
-from .extras import ExtraFacts, check_extras, dropout_scale, dropout_threshold
+from ..runtime.tensor_map import MAX_MAP_STRIDE
+from .extras import ExtraFacts, check_extras
+from .features import MAX_FAST_SOFTCAP, SHORT, Access, Features
 from .names import caller_name
 from .options import Options
 
@@ -23,7 +26,6 @@ structs = header("common/params.cuh")
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**29  # so that sums of lengths and windows fit 32 bits in the kernels
 MAX_BLOCKS = 2**31  # of a grid
-MAX_MAP_STRIDE = 2**40  # bytes, of a tensor map
 MAX_BOX_SCALE = 2.0**20  # beyond, a bias in units of the score times 2^-104 is no normal float32
 AXES = {
     "bshd": "(batch, seqlen, heads, head_dim)",

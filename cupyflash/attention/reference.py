@@ -29,9 +29,6 @@ from typing import Any
 
 from cupyflash.attention.extras import Gradients
 from cupyflash.attention.grouped import (
-    Array,
-    array_namespace,
-    compute_dtype,
     empty_results,
     group_heads,
     group_sinks,
@@ -42,7 +39,8 @@ from cupyflash.attention.grouped import (
 )
 from cupyflash.attention.online_softmax import attention_tiled, attention_tiled_backward
 from cupyflash.attention.score import ScoreFunction, finite_max, log_sum, positive_sum, tile_of
-from cupyflash.philox import Dropout
+from cupyflash.runtime.numeric import Array, array_namespace, compute_dtype
+from cupyflash.runtime.philox import Dropout
 
 __all__ = [
     "array_namespace",

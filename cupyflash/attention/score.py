@@ -15,7 +15,8 @@ Arrays are NumPy or CuPy arrays in the layout of :mod:`cupyflash.attention.group
 import dataclasses
 import math
 
-from cupyflash.attention.grouped import Array, array_namespace, grouped_matmul
+from cupyflash.attention.grouped import grouped_matmul
+from cupyflash.runtime.numeric import Array, array_namespace
 from cupyflash.runtime.structs import header
 
 # Where a float32 has no digit left for the score, a bias means "not seen".

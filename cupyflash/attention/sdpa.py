@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy
 
-from ..array import Array, compiling, from_foreign, library_of, to_foreign
-from ..plain_options import plain_flag
+from ..runtime.array import Array, compiling, from_foreign, library_of, to_foreign
+from ..runtime.plain_options import plain_flag
 from .dispatch import forward
 from .extras import NO_EXTRAS, Extras
 

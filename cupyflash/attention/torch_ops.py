@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..array import library_of
-from ..torch_meta import require_one_device
+from ..runtime.array import library_of
+from ..runtime.torch_meta import require_one_device
 from . import dispatch, torch_vmap
 from .autograd import readable
 from .extras import NO_EXTRAS, Extras, Gradients

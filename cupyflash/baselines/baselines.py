@@ -12,12 +12,12 @@ configuration (``kernels/baselines.py``) names the template, NVRTC compiles it a
 import math
 from typing import Any
 
-from ..array import Array, View, library_of
-from ..checks import require_grid, require_like, views_of
 from ..jit import compiler
-from ..kernel_config import KernelConfig
-from ..kernel_launch import Launch
-from ..rows import is_contiguous
+from ..runtime.array import Array, View, library_of
+from ..runtime.checks import require_grid, require_like, views_of
+from ..runtime.config import KernelConfig
+from ..runtime.launch import Launch
+from ..runtime.rows import is_contiguous
 from ..runtime.structs import header
 from . import kernels
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ..kernel_config import ITEM_SIZE, KernelConfig
+from ..runtime.config import ITEM_SIZE, KernelConfig
 from ..runtime.structs import header
 
 structs = header("common/baseline_params.cuh")

@@ -17,7 +17,7 @@ import cupyflash
 
 from .. import environment, machine
 from ..attention import families
-from ..kernel_config import Access, Features
+from ..attention.features import Access, Features
 from ..testing import Inputs, expected
 from . import measure
 from .check_cases import Case, cases

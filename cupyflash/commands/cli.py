@@ -19,8 +19,8 @@ import cupyflash
 
 from .. import jit, kernels, machine, precompile
 from ..attention import families
-from ..kernel_config import ITEM_SIZE
 from ..models.gpt2 import cli as gpt2
+from ..runtime.config import ITEM_SIZE
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 

@@ -4,17 +4,13 @@ import math
 from typing import Any
 
 from .. import environment
-from ..array import Array, View, compiling, library_of
 from ..attention.problem import MAX_HEAD_DIM, Options, check
-from ..checks import (
-    require_arrays,
-    require_int32,
-    require_like,
-    views_of,
-)
-from ..kernel_config import ITEM_SIZE
-from ..kernel_launch import capability_of, keep, multiprocessors
-from ..plain_options import plain_real
+from ..runtime.array import Array, View, compiling, library_of
+from ..runtime.checks import require_arrays, require_int32, require_like, views_of
+from ..runtime.config import ITEM_SIZE
+from ..runtime.gpu import capability_of, multiprocessors
+from ..runtime.plain_options import plain_real
+from ..runtime.plan import keep
 from ..runtime.structs import header
 from . import kernels
 from .cached_plans import FUNCTION, TENSORS, DecodePlan, SeparatePlan
@@ -71,7 +67,7 @@ def attention_with_cache(
     """
     arrays = (q, k, v, k_cache, v_cache, positions)
     if compiling():
-        from ..torch_eager import eagerly
+        from ..runtime.torch_eager import eagerly
 
         return eagerly(_run, arrays, scale)
     return _run(arrays, scale)

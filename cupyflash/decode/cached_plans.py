@@ -3,17 +3,18 @@
 import math
 from typing import Any
 
-from ..array import Array, View
 from ..attention.dispatch import forward
 from ..attention.extras import NO_EXTRAS
-from ..checks import require_grid
-from ..clusters import clusters_at_once
-from ..graph_memory import allocations_held
-from ..kernel_launch import Launch, Plan
-from ..overlap import Written
-from ..rows import is_contiguous
+from ..runtime.array import Array, View
+from ..runtime.checks import require_grid
+from ..runtime.clusters import clusters_at_once
+from ..runtime.graph_memory import allocations_held
+from ..runtime.launch import Launch
+from ..runtime.overlap import Written
+from ..runtime.plan import Plan
+from ..runtime.rows import is_contiguous
 from ..runtime.structs import header
-from ..tile_counter import tile_counters
+from ..runtime.tile_counter import tile_counters
 from . import kernels
 from .kv_cache import CACHES, append
 

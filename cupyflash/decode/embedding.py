@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy
 
-from ..array import Array, View, library_of
-from ..checks import require_arrays, require_grid, require_int32, views_of
-from ..kernel_launch import Launch, Plan, keep
-from ..rows import is_contiguous
+from ..runtime.array import Array, View, library_of
+from ..runtime.checks import require_arrays, require_grid, require_int32, views_of
+from ..runtime.launch import Launch
+from ..runtime.plan import Plan, keep
+from ..runtime.rows import is_contiguous
 from ..runtime.structs import header
 from . import kernels
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ..kernel_config import ITEM_SIZE, KernelConfig
-from ..norm.row_configs import vector_width
+from ..runtime.config import ITEM_SIZE, KernelConfig, vector_width
+from ..runtime.gpu import architecture
 from ..runtime.structs import header
-from ..tile_counter import COUNTERS
+from ..runtime.tile_counter import COUNTERS
 
 attention_structs = header("common/params.cuh")
 structs = header("common/decode_params.cuh")
@@ -198,9 +198,8 @@ def _loads(shape: attention_structs.AttentionShape, head_dim: int) -> int:
 
 
 def _decode_arch(dtype: str, capability: tuple[int, int]) -> int | None:
-    if dtype == "float32" or capability < (7, 5) or (dtype == "bfloat16" and capability < (8, 0)):
-        return None
-    return 75 if capability < (8, 0) else 80 if capability < (9, 0) else 90
+    gpu = architecture(capability)
+    return gpu.copies if dtype in gpu.mma_dtypes else None
 
 
 def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:

@@ -3,12 +3,13 @@
 import math
 from typing import Any
 
-from ..array import Array, View, library_of
-from ..checks import require_arrays, require_grid, require_int32, views_of
-from ..kernel_config import ITEM_SIZE
-from ..kernel_launch import Launch, Plan, keep
-from ..overlap import Written
-from ..rows import is_contiguous
+from ..runtime.array import Array, View, library_of
+from ..runtime.checks import require_arrays, require_grid, require_int32, views_of
+from ..runtime.config import ITEM_SIZE
+from ..runtime.launch import Launch
+from ..runtime.overlap import Written
+from ..runtime.plan import Plan, keep
+from ..runtime.rows import is_contiguous
 from ..runtime.structs import header
 from . import kernels
 

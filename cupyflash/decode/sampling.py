@@ -5,17 +5,12 @@ from typing import Any
 
 import numpy
 
-from ..array import Array, View, library_of
-from ..checks import (
-    integer_within,
-    require_grid,
-    require_int32,
-    require_plain,
-    views_of,
-)
-from ..kernel_launch import Launch, Plan, keep
-from ..overlap import Written
-from ..plain_options import short
+from ..runtime.array import Array, View, library_of
+from ..runtime.checks import integer_within, require_grid, require_int32, require_plain, views_of
+from ..runtime.launch import Launch
+from ..runtime.overlap import Written
+from ..runtime.plain_options import short
+from ..runtime.plan import Plan, keep
 from ..runtime.structs import header
 from . import kernels, sampling_reference
 from .sampling_options import GREEDY, DecodeState, Sampling

@@ -5,9 +5,9 @@ import math
 import secrets
 from typing import NamedTuple
 
-from ..array import Array
-from ..checks import integer_within
-from ..plain_options import plain_real
+from ..runtime.array import Array
+from ..runtime.checks import integer_within
+from ..runtime.plain_options import plain_real
 
 MAX_SEED = 2**64
 LEAST_TEMPERATURE = 1e-30

@@ -6,7 +6,7 @@ before is float32 and rounded by itself.
 
 import numpy
 
-from ..philox import philox
+from ..runtime.philox import philox
 from ..runtime.structs import header
 
 ONE = header("decode/probability.cuh").ONE

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy
 
-from ..array import Array, View, library_of
-from ..checks import require_like, views_of
-from ..graph_memory import allocations_held
-from ..kernel_launch import keep
+from ..runtime.array import Array, View, library_of
+from ..runtime.checks import require_like, views_of
+from ..runtime.graph_memory import allocations_held
+from ..runtime.plan import keep
 from . import reference
 from .kernels import model_dtypes
 from .plan import FUNCTION, StepPlan, dense_like

@@ -5,8 +5,7 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ..kernel_config import ITEM_SIZE, KernelConfig
-from ..norm.row_configs import vector_width
+from ..runtime.config import ITEM_SIZE, KernelConfig, vector_width
 from ..runtime.structs import header
 
 structs = header("common/diffusion_params.cuh")

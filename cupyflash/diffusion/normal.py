@@ -2,7 +2,7 @@
 
 import numpy
 
-from ..philox import philox
+from ..runtime.philox import philox
 
 STREAM = numpy.uint64(1)  # of Philox; dropout of the same seed has another
 

@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..array import Array, View, dense_strides
-from ..checks import require_grid
-from ..kernel_launch import Launch, Plan
+from ..runtime.array import Array, View, dense_strides
+from ..runtime.checks import require_grid
+from ..runtime.launch import Launch
+from ..runtime.plan import Plan
 from ..runtime.structs import header
 from . import kernels
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy
 
-from ..array import Array, compiling, library_of
-from ..checks import is_integer, known_library
+from ..runtime.array import Array, compiling, library_of
+from ..runtime.checks import is_integer, known_library
 from ..runtime.structs import header
 from . import dispatch
 from .levels import Options, levels, prediction
@@ -205,7 +205,7 @@ class DiffusionSampler:
             seed, seeds = None, seed
         arrays, options = (x, predicted, noise, step, seeds), (number, seed, clip)
         if compiling():
-            from ..torch_eager import eagerly
+            from ..runtime.torch_eager import eagerly
 
             return eagerly(dispatch.step, self, *arrays, *options)
         if library_of(x) is None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy
 
-from ..array import Array
+from ..runtime.array import Array
 
 
 def thresholds(

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ..array import library_of
 from ..attention import dispatch
 from ..attention.extras import NO_EXTRAS, Extras
 from ..jit import compiler
+from ..runtime.array import library_of
 
 NAME = "cupyflash"
 

@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 
 from .. import environment
-from ..kernel_config import KernelConfig
 from . import cache, compiler, messages, sources
 from .entry import Built
+from .kernel import Kernel
 
 # NVRTC compiles one program at a time anyway, so one lock for all kernels loses nothing.
 _lock = threading.Lock()
@@ -20,7 +20,7 @@ _SPILL = re.compile(r"(\d+) bytes spill (?:stores|loads)")
 _WARNING = re.compile(r"\bwarning\s*[#:]|\(C75\d\d\)")
 
 
-def build(config: KernelConfig, arch: str) -> Built:
+def build(config: Kernel, arch: str) -> Built:
     """The compiled kernel of ``config`` for ``arch`` (``"sm_90a"``), from the cache if it is there.
 
     Raises:
@@ -36,7 +36,7 @@ def build(config: KernelConfig, arch: str) -> Built:
     return built
 
 
-def find_or_compile(config: KernelConfig, arch: str) -> tuple[Built, bool]:
+def find_or_compile(config: Kernel, arch: str) -> tuple[Built, bool]:
     """`build` without messages; also returns whether it was compiled now."""
     with _lock:
         name = entry_name(config, arch)
@@ -49,7 +49,7 @@ def find_or_compile(config: KernelConfig, arch: str) -> tuple[Built, bool]:
         return built, found is None
 
 
-def entry_name(config: KernelConfig, arch: str, source_digest: str | None = None) -> str:
+def entry_name(config: Kernel, arch: str, source_digest: str | None = None) -> str:
     """``kernel.arch.hash``; the hash covers all that decides what the cubin does.
 
     ``source_digest`` is that of the kernel's file, where many names are wanted at once.
@@ -66,7 +66,7 @@ def entry_name(config: KernelConfig, arch: str, source_digest: str | None = None
     return f"{config.name}.{arch}.{digest[:16]}"
 
 
-def _compile(config: KernelConfig, arch: str, name: str) -> Built:
+def _compile(config: Kernel, arch: str, name: str) -> Built:
     if environment.current().no_jit:
         raise RuntimeError(
             f"{config.name}: CUPYFLASH_NO_JIT forbids to compile {config.expression} for {arch}, "

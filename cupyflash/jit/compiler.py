@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-from ..kernel_config import KernelConfig
 from . import sources
+from .kernel import Kernel
 
 # No -ftz and no fast-math. Adds and multiplications of denormals cost nothing on these GPUs; what
 # does cost is the fix-up around ex2, lg2 and rcp, and the sources write those as PTX (.approx.ftz)
@@ -73,7 +73,7 @@ def supported_archs() -> tuple[int, ...]:
     return tuple(sorted(nvrtc().getSupportedArchs()))
 
 
-def stub(config: KernelConfig) -> str:
+def stub(config: Kernel) -> str:
     """The program: the kernel's file, and a check that host and device agree on its argument."""
     params = config.params
     return (
@@ -84,7 +84,7 @@ def stub(config: KernelConfig) -> str:
     )
 
 
-def compile_kernel(config: KernelConfig, arch: str) -> Compiled:
+def compile_kernel(config: Kernel, arch: str) -> Compiled:
     """Compile for ``arch`` (``"sm_90a"``); raises `CompileError`, or ImportError without NVRTC."""
     module, text, start = nvrtc(), stub(config), time.perf_counter()
     root = sources.root()

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import environment
-from ..kernel_config import KernelConfig
 from . import compiler
 from .entry import Built
+from .kernel import Kernel
 
 _DISASSEMBLERS = {"nvdisasm": ("-c", "-g"), "cuobjdump": ("-sass",)}
 
 
-def write(kinds: Sequence[str], built: Built, config: KernelConfig) -> None:
+def write(kinds: Sequence[str], built: Built, config: Kernel) -> None:
     """Write the files of ``kinds`` that are not there yet; a warning for each that cannot be."""
     makers = {"ptx": _ptx, "sass": _sass}
     for kind in kinds:
@@ -27,14 +27,14 @@ def write(kinds: Sequence[str], built: Built, config: KernelConfig) -> None:
             warnings.warn(f"cupyflash: no {path}: {error}", RuntimeWarning, stacklevel=2)
 
 
-def _ptx(built: Built, config: KernelConfig) -> bytes:
+def _ptx(built: Built, config: Kernel) -> bytes:
     # The cache keeps no PTX, which is larger than the cubin: compile once more.
     if environment.current().no_jit:
         raise PermissionError("it takes a compilation, which CUPYFLASH_NO_JIT forbids")
     return compiler.compile_kernel(config, built.arch).ptx
 
 
-def _sass(built: Built, config: KernelConfig) -> bytes:
+def _sass(built: Built, config: Kernel) -> bytes:
     for name, options in _DISASSEMBLERS.items():
         if tool := _find(name):
             command = (tool, *options, str(built.path))

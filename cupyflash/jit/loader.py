@@ -3,18 +3,18 @@
 import threading
 from typing import TYPE_CHECKING
 
-from ..kernel_config import KernelConfig
 from .arch import target_arch
 from .builder import build
+from .kernel import Kernel
 
 if TYPE_CHECKING:
     import cupy
 
-_functions: dict[tuple[KernelConfig, int], "cupy.cuda.Function"] = {}
+_functions: dict[tuple[Kernel, int], "cupy.cuda.Function"] = {}
 _lock = threading.Lock()
 
 
-def load(config: KernelConfig, device_id: int) -> "cupy.cuda.Function":
+def load(config: Kernel, device_id: int) -> "cupy.cuda.Function":
     """The kernel of ``config``, loaded on a device and ready to launch with its shared memory.
 
     Compiles at most once a process, also when many threads ask at once. Raises as
@@ -29,7 +29,7 @@ def load(config: KernelConfig, device_id: int) -> "cupy.cuda.Function":
     return function
 
 
-def _load(config: KernelConfig, device_id: int) -> "cupy.cuda.Function":
+def _load(config: Kernel, device_id: int) -> "cupy.cuda.Function":
     import cupy
 
     device = cupy.cuda.Device(device_id)

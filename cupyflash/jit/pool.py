@@ -6,11 +6,11 @@ import signal
 from collections.abc import Iterable, Iterator
 
 from .. import environment
-from ..kernel_config import KernelConfig
 from . import builder, cache, messages, sources
 from .entry import Built
+from .kernel import Kernel
 
-Task = tuple[KernelConfig, str]
+Task = tuple[Kernel, str]
 
 # Mean seconds of a kernel on one core of a server of 2023, by its folder of cuda_src; for a
 # forecast that is right to a factor of two.

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 _INCLUDE = re.compile(rb"^[ \t]*#[ \t]*include\b[ \t]*(.*)$", re.MULTILINE)
@@ -23,28 +24,32 @@ def root() -> Path:
     )
 
 
-def closure(source: str) -> dict[Path, bytes]:
-    """The bytes of ``source`` (a path below `root`) and of all files it includes, transitively.
+def included(source: str) -> Iterator[Path]:
+    """``source`` (a path below `root`) and all files that it includes, transitively, each once.
 
     Includes inside comments and inactive branches count too: a digest over too much recompiles
     once too often, one over too little runs a stale kernel. For the same reason an include whose
     name is a macro is a ValueError.
     """
-    found: dict[Path, bytes] = {}
-    pending = [root() / source]
+    found, pending = set(), [root() / source]
     while pending:
         path = pending.pop()
         if path in found:
             continue
-        found[path] = path.read_bytes()
-        for directive in _INCLUDE.finditer(found[path]):
+        found.add(path)
+        yield path
+        for directive in _INCLUDE.finditer(path.read_bytes()):
             target = _TARGET.match(directive[1])
             if target is None:
                 text = directive[0].decode(errors="replace").strip()
                 raise ValueError(f"{path}: an include must name its file literally, got {text!r}")
-            if included := _resolve(path, target):
-                pending.append(included)
-    return found
+            if path_of_target := _resolve(path, target):
+                pending.append(path_of_target)
+
+
+def closure(source: str) -> dict[Path, bytes]:
+    """The bytes of all files of `included`."""
+    return {path: path.read_bytes() for path in included(source)}
 
 
 def digest(source: str) -> str:

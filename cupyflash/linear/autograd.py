@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..array import library_of
-from ..kernel_launch import keep
+from ..runtime.array import library_of
+from ..runtime.plan import keep
 from . import dispatch, torch_ops
 from . import gate as gates
 from .checks import check

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import environment
-from ..array import Array, View, library_of
-from ..checks import require_eps, views_of
-from ..rows import is_contiguous
+from ..runtime.array import Array, View, library_of
+from ..runtime.checks import require_eps, views_of
+from ..runtime.rows import is_contiguous
 from .reference import Options
 
 MAX_SIZE = 2**30  # of d_in and d_out

@@ -3,9 +3,9 @@
 from typing import Any, NamedTuple
 
 from .. import environment
-from ..array import Array, compiling, dense_strides, library_of
-from ..checks import known_library
-from ..kernel_launch import keep
+from ..runtime.array import Array, compiling, dense_strides, library_of
+from ..runtime.checks import known_library
+from ..runtime.plan import keep
 from . import reference
 from .checks import check
 from .kernels import ACTIVATIONS

@@ -5,11 +5,12 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ..kernel_config import Capability, KernelConfig
+from ..runtime.config import KernelConfig
+from ..runtime.gpu import HALF, Capability, architecture
 from ..runtime.structs import header
 from . import sm90_kernels
 from .kernels import epilogues
-from .sm90_kernels import BLOCK_K, CAPABILITY, DTYPES, WARPGROUP, Rotary
+from .sm90_kernels import BLOCK_K, WARPGROUP, Rotary
 
 structs = header("common/linear_params.cuh")
 
@@ -164,8 +165,8 @@ def is_apart(rows: int, depth: int) -> bool:
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
     """Everything that `choose` can return."""
-    if capability != CAPABILITY:
+    if not architecture(capability).wgmma:
         return
     for epilogue in epilogues():
-        for dtype, rows, cluster in itertools.product(DTYPES, ROWS, CLUSTERS):
+        for dtype, rows, cluster in itertools.product(HALF, ROWS, CLUSTERS):
             yield LinearFewSm90(dtype, *epilogue, rows, cluster)

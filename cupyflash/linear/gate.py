@@ -7,10 +7,11 @@ and five, and the backward needs no activated gate. All arrays are dense, of one
 import math
 from typing import Any
 
-from ..array import Array, View
-from ..checks import require_grid
-from ..kernel_config import ITEM_SIZE
-from ..kernel_launch import Launch, Plan, keep
+from ..runtime.array import Array, View
+from ..runtime.checks import require_grid
+from ..runtime.config import ITEM_SIZE
+from ..runtime.launch import Launch
+from ..runtime.plan import Plan, keep
 from ..runtime.structs import header
 from . import kernels
 

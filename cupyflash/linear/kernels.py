@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ..kernel_config import ITEM_SIZE, Capability, KernelConfig, has_clusters
-from ..norm.row_configs import shared_memory, vector_width
+from ..runtime.config import ITEM_SIZE, KernelConfig, vector_width
+from ..runtime.gpu import Capability, architecture
 from ..runtime.structs import header
 
 structs = header("common/linear_params.cuh")
@@ -267,18 +267,9 @@ def many(
     family: str | None,
 ) -> LinearMma | LinearSimt:
     """The kernel for any number of rows."""
-    if family == "simt" or not _has_mma(dtype, capability):
+    if family == "simt" or dtype not in architecture(capability).mma_dtypes:
         return LinearSimt(dtype, activation, gated)
     return LinearMma(dtype, activation, gated, rotary, *_mma_tail(dtype, aligned, capability))
-
-
-def _has_mma(dtype: str, capability: Capability) -> bool:
-    oldest = {"float16": (7, 5), "bfloat16": (8, 0)}.get(dtype)
-    return oldest is not None and capability >= oldest
-
-
-def _arch(capability: Capability) -> int:
-    return 80 if capability >= (8, 0) else 75
 
 
 def _few_tails(
@@ -286,20 +277,21 @@ def _few_tails(
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """(rows, vector, num_stages, arch, smem_bytes), the fastest first."""
     # Without copies of 16 bytes, and on Turing, more would spill.
-    most = FEW_ROWS[-1] if aligned and capability >= (8, 0) else few_rows.MAX_SUM_ROWS
+    gpu = architecture(capability)
+    most = FEW_ROWS[-1] if aligned and gpu.copies >= 80 else few_rows.MAX_SUM_ROWS
     if rows > most or capability < (7, 5):
         return
     tile = next(tile for tile in FEW_ROWS if rows <= tile)
-    vector, arch = vector_width(dtype) if aligned else 1, _arch(capability)
+    vector, arch = vector_width(dtype) if aligned else 1, architecture(capability).mma
     # Copies through registers are waited for at once.
     for stages in FEW_STAGES if vector > 1 and arch >= 80 else FEW_STAGES[-1:]:
         if stages == 1 and vector > 1 and arch >= 80 and rows > few_rows.MAX_SUM_ROWS:
             return  # a kernel for many rows is faster then
-        yield tile, vector, stages, arch, shared_memory(capability)
+        yield tile, vector, stages, arch, 1024 * gpu.shared_memory
 
 
 def _mlp_kind(capability: Capability) -> type[MlpFew]:
-    return MlpFewSm90 if has_clusters(capability) else MlpFew
+    return MlpFewSm90 if architecture(capability).clusters else MlpFew
 
 
 def _fits(config: LinearFew | MlpFew, bytes_of_rows: int) -> bool:
@@ -314,8 +306,13 @@ def _fits(config: LinearFew | MlpFew, bytes_of_rows: int) -> bool:
 
 def _mma_tail(dtype: str, aligned: bool, capability: Capability) -> tuple[int, int, int, int]:
     """(vector, num_stages, arch, smem_bytes)."""
-    stages = 4 if capability >= (8, 0) else 2
-    return vector_width(dtype) if aligned else 1, stages, _arch(capability), stages * 16384
+    stages = 4 if architecture(capability).copies >= 80 else 2
+    return (
+        vector_width(dtype) if aligned else 1,
+        stages,
+        architecture(capability).mma,
+        stages * 16384,
+    )
 
 
 def epilogues() -> Iterator[tuple[str, bool, bool]]:
@@ -329,7 +326,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     """Everything that the projections can launch."""
     for dtype, (activation, gated, rotary) in itertools.product(ITEM_SIZE, epilogues()):
         for aligned in SWITCHES:
-            if _has_mma(dtype, capability):
+            if dtype in architecture(capability).mma_dtypes:
                 tail = _mma_tail(dtype, aligned, capability)
                 yield LinearMma(dtype, activation, gated, rotary, *tail)
             for rows in FEW_ROWS:

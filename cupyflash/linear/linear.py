@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from ..array import Array
-from ..plain_options import plain_flag, plain_real
+from ..runtime.array import Array
+from ..runtime.plain_options import plain_flag, plain_real
 from . import dispatch
 from .reference import Arrays, Options
 

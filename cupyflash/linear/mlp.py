@@ -1,6 +1,6 @@
 """The feed-forward network of a transformer block, gated or not."""
 
-from ..array import Array
+from ..runtime.array import Array
 from . import dispatch
 from .dispatch import Down
 from .linear import Norm, with_norm

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..array import Array, View
-from ..kernel_launch import Launch, capability_of, multiprocessors
+from ..runtime.array import Array, View
+from ..runtime.gpu import capability_of, multiprocessors
+from ..runtime.launch import Launch
 from ..runtime.structs import header
-from ..tile_counter import tile_counters
+from ..runtime.tile_counter import tile_counters
 from . import kernels
 from .projection import is_aligned, row_norm, row_strides
 from .reference import Options

@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..array import Array, View, dense_strides
-from ..kernel_launch import Plan, copies_were_made
-from ..rows import collapse
+from ..runtime.array import Array, View, dense_strides
+from ..runtime.launch import copies_were_made
+from ..runtime.plan import Plan
+from ..runtime.rows import collapse
 from .few_sm90_kernels import LinearFewSm90
 from .mlp_launch import few_mlp
 from .projection import Projection, few_kernel

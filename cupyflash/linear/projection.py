@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..array import Array, View
-from ..checks import require_grid
-from ..kernel_config import ITEM_SIZE
-from ..kernel_launch import Launch, capability_of, multiprocessors
 from ..norm import kernels as norm_kernels
-from ..rows import Rows
+from ..runtime.array import Array, View
+from ..runtime.checks import require_grid
+from ..runtime.config import ITEM_SIZE
+from ..runtime.gpu import capability_of, multiprocessors
+from ..runtime.launch import Launch
+from ..runtime.rows import Rows
 from ..runtime.structs import header
 from . import few_sm90_kernels, kernels, sm90_kernels
 from .few_sm90_kernels import LinearFewSm90, is_apart

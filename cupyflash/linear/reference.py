@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy
 
-from ..attention.grouped import Array, compute_dtype
 from ..norm.reference import ACTIVATIONS, norm
+from ..runtime.numeric import Array, compute_dtype
 
 
 class Arrays(NamedTuple):

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..array import Array, View
-from ..checks import require_grid
-from ..kernel_launch import Launch, Plan, keep
+from ..runtime.array import Array, View
+from ..runtime.checks import require_grid
+from ..runtime.launch import Launch
+from ..runtime.plan import Plan, keep
 from ..runtime.structs import header
 from . import kernels
 from .checks import check_rotation

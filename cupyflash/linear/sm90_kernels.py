@@ -8,14 +8,13 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
-from ..kernel_config import KernelConfig
+from ..runtime.config import KernelConfig
+from ..runtime.gpu import HALF, architecture
 from ..runtime.structs import header
 from .kernels import ACTIVATIONS
 
 structs = header("common/linear_params.cuh")
 
-CAPABILITY = (9, 0)
-DTYPES = ("float16", "bfloat16")
 WARPGROUP = 128  # threads
 BLOCK_K = 64  # depth of a step: 128 bytes, the widest box of a tensor map
 OUT_BOX_ROWS = 16  # a warp's
@@ -194,7 +193,7 @@ def supports(
     """
     sizes = (columns, depth, *strides)
     aligned = all(x > 0 and x % ALIGNMENT == 0 and x < 2**39 for x in sizes)
-    return dtype in DTYPES and capability == CAPABILITY and 0 < rows <= MAX_ROWS and aligned
+    return dtype in HALF and architecture(capability).wgmma and 0 < rows <= MAX_ROWS and aligned
 
 
 def turns(rotary: Rotary) -> bool:
@@ -229,9 +228,9 @@ def configuration(dtype: str, tile: Tile, epilogue: Epilogue) -> LinearSm90:
 
 def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
     """Everything that `choose` can return; of the rotary embeddings the usual ones."""
-    if capability != CAPABILITY:
+    if not architecture(capability).wgmma:
         return
-    for dtype, tile in itertools.product(DTYPES, TILES):
+    for dtype, tile in itertools.product(HALF, TILES):
         for epilogue in epilogues():
             if tile.fits(epilogue):
                 yield configuration(dtype, tile, epilogue)

@@ -4,10 +4,11 @@ import operator
 import struct
 from typing import Any
 
-from ..kernel_config import ITEM_SIZE
-from ..kernel_launch import Launch, call_fields, multiprocessors
+from ..runtime.config import ITEM_SIZE
+from ..runtime.gpu import multiprocessors
+from ..runtime.launch import Launch, call_fields
 from ..runtime.structs import bytes_behind, header
-from ..tensor_map import TensorMaps, TensorMapSpec
+from ..runtime.tensor_map import TensorMaps, TensorMapSpec
 from .few_sm90_kernels import LinearFewSm90
 from .sm90_kernels import LinearSm90
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..array import library_of
-from ..torch_meta import require_one_device
+from ..runtime.array import library_of
+from ..runtime.torch_meta import require_one_device
 from . import autograd, dispatch, torch_ops
 from .dispatch import Down
 from .reference import Arrays, Options

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..array import dense_strides, library_of
-from ..torch_meta import require_one_device
+from ..runtime.array import dense_strides, library_of
+from ..runtime.torch_meta import require_one_device
 from . import dispatch, reference, rotary
 from .checks import check_rotation
 from .dispatch import Down

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import cupyflash
 
-from ..array import library_of
-from ..kernel_launch import Prepared
+from ..runtime.array import library_of
+from ..runtime.launch import Prepared
 from .diffusion_policy import GroupNormMish, ResidualBlock
 
 GAP = 2  # rows of zeros around each sequence: what a kernel of 5 reads beyond its ends

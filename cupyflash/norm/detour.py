@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..array import Array, View, dense_strides
-from ..kernel_launch import Plan, copies_were_made
-from ..rows import collapse
+from ..runtime.array import Array, View, dense_strides
+from ..runtime.launch import copies_were_made
+from ..runtime.plan import Plan
+from ..runtime.rows import collapse
 from ..runtime.structs import header
 from .groups import dense_like, layout_of
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy
 
-from ..array import Array, View
-from ..checks import require_eps, require_like, require_stats, require_weights, views_of
-from ..kernel_config import weight_dtypes
-from ..kernel_launch import keep
+from ..runtime.array import Array, View
+from ..runtime.checks import require_eps, require_like, require_stats, require_weights, views_of
+from ..runtime.config import weight_dtypes
+from ..runtime.plan import keep
 from . import detour, reference
 from .detour import Detour, result_strides
 from .plan import BackwardPlan, ForwardPlan

@@ -3,8 +3,8 @@
 import functools
 from typing import Any
 
-from ..array import Array, compiling, library_of
-from ..checks import known_library
+from ..runtime.array import Array, compiling, library_of
+from ..runtime.checks import known_library
 from . import group_norm_dispatch
 
 
@@ -101,7 +101,7 @@ def group_norm_backward(
     """
     arrays = (dout, x, weight, bias, stats)
     if compiling():
-        from ..torch_eager import eagerly
+        from ..runtime.torch_eager import eagerly
 
         return eagerly(functools.partial(group_norm_backward, activation=activation), *arrays)
     activation = "none" if activation is None else activation

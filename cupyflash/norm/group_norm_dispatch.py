@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy
 
-from ..array import Array, View
-from ..checks import require_eps, require_like, require_stats, require_weights, views_of
-from ..kernel_launch import keep
+from ..runtime.array import Array, View
+from ..runtime.checks import require_eps, require_like, require_stats, require_weights, views_of
+from ..runtime.plan import keep
 from . import detour, reference
 from .detour import Detour
 from .group_norm_kernels import ACTIVATIONS

@@ -3,8 +3,9 @@
 import itertools
 from collections.abc import Iterator
 
-from ..kernel_config import ITEM_SIZE, Capability, KernelConfig, has_clusters, weight_dtypes
-from .group_norm_ring import CAPABILITY, GroupNormBwdRing, GroupNormFwdRing
+from ..runtime.config import ITEM_SIZE, KernelConfig, vector_width, weight_dtypes
+from ..runtime.gpu import Capability, architecture
+from .group_norm_ring import GroupNormBwdRing, GroupNormFwdRing
 from .one_step import (
     GroupConfig,
     GroupNormBwd,
@@ -15,7 +16,6 @@ from .one_step import (
     GroupNormFwdSm90,
     OneStepConfig,
 )
-from .row_configs import vector_width
 from .three_steps import (
     GroupNormBwdSplit,
     GroupNormFwdSplit,
@@ -80,7 +80,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
                     yield from in_one(kind, False, True, capability)
             for pick in (forward_split, backward_split, forward_last, backward_last):
                 yield from pick(kind, aligned).steps()
-            if aligned and capability == CAPABILITY:
+            if aligned and architecture(capability).wgmma:
                 yield GroupNormFwdRing(*kind)
                 yield GroupNormBwdRing(*kind)
 
@@ -89,7 +89,7 @@ def _forward_in_one(
     kind: Kind, aligned: bool, halves: bool, capability: Capability
 ) -> Iterator[OneStepConfig]:
     of_blocks = list(_of_blocks(GroupNormFwd, FORWARD_TILES, kind, aligned, halves))
-    if not has_clusters(capability) or not (aligned or halves):
+    if not architecture(capability).clusters or not (aligned or halves):
         yield from of_blocks
         return
     yield of_blocks[0]
@@ -105,7 +105,7 @@ def _backward_in_one(
     kind: Kind, aligned: bool, halves: bool, capability: Capability
 ) -> Iterator[OneStepConfig]:
     of_blocks = _of_blocks(GroupNormBwd, BACKWARD_TILES, kind, aligned, halves)
-    if not has_clusters(capability) or not (aligned or halves):
+    if not architecture(capability).clusters or not (aligned or halves):
         yield from of_blocks
         return
     yield next(of_blocks)

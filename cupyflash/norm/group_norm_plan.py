@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..array import Array, View
-from ..kernel_launch import Launch, Plan
+from ..runtime.array import Array, View
+from ..runtime.launch import Launch
+from ..runtime.plan import Plan
 from ..runtime.structs import header
-from ..tile_counter import tile_counters
+from ..runtime.tile_counter import tile_counters
 from .group_norm_ring import GroupNormBwdRing, GroupNormFwdRing, ring_launch
 from .group_norm_work import Work
 from .groups import Groups, dense_like

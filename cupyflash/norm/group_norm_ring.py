@@ -4,20 +4,18 @@ import ctypes
 import dataclasses
 from typing import Any, ClassVar
 
-from ..array import Array
-from ..attention.problem import MAX_MAP_STRIDE
-from ..kernel_config import ITEM_SIZE, KernelConfig
-from ..kernel_launch import Launch, call_fields, capability_of, multiprocessors
+from ..runtime.array import Array
+from ..runtime.config import ITEM_SIZE, KernelConfig
+from ..runtime.gpu import architecture_of, multiprocessors
+from ..runtime.launch import Launch, call_fields
 from ..runtime.structs import bytes_behind, header
-from ..tensor_map import TensorMaps, TensorMapSpec
+from ..runtime.tensor_map import MAX_MAP_STRIDE, TensorMaps, TensorMapSpec
 from .groups import Groups
 from .plan import launches_cooperatively
 from .ring_shape import MAX_TEAMS, RING_BYTES, RING_THREADS, RingShape, Samples, ring_shape
 from .ring_workspace import RECORD_BYTES, ring_workspaces, workspace_bytes
 
 structs = header("common/norm_params.cuh")
-
-CAPABILITY = (9, 0)  # setmaxnreg exists where code is made for one architecture only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +134,7 @@ def ring_launch(
         return None
     width = groups.num_groups * groups.channels
     dense = all(strides.position == width for strides in groups.strides.values())
-    hopper = capability_of(device) == CAPABILITY
+    hopper = architecture_of(device).wgmma  # setmaxnreg exists in sm_90a alone
     if not (dense and hopper and launches_cooperatively(device)):
         return None
     mappable = all(0 < step < MAX_MAP_STRIDE for step in batch_steps(config, groups))

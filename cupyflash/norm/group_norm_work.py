@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from ..array import View
-from ..checks import require_grid
-from ..clusters import clusters_at_once
-from ..kernel_launch import capability_of, multiprocessors
+from ..runtime.array import View
+from ..runtime.checks import require_grid
+from ..runtime.clusters import clusters_at_once
+from ..runtime.gpu import capability_of, multiprocessors
 from ..runtime.structs import header
 from . import group_norm_kernels as kernels
 from . import three_steps

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..array import View, dense_strides
-from ..kernel_config import ITEM_SIZE
-from ..rows import collapse
+from ..runtime.array import View, dense_strides
+from ..runtime.config import ITEM_SIZE
+from ..runtime.rows import collapse
 from ..runtime.structs import header
 
 structs = header("common/norm_params.cuh")

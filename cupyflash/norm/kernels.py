@@ -3,7 +3,8 @@
 import itertools
 from collections.abc import Iterator
 
-from ..kernel_config import ITEM_SIZE, Capability, KernelConfig, weight_dtypes
+from ..runtime.config import ITEM_SIZE, KernelConfig, vector_width, weight_dtypes
+from ..runtime.gpu import Capability, architecture
 from .row_configs import (
     NormBwd,
     NormBwdCluster,
@@ -15,9 +16,7 @@ from .row_configs import (
     SumPartials,
     block_threads,
     resident_blocks,
-    shared_memory,
     stage_bytes,
-    vector_width,
 )
 
 # (threads of a row, loads of a thread, blocks of a multiprocessor at a time), the shortest rows
@@ -110,7 +109,7 @@ def _forward_configs(
     for row_threads, loads, blocks in tiles:
         blocks = resident(blocks, block_threads(row_threads), loads)
         yield NormFwd(dtype, weight, rms, row_threads, loads, vector, blocks)
-    if aligned and capability[0] == 9:
+    if aligned and architecture(capability).wgmma:
         for cluster, tile in itertools.product(CLUSTERS[1:], FORWARD_CLUSTER_TILES):
             threads, loads, blocks = tile
             blocks = resident(blocks, threads, loads)
@@ -129,15 +128,15 @@ def _backward_configs(
     else:
         by_threads = dict.fromkeys(threads for threads, *_ in BACKWARD_TILES)
         tiles = [(x, ELEMENT_LOADS, 1, ELEMENT_THREADS) for x in by_threads]
-    room = shared_memory(capability) - STATIC_MEMORY
-    asynchronous = aligned and capability >= (8, 0)
+    room = 1024 * architecture(capability).shared_memory - STATIC_MEMORY
+    asynchronous = aligned and architecture(capability).copies >= 80
     for row_threads, loads, vector, threads in tiles:
         row_bytes = stage_bytes(row_threads, loads, vector)
         rows = min(threads // row_threads, room // (2 * row_bytes if asynchronous else row_bytes))
         threads = rows * row_threads
         stages = min(room // (rows * row_bytes), MAX_STAGES) if asynchronous else 1
         yield NormBwd(*first, row_threads, loads, vector, threads, stages)
-    if aligned and capability[0] == 9:
+    if aligned and architecture(capability).wgmma:
         for cluster in CLUSTERS:
             yield NormBwdCluster(*first, cluster, threads, loads, vector, stages)
 

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm, fused with the addition of a residual."""
 
-from ..array import Array, compiling, library_of
-from ..checks import known_library
+from ..runtime.array import Array, compiling, library_of
+from ..runtime.checks import known_library
 from . import dispatch
 
 
@@ -138,7 +138,7 @@ def _backward(
     function: str, rms: bool, arrays: tuple[Array | None, ...], need_dbias: bool
 ) -> tuple[Array, ...]:
     if compiling():
-        from ..torch_eager import eagerly
+        from ..runtime.torch_eager import eagerly
 
         return eagerly(_backward, function, rms, arrays, need_dbias)
     call = lambda *known: dispatch.backward(  # noqa: E731

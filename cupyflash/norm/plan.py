@@ -4,13 +4,15 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from ..array import Array, View
-from ..checks import require_grid
-from ..clusters import clusters_at_once
-from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
-from ..rows import Rows
+from ..runtime.array import Array, View
+from ..runtime.checks import require_grid
+from ..runtime.clusters import clusters_at_once
+from ..runtime.gpu import capability_of, multiprocessors
+from ..runtime.launch import Launch
+from ..runtime.plan import Plan
+from ..runtime.rows import Rows
 from ..runtime.structs import header
-from ..tile_counter import tile_counters
+from ..runtime.tile_counter import tile_counters
 from . import kernels
 from .detour import result_strides
 

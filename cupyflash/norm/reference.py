@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy
 
-from ..attention.grouped import Array, compute_dtype
+from ..runtime.numeric import Array, compute_dtype
 
 
 def add(x: Array, residual: Array) -> Array:

@@ -8,9 +8,9 @@ torch records must not find memory in its pool that somebody keeps.
 import functools
 from typing import Any
 
-from ..array import Array
-from ..graph_memory import is_capturing
-from ..kernel_launch import all_multiprocessors
+from ..runtime.array import Array
+from ..runtime.gpu import all_multiprocessors
+from ..runtime.graph_memory import is_capturing
 from .ring_shape import MAX_FLIGHT, MAX_GROUPS, MAX_TEAMS
 
 RECORD_BYTES = 16

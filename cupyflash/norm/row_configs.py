@@ -3,22 +3,16 @@
 import dataclasses
 from typing import ClassVar
 
-from ..kernel_config import ITEM_SIZE, Capability, KernelConfig
+from ..runtime.config import KernelConfig
+from ..runtime.gpu import Capability
 from ..runtime.structs import header
 
 structs = header("common/norm_params.cuh")
 
 MIN_BLOCK_THREADS = header("norm/row_tile.cuh").MIN_BLOCK_THREADS
-# Shared memory of a block, by compute capability; 99 KB where nothing is said.
-SHARED_MEMORY = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 # Threads of a multiprocessor that registers are bounded for; 1024 where nothing is said: sm_75 has
 # no more of them, sm_86 and sm_89 1536, and sm_100 and sm_120 would spill.
 RESIDENT_THREADS = {(8, 0): 2048, (9, 0): 2048}
-
-
-def shared_memory(capability: Capability) -> int:
-    """Bytes that a block may have."""
-    return 1024 * SHARED_MEMORY.get(capability, 99)
 
 
 def resident_blocks(blocks: int, threads: int, capability: Capability) -> int:
@@ -34,11 +28,6 @@ def block_threads(row_threads: int) -> int:
 def stage_bytes(threads: int, loads: int, vector: int) -> int:
     """Of what this many threads have of their rows of x, dout and dresidual."""
     return 3 * threads * loads * (16 if vector > 1 else 4)
-
-
-def vector_width(dtype: str) -> int:
-    """Elements of 16 bytes."""
-    return 16 // ITEM_SIZE[dtype]
 
 
 @dataclasses.dataclass(frozen=True)

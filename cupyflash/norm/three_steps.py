@@ -4,9 +4,8 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from ..kernel_config import KernelConfig
+from ..runtime.config import KernelConfig, vector_width
 from ..runtime.structs import header
-from .row_configs import vector_width
 
 structs = header("common/norm_params.cuh")
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..array import library_of
-from ..torch_meta import require_one_device
+from ..runtime.array import library_of
+from ..runtime.torch_meta import require_one_device
 from . import dispatch, group_norm_dispatch
 from .detour import result_strides
 from .groups import dense_like

@@ -14,6 +14,7 @@ import ctypes
 import functools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ..jit import sources
@@ -28,11 +29,11 @@ NUMBERS = {
 }
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_STRUCT = r"^struct (?:alignas\((\d+)\) )?{name} \{{(.*?)^\}};"
+_STRUCT = re.compile(r"^struct (?:alignas\((\d+)\) )?(\w+) \{(.*?)^\};", re.M | re.S)
 _FUNCTION = re.compile(r"[^;{}]*\{(?:[^{}]|\{[^{}]*\})*\}")  # with its body
 _FIELD = re.compile(r"(?:const )?(\w+)(\*?) (\w+)(?:\[(\w+)\])?")
-_CONSTANT = r"^constexpr (?:int|float) {name} = ([^;]+);"
-_ENUM = r"^enum {name} (?:: \w+ )?\{{(.*?)\}};"
+_CONSTANT = re.compile(r"^constexpr (?:int|float) (\w+) = ([^;]+);", re.M)
+_ENUM = re.compile(r"^enum (\w+) (?:: \w+ )?\{(.*?)\};", re.M | re.S)
 
 
 class Struct(ctypes.Structure):
@@ -56,39 +57,38 @@ class Header:
     def __init__(self, path: str) -> None:
         self._path = path
 
-    @functools.cached_property
-    def _text(self) -> str:
-        texts = (_COMMENT.sub("", x.decode()) for x in sources.closure(self._path).values())
-        return "\n".join(texts)
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if found := self._find(_STRUCT, name):
-            value = self._struct(name, found)
-        elif found := self._find(_CONSTANT, name):
-            value = self._number(found[1])
-        elif found := self._find(_ENUM, name):
-            value = tuple(x.split("=")[0].strip() for x in found[1].split(",") if x.strip())
-        else:
-            raise AttributeError(f"{self._path}: has no struct, constant or enum {name}")
-        setattr(self, name, value)
-        return value
+        for path in sources.included(self._path):
+            kind, *found = _definitions(path).get(name, ("",))
+            if kind:
+                value = getattr(self, f"_{kind}")(name, *found)
+                setattr(self, name, value)
+                return value
+        raise AttributeError(f"{self._path}: has no struct, constant or enum {name}")
 
-    def _find(self, pattern: str, name: str) -> re.Match[str] | None:
-        return re.search(pattern.format(name=name), self._text, re.MULTILINE | re.DOTALL)
-
-    def _struct(self, name: str, found: re.Match[str]) -> type[Struct]:
-        alignment, fields = int(found[1] or Struct.alignment), []
-        for line in _FUNCTION.sub("", found[2]).split(";"):
+    def _struct(self, name: str, aligned: str | None, body: str) -> type[Struct]:
+        alignment, fields = int(aligned or Struct.alignment), []
+        for line in _FUNCTION.sub("", _COMMENT.sub("", body)).split(";"):
             if line.strip():
                 kind, pointer, field, count = self._field(name, line.strip())
                 kind = ctypes.c_void_p if pointer else self._type(kind)
                 _pad(fields, getattr(kind, "alignment", 1))
-                fields.append((field, kind * self._number(count) if count else kind))
+                fields.append((field, kind * self._constant("", count) if count else kind))
         if alignment > Struct.alignment:
             _pad(fields, alignment)
         return _structure(name, alignment, tuple(fields))
+
+    def _constant(self, _: str, text: str) -> int | float:
+        """The value of a constant expression, which C++ and Python write alike but for ``/``."""
+        expression = re.sub(r"(?<=[\d.])f\b", "", text).replace("/", "//")
+        names = {name: getattr(self, name) for name in re.findall(r"\b[A-Z]\w*", expression)}
+        return eval(expression, {"__builtins__": {}}, names)
+
+    def _enum(self, _: str, body: str) -> tuple[str, ...]:
+        names = _COMMENT.sub("", body).split(",")
+        return tuple(name.split("=")[0].strip() for name in names if name.strip())
 
     def _field(self, struct: str, line: str) -> tuple[str, ...]:
         match = _FIELD.fullmatch(" ".join(line.split()).replace(" *", "* "))
@@ -99,17 +99,21 @@ class Header:
     def _type(self, name: str) -> type:
         return NUMBERS.get(name) or getattr(self, name)
 
-    def _number(self, text: str) -> int | float:
-        """The value of a constant expression, which C++ and Python write alike but for ``/``."""
-        expression = re.sub(r"(?<=[\d.])f\b", "", text).replace("/", "//")
-        names = {name: getattr(self, name) for name in re.findall(r"\b[A-Z]\w*", expression)}
-        return eval(expression, {"__builtins__": {}}, names)
-
 
 @functools.cache
 def header(path: str) -> Header:
     """The header at this path below ``cuda_src``; it is read when something of it is wanted."""
     return Header(path)
+
+
+@functools.cache
+def _definitions(path: Path) -> dict[str, tuple]:
+    """By name (kind, what its text is) of all that a file defines."""
+    text = path.read_text(encoding="utf-8")
+    constants = {name: ("constant", value) for name, value in _CONSTANT.findall(text)}
+    enums = {name: ("enum", body) for name, body in _ENUM.findall(text)}
+    structs = {name: ("struct", aligned, body) for aligned, name, body in _STRUCT.findall(text)}
+    return constants | enums | structs
 
 
 @functools.cache

@@ -10,14 +10,14 @@ import functools
 from typing import Any
 
 from cupyflash.attention.grouped import (
-    array_namespace,
     group_sinks,
     grouped_matmul,
     grouped_matmul_transposed,
     sum_to_shape,
 )
 from cupyflash.attention.score import BIAS_LIMIT, ScoreFunction, group_bias
-from cupyflash.philox import Dropout
+from cupyflash.runtime.numeric import array_namespace
+from cupyflash.runtime.philox import Dropout
 
 EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 

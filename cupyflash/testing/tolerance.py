@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 
 from cupyflash.attention import reference
-from cupyflash.attention.grouped import Array, array_namespace
+from cupyflash.runtime.numeric import Array, array_namespace
 from cupyflash.testing.inputs import Inputs, to_library
 from cupyflash.testing.same_precision import EPSILON, same_precision_attention
 

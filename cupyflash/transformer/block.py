@@ -8,7 +8,7 @@ them; what takes its time is to read the weights once.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..array import Array
+from ..runtime.array import Array
 from . import dispatch, one_block
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..array import Array, View, library_of
-from ..checks import integer_within, require_eps
-from ..kernel_config import ITEM_SIZE
-from ..plain_options import plain_real
-from ..rows import is_contiguous
+from ..runtime.array import Array, View, library_of
+from ..runtime.checks import integer_within, require_eps
+from ..runtime.config import ITEM_SIZE
+from ..runtime.plain_options import plain_real
+from ..runtime.rows import is_contiguous
 from ..runtime.structs import header
 from .kernels import MAX_WIDTH
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy
 
-from ..array import Array
+from ..runtime.array import Array
 from . import reference
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy
 
-from ..array import Array, compiling, library_of
-from ..checks import require_plain
 from ..decode.kv_cache import CACHES
 from ..decode.sampling_reference import greedy_row
-from ..kernel_launch import keep
-from ..overlap import Written
-from ..plain_options import plain_flag, short
+from ..runtime.array import Array, compiling, library_of
+from ..runtime.checks import require_plain
+from ..runtime.overlap import Written
+from ..runtime.plain_options import plain_flag, short
+from ..runtime.plan import keep
 from . import cpu
 from .checks import StackShape, check_call, check_stack, require_aligned
 from .plan import StackPlan, pointer_table, require_gpu
@@ -225,7 +225,7 @@ def weights_library(function: str, blocks: Sequence[Any]) -> Any:
 def eager(function: Callable, *arguments: Any) -> Any:
     """A call, outside of the graph where torch.compile traces the caller."""
     if compiling():
-        from ..torch_eager import eagerly
+        from ..runtime.torch_eager import eagerly
 
         return eagerly(function, *arguments)
     return function(*arguments)

@@ -5,7 +5,8 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ..kernel_config import ITEM_SIZE, KernelConfig
+from ..runtime.config import ITEM_SIZE, KernelConfig
+from ..runtime.gpu import architecture
 from ..runtime.structs import header
 
 structs = header("common/transformer_params.cuh")
@@ -18,10 +19,9 @@ MAX_WIDTH = 1920  # of what is normalised: in registers as floats
 
 HEAD_DIMS = (64, 128)  # other head dims are rounded up
 
-# Tiles and bytes of one: what fills the shared memory of a block (227, 163, 99, 64 KB).
-RINGS = {"hopper": (5, 41600), "ampere": (5, 25600), "consumer": (4, 19200), "turing": (3, 13824)}
+# Tiles and bytes of one, by the KB of shared memory that a block may have: what fills them.
+RINGS = {227: (5, 41600), 163: (5, 25600), 99: (4, 19200), 64: (3, 13824)}
 OLDEST = (7, 5)  # compute capability
-LARGEST = {(9, 0), (10, 0), (10, 3), (11, 0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +61,9 @@ def decode_stack(dtype: str, head_dim: int, batch: int, capability: tuple[int, i
     """The kernel for heads of at most ``head_dim`` and ``batch`` sequences."""
     head_dim = next(size for size in HEAD_DIMS if head_dim <= size)
     sequences = 1 << (batch - 1).bit_length()
-    arch = 75 if capability < (8, 0) else 80 if capability < (9, 0) else 90
-    tiles, tile_bytes = RINGS[_ring(capability)]
+    gpu = architecture(capability)
+    arch = gpu.copies
+    tiles, tile_bytes = RINGS[gpu.shared_memory]
     smem_bytes = shared_memory(arch, head_dim, tiles, tile_bytes)
     return DecodeStack(dtype, arch, head_dim, sequences, tiles, tile_bytes, smem_bytes)
 
@@ -93,11 +94,3 @@ def shared_memory(arch: int, head_dim: int, tiles: int, tile_bytes: int) -> int:
 
 def _round_up(size: int) -> int:
     return -(-size // 128) * 128
-
-
-def _ring(capability: tuple[int, int]) -> str:
-    if capability < (8, 0):
-        return "turing"
-    if capability in ((8, 0), (8, 7)):
-        return "ampere"
-    return "hopper" if capability in LARGEST else "consumer"

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ..array import Array
-from ..checks import integer_within, require_plain
-from ..plain_options import plain_real
+from ..runtime.array import Array
+from ..runtime.checks import integer_within, require_plain
+from ..runtime.plain_options import plain_real
 from .dispatch import ENDS, Stack, block_list, weights_library
 
 _stacks: dict[tuple, Stack] = {}  # each as long as its weights live

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy
 
-from ..array import Array, View
-from ..kernel_config import ITEM_SIZE
-from ..kernel_launch import Launch, Plan, capability_of, multiprocessors
+from ..runtime.array import Array, View
+from ..runtime.config import ITEM_SIZE
+from ..runtime.gpu import capability_of, multiprocessors
+from ..runtime.launch import Launch
+from ..runtime.plan import Plan
 from ..runtime.structs import header
-from ..tile_counter import tile_counters
+from ..runtime.tile_counter import tile_counters
 from . import kernels
 from .checks import StackShape
 

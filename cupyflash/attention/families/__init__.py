@@ -11,7 +11,7 @@ A family module has
 
 from types import ModuleType
 
-from ...kernel_config import MAX_FAST_SOFTCAP, Access, Features
+from ..features import MAX_FAST_SOFTCAP, Access, Features
 from . import simt, sm80, sm90
 
 FAMILIES: dict[str, ModuleType] = {"sm90": sm90, "sm80": sm80, "simt": simt}  # the fastest first

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from ...kernel_config import KernelConfig
+from ...runtime.config import KernelConfig
 from ...runtime.structs import header
 
 structs = header("common/params.cuh")

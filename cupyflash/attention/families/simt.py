@@ -8,8 +8,10 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ...kernel_config import ITEM_SIZE, Access, Capability, Features, KernelConfig
+from ...runtime.config import ITEM_SIZE, KernelConfig
+from ...runtime.gpu import Capability
 from ...runtime.structs import header
+from ..features import Access, Features
 from .preprocess import FlashBwdPreprocess, FlashBwdSinks
 
 structs = header("common/params.cuh")

@@ -5,8 +5,10 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ...kernel_config import Access, Capability, Features, KernelConfig
+from ...runtime.config import KernelConfig
+from ...runtime.gpu import Capability, architecture
 from ...runtime.structs import header
+from ..features import Access, Features
 from .preprocess import FlashBwdPreprocess
 from .sm80_tiles import HEAD_DIMS, backward_tiles, forward_tiles
 
@@ -98,13 +100,6 @@ class FlashBwdPostprocessSm80(KernelConfig):
         return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
 
 
-def dtypes(capability: Capability) -> tuple[str, ...]:
-    """What this family computes on a GPU."""
-    if capability >= (8, 0):
-        return ("float16", "bfloat16")
-    return ("float16",) if capability >= (7, 5) else ()
-
-
 def supports(
     dtype: str,
     head_dim: int,
@@ -116,7 +111,11 @@ def supports(
 ) -> bool:
     """Whether this family computes a pass of such a problem; it copies 16 bytes at a time."""
     tiles = (backward_tiles if backward else forward_tiles)(features, capability)
-    fits = dtype in dtypes(capability) and head_dim <= max(tiles) and not features.wide_softcap
+    fits = (
+        dtype in architecture(capability).mma_dtypes
+        and head_dim <= max(tiles)
+        and not features.wide_softcap
+    )
     return fits and access >= Access.VECTOR
 
 
@@ -126,14 +125,16 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
     tile = forward_tiles(features, capability)[padded]
     block_m, block_n, _ = tile
     smem_bytes = (block_m + 2 * block_n) * padded * 2
-    return FlashFwdSm80(dtype, padded, *tile, _arch(capability), *_switches(features), smem_bytes)
+    return FlashFwdSm80(
+        dtype, padded, *tile, architecture(capability).mma, *_switches(features), smem_bytes
+    )
 
 
 def backward(
     dtype: str, head_dim: int, features: Features, capability: Capability
 ) -> tuple[FlashBwdPreprocess, FlashBwdSm80, FlashBwdPostprocessSm80]:
     """The backward kernels in launch order."""
-    padded, arch = _padded(head_dim), _arch(capability)
+    padded, arch = _padded(head_dim), architecture(capability).mma
     tile = backward_tiles(features, capability)[padded]
     block_m, block_n, num_warps, num_stages = tile
     smem_bytes = 2 * (2 * (block_n + num_stages * block_m) * padded + 2 * block_m * block_n)
@@ -149,7 +150,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     seen = set()
     both = (False, True)
     for dtype, head_dim, softcap, alibi, bias, dropout in itertools.product(
-        dtypes(capability), HEAD_DIMS, both, both, range(4), both
+        architecture(capability).mma_dtypes, HEAD_DIMS, both, both, range(4), both
     ):
         features = Features(softcap, alibi, bias=bias, dropout=dropout)
         problem = (dtype, head_dim, features, capability)
@@ -162,10 +163,6 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
 
 def _switches(features: Features) -> tuple[bool, bool, int, bool]:
     return (features.softcap, features.alibi, features.bias, features.dropout)
-
-
-def _arch(capability: Capability) -> int:
-    return 80 if capability >= (8, 0) else 75
 
 
 def _padded(head_dim: int) -> int:

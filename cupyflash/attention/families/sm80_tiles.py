@@ -5,12 +5,12 @@ asynchronous copies. They were measured on an H200 for head dims 64 and 128 (ben
 others, and those with a bias or dropout, are the largest that compile without spills.
 """
 
-from ...kernel_config import Capability, Features
+from ...runtime.gpu import Capability, architecture
+from ..features import Features
 
 Tiles = dict[int, tuple[int, ...]]
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)  # head dims of the tiles; others are rounded up
-LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0))  # 163 KB a block or more
 
 # head dim: block_m, block_n, num_warps
 FORWARD_TILES = {
@@ -123,9 +123,9 @@ BACKWARD_TILES_BIAS = {
 def forward_tiles(features: Features, capability: Capability) -> Tiles:
     """Head dim: (block_m, block_n, num_warps), for every head dim of the forward."""
     if features.bias or features.dropout:
-        return FORWARD_TILES_BIAS[_class(capability)]
-    tiles = FORWARD_TILES[_class(capability)]
-    if capability < (8, 0):
+        return FORWARD_TILES_BIAS[architecture(capability).tiles]
+    tiles = FORWARD_TILES[architecture(capability).tiles]
+    if architecture(capability).tiles == "turing":
         return tiles | FORWARD_TILES_SCORE_TURING if features.softcap or features.alibi else tiles
     return tiles | FORWARD_TILES_SOFTCAP if features.softcap else tiles
 
@@ -133,18 +133,8 @@ def forward_tiles(features: Features, capability: Capability) -> Tiles:
 def backward_tiles(features: Features, capability: Capability) -> Tiles:
     """Head dim: (block_m, block_n, num_warps, num_stages), for every head dim of the backward."""
     if features.bias or features.dropout:
-        return BACKWARD_TILES_BIAS[_class(capability)]
-    tiles = BACKWARD_TILES[_class(capability)]
-    if (features.softcap or features.alibi) and _class(capability) == "large":
+        return BACKWARD_TILES_BIAS[architecture(capability).tiles]
+    tiles = BACKWARD_TILES[architecture(capability).tiles]
+    if (features.softcap or features.alibi) and architecture(capability).tiles == "large":
         return tiles | BACKWARD_TILES_SCORE
     return tiles
-
-
-def _class(capability: Capability) -> str:
-    if capability < (8, 0):
-        return "turing"
-    if capability in LARGE_SHARED_MEMORY:
-        return "large"
-    if capability >= (12, 0):
-        return "sm120"
-    return "sm100" if capability >= (10, 0) else "small"

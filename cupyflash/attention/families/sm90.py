@@ -8,15 +8,15 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from ...kernel_config import Access, Capability, Features, KernelConfig
+from ...runtime.config import KernelConfig
+from ...runtime.gpu import HALF, Capability, architecture
 from ...runtime.structs import header
+from ..features import Access, Features
 from . import sm90_backward
 from .sm90_backward import BIAS_BOXES, WARPGROUP, box_columns
 
 structs = header("common/params.cuh")
 
-CAPABILITY = (9, 0)
-DTYPES = ("float16", "bfloat16")
 
 # head dim: block_m, block_n, q_stages, kv_stages
 FORWARD_TILES = {
@@ -162,8 +162,8 @@ def supports(
     backward: bool,
 ) -> bool:
     """Whether this family computes such a problem; the pass does not matter to it."""
-    fits = dtype in DTYPES and head_dim <= max(FORWARD_TILES) and not features.wide_softcap
-    return fits and access >= Access.TENSOR_MAP and capability == CAPABILITY
+    fits = dtype in HALF and head_dim <= max(FORWARD_TILES) and not features.wide_softcap
+    return fits and access >= Access.TENSOR_MAP and architecture(capability).wgmma
 
 
 def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSm90:
@@ -192,7 +192,7 @@ def backward(
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
     """Every configuration that ``forward`` and ``backward`` can pick, each once."""
-    if capability != CAPABILITY:
+    if not architecture(capability).wgmma:
         return
     yield from PACKED
     seen = set()
@@ -200,7 +200,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     biases = [(kind, False) for kind in range(4)] + [(1, True)]
     values = itertools.product(both, both, both, both, biases, both)
     all_features = [Features(*x, *bias[:1], dropout, *bias[1:]) for *x, bias, dropout in values]
-    for problem in itertools.product(DTYPES, FORWARD_TILES, all_features, [capability]):
+    for problem in itertools.product(HALF, FORWARD_TILES, all_features, [capability]):
         kernels = (*forward(*problem).with_splits(), *backward(*problem))
         yield from (config for config in kernels if config not in seen)
         seen.update(kernels)

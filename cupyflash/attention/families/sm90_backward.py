@@ -3,8 +3,9 @@
 import dataclasses
 from typing import ClassVar
 
-from ...kernel_config import Features, KernelConfig
+from ...runtime.config import KernelConfig
 from ...runtime.structs import header
+from ..features import Features
 from .preprocess import FlashBwdPreprocess
 
 structs = header("common/params.cuh")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy
 
 import cupyflash
-from cupyflash.array import Array
 from cupyflash.decode.cached_attention import attention_with_cache
+from cupyflash.runtime.array import Array
 
 from .cache import KvCache
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from cupyflash.array import Array
 from cupyflash.decode.kv_cache import cache_append
+from cupyflash.runtime.array import Array
 
 from .config import Gpt2Config
 

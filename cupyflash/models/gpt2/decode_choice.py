@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from cupyflash import dependent_launch
-from cupyflash.kernel_launch import capability_of
-from cupyflash.plain_options import short
+from cupyflash.runtime import dependent_launch
+from cupyflash.runtime.gpu import capability_of
+from cupyflash.runtime.plain_options import short
 
 from ...runtime.structs import header
 

@@ -8,10 +8,10 @@ device, where sampling leaves them, so that the host can be steps ahead.
 from collections.abc import Sequence
 from typing import Any
 
-from cupyflash.array import Array
 from cupyflash.decode.embedding import embedding
 from cupyflash.decode.sampling import DecodeState, Sampling, sample
-from cupyflash.dependent_launch import dependent_launches
+from cupyflash.runtime.array import Array
+from cupyflash.runtime.dependent_launch import dependent_launches
 
 from . import layers
 from .attention import PromptAttention, TokenAttention

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from cupyflash.array import Array
-from cupyflash.checks import integer_within, is_integer
 from cupyflash.decode.sampling import Sampling
-from cupyflash.plain_options import short
+from cupyflash.runtime.array import Array
+from cupyflash.runtime.checks import integer_within, is_integer
+from cupyflash.runtime.plain_options import short
 
 from .config import Gpt2Config
 from .decoder import Decoder

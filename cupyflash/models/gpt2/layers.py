@@ -14,8 +14,8 @@ from typing import Any
 import numpy
 
 import cupyflash
-from cupyflash.array import Array
 from cupyflash.decode.embedding import embedding
+from cupyflash.runtime.array import Array
 from cupyflash.transformer.block import BlockWeights
 
 from .attention import namespace

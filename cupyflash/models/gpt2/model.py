@@ -8,8 +8,8 @@ from typing import Any
 import numpy
 
 from cupyflash import machine
-from cupyflash.array import Array
 from cupyflash.decode.sampling import GREEDY, Sampling
+from cupyflash.runtime.array import Array
 from cupyflash.transformer.block import BlockStack
 
 from . import generate

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy
 
-from cupyflash.array import Array
+from cupyflash.runtime.array import Array
 
 from .config import Gpt2Config
 from .weights import Tensor, Weights, all_tensors, assemble, numpy_dtype, progress

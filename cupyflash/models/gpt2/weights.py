@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from cupyflash import machine
-from cupyflash.array import Array
+from cupyflash.runtime.array import Array
 from cupyflash.transformer.block import BlockWeights
 
 from .config import Gpt2Config

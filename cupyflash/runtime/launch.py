@@ -1,7 +1,6 @@
 """One kernel, ready to be launched: everything but what differs between calls is prepared."""
 
 import ctypes
-import functools
 import struct
 import threading
 from collections.abc import Callable
@@ -9,14 +8,10 @@ from typing import Any
 
 import numpy
 
-from . import dependent_launch, jit, partition
-from .jit import compiler
-from .kernel_config import KernelConfig
-
-MAX_PLANS = 4096  # lengths that change with every call must not fill the memory
-
-
-_keeping = threading.Lock()
+from .. import jit
+from . import dependent_launch, partition
+from .config import KernelConfig
+from .gpu import capability_of, multiprocessors
 
 
 class Recorder(threading.local):
@@ -32,47 +27,6 @@ def copies_were_made() -> None:
     """The call that is being recorded reads copies of its arrays: no launch alone repeats it."""
     if recorder.launches is not None:
         recorder.launches.append(None)
-
-
-class Plan:
-    """A plan runs with the device of its arrays as the current one, whatever is current outside.
-
-    Where a context has fewer multiprocessors than a cooperative launch was planned for, another
-    plan is made of the same arguments.
-    """
-
-    def __new__(cls, *arguments: Any, **options: Any) -> "Plan":
-        plan = super().__new__(cls)
-        arguments = tuple(dict(x) if isinstance(x, dict) else x for x in arguments)
-        plan.again = functools.partial(cls, *arguments, **options)
-        plan.smaller = {}
-        return plan
-
-    def __init__(self, device: int) -> None:
-        compiler.nvrtc()  # the error that names the pip line, where CuPy or NVRTC is missing
-        import cupy
-
-        self.device_id, self.device = device, cupy.cuda.Device(device)
-        self.current_device = cupy.cuda.runtime.getDevice
-
-    def __call__(self, *arguments: Any) -> tuple:
-        try:
-            if self.current_device() == self.device_id:
-                return self.run(*arguments)
-            with self.device:
-                return self.run(*arguments)
-        except partition.GridTooLarge as error:
-            plan = self._for_fewer(error.multiprocessors)
-        return plan(*arguments)
-
-    def _for_fewer(self, multiprocessors: int) -> "Plan":
-        if multiprocessors not in self.smaller:
-            with partition.only(multiprocessors):
-                self.smaller[multiprocessors] = self.again()
-        return self.smaller[multiprocessors]
-
-    def run(self, *arguments: Any) -> tuple:
-        raise NotImplementedError
 
 
 class Launch:
@@ -187,32 +141,3 @@ class Prepared:
 def call_fields(params: ctypes.Structure) -> list[str]:
     """The leading fields, which a call fills in: pointers, and numbers that change with it."""
     return [name for name, kind in params._fields_ if kind in (ctypes.c_void_p, ctypes.c_uint64)]
-
-
-def multiprocessors(device: int) -> int:
-    """How many the GPU has, or as many as there are in the context that a plan is made for."""
-    return partition.wanted() or all_multiprocessors(device)
-
-
-@functools.cache
-def all_multiprocessors(device: int) -> int:
-    """How many the GPU has."""
-    import cupy
-
-    return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
-
-
-@functools.cache
-def capability_of(device: int) -> tuple[int, int]:
-    """The compute capability of a GPU."""
-    import cupy
-
-    return divmod(int(cupy.cuda.Device(device).compute_capability), 10)
-
-
-def keep(plans: dict[tuple, Any], key: tuple, plan: Any, most: int = MAX_PLANS) -> None:
-    """Put a plan into a cache of so many, in the place of the oldest."""
-    with _keeping:
-        while len(plans) >= most:
-            del plans[next(iter(plans))]
-        plans[key] = plan

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from .array import View
-from .kernel_config import ITEM_SIZE
-from .runtime.structs import header
+from .config import ITEM_SIZE
+from .structs import header
 
 structs = header("common/norm_params.cuh")
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy
 
 from .array import View
-from .kernel_config import ITEM_SIZE
+from .config import ITEM_SIZE
 
 MAX_VERDICTS = 1024  # of arrays between each other, whose distance may change with each call
 MAX_WORK = 10**5  # of numpy.shares_memory, candidate solutions: strange strides count as shared

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from ctypes import c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
-from .tensor_map import DRIVER
+from . import driver
 
 _SEMAPHORE_BYTES = 64  # sem_t has 16 to 32
 _MOVE = _NO_DESTRUCTOR_SYNC = 1  # CU_GRAPH_USER_OBJECT_MOVE, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
@@ -109,9 +109,8 @@ _graphs = Graphs()
 def _capture(stream: int) -> tuple[int, int]:
     """The graph that a stream records, and the number of the capture."""
     status, number, graph = c_int(), c_uint64(), c_void_p()
-    error = _driver().cuStreamGetCaptureInfo_v2(
-        stream, ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph), None, None
-    )
+    ask = driver.function("cuStreamGetCaptureInfo_v2", *[c_void_p] * 6)
+    error = ask(stream, ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph), None, None)
     if error or status.value != _ACTIVE:
         raise RuntimeError(
             f"cupyflash: the capture of stream {stream:#x} must be going on, got status "
@@ -127,11 +126,13 @@ def _semaphore_of(graph: int) -> int:
         return -len(_graphs.waiting) - 1  # a name of its own
     semaphore = library.calloc(1, _SEMAPHORE_BYTES)
     library.sem_init(semaphore, 0, 0)
-    driver, user_object = _driver(), c_void_p()
+    user_object = c_void_p()
+    create = driver.function("cuUserObjectCreate", c_void_p, c_void_p, c_void_p, c_uint, c_uint)
+    retain = driver.function("cuGraphRetainUserObject", c_void_p, c_void_p, c_uint, c_uint)
     post = ctypes.cast(library.sem_post, c_void_p)
-    error = driver.cuUserObjectCreate(
-        ctypes.byref(user_object), semaphore, post, 1, _NO_DESTRUCTOR_SYNC
-    ) or driver.cuGraphRetainUserObject(graph, user_object, 1, _MOVE)
+    error = create(ctypes.byref(user_object), semaphore, post, 1, _NO_DESTRUCTOR_SYNC) or retain(
+        graph, user_object, 1, _MOVE
+    )
     if error:
         raise RuntimeError(f"cupyflash: a CUDA graph cannot hold memory, CUDA error {error}")
     return semaphore
@@ -150,12 +151,3 @@ def _c_library() -> ctypes.CDLL | None:
     library.free.argtypes = library.sem_trywait.argtypes = (c_void_p,)
     library.sem_init.argtypes = (c_void_p, c_int, c_uint)
     return library
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL(DRIVER)
-    driver.cuStreamGetCaptureInfo_v2.argtypes = (c_void_p,) * 6
-    driver.cuUserObjectCreate.argtypes = (c_void_p, c_void_p, c_void_p, c_uint, c_uint)
-    driver.cuGraphRetainUserObject.argtypes = (c_void_p, c_void_p, c_uint, c_uint)
-    return driver

@@ -9,14 +9,12 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from ctypes import c_char_p, c_void_p
-from typing import Any
 
-from .tensor_map import DRIVER
+from . import driver
 
 OLDEST_DRIVER = 12030  # whose graphs have such dependencies
-INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID in cuda.h
 pack_attribute = struct.Struct("i4xi60x").pack  # CUlaunchAttribute: id, value
 # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number.
@@ -70,28 +68,8 @@ def launch(
     attribute = pack_attribute(PROGRAMMATIC_STREAM_SERIALIZATION, True)
     at = ctypes.cast(attribute, c_void_p).value
     config = pack_config(grid, 1, 1, threads, 1, 1, shared_memory, stream, at, 1)
-    status = with_context(_launcher(), config, function, (c_char_p * 1)(params), None)
+    start = driver.function("cuLaunchKernelEx", c_char_p, c_void_p, c_void_p, c_void_p)
+    status = driver.with_context(start, config, function, (c_char_p * 1)(params), None)
     if status:
         asked = f"{grid} blocks of {threads} threads with {shared_memory} bytes of shared memory"
         raise RuntimeError(f"cupyflash: cuLaunchKernelEx failed with {status}: {asked}")
-
-
-def with_context(call: Callable[..., int], *arguments: Any) -> int:
-    """The status of a call of the driver, which knows no primary context in a new thread.
-
-    The CUDA runtime makes it current at its first call in a thread; the driver never does.
-    """
-    status = call(*arguments)
-    if status == INVALID_CONTEXT:
-        import cupy
-
-        cupy.cuda.runtime.free(0)  # of the current device; nothing but that
-        status = call(*arguments)
-    return status
-
-
-@functools.cache
-def _launcher() -> Callable[..., int]:
-    function = ctypes.CDLL(DRIVER).cuLaunchKernelEx
-    function.argtypes = (c_char_p, c_void_p, c_void_p, c_void_p)
-    return function

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .array import Array, View, device_name, from_foreign, library_of, to_foreign
-from .kernel_config import ITEM_SIZE, weight_dtypes
+from .config import ITEM_SIZE, weight_dtypes
 from .plain_options import plain_integer, plain_real
 from .rows import is_contiguous
 

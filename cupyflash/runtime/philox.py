@@ -9,8 +9,7 @@ J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
 import dataclasses
 
-from .attention.extras import dropout_scale, dropout_threshold
-from .attention.grouped import Array, array_namespace
+from .numeric import Array, array_namespace
 
 ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -64,6 +63,16 @@ def keep_mask(seed: int, threshold: int, heads: Array, rows: range, cols: range)
     kept = kept.reshape(len(heads), 16 * len(row_blocks), 16 * len(col_blocks))
     row, col = rows.start - 16 * row_blocks.start, cols.start - 16 * col_blocks.start
     return kept[:, row : row + len(rows), col : col + len(cols)]
+
+
+def dropout_threshold(dropout_p: float) -> int:
+    """Weights are dropped whose 16 random bits are less than this: in steps of 2^-16, never all."""
+    return min(round(dropout_p * 65536), 65535)
+
+
+def dropout_scale(threshold: int) -> float:
+    """Factor of the weights that are kept."""
+    return 65536 / (65536 - threshold)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,12 +6,11 @@ refuses a grid that is too large for the context; then the plan is made again fo
 
 import contextlib
 import ctypes
-import functools
 import threading
 from collections.abc import Iterator
 from ctypes import byref, c_int, c_uint, c_void_p
 
-from .tensor_map import DRIVER
+from . import driver
 
 TOO_LARGE = 720  # CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
 SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
@@ -61,24 +60,22 @@ def multiprocessors_of(stream: int) -> int | None:
     Args:
         stream: its address.
     """
-    driver, context = _driver(), c_void_p()
+    context = c_void_p()
     resource = ctypes.create_string_buffer(RESOURCE_BYTES)
     try:
-        if driver.cuStreamGetGreenCtx(c_void_p(stream), byref(context)) == 0 and context.value:
-            status = driver.cuGreenCtxGetDevResource(context, resource, c_int(SM_RESOURCE))
+        status = driver.function("cuStreamGetGreenCtx")(c_void_p(stream), byref(context))
+        if status == 0 and context.value:
+            ask = driver.function("cuGreenCtxGetDevResource")
         else:
-            driver.cuCtxGetCurrent(byref(context))
-            status = driver.cuCtxGetDevResource(context, resource, c_int(SM_RESOURCE))
+            driver.function("cuCtxGetCurrent")(byref(context))
+            ask = driver.function("cuCtxGetDevResource")
+        status = ask(context, resource, c_int(SM_RESOURCE))
     except AttributeError:  # a driver without green contexts
         status = 1
     count = int.from_bytes(resource[COUNT_OFFSET : COUNT_OFFSET + 4], "little")
     known = [count] if status == 0 and count else []
     affinity = (c_uint * 8)()  # CUexecAffinityParam: type, number; what MPS gives a context
-    if driver.cuCtxGetExecAffinity(affinity, c_int(SM_COUNT_AFFINITY)) == 0 and affinity[1]:
+    ask = driver.function("cuCtxGetExecAffinity")
+    if ask(affinity, c_int(SM_COUNT_AFFINITY)) == 0 and affinity[1]:
         known.append(affinity[1])
     return min(known, default=None)
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL(DRIVER)

@@ -5,11 +5,11 @@ import functools
 import struct
 from ctypes import c_char_p, c_void_p
 
-from . import jit
-from .dependent_launch import pack_config, with_context
-from .kernel_config import KernelConfig
-from .kernel_launch import all_multiprocessors, multiprocessors
-from .tensor_map import DRIVER
+from .. import jit
+from . import driver
+from .config import KernelConfig
+from .dependent_launch import pack_config
+from .gpu import all_multiprocessors, multiprocessors
 
 CLUSTER_DIMENSION = 4  # of CUlaunchAttributeID in cuda.h
 pack_attribute = struct.Struct("i4x3I52x").pack  # CUlaunchAttribute: id, blocks of a cluster
@@ -40,10 +40,9 @@ def _clusters_of_all(config: KernelConfig, device: int) -> int:
     block = config.threads, 1, 1, config.shared_memory
     launch = pack_config(config.cluster, 1, 1, *block, 0, at, 1)
     count = ctypes.c_int()
-    ask = ctypes.CDLL(DRIVER).cuOccupancyMaxActiveClusters
-    ask.argtypes = (c_void_p, c_void_p, c_char_p)
+    ask = driver.function("cuOccupancyMaxActiveClusters", c_void_p, c_void_p, c_char_p)
     with cupy.cuda.Device(device):
-        status = with_context(ask, ctypes.byref(count), function.ptr, launch)
+        status = driver.with_context(ask, ctypes.byref(count), function.ptr, launch)
     if status or not count.value:
         got = f"status {status}, {count.value} clusters of {config.cluster} blocks"
         raise RuntimeError(f"cupyflash: cuOccupancyMaxActiveClusters failed with {got}")

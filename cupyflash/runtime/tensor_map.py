@@ -7,24 +7,23 @@ there is one for each address; encoding takes microseconds, looking an encoded o
 import ctypes
 import dataclasses
 import functools
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_int, c_uint32, c_uint64, c_void_p
 
-from .attention.problem import Problem
-from .kernel_config import ITEM_SIZE
-from .runtime.structs import header
+from . import driver
+from .structs import header
 
 structs = header("common/params.cuh")
 
-DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 MAX_ENCODED = 256  # of one kernel: addresses that change with every call must not fill the memory
+MAX_MAP_STRIDE = 2**40  # bytes
 BOX_COLUMNS = 64  # 128 bytes, the widest box of its swizzle
 
 # Of cuda.h: CUtensorMapDataType, CUtensorMapInterleave, …
 _DTYPES = {"float32": 7, "float16": 6, "bfloat16": 9}
 _NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
 _ALIGNMENT = 64
+_ARGUMENT_TYPES = (c_void_p, c_int, c_uint32, *[c_void_p] * 5, *[c_int] * 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,7 @@ class TensorMapSpec:
             return bytes(size)
         memory = ctypes.create_string_buffer(size + _ALIGNMENT)
         start = -ctypes.addressof(memory) % _ALIGNMENT
-        status = _encoder()(
+        status = driver.function("cuTensorMapEncodeTiled", *_ARGUMENT_TYPES)(
             ctypes.addressof(memory) + start,
             _DTYPES[self.dtype],
             4,
@@ -99,39 +98,3 @@ class TensorMaps(dict[tuple[int, ...], bytes]):
             self.clear()
         self[pointers] = maps
         return maps
-
-
-def tensor_map(
-    problem: Problem, name: str, strides: structs.Strides, box_rows: int
-) -> TensorMapSpec:
-    """The map of a tensor of a problem whose access allows it; packed, a batch of one."""
-    batch, rows, heads = sizes = problem.sizes(name)
-    # The stride of an axis with one index does not matter, but it must be valid: that of a row.
-    head_dim = problem.shape.head_dim
-    steps = (n if size > 1 else head_dim for size, n in zip(sizes, strides))
-    batch_step, row_step, head_step = (step * ITEM_SIZE[problem.dtype] for step in steps)
-    # No dimension may be empty; of an empty tensor nothing is loaded.
-    dims = (head_dim, max(1, rows), heads, batch)
-    return TensorMapSpec(problem.dtype, dims, (row_step, head_step, batch_step), box_rows)
-
-
-def bias_map(problem: Problem, box_rows: int) -> TensorMapSpec:
-    """The map of the bias, of length 1 in the axes that it is broadcast on."""
-    shape, item = problem.shape, ITEM_SIZE[problem.dtype]
-    batch_step, head_step, row_step, _ = (step * item for step in problem.bias_strides)
-    heads = shape.heads_q if head_step else 1
-    batch = shape.batch if batch_step else 1
-    dims = (shape.seqlen_k, shape.seqlen_q, heads, batch)
-    # The stride of an axis with one index does not matter, but it must be valid.
-    strides = (row_step, head_step or row_step, batch_step or row_step)
-    return TensorMapSpec(problem.dtype, dims, strides, box_rows)
-
-
-@functools.cache
-def _encoder() -> Callable[..., int]:
-    function = ctypes.CDLL(DRIVER).cuTensorMapEncodeTiled
-    function.argtypes = (
-        c_void_p, c_int, c_uint32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p,
-        c_int, c_int, c_int, c_int,
-    )  # fmt: skip
-    return function

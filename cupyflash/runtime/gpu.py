@@ -1,0 +1,105 @@
+"""What GPUs have: a row for each compute capability, and what the GPUs at hand report.
+
+A new architecture is a row of `ARCHITECTURES`; which kernels it runs, and with which tiles, follows
+from the row.
+"""
+
+import functools
+from typing import NamedTuple
+
+from . import partition
+
+Capability = tuple[int, int]  # compute capability: (major, minor)
+
+HALF = ("float16", "bfloat16")
+
+
+class Architecture(NamedTuple):
+    """Facts about the GPUs of one compute capability.
+
+    Attributes:
+        shared_memory: KB that a block may have.
+        mma_dtypes: what mma.sync multiplies, with float32 accumulators.
+        copies: how data comes to shared memory: 75 through registers, 80 by cp.async, 90 by bulk
+            copies (the template argument ARCH of kernels).
+        clusters: whether the kernels for clusters of blocks are made for it.
+        wgmma: whether it has the instructions of sm_90a, for kernels whose name ends in ``_sm90``.
+        tiles: the entry of the tile tables of mma.sync kernels; ptxas has fewer registers to spare
+            on some architectures.
+    """
+
+    shared_memory: int
+    mma_dtypes: tuple[str, ...]
+    copies: int
+    clusters: bool
+    wgmma: bool
+    tiles: str
+
+    @property
+    def mma(self) -> int:
+        """Which mma.sync there is: 75 or 80 (the template argument ARCH of kernels)."""
+        return min(self.copies, 80)
+
+
+ARCHITECTURES: dict[Capability, Architecture] = {
+    (6, 0): Architecture(48, (), 75, False, False, "turing"),
+    (7, 0): Architecture(96, (), 75, False, False, "turing"),
+    (7, 5): Architecture(64, ("float16",), 75, False, False, "turing"),
+    (8, 0): Architecture(163, HALF, 80, False, False, "large"),
+    (8, 6): Architecture(99, HALF, 80, False, False, "small"),
+    (8, 7): Architecture(163, HALF, 80, False, False, "large"),
+    (8, 9): Architecture(99, HALF, 80, False, False, "small"),
+    (9, 0): Architecture(227, HALF, 90, True, True, "large"),
+    (10, 0): Architecture(227, HALF, 90, True, False, "sm100"),
+    (10, 3): Architecture(227, HALF, 90, True, False, "sm100"),
+    (11, 0): Architecture(227, HALF, 90, True, False, "sm100"),
+    (12, 0): Architecture(99, HALF, 90, False, False, "sm120"),
+}
+OLDEST = min(ARCHITECTURES)
+
+
+@functools.cache
+def architecture(capability: Capability) -> Architecture:
+    """That of a GPU; a GPU without a row has what the nearest older one of its kind has.
+
+    One of a new major number is taken for the newest consumer GPU, whose blocks have the least
+    shared memory.
+    """
+    older = [known for known in ARCHITECTURES if known <= capability]
+    return ARCHITECTURES[max(older, default=OLDEST)]
+
+
+@functools.cache
+def capability_of(device: int) -> Capability:
+    """The compute capability of a GPU."""
+    import cupy
+
+    return divmod(int(cupy.cuda.Device(device).compute_capability), 10)
+
+
+def architecture_of(device: int) -> Architecture:
+    """`architecture` of a GPU at hand."""
+    return architecture(capability_of(device))
+
+
+def multiprocessors(device: int) -> int:
+    """How many the GPU has, or as many as there are in the context that a plan is made for."""
+    return partition.wanted() or all_multiprocessors(device)
+
+
+@functools.cache
+def all_multiprocessors(device: int) -> int:
+    """How many the GPU has."""
+    return _attribute(device, "MultiProcessorCount")
+
+
+@functools.cache
+def l2_bytes(device: int) -> int:
+    """The size of the L2 cache."""
+    return _attribute(device, "L2CacheSize")
+
+
+def _attribute(device: int, name: str) -> int:
+    import cupy
+
+    return cupy.cuda.Device(device).attributes[name]
