@@ -164,7 +164,7 @@ def test_commands_run_as_written(text, tmp_path):
 def test_ci_runs_the_commands_of_readme_and_contributing():
     script = (ROOT / ".ci" / "run").read_text()
     for path in (README, ROOT / "CONTRIBUTING.md"):
-        ((_, text),) = blocks_of(path, "bash")
+        _, text = blocks_of(path, "bash")[0]
         assert f"bash -c '{text.strip()}'" in script
 
 
