@@ -1,13 +1,16 @@
 """A picture of a results file: TFLOP/s by sequence length, a panel per head dim, full and causal.
 
-python -m bench.plot bench/results/attention.json    writes attention-fwd.png and attention-bwd.png
+python -m bench.plot bench/results/attention.json    writes attention-fwd.png and attention-bwd.png,
+and attention-causal.png: both passes of the causal problems alone, for the project's README
 
 A line across a group is the bar of `bench.bars`: the rate of the best peer there is.
 """
 
 import argparse
 import json
+import operator
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -34,50 +37,73 @@ BAR_LINE = {"color": "black", "linewidth": 1.3}
 PASS_TITLES = {"fwd": "forward", "bwd": "backward"}
 
 
-def panels(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """The lines of the picture: (dtype, head_dim, heads, heads_kv) in order."""
-    return sorted({(r["dtype"], r["head_dim"], r["heads"], r["heads_kv"]) for r in rows})
+Panel = tuple[str, list[dict[str, Any]]]  # title and rows
 
 
-def draw(results: dict[str, Any], direction: str, path: Path) -> None:
-    """Write the picture of one pass ("fwd" or "bwd") that has at least one row."""
+def pass_panels(rows: list[dict[str, Any]]) -> list[list[Panel]]:
+    """Panels of one pass: a line for each problem, full and causal."""
+    lines = []
+    for problem, of_problem in by_problem(rows):
+        dtype, head_dim, heads, heads_kv = problem
+        group = f"{heads} heads" if heads == heads_kv else f"{heads}/{heads_kv} heads"
+        line = []
+        for causal in sorted({row["causal"] for row in rows}):
+            title = f"head dim {head_dim}, {'causal' if causal else 'full'} ({dtype}, {group})"
+            line.append((title, [row for row in of_problem if row["causal"] == causal]))
+        lines.append(line)
+    return lines
+
+
+def causal_panels(rows: list[dict[str, Any]]) -> list[list[Panel]]:
+    """Panels of the causal problems: a line for each pass, a column for each problem."""
+    problems = by_problem([row for row in rows if row["causal"]])
+    return [
+        [
+            (f"{title}, head dim {head_dim}, {dtype}", [x for x in found if x["pass"] == direction])
+            for (dtype, head_dim, *_), found in problems
+        ]
+        for direction, title in PASS_TITLES.items()
+    ]
+
+
+def by_problem(rows: list[dict[str, Any]]) -> list[tuple[tuple, list[dict[str, Any]]]]:
+    """Rows by (dtype, head_dim, heads, heads_kv), in order."""
+    key = operator.itemgetter("dtype", "head_dim", "heads", "heads_kv")
+    return [(problem, list(found)) for problem, found in groupby(sorted(rows, key=key), key)]
+
+
+def draw(results: dict[str, Any], lines: list[list[Panel]], what: str, path: Path) -> None:
+    """Write a picture of panels; ``what`` they show is told below it."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in results["rows"] if row["pass"] == direction]
+    rows = [row for line in lines for _, shown in line for row in shown]
     impls = [name for name in PROVIDERS if any(row["impl"] == name for row in rows)]
-    lines, columns = panels(rows), sorted({row["causal"] for row in rows})
     # 11 inches at 160 dpi are two pixels for each one of a README's width.
     figure, axes = pyplot.subplots(
         len(lines),
-        len(columns),
+        len(lines[0]),
         figsize=(11, 0.9 + 2.6 * len(lines)),
         sharey=True,
         squeeze=False,
         layout="constrained",
     )
-    for line, (dtype, head_dim, heads, heads_kv) in enumerate(lines):
-        for column, causal in enumerate(columns):
-            key = (dtype, head_dim, heads, heads_kv, causal)
-            fields = ("dtype", "head_dim", "heads", "heads_kv", "causal")
-            shown = [row for row in rows if tuple(row[field] for field in fields) == key]
-            axis = axes[line][column]
+    for line, axes_of_line in zip(lines, axes):
+        for (title, shown), axis in zip(line, axes_of_line):
             draw_panel(axis, shown, impls)
             draw_bars_to_pass(axis, shown)
-            group = f"{heads} heads" if heads == heads_kv else f"{heads}/{heads_kv} heads"
-            title = f"head dim {head_dim}, {'causal' if causal else 'full'} ({dtype}, {group})"
             axis.set_title(title, fontsize=11, loc="left")
-            if column == 0:
-                axis.set_ylabel("TFLOP/s")
-            if line == len(lines) - 1:
-                axis.set_xlabel("sequence length")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("TFLOP/s")
+    for axis in axes[-1]:
+        axis.set_xlabel("sequence length")
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in impls]
     labels = [LABELS.get(name, name) for name in impls]
     rate = results["matmul_tflops"]
     note = (
-        f"attention {PASS_TITLES[direction]} on {results['gpu']}; its matrix product "
+        f"{what} on {results['gpu']}; its matrix product "
         f"(8192\N{SUPERSCRIPT THREE}, bfloat16) in the same run: {rate:.0f} TFLOP/s"
     )
     if any("bar_tflops" in row for row in rows):
@@ -141,11 +167,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("results", type=Path, help="a file that bench.attention wrote")
     source = parser.parse_args(arguments).results
     results = json.loads(source.read_text())
-    for direction in PASS_TITLES:
-        if any(row["pass"] == direction for row in results["rows"]):
-            path = source.with_name(f"{source.stem}-{direction}.png")
-            draw(results, direction, path)
-            print(f"wrote {path}")
+    rows = results["rows"]
+    pictures = {}
+    for direction, title in PASS_TITLES.items():
+        if found := [row for row in rows if row["pass"] == direction]:
+            pictures[direction] = (pass_panels(found), f"attention {title}")
+    if {row["pass"] for row in rows if row["causal"]} == set(PASS_TITLES):
+        pictures["causal"] = (causal_panels(rows), "causal attention")
+    for name, (lines, what) in pictures.items():
+        path = source.with_name(f"{source.stem}-{name}.png")
+        draw(results, lines, what, path)
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Fused attention for CuPy arrays and torch tensors, compiled on first use with NVRTC.
 
-See https://arxiv.org/abs/2307.08691 for the algorithm and README.md for what runs where.
+See https://arxiv.org/abs/2307.08691 for the algorithm, docs/ for an example of every function, and
+README.md for what runs where.
 """
 
 from .attention.attention import attention, attention_backward
