@@ -14,6 +14,7 @@ from wrong_calls import NUMBER, array, check_refused
 from cupyflash import attention_with_cache, environment
 from cupyflash.decode import cached_attention, kernels
 from cupyflash.jit import sources
+from cupyflash.runtime.plan import Plans
 from cupyflash.runtime.structs import header
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 
@@ -184,7 +185,9 @@ def test_clusters(heads, head_dim, length, cluster):
 def test_splits_of_blocks_alone(backend, monkeypatch):
     """As caches so long that a test would take its time have them on every GPU."""
     monkeypatch.setattr(kernels, "_is_long", lambda *_: True)
-    monkeypatch.setattr(cached_attention, "_plans", {})
+    monkeypatch.setattr(
+        cached_attention, "_plans", Plans(len(cached_attention.TENSORS), plain=True)
+    )
     for shape in ((1, 2, 3, 128, 4000), (2, 1, 1, 64, 9000), (1, 1, 8, 200, 3000)):
         check(*problem(backend, "float16", shape, batch=5), "float16")
     plans = cached_attention._plans.values()

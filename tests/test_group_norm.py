@@ -14,6 +14,7 @@ from cupyflash.norm import detour, group_norm_dispatch, group_norm_work, referen
 from cupyflash.norm.group_norm_work import MAX_WAVES, shares_of
 from cupyflash.norm.groups import Groups, dense_like, layout_of
 from cupyflash.runtime.array import View, library_of
+from cupyflash.runtime.plan import Plans
 from cupyflash.runtime.tile_counter import COUNTERS
 from cupyflash.testing import expected_group_norm, poison_free_memory, to_float64
 
@@ -119,8 +120,8 @@ def at_most(clusters, monkeypatch):
     at_once = group_norm_work.clusters_at_once
     least = lambda config, device: min(clusters, at_once(config, device))  # noqa: E731
     monkeypatch.setattr(group_norm_work, "clusters_at_once", least)
-    for plans in ("_forward_plans", "_backward_plans"):
-        monkeypatch.setattr(group_norm_dispatch, plans, {})
+    monkeypatch.setattr(group_norm_dispatch, "_forward_plans", Plans(3))
+    monkeypatch.setattr(group_norm_dispatch, "_backward_plans", Plans(4))
 
 
 @each_library(device="cuda")

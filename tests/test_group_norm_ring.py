@@ -20,6 +20,7 @@ from cupyflash.norm.ring_shape import Samples
 from cupyflash.norm.ring_workspace import workspace_bytes
 from cupyflash.runtime import partition
 from cupyflash.runtime.array import View
+from cupyflash.runtime.plan import Plans
 from cupyflash.runtime.tensor_map import TensorMapSpec
 from cupyflash.testing import expected_group_norm, poison_free_memory
 
@@ -163,7 +164,7 @@ def check(groups, dout, x, weight, bias, results):
 
 def rings(monkeypatch, call):
     """What `call` returns, and of forward and backward whether they took the ring."""
-    plans = {"_forward_plans": {}, "_backward_plans": {}}
+    plans = {"_forward_plans": Plans(3), "_backward_plans": Plans(4)}
     for name, found in plans.items():
         monkeypatch.setattr(group_norm_dispatch, name, found)
     result = call()

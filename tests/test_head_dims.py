@@ -11,6 +11,7 @@ import cupyflash
 from cupyflash.attention import cpu, dispatch
 from cupyflash.attention.extras import Extras
 from cupyflash.attention.problem import kernel_head_dim
+from cupyflash.runtime.plan import Plans
 from cupyflash.testing import expected, make_alibi_slopes, to_float64
 
 HEAD_DIMS = [  # of q and k, of v
@@ -212,8 +213,8 @@ def test_copies_of_a_gpu(monkeypatch):
     monkeypatch.setattr(library, "pointer", remember, raising=False)
     monkeypatch.setattr(dispatch, "ForwardPlan", Forward)
     monkeypatch.setattr(dispatch, "BackwardPlan", Backward)
-    monkeypatch.setattr(dispatch, "_forward_plans", {})
-    monkeypatch.setattr(dispatch, "_backward_plans", {})
+    monkeypatch.setattr(dispatch, "_forward_plans", Plans())
+    monkeypatch.setattr(dispatch, "_backward_plans", Plans())
 
     def results(q, k, v, dout, dlse):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]

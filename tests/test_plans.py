@@ -2,24 +2,24 @@
 
 import concurrent.futures
 
-from cupyflash.runtime import plan as kernel_plan
+from cupyflash.runtime.plan import Plans
 
 
 def test_the_oldest_plan_makes_room():
-    plans = {}
+    plans = Plans(most=3)
     for number in range(10):
-        kernel_plan.keep(plans, (number,), f"plan {number}", most=3)
+        assert plans.add((number,), f"plan {number}") == f"plan {number}"
     assert list(plans) == [(7,), (8,), (9,)]
-    kernel_plan.keep(plans, (0,), "again", most=3)
+    plans.add((0,), "again")
     assert plans[0,] == "again" and (7,) not in plans
 
 
 def test_threads_that_keep_plans():
-    plans = {}
+    plans = Plans(most=5)
 
     def fill(start):
         for number in range(2000):
-            kernel_plan.keep(plans, (start, number), None, most=5)
+            plans.add((start, number), None)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(fill, range(8)))

@@ -13,7 +13,7 @@ import numpy
 from .. import environment
 from ..runtime.array import Array, compiling, from_foreign, library_of, to_foreign
 from ..runtime.plain_options import plain_flag
-from ..runtime.plan import MAX_PLANS, keep
+from ..runtime.plan import Plans
 from . import cpu
 from .extras import NO_EXTRAS, NO_POINTERS, Extras, Gradients
 from .names import caller_name
@@ -32,13 +32,13 @@ from .problem import (
 BIAS = Extras._fields.index("bias")
 TENSORS = ("dout", "q", "k", "v", "out", "lse")  # of a backward
 
-_forward_plans: dict[tuple, ForwardPlan | Padding] = {}
-_backward_plans: dict[tuple, BackwardPlan | Padding] = {}
+_forward_plans = Plans()
+_backward_plans = Plans()
 
-# Of packed sequences nearly every batch has a length of its own, so only the latest plans are kept.
-_packed_forward_plans: dict[tuple, ForwardPlan | Padding] = {}
-_packed_backward_plans: dict[tuple, BackwardPlan | Padding] = {}
 MAX_PACKED_PLANS = 64
+# Of packed sequences nearly every batch has a length of its own, so only the latest plans are kept.
+_packed_forward_plans = Plans(most=MAX_PACKED_PLANS)
+_packed_backward_plans = Plans(most=MAX_PACKED_PLANS)
 MAX_SEQLENS = Options._fields.index("max_seqlens")
 
 
@@ -127,7 +127,7 @@ def forward_without_gradient(
             access = problem.access(0 if aligned else 1)
             view = library.view(q)
             plan = ForwardPlan(function, problem, access, library, view, Options(*options))
-        keep(plans, key, plan, MAX_PACKED_PLANS if packed else MAX_PLANS)
+        plans.add(key, plan)
     if type(plan) is Padding:
         wide = plan.widen(library, q, k, v)
         out, lse = forward_without_gradient(
@@ -238,7 +238,7 @@ def backward(
             plan = BackwardPlan(
                 function, problem, access, library, views, given, in_order, bias_grad
             )
-        keep(plans, key, plan, MAX_PACKED_PLANS if packed else MAX_PLANS)
+        plans.add(key, plan)
     if type(plan) is Padding:
         wide = plan.widen(library, dout, q, k, v, out)
         return plan.narrow_gradients(

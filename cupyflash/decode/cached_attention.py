@@ -1,6 +1,5 @@
 """Attention of new tokens to a cache of keys and values, which they enter: in one launch if few."""
 
-import math
 from typing import Any
 
 from .. import environment
@@ -10,7 +9,7 @@ from ..runtime.checks import require_arrays, require_int32, require_like, views_
 from ..runtime.config import ITEM_SIZE
 from ..runtime.gpu import capability_of, multiprocessors
 from ..runtime.plain_options import plain_real
-from ..runtime.plan import keep
+from ..runtime.plan import Plans
 from ..runtime.structs import header
 from . import kernels
 from .cached_plans import FUNCTION, TENSORS, DecodePlan, SeparatePlan
@@ -19,7 +18,7 @@ structs = header("common/params.cuh")
 
 MAX_STEP = 2**31  # elements from key to key
 
-_plans: dict[tuple, DecodePlan | SeparatePlan] = {}
+_plans = Plans(wide=len(TENSORS), plain=True)
 
 
 def attention_with_cache(
@@ -87,29 +86,26 @@ def _run(arrays: tuple[Array, ...], scale: Any) -> Array:
         plan = SeparatePlan(library, shape, views)
         plan.written.check([library.pointer(x) for x in arrays])
         return plan(arrays)
-    try:
-        if library.followed(*arrays) and library.what_follows(*arrays):
-            _check(library, arrays, scale)
-        pointer, signature = library.pointer, library.signature
-        key = (*map(signature, arrays), scale, environment.current().family)
-        pointers = list(map(pointer, arrays))
-    except (AttributeError, TypeError):  # an array of another library
-        _check(library, arrays, scale)
-        raise
-    aligned = math.gcd(16, *pointers[:-1]) == 16
-    plan = _plans.get((key, aligned))
-    if plan is None:
-        shape, views = _check(library, arrays, scale)
-        config = _config(shape, views, aligned)
-        if config:
-            plan = DecodePlan(library, config, shape, views)
-        else:
-            plan = SeparatePlan(library, shape, views)
-        keep(_plans, (key, aligned), plan)
+    plan, pointers = _plans.find(
+        library,
+        arrays,
+        (scale, environment.current().family),
+        lambda: _check(library, arrays, scale),
+        lambda found, aligned: _plan(library, *found, aligned),
+    )
     plan.written.check(pointers)
     out = plan(arrays, pointers)
     library.wrote(k_cache, v_cache)
     return out
+
+
+def _plan(
+    library: Any, shape: structs.AttentionShape, views: dict[str, View], aligned: bool
+) -> DecodePlan | SeparatePlan:
+    config = _config(shape, views, aligned)
+    if config is None:
+        return SeparatePlan(library, shape, views)
+    return DecodePlan(library, config, shape, views)
 
 
 def _config(

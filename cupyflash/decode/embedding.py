@@ -8,14 +8,14 @@ import numpy
 from ..runtime.array import Array, View, library_of
 from ..runtime.checks import require_arrays, require_grid, require_int32, views_of
 from ..runtime.launch import Launch
-from ..runtime.plan import Plan, keep
+from ..runtime.plan import Plan, Plans
 from ..runtime.rows import is_contiguous
 from ..runtime.structs import header
 from . import kernels
 
 structs = header("common/decode_params.cuh")
 
-_plans: dict[tuple, "EmbeddingPlan"] = {}
+_plans = Plans(wide=2, plain=True)
 
 
 def embedding(
@@ -51,22 +51,13 @@ def embedding(
     if library.on_cpu(token_weight):
         _check(library, *arrays)
         return _on_cpu(library, *arrays)
-    try:
-        given = [x for x in arrays if x is not None]
-        if library.followed(*given) and library.what_follows(*given):
-            _check(library, *arrays)
-        pointer, signature = library.pointer, library.signature
-        key = tuple(None if x is None else signature(x) for x in arrays)
-        pointers = [0 if x is None else pointer(x) for x in arrays]
-    except (AttributeError, TypeError):  # an array of another library
-        _check(library, *arrays)
-        raise
-    aligned = (pointers[1] | pointers[3]) % 16 == 0
-    plan = _plans.get((key, aligned))
-    if plan is None:
-        views = _check(library, *arrays)
-        plan = EmbeddingPlan(library, tuple(tokens.shape), views, aligned)
-        keep(_plans, (key, aligned), plan)
+    plan, pointers = _plans.find(
+        library,
+        (token_weight, position_weight, tokens, positions),
+        None,
+        lambda: _check(library, *arrays),
+        lambda views, aligned: EmbeddingPlan(library, tuple(tokens.shape), views, aligned),
+    )
     return plan(token_weight, pointers)
 
 
@@ -103,7 +94,7 @@ class EmbeddingPlan(Plan):
         """``pointers`` of tokens, token_weight, positions, position_weight."""
         out = self.library.empty(self.shape, self.strides, token_weight)
         if not self.empty:
-            tokens, tokens_weight, positions, positions_weight = pointers
+            tokens_weight, positions_weight, tokens, positions = pointers
             stream = self.library.stream(self.device_id)
             values = (tokens, positions, tokens_weight, positions_weight, self.library.pointer(out))
             self.launch(stream, *values)

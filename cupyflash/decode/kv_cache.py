@@ -8,7 +8,7 @@ from ..runtime.checks import require_arrays, require_grid, require_int32, views_
 from ..runtime.config import ITEM_SIZE
 from ..runtime.launch import Launch
 from ..runtime.overlap import Written
-from ..runtime.plan import Plan, keep
+from ..runtime.plan import Plan, Plans
 from ..runtime.rows import is_contiguous
 from ..runtime.structs import header
 from . import kernels
@@ -17,7 +17,7 @@ structs = header("common/decode_params.cuh")
 
 CACHES = ("k_cache", "v_cache")  # what is written
 
-_plans: dict[tuple, "AppendPlan"] = {}
+_plans = Plans(wide=4, plain=True)
 
 
 def cache_append(
@@ -72,21 +72,13 @@ def append(
         Written(function, views, CACHES).check([library.pointer(x) for x in given])
         _on_cpu(function, library, *arrays)
         return
-    try:
-        given = arrays[: 5 if sequences is None else 6]
-        if library.followed(*given) and library.what_follows(*given):
-            _check(function, library, *arrays)
-        pointer, signature = library.pointer, library.signature
-        key = tuple(None if x is None else signature(x) for x in arrays)
-        pointers = [0 if x is None else pointer(x) for x in arrays]
-    except (AttributeError, TypeError):  # an array of another library
-        _check(function, library, *arrays)
-        raise
-    aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0
-    plan = _plans.get((key, aligned))
-    if plan is None:
-        plan = AppendPlan(function, library, _check(function, library, *arrays), aligned)
-        keep(_plans, (key, aligned), plan)
+    plan, pointers = _plans.find(
+        library,
+        arrays,
+        function,
+        lambda: _check(function, library, *arrays),
+        lambda views, aligned: AppendPlan(function, library, views, aligned),
+    )
     plan.written.check(pointers)
     plan(pointers)
     library.wrote(k_cache, v_cache)

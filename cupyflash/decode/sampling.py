@@ -10,7 +10,7 @@ from ..runtime.checks import integer_within, require_grid, require_int32, requir
 from ..runtime.launch import Launch
 from ..runtime.overlap import Written
 from ..runtime.plain_options import short
-from ..runtime.plan import Plan, keep
+from ..runtime.plan import Plan, Plans
 from ..runtime.structs import header
 from . import kernels, sampling_reference
 from .sampling_options import GREEDY, DecodeState, Sampling
@@ -20,7 +20,7 @@ structs = header("common/decode_params.cuh")
 MAX_COLUMNS = 2**22  # sums of weights must stay below 2^63
 MAX_LIMIT = 2**31 - 2
 
-_plans: dict[tuple, "SamplePlan"] = {}
+_plans = Plans(plain=True)
 
 
 def sample(
@@ -67,20 +67,13 @@ def sample(
         Written("sample", views, tuple(views)[1:]).check([library.pointer(x) for x in arrays])
         _on_cpu(library, logits, sampling.with_seed(), out, state, limit)
         return
-    try:
-        if library.traced(logits) or library.followed(*arrays[1:]):
-            _check(library, *arrays)
-        pointer, signature = library.pointer, library.signature
-        key = (tuple(map(signature, arrays)), sampling.kind, limit)
-        pointers = list(map(pointer, arrays))
-    except (AttributeError, TypeError):  # an array of another library
-        _check(library, *arrays)
-        raise
-    plan = _plans.get(key)
-    if plan is None:
-        views = _check(library, *arrays)
-        plan = SamplePlan(library, views, sampling, limit)
-        keep(_plans, key, plan)
+    plan, pointers = _plans.find(
+        library,
+        arrays,
+        (sampling.kind, limit),
+        lambda: _check(library, *arrays),
+        lambda views, _: SamplePlan(library, views, sampling, limit),
+    )
     plan.written.check(pointers)
     plan(pointers, secrets.randbits(64) if sampling.seed is None else sampling.seed)
     library.wrote(*arrays[1:])

@@ -10,7 +10,7 @@ import numpy
 from ..runtime.array import Array, View, library_of
 from ..runtime.checks import require_like, views_of
 from ..runtime.graph_memory import allocations_held
-from ..runtime.plan import keep
+from ..runtime.plan import Plans
 from . import reference
 from .kernels import model_dtypes
 from .plan import FUNCTION, StepPlan, dense_like
@@ -19,7 +19,7 @@ from .thresholding import gathered, thresholds
 INDEX_DTYPES = ("int32", "int64")
 MAX_SEED = 2**64
 
-_plans: dict[tuple, StepPlan] = {}
+_plans = Plans(wide=3)
 
 
 def step(
@@ -59,33 +59,15 @@ def step(
         _refuse_gradient(library, x, predicted, noise)
         arrays = (x, predicted, noise, steps, seeds)
         return _on_cpu(sampler, library, *arrays, number, seed, clip)
-    try:
-        pointer, signature = library.pointer, library.signature
-        pointers = (
-            pointer(x),
-            pointer(predicted),
-            0 if noise is None else pointer(noise),
-        )
-        of_steps = 0 if steps is None else pointer(steps)
-        of_seeds = 0 if seeds is None else pointer(seeds)
-        signatures = (
-            signature(x),
-            signature(predicted),
-            None if noise is None else signature(noise),
-            None if steps is None else signature(steps),
-            None if seeds is None else signature(seeds),
-        )
-        _refuse_gradient(library, x, predicted, noise)
-    except (AttributeError, TypeError):  # an array of another library, or none
-        check()
-        raise
-    aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
-    key = (signatures, clip, aligned, sampler.num_steps, drawn, threshold is None)
-    plan = _plans.get(key)
-    if plan is None:
-        options = (clip, sampler.num_steps, drawn, threshold is not None)
-        plan = StepPlan(library, check(), aligned, *options)
-        keep(_plans, key, plan)
+    options = (clip, sampler.num_steps, drawn, threshold is not None)
+    plan, pointers = _plans.find(
+        library,
+        (x, predicted, noise, steps, seeds),
+        options,
+        check,
+        lambda views, aligned: StepPlan(library, views, aligned, *options),
+    )
+    _refuse_gradient(library, x, predicted, noise)
     table = sampler.table("coefficients", x, lambda: sampler.coefficients)
     limits = None
     if threshold is not None:
@@ -98,8 +80,9 @@ def step(
                     of_model = gathered(library, table, steps)
                 return thresholds(threshold, library, of_model, x, predicted)
 
-    tables = of_steps, pointer(table)
-    return plan(x, pointers, tables, limits, of_seeds, seed or 0, number or 0)
+    *inputs, of_steps, of_seeds = pointers
+    tables = of_steps, library.pointer(table)
+    return plan(x, inputs, tables, limits, of_seeds, seed or 0, number or 0)
 
 
 def _refuse_gradient(library: Any, *arrays: Array | None) -> None:

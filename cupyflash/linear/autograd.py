@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..runtime.array import library_of
-from ..runtime.plan import keep
+from ..runtime.plan import Plans
 from . import dispatch, torch_ops
 from . import gate as gates
 from .checks import check
@@ -39,7 +39,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "relu": functional.relu,
 }
-_checked: dict[tuple, bool] = {}
+_checked = Plans()
 
 
 class Product(torch.autograd.Function):
@@ -208,11 +208,5 @@ def _check_traced(function: str, arrays: Arrays, down: Down) -> None:
 def check_once(function: str, arrays: Arrays, down: Down, options: Options) -> None:
     """`check` for each signature: the steps would name other arguments than the caller."""
     given = (*arrays, *down)
-    try:
-        key = (function, options, *[None if y is None else LIBRARY.signature(y) for y in given])
-    except (AttributeError, TypeError):  # an array of another library
-        check(function, LIBRARY, given, options)
-        raise
-    if key not in _checked:
-        check(function, LIBRARY, given, options)
-        keep(_checked, key, True)
+    checked = lambda: check(function, LIBRARY, given, options)  # noqa: E731
+    _checked.find(LIBRARY, given, (function, options), checked, lambda *_: True)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from .. import environment
 from ..runtime.array import Array, compiling, dense_strides, library_of
 from ..runtime.checks import known_library
-from ..runtime.plan import keep
+from ..runtime.plan import Plans
 from . import reference
 from .checks import check
 from .kernels import ACTIVATIONS
@@ -22,7 +22,7 @@ class Down(NamedTuple):
 
 
 NO_DOWN = Down()
-_plans: dict[tuple, LinearPlan] = {}
+_plans = Plans(wide=len(Arrays._fields) + len(Down._fields))
 
 
 def activation_name(function: str, activation: str | None) -> str:
@@ -80,19 +80,14 @@ def run(function: str, library: Any, given: tuple[Array | None, ...], options: O
             out = reference.project(second, Options())
         return library.from_numpy(out, given[0], dense_strides(out.shape, range(out.ndim)))
     settings = environment.current()
-    try:
-        pointers = tuple([0 if y is None else library.pointer(y) for y in given])
-        signatures = tuple([None if y is None else library.signature(y) for y in given])
-    except (AttributeError, TypeError):  # an array of another library
-        check(function, library, given, options)
-        raise
-    unaligned = 0
-    for pointer in pointers:
-        unaligned |= pointer
-    key = (signatures, options, unaligned % 16 == 0, settings.family)
-    plan = _plans.get(key)
-    if plan is None or settings.debug:
-        views = check(function, library, given, options)
-        plan = LinearPlan(function, library, views, options, key[2], settings.family)
-        keep(_plans, key, plan)
+    plan, pointers = _plans.find(
+        library,
+        given,
+        (options, settings.family),
+        lambda: check(function, library, given, options),
+        lambda views, aligned: LinearPlan(
+            function, library, views, options, aligned, settings.family
+        ),
+        anew=settings.debug,
+    )
     return plan(given, pointers)

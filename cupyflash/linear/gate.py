@@ -11,13 +11,13 @@ from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
 from ..runtime.config import ITEM_SIZE
 from ..runtime.launch import Launch
-from ..runtime.plan import Plan, keep
+from ..runtime.plan import Plan, Plans
 from ..runtime.structs import header
 from . import kernels
 
 structs = header("common/linear_params.cuh")
 
-_plans: dict[tuple, "GatePlan"] = {}
+_plans = Plans(wide=3)
 
 
 def forward(library: Any, activation: str, gate: Array, up: Array) -> Array:
@@ -33,14 +33,13 @@ def backward(
 
 
 def _results(library: Any, activation: str, *arrays: Array) -> tuple[Array, ...]:
-    pointers = [library.pointer(y) for y in arrays]
-    aligned = all(pointer % 16 == 0 for pointer in pointers)
-    key = (library.signature(arrays[0]), activation, aligned, len(arrays))
-    plan = _plans.get(key)
-    if plan is None:
-        view = library.view(arrays[0])
-        plan = GatePlan(library, activation, view, aligned, backward=len(arrays) == 3)
-        keep(_plans, key, plan)
+    plan, pointers = _plans.find(
+        library,
+        arrays,
+        activation,
+        lambda: library.view(arrays[0]),
+        lambda view, aligned: GatePlan(library, activation, view, aligned, len(arrays) == 3),
+    )
     return plan(arrays[0], pointers)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
 from ..runtime.launch import Launch
-from ..runtime.plan import Plan, keep
+from ..runtime.plan import Plan, Plans
 from ..runtime.structs import header
 from . import kernels
 from .checks import check_rotation
@@ -18,7 +18,7 @@ structs = header("common/linear_params.cuh")
 
 FUNCTION = "qkv_projection"
 POSITIONS = Arrays._fields.index("positions")
-_plans: dict[tuple, "RotaryPlan"] = {}
+_plans = Plans()
 
 
 def turn(
@@ -29,14 +29,13 @@ def turn(
     Raises:
         As `check_rotation`: what torch traces comes here unchecked.
     """
-    key = (*map(library.signature, (x, cos, sin)), options)
-    if positions is not None:
-        key += library.signature(positions)
-    plan = _plans.get(key)
-    if plan is None:
-        views = check_rotation(FUNCTION, library, x, (cos, sin, positions), options)
-        plan = RotaryPlan(library, views, options)
-        keep(_plans, key, plan)
+    plan, _ = _plans.find(
+        library,
+        (x, cos, sin, positions),
+        options,
+        lambda: check_rotation(FUNCTION, library, x, (cos, sin, positions), options),
+        lambda views, _: RotaryPlan(library, views, options),
+    )
     plan(x, cos, sin, positions)
 
 

@@ -8,15 +8,15 @@ import numpy
 from ..runtime.array import Array, View
 from ..runtime.checks import require_eps, require_like, require_stats, require_weights, views_of
 from ..runtime.config import weight_dtypes
-from ..runtime.plan import keep
+from ..runtime.plan import Plans
 from . import detour, reference
 from .detour import Detour, result_strides
 from .plan import BackwardPlan, ForwardPlan
 
 MAX_COLUMNS = 2**30
 
-_forward_plans: dict[tuple, ForwardPlan | Detour] = {}
-_backward_plans: dict[tuple, BackwardPlan | Detour] = {}
+_forward_plans = Plans()
+_backward_plans = Plans()
 
 
 def forward(
@@ -78,7 +78,7 @@ def forward(
         views = check()
         plan = detour.norm_forward(library, views, again)
         plan = plan or ForwardPlan(function, rms, library, views, eps, aligned)
-        keep(_forward_plans, key, plan)
+        _forward_plans.add(key, plan)
     if type(plan) is Detour:
         return plan(x, weight, bias, residual, need_stats)
     return plan(x, pointers, need_stats)
@@ -142,7 +142,7 @@ def backward(
         views = check()
         plan = detour.norm_backward(library, views, again)
         plan = plan or BackwardPlan(function, rms, library, views, aligned, need_dbias)
-        keep(_backward_plans, key, plan)
+        _backward_plans.add(key, plan)
     if type(plan) is Detour:
         return plan(dout, x, weight, stats, dresidual)
     return plan(x, weight, pointers)

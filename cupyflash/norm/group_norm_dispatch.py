@@ -9,15 +9,15 @@ import numpy
 
 from ..runtime.array import Array, View
 from ..runtime.checks import require_eps, require_like, require_stats, require_weights, views_of
-from ..runtime.plan import keep
+from ..runtime.plan import Plans
 from . import detour, reference
 from .detour import Detour
 from .group_norm_kernels import ACTIVATIONS
 from .group_norm_plan import BackwardPlan, ForwardPlan
 from .groups import dense_like
 
-_forward_plans: dict[tuple, ForwardPlan | Detour] = {}
-_backward_plans: dict[tuple, BackwardPlan | Detour] = {}
+_forward_plans = Plans(wide=3)
+_backward_plans = Plans(wide=4)
 
 
 def forward(
@@ -48,32 +48,20 @@ def forward(
         arrays = _numpy_arrays(library, x, weight, bias)
         out, stats = reference.group_norm(arrays[0], num_groups, *arrays[1:], eps, activation)
         return library.from_numpy(out, x, strides), library.from_numpy(stats)
-    try:
-        pointer, signature = library.pointer, library.signature
-        pointers = (
-            pointer(x),
-            0 if weight is None else pointer(weight),
-            0 if bias is None else pointer(bias),
-        )
-        signatures = (
-            signature(x),
-            None if weight is None else signature(weight),
-            None if bias is None else signature(bias),
-        )
-    except (AttributeError, TypeError):  # an array of another library, or none
-        check()
-        raise
-    aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
-    key = (signatures, num_groups, eps, activation, aligned)
-    plan = _forward_plans.get(key)
-    if plan is None:
-        again = lambda x, weight, bias, need_stats: forward(  # noqa: E731
-            function, library, x, weight, bias, num_groups, eps, activation, need_stats
-        )
-        views, options = check(), (num_groups, eps, activation)
-        plan = detour.group_norm_forward(library, views, again)
-        plan = plan or ForwardPlan(function, library, views, aligned, *options)
-        keep(_forward_plans, key, plan)
+    again = lambda x, weight, bias, need_stats: forward(  # noqa: E731
+        function, library, x, weight, bias, num_groups, eps, activation, need_stats
+    )
+    options = (num_groups, eps, activation)
+    plan, pointers = _forward_plans.find(
+        library,
+        (x, weight, bias),
+        options,
+        check,
+        lambda views, aligned: (
+            detour.group_norm_forward(library, views, again)
+            or ForwardPlan(function, library, views, aligned, *options)
+        ),
+    )
     if type(plan) is Detour:
         return plan(x, weight, bias, need_stats)
     return plan(x, pointers, need_stats)
@@ -118,23 +106,18 @@ def backward(
         if weight is None:
             return dx, None, None
         return dx, library.from_numpy(dweight, weight), library.from_numpy(dbias, bias)
-    try:
-        pointer, signature = library.pointer, library.signature
-        arrays = (dout, x, weight, bias, stats)
-        pointers = tuple([0 if y is None else pointer(y) for y in arrays])
-        signatures = tuple([None if y is None else signature(y) for y in arrays])
-    except (AttributeError, TypeError):
-        check()
-        raise
-    aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0
-    key = (signatures, activation, aligned)
-    plan = _backward_plans.get(key)
-    if plan is None:
-        again = lambda *arrays: backward(function, library, *arrays, activation)  # noqa: E731
-        views = check()
-        plan = detour.group_norm_backward(library, views, again)
-        plan = plan or BackwardPlan(function, library, views, aligned, activation)
-        keep(_backward_plans, key, plan)
+    again = lambda *arrays: backward(function, library, *arrays, activation)  # noqa: E731
+    arrays = (dout, x, weight, bias, stats)
+    plan, pointers = _backward_plans.find(
+        library,
+        arrays,
+        activation,
+        check,
+        lambda views, aligned: (
+            detour.group_norm_backward(library, views, again)
+            or BackwardPlan(function, library, views, aligned, activation)
+        ),
+    )
     if type(plan) is Detour:
         return plan(*arrays)
     return plan(x, weight, bias, pointers)

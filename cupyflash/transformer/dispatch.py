@@ -12,7 +12,7 @@ from ..runtime.array import Array, compiling, library_of
 from ..runtime.checks import require_plain
 from ..runtime.overlap import Written
 from ..runtime.plain_options import plain_flag, short
-from ..runtime.plan import keep
+from ..runtime.plan import Plans
 from . import cpu
 from .checks import StackShape, check_call, check_stack, require_aligned
 from .plan import StackPlan, pointer_table, require_gpu
@@ -45,7 +45,7 @@ class Stack:
             fact = "weights must be arrays with memory of their own"
             raise NotImplementedError(f"{function}: {fact}, got {got}")
         self.on_cpu = library.on_cpu(self.weights[0])
-        self.plans: dict[tuple, tuple[StackPlan, Written] | None] = {}
+        self.plans = Plans()
         self._take_pointers(function)
 
     def hold_weakly(self, forget: Callable[[Any], object]) -> None:
@@ -159,9 +159,9 @@ class Stack:
                 if not self.on_cpu:
                     advance = "lengths" in written
                     plan = StackPlan(function, library, shape, views, batch, advance)
-                keep(self.plans, key, (plan, found))
+                self.plans.add(key, (plan, found))
             else:
-                keep(self.plans, key, None)
+                self.plans.add(key, None)
         if self.plans[key] is None:
             return None
         plan, overlap = self.plans[key]
