@@ -1,5 +1,6 @@
 """LayerNorm and RMSNorm from arrays to plans; a call of known signature is one look-up."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,9 @@ from ..runtime.checks import require_eps, require_like, require_stats, require_w
 from ..runtime.config import weight_dtypes
 from ..runtime.plan import keep
 from . import detour, reference
+from . import dropout as dropouts
 from .detour import Detour, result_strides
+from .dropout import Dropout
 from .plan import BackwardPlan, ForwardPlan
 
 MAX_COLUMNS = 2**30
@@ -29,19 +32,26 @@ def forward(
     residual: Array | None,
     eps: float,
     need_stats: bool,
+    dropout: Dropout | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
-    """(out, x + residual, statistics); the second is None without a residual."""
+    """(out, h, statistics); h, what was normalised, is None if that is x itself."""
     if type(eps) is not float:  # the key of a plan, so a plain number
         eps = require_eps(function, eps)
 
     def check() -> dict[str, View]:
         arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-        return _check_forward(function, library, arrays, eps)
+        views = _check_forward(function, library, arrays, eps)
+        if dropout is not None:
+            dropouts.check(function, library, x, dropout)
+        return views
 
     if library.on_cpu(x):
         strides = result_strides(library, check()["x"])
         h, values = None, library.to_numpy(x)
-        if residual is not None:
+        if dropout is not None:
+            h = dropouts.add(function, library, x, residual, dropout)
+            values = library.to_numpy(h)
+        elif residual is not None:
             total = reference.add(values, library.to_numpy(residual))
             h = library.from_numpy(total, residual, strides)
             values = library.to_numpy(h)
@@ -64,6 +74,7 @@ def forward(
             None if weight is None else signature(weight),
             None if bias is None else signature(bias),
             None if residual is None else signature(residual),
+            None if dropout is None else (dropout.p, signature(dropout.seed)),
         )
     except (AttributeError, TypeError):  # an array of another library, or none
         check()
@@ -76,9 +87,15 @@ def forward(
             function, rms, library, x, weight, bias, residual, eps, need_stats
         )
         views = check()
-        plan = detour.norm_forward(library, views, again)
+        if dropout is None:
+            plan = detour.norm_forward(library, views, again)
+        else:
+            add = functools.partial(dropouts.add, function, library)
+            plan = dropouts.forward(library, views, add, again)
         plan = plan or ForwardPlan(function, rms, library, views, eps, aligned)
         keep(_forward_plans, key, plan)
+    if dropout is not None:
+        return plan(x, weight, bias, residual, need_stats, dropout)
     if type(plan) is Detour:
         return plan(x, weight, bias, residual, need_stats)
     return plan(x, pointers, need_stats)
