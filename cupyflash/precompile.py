@@ -181,7 +181,7 @@ def _beside_attention(
         TOPICS[name].configurations(capability) for name in topics
     ):
         dtype = getattr(config, "dtype", None)  # some are of a weight only
-        weight = getattr(config, "weight", dtype)
+        weight = getattr(config, "weight", getattr(config, "out", dtype))
         usual = getattr(config, "vector", 0) != 1 and weight == (dtype or weight)
         if dtype in (None, *dtypes) and (everything or (usual and weight in (None, *dtypes))):
             yield config

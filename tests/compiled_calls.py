@@ -101,7 +101,13 @@ def norm(name):
     def make(p):
         tensors = [p.leaf(S, 384), p.leaf(384, scale=0.2, mean=1)]
         tensors += [p.leaf(384)] if name == "layer_norm" else []
-        return getattr(cupyflash, name), tensors
+        function = getattr(cupyflash, name)
+
+        def call(x, *weights):
+            out, h = function(x, *weights, residual=x, dropout_p=0.2, dropout_seed=7)
+            return function(out + h, *weights), out, h
+
+        return call, tensors
 
     return make
 
@@ -111,7 +117,12 @@ def norm_backward(name):
         x, dout, weight = p.normal(S, 384), p.normal(S, 384), p.normal(384, scale=0.2, mean=1)
         arguments = (x, weight, p.normal(384)) if name == "layer_norm" else (x, weight)
         _, stats = getattr(cupyflash, name)(*arguments, return_stats=True)
-        return getattr(cupyflash, f"{name}_backward"), [dout, x, weight, stats]
+        function = getattr(cupyflash, f"{name}_backward")
+
+        def call(*arrays):
+            return *function(*arrays), *function(*arrays, dropout_p=0.2, dropout_seed=7)
+
+        return call, [dout, x, weight, stats]
 
     return make
 

@@ -1,5 +1,7 @@
 """Wrong calls of the norms and of their gradients, refused alike on every library."""
 
+import math
+
 import numpy
 import pytest
 import wrong_calls
@@ -23,6 +25,21 @@ def like_weight(weight):
 
 
 EPS = (*wrong_calls.NUMBER, -1.0, None)
+PROBABILITY = (*wrong_calls.NUMBER, -0.1, 1.0, 2, None)
+
+
+def like_seed(seed):
+    """What a seed cannot be; ``seed`` is an array that it can be."""
+    integers = (-1, -(2**70), 2**63, 2**70, True, 1.5, math.nan)
+    of_torch = type(seed).__module__ == "torch"
+    narrow = seed.int() if of_torch else seed.astype("int32")
+    others = (narrow, seed.repeat(2), seed[:0], seed[None])
+    if of_torch:
+        others += (seed.to("meta"), *((seed.cpu(),) if seed.is_cuda else ()))
+    strangers = ("text", [3], {}, object(), type(seed), numpy.ones(1), None)
+    if type(seed) is not numpy.ndarray:
+        strangers += (numpy.array([3]),)
+    return (*integers, *others, *strangers)
 
 
 @each_library()
@@ -30,19 +47,24 @@ EPS = (*wrong_calls.NUMBER, -1.0, None)
 def test_norm(backend, name):
     make = lambda shape, i: stored(backend, normal(shape, i), "float32")
     x, residual, weight = make((4, 16), 0), make((4, 16), 1), make(16, 2)
+    seed = backend.array(numpy.array([3]))
     good = {"x": x, "weight": weight, "residual": residual, "eps": 1e-5}
+    dropout = {"dropout_p": 0.1, "dropout_seed": seed}
     kinds = {
         "x": like_x(x),
         "weight": like_weight(weight),
         "residual": (*like_x(x)[:-4], x[:1], x[..., :8]),
         "eps": EPS,
+        "dropout_p": PROBABILITY,
     }
     if name == "layer_norm":
         good["bias"] = make(16, 3)
         kinds["bias"] = like_weight(weight)
         kinds["weight"] = (*kinds["weight"], None)
     kinds["residual"] = tuple(y for y in kinds["residual"] if y is not None)
-    wrong_calls.check_refused(getattr(cupyflash, name), good, kinds, least=60)
+    wrong_calls.check_refused(getattr(cupyflash, name), good, kinds, least=80)
+    kinds["dropout_seed"] = tuple(y for y in like_seed(seed) if y is not None)
+    wrong_calls.check_refused(getattr(cupyflash, name), {**good, **dropout}, kinds, least=95)
 
 
 @each_library()
@@ -59,8 +81,13 @@ def test_norm_backward(backend, name):
         "weight": like_weight(weight),
         "stats": (*like_x(stats)[:-2], stats[..., :1], stats[0], _half(stats)[0]),
         "dresidual": tuple(y for y in (*of_x, *_half(x)) if y is not None),
+        "dropout_p": PROBABILITY,
     }
     wrong_calls.check_refused(getattr(cupyflash, name), good, kinds, least=80)
+    seed = backend.array(numpy.array([3]))
+    kinds["dropout_seed"] = like_seed(seed)
+    dropout = {"dropout_p": 0.1, "dropout_seed": seed}
+    wrong_calls.check_refused(getattr(cupyflash, name), {**good, **dropout}, kinds, least=110)
 
 
 def _half(x):

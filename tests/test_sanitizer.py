@@ -66,6 +66,10 @@ for rows, columns in ((5, 8), (7, 33), (3, 1000), (3, 4096), (2, 20008)):
     x, weight = make(rows, columns), make(columns)
     out, h, stats = cupyflash.layer_norm(x, weight, weight, residual=x, return_stats=True)
     cupyflash.layer_norm_backward(out, h, weight, stats, dresidual=x)
+    dropout = {"dropout_p": 0.3, "dropout_seed": 5}
+    for residual in (x, x.astype("float32")):
+        _, h, stats = cupyflash.rms_norm(x, residual=residual, return_stats=True, **dropout)
+        cupyflash.rms_norm_backward(out, h, None, stats, **dropout)
 if sys.argv[2] == "memcheck":  # racecheck knows no __syncwarp(), nor what blocks tell each other
     ring_shape.MIN_ROUND_BYTES, ring_shape.MAX_TEAMS = 0, 1  # as many rounds as samples
 group_norm_work.clusters_at_once = lambda config, device: 2  # with 3 groups of samples each
@@ -187,7 +191,7 @@ def test_sanitizer_beside_attention(backend, tool, record_property):
         pytest.skip("compute-sanitizer is not installed")
     run = [sys.executable, "-c", NORMS, "float16", tool]
     kernels = "norm|partials|diffusion|linear|mlp|rotary|vector|naive|fused|embedding|cache|sample"
-    kernels += "|flash_decode"
+    kernels += "|flash_decode|dropout_add"
     sanitize(run, tool, "norms", f"regex={kernels}", record_property)
 
 

@@ -72,6 +72,19 @@ struct NormBwdParams {
   int64_t splits;  // of norm_bwd_weight
 };
 
+struct DropoutAddParams {
+  const void* x;         // [rows, columns]
+  const void* residual;  // [rows, columns] or null
+  void* out;             // [rows, columns], dtype of residual
+  const int64_t* seed;
+  RowStrides x_strides;
+  RowStrides residual_strides;
+  RowStrides out_strides;
+  NormShape shape;
+  int threshold;  // of 2^16, how many are dropped
+  float scale;    // of those that are kept
+};
+
 struct SumPartialsParams {
   const float* partials;  // [1 or 2, rows, columns]
   void* first;            // [columns]: sum over the rows

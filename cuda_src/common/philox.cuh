@@ -4,7 +4,8 @@
 #pragma once
 #include "../ptx/math.cuh"
 
-// `stream` tells users apart who may have the same seed: 0 dropout and tokens, 1 samplers' noise.
+// `stream` tells users apart who may have the same seed: 0 dropout of attention and tokens, 1 noise
+// of samplers, 2 dropout of rows before a norm.
 __device__ __forceinline__ uint4 philox(uint64_t seed, uint32_t x, uint32_t y, uint32_t z,
                                         uint32_t stream = 0) {
   constexpr int ROUNDS = 7;  // the fewest that pass all tests of the paper

@@ -57,7 +57,14 @@ __device__ __forceinline__ uint4 bits_of(const Words<T, N>& v) {
 template <int N, bool STREAM = false, typename T>
 __device__ __forceinline__ void store_words(T* data, const Words<T, N>& v) {
   if constexpr (N > 1) {
-    STREAM ? st_global_stream_128(data, bits_of(v)) : st_global_128(data, bits_of(v));
+    static_assert(Words<T, N>::COUNT % 4 == 0, "16 bytes n times");
+#pragma unroll
+    for (int i = 0; i < Words<T, N>::COUNT / 4; ++i) {
+      const uint32_t* words = v.words + 4 * i;
+      const uint4 bits = make_uint4(words[0], words[1], words[2], words[3]);
+      uint4* address = reinterpret_cast<uint4*>(data) + i;
+      STREAM ? st_global_stream_128(address, bits) : st_global_128(address, bits);
+    }
   } else if constexpr (sizeof(T) == 4) {
     *data = __uint_as_float(v.words[0]);
   } else {

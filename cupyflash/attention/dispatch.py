@@ -12,6 +12,7 @@ import numpy
 
 from .. import environment
 from ..runtime.array import Array, compiling, from_foreign, library_of, to_foreign
+from ..runtime.dropout import is_number, seed_array
 from ..runtime.plain_options import plain_flag
 from ..runtime.plan import Plans
 from . import cpu
@@ -285,16 +286,9 @@ def with_seed(function: str, library: Any, q: Array, options: tuple, extras: Ext
     seed, dropout = extras.dropout_seed, Options(*options).dropout_p
     if seed is None and not dropout:
         return extras
-    if isinstance(seed, int | numpy.integer) and not isinstance(seed, bool):
-        if not 0 <= seed < 2**63:
-            fact = "dropout_seed must be at least 0 and less than 2**63"
-            raise ValueError(f"{function}: {fact}, got {seed}")
-        seed = library.seed(int(seed), q) if dropout else None
-    elif seed is None:
-        seed = library.random_seed(q)
-    elif not dropout:
+    if not dropout and not is_number(seed):
         _check_library(function, library, {"dropout_seed": seed})
-        seed = None
+    seed = seed_array(function, library, q, seed, dropout)
     extras = extras._replace(dropout_seed=seed)
     return NO_EXTRAS if all(x is None for x in extras) else extras
 

@@ -5,29 +5,44 @@ from typing import Any
 
 import cupyflash
 
+from ..runtime.philox import dropout_scale, dropout_threshold, keep_rows
 from ..testing import expected_group_norm, expected_norm
 from .check_problem import EPS, Maker, Operation, Pass
 
+SEED = 2**40 + 1  # of dropout
 
-def rms_norm(make: Maker, dtype: str, rows: int, columns: int) -> Operation:
+
+def rms_norm(make: Maker, dtype: str, rows: int, columns: int, dropout_p: float = 0.0) -> Operation:
     """With a residual, and its gradient coming in."""
+    threshold = dropout_threshold(dropout_p)
+    kept = keep_rows(SEED, threshold, range(rows), columns)
+    factors = kept * dropout_scale(threshold) if dropout_p else None
+    options = {"dropout_p": dropout_p, "dropout_seed": SEED}
     dout, x, residual, dresidual = (make.normal(dtype, rows, columns) for _ in range(4))
     weight = make.vector(dtype, columns)
 
     def forward() -> tuple[Any, ...]:
-        return cupyflash.rms_norm(x, weight, residual=residual, eps=EPS, return_stats=True)
+        return cupyflash.rms_norm(
+            x, weight, residual=residual, eps=EPS, return_stats=True, **options
+        )
 
     _, h, stats = forward()
 
     def backward() -> tuple[Any, ...]:
-        return cupyflash.rms_norm_backward(dout, h, weight, stats, dresidual=dresidual)
+        arrays = (dout, h, weight, stats)
+        return cupyflash.rms_norm_backward(*arrays, dresidual=dresidual, **options)
 
-    exact = expected_norm(True, dout, x, weight, None, residual, dresidual, eps=EPS)
-    passes = (
-        _pass("fwd", forward, ("out", "h", "stats"), 4 * x.nbytes),
-        _pass("bwd", backward, ("dx", "dweight"), 4 * x.nbytes),
+    exact = expected_norm(
+        True, dout, x, weight, None, residual, dresidual, eps=EPS, factors=factors
     )
-    return Operation("RMSNorm", dtype, f"{rows} × {columns}, residual", passes, exact)
+    gradients = ("dx", "dweight", "dh") if dropout_p else ("dx", "dweight")
+    copies = 2 if dropout_p else 0  # of x, that the kernel of dropout moves besides
+    passes = (
+        _pass("fwd", forward, ("out", "h", "stats"), (4 + copies // 2) * x.nbytes),
+        _pass("bwd", backward, gradients, (4 + copies) * x.nbytes),
+    )
+    text = f"{rows} × {columns}, " + ("dropout" if dropout_p else "residual")
+    return Operation("RMSNorm", dtype, text, passes, exact)
 
 
 def layer_norm(make: Maker, dtype: str, rows: int, columns: int) -> Operation:

@@ -23,6 +23,7 @@ def operations(library: str, bfloat16: str) -> Iterator[tuple[str, Callable[[], 
     size = 1 if library == "cupy" else 8
     for maker, *arguments in (
         (check_norms.rms_norm, bfloat16, 1024 // size, 4096),
+        (check_norms.rms_norm, "float16", 1024 // size, 4096, 0.1),
         (check_norms.layer_norm, "float16", 4096 // size, 768),
         (check_norms.group_norm, "float16", (8 // size, 320, 32, 32), "silu", "NCHW"),
         (check_norms.group_norm, "float32", (8 // size, 256, 32, 32), "gelu", "NHWC"),

@@ -1,5 +1,6 @@
 """LayerNorm and RMSNorm from arrays to plans; a call of known signature is one look-up."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,15 +9,17 @@ import numpy
 from ..runtime.array import Array, View
 from ..runtime.checks import require_eps, require_like, require_stats, require_weights, views_of
 from ..runtime.config import weight_dtypes
-from ..runtime.plan import Plans
+from ..runtime.plan import Plan, Plans
 from . import detour, reference
+from . import dropout as dropouts
 from .detour import Detour, result_strides
+from .dropout import Dropout
 from .plan import BackwardPlan, ForwardPlan
 
 MAX_COLUMNS = 2**30
 
-_forward_plans = Plans()
-_backward_plans = Plans()
+_forward_plans = Plans(wide=4)
+_backward_plans = Plans(wide=5)
 
 
 def forward(
@@ -29,19 +32,26 @@ def forward(
     residual: Array | None,
     eps: float,
     need_stats: bool,
+    dropout: Dropout | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
-    """(out, x + residual, statistics); the second is None without a residual."""
+    """(out, h, statistics); h, what was normalised, is None if that is x itself."""
     if type(eps) is not float:  # the key of a plan, so a plain number
         eps = require_eps(function, eps)
 
     def check() -> dict[str, View]:
         arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-        return _check_forward(function, library, arrays, eps)
+        views = _check_forward(function, library, arrays, eps)
+        if dropout is not None:
+            dropouts.check(function, library, x, dropout)
+        return views
 
     if library.on_cpu(x):
         strides = result_strides(library, check()["x"])
         h, values = None, library.to_numpy(x)
-        if residual is not None:
+        if dropout is not None:
+            h = dropouts.add(function, library, x, residual, dropout)
+            values = library.to_numpy(h)
+        elif residual is not None:
             total = reference.add(values, library.to_numpy(residual))
             h = library.from_numpy(total, residual, strides)
             values = library.to_numpy(h)
@@ -51,34 +61,23 @@ def forward(
         out, stats = reference.norm(rms, values, *scales, eps)
         out = out.astype(library.to_numpy(x).dtype, copy=False)
         return library.from_numpy(out, x, strides), h, library.from_numpy(stats)
-    try:
-        pointer, signature = library.pointer, library.signature
-        pointers = (
-            pointer(x),
-            0 if residual is None else pointer(residual),
-            0 if weight is None else pointer(weight),
-            0 if bias is None else pointer(bias),
-        )
-        signatures = (
-            signature(x),
-            None if weight is None else signature(weight),
-            None if bias is None else signature(bias),
-            None if residual is None else signature(residual),
-        )
-    except (AttributeError, TypeError):  # an array of another library, or none
-        check()
-        raise
-    aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 == 0
-    key = (rms, signatures, eps, aligned)
-    plan = _forward_plans.get(key)
-    if plan is None:
-        again = lambda x, weight, bias, residual, need_stats: forward(  # noqa: E731
-            function, rms, library, x, weight, bias, residual, eps, need_stats
-        )
-        views = check()
+    again = lambda x, weight, bias, residual, need_stats: forward(  # noqa: E731
+        function, rms, library, x, weight, bias, residual, eps, need_stats
+    )
+
+    def make(views: dict[str, View], aligned: bool) -> Plan:
+        if dropout is not None:
+            add = functools.partial(dropouts.add, function, library)
+            return dropouts.forward(library, views, add, again)
         plan = detour.norm_forward(library, views, again)
-        plan = plan or ForwardPlan(function, rms, library, views, eps, aligned)
-        _forward_plans.add(key, plan)
+        return plan or ForwardPlan(function, rms, library, views, eps, aligned)
+
+    arrays, options = (x, residual, weight, bias), (rms, eps)
+    if dropout is not None:
+        arrays, options = (*arrays, dropout.seed), (rms, eps, dropout.p)
+    plan, pointers = _forward_plans.find(library, arrays, options, check, make)
+    if dropout is not None:
+        return plan(x, weight, bias, residual, need_stats, dropout)
     if type(plan) is Detour:
         return plan(x, weight, bias, residual, need_stats)
     return plan(x, pointers, need_stats)
@@ -115,34 +114,17 @@ def backward(
             return dx, None, None
         dweight, dbias = (library.from_numpy(y, weight) for y in (dweight, dbias))
         return dx, dweight, dbias if need_dbias else None
-    try:
-        pointer, signature = library.pointer, library.signature
-        pointers = (
-            pointer(dout),
-            pointer(x),
-            0 if weight is None else pointer(weight),
-            pointer(stats),
-            0 if dresidual is None else pointer(dresidual),
-        )
-        signatures = (
-            signature(dout),
-            signature(x),
-            None if weight is None else signature(weight),
-            signature(stats),
-            None if dresidual is None else signature(dresidual),
-        )
-    except (AttributeError, TypeError):
-        check()
-        raise
-    aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[4]) % 16 == 0
-    key = (rms, signatures, aligned, need_dbias)
-    plan = _backward_plans.get(key)
-    if plan is None:
-        again = lambda *arrays: backward(function, rms, library, *arrays, need_dbias)  # noqa: E731
-        views = check()
-        plan = detour.norm_backward(library, views, again)
-        plan = plan or BackwardPlan(function, rms, library, views, aligned, need_dbias)
-        _backward_plans.add(key, plan)
+    again = lambda *arrays: backward(function, rms, library, *arrays, need_dbias)  # noqa: E731
+    plan, pointers = _backward_plans.find(
+        library,
+        (dout, x, weight, stats, dresidual),
+        (rms, need_dbias),
+        check,
+        lambda views, aligned: (
+            detour.norm_backward(library, views, again)
+            or BackwardPlan(function, rms, library, views, aligned, need_dbias)
+        ),
+    )
     if type(plan) is Detour:
         return plan(dout, x, weight, stats, dresidual)
     return plan(x, weight, pointers)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from ..runtime.config import ITEM_SIZE, KernelConfig, vector_width, weight_dtypes
 from ..runtime.gpu import Capability, architecture
+from . import dropout_kernels
 from .row_configs import (
     NormBwd,
     NormBwdCluster,
@@ -76,7 +77,8 @@ def sum_partials(weight: str, rows: int) -> SumPartials:
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
-    """Everything that the four above can return."""
+    """Everything that the four above can return, and dropout before them."""
+    yield from dropout_kernels.configurations()
     for weight in ITEM_SIZE:
         yield from (sum_partials(weight, FEW_SHARES), sum_partials(weight, FEW_SHARES + 1))
     switches = (False, True)

@@ -1,8 +1,11 @@
-"""LayerNorm and RMSNorm, fused with the addition of a residual."""
+"""LayerNorm and RMSNorm, with dropout and the addition of a residual before them."""
+
+from typing import Any
 
 from ..runtime.array import Array, compiling, library_of
 from ..runtime.checks import known_library
 from . import dispatch
+from . import dropout as dropouts
 
 
 def layer_norm(
@@ -12,9 +15,13 @@ def layer_norm(
     *,
     residual: Array | None = None,
     eps: float = 1e-5,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
     return_stats: bool = False,
 ) -> Array | tuple[Array, ...]:
-    """(h - mean) / sqrt(variance + eps) * weight + bias over the last dimension, h = x + residual.
+    """(h - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
+
+    h is dropout(x) + residual, rounded to the dtype in which it is returned.
 
     Arrays are those that `cupyflash.attention` takes; torch tensors have autograd. Strides are
     free: where the last dimension is not contiguous, or more than four others do not collapse, x or
@@ -28,20 +35,27 @@ def layer_norm(
         residual: like x, or float32; None is 0. A float32 residual of 16-bit x costs a copy of x
             and one of out. Under torch's autocast both are promoted to one dtype.
         eps: added to the variance.
+        dropout_p: probability, in steps of 2^-16, with which a number of x becomes 0; the others
+            are divided by 1 - dropout_p. It costs a kernel that reads x and residual and writes h.
+        dropout_seed: from 0 to 2^63 - 1, or int64 of one element on the device of x; equal seeds
+            drop numbers at the same places (row in C order, column), whatever strides and dtype.
+            None draws one from the generator of the library.
         return_stats: also return float32 (..., 2), mean and 1 / sqrt(variance + eps) of each row:
             what `layer_norm_backward` needs.
 
     Returns:
         out like x; with a residual (out, h), h like the residual, being that of the next layer; the
-        statistics at the end, if wanted.
+        statistics at the end, if wanted. With statistics h is returned wherever dropout_p is not 0,
+        as the backward needs it: (out, h, stats).
 
     Raises:
-        TypeError: dtypes, libraries, a bias without a weight, an eps that is no number.
-        ValueError: shapes, devices, eps, a weight that is not contiguous.
+        TypeError: dtypes, libraries, a bias without a weight, options that are no numbers.
+        ValueError: shapes, devices, values of options, a weight that is not contiguous.
 
     Source: Layer Normalization, arXiv:1607.06450.
     """
-    return _forward("layer_norm", False, (x, weight, bias, residual), eps, return_stats)
+    arrays, dropout = (x, weight, bias, residual), (dropout_p, dropout_seed)
+    return _forward("layer_norm", False, arrays, eps, dropout, return_stats)
 
 
 def rms_norm(
@@ -50,53 +64,84 @@ def rms_norm(
     *,
     residual: Array | None = None,
     eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
     return_stats: bool = False,
 ) -> Array | tuple[Array, ...]:
-    """h / sqrt(mean of h^2 + eps) * weight over the last dimension, h = x + residual.
+    """h / sqrt(mean of h^2 + eps) * weight over the last dimension, h = dropout(x) + residual.
 
     Everything as in `layer_norm`; the mean among the statistics is 0.
 
     Source: Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
-    return _forward("rms_norm", True, (x, weight, None, residual), eps, return_stats)
+    arrays, dropout = (x, weight, None, residual), (dropout_p, dropout_seed)
+    return _forward("rms_norm", True, arrays, eps, dropout, return_stats)
 
 
 def layer_norm_backward(
-    dout: Array, x: Array, weight: Array | None, stats: Array, *, dresidual: Array | None = None
-) -> tuple[Array, Array | None, Array | None]:
+    dout: Array,
+    x: Array,
+    weight: Array | None,
+    stats: Array,
+    *,
+    dresidual: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+) -> tuple[Array | None, ...]:
     """Gradients of `layer_norm` for libraries without autograd; repeatable bit by bit.
 
     Args:
         dout: gradient of out, like out.
-        x: what was normalised: h, if there was a residual; it may be float32 beside 16-bit dout.
+        x: what was normalised: h, if there was a residual or dropout; it may be float32 beside
+            16-bit dout.
         weight: of the forward, with the dtype of dout or float32.
         stats: of the forward.
         dresidual: gradient of h from elsewhere, like x; added to dx.
+        dropout_p: of the forward.
+        dropout_seed: of the forward, which must have been given one.
 
     Returns:
         (dx, dweight, dbias), like x, weight and weight; without a weight the last two are None. dx
-        is the gradient of x and of residual.
+        is the gradient of x and of residual. With a dropout_p that is not 0 these two differ:
+        (dx, dweight, dbias, dh), where dx is dropped as x was and has the dtype of dout, and dh,
+        like x, is the gradient of h and so of the residual.
 
     Raises:
         As `layer_norm`.
     """
-    return _backward("layer_norm_backward", False, (dout, x, weight, stats, dresidual), True)
+    arrays, dropout = (dout, x, weight, stats, dresidual), (dropout_p, dropout_seed)
+    return _backward("layer_norm_backward", False, arrays, dropout, True)
 
 
 def rms_norm_backward(
-    dout: Array, x: Array, weight: Array | None, stats: Array, *, dresidual: Array | None = None
-) -> tuple[Array, Array | None]:
-    """(dx, dweight) of `rms_norm`, as `layer_norm_backward`."""
-    arrays = (dout, x, weight, stats, dresidual)
-    return _backward("rms_norm_backward", True, arrays, False)[:2]
+    dout: Array,
+    x: Array,
+    weight: Array | None,
+    stats: Array,
+    *,
+    dresidual: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Array | None = None,
+) -> tuple[Array | None, ...]:
+    """(dx, dweight) of `rms_norm`, with dropout (dx, dweight, dh), as `layer_norm_backward`."""
+    arrays, dropout = (dout, x, weight, stats, dresidual), (dropout_p, dropout_seed)
+    dx, dweight, _, *dh = _backward("rms_norm_backward", True, arrays, dropout, False)
+    return dx, dweight, *dh
 
 
 def _forward(
-    function: str, rms: bool, arrays: tuple[Array | None, ...], eps: float, return_stats: bool
+    function: str,
+    rms: bool,
+    arrays: tuple[Array | None, ...],
+    eps: float,
+    dropout: tuple[Any, Any],
+    return_stats: bool,
 ) -> Array | tuple[Array, ...]:
-    out, h, stats = _results(function, rms, *arrays, eps, return_stats)
+    out, h, stats = _results(function, rms, *arrays, eps, dropout, return_stats)
     if arrays[-1] is None:
-        return (out, stats) if return_stats else out
+        if return_stats:
+            return (out, stats) if h is None else (out, h, stats)
+        return out
     return (out, h, stats) if return_stats else (out, h)
 
 
@@ -108,49 +153,86 @@ def _results(
     bias: Array | None,
     residual: Array | None,
     eps: float,
+    options: tuple[Any, Any],
     need_stats: bool,
 ) -> tuple[Array | None, ...]:
-    """`norm_dispatch.forward`, by whatever way the library of x wants."""
+    """`norm_dispatch.forward`, by whatever way the library of x wants.
+
+    Args:
+        options: dropout_p and dropout_seed.
+    """
     if compiling():
         from . import torch_ops
 
-        return torch_ops.norm(function, rms, x, weight, bias, residual, eps)
+        dropout = dropouts.of_traced_call(function, torch_ops.LIBRARY, x, *options)
+        return torch_ops.norm(function, rms, x, weight, bias, residual, eps, dropout)
     library, arrays = library_of(x), (x, weight, bias, residual)
     if library is None:
-        call = lambda *known: dispatch.forward(  # noqa: E731
-            function, rms, library_of(known[0]), *known, eps, need_stats
-        )
+        options = dropouts.imported(function, *options)
+
+        def call(*known: Array | None) -> tuple[Array | None, ...]:
+            library = library_of(known[0])
+            dropout = dropouts.of_call(function, library, known[0], *options)
+            return dispatch.forward(function, rms, library, *known, eps, need_stats, dropout)
+
         return known_library(function, call, *arrays)
-    if library.watched(*arrays):
+    dropout = dropouts.of_call(function, library, x, *options)
+    given = arrays if dropout is None else (*arrays, dropout.seed)
+    if library.watched(*given):
         from . import torch_ops
 
-        if library.traced(*arrays):
-            return torch_ops.norm(function, rms, *arrays, eps)
+        if library.traced(*given):
+            return torch_ops.norm(function, rms, *arrays, eps, dropout)
         arrays = torch_ops.promoted(*arrays)
     if library.wants_gradient(*(y for y in arrays if library_of(y) is library)):
         from .autograd import norm_with_gradient
 
-        return norm_with_gradient(function, rms, *arrays, eps)
-    return dispatch.forward(function, rms, library, *arrays, eps, need_stats)
+        return norm_with_gradient(function, rms, *arrays, eps, dropout)
+    return dispatch.forward(function, rms, library, *arrays, eps, need_stats, dropout)
 
 
 def _backward(
-    function: str, rms: bool, arrays: tuple[Array | None, ...], need_dbias: bool
-) -> tuple[Array, ...]:
+    function: str,
+    rms: bool,
+    arrays: tuple[Array | None, ...],
+    options: tuple[Any, Any],
+    need_dbias: bool,
+) -> tuple[Array | None, ...]:
     if compiling():
         from ..runtime.torch_eager import eagerly
 
-        return eagerly(_backward, function, rms, arrays, need_dbias)
-    call = lambda *known: dispatch.backward(  # noqa: E731
-        function, rms, library_of(known[1]), *known, need_dbias
-    )
-    library = library_of(arrays[1])
+        return eagerly(_backward, function, rms, arrays, options, need_dbias)
+    library, (_, seed) = library_of(arrays[1]), options
     if library is None:
+        options = dropouts.imported(function, *options)
+        call = lambda *known: _gradients(  # noqa: E731
+            function, rms, library_of(known[1]), known, options, need_dbias
+        )
         return known_library(function, call, *arrays)
-    if library.traced(arrays[1], *arrays) or library.wants_gradient(
+    if library.traced(arrays[1], *arrays, seed) or library.wants_gradient(
         *(y for y in arrays if library_of(y) is library)
     ):
         from . import torch_ops
 
-        return torch_ops.norm_backward(function, rms, *arrays, need_dbias)
-    return call(*arrays)
+        dropout = dropouts.of_backward(function, library, arrays[1], *options)
+        return torch_ops.norm_backward(function, rms, *arrays, need_dbias, dropout)
+    return _gradients(function, rms, library, arrays, options, need_dbias)
+
+
+def _gradients(
+    function: str,
+    rms: bool,
+    library: Any,
+    arrays: tuple[Array | None, ...],
+    options: tuple[Any, Any],
+    need_dbias: bool,
+) -> tuple[Array | None, ...]:
+    """(dx, dweight, dbias), with dropout and dh, of arrays of one library."""
+    dropout = None
+    if library is not None:  # else the next line says so
+        dropout = dropouts.of_backward(function, library, arrays[1], *options)
+    dh, *sums = dispatch.backward(function, rms, library, *arrays, need_dbias)
+    if dropout is None:
+        return dh, *sums
+    dx = dropouts.add(function, library, dh, None, dropout)
+    return library.cast(dx, arrays[0]), *sums, dh

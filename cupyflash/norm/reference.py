@@ -10,12 +10,22 @@ from collections.abc import Callable
 import numpy
 
 from ..runtime.numeric import Array, compute_dtype
+from ..runtime.philox import dropout_scale, keep_rows
 
 
 def add(x: Array, residual: Array) -> Array:
     """What is normalised: x + residual, rounded to the dtype of the residual."""
     wide = compute_dtype(residual)
     return (x.astype(wide) + residual.astype(wide)).astype(residual.dtype)
+
+
+def dropout_add(x: Array, residual: Array | None, threshold: int, seed: int) -> Array:
+    """What is normalised: dropout(x) + residual, in the dtype of the residual or else of x."""
+    like = x if residual is None else residual
+    wide, columns = numpy.dtype(compute_dtype(like)).type, x.shape[-1]
+    kept = keep_rows(seed, threshold, range(math.prod(x.shape[:-1])), columns).reshape(x.shape)
+    h = numpy.where(kept, x.astype(wide) * wide(dropout_scale(threshold)), wide(0))
+    return (h if residual is None else h + residual.astype(wide)).astype(like.dtype)
 
 
 def norm(rms: bool, x: Array, weight: Array, bias: Array | None, eps: float) -> tuple[Array, Array]:

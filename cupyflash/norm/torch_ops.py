@@ -11,7 +11,9 @@ from torch import Tensor
 from ..runtime.array import library_of
 from ..runtime.torch_meta import require_one_device
 from . import dispatch, group_norm_dispatch
+from . import dropout as dropouts
 from .detour import result_strides
+from .dropout import Dropout
 from .groups import dense_like
 
 LIBRARY = library_of(torch.empty(0))
@@ -43,11 +45,13 @@ def norm(
     bias: Tensor | None,
     residual: Tensor | None,
     eps: float,
+    dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """`norm_dispatch.forward` through the operator, which checks when it runs."""
     _refuse_transforms(function)
     x, weight, bias, residual = promoted(x, weight, bias, residual)
-    out, *h, stats = _norm(x, weight, bias, residual, function, rms, eps)
+    p, seed = dropout or (0.0, None)
+    out, *h, stats = _norm(x, weight, bias, residual, function, rms, eps, seed, p)
     return out, h[0] if h else None, stats
 
 
@@ -60,11 +64,22 @@ def norm_backward(
     stats: Tensor,
     dresidual: Tensor | None,
     need_dbias: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`norm_dispatch.backward` through the operator, whose own derivative is an error."""
+    dropout: Dropout | None = None,
+) -> tuple[Tensor | None, ...]:
+    """`norm_dispatch.backward` through the operator, whose own derivative is an error.
+
+    With dropout (dx, dweight, dbias, dh).
+    """
     arrays = (dout, x, weight, stats, dresidual)
-    gradients = _norm_backward(*arrays, function, rms, need_dbias)
-    return (*gradients, None, None)[:3]
+    dh, *sums = (*_norm_backward(*arrays, function, rms, need_dbias), None, None)[:3]
+    if dropout is None:
+        return dh, *sums
+    return dropout_add(function, dh, None, dropout).to(dout.dtype), *sums, dh
+
+
+def dropout_add(function: str, x: Tensor, residual: Tensor | None, dropout: Dropout) -> Tensor:
+    """`dropout.add` through the operator."""
+    return _dropout_add(x, residual, dropout.seed, function, dropout.p)
 
 
 def group_norm(
@@ -80,12 +95,13 @@ def group_norm(
     return _group_norm(x, weight, bias, num_groups, eps, activation)
 
 
+# Inductor keeps graphs on disk by the names of operators: new arguments come last, with a default.
 @torch.library.custom_op(
     "cupyflash::norm",
     mutates_args=(),
     schema=(
         "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, str function, bool rms, "
-        "float eps) -> Tensor[]"
+        "float eps, Tensor? dropout_seed=None, float dropout_p=0.0) -> Tensor[]"
     ),
 )
 def _norm(
@@ -96,21 +112,54 @@ def _norm(
     function: str,
     rms: bool,
     eps: float,
+    dropout_seed: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> list[Tensor]:
-    """out, x + residual if there is one, statistics."""
+    """out; h if there is a residual or dropout; statistics."""
     arrays = (x, weight, bias, residual)
     LIBRARY.refuse_tangents(*arrays)
-    results = dispatch.forward(function, rms, LIBRARY, *arrays, eps, True)
+    dropout = None if dropout_seed is None else Dropout(dropout_p, dropout_seed)
+    results = dispatch.forward(function, rms, LIBRARY, *arrays, eps, True, dropout)
     return [y for y in results if y is not None]
 
 
 @_norm.register_fake
 def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *options: Any
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    function: str,
+    rms: bool,
+    eps: float,
+    dropout_seed: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> list[Tensor]:
-    require_one_device(options[0], x, weight, bias, residual)
-    results = [_rows_like(x, y.dtype) for y in (x, residual) if y is not None]
-    return [*results, x.new_empty((*x.shape[:-1], 2), dtype=torch.float32)]
+    require_one_device(function, x, weight, bias, residual, dropout_seed)
+    stats = x.new_empty((*x.shape[:-1], 2), dtype=torch.float32)
+    if residual is None and dropout_seed is None:
+        return [_rows_like(x, x.dtype), stats]
+    h = _rows_like(x, x.dtype if residual is None else residual.dtype)
+    return [_rows_like(x if dropout_seed is None or h.dtype != x.dtype else h, x.dtype), h, stats]
+
+
+@torch.library.custom_op(
+    "cupyflash::dropout_add",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? residual, Tensor seed, str function, float p) -> Tensor",
+)
+def _dropout_add(
+    x: Tensor, residual: Tensor | None, seed: Tensor, function: str, p: float
+) -> Tensor:
+    """dropout(x) + residual."""
+    LIBRARY.refuse_tangents(x, residual)
+    return dropouts.add(function, LIBRARY, x, residual, Dropout(p, seed))
+
+
+@_dropout_add.register_fake
+def _(x: Tensor, residual: Tensor | None, seed: Tensor, function: str, p: float) -> Tensor:
+    require_one_device(function, x, residual, seed)
+    return _rows_like(x, x.dtype if residual is None else residual.dtype)
 
 
 @torch.library.custom_op(
@@ -220,18 +269,36 @@ def _(
 
 
 def _setup_norm(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, weight, bias, residual, *options = inputs
-    ctx.save_for_backward(x if residual is None else output[1], weight, output[-1])
-    ctx.arguments = (*options[:2], bias is not None, residual is not None, x.dtype)
+    x, weight, bias, residual, function, rms, _, *dropout = inputs
+    seed, p = dropout or (None, 0.0)
+    ctx.save_for_backward(output[1] if len(output) > 2 else x, weight, output[-1], seed)
+    ctx.arguments = (function, rms, bias is not None, residual is not None, x.dtype, p)
     ctx.mark_non_differentiable(output[-1])
 
 
 def _gradient_of_norm(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
     dout, *dh, _ = gradients
-    function, rms, has_bias, has_residual, dtype = ctx.arguments
-    arrays = (dout, *ctx.saved_tensors, dh[0] if has_residual else None)
-    dx, dweight, dbias = norm_backward(f"{function}_backward", rms, *arrays, has_bias)
-    return dx.to(dtype), dweight, dbias, dx if has_residual else None, None, None, None
+    h, weight, stats, seed = ctx.saved_tensors
+    function, rms, has_bias, has_residual, dtype, p = ctx.arguments
+    function, arrays = f"{function}_backward", (dout, h, weight, stats, *(dh or [None]))
+    dropout = None if seed is None else Dropout(p, seed)
+    dx, dweight, dbias, *dh = norm_backward(function, rms, *arrays, has_bias, dropout)
+    of_residual = (dh or [dx])[0] if has_residual else None
+    # torch leaves out the last arguments where they have their defaults, and wants none for them.
+    options = 3 if dropout is None else 5
+    return dx.to(dtype), dweight, dbias, of_residual, *[None] * options
+
+
+def _setup_dropout_add(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, residual, seed, *ctx.options = inputs
+    ctx.save_for_backward(seed)
+    ctx.dtype, ctx.has_residual = x.dtype, residual is not None
+
+
+def _gradient_of_dropout_add(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+    function, p = ctx.options
+    dx = dropout_add(function, dh, None, Dropout(p, *ctx.saved_tensors)).to(ctx.dtype)
+    return dx, dh if ctx.has_residual else None, None, None, None
 
 
 def _setup_group_norm(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -249,6 +316,7 @@ def _no_second_derivative(ctx: Any, *gradients: Any) -> None:
     raise NotImplementedError("cupyflash: norms have no second derivative")
 
 
+_dropout_add.register_autograd(_gradient_of_dropout_add, setup_context=_setup_dropout_add)
 _norm.register_autograd(_gradient_of_norm, setup_context=_setup_norm)
 _norm_backward.register_autograd(_no_second_derivative)
 _group_norm.register_autograd(_gradient_of_group_norm, setup_context=_setup_group_norm)

@@ -75,6 +75,10 @@ class NumpyLibrary:
     ) -> Array:
         return x
 
+    def cast(self, x: Array, like: Array) -> Array:
+        """x in the dtype of ``like``; itself if it has that."""
+        return x.astype(like.dtype, copy=False)
+
     def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
         return dense_strides(shape, range(len(shape)))
 

@@ -1,20 +1,24 @@
-"""Philox4x32-7 as in ``cuda_src/common/philox.cuh``, and which weights dropout keeps by it.
+"""Philox4x32-7 as in ``cuda_src/common/philox.cuh``, and what dropout keeps by it.
 
-That depends on the seed and on the place of a weight alone, not on the order in which the weights
-are visited: so every kernel, the backward and the CPU drop the same weights. `diffusion.normal`
-makes the noise of the samplers from the same numbers.
+That depends on the seed and on the place of a weight, or of an element of a row, alone, not on the
+order in which they are visited: so every kernel, the backward and the CPU drop the same.
+`diffusion.normal` makes the noise of the samplers from the same numbers.
 
 J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
 import dataclasses
 
+import numpy
+
 from .numeric import Array, array_namespace
+from .structs import header
 
 ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 LOW = 0xFFFFFFFF
+ROW_DROPOUT_STREAM = header("norm/dropout_add.cu").ROW_DROPOUT_STREAM  # no other user has it
 
 
 def philox(seed: int, counter: tuple[Array, Array, Array, Array]) -> list[Array]:
@@ -73,6 +77,22 @@ def dropout_threshold(dropout_p: float) -> int:
 def dropout_scale(threshold: int) -> float:
     """Factor of the weights that are kept."""
     return 65536 / (65536 - threshold)
+
+
+def keep_rows(seed: int, threshold: int, rows: range, columns: int) -> Array:
+    """True where an element of a row stays, bool (len(rows), columns): of dropout before a norm.
+
+    Args:
+        threshold: of 2^16, how many are dropped.
+    """
+    # One counter serves eight neighbouring columns.
+    row = numpy.arange(rows.start, rows.stop, dtype="uint64")[:, None]
+    column = numpy.arange(-(-columns // 8), dtype="uint64")
+    stream = numpy.full(1, ROW_DROPOUT_STREAM, "uint64")
+    words = philox(seed, (column, row & numpy.uint64(LOW), row >> numpy.uint64(32), stream))
+    words = numpy.stack(words, axis=-1).astype("<u4")  # (row, eight columns, word)
+    halves = words.view("<u2")  # the lower half of a word first
+    return (halves >= threshold).reshape(len(rows), 8 * len(column))[:, :columns]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,30 +48,38 @@ def expected_norm(
     dresidual: Any = None,
     *,
     eps: float,
+    factors: Array | None = None,
 ) -> ExpectedNorm:
-    """Forward and backward of `cupyflash.layer_norm` or `rms_norm`, arrays of any library."""
+    """Forward and backward of `cupyflash.layer_norm` or `rms_norm`, arrays of any library.
+
+    Args:
+        factors: float64 like x, what dropout multiplies it by; then the gradient of h is "dh".
+    """
     given = (dout, x, weight, bias, residual, dresidual)
     dtypes = [None if y is None else str(y.dtype).removeprefix("torch.") for y in given]
     wide = [None if y is None else to_numpy64(y) for y in given]
     if weight is None:
         dtypes[2], wide[2] = dtypes[1], numpy.ones(x.shape[-1])
     narrow = [None if y is None else y.astype(numpy_dtype(name)) for y, name in zip(wide, dtypes)]
-    exact, baseline = (_norm(rms, *arrays, eps) for arrays in (wide, narrow))
+    exact, baseline = (_norm(rms, *arrays, eps, factors) for arrays in (wide, narrow))
     h = wide[1] if exact["h"] is None else exact["h"]
     n = _normal_terms(h, exact["stats"])
     dout64, weight64 = numpy.abs(wide[0]), numpy.abs(wide[2])
     g, scale = dout64 * weight64, exact["stats"][..., 1:]
     dx = scale * (g + g.mean(-1, keepdims=True) + n * (g * n).mean(-1, keepdims=True))
     rows = tuple(range(wide[1].ndim - 1))
+    dh = dx + (0 if dresidual is None else numpy.abs(wide[5]))
     terms = {
         "stats": _stats_terms(h, exact["stats"], n),
         "out": n * weight64 + (0 if bias is None else numpy.abs(wide[3])),
-        "dx": dx + (0 if dresidual is None else numpy.abs(wide[5])),
+        "dx": dh if factors is None else dh * factors,
+        "dh": dh,
         "dweight": (dout64 * n).sum(rows),
         "dbias": dout64.sum(rows),
     }
     stream = dtypes[1] if residual is None else dtypes[4]  # that of h and its gradient
-    kinds = {"out": dtypes[1], "h": stream, "dx": stream, "stats": "float32"}
+    kinds = {"out": dtypes[1], "h": stream, "dh": stream, "stats": "float32"}
+    kinds["dx"] = stream if factors is None else dtypes[1]
     kinds |= {"dweight": dtypes[2], "dbias": dtypes[2]}
     return _expected(exact, baseline, kinds, terms)
 
@@ -156,14 +164,28 @@ def _norm(
     residual: Array | None,
     dresidual: Array | None,
     eps: float,
-) -> dict[str, Array]:
-    h = None if residual is None else reference.add(x, residual)
-    values = x if h is None else h
+    factors: Array | None,
+) -> dict[str, Array | None]:
+    values = x if factors is None else _times(x, factors, x.dtype)
+    if residual is not None:
+        values = reference.add(values, residual)
     out, stats = reference.norm(rms, values, weight, bias, eps)
-    gradients = reference.norm_backward(rms, dout, values, weight, stats, dresidual)
-    results = dict(zip(("dx", "dweight", "dbias"), gradients))
-    out = out.astype(x.dtype, copy=False)
-    return {"out": out, "h": h, "stats": stats, **results}
+    dh, dweight, dbias = reference.norm_backward(rms, dout, values, weight, stats, dresidual)
+    return {
+        "out": out.astype(x.dtype, copy=False),
+        "h": None if values is x else values,
+        "stats": stats,
+        "dx": dh if factors is None else _times(dh, factors, x.dtype),
+        "dh": None if factors is None else dh,
+        "dweight": dweight,
+        "dbias": dbias,
+    }
+
+
+def _times(x: Array, factors: Array, dtype: Any) -> Array:
+    """As a framework's dropout computes it."""
+    compute = numpy.float64 if x.dtype == numpy.float64 else numpy.float32
+    return (x.astype(compute) * factors.astype(compute)).astype(dtype)
 
 
 def _group_norm(
