@@ -376,3 +376,17 @@ def test_under_torch_compile(backend):
         return attention_with_cache(**arrays) + 0
 
     assert torch.equal(compiled(**good), expected)
+
+
+@each_library(library="torch")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_autocast_changes_nothing(backend, dtype):
+    """The cache has a dtype, so q, k and v have that: there is nothing to cast to."""
+    torch = pytest.importorskip("torch")
+    results = []
+    for enabled in (False, True):
+        arrays, _, _ = problem(backend, dtype, (2, 1, 2, 64, 50))
+        with torch.autocast(backend.device, torch.bfloat16, enabled=enabled):
+            results.append((attention_with_cache(*arrays), *arrays[3:5]))
+    for plain, cast in zip(*results):
+        assert cast.dtype == plain.dtype and torch.equal(cast.nan_to_num(), plain.nan_to_num())

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from ..attention.dispatch import forward
+from ..attention.dispatch import forward_without_gradient
 from ..attention.extras import NO_EXTRAS
 from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
@@ -125,7 +125,8 @@ class SeparatePlan:
         append(FUNCTION, *new, k_cache, v_cache, where, sequences)
         options = (self.seqlen > 1, self.scale, None, 0.0, "bshd", None, 0.0)
         extras = NO_EXTRAS._replace(seqused_k=positions + self.seqlen)
-        return forward(FUNCTION, q, k_cache, v_cache, options, extras)[0]
+        arrays = (q, k_cache, v_cache)
+        return forward_without_gradient(FUNCTION, self.library, *arrays, options, extras, False)[0]
 
     def _check_positions(self, positions: Array) -> None:
         places = self.library.to_list(positions)
