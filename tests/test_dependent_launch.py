@@ -229,7 +229,7 @@ def test_the_first_launch_of_a_thread():
     shapes, dtype, function = operations(cupy)["embedding"]
     tokens = cupy.ones(shapes[0], dtype)
     right, found = function(tokens), []
-    config = kernels.FlashDecodeSm90("float16", 64, 4)
+    config = kernels.FlashDecodeCluster("float16", 64, 4)
     clusters.jit.load(config, 0)
     clusters._clusters_of_all.cache_clear()
     cupy.cuda.Device().synchronize()

@@ -4,6 +4,8 @@ import pytest
 
 from cupyflash.attention.families import FAMILIES, choose
 from cupyflash.attention.features import Access, Features
+from cupyflash.kernels import TOPICS
+from cupyflash.runtime.gpu import ARCHITECTURES
 
 MAPPED, VECTOR, ELEMENT = Access.TENSOR_MAP, Access.VECTOR, Access.ELEMENT
 
@@ -89,3 +91,11 @@ def test_shared_memory_fits_the_gpu(capability):
     for family in FAMILIES.values():
         for config in family.configurations(capability):
             assert config.shared_memory + 512 <= limit, config
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES, ids=str)
+def test_a_kernel_for_sm_90_runs_there_alone(capability):
+    """The suffix says that it needs the instructions of sm_90a."""
+    for family in (*FAMILIES.values(), *TOPICS.values()):
+        names = {config.name for config in family.configurations(capability)}
+        assert capability == (9, 0) or not [name for name in names if name.endswith("_sm90")]

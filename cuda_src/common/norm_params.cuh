@@ -138,7 +138,7 @@ struct GroupNormFwdParams {
   GroupStrides out_strides;
   GroupNormShape shape;
   int unit_blocks;  // three_steps.cuh; or 0
-  int shares;       // group_norm_fwd_sm90: how many blocks have a group, each some of the samples
+  int shares;       // group_norm_fwd_pipelined: blocks that have a group, each some of the samples
   ChannelTiling tiling;
 };
 

@@ -110,7 +110,7 @@ def _plan(
 
 def _config(
     shape: structs.AttentionShape, views: dict[str, View], aligned: bool
-) -> kernels.FlashDecode | kernels.FlashDecodeSm90 | None:
+) -> kernels.FlashDecode | kernels.FlashDecodeCluster | None:
     """The kernel that takes this in one launch, if there is one."""
     device, family = views["q"].device, environment.current().family
     steps = {

@@ -35,7 +35,7 @@ class DecodePlan(Plan):
     def __init__(
         self,
         library: Any,
-        config: kernels.FlashDecode | kernels.FlashDecodeSm90,
+        config: kernels.FlashDecode | kernels.FlashDecodeCluster,
         shape: attention_structs.AttentionShape,
         views: dict[str, View],
     ) -> None:

@@ -88,10 +88,10 @@ class FlashDecode(KernelConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class FlashDecodeSm90(KernelConfig):
+class FlashDecodeCluster(KernelConfig):
     """The same by clusters of blocks that share the keys."""
 
-    source: ClassVar[str] = "attention/flash_decode_sm90.cu"
+    source: ClassVar[str] = "attention/flash_decode_cluster.cu"
     params: ClassVar[type[structs.FlashDecodeParams]] = structs.FlashDecodeParams
     dependent: ClassVar[bool] = True
 
@@ -142,7 +142,7 @@ def flash_decode(
     shape: attention_structs.AttentionShape,
     capability: tuple[int, int],
     multiprocessors: int,
-) -> FlashDecode | FlashDecodeSm90 | None:
+) -> FlashDecode | FlashDecodeCluster | None:
     """The kernel for new tokens and a cache of `shape`; None if another way is faster, or the only.
 
     Blocks share the keys until every warp has a single load of them, or the GPU is full: clusters,
@@ -166,11 +166,11 @@ def flash_decode(
     half_empty = units * cluster * 2 <= at_once
     if cluster == 1 or (half_empty and _is_long(alone, shape, at_once)):
         return alone
-    return FlashDecodeSm90(dtype, head_dim, cluster)
+    return FlashDecodeCluster(dtype, head_dim, cluster)
 
 
 def splits(
-    config: FlashDecode | FlashDecodeSm90, shape: attention_structs.AttentionShape, at_once: int
+    config: FlashDecode | FlashDecodeCluster, shape: attention_structs.AttentionShape, at_once: int
 ) -> int:
     """How many clusters, of which ``at_once`` can run, share the keys of full caches at most.
 
@@ -213,4 +213,4 @@ def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
         if arch is not None:
             yield FlashDecode(dtype, head_dim, arch)
         if arch == 90:
-            yield from (FlashDecodeSm90(dtype, head_dim, cluster) for cluster in (2, 4, 8))
+            yield from (FlashDecodeCluster(dtype, head_dim, cluster) for cluster in (2, 4, 8))

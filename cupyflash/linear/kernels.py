@@ -104,10 +104,10 @@ class MlpFew(KernelConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class MlpFewSm90(MlpFew):
+class MlpFewCluster(MlpFew):
     """The same in clusters."""
 
-    source: ClassVar[str] = "linear/mlp_few_sm90.cu"
+    source: ClassVar[str] = "linear/mlp_few_cluster.cu"
     cluster: ClassVar[int] = 2
 
 
@@ -291,7 +291,7 @@ def _few_tails(
 
 
 def _mlp_kind(capability: Capability) -> type[MlpFew]:
-    return MlpFewSm90 if architecture(capability).clusters else MlpFew
+    return MlpFewCluster if architecture(capability).clusters else MlpFew
 
 
 def _fits(config: LinearFew | MlpFew, bytes_of_rows: int) -> bool:

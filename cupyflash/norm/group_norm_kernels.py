@@ -10,10 +10,10 @@ from .one_step import (
     GroupConfig,
     GroupNormBwd,
     GroupNormBwdCluster,
-    GroupNormBwdSm90,
+    GroupNormBwdPipelined,
     GroupNormFwd,
     GroupNormFwdCluster,
-    GroupNormFwdSm90,
+    GroupNormFwdPipelined,
     OneStepConfig,
 )
 from .three_steps import (
@@ -95,7 +95,7 @@ def _forward_in_one(
     yield of_blocks[0]
     layout, vector = "halves" if halves else "first", vector_width(kind[0])
     for threads, loads, *ring in FORWARD_RINGS:
-        yield GroupNormFwdSm90(*kind, layout, threads, loads, vector, *ring)
+        yield GroupNormFwdPipelined(*kind, layout, threads, loads, vector, *ring)
     yield from of_blocks[AFTER_RINGS:]
     for *tile, blocks in () if halves else FORWARD_CLUSTERS:
         yield GroupNormFwdCluster(*kind, *tile, vector, blocks)
@@ -111,7 +111,7 @@ def _backward_in_one(
     yield next(of_blocks)
     layout, vector = "halves" if halves else "first", vector_width(kind[0])
     for *tile, threads, blocks in BACKWARD_RINGS[: HALVES_TILES if halves else None]:
-        yield GroupNormBwdSm90(*kind, layout, *tile, vector, threads, blocks)
+        yield GroupNormBwdPipelined(*kind, layout, *tile, vector, threads, blocks)
     for *tile, blocks in () if halves else BACKWARD_CLUSTERS:
         yield GroupNormBwdCluster(*kind, *tile, vector, blocks)
 

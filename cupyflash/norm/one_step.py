@@ -82,7 +82,7 @@ class GroupNormBwd(GroupConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupNormFwdSm90(OneStepConfig):
+class GroupNormFwdPipelined(OneStepConfig):
     """Forward: a warp has a group, or several, of one sample after the other.
 
     Attributes:
@@ -92,7 +92,7 @@ class GroupNormFwdSm90(OneStepConfig):
 
     cluster: ClassVar[int] = 1
     takes_turns: ClassVar[bool] = True
-    source: ClassVar[str] = "norm/group_norm_fwd_sm90.cu"
+    source: ClassVar[str] = "norm/group_norm_fwd_pipelined.cu"
     params: ClassVar[type[structs.GroupNormFwdParams]] = structs.GroupNormFwdParams
 
     dtype: str
@@ -153,7 +153,7 @@ class GroupNormBwdCluster(GroupNormFwdCluster):
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupNormBwdSm90(OneStepConfig):
+class GroupNormBwdPipelined(OneStepConfig):
     """Backward: a block has a group, or several, of one sample after the other.
 
     Attributes:
@@ -162,7 +162,7 @@ class GroupNormBwdSm90(OneStepConfig):
 
     cluster: ClassVar[int] = 1
     takes_turns: ClassVar[bool] = True
-    source: ClassVar[str] = "norm/group_norm_bwd_sm90.cu"
+    source: ClassVar[str] = "norm/group_norm_bwd_pipelined.cu"
     params: ClassVar[type[structs.GroupNormBwdParams]] = structs.GroupNormBwdParams
 
     dtype: str

@@ -42,7 +42,7 @@ struct InputsRing : RunRing<Tile, T, 2> {
 template <typename T, typename WEIGHT, Activation ACTIVATION, Layout LAYOUT, int ROW_THREADS,
           int LOADS, int VECTOR, int NUM_THREADS, int BLOCKS>
 __global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
-    group_norm_bwd_sm90(const __grid_constant__ GroupNormBwdParams params) {
+    group_norm_bwd_pipelined(const __grid_constant__ GroupNormBwdParams params) {
   // ---- which part of which group, which run of that ----
   extern __shared__ __align__(16) char smem[];
   using Tile = RowTile<ROW_THREADS, LOADS, VECTOR, NUM_THREADS>;

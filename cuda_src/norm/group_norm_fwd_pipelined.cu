@@ -9,7 +9,7 @@
 template <typename T, typename WEIGHT, Activation ACTIVATION, Layout LAYOUT, int ROW_THREADS,
           int LOADS, int VECTOR, int PLACES, int NUM_THREADS, int BLOCKS>
 __global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
-    group_norm_fwd_sm90(const __grid_constant__ GroupNormFwdParams params) {
+    group_norm_fwd_pipelined(const __grid_constant__ GroupNormFwdParams params) {
   // ---- which group, which samples ----
   extern __shared__ __align__(16) char smem[];
   using Tile = RowTile<ROW_THREADS, LOADS, VECTOR, NUM_THREADS>;

@@ -4,6 +4,6 @@
 
 template <typename T, int HEAD_DIM, int CLUSTER>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(DECODE_THREADS, 2)
-    flash_decode_sm90(const __grid_constant__ FlashDecodeParams params) {
+    flash_decode_cluster(const __grid_constant__ FlashDecodeParams params) {
   decode_step<T, HEAD_DIM, CLUSTER, 90>(params);
 }
