@@ -558,12 +558,12 @@ def test_detours(monkeypatch, name, what):
     forward = group_norm_dispatch.forward
     if name == "group_norm_forward":
         arrays = {"x": x, "weight": weight, "bias": bias}
-        again = lambda *y: forward("f", library, *y[:-1], 2, 1e-5, "silu", y[-1])
+        again = lambda *y: forward("f", library, y[:-1], (2, 1e-5, "silu", y[-1]))
         arguments = (*arrays.values(), True)
     else:
-        stats = forward("f", library, x, weight, bias, 2, 1e-5, "silu", True)[1]
+        stats = forward("f", library, (x, weight, bias), (2, 1e-5, "silu", True))[1]
         arrays = {"dout": dout, "x": x, "weight": weight, "bias": bias, "stats": stats}
-        again = lambda *y: group_norm_dispatch.backward("f", library, *y, "silu")
+        again = lambda *y: group_norm_dispatch.backward("f", library, y, ("silu",))
         arguments = tuple(arrays.values())
 
     def seen(*given):

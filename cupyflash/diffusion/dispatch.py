@@ -22,26 +22,30 @@ MAX_SEED = 2**64
 _plans = Plans(wide=3)
 
 
-def step(
-    sampler: Any,
+def run(
+    function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple
+) -> tuple[Array]:
+    """`DiffusionSampler.step` on arrays of one library.
+
+    Args:
+        arrays: x, predicted, noise, indices of steps on the device, seeds of the samples.
+        options: the sampler; the one index, where there are no arrays of them; the one seed; clip.
+    """
+    return (_step(library, *arrays, *options),)
+
+
+def _step(
+    library: Any,
     x: Array,
     predicted: Array,
     noise: Array | None,
     steps: Array | None,
     seeds: Array | None,
+    sampler: Any,
     number: int | None,
     seed: int | None,
     clip: float | None,
 ) -> Array:
-    """`DiffusionSampler.step` on arrays of one known library.
-
-    Args:
-        steps: indices on the device, or None.
-        seeds: of the samples, or None.
-        number: the one index, where there are no ``steps``.
-        seed: the one seed, where there are no ``seeds``.
-    """
-    library = library_of(x)
     if steps is None and number is None:
         raise TypeError(f"{FUNCTION}: step must be an integer or an array of them, got None")
     drawn = seed is not None or seeds is not None

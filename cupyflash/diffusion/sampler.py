@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy
 
-from ..runtime.array import Array, compiling, library_of
-from ..runtime.checks import is_integer, known_library
+from ..runtime.array import Array, library_of
+from ..runtime.checks import is_integer
+from ..runtime.operation import Operation
 from ..runtime.structs import header
 from . import dispatch
 from .levels import Options, levels, prediction
@@ -204,14 +205,7 @@ class DiffusionSampler:
         if seed is not None and type(seed) is not int and hasattr(seed, "__dlpack__"):
             seed, seeds = None, seed
         arrays, options = (x, predicted, noise, step, seeds), (number, seed, clip)
-        if compiling():
-            from ..runtime.torch_eager import eagerly
-
-            return eagerly(dispatch.step, self, *arrays, *options)
-        if library_of(x) is None:
-            known = lambda *xs: (dispatch.step(self, *xs, *options),)  # noqa: E731
-            return known_library(dispatch.FUNCTION, known, *arrays)[0]
-        return dispatch.step(self, *arrays, *options)
+        return STEP(dispatch.FUNCTION, arrays, (self, *options))[0]
 
     def embeddings(self, dim: int, *, like: Array, **options: Any) -> Array:
         """`timestep_embeddings` of the steps, float32 (num_steps, dim), on the device of ``like``.
@@ -258,3 +252,6 @@ def _checked_threshold(function: str, threshold: Any) -> tuple[float, float] | N
             return ratio, largest
     fact = "threshold must be (a quantile below 1, the largest threshold, at least 1) or None"
     raise ValueError(f"{function}: {fact}, got {threshold!r}")
+
+
+STEP = Operation(dispatch.run)

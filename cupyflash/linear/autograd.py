@@ -68,7 +68,7 @@ class Product(torch.autograd.Function):
         arrays = arrays._replace(x=x, weight=weight, bias=bias, residual=residual)
         if x.dtype == torch.float32 and x.is_cuda:
             return _product_in_float32(function, arrays, ctx.options)
-        return dispatch.run(function, LIBRARY, (*arrays, *NO_DOWN), ctx.options)
+        return dispatch.run(function, LIBRARY, (*arrays, *NO_DOWN), ctx.options)[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:

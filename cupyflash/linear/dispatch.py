@@ -3,8 +3,8 @@
 from typing import Any, NamedTuple
 
 from .. import environment
-from ..runtime.array import Array, compiling, dense_strides, library_of
-from ..runtime.checks import known_library
+from ..runtime.array import Array, dense_strides
+from ..runtime.operation import Operation, TorchSide
 from ..runtime.plan import Plans
 from . import reference
 from .checks import check
@@ -46,28 +46,12 @@ def call(function: str, arrays: Arrays, options: Options, down: Down = NO_DOWN) 
         TypeError: x is no array.
         NotImplementedError: transforms of torch.func, gradients of cos and sin.
     """
-    if compiling():
-        from . import torch_call
-
-        return torch_call.call(function, arrays, options, down, traced=True)
-    given, library = (*arrays, *down), library_of(arrays.x)
-    if library is None:
-        if arrays.x is None:
-            raise TypeError(f"{function}: x must be an array, got None")
-        of_known = lambda *known: (  # noqa: E731
-            run(function, library_of(known[0]), known, options),
-        )
-        return known_library(function, of_known, *given)[0]
-    if library.watched(*given) or library.wants_gradient(
-        *[y for y in given if y is not None and library_of(y) is library]
-    ):
-        from . import torch_call
-
-        return torch_call.call(function, arrays, options, down, library.traced(*given))
-    return run(function, library, given, options)
+    return PROJECTION(function, (*arrays, *down), options)[0]
 
 
-def run(function: str, library: Any, given: tuple[Array | None, ...], options: Options) -> Array:
+def run(
+    function: str, library: Any, given: tuple[Array | None, ...], options: Options
+) -> tuple[Array]:
     """A call on arrays of one library: those of `Arrays`, then those of `Down`."""
     if library.on_cpu(given[0]):
         views = check(function, library, given, options)
@@ -78,7 +62,7 @@ def run(function: str, library: Any, given: tuple[Array | None, ...], options: O
         if "down_weight" in views:
             second = Arrays(out, weight, bias=bias, residual=residual)
             out = reference.project(second, Options())
-        return library.from_numpy(out, given[0], dense_strides(out.shape, range(out.ndim)))
+        return (library.from_numpy(out, given[0], dense_strides(out.shape, range(out.ndim))),)
     settings = environment.current()
     plan, pointers = _plans.find(
         library,
@@ -90,4 +74,13 @@ def run(function: str, library: Any, given: tuple[Array | None, ...], options: O
         ),
         anew=settings.debug,
     )
-    return plan(given, pointers)
+    return (plan(given, pointers),)
+
+
+def _torch_side() -> TorchSide:
+    from . import torch_call
+
+    return torch_call
+
+
+PROJECTION = Operation(run, _torch_side)

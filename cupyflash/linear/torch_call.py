@@ -12,27 +12,39 @@ from .dispatch import Down
 from .reference import Arrays, Options
 
 LIBRARY = library_of(torch.empty(0))
+NUM_ARRAYS = len(Arrays._fields)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def call(function: str, arrays: Arrays, options: Options, down: Down, traced: bool) -> Tensor:
-    """`dispatch.call` under autocast, or where gradients are wanted or torch has to see the call.
+def traced(function: str, given: tuple, options: Options) -> tuple[Tensor]:
+    """`dispatch.run` where torch has to see the call: each step is an operator."""
+    if not torch.compiler.is_compiling():
+        _refuse_transforms(function)
+        require_one_device(function, *[y for y in given if isinstance(y, Tensor)])
+    return _call(function, given, options, traced=True)
 
-    Args:
-        traced: torch has to see the call: each step is an operator.
-    """
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(f"{function}: is not built for transforms of torch.func")
-    if traced and not torch.compiler.is_compiling():
-        require_one_device(function, *[y for y in (*arrays, *down) if isinstance(y, Tensor)])
+
+def called(function: str, given: tuple, options: Options) -> tuple[Tensor]:
+    """`dispatch.run` under autocast, or where gradients are wanted."""
+    _refuse_transforms(function)
+    return _call(function, given, options, traced=False)
+
+
+def _call(function: str, given: tuple, options: Options, traced: bool) -> tuple[Tensor]:
+    arrays, down = Arrays(*given[:NUM_ARRAYS]), Down(*given[NUM_ARRAYS:])
     arrays, down, residual = _autocast(function, arrays, options, down, traced)
     if _wants_gradient(*arrays, *down):
         out = autograd.in_steps(function, arrays, options, down, traced)
     elif traced:
         out = torch_ops.operator(*torch_ops.flat(function, arrays, options, down))
     else:
-        out = dispatch.run(function, LIBRARY, (*arrays, *down), options)
-    return autograd.plus(function, out, residual)
+        (out,) = dispatch.run(function, LIBRARY, (*arrays, *down), options)
+    return (autograd.plus(function, out, residual),)
+
+
+def _refuse_transforms(function: str) -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(f"{function}: is not built for transforms of torch.func")
 
 
 def _autocast(

@@ -38,7 +38,7 @@ def project(*arguments: Any) -> Tensor:
     """`dispatch.run`."""
     given, (function, *options, heads) = arguments[:INPUTS], arguments[INPUTS:]
     LIBRARY.refuse_tangents(*given)
-    return dispatch.run(function, LIBRARY, given, Options(*options, tuple(heads)))
+    return dispatch.run(function, LIBRARY, given, Options(*options, tuple(heads)))[0]
 
 
 def gradients(

@@ -57,9 +57,8 @@ class GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, weight, bias, num_groups, eps, activation):  # noqa: ANN001, ANN205
         library = library_of(x)
-        out, stats = group_norm_dispatch.forward(
-            "group_norm", library, x, weight, bias, num_groups, eps, activation, True
-        )
+        options = (num_groups, eps, activation, True)
+        out, stats = group_norm_dispatch.forward("group_norm", library, (x, weight, bias), options)
         ctx.save_for_backward(x, weight, bias, stats)
         ctx.activation = activation
         ctx.mark_non_differentiable(stats)
@@ -68,38 +67,11 @@ class GroupNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout, _):  # noqa: ANN001, ANN205
         x, weight, bias, stats = ctx.saved_tensors
-        arrays = (x, weight, bias, stats)
+        call = "group_norm_backward", (dout, x, weight, bias, stats), (ctx.activation,)
         if torch.is_grad_enabled():  # create_graph=True: not as if the gradients were constants
-            from .torch_ops import group_norm_backward
+            from .torch_ops import GroupNormBackward
 
-            return *group_norm_backward(dout, *arrays, ctx.activation), None, None, None
-        gradients = group_norm_dispatch.backward(
-            "group_norm_backward", library_of(x), dout, *arrays, ctx.activation
-        )
+            return *GroupNormBackward.traced(*call), None, None, None
+        function, arrays, options = call
+        gradients = group_norm_dispatch.backward(function, library_of(x), arrays, options)
         return *gradients, None, None, None
-
-
-def norm_with_gradient(
-    function: str,
-    rms: bool,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    eps: float,
-    dropout: Dropout | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """`norm_dispatch.forward`, recorded for the backward pass of torch."""
-    return Norm.apply(x, weight, bias, residual, function, rms, eps, dropout)
-
-
-def group_norm_with_gradient(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    num_groups: int,
-    eps: float,
-    activation: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`group_norm_dispatch.forward`, recorded for the backward pass of torch."""
-    return GroupNorm.apply(x, weight, bias, num_groups, eps, activation)

@@ -22,6 +22,40 @@ _forward_plans = Plans(wide=4)
 _backward_plans = Plans(wide=5)
 
 
+def call_forward(
+    function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple
+) -> tuple[Array, Array | None, Array | None]:
+    """`forward` of (x, weight, bias, residual, seed of dropout).
+
+    Args:
+        options: rms, eps, whether the statistics are needed, and as `dropouts.split`.
+    """
+    (*tensors, seed), (rms, eps, need_stats, p, number) = arrays, options
+    seed = number if seed is None else seed
+    dropout = dropouts.of_call(function, library, tensors[0], p, seed)
+    return forward(function, rms, library, *tensors, eps, need_stats, dropout)
+
+
+def call_backward(
+    function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple
+) -> tuple[Array | None, ...]:
+    """`backward` of (dout, x, weight, stats, dresidual, seed): (dx, dweight, dbias).
+
+    With dropout (dx, dweight, dbias, dh).
+
+    Args:
+        options: rms, whether dbias is wanted, and as `dropouts.split`.
+    """
+    (*tensors, seed), (rms, need_dbias, p, number) = arrays, options
+    seed = number if seed is None else seed
+    dropout = dropouts.of_backward(function, library, tensors[1], p, seed)
+    dh, *sums = backward(function, rms, library, *tensors, need_dbias)
+    if dropout is None:
+        return dh, *sums
+    dx = dropouts.add(function, library, dh, None, dropout)
+    return library.cast(dx, tensors[0]), *sums, dh
+
+
 def forward(
     function: str,
     rms: bool,
@@ -95,8 +129,6 @@ def backward(
     need_dbias: bool,
 ) -> tuple[Array, Array | None, Array | None]:
     """(dx, dweight, dbias); the last is None unless wanted, both are without a weight."""
-    if library is None:
-        raise TypeError(f"{function}: x must be an array, got None")
 
     def check() -> dict[str, View]:
         arrays = {"x": x, "dout": dout, "weight": weight, "stats": stats, "dresidual": dresidual}

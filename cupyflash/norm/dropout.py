@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..runtime.array import Array, View, from_foreign, library_of
+from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
 from ..runtime.dropout import is_number, require_probability, require_seed_array, seed_array
 from ..runtime.launch import Launch
@@ -52,11 +52,9 @@ def of_backward(function: str, library: Any, x: Array, dropout_p: Any, seed: Any
     return of_call(function, library, x, dropout_p, seed)
 
 
-def imported(function: str, dropout_p: Any, seed: Any) -> tuple[Any, Any]:
-    """(dropout_p, dropout_seed), a seed of an unknown library as a NumPy or CuPy array."""
-    if seed is None or is_number(seed) or library_of(seed) is not None:
-        return dropout_p, seed
-    return dropout_p, from_foreign(function, seed, "dropout_seed")
+def split(dropout_p: Any, seed: Any) -> tuple[Array | None, tuple[Any, int | None]]:
+    """The seed if it is an array, and (dropout_p, the seed if it is a number)."""
+    return (None, (dropout_p, seed)) if is_number(seed) else (seed, (dropout_p, None))
 
 
 def of_traced_call(

@@ -1,10 +1,7 @@
 """GroupNorm fused with an activation function."""
 
-import functools
-from typing import Any
-
-from ..runtime.array import Array, compiling, library_of
-from ..runtime.checks import known_library
+from ..runtime.array import Array
+from ..runtime.operation import Operation, TorchSide
 from . import group_norm_dispatch
 
 
@@ -47,34 +44,10 @@ def group_norm(
 
     Source: Group Normalization, arXiv:1803.08494.
     """
-    options = (num_groups, eps, "none" if activation is None else activation)
-    out, stats = _results(x, weight, bias, options, return_stats)
+    activation = "none" if activation is None else activation
+    options = (num_groups, eps, activation, return_stats)
+    out, stats = FORWARD("group_norm", (x, weight, bias), options)
     return (out, stats) if return_stats else out
-
-
-def _results(
-    x: Array, weight: Array | None, bias: Array | None, options: tuple, need_stats: bool
-) -> tuple[Array, Array | None]:
-    """`group_norm_dispatch.forward`, by whatever way the library of x wants."""
-    if compiling():
-        from . import torch_ops
-
-        return torch_ops.group_norm(x, weight, bias, *options)
-    library, arrays = library_of(x), (x, weight, bias)
-    if library is None:
-        call = lambda *known: group_norm_dispatch.forward(  # noqa: E731
-            "group_norm", library_of(known[0]), *known, *options, need_stats
-        )
-        return known_library("group_norm", call, *arrays)
-    if library.traced(*arrays):
-        from . import torch_ops
-
-        return torch_ops.group_norm(*arrays, *options)
-    if library.wants_gradient(*[y for y in arrays if library_of(y) is library]):
-        from .autograd import group_norm_with_gradient
-
-        return group_norm_with_gradient(*arrays, *options)
-    return group_norm_dispatch.forward("group_norm", library, *arrays, *options, need_stats)
 
 
 def group_norm_backward(
@@ -99,22 +72,21 @@ def group_norm_backward(
     Raises:
         As `group_norm`.
     """
-    arrays = (dout, x, weight, bias, stats)
-    if compiling():
-        from ..runtime.torch_eager import eagerly
+    options = ("none" if activation is None else activation,)
+    return BACKWARD("group_norm_backward", (dout, x, weight, bias, stats), options)
 
-        return eagerly(functools.partial(group_norm_backward, activation=activation), *arrays)
-    activation = "none" if activation is None else activation
-    call: Any = lambda *known: group_norm_dispatch.backward(  # noqa: E731
-        "group_norm_backward", library_of(known[1]), *known, activation
-    )
-    library = library_of(x)
-    if library is None:
-        return known_library("group_norm_backward", call, *arrays)
-    if library.traced(x, *arrays) or library.wants_gradient(
-        *(y for y in arrays if library_of(y) is library)
-    ):
-        from . import torch_ops
 
-        return torch_ops.group_norm_backward(*arrays, activation)
-    return call(*arrays)
+def _torch_forward() -> TorchSide:
+    from . import torch_ops
+
+    return torch_ops.GroupNormForward
+
+
+def _torch_backward() -> TorchSide:
+    from . import torch_ops
+
+    return torch_ops.GroupNormBackward
+
+
+FORWARD = Operation(group_norm_dispatch.forward, _torch_forward)
+BACKWARD = Operation(group_norm_dispatch.backward, _torch_backward, first=1)

@@ -21,17 +21,14 @@ _backward_plans = Plans(wide=4)
 
 
 def forward(
-    function: str,
-    library: Any,
-    x: Array,
-    weight: Array | None,
-    bias: Array | None,
-    num_groups: int,
-    eps: float,
-    activation: str,
-    need_stats: bool,
+    function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple
 ) -> tuple[Array, Array | None]:
-    """(out, statistics); statistics may be None unless needed."""
+    """(out, statistics) of (x, weight, bias); statistics may be None unless needed.
+
+    Args:
+        options: num_groups, eps, activation, and whether the statistics are needed.
+    """
+    (x, weight, bias), (num_groups, eps, activation, need_stats) = arrays, options
     num_groups, activation = _plain_options(function, num_groups, activation)
     if type(eps) is not float:
         eps = require_eps(function, eps)
@@ -45,11 +42,11 @@ def forward(
 
     if library.on_cpu(x):
         strides = dense_like(check()["x"])
-        arrays = _numpy_arrays(library, x, weight, bias)
-        out, stats = reference.group_norm(arrays[0], num_groups, *arrays[1:], eps, activation)
+        values, *scales = _numpy_arrays(library, x, weight, bias)
+        out, stats = reference.group_norm(values, num_groups, *scales, eps, activation)
         return library.from_numpy(out, x, strides), library.from_numpy(stats)
     again = lambda x, weight, bias, need_stats: forward(  # noqa: E731
-        function, library, x, weight, bias, num_groups, eps, activation, need_stats
+        function, library, (x, weight, bias), (num_groups, eps, activation, need_stats)
     )
     options = (num_groups, eps, activation)
     plan, pointers = _forward_plans.find(
@@ -68,18 +65,14 @@ def forward(
 
 
 def backward(
-    function: str,
-    library: Any,
-    dout: Array,
-    x: Array,
-    weight: Array | None,
-    bias: Array | None,
-    stats: Array,
-    activation: str,
+    function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple
 ) -> tuple[Array, Array | None, Array | None]:
-    """(dx, dweight, dbias); without a weight the last two are None."""
-    if library is None:
-        raise TypeError(f"{function}: x must be an array, got None")
+    """(dx, dweight, dbias) of (dout, x, weight, bias, stats); without a weight two are None.
+
+    Args:
+        options: the activation.
+    """
+    (dout, x, weight, bias, stats), (activation,) = arrays, options
     _, activation = _plain_options(function, 1, activation)
 
     def check() -> dict[str, View]:
@@ -99,15 +92,14 @@ def backward(
 
     if library.on_cpu(x):
         strides = dense_like(check()["x"])
-        arrays = _numpy_arrays(library, x, weight, bias)
+        inputs = _numpy_arrays(library, x, weight, bias)
         dout, stats = library.to_numpy(dout), library.to_numpy(stats)
-        dx, dweight, dbias = reference.group_norm_backward(dout, *arrays, stats, activation)
+        dx, dweight, dbias = reference.group_norm_backward(dout, *inputs, stats, activation)
         dx = library.from_numpy(dx, x, strides)
         if weight is None:
             return dx, None, None
         return dx, library.from_numpy(dweight, weight), library.from_numpy(dbias, bias)
-    again = lambda *arrays: backward(function, library, *arrays, activation)  # noqa: E731
-    arrays = (dout, x, weight, bias, stats)
+    again = lambda *arrays: backward(function, library, arrays, (activation,))  # noqa: E731
     plan, pointers = _backward_plans.find(
         library,
         arrays,

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ..runtime.array import Array, compiling, library_of
-from ..runtime.checks import known_library
+from ..runtime.array import Array
+from ..runtime.operation import Operation, TorchSide
 from . import dispatch
 from . import dropout as dropouts
 
@@ -137,7 +137,8 @@ def _forward(
     dropout: tuple[Any, Any],
     return_stats: bool,
 ) -> Array | tuple[Array, ...]:
-    out, h, stats = _results(function, rms, *arrays, eps, dropout, return_stats)
+    seed, options = dropouts.split(*dropout)
+    out, h, stats = FORWARD(function, (*arrays, seed), (rms, eps, return_stats, *options))
     if arrays[-1] is None:
         if return_stats:
             return (out, stats) if h is None else (out, h, stats)
@@ -145,94 +146,28 @@ def _forward(
     return (out, h, stats) if return_stats else (out, h)
 
 
-def _results(
-    function: str,
-    rms: bool,
-    x: Array,
-    weight: Array | None,
-    bias: Array | None,
-    residual: Array | None,
-    eps: float,
-    options: tuple[Any, Any],
-    need_stats: bool,
-) -> tuple[Array | None, ...]:
-    """`norm_dispatch.forward`, by whatever way the library of x wants.
-
-    Args:
-        options: dropout_p and dropout_seed.
-    """
-    if compiling():
-        from . import torch_ops
-
-        dropout = dropouts.of_traced_call(function, torch_ops.LIBRARY, x, *options)
-        return torch_ops.norm(function, rms, x, weight, bias, residual, eps, dropout)
-    library, arrays = library_of(x), (x, weight, bias, residual)
-    if library is None:
-        options = dropouts.imported(function, *options)
-
-        def call(*known: Array | None) -> tuple[Array | None, ...]:
-            library = library_of(known[0])
-            dropout = dropouts.of_call(function, library, known[0], *options)
-            return dispatch.forward(function, rms, library, *known, eps, need_stats, dropout)
-
-        return known_library(function, call, *arrays)
-    dropout = dropouts.of_call(function, library, x, *options)
-    given = arrays if dropout is None else (*arrays, dropout.seed)
-    if library.watched(*given):
-        from . import torch_ops
-
-        if library.traced(*given):
-            return torch_ops.norm(function, rms, *arrays, eps, dropout)
-        arrays = torch_ops.promoted(*arrays)
-    if library.wants_gradient(*(y for y in arrays if library_of(y) is library)):
-        from .autograd import norm_with_gradient
-
-        return norm_with_gradient(function, rms, *arrays, eps, dropout)
-    return dispatch.forward(function, rms, library, *arrays, eps, need_stats, dropout)
-
-
 def _backward(
     function: str,
     rms: bool,
     arrays: tuple[Array | None, ...],
-    options: tuple[Any, Any],
+    dropout: tuple[Any, Any],
     need_dbias: bool,
 ) -> tuple[Array | None, ...]:
-    if compiling():
-        from ..runtime.torch_eager import eagerly
-
-        return eagerly(_backward, function, rms, arrays, options, need_dbias)
-    library, (_, seed) = library_of(arrays[1]), options
-    if library is None:
-        options = dropouts.imported(function, *options)
-        call = lambda *known: _gradients(  # noqa: E731
-            function, rms, library_of(known[1]), known, options, need_dbias
-        )
-        return known_library(function, call, *arrays)
-    if library.traced(arrays[1], *arrays, seed) or library.wants_gradient(
-        *(y for y in arrays if library_of(y) is library)
-    ):
-        from . import torch_ops
-
-        dropout = dropouts.of_backward(function, library, arrays[1], *options)
-        return torch_ops.norm_backward(function, rms, *arrays, need_dbias, dropout)
-    return _gradients(function, rms, library, arrays, options, need_dbias)
+    seed, options = dropouts.split(*dropout)
+    return BACKWARD(function, (*arrays, seed), (rms, need_dbias, *options))
 
 
-def _gradients(
-    function: str,
-    rms: bool,
-    library: Any,
-    arrays: tuple[Array | None, ...],
-    options: tuple[Any, Any],
-    need_dbias: bool,
-) -> tuple[Array | None, ...]:
-    """(dx, dweight, dbias), with dropout and dh, of arrays of one library."""
-    dropout = None
-    if library is not None:  # else the next line says so
-        dropout = dropouts.of_backward(function, library, arrays[1], *options)
-    dh, *sums = dispatch.backward(function, rms, library, *arrays, need_dbias)
-    if dropout is None:
-        return dh, *sums
-    dx = dropouts.add(function, library, dh, None, dropout)
-    return library.cast(dx, arrays[0]), *sums, dh
+def _torch_forward() -> TorchSide:
+    from . import torch_ops
+
+    return torch_ops.NormForward
+
+
+def _torch_backward() -> TorchSide:
+    from . import torch_ops
+
+    return torch_ops.NormBackward
+
+
+FORWARD = Operation(dispatch.call_forward, _torch_forward)
+BACKWARD = Operation(dispatch.call_backward, _torch_backward, first=1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..runtime.array import library_of
 from ..runtime.torch_meta import require_one_device
-from . import dispatch, group_norm_dispatch
+from . import autograd, dispatch, group_norm_dispatch
 from . import dropout as dropouts
 from .detour import result_strides
 from .dropout import Dropout
@@ -37,22 +37,49 @@ def promoted(x: Tensor, weight: Any, bias: Any, residual: Any) -> tuple[Any, ...
     return x.to(dtype), *scales, residual.to(dtype)
 
 
-def norm(
-    function: str,
-    rms: bool,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    dropout: Dropout | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`norm_dispatch.forward` through the operator, which checks when it runs."""
-    _refuse_transforms(function)
-    x, weight, bias, residual = promoted(x, weight, bias, residual)
-    p, seed = dropout or (0.0, None)
-    out, *h, stats = _norm(x, weight, bias, residual, function, rms, eps, seed, p)
-    return out, h[0] if h else None, stats
+class NormForward:
+    """`dispatch.call_forward` for torch."""
+
+    @staticmethod
+    def traced(function: str, arrays: tuple, options: tuple) -> tuple[Tensor | None, ...]:
+        """(out, h, statistics) through the operator, which checks when it runs."""
+        (x, *others, seed), (rms, eps, _, p, number) = arrays, options
+        seed = number if seed is None else seed
+        dropout = dropouts.of_traced_call(function, LIBRARY, x, p, seed)
+        _refuse_transforms(function)
+        p, seed = dropout or (0.0, None)
+        out, *h, stats = _norm(*promoted(x, *others), function, rms, eps, seed, p)
+        return out, h[0] if h else None, stats
+
+    @staticmethod
+    def called(function: str, arrays: tuple, options: tuple) -> tuple[Tensor | None, ...]:
+        """Promoted as under autocast; recorded, if a gradient is wanted."""
+        (*tensors, seed), (rms, eps, need_stats, p, number) = arrays, options
+        seed = number if seed is None else seed
+        dropout = dropouts.of_call(function, LIBRARY, tensors[0], p, seed)
+        tensors = promoted(*tensors)
+        if LIBRARY.wants_gradient(*[y for y in tensors if isinstance(y, Tensor)]):
+            return autograd.Norm.apply(*tensors, function, rms, eps, dropout)
+        return dispatch.forward(function, rms, LIBRARY, *tensors, eps, need_stats, dropout)
+
+
+class NormBackward:
+    """`dispatch.call_backward` for torch: the operator, whose own derivative is an error."""
+
+    @staticmethod
+    def traced(function: str, arrays: tuple, options: tuple) -> tuple[Tensor | None, ...]:
+        """(dx, dweight, dbias), with dropout (dx, dweight, dbias, dh)."""
+        (*tensors, seed), (rms, need_dbias, p, number) = arrays, options
+        seed = number if seed is None else seed
+        dropout = dropouts.of_backward(function, LIBRARY, tensors[1], p, seed)
+        return norm_backward(function, rms, *tensors, need_dbias, dropout)
+
+    @classmethod
+    def called(cls, function: str, arrays: tuple, options: tuple) -> tuple[Tensor | None, ...]:
+        """The operator where a derivative is wanted."""
+        if LIBRARY.wants_gradient(*[y for y in arrays if isinstance(y, Tensor)]):
+            return cls.traced(function, arrays, options)
+        return dispatch.call_backward(function, LIBRARY, arrays, options)
 
 
 def norm_backward(
@@ -66,7 +93,7 @@ def norm_backward(
     need_dbias: bool,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """`norm_dispatch.backward` through the operator, whose own derivative is an error.
+    """`dispatch.backward` through the operator, whose own derivative is an error.
 
     With dropout (dx, dweight, dbias, dh).
     """
@@ -82,17 +109,37 @@ def dropout_add(function: str, x: Tensor, residual: Tensor | None, dropout: Drop
     return _dropout_add(x, residual, dropout.seed, function, dropout.p)
 
 
-def group_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    num_groups: int,
-    eps: float,
-    activation: str,
-) -> tuple[Tensor, Tensor]:
-    """`group_norm_dispatch.forward` through the operator, which checks when it runs."""
-    _refuse_transforms("group_norm")
-    return _group_norm(x, weight, bias, num_groups, eps, activation)
+class GroupNormForward:
+    """`group_norm_dispatch.forward` for torch."""
+
+    @staticmethod
+    def traced(function: str, arrays: tuple, options: tuple) -> tuple[Tensor, Tensor]:
+        """Through the operator, which checks when it runs."""
+        _refuse_transforms(function)
+        return _group_norm(*arrays, *options[:-1])
+
+    @staticmethod
+    def called(function: str, arrays: tuple, options: tuple) -> tuple[Tensor, Tensor | None]:
+        """Recorded for the backward pass, if a gradient is wanted."""
+        if LIBRARY.wants_gradient(*[y for y in arrays if isinstance(y, Tensor)]):
+            return autograd.GroupNorm.apply(*arrays, *options[:-1])
+        return group_norm_dispatch.forward(function, LIBRARY, arrays, options)
+
+
+class GroupNormBackward:
+    """`group_norm_dispatch.backward` for torch: the operator, whose derivative is an error."""
+
+    @staticmethod
+    def traced(function: str, arrays: tuple, options: tuple) -> tuple[Tensor | None, ...]:
+        """(dx, dweight, dbias); without a weight the last two are None."""
+        return (*_group_norm_backward(*arrays, *options), None, None)[:3]
+
+    @classmethod
+    def called(cls, function: str, arrays: tuple, options: tuple) -> tuple[Tensor | None, ...]:
+        """The operator where a derivative is wanted."""
+        if LIBRARY.wants_gradient(*[y for y in arrays if isinstance(y, Tensor)]):
+            return cls.traced(function, arrays, options)
+        return group_norm_dispatch.backward(function, LIBRARY, arrays, options)
 
 
 # Inductor keeps graphs on disk by the names of operators: new arguments come last, with a default.
@@ -211,8 +258,8 @@ def _group_norm(
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     LIBRARY.refuse_tangents(x, weight, bias)
-    arguments = (x, weight, bias, num_groups, eps, activation)
-    return group_norm_dispatch.forward("group_norm", LIBRARY, *arguments, True)
+    options = (num_groups, eps, activation, True)
+    return group_norm_dispatch.forward("group_norm", LIBRARY, (x, weight, bias), options)
 
 
 @_group_norm.register_fake
@@ -222,19 +269,6 @@ def _(
     require_one_device("group_norm", x, weight, bias)
     stats = x.new_empty((x.shape[0], num_groups, 2), dtype=torch.float32)
     return _image_like(x), stats
-
-
-def group_norm_backward(
-    dout: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    stats: Tensor,
-    activation: str,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`group_norm_dispatch.backward` through the operator, whose own derivative is an error."""
-    gradients = _group_norm_backward(dout, x, weight, bias, stats, activation)
-    return (*gradients, None, None)[:3]
 
 
 @torch.library.custom_op(
@@ -256,7 +290,7 @@ def _group_norm_backward(
     """dx; dweight and dbias if there is a weight."""
     LIBRARY.refuse_tangents(dout, x, weight, bias, stats)
     arrays = (dout, x, weight, bias, stats)
-    results = group_norm_dispatch.backward("group_norm_backward", LIBRARY, *arrays, activation)
+    results = group_norm_dispatch.backward("group_norm_backward", LIBRARY, arrays, (activation,))
     return [y for y in results if y is not None]
 
 
@@ -308,7 +342,8 @@ def _setup_group_norm(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) ->
 
 
 def _gradient_of_group_norm(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = group_norm_backward(dout, *ctx.saved_tensors, ctx.activation)
+    arrays, options = (dout, *ctx.saved_tensors), (ctx.activation,)
+    gradients = GroupNormBackward.traced("group_norm_backward", arrays, options)
     return *gradients, None, None, None
 
 

@@ -1,22 +1,15 @@
 """What the operations beside attention ask of their arrays before anything is launched."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .array import Array, View, device_name, from_foreign, library_of, to_foreign
+from .array import Array, View, device_name, library_of
 from .config import ITEM_SIZE, weight_dtypes
 from .plain_options import plain_integer, plain_real
 from .rows import is_contiguous
 
 MAX_BLOCKS = 2**31  # of a grid
-
-
-def known_library(function: str, call: Callable, x: Array, *others: Array | None) -> tuple:
-    """`call` on arrays of an unknown library as NumPy or CuPy arrays; its results in that of x."""
-    arrays = [x if library_of(x) else from_foreign(function, x)]
-    arrays += [y if y is None or library_of(y) else from_foreign(function, y) for y in others]
-    return tuple(None if y is None else to_foreign(y, x) for y in call(*arrays))
 
 
 def views_of(function: str, library: Any, arrays: Mapping[str, Array | None]) -> dict[str, View]:
