@@ -108,9 +108,12 @@ class GpuReport:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         self.sanitizer: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}  # of the tests of a file, in all processes
 
     def pytest_runtest_logreport(self, report):
         """Tests record ("sanitizer", "tool kernel: result") with `record_property`."""
+        file = report.nodeid.partition("::")[0]
+        self.seconds[file] = self.seconds.get(file, 0.0) + report.duration
         if report.when == "teardown":
             for name, value in report.user_properties:
                 if name == "sanitizer":
@@ -127,6 +130,7 @@ class GpuReport:
             "passed": len(stats.get("passed", [])),
             "failed": failed,
             "skipped": len(stats.get("skipped", [])),
+            "seconds": {file: round(x, 1) for file, x in sorted(self.seconds.items())},
         }
         report = gpu_report.merged(
             json.loads(self.path.read_text()) if self.path.is_file() else {},
