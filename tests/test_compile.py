@@ -2,11 +2,12 @@
 
 There are hundreds of configurations for an architecture, too many to compile in each run, so a
 deterministic selection is. Without a GPU (CI): every kernel for each architecture (those beside
-attention not for `LIKE_SM80`), and every tile for one of them at least. Where there is a GPU, and so usually more than two cores: in the families
-of attention every tile of each architecture with every pair of switches (dtype, softcap, ALiBi,
-...), and over all architectures every tile with every value of every switch; the other kernels are
-the same on all architectures, so their tiles and pairs over all of them. The GPU report says
-whether that ran on these sources. ``python tests/test_compile.py`` compiles everything.
+attention not for `LIKE_SM80`), and every tile for one of them at least. Where there is a GPU, and
+so usually more than two cores: in the families of attention every tile of each architecture with
+every pair of switches (dtype, softcap, ALiBi, ...), and over all architectures every tile with
+every value of every switch; the other kernels are the same on all architectures, so their tiles and
+pairs over all of them. The GPU report says whether that ran on these sources.
+``python tests/test_compile.py`` compiles everything.
 """
 
 import dataclasses
