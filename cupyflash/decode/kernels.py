@@ -69,15 +69,11 @@ class FlashDecode(KernelConfig):
     params: ClassVar[type[structs.FlashDecodeParams]] = structs.FlashDecodeParams
     dependent: ClassVar[bool] = True
     cluster: ClassVar[int] = 1
+    threads: ClassVar[int] = 32 * DECODE_WARPS
 
     dtype: str
     head_dim: int
     arch: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 32 * DECODE_WARPS
 
     @property
     def blocks(self) -> int:
@@ -94,15 +90,11 @@ class FlashDecodeCluster(KernelConfig):
     source: ClassVar[str] = "attention/flash_decode_cluster.cu"
     params: ClassVar[type[structs.FlashDecodeParams]] = structs.FlashDecodeParams
     dependent: ClassVar[bool] = True
+    threads: ClassVar[int] = 32 * DECODE_WARPS
 
     dtype: str
     head_dim: int
     cluster: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 32 * DECODE_WARPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,14 +103,10 @@ class Sample(KernelConfig):
 
     source: ClassVar[str] = "decode/sample.cu"
     params: ClassVar[type[structs.SampleParams]] = structs.SampleParams
+    threads: ClassVar[int] = SAMPLE_THREADS
 
     dtype: str
     greedy: bool
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return SAMPLE_THREADS
 
 
 def vector(dtype: str, aligned: bool) -> int:

@@ -27,6 +27,7 @@ class DiffusionStep(KernelConfig):
 
     source: ClassVar[str] = "diffusion/diffusion_step.cu"
     params: ClassVar[type[structs.DiffusionStepParams]] = structs.DiffusionStepParams
+    threads: ClassVar[int] = THREADS
 
     dtype: str
     model: str
@@ -34,11 +35,6 @@ class DiffusionStep(KernelConfig):
     per_sample: bool
     loads: int
     vector: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return THREADS
 
     def grid(self, size: int) -> int:
         """Blocks for ``size`` elements."""

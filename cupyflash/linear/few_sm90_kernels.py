@@ -45,6 +45,7 @@ class LinearFewSm90(KernelConfig):
     source: ClassVar[str] = "linear/linear_few_sm90.cu"
     params: ClassVar[type[structs.LinearFewSm90Params]] = structs.LinearFewSm90Params
     dependent: ClassVar[bool] = True
+    threads: ClassVar[int] = WARPGROUP + 32  # a warpgroup that multiplies, and a warp that loads
 
     dtype: str
     activation: str
@@ -52,11 +53,6 @@ class LinearFewSm90(KernelConfig):
     rotary: bool
     rows: int
     cluster: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block: a warpgroup that multiplies, and a warp that loads."""
-        return WARPGROUP + 32
 
     @property
     def norm_threads(self) -> int:

@@ -53,17 +53,13 @@ class LinearFew(LinearConfig):
     """
 
     source: ClassVar[str] = "linear/linear_few.cu"
+    threads: ClassVar[int] = few_rows.FEW_WARPS * 32
 
     rows: int
     vector: int
     num_stages: int
     arch: int
     smem_bytes: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return few_rows.FEW_WARPS * 32
 
     def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
         """Number of blocks."""
@@ -83,6 +79,7 @@ class MlpFew(KernelConfig):
     params: ClassVar[type[structs.MlpParams]] = structs.MlpParams
     cooperative: ClassVar[bool] = True
     cluster: ClassVar[int] = 1
+    threads: ClassVar[int] = few_rows.FEW_WARPS * 32
 
     dtype: str
     activation: str
@@ -92,11 +89,6 @@ class MlpFew(KernelConfig):
     num_stages: int
     arch: int
     smem_bytes: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return few_rows.FEW_WARPS * 32
 
     def clusters(self, hidden: int, multiprocessors: int) -> int:
         """Number of clusters."""
@@ -117,16 +109,12 @@ class LinearMma(LinearConfig):
 
     source: ClassVar[str] = "linear/linear_mma.cu"
     block: ClassVar[int] = 128  # rows and columns of a tile; half as many columns if gated
+    threads: ClassVar[int] = 256
 
     vector: int
     num_stages: int
     arch: int
     smem_bytes: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 256
 
     def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
         """Number of blocks."""
@@ -142,15 +130,11 @@ class LinearSimt(KernelConfig):
     params: ClassVar[type[structs.LinearParams]] = structs.LinearParams
     rotary: ClassVar[bool] = False
     block: ClassVar[int] = 64
+    threads: ClassVar[int] = 128
 
     dtype: str
     activation: str
     gated: bool
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 128
 
     def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
         """Number of blocks."""
@@ -163,13 +147,9 @@ class RotaryEmbedding(KernelConfig):
 
     source: ClassVar[str] = "linear/rotary_embedding.cu"
     params: ClassVar[type[structs.LinearParams]] = structs.LinearParams
+    threads: ClassVar[int] = 256  # a pair of numbers each
 
     dtype: str
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block, a pair of numbers each."""
-        return 256
 
     def grid(self, rows: int, rotary: structs.Rotary) -> int:
         """Number of blocks."""
@@ -183,16 +163,12 @@ class GateFwd(KernelConfig):
 
     source: ClassVar[str] = "linear/gate_fwd.cu"
     params: ClassVar[type[structs.GateParams]] = structs.GateParams
+    threads: ClassVar[int] = 256
 
     dtype: str
     activation: str
     loads: int
     vector: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 256
 
     def grid(self, size: int) -> int:
         """Number of blocks for this many elements."""

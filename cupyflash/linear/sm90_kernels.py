@@ -130,6 +130,7 @@ class LinearSm90(KernelConfig):
 
     source: ClassVar[str] = "linear/linear_sm90.cu"
     params: ClassVar[type[structs.LinearSm90Params]] = structs.LinearSm90Params
+    threads: ClassVar[int] = 3 * WARPGROUP
 
     dtype: str
     activation: str
@@ -155,11 +156,6 @@ class LinearSm90(KernelConfig):
         """What follows the product."""
         rotary = Rotary(self.head_dim, self.rotary_dim, self.interleaved)
         return Epilogue(self.activation, self.gated, self.residual, rotary)
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 3 * WARPGROUP
 
     @property
     def boxes(self) -> dict[str, int]:

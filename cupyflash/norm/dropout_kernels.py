@@ -21,15 +21,11 @@ class DropoutAdd(KernelConfig):
 
     source: ClassVar[str] = "norm/dropout_add.cu"
     params: ClassVar[type[structs.DropoutAddParams]] = structs.DropoutAddParams
+    threads: ClassVar[int] = structs.THREADS
 
     dtype: str
     out: str
     vector: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return structs.THREADS
 
     def grid(self, rows: int, columns: int) -> int:
         """Number of blocks."""

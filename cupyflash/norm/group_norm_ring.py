@@ -31,15 +31,11 @@ class RingConfig(KernelConfig):
     smem_bytes: ClassVar[int] = RING_BYTES
     base: ClassVar[type[ctypes.Structure]]
     reads: ClassVar[tuple[str, ...]]
+    threads: ClassVar[int] = RING_THREADS  # Those that collect, those that apply, and the others
 
     dtype: str
     weight: str
     activation: str
-
-    @property
-    def threads(self) -> int:
-        """Those that collect, those that apply, and the others."""
-        return RING_THREADS
 
 
 class GroupNormFwdRing(RingConfig):

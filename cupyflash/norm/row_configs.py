@@ -204,15 +204,11 @@ class NormBwdWeight(KernelConfig):
 
     source: ClassVar[str] = "norm/norm_bwd_weight.cu"
     params: ClassVar[type[structs.NormBwdParams]] = structs.NormBwdParams
+    threads: ClassVar[int] = MIN_BLOCK_THREADS
 
     dtype: str
     rms: bool
     vector: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return MIN_BLOCK_THREADS
 
     @property
     def columns(self) -> int:

@@ -61,7 +61,7 @@ class KernelConfig:
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the template parameter, unless a kernel counts them otherwise."""
+        """Threads of a block: the template parameter, or what a class sets instead."""
         return self.num_threads
 
     @property

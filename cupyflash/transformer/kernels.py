@@ -38,6 +38,7 @@ class DecodeStack(KernelConfig):
     source: ClassVar[str] = "transformer/decode_stack.cu"
     params: ClassVar[type[structs.DecodeStackParams]] = structs.DecodeStackParams
     cooperative: ClassVar[bool] = True
+    threads: ClassVar[int] = 32 * (CONSUMER_WARPS + 1)  # consumers, and who fills the ring
 
     dtype: str
     arch: int
@@ -46,11 +47,6 @@ class DecodeStack(KernelConfig):
     tiles: int
     tile_bytes: int
     smem_bytes: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block: the consumers and the warp that fills the ring."""
-        return 32 * (CONSUMER_WARPS + 1)
 
     def tile_rows(self, row_bytes: int) -> int:
         """Rows of this size that fit into a tile."""

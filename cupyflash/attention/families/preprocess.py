@@ -23,14 +23,10 @@ class FlashBwdPreprocess(KernelConfig):
 
     source: ClassVar[str] = "attention/flash_bwd_preprocess.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+    threads: ClassVar[int] = THREADS
 
     dtype: str
     accum_dim: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return THREADS
 
     def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks; they also cover the padding rows of each sequence."""

@@ -29,6 +29,7 @@ class FlashFwdSimt(KernelConfig):
 
     source: ClassVar[str] = "attention/flash_fwd_simt.cu"
     params: ClassVar[type[structs.FlashFwdParams]] = structs.FlashFwdParams
+    threads: ClassVar[int] = THREADS
 
     dtype: str
     head_dim: int
@@ -37,11 +38,6 @@ class FlashFwdSimt(KernelConfig):
     alibi: bool
     bias: int
     dropout: bool
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return THREADS
 
     def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
@@ -54,6 +50,7 @@ class FlashBwdDkdvSimt(KernelConfig):
 
     source: ClassVar[str] = "attention/flash_bwd_dkdv_simt.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+    threads: ClassVar[int] = THREADS
 
     dtype: str
     head_dim: int
@@ -62,11 +59,6 @@ class FlashBwdDkdvSimt(KernelConfig):
     alibi: bool
     bias: int
     dropout: bool
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return THREADS
 
     def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
@@ -79,6 +71,7 @@ class FlashBwdDqSimt(KernelConfig):
 
     source: ClassVar[str] = "attention/flash_bwd_dq_simt.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+    threads: ClassVar[int] = THREADS
 
     dtype: str
     head_dim: int
@@ -87,11 +80,6 @@ class FlashBwdDqSimt(KernelConfig):
     alibi: bool
     bias: int
     dropout: bool
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return THREADS
 
     def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
