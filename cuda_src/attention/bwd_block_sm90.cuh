@@ -142,16 +142,18 @@ __device__ __forceinline__ int* turn_flag(const FlashBwdParams& params, int64_t 
 // other a tile apart.
 //
 // What a producer loads: a tile of keys once, and each tile of queries that multiplies it. There
-// are two: K with Q, and the constants of its rows; V with dO.
+// are two producers: of K with Q and the constants of its rows, and of V with dO.
+enum class RowConstants { SKIP, LOAD };  // lse_log2 and delta
+
 template <int STAGES>
 struct BwdLoad {
-  int kv_map;  // numbers of the tensor maps
-  int q_map;
+  RowsMap kv_map;
+  RowsMap q_map;
   uint32_t smem_kv;
   uint32_t smem_q;
   RingBarriers<1>& kv;
   RingBarriers<STAGES>& q;
-  bool with_constants;
+  RowConstants constants;
 };
 
 struct NothingElse {
@@ -164,7 +166,8 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
                                                BwdShared<TileQ::ROWS, STAGES>& shared,
                                                const BwdLoad<STAGES>& to, LoadMore load_more = {}) {
   constexpr uint32_t ROW_FLOATS = TileQ::ROWS * sizeof(float);
-  const uint32_t stage_bytes = TileQ::BYTES + (to.with_constants ? 2 * ROW_FLOATS : 0);
+  const bool with_constants = to.constants == RowConstants::LOAD;
+  const uint32_t stage_bytes = TileQ::BYTES + (with_constants ? 2 * ROW_FLOATS : 0);
   Ring<BWD_TILE_RECORDS> record;
   Ring<STAGES> ring;
 #pragma unroll 1
@@ -199,7 +202,7 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
           q_rows.load(to.smem_q + ring.stage * TileQ::BYTES + block * TileQ::BLOCK_BYTES, full,
                       block, m * TileQ::ROWS, head);
         }
-        if (to.with_constants) {
+        if (with_constants) {
           const int64_t row = accum_row(params.base, tile, head, m * TileQ::ROWS);
           bulk_load(smem_address(shared.lse_log2[ring.stage]), params.base.lse_log2 + row,
                     ROW_FLOATS, full);

@@ -18,6 +18,7 @@
 template <typename T, int HEAD_DIM, int BLOCK_N, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT>
 __global__ void __launch_bounds__(SIMT_THREADS, 2)
     flash_bwd_dkdv_simt(const FlashBwdParams params) {
+  constexpr BiasKind BIAS_KIND = static_cast<BiasKind>(BIAS);
   constexpr int ROWS = BLOCK_N / 8;
   constexpr int BLOCK_M = SCORE_COLUMNS;
   __shared__ SimtStorage<ROWS, HEAD_DIM> smem;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
     const float* delta = params.delta + accum_row;
     const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes, params.alibi_batch_stride,
                                               tile.batch, head);
-    using Bias = const BiasElement<T, BIAS>;
+    using Bias = const BiasElement<T, BIAS_KIND>;
     const BiasHead<Bias> head_bias(static_cast<Bias*>(params.bias), params.bias_strides, sequence,
                                    tile.batch, head);
 #pragma unroll 1
@@ -78,7 +79,8 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
           const int distance = first_distance + row_offset<ROWS>(e) - column_offset(j);
           float derivative;
           float s = score.log2(acc_s[e][j], distance, derivative);
-          if constexpr (BIAS != 0) s = bias.add_to(s, row_offset<ROWS>(e), column_offset(j));
+          if constexpr (BIAS_KIND != BiasKind::NONE)
+            s = bias.add_to(s, row_offset<ROWS>(e), column_offset(j));
           const bool seen = !masked || (in_window(sequence, distance) &&
                                         row_offset<ROWS>(e) < n_rows - thread_y());
           p[e][j] = seen ? exp2_approx(s - row_lse) : 0.0f;

@@ -15,6 +15,7 @@
 template <typename T, int HEAD_DIM, int BLOCK_M, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT>
 __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !DROPOUT ? 3 : 2)
     flash_bwd_dq_simt(const FlashBwdParams params) {
+  constexpr BiasKind BIAS_KIND = static_cast<BiasKind>(BIAS);
   constexpr int ROWS = BLOCK_M / 8;
   constexpr int BLOCK_N = SCORE_COLUMNS;
   __shared__ SimtStorage<ROWS, HEAD_DIM> smem;
@@ -45,13 +46,13 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !
   const float* delta = params.delta + accum_row;
   const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes, params.alibi_batch_stride,
                                             tile.batch, tile.head);
-  using Bias = const BiasElement<T, BIAS>;
+  using Bias = const BiasElement<T, BIAS_KIND>;
   const BiasHead<Bias> head_bias(static_cast<Bias*>(params.bias), params.bias_strides, sequence,
                                  tile.batch, tile.head);
   const BiasHead<float> head_dbias(params.dbias, params.dbias_strides, sequence, tile.batch,
                                    tile.head);
   // The gradient of the bias is dS and not dT, so both are needed.
-  constexpr bool HAS_DBIAS = BIAS == 1 || BIAS == 3;
+  constexpr bool HAS_DBIAS = has_gradient(BIAS_KIND);
   constexpr bool SEPARATE = HAS_DBIAS && SOFTCAP;
 
   // ---- over the key tiles ----
@@ -74,7 +75,8 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !
         const int distance = first_distance + column_offset(j) - row_offset<ROWS>(e);
         float derivative;
         float s = score.log2(acc_s[e][j], distance, derivative);
-        if constexpr (BIAS != 0) s = bias.add_to(s, row_offset<ROWS>(e), column_offset(j));
+        if constexpr (BIAS_KIND != BiasKind::NONE)
+          s = bias.add_to(s, row_offset<ROWS>(e), column_offset(j));
         if constexpr (SEPARATE) {
           derivatives[e][j] = derivative;
           derivative = 1.0f;

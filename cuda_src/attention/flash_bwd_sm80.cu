@@ -12,11 +12,9 @@
 // keys, so that the sum is repeatable bit by bit. Source: arXiv:2307.08691, algorithm 2.
 #include "../common/params.cuh"
 #include "../ptx/atomics.cuh"
-#include "bias.cuh"
 #include "block_info.cuh"
 #include "bwd_warps_sm80.cuh"
-#include "dropout.cuh"
-#include "mask.cuh"
+#include "score_gradient.cuh"
 #include "tile_order.cuh"
 #include "warp_gemm.cuh"
 
@@ -78,6 +76,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   static_assert(2 * TileKV::BYTES + 2 * NUM_STAGES * TileQ::BYTES + 2 * TileS::BYTES == SMEM_BYTES,
                 "host and device disagree on shared memory");
   static_assert(ACCUM_ROW_ALIGN % BLOCK_M == 0, "a query tile must not straddle two sequences");
+  using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
   constexpr int NUM_THREADS = NUM_WARPS * 32;
   constexpr int M = GridS::M;
   constexpr int N = GridS::N;
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   // ---- which tile ----
   const AttentionShape& shape = params.shape;
   __shared__ BwdBlock<T> block;
-  __shared__ uint64_t dropout_seed;
+  __shared__ int64_t dropout_seed;
   if (threadIdx.x == 0) {
     block.locate(params, BLOCK_M, BLOCK_N);
     if constexpr (DROPOUT) dropout_seed = *params.dropout_seed;
@@ -159,95 +158,39 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
       }
     }
 
-    // ---- P ----
+    // ---- S = Q K^T, score, P ----
     float acc_s[M][N][4];
     set_zero(acc_s);
     warp_gemm<T, ARCH, HEAD_DIM / 16>(acc_s, RowOperandA<TileQ>(q_stage, GridS::row()),
                                       RowOperandB<TileKV>(smem_k, GridS::col()));
-    const ScoreScale<SOFTCAP> score(shape);
-    const float alibi_slope =
-        ALIBI ? score.alibi(params.alibi_slopes[block.batch * params.alibi_batch_stride + head])
-              : 0.f;
-    float cap_slope[SOFTCAP ? M : 1][N][4];  // d tanh(x) / dx
+    const Score<Options, FlashBwdParams> score(params);
+    const float alibi_slope = load_alibi_slope<Options>(params, block.batch, head);
+    const auto place_of = [&](int m) -> ScorePlace<Rows::QUERIES> {
+      const int row = m_block * BLOCK_M + row0 + m * 16;
+      return {block.sequence, block.batch, head, alibi_slope, &dropout_seed, row, col};
+    };
+    float softcap_slope[M][N][4];
     const bool masked = block.m_range.needs_mask(m_block) || block.n_rows < BLOCK_N;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-      const int row = m_block * BLOCK_M + row0 + m * 16;
-      if constexpr (SOFTCAP) {
-        apply_softcap(acc_s[m], score.to_tanh);
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) cap_slope[m][n][i] = 1.f - acc_s[m][n][i] * acc_s[m][n][i];
-        }
-      }
-      if constexpr (ALIBI) apply_alibi(acc_s[m], alibi_slope, row, col, block.sequence.diagonal);
-      if constexpr (BIAS != 0) {
-        using Element = const BiasElement<T, BIAS>;
-        BiasHead<Element>(static_cast<Element*>(params.bias), params.bias_strides, block.sequence,
-                          block.batch, head)
-            .add_to(acc_s[m], row, col, score.alibi(1.f));
-      }
-      if (masked) apply_mask(acc_s[m], block.sequence, row, col);
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          acc_s[m][n][i] = exp2_approx(acc_s[m][n][i] * score.scale_log2 - lse_log2[m][i / 2]);
-        }
-      }
-      if constexpr (DROPOUT) {
-        Dropout(dropout_seed, shape, block.batch, head)
-            .apply<Dropped::NEGATIVE>(acc_s[m], row, col);
-      }
+      const ScorePlace<Rows::QUERIES> at = place_of(m);
+      apply_score(acc_s[m], softcap_slope[m], score, at);
+      if (masked) score.apply_mask(acc_s[m], at);
+      recompute_weights(acc_s[m], score, at, [&](int, int i) { return lse_log2[m][i / 2]; });
     }
-    if constexpr (DROPOUT) {
-      float kept[M][N][4];
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) kept[m][n][i] = kept_weight(acc_s[m][n][i]);
-        }
-      }
-      store_fragments<TileS, T, ARCH>(smem_p, GridS::row(), GridS::col(), kept);
-    } else {
-      store_fragments<TileS, T, ARCH>(smem_p, GridS::row(), GridS::col(), acc_s);
-    }
+    float kept[M][N][4];
+    store_fragments<TileS, T, ARCH>(smem_p, GridS::row(), GridS::col(),
+                                    kept_weights<Options>(kept, acc_s));
 
-    // ---- dS ----
+    // ---- dP = dO V^T, dS ----
     float acc_dp[M][N][4];
     set_zero(acc_dp);
     warp_gemm<T, ARCH, HEAD_DIM / 16>(acc_dp, RowOperandA<TileQ>(do_stage, GridS::row()),
                                       RowOperandB<TileKV>(smem_v, GridS::col()));
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if constexpr (DROPOUT) {
-            const bool dropped = acc_s[m][n][i] < 0.f;
-            acc_dp[m][n][i] = dropped ? 0.f : acc_dp[m][n][i] * shape.dropout_scale;
-            acc_s[m][n][i] = fabsf(acc_s[m][n][i]);
-          }
-          acc_dp[m][n][i] = acc_s[m][n][i] * (acc_dp[m][n][i] - delta[m][i / 2]);
-        }
-      }
-      if constexpr (BIAS == 1 || BIAS == 3) {
-        if (params.dbias) {
-          BiasHead<float>(params.dbias, params.dbias_strides, block.sequence, block.batch, head)
-              .red_add_from(acc_dp[m], m_block * BLOCK_M + row0 + m * 16, col);
-        }
-      }
-      if constexpr (SOFTCAP) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) acc_dp[m][n][i] *= cap_slope[m][n][i];
-        }
-      }
+      score_gradient<Options>(acc_dp[m], acc_s[m], softcap_slope[m], params, place_of(m),
+                              [&](int, int i) { return delta[m][i / 2]; });
     }
     store_fragments<TileS, T, ARCH>(smem_ds, GridS::row(), GridS::col(), acc_dp);
     __syncthreads();  // P and dS are complete

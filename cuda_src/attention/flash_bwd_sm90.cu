@@ -15,13 +15,46 @@
 #include "../common/wg_gemm.cuh"
 #include "../ptx/atomics.cuh"
 #include "../ptx/stmatrix.cuh"
-#include "bias_box_sm90.cuh"
+#include "bias_tile_sm90.cuh"
 #include "bwd_block_sm90.cuh"
-#include "dropout.cuh"
-#include "mask_transposed.cuh"
+#include "score_gradient.cuh"
 #include "store_rows.cuh"
 
-enum NamedBarrier { DS_WRITTEN = 1, DQ_EMPTY, DQ_FULL };
+enum class NamedBarrier { DS_WRITTEN = 1, DQ_EMPTY, DQ_FULL };
+
+// The tiles of a block and where they lie in shared memory.
+template <class Options, int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int STAGES_>
+struct BwdLayout {
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int BLOCK_M = BLOCK_M_;
+  static constexpr int BLOCK_N = BLOCK_N_;
+  static constexpr int STAGES = STAGES_;
+  static constexpr int GROUPS = BLOCK_N / 64;  // consumer warpgroups
+  static constexpr int CONSUMERS = GROUPS * WARPGROUP;
+  using TileKV = SmemTile<BLOCK_N, round_up(HEAD_DIM, 64)>;
+  using TileQ = SmemTile<BLOCK_M, round_up(HEAD_DIM, 64)>;
+  using TileS = SmemTile<BLOCK_M, BLOCK_N>;
+  using TileBias = SmemTile<BLOCK_M, 64>;
+  static constexpr bool HAS_BIAS_TILES = Options::BIAS == BiasKind::DTYPE_OF_Q_BY_TMA;
+  // The part of dQ that a warpgroup computes: 64 rows, or 64 or 32 columns.
+  static constexpr bool SPLIT_ROWS = BLOCK_M == 64 * GROUPS;
+  static constexpr int DQ_COLS = HEAD_DIM > 64 || SPLIT_ROWS ? 64 : 64 / GROUPS;
+  static constexpr int DQ_BYTES = GROUPS * 64 * DQ_COLS * sizeof(float);
+  static_assert(SPLIT_ROWS ? HEAD_DIM == 64 : BLOCK_M == 64 && HEAD_DIM <= GROUPS * 64,
+                "dQ has one part a warpgroup");
+
+  static constexpr int V_OFFSET = TileKV::BYTES;
+  static constexpr int Q_OFFSET = V_OFFSET + TileKV::BYTES;
+  static constexpr int DOUT_OFFSET = Q_OFFSET + STAGES * TileQ::BYTES;
+  static constexpr int DS_OFFSET = DOUT_OFFSET + STAGES * TileQ::BYTES;
+  static constexpr int DQ_OFFSET = DS_OFFSET + STAGES * TileS::BYTES;
+  static constexpr int BIAS_OFFSET = DQ_OFFSET + DQ_BYTES;
+  static constexpr int BYTES = BIAS_OFFSET + (HAS_BIAS_TILES ? GROUPS * TileBias::BYTES : 0);
+
+  __device__ static uint32_t bias_address(uint32_t smem, int group) {
+    return smem + BIAS_OFFSET + group * TileBias::BYTES;
+  }
+};
 
 // The reducer, a warp: adds each query tile's dQ to the accumulator. With a semaphore the blocks
 // take turns in the order of their keys, so that the sum is repeatable bit by bit.
@@ -37,7 +70,7 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
     release_flag(flag);
     flag = nullptr;
   };
-  named_barrier_arrive(DQ_EMPTY, THREADS);
+  named_barrier_arrive(NamedBarrier::DQ_EMPTY, THREADS);
   Ring<BWD_TILE_RECORDS> record;
 #pragma unroll 1
   for (;; record.advance()) {
@@ -49,7 +82,7 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
 #pragma unroll 1
       for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m) {
         const int64_t row = accum_row(params, tile, head, m * BLOCK_M);
-        named_barrier_sync(DQ_FULL, THREADS);
+        named_barrier_sync(NamedBarrier::DQ_FULL, THREADS);
         if (elected) {
           if (params.dq_semaphore) {
             end_turn();
@@ -62,219 +95,112 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
           bulk_wait_read<0>();
         }
         __syncwarp();
-        named_barrier_arrive(DQ_EMPTY, THREADS);
+        named_barrier_arrive(NamedBarrier::DQ_EMPTY, THREADS);
       }
     }
     if (elected) end_turn();
   }
 }
 
-template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_STAGES, bool SOFTCAP,
-          bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
-__global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
-    flash_bwd_sm90(const __grid_constant__ FlashBwdSm90Params params) {
-  using TileKV = SmemTile<BLOCK_N, round_up(HEAD_DIM, 64)>;
-  using TileQ = SmemTile<BLOCK_M, round_up(HEAD_DIM, 64)>;
-  using TileS = SmemTile<BLOCK_M, BLOCK_N>;
-  using TileBias = SmemTile<BLOCK_M, 64>;
-  constexpr int GROUPS = BLOCK_N / 64;
-  constexpr int CONSUMERS = GROUPS * WARPGROUP;
-  constexpr bool BIAS_GRAD = BIAS != 0 && BIAS != 2;
-  constexpr int BIAS_BYTES = BIAS == BIAS_BOXES ? GROUPS * TileBias::BYTES : 0;
-  // The part of dQ that a warpgroup computes: 64 rows, or 64 or 32 columns.
-  constexpr bool SPLIT_ROWS = BLOCK_M == 64 * GROUPS;
-  constexpr int DQ_COLS = HEAD_DIM > 64 || SPLIT_ROWS ? 64 : 64 / GROUPS;
-  constexpr int DQ_BYTES = GROUPS * 64 * DQ_COLS * sizeof(float);
-  static_assert(SPLIT_ROWS ? HEAD_DIM == 64 : BLOCK_M == 64 && HEAD_DIM <= GROUPS * 64,
-                "dQ has one part a warpgroup");
-  static_assert(
-      2 * TileKV::BYTES + NUM_STAGES * (2 * TileQ::BYTES + TileS::BYTES) + DQ_BYTES + BIAS_BYTES ==
-          SMEM_BYTES,
-      "host and device disagree on shared memory");
-  static_assert(GROUPS == 2, "the register split is made for two consumers");
-  static_assert(NUM_STAGES == 2, "one barrier an iteration protects dS only if it has two stages");
-  static_assert(ACCUM_ROW_ALIGN % BLOCK_M == 0, "a query tile must not straddle two sequences");
+// A consumer warpgroup: it owns 64 keys of the tile. The accumulators of dK and dV are not in here,
+// because a struct with arrays would not stay in registers.
+template <class Options, class L>
+struct BwdConsumer {
+  using T = typename Options::T;
+  using Gradient = float[L::HEAD_DIM / 8][4];  // dK, dV
 
-  extern __shared__ __align__(1024) unsigned char smem[];
-  const uint32_t smem_k = smem_address(smem);
-  const uint32_t smem_v = smem_k + TileKV::BYTES;
-  const uint32_t smem_q = smem_v + TileKV::BYTES;
-  const uint32_t smem_dout = smem_q + NUM_STAGES * TileQ::BYTES;
-  const uint32_t smem_ds = smem_dout + NUM_STAGES * TileQ::BYTES;
-  const uint32_t smem_dq = smem_ds + NUM_STAGES * TileS::BYTES;
-  const uint32_t smem_bias = smem_dq + DQ_BYTES;
-  __shared__ BwdShared<BLOCK_M, NUM_STAGES> shared;
-  __shared__ RingBarriers<1> bias_barriers[GROUPS];
-  if (threadIdx.x == 0) {
-    if constexpr (BIAS == BIAS_BOXES) {
-      for (auto& ring : bias_barriers) ring.init(4);  // warps
-    }
-    shared.init(CONSUMERS, 3);
-  }
-  __syncthreads();
-
-  if (warpgroup_index() == 0) {
-    release_registers<40>();
-    const int warp = warp_in_warpgroup();
-    if (warp == 0) {
-      if (elect_one()) schedule_bwd_tiles(params, shared, BLOCK_N);
-    } else if (warp == 1) {
-      if (elect_one())
-        load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(params, shared,
-                                                  {1, 0, smem_k, smem_q, shared.k, shared.q, true});
-    } else if (warp == 2) {
-      Ring<1> bias_ring;
-      const auto load_bias = [&](const BwdTile& tile, int head, int m) {
-        if constexpr (BIAS == BIAS_BOXES) {
-          const BiasMap bias(params, tile.batch, head);
-#pragma unroll 1
-          for (int group = 0; group < GROUPS; ++group) {
-            bias.load<TileBias>(smem_bias + group * TileBias::BYTES, bias_barriers[group],
-                                bias_ring, m * BLOCK_M, tile.n_begin + group * 64);
-          }
-          bias_ring.advance();
-        }
-      };
-      if (elect_one())
-        load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
-            params, shared, {2, 3, smem_v, smem_dout, shared.v, shared.dout, false}, load_bias);
-    } else {
-      reduce_dq<HEAD_DIM, BLOCK_M, BLOCK_N, CONSUMERS + 32>(params.base, shared, smem_dq);
-    }
-    return;
-  }
-
-  // ---- consumers ----
-  claim_registers<232>();
-  const AttentionShape& shape = params.base.shape;
+  const FlashBwdSm90Params& params;
+  BwdShared<L::BLOCK_M, L::STAGES>& shared;
+  RingBarriers<1> (&bias_barriers)[L::GROUPS];
+  const uint32_t smem;
   // Positions of elements come from threadIdx, not from `group`: it stays in a uniform register,
   // and with it the descriptors.
-  const int group = warpgroup_index() - 1;
-  const int key_row = (threadIdx.x - WARPGROUP) / 32 * 16;  // first of the warp's 16
-  const int lane = threadIdx.x % 32;
-  const ScoreScale<SOFTCAP> score(shape);
-  const uint64_t dropout_seed = DROPOUT ? *params.base.dropout_seed : 0;
-
-  float acc_dk[HEAD_DIM / 8][4];
-  float acc_dv[HEAD_DIM / 8][4];
-  Ring<NUM_STAGES> ring;
+  const int group;
+  const int key_row;  // the first of the warp's 16
+  const int lane;
+  const Score<Options, FlashBwdParams> score;
+  const int64_t dropout_seed;
+  Ring<L::STAGES> ring;
   Ring<1> bias_ring;
   Ring<BWD_TILE_RECORDS> record;
 
-  const auto step = [&](const BwdTile& tile, int head, int m_begin, bool masked) {
+  __device__ BwdConsumer(const FlashBwdSm90Params& params, BwdShared<L::BLOCK_M, L::STAGES>& shared,
+                         RingBarriers<1> (&bias_barriers)[L::GROUPS], uint32_t smem)
+      : params(params),
+        shared(shared),
+        bias_barriers(bias_barriers),
+        smem(smem),
+        group(warpgroup_index() - 1),
+        key_row((threadIdx.x - WARPGROUP) / 32 * 16),
+        lane(threadIdx.x % 32),
+        score(params.base),
+        dropout_seed(Options::DROPOUT ? *params.base.dropout_seed : 0) {}
+
+  // A step: the queries from m_begin on, of one head, and the keys of the tile.
+  __device__ __forceinline__ void step(Gradient& acc_dk, Gradient& acc_dv, const BwdTile& tile,
+                                       int head, int m_begin, bool masked) {
+    using TileKV = typename L::TileKV;
+    using TileQ = typename L::TileQ;
+    using TileS = typename L::TileS;
+    constexpr int BLOCK_M = L::BLOCK_M;
+    constexpr bool HAS_DBIAS = has_gradient(Options::BIAS);
     // uniform() keeps descriptors in uniform registers, and those of K and V from being computed
     // ahead of all loops, which would fill the register file.
-    const uint32_t k_tile = uniform(smem_k);
-    const uint32_t v_tile = uniform(smem_v);
+    const uint32_t k_tile = uniform(smem);
+    const uint32_t v_tile = uniform(smem + L::V_OFFSET);
     const int stage = uniform(ring.stage);
-    const uint32_t q_stage = smem_q + stage * TileQ::BYTES;
-    const uint32_t dout_stage = smem_dout + stage * TileQ::BYTES;
-    const uint32_t ds_stage = smem_ds + stage * TileS::BYTES;
-
-    const float alibi_slope =
-        ALIBI ? params.base.alibi_slopes[tile.batch * params.base.alibi_batch_stride + head] : 0.f;
+    const uint32_t q_stage = smem + L::Q_OFFSET + stage * TileQ::BYTES;
+    const uint32_t dout_stage = smem + L::DOUT_OFFSET + stage * TileQ::BYTES;
+    const uint32_t ds_stage = smem + L::DS_OFFSET + stage * TileS::BYTES;
+    const float alibi_slope = load_alibi_slope<Options>(params.base, tile.batch, head);
 
     // ---- S^T = K Q^T, dP^T = V dO^T ----
     float s[BLOCK_M / 8][4];
     float dp[BLOCK_M / 8][4];
     shared.q.wait_full(ring);
-    wg_gemm<T, HEAD_DIM / 16>(s, WgRowOperand<TileKV>(k_tile, group * 64),
-                              WgRowOperand<TileQ>(q_stage, 0), false);
+    wg_gemm<T, L::HEAD_DIM / 16>(s, WgRowOperand<TileKV>(k_tile, group * 64),
+                                 WgRowOperand<TileQ>(q_stage, 0), OVERWRITE);
     shared.dout.wait_full(ring);
-    wg_gemm<T, HEAD_DIM / 16>(dp, WgRowOperand<TileKV>(v_tile, group * 64),
-                              WgRowOperand<TileQ>(dout_stage, 0), false);
+    wg_gemm<T, L::HEAD_DIM / 16>(dp, WgRowOperand<TileKV>(v_tile, group * 64),
+                                 WgRowOperand<TileQ>(dout_stage, 0), OVERWRITE);
     wgmma_wait<1>();
     pin(s);
 
-    // ---- P ----
+    // ---- score, P ----
     const int column = lane % 4 * 2;
     const int key = tile.n_begin + key_row + lane / 4;
     const int query = m_begin + column;
-    float cap_slope[SOFTCAP ? BLOCK_M / 8 : 1][4];  // d tanh(x) / dx
-    if constexpr (SOFTCAP) {
-      apply_softcap(s, score.to_tanh);
-#pragma unroll
-      for (int n = 0; n < BLOCK_M / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) cap_slope[n][i] = 1.f - s[n][i] * s[n][i];
-      }
-    }
-    if constexpr (ALIBI)
-      apply_alibi(s, score.alibi(alibi_slope), key, query, -tile.sequence.diagonal);
-    if constexpr (BIAS == BIAS_BOXES) {
+    const ScorePlace<Rows::KEYS> at = {tile.sequence, tile.batch, head, alibi_slope,
+                                       &dropout_seed, key,        query};
+    // lse_log2 and delta of the query of element [n][i]; queries are columns here.
+    const auto constant_of = [&](const float (&constants)[BLOCK_M], int n, int i) {
+      const float2 pair = *reinterpret_cast<const float2*>(&constants[n * 8 + column]);
+      return i % 2 ? pair.y : pair.x;
+    };
+    float softcap_slope[BLOCK_M / 8][4];
+    apply_score(s, softcap_slope, score, at, [&](float (&s)[BLOCK_M / 8][4], float bias_scale) {
       bias_barriers[group].wait_full(bias_ring);
-      add_bias_tile_transposed<TileBias, T>(s, smem_bias + group * TileBias::BYTES, key_row % 64,
-                                            score.alibi(1.f));
-    } else if constexpr (BIAS != 0) {
-      using Element = const BiasElement<T, BIAS>;
-      BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
-                        tile.sequence, tile.batch, head)
-          .transposed()
-          .add_to(s, key, query, score.alibi(1.f));
-    }
-    if (masked) apply_mask_transposed(s, tile.sequence, key, query);
-#pragma unroll
-    for (int n = 0; n < BLOCK_M / 8; ++n) {
-      const float2 lse_log2 =
-          *reinterpret_cast<const float2*>(&shared.lse_log2[ring.stage][n * 8 + column]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s[n][i] = exp2_approx(s[n][i] * score.scale_log2 - (i % 2 ? lse_log2.y : lse_log2.x));
-      }
-    }
+      add_bias_tile_transposed<typename L::TileBias, T>(s, L::bias_address(smem, group),
+                                                        key_row % 64, bias_scale);
+    });
+    if (masked) score.apply_mask(s, at);
+    recompute_weights(s, score, at,
+                      [&](int n, int i) { return constant_of(shared.lse_log2[ring.stage], n, i); });
     uint32_t p[BLOCK_M / 16][4];
-    if constexpr (DROPOUT) {
-      Dropout(dropout_seed, shape, tile.batch, head)
-          .apply_transposed<Dropped::NEGATIVE>(s, key, query);
-      float kept[BLOCK_M / 8][4];
-#pragma unroll
-      for (int n = 0; n < BLOCK_M / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) kept[n][i] = kept_weight(s[n][i]);
-      }
-      wg_pack<T>(p, kept);
-    } else {
-      wg_pack<T>(p, s);
-    }
-    if constexpr (SOFTCAP && !BIAS_GRAD) {  // early, for registers
-#pragma unroll
-      for (int n = 0; n < BLOCK_M / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] *= cap_slope[n][i];
-      }
-    }
+    float kept[BLOCK_M / 8][4];
+    wg_pack<T>(p, kept_weights<Options>(kept, s));
+    // P takes the slope of the softcap early, which frees its registers; but dbias is without it.
+    if constexpr (!HAS_DBIAS) apply_softcap_slope<Options>(s, softcap_slope);
 
     // ---- dS ----
     wgmma_wait<0>();
     pin(dp);
-#pragma unroll
-    for (int n = 0; n < BLOCK_M / 8; ++n) {
-      const float2 delta =
-          *reinterpret_cast<const float2*>(&shared.delta[ring.stage][n * 8 + column]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (DROPOUT) {
-          const bool dropped = s[n][i] < 0.f;
-          dp[n][i] = dropped ? 0.f : dp[n][i] * shape.dropout_scale;
-          s[n][i] = fabsf(s[n][i]);
-        }
-        dp[n][i] = s[n][i] * (dp[n][i] - (i % 2 ? delta.y : delta.x));
-      }
-    }
-    if constexpr (BIAS_GRAD) {
-      if (params.base.dbias) {
-        BiasHead<float>(params.base.dbias, params.base.dbias_strides, tile.sequence, tile.batch,
-                        head)
-            .transposed()
-            .red_add_from(dp, key, query);
-      }
-      if constexpr (SOFTCAP) {
-#pragma unroll
-        for (int n = 0; n < BLOCK_M / 8; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) dp[n][i] *= cap_slope[n][i];
-        }
-      }
+    softmax_gradient<Options>(dp, s, params.base.shape, [&](int n, int i) {
+      return constant_of(shared.delta[ring.stage], n, i);
+    });
+    if constexpr (HAS_DBIAS) {
+      add_bias_gradient<Options>(dp, params.base, at);
+      apply_softcap_slope<Options>(dp, softcap_slope);
     }
     uint32_t ds[BLOCK_M / 16][4];
     wg_pack<T>(ds, dp);
@@ -286,41 +212,122 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     }
 
     // ---- dV += P^T dO, dQ = dS K, dK += dS^T Q ----
-    wg_gemm<T, BLOCK_M / 16>(acc_dv, p, WgColumnOperand<TileQ>(dout_stage, 0), true);
+    wg_gemm<T, BLOCK_M / 16>(acc_dv, p, WgColumnOperand<TileQ>(dout_stage, 0), ACCUMULATE);
     fence_async_proxy();
-    named_barrier_sync(DS_WRITTEN, CONSUMERS);
-    if constexpr (BIAS == BIAS_BOXES) {
+    named_barrier_sync(NamedBarrier::DS_WRITTEN, L::CONSUMERS);
+    if constexpr (L::HAS_BIAS_TILES) {
       // Not before dS is written, which was computed from the bias: an arrival can overtake loads
       // that are still under way (wait_for_loads).
       bias_barriers[group].release(0);
       bias_ring.advance();
     }
-    float dq[DQ_COLS / 8][4];
-    const int dq_col = SPLIT_ROWS ? 0 : group * DQ_COLS;
-    wg_gemm<T, BLOCK_N / 16>(dq, WgRowOperand<TileS>(ds_stage, SPLIT_ROWS ? group * 64 : 0),
-                             WgColumnOperand<TileKV>(k_tile + dq_col % 64 * sizeof(T), dq_col / 64),
-                             false);
+    float dq[L::DQ_COLS / 8][4];
+    const int dq_col = L::SPLIT_ROWS ? 0 : group * L::DQ_COLS;
+    wg_gemm<T, L::BLOCK_N / 16>(
+        dq, WgRowOperand<TileS>(ds_stage, L::SPLIT_ROWS ? group * 64 : 0),
+        WgColumnOperand<TileKV>(k_tile + dq_col % 64 * sizeof(T), dq_col / 64), OVERWRITE);
     wgmma_wait<1>();
     pin(acc_dv);
     pin(p);
     shared.dout.release(ring.stage);
-    wg_gemm<T, BLOCK_M / 16>(acc_dk, ds, WgColumnOperand<TileQ>(q_stage, 0), true);
+    wg_gemm<T, BLOCK_M / 16>(acc_dk, ds, WgColumnOperand<TileQ>(q_stage, 0), ACCUMULATE);
     wgmma_wait<1>();
     pin(dq);
-    named_barrier_sync(DQ_EMPTY, CONSUMERS + 32);
-#pragma unroll
-    for (int n = 0; n < DQ_COLS / 8; ++n) {
-      st_shared_128(smem_dq + dq_fragment_offset(group * DQ_COLS / 8 + n) * sizeof(float), dq[n]);
-    }
-    fence_async_proxy();
-    named_barrier_arrive(DQ_FULL, CONSUMERS + 32);
+    hand_over_dq(dq);
     wgmma_wait<0>();
     pin(acc_dk);
     pin(ds);
     shared.q.release_by_thread(ring.stage);
     ring.advance();
-  };
+  }
 
+ private:
+  // Writes this warpgroup's part of dQ to where the reducer finds it.
+  __device__ __forceinline__ void hand_over_dq(const float (&dq)[L::DQ_COLS / 8][4]) {
+    named_barrier_sync(NamedBarrier::DQ_EMPTY, L::CONSUMERS + 32);
+#pragma unroll
+    for (int n = 0; n < L::DQ_COLS / 8; ++n) {
+      st_shared_128(
+          smem + L::DQ_OFFSET + dq_fragment_offset(group * L::DQ_COLS / 8 + n) * sizeof(float),
+          dq[n]);
+    }
+    fence_async_proxy();
+    named_barrier_arrive(NamedBarrier::DQ_FULL, L::CONSUMERS + 32);
+  }
+};
+
+template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_STAGES, bool SOFTCAP,
+          bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
+__global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
+    flash_bwd_sm90(const __grid_constant__ FlashBwdSm90Params params) {
+  using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
+  using Layout = BwdLayout<Options, HEAD_DIM, BLOCK_M, BLOCK_N, NUM_STAGES>;
+  using TileKV = typename Layout::TileKV;
+  using TileQ = typename Layout::TileQ;
+  constexpr int GROUPS = Layout::GROUPS;
+  constexpr int CONSUMERS = Layout::CONSUMERS;
+  static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
+  static_assert(GROUPS == 2, "the register split is made for two consumers");
+  static_assert(NUM_STAGES == 2, "one barrier an iteration protects dS only if it has two stages");
+  static_assert(ACCUM_ROW_ALIGN % BLOCK_M == 0, "a query tile must not straddle two sequences");
+
+  extern __shared__ __align__(1024) unsigned char smem[];
+  const uint32_t smem_k = smem_address(smem);
+  __shared__ BwdShared<BLOCK_M, NUM_STAGES> shared;
+  __shared__ RingBarriers<1> bias_barriers[GROUPS];
+  if (threadIdx.x == 0) {
+    if constexpr (Layout::HAS_BIAS_TILES) {
+      for (auto& ring : bias_barriers) ring.init(4);  // warps
+    }
+    shared.init(CONSUMERS, 3);
+  }
+  __syncthreads();
+
+  if (warpgroup_index() == 0) {
+    dealloc_registers<40>();
+    const int warp = warp_in_warpgroup();
+    if (warp == 0) {
+      if (elect_one()) schedule_bwd_tiles(params, shared, BLOCK_N);
+    } else if (warp == 1) {
+      if (elect_one())
+        load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
+            params, shared,
+            {RowsMap::K, RowsMap::Q, smem_k, smem_k + Layout::Q_OFFSET, shared.k, shared.q,
+             RowConstants::LOAD});
+    } else if (warp == 2) {
+      Ring<1> bias_ring;
+      const auto load_bias = [&](const BwdTile& tile, int head, int m) {
+        if constexpr (Layout::HAS_BIAS_TILES) {
+          const BiasMap bias(params, tile.batch, head);
+#pragma unroll 1
+          for (int group = 0; group < GROUPS; ++group) {
+            bias.load<typename Layout::TileBias>(Layout::bias_address(smem_k, group),
+                                                 bias_barriers[group], bias_ring, m * BLOCK_M,
+                                                 tile.n_begin + group * 64);
+          }
+          bias_ring.advance();
+        }
+      };
+      if (elect_one())
+        load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
+            params, shared,
+            {RowsMap::V, RowsMap::DOUT, smem_k + Layout::V_OFFSET, smem_k + Layout::DOUT_OFFSET,
+             shared.v, shared.dout, RowConstants::SKIP},
+            load_bias);
+    } else {
+      reduce_dq<HEAD_DIM, BLOCK_M, BLOCK_N, CONSUMERS + 32>(params.base, shared,
+                                                            smem_k + Layout::DQ_OFFSET);
+    }
+    return;
+  }
+
+  // ---- consumers ----
+  alloc_registers<232>();
+  const AttentionShape& shape = params.base.shape;
+  float acc_dk[HEAD_DIM / 8][4];
+  float acc_dv[HEAD_DIM / 8][4];
+  BwdConsumer<Options, Layout> consumer(params, shared, bias_barriers, smem_k);
+  Ring<BWD_TILE_RECORDS>& record = consumer.record;
 #pragma unroll 1
   for (;; record.advance()) {
     const BwdTile& tile = shared.wait_tile(record);
@@ -340,10 +347,11 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
       for (int m = uniform(tile.m_range.end) - 1; m >= m_begin;) {
 #pragma unroll 1
         for (; m >= m_begin && (m >= inner_end || m < inner_begin); --m) {
-          step(tile, head, m * BLOCK_M, true);
+          consumer.step(acc_dk, acc_dv, tile, head, m * BLOCK_M, MASKED);
         }
 #pragma unroll 1
-        for (; m >= inner_begin; --m) step(tile, head, m * BLOCK_M, false);
+        for (; m >= inner_begin; --m)
+          consumer.step(acc_dk, acc_dv, tile, head, m * BLOCK_M, UNMASKED);
       }
     }
     shared.k.release(0);  // the next tile is loaded while this one is written
@@ -358,12 +366,12 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
         if constexpr (DROPOUT) acc_dv[n][i] *= shape.dropout_scale;
       }
     }
-    const int64_t row = tile.sequence.start_k + tile.n_begin + key_row;
+    const int64_t row = tile.sequence.start_k + tile.n_begin + consumer.key_row;
     const Strides& dk_strides = params.base.dk_strides;
     const Strides& dv_strides = params.base.dv_strides;
     store_rows(static_cast<T*>(params.base.dk) + dk_strides.at(tile.batch, row, tile.head_kv),
-               dk_strides.row, acc_dk, tile.n_rows - key_row, shape.head_dim);
+               dk_strides.row, acc_dk, tile.n_rows - consumer.key_row, shape.head_dim);
     store_rows(static_cast<T*>(params.base.dv) + dv_strides.at(tile.batch, row, tile.head_kv),
-               dv_strides.row, acc_dv, tile.n_rows - key_row, shape.head_dim);
+               dv_strides.row, acc_dv, tile.n_rows - consumer.key_row, shape.head_dim);
   }
 }

@@ -12,13 +12,37 @@
 #include "../common/wg_gemm.cuh"
 #include "../ptx/atomics.cuh"
 #include "../ptx/stmatrix.cuh"
-#include "bias.cuh"
 #include "bwd_block_sm90.cuh"
-#include "dropout.cuh"
-#include "mask.cuh"
+#include "score_gradient.cuh"
 #include "store_rows.cuh"
 
-enum NamedBarrier { P_WRITTEN = 1, DS_WRITTEN };
+enum class NamedBarrier { P_WRITTEN = 1, DS_WRITTEN };
+
+// The tiles of a block and where they lie in shared memory, and the shares of a warpgroup.
+template <int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int STAGES_, int GROUPS_>
+struct BwdWideLayout {
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int BLOCK_M = BLOCK_M_;
+  static constexpr int BLOCK_N = BLOCK_N_;
+  static constexpr int STAGES = STAGES_;
+  static constexpr int GROUPS = GROUPS_;  // consumer warpgroups
+  static constexpr int CONSUMERS = GROUPS * WARPGROUP;
+  static constexpr int KEYS = BLOCK_N / GROUPS;          // of S and dP in a warpgroup
+  static constexpr int SLICES = HEAD_DIM / 64 / GROUPS;  // of 64 head_dim rows in a warpgroup
+  static constexpr int DQ_COLS = SLICES * 32;
+  using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
+  using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
+  using TileS = SmemTile<BLOCK_M, round_up(BLOCK_N, 64)>;
+  static constexpr int V_OFFSET = TileKV::BYTES;
+  static constexpr int Q_OFFSET = V_OFFSET + TileKV::BYTES;
+  static constexpr int DOUT_OFFSET = Q_OFFSET + STAGES * TileQ::BYTES;
+  static constexpr int P_OFFSET = DOUT_OFFSET + STAGES * TileQ::BYTES;
+  static constexpr int DS_OFFSET = P_OFFSET + TileS::BYTES;
+  static constexpr int BYTES = DS_OFFSET + TileS::BYTES;
+  static_assert(BLOCK_M == 64, "one warpgroup has all queries of S");
+  static_assert(KEYS * GROUPS == BLOCK_N && KEYS % 16 == 0 && SLICES * GROUPS * 64 == HEAD_DIM,
+                "equal shares");
+};
 
 // With a semaphore the blocks take turns, query tile by query tile in the order of the keys, so
 // that the sum is repeatable bit by bit.
@@ -90,33 +114,186 @@ __device__ __forceinline__ void store_columns(T* out, int64_t row_stride, const 
   }
 }
 
+// A query tile of one head, in the buffers of `ring`.
+template <int STAGES>
+struct QueryPlace {
+  int head;
+  int m;
+  Ring<STAGES> ring;
+};
+
+// A consumer warpgroup and its steps. The accumulators are not in here, because a struct with
+// arrays would not stay in registers.
+template <class Options, class L>
+struct BwdWideConsumer {
+  using T = typename Options::T;
+  using TileKV = typename L::TileKV;
+  using TileQ = typename L::TileQ;
+  using TileS = typename L::TileS;
+  using Place = QueryPlace<L::STAGES>;
+  using Scores = float[L::KEYS / 8][4];
+  using HalfDq = float[L::DQ_COLS / 8][4];
+  using Gradient = float[L::SLICES][L::BLOCK_N / 8][4];  // dK^T, dV^T
+
+  const FlashBwdSm90Params& params;
+  BwdShared<L::BLOCK_M, L::STAGES>& shared;
+  Turns& turns;
+  const uint32_t smem;
+  // Positions of elements come from threadIdx, not from `group`: it stays in a uniform register,
+  // and with it the descriptors. uniform() keeps descriptors in uniform registers, too.
+  const int group;
+
+  // ---- S, dP ----
+
+  __device__ __forceinline__ void issue_s(Scores& s, const Place& at) {
+    shared.q.wait_full(at.ring);
+    wg_gemm<T, L::HEAD_DIM / 16>(
+        s, WgRowOperand<TileQ>(smem + L::Q_OFFSET + uniform(at.ring.stage) * TileQ::BYTES, 0),
+        WgRowOperand<TileKV>(uniform(smem), group * L::KEYS), OVERWRITE);
+  }
+
+  __device__ __forceinline__ void issue_dp(Scores& dp, const Place& at) {
+    shared.dout.wait_full(at.ring);
+    wg_gemm<T, L::HEAD_DIM / 16>(
+        dp, WgRowOperand<TileQ>(smem + L::DOUT_OFFSET + uniform(at.ring.stage) * TileQ::BYTES, 0),
+        WgRowOperand<TileKV>(uniform(smem + L::V_OFFSET), group * L::KEYS), OVERWRITE);
+  }
+
+  // ---- score, P ----
+
+  // S becomes P.
+  __device__ __forceinline__ void make_p(Scores& s, Scores& softcap_slope, const BwdTile& tile,
+                                         const Place& at) {
+    const Score<Options, FlashBwdParams> score(params.base);
+    const int thread = fresh_thread_index();
+    const int row = thread % WARPGROUP / 32 * 16 + thread % 32 / 4;
+    const int query = at.m * L::BLOCK_M + row;
+    const int key = tile.n_begin + (thread / WARPGROUP - 1) * L::KEYS + thread % 4 * 2;
+    const float alibi_slope = load_alibi_slope<Options>(params.base, tile.batch, at.head);
+    const ScorePlace<Rows::QUERIES> place = {
+        tile.sequence, tile.batch, at.head, alibi_slope, params.base.dropout_seed, query, key};
+    apply_score(s, softcap_slope, score, place);
+    if (uniform(tile.m_range.needs_mask(at.m))) score.apply_mask(s, place);
+    const float* lse_log2 = &shared.lse_log2[at.ring.stage][row];
+    recompute_weights(s, score, place, [&](int, int i) { return lse_log2[i / 2 * 8]; });
+  }
+
+  // ---- dV, dS ----
+
+  // Publishes P, adds to dV, and publishes dS. One product may be in flight before: dP.
+  __device__ __forceinline__ void make_ds(Scores& p, Scores& dp, Scores& softcap_slope,
+                                          Gradient& acc_dv, const BwdTile& tile, const Place& at) {
+    Scores kept;
+    store_s(smem + L::P_OFFSET, kept_weights<Options>(kept, p));
+    fence_async_proxy();
+    // Behind this barrier no warp reads the last dS any more.
+    named_barrier_sync(NamedBarrier::P_WRITTEN, L::CONSUMERS);
+    const uint32_t dout_stage = smem + L::DOUT_OFFSET + uniform(at.ring.stage) * TileQ::BYTES;
+#pragma unroll
+    for (int i = 0; i < L::SLICES; ++i) {
+      wg_gemm<T, L::BLOCK_M / 16>(acc_dv[i],
+                                  WgColumnOperand<TileQ>(dout_stage, group * L::SLICES + i),
+                                  WgColumnOperand<TileS>(smem + L::P_OFFSET, 0), ACCUMULATE);
+    }
+    wgmma_wait<L::SLICES>();
+    pin(dp);
+    const int row = fresh_thread_index() % WARPGROUP / 32 * 16 + fresh_thread_index() % 32 / 4;
+    const float* delta = &shared.delta[at.ring.stage][row];
+    softmax_gradient<Options>(dp, p, params.base.shape,
+                              [&](int, int i) { return delta[i / 2 * 8]; });
+    if constexpr (has_gradient(Options::BIAS)) add_dbias(dp, tile, at);
+    apply_softcap_slope<Options>(dp, softcap_slope);
+    store_s(smem + L::DS_OFFSET, dp);
+    fence_async_proxy();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < L::SLICES; ++i) pin(acc_dv[i]);
+    shared.dout.release(at.ring.stage);
+    // Behind this barrier no warp reads the last P any more.
+    named_barrier_sync(NamedBarrier::DS_WRITTEN, L::CONSUMERS);
+  }
+
+  // ---- dQ, in two halves: for all of it beside the next S there are not enough registers ----
+
+  __device__ __forceinline__ void issue_dq(HalfDq& dq, int half) {
+    const int column = (group * 2 + half) * L::DQ_COLS;
+    wg_gemm<T, L::BLOCK_N / 16>(
+        dq, WgRowOperand<TileS>(smem + L::DS_OFFSET, 0),
+        WgColumnOperand<TileKV>(uniform(smem) + column % 64 * sizeof(T), column / 64), OVERWRITE);
+  }
+
+  __device__ __forceinline__ void add_dq(HalfDq& dq, int half, const BwdTile& tile,
+                                         const Place& at) {
+    pin(dq);
+    const int64_t accum = accum_row(params.base, tile, at.head, at.m * L::BLOCK_M);
+    // The ring has two places, so its stage is the parity of the turn.
+    if (half == 0 && params.base.dq_semaphore) {
+      mbarrier_wait(smem_address(&turns.come), at.ring.stage);
+    }
+    float* dq_accum = params.base.dq_accum + accum * L::HEAD_DIM +
+                      dq_fragment_offset((group * 2 + half) * L::DQ_COLS / 8);
+#pragma unroll
+    for (int n = 0; n < L::DQ_COLS / 8; ++n) red_add(dq_accum + n * WARPGROUP * 4, dq[n]);
+    if (half == 1 && params.base.dq_semaphore) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&turns.over));
+    }
+  }
+
+  // ---- dK ----
+
+  __device__ __forceinline__ void issue_dk(Gradient& acc_dk, int slice, const Place& at) {
+    wg_gemm<T, L::BLOCK_M / 16>(
+        acc_dk[slice],
+        WgColumnOperand<TileQ>(smem + L::Q_OFFSET + uniform(at.ring.stage) * TileQ::BYTES,
+                               group * L::SLICES + slice),
+        WgColumnOperand<TileS>(smem + L::DS_OFFSET, 0), ACCUMULATE);
+  }
+
+ private:
+  // Writes this warpgroup's share of P or dS to its tile in shared memory.
+  __device__ __forceinline__ void store_s(uint32_t tile, const Scores& acc) {
+    const int thread = fresh_thread_index();
+    const int lane = thread % 32;
+    const int warp_row = thread % WARPGROUP / 32 * 16;
+    const int warp_key = (thread / WARPGROUP - 1) * L::KEYS;
+    uint32_t packed[L::KEYS / 16][4];
+    wg_pack<T>(packed, acc);
+#pragma unroll
+    for (int k = 0; k < L::KEYS / 16; ++k) {
+      stmatrix_x4(tile + TileS::offset(warp_row + lane % 16, warp_key / 8 + k * 2 + lane / 16),
+                  packed[k]);
+    }
+  }
+
+  __device__ __forceinline__ void add_dbias(const Scores& ds, const BwdTile& tile,
+                                            const Place& at) {
+    const int thread = fresh_thread_index();
+    const int query = at.m * L::BLOCK_M + thread % WARPGROUP / 32 * 16 + thread % 32 / 4;
+    const int key = tile.n_begin + (thread / WARPGROUP - 1) * L::KEYS + thread % 4 * 2;
+    const ScorePlace<Rows::QUERIES> place = {tile.sequence, tile.batch, at.head, 0.f, 0,
+                                             query,         key};
+    add_bias_gradient<Options>(ds, params.base, place);
+  }
+};
+
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_STAGES, int GROUPS,
           bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
 __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     flash_bwd_wide_sm90(const __grid_constant__ FlashBwdSm90Params params) {
-  using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
-  using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
-  using TileS = SmemTile<BLOCK_M, round_up(BLOCK_N, 64)>;
-  constexpr int CONSUMERS = GROUPS * WARPGROUP;
-  constexpr bool BIAS_GRAD = BIAS == 1 || BIAS == 3;
-  constexpr int KEYS = BLOCK_N / GROUPS;          // of S and dP in a warpgroup
-  constexpr int SLICES = HEAD_DIM / 64 / GROUPS;  // of 64 head_dim rows in a warpgroup
-  constexpr int DQ_COLS = SLICES * 32;
-  static_assert(2 * TileKV::BYTES + NUM_STAGES * 2 * TileQ::BYTES + 2 * TileS::BYTES == SMEM_BYTES,
-                "host and device disagree on shared memory");
+  using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
+  using Layout = BwdWideLayout<HEAD_DIM, BLOCK_M, BLOCK_N, NUM_STAGES, GROUPS>;
+  using Consumer = BwdWideConsumer<Options, Layout>;
+  using TileKV = typename Layout::TileKV;
+  using TileQ = typename Layout::TileQ;
+  constexpr int CONSUMERS = Layout::CONSUMERS;
+  constexpr int SLICES = Layout::SLICES;
+  static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
   static_assert(NUM_STAGES == 2, "its number is the parity of a turn");
-  static_assert(BLOCK_M == 64, "one warpgroup has all queries of S");
-  static_assert(KEYS * GROUPS == BLOCK_N && KEYS % 16 == 0 && SLICES * GROUPS * 64 == HEAD_DIM,
-                "equal shares");
   static_assert(GROUPS == 2 || GROUPS == 3, "the register split is made for two or three");
 
   extern __shared__ __align__(1024) unsigned char smem[];
   const uint32_t smem_k = smem_address(smem);
-  const uint32_t smem_v = smem_k + TileKV::BYTES;
-  const uint32_t smem_q = smem_v + TileKV::BYTES;
-  const uint32_t smem_dout = smem_q + NUM_STAGES * TileQ::BYTES;
-  const uint32_t smem_p = smem_dout + NUM_STAGES * TileQ::BYTES;
-  const uint32_t smem_ds = smem_p + TileS::BYTES;
   __shared__ BwdShared<BLOCK_M, NUM_STAGES> shared;
   __shared__ Turns turns;
   if (threadIdx.x == 0) {
@@ -126,7 +303,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   __syncthreads();
 
   if (warpgroup_index() == 0) {
-    release_registers<GROUPS == 2 ? 40 : 32>();
+    dealloc_registers<GROUPS == 2 ? 40 : 32>();
     const int warp = warp_in_warpgroup();
     if (warp == 3) {
       if (params.base.dq_semaphore && threadIdx.x % 32 < 2) {
@@ -138,201 +315,33 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     if (warp == 0) {
       schedule_bwd_tiles(params, shared, BLOCK_N);
     } else if (warp == 1) {
-      load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(params, shared,
-                                                {1, 0, smem_k, smem_q, shared.k, shared.q, true});
+      load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
+          params, shared,
+          {RowsMap::K, RowsMap::Q, smem_k, smem_k + Layout::Q_OFFSET, shared.k, shared.q,
+           RowConstants::LOAD});
     } else if (warp == 2) {
       load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
-          params, shared, {2, 3, smem_v, smem_dout, shared.v, shared.dout, false});
+          params, shared,
+          {RowsMap::V, RowsMap::DOUT, smem_k + Layout::V_OFFSET, smem_k + Layout::DOUT_OFFSET,
+           shared.v, shared.dout, RowConstants::SKIP});
     }
     return;
   }
 
   // ---- consumers ----
-  claim_registers<GROUPS == 2 ? 232 : 160>();
+  alloc_registers<GROUPS == 2 ? 232 : 160>();
   const AttentionShape& shape = params.base.shape;
-  // Positions of elements come from threadIdx, not from `group`: it stays in a uniform register,
-  // and with it the descriptors.
   const int group = warpgroup_index() - 1;
-
-  float acc_dk[SLICES][BLOCK_N / 8][4];  // transposed: rows are head_dim, columns are keys
-  float acc_dv[SLICES][BLOCK_N / 8][4];
   Ring<BWD_TILE_RECORDS> record;
-
-  const auto store_s = [&](uint32_t tile, const float (&acc)[KEYS / 8][4]) {
-    const int thread = fresh_thread_index();
-    const int lane = thread % 32;
-    const int warp_row = thread % WARPGROUP / 32 * 16;
-    const int warp_key = (thread / WARPGROUP - 1) * KEYS;
-    uint32_t packed[KEYS / 16][4];
-    wg_pack<T>(packed, acc);
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k) {
-      stmatrix_x4(tile + TileS::offset(warp_row + lane % 16, warp_key / 8 + k * 2 + lane / 16),
-                  packed[k]);
-    }
-  };
-
-  // Of the query tile that `head` and `m` name, in the buffers of `ring`.
-  struct Place {
-    int head;
-    int m;
-    Ring<NUM_STAGES> ring;
-  };
-  using Scores = float[KEYS / 8][4];
-
-  // uniform() keeps descriptors in uniform registers: see flash_bwd_sm90.cu.
-  const auto issue_s = [&](Scores& s, const Place& at) {
-    shared.q.wait_full(at.ring);
-    wg_gemm<T, HEAD_DIM / 16>(
-        s, WgRowOperand<TileQ>(smem_q + uniform(at.ring.stage) * TileQ::BYTES, 0),
-        WgRowOperand<TileKV>(uniform(smem_k), group * KEYS), false);
-  };
-  const auto issue_dp = [&](Scores& dp, const Place& at) {
-    shared.dout.wait_full(at.ring);
-    wg_gemm<T, HEAD_DIM / 16>(
-        dp, WgRowOperand<TileQ>(smem_dout + uniform(at.ring.stage) * TileQ::BYTES, 0),
-        WgRowOperand<TileKV>(uniform(smem_v), group * KEYS), false);
-  };
-  float cap_slope[SOFTCAP ? KEYS / 8 : 1][4];  // d tanh(x) / dx
-
-  // s = P, from S.
-  const auto make_p = [&](Scores& s, const BwdTile& tile, const Place& at) {
-    const ScoreScale<SOFTCAP> score(shape);
-    const int thread = fresh_thread_index();
-    const int row = thread % WARPGROUP / 32 * 16 + thread % 32 / 4;
-    const int query = at.m * BLOCK_M + row;
-    const int key = tile.n_begin + (thread / WARPGROUP - 1) * KEYS + thread % 4 * 2;
-    if constexpr (SOFTCAP) {
-      apply_softcap(s, score.to_tanh);
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) cap_slope[n][i] = 1.f - s[n][i] * s[n][i];
-      }
-    }
-    if constexpr (ALIBI) {
-      const float slope =
-          params.base.alibi_slopes[tile.batch * params.base.alibi_batch_stride + at.head];
-      apply_alibi(s, score.alibi(slope), query, key, tile.sequence.diagonal);
-    }
-    if constexpr (BIAS != 0) {
-      using Element = const BiasElement<T, BIAS>;
-      BiasHead<Element>(static_cast<Element*>(params.base.bias), params.base.bias_strides,
-                        tile.sequence, tile.batch, at.head)
-          .add_to(s, query, key, score.alibi(1.f));
-    }
-    if (uniform(tile.m_range.needs_mask(at.m))) apply_mask(s, tile.sequence, query, key);
-    const float* lse_log2 = &shared.lse_log2[at.ring.stage][row];
-#pragma unroll
-    for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s[n][i] = exp2_approx(s[n][i] * score.scale_log2 - lse_log2[i / 2 * 8]);
-      }
-    }
-    if constexpr (DROPOUT) {
-      Dropout(*params.base.dropout_seed, shape, tile.batch, at.head)
-          .apply<Dropped::NEGATIVE>(s, query, key);
-    }
-  };
-  // Publishes P, adds to dV, and publishes dS. One product may be in flight before: dP.
-  const auto make_ds = [&](Scores& s, Scores& dp, const BwdTile& tile, const Place& at) {
-    if constexpr (DROPOUT) {
-      Scores kept;
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) kept[n][i] = kept_weight(s[n][i]);
-      }
-      store_s(smem_p, kept);
-    } else {
-      store_s(smem_p, s);
-    }
-    fence_async_proxy();
-    named_barrier_sync(P_WRITTEN, CONSUMERS);  // so nobody reads the last dS any more
-    const uint32_t dout_stage = smem_dout + uniform(at.ring.stage) * TileQ::BYTES;
-#pragma unroll
-    for (int i = 0; i < SLICES; ++i) {
-      wg_gemm<T, BLOCK_M / 16>(acc_dv[i], WgColumnOperand<TileQ>(dout_stage, group * SLICES + i),
-                               WgColumnOperand<TileS>(smem_p, 0), true);
-    }
-    wgmma_wait<SLICES>();
-    pin(dp);
-    const int row = fresh_thread_index() % WARPGROUP / 32 * 16 + fresh_thread_index() % 32 / 4;
-    const float* delta = &shared.delta[at.ring.stage][row];
-#pragma unroll
-    for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (DROPOUT) {
-          const bool dropped = s[n][i] < 0.f;
-          dp[n][i] = dropped ? 0.f : dp[n][i] * shape.dropout_scale;
-          s[n][i] = fabsf(s[n][i]);
-        }
-        dp[n][i] = s[n][i] * (dp[n][i] - delta[i / 2 * 8]);
-      }
-    }
-    if constexpr (BIAS_GRAD) {
-      if (params.base.dbias) {
-        const int thread = fresh_thread_index();
-        const int query = at.m * BLOCK_M + thread % WARPGROUP / 32 * 16 + thread % 32 / 4;
-        const int key = tile.n_begin + (thread / WARPGROUP - 1) * KEYS + thread % 4 * 2;
-        BiasHead<float>(params.base.dbias, params.base.dbias_strides, tile.sequence, tile.batch,
-                        at.head)
-            .red_add_from(dp, query, key);
-      }
-    }
-    if constexpr (SOFTCAP) {
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) dp[n][i] *= cap_slope[n][i];
-      }
-    }
-    store_s(smem_ds, dp);
-    fence_async_proxy();
-    wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < SLICES; ++i) pin(acc_dv[i]);
-    shared.dout.release(at.ring.stage);
-    named_barrier_sync(DS_WRITTEN, CONSUMERS);  // so nobody reads the last P any more
-  };
-  // dQ in two halves: for all of it beside the next S there are not enough registers.
-  using HalfDq = float[DQ_COLS / 8][4];
-  const auto issue_dq = [&](HalfDq& dq, int half) {
-    const int column = (group * 2 + half) * DQ_COLS;
-    wg_gemm<T, BLOCK_N / 16>(
-        dq, WgRowOperand<TileS>(smem_ds, 0),
-        WgColumnOperand<TileKV>(uniform(smem_k) + column % 64 * sizeof(T), column / 64), false);
-  };
-  const auto issue_dk = [&](const Place& at, int slice) {
-    wg_gemm<T, BLOCK_M / 16>(acc_dk[slice],
-                             WgColumnOperand<TileQ>(smem_q + uniform(at.ring.stage) * TileQ::BYTES,
-                                                    group * SLICES + slice),
-                             WgColumnOperand<TileS>(smem_ds, 0), true);
-  };
-  const auto add_dq = [&](HalfDq& dq, int half, const BwdTile& tile, const Place& at) {
-    pin(dq);
-    const int64_t accum = accum_row(params.base, tile, at.head, at.m * BLOCK_M);
-    // The ring has two places, so its stage is the parity of the turn.
-    if (half == 0 && params.base.dq_semaphore) {
-      mbarrier_wait(smem_address(&turns.come), at.ring.stage);
-    }
-    float* dq_accum = params.base.dq_accum + accum * HEAD_DIM +
-                      dq_fragment_offset((group * 2 + half) * DQ_COLS / 8);
-#pragma unroll
-    for (int n = 0; n < DQ_COLS / 8; ++n) red_add(dq_accum + n * WARPGROUP * 4, dq[n]);
-    if (half == 1 && params.base.dq_semaphore) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&turns.over));
-    }
-  };
+  typename Consumer::Scores softcap_slope;
+  Consumer consumer = {params, shared, turns, smem_k, group};
+  typename Consumer::Gradient acc_dk, acc_dv;  // transposed: rows are head_dim, columns are keys
   const auto pin_dk = [&] {
 #pragma unroll
     for (int i = 0; i < SLICES; ++i) pin(acc_dk[i]);
   };
 
-  Place at = {};
+  typename Consumer::Place at = {};
 #pragma unroll 1
   for (;; record.advance()) {
     const BwdTile& tile = shared.wait_tile(record);
@@ -348,48 +357,48 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
 #pragma unroll 1
     for (at.head = uniform(tile.head_begin); at.head < uniform(head_end); ++at.head) {
       at.m = uniform(tile.m_range.end) - 1;
-      Scores s, dp;
-      issue_s(s, at);
-      issue_dp(dp, at);
+      typename Consumer::Scores s, dp;
+      consumer.issue_s(s, at);
+      consumer.issue_dp(dp, at);
       wgmma_wait<1>();
       pin(s);
-      make_p(s, tile, at);
-      make_ds(s, dp, tile, at);
+      consumer.make_p(s, softcap_slope, tile, at);
+      consumer.make_ds(s, dp, softcap_slope, acc_dv, tile, at);
 #pragma unroll 1
       for (;;) {
-        Place next = at;
+        auto next = at;
         next.ring.advance();
         if (--next.m < uniform(tile.m_range.begin)) break;
         // From this query tile to the next: S and dP of that one beside dQ and dK of this one.
-        Scores s, dp;
-        HalfDq dq0, dq1;
-        issue_dq(dq0, 0);
-        issue_dk(at, 0);
+        typename Consumer::Scores s, dp;
+        typename Consumer::HalfDq dq0, dq1;
+        consumer.issue_dq(dq0, 0);
+        consumer.issue_dk(acc_dk, 0, at);
         wgmma_wait<1>();
-        add_dq(dq0, 0, tile, at);
-        issue_dq(dq1, 1);
-        if constexpr (SLICES == 2) issue_dk(at, 1);
-        issue_s(s, next);
+        consumer.add_dq(dq0, 0, tile, at);
+        consumer.issue_dq(dq1, 1);
+        if constexpr (SLICES == 2) consumer.issue_dk(acc_dk, 1, at);
+        consumer.issue_s(s, next);
         wgmma_wait<SLICES>();
-        add_dq(dq1, 1, tile, at);
-        issue_dp(dp, next);
+        consumer.add_dq(dq1, 1, tile, at);
+        consumer.issue_dp(dp, next);
         wgmma_wait<1>();
         pin(s);
         pin_dk();
         shared.q.release_by_thread(at.ring.stage);
-        make_p(s, tile, next);
-        make_ds(s, dp, tile, next);
+        consumer.make_p(s, softcap_slope, tile, next);
+        consumer.make_ds(s, dp, softcap_slope, acc_dv, tile, next);
         at = next;
       }
-      HalfDq dq0, dq1;
-      issue_dq(dq0, 0);
-      issue_dk(at, 0);
+      typename Consumer::HalfDq dq0, dq1;
+      consumer.issue_dq(dq0, 0);
+      consumer.issue_dk(acc_dk, 0, at);
       wgmma_wait<1>();
-      add_dq(dq0, 0, tile, at);
-      issue_dq(dq1, 1);
-      if constexpr (SLICES == 2) issue_dk(at, 1);
+      consumer.add_dq(dq0, 0, tile, at);
+      consumer.issue_dq(dq1, 1);
+      if constexpr (SLICES == 2) consumer.issue_dk(acc_dk, 1, at);
       wgmma_wait<SLICES - 1>();
-      add_dq(dq1, 1, tile, at);
+      consumer.add_dq(dq1, 1, tile, at);
       wgmma_wait<0>();
       pin_dk();
       shared.q.release_by_thread(at.ring.stage);

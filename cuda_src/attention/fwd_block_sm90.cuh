@@ -6,7 +6,7 @@
 #include "../common/smem_tile.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
-#include "bias_box_sm90.cuh"
+#include "bias_tile_sm90.cuh"
 #include "block_info.cuh"
 #include "tensor_rows.cuh"
 #include "tile_order.cuh"
@@ -51,8 +51,9 @@ struct FwdTile {
 // The tiles of a block in dynamic shared memory: rings of Q, of K and of V. Of a bias in boxes, one
 // tile for each consumer warpgroup: it is read at once, and there is the rest of the step to fill
 // it again.
-template <int HEAD_DIM, int BLOCK_M_, int BLOCK_N_, int Q_STAGES_, int KV_STAGES_, int BIAS>
+template <int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int Q_STAGES_, int KV_STAGES_, BiasKind BIAS>
 struct FwdLayout {
+  static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int BLOCK_M = BLOCK_M_;
   static constexpr int BLOCK_N = BLOCK_N_;
   static constexpr int Q_STAGES = Q_STAGES_;
@@ -60,7 +61,7 @@ struct FwdLayout {
   static constexpr int GROUPS = BLOCK_M / 64;  // consumer warpgroups
   using TileQ = SmemTile<BLOCK_M, round_up(HEAD_DIM, 64)>;
   using TileKV = SmemTile<BLOCK_N, round_up(HEAD_DIM, 64)>;
-  static constexpr bool HAS_BIAS = BIAS == BIAS_BOXES;
+  static constexpr bool HAS_BIAS = BIAS == BiasKind::DTYPE_OF_Q_BY_TMA;
   using TileBias = SmemTile<64, round_up(BLOCK_N, 64)>;
   static constexpr int K_OFFSET = Q_STAGES * TileQ::BYTES;
   static constexpr int V_OFFSET = K_OFFSET + KV_STAGES * TileKV::BYTES;
@@ -167,9 +168,9 @@ __device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
       mbarrier_arrive(almost_loaded);
       continue;
     }
-    const TensorRows q(params, 0, tile.sequence, tile.batch);
-    const TensorRows k(params, 1, tile.sequence, tile.batch);
-    const TensorRows v(params, 2, tile.sequence, tile.batch);
+    const TensorRows q(params, RowsMap::Q, tile.sequence, tile.batch);
+    const TensorRows k(params, RowsMap::K, tile.sequence, tile.batch);
+    const TensorRows v(params, RowsMap::V, tile.sequence, tile.batch);
     const int head_kv = tile.head / (shape.heads_q / shape.heads_kv);
     const auto load = [&](const TensorRows& rows, uint32_t tiles,
                           RingBarriers<L::KV_STAGES>& barriers, Ring<L::KV_STAGES>& ring, int n) {
@@ -243,7 +244,7 @@ __device__ __forceinline__ void write_fwd_tiles(const FlashFwdSm90Params& params
   for (;; record.advance(), q_ring.advance()) {
     const FwdTile& tile = shared.wait_tile(record);
     if (tile.m_rows == 0) break;
-    const TensorRows out(params, 3, tile.sequence, tile.batch);
+    const TensorRows out(params, RowsMap::OUT, tile.sequence, tile.batch);
 #pragma unroll 1
     for (int group = 0; group < L::GROUPS; ++group) {
       mbarrier_wait(smem_address(&shared.o_full[q_ring.stage][group]), q_ring.parity);

@@ -78,7 +78,7 @@ struct RowState {
   // one more logit (times log2(e)) without a value, -inf for none. The sum is relative to the
   // rounded product that update() has subtracted, so no fused multiply-add here.
   __device__ __forceinline__ float finish(int half, float scale_log2, float& lse,
-                                          float sink_log2 = -INF) {
+                                          float sink_log2 = -INF) const {
     auto [max_log2, total] = partial(half, scale_log2);
     float rescale = 1.f;
     if (sink_log2 != -INF) {
