@@ -1,15 +1,31 @@
-// FlashAttention-2 backward on wgmma and TMA (Hopper), head dims up to 128: one block owns BLOCK_N
-// keys of one key head and walks over the query tiles that see them, of every query head of the
-// group. The formulas are in flash_bwd_sm80.cu.
+// FlashAttention-3 backward on wgmma and TMA (Hopper), head dims up to 128: a persistent block
+// takes tiles of BLOCK_N keys of one key head, and walks over the query tiles that see them, of
+// every query head of the group. The formulas are in flash_bwd_sm80.cu and score_gradient.cuh.
 //
-//   producers  two warps: one lane each loads K, then Q tiles, or V, then dO tiles, into rings;
-//              the second one also a bias that comes in boxes, 64 keys for each consumer
-//   reducer    one warp: one lane has the copy engine add dQ tiles to the accumulator
-//   consumers  a warpgroup owns 64 keys. It computes S and dP transposed (rows are keys), so that
-//              P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q, in registers;
-//              only dS goes through shared memory, for dQ = dS K
+// Warps. Those of warpgroup 0 are the producers and the reducer:
+//   warp 0     one lane chooses the next tile and describes it in a record
+//   warp 1     one lane loads K, then Q with lse_log2 and delta
+//   warp 2     one lane loads V, then dO, and the bias if the copy engine (TMA) can
+//   warp 3     one lane has the copy engine add tiles of dQ to the accumulator in global memory
+// The other warpgroups are consumers, which own 64 keys each. They compute S and dP transposed
+// (rows are keys), so that P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q, in
+// registers; only dS goes through shared memory, for dQ = dS K. dV runs while dS is exchanged
+// between the warpgroups, dK while dQ is handed to the reducer.
 //
-// dV runs while dS is exchanged between the warpgroups, dK while dQ is handed to the reducer.
+// Shared memory. One buffer of K and of V, two of Q, dO and dS, one of dQ in float32, and with a
+// bias by TMA a tile of it for each consumer warpgroup.
+//
+// Why nothing is overwritten too early. Q, K, V, dO and the bias have a barrier for "full" and one
+// for "empty" (common/ring.cuh). dS has two buffers: a warpgroup writes one again two steps later,
+// and between the two lies the barrier DS_WRITTEN of the step in between, which every warpgroup
+// reaches after its last product with the old one. dQ is written after DQ_EMPTY, at which the
+// reducer arrives when the copy engine has read it.
+//
+// Why it ends. All roles see the same tiles up to the record with n_rows = 0, and in each the same
+// heads and query tiles. With a semaphore, the blocks add to a query tile in the order of their
+// keys, so a block waits for others. It waits only for tiles with earlier tickets, which running
+// blocks own; so the block with the earliest ticket never waits.
+//
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions".
 #include "../common/wg_gemm.cuh"
@@ -56,14 +72,14 @@ struct BwdLayout {
   }
 };
 
-// The reducer, a warp: adds each query tile's dQ to the accumulator. With a semaphore the blocks
-// take turns in the order of their keys, so that the sum is repeatable bit by bit.
+// The reducer, a warp: adds the dQ of each query tile to the accumulator. With a semaphore the
+// blocks take turns in the order of their keys, so that the sum is deterministic.
 template <int HEAD_DIM, int BLOCK_M, int BLOCK_N, int THREADS, int STAGES>
 __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
                                           BwdShared<BLOCK_M, STAGES>& shared, uint32_t smem_dq) {
   const bool elected = elect_one();
   int* flag = nullptr;  // of the turn that is not over yet
-  // Late, when the addition has long reached memory.
+  // Called late, when the addition has long reached memory.
   const auto end_turn = [&] {
     if (!flag) return;
     bulk_wait<0>();
@@ -76,7 +92,8 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
   for (;; record.advance()) {
     const BwdTile& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) return;
-    if (elected) mbarrier_arrive(smem_address(&shared.almost_loaded));  // no longer reads the last
+    // A warp that is here no longer reads the record of the last tile.
+    if (elected) mbarrier_arrive(smem_address(&shared.almost_loaded));
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
@@ -336,7 +353,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     set_zero(acc_dv);
     shared.k.wait_full(kv_place(record));
     shared.v.wait_full(kv_place(record));
-    // Masked on both edges of a window, plain between them.
+    // Masked on both edges of a window, unmasked between them.
     const int head_end = uniform(tile.head_end);
     const int m_begin = uniform(tile.m_range.begin);
     const int inner_begin = max(uniform(tile.m_range.inner_begin), m_begin);

@@ -1,14 +1,29 @@
 // The backward of flash_bwd_sm90.cu for wide heads, where dK and dV of 64 keys do not fit the
 // registers of one warpgroup: the products are split along the head dimension instead.
 //
-//   S, dP      each warpgroup has all queries of the tile and a share of the keys; P and dS go
-//              through shared memory
+//   S, dP      each consumer warpgroup has all queries of the tile and a share of the keys; P and
+//              dS go through shared memory
 //   dV^T, dK^T each warpgroup owns 64 or 128 of the head_dim rows, of all keys of the block:
 //              dV^T += dO^T P, dK^T += Q^T dS
 //   dQ         the same columns, dQ = dS K; added to the accumulator straight from registers:
 //              shared memory has no room for it, and its bandwidth is what this kernel lacks most
 //
 // dV runs while dS is computed, dK while dQ is added.
+//
+// Warps. Of warpgroup 0, one lane of warp 0 chooses the next tile, one of warp 1 loads K and Q with
+// lse_log2 and delta, one of warp 2 V and dO; with a semaphore, two lanes of warp 3 keep the turns
+// (Turns). The other warpgroups are the consumers.
+//
+// Shared memory. One buffer of K and of V, two of Q and of dO, one of P and of dS.
+//
+// Why nothing is overwritten too early. Q, K, V and dO have a barrier for "full" and one for
+// "empty" (common/ring.cuh). P and dS have one buffer, and each is protected by the barrier of the
+// other: dS is written behind P_WRITTEN, which every warpgroup reaches after its products with the
+// last dS; P is written behind DS_WRITTEN of the step before, which every warpgroup reaches after
+// dV.
+//
+// Why it ends: as in flash_bwd_sm90.cu. The lanes that keep the turns see the same heads and query
+// tiles as the consumers.
 #include "../common/wg_gemm.cuh"
 #include "../ptx/atomics.cuh"
 #include "../ptx/stmatrix.cuh"
@@ -45,10 +60,10 @@ struct BwdWideLayout {
 };
 
 // With a semaphore the blocks take turns, query tile by query tile in the order of the keys, so
-// that the sum is repeatable bit by bit.
+// that the sum is deterministic. Both are mbarriers.
 struct Turns {
-  uint64_t come;  // consumers may add to this tile
-  uint64_t over;  // they have
+  uint64_t come;  // the consumers may add to this tile
+  uint64_t over;  // the consumers have added to it
 
   __device__ void init(int consumers) {
     mbarrier_init(smem_address(&come), 1);
@@ -56,8 +71,8 @@ struct Turns {
   }
 };
 
-// The keepers of the turns, two lanes, so that no consumer waits for memory: lane 0 waits for the
-// blocks before this one, lane 1 lets those after it go on.
+// Two lanes keep the turns, so that no consumer waits for memory: lane 0 waits for the blocks
+// before this one, lane 1 lets those after it go on.
 template <int BLOCK_M, int BLOCK_N, int STAGES>
 __device__ __forceinline__ void keep_turns(const FlashBwdParams& params,
                                            BwdShared<BLOCK_M, STAGES>& shared, Turns& turns) {
@@ -68,7 +83,7 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params,
   for (;; record.advance()) {
     const BwdTile& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) return;
-    // A lane that is here no longer reads the last tile.
+    // A lane that is here no longer reads the record of the last tile.
     mbarrier_arrive(smem_address(&shared.almost_loaded));
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
@@ -88,8 +103,8 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params,
   }
 }
 
-// A fragment of 16 columns of `out` in rows (dK^T, dV^T of a warp): transposes it matrix by matrix
-// and writes 32 bytes a key. `out` is the first of the columns in the first key's row.
+// Stores a fragment of a warp whose 16 rows are columns of `out` (dK^T, dV^T): transposes it matrix
+// by matrix and writes 32 bytes a key. `out` is the first of the columns in the first key's row.
 template <typename T, int N>
 __device__ __forceinline__ void store_columns(T* out, int64_t row_stride, const float (&acc)[N][4],
                                               int rows, int columns) {

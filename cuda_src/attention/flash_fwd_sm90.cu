@@ -1,20 +1,40 @@
-// Attention forward on wgmma and TMA (Hopper): a persistent block takes query tiles of BLOCK_M rows
-// one after the other, and walks over the key tiles of each from the last to the first.
+// FlashAttention-3 forward on wgmma and TMA (Hopper): a persistent block takes query tiles of
+// BLOCK_M rows one after the other, and walks over the key tiles of each from the last to the
+// first.
 //
-//   producers  warpgroup 0: a lane chooses tiles, one loads Q, K and V, one a bias, one writes O
-//   consumers  the other warpgroups own 64 query rows each; S, P and O live in their registers
+// Warps. One lane of each warp of warpgroup 0 is a producer (fwd_block_sm90.cuh):
+//   warp 0     chooses the next tile and describes it in a record
+//   warp 1     loads Q, K and V
+//   warp 2     writes O
+//   warp 3     loads the bias, if the copy engine (TMA) can
+// The other warpgroups are consumers, which own 64 query rows of the tile each; S, P and O live in
+// their registers (fwd_consumer_sm90.cuh).
 //
-// Three things keep the tensor cores busy while a warpgroup computes its softmax:
+// Shared memory. Q_STAGES buffers of Q, KV_STAGES of K and of V, and with a bias by TMA a tile of
+// it for each consumer warpgroup. O takes the place of Q on its way out.
+//
+// Overlap. Three things keep the tensor cores busy while a warpgroup computes its softmax:
 //   within a warpgroup  S(n - 1) = Q K(n - 1)^T and O += P(n) V(n) are issued together, and the
 //                       softmax of S(n - 1) runs beside the second product
 //   between warpgroups  they take turns: one issues its products while another computes
 //   between tiles       the first S of the next tile is issued before O of this one is written
 //
+// Why nothing is overwritten too early. Every buffer is a stage of a ring with two barriers: it is
+// filled after its consumers have released it, and read after the copy has completed. Consumers
+// release a stage of K or V after the wgmma_wait() of the product that reads it. A warpgroup writes
+// O over its own 64 rows of Q alone, after its last product with them, and the loader refills the
+// stage when the writer has read it. A record of a tile is written again four tiles later, and the
+// scheduler is at most three ahead of the last reader.
+//
+// Why it ends. All roles see the same tiles in the same order, up to the record with m_rows = 0,
+// which ends each of them; a tile without keys passes through all of them, too. All consumers make
+// the same number of steps, so that every turn that is waited for is passed on.
+//
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions" and "Tensor copy".
 #include "fwd_consumer_sm90.cuh"
 
-// Starts a tile: its first scores are in s, and they open the softmax and O.
+// Starts a tile: the first scores, which are in s, begin its softmax, and O is 0.
 template <class C>
 __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
                                            typename C::Weights& p, typename C::Output& acc_o,
@@ -24,11 +44,11 @@ __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
   set_zero(acc_o);
   state = RowState();
   float rescale[2];
-  consumer.softmax(s, state, consumer.needs_mask(), rescale);
+  consumer.score_and_softmax(s, state, !consumer.is_inner(), rescale);
   wg_pack<typename C::T>(p, s);
 }
 
-// A step: the scores of key tile n, and the values of key tile n + 1 into O.
+// A step: S and P of key tile n, and O += P V of key tile n + 1.
 template <class C>
 __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typename C::Output& acc_o,
                                      RowState& state, bool masked) {
@@ -43,7 +63,7 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   pin(s);
   consumer.shared.k.release(consumer.kv_ring.stage);
   float rescale[2];
-  consumer.softmax(s, state, masked, rescale);
+  consumer.score_and_softmax(s, state, masked, rescale);
   wgmma_wait<0>();
   pin(acc_o);
   consumer.shared.v.release(v_ring.stage);
@@ -88,7 +108,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   uint32_t p[BLOCK_N / 16][4];
   consumer.open_turns();
   if (!consumer.next_tile()) return;
-  {  // the first scores of all, with no product beside them
+  {  // the first S of all, with no other product beside it
     float s[BLOCK_N / 8][4];
     consumer.take_turn();
     consumer.issue_qk(s);
@@ -98,19 +118,20 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   }
 #pragma unroll 1
   for (;;) {
-    // ---- the rest of the tile: masked on both edges of a window, plain between them ----
+    // ---- the other key tiles: masked on both edges of a window, unmasked between them ----
     int& n = consumer.n;
 #pragma unroll 1
     for (--n; n >= consumer.n_begin;) {
 #pragma unroll 1
-      for (; n >= consumer.n_begin && (n >= consumer.inner_end || n < consumer.inner_begin); --n)
+      for (; n >= consumer.n_begin && !consumer.is_inner(); --n)
         step(consumer, p, acc_o, state, MASKED);
 #pragma unroll 1
       for (; n >= max(consumer.n_begin, consumer.inner_begin); --n)
         step(consumer, p, acc_o, state, UNMASKED);
     }
 
-    // ---- from this tile to the next: its first scores beside the last product of this one ----
+    // ---- to the next query tile: its first S is computed beside the last O += P V of this one
+    // ----
     const FwdTile& done = *consumer.tile;
     const int done_stage = consumer.q_ring.stage;
     const Ring<KV_STAGES> v_ring = consumer.kv_ring;

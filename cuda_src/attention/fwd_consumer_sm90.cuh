@@ -121,8 +121,8 @@ struct FwdConsumer {
   // ---- score and softmax ----
 
   // S becomes P, relative to the maximum so far; rescale is for the O of the tiles before.
-  __device__ __forceinline__ void softmax(Scores& s, RowState& state, bool masked,
-                                          float (&rescale)[2]) {
+  __device__ __forceinline__ void score_and_softmax(Scores& s, RowState& state, bool masked,
+                                                    float (&rescale)[2]) {
     const int row = tile->m_begin + warp_row + lane / 4;
     const int col = n * L::BLOCK_N + lane % 4 * 2;
     const float alibi_slope = load_alibi_slope<Options>(params.base, tile->batch, tile->head);
@@ -187,7 +187,7 @@ struct FwdConsumer {
     return uniform(next.m_rows) != 0 && uniform(next.has_keys()) != 0;
   }
 
-  __device__ __forceinline__ bool needs_mask() const { return n >= inner_end || n < inner_begin; }
+  __device__ __forceinline__ bool is_inner() const { return n < inner_end && n >= inner_begin; }
 
   // ---- results ----
 
