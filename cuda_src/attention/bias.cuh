@@ -5,7 +5,7 @@
 #include "../ptx/atomics.cuh"
 #include "block_info.cuh"
 
-// What a kernel adds to the scores; the numbers are those of the configurations of the host.
+// The kinds of bias. The numbers are those of the configurations of the host (kernel_config.py).
 enum class BiasKind {
   NONE = 0,
   DTYPE_OF_Q = 1,
@@ -33,7 +33,7 @@ struct BiasElementOf<T, BiasKind::FLOAT32> {
 template <typename T, BiasKind KIND>
 using BiasElement = typename BiasElementOf<T, KIND>::type;
 
-// float32 has no digit left for the score below this, and exponents of such a size would round to
+// Where a bias has this size, float32 has no digit left for the score, and exponents would round to
 // nonsense (the first product of exp2(s * scale_log2 - max * scale_log2) is not rounded, the second
 // is): -BIAS_LIMIT and what lies below count as -inf, above BIAS_LIMIT it is cut off. So masks of
 // -1e9 or finfo.min mask.

@@ -8,7 +8,7 @@
 //   dT^T = P^T * (dP^T - delta) * dS/dT       dP^T = V dO^T, T = scale Q K^T, S = T without softcap
 //   dK   = scale * sum over queries of dT^T Q
 // Dropout sets P in dV, and dP, to 0, or scales them.
-// Nothing is shared between blocks, so the result is bitwise repeatable. Two accumulators fit the
+// Nothing is shared between blocks, so the result is deterministic. Two accumulators fit the
 // registers with BLOCK_N = 64 up to HEAD_DIM 128, with 32 beyond. simt_tile.cuh has the map from
 // threads to elements and the shared-memory plan.
 #include "simt_gemm.cuh"
@@ -111,14 +111,8 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
       for (int j = 0; j < 4; ++j) {
         const float row_delta = delta[m * BLOCK_M + column_offset(j)];
 #pragma unroll
-        for (int e = 0; e < ROWS; ++e) {
-          float dp = acc_dp[e][j];
-          if constexpr (DROPOUT) {
-            dp = is_kept(acc_s[e][j]) ? dp * shape.dropout_scale : 0.0f;
-            acc_s[e][j] = fabsf(acc_s[e][j]);
-          }
-          acc_s[e][j] *= dp - row_delta;
-        }
+        for (int e = 0; e < ROWS; ++e)
+          score_gradient<DROPOUT>(acc_s[e][j], acc_dp[e][j], row_delta, shape);
       }
       store_weights(smem, acc_s);  // dT
       multiply_add(acc_dk, smem, q.from_row(m * BLOCK_M));

@@ -6,7 +6,7 @@
 //   dT = P * (dP - delta) * dS/dT      dP = dO V^T, T = scale Q K^T, S = T without softcap
 //   dQ = scale * sum over keys of dT K
 // With a bias it also adds dS = P * (dP - delta) to its gradient; dropout sets dP to 0, or scales
-// it. Nothing but the gradient of a bias is shared between blocks, so dQ is bitwise repeatable.
+// it. Nothing but the gradient of a bias is shared between blocks, so dQ is deterministic.
 // simt_tile.cuh has the map from threads to elements and the shared-memory plan.
 #include "simt_gemm.cuh"
 #include "simt_score.cuh"
@@ -98,26 +98,12 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !
     for (int e = 0; e < ROWS; ++e) {
       const float row_delta = delta[row_offset<ROWS>(e)];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float dp = acc_dp[e][j];
-        if constexpr (DROPOUT) {
-          dp = is_kept(acc_s[e][j]) ? dp * shape.dropout_scale : 0.0f;
-          acc_s[e][j] = fabsf(acc_s[e][j]);
-        }
-        acc_s[e][j] *= dp - row_delta;
-      }
+      for (int j = 0; j < 4; ++j)
+        score_gradient<DROPOUT>(acc_s[e][j], acc_dp[e][j], row_delta, shape);
     }
     if constexpr (HAS_DBIAS) {
       if (params.dbias) {
-        const ThreadBias<float> dbias(head_dbias, m_begin + thread_y(), first_col);
-#pragma unroll
-        for (int e = 0; e < ROWS; ++e) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            if (dbias.exists(row_offset<ROWS>(e), column_offset(j)))
-              red_add(dbias.at(row_offset<ROWS>(e), column_offset(j)), acc_s[e][j]);
-          }
-        }
+        ThreadBias<float>(head_dbias, m_begin + thread_y(), first_col).red_add_from(acc_s);
       }
     }
     if constexpr (SEPARATE) {

@@ -1,15 +1,15 @@
 // FlashAttention-2 backward on mma.sync (sm_75 and newer): one block owns BLOCK_N keys of one key
 // head and walks over the query tiles that see them, of every query head of the group.
 //
-//   P = exp2(scale_log2 * S - lse_log2)   S = Q K^T, recomputed
-//   dS = P * (dP - delta)                 dP = dO V^T, with dropout 0 where P is dropped
+//   P = exp2(scale_log2 * S - lse_log2)   S = Q K^T, recomputed; with the options of score.cuh
+//   dS = P * (dP - delta)                 dP = dO V^T; score_gradient.cuh
 //   dV += P^T dO    dK += dS^T Q          stay in registers until the end
 //   dQ += dS K                            added to a float32 buffer in global memory, since every
 //                                         key tile contributes; a postprocess kernel converts it
 //
 // P and dS go through shared memory once; each of the five products then splits into the warp tiles
 // that suit it (WarpGrid). With a semaphore the blocks add to a query tile in the order of their
-// keys, so that the sum is repeatable bit by bit. Source: arXiv:2307.08691, algorithm 2.
+// keys, so that the sum is deterministic. Source: arXiv:2307.08691, algorithm 2.
 #include "../common/params.cuh"
 #include "../ptx/atomics.cuh"
 #include "block_info.cuh"
@@ -18,7 +18,7 @@
 #include "tile_order.cuh"
 #include "warp_gemm.cuh"
 
-// What a block works on; in shared memory for the reason given in flash_fwd_sm80.cu.
+// The tile of a block. It lives in shared memory for the reason given in flash_fwd_sm80.cu.
 template <typename T>
 struct BwdBlock {
   Sequence sequence;
@@ -29,7 +29,7 @@ struct BwdBlock {
   int batch;
   int head_begin;  // the query heads that share this key head
   int head_end;
-  const T* q;  // of this sequence, head 0
+  const T* q;  // the first row of this sequence in head 0
   const T* dout;
   const T* k;
   const T* v;
@@ -38,7 +38,7 @@ struct BwdBlock {
 
   __device__ void locate(const FlashBwdParams& params, int block_m, int block_n) {
     const AttentionShape& shape = params.shape;
-    // A repeatable sum makes blocks wait for each other, and a block may wait only for one that
+    // A deterministic sum makes blocks wait for each other, and a block may wait only for one that
     // runs already: so the order is the order of arrival.
     const int index = params.dq_semaphore ? atomicAdd(params.dq_semaphore, 1) : blockIdx.x;
     const int num_n_blocks = ceil_div(shape.seqlen_k, block_n);
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     const int next_m_block = last_m ? block.m_range.begin : m_block + 1;
 
     copies_wait<ARCH>();
-    __syncthreads();  // Q and dO have landed; nobody reads P, dS or the other stage any more
+    __syncthreads();  // Q and dO have landed; no warp reads P, dS or the other stage any more
     if (NUM_STAGES == 2 && next_head < block.head_end) {
       load_q_do(next_head, next_m_block, stage ^ 1);
     }
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
         acc_dk, ColumnOperandA<TileS, GridKV::TILE_ROWS>(smem_ds, GridKV::row()),
         ColumnOperandB<TileQ, GridKV::TILE_COLS>(q_stage, GridKV::col()));
     if constexpr (NUM_STAGES == 1) {
-      __syncthreads();  // nobody reads Q or dO any more
+      __syncthreads();  // no warp reads Q or dO any more
       if (next_head < block.head_end) load_q_do(next_head, next_m_block, 0);
       copies_commit<ARCH>();
     }

@@ -22,9 +22,9 @@
 // reducer arrives when the copy engine has read it.
 //
 // Why it ends. All roles see the same tiles up to the record with n_rows = 0, and in each the same
-// heads and query tiles. With a semaphore, the blocks add to a query tile in the order of their
+// heads and query tiles. With a semaphore the blocks add to a query tile in the order of their
 // keys, so a block waits for others. It waits only for tiles with earlier tickets, which running
-// blocks own; so the block with the earliest ticket never waits.
+// blocks own; so the earliest tile that is not done never waits.
 //
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions".
@@ -78,7 +78,7 @@ template <int HEAD_DIM, int BLOCK_M, int BLOCK_N, int THREADS, int STAGES>
 __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
                                           BwdShared<BLOCK_M, STAGES>& shared, uint32_t smem_dq) {
   const bool elected = elect_one();
-  int* flag = nullptr;  // of the turn that is not over yet
+  int* flag = nullptr;  // that of the turn that is not over yet
   // Called late, when the addition has long reached memory.
   const auto end_turn = [&] {
     if (!flag) return;

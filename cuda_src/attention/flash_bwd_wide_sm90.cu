@@ -92,7 +92,7 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params,
         int* flag = turn_flag(params, accum_row(params, tile, head, m * BLOCK_M), BLOCK_M);
         if (first_lane) {
           wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
-          mbarrier_wait(smem_address(&turns.over), turn.parity ^ 1);  // of the turn before
+          mbarrier_wait(smem_address(&turns.over), turn.parity ^ 1);  // the turn before
           mbarrier_arrive(smem_address(&turns.come));
         } else {
           mbarrier_wait(smem_address(&turns.over), turn.parity);

@@ -14,7 +14,7 @@
 #include "tile_order.cuh"
 #include "warp_gemm.cuh"
 
-// What a block works on. It lives in shared memory: in the main loop every register counts, and
+// The tile of a block. It lives in shared memory: in the main loop every register counts, and
 // most of this is needed once a tile or once a block.
 template <typename T>
 struct FwdBlock {
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
 #pragma unroll 1
   for (; n >= n_begin; --n) {
     copies_wait<ARCH>();
-    __syncthreads();  // K(n) has landed; nobody reads V(n + 1) any more
+    __syncthreads();  // K(n) has landed; no warp reads V(n + 1) any more
     load_kv(smem_v, block.v, params.v_strides.row, n);
     copies_commit<ARCH>();
 
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     warp_gemm<T, ARCH, HEAD_DIM / 16>(acc_s, operand_q, operand_k);
 
     copies_wait<ARCH>();
-    __syncthreads();  // V(n) has landed; nobody reads K(n) any more
+    __syncthreads();  // V(n) has landed; no warp reads K(n) any more
     if (n > n_begin) load_kv(smem_k, block.k, params.k_strides.row, n - 1);
     copies_commit<ARCH>();
 

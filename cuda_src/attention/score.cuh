@@ -32,11 +32,11 @@ struct ScoreOptions {
 constexpr bool UNMASKED = false;
 constexpr bool MASKED = true;
 
-// What the rows of a fragment are: queries in S, keys in its transpose.
+// The rows of a fragment are queries in S and keys in its transpose.
 enum class Rows { QUERIES, KEYS };
 
-// Which scores a fragment holds. Most of this lies in shared memory; it is referred to, so that it
-// is read where it is needed and takes no registers before.
+// The scores that a fragment holds. Most of these fields lie in shared memory; they are references,
+// so that they are read where they are needed and take no registers before.
 template <Rows ROWS>
 struct ScorePlace {
   const Sequence& sequence;
@@ -53,7 +53,7 @@ __device__ __forceinline__ float load_alibi_slope(const Params& params, int batc
   return Options::ALIBI ? params.alibi_slopes[batch * params.alibi_batch_stride + head] : 0.f;
 }
 
-// In place of the function that adds a bias from shared memory, in kernels that never do.
+// Stands for the function that adds a bias from shared memory, in kernels without one.
 struct NoBiasTile {};
 
 // Params is FlashFwdParams or FlashBwdParams. Scores stay in the units of S, or of tanh with a
