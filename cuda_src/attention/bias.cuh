@@ -5,13 +5,13 @@
 #include "../ptx/atomics.cuh"
 #include "block_info.cuh"
 
-// The kinds of bias. The numbers are those of the configurations of the host (kernel_config.py).
+// The kinds of bias, numbered from 0; the host reads their names here.
 enum class BiasKind {
-  NONE = 0,
-  DTYPE_OF_Q = 1,
-  BOOL = 2,  // not added: the query sees the key where it is nonzero
-  FLOAT32 = 3,
-  DTYPE_OF_Q_BY_TMA = 4,  // sm_90: the copy engine brings tiles of it (bias_tile_sm90.cuh)
+  NONE,
+  DTYPE_OF_Q,
+  BOOL,  // not added: the query sees the key where it is nonzero
+  FLOAT32,
+  DTYPE_OF_Q_BY_TMA,  // sm_90: the copy engine brings tiles of it (bias_tile_sm90.cuh)
 };
 
 __host__ __device__ constexpr bool has_gradient(BiasKind kind) {
