@@ -79,6 +79,8 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   using Layout = FwdLayout<HEAD_DIM, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES, Options::BIAS>;
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
   constexpr int GROUPS = Layout::GROUPS;
+  constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32;
+  constexpr int CONSUMER_REGISTERS = GROUPS == 2 ? 232 : 160;
   static_assert(GROUPS == 2 || GROUPS == 3, "the register split is made for two or three");
 
   extern __shared__ __align__(1024) unsigned char smem[];
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   __syncthreads();
 
   if (warpgroup_index() == 0) {
-    dealloc_registers<GROUPS == 2 ? 40 : 32>();
+    dealloc_registers<PRODUCER_REGISTERS>();
     const int warp = warp_in_warpgroup();
     if (!elect_one()) return;
     if constexpr (Layout::HAS_BIAS) {
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   }
 
   // ---- consumers ----
-  alloc_registers<GROUPS == 2 ? 232 : 160>();
+  alloc_registers<CONSUMER_REGISTERS>();
   FwdConsumer<Options, Layout, SPLIT> consumer(params, shared, smem_q);
   RowState state;
   float acc_o[HEAD_DIM / 8][4];
