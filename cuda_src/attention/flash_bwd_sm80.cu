@@ -8,8 +8,14 @@
 //                                         key tile contributes; a postprocess kernel converts it
 //
 // P and dS go through shared memory once; each of the five products then splits into the warp tiles
-// that suit it (WarpGrid). With a semaphore the blocks add to a query tile in the order of their
-// keys, so that the sum is deterministic. Source: arXiv:2307.08691, algorithm 2.
+// that suit it (WarpGrid). Between the writes and the reads of a buffer of shared memory lies a
+// __syncthreads(): one when Q and dO have landed, one when P and dS are complete, and with one
+// stage one more before the next copy.
+//
+// With a semaphore the blocks add to a query tile in the order of their keys, so that the sum is
+// deterministic. A block then waits for others; it takes its tile by ticket, so it waits only for
+// blocks that run already, and the earliest of them for none. Source: arXiv:2307.08691,
+// algorithm 2.
 #include "../common/params.cuh"
 #include "../ptx/atomics.cuh"
 #include "block_info.cuh"

@@ -6,7 +6,10 @@
 //   overlap  V(n) is copied while S = Q K(n)^T runs, K(n - 1) while O += P V(n) runs; two or more
 //            blocks an SM hide one block's softmax behind the other's products
 //
-// Scores and probabilities live in registers only. Source: FlashAttention-2, arXiv:2307.08691.
+// Scores and probabilities live in registers only. K and V have one buffer each: between the last
+// read of a buffer and the copy that fills it again lies a __syncthreads(), and so between a copy
+// that has landed and its first read. No block waits for another. Source: FlashAttention-2,
+// arXiv:2307.08691.
 #include "../common/params.cuh"
 #include "block_info.cuh"
 #include "score.cuh"
