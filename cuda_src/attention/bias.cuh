@@ -5,39 +5,48 @@
 #include "../ptx/atomics.cuh"
 #include "block_info.cuh"
 
-// Template parameter BIAS: 0 none, 1 in the dtype of q, 2 bool (nonzero: the query sees the key),
-// 3 float32, 4 in the dtype of q and in boxes of a tensor map (sm_90: bias_box_sm90.cuh).
-constexpr int BIAS_BOXES = 4;
+// The kinds of bias, numbered from 0; the host reads their names here.
+enum class BiasKind {
+  NONE,
+  DTYPE_OF_Q,
+  BOOL,  // not added: the query sees the key where it is nonzero
+  FLOAT32,
+  DTYPE_OF_Q_BY_TMA,  // sm_90: the copy engine brings tiles of it (bias_tile_sm90.cuh)
+};
 
-template <typename T, int BIAS>
+__host__ __device__ constexpr bool has_gradient(BiasKind kind) {
+  return kind != BiasKind::NONE && kind != BiasKind::BOOL;
+}
+
+template <typename T, BiasKind KIND>
 struct BiasElementOf {
   using type = T;
 };
 template <typename T>
-struct BiasElementOf<T, 2> {
+struct BiasElementOf<T, BiasKind::BOOL> {
   using type = uint8_t;
 };
 template <typename T>
-struct BiasElementOf<T, 3> {
+struct BiasElementOf<T, BiasKind::FLOAT32> {
   using type = float;
 };
-template <typename T, int BIAS>
-using BiasElement = typename BiasElementOf<T, BIAS>::type;
+template <typename T, BiasKind KIND>
+using BiasElement = typename BiasElementOf<T, KIND>::type;
 
-// float32 has no digit left for the score below this, and exponents of such a size would round to
+// Where a bias has this size, float32 has no digit left for the score, and exponents would round to
 // nonsense (the first product of exp2(s * scale_log2 - max * scale_log2) is not rounded, the second
 // is): -BIAS_LIMIT and what lies below count as -inf, above BIAS_LIMIT it is cut off. So masks of
 // -1e9 or finfo.min mask.
 constexpr float BIAS_LIMIT = 16777216.f;
 
-// unit: one unit of the bias in the units of the score. Both leave NaN alone.
+// bias_scale is one unit of the bias in the units of the score. Both functions leave NaN alone.
 template <typename E>
-__device__ __forceinline__ float add_bias(float score, E bias, float unit) {
+__device__ __forceinline__ float add_bias(float score, E bias, float bias_scale) {
   float x = to_float(bias);
   x = x <= -BIAS_LIMIT ? -INF : x > BIAS_LIMIT ? BIAS_LIMIT : x;
-  return score + x * unit;
+  return score + x * bias_scale;
 }
-__device__ __forceinline__ float add_bias(float score, uint8_t seen, float unit) {
+__device__ __forceinline__ float add_bias(float score, uint8_t seen, float) {
   return seen ? score : -INF;
 }
 
@@ -62,7 +71,8 @@ struct BiasHead {
   // Adds the bias to scores; row and col are those of acc[0][0] in this lane. Rows and columns that
   // do not exist are left to the mask, but never read.
   template <int N>
-  __device__ __forceinline__ void add_to(float (&acc)[N][4], int row, int col, float unit) const {
+  __device__ __forceinline__ void add_to(float (&acc)[N][4], int row, int col,
+                                         float bias_scale) const {
     E* from[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -74,8 +84,8 @@ struct BiasHead {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const Pair pair = *reinterpret_cast<const Pair*>(from[half] + n * 8);
-          acc[n][2 * half] = add_bias(acc[n][2 * half], pair.first, unit);
-          acc[n][2 * half + 1] = add_bias(acc[n][2 * half + 1], pair.second, unit);
+          acc[n][2 * half] = add_bias(acc[n][2 * half], pair.first, bias_scale);
+          acc[n][2 * half + 1] = add_bias(acc[n][2 * half + 1], pair.second, bias_scale);
         }
       }
     } else {
@@ -83,9 +93,11 @@ struct BiasHead {
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (col + n * 8 < cols) acc[n][2 * half] = add_bias(acc[n][2 * half], *from[half], unit);
+          if (col + n * 8 < cols)
+            acc[n][2 * half] = add_bias(acc[n][2 * half], *from[half], bias_scale);
           if (col + n * 8 + 1 < cols) {
-            acc[n][2 * half + 1] = add_bias(acc[n][2 * half + 1], from[half][col_stride], unit);
+            acc[n][2 * half + 1] =
+                add_bias(acc[n][2 * half + 1], from[half][col_stride], bias_scale);
           }
           from[half] += 8 * col_stride;
         }

@@ -1,4 +1,4 @@
-// Which rows a sequence has, which keys a query sees, which tiles a block visits.
+// The rows of a sequence, the keys that a query sees, and the tiles that a block visits.
 //
 // Query i sits on the diagonal at key i + diagonal, and sees the keys
 //   [i + diagonal - window_left, i + diagonal + window_right] within [0, seqlen_k).
@@ -38,7 +38,7 @@ __device__ inline Sequence load_sequence(const Params& params, int batch) {
   s.start_k = cu_seqlens_k ? cu_seqlens_k[batch] : 0;
   s.seqlen_q = cu_seqlens_q ? cu_seqlens_q[batch + 1] - int(s.start_q) : shape.seqlen_q;
   s.seqlen_k = cu_seqlens_k ? cu_seqlens_k[batch + 1] - int(s.start_k) : shape.seqlen_k;
-  // Rows that hold nothing: as if they were not there.
+  // Rows that are not in use count as if they were not there.
   if (params.seqused_q) s.seqlen_q = max(0, min(s.seqlen_q, params.seqused_q[batch]));
   if (params.seqused_k) s.seqlen_k = max(0, min(s.seqlen_k, params.seqused_k[batch]));
   // Packed: start_q + batch * ALIGN rounded down is a multiple of ALIGN and leaves each sequence
@@ -72,7 +72,8 @@ __device__ inline TileRange key_tiles(const Sequence& s, int row_begin, int row_
   return t;
 }
 
-// The same, seen from the keys [col_begin, col_end): the query tiles that need them.
+// The query tiles that need the keys [col_begin, col_end); all rows of the inner ones see every one
+// of these keys.
 __device__ inline TileRange query_tiles(const Sequence& s, int col_begin, int col_end,
                                         int block_m) {
   TileRange t;

@@ -1,5 +1,5 @@
-// What the sm_90 backward kernels share: the tile of a block, its barriers, the producer, and the
-// place of dQ in its accumulator.
+// Common parts of the sm_90 backward kernels: the tile of a block, its barriers, the producers, and
+// the place of dQ in its accumulator.
 #pragma once
 #include "../common/params.cuh"
 #include "../common/ring.cuh"
@@ -10,8 +10,8 @@
 #include "tensor_rows.cuh"
 #include "tile_order.cuh"
 
-// A key tile, located by the scheduler for everybody, and the queries that see it. n_rows = 0 ends
-// the work of the block.
+// The record of a key tile and of the queries that see it, which the scheduler writes for all
+// roles. n_rows = 0 ends the work of the block.
 struct BwdTile {
   Sequence sequence;
   TileRange m_range;
@@ -65,7 +65,7 @@ struct BwdShared {
   alignas(16) float delta[STAGES][BLOCK_M];
   BwdTile tiles[BWD_TILE_RECORDS];
 
-  // followers: of the scheduler, who arrive at almost_loaded once a tile.
+  // `followers` roles arrive at almost_loaded once a tile, which the scheduler waits for.
   __device__ void init(int consumers, int followers) {
     located.init(1);
     k.init(consumers / 32);  // by warp
@@ -76,14 +76,14 @@ struct BwdShared {
     mbarrier_init_fence();
   }
 
-  // The tile at a place of the ring of records, once it is there.
+  // Waits for the record of the next tile.
   __device__ const BwdTile& wait_tile(const Ring<BWD_TILE_RECORDS>& record) {
     located.wait_full(record);
     return tiles[record.stage];
   }
 };
 
-// The scheduler, one lane: chooses the tiles.
+// The scheduler, one lane, chooses the tiles.
 template <int BLOCK_M, int STAGES>
 __device__ __forceinline__ void schedule_bwd_tiles(const FlashBwdSm90Params& params,
                                                    BwdShared<BLOCK_M, STAGES>& shared,
@@ -92,7 +92,7 @@ __device__ __forceinline__ void schedule_bwd_tiles(const FlashBwdSm90Params& par
   const TileOrder order(shape, ceil_div(shape.seqlen_k, block_n), shape.heads_kv,
                         params.packed_tiles);
   const uint32_t num_tiles = order.size();
-  // A repeatable sum makes blocks wait for each other, and a block may wait only for tiles of
+  // A deterministic sum makes blocks wait for each other, and a block may wait only for tiles of
   // blocks that run already: so every tile is taken by ticket, the first ones too.
   int* tickets = params.base.dq_semaphore;
   uint32_t index = tickets ? atomicAdd(tickets, 1) : blockIdx.x;
@@ -113,14 +113,14 @@ __device__ __forceinline__ void schedule_bwd_tiles(const FlashBwdSm90Params& par
   }
 }
 
-// The first row of a query tile in lse_log2, delta, dq_accum.
+// The first row of a query tile in lse_log2, delta and dq_accum.
 __device__ __forceinline__ int64_t accum_row(const FlashBwdParams& params, const BwdTile& tile,
                                              int head, int m_begin) {
   return head * params.accum_rows + tile.sequence.accum_start + m_begin;
 }
 
-// The order of dQ in dq_accum: 64 rows after 64 rows; of those, eight columns after eight; of
-// those, the fragments of a warpgroup (ptx/wgmma.cuh), four floats a thread.
+// The order of dQ in dq_accum: blocks of 64 rows; in each, blocks of eight columns; in each of
+// these, the fragments of a warpgroup (ptx/wgmma.cuh), four floats a thread.
 __device__ __forceinline__ int dq_fragment_offset(int octet) {
   return (octet * WARPGROUP + threadIdx.x % WARPGROUP) * 4;
 }
@@ -141,30 +141,33 @@ __device__ __forceinline__ int* turn_flag(const FlashBwdParams& params, int64_t 
 // a head then begin together, share Q and dO in the L2 cache, and those that take turns follow each
 // other a tile apart.
 //
-// What a producer loads: a tile of keys once, and each tile of queries that multiplies it. There
-// are two: K with Q, and the constants of its rows; V with dO.
+// A producer loads a tile of keys once, and each tile of queries that multiplies it. There are two
+// producers: one of K, of Q and the constants of its rows, the other of V and dO.
+enum class RowConstants { SKIP, LOAD };  // lse_log2 and delta
+
 template <int STAGES>
 struct BwdLoad {
-  int kv_map;  // numbers of the tensor maps
-  int q_map;
+  RowsMap kv_map;
+  RowsMap q_map;
   uint32_t smem_kv;
   uint32_t smem_q;
   RingBarriers<1>& kv;
   RingBarriers<STAGES>& q;
-  bool with_constants;
+  RowConstants constants;
 };
 
 struct NothingElse {
   __device__ void operator()(const BwdTile&, int, int) const {}
 };
 
-// A producer, one lane; load_more(tile, head, m) is called at each tile of queries.
+// A producer, one lane. It calls load_more(tile, head, m) at each tile of queries.
 template <class TileQ, class TileKV, int STAGES, class LoadMore = NothingElse>
 __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
                                                BwdShared<TileQ::ROWS, STAGES>& shared,
                                                const BwdLoad<STAGES>& to, LoadMore load_more = {}) {
   constexpr uint32_t ROW_FLOATS = TileQ::ROWS * sizeof(float);
-  const uint32_t stage_bytes = TileQ::BYTES + (to.with_constants ? 2 * ROW_FLOATS : 0);
+  const bool with_constants = to.constants == RowConstants::LOAD;
+  const uint32_t stage_bytes = TileQ::BYTES + (with_constants ? 2 * ROW_FLOATS : 0);
   Ring<BWD_TILE_RECORDS> record;
   Ring<STAGES> ring;
 #pragma unroll 1
@@ -174,7 +177,7 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
     const uint32_t almost_loaded = smem_address(&shared.almost_loaded);
     const uint32_t kv_full = smem_address(&to.kv.full[0]);
     to.kv.wait_empty(kv_place(record));
-    if (!tile.has_queries()) {  // in step with the consumers all the same
+    if (!tile.has_queries()) {  // the consumers still wait for this tile and release it
       mbarrier_arrive(kv_full);
       mbarrier_arrive(almost_loaded);
       continue;
@@ -199,7 +202,7 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
           q_rows.load(to.smem_q + ring.stage * TileQ::BYTES + block * TileQ::BLOCK_BYTES, full,
                       block, m * TileQ::ROWS, head);
         }
-        if (to.with_constants) {
+        if (with_constants) {
           const int64_t row = accum_row(params.base, tile, head, m * TileQ::ROWS);
           bulk_load(smem_address(shared.lse_log2[ring.stage]), params.base.lse_log2 + row,
                     ROW_FLOATS, full);

@@ -1,5 +1,5 @@
-// How the warps of a block share a product of the backward pass, for the main kernel and for the
-// postprocess kernel, which must know where dQ's fragments lie.
+// The grid of warp tiles of a product of the backward pass, for the main kernel and for the
+// postprocess kernel, which must know where the fragments of dQ lie.
 #pragma once
 #include "../common/types.cuh"
 

@@ -25,7 +25,7 @@ struct QuadLane {
 // Keys and values of a head: a part of a cache, or the new tokens.
 template <typename T>
 struct KeyRows {
-  const T *k, *v;  // of the first
+  const T *k, *v;  // the first rows
   int k_stride, v_stride;
   int count;  // at least 1
 

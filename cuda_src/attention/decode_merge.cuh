@@ -1,5 +1,5 @@
-// How the parts of a decode step of attention come together: what warps, blocks and splits of the
-// keys give the queries.
+// Merges the parts of a decode step of attention: the results of warps, of blocks and of splits of
+// the keys.
 #pragma once
 #include "../common/types.cuh"
 #include "../common/warp.cuh"
@@ -13,14 +13,14 @@ constexpr int ROWS = 8;         // queries
 constexpr int MAX_SPLITS = 64;  // of the keys
 constexpr int SAVED_LOADS = 3;  // of a warp: so many pay for splits of the keys
 
-// What some of the keys give a query: its largest score (in log2), the sum of the weights relative
-// to it, and beside it their weighted sum of the values.
+// The softmax of a query over some of the keys: the largest score (in log2) and the sum of the
+// weights relative to it. The sum of the values with these weights lies beside it.
 struct Sum {
   float max;
   float total;
 };
 
-// What a split gives the queries.
+// The results of a split for its queries.
 template <int HEAD_DIM>
 struct alignas(16) DecodePart {
   float out[ROWS][HEAD_DIM];
@@ -33,7 +33,7 @@ struct DecodeStorage {
   float out[NUM_WARPS][ROWS][HEAD_DIM];
   Sum sums[NUM_WARPS][ROWS];
   Sum merged[ROWS];  // with out[0]
-  bool last;         // of the splits
+  bool last;         // whether all other splits are done
 };
 
 __device__ __forceinline__ float weight_of(float max, float all) {
@@ -60,8 +60,9 @@ __device__ __forceinline__ float merge(Sum& all, SumOf sum_of, OutOf out_of) {
   return out;
 }
 
-// How many splits of keys that each warp would load so often. They take 1 / splits of the time, and
-// are merged in time that grows with their number: least at a multiple of the root.
+// The number of splits of keys that a warp would need `loads` loads for. The loads take 1 / splits
+// of the time, the merge takes time that grows with the number of splits: the sum is smallest at a
+// multiple of the root of `loads`.
 __device__ __forceinline__ int splits_of(int loads, int most) {
   const int splits = min(min(loads, int(3.f * sqrtf(float(loads)))), most);
   return loads - ceil_div(loads, max(splits, 1)) < SAVED_LOADS ? 1 : splits;

@@ -10,8 +10,8 @@
 #include "../common/params.cuh"
 #include "../common/philox.cuh"
 
-// What becomes of a dropped weight. The backward needs its value beside the fact: its sign tells,
-// as weights are not negative.
+// A dropped weight becomes 0 or gets a negative sign. The backward needs its value beside the fact
+// that it is dropped; weights are not negative, so the sign is free.
 enum class Dropped { ZERO, NEGATIVE };
 
 // The weight without its sign bit if it is set: 0 for what is dropped. As integers, so that NaN
@@ -47,7 +47,7 @@ struct Dropout {
     }
   }
 
-  // The same on a fragment whose rows are keys and whose columns are queries. The four lanes of a
+  // apply() on a fragment whose rows are keys and whose columns are queries. The four lanes of a
   // column and the next one's need the same calls, two each: half of a word is for the even key,
   // the other for the odd one. So a lane makes one call, for one of its two queries, and gives its
   // neighbour what it has no use for. All lanes of the warp take part.

@@ -8,7 +8,7 @@
 //   dT^T = P^T * (dP^T - delta) * dS/dT       dP^T = V dO^T, T = scale Q K^T, S = T without softcap
 //   dK   = scale * sum over queries of dT^T Q
 // Dropout sets P in dV, and dP, to 0, or scales them.
-// Nothing is shared between blocks, so the result is bitwise repeatable. Two accumulators fit the
+// Nothing is shared between blocks, so the result is deterministic. Two accumulators fit the
 // registers with BLOCK_N = 64 up to HEAD_DIM 128, with 32 beyond. simt_tile.cuh has the map from
 // threads to elements and the shared-memory plan.
 #include "simt_gemm.cuh"
@@ -18,6 +18,7 @@
 template <typename T, int HEAD_DIM, int BLOCK_N, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT>
 __global__ void __launch_bounds__(SIMT_THREADS, 2)
     flash_bwd_dkdv_simt(const FlashBwdParams params) {
+  constexpr BiasKind BIAS_KIND = static_cast<BiasKind>(BIAS);
   constexpr int ROWS = BLOCK_N / 8;
   constexpr int BLOCK_M = SCORE_COLUMNS;
   __shared__ SimtStorage<ROWS, HEAD_DIM> smem;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
     const float* delta = params.delta + accum_row;
     const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes, params.alibi_batch_stride,
                                               tile.batch, head);
-    using Bias = const BiasElement<T, BIAS>;
+    using Bias = const BiasElement<T, BIAS_KIND>;
     const BiasHead<Bias> head_bias(static_cast<Bias*>(params.bias), params.bias_strides, sequence,
                                    tile.batch, head);
 #pragma unroll 1
@@ -78,7 +79,8 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
           const int distance = first_distance + row_offset<ROWS>(e) - column_offset(j);
           float derivative;
           float s = score.log2(acc_s[e][j], distance, derivative);
-          if constexpr (BIAS != 0) s = bias.add_to(s, row_offset<ROWS>(e), column_offset(j));
+          if constexpr (BIAS_KIND != BiasKind::NONE)
+            s = bias.add_to(s, row_offset<ROWS>(e), column_offset(j));
           const bool seen = !masked || (in_window(sequence, distance) &&
                                         row_offset<ROWS>(e) < n_rows - thread_y());
           p[e][j] = seen ? exp2_approx(s - row_lse) : 0.0f;
@@ -109,14 +111,8 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
       for (int j = 0; j < 4; ++j) {
         const float row_delta = delta[m * BLOCK_M + column_offset(j)];
 #pragma unroll
-        for (int e = 0; e < ROWS; ++e) {
-          float dp = acc_dp[e][j];
-          if constexpr (DROPOUT) {
-            dp = is_kept(acc_s[e][j]) ? dp * shape.dropout_scale : 0.0f;
-            acc_s[e][j] = fabsf(acc_s[e][j]);
-          }
-          acc_s[e][j] *= dp - row_delta;
-        }
+        for (int e = 0; e < ROWS; ++e)
+          score_gradient<DROPOUT>(acc_s[e][j], acc_dp[e][j], row_delta, shape);
       }
       store_weights(smem, acc_s);  // dT
       multiply_add(acc_dk, smem, q.from_row(m * BLOCK_M));

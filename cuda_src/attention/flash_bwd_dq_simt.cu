@@ -6,7 +6,7 @@
 //   dT = P * (dP - delta) * dS/dT      dP = dO V^T, T = scale Q K^T, S = T without softcap
 //   dQ = scale * sum over keys of dT K
 // With a bias it also adds dS = P * (dP - delta) to its gradient; dropout sets dP to 0, or scales
-// it. Nothing but the gradient of a bias is shared between blocks, so dQ is bitwise repeatable.
+// it. Nothing but the gradient of a bias is shared between blocks, so dQ is deterministic.
 // simt_tile.cuh has the map from threads to elements and the shared-memory plan.
 #include "simt_gemm.cuh"
 #include "simt_score.cuh"
@@ -15,6 +15,7 @@
 template <typename T, int HEAD_DIM, int BLOCK_M, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT>
 __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !DROPOUT ? 3 : 2)
     flash_bwd_dq_simt(const FlashBwdParams params) {
+  constexpr BiasKind BIAS_KIND = static_cast<BiasKind>(BIAS);
   constexpr int ROWS = BLOCK_M / 8;
   constexpr int BLOCK_N = SCORE_COLUMNS;
   __shared__ SimtStorage<ROWS, HEAD_DIM> smem;
@@ -45,13 +46,13 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !
   const float* delta = params.delta + accum_row;
   const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes, params.alibi_batch_stride,
                                             tile.batch, tile.head);
-  using Bias = const BiasElement<T, BIAS>;
+  using Bias = const BiasElement<T, BIAS_KIND>;
   const BiasHead<Bias> head_bias(static_cast<Bias*>(params.bias), params.bias_strides, sequence,
                                  tile.batch, tile.head);
   const BiasHead<float> head_dbias(params.dbias, params.dbias_strides, sequence, tile.batch,
                                    tile.head);
   // The gradient of the bias is dS and not dT, so both are needed.
-  constexpr bool HAS_DBIAS = BIAS == 1 || BIAS == 3;
+  constexpr bool HAS_DBIAS = has_gradient(BIAS_KIND);
   constexpr bool SEPARATE = HAS_DBIAS && SOFTCAP;
 
   // ---- over the key tiles ----
@@ -74,7 +75,8 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !
         const int distance = first_distance + column_offset(j) - row_offset<ROWS>(e);
         float derivative;
         float s = score.log2(acc_s[e][j], distance, derivative);
-        if constexpr (BIAS != 0) s = bias.add_to(s, row_offset<ROWS>(e), column_offset(j));
+        if constexpr (BIAS_KIND != BiasKind::NONE)
+          s = bias.add_to(s, row_offset<ROWS>(e), column_offset(j));
         if constexpr (SEPARATE) {
           derivatives[e][j] = derivative;
           derivative = 1.0f;
@@ -96,26 +98,12 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !
     for (int e = 0; e < ROWS; ++e) {
       const float row_delta = delta[row_offset<ROWS>(e)];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float dp = acc_dp[e][j];
-        if constexpr (DROPOUT) {
-          dp = is_kept(acc_s[e][j]) ? dp * shape.dropout_scale : 0.0f;
-          acc_s[e][j] = fabsf(acc_s[e][j]);
-        }
-        acc_s[e][j] *= dp - row_delta;
-      }
+      for (int j = 0; j < 4; ++j)
+        score_gradient<DROPOUT>(acc_s[e][j], acc_dp[e][j], row_delta, shape);
     }
     if constexpr (HAS_DBIAS) {
       if (params.dbias) {
-        const ThreadBias<float> dbias(head_dbias, m_begin + thread_y(), first_col);
-#pragma unroll
-        for (int e = 0; e < ROWS; ++e) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            if (dbias.exists(row_offset<ROWS>(e), column_offset(j)))
-              red_add(dbias.at(row_offset<ROWS>(e), column_offset(j)), acc_s[e][j]);
-          }
-        }
+        ThreadBias<float>(head_dbias, m_begin + thread_y(), first_col).red_add_from(acc_s);
       }
     }
     if constexpr (SEPARATE) {

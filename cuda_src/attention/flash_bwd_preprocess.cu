@@ -1,16 +1,16 @@
-// What the backward kernels need of every query row, and clean accumulators:
+// Computes what the backward kernels read for every query row, and clears their accumulators:
 //   delta    = sum of dout * out over the head dimension, minus the gradient of the LSE if it has
 //              one: both weigh every probability of the row in the same way
 //   lse_log2 = lse * log2(e), or +inf where the row has no probability (it saw no key, or it is
 //              padding up to the next multiple of ACCUM_ROW_ALIGN), so that exp2(score - lse_log2)
 //              is 0 there without a mask; delta is 0 in those rows. NaN from HUGE_LSE on, where
 //              float32 keeps no digit of a weight: no gradient is better than a wrong one
-//   dq_accum = 0, if the family has one
+//   dq_accum = 0, if the kernels of the architecture have one
 //
 // The kernel does nothing but move memory. A warp handles ROWS_PER_WARP consecutive rows of one
 // head; Lanes says who reads what, 16 bytes a load if every row allows it. The stores of zeros go
-// first, since nobody waits for them, then all loads before the first sum. The blocks of the same
-// rows of all heads follow each other, since these rows are usually contiguous.
+// first, since no instruction waits for them, then all loads before the first sum. The blocks of
+// the same rows of all heads follow each other, since these rows are usually contiguous.
 #include "../common/convert.cuh"
 #include "../common/pack.cuh"
 #include "../ptx/math.cuh"
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(WARPS * 32) flash_bwd_preprocess(const FlashBw
   const int rows = sequence.seqlen_q - row;                // the others are padding
   const int64_t accum_row = head * params.accum_rows + sequence.accum_start;
 
-  // Lane own of a group writes the constants of its row own.
+  // The lane with number `own` in a group writes the constants of row `own` of the group.
   const int own = lane % L::PER_ROW;
   float lse = -INF;
   float dlse = 0.0f;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(WARPS * 32) flash_bwd_preprocess(const FlashBw
     add_row_products<1, L::PER_ROW>(sums, dout, out, params.dout_strides.row,
                                     params.out_strides.row, rows, shape.head_dim);
   }
-  float delta = 0.0f;  // of row own
+  float delta = 0.0f;  // that of row `own`
 #pragma unroll
   for (int r = 0; r < L::ROWS; ++r) {
 #pragma unroll

@@ -1,26 +1,30 @@
 // FlashAttention-2 backward on mma.sync (sm_75 and newer): one block owns BLOCK_N keys of one key
 // head and walks over the query tiles that see them, of every query head of the group.
 //
-//   P = exp2(scale_log2 * S - lse_log2)   S = Q K^T, recomputed
-//   dS = P * (dP - delta)                 dP = dO V^T, with dropout 0 where P is dropped
+//   P = exp2(scale_log2 * S - lse_log2)   S = Q K^T, recomputed; with the options of score.cuh
+//   dS = P * (dP - delta)                 dP = dO V^T; score_gradient.cuh
 //   dV += P^T dO    dK += dS^T Q          stay in registers until the end
 //   dQ += dS K                            added to a float32 buffer in global memory, since every
 //                                         key tile contributes; a postprocess kernel converts it
 //
 // P and dS go through shared memory once; each of the five products then splits into the warp tiles
-// that suit it (WarpGrid). With a semaphore the blocks add to a query tile in the order of their
-// keys, so that the sum is repeatable bit by bit. Source: arXiv:2307.08691, algorithm 2.
+// that suit it (WarpGrid). Between the writes and the reads of a buffer of shared memory lies a
+// __syncthreads(): one when Q and dO have landed, one when P and dS are complete, and with one
+// stage one more before the next copy.
+//
+// With a semaphore the blocks add to a query tile in the order of their keys, so that the sum is
+// deterministic. A block then waits for others; it takes its tile by ticket, so it waits only for
+// blocks that run already, and the earliest of them for none. Source: arXiv:2307.08691,
+// algorithm 2.
 #include "../common/params.cuh"
 #include "../ptx/atomics.cuh"
-#include "bias.cuh"
 #include "block_info.cuh"
 #include "bwd_warps_sm80.cuh"
-#include "dropout.cuh"
-#include "mask.cuh"
+#include "score_gradient.cuh"
 #include "tile_order.cuh"
 #include "warp_gemm.cuh"
 
-// What a block works on; in shared memory for the reason given in flash_fwd_sm80.cu.
+// The tile of a block. It lives in shared memory for the reason given in flash_fwd_sm80.cu.
 template <typename T>
 struct BwdBlock {
   Sequence sequence;
@@ -31,7 +35,7 @@ struct BwdBlock {
   int batch;
   int head_begin;  // the query heads that share this key head
   int head_end;
-  const T* q;  // of this sequence, head 0
+  const T* q;  // the first row of this sequence in head 0
   const T* dout;
   const T* k;
   const T* v;
@@ -40,7 +44,7 @@ struct BwdBlock {
 
   __device__ void locate(const FlashBwdParams& params, int block_m, int block_n) {
     const AttentionShape& shape = params.shape;
-    // A repeatable sum makes blocks wait for each other, and a block may wait only for one that
+    // A deterministic sum makes blocks wait for each other, and a block may wait only for one that
     // runs already: so the order is the order of arrival.
     const int index = params.dq_semaphore ? atomicAdd(params.dq_semaphore, 1) : blockIdx.x;
     const int num_n_blocks = ceil_div(shape.seqlen_k, block_n);
@@ -78,6 +82,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   static_assert(2 * TileKV::BYTES + 2 * NUM_STAGES * TileQ::BYTES + 2 * TileS::BYTES == SMEM_BYTES,
                 "host and device disagree on shared memory");
   static_assert(ACCUM_ROW_ALIGN % BLOCK_M == 0, "a query tile must not straddle two sequences");
+  using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
   constexpr int NUM_THREADS = NUM_WARPS * 32;
   constexpr int M = GridS::M;
   constexpr int N = GridS::N;
@@ -85,7 +90,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   // ---- which tile ----
   const AttentionShape& shape = params.shape;
   __shared__ BwdBlock<T> block;
-  __shared__ uint64_t dropout_seed;
+  __shared__ int64_t dropout_seed;
   if (threadIdx.x == 0) {
     block.locate(params, BLOCK_M, BLOCK_N);
     if constexpr (DROPOUT) dropout_seed = *params.dropout_seed;
@@ -136,7 +141,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     const int next_m_block = last_m ? block.m_range.begin : m_block + 1;
 
     copies_wait<ARCH>();
-    __syncthreads();  // Q and dO have landed; nobody reads P, dS or the other stage any more
+    __syncthreads();  // Q and dO have landed; no warp reads P, dS or the other stage any more
     if (NUM_STAGES == 2 && next_head < block.head_end) {
       load_q_do(next_head, next_m_block, stage ^ 1);
     }
@@ -159,95 +164,39 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
       }
     }
 
-    // ---- P ----
+    // ---- S = Q K^T, score, P ----
     float acc_s[M][N][4];
     set_zero(acc_s);
     warp_gemm<T, ARCH, HEAD_DIM / 16>(acc_s, RowOperandA<TileQ>(q_stage, GridS::row()),
                                       RowOperandB<TileKV>(smem_k, GridS::col()));
-    const ScoreScale<SOFTCAP> score(shape);
-    const float alibi_slope =
-        ALIBI ? score.alibi(params.alibi_slopes[block.batch * params.alibi_batch_stride + head])
-              : 0.f;
-    float cap_slope[SOFTCAP ? M : 1][N][4];  // d tanh(x) / dx
+    const Score<Options, FlashBwdParams> score(params);
+    const float alibi_slope = load_alibi_slope<Options>(params, block.batch, head);
+    const auto place_of = [&](int m) -> ScorePlace<Rows::QUERIES> {
+      const int row = m_block * BLOCK_M + row0 + m * 16;
+      return {block.sequence, block.batch, head, alibi_slope, &dropout_seed, row, col};
+    };
+    float softcap_slope[M][N][4];
     const bool masked = block.m_range.needs_mask(m_block) || block.n_rows < BLOCK_N;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-      const int row = m_block * BLOCK_M + row0 + m * 16;
-      if constexpr (SOFTCAP) {
-        apply_softcap(acc_s[m], score.to_tanh);
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) cap_slope[m][n][i] = 1.f - acc_s[m][n][i] * acc_s[m][n][i];
-        }
-      }
-      if constexpr (ALIBI) apply_alibi(acc_s[m], alibi_slope, row, col, block.sequence.diagonal);
-      if constexpr (BIAS != 0) {
-        using Element = const BiasElement<T, BIAS>;
-        BiasHead<Element>(static_cast<Element*>(params.bias), params.bias_strides, block.sequence,
-                          block.batch, head)
-            .add_to(acc_s[m], row, col, score.alibi(1.f));
-      }
-      if (masked) apply_mask(acc_s[m], block.sequence, row, col);
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          acc_s[m][n][i] = exp2_approx(acc_s[m][n][i] * score.scale_log2 - lse_log2[m][i / 2]);
-        }
-      }
-      if constexpr (DROPOUT) {
-        Dropout(dropout_seed, shape, block.batch, head)
-            .apply<Dropped::NEGATIVE>(acc_s[m], row, col);
-      }
+      const ScorePlace<Rows::QUERIES> at = place_of(m);
+      apply_score(acc_s[m], softcap_slope[m], score, at);
+      if (masked) score.apply_mask(acc_s[m], at);
+      recompute_weights(acc_s[m], score, at, [&](int, int i) { return lse_log2[m][i / 2]; });
     }
-    if constexpr (DROPOUT) {
-      float kept[M][N][4];
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) kept[m][n][i] = kept_weight(acc_s[m][n][i]);
-        }
-      }
-      store_fragments<TileS, T, ARCH>(smem_p, GridS::row(), GridS::col(), kept);
-    } else {
-      store_fragments<TileS, T, ARCH>(smem_p, GridS::row(), GridS::col(), acc_s);
-    }
+    float kept[M][N][4];
+    store_fragments<TileS, T, ARCH>(smem_p, GridS::row(), GridS::col(),
+                                    kept_weights<Options>(kept, acc_s));
 
-    // ---- dS ----
+    // ---- dP = dO V^T, dS ----
     float acc_dp[M][N][4];
     set_zero(acc_dp);
     warp_gemm<T, ARCH, HEAD_DIM / 16>(acc_dp, RowOperandA<TileQ>(do_stage, GridS::row()),
                                       RowOperandB<TileKV>(smem_v, GridS::col()));
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if constexpr (DROPOUT) {
-            const bool dropped = acc_s[m][n][i] < 0.f;
-            acc_dp[m][n][i] = dropped ? 0.f : acc_dp[m][n][i] * shape.dropout_scale;
-            acc_s[m][n][i] = fabsf(acc_s[m][n][i]);
-          }
-          acc_dp[m][n][i] = acc_s[m][n][i] * (acc_dp[m][n][i] - delta[m][i / 2]);
-        }
-      }
-      if constexpr (BIAS == 1 || BIAS == 3) {
-        if (params.dbias) {
-          BiasHead<float>(params.dbias, params.dbias_strides, block.sequence, block.batch, head)
-              .red_add_from(acc_dp[m], m_block * BLOCK_M + row0 + m * 16, col);
-        }
-      }
-      if constexpr (SOFTCAP) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) acc_dp[m][n][i] *= cap_slope[m][n][i];
-        }
-      }
+      score_gradient<Options>(acc_dp[m], acc_s[m], softcap_slope[m], params, place_of(m),
+                              [&](int, int i) { return delta[m][i / 2]; });
     }
     store_fragments<TileS, T, ARCH>(smem_ds, GridS::row(), GridS::col(), acc_dp);
     __syncthreads();  // P and dS are complete
@@ -260,7 +209,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
         acc_dk, ColumnOperandA<TileS, GridKV::TILE_ROWS>(smem_ds, GridKV::row()),
         ColumnOperandB<TileQ, GridKV::TILE_COLS>(q_stage, GridKV::col()));
     if constexpr (NUM_STAGES == 1) {
-      __syncthreads();  // nobody reads Q or dO any more
+      __syncthreads();  // no warp reads Q or dO any more
       if (next_head < block.head_end) load_q_do(next_head, next_m_block, 0);
       copies_commit<ARCH>();
     }

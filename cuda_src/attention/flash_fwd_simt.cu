@@ -15,6 +15,7 @@
 template <typename T, int HEAD_DIM, int BLOCK_M, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT>
 __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !DROPOUT ? 3 : 2)
     flash_fwd_simt(const FlashFwdParams params) {
+  constexpr BiasKind BIAS_KIND = static_cast<BiasKind>(BIAS);
   constexpr int ROWS = BLOCK_M / 8;
   constexpr int BLOCK_N = SCORE_COLUMNS;
   constexpr int COLUMNS = HEAD_DIM / 16;
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !
                                       head_kv, sequence.seqlen_k, shape.head_dim);
   const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes, params.alibi_batch_stride,
                                             tile.batch, tile.head);
-  using Bias = const BiasElement<T, BIAS>;
+  using Bias = const BiasElement<T, BIAS_KIND>;
   const BiasHead<Bias> head_bias(static_cast<Bias*>(params.bias), params.bias_strides, sequence,
                                  tile.batch, tile.head);
 
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !
       for (int j = 0; j < 4; ++j) {
         const int distance = first_distance + column_offset(j) - row_offset<ROWS>(e);
         acc_s[e][j] = score.log2(acc_s[e][j], distance);
-        if constexpr (BIAS != 0)
+        if constexpr (BIAS_KIND != BiasKind::NONE)
           acc_s[e][j] = bias.add_to(acc_s[e][j], row_offset<ROWS>(e), column_offset(j));
         if (masked && !(in_window(sequence, distance) && column_offset(j) < columns))
           acc_s[e][j] = -INF;

@@ -6,17 +6,18 @@
 //   overlap  V(n) is copied while S = Q K(n)^T runs, K(n - 1) while O += P V(n) runs; two or more
 //            blocks an SM hide one block's softmax behind the other's products
 //
-// Scores and probabilities live in registers only. Source: FlashAttention-2, arXiv:2307.08691.
+// Scores and probabilities live in registers only. K and V have one buffer each: between the last
+// read of a buffer and the copy that fills it again lies a __syncthreads(), and so between a copy
+// that has landed and its first read. No block waits for another. Source: FlashAttention-2,
+// arXiv:2307.08691.
 #include "../common/params.cuh"
-#include "bias.cuh"
 #include "block_info.cuh"
-#include "dropout.cuh"
-#include "mask.cuh"
+#include "score.cuh"
 #include "softmax.cuh"
 #include "tile_order.cuh"
 #include "warp_gemm.cuh"
 
-// What a block works on. It lives in shared memory: in the main loop every register counts, and
+// The tile of a block. It lives in shared memory: in the main loop every register counts, and
 // most of this is needed once a tile or once a block.
 template <typename T>
 struct FwdBlock {
@@ -69,6 +70,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
   static_assert(TileQ::BYTES + 2 * TileKV::BYTES == SMEM_BYTES,
                 "host and device disagree on shared memory");
+  using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
   constexpr int NUM_THREADS = NUM_WARPS * 32;
   constexpr int WARP_M = BLOCK_M / NUM_WARPS;
   constexpr int M = WARP_M / 16;
@@ -77,7 +79,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   // ---- which tile ----
   const AttentionShape& shape = params.shape;
   __shared__ FwdBlock<T> block;
-  __shared__ uint64_t dropout_seed;
+  __shared__ int64_t dropout_seed;
   if (threadIdx.x == 0) {
     block.locate(params, BLOCK_M, BLOCK_N);
     if constexpr (DROPOUT) dropout_seed = *params.dropout_seed;
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   const RowOperandA<TileQ> operand_q(smem_q, warp_row);
   const RowOperandB<TileKV> operand_k(smem_k, 0);
   const ColumnOperandB<TileKV, HEAD_DIM> operand_v(smem_v, 0);
-  const ScoreScale<SOFTCAP> score(shape);
+  const Score<Options, FlashFwdParams> score(params);
 
   RowState state[M];
   float acc_o[M][HEAD_DIM / 8][4];
@@ -116,44 +118,41 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
 #pragma unroll 1
   for (; n >= n_begin; --n) {
     copies_wait<ARCH>();
-    __syncthreads();  // K(n) has landed; nobody reads V(n + 1) any more
+    __syncthreads();  // K(n) has landed; no warp reads V(n + 1) any more
     load_kv(smem_v, block.v, params.v_strides.row, n);
     copies_commit<ARCH>();
 
+    // ---- S = Q K^T ----
     float acc_s[M][BLOCK_N / 8][4];
     set_zero(acc_s);
     warp_gemm<T, ARCH, HEAD_DIM / 16>(acc_s, operand_q, operand_k);
 
     copies_wait<ARCH>();
-    __syncthreads();  // V(n) has landed; nobody reads K(n) any more
+    __syncthreads();  // V(n) has landed; no warp reads K(n) any more
     if (n > n_begin) load_kv(smem_k, block.k, params.k_strides.row, n - 1);
     copies_commit<ARCH>();
 
-    // ---- softmax ----
+    // ---- score, softmax ----
     float rescale[M][2];
     bool moved = false;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-      const int row = block.m_begin + warp_row + m * 16 + lane / 4;
-      const int col = n * BLOCK_N + lane % 4 * 2;
-      if constexpr (SOFTCAP) apply_softcap(acc_s[m], score.to_tanh);
-      if constexpr (ALIBI) {
-        apply_alibi(acc_s[m], score.alibi(block.alibi_slope), row, col, block.sequence.diagonal);
-      }
-      if constexpr (BIAS != 0) {
-        using Element = const BiasElement<T, BIAS>;
-        BiasHead<Element>(static_cast<Element*>(params.bias), params.bias_strides, block.sequence,
-                          block.batch, block.head)
-            .add_to(acc_s[m], row, col, score.alibi(1.f));
-      }
-      if (block.n_range.needs_mask(n)) apply_mask(acc_s[m], block.sequence, row, col);
+      const ScorePlace<Rows::QUERIES> at = {
+          block.sequence,
+          block.batch,
+          block.head,
+          block.alibi_slope,
+          &dropout_seed,
+          block.m_begin + warp_row + m * 16 + lane / 4,
+          n * BLOCK_N + lane % 4 * 2,
+      };
+      score.apply(acc_s[m], at);
+      if (block.n_range.needs_mask(n)) score.apply_mask(acc_s[m], at);
       state[m].update<SOFTCAP>(acc_s[m], score.scale_log2, rescale[m]);
-      if constexpr (DROPOUT) {  // the sum is of all weights
-        Dropout(dropout_seed, shape, block.batch, block.head)
-            .apply<Dropped::ZERO>(acc_s[m], row, col);
-      }
+      score.apply_dropout(acc_s[m], at);
       moved |= rescale[m][0] != 1.f || rescale[m][1] != 1.f;
     }
+    // ---- O += P V ----
     // Once the maxima have settled, most tiles leave them where they were. For narrow heads the
     // branch costs more than it saves: without it, ptxas runs the softmax beside the products.
     if (HEAD_DIM <= 64 || __any_sync(0xffffffffu, moved)) {

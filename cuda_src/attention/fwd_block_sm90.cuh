@@ -1,17 +1,18 @@
-// What a forward block on sm_90 is made of: its tiles and barriers in shared memory, and the lanes
-// of the producer warpgroup that keep the consumers busy.
+// The block of the sm_90 forward kernel: its tiles and barriers in shared memory, and the producer
+// lanes, which keep the consumers busy.
 #pragma once
 #include "../common/params.cuh"
 #include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
-#include "bias_box_sm90.cuh"
+#include "bias_tile_sm90.cuh"
 #include "block_info.cuh"
 #include "tensor_rows.cuh"
 #include "tile_order.cuh"
 
-// A query tile, located by the scheduler for everybody. m_rows = 0 ends the work of the block.
+// The record of a query tile, which the scheduler writes for all roles. m_rows = 0 ends the work of
+// the block.
 struct FwdTile {
   Sequence sequence;
   TileRange n_range;
@@ -32,7 +33,7 @@ struct FwdTile {
     batch = tile.batch;
   }
 
-  // The share of one of num_splits blocks in the keys.
+  // Leaves only the keys of this split, one of num_splits.
   __device__ void take_split(int index, int num_splits) {
     split = index;
     const int first = n_range.begin;
@@ -41,18 +42,19 @@ struct FwdTile {
     n_range.end = first + count * (split + 1) / num_splits;
   }
 
-  // The first row in lse.
+  // The first row of the tile in lse.
   __device__ int64_t lse_row(const FlashFwdParams& params) const {
     return batch * params.lse_batch_stride + head * params.lse_head_stride + sequence.start_q +
            m_begin;
   }
 };
 
-// The tiles of a block in dynamic shared memory: rings of Q, of K and of V. Of a bias in boxes, one
-// tile for each consumer warpgroup: it is read at once, and there is the rest of the step to fill
-// it again.
-template <int HEAD_DIM, int BLOCK_M_, int BLOCK_N_, int Q_STAGES_, int KV_STAGES_, int BIAS>
+// The tiles of a block in dynamic shared memory: rings of Q, of K and of V. A bias by TMA has one
+// tile for each consumer warpgroup: the warpgroup reads all of it early in a step, and the rest of
+// the step is long enough to fill it again.
+template <int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int Q_STAGES_, int KV_STAGES_, BiasKind BIAS>
 struct FwdLayout {
+  static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int BLOCK_M = BLOCK_M_;
   static constexpr int BLOCK_N = BLOCK_N_;
   static constexpr int Q_STAGES = Q_STAGES_;
@@ -60,7 +62,7 @@ struct FwdLayout {
   static constexpr int GROUPS = BLOCK_M / 64;  // consumer warpgroups
   using TileQ = SmemTile<BLOCK_M, round_up(HEAD_DIM, 64)>;
   using TileKV = SmemTile<BLOCK_N, round_up(HEAD_DIM, 64)>;
-  static constexpr bool HAS_BIAS = BIAS == BIAS_BOXES;
+  static constexpr bool HAS_BIAS = BIAS == BiasKind::DTYPE_OF_Q_BY_TMA;
   using TileBias = SmemTile<64, round_up(BLOCK_N, 64)>;
   static constexpr int K_OFFSET = Q_STAGES * TileQ::BYTES;
   static constexpr int V_OFFSET = K_OFFSET + KV_STAGES * TileKV::BYTES;
@@ -109,14 +111,14 @@ struct FwdShared {
     mbarrier_init_fence();
   }
 
-  // The tile at a place of the ring of records, once it is there.
+  // Waits for the record of the next tile.
   __device__ const FwdTile& wait_tile(const Ring<FWD_TILE_RECORDS>& record) {
     located.wait_full(record);
     return tiles[record.stage];
   }
 };
 
-// The scheduler: chooses the tiles.
+// The scheduler chooses the tiles.
 template <class L>
 __device__ __forceinline__ void schedule_fwd_tiles(const FlashFwdSm90Params& params,
                                                    FwdShared<L>& shared) {
@@ -144,8 +146,8 @@ __device__ __forceinline__ void schedule_fwd_tiles(const FlashFwdSm90Params& par
   }
 }
 
-// The loader: K first, for it may come before the place of Q is free; V a tile behind K, as in the
-// consumers.
+// The loader loads K first, which may come before the buffer of Q is free, and V one tile behind K,
+// in the order of the consumers.
 template <class L>
 __device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
                                                FwdShared<L>& shared, uint32_t smem) {
@@ -157,7 +159,7 @@ __device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
   for (;; record.advance(), q_ring.advance()) {
     const FwdTile& tile = shared.wait_tile(record);
     const uint32_t almost_loaded = smem_address(&shared.almost_loaded);
-    if (tile.m_rows == 0 || !tile.has_keys()) {  // the consumers want to know of it as well
+    if (tile.m_rows == 0 || !tile.has_keys()) {  // the consumers wait for every tile
 #pragma unroll 1
       for (int group = 0; group < L::GROUPS; ++group) {
         shared.q[group].wait_empty(q_ring);
@@ -167,9 +169,9 @@ __device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
       mbarrier_arrive(almost_loaded);
       continue;
     }
-    const TensorRows q(params, 0, tile.sequence, tile.batch);
-    const TensorRows k(params, 1, tile.sequence, tile.batch);
-    const TensorRows v(params, 2, tile.sequence, tile.batch);
+    const TensorRows q(params, RowsMap::Q, tile.sequence, tile.batch);
+    const TensorRows k(params, RowsMap::K, tile.sequence, tile.batch);
+    const TensorRows v(params, RowsMap::V, tile.sequence, tile.batch);
     const int head_kv = tile.head / (shape.heads_q / shape.heads_kv);
     const auto load = [&](const TensorRows& rows, uint32_t tiles,
                           RingBarriers<L::KV_STAGES>& barriers, Ring<L::KV_STAGES>& ring, int n) {
@@ -209,7 +211,7 @@ __device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
   }
 }
 
-// The loader of the bias, a lane of its own: what it waits for must not hold up K and V. The
+// The loader of the bias is a lane of its own, so that its waits do not hold up K and V. The
 // scheduler may go on as soon as this lane has come to the tile.
 template <class L>
 __device__ __forceinline__ void load_fwd_bias(const FlashFwdSm90Params& params,
@@ -233,7 +235,8 @@ __device__ __forceinline__ void load_fwd_bias(const FlashFwdSm90Params& params,
   }
 }
 
-// The writer of O, from where Q was; a split writes O itself and only gives back the place of Q.
+// The writer stores O from where Q was. In a split the consumers store O themselves, and the writer
+// only gives back the buffer of Q.
 template <bool SPLIT, class L>
 __device__ __forceinline__ void write_fwd_tiles(const FlashFwdSm90Params& params,
                                                 FwdShared<L>& shared, uint32_t smem) {
@@ -243,7 +246,7 @@ __device__ __forceinline__ void write_fwd_tiles(const FlashFwdSm90Params& params
   for (;; record.advance(), q_ring.advance()) {
     const FwdTile& tile = shared.wait_tile(record);
     if (tile.m_rows == 0) break;
-    const TensorRows out(params, 3, tile.sequence, tile.batch);
+    const TensorRows out(params, RowsMap::OUT, tile.sequence, tile.batch);
 #pragma unroll 1
     for (int group = 0; group < L::GROUPS; ++group) {
       mbarrier_wait(smem_address(&shared.o_full[q_ring.stage][group]), q_ring.parity);

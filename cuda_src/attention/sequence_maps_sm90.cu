@@ -1,5 +1,5 @@
-// What the kernels of sm_90 need of sequences with lengths of their own, packed or padded; one
-// block a sequence.
+// Prepares the sm_90 kernels for sequences with lengths of their own, packed or padded. One block
+// handles one sequence and writes its tensor maps and its part of the list of tiles.
 //
 // Tensor maps: from the map of all rows, one for each sequence that ends where the sequence does,
 // so that the copy engine reads zeros past its end and writes nothing there. Without them a tile

@@ -1,4 +1,4 @@
-// The two matrix products of the simt family; simt_tile.cuh has the map of threads and memory.
+// The two matrix products of the simt kernels; simt_tile.cuh has the map of threads and memory.
 #pragma once
 #include "simt_tile.cuh"
 

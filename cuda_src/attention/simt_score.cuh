@@ -1,6 +1,7 @@
 // The score of a query and a key: scale * q.k, softcap, ALiBi, bias. In units of log2(e), so that
-// its exponential is a bare exp2 with the scale already folded into one constant. And which weights
-// dropout keeps.
+// its exponential is a bare exp2 with the scale already folded into one constant. Then the weights
+// that dropout keeps. The steps are those of score.cuh and score_gradient.cuh, element by element
+// and with an exact tanh.
 #pragma once
 #include "../common/philox.cuh"
 #include "../ptx/math.cuh"
@@ -21,8 +22,8 @@ struct ScoreFunction {
     slope_log2 = ALIBI ? LOG2E * alibi_slopes[batch * alibi_batch_stride + head] : 0.0f;
   }
 
-  // distance: of the key from the query's place on the diagonal, col - (row + diagonal).
-  // derivative: of the score by scale * q.k, which only the softcap makes differ from 1.
+  // `distance` is that of the key from the diagonal at the query, col - (row + diagonal).
+  // `derivative` is that of the score by scale * q.k; without a softcap it is 1.
   __device__ float log2(float dot, int distance, float& derivative) const {
     derivative = 1.0f;
     if constexpr (SOFTCAP) {
@@ -52,7 +53,7 @@ struct ThreadBias {
   E* first;
   int64_t row_stride;
   int64_t col_stride;
-  int rows;  // that exist from the first one on
+  int rows;  // number of rows that exist from the first one on
   int cols;
 
   __device__ ThreadBias(const BiasHead<E>& bias, int row, int col)
@@ -64,6 +65,19 @@ struct ThreadBias {
 
   __device__ bool exists(int row, int col) const { return row < rows && col < cols; }
   __device__ E* at(int row, int col) const { return first + row * row_stride + col * col_stride; }
+
+  // Adds dS of the thread's scores to the gradient of the bias.
+  template <int ROWS>
+  __device__ __forceinline__ void red_add_from(const float (&ds)[ROWS][4]) const {
+#pragma unroll
+    for (int e = 0; e < ROWS; ++e) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (exists(row_offset<ROWS>(e), column_offset(j)))
+          red_add(at(row_offset<ROWS>(e), column_offset(j)), ds[e][j]);
+      }
+    }
+  }
 
   // A score with the bias, in units of log2(e); what does not exist is left to the mask.
   __device__ float add_to(float score, int row, int col) const {
@@ -116,5 +130,16 @@ struct SimtDropout {
   }
 };
 
-// Of a marked weight.
+// Whether dropout keeps a weight that mark() has seen.
 __device__ __forceinline__ bool is_kept(float weight) { return __float_as_int(weight) >= 0; }
+
+// From a weight, as mark() has left it, and dP: the weight becomes the gradient of the score.
+template <bool DROPOUT>
+__device__ __forceinline__ void score_gradient(float& weight, float dp, float delta,
+                                               const AttentionShape& shape) {
+  if constexpr (DROPOUT) {
+    dp = is_kept(weight) ? dp * shape.dropout_scale : 0.0f;
+    weight = fabsf(weight);
+  }
+  weight *= dp - delta;
+}

@@ -1,4 +1,4 @@
-// Threads, shared memory and global loads of the simt family (no tensor cores, any alignment).
+// Threads, shared memory and global loads of the simt kernels (no tensor cores, any alignment).
 //
 // A block of 128 threads works on a tile of BLOCK rows x 64 columns of scores, seen as 8 x 16
 // threads; ROWS = BLOCK / 8 is 8, or 4 where two wide output accumulators must fit the registers.
@@ -153,7 +153,7 @@ __device__ __forceinline__ void write_transposed(float* dst,
         make_float4(values[u], values[u + SLOTS], values[u + 2 * SLOTS], values[u + 3 * SLOTS]);
 }
 
-// The same for N whole rows, which stay as they are.
+// Reads N whole rows, which are not transposed.
 template <int N, int HEAD_DIM, typename T>
 __device__ __forceinline__ void read_rows(float (&values)[N / SIMT_WARPS][HEAD_DIM / 32],
                                           const Matrix<const T>& m) {
@@ -200,7 +200,8 @@ __device__ __forceinline__ void store_weights(SimtStorage<ROWS, HEAD_DIM>& smem,
   }
 }
 
-// What store_weights of the same thread has left; saves 4 ROWS registers over a product.
+// Reads back what store_weights of the same thread has stored; this saves 4 ROWS registers during a
+// product.
 template <int ROWS, int HEAD_DIM>
 __device__ __forceinline__ void load_weights(float (&w)[ROWS][4],
                                              const SimtStorage<ROWS, HEAD_DIM>& smem) {

@@ -30,11 +30,11 @@ struct RowState {
   float sum[2] = {0.f, 0.f};
 
   // Replaces scores by probabilities relative to the new maximum; rescale[i] is what the sums and
-  // outputs so far must be multiplied with. Calls maximum_known() when all scores have been read.
+  // outputs so far must be multiplied with. Calls scores_read() when all scores have been read.
   // BOUNDED: by a softcap, so that they are not huge; it has no registers for a scale of each row.
   template <bool BOUNDED, int N, class Function = Nothing>
   __device__ __forceinline__ void update(float (&scores)[N][4], float scale_log2,
-                                         float (&rescale)[2], Function maximum_known = {}) {
+                                         float (&rescale)[2], Function scores_read = {}) {
     float scale[2], offset[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -52,7 +52,7 @@ struct RowState {
       rescale[half] = exp2_approx(__fmul_rn(max[half], scale[half]) - offset[half]);
       max[half] = new_max;
     }
-    maximum_known();
+    scores_read();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float partial = 0.f;
@@ -78,7 +78,7 @@ struct RowState {
   // one more logit (times log2(e)) without a value, -inf for none. The sum is relative to the
   // rounded product that update() has subtracted, so no fused multiply-add here.
   __device__ __forceinline__ float finish(int half, float scale_log2, float& lse,
-                                          float sink_log2 = -INF) {
+                                          float sink_log2 = -INF) const {
     auto [max_log2, total] = partial(half, scale_log2);
     float rescale = 1.f;
     if (sink_log2 != -INF) {

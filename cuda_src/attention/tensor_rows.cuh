@@ -3,6 +3,9 @@
 #include "../ptx/tma.cuh"
 #include "block_info.cuh"
 
+// The tensor maps in front of FlashFwdSm90Params and FlashBwdSm90Params, in their order.
+enum class RowsMap { Q, K, V, OUT, DOUT = OUT };
+
 // The rows of one tensor that belong to a sequence: row r, column c of a head is at the coordinates
 // (c, row + r, head, batch) of the map, and rows past the end of the sequence are outside of it.
 struct TensorRows {
@@ -10,19 +13,23 @@ struct TensorRows {
   int row;
   int batch;
 
-  // Params: of a kernel of sm_90; which: the number of the map there, 1 and 2 are of keys.
+  // Params is FlashFwdSm90Params or FlashBwdSm90Params.
   template <typename Params>
-  __device__ TensorRows(const Params& params, int which, const Sequence& sequence, int batch)
-      : map(params.sequence_maps ? params.sequence_maps + which * params.base.shape.batch + batch
-                                 : &params.q_map + which),
-        row(int(of_keys(which) ? sequence.start_k : sequence.start_q)),
-        batch((of_keys(which) ? params.base.cu_seqlens_k : params.base.cu_seqlens_q) ? 0 : batch) {
+  __device__ TensorRows(const Params& params, RowsMap which, const Sequence& sequence, int batch)
+      : map(params.sequence_maps
+                ? params.sequence_maps + static_cast<int>(which) * params.base.shape.batch + batch
+                : &params.q_map + static_cast<int>(which)),
+        row(int(is_of_keys(which) ? sequence.start_k : sequence.start_q)),
+        batch((is_of_keys(which) ? params.base.cu_seqlens_k : params.base.cu_seqlens_q) ? 0
+                                                                                        : batch) {
     if (params.sequence_maps) tensor_map_acquire(*map);
   }
 
-  __device__ static constexpr bool of_keys(int which) { return which == 1 || which == 2; }
+  __device__ static constexpr bool is_of_keys(RowsMap which) {
+    return which == RowsMap::K || which == RowsMap::V;
+  }
 
-  // A box at 64 * block columns: from the tensor into shared memory, and back.
+  // Copies a TMA tile whose first column is 64 * block into shared memory, and back.
   __device__ void load(uint32_t dst, uint32_t barrier, int block, int first_row, int head) const {
     tma_load(dst, *map, barrier, block * 64, row + first_row, head, batch);
   }

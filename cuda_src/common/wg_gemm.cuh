@@ -41,6 +41,10 @@ struct WgColumnOperand {
   __device__ uint64_t at(int k) const { return descriptor + k * 16 * Tile::ROW_BYTES / 16; }
 };
 
+// The argument `add` of wg_gemm.
+constexpr bool OVERWRITE = false;
+constexpr bool ACCUMULATE = true;
+
 // Issues acc (+)= A B over K_STEPS steps of 16 as one group; wgmma_wait() and pin() must follow.
 template <typename T, int K_STEPS, int N, class A, class B>
 __device__ __forceinline__ void wg_gemm(float (&acc)[N][4], const A& a, const B& b, bool add) {

@@ -125,7 +125,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * WARPGROUP,
   }
 
   if (warpgroup_index() == 0) {
-    release_registers<24>();
+    dealloc_registers<24>();
     if (warp_in_warpgroup() == 0 && elect_one()) {
       load_linear_tiles<RESIDUAL>(params, shared, smem_ring, rank);
     }
@@ -133,7 +133,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * WARPGROUP,
   }
 
   // ---- consumers ----
-  claim_registers<240>();
+  alloc_registers<240>();
   const LinearTiles<Layout> tiles(params.base);
   const int depth_steps = Layout::depth_steps(params.base);
   const int tile_steps = Layout::template tile_steps<RESIDUAL>(params.base);

@@ -173,8 +173,8 @@ __device__ __forceinline__ void ring_receive(const Kernel& kernel, uint32_t tag,
 // To so many registers, of RING_REGISTERS at first.
 template <int REGISTERS>
 __device__ __forceinline__ void change_registers() {
-  if constexpr (REGISTERS < RING_REGISTERS) release_registers<REGISTERS>();
-  if constexpr (REGISTERS > RING_REGISTERS) claim_registers<REGISTERS>();
+  if constexpr (REGISTERS < RING_REGISTERS) dealloc_registers<REGISTERS>();
+  if constexpr (REGISTERS > RING_REGISTERS) alloc_registers<REGISTERS>();
 }
 
 template <class Kernel>

@@ -25,21 +25,25 @@ __device__ __forceinline__ bool elect_one() {
   return elected;
 }
 
-// Gives registers back to the block, or takes them from it (waiting until there are enough). All
-// warps of the warpgroup, at the head of their role's branch; N is a multiple of 8.
+// setmaxnreg: gives registers of each thread back to the block until N are left, or takes them from
+// it until there are N (waiting until there are enough). All warps of the warpgroup call it, at the
+// head of the branch of their role; N is a multiple of 8.
 template <int N>
-__device__ __forceinline__ void release_registers() {
+__device__ __forceinline__ void dealloc_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 template <int N>
-__device__ __forceinline__ void claim_registers() {
+__device__ __forceinline__ void alloc_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
 // Barrier 1..15 (0 is __syncthreads) among `threads`, those that wait and those that only arrive.
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+// Barrier is an enum of the kernel's, or int.
+template <typename Barrier>
+__device__ __forceinline__ void named_barrier_sync(Barrier barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+template <typename Barrier>
+__device__ __forceinline__ void named_barrier_arrive(Barrier barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
 }

@@ -33,7 +33,7 @@ _STRUCT = re.compile(r"^struct (?:alignas\((\d+)\) )?(\w+) \{(.*?)^\};", re.M | 
 _FUNCTION = re.compile(r"[^;{}]*\{(?:[^{}]|\{[^{}]*\})*\}")  # with its body
 _FIELD = re.compile(r"(?:const )?(\w+)(\*?) (\w+)(?:\[(\w+)\])?")
 _CONSTANT = re.compile(r"^constexpr (?:int|float) (\w+) = ([^;]+);", re.M)
-_ENUM = re.compile(r"^enum (\w+) (?:: \w+ )?\{(.*?)\};", re.M | re.S)
+_ENUM = re.compile(r"^enum (?:class )?(\w+) (?:: \w+ )?\{(.*?)\};", re.M | re.S)
 
 
 class Struct(ctypes.Structure):

@@ -12,7 +12,7 @@ structs = header("common/params.cuh")
 
 WARPGROUP = 128  # threads
 NUM_STAGES = 2  # of Q and dO
-BIAS_BOXES = header("attention/bias.cuh").BIAS_BOXES  # of kernels that read it by TMA
+BIAS_BOXES = header("attention/bias.cuh").BiasKind.index("DTYPE_OF_Q_BY_TMA")
 
 # head dim: block_m, block_n
 TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128)}

@@ -1,0 +1,244 @@
+// A consumer warpgroup of the sm_90 backward kernel for wide heads: its tiles in shared memory, its
+// steps, and the turns in which blocks add to dQ. flash_bwd_wide_sm90.cu puts them together.
+#pragma once
+#include "../common/wg_gemm.cuh"
+#include "../ptx/atomics.cuh"
+#include "../ptx/stmatrix.cuh"
+#include "bwd_block_sm90.cuh"
+#include "score_gradient.cuh"
+
+enum class NamedBarrier { P_WRITTEN = 1, DS_WRITTEN };
+
+// The tiles of a block and where they lie in shared memory, and the shares of a warpgroup.
+template <int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int STAGES_, int GROUPS_>
+struct BwdWideLayout {
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int BLOCK_M = BLOCK_M_;
+  static constexpr int BLOCK_N = BLOCK_N_;
+  static constexpr int STAGES = STAGES_;
+  static constexpr int GROUPS = GROUPS_;  // consumer warpgroups
+  static constexpr int CONSUMERS = GROUPS * WARPGROUP;
+  static constexpr int KEYS = BLOCK_N / GROUPS;          // of S and dP in a warpgroup
+  static constexpr int SLICES = HEAD_DIM / 64 / GROUPS;  // of 64 head_dim rows in a warpgroup
+  static constexpr int DQ_COLS = SLICES * 32;
+  using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
+  using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
+  using TileS = SmemTile<BLOCK_M, round_up(BLOCK_N, 64)>;
+  static constexpr int V_OFFSET = TileKV::BYTES;
+  static constexpr int Q_OFFSET = V_OFFSET + TileKV::BYTES;
+  static constexpr int DOUT_OFFSET = Q_OFFSET + STAGES * TileQ::BYTES;
+  static constexpr int P_OFFSET = DOUT_OFFSET + STAGES * TileQ::BYTES;
+  static constexpr int DS_OFFSET = P_OFFSET + TileS::BYTES;
+  static constexpr int BYTES = DS_OFFSET + TileS::BYTES;
+  static_assert(BLOCK_M == 64, "one warpgroup has all queries of S");
+  static_assert(KEYS * GROUPS == BLOCK_N && KEYS % 16 == 0 && SLICES * GROUPS * 64 == HEAD_DIM,
+                "equal shares");
+};
+
+// With a semaphore the blocks take turns, query tile by query tile in the order of the keys, so
+// that the sum is deterministic. Both are mbarriers.
+struct Turns {
+  uint64_t come;  // the consumers may add to this tile
+  uint64_t over;  // the consumers have added to it
+
+  __device__ void init(int consumers) {
+    mbarrier_init(smem_address(&come), 1);
+    mbarrier_init(smem_address(&over), consumers / 32);
+  }
+};
+
+// Two lanes keep the turns, so that no consumer waits for memory: lane 0 waits for the blocks
+// before this one, lane 1 lets those after it go on.
+template <int BLOCK_M, int BLOCK_N, int STAGES>
+__device__ __forceinline__ void keep_turns(const FlashBwdParams& params,
+                                           BwdShared<BLOCK_M, STAGES>& shared, Turns& turns) {
+  const bool first_lane = threadIdx.x % 32 == 0;
+  Ring<BWD_TILE_RECORDS> record;
+  Ring<1> turn;
+#pragma unroll 1
+  for (;; record.advance()) {
+    const BwdTile& tile = shared.wait_tile(record);
+    if (tile.n_rows == 0) return;
+    // A lane that is here no longer reads the record of the last tile.
+    mbarrier_arrive(smem_address(&shared.almost_loaded));
+#pragma unroll 1
+    for (int head = tile.head_begin; head < tile.head_end; ++head) {
+#pragma unroll 1
+      for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m, turn.advance()) {
+        int* flag = turn_flag(params, accum_row(params, tile, head, m * BLOCK_M), BLOCK_M);
+        if (first_lane) {
+          wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
+          mbarrier_wait(smem_address(&turns.over), turn.parity ^ 1);  // the turn before
+          mbarrier_arrive(smem_address(&turns.come));
+        } else {
+          mbarrier_wait(smem_address(&turns.over), turn.parity);
+          release_flag(flag);
+        }
+      }
+    }
+  }
+}
+
+// A query tile of one head, in the buffers of `ring`.
+template <int STAGES>
+struct QueryPlace {
+  int head;
+  int m;
+  Ring<STAGES> ring;
+};
+
+// A consumer warpgroup and its steps. The accumulators are not in here, because a struct with
+// arrays would not stay in registers.
+template <class Options, class L>
+struct BwdWideConsumer {
+  using T = typename Options::T;
+  using TileKV = typename L::TileKV;
+  using TileQ = typename L::TileQ;
+  using TileS = typename L::TileS;
+  using Place = QueryPlace<L::STAGES>;
+  using Scores = float[L::KEYS / 8][4];
+  using HalfDq = float[L::DQ_COLS / 8][4];
+  enum Half { FIRST, SECOND };                           // of this warpgroup's columns of dQ
+  using Gradient = float[L::SLICES][L::BLOCK_N / 8][4];  // dK^T, dV^T
+
+  const FlashBwdSm90Params& params;
+  BwdShared<L::BLOCK_M, L::STAGES>& shared;
+  Turns& turns;
+  const uint32_t smem;
+  // Positions of elements come from threadIdx, not from `group`: it stays in a uniform register,
+  // and with it the descriptors. uniform() keeps descriptors in uniform registers, too.
+  const int group;
+
+  // ---- S, dP ----
+
+  __device__ __forceinline__ void issue_s(Scores& s, const Place& at) {
+    shared.q.wait_full(at.ring);
+    wg_gemm<T, L::HEAD_DIM / 16>(
+        s, WgRowOperand<TileQ>(smem + L::Q_OFFSET + uniform(at.ring.stage) * TileQ::BYTES, 0),
+        WgRowOperand<TileKV>(uniform(smem), group * L::KEYS), OVERWRITE);
+  }
+
+  __device__ __forceinline__ void issue_dp(Scores& dp, const Place& at) {
+    shared.dout.wait_full(at.ring);
+    wg_gemm<T, L::HEAD_DIM / 16>(
+        dp, WgRowOperand<TileQ>(smem + L::DOUT_OFFSET + uniform(at.ring.stage) * TileQ::BYTES, 0),
+        WgRowOperand<TileKV>(uniform(smem + L::V_OFFSET), group * L::KEYS), OVERWRITE);
+  }
+
+  // ---- score, P ----
+
+  // S becomes P.
+  __device__ __forceinline__ void make_p(Scores& s, Scores& softcap_slope, const BwdTile& tile,
+                                         const Place& at) {
+    const Score<Options, FlashBwdParams> score(params.base);
+    const int thread = fresh_thread_index();
+    const int row = thread % WARPGROUP / 32 * 16 + thread % 32 / 4;
+    const int query = at.m * L::BLOCK_M + row;
+    const int key = tile.n_begin + (thread / WARPGROUP - 1) * L::KEYS + thread % 4 * 2;
+    const float alibi_slope = load_alibi_slope<Options>(params.base, tile.batch, at.head);
+    const ScorePlace<Rows::QUERIES> place = {
+        tile.sequence, tile.batch, at.head, alibi_slope, params.base.dropout_seed, query, key};
+    apply_score(s, softcap_slope, score, place);
+    if (uniform(tile.m_range.needs_mask(at.m))) score.apply_mask(s, place);
+    const float* lse_log2 = &shared.lse_log2[at.ring.stage][row];
+    recompute_weights(s, score, place, [&](int, int i) { return lse_log2[i / 2 * 8]; });
+  }
+
+  // ---- dV, dS ----
+
+  // Publishes P, adds to dV, and publishes dS. One product may be in flight before: dP.
+  __device__ __forceinline__ void make_ds(Scores& p, Scores& dp, Scores& softcap_slope,
+                                          Gradient& acc_dv, const BwdTile& tile, const Place& at) {
+    Scores kept;
+    store_s(smem + L::P_OFFSET, kept_weights<Options>(kept, p));
+    fence_async_proxy();
+    // Behind this barrier no warp reads the last dS any more.
+    named_barrier_sync(NamedBarrier::P_WRITTEN, L::CONSUMERS);
+    const uint32_t dout_stage = smem + L::DOUT_OFFSET + uniform(at.ring.stage) * TileQ::BYTES;
+#pragma unroll
+    for (int i = 0; i < L::SLICES; ++i) {
+      wg_gemm<T, L::BLOCK_M / 16>(acc_dv[i],
+                                  WgColumnOperand<TileQ>(dout_stage, group * L::SLICES + i),
+                                  WgColumnOperand<TileS>(smem + L::P_OFFSET, 0), ACCUMULATE);
+    }
+    wgmma_wait<L::SLICES>();
+    pin(dp);
+    const int row = fresh_thread_index() % WARPGROUP / 32 * 16 + fresh_thread_index() % 32 / 4;
+    const float* delta = &shared.delta[at.ring.stage][row];
+    softmax_gradient<Options>(dp, p, params.base.shape,
+                              [&](int, int i) { return delta[i / 2 * 8]; });
+    if constexpr (has_gradient(Options::BIAS)) add_dbias(dp, tile, at);
+    apply_softcap_slope<Options>(dp, softcap_slope);
+    store_s(smem + L::DS_OFFSET, dp);
+    fence_async_proxy();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < L::SLICES; ++i) pin(acc_dv[i]);
+    shared.dout.release(at.ring.stage);
+    // Behind this barrier no warp reads the last P any more.
+    named_barrier_sync(NamedBarrier::DS_WRITTEN, L::CONSUMERS);
+  }
+
+  // ---- dQ, in two halves: for all of it beside the next S there are not enough registers ----
+
+  __device__ __forceinline__ void issue_dq(HalfDq& dq, Half half) {
+    const int column = (group * 2 + half) * L::DQ_COLS;
+    wg_gemm<T, L::BLOCK_N / 16>(
+        dq, WgRowOperand<TileS>(smem + L::DS_OFFSET, 0),
+        WgColumnOperand<TileKV>(uniform(smem) + column % 64 * sizeof(T), column / 64), OVERWRITE);
+  }
+
+  __device__ __forceinline__ void add_dq(HalfDq& dq, Half half, const BwdTile& tile,
+                                         const Place& at) {
+    pin(dq);
+    const int64_t accum = accum_row(params.base, tile, at.head, at.m * L::BLOCK_M);
+    // The ring has two places, so its stage is the parity of the turn.
+    if (half == FIRST && params.base.dq_semaphore) {
+      mbarrier_wait(smem_address(&turns.come), at.ring.stage);
+    }
+    float* dq_accum = params.base.dq_accum + accum * L::HEAD_DIM +
+                      dq_fragment_offset((group * 2 + half) * L::DQ_COLS / 8);
+#pragma unroll
+    for (int n = 0; n < L::DQ_COLS / 8; ++n) red_add(dq_accum + n * WARPGROUP * 4, dq[n]);
+    if (half == SECOND && params.base.dq_semaphore) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&turns.over));
+    }
+  }
+
+  // ---- dK ----
+
+  __device__ __forceinline__ void issue_dk(Gradient& acc_dk, int slice, const Place& at) {
+    wg_gemm<T, L::BLOCK_M / 16>(
+        acc_dk[slice],
+        WgColumnOperand<TileQ>(smem + L::Q_OFFSET + uniform(at.ring.stage) * TileQ::BYTES,
+                               group * L::SLICES + slice),
+        WgColumnOperand<TileS>(smem + L::DS_OFFSET, 0), ACCUMULATE);
+  }
+
+ private:
+  // Writes this warpgroup's share of P or dS to its tile in shared memory.
+  __device__ __forceinline__ void store_s(uint32_t tile, const Scores& acc) {
+    const int thread = fresh_thread_index();
+    const int lane = thread % 32;
+    const int warp_row = thread % WARPGROUP / 32 * 16;
+    const int warp_key = (thread / WARPGROUP - 1) * L::KEYS;
+    uint32_t packed[L::KEYS / 16][4];
+    wg_pack<T>(packed, acc);
+#pragma unroll
+    for (int k = 0; k < L::KEYS / 16; ++k) {
+      stmatrix_x4(tile + TileS::offset(warp_row + lane % 16, warp_key / 8 + k * 2 + lane / 16),
+                  packed[k]);
+    }
+  }
+
+  __device__ __forceinline__ void add_dbias(const Scores& ds, const BwdTile& tile,
+                                            const Place& at) {
+    const int thread = fresh_thread_index();
+    const int query = at.m * L::BLOCK_M + thread % WARPGROUP / 32 * 16 + thread % 32 / 4;
+    const int key = tile.n_begin + (thread / WARPGROUP - 1) * L::KEYS + thread % 4 * 2;
+    const ScorePlace<Rows::QUERIES> place = {tile.sequence, tile.batch, at.head, 0.f, 0,
+                                             query,         key};
+    add_bias_gradient<Options>(ds, params.base, place);
+  }
+};

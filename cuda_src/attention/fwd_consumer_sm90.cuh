@@ -1,0 +1,272 @@
+// A consumer warpgroup of the sm_90 forward kernel: the steps that flash_fwd_sm90.cu puts together.
+// It owns 64 query rows of each tile; S, P and O live in its registers.
+#pragma once
+#include "../common/wg_gemm.cuh"
+#include "bias_tile_sm90.cuh"
+#include "fwd_block_sm90.cuh"
+#include "score.cuh"
+#include "softmax.cuh"
+
+// The barriers of the turns, one for each consumer warpgroup.
+enum class NamedBarrier { TURN_OF_GROUP_0 = 1, TURN_OF_GROUP_1, TURN_OF_GROUP_2 };
+
+__device__ __forceinline__ NamedBarrier turn_of_group(int group) {
+  return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::TURN_OF_GROUP_0) + group);
+}
+
+// The output of a split: rows of a warp from `row` on, in float32.
+template <int N>
+__device__ __forceinline__ void store_partial_rows(const FlashFwdSm90Params& params,
+                                                   const FwdTile& tile, int row,
+                                                   const float (&acc)[N][4]) {
+  const int lane = threadIdx.x % 32;
+  float* out =
+      params.partial_out +
+      (tile.split * params.partial_rows + tile.lse_row(params.base) + row + lane / 4) * (N * 8) +
+      lane % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + lane / 4 + half * 8 >= tile.m_rows) continue;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      *reinterpret_cast<float2*>(out + half * 8 * N * 8 + n * 8) =
+          make_float2(acc[n][2 * half], acc[n][2 * half + 1]);
+    }
+  }
+}
+
+// Stores the maximum and the sum of two rows of a split, see RowState::partial.
+__device__ __forceinline__ void store_partial_sums(const FlashFwdSm90Params& params,
+                                                   const FwdTile& tile, int row,
+                                                   const float2 (&sums)[2]) {
+  const int lane = threadIdx.x % 32;
+  if (lane % 4 != 0) return;
+  float2* out = params.partial_sums + tile.split * params.partial_rows + tile.lse_row(params.base);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own = row + lane / 4 + half * 8;
+    if (own < tile.m_rows) out[own] = sums[half];
+  }
+}
+
+// L is the FwdLayout, Options the ScoreOptions. With SPLIT the block has a part of the keys only.
+// The accumulators are arguments of the steps, because a struct with arrays would not stay in
+// registers.
+template <class Options, class L, bool SPLIT>
+struct FwdConsumer {
+  using T = typename Options::T;
+  using Scores = float[L::BLOCK_N / 8][4];
+  using Weights = uint32_t[L::BLOCK_N / 16][4];  // P as an operand
+  using Output = float[L::HEAD_DIM / 8][4];
+
+  const FlashFwdSm90Params& params;
+  FwdShared<L>& shared;
+  const uint32_t smem;
+  const int group;
+  const int lane;
+  const int warp_row;  // the first of the warp's 16 in the tile
+  const Score<Options, FlashFwdParams> score;
+  const int64_t dropout_seed;
+
+  Ring<L::Q_STAGES> q_ring;
+  Ring<1> bias_ring;
+  const FwdTile* tile;
+  int n;  // the key tile whose scores come next, or have just been computed
+  int n_begin, inner_begin, inner_end;
+  Ring<L::KV_STAGES> kv_ring;  // of K; V follows one tile behind, in the same stages
+
+  __device__ FwdConsumer(const FlashFwdSm90Params& params, FwdShared<L>& shared, uint32_t smem)
+      : params(params),
+        shared(shared),
+        smem(smem),
+        group(warpgroup_index() - 1),
+        lane(threadIdx.x % 32),
+        warp_row(group * 64 + threadIdx.x / 32 % 4 * 16),
+        score(params.base),
+        dropout_seed(Options::DROPOUT ? *params.base.dropout_seed : 0),
+        tile(shared.tiles + FWD_TILE_RECORDS - 1) {}
+
+  // ---- turns ----
+
+  __device__ __forceinline__ void open_turns() const {
+    if (group == 0) named_barrier_arrive(turn_of_group(0), 2 * WARPGROUP);
+  }
+  __device__ __forceinline__ void take_turn() const {
+    named_barrier_sync(turn_of_group(group), 2 * WARPGROUP);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    named_barrier_arrive(turn_of_group((group + 1) % L::GROUPS), 2 * WARPGROUP);
+  }
+
+  // ---- products ----
+
+  __device__ __forceinline__ void issue_qk(Scores& s) {
+    using TileQ = typename L::TileQ;
+    using TileKV = typename L::TileKV;
+    shared.k.wait_full(kv_ring);
+    wg_gemm<T, L::HEAD_DIM / 16>(
+        s, WgRowOperand<TileQ>(smem + uniform(q_ring.stage) * TileQ::BYTES, group * 64),
+        WgRowOperand<TileKV>(smem + L::K_OFFSET + uniform(kv_ring.stage) * TileKV::BYTES, 0),
+        OVERWRITE);
+  }
+
+  __device__ __forceinline__ void issue_pv(Output& acc_o, Weights& p,
+                                           const Ring<L::KV_STAGES>& v_ring) {
+    using TileKV = typename L::TileKV;
+    shared.v.wait_full(v_ring);
+    wg_gemm<T, L::BLOCK_N / 16>(
+        acc_o, p,
+        WgColumnOperand<TileKV>(smem + L::V_OFFSET + uniform(v_ring.stage) * TileKV::BYTES, 0),
+        ACCUMULATE);
+  }
+
+  // ---- score and softmax ----
+
+  // S becomes P, relative to the maximum so far; rescale is for the O of the tiles before.
+  __device__ __forceinline__ void score_and_softmax(Scores& s, RowState& state, bool masked,
+                                                    float (&rescale)[2]) {
+    const int row = tile->m_begin + warp_row + lane / 4;
+    const int col = n * L::BLOCK_N + lane % 4 * 2;
+    const float alibi_slope = load_alibi_slope<Options>(params.base, tile->batch, tile->head);
+    const ScorePlace<Rows::QUERIES> at = {tile->sequence, tile->batch, tile->head, alibi_slope,
+                                          &dropout_seed,  row,         col};
+    uint32_t bias_loads = 0;
+    score.apply(s, at, [&](Scores& s, float bias_scale) {
+      shared.bias[group].wait_full(bias_ring);
+      bias_loads = add_bias_tile<typename L::TileBias, T>(s, L::bias_address(smem, group),
+                                                          warp_row % 64, bias_scale);
+    });
+    if (masked) score.apply_mask(s, at);
+    state.template update<Options::SOFTCAP>(s, score.scale_log2, rescale, [&] {
+      if constexpr (L::HAS_BIAS) {  // by now no instruction has to wait for these loads any more
+        wait_for_loads(bias_loads);
+        __syncwarp();
+        shared.bias[group].release(0);
+        bias_ring.advance();
+      }
+    });
+    score.apply_dropout(s, at);
+  }
+
+  __device__ __forceinline__ void rescale_o(Output& acc_o, const float (&rescale)[2]) {
+    if (__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) {
+#pragma unroll
+      for (int d = 0; d < L::HEAD_DIM / 8; ++d) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc_o[d][i] *= rescale[i / 2];
+      }
+    }
+  }
+
+  // ---- from tile to tile ----
+
+  __device__ __forceinline__ const FwdTile* next_record() const {
+    return tile == shared.tiles + FWD_TILE_RECORDS - 1 ? shared.tiles : tile + 1;
+  }
+
+  // Waits for the next tile that has keys, and writes those that have none. False at the end.
+  __device__ __forceinline__ bool next_tile() {
+    for (;;) {
+      shared.q[group].wait_full(q_ring);
+      tile = next_record();
+      if (uniform(tile->m_rows) == 0) return false;
+      if (uniform(tile->has_keys())) break;
+      write_empty(*tile, q_ring.stage);
+      q_ring.advance();
+    }
+    n = uniform(tile->n_range.end - 1);
+    n_begin = uniform(tile->n_range.begin);
+    inner_begin = uniform(tile->n_range.inner_begin);
+    inner_end = uniform(tile->n_range.inner_end);
+    return true;
+  }
+
+  // Whether the next tile has its Q already, in a second buffer, and keys.
+  __device__ __forceinline__ bool next_is_ready() {
+    if constexpr (L::Q_STAGES == 1) return false;
+    shared.q[group].wait_full(q_ring);
+    const FwdTile& next = *next_record();
+    return uniform(next.m_rows) != 0 && uniform(next.has_keys()) != 0;
+  }
+
+  __device__ __forceinline__ bool is_inner() const { return n < inner_end && n >= inner_begin; }
+
+  // ---- results ----
+
+  // Writes O / sum to where Q was, for the writer, and the LSE to memory. Of a split, both go to
+  // memory as they are, and the kernel that combines the splits adds the sink.
+  __device__ __forceinline__ void write_tile(Output& acc_o, const RowState& state,
+                                             const FwdTile& done, int stage) {
+    float lse[2];
+    float2 sums[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float inverse;
+      if constexpr (SPLIT) {
+        sums[half] = state.partial(half, score.scale_log2);
+        inverse = sums[half].y == 0.f ? 0.f : rcp_approx(sums[half].y);
+      } else {
+        inverse = state.finish(half, score.scale_log2, lse[half], sink_of(done) * LOG2E);
+      }
+      if constexpr (Options::DROPOUT) inverse *= params.base.shape.dropout_scale;
+#pragma unroll
+      for (int d = 0; d < L::HEAD_DIM / 8; ++d) {
+        acc_o[d][2 * half] *= inverse;
+        acc_o[d][2 * half + 1] *= inverse;
+      }
+    }
+    if constexpr (SPLIT) {
+      store_partial_rows(params, done, warp_row, acc_o);
+    } else {
+      wg_store_tile<typename L::TileQ, T>(smem + stage * L::TileQ::BYTES, warp_row, acc_o);
+    }
+    hand_over_o(stage);
+    // These stores come last, because the fence of the hand-over would wait for them.
+    if constexpr (SPLIT) {
+      store_partial_sums(params, done, warp_row, sums);
+    } else {
+      store_lse(done, lse);
+    }
+  }
+
+  // A tile without keys. Its zeros do not go through acc_o, which a product may be using.
+  __device__ __forceinline__ void write_empty(const FwdTile& empty, int stage) {
+    using TileQ = typename L::TileQ;
+    if constexpr (!SPLIT) {
+      const float zeros[4] = {};
+      for (int chunk = lane; chunk < 16 * TileQ::COLS / 8; chunk += 32) {
+        st_shared_128(
+            smem + stage * TileQ::BYTES + TileQ::offset(warp_row + chunk % 16, chunk / 16), zeros);
+      }
+    }
+    hand_over_o(stage);
+    if constexpr (SPLIT) {
+      store_partial_sums(params, empty, warp_row, {{-INF, 0.f}, {-INF, 0.f}});
+    } else {
+      const float sink = sink_of(empty);
+      store_lse(empty, {sink, sink});
+    }
+  }
+
+ private:
+  __device__ __forceinline__ float sink_of(const FwdTile& of) const {
+    return params.base.sinks ? params.base.sinks[of.head] : -INF;
+  }
+
+  __device__ __forceinline__ void hand_over_o(int stage) {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(smem_address(&shared.o_full[stage][group]));
+  }
+
+  __device__ __forceinline__ void store_lse(const FwdTile& of, const float (&lse)[2]) const {
+    float* out = params.base.lse;
+    if (!out || lane % 4 != 0) return;
+    out += of.lse_row(params.base);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row + lane / 4 + half * 8;
+      if (row < of.m_rows) out[row] = lse[half];
+    }
+  }
+};

@@ -1,0 +1,150 @@
+// The score: what happens between S = Q K^T and the softmax, written once for all tensor-core
+// kernels, on an accumulator fragment of 16 rows (see ptx/mma.cuh; wgmma accumulators have the same
+// layout, warp by warp):
+//
+//   s = softcap * tanh(scale * S / softcap)    or scale * S without a softcap
+//   s = s - alibi_slope * |distance from the diagonal|
+//   s = s + bias                               a Boolean bias masks instead
+//   s = -inf                                   where the query does not see the key
+//   P = softmax(s)                             softmax.cuh; score_gradient.cuh in the backward
+//   P = 0 where dropout drops a weight         the output is scaled by 1 / (1 - p) at the end
+//
+// An option is a field of ScoreOptions and a line of Score; its gradient is in score_gradient.cuh.
+// The kernels for CUDA cores have the same steps element by element, in simt_score.cuh.
+#pragma once
+#include "../ptx/math.cuh"
+#include "bias.cuh"
+#include "block_info.cuh"
+#include "dropout.cuh"
+#include "mask.cuh"
+
+// The options that are fixed when a kernel is compiled. T is the dtype of q.
+template <typename T_, bool SOFTCAP_, bool ALIBI_, BiasKind BIAS_, bool DROPOUT_>
+struct ScoreOptions {
+  using T = T_;
+  static constexpr bool SOFTCAP = SOFTCAP_;
+  static constexpr bool ALIBI = ALIBI_;
+  static constexpr BiasKind BIAS = BIAS_;
+  static constexpr bool DROPOUT = DROPOUT_;
+};
+
+// The argument `masked` of a step over a tile of scores.
+constexpr bool UNMASKED = false;
+constexpr bool MASKED = true;
+
+// The rows of a fragment are queries in S and keys in its transpose.
+enum class Rows { QUERIES, KEYS };
+
+// The scores that a fragment holds. Most of these fields lie in shared memory; they are references,
+// so that they are read where they are needed and take no registers before.
+template <Rows ROWS>
+struct ScorePlace {
+  const Sequence& sequence;
+  const int& batch;
+  const int& head;
+  const float& alibi_slope;
+  const int64_t* dropout_seed;  // null without dropout
+  int row;                      // that of element [0][0] in this lane
+  int col;
+};
+
+template <class Options, class Params>
+__device__ __forceinline__ float load_alibi_slope(const Params& params, int batch, int head) {
+  return Options::ALIBI ? params.alibi_slopes[batch * params.alibi_batch_stride + head] : 0.f;
+}
+
+// Stands for the function that adds a bias from shared memory, in kernels without one.
+struct NoBiasTile {};
+
+// Params is FlashFwdParams or FlashBwdParams. Scores stay in the units of S, or of tanh with a
+// softcap, until exp2(scale_log2 * s) ends them. scale_log2 is positive, so the maximum of these is
+// the maximum of the scores.
+template <class Options, class Params>
+struct Score {
+  const Params& params;
+  float scale_log2;
+  float to_tanh;  // scale / softcap
+
+  __device__ explicit Score(const Params& params)
+      : params(params),
+        scale_log2((Options::SOFTCAP ? params.shape.softcap : params.shape.scale) * LOG2E),
+        to_tanh(Options::SOFTCAP ? params.shape.scale * rcp_approx(params.shape.softcap) : 0.f) {}
+
+  // S becomes the score, but for the mask. add_bias_tile(s, bias_scale) adds a bias that lies in
+  // shared memory.
+  template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
+  __device__ __forceinline__ void apply(float (&s)[N][4], const ScorePlace<ROWS>& at,
+                                        AddBiasTile add_bias_tile = {}) const {
+    apply_softcap(s);
+    apply_position_terms(s, at, add_bias_tile);
+  }
+
+  // The mask, which most tiles do not need.
+  template <Rows ROWS, int N>
+  __device__ __forceinline__ void apply_mask(float (&s)[N][4], const ScorePlace<ROWS>& at) const {
+    if constexpr (ROWS == Rows::QUERIES) {
+      mask_scores(s, at.sequence, at.row, at.col);
+    } else {
+      mask_scores_transposed(s, at.sequence, at.row, at.col);
+    }
+  }
+
+  template <int N>
+  __device__ __forceinline__ void apply_softcap(float (&s)[N][4]) const {
+    if constexpr (Options::SOFTCAP) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] = tanh_exp2(s[n][i] * to_tanh);
+      }
+    }
+  }
+
+  // The terms that depend on where the query and the key are, not on their product.
+  template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
+  __device__ __forceinline__ void apply_position_terms(float (&s)[N][4], const ScorePlace<ROWS>& at,
+                                                       AddBiasTile add_bias_tile = {}) const {
+    if constexpr (Options::ALIBI) subtract_alibi(s, at);
+    if constexpr (Options::BIAS == BiasKind::DTYPE_OF_Q_BY_TMA) {
+      add_bias_tile(s, to_units(1.f));
+    } else if constexpr (Options::BIAS != BiasKind::NONE) {
+      using Element = const BiasElement<typename Options::T, Options::BIAS>;
+      BiasHead<Element> bias(static_cast<Element*>(params.bias), params.bias_strides, at.sequence,
+                             at.batch, at.head);
+      if constexpr (ROWS == Rows::KEYS) bias = bias.transposed();
+      bias.add_to(s, at.row, at.col, to_units(1.f));
+    }
+  }
+
+  // Weights that dropout drops become 0. The sums of the softmax are of all weights, so this comes
+  // after them.
+  template <int N>
+  __device__ __forceinline__ void apply_dropout(float (&p)[N][4],
+                                                const ScorePlace<Rows::QUERIES>& at) const {
+    if constexpr (Options::DROPOUT) {
+      Dropout(*at.dropout_seed, params.shape, at.batch, at.head)
+          .template apply<Dropped::ZERO>(p, at.row, at.col);
+    }
+  }
+
+ private:
+  // A term of the score (an ALiBi slope, or one unit of a bias) in the units of s.
+  __device__ float to_units(float term) const { return term * LOG2E * rcp_approx(scale_log2); }
+
+  // Subtracts slope * |query + diagonal - key|; of a transposed fragment, that is
+  // |row - diagonal - col|.
+  template <Rows ROWS, int N>
+  __device__ __forceinline__ void subtract_alibi(float (&s)[N][4],
+                                                 const ScorePlace<ROWS>& at) const {
+    const float slope = to_units(at.alibi_slope);
+    const int diagonal = ROWS == Rows::QUERIES ? at.sequence.diagonal : -at.sequence.diagonal;
+    const float distance = float(at.row + diagonal - at.col);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s[n][i] -= slope * fabsf(distance + float(i / 2 * 8 - n * 8 - i % 2));
+      }
+    }
+  }
+};

@@ -1,0 +1,140 @@
+// The gradient of the score, written once for all tensor-core kernels of the backward pass, on the
+// fragments of score.cuh. lse_log2 and delta come from flash_bwd_preprocess.cu:
+//
+//   s = the score of S                      apply_score(), then the mask
+//   P = exp2(scale_log2 * s - lse_log2)     recompute_weights()
+//   dP = 0 where dropout dropped P, else dP / (1 - p)
+//   dS = P * (dP - delta)                   score_gradient(), like the lines around it
+//   dbias += dS
+//   dS *= 1 - tanh^2                        the slope of the softcap
+//
+// The kernels multiply dK and dQ by `scale`, and dV by 1 / (1 - p), at the end.
+#pragma once
+#include "score.cuh"
+
+// S becomes the score, but for the mask, as in Score::apply(); and keeps the slope of the
+// softcap at every score, d tanh(x) / dx (nothing without a softcap).
+template <class Options, class Params, Rows ROWS, int N, class AddBiasTile = NoBiasTile>
+__device__ __forceinline__ void apply_score(float (&s)[N][4], float (&softcap_slope)[N][4],
+                                            const Score<Options, Params>& score,
+                                            const ScorePlace<ROWS>& at,
+                                            AddBiasTile add_bias_tile = {}) {
+  score.apply_softcap(s);
+  if constexpr (Options::SOFTCAP) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) softcap_slope[n][i] = 1.f - s[n][i] * s[n][i];
+    }
+  }
+  score.apply_position_terms(s, at, add_bias_tile);
+}
+
+// The score becomes P; with dropout, a dropped weight gets a negative sign (Dropped::NEGATIVE),
+// because dS needs its value and dV the fact. lse_log2(n, i) is that of the query of element
+// [n][i].
+template <class Options, class Params, Rows ROWS, int N, class Lse>
+__device__ __forceinline__ void recompute_weights(float (&s)[N][4],
+                                                  const Score<Options, Params>& score,
+                                                  const ScorePlace<ROWS>& at, Lse lse_log2) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      s[n][i] = exp2_approx(s[n][i] * score.scale_log2 - lse_log2(n, i));
+    }
+  }
+  if constexpr (Options::DROPOUT) {
+    const Dropout dropout(*at.dropout_seed, score.params.shape, at.batch, at.head);
+    if constexpr (ROWS == Rows::QUERIES) {
+      dropout.template apply<Dropped::NEGATIVE>(s, at.row, at.col);
+    } else {
+      dropout.template apply_transposed<Dropped::NEGATIVE>(s, at.row, at.col);
+    }
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void keep_weights(float (&kept)[N][4], const float (&p)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) kept[n][i] = kept_weight(p[n][i]);
+  }
+}
+template <int M, int N>
+__device__ __forceinline__ void keep_weights(float (&kept)[M][N][4], const float (&p)[M][N][4]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m) keep_weights(kept[m], p[m]);
+}
+
+// The weights for dV: P itself, or with dropout, in `kept`, P and 0 where it is dropped.
+template <class Options, class Fragments>
+__device__ __forceinline__ const Fragments& kept_weights(Fragments& kept, const Fragments& p) {
+  if constexpr (Options::DROPOUT) {
+    keep_weights(kept, p);
+    return kept;
+  } else {
+    return p;
+  }
+}
+
+// Multiplies a gradient by the slope of the softcap.
+template <class Options, int N>
+__device__ __forceinline__ void apply_softcap_slope(float (&gradient)[N][4],
+                                                    const float (&softcap_slope)[N][4]) {
+  if constexpr (Options::SOFTCAP) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) gradient[n][i] *= softcap_slope[n][i];
+    }
+  }
+}
+
+// dP becomes P * (dP - delta); p loses its signs. delta(n, i) is that of the query of element
+// [n][i].
+template <class Options, int N, class Delta>
+__device__ __forceinline__ void softmax_gradient(float (&dp)[N][4], float (&p)[N][4],
+                                                 const AttentionShape& shape, Delta delta) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (Options::DROPOUT) {
+        const bool dropped = p[n][i] < 0.f;
+        dp[n][i] = dropped ? 0.f : dp[n][i] * shape.dropout_scale;
+        p[n][i] = fabsf(p[n][i]);
+      }
+      dp[n][i] = p[n][i] * (dp[n][i] - delta(n, i));
+    }
+  }
+}
+
+// Adds dS to the gradient of the bias, if the caller wants that.
+template <class Options, class Params, Rows ROWS, int N>
+__device__ __forceinline__ void add_bias_gradient(const float (&ds)[N][4], const Params& params,
+                                                  const ScorePlace<ROWS>& at) {
+  if constexpr (has_gradient(Options::BIAS)) {
+    if (params.dbias) {
+      const BiasHead<float> dbias(params.dbias, params.dbias_strides, at.sequence, at.batch,
+                                  at.head);
+      if constexpr (ROWS == Rows::QUERIES) {
+        dbias.red_add_from(ds, at.row, at.col);
+      } else {
+        dbias.transposed().red_add_from(ds, at.row, at.col);
+      }
+    }
+  }
+}
+
+// dP becomes dS, the gradient of scale * S.
+template <class Options, class Params, Rows ROWS, int N, class Delta>
+__device__ __forceinline__ void score_gradient(float (&dp)[N][4], float (&p)[N][4],
+                                               const float (&softcap_slope)[N][4],
+                                               const Params& params, const ScorePlace<ROWS>& at,
+                                               Delta delta) {
+  softmax_gradient<Options>(dp, p, params.shape, delta);
+  add_bias_gradient<Options>(dp, params, at);
+  apply_softcap_slope<Options>(dp, softcap_slope);
+}
