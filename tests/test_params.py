@@ -25,15 +25,16 @@ def text_of(header: str) -> str:
     return without_comments((sources.root() / header).read_text(encoding="utf-8"))
 
 
-def kernel_configs() -> dict[str, type[KernelConfig]]:
-    """Every configuration that a family of attention or a topic can launch, by its name."""
+def kernel_configs() -> dict[str, KernelConfig]:
+    """One of each kind that a family of attention or a topic can launch, by the kind's name."""
     kinds = {
-        type(config)
+        type(config): config
         for module in (*FAMILIES.values(), *TOPICS.values())
         for capability in ARCHITECTURES
         for config in module.configurations(capability)
     }
-    return {f"{x.__module__}.{x.__name__}": x for x in sorted(kinds, key=lambda x: x.__name__)}
+    named = {f"{kind.__module__}.{kind.__name__}": config for kind, config in kinds.items()}
+    return dict(sorted(named.items()))
 
 
 CONFIGS = kernel_configs()
@@ -120,3 +121,17 @@ def test_template_parameters(config):
     fields = [field.name for field in dataclasses.fields(config)]
     assert ["dtype" if name == "t" else name for name in names] == fields
     assert config.params.__name__ in argument.split()
+
+
+def threads_in_source(config: KernelConfig) -> int | None:
+    """What ``__launch_bounds__`` says of a block, if that is a constant that the host can read."""
+    bounds = re.search(r"__launch_bounds__\((\w+)[,)]", text_of(config.source))
+    return getattr(header(config.source), bounds[1], None) if bounds else None
+
+
+def test_threads():
+    """A kernel that is launched with more or fewer would compute something else."""
+    threads = {name: (x.threads, threads_in_source(x)) for name, x in CONFIGS.items()}
+    threads = {name: pair for name, pair in threads.items() if pair[1]}
+    assert len(threads) > 15
+    assert [name for name, (host, source) in threads.items() if host != source] == []
