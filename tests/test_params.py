@@ -2,17 +2,16 @@
 
 import ctypes
 import dataclasses
-import importlib
-import inspect
-import pkgutil
 import re
 
 import pytest
 from tiny_kernel import needs_nvrtc
 
-import cupyflash
+from cupyflash.attention.families import FAMILIES
 from cupyflash.jit import compiler, sources
+from cupyflash.kernels import TOPICS
 from cupyflash.runtime.config import KernelConfig
+from cupyflash.runtime.gpu import ARCHITECTURES
 from cupyflash.runtime.structs import field_names, header
 
 HEADERS = sorted(f"common/{path.name}" for path in (sources.root() / "common").glob("*params.cuh"))
@@ -26,24 +25,31 @@ def text_of(header: str) -> str:
     return without_comments((sources.root() / header).read_text(encoding="utf-8"))
 
 
-def kernel_configs() -> list[type[KernelConfig]]:
-    """Every concrete configuration of the families of attention and of the ``kernels`` modules."""
-    found = {}
-    for module in pkgutil.walk_packages(cupyflash.__path__, "cupyflash."):
-        if ".families." in module.name or module.name.endswith("kernels"):
-            for member in vars(importlib.import_module(module.name)).values():
-                if inspect.isclass(member) and issubclass(member, KernelConfig):
-                    found[f"{module.name}.{member.__name__}"] = member
-    found = {name: config for name, config in found.items() if hasattr(config, "source")}
-    return [pytest.param(config, id=name) for name, config in sorted(found.items())]
+def kernel_configs() -> dict[str, KernelConfig]:
+    """One of each kind that a family of attention or a topic can launch, by the kind's name."""
+    kinds = {
+        type(config): config
+        for module in (*FAMILIES.values(), *TOPICS.values())
+        for capability in ARCHITECTURES
+        for config in module.configurations(capability)
+    }
+    named = {f"{kind.__module__}.{kind.__name__}": config for kind, config in kinds.items()}
+    return dict(sorted(named.items()))
+
+
+CONFIGS = kernel_configs()
+OWN_STRUCTS = {
+    x.source for x in CONFIGS.values() if f"struct {x.params.__name__} " in text_of(x.source)
+}
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("path", HEADERS)
+@pytest.mark.parametrize("path", [*HEADERS, *sorted(OWN_STRUCTS)])
 def test_layout(path):
     """NVRTC checks offset and size of every field that the host has read from a header.
 
-    NVRTC has neither <stddef.h> nor __builtin_offsetof; __INTADDR__ is how its own is spelled.
+    A kernel's source counts as a header where it defines the struct itself. NVRTC has neither
+    <stddef.h> nor __builtin_offsetof; __INTADDR__ is how its own is spelled.
     """
     names = re.findall(r"^struct (?:alignas\(64\) )?(\w+)", text_of(path), re.MULTILINE)
     assert names
@@ -104,7 +110,7 @@ def compile_program(text: str, arch: str = "sm_80") -> None:
         nvrtc.destroyProgram(program)
 
 
-@pytest.mark.parametrize("config", kernel_configs())
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_template_parameters(config):
     """The dataclass is the instantiation: the same names in the same order (dtype is T)."""
     name = config.source.rsplit("/", 1)[-1].removesuffix(".cu")
@@ -115,3 +121,17 @@ def test_template_parameters(config):
     fields = [field.name for field in dataclasses.fields(config)]
     assert ["dtype" if name == "t" else name for name in names] == fields
     assert config.params.__name__ in argument.split()
+
+
+def threads_in_source(config: KernelConfig) -> int | None:
+    """What ``__launch_bounds__`` says of a block, if that is a constant that the host can read."""
+    bounds = re.search(r"__launch_bounds__\((\w+)[,)]", text_of(config.source))
+    return getattr(header(config.source), bounds[1], None) if bounds else None
+
+
+def test_threads():
+    """A kernel that is launched with more or fewer would compute something else."""
+    threads = {name: (x.threads, threads_in_source(x)) for name, x in CONFIGS.items()}
+    threads = {name: pair for name, pair in threads.items() if pair[1]}
+    assert len(threads) > 15
+    assert [name for name, (host, source) in threads.items() if host != source] == []

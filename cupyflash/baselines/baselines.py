@@ -5,8 +5,8 @@
 3. `fused_attention`: one pass over the keys, no matrix, no tiles (``fused_attention.cu``).
 
 The fourth step is `cupyflash.attention`, whose kernels compute in tiles. All of them run alike: a
-configuration (``kernels/baselines.py``) names the template, NVRTC compiles it at the first use
-(``jit/``), and it is launched with one struct of arguments (``baseline_params.py``).
+configuration (``kernels.py``) names the template, NVRTC compiles it at the first use (``jit/``),
+and it is launched with one struct of arguments (``cuda_src/common/baseline_params.cuh``).
 """
 
 import math

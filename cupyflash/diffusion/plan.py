@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..runtime.array import Array, View, dense_strides
+from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
 from ..runtime.launch import Launch
 from ..runtime.plan import Plan
+from ..runtime.rows import dense_like
 from ..runtime.structs import header
 from . import kernels
 
@@ -75,10 +76,3 @@ class StepPlan(Plan):
             stream = library.stream(self.device_id)
             self.launch(stream, *pointers, library.pointer(out), *tables, *of_samples, seed, number)
         return out
-
-
-def dense_like(x: View) -> tuple[int, ...]:
-    """Strides of a dense tensor with the order of axes of x; those of length 1 do not matter."""
-    axes = range(len(x.shape))
-    order = sorted(axes, key=lambda axis: -x.strides[axis] if x.shape[axis] > 1 else -math.inf)
-    return dense_strides(x.shape, order)

@@ -7,7 +7,7 @@ from typing import Any
 from .array import Array, View, device_name, library_of
 from .config import ITEM_SIZE, weight_dtypes
 from .plain_options import plain_integer, plain_real
-from .rows import is_contiguous
+from .rows import dense_like, is_contiguous
 
 MAX_BLOCKS = 2**31  # of a grid
 
@@ -79,6 +79,21 @@ def require_like(function: str, views: Mapping[str, View], name: str, first: str
     if x.dtype != like.dtype:
         fact = f"{name} must have the dtype of {first}"
         raise TypeError(f"{function}: {fact}, got {x.dtype} and {like.dtype}")
+
+
+def require_dense(function: str, views: Mapping[str, View], first: str) -> None:
+    """The first array must be dense, its axes in any order, and the others must have its strides.
+
+    So element i in memory is the same element of all of them. Axes of length 1 do not matter.
+    """
+    dense = dense_like(views[first])
+    fact, others = f"{first} must be dense", [name for name in views if name != first]
+    if others:
+        fact += f", and {' and '.join(others)} must have its strides"
+    for name, x in views.items():
+        same = (a == b for a, b, size in zip(x.strides, dense, x.shape) if size > 1)
+        if 0 not in x.shape and not all(same):
+            raise ValueError(f"{function}: {fact}, got {name} {x.shape}, strides {x.strides}")
 
 
 def require_weights(function: str, views: Mapping[str, View], first: str, size: int) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from .array import View
+from .array import View, dense_strides
 from .config import ITEM_SIZE
 from .structs import header
 
@@ -78,3 +78,10 @@ def is_contiguous(x: View) -> bool:
         return True
     sizes, ((step, *_),) = collapse(x.shape, [x.strides])
     return sizes == [1] or (len(sizes) == 1 and step == 1)
+
+
+def dense_like(x: View) -> tuple[int, ...]:
+    """Strides of a dense tensor with the order of axes of x; those of length 1 do not matter."""
+    axes = range(len(x.shape))
+    order = sorted(axes, key=lambda axis: -x.strides[axis] if x.shape[axis] > 1 else -math.inf)
+    return dense_strides(x.shape, order)
