@@ -23,7 +23,7 @@ from bench.providers import PROVIDERS, Call, is_ours
 from bench.report import Row, command_line, console, machine_fields, write_results
 from cupyflash.runtime.structs import header
 
-structs = header("common/params.cuh")
+structs = header("attention/params.cuh")
 
 SEQLENS = [512 * 2**i for i in range(8)]
 DEFAULT_PROVIDERS = ["cupyflash", "sdpa-flash", "sdpa-cudnn", "sdpa-math"]

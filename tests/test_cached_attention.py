@@ -18,7 +18,7 @@ from cupyflash.runtime.plan import Plans
 from cupyflash.runtime.structs import header
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 
-structs = header("common/params.cuh")
+structs = header("attention/params.cuh")
 
 # (new tokens, heads of keys, queries of each, head_dim, length of the cache)
 SHAPES = [

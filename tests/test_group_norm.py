@@ -228,7 +228,7 @@ def test_groups_that_share_a_counter(backend, positions, num_groups):
 
 
 def test_counters_of_the_groups():
-    source = sources.root() / "common" / "norm_params.cuh"
+    source = sources.root() / "norm" / "params.cuh"
     assert f"GROUP_COUNTERS = {COUNTERS};" in source.read_text()
 
 

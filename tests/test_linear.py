@@ -393,7 +393,7 @@ def test_choice(monkeypatch, capability, dtype, rows, sizes, family, kernel):
     from cupyflash.runtime.array import View
     from cupyflash.runtime.structs import header
 
-    structs = header("common/linear_params.cuh")
+    structs = header("linear/params.cuh")
 
     monkeypatch.setattr(projection, "capability_of", lambda device: capability)
     monkeypatch.setattr(projection, "multiprocessors", lambda device: 132)

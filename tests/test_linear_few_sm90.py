@@ -21,7 +21,7 @@ from cupyflash.runtime.structs import header
 from cupyflash.runtime.tensor_map import TensorMapSpec
 from cupyflash.testing import expected_projection, to_library, to_numpy64
 
-structs = header("common/linear_params.cuh")
+structs = header("linear/params.cuh")
 
 DEPTHS = [64, 72, 200, 768, 1000, 4096]
 

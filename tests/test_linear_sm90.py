@@ -21,7 +21,7 @@ from cupyflash.runtime.structs import header
 from cupyflash.runtime.tensor_map import TensorMapSpec
 from cupyflash.testing import assert_close_to_float64, cast, to_float64
 
-structs = header("common/linear_params.cuh")
+structs = header("linear/params.cuh")
 
 SHARED_MEMORY = 232448  # of a block on sm_90
 GELU, GATED, RESIDUAL = Epilogue("gelu"), Epilogue("silu", gated=True), Epilogue(residual=True)

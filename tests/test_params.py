@@ -14,7 +14,7 @@ from cupyflash.runtime.config import KernelConfig
 from cupyflash.runtime.gpu import ARCHITECTURES
 from cupyflash.runtime.structs import field_names, header
 
-HEADERS = sorted(f"common/{path.name}" for path in (sources.root() / "common").glob("*params.cuh"))
+HEADERS = sorted(f"{path.parent.name}/{path.name}" for path in sources.root().glob("*/params.cuh"))
 
 
 def without_comments(text: str) -> str:
@@ -71,8 +71,8 @@ def test_layout(path):
 @pytest.mark.parametrize(
     "path, name",
     [
-        ("common/params.cuh", "ACCUM_ROW_ALIGN"),
-        ("common/norm_params.cuh", "ROW_AXES"),
+        ("attention/params.cuh", "ACCUM_ROW_ALIGN"),
+        ("norm/params.cuh", "ROW_AXES"),
         ("linear/few_rows.cuh", "STAGE_BYTES"),
         ("linear/few_rows.cuh", "MAX_SUM_ROWS"),
         ("norm/group_ring.cuh", "RING_THREADS"),
@@ -86,14 +86,18 @@ def test_constants(path, name):
 
 
 def test_what_a_header_does_not_have():
-    with pytest.raises(AttributeError, match="common/params.cuh: has no struct, constant or enum"):
-        header("common/params.cuh").Nothing  # noqa: B018
+    with pytest.raises(
+        AttributeError, match="attention/params.cuh: has no struct, constant or enum"
+    ):
+        header("attention/params.cuh").Nothing  # noqa: B018
 
 
 @needs_nvrtc
 def test_layout_check_can_fail():
     with pytest.raises(RuntimeError):
-        compile_program('#include "common/params.cuh"\nstatic_assert(sizeof(FlashFwdParams) == 8);')
+        compile_program(
+            '#include "attention/params.cuh"\nstatic_assert(sizeof(FlashFwdParams) == 8);'
+        )
 
 
 def compile_program(text: str, arch: str = "sm_80") -> None:

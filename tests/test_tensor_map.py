@@ -19,7 +19,7 @@ from cupyflash.runtime.array import View, dense_strides
 from cupyflash.runtime.structs import header
 from cupyflash.runtime.tensor_map import TensorMaps, TensorMapSpec
 
-structs = header("common/params.cuh")
+structs = header("attention/params.cuh")
 
 SPEC = TensorMapSpec("bfloat16", (64, 5, 4, 2), (512, 128, 2560), box_rows=128)
 

@@ -4,7 +4,7 @@
 //   [i + diagonal - window_left, i + diagonal + window_right] within [0, seqlen_k).
 // All sums fit 32 bits: the host limits lengths to 2^29 and windows to seqlen_q + seqlen_k.
 #pragma once
-#include "../common/params.cuh"
+#include "params.cuh"
 
 struct Sequence {
   int seqlen_q;

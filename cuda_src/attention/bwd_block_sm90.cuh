@@ -1,12 +1,12 @@
 // Common parts of the sm_90 backward kernels: the tile of a block, its barriers, the producers, and
 // the place of dQ in its accumulator.
 #pragma once
-#include "../common/params.cuh"
 #include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
 #include "block_info.cuh"
+#include "params.cuh"
 #include "tensor_rows.cuh"
 #include "tile_order.cuh"
 

@@ -12,7 +12,7 @@
 // kernel that computes the new ones still runs (dependent_launch.cuh). Source: Flash-Decoding,
 // pytorch.org/blog/flash-decoding.
 #pragma once
-#include "../common/decode_params.cuh"
+#include "../decode/params.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/dependent_launch.cuh"
 #include "../ptx/movmatrix.cuh"

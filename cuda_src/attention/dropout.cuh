@@ -7,8 +7,8 @@
 // columns. So forward and backward, with any tiles, and the CPU drop the same weights. The caller
 // multiplies by 1 / (1 - p) where that is cheapest.
 #pragma once
-#include "../common/params.cuh"
 #include "../common/philox.cuh"
+#include "params.cuh"
 
 // A dropped weight becomes 0 or gets a negative sign. The backward needs its value beside the fact
 // that it is dropped; weights are not negative, so the sign is free.

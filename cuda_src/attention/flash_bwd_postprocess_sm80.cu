@@ -1,9 +1,9 @@
 // dQ = scale * dq_accum: float32 in the fragment order of flash_bwd_sm80 to rows in 16 bits. One
 // block a query tile, the threads and the warp grid of the main kernel.
-#include "../common/params.cuh"
 #include "../common/smem_tile.cuh"
 #include "block_info.cuh"
 #include "bwd_warps_sm80.cuh"
+#include "params.cuh"
 #include "tile_order.cuh"
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int NUM_WARPS, int ARCH, int SMEM_BYTES>

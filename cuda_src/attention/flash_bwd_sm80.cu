@@ -16,10 +16,10 @@
 // deterministic. A block then waits for others; it takes its tile by ticket, so it waits only for
 // blocks that run already, and the earliest of them for none. Source: arXiv:2307.08691,
 // algorithm 2.
-#include "../common/params.cuh"
 #include "../ptx/atomics.cuh"
 #include "block_info.cuh"
 #include "bwd_warps_sm80.cuh"
+#include "params.cuh"
 #include "score_gradient.cuh"
 #include "tile_order.cuh"
 #include "warp_gemm.cuh"

@@ -10,8 +10,8 @@
 // read of a buffer and the copy that fills it again lies a __syncthreads(), and so between a copy
 // that has landed and its first read. No block waits for another. Source: FlashAttention-2,
 // arXiv:2307.08691.
-#include "../common/params.cuh"
 #include "block_info.cuh"
+#include "params.cuh"
 #include "score.cuh"
 #include "softmax.cuh"
 #include "tile_order.cuh"

@@ -1,13 +1,13 @@
 // The block of the sm_90 forward kernel: its tiles and barriers in shared memory, and the producer
 // lanes, which keep the consumers busy.
 #pragma once
-#include "../common/params.cuh"
 #include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
 #include "bias_tile_sm90.cuh"
 #include "block_info.cuh"
+#include "params.cuh"
 #include "tensor_rows.cuh"
 #include "tile_order.cuh"
 

@@ -10,9 +10,9 @@
 // all sequences that are longer than its own, and so knows where its own tiles stand.
 //
 // PTX ISA: "tensormap.replace", "membar / fence: fence.proxy.tensormap".
-#include "../common/params.cuh"
 #include "../ptx/tma.cuh"
 #include "block_info.cuh"
+#include "params.cuh"
 
 __device__ __forceinline__ void make_map(const SequenceMapsParams& params, TensorMap& shared) {
   const int warp = threadIdx.x / 32;

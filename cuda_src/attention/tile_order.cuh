@@ -6,7 +6,7 @@
 // tile is the longest), so that the launch ends on short ones. One head a section gives the plain
 // order.
 #pragma once
-#include "../common/params.cuh"
+#include "params.cuh"
 
 struct Tile {
   int block;  // along the sequence, 0 is the shortest

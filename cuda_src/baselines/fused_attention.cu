@@ -7,9 +7,9 @@
 //
 // Not tiled: every query reads all its keys and values by itself, and its products are no matrix
 // products that tensor cores could do. That is the step from here to ../attention/.
-#include "../common/baseline_params.cuh"
 #include "../common/convert.cuh"
 #include "../common/warp.cuh"
+#include "params.cuh"
 
 constexpr int GROUP = 32;  // keys
 

@@ -6,9 +6,9 @@
 // S has seqlen_q * seqlen_k numbers for each head. It is written, read, written and read again,
 // which takes nearly all of the time of a long sequence: what fused_attention does without.
 // Scores of keys that a causal row does not see are neither computed nor read.
-#include "../common/baseline_params.cuh"
 #include "../common/convert.cuh"
 #include "../common/warp.cuh"
+#include "params.cuh"
 
 enum Step { scores, softmax, output };
 

@@ -1,6 +1,6 @@
 // The first step: out = a + b, one number a thread.
-#include "../common/baseline_params.cuh"
 #include "../common/convert.cuh"
+#include "params.cuh"
 
 template <typename T>
 __global__ void vector_add(const __grid_constant__ VectorAddParams params) {

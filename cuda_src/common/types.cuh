@@ -29,7 +29,7 @@ constexpr float QUIET_NAN = __builtin_bit_cast(float, 0x7fc00000);
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
-// A CUtensorMap, encoded by the host (cupyflash/tensor_map.py); opaque to the kernel.
+// A CUtensorMap, encoded by the host (cupyflash/runtime/tensor_map.py); opaque to the kernel.
 struct alignas(64) TensorMap {
   uint8_t bytes[128];
 };

@@ -3,8 +3,8 @@
 //
 // Elementwise; a thread has VECTOR neighbouring elements of k and of v. A place outside of the
 // cache, which only the device knows, is left alone.
-#include "../common/decode_params.cuh"
 #include "../common/pack.cuh"
+#include "params.cuh"
 
 constexpr int THREADS = 256;
 

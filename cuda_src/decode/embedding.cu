@@ -4,9 +4,9 @@
 // Elementwise; a thread has VECTOR neighbouring elements. An index outside of its table, which only
 // the device knows, gives NaN.
 #include "../common/convert.cuh"
-#include "../common/decode_params.cuh"
 #include "../common/pack.cuh"
 #include "../ptx/dependent_launch.cuh"
+#include "params.cuh"
 
 constexpr int THREADS = 256;
 

@@ -11,10 +11,10 @@
 // Weights are integers (probability.cuh), hence equal calls give equal tokens.
 //
 // With `ends` the row's state advances to the next step of decoding.
-#include "../common/decode_params.cuh"
 #include "../common/philox.cuh"
 #include "../common/words.cuh"
 #include "block_sum.cuh"
+#include "params.cuh"
 #include "probability.cuh"
 
 // visit(logit, index) for each logit, in a thread in their order; a thread has LOADS of 16 bytes on

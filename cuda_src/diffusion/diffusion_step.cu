@@ -6,10 +6,10 @@
 // key `seed`, so equal calls give equal bits, whatever the launch looks like, and each step has its
 // own noise. With a seed for each sample the elements are counted from the beginning of the sample.
 // A step outside of the table, which only the device knows, gives NaN.
-#include "../common/diffusion_params.cuh"
 #include "../common/philox.cuh"
 #include "../common/words.cuh"
 #include "normal.cuh"
+#include "params.cuh"
 
 constexpr int THREADS = 256;
 constexpr uint32_t NOISE_STREAM = 1;  // of Philox; dropout of the same seed has another

@@ -3,8 +3,8 @@
 #pragma once
 #include "../common/activation.cuh"
 #include "../common/convert.cuh"
-#include "../common/linear_params.cuh"
 #include "../ptx/ld_global.cuh"
+#include "params.cuh"
 
 // Element `index` of an array of T, or of float if `wide`.
 template <typename T>

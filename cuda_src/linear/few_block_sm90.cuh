@@ -2,7 +2,6 @@
 // shared memory, its barriers, and the lane that loads its tiles.
 #pragma once
 #include "../common/group_sum.cuh"
-#include "../common/linear_params.cuh"
 #include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
 #include "../ptx/cluster.cuh"
@@ -10,6 +9,7 @@
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
+#include "params.cuh"
 
 template <typename T_, bool GATED_, bool ROTARY_, int ROWS_, int CLUSTER_>
 struct FewLayout {

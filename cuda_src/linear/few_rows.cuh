@@ -1,13 +1,13 @@
 // The few rows of x in shared memory, normalised if there is a norm, and what a tile of few.cuh is.
 #pragma once
 #include "../common/convert.cuh"
-#include "../common/linear_params.cuh"
 #include "../common/warp.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ld_global.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/opaque.cuh"
 #include "epilogue.cuh"
+#include "params.cuh"
 
 constexpr int FEW_WARPS = 8;
 constexpr int FEW_THREADS = FEW_WARPS * 32;

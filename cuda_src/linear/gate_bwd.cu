@@ -1,8 +1,8 @@
 // Gradients of gate_fwd: dgate = dout * up * activation'(gate), dup = dout * activation(gate).
 // Elementwise; a thread has LOADS packs of VECTOR neighbouring elements.
 #include "../common/activation.cuh"
-#include "../common/linear_params.cuh"
 #include "../common/words.cuh"
+#include "params.cuh"
 
 constexpr int THREADS = 256;
 

@@ -1,8 +1,8 @@
 // out = activation(gate) * up: the hidden activations of a gated MLP, if its backward will read
 // gate and up again. Elementwise; a thread has LOADS packs of VECTOR neighbouring elements.
 #include "../common/activation.cuh"
-#include "../common/linear_params.cuh"
 #include "../common/words.cuh"
+#include "params.cuh"
 
 constexpr int THREADS = 256;
 

@@ -1,12 +1,12 @@
 // What a block of linear_sm90 is made of: its tiles and barriers in shared memory, the order in
 // which it takes the tiles of out, and the lane that loads them.
 #pragma once
-#include "../common/linear_params.cuh"
 #include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
+#include "params.cuh"
 
 template <int BLOCK_M_, int BLOCK_N_, int STAGES_, bool PINGPONG_, int CLUSTER_, bool GATED_>
 struct LinearLayout {

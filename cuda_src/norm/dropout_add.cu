@@ -5,9 +5,9 @@
 // c / 2 % 4 of the random numbers number (c / 8, r), its lower half if c is even: it is dropped if
 // these 16 bits are below the threshold. r is the index of the row in C order, whatever the
 // strides, so forward, backward and the CPU drop the same elements. The sum is rounded once.
-#include "../common/norm_params.cuh"
 #include "../common/philox.cuh"
 #include "../common/words.cuh"
+#include "params.cuh"
 
 constexpr int THREADS = 256;
 constexpr int ROW_DROPOUT_STREAM = 2;  // of Philox; other users of the same seed have others

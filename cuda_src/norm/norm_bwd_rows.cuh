@@ -7,9 +7,9 @@
 // shared memory meanwhile. A thread copies just the packs that it will read itself, so the ring
 // needs no barrier.
 #pragma once
-#include "../common/norm_params.cuh"
 #include "../ptx/cp_async.cuh"
 #include "norm_bwd_sums.cuh"
+#include "params.cuh"
 #include "row_tile.cuh"
 
 // x, dout and dresidual of this thread's next rows.

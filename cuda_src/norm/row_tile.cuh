@@ -2,10 +2,10 @@
 // in registers.
 #pragma once
 #include "../common/group_sum.cuh"
-#include "../common/norm_params.cuh"
 #include "../common/words.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/opaque.cuh"
+#include "params.cuh"
 
 // Short rows share a block; threads of a row that is longer than a warp are the block.
 constexpr int MIN_BLOCK_THREADS = 128;

@@ -1,8 +1,8 @@
 // Gradients of weight and bias from the shares of the blocks.
 #pragma once
 #include "../common/convert.cuh"
-#include "../common/norm_params.cuh"
 #include "../ptx/ld_global.cuh"
+#include "params.cuh"
 
 // Sums over the rows of 32 columns of one of the matrices, in an order that never changes: the
 // WARPS warps of a block take the rows in turn and add up in shared memory. All `chunks` of 32

@@ -1,10 +1,10 @@
 // The vectors that go into a product, from what the blocks have left in global memory to the
 // fragments of row_dot.cuh.
 #pragma once
-#include "../common/transformer_params.cuh"
 #include "../ptx/math.cuh"
 #include "../ptx/warpgroup.cuh"
 #include "decode_steps.cuh"
+#include "params.cuh"
 #include "row_dot.cuh"
 #include "tagged_words.cuh"
 

@@ -1,7 +1,7 @@
 // The matrices of a launch in the order of use, the same for the warp that fills the ring and for
 // those that empty it.
 #pragma once
-#include "../common/transformer_params.cuh"
+#include "params.cuh"
 #include "weight_ring.cuh"
 
 enum class Matrix { qkv, proj, up, down, head, none };

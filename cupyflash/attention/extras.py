@@ -8,7 +8,7 @@ from ..runtime.array import Array, View, device_name
 from ..runtime.structs import header
 from .names import caller_name
 
-structs = header("common/params.cuh")
+structs = header("attention/params.cuh")
 
 
 class Extras(NamedTuple):

@@ -21,7 +21,7 @@ from ..runtime.tile_counter import NULL, tile_counters
 from .families.sm90 import MAX_SPLITS, SEQUENCE_MAPS
 from .problem import Problem
 
-structs = header("common/params.cuh")
+structs = header("attention/params.cuh")
 
 MIN_SPLIT_KEYS = 256  # of a block: two or more key tiles of any head dim
 pack_two = struct.Struct("2Q").pack

@@ -20,7 +20,7 @@ from .features import Access
 from .launch import prepare
 from .problem import Options, Problem, canonical_strides
 
-structs = header("common/params.cuh")
+structs = header("attention/params.cuh")
 
 # Of the L2 cache, for the keys and values of the heads that run together (tile_order.cuh); the rest
 # is left to queries and outputs.

@@ -21,7 +21,7 @@ from .features import MAX_FAST_SOFTCAP, SHORT, Access, Features
 from .names import caller_name
 from .options import Options
 
-structs = header("common/params.cuh")
+structs = header("attention/params.cuh")
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**29  # so that sums of lengths and windows fit 32 bits in the kernels

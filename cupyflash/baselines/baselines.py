@@ -6,7 +6,7 @@
 
 The fourth step is `cupyflash.attention`, whose kernels compute in tiles. All of them run alike: a
 configuration (``kernels.py``) names the template, NVRTC compiles it at the first use (``jit/``),
-and it is launched with one struct of arguments (``cuda_src/common/baseline_params.cuh``).
+and it is launched with one struct of arguments (``cuda_src/baselines/params.cuh``).
 """
 
 import math
@@ -21,7 +21,7 @@ from ..runtime.rows import is_contiguous
 from ..runtime.structs import header
 from . import kernels
 
-structs = header("common/baseline_params.cuh")
+structs = header("baselines/params.cuh")
 
 
 def vector_add(a: Array, b: Array) -> Array:

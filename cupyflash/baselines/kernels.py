@@ -7,7 +7,7 @@ from typing import ClassVar
 from ..runtime.config import ITEM_SIZE, KernelConfig
 from ..runtime.structs import header
 
-structs = header("common/baseline_params.cuh")
+structs = header("baselines/params.cuh")
 
 THREADS = 256
 STEPS = header("baselines/naive_attention.cu").Step

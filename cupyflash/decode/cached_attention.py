@@ -14,7 +14,7 @@ from ..runtime.structs import header
 from . import kernels
 from .cached_plans import FUNCTION, TENSORS, DecodePlan, SeparatePlan
 
-structs = header("common/params.cuh")
+structs = header("attention/params.cuh")
 
 MAX_STEP = 2**31  # elements from key to key
 

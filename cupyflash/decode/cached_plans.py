@@ -18,8 +18,8 @@ from ..runtime.tile_counter import tile_counters
 from . import kernels
 from .kv_cache import CACHES, append
 
-attention_structs = header("common/params.cuh")
-structs = header("common/decode_params.cuh")
+attention_structs = header("attention/params.cuh")
+structs = header("decode/params.cuh")
 
 FUNCTION = "attention_with_cache"
 TENSORS = ("q", "k", "v", "k_cache", "v_cache")

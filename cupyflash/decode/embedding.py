@@ -13,7 +13,7 @@ from ..runtime.rows import is_contiguous
 from ..runtime.structs import header
 from . import kernels
 
-structs = header("common/decode_params.cuh")
+structs = header("decode/params.cuh")
 
 _plans = Plans(wide=2, plain=True)
 

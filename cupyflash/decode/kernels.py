@@ -11,8 +11,8 @@ from ..runtime.gpu import architecture
 from ..runtime.structs import header
 from ..runtime.tile_counter import COUNTERS
 
-attention_structs = header("common/params.cuh")
-structs = header("common/decode_params.cuh")
+attention_structs = header("attention/params.cuh")
+structs = header("decode/params.cuh")
 
 THREADS = 256
 SAMPLE_THREADS = 1024

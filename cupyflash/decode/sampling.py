@@ -15,7 +15,7 @@ from ..runtime.structs import header
 from . import kernels, sampling_reference
 from .sampling_options import GREEDY, DecodeState, Sampling
 
-structs = header("common/decode_params.cuh")
+structs = header("decode/params.cuh")
 
 MAX_COLUMNS = 2**22  # sums of weights must stay below 2^63
 MAX_LIMIT = 2**31 - 2

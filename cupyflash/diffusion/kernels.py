@@ -8,7 +8,7 @@ from typing import ClassVar
 from ..runtime.config import ITEM_SIZE, KernelConfig, vector_width
 from ..runtime.structs import header
 
-structs = header("common/diffusion_params.cuh")
+structs = header("diffusion/params.cuh")
 
 THREADS = 256
 LOADS = 4  # packs of a thread

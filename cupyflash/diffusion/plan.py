@@ -12,7 +12,7 @@ from ..runtime.rows import dense_like
 from ..runtime.structs import header
 from . import kernels
 
-structs = header("common/diffusion_params.cuh")
+structs = header("diffusion/params.cuh")
 
 FUNCTION = "DiffusionSampler.step"
 

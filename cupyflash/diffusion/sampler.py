@@ -16,7 +16,7 @@ from . import dispatch
 from .levels import Options, levels, prediction
 from .schedule import MAX_STEPS, numbers_of, require_choice, timestep_embeddings
 
-structs = header("common/diffusion_params.cuh")
+structs = header("diffusion/params.cuh")
 
 
 class DiffusionSampler:
@@ -45,7 +45,7 @@ class DiffusionSampler:
 
     Attributes:
         timesteps: training steps, descending.
-        coefficients: float32 (num_steps, 6), see ``DiffusionCoefficients`` in diffusion_params.cuh.
+        coefficients: float32 (num_steps, 6), see ``DiffusionCoefficients`` in diffusion/params.cuh.
         threshold: (quantile, largest threshold) of thresholding, or None.
 
     Raises:

@@ -12,7 +12,7 @@ from . import sm90_kernels
 from .kernels import epilogues
 from .sm90_kernels import BLOCK_K, WARPGROUP, Rotary
 
-structs = header("common/linear_params.cuh")
+structs = header("linear/params.cuh")
 
 MAPPED = ("x", "weight", "gate_weight")  # what tensor maps describe
 ROWS = (8, 16, 32)  # of a tile

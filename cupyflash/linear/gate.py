@@ -15,7 +15,7 @@ from ..runtime.plan import Plan, Plans
 from ..runtime.structs import header
 from . import kernels
 
-structs = header("common/linear_params.cuh")
+structs = header("linear/params.cuh")
 
 _plans = Plans(wide=3)
 

@@ -9,7 +9,7 @@ from ..runtime.config import ITEM_SIZE, KernelConfig, vector_width
 from ..runtime.gpu import Capability, architecture
 from ..runtime.structs import header
 
-structs = header("common/linear_params.cuh")
+structs = header("linear/params.cuh")
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 SWITCHES = (False, True)

@@ -12,7 +12,7 @@ from . import kernels
 from .projection import is_aligned, row_norm, row_strides
 from .reference import Options
 
-structs = header("common/linear_params.cuh")
+structs = header("linear/params.cuh")
 
 
 class MlpLaunch(Launch):

@@ -17,8 +17,8 @@ from .kernels import LinearFew
 from .reference import Options
 from .sm90_launch import LinearFewLaunch, LinearLaunch
 
-norm_structs = header("common/norm_params.cuh")
-structs = header("common/linear_params.cuh")
+norm_structs = header("norm/params.cuh")
+structs = header("linear/params.cuh")
 
 MATRICES = ("x", "weight", "gate_weight", "residual", "down_weight", "down_residual")
 

@@ -14,7 +14,7 @@ from .checks import check_rotation
 from .projection import rotary_of
 from .reference import Arrays, Options
 
-structs = header("common/linear_params.cuh")
+structs = header("linear/params.cuh")
 
 FUNCTION = "qkv_projection"
 POSITIONS = Arrays._fields.index("positions")

@@ -13,7 +13,7 @@ from ..runtime.gpu import HALF, architecture
 from ..runtime.structs import header
 from .kernels import ACTIVATIONS
 
-structs = header("common/linear_params.cuh")
+structs = header("linear/params.cuh")
 
 WARPGROUP = 128  # threads
 BLOCK_K = 64  # depth of a step: 128 bytes, the widest box of a tensor map

@@ -12,7 +12,7 @@ from ..runtime.tensor_map import TensorMaps, TensorMapSpec
 from .few_sm90_kernels import LinearFewSm90
 from .sm90_kernels import LinearSm90
 
-structs = header("common/linear_params.cuh")
+structs = header("linear/params.cuh")
 
 
 class LinearLaunch(Launch):

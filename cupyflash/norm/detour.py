@@ -15,7 +15,7 @@ from ..runtime.rows import collapse
 from ..runtime.structs import header
 from .groups import dense_like, layout_of
 
-structs = header("common/norm_params.cuh")
+structs = header("norm/params.cuh")
 
 Strides = tuple[int, ...]
 

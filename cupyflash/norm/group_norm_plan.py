@@ -13,7 +13,7 @@ from .group_norm_work import Work
 from .groups import Groups, dense_like
 from .plan import sum_launch
 
-structs = header("common/norm_params.cuh")
+structs = header("norm/params.cuh")
 
 
 class ForwardPlan(Plan):

@@ -15,7 +15,7 @@ from .plan import launches_cooperatively
 from .ring_shape import MAX_TEAMS, RING_BYTES, RING_THREADS, RingShape, Samples, ring_shape
 from .ring_workspace import RECORD_BYTES, ring_workspaces, workspace_bytes
 
-structs = header("common/norm_params.cuh")
+structs = header("norm/params.cuh")
 
 
 @dataclasses.dataclass(frozen=True)

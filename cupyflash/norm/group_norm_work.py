@@ -12,7 +12,7 @@ from . import three_steps
 from .groups import MAX_GROUP, Groups
 from .one_step import OneStepConfig
 
-structs = header("common/norm_params.cuh")
+structs = header("norm/params.cuh")
 
 MAX_WAVES = 8  # of blocks that take turns
 

@@ -9,7 +9,7 @@ from ..runtime.config import ITEM_SIZE
 from ..runtime.rows import collapse
 from ..runtime.structs import header
 
-structs = header("common/norm_params.cuh")
+structs = header("norm/params.cuh")
 
 MAX_GROUP = 2**31  # elements of one group, and channels of a tensor
 

@@ -7,7 +7,7 @@ from ..runtime.config import KernelConfig
 from ..runtime.structs import header
 from .row_configs import block_threads
 
-structs = header("common/norm_params.cuh")
+structs = header("norm/params.cuh")
 
 
 class OneStepConfig(KernelConfig):

@@ -16,7 +16,7 @@ from ..runtime.tile_counter import tile_counters
 from . import kernels
 from .detour import result_strides
 
-structs = header("common/norm_params.cuh")
+structs = header("norm/params.cuh")
 
 WEIGHT_BLOCKS = 8  # of norm_bwd_weight, for each multiprocessor
 MAX_ROWS = 2**30  # of several axes, which norm_bwd divides by

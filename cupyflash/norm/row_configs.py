@@ -7,7 +7,7 @@ from ..runtime.config import KernelConfig
 from ..runtime.gpu import Capability
 from ..runtime.structs import header
 
-structs = header("common/norm_params.cuh")
+structs = header("norm/params.cuh")
 
 MIN_BLOCK_THREADS = header("norm/row_tile.cuh").MIN_BLOCK_THREADS
 # Threads of a multiprocessor that registers are bounded for; 1024 where nothing is said: sm_75 has

@@ -7,7 +7,7 @@ from typing import ClassVar
 from ..runtime.config import KernelConfig, vector_width
 from ..runtime.structs import header
 
-structs = header("common/norm_params.cuh")
+structs = header("norm/params.cuh")
 
 Kind = tuple[str, str, str]  # dtypes of x and of weight, activation
 # (loads, blocks of a multiprocessor).

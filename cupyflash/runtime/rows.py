@@ -7,7 +7,7 @@ from .array import View, dense_strides
 from .config import ITEM_SIZE
 from .structs import header
 
-structs = header("common/norm_params.cuh")
+structs = header("norm/params.cuh")
 
 
 class Rows:

@@ -13,7 +13,7 @@ from ctypes import c_int, c_uint32, c_uint64, c_void_p
 from . import driver
 from .structs import header
 
-structs = header("common/params.cuh")
+structs = header("attention/params.cuh")
 
 MAX_ENCODED = 256  # of one kernel: addresses that change with every call must not fill the memory
 MAX_MAP_STRIDE = 2**40  # bytes

@@ -11,7 +11,7 @@ from ..runtime.rows import is_contiguous
 from ..runtime.structs import header
 from .kernels import MAX_WIDTH
 
-structs = header("common/transformer_params.cuh")
+structs = header("transformer/params.cuh")
 
 MAX_HEAD_DIM = 128
 

@@ -9,7 +9,7 @@ from ..runtime.config import ITEM_SIZE, KernelConfig
 from ..runtime.gpu import architecture
 from ..runtime.structs import header
 
-structs = header("common/transformer_params.cuh")
+structs = header("transformer/params.cuh")
 
 # As in the CUDA sources.
 CONSUMER_WARPS, GROUP_ROWS, PIECE_BYTES, MAX_PIECES = 7, 28, 64, 18

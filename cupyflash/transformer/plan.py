@@ -17,7 +17,7 @@ from ..runtime.tile_counter import tile_counters
 from . import kernels
 from .checks import StackShape
 
-structs = header("common/transformer_params.cuh")
+structs = header("transformer/params.cuh")
 
 
 class StackPlan(Plan):

@@ -6,7 +6,7 @@ from typing import ClassVar
 from ...runtime.config import KernelConfig
 from ...runtime.structs import header
 
-structs = header("common/params.cuh")
+structs = header("attention/params.cuh")
 
 THREADS = 128
 ROWS_PER_BLOCK = header("attention/flash_bwd_preprocess.cu").ROWS_PER_BLOCK

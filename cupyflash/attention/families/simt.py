@@ -14,7 +14,7 @@ from ...runtime.structs import header
 from ..features import Access, Features
 from .preprocess import FlashBwdPreprocess, FlashBwdSinks
 
-structs = header("common/params.cuh")
+structs = header("attention/params.cuh")
 
 MIN_CAPABILITY = (6, 0)
 HEAD_DIMS = (32, 64, 128, 192, 256)  # sizes of the accumulators; others are rounded up

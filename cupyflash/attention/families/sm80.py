@@ -12,7 +12,7 @@ from ..features import Access, Features
 from .preprocess import FlashBwdPreprocess
 from .sm80_tiles import HEAD_DIMS, backward_tiles, forward_tiles
 
-structs = header("common/params.cuh")
+structs = header("attention/params.cuh")
 
 PACKED = ()  # packed sequences need no kernel of their own
 

@@ -15,7 +15,7 @@ from ..features import Access, Features
 from . import sm90_backward
 from .sm90_backward import BIAS_BOXES, WARPGROUP, box_columns
 
-structs = header("common/params.cuh")
+structs = header("attention/params.cuh")
 
 
 # head dim: block_m, block_n, q_stages, kv_stages

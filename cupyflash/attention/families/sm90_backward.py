@@ -8,7 +8,7 @@ from ...runtime.structs import header
 from ..features import Features
 from .preprocess import FlashBwdPreprocess
 
-structs = header("common/params.cuh")
+structs = header("attention/params.cuh")
 
 WARPGROUP = 128  # threads
 NUM_STAGES = 2  # of Q and dO

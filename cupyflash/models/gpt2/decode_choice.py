@@ -8,7 +8,7 @@ from cupyflash.runtime.plain_options import short
 
 from ...runtime.structs import header
 
-structs = header("common/transformer_params.cuh")
+structs = header("transformer/params.cuh")
 
 DECODES = ("auto", "eager", "graph", "persistent")
 # Up to which one kernel for a token is faster than a graph of kernels, by whether these overlap.

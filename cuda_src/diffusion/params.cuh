@@ -1,6 +1,6 @@
 // Kernel arguments of diffusion/. The host reads them here (runtime/structs.py).
 #pragma once
-#include "types.cuh"
+#include "../common/types.cuh"
 
 // One update of a sampler: with x0 = clip(x_to_x0 * x + model_to_x0 * model) / clip's threshold (1
 // where there are no thresholds), x = x0_to_x * x0 + x_to_x * x + model_to_x * model + noise_to_x *

@@ -1,6 +1,6 @@
 // Kernel arguments of transformer/. The host reads them here (runtime/structs.py).
 #pragma once
-#include "types.cuh"
+#include "../common/types.cuh"
 
 // The weights of a block, matrices as (out_features, in_features) with contiguous rows.
 struct BlockPointers {

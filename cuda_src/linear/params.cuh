@@ -1,6 +1,6 @@
 // Kernel arguments of linear/. The host reads them here (runtime/structs.py).
 #pragma once
-#include "types.cuh"
+#include "../common/types.cuh"
 
 // LayerNorm or RMSNorm of the rows of x, where a kernel has it in its prologue.
 struct RowNorm {

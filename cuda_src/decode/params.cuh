@@ -1,6 +1,6 @@
 // Kernel arguments of decode/. The host reads them here (runtime/structs.py).
 #pragma once
-#include "params.cuh"
+#include "../attention/params.cuh"
 
 struct EmbeddingParams {
   const int* tokens;            // [rows]

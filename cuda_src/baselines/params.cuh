@@ -1,6 +1,6 @@
 // Kernel arguments of baselines/. The host reads them here (runtime/structs.py).
 #pragma once
-#include "types.cuh"
+#include "../common/types.cuh"
 
 struct VectorAddParams {
   const void* a;

@@ -1,6 +1,6 @@
 // Kernel arguments of norm/. The host reads them here (runtime/structs.py).
 #pragma once
-#include "types.cuh"
+#include "../common/types.cuh"
 
 // The rows of a tensor: everything but its last, contiguous dimension, in up to four axes.
 constexpr int ROW_AXES = 4;

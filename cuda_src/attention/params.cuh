@@ -1,6 +1,6 @@
 // Kernel arguments, one struct per pass. The host reads them here (runtime/structs.py).
 #pragma once
-#include "types.cuh"
+#include "../common/types.cuh"
 
 // Element strides of a (batch, row, head, head_dim) tensor whose last dimension is contiguous.
 // Packed sequences (varlen) have batch stride 0: cu_seqlens gives the first row.
