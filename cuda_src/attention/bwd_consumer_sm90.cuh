@@ -43,8 +43,8 @@ struct BwdLayout {
   }
 };
 
-// A consumer warpgroup: it owns 64 keys of the tile. The accumulators of dK and dV are not in here,
-// because a struct with arrays would not stay in registers.
+// A consumer warpgroup: it owns 64 keys of the tile. The accumulators are arguments of the steps:
+// the compiler breaks a struct up into registers early only if it has no arrays.
 template <class Options, class L>
 struct BwdConsumer {
   using T = typename Options::T;

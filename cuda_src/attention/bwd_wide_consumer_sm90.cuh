@@ -87,8 +87,8 @@ struct QueryPlace {
   Ring<STAGES> ring;
 };
 
-// A consumer warpgroup and its steps. The accumulators are not in here, because a struct with
-// arrays would not stay in registers.
+// A consumer warpgroup and its steps. The accumulators are arguments of the steps:
+// the compiler breaks a struct up into registers early only if it has no arrays.
 template <class Options, class L>
 struct BwdWideConsumer {
   using T = typename Options::T;

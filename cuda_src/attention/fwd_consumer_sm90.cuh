@@ -50,8 +50,8 @@ __device__ __forceinline__ void store_partial_sums(const FlashFwdSm90Params& par
 }
 
 // L is the FwdLayout, Options the ScoreOptions. With SPLIT the block has a part of the keys only.
-// The accumulators are arguments of the steps, because a struct with arrays would not stay in
-// registers.
+// The accumulators are arguments of the steps:
+// the compiler breaks a struct up into registers early only if it has no arrays.
 template <class Options, class L, bool SPLIT>
 struct FwdConsumer {
   using T = typename Options::T;
