@@ -33,7 +33,7 @@ def test_import_needs_no_cupy(folder):
 
 
 def test_cuda_sources_are_found():
-    assert (sources.root() / "common" / "params.cuh").is_file()
+    assert (sources.root() / "common" / "types.cuh").is_file()
 
 
 def test_stub(folder):
