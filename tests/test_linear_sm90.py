@@ -17,6 +17,7 @@ from cupyflash.linear.sm90_kernels import TILES, Epilogue, Rotary, choose, confi
 from cupyflash.linear.sm90_launch import LinearLaunch
 from cupyflash.runtime import launch as kernel_launch
 from cupyflash.runtime.array import library_of
+from cupyflash.runtime.gpu import HALF
 from cupyflash.runtime.structs import header
 from cupyflash.runtime.tensor_map import TensorMapSpec
 from cupyflash.testing import assert_close_to_float64, cast, to_float64
@@ -364,7 +365,7 @@ def sizes_of(tile, epilogue):
 def test_tiles(backend, tile, epilogue, few_processors):
     if not tile.fits(epilogue):
         pytest.skip("the tile does not fit")
-    dtypes = [dtype for dtype in backend.dtypes if dtype in sm90_kernels.DTYPES]
+    dtypes = [dtype for dtype in backend.dtypes if dtype in HALF]
     for i, sizes in enumerate(sizes_of(tile, epilogue)):
         check(Call(backend, dtypes[i % len(dtypes)], epilogue, *sizes, bias=i != 3), tile)
 

@@ -13,7 +13,7 @@ from test_transformer_block import CASE
 from test_transformer_block import make as make_blocks
 
 import cupyflash
-from cupyflash.runtime import clusters, gpu, partition
+from cupyflash.runtime import clusters, driver, gpu, partition
 from cupyflash.runtime.gpu import multiprocessors
 from cupyflash.runtime.launch import Launch, Prepared
 from cupyflash.runtime.plan import Plan
@@ -187,12 +187,12 @@ SM_RESOURCE, DEFAULT_STREAM, NON_BLOCKING = c_int(1), c_uint(1), c_uint(1)
 @contextlib.contextmanager
 def green_stream(count):
     """(address of a stream that has about ``count`` multiprocessors, how many it has)."""
-    driver = ctypes.CDLL(partition.DRIVER)
-    if not hasattr(driver, "cuGreenCtxStreamCreate"):
+    cuda = ctypes.CDLL(driver.DRIVER)
+    if not hasattr(cuda, "cuGreenCtxStreamCreate"):
         pytest.skip("the driver has no green contexts")
 
     def call(name, *arguments):
-        status = getattr(driver, name)(*arguments)
+        status = getattr(cuda, name)(*arguments)
         if status == 801:  # CUDA_ERROR_NOT_SUPPORTED
             pytest.skip(f"{name} is not supported here")
         assert status == 0, f"{name}: {status}"

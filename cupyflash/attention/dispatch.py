@@ -169,7 +169,7 @@ def explicit_backward(
 
 
 def _wants_derivative(library: Any, arrays: tuple[Array | None, ...]) -> bool:
-    return library.wants_gradient(*(x for x in arrays if library_of(x) is library))
+    return library.wants_gradient(*arrays)
 
 
 def backward(

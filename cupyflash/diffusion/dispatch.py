@@ -91,7 +91,7 @@ def _step(
 
 
 def _refuse_gradient(library: Any, *arrays: Array | None) -> None:
-    if library.wants_gradient(*[y for y in arrays if y is not None]):
+    if library.wants_gradient(*arrays):
         raise NotImplementedError(
             f"{FUNCTION}: has no gradient, call it under torch.no_grad(), "
             "got a tensor that requires one"

@@ -33,7 +33,7 @@ def called(function: str, given: tuple, options: Options) -> tuple[Tensor]:
 def _call(function: str, given: tuple, options: Options, traced: bool) -> tuple[Tensor]:
     arrays, down = Arrays(*given[:NUM_ARRAYS]), Down(*given[NUM_ARRAYS:])
     arrays, down, residual = _autocast(function, arrays, options, down, traced)
-    if _wants_gradient(*arrays, *down):
+    if LIBRARY.wants_gradient(*arrays, *down):
         out = autograd.in_steps(function, arrays, options, down, traced)
     elif traced:
         out = torch_ops.operator(*torch_ops.flat(function, arrays, options, down))
@@ -101,9 +101,3 @@ def _replaced(
 def _in_dtype(dtype: torch.dtype, *given: Any) -> list[Any]:
     """What autocast casts in another dtype, everything else as it is: it will be refused."""
     return [y.to(dtype) if isinstance(y, Tensor) and y.dtype in DTYPES else y for y in given]
-
-
-def _wants_gradient(*given: Any) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(isinstance(y, Tensor) and y.requires_grad for y in given)

@@ -58,7 +58,7 @@ class NormForward:
         seed = number if seed is None else seed
         dropout = dropouts.of_call(function, LIBRARY, tensors[0], p, seed)
         tensors = promoted(*tensors)
-        if LIBRARY.wants_gradient(*[y for y in tensors if isinstance(y, Tensor)]):
+        if LIBRARY.wants_gradient(*tensors):
             return autograd.Norm.apply(*tensors, function, rms, eps, dropout)
         return dispatch.forward(function, rms, LIBRARY, *tensors, eps, need_stats, dropout)
 
@@ -77,7 +77,7 @@ class NormBackward:
     @classmethod
     def called(cls, function: str, arrays: tuple, options: tuple) -> tuple[Tensor | None, ...]:
         """The operator where a derivative is wanted."""
-        if LIBRARY.wants_gradient(*[y for y in arrays if isinstance(y, Tensor)]):
+        if LIBRARY.wants_gradient(*arrays):
             return cls.traced(function, arrays, options)
         return dispatch.call_backward(function, LIBRARY, arrays, options)
 
@@ -121,7 +121,7 @@ class GroupNormForward:
     @staticmethod
     def called(function: str, arrays: tuple, options: tuple) -> tuple[Tensor, Tensor | None]:
         """Recorded for the backward pass, if a gradient is wanted."""
-        if LIBRARY.wants_gradient(*[y for y in arrays if isinstance(y, Tensor)]):
+        if LIBRARY.wants_gradient(*arrays):
             return autograd.GroupNorm.apply(*arrays, *options[:-1])
         return group_norm_dispatch.forward(function, LIBRARY, arrays, options)
 
@@ -137,7 +137,7 @@ class GroupNormBackward:
     @classmethod
     def called(cls, function: str, arrays: tuple, options: tuple) -> tuple[Tensor | None, ...]:
         """The operator where a derivative is wanted."""
-        if LIBRARY.wants_gradient(*[y for y in arrays if isinstance(y, Tensor)]):
+        if LIBRARY.wants_gradient(*arrays):
             return cls.traced(function, arrays, options)
         return group_norm_dispatch.backward(function, LIBRARY, arrays, options)
 

@@ -31,6 +31,7 @@ class NumpyLibrary:
     """NumPy arrays, on the CPU."""
 
     name = "numpy.ndarray"
+    has_autograd = False
 
     def signature(self, x: Array) -> tuple:
         """A hashable key of everything but the pointer; cheap."""
@@ -131,6 +132,7 @@ class CupyLibrary:
     """CuPy arrays; the stream is CuPy's current one of their device."""
 
     name = "cupy.ndarray"
+    has_autograd = False
 
     def __init__(self) -> None:
         self.cupy = sys.modules["cupy"]
@@ -291,6 +293,7 @@ class TorchLibrary:
     """torch tensors, on a GPU or on the CPU."""
 
     name = "torch.Tensor"
+    has_autograd = True
 
     def __init__(self) -> None:
         self.torch = sys.modules["torch"]
@@ -299,7 +302,7 @@ class TorchLibrary:
         self._transforms_active = self.torch._C._are_functorch_transforms_active
         self._modes = self.torch._C._len_torch_dispatch_stack
         self._tracer = self.torch._C._get_tracing_state
-        self._autocast = self.torch._C._is_any_autocast_enabled
+        self.is_autocast = self.torch._C._is_any_autocast_enabled
         self._forward_mode = self.torch.autograd.forward_ad
         self._plain = self.torch.Tensor.__torch_dispatch__  # of all but tensor subclasses
         self._is_plain = {self.torch.Tensor: True}  # by type
@@ -334,7 +337,7 @@ class TorchLibrary:
 
     def watched(self, *arrays: Any) -> bool:
         """Whether something around the call changes it: autocast or what `traced` names."""
-        return self._autocast() or self.traced(*arrays)
+        return self.is_autocast() or self.traced(*arrays)
 
     def traced(self, *arrays: Any) -> bool:
         """Whether torch has to see the call: a dispatch mode, a first array without memory, or what
@@ -377,12 +380,17 @@ class TorchLibrary:
         except RuntimeError:  # within what torch.compile runs it may not be asked
             return True
 
-    def wants_gradient(self, *arrays: Array) -> bool:
-        """Of either mode: a derivative that a result without one would lose."""
+    def wants_gradient(self, *arrays: Array | None) -> bool:
+        """Of either mode: a derivative that a result without one would lose.
+
+        None and arrays of other libraries count for nothing.
+        """
         for x in arrays:
-            if x.requires_grad:
+            if x is not None and getattr(x, "requires_grad", False):
                 return self.torch.is_grad_enabled()
-        return self._forward_mode._current_level >= 0 and any(map(self._has_tangent, arrays))
+        if self._forward_mode._current_level < 0:
+            return False
+        return any(self._has_tangent(x) for x in arrays if isinstance(x, self.torch.Tensor))
 
     def determinism(self) -> str:
         """What torch.use_deterministic_algorithms asks for: "error", "warn" or ""."""

@@ -62,11 +62,11 @@ class Operation:
         library = library_of(arrays[self.first])
         if library is None:
             return self._foreign(function, arrays, options)
-        if self.torch_side is not None and _is_followed(library, arrays, self.first):
-            side = self.torch_side()
+        if library.has_autograd and self.torch_side is not None:
             if library.traced(arrays[self.first], *arrays):
-                return side.traced(function, arrays, options)
-            return side.called(function, arrays, options)
+                return self.torch_side().traced(function, arrays, options)
+            if library.is_autocast() or library.wants_gradient(*arrays):
+                return self.torch_side().called(function, arrays, options)
         return self.run(function, library, arrays, options)
 
     def _foreign(
@@ -81,10 +81,3 @@ class Operation:
         )
         results = self.run(function, library_of(known[self.first]), known, options)
         return tuple(None if x is None else to_foreign(x, first) for x in results)
-
-
-def _is_followed(library: Any, arrays: Sequence[Array | None], first: int) -> bool:
-    """Whether torch does something around the call, or wants a gradient of it."""
-    return library.watched(arrays[first], *arrays) or library.wants_gradient(
-        *[x for x in arrays if x is not None and library_of(x) is library]
-    )
