@@ -97,6 +97,6 @@ def test_import_is_light():
         "cupyflash.attention(x, x, x)\n"
         "print(seconds, *sorted({'torch', 'cupy', 'rich'} & set(sys.modules)))"
     )
-    runs = [python(code, cwd=ROOT).split() for _ in range(3)]
-    assert [loaded for _, *loaded in runs] == [[]] * 3
+    runs = [python(code, cwd=ROOT).split() for _ in range(8)]  # other processes slow it down
+    assert [loaded for _, *loaded in runs] == [[]] * 8
     assert min(float(seconds) for seconds, *_ in runs) < 0.3

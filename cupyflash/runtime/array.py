@@ -386,7 +386,7 @@ class TorchLibrary:
         None and arrays of other libraries count for nothing.
         """
         for x in arrays:
-            if x is not None and getattr(x, "requires_grad", False):
+            if x is not None and getattr(x, "requires_grad", False) is True:
                 return self.torch.is_grad_enabled()
         if self._forward_mode._current_level < 0:
             return False
