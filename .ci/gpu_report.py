@@ -2,7 +2,7 @@
 
 Exit code 0: current. 1: sources changed since (they are listed). 2: no usable report, or it holds a
 failure. `pytest --gpu-report=.ci/gpu-report.json` on a GPU machine writes the report; the same with
-CUPYFLASH_FAMILY=sm80 or simt adds the run of one family to the report of the same sources.
+CUPYFLASH_BACKEND=sm80 or simt adds the run of one backend to the report of the same sources.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / ".ci" / "gpu-report.json"
 FOLDERS = ("cuda_src", "cupyflash", "tests")
-FAMILIES = ("sm80", "simt")  # that the suite also runs with alone
+BACKENDS = ("sm80", "simt")  # that the suite also runs with alone
 
 
 def file_digests() -> dict[str, str]:
@@ -49,36 +49,38 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 def merged(
     report: dict,
-    family: str | None,
+    backend: str | None,
     machine: dict[str, str],
     run: dict[str, object],
     sanitizer: dict[str, str],
     files: dict[str, str],
 ) -> dict:
-    """The report with a run in it: of everything, or of one forced family.
+    """The report with a run in it: of everything, or of one forced backend.
 
-    Runs of other sources are dropped from the families; so is a whole run from a family's.
+    Runs of other sources are dropped from the backends; so is a whole run from a backend's.
     """
     digest = source_digest(files)
     same = report.get("source_digest") == digest
-    families = report.get("families", {}) if same else {}
-    if family is None:
+    backends = report.get("backends", {}) if same else {}
+    if backend is None:
         whole = {**machine, **run, "sanitizer": sanitizer}
     elif same:
-        whole = {name: x for name, x in report.items() if name not in ("families", "files")}
+        whole = {name: x for name, x in report.items() if name not in ("backends", "files")}
         whole.pop("source_digest")
     else:
-        raise ValueError("gpu-report: a family's run needs the whole run of the same sources first")
-    if family is not None:
-        families = {**families, family: run}
-    return {**whole, "families": families, "source_digest": digest, "files": files}
+        raise ValueError(
+            "gpu-report: a backend's run needs the whole run of the same sources first"
+        )
+    if backend is not None:
+        backends = {**backends, backend: run}
+    return {**whole, "backends": backends, "source_digest": digest, "files": files}
 
 
 def main() -> int:
     try:
         report = json.loads(REPORT.read_text())
-        families = report.get("families", {})
-        failed = report["failed"] + sum(run["failed"] for run in families.values())
+        backends = report.get("backends", {})
+        failed = report["failed"] + sum(run["failed"] for run in backends.values())
         failed += len([result for result in report["sanitizer"].values() if result != "clean"])
         files, digest = report["files"], report["source_digest"]
     except (OSError, ValueError, KeyError) as error:
@@ -88,12 +90,12 @@ def main() -> int:
         print(f"gpu-report: {failed} failures on {report['gpu']} ({report['date']})")
         return 2
     now = file_digests()
-    missing = [family for family in FAMILIES if family not in families]
+    missing = [backend for backend in BACKENDS if backend not in backends]
     if source_digest(now) == digest and not missing:
         print("current")
         return 0
     if source_digest(now) == digest:
-        print(f"gpu-report: no run with CUPYFLASH_FAMILY={' and '.join(missing)}")
+        print(f"gpu-report: no run with CUPYFLASH_BACKEND={' and '.join(missing)}")
         return 1
     print(f"gpu-report: stale, changed since {report['date']}:")
     print("\n".join(changes(files, now)))

@@ -81,10 +81,10 @@ def _load_cupyflash() -> Callable:
     return lambda q, k, v, causal: cupyflash.attention(q, k, v, causal=causal)
 
 
-def _force_family(family: str) -> AbstractContextManager:
+def _force_backend(backend: str) -> AbstractContextManager:
     from cupyflash import environment
 
-    return environment.override(family=family)
+    return environment.override(backend=backend)
 
 
 def _load_sdpa() -> Callable:
@@ -115,8 +115,8 @@ def _load_flash_attn(module: str) -> Callable:
     return attention
 
 
-def _ours(name: str, family: str) -> Provider:
-    return Provider(name, _load_cupyflash, functools.partial(_force_family, family))
+def _ours(name: str, backend: str) -> Provider:
+    return Provider(name, _load_cupyflash, functools.partial(_force_backend, backend))
 
 
 def _sdpa(name: str, backend: str) -> Provider:

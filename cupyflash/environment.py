@@ -9,7 +9,7 @@ CUPYFLASH_CACHE_DIR     a folder                compiled kernels live here; defa
 CUPYFLASH_DEBUG         0 or 1                  print each kernel's configuration, registers, spills
                                                 and seconds; check what costs a device sync
 CUPYFLASH_DUMP          ptx, sass or ptx,sass   write kernel.ptx / kernel.sass beside the cubin
-CUPYFLASH_FAMILY        sm90, sm80 or simt      use this kernel family only
+CUPYFLASH_BACKEND        sm90, sm80 or simt      use this backend only
 CUPYFLASH_NO_JIT        0 or 1                  raise instead of compiling
 ======================  ======================  ====================================================
 
@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DUMPS = ("ptx", "sass")
-FAMILIES = ("sm90", "sm80", "simt")
+BACKENDS = ("sm90", "sm80", "simt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,22 +38,22 @@ class Environment:
         cache_dir: absolute folder of compiled kernels; None where the user has no home folder.
         debug: print what each kernel is and costs.
         dump: which of ``DUMPS`` to write beside the cubin.
-        family: one of ``FAMILIES``, or None to let the GPU decide.
+        backend: one of ``BACKENDS``, or None to let the GPU decide.
         no_jit: never compile.
     """
 
     cache_dir: Path | None = None
     debug: bool = False
     dump: tuple[str, ...] = ()
-    family: str | None = None
+    backend: str | None = None
     no_jit: bool = False
 
     def __post_init__(self) -> None:
         for kind in self.dump:
             if kind not in DUMPS:
                 raise ValueError(f"CUPYFLASH_DUMP: must list ptx, sass or both, got {kind!r}")
-        if self.family is not None and self.family not in FAMILIES:
-            raise ValueError(f"CUPYFLASH_FAMILY: must be sm90, sm80 or simt, got {self.family!r}")
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ValueError(f"CUPYFLASH_BACKEND: must be sm90, sm80 or simt, got {self.backend!r}")
 
 
 _current: Environment | None = None
@@ -100,7 +100,7 @@ def _read() -> Environment:
         cache_dir=_cache_dir(),
         debug=_flag("CUPYFLASH_DEBUG"),
         dump=tuple(kind.strip() for kind in dump.split(",") if kind.strip()),
-        family=os.environ.get("CUPYFLASH_FAMILY") or None,
+        backend=os.environ.get("CUPYFLASH_BACKEND") or None,
         no_jit=_flag("CUPYFLASH_NO_JIT"),
     )
 

@@ -11,7 +11,7 @@ import importlib.util
 from pathlib import Path
 
 from . import environment, jit
-from .attention import families
+from .attention import backends
 from .attention.features import Access, Features
 from .jit import arch, compiler
 from .runtime.config import ITEM_SIZE
@@ -130,7 +130,7 @@ def gpu_problem() -> str:
         arch.target_arch(capability)
     except (RuntimeError, ImportError, OSError) as error:
         return str(error)
-    return "" if any(family_dtypes(capability).values()) else f"no kernels for {capability}"
+    return "" if any(backend_dtypes(capability).values()) else f"no kernels for {capability}"
 
 
 def mend() -> list[str]:
@@ -141,21 +141,23 @@ def mend() -> list[str]:
     return steps
 
 
-def family_dtypes(capability: tuple[int, int]) -> dict[str, tuple[str, ...]]:
-    """The dtypes that each kernel family computes on a GPU."""
+def backend_dtypes(capability: tuple[int, int]) -> dict[str, tuple[str, ...]]:
+    """The dtypes that each backend computes on a GPU."""
     return {
         name: tuple(
             dtype
             for dtype in ITEM_SIZE
-            if family.supports(dtype, 64, Access.TENSOR_MAP, Features(), capability, backward=False)
+            if backend.supports(
+                dtype, 64, Access.TENSOR_MAP, Features(), capability, backward=False
+            )
         )
-        for name, family in families.FAMILIES.items()
+        for name, backend in backends.BACKENDS.items()
     }
 
 
-def family_capabilities(family: str) -> list[tuple[int, int]]:
-    """The compute capabilities on which a family runs, the oldest first."""
-    return [c for c in CAPABILITIES if family_dtypes(c)[family]]
+def backend_capabilities(backend: str) -> list[tuple[int, int]]:
+    """The compute capabilities on which a backend runs, the oldest first."""
+    return [c for c in CAPABILITIES if backend_dtypes(c)[backend]]
 
 
 def cache_size() -> tuple[int, int]:

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from . import environment, jit
-from .attention.families import FAMILIES, simt
-from .attention.families.preprocess import FlashBwdSinks
+from .attention.backends import BACKENDS, simt
+from .attention.backends.preprocess import FlashBwdSinks
 from .attention.features import Access, Features
 from .jit import compiler
 from .kernels import TOPICS
@@ -25,7 +25,7 @@ def warmup(
     *,
     head_dims: Sequence[int] | None = None,
     dtypes: Sequence[str] | None = None,
-    families: Sequence[str] | None = None,
+    backends: Sequence[str] | None = None,
     topics: Sequence[str] | None = None,
     everything: bool = False,
     jobs: int | None = None,
@@ -34,15 +34,15 @@ def warmup(
     """Compile the kernels that calls within these limits launch, in parallel processes.
 
     By default these are what calls with default options pick: attention, forward and backward, full
-    or causal, packed or not, in the family that the architecture is given; LayerNorm and RMSNorm;
+    or causal, packed or not, in the backend that the architecture is given; LayerNorm and RMSNorm;
     decoding. A kernel that is not among them is compiled at its first use, as without a warm-up.
 
     Args:
         archs: names such as "sm_80" or "sm_90a".
         head_dims: of attention, multiples of 8 up to 256; default 64, 96, 128 and 256.
         dtypes: of "float16", "bfloat16" and "float32"; default the first two.
-        families: of attention: of "sm90", "sm80" and "simt"; none for no attention; default the
-            fastest one for each problem, or the one that CUPYFLASH_FAMILY forces.
+        backends: of attention: of "sm90", "sm80" and "simt"; none for no attention; default the
+            fastest one for each problem, or the one that CUPYFLASH_BACKEND forces.
         topics: of the other kernels, keys of `cupyflash.kernels.TOPICS`; none for attention alone;
             default "norm" and "decode".
         everything: what is not given above is no longer limited. Besides, attention with softcap,
@@ -58,7 +58,7 @@ def warmup(
 
     Raises:
         TypeError: a name where a sequence of names belongs, or a head dim that is no integer.
-        ValueError: an architecture, head dim, dtype, family or topic that does not exist, or
+        ValueError: an architecture, head dim, dtype, backend or topic that does not exist, or
             nothing to compile.
         OSError: the cache folder cannot be written.
         jit.CompileError: a kernel does not compile.
@@ -66,18 +66,18 @@ def warmup(
     head_dims = _limit(head_dims, COMMON_HEAD_DIMS, ALL_HEAD_DIMS, everything)
     dtypes = _limit(dtypes, COMMON_DTYPES, tuple(ITEM_SIZE), everything)
     topics = _limit(topics, COMMON_TOPICS, tuple(TOPICS), everything)
-    forced = environment.current().family
-    families = _limit(families, (forced,) if forced else None, tuple(FAMILIES), everything)
+    forced = environment.current().backend
+    backends = _limit(backends, (forced,) if forced else None, tuple(BACKENDS), everything)
     capabilities = check_archs(archs)
     check_head_dims(head_dims)
     check_names("dtypes", dtypes, ITEM_SIZE)
-    check_names("families", families or (), FAMILIES)
+    check_names("backends", backends or (), BACKENDS)
     check_names("topics", topics, TOPICS)
     if jobs is not None and (not is_integer(jobs) or jobs < 1):
         raise ValueError(f"warmup: jobs must be a positive integer or None, got {jobs!r}")
     tasks = []
     for capability in capabilities:
-        attention = _attention(capability, head_dims, dtypes, families, everything)
+        attention = _attention(capability, head_dims, dtypes, backends, everything)
         beside = _beside_attention(capability, dtypes, topics, everything)
         tasks += [(x, jit.arch_of(capability)) for x in itertools.chain(attention, beside)]
     if not tasks:
@@ -150,7 +150,7 @@ def _attention(
     names: Sequence[str] | None,
     everything: bool,
 ) -> Iterator[KernelConfig]:
-    """The kernels of attention; of the first family that computes a problem where names is None."""
+    """The kernels of attention; of the first backend that computes a problem where names is None."""
     switches = (False, True) if everything else (False,)
     both = (False, True)
     features = itertools.starmap(Features, itertools.product(switches, switches, both, both))
@@ -158,18 +158,18 @@ def _attention(
         problem = (dtype, head_dim, feature, capability)
         for backward in both:
             serving = [
-                FAMILIES[name]
-                for name in (FAMILIES if names is None else names)
-                if FAMILIES[name].supports(
+                BACKENDS[name]
+                for name in (BACKENDS if names is None else names)
+                if BACKENDS[name].supports(
                     dtype, head_dim, Access.TENSOR_MAP, feature, capability, backward=backward
                 )
             ]
-            for family in serving[:1] if names is None else serving:
-                yield from family.PACKED
+            for backend in serving[:1] if names is None else serving:
+                yield from backend.PACKED
                 if backward:
-                    yield from family.backward(*problem)
+                    yield from backend.backward(*problem)
                 else:
-                    yield from family.forward(*problem).with_splits()
+                    yield from backend.forward(*problem).with_splits()
                 if backward and everything:
                     yield FlashBwdSinks()
 

@@ -246,10 +246,10 @@ def results(function, arguments):
 
 
 def check(name, device):
-    """The compiled call gives what the plain one does; the backend is the default one on a GPU."""
+    """The compiled call gives what the plain one does; the target is the default one on a GPU."""
     function, arguments = CALLS[name](Problem(device))
-    backend = {"backend": "aot_eager"} if device == "cpu" else {}
-    compiled = torch.compile(function, **backend)
+    target = {"backend": "aot_eager"} if device == "cpu" else {}
+    compiled = torch.compile(function, **target)
     # First compiled: nothing of the process has been set up by a plain call.
     found, right = results(compiled, arguments), results(function, arguments)
     for x, y in zip(found, right, strict=True):

@@ -1,4 +1,4 @@
-"""The `backend` fixture, and `pytest --gpu-report FILE`, which writes what a GPU run found."""
+"""The `target` fixture, and `pytest --gpu-report FILE`, which writes what a GPU run found."""
 
 import datetime
 import importlib.metadata
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from backends import BACKENDS, FORCED, compute_capability, has
 from matrix import select
+from targets import FORCED, TARGETS, compute_capability, has
 
 from cupyflash import environment
 
@@ -19,22 +19,22 @@ GPU_REPORT_SCRIPT = Path(__file__).resolve().parent.parent / ".ci" / "gpu_report
 
 
 @pytest.fixture
-def backend(request):
-    """The backend of the test, its kernel family forced."""
-    with environment.override(family=request.param.family or FORCED):
+def target(request):
+    """The target of the test, its backend forced."""
+    with environment.override(backend=request.param.backend or FORCED):
         yield request.param
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Under CUPYFLASH_FAMILY a test of what that family does not compute is skipped.
+    """Under CUPYFLASH_BACKEND a test of what that backend does not compute is skipped.
 
-    That is as documented: the error names the family and the variable.
+    That is as documented: the error names the backend and the variable.
     """
     try:
         return (yield)
     except (NotImplementedError, AssertionError) as error:  # the latter from another process
-        if FORCED and f"the kernel family {FORCED} (CUPYFLASH_FAMILY) does not" in str(error):
+        if FORCED and f"the backend {FORCED} (CUPYFLASH_BACKEND) does not" in str(error):
             pytest.skip(str(error).strip().splitlines()[-1])
         raise
 
@@ -63,7 +63,7 @@ def _shrink_torch(torch):
 def pytest_collection_modifyitems(config, items):
     """Leave out what cannot run here; the summary says so in one line for each reason.
 
-    A run of a forced family leaves out the CPU too, and the compilation of all kernels.
+    A run of a forced backend leaves out the CPU too, and the compilation of all kernels.
     """
     left_out = [item for item in items if _left_out(item)]
     items[:] = [item for item in items if not _left_out(item)]
@@ -72,15 +72,15 @@ def pytest_collection_modifyitems(config, items):
 
 def _left_out(item):
     callspec = getattr(item, "callspec", None)
-    backend = callspec.params.get("backend") if callspec else None
-    if FORCED and (item.path.stem == "test_compile" or (backend and not backend.gpu)):
+    target = callspec.params.get("target") if callspec else None
+    if FORCED and (item.path.stem == "test_compile" or (target and not target.gpu)):
         return True
-    return bool(backend and backend.missing)
+    return bool(target and target.missing)
 
 
 def pytest_terminal_summary(terminalreporter):
-    backends = [*BACKENDS, *select("torch", "cuda")]
-    for reason in sorted({backend.missing for backend in backends} - {""}):
+    targets = [*TARGETS, *select("torch", "cuda")]
+    for reason in sorted({target.missing for target in targets} - {""}):
         terminalreporter.write_line(f"left out: {reason}")
 
 

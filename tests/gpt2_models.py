@@ -11,21 +11,21 @@ TINY = Gpt2Config(layers=2, heads=4, width=64, context=128, vocabulary=101)
 
 def each_device():
     """Parametrises a test over NumPy and CuPy, on which the model runs."""
-    chosen = [backend for backend in libraries() if backend.library in ("numpy", "cupy")]
-    return pytest.mark.parametrize("backend", chosen, indirect=True, ids=lambda x: x.name)
+    chosen = [target for target in libraries() if target.library in ("numpy", "cupy")]
+    return pytest.mark.parametrize("target", chosen, indirect=True, ids=lambda x: x.name)
 
 
-def device(backend):
-    return "gpu" if backend.gpu else "cpu"
+def device(target):
+    return "gpu" if target.gpu else "cpu"
 
 
-def decodes(backend):
-    return ("eager", "graph", "persistent") if backend.gpu else ("eager", "persistent")
+def decodes(target):
+    return ("eager", "graph", "persistent") if target.gpu else ("eager", "persistent")
 
 
-def modes(backend):
+def modes(target):
     """Naive attention needs the matrix products of CuPy, which a light install does not have."""
-    if backend.gpu:
+    if target.gpu:
         import cupy
 
         try:
@@ -53,8 +53,8 @@ def lively(model):
     return Gpt2(model.config, weights, mode=model.mode)
 
 
-def tiny(backend, dtype="float32", mode="fused", config=TINY):
-    return lively(Gpt2.random(config, dtype=dtype, device=device(backend), mode=mode))
+def tiny(target, dtype="float32", mode="fused", config=TINY):
+    return lively(Gpt2.random(config, dtype=dtype, device=device(target), mode=mode))
 
 
 def prompts(*lengths, vocabulary=101):

@@ -126,7 +126,7 @@ def joined(parts):
 
 
 def problem_of(
-    backend,
+    target,
     function,
     dtype,
     *,
@@ -156,10 +156,10 @@ def problem_of(
     out = last if function == "mlp" else columns
 
     def make(shape, seed):
-        return stored(backend, normal(shape, seed), dtype, storage)
+        return stored(target, normal(shape, seed), dtype, storage)
 
     def weight(shape, seed):
-        values = stored(backend, shape[-1] ** -0.5 * normal(shape, seed), dtype)
+        values = stored(target, shape[-1] ** -0.5 * normal(shape, seed), dtype)
         return values.float() if weights == "float32" else values
 
     first = "up_" if function == "mlp" else ""
@@ -183,10 +183,10 @@ def problem_of(
         half = int(turned * HEAD_DIM) // 2
         angles = 10 * normal((max(50, *rows), half), 13)
         for name in ("cos", "sin"):
-            tensors[name] = stored(backend, getattr(numpy, name)(angles), dtype)
+            tensors[name] = stored(target, getattr(numpy, name)(angles), dtype)
         if positions:
             chosen = numpy.random.default_rng(14).integers(0, 50, rows)
-            tensors["positions"] = backend.array(chosen.astype(positions))
+            tensors["positions"] = target.array(chosen.astype(positions))
     return Problem(function, tensors, activation, norm == "rms", interleaved)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 import pytest
-from backends import BACKENDS, Backend, compute_capability
+from targets import TARGETS, Target, compute_capability
 
 from cupyflash.testing import STORAGES, Inputs, make_alibi_slopes
 
@@ -52,11 +52,11 @@ class Case:
         parts += [f"dropout{self.dropout:g}"] if self.dropout else []
         return "-".join(parts)
 
-    def problem(self, backend: Backend) -> tuple[Inputs, dict[str, Any]]:
+    def problem(self, target: Target) -> tuple[Inputs, dict[str, Any]]:
         """The inputs and the options of ``cupyflash.attention`` without the layout."""
         # The yardstick keeps all scores: one long sequence is enough for several processes.
         batch = 1 if self.lengths[0] * self.lengths[1] > 2**22 else 2
-        inputs = backend.inputs(
+        inputs = target.inputs(
             self.dtype,
             batch=batch,
             seqlen_q=self.lengths[0],
@@ -71,9 +71,9 @@ class Case:
         if self.alibi:
             options["alibi_slopes"] = make_alibi_slopes(
                 self.heads[0],
-                backend.library,
+                target.library,
                 batch=batch if self.alibi == 2 else None,
-                device=backend.device,
+                device=target.device,
             )
         rng = numpy.random.default_rng(4)
         if self.bias:
@@ -82,22 +82,22 @@ class Case:
             shape = [size if axis in axes else 1 for axis, size in zip("bhqk", whole)]
             values = rng.standard_normal(shape, dtype="float32")
             if dtype == "bool":
-                options["bias"] = backend.array(values > -0.5)
+                options["bias"] = target.array(values > -0.5)
             else:
-                options["bias"] = backend.array(values, dtype or self.dtype)
+                options["bias"] = target.array(values, dtype or self.dtype)
         if self.sinks:
-            options["sinks"] = backend.array(rng.standard_normal(self.heads[0], dtype="float32"))
+            options["sinks"] = target.array(rng.standard_normal(self.heads[0], dtype="float32"))
         if self.dropout:
             options |= {"dropout_p": self.dropout, "dropout_seed": 2**45 + 17}
         return inputs, options
 
 
-def factors(backend: Backend) -> dict[str, list]:
-    """The values of each field of `Case` on this backend."""
+def factors(target: Target) -> dict[str, list]:
+    """The values of each field of `Case` on this target."""
     return {
-        "dtype": list(backend.dtypes),
-        "head_dim": HEAD_DIMS if backend.full else [64, 128, 40],
-        "lengths": GPU_LENGTHS if backend.gpu and backend.full else CPU_LENGTHS,
+        "dtype": list(target.dtypes),
+        "head_dim": HEAD_DIMS if target.full else [64, 128, 40],
+        "lengths": GPU_LENGTHS if target.gpu and target.full else CPU_LENGTHS,
         "heads": [(2, 2), (4, 2), (3, 1)],
         "causal": [False, True, "top-left"],
         "window": [None, (37, 5), (None, 3), (0, 0), (16, None)],
@@ -107,7 +107,7 @@ def factors(backend: Backend) -> dict[str, list]:
         "bias": ["", *BIASES],
         "sinks": [False, True],
         "dropout": [0.0, 0.2],
-        "storage": [x for x in STORAGES if x != "unaligned" or not backend.aligned_only],
+        "storage": [x for x in STORAGES if x != "unaligned" or not target.aligned_only],
     }
 
 
@@ -138,50 +138,50 @@ def pairwise(values: dict[str, list], seed: int = 0) -> list[dict[str, Any]]:
 
 
 def matrix() -> pytest.MarkDecorator:
-    """Parametrises a test over (backend, case)."""
+    """Parametrises a test over (target, case)."""
     parameters = []
-    for backend in BACKENDS:
-        cases = [Case(**point) for point in pairwise(factors(backend))]
+    for target in TARGETS:
+        cases = [Case(**point) for point in pairwise(factors(target))]
         parameters += [
-            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
-            for case in (cases[:1] if backend.missing else cases)
+            pytest.param(target, case, id=f"{target.name}-{case.id}")
+            for case in (cases[:1] if target.missing else cases)
         ]
-    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
 
 
-def libraries() -> list[Backend]:
-    """One backend for each library and device, for kernels that come in no families."""
-    found: dict[tuple[str, str], Backend] = {}
-    for backend in BACKENDS:
-        place = (backend.library, backend.device)
-        dtypes = (*found[place].dtypes, *backend.dtypes) if place in found else backend.dtypes
-        name = f"{backend.library}-{backend.device}"
+def libraries() -> list[Target]:
+    """One target for each library and device, for kernels that come in no backends."""
+    found: dict[tuple[str, str], Target] = {}
+    for target in TARGETS:
+        place = (target.library, target.device)
+        dtypes = (*found[place].dtypes, *target.dtypes) if place in found else target.dtypes
+        name = f"{target.library}-{target.device}"
         unique = tuple(dict.fromkeys(dtypes))
-        found[place] = dataclasses.replace(backend, name=name, family=None, dtypes=unique)
+        found[place] = dataclasses.replace(target, name=name, backend=None, dtypes=unique)
     return list(found.values())
 
 
 def each_library(library: str | None = None, device: str | None = None) -> pytest.MarkDecorator:
     """Parametrises a test over :func:`libraries`, those of one library or device if given."""
     chosen = [
-        backend
-        for backend in libraries()
-        if library in (None, backend.library) and device in (None, backend.device)
+        target
+        for target in libraries()
+        if library in (None, target.library) and device in (None, target.device)
     ] or select(library, device)
-    return pytest.mark.parametrize("backend", chosen, indirect=True, ids=lambda x: x.name)
+    return pytest.mark.parametrize("target", chosen, indirect=True, ids=lambda x: x.name)
 
 
-def select(library: str | None = None, device: str | None = None) -> list[Backend]:
-    """The backends, those of one library or device if given; never empty."""
+def select(library: str | None = None, device: str | None = None) -> list[Target]:
+    """The targets, those of one library or device if given; never empty."""
     reason = compute_capability()[1] or "no GPU tests of torch: it sees no GPU"
     return [
-        backend
-        for backend in BACKENDS
-        if library in (None, backend.library) and device in (None, backend.device)
-    ] or [Backend(f"{library}-gpu", "", "cuda", missing=reason)]
+        target
+        for target in TARGETS
+        if library in (None, target.library) and device in (None, target.device)
+    ] or [Target(f"{library}-gpu", "", "cuda", missing=reason)]
 
 
 def each(library: str | None = None, device: str | None = None) -> pytest.MarkDecorator:
     """Parametrises a test over :func:`select`."""
-    backends = select(library, device)
-    return pytest.mark.parametrize("backend", backends, indirect=True, ids=lambda x: x.name)
+    targets = select(library, device)
+    return pytest.mark.parametrize("target", targets, indirect=True, ids=lambda x: x.name)

@@ -1,6 +1,6 @@
 """Every operation as a function of arrays, for tests that run all of them in some other way.
 
-``OPERATIONS[name](backend, seed)`` gives (arrays, call): ``call(*arrays)`` returns a tuple of new
+``OPERATIONS[name](target, seed)`` gives (arrays, call): ``call(*arrays)`` returns a tuple of new
 arrays, the same bits each time for the same values.
 """
 
@@ -13,20 +13,20 @@ import cupyflash
 
 
 class Maker:
-    """Seeded arrays of a backend; ``odd`` makes shapes that no other test has."""
+    """Seeded arrays of a target; ``odd`` makes shapes that no other test has."""
 
-    def __init__(self, backend, seed, odd=0):
-        self.backend, self.seed, self.odd = backend, seed, odd
-        self.dtype = backend.dtypes[0]
+    def __init__(self, target, seed, odd=0):
+        self.target, self.seed, self.odd = target, seed, odd
+        self.dtype = target.dtypes[0]
         self.count = 0
 
     def normal(self, *shape, scale=1.0, mean=0.0, storage="contiguous"):
         self.count += 1
         values = scale * normal(shape, (self.seed, self.count)) + mean
-        return stored(self.backend, values, self.dtype, storage)
+        return stored(self.target, values, self.dtype, storage)
 
     def integers(self, *values):
-        return self.backend.array(numpy.asarray(values, "int32"))
+        return self.target.array(numpy.asarray(values, "int32"))
 
 
 def attention(m):
@@ -189,8 +189,8 @@ _MAKERS = {
 }
 
 
-def _make(maker, backend, seed, odd=0):
-    return maker(Maker(backend, seed, odd))
+def _make(maker, target, seed, odd=0):
+    return maker(Maker(target, seed, odd))
 
 
 OPERATIONS = {name: functools.partial(_make, maker) for name, maker in _MAKERS.items()}

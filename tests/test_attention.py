@@ -1,4 +1,4 @@
-"""The forward pass on every backend."""
+"""The forward pass on every target."""
 
 import numpy
 import pytest
@@ -8,18 +8,18 @@ import cupyflash
 from cupyflash.testing import expected, poison_free_memory, to_float64
 
 
-def poison(backend, inputs):
+def poison(target, inputs):
     """Leave NaN where the output and the LSE are likely to be allocated."""
-    rows = inputs.q.size if backend.library != "torch" else inputs.q.numel()
+    rows = inputs.q.size if target.library != "torch" else inputs.q.numel()
     out_bytes = rows * (4 if inputs.dtype == "float32" else 2)
     lse_bytes = rows // max(1, inputs.q.shape[-1]) * 4
-    poison_free_memory(backend.library, backend.device, [out_bytes, lse_bytes])
+    poison_free_memory(target.library, target.device, [out_bytes, lse_bytes])
 
 
 @matrix()
-def test_forward(backend, case):
-    inputs, options = case.problem(backend)
-    poison(backend, inputs)
+def test_forward(target, case):
+    inputs, options = case.problem(target)
+    poison(target, inputs)
     out, lse = cupyflash.attention(
         inputs.q, inputs.k, inputs.v, layout=inputs.layout, return_lse=True, **options
     )
@@ -27,8 +27,8 @@ def test_forward(backend, case):
 
 
 @each()
-def test_result_belongs_to_the_caller(backend):
-    inputs = backend.inputs("float16", seqlen_q=5, layout="bhsd")
+def test_result_belongs_to_the_caller(target):
+    inputs = target.inputs("float16", seqlen_q=5, layout="bhsd")
     out = cupyflash.attention(inputs.q, inputs.k, inputs.v, layout="bhsd")
     assert type(out) is type(inputs.q)
     assert out.shape == inputs.q.shape and out.dtype == inputs.q.dtype
@@ -37,17 +37,17 @@ def test_result_belongs_to_the_caller(backend):
 
 @each()
 @pytest.mark.parametrize("scale", [0.01, 1.7])
-def test_scale(backend, scale):
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=70)
+def test_scale(target, scale):
+    inputs = target.inputs(target.dtypes[0], seqlen_q=70)
     out, lse = cupyflash.attention(inputs.q, inputs.k, inputs.v, scale=scale, return_lse=True)
     expected(inputs, scale=scale).check(out=out, lse=lse)
 
 
 @each()
-def test_rows_without_a_key(backend):
+def test_rows_without_a_key(target):
     """seqlen_q > seqlen_k, causal: the first rows lie before the first key."""
-    inputs = backend.inputs("float16", seqlen_q=150, seqlen_k=20)
-    poison(backend, inputs)
+    inputs = target.inputs("float16", seqlen_q=150, seqlen_k=20)
+    poison(target, inputs)
     out, lse = cupyflash.attention(inputs.q, inputs.k, inputs.v, causal=True, return_lse=True)
     assert (to_float64(out)[:, :130] == 0).all()
     assert (to_float64(lse)[..., :130] == -numpy.inf).all()
@@ -66,9 +66,9 @@ def test_rows_without_a_key(backend):
     ],
     ids=str,
 )
-def test_empty(backend, shape):
-    inputs = backend.inputs("float16", **shape)
-    poison(backend, inputs)
+def test_empty(target, shape):
+    inputs = target.inputs("float16", **shape)
+    poison(target, inputs)
     out, lse = cupyflash.attention(inputs.q, inputs.k, inputs.v, return_lse=True)
     assert tuple(out.shape) == tuple(inputs.q.shape)
     assert tuple(lse.shape) == tuple(inputs.q.shape[i] for i in (0, 2, 1))
@@ -76,17 +76,17 @@ def test_empty(backend, shape):
 
 
 @each()
-def test_large_scores(backend):
+def test_large_scores(target):
     """Scores far beyond the range of exp in float32 and of float16."""
-    inputs = backend.inputs("float16", seqlen_q=100)
+    inputs = target.inputs("float16", seqlen_q=100)
     out, lse = cupyflash.attention(inputs.q, inputs.k, inputs.v, scale=300.0, return_lse=True)
     assert numpy.isfinite(to_float64(out)).all() and numpy.isfinite(to_float64(lse)).all()
     assert float(abs(to_float64(lse)).max()) > 1000
 
 
 @each()
-def test_flash_attn_func(backend):
-    inputs = backend.inputs("float16", seqlen_q=33, seqlen_k=65, heads_q=4, heads_kv=2)
+def test_flash_attn_func(target):
+    inputs = target.inputs("float16", seqlen_q=33, seqlen_k=65, heads_q=4, heads_kv=2)
     qkv = inputs.q, inputs.k, inputs.v
     out, lse, probabilities = cupyflash.flash_attn_func(
         *qkv, 0.0, 0.2, True, (16, -1), 3.0, return_attn_probs=True
@@ -101,29 +101,29 @@ def test_flash_attn_func(backend):
 
 
 @each()
-def test_flash_attn_packed(backend):
-    inputs = backend.inputs("float16", seqlen_q=33)
-    qkv = _stack(backend, inputs.q, inputs.k, inputs.v)
-    kv = _stack(backend, inputs.k, inputs.v)
+def test_flash_attn_packed(target):
+    inputs = target.inputs("float16", seqlen_q=33)
+    qkv = _stack(target, inputs.q, inputs.k, inputs.v)
+    kv = _stack(target, inputs.k, inputs.v)
     separate = cupyflash.flash_attn_func(inputs.q, inputs.k, inputs.v, causal=True)
     assert (cupyflash.flash_attn_qkvpacked_func(qkv, causal=True) == separate).all()
     assert (cupyflash.flash_attn_kvpacked_func(inputs.q, kv, causal=True) == separate).all()
 
 
-def _stack(backend, *tensors):
+def _stack(target, *tensors):
     """Tensors (batch, seqlen, heads, head_dim) as one (batch, seqlen, n, heads, head_dim)."""
-    if backend.library == "torch":
+    if target.library == "torch":
         import torch
 
         return torch.stack(tensors, 2)
     xp = numpy
-    if backend.library == "cupy":
+    if target.library == "cupy":
         import cupy as xp
     return xp.stack(tensors, 2)
 
 
 @each(library="torch")
-def test_any_dlpack_object(backend):
+def test_any_dlpack_object(target):
     """An object that is of no known library, but speaks DLPack."""
 
     class Wrapped:
@@ -136,15 +136,15 @@ def test_any_dlpack_object(backend):
         def __dlpack_device__(self):
             return self.tensor.__dlpack_device__()
 
-    inputs = backend.inputs("float16", seqlen_q=40)
+    inputs = target.inputs("float16", seqlen_q=40)
     out = cupyflash.attention(*map(Wrapped, (inputs.q, inputs.k, inputs.v)))
     plain = cupyflash.attention(inputs.q, inputs.k, inputs.v)
     assert (to_float64(out) == to_float64(plain)).all()
 
 
 @each(device="cuda")
-def test_forward_is_bitwise_repeatable(backend):
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=1023, head_dim=128)
+def test_forward_is_bitwise_repeatable(target):
+    inputs = target.inputs(target.dtypes[0], seqlen_q=1023, head_dim=128)
     first = cupyflash.attention(inputs.q, inputs.k, inputs.v, causal=True)
     second = cupyflash.attention(inputs.q, inputs.k, inputs.v, causal=True)
     assert (first == second).all()

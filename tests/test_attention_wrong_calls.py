@@ -27,10 +27,10 @@ SEED = ("text", 1.5, -1, 2**63, True, [1], {}, object())
 INT32 = ("int64", "float32", "float16")
 
 
-def good(backend, **changes):
+def good(target, **changes):
     """q, k, v, and beside them optional arrays of every kind."""
     sizes = {"batch": 2, "seqlen_q": 5, "seqlen_k": 6, "heads_q": 4, "heads_kv": 2, "head_dim": 16}
-    return backend.inputs(backend.dtypes[0], **sizes | changes)
+    return target.inputs(target.dtypes[0], **sizes | changes)
 
 
 def shared_kinds():
@@ -47,7 +47,7 @@ def shared_kinds():
     }
 
 
-def optional_arrays(backend):
+def optional_arrays(target):
     import numpy
 
     arrays = {
@@ -57,7 +57,7 @@ def optional_arrays(backend):
         "seqused_q": numpy.array([5, 3], "int32"),
         "seqused_k": numpy.array([6, 2], "int32"),
     }
-    arrays = {name: backend.array(x) for name, x in arrays.items()}
+    arrays = {name: target.array(x) for name, x in arrays.items()}
     kinds = {
         name: array(x, optional=True, dtypes=INT32 if name.startswith("seqused") else ())
         for name, x in arrays.items()
@@ -66,8 +66,8 @@ def optional_arrays(backend):
 
 
 @each()
-def test_attention(backend):
-    inputs, (arrays, kinds) = good(backend), optional_arrays(backend)
+def test_attention(target):
+    inputs, (arrays, kinds) = good(target), optional_arrays(target)
     call = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dropout_p": 0.1, "dropout_seed": 3}
     kinds |= {name: array(call[name]) for name in "qkv"} | shared_kinds()
     kinds["return_lse"] = FLAG
@@ -75,8 +75,8 @@ def test_attention(backend):
 
 
 @each()
-def test_attention_backward(backend):
-    inputs, (arrays, kinds) = good(backend), optional_arrays(backend)
+def test_attention_backward(target):
+    inputs, (arrays, kinds) = good(target), optional_arrays(target)
     arrays |= {"dropout_p": 0.1, "dropout_seed": 3}
     out, lse = cupyflash.attention(inputs.q, inputs.k, inputs.v, return_lse=True, **arrays)
     call = {"dout": inputs.dout, "q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out}
@@ -88,11 +88,11 @@ def test_attention_backward(backend):
 
 
 @each()
-def test_scaled_dot_product_attention(backend):
-    inputs = good(backend, layout="bhsd", heads_kv=4)
+def test_scaled_dot_product_attention(target):
+    inputs = good(target, layout="bhsd", heads_kv=4)
     call = {"query": inputs.q, "key": inputs.k, "value": inputs.v}
     kinds = {name: array(x) for name, x in call.items()}
-    call["attn_mask"] = mask = backend.array(inputs_mask())
+    call["attn_mask"] = mask = target.array(inputs_mask())
     no_masks = [x for x in array(mask, optional=True) if getattr(x, "shape", None) != ()]
     kinds |= {
         "attn_mask": no_masks,  # one number is a mask
@@ -123,18 +123,18 @@ def flash_attn_kinds(slopes):
     }
 
 
-def slopes_of(backend):
+def slopes_of(target):
     import numpy
 
-    return backend.array(numpy.full(4, 0.5, "float32"))
+    return target.array(numpy.full(4, 0.5, "float32"))
 
 
-def stack(backend, axis, *arrays):
-    if backend.library == "torch":
+def stack(target, axis, *arrays):
+    if target.library == "torch":
         import torch
 
         return torch.stack(arrays, axis)
-    if backend.library == "cupy":
+    if target.library == "cupy":
         import cupy
 
         return cupy.stack(arrays, axis)
@@ -145,15 +145,15 @@ def stack(backend, axis, *arrays):
 
 @each()
 @pytest.mark.parametrize("packed", ["", "kv", "qkv"])
-def test_flash_attn(backend, packed):
-    inputs = good(backend, seqlen_k=5, heads_kv=4)
+def test_flash_attn(target, packed):
+    inputs = good(target, seqlen_k=5, heads_kv=4)
     call = {
         "": {"q": inputs.q, "k": inputs.k, "v": inputs.v},
-        "kv": {"q": inputs.q, "kv": stack(backend, 2, inputs.k, inputs.v)},
-        "qkv": {"qkv": stack(backend, 2, inputs.q, inputs.k, inputs.v)},
+        "kv": {"q": inputs.q, "kv": stack(target, 2, inputs.k, inputs.v)},
+        "qkv": {"qkv": stack(target, 2, inputs.q, inputs.k, inputs.v)},
     }[packed]
     kinds = {name: array(x) for name, x in call.items()}
-    call["alibi_slopes"] = slopes_of(backend)
+    call["alibi_slopes"] = slopes_of(target)
     kinds |= flash_attn_kinds(call["alibi_slopes"])
     name = f"flash_attn_{packed}packed_func" if packed else "flash_attn_func"
     check_refused(getattr(cupyflash, name), call, kinds, least=100)
@@ -161,12 +161,12 @@ def test_flash_attn(backend, packed):
 
 @each()
 @pytest.mark.parametrize("packed", ["", "kv", "qkv"])
-def test_flash_attn_varlen(backend, packed):
-    inputs = backend.varlen_inputs(backend.dtypes[0], [3, 4], heads_q=4, heads_kv=4, head_dim=16)
+def test_flash_attn_varlen(target, packed):
+    inputs = target.varlen_inputs(target.dtypes[0], [3, 4], heads_q=4, heads_kv=4, head_dim=16)
     call = {
         "": {"q": inputs.q, "k": inputs.k, "v": inputs.v},
-        "kv": {"q": inputs.q, "kv": stack(backend, 1, inputs.k, inputs.v)},
-        "qkv": {"qkv": stack(backend, 1, inputs.q, inputs.k, inputs.v)},
+        "kv": {"q": inputs.q, "kv": stack(target, 1, inputs.k, inputs.v)},
+        "qkv": {"qkv": stack(target, 1, inputs.q, inputs.k, inputs.v)},
     }[packed]
     kinds = {name: array(x) for name, x in call.items()}
     lengths, longest = array(inputs.cu_seqlens_q, dtypes=INT32), (*INTEGER, -1, None)
@@ -178,7 +178,7 @@ def test_flash_attn_varlen(backend, packed):
         call |= {"max_seqlen_q": 4, "max_seqlen_k": 4}
         kinds |= {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
         kinds |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    call["alibi_slopes"] = slopes_of(backend)
+    call["alibi_slopes"] = slopes_of(target)
     kinds |= flash_attn_kinds(call["alibi_slopes"])
     if not packed:
         kinds["block_table"] = (inputs.cu_seqlens_q, "text", 3)
@@ -187,11 +187,11 @@ def test_flash_attn_varlen(backend, packed):
 
 
 @each(library="cupy")
-def test_memory_that_no_kernel_reads(backend):
+def test_memory_that_no_kernel_reads(target):
     """Rows or an array that do not begin at a multiple of an element."""
     import cupy
 
-    inputs = good(backend)
+    inputs = good(target)
     raw = cupy.zeros(8192, "int8")
     shape, dtype = inputs.q.shape, inputs.q.dtype
     row = shape[-1] * dtype.itemsize + 1

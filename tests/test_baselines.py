@@ -15,9 +15,9 @@ attentions = pytest.mark.parametrize(
 
 @each_library(device="cuda")
 @pytest.mark.parametrize("shape", [(1,), (257,), (3, 0), (17, 1001)], ids=str)
-def test_vector_add(backend, shape):
-    for dtype in backend.dtypes:
-        a, b = (stored(backend, normal(shape, i), dtype) for i in (0, 1))
+def test_vector_add(target, shape):
+    for dtype in target.dtypes:
+        a, b = (stored(target, normal(shape, i), dtype) for i in (0, 1))
         out = baselines.vector_add(a, b)
         assert type(out) is type(a) and out.dtype == a.dtype
         baseline = to_float64(a + b)
@@ -29,15 +29,15 @@ def test_vector_add(backend, shape):
 @attentions
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 300), (113, 40), (40, 113), (200, 200)], ids=str)
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 128, 256])
-def test_attention(backend, attention, lengths, head_dim):
+def test_attention(target, attention, lengths, head_dim):
     """Queries that see no key are among the causal ones."""
-    for dtype, causal in zip(backend.dtypes * 2, (False, True) * len(backend.dtypes)):
-        inputs = backend.inputs(
+    for dtype, causal in zip(target.dtypes * 2, (False, True) * len(target.dtypes)):
+        inputs = target.inputs(
             dtype, batch=2, seqlen_q=lengths[0], seqlen_k=lengths[1], heads_q=3, head_dim=head_dim
         )
         qkv = inputs.q, inputs.k, inputs.v
         size = int(numpy.prod(inputs.q.shape)) * (4 if dtype == "float32" else 2)
-        poison_free_memory(backend.library, backend.device, [size])
+        poison_free_memory(target.library, target.device, [size])
         scale = 0.5 / head_dim**0.5
         out = attention(*qkv, scale=scale, causal=causal)
         expected(inputs, causal=causal, scale=scale).check(out=out)
@@ -45,16 +45,16 @@ def test_attention(backend, attention, lengths, head_dim):
 
 @each_library(device="cuda")
 @attentions
-def test_empty(backend, attention):
-    make = lambda *shape: stored(backend, numpy.zeros(shape), "float32")
+def test_empty(target, attention):
+    make = lambda *shape: stored(target, numpy.zeros(shape), "float32")
     assert tuple(attention(*[make(0, 5, 2, 8)] * 3).shape) == (0, 5, 2, 8)
     out = attention(make(1, 5, 2, 8) + 1, make(1, 0, 2, 8), make(1, 0, 2, 8))
     assert tuple(out.shape) == (1, 5, 2, 8) and not to_float64(out).any()
 
 
 @each_library()
-def test_bad_input_of_vector_add(backend):
-    make = lambda shape, dtype="float32": stored(backend, normal(shape, 3), dtype)
+def test_bad_input_of_vector_add(target):
+    make = lambda shape, dtype="float32": stored(target, normal(shape, 3), dtype)
     for error, match, a, b in [
         (TypeError, "a must be a CuPy array or a torch tensor, got list", [1.0], [1.0]),
         (TypeError, "b must be a .*list", make(3), [1.0] * 3),
@@ -68,8 +68,8 @@ def test_bad_input_of_vector_add(backend):
 
 @each_library()
 @attentions
-def test_bad_input_of_attention(backend, attention):
-    make = lambda *shape: stored(backend, normal(shape, 3), "float32")
+def test_bad_input_of_attention(target, attention):
+    make = lambda *shape: stored(target, normal(shape, 3), "float32")
     q = make(2, 5, 3, 8)
     for match, k, v in [
         (r"\(batch, seqlen, heads, head_dim\)", q[0], q[0]),
@@ -83,22 +83,22 @@ def test_bad_input_of_attention(backend, attention):
 
 @each_library(device="cpu")
 @attentions
-def test_there_is_no_cpu_path(backend, attention):
-    q = stored(backend, normal((1, 5, 3, 8), 0), "float32")
+def test_there_is_no_cpu_path(target, attention):
+    q = stored(target, normal((1, 5, 3, 8), 0), "float32")
     with pytest.raises(NotImplementedError, match="must be on a GPU, got a .* on the CPU"):
         attention(q, q, q)
 
 
 @each_library(library="torch", device="cuda")
 @attentions
-def test_there_is_no_gradient(backend, attention):
-    q = stored(backend, normal((1, 5, 3, 8), 0), "float32").requires_grad_()
+def test_there_is_no_gradient(target, attention):
+    q = stored(target, normal((1, 5, 3, 8), 0), "float32").requires_grad_()
     with pytest.raises(NotImplementedError, match="has no backward"):
         attention(q, q, q)
 
 
 @each_library(device="cuda")
-def test_head_dims_that_a_warp_cannot_hold(backend):
-    q = stored(backend, normal((1, 2, 1, 264), 0), "float32")
+def test_head_dims_that_a_warp_cannot_hold(target):
+    q = stored(target, normal((1, 2, 1, 264), 0), "float32")
     with pytest.raises(ValueError, match="^fused_attention: head_dim must be at most 256, got 264"):
         baselines.fused_attention(q, q, q)

@@ -21,23 +21,23 @@ SHAPES = [
 DTYPES = ("q", "float32", "bool")
 
 
-def problem(backend, dtype=None, **shape):
+def problem(target, dtype=None, **shape):
     sizes = {"batch": BATCH, "heads_q": HEADS, "seqlen_q": ROWS, "seqlen_k": COLS}
-    return backend.inputs(dtype or backend.dtypes[0], **sizes | {"heads_kv": 2} | shape)
+    return target.inputs(dtype or target.dtypes[0], **sizes | {"heads_kv": 2} | shape)
 
 
-def make_bias(backend, shape=WHOLE, dtype="q", inputs=None):
+def make_bias(target, shape=WHOLE, dtype="q", inputs=None):
     values = numpy.random.default_rng(5).standard_normal(shape, dtype="float32")
     if dtype == "bool":
-        return backend.array(values > -0.7)
-    return backend.array(values, backend.dtypes[0] if dtype == "q" else dtype)
+        return target.array(values > -0.7)
+    return target.array(values, target.dtypes[0] if dtype == "q" else dtype)
 
 
 @each()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_broadcast(backend, shape, dtype):
-    inputs, bias = problem(backend, head_dim=32), make_bias(backend, shape, dtype)
+def test_every_broadcast(target, shape, dtype):
+    inputs, bias = problem(target, head_dim=32), make_bias(target, shape, dtype)
     results = forward_backward(inputs, bias=bias)
     expected(inputs, bias=bias).check(**results)
     if dtype != "bool":
@@ -56,28 +56,28 @@ def test_every_broadcast(backend, shape, dtype):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_with_other_options(backend, dtype, options):
+def test_with_other_options(target, dtype, options):
     """The bias keeps its order of axes in either layout."""
     options = dict(options)
-    inputs = problem(backend, head_dim=128, layout=options.pop("layout", "bshd"))
-    bias = make_bias(backend, dtype=dtype)
+    inputs = problem(target, head_dim=128, layout=options.pop("layout", "bshd"))
+    bias = make_bias(target, dtype=dtype)
     expected(inputs, bias=bias, **options).check(**forward_backward(inputs, bias=bias, **options))
 
 
 @each()
 @pytest.mark.parametrize("dtype", ["q", "float32"])
 @pytest.mark.parametrize("storage", ["transposed", "odd", "every other", "reversed heads"])
-def test_strides(backend, storage, dtype):
+def test_strides(target, storage, dtype):
     """Any strides, also of the last axis, and rows that start at any address."""
-    inputs = problem(backend)
+    inputs = problem(target)
     if storage == "transposed":
-        bias = make_bias(backend, (BATCH, HEADS, COLS, ROWS), dtype).swapaxes(2, 3)
+        bias = make_bias(target, (BATCH, HEADS, COLS, ROWS), dtype).swapaxes(2, 3)
     elif storage == "odd":
-        bias = make_bias(backend, (BATCH, HEADS, ROWS + 1, COLS + 3), dtype)[:, :, 1:, 3:]
+        bias = make_bias(target, (BATCH, HEADS, ROWS + 1, COLS + 3), dtype)[:, :, 1:, 3:]
     elif storage == "every other":
-        bias = make_bias(backend, (BATCH, HEADS, ROWS, 2 * COLS), dtype)[..., ::2]
+        bias = make_bias(target, (BATCH, HEADS, ROWS, 2 * COLS), dtype)[..., ::2]
     else:
-        bias = make_bias(backend, (HEADS, BATCH, ROWS, COLS), dtype).swapaxes(0, 1)
+        bias = make_bias(target, (HEADS, BATCH, ROWS, COLS), dtype).swapaxes(0, 1)
     expected(inputs, bias=bias).check(**forward_backward(inputs, bias=bias))
 
 
@@ -98,25 +98,25 @@ def test_strides(backend, storage, dtype):
     ],
     ids=str,
 )
-def test_box_edges(backend, seqlen_q, seqlen_k, head_dim, dtype, broadcast, options):
+def test_box_edges(target, seqlen_q, seqlen_k, head_dim, dtype, broadcast, options):
     """Rows that start at multiples of 16 bytes, with NaN between them: sm_90 reads it in boxes."""
-    dtype = backend.dtypes[dtype]
+    dtype = target.dtypes[dtype]
     lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    inputs = problem(backend, dtype, head_dim=head_dim, **lengths)
+    inputs = problem(target, dtype, head_dim=head_dim, **lengths)
     shape = [1 if axis in broadcast else size for axis, size in enumerate((BATCH, HEADS))]
     values = numpy.full((*shape, seqlen_q, seqlen_k // 8 * 8 + 16), numpy.nan, "float32")
     rng = numpy.random.default_rng(seqlen_q)
     values[..., :seqlen_k] = rng.standard_normal((*shape, seqlen_q, seqlen_k), "float32")
-    bias = backend.array(values, dtype)[..., :seqlen_k]
+    bias = target.array(values, dtype)[..., :seqlen_k]
     results = forward_backward(inputs, bias=bias, **options)
     expected(inputs, bias=bias, **options).check(**results)
 
 
 @each(library="torch")
-def test_expanded_bias_has_a_gradient_for_each_element(backend):
+def test_expanded_bias_has_a_gradient_for_each_element(target):
     """Stride 0 without length 1; torch sums over the expanded axis by itself."""
-    inputs = problem(backend)
-    narrow = make_bias(backend, (1, HEADS, ROWS, 1), "float32")
+    inputs = problem(target)
+    narrow = make_bias(target, (1, HEADS, ROWS, 1), "float32")
     bias = narrow.expand(BATCH, HEADS, ROWS, COLS)
     results = forward_backward(inputs, bias=bias)
     assert results["dbias"].shape == WHOLE
@@ -125,16 +125,16 @@ def test_expanded_bias_has_a_gradient_for_each_element(backend):
 
 @each()
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_without_a_key(backend, dtype):
+def test_rows_without_a_key(target, dtype):
     """All of a row masked: 0, LSE -inf and gradients of 0; in tiles with and without others."""
-    inputs = problem(backend, seqlen_q=200, seqlen_k=150)
+    inputs = problem(target, seqlen_q=200, seqlen_k=150)
     values = numpy.zeros((200, 150), "float32")
     values[[0, 17, 199]] = values[64:128] = values[:, 20:40] = -numpy.inf
     if dtype == "bool":
-        bias = backend.array(values == 0)
+        bias = target.array(values == 0)
     else:
-        bias = backend.array(values, backend.dtypes[0] if dtype == "q" else dtype)
-    poison_free_memory(backend.library, backend.device, [inputs.q.nbytes, 2 * inputs.q.nbytes])
+        bias = target.array(values, target.dtypes[0] if dtype == "q" else dtype)
+    poison_free_memory(target.library, target.device, [inputs.q.nbytes, 2 * inputs.q.nbytes])
     results = forward_backward(inputs, bias=bias)
     hidden = (values == -numpy.inf).all(axis=1)
     assert (to_float64(results["out"])[:, hidden] == 0).all()
@@ -146,12 +146,12 @@ def test_rows_without_a_key(backend, dtype):
 
 @each()
 @pytest.mark.parametrize("value", [-1e9, float(numpy.finfo("float32").min)], ids=str)
-def test_large_negative_numbers_mask(backend, value):
-    inputs = problem(backend)
+def test_large_negative_numbers_mask(target, value):
+    inputs = problem(target)
     seen = numpy.random.default_rng(6).random(WHOLE) < 0.5
     seen[:, :, 5] = False
-    mask = backend.array(seen)
-    bias = backend.array(numpy.where(seen, 0.0, value), "float32")
+    mask = target.array(seen)
+    bias = target.array(numpy.where(seen, 0.0, value), "float32")
     results = forward_backward(inputs, bias=bias)
     expected(inputs, bias=mask).check(**{x: results[x] for x in ("out", "lse", "dq", "dk", "dv")})
 
@@ -160,10 +160,10 @@ def test_large_negative_numbers_mask(backend, value):
 @pytest.mark.parametrize(
     "dtype, value", [(0, -6e4), (0, -numpy.inf), (1, -1e9), (1, -3.38e38), (1, -numpy.inf)]
 )
-def test_large_negative_numbers_mask_in_the_dtype_of_q(backend, value, dtype):
+def test_large_negative_numbers_mask_in_the_dtype_of_q(target, value, dtype):
     """Whole rows too, unless float16 holds the value; beside numbers of either sign."""
-    dtype = backend.dtypes[dtype]
-    inputs = problem(backend, dtype, head_dim=64, seqlen_q=72, seqlen_k=136)
+    dtype = target.dtypes[dtype]
+    inputs = problem(target, dtype, head_dim=64, seqlen_q=72, seqlen_k=136)
     rng = numpy.random.default_rng(7)
     shape = (BATCH, HEADS, 72, 136)
     seen = rng.random(shape) < 0.5
@@ -172,7 +172,7 @@ def test_large_negative_numbers_mask_in_the_dtype_of_q(backend, value, dtype):
         seen[:, :, 70] = False
     plain = rng.choice([-900.0, -3.0, 0.0, 2.0, 900.0], shape)
     large, infinite = (
-        backend.array(numpy.where(seen, plain, x).astype("float32"), dtype)
+        target.array(numpy.where(seen, plain, x).astype("float32"), dtype)
         for x in (value, -numpy.inf)
     )
     results = forward_backward(inputs, bias=large)
@@ -182,13 +182,13 @@ def test_large_negative_numbers_mask_in_the_dtype_of_q(backend, value, dtype):
 
 @each()
 @pytest.mark.parametrize("dtype", [0, 1])
-def test_nan_stays_in_its_row(backend, dtype):
-    dtype = backend.dtypes[dtype]
-    inputs = problem(backend, dtype, head_dim=64, seqlen_q=130, seqlen_k=200)
+def test_nan_stays_in_its_row(target, dtype):
+    dtype = target.dtypes[dtype]
+    inputs = problem(target, dtype, head_dim=64, seqlen_q=130, seqlen_k=200)
     values = numpy.zeros((130, 200), "float32")
     values[[3, 129], [150, 0]] = numpy.nan
     out, lse = cupyflash.attention(
-        inputs.q, inputs.k, inputs.v, bias=backend.array(values, dtype), return_lse=True
+        inputs.q, inputs.k, inputs.v, bias=target.array(values, dtype), return_lse=True
     )
     rows = numpy.isnan(values).any(axis=1)
     for found in (to_float64(out).swapaxes(1, 2)[..., 0], to_float64(lse)):
@@ -197,19 +197,19 @@ def test_nan_stays_in_its_row(backend, dtype):
 
 @each()
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(0, 5), (5, 0), (0, 0)])
-def test_empty(backend, seqlen_q, seqlen_k):
-    inputs = problem(backend, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    bias = make_bias(backend, (HEADS, seqlen_q, 1))
+def test_empty(target, seqlen_q, seqlen_k):
+    inputs = problem(target, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    bias = make_bias(target, (HEADS, seqlen_q, 1))
     results = forward_backward(inputs, bias=bias)
     assert results["dbias"].shape == bias.shape and (to_float64(results["dbias"]) == 0).all()
     assert (to_float64(results["out"]) == 0).all()
 
 
 @each(library="torch")
-def test_only_the_bias_has_a_gradient(backend):
+def test_only_the_bias_has_a_gradient(target):
     import torch
 
-    inputs, bias = problem(backend), make_bias(backend, (1, HEADS, ROWS, COLS), "float32")
+    inputs, bias = problem(target), make_bias(target, (1, HEADS, ROWS, COLS), "float32")
     bias.requires_grad_()
     out = cupyflash.attention(inputs.q, inputs.k, inputs.v, bias=bias)
     (dbias,) = torch.autograd.grad(out, [bias], inputs.dout)
@@ -217,12 +217,12 @@ def test_only_the_bias_has_a_gradient(backend):
 
 
 @each(device="cuda")
-def test_deterministic(backend):
+def test_deterministic(target):
     """A bias of full shape gets one addend an element; one that is broadcast has no fixed order."""
-    inputs = problem(backend, seqlen_q=600, seqlen_k=600)
+    inputs = problem(target, seqlen_q=600, seqlen_k=600)
     qkv = inputs.q, inputs.k, inputs.v
     shapes = (BATCH, HEADS, 600, 600), (HEADS, 600, 600)
-    whole, shared = (make_bias(backend, shape) for shape in shapes)
+    whole, shared = (make_bias(target, shape) for shape in shapes)
 
     def gradients(bias):
         out, lse = cupyflash.attention(*qkv, bias=bias, return_lse=True)
@@ -245,32 +245,32 @@ def test_deterministic(backend):
 @pytest.mark.parametrize(
     "shape", [(COLS,), (ROWS, COLS + 1), (3, 1, 1), (1, *WHOLE), (ROWS, ROWS)], ids=str
 )
-def test_shape_that_does_not_broadcast(backend, shape):
-    inputs, bias = problem(backend), make_bias(backend, shape)
+def test_shape_that_does_not_broadcast(target, shape):
+    inputs, bias = problem(target), make_bias(target, shape)
     with pytest.raises(ValueError, match=r"^attention: bias must broadcast .*got \("):
         cupyflash.attention(inputs.q, inputs.k, inputs.v, bias=bias)
 
 
 @each()
 @pytest.mark.parametrize("dtype", ["float64", "int32", "uint8"])
-def test_dtype(backend, dtype):
-    inputs, bias = problem(backend), backend.array(numpy.zeros((ROWS, COLS), dtype))
+def test_dtype(target, dtype):
+    inputs, bias = problem(target), target.array(numpy.zeros((ROWS, COLS), dtype))
     with pytest.raises(TypeError, match=f"^attention: bias must be bool or .*got {dtype}"):
         cupyflash.attention(inputs.q, inputs.k, inputs.v, bias=bias)
 
 
 @each()
-def test_of_another_library(backend):
-    inputs = problem(backend)
+def test_of_another_library(target):
+    inputs = problem(target)
     with pytest.raises(TypeError, match="^attention: bias must be a .* like q, got list"):
         cupyflash.attention(inputs.q, inputs.k, inputs.v, bias=[[0.0]])
 
 
 @each()
 @pytest.mark.parametrize("dtype", [None, "bool"])
-def test_gradient_of_nothing(backend, dtype):
-    inputs = problem(backend)
-    qkv, bias = (inputs.q, inputs.k, inputs.v), dtype and make_bias(backend, dtype=dtype)
+def test_gradient_of_nothing(target, dtype):
+    inputs = problem(target)
+    qkv, bias = (inputs.q, inputs.k, inputs.v), dtype and make_bias(target, dtype=dtype)
     out, lse = cupyflash.attention(*qkv, bias=bias, return_lse=True)
     with pytest.raises(ValueError, match="^attention_backward: bias_grad needs a bias"):
         cupyflash.attention_backward(inputs.dout, *qkv, out, lse, bias=bias, bias_grad=True)
@@ -279,12 +279,12 @@ def test_gradient_of_nothing(backend, dtype):
 @pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
 def test_not_with_packed_sequences(name):
     """Nor where only the queries or only the keys are packed."""
-    backend = select("numpy")[0]
+    target = select("numpy")[0]
     from cupyflash.runtime.array import library_of
 
-    inputs = backend.varlen_inputs("float32", [3, 4])
+    inputs = target.varlen_inputs("float32", [3, 4])
     view = library_of(inputs.q).view
-    padded = backend.inputs("float32", seqlen_q=4)
+    padded = target.inputs("float32", seqlen_q=4)
     arrays = {name: getattr(inputs, name), "bias": numpy.zeros((4, 4), "float32")}
     of_q = name == "cu_seqlens_q"
     options = Options(False, None, None, 0.0, "thd-bshd" if of_q else "bshd-thd", (4, 4))

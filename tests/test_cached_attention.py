@@ -5,8 +5,8 @@ import re
 import numpy
 import pytest
 from arrays import normal, stored
-from backends import has_tensor_cores
 from matrix import each, each_library
+from targets import has_tensor_cores
 from test_sampling import integers
 from test_transformer_block import memory
 from wrong_calls import NUMBER, array, check_refused
@@ -37,12 +37,12 @@ SHAPES = [
 ]
 
 
-def problem(backend, dtype, shape, batch=4, heads_first=False, storage="contiguous"):
+def problem(target, dtype, shape, batch=4, heads_first=False, storage="contiguous"):
     """Arrays, positions, and float64 results: out and both caches. What lies ahead is NaN."""
     tokens, heads, group, head_dim, length = shape
     rng = numpy.random.default_rng(shape)
     positions = [0, length - tokens, *rng.integers(0, length - tokens + 1, batch - 2)]
-    make = lambda seed, *sizes: stored(backend, normal(sizes, (seed, *shape)), dtype, storage)
+    make = lambda seed, *sizes: stored(target, normal(sizes, (seed, *shape)), dtype, storage)
     q = make(0, batch, tokens, heads * group, head_dim)
     new = make(1, batch, tokens, 3 * heads, head_dim)
     k, v = new[:, :, heads : 2 * heads], new[:, :, 2 * heads :]
@@ -52,13 +52,13 @@ def problem(backend, dtype, shape, batch=4, heads_first=False, storage="contiguo
         for b, position in enumerate(positions):
             values[b, position:] = numpy.nan
         axes = "transposed" if heads_first else "contiguous"
-        cache = stored(backend, values.swapaxes(0, 2) if heads_first else values, dtype, axes)
+        cache = stored(target, values.swapaxes(0, 2) if heads_first else values, dtype, axes)
         caches.append(cache.swapaxes(0, 2) if heads_first else cache)
     after = [to_numpy64(x).copy() for x in caches]
     for b, position in enumerate(positions):
         for cache, x in zip(after, (k, v)):
             cache[b, position : position + tokens] = to_numpy64(x[b])
-    return (q, k, v, *caches, integers(backend, positions)), positions, after
+    return (q, k, v, *caches, integers(target, positions)), positions, after
 
 
 def expected(q, after, positions, scale, dtype="float64", weights_dtype=None):
@@ -88,36 +88,36 @@ def check(arrays, positions, after, dtype, scale=None):
 
 @each()
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention_with_cache(backend, shape):
+def test_attention_with_cache(target, shape):
     """What lies behind a sequence is not read; nothing else in the cache changes."""
-    for dtype in backend.dtypes:
-        check(*problem(backend, dtype, shape), dtype)
+    for dtype in target.dtypes:
+        check(*problem(target, dtype, shape), dtype)
 
 
 @each(device="cuda")
-def test_heads_first_and_scale(backend):
-    if backend.family == "simt":
+def test_heads_first_and_scale(target):
+    if target.backend == "simt":
         pytest.skip("a cache that is not contiguous takes one launch")
-    dtype = backend.dtypes[0]
-    check(*problem(backend, dtype, SHAPES[3], heads_first=True), dtype, scale=0.3)
+    dtype = target.dtypes[0]
+    check(*problem(target, dtype, SHAPES[3], heads_first=True), dtype, scale=0.3)
 
 
 @each_library()
-def test_unaligned(backend):
-    dtype = backend.dtypes[0]
-    check(*problem(backend, dtype, SHAPES[0], storage="unaligned"), dtype)
+def test_unaligned(target):
+    dtype = target.dtypes[0]
+    check(*problem(target, dtype, SHAPES[0], storage="unaligned"), dtype)
 
 
 @each_library(device="cuda")
 @pytest.mark.parametrize("batch", [3, 40, 200])
-def test_many_sequences(backend, batch):
+def test_many_sequences(target, batch):
     """Clusters of every size, and single blocks."""
     for length in (20, 130, 700):
-        check(*problem(backend, "float16", (1, 2, 1, 64, length), batch), "float16")
+        check(*problem(target, "float16", (1, 2, 1, 64, length), batch), "float16")
 
 
 @each_library(device="cuda")
-def test_is_one_launch(backend, monkeypatch):
+def test_is_one_launch(target, monkeypatch):
     """What the tests above compare is the kernel for few tokens, and only where it can be."""
     taken = []
     plan = cached_attention.DecodePlan
@@ -128,15 +128,15 @@ def test_is_one_launch(backend, monkeypatch):
             super().__init__(*arguments)
 
     monkeypatch.setattr(cached_attention, "DecodePlan", Counted)
-    for family, shape, count in (
+    for backend, shape, count in (
         (None, SHAPES[2], 1),
         ("simt", SHAPES[2], 0),
         (None, SHAPES[8], 0),
     ):
         taken.clear()
         cached_attention._plans.clear()
-        with environment.override(family=family):
-            attention_with_cache(*problem(backend, "float16", shape)[0])
+        with environment.override(backend=backend):
+            attention_with_cache(*problem(target, "float16", shape)[0])
         assert len(taken) == count
     cached_attention._plans.clear()
 
@@ -182,14 +182,14 @@ def test_clusters(heads, head_dim, length, cluster):
 
 
 @each_library(device="cuda")
-def test_splits_of_blocks_alone(backend, monkeypatch):
+def test_splits_of_blocks_alone(target, monkeypatch):
     """As caches so long that a test would take its time have them on every GPU."""
     monkeypatch.setattr(kernels, "_is_long", lambda *_: True)
     monkeypatch.setattr(
         cached_attention, "_plans", Plans(len(cached_attention.TENSORS), plain=True)
     )
     for shape in ((1, 2, 3, 128, 4000), (2, 1, 1, 64, 9000), (1, 1, 8, 200, 3000)):
-        check(*problem(backend, "float16", shape, batch=5), "float16")
+        check(*problem(target, "float16", shape, batch=5), "float16")
     plans = cached_attention._plans.values()
     launches = [plan.launch for plan in plans if isinstance(plan, cached_attention.DecodePlan)]
     assert len(launches) == (3 if has_tensor_cores() else 0)
@@ -197,46 +197,46 @@ def test_splits_of_blocks_alone(backend, monkeypatch):
 
 
 @each_library(device="cuda")
-def test_outside_of_the_cache(backend):
+def test_outside_of_the_cache(target):
     """Nothing is written there."""
-    (q, k, v, *caches, _), _, _ = problem(backend, "float16", (2, 1, 1, 64, 9), batch=3)
+    (q, k, v, *caches, _), _, _ = problem(target, "float16", (2, 1, 1, 64, 9), batch=3)
     before = [to_numpy64(x).copy() for x in caches]
-    attention_with_cache(q, k, v, *caches, integers(backend, [-1, 8, 2**31 - 1]))
+    attention_with_cache(q, k, v, *caches, integers(target, [-1, 8, 2**31 - 1]))
     for cache, old, new in zip(caches, before, (k, v)):
         old[0, 0], old[1, 8] = to_numpy64(new)[0, 1], to_numpy64(new)[1, 0]
         numpy.testing.assert_array_equal(to_numpy64(cache), old)
 
 
 @each_library(device="cuda")
-def test_shapes_keep_no_memory(backend):
+def test_shapes_keep_no_memory(target):
     """Prompts of a hundred lengths leave what one of them leaves."""
     cached_attention._plans.clear()
-    (q, k, v, *rest), _, _ = problem(backend, "float32", (110, 2, 2, 64, 200))
+    (q, k, v, *rest), _, _ = problem(target, "float32", (110, 2, 2, 64, 200))
     run = lambda n: attention_with_cache(q[:, :n], k[:, :n], v[:, :n], *rest)  # noqa: E731
     rest[-1][:] = 0
     run(110)
-    before = memory(backend)
+    before = memory(target)
     for length in range(9, 110):
         run(length)
-    assert memory(backend) <= before and len(cached_attention._plans) > 100
+    assert memory(target) <= before and len(cached_attention._plans) > 100
 
 
 @each_library()
-def test_empty(backend):
-    (q, k, v, *caches, positions), _, _ = problem(backend, "float32", SHAPES[0])
+def test_empty(target):
+    (q, k, v, *caches, positions), _, _ = problem(target, "float32", SHAPES[0])
     none = attention_with_cache(q[:0], k[:0], v[:0], *(x[:0] for x in caches), positions[:0])
     assert tuple(none.shape) == (0, *q.shape[1:])
 
 
-def named(backend, dtype="float32", shape=SHAPES[0]):
+def named(target, dtype="float32", shape=SHAPES[0]):
     """The arguments of a right call."""
-    arrays, _, _ = problem(backend, dtype, shape)
+    arrays, _, _ = problem(target, dtype, shape)
     return dict(zip(("q", "k", "v", "k_cache", "v_cache", "positions"), arrays))
 
 
 @each_library()
-def test_bad_input(backend):
-    good = named(backend)
+def test_bad_input(target):
+    good = named(target)
     q, k, v, v_cache, positions = (good[x] for x in ("q", "k", "v", "v_cache", "positions"))
     for error, match, changed in (
         (TypeError, "q must be a NumPy, CuPy or torch array", {"q": [1]}),
@@ -255,9 +255,9 @@ def test_bad_input(backend):
 
 
 @each_library()
-def test_wrong_calls(backend):
+def test_wrong_calls(target):
     for dtype in ("float32", "float16"):
-        good = named(backend, dtype)
+        good = named(target, dtype)
         kinds = {name: array(x) for name, x in good.items()}
         kinds["positions"] = array(good["positions"], dtypes=("int64", "float32"))
         kinds["scale"] = (*NUMBER, 0, -1.0)
@@ -265,23 +265,23 @@ def test_wrong_calls(backend):
 
 
 @each_library()
-def test_places_that_do_not_exist(backend):
+def test_places_that_do_not_exist(target):
     """On the CPU, where they are known: under the name of the function that was called."""
-    if backend.gpu:
+    if target.gpu:
         pytest.skip("values that lie on a GPU are not read")
     for tokens, places in ((1, [0, 1, 2, 200]), (3, [0, 1, 2, 198]), (2, [0, -1, 0, 0])):
-        good = named(backend, shape=(tokens, 3, 1, 64, 200))
+        good = named(target, shape=(tokens, 3, 1, 64, 200))
         before = to_numpy64(good["k_cache"]).copy()
         with pytest.raises(ValueError, match="^attention_with_cache: positions must be from 0 to"):
-            attention_with_cache(**good | {"positions": integers(backend, places)})
+            attention_with_cache(**good | {"positions": integers(target, places)})
         numpy.testing.assert_array_equal(to_numpy64(good["k_cache"]), before)
 
 
 @each_library()
-def test_shared_memory(backend):
+def test_shared_memory(target):
     """Refused where elements are shared; caches may lie between each other."""
     for dtype in ("float32", "float16"):
-        good = named(backend, dtype)
+        good = named(target, dtype)
         cache, q = good["k_cache"], good["q"]
         new = cache[:, 7:8]
         for changed in (
@@ -293,26 +293,26 @@ def test_shared_memory(backend):
         ):
             with pytest.raises(ValueError, match="^attention_with_cache: ._cache is written, so"):
                 attention_with_cache(**good | changed)
-        whole = stored(backend, numpy.zeros((4, 2, 200, 3, 64)), dtype)
+        whole = stored(target, numpy.zeros((4, 2, 200, 3, 64)), dtype)
         flat = whole.reshape(-1)
         shifted = flat[64 : 64 + flat.shape[0] // 2].reshape(cache.shape)
         overlapping = {"k_cache": flat[: flat.shape[0] // 2].reshape(cache.shape)}
         with pytest.raises(ValueError, match="k_cache is written.*memory with v_cache"):
             attention_with_cache(**good | overlapping | {"v_cache": shifted})
-        packed = stored(backend, numpy.zeros((4, 200, 6, 64)), dtype)
+        packed = stored(target, numpy.zeros((4, 200, 6, 64)), dtype)
         between = {"k_cache": packed[:, :, :3], "v_cache": packed[:, :, 3:]}
-        if backend.gpu and dtype == "float16" and has_tensor_cores():
+        if target.gpu and dtype == "float16" and has_tensor_cores():
             attention_with_cache(**good | between)
         else:
             with pytest.raises(NotImplementedError, match="k_cache must be contiguous"):
                 attention_with_cache(**good | between)
-        qkv = stored(backend, normal((4, 1, 9, 64), 1), dtype)  # what is only read may overlap
+        qkv = stored(target, normal((4, 1, 9, 64), 1), dtype)  # what is only read may overlap
         attention_with_cache(**good | {"q": q[:, :, :3], "k": qkv[:, :, :3], "v": qkv[:, :, 2:5]})
 
 
 @each_library(library="torch")
-def test_a_cache_that_is_its_own_copy(backend):
-    good = named(backend)
+def test_a_cache_that_is_its_own_copy(target):
+    good = named(target)
     expanded = good["k_cache"][:1].expand(4, -1, -1, -1)
     with pytest.raises(ValueError, match="no two of its elements may share memory"):
         attention_with_cache(**good | {"k_cache": expanded})
@@ -320,12 +320,12 @@ def test_a_cache_that_is_its_own_copy(backend):
 
 @each_library(library="torch")
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_torch_hears_of_it(backend, dtype):
+def test_torch_hears_of_it(target, dtype):
     """Gradients, transforms and tangents are refused, and autograd knows that caches changed."""
     import torch
     from torch.autograd import forward_ad
 
-    good = named(backend, dtype)
+    good = named(target, dtype)
     for name in ("q", "k", "v", "k_cache", "v_cache"):
         needing = {name: good[name].clone().requires_grad_()}
         with pytest.raises(NotImplementedError, match="^attention_with_cache: has no backward"):
@@ -352,11 +352,11 @@ def test_torch_hears_of_it(backend, dtype):
 
 
 @each_library(library="torch")
-def test_scale_is_read_at_each_call(backend):
+def test_scale_is_read_at_each_call(target):
     """A tensor of one number that changes is no key of a plan."""
     import torch
 
-    good, scale = named(backend), torch.tensor(0.5)
+    good, scale = named(target), torch.tensor(0.5)
     first = attention_with_cache(**good, scale=scale)
     scale.fill_(0.1)
     second = attention_with_cache(**good, scale=scale)
@@ -365,10 +365,10 @@ def test_scale_is_read_at_each_call(backend):
 
 
 @each_library(library="torch")
-def test_under_torch_compile(backend):
+def test_under_torch_compile(target):
     import torch
 
-    good = named(backend)
+    good = named(target)
     expected = attention_with_cache(**good)
 
     @torch.compile(backend="eager")
@@ -380,13 +380,13 @@ def test_under_torch_compile(backend):
 
 @each_library(library="torch")
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_autocast_changes_nothing(backend, dtype):
+def test_autocast_changes_nothing(target, dtype):
     """The cache has a dtype, so q, k and v have that: there is nothing to cast to."""
     torch = pytest.importorskip("torch")
     results = []
     for enabled in (False, True):
-        arrays, _, _ = problem(backend, dtype, (2, 1, 2, 64, 50))
-        with torch.autocast(backend.device, torch.bfloat16, enabled=enabled):
+        arrays, _, _ = problem(target, dtype, (2, 1, 2, 64, 50))
+        with torch.autocast(target.device, torch.bfloat16, enabled=enabled):
             results.append((attention_with_cache(*arrays), *arrays[3:5]))
     for plain, cast in zip(*results):
         assert cast.dtype == plain.dtype and torch.equal(cast.nan_to_num(), plain.nan_to_num())

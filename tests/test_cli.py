@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy
 import pytest
-from backends import compute_capability
 from rich.console import Console
+from targets import compute_capability
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
 from cupyflash import environment, jit, kernels, machine, precompile
-from cupyflash.attention import families
+from cupyflash.attention import backends
 from cupyflash.attention.features import Access, Features
 from cupyflash.commands import check, check_cases, check_operations, check_table, cli
 from cupyflash.jit import pool
@@ -36,7 +36,7 @@ posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def workspace(tmp_path, monkeypatch):
     """A cache of its own, and lines that do not depend on the terminal."""
     monkeypatch.setenv("COLUMNS", "120")
-    with environment.override(cache_dir=tmp_path / "cache", family=None):
+    with environment.override(cache_dir=tmp_path / "cache", backend=None):
         yield tmp_path
 
 
@@ -72,12 +72,12 @@ def test_info_without_gpu(capsys, monkeypatch, workspace):
 def test_info_with_gpu(capsys, monkeypatch):
     monkeypatch.setattr(machine, "driver", lambda: H200)
     monkeypatch.setattr(machine, "gpu_problem", lambda: "")
-    with environment.override(family="simt", no_jit=True, dump=("ptx", "sass")):
+    with environment.override(backend="simt", no_jit=True, dump=("ptx", "sass")):
         assert cli.main(["info"]) == 0
     out, _ = words(capsys)
     assert "GPU NVIDIA H200, sm_90a, 141 GiB the driver runs CUDA 13.0" in out
     assert "simt: float16, bfloat16, float32 Python" in out
-    for setting in ("DUMP=ptx,sass", "FAMILY=simt", "NO_JIT=1"):
+    for setting in ("DUMP=ptx,sass", "BACKEND=simt", "NO_JIT=1"):
         assert f"CUPYFLASH_{setting}" in out
     assert "to run on" not in out
 
@@ -225,7 +225,7 @@ def test_check_covers_real_models(gpu):
 
 @needs_nvrtc
 def test_warmup_and_cache(capsys, workspace):
-    command = "warmup --arch sm_80 --head-dim 8 32 --dtype fp32 --family simt --topic"
+    command = "warmup --arch sm_80 --head-dim 8 32 --dtype fp32 --backend simt --topic"
     assert cli.main(command.split()) == 0
     assert words(capsys)[0] == f"4 kernels, 4 of them new, in {workspace / 'cache'}"
     assert cli.main(command.split()) == 0
@@ -252,14 +252,14 @@ def test_warmup_of_topics(monkeypatch):
     """All beside attention; within limits what arrays of a dtype need, whatever the weights."""
     every = "--everything --arch sm_80"
     offered = {x for topic in kernels.TOPICS.values() for x in topic.configurations((8, 0))}
-    tasks = tasks_of(f"{every} --family", monkeypatch)
+    tasks = tasks_of(f"{every} --backend", monkeypatch)
     assert set(tasks) == {(config, "sm_80") for config in offered}
-    both = tasks_of(f"{every} --head-dim 64 --dtype fp16 --family simt", monkeypatch)
-    assert set(tasks_of(f"{every} --dtype fp16 --family", monkeypatch)) < set(both)
-    found = {x for x, _ in tasks_of(f"{every} --family --topic norm --dtype bf16", monkeypatch)}
+    both = tasks_of(f"{every} --head-dim 64 --dtype fp16 --backend simt", monkeypatch)
+    assert set(tasks_of(f"{every} --dtype fp16 --backend", monkeypatch)) < set(both)
+    found = {x for x, _ in tasks_of(f"{every} --backend --topic norm --dtype bf16", monkeypatch)}
     assert {norm.SumPartials("bfloat16"), norm.SumPartials("float32")} <= found
     assert norm.forward("bfloat16", "float32", True, 33, False, (8, 0)) in found
-    usual = tasks_of("--arch sm_80 --family --topic norm --dtype bf16", monkeypatch)
+    usual = tasks_of("--arch sm_80 --backend --topic norm --dtype bf16", monkeypatch)
     usual = {config for config, _ in usual}
     assert norm.forward("bfloat16", "bfloat16", True, 32, True, (8, 0)) in usual
     assert norm.SumPartials("bfloat16") in usual
@@ -270,20 +270,20 @@ def test_warmup_of_topics(monkeypatch):
 
 
 def test_warmup_names_what_it_does_not_know():
-    for option, known in (("families", "sm90, sm80, simt"), ("topics", "norm, group_norm")):
+    for option, known in (("backends", "sm90, sm80, simt"), ("topics", "norm, group_norm")):
         with pytest.raises(ValueError, match=f"^warmup: {option} must be of {known}.*, got 'nrom'"):
             cupyflash.warmup(["sm_80"], **{option: ["nrom"]})
 
 
 @needs_nvrtc
-def test_warmup_compiles_what_the_families_can_pick(monkeypatch):
+def test_warmup_compiles_what_the_backends_can_pick(monkeypatch):
     """All main kernels but those with a bias or dropout: they would be eight times as many."""
     tasks = tasks_of("--everything --arch sm_90a,sm_75 --topic", monkeypatch)
     offered = {
         (config, arch)
-        for family in families.FAMILIES.values()
+        for backend in backends.BACKENDS.values()
         for arch, capability in (("sm_90a", (9, 0)), ("sm_75", (7, 5)))
-        for config in family.configurations(capability)
+        for config in backend.configurations(capability)
     }
     switches = {task: dataclasses.asdict(task[0]) for task in offered}
     main = {task for task, values in switches.items() if "softcap" in values}
@@ -299,7 +299,7 @@ ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ARCHS)
 def test_warmup_compiles_by_default_what_defaults_pick(monkeypatch, arch):
-    """Minutes, not hours: all of plain attention in the first family, and nothing else."""
+    """Minutes, not hours: all of plain attention in the first backend, and nothing else."""
     capability = precompile.capability_of(arch)
     tasks = {config for config, _ in tasks_of(f"--arch {arch}", monkeypatch)}
     assert len(tasks) < 250 and pool.forecast([(x, arch) for x in tasks], 1) < 180
@@ -308,15 +308,15 @@ def test_warmup_compiles_by_default_what_defaults_pick(monkeypatch, arch):
     ):
         features = Features(masked=masked, short=short)
         problem = dtype, head_dim, Access.TENSOR_MAP, features, capability
-        family = families.choose("test", None, *problem, backward=backward)
+        backend = backends.choose("test", None, *problem, backward=backward)
         arguments = dtype, head_dim, features, capability
-        one = family.forward(*arguments).with_splits()
-        assert {*(family.backward(*arguments) if backward else one), *family.PACKED} <= tasks
+        one = backend.forward(*arguments).with_splits()
+        assert {*(backend.backward(*arguments) if backward else one), *backend.PACKED} <= tasks
     assert all("float32" not in vars(config).values() for config in tasks)
     assert all(getattr(config, "vector", 0) != 1 for config in tasks)
     for name in ("softcap", "alibi", "bias", "dropout"):
         assert not any(getattr(config, name, False) for config in tasks)
-    with environment.override(family="simt"):
+    with environment.override(backend="simt"):
         forced = {config.name for config, _ in tasks_of(f"--arch {arch} --topic", monkeypatch)}
         assert "flash_fwd_simt" in forced and "flash_fwd_sm80" not in forced
 
@@ -353,7 +353,7 @@ def test_warm_cache_serves_default_calls(workspace):
     arch = jit.arch_of(divmod(number, 10))
     cupyflash.warmup([arch], head_dims=[64, 128], dtypes=["float16"], progress=False)
     variables = {"CUPYFLASH_CACHE_DIR": str(workspace / "cache"), "CUPYFLASH_NO_JIT": "1"}
-    variables["CUPYFLASH_FAMILY"] = ""  # as in this process
+    variables["CUPYFLASH_BACKEND"] = ""  # as in this process
     done = subprocess.run(
         [sys.executable, "-c", WARM_CALLS],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
@@ -379,7 +379,7 @@ WRONG_WARMUPS = [
     ({"head_dims": 64}, "head_dims must be a list or tuple, got 64", None),
     ({"dtypes": ["fp8"]}, "dtypes must be of float16, bfloat16, float32, got 'fp8'", "--dtype fp8"),
     ({"dtypes": "float16"}, "dtypes must be a list or tuple, got 'float16'", None),
-    ({"families": ["sm70"]}, "families must be of sm90, sm80, simt, got 'sm70'", "--family sm70"),
+    ({"backends": ["sm70"]}, "backends must be of sm90, sm80, simt, got 'sm70'", "--backend sm70"),
     ({"topics": ["nrom"]}, "topics must be of norm, .*, got 'nrom'", "--topic nrom"),
     ({"jobs": 0}, "jobs must be a positive integer or None, got 0", "--jobs 0"),
 ]
@@ -469,7 +469,7 @@ def test_bad_arguments(capsys, arguments, message):
     [
         ("--arch sm_99", "sm_90a, sm_100, .* got sm_99"),
         (
-            "--arch sm_75 --dtype bf16 --family sm80 --topic",
+            "--arch sm_75 --dtype bf16 --backend sm80 --topic",
             "some kernel must compute these dtypes",
         ),
     ],

@@ -12,7 +12,7 @@ SHAPES = [(3, 2, 20, 4, 16), (1, 2, 1, 1, 8), (7, 31, 2, 5)]
 CUTS = [0, 13, 13, 60, 70]  # of the keys; one part is empty
 
 
-def partial(backend, shape, dtype="float32", seed=0):
+def partial(target, shape, dtype="float32", seed=0):
     """out_partial and lse_partial; some parts do not count, and nothing counts in some rows."""
     rng = numpy.random.default_rng(seed)
     out = rng.standard_normal(shape, dtype="float32")
@@ -21,7 +21,7 @@ def partial(backend, shape, dtype="float32", seed=0):
     dead[:, ..., 0] = True
     lse[dead] = -numpy.inf
     out[dead] = numpy.nan
-    return backend.array(out, dtype), backend.array(lse, "float32"), (out, lse)
+    return target.array(out, dtype), target.array(lse, "float32"), (out, lse)
 
 
 def exact_results(out, lse):
@@ -38,9 +38,9 @@ def exact_results(out, lse):
 
 @each_library()
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_formula(backend, shape):
-    for dtype in backend.dtypes:
-        out, lse, values = partial(backend, shape, dtype)
+def test_formula(target, shape):
+    for dtype in target.dtypes:
+        out, lse, values = partial(target, shape, dtype)
         found = cupyflash.flash_attn_combine(out, lse, out_dtype=lse.dtype)
         exact = exact_results(to_numpy(out), values[1])
         for name, a, b in zip(("out", "lse"), found, exact):
@@ -56,11 +56,11 @@ def to_numpy(x):
 
 
 @each_library()
-def test_strides_and_given_out(backend):
-    out, lse, _ = partial(backend, (4, 2, 9, 3, 8))
+def test_strides_and_given_out(target):
+    out, lse, _ = partial(target, (4, 2, 9, 3, 8))
     exact = cupyflash.flash_attn_combine(out, lse)
     strided = lse.swapaxes(2, 3)
-    strided = strided.contiguous() if backend.library == "torch" else strided.copy()
+    strided = strided.contiguous() if target.library == "torch" else strided.copy()
     found = cupyflash.flash_attn_combine(out, strided.swapaxes(2, 3))
     assert all((a == b).all() for a, b in zip(exact, found))
     given = exact[0] * 0
@@ -69,8 +69,8 @@ def test_strides_and_given_out(backend):
 
 
 @each_library()
-def test_nan_is_not_lost(backend):
-    out, lse, _ = partial(backend, (3, 2, 4, 2, 8))
+def test_nan_is_not_lost(target):
+    out, lse, _ = partial(target, (3, 2, 4, 2, 8))
     lse[1, 0, 2, 1] = float("nan")
     result, combined = cupyflash.flash_attn_combine(out, lse)
     assert numpy.isnan(to_numpy(combined)[0, 2, 1]) and numpy.isnan(to_numpy(result)[0, 2, 1]).all()
@@ -86,11 +86,11 @@ def parts_of_attention(q, k, v, **options):
 
 
 @each_library()
-def test_parts_of_the_keys(backend):
+def test_parts_of_the_keys(target):
     """The results of attention over all keys; with torch also its gradients, through the LSE."""
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=50, seqlen_k=70, heads_kv=2, head_dim=32)
+    inputs = target.inputs(target.dtypes[0], seqlen_q=50, seqlen_k=70, heads_kv=2, head_dim=32)
     exact = expected(inputs)
-    if backend.library != "torch":
+    if target.library != "torch":
         from cupyflash.runtime.numeric import array_namespace
 
         xp = array_namespace(inputs.q)
@@ -111,11 +111,11 @@ def test_parts_of_the_keys(backend):
 
 
 @each_library(library="torch")
-def test_gradients(backend):
+def test_gradients(target):
     """Against autograd of the formula in float64; parts that do not count have none."""
     import torch
 
-    out, lse, _ = partial(backend, (4, 2, 9, 3, 8))
+    out, lse, _ = partial(target, (4, 2, 9, 3, 8))
     out = torch.nan_to_num(out)
     leaves = [x.detach().requires_grad_() for x in (out, lse)]
     results = cupyflash.flash_attn_combine(*leaves)
@@ -136,10 +136,10 @@ def test_gradients(backend):
 
 
 @each_library(library="torch")
-def test_compiled(backend):
+def test_compiled(target):
     import torch
 
-    out, lse, _ = partial(backend, (3, 2, 5, 2, 8))
+    out, lse, _ = partial(target, (3, 2, 5, 2, 8))
     out, lse = torch.nan_to_num(out).requires_grad_(), lse.requires_grad_()
     torch.compiler.reset()
     graph = torch.compile(cupyflash.flash_attn_combine, fullgraph=True, backend="aot_eager")
@@ -168,8 +168,8 @@ def test_dlpack():
 
 
 @each_library()
-def test_wrong_calls(backend):
-    out, lse, _ = partial(backend, (3, 2, 5, 2, 8))
+def test_wrong_calls(target):
+    out, lse, _ = partial(target, (3, 2, 5, 2, 8))
     given = out[0] * 0
     good = {"out_partial": out, "lse_partial": lse, "out": None, "out_dtype": None}
     kinds = {
@@ -182,7 +182,7 @@ def test_wrong_calls(backend):
 
 
 @each_library(library="torch")
-def test_out_takes_no_gradient(backend):
-    out, lse, _ = partial(backend, (3, 2, 5, 2, 8))
+def test_out_takes_no_gradient(target):
+    out, lse, _ = partial(target, (3, 2, 5, 2, 8))
     with pytest.raises(NotImplementedError, match="^flash_attn_combine: out is not written"):
         cupyflash.flash_attn_combine(out.requires_grad_(), lse, out.detach()[0].clone())

@@ -3,7 +3,7 @@
 There are hundreds of configurations for an architecture, too many to compile in each run, so a
 deterministic selection is. Without a GPU (CI): every kernel for each architecture (those beside
 attention not for `LIKE_SM80`), and every tile for one of them at least. Where there is a GPU, and
-so usually more than two cores: in the families of attention every tile of each architecture with
+so usually more than two cores: in the backends of attention every tile of each architecture with
 every pair of switches (dtype, softcap, ALiBi, ...), and over all architectures every tile with
 every value of every switch; the other kernels are the same on all architectures, so their tiles and
 pairs over all of them. The GPU report says whether that ran on these sources.
@@ -17,11 +17,11 @@ import os
 import sys
 
 import pytest
-from backends import compute_capability
+from targets import compute_capability
 from tiny_kernel import needs_nvrtc
 
 from cupyflash import jit
-from cupyflash.attention.families import FAMILIES
+from cupyflash.attention.backends import BACKENDS
 from cupyflash.jit import compiler
 from cupyflash.kernels import TOPICS
 
@@ -30,7 +30,7 @@ SWITCHES = (
     *("dtype", "softcap", "alibi", "bias", "dropout", "split"),
     *("weight", "model", "rms", "activation", "draw", "gated", "rotary", "sequences"),
 )
-SETS = {**FAMILIES, **TOPICS}
+SETS = {**BACKENDS, **TOPICS}
 SAME_EVERYWHERE = {type(x) for topic in TOPICS.values() for x in topic.configurations((9, 0))}
 LIKE_SM80 = ((8, 6), (8, 9))  # its instructions and registers
 THOROUGH = compute_capability()[0] > 0
@@ -54,8 +54,8 @@ def needs(config, capability):
 @functools.cache
 def selection(name):
     """{capability: configurations}; greedy, the first of those that cover most."""
-    family = SETS[name]
-    offered = {c: {x: needs(x, c) for x in family.configurations(c)} for c in CAPABILITIES}
+    backend = SETS[name]
+    offered = {c: {x: needs(x, c) for x in backend.configurations(c)} for c in CAPABILITIES}
     selected = {capability: [] for capability in CAPABILITIES}
     everywhere = _union(n[1] for configs in offered.values() for n in configs.values())
     for capability, configs in offered.items():
@@ -96,11 +96,11 @@ def faults(tasks, **options):
 @needs_nvrtc
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=jit.arch_of)
-@pytest.mark.parametrize("family", SETS)
-def test_compile(family, capability, part):
+@pytest.mark.parametrize("backend", SETS)
+def test_compile(backend, capability, part):
     if capability[0] * 10 + capability[1] not in compiler.supported_archs():
         pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
-    configs = selection(family)[capability][part::PARTS]
+    configs = selection(backend)[capability][part::PARTS]
     tasks = [(config, jit.arch_of(capability)) for config in configs]
     # Under pytest-xdist the tests are what runs in parallel.
     jobs = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
@@ -113,17 +113,17 @@ def test_every_kernel_compiles_for_older_gpus(capability):
     """One configuration of each; what these GPUs spill is not looked at."""
     if capability[0] * 10 + capability[1] not in compiler.supported_archs():
         pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
-    configs = [config for family in SETS.values() for config in family.configurations(capability)]
+    configs = [config for backend in SETS.values() for config in backend.configurations(capability)]
     kernels = {config.name: config for config in reversed(configs)}
     jit.build_all([(x, jit.arch_of(capability)) for x in kernels.values()], jobs=1, progress=False)
 
 
-@pytest.mark.parametrize("family", SETS)
-def test_selection_covers(family):
+@pytest.mark.parametrize("backend", SETS)
+def test_selection_covers(backend):
     """The selection has what each architecture, and what all of them together need."""
     some, every = set(), set()
-    for capability, configs in selection(family).items():
-        offered = [needs(x, capability) for x in SETS[family].configurations(capability)]
+    for capability, configs in selection(backend).items():
+        offered = [needs(x, capability) for x in SETS[backend].configurations(capability)]
         assert _union(needs(x, capability)[0] for x in configs) == _union(n[0] for n in offered)
         some |= _union(needs(x, capability)[1] for x in configs)
         every |= _union(n[1] for n in offered)
@@ -133,8 +133,8 @@ def test_selection_covers(family):
 def compile_everything():
     tasks = [
         (config, jit.arch_of(capability))
-        for family, capability in itertools.product(SETS.values(), CAPABILITIES)
-        for config in family.configurations(capability)
+        for backend, capability in itertools.product(SETS.values(), CAPABILITIES)
+        for config in backend.configurations(capability)
     ]
     found = faults(tasks)
     print(*found, f"{len(tasks)} kernels, {len(found)} with spills or warnings", sep="\n")

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from backends import GPU_BACKENDS, compute_capability
+from targets import GPU_TARGETS, compute_capability
 
 pytest.importorskip("torch")
 
@@ -56,5 +56,5 @@ def test_on_a_cpu_in_any_order():
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu_in_its_own_process(name):
     if not ON_GPU:
-        pytest.skip(GPU_BACKENDS[0].missing or "torch sees no GPU")
+        pytest.skip(GPU_TARGETS[0].missing or "torch sees no GPU")
     run("cuda", name)

@@ -11,9 +11,9 @@ import cupyflash
 from cupyflash.testing import expected, make_inputs
 
 
-def new_stream(backend):
+def new_stream(target):
     """A stream that does not wait for the default stream, and a context that makes it current."""
-    if backend.library == "torch":
+    if target.library == "torch":
         import torch
 
         stream = torch.cuda.Stream()
@@ -24,9 +24,9 @@ def new_stream(backend):
     return stream, stream
 
 
-def delay(backend):
+def delay(target):
     """Queue some milliseconds of work on the current stream."""
-    if backend.library == "torch":
+    if target.library == "torch":
         import torch
 
         torch.cuda._sleep(20_000_000)
@@ -56,17 +56,17 @@ def equal(first, second):
 
 
 @each(device="cuda")
-def test_runs_on_the_current_stream(backend):
+def test_runs_on_the_current_stream(target):
     """The inputs are written late on another stream; on any other stream they would still be 0."""
-    inputs = backend.inputs("float16", seqlen_q=300)
+    inputs = target.inputs("float16", seqlen_q=300)
     right = forward_and_backward(inputs)
-    late = backend.inputs("float16", seqlen_q=300)
+    late = target.inputs("float16", seqlen_q=300)
     for x in (late.q, late.k, late.v, late.dout):
         x[...] = 0
-    backend.synchronize()
-    stream, current = new_stream(backend)
+    target.synchronize()
+    stream, current = new_stream(target)
     with current:
-        delay(backend)
+        delay(target)
         copy_inputs(late, inputs)
         results = forward_and_backward(late)
     stream.synchronize()
@@ -74,18 +74,18 @@ def test_runs_on_the_current_stream(backend):
 
 
 @each(device="cuda")
-def test_two_host_threads(backend):
+def test_two_host_threads(target):
     """Each on its own stream with its own inputs, many calls at once; head dims not seen before."""
-    problems = [backend.inputs("float16", seqlen_q=200, head_dim=d, seed=d) for d in (24, 48)]
+    problems = [target.inputs("float16", seqlen_q=200, head_dim=d, seed=d) for d in (24, 48)]
 
     def repeat(inputs):
-        stream, current = new_stream(backend)
+        stream, current = new_stream(target)
         with current:
             results = [forward_and_backward(inputs) for _ in range(20)]
         stream.synchronize()
         return results
 
-    backend.synchronize()
+    target.synchronize()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         found = list(pool.map(repeat, problems))
     for inputs, results in zip(problems, found):
@@ -95,14 +95,14 @@ def test_two_host_threads(backend):
 
 @each(library="torch", device="cuda")
 @pytest.mark.parametrize("varlen", [False, True], ids=["batch", "varlen"])
-def test_torch_cuda_graph(backend, varlen):
+def test_torch_cuda_graph(target, varlen):
     import torch
 
     lengths = [100, 200]
     if varlen:
-        inputs = backend.varlen_inputs("float16", lengths)
+        inputs = target.varlen_inputs("float16", lengths)
     else:
-        inputs = backend.inputs("float16", seqlen_q=200)
+        inputs = target.inputs("float16", seqlen_q=200)
     qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
 
     def step():
@@ -131,10 +131,10 @@ def test_torch_cuda_graph(backend, varlen):
     assert equal(replayed, step())
 
 
-def group_norm_problem(backend, seed):
+def group_norm_problem(target, seed):
     """(dout, x, weight, bias), for a backward whose blocks count themselves."""
     shapes = (64, 64, 16), (64, 64, 16), (64,), (64,)
-    return [stored(backend, normal(shape, (seed, i)), "float16") for i, shape in enumerate(shapes)]
+    return [stored(target, normal(shape, (seed, i)), "float16") for i, shape in enumerate(shapes)]
 
 
 def group_norm_gradients(dout, x, weight, bias):
@@ -143,15 +143,15 @@ def group_norm_gradients(dout, x, weight, bias):
 
 
 @each(device="cuda")
-def test_two_streams_count_at_once(backend):
+def test_two_streams_count_at_once(target):
     """Many small launches that wait in two streams, and then run side by side."""
-    problems = [group_norm_problem(backend, seed) for seed in (0, 1)]
+    problems = [group_norm_problem(target, seed) for seed in (0, 1)]
     right = [group_norm_gradients(*problem) for problem in problems]
-    streams = [new_stream(backend) for _ in problems]
-    backend.synchronize()
+    streams = [new_stream(target) for _ in problems]
+    target.synchronize()
     for _, current in streams:
         with current:
-            delay(backend)
+            delay(target)
     found = [], []
     for _ in range(20):
         for problem, results, (_, current) in zip(problems, found, streams):
@@ -164,11 +164,11 @@ def test_two_streams_count_at_once(backend):
 
 
 @each(library="torch", device="cuda")
-def test_captured_blocks_count(backend):
+def test_captured_blocks_count(target):
     """A graph has counters of its own, 0 again at the end: it runs twice, beside other launches."""
     import torch
 
-    problem, other = (group_norm_problem(backend, seed) for seed in (0, 1))
+    problem, other = (group_norm_problem(target, seed) for seed in (0, 1))
     right = group_norm_gradients(*other)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -189,13 +189,13 @@ def test_captured_blocks_count(backend):
 
 
 @each(library="cupy")
-def test_cupy_stream_capture(backend):
+def test_cupy_stream_capture(target):
     import cupy
 
-    inputs = backend.inputs("float16", seqlen_q=200)
-    other = backend.inputs("float16", seqlen_q=200, seed=1)
+    inputs = target.inputs("float16", seqlen_q=200)
+    other = target.inputs("float16", seqlen_q=200, seed=1)
     right = forward_and_backward(other)
-    backend.synchronize()
+    target.synchronize()
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(cupy.cuda.Stream(non_blocking=True))
         forward_and_backward(inputs)  # compiles, and fills this stream's arena of the memory pool
@@ -209,7 +209,7 @@ def test_cupy_stream_capture(backend):
 
 
 @each(device="cuda")
-def test_another_device_than_the_current_one(backend):
+def test_another_device_than_the_current_one(target):
     """Arrays of the last device, called while the first is current; both in turn."""
     import cupy
 
@@ -217,17 +217,17 @@ def test_another_device_than_the_current_one(backend):
         pytest.skip("needs two GPUs")
     last = cupy.cuda.runtime.getDeviceCount() - 1
     with cupy.cuda.Device(last):
-        device = f"cuda:{last}" if backend.library == "torch" else "cuda"
+        device = f"cuda:{last}" if target.library == "torch" else "cuda"
         there = make_inputs(
-            backend.library, backend.dtypes[0], seqlen_q=300, head_dim=128, device=device
+            target.library, target.dtypes[0], seqlen_q=300, head_dim=128, device=device
         )
-    here = backend.inputs(backend.dtypes[0], seqlen_q=300, head_dim=128)
+    here = target.inputs(target.dtypes[0], seqlen_q=300, head_dim=128)
     for inputs, index in ((there, last), (here, 0), (there, last)):
         qkv = inputs.q, inputs.k, inputs.v
         out, lse = cupyflash.attention(*qkv, causal=True, return_lse=True)
         dq, dk, dv = cupyflash.attention_backward(inputs.dout, *qkv, out, lse, causal=True)
         for x in (out, lse, dq, dk, dv):
-            assert (x.device.index if backend.library == "torch" else x.device.id) == index
+            assert (x.device.index if target.library == "torch" else x.device.id) == index
         assert cupy.cuda.runtime.getDevice() == 0
         with cupy.cuda.Device(index):
             cupy.cuda.Device().synchronize()

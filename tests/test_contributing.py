@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from backends import FORCED, has
+from targets import FORCED, has
 from tiny_kernel import has_nvrtc
 
 ROOT = Path(__file__).resolve().parent.parent

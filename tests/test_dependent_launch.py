@@ -9,8 +9,8 @@ from ctypes import POINTER, c_int, c_uint, c_void_p
 
 import numpy
 import pytest
-from backends import BACKENDS, compute_capability
 from gpt2_models import prompts, tiny
+from targets import TARGETS, compute_capability
 
 import cupyflash
 from cupyflash import environment
@@ -248,20 +248,20 @@ def test_the_first_launch_of_a_thread():
 
 @on_hopper
 @pytest.mark.parametrize(
-    ("batch", "dtype", "family"),
+    ("batch", "dtype", "backend"),
     [(3, "float16", None), (20, "float32", None), (32, "bfloat16", None), (32, "float16", "sm80")],
 )
-def test_steps_of_gpt2_are_the_same_bits(monkeypatch, batch, dtype, family):
+def test_steps_of_gpt2_are_the_same_bits(monkeypatch, batch, dtype, backend):
     """As a graph with such launches and as one without, on the same tokens, without pauses."""
     import cupy
 
-    backend = next(x for x in BACKENDS if x.library == "cupy" and x.gpu and not x.missing)
-    gpt2 = tiny(backend, dtype)
+    target = next(x for x in TARGETS if x.library == "cupy" and x.gpu and not x.missing)
+    gpt2 = tiny(target, dtype)
     launched, launch = [], dependent_launch.launch
     monkeypatch.setattr(dependent_launch, "launch", lambda *x: launched.append(None) or launch(*x))
     decoders, counts = [], []
     for wanted in (True, False):
-        with monkeypatch.context() as patch, environment.override(family=family):
+        with monkeypatch.context() as patch, environment.override(backend=backend):
             if not wanted:
                 patch.setattr(dependent_launch, "wanted", lambda: False)
             decoder = Decoder(gpt2, batch, 128, "graph")

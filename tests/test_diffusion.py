@@ -26,14 +26,14 @@ each_sampler = pytest.mark.parametrize("name", SAMPLERS)
 SHAPES = [(3, 16, 10), (2, 7, 3), (1, 1001), (6,), (4, 8, 6, 5)]
 
 
-def indices(backend, values, dtype="int64"):
-    """An array of step numbers in the library of the backend."""
+def indices(target, values, dtype="int64"):
+    """An array of step numbers in the library of the target."""
     values = numpy.asarray(values, dtype)
-    if backend.library == "torch":
+    if target.library == "torch":
         import torch
 
-        return torch.from_numpy(values).to(backend.device)
-    if backend.library == "cupy":
+        return torch.from_numpy(values).to(target.device)
+    if target.library == "cupy":
         import cupy
 
         return cupy.asarray(values)
@@ -60,13 +60,13 @@ def expected(sampler, x, predicted, noise, numbers, clip):
 @each_sampler
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_step(backend, name, shape, clip):
+def test_step(target, name, shape, clip):
     """With given noise: one index for all, as int and as array, and one for each sample."""
     sampler = SAMPLERS[name]
-    for i, dtype in enumerate(backend.dtypes):
+    for i, dtype in enumerate(target.dtypes):
         storage = "channels_last" if len(shape) == 4 else "contiguous"
         x, predicted, noise = (
-            stored(backend, normal(shape, (i, j)), dtype, storage) for j in range(3)
+            stored(target, normal(shape, (i, j)), dtype, storage) for j in range(3)
         )
         each = numpy.random.default_rng(i).integers(0, sampler.num_steps, shape[0])
         last = sampler.num_steps - 1
@@ -74,10 +74,10 @@ def test_step(backend, name, shape, clip):
             (0, 0),
             (last, last),
             (numpy.int64(1), 1),
-            (indices(backend, 3), 3),
-            (indices(backend, [last]), last),
-            (indices(backend, each), each),
-            (indices(backend, each, "int32"), each),
+            (indices(target, 3), 3),
+            (indices(target, [last]), last),
+            (indices(target, each), each),
+            (indices(target, each, "int32"), each),
         ]:
             out = sampler.step(x, predicted, step, noise=noise, clip=clip)
             exact, yardstick, terms = expected(sampler, x, predicted, noise, numbers, clip)
@@ -88,12 +88,12 @@ def test_step(backend, name, shape, clip):
 
 @each_library()
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_predictions_of_float32_samples(backend, dtype):
-    if dtype not in backend.dtypes:
+def test_half_precision_predictions_of_float32_samples(target, dtype):
+    if dtype not in target.dtypes:
         pytest.skip("needs ml_dtypes")
     sampler = SAMPLERS["ddpm"]
-    x, noise = (stored(backend, normal((2, 40), i), "float32") for i in range(2))
-    predicted = stored(backend, normal((2, 40), 2), dtype)
+    x, noise = (stored(target, normal((2, 40), i), "float32") for i in range(2))
+    predicted = stored(target, normal((2, 40), 2), dtype)
     out = sampler.step(x, predicted, 7, noise=noise)
     exact, yardstick, terms = expected(sampler, x, predicted, noise, 7, None)
     assert_close_to_float64(to_numpy64(out), exact, yardstick, "float32", "x", terms=terms)
@@ -101,30 +101,30 @@ def test_half_precision_predictions_of_float32_samples(backend, dtype):
 
 @each_library()
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_noise_from_a_seed(backend, shape):
+def test_noise_from_a_seed(target, shape):
     """The same numbers on every device, aligned or not: those of cupyflash.normal."""
     sampler, seed = SAMPLERS["ddpm"], 2**63 + 12345
-    x, predicted = (stored(backend, normal(shape, i), "float32") for i in range(2))
+    x, predicted = (stored(target, normal(shape, i), "float32") for i in range(2))
     each = numpy.random.default_rng(5).integers(0, sampler.num_steps - 1, shape[0])
     of_element = numpy.broadcast_to(each.reshape(-1, *[1] * (len(shape) - 1)), shape)
     drawn = normal_of_seed(int(numpy.prod(shape)), of_element.ravel(), seed).reshape(shape)
-    noise = stored(backend, drawn, "float32")
-    found = sampler.step(x, predicted, indices(backend, each), seed=seed)
-    given = sampler.step(x, predicted, indices(backend, each), noise=noise)
+    noise = stored(target, drawn, "float32")
+    found = sampler.step(x, predicted, indices(target, each), seed=seed)
+    given = sampler.step(x, predicted, indices(target, each), noise=noise)
     # sin.approx and cos.approx are right to 2^-20.9, and radii end at 5.8.
     error = abs(to_float64(found) - to_float64(given)).max()
     assert float(error) <= 6 * 2.0**-20
-    again = sampler.step(x, predicted, indices(backend, each), seed=seed)
+    again = sampler.step(x, predicted, indices(target, each), seed=seed)
     assert (again == found).all()
-    other = sampler.step(x, predicted, indices(backend, each), seed=seed + 1)
+    other = sampler.step(x, predicted, indices(target, each), seed=seed + 1)
     assert (other != found).any()
 
 
 @each_library()
-def test_noise_is_standard_normal(backend):
+def test_noise_is_standard_normal(target):
     """Moments of 2^18 numbers within five standard errors, and no correlation of steps."""
     sampler = SAMPLERS["ddim-eta"]
-    zeros = stored(backend, numpy.zeros((4, 2**16)), "float32")
+    zeros = stored(target, numpy.zeros((4, 2**16)), "float32")
     sigma = sampler.coefficients[:, -1].astype("float64")
     first, second = (
         to_numpy64(sampler.step(zeros, zeros, i, seed=11)).ravel() / sigma[i] for i in (2, 3)
@@ -145,46 +145,46 @@ def test_noise_is_not_that_of_dropout():
 
 @each_library(device="cuda")
 @pytest.mark.parametrize("wrong", [-1, 50, 2**40])
-def test_an_unknown_step_on_the_gpu_gives_nan(backend, wrong):
-    x = stored(backend, normal((2, 24), 0), "float32")
-    out = to_float64(SAMPLERS["ddpm"].step(x, x, indices(backend, [3, wrong]), seed=1))
+def test_an_unknown_step_on_the_gpu_gives_nan(target, wrong):
+    x = stored(target, normal((2, 24), 0), "float32")
+    out = to_float64(SAMPLERS["ddpm"].step(x, x, indices(target, [3, wrong]), seed=1))
     assert (out[0] == out[0]).all() and (out[1] != out[1]).all()
 
 
 @each_library()
-def test_nan_is_not_clipped_away(backend):
+def test_nan_is_not_clipped_away(target):
     values = normal((1, 16), 0)
     values[0, 3] = numpy.nan
-    x = stored(backend, values, "float32")
+    x = stored(target, values, "float32")
     out = to_numpy64(SAMPLERS["ddim"].step(x, x, 3, clip=1.0))
     assert numpy.isnan(out).sum() == 1
 
 
 @each_library()
-def test_empty(backend):
-    x = stored(backend, numpy.zeros((0, 4)), "float16")
+def test_empty(target):
+    x = stored(target, numpy.zeros((0, 4)), "float16")
     out = SAMPLERS["ddpm"].step(x, x, 3, seed=1)
     assert tuple(out.shape) == (0, 4)
 
 
 @each_library()
-def test_one_number(backend):
+def test_one_number(target):
     """A sample without axes."""
     sampler = cupyflash.DiffusionSampler.ddim(cupyflash.beta_schedule("linear", 10), 5)
-    x, predicted = (stored(backend, normal((1,), i), "float32") for i in (0, 1))
+    x, predicted = (stored(target, normal((1,), i), "float32") for i in (0, 1))
     found = sampler.step(x.reshape(()), predicted.reshape(()), 2)
     assert found.shape == () and float(found) == float(sampler.step(x, predicted, 2)[0])
 
 
 @each_library()
-def test_ddim_without_noise_recovers_the_sample(backend):
+def test_ddim_without_noise_recovers_the_sample(target):
     """If the prediction is the true noise, every step stays on the line from sample to noise."""
     sampler = SAMPLERS["ddim"]
     sample, noise = normal((2, 30), 0), normal((2, 30), 1)
     products = numpy.cumprod(1 - BETAS)
     level = products[sampler.timesteps[0]]
-    x = stored(backend, level**0.5 * sample + (1 - level) ** 0.5 * noise, "float32")
-    predicted = stored(backend, noise, "float32")
+    x = stored(target, level**0.5 * sample + (1 - level) ** 0.5 * noise, "float32")
+    predicted = stored(target, noise, "float32")
     for i in range(sampler.num_steps):
         x = sampler.step(x, predicted, i)
     numpy.testing.assert_allclose(to_numpy64(x), sample, atol=2e-3)
@@ -234,9 +234,9 @@ def test_schedules():
 
 
 @each_library()
-def test_embeddings(backend):
+def test_embeddings(target):
     sampler = SAMPLERS["ddim"]
-    like = stored(backend, normal((2, 4), 0), "float16")
+    like = stored(target, normal((2, 4), 0), "float16")
     table = sampler.embeddings(16, like=like)
     assert type(table) is type(like) and tuple(table.shape) == (10, 16)
     for i, t in enumerate(sampler.timesteps):
@@ -259,23 +259,23 @@ def bad(error, match, call):
 
 
 @each_library()
-def test_bad_input(backend):
+def test_bad_input(target):
     sampler = SAMPLERS["ddpm"]
-    make = lambda shape=(2, 24), dtype="float32": stored(backend, normal(shape, 3), dtype)
+    make = lambda shape=(2, 24), dtype="float32": stored(target, normal(shape, 3), dtype)
     x = make()
     step = lambda *a, **options: lambda: sampler.step(*a, **{"seed": 1} | options)
     bad(ValueError, "step.*0 to 49.*50", step(x, x, 50))
     bad(ValueError, "step.*-1", step(x, x, -1))
     bad(TypeError, "step", step(x, x, 1.5))
     bad(TypeError, "step.*int32 or int64", step(x, x, make((2,))))
-    bad(ValueError, r"step.*\(2,\)", step(x, x, indices(backend, [1, 2, 3])))
+    bad(ValueError, r"step.*\(2,\)", step(x, x, indices(target, [1, 2, 3])))
     bad(ValueError, r"predicted.*\(2, 23\)", step(x, make((2, 23)), 1))
     bad(TypeError, "predicted.*float16", step(make(dtype="float16"), x, 1))
     bad(TypeError, "predicted.*list", step(x, [1.0], 1))
     bad(ValueError, r"noise.*\(3, 24\)", step(x, x, 1, seed=None, noise=make((3, 24))))
     bad(ValueError, "noise or a seed, got both", step(x, x, 1, noise=x))
     bad(ValueError, "got neither", step(x, x, 1, seed=None))
-    bad(ValueError, "got neither", step(x, x, indices(backend, 1), seed=None))
+    bad(ValueError, "got neither", step(x, x, indices(target, 1), seed=None))
     for seed in (-1, 2**64, 1.5):
         bad(ValueError, "seed", step(x, x, 1, seed=seed))
     for clip in (0, -1.0, float("inf"), float("nan")):
@@ -287,8 +287,8 @@ def test_bad_input(backend):
 
 
 @each_library(library="torch")
-def test_no_gradient(backend):
-    x = stored(backend, normal((2, 24), 3), "float32").requires_grad_()
+def test_no_gradient(target):
+    x = stored(target, normal((2, 24), 3), "float32").requires_grad_()
     with pytest.raises(NotImplementedError, match="no_grad"):
         SAMPLERS["ddim"].step(x, x, 1)
 
@@ -409,7 +409,7 @@ def their_step(scheduler, point, i, x, predicted, noise_seed, dtype):
 
 
 @each_library()
-def test_steps_are_those_of_diffusers(backend):
+def test_steps_are_those_of_diffusers(target):
     """Every step of every kind of sampler, beside diffusers with tables in float64."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
@@ -421,7 +421,7 @@ def test_steps_are_those_of_diffusers(backend):
             values = 1.5 * normal((2, 3, 5, 4), i), normal((2, 3, 5, 4), (i, 1))
             exact, noise = their_step(wide, point, i, *values, i, torch.float64)
             baseline, _ = their_step(plain, point, i, *values, i, torch.float32)
-            x, predicted, given = (stored(backend, y, "float32") for y in (*values, noise))
+            x, predicted, given = (stored(target, y, "float32") for y in (*values, noise))
             out = to_numpy64(sampler.step(x, predicted, i, noise=given, clip=point.get("clip")))
             c = numpy.abs(sampler.coefficients[i].astype("float64"))
             x0 = c[0] * abs(values[0]).max() + c[1] * abs(values[1]).max()
@@ -437,7 +437,7 @@ def test_steps_are_those_of_diffusers(backend):
 
 
 @each_library()
-def test_a_whole_loop_of_diffusers(backend):
+def test_a_whole_loop_of_diffusers(target):
     """Stable Diffusion's DDIM: 1000 training steps, 20 taken, offset 1, alpha not to one."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
@@ -451,46 +451,46 @@ def test_a_whole_loop_of_diffusers(backend):
     }
     wide, sampler = their_scheduler(point, True), our_sampler(point)
     right = x = normal((1, 4, 8, 8), 0)
-    x = stored(backend, x, "float32")
+    x = stored(target, x, "float32")
     right = right.astype("float64")
     for i in range(20):
         predicted = normal((1, 4, 8, 8), (1, i))
         right, _ = their_step(wide, point, i, right, predicted, 0, torch.float64)
-        x = sampler.step(x, stored(backend, predicted, "float32"), i)
+        x = sampler.step(x, stored(target, predicted, "float32"), i)
     assert abs(to_numpy64(x) - right).max() < 20 * 2e-7 * abs(right).max()
 
 
 @each_library()
 @pytest.mark.parametrize("shape", [(3, 16, 10), (2, 7, 3), (1, 1001), (6,), (4, 8, 6, 5)], ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_seeds_of_the_samples(backend, shape, dtype):
+def test_seeds_of_the_samples(target, shape, dtype):
     """The noise of a sample is that of its seed, wherever in the batch it lies."""
     sampler = SAMPLERS["ddpm"]
     storage = "channels_last" if len(shape) == 4 else "contiguous"
     values = normal(shape, 0)
     seeds = numpy.random.default_rng(0).integers(-(2**63), 2**63, shape[0])
-    x = stored(backend, values, dtype, storage)
-    out = sampler.step(x, x, 3, seed=indices(backend, seeds))
-    each = indices(backend, numpy.full(shape[0], 3))
-    assert (sampler.step(x, x, each, seed=indices(backend, seeds)) == out).all()
+    x = stored(target, values, dtype, storage)
+    out = sampler.step(x, x, 3, seed=indices(target, seeds))
+    each = indices(target, numpy.full(shape[0], 3))
+    assert (sampler.step(x, x, each, seed=indices(target, seeds)) == out).all()
     for i, seed in enumerate(seeds):
-        one = stored(backend, values[i : i + 1], dtype, storage)
+        one = stored(target, values[i : i + 1], dtype, storage)
         right = sampler.step(one, one, 3, seed=int(seed) % 2**64)
         assert (out[i : i + 1] == right).all()
 
 
 @each_library()
 @pytest.mark.parametrize("shape", [(3, 16, 10), (2, 7, 3), (4, 8, 6, 5)], ids=str)
-def test_thresholding(backend, shape):
+def test_thresholding(target, shape):
     """One index for all, as int and as array, one for each sample; NaN stays in its sample."""
     options = {"thresholding": True, "dynamic_thresholding_ratio": 0.8, "sample_max_value": 3.0}
     sampler = cupyflash.DiffusionSampler.ddim(BETAS, 10, **options)
     storage = "channels_last" if len(shape) == 4 else "contiguous"
-    for dtype in backend.dtypes:
-        arrays = [stored(backend, 2 * normal(shape, i), dtype, storage) for i in range(2)]
+    for dtype in target.dtypes:
+        arrays = [stored(target, 2 * normal(shape, i), dtype, storage) for i in range(2)]
         wide = [to_numpy64(y) for y in arrays]
         each = numpy.arange(shape[0]) + 2
-        for step, numbers in [(4, 4), (indices(backend, [4]), 4), (indices(backend, each), each)]:
+        for step, numbers in [(4, 4), (indices(target, [4]), 4), (indices(target, each), each)]:
             out = to_numpy64(sampler.step(*arrays, step))
             run = lambda arrays: reference.step(  # noqa: E731
                 sampler.coefficients, *arrays, None, numpy.asarray(numbers), None, None,  # noqa: B023
@@ -505,15 +505,15 @@ def test_thresholding(backend, shape):
             assert_close_to_float64(out, exact, narrow, dtype, "x", terms=float(terms))
     broken = wide[0].copy()
     broken[(1, *[0] * (len(shape) - 1))] = numpy.nan
-    out = to_numpy64(sampler.step(stored(backend, broken, dtype, storage), arrays[1], 4))
+    out = to_numpy64(sampler.step(stored(target, broken, dtype, storage), arrays[1], 4))
     assert numpy.isnan(out[1]).all() and not numpy.isnan(out[[0]]).any()
 
 
 @each_library(device="cuda")
-def test_steps_outside_of_the_table_with_thresholding(backend):
+def test_steps_outside_of_the_table_with_thresholding(target):
     sampler = cupyflash.DiffusionSampler.ddim(BETAS, 10, thresholding=True)
-    x = stored(backend, normal((3, 8), 0), "float32")
-    out = to_numpy64(sampler.step(x, x, indices(backend, [3, 10, -1])))
+    x = stored(target, normal((3, 8), 0), "float32")
+    out = to_numpy64(sampler.step(x, x, indices(target, [3, 10, -1])))
     assert not numpy.isnan(out[0]).any() and numpy.isnan(out[1:]).all()
 
 
@@ -643,21 +643,21 @@ def test_wrong_calls_of_the_constructor():
 
 
 @each_library()
-def test_wrong_calls_of_a_step(backend):
+def test_wrong_calls_of_a_step(target):
     sampler = SAMPLERS["ddpm"]
-    x, predicted = (stored(backend, normal((2, 24), i), "float32") for i in range(2))
+    x, predicted = (stored(target, normal((2, 24), i), "float32") for i in range(2))
     good = {"x": x, "predicted": predicted, "step": 3, "seed": 1, "clip": 1.0}
     of_x = wrong_calls.array(x)
-    each = indices(backend, [1, 2])
+    each = indices(target, [1, 2])
     wrong_calls.check_refused(
         named("DiffusionSampler.step", sampler.step),
         good,
         {
             "x": of_x,
             "predicted": (*of_x, predicted[:1], predicted[:, :3]),
-            "step": (*wrong_calls.INTEGER, -1, 50, None, x, indices(backend, [1, 2, 3])),
+            "step": (*wrong_calls.INTEGER, -1, 50, None, x, indices(target, [1, 2, 3])),
             "seed": (
-                *wrong_calls.INTEGER, -1, 2**64, x, each[:1], indices(backend, [1, 2], "int32"),
+                *wrong_calls.INTEGER, -1, 2**64, x, each[:1], indices(target, [1, 2], "int32"),
                 None,
             ),
             "noise": (x, *of_x[:6]),

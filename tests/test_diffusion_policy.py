@@ -53,18 +53,18 @@ def modules():
 @pytest.mark.parametrize(
     ("widths", "batch", "length"), [((16, 32), 3, 16), ((16, 32, 24), 1, 12), ((24,), 2, 5)]
 )
-def test_sampling_is_that_of_torch(backend, widths, batch, length, monkeypatch):
+def test_sampling_is_that_of_torch(target, widths, batch, length, monkeypatch):
     """DDPM in float32; both see the same noise."""
     import torch
 
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     PolicyUnet, ActionSampler = modules()
     torch.manual_seed(0)
-    model = PolicyUnet(7, 20, widths=widths).to(backend.device)
+    model = PolicyUnet(7, 20, widths=widths).to(target.device)
     betas = cupyflash.beta_schedule("cosine", STEPS)
     sampler = cupyflash.DiffusionSampler.ddpm(betas)
-    condition = stored(backend, normal((batch, 20), 1), "float32")
-    x = stored(backend, normal((batch, 7, length), 2), "float32")
+    condition = stored(target, normal((batch, 20), 1), "float32")
+    x = stored(target, normal((batch, 7, length), 2), "float32")
     sample = ActionSampler(model, sampler, batch, length)
     ours = sample(condition, x, seed=5)
     noise = sample.noise[:, :, :7].flip(0)
@@ -83,18 +83,18 @@ def test_sampling_is_that_of_torch(backend, widths, batch, length, monkeypatch):
 @each_library(library="torch", device="cuda")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["ddim", "ddpm"])
-def test_graph(backend, kind, dtype):
+def test_graph(target, kind, dtype):
     """Replays give what the launches give, with the inputs of each call."""
     import torch
 
     PolicyUnet, ActionSampler = modules()
     torch.manual_seed(0)
-    model = PolicyUnet(7, 20, widths=(32, 64)).to(backend.device, getattr(torch, dtype))
+    model = PolicyUnet(7, 20, widths=(32, 64)).to(target.device, getattr(torch, dtype))
     sampler = getattr(cupyflash.DiffusionSampler, kind)(cupyflash.beta_schedule("cosine", STEPS))
     plain, graph = (ActionSampler(model, sampler, 5, 8, graph=x) for x in (False, True))
     for seed in range(3):
         condition, x = (
-            stored(backend, normal(shape, seed), "float32") for shape in ((5, 20), (5, 7, 8))
+            stored(target, normal(shape, seed), "float32") for shape in ((5, 20), (5, 7, 8))
         )
         first, second = (sample(condition, x, seed=seed) for sample in (plain, graph))
         assert (first == second).all() and first.std() > 0.1
@@ -102,7 +102,7 @@ def test_graph(backend, kind, dtype):
 
 @each_library(library="torch", device="cuda")
 @pytest.mark.parametrize("batch", [1, 4, 64])
-def test_half_precision(backend, batch):
+def test_half_precision(target, batch):
     """DDIM in bfloat16: no further from float64 than twice torch's own."""
     import copy
 
@@ -110,11 +110,11 @@ def test_half_precision(backend, batch):
 
     PolicyUnet, ActionSampler = modules()
     torch.manual_seed(0)
-    model = PolicyUnet(7, 20, widths=(64, 128)).to(backend.device, torch.bfloat16)
+    model = PolicyUnet(7, 20, widths=(64, 128)).to(target.device, torch.bfloat16)
     model.use_kernels(False)
     sampler = cupyflash.DiffusionSampler.ddim(cupyflash.beta_schedule("cosine", STEPS))
     condition, start = (
-        stored(backend, normal(shape, 1), "float32") for shape in ((batch, 20), (batch, 7, 16))
+        stored(target, normal(shape, 1), "float32") for shape in ((batch, 20), (batch, 7, 16))
     )
 
     @torch.no_grad()
@@ -159,7 +159,7 @@ def test_bad_input():
 
 
 @each_library(library="torch")
-def test_gradients_of_the_model(backend, monkeypatch):
+def test_gradients_of_the_model(target, monkeypatch):
     """Training through our GroupNorm + Mish gives torch's gradients."""
     import torch
 
@@ -167,9 +167,9 @@ def test_gradients_of_the_model(backend, monkeypatch):
 
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
-    model = PolicyUnet(7, 20, widths=(16, 32)).to(backend.device)
-    x, condition = (stored(backend, normal(s, 1), "float32") for s in ((4, 7, 16), (4, 20)))
-    embedding = torch.from_numpy(cupyflash.timestep_embeddings([3], 64)[0]).to(backend.device)
+    model = PolicyUnet(7, 20, widths=(16, 32)).to(target.device)
+    x, condition = (stored(target, normal(s, 1), "float32") for s in ((4, 7, 16), (4, 20)))
+    embedding = torch.from_numpy(cupyflash.timestep_embeddings([3], 64)[0]).to(target.device)
     gradients = []
     for fused in (True, False):
         model.use_kernels(fused)

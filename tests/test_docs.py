@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from backends import compute_capability
+from targets import compute_capability
 
 import cupyflash
 from cupyflash import environment

@@ -80,10 +80,10 @@ def test_seeds_are_independent():
 # The weights of a call -----------------------------------------------------------------------
 
 
-def weights_of(backend, p, rows, cols, head_dim, **options):
+def weights_of(target, p, rows, cols, head_dim, **options):
     """The weights of equal scores, from values that are one for one key a time: (b, h, i, j)."""
-    inputs = backend.inputs(
-        backend.dtypes[0], seqlen_q=rows, seqlen_k=cols, heads_kv=2, head_dim=head_dim
+    inputs = target.inputs(
+        target.dtypes[0], seqlen_q=rows, seqlen_k=cols, heads_kv=2, head_dim=head_dim
     )
     found = []
     for first in range(0, cols, head_dim):
@@ -91,7 +91,7 @@ def weights_of(backend, p, rows, cols, head_dim, **options):
         for j in range(first, min(first + head_dim, cols)):
             v[:, j, :, j - first] = 1
         out = cupyflash.attention(
-            inputs.q * 0, inputs.k, backend.array(v, backend.dtypes[0]), dropout_p=p,
+            inputs.q * 0, inputs.k, target.array(v, target.dtypes[0]), dropout_p=p,
             dropout_seed=SEED, **options,
         )  # fmt: skip
         found.append(numpy.asarray(_on_cpu(out)).swapaxes(1, 2))
@@ -106,9 +106,9 @@ def _on_cpu(x):
 @each()
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("rows, cols", [(150, 200), (1, 33), (65, 16), (300, 1)])
-def test_mask_does_not_depend_on_tiles_or_family(backend, rows, cols, head_dim):
-    """Every family, with the tiles of any head dim, drops the weights that keep_mask says."""
-    weights = weights_of(backend, 0.3, rows, cols, head_dim)
+def test_mask_does_not_depend_on_tiles_or_backend(target, rows, cols, head_dim):
+    """Every backend, with the tiles of any head dim, drops the weights that keep_mask says."""
+    weights = weights_of(target, 0.3, rows, cols, head_dim)
     kept = masks(0.3, 2, 4, rows, cols)
     assert ((weights > 0) == kept).all()
     scale = 1 / cols / (1 - threshold(0.3) / 65536)
@@ -116,10 +116,10 @@ def test_mask_does_not_depend_on_tiles_or_family(backend, rows, cols, head_dim):
 
 
 @each()
-def test_mask_with_a_causal_mask_and_a_window(backend):
+def test_mask_with_a_causal_mask_and_a_window(target):
     for options in ({"causal": True}, {"window": (40, 9)}):
-        whole = weights_of(backend, 0.0, 150, 150, 64, **options) > 0
-        weights = weights_of(backend, 0.3, 150, 150, 64, **options)
+        whole = weights_of(target, 0.0, 150, 150, 64, **options) > 0
+        weights = weights_of(target, 0.3, 150, 150, 64, **options)
         assert ((weights > 0) == (masks(0.3, 2, 4, 150, 150) & whole)).all()
 
 
@@ -136,20 +136,20 @@ def test_mask_with_a_causal_mask_and_a_window(backend):
     ],
     ids=str,
 )
-def test_results(backend, options, head_dim):
+def test_results(target, options, head_dim):
     """Forward and backward against the reference, which has the mask in memory."""
-    inputs = backend.inputs(
-        backend.dtypes[-1], seqlen_q=130, seqlen_k=190, heads_kv=2, head_dim=head_dim
+    inputs = target.inputs(
+        target.dtypes[-1], seqlen_q=130, seqlen_k=190, heads_kv=2, head_dim=head_dim
     )
     options = {"dropout_p": 0.25, "dropout_seed": SEED} | options
     expected(inputs, **options).check(**forward_backward(inputs, **options))
 
 
 @each()
-def test_packed_sequences_are_those_of_a_batch(backend):
+def test_packed_sequences_are_those_of_a_batch(target):
     """The index of a sequence counts, not where its rows lie."""
-    batched = backend.inputs("float16", batch=3, seqlen_q=50)
-    packed = backend.varlen_inputs("float16", [50] * 3)
+    batched = target.inputs("float16", batch=3, seqlen_q=50)
+    packed = target.varlen_inputs("float16", [50] * 3)
     q, k, v = (x.reshape(150, 4, 64) for x in (batched.q, batched.k, batched.v))
     from cupyflash.attention.dispatch import forward
     from cupyflash.attention.extras import Extras
@@ -164,8 +164,8 @@ def test_packed_sequences_are_those_of_a_batch(backend):
 
 
 @each()
-def test_lse_is_that_of_all_weights(backend):
-    inputs = backend.inputs("float16", seqlen_q=70)
+def test_lse_is_that_of_all_weights(target):
+    inputs = target.inputs("float16", seqlen_q=70)
     qkv = inputs.q, inputs.k, inputs.v
     _, plain = cupyflash.attention(*qkv, return_lse=True)
     _, lse = cupyflash.attention(*qkv, dropout_p=0.5, return_lse=True)
@@ -175,12 +175,12 @@ def test_lse_is_that_of_all_weights(backend):
 # Seeds ---------------------------------------------------------------------------------------
 
 
-def seed_generator(backend, seed):
-    if backend.library == "torch":
+def seed_generator(target, seed):
+    if target.library == "torch":
         import torch
 
         torch.manual_seed(seed)
-    elif backend.library == "cupy":
+    elif target.library == "cupy":
         import cupy
 
         cupy.random.seed(seed)
@@ -189,35 +189,35 @@ def seed_generator(backend, seed):
 
 
 @each()
-def test_repeatable(backend):
-    inputs = backend.inputs("float16", seqlen_q=70)
+def test_repeatable(target):
+    inputs = target.inputs("float16", seqlen_q=70)
     call = lambda seed: cupyflash.attention(  # noqa: E731
         inputs.q, inputs.k, inputs.v, dropout_p=0.5, dropout_seed=seed
     )
     assert (call(SEED) == call(SEED)).all() and not (call(SEED) == call(SEED + 1)).all()
-    array = backend.array(numpy.array([SEED]))
+    array = target.array(numpy.array([SEED]))
     assert (call(array) == call(SEED)).all() and (call(array.reshape(())) == call(SEED)).all()
 
 
 @each()
 @pytest.mark.parametrize("function", ["attention", "flash_attn_func"])
-def test_without_a_seed_it_follows_the_generator(backend, function):
-    inputs = backend.inputs("float16", seqlen_q=70)
+def test_without_a_seed_it_follows_the_generator(target, function):
+    inputs = target.inputs("float16", seqlen_q=70)
     call = lambda: getattr(cupyflash, function)(  # noqa: E731
         inputs.q, inputs.k, inputs.v, dropout_p=0.5
     )
-    seed_generator(backend, 1)
+    seed_generator(target, 1)
     first, second = call(), call()
-    seed_generator(backend, 1)
+    seed_generator(target, 1)
     assert (call() == first).all() and not (first == second).all()
 
 
 @each(library="torch")
-def test_backward_of_a_drawn_seed(backend):
+def test_backward_of_a_drawn_seed(target):
     """Autograd keeps the seed that the forward drew: the gradient is that of the same mask."""
     import torch
 
-    inputs = backend.inputs("float32" if "float32" in backend.dtypes else "float16", seqlen_q=70)
+    inputs = target.inputs("float32" if "float32" in target.dtypes else "float16", seqlen_q=70)
     q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     torch.manual_seed(3)
     out = cupyflash.flash_attn_func(q, k, v, dropout_p=0.4)
@@ -231,9 +231,9 @@ def test_backward_of_a_drawn_seed(backend):
 
 
 @each()
-def test_nothing_is_dropped(backend):
+def test_nothing_is_dropped(target):
     """p = 0, and a p that rounds to it, are plain attention to the last bit."""
-    inputs = backend.inputs("float16", seqlen_q=70)
+    inputs = target.inputs("float16", seqlen_q=70)
     qkv = inputs.q, inputs.k, inputs.v
     plain = cupyflash.attention(*qkv)
     assert (cupyflash.attention(*qkv, dropout_p=0.0, dropout_seed=SEED) == plain).all()
@@ -241,8 +241,8 @@ def test_nothing_is_dropped(backend):
 
 
 @each()
-def test_almost_everything_is_dropped(backend):
-    inputs = backend.inputs("float32" if "float32" in backend.dtypes else "bfloat16", seqlen_q=70)
+def test_almost_everything_is_dropped(target):
+    inputs = target.inputs("float32" if "float32" in target.dtypes else "bfloat16", seqlen_q=70)
     out = cupyflash.attention(inputs.q, inputs.k, inputs.v, dropout_p=1 - 1e-9)
     assert numpy.isfinite(_on_cpu(out)).all()
 
@@ -252,8 +252,8 @@ def test_almost_everything_is_dropped(backend):
 
 @each()
 @pytest.mark.parametrize("p", [-0.1, 1.0, 1.5, float("nan"), "0.1", None], ids=str)
-def test_probability(backend, p):
-    inputs = backend.inputs("float16", seqlen_q=5)
+def test_probability(target, p):
+    inputs = target.inputs("float16", seqlen_q=5)
     error = ValueError if isinstance(p, float) else TypeError
     with pytest.raises(error, match=f"^attention: dropout_p must be .*got '?{p}'?"):
         cupyflash.attention(inputs.q, inputs.k, inputs.v, dropout_p=p)
@@ -261,28 +261,28 @@ def test_probability(backend, p):
 
 @each()
 @pytest.mark.parametrize("seed", [-1, 2**63], ids=str)
-def test_seed_out_of_range(backend, seed):
-    inputs = backend.inputs("float16", seqlen_q=5)
+def test_seed_out_of_range(target, seed):
+    inputs = target.inputs("float16", seqlen_q=5)
     with pytest.raises(ValueError, match=f"^attention: dropout_seed .*got {seed}"):
         cupyflash.attention(inputs.q, inputs.k, inputs.v, dropout_p=0.1, dropout_seed=seed)
 
 
 @each()
-def test_seed_of_another_kind(backend):
-    inputs = backend.inputs("float16", seqlen_q=5)
+def test_seed_of_another_kind(target):
+    inputs = target.inputs("float16", seqlen_q=5)
     for seed, error in [
         (1.5, TypeError),
         (True, TypeError),
-        (backend.array(numpy.zeros(1, "int32")), TypeError),
-        (backend.array(numpy.zeros(2, "int64")), ValueError),
+        (target.array(numpy.zeros(1, "int32")), TypeError),
+        (target.array(numpy.zeros(2, "int64")), ValueError),
     ]:
         with pytest.raises(error, match="^attention: dropout_seed must be"):
             cupyflash.attention(inputs.q, inputs.k, inputs.v, dropout_p=0.1, dropout_seed=seed)
 
 
 @each()
-def test_backward_needs_the_seed(backend):
-    inputs = backend.inputs("float16", seqlen_q=5)
+def test_backward_needs_the_seed(target):
+    inputs = target.inputs("float16", seqlen_q=5)
     qkv = inputs.q, inputs.k, inputs.v
     out, lse = cupyflash.attention(*qkv, dropout_p=0.1, dropout_seed=1, return_lse=True)
     with pytest.raises(ValueError, match="^attention_backward: .*dropout_seed of the forward"):

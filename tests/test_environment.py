@@ -12,7 +12,7 @@ from cupyflash import environment
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """No variable set and nothing read yet; what a test reads is forgotten again."""
-    for name in ("CACHE_DIR", "DEBUG", "DUMP", "FAMILY", "NO_JIT"):
+    for name in ("CACHE_DIR", "DEBUG", "DUMP", "BACKEND", "NO_JIT"):
         monkeypatch.delenv(f"CUPYFLASH_{name}", raising=False)
     monkeypatch.setattr(environment, "_current", None)
 
@@ -29,11 +29,11 @@ def test_values_are_read_once(monkeypatch, tmp_path):
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CUPYFLASH_DEBUG", "1")
     monkeypatch.setenv("CUPYFLASH_DUMP", "sass, ptx")
-    monkeypatch.setenv("CUPYFLASH_FAMILY", "simt")
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "simt")
     monkeypatch.setenv("CUPYFLASH_NO_JIT", "1")
     read = environment.Environment(tmp_path, True, ("sass", "ptx"), "simt", True)
     assert environment.current() == read
-    monkeypatch.setenv("CUPYFLASH_FAMILY", "sm80")
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "sm80")
     assert environment.current() == read
 
 
@@ -43,7 +43,7 @@ def test_values_are_read_once(monkeypatch, tmp_path):
         ("CUPYFLASH_DEBUG", "yes", "must be 0 or 1"),
         ("CUPYFLASH_NO_JIT", "2", "must be 0 or 1"),
         ("CUPYFLASH_DUMP", "ptx,cubin", "must list ptx, sass or both"),
-        ("CUPYFLASH_FAMILY", "sm70", "must be sm90, sm80 or simt"),
+        ("CUPYFLASH_BACKEND", "sm70", "must be sm90, sm80 or simt"),
         ("CUPYFLASH_CACHE_DIR", "~nobody-here/x", "must be a folder, and ~ must be the home of"),
     ],
 )
@@ -63,7 +63,7 @@ def test_misspelt_names(monkeypatch, recwarn):
         assert name in str(warning.message)
 
 
-@pytest.mark.parametrize("name", ["DEBUG", "DUMP", "FAMILY", "NO_JIT", "CACHE_DIR"])
+@pytest.mark.parametrize("name", ["DEBUG", "DUMP", "BACKEND", "NO_JIT", "CACHE_DIR"])
 def test_empty_means_unset(monkeypatch, name):
     before = environment.current()
     monkeypatch.setattr(environment, "_current", None)
@@ -100,11 +100,11 @@ def test_no_home(monkeypatch):
 
 def test_override_ends_with_its_block():
     before = environment.current()
-    with pytest.raises(KeyError), environment.override(family="simt", debug=True) as inner:
+    with pytest.raises(KeyError), environment.override(backend="simt", debug=True) as inner:
         assert environment.current() is inner
-        assert (inner.family, inner.debug, inner.dump) == ("simt", True, ())
+        assert (inner.backend, inner.debug, inner.dump) == ("simt", True, ())
         raise KeyError
     assert environment.current() is before
-    with pytest.raises(ValueError, match="CUPYFLASH_FAMILY"), environment.override(family="sm1"):
+    with pytest.raises(ValueError, match="CUPYFLASH_BACKEND"), environment.override(backend="sm1"):
         pass
     assert environment.current() is before

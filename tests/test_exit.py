@@ -1,8 +1,8 @@
 """A process that has run a backward ends as it should; exit_stress.py compares many under load."""
 
 import pytest
-from backends import compute_capability
 from exit_stress import end_of
+from targets import compute_capability
 
 torch = pytest.importorskip("torch")
 

@@ -27,11 +27,11 @@ OPTIONS = [
 class Case:
     """One problem whose queries and keys are each packed or padded; what does not count is NaN."""
 
-    def __init__(self, backend, packed_q, packed_k, some_q, some_k):
+    def __init__(self, target, packed_q, packed_k, some_q, some_k):
         """``some_q``: only the rows of `USED_Q` count."""
-        self.backend, self.packed_q, self.packed_k = backend, packed_q, packed_k
+        self.target, self.packed_q, self.packed_k = target, packed_q, packed_k
         self.used_q, self.used_k = USED_Q if some_q else LENGTHS_Q, USED_K if some_k else LENGTHS_K
-        rng, dtype = numpy.random.default_rng(0), backend.dtypes[0]
+        rng, dtype = numpy.random.default_rng(0), target.dtypes[0]
         self.dtype, self.values = dtype, []  # of each sequence, those that count
         for rows, cols in zip(self.used_q, self.used_k):
             shapes = [(rows, 4, 64), (cols, 2, 64), (cols, 2, 64), (rows, 4, 64)]
@@ -39,7 +39,7 @@ class Case:
         self.q, self.k, self.v, self.dout = (
             self.stored(index, index in (0, 3)) for index in range(4)
         )
-        array = lambda x: backend.array(numpy.array(x, "int32"))  # noqa: E731
+        array = lambda x: target.array(numpy.array(x, "int32"))  # noqa: E731
         self.lengths = {
             "cu_seqlens_q": array(numpy.cumsum([0, *LENGTHS_Q])) if packed_q else None,
             "cu_seqlens_k": array(numpy.cumsum([0, *LENGTHS_K])) if packed_k else None,
@@ -58,7 +58,7 @@ class Case:
             rows = [numpy.full((max(lengths), *shape), numpy.nan, "float32") for _ in lengths]
         for row, values in zip(rows, self.values):
             row[: len(values[index])] = values[index]
-        return self.backend.array((numpy.concatenate if packed else numpy.stack)(rows), self.dtype)
+        return self.target.array((numpy.concatenate if packed else numpy.stack)(rows), self.dtype)
 
     def sequence(self, name, x, b):
         """Of a result: (rows that count with an axis of length 1 in front, the others)."""
@@ -76,7 +76,7 @@ class Case:
         """out and lse, and with torch the gradients of q, k, v and sinks, by name."""
         call = cupyflash.flash_attn_varlen_func
         options |= {**self.lengths, "return_attn_probs": True}
-        if self.backend.library != "torch":
+        if self.target.library != "torch":
             out, lse, _ = call(self.q, self.k, self.v, **options)
             return {"out": out, "lse": lse}
         import torch
@@ -94,7 +94,7 @@ class Case:
         """Sequence by sequence against float64; what does not count is 0, its LSE -inf."""
         dsinks = 0
         for b, values in enumerate(self.values):
-            arrays = (self.backend.array(x[None], self.dtype) for x in values)
+            arrays = (self.target.array(x[None], self.dtype) for x in values)
             own = dict(options)
             exact = expected(Inputs(*arrays, self.dtype), **own)
             dsinks = dsinks + exact.exact.get("dsinks", 0) if "sinks" in own else 0
@@ -116,25 +116,25 @@ class Case:
     + "".join(f"-used_{side}" for side, some in zip("qk", x[2:]) if some),
 )  # fmt: skip
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
-def test_packed_and_padded(backend, form, options):
+def test_packed_and_padded(target, form, options):
     """Queries and keys each packed or padded, each with seqused or without."""
-    check_case(backend, form, options)
+    check_case(target, form, options)
 
 
 @each()
 @pytest.mark.parametrize("options", OPTIONS[2:], ids=str)
 @pytest.mark.parametrize("form", [(True, True, True, True), (True, False, False, True)], ids=str)
-def test_options(backend, form, options):
-    check_case(backend, form, options)
+def test_options(target, form, options):
+    check_case(target, form, options)
 
 
-def check_case(backend, form, options):
-    case, options = Case(backend, *form), dict(options)
+def check_case(target, form, options):
+    case, options = Case(target, *form), dict(options)
     if options.pop("sinks", False):
         values = numpy.random.default_rng(2).standard_normal(4, dtype="float32")
-        options["sinks"] = backend.array(values, "float32")
+        options["sinks"] = target.array(values, "float32")
     if options.pop("alibi", False):
-        options["alibi_slopes"] = make_alibi_slopes(4, backend.library, device=backend.device)
+        options["alibi_slopes"] = make_alibi_slopes(4, target.library, device=target.device)
     if options.pop("dropout", False):
         # Which weights are dropped is not asked here: nothing outside of the lengths is read.
         results = case.run(dropout_p=0.3)
@@ -145,7 +145,7 @@ def check_case(backend, form, options):
                 assert finite and (to_float64(rest) == (-numpy.inf if name == "lse" else 0)).all()
         return
     size = case.q.nbytes
-    poison_free_memory(backend.library, backend.device, [size, case.k.nbytes, 2 * size])
+    poison_free_memory(target.library, target.device, [size, case.k.nbytes, 2 * size])
     results = case.run(**options)
     theirs = dict(options)
     if "window_size" in theirs:
@@ -159,15 +159,15 @@ def _numpy(x):
 
 
 @each()
-def test_padded_without_cu_seqlens(backend):
+def test_padded_without_cu_seqlens(target):
     """Neither packed: `attention` with seqused."""
-    inputs = backend.inputs("float16", seqlen_q=20, seqlen_k=30)
-    used = {"seqused_k": backend.array(numpy.array([30, 7], "int32"))}
+    inputs = target.inputs("float16", seqlen_q=20, seqlen_k=30)
+    used = {"seqused_k": target.array(numpy.array([30, 7], "int32"))}
     out = cupyflash.flash_attn_varlen_func(
         inputs.q, inputs.k, inputs.v, None, None, 20, 30, causal=True, **used
     )
     assert (out == cupyflash.attention(inputs.q, inputs.k, inputs.v, causal=True, **used)).all()
-    kv = _stack(backend, inputs.k, inputs.v)
+    kv = _stack(target, inputs.k, inputs.v)
     packed = cupyflash.flash_attn_varlen_kvpacked_func(
         inputs.q, kv, None, None, 20, 30, causal=True, **used
     )
@@ -175,18 +175,18 @@ def test_padded_without_cu_seqlens(backend):
 
 
 @each()
-def test_sinks(backend):
+def test_sinks(target):
     """In the packed functions, and in the others."""
-    inputs = backend.inputs("float16", seqlen_q=20)
-    sinks = backend.array(numpy.linspace(-1, 2, 4), "float32")
+    inputs = target.inputs("float16", seqlen_q=20)
+    sinks = target.array(numpy.linspace(-1, 2, 4), "float32")
     qkv = inputs.q, inputs.k, inputs.v
     exact = cupyflash.attention(*qkv, causal=True, sinks=sinks)
     options = {"causal": True, "sinks": sinks}
-    kv, packed = _stack(backend, *qkv[1:]), _stack(backend, *qkv)
+    kv, packed = _stack(target, *qkv[1:]), _stack(target, *qkv)
     assert (cupyflash.flash_attn_func(*qkv, **options) == exact).all()
     assert (cupyflash.flash_attn_kvpacked_func(inputs.q, kv, **options) == exact).all()
     assert (cupyflash.flash_attn_qkvpacked_func(packed, **options) == exact).all()
-    ends = backend.array(numpy.array([0, 20, 40], "int32"))
+    ends = target.array(numpy.array([0, 20, 40], "int32"))
     flat = [x.reshape(40, *x.shape[2:]) for x in (inputs.q, kv, packed)]
     found = [
         cupyflash.flash_attn_varlen_kvpacked_func(*flat[:2], ends, ends, 20, 20, **options),
@@ -195,24 +195,24 @@ def test_sinks(backend):
     assert all((x.reshape(exact.shape) == exact).all() for x in found)
 
 
-def _stack(backend, *tensors):
+def _stack(target, *tensors):
     """Tensors (batch, seqlen, heads, head_dim) as one (batch, seqlen, n, heads, head_dim)."""
-    if backend.library == "torch":
+    if target.library == "torch":
         import torch
 
         return torch.stack(tensors, 2)
     xp = numpy
-    if backend.library == "cupy":
+    if target.library == "cupy":
         import cupy as xp
     return xp.stack(tensors, 2)
 
 
 @each(library="torch")
-def test_compiled(backend):
+def test_compiled(target):
     """Packed queries with padded keys, one graph."""
     import torch
 
-    case = Case(backend, True, False, False, True)
+    case = Case(target, True, False, False, True)
     exact = case.run(causal=True)
     torch.compiler.reset()
     graph = torch.compile(
@@ -231,16 +231,16 @@ def test_compiled(backend):
 
 
 @each()
-def test_windows(backend):
+def test_windows(target):
     """-1 and None are unlimited; any two integers will do."""
-    inputs = backend.inputs("float16", seqlen_q=20)
+    inputs = target.inputs("float16", seqlen_q=20)
     qkv = inputs.q, inputs.k, inputs.v
     plain = cupyflash.flash_attn_func(*qkv)
     for window in ((-1, -1), (None, None), [-1, None]):
         assert (cupyflash.flash_attn_func(*qkv, window_size=window) == plain).all()
     exact = cupyflash.attention(*qkv, window=(3, None))
     windows = [(3, -1), (3, None), [3, -1], numpy.array([3, -1])]
-    if backend.library == "torch":
+    if target.library == "torch":
         import torch
 
         windows.append(torch.tensor([3, -1]))
@@ -262,8 +262,8 @@ WRONG_WINDOWS = [
 
 @each()
 @pytest.mark.parametrize("window, error", WRONG_WINDOWS, ids=str)
-def test_wrong_windows(backend, window, error):
-    inputs = backend.inputs("float16", seqlen_q=20)
+def test_wrong_windows(target, window, error):
+    inputs = target.inputs("float16", seqlen_q=20)
     with pytest.raises(error, match=r"^flash_attn_func: .*window_size .*got"):
         cupyflash.flash_attn_func(inputs.q, inputs.k, inputs.v, window_size=window)
 
@@ -287,12 +287,12 @@ def test_wrong_windows(backend, window, error):
     ],
     ids=str,
 )
-def test_wrong_lengths(backend, change, error, fact):
-    case = Case(backend, True, True, False, False)
+def test_wrong_lengths(target, change, error, fact):
+    case = Case(target, True, True, False, False)
     arguments = dict(case.lengths)
     for name, value in change.items():
         as_array = isinstance(value, list) and name != "sinks"
-        arguments[name] = backend.array(numpy.array(value, "int32")) if as_array else value
+        arguments[name] = target.array(numpy.array(value, "int32")) if as_array else value
     with (
         environment.override(debug=True),
         pytest.raises(error, match=f"^flash_attn_varlen_func: {fact}"),
@@ -302,10 +302,10 @@ def test_wrong_lengths(backend, change, error, fact):
 
 @each()
 @pytest.mark.parametrize("packed", [(True, True), (True, False), (False, True)], ids=str)
-def test_wrong_calls(backend, packed):
+def test_wrong_calls(target, packed):
     """Beside those of test_attention_wrong_calls.py: sinks and lengths, packed and padded."""
-    case = Case(backend, *packed, True, True)
-    sinks = backend.array(numpy.ones(4), "float32")
+    case = Case(target, *packed, True, True)
+    sinks = target.array(numpy.ones(4), "float32")
     good = {"q": case.q, "k": case.k, "v": case.v, **case.lengths, "sinks": sinks}
     kinds = {"sinks": (*array(sinks, optional=True), sinks[:1])}
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"):
@@ -319,8 +319,8 @@ def test_wrong_calls(backend, packed):
 
 
 @each()
-def test_no_cu_seqlens_of_packed_qkv(backend):
-    qkv = backend.array(numpy.ones((9, 3, 2, 8)), "float16")
+def test_no_cu_seqlens_of_packed_qkv(target):
+    qkv = target.array(numpy.ones((9, 3, 2, 8)), "float16")
     fact = "^flash_attn_varlen_qkvpacked_func: cu_seqlens must be int32"
     with pytest.raises(TypeError, match=fact):
         cupyflash.flash_attn_varlen_qkvpacked_func(qkv, None, 9)

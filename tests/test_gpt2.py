@@ -18,10 +18,10 @@ RAGGED = (7, 1, 30, 12)
 
 @each_device()
 @pytest.mark.parametrize("lengths", [(9,), (5, 5, 5), RAGGED], ids=str)
-def test_steps_are_a_prefill_of_what_came(backend, lengths):
+def test_steps_are_a_prefill_of_what_came(target, lengths):
     """Greedy tokens, every way to decode, equal those from the logits of whole sequences."""
-    gpt2, given = tiny(backend), prompts(*lengths)
-    for decode in decodes(backend):
+    gpt2, given = tiny(target), prompts(*lengths)
+    for decode in decodes(target):
         found = gpt2.generate(given, 20, decode=decode)
         whole = [prompt + new for prompt, new in zip(given, found)]
         for prompt, new, logits in zip(given, found, gpt2.logits(whole)):
@@ -31,17 +31,17 @@ def test_steps_are_a_prefill_of_what_came(backend, lengths):
 
 @each_device()
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_k=20, top_p=0.8, seed=5)])
-def test_batches_equal_single_runs(backend, sampling):
+def test_batches_equal_single_runs(target, sampling):
     """Prompts of other lengths beside it change nothing; the first row draws the same numbers."""
-    gpt2, given = tiny(backend), prompts(*RAGGED)
+    gpt2, given = tiny(target), prompts(*RAGGED)
     batch = gpt2.generate(given, 25, sampling)
     for i in range(len(given) if sampling.temperature == 0 else 1):
         assert gpt2.generate([given[i]], 25, sampling) == [batch[i]]
 
 
 @each_device()
-def test_logits_of_a_batch_equal_those_of_single_runs(backend):
-    gpt2, given = tiny(backend), prompts(*RAGGED)
+def test_logits_of_a_batch_equal_those_of_single_runs(target):
+    gpt2, given = tiny(target), prompts(*RAGGED)
     for prompt, logits in zip(given, gpt2.logits(given)):
         (alone,) = gpt2.logits([prompt])
         assert logits.shape == (len(prompt), 101) and logits.dtype == "float32"
@@ -51,32 +51,32 @@ def test_logits_of_a_batch_equal_those_of_single_runs(backend):
 
 @each_device()
 @pytest.mark.parametrize("lengths", [(33, 33), RAGGED], ids=str)
-def test_modes_agree(backend, lengths):
+def test_modes_agree(target, lengths):
     """Naive and flash attention, separate and fused operations: prefill and steps."""
     for dtype in ("float32", "float16"):
         given, exact, baseline = prompts(*lengths), None, None
-        for mode in modes(backend):
-            gpt2 = tiny(backend, dtype, mode)
+        for mode in modes(target):
+            gpt2 = tiny(target, dtype, mode)
             found = numpy.concatenate([to_numpy64(x) for x in gpt2.logits(given)])
             exact = found if exact is None else exact
             baseline = exact * (1 + 8 * numpy.finfo(dtype).eps)  # 12 roundings a block
             assert_close_to_float64(found, exact, baseline, dtype, mode, terms=8.0)
             if dtype == "float32":
                 tokens = gpt2.generate(given, 10, decode="eager")
-                assert tokens == tiny(backend).generate(given, 10)
+                assert tokens == tiny(target).generate(given, 10)
 
 
 @each_device()
-def test_seeds(backend):
-    gpt2, given = tiny(backend), prompts(4, 9)
+def test_seeds(target):
+    gpt2, given = tiny(target), prompts(4, 9)
     run = lambda seed: gpt2.generate(given, 30, Sampling(2.0, seed=seed))
     assert run(1) == run(1) != run(2)
 
 
 @each_device()
-def test_end_of_text(backend):
+def test_end_of_text(target):
     """Nothing after it, itself neither; the other sequence goes on."""
-    gpt2, given = tiny(backend), prompts(4, 9)
+    gpt2, given = tiny(target), prompts(4, 9)
     free = gpt2.generate(given, 30)
     end = free[0][11]
     expected = [x[: x.index(end)] if end in x else x for x in free]
@@ -91,11 +91,11 @@ def test_end_of_text(backend):
 
 
 @each_device()
-def test_the_context_ends_a_text(backend):
+def test_the_context_ends_a_text(target):
     """The last token is not embedded, so that a prompt that fills the context gets one."""
-    gpt2, given = tiny(backend), prompts(127, 128, 120, 3)
+    gpt2, given = tiny(target), prompts(127, 128, 120, 3)
     last = [int(to_numpy64(x)[-1].argmax()) for x in gpt2.logits(given)]
-    for decode in decodes(backend):
+    for decode in decodes(target):
         found = gpt2.generate(given, 200, decode=decode)
         assert [len(x) for x in found] == [2, 1, 9, 126]
         assert [x[0] for x in found] == last
@@ -104,9 +104,9 @@ def test_the_context_ends_a_text(backend):
 
 
 @each_device()
-def test_several_ends_of_text(backend):
+def test_several_ends_of_text(target):
     """Whichever comes first; also those of a config.json."""
-    gpt2, given = tiny(backend), prompts(4, 9)
+    gpt2, given = tiny(target), prompts(4, 9)
     free = gpt2.generate(given, 30)
     ends = free[0][11], free[1][5]
     cut = lambda x: x[: min([x.index(end) for end in ends if end in x], default=30)]  # noqa: E731
@@ -127,9 +127,9 @@ class Letters:
 
 
 @each_device()
-def test_stop_strings(backend):
+def test_stop_strings(target):
     """The text ends with the token that completes one; a prompt does not count."""
-    gpt2, given, letters = tiny(backend), prompts(4, 9), Letters()
+    gpt2, given, letters = tiny(target), prompts(4, 9), Letters()
     free = gpt2.generate(given, 30)
     texts = [letters.decode(x) for x in free]
     strings = texts[0][6:9], texts[1][3:5]
@@ -145,16 +145,16 @@ def test_stop_strings(backend):
 
 
 @each_device()
-def test_no_seed(backend):
+def test_no_seed(target):
     """Each call draws its own; the steps of a call differ anyway."""
-    gpt2, given = tiny(backend), prompts(4, 9)
+    gpt2, given = tiny(target), prompts(4, 9)
     runs = [gpt2.generate(given, 30, Sampling(2.0, seed=None)) for _ in range(3)]
     assert len({str(run) for run in runs}) == 3 and len(set(runs[0][0])) > 5
 
 
 @each_device()
-def test_streams_beside_each_other_and_left_alone(backend):
-    gpt2, given = tiny(backend), prompts(5)
+def test_streams_beside_each_other_and_left_alone(target):
+    gpt2, given = tiny(target), prompts(5)
     (whole,) = gpt2.generate(given, 12)
     first, second = (gpt2.stream(given, 12) for _ in range(2))
     pairs = list(zip(first, second))
@@ -166,19 +166,19 @@ def test_streams_beside_each_other_and_left_alone(backend):
 
 
 @each_device()
-def test_logits_that_are_not_finite(backend):
-    gpt2 = tiny(backend)
+def test_logits_that_are_not_finite(target):
+    gpt2 = tiny(target)
     gpt2.weights.final_norm[1][3] = numpy.nan
     with pytest.raises(RuntimeError, match="logits must be finite.*prompt 0 at new token 0"):
         gpt2.generate(prompts(5), 3)
 
 
 @each_device()
-def test_a_request_with_nan_leaves_nothing_behind(backend):
+def test_a_request_with_nan_leaves_nothing_behind(target):
     """Its cache is used again; what lies past the end of the next sequence must not count."""
-    for mode in modes(backend):
-        for decode in decodes(backend) if mode == "fused" else ("eager",):
-            gpt2, given = tiny(backend, mode=mode), prompts(5)
+    for mode in modes(target):
+        for decode in decodes(target) if mode == "fused" else ("eager",):
+            gpt2, given = tiny(target, mode=mode), prompts(5)
             expected = gpt2.generate(given, 10, decode=decode)
             (decoder,) = gpt2._idle.values()
             row = gpt2.weights.position_embedding[50].copy()
@@ -201,11 +201,11 @@ SIZES = {
 
 @each_device()
 @pytest.mark.parametrize("size", SIZES)
-def test_sizes_that_the_persistent_kernel_does_not_take(backend, size):
+def test_sizes_that_the_persistent_kernel_does_not_take(target, size):
     """The defaults find another way; who asks for that kernel is told why not."""
     config = dataclasses.replace(TINY, **SIZES[size])
     for dtype in ("float32", "float16"):
-        gpt2, given = tiny(backend, dtype, config=config), prompts(7)
+        gpt2, given = tiny(target, dtype, config=config), prompts(7)
         (found,) = gpt2.generate(given, 12)
         assert len(found) == 12
         assert [found] == gpt2.generate(given, 12, decode="eager")
@@ -214,14 +214,14 @@ def test_sizes_that_the_persistent_kernel_does_not_take(backend, size):
 
 
 @each_device()
-def test_dropped_models_are_dropped(backend):
+def test_dropped_models_are_dropped(target):
     """Nobody waits for the garbage collector; memory is what it was before."""
-    used = lambda: memory(backend)  # noqa: E731
+    used = lambda: memory(target)  # noqa: E731
     given = prompts(5)
 
     def run():
-        gpt2 = tiny(backend)
-        for decode in decodes(backend):
+        gpt2 = tiny(target)
+        for decode in decodes(target):
             gpt2.generate(given, 3, decode=decode)
         next(gpt2.stream(given, 3))
         return weakref.ref(gpt2), weakref.ref(gpt2.weights.head_weight)
@@ -268,12 +268,12 @@ def test_bad_requests():
 
 
 @each_device()
-def test_wrong_calls_of_generate(backend):
-    gpt2, given = tiny(backend), [[1, 2], [3]]
+def test_wrong_calls_of_generate(target):
+    gpt2, given = tiny(target), [[1, 2], [3]]
     wrong = (None, 3, "text", b"text", {}, {0: [1]}, object(), [], (), numpy.array(3), [[]])
     wrong += ([None], [3], ["text"], [[1.5]], [["a"]], [[101]], [[-1]], [[[1]]], [[True]], [[None]])
     wrong += ([[1], []], [[1], [1] * 129], [[1], {0: 1}], numpy.zeros((2, 2)), [[1, [2, 3]]])
-    array = backend.array(numpy.array([[1.0, 2.0]], "float32"))
+    array = target.array(numpy.array([[1.0, 2.0]], "float32"))
     kinds = {
         "prompts": (*wrong, array, lambda: 3),
         "max_new_tokens": (*INTEGER, None, 0, -1, 2.0),
@@ -283,7 +283,7 @@ def test_wrong_calls_of_generate(backend):
         ),
         "stop_strings": (None, 3, b"a", [b"a"], "", [""], ["a", ""], [3], {}, object(), {"a": 1}),
         "tokenizer": (None, 3, "gpt2", Letters, object()),
-        "decode": (*CHOICE, None, "Eager", ("eager",), *(() if backend.gpu else ["graph"])),
+        "decode": (*CHOICE, None, "Eager", ("eager",), *(() if target.gpu else ["graph"])),
     }  # fmt: skip
     good = {"prompts": given, "max_new_tokens": 3, "sampling": Sampling(1.0), "end_of_text": 5}
     good |= {"stop_strings": ["xyz"], "tokenizer": Letters(), "decode": "eager"}
@@ -304,9 +304,9 @@ def test_bad_models():
 
 
 @each_device()
-def test_running_out_of_memory_names_what_fits(backend, monkeypatch):
+def test_running_out_of_memory_names_what_fits(target, monkeypatch):
     """Ahead by the estimate, and where the allocator fails; both leave the model usable."""
-    gpt2, given = tiny(backend), prompts(9, 4)
+    gpt2, given = tiny(target), prompts(9, 4)
     expected = gpt2.generate(given, 5)
     monkeypatch.setattr(model, "free_memory", lambda xp: 2**20)
     gpt2._idle.clear()
@@ -341,8 +341,8 @@ def test_published_sizes(size, millions):
 
 
 @each_device()
-def test_random_weights_repeat(backend):
-    a, b, c = (Gpt2.random("tiny", device=device(backend), seed=x) for x in (1, 1, 2))
+def test_random_weights_repeat(target):
+    a, b, c = (Gpt2.random("tiny", device=device(target), seed=x) for x in (1, 1, 2))
     values = [to_numpy64(x.weights.blocks[1].up_weight) for x in (a, b, c)]
     assert (values[0] == values[1]).all() and (values[0] != values[2]).any()
     assert abs(values[0].std() / 0.02 - 1) < 0.05 and values[0].shape == (256, 64)

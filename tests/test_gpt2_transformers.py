@@ -50,14 +50,14 @@ def ours(gpt2, given, later, decode):
     return numpy.stack(found, 1)
 
 
-def check_logits(backend, folder, model, dtype, steps):
+def check_logits(target, folder, model, dtype, steps):
     given = prompts(20, 20, vocabulary=model.config.vocab_size)
     later = numpy.asarray(prompts(steps, steps, vocabulary=model.config.vocab_size))
     whole = numpy.concatenate([given, later], 1)
     baseline = theirs(model, whole)[:, 19:]
     exact = theirs(model.double(), whole)[:, 19:]
-    gpt2 = Gpt2.from_folder(folder, dtype=dtype, device=device(backend))
-    for decode in decodes(backend):
+    gpt2 = Gpt2.from_folder(folder, dtype=dtype, device=device(target))
+    for decode in decodes(target):
         found = ours(gpt2, given, later, decode)
         name = f"{decode} logits"
         assert_close_to_float64(found, exact, baseline, dtype, name, terms=abs(exact).max())
@@ -65,24 +65,24 @@ def check_logits(backend, folder, model, dtype, steps):
 
 @each_device()
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_logits(backend, dtype, tmp_path):
+def test_logits(target, dtype, tmp_path):
     """Of a prefill and 64 steps, every way to decode."""
-    if dtype not in backend.dtypes:
+    if dtype not in target.dtypes:
         pytest.skip("needs ml_dtypes")
-    check_logits(backend, *checkpoint(tmp_path, dtype), dtype, STEPS)
+    check_logits(target, *checkpoint(tmp_path, dtype), dtype, STEPS)
 
 
 @each_device()
-def test_logits_of_the_full_size(backend, tmp_path):
+def test_logits_of_the_full_size(target, tmp_path):
     """The 124M configuration in float32; a CPU takes two steps."""
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
-    check_logits(backend, saved(tmp_path, model), model, "float32", STEPS if backend.gpu else 2)
+    check_logits(target, saved(tmp_path, model), model, "float32", STEPS if target.gpu else 2)
 
 
 @each_device()
 @pytest.mark.parametrize("lengths", [(6,), (9, 3, 17)], ids=str)
-def test_greedy_tokens(backend, lengths, tmp_path):
+def test_greedy_tokens(target, lengths, tmp_path):
     """Those of their generate() for each prompt alone."""
     folder, model = checkpoint(tmp_path, tie_word_embeddings=False)
     given = prompts(*lengths, vocabulary=100)
@@ -93,18 +93,18 @@ def test_greedy_tokens(backend, lengths, tmp_path):
         ids = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)
         expected.append(ids[0, len(prompt) :].tolist())
     assert all(len(set(tokens)) > 2 for tokens in expected)
-    gpt2 = Gpt2.from_folder(folder, device=device(backend), dtype="float32")
-    for decode in decodes(backend):
+    gpt2 = Gpt2.from_folder(folder, device=device(target), dtype="float32")
+    for decode in decodes(target):
         assert gpt2.generate(given, 40, decode=decode) == expected
 
 
 @each_device()
-def test_a_prompt_that_fills_the_context_gets_one_token(backend, tmp_path):
+def test_a_prompt_that_fills_the_context_gets_one_token(target, tmp_path):
     folder, model = checkpoint(tmp_path)
     (given,) = prompts(model.config.n_positions, vocabulary=100)
     expected = int(theirs(model, [given])[0, -1].argmax())
-    gpt2 = Gpt2.from_folder(folder, device=device(backend), dtype="float32")
-    for decode in decodes(backend):
+    gpt2 = Gpt2.from_folder(folder, device=device(target), dtype="float32")
+    for decode in decodes(target):
         assert gpt2.generate([given], 5, decode=decode) == [[expected]]
 
 
@@ -133,7 +133,7 @@ def test_tokenizers_give_what_theirs_give(whole, tmp_path):
 
 @each_device()
 @pytest.mark.parametrize("end", [7, [7, 40, 63]], ids=str)
-def test_ends_and_stop_strings_are_theirs(backend, end, tmp_path):
+def test_ends_and_stop_strings_are_theirs(target, end, tmp_path):
     """Their generate() keeps the token that ends a text; both keep those of a stop string."""
     folder, model = checkpoint(tmp_path)
     (given,) = prompts(9, vocabulary=100)
@@ -143,8 +143,8 @@ def test_ends_and_stop_strings_are_theirs(backend, end, tmp_path):
     ends = [free[20], *end[1:]] if isinstance(end, list) else free[20]
     expected = model.generate(ids, **options, eos_token_id=ends)[0, 9:].tolist()
     assert len(expected) <= 21 and expected[-1] in (ends if isinstance(ends, list) else [ends])
-    gpt2 = Gpt2.from_folder(folder, device=device(backend), dtype="float32")
-    for decode in decodes(backend):
+    gpt2 = Gpt2.from_folder(folder, device=device(target), dtype="float32")
+    for decode in decodes(target):
         (found,) = gpt2.generate([given], 60, end_of_text=ends, decode=decode)
         assert found == expected[:-1]
 

@@ -16,12 +16,12 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "REPORT", tmp_path / "report.json")
 
-    def write(failed=0, sanitizer="clean", families=("sm80", "simt"), family_failed=0):
+    def write(failed=0, sanitizer="clean", backends=("sm80", "simt"), backend_failed=0):
         files, report = script.file_digests(), {}
-        for family in (None, *families):
-            run = {"date": "2026-11-21", "failed": family_failed if family else failed}
+        for backend in (None, *backends):
+            run = {"date": "2026-11-21", "failed": backend_failed if backend else failed}
             known = {"memcheck simt": sanitizer}
-            report = script.merged(report, family, {"gpu": "H200"}, run, known, files)
+            report = script.merged(report, backend, {"gpu": "H200"}, run, known, files)
         script.REPORT.write_text(json.dumps(report))
 
     return script, write
@@ -50,11 +50,11 @@ def test_stale_lists_what_changed(project, capsys):
     ]
 
 
-def test_a_family_is_missing(project, capsys):
+def test_a_backend_is_missing(project, capsys):
     script, write = project
-    write(families=["simt"])
+    write(backends=["simt"])
     assert script.main() == 1
-    assert capsys.readouterr().out == "gpu-report: no run with CUPYFLASH_FAMILY=sm80\n"
+    assert capsys.readouterr().out == "gpu-report: no run with CUPYFLASH_BACKEND=sm80\n"
 
 
 def test_runs_of_other_sources_are_dropped(project):
@@ -65,15 +65,15 @@ def test_runs_of_other_sources_are_dropped(project):
     with pytest.raises(ValueError, match="needs the whole run of the same sources first"):
         script.merged(old, "sm80", {}, {"failed": 0}, {}, files)
     new = script.merged(old, None, {"gpu": "H200"}, {"failed": 0}, {}, files)
-    assert new["families"] == {} and new["sanitizer"] == {}
+    assert new["backends"] == {} and new["sanitizer"] == {}
     both = script.merged(new, "simt", {}, {"failed": 2}, {"racecheck": "clean"}, files)
-    assert both["failed"] == 0 and both["families"] == {"simt": {"failed": 2}}
+    assert both["failed"] == 0 and both["backends"] == {"simt": {"failed": 2}}
     assert both["sanitizer"] == {} and both["gpu"] == "H200"
 
 
 @pytest.mark.parametrize(
     "outcome",
-    [{"failed": 1}, {"sanitizer": "3 errors"}, {"family_failed": 1, "families": ["sm80"]}],
+    [{"failed": 1}, {"sanitizer": "3 errors"}, {"backend_failed": 1, "backends": ["sm80"]}],
     ids=str,
 )
 def test_failure(project, outcome, capsys):

@@ -5,14 +5,14 @@ import gc
 import time
 
 import pytest
-from backends import families
+from targets import backends
 
 import cupyflash
 from cupyflash import environment
 from cupyflash.runtime import graph_memory
 from cupyflash.runtime.tile_counter import tile_counters
 
-pytestmark = pytest.mark.skipif(not families(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(not backends(), reason="needs a GPU")
 
 
 @contextlib.contextmanager
@@ -171,14 +171,14 @@ def test_an_instantiated_graph_holds_what_it_needs():
     collect_all()
 
 
-@pytest.mark.parametrize("family", families())
-def test_many_captured_launches(family):
+@pytest.mark.parametrize("backend", backends())
+def test_many_captured_launches(backend):
     """More than there are counters, in one graph."""
     import cupy
 
     graphs = []
     q = normal(1, 1024, 8, 64)
-    with environment.override(family=family):
+    with environment.override(backend=backend):
         wanted = cupyflash.attention(q, q, q, causal=True)
         with captured(graphs) as stream:
             for _ in range(9000):

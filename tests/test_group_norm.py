@@ -43,23 +43,23 @@ class Case:
         parts = [self.dtype, shape, f"{self.channels[1]}groups", str(self.activation)]
         return "-".join(parts + [self.storage] + ["float32-weight"] * self.wide_weight)
 
-    def arrays(self, backend, seed=0):
+    def arrays(self, target, seed=0):
         """(dout, x, weight, bias)."""
         channels = self.channels[0]
         shape = (self.batch, channels, *self.positions)
-        dout = stored(backend, normal(shape, (seed, 0)), self.dtype, self.storage)
-        x = stored(backend, normal(shape, (seed, 1), mean=1.0), self.dtype, self.storage)
+        dout = stored(target, normal(shape, (seed, 0)), self.dtype, self.storage)
+        x = stored(target, normal(shape, (seed, 1), mean=1.0), self.dtype, self.storage)
         of_weight = "float32" if self.wide_weight else self.dtype
-        weights = (stored(backend, normal(channels, (seed, i)), of_weight) for i in (2, 3))
+        weights = (stored(target, normal(channels, (seed, i)), of_weight) for i in (2, 3))
         return dout, x, *weights
 
 
-def cases(backend):
+def cases(target):
     factors = {
-        "dtype": list(backend.dtypes),
+        "dtype": list(target.dtypes),
         "batch": [1, 3],
         "channels": CHANNELS,
-        "positions": POSITIONS + (LARGE if backend.gpu else []),
+        "positions": POSITIONS + (LARGE if target.gpu else []),
         "activation": ACTIVATIONS,
         "wide_weight": [False, True],
         "storage": ["contiguous", "channels_last"],
@@ -69,13 +69,13 @@ def cases(backend):
 
 def matrix():
     parameters = []
-    for backend in libraries():
-        found = cases(backend)
+    for target in libraries():
+        found = cases(target)
         parameters += [
-            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
-            for case in (found[:1] if backend.missing else found)
+            pytest.param(target, case, id=f"{target.name}-{case.id}")
+            for case in (found[:1] if target.missing else found)
         ]
-    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
 
 
 def run(case, dout, x, weight, bias):
@@ -95,10 +95,10 @@ def steps(x):
 
 
 @matrix()
-def test_group_norm(backend, case):
-    dout, x, weight, bias = case.arrays(backend)
+def test_group_norm(target, case):
+    dout, x, weight, bias = case.arrays(target)
     size = int(numpy.prod(x.shape)) * (4 if case.dtype == "float32" else 2)
-    poison_free_memory(backend.library, backend.device, [size] * 2)
+    poison_free_memory(target.library, target.device, [size] * 2)
     results = run(case, dout, x, weight, bias)
     exact = expected_group_norm(dout, x, case.channels[1], weight, bias, case.activation, 1e-5)
     exact.check(**results)
@@ -108,10 +108,10 @@ def test_group_norm(backend, case):
 @each_library(device="cuda")
 @pytest.mark.parametrize("positions", [(64, 64), (100, 100), (200, 200), (256, 256), (300, 301)])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_groups_of_many_sizes(backend, dtype, positions):
+def test_groups_of_many_sizes(target, dtype, positions):
     """One group in a block, in clusters of each size, and beyond those."""
     case = Case(dtype, 3, (8, 1), positions, "silu", False, "contiguous")
-    arrays = case.arrays(backend)
+    arrays = case.arrays(target)
     expected_group_norm(*arrays[:2], 1, *arrays[2:], "silu", 1e-5).check(**run(case, *arrays))
 
 
@@ -128,12 +128,12 @@ def at_most(clusters, monkeypatch):
 @pytest.mark.parametrize(
     "positions", [(72, 72), (100, 100), (128, 160), (128, 250), (200, 200), (256, 256)], ids=str
 )
-def test_more_groups_than_clusters(backend, monkeypatch, positions):
+def test_more_groups_than_clusters(target, monkeypatch, positions):
     """Each cluster has some, one after the other; what is wrong with one stays there."""
     at_most(3, monkeypatch)
     case = Case("float16", 4, (16, 2), positions, "silu", False, "contiguous")
-    dout, x, weight, bias = case.arrays(backend)
-    poison_free_memory(backend.library, backend.device, [2 * int(numpy.prod(x.shape))] * 2)
+    dout, x, weight, bias = case.arrays(target)
+    poison_free_memory(target.library, target.device, [2 * int(numpy.prod(x.shape))] * 2)
     forward = lambda x: cupyflash.group_norm(  # noqa: E731
         x, 2, weight, bias, activation="silu", return_stats=True
     )
@@ -142,7 +142,7 @@ def test_more_groups_than_clusters(backend, monkeypatch, positions):
     exact.check(out=out, stats=stats)
     broken = to_numpy(x).copy()
     broken[1, 11, -1, -1] = numpy.nan
-    found = to_numpy(forward(stored(backend, broken, "float16"))[0])
+    found = to_numpy(forward(stored(target, broken, "float16"))[0])
     assert numpy.isnan(found[1, 8:]).all()
     found[1, 8:] = to_numpy(out)[1, 8:]
     assert (found == to_numpy(out)).all()
@@ -159,20 +159,20 @@ MANY = [
 @each_library(device="cuda")
 @pytest.mark.parametrize(("channels", "length"), MANY, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_many_samples(backend, dtype, channels, length):
+def test_many_samples(target, dtype, channels, length):
     """More than blocks take at once."""
     case = Case(dtype, 1301, channels, (length,), "mish", False, "contiguous")
-    arrays = case.arrays(backend)
+    arrays = case.arrays(target)
     exact = expected_group_norm(*arrays[:2], channels[1], *arrays[2:], "mish", 1e-5)
     exact.check(**run(case, *arrays))
 
 
 @each_library()
 @pytest.mark.parametrize("positions", [(16,), (100, 40), (200, 100), (200, 200)], ids=str)
-def test_mean_far_from_zero(backend, positions):
+def test_mean_far_from_zero(target, positions):
     case = Case("float32", 2, (8, 2), positions, "silu", False, "contiguous")
-    dout, _, weight, bias = case.arrays(backend)
-    x = stored(backend, normal((2, 8, *positions), 5, mean=100.0), "float32")
+    dout, _, weight, bias = case.arrays(target)
+    x = stored(target, normal((2, 8, *positions), 5, mean=100.0), "float32")
     exact = expected_group_norm(dout, x, 2, weight, bias, "silu", 1e-5)
     exact.check(**run(case, dout, x, weight, bias))
 
@@ -180,10 +180,10 @@ def test_mean_far_from_zero(backend, positions):
 @each_library(device="cuda")
 @pytest.mark.parametrize("storage", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("positions", [(16,), (40, 40), (100, 100), (300, 301)], ids=str)
-def test_gradients_are_repeatable(backend, positions, storage):
+def test_gradients_are_repeatable(target, positions, storage):
     """One block a group, a cluster, one read or two."""
     case = Case("float16", 4, (64, 8), positions, "silu", True, storage)
-    arrays = case.arrays(backend)
+    arrays = case.arrays(target)
     first = run(case, *arrays)
     for _ in range(3):
         for name, again in run(case, *arrays).items():
@@ -204,12 +204,12 @@ def test_gradients_are_repeatable(backend, positions, storage):
     ],
 )
 def test_gradients_of_groups_in_turn(
-    backend, monkeypatch, dtype, clusters, batch, channels, positions
+    target, monkeypatch, dtype, clusters, batch, channels, positions
 ):
     """Clusters have some samples of some groups: few or many, and more groups than counters."""
     at_most(clusters, monkeypatch)
     case = Case(dtype, batch, channels, positions, "silu", True, "contiguous")
-    arrays = case.arrays(backend)
+    arrays = case.arrays(target)
     exact = expected_group_norm(*arrays[:2], channels[1], *arrays[2:], "silu", 1e-5)
     for _ in range(2):  # the first leaves the counters as they were
         exact.check(**run(case, *arrays))
@@ -218,10 +218,10 @@ def test_gradients_of_groups_in_turn(
 @each_library(device="cuda")
 @pytest.mark.parametrize("num_groups", [64, 65, 130, 260])
 @pytest.mark.parametrize("positions", [(64,), (63,)], ids=["aligned", "unaligned"])
-def test_groups_that_share_a_counter(backend, positions, num_groups):
+def test_groups_that_share_a_counter(target, positions, num_groups):
     """More groups than counters, which the first of two launches must leave as they were."""
     case = Case("float16", 7, (2 * num_groups, num_groups), positions, "silu", False, "contiguous")
-    arrays = case.arrays(backend)
+    arrays = case.arrays(target)
     exact = expected_group_norm(*arrays[:2], num_groups, *arrays[2:], "silu", 1e-5)
     for _ in range(2):
         exact.check(**run(case, *arrays))
@@ -261,25 +261,25 @@ LAST = [
 
 @each_library(device="cuda")
 @pytest.mark.parametrize(("channels", "positions"), LAST, ids=str)
-def test_channels_last(backend, channels, positions):
+def test_channels_last(target, channels, positions):
     """Far from 0, with one value farther still where the sums begin."""
-    for dtype in backend.dtypes:
+    for dtype in target.dtypes:
         case = Case(dtype, 2, channels, positions, "silu", True, "channels_last")
-        dout, _, weight, bias = case.arrays(backend)
+        dout, _, weight, bias = case.arrays(target)
         values = normal((2, channels[0], *positions), (0, 1), mean=30.0)
         values[:, 0].reshape(2, -1)[:, 0] = 100.0
-        x = stored(backend, values, dtype, "channels_last")
+        x = stored(target, values, dtype, "channels_last")
         exact = expected_group_norm(dout, x, channels[1], weight, bias, "silu", 1e-5)
         exact.check(**run(case, dout, x, weight, bias))
 
 
 @each_library()
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_large_inputs_of_the_activation(backend, activation):
+def test_large_inputs_of_the_activation(target, activation):
     """No overflow inside: exp(100) is infinite in float32."""
     case = Case("float32", 2, (4, 2), (6,), activation, True, "contiguous")
-    dout, x, weight, bias = case.arrays(backend)
-    bias = stored(backend, numpy.array([100.0, -100.0, 20.0, -30.0]), "float32")
+    dout, x, weight, bias = case.arrays(target)
+    bias = stored(target, numpy.array([100.0, -100.0, 20.0, -30.0]), "float32")
     exact = expected_group_norm(dout, x, 2, weight, bias, activation, 1e-5)
     exact.check(**run(case, dout, x, weight, bias))
 
@@ -288,20 +288,20 @@ def test_large_inputs_of_the_activation(backend, activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("length", [16, 64, 63])
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy
-def test_nan(backend, activation, length):
+def test_nan(target, activation, length):
     """Of x: in all that depends on its group, and nothing else. Of a bias: also in dx."""
     case = Case("float32", 3, (8, 2), (length,), activation, True, "contiguous")
-    dout, x, weight, bias = case.arrays(backend)
+    dout, x, weight, bias = case.arrays(target)
     of_x, of_bias = to_numpy(x).copy(), to_numpy(bias).copy()
     of_x[1, 2, 3] = of_bias[5] = numpy.nan
-    found = run(case, dout, stored(backend, of_x, "float32"), weight, bias)
+    found = run(case, dout, stored(target, of_x, "float32"), weight, bias)
     found = {name: numpy.isnan(to_numpy(value)) for name, value in found.items()}
     for name in ("out", "dx"):
         assert found[name][1, :4].all() and not found[name][1, 4:].any()
         assert not found[name][::2].any()
     for name in ("dweight", "dbias") if activation else ("dweight",):
         assert found[name][:4].all() and not found[name][4:].any()
-    found = run(case, dout, x, weight, stored(backend, of_bias, "float32"))
+    found = run(case, dout, x, weight, stored(target, of_bias, "float32"))
     found = {name: numpy.isnan(to_numpy(value)) for name, value in found.items()}
     assert found["out"][:, 5].all()
     assert found["dx"][:, 4:].all() == (activation is not None) and not found["dx"][:, :4].any()
@@ -309,8 +309,8 @@ def test_nan(backend, activation, length):
 
 @each_library()
 @pytest.mark.parametrize("shape", [(0, 8, 4), (2, 8, 0), (0, 8, 3, 0)], ids=str)
-def test_empty(backend, shape):
-    x, weight = (stored(backend, numpy.zeros(s), "float32") for s in (shape, 8))
+def test_empty(target, shape):
+    x, weight = (stored(target, numpy.zeros(s), "float32") for s in (shape, 8))
     out, stats = cupyflash.group_norm(x, 2, weight, weight, return_stats=True)
     assert tuple(out.shape) == shape and tuple(stats.shape) == (shape[0], 2, 2)
     dx, dweight, dbias = cupyflash.group_norm_backward(x, x, weight, weight, stats)
@@ -319,23 +319,23 @@ def test_empty(backend, shape):
 
 
 @each_library()
-def test_no_positions_at_all(backend):
+def test_no_positions_at_all(target):
     """(batch, channels)."""
     case = Case("float32", 3, (24, 4), (), "silu", False, "contiguous")
-    arrays = case.arrays(backend)
+    arrays = case.arrays(target)
     expected_group_norm(*arrays[:2], 4, *arrays[2:], "silu", 1e-5).check(**run(case, *arrays))
 
 
 @each_library()
-def test_slices_of_channels_and_samples(backend):
+def test_slices_of_channels_and_samples(target):
     """Gaps between samples, and between channels or positions; NaN lies in them."""
     values = numpy.full((5, 24, 6, 8), numpy.nan, "float32")
     values[1:4, 8:16] = normal((3, 8, 6, 8), 0)
-    weight = stored(backend, normal(8, 1), "float32")
-    dout = stored(backend, normal((3, 8, 6, 8), 2), "float32")
+    weight = stored(target, normal(8, 1), "float32")
+    dout = stored(target, normal((3, 8, 6, 8), 2), "float32")
     for storage in ("contiguous", "channels_last"):
-        x = stored(backend, values, "float32", storage)[1:4, 8:16]
-        gradient = stored(backend, to_numpy(dout), "float32", storage)
+        x = stored(target, values, "float32", storage)[1:4, 8:16]
+        gradient = stored(target, to_numpy(dout), "float32", storage)
         case = Case("float32", 3, (8, 2), (6, 8), "mish", False, storage)
         exact = expected_group_norm(gradient, x, 2, weight, weight, "mish", 1e-5)
         exact.check(**run(case, gradient, x, weight, weight))
@@ -343,12 +343,12 @@ def test_slices_of_channels_and_samples(backend):
 
 @each_library()
 @pytest.mark.parametrize("length", [32, 31])
-def test_gaps_between_channels(backend, length):
+def test_gaps_between_channels(target, length):
     """The channels of a group are not side by side; NaN lies between them."""
     values = numpy.full((3, 8, 40), numpy.nan, "float32")
     values[..., :length] = normal((3, 8, length), 0)
-    x = stored(backend, values, "float32")[..., :length]
-    weight, dout = (stored(backend, normal(s, 1), "float32") for s in (8, (3, 8, length)))
+    x = stored(target, values, "float32")[..., :length]
+    weight, dout = (stored(target, normal(s, 1), "float32") for s in (8, (3, 8, length)))
     case = Case("float32", 3, (8, 2), (length,), "silu", True, "contiguous")
     exact = expected_group_norm(dout, x, 2, weight, weight, "silu", 1e-5)
     exact.check(**run(case, dout, x, weight, weight))
@@ -356,13 +356,13 @@ def test_gaps_between_channels(backend, length):
 
 @each_library()
 @pytest.mark.parametrize("shape", [(3, 8, 1), (3, 8), (3, 1, 6)], ids=str)
-def test_one_position_or_one_channel_between_gaps(backend, shape):
+def test_one_position_or_one_channel_between_gaps(target, shape):
     """What is neither channels first nor last beside dense results, and yet both."""
     last = len(shape) - 1 if shape[1] == 1 else 1
     wide = [2 * size if axis == last else size for axis, size in enumerate(shape)]
-    x = stored(backend, normal(wide, 0), "float32")
+    x = stored(target, normal(wide, 0), "float32")
     x = x[..., ::2] if last == len(shape) - 1 else x[:, ::2]
-    weight, dout = (stored(backend, normal(s, 1), "float32") for s in (shape[1], shape))
+    weight, dout = (stored(target, normal(s, 1), "float32") for s in (shape[1], shape))
     case = Case("float32", 3, (shape[1], 1), shape[2:], "silu", True, "")
     exact = expected_group_norm(dout, x, 1, weight, weight, "silu", 1e-5)
     exact.check(**run(case, dout, x, weight, weight))
@@ -391,12 +391,12 @@ def to_numpy(x):
 
 @each_library(library="torch")
 @pytest.mark.parametrize("storage", ["contiguous", "channels_last"])
-def test_autograd(backend, storage):
+def test_autograd(target, storage):
     """All gradients; dout in another memory format, or an expanded scalar."""
     import torch
 
     case = Case("float32", 2, (12, 3), (5, 4), "gelu_tanh", True, storage)
-    dout, x, weight, bias = case.arrays(backend)
+    dout, x, weight, bias = case.arrays(target)
     exact = expected_group_norm(dout, x, 3, weight, bias, "gelu_tanh", 1e-5)
     inputs = [y.requires_grad_() for y in (x, weight, bias)]
     out = cupyflash.group_norm(x, 3, weight, bias, activation="gelu_tanh")
@@ -435,37 +435,37 @@ def test_reference_is_torch(activation):
         numpy.testing.assert_allclose(mine, theirs.numpy(), rtol=0, atol=1e-11)
 
 
-def bad(backend, error, match, **changes):
+def bad(target, error, match, **changes):
     arguments = {
-        "x": stored(backend, normal((2, 8, 5), 0), "float16"),
+        "x": stored(target, normal((2, 8, 5), 0), "float16"),
         "num_groups": 2,
-        "weight": stored(backend, normal(8, 1), "float16"),
-        "bias": stored(backend, normal(8, 2), "float16"),
+        "weight": stored(target, normal(8, 1), "float16"),
+        "bias": stored(target, normal(8, 2), "float16"),
     } | changes
     with pytest.raises(error, match=f"^group_norm: .*{match}"):
         cupyflash.group_norm(**arguments)
 
 
 @each_library()
-def test_bad_input(backend):
-    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+def test_bad_input(target):
+    make = lambda shape, dtype="float16": stored(target, normal(shape, 3), dtype)
     for groups in (3, 0, -2, 16):
-        bad(backend, ValueError, f"num_groups.*{groups} and 8", num_groups=groups)
+        bad(target, ValueError, f"num_groups.*{groups} and 8", num_groups=groups)
     for groups in (2.0, None, True, make(2), "2"):
-        bad(backend, ValueError, "num_groups must be an integer.*got", num_groups=groups)
-    bad(backend, ValueError, "activation.*'relu'", activation="relu")
-    bad(backend, ValueError, r"two dimensions.*\(8,\)", x=make(8))
-    bad(backend, ValueError, r"weight.*\(8,\).*\(4,\)", weight=make(4))
-    bad(backend, ValueError, r"activation.*\['silu'\]", activation=["silu"])
-    bad(backend, TypeError, "bias.*weight.*None", bias=None)
-    bad(backend, TypeError, "weight.*bias.*None", weight=None)
-    bad(backend, TypeError, "same dtype", bias=make(8, "float32"))
-    bad(backend, ValueError, "eps", eps=float("nan"))
+        bad(target, ValueError, "num_groups must be an integer.*got", num_groups=groups)
+    bad(target, ValueError, "activation.*'relu'", activation="relu")
+    bad(target, ValueError, r"two dimensions.*\(8,\)", x=make(8))
+    bad(target, ValueError, r"weight.*\(8,\).*\(4,\)", weight=make(4))
+    bad(target, ValueError, r"activation.*\['silu'\]", activation=["silu"])
+    bad(target, TypeError, "bias.*weight.*None", bias=None)
+    bad(target, TypeError, "weight.*bias.*None", weight=None)
+    bad(target, TypeError, "same dtype", bias=make(8, "float32"))
+    bad(target, ValueError, "eps", eps=float("nan"))
 
 
 @each_library()
-def test_bad_backward_input(backend):
-    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+def test_bad_backward_input(target):
+    make = lambda shape, dtype="float16": stored(target, normal(shape, 3), dtype)
     good = [make((2, 8, 5)), make((2, 8, 5)), make(8), make(8), make((2, 4, 2), "float32")]
     for position, wrong, error, match in [
         (0, make((2, 8, 4)), ValueError, "dout"),
@@ -493,16 +493,16 @@ CROPS = {
 @pytest.mark.parametrize("storage", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("crop", CROPS)
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
-def test_crops(backend, crop, storage, affine):
+def test_crops(target, crop, storage, affine):
     """Of x and of dout, in either memory format, with NaN around them."""
     values = [numpy.full((3, 12, 8, 9), numpy.nan, "float32") for _ in range(2)]
     for i, whole in enumerate(values):
         whole[CROPS[crop]] = normal(whole[CROPS[crop]].shape, i)
-    x, dout = (stored(backend, y, "float32", storage)[CROPS[crop]] for y in values)
+    x, dout = (stored(target, y, "float32", storage)[CROPS[crop]] for y in values)
     channels = x.shape[1]
-    weights = [stored(backend, normal(channels, i), "float32") for i in (2, 3)]
+    weights = [stored(target, normal(channels, i), "float32") for i in (2, 3)]
     weights = weights if affine else [None, None]
-    dense = stored(backend, to_numpy(dout).copy(), "float32")
+    dense = stored(target, to_numpy(dout).copy(), "float32")
     for gradient in (dout, dense):
         case = Case("float32", 0, (channels, 2), (), "silu", True, "")
         results = run(case, gradient, x, *weights)
@@ -511,17 +511,17 @@ def test_crops(backend, crop, storage, affine):
         expected_group_norm(gradient, x, 2, *weights, "silu", 1e-5).check(**results)
         last = storage == "channels_last"
         inner = steps(results["out"])[1 if last else -1]
-        assert inner == (results["out"].itemsize if backend.library != "torch" else 1)
+        assert inner == (results["out"].itemsize if target.library != "torch" else 1)
         assert steps(results["out"]) == steps(results["dx"])
 
 
 @each_library(device="cuda")
 @pytest.mark.parametrize("storage", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("positions", [(64,), (64, 64), (300, 301)], ids=str)
-def test_without_weight(backend, positions, storage):
-    for dtype in backend.dtypes:
+def test_without_weight(target, positions, storage):
+    for dtype in target.dtypes:
         case = Case(dtype, 2, (64, 8), positions, "silu", False, storage)
-        dout, x, *_ = case.arrays(backend)
+        dout, x, *_ = case.arrays(target)
         results = run(case, dout, x, None, None)
         assert results.pop("dweight") is None and results.pop("dbias") is None
         expected_group_norm(dout, x, 8, None, None, "silu", 1e-5).check(**results)
@@ -529,15 +529,15 @@ def test_without_weight(backend, positions, storage):
 
 @each_library()
 @pytest.mark.parametrize("shape", [(2, 8, 5, 4), (2, 8, 1, 6)], ids=str)
-def test_dout_of_another_memory_format(backend, shape):
+def test_dout_of_another_memory_format(target, shape):
     """Also an expanded one."""
-    weight, bias = (stored(backend, normal(8, i), "float32") for i in (1, 2))
-    x = stored(backend, normal(shape, 0), "float32")
+    weight, bias = (stored(target, normal(8, i), "float32") for i in (1, 2))
+    x = stored(target, normal(shape, 0), "float32")
     values = normal(shape, 3)
-    number = stored(backend, normal(1, 4), "float32")
-    expanded = number.expand(shape) if backend.library == "torch" else _broadcast(number, shape)
+    number = stored(target, normal(1, 4), "float32")
+    expanded = number.expand(shape) if target.library == "torch" else _broadcast(number, shape)
     case = Case("float32", 0, (8, 2), (), "mish", True, "")
-    for dout in (stored(backend, values, "float32", "channels_last"), expanded):
+    for dout in (stored(target, values, "float32", "channels_last"), expanded):
         exact = expected_group_norm(dout, x, 2, weight, bias, "mish", 1e-5)
         exact.check(**run(case, dout, x, weight, bias))
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 from arrays import normal, stored
-from backends import compute_capability
 from matrix import each_library
+from targets import compute_capability
 
 import cupyflash
 from cupyflash.norm import group_norm_dispatch, group_norm_ring, ring_shape, ring_workspace
@@ -142,12 +142,12 @@ def test_the_workspace_is_for_the_whole_gpu(monkeypatch):
     assert workspaces.bytes == workspace_bytes(64, 8, 8, 132)
 
 
-def arrays(backend, batch, channels, positions, dtype, seed=0):
+def arrays(target, batch, channels, positions, dtype, seed=0):
     """(dout, x, weight, bias)."""
     shape = (batch, channels, positions)
     values = normal(shape, (seed, 0)), normal(shape, (seed, 1), mean=2.0)
-    dout, x = (stored(backend, v, dtype, "channels_last") for v in values)
-    return dout, x, *(stored(backend, normal(channels, (seed, i)), dtype) for i in (2, 3))
+    dout, x = (stored(target, v, dtype, "channels_last") for v in values)
+    return dout, x, *(stored(target, normal(channels, (seed, i)), dtype) for i in (2, 3))
 
 
 def run(groups, dout, x, weight, bias):
@@ -186,14 +186,14 @@ SAMPLES = [
 
 @each_library(device="cuda")
 @pytest.mark.parametrize("sizes", SAMPLES, ids=str)
-def test_samples(backend, sizes, monkeypatch):
+def test_samples(target, sizes, monkeypatch):
     batch, channels, groups, positions = sizes
     for dtype in ("float16", "float32"):
         if dtype == "float32" and channels > 1024:
             continue
-        tensors = arrays(backend, batch, channels, positions, dtype)
+        tensors = arrays(target, batch, channels, positions, dtype)
         size = batch * channels * positions * (2 if dtype == "float16" else 4)
-        poison_free_memory(backend.library, backend.device, [size] * 2)
+        poison_free_memory(target.library, target.device, [size] * 2)
         results, found = rings(monkeypatch, lambda: run(groups, *tensors))  # noqa: B023
         assert found == [HAS_RING] * 2
         check(groups, *tensors, results)
@@ -201,7 +201,7 @@ def test_samples(backend, sizes, monkeypatch):
 
 @each_library(device="cuda")
 @pytest.mark.parametrize("tensors", [1, 2])
-def test_just_fits(backend, tensors, monkeypatch):
+def test_just_fits(target, tensors, monkeypatch):
     """The largest sample, and one with a position more, with little shared memory."""
     import cupy
 
@@ -214,7 +214,7 @@ def test_just_fits(backend, tensors, monkeypatch):
     positions = next(n for n in range(512, 1 << 20) if not fits(n + 1))
     monkeypatch.setattr(group_norm_ring, "MAX_MAP_STRIDE", 0)  # no slices
     for extra in (0, 1):
-        problem = arrays(backend, 2, 320, positions + extra, "float16")
+        problem = arrays(target, 2, 320, positions + extra, "float16")
         results, found = rings(monkeypatch, lambda: run(5, *problem))  # noqa: B023
         assert found[tensors - 1] == (HAS_RING and not extra)
         check(5, *problem, results)
@@ -233,7 +233,7 @@ SLICED = [
 
 @each_library(device="cuda")
 @pytest.mark.parametrize("sizes, round_bytes, expected", SLICED, ids=str)
-def test_slices(backend, sizes, round_bytes, expected, monkeypatch):
+def test_slices(target, sizes, round_bytes, expected, monkeypatch):
     """Of samples that lie apart, in a batch or alone."""
     batch, channels, groups, positions = sizes
     monkeypatch.setattr(ring_shape, "ROUND_BYTES", round_bytes)
@@ -247,10 +247,10 @@ def test_slices(backend, sizes, round_bytes, expected, monkeypatch):
 
     monkeypatch.setattr(group_norm_ring, "RingLaunch", Counted)
     for dtype in ("float16", "bfloat16", "float32"):
-        dout, x, weight, bias = arrays(backend, 2 * batch, channels, positions, dtype)
+        dout, x, weight, bias = arrays(target, 2 * batch, channels, positions, dtype)
         tensors = dout[::2], x[::2], weight, bias
         size = batch * channels * positions * (4 if dtype == "float32" else 2)
-        poison_free_memory(backend.library, backend.device, [size] * 2)
+        poison_free_memory(target.library, target.device, [size] * 2)
         made.clear()
         results, found = rings(monkeypatch, lambda: run(groups, *tensors))  # noqa: B023
         assert found == [HAS_RING] * 2
@@ -274,9 +274,9 @@ def test_slice_maps(batch, strides, step):
 
 
 @each_library(device="cuda")
-def test_repeatable(backend):
+def test_repeatable(target):
     """Bit by bit, whatever the blocks of the launch before have left."""
-    problems = [arrays(backend, n, 320, p, "float16", n) for n, p in ((40, 641), (3, 4096))]
+    problems = [arrays(target, n, 320, p, "float16", n) for n, p in ((40, 641), (3, 4096))]
     first = [run(32, *problem) for problem in problems]
     for _ in range(50):
         for problem, right in zip(problems, first):
@@ -285,11 +285,11 @@ def test_repeatable(backend):
 
 
 @each_library(library="torch", device="cuda")
-def test_two_streams(backend):
+def test_two_streams(target):
     """The same signature on both, many launches that may run at once."""
     import torch
 
-    problems = [arrays(backend, 12, 320, 700, "float16", seed) for seed in (0, 1)]
+    problems = [arrays(target, 12, 320, 700, "float16", seed) for seed in (0, 1)]
     right = [run(32, *problem) for problem in problems]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
@@ -304,12 +304,12 @@ def test_two_streams(backend):
 
 
 @each_library(library="torch", device="cuda")
-def test_graph(backend):
+def test_graph(target):
     """Replays, with launches outside the graph between them and with new numbers."""
     import torch
 
-    problem = arrays(backend, 12, 320, 701, "float16")
-    other = arrays(backend, 12, 320, 701, "float16", 5)
+    problem = arrays(target, 12, 320, 701, "float16")
+    other = arrays(target, 12, 320, 701, "float16", 5)
     first, second = run(32, *problem), run(32, *other[:2], *problem[2:])
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -326,13 +326,13 @@ def test_graph(backend):
 
 
 @each_library(device="cuda")
-def test_shapes_share_a_workspace(backend):
+def test_shapes_share_a_workspace(target):
     """One launch of each shape after the other, with more teams and fewer: their tags count on."""
     problems = [
-        (32, arrays(backend, 3, 320, 4096, "float16", 1)),
-        (32, arrays(backend, 37, 640, 257, "float16", 2)),
-        (8, arrays(backend, 9, 24, 30011, "float16", 3)),
-        (32, arrays(backend, 40, 320, 641, "float16", 4)),
+        (32, arrays(target, 3, 320, 4096, "float16", 1)),
+        (32, arrays(target, 37, 640, 257, "float16", 2)),
+        (8, arrays(target, 9, 24, 30011, "float16", 3)),
+        (32, arrays(target, 40, 320, 641, "float16", 4)),
     ]
     first = [run(groups, *problem) for groups, problem in problems]
     for (groups, problem), results in zip(problems, first):
@@ -352,24 +352,24 @@ alone = pytest.mark.skipif(
 
 @alone
 @each_library(device="cuda")
-def test_memory_of_many_shapes(backend):
+def test_memory_of_many_shapes(target):
     """A hundred shapes later there is no more memory in use than after the first."""
     used = []
     for i in range(101):
-        run(8, *arrays(backend, 2, 64, 20000 + 32 * i, "float16"))
+        run(8, *arrays(target, 2, 64, 20000 + 32 * i, "float16"))
         if i in (0, 100):
-            used.append(device_memory(backend))
+            used.append(device_memory(target))
     # Half a megabyte for each shape would be 50.
     assert used[1] < used[0] + 4 * 2**20, f"{used[0]} bytes after the first, {used[1]} at the end"
 
 
-def device_memory(backend):
+def device_memory(target):
     """Bytes of the GPU that are in use, without what the pools of the libraries keep."""
     import cupy
 
-    backend.synchronize()
+    target.synchronize()
     gc.collect()
-    if backend.library == "torch":
+    if target.library == "torch":
         import torch
 
         torch.cuda.empty_cache()
@@ -380,10 +380,10 @@ def device_memory(backend):
 
 @alone
 @each_library(library="torch", device="cuda")
-def test_dropped_graphs_leave_no_memory(backend):
+def test_dropped_graphs_leave_no_memory(target):
     import torch
 
-    problem = arrays(backend, 2, 64, 20000, "float16")
+    problem = arrays(target, 2, 64, 20000, "float16")
     run(8, *problem)
     used = []
     for i in range(21):
@@ -393,7 +393,7 @@ def test_dropped_graphs_leave_no_memory(backend):
         graph.replay()
         del graph, captured
         if i in (0, 20):
-            used.append(device_memory(backend))
+            used.append(device_memory(target))
     # Code of the driver for a graph may stay; a pool of torch would be 2 MB a graph.
     assert used[1] < used[0] + 10 * 2**20, used
 
@@ -401,16 +401,16 @@ def test_dropped_graphs_leave_no_memory(backend):
 @each_library(library="torch", device="cuda")
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
-    "options", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}], ids=str
+    "options", [{"target": "cudagraphs"}, {"mode": "reduce-overhead"}], ids=str
 )
-def test_compiled_with_cuda_graphs(backend, options, training):
+def test_compiled_with_cuda_graphs(target, options, training):
     """torch accounts for all memory in the pool of its graph: nothing else may stay there."""
     import torch
 
     if "mode" in options and not shutil.which("g++"):
         pytest.skip("inductor needs a C++ compiler")
     torch.compiler.reset()
-    dout, x, weight, bias = arrays(backend, 3, 320, 4096, "float16")
+    dout, x, weight, bias = arrays(target, 3, 320, 4096, "float16")
     function = lambda x, weight, bias: cupyflash.group_norm(x, 32, weight, bias, activation="silu")
     compiled = torch.compile(function, fullgraph=True, **options)
     exact = expected_group_norm(dout, x, 32, weight, bias, "silu", 1e-5)

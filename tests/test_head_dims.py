@@ -33,28 +33,28 @@ OPTIONS = [
 ]
 
 
-def options_of(backend, options, dtype, seqlens):
+def options_of(target, options, dtype, seqlens):
     options, rng = dict(options), numpy.random.default_rng(6)
     if options.pop("alibi", False):
-        options["alibi_slopes"] = make_alibi_slopes(4, backend.library, device=backend.device)
+        options["alibi_slopes"] = make_alibi_slopes(4, target.library, device=target.device)
     if options.pop("bias", False):
         values = rng.standard_normal((2, 4, *seqlens), dtype="float32")
-        options["bias"] = backend.array(values, dtype)
+        options["bias"] = target.array(values, dtype)
     if options.pop("sinks", False):
-        options["sinks"] = backend.array(rng.standard_normal(4, dtype="float32"))
+        options["sinks"] = target.array(rng.standard_normal(4, dtype="float32"))
     return options
 
 
 @each()
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_forward_and_backward(backend, head_dims, options):
+def test_forward_and_backward(target, head_dims, options):
     """In every dtype and storage in turn; the scale is that of the true head_dim."""
     turn = HEAD_DIMS.index(head_dims) + OPTIONS.index(options)
     storages = ["contiguous", "transposed", "padded"]
-    storages += [] if backend.aligned_only else ["unaligned"]
-    inputs = backend.inputs(
-        backend.dtypes[turn % len(backend.dtypes)],
+    storages += [] if target.aligned_only else ["unaligned"]
+    inputs = target.inputs(
+        target.dtypes[turn % len(target.dtypes)],
         seqlen_q=50,
         seqlen_k=70,
         heads_kv=2,
@@ -63,25 +63,25 @@ def test_forward_and_backward(backend, head_dims, options):
         layout=("bshd", "bhsd")[turn % 2],
         storage=storages[turn // 2 % len(storages)],
     )
-    options = options_of(backend, options, inputs.dtype, (50, 70))
+    options = options_of(target, options, inputs.dtype, (50, 70))
     results = forward_backward(inputs, **options)
     assert results["out"].shape[-1] == head_dims[1] and results["dq"].shape == inputs.q.shape
     expected(inputs, **options).check(**results)
 
 
 @each()
-def test_unaligned_copies_are_aligned(backend):
-    """An odd head_dim needs a copy whatever the strides, so every family takes any."""
-    inputs = backend.inputs("float16", seqlen_q=20, head_dim=33, storage="unaligned")
+def test_unaligned_copies_are_aligned(target):
+    """An odd head_dim needs a copy whatever the strides, so every backend takes any."""
+    inputs = target.inputs("float16", seqlen_q=20, head_dim=33, storage="unaligned")
     expected(inputs).check(**forward_backward(inputs))
 
 
 @each()
-def test_long_sequences(backend):
-    lengths = (1000, 1300) if backend.gpu else (100, 130)
+def test_long_sequences(target):
+    lengths = (1000, 1300) if target.gpu else (100, 130)
     for head_dims in ((72, 72), (90, 90), (96, 128), (160, 130)):
-        inputs = backend.inputs(
-            backend.dtypes[0], seqlen_q=lengths[0], seqlen_k=lengths[1],
+        inputs = target.inputs(
+            target.dtypes[0], seqlen_q=lengths[0], seqlen_k=lengths[1],
             head_dim=head_dims[0], head_dim_v=head_dims[1],
         )  # fmt: skip
         expected(inputs, causal=True).check(**forward_backward(inputs, causal=True))
@@ -89,8 +89,8 @@ def test_long_sequences(backend):
 
 @each()
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)], ids=str)
-def test_empty(backend, lengths):
-    inputs = backend.inputs(
+def test_empty(target, lengths):
+    inputs = target.inputs(
         "float16", seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=5, head_dim_v=9
     )
     results = forward_backward(inputs)
@@ -99,11 +99,11 @@ def test_empty(backend, lengths):
 
 
 @each()
-def test_lengths(backend):
-    inputs = backend.inputs("float16", batch=2, seqlen_q=30, head_dim=20, head_dim_v=12)
-    used = backend.array(numpy.array([30, 11], "int32"))
+def test_lengths(target):
+    inputs = target.inputs("float16", batch=2, seqlen_q=30, head_dim=20, head_dim_v=12)
+    used = target.array(numpy.array([30, 11], "int32"))
     results = forward_backward(inputs, seqused_q=used, seqused_k=used)
-    short = backend.inputs("float16", batch=2, seqlen_q=30, head_dim=20, head_dim_v=12)
+    short = target.inputs("float16", batch=2, seqlen_q=30, head_dim=20, head_dim_v=12)
     parts = {name: getattr(short, name)[1:, :11] for name in ("q", "k", "v", "dout")}
     short = dataclasses.replace(short, **parts)
     expected(short).check(
@@ -113,15 +113,15 @@ def test_lengths(backend):
 
 
 @each()
-def test_packed_sequences_and_packed_forms(backend):
-    inputs = backend.varlen_inputs("float16", [5, 0, 31], heads_kv=2, head_dim=21, head_dim_v=36)
+def test_packed_sequences_and_packed_forms(target):
+    inputs = target.varlen_inputs("float16", [5, 0, 31], heads_kv=2, head_dim=21, head_dim_v=36)
     ends = inputs.cu_seqlens_q
     out, lse, _ = cupyflash.flash_attn_varlen_func(
         inputs.q, inputs.k, inputs.v, ends, ends, 31, 31, causal=True, return_attn_probs=True
     )
     expected(inputs, causal=True).check(out=out, lse=lse)
     values = numpy.random.default_rng(1).standard_normal((2, 9, 3, 4, 13))
-    qkv = backend.array(values, "float16")
+    qkv = target.array(values, "float16")
     packed = cupyflash.flash_attn_qkvpacked_func(qkv)
     separate = cupyflash.attention(*(qkv[:, :, i] for i in range(3)))
     assert packed.shape == (2, 9, 4, 13) and (packed == separate).all()
@@ -130,14 +130,14 @@ def test_packed_sequences_and_packed_forms(backend):
 
 
 @each(library="torch")
-def test_sdpa(backend):
+def test_sdpa(target):
     import torch
 
-    inputs = backend.inputs(
-        "float32" if "float32" in backend.dtypes else "float16", seqlen_q=12, seqlen_k=20,
+    inputs = target.inputs(
+        "float32" if "float32" in target.dtypes else "float16", seqlen_q=12, seqlen_k=20,
         head_dim=11, head_dim_v=30, layout="bhsd",
     )  # fmt: skip
-    mask = torch.rand(2, 1, 12, 20, device=backend.device) > 0.3
+    mask = torch.rand(2, 1, 12, 20, device=target.device) > 0.3
     mask[..., 0] = True
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     out = cupyflash.scaled_dot_product_attention(*leaves, attn_mask=mask)
@@ -147,12 +147,12 @@ def test_sdpa(backend):
 
 @each(library="torch")
 @pytest.mark.parametrize("head_dims", [(37, 37), (16, 40)], ids=str)
-def test_compiled_and_mapped(backend, head_dims):
+def test_compiled_and_mapped(target, head_dims):
     """What torch.compile expects of the strides is what the operators give."""
     import torch
 
     for layout in ("bshd", "bhsd"):
-        inputs = backend.inputs(
+        inputs = target.inputs(
             "float16", batch=3, seqlen_q=20, layout=layout, storage="transposed",
             head_dim=head_dims[0], head_dim_v=head_dims[1],
         )  # fmt: skip
@@ -263,9 +263,9 @@ def test_copies_of_a_gpu(monkeypatch):
     ],
     ids=str,
 )
-def test_wrong_shapes(backend, shapes, fact):
+def test_wrong_shapes(target, shapes, fact):
     """The message has the shapes of the caller."""
-    tensors = [backend.array(numpy.ones(shape), "float16") for shape in shapes]
+    tensors = [target.array(numpy.ones(shape), "float16") for shape in shapes]
     with pytest.raises(ValueError, match=f"^attention: {fact}") as error:
         cupyflash.attention(*tensors)
     if "heads" not in fact:
@@ -273,8 +273,8 @@ def test_wrong_shapes(backend, shapes, fact):
 
 
 @each()
-def test_wrong_gradients(backend):
-    inputs = backend.inputs("float16", seqlen_q=5, head_dim=12, head_dim_v=20)
+def test_wrong_gradients(target):
+    inputs = target.inputs("float16", seqlen_q=5, head_dim=12, head_dim_v=20)
     out, lse = cupyflash.attention(inputs.q, inputs.k, inputs.v, return_lse=True)
     fact = r"^attention_backward: dout must be like q, with the head_dim of v: \(2, 5, 4, 20\)"
     with pytest.raises(ValueError, match=fact):
@@ -282,14 +282,14 @@ def test_wrong_gradients(backend):
 
 
 @each()
-def test_caches_are_refused(backend):
+def test_caches_are_refused(target):
     """`attention_with_cache` makes no copies."""
     for head_dim, head_dim_v in ((12, 12), (40, 24), (24, 40)):
-        inputs = backend.inputs(
+        inputs = target.inputs(
             "float16", batch=1, seqlen_q=2, seqlen_k=9, head_dim=head_dim, head_dim_v=head_dim_v
         )
-        new = backend.inputs("float16", batch=1, seqlen_q=2, head_dim=head_dim)
-        positions = backend.array(numpy.zeros(1, "int32"))
+        new = target.inputs("float16", batch=1, seqlen_q=2, head_dim=head_dim)
+        positions = target.array(numpy.zeros(1, "int32"))
         with pytest.raises(ValueError, match=r"^attention_with_cache: .*got"):
             cupyflash.attention_with_cache(new.q, new.k, new.v, inputs.k, inputs.v, positions)
 

@@ -2,44 +2,44 @@
 
 import numpy
 import pytest
-from backends import BACKENDS, FORCED, families
 from matrix import each_library
+from targets import FORCED, TARGETS, backends
 
 import cupyflash
 from cupyflash import environment
 from cupyflash.testing import to_float64
 
-GPU = pytest.mark.skipif(not families(), reason="needs a GPU")
+GPU = pytest.mark.skipif(not backends(), reason="needs a GPU")
 
 
-def filled(backend, shape, value, dtype):
-    return backend.array(numpy.full(shape, value), dtype)
+def filled(target, shape, value, dtype):
+    return target.array(numpy.full(shape, value), dtype)
 
 
-def each_backend(test):
-    return pytest.mark.parametrize("backend", BACKENDS, ids=lambda x: x.name, indirect=True)(test)
+def each_target(test):
+    return pytest.mark.parametrize("target", TARGETS, ids=lambda x: x.name, indirect=True)(test)
 
 
-@each_backend
+@each_target
 @pytest.mark.parametrize("rows", [1, 3, 300])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype, value", [("bfloat16", 133120.0), ("float16", 2**13)])
-def test_equal_values(backend, dtype, value, head_dim, rows):
+def test_equal_values(target, dtype, value, head_dim, rows):
     """PyTorch's own case: whatever the scores, the mean of equal values is that value."""
-    if dtype not in backend.dtypes:
-        pytest.skip(f"{backend.name} has no {dtype}")
-    x = filled(backend, (1, rows, 2, head_dim), value, dtype)
+    if dtype not in target.dtypes:
+        pytest.skip(f"{target.name} has no {dtype}")
+    x = filled(target, (1, rows, 2, head_dim), value, dtype)
     out = to_float64(cupyflash.attention(x, x, x))
     assert (out == value).all(), f"{out.min()} to {out.max()}"
 
 
 @each_library()
 @pytest.mark.parametrize("softcap", [50.0, 4096.0, 1e6, 1e30])
-def test_softcap(backend, softcap):
+def test_softcap(target, softcap):
     """Weights are right to the last place of float16, however large the softcap."""
     rng = numpy.random.default_rng(8)
     values = rng.standard_normal((3, 2, 300, 2, 64))
-    q, k, v = (backend.array(4 * x, "float16") for x in values)
+    q, k, v = (target.array(4 * x, "float16") for x in values)
     exact = [to_float64(x)[:, :, 0] for x in (q, k, v)]
     scores = softcap * numpy.tanh(exact[0] @ exact[1].transpose(0, 2, 1) / 8 / softcap)
     weights = numpy.exp(scores - scores.max(-1, keepdims=True))
@@ -52,11 +52,11 @@ def test_softcap(backend, softcap):
     assert abs(found - wanted).max() < 2.0**-11 * abs(exact[2]).max() * 2
 
 
-@each_backend
+@each_target
 @pytest.mark.parametrize("power", [12, 20, 24, 26, 30, 34, 40])
-def test_one_key_stands_out(backend, power):
+def test_one_key_stands_out(target, power):
     """Scores up to +-2^power: the largest one takes all, also in a later tile, also if negative."""
-    dtype = "bfloat16" if "bfloat16" in backend.dtypes else "float16"
+    dtype = "bfloat16" if "bfloat16" in target.dtypes else "float16"
     if dtype == "float16" and power > 30:
         pytest.skip("float16 ends before")
     rng = numpy.random.default_rng(power)
@@ -70,7 +70,7 @@ def test_one_key_stands_out(backend, power):
     k[0, list(best.values())[0], 0, 0] = -(2.0 ** (power / 2 - 1))
     q[0, 3:] *= -1
     v = rng.standard_normal((1, keys, 1, head_dim))
-    q, k, v = (backend.array(x, dtype) for x in (q, k, v))
+    q, k, v = (target.array(x, dtype) for x in (q, k, v))
     exact = [to_float64(x)[0, :, 0] for x in (q, k, v)]
     scores = exact[0] @ exact[1].T
     weights = numpy.exp(scores - scores.max(1, keepdims=True))
@@ -83,12 +83,12 @@ def test_one_key_stands_out(backend, power):
     assert (abs(to_float64(lse)[0, 0] - peak) <= 2.0**-22 * abs(peak) + 8).all()
 
 
-@each_backend
-def test_no_gradient_rather_than_a_wrong_one(backend):
+@each_target
+def test_no_gradient_rather_than_a_wrong_one(target):
     """Where the LSE in float32 keeps no digit of a weight, gradients are NaN; in no other row."""
     q, k, v, dout = numpy.random.default_rng(1).standard_normal((4, 1, 8, 1, 64))
     q[0, 3] = k[0, 0] = 30000
-    q, k, v, dout = (backend.array(x, "float16") for x in (q, k, v, dout))
+    q, k, v, dout = (target.array(x, "float16") for x in (q, k, v, dout))
     out, lse = cupyflash.attention(q, k, v, return_lse=True)
     gradients = cupyflash.attention_backward(dout, q, k, v, out, lse)
     out, lse, dq, dk, dv = (to_float64(x) for x in (out, lse, *gradients))
@@ -99,15 +99,15 @@ def test_no_gradient_rather_than_a_wrong_one(backend):
 
 @GPU
 @pytest.mark.parametrize("keys", [64, 8192], ids=["plain", "split"])
-@pytest.mark.parametrize("family", families())
-def test_lse_of_a_nan_row(family, keys):
+@pytest.mark.parametrize("backend", backends())
+def test_lse_of_a_nan_row(backend, keys):
     """NaN in a query reaches its out and its LSE, and nothing else, also where keys are split."""
     import cupy
 
     q = cupy.random.standard_normal((1, 4, 2, 64), "float32").astype("float16")
     k = cupy.random.standard_normal((1, keys, 2, 64), "float32").astype("float16")
     q[0, 2, 1] = cupy.nan
-    with environment.override(family=family):
+    with environment.override(backend=backend):
         out, lse = cupyflash.attention(q, k, k, return_lse=True)
     nan = cupy.zeros((1, 4, 2), bool)
     nan[0, 2, 1] = True
@@ -121,8 +121,8 @@ def test_lse_of_a_nan_row(family, keys):
     [(2**18, 8, 1), (2**15, 1, 8), (2**15 + 1, 1, 8), (33000, 1, 8), (2**16, 2, 4)],
     ids=str,
 )
-@pytest.mark.parametrize("family", families())
-def test_many_packed_sequences(family, count, length, heads):
+@pytest.mark.parametrize("backend", backends())
+def test_many_packed_sequences(backend, count, length, heads):
     """As the same sequences in a batch of few at a time, both passes."""
     import cupy
 
@@ -133,7 +133,7 @@ def test_many_packed_sequences(family, count, length, heads):
     cu = cupy.arange(count + 1, dtype="int32") * length
     packed = (cu, cu, length, length)
     options = {"causal": True}
-    with environment.override(family=family):
+    with environment.override(backend=backend):
         found = packed_both(q, k, v, dout, packed, options)
         some = slice(count * length // 2, count * length // 2 + 64 * length)
         wanted = batch_both(*(x[some] for x in (q, k, v, dout)), length, options)
@@ -170,8 +170,8 @@ def as_cupy(*tensors):
 
 
 @GPU
-@pytest.mark.parametrize("family", families())
-def test_many_padded_sequences(family):
+@pytest.mark.parametrize("backend", backends())
+def test_many_padded_sequences(backend):
     """2^16 sequences with lengths of their own."""
     import cupy
 
@@ -180,7 +180,7 @@ def test_many_padded_sequences(family):
         cupy.random.standard_normal((batch, 4, 4, 64), "float32").astype("float16") for _ in "qkvd"
     )
     used = cupy.random.randint(0, 5, batch).astype("int32")
-    with environment.override(family=family):
+    with environment.override(backend=backend):
         out, lse = cupyflash.attention(q, k, v, causal=True, seqused_k=used, return_lse=True)
         gradients = cupyflash.attention_backward(
             dout, q, k, v, out, lse, causal=True, seqused_k=used

@@ -6,15 +6,15 @@ import sys
 
 import numpy
 import pytest
-from backends import CPU_BACKENDS
 from matrix import each
+from targets import CPU_TARGETS
 
 import cupyflash
 from cupyflash import environment
 from cupyflash.runtime import plan as kernel_plan
 from cupyflash.testing import make_inputs, make_varlen_inputs
 
-NUMPY = CPU_BACKENDS[0]
+NUMPY = CPU_TARGETS[0]
 
 
 def says(function, *facts):
@@ -23,8 +23,8 @@ def says(function, *facts):
     return rf"(?s)^{function}: {anywhere}"
 
 
-def tensors(backend, **shape):
-    inputs = backend.inputs("float16", **{"seqlen_q": 5, "head_dim": 16} | shape)
+def tensors(target, **shape):
+    inputs = target.inputs("float16", **{"seqlen_q": 5, "head_dim": 16} | shape)
     return inputs.q, inputs.k, inputs.v
 
 
@@ -34,16 +34,16 @@ def rejects(function, error, *facts, call):
 
 
 @each()
-def test_wrong_rank(backend):
-    q, k, v = tensors(backend)
+def test_wrong_rank(target):
+    q, k, v = tensors(target)
     rejects("attention", ValueError, "q", 3, call=lambda: cupyflash.attention(q[0], k, v))
     rejects("attention", ValueError, "k", 3, call=lambda: cupyflash.attention(q, k[0], v[0]))
 
 
 @each()
-def test_dtype_mix(backend):
-    q, k, v = tensors(backend)
-    wide = backend.inputs("float32", seqlen_q=5, head_dim=16).k
+def test_dtype_mix(target):
+    q, k, v = tensors(target)
+    wide = target.inputs("float32", seqlen_q=5, head_dim=16).k
     call = lambda: cupyflash.attention(q, wide, v)  # noqa: E731
     rejects("attention", TypeError, "float16", "float32", call=call)
 
@@ -56,36 +56,36 @@ def test_dtype_not_supported(dtype):
 
 
 @each()
-def test_not_an_array(backend):
-    q, k, _ = tensors(backend)
+def test_not_an_array(target):
+    q, k, _ = tensors(target)
     rejects("attention", TypeError, "v", "list", call=lambda: cupyflash.attention(q, k, [1.0]))
 
 
 @each(device="cuda")
-def test_device_mix(backend):
-    q, k, _ = tensors(backend)
+def test_device_mix(target):
+    q, k, _ = tensors(target)
     other = make_inputs("numpy", "float16", seqlen_q=5, head_dim=16).v
     call = lambda: cupyflash.attention(q, k, other)  # noqa: E731
     rejects("attention", (TypeError, ValueError), "v", call=call)
 
 
 @each(library="torch")
-def test_library_mix(backend):
-    q, k, _ = tensors(backend)
+def test_library_mix(target):
+    q, k, _ = tensors(target)
     other = make_inputs("numpy", "float16", seqlen_q=5, head_dim=16).v
     rejects("attention", TypeError, "numpy", call=lambda: cupyflash.attention(q, k, other))
 
 
 @each()
-def test_head_counts_do_not_divide(backend):
-    q, k, v = tensors(backend, heads_q=6, heads_kv=4)
+def test_head_counts_do_not_divide(target):
+    q, k, v = tensors(target, heads_q=6, heads_kv=4)
     rejects("attention", ValueError, "heads", 6, 4, call=lambda: cupyflash.attention(q, k, v))
 
 
 @each()
 @pytest.mark.parametrize("head_dim", [257, 264, 0])
-def test_head_dim(backend, head_dim):
-    q, k, v = tensors(backend, head_dim=head_dim)
+def test_head_dim(target, head_dim):
+    q, k, v = tensors(target, head_dim=head_dim)
     facts = ("head_dim", 1, 256, head_dim)
     rejects("attention", ValueError, *facts, call=lambda: cupyflash.attention(q, k, v))
 
@@ -96,24 +96,24 @@ def test_head_dim(backend, head_dim):
     [{"seqlen_k": 6}, {"batch": 3}, {"head_dim": 264}, {"heads_q": 2}],
     ids=["seqlen", "batch", "head_dim", "heads"],
 )
-def test_shapes_do_not_fit(backend, change):
-    q, k, _ = tensors(backend)
-    v = tensors(backend, **change)[2]
+def test_shapes_do_not_fit(target, change):
+    q, k, _ = tensors(target)
+    v = tensors(target, **change)[2]
     facts = (tuple(k.shape), tuple(v.shape))
     rejects("attention", ValueError, *facts, call=lambda: cupyflash.attention(q, k, v))
 
 
 @each()
-def test_last_dimension_is_not_contiguous(backend):
-    q, k, v = tensors(backend, head_dim=32)
+def test_last_dimension_is_not_contiguous(target):
+    q, k, v = tensors(target, head_dim=32)
     call = lambda: cupyflash.attention(q[..., ::2], k[..., :16], v[..., :16])  # noqa: E731
     rejects("attention", ValueError, "q", "contiguous", call=call)
 
 
 @each()
 @pytest.mark.parametrize("window", [(-2, 0), (0, -5), (1,), 3, (1, 2, 3), (1.5, 0)], ids=str)
-def test_window(backend, window):
-    qkv = tensors(backend)
+def test_window(target, window):
+    qkv = tensors(target)
     call = lambda: cupyflash.attention(*qkv, window=window)  # noqa: E731
     got = 1.5 if window == (1.5, 0) else window
     rejects("attention", (ValueError, TypeError), "window", got, call=call)
@@ -133,33 +133,33 @@ def test_window(backend, window):
     ],
     ids=str,
 )
-def test_option_out_of_range(backend, option, value):
-    qkv = tensors(backend)
+def test_option_out_of_range(target, option, value):
+    qkv = tensors(target)
     call = lambda: cupyflash.attention(*qkv, **{option: value})  # noqa: E731
     rejects("attention", ValueError, option, value, call=call)
 
 
 @each()
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 2, 4)], ids=str)
-def test_alibi_slopes_shape(backend, shape):
-    qkv = tensors(backend)
-    values = make_inputs(backend.library, "float32", seqlen_q=8, device=backend.device).q
+def test_alibi_slopes_shape(target, shape):
+    qkv = tensors(target)
+    values = make_inputs(target.library, "float32", seqlen_q=8, device=target.device).q
     slopes = values.reshape(-1)[: numpy.prod(shape)].reshape(shape)
     call = lambda: cupyflash.attention(*qkv, alibi_slopes=slopes)  # noqa: E731
     rejects("attention", ValueError, "alibi_slopes", shape, call=call)
 
 
 @each()
-def test_alibi_slopes_dtype(backend):
-    qkv = tensors(backend)
+def test_alibi_slopes_dtype(target):
+    qkv = tensors(target)
     call = lambda: cupyflash.attention(*qkv, alibi_slopes=qkv[0][0, 0, :, 0])  # noqa: E731
     rejects("attention", TypeError, "alibi_slopes", "float32", "float16", call=call)
 
 
 @each()
 @pytest.mark.parametrize("position", [0, 4, 5], ids=["dout", "out", "lse"])
-def test_backward_shapes(backend, position):
-    inputs = backend.inputs("float16", seqlen_q=5, head_dim=16)
+def test_backward_shapes(target, position):
+    inputs = target.inputs("float16", seqlen_q=5, head_dim=16)
     qkv = inputs.q, inputs.k, inputs.v
     arguments = [inputs.dout, *qkv, *cupyflash.attention(*qkv, return_lse=True)]
     arguments[position] = arguments[position][:1]
@@ -185,9 +185,9 @@ def test_paged_kv_is_not_built():
 # cu_seqlens ----------------------------------------------------------------------------------
 
 
-def varlen(backend, change):
+def varlen(target, change):
     """A call whose cu_seqlens_q went through ``change``."""
-    inputs = backend.varlen_inputs("float16", [3, 4])
+    inputs = target.varlen_inputs("float16", [3, 4])
     cu_seqlens = change(inputs.cu_seqlens_q)
     return lambda: cupyflash.flash_attn_varlen_func(
         inputs.q, inputs.k, inputs.v, cu_seqlens, inputs.cu_seqlens_k, 4, 4
@@ -203,33 +203,33 @@ def like(array, values):
 
 
 @each()
-def test_cu_seqlens_dtype(backend):
+def test_cu_seqlens_dtype(target):
     def wide(x):
-        return x.long() if backend.library == "torch" else x.astype("int64")
+        return x.long() if target.library == "torch" else x.astype("int64")
 
     facts = ("cu_seqlens_q", "int32", "int64")
-    rejects("flash_attn_varlen_func", TypeError, *facts, call=varlen(backend, wide))
+    rejects("flash_attn_varlen_func", TypeError, *facts, call=varlen(target, wide))
 
 
 @each()
-def test_cu_seqlens_shape(backend):
+def test_cu_seqlens_shape(target):
     function, name = "flash_attn_varlen_func", "cu_seqlens_q"
-    rejects(function, ValueError, name, call=varlen(backend, lambda x: x[None]))
-    rejects(function, ValueError, name, call=varlen(backend, lambda x: x[:2]))
+    rejects(function, ValueError, name, call=varlen(target, lambda x: x[None]))
+    rejects(function, ValueError, name, call=varlen(target, lambda x: x[:2]))
 
 
 @each()
 @pytest.mark.parametrize("values", [[0, 5, 3], [1, 3, 7], [0, 3, 8]], ids=str)
-def test_cu_seqlens_values(backend, values):
+def test_cu_seqlens_values(target, values):
     """Decreasing, not from 0, beyond the end; on a GPU only with debug on, as it costs a sync."""
-    call = varlen(backend, lambda x: like(x, values))
+    call = varlen(target, lambda x: like(x, values))
     with environment.override(debug=True):
         rejects("flash_attn_varlen_func", ValueError, "cu_seqlens_q", call=call)
 
 
 @each()
-def test_alibi_slopes_of_another_library(backend):
-    qkv = tensors(backend)
+def test_alibi_slopes_of_another_library(target):
+    qkv = tensors(target)
     facts = ("alibi_slopes", "list")
     call = lambda: cupyflash.attention(*qkv, alibi_slopes=[1.0] * 4)  # noqa: E731
     rejects("attention", TypeError, *facts, call=call)
@@ -239,11 +239,11 @@ def test_alibi_slopes_of_another_library(backend):
 
 
 @each(device="cuda")
-def test_forced_family_that_cannot_compute_the_dtype(backend):
-    if "float32" in backend.dtypes:
-        pytest.skip("this family computes every dtype")
-    inputs = backend.inputs("float32", seqlen_q=5)
-    facts = (backend.family, "float32")
+def test_forced_backend_that_cannot_compute_the_dtype(target):
+    if "float32" in target.dtypes:
+        pytest.skip("this backend computes every dtype")
+    inputs = target.inputs("float32", seqlen_q=5)
+    facts = (target.backend, "float32")
     call = lambda: cupyflash.attention(inputs.q, inputs.k, inputs.v)  # noqa: E731
     rejects("attention", (ValueError, NotImplementedError), *facts, call=call)
 

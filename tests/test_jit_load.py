@@ -10,7 +10,7 @@ import tiny_kernel
 from tiny_kernel import Scale, needs_nvrtc, run_python
 
 from cupyflash import environment, jit
-from cupyflash.attention import families
+from cupyflash.attention import backends
 from cupyflash.jit import arch, compiler, messages, pool
 from cupyflash.kernels import TOPICS
 
@@ -193,7 +193,7 @@ def test_warmup_on_a_terminal(folder, monkeypatch, capsys, rich):
 
 
 def test_forecast():
-    tasks = [(config, "sm_80") for config in families.FAMILIES["sm80"].configurations((8, 0))]
+    tasks = [(config, "sm_80") for config in backends.BACKENDS["sm80"].configurations((8, 0))]
     assert pool.forecast(tasks, 1) == pytest.approx(pool.SECONDS["attention"] * len(tasks))
     assert pool.forecast(tasks, 4) < pool.forecast(tasks, 2) < pool.forecast(tasks, 1)
     topics = {

@@ -16,7 +16,7 @@ BYTES = 40 << 30
 
 
 @pytest.fixture
-def memory_pool(backend):
+def memory_pool(target):
     """Room on the GPU for one test at a time, given back at the end for the other processes."""
     import cupy
 
@@ -32,11 +32,11 @@ def memory_pool(backend):
 
 
 @each(library="cupy")
-def test_batch_beyond_2_31_elements(backend, memory_pool):
+def test_batch_beyond_2_31_elements(target, memory_pool):
     """The last entries of a batch of 2.15e9 elements, bit for bit as these entries alone."""
     import cupy
 
-    inputs = backend.inputs("float16", batch=1, seqlen_q=128, heads_q=32, head_dim=128)
+    inputs = target.inputs("float16", batch=1, seqlen_q=128, heads_q=32, head_dim=128)
     x = cupy.zeros((4100, 128, 32, 128), "float16")
     x[-1], x[-2], x[-3] = inputs.q[0], inputs.k[0], inputs.v[0]
 
@@ -54,11 +54,11 @@ def test_batch_beyond_2_31_elements(backend, memory_pool):
 
 
 @each(library="cupy")
-def test_strides_beyond_2_31_elements(backend, memory_pool):
+def test_strides_beyond_2_31_elements(target, memory_pool):
     """Rows 2^24 elements apart: one sequence of 140 rows spans 2.3e9 elements."""
     import cupy
 
-    inputs = backend.inputs("float16", batch=1, seqlen_q=140, heads_q=2, head_dim=64)
+    inputs = target.inputs("float16", batch=1, seqlen_q=140, heads_q=2, head_dim=64)
     memory = cupy.full((1, 140, 2**17, 128), cupy.nan, "float16")
     q, k, v, dout = (memory[:, :, i : i + 2, :64] for i in (0, 2, 4, 2**17 - 2))
     q[...], k[...], v[...], dout[...] = inputs.q, inputs.k, inputs.v, inputs.dout
@@ -68,7 +68,7 @@ def test_strides_beyond_2_31_elements(backend, memory_pool):
 
 
 @each_library(library="cupy")
-def test_norms_beyond_2_31_elements(backend, memory_pool):
+def test_norms_beyond_2_31_elements(target, memory_pool):
     """The last rows of 2.15e9 elements, bit for bit as these rows alone."""
     import cupy
 
@@ -87,7 +87,7 @@ def test_norms_beyond_2_31_elements(backend, memory_pool):
 
 @each_library(library="cupy")
 @pytest.mark.parametrize("shape", [(525000, 64, 64), (525, 64, 256, 250)], ids=str)
-def test_group_norm_beyond_2_31_elements(backend, memory_pool, shape):
+def test_group_norm_beyond_2_31_elements(target, memory_pool, shape):
     """In one pass and in two: the last sample as alone."""
     import cupy
 
@@ -107,7 +107,7 @@ def test_group_norm_beyond_2_31_elements(backend, memory_pool, shape):
 
 
 @each_library(library="cupy")
-def test_diffusion_step_beyond_2_31_elements(backend, memory_pool):
+def test_diffusion_step_beyond_2_31_elements(target, memory_pool):
     import cupy
 
     sampler = cupyflash.DiffusionSampler.ddim(cupyflash.beta_schedule("cosine", 50), 10)
@@ -118,9 +118,9 @@ def test_diffusion_step_beyond_2_31_elements(backend, memory_pool):
 
 
 @each_library(library="cupy")
-@pytest.mark.parametrize("family", [None, "sm80", "simt"])
+@pytest.mark.parametrize("backend", [None, "sm80", "simt"])
 @pytest.mark.parametrize("sizes", [(4096, 64), (64, 4096)], ids=str)
-def test_linear_beyond_2_31_elements(backend, memory_pool, family, sizes):
+def test_linear_beyond_2_31_elements(target, memory_pool, backend, sizes):
     """x, or out, of 2.15e9 elements: the last rows as these rows alone."""
     import cupy
 
@@ -128,7 +128,7 @@ def test_linear_beyond_2_31_elements(backend, memory_pool, family, sizes):
     x = cupy.zeros((525000, depth), "float16")
     x[-20:] = cupy.random.standard_normal((20, depth), dtype="float32")
     weight = cupy.random.standard_normal((columns, depth), dtype="float32").astype("float16")
-    with environment.override(family=family):
+    with environment.override(backend=backend):
         out, right = (cupyflash.linear(y, weight) for y in (x, x[-20:]))
     # The tile may be another one, and so the order of the sums.
     assert float(abs(out[-20:] - right).max()) <= 2.0**-9 * float(abs(right).max())
@@ -137,7 +137,7 @@ def test_linear_beyond_2_31_elements(backend, memory_pool, family, sizes):
 
 @each_library(library="cupy")
 @pytest.mark.parametrize("rows", [1, 4])
-def test_weights_beyond_2_31_elements(backend, memory_pool, rows):
+def test_weights_beyond_2_31_elements(target, memory_pool, rows):
     """Few rows: the last columns as these columns alone, which another kernel may do."""
     import cupy
 

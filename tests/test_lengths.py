@@ -17,11 +17,11 @@ LENGTHS = {
 }
 
 
-def problem(backend, lengths, layout="bshd", dtype=None):
+def problem(target, lengths, layout="bshd", dtype=None):
     """Inputs whose rows behind the lengths are NaN, the lengths as options, and as numbers."""
     used = [x or [size] * 5 for x, size in zip(lengths, (ROWS, COLS))]
-    inputs = backend.inputs(
-        dtype or backend.dtypes[0], batch=5, seqlen_q=ROWS, seqlen_k=COLS, heads_kv=2, layout=layout
+    inputs = target.inputs(
+        dtype or target.dtypes[0], batch=5, seqlen_q=ROWS, seqlen_k=COLS, heads_kv=2, layout=layout
     )
     for x, ends in zip(
         (inputs.q, inputs.dout, inputs.k, inputs.v), (used[0],) * 2 + (used[1],) * 2
@@ -29,7 +29,7 @@ def problem(backend, lengths, layout="bshd", dtype=None):
         for b, end in enumerate(ends):
             _rows(x, layout, b)[end:] = float("nan")
     options = {
-        name: backend.array(numpy.array(x, "int32"))
+        name: target.array(numpy.array(x, "int32"))
         for name, x in zip(("seqused_q", "seqused_k"), lengths)
         if x is not None
     }
@@ -63,13 +63,13 @@ def of_sequence(inputs, b, rows, cols):
     ids=str,
 )
 @pytest.mark.parametrize("name", LENGTHS)
-def test_is_sequence_by_sequence(backend, name, options):
+def test_is_sequence_by_sequence(target, name, options):
     """Rows behind the end are not read; there out and gradients are 0 and the LSE is -inf."""
     options = dict(options)
     layout = options.pop("layout", "bshd")
-    inputs, lengths, ends = problem(backend, LENGTHS[name], layout)
+    inputs, lengths, ends = problem(target, LENGTHS[name], layout)
     size = inputs.q.nbytes
-    poison_free_memory(backend.library, backend.device, [size, inputs.k.nbytes, 2 * size])
+    poison_free_memory(target.library, target.device, [size, inputs.k.nbytes, 2 * size])
     results = forward_backward(inputs, **lengths, **options)
     for b, (rows, cols) in enumerate(ends):
         one = {}
@@ -86,14 +86,14 @@ def test_is_sequence_by_sequence(backend, name, options):
 
 @each()
 @pytest.mark.parametrize("dtype", ["q", "float32"])
-def test_with_bias_and_sinks(backend, dtype):
-    inputs, lengths, ends = problem(backend, LENGTHS["both"])
+def test_with_bias_and_sinks(target, dtype):
+    inputs, lengths, ends = problem(target, LENGTHS["both"])
     rng = numpy.random.default_rng(8)
     values = rng.standard_normal((5, 4, ROWS, COLS), dtype="float32")
     for b, (rows, cols) in enumerate(ends):  # not read either
         values[b, :, rows:] = values[b, :, :, cols:] = numpy.nan
-    bias = backend.array(values, backend.dtypes[0] if dtype == "q" else dtype)
-    sinks = backend.array(rng.standard_normal(4, dtype="float32"))
+    bias = target.array(values, target.dtypes[0] if dtype == "q" else dtype)
+    sinks = target.array(rng.standard_normal(4, dtype="float32"))
     results = forward_backward(inputs, bias=bias, sinks=sinks, causal=True, **lengths)
     dsinks = 0
     for b, (rows, cols) in enumerate(ends):
@@ -113,9 +113,9 @@ def test_with_bias_and_sinks(backend, dtype):
 
 
 @each()
-def test_with_dropout(backend):
+def test_with_dropout(target):
     """A weight keeps its place: the mask is that of the whole tensors."""
-    inputs, lengths, ends = problem(backend, ([150] * 5, [120] * 5))
+    inputs, lengths, ends = problem(target, ([150] * 5, [120] * 5))
     options = {"dropout_p": 0.4, "dropout_seed": 5}
     results = forward_backward(inputs, **lengths, **options)
     short = [x[:, :120] for x in (inputs.k, inputs.v)]
@@ -125,8 +125,8 @@ def test_with_dropout(backend):
 
 
 @each(library="torch")
-def test_frozen_lengths_have_no_gradient(backend):
-    inputs, lengths, _ = problem(backend, LENGTHS["both"])
+def test_frozen_lengths_have_no_gradient(target):
+    inputs, lengths, _ = problem(target, LENGTHS["both"])
     q = inputs.q.detach().requires_grad_()
     cupyflash.attention(q, inputs.k, inputs.v, **lengths).sum().backward()
     assert (q.grad[1, 1:] == 0).all() and (q.grad[3] == 0).all()
@@ -135,20 +135,20 @@ def test_frozen_lengths_have_no_gradient(backend):
 # Bad input -----------------------------------------------------------------------------------
 
 
-def rejects(backend, error, match, name, values, dtype="int32"):
-    inputs, _, _ = problem(backend, LENGTHS["both"])
-    lengths = backend.array(numpy.array(values, dtype))
+def rejects(target, error, match, name, values, dtype="int32"):
+    inputs, _, _ = problem(target, LENGTHS["both"])
+    lengths = target.array(numpy.array(values, dtype))
     with environment.override(debug=True), pytest.raises(error, match=match):
         cupyflash.attention(inputs.q, inputs.k, inputs.v, **{name: lengths})
 
 
 @each()
 @pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
-def test_bad_lengths(backend, name):
+def test_bad_lengths(target, name):
     """The values on a GPU only with debug on, as reading them costs a synchronisation."""
     rejects(
-        backend, TypeError, f"^attention: {name} must be int32, got int64", name, [1] * 5, "int64"
+        target, TypeError, f"^attention: {name} must be int32, got int64", name, [1] * 5, "int64"
     )
-    rejects(backend, ValueError, rf"^attention: {name} must be \(5,\), got \(4,\)", name, [1] * 4)
-    rejects(backend, ValueError, f"^attention: {name} must be from 0 to", name, [1, 2, 3, 4, 201])
-    rejects(backend, ValueError, f"^attention: {name} must be from 0 to", name, [1, 2, -3, 4, 0])
+    rejects(target, ValueError, rf"^attention: {name} must be \(5,\), got \(4,\)", name, [1] * 4)
+    rejects(target, ValueError, f"^attention: {name} must be from 0 to", name, [1, 2, 3, 4, 201])
+    rejects(target, ValueError, f"^attention: {name} must be from 0 to", name, [1, 2, -3, 4, 0])

@@ -16,7 +16,7 @@ ROWS = [(1,), (3,), (8,), (2, 8), (17,), (4, 8), (3, 2, 7)]
 MANY_ROWS = [(130,), (2, 300), (1023,)]
 SIZES = [(8, 8), (24, 40), (33, 65), (64, 128), (768, 96), (1000, 33)]
 LARGE_SIZES = [(768, 2304), (3072, 768), (4096, 512), (1600, 1600), (5000, 129)]
-FAMILIES = [None, "sm80", "simt"]
+BACKENDS = [None, "sm80", "simt"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,56 +31,56 @@ class Case:
     residual: bool
     norm: str
     storage: str
-    family: str | None
+    backend: str | None
 
     @property
     def id(self):
         parts = [self.dtype, "x".join(map(str, self.rows)), "x".join(map(str, self.sizes))]
-        parts += [self.storage, self.family or "any", self.activation or "none", self.norm]
+        parts += [self.storage, self.backend or "any", self.activation or "none", self.norm]
         parts += ["bias"] * self.bias + ["residual"] * self.residual
         return "-".join(filter(None, parts))
 
-    def arrays(self, backend):
+    def arrays(self, target):
         depth, columns = self.sizes
         make = lambda shape, seed, scale=1.0: stored(
-            backend, scale * normal(shape, seed), self.dtype, self.storage
+            target, scale * normal(shape, seed), self.dtype, self.storage
         )
-        vector = lambda size, seed: stored(backend, normal(size, seed), self.dtype)
+        vector = lambda size, seed: stored(target, normal(size, seed), self.dtype)
         wide = "float32" if self.bias else self.dtype  # of the norm's weight
         return Arrays(
             x=make((*self.rows, depth), 0),
             weight=make((columns, depth), 1, depth**-0.5),
             bias=vector(columns, 2) if self.bias else None,
             residual=make((*self.rows, columns), 3) if self.residual else None,
-            norm_weight=stored(backend, normal(depth, 4), wide) if self.norm else None,
-            norm_bias=stored(backend, normal(depth, 5), wide) if self.norm == "layer" else None,
+            norm_weight=stored(target, normal(depth, 4), wide) if self.norm else None,
+            norm_bias=stored(target, normal(depth, 5), wide) if self.norm == "layer" else None,
         )
 
 
-def cases(backend):
+def cases(target):
     factors = {
-        "dtype": list(backend.dtypes),
-        "rows": ROWS + (MANY_ROWS if backend.gpu else []),
-        "sizes": SIZES + (LARGE_SIZES if backend.gpu else []),
+        "dtype": list(target.dtypes),
+        "rows": ROWS + (MANY_ROWS if target.gpu else []),
+        "sizes": SIZES + (LARGE_SIZES if target.gpu else []),
         "activation": [None, "gelu", "gelu_tanh", "silu", "relu"],
         "bias": [False, True],
         "residual": [False, True],
         "norm": ["", "layer", "rms"],
         "storage": ["contiguous", "padded", "unaligned", "transposed"],
-        "family": FAMILIES if backend.gpu else [None],
+        "backend": BACKENDS if target.gpu else [None],
     }
     return [Case(**point) for point in pairwise(factors)]
 
 
 def matrix():
     parameters = []
-    for backend in libraries():
-        found = cases(backend)
+    for target in libraries():
+        found = cases(target)
         parameters += [
-            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
-            for case in (found[:1] if backend.missing else found)
+            pytest.param(target, case, id=f"{target.name}-{case.id}")
+            for case in (found[:1] if target.missing else found)
         ]
-    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
 
 
 def linear(arrays, activation=None, rms=False, eps=1e-5):
@@ -98,11 +98,11 @@ def linear(arrays, activation=None, rms=False, eps=1e-5):
 
 
 @matrix()
-def test_linear(backend, case):
-    arrays = case.arrays(backend)
+def test_linear(target, case):
+    arrays = case.arrays(target)
     out_bytes = int(numpy.prod(case.rows)) * case.sizes[1] * (4 if case.dtype == "float32" else 2)
-    poison_free_memory(backend.library, backend.device, [out_bytes])
-    with environment.override(family=case.family):
+    poison_free_memory(target.library, target.device, [out_bytes])
+    with environment.override(backend=case.backend):
         out = linear(arrays, case.activation, case.norm == "rms")
     options = Options(case.activation or "none", rms=case.norm == "rms")
     expected_projection(arrays, options).check(out=out)
@@ -111,14 +111,14 @@ def test_linear(backend, case):
 @each_library()
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("rows", [8, 9])
-def test_norm_before_deep_rows(backend, rows, rms):
+def test_norm_before_deep_rows(target, rows, rms):
     """In the same launch, and from nine rows on in one of its own."""
     depth = 2056
     arrays = Arrays(
-        x=stored(backend, normal((rows, depth), 0), "float16"),
-        weight=stored(backend, normal((72, depth), 1), "float16"),
-        norm_weight=stored(backend, normal(depth, 2), "float16"),
-        norm_bias=None if rms else stored(backend, normal(depth, 3), "float16"),
+        x=stored(target, normal((rows, depth), 0), "float16"),
+        weight=stored(target, normal((72, depth), 1), "float16"),
+        norm_weight=stored(target, normal(depth, 2), "float16"),
+        norm_bias=None if rms else stored(target, normal(depth, 3), "float16"),
     )
     expected_projection(arrays, Options("silu", rms=rms)).check(out=linear(arrays, "silu", rms))
 
@@ -135,9 +135,9 @@ LONG_ROWS = {  # (columns, dtype, storage of bias): a row of each is none of one
 @each_library()
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("name", LONG_ROWS)
-def test_norm_of_long_rows(backend, name, rows):
+def test_norm_of_long_rows(target, name, rows):
     depth, dtype, storage = LONG_ROWS[name]
-    make = lambda shape, seed, of="contiguous": stored(backend, normal(shape, seed), dtype, of)
+    make = lambda shape, seed, of="contiguous": stored(target, normal(shape, seed), dtype, of)
     arrays = Arrays(
         x=make((rows, depth), 0),
         weight=make((24, depth), 1),
@@ -190,26 +190,26 @@ def test_plans_of_long_rows(monkeypatch, capability, rows):
 
 @each_library()
 @pytest.mark.parametrize("rows", [1, 4, 16, 32, 40])
-def test_linear_is_repeatable(backend, rows):
+def test_linear_is_repeatable(target, rows):
     """And a row of few does not depend on the others."""
-    x = stored(backend, normal((rows, 320), 0), "float16")
-    weight = stored(backend, normal((200, 320), 1), "float16")
+    x = stored(target, normal((rows, 320), 0), "float16")
+    weight = stored(target, normal((200, 320), 1), "float16")
     first = cupyflash.linear(x, weight)
     for _ in range(3):
         assert (cupyflash.linear(x, weight) == first).all()
-    if backend.gpu and rows <= 32:
+    if target.gpu and rows <= 32:
         assert (cupyflash.linear(x[:1], weight) == first[:1]).all()
 
 
 @each_library()
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_float32_weights(backend, rows, dtype):
+def test_float32_weights(target, rows, dtype):
     """Beside an x of 16 bits; the values are such as rounding does not change."""
-    if dtype not in backend.dtypes:
-        pytest.skip(f"{backend.name} has no {dtype}")
-    half = lambda shape, seed: stored(backend, normal(shape, seed), dtype)
-    wide = lambda shape, seed: stored(backend, to_numpy64(half(shape, seed)), "float32")
+    if dtype not in target.dtypes:
+        pytest.skip(f"{target.name} has no {dtype}")
+    half = lambda shape, seed: stored(target, normal(shape, seed), dtype)
+    wide = lambda shape, seed: stored(target, to_numpy64(half(shape, seed)), "float32")
     x, residual = half((rows, 40), 0), half((rows, 24), 1)
     arrays = Arrays(x, wide((24, 40), 2), bias=wide(24, 3), residual=residual)
     expected_projection(arrays, Options("gelu")).check(out=linear(arrays, "gelu"))
@@ -222,10 +222,10 @@ def test_float32_weights(backend, rows, dtype):
 
 @each_library()
 @pytest.mark.parametrize("rows", [3, 40])
-def test_nan_stays_in_its_row(backend, rows):
+def test_nan_stays_in_its_row(target, rows):
     values = normal((rows, 40), 0)
     values[1, 7] = numpy.nan
-    x, weight = stored(backend, values, "float32"), stored(backend, normal((30, 40), 1), "float32")
+    x, weight = stored(target, values, "float32"), stored(target, normal((30, 40), 1), "float32")
     for activation in (None, "relu", "gelu"):
         out = to_float64(cupyflash.linear(x, weight, activation=activation))
         isnan = out != out
@@ -233,16 +233,16 @@ def test_nan_stays_in_its_row(backend, rows):
 
 
 @each_library()
-def test_empty(backend):
-    x = stored(backend, numpy.zeros((0, 3, 24)), "float16")
-    weight = stored(backend, normal((16, 24), 1), "float16")
-    out = cupyflash.linear(x, weight, stored(backend, normal(16, 2), "float16"))
+def test_empty(target):
+    x = stored(target, numpy.zeros((0, 3, 24)), "float16")
+    weight = stored(target, normal((16, 24), 1), "float16")
+    out = cupyflash.linear(x, weight, stored(target, normal(16, 2), "float16"))
     assert tuple(out.shape) == (0, 3, 16)
 
 
 @each_library()
-def test_one_row_without_axes(backend):
-    x, weight = (stored(backend, normal(shape, 1), "float32") for shape in (24, (5, 24)))
+def test_one_row_without_axes(target):
+    x, weight = (stored(target, normal(shape, 1), "float32") for shape in (24, (5, 24)))
     out = cupyflash.linear(x, weight)
     assert tuple(out.shape) == (5,)
     expected_projection(Arrays(x, weight), Options()).check(out=out)
@@ -250,16 +250,16 @@ def test_one_row_without_axes(backend):
 
 @each_library()
 @pytest.mark.parametrize("rows", [2, 30])
-def test_rows_that_do_not_collapse(backend, rows):
+def test_rows_that_do_not_collapse(target, rows):
     """They are copied; an expanded row is not."""
-    weight = stored(backend, normal((40, 24), 1), "float32")
-    values = stored(backend, normal((4, 3, 2 * rows, 24), 0), "float32")
+    weight = stored(target, normal((40, 24), 1), "float32")
+    values = stored(target, normal((4, 3, 2 * rows, 24), 0), "float32")
     x = values[::2, :, ::2]
-    residual = stored(backend, normal((4, 3, 2 * rows, 40), 2), "float32")[::2, :, ::2]
+    residual = stored(target, normal((4, 3, 2 * rows, 40), 2), "float32")[::2, :, ::2]
     out = cupyflash.linear(x, weight, residual=residual)
     expected_projection(Arrays(x, weight, residual=residual), Options()).check(out=out)
-    one = stored(backend, normal((1, 24), 0), "float32")
-    same = one.expand(rows, 24) if backend.library == "torch" else _expanded(one, rows)
+    one = stored(target, normal((1, 24), 0), "float32")
+    same = one.expand(rows, 24) if target.library == "torch" else _expanded(one, rows)
     expected_projection(Arrays(same, weight), Options()).check(out=cupyflash.linear(same, weight))
 
 
@@ -302,59 +302,59 @@ def test_reference_is_torch():
 # Bad input -----------------------------------------------------------------------------------
 
 
-def bad(backend, error, match, **changes):
+def bad(target, error, match, **changes):
     arguments = {
-        "x": stored(backend, normal((4, 16), 0), "float16"),
-        "weight": stored(backend, normal((8, 16), 1), "float16"),
-        "bias": stored(backend, normal(8, 2), "float16"),
+        "x": stored(target, normal((4, 16), 0), "float16"),
+        "weight": stored(target, normal((8, 16), 1), "float16"),
+        "bias": stored(target, normal(8, 2), "float16"),
     } | changes
     with pytest.raises(error, match=f"^linear: .*{match}"):
         cupyflash.linear(**arguments)
 
 
 @each_library()
-def test_bad_input(backend):
-    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
-    bad(backend, ValueError, r"weight.*\(d_out, 16\).*\(8, 15\)", weight=make((8, 15)))
-    bad(backend, ValueError, r"weight.*\(16,\)", weight=make(16))
-    bad(backend, ValueError, r"weight.*\(0, 16\)", weight=make((0, 16)))
-    bad(backend, TypeError, "weight.*float16 or float32.*int32", weight=make((8, 16), "int32"))
-    bad(backend, ValueError, r"bias.*\(8,\).*\(16,\)", bias=make(16))
-    bad(backend, TypeError, "residual.*float16 like x.*float32", residual=make((4, 8), "float32"))
-    bad(backend, ValueError, r"residual.*\(4, 8\).*\(4, 16\)", residual=make((4, 16)))
-    bad(backend, ValueError, "x must be contiguous", x=make((4, 32))[:, ::2])
-    bad(backend, ValueError, "weight must be contiguous", weight=make((8, 32))[:, ::2])
-    bad(backend, ValueError, "bias must be contiguous", bias=make(16)[::2])
-    bad(backend, ValueError, "last dimension of x", x=make((4, 0)))
-    bad(backend, TypeError, "bias.*list", bias=[1.0] * 8)
-    bad(backend, TypeError, "weight.*None", weight=None)
+def test_bad_input(target):
+    make = lambda shape, dtype="float16": stored(target, normal(shape, 3), dtype)
+    bad(target, ValueError, r"weight.*\(d_out, 16\).*\(8, 15\)", weight=make((8, 15)))
+    bad(target, ValueError, r"weight.*\(16,\)", weight=make(16))
+    bad(target, ValueError, r"weight.*\(0, 16\)", weight=make((0, 16)))
+    bad(target, TypeError, "weight.*float16 or float32.*int32", weight=make((8, 16), "int32"))
+    bad(target, ValueError, r"bias.*\(8,\).*\(16,\)", bias=make(16))
+    bad(target, TypeError, "residual.*float16 like x.*float32", residual=make((4, 8), "float32"))
+    bad(target, ValueError, r"residual.*\(4, 8\).*\(4, 16\)", residual=make((4, 16)))
+    bad(target, ValueError, "x must be contiguous", x=make((4, 32))[:, ::2])
+    bad(target, ValueError, "weight must be contiguous", weight=make((8, 32))[:, ::2])
+    bad(target, ValueError, "bias must be contiguous", bias=make(16)[::2])
+    bad(target, ValueError, "last dimension of x", x=make((4, 0)))
+    bad(target, TypeError, "bias.*list", bias=[1.0] * 8)
+    bad(target, TypeError, "weight.*None", weight=None)
     for activation in ("none", "tanh", 3, "GELU"):
-        bad(backend, ValueError, "activation.*'gelu'", activation=activation)
+        bad(target, ValueError, "activation.*'gelu'", activation=activation)
 
 
 @each_library()
-def test_bad_norm(backend):
-    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+def test_bad_norm(target):
+    make = lambda shape, dtype="float16": stored(target, normal(shape, 3), dtype)
     norm = lambda *arguments: cupyflash.Norm(*arguments)
-    bad(backend, TypeError, "norm must be a cupyflash.Norm.*str", norm="layer")
-    bad(backend, TypeError, "weight of norm.*None", norm=norm(None))
-    bad(backend, ValueError, r"weight of norm.*\(16,\).*\(8,\)", norm=norm(make(8)))
-    bad(backend, ValueError, r"bias of norm.*\(8,\)", norm=norm(make(16), make(8)))
-    bad(backend, ValueError, "RMSNorm", norm=norm(make(16), make(16), 1e-5, True))
-    bad(backend, ValueError, "eps.*-1", norm=norm(make(16), None, -1.0))
+    bad(target, TypeError, "norm must be a cupyflash.Norm.*str", norm="layer")
+    bad(target, TypeError, "weight of norm.*None", norm=norm(None))
+    bad(target, ValueError, r"weight of norm.*\(16,\).*\(8,\)", norm=norm(make(8)))
+    bad(target, ValueError, r"bias of norm.*\(8,\)", norm=norm(make(16), make(8)))
+    bad(target, ValueError, "RMSNorm", norm=norm(make(16), make(16), 1e-5, True))
+    bad(target, ValueError, "eps.*-1", norm=norm(make(16), None, -1.0))
     unlike = norm(make(16, "float32"), make(16))
-    bad(backend, TypeError, "weight and bias of norm.*float32 and float16", norm=unlike)
-    other = "bfloat16" if "bfloat16" in backend.dtypes else "int32"
+    bad(target, TypeError, "weight and bias of norm.*float32 and float16", norm=unlike)
+    other = "bfloat16" if "bfloat16" in target.dtypes else "int32"
     if other == "bfloat16":
-        bad(backend, TypeError, "weight of norm.*float32", norm=norm(make(16, other)))
+        bad(target, TypeError, "weight of norm.*float32", norm=norm(make(16, other)))
 
 
 @each_library(device="cuda")
-def test_host_time_is_one_look_up(backend, monkeypatch):
+def test_host_time_is_one_look_up(target, monkeypatch):
     """A second call of the same signature checks nothing again."""
     from cupyflash.linear import dispatch
 
-    x, weight = (stored(backend, normal(shape, 1), "float16") for shape in ((4, 24), (8, 24)))
+    x, weight = (stored(target, normal(shape, 1), "float16") for shape in ((4, 24), (8, 24)))
     first = cupyflash.linear(x, weight)
     monkeypatch.setattr(dispatch, "LinearPlan", None)
     assert (cupyflash.linear(x, weight) == first).all()
@@ -364,7 +364,7 @@ def test_host_time_is_one_look_up(backend, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "rows", "sizes", "family", "kernel"),
+    ("capability", "dtype", "rows", "sizes", "backend", "kernel"),
     [
         ((9, 0), "bfloat16", 4, (4096, 14336), None, "LinearFew"),  # long rows of many weights
         ((9, 0), "bfloat16", 4, (4096, 4096), None, "LinearFewSm90"),
@@ -388,7 +388,7 @@ def test_host_time_is_one_look_up(backend, monkeypatch):
         ((7, 0), "float16", 4, (768, 2304), None, "LinearSimt"),
     ],
 )
-def test_choice(monkeypatch, capability, dtype, rows, sizes, family, kernel):
+def test_choice(monkeypatch, capability, dtype, rows, sizes, backend, kernel):
     from cupyflash.linear import projection
     from cupyflash.runtime.array import View
     from cupyflash.runtime.structs import header
@@ -403,7 +403,7 @@ def test_choice(monkeypatch, capability, dtype, rows, sizes, family, kernel):
         "weight": View((columns, depth), (depth, 1), dtype, 0),
     }
     params = structs.LinearParams(rows=rows, columns=columns, depth=depth, x_stride=depth)
-    arguments = (True, family)
+    arguments = (True, backend)
     config = projection.few_kernel(views, Options(), *arguments)
     config = config or projection.many_kernel(views, Options(), params, *arguments)
     assert type(config).__name__ == kernel

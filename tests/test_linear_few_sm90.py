@@ -7,8 +7,8 @@ import types
 import numpy
 import pytest
 from arrays import normal, stored
-from backends import is_hopper
 from matrix import each_library, pairwise
+from targets import is_hopper
 
 from cupyflash.linear import few_sm90_kernels, sm90_launch
 from cupyflash.linear.few_sm90_kernels import CLUSTERS, ROWS, LinearFewSm90, choose
@@ -188,7 +188,7 @@ def test_launch(monkeypatch):
 
 # Results --------------------------------------------------------------------------------------
 
-on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs the family sm90")
+on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs the backend sm90")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,10 +217,10 @@ class Case:
     def id(self):
         return "-".join(str(x) for x in dataclasses.astuple(self))
 
-    def arrays(self, backend):
+    def arrays(self, target):
         seeds = iter(numpy.random.SeedSequence().generate_state(9))
         make = lambda *shape, mean=0.0, scale=1.0, dtype=self.dtype: stored(
-            backend,
+            target,
             scale * normal(shape, next(seeds), mean=mean),
             dtype,
             "padded" if len(shape) == 2 else "contiguous",
@@ -228,9 +228,9 @@ class Case:
         wide = "float32" if self.bias else self.dtype  # of the norm's weight
         columns, depth, half = self.columns, self.depth, self.head_dim // 2
         angles = 10 * normal((50, half), next(seeds))
-        turn = lambda function: stored(backend, function(angles), wide) if half else None
+        turn = lambda function: stored(target, function(angles), wide) if half else None
         positions = numpy.random.default_rng().integers(0, 50, self.rows, "int32")
-        positions = to_library(positions, backend.library, backend.device)
+        positions = to_library(positions, target.library, target.device)
         return Arrays(
             x=make(self.rows, depth, mean=3.0 if self.norm else 0.0),
             weight=make(columns, depth, scale=depth**-0.5),
@@ -252,11 +252,11 @@ class Case:
         return LinearFewSm90(self.dtype, *kind, tile, self.cluster)
 
 
-def launched(backend, case, arrays):
+def launched(target, case, arrays):
     """``out``, after a look at what is around it."""
     rows, columns = case.rows, case.columns
     nothing = numpy.full((rows + 2, columns + 7), numpy.nan)
-    memory = stored(backend, nothing, case.dtype)
+    memory = stored(target, nothing, case.dtype)
     out, library = memory[1 : rows + 1, 3 : columns + 3], library_of(memory)
     stride = lambda x: 0 if x is None else library.view(x).strides[0]
     params = structs.LinearParams(
@@ -282,7 +282,7 @@ def launched(backend, case, arrays):
         )
     launch = LinearFewLaunch(case.config, 0, params, norm=bool(case.norm))
     launch(None, *(0 if x is None else library.pointer(x) for x in arrays), library.pointer(out))
-    backend.synchronize()
+    target.synchronize()
     around = to_numpy64(memory).copy()
     around[1 : rows + 1, 3 : columns + 3] = numpy.nan
     assert numpy.isnan(around).all()
@@ -325,13 +325,13 @@ def cases():
 @on_hopper
 @each_library(library="torch", device="cuda")
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
-def test_results(backend, case, monkeypatch):
+def test_results(target, case, monkeypatch):
     if case.few_stages:
         monkeypatch.setattr(LinearFewSm90, "stages", lambda *_: 2)
     if case.cluster == 1:  # several tiles for each block
         monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: 3)
-    arrays = case.arrays(backend)
-    out = launched(backend, case, arrays)
+    arrays = case.arrays(target)
+    out = launched(target, case, arrays)
     heads = (1, 2) if case.head_dim else (0, 0)
     options = Options(case.activation, rms=case.norm == "rms", heads=heads)
     expected_projection(arrays, options).check(out=out)
@@ -341,24 +341,24 @@ def test_results(backend, case, monkeypatch):
 @each_library(device="cuda")
 @pytest.mark.parametrize("norm", ["", "layer"])
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_repeats(backend, cluster, norm):
+def test_repeats(target, cluster, norm):
     """All multiprocessors, several blocks or tiles on each; the same bits every time."""
     columns = 10000 // cluster
     case = Case("float16", 30, columns, 1032, "gelu", False, True, norm, True, cluster, False)
-    arrays = case.arrays(backend)
-    first = launched(backend, case, arrays)
+    arrays = case.arrays(target)
+    first = launched(target, case, arrays)
     expected_projection(arrays, Options("gelu")).check(out=first)
     for _ in range(10):
-        assert (launched(backend, case, arrays) == first).all()
+        assert (launched(target, case, arrays) == first).all()
 
 
 @on_hopper
 @each_library(device="cuda")
 @pytest.mark.parametrize("norm", ["", "layer"])
-def test_nan_stays_in_its_row(backend, norm):
+def test_nan_stays_in_its_row(target, norm):
     case = Case("float16", 20, 264, 136, "gelu", False, False, norm, True, 2, False)
-    arrays = case.arrays(backend)
+    arrays = case.arrays(target)
     arrays.x[[5, 19], 135] = float("nan")
-    out = to_numpy64(launched(backend, case, arrays))
+    out = to_numpy64(launched(target, case, arrays))
     broken = ~numpy.isfinite(out).all(1)
     assert numpy.isnan(out[[5, 19]]).all() and set(numpy.flatnonzero(broken)) == {5, 19}

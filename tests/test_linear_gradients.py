@@ -13,7 +13,7 @@ from cupyflash import environment
 from cupyflash.testing import assert_close_to_float64
 
 QKV_COLUMNS = (HEADS[0] + 2 * HEADS[1]) * HEAD_DIM
-FAMILIES = [None, "sm80", "simt"]
+BACKENDS = [None, "sm80", "simt"]
 FUNCTIONS = ["linear", "mlp", "qkv_projection"]
 each_function = pytest.mark.parametrize("function", FUNCTIONS)
 torch_only = each_library(library="torch")
@@ -38,7 +38,7 @@ class Case:
     positions: str
     interleaved: bool
     storage: str
-    family: str | None
+    backend: str | None
 
     @property
     def id(self):
@@ -51,13 +51,13 @@ class Case:
         parts += [self.activation or "none", self.norm, self.weights or "", self.storage]
         parts += ["gated"] * self.gated + ["bias"] * self.bias + ["residual"] * self.residual
         parts += [f"turned{self.turned}{self.positions}"] * (self.turned > 0)
-        parts += ["interleaved"] * self.interleaved + [self.family or "any"]
+        parts += ["interleaved"] * self.interleaved + [self.backend or "any"]
         return "-".join(filter(None, parts))
 
-    def problem(self, backend):
+    def problem(self, target):
         options = dataclasses.asdict(self)
         function, dtype, depth = (options.pop(name) for name in ("function", "dtype", "depth"))
-        del options["family"]
+        del options["backend"]
         if function == "qkv_projection":
             options |= {"residual": False, "activation": None}
             packed = len(self.rows) == 1 and self.positions
@@ -67,17 +67,17 @@ class Case:
         columns = options.pop("columns")
         if function == "qkv_projection":
             columns = QKV_COLUMNS
-        return problem_of(backend, function, dtype, sizes=(depth, columns, 56), **options)
+        return problem_of(target, function, dtype, sizes=(depth, columns, 56), **options)
 
 
 def matrix():
     parameters = []
-    for backend in (x for x in libraries() if x.library == "torch"):
+    for target in (x for x in libraries() if x.library == "torch"):
         factors = {
             "function": FUNCTIONS,
-            "dtype": list(backend.dtypes),
-            "rows": [(), (1,), (9,), (2, 8), (3, 2, 7), *([(2, 65)] if backend.gpu else [])],
-            "depth": [8, 40, 99, *([512, 2056] if backend.gpu else [])],
+            "dtype": list(target.dtypes),
+            "rows": [(), (1,), (9,), (2, 8), (3, 2, 7), *([(2, 65)] if target.gpu else [])],
+            "depth": [8, 40, 99, *([512, 2056] if target.gpu else [])],
             "columns": [96, 65],
             "activation": [None, "gelu", "gelu_tanh", "silu", "relu"],
             "gated": [False, True],
@@ -89,12 +89,12 @@ def matrix():
             "positions": ["", "int32", "int64"],
             "interleaved": [False, True],
             "storage": ["contiguous", "padded", "unaligned", "transposed"],
-            "family": FAMILIES if backend.gpu else [None],
+            "backend": BACKENDS if target.gpu else [None],
         }
         cases = [Case(**point) for point in pairwise(factors)]
-        for case in cases[:1] if backend.missing else cases:
-            parameters.append(pytest.param(backend, case, id=f"{backend.name}-{case.id}"))
-    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+        for case in cases[:1] if target.missing else cases:
+            parameters.append(pytest.param(target, case, id=f"{target.name}-{case.id}"))
+    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
 
 
 def check(problem, dout, found):
@@ -114,25 +114,25 @@ def name_of(x):
     return str(x.dtype).removeprefix("torch.")
 
 
-def gradient_of_out(backend, problem, seed=20):
+def gradient_of_out(target, problem, seed=20):
     """A random gradient in the dtype of out."""
     import torch
 
     with torch.no_grad():
         out = problem.ours(**problem.tensors)
-    return stored(backend, normal(tuple(out.shape), seed), name_of(out))
+    return stored(target, normal(tuple(out.shape), seed), name_of(out))
 
 
 @matrix()
-def test_gradients(backend, case):
-    problem = case.problem(backend)
-    with environment.override(family=case.family):
-        dout = gradient_of_out(backend, problem)
+def test_gradients(target, case):
+    problem = case.problem(target)
+    with environment.override(backend=case.backend):
+        dout = gradient_of_out(target, problem)
         found = results(problem.ours, leaves(problem.tensors), dout)
     check(problem, dout, found)
 
 
-def whole(backend, function, dtype="float32", **options):
+def whole(target, function, dtype="float32", **options):
     """A problem with everything that the function has."""
     columns = QKV_COLUMNS if function == "qkv_projection" else 64
     if function == "qkv_projection":
@@ -140,15 +140,15 @@ def whole(backend, function, dtype="float32", **options):
     else:
         gated = {"gated": function == "mlp", "activation": "silu", "residual": True}
         options = gated | {"norm": "layer"} | options
-    return problem_of(backend, function, dtype, sizes=(40, columns, 24), **options)
+    return problem_of(target, function, dtype, sizes=(40, columns, 24), **options)
 
 
 @torch_only
 @each_function
-def test_gradient_of_one_argument(backend, function):
+def test_gradient_of_one_argument(target, function):
     """The same bits as among all, and no other argument gets one."""
-    problem = whole(backend, function)
-    dout = gradient_of_out(backend, problem)
+    problem = whole(target, function)
+    dout = gradient_of_out(target, problem)
     right = results(problem.ours, leaves(problem.tensors), dout)
     for name in (x for x in problem.tensors if x not in FIXED):
         tensors = {
@@ -162,12 +162,12 @@ def test_gradient_of_one_argument(backend, function):
 
 @torch_only
 @each_function
-def test_nothing_is_recorded_without_gradients(backend, function, monkeypatch):
+def test_nothing_is_recorded_without_gradients(target, function, monkeypatch):
     import torch
 
     from cupyflash.linear import torch_call
 
-    problem = whole(backend, function)
+    problem = whole(target, function)
     right = problem.ours(**problem.tensors)
     monkeypatch.setattr(torch_call, "called", None)
     with torch.no_grad():
@@ -176,18 +176,18 @@ def test_nothing_is_recorded_without_gradients(backend, function, monkeypatch):
 
 
 @torch_only
-def test_an_expanded_gradient(backend):
+def test_an_expanded_gradient(target):
     """That of a sum is one number in memory."""
-    problem = whole(backend, "linear")
+    problem = whole(target, "linear")
     tensors = leaves(problem.tensors)
     problem.ours(**tensors).sum().backward()
-    dout = gradient_of_out(backend, problem).fill_(1)
+    dout = gradient_of_out(target, problem).fill_(1)
     check(problem, dout, {f"d{name}": x.grad for name, x in tensors.items()})
 
 
 @torch_only
-def test_no_rows(backend):
-    problem = whole(backend, "mlp", rows=(0, 3))
+def test_no_rows(target):
+    problem = whole(target, "mlp", rows=(0, 3))
     tensors = leaves(problem.tensors)
     problem.ours(**tensors).sum().backward()
     assert tensors["x"].grad.shape == (0, 3, 40)
@@ -195,29 +195,29 @@ def test_no_rows(backend):
 
 
 @torch_only
-def test_rows_that_do_not_collapse(backend):
+def test_rows_that_do_not_collapse(target):
     """Four axes of rows before a norm, of which no two have one stride."""
-    make = lambda shape, seed: stored(backend, normal(shape, seed), "float32")
+    make = lambda shape, seed: stored(target, normal(shape, seed), "float32")
     x = make((4, 4, 6, 4, 40), 0)[::2, ::2, ::2, ::2]
-    problem = whole(backend, "linear", rows=x.shape[:-1])
+    problem = whole(target, "linear", rows=x.shape[:-1])
     problem.tensors["x"] = x
-    dout = gradient_of_out(backend, problem)
+    dout = gradient_of_out(target, problem)
     check(problem, dout, results(problem.ours, leaves(problem.tensors), dout))
 
 
 @each_library(library="torch", device="cuda")
 @pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "silu", "relu"])
 @pytest.mark.parametrize("size", [1, 4096, 4104, 99999])
-def test_gate(backend, activation, size):
+def test_gate(target, activation, size):
     """activation(gate) * up in one pass, and its gradients, from any address."""
     import torch
 
     from cupyflash.linear import autograd, gate
 
-    for dtype in backend.dtypes:
+    for dtype in target.dtypes:
         for storage in ("contiguous", "unaligned"):
             z, up, dout = (
-                stored(backend, (3 if i == 0 else 1) * normal((1, size), i), dtype, storage)[0]
+                stored(target, (3 if i == 0 else 1) * normal((1, size), i), dtype, storage)[0]
                 for i in range(3)
             )
             found = (
@@ -238,23 +238,23 @@ def test_gate(backend, activation, size):
 
 @torch_only
 @each_function
-def test_compiled(backend, function):
+def test_compiled(target, function):
     """Forward and backward in one graph each."""
     import torch
 
     torch.compiler.reset()
-    problem = whole(backend, function)
-    dout = gradient_of_out(backend, problem)
+    problem = whole(target, function)
+    dout = gradient_of_out(target, problem)
     graph = torch.compile(problem.ours, fullgraph=True, backend="aot_eager")
     check(problem, dout, results(graph, leaves(problem.tensors), dout))
 
 
 @torch_only
-def test_compiled_calls_that_are_refused(backend):
+def test_compiled_calls_that_are_refused(target):
     """What eager calls refuse is not left out where each step is an operator."""
     import torch
 
-    make = lambda *shape: torch.zeros(shape, device=backend.device, requires_grad=True)
+    make = lambda *shape: torch.zeros(shape, device=target.device, requires_grad=True)
     x, weight, bias = make(3, 8), make(8, 8), make(8)
     wrong = {
         "down_weight must be an array": lambda: cupyflash.mlp(x, weight, None),
@@ -270,18 +270,18 @@ def test_compiled_calls_that_are_refused(backend):
 
 @torch_only
 @each_function
-def test_compiled_for_any_size(backend, function):
+def test_compiled_for_any_size(target, function):
     """One graph for batches of several sizes."""
     import torch
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch.compiler.reset()
     frames, counts = CompileCounterWithBackend("aot_eager"), set()
-    ours = whole(backend, function).ours
+    ours = whole(target, function).ours
     graph = torch.compile(ours, fullgraph=True, dynamic=True, backend=frames)
     for batch in (2, 3, 6):
-        problem = whole(backend, function, rows=(batch, 5))
-        dout = gradient_of_out(backend, problem)
+        problem = whole(target, function, rows=(batch, 5))
+        dout = gradient_of_out(target, problem)
         check(problem, dout, results(graph, leaves(problem.tensors), dout))
         counts.add(frames.frame_count)
     assert len(counts) == 1
@@ -289,13 +289,13 @@ def test_compiled_for_any_size(backend, function):
 
 @torch_only
 @each_function
-def test_checkpoint(backend, function):
+def test_checkpoint(target, function):
     """The forward runs again in the backward, in the thread of that."""
     from torch.utils.checkpoint import checkpoint
 
-    problem = whole(backend, function)
+    problem = whole(target, function)
     names, tensors = list(problem.tensors), leaves(problem.tensors)
-    dout = gradient_of_out(backend, problem)
+    dout = gradient_of_out(target, problem)
     again = lambda *given: problem.ours(**dict(zip(names, given)))
     repeated = lambda **tensors: checkpoint(again, *tensors.values(), use_reentrant=False)
     right, found = (results(each, tensors, dout) for each in (problem.ours, repeated))
@@ -306,12 +306,12 @@ def test_checkpoint(backend, function):
 @each_function
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("stream", ["float32", "bfloat16"])
-def test_autocast(backend, function, compiled, stream):
+def test_autocast(target, function, compiled, stream):
     """float32 weights, the residuals in float32 or not: as torch's own operations, in bfloat16."""
     import torch
 
     torch.compiler.reset()
-    problem = whole(backend, function, "bfloat16", weights="float32")
+    problem = whole(target, function, "bfloat16", weights="float32")
     if stream == "float32":
         for name in ("x", "residual"):
             if name in problem.tensors:
@@ -324,7 +324,7 @@ def test_autocast(backend, function, compiled, stream):
     def run(function, dtype=None):
         tensors = leaves(problem.tensors, dtype)
         on = dtype is None
-        with torch.autocast(backend.device, torch.bfloat16) if on else contextlib.nullcontext():
+        with torch.autocast(target.device, torch.bfloat16) if on else contextlib.nullcontext():
             out = function(**tensors)
         gradients = torch.autograd.grad(
             out, [tensors[name] for name in names], dout.to(out).expand(out.shape)
@@ -340,12 +340,12 @@ def test_autocast(backend, function, compiled, stream):
 
 @torch_only
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_autocast_between_dtypes_of_16_bits(backend, compiled):
+def test_autocast_between_dtypes_of_16_bits(target, compiled):
     """A model in float16 under autocast to bfloat16: its norms and angles are no obstacle."""
     import torch
 
     torch.compiler.reset()
-    make = lambda shape, seed: stored(backend, normal(shape, seed), "float16")
+    make = lambda shape, seed: stored(target, normal(shape, seed), "float16")
     x, weight = make((2, 5, 16), 0), make((24, 16), 1).requires_grad_()
     scale, bias = (make(16, seed).requires_grad_() for seed in (2, 3))
     cos, sin = make((8, 2), 4), make((8, 2), 5)
@@ -355,7 +355,7 @@ def test_autocast_between_dtypes_of_16_bits(backend, compiled):
         return torch.cat(out, -2)
 
     function = torch.compile(ours, backend="aot_eager") if compiled else ours
-    with torch.autocast(backend.device, torch.bfloat16):
+    with torch.autocast(target.device, torch.bfloat16):
         narrow = function(cupyflash.Norm(scale, bias), cupyflash.Rotary(cos, sin))
         wide = ours(
             cupyflash.Norm(scale.float(), bias.float()), cupyflash.Rotary(cos.float(), sin.float())
@@ -366,14 +366,14 @@ def test_autocast_between_dtypes_of_16_bits(backend, compiled):
 
 
 @torch_only
-def test_autocast_normalises_float32_in_float32(backend):
+def test_autocast_normalises_float32_in_float32(target):
     """Rows far from zero would lose their variance in bfloat16."""
     import torch
 
-    x = stored(backend, 300 + normal((6, 40), 0), "float32")
-    weight, ones = stored(backend, normal((24, 40), 1), "float32"), x.new_ones(40)
+    x = stored(target, 300 + normal((6, 40), 0), "float32")
+    weight, ones = stored(target, normal((24, 40), 1), "float32"), x.new_ones(40)
     exact = torch.nn.functional.layer_norm(x.double(), (40,)) @ weight.double().t()
-    with torch.autocast(backend.device, torch.bfloat16):
+    with torch.autocast(target.device, torch.bfloat16):
         theirs = torch.nn.functional.layer_norm(x, (40,)) @ weight.t()
         out = cupyflash.linear(x, weight, norm=cupyflash.Norm(ones))
     assert out.dtype == torch.bfloat16
@@ -382,16 +382,16 @@ def test_autocast_normalises_float32_in_float32(backend):
 
 @torch_only
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
-def test_nothing_is_broadcast(backend, traced):
+def test_nothing_is_broadcast(target, traced):
     """What torch itself would stretch is refused by name, also where it sees the call."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     def refused(name, cast, dtype="float32"):
-        problem = whole(backend, "mlp" if name == "gate_weight" else "linear", dtype)
+        problem = whole(target, "mlp" if name == "gate_weight" else "linear", dtype)
         tensors = leaves(problem.tensors)
         tensors[name] = tensors[name][:1].float() if cast else tensors[name][:1]
-        on = torch.autocast(backend.device, torch.bfloat16) if cast else contextlib.nullcontext()
+        on = torch.autocast(target.device, torch.bfloat16) if cast else contextlib.nullcontext()
         seen = FlopCounterMode(display=False) if traced else contextlib.nullcontext()
         with pytest.raises(ValueError, match=f"^(linear|mlp): {name} must have shape"), on, seen:
             problem.ours(**tensors)
@@ -402,42 +402,42 @@ def test_nothing_is_broadcast(backend, traced):
 
 
 @torch_only
-def test_errors_under_autocast(backend):
+def test_errors_under_autocast(target):
     """They name what the caller wrote, also where a norm or a residual is a step of its own."""
     import torch
 
-    problem = whole(backend, "mlp", "bfloat16", weights="float32")
+    problem = whole(target, "mlp", "bfloat16", weights="float32")
     for name in ("x", "residual"):
         problem.tensors[name] = problem.tensors[name].float()
     wrong = {"norm_weight": "weight of norm", "norm_bias": "bias of norm", "residual": "residual"}
     for name, called in wrong.items():
         tensors = problem.tensors | {name: problem.tensors[name][..., :-1]}
         refused = pytest.raises(ValueError, match=f"^mlp: {called} must have shape")
-        with torch.autocast(backend.device, torch.bfloat16), refused:
+        with torch.autocast(target.device, torch.bfloat16), refused:
             problem.ours(**tensors)
     tensors = problem.tensors | {"residual": problem.tensors["residual"].double()}
     refused = pytest.raises(TypeError, match="^mlp: residual must be .*got float64")
-    with torch.autocast(backend.device, torch.bfloat16), refused:
+    with torch.autocast(target.device, torch.bfloat16), refused:
         problem.ours(**tensors)
 
 
 @torch_only
 @each_function
-def test_a_backward_under_autocast(backend, function):
+def test_a_backward_under_autocast(target, function):
     """float32 stays float32 where only the backward stands inside."""
     import torch
 
-    problem = whole(backend, function, norm="")
-    dout, tensors = gradient_of_out(backend, problem), leaves(problem.tensors)
+    problem = whole(target, function, norm="")
+    dout, tensors = gradient_of_out(target, problem), leaves(problem.tensors)
     out = problem.ours(**tensors)
-    with torch.autocast(backend.device, torch.bfloat16):
+    with torch.autocast(target.device, torch.bfloat16):
         out.backward(dout)
     check(problem, dout, {f"d{n}": x.grad for n, x in tensors.items() if n not in FIXED})
 
 
 @torch_only
 @each_function
-def test_second_derivatives(backend, function):
+def test_second_derivatives(target, function):
     """They are torch's, but through a norm they are an error."""
     import torch
 
@@ -448,34 +448,34 @@ def test_second_derivatives(backend, function):
         name = "up_weight" if problem.function == "mlp" else "weight"
         return torch.autograd.grad(dx.square().sum(), tensors[name])[0]
 
-    problem = whole(backend, function, norm="")
+    problem = whole(target, function, norm="")
     exact = penalty(problem, problem.theirs, torch.float64)
     theirs = penalty(problem, problem.theirs, torch.float32)
     found = penalty(problem, problem.ours, torch.float32)
     assert_close_to_float64(found, exact, theirs, "float32", "second derivative")
-    problem = whole(backend, function)
+    problem = whole(target, function)
     with pytest.raises(NotImplementedError, match="norms have no second derivative"):
         penalty(problem, problem.ours, torch.float32)
 
 
 @torch_only
 @pytest.mark.parametrize("function", ["linear", "qkv_projection"])
-def test_product_in_float32(backend, function):
+def test_product_in_float32(target, function):
     """On a GPU it takes the place of the kernel without tensor cores; it is right anywhere."""
     from cupyflash.linear import autograd
     from cupyflash.linear.reference import Arrays, Options
 
     residual = {"residual": True} if function == "linear" else {}
-    problem = whole(backend, function, norm="", **residual)
+    problem = whole(target, function, norm="", **residual)
     problem = dataclasses.replace(problem, activation=None)
     options = Options(heads=HEADS if function == "qkv_projection" else (0, 0))
     ours = lambda **tensors: autograd._product_in_float32(function, Arrays(**tensors), options)
-    dout = gradient_of_out(backend, problem)
+    dout = gradient_of_out(target, problem)
     check(problem, dout, results(ours, leaves(problem.tensors), dout))
 
 
 @torch_only
-def test_opcheck(backend):
+def test_opcheck(target):
     """Both operators, with gradients."""
     import torch
 
@@ -483,21 +483,21 @@ def test_opcheck(backend):
     from cupyflash.linear.dispatch import Down
     from cupyflash.linear.reference import Arrays, Options
 
-    problem = whole(backend, "qkv_projection", norm="", positions="int64")
+    problem = whole(target, "qkv_projection", norm="", positions="int64")
     tensors, options = leaves(problem.tensors), Options(heads=HEADS)
     arguments = torch_ops.flat("qkv_projection", Arrays(**tensors), options, Down())
     torch.library.opcheck(torch.ops.cupyflash.linear.default, arguments)
-    x = torch.randn(2, 5, QKV_COLUMNS, device=backend.device).requires_grad_()
+    x = torch.randn(2, 5, QKV_COLUMNS, device=target.device).requires_grad_()
     arguments = (x, *(tensors[name] for name in FIXED), False, list(HEADS))
     torch.library.opcheck(torch.ops.cupyflash.rotate.default, arguments)
 
 
 @torch_only
-def test_what_has_no_gradient(backend):
+def test_what_has_no_gradient(target):
     """Angles; and the operator by itself, of more than a product."""
     import torch
 
-    problem = whole(backend, "qkv_projection")
+    problem = whole(target, "qkv_projection")
     for name in ("cos", "sin"):
         tensors = {**problem.tensors, name: problem.tensors[name].clone().requires_grad_()}
         with pytest.raises(NotImplementedError, match=f"^qkv_projection: {name} has no gradient"):
@@ -506,16 +506,16 @@ def test_what_has_no_gradient(backend):
     from cupyflash.linear.dispatch import Down
     from cupyflash.linear.reference import Arrays, Options
 
-    x, weight = (torch.randn(8, 8, device=backend.device).requires_grad_() for _ in range(2))
+    x, weight = (torch.randn(8, 8, device=target.device).requires_grad_() for _ in range(2))
     arguments = torch_ops.flat("linear", Arrays(x, weight), Options("gelu"), Down())
     with pytest.raises(NotImplementedError, match="without norm, gate and activation"):
         torch.ops.cupyflash.linear(*arguments).sum().backward()
 
 
 @torch_only
-def test_errors_name_what_the_caller_wrote(backend):
+def test_errors_name_what_the_caller_wrote(target):
     """Not what a step of an MLP calls it."""
-    problem = whole(backend, "mlp")
+    problem = whole(target, "mlp")
     for name in ("up_weight", "down_weight", "gate_weight", "residual"):
         tensors = leaves(problem.tensors)
         tensors[name] = tensors[name][..., :-1]
@@ -525,11 +525,11 @@ def test_errors_name_what_the_caller_wrote(backend):
 
 @torch_only
 @each_function
-def test_checks_run_once(backend, function, monkeypatch):
+def test_checks_run_once(target, function, monkeypatch):
     """A second call of the same signature checks nothing again, but for the steps on a CPU."""
     from cupyflash.linear import autograd
 
-    problem = whole(backend, function)
+    problem = whole(target, function)
     tensors = leaves(problem.tensors)
     first = problem.ours(**tensors)
     monkeypatch.setattr(autograd, "check", None)
@@ -537,9 +537,9 @@ def test_checks_run_once(backend, function, monkeypatch):
 
 
 @torch_only
-def test_split_of_q_k_v(backend):
+def test_split_of_q_k_v(target):
     """Three views of one array, with gradients too."""
-    problem = whole(backend, "qkv_projection")
+    problem = whole(target, "qkv_projection")
     tensors = leaves(problem.tensors)
     rotary = cupyflash.Rotary(tensors["cos"], tensors["sin"])
     heads = {"heads_q": HEADS[0], "heads_kv": HEADS[1]}

@@ -8,8 +8,8 @@ import types
 import numpy
 import pytest
 from arrays import normal, stored
-from backends import is_hopper
 from matrix import each_library
+from targets import is_hopper
 
 from cupyflash.linear import sm90_kernels, sm90_launch
 from cupyflash.linear.reference import Arrays, Options, project
@@ -221,14 +221,14 @@ def test_stride_of_a_single_row(machine):
 
 # Results --------------------------------------------------------------------------------------
 
-on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs the family sm90")
+on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs the backend sm90")
 
 
 @dataclasses.dataclass
 class Call:
     """A projection with random inputs; the GPU sees NaN around each of them."""
 
-    backend: object
+    target: object
     dtype: str
     epilogue: Epilogue
     rows: int
@@ -281,15 +281,15 @@ class Call:
         """``out``, after a look at what is around it."""
         rows, columns, rotary = self.rows, self.columns, self.epilogue.rotary
         kept = {
-            name: stored(self.backend, y, self.dtype, "padded" if y.ndim == 2 else "contiguous")
+            name: stored(self.target, y, self.dtype, "padded" if y.ndim == 2 else "contiguous")
             for name, y in self.values.items()
             if name not in ("positions", "cos", "sin")
         }
         for name in ("positions", "cos", "sin"):
             if name in self.values:
-                kept[name] = self.backend.array(self.values[name])
+                kept[name] = self.target.array(self.values[name])
         nothing = numpy.full((rows + 2, columns + 16), numpy.nan)
-        memory = stored(self.backend, nothing, self.dtype)
+        memory = stored(self.target, nothing, self.dtype)
         kept["out"] = memory[1 : rows + 1, 8 : columns + 8]
         pointer = library_of(memory).pointer
         names = [name for name, _ in structs.LinearParams._fields_[:12]]
@@ -315,7 +315,7 @@ class Call:
         )
         launch = LinearLaunch(configuration(self.dtype, tile, self.epilogue), 0, params)
         launch(None, *(pointer(kept[name]) if name in kept else 0 for name in names))
-        self.backend.synchronize()
+        self.target.synchronize()
         around = to_float64(memory)
         around = around.get() if hasattr(around, "get") else around
         out = around[1 : rows + 1, 8 : columns + 8].copy()
@@ -362,20 +362,20 @@ def sizes_of(tile, epilogue):
 @each_library(device="cuda")
 @pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=EPILOGUES)
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile)))
-def test_tiles(backend, tile, epilogue, few_processors):
+def test_tiles(target, tile, epilogue, few_processors):
     if not tile.fits(epilogue):
         pytest.skip("the tile does not fit")
-    dtypes = [dtype for dtype in backend.dtypes if dtype in HALF]
+    dtypes = [dtype for dtype in target.dtypes if dtype in HALF]
     for i, sizes in enumerate(sizes_of(tile, epilogue)):
-        check(Call(backend, dtypes[i % len(dtypes)], epilogue, *sizes, bias=i != 3), tile)
+        check(Call(target, dtypes[i % len(dtypes)], epilogue, *sizes, bias=i != 3), tile)
 
 
 @on_hopper
 @each_library(device="cuda")
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile)))
-def test_whole_gpu_repeats(backend, tile):
+def test_whole_gpu_repeats(target, tile):
     """All multiprocessors, many tiles each; the same bits every time."""
-    call = Call(backend, "float16", RESIDUAL, 2056, 1544, 520)
+    call = Call(target, "float16", RESIDUAL, 2056, 1544, 520)
     first = check(call, tile)
     for _ in range(10):
         numpy.testing.assert_array_equal(call.run(tile), first)
@@ -384,8 +384,8 @@ def test_whole_gpu_repeats(backend, tile):
 @on_hopper
 @each_library(device="cuda")
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile)))
-def test_nan_stays_in_its_row(backend, tile):
-    call = Call(backend, "float16", GELU, 300, 264, 136)
+def test_nan_stays_in_its_row(target, tile):
+    call = Call(target, "float16", GELU, 300, 264, 136)
     call.values["x"][[5, 200], 135] = numpy.nan, numpy.inf
     out = call.run(tile)
     broken = ~numpy.isfinite(out).all(1)
@@ -395,7 +395,7 @@ def test_nan_stays_in_its_row(backend, tile):
 @on_hopper
 @pytest.mark.large
 @each_library("cupy", "cuda")
-def test_large(backend):
+def test_large(target):
     """x and out have more than 2^31 elements; the last rows are looked at."""
     import cupy
 

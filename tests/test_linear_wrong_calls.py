@@ -12,9 +12,9 @@ DTYPE = "float16"
 WEIGHTS = ("int32", "float64", "complex64")  # float32 weights are right
 
 
-def arrays(backend, **shapes):
+def arrays(target, **shapes):
     return {
-        name: stored(backend, normal(shape, i), DTYPE)
+        name: stored(target, normal(shape, i), DTYPE)
         for i, (name, shape) in enumerate(shapes.items())
     }
 
@@ -38,16 +38,16 @@ NO_TUPLES = ("layer", 1, 1.5, True, [1.0], {}, object(), (1, 2), cupyflash.Norm,
 
 
 @each_library()
-def test_linear(backend):
-    good = arrays(backend, x=(5, 16), weight=(24, 16), bias=(24,), residual=(5, 24))
+def test_linear(target):
+    good = arrays(target, x=(5, 16), weight=(24, 16), bias=(24,), residual=(5, 24))
     kinds = kinds_of(good, "x", "weight") | {"norm": NO_TUPLES, "activation": CHOICE}
     check_refused(cupyflash.linear, good | {"activation": "silu"}, kinds, least=80)
 
 
 @each_library()
-def test_mlp(backend):
+def test_mlp(target):
     good = arrays(
-        backend,
+        target,
         x=(5, 16),
         up_weight=(24, 16),
         down_weight=(8, 24),
@@ -63,8 +63,8 @@ def test_mlp(backend):
 
 
 @each_library()
-def test_qkv_projection(backend):
-    good = arrays(backend, x=(2, 5, 16), weight=(4 * 8, 16), bias=(32,))
+def test_qkv_projection(target):
+    good = arrays(target, x=(2, 5, 16), weight=(4 * 8, 16), bias=(32,))
     kinds = kinds_of(good, "x", "weight", free=("x",))
     kinds |= {"heads_q": (*INTEGER, 0, -1, 3, None), "heads_kv": (*INTEGER, 0, -1, 3)}
     kinds |= {"norm": NO_TUPLES, "rotary": NO_TUPLES}
@@ -74,11 +74,11 @@ def test_qkv_projection(backend):
 
 @each_library()
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-def test_norm(backend, rms):
+def test_norm(target, rms):
     """Of each function that takes one."""
-    good = arrays(backend, x=(2, 5, 16), weight=(32, 16), norm_weight=(16,), norm_bias=(16,))
+    good = arrays(target, x=(2, 5, 16), weight=(32, 16), norm_weight=(16,), norm_bias=(16,))
     x, projection = good.pop("x"), good.pop("weight")
-    down = stored(backend, normal((8, 32), 9), DTYPE)
+    down = stored(target, normal((8, 32), 9), DTYPE)
     good = {"weight": good["norm_weight"], "bias": good["norm_bias"]}
 
     def linear(**of_norm):
@@ -101,10 +101,10 @@ def test_norm(backend, rms):
 
 
 @each_library()
-def test_rotary(backend):
-    tensors = arrays(backend, x=(2, 5, 16), weight=(32, 16), cos=(5, 4), sin=(5, 4))
+def test_rotary(target):
+    tensors = arrays(target, x=(2, 5, 16), weight=(32, 16), cos=(5, 4), sin=(5, 4))
     x, weight = tensors.pop("x"), tensors.pop("weight")
-    positions = backend.array(numpy.arange(10, dtype="int32").reshape(2, 5) % 5)
+    positions = target.array(numpy.arange(10, dtype="int32").reshape(2, 5) % 5)
 
     def qkv_projection(**rotary):
         rotary = cupyflash.Rotary(**rotary)
@@ -112,7 +112,7 @@ def test_rotary(backend):
 
     kinds = kinds_of(tensors, "cos", "sin")
     shapes = (positions[:1], positions[:, :-1], positions[0], positions - 1, positions + 1)
-    if backend.gpu:
+    if target.gpu:
         shapes = shapes[:3]  # values on a GPU are not looked at
     wrong = array(positions, optional=True, dtypes=("float32", "int16", "complex64"))
     kinds["positions"] = (*wrong, *shapes)
@@ -122,13 +122,13 @@ def test_rotary(backend):
 
 
 @each_library()
-def test_an_option_without_dimensions_is_a_number(backend):
+def test_an_option_without_dimensions_is_a_number(target):
     """Not an object that could change after it was looked at; on a GPU it would be waited for."""
-    tensors = arrays(backend, x=(5, 16), weight=(24, 16), norm_weight=(16,))
+    tensors = arrays(target, x=(5, 16), weight=(24, 16), norm_weight=(16,))
     x, weight, of_norm = tensors.values()
-    eps = backend.array(numpy.array(1.0, "float32"))
+    eps = target.array(numpy.array(1.0, "float32"))
     norm = cupyflash.Norm(of_norm, eps=eps, rms=True)
-    if backend.gpu:
+    if target.gpu:
         with pytest.raises(TypeError, match="^linear: eps of norm must be a number"):
             cupyflash.linear(x, weight, norm=norm)
         return

@@ -19,21 +19,21 @@ CASES = {
 }
 
 
-def options_of(backend, name):
+def options_of(target, name):
     options, rng = dict(CASES[name]), numpy.random.default_rng(6)
     if options.pop("alibi", 0):
         options["alibi_slopes"] = make_alibi_slopes(
-            4, backend.library, batch=2, device=backend.device
+            4, target.library, batch=2, device=target.device
         )
     if "bias" in options:
         values = rng.standard_normal(options["bias"], dtype="float32")
-        options["bias"] = backend.array(values, "float32")
+        options["bias"] = target.array(values, "float32")
     if options.pop("sinks", False):
-        options["sinks"] = backend.array(rng.standard_normal(4, dtype="float32"))
+        options["sinks"] = target.array(rng.standard_normal(4, dtype="float32"))
     return options
 
 
-def gradients(backend, inputs, dlse, *, deterministic=False, **options):
+def gradients(target, inputs, dlse, *, deterministic=False, **options):
     """By name, of out and LSE together, as a user of the library gets them."""
     options["layout"] = inputs.layout
     qkv, learned = (
@@ -41,7 +41,7 @@ def gradients(backend, inputs, dlse, *, deterministic=False, **options):
         {name: options[name] for name in ("bias", "sinks") if name in options},
     )
     names = ["dq", "dk", "dv", *(f"d{name}" for name in learned)]
-    if backend.library == "torch" and not deterministic:
+    if target.library == "torch" and not deterministic:
         import torch
 
         leaves = [x.detach().requires_grad_() for x in (*qkv, *learned.values())]
@@ -57,57 +57,57 @@ def gradients(backend, inputs, dlse, *, deterministic=False, **options):
     return dict(zip(names, [x for x in found if x is not None], strict=True))
 
 
-def gradient_of_lse(backend, shape, seed=3):
+def gradient_of_lse(target, shape, seed=3):
     """Large beside the gradient of out, so that its place and sign show."""
     values = 5 * numpy.random.default_rng(seed).standard_normal(shape, dtype="float32")
-    return backend.array(values, "float32")
+    return target.array(values, "float32")
 
 
 @each()
 @pytest.mark.parametrize("name", CASES)
-def test_gradients(backend, name):
+def test_gradients(target, name):
     plain = name == "plain"
-    for dtype in backend.dtypes if plain else backend.dtypes[:1]:
-        for head_dim in (64, 128, 256, 40) if plain and backend.gpu else (64,):
-            inputs = backend.inputs(
+    for dtype in target.dtypes if plain else target.dtypes[:1]:
+        for head_dim in (64, 128, 256, 40) if plain and target.gpu else (64,):
+            inputs = target.inputs(
                 dtype, seqlen_q=40, seqlen_k=50, heads_kv=2, layout="bhsd", head_dim=head_dim
             )
-            options = options_of(backend, name)
-            dlse = gradient_of_lse(backend, (2, 4, 40))
-            found = gradients(backend, inputs, dlse, **options)
+            options = options_of(target, name)
+            dlse = gradient_of_lse(target, (2, 4, 40))
+            found = gradients(target, inputs, dlse, **options)
             expected(inputs, dlse=dlse, **options).check(**found)
 
 
 @each()
-def test_long_deterministic(backend):
-    length = 700 if backend.gpu else 90
-    inputs = backend.inputs("float16", seqlen_q=length, head_dim=128)
-    dlse = gradient_of_lse(backend, (2, 4, length))
-    found = gradients(backend, inputs, dlse, deterministic=True, causal=True)
+def test_long_deterministic(target):
+    length = 700 if target.gpu else 90
+    inputs = target.inputs("float16", seqlen_q=length, head_dim=128)
+    dlse = gradient_of_lse(target, (2, 4, length))
+    found = gradients(target, inputs, dlse, deterministic=True, causal=True)
     expected(inputs, dlse=dlse, causal=True).check(**found)
 
 
 @each()
-def test_rows_without_a_key_have_none(backend):
+def test_rows_without_a_key_have_none(target):
     """Whatever the gradient of their LSE is."""
-    inputs = backend.inputs("float16", seqlen_q=60, seqlen_k=20)
+    inputs = target.inputs("float16", seqlen_q=60, seqlen_k=20)
     values = numpy.ones((2, 4, 60), "float32")
     values[..., :40] = numpy.nan
-    found = gradients(backend, inputs, backend.array(values, "float32"), causal=True)
+    found = gradients(target, inputs, target.array(values, "float32"), causal=True)
     values[..., :40] = 0
-    exact = expected(inputs, dlse=backend.array(values, "float32"), causal=True)
+    exact = expected(inputs, dlse=target.array(values, "float32"), causal=True)
     exact.check(**found)
     assert (to_float64(found["dq"])[:, :40] == 0).all()
 
 
 @each()
 @pytest.mark.parametrize("seqlen_k", [0, 3])
-def test_rows_with_a_sink_alone(backend, seqlen_k):
+def test_rows_with_a_sink_alone(target, seqlen_k):
     """Their LSE is the sink, so all of its gradient is that of the sink."""
-    inputs = backend.inputs("float16", seqlen_q=5, seqlen_k=seqlen_k)
-    options = {"sinks": backend.array(numpy.ones(4, "float32")), "causal": True}
-    dlse = gradient_of_lse(backend, (2, 4, 5))
-    found = gradients(backend, inputs, dlse, **options)
+    inputs = target.inputs("float16", seqlen_q=5, seqlen_k=seqlen_k)
+    options = {"sinks": target.array(numpy.ones(4, "float32")), "causal": True}
+    dlse = gradient_of_lse(target, (2, 4, 5))
+    found = gradients(target, inputs, dlse, **options)
     if seqlen_k == 0:
         error = to_float64(found["dsinks"]) - to_float64(dlse).sum((0, 2))
         assert float(abs(error).max()) < 1e-4
@@ -117,13 +117,13 @@ def test_rows_with_a_sink_alone(backend, seqlen_k):
 
 
 @each()
-def test_packed_and_padded_sequences(backend):
+def test_packed_and_padded_sequences(target):
     """Packed ones against the reference; padded ones against the packed ones."""
     lengths = [1, 70, 0, 33]
-    packed = backend.varlen_inputs("float16", lengths, heads_kv=2)
-    dlse = gradient_of_lse(backend, (4, 104))
+    packed = target.varlen_inputs("float16", lengths, heads_kv=2)
+    dlse = gradient_of_lse(target, (4, 104))
     exact = expected(packed, dlse=dlse, causal=True)
-    if backend.library == "torch":
+    if target.library == "torch":
         import torch
 
         leaves = [x.detach().requires_grad_() for x in (packed.q, packed.k, packed.v)]
@@ -133,8 +133,8 @@ def test_packed_and_padded_sequences(backend):
         )
         found = torch.autograd.grad((out, lse), leaves, (packed.dout, dlse))
         exact.check(**dict(zip(("dq", "dk", "dv"), found)))
-    inputs = backend.inputs("float16", batch=4, seqlen_q=70, heads_kv=2)
-    padded_dlse = backend.array(numpy.ones((4, 4, 70), "float32"))
+    inputs = target.inputs("float16", batch=4, seqlen_q=70, heads_kv=2)
+    padded_dlse = target.array(numpy.ones((4, 4, 70), "float32"))
     for x, values in (
         (inputs.q, packed.q), (inputs.k, packed.k), (inputs.v, packed.v),
         (inputs.dout, packed.dout), (padded_dlse.swapaxes(1, 2), dlse.swapaxes(0, 1)),
@@ -143,12 +143,12 @@ def test_packed_and_padded_sequences(backend):
         for b, length in enumerate(lengths):
             x[b, :length] = values[start : start + length]
             start += length
-    used = backend.array(numpy.array(lengths, "int32"))
-    found = gradients(backend, inputs, padded_dlse, causal=True, seqused_q=used, seqused_k=used)
+    used = target.array(numpy.array(lengths, "int32"))
+    found = gradients(target, inputs, padded_dlse, causal=True, seqused_q=used, seqused_k=used)
     for name, whole in found.items():
         assert all((to_float64(whole)[b, length:] == 0).all() for b, length in enumerate(lengths))
         rows = [whole[b, :length] for b, length in enumerate(lengths)]
-        if backend.library == "torch":
+        if target.library == "torch":
             import torch
 
             exact.check(**{name: torch.cat(rows)})
@@ -159,11 +159,11 @@ def test_packed_and_padded_sequences(backend):
 
 
 @each(library="torch")
-def test_of_the_lse_alone(backend):
+def test_of_the_lse_alone(target):
     """Without a gradient of out, and with one that is an expanded number."""
     import torch
 
-    inputs = backend.inputs("float16", seqlen_q=20)
+    inputs = target.inputs("float16", seqlen_q=20)
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     out, lse = cupyflash.attention(*leaves, return_lse=True)
     dq, dk, dv = torch.autograd.grad(lse.sum(), leaves)
@@ -177,12 +177,12 @@ def test_of_the_lse_alone(backend):
 
 
 @each(library="torch")
-def test_compiled_and_transformed(backend):
+def test_compiled_and_transformed(target):
     """torch.compile, and torch.func.grad of each sample, against autograd."""
     import torch
 
-    inputs = backend.inputs("float16", batch=3, seqlen_q=20)
-    weights = gradient_of_lse(backend, (3, 4, 20))
+    inputs = target.inputs("float16", batch=3, seqlen_q=20)
+    weights = gradient_of_lse(target, (3, 4, 20))
 
     def loss(q, k, v, weights):
         out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
@@ -216,11 +216,11 @@ def test_compiled_and_transformed(backend):
         (lambda x: 3.0, TypeError, "dlse must be"),
     ],
 )
-def test_wrong_gradients(backend, make, error, fact):
-    inputs = backend.inputs("float16", seqlen_q=5)
+def test_wrong_gradients(target, make, error, fact):
+    inputs = target.inputs("float16", seqlen_q=5)
     out, lse = cupyflash.attention(inputs.q, inputs.k, inputs.v, return_lse=True)
     dlse = make(lse)
     if isinstance(dlse, str) and dlse == "half":
-        dlse = lse.half() if backend.library == "torch" else lse.astype("float16")
+        dlse = lse.half() if target.library == "torch" else lse.astype("float16")
     with pytest.raises(error, match=f"^attention_backward: {fact}"):
         cupyflash.attention_backward(inputs.dout, inputs.q, inputs.k, inputs.v, out, lse, dlse=dlse)

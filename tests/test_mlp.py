@@ -15,7 +15,7 @@ from cupyflash.testing import expected_projection, poison_free_memory
 ROWS = [(1,), (3,), (8,), (2, 8), (17,), (32,), (5, 7)]
 SIZES = [(8, 8, 8), (24, 40, 24), (33, 65, 7), (64, 300, 128), (96, 384, 96)]  # in, hidden, out
 LARGE_SIZES = [(768, 3072, 768), (1000, 4001, 999), (4096, 2048, 4096)]
-FAMILIES = [None, "sm80", "simt"]
+BACKENDS = [None, "sm80", "simt"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,22 +31,22 @@ class Case:
     residual: bool
     norm: str
     storage: str
-    family: str | None
+    backend: str | None
 
     @property
     def id(self):
         parts = [self.dtype, "x".join(map(str, self.rows)), "x".join(map(str, self.sizes))]
-        parts += [self.storage, self.family or "any", self.activation or "none", self.norm]
+        parts += [self.storage, self.backend or "any", self.activation or "none", self.norm]
         parts += ["gated"] * self.gated + ["bias"] * self.bias + ["residual"] * self.residual
         return "-".join(filter(None, parts))
 
-    def arrays(self, backend):
+    def arrays(self, target):
         """Of the first projection, and of the second."""
         depth, hidden, columns = self.sizes
         make = lambda shape, seed, scale=1.0: stored(
-            backend, scale * normal(shape, seed), self.dtype, self.storage
+            target, scale * normal(shape, seed), self.dtype, self.storage
         )
-        vector = lambda size, seed: stored(backend, normal(size, seed), self.dtype)
+        vector = lambda size, seed: stored(target, normal(size, seed), self.dtype)
         up = Arrays(
             x=make((*self.rows, depth), 0),
             weight=make((hidden, depth), 1, depth**-0.5),
@@ -65,31 +65,31 @@ class Case:
         return up, down
 
 
-def cases(backend):
+def cases(target):
     factors = {
-        "dtype": list(backend.dtypes),
-        "rows": ROWS + ([(130,), (2, 300)] if backend.gpu else []),
-        "sizes": SIZES + (LARGE_SIZES if backend.gpu else []),
+        "dtype": list(target.dtypes),
+        "rows": ROWS + ([(130,), (2, 300)] if target.gpu else []),
+        "sizes": SIZES + (LARGE_SIZES if target.gpu else []),
         "activation": ["gelu", "gelu_tanh", "silu", "relu", None],
         "gated": [False, True],
         "bias": [False, True],
         "residual": [False, True],
         "norm": ["", "layer", "rms"],
         "storage": ["contiguous", "padded", "unaligned", "transposed"],
-        "family": FAMILIES if backend.gpu else [None],
+        "backend": BACKENDS if target.gpu else [None],
     }
     return [Case(**point) for point in pairwise(factors)]
 
 
 def matrix():
     parameters = []
-    for backend in libraries():
-        found = cases(backend)
+    for target in libraries():
+        found = cases(target)
         parameters += [
-            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
-            for case in (found[:1] if backend.missing else found)
+            pytest.param(target, case, id=f"{target.name}-{case.id}")
+            for case in (found[:1] if target.missing else found)
         ]
-    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
 
 
 def mlp(up, down, activation, rms):
@@ -111,35 +111,35 @@ def mlp(up, down, activation, rms):
 
 
 @matrix()
-def test_mlp(backend, case):
-    up, down = case.arrays(backend)
+def test_mlp(target, case):
+    up, down = case.arrays(target)
     rows, item = int(numpy.prod(case.rows)), 4 if case.dtype == "float32" else 2
     poison_free_memory(
-        backend.library, backend.device, [rows * size * item for size in case.sizes[1:]]
+        target.library, target.device, [rows * size * item for size in case.sizes[1:]]
     )
-    with environment.override(family=case.family):
+    with environment.override(backend=case.backend):
         out = mlp(up, down, case.activation, case.norm == "rms")
     options = Options(case.activation or "none", rms=case.norm == "rms")
     expected_projection(up, options, down).check(out=out)
 
 
 @each_library()
-def test_mlp_is_repeatable(backend):
+def test_mlp_is_repeatable(target):
     """The shares of the blocks are added in the same order in every run."""
     case = Case("float16", (5,), (96, 1000, 96), "silu", True, True, True, "rms", "", None)
-    up, down = case.arrays(backend)
+    up, down = case.arrays(target)
     first = mlp(up, down, "silu", True)
     for _ in range(5):
         assert (mlp(up, down, "silu", True) == first).all()
 
 
 @each_library(library="torch", device="cuda")
-def test_mlp_in_a_graph(backend):
+def test_mlp_in_a_graph(target):
     """One launch that waits for all of its blocks, captured and replayed with other rows."""
     import torch
 
     case = Case("float16", (4,), (128, 512, 128), "gelu", False, True, True, "", "", None)
-    up, down = case.arrays(backend)
+    up, down = case.arrays(target)
     expected = mlp(up, down, "gelu", False)
     graph = torch.cuda.CUDAGraph()
     kept = up.x.clone()
@@ -155,33 +155,33 @@ def test_mlp_in_a_graph(backend):
 
 
 @each_library()
-def test_empty(backend):
-    x = stored(backend, numpy.zeros((0, 24)), "float16")
-    up, down = (stored(backend, normal(shape, 1), "float16") for shape in ((40, 24), (8, 40)))
+def test_empty(target):
+    x = stored(target, numpy.zeros((0, 24)), "float16")
+    up, down = (stored(target, normal(shape, 1), "float16") for shape in ((40, 24), (8, 40)))
     assert tuple(cupyflash.mlp(x, up, down).shape) == (0, 8)
 
 
-def bad(backend, error, match, **changes):
+def bad(target, error, match, **changes):
     arguments = {
-        "x": stored(backend, normal((4, 16), 0), "float16"),
-        "up_weight": stored(backend, normal((24, 16), 1), "float16"),
-        "down_weight": stored(backend, normal((8, 24), 2), "float16"),
+        "x": stored(target, normal((4, 16), 0), "float16"),
+        "up_weight": stored(target, normal((24, 16), 1), "float16"),
+        "down_weight": stored(target, normal((8, 24), 2), "float16"),
     } | changes
     with pytest.raises(error, match=f"^mlp: .*{match}"):
         cupyflash.mlp(**arguments)
 
 
 @each_library()
-def test_bad_input(backend):
-    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
-    bad(backend, ValueError, r"up_weight.*\(d_out, 16\).*\(24, 15\)", up_weight=make((24, 15)))
-    bad(backend, ValueError, r"down_weight.*\(d_out, 24\).*\(8, 16\)", down_weight=make((8, 16)))
-    bad(backend, ValueError, r"gate_weight.*\(24, 16\).*\(8, 16\)", gate_weight=make((8, 16)))
-    bad(backend, ValueError, "gate_bias must come with gate_weight", gate_bias=make(24))
-    bad(backend, ValueError, r"up_bias.*\(24,\)", up_bias=make(16))
-    bad(backend, ValueError, r"down_bias.*\(8,\)", down_bias=make(24))
-    bad(backend, ValueError, r"residual.*\(4, 8\)", residual=make((4, 16)))
-    bad(backend, TypeError, "down_weight.*None", down_weight=None)
-    bad(backend, TypeError, "up_weight.*None", up_weight=None)
-    bad(backend, TypeError, "down_weight.*float32.*int32", down_weight=make((8, 24), "int32"))
-    bad(backend, ValueError, "activation", activation="swiglu")
+def test_bad_input(target):
+    make = lambda shape, dtype="float16": stored(target, normal(shape, 3), dtype)
+    bad(target, ValueError, r"up_weight.*\(d_out, 16\).*\(24, 15\)", up_weight=make((24, 15)))
+    bad(target, ValueError, r"down_weight.*\(d_out, 24\).*\(8, 16\)", down_weight=make((8, 16)))
+    bad(target, ValueError, r"gate_weight.*\(24, 16\).*\(8, 16\)", gate_weight=make((8, 16)))
+    bad(target, ValueError, "gate_bias must come with gate_weight", gate_bias=make(24))
+    bad(target, ValueError, r"up_bias.*\(24,\)", up_bias=make(16))
+    bad(target, ValueError, r"down_bias.*\(8,\)", down_bias=make(24))
+    bad(target, ValueError, r"residual.*\(4, 8\)", residual=make((4, 16)))
+    bad(target, TypeError, "down_weight.*None", down_weight=None)
+    bad(target, TypeError, "up_weight.*None", up_weight=None)
+    bad(target, TypeError, "down_weight.*float32.*int32", down_weight=make((8, 24), "int32"))
+    bad(target, ValueError, "activation", activation="swiglu")

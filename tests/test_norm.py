@@ -40,15 +40,15 @@ class Case:
         parts += ["rms"] * self.rms + ["float32-weight"] * self.wide_weight
         return "-".join(parts + ["bias"] * self.bias + ["residual"] * self.residual)
 
-    def arrays(self, backend, seed=0):
+    def arrays(self, target, seed=0):
         """(dout, x, weight, bias, residual, dresidual); None where there is none."""
         shape, kind = (*self.rows, self.columns), self.dtype
         of_weight = "float32" if self.wide_weight else kind
         make = lambda i, mean=0.0: stored(
-            backend, normal(shape, (seed, i), mean=mean), kind, self.storage
+            target, normal(shape, (seed, i), mean=mean), kind, self.storage
         )
         weights = [normal(self.columns, (seed, i)) for i in (6, 7)]
-        weight, bias = (stored(backend, y, of_weight) for y in weights)
+        weight, bias = (stored(target, y, of_weight) for y in weights)
         return (
             make(0),
             make(1, mean=2.0),
@@ -59,11 +59,11 @@ class Case:
         )
 
 
-def cases(backend):
+def cases(target):
     factors = {
-        "dtype": list(backend.dtypes),
-        "columns": COLUMNS + (LONG if backend.gpu else LONG[1:2]),
-        "rows": [(1,), (5,), (2, 3), (3, 2, 7), *([(300,), (4099,)] if backend.gpu else [])],
+        "dtype": list(target.dtypes),
+        "columns": COLUMNS + (LONG if target.gpu else LONG[1:2]),
+        "rows": [(1,), (5,), (2, 3), (3, 2, 7), *([(300,), (4099,)] if target.gpu else [])],
         "rms": [False, True],
         "wide_weight": [False, True],
         "bias": [False, True],
@@ -78,13 +78,13 @@ def cases(backend):
 
 def matrix():
     parameters = []
-    for backend in libraries():
-        found = cases(backend)
+    for target in libraries():
+        found = cases(target)
         parameters += [
-            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
-            for case in (found[:1] if backend.missing else found)
+            pytest.param(target, case, id=f"{target.name}-{case.id}")
+            for case in (found[:1] if target.missing else found)
         ]
-    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
 
 
 def forward(case_rms, x, weight, bias, residual, **options):
@@ -100,10 +100,10 @@ def backward(rms, dout, h, weight, stats, dresidual):
 
 
 @matrix()
-def test_norm(backend, case):
-    dout, x, weight, bias, residual, dresidual = case.arrays(backend)
+def test_norm(target, case):
+    dout, x, weight, bias, residual, dresidual = case.arrays(target)
     size = numpy.prod(x.shape) * (4 if case.dtype == "float32" else 2)
-    poison_free_memory(backend.library, backend.device, [int(size)] * 2)
+    poison_free_memory(target.library, target.device, [int(size)] * 2)
     out, *h, stats = forward(case.rms, x, weight, bias, residual, return_stats=True)
     values = h[0] if h else x
     gradients = backward(case.rms, dout, values, weight, stats, dresidual)
@@ -114,10 +114,10 @@ def test_norm(backend, case):
 @each_library()
 @pytest.mark.parametrize("columns", [768, 20008, 65536])
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-def test_results_are_repeatable(backend, rms, columns):
-    rows = (3000 if backend.gpu else 30,)
-    case = Case(backend.dtypes[0], columns, rows, rms, True, True, True, "")
-    dout, x, weight, bias, residual, dresidual = case.arrays(backend)
+def test_results_are_repeatable(target, rms, columns):
+    rows = (3000 if target.gpu else 30,)
+    case = Case(target.dtypes[0], columns, rows, rms, True, True, True, "")
+    dout, x, weight, bias, residual, dresidual = case.arrays(target)
     outputs = forward(rms, x, weight, bias, residual, return_stats=True)
     again = forward(rms, x, weight, bias, residual, return_stats=True)
     assert all((a == b).all() for a, b in zip(outputs, again, strict=True))
@@ -166,7 +166,7 @@ def test_long_rows_take_clusters(dtype, columns, cluster):
 
 
 @each_library(library="cupy", device="cuda")
-def test_clusters_at_once(backend):
+def test_clusters_at_once(target):
     """Not more than have a multiprocessor for each block, which the backward takes as a whole."""
     import cupy
 
@@ -193,12 +193,12 @@ def test_backward_memory_fits(capability):
 
 @each_library(library="torch", device="cuda")
 @pytest.mark.parametrize("columns", [768, 8192, 20008])
-def test_backward_in_a_cuda_graph(backend, columns):
+def test_backward_in_a_cuda_graph(target, columns):
     """Launched twice, beside the same on another stream."""
     import torch
 
     case = Case("float16", columns, (300,), False, False, False, True, "contiguous")
-    dout, x, weight, _, _, dresidual = case.arrays(backend)
+    dout, x, weight, _, _, dresidual = case.arrays(target)
     _, stats = cupyflash.layer_norm(x, weight, return_stats=True)
     step = lambda: cupyflash.layer_norm_backward(dout, x, weight, stats, dresidual=dresidual)  # noqa: E731
     right = step()
@@ -219,20 +219,20 @@ def test_backward_in_a_cuda_graph(backend, columns):
 @each_library()
 @pytest.mark.parametrize("columns", [999, 20000])
 @pytest.mark.parametrize("offset", [1e3, -1e4])
-def test_a_large_mean_does_not_cancel(backend, offset, columns):
+def test_a_large_mean_does_not_cancel(target, offset, columns):
     """E[x^2] - E[x]^2 in float32 would leave nothing of the variance."""
-    x = stored(backend, normal((4, columns), 1, mean=offset), "float32")
-    weight = stored(backend, numpy.ones(columns), "float32")
-    dout = stored(backend, normal((4, columns), 2), "float32")
+    x = stored(target, normal((4, columns), 1, mean=offset), "float32")
+    weight = stored(target, numpy.ones(columns), "float32")
+    dout = stored(target, normal((4, columns), 2), "float32")
     out, stats = cupyflash.layer_norm(x, weight, return_stats=True)
     expected_norm(False, dout, x, weight, eps=1e-5).check(out=out, stats=stats)
 
 
 @each_library()
-def test_nan_stays_in_its_row(backend):
+def test_nan_stays_in_its_row(target):
     values = normal((3, 40), 0)
     values[1, 7] = numpy.nan
-    x, weight = stored(backend, values, "float32"), stored(backend, normal(40, 1), "float32")
+    x, weight = stored(target, values, "float32"), stored(target, normal(40, 1), "float32")
     for out in (cupyflash.layer_norm(x, weight), cupyflash.rms_norm(x, weight)):
         isnan = to_float64(out) != to_float64(out)
         assert isnan[1].all() and not isnan[::2].any()
@@ -240,9 +240,9 @@ def test_nan_stays_in_its_row(backend):
 
 @each_library()
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-def test_empty(backend, rms):
-    x = stored(backend, numpy.zeros((0, 3, 24)), "float16")
-    weight = stored(backend, normal(24, 1), "float16")
+def test_empty(target, rms):
+    x = stored(target, numpy.zeros((0, 3, 24)), "float16")
+    weight = stored(target, normal(24, 1), "float16")
     out, h, stats = forward(rms, x, weight, None, x, return_stats=True)
     assert tuple(out.shape) == tuple(h.shape) == (0, 3, 24) and tuple(stats.shape) == (0, 3, 2)
     dx, dweight, *_ = backward(rms, x, h, weight, stats, None).values()
@@ -250,13 +250,13 @@ def test_empty(backend, rms):
 
 
 @each_library()
-def test_many_row_axes(backend):
+def test_many_row_axes(target):
     """Axes that do not collapse: four are allowed, in any order."""
     values = normal((3, 4, 2, 5, 24), 0)
-    x = stored(backend, values, "float32")
-    x = x.permute(3, 0, 2, 1, 4) if backend.library == "torch" else x.transpose(3, 0, 2, 1, 4)
-    x, weight = x[1::2], stored(backend, normal(24, 1), "float32")
-    dout = stored(backend, normal(tuple(x.shape), 2), "float32")
+    x = stored(target, values, "float32")
+    x = x.permute(3, 0, 2, 1, 4) if target.library == "torch" else x.transpose(3, 0, 2, 1, 4)
+    x, weight = x[1::2], stored(target, normal(24, 1), "float32")
+    dout = stored(target, normal(tuple(x.shape), 2), "float32")
     out, stats = cupyflash.layer_norm(x, weight, return_stats=True)
     gradients = backward(False, dout, x, weight, stats, None)
     expected_norm(False, dout, x, weight, eps=1e-5).check(out=out, stats=stats, **gradients)
@@ -265,13 +265,13 @@ def test_many_row_axes(backend):
 # Arrays that the kernels cannot take as they are --------------------------------------------
 
 
-def spread_out(backend, values, dtype="float32"):
+def spread_out(target, values, dtype="float32"):
     """The same values in an array whose axes do not collapse and whose last is not contiguous."""
     axes = numpy.random.default_rng(values.ndim).permutation(values.ndim)
     axes = axes if axes[-1] != values.ndim - 1 else numpy.roll(axes, 1)
-    x = stored(backend, values.transpose(axes), dtype)
+    x = stored(target, values.transpose(axes), dtype)
     back = tuple(int(axis) for axis in numpy.argsort(axes))
-    return x.permute(back) if backend.library == "torch" else x.transpose(back)
+    return x.permute(back) if target.library == "torch" else x.transpose(back)
 
 
 SPREAD = [(2, 3, 2, 3, 2, 3, 24), (3, 2, 3, 2, 2, 33), (5, 40)]
@@ -280,19 +280,19 @@ SPREAD = [(2, 3, 2, 3, 2, 3, 24), (3, 2, 3, 2, 2, 33), (5, 40)]
 @each_library()
 @pytest.mark.parametrize("shape", SPREAD, ids=str)
 @pytest.mark.parametrize("which", ["x", "dout", "dresidual", "residual", "all"])
-def test_axes_that_do_not_collapse(backend, shape, which):
+def test_axes_that_do_not_collapse(target, shape, which):
     """Of any of the arrays, also where its last dimension is not the contiguous one."""
     names = ("dout", "x", "residual", "dresidual")
     made = {
-        name: (spread_out if which in (name, "all") else stored)(backend, normal(shape, i), kind)
+        name: (spread_out if which in (name, "all") else stored)(target, normal(shape, i), kind)
         for i, (name, kind) in enumerate(zip(names, ["float32"] * 4))
     }
-    weight, bias = (stored(backend, normal(shape[-1], i), "float32") for i in (8, 9))
+    weight, bias = (stored(target, normal(shape[-1], i), "float32") for i in (8, 9))
     residual, dresidual = made["residual"], made["dresidual"]
     out, h, stats = forward(
         False, made["x"], weight, bias, residual, return_stats=True, eps=EPS[False]
     )
-    values = spread_out(backend, to_numpy(h)) if which in ("x", "all") else h
+    values = spread_out(target, to_numpy(h)) if which in ("x", "all") else h
     gradients = backward(False, made["dout"], values, weight, stats, dresidual)
     exact = expected_norm(
         False, made["dout"], made["x"], weight, bias, residual, dresidual, eps=EPS[False]
@@ -302,17 +302,17 @@ def test_axes_that_do_not_collapse(backend, shape, which):
 
 @each_library()
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-def test_expanded_gradients(backend, rms):
+def test_expanded_gradients(target, rms):
     """As sums leave them: one number, or one row, for all."""
     shape = (3, 2, 4, 2, 3, 24)
     x, weight = (
-        stored(backend, normal(shape, 0), "float32"),
-        stored(backend, normal(24, 1), "float32"),
+        stored(target, normal(shape, 0), "float32"),
+        stored(target, normal(24, 1), "float32"),
     )
     _, stats = forward(rms, x, weight, None, None, return_stats=True)
     for size in (1, 24):
-        row = stored(backend, normal(size, 2), "float32")
-        if backend.library == "torch":
+        row = stored(target, normal(size, 2), "float32")
+        if target.library == "torch":
             dout = row.expand(shape)
         else:
             dout = _namespace(row).broadcast_to(row, shape)
@@ -323,9 +323,9 @@ def test_expanded_gradients(backend, rms):
 @each_library()
 @pytest.mark.parametrize("columns", [24, 33, 20008])
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-def test_without_weight(backend, rms, columns):
-    for dtype in backend.dtypes:
-        make = lambda i: stored(backend, normal((5, columns), i), dtype)  # noqa: B023
+def test_without_weight(target, rms, columns):
+    for dtype in target.dtypes:
+        make = lambda i: stored(target, normal((5, columns), i), dtype)  # noqa: B023
         dout, x, residual, dresidual = map(make, range(4))
         out, h, stats = forward(rms, x, None, None, residual, return_stats=True)
         dx, *others = backward(rms, dout, h, None, stats, dresidual).values()
@@ -338,17 +338,17 @@ def test_without_weight(backend, rms, columns):
 @pytest.mark.parametrize("columns", [24, 33, 20008])
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 @pytest.mark.parametrize("weight", ["same", "float32", "none"])
-def test_float32_residual(backend, rms, columns, weight):
+def test_float32_residual(target, rms, columns, weight):
     """The stream of residuals in float32 beside 16-bit x: h and its gradient are float32."""
-    for dtype in {"float16", "bfloat16"} & set(backend.dtypes):
-        make = lambda i, kind: stored(backend, normal((5, columns), i), kind, "padded")
+    for dtype in {"float16", "bfloat16"} & set(target.dtypes):
+        make = lambda i, kind: stored(target, normal((5, columns), i), kind, "padded")
         (dout, x), (residual, dresidual) = (
             [make(i, kind) for i in numbers]
             for numbers, kind in (((0, 1), dtype), ((2, 3), "float32"))
         )
         kind = dtype if weight == "same" else "float32"
-        scale = None if weight == "none" else stored(backend, normal(columns, 4), kind)
-        bias = None if rms or scale is None else stored(backend, normal(columns, 5), kind)
+        scale = None if weight == "none" else stored(target, normal(columns, 4), kind)
+        bias = None if rms or scale is None else stored(target, normal(columns, 5), kind)
         out, h, stats = forward(rms, x, scale, bias, residual, return_stats=True)
         gradients = backward(rms, dout, h, scale, stats, dresidual)
         exact = expected_norm(rms, dout, x, scale, bias, residual, dresidual, eps=EPS[rms])
@@ -419,12 +419,12 @@ def _namespace(x):
 
 @each_library(library="torch")
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-def test_autograd(backend, rms):
+def test_autograd(target, rms):
     """All gradients, and those of some inputs only; dout may be an expanded scalar."""
     import torch
 
     case = Case("float32", 48, (3, 7), rms, False, True, True, "contiguous")
-    dout, x, weight, bias, residual, dresidual = case.arrays(backend)
+    dout, x, weight, bias, residual, dresidual = case.arrays(target)
     inputs = [y for y in (x, weight, bias, residual) if y is not None]
     for y in inputs:
         y.requires_grad_()
@@ -466,39 +466,39 @@ def test_reference_is_torch(rms):
 # Bad input -----------------------------------------------------------------------------------
 
 
-def bad(backend, error, match, **changes):
+def bad(target, error, match, **changes):
     arguments = {
-        "x": stored(backend, normal((4, 16), 0), "float16"),
-        "weight": stored(backend, normal(16, 1), "float16"),
-        "bias": stored(backend, normal(16, 2), "float16"),
+        "x": stored(target, normal((4, 16), 0), "float16"),
+        "weight": stored(target, normal(16, 1), "float16"),
+        "bias": stored(target, normal(16, 2), "float16"),
     } | changes
     with pytest.raises(error, match=f"^layer_norm: .*{match}"):
         cupyflash.layer_norm(**arguments)
 
 
 @each_library()
-def test_bad_input(backend):
-    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
-    bad(backend, ValueError, r"weight.*\(16,\).*\(15,\)", weight=make(15))
-    bad(backend, ValueError, r"bias.*\(16,\).*\(1, 16\)", bias=make((1, 16)))
-    bad(backend, TypeError, "weight.*float16 or float32.*int32", weight=_int32(backend, 16))
-    bad(backend, TypeError, "same dtype", bias=make(16, "float32"))
-    bad(backend, ValueError, r"residual.*\(4, 15\).*\(4, 16\)", residual=make((4, 15)))
+def test_bad_input(target):
+    make = lambda shape, dtype="float16": stored(target, normal(shape, 3), dtype)
+    bad(target, ValueError, r"weight.*\(16,\).*\(15,\)", weight=make(15))
+    bad(target, ValueError, r"bias.*\(16,\).*\(1, 16\)", bias=make((1, 16)))
+    bad(target, TypeError, "weight.*float16 or float32.*int32", weight=_int32(target, 16))
+    bad(target, TypeError, "same dtype", bias=make(16, "float32"))
+    bad(target, ValueError, r"residual.*\(4, 15\).*\(4, 16\)", residual=make((4, 15)))
     wide = {"x": make((4, 16), "float32"), "weight": make(16, "float32"), "bias": None}
-    bad(backend, TypeError, "residual.*float32.*float16", **wide, residual=make((4, 16)))
-    bad(backend, ValueError, "weight.*contiguous", weight=make(32)[::2])
-    bad(backend, ValueError, "last dimension", x=make((4, 0)))
-    bad(backend, TypeError, "bias.*list", bias=[1.0] * 16)
-    bad(backend, TypeError, "weight.*bias.*None", weight=None)
+    bad(target, TypeError, "residual.*float32.*float16", **wide, residual=make((4, 16)))
+    bad(target, ValueError, "weight.*contiguous", weight=make(32)[::2])
+    bad(target, ValueError, "last dimension", x=make((4, 0)))
+    bad(target, TypeError, "bias.*list", bias=[1.0] * 16)
+    bad(target, TypeError, "weight.*bias.*None", weight=None)
     for eps in (-1.0, float("nan"), float("inf")):
-        bad(backend, ValueError, "eps", eps=eps)
+        bad(target, ValueError, "eps", eps=eps)
     for eps in (None, "1", True, make((1,), "float32")):
-        bad(backend, TypeError, "eps", eps=eps)
+        bad(target, TypeError, "eps", eps=eps)
 
 
 @each_library()
-def test_bad_backward_input(backend):
-    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+def test_bad_backward_input(target):
+    make = lambda shape, dtype="float16": stored(target, normal(shape, 3), dtype)
     good = [make((4, 16)), make((4, 16)), make(16), make((4, 2), "float32")]
     for position, wrong, error, match in [
         (0, make((3, 16)), ValueError, "dout"),
@@ -513,38 +513,38 @@ def test_bad_backward_input(backend):
             cupyflash.layer_norm_backward(*arguments)
 
 
-def _int32(backend, size):
-    values = stored(backend, numpy.ones(size), "float32")
-    return values.int() if backend.library == "torch" else values.astype("int32")
+def _int32(target, size):
+    values = stored(target, numpy.ones(size), "float32")
+    return values.int() if target.library == "torch" else values.astype("int32")
 
 
 @each_library(device="cuda")
-def test_host_time_is_one_look_up(backend, monkeypatch):
+def test_host_time_is_one_look_up(target, monkeypatch):
     """A second call of the same signature checks nothing again."""
-    x = stored(backend, normal((4, 24), 0), "float16")
-    weight = stored(backend, normal(24, 1), "float16")
+    x = stored(target, normal((4, 24), 0), "float16")
+    weight = stored(target, normal(24, 1), "float16")
     first = cupyflash.layer_norm(x, weight)
     monkeypatch.setattr(dispatch, "ForwardPlan", None)
     assert (cupyflash.layer_norm(x, weight) == first).all()
 
 
 @each_library(device="cuda")
-def test_memory_of_many_shapes(backend):
+def test_memory_of_many_shapes(target):
     """What a hundred shapes leave behind is no memory of the GPU, with any detour."""
     import cupy
 
     def allocated():
-        backend.synchronize()
+        target.synchronize()
         gc.collect()
         found = cupy.get_default_memory_pool().used_bytes()
-        if backend.library == "torch":
+        if target.library == "torch":
             import torch
 
             found += torch.cuda.memory_allocated()
         return found
 
     def run(rows):
-        make = lambda shape, dtype="float16": stored(backend, normal(shape, rows), dtype)
+        make = lambda shape, dtype="float16": stored(target, normal(shape, rows), dtype)
         x, residual = make((rows, 2, 40)), make((rows, 2, 40), "float32")
         weight = make(40)
         _, h, stats = cupyflash.layer_norm(x, weight, residual=residual, return_stats=True)

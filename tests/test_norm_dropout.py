@@ -92,35 +92,35 @@ def test_neighbours_seeds_and_users_are_independent():
 @each_library()
 @pytest.mark.parametrize("storage", ["contiguous", "padded", "unaligned", "transposed"])
 @pytest.mark.parametrize("columns", [1, 3, 8, 20, 64, 1000, 4097])
-def test_every_library_drops_the_same(backend, columns, storage):
+def test_every_library_drops_the_same(target, columns, storage):
     """Whatever the dtype, the strides and the kernel that they lead to."""
     shape = (5, 37, columns)
     right = factors(0.3, shape) > 0
-    for dtype in backend.dtypes:
-        x = stored(backend, numpy.ones(shape), dtype, storage)
+    for dtype in target.dtypes:
+        x = stored(target, numpy.ones(shape), dtype, storage)
         for kind in dict.fromkeys((dtype, "float32")):
-            residual = stored(backend, numpy.zeros(shape), kind)
+            residual = stored(target, numpy.zeros(shape), kind)
             _, h = forward(False, x, None, None, residual)
             assert ((to_numpy(to_float64(h)) > 0) == right).all(), (dtype, kind)
 
 
 @each_library()
-def test_kinds_of_seeds(backend):
+def test_kinds_of_seeds(target):
     """An integer of Python or NumPy, an array of one element or of no dimensions."""
-    x = stored(backend, normal((9, 40), 0), "float16")
+    x = stored(target, normal((9, 40), 0), "float16")
     right = forward(True, x, None, None, None)
-    array = backend.array(numpy.array([SEED]))
+    array = target.array(numpy.array([SEED]))
     for seed in (numpy.int64(SEED), array, array.reshape(())):
         assert (forward(True, x, None, None, None, dropout_seed=seed) == right).all()
     assert not (forward(True, x, None, None, None, dropout_seed=SEED + 1) == right).all()
 
 
-def seed_generator(backend, seed):
-    if backend.library == "torch":
+def seed_generator(target, seed):
+    if target.library == "torch":
         import torch
 
         torch.manual_seed(seed)
-    elif backend.library == "cupy":
+    elif target.library == "cupy":
         import cupy
 
         cupy.random.seed(seed)
@@ -129,12 +129,12 @@ def seed_generator(backend, seed):
 
 
 @each_library()
-def test_without_a_seed_it_follows_the_generator(backend):
-    x = stored(backend, normal((9, 40), 0), "float16")
+def test_without_a_seed_it_follows_the_generator(target):
+    x = stored(target, normal((9, 40), 0), "float16")
     call = lambda: cupyflash.layer_norm(x, dropout_p=0.5)
-    seed_generator(backend, 1)
+    seed_generator(target, 1)
     first, second = call(), call()
-    seed_generator(backend, 1)
+    seed_generator(target, 1)
     assert (call() == first).all() and not (first == second).all()
 
 
@@ -162,11 +162,11 @@ class Case:
         return "-".join([*parts, f"{self.residual}-residual", f"{self.p:g}"])
 
 
-def cases(backend):
+def cases(target):
     factors = {
-        "dtype": list(backend.dtypes),
-        "columns": [1, 3, 8, 33, 200, 768, 1000, 4096, 9001, *([16384, 65544] * backend.gpu)],
-        "rows": [(1,), (5,), (3, 2, 7), *([(300,)] * backend.gpu)],
+        "dtype": list(target.dtypes),
+        "columns": [1, 3, 8, 33, 200, 768, 1000, 4096, 9001, *([16384, 65544] * target.gpu)],
+        "rows": [(1,), (5,), (3, 2, 7), *([(300,)] * target.gpu)],
         "rms": [False, True],
         "weight": ["same", "float32", "no"],
         "bias": [False, True],
@@ -179,31 +179,31 @@ def cases(backend):
 
 def matrix():
     parameters = []
-    for backend in libraries():
-        found = cases(backend)
+    for target in libraries():
+        found = cases(target)
         parameters += [
-            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
-            for case in (found[:1] if backend.missing else found)
+            pytest.param(target, case, id=f"{target.name}-{case.id}")
+            for case in (found[:1] if target.missing else found)
         ]
-    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
 
 
 @matrix()
-def test_results(backend, case):
+def test_results(target, case):
     shape, kind = (*case.rows, case.columns), case.dtype
     wide = {"same": kind, "float32": "float32"}
-    make = lambda i, dtype: stored(backend, normal(shape, i), dtype, case.storage)
+    make = lambda i, dtype: stored(target, normal(shape, i), dtype, case.storage)
     dout, x = make(0, kind), make(1, kind)
     residual = dresidual = weight = bias = None
     if case.residual in wide:
         residual, dresidual = (make(i, wide[case.residual]) for i in (2, 3))
     if case.weight in wide:
-        weight = stored(backend, normal(case.columns, 4), wide[case.weight])
+        weight = stored(target, normal(case.columns, 4), wide[case.weight])
         if case.bias and not case.rms:
-            bias = stored(backend, normal(case.columns, 5), wide[case.weight])
+            bias = stored(target, normal(case.columns, 5), wide[case.weight])
     options = {"dropout_p": case.p, "dropout_seed": SEED}
     size = int(numpy.prod(shape)) * (4 if kind == "float32" else 2)
-    poison_free_memory(backend.library, backend.device, [size] * 3)
+    poison_free_memory(target.library, target.device, [size] * 3)
     out, h, stats = forward(case.rms, x, weight, bias, residual, return_stats=True, **options)
     found = backward(case.rms, dout, h, weight, stats, dresidual=dresidual, **options)
     exact = expected_norm(
@@ -220,14 +220,14 @@ def test_results(backend, case):
 @each_library()
 @pytest.mark.parametrize("shape", [(2, 3, 2, 3, 2, 3, 24), (5, 40)], ids=str)
 @pytest.mark.parametrize("which", ["x", "residual", "dout", "all"])
-def test_axes_that_do_not_collapse(backend, shape, which):
+def test_axes_that_do_not_collapse(target, shape, which):
     """Copies come before the kernel; the mask is that of the index, not of the memory."""
     names = ("dout", "x", "residual", "dresidual")
     dout, x, residual, dresidual = (
-        (spread_out if which in (name, "all") else stored)(backend, normal(shape, i), "float32")
+        (spread_out if which in (name, "all") else stored)(target, normal(shape, i), "float32")
         for i, name in enumerate(names)
     )
-    weight, bias = (stored(backend, normal(shape[-1], i), "float32") for i in (8, 9))
+    weight, bias = (stored(target, normal(shape[-1], i), "float32") for i in (8, 9))
     out, h, stats = forward(False, x, weight, bias, residual, return_stats=True)
     found = backward(False, dout, h, weight, stats, dresidual=dresidual)
     arrays = (dout, x, weight, bias, residual, dresidual)
@@ -236,9 +236,9 @@ def test_axes_that_do_not_collapse(backend, shape, which):
 
 
 @each_library()
-def test_what_is_returned(backend):
+def test_what_is_returned(target):
     """h stands beside out with a residual, and with statistics, as the backward needs it."""
-    x = stored(backend, normal((4, 24), 0), "float32")
+    x = stored(target, normal((4, 24), 0), "float32")
     for residual, count in ((None, 1), (x, 2)):
         for options in ({}, {"dropout_p": 0.0, "dropout_seed": 1}, {"dropout_p": 0.25}):
             found = cupyflash.rms_norm(x, residual=residual, **options)
@@ -249,9 +249,9 @@ def test_what_is_returned(backend):
 
 
 @each_library()
-def test_nothing_is_dropped(backend):
+def test_nothing_is_dropped(target):
     """p = 0 is the plain norm, and a p that rounds to it gives the same to the last bit."""
-    x, residual = (stored(backend, normal((7, 40), i), "float16") for i in range(2))
+    x, residual = (stored(target, normal((7, 40), i), "float16") for i in range(2))
     plain = cupyflash.layer_norm(x, residual=residual)
     for p in (0.0, 0, 1e-6):
         found = cupyflash.layer_norm(x, residual=residual, dropout_p=p, dropout_seed=SEED)
@@ -259,35 +259,35 @@ def test_nothing_is_dropped(backend):
 
 
 @each_library()
-def test_almost_everything_is_dropped(backend):
-    x = stored(backend, normal((70, 400), 0), "float16")
+def test_almost_everything_is_dropped(target):
+    x = stored(target, normal((70, 400), 0), "float16")
     out, h, stats = forward(False, x, None, None, None, dropout_p=1 - 1e-9, return_stats=True)
     assert (to_numpy(to_float64(h)) == 0).mean() > 0.99
     assert all(numpy.isfinite(to_numpy(to_float64(y))).all() for y in (out, stats))
 
 
 @each_library()
-def test_what_is_dropped_counts_nothing(backend):
+def test_what_is_dropped_counts_nothing(target):
     """Not even NaN and infinity, forward and backward."""
     values = normal((6, 64), 0)
     gone = factors(0.3, values.shape) == 0
     values[gone] = numpy.where(numpy.arange(gone.sum()) % 2, numpy.nan, numpy.inf)
-    x = stored(backend, values, "float32")
+    x = stored(target, values, "float32")
     out, h, stats = forward(False, x, None, None, None, return_stats=True)
     assert numpy.isfinite(to_numpy(out)).all() and (to_numpy(h)[gone] == 0).all()
     dh = numpy.zeros(values.shape)
     dh[gone] = numpy.inf
-    dout = stored(backend, normal(values.shape, 1), "float32")
-    found = backward(False, dout, h, None, stats, dresidual=stored(backend, dh, "float32"))
+    dout = stored(target, normal(values.shape, 1), "float32")
+    found = backward(False, dout, h, None, stats, dresidual=stored(target, dh, "float32"))
     assert numpy.isfinite(to_numpy(found["dx"])).all() and (to_numpy(found["dx"])[gone] == 0).all()
 
 
 @each_library()
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-def test_empty(backend, rms):
-    x = stored(backend, numpy.zeros((0, 3, 24)), "float16")
-    residual = stored(backend, numpy.zeros((0, 3, 24)), "float32")
-    weight = stored(backend, normal(24, 1), "float16")
+def test_empty(target, rms):
+    x = stored(target, numpy.zeros((0, 3, 24)), "float16")
+    residual = stored(target, numpy.zeros((0, 3, 24)), "float32")
+    weight = stored(target, normal(24, 1), "float16")
     out, h, stats = forward(rms, x, weight, None, residual, return_stats=True)
     assert tuple(out.shape) == tuple(h.shape) == (0, 3, 24) and h.dtype == residual.dtype
     found = backward(rms, x, h, weight, stats)
@@ -297,8 +297,8 @@ def test_empty(backend, rms):
 
 
 @each_library()
-def test_backward_needs_the_seed(backend):
-    x = stored(backend, normal((4, 24), 0), "float32")
+def test_backward_needs_the_seed(target):
+    x = stored(target, normal((4, 24), 0), "float32")
     _, h, stats = forward(False, x, None, None, None, return_stats=True)
     with pytest.raises(ValueError, match="^layer_norm_backward: .*dropout_seed of the forward"):
         backward(False, x, h, None, stats, dropout_seed=None)
@@ -307,15 +307,15 @@ def test_backward_needs_the_seed(backend):
 # torch -----------------------------------------------------------------------------------------
 
 
-def leaves_of(backend, residual="float32"):
+def leaves_of(target, residual="float32"):
     """x, weight, bias and residual that want gradients, and gradients of out and h."""
     shape = (5, 3, 40)
-    x = stored(backend, normal(shape, 0), "float16", "transposed")
-    weight, bias = (stored(backend, normal(40, i), "float32") for i in (1, 2))
-    stream = stored(backend, normal(shape, 3), residual, "padded")
+    x = stored(target, normal(shape, 0), "float16", "transposed")
+    weight, bias = (stored(target, normal(40, i), "float32") for i in (1, 2))
+    stream = stored(target, normal(shape, 3), residual, "padded")
     leaves = [y.detach().requires_grad_() for y in (x, weight, bias, stream)]
-    return leaves, (stored(backend, normal(shape, 4), "float16"),
-                    stored(backend, normal(shape, 5), residual))  # fmt: skip
+    return leaves, (stored(target, normal(shape, 4), "float16"),
+                    stored(target, normal(shape, 5), residual))  # fmt: skip
 
 
 def check_torch(leaves, gradients, results, seed=SEED):
@@ -340,17 +340,17 @@ def with_gradients(function, leaves, gradients, *rest):
 
 @each_library(library="torch")
 @pytest.mark.parametrize("residual", ["float16", "float32"])
-def test_autograd(backend, residual):
-    leaves, gradients = leaves_of(backend, residual)
+def test_autograd(target, residual):
+    leaves, gradients = leaves_of(target, residual)
     check_torch(leaves, gradients, with_gradients(norm_of, leaves, gradients))
 
 
 @each_library(library="torch")
-def test_autograd_without_residual(backend):
+def test_autograd_without_residual(target):
     """x alone has a gradient, which is dropped likewise; h is returned with the statistics."""
     import torch
 
-    (x, weight, *_), (dout, _) = leaves_of(backend)
+    (x, weight, *_), (dout, _) = leaves_of(target)
     out = forward(True, x, weight, None, None)
     h, _ = forward(True, x, weight, None, None, return_stats=True)[1:]
     dx, dweight = torch.autograd.grad(out, (x, weight), dout)
@@ -360,11 +360,11 @@ def test_autograd_without_residual(backend):
 
 
 @each_library(library="torch")
-def test_autograd_of_h_alone(backend):
+def test_autograd_of_h_alone(target):
     """Where out is not used, and where h is not."""
     import torch
 
-    leaves, (dout, dh) = leaves_of(backend)
+    leaves, (dout, dh) = leaves_of(target)
     x, _, _, residual = leaves
     found = torch.autograd.grad(norm_of(*leaves)[1], (x, residual), dh)
     right = (dh.double().cpu() * torch.from_numpy(factors(0.3, tuple(x.shape)))).to(x.dtype)
@@ -378,11 +378,11 @@ def test_autograd_of_h_alone(backend):
 
 
 @each_library(library="torch")
-def test_backward_of_a_drawn_seed(backend):
+def test_backward_of_a_drawn_seed(target):
     """Autograd keeps the seed that the forward drew: the gradient is that of the same mask."""
     import torch
 
-    leaves, gradients = leaves_of(backend)
+    leaves, gradients = leaves_of(target)
     torch.manual_seed(3)
     results = with_gradients(norm_of, leaves, gradients, None)
     torch.manual_seed(3)
@@ -391,11 +391,11 @@ def test_backward_of_a_drawn_seed(backend):
 
 
 @each_library(library="torch")
-def test_second_derivatives(backend):
+def test_second_derivatives(target):
     """Of h there are some, which is linear in x; of the norm there are none."""
     import torch
 
-    leaves, (dout, dh) = leaves_of(backend)
+    leaves, (dout, dh) = leaves_of(target)
     x, dh = leaves[0], dh.requires_grad_()
     (dx,) = torch.autograd.grad(norm_of(*leaves)[1], x, dh, create_graph=True)
     (found,) = torch.autograd.grad(dx.double().sum(), dh)
@@ -410,12 +410,12 @@ def test_second_derivatives(backend):
 
 @each_library(library="torch")
 @pytest.mark.parametrize("residual", ["float16", "float32"])
-def test_compiled(backend, residual):
+def test_compiled(target, residual):
     """One graph with gradients, for a seed that is a number, a tensor, and drawn."""
     import torch
 
     torch.compiler.reset()
-    leaves, gradients = leaves_of(backend, residual)
+    leaves, gradients = leaves_of(target, residual)
     graph = torch.compile(norm_of, fullgraph=True, backend="aot_eager")
     tensor = torch.tensor([SEED], device=leaves[0].device)
     for seed in (SEED, tensor):
@@ -430,12 +430,12 @@ def test_compiled(backend, residual):
 
 
 @each_library(library="torch")
-def test_compiled_backward(backend):
+def test_compiled_backward(target):
     """The explicit backward runs as it is between two graphs."""
     import torch
 
     torch.compiler.reset()
-    (x, weight, *_), (dout, _) = leaves_of(backend)
+    (x, weight, *_), (dout, _) = leaves_of(target)
     x, weight = x.detach(), weight.detach()
     _, h, stats = forward(True, x, weight, None, None, return_stats=True)
     call = lambda dout: tuple(backward(True, dout * 2, h, weight, stats).values())  # noqa: E731
@@ -446,12 +446,12 @@ def test_compiled_backward(backend):
 
 @each_library(library="torch")
 @pytest.mark.parametrize("residual", ["", "float16", "float32"])
-def test_opcheck(backend, residual):
+def test_opcheck(target, residual):
     import torch
 
     from cupyflash.norm import torch_ops  # noqa: F401, defines the operators
 
-    (x, weight, bias, stream), _ = leaves_of(backend, residual or "float16")
+    (x, weight, bias, stream), _ = leaves_of(target, residual or "float16")
     stream = stream if residual else None
     seed = torch.tensor([SEED], device=x.device)
     options = ("layer_norm", False, EPS[False], seed, 0.3)
@@ -461,12 +461,12 @@ def test_opcheck(backend, residual):
 
 
 @each_library(library="torch")
-def test_operators_have_the_results_of_eager(backend):
+def test_operators_have_the_results_of_eager(target):
     """A dispatch mode, which sees operators only."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    leaves, gradients = leaves_of(backend)
+    leaves, gradients = leaves_of(target)
     right = with_gradients(norm_of, leaves, gradients)
     detached = [y.detach() for y in leaves]
     explicit = lambda: forward(False, *detached, return_stats=True)
@@ -481,22 +481,22 @@ def test_operators_have_the_results_of_eager(backend):
 
 
 @each_library(library="torch")
-def test_transforms_are_refused(backend):
+def test_transforms_are_refused(target):
     import torch
 
-    x = stored(backend, normal((3, 4, 24), 0), "float32")
+    x = stored(target, normal((3, 4, 24), 0), "float32")
     with pytest.raises(NotImplementedError, match="torch.func"):
         torch.func.vmap(lambda y: forward(True, y, None, None, None))(x)
 
 
 @each_library(library="torch", device="cuda")
-def test_captured(backend):
+def test_captured(target):
     """A drawn seed is drawn anew by each replay, a given one stays; the backward has the same."""
     import torch
 
-    x, residual = (stored(backend, normal((300, 768), i), "float16") for i in range(2))
+    x, residual = (stored(target, normal((300, 768), i), "float16") for i in range(2))
     x.requires_grad_()
-    dout = stored(backend, normal((300, 768), 2), "float16")
+    dout = stored(target, normal((300, 768), 2), "float16")
 
     def step(seed):
         out, h = cupyflash.layer_norm(x, residual=residual, dropout_p=0.5, dropout_seed=seed)
@@ -526,10 +526,10 @@ def test_captured(backend):
 
 
 @each_library(library="cupy", device="cuda")
-def test_captured_by_cupy(backend):
+def test_captured_by_cupy(target):
     import cupy
 
-    x = stored(backend, normal((300, 768), 0), "float16")
+    x = stored(target, normal((300, 768), 0), "float16")
     right = forward(True, x, None, None, None)
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)

@@ -44,10 +44,10 @@ def like_seed(seed):
 
 @each_library()
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-def test_norm(backend, name):
-    make = lambda shape, i: stored(backend, normal(shape, i), "float32")
+def test_norm(target, name):
+    make = lambda shape, i: stored(target, normal(shape, i), "float32")
     x, residual, weight = make((4, 16), 0), make((4, 16), 1), make(16, 2)
-    seed = backend.array(numpy.array([3]))
+    seed = target.array(numpy.array([3]))
     good = {"x": x, "weight": weight, "residual": residual, "eps": 1e-5}
     dropout = {"dropout_p": 0.1, "dropout_seed": seed}
     kinds = {
@@ -69,8 +69,8 @@ def test_norm(backend, name):
 
 @each_library()
 @pytest.mark.parametrize("name", ["layer_norm_backward", "rms_norm_backward"])
-def test_norm_backward(backend, name):
-    make = lambda shape, i: stored(backend, normal(shape, i), "float32")
+def test_norm_backward(target, name):
+    make = lambda shape, i: stored(target, normal(shape, i), "float32")
     x, dout, weight = make((4, 16), 0), make((4, 16), 1), make(16, 2)
     _, stats = cupyflash.layer_norm(x, weight, return_stats=True)
     good = {"dout": dout, "x": x, "weight": weight, "stats": stats, "dresidual": dout}
@@ -84,7 +84,7 @@ def test_norm_backward(backend, name):
         "dropout_p": PROBABILITY,
     }
     wrong_calls.check_refused(getattr(cupyflash, name), good, kinds, least=80)
-    seed = backend.array(numpy.array([3]))
+    seed = target.array(numpy.array([3]))
     kinds["dropout_seed"] = like_seed(seed)
     dropout = {"dropout_p": 0.1, "dropout_seed": seed}
     wrong_calls.check_refused(getattr(cupyflash, name), {**good, **dropout}, kinds, least=110)
@@ -95,8 +95,8 @@ def _half(x):
 
 
 @each_library()
-def test_group_norm(backend):
-    make = lambda shape, i: stored(backend, normal(shape, i), "float32")
+def test_group_norm(target):
+    make = lambda shape, i: stored(target, normal(shape, i), "float32")
     x, weight, bias = make((2, 8, 5), 0), make(8, 1), make(8, 2)
     of_weight = (*like_weight(weight), None)
     wrong_calls.check_refused(
@@ -115,8 +115,8 @@ def test_group_norm(backend):
 
 
 @each_library()
-def test_group_norm_backward(backend):
-    make = lambda shape, i: stored(backend, normal(shape, i), "float32")
+def test_group_norm_backward(target):
+    make = lambda shape, i: stored(target, normal(shape, i), "float32")
     x, dout, weight, bias = make((2, 8, 5), 0), make((2, 8, 5), 1), make(8, 1), make(8, 2)
     _, stats = cupyflash.group_norm(x, 2, weight, bias, return_stats=True)
     of_weight = (*like_weight(weight), None)

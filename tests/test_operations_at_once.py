@@ -17,28 +17,28 @@ THREADS = 8
 each_operation = pytest.mark.parametrize("name", OPERATIONS)
 
 
-def own_stream(backend):
-    return new_stream(backend) if backend.gpu else (None, contextlib.nullcontext())
+def own_stream(target):
+    return new_stream(target) if target.gpu else (None, contextlib.nullcontext())
 
 
 @each()
 @each_operation
-def test_eight_threads(backend, name):
+def test_eight_threads(target, name):
     """Each with values of its own, all of a shape that nobody has a plan for yet."""
-    if not backend.gpu and name.startswith("long"):
+    if not target.gpu and name.startswith("long"):
         pytest.skip("the CPU has one path for every length")
     odd = 8 * (1 + [*OPERATIONS].index(name) % 3)
-    problems = [OPERATIONS[name](backend, seed, odd) for seed in range(THREADS)]
+    problems = [OPERATIONS[name](target, seed, odd) for seed in range(THREADS)]
     inputs = [copies(arrays) for arrays, _ in problems]
-    backend.synchronize()
+    target.synchronize()
     start = threading.Barrier(THREADS)
 
     def work(number):
         _, call = problems[number]
-        stream, current = own_stream(backend)
+        stream, current = own_stream(target)
         start.wait()
         with current:
-            found = [copies(call(*inputs[number])) for _ in range(10 if backend.gpu else 2)]
+            found = [copies(call(*inputs[number])) for _ in range(10 if target.gpu else 2)]
         if stream:
             stream.synchronize()
         return found
@@ -52,15 +52,15 @@ def test_eight_threads(backend, name):
 
 @each(device="cuda")
 @each_operation
-def test_two_streams(backend, name):
+def test_two_streams(target, name):
     """Launches that wait in two streams, and then run side by side."""
-    problems = [OPERATIONS[name](backend, seed) for seed in (0, 1)]
+    problems = [OPERATIONS[name](target, seed) for seed in (0, 1)]
     right = [copies(call(*arrays)) for arrays, call in problems]
-    streams = [new_stream(backend) for _ in problems]
-    backend.synchronize()
+    streams = [new_stream(target) for _ in problems]
+    target.synchronize()
     for _, current in streams:
         with current:
-            delay(backend)
+            delay(target)
     found = [], []
     for _ in range(20):
         for (arrays, call), results, (_, current) in zip(problems, found, streams):
@@ -75,8 +75,8 @@ def test_two_streams(backend, name):
 class Graph:
     """A call captured by torch or by CuPy; ``results`` are its."""
 
-    def __init__(self, backend, call):
-        self.torch = backend.library == "torch"
+    def __init__(self, target, call):
+        self.torch = target.library == "torch"
         if self.torch:
             import torch
 
@@ -101,12 +101,12 @@ class Graph:
             self.stream.synchronize()
 
 
-def allocated_later(backend):
+def allocated_later(target):
     """Arrays of many sizes, all 7, where memory is free now."""
     found = []
     for size in (1, 100, 4096, 10**5, 10**6, 4 * 10**6):
         for _ in range(12):
-            if backend.library == "torch":
+            if target.library == "torch":
                 import torch
 
                 found.append(torch.full((size,), 7, dtype=torch.int32, device="cuda"))
@@ -119,19 +119,19 @@ def allocated_later(backend):
 
 @each(device="cuda")
 @each_operation
-def test_graph_replayed_after_other_allocations(backend, name):
+def test_graph_replayed_after_other_allocations(target, name):
     """It reads the values of the day, and writes to nothing but its results."""
-    arrays, call = OPERATIONS[name](backend, 0)
-    others, _ = OPERATIONS[name](backend, 1)
+    arrays, call = OPERATIONS[name](target, 0)
+    others, _ = OPERATIONS[name](target, 1)
     right = copies(call(*copies(others)))
     call(*arrays)
-    backend.synchronize()
-    graph = Graph(backend, lambda: call(*arrays))
+    target.synchronize()
+    graph = Graph(target, lambda: call(*arrays))
     gc.collect()
-    later = allocated_later(backend)
-    if backend.library == "cupy":
+    later = allocated_later(target)
+    if target.library == "cupy":
         with graph.stream:  # the pool keeps what a stream has freed for that stream
-            later += allocated_later(backend)
+            later += allocated_later(target)
         graph.stream.synchronize()
     for _ in range(2):
         for x, y in zip(arrays, others):
@@ -139,26 +139,26 @@ def test_graph_replayed_after_other_allocations(backend, name):
         for x in graph.results:
             if not any(x is y for y in arrays):
                 x[...] = 0
-        backend.synchronize()
+        target.synchronize()
         graph.replay()
-        backend.synchronize()
+        target.synchronize()
         assert equal(graph.results, right)
         assert all(bool((x == 7).all()) for x in later)
 
 
 @each_library(device="cuda")
 @each_operation
-def test_another_device_than_the_current_one(backend, name):
+def test_another_device_than_the_current_one(target, name):
     import cupy
 
     last = cupy.cuda.runtime.getDeviceCount() - 1
     if last == 0:
         pytest.skip("needs two GPUs")
-    arrays, call = OPERATIONS[name](backend, 0)
+    arrays, call = OPERATIONS[name](target, 0)
     right = [to_numpy64(x) for x in call(*arrays)]
-    device = f"cuda:{last}" if backend.library == "torch" else "cuda"
+    device = f"cuda:{last}" if target.library == "torch" else "cuda"
     with cupy.cuda.Device(last):
-        arrays, call = OPERATIONS[name](dataclasses.replace(backend, device=device), 0)
+        arrays, call = OPERATIONS[name](dataclasses.replace(target, device=device), 0)
         cupy.cuda.Device().synchronize()
     found = call(*arrays)
     assert cupy.cuda.runtime.getDevice() == 0
@@ -167,14 +167,14 @@ def test_another_device_than_the_current_one(backend, name):
         assert equal([to_numpy64(x) for x in found], right)
 
 
-def used_bytes(backend):
+def used_bytes(target):
     """Device memory that somebody holds, by either library."""
     import cupy
 
     gc.collect()
-    backend.synchronize()
+    target.synchronize()
     total = cupy.get_default_memory_pool().used_bytes()
-    if backend.library == "torch":
+    if target.library == "torch":
         import torch
 
         total += torch.cuda.memory_allocated()
@@ -183,41 +183,41 @@ def used_bytes(backend):
 
 @each_library(device="cuda")
 @each_operation
-def test_memory_after_a_hundred_problems(backend, name):
+def test_memory_after_a_hundred_problems(target, name):
     """Weights and results that are dropped are free again, also those of a shape used once."""
 
     def use(number, odd):
-        arrays, call = OPERATIONS[name](backend, number, odd)
+        arrays, call = OPERATIONS[name](target, number, odd)
         call(*arrays)
 
     use(0, 0)
     use(1, 8)
-    before = used_bytes(backend)
+    before = used_bytes(target)
     for number in range(50):
         use(number, 0)
         use(number, 8 * (number % 10))
-    after = used_bytes(backend)
+    after = used_bytes(target)
     assert after <= before, f"{after - before} bytes more after 100 problems"
 
 
 @each_library(library="torch", device="cuda")
 @each_operation
-def test_memory_after_a_hundred_graphs(backend, name):
+def test_memory_after_a_hundred_graphs(target, name):
     """A graph that is gone has given everything back; its private pool, too."""
     import torch
 
-    arrays, call = OPERATIONS[name](backend, 0)
+    arrays, call = OPERATIONS[name](target, 0)
     call(*arrays)
 
     def reserved():
-        used = used_bytes(backend)
+        used = used_bytes(target)
         torch.cuda.empty_cache()
         return used, torch.cuda.memory_reserved()
 
     for _ in range(2):  # what torch keeps of its first graphs
-        Graph(backend, lambda: call(*arrays)).replay()
+        Graph(target, lambda: call(*arrays)).replay()
     before = reserved()
     for _ in range(100):
-        Graph(backend, lambda: call(*arrays)).replay()
+        Graph(target, lambda: call(*arrays)).replay()
     after = reserved()
     assert after[0] <= before[0] and after[1] <= before[1], (before, after)

@@ -12,10 +12,10 @@ from cupyflash.decode.sampling import Sampling, sample
 from cupyflash.testing import expected, to_float64
 
 
-def scalars(backend, value):
+def scalars(target, value):
     """A number, as the caller may have it in the host's memory."""
     kinds = [numpy.float32(value), numpy.float64(value), numpy.array(value), decimal.Decimal(value)]
-    if backend.library == "torch":
+    if target.library == "torch":
         import torch
 
         kinds += [torch.tensor(value), torch.nn.Parameter(torch.tensor(value), requires_grad=False)]
@@ -28,20 +28,20 @@ def call(inputs, **options):
 
 @each()
 @pytest.mark.parametrize("name", ["scale", "softcap", "dropout_p"])
-def test_numbers(backend, name):
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
+def test_numbers(target, name):
+    inputs = target.inputs(target.dtypes[0], seqlen_q=20)
     others = {"dropout_seed": 1} if name == "dropout_p" else {}
     wanted = call(inputs, **{name: 0.25}, **others)
-    for value in scalars(backend, 0.25):
+    for value in scalars(target, 0.25):
         assert (call(inputs, **{name: value}, **others) == wanted).all()
 
 
 @each()
-def test_a_scale_that_changes_in_place(backend):
+def test_a_scale_that_changes_in_place(target):
     """A plan does not keep the object: the second call has the second scale."""
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
-    for make in (numpy.array, scalars(backend, 1.0)[-1].__class__):
-        scale = make(0.1) if make is numpy.array else scalars(backend, 0.1)[-1]
+    inputs = target.inputs(target.dtypes[0], seqlen_q=20)
+    for make in (numpy.array, scalars(target, 1.0)[-1].__class__):
+        scale = make(0.1) if make is numpy.array else scalars(target, 0.1)[-1]
         for value in (0.1, 0.8):
             if not isinstance(scale, decimal.Decimal):
                 scale[...] = value
@@ -51,11 +51,11 @@ def test_a_scale_that_changes_in_place(backend):
 
 
 @each()
-def test_windows(backend):
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
+def test_windows(target):
+    inputs = target.inputs(target.dtypes[0], seqlen_q=20)
     wanted = call(inputs, window=(3, 0))
     windows = [[3, 0], (numpy.int64(3), numpy.int8(0)), numpy.array([3, 0]), (numpy.array(3), 0)]
-    if backend.library == "torch":
+    if target.library == "torch":
         import torch
 
         windows += [torch.tensor([3, 0]), tuple(torch.tensor([3, 0])), torch.Size((3, 0))]
@@ -70,8 +70,8 @@ def test_windows(backend):
 
 
 @each()
-def test_flags(backend):
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
+def test_flags(target):
+    inputs = target.inputs(target.dtypes[0], seqlen_q=20)
     wanted = call(inputs, causal=True)
     for causal in (
         numpy.bool_(True),
@@ -89,12 +89,12 @@ def test_flags(backend):
 
 
 @each()
-def test_lengths(backend):
-    inputs = backend.varlen_inputs(backend.dtypes[0], [9, 11])
+def test_lengths(target):
+    inputs = target.varlen_inputs(target.dtypes[0], [9, 11])
     arrays = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k
     wanted = to_float64(cupyflash.flash_attn_varlen_func(*arrays, 11, 11))
     lengths = [numpy.int64(11), numpy.array(11)]
-    if backend.library == "torch":
+    if target.library == "torch":
         lengths.append(inputs.cu_seqlens_q.cpu().diff().max())
     for longest in lengths:
         found = to_float64(cupyflash.flash_attn_varlen_func(*arrays, longest, longest))
@@ -102,10 +102,10 @@ def test_lengths(backend):
 
 
 @each(device="cuda")
-def test_a_number_on_a_gpu(backend):
+def test_a_number_on_a_gpu(target):
     """To read it would wait for the GPU, and could not be part of a graph."""
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
-    number = backend.array(numpy.array(3.0, "float32"))
+    inputs = target.inputs(target.dtypes[0], seqlen_q=20)
+    number = target.array(numpy.array(3.0, "float32"))
     for name in ("scale", "softcap", "dropout_p", "causal"):
         with pytest.raises(TypeError, match=rf"^attention: {name} must be a number, .*x\.item\(\)"):
             call(inputs, **{name: number})
@@ -114,10 +114,10 @@ def test_a_number_on_a_gpu(backend):
 
 
 @each(library="torch")
-def test_an_option_that_wants_a_gradient(backend):
+def test_an_option_that_wants_a_gradient(target):
     import torch
 
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
+    inputs = target.inputs(target.dtypes[0], seqlen_q=20)
     scale = torch.nn.Parameter(torch.tensor(0.3))
     qkv = inputs.q, inputs.k, inputs.v
     for name, function in (
@@ -129,7 +129,7 @@ def test_an_option_that_wants_a_gradient(backend):
             function(*qkv, **{name: scale})
     with torch.no_grad():
         assert (call(inputs, scale=scale) == call(inputs, scale=scale.item())).all()
-    slopes = torch.full((inputs.q.shape[2],), 0.5, device=backend.device, requires_grad=True)
+    slopes = torch.full((inputs.q.shape[2],), 0.5, device=target.device, requires_grad=True)
     with pytest.raises(NotImplementedError, match="^attention: alibi_slopes have no gradient"):
         call(inputs, alibi_slopes=slopes)
     with pytest.raises(NotImplementedError, match="scale has no gradient"):

@@ -7,7 +7,7 @@ import re
 import pytest
 from tiny_kernel import needs_nvrtc
 
-from cupyflash.attention.families import FAMILIES
+from cupyflash.attention.backends import BACKENDS
 from cupyflash.jit import compiler, sources
 from cupyflash.kernels import TOPICS
 from cupyflash.runtime.config import KernelConfig
@@ -26,10 +26,10 @@ def text_of(header: str) -> str:
 
 
 def kernel_configs() -> dict[str, KernelConfig]:
-    """One of each kind that a family of attention or a topic can launch, by the kind's name."""
+    """One of each kind that a backend of attention or a topic can launch, by the kind's name."""
     kinds = {
         type(config): config
-        for module in (*FAMILIES.values(), *TOPICS.values())
+        for module in (*BACKENDS.values(), *TOPICS.values())
         for capability in ARCHITECTURES
         for config in module.configurations(capability)
     }

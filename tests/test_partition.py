@@ -7,8 +7,8 @@ from ctypes import byref, c_int, c_uint, c_void_p
 import numpy
 import pytest
 from arrays import normal, stored
-from backends import compute_capability
 from matrix import each_library
+from targets import compute_capability
 from test_transformer_block import CASE
 from test_transformer_block import make as make_blocks
 
@@ -216,9 +216,9 @@ def green_stream(count):
 
 
 @contextlib.contextmanager
-def current(backend, pointer):
+def current(target, pointer):
     """A stream as the current one of the library."""
-    if backend.library == "torch":
+    if target.library == "torch":
         import torch
 
         torch.cuda.synchronize()
@@ -236,10 +236,10 @@ def current(backend, pointer):
 
 @each_library(device="cuda")
 @pytest.mark.parametrize("before", [False, True], ids=["first there", "on the GPU before"])
-def test_blocks_in_a_green_context(backend, before):
+def test_blocks_in_a_green_context(target, before):
     if compute_capability()[0] < 75:
         pytest.skip("the kernel needs compute capability 7.5")
-    p = make_blocks(backend, CASE)
+    p = make_blocks(target, CASE)
     stack, arrays = p.stack(), (p.x, p.k_cache, p.v_cache, p.lengths)
     exact = expected_stack(p.blocks, p.x, p.k_cache, p.v_cache, p.lengths)
     if before:
@@ -247,7 +247,7 @@ def test_blocks_in_a_green_context(backend, before):
     with green_stream(8) as (pointer, count):
         assert 0 < count < gpu.all_multiprocessors(0)
         for _ in range(3):
-            with current(backend, pointer):
+            with current(target, pointer):
                 out = stack(*arrays)
             exact.check(out=out, k_cache=p.k_cache, v_cache=p.v_cache)
     exact.check(out=stack(*arrays))
@@ -255,31 +255,31 @@ def test_blocks_in_a_green_context(backend, before):
 
 @each_library(device="cuda")
 @pytest.mark.parametrize("columns", [768, 32768])
-def test_norms_in_a_green_context(backend, columns):
+def test_norms_in_a_green_context(target, columns):
     """The blocks, or clusters of them, add up the gradients of the weight together."""
-    dout, x = (stored(backend, normal((300, columns), seed), "float16") for seed in (0, 1))
-    weight, bias = (stored(backend, normal((columns,), seed), "float16") for seed in (2, 3))
+    dout, x = (stored(target, normal((300, columns), seed), "float16") for seed in (0, 1))
+    weight, bias = (stored(target, normal((columns,), seed), "float16") for seed in (2, 3))
     exact = expected_norm(False, dout, x, weight, bias, None, None, eps=1e-5)
     _, stats = cupyflash.layer_norm(x, weight, bias, return_stats=True)
     names = ("dx", "dweight", "dbias")
     with green_stream(8) as (pointer, _):
         for _ in range(2):
-            with current(backend, pointer):
+            with current(target, pointer):
                 gradients = cupyflash.layer_norm_backward(dout, x, weight, stats)
             exact.check(**dict(zip(names, gradients)))
 
 
 @each_library(device="cuda")
-def test_mlp_in_a_green_context(backend):
+def test_mlp_in_a_green_context(target):
     """One cooperative launch for few rows; equal to itself on the whole GPU up to rounding."""
-    x = stored(backend, normal((2, 256), 0), "float32")
+    x = stored(target, normal((2, 256), 0), "float32")
     up, down = (
-        stored(backend, normal(shape, 1) * shape[1] ** -0.5, "float32")
+        stored(target, normal(shape, 1) * shape[1] ** -0.5, "float32")
         for shape in ((1024, 256), (256, 1024))
     )
     call = lambda: cupyflash.mlp(x, up, down, activation="gelu_tanh")  # noqa: E731
     whole = call()
-    with green_stream(8) as (pointer, _), current(backend, pointer):
+    with green_stream(8) as (pointer, _), current(target, pointer):
         part = call()
     terms = numpy.finfo("float32").eps * 1024**0.5
     assert float(abs(whole - part).max()) <= 8 * terms * float(abs(whole).max())

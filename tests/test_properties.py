@@ -19,18 +19,16 @@ BOUNDS = st.one_of(st.none(), st.integers(0, 300))
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_attention(backend, data):
+def test_attention(target, data):
     draw = data.draw
     # A few head dims only on a GPU, as each is a compilation.
-    head_dims = (
-        st.sampled_from([32, 64, 72]) if backend.gpu else st.integers(1, 32).map((8).__mul__)
-    )
+    head_dims = st.sampled_from([32, 64, 72]) if target.gpu else st.integers(1, 32).map((8).__mul__)
     heads_kv = draw(st.integers(1, 3))
-    storages = [s for s in STORAGES if s != "unaligned" or not backend.aligned_only]
-    lengths = st.integers(1, 700 if backend.gpu else 150)
+    storages = [s for s in STORAGES if s != "unaligned" or not target.aligned_only]
+    lengths = st.integers(1, 700 if target.gpu else 150)
     heads_q = heads_kv * draw(st.integers(1, 3))
-    inputs = backend.inputs(
-        draw(st.sampled_from(backend.dtypes)),
+    inputs = target.inputs(
+        draw(st.sampled_from(target.dtypes)),
         batch=draw(st.integers(1, 3)),
         seqlen_q=draw(lengths),
         seqlen_k=draw(lengths),
@@ -48,7 +46,7 @@ def test_attention(backend, data):
         "softcap": draw(st.sampled_from([0.0, 3.0])),
     }
     if draw(st.booleans()):
-        options["alibi_slopes"] = make_alibi_slopes(heads_q, backend.library, device=backend.device)
+        options["alibi_slopes"] = make_alibi_slopes(heads_q, target.library, device=target.device)
     layout = {"layout": inputs.layout}
     out, lse = cupyflash.attention(
         inputs.q, inputs.k, inputs.v, return_lse=True, **layout, **options

@@ -14,7 +14,7 @@ from cupyflash.testing import expected_projection, to_library
 
 SHAPES = [(1, 1), (1, 5), (2, 8), (4, 4), (3, 11), (2, 16), (7,), (40,)]
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
-FAMILIES = [None, "sm80", "simt"]
+BACKENDS = [None, "sm80", "simt"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,20 +32,20 @@ class Case:
     wide: bool
     bias: bool
     norm: bool
-    family: str | None
+    backend: str | None
 
     @property
     def id(self):
         parts = [self.dtype, "x".join(map(str, self.shape)), "h" + "/".join(map(str, self.heads))]
         parts += [f"d{self.head_dim}", f"k{self.depth}", f"turned{self.turned}", self.positions]
         parts += ["interleaved"] * self.interleaved + ["float32-angles"] * self.wide
-        parts += ["bias"] * self.bias + ["norm"] * self.norm + [self.family or "any"]
+        parts += ["bias"] * self.bias + ["norm"] * self.norm + [self.backend or "any"]
         return "-".join(filter(None, parts))
 
-    def arrays(self, backend):
+    def arrays(self, target):
         columns = (self.heads[0] + 2 * self.heads[1]) * self.head_dim
         make = lambda shape, seed, scale=1.0: stored(
-            backend, scale * normal(shape, seed), self.dtype
+            target, scale * normal(shape, seed), self.dtype
         )
         arrays = Arrays(
             x=make((*self.shape, self.depth), 0),
@@ -59,19 +59,19 @@ class Case:
         half = int(self.turned * self.head_dim) // 2
         angles = 10 * normal((50, half), 5)
         of_angles = "float32" if self.wide else self.dtype
-        cos, sin = (stored(backend, f(angles), of_angles) for f in (numpy.cos, numpy.sin))
+        cos, sin = (stored(target, f(angles), of_angles) for f in (numpy.cos, numpy.sin))
         positions = None
         if self.positions or len(self.shape) == 1:  # packed sequences must have them
             chosen = numpy.random.default_rng(6).integers(0, 50, self.shape)
             chosen = chosen.astype(self.positions or "int32")
-            positions = to_library(chosen, backend.library, backend.device)
+            positions = to_library(chosen, target.library, target.device)
         return arrays._replace(cos=cos, sin=sin, positions=positions)
 
 
-def cases(backend):
+def cases(target):
     factors = {
-        "dtype": list(backend.dtypes),
-        "shape": SHAPES + ([(3, 50), (8, 33)] if backend.gpu else []),
+        "dtype": list(target.dtypes),
+        "shape": SHAPES + ([(3, 50), (8, 33)] if target.gpu else []),
         "heads": HEADS,
         "head_dim": [8, 40, 64, 128],
         "depth": [24, 64, 99, 512],
@@ -81,20 +81,20 @@ def cases(backend):
         "wide": [False, True],
         "bias": [False, True],
         "norm": [False, True],
-        "family": FAMILIES if backend.gpu else [None],
+        "backend": BACKENDS if target.gpu else [None],
     }
     return [Case(**point) for point in pairwise(factors)]
 
 
 def matrix():
     parameters = []
-    for backend in libraries():
-        found = cases(backend)
+    for target in libraries():
+        found = cases(target)
         parameters += [
-            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
-            for case in (found[:1] if backend.missing else found)
+            pytest.param(target, case, id=f"{target.name}-{case.id}")
+            for case in (found[:1] if target.missing else found)
         ]
-    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
 
 
 def project(arrays, heads, interleaved=False, eps=1e-5):
@@ -127,9 +127,9 @@ def joined(parts):
 
 
 @matrix()
-def test_qkv_projection(backend, case):
-    arrays = case.arrays(backend)
-    with environment.override(family=case.family):
+def test_qkv_projection(target, case):
+    arrays = case.arrays(target)
+    with environment.override(backend=case.backend):
         q, k, v = project(arrays, case.heads, case.interleaved)
     assert tuple(q.shape) == (*case.shape, case.heads[0], case.head_dim)
     assert tuple(k.shape) == tuple(v.shape) == (*case.shape, case.heads[1], case.head_dim)
@@ -140,28 +140,28 @@ def test_qkv_projection(backend, case):
 @each_library()
 @pytest.mark.parametrize("rows", [8, 9, 32])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_deep_rows(backend, rows, interleaved):
+def test_deep_rows(target, rows, interleaved):
     """Norm and rotary embedding in the same launch, and from nine rows on in some of their own."""
     case = Case(
         "float16", (rows,), (3, 1), 16, 2056, 1, "int32", interleaved, True, True, True, None
     )
-    arrays = case.arrays(backend)
+    arrays = case.arrays(target)
     options = Options(interleaved=interleaved, heads=case.heads)
     found = project(arrays, case.heads, interleaved)
     expected_projection(arrays, options).check(out=joined(found))
 
 
 @each_library()
-def test_packed_sequences_need_positions(backend):
+def test_packed_sequences_need_positions(target):
     """Without them the second sequence would go on where the first one ends."""
-    dtype, heads = backend.dtypes[0], {"heads_q": 2, "heads_kv": 1}
+    dtype, heads = target.dtypes[0], {"heads_q": 2, "heads_kv": 1}
     x, weight, angles = (
-        stored(backend, normal(shape, i), dtype)
+        stored(target, normal(shape, i), dtype)
         for i, shape in enumerate([(7, 64), (4 * 32, 64), (7, 16)])
     )
     with pytest.raises(ValueError, match="^qkv_projection: positions must be given beside packed"):
         cupyflash.qkv_projection(x, weight, **heads, rotary=cupyflash.Rotary(angles, angles))
-    anew = to_library(numpy.array([0, 1, 2, 0, 1, 2, 3], "int32"), backend.library, backend.device)
+    anew = to_library(numpy.array([0, 1, 2, 0, 1, 2, 3], "int32"), target.library, target.device)
     rotary = cupyflash.Rotary(angles, angles, anew)
     packed = cupyflash.qkv_projection(x, weight, **heads, rotary=rotary)
     options = Options(heads=(2, 1))
@@ -172,20 +172,20 @@ def test_packed_sequences_need_positions(backend):
 
 
 @each_library()
-def test_attention_reads_them(backend):
-    dtype = backend.dtypes[0]
-    x = stored(backend, normal((2, 9, 64), 0), dtype)
-    weight = stored(backend, normal((4 * 32, 64), 1), dtype)
+def test_attention_reads_them(target):
+    dtype = target.dtypes[0]
+    x = stored(target, normal((2, 9, 64), 0), dtype)
+    weight = stored(target, normal((4 * 32, 64), 1), dtype)
     q, k, v = cupyflash.qkv_projection(x, weight, heads_q=2, heads_kv=1)
     out = cupyflash.attention(q, k, v, causal=True)
     assert tuple(out.shape) == (2, 9, 2, 32)
 
 
 @each_library()
-def test_empty(backend):
-    weight = stored(backend, normal((32, 24), 1), "float16")
+def test_empty(target):
+    weight = stored(target, normal((32, 24), 1), "float16")
     for shape in ((0, 5), (2, 0)):
-        x = stored(backend, numpy.zeros((*shape, 24)), "float16")
+        x = stored(target, numpy.zeros((*shape, 24)), "float16")
         q, k, v = cupyflash.qkv_projection(x, weight, heads_q=2, heads_kv=1)
         assert tuple(q.shape) == (*shape, 2, 8) and tuple(k.shape) == (*shape, 1, 8)
 
@@ -209,8 +209,8 @@ def test_rotary_is_the_published_one():
         numpy.testing.assert_allclose(found, as_complex, rtol=0, atol=1e-14)
 
 
-def bad(backend, error, match, rotary=(), **changes):
-    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+def bad(target, error, match, rotary=(), **changes):
+    make = lambda shape, dtype="float16": stored(target, normal(shape, 3), dtype)
     arguments = {"x": make((2, 5, 16)), "weight": make((4 * 8, 16)), "heads_q": 2, "heads_kv": 1}
     if rotary:
         arguments["rotary"] = cupyflash.Rotary(*rotary)
@@ -219,41 +219,41 @@ def bad(backend, error, match, rotary=(), **changes):
 
 
 @each_library()
-def test_bad_input(backend):
-    make = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)
+def test_bad_input(target):
+    make = lambda shape, dtype="float16": stored(target, normal(shape, 3), dtype)
     integers = lambda values, dtype="int32": to_library(
-        numpy.asarray(values, dtype), backend.library, backend.device
+        numpy.asarray(values, dtype), target.library, target.device
     )
-    bad(backend, ValueError, "heads_kv must divide heads_q", heads_kv=3)
-    bad(backend, ValueError, "heads_q.*0", heads_q=0)
-    bad(backend, TypeError, "heads_q.*2.0", heads_q=2.0)
-    bad(backend, ValueError, r"multiple of heads_q \+ 2 heads_kv = 6", heads_kv=2)
-    bad(backend, ValueError, "2 or 3 dimensions", x=make((1, 2, 5, 16)))
+    bad(target, ValueError, "heads_kv must divide heads_q", heads_kv=3)
+    bad(target, ValueError, "heads_q.*0", heads_q=0)
+    bad(target, TypeError, "heads_q.*2.0", heads_q=2.0)
+    bad(target, ValueError, r"multiple of heads_q \+ 2 heads_kv = 6", heads_kv=2)
+    bad(target, ValueError, "2 or 3 dimensions", x=make((1, 2, 5, 16)))
     with pytest.raises(TypeError, match="rotary must be a cupyflash.Rotary.*tuple"):
         x, weight = make((2, 5, 16)), make((4 * 8, 16))
         cupyflash.qkv_projection(x, weight, heads_q=2, heads_kv=1, rotary=(x, x))
-    bad(backend, TypeError, "sin.*None", (make((5, 4)), None))
-    bad(backend, ValueError, "cos must have shape", (make((5, 5)), make((5, 5))))
-    bad(backend, ValueError, "cos and sin", (make((5, 4)), make((6, 4))))
-    bad(backend, ValueError, "at least 5 positions", (make((4, 4)), make((4, 4))))
-    bad(backend, ValueError, "contiguous", (make((5, 8))[:, ::2], make((5, 8))[:, ::2]))
+    bad(target, TypeError, "sin.*None", (make((5, 4)), None))
+    bad(target, ValueError, "cos must have shape", (make((5, 5)), make((5, 5))))
+    bad(target, ValueError, "cos and sin", (make((5, 4)), make((6, 4))))
+    bad(target, ValueError, "at least 5 positions", (make((4, 4)), make((4, 4))))
+    bad(target, ValueError, "contiguous", (make((5, 8))[:, ::2], make((5, 8))[:, ::2]))
     angles = make((5, 4)), make((5, 4))
-    bad(backend, ValueError, r"positions.*\(2, 5\).*\(5,\)", (*angles, integers(range(5))))
+    bad(target, ValueError, r"positions.*\(2, 5\).*\(5,\)", (*angles, integers(range(5))))
     floats = make((2, 5), "float32")
-    bad(backend, TypeError, "positions must be int32 or int64.*float32", (*angles, floats))
-    bad(backend, TypeError, "positions must be a .*list", (*angles, [[0] * 5] * 2))
+    bad(target, TypeError, "positions must be int32 or int64.*float32", (*angles, floats))
+    bad(target, TypeError, "positions must be a .*list", (*angles, [[0] * 5] * 2))
     odd = {"weight": make((4 * 7, 16))}
-    bad(backend, ValueError, "head_dim must be even", (make((5, 2)), make((5, 2))), **odd)
+    bad(target, ValueError, "head_dim must be even", (make((5, 2)), make((5, 2))), **odd)
     beyond = integers([[0, 1, 2, 3, 5]] * 2)
     with environment.override(debug=True):
-        bad(backend, ValueError, "positions must be from 0 to 4.*0 to 5", (*angles, beyond))
+        bad(target, ValueError, "positions must be from 0 to 4.*0 to 5", (*angles, beyond))
 
 
 @each_library()
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)], ids=str)
-def test_no_tokens(backend, shape):
+def test_no_tokens(target, shape):
     """An empty batch is turned, too."""
-    make = lambda shape, seed: stored(backend, normal(shape, seed), "float32")
+    make = lambda shape, seed: stored(target, normal(shape, seed), "float32")
     rotary = cupyflash.Rotary(make((8, 2), 1), make((8, 2), 2))
     x, weight = make((*shape, 16), 0), make((24, 16), 3)
     q, k, v = cupyflash.qkv_projection(x, weight, heads_q=2, heads_kv=2, rotary=rotary)
@@ -261,13 +261,13 @@ def test_no_tokens(backend, shape):
 
 
 @each_library(library="torch")
-def test_the_rotation_checks_its_angles(backend):
+def test_the_rotation_checks_its_angles(target):
     """torch may come to it with arrays that no projection has checked."""
     import torch
 
     from cupyflash.linear.torch_ops import rotate
 
-    make = lambda shape, seed, dtype="float32": stored(backend, normal(shape, seed), dtype)
+    make = lambda shape, seed, dtype="float32": stored(target, normal(shape, seed), dtype)
     x, cos, sin = make((2, 5, 24), 0), make((8, 2), 1), make((8, 2), 2)
     positions = torch.zeros((2, 5), dtype=torch.int32, device=x.device)
     rotate(x, cos, sin, positions, False, [2, 2])
@@ -289,12 +289,12 @@ def test_the_rotation_checks_its_angles(backend):
 
 
 @each_library(library="torch")
-def test_compiled_angles_are_checked(backend):
+def test_compiled_angles_are_checked(target):
     """Also where torch multiplies: angles that are no array of their own are refused."""
     import torch
 
     torch.compiler.reset()
-    make = lambda shape, seed: stored(backend, normal(shape, seed), "float32")
+    make = lambda shape, seed: stored(target, normal(shape, seed), "float32")
     cos, sin = (make((8, 4), seed)[:, :2] for seed in (1, 2))
     x, weight = make((2, 5, 16), 0), make((24, 16), 3).requires_grad_()
     call = lambda x, weight: cupyflash.qkv_projection(

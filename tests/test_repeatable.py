@@ -6,7 +6,7 @@ is compared with ``deterministic=True`` or not at all.
 """
 
 import pytest
-from backends import HALF, families
+from targets import HALF, backends
 
 import cupyflash
 from cupyflash import environment
@@ -14,7 +14,7 @@ from cupyflash import environment
 REPEATS = 50
 BIASES = (None, "broadcast", "full", "float32", "bool")
 
-pytestmark = pytest.mark.skipif(not families(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(not backends(), reason="needs a GPU")
 
 
 def arrays(dtype, shapes):
@@ -48,16 +48,16 @@ def assert_repeats(call, repeats=REPEATS):
 @pytest.mark.parametrize("bias", BIASES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("family", families())
-def test_attention(family, dtype, head_dim, bias):
+@pytest.mark.parametrize("backend", backends())
+def test_attention(backend, dtype, head_dim, bias):
     """Batch 8, 4 heads and 408 keys: a block for each tile of keys on an H200."""
     batch, heads, rows, keys = 8, 4, 2048, 408
-    if family == "simt":
+    if backend == "simt":
         rows = 256
     of_q, of_k = (batch, rows, heads, head_dim), (batch, keys, heads, head_dim)
     q, k, v, dout = arrays(dtype, [of_q, of_k, of_k, of_q])
     options = {"bias": bias_of(bias, dtype, batch, heads, rows, keys)}
-    with environment.override(family=family):
+    with environment.override(backend=backend):
         out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
 
         def backward(deterministic):
@@ -81,11 +81,11 @@ def test_attention(family, dtype, head_dim, bias):
     ids=str,
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("family", families()[:2])
-def test_options(family, head_dim, options):
+@pytest.mark.parametrize("backend", backends()[:2])
+def test_options(backend, head_dim, options):
     shapes = [(8, 1000, 8, head_dim), (8, 1000, 2, head_dim)] * 2
     q, k, dout, v = arrays("bfloat16", shapes)
-    with environment.override(family=family):
+    with environment.override(backend=backend):
         out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
         assert_repeats(
             lambda: (

@@ -26,20 +26,20 @@ SAMPLINGS = [
 each_sampling = pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 
 
-def integers(backend, values):
-    return backend.array(numpy.array(values, "int32"))  # a copy
+def integers(target, values):
+    return target.array(numpy.array(values, "int32"))  # a copy
 
 
 def numbers(x):
     return to_numpy64(x).astype("int64")
 
 
-def tokens_of(backend, logits, sampling, positions=None):
+def tokens_of(target, logits, sampling, positions=None):
     """Sampled tokens as a NumPy array; positions advance in place."""
-    out = integers(backend, numpy.full(logits.shape[0], -7))
+    out = integers(target, numpy.full(logits.shape[0], -7))
     state = None
     if positions is not None:
-        state = DecodeState(*(integers(backend, x) for x in (positions, positions, positions)))
+        state = DecodeState(*(integers(target, x) for x in (positions, positions, positions)))
     sample(logits, sampling, out=out, state=state)
     return numbers(out)
 
@@ -64,51 +64,51 @@ def kept(logits, sampling):
 @each_library()
 @each_sampling
 @pytest.mark.parametrize("vocabulary", [1, 31, 1000, 50257])
-def test_equal_tokens_on_every_device(backend, sampling, vocabulary):
+def test_equal_tokens_on_every_device(target, sampling, vocabulary):
     """Those of NumPy, for aligned and unaligned rows; twice the same."""
-    for i, dtype in enumerate(backend.dtypes):
+    for i, dtype in enumerate(target.dtypes):
         for storage in ("contiguous", "unaligned"):
             values = 3 * normal((5, vocabulary), i)
-            logits = stored(backend, values, dtype, storage)
+            logits = stored(target, values, dtype, storage)
             positions = numpy.random.default_rng(i).integers(0, 2**31 - 2, 5)
-            found = tokens_of(backend, logits, sampling, positions)
+            found = tokens_of(target, logits, sampling, positions)
             plain = numpy.ascontiguousarray(to_numpy64(logits), "float32")
             expected = numpy.zeros(5, "int32")
             state = DecodeState(*(positions.astype("int32") for _ in range(3)))
             sample(plain, sampling, out=expected, state=state)
             assert (found == expected).all()
-            assert (tokens_of(backend, logits, sampling, positions) == found).all()
+            assert (tokens_of(target, logits, sampling, positions) == found).all()
 
 
 @each_library()
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_greedy_takes_the_first_largest(backend, dtype):
+def test_greedy_takes_the_first_largest(target, dtype):
     values = normal((4, 999), 0)
     values[1, [700, 45, 900]] = values.max() + 1
     values[2] = -5.0
     values[3, :] = -numpy.inf
     values[3, 17] = -3e4
-    found = tokens_of(backend, stored(backend, values, dtype), Sampling())
+    found = tokens_of(target, stored(target, values, dtype), Sampling())
     assert found.tolist() == [values[0].astype(dtype).argmax(), 45, 0, 17]
 
 
 @each_library()
 @pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=str)
-def test_no_distribution(backend, sampling):
+def test_no_distribution(target, sampling):
     values = normal((5, 100), 0)
     values[0, 99], values[2, 3], values[3] = numpy.nan, numpy.inf, -numpy.inf
-    found = tokens_of(backend, stored(backend, values, "float32"), sampling)
+    found = tokens_of(target, stored(target, values, "float32"), sampling)
     assert (found[[0, 2, 3]] == -1).all() and (found[[1, 4]] >= 0).all()
 
 
 @each_library()
 @pytest.mark.parametrize("sampling", SAMPLINGS[1:5], ids=str)
-def test_distribution(backend, sampling):
+def test_distribution(target, sampling):
     """Only tokens that may be drawn, as often as their probability says (chi-squared)."""
     draws, vocabulary = 4000, 60
     values = 2 * normal(vocabulary, 3)
-    logits = stored(backend, numpy.tile(values, (draws, 1)), "float32")
-    found = tokens_of(backend, logits, sampling)
+    logits = stored(target, numpy.tile(values, (draws, 1)), "float32")
+    found = tokens_of(target, logits, sampling)
     p = kept(values.astype("float64"), sampling)
     counts = numpy.bincount(found, minlength=vocabulary)
     assert (counts[p == 0] == 0).all()
@@ -119,34 +119,34 @@ def test_distribution(backend, sampling):
 
 
 @each_library()
-def test_ties_with_the_last_kept_stay(backend):
+def test_ties_with_the_last_kept_stay(target):
     values = numpy.zeros((3000, 8), "float32")
     values[:, 5:] = -4.0
-    logits = stored(backend, values, "float32")
+    logits = stored(target, values, "float32")
     for sampling in (Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.1)):
-        assert set(tokens_of(backend, logits, sampling)) == {0, 1, 2, 3, 4}
+        assert set(tokens_of(target, logits, sampling)) == {0, 1, 2, 3, 4}
 
 
 @each_library()
-def test_seeds_rows_and_positions_differ(backend):
-    logits = stored(backend, numpy.zeros((64, 5000)), "float32")
+def test_seeds_rows_and_positions_differ(target):
+    logits = stored(target, numpy.zeros((64, 5000)), "float32")
     same = numpy.zeros(64, "int32")
-    first = tokens_of(backend, logits, Sampling(1.0, seed=1), same)
+    first = tokens_of(target, logits, Sampling(1.0, seed=1), same)
     assert len(set(first)) > 60  # 64 draws of 5000
     for other in (
-        tokens_of(backend, logits, Sampling(1.0, seed=2), same),
-        tokens_of(backend, logits, Sampling(1.0, seed=1), same + 1),
+        tokens_of(target, logits, Sampling(1.0, seed=2), same),
+        tokens_of(target, logits, Sampling(1.0, seed=1), same + 1),
     ):
         assert (first == other).sum() < 4
 
 
 @each_library()
-def test_state_advances(backend):
+def test_state_advances(target):
     values = normal((3, 50), 1)
     values[1] = numpy.nan
     before = ([9, 9, 9], [8, 8, 8], [4, 5, 6], [0, 0, 0])
-    out, tokens, positions, ends = (integers(backend, x) for x in before)
-    logits = stored(backend, values, "float32")
+    out, tokens, positions, ends = (integers(target, x) for x in before)
+    logits = stored(target, values, "float32")
     sample(logits, out=out, state=DecodeState(tokens, positions, ends), limit=6)
     greedy = values.argmax(1)
     assert numbers(out).tolist() == [greedy[0], -1, greedy[2]]
@@ -183,9 +183,9 @@ def test_bad_sampling():
 
 
 @each_library()
-def test_wrong_calls_of_sample(backend):
-    logits, out = stored(backend, normal((2, 6), 0), "float32"), integers(backend, [0, 0])
-    state = DecodeState(*(integers(backend, [0, 0]) for _ in range(3)))
+def test_wrong_calls_of_sample(target):
+    logits, out = stored(target, normal((2, 6), 0), "float32"), integers(target, [0, 0])
+    state = DecodeState(*(integers(target, [0, 0]) for _ in range(3)))
     number = array(out, dtypes=("int64", "float32"))
     check_refused(
         sample,
@@ -207,20 +207,20 @@ def test_wrong_calls_of_sample(backend):
 
 
 @each_library()
-def test_no_seed_draws_another_one_each_time(backend):
-    logits = stored(backend, numpy.zeros((64, 5000)), "float32")
-    runs = [tokens_of(backend, logits, Sampling(1.0, seed=None)) for _ in range(2)]
+def test_no_seed_draws_another_one_each_time(target):
+    logits = stored(target, numpy.zeros((64, 5000)), "float32")
+    runs = [tokens_of(target, logits, Sampling(1.0, seed=None)) for _ in range(2)]
     assert (runs[0] == runs[1]).sum() < 4
     seeded = Sampling(1.0, seed=None).with_seed()
     assert seeded.seed is not None and seeded.with_seed() is seeded
 
 
 @each_library()
-def test_wrong_calls_of_cache_append(backend):
+def test_wrong_calls_of_cache_append(target):
     """Also a cache that is both, or lies over what is appended."""
-    k, v = (stored(backend, normal((2, 2, 8), i), "float32") for i in (0, 1))
-    caches = stored(backend, numpy.zeros((2, 3, 9, 2, 8)), "float32")
-    positions, sequences = integers(backend, [0, 1]), integers(backend, [2, 0])
+    k, v = (stored(target, normal((2, 2, 8), i), "float32") for i in (0, 1))
+    caches = stored(target, numpy.zeros((2, 3, 9, 2, 8)), "float32")
+    positions, sequences = integers(target, [0, 1]), integers(target, [2, 0])
     rows = caches[0].reshape(-1, 2, 8)
     check_refused(
         cache_append,
@@ -241,12 +241,12 @@ def test_wrong_calls_of_cache_append(backend):
 
 
 @each_library(library="torch")
-def test_autograd_hears_of_writes(backend):
+def test_autograd_hears_of_writes(target):
     """What was saved for a backward and written since is an error there; gradients are refused."""
     import torch
 
-    k, cache, other = (stored(backend, normal((2, n, 2, 8), n), "float32") for n in (1, 9, 9))
-    positions, factor = integers(backend, [0, 1]), torch.ones_like(cache).requires_grad_()
+    k, cache, other = (stored(target, normal((2, n, 2, 8), n), "float32") for n in (1, 9, 9))
+    positions, factor = integers(target, [0, 1]), torch.ones_like(cache).requires_grad_()
     for write in (
         lambda: cache_append(k[:, 0], k[:, 0], cache, other, positions),
         lambda: sample(k[:, 0, 0], out=positions),
@@ -265,14 +265,14 @@ def test_autograd_hears_of_writes(backend):
     with torch.no_grad():
         cache_append(needing, k[:, 0], cache, other, positions.clamp(0, 8))
     table = normal((5, 8), 0)
-    table = backend.array(table, "float32").requires_grad_()
+    table = target.array(table, "float32").requires_grad_()
     with pytest.raises(NotImplementedError, match="^embedding: has no backward"):
         embedding(positions, table)
 
 
 @each_library()
-def test_bad_arrays(backend):
-    logits, out = stored(backend, normal((2, 6), 0), "float32"), integers(backend, [0, 0])
+def test_bad_arrays(target):
+    logits, out = stored(target, normal((2, 6), 0), "float32"), integers(target, [0, 0])
     for error, match, call in (
         (ValueError, r"logits must be \(rows, vocabulary\)", lambda: sample(logits[0], out=out)),
         (ValueError, "the last dimension", lambda: sample(logits[:, ::2], out=out)),
@@ -287,12 +287,12 @@ def test_bad_arrays(backend):
 
 @each_library()
 @pytest.mark.parametrize("columns", [1, 7, 64, 768])
-def test_embedding(backend, columns):
+def test_embedding(target, columns):
     rng = numpy.random.default_rng(columns)
-    for i, dtype in enumerate(backend.dtypes):
-        table, places = (stored(backend, normal((n, columns), (i, n)), dtype) for n in (50, 20))
+    for i, dtype in enumerate(target.dtypes):
+        table, places = (stored(target, normal((n, columns), (i, n)), dtype) for n in (50, 20))
         tokens, positions = rng.integers(0, 50, (3, 11)), rng.integers(0, 20, (3, 11))
-        indices = [integers(backend, x) for x in (tokens, positions)]
+        indices = [integers(target, x) for x in (tokens, positions)]
         out = embedding(indices[0], table, indices[1], places)
         assert tuple(out.shape) == (3, 11, columns) and out.dtype == table.dtype
         exact = to_numpy64(table)[tokens] + to_numpy64(places)[positions]
@@ -303,56 +303,56 @@ def test_embedding(backend, columns):
 
 
 @each_library()
-def test_embedding_of_what_does_not_exist(backend):
-    table = stored(backend, normal((5, 24), 0), "float32")
+def test_embedding_of_what_does_not_exist(target):
+    table = stored(target, normal((5, 24), 0), "float32")
     for tokens, positions in (([0, 5], [0, 0]), ([0, -1], [1, 1]), ([0, 1], [0, 5])):
-        indices = [integers(backend, x) for x in (tokens, positions)]
-        if backend.gpu:
+        indices = [integers(target, x) for x in (tokens, positions)]
+        if target.gpu:
             out = to_numpy64(embedding(indices[0], table, indices[1], table))
             assert numpy.isfinite(out[0]).all() and numpy.isnan(out[1]).all()
         else:
             with pytest.raises(ValueError, match="^embedding: .* must be from 0 to 4, got"):
                 embedding(indices[0], table, indices[1], table)
     with pytest.raises(ValueError, match="takes positions with position_weight"):
-        embedding(integers(backend, [0]), table, integers(backend, [0]))
+        embedding(integers(target, [0]), table, integers(target, [0]))
     with pytest.raises(TypeError, match="tokens must be int32"):
         embedding(table, table)
 
 
 @each_library()
 @pytest.mark.parametrize("shape", [(1, 8), (3, 5), (12, 64)], ids=str)
-def test_cache_append(backend, shape):
+def test_cache_append(target, shape):
     """Slices of a wider tensor; nothing else changes; row i is sequence i without ``sequences``."""
-    for i, dtype in enumerate(backend.dtypes):
-        k, v = (stored(backend, normal((4, *shape), (i, j)), dtype) for j in range(2))
-        wide = stored(backend, normal((4, 3, *shape), (i, 2)), dtype)
+    for i, dtype in enumerate(target.dtypes):
+        k, v = (stored(target, normal((4, *shape), (i, j)), dtype) for j in range(2))
+        wide = stored(target, normal((4, 3, *shape), (i, 2)), dtype)
         for keys, values, sequences in ((k, v, None), (wide[:, 1], wide[:, 2], [2, 0, 2, 1])):
-            caches = [stored(backend, normal((4, 9, *shape), (i, j)), dtype) for j in (3, 4)]
+            caches = [stored(target, normal((4, 9, *shape), (i, j)), dtype) for j in (3, 4)]
             expected = [to_numpy64(x).copy() for x in caches]
             positions = [3, 8, 0, 3]
             for cache, new in zip(expected, (keys, values)):
                 cache[sequences or range(4), positions] = to_numpy64(new)
-            where = None if sequences is None else integers(backend, sequences)
-            cache_append(keys, values, *caches, integers(backend, positions), where)
+            where = None if sequences is None else integers(target, sequences)
+            cache_append(keys, values, *caches, integers(target, positions), where)
             for cache, right in zip(caches, expected):
                 assert (to_numpy64(cache) == right).all()
 
 
 @each_library()
-def test_cache_append_outside(backend):
-    k = stored(backend, normal((2, 2, 8), 0), "float32")
+def test_cache_append_outside(target):
+    k = stored(target, normal((2, 2, 8), 0), "float32")
     for positions, sequences in (([0, 9], [0, 1]), ([-1, 0], [0, 1]), ([0, 0], [0, 3])):
-        cache, other = (stored(backend, numpy.zeros((3, 9, 2, 8)), "float32") for _ in "kv")
-        places = [integers(backend, x) for x in (positions, sequences)]
-        if backend.gpu:
+        cache, other = (stored(target, numpy.zeros((3, 9, 2, 8)), "float32") for _ in "kv")
+        places = [integers(target, x) for x in (positions, sequences)]
+        if target.gpu:
             cache_append(k, k, cache, other, *places)
             assert (to_numpy64(cache) != 0).sum() == (to_numpy64(other) != 0).sum() == 16
         else:
             with pytest.raises(ValueError, match="must be from 0 to"):
                 cache_append(k, k, cache, other, *places)
     with pytest.raises(ValueError, match="k_cache"):
-        cache_append(k, k, k, k, integers(backend, [0, 1]))
+        cache_append(k, k, k, k, integers(target, [0, 1]))
     with pytest.raises(ValueError, match="contiguous in each row"):
-        wide = stored(backend, normal((2, 2, 16), 0), "float32")[..., :8]
-        cache, other = (stored(backend, numpy.zeros((3, 9, 2, 8)), "float32") for _ in "kv")
-        cache_append(wide, wide, cache, other, integers(backend, [0, 1]))
+        wide = stored(target, normal((2, 2, 16), 0), "float32")[..., :8]
+        cache, other = (stored(target, numpy.zeros((3, 9, 2, 8)), "float32") for _ in "kv")
+        cache_append(wide, wide, cache, other, integers(target, [0, 1]))

@@ -17,8 +17,8 @@ import cupy, cupyflash
 from cupyflash import environment
 from cupyflash.testing import make_inputs, make_varlen_inputs
 cupy.cuda.set_allocator(None)
-family, dtype = sys.argv[1:]
-with environment.override(family=family):
+backend, dtype = sys.argv[1:]
+with environment.override(backend=backend):
     for head_dim, window in ((64, None), (40, (30, 10)), (128, None), (256, None)):
         x = make_inputs("cupy", dtype, batch=1, seqlen_q=70, seqlen_k=150, heads_q=2, heads_kv=1,
                         head_dim=head_dim)
@@ -88,8 +88,8 @@ up, down = make(300, 72), make(50, 300)
 for rows in (3, 12, 70):
     x = make(2, rows, 72)
     norm = cupyflash.Norm(make(72), make(72))
-    for family in ("sm80", "simt", None):
-        with environment.override(family=family):
+    for backend in ("sm80", "simt", None):
+        with environment.override(backend=backend):
             cupyflash.linear(x, up, make(300), activation="gelu", norm=norm)
             cupyflash.linear(x[..., 1:34], up[:, 1:34], residual=make(2, rows, 300))
             options = {"activation": "silu", "residual": make(2, rows, 50), "norm": norm}
@@ -174,7 +174,7 @@ cupy.cuda.Device().synchronize()
 
 @each_library(library="cupy", device="cuda")
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_sanitizer_of_transformer_blocks(backend, dtype, record_property):
+def test_sanitizer_of_transformer_blocks(target, dtype, record_property):
     """Not racecheck: it does not see that __syncwarp() orders a warp's reads of a tile before the
     arrival of its first lane, and so reports every copy into a tile of the ring (bench/NOTES.md).
     """
@@ -186,7 +186,7 @@ def test_sanitizer_of_transformer_blocks(backend, dtype, record_property):
 
 @each_library(library="cupy", device="cuda")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_sanitizer_beside_attention(backend, tool, record_property):
+def test_sanitizer_beside_attention(target, tool, record_property):
     if SANITIZER is None:
         pytest.skip("compute-sanitizer is not installed")
     run = [sys.executable, "-c", NORMS, "float16", tool]
@@ -197,11 +197,11 @@ def test_sanitizer_beside_attention(backend, tool, record_property):
 
 @each(library="cupy", device="cuda")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_sanitizer(backend, tool, record_property):
+def test_sanitizer(target, tool, record_property):
     if SANITIZER is None:
         pytest.skip("compute-sanitizer is not installed")
-    run = [sys.executable, "-c", PROGRAM, backend.family, backend.dtypes[-1]]
-    sanitize(run, tool, backend.family, "regex=flash|sequence_maps", record_property)
+    run = [sys.executable, "-c", PROGRAM, target.backend, target.dtypes[-1]]
+    sanitize(run, tool, target.backend, "regex=flash|sequence_maps", record_property)
 
 
 def sanitize(run, tool, name, kernels, record_property):

@@ -21,7 +21,7 @@ MASKS = [
 MASKS += [FULL[1:], FULL[2:], FULL[3:], ()]
 
 
-def make_mask(backend, shape, dtype):
+def make_mask(target, shape, dtype):
     """Random, and in each row of scores the first key is seen."""
     import torch
 
@@ -29,7 +29,7 @@ def make_mask(backend, shape, dtype):
     mask = torch.randn(shape, generator=generator)
     if dtype == "bool":
         mask = (mask > 0) | (torch.arange(mask.shape[-1]) == 0 if shape else True)
-    return mask.to(backend.device, getattr(torch, dtype))
+    return mask.to(target.device, getattr(torch, dtype))
 
 
 def gradients(function, tensors, dout, **options):
@@ -69,37 +69,37 @@ def check(inputs, mask=None, is_causal=False, **options):
 @each(library="torch")
 @pytest.mark.parametrize("dtype", ["bool", "float32"])
 @pytest.mark.parametrize("shape", MASKS, ids=str)
-def test_masks(backend, shape, dtype):
-    inputs = backend.inputs(backend.dtypes[-1], **SHAPE)
-    check(inputs, make_mask(backend, shape, dtype))
+def test_masks(target, shape, dtype):
+    inputs = target.inputs(target.dtypes[-1], **SHAPE)
+    check(inputs, make_mask(target, shape, dtype))
 
 
 @each(library="torch")
-def test_mask_of_the_dtype_of_the_query(backend):
-    inputs = backend.inputs("float16", **SHAPE)
-    check(inputs, make_mask(backend, (4, 20, 27), "float16"))
+def test_mask_of_the_dtype_of_the_query(target):
+    inputs = target.inputs("float16", **SHAPE)
+    check(inputs, make_mask(target, (4, 20, 27), "float16"))
 
 
 @each(library="torch")
 @pytest.mark.parametrize("lengths", [(20, 20), (20, 33), (33, 20), (1, 20)], ids=str)
-def test_causal_starts_at_the_top_left(backend, lengths):
-    inputs = backend.inputs("float16", seqlen_q=lengths[0], seqlen_k=lengths[1], layout="bhsd")
+def test_causal_starts_at_the_top_left(target, lengths):
+    inputs = target.inputs("float16", seqlen_q=lengths[0], seqlen_k=lengths[1], layout="bhsd")
     check(inputs, is_causal=True)
 
 
 @each(library="torch")
-def test_grouped_queries_and_scale(backend):
-    inputs = backend.inputs("float16", **SHAPE, heads_q=6, heads_kv=2)
-    check(inputs, make_mask(backend, (6, 20, 27), "bool"), enable_gqa=True, scale=0.3)
+def test_grouped_queries_and_scale(target):
+    inputs = target.inputs("float16", **SHAPE, heads_q=6, heads_kv=2)
+    check(inputs, make_mask(target, (6, 20, 27), "bool"), enable_gqa=True, scale=0.3)
 
 
 @each(library="torch")
 @pytest.mark.parametrize("storage", ["transposed", "packed", "padded"])
-def test_strides(backend, storage):
+def test_strides(target, storage):
     import torch
 
-    inputs = backend.inputs("float16", **SHAPE, storage=storage)
-    check(inputs, make_mask(backend, FULL, "bool").transpose(2, 3).contiguous().transpose(2, 3))
+    inputs = target.inputs("float16", **SHAPE, storage=storage)
+    check(inputs, make_mask(target, FULL, "bool").transpose(2, 3).contiguous().transpose(2, 3))
     q, k, v = (
         x.transpose(2, 3).contiguous().transpose(2, 3) for x in (inputs.q, inputs.k, inputs.v)
     )
@@ -116,14 +116,14 @@ def test_strides(backend, storage):
     + [((2, 3, 1, 2), (3, 1, 2, 20, 1)), ((0, 2, 4), (20, 27))],
     ids=str,
 )
-def test_any_number_of_axes(backend, axes, mask):
-    inputs = backend.inputs("float16", **SHAPE, heads_q=4)
+def test_any_number_of_axes(target, axes, mask):
+    inputs = target.inputs("float16", **SHAPE, heads_q=4)
     count = int(numpy.prod(axes))
     q, k, v = (
         x.reshape(8, *x.shape[2:]).repeat(3, 1, 1)[:count].reshape(*axes, *x.shape[2:])
         for x in (inputs.q, inputs.k, inputs.v)
     )
-    mask = make_mask(backend, mask, "bool")
+    mask = make_mask(target, mask, "bool")
     out = cupyflash.scaled_dot_product_attention(q, k, v, mask)
     assert out.shape == q.shape
     whole = mask.expand(*axes, 20, 27).reshape(1, count, 20, 27)
@@ -133,9 +133,9 @@ def test_any_number_of_axes(backend, axes, mask):
 
 
 @each(library="torch")
-def test_a_row_without_a_key_gives_zero(backend):
-    inputs = backend.inputs("float16", **SHAPE)
-    mask = make_mask(backend, FULL, "bool")
+def test_a_row_without_a_key_gives_zero(target):
+    inputs = target.inputs("float16", **SHAPE)
+    mask = make_mask(target, FULL, "bool")
     mask[:, :, 3] = False
     out, dq, dk, dv = gradients(
         cupyflash.scaled_dot_product_attention,
@@ -147,10 +147,10 @@ def test_a_row_without_a_key_gives_zero(backend):
 
 
 @each(library="torch")
-def test_dropout_follows_the_generator(backend):
+def test_dropout_follows_the_generator(target):
     import torch
 
-    inputs = backend.inputs("float16", **SHAPE)
+    inputs = target.inputs("float16", **SHAPE)
 
     def dropped(seed):
         torch.manual_seed(seed)
@@ -160,8 +160,8 @@ def test_dropout_follows_the_generator(backend):
 
 
 @each()
-def test_arrays_of_every_library(backend):
-    inputs = backend.inputs("float16", **SHAPE)
+def test_arrays_of_every_library(target):
+    inputs = target.inputs("float16", **SHAPE)
     out = cupyflash.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=True)
     same = cupyflash.attention(inputs.q, inputs.k, inputs.v, causal="top-left", layout="bhsd")
     assert type(out) is type(inputs.q) and (out == same).all()
@@ -177,16 +177,16 @@ def test_arrays_of_every_library(backend):
     ],
     ids=str,
 )
-def test_bad_options(backend, options, error, message):
-    inputs = backend.inputs("float16", **SHAPE)
+def test_bad_options(target, options, error, message):
+    inputs = target.inputs("float16", **SHAPE)
     mask = inputs.q[0, 0, :, :27] if "is_causal" in options else None
     with pytest.raises(error, match=f"scaled_dot_product_attention: {message}"):
         cupyflash.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, mask, **options)
 
 
 @each()
-def test_bad_arrays(backend):
-    inputs = backend.inputs("float16", **SHAPE, heads_q=4, heads_kv=2)
+def test_bad_arrays(target):
+    inputs = target.inputs("float16", **SHAPE, heads_q=4, heads_kv=2)
     q, k, v = inputs.q, inputs.k, inputs.v
     function = cupyflash.scaled_dot_product_attention
     with pytest.raises(ValueError, match=r"same number of heads without enable_gqa, got \[4, 2, 2"):
@@ -209,14 +209,12 @@ def test_bad_arrays(backend):
 
 
 @each(library="torch")
-def test_signature_is_that_of_torch(backend):
+def test_signature_is_that_of_torch(target):
     """Names, order and keyword-only arguments: both take and refuse the same calls."""
     import torch
 
     inputs = (
-        backend.inputs("float32", **SHAPE)
-        if not backend.gpu
-        else backend.inputs("float16", **SHAPE)
+        target.inputs("float32", **SHAPE) if not target.gpu else target.inputs("float16", **SHAPE)
     )
     named = {"query": inputs.q, "key": inputs.k, "value": inputs.v}
     for function in (

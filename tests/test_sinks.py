@@ -11,9 +11,9 @@ from cupyflash.attention.extras import Extras
 from cupyflash.testing import expected, to_float64
 
 
-def make_sinks(backend, heads=4, dtype="float32", factor=1.0):
+def make_sinks(target, heads=4, dtype="float32", factor=1.0):
     values = factor * numpy.random.default_rng(7).standard_normal(heads, dtype="float32")
-    return backend.array(values, dtype)
+    return target.array(values, dtype)
 
 
 @each()
@@ -29,28 +29,28 @@ def make_sinks(backend, heads=4, dtype="float32", factor=1.0):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", ["float32", "q"])
-def test_results(backend, options, head_dim, dtype):
-    inputs = backend.inputs(
-        backend.dtypes[0], seqlen_q=130, seqlen_k=150, heads_kv=2, head_dim=head_dim
+def test_results(target, options, head_dim, dtype):
+    inputs = target.inputs(
+        target.dtypes[0], seqlen_q=130, seqlen_k=150, heads_kv=2, head_dim=head_dim
     )
-    sinks = make_sinks(backend, dtype=backend.dtypes[0] if dtype == "q" else dtype)
+    sinks = make_sinks(target, dtype=target.dtypes[0] if dtype == "q" else dtype)
     exact = expected(inputs, sinks=sinks, **options)
     exact.check(**forward_backward(inputs, sinks=sinks, **options))
 
 
 @each()
 @pytest.mark.parametrize("factor", [0.0, 30.0, 1000.0])
-def test_size(backend, factor):
+def test_size(target, factor):
     """Far above and far below the scores; 0 is a logit like any other."""
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=70)
-    sinks = make_sinks(backend, factor=factor)
+    inputs = target.inputs(target.dtypes[0], seqlen_q=70)
+    sinks = make_sinks(target, factor=factor)
     expected(inputs, sinks=sinks).check(**forward_backward(inputs, sinks=sinks))
 
 
 @each()
-def test_minus_infinity_is_no_sink(backend):
-    inputs = backend.inputs("float16", seqlen_q=70)
-    sinks = backend.array(numpy.full(4, -numpy.inf), "float32")
+def test_minus_infinity_is_no_sink(target):
+    inputs = target.inputs("float16", seqlen_q=70)
+    sinks = target.array(numpy.full(4, -numpy.inf), "float32")
     results, plain = (forward_backward(inputs, **options) for options in ({"sinks": sinks}, {}))
     assert (to_float64(results.pop("dsinks")) == 0).all()
     for name, x in plain.items():
@@ -61,10 +61,10 @@ def test_minus_infinity_is_no_sink(backend):
 
 
 @each()
-def test_rows_without_a_key(backend):
+def test_rows_without_a_key(target):
     """out is 0 and the LSE is the sink; such rows add nothing to any gradient."""
-    inputs = backend.inputs("float16", seqlen_q=150, seqlen_k=20)
-    sinks = make_sinks(backend)
+    inputs = target.inputs("float16", seqlen_q=150, seqlen_k=20)
+    sinks = make_sinks(target)
     results = forward_backward(inputs, sinks=sinks, causal=True)
     assert (to_float64(results["out"])[:, :130] == 0).all()
     assert (to_float64(results["dq"])[:, :130] == 0).all()
@@ -75,17 +75,17 @@ def test_rows_without_a_key(backend):
 
 @each()
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(0, 5), (5, 0)])
-def test_empty(backend, seqlen_q, seqlen_k):
-    inputs = backend.inputs("float16", seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    results = forward_backward(inputs, sinks=make_sinks(backend))
+def test_empty(target, seqlen_q, seqlen_k):
+    inputs = target.inputs("float16", seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    results = forward_backward(inputs, sinks=make_sinks(target))
     assert (to_float64(results["dsinks"]) == 0).all() and (to_float64(results["out"]) == 0).all()
 
 
 @each()
-def test_packed_sequences(backend):
+def test_packed_sequences(target):
     lengths = [1, 130, 0, 64]
-    inputs = backend.varlen_inputs("float16", lengths, heads_kv=2)
-    sinks = make_sinks(backend)
+    inputs = target.varlen_inputs("float16", lengths, heads_kv=2)
+    sinks = make_sinks(target)
     options = (True, None, None, 0.0, "thd", (130, 130), 0.0)
     extras = Extras(inputs.cu_seqlens_q, inputs.cu_seqlens_k, sinks=sinks)
     qkv = inputs.q, inputs.k, inputs.v
@@ -96,9 +96,9 @@ def test_packed_sequences(backend):
 
 
 @each(device="cuda")
-def test_gradient_is_bitwise_repeatable(backend):
-    inputs = backend.inputs("float16", batch=3, seqlen_q=1000, heads_q=8)
-    sinks = make_sinks(backend, heads=8)
+def test_gradient_is_bitwise_repeatable(target):
+    inputs = target.inputs("float16", batch=3, seqlen_q=1000, heads_q=8)
+    sinks = make_sinks(target, heads=8)
     first, second = (forward_backward(inputs, sinks=sinks)["dsinks"] for _ in range(2))
     assert (first == second).all()
 
@@ -108,18 +108,18 @@ def test_gradient_is_bitwise_repeatable(backend):
 
 @each()
 @pytest.mark.parametrize("shape", [(3,), (1,), (2, 4), ()], ids=str)
-def test_shape(backend, shape):
+def test_shape(target, shape):
     inputs, sinks = (
-        backend.inputs("float16", seqlen_q=5),
-        backend.array(numpy.ones(shape), "float32"),
+        target.inputs("float16", seqlen_q=5),
+        target.array(numpy.ones(shape), "float32"),
     )
     with pytest.raises(ValueError, match=r"^attention: sinks must be \(4,\), got \("):
         cupyflash.attention(inputs.q, inputs.k, inputs.v, sinks=sinks)
 
 
 @each()
-def test_dtype(backend):
-    inputs, sinks = backend.inputs("float16", seqlen_q=5), backend.array(numpy.ones(4))
+def test_dtype(target):
+    inputs, sinks = target.inputs("float16", seqlen_q=5), target.array(numpy.ones(4))
     with pytest.raises(
         TypeError, match="^attention: sinks must be float32 or float16, got float64"
     ):

@@ -1,11 +1,11 @@
-"""Random problems in a row, one kernel family against another: nothing hangs, nothing is lost.
+"""Random problems in a row, one backend against another: nothing hangs, nothing is lost.
 
 GPU only. Run it under a timeout (``--timeout``): a lost barrier shows as a hang.
 """
 
 import numpy
 import pytest
-from backends import families
+from targets import backends
 
 import cupyflash
 from cupyflash import environment
@@ -31,8 +31,8 @@ def random_problem(rng):
     return q, k, {"causal": {"False": False, "True": True}.get(causal, causal), "window": window}
 
 
-def results(family, q, k, v, dout, options, deterministic):
-    with environment.override(family=family):
+def results(backend, q, k, v, dout, options, deterministic):
+    with environment.override(backend=backend):
         out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
         gradients = cupyflash.attention_backward(
             dout, q, k, v, out, lse, deterministic=deterministic, **options
@@ -40,14 +40,14 @@ def results(family, q, k, v, dout, options, deterministic):
     return (out, lse, *gradients)
 
 
-@pytest.mark.skipif(len(families()) < 3, reason="needs a GPU with two tensor-core families")
+@pytest.mark.skipif(len(backends()) < 3, reason="needs a GPU with two tensor-core backends")
 @pytest.mark.parametrize("part", range(PARTS))
-def test_families_agree(part):
+def test_backends_agree(part):
     import cupy
 
     rng = numpy.random.default_rng(part)
     cupy.random.seed(part)
-    first, second = families()[:2]
+    first, second = backends()[:2]
     for _ in range(PROBLEMS // PARTS):
         q_shape, k_shape, options = random_problem(rng)
         shapes = (q_shape, k_shape, k_shape, q_shape)

@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 from cupyflash.attention import launch
-from cupyflash.attention.families import sm80, sm90
+from cupyflash.attention.backends import sm80, sm90
 from cupyflash.attention.features import Access, Features
 from cupyflash.attention.problem import Options, check
 from cupyflash.runtime import driver

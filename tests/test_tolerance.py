@@ -2,7 +2,7 @@
 
 import numpy
 import pytest
-from backends import CPU_BACKENDS
+from targets import CPU_TARGETS
 
 from cupyflash.attention.reference import attention_tiled
 from cupyflash.testing import assert_close_to_float64, expected
@@ -44,7 +44,7 @@ def test_rejects(actual, capsys):
 )
 def test_a_wrong_option_is_seen(options, dtype):
     """Each option left out moves the results beyond the tolerance: the tests can see it."""
-    inputs = CPU_BACKENDS[0].inputs(dtype, seqlen_q=60)
+    inputs = CPU_TARGETS[0].inputs(dtype, seqlen_q=60)
     out, lse = attention_tiled(inputs.q, inputs.k, inputs.v)
     found = expected(inputs, **options)
     with pytest.raises(AssertionError, match="lse"):

@@ -35,17 +35,17 @@ def compiled(function, **options):
     import torch
 
     torch.compiler.reset()
-    return torch.compile(function, fullgraph=True, **{"backend": "aot_eager", **options})
+    return torch.compile(function, fullgraph=True, **{"target": "aot_eager", **options})
 
 
 @each(library="torch")
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_compiled_attention(backend, layout):
+def test_compiled_attention(target, layout):
     """Windows, slopes and the LSE too; the second compilation has no gradient."""
     import torch
 
-    inputs = backend.inputs("float16", seqlen_q=20, heads_q=4, heads_kv=2, layout=layout)
-    slopes = make_alibi_slopes(4, "torch", device=backend.device)
+    inputs = target.inputs("float16", seqlen_q=20, heads_q=4, heads_kv=2, layout=layout)
+    slopes = make_alibi_slopes(4, "torch", device=target.device)
     options = {"causal": True, "window": (7, None), "softcap": 4.0, "alibi_slopes": slopes}
 
     def function(q, k, v):
@@ -60,23 +60,23 @@ def test_compiled_attention(backend, layout):
 
 
 @each(library="torch")
-def test_compiled_flash_attn_func(backend):
-    inputs = backend.inputs("float16", seqlen_q=20, heads_q=4, heads_kv=2)
+def test_compiled_flash_attn_func(target):
+    inputs = target.inputs("float16", seqlen_q=20, heads_q=4, heads_kv=2)
     graph = compiled(lambda *qkv: cupyflash.flash_attn_func(*qkv, 0.0, None, True, (7, 0)))
     expected(inputs, causal=True, window=(7, 0)).check(**results(graph, inputs))
 
 
 @each(library="torch")
-def test_compiled_varlen(backend):
-    inputs = backend.varlen_inputs("float16", [9, 0, 11], [12, 3, 12], heads_q=4, heads_kv=2)
+def test_compiled_varlen(target):
+    inputs = target.varlen_inputs("float16", [9, 0, 11], [12, 3, 12], heads_q=4, heads_kv=2)
     packed = inputs.cu_seqlens_q, inputs.cu_seqlens_k, 11, 12
     graph = compiled(lambda *qkv: cupyflash.flash_attn_varlen_func(*qkv, *packed, causal=True))
     expected(inputs, causal=True).check(**results(graph, inputs))
 
 
 @each(library="torch")
-def test_compiled_sdpa(backend):
-    inputs = backend.inputs("float16", seqlen_q=20, heads_q=4, heads_kv=2, layout="bhsd")
+def test_compiled_sdpa(target):
+    inputs = target.inputs("float16", seqlen_q=20, heads_q=4, heads_kv=2, layout="bhsd")
 
     def function(q, k, v):
         return cupyflash.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -85,12 +85,12 @@ def test_compiled_sdpa(backend):
 
 
 @each(library="torch")
-def test_compiled_gradients_of_bias_and_sinks(backend):
+def test_compiled_gradients_of_bias_and_sinks(target):
     import torch
 
-    inputs = backend.inputs("float32" if not backend.gpu else "float16", seqlen_q=20)
+    inputs = target.inputs("float32" if not target.gpu else "float16", seqlen_q=20)
     learned = [
-        torch.randn(shape, device=backend.device, requires_grad=True) for shape in [(20, 20), (4,)]
+        torch.randn(shape, device=target.device, requires_grad=True) for shape in [(20, 20), (4,)]
     ]
 
     def function(q, k, v, bias, sinks):
@@ -107,10 +107,10 @@ def test_compiled_gradients_of_bias_and_sinks(backend):
 
 @each(library="torch")
 @pytest.mark.parametrize("seed", [None, 7])
-def test_compiled_dropout_has_the_mask_of_eager(backend, seed):
+def test_compiled_dropout_has_the_mask_of_eager(target, seed):
     import torch
 
-    inputs = backend.inputs("float16", seqlen_q=40)
+    inputs = target.inputs("float16", seqlen_q=40)
 
     def function(q, k, v):
         return cupyflash.attention(q, k, v, dropout_p=0.4, dropout_seed=seed)
@@ -126,7 +126,7 @@ def test_compiled_dropout_has_the_mask_of_eager(backend, seed):
 
 
 @each(library="torch")
-def test_one_graph_for_many_lengths(backend):
+def test_one_graph_for_many_lengths(target):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     frames = CompileCounterWithBackend("aot_eager")
@@ -135,7 +135,7 @@ def test_one_graph_for_many_lengths(backend):
     )
     counts = set()
     for seqlen in (20, 33, 50):
-        inputs = backend.inputs("float16", seqlen_q=seqlen, seqlen_k=seqlen + 7)
+        inputs = target.inputs("float16", seqlen_q=seqlen, seqlen_k=seqlen + 7)
         expected(inputs, causal=True).check(**results(graph, inputs))
         counts.add(frames.frame_count)
     assert len(counts) == 1
@@ -143,13 +143,13 @@ def test_one_graph_for_many_lengths(backend):
 
 @each(library="torch")
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
-def test_inductor(backend):
+def test_inductor(target):
     """A whole layer, its projections around attention: strides are inductor's choice."""
     import torch
 
     torch.manual_seed(0)
-    width, dtype = 4 * 32, "float16" if backend.gpu else "float32"
-    options = {"device": backend.device, "dtype": getattr(torch, dtype), "requires_grad": True}
+    width, dtype = 4 * 32, "float16" if target.gpu else "float32"
+    options = {"device": target.device, "dtype": getattr(torch, dtype), "requires_grad": True}
     x = torch.randn(2, 20, width, **options)
     weight = torch.randn(3 * width, width, **options)
 
@@ -163,7 +163,7 @@ def test_inductor(backend):
     sdpa = torch.nn.functional.scaled_dot_product_attention
     ours = functools.partial(cupyflash.attention, layout="bhsd", causal=True)
     torchs = functools.partial(sdpa, is_causal=True)
-    found = gradients(compiled(functools.partial(layer, ours), backend="inductor"), x, weight)
+    found = gradients(compiled(functools.partial(layer, ours), target="inductor"), x, weight)
     wide = (y.detach().double().requires_grad_() for y in (x, weight))
     exact = gradients(functools.partial(layer, torchs), *wide)
     yardstick = gradients(functools.partial(layer, torchs), x, weight)
@@ -172,8 +172,8 @@ def test_inductor(backend):
 
 
 @each(library="torch")
-def test_compiled_error_names_the_mistake(backend):
-    inputs = backend.inputs("float16", seqlen_q=20)
+def test_compiled_error_names_the_mistake(target):
+    inputs = target.inputs("float16", seqlen_q=20)
     graph = compiled(lambda *qkv: cupyflash.attention(*qkv, causal="left"))
     with pytest.raises(Exception, match="attention: causal must be .*, got 'left'"):
         graph(inputs.q, inputs.k, inputs.v)
@@ -193,7 +193,7 @@ def test_first_call_may_be_compiled():
     code = (
         "import torch, cupyflash\n"
         "q = torch.nn.Parameter(torch.ones(1, 2, 1, 8))\n"
-        "graph = torch.compile(cupyflash.attention, fullgraph=True, backend='aot_eager')\n"
+        "graph = torch.compile(cupyflash.attention, fullgraph=True, target='aot_eager')\n"
         "graph(q, q, q).sum().backward()\n"
         "print(q.grad.sum().item())"
     )
@@ -201,14 +201,14 @@ def test_first_call_may_be_compiled():
 
 
 @each(library="torch")
-def test_exported(backend):
+def test_exported(target):
     import torch
 
     class Model(torch.nn.Module):
         def forward(self, q, k, v):
             return cupyflash.attention(q, k, v, causal=True)
 
-    inputs = backend.inputs("float16", seqlen_q=20)
+    inputs = target.inputs("float16", seqlen_q=20)
     qkv = inputs.q, inputs.k, inputs.v
     for strict in (False, True):
         program = torch.export.export(Model(), qkv, strict=strict)
@@ -217,11 +217,11 @@ def test_exported(backend):
 
 
 @each(library="torch")
-def test_options_that_change(backend):
+def test_options_that_change(target):
     """Scales and windows become symbols of the graph; a tensor as an option is an error."""
     import torch
 
-    inputs = backend.inputs("float16", seqlen_q=20)
+    inputs = target.inputs("float16", seqlen_q=20)
     qkv = inputs.q, inputs.k, inputs.v
     graph = compiled(
         lambda scale, left, softcap: cupyflash.attention(
@@ -240,10 +240,10 @@ def test_options_that_change(backend):
 @each(library="torch")
 @pytest.mark.parametrize("graph_of", ["eager", "aot_eager"])
 @pytest.mark.parametrize("first", [False, True], ids=["compiled before", "compiles"])
-def test_forward_mode_of_a_compiled_call_is_refused(backend, graph_of, first):
+def test_forward_mode_of_a_compiled_call_is_refused(target, graph_of, first):
     from torch.autograd import forward_ad
 
-    inputs = backend.inputs("float16", seqlen_q=20)
+    inputs = target.inputs("float16", seqlen_q=20)
     row, weight = inputs.q[0, 0], inputs.q[0, 0, 0].float()
     calls = {
         "attention": lambda q: cupyflash.attention(q, inputs.k, inputs.v),
@@ -253,7 +253,7 @@ def test_forward_mode_of_a_compiled_call_is_refused(backend, graph_of, first):
     for name, call in calls.items():
         x = inputs.q if name == "attention" else row.T if name == "group_norm" else row
         x = x.contiguous()
-        graph = compiled(call, backend=graph_of)
+        graph = compiled(call, target=graph_of)
         if not first:
             graph(x)
         with (
@@ -264,14 +264,14 @@ def test_forward_mode_of_a_compiled_call_is_refused(backend, graph_of, first):
 
 
 @each(library="torch")
-def test_exported_with_any_length(backend):
+def test_exported_with_any_length(target):
     import torch
 
     class Model(torch.nn.Module):
         def forward(self, q, k, v):
             return cupyflash.attention(q, k, v, causal=True, window=(q.shape[1] // 2, 0), scale=1)
 
-    inputs, other = (backend.inputs("float16", seqlen_q=n, seqlen_k=n) for n in (20, 33))
+    inputs, other = (target.inputs("float16", seqlen_q=n, seqlen_k=n) for n in (20, 33))
     length = torch.export.Dim("length", min=2, max=4096)
     shapes = dict.fromkeys("qkv", {1: length})
     for strict in (False, True):

@@ -11,12 +11,12 @@ from cupyflash.testing import expected, make_alibi_slopes
 
 @each(library="torch")
 @pytest.mark.parametrize("extra", [None, "bias", "mapped bias", "alibi_slopes", "seqused_k"])
-def test_vmap(backend, extra):
+def test_vmap(target, extra):
     """Over q and v, along different axes, with one k for all."""
     import torch
 
-    device = backend.device
-    inputs = backend.inputs("float16", batch=6, seqlen_q=20, seqlen_k=27, heads_q=4, heads_kv=2)
+    device = target.device
+    inputs = target.inputs("float16", batch=6, seqlen_q=20, seqlen_k=27, heads_q=4, heads_kv=2)
     q, k, v = (x.unflatten(0, (3, 2)) for x in (inputs.q, inputs.k, inputs.v))
     k, extras, mapped = k[0], {}, None
     if extra == "bias":
@@ -40,13 +40,13 @@ def test_vmap(backend, extra):
 
 
 @each(library="torch")
-def test_vmap_of_what_is_not_built(backend):
+def test_vmap_of_what_is_not_built(target):
     import torch
 
-    inputs = backend.inputs("float16", seqlen_q=20)
+    inputs = target.inputs("float16", seqlen_q=20)
     q = inputs.q
-    sinks = torch.zeros(2, 4, device=backend.device)
-    lengths = torch.tensor([0, 20], dtype=torch.int32, device=backend.device)
+    sinks = torch.zeros(2, 4, device=target.device)
+    lengths = torch.tensor([0, 20], dtype=torch.int32, device=target.device)
     cases = {
         "over sinks": lambda q, sinks: cupyflash.attention(q, q, q, sinks=sinks),
         "with dropout": lambda q, _: cupyflash.attention(q, q, q, dropout_p=0.5, dropout_seed=1),
@@ -64,11 +64,11 @@ def test_vmap_of_what_is_not_built(backend):
 
 
 @each(library="torch")
-def test_gradients_of_each_sample(backend):
+def test_gradients_of_each_sample(target):
     """torch.func.grad in torch.func.vmap; k and v are the same for all samples."""
     import torch
 
-    inputs = backend.inputs("float16", batch=3, seqlen_q=20)
+    inputs = target.inputs("float16", batch=3, seqlen_q=20)
     k, v = inputs.k[0], inputs.v[0]
     repeated = dataclasses.replace(inputs, k=k.repeat(3, 1, 1, 1), v=v.repeat(3, 1, 1, 1))
 

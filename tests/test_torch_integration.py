@@ -27,8 +27,8 @@ needs_hook = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def active(backend):
-    if backend.gpu:
+def active(target):
+    if target.gpu:
         integration.register()
         attention.activate_flash_attention_impl("cupyflash")
         undo = attention.restore_flash_attention_impl
@@ -40,9 +40,9 @@ def active(backend):
         undo()
 
 
-def sdpa(backend):
+def sdpa(target):
     """What SDPA runs; on a GPU SDPA itself."""
-    if backend.gpu:
+    if target.gpu:
         return torch.nn.functional.scaled_dot_product_attention
     return lambda *qkv, **options: flash_sdpa(*qkv, **options)[0]
 
@@ -85,14 +85,14 @@ def test_torch_without_the_hook(monkeypatch):
 
 @needs_hook
 @each(library="torch", device="cuda")
-def test_activate_and_restore(backend, calls):
-    """Before and after, torch's own kernels and its own order of backends."""
-    inputs = backend.inputs(HALF, seqlen_q=20, layout="bhsd")
+def test_activate_and_restore(target, calls):
+    """Before and after, torch's own kernels and its own order of targets."""
+    inputs = target.inputs(HALF, seqlen_q=20, layout="bhsd")
     qkv = inputs.q, inputs.k, inputs.v
     run = torch.nn.functional.scaled_dot_product_attention
     run(*qkv)
     order = torch._C._get_sdp_priority_order()
-    with active(backend):
+    with active(target):
         assert attention.current_flash_attention_impl() == "cupyflash"
         run(*qkv)
     assert len(calls) == 1
@@ -101,11 +101,11 @@ def test_activate_and_restore(backend, calls):
 
 
 @each(library="torch", device="cpu")
-def test_remove_gives_the_operators_back(backend):
-    inputs = backend.inputs(HALF, seqlen_q=20, layout="bhsd")
+def test_remove_gives_the_operators_back(target):
+    inputs = target.inputs(HALF, seqlen_q=20, layout="bhsd")
     order = torch._C._get_sdp_priority_order()
     for _ in range(2):
-        with active(backend):
+        with active(target):
             assert (
                 torch._C._get_sdp_priority_order()[0] == attention.SDPBackend.FLASH_ATTENTION.value
             )
@@ -118,36 +118,36 @@ def test_remove_gives_the_operators_back(backend):
 @each(library="torch")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("storage", ["contiguous", "transposed", "packed"])
-def test_sdpa(backend, calls, storage, causal):
-    inputs = backend.inputs(HALF, seqlen_q=60, layout="bhsd", storage=storage)
-    with active(backend):
-        found = gradients(sdpa(backend), inputs, is_causal=causal, scale=0.2)
+def test_sdpa(target, calls, storage, causal):
+    inputs = target.inputs(HALF, seqlen_q=60, layout="bhsd", storage=storage)
+    with active(target):
+        found = gradients(sdpa(target), inputs, is_causal=causal, scale=0.2)
     assert len(calls) == 2
     expected(inputs, causal=causal, scale=0.2).check(**found)
 
 
 @each(library="torch")
-def test_grouped_queries(backend, calls):
-    inputs = backend.inputs(HALF, seqlen_q=60, heads_q=4, heads_kv=2, layout="bhsd")
-    options = {"enable_gqa": True} if backend.gpu else {}
-    with active(backend):
-        found = gradients(sdpa(backend), inputs, **options)
+def test_grouped_queries(target, calls):
+    inputs = target.inputs(HALF, seqlen_q=60, heads_q=4, heads_kv=2, layout="bhsd")
+    options = {"enable_gqa": True} if target.gpu else {}
+    with active(target):
+        found = gradients(sdpa(target), inputs, **options)
     assert len(calls) == 2
     expected(inputs).check(**found)
 
 
 @each(library="torch")
-def test_dropout(backend, calls):
+def test_dropout(target, calls):
     """Of torch's generator; the mask of the backward is that of the forward."""
-    inputs = backend.inputs(HALF, seqlen_q=60, layout="bhsd")
+    inputs = target.inputs(HALF, seqlen_q=60, layout="bhsd")
     qkv = inputs.q, inputs.k, inputs.v
-    with active(backend):
+    with active(target):
         torch.manual_seed(1)
-        found = gradients(sdpa(backend), inputs, dropout_p=0.3)
+        found = gradients(sdpa(target), inputs, dropout_p=0.3)
         assert len(calls) == 2
         torch.manual_seed(1)
-        again = sdpa(backend)(*qkv, dropout_p=0.3)
-        other = sdpa(backend)(*qkv, dropout_p=0.3)
+        again = sdpa(target)(*qkv, dropout_p=0.3)
+        other = sdpa(target)(*qkv, dropout_p=0.3)
     assert torch.equal(found["out"], again) and not torch.equal(again, other)
     torch.manual_seed(1)
     ours = gradients(functools.partial(cupyflash.attention, layout="bhsd", dropout_p=0.3), inputs)
@@ -157,11 +157,11 @@ def test_dropout(backend, calls):
 
 @each(library="torch")
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (7, 0), (5, 3)], ids=str)
-def test_varlen_attn(backend, calls, window):
+def test_varlen_attn(target, calls, window):
     varlen = pytest.importorskip("torch.nn.attention.varlen")
-    inputs = backend.varlen_inputs(HALF, [9, 0, 30], [12, 3, 40])
+    inputs = target.varlen_inputs(HALF, [9, 0, 30], [12, 3, 40])
     packed = inputs.cu_seqlens_q, inputs.cu_seqlens_k, 30, 40
-    with active(backend):
+    with active(target):
         found = gradients(
             lambda *qkv: varlen.varlen_attn(*qkv, *packed, window_size=window), inputs
         )
@@ -174,34 +174,34 @@ def test_varlen_attn(backend, calls, window):
 
 
 @each(library="torch")
-def test_varlen_attn_out(backend, calls):
+def test_varlen_attn_out(target, calls):
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     if not hasattr(varlen, "varlen_attn_out"):
         pytest.skip("torch without varlen_attn_out")
-    inputs = backend.varlen_inputs(HALF, [9, 0, 30])
+    inputs = target.varlen_inputs(HALF, [9, 0, 30])
     packed = inputs.cu_seqlens_q, inputs.cu_seqlens_k, 30, 30
     out = torch.full_like(inputs.q, torch.nan)
-    with active(backend):
+    with active(target):
         varlen.varlen_attn_out(out, inputs.q, inputs.k, inputs.v, *packed)
     assert len(calls) == 1
     expected(inputs).check(out=out)
 
 
 @each(library="torch")
-def test_compiled_model(backend, calls):
+def test_compiled_model(target, calls):
     """torch traces its own operators; the strides of their results are those it expects."""
     layer = torch.nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
-    layer = layer.to(backend.device, torch.float16)
-    x = torch.randn(2, 30, 128, device=backend.device, dtype=torch.float16)
+    layer = layer.to(target.device, torch.float16)
+    x = torch.randn(2, 30, 128, device=target.device, dtype=torch.float16)
     torch.compiler.reset()
 
     def block(x):
         qkv = torch.nn.functional.linear(x, layer.self_attn.in_proj_weight)
         q, k, v = qkv.view(2, 30, 3, 4, 32).permute(2, 0, 3, 1, 4)
-        out = sdpa(backend)(q, k, v, is_causal=True)
+        out = sdpa(target)(q, k, v, is_causal=True)
         return layer.self_attn.out_proj(out.transpose(1, 2).reshape(2, 30, 128))
 
-    with active(backend):
+    with active(target):
         graph = torch.compile(block, fullgraph=True, backend="aot_eager")
         found = torch.autograd.grad(graph(x).sum(), layer.self_attn.in_proj_weight)
         count = len(calls)
@@ -211,12 +211,12 @@ def test_compiled_model(backend, calls):
 
 
 @each(library="torch")
-def test_lengths_of_packed_keys(backend):
+def test_lengths_of_packed_keys(target):
     """`seqused_k` beside the ends of the sequences."""
-    inputs = backend.varlen_inputs(HALF, [9, 3])
+    inputs = target.varlen_inputs(HALF, [9, 3])
     qkv, ends = (inputs.q, inputs.k, inputs.v), inputs.cu_seqlens_q
-    used = backend.array(numpy.array([4, 3], "int32"))
-    with active(backend):
+    used = target.array(numpy.array([4, 3], "int32"))
+    with active(target):
         out, *_ = torch.ops.aten._flash_attention_forward(
             *qkv, ends, ends, 9, 9, 0.0, False, False, seqused_k=used
         )
@@ -227,15 +227,15 @@ def test_lengths_of_packed_keys(backend):
 
 @each(library="torch", device="cpu")
 @pytest.mark.parametrize("name", ["alibi_slopes", "seqused_k"])
-def test_options_that_torch_hands_to_the_forward_alone(backend, name):
+def test_options_that_torch_hands_to_the_forward_alone(target, name):
     """A gradient without them would be that of another function."""
-    inputs = backend.varlen_inputs(HALF, [9, 3])
+    inputs = target.varlen_inputs(HALF, [9, 3])
     qkv, ends = (inputs.q, inputs.k, inputs.v), inputs.cu_seqlens_q
     flash = torch.ops.aten._flash_attention_forward
     heads = inputs.q.shape[-2]
     option = {name: torch.ones(heads) if name == "alibi_slopes" else ends[1:]}
     learned = [x.detach().requires_grad_() for x in qkv]
-    with active(backend):
+    with active(target):
         with pytest.raises(NotImplementedError, match=f"{name} has no backward in torch"):
             flash(*learned, ends, ends, 9, 9, 0.0, False, False, **option)
         if name == "alibi_slopes":
@@ -245,11 +245,11 @@ def test_options_that_torch_hands_to_the_forward_alone(backend, name):
 
 
 @each(library="torch", device="cpu")
-def test_what_is_not_built(backend):
-    inputs = backend.varlen_inputs(HALF, [9, 3])
+def test_what_is_not_built(target):
+    inputs = target.varlen_inputs(HALF, [9, 3])
     qkv, ends = (inputs.q, inputs.k, inputs.v), inputs.cu_seqlens_q
     flash = torch.ops.aten._flash_attention_forward
-    with active(backend):
+    with active(target):
         with pytest.raises(NotImplementedError, match="return_debug_mask is not built"):
             flash(*qkv, ends, ends, 9, 9, 0.0, False, True)
         with pytest.raises(NotImplementedError, match="seqused_k has no backward"):

@@ -15,9 +15,9 @@ FUNCTIONS = ["linear", "mlp", "qkv_projection"]
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
-def problem_of(backend, name, rows=(3, 5)):
+def problem_of(target, name, rows=(3, 5)):
     """(function of the tensors, the tensors, what `expected_projection` takes)."""
-    make = lambda *shape, seed: stored(backend, shape[-1] ** -0.5 * normal(shape, seed), "float32")
+    make = lambda *shape, seed: stored(target, shape[-1] ** -0.5 * normal(shape, seed), "float32")
     x, weight, bias = make(*rows, DEPTH, seed=0), make(HIDDEN, DEPTH, seed=1), make(HIDDEN, seed=2)
     of_norm = make(DEPTH, seed=3)
     arrays = Arrays(x, weight, bias=bias, norm_weight=of_norm)
@@ -59,27 +59,27 @@ def joined(out, rows=(3, 5)):
 
 @each_library(library="torch")
 @each_function
-def test_compiled(backend, name):
+def test_compiled(target, name):
     """One graph."""
     import torch
 
     torch.compiler.reset()
-    function, tensors, exact = problem_of(backend, name)
+    function, tensors, exact = problem_of(target, name)
     graph = torch.compile(function, fullgraph=True, backend="aot_eager")
     expected_projection(*exact).check(out=joined(graph(*tensors)))
 
 
 @each_library(library="torch")
-def test_compiled_for_any_size(backend):
+def test_compiled_for_any_size(target):
     import torch
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch.compiler.reset()
     frames, counts = CompileCounterWithBackend("aot_eager"), set()
-    function, tensors, _ = problem_of(backend, "mlp")
+    function, tensors, _ = problem_of(target, "mlp")
     graph = torch.compile(function, fullgraph=True, dynamic=True, backend=frames)
     for rows in (5, 7, 10):
-        x = stored(backend, normal((rows, DEPTH), rows), "float32")
+        x = stored(target, normal((rows, DEPTH), rows), "float32")
         assert (graph(x, *tensors[1:]) == function(x, *tensors[1:])).all()
         counts.add(frames.frame_count)
     assert len(counts) == 1
@@ -87,12 +87,12 @@ def test_compiled_for_any_size(backend):
 
 @each_library(library="torch")
 @each_function
-def test_opcheck(backend, name):
+def test_opcheck(target, name):
     import torch
 
     from cupyflash.linear import torch_ops  # noqa: F401, defines the operator
 
-    _, _, (arrays, options, *down) = problem_of(backend, name)
+    _, _, (arrays, options, *down) = problem_of(target, name)
     second = Down(down[0].weight) if down else Down()
     *scalars, heads = options
     arguments = (*arrays, *second, name, *scalars, list(heads))
@@ -101,9 +101,9 @@ def test_opcheck(backend, name):
 
 @each_library(library="torch")
 @each_function
-def test_shapes_without_data(backend, name):
+def test_shapes_without_data(target, name):
     """Meta tensors: shape and strides of the result, nothing computed."""
-    function, tensors, _ = problem_of(backend, name)
+    function, tensors, _ = problem_of(target, name)
     right, meta = function(*tensors), function(*(x.to("meta") for x in tensors))
     for a, b in zip(right, meta, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
@@ -111,10 +111,10 @@ def test_shapes_without_data(backend, name):
 
 @each_library(library="torch")
 @each_function
-def test_transforms_are_refused(backend, name):
+def test_transforms_are_refused(target, name):
     import torch
 
-    function, (x, *rest), _ = problem_of(backend, name)
+    function, (x, *rest), _ = problem_of(target, name)
     loss = lambda x: joined(function(x, *rest)).sum()
     with pytest.raises(NotImplementedError, match="not built for transforms of torch.func"):
         torch.func.grad(loss)(x)

@@ -44,9 +44,9 @@ class Problem:
         return [*outputs, *torch.autograd.grad(outputs, self.inputs, self.gradients)]
 
 
-def problem_of(backend, name):
+def problem_of(target, name):
     make = lambda shape, i, storage="contiguous": stored(
-        backend, normal(shape, i), "float32", storage
+        target, normal(shape, i), "float32", storage
     )
     if name == "layer_norm":
         shape = (5, 3, 40)  # x and residual differ in their strides
@@ -113,13 +113,13 @@ each_norm = pytest.mark.parametrize(
 
 @each_library(library="torch")
 @each_norm
-def test_opcheck(backend, name):
+def test_opcheck(target, name):
     import torch
 
     from cupyflash.norm import torch_ops  # noqa: F401, defines the operators
 
     operators = torch.ops.cupyflash
-    problem = problem_of(backend, name)
+    problem = problem_of(target, name)
     dout, *dh = problem.gradients
     if name.startswith("group_norm"):
         options = (3, EPS, "mish")
@@ -142,19 +142,19 @@ def test_opcheck(backend, name):
 
 @each_library(library="torch")
 @each_norm
-def test_compiled(backend, name):
+def test_compiled(target, name):
     """One graph, with gradients."""
     import torch
 
     torch.compiler.reset()
-    problem = problem_of(backend, name)
+    problem = problem_of(target, name)
     graph = torch.compile(problem.function, fullgraph=True, backend="aot_eager")
     check(problem, name, problem.results(graph))
 
 
 @each_library(library="torch")
 @pytest.mark.parametrize("storage", ["contiguous", "channels_last"])
-def test_compiled_for_any_size(backend, storage):
+def test_compiled_for_any_size(target, storage):
     import torch
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -166,9 +166,9 @@ def test_compiled_for_any_size(backend, storage):
         return cupyflash.rms_norm(x.movedim(1, -1).contiguous(), weight)
 
     graph = torch.compile(function, fullgraph=True, dynamic=True, backend=frames)
-    weight = stored(backend, normal(40, 1), "float32")
+    weight = stored(target, normal(40, 1), "float32")
     for size in (5, 7, 10):
-        x = stored(backend, normal((size, 40, size + 1, 4), size), "float32", storage)
+        x = stored(target, normal((size, 40, size + 1, 4), size), "float32", storage)
         found, right = graph(x, weight), function(x, weight)
         assert (found == right).all() and found.stride() == right.stride()
         counts.add(frames.frame_count)
@@ -177,11 +177,11 @@ def test_compiled_for_any_size(backend, storage):
 
 @each_library(library="torch")
 @each_norm
-def test_operators_have_the_gradients_of_eager(backend, name):
+def test_operators_have_the_gradients_of_eager(target, name):
     """A dispatch mode, which sees operators only; also where one output is not used."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    problem = problem_of(backend, name)
+    problem = problem_of(target, name)
     with FlopCounterMode(display=False):
         check(problem, name, problem.results())
     last = dataclasses.replace(
@@ -201,12 +201,12 @@ def test_operators_have_the_gradients_of_eager(backend, name):
 @each_library(library="torch")
 @each_norm
 @pytest.mark.parametrize("operator", [False, True], ids=["eager", "operator"])
-def test_no_second_derivative(backend, name, operator):
+def test_no_second_derivative(target, name, operator):
     """An error, not gradients that look like constants."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    problem = problem_of(backend, name)
+    problem = problem_of(target, name)
     x = problem.inputs[0]
     with FlopCounterMode(display=False) if operator else contextlib.nullcontext():
         outputs = problem.function(*problem.inputs)
@@ -217,17 +217,17 @@ def test_no_second_derivative(backend, name, operator):
 
 @each_library(library="torch")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_autocast_promotes_the_residual(backend, compiled):
+def test_autocast_promotes_the_residual(target, compiled):
     """x from a linear layer in half precision, the stream of residuals in float32."""
     import torch
 
     torch.compiler.reset()
-    x, residual = (stored(backend, normal((4, 24), i), "float32") for i in (0, 1))
-    half, weight = x.bfloat16(), stored(backend, normal(24, 2), "float32")
+    x, residual = (stored(target, normal((4, 24), i), "float32") for i in (0, 1))
+    half, weight = x.bfloat16(), stored(target, normal(24, 2), "float32")
     function = functools.partial(cupyflash.rms_norm, eps=EPS)
     if compiled:
         function = torch.compile(function, fullgraph=True, backend="aot_eager")
-    with torch.autocast(backend.device, torch.bfloat16):
+    with torch.autocast(target.device, torch.bfloat16):
         out, h = function(half, weight, residual=residual)
     dout = torch.zeros_like(x)
     expected_norm(True, dout, half.float(), weight, None, residual, eps=EPS).check(out=out, h=h)
@@ -237,19 +237,19 @@ def test_autocast_promotes_the_residual(backend, compiled):
 
 @each_library(library="torch")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_autocast_takes_weights_of_the_narrower_dtype(backend, compiled):
+def test_autocast_takes_weights_of_the_narrower_dtype(target, compiled):
     """Of a whole model in half precision, beside a stream of residuals in float32."""
     import torch
 
     torch.compiler.reset()
-    x, residual = (stored(backend, normal((4, 24), i), "float32") for i in (0, 1))
+    x, residual = (stored(target, normal((4, 24), i), "float32") for i in (0, 1))
     half, weight, bias = (
         y.bfloat16().requires_grad_() for y in (x, *(x[i].clone() for i in (1, 2)))
     )
     function = functools.partial(cupyflash.layer_norm, eps=EPS)
     if compiled:
         function = torch.compile(function, fullgraph=True, backend="aot_eager")
-    with torch.autocast(backend.device, torch.bfloat16):
+    with torch.autocast(target.device, torch.bfloat16):
         out, h = function(half, weight, bias, residual=residual)
     dout = torch.zeros_like(x)
     wide = [y.detach().float() for y in (half, weight, bias)]
@@ -260,10 +260,10 @@ def test_autocast_takes_weights_of_the_narrower_dtype(backend, compiled):
 
 @each_library(library="torch")
 @each_norm
-def test_transforms_are_refused(backend, name):
+def test_transforms_are_refused(target, name):
     import torch
 
-    problem = problem_of(backend, name)
+    problem = problem_of(target, name)
     inputs = [x.detach() for x in problem.inputs]
     loss, dims = lambda *x: problem.function(*x)[0].sum(), (0, *[None] * (len(inputs) - 1))
     for transform in (torch.func.grad(loss), torch.func.vmap(loss, dims)):
@@ -273,11 +273,11 @@ def test_transforms_are_refused(backend, name):
 
 @each_library(library="torch")
 @each_norm
-def test_shapes_without_data(backend, name):
+def test_shapes_without_data(target, name):
     """Fake and meta tensors: shapes and strides of the results, nothing computed."""
     from torch._subclasses import FakeTensorMode
 
-    problem = problem_of(backend, name)
+    problem = problem_of(target, name)
     inputs = [x.detach() for x in problem.inputs]
     right = problem.function(*inputs)
     meta = problem.function(*(x.to("meta") for x in inputs))
@@ -289,11 +289,11 @@ def test_shapes_without_data(backend, name):
 
 
 @each_library(library="torch")
-def test_compile_breaks_its_graph_at_a_diffusion_step(backend):
+def test_compile_breaks_its_graph_at_a_diffusion_step(target):
     import torch
 
     sampler = cupyflash.DiffusionSampler.ddpm(cupyflash.beta_schedule("cosine", 10))
-    x = stored(backend, normal((2, 12), 0), "float32")
+    x = stored(target, normal((2, 12), 0), "float32")
     step = lambda x: sampler.step(x * 1, x, 3, seed=1) * 1
     torch.compiler.reset()
     assert (torch.compile(step, backend="aot_eager")(x) == step(x)).all()
@@ -303,14 +303,14 @@ def test_compile_breaks_its_graph_at_a_diffusion_step(backend):
 
 
 @each_library(library="torch", device="cuda")
-def test_cuda_graph(backend):
+def test_cuda_graph(target):
     """Captured after one call, replayed on other numbers."""
     import torch
 
     sampler = cupyflash.DiffusionSampler.ddpm(cupyflash.beta_schedule("cosine", 10))
-    x, other = (stored(backend, normal((6, 40, 5), i), "float32") for i in (0, 1))
-    of_rows, of_channels = (stored(backend, normal(size, 2), "float32") for size in (5, 40))
-    index = torch.tensor([3], device=backend.device)
+    x, other = (stored(target, normal((6, 40, 5), i), "float32") for i in (0, 1))
+    of_rows, of_channels = (stored(target, normal(size, 2), "float32") for size in (5, 40))
+    index = torch.tensor([3], device=target.device)
 
     def run():
         out, h = cupyflash.layer_norm(x, of_rows, residual=x)

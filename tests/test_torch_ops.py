@@ -31,7 +31,7 @@ def results(function, inputs, *qkv):
     return dict(zip(RESULTS, (out, *torch.autograd.grad(out, qkv, inputs.dout))))
 
 
-def operator_case(backend, name):
+def operator_case(target, name):
     """(tensors, options and optional arrays) for both operators."""
     import torch
 
@@ -39,37 +39,37 @@ def operator_case(backend, name):
     lengths = {"seqlen_q": 20, "seqlen_k": 27, "heads_q": 4, "heads_kv": 2}
 
     def random(*shape):
-        return torch.randn(shape, generator=generator).to(backend.device)
+        return torch.randn(shape, generator=generator).to(target.device)
 
     options, extras = {}, {}
     if name == "packed":
-        inputs = backend.varlen_inputs(backend.dtypes[0], [9, 0, 11], [12, 3, 12])
+        inputs = target.varlen_inputs(target.dtypes[0], [9, 0, 11], [12, 3, 12])
         extras = {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
         options = {"layout": "thd", "max_seqlens": [11, 12], "causal": "bottom-right"}
     elif name in ("contiguous", "transposed", "packed qkv"):
         storage = name.split()[0]
-        inputs = backend.inputs(backend.dtypes[0], **lengths, layout="bhsd", storage=storage)
+        inputs = target.inputs(target.dtypes[0], **lengths, layout="bhsd", storage=storage)
         options = {"layout": "bhsd", "causal": "top-left", "window": [5, -1], "softcap": 3.0}
     elif name == "packed queries":
-        packed = backend.varlen_inputs(backend.dtypes[0], [9, 11])
-        inputs = backend.inputs(backend.dtypes[0], batch=2, seqlen_q=12)
+        packed = target.varlen_inputs(target.dtypes[0], [9, 11])
+        inputs = target.inputs(target.dtypes[0], batch=2, seqlen_q=12)
         inputs = dataclasses.replace(inputs, q=packed.q, dout=packed.dout)
         extras = {"cu_seqlens_q": packed.cu_seqlens_q}
         options = {"layout": "thd-bshd", "max_seqlens": [11, 12]}
     elif name == "head dims":
-        inputs = backend.inputs(backend.dtypes[0], **lengths, head_dim=37, head_dim_v=19)
+        inputs = target.inputs(target.dtypes[0], **lengths, head_dim=37, head_dim_v=19)
     else:
-        inputs = backend.inputs(backend.dtypes[0], **lengths)
+        inputs = target.inputs(target.dtypes[0], **lengths)
     if name == "bias and sinks":
         extras = {"bias": random(20, 27).requires_grad_(), "sinks": random(4).requires_grad_()}
     if name == "mask":
         extras = {"bias": random(2, 1, 20, 27) > 0}
-        extras["alibi_slopes"] = make_alibi_slopes(4, "torch", device=backend.device)
+        extras["alibi_slopes"] = make_alibi_slopes(4, "torch", device=target.device)
     if name == "dropout":
         options["dropout_p"] = 0.3
-        extras["dropout_seed"] = torch.tensor([5], device=backend.device)
+        extras["dropout_seed"] = torch.tensor([5], device=target.device)
     if name == "lengths":
-        extras["seqused_k"] = torch.tensor([27, 3], dtype=torch.int32, device=backend.device)
+        extras["seqused_k"] = torch.tensor([27, 3], dtype=torch.int32, device=target.device)
     return inputs, options, extras
 
 
@@ -89,12 +89,12 @@ def flat(options, extras):
     ["contiguous", "transposed", "packed qkv", "packed", "bias and sinks", "mask", "dropout"]
     + ["lengths", "packed queries", "head dims"],
 )
-def test_opcheck(backend, name):
+def test_opcheck(target, name):
     import torch
 
     from cupyflash.attention import torch_ops  # noqa: F401, defines the operators
 
-    inputs, options, extras = operator_case(backend, name)
+    inputs, options, extras = operator_case(target, name)
     arguments = flat(options, extras)
     forward, backward = torch.ops.cupyflash.attention, torch.ops.cupyflash.attention_backward
     torch.library.opcheck(forward.default, (*leaves(inputs), *arguments))
@@ -128,16 +128,16 @@ def test_eager_calls_go_around_the_operators():
 
 @each(library="torch")
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_autocast(backend, mode):
+def test_autocast(target, mode):
     """float32 tensors are computed in the dtype of autocast; their gradients are float32."""
     import torch
 
-    dtype = "float16" if backend.gpu else "bfloat16"
-    inputs = backend.inputs(dtype, seqlen_q=20, heads_q=4, heads_kv=2)
-    bias = torch.randn(20, 20, device=backend.device).to(torch.float64)
+    dtype = "float16" if target.gpu else "bfloat16"
+    inputs = target.inputs(dtype, seqlen_q=20, heads_q=4, heads_kv=2)
+    bias = torch.randn(20, 20, device=target.device).to(torch.float64)
 
     def function(q, k, v):
-        with torch.autocast(backend.device, getattr(torch, dtype)):
+        with torch.autocast(target.device, getattr(torch, dtype)):
             return cupyflash.attention(q, k, v, causal=True)
 
     if mode == "compiled":
@@ -149,7 +149,7 @@ def test_autocast(backend, mode):
     half = getattr(torch, dtype)
     expected(inputs, causal=True).check(**{name: x.to(half) for name, x in found.items()})
     with (
-        torch.autocast(backend.device, half),
+        torch.autocast(target.device, half),
         pytest.raises(TypeError, match="bias must be bool or .* or float32, got float64"),
     ):
         cupyflash.attention(inputs.q, inputs.k, inputs.v, bias=bias)
@@ -157,18 +157,16 @@ def test_autocast(backend, mode):
 
 @each(library="torch")
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_autocast_takes_sinks_of_the_dtype_that_q_had(backend, mode):
+def test_autocast_takes_sinks_of_the_dtype_that_q_had(target, mode):
     """As it does a bias; float32 sinks stay."""
     import torch
 
-    given, half = (
-        (torch.bfloat16, torch.float16) if backend.gpu else (torch.float16, torch.bfloat16)
-    )
-    q = torch.randn(1, 5, 2, 64, device=backend.device).to(half)
-    sinks = torch.tensor([0.5, -1.0], device=backend.device, dtype=given, requires_grad=True)
+    given, half = (torch.bfloat16, torch.float16) if target.gpu else (torch.float16, torch.bfloat16)
+    q = torch.randn(1, 5, 2, 64, device=target.device).to(half)
+    sinks = torch.tensor([0.5, -1.0], device=target.device, dtype=given, requires_grad=True)
 
     def function(q, sinks):
-        with torch.autocast(backend.device, half):
+        with torch.autocast(target.device, half):
             return cupyflash.attention(q, q, q, sinks=sinks)
 
     if mode == "compiled":
@@ -184,11 +182,11 @@ def test_autocast_takes_sinks_of_the_dtype_that_q_had(backend, mode):
 
 @each(library="torch")
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_repeats_the_dropout(backend, use_reentrant):
+def test_checkpoint_repeats_the_dropout(target, use_reentrant):
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    inputs = backend.inputs("float16", seqlen_q=40)
+    inputs = target.inputs("float16", seqlen_q=40)
 
     def function(q, k, v):
         return cupyflash.attention(q, k, v, causal=True, dropout_p=0.4)
@@ -204,7 +202,7 @@ def test_checkpoint_repeats_the_dropout(backend, use_reentrant):
 
 
 @each(library="torch")
-def test_selective_checkpoint_knows_the_operator(backend, monkeypatch):
+def test_selective_checkpoint_knows_the_operator(target, monkeypatch):
     """Its output may be kept: then the backward computes it no second time."""
     from torch.utils.checkpoint import (
         CheckpointPolicy,
@@ -212,7 +210,7 @@ def test_selective_checkpoint_knows_the_operator(backend, monkeypatch):
         create_selective_checkpoint_contexts,
     )
 
-    inputs = backend.inputs("float16", seqlen_q=20)
+    inputs = target.inputs("float16", seqlen_q=20)
     calls, compute = [], dispatch.forward_without_gradient
 
     def counted(*arguments, **options):
@@ -238,12 +236,12 @@ def test_selective_checkpoint_knows_the_operator(backend, monkeypatch):
 
 @each(library="torch")
 @pytest.mark.parametrize("operator", [False, True], ids=["eager", "operator"])
-def test_no_second_derivative(backend, operator):
+def test_no_second_derivative(target, operator):
     """An error, not gradients that look like constants."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    inputs = backend.inputs("float16", seqlen_q=20)
+    inputs = target.inputs("float16", seqlen_q=20)
     q, k, v = leaves(inputs)
     with FlopCounterMode(display=False) if operator else contextlib.nullcontext():
         out = cupyflash.attention(q, k, v)
@@ -254,11 +252,11 @@ def test_no_second_derivative(backend, operator):
 
 
 @each(library="torch")
-def test_shapes_without_data(backend):
+def test_shapes_without_data(target):
     """Fake and meta tensors: shapes and strides of the results, nothing computed."""
     from torch._subclasses import FakeTensorMode
 
-    inputs = backend.inputs("float16", seqlen_q=20, layout="bhsd", storage="transposed")
+    inputs = target.inputs("float16", seqlen_q=20, layout="bhsd", storage="transposed")
     qkv = inputs.q, inputs.k, inputs.v
     out = cupyflash.attention(*qkv, layout="bhsd")
     meta = cupyflash.attention(*(x.to("meta") for x in qkv), layout="bhsd")

@@ -36,16 +36,16 @@ def wrapper(x, calls):
     return Awaited(x)
 
 
-def attention_calls(backend):
+def attention_calls(target):
     """name: (function, arrays by argument, operator)."""
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
+    inputs = target.inputs(target.dtypes[0], seqlen_q=20)
     q, k, v = inputs.q, inputs.k, inputs.v
     optional = {
-        "alibi_slopes": backend.array(numpy.full(4, 0.5, "float32")),
-        "bias": backend.array(numpy.zeros((20, 20), "float32")),
-        "sinks": backend.array(numpy.zeros(4, "float32")),
-        "seqused_k": backend.array(numpy.array([20, 3], "int32")),
-        "dropout_seed": backend.array(numpy.array([4], "int64")),
+        "alibi_slopes": target.array(numpy.full(4, 0.5, "float32")),
+        "bias": target.array(numpy.zeros((20, 20), "float32")),
+        "sinks": target.array(numpy.zeros(4, "float32")),
+        "seqused_k": target.array(numpy.array([20, 3], "int32")),
+        "dropout_seed": target.array(numpy.array([4], "int64")),
     }
     out, lse = cupyflash.attention(q, k, v, return_lse=True, dropout_p=0.2, **optional)
     tensors = {"dout": inputs.dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
@@ -58,10 +58,10 @@ def attention_calls(backend):
     }
 
 
-def sibling_calls(backend):
-    dtype = backend.dtypes[0]
+def sibling_calls(target):
+    dtype = target.dtypes[0]
     rng = numpy.random.default_rng(0)
-    array = lambda *shape: backend.array(rng.standard_normal(shape), dtype)  # noqa: E731
+    array = lambda *shape: target.array(rng.standard_normal(shape), dtype)  # noqa: E731
     x, w = array(3, 16), array(16)
     _, stats = cupyflash.layer_norm(x, w, return_stats=True)
     image, (_, of_groups) = array(2, 16, 5), (None, None)
@@ -101,8 +101,8 @@ def check_every_array_is_seen(name, arrays, options):
     "name",
     ["attention", "attention_backward", "scaled_dot_product_attention", "flash_attn_func"],
 )
-def test_any_array_may_be_a_subclass(backend, name):
-    check_every_array_is_seen(name, *attention_calls(backend)[name])
+def test_any_array_may_be_a_subclass(target, name):
+    check_every_array_is_seen(name, *attention_calls(target)[name])
 
 
 @each_library(library="torch")
@@ -111,17 +111,17 @@ def test_any_array_may_be_a_subclass(backend, name):
     ["layer_norm", "rms_norm", "layer_norm_backward", "group_norm", "group_norm_backward"]
     + ["linear", "mlp"],
 )
-def test_any_array_of_siblings_may_be_a_subclass(backend, name):
-    check_every_array_is_seen(name, *sibling_calls(backend)[name])
+def test_any_array_of_siblings_may_be_a_subclass(target, name):
+    check_every_array_is_seen(name, *sibling_calls(target)[name])
 
 
 @each(library="torch")
-def test_a_gathered_tensor(backend):
+def test_a_gathered_tensor(target):
     """torch's own: keys that other ranks have sent and nobody has waited for yet."""
     import torch
 
     collectives = pytest.importorskip("torch.distributed._functional_collectives")
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
+    inputs = target.inputs(target.dtypes[0], seqlen_q=20)
     k, v = map(collectives.AsyncCollectiveTensor, (inputs.k, inputs.v))
     if not hasattr(torch.ops._c10d_functional, "wait_tensor"):
         pytest.skip("this torch is built without torch.distributed")
@@ -130,11 +130,11 @@ def test_a_gathered_tensor(backend):
 
 @each(library="torch")
 @pytest.mark.parametrize("argument", ["q", "k", "v", "bias", "sinks"])
-def test_forward_mode_is_refused(backend, argument):
+def test_forward_mode_is_refused(target, argument):
     import torch
     from torch.autograd import forward_ad
 
-    arrays, options = attention_calls(backend)["attention"]
+    arrays, options = attention_calls(target)["attention"]
     x, rest = arrays[argument], {key: y for key, y in arrays.items() if key != argument}
     function = lambda y: cupyflash.attention(**rest, **options, **{argument: y})  # noqa: E731
     refused = pytest.raises(NotImplementedError, match="forward-mode derivatives are not built")
@@ -150,11 +150,11 @@ def test_forward_mode_is_refused(backend, argument):
 
 @each_library(library="torch")
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "group_norm", "linear", "mlp"])
-def test_forward_mode_of_siblings_is_refused(backend, name):
+def test_forward_mode_of_siblings_is_refused(target, name):
     import torch
     from torch.autograd import forward_ad
 
-    arrays, options = sibling_calls(backend)[name]
+    arrays, options = sibling_calls(target)[name]
     function = getattr(cupyflash, name)
     for argument, x in arrays.items():
         with forward_ad.dual_level(), pytest.raises(NotImplementedError):
@@ -169,12 +169,12 @@ def test_forward_mode_of_siblings_is_refused(backend, name):
 
 @each(library="torch")
 @pytest.mark.parametrize("name", ["attention", "scaled_dot_product_attention", "flash_attn_func"])
-def test_traced_by_torch_jit(backend, name):
+def test_traced_by_torch_jit(target, name):
     """The trace holds the operator, and computes from its own inputs."""
     import torch
 
-    first = backend.inputs(backend.dtypes[0], seqlen_q=20)
-    other = backend.inputs(backend.dtypes[0], seqlen_q=20, seed=1)
+    first = target.inputs(target.dtypes[0], seqlen_q=20)
+    other = target.inputs(target.dtypes[0], seqlen_q=20, seed=1)
     function = getattr(cupyflash, name)
     trace = torch.jit.trace(function, (first.q, first.k, first.v), check_trace=False)
     assert "cupyflash::attention" in str(trace.graph)
@@ -185,10 +185,10 @@ def test_traced_by_torch_jit(backend, name):
 
 @each_library(library="torch")
 @pytest.mark.parametrize("name", ["layer_norm", "group_norm", "linear", "mlp"])
-def test_siblings_traced_by_torch_jit(backend, name):
+def test_siblings_traced_by_torch_jit(target, name):
     import torch
 
-    arrays, options = sibling_calls(backend)[name]
+    arrays, options = sibling_calls(target)[name]
     function = lambda x: flat_tensor(getattr(cupyflash, name)(**{**arrays, "x": x}, **options))  # noqa: E731
     trace = torch.jit.trace(function, (arrays["x"].clone(),), check_trace=False)
     other = arrays["x"] * 2 + 1
@@ -200,9 +200,9 @@ def flat_tensor(result):
 
 
 @each(library="torch")
-def test_meta_and_real_tensors_do_not_mix(backend):
+def test_meta_and_real_tensors_do_not_mix(target):
     for name in ("attention", "attention_backward"):
-        arrays, options = attention_calls(backend)[name]
+        arrays, options = attention_calls(target)[name]
         for argument in arrays:
             meta = arrays | {argument: arrays[argument].to("meta")}
             with pytest.raises(ValueError, match=f"^{name}: .*got .*meta"):
@@ -211,8 +211,8 @@ def test_meta_and_real_tensors_do_not_mix(backend):
 
 @each_library(library="torch")
 @pytest.mark.parametrize("name", ["layer_norm", "group_norm", "linear", "mlp"])
-def test_meta_and_real_tensors_of_siblings_do_not_mix(backend, name):
-    arrays, options = sibling_calls(backend)[name]
+def test_meta_and_real_tensors_of_siblings_do_not_mix(target, name):
+    arrays, options = sibling_calls(target)[name]
     for argument in arrays:
         meta = arrays | {argument: arrays[argument].to("meta")}
         with pytest.raises(ValueError, match="meta"):
@@ -220,20 +220,20 @@ def test_meta_and_real_tensors_of_siblings_do_not_mix(backend, name):
 
 
 @each(library="torch")
-def test_tensors_that_are_more_than_numbers(backend):
+def test_tensors_that_are_more_than_numbers(target):
     """A bit says that the numbers in memory are negated; sparse ones have no place for each."""
     import torch
 
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
+    inputs = target.inputs(target.dtypes[0], seqlen_q=20)
     q, k, v = inputs.q, inputs.k, inputs.v
     for name, x in (("q", q), ("k", k), ("v", v)):
         arrays = {"q": q, "k": k, "v": v}
         for other in (torch._neg_view(x), x.to_sparse()):
             with pytest.raises(TypeError, match=f"^attention: {name} must be"):
                 cupyflash.attention(**arrays | {name: other})
-    imaginary = torch.randn(20, 20, dtype=torch.complex64, device=backend.device).conj().imag
+    imaginary = torch.randn(20, 20, dtype=torch.complex64, device=target.device).conj().imag
     assert imaginary.is_neg()
-    for bias in (imaginary, torch.zeros(20, 20, device=backend.device).to_sparse()):
+    for bias in (imaginary, torch.zeros(20, 20, device=target.device).to_sparse()):
         with pytest.raises(TypeError, match="^attention: bias must be"):
             cupyflash.attention(q, k, v, bias=bias)
     with pytest.raises(TypeError, match="^scaled_dot_product_attention: query must be"):
@@ -241,17 +241,17 @@ def test_tensors_that_are_more_than_numbers(backend):
 
 
 @each(library="torch")
-def test_tensors_of_other_layouts(backend):
+def test_tensors_of_other_layouts(target):
     import torch
 
-    inputs = backend.inputs("float16" if backend.gpu else "float32", seqlen_q=20)
+    inputs = target.inputs("float16" if target.gpu else "float32", seqlen_q=20)
     q, rows = inputs.q, inputs.q[0, :, 0].float()
     others = [
         torch.nested.nested_tensor([rows, rows]),
-        torch.quantize_per_tensor(rows.cpu(), 1.0, 0, torch.qint8).to(backend.device),
+        torch.quantize_per_tensor(rows.cpu(), 1.0, 0, torch.qint8).to(target.device),
         rows.to_sparse_csr(),
     ]
-    others += [] if backend.gpu else [q.to_mkldnn()]
+    others += [] if target.gpu else [q.to_mkldnn()]
     for other in others:
         for name in ("q", "k", "bias"):
             arrays = {"q": q, "k": q, "v": q} | {name: other}
@@ -265,11 +265,11 @@ def test_tensors_of_other_layouts(backend):
 
 
 @each(library="torch")
-def test_explicit_backward_is_no_constant(backend):
+def test_explicit_backward_is_no_constant(target):
     """Its own derivative is an error, not zero."""
     import torch
 
-    arrays, options = attention_calls(backend)["attention_backward"]
+    arrays, options = attention_calls(target)["attention_backward"]
     arrays["q"] = arrays["q"].detach().requires_grad_()
     dq = cupyflash.attention_backward(**arrays, **options)[0]
     with pytest.raises(NotImplementedError, match="attention has no second derivative"):
@@ -358,13 +358,13 @@ def switched(**options):
         torch.use_deterministic_algorithms(False)
 
 
-def bias_problem(backend, whole):
+def bias_problem(target, whole):
     import torch
 
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=600)
+    inputs = target.inputs(target.dtypes[0], seqlen_q=600)
     batch, rows, heads, _ = inputs.q.shape
     shape = (batch, heads, rows, rows) if whole else (rows, rows)
-    bias = torch.zeros(shape, device=backend.device, dtype=inputs.q.dtype, requires_grad=True)
+    bias = torch.zeros(shape, device=target.device, dtype=inputs.q.dtype, requires_grad=True)
     return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)], bias, inputs.dout
 
 
@@ -378,10 +378,10 @@ def gradients(qkv, bias, dout, **options):
 
 @each(library="torch", device="cuda")
 @pytest.mark.parametrize("how", ["option", "switch", "warn_only"])
-def test_deterministic(backend, how):
+def test_deterministic(target, how):
     import torch
 
-    qkv, bias, dout = bias_problem(backend, True)
+    qkv, bias, dout = bias_problem(target, True)
     options = {"deterministic": True} if how == "option" else {}
     switch = contextlib.nullcontext()
     if how != "option":
@@ -394,8 +394,8 @@ def test_deterministic(backend, how):
 
 
 @each(library="torch", device="cuda")
-def test_what_has_no_deterministic_order(backend):
-    qkv, bias, dout = bias_problem(backend, False)
+def test_what_has_no_deterministic_order(target):
+    qkv, bias, dout = bias_problem(target, False)
     with switched():
         with pytest.raises(NotImplementedError, match="deterministic .* bias that is broadcast"):
             gradients(qkv, bias, dout)
@@ -406,10 +406,10 @@ def test_what_has_no_deterministic_order(backend):
 
 
 @each()
-def test_deterministic_is_refused_alike(backend):
+def test_deterministic_is_refused_alike(target):
     """On the CPU every order is fixed; the error is that of a GPU all the same."""
-    inputs = backend.inputs(backend.dtypes[0], seqlen_q=20)
-    bias = backend.array(numpy.zeros((20, 20), "float32"))
+    inputs = target.inputs(target.dtypes[0], seqlen_q=20)
+    bias = target.array(numpy.zeros((20, 20), "float32"))
     qkv = inputs.q, inputs.k, inputs.v
     out, lse = cupyflash.attention(*qkv, bias=bias, return_lse=True, deterministic=True)
     with pytest.raises(NotImplementedError, match="^attention_backward: .*bias that is broadcast"):
@@ -419,11 +419,11 @@ def test_deterministic_is_refused_alike(backend):
 
 
 @each(library="torch", device="cpu")
-def test_the_switch_reaches_the_plan(backend, monkeypatch):
+def test_the_switch_reaches_the_plan(target, monkeypatch):
     """What a GPU's plan is asked for, seen without one."""
     from cupyflash.runtime.array import library_of
 
-    library = library_of(backend.inputs("float32", seqlen_q=5).q)
+    library = library_of(target.inputs("float32", seqlen_q=5).q)
     assert library.determinism() == ""
     with switched():
         assert library.determinism() == "error"
@@ -434,18 +434,18 @@ def test_the_switch_reaches_the_plan(backend, monkeypatch):
 # Functions without an operator -------------------------------------------------------------------
 
 
-def operatorless(backend):
+def operatorless(target):
     """name: (function, arrays by argument)."""
     from cupyflash.decode.cached_attention import attention_with_cache
     from cupyflash.decode.embedding import embedding
     from cupyflash.decode.kv_cache import cache_append
     from cupyflash.decode.sampling import sample
 
-    dtype = backend.dtypes[0]
-    normal = lambda *shape: backend.array(  # noqa: E731
+    dtype = target.dtypes[0]
+    normal = lambda *shape: target.array(  # noqa: E731
         numpy.random.default_rng(0).standard_normal(shape), dtype
     )
-    integers = lambda *values: backend.array(numpy.array(values, "int32"))  # noqa: E731
+    integers = lambda *values: target.array(numpy.array(values, "int32"))  # noqa: E731
     new = {name: normal(2, 1, 2, 16) for name in "qkv"}
     caches = {"k_cache": normal(2, 9, 2, 16), "v_cache": normal(2, 9, 2, 16)}
     positions = {"positions": integers(3, 4)}
@@ -468,9 +468,9 @@ def operatorless(backend):
 @pytest.mark.parametrize(
     "name", ["attention_with_cache", "cache_append", "embedding", "sample", "step"]
 )
-def test_what_torch_cannot_see_is_refused(backend, name):
+def test_what_torch_cannot_see_is_refused(target, name):
     """A subclass, whichever array it is; the second time too, when there is a plan."""
-    function, arrays = operatorless(backend)[name]
+    function, arrays = operatorless(target)[name]
     function(**arrays)
     for argument, x in arrays.items():
         for other in (wrapper(x, []), x.to("meta")):
@@ -479,11 +479,11 @@ def test_what_torch_cannot_see_is_refused(backend, name):
 
 
 @each_library(library="torch")
-def test_derivatives_of_what_torch_cannot_see(backend):
+def test_derivatives_of_what_torch_cannot_see(target):
     import torch
     from torch.autograd import forward_ad
 
-    step, arrays = operatorless(backend)["step"]
+    step, arrays = operatorless(target)["step"]
     for argument, x in arrays.items():
         call = lambda y, argument=argument: step(**arrays | {argument: y})  # noqa: E731
         with forward_ad.dual_level(), pytest.raises(NotImplementedError):

@@ -60,7 +60,7 @@ class Problem:
         return BlockStack(self.blocks, heads=self.k_cache.shape[-2], **options)
 
 
-def weights(backend, case, seed):
+def weights(target, case, seed):
     """Of the size that training leaves them: each product is about as large as its input."""
     width, hidden = case.heads * case.head_dim, case.hidden
     shapes = {
@@ -79,12 +79,12 @@ def weights(backend, case, seed):
             values *= shape[1] ** -0.5
         else:
             values = 0.2 * values + (name in ("ln1_weight", "ln2_weight"))
-        made.append(stored(backend, values, case.dtype))
+        made.append(stored(target, values, case.dtype))
     return BlockWeights(*made)
 
 
-def integers(backend, values):
-    return backend.array(numpy.asarray(values, "int32"))
+def integers(target, values):
+    return target.array(numpy.asarray(values, "int32"))
 
 
 def lengths_of(case):
@@ -93,14 +93,14 @@ def lengths_of(case):
     return [min(x, most) for _, x in zip(range(case.batch), 8 * mixes[case.lengths])]
 
 
-def make(backend, case, seed=0, vocab=211, positions=400):
+def make(target, case, seed=0, vocab=211, positions=400):
     width = case.heads * case.head_dim
     array = lambda shape, key, scale=1.0, mean=0.0: stored(  # noqa: E731
-        backend, scale * normal(shape, (seed, key)) + mean, case.dtype
+        target, scale * normal(shape, (seed, key)) + mean, case.dtype
     )
     shape = (case.layers, case.batch, case.max_length, case.heads, case.head_dim)
     caches = [
-        stored(backend, normal(shape, (seed, key)), case.dtype, case.storage) for key in (101, 102)
+        stored(target, normal(shape, (seed, key)), case.dtype, case.storage) for key in (101, 102)
     ]
     ends = {
         "final_weight": array(width, 103, 0.2, 1.0),
@@ -111,25 +111,25 @@ def make(backend, case, seed=0, vocab=211, positions=400):
     }
     tokens = numpy.random.default_rng(seed).integers(0, vocab, case.batch)
     return Problem(
-        [weights(backend, case, seed + 1000 * layer) for layer in range(case.layers)],
+        [weights(target, case, seed + 1000 * layer) for layer in range(case.layers)],
         ends,
         array((case.batch, width), 100),
-        integers(backend, tokens),
+        integers(target, tokens),
         *caches,
-        integers(backend, lengths_of(case)),
+        integers(target, lengths_of(case)),
     )
 
 
-def cases(backend):
+def cases(target):
     """On a GPU also sizes that take several segments, groups of rows and splits."""
     factors = {
-        "dtype": list(backend.dtypes),
-        "batch": list(range(1, 9)) if backend.gpu else [1, 3, 8],
-        "heads": [1, 3, 12, 15] if backend.gpu else [1, 3],
+        "dtype": list(target.dtypes),
+        "batch": list(range(1, 9)) if target.gpu else [1, 3, 8],
+        "heads": [1, 3, 12, 15] if target.gpu else [1, 3],
         "head_dim": [64, 8, 40, 128],
-        "hidden": [32, 776, 3072, 4600] if backend.gpu else [32, 136],
+        "hidden": [32, 776, 3072, 4600] if target.gpu else [32, 136],
         "layers": [1, 2, 3],
-        "max_length": [1, 65, 513, 1100] if backend.gpu else [1, 65],
+        "max_length": [1, 65, 513, 1100] if target.gpu else [1, 65],
         "lengths": ["zero", "last", "mixed"],
         "storage": ["contiguous", "padded", "transposed"],
     }
@@ -138,26 +138,26 @@ def cases(backend):
 
 def matrix():
     parameters = []
-    for backend in libraries():
-        found = cases(backend)
+    for target in libraries():
+        found = cases(target)
         parameters += [
-            pytest.param(backend, case, id=f"{backend.name}-{case.id}")
-            for case in (found[:1] if backend.missing else found)
+            pytest.param(target, case, id=f"{target.name}-{case.id}")
+            for case in (found[:1] if target.missing else found)
         ]
-    return pytest.mark.parametrize(("backend", "case"), parameters, indirect=["backend"])
+    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
 
 
 @matrix()
-def test_stack(backend, case):
-    p = make(backend, case)
+def test_stack(target, case):
+    p = make(target, case)
     exact = expected_stack(p.blocks, p.x, p.k_cache, p.v_cache, p.lengths)
     out = p.stack()(p.x, p.k_cache, p.v_cache, p.lengths)
     exact.check(out=out, k_cache=p.k_cache, v_cache=p.v_cache)
 
 
 @matrix()
-def test_logits(backend, case):
-    p = make(backend, case, positions=case.max_length)
+def test_logits(target, case):
+    p = make(target, case, positions=case.max_length)
     arrays = (p.k_cache, p.v_cache, p.lengths)
     exact = expected_stack(p.blocks, None, *arrays, tokens=p.tokens, ends=p.ends)
     logits = p.stack(**p.ends).next_logits(p.tokens, p.k_cache, p.v_cache, p.lengths)
@@ -166,11 +166,11 @@ def test_logits(backend, case):
 
 @each_library()
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_block(backend, dtype):
+def test_block(target, dtype):
     """One block, with a row stride of x and a cache of one layer."""
     case = dataclasses.replace(CASE, dtype=dtype)
-    p = make(backend, case)
-    x = stored(backend, normal(p.x.shape, 7), dtype, "unaligned")
+    p = make(target, case)
+    x = stored(target, normal(p.x.shape, 7), dtype, "unaligned")
     for layer in range(2):  # two blocks of one signature
         caches = p.k_cache[layer], p.v_cache[layer]
         exact = expected_stack(
@@ -181,10 +181,10 @@ def test_block(backend, dtype):
 
 
 @each_library()
-def test_stack_is_its_blocks(backend):
+def test_stack_is_its_blocks(target):
     """To the rounding of x between them."""
     case = dataclasses.replace(CASE, dtype="float32")
-    p, q = make(backend, case), make(backend, case)
+    p, q = make(target, case), make(target, case)
     out, x = p.stack()(p.x, p.k_cache, p.v_cache, p.lengths), q.x
     for block, keys, values in zip(q.blocks, q.k_cache, q.v_cache):
         x = transformer_block(x, block, keys, values, q.lengths, heads=case.heads)
@@ -196,15 +196,15 @@ def test_stack_is_its_blocks(backend):
 
 @each_library()
 @pytest.mark.parametrize("advance", [False, True])
-def test_steps_are_greedy(backend, advance):
+def test_steps_are_greedy(target, advance):
     """Tokens and lengths stay on the device from step to step."""
     case = dataclasses.replace(CASE, dtype="float32", max_length=12, lengths="mixed")
-    p, q = make(backend, case), make(backend, case)
-    p.lengths[:], q.lengths[:] = integers(backend, [0, 3, 5]), integers(backend, [0, 3, 5])
+    p, q = make(target, case), make(target, case)
+    p.lengths[:], q.lengths[:] = integers(target, [0, 3, 5]), integers(target, [0, 3, 5])
     stack, other = p.stack(**p.ends), q.stack(**q.ends)
     for _ in range(5):
         logits = other.next_logits(q.tokens, q.k_cache, q.v_cache, q.lengths)
-        q.tokens[:] = integers(backend, to_numpy64(logits).argmax(-1))
+        q.tokens[:] = integers(target, to_numpy64(logits).argmax(-1))
         found = stack.step(p.tokens, p.k_cache, p.v_cache, p.lengths, advance=advance)
         assert found is p.tokens
         assert (to_numpy64(p.tokens) == to_numpy64(q.tokens)).all()
@@ -214,13 +214,13 @@ def test_steps_are_greedy(backend, advance):
 
 
 @each_library()
-def test_ties_go_to_the_first(backend):
+def test_ties_go_to_the_first(target):
     """Of equal logits, also 0 and -0, the first."""
-    p = make(backend, dataclasses.replace(CASE, dtype="float32"))
+    p = make(target, dataclasses.replace(CASE, dtype="float32"))
     rows = to_numpy64(p.ends["head_weight"])
     rows[:], rows[50] = 0, -0.0
-    ends = p.ends | {"head_weight": stored(backend, rows, "float32")}
-    out = integers(backend, [9, 9, 9])
+    ends = p.ends | {"head_weight": stored(target, rows, "float32")}
+    out = integers(target, [9, 9, 9])
     arrays = (p.tokens, p.k_cache, p.v_cache, p.lengths)
     p.stack(**ends).step(*arrays, out=out, advance=False)
     assert to_numpy64(out).tolist() == [0, 0, 0]
@@ -228,21 +228,21 @@ def test_ties_go_to_the_first(backend):
 
 @each_library()
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_no_token_where_logits_are_not_finite(backend, value):
-    p = make(backend, dataclasses.replace(CASE, dtype="float32"))
+def test_no_token_where_logits_are_not_finite(target, value):
+    p = make(target, dataclasses.replace(CASE, dtype="float32"))
     rows = to_numpy64(p.ends["head_weight"])
     rows[17] = value
-    ends = p.ends | {"head_weight": stored(backend, rows, "float32")}
-    out = integers(backend, [9, 9, 9])
+    ends = p.ends | {"head_weight": stored(target, rows, "float32")}
+    out = integers(target, [9, 9, 9])
     p.stack(**ends).step(p.tokens, p.k_cache, p.v_cache, p.lengths, out=out, advance=False)
     assert to_numpy64(out).tolist() == [-1, -1, -1]
 
 
 @each_library()
 @pytest.mark.parametrize("full", [-1, 200, 10**9])
-def test_no_room(backend, full):
+def test_no_room(target, full):
     """The sequence is NaN and leaves the caches alone; the others do not notice."""
-    p, q = make(backend, CASE), make(backend, CASE)
+    p, q = make(target, CASE), make(target, CASE)
     expected = p.stack()(p.x, p.k_cache, p.v_cache, p.lengths)
     q.lengths[1] = full
     before = to_numpy64(q.k_cache)[:, 1].copy()
@@ -253,20 +253,20 @@ def test_no_room(backend, full):
 
 
 @each_library()
-def test_no_room_at_all(backend):
+def test_no_room_at_all(target):
     """No sequence can go on: NaN, and no block waits for ever."""
-    p = make(backend, CASE)
-    p.lengths[:] = integers(backend, [-1, 200, 10**9])
+    p = make(target, CASE)
+    p.lengths[:] = integers(target, [-1, 200, 10**9])
     before = to_numpy64(p.k_cache).copy()
     assert numpy.isnan(to_numpy64(p.stack()(p.x, p.k_cache, p.v_cache, p.lengths))).all()
     numpy.testing.assert_array_equal(to_numpy64(p.k_cache), before)
 
 
 @each_library()
-def test_no_such_token(backend):
-    p = make(backend, CASE, positions=150)
+def test_no_such_token(target):
+    p = make(target, CASE, positions=150)
     p.tokens[0] = 211
-    p.lengths[:] = integers(backend, [4, 150, 7])  # a position without embedding
+    p.lengths[:] = integers(target, [4, 150, 7])  # a position without embedding
     stack, arrays = p.stack(**p.ends), (p.k_cache, p.v_cache, p.lengths)
     isnan = numpy.isnan(to_numpy64(stack.next_logits(p.tokens, *arrays)))
     assert isnan[:2].all() and not isnan[2].any()
@@ -278,13 +278,13 @@ def test_no_such_token(backend):
 
 
 @each_library()
-def test_lengths_change_from_call_to_call(backend):
+def test_lengths_change_from_call_to_call(target):
     """Shares of the keys come and go, and an odd number of layers leaves other tags each time."""
     case = dataclasses.replace(CASE, batch=1, heads=2, hidden=64, max_length=600)
-    p, q = make(backend, case), make(backend, case)
+    p, q = make(target, case), make(target, case)
     stack = p.stack()
     for length in (3, 599, 150, 0, 400):
-        lengths = integers(backend, [length])
+        lengths = integers(target, [length])
         exact = expected_stack(p.blocks, p.x, q.k_cache, q.v_cache, lengths)
         p.k_cache[:], p.v_cache[:] = q.k_cache, q.v_cache
         out = stack(p.x, p.k_cache, p.v_cache, lengths)
@@ -292,8 +292,8 @@ def test_lengths_change_from_call_to_call(backend):
 
 
 @each_library()
-def test_nan_in_the_cache_beyond_the_length(backend):
-    p = make(backend, CASE)
+def test_nan_in_the_cache_beyond_the_length(target):
+    p = make(target, CASE)
     expected = to_numpy64(p.stack()(p.x, p.k_cache, p.v_cache, p.lengths))
     for b, length in enumerate(lengths_of(CASE)):
         p.k_cache[:, b, length:], p.v_cache[:, b, length:] = numpy.nan, numpy.nan
@@ -302,8 +302,8 @@ def test_nan_in_the_cache_beyond_the_length(backend):
 
 
 @each_library()
-def test_empty(backend):
-    p = make(backend, CASE)
+def test_empty(target):
+    p = make(target, CASE)
     none = (p.k_cache[:, :0], p.v_cache[:, :0], p.lengths[:0])
     stack = p.stack(**p.ends)
     assert tuple(stack(p.x[:0], *none).shape) == (0, 256)
@@ -315,12 +315,12 @@ def test_empty(backend):
 
 
 @each_library()
-def test_bad_input(backend):
-    p = make(backend, CASE)
+def test_bad_input(target):
+    p = make(target, CASE)
     block, keys, values = p.blocks[0], p.k_cache[0], p.v_cache[0]
     good = {"x": p.x, "weights": block, "k_cache": keys, "v_cache": values}
     good |= {"lengths": p.lengths, "heads": 4}
-    array = lambda shape, dtype="float16": stored(backend, normal(shape, 3), dtype)  # noqa: E731
+    array = lambda shape, dtype="float16": stored(target, normal(shape, 3), dtype)  # noqa: E731
 
     def bad(error, match, **changes):
         with pytest.raises(error, match=f"^transformer_block: .*{match}"):
@@ -346,17 +346,17 @@ def test_bad_input(backend):
     bad(ValueError, "max_length", k_cache=keys[:, :0], v_cache=values[:, :0])
     bad(ValueError, "last dimension of k_cache", k_cache=array((3, 200, 4, 128))[..., ::2])
     bad(ValueError, "strides of v_cache", v_cache=array((3, 200, 4, 65))[..., :64])
-    bad(TypeError, "lengths must be int32, got int64", lengths=backend.array(numpy.arange(3)))
-    bad(ValueError, r"lengths.*\(3,\).*\(4,\)", lengths=integers(backend, [1, 2, 3, 4]))
-    bad(ValueError, "lengths.*contiguous", lengths=integers(backend, range(6))[::2])
+    bad(TypeError, "lengths must be int32, got int64", lengths=target.array(numpy.arange(3)))
+    bad(ValueError, r"lengths.*\(3,\).*\(4,\)", lengths=integers(target, [1, 2, 3, 4]))
+    bad(ValueError, "lengths.*contiguous", lengths=integers(target, range(6))[::2])
     for eps in (-1.0, float("nan")):
         bad(ValueError, "eps", eps=eps)
     bad(TypeError, "eps", eps=None)
 
 
 @each_library()
-def test_bad_stack(backend):
-    p = make(backend, CASE)
+def test_bad_stack(target):
+    p = make(target, CASE)
     with pytest.raises(ValueError, match="^BlockStack: .*at least one block"):
         BlockStack([], heads=4)
     with pytest.raises(ValueError, match="^BlockStack: .*1 to 64 blocks, got 65"):
@@ -370,12 +370,12 @@ def test_bad_stack(backend):
         p.stack().next_logits(p.tokens, p.k_cache, p.v_cache, p.lengths)
     wide = dataclasses.replace(CASE, heads=31, hidden=8, layers=1, max_length=1)
     with pytest.raises(NotImplementedError, match="^BlockStack: width.*1920, got 1984"):
-        make(backend, wide).stack()
+        make(target, wide).stack()
 
 
 @each_library(library="torch")
-def test_no_backward(backend):
-    p = make(backend, CASE)
+def test_no_backward(target):
+    p = make(target, CASE)
     p.blocks[2].up_weight.requires_grad_()
     import torch
 
@@ -407,8 +407,8 @@ def call_kinds(good):
 
 
 @each_library()
-def test_wrong_calls_of_a_block(backend):
-    p = make(backend, dataclasses.replace(CASE, storage="contiguous"))
+def test_wrong_calls_of_a_block(target):
+    p = make(target, dataclasses.replace(CASE, storage="contiguous"))
     good = {**call_of(p, 0), "weights": p.blocks[0], "heads": 4, "eps": 1e-5}
     block = p.blocks[0]
     weights = [None, 3, "text", tuple(block), [block], BlockWeights, block._asdict()]
@@ -420,8 +420,8 @@ def test_wrong_calls_of_a_block(backend):
 
 
 @each_library()
-def test_wrong_stacks(backend):
-    p = make(backend, dataclasses.replace(CASE, layers=2))
+def test_wrong_stacks(target):
+    p = make(target, dataclasses.replace(CASE, layers=2))
     first, second = p.blocks
     blocks = [None, 3, "text", [], (), [None], [first, None], [first, tuple(second)], [first] * 65]
     for name in ("ln1_weight", "up_bias"):
@@ -443,46 +443,46 @@ def under_name(function, name):
 
 
 @each_library()
-def test_wrong_calls_of_a_stack(backend):
-    p = make(backend, dataclasses.replace(CASE, storage="contiguous"))
+def test_wrong_calls_of_a_stack(target):
+    p = make(target, dataclasses.replace(CASE, storage="contiguous"))
     stack, good = p.stack(**p.ends), call_of(p)
     kinds = call_kinds(good)
     check_refused(under_name(stack, "BlockStack"), good, kinds, least=55)
     good, kinds = {"tokens": p.tokens, **good}, {**kinds, "tokens": array(p.tokens, dtypes=PLACES)}
     del good["x"], kinds["x"]
     check_refused(under_name(stack.next_logits, "next_logits"), good, kinds, least=50)
-    out, wrong = integers(backend, [0, 0, 0]), array(p.tokens, optional=True, dtypes=PLACES)
+    out, wrong = integers(target, [0, 0, 0]), array(p.tokens, optional=True, dtypes=PLACES)
     kinds |= {"out": (*wrong, p.lengths), "advance": (*FLAG, None)}
     kinds["tokens"] += (p.lengths,)
     good |= {"out": out, "advance": True}
     check_refused(under_name(stack.step, "step"), good, kinds, least=70)
-    overlapping = integers(backend, range(4))
+    overlapping = integers(target, range(4))
     with pytest.raises(ValueError, match="^step: out is written.*memory with tokens"):
         stack.step(**good | {"tokens": overlapping[:3], "out": overlapping[1:]})
 
 
 @each_library()
-def test_unaligned_memory_is_refused_everywhere(backend):
+def test_unaligned_memory_is_refused_everywhere(target):
     """The CPU takes no more than the kernel does."""
-    p = make(backend, dataclasses.replace(CASE, storage="contiguous"))
+    p = make(target, dataclasses.replace(CASE, storage="contiguous"))
     good = call_of(p, 0)
     for name in ("k_cache", "v_cache"):
         size = math.prod(good[name].shape)
-        shifted = stored(backend, numpy.zeros(size + 9), CASE.dtype)
+        shifted = stored(target, numpy.zeros(size + 9), CASE.dtype)
         shifted = shifted[1 : 1 + size].reshape(good[name].shape)
         with pytest.raises(ValueError, match=f"{name} must begin at a multiple of 16 bytes"):
             transformer_block(**good | {name: shifted}, weights=p.blocks[0], heads=4)
-    bias = stored(backend, numpy.zeros(257), CASE.dtype)[1:]
+    bias = stored(target, numpy.zeros(257), CASE.dtype)[1:]
     with pytest.raises(ValueError, match="^BlockStack: proj_bias must begin at a multiple"):
         BlockStack([p.blocks[0]._replace(proj_bias=bias)], heads=4)
 
 
 @each_library(library="torch")
-def test_autograd_hears_of_writes(backend):
+def test_autograd_hears_of_writes(target):
     """What was saved for a backward and written since is an error there."""
     import torch
 
-    p = make(backend, CASE)
+    p = make(target, CASE)
     stack = p.stack(**p.ends)
     caches = p.k_cache, p.v_cache
     factor = torch.ones_like(p.k_cache).requires_grad_()
@@ -509,10 +509,10 @@ def test_autograd_hears_of_writes(backend):
 
 
 @each_library(library="torch")
-def test_under_torch_compile(backend):
+def test_under_torch_compile(target):
     import torch
 
-    p = make(backend, CASE)
+    p = make(target, CASE)
     good, stack = call_of(p, 0), p.stack()
     expected = transformer_block(**good, weights=p.blocks[0], heads=CASE.heads)
     whole = stack(**call_of(p))
@@ -526,15 +526,15 @@ def test_under_torch_compile(backend):
 
 
 @each_library()
-def test_dropped_blocks_are_dropped(backend):
+def test_dropped_blocks_are_dropped(target):
     """Nothing keeps the weights, nor memory that belongs to them."""
     case = dataclasses.replace(CASE, layers=1)
-    p = make(backend, case)
+    p = make(target, case)
     good = call_of(p, 0)
-    held = lambda: memory(backend)  # noqa: E731
+    held = lambda: memory(target)  # noqa: E731
 
     def run(seed):
-        block = weights(backend, case, seed)
+        block = weights(target, case, seed)
         transformer_block(**good, weights=block, heads=case.heads)
         stack = BlockStack([block], heads=case.heads)
         stack(**call_of(p))
@@ -542,7 +542,7 @@ def test_dropped_blocks_are_dropped(backend):
 
     run(0)
     before, kept = held(), len(one_block._stacks)
-    dropped = [run(seed) for seed in range(1, 101 if backend.gpu else 11)]  # NumPy is slow
+    dropped = [run(seed) for seed in range(1, 101 if target.gpu else 11)]  # NumPy is slow
     gc.collect()
     assert not any(x() is not None for x in dropped)
     assert len(one_block._stacks) <= kept and held() <= before
@@ -553,9 +553,9 @@ def test_weights_are_held_weakly_wherever_kernels_run(monkeypatch):
     torch = pytest.importorskip("torch")
     from cupyflash.runtime.array import TorchLibrary
 
-    (backend,) = (x for x in libraries() if x.name == "torch-cpu")
+    (target,) = (x for x in libraries() if x.name == "torch-cpu")
     case = dataclasses.replace(CASE, layers=1)
-    p, plans = make(backend, case), []
+    p, plans = make(target, case), []
 
     class NoPlan:
         def __init__(self, function, library, shape, views, batch, advance):
@@ -571,7 +571,7 @@ def test_weights_are_held_weakly_wherever_kernels_run(monkeypatch):
     monkeypatch.setattr(one_block, "_stacks", {})
     good, versions = call_of(p, 0), p.k_cache._version
     for grad in (False, True):
-        block = weights(backend, case, 5)
+        block = weights(target, case, 5)
         if grad:
             block = BlockWeights(*map(torch.nn.Parameter, block))
         with torch.no_grad():
@@ -587,12 +587,12 @@ def test_weights_are_held_weakly_wherever_kernels_run(monkeypatch):
     assert p.k_cache._version == versions + 6
 
 
-def memory(backend):
+def memory(target):
     """Bytes of a GPU in use."""
     gc.collect()
-    if not backend.gpu:
+    if not target.gpu:
         return 0
-    if backend.library == "torch":
+    if target.library == "torch":
         import torch
 
         return torch.cuda.memory_allocated()
@@ -602,12 +602,12 @@ def memory(backend):
 
 
 @each_library()
-def test_a_block_is_kept_for_views_of_its_weights(backend):
+def test_a_block_is_kept_for_views_of_its_weights(target):
     """On a GPU: new objects of the same memory are one entry, until that memory is gone."""
-    if not backend.gpu:
+    if not target.gpu:
         pytest.skip("the CPU keeps nothing")
-    p = make(backend, CASE)
-    block, good = weights(backend, CASE, 77), call_of(p, 0)
+    p = make(target, CASE)
+    block, good = weights(target, CASE, 77), call_of(p, 0)
     kept = len(one_block._stacks)
     for _ in range(3):
         views = BlockWeights(*(x[:] for x in block))
@@ -638,10 +638,10 @@ def test_splits():
 
 
 @each_library(device="cuda")
-def test_runs_are_equal(backend):
+def test_runs_are_equal(target):
     """Whatever order the blocks arrive in: also a race would show."""
     case = dataclasses.replace(CASE, heads=12, hidden=3072, layers=12, max_length=600)
-    p = make(backend, case)
+    p = make(target, case)
     stack, arrays = p.stack(**p.ends), (p.k_cache, p.v_cache, p.lengths)
     first = to_numpy64(stack.next_logits(p.tokens, *arrays))
     for _ in range(200):
@@ -650,12 +650,12 @@ def test_runs_are_equal(backend):
 
 
 @each_library(library="torch", device="cuda")
-def test_graph_and_streams(backend):
+def test_graph_and_streams(target):
     """A captured step, replayed beside launches on another stream, gives what plain steps give."""
     import torch
 
     case = dataclasses.replace(CASE, heads=12, hidden=3072, layers=6, lengths="zero")
-    p, q, other = (make(backend, case) for _ in range(3))
+    p, q, other = (make(target, case) for _ in range(3))
     stack, plain = p.stack(**p.ends), q.stack(**q.ends)
     warm = (p.k_cache.clone(), p.v_cache.clone(), p.lengths.clone())
     stack.step(p.tokens.clone(), *warm)
@@ -678,9 +678,9 @@ def test_graph_and_streams(backend):
 
 
 @each_library(device="cuda")
-def test_host_time_is_one_look_up(backend, monkeypatch):
+def test_host_time_is_one_look_up(target, monkeypatch):
     """A second call of the same signature checks nothing again."""
-    p = make(backend, CASE)
+    p = make(target, CASE)
     stack, arrays = p.stack(), (p.x, p.k_cache, p.v_cache, p.lengths)
     first = stack(*arrays)
     monkeypatch.setattr(dispatch, "StackPlan", None)

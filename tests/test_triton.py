@@ -51,10 +51,10 @@ def attention_kernel(
 @each(library="torch", device="cuda")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_forward_equals_triton(backend, head_dim, causal):
+def test_forward_equals_triton(target, head_dim, causal):
     import torch
 
-    inputs = backend.inputs("float16", seqlen_q=777, head_dim=head_dim, layout="bhsd")
+    inputs = target.inputs("float16", seqlen_q=777, head_dim=head_dim, layout="bhsd")
     q, k, v = (x.contiguous() for x in (inputs.q, inputs.k, inputs.v))
     theirs, their_lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     grid = (triton.cdiv(777, 64), q.shape[0] * q.shape[1])

@@ -6,8 +6,8 @@ current, and on the other device in between, so that no plan, seed or workspace 
 
 import numpy
 import pytest
-from backends import has
 from matrix import each_library
+from targets import has
 
 import cupyflash
 from cupyflash import environment
@@ -27,9 +27,9 @@ def two_gpus():
         pytest.skip("needs two GPUs")
 
 
-def on(backend, device):
-    """Makes a device the current one, for the library of the backend."""
-    if backend.library == "torch":
+def on(target, device):
+    """Makes a device the current one, for the library of the target."""
+    if target.library == "torch":
         import torch
 
         return torch.cuda.device(device)
@@ -45,15 +45,15 @@ def device_of(x):
 class Arrays:
     """Arrays of a call, the same numbers on every device."""
 
-    def __init__(self, backend):
-        self.backend, self.rng = backend, numpy.random.default_rng(0)
-        self.dtype = backend.dtypes[0]
+    def __init__(self, target):
+        self.target, self.rng = target, numpy.random.default_rng(0)
+        self.dtype = target.dtypes[0]
 
     def normal(self, *shape, dtype=None):
-        return self.backend.array(self.rng.standard_normal(shape), dtype or self.dtype)
+        return self.target.array(self.rng.standard_normal(shape), dtype or self.dtype)
 
     def integers(self, values, dtype="int32"):
-        return self.backend.array(numpy.array(values, dtype))
+        return self.target.array(numpy.array(values, dtype))
 
 
 def attention(arrays, **options):
@@ -153,16 +153,16 @@ CALLS = {
 }
 
 
-def run(backend, call, device, current):
+def run(target, call, device, current):
     """Results as NumPy arrays, of arrays on one device while the other is current."""
-    with on(backend, device):
-        arrays = Prepared(backend, call)
-        backend.synchronize()
-    with on(backend, current):
+    with on(target, device):
+        arrays = Prepared(target, call)
+        target.synchronize()
+    with on(target, current):
         results = arrays()
         assert current_device() == current
-    with on(backend, device):
-        backend.synchronize()
+    with on(target, device):
+        target.synchronize()
         assert {device_of(x) for x in results} == {device}
         return [to_float64(x) for x in results]
 
@@ -170,8 +170,8 @@ def run(backend, call, device, current):
 class Prepared(Arrays):
     """A call whose arrays are made before another device becomes the current one."""
 
-    def __init__(self, backend, call):
-        super().__init__(backend)
+    def __init__(self, target, call):
+        super().__init__(target)
         self.call, self.made, self.ready = call, [], False
         call(self)
         self.ready = True
@@ -202,61 +202,61 @@ def current_device():
 
 @each_library(device="cuda")
 @pytest.mark.parametrize("name", CALLS)
-def test_another_device_is_current(backend, name):
+def test_another_device_is_current(target, name):
     call = CALLS[name]
-    here = run(backend, call, 1, 1)
+    here = run(target, call, 1, 1)
     for device, current in ((1, 0), (0, 0), (0, 1), (1, 0)):
-        found = run(backend, call, device, current)
+        found = run(target, call, device, current)
         for a, b in zip(found, here, strict=True):
             assert numpy.array_equal(a, b, equal_nan=True), (device, current)
 
 
 @each_library(device="cuda")
-@pytest.mark.parametrize("family", ["sm80", "simt"])
-def test_other_families(backend, family):
-    from backends import families
+@pytest.mark.parametrize("backend", ["sm80", "simt"])
+def test_other_backends(target, backend):
+    from targets import backends
 
-    if family not in families():
-        pytest.skip(f"{family} does not run on this GPU")
-    with environment.override(family=family):
+    if backend not in backends():
+        pytest.skip(f"{backend} does not run on this GPU")
+    with environment.override(backend=backend):
         for call in (attention, CALLS["16-bit sinks"], varlen):
-            first, second = run(backend, call, 1, 1), run(backend, call, 1, 0)
+            first, second = run(target, call, 1, 1), run(target, call, 1, 0)
             assert all((a == b).all() for a, b in zip(first, second, strict=True))
 
 
 @each_library(device="cuda")
-def test_a_stream_of_the_other_device(backend):
+def test_a_stream_of_the_other_device(target):
     """Casts and seeds are queued where the kernel is: on the current stream of its device."""
-    with on(backend, 1):
-        arrays = Prepared(backend, CALLS["16-bit sinks"])
+    with on(target, 1):
+        arrays = Prepared(target, CALLS["16-bit sinks"])
         wanted = [to_float64(x) for x in arrays()]
-        backend.synchronize()
-        if backend.library == "torch":
+        target.synchronize()
+        if target.library == "torch":
             import torch
 
             stream = torch.cuda.Stream(1)
-            with torch.cuda.stream(stream), on(backend, 0):
+            with torch.cuda.stream(stream), on(target, 0):
                 found = arrays()
         else:
             import cupy
 
             stream = cupy.cuda.Stream(non_blocking=True)
-            with stream, on(backend, 0):
+            with stream, on(target, 0):
                 found = arrays()
-        backend.synchronize()
+        target.synchronize()
         for a, b in zip(found, wanted, strict=True):
             assert (to_float64(a) == b).all()
 
 
 @each_library(device="cuda")
-def test_two_devices_in_one_call(backend):
-    with on(backend, 0):
+def test_two_devices_in_one_call(target):
+    with on(target, 0):
         q, sinks = (
-            backend.inputs(backend.dtypes[0], seqlen_q=20).q,
-            backend.array(numpy.zeros(4, "f4")),
+            target.inputs(target.dtypes[0], seqlen_q=20).q,
+            target.array(numpy.zeros(4, "f4")),
         )
-    with on(backend, 1):
-        other = backend.inputs(backend.dtypes[0], seqlen_q=20).q
+    with on(target, 1):
+        other = target.inputs(target.dtypes[0], seqlen_q=20).q
     with pytest.raises(ValueError, match="^attention: all tensors must be on the same device, got"):
         cupyflash.attention(q, other, other)
     with pytest.raises(ValueError, match="^attention: sinks must be on the device of q, got"):
@@ -266,14 +266,14 @@ def test_two_devices_in_one_call(backend):
 
 
 @each_library(library="torch", device="cuda")
-def test_gradients_on_another_device(backend):
+def test_gradients_on_another_device(target):
     import torch
 
     def gradients(device, current):
-        with on(backend, device):
-            inputs = backend.inputs(backend.dtypes[0], seqlen_q=150)
+        with on(target, device):
+            inputs = target.inputs(target.dtypes[0], seqlen_q=150)
             qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-        with on(backend, current):
+        with on(target, current):
             out = cupyflash.attention(*qkv, causal=True, deterministic=True)
             return [x.cpu() for x in torch.autograd.grad(out, qkv, inputs.dout)]
 

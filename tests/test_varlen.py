@@ -35,18 +35,18 @@ def lengths_of(name):
     return (LENGTHS | GPU_LENGTHS)[name]
 
 
-def problem(backend, name, shape, options, dtype):
+def problem(target, name, shape, options, dtype):
     """Inputs, and the options in the words of the reference and of flash-attn."""
     heads_q, heads_kv, head_dim, storage = shape
     lengths = lengths_of(name)
-    inputs = backend.varlen_inputs(
+    inputs = target.varlen_inputs(
         dtype, *lengths, heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim, storage=storage
     )
     options = dict(options)
     if alibi := options.pop("alibi", 0):
         batch = len(lengths[0]) if alibi == 2 else None
         options["alibi_slopes"] = make_alibi_slopes(
-            heads_q, backend.library, batch=batch, device=backend.device
+            heads_q, target.library, batch=batch, device=target.device
         )
     left, right = options.get("window", (None, None))
     window_size = tuple(-1 if bound is None else bound for bound in (left, right))
@@ -60,23 +60,23 @@ def arguments(inputs, name):
 
 
 def combinations(library=None):
-    """Parametrises a test over (backend, name, shape), the long sequences on a GPU only."""
+    """Parametrises a test over (target, name, shape), the long sequences on a GPU only."""
     return pytest.mark.parametrize(
-        ("backend", "name", "shape"),
+        ("target", "name", "shape"),
         [
-            pytest.param(backend, name, SHAPES[i % 3], id=f"{backend.name}-{name}")
-            for backend in select(library)
-            for i, name in enumerate(LENGTHS | (GPU_LENGTHS if backend.gpu else {}))
+            pytest.param(target, name, SHAPES[i % 3], id=f"{target.name}-{name}")
+            for target in select(library)
+            for i, name in enumerate(LENGTHS | (GPU_LENGTHS if target.gpu else {}))
         ],
-        indirect=["backend"],
+        indirect=["target"],
     )
 
 
 @combinations()
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_forward(backend, name, shape, options):
-    dtype = backend.dtypes[len(name) % len(backend.dtypes)]
-    inputs, options, theirs = problem(backend, name, shape, options, dtype)
+def test_forward(target, name, shape, options):
+    dtype = target.dtypes[len(name) % len(target.dtypes)]
+    inputs, options, theirs = problem(target, name, shape, options, dtype)
     out, lse, _ = cupyflash.flash_attn_varlen_func(
         inputs.q, inputs.k, inputs.v, *arguments(inputs, name), return_attn_probs=True, **theirs
     )
@@ -86,11 +86,11 @@ def test_forward(backend, name, shape, options):
 
 @combinations("torch")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_backward(backend, name, shape, options):
+def test_backward(target, name, shape, options):
     import torch
 
-    dtype = backend.dtypes[len(name) % len(backend.dtypes)]
-    inputs, options, theirs = problem(backend, name, shape, options, dtype)
+    dtype = target.dtypes[len(name) % len(target.dtypes)]
+    inputs, options, theirs = problem(target, name, shape, options, dtype)
     qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     out = cupyflash.flash_attn_varlen_func(*qkv, *arguments(inputs, name), **theirs)
     dq, dk, dv = torch.autograd.grad(out, qkv, inputs.dout)
@@ -98,10 +98,10 @@ def test_backward(backend, name, shape, options):
 
 
 @each(library="torch", device="cuda")
-def test_deterministic_is_bitwise_repeatable(backend):
+def test_deterministic_is_bitwise_repeatable(target):
     import torch
 
-    inputs = backend.varlen_inputs("float16", [700, 1, 1300], heads_q=8, heads_kv=2, head_dim=128)
+    inputs = target.varlen_inputs("float16", [700, 1, 1300], heads_q=8, heads_kv=2, head_dim=128)
     qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     runs = []
     for _ in range(3):
@@ -113,27 +113,27 @@ def test_deterministic_is_bitwise_repeatable(backend):
 
 
 @each()
-def test_packed_forms(backend):
-    inputs = backend.varlen_inputs("float16", [1, 70, 33])
+def test_packed_forms(target):
+    inputs = target.varlen_inputs("float16", [1, 70, 33])
     cu_seqlens, qkv = inputs.cu_seqlens_q, (inputs.q, inputs.k, inputs.v)
     separate = cupyflash.flash_attn_varlen_func(
         *qkv, cu_seqlens, cu_seqlens, 70, 70, 0.0, None, True
     )
     packed = cupyflash.flash_attn_varlen_qkvpacked_func(
-        _stack(backend, *qkv), cu_seqlens, 70, causal=True
+        _stack(target, *qkv), cu_seqlens, 70, causal=True
     )
     assert (packed == separate).all()
     packed = cupyflash.flash_attn_varlen_kvpacked_func(
-        inputs.q, _stack(backend, *qkv[1:]), cu_seqlens, cu_seqlens, 70, 70, causal=True
+        inputs.q, _stack(target, *qkv[1:]), cu_seqlens, cu_seqlens, 70, 70, causal=True
     )
     assert (packed == separate).all()
 
 
 @each()
-def test_equals_padded_batch(backend):
+def test_equals_padded_batch(target):
     """Sequences of one length: packed and batched agree to the last bit."""
-    inputs = backend.inputs("float16", batch=3, seqlen_q=50)
-    packed = backend.varlen_inputs("float16", [50] * 3)
+    inputs = target.inputs("float16", batch=3, seqlen_q=50)
+    packed = target.varlen_inputs("float16", [50] * 3)
     q, k, v = (x.reshape(150, 4, 64) for x in (inputs.q, inputs.k, inputs.v))
     cu_seqlens = packed.cu_seqlens_q
     out = cupyflash.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 50, 50, causal=True)
@@ -142,8 +142,8 @@ def test_equals_padded_batch(backend):
 
 
 @each()
-def test_no_sequences(backend):
-    inputs = backend.varlen_inputs("float16", [])
+def test_no_sequences(target):
+    inputs = target.varlen_inputs("float16", [])
     cu_seqlens = inputs.cu_seqlens_q
     out, lse, _ = cupyflash.flash_attn_varlen_func(
         inputs.q, inputs.k, inputs.v, cu_seqlens, cu_seqlens, 0, 0, return_attn_probs=True
@@ -151,13 +151,13 @@ def test_no_sequences(backend):
     assert tuple(out.shape) == (0, 4, 64) and tuple(lse.shape) == (4, 0)
 
 
-def _stack(backend, *tensors):
+def _stack(target, *tensors):
     """Tensors (total, heads, head_dim) as one (total, n, heads, head_dim)."""
-    if backend.library == "torch":
+    if target.library == "torch":
         import torch
 
         return torch.stack(tensors, 1)
     xp = numpy
-    if backend.library == "cupy":
+    if target.library == "cupy":
         import cupy as xp
     return xp.stack(tensors, 1)

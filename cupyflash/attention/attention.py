@@ -80,7 +80,7 @@ def attention(
     Raises:
         TypeError: dtypes, libraries.
         ValueError: shapes, strides, devices, values of options.
-        NotImplementedError: a GPU, or a forced kernel family, that cannot compute this; gradients
+        NotImplementedError: a GPU, or a forced backend, that cannot compute this; gradients
             of slopes or options, forward-mode derivatives; in the backward, what has no fixed order
             where one is asked for.
 

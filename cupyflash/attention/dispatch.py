@@ -113,7 +113,7 @@ def forward_without_gradient(
     converted, extra_signatures, extra_pointers = _for_kernels(library, extras)
     bias_aligned = extra_pointers[BIAS] % 16 == 0
     key = (
-        signature(q), signature(k), signature(v), options, aligned, settings.family,
+        signature(q), signature(k), signature(v), options, aligned, settings.backend,
         extra_signatures, bias_aligned,
     )  # fmt: skip
     packed = options[MAX_SEQLENS] is not None
@@ -216,7 +216,7 @@ def backward(
     bias_aligned = extra_pointers[BIAS] % 16 == 0
     signatures = tuple(map(signature, (dout, q, k, v, out, *lses.values())))
     key = (
-        signatures, options, aligned, settings.family, deterministic, switch, bias_grad,
+        signatures, options, aligned, settings.backend, deterministic, switch, bias_grad,
         extra_signatures, bias_aligned,
     )  # fmt: skip
     packed = options[MAX_SEQLENS] is not None

@@ -18,7 +18,7 @@ from ..runtime.launch import Launch, call_fields
 from ..runtime.structs import header
 from ..runtime.tensor_map import TensorMaps, TensorMapSpec
 from ..runtime.tile_counter import NULL, tile_counters
-from .families.sm90 import MAX_SPLITS, SEQUENCE_MAPS
+from .backends.sm90 import MAX_SPLITS, SEQUENCE_MAPS
 from .problem import Problem
 
 structs = header("attention/params.cuh")

@@ -13,9 +13,9 @@ from ..runtime.gpu import capability_of, l2_bytes
 from ..runtime.launch import Launch
 from ..runtime.plan import Plan
 from ..runtime.structs import header
-from . import families
+from . import backends
+from .backends.preprocess import FlashBwdSinks
 from .extras import bias_strides
-from .families.preprocess import FlashBwdSinks
 from .features import Access
 from .launch import prepare
 from .problem import Options, Problem, canonical_strides
@@ -51,8 +51,8 @@ class ForwardPlan(Plan):
         self.empty = 0 in (shape.batch, shape.heads_q, shape.seqlen_q)
         if self.empty:
             return
-        family, arguments = _family(function, problem, access, backward=False)
-        config = family.forward(*arguments)
+        backend, arguments = _backend(function, problem, access, backward=False)
+        config = backend.forward(*arguments)
         shape.heads_per_section = _heads_per_section(problem, shape.seqlen_k, 2)
         params = structs.FlashFwdParams(
             **{f"{name}_strides": strides for name, strides in problem.strides.items()},
@@ -126,8 +126,8 @@ class BackwardPlan(Plan):
         self.empty |= self.no_keys and not extras.sinks
         if self.empty:
             return
-        family, arguments = _family(function, problem, access, backward=True)
-        configs = list(family.backward(*arguments))
+        backend, arguments = _backend(function, problem, access, backward=True)
+        configs = list(backend.backward(*arguments))
         if extras.sinks:
             configs.insert(1, FlashBwdSinks())
         if self.no_keys:
@@ -203,17 +203,17 @@ def _zeros_float32(library: Any, shape: tuple[int, ...] | None, like: Array) -> 
     return zeros
 
 
-def _family(
+def _backend(
     function: str, problem: Problem, access: Access, *, backward: bool
 ) -> tuple[Any, tuple]:
-    """The family of a pass, and the arguments of its ``forward`` or ``backward``."""
+    """The backend of a pass, and the arguments of its ``forward`` or ``backward``."""
     capability = capability_of(problem.device)
     dtype, head_dim, features = problem.dtype, problem.shape.head_dim, problem.features
-    forced = environment.current().family
-    family = families.choose(
+    forced = environment.current().backend
+    backend = backends.choose(
         function, forced, dtype, head_dim, access, features, capability, backward=backward
     )
-    return family, (dtype, head_dim, features, capability)
+    return backend, (dtype, head_dim, features, capability)
 
 
 def _heads_per_section(

@@ -16,7 +16,7 @@ from typing import Any
 import cupyflash
 
 from .. import environment, machine
-from ..attention import families
+from ..attention import backends
 from ..attention.features import Access, Features
 from ..testing import Inputs, expected
 from . import measure
@@ -33,7 +33,7 @@ class Row:
 
     Attributes:
         name, dtype, shape: of the problem.
-        label: the pass and, of attention, the kernel family.
+        label: the pass and, of attention, the backend.
         error, allowed: of the result that comes closest to its tolerance.
         failures: a message for each result beyond its tolerance.
         rate: of work each second, in ``unit``, "FLOP" or "B".
@@ -82,10 +82,10 @@ def run(case: Case, library: str) -> list[Row]:
     for number, (call, names) in enumerate(passes):
         found = [f for f in findings if f.name in names and (f.name != "lse" or f.failure)]
         label = ("fwd", "bwd")[number]
-        family = f" {_family(case, bool(number))}" if library == "cupy" else ""
+        backend = f" {_backend(case, bool(number))}" if library == "cupy" else ""
         flops = measure.attention_flops(case.lengths, case.heads[0], case.head_dim, bool(number))
         one = Pass(label, call, names, flops, "FLOP")
-        problem = (case.name, case.dtype, case.shape, label + family)
+        problem = (case.name, case.dtype, case.shape, label + backend)
         rows.append(_row(problem, one, found, library))
     return rows
 
@@ -175,12 +175,12 @@ def _compare(exact: Check, name: str, result: Any) -> Finding:
     return Finding(name, float(error), float(allowed), failure)
 
 
-def _family(case: Case, backward: bool) -> str:
+def _backend(case: Case, backward: bool) -> str:
     import cupy
 
-    family = families.choose(
+    backend = backends.choose(
         "check",
-        environment.current().family,
+        environment.current().backend,
         case.dtype,
         case.head_dim,
         Access.TENSOR_MAP,
@@ -188,7 +188,7 @@ def _family(case: Case, backward: bool) -> str:
         divmod(int(cupy.cuda.Device().compute_capability), 10),
         backward=backward,
     )
-    return family.__name__.rpartition(".")[2]
+    return backend.__name__.rpartition(".")[2]
 
 
 def check() -> int:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import cupyflash
 
 from .. import jit, kernels, machine, precompile
-from ..attention import families
+from ..attention import backends
 from ..models.gpt2 import cli as gpt2
 from ..runtime.config import ITEM_SIZE
 
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         help="compile kernels into the cache; needs no GPU",
         description="Compile kernels into the cache. Needs no GPU: for container images. By "
         "default those that calls with default options launch: attention on 16-bit arrays, norms "
-        "and decoding; others are compiled at their first use. Families are those of attention, "
+        "and decoding; others are compiled at their first use. Backends are those of attention, "
         "topics the kernels beside it.",
     )
     warm.add_argument(
@@ -74,10 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     narrow("--head-dim", type=_head_dim, metavar="D", help=f"default {dims}")
     narrow("--dtype", type=_dtype, metavar="TYPE", help="|".join(DTYPES) + "; default fp16 bf16")
     for option, known, default in (
-        ("--family", families.FAMILIES, "the fastest"),
+        ("--backend", backends.BACKENDS, "the fastest"),
         ("--topic", kernels.TOPICS, " ".join(precompile.COMMON_TOPICS)),
     ):
-        what = {"--family": "families", "--topic": "topics"}[option]
+        what = {"--backend": "backends", "--topic": "topics"}[option]
         text = f"{'|'.join(known)}; no name for none; default {default}"
         narrow(option, nargs="*", type=_name(what, known), metavar="NAME", help=text)
     text = "all kernels within the options given, but attention with a bias or dropout"
@@ -145,7 +145,7 @@ def _warmup(arguments: argparse.Namespace) -> int:
         arguments.arch,
         head_dims=arguments.head_dim,
         dtypes=arguments.dtype,
-        families=arguments.family,
+        backends=arguments.backend,
         topics=arguments.topic,
         everything=arguments.everything,
         jobs=arguments.jobs,

@@ -8,7 +8,7 @@ from pathlib import Path
 import cupyflash
 
 from .. import jit, machine
-from ..attention import families
+from ..attention import backends
 
 
 def show() -> int:
@@ -57,15 +57,15 @@ def _gpus() -> list[str]:
 
 
 def _kernels() -> list[str]:
-    """The families of the first GPU, or of all GPUs where there is none."""
+    """The backends of the first GPU, or of all GPUs where there is none."""
     gpus = machine.driver().gpus
     if gpus:
-        found = machine.family_dtypes(gpus[0].capability)
+        found = machine.backend_dtypes(gpus[0].capability)
         return [f"{name}: {', '.join(dtypes)}" for name, dtypes in found.items() if dtypes]
     lines = []
-    for name in families.FAMILIES:
-        found = machine.family_capabilities(name)
-        dtypes = ", ".join(machine.family_dtypes(found[-1])[name])
+    for name in backends.BACKENDS:
+        found = machine.backend_capabilities(name)
+        dtypes = ", ".join(machine.backend_dtypes(found[-1])[name])
         younger = "≥ " if len(found) > 1 else ""
         major, minor = found[0]
         lines.append(f"{name}: {dtypes} on compute capability {younger}{major}.{minor}")

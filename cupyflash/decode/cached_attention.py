@@ -60,7 +60,7 @@ def attention_with_cache(
             does not exist.
         NotImplementedError: inputs that require a gradient, or are within a transform of
             torch.func; more or wider tokens than one launch takes, and the cache is not
-            contiguous; a GPU, or a forced kernel family, that cannot compute this.
+            contiguous; a GPU, or a forced backend, that cannot compute this.
 
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
     """
@@ -89,7 +89,7 @@ def _run(arrays: tuple[Array, ...], scale: Any) -> Array:
     plan, pointers = _plans.find(
         library,
         arrays,
-        (scale, environment.current().family),
+        (scale, environment.current().backend),
         lambda: _check(library, arrays, scale),
         lambda found, aligned: _plan(library, *found, aligned),
     )
@@ -112,18 +112,18 @@ def _config(
     shape: structs.AttentionShape, views: dict[str, View], aligned: bool
 ) -> kernels.FlashDecode | kernels.FlashDecodeCluster | None:
     """The kernel that takes this in one launch, if there is one."""
-    device, family = views["q"].device, environment.current().family
+    device, backend = views["q"].device, environment.current().backend
     steps = {
         name: [step for n, step in zip(views[name].shape[:3], views[name].strides) if n > 1]
         for name in TENSORS
     }
     item = ITEM_SIZE[views["q"].dtype]
-    if not aligned or family == "simt" or any(n * item % 16 for x in steps.values() for n in x):
+    if not aligned or backend == "simt" or any(n * item % 16 for x in steps.values() for n in x):
         return None
     rows = [(views[name].shape[1], views[name].strides[1]) for name in TENSORS[1:]]
     if any(n > 1 and abs(step) >= MAX_STEP for n, step in rows):
         return None
-    capability = min(capability_of(device), (8, 9) if family == "sm80" else (99, 0))
+    capability = min(capability_of(device), (8, 9) if backend == "sm80" else (99, 0))
     return kernels.flash_decode(views["q"].dtype, shape, capability, multiprocessors(device))
 
 

@@ -67,10 +67,10 @@ def run(
     plan, pointers = _plans.find(
         library,
         given,
-        (options, settings.family),
+        (options, settings.backend),
         lambda: check(function, library, given, options),
         lambda views, aligned: LinearPlan(
-            function, library, views, options, aligned, settings.family
+            function, library, views, options, aligned, settings.backend
         ),
         anew=settings.debug,
     )

@@ -240,10 +240,10 @@ def many(
     rotary: bool,
     aligned: bool,
     capability: Capability,
-    family: str | None,
+    backend: str | None,
 ) -> LinearMma | LinearSimt:
     """The kernel for any number of rows."""
-    if family == "simt" or dtype not in architecture(capability).mma_dtypes:
+    if backend == "simt" or dtype not in architecture(capability).mma_dtypes:
         return LinearSimt(dtype, activation, gated)
     return LinearMma(dtype, activation, gated, rotary, *_mma_tail(dtype, aligned, capability))
 

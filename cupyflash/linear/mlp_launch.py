@@ -45,13 +45,13 @@ class MlpLaunch(Launch):
 
 
 def few_mlp(
-    views: Mapping[str, View], options: Options, aligned: bool, family: str | None
+    views: Mapping[str, View], options: Options, aligned: bool, backend: str | None
 ) -> MlpLaunch | None:
     """None where there are too many rows, or no room for them in shared memory.
 
     The views go by the names of `checks`, as in `Projection`.
     """
-    if family == "simt":
+    if backend == "simt":
         return None
     x, up, down = views["x"], views["weight"], views["down_weight"]
     steps, processors = row_strides(views), multiprocessors(x.device)

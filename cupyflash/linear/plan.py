@@ -36,7 +36,7 @@ class LinearPlan(Plan):
         views: dict[str, View],
         options: Options,
         aligned: bool,
-        family: str | None,
+        backend: str | None,
     ) -> None:
         x = views["x"]
         super().__init__(x.device)
@@ -60,19 +60,19 @@ class LinearPlan(Plan):
                 views[name] = dense(views[name].shape, x)
         self.mlp = self.down = None
         first = {name: view for name, view in views.items() if not name.startswith("down")}
-        few = few_kernel(first, options, aligned, family)
+        few = few_kernel(first, options, aligned, backend)
         if "down_weight" in views:
             second = {name.removeprefix("down_"): views[name] for name in views if "down" in name}
             self.hidden_shape = (views["x"].shape[0], views["weight"].shape[0])
             second["x"] = dense(self.hidden_shape, x)
-            few_down = few_kernel(second, Options(), aligned, family)
+            few_down = few_kernel(second, Options(), aligned, backend)
             if not all(isinstance(each, LinearFewSm90) for each in (few, few_down)):
-                self.mlp = few_mlp(views, options, aligned, family)
+                self.mlp = few_mlp(views, options, aligned, backend)
             if self.mlp is None:
-                self.down = Projection(function, second, Options(), few_down, aligned, family)
+                self.down = Projection(function, second, Options(), few_down, aligned, backend)
         seqlen = x.shape[-2] if len(x.shape) > 1 else 1
         if self.mlp is None:
-            self.first = Projection(function, first, options, few, aligned, family, seqlen)
+            self.first = Projection(function, first, options, few, aligned, backend, seqlen)
 
     def run(self, given: Sequence[Array | None], pointers: tuple[int, ...]) -> Array:
         """``given`` and their pointers as `reference.Arrays`, then those of `Down`."""

@@ -38,7 +38,7 @@ class Projection:
         options: Options,
         few: LinearFewSm90 | LinearFew | None,
         aligned: bool,
-        family: str | None,
+        backend: str | None,
         seqlen: int = 1,
     ) -> None:
         x, weight = views["x"], views["weight"]
@@ -66,7 +66,7 @@ class Projection:
             params.rotary = rotary_of(
                 columns, views["cos"], views.get("positions"), options, seqlen
             )
-        config = few or many_kernel(views, options, params, aligned, family)
+        config = few or many_kernel(views, options, params, aligned, backend)
         if isinstance(config, LinearFewSm90):
             self.launches = [LinearFewLaunch(config, x.device, params, norm_inside)]
             turned = config.rotary
@@ -100,11 +100,11 @@ class Projection:
 
 
 def few_kernel(
-    views: Mapping[str, View], options: Options, aligned: bool, family: str | None
+    views: Mapping[str, View], options: Options, aligned: bool, backend: str | None
 ) -> LinearFewSm90 | LinearFew | None:
     """The fastest kernel for few rows, None where none can take these."""
     x, steps, gated, turned = views["x"], row_strides(views), "gate_weight" in views, "cos" in views
-    if family == "simt":
+    if backend == "simt":
         return None
     capability, columns = capability_of(x.device), views["weight"].shape[0]
     vector = aligned and is_aligned(x, steps)
@@ -112,7 +112,7 @@ def few_kernel(
     inside = turned and few_sm90_kernels.turns(
         sm90_rotary(rotary_of(columns, views["cos"], views.get("positions"), options))
     )
-    if not aligned or family == "sm80" or turned and not inside and not is_apart(*x.shape):
+    if not aligned or backend == "sm80" or turned and not inside and not is_apart(*x.shape):
         return few
     long = few_sm90_kernels.is_long(x.shape[0], columns * (1 + gated), x.shape[1])
     if long and few and few.num_stages > 1:
@@ -134,13 +134,13 @@ def many_kernel(
     options: Options,
     params: structs.LinearParams,
     aligned: bool,
-    family: str | None,
+    backend: str | None,
 ) -> "sm90_kernels.LinearSm90 | kernels.LinearMma | kernels.LinearSimt":
-    """The fastest kernel for any number of rows, of the family if one is forced."""
+    """The fastest kernel for any number of rows, of the backend if one is forced."""
     x, gated = views["x"], "gate_weight" in views
     capability, sizes = capability_of(x.device), (params.rows, params.columns, params.depth)
     steps = {**row_strides(views), "x": params.x_stride}
-    on_sm90 = aligned and family in (None, "sm90")
+    on_sm90 = aligned and backend in (None, "sm90")
     if on_sm90 and sm90_kernels.supports(x.dtype, capability, *sizes, tuple(steps.values())):
         rotary = sm90_rotary(params.rotary)
         if not sm90_kernels.turns(rotary):
@@ -149,7 +149,7 @@ def many_kernel(
         return sm90_kernels.choose(x.dtype, *sizes, multiprocessors(x.device), epilogue)
     vector = aligned and is_aligned(x, steps)
     kind = (x.dtype, options.activation, gated, "cos" in views)
-    return kernels.many(*kind, vector, capability, family)
+    return kernels.many(*kind, vector, capability, backend)
 
 
 def row_strides(views: Mapping[str, View]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Where a test runs: a library, a device, and on a GPU a forced kernel family."""
+"""Where a test runs: a library, a device, and on a GPU a forced backend."""
 
 import dataclasses
 import functools
@@ -11,21 +11,21 @@ import numpy
 from cupyflash import environment
 from cupyflash.testing import Inputs, cast, make_inputs, make_varlen_inputs, to_library
 
-# Compute capabilities (10 * major + minor) on which a family runs, and its dtypes there.
-FAMILY_CAPABILITIES = {"sm90": (90,), "sm80": range(75, 1000), "simt": range(0, 1000)}
+# Compute capabilities (10 * major + minor) on which a backend runs, and its dtypes there.
+BACKEND_CAPABILITIES = {"sm90": (90,), "sm80": range(75, 1000), "simt": range(0, 1000)}
 HALF = ("float16", "bfloat16")
-# The family that a run of the suite is about, as a user forces it: CUPYFLASH_FAMILY=sm80 pytest.
-FORCED = os.environ.get("CUPYFLASH_FAMILY") or None
+# The backend that a run of the suite is about, as a user forces it: CUPYFLASH_BACKEND=sm80 pytest.
+FORCED = os.environ.get("CUPYFLASH_BACKEND") or None
 
 
 @dataclasses.dataclass(frozen=True)
-class Backend:
+class Target:
     """One way to run the public functions.
 
     Attributes:
-        family: forced kernel family; None on the CPU, and on a GPU where the package (or
-            CUPYFLASH_FAMILY) chooses.
-        dtypes: what this family computes.
+        backend: forced backend; None on the CPU, and on a GPU where the package (or
+            CUPYFLASH_BACKEND) chooses.
+        dtypes: what this backend computes.
         full: whether it runs the whole covering set of cases; a second library on the same
             kernels runs a part of it.
         missing: why it cannot run on this machine.
@@ -34,7 +34,7 @@ class Backend:
     name: str
     library: str
     device: str = "cpu"
-    family: str | None = None
+    backend: str | None = None
     dtypes: tuple[str, ...] = (*HALF, "float32")
     full: bool = True
     missing: str = ""
@@ -45,11 +45,11 @@ class Backend:
 
     @property
     def aligned_only(self) -> bool:
-        """The tensor-core families load 16 bytes at a time."""
-        return self.family in ("sm90", "sm80")
+        """The tensor-core backends load 16 bytes at a time."""
+        return self.backend in ("sm90", "sm80")
 
     def array(self, values: numpy.ndarray, dtype: str | None = None) -> Any:
-        """An array of the backend, float values in ``dtype``, others as they are."""
+        """An array of the target, float values in ``dtype``, others as they are."""
         if dtype is None:
             return to_library(values, self.library, self.device)
         return cast(values.astype("float32"), dtype, self.library, self.device)
@@ -68,12 +68,12 @@ class Backend:
 
 
 def is_hopper() -> bool:
-    """Whether the kernels of sm_90a alone can run, and no other family is forced."""
+    """Whether the kernels of sm_90a alone can run, and no other backend is forced."""
     return compute_capability()[0] == 90 and FORCED in (None, "sm90")
 
 
 def has_tensor_cores() -> bool:
-    """Whether kernels on tensor cores can run, and a forced family does not forbid them."""
+    """Whether kernels on tensor cores can run, and a forced backend does not forbid them."""
     return compute_capability()[0] >= 75 and FORCED != "simt"
 
 
@@ -96,50 +96,50 @@ def compute_capability() -> tuple[int, str]:
 
 
 @functools.cache
-def families() -> tuple[str, ...]:
-    """The families that exist and run on this GPU, the fastest first; or the forced one."""
+def backends() -> tuple[str, ...]:
+    """The backends that exist and run on this GPU, the fastest first; or the forced one."""
     capability, _ = compute_capability()
     return tuple(
-        family
-        for family in environment.FAMILIES
+        backend
+        for backend in environment.BACKENDS
         if capability
-        and FORCED in (None, family)
-        and capability in FAMILY_CAPABILITIES[family]
-        and has(f"cupyflash.attention.families.{family}")
+        and FORCED in (None, backend)
+        and capability in BACKEND_CAPABILITIES[backend]
+        and has(f"cupyflash.attention.backends.{backend}")
     )
 
 
-def _cpu_backends() -> list[Backend]:
+def _cpu_targets() -> list[Target]:
     numpy_dtypes = (*HALF, "float32") if has("ml_dtypes") else ("float16", "float32")
     torch_missing = "" if has("torch") else "torch is not installed"
     return [
-        Backend("numpy", "numpy", dtypes=numpy_dtypes),
-        Backend("torch-cpu", "torch", missing=torch_missing),
+        Target("numpy", "numpy", dtypes=numpy_dtypes),
+        Target("torch-cpu", "torch", missing=torch_missing),
     ]
 
 
-def _gpu_backends() -> list[Backend]:
+def _gpu_targets() -> list[Target]:
     capability, reason = compute_capability()
     if not capability:
-        return [Backend("gpu", "cupy", "cuda", missing=reason)]
+        return [Target("gpu", "cupy", "cuda", missing=reason)]
     torch_works = False
     if has("torch"):
         import torch
 
         torch_works = torch.cuda.is_available()
-    backends = []
-    for family in families():
+    targets = []
+    for backend in backends():
         half = HALF if capability >= 80 else ("float16",)
-        dtypes = half if family in ("sm90", "sm80") else (*HALF, "float32")
+        dtypes = half if backend in ("sm90", "sm80") else (*HALF, "float32")
         if torch_works:
-            backends.append(Backend(f"torch-{family}", "torch", "cuda", family, dtypes))
+            targets.append(Target(f"torch-{backend}", "torch", "cuda", backend, dtypes))
         if "bfloat16" in dtypes and not has("ml_dtypes"):
             dtypes = tuple(dtype for dtype in dtypes if dtype != "bfloat16")
         full = not torch_works
-        backends.append(Backend(f"cupy-{family}", "cupy", "cuda", family, dtypes, full))
-    return backends
+        targets.append(Target(f"cupy-{backend}", "cupy", "cuda", backend, dtypes, full))
+    return targets
 
 
-CPU_BACKENDS = _cpu_backends()
-GPU_BACKENDS = _gpu_backends()
-BACKENDS = CPU_BACKENDS + GPU_BACKENDS
+CPU_TARGETS = _cpu_targets()
+GPU_TARGETS = _gpu_targets()
+TARGETS = CPU_TARGETS + GPU_TARGETS

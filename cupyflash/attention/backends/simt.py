@@ -1,6 +1,6 @@
-"""Family ``simt``: plain CUDA, any GPU, any strides and alignment, all three dtypes.
+"""Backend ``simt``: plain CUDA, any GPU, any strides and alignment, all three dtypes.
 
-The readable family, and the fallback for everything that the others cannot take.
+The readable backend, and the fallback for everything that the others cannot take.
 """
 
 import dataclasses
@@ -95,7 +95,7 @@ def supports(
     *,
     backward: bool,
 ) -> bool:
-    """Whether this family computes such a problem; access, features and pass do not matter."""
+    """Whether this backend computes such a problem; access, features and pass do not matter."""
     return dtype in ITEM_SIZE and head_dim <= HEAD_DIMS[-1] and capability >= MIN_CAPABILITY
 
 

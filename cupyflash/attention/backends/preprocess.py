@@ -1,4 +1,4 @@
-"""The first kernels of every backward pass, the same for all families."""
+"""The first kernels of every backward pass, the same for all backends."""
 
 import dataclasses
 from typing import ClassVar
@@ -18,7 +18,7 @@ class FlashBwdPreprocess(KernelConfig):
 
     Attributes:
         dtype: of dout and out.
-        accum_dim: columns of ``dq_accum``; 0 if the family has none.
+        accum_dim: columns of ``dq_accum``; 0 if the backend has none.
     """
 
     source: ClassVar[str] = "attention/flash_bwd_preprocess.cu"

@@ -1,4 +1,4 @@
-"""Family ``sm80``: mma.sync tensor cores, float16 and bfloat16 (Turing: float16 only)."""
+"""Backend ``sm80``: mma.sync tensor cores, float16 and bfloat16 (Turing: float16 only)."""
 
 import dataclasses
 import itertools
@@ -109,7 +109,7 @@ def supports(
     *,
     backward: bool,
 ) -> bool:
-    """Whether this family computes a pass of such a problem; it copies 16 bytes at a time."""
+    """Whether this backend computes a pass of such a problem; it copies 16 bytes at a time."""
     tiles = (backward_tiles if backward else forward_tiles)(features, capability)
     fits = (
         dtype in architecture(capability).mma_dtypes

@@ -1,6 +1,6 @@
-"""Kernel families: which configurations of which kernels compute a problem, one module a family.
+"""Backends: which configurations of which kernels compute a problem, one module a backend.
 
-A family module has
+A backend module has
 
 * ``supports(dtype, head_dim, access, features, capability, *, backward) -> bool``
 * ``forward(dtype, head_dim, features, capability)``, the configuration of one kernel
@@ -14,7 +14,7 @@ from types import ModuleType
 from ..features import MAX_FAST_SOFTCAP, Access, Features
 from . import simt, sm80, sm90
 
-FAMILIES: dict[str, ModuleType] = {"sm90": sm90, "sm80": sm80, "simt": simt}  # the fastest first
+BACKENDS: dict[str, ModuleType] = {"sm90": sm90, "sm80": sm80, "simt": simt}  # the fastest first
 
 _ACCESS = {
     Access.ELEMENT: "not 16-byte aligned",
@@ -34,21 +34,21 @@ def choose(
     *,
     backward: bool,
 ) -> ModuleType:
-    """The first family that supports the problem, or the forced one.
+    """The first backend that supports the problem, or the forced one.
 
     Raises:
         NotImplementedError: none does, or the forced one does not.
     """
-    candidates = FAMILIES if forced is None else {forced: FAMILIES.get(forced)}
+    candidates = BACKENDS if forced is None else {forced: BACKENDS.get(forced)}
     problem = (dtype, head_dim, access, features, capability)
-    for family in candidates.values():
-        if family and family.supports(*problem, backward=backward):
-            return family
+    for backend in candidates.values():
+        if backend and backend.supports(*problem, backward=backward):
+            return backend
     got = f"{dtype}, head_dim {head_dim}, {_ACCESS[access]}, compute capability {capability}"
     got += f", a softcap above {MAX_FAST_SOFTCAP:g}" if features.wide_softcap else ""
     if forced:
         raise NotImplementedError(
-            f"{function}: the kernel family {forced} (CUPYFLASH_FAMILY) does not support {got}"
+            f"{function}: the backend {forced} (CUPYFLASH_BACKEND) does not support {got}"
         )
     raise NotImplementedError(
         f"{function}: needs a GPU of compute capability {simt.MIN_CAPABILITY} or newer, got {got}"

@@ -1,4 +1,4 @@
-"""Tiles of family ``sm80``, by head dim and by what the GPU has.
+"""Tiles of backend ``sm80``, by head dim and by what the GPU has.
 
 That is shared memory (A100, H100 and B200 have twice that of consumer cards) and, on Turing, no
 asynchronous copies. They were measured on an H200 for head dims 64 and 128 (bench/NOTES.md); the

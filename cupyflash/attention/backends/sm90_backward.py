@@ -1,4 +1,4 @@
-"""Backward kernels of the family ``sm90``: two main kernels, by the width of the heads."""
+"""Backward kernels of the backend ``sm90``: two main kernels, by the width of the heads."""
 
 import dataclasses
 from typing import ClassVar

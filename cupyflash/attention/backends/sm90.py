@@ -1,4 +1,4 @@
-"""Family ``sm90``: wgmma tensor cores fed by the copy engine of Hopper, float16 and bfloat16.
+"""Backend ``sm90``: wgmma tensor cores fed by the copy engine of Hopper, float16 and bfloat16.
 
 Needs compute capability 9.0 itself: its instructions (sm_90a) exist on no other GPU.
 """
@@ -161,7 +161,7 @@ def supports(
     *,
     backward: bool,
 ) -> bool:
-    """Whether this family computes such a problem; the pass does not matter to it."""
+    """Whether this backend computes such a problem; the pass does not matter to it."""
     fits = dtype in HALF and head_dim <= max(FORWARD_TILES) and not features.wide_softcap
     return fits and access >= Access.TENSOR_MAP and architecture(capability).wgmma
 

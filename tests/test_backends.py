@@ -1,8 +1,8 @@
-"""Which kernel family serves a problem, and the error where none does. Needs no GPU."""
+"""Which backend serves a problem, and the error where none does. Needs no GPU."""
 
 import pytest
 
-from cupyflash.attention.families import FAMILIES, choose
+from cupyflash.attention.backends import BACKENDS, choose
 from cupyflash.attention.features import Access, Features
 from cupyflash.kernels import TOPICS
 from cupyflash.runtime.gpu import ARCHITECTURES
@@ -23,8 +23,8 @@ def chosen(
     features=PLAIN,
 ):
     problem = (dtype, head_dim, access, features, capability)
-    family = choose("f", forced, *problem, backward=backward)
-    return next(name for name, module in FAMILIES.items() if module is family)
+    backend = choose("f", forced, *problem, backward=backward)
+    return next(name for name, module in BACKENDS.items() if module is backend)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (10, 0), (12, 0)])
@@ -36,7 +36,7 @@ def test_half_precision_runs_on_tensor_cores(dtype, capability):
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_hopper_has_a_family_of_its_own(dtype, backward):
+def test_hopper_has_a_backend_of_its_own(dtype, backward):
     assert chosen(dtype, backward=backward) == "sm90"
     assert chosen(dtype, 256, backward=backward) == "sm90"
     assert chosen(dtype, access=VECTOR, backward=backward) == "sm80"
@@ -69,17 +69,17 @@ def test_unsupported_gpu():
         chosen("float32", capability=(5, 2))
 
 
-def test_forced_family():
+def test_forced_backend():
     assert chosen("float16", forced="simt") == "simt"
-    with pytest.raises(NotImplementedError, match="^f: the kernel family sm80 .*float32"):
+    with pytest.raises(NotImplementedError, match="^f: the backend sm80 .*float32"):
         chosen("float32", forced="sm80")
-    with pytest.raises(NotImplementedError, match="^f: the kernel family sm90 .*zero, negative"):
+    with pytest.raises(NotImplementedError, match="^f: the backend sm90 .*zero, negative"):
         chosen("float16", access=VECTOR, forced="sm90")
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_sm90_runs_on_hopper_only(capability):
-    with pytest.raises(NotImplementedError, match="^f: the kernel family sm90 "):
+    with pytest.raises(NotImplementedError, match="^f: the backend sm90 "):
         chosen("float16", capability=capability, forced="sm90")
 
 
@@ -88,14 +88,14 @@ def test_shared_memory_fits_the_gpu(capability):
     """A block's tiles and its static variables, within what the CUDA programming guide lists."""
     limits = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227}
     limit = limits.get(capability, 99) * 1024
-    for family in FAMILIES.values():
-        for config in family.configurations(capability):
+    for backend in BACKENDS.values():
+        for config in backend.configurations(capability):
             assert config.shared_memory + 512 <= limit, config
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES, ids=str)
 def test_a_kernel_for_sm_90_runs_there_alone(capability):
     """The suffix says that it needs the instructions of sm_90a."""
-    for family in (*FAMILIES.values(), *TOPICS.values()):
-        names = {config.name for config in family.configurations(capability)}
+    for backend in (*BACKENDS.values(), *TOPICS.values()):
+        names = {config.name for config in backend.configurations(capability)}
         assert capability == (9, 0) or not [name for name in names if name.endswith("_sm90")]
