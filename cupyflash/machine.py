@@ -13,7 +13,7 @@ from pathlib import Path
 from . import environment, jit
 from .attention import backends
 from .attention.features import Access, Features
-from .jit import arch, compiler
+from .jit import compiler
 from .runtime.config import ITEM_SIZE
 from .runtime.driver import DRIVER
 
@@ -127,7 +127,7 @@ def gpu_problem() -> str:
         if not cupy.cuda.runtime.getDeviceCount():
             return "CuPy sees no GPU"
         capability = divmod(int(cupy.cuda.Device().compute_capability), 10)
-        arch.target_arch(capability)
+        compiler.target_arch(capability)
     except (RuntimeError, ImportError, OSError) as error:
         return str(error)
     return "" if any(backend_dtypes(capability).values()) else f"no kernels for {capability}"

@@ -3,16 +3,39 @@
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 from . import environment, jit
 from .attention.backends import BACKENDS, simt
 from .attention.backends.preprocess import FlashBwdSinks
 from .attention.features import Access, Features
+from .baselines import kernels as baselines
+from .decode import kernels as decode
+from .diffusion import kernels as diffusion
 from .jit import compiler
-from .kernels import TOPICS
+from .linear import few_sm90_kernels as linear_few_sm90
+from .linear import kernels as linear
+from .linear import sm90_kernels as linear_sm90
+from .norm import group_norm_kernels as group_norm
+from .norm import kernels as norm
 from .runtime.checks import is_integer
 from .runtime.config import ITEM_SIZE, KernelConfig
 from .runtime.gpu import Capability
+from .transformer import kernels as transformer
+
+# Kernels beside attention, one module a topic: its ``configurations(capability)`` yields everything
+# that its operations can launch.
+TOPICS: dict[str, ModuleType] = {
+    "norm": norm,
+    "group_norm": group_norm,
+    "diffusion": diffusion,
+    "baselines": baselines,
+    "linear": linear,
+    "linear_sm90": linear_sm90,
+    "linear_few_sm90": linear_few_sm90,
+    "decode": decode,
+    "transformer": transformer,
+}
 
 ALL_HEAD_DIMS = tuple(range(8, 257, 8))
 COMMON_HEAD_DIMS = (64, 96, 128, 256)
@@ -43,8 +66,8 @@ def warmup(
         dtypes: of "float16", "bfloat16" and "float32"; default the first two.
         backends: of attention: of "sm90", "sm80" and "simt"; none for no attention; default the
             fastest one for each problem, or the one that CUPYFLASH_BACKEND forces.
-        topics: of the other kernels, keys of `cupyflash.kernels.TOPICS`; none for attention alone;
-            default "norm" and "decode".
+        topics: of the other kernels, keys of `cupyflash.precompile.TOPICS`; none for attention
+            alone; default "norm" and "decode".
         everything: what is not given above is no longer limited. Besides, attention with softcap,
             ALiBi and sinks, and the other kernels for arrays that are not 16-byte aligned and for
             weights of another dtype. Only attention with a bias or dropout is left out.
@@ -150,7 +173,7 @@ def _attention(
     names: Sequence[str] | None,
     everything: bool,
 ) -> Iterator[KernelConfig]:
-    """The kernels of attention; of the first backend that computes a problem where names is None."""
+    """The kernels of attention; of the first backend that can compute it if names is None."""
     switches = (False, True) if everything else (False,)
     both = (False, True)
     features = itertools.starmap(Features, itertools.product(switches, switches, both, both))

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from cupyflash.runtime import graph_memory
+from cupyflash.runtime import scratch
 
 
 class Memory:
@@ -32,14 +32,14 @@ def cupy(monkeypatch):
         using_allocator=using_allocator,
     )
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(graph_memory, "when_graph_is_gone", lambda _, end: fake.ends.append(end))
+    monkeypatch.setattr(scratch, "when_graph_is_gone", lambda _, end: fake.ends.append(end))
     return fake
 
 
 @pytest.mark.parametrize("capturing", [False, True])
 def test_until_the_graph_is_gone(cupy, monkeypatch, capturing):
-    monkeypatch.setattr(graph_memory, "is_capturing", lambda stream: capturing)
-    with graph_memory.allocations_held(types.SimpleNamespace(name="cupy.ndarray")):
+    monkeypatch.setattr(scratch, "is_capturing", lambda stream: capturing)
+    with scratch.allocations_held(types.SimpleNamespace(name="cupy.ndarray")):
         memory = weakref.ref(cupy.allocators[-1](100))
     gc.collect()
     assert (memory() is not None) == capturing and len(cupy.allocators) == 1
@@ -51,5 +51,5 @@ def test_until_the_graph_is_gone(cupy, monkeypatch, capturing):
 
 def test_other_libraries_hold_their_own(cupy):
     for library in (None, types.SimpleNamespace(name="torch.Tensor")):
-        with graph_memory.allocations_held(library):
+        with scratch.allocations_held(library):
             assert len(cupy.allocators) == 1

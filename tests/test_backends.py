@@ -4,7 +4,7 @@ import pytest
 
 from cupyflash.attention.backends import BACKENDS, choose
 from cupyflash.attention.features import Access, Features
-from cupyflash.kernels import TOPICS
+from cupyflash.precompile import TOPICS
 from cupyflash.runtime.gpu import ARCHITECTURES
 
 MAPPED, VECTOR, ELEMENT = Access.TENSOR_MAP, Access.VECTOR, Access.ELEMENT

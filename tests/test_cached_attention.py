@@ -14,7 +14,7 @@ from wrong_calls import NUMBER, array, check_refused
 from cupyflash import attention_with_cache, environment
 from cupyflash.decode import cached_attention, kernels
 from cupyflash.jit import sources
-from cupyflash.runtime.plan import Plans
+from cupyflash.runtime.operation import Plans
 from cupyflash.runtime.structs import header
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 

@@ -19,7 +19,7 @@ from targets import compute_capability
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
-from cupyflash import environment, jit, kernels, machine, precompile
+from cupyflash import environment, jit, machine, precompile
 from cupyflash.attention import backends
 from cupyflash.attention.features import Access, Features
 from cupyflash.commands import check, check_cases, check_operations, check_table, cli
@@ -251,7 +251,7 @@ def tasks_of(arguments, monkeypatch):
 def test_warmup_of_topics(monkeypatch):
     """All beside attention; within limits what arrays of a dtype need, whatever the weights."""
     every = "--everything --arch sm_80"
-    offered = {x for topic in kernels.TOPICS.values() for x in topic.configurations((8, 0))}
+    offered = {x for topic in precompile.TOPICS.values() for x in topic.configurations((8, 0))}
     tasks = tasks_of(f"{every} --backend", monkeypatch)
     assert set(tasks) == {(config, "sm_80") for config in offered}
     both = tasks_of(f"{every} --head-dim 64 --dtype fp16 --backend simt", monkeypatch)

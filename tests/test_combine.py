@@ -91,7 +91,7 @@ def test_parts_of_the_keys(target):
     inputs = target.inputs(target.dtypes[0], seqlen_q=50, seqlen_k=70, heads_kv=2, head_dim=32)
     exact = expected(inputs)
     if target.library != "torch":
-        from cupyflash.runtime.numeric import array_namespace
+        from cupyflash.runtime.array import array_namespace
 
         xp = array_namespace(inputs.q)
         outs, lses = parts_of_attention(inputs.q, inputs.k, inputs.v)

@@ -16,11 +16,10 @@ import cupyflash
 from cupyflash import environment
 from cupyflash.decode.embedding import embedding
 from cupyflash.jit import sources
-from cupyflash.kernels import TOPICS
 from cupyflash.models.gpt2.decoder import Decoder
-from cupyflash.runtime import dependent_launch, driver
-from cupyflash.runtime.dependent_launch import dependent_launches
-from cupyflash.runtime.launch import Launch
+from cupyflash.precompile import TOPICS
+from cupyflash.runtime import driver, launch
+from cupyflash.runtime.launch import Launch, dependent_launches
 
 
 class Attribute(ctypes.Structure):
@@ -62,12 +61,12 @@ def launches(monkeypatch):
 
 
 def test_what_the_driver_is_asked_for(launches):
-    dependent_launch.launch(77, 5, 128, 2**17, 2**33, b"abcde")
+    launch.launch_dependent(77, 5, 128, 2**17, 2**33, b"abcde")
     numbers = (5, 1, 1, 128, 1, 1, 2**17, 2**33)
     assert launches == [(77, numbers, {6: 1}, b"abcde", None)]
     launches.status = 1
     with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed with 1: 5 blocks of 128"):
-        dependent_launch.launch(77, 5, 128, 2**17, 99, b"abcde")
+        launch.launch_dependent(77, 5, 128, 2**17, 99, b"abcde")
 
 
 def test_a_thread_without_a_context_gets_one(launches, monkeypatch):
@@ -81,9 +80,9 @@ def test_a_thread_without_a_context_gets_one(launches, monkeypatch):
         launches.append(arguments)
         return 0 if freed else driver.INVALID_CONTEXT
 
-    dependent_launch.launch(77, 5, 128, 0, 99, b"abcde")
+    launch.launch_dependent(77, 5, 128, 0, 99, b"abcde")
     assert freed == [0] and len(launches) == 2 and launches[0] == launches[1]
-    dependent_launch.launch(77, 5, 128, 0, 99, b"abcde")
+    launch.launch_dependent(77, 5, 128, 0, 99, b"abcde")
     assert freed == [0] and len(launches) == 3
 
 
@@ -121,7 +120,7 @@ def test_only_what_can_wait_begins_early_and_only_where_it_is_wanted(launches, d
 def test_older_gpus_and_drivers_launch_as_ever(monkeypatch, capability, version, possible):
     runtime = pytest.importorskip("cupy").cuda.runtime
     monkeypatch.setattr(runtime, "driverGetVersion", lambda: version)
-    assert dependent_launch.is_possible.__wrapped__(capability) == possible
+    assert launch.dependent_possible.__wrapped__(capability) == possible
 
 
 def test_kernels_that_say_so_wait():
@@ -224,14 +223,14 @@ def test_the_first_launch_of_a_thread():
     import cupy
 
     from cupyflash.decode import kernels
-    from cupyflash.runtime import clusters
+    from cupyflash.runtime import launch
 
     shapes, dtype, function = operations(cupy)["embedding"]
     tokens = cupy.ones(shapes[0], dtype)
     right, found = function(tokens), []
     config = kernels.FlashDecodeCluster("float16", 64, 4)
-    clusters.jit.load(config, 0)
-    clusters._clusters_of_all.cache_clear()
+    launch.jit.load(config, 0)
+    launch._clusters_of_all.cache_clear()
     cupy.cuda.Device().synchronize()
 
     def early():
@@ -239,7 +238,7 @@ def test_the_first_launch_of_a_thread():
             found.append(function(tokens))
         cupy.cuda.Device().synchronize()
 
-    for work in (early, lambda: found.append(clusters.clusters_at_once(config, 0))):
+    for work in (early, lambda: found.append(launch.clusters_at_once(config, 0))):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
@@ -257,13 +256,13 @@ def test_steps_of_gpt2_are_the_same_bits(monkeypatch, batch, dtype, backend):
 
     target = next(x for x in TARGETS if x.library == "cupy" and x.gpu and not x.missing)
     gpt2 = tiny(target, dtype)
-    launched, launch = [], dependent_launch.launch
-    monkeypatch.setattr(dependent_launch, "launch", lambda *x: launched.append(None) or launch(*x))
+    launched, start = [], launch.launch_dependent
+    monkeypatch.setattr(launch, "launch_dependent", lambda *x: launched.append(None) or start(*x))
     decoders, counts = [], []
     for wanted in (True, False):
         with monkeypatch.context() as patch, environment.override(backend=backend):
             if not wanted:
-                patch.setattr(dependent_launch, "wanted", lambda: False)
+                patch.setattr(launch, "dependent_wanted", lambda: False)
             decoder = Decoder(gpt2, batch, 128, "graph")
             decoder.prefill(prompts(*range(1, batch + 1)))
             decoder.step()

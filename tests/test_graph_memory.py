@@ -9,8 +9,8 @@ from targets import backends
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.runtime import graph_memory
-from cupyflash.runtime.tile_counter import tile_counters
+from cupyflash.runtime import scratch
+from cupyflash.runtime.scratch import tile_counters
 
 pytestmark = pytest.mark.skipif(not backends(), reason="needs a GPU")
 
@@ -96,10 +96,10 @@ def collect_all():
     """The driver says some time later, on a thread of its own, that a graph is gone."""
     gc.collect()
     end = time.monotonic() + 10
-    while graph_memory._graphs.waiting and time.monotonic() < end:
-        graph_memory._graphs.collect()
+    while scratch._graphs.waiting and time.monotonic() < end:
+        scratch._graphs.collect()
         time.sleep(0.001)
-    assert not graph_memory._graphs.waiting and not graph_memory._graphs.of_graph
+    assert not scratch._graphs.waiting and not scratch._graphs.of_graph
 
 
 def as_tuple(x):
@@ -153,7 +153,7 @@ def test_memory_and_counters_come_back():
         capture_and_drop()
     assert len(counters.numbers) == free
     assert pool.used_bytes() == used
-    assert not graph_memory._graphs.waiting and not graph_memory._graphs.of_graph
+    assert not scratch._graphs.waiting and not scratch._graphs.of_graph
 
 
 def test_an_instantiated_graph_holds_what_it_needs():
@@ -164,8 +164,8 @@ def test_an_instantiated_graph_holds_what_it_needs():
     with captured(graphs):
         cupyflash.attention(few, many, many)
     gc.collect()
-    graph_memory._graphs.collect()
-    assert len(graph_memory._graphs.waiting) == 1
+    scratch._graphs.collect()
+    assert len(scratch._graphs.waiting) == 1
     graphs[0].launch()
     graphs.clear()
     collect_all()

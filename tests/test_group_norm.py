@@ -14,8 +14,8 @@ from cupyflash.norm import detour, group_norm_dispatch, group_norm_work, referen
 from cupyflash.norm.group_norm_work import MAX_WAVES, shares_of
 from cupyflash.norm.groups import Groups, dense_like, layout_of
 from cupyflash.runtime.array import View, library_of
-from cupyflash.runtime.plan import Plans
-from cupyflash.runtime.tile_counter import COUNTERS
+from cupyflash.runtime.operation import Plans
+from cupyflash.runtime.scratch import COUNTERS
 from cupyflash.testing import expected_group_norm, poison_free_memory, to_float64
 
 ACTIVATIONS = ["silu", "mish", "gelu", "gelu_tanh", None]

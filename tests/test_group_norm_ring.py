@@ -18,9 +18,9 @@ from cupyflash.norm import group_norm_dispatch, group_norm_ring, ring_shape, rin
 from cupyflash.norm.groups import Groups
 from cupyflash.norm.ring_shape import Samples
 from cupyflash.norm.ring_workspace import workspace_bytes
-from cupyflash.runtime import partition
+from cupyflash.runtime import driver
 from cupyflash.runtime.array import View
-from cupyflash.runtime.plan import Plans
+from cupyflash.runtime.operation import Plans
 from cupyflash.runtime.tensor_map import TensorMapSpec
 from cupyflash.testing import expected_group_norm, poison_free_memory
 
@@ -133,11 +133,11 @@ def test_the_workspace_is_for_the_whole_gpu(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     for name in ("multiprocessors", "all_multiprocessors"):
-        count = partition.wanted if name == "multiprocessors" else lambda: 132
+        count = driver.multiprocessor_limit if name == "multiprocessors" else lambda: 132
         monkeypatch.setattr(
             ring_workspace, name, lambda device, count=count: count(), raising=False
         )
-    with partition.only(8):
+    with driver.limit_multiprocessors(8):
         workspaces = ring_workspace.RingWorkspaces(0)
     assert workspaces.bytes == workspace_bytes(64, 8, 8, 132)
 

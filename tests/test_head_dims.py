@@ -11,7 +11,7 @@ import cupyflash
 from cupyflash.attention import cpu, dispatch
 from cupyflash.attention.extras import Extras
 from cupyflash.attention.problem import kernel_head_dim
-from cupyflash.runtime.plan import Plans
+from cupyflash.runtime.operation import Plans
 from cupyflash.testing import expected, make_alibi_slopes, to_float64
 
 HEAD_DIMS = [  # of q and k, of v

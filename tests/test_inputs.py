@@ -11,7 +11,7 @@ from targets import CPU_TARGETS
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.runtime import plan as kernel_plan
+from cupyflash.runtime import operation as kernel_plan
 from cupyflash.testing import make_inputs, make_varlen_inputs
 
 NUMPY = CPU_TARGETS[0]

@@ -11,8 +11,8 @@ from tiny_kernel import Scale, needs_nvrtc, run_python
 
 from cupyflash import environment, jit
 from cupyflash.attention import backends
-from cupyflash.jit import arch, compiler, messages, pool
-from cupyflash.kernels import TOPICS
+from cupyflash.jit import compiler, messages, pool
+from cupyflash.precompile import TOPICS
 
 
 @pytest.fixture
@@ -50,10 +50,10 @@ def test_target_arch(monkeypatch, capability, name):
     monkeypatch.setattr(compiler, "supported_archs", lambda: known)
     monkeypatch.setattr(compiler, "version", lambda: "12.9")
     if name.startswith("sm_"):
-        assert arch.target_arch(capability) == name
+        assert compiler.target_arch(capability) == name
     else:
         with pytest.raises(RuntimeError, match=name):
-            arch.target_arch(capability)
+            compiler.target_arch(capability)
 
 
 class FakeDevice:

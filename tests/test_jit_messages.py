@@ -10,7 +10,7 @@ import tiny_kernel
 from tiny_kernel import Scale, needs_nvrtc
 
 from cupyflash import environment, jit
-from cupyflash.jit import compiler, dump
+from cupyflash.jit import builder, compiler
 
 pytestmark = needs_nvrtc
 
@@ -73,7 +73,7 @@ def test_dump(folder, monkeypatch, recwarn):
 
 
 def test_dump_without_disassembler(folder, monkeypatch):
-    monkeypatch.setattr(dump, "_find", lambda name: None)
+    monkeypatch.setattr(builder, "_find", lambda name: None)
     warned = pytest.warns(RuntimeWarning, match=r"kernel\.sass: SASS needs nvdisasm")
     with environment.override(dump=("sass",)), warned:
         jit.build(Scale(), "sm_80")

@@ -15,7 +15,6 @@ LAYERS = (  # the lowest first; modules of one line are siblings that do not imp
     ("attention", "norm", "diffusion", "baselines"),
     ("linear", "decode"),
     ("transformer",),
-    ("kernels",),
     ("machine", "precompile"),
     ("__init__",),
     ("testing", "models", "integrations"),

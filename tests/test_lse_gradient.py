@@ -153,7 +153,7 @@ def test_packed_and_padded_sequences(target):
 
             exact.check(**{name: torch.cat(rows)})
         else:
-            from cupyflash.runtime.numeric import array_namespace
+            from cupyflash.runtime.array import array_namespace
 
             exact.check(**{name: array_namespace(whole).concatenate(rows)})
 

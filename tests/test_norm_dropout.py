@@ -11,8 +11,8 @@ from test_norm import EPS, spread_out, to_numpy
 import cupyflash
 from cupyflash.norm import detour, dispatch, dropout, dropout_kernels
 from cupyflash.runtime.array import NumpyLibrary, View, library_of
+from cupyflash.runtime.operation import Plan
 from cupyflash.runtime.philox import dropout_threshold, keep_mask, keep_rows, philox
-from cupyflash.runtime.plan import Plan
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64
 
 SEED = 2**41 + 12345

@@ -9,7 +9,7 @@ from tiny_kernel import needs_nvrtc
 
 from cupyflash.attention.backends import BACKENDS
 from cupyflash.jit import compiler, sources
-from cupyflash.kernels import TOPICS
+from cupyflash.precompile import TOPICS
 from cupyflash.runtime.config import KernelConfig
 from cupyflash.runtime.gpu import ARCHITECTURES
 from cupyflash.runtime.structs import field_names, header

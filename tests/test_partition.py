@@ -13,10 +13,10 @@ from test_transformer_block import CASE
 from test_transformer_block import make as make_blocks
 
 import cupyflash
-from cupyflash.runtime import clusters, driver, gpu, partition
+from cupyflash.runtime import driver, gpu, launch
 from cupyflash.runtime.gpu import multiprocessors
 from cupyflash.runtime.launch import Launch, Prepared
-from cupyflash.runtime.plan import Plan
+from cupyflash.runtime.operation import Plan
 from cupyflash.testing import expected_norm, expected_stack
 
 # Without a GPU: 16 multiprocessors, and a stream that has 4 of them ----------------------------
@@ -25,7 +25,7 @@ from cupyflash.testing import expected_norm, expected_stack
 class TooLarge(RuntimeError):
     """As CuPy's CUDADriverError."""
 
-    status = partition.TOO_LARGE
+    status = driver.TOO_LARGE
 
 
 class FakePlan(Plan):
@@ -65,7 +65,7 @@ class FakeStream:
 @pytest.fixture
 def fake(monkeypatch):
     monkeypatch.setattr(gpu, "all_multiprocessors", lambda device: 16)
-    monkeypatch.setattr(partition, "multiprocessors_of", lambda stream: stream)
+    monkeypatch.setattr(driver, "multiprocessors_of", lambda stream: stream)
     monkeypatch.setattr(FakePlan, "made", 0)
     views = {"x": "given"}
     yield FakePlan(dict(views), factor=1), views
@@ -96,7 +96,7 @@ def test_made_again_of_what_it_was_made_of():
             self.given = dict(views)
             super().__init__(views, factor=factor)
 
-    with partition.only(2):
+    with driver.limit_multiprocessors(2):
         plan = Seen(views, factor=3)
         assert plan.again().given == plan.given == {"x": "given"}
 
@@ -104,7 +104,7 @@ def test_made_again_of_what_it_was_made_of():
 @pytest.mark.parametrize("said", [None, 8, 16, 100])
 def test_half_of_them_where_the_driver_does_not_say(fake, monkeypatch, said):
     plan, _ = fake
-    monkeypatch.setattr(partition, "multiprocessors_of", lambda stream: said)
+    monkeypatch.setattr(driver, "multiprocessors_of", lambda stream: said)
     part = FakeStream(5)
     assert [plan(part), plan(part)] == [4, 4] and part.started == [4, 4]
     with pytest.raises(TooLarge):
@@ -140,7 +140,7 @@ class Driver:
 
 
 @pytest.mark.parametrize(
-    ("driver", "expected"),
+    ("answers", "expected"),
     [
         (Driver(green=9, of_green=8, of_context=132), 8),
         (Driver(of_context=132), 132),
@@ -148,9 +148,9 @@ class Driver:
         (Driver(), None),
     ],
 )
-def test_what_the_driver_is_asked(driver, expected, monkeypatch):
-    monkeypatch.setattr(partition.driver, "function", lambda name, *_: getattr(driver, name))
-    assert partition.multiprocessors_of(5) == expected
+def test_what_the_driver_is_asked(answers, expected, monkeypatch):
+    monkeypatch.setattr(driver, "function", lambda name, *_: getattr(answers, name))
+    assert driver.multiprocessors_of(5) == expected
 
 
 def test_a_prepared_launch_in_another_context(fake):
@@ -165,17 +165,17 @@ def test_a_prepared_launch_in_another_context(fake):
 
 def test_clusters_of_a_part(monkeypatch):
     """In proportion, and at least one."""
-    monkeypatch.setattr(clusters, "all_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "all_multiprocessors", lambda device: 132)
     monkeypatch.setattr(gpu, "all_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(clusters, "_clusters_of_all", lambda config, device: 30)
+    monkeypatch.setattr(launch, "_clusters_of_all", lambda config, device: 30)
 
     class Config:
         cluster = 4
 
-    found = [clusters.clusters_at_once(Config, 0)]
+    found = [launch.clusters_at_once(Config, 0)]
     for count in (66, 8, 1):
-        with partition.only(count):
-            found.append(clusters.clusters_at_once(Config, 0))
+        with driver.limit_multiprocessors(count):
+            found.append(launch.clusters_at_once(Config, 0))
     assert found == [30, 15, 1, 1]
 
 
@@ -208,7 +208,7 @@ def green_stream(count):
     call("cuGreenCtxCreate", byref(context), description, device, DEFAULT_STREAM)
     call("cuGreenCtxStreamCreate", byref(stream), context, NON_BLOCKING, c_int(0))
     try:
-        yield stream.value, partition.multiprocessors_of(stream.value)
+        yield stream.value, driver.multiprocessors_of(stream.value)
     finally:
         call("cuStreamSynchronize", stream)
         call("cuStreamDestroy_v2", stream)

@@ -2,7 +2,7 @@
 
 import concurrent.futures
 
-from cupyflash.runtime.plan import Plans
+from cupyflash.runtime.operation import Plans
 
 
 def test_the_oldest_plan_makes_room():

@@ -121,7 +121,7 @@ def joined(parts):
         import torch
 
         return torch.cat(parts, -1)
-    from cupyflash.runtime.numeric import array_namespace
+    from cupyflash.runtime.array import array_namespace
 
     return array_namespace(parts[0]).concatenate(parts, -1)
 

@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from cupyflash.runtime import tile_counter
-from cupyflash.runtime.tile_counter import COUNTERS, NULL, POOL_SIZE, TileCounters, pack_pointer
+from cupyflash.runtime import scratch
+from cupyflash.runtime.scratch import COUNTERS, NULL, POOL_SIZE, TileCounters, pack_pointer
 
 POOL = 4096  # its address
 
@@ -31,7 +31,7 @@ def cupy(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "cupy", fake)
     fake.ends = []  # what is called when the graphs are gone
-    monkeypatch.setattr(tile_counter, "when_graph_is_gone", lambda _, end: fake.ends.append(end))
+    monkeypatch.setattr(scratch, "when_graph_is_gone", lambda _, end: fake.ends.append(end))
     return fake
 
 
@@ -61,7 +61,7 @@ def test_a_captured_launch_keeps_its_counter(cupy):
 
 
 def test_the_end_of_a_graph_gives_its_counters_back(cupy, monkeypatch):
-    monkeypatch.setattr(tile_counter, "POOL_SIZE", 2)
+    monkeypatch.setattr(scratch, "POOL_SIZE", 2)
     counters = TileCounters(0)
     cupy.capturing = {5}
     assert counters.is_capturing(Stream(5)) and not counters.is_capturing(Stream(6))
@@ -80,7 +80,7 @@ def test_the_per_thread_stream_is_one_for_each_thread(cupy):
 
 
 def test_without_counters_blocks_take_turns(cupy, monkeypatch):
-    monkeypatch.setattr(tile_counter, "POOL_SIZE", 1)
+    monkeypatch.setattr(scratch, "POOL_SIZE", 1)
     counters = TileCounters(0)
     assert counters(Stream(5)) == pack_pointer(POOL)
     assert counters(Stream(6)) == NULL == counters(Stream(8))
@@ -88,7 +88,7 @@ def test_without_counters_blocks_take_turns(cupy, monkeypatch):
 
 
 def test_a_launch_that_needs_counters_gets_zeros_of_its_own(cupy, monkeypatch):
-    monkeypatch.setattr(tile_counter, "POOL_SIZE", 1)
+    monkeypatch.setattr(scratch, "POOL_SIZE", 1)
     made = []
     library = types.SimpleNamespace(
         zeros_int32=lambda size, like: made.append((size, like)) or "zeros",

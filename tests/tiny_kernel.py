@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cupyflash import environment
-from cupyflash.jit import cache, compiler, loader, sources
+from cupyflash.jit import builder, cache, compiler, sources
 from cupyflash.runtime.config import KernelConfig
 
 FILES = {
@@ -69,7 +69,7 @@ def workspace(folder: Path) -> Iterator[Path]:
         patch.setattr(tempfile, "tempdir", str(folder / "tmp"))
         patch.setattr(sources, "root", lambda: folder / "cuda_src")
         patch.setattr(cache, "_private", None)
-        patch.setattr(loader, "_functions", {})
+        patch.setattr(builder, "_functions", {})
         plain = environment.Environment(cache_dir=folder / "cache")
         with environment.override(**dataclasses.asdict(plain)):
             yield folder

@@ -1,7 +1,7 @@
 """Attention in the vocabulary of this library; flash-attn's own signatures are in flash_attn.py."""
 
 from ..runtime.array import Array
-from ..runtime.plain_options import plain_flag
+from ..runtime.checks import plain_flag
 from .dispatch import explicit_backward, forward
 from .extras import NO_EXTRAS, Extras, Gradients
 

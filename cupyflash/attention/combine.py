@@ -11,9 +11,8 @@ import contextlib
 import sys
 from typing import Any
 
-from ..runtime.array import Array, compiling, from_foreign, library_of, to_foreign
-from ..runtime.graph_memory import allocations_held
-from ..runtime.numeric import array_namespace
+from ..runtime.array import Array, array_namespace, compiling, from_foreign, library_of, to_foreign
+from ..runtime.scratch import allocations_held
 
 FUNCTION = "flash_attn_combine"
 DTYPES = ("float16", "bfloat16", "float32")

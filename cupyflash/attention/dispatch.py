@@ -12,9 +12,9 @@ import numpy
 
 from .. import environment
 from ..runtime.array import Array, compiling, from_foreign, library_of, to_foreign
-from ..runtime.dropout import is_number, seed_array
-from ..runtime.plain_options import plain_flag
-from ..runtime.plan import Plans
+from ..runtime.checks import plain_flag
+from ..runtime.operation import Plans
+from ..runtime.philox import is_number, seed_array
 from . import cpu
 from .extras import NO_EXTRAS, NO_POINTERS, Extras, Gradients
 from .names import caller_name

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ..runtime.array import Array
-from ..runtime.plain_options import plain_flag
+from ..runtime.checks import plain_flag
 from .dispatch import forward
 from .extras import NO_EXTRAS, Extras
 

@@ -7,7 +7,7 @@ a group are stacked into one matrix, so that K and V are never repeated in memor
     k (batch, seqlen_k, heads_kv, head_dim) -> (batch, heads_kv, seqlen_k, head_dim)
 """
 
-from ..runtime.numeric import Array, array_namespace, compute_dtype
+from ..runtime.array import Array, array_namespace, compute_dtype
 
 
 def heads_first(x: Array) -> Array:

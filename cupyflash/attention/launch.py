@@ -15,9 +15,9 @@ from typing import Any
 from ..runtime.config import ITEM_SIZE, KernelConfig
 from ..runtime.gpu import multiprocessors
 from ..runtime.launch import Launch, call_fields
+from ..runtime.scratch import NULL, tile_counters
 from ..runtime.structs import header
 from ..runtime.tensor_map import TensorMaps, TensorMapSpec
-from ..runtime.tile_counter import NULL, tile_counters
 from .backends.sm90 import MAX_SPLITS, SEQUENCE_MAPS
 from .problem import Problem
 

@@ -20,8 +20,9 @@ from cupyflash.attention.grouped import (
     sum_to_shape,
 )
 from cupyflash.attention.score import ScoreFunction, finite_max, log_sum, positive_sum, tile_of
-from cupyflash.runtime.numeric import Array, array_namespace
-from cupyflash.runtime.philox import Dropout
+
+from ..runtime.array import Array, array_namespace
+from ..runtime.philox import Dropout
 
 BLOCK = 256  # rows and columns of a tile: large enough to hide Python, small enough for the cache
 

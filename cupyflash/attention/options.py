@@ -7,7 +7,7 @@ there and could change in place, so it becomes a number here, before anything is
 from typing import Any, NamedTuple
 
 from ..runtime.array import compiling, library_of
-from ..runtime.plain_options import plain_flag, plain_integer, plain_real, short
+from ..runtime.checks import plain_flag, plain_integer, plain_real, short
 from .names import caller_name
 
 UNLIMITED = 2**31 - 1  # a side of a window is not longer

@@ -11,7 +11,7 @@ from .. import environment
 from ..runtime.array import Array, View, dense_strides
 from ..runtime.gpu import capability_of, l2_bytes
 from ..runtime.launch import Launch
-from ..runtime.plan import Plan
+from ..runtime.operation import Plan
 from ..runtime.structs import header
 from . import backends
 from .backends.preprocess import FlashBwdSinks

@@ -39,8 +39,9 @@ from cupyflash.attention.grouped import (
 )
 from cupyflash.attention.online_softmax import attention_tiled, attention_tiled_backward
 from cupyflash.attention.score import ScoreFunction, finite_max, log_sum, positive_sum, tile_of
-from cupyflash.runtime.numeric import Array, array_namespace, compute_dtype
-from cupyflash.runtime.philox import Dropout
+
+from ..runtime.array import Array, array_namespace, compute_dtype
+from ..runtime.philox import Dropout
 
 __all__ = [
     "array_namespace",

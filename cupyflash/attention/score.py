@@ -16,8 +16,9 @@ import dataclasses
 import math
 
 from cupyflash.attention.grouped import grouped_matmul
-from cupyflash.runtime.numeric import Array, array_namespace
 from cupyflash.runtime.structs import header
+
+from ..runtime.array import Array, array_namespace
 
 # Where a float32 has no digit left for the score, a bias means "not seen".
 BIAS_LIMIT = header("attention/bias.cuh").BIAS_LIMIT

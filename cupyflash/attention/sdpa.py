@@ -6,7 +6,7 @@ from typing import Any
 import numpy
 
 from ..runtime.array import Array, compiling, from_foreign, library_of, to_foreign
-from ..runtime.plain_options import plain_flag
+from ..runtime.checks import plain_flag
 from .dispatch import forward
 from .extras import NO_EXTRAS, Extras
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.array import library_of
-from ..runtime.torch_meta import require_one_device
+from ..runtime.torch_calls import require_one_device
 from . import dispatch, torch_vmap
 from .autograd import readable
 from .extras import NO_EXTRAS, Extras, Gradients

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import cupyflash
 
-from .. import jit, kernels, machine, precompile
+from .. import jit, machine, precompile
 from ..attention import backends
 from ..models.gpt2 import cli as gpt2
 from ..runtime.config import ITEM_SIZE
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     narrow("--dtype", type=_dtype, metavar="TYPE", help="|".join(DTYPES) + "; default fp16 bf16")
     for option, known, default in (
         ("--backend", backends.BACKENDS, "the fastest"),
-        ("--topic", kernels.TOPICS, " ".join(precompile.COMMON_TOPICS)),
+        ("--topic", precompile.TOPICS, " ".join(precompile.COMMON_TOPICS)),
     ):
         what = {"--backend": "backends", "--topic": "topics"}[option]
         text = f"{'|'.join(known)}; no name for none; default {default}"

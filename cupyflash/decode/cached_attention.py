@@ -5,11 +5,10 @@ from typing import Any
 from .. import environment
 from ..attention.problem import MAX_HEAD_DIM, Options, check
 from ..runtime.array import Array, View, compiling, library_of
-from ..runtime.checks import require_arrays, require_int32, require_like, views_of
+from ..runtime.checks import plain_real, require_arrays, require_int32, require_like, views_of
 from ..runtime.config import ITEM_SIZE
 from ..runtime.gpu import capability_of, multiprocessors
-from ..runtime.plain_options import plain_real
-from ..runtime.plan import Plans
+from ..runtime.operation import Plans
 from ..runtime.structs import header
 from . import kernels
 from .cached_plans import FUNCTION, TENSORS, DecodePlan, SeparatePlan
@@ -66,7 +65,7 @@ def attention_with_cache(
     """
     arrays = (q, k, v, k_cache, v_cache, positions)
     if compiling():
-        from ..runtime.torch_eager import eagerly
+        from ..runtime.torch_calls import eagerly
 
         return eagerly(_run, arrays, scale)
     return _run(arrays, scale)

@@ -7,14 +7,12 @@ from ..attention.dispatch import forward_without_gradient
 from ..attention.extras import NO_EXTRAS
 from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
-from ..runtime.clusters import clusters_at_once
-from ..runtime.graph_memory import allocations_held
-from ..runtime.launch import Launch
+from ..runtime.launch import Launch, clusters_at_once
+from ..runtime.operation import Plan
 from ..runtime.overlap import Written
-from ..runtime.plan import Plan
 from ..runtime.rows import is_contiguous
+from ..runtime.scratch import allocations_held, tile_counters
 from ..runtime.structs import header
-from ..runtime.tile_counter import tile_counters
 from . import kernels
 from .kv_cache import CACHES, append
 

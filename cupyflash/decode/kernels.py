@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from ..runtime.config import ITEM_SIZE, KernelConfig, vector_width
 from ..runtime.gpu import architecture
+from ..runtime.scratch import COUNTERS
 from ..runtime.structs import header
-from ..runtime.tile_counter import COUNTERS
 
 attention_structs = header("attention/params.cuh")
 structs = header("decode/params.cuh")

@@ -7,8 +7,8 @@ from ..runtime.array import Array, View, library_of
 from ..runtime.checks import require_arrays, require_grid, require_int32, views_of
 from ..runtime.config import ITEM_SIZE
 from ..runtime.launch import Launch
+from ..runtime.operation import Plan, Plans
 from ..runtime.overlap import Written
-from ..runtime.plan import Plan, Plans
 from ..runtime.rows import is_contiguous
 from ..runtime.structs import header
 from . import kernels

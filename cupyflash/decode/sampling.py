@@ -6,11 +6,17 @@ from typing import Any
 import numpy
 
 from ..runtime.array import Array, View, library_of
-from ..runtime.checks import integer_within, require_grid, require_int32, require_plain, views_of
+from ..runtime.checks import (
+    integer_within,
+    require_grid,
+    require_int32,
+    require_plain,
+    short,
+    views_of,
+)
 from ..runtime.launch import Launch
+from ..runtime.operation import Plan, Plans
 from ..runtime.overlap import Written
-from ..runtime.plain_options import short
-from ..runtime.plan import Plan, Plans
 from ..runtime.structs import header
 from . import kernels, sampling_reference
 from .sampling_options import GREEDY, DecodeState, Sampling

@@ -6,8 +6,7 @@ import secrets
 from typing import NamedTuple
 
 from ..runtime.array import Array
-from ..runtime.checks import integer_within
-from ..runtime.plain_options import plain_real
+from ..runtime.checks import integer_within, plain_real
 
 MAX_SEED = 2**64
 LEAST_TEMPERATURE = 1e-30

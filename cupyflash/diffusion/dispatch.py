@@ -9,9 +9,9 @@ import numpy
 
 from ..runtime.array import Array, View, library_of
 from ..runtime.checks import require_dense, require_like, views_of
-from ..runtime.graph_memory import allocations_held
-from ..runtime.plan import Plans
+from ..runtime.operation import Plans
 from ..runtime.rows import dense_like
+from ..runtime.scratch import allocations_held
 from . import reference
 from .kernels import model_dtypes
 from .plan import FUNCTION, StepPlan

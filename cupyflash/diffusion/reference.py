@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy
 
-from ..runtime.numeric import Array, compute_dtype
+from ..runtime.array import Array, compute_dtype
 from .normal import normal
 from .thresholding import numpy_thresholds
 

@@ -16,12 +16,10 @@ messages.py    what is logged and printed
 CuPy is imported when NVRTC or a device is first needed, not before.
 """
 
-from .arch import arch_of
-from .builder import build
+from .builder import build, load
 from .cache import UnsafeCacheError, cache_dir, clear, entries
-from .compiler import CompileError
+from .compiler import CompileError, arch_of
 from .entry import Built
-from .loader import load
 from .pool import build_all
 
 __all__ = [

@@ -1,19 +1,31 @@
-"""Look a kernel up in the cache; compile and publish it if it is not there."""
+"""From a configuration to a function on a device: look it up, compile and publish it, load it."""
 
 import hashlib
+import importlib.util
 import json
 import re
+import shutil
+import subprocess
 import threading
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import environment
 from . import cache, compiler, messages, sources
-from .entry import Built
-from .kernel import Kernel
+from .compiler import target_arch
+from .entry import Built, Kernel
 
+if TYPE_CHECKING:
+    import cupy
+
+_functions: dict[tuple[Kernel, int], "cupy.cuda.Function"] = {}
+_load_lock = threading.Lock()
 # NVRTC compiles one program at a time anyway, so one lock for all kernels loses nothing.
 _lock = threading.Lock()
 
+_DISASSEMBLERS = {"nvdisasm": ("-c", "-g"), "cuobjdump": ("-sass",)}
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame")
 _SPILL = re.compile(r"(\d+) bytes spill (?:stores|loads)")
@@ -43,9 +55,7 @@ def find_or_compile(config: Kernel, arch: str) -> tuple[Built, bool]:
         found = cache.lookup(name)
         built = found or _compile(config, arch, name)
         if kinds := environment.current().dump:
-            from . import dump
-
-            dump.write(kinds, built, config)
+            dump(kinds, built, config)
         return built, found is None
 
 
@@ -93,3 +103,67 @@ def _compile(config: Kernel, arch: str, name: str) -> Built:
 
 def _numbers(pattern: re.Pattern[str], log: str) -> list[int]:
     return [int(number) for number in pattern.findall(log)]
+
+
+def dump(kinds: Sequence[str], built: Built, config: Kernel) -> None:
+    """Write the files of ``kinds`` that are not there yet; warn of each that cannot be written."""
+    makers = {"ptx": _ptx, "sass": _sass}
+    for kind in kinds:
+        path = built.path.with_suffix(f".{kind}")
+        try:
+            if not path.exists():
+                path.write_bytes(makers[kind](built, config))
+        except (OSError, subprocess.CalledProcessError) as error:
+            warnings.warn(f"cupyflash: no {path}: {error}", RuntimeWarning, stacklevel=2)
+
+
+def _ptx(built: Built, config: Kernel) -> bytes:
+    # The cache keeps no PTX, which is larger than the cubin: compile once more.
+    if environment.current().no_jit:
+        raise PermissionError("it takes a compilation, which CUPYFLASH_NO_JIT forbids")
+    return compiler.compile_kernel(config, built.arch).ptx
+
+
+def _sass(built: Built, config: Kernel) -> bytes:
+    for name, options in _DISASSEMBLERS.items():
+        if tool := _find(name):
+            command = (tool, *options, str(built.path))
+            return subprocess.run(command, check=True, capture_output=True).stdout
+    raise FileNotFoundError(
+        "SASS needs nvdisasm or cuobjdump on PATH, or the triton package, which brings them"
+    )
+
+
+def _find(name: str) -> str | None:
+    if tool := shutil.which(name):
+        return tool
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None:
+        return None
+    return shutil.which(name, path=str(Path(triton.origin).parent / "backends/nvidia/bin"))
+
+
+def load(config: Kernel, device_id: int) -> "cupy.cuda.Function":
+    """The kernel of ``config``, loaded on a device and ready to launch with its shared memory.
+
+    Compiles at most once a process, also when many threads ask at once. Raises as
+    `cupyflash.jit.build` does, and RuntimeError for a GPU that NVRTC does not know.
+    """
+    function = _functions.get((config, device_id))
+    if function is None:
+        with _load_lock:
+            function = _functions.get((config, device_id))
+            if function is None:
+                function = _functions[config, device_id] = _load(config, device_id)
+    return function
+
+
+def _load(config: Kernel, device_id: int) -> "cupy.cuda.Function":
+    import cupy
+
+    device = cupy.cuda.Device(device_id)
+    built = build(config, target_arch(divmod(int(device.compute_capability), 10)))
+    with device:
+        kernel = cupy.RawModule(path=str(built.path)).get_function(built.lowered_name)
+        kernel.max_dynamic_shared_size_bytes = config.shared_memory
+        return kernel.kernel

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from . import sources
-from .kernel import Kernel
+from .entry import Kernel
 
 # No -ftz and no fast-math. Adds and multiplications of denormals cost nothing on these GPUs; what
 # does cost is the fix-up around ex2, lg2 and rcp, and the sources write those as PTX (.approx.ftz)
@@ -17,6 +17,9 @@ from .kernel import Kernel
 # -default-device lets helper functions go unannotated; -lineinfo costs nothing at run time and
 # shows profilers the source line.
 FLAGS = ("-std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
+
+# Cubins of the integrated (Jetson, DRIVE) GPUs are not promised to run on others.
+_INTEGRATED = (53, 62, 72, 87, 101)
 
 _MISSING = (
     "cupyflash: compiling a kernel needs CuPy and NVRTC, {reason}; "
@@ -129,3 +132,33 @@ def _keep(name: str, text: str) -> str:
 
 def _lacks_cupy(error: BaseException) -> bool:
     return isinstance(error, ModuleNotFoundError) and error.name in ("cupy", "cupy.cuda")
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """The architecture's name: ``sm_90a`` for (9, 0), whose wgmma needs it, else ``sm_XY``."""
+    major, minor = capability
+    return "sm_90a" if capability == (9, 0) else f"sm_{major}{minor}"
+
+
+def target_arch(capability: tuple[int, int]) -> str:
+    """The best architecture that NVRTC knows for a GPU of this compute capability.
+
+    A cubin also runs on GPUs of the same major number and a higher minor one, so a GPU that is
+    younger than NVRTC gets the newest of those.
+
+    Raises:
+        RuntimeError: NVRTC knows none; names the pip line.
+    """
+    wanted = capability[0] * 10 + capability[1]
+    known = supported_archs()
+    if wanted in known:
+        return arch_of(capability)
+    usable = [a for a in known if a // 10 == capability[0] and a < wanted and a not in _INTEGRATED]
+    if usable:
+        return arch_of(divmod(max(usable), 10))
+    extra = "cuda13" if wanted > max(known) else "cuda12"
+    raise RuntimeError(
+        f"cupyflash: NVRTC {version()} compiles for compute capability "
+        f"{', '.join(f'{a // 10}.{a % 10}' for a in known)}, this GPU has "
+        f"{capability[0]}.{capability[1]}; pip install --upgrade 'cupyflash[{extra}]'"
+    )

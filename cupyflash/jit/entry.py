@@ -1,9 +1,10 @@
-"""One compiled kernel on disk: ``<name>/{kernel.cubin,stub.cu,meta.json}``.
+"""One kernel, and what is compiled of it on disk: ``<name>/{kernel.cubin,stub.cu,meta.json}``.
 
 An entry is written to a temporary folder and published by one rename, so nobody sees half of one;
 a checksum in meta.json finds what was damaged later.
 """
 
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -11,6 +12,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Protocol
 
 UNFINISHED = ".building-"
 
@@ -89,3 +91,21 @@ def _publish(temporary: Path, entry: Path, names: tuple[str, ...]) -> None:
 
 def _checksum(meta: dict[str, object], cubin: bytes) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode() + cubin).hexdigest()
+
+
+class Kernel(Protocol):
+    """One instantiation of one ``__global__`` template; `cupyflash.runtime.config` makes them.
+
+    Attributes:
+        source: path of its file below ``cuda_src/``.
+        params: the structure that it takes by value.
+        name: of the ``__global__`` function.
+        expression: NVRTC's name expression, ``flash_fwd_sm80<bfloat16_t, 128, …>``.
+        shared_memory: dynamic shared memory of a block, in bytes.
+    """
+
+    source: str
+    params: type[ctypes.Structure]
+    name: str
+    expression: str
+    shared_memory: int

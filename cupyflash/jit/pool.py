@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from .. import environment
 from . import builder, cache, messages, sources
-from .entry import Built
-from .kernel import Kernel
+from .entry import Built, Kernel
 
 Task = tuple[Kernel, str]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..runtime.array import library_of
-from ..runtime.plan import Plans
+from ..runtime.operation import Plans
 from . import dispatch, torch_ops
 from . import gate as gates
 from .checks import check

@@ -4,8 +4,7 @@ from typing import Any, NamedTuple
 
 from .. import environment
 from ..runtime.array import Array, dense_strides
-from ..runtime.operation import Operation, TorchSide
-from ..runtime.plan import Plans
+from ..runtime.operation import Operation, Plans, TorchSide
 from . import reference
 from .checks import check
 from .kernels import ACTIVATIONS

@@ -11,7 +11,7 @@ from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
 from ..runtime.config import ITEM_SIZE
 from ..runtime.launch import Launch
-from ..runtime.plan import Plan, Plans
+from ..runtime.operation import Plan, Plans
 from ..runtime.structs import header
 from . import kernels
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ..runtime.array import Array
-from ..runtime.plain_options import plain_flag, plain_real
+from ..runtime.checks import plain_flag, plain_real
 from . import dispatch
 from .reference import Arrays, Options
 

@@ -6,8 +6,8 @@ from typing import Any
 from ..runtime.array import Array, View
 from ..runtime.gpu import capability_of, multiprocessors
 from ..runtime.launch import Launch
+from ..runtime.scratch import tile_counters
 from ..runtime.structs import header
-from ..runtime.tile_counter import tile_counters
 from . import kernels
 from .projection import is_aligned, row_norm, row_strides
 from .reference import Options

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..runtime.array import Array, View, dense_strides
 from ..runtime.launch import copies_were_made
-from ..runtime.plan import Plan
+from ..runtime.operation import Plan
 from ..runtime.rows import collapse
 from .few_sm90_kernels import LinearFewSm90
 from .mlp_launch import few_mlp

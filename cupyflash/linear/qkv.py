@@ -1,7 +1,7 @@
 """The projection in front of attention."""
 
 from ..runtime.array import Array
-from ..runtime.plain_options import plain_flag, plain_integer
+from ..runtime.checks import plain_flag, plain_integer
 from . import dispatch
 from .checks import MAX_SIZE
 from .linear import Norm, Rotary, with_norm

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy
 
 from ..norm.reference import ACTIVATIONS, norm
-from ..runtime.numeric import Array, compute_dtype
+from ..runtime.array import Array, compute_dtype
 
 
 class Arrays(NamedTuple):

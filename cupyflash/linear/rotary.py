@@ -7,7 +7,7 @@ from typing import Any
 from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
 from ..runtime.launch import Launch
-from ..runtime.plan import Plan, Plans
+from ..runtime.operation import Plan, Plans
 from ..runtime.structs import header
 from . import kernels
 from .checks import check_rotation

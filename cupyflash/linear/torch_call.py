@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.array import library_of
-from ..runtime.torch_meta import require_one_device
+from ..runtime.torch_calls import require_one_device
 from . import autograd, dispatch, torch_ops
 from .dispatch import Down
 from .reference import Arrays, Options

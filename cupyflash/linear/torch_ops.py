@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.array import dense_strides, library_of
-from ..runtime.torch_meta import require_one_device
+from ..runtime.torch_calls import require_one_device
 from . import dispatch, reference, rotary
 from .checks import check_rotation
 from .dispatch import Down

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..runtime.array import Array, View, dense_strides
 from ..runtime.launch import copies_were_made
-from ..runtime.plan import Plan
+from ..runtime.operation import Plan
 from ..runtime.rows import collapse
 from ..runtime.structs import header
 from .groups import dense_like, layout_of

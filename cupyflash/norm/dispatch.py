@@ -9,7 +9,7 @@ import numpy
 from ..runtime.array import Array, View
 from ..runtime.checks import require_eps, require_like, require_stats, require_weights, views_of
 from ..runtime.config import weight_dtypes
-from ..runtime.plan import Plan, Plans
+from ..runtime.operation import Plan, Plans
 from . import detour, reference
 from . import dropout as dropouts
 from .detour import Detour, result_strides

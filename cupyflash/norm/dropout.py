@@ -5,10 +5,16 @@ from typing import Any, NamedTuple
 
 from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
-from ..runtime.dropout import is_number, require_probability, require_seed_array, seed_array
 from ..runtime.launch import Launch
-from ..runtime.philox import dropout_scale, dropout_threshold
-from ..runtime.plan import Plan, Plans
+from ..runtime.operation import Plan, Plans
+from ..runtime.philox import (
+    dropout_scale,
+    dropout_threshold,
+    is_number,
+    require_probability,
+    require_seed_array,
+    seed_array,
+)
 from ..runtime.rows import Rows
 from . import dropout_kernels, reference
 from .detour import Detour, dense, result_strides, rows_to_copy

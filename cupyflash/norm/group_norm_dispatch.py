@@ -9,7 +9,7 @@ import numpy
 
 from ..runtime.array import Array, View
 from ..runtime.checks import require_eps, require_like, require_stats, require_weights, views_of
-from ..runtime.plan import Plans
+from ..runtime.operation import Plans
 from . import detour, reference
 from .detour import Detour
 from .group_norm_kernels import ACTIVATIONS

@@ -5,9 +5,9 @@ from typing import Any
 
 from ..runtime.array import Array, View
 from ..runtime.launch import Launch
-from ..runtime.plan import Plan
+from ..runtime.operation import Plan
+from ..runtime.scratch import tile_counters
 from ..runtime.structs import header
-from ..runtime.tile_counter import tile_counters
 from .group_norm_ring import GroupNormBwdRing, GroupNormFwdRing, ring_launch
 from .group_norm_work import Work
 from .groups import Groups, dense_like

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from ..runtime.array import View
 from ..runtime.checks import require_grid
-from ..runtime.clusters import clusters_at_once
 from ..runtime.gpu import capability_of, multiprocessors
+from ..runtime.launch import clusters_at_once
 from ..runtime.structs import header
 from . import group_norm_kernels as kernels
 from . import three_steps

@@ -6,13 +6,12 @@ from typing import Any
 
 from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
-from ..runtime.clusters import clusters_at_once
 from ..runtime.gpu import capability_of, multiprocessors
-from ..runtime.launch import Launch
-from ..runtime.plan import Plan
+from ..runtime.launch import Launch, clusters_at_once
+from ..runtime.operation import Plan
 from ..runtime.rows import Rows
+from ..runtime.scratch import tile_counters
 from ..runtime.structs import header
-from ..runtime.tile_counter import tile_counters
 from . import kernels
 from .detour import result_strides
 

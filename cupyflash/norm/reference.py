@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy
 
-from ..runtime.numeric import Array, compute_dtype
+from ..runtime.array import Array, compute_dtype
 from ..runtime.philox import dropout_scale, keep_rows
 
 

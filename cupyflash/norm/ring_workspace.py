@@ -10,7 +10,7 @@ from typing import Any
 
 from ..runtime.array import Array
 from ..runtime.gpu import all_multiprocessors
-from ..runtime.graph_memory import is_capturing
+from ..runtime.scratch import is_capturing
 from .ring_shape import MAX_FLIGHT, MAX_GROUPS, MAX_TEAMS
 
 RECORD_BYTES = 16

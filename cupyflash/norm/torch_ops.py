@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.array import library_of
-from ..runtime.torch_meta import require_one_device
+from ..runtime.torch_calls import require_one_device
 from . import autograd, dispatch, group_norm_dispatch
 from . import dropout as dropouts
 from .detour import result_strides

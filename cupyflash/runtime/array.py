@@ -114,7 +114,7 @@ def _on_its_device(method: Callable) -> Callable:
 
     CuPy allocates and launches on the current device, and has a current stream for each device. All
     that is allocated while that stream records a CUDA graph is held as long as the graph exists, as
-    its replays use the memory (graph_memory.py); torch does the same for its graphs.
+    its replays use the memory (scratch.py); torch does the same for its graphs.
     """
 
     @functools.wraps(method)
@@ -144,7 +144,7 @@ class CupyLibrary:
         """x itself; see `_on_its_device`."""
         stream = self.current_stream().ptr
         if stream and self.is_capturing(stream):
-            from .graph_memory import when_graph_is_gone
+            from .scratch import when_graph_is_gone
 
             when_graph_is_gone(stream, [x].clear)
         return x
@@ -662,3 +662,19 @@ def compiling() -> bool:
     """Whether torch.compile traces the caller: it could not trace what follows; 0.2 µs."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
+
+
+def array_namespace(array: Any) -> Any:
+    """The module whose functions work on ``array``: NumPy, or CuPy for a CuPy array."""
+    if type(array).__module__.partition(".")[0] == "cupy":
+        import cupy
+
+        return cupy
+    import numpy
+
+    return numpy
+
+
+def compute_dtype(array: Any) -> str:
+    """The dtype of sums over a NumPy or CuPy array: float64 of its own kind, else float32."""
+    return "float64" if array.dtype == "float64" else "float32"

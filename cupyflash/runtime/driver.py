@@ -1,13 +1,26 @@
-"""Functions of the NVIDIA driver that CuPy does not have, by ctypes."""
+"""Functions of the NVIDIA driver that CuPy does not have, by ctypes.
 
+A stream may use fewer multiprocessors than the GPU has: in a green context, or under MPS. The
+blocks of a cooperative launch wait for each other, so all of them must run at once. The driver
+refuses a grid that is too large for the context; then the plan is made again for what there is.
+"""
+
+import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from ctypes import byref, c_int, c_uint, c_void_p
 from typing import Any
 
 DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+TOO_LARGE = 720  # CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
+SM_COUNT_AFFINITY = 0  # CU_EXEC_AFFINITY_TYPE_SM_COUNT
+RESOURCE_BYTES = 256  # CUdevResource has 144, and grows with the driver
+COUNT_OFFSET = 96  # of its sm.smCount
 
 
 @functools.cache
@@ -31,3 +44,65 @@ def with_context(call: Callable[..., int], *arguments: Any) -> int:
         cupy.cuda.runtime.free(0)  # of the current device; nothing but that
         status = call(*arguments)
     return status
+
+
+class GridTooLarge(RuntimeError):
+    """A cooperative launch has more blocks than its stream can run at once.
+
+    Attributes:
+        multiprocessors: those that there are.
+    """
+
+    def __init__(self, blocks: int, multiprocessors: int) -> None:
+        fact = f"{blocks} blocks must run at once, on {multiprocessors} multiprocessors"
+        super().__init__(f"cupyflash: {fact}")
+        self.multiprocessors = multiprocessors
+
+
+class _Thread(threading.local):
+    multiprocessors: int | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def limit_multiprocessors(multiprocessors: int) -> Iterator[None]:
+    """Within, this thread makes plans for a GPU that has so many."""
+    before, _thread.multiprocessors = _thread.multiprocessors, multiprocessors
+    try:
+        yield
+    finally:
+        _thread.multiprocessors = before
+
+
+def multiprocessor_limit() -> int | None:
+    """The number within `limit_multiprocessors`, else None."""
+    return _thread.multiprocessors
+
+
+def multiprocessors_of(stream: int) -> int | None:
+    """How many the green context of a stream has, or else the current context; None: nobody says.
+
+    Args:
+        stream: its address.
+    """
+    context = c_void_p()
+    resource = ctypes.create_string_buffer(RESOURCE_BYTES)
+    try:
+        status = function("cuStreamGetGreenCtx")(c_void_p(stream), byref(context))
+        if status == 0 and context.value:
+            ask = function("cuGreenCtxGetDevResource")
+        else:
+            function("cuCtxGetCurrent")(byref(context))
+            ask = function("cuCtxGetDevResource")
+        status = ask(context, resource, c_int(SM_RESOURCE))
+    except AttributeError:  # a driver without green contexts
+        status = 1
+    count = int.from_bytes(resource[COUNT_OFFSET : COUNT_OFFSET + 4], "little")
+    known = [count] if status == 0 and count else []
+    affinity = (c_uint * 8)()  # CUexecAffinityParam: type, number; what MPS gives a context
+    ask = function("cuCtxGetExecAffinity")
+    if ask(affinity, c_int(SM_COUNT_AFFINITY)) == 0 and affinity[1]:
+        known.append(affinity[1])
+    return min(known, default=None)

@@ -7,7 +7,7 @@ from the row.
 import functools
 from typing import NamedTuple
 
-from . import partition
+from . import driver
 
 Capability = tuple[int, int]  # compute capability: (major, minor)
 
@@ -84,7 +84,7 @@ def architecture_of(device: int) -> Architecture:
 
 def multiprocessors(device: int) -> int:
     """How many the GPU has, or as many as there are in the context that a plan is made for."""
-    return partition.wanted() or all_multiprocessors(device)
+    return driver.multiprocessor_limit() or all_multiprocessors(device)
 
 
 @functools.cache

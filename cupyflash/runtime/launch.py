@@ -1,17 +1,87 @@
-"""One kernel, ready to be launched: everything but what differs between calls is prepared."""
+"""One kernel, ready to be launched: everything but what differs between calls is prepared.
 
+A dependent launch (sm_90 and newer) begins while the kernel before it in the stream still runs.
+CuPy's launches have no attributes, so such a one is made by the driver's cuLaunchKernelEx; what it
+may do before the one before it has ended: ``cuda_src/ptx/dependent_launch.cuh``. No cluster of
+blocks lies in two GPCs, so the driver is asked how many clusters run at once.
+"""
+
+import contextlib
 import ctypes
+import functools
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from ctypes import c_char_p, c_void_p
 from typing import Any
 
 import numpy
 
 from .. import jit
-from . import dependent_launch, partition
+from . import driver
 from .config import KernelConfig
-from .gpu import capability_of, multiprocessors
+from .gpu import all_multiprocessors, capability_of, multiprocessors
+
+OLDEST_DRIVER = 12030  # whose graphs have such dependencies
+CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID in cuda.h
+pack_value = struct.Struct("i4xi60x").pack  # CUlaunchAttribute: id, value
+pack_cluster = struct.Struct("i4x3I52x").pack  # the same: id, blocks of a cluster
+# CUlaunchConfig: grid, block, shared memory, stream, attributes, their number.
+pack_config = struct.Struct("3I3II4xQQI4x").pack
+
+
+class _Thread(threading.local):
+    dependent = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def dependent_launches() -> Iterator[None]:
+    """Within, kernels that can do so begin while the kernel before them in the stream still runs.
+
+    For this thread. The caller promises that nothing within, and nothing on the stream that may
+    still run, writes what such kernels read at once: weights and biases, and of a cache positions
+    and earlier keys and values. What is captured into a CUDA graph keeps the promise towards all
+    around it, as the graph begins when everything before it has ended.
+    """
+    before, _thread.dependent = _thread.dependent, True
+    try:
+        yield
+    finally:
+        _thread.dependent = before
+
+
+def dependent_wanted() -> bool:
+    """Whether this thread is within `dependent_launches`."""
+    return _thread.dependent
+
+
+@functools.cache
+def dependent_possible(capability: tuple[int, int]) -> bool:
+    """On a GPU of this capability, with the driver there is."""
+    import cupy
+
+    return capability >= (9, 0) and cupy.cuda.runtime.driverGetVersion() >= OLDEST_DRIVER
+
+
+def launch_dependent(
+    function: int, grid: int, threads: int, shared_memory: int, stream: int, params: bytes
+) -> None:
+    """Launch a kernel of one argument, ``params``, by the handle of its function.
+
+    Raises:
+        RuntimeError: the driver rejects it.
+    """
+    attribute = pack_value(PROGRAMMATIC_STREAM_SERIALIZATION, True)
+    at = ctypes.cast(attribute, c_void_p).value
+    config = pack_config(grid, 1, 1, threads, 1, 1, shared_memory, stream, at, 1)
+    start = driver.function("cuLaunchKernelEx", c_char_p, c_void_p, c_void_p, c_void_p)
+    status = driver.with_context(start, config, function, (c_char_p * 1)(params), None)
+    if status:
+        asked = f"{grid} blocks of {threads} threads with {shared_memory} bytes of shared memory"
+        raise RuntimeError(f"cupyflash: cuLaunchKernelEx failed with {status}: {asked}")
 
 
 class Recorder(threading.local):
@@ -50,7 +120,7 @@ class Launch:
         self.cooperative = config.cooperative
         self.multiprocessors = multiprocessors(device) if self.cooperative else 0
         self.was_too_large = False
-        self.dependent = config.dependent and dependent_launch.is_possible(capability_of(device))
+        self.dependent = config.dependent and dependent_possible(capability_of(device))
         num_fields = len(call_fields(params))
         self.pack = struct.Struct(f"{num_fields}Q").pack
         self.tail = bytes(params)[8 * num_fields :]
@@ -61,7 +131,7 @@ class Launch:
 
     def start(self, stream: Any, params: bytes) -> None:
         """Launch with these bytes as the kernel's argument."""
-        if self.dependent and dependent_launch.wanted():
+        if self.dependent and dependent_wanted():
             self.start_early(stream, params)
         else:
             argument = numpy.frombuffer(params, self.dtype)
@@ -82,24 +152,24 @@ class Launch:
         if self.was_too_large:
             found = self._multiprocessors_of(stream)
             if found < self.multiprocessors:
-                raise partition.GridTooLarge(*self.grid, found)
+                raise driver.GridTooLarge(*self.grid, found)
         try:
             self.function(self.grid, self.block, (argument,), self.shared_memory, stream, True)
         except RuntimeError as error:  # CuPy's CUDADriverError
-            if getattr(error, "status", None) != partition.TOO_LARGE or self.multiprocessors == 1:
+            if getattr(error, "status", None) != driver.TOO_LARGE or self.multiprocessors == 1:
                 raise
             self.was_too_large = True
             found = self._multiprocessors_of(stream)
             if found >= self.multiprocessors:  # nobody says, as under some settings of MPS
                 found = self.multiprocessors // 2
-            raise partition.GridTooLarge(*self.grid, found) from None
+            raise driver.GridTooLarge(*self.grid, found) from None
 
     def _multiprocessors_of(self, stream: Any) -> int:
         """What the driver says that the stream has; those planned for where it does not."""
         import cupy
 
         pointer = (stream or cupy.cuda.get_current_stream()).ptr
-        return partition.multiprocessors_of(pointer) or self.multiprocessors
+        return driver.multiprocessors_of(pointer) or self.multiprocessors
 
     def start_early(self, stream: Any, params: bytes) -> None:
         """Launch so that the kernel begins while the one before it in the stream still runs."""
@@ -107,7 +177,7 @@ class Launch:
 
         pointer = (stream or cupy.cuda.get_current_stream()).ptr
         sizes = (*self.grid, *self.block, self.shared_memory)
-        dependent_launch.launch(self.function.ptr, *sizes, pointer, params)
+        launch_dependent(self.function.ptr, *sizes, pointer, params)
 
 
 class Prepared:
@@ -125,7 +195,7 @@ class Prepared:
         if self.launch is not None:
             try:
                 self.launch.start(self.stream(), self.params)
-            except partition.GridTooLarge:  # of a context that the launch was not prepared in
+            except driver.GridTooLarge:  # of a context that the launch was not prepared in
                 return self.call()
             return self.result
         recorder.launches = launches = []
@@ -141,3 +211,37 @@ class Prepared:
 def call_fields(params: ctypes.Structure) -> list[str]:
     """The leading fields, which a call fills in: pointers, and numbers that change with it."""
     return [name for name, kind in params._fields_ if kind in (ctypes.c_void_p, ctypes.c_uint64)]
+
+
+def clusters_at_once(config: KernelConfig, device: int) -> int:
+    """Clusters of a kernel, with ``cluster`` blocks each, that a device runs at the same time.
+
+    Blocks alone are clusters of one, and ``blocks`` of them run on a multiprocessor.
+
+    Raises:
+        RuntimeError: the driver does not say.
+    """
+    found = multiprocessors(device)
+    if config.cluster == 1:
+        return config.blocks * found
+    return max(1, _clusters_of_all(config, device) * found // all_multiprocessors(device))
+
+
+@functools.cache
+def _clusters_of_all(config: KernelConfig, device: int) -> int:
+    """On the whole GPU."""
+    import cupy
+
+    function = jit.load(config, device)
+    attribute = pack_cluster(CLUSTER_DIMENSION, config.cluster, 1, 1)
+    at = ctypes.cast(attribute, c_void_p).value
+    block = config.threads, 1, 1, config.shared_memory
+    launch = pack_config(config.cluster, 1, 1, *block, 0, at, 1)
+    count = ctypes.c_int()
+    ask = driver.function("cuOccupancyMaxActiveClusters", c_void_p, c_void_p, c_char_p)
+    with cupy.cuda.Device(device):
+        status = driver.with_context(ask, ctypes.byref(count), function.ptr, launch)
+    if status or not count.value:
+        got = f"status {status}, {count.value} clusters of {config.cluster} blocks"
+        raise RuntimeError(f"cupyflash: cuOccupancyMaxActiveClusters failed with {got}")
+    return count.value

@@ -1,19 +1,23 @@
-"""Philox4x32-7 as in ``cuda_src/common/philox.cuh``, and what dropout keeps by it.
+"""Philox4x32-7 as in ``cuda_src/common/philox.cuh``, and dropout by it.
 
-That depends on the seed and on the place of a weight, or of an element of a row, alone, not on the
-order in which they are visited: so every kernel, the backward and the CPU drop the same.
+What dropout keeps depends on the seed and on the place of a weight, or of an element of a row,
+alone, not on the order in which they are visited: so every kernel, the backward and the CPU drop
+the same.
 `diffusion.normal` makes the noise of the samplers from the same numbers.
 
 J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy
 
-from .numeric import Array, array_namespace
+from .array import Array, array_namespace, device_name, library_of
+from .checks import plain_real
 from .structs import header
 
+SEEDS_END = 2**63
 ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
@@ -123,3 +127,66 @@ class Dropout:
         heads = xp.arange(first, first + batch * heads_kv * group, dtype="uint64")
         kept = keep_mask(self.seed, self.threshold, heads, range(row, row + m), range(col, col + n))
         return kept.reshape(weights.shape) * weights.dtype.type(dropout_scale(self.threshold))
+
+
+def require_probability(function: str, dropout_p: Any) -> float:
+    """A number of at least 0 and less than 1, as a plain one.
+
+    Raises:
+        As `plain_real`; ValueError out of bounds.
+    """
+    dropout_p = plain_real(function, "dropout_p", dropout_p)
+    if not 0 <= dropout_p < 1:
+        fact = "dropout_p must be at least 0 and less than 1"
+        raise ValueError(f"{function}: {fact}, got {dropout_p}")
+    return dropout_p
+
+
+def is_number(seed: Any) -> bool:
+    """Whether a seed is an integer of Python or NumPy."""
+    return isinstance(seed, int | numpy.integer) and not isinstance(seed, bool)
+
+
+def seed_array(
+    function: str, library: Any, like: Array, seed: Any, dropout_p: float
+) -> Array | None:
+    """An array of the library for a seed on the device of ``like``; None without dropout.
+
+    Args:
+        seed: an integer; None, which draws one from the generator of the library; or an array,
+            which is returned as it is.
+
+    Raises:
+        ValueError: an integer out of range.
+    """
+    if is_number(seed):
+        if not 0 <= seed < SEEDS_END:
+            fact = "dropout_seed must be at least 0 and less than 2**63"
+            raise ValueError(f"{function}: {fact}, got {seed}")
+        return library.seed(int(seed), like) if dropout_p else None
+    if not dropout_p:
+        return None
+    return library.random_seed(like) if seed is None else seed
+
+
+def require_seed_array(function: str, library: Any, first: str, like: Array, seed: Any) -> None:
+    """That a seed is int64 of one element, in the library and on the device of the first array.
+
+    Raises:
+        TypeError: library, dtype.
+        ValueError: shape, device.
+    """
+    if library_of(seed) is not library:
+        got = f"{type(seed).__module__.split('.')[0]}.{type(seed).__name__}"
+        got = got.removeprefix("builtins.")
+        allowed = f"an integer, None or a {library.name} like {first}"
+        raise TypeError(f"{function}: dropout_seed must be {allowed}, got {got}")
+    view, device = library.view(seed), library.view(like).device
+    if view.dtype != "int64":
+        raise TypeError(f"{function}: dropout_seed must be int64, got {view.dtype}")
+    if view.shape not in ((1,), ()):
+        raise ValueError(f"{function}: dropout_seed must be (1,) or (), got {view.shape}")
+    if view.device != device:
+        fact = f"dropout_seed must be on the device of {first}"
+        got = f"devices {device_name(view.device)} and {device_name(device)}"
+        raise ValueError(f"{function}: {fact}, got {got}")

@@ -16,8 +16,9 @@ from cupyflash.attention.grouped import (
     sum_to_shape,
 )
 from cupyflash.attention.score import BIAS_LIMIT, ScoreFunction, group_bias
-from cupyflash.runtime.numeric import array_namespace
-from cupyflash.runtime.philox import Dropout
+
+from ..runtime.array import array_namespace
+from ..runtime.philox import Dropout
 
 EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy
 
 from cupyflash.attention import reference
-from cupyflash.runtime.numeric import Array, array_namespace
 from cupyflash.testing.inputs import Inputs, to_library
 from cupyflash.testing.same_precision import EPSILON, same_precision_attention
+
+from ..runtime.array import Array, array_namespace
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 ARRAYS = ("alibi_slopes", "bias", "sinks")  # options

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..runtime.array import Array, View, library_of
-from ..runtime.checks import integer_within, require_eps
+from ..runtime.checks import integer_within, plain_real, require_eps
 from ..runtime.config import ITEM_SIZE
-from ..runtime.plain_options import plain_real
 from ..runtime.rows import is_contiguous
 from ..runtime.structs import header
 from .kernels import MAX_WIDTH

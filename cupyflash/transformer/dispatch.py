@@ -9,10 +9,9 @@ import numpy
 from ..decode.kv_cache import CACHES
 from ..decode.sampling_reference import greedy_row
 from ..runtime.array import Array, compiling, library_of
-from ..runtime.checks import require_plain
+from ..runtime.checks import plain_flag, require_plain, short
+from ..runtime.operation import Plans
 from ..runtime.overlap import Written
-from ..runtime.plain_options import plain_flag, short
-from ..runtime.plan import Plans
 from . import cpu
 from .checks import StackShape, check_call, check_stack, require_aligned
 from .plan import StackPlan, pointer_table, require_gpu
@@ -225,7 +224,7 @@ def weights_library(function: str, blocks: Sequence[Any]) -> Any:
 def eager(function: Callable, *arguments: Any) -> Any:
     """A call, outside of the graph where torch.compile traces the caller."""
     if compiling():
-        from ..runtime.torch_eager import eagerly
+        from ..runtime.torch_calls import eagerly
 
         return eagerly(function, *arguments)
     return function(*arguments)

@@ -3,8 +3,7 @@
 from typing import Any
 
 from ..runtime.array import Array
-from ..runtime.checks import integer_within, require_plain
-from ..runtime.plain_options import plain_real
+from ..runtime.checks import integer_within, plain_real, require_plain
 from .dispatch import ENDS, Stack, block_list, weights_library
 
 _stacks: dict[tuple, Stack] = {}  # each as long as its weights live

@@ -11,9 +11,9 @@ from ..runtime.array import Array, View
 from ..runtime.config import ITEM_SIZE
 from ..runtime.gpu import capability_of, multiprocessors
 from ..runtime.launch import Launch
-from ..runtime.plan import Plan
+from ..runtime.operation import Plan
+from ..runtime.scratch import tile_counters
 from ..runtime.structs import header
-from ..runtime.tile_counter import tile_counters
 from . import kernels
 from .checks import StackShape
 

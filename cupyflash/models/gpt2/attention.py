@@ -11,8 +11,8 @@ import numpy
 
 import cupyflash
 from cupyflash.decode.cached_attention import attention_with_cache
-from cupyflash.runtime.array import Array
 
+from ...runtime.array import Array
 from .cache import KvCache
 
 

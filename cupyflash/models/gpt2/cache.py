@@ -3,8 +3,8 @@
 from typing import Any
 
 from cupyflash.decode.kv_cache import cache_append
-from cupyflash.runtime.array import Array
 
+from ...runtime.array import Array
 from .config import Gpt2Config
 
 # Of a token of a prompt, in widths: x, its norm, q, k, v, attention, and the MLP's hidden layer,

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from cupyflash.runtime import dependent_launch
 from cupyflash.runtime.gpu import capability_of
-from cupyflash.runtime.plain_options import short
 
+from ...runtime import launch
+from ...runtime.checks import short
 from ...runtime.structs import header
 
 structs = header("transformer/params.cuh")
@@ -34,7 +34,7 @@ def way_to_decode(function: str, model: Any, decode: str, batch: int) -> str:
     if not model.on_gpu or model.mode == "naive":
         return "eager"
     capability = capability_of(model.weights.token_embedding.device.id)
-    overlap = dependent_launch.is_possible(capability)
+    overlap = launch.dependent_possible(capability)
     if model.mode != "fused" or batch > PERSISTENT_BATCH[overlap]:
         return "graph"
     return "graph" if model.stack_problem else "persistent"

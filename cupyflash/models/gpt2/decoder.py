@@ -10,9 +10,9 @@ from typing import Any
 
 from cupyflash.decode.embedding import embedding
 from cupyflash.decode.sampling import DecodeState, Sampling, sample
-from cupyflash.runtime.array import Array
-from cupyflash.runtime.dependent_launch import dependent_launches
 
+from ...runtime.array import Array
+from ...runtime.launch import dependent_launches
 from . import layers
 from .attention import PromptAttention, TokenAttention
 from .cache import KvCache

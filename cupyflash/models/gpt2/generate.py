@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import numpy
 
 from cupyflash.decode.sampling import Sampling
-from cupyflash.runtime.array import Array
-from cupyflash.runtime.checks import integer_within, is_integer
-from cupyflash.runtime.plain_options import short
 
+from ...runtime.array import Array
+from ...runtime.checks import integer_within, is_integer, short
 from .config import Gpt2Config
 from .decoder import Decoder
 from .tokenizer import StopStrings

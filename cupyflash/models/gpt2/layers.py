@@ -15,9 +15,9 @@ import numpy
 
 import cupyflash
 from cupyflash.decode.embedding import embedding
-from cupyflash.runtime.array import Array
 from cupyflash.transformer.block import BlockWeights
 
+from ...runtime.array import Array
 from .attention import namespace
 from .config import Gpt2Config
 from .weights import Weights

@@ -9,9 +9,9 @@ import numpy
 
 from cupyflash import machine
 from cupyflash.decode.sampling import GREEDY, Sampling
-from cupyflash.runtime.array import Array
 from cupyflash.transformer.block import BlockStack
 
+from ...runtime.array import Array
 from . import generate
 from .cache import Room, free_memory
 from .config import SIZES, Gpt2Config

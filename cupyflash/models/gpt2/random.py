@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import numpy
 
-from cupyflash.runtime.array import Array
-
+from ...runtime.array import Array
 from .config import Gpt2Config
 from .weights import Tensor, Weights, all_tensors, assemble, numpy_dtype, progress
 

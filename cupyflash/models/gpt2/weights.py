@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy
 
 from cupyflash import machine
-from cupyflash.runtime.array import Array
 from cupyflash.transformer.block import BlockWeights
 
+from ...runtime.array import Array
 from .config import Gpt2Config
 
 PREFIX = "transformer."

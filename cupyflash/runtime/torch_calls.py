@@ -1,6 +1,16 @@
-"""Checks of tensors without memory: those of operators whose kernels never see them."""
+"""Calls around torch.compile, and checks of tensors without memory."""
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor
+
+
+@torch.compiler.disable
+def eagerly(function: Callable, *arguments: Any) -> Any:
+    """Call the function outside of the graph that torch.compile makes of its caller."""
+    return function(*arguments)
 
 
 def require_one_device(function: str, first: Tensor, *others: Tensor | None) -> None:
