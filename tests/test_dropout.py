@@ -8,7 +8,7 @@ from matrix import each
 from passes import forward_backward
 
 import cupyflash
-from cupyflash.runtime.array import CupyLibrary
+from cupyflash.runtime.libraries import CupyLibrary
 from cupyflash.runtime.philox import keep_mask, philox
 from cupyflash.testing import expected, to_float64
 

@@ -11,9 +11,10 @@ from matrix import each_library, libraries, pairwise
 
 import cupyflash
 from cupyflash.norm import detour, dispatch, kernels, reference
-from cupyflash.runtime.array import NumpyLibrary, library_of
+from cupyflash.runtime.array import library_of
 from cupyflash.runtime.gpu import architecture
 from cupyflash.runtime.launch import clusters_at_once
+from cupyflash.runtime.libraries import NumpyLibrary
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64
 
 EPS = {False: 1e-5, True: 1e-6}

@@ -10,7 +10,8 @@ from test_norm import EPS, spread_out, to_numpy
 
 import cupyflash
 from cupyflash.norm import detour, dispatch, dropout, dropout_kernels
-from cupyflash.runtime.array import NumpyLibrary, View, library_of
+from cupyflash.runtime.array import View, library_of
+from cupyflash.runtime.libraries import NumpyLibrary
 from cupyflash.runtime.operation import Plan
 from cupyflash.runtime.philox import dropout_threshold, keep_mask, keep_rows, philox
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64

@@ -551,7 +551,7 @@ def test_dropped_blocks_are_dropped(target):
 def test_weights_are_held_weakly_wherever_kernels_run(monkeypatch):
     """The way of a GPU, with a plan that launches nothing; also views are one entry."""
     torch = pytest.importorskip("torch")
-    from cupyflash.runtime.array import TorchLibrary
+    from cupyflash.runtime.torch_library import TorchLibrary
 
     (target,) = (x for x in libraries() if x.name == "torch-cpu")
     case = dataclasses.replace(CASE, layers=1)

@@ -1,0 +1,277 @@
+"""NumPy and CuPy: how to read an array and where to allocate a result.
+
+Results are allocated by the caller's own allocator, on the caller's device and stream.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+
+from .array import SEEDS, Array, View, dense_strides
+
+
+class Library:
+    """What this package asks of an array library; here the answers of one without autograd.
+
+    Attributes:
+        name: of its arrays, in messages.
+        has_autograd: whether it records gradients, and has transforms that follow arrays.
+    """
+
+    name = ""
+    has_autograd = False
+
+    def is_strided(self, x: Array) -> bool:
+        """Whether x has strides: no sparse or nested tensor; 0.1 µs."""
+        return True
+
+    def watched(self, *arrays: Any) -> bool:
+        """Whether something around the call changes it."""
+        return False
+
+    def traced(self, *arrays: Any) -> bool:
+        """Whether the library has to see the call itself."""
+        return False
+
+    def replaced(self, *arrays: Any) -> bool:
+        """Whether something stands for what a kernel would compute with."""
+        return False
+
+    def wants_gradient(self, *arrays: Array | None) -> bool:
+        """Whether a result without a gradient would lose one."""
+        return False
+
+    def followed(self, *arrays: Array) -> bool:
+        """Whether `what_follows` may find something."""
+        return False
+
+    def what_follows(self, *arrays: Array, gradients: bool = True) -> str:
+        """What of the library follows these, so that no kernel may take them; or ""."""
+        return ""
+
+    def wrote(self, *arrays: Array) -> None:
+        """Tell the library that a kernel changed these."""
+
+    def determinism(self) -> str:
+        """What the library's switch for deterministic algorithms asks: "error", "warn" or ""."""
+        return ""
+
+    def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
+        """The strides (in elements) of a result beside ``like``; C order."""
+        return dense_strides(shape, range(len(shape)))
+
+    def to_list(self, x: Array) -> list[int]:
+        return x.tolist()
+
+    def reshape(self, shape: tuple[int, ...], x: Array) -> Array:
+        return x.reshape(shape)
+
+
+class NumpyLibrary(Library):
+    """NumPy arrays, on the CPU."""
+
+    name = "numpy.ndarray"
+
+    def signature(self, x: Array) -> tuple:
+        """A hashable key of everything but the pointer; cheap."""
+        return (x.shape, x.strides, x.dtype)
+
+    def view(self, x: Array) -> View:
+        item = max(1, x.itemsize)
+        return View(x.shape, tuple(stride // item for stride in x.strides), x.dtype.name, -1)
+
+    def on_cpu(self, x: Array) -> bool:
+        return True
+
+    def pointer(self, x: Array) -> int:
+        return x.__array_interface__["data"][0]
+
+    def to_numpy(self, x: Array) -> numpy.ndarray:
+        return x
+
+    def from_numpy(
+        self,
+        x: numpy.ndarray,
+        like: Array | None = None,
+        strides: tuple[int, ...] | None = None,
+    ) -> Array:
+        return x
+
+    def cast(self, x: Array, like: Array) -> Array:
+        """x in the dtype of ``like``; itself if it has that."""
+        return x.astype(like.dtype, copy=False)
+
+    def seed(self, value: int, like: Array) -> Array:
+        """An int64 array of one element."""
+        return numpy.array([value], numpy.int64)
+
+    def random_seed(self, like: Array) -> Array:
+        """The same with a value from the library's generator."""
+        return numpy.random.randint(SEEDS, size=1, dtype=numpy.int64)
+
+    def arange(self, count: int, like: Array) -> Array:
+        """int32, on the device of ``like``."""
+        return numpy.arange(count, dtype=numpy.int32)
+
+    def device(self, x: Array) -> int:
+        return -1
+
+    def put(self, x: numpy.ndarray, like: Array) -> Array:
+        """A NumPy array in this library, on the device of ``like``."""
+        return x
+
+
+def _on_its_device(method: Callable) -> Callable:
+    """Run a method of `CupyLibrary` with the device of its last argument as the current one.
+
+    CuPy allocates and launches on the current device, and has a current stream for each device. All
+    that is allocated while that stream records a CUDA graph is held as long as the graph exists, as
+    its replays use the memory (scratch.py); torch does the same for its graphs.
+    """
+
+    @functools.wraps(method)
+    def run(self: "CupyLibrary", *arguments: Any) -> Array:
+        x = arguments[-1]
+        if self.current_device() == x.data.device_id:
+            return self.held(method(self, *arguments))
+        with x.device:
+            return self.held(method(self, *arguments))
+
+    return run
+
+
+class CupyLibrary(Library):
+    """CuPy arrays; the stream is CuPy's current one of their device."""
+
+    name = "cupy.ndarray"
+
+    def __init__(self) -> None:
+        self.cupy = sys.modules["cupy"]
+        self.current_device = self.cupy.cuda.runtime.getDevice
+        self.current_stream = self.cupy.cuda.get_current_stream
+        self.is_capturing = self.cupy.cuda.runtime.streamIsCapturing
+
+    def held(self, x: Array) -> Array:
+        """x itself; see `_on_its_device`."""
+        stream = self.current_stream().ptr
+        if stream and self.is_capturing(stream):
+            from .scratch import when_graph_is_gone
+
+            when_graph_is_gone(stream, [x].clear)
+        return x
+
+    def signature(self, x: Array) -> tuple:
+        return (x.shape, x.strides, x.dtype.num, x.data.device_id)
+
+    def view(self, x: Array) -> View:
+        """Where strides are no multiples of an element, the dtype says so: no kernel takes it."""
+        item, dtype = x.itemsize, x.dtype.name
+        if any(stride % item for stride in x.strides):
+            dtype += f" at unaligned strides {x.strides}"
+        return View(x.shape, tuple(step // item for step in x.strides), dtype, x.data.device_id)
+
+    def on_cpu(self, x: Array) -> bool:
+        return False
+
+    def owner(self, x: Array) -> Any:
+        """The object that owns the memory of x, for weak references."""
+        return x if x.base is None else x.base
+
+    def pointer(self, x: Array) -> int:
+        pointer = x.data.ptr
+        if pointer % 16 and pointer % x.itemsize:
+            fact = f"arrays must be aligned to their elements of {x.itemsize} bytes"
+            raise ValueError(f"cupyflash: {fact}, got address {pointer:#x}")
+        return pointer
+
+    @_on_its_device
+    def contiguous(self, x: Array) -> Array:
+        return self.cupy.ascontiguousarray(x)
+
+    @_on_its_device
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], like: Array) -> Array:
+        """Uninitialised, dtype and device of ``like``; CuPy allocates C order, whatever strides."""
+        return self.cupy.ndarray(shape, like.dtype)
+
+    @_on_its_device
+    def empty_strided(self, shape: tuple[int, ...], strides: tuple[int, ...], like: Array) -> Array:
+        """`empty` with these strides (in elements) of a dense array."""
+        item = like.itemsize
+        memory = self.cupy.cuda.alloc(math.prod(shape) * item)
+        return self.cupy.ndarray(shape, like.dtype, memory, tuple(item * step for step in strides))
+
+    @_on_its_device
+    def empty_float32(self, shape: tuple[int, ...], like: Array) -> Array:
+        return self.cupy.ndarray(shape, numpy.float32)
+
+    @_on_its_device
+    def zeros_int32(self, size: int, like: Array) -> Array:
+        return self.cupy.zeros(size, numpy.int32)
+
+    @_on_its_device
+    def zeros_like(self, x: Array) -> Array:
+        return self.cupy.zeros_like(x)
+
+    def fill(self, x: Array, value: float) -> None:
+        with x.device:
+            x.fill(value)
+
+    @_on_its_device
+    def cast(self, x: Array, like: Array) -> Array:
+        """x in the dtype of ``like``; itself if it has that."""
+        return x.astype(like.dtype, copy=False)
+
+    @_on_its_device
+    def float32(self, x: Array) -> Array:
+        return x.astype(numpy.float32, copy=False)
+
+    @_on_its_device
+    def seed(self, value: int, like: Array) -> Array:
+        return self.cupy.full(1, value, numpy.int64)
+
+    @_on_its_device
+    def random_seed(self, like: Array) -> Array:
+        try:
+            return self.cupy.random.randint(SEEDS, size=1, dtype=numpy.int64)
+        except ImportError as error:
+            raise ImportError(
+                "cupyflash: without dropout_seed the seed comes from cupy.random, which needs "
+                "cuRAND: pip install nvidia-curand-cu12 (CUDA 13: nvidia-curand)"
+            ) from error
+
+    @_on_its_device
+    def with_columns(self, columns: int, x: Array) -> Array:
+        """A copy with so many numbers on the last axis, zeros behind those of x."""
+        words = numpy.dtype(f"u{x.itemsize}")  # any dtype, bit by bit
+        result = self.cupy.zeros((*x.shape[:-1], columns), words)
+        result[..., : x.shape[-1]] = x.view(words)
+        return result.view(x.dtype)
+
+    def stream(self, device: int) -> None:
+        return None  # CuPy's current stream
+
+    @_on_its_device
+    def to_list(self, x: Array) -> list[int]:
+        return x.tolist()
+
+    @_on_its_device
+    def arange(self, count: int, like: Array) -> Array:
+        return self.cupy.arange(count, dtype=numpy.int32)
+
+    @_on_its_device
+    def reshape(self, shape: tuple[int, ...], x: Array) -> Array:
+        return x.reshape(shape)
+
+    def device(self, x: Array) -> int:
+        return x.data.device_id
+
+    @_on_its_device
+    def put(self, x: numpy.ndarray, like: Array) -> Array:
+        """A NumPy array on the device of ``like``, ready for every stream."""
+        result = self.cupy.asarray(x)
+        self.cupy.cuda.get_current_stream().synchronize()
+        return result
