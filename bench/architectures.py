@@ -26,7 +26,7 @@ import torch
 import transformers
 
 from cupyflash.integrations import transformers as integration
-from cupyflash.integrations.transformers_models import hands_attention_over
+from cupyflash.integrations.transformers import hands_attention_over
 
 from .tiny_models import VOCABULARY, WINDOW, architectures, small_config, small_model, takes
 

@@ -1,22 +1,25 @@
-"""What transformers hands to every layer as the mask of a forward, where cupyflash computes it.
+"""The mask function of cupyflash in transformers, whose result every layer of a forward gets.
 
-A `Mask` says which keys each query sees without a matrix of scores in memory: the pattern of the
-mask function and the padding. The attention function reads both; a model that takes its mask apart
-gets the bool tensor which it stands for, and one that adds its mask to scores gets an error.
+A `Mask` says which keys each query sees without a matrix of scores in memory: it has the pattern of
+the mask function and the padding. The attention function reads both; a model that takes its mask
+apart gets the bool tensor which it stands for, and one that adds its mask to scores gets an error.
 
-The values of a padding mask are read once in a forward of more than one token, all layers together,
-which makes the host wait for the GPU: only they say whether there is padding, and where. Nothing is
-read while torch compiles or a CUDA graph is captured.
+transformers describes a mask by a function (batch, head, query, key) -> visible. `pattern_of` calls
+it with objects that stand for the indices and remember what they are compared with. A function that
+does anything else with them (chunks, packed sequences, images) has no pattern.
+
+The values of a padding mask are read once in a forward of more than one token, for all layers
+together, which makes the host wait for the GPU: only they say whether there is padding, and where.
+Nothing is read while torch compiles or a CUDA graph is captured.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from .transformers_pattern import Pattern, pattern_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
 FUNCTION = "cupyflash.integrations.transformers"
 # transformers.masking_utils, once `register` has found it: torch.compile cannot trace its import.
 masks: Any = None
-# What a model may do with a mask besides taking it apart. Arithmetic is for masks of another kind.
+# Functions that a model may call on a mask, besides indexing it. A model that does arithmetic with
+# its mask adds it to scores, and so needs one of another kind.
 TAKES_A_MASK = {
     "cat", "concat", "concatenate", "logical_and", "logical_not", "logical_or", "masked_fill",
     "pad", "repeat_interleave", "scaled_dot_product_attention", "where", "zeros_like",
@@ -32,34 +36,49 @@ TAKES_A_MASK = {
 }  # fmt: skip
 
 
+class Pattern(NamedTuple):
+    """Query i sees the keys from i - left to i + right; None is unlimited."""
+
+    left: int | None = None
+    right: int | None = None
+
+    def __and__(self, other: Any) -> "Pattern":
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        return Pattern(_nearer(self.left, other.left), _nearer(self.right, other.right))
+
+    @property
+    def device(self) -> None:
+        """Mask functions move the masks that they combine to one device."""
+
+    def to(self, device: None) -> "Pattern":
+        return self
+
+
+@dataclasses.dataclass(eq=False)
 class Mask:
     """The mask of a forward, by its pattern and its padding.
 
     Attributes:
         shape: (batch, 1, seqlen_q, seqlen_k), of the bool tensor which it stands for.
+        build: makes that tensor.
         pattern: which keys a query sees, or None: only `dense` knows.
         packed: the pattern inside each sequence, where ``cu_seqlens`` say which these are.
         lengths: int32 (batch,), the keys of each sequence that count, or None.
         keys: bool (batch, 1, 1, seqlen_k), False for padding, or None.
     """
 
+    shape: tuple[int, int, int, int]
+    device: torch.device
+    build: Callable[[], Tensor]
+    pattern: Pattern | None = None
+    packed: Pattern | None = None
+    lengths: Tensor | None = None
+    keys: Tensor | None = None
+    built: Tensor | None = None
+
     ndim = 4
     dtype = torch.bool
-
-    def __init__(
-        self,
-        shape: tuple[int, int, int, int],
-        device: torch.device,
-        build: Callable[[], Tensor],
-        pattern: Pattern | None = None,
-        packed: Pattern | None = None,
-        lengths: Tensor | None = None,
-        keys: Tensor | None = None,
-    ) -> None:
-        self.shape, self.device, self.build = shape, device, build
-        self.pattern, self.packed = pattern, packed
-        self.lengths, self.keys = lengths, keys
-        self.built: Tensor | None = None
 
     def dense(self) -> Tensor:
         """The bool tensor of `shape`, built at the first call."""
@@ -86,7 +105,7 @@ class Mask:
             if lengths.shape[0] != query.shape[0]:
                 lengths = lengths.expand(query.shape[0]).contiguous()
             options["seqused_k"] = lengths
-            if causal and query.shape[2] == key.shape[2]:  # padding of the one is the other's
+            if causal and query.shape[2] == key.shape[2]:  # queries and keys are the same tokens
                 options["seqused_q"] = lengths
         return options
 
@@ -94,7 +113,7 @@ class Mask:
         return self.ndim
 
     def to(self, *target: Any, **named_target: Any) -> "Mask | Tensor":
-        """Itself on another device, as `accelerate` asks; else the bool tensor, converted."""
+        """The mask itself for another device, as `accelerate` asks; else its tensor, converted."""
         dtype = torch._C._nn._parse_to(*target, **named_target)[1]
         if dtype in (None, torch.bool):
             return self
@@ -139,7 +158,7 @@ def mask(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Mask | Tensor:
-    """The mask of a forward; a bool tensor where it is cheap and a layer needs it anyway.
+    """The mask of a forward: a `Mask`, or a bool tensor where a layer needs that anyway.
 
     Args:
         q_offset, kv_offset: positions of the first query and key; a tensor with a static cache.
@@ -147,8 +166,9 @@ def mask(
         attention_mask: padding, bool (batch, keys up to now), True where there is a token; or what
             this function returned for the same forward.
         local_size: the sliding window, or the length of chunks.
-        allow_is_causal_skip, allow_is_bidirectional_skip: the mask is handed to layers as it is.
-        use_vmap: a part of the mask function is the model's own.
+        allow_is_causal_skip, allow_is_bidirectional_skip: either says that the mask is handed to
+            the layers as it is.
+        use_vmap: whether a part of the mask function is the model's own.
     """
     if isinstance(attention_mask, Mask):
         return attention_mask
@@ -180,7 +200,7 @@ def mask(
             visible = visible[:, kv_offset : kv_offset + kv_length]
             by_length = whole or pattern.right == 0 and q_length == kv_length
             return Mask(shape, device, build, pattern, **_padding(visible, q_length, by_length))
-    # A static cache has room behind the last token: the last query is not the one of the last key.
+    # A static cache has room behind the last token, so the last query is not that of the last key.
     if attention_mask is None and pattern.right == 0:
         lengths = torch.full((batch_size,), q_length, dtype=torch.int32, device=device)
         lengths = (lengths + (q_offset - kv_offset)).int()
@@ -189,7 +209,7 @@ def mask(
 
 
 def _padding(visible: Tensor, q_length: int, by_length: bool) -> dict[str, Tensor]:
-    """What a `Mask` keeps of a padding mask, bool (batch, seqlen_k): lengths, keys, or nothing."""
+    """The fields of `Mask` for a padding mask, bool (batch, seqlen_k): lengths, keys, or none."""
     if q_length > 1 and not _unreadable(visible.device):
         gaps = (visible[:, 1:] > visible[:, :-1]).any()
         padded, gaps = torch.stack((~visible.all(), gaps)).tolist()
@@ -203,7 +223,7 @@ def _padding(visible: Tensor, q_length: int, by_length: bool) -> dict[str, Tenso
 def _packed_pattern(
     mask_function: Callable[..., Any], local_size: int | None, use_vmap: bool, config: Any
 ) -> Pattern | None:
-    """The pattern inside each of several packed sequences, if they are all that was added to it."""
+    """The pattern inside each packed sequence, if packing is all that was added to a pattern."""
     if use_vmap or getattr(mask_function, "__name__", "") != "and_mask":
         return None
     if local_size is None:
@@ -218,3 +238,89 @@ def _unreadable(device: torch.device) -> bool:
     """Whether torch compiles or captures, so that values cannot steer what is done."""
     on_gpu = device.type == "cuda"
     return torch.compiler.is_compiling() or (on_gpu and torch.cuda.is_current_stream_capturing())
+
+
+def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
+    """The pattern of a mask function, or None where it is not a band around the diagonal."""
+    unknown = _Index(0, 0, 0)
+    try:
+        pattern = mask_function(unknown, unknown, _Index(1, 0, 0), _Index(0, 1, 0))
+    except (AttributeError, IndexError, TypeError):
+        return None
+    if not isinstance(pattern, Pattern) or min(pattern.left or 0, pattern.right or 0) < 0:
+        return None  # negative: not even its own key is seen
+    return pattern
+
+
+@dataclasses.dataclass(eq=False)
+class _Index:
+    """queries * (position of the query) + keys * (position of the key) + shift."""
+
+    queries: int
+    keys: int
+    shift: int
+
+    def __sub__(self, other: Any) -> "_Index":
+        if isinstance(other, int):
+            return _Index(self.queries, self.keys, self.shift - other)
+        if not isinstance(other, _Index):
+            raise TypeError
+        shift = self.shift - other.shift
+        return _Index(self.queries - other.queries, self.keys - other.keys, shift)
+
+    def __add__(self, other: Any) -> "_Index":
+        return self - -other
+
+    def __neg__(self) -> "_Index":
+        return _Index(-self.queries, -self.keys, -self.shift)
+
+    def __abs__(self) -> "_Distance":
+        return _Distance(self)
+
+    def __ge__(self, other: Any) -> Pattern:
+        return (self - other)._not_negative()
+
+    def __gt__(self, other: Any) -> Pattern:
+        return (self - other - 1)._not_negative()
+
+    def __le__(self, other: Any) -> Pattern:
+        return (-(self - other))._not_negative()
+
+    def __lt__(self, other: Any) -> Pattern:
+        return (-(self - other) - 1)._not_negative()
+
+    # Without this, objects are compared by identity, and the answer is a bool.
+    def __eq__(self, other: object) -> Any:
+        raise TypeError
+
+    def new_ones(self, *shape: Any, **options: Any) -> Pattern:
+        """All is visible; mask functions that combine several begin with it."""
+        return Pattern()
+
+    def _not_negative(self) -> Pattern:
+        if (self.queries, self.keys) == (1, -1):
+            return Pattern(right=self.shift)
+        if (self.queries, self.keys) == (-1, 1):
+            return Pattern(left=self.shift)
+        if (self.queries, self.keys) in ((1, 0), (0, 1)) and self.shift >= 0:
+            return Pattern()  # positions count from 0
+        raise TypeError
+
+
+@dataclasses.dataclass
+class _Distance:
+    """The absolute value of an index."""
+
+    index: _Index
+
+    def __le__(self, other: Any) -> Pattern:
+        return (self.index <= other) & (self.index >= -other)
+
+    def __lt__(self, other: Any) -> Pattern:
+        return (self.index < other) & (self.index > -other)
+
+
+def _nearer(a: int | None, b: int | None) -> int | None:
+    if a is None or b is None:
+        return a if b is None else b
+    return min(a, b)
