@@ -9,9 +9,9 @@ from . import environment, jit
 from .attention.backends import BACKENDS, simt
 from .attention.backends.preprocess import FlashBwdSinks
 from .attention.features import Access, Features
-from .baselines import kernels as baselines
+from .baselines import baselines
 from .decode import kernels as decode
-from .diffusion import kernels as diffusion
+from .diffusion import plan as diffusion
 from .jit import compiler
 from .linear import few_sm90_kernels as linear_few_sm90
 from .linear import kernels as linear

@@ -11,7 +11,6 @@ from matrix import each_library, pairwise
 
 import cupyflash
 from cupyflash.diffusion import reference
-from cupyflash.diffusion.normal import normal as normal_of_seed
 from cupyflash.runtime.philox import philox
 from cupyflash.testing import assert_close_to_float64, numpy_dtype, to_float64, to_numpy64
 
@@ -107,7 +106,7 @@ def test_noise_from_a_seed(target, shape):
     x, predicted = (stored(target, normal(shape, i), "float32") for i in range(2))
     each = numpy.random.default_rng(5).integers(0, sampler.num_steps - 1, shape[0])
     of_element = numpy.broadcast_to(each.reshape(-1, *[1] * (len(shape) - 1)), shape)
-    drawn = normal_of_seed(int(numpy.prod(shape)), of_element.ravel(), seed).reshape(shape)
+    drawn = reference.normal(int(numpy.prod(shape)), of_element.ravel(), seed).reshape(shape)
     noise = stored(target, drawn, "float32")
     found = sampler.step(x, predicted, indices(target, each), seed=seed)
     given = sampler.step(x, predicted, indices(target, each), noise=noise)
@@ -140,7 +139,7 @@ def test_noise_is_not_that_of_dropout():
     """Of the same seed: the radius of the first pair is of another Philox counter."""
     first = philox(11, tuple(numpy.zeros((4, 1), "uint64")))[0][0]
     dropouts = (-2 * numpy.log(((int(first) >> 8) + 1) * 2.0**-24)) ** 0.5
-    assert abs(numpy.hypot(*normal_of_seed(2, 0, 11)) - dropouts) > 1e-3
+    assert abs(numpy.hypot(*reference.normal(2, 0, 11)) - dropouts) > 1e-3
 
 
 @each_library(device="cuda")

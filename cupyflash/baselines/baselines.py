@@ -5,23 +5,29 @@
 3. `fused_attention`: one pass over the keys, no matrix, no tiles (``fused_attention.cu``).
 
 The fourth step is `cupyflash.attention`, whose kernels compute in tiles. All of them run alike: a
-configuration (``kernels.py``) names the template, NVRTC compiles it at the first use (``jit/``),
-and it is launched with one struct of arguments (``cuda_src/baselines/params.cuh``).
+configuration (at the end of this file) names the template, NVRTC compiles it at the first use
+(``jit/``), and it is launched with one struct of arguments (``cuda_src/baselines/params.cuh``).
 """
 
+import dataclasses
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 from ..jit import compiler
 from ..runtime.array import Array, View, library_of
 from ..runtime.checks import require_grid, require_like, views_of
-from ..runtime.config import KernelConfig
+from ..runtime.config import ITEM_SIZE, KernelConfig
 from ..runtime.launch import Launch
 from ..runtime.rows import is_contiguous
 from ..runtime.structs import header
-from . import kernels
 
 structs = header("baselines/params.cuh")
+
+THREADS = 256
+STEPS = header("baselines/naive_attention.cu").Step
+LANE_COLUMNS = 1, 2, 4, 8  # of fused_attention, where a warp has a row
+MAX_HEAD_DIM = 32 * LANE_COLUMNS[-1]
 
 
 def vector_add(a: Array, b: Array) -> Array:
@@ -43,7 +49,7 @@ def vector_add(a: Array, b: Array) -> Array:
     with _device_of(view):
         out = library.empty(view.shape, view.strides, a)
         size = math.prod(view.shape)
-        config, params = kernels.VectorAdd(view.dtype), structs.VectorAddParams(size=size)
+        config, params = VectorAdd(view.dtype), structs.VectorAddParams(size=size)
         _launch("vector_add", library, view, config, size, params, a, b, out)
     return out
 
@@ -76,8 +82,8 @@ def naive_attention(
             "softmax": params.rows * 32,  # a warp a row
             "output": params.rows * params.head_dim,  # one a number
         }
-        for step in kernels.STEPS:
-            config = kernels.NaiveAttention(view.dtype, step)
+        for step in STEPS:
+            config = NaiveAttention(view.dtype, step)
             arrays = (q, k, v, out, scores)
             _launch("naive_attention", library, view, config, threads[step], params, *arrays)
     return out
@@ -88,12 +94,13 @@ def fused_attention(
 ) -> Array:
     """`naive_attention` in one launch and without scores in memory; head_dim up to 256."""
     library, view, params = _prepared("fused_attention", q, k, v, scale, causal)
-    if view.shape[3] > kernels.MAX_HEAD_DIM:
-        fact = f"head_dim must be at most {kernels.MAX_HEAD_DIM}"
+    if view.shape[3] > MAX_HEAD_DIM:
+        fact = f"head_dim must be at most {MAX_HEAD_DIM}"
         raise ValueError(f"fused_attention: {fact}, got {view.shape[3]}")
     with _device_of(view):
         out = library.empty(view.shape, view.strides, q)
-        config, threads = kernels.fused_attention(view.dtype, view.shape[3]), params.rows * 32
+        columns = next(n for n in LANE_COLUMNS if view.shape[3] <= 32 * n)
+        config, threads = FusedAttention(view.dtype, columns), params.rows * 32
         _launch("fused_attention", library, view, config, threads, params, q, k, v, out, None)
     return out
 
@@ -101,7 +108,7 @@ def fused_attention(
 def _prepared(
     function: str, q: Array, k: Array, v: Array, scale: float | None, causal: bool
 ) -> tuple[Any, View, structs.BaselineAttentionParams]:
-    """What both kinds of attention need: library and view of q, and the kernel's numbers."""
+    """The library, the view of q and the kernel's numbers, for both kinds of attention."""
     library, views = _checked(function, {"q": q, "k": k, "v": v})
     shapes = [view.shape for view in views.values()]
     if [len(shape) for shape in shapes] != [4, 4, 4] or shapes[1] != shapes[2]:
@@ -168,3 +175,47 @@ def _device_of(view: View) -> Any:
     import cupy
 
     return cupy.cuda.Device(view.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline(KernelConfig):
+    """A kernel of one dtype."""
+
+    threads: ClassVar[int] = THREADS
+
+    dtype: str
+
+
+class VectorAdd(Baseline):
+    """out = a + b."""
+
+    source: ClassVar[str] = "baselines/vector_add.cu"
+    params: ClassVar[type[structs.VectorAddParams]] = structs.VectorAddParams
+
+
+@dataclasses.dataclass(frozen=True)
+class NaiveAttention(Baseline):
+    """One of the `STEPS`."""
+
+    source: ClassVar[str] = "baselines/naive_attention.cu"
+    params: ClassVar[type[structs.BaselineAttentionParams]] = structs.BaselineAttentionParams
+
+    step: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedAttention(Baseline):
+    """All of attention; each lane of a warp has ``lane_columns`` columns of a row."""
+
+    source: ClassVar[str] = "baselines/fused_attention.cu"
+    params: ClassVar[type[structs.BaselineAttentionParams]] = structs.BaselineAttentionParams
+
+    lane_columns: int
+
+
+def configurations(capability: tuple[int, int]) -> Iterator[Baseline]:
+    """All kernels, for warm-up and tests."""
+    for dtype in ITEM_SIZE:
+        yield VectorAdd(dtype)
+        yield from (NaiveAttention(dtype, step) for step in STEPS)
+        yield from (FusedAttention(dtype, columns) for columns in LANE_COLUMNS)

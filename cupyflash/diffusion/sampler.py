@@ -13,8 +13,15 @@ from ..runtime.checks import is_integer
 from ..runtime.operation import Operation
 from ..runtime.structs import header
 from . import dispatch
-from .levels import Options, levels, prediction
-from .schedule import MAX_STEPS, numbers_of, require_choice, timestep_embeddings
+from .schedule import (
+    MAX_STEPS,
+    Options,
+    levels,
+    numbers_of,
+    prediction,
+    require_choice,
+    timestep_embeddings,
+)
 
 structs = header("diffusion/params.cuh")
 

@@ -3,7 +3,7 @@
 What dropout keeps depends on the seed and on the place of a weight, or of an element of a row,
 alone, not on the order in which they are visited: so every kernel, the backward and the CPU drop
 the same.
-`diffusion.normal` makes the noise of the samplers from the same numbers.
+`diffusion.reference.normal` makes the noise of the samplers from the same numbers.
 
 J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
