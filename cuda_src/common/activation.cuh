@@ -13,11 +13,12 @@ __device__ __forceinline__ float sigmoid(float z) {
   return rcp_approx(1.f + exp2_approx(-LOG2E * z));
 }
 
-// 2^u, where larger values would not change what mish makes of it.
+// 2^min(u, 28). From 28 on the tanh of mish is 1 in float32, and without the bound e * e below
+// would overflow.
 __device__ __forceinline__ float exp2_bounded(float u) { return exp2_approx(fminf(u, 28.f)); }
 
-// What an exponential takes: z times this. Where z is the result of a multiplication anyway, that
-// can give u = ARGUMENT_SCALE * z at once.
+// The functions below take u = ARGUMENT_SCALE * z instead of z, because exp2 needs u. Where z is
+// the result of a multiplication anyway, the caller folds the scale into its factor.
 template <Activation ACTIVATION>
 constexpr float ARGUMENT_SCALE = ACTIVATION == silu   ? -LOG2E
                                  : ACTIVATION == mish ? LOG2E
@@ -49,7 +50,7 @@ __device__ __forceinline__ float activate(float z) {
   return activate_scaled<ACTIVATION>(ARGUMENT_SCALE<ACTIVATION> * z);
 }
 
-// Its derivative by z at z = u / ARGUMENT_SCALE.
+// The derivative of the activation with respect to z, at z = u / ARGUMENT_SCALE.
 template <Activation ACTIVATION>
 __device__ __forceinline__ float slope_scaled(float u) {
   if constexpr (ACTIVATION == silu) {

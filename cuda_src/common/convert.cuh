@@ -1,5 +1,5 @@
-// float <-> storage type, on every architecture (bfloat16 by integer arithmetic: sm_75 and older
-// have no instruction for it).
+// Conversions between float and the storage types, for every architecture. bfloat16 is converted by
+// integer arithmetic, because sm_75 and older have no instruction for it.
 #pragma once
 #include "../ptx/math.cuh"
 #include "types.cuh"

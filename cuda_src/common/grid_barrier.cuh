@@ -1,15 +1,15 @@
-// All blocks of a cooperative launch wait for each other, once in a launch.
+// A barrier of all blocks of a cooperative launch, which can be used once in a launch.
 #pragma once
 #include "../ptx/atomics.cuh"
 
-// By one thread of each block, synchronised with the others before and after: what any thread wrote
-// before is visible to all threads after. *counter is 0 before the launch and after it: blocks
-// count themselves in, and out again; the last one out brings it back to 0. Nobody waits for the
-// counting out.
+// One thread of each block calls this, between two __syncthreads() of its block. What any thread of
+// the grid wrote before is then visible to all threads. *counter is 0 before and after the launch:
+// every block counts itself in and out again, and the last of the 2 * gridDim.x counts wraps the
+// counter to 0. No block waits for the counting out.
 __device__ __forceinline__ void wait_for_all_blocks(int* counter) {
   const int blocks = gridDim.x;
   release_flag_wrapping(counter, 2 * blocks - 1);
-  // It can only be 0 again after this block has counted itself out.
+  // The counter cannot wrap before this block has counted itself out, so the loop cannot miss it.
   while (load_acquire(counter) < blocks) {
   }
   count_wrapping(counter, 2 * blocks - 1);

@@ -1,5 +1,5 @@
-// Sums over groups of threads, by + of any small struct of floats. Every thread gets the same bits,
-// in every run: the order of the additions is fixed, and + must be commutative.
+// Sums over groups of threads, of any small struct of floats that has an operator +. Every thread
+// gets the same bits, in every run: the order of the additions is fixed, and + must be commutative.
 #pragma once
 #include "../ptx/math.cuh"
 
@@ -15,7 +15,8 @@ __device__ __forceinline__ Sums operator+(Sums a, Sums b) {
   return {a.first + b.first, a.second + b.second};
 }
 
-// Mean and sum of squared deviations from it: without the cancellation of E[x^2] - E[x]^2.
+// The number of some values, their mean, and m2, the sum of the squares of their deviations from
+// it. Merging these avoids the cancellation of E[x^2] - E[x]^2.
 // Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances.
 struct Moments {
   float count;
@@ -27,14 +28,14 @@ __device__ __forceinline__ Moments operator+(Moments a, Moments b) {
   const float count = a.count + b.count;
   const float share = count > 0.f ? rcp_approx(count) : 0.f;
   const float delta = b.mean - a.mean;
-  // Commutative, and of weights that add up to 1 whatever the rounding of `share`: an error of the
-  // mean counts as much as the mean is large.
+  // This form is commutative, and the weights of the two means add up to 1 however `share` is
+  // rounded. An error of their sum would be multiplied by the mean, which may be large.
   const float mean = 0.5f * (a.mean + b.mean) + 0.5f * delta * ((b.count - a.count) * share);
   return {count, mean, a.m2 + b.m2 + delta * delta * (a.count * (b.count * share))};
 }
 
-// From a mean that may be off by rounding, and the sums of the deviations from it and of their
-// squares; `share` is 1 / count.
+// The moments of `count` values whose mean is only approximately `mean`. `rest` holds the sums of
+// the deviations from that approximation and of their squares; `share` is 1 / count.
 __device__ __forceinline__ Moments moments_of(float count, float share, float mean, Sums rest) {
   const float error = rest.first * share;
   return {count, mean + error, rest.second - rest.first * error};
@@ -60,8 +61,9 @@ __device__ __forceinline__ V sum_of_neighbours(V value) {
   return value;
 }
 
-// What LANES neighbours have together, whose count is 1 / `inverse`: cheaper than merging in pairs.
-// Their means are added up as distances from the first one, the squares from the mean of all.
+// Merges the moments of LANES neighbouring lanes, which have 1 / `inverse` values together; the
+// count of the result is left as that of one lane. It is cheaper than merging in pairs: the means
+// are summed as distances from the first of them, and the squares are taken from the mean of all.
 template <int LANES>
 __device__ __forceinline__ Moments moments_of_neighbours(Moments own, float inverse) {
   const float base = __shfl_sync(0xffffffffu, own.mean, 0, LANES);
@@ -72,8 +74,8 @@ __device__ __forceinline__ Moments moments_of_neighbours(Moments own, float inve
   return {own.count, base + mean, m2};
 }
 
-// The sum over THREADS (a power of two) consecutive threads, which are the block if they are more
-// than a warp. Before `scratch` is used again, the block must synchronise.
+// The sum over THREADS (a power of two) consecutive threads. If they are more than a warp, they
+// must be the whole block, and the block must synchronise before `scratch` is used again.
 template <int THREADS, class V>
 __device__ __forceinline__ V group_sum(V value, V (&scratch)[MAX_WARPS]) {
   value = sum_of_neighbours<(THREADS < 32 ? THREADS : 32)>(value);

@@ -1,4 +1,4 @@
-// Several neighbouring values, moved in loads and stores of up to 16 bytes.
+// Packs of several neighbouring values, which are loaded and stored by up to 16 bytes at a time.
 #pragma once
 #include "../ptx/st_global.cuh"
 #include "types.cuh"
@@ -8,13 +8,13 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
   T values[N];
 };
 
-// data lies on a multiple of the size of the pack, or of 16 bytes if that is less.
+// `data` is aligned to the size of the pack, or to 16 bytes if the pack is larger.
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> load_pack(const T* data) {
   return *reinterpret_cast<const Pack<T, N>*>(data);
 }
 
-// In PTX: left to itself the compiler splits some of these stores into parts.
+// The stores are written in PTX, because the compiler would split some of them into parts.
 template <int N, typename T>
 __device__ __forceinline__ void store_pack(T* data, const Pack<T, N>& pack) {
   if constexpr (sizeof(pack) % 16 == 0) {

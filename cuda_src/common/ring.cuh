@@ -1,6 +1,8 @@
-// A place in a ring of buffers in shared memory, with the parity that its barriers have this time
-// round. Producer and consumers walk over the same ring, each with a place of its own: the producer
-// waits for `empty` with the opposite parity, which a fresh barrier lets pass.
+// A ring of buffers ("stages") in shared memory, through which a producer hands tiles to consumers,
+// and its barriers. Each role walks over the ring with a place of its own: the current stage, and
+// the parity that the barriers of this stage have in the current round. A consumer waits for `full`
+// with this parity. The producer waits for `empty` with the opposite one, for which a wait on a
+// fresh barrier returns at once: in the first round all stages are empty.
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "../ptx/mbarrier.cuh"
@@ -17,7 +19,7 @@ struct RingPlace {
   }
 };
 
-// The same if the number of stages is known at compile time.
+// A place in a ring whose number of stages is fixed when the kernel is compiled.
 template <int STAGES>
 struct Ring : RingPlace {
   __device__ void advance() { next(STAGES); }
@@ -28,8 +30,8 @@ struct Ring : RingPlace {
   }
 };
 
-// The barriers of a ring: `full` counts the producer's announcement and the bytes of its copies,
-// `empty` the arrivals of the consumers.
+// The barriers of a ring. `full` counts one arrival of the producer and the bytes of its copies,
+// `empty` the arrivals of the consumers, which come after their last read of the stage.
 template <int STAGES>
 struct RingBarriers {
   uint64_t full[STAGES];
@@ -47,11 +49,11 @@ struct RingBarriers {
   __device__ void wait_empty(const Ring<STAGES>& at) {
     mbarrier_wait(smem_address(&empty[at.stage]), at.parity ^ 1);
   }
-  // Consumers that read with wgmma: a warp each, after its wgmma_wait(); with other loads, after
-  // wait_for_loads() and __syncwarp().
+  // One arrival a warp. The warp calls it after the wgmma_wait() that covers its reads; if it reads
+  // with other loads, wait_for_loads() and __syncwarp() come first.
   __device__ void release(int stage) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&empty[stage]));
   }
-  // Consumers that read with ordinary loads as well: a thread each.
+  // One arrival a thread, for consumers that read with ordinary loads as well.
   __device__ void release_by_thread(int stage) { mbarrier_arrive(smem_address(&empty[stage])); }
 };

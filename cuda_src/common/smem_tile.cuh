@@ -1,9 +1,9 @@
-// A tile of 16-bit elements in shared memory, for cp.async, ldmatrix and mma.sync.
+// A tile of 16-bit elements in shared memory, for cp.async, TMA, ldmatrix, mma.sync and wgmma.
 //
 // The tile is cut into column blocks of 64 (or 32) elements; a row of a block is 128 (64) bytes,
 // and the 16-byte chunks of a row are permuted by the row number, so that eight consecutive rows
 // hold the same chunk in eight different bank groups: copies, ldmatrix and stores are free of
-// conflicts.
+// conflicts. With 64 columns this is the 128-byte swizzle of TMA and wgmma.
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ldmatrix.cuh"
@@ -22,23 +22,23 @@ struct SmemTile {
   static constexpr int ROW_CHUNKS = BLOCK_COLS / 8;
   static constexpr int BLOCK_BYTES = ROWS * ROW_BYTES;
 
-  // Byte offset of chunk `chunk` (8 elements) of row `row`.
+  // The byte offset of chunk `chunk` (8 elements) of row `row`.
   __device__ static uint32_t offset(int row, int chunk) {
     const int key = BLOCK_COLS == 64 ? row % 8 : row / 2 % 4;
     return (chunk / ROW_CHUNKS) * (ROWS * ROW_BYTES) + row * ROW_BYTES +
            ((chunk % ROW_CHUNKS) ^ key) * 16;
   }
 
-  // From the address of (row, chunk) to (row + rows, chunk + chunks), for rows % 8 == 0, when
-  // adding to the chunk number carries into no bit that is set in it: one XOR with a constant, and
-  // the rest is the immediate offset of the instruction that uses the address.
+  // The address of (row + rows, chunk + chunks) from that of (row, chunk). rows must be a multiple
+  // of 8, and chunk and chunks must have no bit in common (below ROW_CHUNKS). Then it takes one XOR
+  // with a constant, and the rest is the immediate offset of the instruction that uses the address.
   __device__ static uint32_t advance(uint32_t address, int rows, int chunks) {
     return (address ^ (chunks % ROW_CHUNKS * 16)) + (chunks / ROW_CHUNKS * ROWS + rows) * ROW_BYTES;
   }
 };
 
-// Copies rows [0, valid_rows) x columns [0, head_dim) of a global tile; the rest becomes zero, so
-// that nothing outside the valid region (NaN, say) can reach a product.
+// Copies rows [0, valid_rows) x columns [0, head_dim) of a global tile. The rest of the shared tile
+// becomes zero, so that nothing outside the valid region (NaN, say) can reach a product.
 template <class Tile, int NUM_THREADS, int ARCH, typename T>
 __device__ __forceinline__ void load_tile(uint32_t smem, const T* gmem, int64_t row_stride,
                                           int valid_rows, int head_dim) {
@@ -68,7 +68,8 @@ __device__ __forceinline__ void load_tile(uint32_t smem, const T* gmem, int64_t 
   }
 }
 
-// Rows [0, valid_rows) x columns [0, head_dim) of a shared tile to global memory, 16 bytes a lane.
+// Stores rows [0, valid_rows) x columns [0, head_dim) of a shared tile to global memory, 16 bytes a
+// lane.
 template <class Tile, int NUM_THREADS, typename T>
 __device__ __forceinline__ void store_tile(T* gmem, int64_t row_stride, uint32_t smem,
                                            int valid_rows, int head_dim) {
@@ -88,7 +89,7 @@ __device__ __forceinline__ void store_tile(T* gmem, int64_t row_stride, uint32_t
   }
 }
 
-// The 16-bit image of a warp's accumulators, at rows [row, row + 16 * M) and columns
+// Rounds a warp's accumulators to 16 bits and stores them at rows [row, row + 16 * M) and columns
 // [col, col + 8 * N) of the tile.
 template <class Tile, typename T, int ARCH, int M, int N>
 __device__ __forceinline__ void store_fragments(uint32_t smem, int row, int col,

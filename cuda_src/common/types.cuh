@@ -2,7 +2,7 @@
 // bfloat16 are a second package that may be missing: a kernel here needs nothing but NVRTC.
 #pragma once
 
-#if __CUDA_ARCH__ < 700  // Pascal has no such annotation: only its parameters may be copied
+#if __CUDA_ARCH__ < 700  // Pascal lacks the annotation; without it parameters may be copied
 #undef __grid_constant__
 #define __grid_constant__
 #endif
@@ -13,7 +13,7 @@ typedef unsigned int uint32_t;
 typedef unsigned long long uint64_t;
 typedef long long int64_t;
 
-// Storage types: two bytes, no arithmetic. Kernels compute in float.
+// Storage types have two bytes and no arithmetic, because kernels compute in float.
 struct half_t {
   static constexpr bool IS_BFLOAT16 = false;
   uint16_t bits;

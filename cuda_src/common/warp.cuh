@@ -1,5 +1,5 @@
-// Reductions over a warp, or over a quad of it: lanes 4 * g to 4 * g + 3. All their lanes get the
-// same bits.
+// Reductions over a warp, or over each quad of a warp (lanes 4 g to 4 g + 3). All lanes that take
+// part get the same bits.
 #pragma once
 
 __device__ __forceinline__ float warp_sum(float x) {

@@ -1,5 +1,5 @@
-// Matrix products of one warpgroup on wgmma: operands from SmemTile (128-byte swizzle) or
-// registers.
+// Matrix products of one warpgroup on wgmma. Operand A lies in a SmemTile (128-byte swizzle) or in
+// registers, operand B in a SmemTile.
 //
 // An operand is named by how it lies in shared memory, as in warp_gemm.cuh: a row operand has the
 // summation index k along the rows of the tile (contiguous), a column operand has k running down
@@ -10,7 +10,7 @@
 #include "../ptx/wgmma.cuh"
 #include "smem_tile.cuh"
 
-// Rows of the tile from `row` on (a multiple of 8), k along them.
+// An operand of the rows of the tile from `row` on (a multiple of 8); k runs along them.
 template <class Tile>
 struct WgRowOperand {
   static_assert(Tile::BLOCK_COLS == 64, "column blocks of 128 bytes");
@@ -20,13 +20,14 @@ struct WgRowOperand {
   __device__ WgRowOperand(uint32_t smem, int row)
       : descriptor(wgmma_descriptor(smem + row * Tile::ROW_BYTES, 0)) {}
 
-  // Step k of 16 columns: inside a 64-column block the swizzle is applied after the addition.
+  // The descriptor of step k, which is 16 columns. Inside a 64-column block it may simply be
+  // advanced, because the hardware applies the swizzle after the addition.
   __device__ uint64_t at(int k) const {
     return descriptor + (k / 4 * Tile::ROWS * Tile::ROW_BYTES + k % 4 * 32) / 16;
   }
 };
 
-// Columns of the tile from 64 * col_block on, k down the rows.
+// An operand of the columns of the tile from 64 * col_block on; k runs down the rows.
 template <class Tile>
 struct WgColumnOperand {
   static_assert(Tile::BLOCK_COLS == 64, "column blocks of 128 bytes");
@@ -37,7 +38,7 @@ struct WgColumnOperand {
   __device__ WgColumnOperand(uint32_t smem, int col_block)
       : descriptor(wgmma_descriptor(smem + col_block * BLOCK_BYTES, BLOCK_BYTES)) {}
 
-  // Step k of 16 rows.
+  // The descriptor of step k, which is 16 rows.
   __device__ uint64_t at(int k) const { return descriptor + k * 16 * Tile::ROW_BYTES / 16; }
 };
 
@@ -45,7 +46,9 @@ struct WgColumnOperand {
 constexpr bool OVERWRITE = false;
 constexpr bool ACCUMULATE = true;
 
-// Issues acc (+)= A B over K_STEPS steps of 16 as one group; wgmma_wait() and pin() must follow.
+// Issues acc = A B, or acc += A B if `add`, over K_STEPS steps of 16 as one group. The caller must
+// wait for it with wgmma_wait() and then pin() the accumulator before using it. (pin() keeps the
+// compiler from moving accesses to the registers into the time when the product owns them.)
 template <typename T, int K_STEPS, int N, class A, class B>
 __device__ __forceinline__ void wg_gemm(float (&acc)[N][4], const A& a, const B& b, bool add) {
   pin(acc);
@@ -58,7 +61,7 @@ __device__ __forceinline__ void wg_gemm(float (&acc)[N][4], const A& a, const B&
   pin(acc);
 }
 
-// The same with A in registers, packed by wg_pack.
+// wg_gemm() with A in registers, packed by wg_pack. They too must be pinned after the wait.
 template <typename T, int K_STEPS, int N, class B>
 __device__ __forceinline__ void wg_gemm(float (&acc)[N][4], uint32_t (&a)[K_STEPS][4], const B& b,
                                         bool add) {
@@ -83,7 +86,7 @@ __device__ __forceinline__ void set_zero(float (&acc)[N][4]) {
   }
 }
 
-// An accumulator as operand A of the next product: its columns become k.
+// Packs an accumulator as operand A of the next product, whose k runs over its columns.
 template <typename T, int N>
 __device__ __forceinline__ void wg_pack(uint32_t (&a)[N / 2][4], const float (&acc)[N][4]) {
 #pragma unroll
@@ -96,7 +99,8 @@ __device__ __forceinline__ void wg_pack(uint32_t (&a)[N / 2][4], const float (&a
   }
 }
 
-// The 16-bit image of a warp's accumulator, 16 rows from `row` on, in the tile at `smem`.
+// Rounds a warp's accumulator to 16 bits and stores it in the tile at `smem`, in the 16 rows from
+// `row` on.
 template <class Tile, typename T, int N>
 __device__ __forceinline__ void wg_store_tile(uint32_t smem, int row, const float (&acc)[N][4]) {
   uint32_t packed[N / 2][4];

@@ -1,5 +1,6 @@
-// Neighbouring values as 32-bit words, moved 16 bytes at a time, or a single one. 16-bit values
-// that stay in registers for long must stay in pairs, and the compiler takes a Pack to pieces.
+// Neighbouring values in 32-bit registers, which are loaded and stored 16 bytes at a time, or a
+// single value. 16-bit values that live in registers for long should stay in pairs: Words keeps
+// them so, while the compiler gives each value of a Pack a register of its own.
 #pragma once
 #include "../ptx/ld_global.cuh"
 #include "../ptx/math.cuh"
@@ -23,8 +24,8 @@ struct Words {
   }
 };
 
-// `data` lies on a multiple of 16 bytes, or of all of them if they are fewer. What is read once
-// leaves the L1 cache to others.
+// `data` is aligned to 16 bytes, or to the size of all values if that is less. With ONCE the loads
+// allocate no line in L1, as nobody reads it again.
 template <int N, bool ONCE = false, typename T>
 __device__ __forceinline__ Words<T, N> load_words(const T* data) {
   Words<T, N> result;
@@ -53,7 +54,7 @@ __device__ __forceinline__ uint4 bits_of(const Words<T, N>& v) {
   return make_uint4(v.words[0], v.words[1], v.words[2], v.words[3]);
 }
 
-// With STREAM they leave the L2 cache to others.
+// With STREAM the values are not read again soon, and L2 evicts them first.
 template <int N, bool STREAM = false, typename T>
 __device__ __forceinline__ void store_words(T* data, const Words<T, N>& v) {
   if constexpr (N > 1) {
@@ -72,8 +73,8 @@ __device__ __forceinline__ void store_words(T* data, const Words<T, N>& v) {
   }
 }
 
-// Rounds two bfloat16 by one instruction where the GPU has it: integer arithmetic for it would cost
-// more than all the rest of a norm.
+// Rounds floats to T. Two bfloat16 are rounded by one instruction where the GPU has it: the integer
+// arithmetic of from_float() would cost more than all the rest of a norm.
 template <typename T, int N>
 __device__ __forceinline__ Words<T, N> round_words(const float (&values)[N]) {
   constexpr int ARCH = __CUDA_ARCH__ / 10;

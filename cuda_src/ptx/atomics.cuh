@@ -1,61 +1,70 @@
-// Reductions and flags in global memory.
+// Reductions and flags in global memory. A flag is a counter that orders memory: a thread that
+// counts with .release publishes its earlier writes, and a thread that reads the new value with
+// .acquire sees them.
+//
 // PTX ISA: "Parallel synchronization instructions: red", "Memory consistency model".
 #pragma once
 #include "../common/types.cuh"
 
+// Adds to global memory and returns nothing, so that the thread does not wait for memory.
 __device__ __forceinline__ void red_add(float* address, float value) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
 }
 
-// Four at once, 16 bytes aligned (sm_90).
+// Adds four neighbouring floats; the address is a multiple of 16 bytes (sm_90).
 __device__ __forceinline__ void red_add(float* address, const float (&v)[4]) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(v[0]), "f"(v[1]),
                "f"(v[2]), "f"(v[3])
                : "memory");
 }
 
-// What was written before the release of this value is visible (sm_70).
+// Reads a flag. Whatever was written before the release of the value that it returns is visible to
+// this thread afterwards (sm_70).
 __device__ __forceinline__ int load_acquire(const int* address) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
 
-// Waits until *flag == value; what was written before its release is visible then (sm_70).
+// Waits until *flag == value. Whatever was written before the release of this value is visible
+// afterwards (sm_70).
 __device__ __forceinline__ void wait_flag(const int* flag, int value) {
   while (load_acquire(flag) != value) {
   }
 }
 
-// The same by plain loads and a fence: slower, but two registers less, which flash_bwd_sm80 lacks.
+// wait_flag() by plain loads and a fence. It is slower, but takes two registers fewer, and
+// flash_bwd_sm80 has none to spare.
 __device__ __forceinline__ void wait_flag_fenced(const int* flag, int value) {
   while (*static_cast<const volatile int*>(flag) != value) {
   }
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
-// Makes this thread's earlier writes, and those it has synchronised with, visible with the flag.
+// Adds 1 to a flag, and publishes this thread's earlier writes and those of the threads that it has
+// synchronised with.
 __device__ __forceinline__ void release_flag(int* flag) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(flag) : "memory");
 }
 
-// The same with any number.
+// Adds `value` to a flag, and publishes earlier writes as release_flag() does.
 __device__ __forceinline__ void red_add_release(uint32_t* address, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// The same for a flag that is 0 again after `last` + 1 counts.
+// release_flag() for a flag that wraps to 0 at count number `last` + 1.
 __device__ __forceinline__ void release_flag_wrapping(int* flag, int last) {
   asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(flag), "r"(last) : "memory");
 }
 
-// One more count, which tells nothing about earlier writes.
+// Counts like release_flag_wrapping(), but publishes no earlier writes.
 __device__ __forceinline__ void count_wrapping(int* flag, int last) {
   asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(flag), "r"(last) : "memory");
 }
 
-// Counts like `release_flag_wrapping`, sees what was written before all earlier counts, and returns
-// how many they were. By fences, for GPUs older than sm_70.
+// Counts like release_flag_wrapping() and returns the number of earlier counts. Whatever was
+// written before those counts is visible afterwards. It uses fences, because GPUs older than sm_70
+// have neither .release nor .acquire.
 __device__ __forceinline__ int count_in(int* flag, int last) {
   __threadfence();
   const int earlier = atomicInc(reinterpret_cast<unsigned*>(flag), last);

@@ -1,4 +1,4 @@
-// Clusters of sm_90: blocks that run at the same time and reach each other's shared memory.
+// Clusters of sm_90: blocks that run at the same time and can access each other's shared memory.
 // PTX ISA: "barrier.cluster", "mapa", "mbarrier.arrive", "st.async".
 #pragma once
 #include "../common/types.cuh"
@@ -9,7 +9,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// Whole warps; the wait is for all threads of the cluster that have not ended.
+// The barrier of a cluster, for whole warps. The wait ends when all threads of the cluster that
+// have not exited have arrived; cluster_sync() also makes their writes visible to each other.
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -18,13 +19,14 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
-// The arrival alone, for a cluster_wait() later on. Hands over nothing but barriers that a fence
-// (mbarrier_init_fence) has made visible; waits for no memory access.
+// Arrives at the barrier of the cluster; a cluster_wait() must follow later. The arrival is
+// relaxed: it neither waits for this thread's memory accesses nor publishes them. Only mbarriers
+// that mbarrier_init_fence() has published may be used by other blocks after the wait.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// Where block `rank` of the cluster has what is at this place of shared memory.
+// The address of the same object in the shared memory of block `rank` of the cluster.
 template <typename T>
 __device__ __forceinline__ T* cluster_shared(T* pointer, uint32_t rank) {
   uint64_t remote;
@@ -32,7 +34,7 @@ __device__ __forceinline__ T* cluster_shared(T* pointer, uint32_t rank) {
   return reinterpret_cast<T*>(remote);
 }
 
-// An arrival at the barrier that block `rank` of the cluster has at this shared address.
+// Arrives at the mbarrier that lies at this shared address in block `rank` of the cluster.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -44,8 +46,9 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32
       : "memory");
 }
 
-// Two floats to this shared address of block `rank` of the cluster. The barrier at this shared
-// address of the same block counts their 8 bytes when they are there.
+// Stores two floats at the shared address `to` of block `rank` of the cluster, without waiting. The
+// mbarrier at the shared address `barrier` of the same block counts their 8 bytes when they have
+// arrived.
 __device__ __forceinline__ void st_async_cluster(uint32_t to, uint32_t barrier, uint32_t rank,
                                                  float first, float second) {
   asm volatile(

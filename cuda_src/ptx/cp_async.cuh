@@ -7,15 +7,15 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes; writes zeros and reads nothing where !valid. Bypasses L1 (.cg).
+// Copies 16 bytes, or reads nothing and writes zeros if !valid. The copy bypasses L1 (.cg).
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
                "r"(valid ? 16 : 0)
                : "memory");
 }
 
-// The same of what is read in order, and once: the L2 gets the whole line of 128 bytes, and drops
-// it before all others.
+// cp_async_16() for data that is read in order, and once: L2 fetches the whole line of 128 bytes,
+// and evicts it before all other lines.
 __device__ __forceinline__ void cp_async_stream_16(uint32_t dst, const void* src, bool valid) {
   asm volatile(
       "{\n"
@@ -37,7 +37,7 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// The same copy through registers, for sm_75.
+// cp_async_16() through registers, for sm_75, which has no cp.async.
 __device__ __forceinline__ void copy_16(uint32_t dst, const void* src, bool valid) {
   uint4 value = {0, 0, 0, 0};
   if (valid) value = *static_cast<const uint4*>(src);
@@ -46,7 +46,8 @@ __device__ __forceinline__ void copy_16(uint32_t dst, const void* src, bool vali
                : "memory");
 }
 
-// Commit and wait for either kind of copy; the one through registers has nothing to wait for.
+// Commit and wait for either kind of copy. A copy through registers is complete when its store is
+// issued, so there is nothing to wait for.
 template <int ARCH>
 __device__ __forceinline__ void copies_commit() {
   if constexpr (ARCH >= 80) cp_async_commit();

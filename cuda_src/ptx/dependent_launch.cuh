@@ -1,22 +1,22 @@
 // Programmatic dependent launch (sm_90): a kernel that begins while the one before it in the stream
 // still runs. PTX ISA: "Parallel synchronization instructions: griddepcontrol".
 //
-// A kernel may begin early if its launch allows it (cupyflash/dependent_launch.py) and every block
-// of the kernel before it has called `launch_next_kernel`, or ended. What it may do before
-// `wait_for_previous_kernel`: read what the caller of such launches promises to be constant
-// (weights, older keys and values), prefetch into L2, write to shared memory. Everything else, and
-// above all every store, comes after. Why that is enough:
+// A kernel may begin early if its launch allows it (cupyflash/runtime/overlap.py) and every block
+// of the kernel before it has called `launch_next_kernel` or has exited. Before
+// `wait_for_previous_kernel` it may read what the caller of such launches promises to be constant
+// (weights, older keys and values), prefetch into L2, and write to shared memory. Everything else,
+// above all every store to global memory, must come after the wait. These rules suffice:
 //
-// - The wait is for the end of the whole previous grid, with all that it wrote. That grid, in some
-//   block at least, has waited for the one before it. So behind the wait everything earlier has
-//   ended, however many kernels overlap, and memory may be written, or used anew for something
-//   else, exactly as without overlap: buffers, counters that return to 0, flags.
-// - Data of earlier kernels must not be read by ld.global.nc, nor by anything the compiler may move
-//   up: it changes during the life of this kernel.
-// - Blocks that wait for each other (grid barriers, clusters) run at once as ever: the next kernel
-//   gets no room before all of them have begun.
+// - The wait ends when the whole previous grid has ended and its writes are visible. At least one
+//   block of that grid has waited for the grid before it. So after the wait all earlier kernels
+//   have ended, however many of them overlap, and global memory may be written or reused exactly as
+//   without overlap: buffers, counters that return to 0, flags.
+// - A kernel must not read the data of earlier kernels by ld.global.nc, nor by a load that the
+//   compiler may move above the wait, because that data changes while the kernel runs.
+// - Blocks that wait for each other (grid barriers, clusters) run at the same time, as always: the
+//   next kernel gets no multiprocessor before all of them have begun.
 //
-// Both do nothing in an ordinary launch, and on older GPUs.
+// Both functions do nothing in an ordinary launch and on GPUs older than sm_90.
 #pragma once
 
 __device__ __forceinline__ void wait_for_previous_kernel() {

@@ -1,5 +1,5 @@
-// Loads from global memory that go past L1. PTX ISA: "Data movement and conversion instructions:
-// ld", cache operators; "prefetch".
+// Loads from global memory that bypass L1 or leave no line in it. PTX ISA: "Data movement and
+// conversion instructions: ld", cache operators; "prefetch".
 #pragma once
 #include "../common/types.cuh"
 
@@ -9,7 +9,7 @@
 #define NO_ALLOCATE ".L1::no_allocate"
 #endif
 
-// What is read once and by one thread only.
+// Loads 16 bytes that are read once, by one thread, and that nobody writes during the launch (.nc).
 __device__ __forceinline__ uint4 ld_global_stream_128(const void* address) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -18,7 +18,7 @@ __device__ __forceinline__ uint4 ld_global_stream_128(const void* address) {
   return v;
 }
 
-// The same of what this launch may have written.
+// Loads 16 bytes that are read once and that this launch may have written.
 __device__ __forceinline__ uint4 ld_global_once_128(const void* address) {
   uint4 v;
   asm volatile("ld.global" NO_ALLOCATE ".v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -27,7 +27,8 @@ __device__ __forceinline__ uint4 ld_global_once_128(const void* address) {
   return v;
 }
 
-// What other multiprocessors have written in the same launch.
+// Loads of data that other multiprocessors have written in the same launch: .cg reads it from L2,
+// because L1 may hold an older value.
 __device__ __forceinline__ uint4 ld_global_cg_128(const void* address) {
   uint4 v;
   asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -58,7 +59,7 @@ __device__ __forceinline__ uint64_t ld_global_cg(const uint64_t* address) {
   return v;
 }
 
-// Brings the line of 128 bytes into L2.
+// Brings the line of 128 bytes around the address into L2, without waiting for it.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }

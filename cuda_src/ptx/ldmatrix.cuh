@@ -1,8 +1,11 @@
-// ldmatrix (sm_75): four 8x8 matrices of 16-bit elements from shared memory, one address a lane.
-// PTX ISA: "Warp-level matrix load instruction: ldmatrix".
+// ldmatrix (sm_75) loads four 8x8 matrices of 16-bit elements from shared memory: lane 8 i + j
+// gives the address of row j of matrix i, and register i of each lane receives two elements of
+// matrix i. Below it are plain loads and stores of shared memory. PTX ISA: "Warp-level matrix load
+// instruction: ldmatrix".
 #pragma once
 #include "../common/types.cuh"
 
+// Lane 4 g + c receives the elements (row g, columns 2c and 2c + 1) of each matrix.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -10,6 +13,7 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) 
                : "memory");
 }
 
+// Lane 4 g + c receives the elements (rows 2c and 2c + 1, column g) of each matrix.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -25,7 +25,7 @@ __device__ __forceinline__ float sqrt_approx(float x) {
   return y;
 }
 
-// Absolute error 2^-20.9 between -pi and pi.
+// sin_approx() and cos_approx() have an absolute error of at most 2^-20.9 between -pi and pi.
 __device__ __forceinline__ float sin_approx(float x) {
   float y;
   asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -38,9 +38,9 @@ __device__ __forceinline__ float cos_approx(float x) {
   return y;
 }
 
-// lg2.approx has a relative error of 2^-22 for large arguments but an absolute one of 2^-22 between
-// 0.5 and 2: so it gets the mantissa, and the exponent is added exactly. Of x * 2^exponent; x is
-// positive and normal.
+// log2(x * 2^exponent) for a positive, normal x. lg2.approx has an absolute error of 2^-22 for
+// arguments between 0.5 and 2, but only a relative error of 2^-22 for large ones. So it gets the
+// mantissa alone, and the exponent, which is an exact integer, is added to its result.
 __device__ __forceinline__ float log2_accurate(float x, int exponent = 0) {
   const int bits = __float_as_int(x);
   float y;
@@ -48,10 +48,10 @@ __device__ __forceinline__ float log2_accurate(float x, int exponent = 0) {
   return y + float((bits >> 23) - 127 + exponent);
 }
 
-// The same of a sum of weights, which may be NaN and is then NaN.
+// log2_accurate() of a sum of weights, except that a NaN stays a NaN.
 __device__ __forceinline__ float log2_of_sum(float x) { return x == x ? log2_accurate(x) : x; }
 
-// From and to the bits of float16.
+// Conversions from and to the bits of a float16.
 __device__ __forceinline__ float cvt_f32_f16(uint16_t bits) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
@@ -63,14 +63,14 @@ __device__ __forceinline__ uint16_t cvt_f16_f32(float x) {
   return bits;
 }
 
-// All bits of a product.
+// The full 64-bit product of two 32-bit numbers.
 __device__ __forceinline__ uint64_t mul_wide(uint32_t a, uint32_t b) {
   uint64_t c;
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(c) : "r"(a), "r"(b));
   return c;
 }
 
-// Two 16-bit numbers in one register; NaN stays NaN.
+// Products and minima of two 16-bit numbers that are packed in one register. A NaN stays a NaN.
 __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   uint32_t r;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -93,7 +93,7 @@ __device__ __forceinline__ float tanh_exp2(float x) {
   return 1.f - 2.f * rcp_approx(1.f + exp2_approx(2.f * LOG2E * x));
 }
 
-// Between -limit and limit; a NaN stays one.
+// Clamps x to [-limit, limit]. A NaN stays a NaN.
 __device__ __forceinline__ float clamp_nan(float x, float limit) {
   if constexpr (__CUDA_ARCH__ >= 800) {
     float y;
@@ -105,7 +105,7 @@ __device__ __forceinline__ float clamp_nan(float x, float limit) {
   }
 }
 
-// Two floats to two 16-bit values in one register, lo in the low half.
+// Rounds two floats to 16 bits and packs them into one register, `lo` in the low half.
 template <typename T, int ARCH>
 __device__ __forceinline__ uint32_t pack(float lo, float hi) {
   uint32_t r;

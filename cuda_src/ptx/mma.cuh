@@ -1,13 +1,16 @@
 // mma.sync: D += A * B on 16x8 tiles of a warp, float32 accumulators.
 // PTX ISA: "Warp-level matrix instructions: mma", fragments of m16n8k16 and m16n8k8.
 //
-// Lane = 4 * g + c holds of the accumulator rows g (d[0], d[1]) and g + 8 (d[2], d[3]), columns 2c
-// and 2c + 1; of A (k16) a[0] = (row g; k 2c, 2c+1), a[1] = (g + 8; same), a[2] = (g; k + 8),
-// a[3] = (g + 8; k + 8). So a packed accumulator is an A operand: see pack_operand_a.
+// Lane 4 g + c holds columns 2c and 2c + 1 of two rows of the accumulator: row g in d[0] and d[1],
+// row g + 8 in d[2] and d[3]. Of A it holds, for k16,
+//   a[0]  row g,     k = 2c, 2c + 1      a[2]  row g,     k = 2c + 8, 2c + 9
+//   a[1]  row g + 8, k = 2c, 2c + 1      a[3]  row g + 8, k = 2c + 8, 2c + 9
+// So two neighbouring accumulators, rounded to 16 bits, are an A operand without any exchange
+// between lanes.
 #pragma once
 #include "../common/types.cuh"
 
-// ARCH 75 has float16 with k = 8 only: two instructions make a k16 step.
+// sm_75 has the instruction for float16 with k = 8 only, so a step of k = 16 takes two of them.
 template <typename T, int ARCH>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {

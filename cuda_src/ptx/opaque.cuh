@@ -1,9 +1,11 @@
-// Values that the optimizer knows nothing about.
+// Functions that hide from the compiler how a value was computed. They cost no instruction (except
+// fresh_thread_index(), which reads a register) and save registers.
 #pragma once
 #include "../common/types.cuh"
 
-// The compiler computes all multiples of a stride ahead of the loops around it and keeps them
-// there, two registers each. From an opaque stride it must add them up where they are used.
+// For strides. The compiler would compute all multiples of a stride before the loops that use them
+// and keep each in two registers. It cannot move the multiples of an opaque stride out of the loop,
+// so it computes them where they are used.
 __device__ __forceinline__ int64_t opaque(int64_t x) {
   asm volatile("" : "+l"(x));
   return x;
@@ -19,8 +21,8 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   return x;
 }
 
-// To global memory. From such a pointer constant distances become part of the instructions that
-// load and store.
+// For pointers to global memory. Constant distances from an opaque pointer become immediate offsets
+// of the loads and stores.
 template <typename T>
 __device__ __forceinline__ T* opaque(T* x) {
   asm volatile("" : "+l"(x));
@@ -28,14 +30,15 @@ __device__ __forceinline__ T* opaque(T* x) {
   return x;
 }
 
-// The same for what was computed from a value: it is computed again instead of being kept.
+// For floats. A result that was computed from the value before is computed again from the opaque
+// copy, instead of being kept in a register.
 __device__ __forceinline__ float opaque(float x) {
   asm volatile("" : "+f"(x));
   return x;
 }
 
-// threadIdx.x, read anew: what derives from it is computed again where it is needed, instead of
-// being kept in registers through the main loop by common subexpression elimination.
+// Reads threadIdx.x anew. Whatever derives from it is then computed where it is needed; otherwise
+// common subexpression elimination would keep it in registers through the main loop.
 __device__ __forceinline__ int fresh_thread_index() {
   int tid;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));

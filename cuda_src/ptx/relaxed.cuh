@@ -1,6 +1,7 @@
-// Numbers in global memory that one block writes while others wait for them: single accesses of 32
-// or 128 bits that all multiprocessors see in one order, but which order nothing else.
-// PTX ISA: "Memory consistency model" (sm_70).
+// Relaxed loads and stores of global memory, for values that one block writes while others poll
+// them. Each is a single access of 32 or 128 bits. It goes to memory that all multiprocessors
+// share, but does not order any other access of the thread. PTX ISA: "Memory consistency model"
+// (sm_70).
 #pragma once
 #include "../common/types.cuh"
 
@@ -10,8 +11,9 @@ __device__ __forceinline__ float ld_relaxed(const float* address) {
   return v;
 }
 
-// Four of them, each for itself, if `valid`; else `v` stays. The condition is in PTX so that there
-// is no branch, and several loads are on their way at once.
+// Loads four 32-bit values, each by an access of its own, if `valid`; otherwise `v` stays as it is.
+// The condition is a predicate in PTX, not a branch, so that several loads can be in flight at
+// once.
 __device__ __forceinline__ void ld_relaxed_128(uint4& v, const void* address, bool valid) {
   asm volatile(
       "{\n"
@@ -28,7 +30,7 @@ __device__ __forceinline__ void st_relaxed(float* address, float value) {
   asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
 }
 
-// All 16 bytes as one access (PTX 8.3): a reader sees those of a single store.
+// Load and store 16 bytes as one access (PTX 8.3): a reader never sees a mixture of two stores.
 __device__ __forceinline__ uint4 ld_relaxed_b128(const uint4* address) {
   uint64_t low, high;
   asm volatile(

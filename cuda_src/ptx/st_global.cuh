@@ -1,4 +1,4 @@
-// 16 bytes to global memory. PTX ISA: "Data movement and conversion instructions: st".
+// Stores of 16 bytes to global memory. PTX ISA: "Data movement and conversion instructions: st".
 #pragma once
 #include "../common/types.cuh"
 
@@ -8,14 +8,14 @@ __device__ __forceinline__ void st_global_128(void* address, uint4 v) {
                : "memory");
 }
 
-// The same, for what should leave the L2 cache to others.
+// st_global_128() for data that is not read again soon: L2 evicts it first (.cs).
 __device__ __forceinline__ void st_global_stream_128(void* address, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)
                : "memory");
 }
 
-// The same where `valid`, without a branch.
+// st_global_128() if `valid`, by a predicate instead of a branch.
 __device__ __forceinline__ void st_global_128(void* address, uint4 v, bool valid) {
   asm volatile(
       "{\n"

@@ -1,17 +1,17 @@
-// Matrix fragments between registers and shared memory, or turned within a warp (sm_90).
+// Stores of matrix fragments from registers to shared memory, and their transposition (sm_90).
 // PTX ISA: "Warp-level matrix store instruction: stmatrix", "Warp-level matrix transpose
 // instruction: movmatrix". The counterpart of ldmatrix.cuh.
 #pragma once
 #include "../common/types.cuh"
 
-// Four 8x8 matrices of 16-bit elements; lane 8 i + j gives the address of row j of matrix i.
+// Stores four 8x8 matrices of 16-bit elements; lane 8 i + j gives the address of row j of matrix i.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 
-// The same, each matrix transposed on its way.
+// Stores the transposes of the four matrices.
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -19,7 +19,7 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32
       : "memory");
 }
 
-// Transposes an 8x8 matrix of 16-bit elements that the warp holds, two elements a lane.
+// Transposes an 8x8 matrix of 16-bit elements, of which each lane of the warp holds two.
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t r) {
   uint32_t transposed;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(r));

@@ -1,15 +1,16 @@
-// The bulk copy engine of sm_90 (TMA): tiles by tensor map, runs of bytes, reductions.
-// PTX ISA: "Data Movement and Conversion Instructions: Bulk copy", "Tensor copy".
+// The copy engine of sm_90 (TMA): it copies tiles that a tensor map describes, copies runs of
+// bytes, and adds runs of floats to global memory. PTX ISA: "Data Movement and Conversion
+// Instructions: Bulk copy", "Tensor copy".
 #pragma once
 #include "../common/types.cuh"
 
-// Brings a map closer, before the first copy through it.
+// Prefetches a tensor map, before the first copy through it.
 __device__ __forceinline__ void tma_prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// A box at the given element coordinates, the innermost first, with the swizzle of the map.
-// Elements outside the tensor arrive as zeros; the bytes of the whole box count.
+// Loads the tile at these element coordinates (the innermost first), with the swizzle of the map.
+// Elements outside the tensor arrive as zeros. The barrier always counts the bytes of a whole tile.
 __device__ __forceinline__ void tma_load(uint32_t dst, const TensorMap& map, uint32_t barrier,
                                          int column, int row, int head, int batch) {
   asm volatile(
@@ -19,8 +20,8 @@ __device__ __forceinline__ void tma_load(uint32_t dst, const TensorMap& map, uin
       : "memory");
 }
 
-// The same box for every block of the cluster whose bit is set: each finds it at the same place of
-// its shared memory, and its own barrier there counts the bytes.
+// Loads one tile for every block of the cluster whose bit is set in `blocks`. In each of them the
+// tile and the barrier that counts its bytes lie at the same shared addresses as here.
 __device__ __forceinline__ void tma_load_multicast(uint32_t dst, const TensorMap& map,
                                                    uint32_t barrier, uint16_t blocks, int column,
                                                    int row, int head, int batch) {
@@ -31,7 +32,8 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t dst, const TensorMap
       : "memory");
 }
 
-// The way back; completion through bulk_commit() and bulk_wait(). Elements outside are not written.
+// Stores a tile; bulk_commit() and bulk_wait() wait for it. Elements outside the tensor are not
+// written.
 __device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t src, int column, int row,
                                           int head, int batch) {
   asm volatile(
@@ -49,13 +51,13 @@ __device__ __forceinline__ void tensor_map_set_rows(TensorMap& map, uint32_t row
                : "memory");
 }
 
-// Before the first copy through a map in global memory: the copy engine may still hold what another
-// kernel had there.
+// Must come before the first copy through a map in global memory that another kernel has written:
+// the copy engine may still hold the old contents of the map.
 __device__ __forceinline__ void tensor_map_acquire(const TensorMap& map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(&map) : "memory");
 }
 
-// A run of bytes; addresses and size are multiples of 16.
+// Loads a run of bytes. The addresses and the size are multiples of 16.
 __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes,
                                           uint32_t barrier) {
   asm volatile(
@@ -65,7 +67,7 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_
       : "memory");
 }
 
-// Adds a run of floats to global memory, in the L2.
+// Adds a run of floats in shared memory to global memory. L2 does the additions.
 __device__ __forceinline__ void bulk_reduce_add(float* dst, uint32_t src, uint32_t bytes) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
@@ -83,14 +85,14 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// The same, until their writes are complete as well.
+// Waits until at most N of this thread's newest groups are incomplete, their writes included.
 template <int N>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Shared memory written by ordinary stores becomes visible to wgmma and to the copy engine. Every
-// writer calls it before the barrier that hands the data over.
+// Makes this thread's ordinary stores to shared memory visible to wgmma and to the copy engine.
+// Every thread that has written calls it before the barrier that hands the data over.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -3,11 +3,12 @@
 //
 // Warp w of the warpgroup owns rows 16 w .. 16 w + 15 of D; within them d[n][i] is laid out as in
 // mma.cuh: row lane / 4 + 8 (i / 2), column 8 n + lane % 4 * 2 + i % 2. B is always in shared
-// memory, A there or in registers (the fragments of mma.cuh); shared operands are given by
-// descriptors.
+// memory; A is there too, or in registers (the fragments of mma.cuh). A descriptor says where an
+// operand lies in shared memory.
 //
-// The products of a group run on while the threads go on. Nobody may touch the registers of D or A
-// between wgmma_fence() and the wgmma_wait() that covers the group.
+// The products are asynchronous: the threads go on while those of a group run. Between
+// wgmma_fence() and the wgmma_wait() that covers the group, no thread may touch the registers of D
+// or A.
 #pragma once
 #include "../common/types.cuh"
 
@@ -41,10 +42,10 @@ __device__ __forceinline__ void pin(uint32_t (&a)[K][4]) {
   }
 }
 
-// Matrix descriptor of an operand at a shared address, 128-byte swizzle, tile aligned to 1024
-// bytes. Eight rows of 128 bytes form an atom; atoms follow each other down the rows. For an
-// operand that lies transposed (its k index runs down the rows), leading_bytes leads to the next 64
-// columns.
+// The matrix descriptor of an operand at a shared address. Its tile has the 128-byte swizzle and is
+// aligned to 1024 bytes. Eight rows of 128 bytes form an atom, and atoms follow each other down the
+// rows. For an operand that lies transposed (its k index runs down the rows), leading_bytes is the
+// distance to the next 64 columns; otherwise it is not used.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t leading_bytes) {
   constexpr uint64_t SWIZZLE_128B = 1ull << 62;
   constexpr uint64_t STRIDE_BYTES = 1024;
@@ -92,7 +93,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
                ", %" B ", p, 1, 1, " TRANS ";\n}"                                               \
                : __VA_ARGS__)
 
-// I0 .. I6 number the operands behind the accumulators.
+// I0 .. I6 are the numbers of the operands that follow the accumulators.
 #define WGMMA(N8, N, REGS, ACC, I0, I1, I2, I3, I4, I5, I6)                                    \
   template <typename T, int TRANS_A, int TRANS_B>                                              \
   __device__ __forceinline__ void wgmma(float (&d)[N8][4], uint64_t a, uint64_t b, int add) {  \
@@ -118,7 +119,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
     }                                                                                          \
   }
 
-// add = 0 overwrites d. TRANS_A and TRANS_B: the operand lies transposed in shared memory.
+// add = 0 overwrites d. TRANS_A and TRANS_B are 1 if the operand lies transposed in shared memory.
 // clang-format off
 WGMMA(1, "8", REGS_4, ACC_1, "4", "5", "6", "7", "8", "9", "10")
 WGMMA(2, "16", REGS_8, ACC_2, "8", "9", "10", "11", "12", "13", "14")
