@@ -48,6 +48,11 @@ class Target:
         """The tensor-core backends load 16 bytes at a time."""
         return self.backend in ("sm90", "sm80")
 
+    @property
+    def forced_backends(self) -> list[str | None]:
+        """The values of CUPYFLASH_BACKEND that a projection runs with; None is no value."""
+        return [None, "sm80", "simt"] if self.gpu else [None]
+
     def array(self, values: numpy.ndarray, dtype: str | None = None) -> Any:
         """An array of the target, float values in ``dtype``, others as they are."""
         if dtype is None:

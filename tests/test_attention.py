@@ -2,7 +2,9 @@
 
 import numpy
 import pytest
-from matrix import each, matrix
+from attention_cases import cases
+from matrix import each, each_case
+from targets import TARGETS
 
 import cupyflash
 from cupyflash.testing import expected, poison_free_memory, to_float64
@@ -16,7 +18,7 @@ def poison(target, inputs):
     poison_free_memory(target.library, target.device, [out_bytes, lse_bytes])
 
 
-@matrix()
+@each_case(cases, TARGETS)
 def test_forward(target, case):
     inputs, options = case.problem(target)
     poison(target, inputs)

@@ -1,8 +1,10 @@
 """The backward pass on every target: through autograd for torch, attention_backward otherwise."""
 
 import pytest
-from matrix import each, matrix
+from attention_cases import cases
+from matrix import each, each_case
 from passes import forward_backward
+from targets import TARGETS
 
 import cupyflash
 from cupyflash.testing import expected, poison_free_memory, to_float64
@@ -33,7 +35,7 @@ def poison(target, inputs):
     poison_free_memory(target.library, target.device, [*sizes, 2 * sizes[0]])
 
 
-@matrix()
+@each_case(cases, TARGETS)
 def test_backward(target, case):
     inputs, options = case.problem(target)
     poison(target, inputs)

@@ -212,7 +212,7 @@ def test_shapes_keep_no_memory(target):
     """Prompts of a hundred lengths leave what one of them leaves."""
     cached_attention._plans.clear()
     (q, k, v, *rest), _, _ = problem(target, "float32", (110, 2, 2, 64, 200))
-    run = lambda n: attention_with_cache(q[:, :n], k[:, :n], v[:, :n], *rest)  # noqa: E731
+    run = lambda n: attention_with_cache(q[:, :n], k[:, :n], v[:, :n], *rest)
     rest[-1][:] = 0
     run(110)
     before = memory(target)

@@ -491,7 +491,7 @@ def test_thresholding(target, shape):
         each = numpy.arange(shape[0]) + 2
         for step, numbers in [(4, 4), (indices(target, [4]), 4), (indices(target, each), each)]:
             out = to_numpy64(sampler.step(*arrays, step))
-            run = lambda arrays: reference.step(  # noqa: E731
+            run = lambda arrays: reference.step(
                 sampler.coefficients, *arrays, None, numpy.asarray(numbers), None, None,  # noqa: B023
                 (), sampler.threshold,
             )  # fmt: skip

@@ -191,7 +191,7 @@ def seed_generator(target, seed):
 @each()
 def test_repeatable(target):
     inputs = target.inputs("float16", seqlen_q=70)
-    call = lambda seed: cupyflash.attention(  # noqa: E731
+    call = lambda seed: cupyflash.attention(
         inputs.q, inputs.k, inputs.v, dropout_p=0.5, dropout_seed=seed
     )
     assert (call(SEED) == call(SEED)).all() and not (call(SEED) == call(SEED + 1)).all()
@@ -203,9 +203,7 @@ def test_repeatable(target):
 @pytest.mark.parametrize("function", ["attention", "flash_attn_func"])
 def test_without_a_seed_it_follows_the_generator(target, function):
     inputs = target.inputs("float16", seqlen_q=70)
-    call = lambda: getattr(cupyflash, function)(  # noqa: E731
-        inputs.q, inputs.k, inputs.v, dropout_p=0.5
-    )
+    call = lambda: getattr(cupyflash, function)(inputs.q, inputs.k, inputs.v, dropout_p=0.5)
     seed_generator(target, 1)
     first, second = call(), call()
     seed_generator(target, 1)

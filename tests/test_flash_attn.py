@@ -39,7 +39,7 @@ class Case:
         self.q, self.k, self.v, self.dout = (
             self.stored(index, index in (0, 3)) for index in range(4)
         )
-        array = lambda x: target.array(numpy.array(x, "int32"))  # noqa: E731
+        array = lambda x: target.array(numpy.array(x, "int32"))
         self.lengths = {
             "cu_seqlens_q": array(numpy.cumsum([0, *LENGTHS_Q])) if packed_q else None,
             "cu_seqlens_k": array(numpy.cumsum([0, *LENGTHS_K])) if packed_k else None,

@@ -109,7 +109,7 @@ def test_several_ends_of_text(target):
     gpt2, given = tiny(target), prompts(4, 9)
     free = gpt2.generate(given, 30)
     ends = free[0][11], free[1][5]
-    cut = lambda x: x[: min([x.index(end) for end in ends if end in x], default=30)]  # noqa: E731
+    cut = lambda x: x[: min([x.index(end) for end in ends if end in x], default=30)]
     expected = [cut(x) for x in free]
     assert gpt2.generate(given, 30, end_of_text=ends) == expected != free
     assert gpt2.generate(given, 30, end_of_text=list(map(numpy.int32, ends))) == expected
@@ -216,7 +216,7 @@ def test_sizes_that_the_persistent_kernel_does_not_take(target, size):
 @each_device()
 def test_dropped_models_are_dropped(target):
     """Nobody waits for the garbage collector; memory is what it was before."""
-    used = lambda: memory(target)  # noqa: E731
+    used = lambda: memory(target)
     given = prompts(5)
 
     def run():

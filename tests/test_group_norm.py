@@ -6,7 +6,7 @@ import importlib
 import numpy
 import pytest
 from arrays import normal, stored
-from matrix import each_library, libraries, pairwise
+from matrix import covering, each_case, each_library
 
 import cupyflash
 from cupyflash.jit import sources
@@ -37,12 +37,6 @@ class Case:
     wide_weight: bool
     storage: str
 
-    @property
-    def id(self):
-        shape = "x".join(map(str, (self.batch, self.channels[0], *self.positions)))
-        parts = [self.dtype, shape, f"{self.channels[1]}groups", str(self.activation)]
-        return "-".join(parts + [self.storage] + ["float32-weight"] * self.wide_weight)
-
     def arrays(self, target, seed=0):
         """(dout, x, weight, bias)."""
         channels = self.channels[0]
@@ -55,7 +49,7 @@ class Case:
 
 
 def cases(target):
-    factors = {
+    values = {
         "dtype": list(target.dtypes),
         "batch": [1, 3],
         "channels": CHANNELS,
@@ -64,18 +58,7 @@ def cases(target):
         "wide_weight": [False, True],
         "storage": ["contiguous", "channels_last"],
     }
-    return [Case(**point) for point in pairwise(factors)]
-
-
-def matrix():
-    parameters = []
-    for target in libraries():
-        found = cases(target)
-        parameters += [
-            pytest.param(target, case, id=f"{target.name}-{case.id}")
-            for case in (found[:1] if target.missing else found)
-        ]
-    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
+    return covering(Case, values)
 
 
 def run(case, dout, x, weight, bias):
@@ -94,7 +77,7 @@ def steps(x):
     return [step for step, size in zip(strides, x.shape) if size > 1]
 
 
-@matrix()
+@each_case(cases)
 def test_group_norm(target, case):
     dout, x, weight, bias = case.arrays(target)
     size = int(numpy.prod(x.shape)) * (4 if case.dtype == "float32" else 2)
@@ -118,7 +101,7 @@ def test_groups_of_many_sizes(target, dtype, positions):
 def at_most(clusters, monkeypatch):
     """Lets no more clusters of a kernel run at once."""
     at_once = group_norm_work.clusters_at_once
-    least = lambda config, device: min(clusters, at_once(config, device))  # noqa: E731
+    least = lambda config, device: min(clusters, at_once(config, device))
     monkeypatch.setattr(group_norm_work, "clusters_at_once", least)
     monkeypatch.setattr(group_norm_dispatch, "_forward_plans", Plans(3))
     monkeypatch.setattr(group_norm_dispatch, "_backward_plans", Plans(4))
@@ -134,7 +117,7 @@ def test_more_groups_than_clusters(target, monkeypatch, positions):
     case = Case("float16", 4, (16, 2), positions, "silu", False, "contiguous")
     dout, x, weight, bias = case.arrays(target)
     poison_free_memory(target.library, target.device, [2 * int(numpy.prod(x.shape))] * 2)
-    forward = lambda x: cupyflash.group_norm(  # noqa: E731
+    forward = lambda x: cupyflash.group_norm(
         x, 2, weight, bias, activation="silu", return_stats=True
     )
     out, stats = forward(x)

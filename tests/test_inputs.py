@@ -44,7 +44,7 @@ def test_wrong_rank(target):
 def test_dtype_mix(target):
     q, k, v = tensors(target)
     wide = target.inputs("float32", seqlen_q=5, head_dim=16).k
-    call = lambda: cupyflash.attention(q, wide, v)  # noqa: E731
+    call = lambda: cupyflash.attention(q, wide, v)
     rejects("attention", TypeError, "float16", "float32", call=call)
 
 
@@ -65,7 +65,7 @@ def test_not_an_array(target):
 def test_device_mix(target):
     q, k, _ = tensors(target)
     other = make_inputs("numpy", "float16", seqlen_q=5, head_dim=16).v
-    call = lambda: cupyflash.attention(q, k, other)  # noqa: E731
+    call = lambda: cupyflash.attention(q, k, other)
     rejects("attention", (TypeError, ValueError), "v", call=call)
 
 
@@ -106,7 +106,7 @@ def test_shapes_do_not_fit(target, change):
 @each()
 def test_last_dimension_is_not_contiguous(target):
     q, k, v = tensors(target, head_dim=32)
-    call = lambda: cupyflash.attention(q[..., ::2], k[..., :16], v[..., :16])  # noqa: E731
+    call = lambda: cupyflash.attention(q[..., ::2], k[..., :16], v[..., :16])
     rejects("attention", ValueError, "q", "contiguous", call=call)
 
 
@@ -114,7 +114,7 @@ def test_last_dimension_is_not_contiguous(target):
 @pytest.mark.parametrize("window", [(-2, 0), (0, -5), (1,), 3, (1, 2, 3), (1.5, 0)], ids=str)
 def test_window(target, window):
     qkv = tensors(target)
-    call = lambda: cupyflash.attention(*qkv, window=window)  # noqa: E731
+    call = lambda: cupyflash.attention(*qkv, window=window)
     got = 1.5 if window == (1.5, 0) else window
     rejects("attention", (ValueError, TypeError), "window", got, call=call)
 
@@ -135,7 +135,7 @@ def test_window(target, window):
 )
 def test_option_out_of_range(target, option, value):
     qkv = tensors(target)
-    call = lambda: cupyflash.attention(*qkv, **{option: value})  # noqa: E731
+    call = lambda: cupyflash.attention(*qkv, **{option: value})
     rejects("attention", ValueError, option, value, call=call)
 
 
@@ -145,14 +145,14 @@ def test_alibi_slopes_shape(target, shape):
     qkv = tensors(target)
     values = make_inputs(target.library, "float32", seqlen_q=8, device=target.device).q
     slopes = values.reshape(-1)[: numpy.prod(shape)].reshape(shape)
-    call = lambda: cupyflash.attention(*qkv, alibi_slopes=slopes)  # noqa: E731
+    call = lambda: cupyflash.attention(*qkv, alibi_slopes=slopes)
     rejects("attention", ValueError, "alibi_slopes", shape, call=call)
 
 
 @each()
 def test_alibi_slopes_dtype(target):
     qkv = tensors(target)
-    call = lambda: cupyflash.attention(*qkv, alibi_slopes=qkv[0][0, 0, :, 0])  # noqa: E731
+    call = lambda: cupyflash.attention(*qkv, alibi_slopes=qkv[0][0, 0, :, 0])
     rejects("attention", TypeError, "alibi_slopes", "float32", "float16", call=call)
 
 
@@ -165,7 +165,7 @@ def test_backward_shapes(target, position):
     arguments[position] = arguments[position][:1]
     name = {0: "dout", 4: "out", 5: "lse"}[position]
     facts = (name, tuple(arguments[position].shape))
-    call = lambda: cupyflash.attention_backward(*arguments)  # noqa: E731
+    call = lambda: cupyflash.attention_backward(*arguments)
     rejects("attention_backward", ValueError, *facts, call=call)
 
 
@@ -175,7 +175,7 @@ def test_backward_shapes(target, position):
 def test_paged_kv_is_not_built():
     table = numpy.zeros((1, 1), "int32")
     inputs = make_varlen_inputs("numpy", "float16", [3, 4])
-    call = lambda: cupyflash.flash_attn_varlen_func(  # noqa: E731
+    call = lambda: cupyflash.flash_attn_varlen_func(
         inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, 4, 4,
         block_table=table,
     )  # fmt: skip
@@ -231,7 +231,7 @@ def test_cu_seqlens_values(target, values):
 def test_alibi_slopes_of_another_library(target):
     qkv = tensors(target)
     facts = ("alibi_slopes", "list")
-    call = lambda: cupyflash.attention(*qkv, alibi_slopes=[1.0] * 4)  # noqa: E731
+    call = lambda: cupyflash.attention(*qkv, alibi_slopes=[1.0] * 4)
     rejects("attention", TypeError, *facts, call=call)
 
 
@@ -244,7 +244,7 @@ def test_forced_backend_that_cannot_compute_the_dtype(target):
         pytest.skip("this backend computes every dtype")
     inputs = target.inputs("float32", seqlen_q=5)
     facts = (target.backend, "float32")
-    call = lambda: cupyflash.attention(inputs.q, inputs.k, inputs.v)  # noqa: E731
+    call = lambda: cupyflash.attention(inputs.q, inputs.k, inputs.v)
     rejects("attention", (ValueError, NotImplementedError), *facts, call=call)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy
 import pytest
 from arrays import normal, stored
-from matrix import each_library, libraries, pairwise
+from matrix import covering, each_case, each_library
 
 import cupyflash
 from cupyflash import environment
@@ -16,7 +16,6 @@ ROWS = [(1,), (3,), (8,), (2, 8), (17,), (4, 8), (3, 2, 7)]
 MANY_ROWS = [(130,), (2, 300), (1023,)]
 SIZES = [(8, 8), (24, 40), (33, 65), (64, 128), (768, 96), (1000, 33)]
 LARGE_SIZES = [(768, 2304), (3072, 768), (4096, 512), (1600, 1600), (5000, 129)]
-BACKENDS = [None, "sm80", "simt"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +31,6 @@ class Case:
     norm: str
     storage: str
     backend: str | None
-
-    @property
-    def id(self):
-        parts = [self.dtype, "x".join(map(str, self.rows)), "x".join(map(str, self.sizes))]
-        parts += [self.storage, self.backend or "any", self.activation or "none", self.norm]
-        parts += ["bias"] * self.bias + ["residual"] * self.residual
-        return "-".join(filter(None, parts))
 
     def arrays(self, target):
         depth, columns = self.sizes
@@ -58,7 +50,7 @@ class Case:
 
 
 def cases(target):
-    factors = {
+    values = {
         "dtype": list(target.dtypes),
         "rows": ROWS + (MANY_ROWS if target.gpu else []),
         "sizes": SIZES + (LARGE_SIZES if target.gpu else []),
@@ -67,20 +59,9 @@ def cases(target):
         "residual": [False, True],
         "norm": ["", "layer", "rms"],
         "storage": ["contiguous", "padded", "unaligned", "transposed"],
-        "backend": BACKENDS if target.gpu else [None],
+        "backend": target.forced_backends,
     }
-    return [Case(**point) for point in pairwise(factors)]
-
-
-def matrix():
-    parameters = []
-    for target in libraries():
-        found = cases(target)
-        parameters += [
-            pytest.param(target, case, id=f"{target.name}-{case.id}")
-            for case in (found[:1] if target.missing else found)
-        ]
-    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
+    return covering(Case, values)
 
 
 def linear(arrays, activation=None, rms=False, eps=1e-5):
@@ -97,7 +78,7 @@ def linear(arrays, activation=None, rms=False, eps=1e-5):
     )
 
 
-@matrix()
+@each_case(cases)
 def test_linear(target, case):
     arrays = case.arrays(target)
     out_bytes = int(numpy.prod(case.rows)) * case.sizes[1] * (4 if case.dtype == "float32" else 2)

@@ -7,7 +7,7 @@ import types
 import numpy
 import pytest
 from arrays import normal, stored
-from matrix import each_library, pairwise
+from matrix import covering, each_case, each_library, libraries, pairwise
 from targets import is_hopper
 
 from cupyflash.linear import few_sm90_kernels, sm90_launch
@@ -213,10 +213,6 @@ class Case:
     few_stages: bool
     head_dim: int = 0
 
-    @property
-    def id(self):
-        return "-".join(str(x) for x in dataclasses.astuple(self))
-
     def arrays(self, target):
         seeds = iter(numpy.random.SeedSequence().generate_state(9))
         make = lambda *shape, mean=0.0, scale=1.0, dtype=self.dtype: stored(
@@ -289,7 +285,7 @@ def launched(target, case, arrays):
     return out
 
 
-def cases():
+def cases(target):
     """With each activation, then with a rotary embedding."""
     plain = {
         "dtype": ["float16", "bfloat16"],
@@ -315,7 +311,7 @@ def cases():
         "head_dim": [64, 128, 192],
     }
     nothing = {"activation": "none", "gated": False, "residual": False}
-    found = [Case(**point) for point in pairwise(plain)]
+    found = covering(Case, plain)
     found += [Case(**point, **nothing, columns=5 * point["head_dim"]) for point in pairwise(turned)]
     found = [case for case in found if case.cluster <= -(-case.depth // 64)]
     fits = lambda x: x.config.smem_bytes(2, x.depth, bool(x.norm)) <= x.config.shared_memory
@@ -323,8 +319,7 @@ def cases():
 
 
 @on_hopper
-@each_library(library="torch", device="cuda")
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
+@each_case(cases, libraries("torch", "cuda"))
 def test_results(target, case, monkeypatch):
     if case.few_stages:
         monkeypatch.setattr(LinearFewSm90, "stages", lambda *_: 2)

@@ -6,14 +6,13 @@ import dataclasses
 import pytest
 from arrays import normal, stored
 from linear_steps import FIXED, HEAD_DIM, HEADS, joined, largest_sum, leaves, problem_of, results
-from matrix import each_library, libraries, pairwise
+from matrix import covering, each_case, each_library, libraries
 
 import cupyflash
 from cupyflash import environment
 from cupyflash.testing import assert_close_to_float64
 
 QKV_COLUMNS = (HEADS[0] + 2 * HEADS[1]) * HEAD_DIM
-BACKENDS = [None, "sm80", "simt"]
 FUNCTIONS = ["linear", "mlp", "qkv_projection"]
 each_function = pytest.mark.parametrize("function", FUNCTIONS)
 torch_only = each_library(library="torch")
@@ -40,20 +39,6 @@ class Case:
     storage: str
     backend: str | None
 
-    @property
-    def id(self):
-        parts = [
-            self.function,
-            self.dtype,
-            "x".join(map(str, self.rows)),
-            f"{self.depth}x{self.columns}",
-        ]
-        parts += [self.activation or "none", self.norm, self.weights or "", self.storage]
-        parts += ["gated"] * self.gated + ["bias"] * self.bias + ["residual"] * self.residual
-        parts += [f"turned{self.turned}{self.positions}"] * (self.turned > 0)
-        parts += ["interleaved"] * self.interleaved + [self.backend or "any"]
-        return "-".join(filter(None, parts))
-
     def problem(self, target):
         options = dataclasses.asdict(self)
         function, dtype, depth = (options.pop(name) for name in ("function", "dtype", "depth"))
@@ -70,31 +55,26 @@ class Case:
         return problem_of(target, function, dtype, sizes=(depth, columns, 56), **options)
 
 
-def matrix():
-    parameters = []
-    for target in (x for x in libraries() if x.library == "torch"):
-        factors = {
-            "function": FUNCTIONS,
-            "dtype": list(target.dtypes),
-            "rows": [(), (1,), (9,), (2, 8), (3, 2, 7), *([(2, 65)] if target.gpu else [])],
-            "depth": [8, 40, 99, *([512, 2056] if target.gpu else [])],
-            "columns": [96, 65],
-            "activation": [None, "gelu", "gelu_tanh", "silu", "relu"],
-            "gated": [False, True],
-            "norm": ["", "layer", "rms"],
-            "bias": [False, True],
-            "residual": [False, True],
-            "weights": [None, "float32"],
-            "turned": [0.0, 0.5, 1.0],
-            "positions": ["", "int32", "int64"],
-            "interleaved": [False, True],
-            "storage": ["contiguous", "padded", "unaligned", "transposed"],
-            "backend": BACKENDS if target.gpu else [None],
-        }
-        cases = [Case(**point) for point in pairwise(factors)]
-        for case in cases[:1] if target.missing else cases:
-            parameters.append(pytest.param(target, case, id=f"{target.name}-{case.id}"))
-    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
+def cases(target):
+    values = {
+        "function": FUNCTIONS,
+        "dtype": list(target.dtypes),
+        "rows": [(), (1,), (9,), (2, 8), (3, 2, 7), *([(2, 65)] if target.gpu else [])],
+        "depth": [8, 40, 99, *([512, 2056] if target.gpu else [])],
+        "columns": [96, 65],
+        "activation": [None, "gelu", "gelu_tanh", "silu", "relu"],
+        "gated": [False, True],
+        "norm": ["", "layer", "rms"],
+        "bias": [False, True],
+        "residual": [False, True],
+        "weights": [None, "float32"],
+        "turned": [0.0, 0.5, 1.0],
+        "positions": ["", "int32", "int64"],
+        "interleaved": [False, True],
+        "storage": ["contiguous", "padded", "unaligned", "transposed"],
+        "backend": target.forced_backends,
+    }
+    return covering(Case, values)
 
 
 def check(problem, dout, found):
@@ -123,7 +103,7 @@ def gradient_of_out(target, problem, seed=20):
     return stored(target, normal(tuple(out.shape), seed), name_of(out))
 
 
-@matrix()
+@each_case(cases, libraries("torch"))
 def test_gradients(target, case):
     problem = case.problem(target)
     with environment.override(backend=case.backend):

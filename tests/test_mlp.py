@@ -5,7 +5,7 @@ import dataclasses
 import numpy
 import pytest
 from arrays import normal, stored
-from matrix import each_library, libraries, pairwise
+from matrix import covering, each_case, each_library
 
 import cupyflash
 from cupyflash import environment
@@ -15,7 +15,6 @@ from cupyflash.testing import expected_projection, poison_free_memory
 ROWS = [(1,), (3,), (8,), (2, 8), (17,), (32,), (5, 7)]
 SIZES = [(8, 8, 8), (24, 40, 24), (33, 65, 7), (64, 300, 128), (96, 384, 96)]  # in, hidden, out
 LARGE_SIZES = [(768, 3072, 768), (1000, 4001, 999), (4096, 2048, 4096)]
-BACKENDS = [None, "sm80", "simt"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +31,6 @@ class Case:
     norm: str
     storage: str
     backend: str | None
-
-    @property
-    def id(self):
-        parts = [self.dtype, "x".join(map(str, self.rows)), "x".join(map(str, self.sizes))]
-        parts += [self.storage, self.backend or "any", self.activation or "none", self.norm]
-        parts += ["gated"] * self.gated + ["bias"] * self.bias + ["residual"] * self.residual
-        return "-".join(filter(None, parts))
 
     def arrays(self, target):
         """Of the first projection, and of the second."""
@@ -66,7 +58,7 @@ class Case:
 
 
 def cases(target):
-    factors = {
+    values = {
         "dtype": list(target.dtypes),
         "rows": ROWS + ([(130,), (2, 300)] if target.gpu else []),
         "sizes": SIZES + (LARGE_SIZES if target.gpu else []),
@@ -76,20 +68,9 @@ def cases(target):
         "residual": [False, True],
         "norm": ["", "layer", "rms"],
         "storage": ["contiguous", "padded", "unaligned", "transposed"],
-        "backend": BACKENDS if target.gpu else [None],
+        "backend": target.forced_backends,
     }
-    return [Case(**point) for point in pairwise(factors)]
-
-
-def matrix():
-    parameters = []
-    for target in libraries():
-        found = cases(target)
-        parameters += [
-            pytest.param(target, case, id=f"{target.name}-{case.id}")
-            for case in (found[:1] if target.missing else found)
-        ]
-    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
+    return covering(Case, values)
 
 
 def mlp(up, down, activation, rms):
@@ -110,7 +91,7 @@ def mlp(up, down, activation, rms):
     )
 
 
-@matrix()
+@each_case(cases)
 def test_mlp(target, case):
     up, down = case.arrays(target)
     rows, item = int(numpy.prod(case.rows)), 4 if case.dtype == "float32" else 2

@@ -5,7 +5,7 @@ import dataclasses
 import numpy
 import pytest
 from arrays import normal, stored
-from matrix import each_library, libraries, pairwise
+from matrix import covering, each_case, each_library
 from test_norm import EPS, spread_out, to_numpy
 
 import cupyflash
@@ -156,15 +156,9 @@ class Case:
     storage: str
     p: float
 
-    @property
-    def id(self):
-        parts = [self.dtype, "x".join(map(str, (*self.rows, self.columns))), self.storage]
-        parts += ["rms"] * self.rms + [f"{self.weight}-weight"] + ["bias"] * self.bias
-        return "-".join([*parts, f"{self.residual}-residual", f"{self.p:g}"])
-
 
 def cases(target):
-    factors = {
+    values = {
         "dtype": list(target.dtypes),
         "columns": [1, 3, 8, 33, 200, 768, 1000, 4096, 9001, *([16384, 65544] * target.gpu)],
         "rows": [(1,), (5,), (3, 2, 7), *([(300,)] * target.gpu)],
@@ -175,21 +169,10 @@ def cases(target):
         "storage": ["contiguous", "padded", "unaligned", "transposed"],
         "p": [1e-6, 0.1, 0.5, 0.99],
     }
-    return [Case(**point) for point in pairwise(factors)]
+    return covering(Case, values)
 
 
-def matrix():
-    parameters = []
-    for target in libraries():
-        found = cases(target)
-        parameters += [
-            pytest.param(target, case, id=f"{target.name}-{case.id}")
-            for case in (found[:1] if target.missing else found)
-        ]
-    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
-
-
-@matrix()
+@each_case(cases)
 def test_results(target, case):
     shape, kind = (*case.rows, case.columns), case.dtype
     wide = {"same": kind, "float32": "float32"}
@@ -439,7 +422,7 @@ def test_compiled_backward(target):
     (x, weight, *_), (dout, _) = leaves_of(target)
     x, weight = x.detach(), weight.detach()
     _, h, stats = forward(True, x, weight, None, None, return_stats=True)
-    call = lambda dout: tuple(backward(True, dout * 2, h, weight, stats).values())  # noqa: E731
+    call = lambda dout: tuple(backward(True, dout * 2, h, weight, stats).values())
     compiled = torch.compile(call, backend="aot_eager")
     for ours, right in zip(compiled(dout), call(dout), strict=True):
         assert (ours == right).all()

@@ -277,7 +277,7 @@ def test_mlp_in_a_green_context(target):
         stored(target, normal(shape, 1) * shape[1] ** -0.5, "float32")
         for shape in ((1024, 256), (256, 1024))
     )
-    call = lambda: cupyflash.mlp(x, up, down, activation="gelu_tanh")  # noqa: E731
+    call = lambda: cupyflash.mlp(x, up, down, activation="gelu_tanh")
     whole = call()
     with green_stream(8) as (pointer, _), current(target, pointer):
         part = call()

@@ -5,7 +5,7 @@ import dataclasses
 import numpy
 import pytest
 from arrays import normal, stored
-from matrix import each_library, libraries, pairwise
+from matrix import covering, each_case, each_library
 
 import cupyflash
 from cupyflash import environment
@@ -14,7 +14,6 @@ from cupyflash.testing import expected_projection, to_library
 
 SHAPES = [(1, 1), (1, 5), (2, 8), (4, 4), (3, 11), (2, 16), (7,), (40,)]
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]
-BACKENDS = [None, "sm80", "simt"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +32,6 @@ class Case:
     bias: bool
     norm: bool
     backend: str | None
-
-    @property
-    def id(self):
-        parts = [self.dtype, "x".join(map(str, self.shape)), "h" + "/".join(map(str, self.heads))]
-        parts += [f"d{self.head_dim}", f"k{self.depth}", f"turned{self.turned}", self.positions]
-        parts += ["interleaved"] * self.interleaved + ["float32-angles"] * self.wide
-        parts += ["bias"] * self.bias + ["norm"] * self.norm + [self.backend or "any"]
-        return "-".join(filter(None, parts))
 
     def arrays(self, target):
         columns = (self.heads[0] + 2 * self.heads[1]) * self.head_dim
@@ -69,7 +60,7 @@ class Case:
 
 
 def cases(target):
-    factors = {
+    values = {
         "dtype": list(target.dtypes),
         "shape": SHAPES + ([(3, 50), (8, 33)] if target.gpu else []),
         "heads": HEADS,
@@ -81,20 +72,9 @@ def cases(target):
         "wide": [False, True],
         "bias": [False, True],
         "norm": [False, True],
-        "backend": BACKENDS if target.gpu else [None],
+        "backend": target.forced_backends,
     }
-    return [Case(**point) for point in pairwise(factors)]
-
-
-def matrix():
-    parameters = []
-    for target in libraries():
-        found = cases(target)
-        parameters += [
-            pytest.param(target, case, id=f"{target.name}-{case.id}")
-            for case in (found[:1] if target.missing else found)
-        ]
-    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
+    return covering(Case, values)
 
 
 def project(arrays, heads, interleaved=False, eps=1e-5):
@@ -126,7 +106,7 @@ def joined(parts):
     return array_namespace(parts[0]).concatenate(parts, -1)
 
 
-@matrix()
+@each_case(cases)
 def test_qkv_projection(target, case):
     arrays = case.arrays(target)
     with environment.override(backend=case.backend):

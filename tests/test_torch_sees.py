@@ -28,7 +28,7 @@ def wrapper(x, calls):
         @classmethod
         def __torch_dispatch__(cls, function, types, arguments=(), keywords=None):
             calls.append(str(function))
-            plain = lambda y: y.inner if isinstance(y, Awaited) else y  # noqa: E731
+            plain = lambda y: y.inner if isinstance(y, Awaited) else y
             return function(
                 *_pytree.tree_map(plain, arguments), **_pytree.tree_map(plain, keywords or {})
             )
@@ -61,7 +61,7 @@ def attention_calls(target):
 def sibling_calls(target):
     dtype = target.dtypes[0]
     rng = numpy.random.default_rng(0)
-    array = lambda *shape: target.array(rng.standard_normal(shape), dtype)  # noqa: E731
+    array = lambda *shape: target.array(rng.standard_normal(shape), dtype)
     x, w = array(3, 16), array(16)
     _, stats = cupyflash.layer_norm(x, w, return_stats=True)
     image, (_, of_groups) = array(2, 16, 5), (None, None)
@@ -136,7 +136,7 @@ def test_forward_mode_is_refused(target, argument):
 
     arrays, options = attention_calls(target)["attention"]
     x, rest = arrays[argument], {key: y for key, y in arrays.items() if key != argument}
-    function = lambda y: cupyflash.attention(**rest, **options, **{argument: y})  # noqa: E731
+    function = lambda y: cupyflash.attention(**rest, **options, **{argument: y})
     refused = pytest.raises(NotImplementedError, match="forward-mode derivatives are not built")
     with forward_ad.dual_level():
         function(x)  # none is wanted
@@ -189,7 +189,7 @@ def test_siblings_traced_by_torch_jit(target, name):
     import torch
 
     arrays, options = sibling_calls(target)[name]
-    function = lambda x: flat_tensor(getattr(cupyflash, name)(**{**arrays, "x": x}, **options))  # noqa: E731
+    function = lambda x: flat_tensor(getattr(cupyflash, name)(**{**arrays, "x": x}, **options))
     trace = torch.jit.trace(function, (arrays["x"].clone(),), check_trace=False)
     other = arrays["x"] * 2 + 1
     assert torch.equal(trace(other), function(other))
@@ -442,10 +442,8 @@ def operatorless(target):
     from cupyflash.decode.sampling import sample
 
     dtype = target.dtypes[0]
-    normal = lambda *shape: target.array(  # noqa: E731
-        numpy.random.default_rng(0).standard_normal(shape), dtype
-    )
-    integers = lambda *values: target.array(numpy.array(values, "int32"))  # noqa: E731
+    normal = lambda *shape: target.array(numpy.random.default_rng(0).standard_normal(shape), dtype)
+    integers = lambda *values: target.array(numpy.array(values, "int32"))
     new = {name: normal(2, 1, 2, 16) for name in "qkv"}
     caches = {"k_cache": normal(2, 9, 2, 16), "v_cache": normal(2, 9, 2, 16)}
     positions = {"positions": integers(3, 4)}
@@ -485,7 +483,7 @@ def test_derivatives_of_what_torch_cannot_see(target):
 
     step, arrays = operatorless(target)["step"]
     for argument, x in arrays.items():
-        call = lambda y, argument=argument: step(**arrays | {argument: y})  # noqa: E731
+        call = lambda y, argument=argument: step(**arrays | {argument: y})
         with forward_ad.dual_level(), pytest.raises(NotImplementedError):
             call(forward_ad.make_dual(x, x))
         with pytest.raises(NotImplementedError):

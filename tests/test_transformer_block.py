@@ -8,7 +8,7 @@ import weakref
 import numpy
 import pytest
 from arrays import normal, stored
-from matrix import each_library, libraries, pairwise
+from matrix import covering, each_case, each_library, libraries
 from wrong_calls import FLAG, INTEGER, NUMBER, array, check_refused
 
 import cupyflash
@@ -33,12 +33,6 @@ class Case:
     max_length: int
     lengths: str
     storage: str
-
-    @property
-    def id(self):
-        sizes = f"{self.batch}x{self.heads}x{self.head_dim}-{self.hidden}"
-        caches = f"{self.max_length}-{self.lengths}-{self.storage}"
-        return f"{self.dtype}-{sizes}-layers{self.layers}-{caches}"
 
 
 CASE = Case("float16", 3, 4, 64, 1024, 3, 200, "mixed", "padded")
@@ -95,7 +89,7 @@ def lengths_of(case):
 
 def make(target, case, seed=0, vocab=211, positions=400):
     width = case.heads * case.head_dim
-    array = lambda shape, key, scale=1.0, mean=0.0: stored(  # noqa: E731
+    array = lambda shape, key, scale=1.0, mean=0.0: stored(
         target, scale * normal(shape, (seed, key)) + mean, case.dtype
     )
     shape = (case.layers, case.batch, case.max_length, case.heads, case.head_dim)
@@ -122,7 +116,7 @@ def make(target, case, seed=0, vocab=211, positions=400):
 
 def cases(target):
     """On a GPU also sizes that take several segments, groups of rows and splits."""
-    factors = {
+    values = {
         "dtype": list(target.dtypes),
         "batch": list(range(1, 9)) if target.gpu else [1, 3, 8],
         "heads": [1, 3, 12, 15] if target.gpu else [1, 3],
@@ -133,21 +127,10 @@ def cases(target):
         "lengths": ["zero", "last", "mixed"],
         "storage": ["contiguous", "padded", "transposed"],
     }
-    return [Case(**point) for point in pairwise(factors)]
+    return covering(Case, values)
 
 
-def matrix():
-    parameters = []
-    for target in libraries():
-        found = cases(target)
-        parameters += [
-            pytest.param(target, case, id=f"{target.name}-{case.id}")
-            for case in (found[:1] if target.missing else found)
-        ]
-    return pytest.mark.parametrize(("target", "case"), parameters, indirect=["target"])
-
-
-@matrix()
+@each_case(cases)
 def test_stack(target, case):
     p = make(target, case)
     exact = expected_stack(p.blocks, p.x, p.k_cache, p.v_cache, p.lengths)
@@ -155,7 +138,7 @@ def test_stack(target, case):
     exact.check(out=out, k_cache=p.k_cache, v_cache=p.v_cache)
 
 
-@matrix()
+@each_case(cases)
 def test_logits(target, case):
     p = make(target, case, positions=case.max_length)
     arrays = (p.k_cache, p.v_cache, p.lengths)
@@ -320,7 +303,7 @@ def test_bad_input(target):
     block, keys, values = p.blocks[0], p.k_cache[0], p.v_cache[0]
     good = {"x": p.x, "weights": block, "k_cache": keys, "v_cache": values}
     good |= {"lengths": p.lengths, "heads": 4}
-    array = lambda shape, dtype="float16": stored(target, normal(shape, 3), dtype)  # noqa: E731
+    array = lambda shape, dtype="float16": stored(target, normal(shape, 3), dtype)
 
     def bad(error, match, **changes):
         with pytest.raises(error, match=f"^transformer_block: .*{match}"):
@@ -531,7 +514,7 @@ def test_dropped_blocks_are_dropped(target):
     case = dataclasses.replace(CASE, layers=1)
     p = make(target, case)
     good = call_of(p, 0)
-    held = lambda: memory(target)  # noqa: E731
+    held = lambda: memory(target)
 
     def run(seed):
         block = weights(target, case, seed)
@@ -553,7 +536,7 @@ def test_weights_are_held_weakly_wherever_kernels_run(monkeypatch):
     torch = pytest.importorskip("torch")
     from cupyflash.runtime.torch_library import TorchLibrary
 
-    (target,) = (x for x in libraries() if x.name == "torch-cpu")
+    (target,) = libraries("torch", "cpu")
     case = dataclasses.replace(CASE, layers=1)
     p, plans = make(target, case), []
 
