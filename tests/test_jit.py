@@ -13,6 +13,8 @@ import tiny_kernel
 from tiny_kernel import Scale, needs_nvrtc
 
 from cupyflash import environment, jit
+from cupyflash.attention.backends import BACKENDS
+from cupyflash.attention.features import Features
 from cupyflash.jit import compiler, sources
 
 
@@ -70,9 +72,82 @@ def test_build(folder, compilations):
 def test_edited_source_recompiles(folder, compilations, name):
     first = jit.build(Scale(), "sm_80")
     source = folder / "cuda_src" / name
-    source.write_bytes(source.read_bytes() + b"\n")  # one byte that changes nothing
+    source.write_bytes(source.read_bytes() + b";")  # a token that changes nothing
     second = jit.build(Scale(), "sm_80")
     assert first.path != second.path and len(compilations) == 2
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", tiny_kernel.FILES)
+def test_edited_comments_do_not_recompile(folder, compilations, name):
+    first = jit.build(Scale(), "sm_80")
+    source = folder / "cuda_src" / name
+    text = source.read_text().replace("(", "(/* a */ ").replace(";\n", ";  // b\n\n")
+    source.write_text(f"/* it's {name}\n */\n{text}")
+    assert jit.build(Scale(), "sm_80") == first and len(compilations) == 1
+
+
+# SAME compiles to what BASE compiles to. OTHER may not, and each text of it to something else.
+BASE = b'int f(int a) {\n  return a + g("a  b");\n}\n'
+SAME = {
+    "line comment": b'// f\nint f(int a) {\n  return a + g("a  b");  // "\n}\n',
+    "block comment": b'int f(int /* a // " */ a) {\n  return a + g(/*x=*/"a  b");\n}\n/*\n*/',
+    "continued comment": b'int f(int a) { // \\\n it\'s\n  return a + g("a  b");\n}\n',
+    "white space": b'int  f( int a )\t{\r\n\r\n return a +\n g("a  b"); }',
+    "continued line": b'int f(int a) {\n  return a \\\n+ g("a\\\n  b");\n}\n',
+}
+OTHER = {
+    "token": BASE.replace(b"a +", b"a -"),
+    "name": BASE.replace(b"int a", b"inta"),
+    "operator": BASE.replace(b"+", b"+ +"),
+    "space in a string": BASE.replace(b"a  b", b"a b"),
+    "// in a string": BASE.replace(b"a  b", b"a//b"),
+    "other // in a string": BASE.replace(b"a  b", b"a//c"),
+    "/* in a string": BASE.replace(b"a  b", b"/*") + b"// */",
+    "quote in a string": BASE.replace(b"a  b", rb"\"//"),
+    "backslash in a string": BASE.replace(b"a  b", b"\\\\"),
+    "character": BASE.replace(b'"a  b"', rb"'\'', '\"', /* '\"' */ '//'"),
+    "prefix": BASE.replace(b'"a', b'L"a'),
+    "raw string": BASE.replace(b'"a  b"', b'R"x(")")x"'),
+    "comment in a raw string": BASE.replace(b'"a  b"', b'R"x(")//")x"'),
+    "digit separator": BASE.replace(b'"a  b"', b"1'0, '\"', \"//\""),
+    "other digit separator": BASE.replace(b'"a  b"', b"1'0, '\"', \"///\""),
+    "directive": b"#define F (x)\n" + BASE,
+    "space in a directive": b"#define F(x)\n" + BASE,
+    "line of a directive": b"#define F (x) int\n" + BASE.removeprefix(b"int"),
+    "// in a directive": b'#define F "//x"\n' + BASE,
+    "other // in a directive": b'#define F "//y"\n' + BASE,
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_code_is_without_comments_and_white_space(name):
+    assert sources.code(SAME[name]) == sources.code(BASE)
+
+
+def test_code_keeps_all_else():
+    assert len({sources.code(text) for text in (BASE, *OTHER.values())}) == len(OTHER) + 1
+
+
+def test_code_of_a_directive():
+    text = b'#include "a.cuh"  // why\n  #define A(x) \\\n  // none\n#if 1 // "\nint x;\n'
+    assert sources.code(text) == b'#include "a.cuh"\n#define A(x)\n#if 1\nint\nx\n;'
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", ["simt", "sm90"])
+def test_code_is_the_same_program(tmp_path, monkeypatch, name):
+    """One token a line: but for the numbers of lines, NVRTC makes the same of it."""
+    monkeypatch.setattr(compiler, "FLAGS", [x for x in compiler.FLAGS if x != "-lineinfo"])
+    config = BACKENDS[name].forward("float16", 64, Features(), (9, 0))
+    expected = compiler.compile_kernel(config, "sm_90a")
+    for path, data in sources.closure(config.source).items():
+        copy = tmp_path / path.relative_to(sources.root())
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(sources.code(data))
+        assert sources.code(data) != data
+    monkeypatch.setattr(sources, "root", lambda: tmp_path)
+    assert compiler.compile_kernel(config, "sm_90a").cubin == expected.cubin
 
 
 @needs_nvrtc

@@ -1,4 +1,4 @@
-"""The CUDA sources: where they are, and a digest of everything a kernel includes."""
+"""The CUDA sources: where they are, and a digest of all code that a kernel includes."""
 
 import functools
 import hashlib
@@ -9,6 +9,15 @@ from pathlib import Path
 
 _INCLUDE = re.compile(rb"^[ \t]*#[ \t]*include\b[ \t]*(.*)$", re.MULTILINE)
 _TARGET = re.compile(rb'"([^"\n]+)"|<([^>\n]+)>')
+
+# The group is kept: literals and directives, in which white space or "//" has a meaning, and
+# brackets, which are tokens also where no space is beside them.
+_LITERAL = rb"""(?:\b(?:u8|[uUL]))?(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\w*"""
+_DIRECTIVE = rb"#(?:%b|/\*.*?\*/|(?!//)[^\n])*" % _LITERAL
+_BETWEEN_TOKENS = re.compile(
+    rb"(%b|%b|[()\[\]{},;])|(?:\s|//[^\n]*|/\*.*?\*/)+" % (_LITERAL, _DIRECTIVE), re.DOTALL
+)
+_RAW_STRING_OR_SEPARATOR = re.compile(rb"R\"|[0-9a-fA-F]'[0-9a-fA-F]")
 
 
 @functools.cache
@@ -25,7 +34,47 @@ def root() -> Path:
 
 
 def included(source: str) -> Iterator[Path]:
-    """``source`` (a path below `root`) and all files that it includes, transitively, each once.
+    """``source`` (a path below `root`) and all files that it includes, transitively, each once."""
+    return (path for path, _ in _files(source))
+
+
+def closure(source: str) -> dict[Path, bytes]:
+    """The bytes of all files of `included`."""
+    return dict(_files(source))
+
+
+def digest(source: str) -> str:
+    """SHA-256 (hexadecimal) over the names and the `code` of the files of `closure`.
+
+    A change of comments or white space does not change it, so a kernel that was compiled before is
+    used again. The line numbers that -lineinfo put into it are then those of the older text.
+    """
+    total = hashlib.sha256()
+    for path, data in sorted(closure(source).items()):
+        tokens = code(data)
+        name = os.path.relpath(path, root())
+        total.update(f"{name} {len(tokens)}\n".encode())
+        total.update(tokens)
+    return total.hexdigest()
+
+
+@functools.cache
+def code(data: bytes) -> bytes:
+    """What the compiler sees of a file: its tokens, without comments and surplus white space.
+
+    Literals stay as they are, directives but for a comment at their end. Two texts with the same
+    result compile to the same code. The reverse need not hold: a file with a raw string or a digit
+    separator is returned as it is, because both would take a whole lexer.
+    """
+    if _RAW_STRING_OR_SEPARATOR.search(data):
+        return data
+    joined_lines = data.replace(b"\r\n", b"\n").replace(b"\\\n", b"")
+    pieces = _BETWEEN_TOKENS.split(joined_lines)
+    return b"\n".join(piece.rstrip() for piece in pieces if piece)
+
+
+def _files(source: str) -> Iterator[tuple[Path, bytes]]:
+    """The files of `included` with their bytes.
 
     Includes inside comments and inactive branches count too: a digest over too much recompiles
     once too often, one over too little runs a stale kernel. For the same reason an include whose
@@ -37,29 +86,15 @@ def included(source: str) -> Iterator[Path]:
         if path in found:
             continue
         found.add(path)
-        yield path
-        for directive in _INCLUDE.finditer(path.read_bytes()):
+        data = path.read_bytes()
+        yield path, data
+        for directive in _INCLUDE.finditer(data):
             target = _TARGET.match(directive[1])
             if target is None:
                 text = directive[0].decode(errors="replace").strip()
                 raise ValueError(f"{path}: an include must name its file literally, got {text!r}")
             if path_of_target := _resolve(path, target):
                 pending.append(path_of_target)
-
-
-def closure(source: str) -> dict[Path, bytes]:
-    """The bytes of all files of `included`."""
-    return {path: path.read_bytes() for path in included(source)}
-
-
-def digest(source: str) -> str:
-    """SHA-256 (hexadecimal) over the names and bytes of `closure`."""
-    total = hashlib.sha256()
-    for path, data in sorted(closure(source).items()):
-        name = os.path.relpath(path, root())
-        total.update(f"{name} {len(data)}\n".encode())
-        total.update(data)
-    return total.hexdigest()
 
 
 def _resolve(includer: Path, target: re.Match[bytes]) -> Path | None:
