@@ -5,7 +5,7 @@ from typing import Any
 import cupyflash
 
 from ..linear.reference import Arrays, Options
-from ..testing import ExpectedNorm, expected_projection
+from ..testing import Expected, expected_projection
 from .check_problem import EPS, Check, Maker, Operation, Pass
 
 
@@ -66,13 +66,16 @@ def qkv_projection(
     return Operation("qkv, rotary", dtype, text, (forward,), exact)
 
 
-def _parts(joined: ExpectedNorm, heads: tuple[int, int, int], head_dim: int) -> Check:
+def _parts(joined: Expected, heads: tuple[int, int, int], head_dim: int) -> Check:
     """q, k and v of the columns of one product."""
-    ((exact, baseline, dtype, terms),) = joined.results.values()
+    whole = joined.results["out"]
     parts, first = {}, 0
     for name, count in zip("qkv", heads):
         columns = slice(first, first + count * head_dim)
-        pair = (y[..., columns].reshape(*y.shape[:-1], count, head_dim) for y in (exact, baseline))
-        parts[name] = (*pair, dtype, terms)
+        exact, yardstick = (
+            y[..., columns].reshape(*y.shape[:-1], count, head_dim)
+            for y in (whole.exact, whole.yardstick)
+        )
+        parts[name] = whole._replace(exact=exact, yardstick=yardstick)
         first = columns.stop
-    return ExpectedNorm(parts)
+    return Expected(parts)

@@ -11,7 +11,9 @@ from ..decode.sampling import Sampling, sample
 from ..decode.sampling_reference import sample_row
 from ..diffusion import reference
 from ..testing import (
-    ExpectedNorm,
+    EPSILON,
+    Expected,
+    Result,
     cast,
     expected,
     expected_stack,
@@ -19,7 +21,6 @@ from ..testing import (
     numpy_dtype,
     to_numpy64,
 )
-from ..testing.same_precision import EPSILON
 from .check_problem import Maker, Operation, Pass
 
 
@@ -48,11 +49,9 @@ def decode(
         q, dout, k, v = (y[b : b + 1] for y in (x.q, x.dout, x.k, x.v))
         one = dataclasses.replace(x, q=q, dout=dout, k=k[:, : place + 1], v=v[:, : place + 1])
         found.append(expected(one, causal=True))
-    results = [
-        numpy.concatenate([to_numpy64(getattr(y, kind)["out"]) for y in found])
-        for kind in ("exact", "baseline")
-    ]
-    exact = ExpectedNorm({"out": (*results, dtype, max(y.terms["out"] for y in found))})
+    exacts, yardsticks, _, terms, _ = zip(*(y.results["out"] for y in found))
+    joined = (numpy.concatenate([*map(to_numpy64, y)]) for y in (exacts, yardsticks))
+    exact = Expected({"out": Result(*joined, dtype, max(terms))})
     moved = 2.0 * sum(used) * heads[1] * head_dim * x.k.itemsize
     text = f"{len(used)} × 1:{max(used) + 1}, {heads[0]}/{heads[1]}×{head_dim}"
     step = Pass("step", call, ("out",), moved, "B")
@@ -79,7 +78,7 @@ def diffusion(make: Maker, dtype: str, shape: tuple[int, ...]) -> Operation:
     # radii end at 5.8.
     of_noise = 6 * 2.0**-20 / EPSILON["float32"]
     terms = of_x * (others[0] * (to_x0 + of_model) + sum(others[1:])) + sigma * of_noise
-    exact = ExpectedNorm({"out": (*results, dtype, terms)})
+    exact = Expected({"out": Result(*results, dtype, terms)})
     step = Pass("step", call, ("out",), 3.0 * x.nbytes, "B")
     return Operation("DDPM", dtype, "×".join(map(str, shape)), (step,), exact)
 

@@ -1,6 +1,7 @@
 """What tests/ and bench/ share: seeded inputs and the tolerance rule."""
 
-from cupyflash.testing.inputs import (
+from .attention import expected, same_precision_attention
+from .inputs import (
     STORAGES,
     Inputs,
     cast,
@@ -9,32 +10,33 @@ from cupyflash.testing.inputs import (
     make_varlen_inputs,
     to_library,
 )
-from cupyflash.testing.linear import expected_projection
-from cupyflash.testing.norms import (
-    ExpectedNorm,
+from .operations import (
     expected_group_norm,
     expected_norm,
-    numpy_dtype,
-    to_numpy64,
+    expected_projection,
+    expected_stack,
 )
-from cupyflash.testing.same_precision import same_precision_attention
-from cupyflash.testing.tolerance import (
+from .tolerance import (
+    EPSILON,
     Expected,
+    Result,
     assert_close_to_float64,
-    expected,
+    dtype_name,
+    numpy_dtype,
     poison_free_memory,
     to_float64,
+    to_numpy64,
 )
-from cupyflash.testing.transformer import ExpectedStack, expected_stack
 
 __all__ = [
+    "EPSILON",
     "STORAGES",
     "Expected",
-    "ExpectedNorm",
-    "ExpectedStack",
     "Inputs",
+    "Result",
     "assert_close_to_float64",
     "cast",
+    "dtype_name",
     "expected",
     "expected_group_norm",
     "expected_norm",

@@ -1,41 +1,58 @@
 """The tolerance rule.
 
 The error against float64 is at most twice the error of the same formula computed in the same dtype
-(:mod:`cupyflash.testing.same_precision`), plus rounding: one last place of the largest result in
-its dtype, and one float32 last place of the largest sum of magnitudes behind a result, since the
-baseline may have been lucky where few numbers are compared or where terms cancel. No tolerance is
-set by hand, so no test can be loosened.
+(the yardstick), plus rounding: one last place of the largest result in its dtype, and one float32
+last place of the largest sum of magnitudes behind a result, since the yardstick may have been lucky
+where few numbers are compared or where terms cancel. No tolerance is set by hand, so no test can be
+loosened.
 """
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy
 
-from cupyflash.attention import reference
-from cupyflash.testing.inputs import Inputs, to_library
-from cupyflash.testing.same_precision import EPSILON, same_precision_attention
-
 from ..runtime.array import Array, array_namespace
+from .inputs import to_library
 
-RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
-ARRAYS = ("alibi_slopes", "bias", "sinks")  # options
+EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+
+
+def dtype_name(x: Any) -> str:
+    """The dtype of any array, as NumPy and ml_dtypes call it."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def numpy_dtype(name: str) -> Any:
+    """The NumPy dtype of this name; ml_dtypes has bfloat16."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return ml_dtypes.bfloat16
+    return numpy.dtype(name)
 
 
 def to_float64(array: Any) -> Array:
     """Any array in float64: a NumPy array, or a CuPy array if a GPU holds and can multiply it."""
     if type(array).__module__.partition(".")[0] != "torch":
-        return _where_matrices_multiply(array).astype("float64")
+        return where_matrices_multiply(array).astype("float64")
     array = array.detach().double()
     if array.device.type == "cpu":
         return array.numpy()
     import cupy
 
-    return _where_matrices_multiply(cupy.from_dlpack(array))
+    return where_matrices_multiply(cupy.from_dlpack(array))
 
 
-def _where_matrices_multiply(array: Any) -> Any:
+def to_numpy64(array: Any) -> numpy.ndarray:
+    """Any array as a NumPy array in float64."""
+    array = to_float64(array)
+    return array if isinstance(array, numpy.ndarray) else array.get()
+
+
+def where_matrices_multiply(array: Any) -> Any:
     """A CuPy array as NumPy array where CuPy has no cuBLAS, as in the light install; else as is."""
     if array_namespace(array) is numpy or _cupy_multiplies():
         return array
@@ -53,34 +70,36 @@ def _cupy_multiplies() -> bool:
 
 
 def assert_close_to_float64(
-    actual: Any, exact: Any, baseline: Any, dtype: str, name: str, *, terms: float = 0.0
+    actual: Any, exact: Any, yardstick: Any, dtype: str, name: str, *, terms: float = 0.0
 ) -> None:
     """Check one result against float64 and print what was compared.
 
     Args:
         actual: the result under test, of any library.
-        exact: the same in float64.
-        baseline: the same computed in ``dtype`` throughout; its error sets the tolerance.
+        exact: the same in float64, of any library.
+        yardstick: the same computed in ``dtype`` throughout; its error sets the tolerance.
         dtype: of the result, or the coarser one that its own inputs were rounded to.
         name: of the result, for messages.
         terms: the largest sum of magnitudes behind a result.
 
     Raises:
         AssertionError: shapes differ, a NaN or an infinity in the wrong place, or the largest error
-            is beyond 2 * (largest error of baseline) + rounding.
+            is beyond 2 * (largest error of yardstick) + rounding.
     """
     assert tuple(actual.shape) == tuple(exact.shape), (
         f"{name}: shape must be {tuple(exact.shape)}, got {tuple(actual.shape)}"
     )
     if not exact.size:
         return
-    actual, exact, baseline = map(to_float64, (actual, exact, baseline))
+    exact = to_float64(exact)
+    convert = to_numpy64 if isinstance(exact, numpy.ndarray) else to_float64
+    actual, yardstick = convert(actual), convert(yardstick)
     xp = array_namespace(exact)
-    error, baseline_error = _error(actual, exact), _error(baseline, exact)
+    error, yardstick_error = _error(actual, exact), _error(yardstick, exact)
     magnitude = xp.where(xp.isfinite(exact), xp.abs(exact), 0).max()
     rounding = EPSILON[dtype] * float(magnitude) + EPSILON["float32"] * terms
-    allowed = 2 * float(baseline_error.max()) + rounding
-    assert numpy.isfinite(allowed), f"{name}: the baseline itself is not finite"
+    allowed = 2 * float(yardstick_error.max()) + rounding
+    assert numpy.isfinite(allowed), f"{name}: the yardstick itself is not finite"
     worst = numpy.unravel_index(int(error.argmax()), error.shape)
     index = tuple(int(i) for i in worst)
     message = (
@@ -100,120 +119,45 @@ def _error(actual: Array, exact: Array) -> Array:
     return xp.where(xp.isnan(error), xp.inf, error)
 
 
+class Result(NamedTuple):
+    """How one result must be.
+
+    Attributes:
+        exact: in float64.
+        yardstick: the same formula computed in the dtype of the inputs.
+        dtype: of the result.
+        terms: the largest sum of magnitudes behind it.
+        rounded: the coarser dtype that what it is computed from was rounded to, if there is one.
+    """
+
+    exact: Any
+    yardstick: Any
+    dtype: str
+    terms: float = 0.0
+    rounded: str | None = None
+
+    def __add__(self, other: "Result") -> "Result":
+        """How the sum of two results must be, the errors of which are independent."""
+        return self._replace(
+            exact=self.exact + other.exact,
+            yardstick=to_float64(self.yardstick) + to_float64(other.yardstick),
+            terms=math.hypot(self.terms, other.terms),
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """float64 results of a problem, their baselines and terms by name, in layout bshd."""
+    """The results of an operation by name; `expected` and its like make it."""
 
-    inputs: Inputs
-    exact: dict[str, Array]
-    baseline: dict[str, Any]
-    terms: dict[str, float]
-    dtypes: dict[str, str]  # of the results that are not in the dtype of the inputs
+    results: dict[str, Result]
 
-    def check(self, **results: Any) -> None:
-        """Check results by their names in `RESULTS`, in the layout and dtypes of the inputs."""
-        for name, result in results.items():
-            dtype = self.dtypes.get(name, self.inputs.dtype)
-            found = str(result.dtype).removeprefix("torch.")
+    def check(self, **actual: Any) -> None:
+        """Check any of the results; raises AssertionError."""
+        for name, x in actual.items():
+            exact, yardstick, dtype, terms, rounded = self.results[name]
+            found = dtype_name(x)
             assert found == dtype, f"{name}: dtype must be {dtype}, got {found}"
-            if name in ("dbias", "dsinks"):  # of what was rounded to the dtype of the inputs
-                dtype = max(dtype, self.inputs.dtype, key=EPSILON.get)
-            if self.inputs.layout == "bhsd" and name in ("out", "dq", "dk", "dv"):
-                result = result.swapaxes(1, 2)
-            assert_close_to_float64(
-                result,
-                self.exact[name],
-                self.baseline[name],
-                dtype,
-                name,
-                terms=self.terms[name],
-            )
-
-
-def expected(inputs: Inputs, **options: Any) -> Expected:
-    """Forward and backward of the inputs: in float64, and in their own dtype as the yardstick.
-
-    Args:
-        options: of ``cupyflash.attention`` without layout and lengths; arrays in the library of the
-            inputs, dropout_seed an integer; and dlse, the gradient of the LSE.
-    """
-    tensors = [inputs.dout, inputs.q, inputs.k, inputs.v]
-    if inputs.layout == "bhsd":
-        tensors = [x.swapaxes(1, 2) for x in tensors]
-    arrays = {name: options.pop(name) for name in ARRAYS if options.get(name) is not None}
-    dtypes = {"lse": "float32"} | {f"d{name}": _dtype(x) for name, x in arrays.items()}
-    if type(inputs.q).__module__.partition(".")[0] == "cupy":
-        tensors = [_where_matrices_multiply(x) for x in tensors]
-        arrays = {name: _where_matrices_multiply(x) for name, x in arrays.items()}
-    dout, q, k, v = map(to_float64, tensors)
-    dlse = options.pop("dlse", None)
-    exact_options = options | {name: _exact(x) for name, x in arrays.items()}
-    of_gradients = {"dlse": None if dlse is None else to_float64(dlse)}
-    if "bias" in arrays:
-        of_gradients["bias_grad"] = dtypes["dbias"] != "bool"
-    options |= arrays
-    if inputs.cu_seqlens_q is None:
-        out, lse = reference.attention_tiled(q, k, v, block=1024, **exact_options)
-        gradients = reference.attention_tiled_backward(
-            dout, q, k, v, out, lse, block=1024, **of_gradients, **exact_options
-        )
-        baseline, terms = same_precision_attention(*tensors, dlse=dlse, **options)
-    else:
-        lengths = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        out, lse = reference.attention_varlen(q, k, v, *lengths, **exact_options)
-        gradients = reference.attention_varlen_backward(
-            dout, q, k, v, out, lse, *lengths, **of_gradients, **exact_options
-        )
-        baseline, terms = _varlen_baseline(tensors, lengths, dlse, options)
-    exact = dict(zip(RESULTS, (out, lse, *gradients), strict=True))
-    if "dbias" in baseline:  # of rank 5
-        baseline["dbias"] = baseline["dbias"].reshape(exact["dbias"].shape)
-    return Expected(inputs, exact, baseline, terms, dtypes)
-
-
-def _dtype(x: Any) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
-def _exact(x: Any) -> Array:
-    """In float64, but a mask stays one."""
-    return to_float64(x) != 0 if _dtype(x) == "bool" else to_float64(x)
-
-
-def _varlen_baseline(
-    tensors: list, lengths: tuple[Any, Any], dlse: Any, options: dict
-) -> tuple[dict[str, Array], dict[str, float]]:
-    """The baseline sequence by sequence, in float64 arrays with the shapes of the packed ones."""
-    dout, q, k, v = tensors
-    ends_q, ends_k = (cu_seqlens.tolist() for cu_seqlens in lengths)
-    options = dict(options)
-    alibi_slopes = options.pop("alibi_slopes", None)
-    parts: dict[str, list] = {name: [] for name in RESULTS}
-    largest = dict.fromkeys(RESULTS, 0.0)
-    for b in range(len(ends_q) - 1):
-        rows, cols = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
-        per_batch = alibi_slopes is not None and alibi_slopes.ndim == 2
-        one, terms = same_precision_attention(
-            dout[rows][None],
-            q[rows][None],
-            k[cols][None],
-            v[cols][None],
-            alibi_slopes=alibi_slopes[b] if per_batch else alibi_slopes,
-            first_sequence=b,
-            dlse=None if dlse is None else dlse[None, :, rows],
-            **options,
-        )
-        for name, result in one.items():
-            parts[name].append(to_float64(result if name == "dsinks" else result[0]))
-            largest[name] = max(largest[name], terms[name])
-    joined = {
-        name: sum(arrays)
-        if name == "dsinks"
-        else array_namespace(arrays[0]).concatenate(arrays, axis=1 if name == "lse" else 0)
-        for name, arrays in parts.items()
-        if arrays
-    }
-    return joined, largest
+            assert_close_to_float64(x, exact, yardstick, rounded or dtype, name, terms=terms)
 
 
 def poison_free_memory(library: str, device: str, sizes: list[int]) -> None:
