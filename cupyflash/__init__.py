@@ -15,6 +15,7 @@ from .attention.flash_attn import (
     flash_attn_varlen_qkvpacked_func,
 )
 from .attention.sdpa import scaled_dot_product_attention
+from .decode.block import BlockStack, BlockWeights, transformer_block
 from .decode.cached_attention import attention_with_cache
 from .diffusion.sampler import DiffusionSampler
 from .diffusion.schedule import beta_schedule, timestep_embeddings
@@ -24,7 +25,6 @@ from .linear.qkv import qkv_projection
 from .norm.group_norm import group_norm, group_norm_backward
 from .norm.norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from .precompile import warmup
-from .transformer.block import BlockStack, BlockWeights, transformer_block
 
 __version__ = "0.1.0"
 

@@ -11,6 +11,7 @@ from .attention.backends.preprocess import FlashBwdSinks
 from .attention.features import Access, Features
 from .baselines import baselines
 from .decode import kernels as decode
+from .decode import stack_kernels as transformer
 from .diffusion import plan as diffusion
 from .jit import compiler
 from .linear import few_sm90_kernels as linear_few_sm90
@@ -21,7 +22,6 @@ from .norm import kernels as norm
 from .runtime.checks import is_integer
 from .runtime.config import ITEM_SIZE, KernelConfig
 from .runtime.gpu import Capability
-from .transformer import kernels as transformer
 
 # Kernels beside attention, one module a topic: its ``configurations(capability)`` yields everything
 # that its operations can launch.

@@ -142,7 +142,7 @@ def test_is_one_launch(target, monkeypatch):
 
 
 def test_constants():
-    source = (sources.root() / "attention" / "decode_merge.cuh").read_text()
+    source = (sources.root() / "decode" / "flash_decode_merge.cuh").read_text()
     for name in ("MAX_SPLITS", "SAVED_LOADS"):
         assert re.search(rf"constexpr int {name} = {getattr(kernels, name)};", source)
 
@@ -240,13 +240,17 @@ def test_bad_input(target):
     q, k, v, v_cache, positions = (good[x] for x in ("q", "k", "v", "v_cache", "positions"))
     for error, match, changed in (
         (TypeError, "q must be a NumPy, CuPy or torch array", {"q": [1]}),
-        (ValueError, "q must have 4 dimensions", {"q": q[0]}),
+        (ValueError, r"q must have shape \(batch, seqlen, heads_q, head_dim\)", {"q": q[0]}),
         (ValueError, "the heads of q must be a multiple", {"q": q[:, :, :2]}),
-        (ValueError, r"k must be \(4, 1, 3, 64\) of float32", {"k": k[:, :, :1]}),
-        (ValueError, "v must have the shape of k", {"v": v[:, :, :1]}),
-        (ValueError, "v_cache must have the shape of k_cache", {"v_cache": v_cache[:, :5]}),
+        (
+            ValueError,
+            r"k_cache must have shape \(4, max_length, 1, 64\)",
+            {"k": k[:, :, :1], "v": v[:, :, :1]},
+        ),
+        (ValueError, r"v must have shape \(4, 1, 3, 64\)", {"v": v[:, :, :1]}),
+        (ValueError, r"v_cache must have shape \(4, 200, 3, 64\)", {"v_cache": v_cache[:, :5]}),
         (TypeError, "positions must be int32", {"positions": q}),
-        (ValueError, "positions must be contiguous", {"positions": positions[:1]}),
+        (ValueError, r"positions must have shape \(4,\)", {"positions": positions[:1]}),
         (ValueError, "scale must be", {"scale": float("nan")}),
         (TypeError, "k must be a .* like q, got NoneType", {"k": None}),
     ):

@@ -14,7 +14,6 @@ LAYERS = (  # the lowest first; modules of one line are siblings that do not imp
     ("runtime",),
     ("attention", "norm", "diffusion", "baselines"),
     ("linear", "decode"),
-    ("transformer",),
     ("machine", "precompile"),
     ("__init__",),
     ("testing", "models", "integrations"),

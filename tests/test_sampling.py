@@ -8,8 +8,8 @@ from wrong_calls import INTEGER, NUMBER, array, check_refused
 
 from cupyflash.decode.embedding import embedding
 from cupyflash.decode.kv_cache import cache_append
+from cupyflash.decode.reference import ONE, weights
 from cupyflash.decode.sampling import DecodeState, Sampling, sample
-from cupyflash.decode.sampling_reference import ONE, weights
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 
 SAMPLINGS = [
@@ -274,9 +274,13 @@ def test_autograd_hears_of_writes(target):
 def test_bad_arrays(target):
     logits, out = stored(target, normal((2, 6), 0), "float32"), integers(target, [0, 0])
     for error, match, call in (
-        (ValueError, r"logits must be \(rows, vocabulary\)", lambda: sample(logits[0], out=out)),
+        (
+            ValueError,
+            r"logits must have shape \(rows, vocabulary\)",
+            lambda: sample(logits[0], out=out),
+        ),
         (ValueError, "the last dimension", lambda: sample(logits[:, ::2], out=out)),
-        (ValueError, r"out must be contiguous, \(2,\)", lambda: sample(logits, out=out[:1])),
+        (ValueError, r"out must have shape \(2,\)", lambda: sample(logits, out=out[:1])),
         (TypeError, "out must be int32", lambda: sample(logits, out=logits)),
         (TypeError, "out must be a", lambda: sample(logits, out=[0, 0])),
         (TypeError, "logits must be float16", lambda: sample(out, out=out)),

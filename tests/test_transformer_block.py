@@ -13,8 +13,10 @@ from wrong_calls import FLAG, INTEGER, NUMBER, array, check_refused
 
 import cupyflash
 from cupyflash import BlockStack, BlockWeights, transformer_block
+from cupyflash.decode import stack as stacks
+from cupyflash.decode import stack_plan
+from cupyflash.runtime.overlap import Written
 from cupyflash.testing import expected_stack, to_numpy64
-from cupyflash.transformer import dispatch, one_block, plan
 
 NAMES = BlockWeights._fields
 ENDS = ("final_weight", "final_bias", "head_weight", "token_embedding", "position_embedding")
@@ -321,11 +323,11 @@ def test_bad_input(target):
     bad(TypeError, "heads", heads=True)
     bad(ValueError, "head_dim.*multiple of 8 up to 128.*256", heads=1)
     bad(ValueError, r"x must have shape.*\(3, 255\)", x=array((3, 255)))
-    bad(TypeError, "x must be float16, got float32", x=array((3, 256), "float32"))
+    bad(TypeError, "x must be float16 like the weights, got float32", x=array((3, 256), "float32"))
     bad(ValueError, "x.*contiguous", x=array((3, 512))[:, ::2])
     bad(ValueError, "batch.*at most 8, got 9", x=array((9, 256)))
     bad(ValueError, r"k_cache.*\(3, max_length, 4, 64\).*\(2, 200, 4, 64\)", k_cache=keys[:2])
-    bad(ValueError, "same shape", v_cache=array((3, 100, 4, 64)))
+    bad(ValueError, r"v_cache must have shape \(3, 200, 4, 64\)", v_cache=array((3, 100, 4, 64)))
     bad(ValueError, "max_length", k_cache=keys[:, :0], v_cache=values[:, :0])
     bad(ValueError, "last dimension of k_cache", k_cache=array((3, 200, 4, 128))[..., ::2])
     bad(ValueError, "strides of v_cache", v_cache=array((3, 200, 4, 65))[..., :64])
@@ -524,11 +526,11 @@ def test_dropped_blocks_are_dropped(target):
         return weakref.ref(block.qkv_weight)
 
     run(0)
-    before, kept = held(), len(one_block._stacks)
+    before, kept = held(), len(stacks._stacks)
     dropped = [run(seed) for seed in range(1, 101 if target.gpu else 11)]  # NumPy is slow
     gc.collect()
     assert not any(x() is not None for x in dropped)
-    assert len(one_block._stacks) <= kept and held() <= before
+    assert len(stacks._stacks) <= kept and held() <= before
 
 
 def test_weights_are_held_weakly_wherever_kernels_run(monkeypatch):
@@ -541,17 +543,18 @@ def test_weights_are_held_weakly_wherever_kernels_run(monkeypatch):
     p, plans = make(target, case), []
 
     class NoPlan:
-        def __init__(self, function, library, shape, views, batch, advance):
+        def __init__(self, function, library, shape, views, written):
             plans.append(self)
+            self.written = Written(function, views, written)
 
         def __call__(self, like, pointers):
             assert len(pointers) == 14 and pointers[0] == p.x.data_ptr()
 
     monkeypatch.setattr(TorchLibrary, "on_cpu", lambda self, x: False)
-    monkeypatch.setattr(dispatch, "require_gpu", lambda function, shape: None)
-    monkeypatch.setattr(dispatch, "pointer_table", lambda *_: torch.zeros(1))
-    monkeypatch.setattr(dispatch, "StackPlan", NoPlan)
-    monkeypatch.setattr(one_block, "_stacks", {})
+    monkeypatch.setattr(stacks, "require_gpu", lambda function, shape: None)
+    monkeypatch.setattr(stacks, "pointer_table", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(stacks, "StackPlan", NoPlan)
+    monkeypatch.setattr(stacks, "_stacks", {})
     good, versions = call_of(p, 0), p.k_cache._version
     for grad in (False, True):
         block = weights(target, case, 5)
@@ -560,13 +563,13 @@ def test_weights_are_held_weakly_wherever_kernels_run(monkeypatch):
         with torch.no_grad():
             for given in (block, BlockWeights(*(x[:] for x in block)), block):
                 transformer_block(**good, weights=given, heads=case.heads)
-        assert len(one_block._stacks) == 1 and len(plans) == 1 + grad
+        assert len(stacks._stacks) == 1 and len(plans) == 1 + grad
         if grad:
             with pytest.raises(NotImplementedError, match="^transformer_block: has no backward"):
                 transformer_block(**good, weights=block, heads=case.heads)
-        kept = weakref.ref(next(iter(one_block._stacks.values())))
+        kept = weakref.ref(next(iter(stacks._stacks.values())))
         del block, given
-        assert not one_block._stacks and kept() is None
+        assert not stacks._stacks and kept() is None
     assert p.k_cache._version == versions + 6
 
 
@@ -591,30 +594,30 @@ def test_a_block_is_kept_for_views_of_its_weights(target):
         pytest.skip("the CPU keeps nothing")
     p = make(target, CASE)
     block, good = weights(target, CASE, 77), call_of(p, 0)
-    kept = len(one_block._stacks)
+    kept = len(stacks._stacks)
     for _ in range(3):
         views = BlockWeights(*(x[:] for x in block))
         transformer_block(**good, weights=views, heads=CASE.heads)
         del views
-        assert len(one_block._stacks) == kept + 1
+        assert len(stacks._stacks) == kept + 1
     del block
     gc.collect()
-    assert len(one_block._stacks) == kept
+    assert len(stacks._stacks) == kept
 
 
 @pytest.mark.parametrize("item", [2, 4])
 @pytest.mark.parametrize("columns", [8, 3072, 4096, 4320, 5120, 6400, 10007 * 8])
 def test_segments(columns, item):
-    number, segment = plan.segments_of(columns, item)
+    number, segment = stack_plan.segments_of(columns, item)
     assert segment % 8 == 0 and segment * item <= 8064
     assert (number - 1) * segment < columns <= number * segment
 
 
 def test_splits():
     """More of them where few heads would leave blocks idle."""
-    assert plan.num_splits(1, 12, 132) > 4
-    assert plan.num_splits(2, 12, 132) == 4
-    assert plan.num_splits(8, 12, 132) == 1
+    assert stack_plan.num_splits(1, 12, 132) > 4
+    assert stack_plan.num_splits(2, 12, 132) == 4
+    assert stack_plan.num_splits(8, 12, 132) == 1
 
 
 # On a GPU ------------------------------------------------------------------------------------
@@ -666,6 +669,6 @@ def test_host_time_is_one_look_up(target, monkeypatch):
     p = make(target, CASE)
     stack, arrays = p.stack(), (p.x, p.k_cache, p.v_cache, p.lengths)
     first = stack(*arrays)
-    monkeypatch.setattr(dispatch, "StackPlan", None)
+    monkeypatch.setattr(stacks, "StackPlan", None)
     assert (stack(*arrays) == first).all()
     assert cupyflash.BlockStack is BlockStack

@@ -37,7 +37,7 @@ struct FlashDecodeParams {
   void* v_cache;         // [batch, max_length, heads_kv, head_dim]
   void* out;             // [batch, seqlen, heads_q, head_dim]
   const int* positions;  // [batch], where the first of k and v goes
-  void* parts;           // of the splits, decode_merge.cuh; null: one split
+  void* parts;           // of the splits, flash_decode_merge.cuh; null: one split
   int* counters;         // one for each head of keys and eight queries, 0 before and after
   Strides q_strides;
   Strides k_strides;

@@ -7,8 +7,8 @@ import numpy
 
 import cupyflash
 
+from ..decode.reference import sample_row
 from ..decode.sampling import Sampling, sample
-from ..decode.sampling_reference import sample_row
 from ..diffusion import reference
 from ..testing import (
     EPSILON,

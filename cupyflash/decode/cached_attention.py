@@ -1,21 +1,41 @@
 """Attention of new tokens to a cache of keys and values, which they enter: in one launch if few."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from .. import environment
-from ..attention.problem import MAX_HEAD_DIM, Options, check
-from ..runtime.array import Array, View, compiling, library_of
-from ..runtime.checks import plain_real, require_arrays, require_int32, require_like, views_of
+from ..attention.dispatch import forward_without_gradient
+from ..attention.extras import NO_EXTRAS
+from ..attention.problem import MAX_HEAD_DIM, Options
+from ..attention.problem import check as check_attention
+from ..runtime.array import Array, View
+from ..runtime.checks import plain_real
 from ..runtime.config import ITEM_SIZE
 from ..runtime.gpu import capability_of, multiprocessors
-from ..runtime.operation import Plans
+from ..runtime.operation import Operation, Plans
+from ..runtime.overlap import Written
+from ..runtime.rows import is_contiguous
+from ..runtime.scratch import allocations_held
 from ..runtime.structs import header
-from . import kernels
-from .cached_plans import FUNCTION, TENSORS, DecodePlan, SeparatePlan
+from . import kernels, kv_cache
+from .checks import CACHES, Spec, check
+from .plan import DecodePlan
 
 structs = header("attention/params.cuh")
 
+FUNCTION = "attention_with_cache"
 MAX_STEP = 2**31  # elements from key to key
+NEW = Spec(("batch", "seqlen", "heads_kv", "head_dim"), dense=1)
+CACHE = Spec(("batch", "max_length", "heads_kv", "head_dim"), dense=1)
+SPECS = {
+    "q": Spec(("batch", "seqlen", "heads_q", "head_dim"), dense=1),
+    "k": NEW,
+    "v": NEW,
+    "k_cache": CACHE,
+    "v_cache": CACHE,
+    "positions": Spec(("batch",), "int32"),
+}
+TENSORS = tuple(SPECS)[:-1]
 
 _plans = Plans(wide=len(TENSORS), plain=True)
 
@@ -63,28 +83,20 @@ def attention_with_cache(
 
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
     """
-    arrays = (q, k, v, k_cache, v_cache, positions)
-    if compiling():
-        from ..runtime.torch_calls import eagerly
-
-        return eagerly(_run, arrays, scale)
-    return _run(arrays, scale)
-
-
-def _run(arrays: tuple[Array, ...], scale: Any) -> Array:
-    """The call on the arrays of `TENSORS` and the positions."""
-    q, _, _, k_cache, v_cache, _ = arrays
-    library = library_of(q)
-    if library is None:
-        got = type(q).__name__
-        raise TypeError(f"{FUNCTION}: q must be a NumPy, CuPy or torch array, got {got}")
     if scale is not None and type(scale) is not float:
         scale = plain_real(FUNCTION, "scale", scale)
-    if library.on_cpu(q):
-        shape, views = _check(library, arrays, scale)
-        plan = SeparatePlan(library, shape, views)
+    return ATTENTION(FUNCTION, (q, k, v, k_cache, v_cache, positions), (scale,))[0]
+
+
+def run(
+    function: str, library: Any, arrays: tuple[Array, ...], options: tuple[float | None]
+) -> tuple[Array]:
+    """The call on arrays of one library."""
+    (scale,) = options
+    if library.on_cpu(arrays[0]):
+        plan = SeparatePlan(library, *_check(library, arrays, scale))
         plan.written.check([library.pointer(x) for x in arrays])
-        return plan(arrays)
+        return (plan(arrays),)
     plan, pointers = _plans.find(
         library,
         arrays,
@@ -94,8 +106,57 @@ def _run(arrays: tuple[Array, ...], scale: Any) -> Array:
     )
     plan.written.check(pointers)
     out = plan(arrays, pointers)
-    library.wrote(k_cache, v_cache)
-    return out
+    library.wrote(*arrays[3:5])
+    return (out,)
+
+
+ATTENTION = Operation(run, native="q")
+
+
+class SeparatePlan:
+    """What one launch does not take: `cache_append`, then `attention`.
+
+    Attributes:
+        written: for the check of the addresses.
+    """
+
+    def __init__(
+        self, library: Any, shape: structs.AttentionShape, views: Mapping[str, View]
+    ) -> None:
+        self.written = Written(FUNCTION, views, CACHES)
+        for name in CACHES:
+            if not is_contiguous(views[name]):
+                fact = f"{name} must be contiguous unless up to {kernels.MAX_TOKENS} aligned tokens"
+                fact += " of 16 bits on a GPU of sm_75 or later attend"
+                got = f"strides {views[name].strides}"
+                raise NotImplementedError(f"{FUNCTION}: {fact}, got {got}")
+        self.library, self.seqlen, self.scale = library, shape.seqlen_q, shape.scale
+        self.last = shape.seqlen_k - shape.seqlen_q
+        self.rows = (shape.batch * shape.seqlen_q, shape.heads_kv * shape.head_dim)
+
+    def __call__(self, arrays: tuple[Array, ...], pointers: object = None) -> Array:
+        """Of q, k, v, k_cache, v_cache, positions."""
+        library, seqlen, (q, k, v, *caches, positions) = self.library, self.seqlen, arrays
+        if library.on_cpu(q):
+            self._check_positions(positions)
+        with allocations_held(library):
+            where, sequences = positions, None
+            if seqlen != 1:
+                where = (positions[:, None] + library.arange(seqlen, positions)).reshape(-1)
+                sequences = library.arange(self.rows[0], positions) // seqlen
+            # By way of whole rows, which copies heads that do not lie side by side.
+            new = (x.reshape(self.rows).reshape(self.rows[0], *x.shape[2:]) for x in (k, v))
+            kv_cache.run(FUNCTION, library, (*new, *caches, where, sequences), ())
+            options = (seqlen > 1, self.scale, None, 0.0, "bshd", None, 0.0)
+            extras = NO_EXTRAS._replace(seqused_k=positions + seqlen)
+            arguments = (FUNCTION, library, q, *caches, options, extras, False)
+            return forward_without_gradient(*arguments)[0]
+
+    def _check_positions(self, positions: Array) -> None:
+        places = self.library.to_list(positions)
+        if places and not 0 <= min(places) <= max(places) <= self.last:
+            fact = f"positions must be from 0 to {self.last}, so that all tokens are in the cache"
+            raise ValueError(f"{FUNCTION}: {fact}, got {min(places)} to {max(places)}")
 
 
 def _plan(
@@ -104,7 +165,7 @@ def _plan(
     config = _config(shape, views, aligned)
     if config is None:
         return SeparatePlan(library, shape, views)
-    return DecodePlan(library, config, shape, views)
+    return DecodePlan(FUNCTION, library, config, shape, views)
 
 
 def _config(
@@ -130,35 +191,11 @@ def _check(
     library: Any, arrays: tuple[Array, ...], scale: float | None
 ) -> tuple[structs.AttentionShape, dict[str, View]]:
     """The shape, and views of all arrays."""
-    *tensors, positions = arrays
-    named = dict(zip(TENSORS, tensors))
-    require_arrays(FUNCTION, library, {**named, "positions": positions})
-    views = views_of(FUNCTION, library, named)
-    for name, view in views.items():
-        if len(view.shape) != 4:
-            fact = f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim)"
-            raise ValueError(f"{FUNCTION}: {fact}, got {len(view.shape)}: {view.shape}")
-    q, new, cache = views["q"], views["k"], views["k_cache"]
-    head_dim = q.shape[3]
+    views = check(FUNCTION, library, SPECS, arrays)
+    head_dim = views["q"].shape[3]
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         fact = f"head_dim must be a multiple of 8 from 8 to {MAX_HEAD_DIM}"
         raise ValueError(f"{FUNCTION}: {fact}, got {head_dim}")
-    if cache.shape[::3] != q.shape[::3]:
-        fact = "k_cache must have the batch and head_dim of q"
-        raise ValueError(f"{FUNCTION}: {fact}, got {cache.shape} and {q.shape}")
-    if cache.dtype != q.dtype:
-        raise TypeError(f"{FUNCTION}: k_cache must be {q.dtype} like q, got {cache.dtype}")
-    require_like(FUNCTION, views, "v_cache", "k_cache")
-    wanted = (*q.shape[:2], cache.shape[2], head_dim)
-    if new.shape != wanted or new.dtype != cache.dtype:
-        fact = f"k must be {wanted} of {cache.dtype}, as q and k_cache say"
-        raise ValueError(f"{FUNCTION}: {fact}, got {new.shape} of {new.dtype}")
-    require_like(FUNCTION, views, "v", "k")
-    for name, view in views.items():
-        if view.shape[-1] > 1 and view.strides[-1] != 1 and 0 not in view.shape:
-            fact = f"the last dimension of {name} must be contiguous"
-            raise ValueError(f"{FUNCTION}: {fact}, got strides {view.strides}")
-    of_cache = {"q": q, "k": cache, "v": views["v_cache"]}
-    shape = check(FUNCTION, of_cache, Options(True, scale, None, 0.0, "bshd", None, 0.0)).shape
-    require_int32(FUNCTION, library, "positions", positions, (shape.batch,), cache.device)
-    return shape, views | {"positions": library.view(positions)}
+    of_cache = {"q": views["q"], "k": views["k_cache"], "v": views["v_cache"]}
+    options = Options(True, scale, None, 0.0, "bshd", None, 0.0)
+    return check_attention(FUNCTION, of_cache, options).shape, views

@@ -17,7 +17,7 @@ structs = header("decode/params.cuh")
 THREADS = 256
 SAMPLE_THREADS = 1024
 
-# As in decode_merge.cuh.
+# As in flash_decode_merge.cuh.
 DECODE_WARPS = 4
 DECODE_ROWS = 8  # queries of a block
 DECODE_KEYS = {64: 32, 128: 16, 192: 16, 256: 16}  # of a load of a warp, by head_dim
@@ -65,7 +65,7 @@ class CacheAppend(RowsConfig):
 class FlashDecode(KernelConfig):
     """Attention of a few tokens to a cache; a block has some queries of a head of keys."""
 
-    source: ClassVar[str] = "attention/flash_decode.cu"
+    source: ClassVar[str] = "decode/flash_decode.cu"
     params: ClassVar[type[structs.FlashDecodeParams]] = structs.FlashDecodeParams
     dependent: ClassVar[bool] = True
     cluster: ClassVar[int] = 1
@@ -87,7 +87,7 @@ class FlashDecode(KernelConfig):
 class FlashDecodeCluster(KernelConfig):
     """The same by clusters of blocks that share the keys."""
 
-    source: ClassVar[str] = "attention/flash_decode_cluster.cu"
+    source: ClassVar[str] = "decode/flash_decode_cluster.cu"
     params: ClassVar[type[structs.FlashDecodeParams]] = structs.FlashDecodeParams
     dependent: ClassVar[bool] = True
     threads: ClassVar[int] = 32 * DECODE_WARPS
@@ -121,7 +121,7 @@ def decode_units(shape: attention_structs.AttentionShape) -> int:
 
 
 def part_size(head_dim: int) -> int:
-    """Floats of DecodePart in decode_merge.cuh."""
+    """Floats of DecodePart in flash_decode_merge.cuh."""
     return DECODE_ROWS * (head_dim + 2)
 
 
@@ -162,7 +162,7 @@ def splits(
 ) -> int:
     """How many clusters, of which ``at_once`` can run, share the keys of full caches at most.
 
-    As many as run at once, or as pay: ``splits_of`` in decode_merge.cuh, which knows the lengths.
+    As many as run at once, or as pay: ``splits_of`` in flash_decode_merge.cuh knows the lengths.
     """
     units, loads = decode_units(shape), _loads(shape, config.head_dim)
     loads //= DECODE_WARPS * config.cluster

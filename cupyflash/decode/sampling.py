@@ -1,32 +1,109 @@
 """Tokens from logits: greedy, temperature, top-k, top-p; on the GPU in one launch."""
 
+import dataclasses
+import itertools
+import math
 import secrets
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy
-
-from ..runtime.array import Array, View, library_of
-from ..runtime.checks import (
-    integer_within,
-    require_grid,
-    require_int32,
-    require_plain,
-    short,
-    views_of,
-)
-from ..runtime.launch import Launch
-from ..runtime.operation import Plan, Plans
+from ..runtime.array import Array, View
+from ..runtime.checks import integer_within, plain_real, require_plain, short
+from ..runtime.operation import Operation, Plans
 from ..runtime.overlap import Written
-from ..runtime.structs import header
-from . import kernels, sampling_reference
-from .sampling_options import GREEDY, DecodeState, Sampling
-
-structs = header("decode/params.cuh")
+from . import reference
+from .checks import Spec, check
+from .plan import SamplePlan
 
 MAX_COLUMNS = 2**22  # sums of weights must stay below 2^63
 MAX_LIMIT = 2**31 - 2
+MAX_SEED = 2**64
+LEAST_TEMPERATURE = 1e-30
+REALS = ("temperature", "top_p")
+
+TOKENS = Spec(("rows",), "int32")
+SPECS = {
+    "logits": Spec(("rows", "vocabulary"), dense=1),
+    **dict.fromkeys(("out", "tokens", "positions", "ends"), TOKENS),
+}
 
 _plans = Plans(plain=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen from logits.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the largest logit (greedy).
+        top_k: only that many of the largest logits count; 0 is all.
+        top_p: only the fewest of the largest logits count that hold this part of the probability,
+            after top_k; 1 is all.
+        seed: of the random numbers, from 0 to 2^64 - 1: equal calls draw equal tokens. With None
+            each call draws a seed of its own from the operating system; what a CUDA graph replays
+            keeps the seed of its capture.
+
+    Raises:
+        TypeError: no numbers.
+        ValueError: numbers that cannot be used.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        numbers = {name: plain_real("Sampling", name, getattr(self, name)) for name in REALS}
+        temperature, top_p = numbers.values()
+        if temperature != 0 and not LEAST_TEMPERATURE <= temperature < math.inf:
+            fact = f"temperature must be 0, or finite and at least {LEAST_TEMPERATURE}"
+            raise ValueError(f"Sampling: {fact}, got {self.temperature!r}")
+        if not 0 < top_p <= 1:
+            fact = "top_p must be above 0 and at most 1"
+            raise ValueError(f"Sampling: {fact}, got {self.top_p!r}")
+        numbers["top_k"] = integer_within("Sampling", "top_k", self.top_k, 0, 2**31 - 1)
+        if self.seed is not None:
+            numbers["seed"] = integer_within("Sampling", "seed", self.seed, 0, MAX_SEED - 1)
+        for name, number in numbers.items():
+            object.__setattr__(self, name, number)
+
+    def with_seed(self) -> "Sampling":
+        """Itself, with a new seed if it has none."""
+        if self.seed is not None:
+            return self
+        return dataclasses.replace(self, seed=secrets.randbits(64))
+
+    @property
+    def kind(self) -> tuple[float, int, float]:
+        """What a plan depends on."""
+        return self.temperature, self.top_k, self.top_p
+
+    @property
+    def scale(self) -> float:
+        """From a logit to an exponent of 2."""
+        return math.log2(math.e) / self.temperature if self.temperature else 0.0
+
+    @property
+    def part(self) -> int:
+        """top_p of 2^32, 0 for all."""
+        return 0 if self.top_p == 1 else max(1, int(self.top_p * 2**32))
+
+
+GREEDY = Sampling()
+
+
+class DecodeState(NamedTuple):
+    """What sampling advances from one step of decoding to the next, int32 (rows,) each.
+
+    Attributes:
+        tokens: to be embedded next.
+        positions: where they stand in their sequences.
+        ends: positions + 1, the lengths of the sequences with them.
+    """
+
+    tokens: Array
+    positions: Array
+    ends: Array
 
 
 def sample(
@@ -58,21 +135,24 @@ def sample(
     Sources: top-k, arXiv:1805.04833; top-p, arXiv:1904.09751; random numbers: Philox4x32-7, Salmon
     et al. 2011.
     """
-    library = library_of(logits)
-    if library is None:
-        got = type(logits).__name__
-        raise TypeError(f"sample: logits must be a NumPy, CuPy or torch array, got {got}")
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sample: sampling must be a Sampling, got {short(sampling)}")
     if state is not None and not isinstance(state, DecodeState):
         raise TypeError(f"sample: state must be a DecodeState or None, got {short(state)}")
     limit = integer_within("sample", "limit", limit, 0, MAX_LIMIT)
-    arrays = (logits, out, *(state or ()))
-    if library.on_cpu(logits):
+    SAMPLE("sample", (logits, out, *(state or ())), (sampling, limit))
+
+
+def run(
+    function: str, library: Any, arrays: tuple[Array, ...], options: tuple[Sampling, int]
+) -> tuple[None, ...]:
+    """Of logits and out, and of tokens, positions and ends if there is a state."""
+    (sampling, limit), (_, *written) = options, arrays
+    if library.on_cpu(arrays[0]):
         views = _check(library, *arrays)
-        Written("sample", views, tuple(views)[1:]).check([library.pointer(x) for x in arrays])
-        _on_cpu(library, logits, sampling.with_seed(), out, state, limit)
-        return
+        Written(function, views, tuple(views)[1:]).check([library.pointer(x) for x in arrays])
+        reference.sample(library, arrays, sampling.with_seed(), limit)
+        return ()
     plan, pointers = _plans.find(
         library,
         arrays,
@@ -82,83 +162,22 @@ def sample(
     )
     plan.written.check(pointers)
     plan(pointers, secrets.randbits(64) if sampling.seed is None else sampling.seed)
-    library.wrote(*arrays[1:])
+    library.wrote(*written)
+    return ()
 
 
-class SamplePlan(Plan):
-    """The kernel for one signature."""
-
-    def __init__(
-        self, library: Any, views: dict[str, View], sampling: Sampling, limit: int
-    ) -> None:
-        logits = views["logits"]
-        super().__init__(logits.device)
-        self.written = Written("sample", views, tuple(views)[1:])
-        self.library = library
-        rows, columns = logits.shape
-        self.empty = rows == 0
-        if self.empty:
-            return
-        params = structs.SampleParams(
-            stride=logits.strides[0],
-            columns=columns,
-            top_k=sampling.top_k,
-            top_p=sampling.part,
-            limit=limit,
-            scale=sampling.scale,
-        )
-        config = kernels.Sample(logits.dtype, sampling.temperature == 0)
-        self.launch = Launch(config, logits.device, require_grid("sample", rows, rows), params)
-
-    def run(self, pointers: list[int], seed: int) -> None:
-        """``pointers`` of logits, out, and the three of the state if there is one."""
-        if self.empty:
-            return
-        logits, out, *state = pointers
-        tokens, positions, ends = state or (0, 0, 0)
-        stream = self.library.stream(self.device_id)
-        self.launch(stream, logits, positions, out, tokens, ends, seed)
+SAMPLE = Operation(run, native="logits")
 
 
-def _check(library: Any, logits: Array, out: Array, *state: Array) -> dict[str, View]:
-    """Views of all arrays."""
-    if library.traced(logits):  # a gradient is no matter: tokens have none
+def _check(library: Any, logits: Array, *written: Array) -> dict[str, View]:
+    """Views of all arrays; logits may require a gradient, as tokens have none."""
+    if library.traced(logits):
         fact = "logits must be an array with memory of its own, outside of transforms of torch"
         raise NotImplementedError(f"sample: {fact}, got {short(logits)}")
-    view = views_of("sample", library, {"logits": logits})["logits"]
-    if len(view.shape) != 2 or not 1 <= view.shape[1] < MAX_COLUMNS:
-        fact = f"logits must be (rows, vocabulary) with a vocabulary of 1 to {MAX_COLUMNS - 1}"
-        raise ValueError(f"sample: {fact}, got {view.shape}")
-    if view.shape[1] > 1 and view.strides[1] != 1:
-        fact = "the last dimension of logits must be contiguous"
-        raise ValueError(f"sample: {fact}, got strides {view.strides}")
-    views = {"logits": view}
-    for name, x in zip(("out", "tokens", "positions", "ends"), (out, *state)):
-        require_int32("sample", library, name, x, view.shape[:1], view.device)
-        views[name] = library.view(x)
-    require_plain("sample", library, (out, *state))
+    specs = dict(itertools.islice(SPECS.items(), 1 + len(written)))
+    views = check("sample", library, specs, (logits, *written), plain=False)
+    if not 1 <= views["logits"].shape[1] < MAX_COLUMNS:
+        fact = f"the vocabulary of logits must be from 1 to {MAX_COLUMNS - 1}"
+        raise ValueError(f"sample: {fact}, got {views['logits'].shape}")
+    require_plain("sample", library, written)
     return views
-
-
-def _on_cpu(
-    library: Any, logits: Array, sampling: Sampling, out: Array, state: DecodeState | None,
-    limit: int,
-) -> None:  # fmt: skip
-    positions = [0] * len(logits) if state is None else library.to_list(state.positions)
-    for row, (values, position) in enumerate(zip(library.to_numpy(logits), positions)):
-        if sampling.temperature == 0:
-            token = sampling_reference.greedy_row(values)
-        else:
-            token = sampling_reference.sample_row(
-                values,
-                numpy.float32(sampling.scale),
-                sampling.top_k,
-                sampling.part,
-                sampling.seed,
-                (position, row),
-            )
-        out[row] = token
-        if state is not None:
-            state.tokens[row] = max(token, 0)
-            state.positions[row] = min(position + 1, limit)
-            state.ends[row] = min(position + 1, limit) + 1

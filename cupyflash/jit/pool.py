@@ -16,11 +16,10 @@ Task = tuple[Kernel, str]
 SECONDS = {
     "attention": 0.9,
     "baselines": 0.1,
-    "decode": 0.1,
+    "decode": 0.5,
     "diffusion": 0.2,
     "linear": 0.5,
     "norm": 0.3,
-    "transformer": 1.5,
 }
 START_SECONDS = 2.0  # of a process, until it compiles
 

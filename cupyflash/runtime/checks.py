@@ -126,22 +126,6 @@ def views_of(function: str, library: Any, arrays: Mapping[str, Array | None]) ->
     return views
 
 
-def require_arrays(function: str, library: Any, arrays: Mapping[str, Array | None]) -> None:
-    """All arrays are there and of one library, and nothing in torch follows what is done to them.
-
-    Raises:
-        TypeError: None, or another library.
-        NotImplementedError: gradients, transforms, tensors without memory.
-    """
-    first = next(iter(arrays))
-    for name, x in arrays.items():
-        if library_of(x) is not library:
-            got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
-            got = got.removeprefix("builtins.")
-            raise TypeError(f"{function}: {name} must be a {library.name} like {first}, got {got}")
-    require_plain(function, library, tuple(arrays.values()))
-
-
 def require_plain(function: str, library: Any, arrays: Sequence[Array]) -> None:
     """NotImplementedError if torch follows what is done to one of these arrays of the library."""
     if got := library.what_follows(*arrays):
@@ -246,20 +230,3 @@ def require_grid(function: str, blocks: int, shape: tuple[int, ...]) -> int:
 def is_integer(x: Any) -> bool:
     """Whether x can index; bool and arrays, which may lie on a GPU, do not count."""
     return hasattr(x, "__index__") and not isinstance(x, bool) and not hasattr(x, "__dlpack__")
-
-
-def require_int32(
-    function: str, library: Any, name: str, x: Array, shape: tuple[int, ...], device: int
-) -> None:
-    """A contiguous int32 array of the same library, shape and device."""
-    if library_of(x) is not library:
-        raise TypeError(f"{function}: {name} must be a {library.name}, got {type(x).__name__}")
-    view = library.view(x)
-    if view.dtype != "int32":
-        raise TypeError(f"{function}: {name} must be int32, got {view.dtype}")
-    if view.shape != shape or not is_contiguous(view):
-        fact = f"{name} must be contiguous, {shape}"
-        raise ValueError(f"{function}: {fact}, got {view.shape}, strides {view.strides}")
-    if view.device != device:
-        fact = f"{name} must be on device {device}"
-        raise ValueError(f"{function}: {fact}, got device {view.device}")

@@ -43,6 +43,8 @@ class Operation:
         torch_side: returns the `TorchSide`; None for an operation without operator and gradient,
             whose ``run`` refuses arrays that require one.
         first: which of the arrays decides the library, and must not be None.
+        native: the name of that array, if it must be of NumPy, CuPy or torch: an operation that
+            writes into its arrays takes no others, as those of JAX must not change.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Operation:
         run: Callable[[str, Any, tuple, tuple], tuple],
         torch_side: Callable[[], TorchSide] | None = None,
         first: int = 0,
+        native: str | None = None,
     ) -> None:
-        self.run, self.torch_side, self.first = run, torch_side, first
+        self.run, self.torch_side, self.first, self.native = run, torch_side, first, native
 
     def __call__(
         self, function: str, arrays: tuple[Array | None, ...], options: tuple
@@ -84,6 +87,9 @@ class Operation:
     ) -> tuple[Array | None, ...]:
         """On views by NumPy or CuPy; the results are in the library of the first array."""
         first = arrays[self.first]
+        if self.native:
+            fact = f"{self.native} must be a NumPy, CuPy or torch array"
+            raise TypeError(f"{function}: {fact}, got {type(first).__name__}")
         if first is None:
             raise TypeError(f"{function}: x must be an array, got None")
         known = tuple(

@@ -8,8 +8,7 @@
 Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019.
 """
 
-from cupyflash.decode.sampling import Sampling
-
+from ...decode.sampling import Sampling
 from .config import Gpt2Config
 from .model import Gpt2
 from .tokenizer import load_tokenizer

@@ -5,8 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from cupyflash.decode.sampling import Sampling
-
+from ...decode.sampling import Sampling
 from .config import SIZES
 from .decode_choice import DECODES
 from .layers import MODES

@@ -8,7 +8,7 @@ from ...runtime import launch
 from ...runtime.checks import short
 from ...runtime.structs import header
 
-structs = header("transformer/params.cuh")
+structs = header("decode/stack_params.cuh")
 
 DECODES = ("auto", "eager", "graph", "persistent")
 # Up to which one kernel for a token is faster than a graph of kernels, by whether these overlap.

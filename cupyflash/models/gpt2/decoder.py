@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cupyflash.decode.embedding import embedding
-from cupyflash.decode.sampling import DecodeState, Sampling, sample
 
+from ...decode.sampling import DecodeState, Sampling, sample
 from ...runtime.array import Array
 from ...runtime.launch import dependent_launches
 from . import layers

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from cupyflash.decode.sampling import Sampling
-
+from ...decode.sampling import Sampling
 from ...runtime.array import Array
 from ...runtime.checks import integer_within, is_integer, short
 from .config import Gpt2Config

@@ -15,8 +15,8 @@ import numpy
 
 import cupyflash
 from cupyflash.decode.embedding import embedding
-from cupyflash.transformer.block import BlockWeights
 
+from ...decode.block import BlockWeights
 from ...runtime.array import Array
 from .attention import namespace
 from .config import Gpt2Config

@@ -8,9 +8,9 @@ from typing import Any
 import numpy
 
 from cupyflash import machine
-from cupyflash.decode.sampling import GREEDY, Sampling
-from cupyflash.transformer.block import BlockStack
 
+from ...decode.block import BlockStack
+from ...decode.sampling import GREEDY, Sampling
 from ...runtime.array import Array
 from . import generate
 from .cache import Room, free_memory

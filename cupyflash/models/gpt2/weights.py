@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy
 
 from cupyflash import machine
-from cupyflash.transformer.block import BlockWeights
 
+from ...decode.block import BlockWeights
 from ...runtime.array import Array
 from .config import Gpt2Config
 

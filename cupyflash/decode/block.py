@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..runtime.array import Array
-from . import dispatch, one_block
+from ..runtime.checks import plain_flag
+from .stack import BLOCK, BLOCKS, FORWARD, LOGITS, NEXT_TOKENS, TOKENS, Stack
 
 
 class BlockWeights(NamedTuple):
@@ -80,9 +81,8 @@ def transformer_block(
     Source: Language Models are Unsupervised Multitask Learners (GPT-2); the attention is that of
     arXiv:2205.14135 with the keys shared out over blocks.
     """
-    function = "transformer_block"
-    arguments = (x, weights, k_cache, v_cache, lengths, heads, eps)
-    return dispatch.eager(one_block.block, function, *arguments)
+    arrays = (k_cache, v_cache, lengths, x)
+    return BLOCK("transformer_block", arrays, (weights, heads, eps))[0]
 
 
 class BlockStack:
@@ -122,20 +122,20 @@ class BlockStack:
             "token_embedding": token_embedding,
             "position_embedding": position_embedding,
         }
-        self._stack = dispatch.Stack("BlockStack", blocks, ends, heads, eps)
+        self._stack = Stack("BlockStack", blocks, ends, heads, eps)
 
     def __call__(self, x: Array, k_cache: Array, v_cache: Array, lengths: Array) -> Array:
         """x after all blocks; the caches are (layers, batch, max_length, heads, head_dim)."""
-        arguments = (x, k_cache, v_cache, lengths, True)
-        return dispatch.eager(self._stack.forward, "BlockStack", *arguments)
+        return BLOCKS("BlockStack", (k_cache, v_cache, lengths, x), (self._stack, FORWARD))[0]
 
     def next_logits(self, tokens: Array, k_cache: Array, v_cache: Array, lengths: Array) -> Array:
         """Logits of the token after ``tokens``, int32 (batch,): float32 (batch, vocab).
 
         A token out of range or a position without embedding gives NaN and writes nothing.
         """
-        arguments = (tokens, k_cache, v_cache, lengths)
-        return dispatch.eager(self._stack.logits, "next_logits", *arguments)
+        self._stack.require_ends("next_logits")
+        arrays = (k_cache, v_cache, lengths, tokens)
+        return TOKENS("next_logits", arrays, (self._stack, LOGITS))[0]
 
     def step(
         self,
@@ -161,6 +161,9 @@ class BlockStack:
         Returns:
             out.
         """
-        out = tokens if out is None else out
-        arguments = (tokens, k_cache, v_cache, lengths, out, advance)
-        return dispatch.eager(self._stack.step, "step", *arguments)
+        self._stack.require_ends("step")
+        advance = plain_flag("step", "advance", advance)
+        apart = () if out is None or out is tokens else (out,)
+        call = NEXT_TOKENS[advance, bool(apart)]
+        arrays = (k_cache, v_cache, lengths, tokens, *apart)
+        return TOKENS("step", arrays, (self._stack, call))[0]

@@ -9,7 +9,7 @@
 // to launch, so all numbers that exist are replaced in each, also those that nobody reads.
 #pragma once
 #include "../ptx/relaxed.cuh"
-#include "params.cuh"
+#include "stack_params.cuh"
 
 // Where a column of a vector lies: bits 2 and 3 are exchanged. A lane takes eight columns in two
 // loads of 16 bytes, and so two lanes fill a sector of 32 bytes with each; a row has `row_words`.

@@ -9,7 +9,7 @@ from ..runtime.config import ITEM_SIZE, KernelConfig
 from ..runtime.gpu import architecture
 from ..runtime.structs import header
 
-structs = header("transformer/params.cuh")
+structs = header("decode/stack_params.cuh")
 
 # As in the CUDA sources.
 CONSUMER_WARPS, GROUP_ROWS, PIECE_BYTES, MAX_PIECES = 7, 28, 64, 18
@@ -18,6 +18,7 @@ MAX_ROW_BYTES = CONSUMER_WARPS * PIECE_BYTES * MAX_PIECES  # of a row, or of a s
 MAX_WIDTH = 1920  # of what is normalised: in registers as floats
 
 HEAD_DIMS = (64, 128)  # other head dims are rounded up
+MAX_HEAD_DIM = HEAD_DIMS[-1]
 
 # Tiles and bytes of one, by the KB of shared memory that a block may have: what fills them.
 RINGS = {227: (5, 41600), 163: (5, 25600), 99: (4, 19200), 64: (3, 13824)}
@@ -35,7 +36,7 @@ class DecodeStack(KernelConfig):
         tiles: of the ring of weights, ``tile_bytes`` each.
     """
 
-    source: ClassVar[str] = "transformer/decode_stack.cu"
+    source: ClassVar[str] = "decode/decode_stack.cu"
     params: ClassVar[type[structs.DecodeStackParams]] = structs.DecodeStackParams
     cooperative: ClassVar[bool] = True
     threads: ClassVar[int] = 32 * (CONSUMER_WARPS + 1)  # consumers, and who fills the ring

@@ -1,5 +1,5 @@
-// decode_step.cuh in single blocks.
-#include "decode_step.cuh"
+// flash_decode_step.cuh in single blocks.
+#include "flash_decode_step.cuh"
 
 template <typename T, int HEAD_DIM, int ARCH>
 __global__ void __launch_bounds__(DECODE_THREADS, decode_blocks(HEAD_DIM))

@@ -3,8 +3,8 @@
 // `store` takes the sum.
 #pragma once
 #include "../common/activation.cuh"
-#include "decode_inputs.cuh"
-#include "decode_steps.cuh"
+#include "stack_inputs.cuh"
+#include "stack_steps.cuh"
 
 // The place of a logit in the order: larger for larger ones, of equal ones for the first; a NaN is
 // the largest.

@@ -1,7 +1,7 @@
 // The matrices of a launch in the order of use, the same for the warp that fills the ring and for
 // those that empty it.
 #pragma once
-#include "params.cuh"
+#include "stack_params.cuh"
 #include "weight_ring.cuh"
 
 enum class Matrix { qkv, proj, up, down, head, none };
@@ -36,7 +36,7 @@ struct Step {
   }
 };
 
-// n / d from transformer/plan.py, inverse(d); n * d < 2^31.
+// n / d from decode/stack.py, inverse(d); n * d < 2^31.
 __device__ __forceinline__ int quotient(int n, uint32_t inverse) {
   return __umulhi(2 * n, inverse);
 }

@@ -20,10 +20,10 @@
 // (weight_ring.cuh), also while the others, the consumers, wait for other blocks. These share the
 // columns of a row out among themselves (row_dot.cuh) and add their products up in shared memory.
 #include "../common/grid_barrier.cuh"
-#include "decode_attention.cuh"
-#include "decode_inputs.cuh"
-#include "decode_outputs.cuh"
-#include "decode_steps.cuh"
+#include "stack_attention.cuh"
+#include "stack_inputs.cuh"
+#include "stack_outputs.cuh"
+#include "stack_steps.cuh"
 #include "weight_ring.cuh"
 
 constexpr int GROUP_ROWS = 28;  // whose products are added up at once

@@ -1,4 +1,4 @@
-// Kernel arguments of transformer/. The host reads them here (runtime/structs.py).
+// Kernel arguments of decode_stack. The host reads them here (runtime/structs.py).
 #pragma once
 #include "../common/types.cuh"
 

@@ -10,7 +10,7 @@
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
 #include "../ptx/opaque.cuh"
-#include "params.cuh"
+#include "../attention/params.cuh"
 
 // Lane 4 * g + c of a warp. Read anew, so that offsets are not kept in registers.
 struct QuadLane {

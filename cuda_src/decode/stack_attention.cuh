@@ -4,7 +4,7 @@
 // block here, of the splits where the output is read.
 #pragma once
 #include "../ptx/ld_global.cuh"
-#include "decode_inputs.cuh"
+#include "stack_inputs.cuh"
 
 constexpr int MIN_SPLIT_KEYS = 112;  // what a block has in registers when the query comes
 

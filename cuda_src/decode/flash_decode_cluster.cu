@@ -1,6 +1,6 @@
-// decode_step.cuh in clusters, for sequences of so few heads that single blocks would leave most of
+// flash_decode_step.cuh in clusters, for sequences of so few heads that single blocks would leave most of
 // the GPU idle.
-#include "decode_step.cuh"
+#include "flash_decode_step.cuh"
 
 template <typename T, int HEAD_DIM, int CLUSTER>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(DECODE_THREADS, 2)

@@ -12,12 +12,11 @@ from ..runtime.config import ITEM_SIZE
 from ..runtime.gpu import capability_of, multiprocessors
 from ..runtime.launch import Launch
 from ..runtime.operation import Plan
+from ..runtime.overlap import Written
 from ..runtime.scratch import tile_counters
-from ..runtime.structs import header
-from . import kernels
+from . import stack_kernels
 from .checks import StackShape
-
-structs = header("transformer/params.cuh")
+from .stack_kernels import structs
 
 
 class StackPlan(Plan):
@@ -25,8 +24,11 @@ class StackPlan(Plan):
 
     Args:
         library: of the arrays.
-        views: of k_cache and v_cache, and of x if that is where the stack begins.
-        advance: add 1 to the lengths.
+        views: of k_cache, v_cache and lengths, and of x if that is where the stack begins.
+        written: the names of the arrays that the call changes; lengths advance if they are there.
+
+    Attributes:
+        written: for the check of the addresses.
     """
 
     def __init__(
@@ -35,11 +37,14 @@ class StackPlan(Plan):
         library: Any,
         shape: StackShape,
         views: Mapping[str, View],
-        batch: int,
-        advance: bool,
+        written: tuple[str, ...],
     ) -> None:
         super().__init__(shape.device)
-        self.library = library
+        self.library, batch = library, views["lengths"].shape[0]
+        self.written = Written(function, views, written) if batch else Written(function, {}, ())
+        self.empty = batch == 0
+        if self.empty:
+            return
         config, item = config_of(shape, batch), ITEM_SIZE[shape.dtype]
         # Every block has rows of every matrix, see tagged_words.cuh.
         rows = (shape.width, shape.hidden, shape.vocab or shape.width)
@@ -81,7 +86,7 @@ class StackPlan(Plan):
             vocab=shape.vocab,
             positions=shape.positions,
             splits=splits,
-            advance=advance,
+            advance="lengths" in written,
             eps=shape.eps,
             scale_log2=math.log2(math.e) / math.sqrt(shape.head_dim),
             heads_inverse=inverse(shape.heads),
@@ -94,6 +99,8 @@ class StackPlan(Plan):
 
     def run(self, like: Array, pointers: tuple[int, ...]) -> None:
         """Launch with the pointers from x to position_embedding."""
+        if self.empty:
+            return
         stream = self.library.stream(self.device_id)
         barrier, own = self.counters.address(stream, self.library, like)
         # A graph owns the workspace of its launch; counters of a single call come with one as well.
@@ -138,14 +145,16 @@ def row_words(columns: int) -> int:
 
 def segments_of(columns: int, item: int) -> tuple[int, int]:
     """(number, columns of one) of the equal segments of a row that is too long for registers."""
-    number = -(-columns * item // kernels.MAX_ROW_BYTES)
+    number = -(-columns * item // stack_kernels.MAX_ROW_BYTES)
     segment = -(-columns // number // 8) * 8
     return -(-columns // segment), segment
 
 
-def config_of(shape: StackShape, batch: int) -> kernels.DecodeStack:
+def config_of(shape: StackShape, batch: int) -> stack_kernels.DecodeStack:
     """The kernel for a stack on its GPU."""
-    return kernels.decode_stack(shape.dtype, shape.head_dim, batch, capability_of(shape.device))
+    return stack_kernels.decode_stack(
+        shape.dtype, shape.head_dim, batch, capability_of(shape.device)
+    )
 
 
 def require_gpu(function: str, shape: StackShape) -> None:
@@ -153,8 +162,8 @@ def require_gpu(function: str, shape: StackShape) -> None:
     import cupy
 
     capability, width = capability_of(shape.device), shape.width
-    if capability < kernels.OLDEST:
-        least, got = (".".join(map(str, x)) for x in (kernels.OLDEST, capability))
+    if capability < stack_kernels.OLDEST:
+        least, got = (".".join(map(str, x)) for x in (stack_kernels.OLDEST, capability))
         fact = f"the GPU must have compute capability {least} or newer, got {got}"
         raise NotImplementedError(f"{function}: {fact}")
     if not cupy.cuda.Device(shape.device).attributes["CooperativeLaunch"]:

@@ -3,8 +3,8 @@
 #pragma once
 #include "../ptx/math.cuh"
 #include "../ptx/warpgroup.cuh"
-#include "decode_steps.cuh"
-#include "params.cuh"
+#include "stack_steps.cuh"
+#include "stack_params.cuh"
 #include "row_dot.cuh"
 #include "tagged_words.cuh"
 

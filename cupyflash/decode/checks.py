@@ -1,0 +1,310 @@
+"""Checks of the arrays of a call, from a declaration of what each of them must be.
+
+`check` compares the arrays with their `Spec`s. The declarations stand beside the functions that use
+them; what only the stack of transformer blocks asks for is here, too.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..runtime.array import Array, View, device_name, library_of
+from ..runtime.checks import integer_within, require_device, require_eps, require_plain, short
+from ..runtime.config import ITEM_SIZE
+from ..runtime.rows import is_contiguous
+from .stack_kernels import MAX_HEAD_DIM, MAX_WIDTH, structs
+
+CACHES = ("k_cache", "v_cache")  # the names of the arrays that decoding writes
+
+
+class Spec(NamedTuple):
+    """What an array of a call must be.
+
+    Attributes:
+        axes: the length of each dimension, or its name: dimensions of one name have one length.
+        dtype: None is the floating-point dtype of the first array.
+        dense: so many of the last dimensions lie side by side; None is all of them.
+        optional: the array may be None.
+    """
+
+    axes: tuple[str | int, ...]
+    dtype: str | None = None
+    dense: int | None = None
+    optional: bool = False
+
+
+def check(
+    function: str,
+    library: Any,
+    specs: Mapping[str, Spec],
+    arrays: Sequence[Array | None],
+    *,
+    first: tuple[str, View] | None = None,
+    plain: bool = True,
+    **lengths: int,
+) -> dict[str, View]:
+    """Views of the arrays that are there, if each of them is what its spec says.
+
+    Args:
+        arrays: in the order of the specs.
+        first: the name and view of the array whose dtype and device the others must have; default
+            the first one of the call.
+        plain: nothing in torch may follow what is done to the arrays.
+        lengths: of dimensions, by name, that are known beforehand.
+
+    Raises:
+        TypeError: libraries, dtypes.
+        ValueError: devices, shapes, strides.
+        NotImplementedError: gradients, transforms, tensors without memory.
+    """
+    given = {name: x for name, x in zip(specs, arrays) if x is not None or not specs[name].optional}
+    like = first[0] if first else next(iter(given))
+    for name, x in given.items():
+        if library_of(x) is not library:
+            got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
+            got = got.removeprefix("builtins.")
+            raise TypeError(f"{function}: {name} must be a {library.name} like {like}, got {got}")
+    if plain:
+        require_plain(function, library, tuple(given.values()))
+    views = {}
+    for name, x in given.items():
+        views[name] = view = library.view(x)
+        if first is None:
+            first = name, view
+        _check_dtype(function, name, view, specs[name].dtype, *first)
+        require_device(function, name, view)
+        if view.device != first[1].device:
+            here, there = device_name(first[1].device), device_name(view.device)
+            where = f"{first[0]} on device {here} and {name} on device {there}"
+            raise ValueError(f"{function}: all arrays must be on the same device, got {where}")
+        _check_shape(function, name, view, specs[name].axes, lengths)
+        _check_strides(function, name, view, specs[name].dense)
+    return views
+
+
+def _check_dtype(
+    function: str, name: str, view: View, dtype: str | None, first: str, like: View
+) -> None:
+    if dtype is not None:
+        allowed, right = dtype, view.dtype == dtype
+    elif like.dtype in ITEM_SIZE and name != first:
+        allowed, right = f"{like.dtype} like {first}", view.dtype == like.dtype
+    else:
+        allowed, right = "float16, bfloat16 or float32", view.dtype in ITEM_SIZE
+    if not right:
+        raise TypeError(f"{function}: {name} must be {allowed}, got {view.dtype}")
+
+
+def _check_shape(
+    function: str, name: str, view: View, axes: tuple[str | int, ...], lengths: dict[str, int]
+) -> None:
+    """Compare with the lengths that are known, and learn those that are not."""
+    sizes = [axis if isinstance(axis, int) else lengths.get(axis) for axis in axes]
+    if len(view.shape) == len(axes) and all(
+        size in (None, length) for size, length in zip(sizes, view.shape)
+    ):
+        lengths |= {axis: n for axis, n in zip(axes, view.shape) if isinstance(axis, str)}
+        return
+    known = [axis if size is None else size for axis, size in zip(axes, sizes)]
+    fact = f"{name} must have shape {_tuple(known)}"
+    if tuple(known) != axes:
+        fact += f" for {_tuple(axes)}"
+    raise ValueError(f"{function}: {fact}, got {view.shape}")
+
+
+def _tuple(values: Sequence[object]) -> str:
+    return f"({', '.join(map(str, values))}{',' * (len(values) == 1)})"
+
+
+def _check_strides(function: str, name: str, view: View, dense: int | None) -> None:
+    axes = len(view.shape)
+    dense = axes if dense is None else dense
+    part = View(view.shape[axes - dense :], view.strides[axes - dense :], "", 0)
+    if 0 in view.shape or not dense or is_contiguous(part):
+        return
+    fact = f"{name} must be contiguous"
+    if dense < axes:
+        fact = f"the last dimension of {name} must be contiguous"
+        if dense > 1:
+            fact = f"{name} must be contiguous in each row, which is its last {dense} dimensions"
+    raise ValueError(f"{function}: {fact}, got strides {view.strides}")
+
+
+# The stack of transformer blocks --------------------------------------------------------------
+
+TABLES = ("head_weight", "token_embedding", "position_embedding")
+# The weights of a stack beside those of its blocks: all of them or none.
+ENDS = ("final_weight", "final_bias", *TABLES)
+
+
+class StackShape(NamedTuple):
+    """What the weights of a stack say; vocab and positions are 0 without a head."""
+
+    dtype: str
+    device: int
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    eps: float
+    vocab: int = 0
+    positions: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of a head."""
+        return self.width // self.heads
+
+
+def block_specs(width: int, hidden: int) -> dict[str, Spec]:
+    """The weights of a block, in the order of `BlockWeights`."""
+    shapes = {
+        "ln1_weight": (width,),
+        "ln1_bias": (width,),
+        "qkv_weight": (3 * width, width),
+        "qkv_bias": (3 * width,),
+        "proj_weight": (width, width),
+        "proj_bias": (width,),
+        "ln2_weight": (width,),
+        "ln2_bias": (width,),
+        "up_weight": (hidden, width),
+        "up_bias": (hidden,),
+        "down_weight": (width, hidden),
+        "down_bias": (width,),
+    }
+    return {name: Spec(shape) for name, shape in shapes.items()}
+
+
+def check_stack(
+    function: str,
+    library: Any,
+    blocks: Sequence[Any],
+    ends: Mapping[str, Array | None],
+    heads: int,
+    eps: float,
+) -> StackShape:
+    """Check all weights.
+
+    Args:
+        blocks: of `BlockWeights`.
+        ends: the weights named in `ENDS`; all or none of them.
+    """
+    if not 1 <= len(blocks) <= structs.MAX_LAYERS:
+        fact = f"there must be 1 to {structs.MAX_LAYERS} blocks"
+        raise ValueError(f"{function}: {fact}, got {len(blocks)}")
+    eps = require_eps(function, eps)
+    heads = integer_within(function, "heads", heads, 1, 2**31 - 1)
+    weights = [y for block in blocks for y in block]
+    own = lambda specs, arrays, **known: check(  # noqa: E731
+        function, library, specs, arrays, plain=False, **known
+    )
+    sizes = {"ln1_weight": Spec(("width",)), "up_bias": Spec(("hidden",))}
+    views = own(sizes, [getattr(blocks[0], name) for name in sizes])
+    first, (width,), (hidden,) = views["ln1_weight"], *(x.shape for x in views.values())
+    _check_sizes(function, width, hidden, heads)
+    for number, block in enumerate(blocks):
+        where = f"blocks[{number}]." if len(blocks) > 1 else ""
+        specs = {where + name: spec for name, spec in block_specs(width, hidden).items()}
+        own(specs, tuple(block), first=("ln1_weight", first))
+    shape = StackShape(first.dtype, first.device, len(blocks), width, hidden, heads, eps)
+    given = [name for name in ENDS if ends[name] is not None]
+    if given and len(given) < len(ENDS):
+        missing = ", ".join(name for name in ENDS if name not in given)
+        raise ValueError(f"{function}: logits need {', '.join(ENDS)}, got no {missing}")
+    if given:
+        rows = dict(zip(TABLES, ("vocab", "vocab", "positions")))
+        specs = {x: Spec((rows[x], width) if x in rows else (width,)) for x in ENDS}
+        views = own(specs, [ends[name] for name in ENDS], first=("ln1_weight", first))
+        vocab, _, positions = (views[name].shape[0] for name in TABLES)
+        shape = shape._replace(vocab=vocab, positions=positions)
+        weights += [ends[name] for name in ENDS]
+    if got := library.what_follows(*weights, gradients=False):
+        fact = "weights must be arrays with memory of their own"
+        raise NotImplementedError(f"{function}: {fact}, got {got}")
+    return shape
+
+
+def check_call(
+    function: str,
+    library: Any,
+    shape: StackShape,
+    arrays: Mapping[str, Array],
+    stacked: bool,
+) -> dict[str, View]:
+    """Views of the arrays of a call, in their order: x or tokens, the caches, lengths, maybe out.
+
+    Args:
+        stacked: the caches have an axis of layers in front.
+    """
+    first = "the weights", View((), (), shape.dtype, shape.device)
+    checked = lambda specs, **known: check(  # noqa: E731
+        function, library, specs, [arrays[name] for name in specs], first=first, **known
+    )
+    places, layers = Spec(("batch",), "int32"), (shape.layers,) if stacked else ()
+    cache = Spec((*layers, "batch", "max_length", shape.heads, shape.head_dim), dense=1)
+    specs = {"x": Spec(("batch", shape.width), dense=1), "tokens": places}
+    views = checked({name: spec for name, spec in specs.items() if name in arrays})
+    ((batch, *_),) = (x.shape for x in views.values())
+    if batch > structs.MAX_BATCH:
+        raise ValueError(f"{function}: batch must be at most {structs.MAX_BATCH}, got {batch}")
+    specs = {name: cache if name in CACHES else places for name in arrays if name not in views}
+    views |= checked(specs, batch=batch)
+    max_length = views["k_cache"].shape[-3]
+    if max_length < 1:
+        fact = "max_length of k_cache must be at least 1"
+        raise ValueError(f"{function}: {fact}, got {views['k_cache'].shape}")
+    vector = 16 // ITEM_SIZE[shape.dtype]
+    for name in CACHES:
+        view = views[name]
+        for size, stride in zip(view.shape[:-1], view.strides[:-1]):
+            if size > 1 and (stride % vector or stride == 0):
+                fact = f"strides of {name} must be multiples of {vector} elements, and not 0"
+                raise ValueError(f"{function}: {fact}, got {view.strides}")
+    return {name: views[name] for name in arrays}
+
+
+def require_aligned(function: str, pointers: Mapping[str, int]) -> None:
+    """What the kernel reads 16 bytes at a time must begin at a multiple of that."""
+    for name, pointer in pointers.items():
+        if pointer % 16:
+            fact = f"{name} must begin at a multiple of 16 bytes"
+            raise ValueError(f"{function}: {fact}, got address {pointer:#x}")
+
+
+def require_blocks(function: str, blocks: Any) -> list[Any]:
+    """The blocks as a list, if they are `BlockWeights`, one at least."""
+    if not hasattr(blocks, "__iter__") or isinstance(blocks, str | bytes | dict):
+        fact = "blocks must be a sequence of BlockWeights"
+        raise TypeError(f"{function}: {fact}, got {short(blocks)}")
+    blocks = list(blocks)
+    if not blocks:
+        raise ValueError(f"{function}: there must be at least one block, got none")
+    for block in blocks:
+        if not hasattr(block, "ln1_weight") or isinstance(block, type):
+            fact = "weights must be BlockWeights"
+            raise TypeError(f"{function}: {fact}, got {type(block).__name__}")
+    return blocks
+
+
+def weights_library(function: str, blocks: Sequence[Any]) -> Any:
+    """The library of the weights; a TypeError where there is none."""
+    library = library_of(blocks[0].ln1_weight)
+    if library is None:
+        kind = type(blocks[0].ln1_weight).__name__
+        fact = "weights must be NumPy, CuPy or torch arrays"
+        raise TypeError(f"{function}: {fact}, got {kind} as ln1_weight")
+    return library
+
+
+def _check_sizes(function: str, width: int, hidden: int, heads: int) -> None:
+    if width % heads:
+        fact = f"heads must be an integer that divides the width {width}"
+        raise ValueError(f"{function}: {fact}, got {heads}")
+    head_dim = width // heads
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        fact = f"head_dim (width / heads) must be a multiple of 8 up to {MAX_HEAD_DIM}"
+        raise ValueError(f"{function}: {fact}, got {head_dim}")
+    if width > MAX_WIDTH:
+        raise NotImplementedError(f"{function}: width must be at most {MAX_WIDTH}, got {width}")
+    if hidden % 8 or hidden < 8:
+        fact = "rows of up_weight must be a multiple of 8"
+        raise ValueError(f"{function}: {fact}, got {hidden}")

@@ -1,1 +1,0 @@
-"""Whole transformer blocks in one launch: ``cuda_src/transformer``."""
