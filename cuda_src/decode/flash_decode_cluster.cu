@@ -1,5 +1,5 @@
-// flash_decode_step.cuh in clusters, for sequences of so few heads that single blocks would leave most of
-// the GPU idle.
+// flash_decode_step.cuh in clusters, for sequences of so few heads that single blocks would leave
+// most of the GPU idle.
 #include "flash_decode_step.cuh"
 
 template <typename T, int HEAD_DIM, int CLUSTER>

@@ -6,11 +6,11 @@
 // lanes), whose output it will hold. Pairs of neighbouring keys, which the second product asks for,
 // are made in registers.
 #pragma once
+#include "../attention/params.cuh"
 #include "../common/words.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
 #include "../ptx/opaque.cuh"
-#include "../attention/params.cuh"
 
 // Lane 4 * g + c of a warp. Read anew, so that offsets are not kept in registers.
 struct QuadLane {

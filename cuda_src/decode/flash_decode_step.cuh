@@ -5,19 +5,19 @@
 // those of the heads that share the keys, token by token; of few heads with many keys several
 // clusters do, each with a split of the keys. The warps of a cluster take its keys in turn, TILES
 // of 16 at once, the new tokens last; the keys of a turn are on their way while those before it are
-// computed with (flash_decode_keys.cuh). Keys are the rows of the tensor-core products and queries their
-// eight columns. Each warp has its own softmax; they merge in the end, first those of a block in
-// its shared memory, then the blocks in that of each other, then the splits in global memory, by
-// the cluster that is done last (flash_decode_merge.cuh). The old keys can be on their way while the
-// kernel that computes the new ones still runs (dependent_launch.cuh). Source: Flash-Decoding,
+// computed with (flash_decode_keys.cuh). Keys are the rows of the tensor-core products and queries
+// their eight columns. Each warp has its own softmax; they merge in the end, first those of a block
+// in its shared memory, then the blocks in that of each other, then the splits in global memory, by
+// the cluster that is done last (flash_decode_merge.cuh). The old keys can be on their way while
+// the kernel that computes the new ones still runs (dependent_launch.cuh). Source: Flash-Decoding,
 // pytorch.org/blog/flash-decoding.
 #pragma once
-#include "params.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/dependent_launch.cuh"
 #include "../ptx/movmatrix.cuh"
 #include "flash_decode_keys.cuh"
 #include "flash_decode_merge.cuh"
+#include "params.cuh"
 
 // The queries 2c and 2c + 1 of a lane; the sums are those of its keys alone until the end.
 template <int TILES>

@@ -3,9 +3,9 @@
 #pragma once
 #include "../ptx/math.cuh"
 #include "../ptx/warpgroup.cuh"
-#include "stack_steps.cuh"
-#include "stack_params.cuh"
 #include "row_dot.cuh"
+#include "stack_params.cuh"
+#include "stack_steps.cuh"
 #include "tagged_words.cuh"
 
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
