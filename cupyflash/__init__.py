@@ -2,60 +2,100 @@
 
 See https://arxiv.org/abs/2307.08691 for the algorithm, docs/ for an example of every function, and
 README.md for what runs where.
+
+The modules behind these names are imported when they are first used.
 """
 
-from .attention.attention import attention, attention_backward
-from .attention.combine import flash_attn_combine
-from .attention.flash_attn import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-)
-from .attention.sdpa import scaled_dot_product_attention
-from .decode.block import BlockStack, BlockWeights, transformer_block
-from .decode.cached_attention import attention_with_cache
-from .diffusion.sampler import DiffusionSampler
-from .diffusion.schedule import beta_schedule, timestep_embeddings
-from .linear.linear import Norm, Rotary, linear
-from .linear.mlp import mlp
-from .linear.qkv import qkv_projection
-from .norm.group_norm import group_norm, group_norm_backward
-from .norm.norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
-from .precompile import warmup
+import importlib.util
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers; MODULES says the same at run time
+    from .attention.attention import attention as attention
+    from .attention.attention import attention_backward as attention_backward
+    from .attention.combine import flash_attn_combine as flash_attn_combine
+    from .attention.flash_attn import flash_attn_func as flash_attn_func
+    from .attention.flash_attn import flash_attn_kvpacked_func as flash_attn_kvpacked_func
+    from .attention.flash_attn import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
+    from .attention.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
+    from .attention.flash_attn import (
+        flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func,
+    )
+    from .attention.flash_attn import (
+        flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func,
+    )
+    from .attention.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
+    from .decode.block import BlockStack as BlockStack
+    from .decode.block import BlockWeights as BlockWeights
+    from .decode.block import transformer_block as transformer_block
+    from .decode.cached_attention import attention_with_cache as attention_with_cache
+    from .diffusion.sampler import DiffusionSampler as DiffusionSampler
+    from .diffusion.schedule import beta_schedule as beta_schedule
+    from .diffusion.schedule import timestep_embeddings as timestep_embeddings
+    from .linear.linear import Norm as Norm
+    from .linear.linear import Rotary as Rotary
+    from .linear.linear import linear as linear
+    from .linear.mlp import mlp as mlp
+    from .linear.qkv import qkv_projection as qkv_projection
+    from .norm.group_norm import group_norm as group_norm
+    from .norm.group_norm import group_norm_backward as group_norm_backward
+    from .norm.norm import layer_norm as layer_norm
+    from .norm.norm import layer_norm_backward as layer_norm_backward
+    from .norm.norm import rms_norm as rms_norm
+    from .norm.norm import rms_norm_backward as rms_norm_backward
+    from .precompile import warmup as warmup
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BlockStack",
-    "BlockWeights",
-    "DiffusionSampler",
-    "Norm",
-    "Rotary",
-    "attention",
-    "attention_backward",
-    "attention_with_cache",
-    "beta_schedule",
-    "flash_attn_combine",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "group_norm",
-    "group_norm_backward",
-    "layer_norm",
-    "layer_norm_backward",
-    "linear",
-    "mlp",
-    "qkv_projection",
-    "rms_norm",
-    "rms_norm_backward",
-    "scaled_dot_product_attention",
-    "timestep_embeddings",
-    "transformer_block",
-    "warmup",
-]
+# The public names of each module, which the first use of one imports.
+MODULES = {
+    "attention.attention": "attention attention_backward",
+    "attention.combine": "flash_attn_combine",
+    "attention.flash_attn": "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func "
+    "flash_attn_varlen_func flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func",
+    "attention.sdpa": "scaled_dot_product_attention",
+    "decode.block": "BlockStack BlockWeights transformer_block",
+    "decode.cached_attention": "attention_with_cache",
+    "diffusion.sampler": "DiffusionSampler",
+    "diffusion.schedule": "beta_schedule timestep_embeddings",
+    "linear.linear": "Norm Rotary linear",
+    "linear.mlp": "mlp",
+    "linear.qkv": "qkv_projection",
+    "norm.group_norm": "group_norm group_norm_backward",
+    "norm.norm": "layer_norm layer_norm_backward rms_norm rms_norm_backward",
+    "precompile": "warmup",
+}
+_MODULE_OF = {name: module for module, names in MODULES.items() for name in names.split()}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or a module of the package: ``cupyflash.jit`` needs no import of its own."""
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps the functions `attention` and `linear`, which have the names of folders beside them.
+
+    An import of such a folder would put its module here instead. It can still be imported from:
+    ``from cupyflash.linear import kernels`` looks into ``sys.modules``.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _MODULE_OF or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

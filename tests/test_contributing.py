@@ -37,8 +37,9 @@ def tree(tmp_path_factory):
         assert not (tree / name).exists()
         (tree / name).write_text(text)
     for name, of_list, line in LINE.findall(PAGE):
-        path, place = tree / name, rf"^{of_list}\b.* = [\[{{]\n" if of_list else r"^(?=from \.)"
-        text, count = re.subn(place, rf"\g<0>{line}\n", path.read_text(), count=1, flags=re.M)
+        path = tree / name
+        place = rf"^(){of_list}\b.* = [\[{{]\n" if of_list else r"^( *)(?=from \.)"
+        text, count = re.subn(place, rf"\g<0>{line}\n\g<1>", path.read_text(), count=1, flags=re.M)
         assert count == 1, (name, of_list)
         path.write_text(text)
     return tree

@@ -401,7 +401,7 @@ def test_dropped_graphs_leave_no_memory(target):
 @each_library(library="torch", device="cuda")
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
-    "options", [{"target": "cudagraphs"}, {"mode": "reduce-overhead"}], ids=str
+    "options", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}], ids=str
 )
 def test_compiled_with_cuda_graphs(target, options, training):
     """torch accounts for all memory in the pool of its graph: nothing else may stay there."""

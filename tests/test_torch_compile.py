@@ -35,7 +35,7 @@ def compiled(function, **options):
     import torch
 
     torch.compiler.reset()
-    return torch.compile(function, fullgraph=True, **{"target": "aot_eager", **options})
+    return torch.compile(function, fullgraph=True, **{"backend": "aot_eager", **options})
 
 
 @each(library="torch")
@@ -163,7 +163,7 @@ def test_inductor(target):
     sdpa = torch.nn.functional.scaled_dot_product_attention
     ours = functools.partial(cupyflash.attention, layout="bhsd", causal=True)
     torchs = functools.partial(sdpa, is_causal=True)
-    found = gradients(compiled(functools.partial(layer, ours), target="inductor"), x, weight)
+    found = gradients(compiled(functools.partial(layer, ours), backend="inductor"), x, weight)
     wide = (y.detach().double().requires_grad_() for y in (x, weight))
     exact = gradients(functools.partial(layer, torchs), *wide)
     yardstick = gradients(functools.partial(layer, torchs), x, weight)
@@ -193,7 +193,7 @@ def test_first_call_may_be_compiled():
     code = (
         "import torch, cupyflash\n"
         "q = torch.nn.Parameter(torch.ones(1, 2, 1, 8))\n"
-        "graph = torch.compile(cupyflash.attention, fullgraph=True, target='aot_eager')\n"
+        "graph = torch.compile(cupyflash.attention, fullgraph=True, backend='aot_eager')\n"
         "graph(q, q, q).sum().backward()\n"
         "print(q.grad.sum().item())"
     )
@@ -253,7 +253,7 @@ def test_forward_mode_of_a_compiled_call_is_refused(target, graph_of, first):
     for name, call in calls.items():
         x = inputs.q if name == "attention" else row.T if name == "group_norm" else row
         x = x.contiguous()
-        graph = compiled(call, target=graph_of)
+        graph = compiled(call, backend=graph_of)
         if not first:
             graph(x)
         with (

@@ -1,17 +1,14 @@
 """Run-time compilation: a kernel configuration becomes a function on a GPU.
 
-=============  ================================================================
-sources.py     where ``cuda_src`` is, and the digest of what a kernel includes
-arch.py        which architecture a GPU's kernels are compiled for
-compiler.py    NVRTC: one configuration to one cubin
-cache.py       the folder of compiled kernels
-entry.py       one of them on disk
-builder.py     look up, else compile and publish
-loader.py      cubin to a function on a device
-pool.py        many kernels at once, in processes, without a GPU
-dump.py        PTX and SASS beside the cubin
-messages.py    what is logged and printed
-=============  ================================================================
+===========  ===================================================================
+sources.py   where ``cuda_src`` is, and the digest of the code that a kernel includes
+compiler.py  architectures, and NVRTC: one configuration to one cubin
+cache.py     the folder of compiled kernels
+entry.py     one of them on disk
+builder.py   look up, else compile and publish; load on a device; PTX and SASS beside the cubin
+pool.py      many kernels at once, in processes, without a GPU
+messages.py  texts that are logged and printed
+===========  ===================================================================
 
 CuPy is imported when NVRTC or a device is first needed, not before.
 """
