@@ -1,5 +1,5 @@
-// A bias on the scores in an accumulator fragment of 16 rows (see ptx/mma.cuh), and its gradient.
-// wgmma accumulators have the same layout, warp by warp.
+// The bias of the scores in an accumulator fragment of 16 rows (see ptx/mma.cuh; wgmma accumulators
+// have the same layout, warp by warp), and its gradient.
 #pragma once
 #include "../common/convert.cuh"
 #include "../ptx/atomics.cuh"
@@ -9,15 +9,16 @@
 enum class BiasKind {
   NONE,
   DTYPE_OF_Q,
-  BOOL,  // not added: the query sees the key where it is nonzero
+  BOOL,  // a mask, which is not added: the query sees the key where its element is nonzero
   FLOAT32,
-  DTYPE_OF_Q_BY_TMA,  // sm_90: the copy engine brings tiles of it (bias_tile_sm90.cuh)
+  DTYPE_OF_Q_BY_TMA,  // sm_90: TMA loads tiles of it (bias_tile_sm90.cuh)
 };
 
 __host__ __device__ constexpr bool has_gradient(BiasKind kind) {
   return kind != BiasKind::NONE && kind != BiasKind::BOOL;
 }
 
+// The type of an element of the bias, if q has type T.
 template <typename T, BiasKind KIND>
 struct BiasElementOf {
   using type = T;
@@ -33,13 +34,13 @@ struct BiasElementOf<T, BiasKind::FLOAT32> {
 template <typename T, BiasKind KIND>
 using BiasElement = typename BiasElementOf<T, KIND>::type;
 
-// Where a bias has this size, float32 has no digit left for the score, and exponents would round to
-// nonsense (the first product of exp2(s * scale_log2 - max * scale_log2) is not rounded, the second
-// is): -BIAS_LIMIT and what lies below count as -inf, above BIAS_LIMIT it is cut off. So masks of
-// -1e9 or finfo.min mask.
+// Added to a bias of this size, a score has no digit left in float32, and the exponent would be
+// wrong by whole units: in exp2(s * scale_log2 - max * scale_log2) the first product is exact, but
+// the second is rounded. So a bias of -BIAS_LIMIT or less counts as -inf, and a bias above
+// BIAS_LIMIT is cut off there. Masks that are written as -1e9 or finfo.min therefore do mask.
 constexpr float BIAS_LIMIT = 16777216.f;
 
-// bias_scale is one unit of the bias in the units of the score. Both functions leave NaN alone.
+// bias_scale is one unit of the bias in the units of the score. A NaN in the bias stays a NaN.
 template <typename E>
 __device__ __forceinline__ float add_bias(float score, E bias, float bias_scale) {
   float x = to_float(bias);
@@ -50,8 +51,8 @@ __device__ __forceinline__ float add_bias(float score, uint8_t seen, float) {
   return seen ? score : -INF;
 }
 
-// The bias, or its gradient, of one head: an element for each query (row) and key (col). Addresses
-// have 64 bits all along, as an expanded or transposed view may have any strides.
+// The bias of one head, or its gradient, with an element for each query (row) and key (col). All
+// address arithmetic has 64 bits, because an expanded or transposed view may have any strides.
 template <typename E>
 struct BiasHead {
   E* data;
@@ -65,11 +66,11 @@ struct BiasHead {
       : BiasHead(bias + strides.at(batch, head), strides.row, strides.col, sequence.seqlen_q,
                  sequence.seqlen_k) {}
 
-  // For fragments whose rows are keys and whose columns are queries.
+  // The same elements for a fragment whose rows are keys and whose columns are queries.
   __device__ BiasHead transposed() const { return {data, col_stride, row_stride, cols, rows}; }
 
-  // Adds the bias to scores; row and col are those of acc[0][0] in this lane. Rows and columns that
-  // do not exist are left to the mask, but never read.
+  // Adds the bias to scores; row and col are those of acc[0][0] in this lane. Elements that do not
+  // exist are never read: the mask takes care of their scores.
   template <int N>
   __device__ __forceinline__ void add_to(float (&acc)[N][4], int row, int col,
                                          float bias_scale) const {
@@ -130,7 +131,7 @@ struct BiasHead {
   __device__ BiasHead(E* data, int64_t row_stride, int64_t col_stride, int rows, int cols)
       : data(data), row_stride(row_stride), col_stride(col_stride), rows(rows), cols(cols) {}
 
-  // Whether two neighbouring columns, the first one even, are one aligned load in every row.
+  // Whether one aligned load reads two neighbouring columns, the first one even, in every row.
   __device__ bool has_pairs() const {
     return col_stride == 1 && row_stride % 2 == 0 &&
            reinterpret_cast<uint64_t>(data) % sizeof(Pair) == 0;

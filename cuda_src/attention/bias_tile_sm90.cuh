@@ -1,12 +1,13 @@
-// A 16-bit bias that the copy engine (TMA) brings to shared memory, a tile for each warpgroup and
-// step, and its addition to the scores in wgmma accumulators.
+// A 16-bit bias that TMA loads to shared memory, one tile for each warpgroup and step, and its
+// addition to the scores in wgmma accumulators.
 #pragma once
 #include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
 #include "../ptx/tma.cuh"
 #include "bias.cuh"
 
-// The bias of one head in its tensor map. An axis that the bias is broadcast on has length 1 there.
+// The bias of one head in its tensor map. An axis that the bias is broadcast on has length 1 in the
+// map.
 struct BiasMap {
   const TensorMap& map;
   int head;
@@ -19,7 +20,7 @@ struct BiasMap {
         head(params.base.bias_strides.head ? head : 0),
         batch(params.base.bias_strides.batch ? batch : 0) {}
 
-  // Loads the tile whose first element is (row, col); Tile has its size.
+  // Loads the tile whose first element is (row, col). Tile is the SmemTile at `dst`.
   template <class Tile>
   __device__ void load(uint32_t dst, RingBarriers<1>& barriers, const Ring<1>& ring, int row,
                        int col) const {
@@ -33,13 +34,14 @@ struct BiasMap {
   }
 };
 
-// add_bias() of bias.cuh on two neighbouring scores. It costs less than half, because the limits
-// are those of the 16-bit type: what is cut off is so at the largest number below them.
+// add_bias() of bias.cuh for two neighbouring scores, at less than half of its cost: 16-bit
+// instructions apply the limits to both. A bias above BIAS_LIMIT is cut off at the largest finite
+// 16-bit number below it.
 template <typename T>
 __device__ __forceinline__ void add_bias_pair(float& first, float& second, uint32_t pair,
                                               float bias_scale) {
   if constexpr (T::IS_BFLOAT16) {
-    // -BIAS_LIMIT * 2^104 is -inf, and so is what lies below; no other product is rounded.
+    // Times 2^104, a bias of -BIAS_LIMIT or less is -inf. No other product is rounded.
     pair = min_bf16x2(mul_bf16x2(pair, 0x73807380u), 0x7f7f7f7fu);
     bias_scale *= 0x1p-104f;
     first += __uint_as_float(pair << 16) * bias_scale;
@@ -51,8 +53,9 @@ __device__ __forceinline__ void add_bias_pair(float& first, float& second, uint3
   }
 }
 
-// Adds to scores the 16 rows from `row` on of the tile at `smem`: an 8x8 matrix of ldmatrix lies in
-// the lanes as the accumulators do. Returns what wait_for_loads() takes.
+// Adds the 16 rows from `row` on of the tile at `smem` to scores. ldmatrix distributes an 8x8
+// matrix over the lanes in the way in which they hold the accumulators. Returns the OR of a word of
+// each load, for wait_for_loads().
 template <class Tile, typename T, int N>
 __device__ __forceinline__ uint32_t add_bias_tile(float (&acc)[N][4], uint32_t smem, int row,
                                                   float bias_scale) {
@@ -73,8 +76,8 @@ __device__ __forceinline__ uint32_t add_bias_tile(float (&acc)[N][4], uint32_t s
   return loaded;
 }
 
-// The same for transposed scores: adds the 16 columns of the tile from `col` on. The loads may
-// still be under way when it returns.
+// add_bias_tile() for transposed scores: adds the 16 columns from `col` on of the tile. Its loads
+// may still be in flight when it returns.
 template <class Tile, typename T, int N>
 __device__ __forceinline__ void add_bias_tile_transposed(float (&acc)[N][4], uint32_t smem, int col,
                                                          float bias_scale) {

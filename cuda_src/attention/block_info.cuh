@@ -1,11 +1,12 @@
 // The rows of a sequence, the keys that a query sees, and the tiles that a block visits.
 //
-// Query i sits on the diagonal at key i + diagonal, and sees the keys
+// Query i meets the diagonal at key i + diagonal, and sees the keys
 //   [i + diagonal - window_left, i + diagonal + window_right] within [0, seqlen_k).
 // All sums fit 32 bits: the host limits lengths to 2^29 and windows to seqlen_q + seqlen_k.
 #pragma once
 #include "params.cuh"
 
+// One sequence: its lengths, its first rows in the arrays, and its window.
 struct Sequence {
   int seqlen_q;
   int seqlen_k;
@@ -38,11 +39,11 @@ __device__ inline Sequence load_sequence(const Params& params, int batch) {
   s.start_k = cu_seqlens_k ? cu_seqlens_k[batch] : 0;
   s.seqlen_q = cu_seqlens_q ? cu_seqlens_q[batch + 1] - int(s.start_q) : shape.seqlen_q;
   s.seqlen_k = cu_seqlens_k ? cu_seqlens_k[batch + 1] - int(s.start_k) : shape.seqlen_k;
-  // Rows that are not in use count as if they were not there.
+  // Rows beyond seqused are treated as if they did not exist.
   if (params.seqused_q) s.seqlen_q = max(0, min(s.seqlen_q, params.seqused_q[batch]));
   if (params.seqused_k) s.seqlen_k = max(0, min(s.seqlen_k, params.seqused_k[batch]));
-  // Packed: start_q + batch * ALIGN rounded down is a multiple of ALIGN and leaves each sequence
-  // at least its length rounded up, without a prefix sum over padded lengths.
+  // For packed sequences, start_q + batch * ALIGN rounded down to a multiple of ALIGN leaves every
+  // sequence room for its length rounded up, and needs no prefix sum over padded lengths.
   s.accum_start = cu_seqlens_q ? (s.start_q + int64_t(batch) * ACCUM_ROW_ALIGN) / ACCUM_ROW_ALIGN *
                                      ACCUM_ROW_ALIGN
                                : int64_t(batch) * round_up(shape.seqlen_q, ACCUM_ROW_ALIGN);
@@ -52,8 +53,8 @@ __device__ inline Sequence load_sequence(const Params& params, int batch) {
   return s;
 }
 
-// Key tiles [begin, end) that the query rows [row_begin, row_end) need; within them every key of
-// the tiles [inner_begin, inner_end) is seen by every one of the rows, so no mask is needed there.
+// The tiles [begin, end) that a block visits. In the tiles [inner_begin, inner_end) among them
+// every query sees every key, so they need no mask.
 struct TileRange {
   int begin;
   int end;
@@ -63,6 +64,7 @@ struct TileRange {
   __device__ bool needs_mask(int tile) const { return tile < inner_begin || tile >= inner_end; }
 };
 
+// The key tiles that contain keys which the queries [row_begin, row_end) see.
 __device__ inline TileRange key_tiles(const Sequence& s, int row_begin, int row_end, int block_n) {
   TileRange t;
   t.begin = s.key_begin(row_begin) / block_n;
@@ -72,8 +74,7 @@ __device__ inline TileRange key_tiles(const Sequence& s, int row_begin, int row_
   return t;
 }
 
-// The query tiles that need the keys [col_begin, col_end); all rows of the inner ones see every one
-// of these keys.
+// The query tiles that contain queries which see one of the keys [col_begin, col_end).
 __device__ inline TileRange query_tiles(const Sequence& s, int col_begin, int col_end,
                                         int block_m) {
   TileRange t;

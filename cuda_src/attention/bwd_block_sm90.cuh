@@ -1,5 +1,6 @@
-// Common parts of the sm_90 backward kernels: the tile of a block, its barriers, the producers, and
-// the place of dQ in its accumulator.
+// The common parts of flash_bwd_sm90.cu and flash_bwd_wide_sm90.cu: the tile of a block, its
+// barriers, the scheduler and the producers, the order of dQ in its accumulator, and the turns in
+// which blocks add to it.
 #pragma once
 #include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
@@ -28,13 +29,14 @@ struct BwdTile {
   __device__ void locate(const FlashBwdParams& params, const Tile& tile, int block_m, int block_n) {
     const AttentionShape& shape = params.shape;
     sequence = load_sequence(params, tile.batch);
-    // The first keys are seen by most queries.
+    // Under a causal mask the first keys have the most work, unlike the queries of tile_order.cuh.
     n_block = ceil_div(sequence.seqlen_k, block_n) - 1 - tile.block;
     n_begin = n_block * block_n;
     n_rows = min(block_n, sequence.seqlen_k - n_begin);
     m_range = query_tiles(sequence, n_begin, n_begin + n_rows, block_m);
-    // Keys past the end arrive as zeros, and the probability of a score 0 can overflow: then dS is
-    // not finite, and neither is its product with the zeros of K. So they need the mask.
+    // A tile with keys past the end needs the mask. Such keys arrive as zeros, and exp2 of their
+    // score 0 minus lse_log2 can overflow: dS and its product with the zeros of K are not finite
+    // then.
     if (n_rows < block_n) m_range.inner_end = m_range.inner_begin;
     batch = tile.batch;
     head_kv = tile.head;
@@ -44,18 +46,22 @@ struct BwdTile {
   }
 };
 
-// The scheduler waits at each tile until both producers have loaded it, and the warp that adds dQ
-// (or keeps the turns) has begun it. The producers are a tile ahead of the consumers.
+// The scheduler waits at each tile until both producers have loaded it, and until the warp that
+// adds dQ (or keeps the turns) has begun it. The producers are at most one tile ahead of the
+// consumers.
 constexpr int BWD_TILE_RECORDS = 4;
 
-// K and V have one buffer, so its parity is that of the tile's number.
+// K and V have one buffer each, so the parity of its barriers is that of the tile's number. As the
+// number of records is even, the number of the record has the same parity.
 __device__ __forceinline__ Ring<1> kv_place(const Ring<BWD_TILE_RECORDS>& record) {
   return {0, uint32_t(record.stage % 2)};
 }
 
+// The barriers of a block, the records of its tiles, and the constants of their queries, in static
+// shared memory.
 template <int BLOCK_M, int STAGES>
 struct BwdShared {
-  RingBarriers<BWD_TILE_RECORDS> located;  // `full` only
+  RingBarriers<BWD_TILE_RECORDS> located;  // only `full` is used
   RingBarriers<1> k;
   RingBarriers<1> v;
   RingBarriers<STAGES> q;  // Q, lse_log2 and delta
@@ -65,12 +71,12 @@ struct BwdShared {
   alignas(16) float delta[STAGES][BLOCK_M];
   BwdTile tiles[BWD_TILE_RECORDS];
 
-  // `followers` roles arrive at almost_loaded once a tile, which the scheduler waits for.
+  // The scheduler waits at almost_loaded until each of the `followers` has arrived, once a tile.
   __device__ void init(int consumers, int followers) {
     located.init(1);
-    k.init(consumers / 32);  // by warp
+    k.init(consumers / 32);  // the consumers arrive by warp
     v.init(consumers / 32);
-    q.init(consumers);  // by thread: lse_log2 and delta are read with ordinary loads
+    q.init(consumers);  // they arrive by thread, because they read lse_log2 by ordinary loads
     dout.init(consumers / 32);
     mbarrier_init(smem_address(&almost_loaded), followers);
     mbarrier_init_fence();
@@ -83,7 +89,7 @@ struct BwdShared {
   }
 };
 
-// The scheduler, one lane, chooses the tiles.
+// The scheduler, one lane, chooses the tiles and writes their records.
 template <int BLOCK_M, int STAGES>
 __device__ __forceinline__ void schedule_bwd_tiles(const FlashBwdSm90Params& params,
                                                    BwdShared<BLOCK_M, STAGES>& shared,
@@ -92,8 +98,8 @@ __device__ __forceinline__ void schedule_bwd_tiles(const FlashBwdSm90Params& par
   const TileOrder order(shape, ceil_div(shape.seqlen_k, block_n), shape.heads_kv,
                         params.packed_tiles);
   const uint32_t num_tiles = order.size();
-  // A deterministic sum makes blocks wait for each other, and a block may wait only for tiles of
-  // blocks that run already: so every tile is taken by ticket, the first ones too.
+  // For a deterministic sum blocks wait for each other, and a block may wait only for tiles of
+  // blocks that run already. So every tile is taken by ticket, including the first of each block.
   int* tickets = params.base.dq_semaphore;
   uint32_t index = tickets ? atomicAdd(tickets, 1) : blockIdx.x;
   Ring<BWD_TILE_RECORDS> record;
@@ -119,14 +125,15 @@ __device__ __forceinline__ int64_t accum_row(const FlashBwdParams& params, const
   return head * params.accum_rows + tile.sequence.accum_start + m_begin;
 }
 
-// The order of dQ in dq_accum: blocks of 64 rows; in each, blocks of eight columns; in each of
-// these, the fragments of a warpgroup (ptx/wgmma.cuh), four floats a thread.
+// The order of dQ in dq_accum: it consists of blocks of 64 rows, each of these of blocks of eight
+// columns, and each of those of the fragments of a warpgroup (ptx/wgmma.cuh), four floats a thread.
+// In this order a warpgroup stores and adds whole lines.
 __device__ __forceinline__ int dq_fragment_offset(int octet) {
   return (octet * WARPGROUP + threadIdx.x % WARPGROUP) * 4;
 }
 
-// The number of key tiles that must have added to a query tile before this one, and the flag that
-// counts them; element 0 of the semaphore is the ticket counter.
+// turn_of_tile() is the number of key tiles that add to a query tile before this one, and
+// turn_flag() the flag that counts them. Element 0 of the semaphore is the ticket counter.
 __device__ __forceinline__ int turn_of_tile(const BwdTile& tile, int m_begin, int block_m,
                                             int block_n) {
   const int row_end = min(tile.sequence.seqlen_q, m_begin + block_m);
@@ -137,14 +144,15 @@ __device__ __forceinline__ int* turn_flag(const FlashBwdParams& params, int64_t 
   return params.dq_semaphore + 1 + accum_row / block_m;
 }
 
-// All roles walk over the query tiles from the last to the first: under a causal mask the blocks of
-// a head then begin together, share Q and dO in the L2 cache, and those that take turns follow each
-// other a tile apart.
-//
-// A producer loads a tile of keys once, and each tile of queries that multiplies it. There are two
-// producers: one of K, of Q and the constants of its rows, the other of V and dO.
-enum class RowConstants { SKIP, LOAD };  // lse_log2 and delta
+// All roles walk over the query tiles from the last to the first. Under a causal mask the blocks of
+// a head then begin with the same queries and share Q and dO in L2, and blocks that add in turns
+// follow each other one tile apart.
 
+// Whether a producer loads lse_log2 and delta.
+enum class RowConstants { SKIP, LOAD };
+
+// The work of a producer: it loads a tile of keys once, and then each tile of queries that meets
+// it. One of the two producers loads K, Q and the constants of the queries, the other V and dO.
 template <int STAGES>
 struct BwdLoad {
   RowsMap kv_map;
@@ -156,11 +164,12 @@ struct BwdLoad {
   RowConstants constants;
 };
 
+// The default of load_more, which loads nothing.
 struct NothingElse {
   __device__ void operator()(const BwdTile&, int, int) const {}
 };
 
-// A producer, one lane. It calls load_more(tile, head, m) at each tile of queries.
+// A producer, which is one lane. It calls load_more(tile, head, m) for each tile of queries.
 template <class TileQ, class TileKV, int STAGES, class LoadMore = NothingElse>
 __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
                                                BwdShared<TileQ::ROWS, STAGES>& shared,

@@ -1,5 +1,5 @@
-// A consumer warpgroup of the sm_90 backward kernel: its tiles in shared memory and its step, which
-// is the algorithm. flash_bwd_sm90.cu has the roles of the other warps and the loop.
+// A consumer warpgroup of the sm_90 backward kernel: the tiles in shared memory and the step of the
+// loop, which is the algorithm. flash_bwd_sm90.cu has the loop and the roles of the other warps.
 #pragma once
 #include "../common/wg_gemm.cuh"
 #include "../ptx/stmatrix.cuh"
@@ -7,9 +7,11 @@
 #include "bwd_block_sm90.cuh"
 #include "score_gradient.cuh"
 
+// DS_WRITTEN: all consumers have written their part of dS. DQ_EMPTY and DQ_FULL: the buffer of dQ
+// between the consumers and the reducer may be written, or added to global memory.
 enum class NamedBarrier { DS_WRITTEN = 1, DQ_EMPTY, DQ_FULL };
 
-// The tiles of a block and where they lie in shared memory.
+// The tiles of a block and their places in dynamic shared memory.
 template <class Options, int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int STAGES_>
 struct BwdLayout {
   static constexpr int HEAD_DIM = HEAD_DIM_;
@@ -23,7 +25,7 @@ struct BwdLayout {
   using TileS = SmemTile<BLOCK_M, BLOCK_N>;
   using TileBias = SmemTile<BLOCK_M, 64>;
   static constexpr bool HAS_BIAS_TILES = Options::BIAS == BiasKind::DTYPE_OF_Q_BY_TMA;
-  // The part of dQ that a warpgroup computes: 64 rows, or 64 or 32 columns.
+  // Each warpgroup computes a part of dQ: 64 of its rows, or 64 or 32 of its columns.
   static constexpr bool SPLIT_ROWS = BLOCK_M == 64 * GROUPS;
   static constexpr int DQ_COLS = HEAD_DIM > 64 || SPLIT_ROWS ? 64 : 64 / GROUPS;
   static constexpr int DQ_BYTES = GROUPS * 64 * DQ_COLS * sizeof(float);
@@ -43,8 +45,8 @@ struct BwdLayout {
   }
 };
 
-// A consumer warpgroup: it owns 64 keys of the tile. The accumulators are arguments of the steps:
-// the compiler breaks a struct up into registers early only if it has no arrays.
+// A consumer warpgroup, which owns 64 keys of the tile. The accumulators are arguments of step(),
+// because the compiler breaks a struct up into registers early only if it has no arrays.
 template <class Options, class L>
 struct BwdConsumer {
   using T = typename Options::T;
@@ -54,8 +56,8 @@ struct BwdConsumer {
   BwdShared<L::BLOCK_M, L::STAGES>& shared;
   RingBarriers<1> (&bias_barriers)[L::GROUPS];
   const uint32_t smem;
-  // Positions of elements come from threadIdx, not from `group`: it stays in a uniform register,
-  // and with it the descriptors.
+  // `group` stays in a uniform register, and so do the descriptors that are computed from it. The
+  // positions of elements are computed from threadIdx instead.
   const int group;
   const int key_row;  // the first of the warp's 16
   const int lane;
@@ -77,7 +79,7 @@ struct BwdConsumer {
         score(params.base),
         dropout_seed(Options::DROPOUT ? *params.base.dropout_seed : 0) {}
 
-  // A step: the queries from m_begin on, of one head, and the keys of the tile.
+  // One step of the loop: BLOCK_M queries of one head, from m_begin on, and the keys of the tile.
   __device__ __forceinline__ void step(Gradient& acc_dk, Gradient& acc_dv, const BwdTile& tile,
                                        int head, int m_begin, bool masked) {
     using TileKV = typename L::TileKV;
@@ -85,8 +87,8 @@ struct BwdConsumer {
     using TileS = typename L::TileS;
     constexpr int BLOCK_M = L::BLOCK_M;
     constexpr bool HAS_DBIAS = has_gradient(Options::BIAS);
-    // uniform() keeps descriptors in uniform registers, and those of K and V from being computed
-    // ahead of all loops, which would fill the register file.
+    // uniform() keeps descriptors in uniform registers. It also keeps the compiler from computing
+    // those of K and V before the loops, which would fill the register file.
     const uint32_t k_tile = uniform(smem);
     const uint32_t v_tile = uniform(smem + L::V_OFFSET);
     const int stage = uniform(ring.stage);
@@ -104,7 +106,7 @@ struct BwdConsumer {
     shared.dout.wait_full(ring);
     wg_gemm<T, L::HEAD_DIM / 16>(dp, WgRowOperand<TileKV>(v_tile, group * 64),
                                  WgRowOperand<TileQ>(dout_stage, 0), OVERWRITE);
-    wgmma_wait<1>();
+    wgmma_wait<1>();  // S is complete; dP may still run
     pin(s);
 
     // ---- score, P ----
@@ -113,7 +115,7 @@ struct BwdConsumer {
     const int query = m_begin + column;
     const ScorePlace<Rows::KEYS> at = {tile.sequence, tile.batch, head, alibi_slope,
                                        &dropout_seed, key,        query};
-    // lse_log2 and delta of the query of element [n][i]; queries are columns here.
+    // Reads lse_log2 or delta of the query of element [n][i]. Queries are columns here.
     const auto constant_of = [&](const float (&constants)[BLOCK_M], int n, int i) {
       const float2 pair = *reinterpret_cast<const float2*>(&constants[n * 8 + column]);
       return i % 2 ? pair.y : pair.x;
@@ -130,7 +132,8 @@ struct BwdConsumer {
     uint32_t p[BLOCK_M / 16][4];
     float kept[BLOCK_M / 8][4];
     wg_pack<T>(p, kept_weights<Options>(kept, s));
-    // P takes the slope of the softcap early, which frees its registers; but dbias is without it.
+    // P is multiplied by the slope of the softcap early, which frees the registers of the slope.
+    // But the gradient of the bias needs P without it.
     if constexpr (!HAS_DBIAS) apply_softcap_slope<Options>(s, softcap_slope);
 
     // ---- dS ----
@@ -154,11 +157,11 @@ struct BwdConsumer {
 
     // ---- dV += P^T dO, dQ = dS K, dK += dS^T Q ----
     wg_gemm<T, BLOCK_M / 16>(acc_dv, p, WgColumnOperand<TileQ>(dout_stage, 0), ACCUMULATE);
-    fence_async_proxy();
+    fence_async_proxy();  // dS becomes visible to wgmma
     named_barrier_sync(NamedBarrier::DS_WRITTEN, L::CONSUMERS);
     if constexpr (L::HAS_BIAS_TILES) {
-      // Not before dS is written, which was computed from the bias: an arrival can overtake loads
-      // that are still under way (wait_for_loads).
+      // An arrival can overtake loads that are still in flight (wait_for_loads), so it must come
+      // after the stores of dS, which was computed from the bias.
       bias_barriers[group].release(0);
       bias_ring.advance();
     }
@@ -167,12 +170,12 @@ struct BwdConsumer {
     wg_gemm<T, L::BLOCK_N / 16>(
         dq, WgRowOperand<TileS>(ds_stage, L::SPLIT_ROWS ? group * 64 : 0),
         WgColumnOperand<TileKV>(k_tile + dq_col % 64 * sizeof(T), dq_col / 64), OVERWRITE);
-    wgmma_wait<1>();
+    wgmma_wait<1>();  // dV is complete; dQ may still run
     pin(acc_dv);
     pin(p);
     shared.dout.release(ring.stage);
     wg_gemm<T, BLOCK_M / 16>(acc_dk, ds, WgColumnOperand<TileQ>(q_stage, 0), ACCUMULATE);
-    wgmma_wait<1>();
+    wgmma_wait<1>();  // dQ is complete; dK may still run
     pin(dq);
     hand_over_dq(dq);
     wgmma_wait<0>();
@@ -183,7 +186,7 @@ struct BwdConsumer {
   }
 
  private:
-  // Writes this warpgroup's part of dQ to where the reducer finds it.
+  // Writes this warpgroup's part of dQ to shared memory for the reducer.
   __device__ __forceinline__ void hand_over_dq(const float (&dq)[L::DQ_COLS / 8][4]) {
     named_barrier_sync(NamedBarrier::DQ_EMPTY, L::CONSUMERS + 32);
 #pragma unroll

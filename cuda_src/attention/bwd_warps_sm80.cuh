@@ -1,11 +1,12 @@
-// The grid of warp tiles of a product of the backward pass, for the main kernel and for the
-// postprocess kernel, which must know where the fragments of dQ lie.
+// How the warps of the sm_80 backward kernel divide a product among themselves. The postprocess
+// kernel needs the same grid, because it must know where the fragments of dQ lie.
 #pragma once
 #include "../common/types.cuh"
 
-// A ROWS x COLS product cut into a grid of equal warp tiles: the grid whose tiles are the most
-// square, because a warp reads ROWS / rows + COLS / cols operand rows from shared memory; of two
-// equal ones the flat one, because rows cost registers (operand A, lse, delta).
+// A ROWS x COLS product, divided into a grid of equal warp tiles. The grid is the one whose tiles
+// are the most square, because a warp reads ROWS / rows + COLS / cols operand rows from shared
+// memory. If two are equal it is the one with fewer rows a tile, because rows cost registers
+// (operand A, lse_log2, delta).
 template <int ROWS, int COLS, int NUM_WARPS>
 struct WarpGrid {
   static constexpr bool fits(int rows) {
@@ -34,8 +35,8 @@ struct WarpGrid {
   __device__ static int col() { return threadIdx.x / 32 % WARPS_N * TILE_COLS; }
 };
 
-// dQ of one query tile in dq_accum: warp by warp, register by register, 32 lanes side by side, so
-// that every reduction of a warp is one 128-byte line.
+// The order of dQ of one query tile in dq_accum: warp by warp, in these register by register, in
+// these lane by lane, so that every reduction of a warp goes to one line of 128 bytes.
 template <class Grid>
 __device__ __forceinline__ int64_t dq_fragment_offset(int m, int n, int i) {
   const int registers = Grid::M * Grid::N * 4;

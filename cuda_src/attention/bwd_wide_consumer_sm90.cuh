@@ -1,4 +1,4 @@
-// A consumer warpgroup of the sm_90 backward kernel for wide heads: its tiles in shared memory, its
+// A consumer warpgroup of the sm_90 backward kernel for wide heads: the tiles in shared memory, its
 // steps, and the turns in which blocks add to dQ. flash_bwd_wide_sm90.cu puts them together.
 #pragma once
 #include "../common/wg_gemm.cuh"
@@ -7,9 +7,10 @@
 #include "bwd_block_sm90.cuh"
 #include "score_gradient.cuh"
 
+// All consumers have written their share of P, or of dS.
 enum class NamedBarrier { P_WRITTEN = 1, DS_WRITTEN };
 
-// The tiles of a block and where they lie in shared memory, and the shares of a warpgroup.
+// The tiles of a block and their places in dynamic shared memory, and the shares of a warpgroup.
 template <int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int STAGES_, int GROUPS_>
 struct BwdWideLayout {
   static constexpr int HEAD_DIM = HEAD_DIM_;
@@ -18,8 +19,8 @@ struct BwdWideLayout {
   static constexpr int STAGES = STAGES_;
   static constexpr int GROUPS = GROUPS_;  // consumer warpgroups
   static constexpr int CONSUMERS = GROUPS * WARPGROUP;
-  static constexpr int KEYS = BLOCK_N / GROUPS;          // of S and dP in a warpgroup
-  static constexpr int SLICES = HEAD_DIM / 64 / GROUPS;  // of 64 head_dim rows in a warpgroup
+  static constexpr int KEYS = BLOCK_N / GROUPS;          // keys of S and dP a warpgroup
+  static constexpr int SLICES = HEAD_DIM / 64 / GROUPS;  // slices of 64 head_dim rows a warpgroup
   static constexpr int DQ_COLS = SLICES * 32;
   using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
   using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
@@ -35,8 +36,9 @@ struct BwdWideLayout {
                 "equal shares");
 };
 
-// With a semaphore the blocks take turns, query tile by query tile in the order of the keys, so
-// that the sum is deterministic. Both are mbarriers.
+// With a semaphore the blocks add to each query tile in turns, in the order of their keys, so that
+// the sum is deterministic. These two mbarriers connect the consumers with the lanes that keep the
+// turns.
 struct Turns {
   uint64_t come;  // the consumers may add to this tile
   uint64_t over;  // the consumers have added to it
@@ -47,8 +49,8 @@ struct Turns {
   }
 };
 
-// Two lanes keep the turns, so that no consumer waits for memory: lane 0 waits for the blocks
-// before this one, lane 1 lets those after it go on.
+// Two lanes keep the turns, so that no consumer waits for global memory: lane 0 waits for the
+// blocks before this one, and lane 1 lets the blocks after it go on.
 template <int BLOCK_M, int BLOCK_N, int STAGES>
 __device__ __forceinline__ void keep_turns(const FlashBwdParams& params,
                                            BwdShared<BLOCK_M, STAGES>& shared, Turns& turns) {
@@ -59,7 +61,7 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params,
   for (;; record.advance()) {
     const BwdTile& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) return;
-    // A lane that is here no longer reads the record of the last tile.
+    // The lane has begun this tile, so it no longer reads the record of the last one.
     mbarrier_arrive(smem_address(&shared.almost_loaded));
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
@@ -68,7 +70,7 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params,
         int* flag = turn_flag(params, accum_row(params, tile, head, m * BLOCK_M), BLOCK_M);
         if (first_lane) {
           wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
-          mbarrier_wait(smem_address(&turns.over), turn.parity ^ 1);  // the turn before
+          mbarrier_wait(smem_address(&turns.over), turn.parity ^ 1);  // of the turn before
           mbarrier_arrive(smem_address(&turns.come));
         } else {
           mbarrier_wait(smem_address(&turns.over), turn.parity);
@@ -79,7 +81,7 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params,
   }
 }
 
-// A query tile of one head, in the buffers of `ring`.
+// A query tile of one head, and its place in the buffers.
 template <int STAGES>
 struct QueryPlace {
   int head;
@@ -87,8 +89,8 @@ struct QueryPlace {
   Ring<STAGES> ring;
 };
 
-// A consumer warpgroup and its steps. The accumulators are arguments of the steps:
-// the compiler breaks a struct up into registers early only if it has no arrays.
+// A consumer warpgroup and its steps. The accumulators are arguments of the steps, because the
+// compiler breaks a struct up into registers early only if it has no arrays.
 template <class Options, class L>
 struct BwdWideConsumer {
   using T = typename Options::T;
@@ -98,15 +100,15 @@ struct BwdWideConsumer {
   using Place = QueryPlace<L::STAGES>;
   using Scores = float[L::KEYS / 8][4];
   using HalfDq = float[L::DQ_COLS / 8][4];
-  enum Half { FIRST, SECOND };                           // of this warpgroup's columns of dQ
+  enum Half { FIRST, SECOND };                           // halves of this warpgroup's columns of dQ
   using Gradient = float[L::SLICES][L::BLOCK_N / 8][4];  // dK^T, dV^T
 
   const FlashBwdSm90Params& params;
   BwdShared<L::BLOCK_M, L::STAGES>& shared;
   Turns& turns;
   const uint32_t smem;
-  // Positions of elements come from threadIdx, not from `group`: it stays in a uniform register,
-  // and with it the descriptors. uniform() keeps descriptors in uniform registers, too.
+  // `group` stays in a uniform register, and so do the descriptors that are computed from it, also
+  // with the help of uniform(). The positions of elements are computed from threadIdx instead.
   const int group;
 
   // ---- S, dP ----
@@ -127,7 +129,7 @@ struct BwdWideConsumer {
 
   // ---- score, P ----
 
-  // S becomes P.
+  // Turns S into P.
   __device__ __forceinline__ void make_p(Scores& s, Scores& softcap_slope, const BwdTile& tile,
                                          const Place& at) {
     const Score<Options, FlashBwdParams> score(params.base);
@@ -146,13 +148,14 @@ struct BwdWideConsumer {
 
   // ---- dV, dS ----
 
-  // Publishes P, adds to dV, and publishes dS. One product may be in flight before: dP.
+  // Writes P to shared memory, issues the product for dV, and writes dS. The product for dP may
+  // still be in flight when this begins.
   __device__ __forceinline__ void make_ds(Scores& p, Scores& dp, Scores& softcap_slope,
                                           Gradient& acc_dv, const BwdTile& tile, const Place& at) {
     Scores kept;
     store_s(smem + L::P_OFFSET, kept_weights<Options>(kept, p));
     fence_async_proxy();
-    // Behind this barrier no warp reads the last dS any more.
+    // After this barrier P is complete, and no warp reads the last dS any more.
     named_barrier_sync(NamedBarrier::P_WRITTEN, L::CONSUMERS);
     const uint32_t dout_stage = smem + L::DOUT_OFFSET + uniform(at.ring.stage) * TileQ::BYTES;
 #pragma unroll
@@ -175,11 +178,11 @@ struct BwdWideConsumer {
 #pragma unroll
     for (int i = 0; i < L::SLICES; ++i) pin(acc_dv[i]);
     shared.dout.release(at.ring.stage);
-    // Behind this barrier no warp reads the last P any more.
+    // After this barrier dS is complete, and no warp reads this P any more.
     named_barrier_sync(NamedBarrier::DS_WRITTEN, L::CONSUMERS);
   }
 
-  // ---- dQ, in two halves: for all of it beside the next S there are not enough registers ----
+  // ---- dQ, in two halves, because all of it beside the next S would need too many registers ----
 
   __device__ __forceinline__ void issue_dq(HalfDq& dq, Half half) {
     const int column = (group * 2 + half) * L::DQ_COLS;
@@ -192,7 +195,7 @@ struct BwdWideConsumer {
                                          const Place& at) {
     pin(dq);
     const int64_t accum = accum_row(params.base, tile, at.head, at.m * L::BLOCK_M);
-    // The ring has two places, so its stage is the parity of the turn.
+    // The ring has two stages, so the number of the stage is the parity of the turn.
     if (half == FIRST && params.base.dq_semaphore) {
       mbarrier_wait(smem_address(&turns.come), at.ring.stage);
     }

@@ -1,28 +1,30 @@
-// Dropout of weights in an accumulator fragment of 16 rows (see ptx/mma.cuh). wgmma accumulators
-// have the same layout, warp by warp.
+// Dropout of the weights in an accumulator fragment of 16 rows (see ptx/mma.cuh; wgmma accumulators
+// have the same layout, warp by warp).
 //
-// Weight (row, col) has word row / 8 % 2 * 2 + col / 8 % 2 of the random numbers number (x, y), its
-// lower half if col is even, with x = row / 16 * 8 + row % 8 and y = col / 16 * 4 + col / 2 % 4: a
-// call of philox gives the eight weights that a lane holds in two neighbouring fragments of eight
-// columns. So forward and backward, with any tiles, and the CPU drop the same weights. The caller
-// multiplies by 1 / (1 - p) where that is cheapest.
+// The 16 random bits of weight (row, col) depend on its position alone, so that forward and
+// backward, with any tiles, and the CPU drop the same weights. They come from the philox call (x,
+// y) with
+//   x = row / 16 * 8 + row % 8    y = col / 16 * 4 + col / 2 % 4
+// and are a half of its word row / 8 % 2 * 2 + col / 8 % 2, the lower half if col is even. In this
+// way one call serves the eight weights that a lane holds in two neighbouring fragments of eight
+// columns. The caller multiplies by 1 / (1 - p) where that is cheapest.
 #pragma once
 #include "../common/philox.cuh"
 #include "params.cuh"
 
-// A dropped weight becomes 0 or gets a negative sign. The backward needs its value beside the fact
-// that it is dropped; weights are not negative, so the sign is free.
+// A dropped weight becomes 0, or gets a negative sign in the backward pass, which needs its value,
+// too. Weights are never negative, so the sign is free to mark it.
 enum class Dropped { ZERO, NEGATIVE };
 
-// The weight without its sign bit if it is set: 0 for what is dropped. As integers, so that NaN
-// stays NaN.
+// The weight, or 0 if its sign bit is set, which marks a dropped one. The maximum is that of
+// integers, so that a NaN stays a NaN.
 __device__ __forceinline__ float kept_weight(float weight) {
   return __int_as_float(max(__float_as_int(weight), 0));
 }
 
 struct Dropout {
   uint64_t seed;
-  uint32_t limit;  // 16 random bits in the upper half of a word drop a weight if they are below
+  uint32_t limit;  // a weight is dropped if its bits, in the upper half of a word, are below this
   uint32_t z;
 
   __device__ Dropout(uint64_t seed, const AttentionShape& shape, int batch, int head)
@@ -30,7 +32,8 @@ struct Dropout {
         limit(uint32_t(shape.dropout_threshold) << 16),
         z(batch * shape.heads_q + head) {}
 
-  // row and col are those of acc[0][0] in this lane; the fragment starts at multiples of 16.
+  // Drops weights; row and col are those of acc[0][0] in this lane. The fragment starts at
+  // multiples of 16.
   template <Dropped AS, int N>
   __device__ __forceinline__ void apply(float (&acc)[N][4], uint32_t row, uint32_t col) const {
     static_assert(N % 2 == 0, "random numbers come for 16 columns at a time");
@@ -47,10 +50,11 @@ struct Dropout {
     }
   }
 
-  // apply() on a fragment whose rows are keys and whose columns are queries. The four lanes of a
-  // column and the next one's need the same calls, two each: half of a word is for the even key,
-  // the other for the odd one. So a lane makes one call, for one of its two queries, and gives its
-  // neighbour what it has no use for. All lanes of the warp take part.
+  // apply() for a fragment whose rows are keys and whose columns are queries. Lane and lane ^ 4
+  // hold the same two queries, one with an even key and the other with the odd key after it. Both
+  // need the same two calls, one for each query: half of each word is for the even key, the other
+  // half for the odd one. So each lane makes one of the calls, keeps its own halves and sends the
+  // others to its neighbour. All lanes of the warp must take part.
   template <Dropped AS, int N>
   __device__ __forceinline__ void apply_transposed(float (&acc)[N][4], uint32_t key,
                                                    uint32_t query) const {

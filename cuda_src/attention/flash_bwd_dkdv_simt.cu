@@ -1,16 +1,17 @@
-// FlashAttention backward in plain CUDA: dK and dV.
+// FlashAttention backward in plain CUDA: dK and dV (flash_bwd_dq_simt.cu computes dQ).
 //
-// One block owns BLOCK_N keys of one key head and walks over the query tiles that see them, for
-// every query head of the group. All products are transposed: the keys are the rows of the tile,
-// 64 queries its columns.
+// One block owns BLOCK_N keys of one key head, and walks over the tiles of 64 queries that see
+// them, for every query head of the group. All products are transposed: keys are the rows of a tile
+// and queries its columns.
 //   P^T  = exp2(S^T - lse_log2)               S = score(Q K^T)
 //   dV   = sum over queries of P^T dO
 //   dT^T = P^T * (dP^T - delta) * dS/dT       dP^T = V dO^T, T = scale Q K^T, S = T without softcap
 //   dK   = scale * sum over queries of dT^T Q
-// Dropout sets P in dV, and dP, to 0, or scales them.
-// Nothing is shared between blocks, so the result is deterministic. Two accumulators fit the
-// registers with BLOCK_N = 64 up to HEAD_DIM 128, with 32 beyond. simt_tile.cuh has the map from
-// threads to elements and the shared-memory plan.
+// Dropout sets P in dV, and dP, to 0 where it drops a weight, and scales them elsewhere.
+// The blocks share nothing, so the result is deterministic and no block waits for another. The two
+// accumulators fit the registers with BLOCK_N = 64 up to HEAD_DIM 128, and with 32 beyond.
+// simt_tile.cuh has the map from threads to elements and the plan of shared memory; the template
+// parameters are those of flash_fwd_simt.cu.
 #include "simt_gemm.cuh"
 #include "simt_score.cuh"
 #include "tile_order.cuh"
@@ -64,7 +65,8 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
     for (int m = m_range.begin; m < m_range.end; ++m) {
       float acc_s[ROWS][4];
       multiply_transposed(acc_s, smem, k, q.from_row(m * BLOCK_M));
-      // Keys past the end have no log-sum-exp that keeps exp2 from overflowing.
+      // The scores of keys past the end must be masked: no log-sum-exp includes them, so their exp2
+      // could overflow.
       const bool masked = m_range.needs_mask(m) || n_rows < BLOCK_N;
       const int first_distance =
           n_begin + thread_y() - (m * BLOCK_M + thread_x() + sequence.diagonal);
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
       store_weights(smem, p);
       multiply_add(acc_dv, smem, dout.from_row(m * BLOCK_M));
       if constexpr (SOFTCAP || DROPOUT) {
-        __syncthreads();  // everyone is done with P
+        __syncthreads();  // no thread reads P any more
         store_weights(smem, acc_s);
       }
 

@@ -1,13 +1,16 @@
-// FlashAttention backward in plain CUDA: dQ.
+// FlashAttention backward in plain CUDA: dQ, and the gradient of a bias (flash_bwd_dkdv_simt.cu
+// computes dK and dV).
 //
-// One block owns BLOCK_M query rows of one head and walks over the key tiles they see, as the
-// forward pass does, with P recomputed from the log-sum-exp:
+// One block owns BLOCK_M queries of one head, and walks over the key tiles that they see, as the
+// forward pass does. It recomputes P from the log-sum-exp:
 //   P  = exp2(S - lse_log2)            S = score(Q K^T)
 //   dT = P * (dP - delta) * dS/dT      dP = dO V^T, T = scale Q K^T, S = T without softcap
 //   dQ = scale * sum over keys of dT K
-// With a bias it also adds dS = P * (dP - delta) to its gradient; dropout sets dP to 0, or scales
-// it. Nothing but the gradient of a bias is shared between blocks, so dQ is deterministic.
-// simt_tile.cuh has the map from threads to elements and the shared-memory plan.
+// With a bias it also adds dS = P * (dP - delta) to the gradient of the bias. Dropout sets dP to 0
+// where it drops a weight, and scales it elsewhere. Blocks share nothing but the gradient of a
+// bias, so dQ is deterministic and no block waits for another. simt_tile.cuh has the map from
+// threads to elements and the plan of shared memory; the template parameters are those of
+// flash_fwd_simt.cu.
 #include "simt_gemm.cuh"
 #include "simt_score.cuh"
 #include "tile_order.cuh"
@@ -51,7 +54,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !
                                  tile.batch, tile.head);
   const BiasHead<float> head_dbias(params.dbias, params.dbias_strides, sequence, tile.batch,
                                    tile.head);
-  // The gradient of the bias is dS and not dT, so both are needed.
+  // The gradient of the bias is dS and not dT, so with a softcap the kernel needs both.
   constexpr bool HAS_DBIAS = has_gradient(BIAS_KIND);
   constexpr bool SEPARATE = HAS_DBIAS && SOFTCAP;
 

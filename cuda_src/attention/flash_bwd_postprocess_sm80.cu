@@ -1,5 +1,7 @@
-// dQ = scale * dq_accum: float32 in the fragment order of flash_bwd_sm80 to rows in 16 bits. One
-// block a query tile, the threads and the warp grid of the main kernel.
+// Converts the accumulator of dQ after flash_bwd_sm80.cu: dQ = scale * dq_accum, from float32 in
+// the order of dq_fragment_offset() to rows of 16-bit values. A block handles one query tile of
+// BLOCK_M rows, with the warp grid of the main kernel, and turns its fragments into rows in shared
+// memory.
 #include "../common/smem_tile.cuh"
 #include "block_info.cuh"
 #include "bwd_warps_sm80.cuh"

@@ -1,6 +1,7 @@
-// dQ = scale * dq_accum: float32 in the order of dq_fragment_offset to rows in 16 bits. One block
-// 64 rows of one head, one warpgroup 64 columns of them; the kernel does nothing but wait for
-// memory.
+// Converts the accumulator of dQ after the sm_90 backward kernels: dQ = scale * dq_accum, from
+// float32 in the order of dq_fragment_offset() to rows of 16-bit values. A block handles 64 rows of
+// one head, a warpgroup 64 columns of them. Nothing is shared between threads, and the time is that
+// of memory.
 #include "bwd_block_sm90.cuh"
 #include "store_rows.cuh"
 

@@ -1,16 +1,20 @@
-// Computes what the backward kernels read for every query row, and clears their accumulators:
-//   delta    = sum of dout * out over the head dimension, minus the gradient of the LSE if it has
-//              one: both weigh every probability of the row in the same way
-//   lse_log2 = lse * log2(e), or +inf where the row has no probability (it saw no key, or it is
-//              padding up to the next multiple of ACCUM_ROW_ALIGN), so that exp2(score - lse_log2)
-//              is 0 there without a mask; delta is 0 in those rows. NaN from HUGE_LSE on, where
-//              float32 keeps no digit of a weight: no gradient is better than a wrong one
+// Computes two constants of every query row for the backward kernels, and clears their accumulator:
+//   delta    = sum of dout * out over the head dimension, minus the gradient of the LSE if there is
+//              one, because both enter dS = P * (dP - delta) in the same way
+//   lse_log2 = lse * log2(e), or +inf for a row without weights (it saw no key, or it is padding up
+//              to the next multiple of ACCUM_ROW_ALIGN), so that exp2(score - lse_log2) is 0 there
+//              without a mask; delta is 0 in those rows. From HUGE_LSE on it is NaN: float32 keeps
+//              no digit of the weights there, and no gradient is better than a wrong one
 //   dq_accum = 0, if the kernels of the architecture have one
 //
-// The kernel does nothing but move memory. A warp handles ROWS_PER_WARP consecutive rows of one
-// head; Lanes says who reads what, 16 bytes a load if every row allows it. The stores of zeros go
-// first, since no instruction waits for them, then all loads before the first sum. The blocks of
-// the same rows of all heads follow each other, since these rows are usually contiguous.
+// The time is that of memory. A warp handles ROWS_PER_WARP consecutive rows of one head, and Lanes
+// says which lane reads which part of them, by loads of 16 bytes if all rows are aligned. The
+// stores of zeros come first, since no instruction waits for them, and then all loads before the
+// first sum. Consecutive blocks handle the same rows of all heads, since these are usually
+// contiguous. Nothing is shared between warps.
+//
+// Template parameters: T is the dtype of out, ACCUM_DIM the number of columns of dq_accum, or 0
+// without one.
 #include "../common/convert.cuh"
 #include "../common/pack.cuh"
 #include "../ptx/math.cuh"
@@ -22,16 +26,17 @@ constexpr int ROWS_PER_WARP = 8;
 constexpr int ROWS_PER_BLOCK = WARPS * ROWS_PER_WARP;
 static_assert(ACCUM_ROW_ALIGN % ROWS_PER_BLOCK == 0, "a block stays within one sequence");
 
-// PER_ROW lanes side by side cover a row; each group of them has ROWS consecutive rows.
+// PER_ROW neighbouring lanes read a row together, and each group of them reads ROWS consecutive
+// rows.
 template <typename T, int ACCUM_DIM>
 struct Lanes {
   static constexpr int VECTOR = 16 / sizeof(T);
-  static constexpr int LOADS = ACCUM_DIM > 0 ? ceil_div(ACCUM_DIM, VECTOR) : 16;  // of a row
+  static constexpr int LOADS = ACCUM_DIM > 0 ? ceil_div(ACCUM_DIM, VECTOR) : 16;  // loads of a row
   static constexpr int PER_ROW = LOADS <= 4 ? 4 : LOADS <= 8 ? 8 : LOADS <= 16 ? 16 : 32;
   static constexpr int ROWS = ROWS_PER_WARP * PER_ROW / 32;
 };
 
-// sums[r] += dot product of row r of a and b, the share of this lane of the PER_ROW of a row.
+// Adds to sums[r] this lane's share of the dot product of row r of a and b, by loads of N elements.
 template <int N, int PER_ROW, int ROWS, typename T>
 __device__ __forceinline__ void add_row_products(float (&sums)[ROWS], const T* a, const T* b,
                                                  int64_t a_stride, int64_t b_stride, int rows,
@@ -75,10 +80,10 @@ __global__ void __launch_bounds__(WARPS * 32) flash_bwd_preprocess(const FlashBw
   const int warp_row = block * ROWS_PER_BLOCK + int(threadIdx.x / 32) * ROWS_PER_WARP;
   if (warp_row >= round_up(sequence.seqlen_q, ACCUM_ROW_ALIGN)) return;
   const int row = warp_row + lane / L::PER_ROW * L::ROWS;  // the first of this lane's rows
-  const int rows = sequence.seqlen_q - row;                // the others are padding
+  const int rows = sequence.seqlen_q - row;                // rows from this one on are padding
   const int64_t accum_row = head * params.accum_rows + sequence.accum_start;
 
-  // The lane with number `own` in a group writes the constants of row `own` of the group.
+  // Lane `own` of a group writes the constants of row `own` of the group.
   const int own = lane % L::PER_ROW;
   float lse = -INF;
   float dlse = 0.0f;

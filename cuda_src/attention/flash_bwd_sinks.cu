@@ -1,8 +1,9 @@
-// The gradient of the sinks: a sink is one more score of every row of its head, whose value vector
-// is zero, so
-//   dsink = sum over rows of p (0 - delta),   p = exp2(sink_log2 - lse_log2)
-// One block sums over all rows of one head, always in the same order. It runs after the preprocess
-// kernel, which has left lse_log2 (+inf where a row has no probability) and delta.
+// The gradient of the sinks, [heads_q] in float32. A sink is one more score in every row of its
+// head, with a value vector of zeros, so
+//   dsink = sum over rows of p * (0 - delta),   p = exp2(sink_log2 - lse_log2)
+// One block sums over all rows of one head, always in the same order, so that the result is
+// deterministic. It runs after flash_bwd_preprocess.cu, which has written lse_log2 (+inf where a
+// row has no weights) and delta.
 #include "../ptx/math.cuh"
 #include "block_info.cuh"
 

@@ -1,21 +1,33 @@
-// FlashAttention-2 backward on mma.sync (sm_75 and newer): one block owns BLOCK_N keys of one key
-// head and walks over the query tiles that see them, of every query head of the group.
+// FlashAttention-2 backward on mma.sync (sm_75 and newer), for float16 and bfloat16:
 //
-//   P = exp2(scale_log2 * S - lse_log2)   S = Q K^T, recomputed; with the options of score.cuh
-//   dS = P * (dP - delta)                 dP = dO V^T; score_gradient.cuh
-//   dV += P^T dO    dK += dS^T Q          stay in registers until the end
-//   dQ += dS K                            added to a float32 buffer in global memory, since every
-//                                         key tile contributes; a postprocess kernel converts it
+//   P  = exp2(scale_log2 * S - lse_log2)   S = score(Q K^T), recomputed; score.cuh
+//   dS = P * (dP - delta)                  dP = dO V^T; score_gradient.cuh
+//   dV += P^T dO    dK += dS^T Q           in registers until the end
+//   dQ += dS K                             in global memory (dq_accum, float32), since every key
+//                                          tile contributes
 //
-// P and dS go through shared memory once; each of the five products then splits into the warp tiles
-// that suit it (WarpGrid). Between the writes and the reads of a buffer of shared memory lies a
-// __syncthreads(): one when Q and dO have landed, one when P and dS are complete, and with one
-// stage one more before the next copy.
+// FlashBwdParams has the arrays with their shapes. flash_bwd_preprocess.cu comes before this kernel
+// and flash_bwd_postprocess_sm80.cu after it. One block owns BLOCK_N keys of one key head, and
+// walks over the tiles of BLOCK_M queries that see them, of every query head of the group.
 //
-// With a semaphore the blocks add to a query tile in the order of their keys, so that the sum is
-// deterministic. A block then waits for others; it takes its tile by ticket, so it waits only for
-// blocks that run already, and the earliest of them for none. Source: arXiv:2307.08691,
-// algorithm 2.
+// All warps do the same. P and dS go through shared memory once, so that each of the five products
+// can be divided into the warp tiles that suit it best (WarpGrid). Shared memory holds K, V,
+// NUM_STAGES buffers of Q and of dO, P and dS.
+//
+// Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
+// is filled up with zeros; ARCH is the compute capability (75 has no cp.async); SOFTCAP, ALIBI,
+// BIAS (a BiasKind) and DROPOUT are the options of the score; SMEM_BYTES is the dynamic shared
+// memory.
+//
+// Why nothing is overwritten too early. A __syncthreads() lies between the writes and the reads of
+// each buffer, and between its reads and the next writes: one after Q and dO have landed, one after
+// P and dS are complete, and with one stage a third before the next copy.
+//
+// Why it ends. For a deterministic sum (dq_semaphore) the blocks add to a query tile in the order
+// of their keys, so blocks wait for each other. A block takes its tile by ticket, so it waits only
+// for blocks that run already, and the earliest of them waits for none.
+//
+// Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
 #include "../ptx/atomics.cuh"
 #include "block_info.cuh"
 #include "bwd_warps_sm80.cuh"
@@ -24,7 +36,7 @@
 #include "tile_order.cuh"
 #include "warp_gemm.cuh"
 
-// The tile of a block. It lives in shared memory for the reason given in flash_fwd_sm80.cu.
+// The tile of a block. It lives in shared memory for the same reason as in flash_fwd_sm80.cu.
 template <typename T>
 struct BwdBlock {
   Sequence sequence;
@@ -35,7 +47,7 @@ struct BwdBlock {
   int batch;
   int head_begin;  // the query heads that share this key head
   int head_end;
-  const T* q;  // the first row of this sequence in head 0
+  const T* q;  // the first query of this sequence in head 0
   const T* dout;
   const T* k;
   const T* v;
@@ -44,14 +56,14 @@ struct BwdBlock {
 
   __device__ void locate(const FlashBwdParams& params, int block_m, int block_n) {
     const AttentionShape& shape = params.shape;
-    // A deterministic sum makes blocks wait for each other, and a block may wait only for one that
-    // runs already: so the order is the order of arrival.
+    // For a deterministic sum blocks wait for each other, and a block may wait only for blocks that
+    // run already. So the order of tiles is that in which the blocks begin.
     const int index = params.dq_semaphore ? atomicAdd(params.dq_semaphore, 1) : blockIdx.x;
     const int num_n_blocks = ceil_div(shape.seqlen_k, block_n);
     const Tile tile =
         tile_of_block(index, num_n_blocks, shape.heads_kv, shape.batch, shape.heads_per_section);
     sequence = load_sequence(params, tile.batch);
-    n_block = num_n_blocks - 1 - tile.block;  // the first keys are seen by most queries
+    n_block = num_n_blocks - 1 - tile.block;  // under a causal mask the first keys have most work
     n_begin = n_block * block_n;
     n_rows = min(block_n, sequence.seqlen_k - n_begin);
     m_range = query_tiles(sequence, n_begin, n_begin + n_rows, block_m);
@@ -220,7 +232,8 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     warp_gemm<T, ARCH, BLOCK_N / 16>(
         acc_dq, RowOperandA<TileS>(smem_ds, GridQ::row()),
         ColumnOperandB<TileKV, GridQ::TILE_COLS>(smem_k, GridQ::col()));
-    // The number of key tiles that have added to this query tile; element 0 is the ticket counter.
+    // The flag counts the key tiles that have added to this query tile. Element 0 is the ticket
+    // counter.
     int* turn = params.dq_semaphore ? params.dq_semaphore + 1 + accum_row / BLOCK_M : nullptr;
     if (turn) {
       if (threadIdx.x == 0) {
@@ -253,7 +266,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
 
   // ---- write dK and dV through the tiles of K and V ----
   copies_wait<ARCH>();
-  __syncthreads();
+  __syncthreads();  // no warp reads K or V any more
 #pragma unroll
   for (int m = 0; m < GridKV::M; ++m) {
 #pragma unroll

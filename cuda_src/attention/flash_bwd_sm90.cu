@@ -1,30 +1,46 @@
-// FlashAttention-3 backward on wgmma and TMA (Hopper), head dims up to 128: a persistent block
-// takes tiles of BLOCK_N keys of one key head, and walks over the query tiles that see them, of
-// every query head of the group. The formulas are in flash_bwd_sm80.cu and score_gradient.cuh.
+// FlashAttention-3 backward on wgmma and TMA (Hopper), for float16 and bfloat16 and head dims up to
+// 128:
+//
+//   P  = exp2(scale_log2 * S - lse_log2)    S = score(Q K^T), recomputed
+//   dS = P * (dP - delta)                   dP = dO V^T
+//   dV += P^T dO    dK += dS^T Q            in registers until the end of the tile
+//   dQ += dS K                              in global memory (dq_accum, float32)
+//
+// score_gradient.cuh has the terms of the score's options, FlashBwdParams the arrays with shapes.
+// flash_bwd_preprocess.cu comes before this kernel and flash_bwd_postprocess_sm90.cu after it.
+//
+// A persistent block takes tiles of BLOCK_N keys of one key head, one after the other. For each it
+// walks over the tiles of BLOCK_M queries that see the keys, of every query head of the group.
+//
+// Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
+// is filled up with zeros; NUM_STAGES is the number of buffers of Q, dO and dS; SOFTCAP, ALIBI,
+// BIAS (a BiasKind) and DROPOUT are the options of the score; SMEM_BYTES is the dynamic shared
+// memory of the launch.
 //
 // Warps. Those of warpgroup 0 are the producers and the reducer:
 //   warp 0     one lane chooses the next tile and describes it in a record
 //   warp 1     one lane loads K, then Q with lse_log2 and delta
-//   warp 2     one lane loads V, then dO, and the bias if the copy engine (TMA) can
-//   warp 3     one lane has the copy engine add tiles of dQ to the accumulator in global memory
+//   warp 2     one lane loads V, then dO, and the bias if it comes by TMA
+//   warp 3     the reducer: one lane has the copy engine add tiles of dQ to dq_accum
 // The other warpgroups are consumers, which own 64 keys each. They compute S and dP transposed
-// (rows are keys), so that P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q, in
-// registers; only dS goes through shared memory, for dQ = dS K. dV runs while dS is exchanged
-// between the warpgroups, dK while dQ is handed to the reducer.
+// (rows are keys), so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q while they
+// are in registers; only dS goes through shared memory, for dQ = dS K. The product for dV runs
+// while the warpgroups exchange dS, the one for dK while dQ goes to the reducer.
 //
-// Shared memory. One buffer of K and of V, two of Q, dO and dS, one of dQ in float32, and with a
-// bias by TMA a tile of it for each consumer warpgroup.
+// Shared memory holds one buffer of K and of V, two of Q, dO and dS, one of dQ in float32, and with
+// a bias by TMA a tile of it for each consumer warpgroup.
 //
 // Why nothing is overwritten too early. Q, K, V, dO and the bias have a barrier for "full" and one
-// for "empty" (common/ring.cuh). dS has two buffers: a warpgroup writes one again two steps later,
-// and between the two lies the barrier DS_WRITTEN of the step in between, which every warpgroup
-// reaches after its last product with the old one. dQ is written after DQ_EMPTY, at which the
-// reducer arrives when the copy engine has read it.
+// for "empty" (common/ring.cuh). dS has two buffers: a warpgroup writes to the same one every other
+// step. Between two such writes lies the barrier DS_WRITTEN of the step in between, which every
+// warpgroup reaches after its last product with the older dS. dQ is written after the barrier
+// DQ_EMPTY, at which the reducer arrives when the copy engine has read the last dQ.
 //
 // Why it ends. All roles see the same tiles up to the record with n_rows = 0, and in each the same
-// heads and query tiles. With a semaphore the blocks add to a query tile in the order of their
-// keys, so a block waits for others. It waits only for tiles with earlier tickets, which running
-// blocks own; so the earliest tile that is not done never waits.
+// heads and query tiles. For a deterministic sum (dq_semaphore) the blocks add to a query tile in
+// the order of their keys, so blocks wait for each other. A block takes its tiles by ticket and
+// waits only for tiles with earlier tickets, which belong to blocks that run; the earliest tile
+// that is not done waits for none.
 //
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions".
@@ -32,14 +48,14 @@
 #include "bwd_consumer_sm90.cuh"
 #include "store_rows.cuh"
 
-// The reducer, a warp: adds the dQ of each query tile to the accumulator. With a semaphore the
-// blocks take turns in the order of their keys, so that the sum is deterministic.
+// The reducer is a warp that adds the dQ of each query tile to the accumulator. With a semaphore
+// the blocks add in turns, in the order of their keys, so that the sum is deterministic.
 template <int HEAD_DIM, int BLOCK_M, int BLOCK_N, int THREADS, int STAGES>
 __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
                                           BwdShared<BLOCK_M, STAGES>& shared, uint32_t smem_dq) {
   const bool elected = elect_one();
-  int* flag = nullptr;  // that of the turn that is not over yet
-  // Called late, when the addition has long reached memory.
+  int* flag = nullptr;  // the flag of the turn that this block has not ended yet
+  // Ends the turn as late as possible, when the addition has long reached memory.
   const auto end_turn = [&] {
     if (!flag) return;
     bulk_wait<0>();
@@ -52,7 +68,7 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
   for (;; record.advance()) {
     const BwdTile& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) return;
-    // A warp that is here no longer reads the record of the last tile.
+    // The warp has begun this tile, so it no longer reads the record of the last one.
     if (elected) mbarrier_arrive(smem_address(&shared.almost_loaded));
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
@@ -89,7 +105,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   using TileQ = typename Layout::TileQ;
   constexpr int GROUPS = Layout::GROUPS;
   constexpr int CONSUMERS = Layout::CONSUMERS;
-  constexpr int FOLLOWERS = 3;  // of the scheduler: both producers and the reducer
+  constexpr int FOLLOWERS = 3;  // the scheduler waits for both producers and for the reducer
   constexpr int PRODUCER_REGISTERS = 40;
   constexpr int CONSUMER_REGISTERS = 232;
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
@@ -107,7 +123,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     }
     shared.init(CONSUMERS, FOLLOWERS);
   }
-  __syncthreads();
+  __syncthreads();  // the barriers are initialised
 
   if (warpgroup_index() == 0) {
     dealloc_registers<PRODUCER_REGISTERS>();
@@ -162,7 +178,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     set_zero(acc_dv);
     shared.k.wait_full(kv_place(record));
     shared.v.wait_full(kv_place(record));
-    // Masked on both edges of a window, unmasked between them.
+    // The query tiles on either edge of a window need the mask.
     const int head_end = uniform(tile.head_end);
     const int m_begin = uniform(tile.m_range.begin);
     const int inner_begin = max(uniform(tile.m_range.inner_begin), m_begin);

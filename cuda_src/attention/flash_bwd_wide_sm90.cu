@@ -1,34 +1,39 @@
-// The backward of flash_bwd_sm90.cu for wide heads, where dK and dV of 64 keys do not fit the
-// registers of one warpgroup: the products are split along the head dimension instead.
+// The backward pass of flash_bwd_sm90.cu for wide heads, where dK and dV of 64 keys do not fit the
+// registers of one warpgroup. The formulas, the arrays and the kernels before and after it are the
+// same. The products are divided among the consumer warpgroups along the head dimension instead:
 //
-//   S, dP      each consumer warpgroup has all queries of the tile and a share of the keys; P and
-//              dS go through shared memory
-//   dV^T, dK^T each warpgroup owns 64 or 128 of the head_dim rows, of all keys of the block:
+//   S, dP      a warpgroup computes all BLOCK_M queries of the tile with its share of the keys, and
+//              writes its share of P and dS to shared memory
+//   dV^T, dK^T a warpgroup owns 64 or 128 of the HEAD_DIM rows, for all BLOCK_N keys of the block:
 //              dV^T += dO^T P, dK^T += Q^T dS
-//   dQ         the same columns, dQ = dS K; added to the accumulator straight from registers:
-//              shared memory has no room for it, and its bandwidth is what this kernel lacks most
+//   dQ         a warpgroup computes the same columns of dQ = dS K, and adds them to dq_accum from
+//              registers: shared memory has no room for dQ, and its bandwidth is the bottleneck
 //
-// dV runs while dS is computed, dK while dQ is added.
+// The product for dV runs while dS is computed, the one for dK while dQ is added.
 //
-// Warps. Of warpgroup 0, one lane of warp 0 chooses the next tile, one of warp 1 loads K and Q with
-// lse_log2 and delta, one of warp 2 V and dO; with a semaphore, two lanes of warp 3 keep the turns
-// (Turns). The other warpgroups are the consumers.
+// Template parameters are those of flash_bwd_sm90.cu, and GROUPS, the number of consumer
+// warpgroups.
 //
-// Shared memory. One buffer of K and of V, two of Q and of dO, one of P and of dS.
+// Warps. One lane of warp 0 chooses the next tile, one lane of warp 1 loads K and Q with lse_log2
+// and delta, and one lane of warp 2 loads V and dO. With a semaphore, two lanes of warp 3 keep the
+// turns (Turns). The warpgroups after the first are the consumers.
+//
+// Shared memory holds one buffer of K and of V, two of Q and of dO, one of P and of dS.
 //
 // Why nothing is overwritten too early. Q, K, V and dO have a barrier for "full" and one for
-// "empty" (common/ring.cuh). P and dS have one buffer, and each is protected by the barrier of the
-// other: dS is written behind P_WRITTEN, which every warpgroup reaches after its products with the
-// last dS; P is written behind DS_WRITTEN of the step before, which every warpgroup reaches after
-// dV.
+// "empty" (common/ring.cuh). P and dS have one buffer each, and the barrier of one protects the
+// other: dS is written after P_WRITTEN, which every warpgroup reaches after its products with the
+// last dS; P is written after DS_WRITTEN of the step before, which every warpgroup reaches after
+// its product for dV.
 //
-// Why it ends: as in flash_bwd_sm90.cu. The lanes that keep the turns see the same heads and query
-// tiles as the consumers.
+// Why it ends is explained in flash_bwd_sm90.cu. The lanes that keep the turns see the same heads
+// and query tiles as the consumers.
 #include "bwd_wide_consumer_sm90.cuh"
 #include "store_rows.cuh"
 
-// Stores a fragment of a warp whose 16 rows are columns of `out` (dK^T, dV^T): transposes it matrix
-// by matrix and writes 32 bytes a key. `out` is the first of the columns in the first key's row.
+// Stores a fragment of a warp whose 16 rows are columns of `out` (dK^T, dV^T). It transposes the
+// fragment in 8x8 matrices and writes 32 bytes a key. `out` points to the first of the columns in
+// the row of the first key.
 template <typename T, int N>
 __device__ __forceinline__ void store_columns(T* out, int64_t row_stride, const float (&acc)[N][4],
                                               int rows, int columns) {
@@ -80,7 +85,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     shared.init(CONSUMERS, followers);
     turns.init(CONSUMERS);
   }
-  __syncthreads();
+  __syncthreads();  // the barriers are initialised
 
   if (warpgroup_index() == 0) {
     dealloc_registers<PRODUCER_REGISTERS>();
@@ -149,7 +154,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         auto next = at;
         next.ring.advance();
         if (--next.m < uniform(tile.m_range.begin)) break;
-        // From this query tile to the next: S and dP of that one beside dQ and dK of this one.
+        // From this query tile to the next, whose S and dP run beside dQ and dK of this one.
         typename Consumer::Scores s, dp;
         typename Consumer::HalfDq dq0, dq1;
         consumer.issue_dq(dq0, Consumer::FIRST);

@@ -1,9 +1,11 @@
-// The output of a tile whose keys were shared out over blocks (flash_fwd_sm90.cu with SPLIT): each
-// has left out_s = softmax(S) V over its own keys, their maximum max_s (times log2(e)) and total_s,
-// the sum of their weights relative to it. With max the largest max_s,
+// Merges the splits of flash_fwd_sm90.cu with SPLIT, where several blocks have divided the keys of
+// a tile. Split s has left out_s = softmax(S) V over its own keys, the maximum max_s of their
+// scores (times log2(e)), and total_s, the sum of their weights relative to it. With max the
+// largest max_s,
 //   weight_s = total_s exp2(max_s - max)    total = sum_s weight_s
 //   out = sum_s weight_s / total out_s      lse = max / log2(e) + log total
-// One warp a row. Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
+// A sink is one more term of the total. A block computes ROWS rows of one head, a warp each. Blocks
+// and warps share nothing. Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
 #include "../ptx/math.cuh"
 #include "block_info.cuh"
 #include "tile_order.cuh"
@@ -30,7 +32,7 @@ __global__ void __launch_bounds__(ROWS * 32)
   float top = fmaxf(sums.x, sink);
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
-  const float offset = top == -INF ? 0.f : top;  // no split has seen a key
+  const float offset = top == -INF ? 0.f : top;  // -INF: no split has seen a key
   const float weight = sums.y == 0.f ? 0.f : sums.y * exp2_approx(sums.x - offset);
   float total = weight;
 #pragma unroll
@@ -47,7 +49,7 @@ __global__ void __launch_bounds__(ROWS * 32)
   float2 sum[PAIRS] = {};
   for (int split = 0; split < params.num_splits; ++split) {
     const float share = __shfl_sync(~0u, weight, split) * inverse;
-    if (share == 0.f) continue;  // nothing was written there
+    if (share == 0.f) continue;  // a split without keys has written no output
     const float* part = params.partial_out + (split * params.partial_rows + lse_row) * HEAD_DIM;
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {

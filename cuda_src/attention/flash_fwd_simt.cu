@@ -1,12 +1,22 @@
-// FlashAttention forward in plain CUDA: any GPU, any strides, float32 arithmetic throughout.
+// FlashAttention forward in plain CUDA, for any GPU, any strides and all three dtypes, with float32
+// arithmetic throughout:
 //
-// One block computes BLOCK_M query rows (64, or 32 where registers are short) of one head and walks
-// over the key tiles they see. With 64 rows:
-//   S = Q K^T              multiply_transposed, 64 x 64 scores, 8 x 4 a thread
-//   online softmax         row maximum over the 16 lanes of a row; the row sum stays a partial sum
+//   O   = softmax(score(Q K^T)) V    simt_score.cuh has the score, FlashFwdParams the arrays
+//   LSE = log(sum over keys of exp(score))
+//
+// One block computes BLOCK_M queries (64, or 32 where registers are short) of one head, and walks
+// over the tiles of 64 keys that they see. With 64 queries its steps are
+//   S = Q K^T              multiply_transposed: 64 x 64 scores, 8 x 4 a thread
+//   online softmax         the 16 lanes of a row exchange its maximum; the sum stays a partial sum
 //                          of the thread until the end
-//   O = O * rescale + P V  multiply_add, P goes through shared memory, 8 x HEAD_DIM / 16 a thread
-// simt_tile.cuh has the map from threads to elements and the shared-memory plan.
+//   O = O * rescale + P V  multiply_add: P goes through shared memory, 8 x HEAD_DIM / 16 a thread
+// simt_tile.cuh has the map from threads to elements and the plan of shared memory.
+//
+// Template parameters. T is the dtype of Q; HEAD_DIM is that of the accumulators, and a smaller
+// head_dim is filled up with zeros; SOFTCAP, ALIBI, BIAS (a BiasKind) and DROPOUT are the options
+// of the score. Each product has a __syncthreads() before it overwrites its operands in shared
+// memory, and one before it reads them. No block waits for another.
+//
 // Source: FlashAttention-2, arXiv:2307.08691.
 #include "simt_gemm.cuh"
 #include "simt_score.cuh"
@@ -76,7 +86,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !
         new_max = fmaxf(new_max, acc_s[e][j]);
       }
       new_max = reduce_row(new_max, [](float x, float y) { return fmaxf(x, y); });
-      // A row that has seen no key yet: -inf - (-inf) would be NaN.
+      // For a row that has seen no key yet, -inf - (-inf) would be NaN.
       const float offset = new_max == -INF ? 0.0f : new_max;
       const float rescale = exp2_approx(row_max[e] - offset);
       row_max[e] = new_max;
@@ -108,13 +118,13 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !
                tile.head * params.lse_head_stride + sequence.start_q + m_begin + thread_y();
 #pragma unroll
   for (int e = 0; e < ROWS; ++e) {
-    // The sink is one more score, without a value.
+    // The sink is one more score, whose value is zero.
     const float max = fmaxf(row_max[e], sink_log2);
     const float offset = max == -INF ? 0.0f : max;
     const float rescale = exp2_approx(row_max[e] - offset);
     const float keys_sum = reduce_row(row_sum[e], [](float x, float y) { return x + y; });
     const float sum = keys_sum * rescale + exp2_approx(sink_log2 - offset);
-    float inverse = sum == 0.0f ? 0.0f : rescale / sum;  // 0: a row that sees no key
+    float inverse = sum == 0.0f ? 0.0f : rescale / sum;  // the sum is 0 if the row sees no key
     if constexpr (DROPOUT) inverse *= shape.dropout_scale;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) acc_o[e][c] *= inverse;

@@ -1,15 +1,29 @@
-// FlashAttention-2 forward on mma.sync (sm_75 and newer): one block computes BLOCK_M query rows of
-// one head, walking over the key tiles from the last to the first.
+// FlashAttention-2 forward on mma.sync (sm_75 and newer), for float16 and bfloat16:
 //
-//   warps    each owns BLOCK_M / NUM_WARPS query rows (16 or 32), so softmax never leaves a warp
-//   memory   Q [BLOCK_M][HEAD_DIM], one K tile and one V tile [BLOCK_N][HEAD_DIM]
-//   overlap  V(n) is copied while S = Q K(n)^T runs, K(n - 1) while O += P V(n) runs; two or more
-//            blocks an SM hide one block's softmax behind the other's products
+//   O   = softmax(score(Q K^T)) V    score.cuh has the score, FlashFwdParams the arrays with shapes
+//   LSE = log(sum over keys of exp(score))
 //
-// Scores and probabilities live in registers only. K and V have one buffer each: between the last
-// read of a buffer and the copy that fills it again lies a __syncthreads(), and so between a copy
-// that has landed and its first read. No block waits for another. Source: FlashAttention-2,
-// arXiv:2307.08691.
+// One block computes BLOCK_M queries of one head. It walks over the tiles of BLOCK_N keys that they
+// see, from the last to the first, with the online softmax of softmax.cuh.
+//
+//   warps          each owns BLOCK_M / NUM_WARPS queries (16 or 32), so that the softmax of a row
+//                  stays within a warp; S, P and O live in registers
+//   shared memory  Q [BLOCK_M][HEAD_DIM], one K tile and one V tile [BLOCK_N][HEAD_DIM]
+//   overlap        V(n) is copied while S = Q K(n)^T runs, and K(n - 1) while O += P V(n) runs;
+//   with
+//                  two or more blocks a multiprocessor, the softmax of one runs beside the products
+//                  of another
+//
+// Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
+// is filled up with zeros; ARCH is the compute capability (75 has no cp.async); SOFTCAP, ALIBI,
+// BIAS (a BiasKind) and DROPOUT are the options of the score; SMEM_BYTES is the dynamic shared
+// memory.
+//
+// Why nothing is overwritten too early. K and V have one buffer each. A __syncthreads() lies
+// between the last read of a buffer and the copy that fills it again, and one between the end of a
+// copy and the first read. No block waits for another, so the kernel ends.
+//
+// Source: FlashAttention-2, arXiv:2307.08691.
 #include "block_info.cuh"
 #include "params.cuh"
 #include "score.cuh"
@@ -17,8 +31,8 @@
 #include "tile_order.cuh"
 #include "warp_gemm.cuh"
 
-// The tile of a block. It lives in shared memory: in the main loop every register counts, and
-// most of this is needed once a tile or once a block.
+// The tile of a block. It lives in shared memory, because the main loop needs all registers, and
+// most of these fields are read once a tile or once a block.
 template <typename T>
 struct FwdBlock {
   Sequence sequence;
@@ -171,7 +185,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
 
   // ---- normalise, write LSE, and O through the shared memory of Q ----
   copies_wait<ARCH>();
-  __syncthreads();
+  __syncthreads();  // no warp reads Q any more, and no copy of Q is in flight
 #pragma unroll
   for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -189,7 +203,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     }
   }
   store_fragments<TileQ, T, ARCH>(smem_q, warp_row, 0, acc_o);
-  __syncthreads();
+  __syncthreads();  // O is complete in shared memory
   store_tile<TileQ, NUM_THREADS>(block.out, params.out_strides.row, smem_q, block.m_rows,
                                  shape.head_dim);
 }

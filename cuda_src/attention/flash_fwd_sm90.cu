@@ -1,40 +1,53 @@
-// FlashAttention-3 forward on wgmma and TMA (Hopper): a persistent block takes query tiles of
-// BLOCK_M rows one after the other, and walks over the key tiles of each from the last to the
-// first.
+// FlashAttention-3 forward on wgmma and TMA (Hopper), for float16 and bfloat16:
+//
+//   O   = softmax(score(Q K^T)) V    score.cuh has the score, FlashFwdParams the arrays with shapes
+//   LSE = log(sum over keys of exp(score))
+//
+// A persistent block takes tiles of BLOCK_M queries of one head, one after the other. For each it
+// walks over the tiles of BLOCK_N keys that the queries see, from the last to the first, with the
+// online softmax of softmax.cuh.
+//
+// Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
+// is filled up with zeros; Q_STAGES and KV_STAGES are the numbers of buffers; SOFTCAP, ALIBI, BIAS
+// (a BiasKind) and DROPOUT are the options of the score. With SPLIT a block has a part of the keys
+// of its tile only, and flash_fwd_combine_sm90.cu merges the parts. SMEM_BYTES is the dynamic
+// shared memory of the launch.
 //
 // Warps. One lane of each warp of warpgroup 0 is a producer (fwd_block_sm90.cuh):
 //   warp 0     chooses the next tile and describes it in a record
 //   warp 1     loads Q, K and V
 //   warp 2     writes O
-//   warp 3     loads the bias, if the copy engine (TMA) can
-// The other warpgroups are consumers, which own 64 query rows of the tile each; S, P and O live in
+//   warp 3     loads the bias, if it comes by TMA
+// The other warpgroups are consumers, which own 64 queries of the tile each. S, P and O live in
 // their registers (fwd_consumer_sm90.cuh).
 //
-// Shared memory. Q_STAGES buffers of Q, KV_STAGES of K and of V, and with a bias by TMA a tile of
-// it for each consumer warpgroup. O takes the place of Q on its way out.
+// Shared memory holds Q_STAGES buffers of Q, KV_STAGES of K and of V, and with a bias by TMA a tile
+// of it for each consumer warpgroup. A finished O is written over the Q of its tile, from where TMA
+// stores it.
 //
 // Overlap. Three things keep the tensor cores busy while a warpgroup computes its softmax:
 //   within a warpgroup  S(n - 1) = Q K(n - 1)^T and O += P(n) V(n) are issued together, and the
 //                       softmax of S(n - 1) runs beside the second product
-//   between warpgroups  they take turns: one issues its products while another computes
+//   between warpgroups  they issue their products in turns, so that the products of one run while
+//                       another computes its softmax
 //   between tiles       the first S of the next tile is issued before O of this one is written
 //
-// Why nothing is overwritten too early. Every buffer is a stage of a ring with two barriers: it is
-// filled after its consumers have released it, and read after the copy has completed. Consumers
-// release a stage of K or V after the wgmma_wait() of the product that reads it. A warpgroup writes
-// O over its own 64 rows of Q alone, after its last product with them, and the loader refills the
-// stage when the writer has read it. A record of a tile is written again four tiles later, and the
-// scheduler is at most three ahead of the last reader.
+// Why nothing is overwritten too early. Every buffer is a stage of a ring with two barriers
+// (common/ring.cuh): it is filled after its consumers have released it, and read after the copy has
+// completed. Consumers release a stage of K or V after the wgmma_wait() of the product that reads
+// it. A warpgroup writes O over its own 64 rows of Q only, after its last product with them, and
+// the loader refills the stage after the copy engine has read O. A record of a tile is written
+// again four tiles later, and the scheduler is at most three tiles ahead of the last reader.
 //
 // Why it ends. All roles see the same tiles in the same order, up to the record with m_rows = 0,
 // which ends each of them; a tile without keys passes through all of them, too. All consumers make
-// the same number of steps, so that every turn that is waited for is passed on.
+// the same number of steps, so that every turn that a warpgroup waits for is passed on to it.
 //
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions" and "Tensor copy".
 #include "fwd_consumer_sm90.cuh"
 
-// Starts a tile: the first scores, which are in s, begin its softmax, and O is 0.
+// Starts a tile with O = 0, and its softmax with the scores of its first key tile, which are in s.
 template <class C>
 __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
                                            typename C::Weights& p, typename C::Output& acc_o,
@@ -48,7 +61,8 @@ __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
   wg_pack<typename C::T>(p, s);
 }
 
-// A step: S and P of key tile n, and O += P V of key tile n + 1.
+// One step of the loop: computes S and P of key tile n beside O += P V of key tile n + 1, whose P
+// is in `p` at the beginning.
 template <class C>
 __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typename C::Output& acc_o,
                                      RowState& state, bool masked) {
@@ -59,12 +73,12 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   consumer.issue_qk(s);
   consumer.issue_pv(acc_o, p, v_ring);
   consumer.pass_turn();
-  wgmma_wait<1>();
+  wgmma_wait<1>();  // S is complete; O += P V may still run
   pin(s);
   consumer.shared.k.release(consumer.kv_ring.stage);
   float rescale[2];
   consumer.score_and_softmax(s, state, masked, rescale);
-  wgmma_wait<0>();
+  wgmma_wait<0>();  // before P and O may be changed
   pin(acc_o);
   consumer.shared.v.release(v_ring.stage);
   wg_pack<typename C::T>(p, s);
@@ -87,7 +101,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   const uint32_t smem_q = smem_address(smem);
   __shared__ FwdShared<Layout> shared;
   if (threadIdx.x == 0) shared.init();
-  __syncthreads();
+  __syncthreads();  // the barriers are initialised
 
   if (warpgroup_index() == 0) {
     dealloc_registers<PRODUCER_REGISTERS>();
@@ -110,7 +124,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   uint32_t p[BLOCK_N / 16][4];
   consumer.open_turns();
   if (!consumer.next_tile()) return;
-  {  // the first S of all, with no other product beside it
+  {  // the first S of the block runs with no other product beside it
     float s[BLOCK_N / 8][4];
     consumer.take_turn();
     consumer.issue_qk(s);
@@ -120,7 +134,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   }
 #pragma unroll 1
   for (;;) {
-    // ---- the other key tiles: masked on both edges of a window, unmasked between them ----
+    // ---- the other key tiles: those on either edge of a window need the mask ----
     int& n = consumer.n;
 #pragma unroll 1
     for (--n; n >= consumer.n_begin;) {
@@ -132,8 +146,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
         step(consumer, p, acc_o, state, UNMASKED);
     }
 
-    // ---- to the next query tile: its first S is computed beside the last O += P V of this one
-    // ----
+    // ---- to the next query tile, whose first S runs beside the last O += P V of this one ----
     const FwdTile& done = *consumer.tile;
     const int done_stage = consumer.q_ring.stage;
     const Ring<KV_STAGES> v_ring = consumer.kv_ring;

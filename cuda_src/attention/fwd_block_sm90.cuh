@@ -1,5 +1,5 @@
-// The block of the sm_90 forward kernel: its tiles and barriers in shared memory, and the producer
-// lanes, which keep the consumers busy.
+// The block of the sm_90 forward kernel: its tiles and barriers in shared memory, and its producer
+// lanes: the scheduler, the loaders and the writer. flash_fwd_sm90.cu describes the roles.
 #pragma once
 #include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
@@ -49,9 +49,9 @@ struct FwdTile {
   }
 };
 
-// The tiles of a block in dynamic shared memory: rings of Q, of K and of V. A bias by TMA has one
-// tile for each consumer warpgroup: the warpgroup reads all of it early in a step, and the rest of
-// the step is long enough to fill it again.
+// The tiles of a block in dynamic shared memory: rings of Q, of K and of V. A bias by TMA has only
+// one tile for each consumer warpgroup: the warpgroup reads all of it early in a step, and the rest
+// of the step is long enough to load the next one.
 template <int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int Q_STAGES_, int KV_STAGES_, BiasKind BIAS>
 struct FwdLayout {
   static constexpr int HEAD_DIM = HEAD_DIM_;
@@ -69,7 +69,7 @@ struct FwdLayout {
   static constexpr int BIAS_OFFSET = V_OFFSET + KV_STAGES * TileKV::BYTES;
   static constexpr int BYTES = BIAS_OFFSET + (HAS_BIAS ? GROUPS * TileBias::BYTES : 0);
 
-  // 64 rows and 64 columns of Q, or of O, which takes its place.
+  // The address of 64 rows and 64 columns of Q, or of the O that takes its place.
   __device__ static uint32_t q_address(uint32_t smem, int stage, int group, int block) {
     return smem + stage * TileQ::BYTES + block * TileQ::BLOCK_BYTES + group * 64 * TileQ::ROW_BYTES;
   }
@@ -78,20 +78,22 @@ struct FwdLayout {
   }
 };
 
-// The next tile is chosen when so many key tiles of this one are still to be loaded: late, so that
-// the work is shared out evenly, but in time.
+// The next tile is chosen when this number of key tiles of the current one is still to be loaded:
+// late, so that the work is divided evenly among the blocks, but early enough that no role waits.
 constexpr int LOOK_AHEAD = 3;
 
-// The scheduler is a tile ahead of the loader, which is at most Q_STAGES ahead of the writer of O.
+// The scheduler is one tile ahead of the loader, which is at most Q_STAGES (2) tiles ahead of the
+// consumers and of the writer.
 constexpr int FWD_TILE_RECORDS = 4;
 
+// The barriers of a block and the records of its tiles, in static shared memory.
 template <class L>
 struct FwdShared {
   RingBarriers<L::Q_STAGES> q[L::GROUPS];  // emptied by the writer of O
   RingBarriers<L::KV_STAGES> k;
   RingBarriers<L::KV_STAGES> v;
-  RingBarriers<FWD_TILE_RECORDS> located;  // `full` only
-  uint64_t almost_loaded;
+  RingBarriers<FWD_TILE_RECORDS> located;  // only `full` is used
+  uint64_t almost_loaded;                  // the scheduler may choose the next tile
   uint64_t o_full[L::Q_STAGES][L::GROUPS];
   FwdTile tiles[FWD_TILE_RECORDS];
   RingBarriers<1> bias[L::HAS_BIAS ? L::GROUPS : 1];
@@ -118,7 +120,7 @@ struct FwdShared {
   }
 };
 
-// The scheduler chooses the tiles.
+// The scheduler chooses the tiles and writes their records.
 template <class L>
 __device__ __forceinline__ void schedule_fwd_tiles(const FlashFwdSm90Params& params,
                                                    FwdShared<L>& shared) {
@@ -146,8 +148,8 @@ __device__ __forceinline__ void schedule_fwd_tiles(const FlashFwdSm90Params& par
   }
 }
 
-// The loader loads K first, which may come before the buffer of Q is free, and V one tile behind K,
-// in the order of the consumers.
+// The loader loads in the order in which the consumers read: K first, for which it need not wait
+// until the buffer of Q is free, then Q, and V one tile behind K.
 template <class L>
 __device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
                                                FwdShared<L>& shared, uint32_t smem) {
@@ -159,7 +161,8 @@ __device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
   for (;; record.advance(), q_ring.advance()) {
     const FwdTile& tile = shared.wait_tile(record);
     const uint32_t almost_loaded = smem_address(&shared.almost_loaded);
-    if (tile.m_rows == 0 || !tile.has_keys()) {  // the consumers wait for every tile
+    // The consumers wait for the Q of every tile, also where there is nothing to load.
+    if (tile.m_rows == 0 || !tile.has_keys()) {
 #pragma unroll 1
       for (int group = 0; group < L::GROUPS; ++group) {
         shared.q[group].wait_empty(q_ring);
@@ -211,8 +214,8 @@ __device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
   }
 }
 
-// The loader of the bias is a lane of its own, so that its waits do not hold up K and V. The
-// scheduler may go on as soon as this lane has come to the tile.
+// The loader of the bias is a lane of its own, so that its waits do not delay K and V. As soon as
+// this lane has begun a tile, it lets the scheduler go on.
 template <class L>
 __device__ __forceinline__ void load_fwd_bias(const FlashFwdSm90Params& params,
                                               FwdShared<L>& shared, uint32_t smem) {
@@ -235,8 +238,8 @@ __device__ __forceinline__ void load_fwd_bias(const FlashFwdSm90Params& params,
   }
 }
 
-// The writer stores O from where Q was. In a split the consumers store O themselves, and the writer
-// only gives back the buffer of Q.
+// The writer stores O from the buffer of Q, and then gives the buffer back to the loader. In a
+// split the consumers store O themselves, and the writer only gives the buffer back.
 template <bool SPLIT, class L>
 __device__ __forceinline__ void write_fwd_tiles(const FlashFwdSm90Params& params,
                                                 FwdShared<L>& shared, uint32_t smem) {

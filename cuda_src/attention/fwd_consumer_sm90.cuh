@@ -1,5 +1,5 @@
 // A consumer warpgroup of the sm_90 forward kernel: the steps that flash_fwd_sm90.cu puts together.
-// It owns 64 query rows of each tile; S, P and O live in its registers.
+// The warpgroup owns 64 queries of each tile, a warp 16 of them; S, P and O live in its registers.
 #pragma once
 #include "../common/wg_gemm.cuh"
 #include "bias_tile_sm90.cuh"
@@ -14,7 +14,7 @@ __device__ __forceinline__ NamedBarrier turn_of_group(int group) {
   return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::TURN_OF_GROUP_0) + group);
 }
 
-// The output of a split: rows of a warp from `row` on, in float32.
+// Stores the output of a split in float32: 16 rows of a warp, from `row` of the tile on.
 template <int N>
 __device__ __forceinline__ void store_partial_rows(const FlashFwdSm90Params& params,
                                                    const FwdTile& tile, int row,
@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_partial_rows(const FlashFwdSm90Params& par
   }
 }
 
-// Stores the maximum and the sum of two rows of a split, see RowState::partial.
+// Stores the maximum and the sum (RowState::partial) of the two rows of a lane in a split.
 __device__ __forceinline__ void store_partial_sums(const FlashFwdSm90Params& params,
                                                    const FwdTile& tile, int row,
                                                    const float2 (&sums)[2]) {
@@ -50,8 +50,8 @@ __device__ __forceinline__ void store_partial_sums(const FlashFwdSm90Params& par
 }
 
 // L is the FwdLayout, Options the ScoreOptions. With SPLIT the block has a part of the keys only.
-// The accumulators are arguments of the steps:
-// the compiler breaks a struct up into registers early only if it has no arrays.
+// The accumulators are arguments of the steps, because the compiler breaks a struct up into
+// registers early only if it has no arrays.
 template <class Options, class L, bool SPLIT>
 struct FwdConsumer {
   using T = typename Options::T;
@@ -73,7 +73,7 @@ struct FwdConsumer {
   const FwdTile* tile;
   int n;  // the key tile whose scores come next, or have just been computed
   int n_begin, inner_begin, inner_end;
-  Ring<L::KV_STAGES> kv_ring;  // of K; V follows one tile behind, in the same stages
+  Ring<L::KV_STAGES> kv_ring;  // the place of K; V follows one tile behind, in the same stages
 
   __device__ FwdConsumer(const FlashFwdSm90Params& params, FwdShared<L>& shared, uint32_t smem)
       : params(params),
@@ -87,7 +87,11 @@ struct FwdConsumer {
         tile(shared.tiles + FWD_TILE_RECORDS - 1) {}
 
   // ---- turns ----
+  // The warpgroups issue their products in turns: each waits until the one before it has issued its
+  // own, so that it computes its softmax while the products of the others run. The barrier of a
+  // turn counts the threads of the group that waits for it and of the group that passes it on.
 
+  // Gives the first turn to group 0.
   __device__ __forceinline__ void open_turns() const {
     if (group == 0) named_barrier_arrive(turn_of_group(0), 2 * WARPGROUP);
   }
@@ -122,7 +126,8 @@ struct FwdConsumer {
 
   // ---- score and softmax ----
 
-  // S becomes P, relative to the maximum so far; rescale is for the O of the tiles before.
+  // Turns S into P, relative to the maximum so far. rescale is the factor for the O of earlier
+  // tiles.
   __device__ __forceinline__ void score_and_softmax(Scores& s, RowState& state, bool masked,
                                                     float (&rescale)[2]) {
     const int row = tile->m_begin + warp_row + lane / 4;
@@ -138,7 +143,9 @@ struct FwdConsumer {
     });
     if (masked) score.apply_mask(s, at);
     state.template update<Options::SOFTCAP>(s, score.scale_log2, rescale, [&] {
-      if constexpr (L::HAS_BIAS) {  // by now no instruction has to wait for these loads any more
+      // The loads of the bias must have returned before the arrival that gives its tile back. Here
+      // they have, because all scores have been read, so that this wait costs nothing.
+      if constexpr (L::HAS_BIAS) {
         wait_for_loads(bias_loads);
         __syncwarp();
         shared.bias[group].release(0);
@@ -148,6 +155,7 @@ struct FwdConsumer {
     score.apply_dropout(s, at);
   }
 
+  // Once the maxima have settled most tiles leave them as they are, and the whole warp skips this.
   __device__ __forceinline__ void rescale_o(Output& acc_o, const float (&rescale)[2]) {
     if (__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) {
 #pragma unroll
@@ -164,7 +172,8 @@ struct FwdConsumer {
     return tile == shared.tiles + FWD_TILE_RECORDS - 1 ? shared.tiles : tile + 1;
   }
 
-  // Waits for the next tile that has keys, and writes those that have none. False at the end.
+  // Waits for the next tile that has keys, and writes the results of tiles without keys on the way.
+  // Returns false at the end.
   __device__ __forceinline__ bool next_tile() {
     for (;;) {
       shared.q[group].wait_full(q_ring);
@@ -181,7 +190,7 @@ struct FwdConsumer {
     return true;
   }
 
-  // Whether the next tile has its Q already, in a second buffer, and keys.
+  // Whether there is a next tile with keys whose Q lies in a second buffer. It waits for that Q.
   __device__ __forceinline__ bool next_is_ready() {
     if constexpr (L::Q_STAGES == 1) return false;
     shared.q[group].wait_full(q_ring);
@@ -193,8 +202,9 @@ struct FwdConsumer {
 
   // ---- results ----
 
-  // Writes O / sum to where Q was, for the writer, and the LSE to memory. Of a split, both go to
-  // memory as they are, and the kernel that combines the splits adds the sink.
+  // Writes the normalised O to where Q was, for the writer, and the LSE to global memory. A split
+  // writes its output, maximum and sum to global memory, and the kernel that combines the splits
+  // adds the sink.
   __device__ __forceinline__ void write_tile(Output& acc_o, const RowState& state,
                                              const FwdTile& done, int stage) {
     float lse[2];
@@ -221,7 +231,7 @@ struct FwdConsumer {
       wg_store_tile<typename L::TileQ, T>(smem + stage * L::TileQ::BYTES, warp_row, acc_o);
     }
     hand_over_o(stage);
-    // These stores come last, because the fence of the hand-over would wait for them.
+    // These stores come after the hand-over, because its fence would wait for them.
     if constexpr (SPLIT) {
       store_partial_sums(params, done, warp_row, sums);
     } else {
@@ -229,7 +239,8 @@ struct FwdConsumer {
     }
   }
 
-  // A tile without keys. Its zeros do not go through acc_o, which a product may be using.
+  // Writes the results of a tile without keys. The zeros do not go through acc_o, which a product
+  // may be using.
   __device__ __forceinline__ void write_empty(const FwdTile& empty, int stage) {
     using TileQ = typename L::TileQ;
     if constexpr (!SPLIT) {
@@ -253,6 +264,8 @@ struct FwdConsumer {
     return params.base.sinks ? params.base.sinks[of.head] : -INF;
   }
 
+  // Tells the writer that this warp's rows of O are complete. The fence makes them visible to the
+  // copy engine.
   __device__ __forceinline__ void hand_over_o(int stage) {
     fence_async_proxy();
     __syncwarp();

@@ -1,5 +1,5 @@
-// The mask on an accumulator fragment of scores: 16 rows as in ptx/mma.cuh. wgmma accumulators have
-// the same layout, warp by warp.
+// The mask, on the scores in an accumulator fragment of 16 rows (see ptx/mma.cuh; wgmma
+// accumulators have the same layout, warp by warp).
 #pragma once
 #include "block_info.cuh"
 
@@ -10,7 +10,7 @@ __device__ __forceinline__ void mask_scores(float (&acc)[N][4], const Sequence& 
                                             int col) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    // begin <= key < end in one unsigned comparison; an empty range may have end < begin.
+    // One unsigned comparison tests begin <= key < end. An empty range may have end < begin.
     const int begin = sequence.key_begin(row + half * 8);
     const uint32_t length = max(0, sequence.key_end(row + half * 8) - begin);
     const uint32_t first = col - begin;
@@ -24,13 +24,13 @@ __device__ __forceinline__ void mask_scores(float (&acc)[N][4], const Sequence& 
   }
 }
 
-// The same for a transposed fragment, whose rows are keys and whose columns are queries.
+// mask_scores() for a transposed fragment, whose rows are keys and whose columns are queries.
 template <int N>
 __device__ __forceinline__ void mask_scores_transposed(float (&acc)[N][4], const Sequence& sequence,
                                                        int key, int query) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    // begin <= query < end in one unsigned comparison; no query sees a key past the end.
+    // One unsigned comparison tests begin <= query < end. No query sees a key past the end.
     const int row = key + half * 8;
     const int begin = sequence.query_begin(row);
     const int end = row < sequence.seqlen_k ? sequence.query_end(row) : 0;

@@ -1,4 +1,5 @@
-// Kernel arguments, one struct per pass. The host reads them here (runtime/structs.py).
+// Kernel arguments of attention, one struct a pass. These are their only definitions: the host
+// reads them from this file (runtime/structs.py).
 #pragma once
 #include "../common/types.cuh"
 
@@ -24,7 +25,7 @@ struct BiasStrides {
   __device__ int64_t at(int64_t b, int64_t h) const { return b * batch + h * head; }
 };
 
-// What forward and backward share: shapes and the score function.
+// The shapes and the parameters of the score, which forward and backward share.
 struct AttentionShape {
   int batch;
   int heads_q;
@@ -39,7 +40,7 @@ struct AttentionShape {
   float scale;            // scores are scale * q.k
   float softcap;          // then softcap * tanh(score / softcap), unless 0
   int dropout_threshold;  // a weight stays if its 16 random bits are >= this; 0 keeps all
-  float dropout_scale;    // of what stays: 1 / (1 - dropout_threshold / 2^16)
+  float dropout_scale;    // factor of the weights that stay: 1 / (1 - dropout_threshold / 2^16)
 };
 
 struct FlashFwdParams {
@@ -78,10 +79,10 @@ struct FlashBwdParams {
   void* dk;
   void* dv;
   const float* dlse;  // like lse, or null for 0
-  float* lse_log2;    // [heads_q, accum_rows]: lse * log2(e); +inf where a row has no probability
+  float* lse_log2;    // [heads_q, accum_rows]: lse * log2(e); +inf if lse is -inf or for padding
   float* delta;       // [heads_q, accum_rows]: sum of dout * out over the head dimension, - dlse
   float* dq_accum;    // [heads_q, accum_rows, HEAD_DIM] in the fragment order of the main kernel
-  int* dq_semaphore;  // [1 + heads_q * accum_rows / 16] zeros for a repeatable sum, or null
+  int* dq_semaphore;  // [1 + heads_q * accum_rows / 16] zeros for a deterministic sum, or null
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
   const float* alibi_slopes;
@@ -90,7 +91,7 @@ struct FlashBwdParams {
   const int64_t* dropout_seed;
   const int* seqused_q;
   const int* seqused_k;
-  float* dbias;   // like bias, zeros to which the gradient is added, or null
+  float* dbias;   // like bias; zeros, to which the gradient is added, or null
   float* dsinks;  // [heads_q] or null
   Strides dout_strides;
   Strides q_strides;
@@ -112,14 +113,15 @@ struct FlashBwdParams {
 // A tile of a packed sequence.
 struct PackedTile {
   int batch;
-  int block;  // along the sequence
+  int block;  // its number along the sequence
 };
 
-// sm_90: tensor maps of (head_dim, rows, heads, batch) in front; packed sequences are a batch of
-// one there. Where sequences have lengths of their own, each has maps of its own in sequence_maps
-// [map][batch], and packed_tiles lists the tiles of a head (see tile_order.cuh); else both are
-// null. Last the map of a bias that comes in boxes, (seqlen_k, seqlen_q, heads_q, batch) with 1 on
-// the axes that it is broadcast on; else zeros.
+// The arguments of the sm_90 kernels begin with tensor maps of (head_dim, rows, heads, batch), in
+// which packed sequences are a batch of one. If sequences have lengths of their own, sequence_maps
+// [map][batch] has such maps for each sequence, and packed_tiles lists the tiles of a head (see
+// tile_order.cuh); otherwise both are null. bias_map is the map of a bias that TMA loads,
+// (seqlen_k, seqlen_q, heads_q, batch) with length 1 on the axes that it is broadcast on; otherwise
+// it is zeros.
 struct alignas(64) FlashFwdSm90Params {
   TensorMap q_map;
   TensorMap k_map;
@@ -129,8 +131,9 @@ struct alignas(64) FlashFwdSm90Params {
   const TensorMap* sequence_maps;
   const PackedTile* packed_tiles;
   uint32_t* tile_counter;  // see tile_order.cuh, or null
-  // The keys of a tile shared out over num_splits blocks, and what each finds: [split][rows], rows
-  // as in lse, and HEAD_DIM columns of the output. One split has no use for them.
+  // With num_splits > 1 the keys of each tile are divided among num_splits blocks. Their partial
+  // results are [split][row], with rows as in lse: HEAD_DIM columns of the output, and a maximum
+  // and a sum. With one split these pointers are not used.
   float* partial_out;
   float2* partial_sums;
   int64_t partial_rows;
@@ -161,7 +164,7 @@ struct alignas(64) SequenceMapsParams {
   AttentionShape shape;
   int max_tiles;  // in packed_tiles
   int tile_rows;
-  int tiles_of_keys;  // or else of queries
+  int tiles_of_keys;  // 1: the tiles are of keys; 0: of queries
 };
 
 // Every sequence starts at a multiple of this in the accumulators, so that a query tile (whose

@@ -1,6 +1,6 @@
-// The score: what happens between S = Q K^T and the softmax, written once for all tensor-core
-// kernels, on an accumulator fragment of 16 rows (see ptx/mma.cuh; wgmma accumulators have the same
-// layout, warp by warp):
+// The score: the steps between S = Q K^T and the softmax. They are written here once for all
+// tensor-core kernels, on an accumulator fragment of 16 rows (see ptx/mma.cuh; wgmma accumulators
+// have the same layout, warp by warp):
 //
 //   s = softcap * tanh(scale * S / softcap)    or scale * S without a softcap
 //   s = s - alibi_slope * |distance from the diagonal|
@@ -35,8 +35,8 @@ constexpr bool MASKED = true;
 // The rows of a fragment are queries in S and keys in its transpose.
 enum class Rows { QUERIES, KEYS };
 
-// The scores that a fragment holds. Most of these fields lie in shared memory; they are references,
-// so that they are read where they are needed and take no registers before.
+// Says which scores a fragment holds. Most of these fields lie in shared memory. They are
+// references so that they are read where they are needed, and take no registers before.
 template <Rows ROWS>
 struct ScorePlace {
   const Sequence& sequence;
@@ -53,12 +53,12 @@ __device__ __forceinline__ float load_alibi_slope(const Params& params, int batc
   return Options::ALIBI ? params.alibi_slopes[batch * params.alibi_batch_stride + head] : 0.f;
 }
 
-// Stands for the function that adds a bias from shared memory, in kernels without one.
+// Takes the place of the function that adds a bias from shared memory, in kernels without one.
 struct NoBiasTile {};
 
-// Params is FlashFwdParams or FlashBwdParams. Scores stay in the units of S, or of tanh with a
-// softcap, until exp2(scale_log2 * s) ends them. scale_log2 is positive, so the maximum of these is
-// the maximum of the scores.
+// The steps of the score. Params is FlashFwdParams or FlashBwdParams. s stays in the units of S, or
+// with a softcap in those of tanh, until the softmax computes exp2(scale_log2 * s). scale_log2 is
+// positive, so the largest s belongs to the largest score.
 template <class Options, class Params>
 struct Score {
   const Params& params;
@@ -70,8 +70,8 @@ struct Score {
         scale_log2((Options::SOFTCAP ? params.shape.softcap : params.shape.scale) * LOG2E),
         to_tanh(Options::SOFTCAP ? params.shape.scale * rcp_approx(params.shape.softcap) : 0.f) {}
 
-  // S becomes the score, but for the mask. add_bias_tile(s, bias_scale) adds a bias that lies in
-  // shared memory.
+  // Turns S into the score, except for the mask. add_bias_tile(s, bias_scale) adds a bias that lies
+  // in shared memory.
   template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
   __device__ __forceinline__ void apply(float (&s)[N][4], const ScorePlace<ROWS>& at,
                                         AddBiasTile add_bias_tile = {}) const {
@@ -79,7 +79,7 @@ struct Score {
     apply_position_terms(s, at, add_bias_tile);
   }
 
-  // The mask, which most tiles do not need.
+  // Sets the scores of keys that a query does not see to -inf. Most tiles do not need this.
   template <Rows ROWS, int N>
   __device__ __forceinline__ void apply_mask(float (&s)[N][4], const ScorePlace<ROWS>& at) const {
     if constexpr (ROWS == Rows::QUERIES) {
@@ -100,7 +100,7 @@ struct Score {
     }
   }
 
-  // The terms that depend on where the query and the key are, not on their product.
+  // Adds the terms that depend on the positions of query and key, and not on their product.
   template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
   __device__ __forceinline__ void apply_position_terms(float (&s)[N][4], const ScorePlace<ROWS>& at,
                                                        AddBiasTile add_bias_tile = {}) const {
@@ -116,8 +116,7 @@ struct Score {
     }
   }
 
-  // Weights that dropout drops become 0. The sums of the softmax are of all weights, so this comes
-  // after them.
+  // Sets the weights that dropout drops to 0. The softmax sums all weights, so this comes after it.
   template <int N>
   __device__ __forceinline__ void apply_dropout(float (&p)[N][4],
                                                 const ScorePlace<Rows::QUERIES>& at) const {
@@ -128,11 +127,11 @@ struct Score {
   }
 
  private:
-  // A term of the score (an ALiBi slope, or one unit of a bias) in the units of s.
+  // Converts a term of the score (an ALiBi slope, or one unit of a bias) to the units of s.
   __device__ float to_units(float term) const { return term * LOG2E * rcp_approx(scale_log2); }
 
-  // Subtracts slope * |query + diagonal - key|; of a transposed fragment, that is
-  // |row - diagonal - col|.
+  // Subtracts slope * |query + diagonal - key|. In a transposed fragment, whose rows are keys, the
+  // distance is |row - diagonal - col|.
   template <Rows ROWS, int N>
   __device__ __forceinline__ void subtract_alibi(float (&s)[N][4],
                                                  const ScorePlace<ROWS>& at) const {

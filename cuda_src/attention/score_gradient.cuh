@@ -1,5 +1,5 @@
-// The gradient of the score, written once for all tensor-core kernels of the backward pass, on the
-// fragments of score.cuh. lse_log2 and delta come from flash_bwd_preprocess.cu:
+// The gradient of the score, written here once for all tensor-core kernels of the backward pass, on
+// the fragments of score.cuh. lse_log2 and delta come from flash_bwd_preprocess.cu:
 //
 //   s = the score of S                      apply_score(), then the mask
 //   P = exp2(scale_log2 * s - lse_log2)     recompute_weights()
@@ -12,8 +12,8 @@
 #pragma once
 #include "score.cuh"
 
-// S becomes the score, but for the mask, as in Score::apply(); and keeps the slope of the
-// softcap at every score, d tanh(x) / dx (nothing without a softcap).
+// Turns S into the score, except for the mask, as Score::apply() does, and writes the slope of the
+// softcap at every score, d tanh(x) / dx, to softcap_slope (nothing without a softcap).
 template <class Options, class Params, Rows ROWS, int N, class AddBiasTile = NoBiasTile>
 __device__ __forceinline__ void apply_score(float (&s)[N][4], float (&softcap_slope)[N][4],
                                             const Score<Options, Params>& score,
@@ -30,9 +30,9 @@ __device__ __forceinline__ void apply_score(float (&s)[N][4], float (&softcap_sl
   score.apply_position_terms(s, at, add_bias_tile);
 }
 
-// The score becomes P; with dropout, a dropped weight gets a negative sign (Dropped::NEGATIVE),
-// because dS needs its value and dV the fact. lse_log2(n, i) is that of the query of element
-// [n][i].
+// Turns the score into P. With dropout, a dropped weight gets a negative sign (Dropped::NEGATIVE),
+// because dS needs its value while dV must leave it out. lse_log2(n, i) belongs to the query of
+// element [n][i].
 template <class Options, class Params, Rows ROWS, int N, class Lse>
 __device__ __forceinline__ void recompute_weights(float (&s)[N][4],
                                                   const Score<Options, Params>& score,
@@ -54,6 +54,7 @@ __device__ __forceinline__ void recompute_weights(float (&s)[N][4],
   }
 }
 
+// Copies weights, with 0 for those that dropout has marked by a negative sign.
 template <int N>
 __device__ __forceinline__ void keep_weights(float (&kept)[N][4], const float (&p)[N][4]) {
 #pragma unroll
@@ -68,7 +69,8 @@ __device__ __forceinline__ void keep_weights(float (&kept)[M][N][4], const float
   for (int m = 0; m < M; ++m) keep_weights(kept[m], p[m]);
 }
 
-// The weights for dV: P itself, or with dropout, in `kept`, P and 0 where it is dropped.
+// Returns the weights for dV: P itself, or with dropout `kept`, a copy that is 0 where a weight is
+// dropped.
 template <class Options, class Fragments>
 __device__ __forceinline__ const Fragments& kept_weights(Fragments& kept, const Fragments& p) {
   if constexpr (Options::DROPOUT) {
@@ -92,8 +94,8 @@ __device__ __forceinline__ void apply_softcap_slope(float (&gradient)[N][4],
   }
 }
 
-// dP becomes P * (dP - delta); p loses its signs. delta(n, i) is that of the query of element
-// [n][i].
+// Turns dP into P * (dP - delta), and removes the signs of dropped weights from p. delta(n, i)
+// belongs to the query of element [n][i].
 template <class Options, int N, class Delta>
 __device__ __forceinline__ void softmax_gradient(float (&dp)[N][4], float (&p)[N][4],
                                                  const AttentionShape& shape, Delta delta) {
@@ -111,7 +113,7 @@ __device__ __forceinline__ void softmax_gradient(float (&dp)[N][4], float (&p)[N
   }
 }
 
-// Adds dS to the gradient of the bias, if the caller wants that.
+// Adds dS to the gradient of the bias, if the caller has asked for that gradient.
 template <class Options, class Params, Rows ROWS, int N>
 __device__ __forceinline__ void add_bias_gradient(const float (&ds)[N][4], const Params& params,
                                                   const ScorePlace<ROWS>& at) {
@@ -128,7 +130,7 @@ __device__ __forceinline__ void add_bias_gradient(const float (&ds)[N][4], const
   }
 }
 
-// dP becomes dS, the gradient of scale * S.
+// Turns dP into dS, the gradient of scale * S.
 template <class Options, class Params, Rows ROWS, int N, class Delta>
 __device__ __forceinline__ void score_gradient(float (&dp)[N][4], float (&p)[N][4],
                                                const float (&softcap_slope)[N][4],

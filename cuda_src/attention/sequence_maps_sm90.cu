@@ -1,13 +1,13 @@
-// Prepares the sm_90 kernels for sequences with lengths of their own, packed or padded. One block
-// handles one sequence and writes its tensor maps and its part of the list of tiles.
+// Prepares the sm_90 kernels for sequences with lengths of their own, packed or padded: it writes
+// sequence_maps [map][batch] and packed_tiles. One block handles one sequence.
 //
-// Tensor maps: from the map of all rows, one for each sequence that ends where the sequence does,
-// so that the copy engine reads zeros past its end and writes nothing there. Without them a tile
-// would read the next sequence, and 0 * NaN is NaN. One warp a map: q, k, v and that of the output
-// (forward) or its gradient.
+// Tensor maps. Each warp copies one of the maps of all rows (of q, k, v, and out or dout) and lets
+// it end where the sequence ends, so that TMA reads zeros past the end and writes nothing there.
+// Without these maps a tile would read rows of the next sequence, and 0 * NaN is NaN.
 //
-// The list of the tiles that exist (TileOrder in tile_order.cuh): each block counts the tiles of
-// all sequences that are longer than its own, and so knows where its own tiles stand.
+// The list of tiles that exist, for TileOrder (tile_order.cuh). Each block counts the tiles of all
+// sequences that are longer than its own, and so finds the place of its own tiles. Blocks write to
+// different places and do not wait for each other.
 //
 // PTX ISA: "tensormap.replace", "membar / fence: fence.proxy.tensormap".
 #include "../ptx/tma.cuh"
@@ -53,12 +53,12 @@ __device__ __forceinline__ void list_tiles(const SequenceMapsParams& params) {
   __syncthreads();
   PackedTile* list = params.packed_tiles;
   if (own == 0 && threadIdx.x == 0) list[0] = {0, min(shared_total, params.max_tiles)};
-  // Backwards: the last element of the list is the first to be computed.
+  // The list is written backwards, because its last element is computed first.
   const int tiles = ceil_div(own_length, params.tile_rows);
   const int last = shared_total - shared_before;
   for (int i = threadIdx.x; i < tiles; i += blockDim.x) {
     const int place = last - i;
-    // Lengths that do not fit the tensors must not write elsewhere.
+    // Nothing is written outside of the list, even if the lengths do not fit the tensors.
     if (place >= 1 && place <= params.max_tiles) list[place] = {own, tiles - 1 - i};
   }
 }

@@ -1,14 +1,16 @@
-// The two matrix products of the simt kernels; simt_tile.cuh has the map of threads and memory.
+// The two matrix products of the simt kernels. simt_tile.cuh has the map from threads to elements
+// and the plan of shared memory.
 #pragma once
 #include "simt_tile.cuh"
 
-// acc = A B^T over the columns of A, in chunks of 32 through shared memory.
+// acc = A B^T. Both operands come through shared memory, 32 columns of the head dimension at a
+// time.
 template <int ROWS, int HEAD_DIM, typename T>
 __device__ __forceinline__ void multiply_transposed(float (&acc)[ROWS][4],
                                                     SimtStorage<ROWS, HEAD_DIM>& smem,
                                                     const Matrix<const T>& a,
                                                     const Matrix<const T>& b) {
-  constexpr bool READ_BOTH = HEAD_DIM < 256;  // else too few registers to wait for both at once
+  constexpr bool READ_BOTH = HEAD_DIM < 256;  // otherwise the loads of both need too many registers
 #pragma unroll
   for (int e = 0; e < ROWS; ++e) {
 #pragma unroll
@@ -18,14 +20,14 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[ROWS][4],
     float a_values[8 * ROWS / SIMT_WARPS], b_values[SCORE_COLUMNS / SIMT_WARPS];
     read_columns<8 * ROWS>(a_values, a, column);
     if constexpr (READ_BOTH) read_columns<SCORE_COLUMNS>(b_values, b, column);
-    __syncthreads();  // everyone is done with what the operands held before
+    __syncthreads();  // no thread reads the operands of the last chunk any more
     write_transposed<8 * ROWS>(smem.operands.transposed.a, a_values);
     if constexpr (!READ_BOTH) read_columns<SCORE_COLUMNS>(b_values, b, column);
     write_transposed<SCORE_COLUMNS>(smem.operands.transposed.b, b_values);
-    __syncthreads();  // both operands are there
+    __syncthreads();  // both operands are complete
     const float* line_a = smem.operands.transposed.a + 4 * thread_y();
     const float* line_b = smem.operands.transposed.b + 4 * thread_x();
-    // The last chunk may be short (zeros fill it up to the next multiple of 8).
+    // The last chunk may be short; zeros fill it up to the next multiple of 8.
     for (int k = min(CHUNK, a.columns - column); k > 0; k -= 8) {
 #pragma unroll
       for (int kk = 0; kk < 8; ++kk) {
@@ -45,7 +47,8 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[ROWS][4],
   }
 }
 
-// acc += W B over the rows of B, W as store_weights has left it.
+// acc += W B, where store_weights() has written W. B comes through shared memory, CHUNK_ROWS rows
+// at a time.
 template <int ROWS, int HEAD_DIM, typename T>
 __device__ __forceinline__ void multiply_add(float (&acc)[ROWS][HEAD_DIM / 16],
                                              SimtStorage<ROWS, HEAD_DIM>& smem,
@@ -56,11 +59,11 @@ __device__ __forceinline__ void multiply_add(float (&acc)[ROWS][HEAD_DIM / 16],
   for (int first = 0; first < min(SCORE_COLUMNS, b.rows); first += Storage::CHUNK_ROWS) {
     float values[Storage::CHUNK_ROWS / SIMT_WARPS][HEAD_DIM / 32];
     read_rows<Storage::CHUNK_ROWS, HEAD_DIM>(values, b.from_row(first));
-    __syncthreads();  // the weights are stored, and everyone is done with the operands
+    __syncthreads();  // W is complete, and no thread reads the last operands any more
     write_rows<Storage::CHUNK_ROWS, HEAD_DIM>(smem.operands.b, values);
-    __syncthreads();  // the rows of B are there
-    // A sum of its own for each chunk, a few columns at a time: one chain of float32 additions over
-    // the whole sequence would lose a digit.
+    __syncthreads();  // the rows of B are complete
+    // Each chunk has a sum of its own, for a few columns at a time, because one chain of float32
+    // additions over the whole sequence would lose a digit.
 #pragma unroll
     for (int group = 0; group < COLUMNS; group += V) {
       float sum[ROWS][V] = {};
@@ -89,7 +92,7 @@ __device__ __forceinline__ void multiply_add(float (&acc)[ROWS][HEAD_DIM / 16],
   }
 }
 
-// The accumulator times a factor, to the rows and columns that exist.
+// Stores the accumulator times a factor, in the rows and columns that exist.
 template <int ROWS, int HEAD_DIM, typename T>
 __device__ __forceinline__ void store_output(const Matrix<T>& out,
                                              const float (&acc)[ROWS][HEAD_DIM / 16],

@@ -1,7 +1,6 @@
-// The score of a query and a key: scale * q.k, softcap, ALiBi, bias. In units of log2(e), so that
-// its exponential is a bare exp2 with the scale already folded into one constant. Then the weights
-// that dropout keeps. The steps are those of score.cuh and score_gradient.cuh, element by element
-// and with an exact tanh.
+// The score of the simt kernels, element by element: scale * q.k, softcap, ALiBi and bias, then
+// dropout and the gradient. The steps are those of score.cuh and score_gradient.cuh, but with an
+// exact tanh. Scores are multiplied by log2(e), so that their exponential is a bare exp2.
 #pragma once
 #include "../common/philox.cuh"
 #include "../ptx/math.cuh"
@@ -22,8 +21,9 @@ struct ScoreFunction {
     slope_log2 = ALIBI ? LOG2E * alibi_slopes[batch * alibi_batch_stride + head] : 0.0f;
   }
 
-  // `distance` is that of the key from the diagonal at the query, col - (row + diagonal).
-  // `derivative` is that of the score by scale * q.k; without a softcap it is 1.
+  // The score times log2(e), from dot = q.k. `distance` is the distance of the key from the
+  // diagonal, col - (row + diagonal). `derivative` becomes the derivative of the score with respect
+  // to scale * q.k, which is 1 without a softcap.
   __device__ float log2(float dot, int distance, float& derivative) const {
     derivative = 1.0f;
     if constexpr (SOFTCAP) {
@@ -40,20 +40,21 @@ struct ScoreFunction {
   }
 };
 
-// distance as above. One comparison for both ends of the window.
+// Whether a key at this distance from the diagonal is in the window. One unsigned comparison tests
+// both ends.
 __device__ __forceinline__ bool in_window(const Sequence& sequence, int distance) {
   const uint32_t place = uint32_t(distance + sequence.window_left);  // huge if left of the window
   return place <= uint32_t(sequence.window_left + sequence.window_right);
 }
 
-// The elements of a bias, or of its gradient, at the places of a thread's scores; row and column
-// offsets count from the thread's first.
+// The elements of a bias, or of its gradient, that belong to a thread's scores. Rows and columns
+// count from the first ones of the thread.
 template <typename E>
 struct ThreadBias {
   E* first;
   int64_t row_stride;
   int64_t col_stride;
-  int rows;  // number of rows that exist from the first one on
+  int rows;  // the number of rows that exist, from the first one on
   int cols;
 
   __device__ ThreadBias(const BiasHead<E>& bias, int row, int col)
@@ -79,14 +80,15 @@ struct ThreadBias {
     }
   }
 
-  // A score with the bias, in units of log2(e); what does not exist is left to the mask.
+  // Returns a score (times log2(e)) with the bias added. Where no bias exists, the mask takes care
+  // of the score.
   __device__ float add_to(float score, int row, int col) const {
     return exists(row, col) ? add_bias(score, *at(row, col), LOG2E) : score;
   }
 };
 
-// Dropout of a thread's tile of weights: see common/philox.cuh and cupyflash/philox.py. A call
-// gives the numbers of rows r and r + 8 of a column, which one thread has.
+// Dropout of a thread's tile of weights. dropout.cuh has the numbering of the random bits. The
+// thread uses one call of philox for rows r and r + 8 of a column.
 struct SimtDropout {
   uint64_t seed;
   uint32_t limit;  // in the upper 16 bits
@@ -97,8 +99,8 @@ struct SimtDropout {
         limit(uint32_t(shape.dropout_threshold) << 16),
         z(batch * shape.heads_q + head) {}
 
-  // Sets the sign of what is dropped; weights are not negative. row and col are the thread's first;
-  // the rows of the tile are queries, or keys if it is TRANSPOSED.
+  // Marks dropped weights by a negative sign; weights are never negative. row and col are those of
+  // the thread's first weight. The rows of the tile are queries, or keys if it is TRANSPOSED.
   template <bool TRANSPOSED, int ROWS>
   __device__ __forceinline__ void mark(float (&weights)[ROWS][4], uint32_t row,
                                        uint32_t col) const {
@@ -119,7 +121,7 @@ struct SimtDropout {
         };
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // The thread's element whose row is 16 * pair + 8 * half behind its first.
+          // The thread's element whose row is 16 * pair + 8 * half after its first row.
           constexpr int STEP = ROWS == 8 ? 1 : 2;
           float& weight = weights[STEP * pair + (ROWS == 8 ? 4 : 1) * half][j];
           const uint32_t bits = key % 2 ? words[half] : words[half] << 16;
@@ -133,7 +135,7 @@ struct SimtDropout {
 // Whether dropout keeps a weight that mark() has seen.
 __device__ __forceinline__ bool is_kept(float weight) { return __float_as_int(weight) >= 0; }
 
-// From a weight, as mark() has left it, and dP: the weight becomes the gradient of the score.
+// Turns a weight, as mark() has left it, into the gradient of the score. dp is its element of dP.
 template <bool DROPOUT>
 __device__ __forceinline__ void score_gradient(float& weight, float dp, float delta,
                                                const AttentionShape& shape) {

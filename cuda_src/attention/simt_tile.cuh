@@ -1,4 +1,5 @@
-// Threads, shared memory and global loads of the simt kernels (no tensor cores, any alignment).
+// Threads, shared memory and global loads of the simt kernels, which use no tensor cores and need
+// no alignment.
 //
 // A block of 128 threads works on a tile of BLOCK rows x 64 columns of scores, seen as 8 x 16
 // threads; ROWS = BLOCK / 8 is 8, or 4 where two wide output accumulators must fit the registers.
@@ -9,15 +10,15 @@
 // Thread (ty, tx) holds, with i and j from 0 to 3 and h from 0 to ROWS / 4 - 1,
 //   rows      ty + 8 h + 2 ROWS i   as element e = 4 h + i
 //   columns   tx + 16 j             of the scores
-// They are spread like this because A, B and W lie in shared memory *transposed*, one line per
-// index of the sum, in the order in which a thread wants them: slot 4 r + i of a line holds row r +
-// (rows / 4) i. One 16-byte read then fetches four rows of a thread, one its four columns, and 32
-// FFMA follow on three reads. A lane shares its 16 bytes with lane ^ 1 (columns) or lane ^ 2
-// (rows): then a 16-byte read takes two cycles, else four.
+// The elements are spread like this because A, B and W lie in shared memory *transposed*, one line
+// per index of the sum, in the order in which a thread reads them: slot 4 r + i of a line holds row
+// r + (rows / 4) i. So one 16-byte read fetches four rows of a thread, another its four columns,
+// and 32 FFMA follow on three reads. A lane reads the same 16 bytes as lane ^ 1 (columns) or lane ^
+// 2 (rows), because such a read takes two cycles instead of four.
 //
 // Shared memory, at most 35 KB for any head dimension, so that every GPU runs it:
-//   operands  A^T [32][BLOCK + 4] and B^T [32][64 + 4]: 32 columns of the head dimension at a time;
-//             or for multiply_add B [rows][HEAD_DIM], not transposed, rows * HEAD_DIM <= 4096
+//   operands  A^T [32][BLOCK + 4] and B^T [32][64 + 4], 32 columns of the head dimension at a time;
+//             or for multiply_add B [rows][HEAD_DIM], not transposed, with rows * HEAD_DIM <= 4096
 //   weights   W^T [64][BLOCK + 8]
 // The paddings make the transposing 16-byte stores free of bank conflicts.
 //
@@ -62,8 +63,9 @@ __device__ __forceinline__ int thread_y() {
 }
 __device__ __forceinline__ int thread_x() { return int(threadIdx.x) % 32 / 2; }
 
-// Offsets are constants, apart from the thread's own place: what is added to them once stays one
-// register, where thread and offset together would be one for each element.
+// These offsets are constants that do not include the thread's own place. An address for the thread
+// then takes one register, and the offsets are part of the instructions; with the thread's place in
+// them each element would take a register.
 template <int ROWS>
 __host__ __device__ constexpr int row_offset(int e) {
   return 8 * (e / 4) + 2 * ROWS * (e % 4);
@@ -71,7 +73,8 @@ __host__ __device__ constexpr int row_offset(int e) {
 
 __host__ __device__ constexpr int column_offset(int j) { return 16 * j; }
 
-// Output accumulators have HEAD_DIM / 16 columns a thread, in groups that one vector read fetches.
+// The HEAD_DIM / 16 columns of a thread in an output accumulator come in groups of VECTOR, each of
+// which one vector read fetches.
 template <int HEAD_DIM>
 constexpr int VECTOR = HEAD_DIM / 16 < 4 ? HEAD_DIM / 16 : 4;
 
@@ -97,7 +100,7 @@ struct SimtStorage {
   static constexpr int LD_A = BLOCK + 4;
   static constexpr int LD_B = SCORE_COLUMNS + 4;
   static constexpr int LD_WEIGHTS = BLOCK + 8;
-  // Rows of B in multiply_add: a multiple of 4 warps, at most 4096 elements.
+  // The rows of B in multiply_add: a multiple of the number of warps, with at most 4096 elements.
   static constexpr int CHUNK_ROWS = HEAD_DIM <= 64 ? 64 : HEAD_DIM <= 128 ? 32 : 16;
 
   union Operands {
@@ -112,7 +115,7 @@ struct SimtStorage {
   alignas(16) float weights[SCORE_COLUMNS * LD_WEIGHTS];
 };
 
-// N values from shared memory in one read.
+// Reads N values from shared memory by one instruction.
 template <int N>
 __device__ __forceinline__ void load_vector(float* dst, const float* src) {
   if constexpr (N == 4) {
@@ -125,7 +128,8 @@ __device__ __forceinline__ void load_vector(float* dst, const float* src) {
   }
 }
 
-// Columns [column, column + 32) of N rows on their way to shared memory; lane = column.
+// Reads columns [column, column + 32) of N rows to registers, on their way to shared memory. Each
+// lane reads one column, and each warp every SIMT_WARPS-th row.
 template <int N, typename T>
 __device__ __forceinline__ void read_columns(float (&values)[N / SIMT_WARPS],
                                              const Matrix<const T>& m, int column) {
@@ -142,6 +146,8 @@ __device__ __forceinline__ void read_columns(float (&values)[N / SIMT_WARPS],
   }
 }
 
+// Writes what read_columns() has read, transposed: one line a column, with the rows in the order of
+// the slots above.
 template <int N>
 __device__ __forceinline__ void write_transposed(float* dst,
                                                  const float (&values)[N / SIMT_WARPS]) {
@@ -153,7 +159,7 @@ __device__ __forceinline__ void write_transposed(float* dst,
         make_float4(values[u], values[u + SLOTS], values[u + 2 * SLOTS], values[u + 3 * SLOTS]);
 }
 
-// Reads N whole rows, which are not transposed.
+// Reads N whole rows to registers, for write_rows().
 template <int N, int HEAD_DIM, typename T>
 __device__ __forceinline__ void read_rows(float (&values)[N / SIMT_WARPS][HEAD_DIM / 32],
                                           const Matrix<const T>& m) {
@@ -173,6 +179,7 @@ __device__ __forceinline__ void read_rows(float (&values)[N / SIMT_WARPS][HEAD_D
   }
 }
 
+// Writes what read_rows() has read, row by row.
 template <int N, int HEAD_DIM>
 __device__ __forceinline__ void write_rows(float* dst,
                                            const float (&values)[N / SIMT_WARPS][HEAD_DIM / 32]) {
@@ -184,8 +191,8 @@ __device__ __forceinline__ void write_rows(float* dst,
   }
 }
 
-// Each thread leaves its weights where multiply_add reads them. The caller has a barrier between
-// the previous multiply_add and this (multiply_transposed starts with one).
+// Each thread writes its weights to shared memory for multiply_add. Between the previous
+// multiply_add and this there must be a barrier (multiply_transposed starts with one).
 template <int ROWS, int HEAD_DIM>
 __device__ __forceinline__ void store_weights(SimtStorage<ROWS, HEAD_DIM>& smem,
                                               const float (&w)[ROWS][4]) {
@@ -200,8 +207,8 @@ __device__ __forceinline__ void store_weights(SimtStorage<ROWS, HEAD_DIM>& smem,
   }
 }
 
-// Reads back what store_weights of the same thread has stored; this saves 4 ROWS registers during a
-// product.
+// Reads back the weights that store_weights() of the same thread has stored. Keeping them there
+// saves 4 ROWS registers during a product.
 template <int ROWS, int HEAD_DIM>
 __device__ __forceinline__ void load_weights(float (&w)[ROWS][4],
                                              const SimtStorage<ROWS, HEAD_DIM>& smem) {

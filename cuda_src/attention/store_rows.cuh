@@ -1,9 +1,9 @@
-// Accumulator fragments straight to rows in global memory, 16 bytes a lane.
+// Stores of accumulator fragments to rows in global memory, without a detour through shared memory.
 #pragma once
 #include "../ptx/math.cuh"
 #include "../ptx/opaque.cuh"
 
-// Transposes the 4 x 4 words that the lanes of a quad hold: afterwards word j of lane c is what was
+// Transposes the 4 x 4 words that the lanes of a quad hold: word j of lane c becomes the former
 // word c of lane j.
 __device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
 #pragma unroll
@@ -18,15 +18,16 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
   }
 }
 
-// 16 rows of a warp, fragments as in ptx/mma.cuh. A lane holds two columns of eight; after exchange
-// within its quad it has eight of one, so that a warp writes whole sectors without shared memory.
-// `out` is the first of the rows, `rows` how many of them exist.
+// Stores 16 rows of a warp, which lie in fragments as in ptx/mma.cuh. A lane holds two of every
+// eight columns. After an exchange within its quad it holds all eight of one group, so that it
+// stores 16 bytes at once and a warp writes whole sectors. `out` points to the first row, and
+// `rows` of them exist.
 template <typename T, int N>
 __device__ __forceinline__ void store_rows(T* out, int64_t row_stride, const float (&acc)[N][4],
                                            int rows, int head_dim) {
   static_assert(N % 4 == 0, "a quad exchanges four columns of eight");
-  // Anew and opaque: in a persistent kernel the compiler would keep the multiples of the stride in
-  // registers from tile to tile.
+  // The lane is read anew and the stride is opaque, because in a persistent kernel the compiler
+  // would keep the multiples of the stride in registers from tile to tile.
   const int lane = fresh_thread_index() % 32;
   row_stride = opaque(row_stride);
 #pragma unroll

@@ -1,4 +1,4 @@
-// A sequence in the tensor maps of sm_90 kernels.
+// The rows of a sequence, as the tensor maps of the sm_90 kernels address them.
 #pragma once
 #include "../ptx/tma.cuh"
 #include "block_info.cuh"
@@ -29,7 +29,7 @@ struct TensorRows {
     return which == RowsMap::K || which == RowsMap::V;
   }
 
-  // Copies a TMA tile whose first column is 64 * block into shared memory, and back.
+  // Copy a TMA tile, whose first column is 64 * block, to shared memory and back.
   __device__ void load(uint32_t dst, uint32_t barrier, int block, int first_row, int head) const {
     tma_load(dst, *map, barrier, block * 64, row + first_row, head, batch);
   }

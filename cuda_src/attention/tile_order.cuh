@@ -1,21 +1,22 @@
-// From the index of a thread block to its tile. Blocks start in index order, so the order decides
-// two things: what shares the L2 cache, and what is left for the end of the launch.
+// The order of tiles: which tile a thread block computes. Blocks start in the order of their index,
+// so this order decides which tiles share the L2 cache, and which are left for the end of a launch.
 //
-// Heads are cut into sections of heads_per_section whose keys and values fit the L2 together.
-// Inside a section the longest tiles of all heads come first (with a causal mask the last query
-// tile is the longest), so that the launch ends on short ones. One head a section gives the plain
-// order.
+// The heads are divided into sections of heads_per_section, whose keys and values fit L2 together.
+// Inside a section the tiles with the most work come first, of all heads (with a causal mask the
+// last query tile has the most), so that the launch ends with short tiles. With one head a section
+// the tiles come head by head.
 #pragma once
 #include "params.cuh"
 
 struct Tile {
-  int block;  // along the sequence, 0 is the shortest
+  int block;  // its number along the sequence; under a causal mask 0 has the least work
   int head;
   int batch;
 };
 
-// There are fewer than 2^31 tiles, so everything fits 32 bits once a section has no more heads than
-// there are: the host counts those of all sequences, a list of packed tiles has them in its blocks.
+// There are fewer than 2^31 tiles, so all numbers fit 32 bits, if a section has no more heads than
+// exist. That must be ensured here: the host counts the heads of all sequences, but with a list of
+// packed tiles `batch` is 1.
 __device__ inline Tile tile_of_block(uint32_t index, int blocks_per_head, int heads, int batch,
                                      int heads_per_section) {
   heads_per_section = min(heads_per_section, heads * batch);
@@ -27,9 +28,10 @@ __device__ inline Tile tile_of_block(uint32_t index, int blocks_per_head, int he
   return {blocks_per_head - 1 - rest / section_heads, head % heads, head / heads};
 }
 
-// The tiles of a persistent kernel. Of packed sequences only those that exist, which another kernel
-// has listed: the sequences from the shortest to the longest, so that the order starts with the
-// longest, each block by block. Element 0 of the list holds its length.
+// The tiles of a persistent kernel, in their order. Packed sequences have a list of the tiles that
+// exist, which sequence_maps_sm90.cu has written: from the shortest sequence to the longest, each
+// block by block. The order runs from the end of the list, so that it begins with the longest
+// sequence. Element 0 of the list holds its length.
 struct TileOrder {
   int blocks_per_head;
   int heads;
@@ -58,10 +60,10 @@ struct TileOrder {
   }
 };
 
-// The next tile of a persistent block: whoever is free takes the next one, so the longest come
-// first and nobody waits at the end. The counter starts at 0 and is 0 again when all blocks are
-// done: they ask num_tiles times in all, num_tiles - gridDim.x of them with success. Without a
-// counter the blocks take turns.
+// The index of the next tile of a persistent block. With a counter, a block that is free takes the
+// next tile of all, so that the blocks end at about the same time. The counter is 0 before and
+// after the launch: the blocks ask num_tiles times in all, once after each tile, and count
+// num_tiles wraps it to 0. Without a counter a block takes every gridDim.x-th tile.
 __device__ inline uint32_t next_tile_index(uint32_t* counter, uint32_t index, uint32_t num_tiles) {
   return gridDim.x + (counter ? atomicInc(counter, num_tiles - 1) : index);
 }

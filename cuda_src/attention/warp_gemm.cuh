@@ -1,4 +1,5 @@
-// Matrix products of one warp on mma.sync m16n8k16, operands from SmemTile through ldmatrix.
+// Matrix products of one warp on mma.sync m16n8k16, for the sm_80 kernels. ldmatrix loads the
+// operands from a SmemTile.
 //
 // An operand is named by how it lies in shared memory: a row operand has the summation index k
 // along the rows of the tile (contiguous), a column operand has k running down the rows. ldmatrix
@@ -7,8 +8,8 @@
 #include "../common/smem_tile.cuh"
 #include "../ptx/mma.cuh"
 
-// Addresses of the 16-column steps of a warp's part [col, col + WIDTH) of a tile, for this lane.
-// One register when a step is an XOR away from the first, one a step otherwise.
+// This lane's addresses for the steps of 16 columns in a warp's part [col, col + WIDTH) of a tile.
+// They take one register if each step is an XOR away from the first, else one register a step.
 template <class Tile, int WIDTH>
 struct ColumnSteps {
   static constexpr bool ALIGNED =
@@ -28,7 +29,7 @@ struct ColumnSteps {
   }
 };
 
-// A[16 M rows at row][k]: rows of the product along the rows of the tile.
+// Operand A[16 M rows from `row` on][k]: the rows of the product are rows of the tile.
 template <class Tile>
 struct RowOperandA {
   uint32_t address;
@@ -39,7 +40,7 @@ struct RowOperandA {
   }
 };
 
-// A[k][WIDTH columns at col]: rows of the product along the columns of the tile.
+// Operand A[k][WIDTH columns from `col` on]: the rows of the product are columns of the tile.
 template <class Tile, int WIDTH>
 struct ColumnOperandA {
   ColumnSteps<Tile, WIDTH> steps;
@@ -50,7 +51,8 @@ struct ColumnOperandA {
   }
 };
 
-// B[n][k], 16 n a load: registers 0, 1 serve columns 0..7 of the product, 2, 3 columns 8..15.
+// Operand B[n][k]. A load brings 16 n: registers 0 and 1 are for columns 0 to 7 of the product, 2
+// and 3 for columns 8 to 15.
 template <class Tile>
 struct RowOperandB {
   uint32_t address;
@@ -62,7 +64,7 @@ struct RowOperandB {
   }
 };
 
-// B[k][WIDTH columns at col].
+// Operand B[k][WIDTH columns from `col` on].
 template <class Tile, int WIDTH>
 struct ColumnOperandB {
   ColumnSteps<Tile, WIDTH> steps;
@@ -73,7 +75,8 @@ struct ColumnOperandB {
   }
 };
 
-// Accumulators as an A operand in registers: two neighbouring 8-column tiles make one k16 step.
+// Accumulators as operand A in registers: two neighbouring tiles of eight columns make one step of
+// 16.
 template <typename T, int ARCH, int M, int N>
 struct RegisterOperandA {
   uint32_t fragment[M][N / 2][4];

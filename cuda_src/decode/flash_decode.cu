@@ -1,4 +1,6 @@
-// flash_decode_step.cuh in single blocks.
+// A decode step of attention (flash_decode_step.cuh) without clusters: a block has a key head of a
+// sequence. T is the dtype; HEAD_DIM is that of the tiles, a multiple of 64; ARCH is the compute
+// capability.
 #include "flash_decode_step.cuh"
 
 template <typename T, int HEAD_DIM, int ARCH>

@@ -1,5 +1,6 @@
-// flash_decode_step.cuh in clusters, for sequences of so few heads that single blocks would leave
-// most of the GPU idle.
+// A decode step of attention (flash_decode_step.cuh) in clusters of CLUSTER blocks (sm_90). They
+// are for calls with so few sequences and heads that one block for each would leave most of the GPU
+// idle.
 #include "flash_decode_step.cuh"
 
 template <typename T, int HEAD_DIM, int CLUSTER>

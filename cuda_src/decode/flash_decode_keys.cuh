@@ -1,10 +1,11 @@
-// Keys and values of a warp of flash_decode.cu, from global memory straight into mma operands.
+// The keys and values of a warp in a decode step (flash_decode_step.cuh), loaded from global memory
+// straight into registers as mma operands.
 //
-// A product of 16 keys, 16 columns and 8 queries does not care which columns it gets, as long as
-// keys and queries get the same: so a lane has eight neighbouring columns of its keys in one load
-// (32 columns in four lanes, two products), and of its values eight columns again (64 in eight
-// lanes), whose output it will hold. Pairs of neighbouring keys, which the second product asks for,
-// are made in registers.
+// A product sums over 16 columns of keys and queries, in any order that is the same for both. So
+// each lane loads eight neighbouring columns of its keys at once; four lanes have 32 columns, which
+// two products consume. Of its values a lane also loads eight neighbouring columns (eight lanes
+// have 64), and it will hold the output of these columns. The product with the values needs pairs
+// of neighbouring keys, which are made in registers by byte permutations.
 #pragma once
 #include "../attention/params.cuh"
 #include "../common/words.cuh"
@@ -12,7 +13,8 @@
 #include "../ptx/mma.cuh"
 #include "../ptx/opaque.cuh"
 
-// Lane 4 * g + c of a warp. Read anew, so that offsets are not kept in registers.
+// The coordinates of lane 4 g + c of a warp. They are read anew each time, so that the compiler
+// does not keep offsets in registers.
 struct QuadLane {
   int g, c;
 
@@ -22,10 +24,10 @@ struct QuadLane {
   }
 };
 
-// Keys and values of a head: a part of a cache, or the new tokens.
+// The keys and values of a head: the old ones in the cache, or the new tokens.
 template <typename T>
 struct KeyRows {
-  const T *k, *v;  // the first rows
+  const T *k, *v;  // the first row of each
   int k_stride, v_stride;
   int count;  // at least 1
 
@@ -41,16 +43,16 @@ struct KeyRows {
   __device__ const T* v_row(int i) const { return v + int64_t(min(i, count - 1)) * v_stride; }
 };
 
-// TILES of 16 keys, BLOCKS of 64 columns, of which only the last need not be whole. Rows and
-// columns that do not exist are replaced by the last ones: what is read is always there and a
-// number if those are, and its weight is 0.
+// TILES tiles of 16 keys and values, in BLOCKS blocks of 64 columns, of which only the last may be
+// partial. Loads of rows and columns that do not exist read the last ones that do, so the addresses
+// are always valid, and a key that no query sees enters the products with weight 0.
 template <typename T, int TILES, int BLOCKS, int ARCH>
 struct KeyTiles {
   using Eight = Words<T, 8>;
   Eight k[TILES][2][2 * BLOCKS];  // keys g and g + 8, columns 32 i + 8 c
   Eight v[TILES][2][2][BLOCKS];   // keys 2c, 2c + 1, those + 8, columns 64 j + 8 g
 
-  // The keys from `first` on.
+  // Loads the keys from `first` on.
   __device__ void load_k(const KeyRows<T>& rows, int first, int head_dim) {
     const QuadLane lane;
 #pragma unroll
@@ -88,8 +90,9 @@ struct KeyTiles {
     }
   }
 
-  // S^T: accumulators of 16 keys (g, g + 8) and 8 queries (2c, 2c + 1). q: shared memory, for each
-  // i and lane what k has, of query g.
+  // Adds K Q^T to s, the accumulators of 16 keys (rows g and g + 8) and 8 queries (columns 2c and
+  // 2c + 1). The queries lie in shared memory at `q` in the same order as the keys in k: for each i
+  // and lane the 16 bytes of query g.
   __device__ void scores(float (&s)[TILES][4], uint32_t q) const {
 #pragma unroll
     for (int i = 0; i < 2 * BLOCKS; ++i) {
@@ -105,8 +108,8 @@ struct KeyTiles {
     }
   }
 
-  // O^T += V^T P^T: o[j][t] has columns 64 j + 8 g + 2t (and + 1 in its second half) of queries 2c
-  // and 2c + 1. p: of a tile, keys 2c and 2c + 1 (and + 8) of query g.
+  // O^T += V^T P^T. o[j][t] holds columns 64 j + 8 g + 2t (and + 1 in its second half) of queries
+  // 2c and 2c + 1; p[tile] holds keys 2c and 2c + 1 (and those + 8 in its second word) of query g.
   __device__ void add_weighted(float (&o)[BLOCKS][4][4], const uint32_t (&p)[TILES][2]) const {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {

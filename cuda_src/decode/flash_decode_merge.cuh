@@ -1,5 +1,5 @@
-// Merges the parts of a decode step of attention: the results of warps, of blocks and of splits of
-// the keys.
+// Merges the partial results of a decode step of attention (flash_decode_step.cuh): those of warps,
+// of the blocks of a cluster, and of splits of the keys.
 #pragma once
 #include "../common/types.cuh"
 #include "../common/warp.cuh"
@@ -9,38 +9,41 @@
 
 constexpr int NUM_WARPS = 4;
 constexpr int DECODE_THREADS = NUM_WARPS * 32;
-constexpr int ROWS = 8;         // queries
-constexpr int MAX_SPLITS = 64;  // of the keys
-constexpr int SAVED_LOADS = 3;  // of a warp: so many pay for splits of the keys
+constexpr int ROWS = 8;         // queries of a cluster
+constexpr int MAX_SPLITS = 64;  // splits of the keys
+constexpr int SAVED_LOADS = 3;  // splits pay if they save a warp at least this number of loads
 
-// The softmax of a query over some of the keys: the largest score (in log2) and the sum of the
-// weights relative to it. The sum of the values with these weights lies beside it.
+// The softmax of a query over some of the keys: the largest score (times log2(e)) and the sum of
+// the weights relative to it. The weighted sum of the values is stored beside it, as `out`.
 struct Sum {
   float max;
   float total;
 };
 
-// The results of a split for its queries.
+// The partial results of a split, in global memory.
 template <int HEAD_DIM>
 struct alignas(16) DecodePart {
   float out[ROWS][HEAD_DIM];
   Sum sums[ROWS];
 };
 
+// The static shared memory of a block.
 template <int HEAD_DIM>
 struct DecodeStorage {
-  uint4 q[HEAD_DIM / 32][32];  // for `scores`
+  uint4 q[HEAD_DIM / 32][32];  // the queries, in the order of KeyTiles::scores
   float out[NUM_WARPS][ROWS][HEAD_DIM];
   Sum sums[NUM_WARPS][ROWS];
-  Sum merged[ROWS];  // with out[0]
-  bool last;         // whether all other splits are done
+  Sum merged[ROWS];  // the sums of the block, whose output is in out[0]
+  bool last;         // the result of is_last_split()
 };
 
+// exp2(max - all), the weight of a part (or of a score) whose maximum is `max` among parts whose
+// maximum is `all`. It is 0 if none of them has seen a key.
 __device__ __forceinline__ float weight_of(float max, float all) {
   return exp2_approx(max - (all == -INF ? 0.f : all));
 }
 
-// One column of a query from PARTS parts.
+// Merges one output column of a query from PARTS parts, and returns it relative to all.max.
 template <int PARTS, class SumOf, class OutOf>
 __device__ __forceinline__ float merge(Sum& all, SumOf sum_of, OutOf out_of) {
   Sum sums[PARTS];
@@ -60,16 +63,17 @@ __device__ __forceinline__ float merge(Sum& all, SumOf sum_of, OutOf out_of) {
   return out;
 }
 
-// The number of splits of keys that a warp would need `loads` loads for. The loads take 1 / splits
-// of the time, the merge takes time that grows with the number of splits: the sum is smallest at a
-// multiple of the root of `loads`.
+// The number of splits, if a warp without splits would need `loads` loads for its keys. The time of
+// the loads falls as 1 / splits and that of the merge grows with the number of splits, so that
+// their sum is smallest at a multiple of the square root of `loads`.
 __device__ __forceinline__ int splits_of(int loads, int most) {
   const int splits = min(min(loads, int(3.f * sqrtf(float(loads)))), most);
   return loads - ceil_div(loads, max(splits, 1)) < SAVED_LOADS ? 1 : splits;
 }
 
-// Whether `splits` - 1 others were done before: by all threads of the blocks of a split, which have
-// written its part. They see what the others wrote.
+// Whether this split is the last of `splits` to finish; if so, its threads see what the others have
+// written. All threads of the blocks of a split call it after they have written their part, and
+// after a barrier.
 template <int CLUSTER>
 __device__ __forceinline__ bool is_last_split(bool& last, int* counter, int splits, int rank) {
   if (rank == 0 && threadIdx.x == 0) {
@@ -81,8 +85,9 @@ __device__ __forceinline__ bool is_last_split(bool& last, int* counter, int spli
   return last;
 }
 
-// By the blocks of the last split: write(row, column, out, sum) of each query. First the weights of
-// the splits, then four columns a thread, as what takes time is to wait for the loads.
+// Merges all splits, and calls write(row, column, out, sum) for each result. The blocks of the last
+// split call it. First the warps compute the weights of the splits; then each thread merges four
+// columns, by loads of 16 bytes, because the time is that of waiting for the loads.
 template <int CLUSTER, int HEAD_DIM, class Write>
 __device__ __forceinline__ void merge_splits(DecodeStorage<HEAD_DIM>& storage,
                                              const DecodePart<HEAD_DIM>* parts, int splits,

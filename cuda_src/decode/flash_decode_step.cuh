@@ -1,16 +1,34 @@
-// A decode step of attention: up to eight new tokens of each sequence enter its cache of keys and
-// values, and attend to what is there then. One launch; lengths are known to the device only.
+// A decode step of attention, the body of flash_decode.cu and flash_decode_cluster.cu. The new
+// tokens of each sequence (up to eight) enter its cache of keys and values, and attend to all that
+// is then in the cache. With t one of the new tokens of sequence b:
 //
-// A cluster of CLUSTER blocks has a head of keys of a sequence and up to eight of its queries:
-// those of the heads that share the keys, token by token; of few heads with many keys several
-// clusters do, each with a split of the keys. The warps of a cluster take its keys in turn, TILES
-// of 16 at once, the new tokens last; the keys of a turn are on their way while those before it are
-// computed with (flash_decode_keys.cuh). Keys are the rows of the tensor-core products and queries
-// their eight columns. Each warp has its own softmax; they merge in the end, first those of a block
-// in its shared memory, then the blocks in that of each other, then the splits in global memory, by
-// the cluster that is done last (flash_decode_merge.cuh). The old keys can be on their way while
-// the kernel that computes the new ones still runs (dependent_launch.cuh). Source: Flash-Decoding,
-// pytorch.org/blog/flash-decoding.
+//   k_cache[b, positions[b] + t] = k[b, t], and v_cache likewise
+//   out[b, t, h] = softmax(scale q[b, t, h] K^T) V    K and V up to key positions[b] + t
+//
+// FlashDecodeParams has the arrays with their shapes. It is one launch; the host does not know the
+// positions.
+//
+// Division of work. A cluster of CLUSTER blocks has one key head of one sequence and up to eight of
+// its queries, which are those of the query heads that share the keys, token by token. If there are
+// few heads and many keys, several clusters have the same queries, and each a split of the keys.
+// The keys are cut into chunks of TILES * 16. The warps of all these blocks take the chunks in
+// turn; the last chunk is the new tokens.
+//
+// A warp computes with one chunk while it loads the next one to registers (flash_decode_keys.cuh).
+// Keys are the rows of its tensor-core products, and queries the eight columns. Each warp has a
+// softmax of its own. In the end the results are merged (flash_decode_merge.cuh): those of warps in
+// the shared memory of their block, those of blocks in the shared memory of the cluster, and those
+// of splits in global memory, by the cluster that finishes last.
+//
+// Overlap. The old keys can be loaded while the kernel that computes the new ones still runs
+// (dependent_launch.cuh).
+//
+// Why nothing is overwritten while it is read. One warp writes the new keys and values to the
+// cache, behind the old ones; all warps read the new ones from k and v instead. In shared memory a
+// barrier lies between each writing and reading. No cluster waits for another: a split counts
+// itself in, and the last one finds the results of all others complete.
+//
+// Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "../ptx/dependent_launch.cuh"
@@ -19,13 +37,15 @@
 #include "flash_decode_merge.cuh"
 #include "params.cuh"
 
-// The queries 2c and 2c + 1 of a lane; the sums are those of its keys alone until the end.
+// The softmax of queries 2c and 2c + 1 in lane 4 g + c. `total` stays the sum over the lane's own
+// keys until the end; the maximum is that of the warp.
 template <int TILES>
 struct QueryPair {
   float max[2] = {-INF, -INF};
   float total[2] = {0.f, 0.f};
 
-  // Scores to weights, packed for the product with the values; `visible` keys of each query count.
+  // Turns scores into weights, packed as an operand of the product with the values. Each query sees
+  // the first `visible` keys of the chunk. rescale is the factor for the outputs so far.
   template <typename T, int ARCH>
   __device__ void update(float (&s)[TILES][4], uint32_t (&p)[TILES][2], float (&rescale)[2],
                          const int (&visible)[2], float scale_log2) {
@@ -60,10 +80,12 @@ struct QueryPair {
   }
 };
 
-// Blocks of a multiprocessor: more than 32 KB of keys and values of each are on their way.
+// The number of blocks on a multiprocessor. Together they have more than 32 KB of keys in flight,
+// and as much of values, which covers the latency of memory.
 __host__ __device__ constexpr int decode_blocks(int head_dim) { return head_dim <= 128 ? 3 : 2; }
 
-// Mostly there is one block of queries, and often one query a head.
+// n / divisor. Most divisors are 1 (one group of queries, one query a head), and the branch is
+// cheaper than a division.
 __device__ __forceinline__ int quotient(int n, int divisor) {
   return divisor == 1 ? n : n / divisor;
 }
@@ -105,14 +127,14 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
   const int step = WARPS * splits;
   int chunk = (warp * CLUSTER + rank) * splits + split;
   Tiles tiles;
-  if (chunk >= old_chunks) wait_for_previous_kernel();  // which has computed the new keys
+  if (chunk >= old_chunks) wait_for_previous_kernel();  // it computes the new keys
   if (chunk <= old_chunks) {
     tiles.load_k(rows_of(chunk), first_of(chunk), params.head_dim);
     tiles.load_v(rows_of(chunk), first_of(chunk), params.head_dim);
   }
   wait_for_previous_kernel();
 
-  // ---- queries, and what enters the cache ----
+  // ---- queries to shared memory, new keys and values to the cache ----
 #pragma unroll 1
   for (int i = threadIdx.x; i < HEAD_DIM; i += DECODE_THREADS) {
     const int row = i % 32 / 4, column = i / 32 * 32 + i % 4 * 8;
@@ -228,7 +250,7 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
       finish(row, column, out, sum);
     }
   }
-  CLUSTER > 1 ? cluster_sync() : __syncthreads();  // others may still read what is here
+  CLUSTER > 1 ? cluster_sync() : __syncthreads();  // no thread reads this shared memory any more
   if (splits == 1) return;
   if (is_last_split<CLUSTER>(storage.last, params.counters + unit, splits, rank))
     merge_splits<CLUSTER>(storage, parts, splits, rows, rank, write);

@@ -1,11 +1,12 @@
 // Programmatic dependent launch (sm_90): a kernel that begins while the one before it in the stream
 // still runs. PTX ISA: "Parallel synchronization instructions: griddepcontrol".
 //
-// A kernel may begin early if its launch allows it (cupyflash/runtime/overlap.py) and every block
+// A kernel may begin early if its launch allows it (cupyflash/runtime/launch.py) and every block
 // of the kernel before it has called `launch_next_kernel` or has exited. Before
 // `wait_for_previous_kernel` it may read what the caller of such launches promises to be constant
-// (weights, older keys and values), prefetch into L2, and write to shared memory. Everything else,
-// above all every store to global memory, must come after the wait. These rules suffice:
+// (weights and biases, positions, older keys and values), prefetch into L2, and write to shared
+// memory. Everything else, above all every store to global memory, must come after the wait. These
+// rules suffice:
 //
 // - The wait ends when the whole previous grid has ended and its writes are visible. At least one
 //   block of that grid has waited for the grid before it. So after the wait all earlier kernels

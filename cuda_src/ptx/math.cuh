@@ -1,5 +1,5 @@
-// Approximate arithmetic and 16-bit packing in single instructions. C++'s division and logf would
-// bring slow paths behind a function call, and the call convention takes registers from the loops.
+// Approximate arithmetic and 16-bit packing in single instructions. The division and logf of C++
+// have slow paths in a function call, and its calling convention takes registers from the loops.
 #pragma once
 #include "../common/types.cuh"
 
