@@ -10,6 +10,7 @@
 #include "../common/pack.cuh"
 #include "../common/warp.cuh"
 #include "../ptx/mma.cuh"
+#include "stack_params.cuh"
 #include "weight_ring.cuh"
 
 constexpr int PIECE_BYTES = 64;
