@@ -176,9 +176,11 @@ struct Consumer {
         const uint8_t* row = rows + first * matrix.pitch;
         const int count = tile.count - first;
         if (HALVES && count <= 8) {
-          row_dot<T, ARCH, VECTORS, HALVES>(d, row, count, matrix.pitch, matrix.bytes, x);
+          constexpr TileRows ROWS = HALVES ? TileRows::UP_TO_8 : TileRows::UP_TO_16;
+          row_dot<T, ARCH, VECTORS, ROWS>(d, row, count, matrix.pitch, matrix.bytes, x);
         } else {
-          row_dot<T, ARCH, VECTORS, false>(d, row, count, matrix.pitch, matrix.bytes, x);
+          row_dot<T, ARCH, VECTORS, TileRows::UP_TO_16>(d, row, count, matrix.pitch, matrix.bytes,
+                                                        x);
         }
         float* products = storage.products[warp] + (pending + first + g) * MAX_BATCH + 2 * c;
         if (first + g < tile.count) *reinterpret_cast<float2*>(products) = {d[0], d[1]};

@@ -8,19 +8,14 @@
 #pragma once
 #include "../common/convert.cuh"
 #include "../common/pack.cuh"
+#include "../common/small_m.cuh"
 #include "../common/warp.cuh"
-#include "../ptx/mma.cuh"
 #include "stack_params.cuh"
 #include "weight_ring.cuh"
 
 constexpr int PIECE_BYTES = 64;
 constexpr int MAX_PIECES = 18;  // of a warp
 constexpr int PIECE_STRIDE = CONSUMER_WARPS * PIECE_BYTES;
-
-template <typename T, int ARCH>
-constexpr bool HAS_MMA = ARCH >= 80 || !T::IS_BFLOAT16;
-template <int ARCH>
-constexpr bool HAS_MMA<float, ARCH> = false;
 
 // A lane's share of the eight vectors, in the type of the weights, for at most MOST_PIECES of a
 // warp; zeros beyond their ends. If there are less than eight sequences, each has several vectors,
@@ -96,19 +91,21 @@ __device__ __forceinline__ void gather_sums(float (&d)[4], const float (&sums)[2
 }
 
 // d: the products of a warp's columns in the layout of an mma accumulator: rows g and g + 8 of the
-// tile, vectors 2c and 2c + 1. Rows from `count` on are anything. FEW: at most 8 rows; then the
-// upper half of an mma takes the next piece of the lower one's rows, which is another holder's.
-template <typename T, int ARCH, int VECTORS, bool FEW, class X>
+// tile, vectors 2c and 2c + 1. Rows from `count` on are anything. Of up to 8 rows the upper half of
+// an mma takes the next piece, which is that of another holder.
+enum class TileRows { UP_TO_8, UP_TO_16 };
+template <typename T, int ARCH, int VECTORS, TileRows ROWS, class X>
 __device__ __forceinline__ void row_dot(float (&d)[4], const uint8_t* tile, int count, int pitch,
                                         int bytes, const X& x) {
-  constexpr int AT_ONCE = !HAS_MMA<T, ARCH> ? 1 : FEW ? 2 : 4;  // for the latency of shared memory
-  constexpr int STEP = FEW ? 2 : 1;                             // pieces
-  static_assert(!FEW || (HAS_MMA<T, ARCH> && X::HOLDERS % 2 == 0));
+  constexpr bool HALF = ROWS == TileRows::UP_TO_8;
+  constexpr int AT_ONCE = !HAS_MMA<T, ARCH> ? 1 : HALF ? 2 : 4;  // for the latency of shared memory
+  constexpr int STEP = HALF ? 2 : 1;                             // pieces
+  static_assert(!HALF || (HAS_MMA<T, ARCH> && X::HOLDERS % 2 == 0));
   const int g = threadIdx.x % 32 / 4, part = x.first_piece();
   const uint8_t* low_row = tile + min(g, count - 1) * pitch + piece_offset(0);
   const uint8_t* high_row =
-      FEW ? low_row + PIECE_STRIDE : tile + min(g + 8, count - 1) * pitch + piece_offset(0);
-  const int left = bytes - piece_offset(0), left_high = FEW ? left - PIECE_STRIDE : left;
+      HALF ? low_row + PIECE_STRIDE : tile + min(g + 8, count - 1) * pitch + piece_offset(0);
+  const int left = bytes - piece_offset(0), left_high = HALF ? left - PIECE_STRIDE : left;
   const int left_of_warp = bytes - int(threadIdx.x / 32) * PIECE_BYTES;
   float chains[4][4] = {}, sums[2][MAX_BATCH] = {};
 #pragma unroll
@@ -129,8 +126,8 @@ __device__ __forceinline__ void row_dot(float (&d)[4], const uint8_t* tile, int 
       const uint4 y = holds ? x.piece[piece / X::HOLDERS] : uint4{0, 0, 0, 0};
       if constexpr (HAS_MMA<T, ARCH>) {
         float (&even)[4] = chains[i % 2 * 2], (&odd)[4] = chains[i % 2 * 2 + 1];
-        mma_m16n8k16<T, ARCH>(even, {low[i].x, high[i].x, low[i].y, high[i].y}, y.x, y.y);
-        mma_m16n8k16<T, ARCH>(odd, {low[i].z, high[i].z, low[i].w, high[i].w}, y.z, y.w);
+        mma_step<T, ARCH>(even, low[i], high[i], y, 0);
+        mma_step<T, ARCH>(odd, low[i], high[i], y, 1);
       } else {
         add_products<T, VECTORS>(sums, low[i], high[i], y);
       }
@@ -143,7 +140,7 @@ __device__ __forceinline__ void row_dot(float (&d)[4], const uint8_t* tile, int 
   } else {
     gather_sums(d, sums);
   }
-  if constexpr (FEW) {
+  if constexpr (HALF) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       if ((threadIdx.x % 4 * 2 + i) / X::SEQUENCES % 2) d[i] = d[i + 2];

@@ -10,7 +10,10 @@
 
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
 
-__device__ __forceinline__ void consumers_sync() { named_barrier_sync(1, CONSUMERS); }
+enum class NamedBarrier { CONSUMERS = 1 };
+__device__ __forceinline__ void consumers_sync() {
+  named_barrier_sync(NamedBarrier::CONSUMERS, CONSUMERS);
+}
 
 template <typename T>
 constexpr int LANE_COLUMNS = 16 / sizeof(T);  // of a piece

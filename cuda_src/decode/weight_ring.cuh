@@ -52,29 +52,26 @@ struct TileWalk {
   }
 };
 
-// With the copy engine of sm_90: `full` of a tile counts bytes, `empty` the consumer warps.
+// With the copy engine of sm_90, and the barriers of common/ring.cuh: `full` of a tile counts
+// bytes, `empty` the consumer warps.
 template <int ARCH, int TILES, int TILE_BYTES, bool BULK = (ARCH >= 90)>
 struct WeightRing {
   alignas(128) uint8_t tiles[TILES][TILE_BYTES];
-  uint64_t full[TILES];
-  uint64_t empty[TILES];
+  RingBarriers<TILES> barriers;
 
-  using Place = Ring<TILES>;  // a walker's
+  using Place = Ring<TILES>;  // of the warp that fills, or of a consumer
 
   // By one thread; the block must synchronise.
   __device__ void init() {
-    for (int i = 0; i < TILES; ++i) {
-      mbarrier_init(smem_address(&full[i]), 1);
-      mbarrier_init(smem_address(&empty[i]), CONSUMER_WARPS);
-    }
+    barriers.init(CONSUMER_WARPS);
     mbarrier_init_fence();
   }
 
   // By the filling warp: the next `count` rows of a matrix from `row` on, the leads counted.
   __device__ void fill(Place& at, const MatrixRows& matrix, int row, int count) {
     const int lane = threadIdx.x % 32;
-    const uint32_t barrier = smem_address(&full[at.stage]);
-    mbarrier_wait(smem_address(&empty[at.stage]), at.parity ^ 1);
+    const uint32_t barrier = smem_address(&barriers.full[at.stage]);
+    barriers.wait_empty(at);
     if (lane == 0) mbarrier_arrive_expect(barrier, count * matrix.bytes);
     __syncwarp();
     if (lane < count) {
@@ -87,12 +84,13 @@ struct WeightRing {
 
   // By the consumers: the tile, when it is there.
   __device__ const uint8_t* wait(const Place& at) {
-    mbarrier_wait(smem_address(&full[at.stage]), at.parity);
+    barriers.wait_full(at);
     return tiles[at.stage];
   }
+  // The products of the tile are complete, so its loads are.
   __device__ void release(Place& at) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&empty[at.stage]));
+    barriers.release(at.stage);
     at.advance();
   }
 };

@@ -11,6 +11,12 @@
 #include "../ptx/warpgroup.cuh"
 #include "params.cuh"
 
+// For the consumers, or with a norm for them and the helpers.
+enum class NamedBarrier {
+  WRITTEN = 1,  // what threads have written for each other is there, or has been read
+  NORMALISED,   // x is
+};
+
 template <typename T_, bool GATED_, bool ROTARY_, int ROWS_, int CLUSTER_>
 struct FewLayout {
   using T = T_;
@@ -109,9 +115,9 @@ struct FewPlaces {
 };
 
 template <class L>
-struct FewBarriers {
-  uint64_t full[L::MAX_STAGES];
-  uint64_t empty[L::MAX_STAGES];
+struct FewBarriers : RingBarriers<L::MAX_STAGES> {
+  using RingBarriers<L::MAX_STAGES>::full;
+  using RingBarriers<L::MAX_STAGES>::empty;
   uint64_t sums;  // of this block's share, from the cluster, as the next
   uint64_t row_sums;
 
@@ -130,10 +136,6 @@ struct FewBarriers {
       mbarrier_arrive_expect(smem_address(&row_sums), L::CLUSTER * rows * sizeof(Sums));
     }
     mbarrier_init_fence();
-  }
-  // By each warp of the consumers, after its wgmma_wait().
-  __device__ void release(int stage) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&empty[stage]));
   }
 };
 
@@ -154,7 +156,7 @@ __device__ __forceinline__ void wait_for_pairs(uint64_t& barrier, int threads) {
   if constexpr (L::CLUSTER > 1)
     mbarrier_wait(smem_address(&barrier), 0);
   else
-    named_barrier_sync(1, threads);
+    named_barrier_sync(NamedBarrier::WRITTEN, threads);
 }
 
 // The loader: one lane. As many weights as the ring has room for are asked for before what the
@@ -180,13 +182,14 @@ struct FewLoader {
   }
   // All others, as room is made.
   __device__ void refill() {
-    RingPlace ring;
-    if (filled < params.stages) ring = {filled, 1};
+    Ring<L::MAX_STAGES> ring;  // the place behind the tiles that fill() has asked for
+    ring.stage = filled;
+    if (filled == params.stages) ring = {0, 1};
     int step = filled;
     do {
 #pragma unroll 1
       for (; step < depth.size(); ++step, ring.next(params.stages)) {
-        mbarrier_wait(smem_address(&barriers.empty[ring.stage]), ring.parity);
+        barriers.wait_empty(ring);
         load_weights(step, ring.stage);
         if (stream_x) load_x(step, ring.stage);
       }

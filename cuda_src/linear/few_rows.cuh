@@ -1,6 +1,7 @@
 // The few rows of x in shared memory, normalised if there is a norm, and what a tile of few.cuh is.
 #pragma once
 #include "../common/convert.cuh"
+#include "../common/small_m.cuh"
 #include "../common/warp.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ld_global.cuh"
@@ -16,11 +17,6 @@ constexpr int SLICE_BYTES = 128;
 constexpr int STAGE_BYTES = 2 * TILE_PAIRS * SLICE_BYTES;
 constexpr int SUMS_PITCH = 36;  // of 32 numbers: stores of a warp hit all banks
 constexpr int MAX_SUM_ROWS = FEW_THREADS / TILE_PAIRS;  // of x, whose sums warps share at a time
-
-template <typename T, int ARCH>
-constexpr bool HAS_MMA = ARCH >= 80 || !T::IS_BFLOAT16;
-template <int ARCH>
-constexpr bool HAS_MMA<float, ARCH> = false;
 
 template <typename T_, int ROWS_, int VECTOR_, int NUM_STAGES_, int ARCH_>
 struct FewTile {

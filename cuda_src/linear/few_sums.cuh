@@ -1,6 +1,5 @@
 // What a warp of few.cuh adds up: a tile of weights times the rows of x.
 #pragma once
-#include "../ptx/mma.cuh"
 #include "weight_ring.cuh"
 
 constexpr int HALF_BYTES = STAGE_BYTES / 2;
@@ -56,12 +55,8 @@ struct FewSums<Tile, true> {
 #pragma unroll
       for (int i = 0; i < 2 * BLOCKS; ++i) {  // sums that do not wait for each other
         const int half = i % 2;
-        const uint4 &a = first[half][j / 2], &b = second[half][j / 2], &x = slice[i / 2][j / 2];
-        const uint32_t low[4] = {a.x, b.x, a.y, b.y}, high[4] = {a.z, b.z, a.w, b.w};
-        if (j % 2 == 0)
-          mma_m16n8k16<T, Tile::ARCH>(sums[half][i / 2], low, x.x, x.y);
-        else
-          mma_m16n8k16<T, Tile::ARCH>(sums[half][i / 2], high, x.z, x.w);
+        mma_step<T, Tile::ARCH>(sums[half][i / 2], first[half][j / 2], second[half][j / 2],
+                                slice[i / 2][j / 2], j % 2);
       }
     }
   }

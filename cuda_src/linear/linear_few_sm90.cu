@@ -67,16 +67,17 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1)
     norm.send(row_sums, rank, barriers.row_sums);
     if (consumer) results.load_rows();
     cp_async_wait<0>();
-    named_barrier_sync(1, L::NORM_THREADS);  // everybody sees the norm's weights
+    // Everybody sees the norm's weights.
+    named_barrier_sync(NamedBarrier::WRITTEN, L::NORM_THREADS);
     wait_for_pairs<L>(barriers.row_sums, L::NORM_THREADS);
     const float2 stats = norm.receive(first);
     base.norm.wide ? norm.template normalise<float>(stats) : norm.template normalise<T>(stats);
     fence_async_proxy();
     if (!consumer) {
-      named_barrier_arrive(2, L::NORM_THREADS);
+      named_barrier_arrive(NamedBarrier::NORMALISED, L::NORM_THREADS);
       return;
     }
-    named_barrier_sync(2, L::NORM_THREADS);
+    named_barrier_sync(NamedBarrier::NORMALISED, L::NORM_THREADS);
   } else {
     results.load_bias();
     wait_for_previous_kernel();
@@ -85,12 +86,12 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1)
     cluster_wait();
   }
 
-  RingPlace ring;
+  Ring<L::MAX_STAGES> ring;
   while (true) {
     // ---- the product: a step is issued before the one before it is waited for ----
     float acc[ROWS / 8][4];
     const auto issue = [&](int step) {
-      mbarrier_wait(smem_address(&barriers.full[ring.stage]), ring.parity);
+      barriers.wait_full(ring);
       const uint32_t weights = places.ring + uniform(ring.stage) * places.stage_bytes;
       const uint32_t x =
           base.norm_weight ? places.x + step * L::TileX::BYTES : weights + L::TileW::BYTES;
@@ -122,6 +123,6 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1)
     results.begin(tiles.column());
     results.load_bias();
     results.load_rows();
-    named_barrier_sync(1, L::CONSUMERS);  // the sums have been read
+    named_barrier_sync(NamedBarrier::WRITTEN, L::CONSUMERS);  // the sums have been read
   }
 }
