@@ -1,7 +1,7 @@
-"""Arrays of any library: nothing is converted on a GPU.
+"""Arrays of any library, which are never copied to another one on a GPU.
 
-The kernels need a pointer, a shape, strides and a dtype; `library_of` finds the adapter that reads
-them (libraries.py, torch_library.py). Other libraries are served by DLPack.
+The kernels need a pointer, a shape, strides and a dtype. `library_of` finds the adapter that reads
+them (libraries.py, torch_library.py). Arrays of other libraries are imported by DLPack.
 """
 
 import contextlib
@@ -12,11 +12,11 @@ import numpy
 
 Array = Any
 
-SEEDS = 2**63 - 1  # seeds of dropout that are drawn are less than this
+SEEDS = 2**63 - 1  # seeds of dropout are drawn from 0 to one less than this
 
 
 class View(NamedTuple):
-    """What the checks and the kernels need to know of an array, besides its pointer."""
+    """The properties of an array that the checks and the kernels need, except its pointer."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
@@ -25,7 +25,7 @@ class View(NamedTuple):
 
 
 def dense_strides(shape: tuple[int, ...], order: Any) -> tuple[int, ...]:
-    """Strides of a dense array whose axes lie in ``order``, the outermost first."""
+    """Strides in elements of a dense array whose axes lie in ``order``, the outermost first."""
     strides, step = [0] * len(shape), 1
     for axis in reversed(list(order)):
         strides[axis] = step
@@ -37,7 +37,7 @@ _libraries: dict[type, Any] = {}
 
 
 def library_of(x: Array) -> Any:
-    """The adapter of an array's library, or None."""
+    """The adapter of an array's library, or None if there is no adapter for it."""
     kind = type(x)
     library = _libraries.get(kind)
     if library is None:
@@ -48,7 +48,11 @@ def library_of(x: Array) -> Any:
 
 
 def _find(x: Array) -> Any:
-    """Of NumPy and CuPy no subclasses: what those add to the numbers, a mask say, would be lost."""
+    """The adapter for a type that is not known yet, or None.
+
+    Subclasses of NumPy's and CuPy's arrays have none, because whatever they add to the numbers, a
+    mask for example, would be lost.
+    """
     from . import libraries
 
     for module, names, adapter in (
@@ -62,7 +66,7 @@ def _find(x: Array) -> Any:
     if tensor is not None and isinstance(x, tensor):
         from .torch_library import TorchLibrary
 
-        return _libraries.setdefault(tensor, TorchLibrary())  # also of its subclasses
+        return _libraries.setdefault(tensor, TorchLibrary())  # its subclasses have the same adapter
     return None
 
 
@@ -72,7 +76,7 @@ def from_foreign(function: str, x: Array, name: str = "arrays") -> Array:
     Raises:
         TypeError: it is None, a subclass of NumPy's or CuPy's arrays, or speaks neither DLPack nor
             ``__cuda_array_interface__``.
-        NotImplementedError: its library would want a gradient.
+        NotImplementedError: its library would record a gradient.
     """
     kind = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}".removeprefix("builtins.")
     for base in (numpy.ndarray, getattr(sys.modules.get("cupy"), "ndarray", numpy.ndarray)):
@@ -82,13 +86,13 @@ def from_foreign(function: str, x: Array, name: str = "arrays") -> Array:
     if getattr(x, "requires_grad", False) is True or getattr(x, "stop_gradient", True) is False:
         fact = f"{name} of libraries other than torch have no gradients"
         raise NotImplementedError(f"{function}: {fact}, got a {kind} that requires one")
-    if isinstance(x, type):  # which has the attributes of its arrays
+    if isinstance(x, type):  # a class has the attributes that its arrays have
         kind = f"the class {x.__name__}"
     elif hasattr(x, "__dlpack_device__") and hasattr(x, "__dlpack__"):
         if int(x.__dlpack_device__()[0]) == 1:  # kDLCPU
             try:
                 return numpy.from_dlpack(x)
-            except RuntimeError:  # a dtype that is none of NumPy's own, as bfloat16
+            except RuntimeError:  # NumPy itself does not have the dtype, as with bfloat16
                 return numpy.asarray(x)
         import cupy
 
@@ -109,18 +113,18 @@ def to_foreign(result: Array, like: Array) -> Array:
         namespace = like.__array_namespace__()
         try:
             return namespace.from_dlpack(result)
-        except BufferError:  # of such a dtype
+        except BufferError:  # the library cannot import this dtype by DLPack
             return namespace.asarray(result)
     return result
 
 
 def device_name(device: int | str) -> str:
-    """Of `View.device`, for messages."""
+    """The name of a `View.device` in messages."""
     return "CPU" if device == -1 else str(device)
 
 
 def compiling() -> bool:
-    """Whether torch.compile traces the caller: it could not trace what follows; 0.2 µs."""
+    """Whether torch.compile traces the caller; it cannot trace the checks and launches. 0.2 µs."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
 
@@ -137,5 +141,5 @@ def array_namespace(array: Any) -> Any:
 
 
 def compute_dtype(array: Any) -> str:
-    """The dtype of sums over a NumPy or CuPy array: float64 of its own kind, else float32."""
+    """The dtype for sums over a NumPy or CuPy array: float64 if it is float64, else float32."""
     return "float64" if array.dtype == "float64" else "float32"

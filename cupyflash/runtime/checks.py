@@ -1,7 +1,7 @@
 """Checks of arrays and options, before anything is launched.
 
-Options become plain Python numbers, whatever the caller has for numbers: an option is part of the
-key of a plan. An array there would be compared by its identity and could change in place.
+The checks turn options into plain Python numbers, because an option is part of the key of a plan:
+an array in the key would be compared by its identity, and could be changed in place.
 """
 
 import math
@@ -15,9 +15,9 @@ from .array import Array, View, device_name, library_of
 from .config import ITEM_SIZE, weight_dtypes
 from .rows import dense_like, is_contiguous
 
-MAX_BLOCKS = 2**31  # of a grid
+MAX_BLOCKS = 2**31  # a grid has fewer blocks than this
 PLAIN = (bool, int, float, str)
-CPU = 1  # kDLCPU: DLPack's name of the device of an array of any library
+CPU = 1  # kDLCPU, the CPU in the numbering of devices by DLPack
 ON_GPU = "must be a number, as reading it from a GPU would wait (use x.item())"
 
 
@@ -25,8 +25,8 @@ def host_value(function: str, name: str, x: Any) -> Any:
     """The number in a NumPy scalar or in an array of no dimensions; any other object as it is.
 
     Raises:
-        TypeError: it lies on a GPU: reading it would wait for all work there.
-        NotImplementedError: it wants a gradient.
+        TypeError: it lies on a GPU, and reading it would wait for all work there.
+        NotImplementedError: it requires or records a gradient.
     """
     if type(x) in PLAIN:
         return x
@@ -50,10 +50,10 @@ def host_value(function: str, name: str, x: Any) -> Any:
 
 
 def plain_flag(function: str, name: str, x: Any, allowed: str = "True or False") -> bool:
-    """A bool, also of NumPy, in an array of no dimensions, or as 0 or 1.
+    """The bool in ``x``, which may also be NumPy's, in an array of no dimensions, or 0 or 1.
 
     Raises:
-        As `host_value`; TypeError also for what is none of these.
+        As `host_value`; TypeError also for anything else.
     """
     if type(x) is bool:
         return x
@@ -64,7 +64,7 @@ def plain_flag(function: str, name: str, x: Any, allowed: str = "True or False")
 
 
 def plain_real(function: str, name: str, x: Any) -> float:
-    """A float of any real number but bool; its range is not checked.
+    """The float of any real number except a bool; its range is not checked.
 
     Raises:
         As `plain_flag`.
@@ -81,7 +81,7 @@ def plain_real(function: str, name: str, x: Any) -> float:
 
 
 def plain_integer(function: str, name: str, x: Any) -> int:
-    """An int of any integer but bool; its range is not checked.
+    """The int of any integer except a bool; its range is not checked.
 
     Raises:
         As `plain_flag`.
@@ -95,12 +95,12 @@ def plain_integer(function: str, name: str, x: Any) -> int:
 
 
 def short(x: Any) -> str:
-    """For messages."""
+    """A short text for ``x`` in messages."""
     return f"an array {tuple(x.shape)}" if library_of(x) else repr(x)[:60]
 
 
 def views_of(function: str, library: Any, arrays: Mapping[str, Array | None]) -> dict[str, View]:
-    """Views of the arrays that are there; all of one library and device, floating-point.
+    """Views of all arrays that are not None, floating-point ones of one library and device.
 
     Raises:
         TypeError: libraries, dtypes.
@@ -127,20 +127,20 @@ def views_of(function: str, library: Any, arrays: Mapping[str, Array | None]) ->
 
 
 def require_plain(function: str, library: Any, arrays: Sequence[Array]) -> None:
-    """NotImplementedError if torch follows what is done to one of these arrays of the library."""
+    """Raises NotImplementedError if torch tracks what is done to one of these arrays."""
     if got := library.what_follows(*arrays):
         raise NotImplementedError(f"{function}: has no backward and runs as it is, got {got}")
 
 
 def require_device(function: str, name: str, view: View) -> None:
-    """A CPU or a CUDA device."""
+    """Raises ValueError unless an array is on a CPU or a CUDA device."""
     if not isinstance(view.device, int):
         fact = f"{name} must be on a CPU or a CUDA device"
         raise ValueError(f"{function}: {fact}, got {view.device}")
 
 
 def require_like(function: str, views: Mapping[str, View], name: str, first: str) -> None:
-    """An array must have the shape and dtype of the first."""
+    """An array, if it is there, must have the shape and dtype of the first."""
     if name not in views:
         return
     x, like = views[name], views[first]
@@ -153,9 +153,9 @@ def require_like(function: str, views: Mapping[str, View], name: str, first: str
 
 
 def require_dense(function: str, views: Mapping[str, View], first: str) -> None:
-    """The first array must be dense, its axes in any order, and the others must have its strides.
+    """The first array must be dense, with its axes in any order, and the others have its strides.
 
-    So element i in memory is the same element of all of them. Axes of length 1 do not matter.
+    Then element i in memory is the same element in all of them. Axes of length 1 do not matter.
     """
     dense = dense_like(views[first])
     fact, others = f"{first} must be dense", [name for name in views if name != first]
@@ -168,7 +168,7 @@ def require_dense(function: str, views: Mapping[str, View], first: str) -> None:
 
 
 def require_weights(function: str, views: Mapping[str, View], first: str, size: int) -> None:
-    """Weight and bias: (size,), contiguous, of the dtype of the first array or float32."""
+    """Weight and bias must be (size,), contiguous, of the dtype of the first array or float32."""
     for name in ("weight", "bias"):
         if name not in views:
             continue
@@ -186,7 +186,7 @@ def require_weights(function: str, views: Mapping[str, View], first: str, size: 
 
 
 def require_stats(function: str, views: Mapping[str, View], shape: tuple[int, ...]) -> None:
-    """The statistics that the forward returned."""
+    """The statistics must be as the forward pass has returned them."""
     x = views["stats"]
     if x.dtype != "float32":
         raise TypeError(f"{function}: stats must be float32, got {x.dtype}")
@@ -197,10 +197,10 @@ def require_stats(function: str, views: Mapping[str, View], shape: tuple[int, ..
 
 
 def integer_within(function: str, name: str, x: Any, least: int, most: int) -> int:
-    """x as a Python integer within bounds.
+    """``x`` as a Python integer from ``least`` to ``most``.
 
     Raises:
-        As `plain_integer`; ValueError out of bounds.
+        As `plain_integer`; ValueError if it is out of bounds.
     """
     number = plain_integer(function, name, x)
     if not least <= number <= most:
@@ -209,10 +209,10 @@ def integer_within(function: str, name: str, x: Any, least: int, most: int) -> i
 
 
 def require_eps(function: str, eps: Any) -> float:
-    """A finite number of at least 0, as a plain one.
+    """``eps`` as a plain number, which must be finite and at least 0.
 
     Raises:
-        As `plain_real`; ValueError out of bounds.
+        As `plain_real`; ValueError if it is out of bounds.
     """
     eps = plain_real(function, "eps", eps)
     if not 0 <= eps < math.inf:
@@ -221,12 +221,12 @@ def require_eps(function: str, eps: Any) -> float:
 
 
 def require_grid(function: str, blocks: int, shape: tuple[int, ...]) -> int:
-    """The number of blocks, if a grid can have so many."""
+    """The number of blocks; ValueError if a grid cannot have as many."""
     if blocks >= MAX_BLOCKS:
         raise ValueError(f"{function}: x is too large for a grid of {MAX_BLOCKS}, got {shape}")
     return blocks
 
 
 def is_integer(x: Any) -> bool:
-    """Whether x can index; bool and arrays, which may lie on a GPU, do not count."""
+    """Whether ``x`` can be an index. A bool is not, nor an array, which may lie on a GPU."""
     return hasattr(x, "__index__") and not isinstance(x, bool) and not hasattr(x, "__dlpack__")

@@ -1,6 +1,6 @@
-"""What every kernel configuration is: a frozen dataclass whose fields are the template parameters.
+"""A kernel configuration: a frozen dataclass whose fields are the template parameters of a kernel.
 
-A subclass names its source file and its parameter struct; its fields have the names of the kernel's
+A subclass names its source file and its parameter struct. Its fields have the names of the kernel's
 template parameters in lower case (``dtype`` is ``T``) and stand in the same order, so that the
 dataclass *is* the instantiation. ``tests/test_params.py`` compares them with the source.
 """
@@ -19,7 +19,7 @@ def weight_dtypes(dtype: str) -> tuple[str, ...]:
 
 
 def vector_width(dtype: str) -> int:
-    """Elements of 16 bytes."""
+    """The number of elements in 16 bytes."""
     return 16 // ITEM_SIZE[dtype]
 
 
@@ -30,14 +30,15 @@ class KernelConfig:
     Attributes:
         source: path below ``cuda_src/``; its stem is the name of the kernel.
         params: the ctypes structure that the kernel takes by value.
-        cooperative: the blocks wait for each other, so all of them must run at once.
-        dependent: reads nothing but constants, and writes nothing, before it has waited for the
-            kernel before it (dependent_launch.cuh), so it may begin while that one still runs.
+        cooperative: the blocks wait for each other, so all of them must run at the same time.
+        dependent: the kernel reads nothing but constants, and writes nothing, before it has waited
+            for the kernel before it (dependent_launch.cuh), so it may begin while that one still
+            runs.
         persistent: a block takes one of the ``grid`` tiles after the other, so that one block for
             each multiprocessor is enough.
-        tiles_of: of a persistent kernel: its tiles are ``tile_rows`` rows of "q" or of "k".
-        combine: the configuration that combines the results of blocks that share the keys of a
-            tile, if this kernel (its ``split_keys()``) can do that.
+        tiles_of: "q" or "k": a tile of a persistent kernel is ``tile_rows`` rows of that array.
+        combine: the configuration of the kernel that merges the results of several blocks, if
+            blocks of this kernel (as ``split_keys()`` returns it) can divide the keys of a tile.
     """
 
     source: ClassVar[str]
@@ -61,7 +62,7 @@ class KernelConfig:
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the template parameter, or what a class sets instead."""
+        """Threads of a block: the template parameter, unless a class sets the number otherwise."""
         return self.num_threads
 
     @property
@@ -70,17 +71,17 @@ class KernelConfig:
         return getattr(self, "smem_bytes", 0)
 
     def with_splits(self) -> "tuple[KernelConfig, ...]":
-        """This one, and what takes its place where blocks share the keys of a tile."""
+        """This configuration and the two that replace it where blocks divide the keys of a tile."""
         return (self, self.split_keys(), self.combine) if self.combine else (self,)
 
     @property
     def boxes(self) -> dict[str, int]:
-        """Rows of a box of each tensor map, in the order of the maps in front of ``params``."""
+        """Rows of a TMA tile of each tensor map, in the order of the maps that begin ``params``."""
         return {}
 
     @property
     def bias_box_rows(self) -> int:
-        """Rows of a box of the map of the bias behind ``params``; 0 without that map."""
+        """Rows of a TMA tile of the bias, whose map is the last in ``params``; 0 without a map."""
         return 0
 
 

@@ -1,8 +1,9 @@
-"""Functions of the NVIDIA driver that CuPy does not have, by ctypes.
+"""Functions of the NVIDIA driver that CuPy does not have, called by ctypes.
 
-A stream may use fewer multiprocessors than the GPU has: in a green context, or under MPS. The
-blocks of a cooperative launch wait for each other, so all of them must run at once. The driver
-refuses a grid that is too large for the context; then the plan is made again for what there is.
+A stream may use fewer multiprocessors than the GPU has, in a green context or under MPS. The blocks
+of a cooperative launch wait for each other, so all of them must run at the same time. The driver
+refuses a grid that is too large for its context; the plan is then made again for the number of
+multiprocessors that the context has.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ TOO_LARGE = 720  # CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
 SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
 SM_COUNT_AFFINITY = 0  # CU_EXEC_AFFINITY_TYPE_SM_COUNT
 RESOURCE_BYTES = 256  # CUdevResource has 144, and grows with the driver
-COUNT_OFFSET = 96  # of its sm.smCount
+COUNT_OFFSET = 96  # offset of its field sm.smCount
 
 
 @functools.cache
@@ -33,24 +34,25 @@ def function(name: str, *argument_types: Any) -> Callable[..., int]:
 
 
 def with_context(call: Callable[..., int], *arguments: Any) -> int:
-    """The status of a call of the driver, which knows no primary context in a new thread.
+    """Calls the driver and returns the status, with a current context also in a new thread.
 
-    The CUDA runtime makes it current at its first call in a thread; the driver never does.
+    The CUDA runtime makes the primary context current at its first call in a thread; the driver
+    never does.
     """
     status = call(*arguments)
     if status == INVALID_CONTEXT:
         import cupy
 
-        cupy.cuda.runtime.free(0)  # of the current device; nothing but that
+        cupy.cuda.runtime.free(0)  # does nothing but make the context of the device current
         status = call(*arguments)
     return status
 
 
 class GridTooLarge(RuntimeError):
-    """A cooperative launch has more blocks than its stream can run at once.
+    """A cooperative launch has more blocks than its stream can run at the same time.
 
     Attributes:
-        multiprocessors: those that there are.
+        multiprocessors: the number that the stream may use.
     """
 
     def __init__(self, blocks: int, multiprocessors: int) -> None:
@@ -68,7 +70,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def limit_multiprocessors(multiprocessors: int) -> Iterator[None]:
-    """Within, this thread makes plans for a GPU that has so many."""
+    """Context in which this thread makes plans for a GPU with this number of multiprocessors."""
     before, _thread.multiprocessors = _thread.multiprocessors, multiprocessors
     try:
         yield
@@ -77,15 +79,17 @@ def limit_multiprocessors(multiprocessors: int) -> Iterator[None]:
 
 
 def multiprocessor_limit() -> int | None:
-    """The number within `limit_multiprocessors`, else None."""
+    """The number of `limit_multiprocessors` in this thread, or None outside of it."""
     return _thread.multiprocessors
 
 
 def multiprocessors_of(stream: int) -> int | None:
-    """How many the green context of a stream has, or else the current context; None: nobody says.
+    """The number of multiprocessors of a stream's green context, or else of the current context.
+
+    It is None if the driver does not report it.
 
     Args:
-        stream: its address.
+        stream: address of the stream.
     """
     context = c_void_p()
     resource = ctypes.create_string_buffer(RESOURCE_BYTES)
@@ -101,7 +105,7 @@ def multiprocessors_of(stream: int) -> int | None:
         status = 1
     count = int.from_bytes(resource[COUNT_OFFSET : COUNT_OFFSET + 4], "little")
     known = [count] if status == 0 and count else []
-    affinity = (c_uint * 8)()  # CUexecAffinityParam: type, number; what MPS gives a context
+    affinity = (c_uint * 8)()  # CUexecAffinityParam: type, number of multiprocessors under MPS
     ask = function("cuCtxGetExecAffinity")
     if ask(affinity, c_int(SM_COUNT_AFFINITY)) == 0 and affinity[1]:
         known.append(affinity[1])

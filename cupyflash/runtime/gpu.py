@@ -1,7 +1,7 @@
-"""What GPUs have: a row for each compute capability, and what the GPUs at hand report.
+"""Facts about GPUs: a row for each compute capability, and what the installed GPUs report.
 
-A new architecture is a row of `ARCHITECTURES`; which kernels it runs, and with which tiles, follows
-from the row.
+A new architecture is a row of `ARCHITECTURES`. The row decides which kernels run on it, and with
+which tiles.
 """
 
 import functools
@@ -18,11 +18,11 @@ class Architecture(NamedTuple):
     """Facts about the GPUs of one compute capability.
 
     Attributes:
-        shared_memory: KB that a block may have.
-        mma_dtypes: what mma.sync multiplies, with float32 accumulators.
-        copies: how data comes to shared memory: 75 through registers, 80 by cp.async, 90 by bulk
+        shared_memory: KB that a block may use.
+        mma_dtypes: the dtypes that mma.sync multiplies, with float32 accumulators.
+        copies: how data reaches shared memory: 75 through registers, 80 by cp.async, 90 by bulk
             copies (the template argument ARCH of kernels).
-        clusters: whether the kernels for clusters of blocks are made for it.
+        clusters: whether kernels in clusters of blocks are used on it.
         wgmma: whether it has the instructions of sm_90a, for kernels whose name ends in ``_sm90``.
         tiles: the entry of the tile tables of mma.sync kernels; ptxas has fewer registers to spare
             on some architectures.
@@ -37,7 +37,7 @@ class Architecture(NamedTuple):
 
     @property
     def mma(self) -> int:
-        """Which mma.sync there is: 75 or 80 (the template argument ARCH of kernels)."""
+        """Which variant of mma.sync it has: 75 or 80 (the template argument ARCH of kernels)."""
         return min(self.copies, 80)
 
 
@@ -60,10 +60,10 @@ OLDEST = min(ARCHITECTURES)
 
 @functools.cache
 def architecture(capability: Capability) -> Architecture:
-    """That of a GPU; a GPU without a row has what the nearest older one of its kind has.
+    """The facts about a GPU of this compute capability.
 
-    One of a new major number is taken for the newest consumer GPU, whose blocks have the least
-    shared memory.
+    A GPU without a row has the row of the nearest older capability. One of a new major number is
+    treated like the newest consumer GPU, whose blocks have the least shared memory.
     """
     older = [known for known in ARCHITECTURES if known <= capability]
     return ARCHITECTURES[max(older, default=OLDEST)]
@@ -78,24 +78,24 @@ def capability_of(device: int) -> Capability:
 
 
 def architecture_of(device: int) -> Architecture:
-    """`architecture` of a GPU at hand."""
+    """The `architecture` of an installed GPU."""
     return architecture(capability_of(device))
 
 
 def multiprocessors(device: int) -> int:
-    """How many the GPU has, or as many as there are in the context that a plan is made for."""
+    """The number that a plan may use: that of the context it is made for, or of the whole GPU."""
     return driver.multiprocessor_limit() or all_multiprocessors(device)
 
 
 @functools.cache
 def all_multiprocessors(device: int) -> int:
-    """How many the GPU has."""
+    """The number of multiprocessors of a GPU."""
     return _attribute(device, "MultiProcessorCount")
 
 
 @functools.cache
 def l2_bytes(device: int) -> int:
-    """The size of the L2 cache."""
+    """The size of the L2 cache in bytes."""
     return _attribute(device, "L2CacheSize")
 
 

@@ -1,9 +1,10 @@
-"""One kernel, ready to be launched: everything but what differs between calls is prepared.
+"""Launches of one kernel, prepared except for the pointers and numbers that differ between calls.
 
 A dependent launch (sm_90 and newer) begins while the kernel before it in the stream still runs.
-CuPy's launches have no attributes, so such a one is made by the driver's cuLaunchKernelEx; what it
-may do before the one before it has ended: ``cuda_src/ptx/dependent_launch.cuh``. No cluster of
-blocks lies in two GPCs, so the driver is asked how many clusters run at once.
+``cuda_src/ptx/dependent_launch.cuh`` says what the kernel may do before that one has ended. CuPy's
+launches have no attributes, so a dependent launch goes through the driver's cuLaunchKernelEx. A
+cluster of blocks must lie within one GPC, so only the driver knows how many clusters run at the
+same time.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from . import driver
 from .config import KernelConfig
 from .gpu import all_multiprocessors, capability_of, multiprocessors
 
-OLDEST_DRIVER = 12030  # whose graphs have such dependencies
+OLDEST_DRIVER = 12030  # the oldest whose CUDA graphs can contain dependent launches
 CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID in cuda.h
 pack_value = struct.Struct("i4xi60x").pack  # CUlaunchAttribute: id, value
 pack_cluster = struct.Struct("i4x3I52x").pack  # the same: id, blocks of a cluster
@@ -39,12 +40,13 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def dependent_launches() -> Iterator[None]:
-    """Within, kernels that can do so begin while the kernel before them in the stream still runs.
+    """Context in which kernels that can do so begin while the kernel before them still runs.
 
-    For this thread. The caller promises that nothing within, and nothing on the stream that may
-    still run, writes what such kernels read at once: weights and biases, and of a cache positions
-    and earlier keys and values. What is captured into a CUDA graph keeps the promise towards all
-    around it, as the graph begins when everything before it has ended.
+    It is valid for this thread. The caller promises that nothing in the context, and nothing on the
+    stream that may still run, writes what such kernels read at once: weights and biases, and the
+    positions and the earlier keys and values of a cache. Work outside of a CUDA graph cannot break
+    the promise for launches that are captured into it, because a graph begins after all earlier
+    work on its stream has ended.
     """
     before, _thread.dependent = _thread.dependent, True
     try:
@@ -54,13 +56,13 @@ def dependent_launches() -> Iterator[None]:
 
 
 def dependent_wanted() -> bool:
-    """Whether this thread is within `dependent_launches`."""
+    """Whether this thread is in the context `dependent_launches`."""
     return _thread.dependent
 
 
 @functools.cache
 def dependent_possible(capability: tuple[int, int]) -> bool:
-    """On a GPU of this capability, with the driver there is."""
+    """Whether a GPU of this capability and the installed driver can do dependent launches."""
     import cupy
 
     return capability >= (9, 0) and cupy.cuda.runtime.driverGetVersion() >= OLDEST_DRIVER
@@ -69,7 +71,7 @@ def dependent_possible(capability: tuple[int, int]) -> bool:
 def launch_dependent(
     function: int, grid: int, threads: int, shared_memory: int, stream: int, params: bytes
 ) -> None:
-    """Launch a kernel of one argument, ``params``, by the handle of its function.
+    """Launches a kernel with the one argument ``params``; ``function`` is the handle of the kernel.
 
     Raises:
         RuntimeError: the driver rejects it.
@@ -85,7 +87,7 @@ def launch_dependent(
 
 
 class Recorder(threading.local):
-    """Launches of this thread with their parameters, while somebody wants them for `Prepared`."""
+    """The launches of this thread and their parameters, recorded while `Prepared` asks for them."""
 
     launches: "list[tuple[Launch, bytes] | None] | None" = None
 
@@ -94,17 +96,17 @@ recorder = Recorder()
 
 
 def copies_were_made() -> None:
-    """The call that is being recorded reads copies of its arrays: no launch alone repeats it."""
+    """Marks the recorded call as one that copies arrays: its launch alone cannot repeat it."""
     if recorder.launches is not None:
         recorder.launches.append(None)
 
 
 class Launch:
-    """One kernel with its grid and all of its parameters but the leading ones of each call.
+    """One kernel with its grid and all of its parameters except the first ones, which a call gives.
 
     Attributes:
-        workspace_size: floats of memory that a call needs besides.
-        has_scratch: whether the parameters name memory of this call, or of its stream.
+        workspace_size: number of floats of workspace that a call needs.
+        has_scratch: whether the parameters point to memory of this call, or of its stream.
     """
 
     workspace_size = 0
@@ -130,7 +132,7 @@ class Launch:
         self.start(stream, self.pack(*values) + self.tail)
 
     def start(self, stream: Any, params: bytes) -> None:
-        """Launch with these bytes as the kernel's argument."""
+        """Launches the kernel with these bytes as its argument."""
         if self.dependent and dependent_wanted():
             self.start_early(stream, params)
         else:
@@ -143,11 +145,12 @@ class Launch:
             recorder.launches.append((self, params))
 
     def start_together(self, stream: Any, argument: numpy.ndarray) -> None:
-        """Launch blocks that wait for each other.
+        """Launches blocks that wait for each other (a cooperative launch).
 
         Raises:
             GridTooLarge: the stream has fewer multiprocessors than the grid was made for. Once
-                that has happened it is asked ahead, as a refused launch would end a capture.
+                that has happened, the number is asked for before each launch, because a refused
+                launch would end a capture.
         """
         if self.was_too_large:
             found = self._multiprocessors_of(stream)
@@ -160,19 +163,19 @@ class Launch:
                 raise
             self.was_too_large = True
             found = self._multiprocessors_of(stream)
-            if found >= self.multiprocessors:  # nobody says, as under some settings of MPS
+            if found >= self.multiprocessors:  # some settings of MPS do not report the limit
                 found = self.multiprocessors // 2
             raise driver.GridTooLarge(*self.grid, found) from None
 
     def _multiprocessors_of(self, stream: Any) -> int:
-        """What the driver says that the stream has; those planned for where it does not."""
+        """The number that the driver reports for the stream, or else the one of the plan."""
         import cupy
 
         pointer = (stream or cupy.cuda.get_current_stream()).ptr
         return driver.multiprocessors_of(pointer) or self.multiprocessors
 
     def start_early(self, stream: Any, params: bytes) -> None:
-        """Launch so that the kernel begins while the one before it in the stream still runs."""
+        """Launches the kernel so that it may begin while the one before it still runs."""
         import cupy
 
         pointer = (stream or cupy.cuda.get_current_stream()).ptr
@@ -181,10 +184,10 @@ class Launch:
 
 
 class Prepared:
-    """A call on arrays that stay where they are: from the second time on its launch alone.
+    """A call on arrays whose addresses do not change: from the second time on, only its launch.
 
-    Calls of several launches or of copied arrays, launches with scratch memory and those on a CPU
-    stay as they are.
+    Calls that launch several kernels or copy arrays, that need scratch memory, or that run on a CPU
+    are repeated as a whole.
     """
 
     def __init__(self, call: Callable[[], Any], stream: Callable[[], Any]) -> None:
@@ -195,7 +198,7 @@ class Prepared:
         if self.launch is not None:
             try:
                 self.launch.start(self.stream(), self.params)
-            except driver.GridTooLarge:  # of a context that the launch was not prepared in
+            except driver.GridTooLarge:  # this context has fewer multiprocessors than the first one
                 return self.call()
             return self.result
         recorder.launches = launches = []
@@ -209,17 +212,18 @@ class Prepared:
 
 
 def call_fields(params: ctypes.Structure) -> list[str]:
-    """The leading fields, which a call fills in: pointers, and numbers that change with it."""
+    """The names of the fields that a call fills in: pointers, and numbers that change with it."""
     return [name for name, kind in params._fields_ if kind in (ctypes.c_void_p, ctypes.c_uint64)]
 
 
 def clusters_at_once(config: KernelConfig, device: int) -> int:
-    """Clusters of a kernel, with ``cluster`` blocks each, that a device runs at the same time.
+    """The number of clusters of a kernel that a device runs at the same time.
 
-    Blocks alone are clusters of one, and ``blocks`` of them run on a multiprocessor.
+    Without clusters (``config.cluster`` is 1) it is the number of blocks, of which a multiprocessor
+    runs ``config.blocks``.
 
     Raises:
-        RuntimeError: the driver does not say.
+        RuntimeError: the driver does not report it.
     """
     found = multiprocessors(device)
     if config.cluster == 1:
@@ -229,7 +233,7 @@ def clusters_at_once(config: KernelConfig, device: int) -> int:
 
 @functools.cache
 def _clusters_of_all(config: KernelConfig, device: int) -> int:
-    """On the whole GPU."""
+    """The number of clusters that run at the same time on the whole GPU."""
     import cupy
 
     function = jit.load(config, device)

@@ -1,4 +1,4 @@
-"""NumPy and CuPy: how to read an array and where to allocate a result.
+"""Adapters of NumPy and CuPy, which read arrays and allocate results.
 
 Results are allocated by the caller's own allocator, on the caller's device and stream.
 """
@@ -15,30 +15,30 @@ from .array import SEEDS, Array, View, dense_strides
 
 
 class Library:
-    """What this package asks of an array library; here the answers of one without autograd.
+    """The adapter of an array library; the methods here are those of one without autograd.
 
     Attributes:
-        name: of its arrays, in messages.
-        has_autograd: whether it records gradients, and has transforms that follow arrays.
+        name: the name of its arrays in messages.
+        has_autograd: whether it records gradients, and has transforms that track arrays.
     """
 
     name = ""
     has_autograd = False
 
     def is_strided(self, x: Array) -> bool:
-        """Whether x has strides: no sparse or nested tensor; 0.1 µs."""
+        """Whether x has strides, which sparse and nested tensors do not; 0.1 µs."""
         return True
 
     def watched(self, *arrays: Any) -> bool:
-        """Whether something around the call changes it."""
+        """Whether something around the call, autocast for example, changes what it must do."""
         return False
 
     def traced(self, *arrays: Any) -> bool:
-        """Whether the library has to see the call itself."""
+        """Whether the library must see the call as an operator of its own."""
         return False
 
     def replaced(self, *arrays: Any) -> bool:
-        """Whether something stands for what a kernel would compute with."""
+        """Whether an array is a stand-in, such as a tracer, without the numbers of its own."""
         return False
 
     def wants_gradient(self, *arrays: Array | None) -> bool:
@@ -46,22 +46,22 @@ class Library:
         return False
 
     def followed(self, *arrays: Array) -> bool:
-        """Whether `what_follows` may find something."""
+        """Whether `what_follows` may return something; this test is cheaper."""
         return False
 
     def what_follows(self, *arrays: Array, gradients: bool = True) -> str:
-        """What of the library follows these, so that no kernel may take them; or ""."""
+        """The name of what tracks these arrays, so that no kernel may take them; "" for nothing."""
         return ""
 
     def wrote(self, *arrays: Array) -> None:
-        """Tell the library that a kernel changed these."""
+        """Tells the library that a kernel has changed these arrays."""
 
     def determinism(self) -> str:
-        """What the library's switch for deterministic algorithms asks: "error", "warn" or ""."""
+        """What the library does about nondeterministic algorithms: "error", "warn" or ""."""
         return ""
 
     def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
-        """The strides (in elements) of a result beside ``like``; C order."""
+        """The strides (in elements) of a result that belongs to ``like``; C order."""
         return dense_strides(shape, range(len(shape)))
 
     def to_list(self, x: Array) -> list[int]:
@@ -77,7 +77,7 @@ class NumpyLibrary(Library):
     name = "numpy.ndarray"
 
     def signature(self, x: Array) -> tuple:
-        """A hashable key of everything but the pointer; cheap."""
+        """A hashable key of everything except the pointer; cheap."""
         return (x.shape, x.strides, x.dtype)
 
     def view(self, x: Array) -> View:
@@ -126,11 +126,11 @@ class NumpyLibrary(Library):
 
 
 def _on_its_device(method: Callable) -> Callable:
-    """Run a method of `CupyLibrary` with the device of its last argument as the current one.
+    """Runs a method of `CupyLibrary` with the device of its last argument as the current one.
 
-    CuPy allocates and launches on the current device, and has a current stream for each device. All
-    that is allocated while that stream records a CUDA graph is held as long as the graph exists, as
-    its replays use the memory (scratch.py); torch does the same for its graphs.
+    CuPy allocates and launches on the current device, and has a current stream for each device.
+    Arrays that are allocated while that stream records a CUDA graph are held as long as the graph
+    exists, because its replays use their memory (scratch.py); torch does the same for its graphs.
     """
 
     @functools.wraps(method)
@@ -156,7 +156,7 @@ class CupyLibrary(Library):
         self.is_capturing = self.cupy.cuda.runtime.streamIsCapturing
 
     def held(self, x: Array) -> Array:
-        """x itself; see `_on_its_device`."""
+        """x itself, which a graph now holds if one is being recorded; see `_on_its_device`."""
         stream = self.current_stream().ptr
         if stream and self.is_capturing(stream):
             from .scratch import when_graph_is_gone
@@ -168,7 +168,7 @@ class CupyLibrary(Library):
         return (x.shape, x.strides, x.dtype.num, x.data.device_id)
 
     def view(self, x: Array) -> View:
-        """Where strides are no multiples of an element, the dtype says so: no kernel takes it."""
+        """The view. If strides are no multiples of an element, its dtype is one that all refuse."""
         item, dtype = x.itemsize, x.dtype.name
         if any(stride % item for stride in x.strides):
             dtype += f" at unaligned strides {x.strides}"
@@ -194,7 +194,7 @@ class CupyLibrary(Library):
 
     @_on_its_device
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], like: Array) -> Array:
-        """Uninitialised, dtype and device of ``like``; CuPy allocates C order, whatever strides."""
+        """Uninitialised, with dtype and device of ``like``; always in C order with CuPy."""
         return self.cupy.ndarray(shape, like.dtype)
 
     @_on_its_device
@@ -245,7 +245,7 @@ class CupyLibrary(Library):
 
     @_on_its_device
     def with_columns(self, columns: int, x: Array) -> Array:
-        """A copy with so many numbers on the last axis, zeros behind those of x."""
+        """A copy whose last axis has this number of columns, with zeros after those of x."""
         words = numpy.dtype(f"u{x.itemsize}")  # any dtype, bit by bit
         result = self.cupy.zeros((*x.shape[:-1], columns), words)
         result[..., : x.shape[-1]] = x.view(words)

@@ -1,14 +1,14 @@
-"""Which way the call of an operation goes: by its arrays, and by what torch does around it.
+"""The route of a call, which depends on its arrays and on what torch does around it.
 
-| what comes | where it goes |
+| Case | Route |
 |---|---|
-| torch.compile traces the caller | the torch operator, or out of the graph where there is none |
-| arrays of a library that speaks DLPack | the same call on NumPy or CuPy views of them |
-| torch has to see the call: dispatch modes, tensor subclasses, meta tensors | the torch operator |
-| tensors under autocast, or that require a gradient | torch's side: casts, autograd |
+| torch.compile traces the caller | the torch operator; without one, a break in the graph |
+| arrays of another library that supports DLPack | the same call on NumPy or CuPy views of them |
+| torch must see the call: dispatch modes, tensor subclasses, meta tensors | the torch operator |
+| tensors under autocast, or that require a gradient | `TorchSide.called`: casts, autograd |
 | everything else | ``run``: a plan on a GPU, NumPy on the CPU |
 
-A `Plan` holds what calls of one signature share; `Plans` keeps them by signature.
+A `Plan` holds what calls of one signature share; `Plans` keeps plans by signature.
 """
 
 import functools
@@ -20,31 +20,32 @@ from ..jit import compiler
 from . import driver
 from .array import Array, compiling, from_foreign, library_of, to_foreign
 
-MAX_PLANS = 4096  # lengths that change with every call must not fill the memory
+MAX_PLANS = 4096  # a bound on memory, for lengths that change with every call
 
 _keeping = threading.Lock()
 
 
 class TorchSide(Protocol):
-    """What a topic has for torch, in a module that imports it."""
+    """The functions that a topic has for torch, in a module that imports torch."""
 
     def traced(self, function: str, arrays: tuple, options: tuple) -> tuple:
-        """The operator, which torch.compile and dispatch modes see."""
+        """Calls the operator, which torch.compile and dispatch modes see."""
 
     def called(self, function: str, arrays: tuple, options: tuple) -> tuple:
-        """The call under autocast, or recorded for the backward pass."""
+        """Makes the call under autocast, or records it for the backward pass."""
 
 
 class Operation:
-    """One function, or several that differ by name and options alone.
+    """One public function, or several that differ only by name and options.
 
     Args:
-        run: of (function, library, arrays, options): computes with arrays of one library.
-        torch_side: returns the `TorchSide`; None for an operation without operator and gradient,
-            whose ``run`` refuses arrays that require one.
-        first: which of the arrays decides the library, and must not be None.
-        native: the name of that array, if it must be of NumPy, CuPy or torch: an operation that
-            writes into its arrays takes no others, as those of JAX must not change.
+        run: called with (function, library, arrays, options), computes the results from arrays of
+            one library.
+        torch_side: returns the `TorchSide`; None for an operation without a torch operator and
+            without a gradient, whose ``run`` refuses arrays that require one.
+        first: index of the array that decides the library; it must not be None.
+        native: the name of that array, if it must be an array of NumPy, CuPy or torch: an operation
+            that writes into its arrays takes no others, because arrays of JAX must not change.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class Operation:
     def __call__(
         self, function: str, arrays: tuple[Array | None, ...], options: tuple
     ) -> tuple[Array | None, ...]:
-        """The results.
+        """Makes the call and returns its results.
 
         Args:
             function: the name of the public function, for errors.
-            arrays: None for what is not there.
-            options: hashable, without arrays.
+            arrays: the arrays, None for those that are not passed.
+            options: hashable, and without arrays.
         """
         if compiling():
             if self.torch_side is not None:
@@ -85,7 +86,7 @@ class Operation:
     def _foreign(
         self, function: str, arrays: Sequence[Array | None], options: tuple
     ) -> tuple[Array | None, ...]:
-        """On views by NumPy or CuPy; the results are in the library of the first array."""
+        """Makes the call on NumPy or CuPy views; results are in the library of the first array."""
         first = arrays[self.first]
         if self.native:
             fact = f"{self.native} must be a NumPy, CuPy or torch array"
@@ -100,10 +101,11 @@ class Operation:
 
 
 class Plan:
-    """A plan runs with the device of its arrays as the current one, whatever is current outside.
+    """The work of calls of one signature, prepared: configurations, launches, shapes of results.
 
-    Where a context has fewer multiprocessors than a cooperative launch was planned for, another
-    plan is made of the same arguments.
+    It runs with the device of its arrays as the current device. If a context has fewer
+    multiprocessors than a cooperative launch was planned for, it makes another plan of the same
+    arguments for that number.
     """
 
     def __new__(cls, *arguments: Any, **options: Any) -> "Plan":
@@ -114,7 +116,7 @@ class Plan:
         return plan
 
     def __init__(self, device: int) -> None:
-        compiler.nvrtc()  # the error that names the pip line, where CuPy or NVRTC is missing
+        compiler.nvrtc()  # raises an error with the pip command if CuPy or NVRTC is missing
         import cupy
 
         self.device_id, self.device = device, cupy.cuda.Device(device)
@@ -143,14 +145,14 @@ class Plan:
 class Plans(dict):
     """The plans of one operation, by the signatures of its arrays and by its options.
 
-    A call of known signature costs one look-up: shapes, strides, dtypes and devices of the arrays
-    are in the key, and all that follows from them, checks included, is in the plan.
+    A repeated call costs one look-up: shapes, strides, dtypes and devices of the arrays are in the
+    key, and everything that follows from them, checks included, has been done for the plan.
 
     Args:
-        wide: so many of the first arrays are read 16 bytes at a time where all of them allow it.
-        most: plans at once; then the oldest makes room.
-        plain: the operation has no gradient and no torch operator, so that torch must not follow
-            what is done to its arrays.
+        wide: the number of leading arrays that are read 16 bytes at a time if all are aligned.
+        most: the number of plans that are kept; beyond it the oldest is dropped.
+        plain: the operation has no gradient and no torch operator, so a call is refused if torch
+            tracks what is done to its arrays.
     """
 
     def __init__(self, wide: int = 0, most: int = MAX_PLANS, plain: bool = False) -> None:
@@ -170,11 +172,12 @@ class Plans(dict):
         """The plan of a call and the pointers of its arrays, 0 for None.
 
         Args:
-            library: of the first array.
-            check: raises what is wrong with the arrays, of other libraries too; else returns what
-                ``make`` wants to know of them.
-            make: makes the plan of that, and of whether the arrays are aligned.
-            anew: check, and make the plan, though there is one.
+            library: the adapter of the library of the first array.
+            check: raises an error if something is wrong with the arrays, their library included;
+                otherwise returns what ``make`` needs, such as views.
+            make: makes the plan from the result of ``check`` and from whether the arrays are
+                aligned to 16 bytes.
+            anew: check the arrays and make the plan even if there is one.
         """
         pointer, signature = library.pointer, library.signature
         try:
@@ -198,7 +201,7 @@ class Plans(dict):
         return plan, pointers
 
     def add(self, key: Hashable, plan: Any) -> Any:
-        """Keep a plan, in the place of the oldest one if there are too many; returns it."""
+        """Keeps a plan and returns it; if there are too many, the oldest is dropped."""
         with _keeping:
             while len(self) >= self.most:
                 del self[next(iter(self))]

@@ -1,7 +1,7 @@
-"""Refusal of calls in which an array that is written shares memory with another array.
+"""Refuses calls in which an array that is written shares memory with another array.
 
-A kernel that reads what another block of it writes gives results that depend on the order of the
-blocks. What follows from shapes and strides is worked out once; a call compares addresses.
+If one block of a kernel reads memory that another block writes, the results depend on the order of
+the blocks. All that depends on shapes and strides is computed once; a call only compares addresses.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -11,20 +11,20 @@ import numpy
 from .array import View
 from .config import ITEM_SIZE
 
-MAX_VERDICTS = 1024  # of arrays between each other, whose distance may change with each call
-MAX_WORK = 10**5  # of numpy.shares_memory, candidate solutions: strange strides count as shared
+MAX_VERDICTS = 1024  # results kept, since the distances of arrays may change with each call
+MAX_WORK = 10**5  # candidates that numpy.shares_memory tries; beyond them memory counts as shared
 
 
 class Written:
-    """The arrays of calls of one signature of which some are written.
+    """The arrays of all calls of one signature, some of which are written.
 
     Args:
-        function: named in errors.
-        views: of all arrays, in the order of the pointers that `check` gets.
-        written: names of those that the call writes.
+        function: the name of the function in errors.
+        views: views of all arrays, in the order of the pointers that `check` gets.
+        written: names of the arrays that the call writes.
 
     Raises:
-        ValueError: two indices of a written array may be one place in memory.
+        ValueError: two elements of a written array may share memory.
     """
 
     def __init__(self, function: str, views: Mapping[str, View], written: Collection[str]) -> None:
@@ -45,7 +45,7 @@ class Written:
         ]
 
     def check(self, pointers: Sequence[int]) -> None:
-        """ValueError if an array that is written shares memory with another one; 1 µs."""
+        """Raises ValueError if an array that is written shares memory with another one; 1 µs."""
         for i, j, low, high in self.pairs:
             if low < pointers[j] - pointers[i] < high:
                 self._check_pair(i, j, pointers[j] - pointers[i])
@@ -63,12 +63,12 @@ class Written:
 
 
 def item_size(dtype: str) -> int:
-    """Bytes of an element."""
+    """The number of bytes of an element."""
     return ITEM_SIZE.get(dtype) or numpy.dtype(dtype).itemsize
 
 
 def span(view: View) -> tuple[int, int]:
-    """First byte and end of what a view covers, from its pointer; (0, 0) if it is empty."""
+    """The first byte and the end of a view's memory, from its pointer; (0, 0) if it is empty."""
     if 0 in view.shape:
         return 0, 0
     item = item_size(view.dtype)
@@ -77,7 +77,10 @@ def span(view: View) -> tuple[int, int]:
 
 
 def may_overlap_itself(view: View) -> bool:
-    """Unless each axis steps over all that the axes with smaller steps reach."""
+    """Whether two elements may share memory.
+
+    They do not if each axis steps over all that the axes with smaller strides reach.
+    """
     if 0 in view.shape:
         return False
     reach = 1
@@ -94,7 +97,7 @@ def share_memory(first: View, second: View, distance: int) -> bool:
     Args:
         distance: bytes from the pointer of the first to that of the second.
     """
-    base = 2**48  # nothing is read: NumPy computes with addresses
+    base = 2**48  # any address will do, because NumPy computes with it but reads nothing
     arrays = [numpy.asarray(_At(view, base + at)) for view, at in ((first, 0), (second, distance))]
     try:
         return numpy.shares_memory(*arrays, max_work=MAX_WORK)
@@ -103,7 +106,7 @@ def share_memory(first: View, second: View, distance: int) -> bool:
 
 
 class _At:
-    """An array for NumPy at any address."""
+    """Presents a view at any address to NumPy as an array."""
 
     def __init__(self, view: View, address: int) -> None:
         item = item_size(view.dtype)

@@ -1,9 +1,9 @@
-"""Philox4x32-7 as in ``cuda_src/common/philox.cuh``, and dropout by it.
+"""Philox4x32-7 as in ``cuda_src/common/philox.cuh``, and dropout with its random numbers.
 
-What dropout keeps depends on the seed and on the place of a weight, or of an element of a row,
-alone, not on the order in which they are visited: so every kernel, the backward and the CPU drop
-the same.
-`diffusion.reference.normal` makes the noise of the samplers from the same numbers.
+Whether dropout keeps a weight, or an element of a row, depends only on the seed and on its
+position, and not on the order in which a kernel visits it. So every kernel, the backward pass and
+the CPU drop the same. `diffusion.reference.normal` makes the noise of the samplers from the same
+numbers.
 
 J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -22,7 +22,7 @@ ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 LOW = 0xFFFFFFFF
-ROW_DROPOUT_STREAM = header("norm/dropout_add.cu").ROW_DROPOUT_STREAM  # no other user has it
+ROW_DROPOUT_STREAM = header("norm/dropout_add.cu").ROW_DROPOUT_STREAM  # nothing else uses it
 
 
 def philox(seed: int, counter: tuple[Array, Array, Array, Array]) -> list[Array]:
@@ -30,7 +30,7 @@ def philox(seed: int, counter: tuple[Array, Array, Array, Array]) -> list[Array]
 
     Args:
         seed: 64 bits, the key.
-        counter: uint64 arrays of 32-bit values that broadcast.
+        counter: four uint64 arrays of 32-bit values, which are broadcast.
     """
     xp = array_namespace(counter[0])
     left_factor, right_factor = map(xp.uint64, MULTIPLIERS)
@@ -49,9 +49,10 @@ def keep_mask(seed: int, threshold: int, heads: Array, rows: range, cols: range)
     """True where a weight stays.
 
     Args:
-        threshold: of 2^16, how many are dropped.
+        threshold: weights are dropped with probability ``threshold / 2**16``.
         heads: uint64 (n,), the index sequence * heads_q + head.
-        rows: queries in their sequence, contiguous; ``cols`` so of the keys.
+        rows: a contiguous range of queries of the sequence.
+        cols: a contiguous range of keys of the sequence.
 
     Returns:
         bool (n, len(rows), len(cols)).
@@ -74,20 +75,20 @@ def keep_mask(seed: int, threshold: int, heads: Array, rows: range, cols: range)
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """Weights are dropped whose 16 random bits are less than this: in steps of 2^-16, never all."""
+    """Weights whose 16 random bits are less than this are dropped: p in steps of 2^-16, below 1."""
     return min(round(dropout_p * 65536), 65535)
 
 
 def dropout_scale(threshold: int) -> float:
-    """Factor of the weights that are kept."""
+    """The factor of the weights that are kept, 1 / (1 - p)."""
     return 65536 / (65536 - threshold)
 
 
 def keep_rows(seed: int, threshold: int, rows: range, columns: int) -> Array:
-    """True where an element of a row stays, bool (len(rows), columns): of dropout before a norm.
+    """True where dropout before a norm keeps an element of a row, bool (len(rows), columns).
 
     Args:
-        threshold: of 2^16, how many are dropped.
+        threshold: elements are dropped with probability ``threshold / 2**16``.
     """
     # One counter serves eight neighbouring columns.
     row = numpy.arange(rows.start, rows.stop, dtype="uint64")[:, None]
@@ -104,9 +105,10 @@ class Dropout:
     """Dropout of one call.
 
     Attributes:
-        seed: of the call.
-        threshold: of 2^16, how many weights are dropped.
-        first_sequence: index of the first sequence of the arrays at hand in the batch of the call.
+        seed: the seed of the call.
+        threshold: weights are dropped with probability ``threshold / 2**16``.
+        first_sequence: index, in the batch of the call, of the first sequence of the arrays that
+            `factors` gets.
     """
 
     seed: int
@@ -115,7 +117,7 @@ class Dropout:
 
     @classmethod
     def of(cls, dropout_p: float, seed: int, first_sequence: int) -> "Dropout | None":
-        """None where nothing is dropped."""
+        """The dropout of a call, or None if it drops nothing."""
         threshold = dropout_threshold(dropout_p)
         return cls(seed, threshold, first_sequence) if threshold else None
 
@@ -130,10 +132,10 @@ class Dropout:
 
 
 def require_probability(function: str, dropout_p: Any) -> float:
-    """A number of at least 0 and less than 1, as a plain one.
+    """``dropout_p`` as a plain number, which must be at least 0 and less than 1.
 
     Raises:
-        As `plain_real`; ValueError out of bounds.
+        As `plain_real`; ValueError if it is out of bounds.
     """
     dropout_p = plain_real(function, "dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
@@ -143,7 +145,7 @@ def require_probability(function: str, dropout_p: Any) -> float:
 
 
 def is_number(seed: Any) -> bool:
-    """Whether a seed is an integer of Python or NumPy."""
+    """Whether a seed is an integer of Python or NumPy, and not an array."""
     return isinstance(seed, int | numpy.integer) and not isinstance(seed, bool)
 
 
@@ -170,7 +172,7 @@ def seed_array(
 
 
 def require_seed_array(function: str, library: Any, first: str, like: Array, seed: Any) -> None:
-    """That a seed is int64 of one element, in the library and on the device of the first array.
+    """A seed must be int64 of one element, in the library and on the device of the first array.
 
     Raises:
         TypeError: library, dtype.

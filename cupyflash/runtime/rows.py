@@ -1,4 +1,4 @@
-"""How tensors of any strides become rows that a kernel can address."""
+"""Rows of tensors of any strides, as a kernel can address them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,11 @@ structs = header("norm/params.cuh")
 
 
 class Rows:
-    """The rows of tensors of one shape, their axes collapsed where all strides allow it.
+    """The rows of tensors of one shape, with axes collapsed where the strides of all allow it.
 
     Attributes:
         strides: ``<name>_strides`` of each tensor, for the parameter structs.
-        aligned: whether every row begins, and its length is, a multiple of 16 bytes.
+        aligned: whether the distances and the lengths of all rows are multiples of 16 bytes.
 
     Raises:
         ValueError: more than ``ROW_AXES`` axes are left.
@@ -41,7 +41,7 @@ class Rows:
         self.aligned = all(length * item % 16 == 0 for length in lengths)
 
     def shape(self, eps: float) -> structs.NormShape:
-        """As the kernels get it."""
+        """The shape as the kernels take it."""
         sizes = (*self.sizes, *[1] * (structs.ROW_AXES - len(self.sizes)))
         return structs.NormShape(
             self.rows, sizes, len(self.sizes), self.columns, 1 / self.columns, eps
@@ -51,11 +51,11 @@ class Rows:
 def collapse(
     sizes: Sequence[int], strides: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[list[int]]]:
-    """Axes of several tensors with one shape, as few as address the same elements; at least one.
+    """The fewest axes, but at least one, that address all elements of several tensors of one shape.
 
     Args:
-        sizes: of the axes, none of them 0.
-        strides: of each tensor.
+        sizes: sizes of the axes, none of them 0.
+        strides: the strides of each tensor.
 
     Returns:
         The sizes, and the strides of each tensor.
@@ -73,7 +73,7 @@ def collapse(
 
 
 def is_contiguous(x: View) -> bool:
-    """Whether the elements lie side by side in C order."""
+    """Whether the elements are contiguous in C order."""
     if 0 in x.shape:
         return True
     sizes, ((step, *_),) = collapse(x.shape, [x.strides])

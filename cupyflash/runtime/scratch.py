@@ -1,20 +1,21 @@
-"""Memory of launches: what a CUDA graph holds, and counters that blocks share.
+"""Memory that launches need: memory that a CUDA graph holds, and counters that blocks share.
 
 **Graphs.** A graph repeats its launches with the addresses that they were captured with. torch
-gives a graph a memory pool of its own; under CuPy the scratch memory of a call would go back to the
-pool of all when the call returns, and replays would overwrite whoever gets it next. So it is held
-until the graph, and all that was instantiated from it, is gone: the driver says so by a user object
-(CUDA driver API, "Graph Management": cuUserObjectCreate, cuGraphRetainUserObject).
+gives a graph a memory pool of its own. Under CuPy the scratch memory of a call would return to the
+common pool when the call ends, and replays of the graph would overwrite the memory of whoever gets
+it next. So the memory is held until the graph, and everything that was instantiated from it, has
+been destroyed. The driver reports this through a user object (CUDA driver API, "Graph Management":
+cuUserObjectCreate, cuGraphRetainUserObject).
 
 The driver calls the destructor of a user object on a thread of its own, where neither Python nor
-CUDA may be called. Here it is ``sem_post`` of the C library; what its semaphore says is looked at
-when something is captured next.
+CUDA may be called. The destructor here is ``sem_post`` of the C library. The semaphores are tested
+when the next launch is captured.
 
 **Counters.** Persistent blocks take their tiles from a counter (``next_tile_index`` in
-tile_order.cuh), or know by it which of them is the last (last_block.cuh). A launch gets `COUNTERS`
-of them. They are 0 between launches, so launches may share them as long as they follow each other,
-as those on one stream do. A launch captured into a CUDA graph may run beside anything later, so it
-has its own as long as the graph exists.
+tile_order.cuh), or find out by it which of them is the last (last_block.cuh). A launch gets
+`COUNTERS` counters. They are 0 between launches, so launches that follow each other, as those on
+one stream do, may share them. A launch that is captured into a CUDA graph may later run beside any
+other, so it has counters of its own as long as the graph exists.
 """
 
 import contextlib
@@ -30,8 +31,8 @@ from typing import Any
 from . import driver
 from .array import Array
 
-POOL_SIZE = 8192  # launches on a device that have their own
-COUNTERS = 64  # of a launch, next to each other: most use the first only
+POOL_SIZE = 8192  # the number of launches or streams of a device that have counters of their own
+COUNTERS = 64  # neighbouring counters of a launch; most kernels use only the first
 _PER_THREAD_STREAM = 2  # cudaStreamPerThread: one name for many streams
 pack_pointer = struct.Struct("Q").pack
 NULL = pack_pointer(0)  # blocks without a counter take turns
@@ -48,10 +49,10 @@ def is_capturing(stream: int) -> bool:
 
 
 def when_graph_is_gone(stream: int, release: Callable[[], None]) -> None:
-    """Call ``release``, and hold what it refers to until then.
+    """Calls ``release`` some time after the graph that ``stream`` records has been destroyed.
 
-    Some time after the graph that ``stream`` records has been destroyed, on a thread that captures;
-    never where the C library has no POSIX semaphores (Windows).
+    Until then it holds everything that ``release`` refers to. The call comes from a thread that
+    captures another launch. It never comes where the C library has no POSIX semaphores (Windows).
     """
     _graphs.collect()
     _graphs.retain(stream, release)
@@ -59,10 +60,10 @@ def when_graph_is_gone(stream: int, release: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def allocations_held(library: Any) -> Iterator[None]:
-    """Within, all that CuPy allocates while its current stream records a graph lives as long as it.
+    """Context in which a graph holds all memory that CuPy allocates while its stream records it.
 
-    For array operations of CuPy, whose temporary arrays nobody else can hold; nothing happens where
-    ``library`` is another one (or None).
+    It is for array operations of CuPy, whose temporary arrays nothing else can hold. It does
+    nothing if ``library`` is not CuPy's (or is None), or if no graph is recorded.
     """
     if getattr(library, "name", None) != "cupy.ndarray":
         yield
@@ -86,7 +87,7 @@ def allocations_held(library: Any) -> Iterator[None]:
 
 
 class Graphs:
-    """The semaphores of the graphs that exist, each with what to call at its end."""
+    """The semaphores of the graphs that exist, each with the functions to call at its end."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -94,7 +95,7 @@ class Graphs:
         self.of_graph: dict[tuple[int, int], int] = {}  # (stream, capture) -> its semaphore
 
     def retain(self, stream: int, release: Callable[[], None]) -> None:
-        """One user object for all that a capture asks for."""
+        """Registers ``release`` for the graph of a capture, which has one semaphore."""
         graph, capture = _capture(stream)
         with self.lock:
             semaphore = self.of_graph.get((graph, capture))
@@ -105,7 +106,7 @@ class Graphs:
             self.waiting[semaphore].append(release)
 
     def collect(self) -> None:
-        """Release what belongs to graphs that are gone."""
+        """Calls the functions that belong to graphs which have been destroyed."""
         with self.lock:
             gone = [x for x in self.waiting if _posted(x)]
             releases = [release for x in gone for release in self.waiting.pop(x)]
@@ -133,10 +134,10 @@ def _capture(stream: int) -> tuple[int, int]:
 
 
 def _semaphore_of(graph: int) -> int:
-    """A new semaphore that is posted when the graph is gone; never freed before, also at exit."""
+    """A new semaphore that is posted when the graph is destroyed; it is not freed before that."""
     library = _c_library()
     if library is None:
-        return -len(_graphs.waiting) - 1  # a name of its own
+        return -len(_graphs.waiting) - 1  # a key that no other graph has
     semaphore = library.calloc(1, _SEMAPHORE_BYTES)
     library.sem_init(semaphore, 0, 0)
     user_object = c_void_p()
@@ -167,7 +168,7 @@ def _c_library() -> ctypes.CDLL | None:
 
 
 class TileCounters:
-    """The counters of one device; looked up by stream, as the bytes of their address."""
+    """The counters of one device. A look-up by stream returns the bytes of their address."""
 
     def __init__(self, device: int) -> None:
         import cupy
@@ -176,7 +177,7 @@ class TileCounters:
         with cupy.cuda.Device(device):
             self.pool = cupy.zeros(POOL_SIZE * COUNTERS, cupy.int32)
             cupy.cuda.get_current_stream().synchronize()  # before any other stream counts
-        # The numbers that nobody has; pop() and append() are one step, whatever other threads do.
+        # The free numbers. pop() and append() are atomic, so other threads cannot interfere.
         self.numbers = list(reversed(range(POOL_SIZE)))
         self.of_stream: dict[Any, bytes] = {}
 
@@ -192,10 +193,10 @@ class TileCounters:
         return self.of_stream.setdefault(key, self._new()) if found is None else found
 
     def address(self, stream: Any, library: Any, like: Array) -> tuple[int, Array | None]:
-        """The counters of a launch that cannot do without, and what has to live until it is queued.
+        """The address of the counters of a launch that cannot do without, and an array or None.
 
-        Where CUDA graphs have taken all of them it is an array of its own, made by ``library`` on
-        the device of ``like``.
+        If CUDA graphs have taken all counters, they are a new array, made by ``library`` on the
+        device of ``like``. The caller must keep that array until the launch is queued.
         """
         counters = int.from_bytes(self(stream), "little")
         if counters:
@@ -204,7 +205,7 @@ class TileCounters:
         return library.pointer(own), own
 
     def is_capturing(self, stream: Any) -> bool:
-        """Whether a launch on ``stream``, or on CuPy's current one, becomes part of a graph."""
+        """Whether a launch on ``stream`` (None: CuPy's current one) becomes part of a graph."""
         return is_capturing(self._pointer(stream))
 
     def _pointer(self, stream: Any) -> int:

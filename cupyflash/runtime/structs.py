@@ -1,13 +1,12 @@
 """Argument structs and constants of kernels, read from the headers that define them.
 
-A header of ``cuda_src`` is their only definition: `header` makes the ctypes structures that the
-host fills from its text, so that nothing is written twice. ctypes lays a structure out as the C++
-compiler does; the program that is compiled asserts its size, and ``tests/test_params.py`` asserts
+A header of ``cuda_src`` is their only definition. From its text `header` makes the ctypes
+structures that the host fills in, so that nothing is written twice. ctypes lays a structure out as
+the C++ compiler does: the compiled program asserts its size, and ``tests/test_params.py`` asserts
 the offset and the size of each field.
 
-What can be read is what the headers have: structs of numbers, pointers, other structs and arrays of
-these, ``constexpr int`` and ``constexpr float`` constants that are arithmetic of numbers and other
-constants, and enumerations.
+It reads structs of numbers, pointers, other structs and arrays of these, ``constexpr int`` and
+``constexpr float`` constants that are arithmetic of numbers and other constants, and enumerations.
 """
 
 import ctypes
@@ -37,21 +36,21 @@ _ENUM = re.compile(r"^enum (?:class )?(\w+) (?:: \w+ )?\{(.*?)\};", re.M | re.S)
 
 
 class Struct(ctypes.Structure):
-    """Base of the structures of `Header`; iterates over the values of its fields."""
+    """Base of the structures of `Header`; iterating over one yields the values of its fields."""
 
-    alignment = 8  # at most; more only where the header has alignas
+    alignment = 8  # the largest that a struct has without alignas
 
     def __iter__(self) -> Iterator[Any]:
         return (getattr(self, name) for name, _ in self._fields_)
 
 
 class Header:
-    """A header below ``cuda_src`` with all that it includes; its definitions are attributes.
+    """A header below ``cuda_src`` and all that it includes. Its definitions are attributes.
 
-    A struct is a ctypes structure, a constant a number, an enumeration the tuple of its names.
+    A struct becomes a ctypes structure, a constant a number, an enumeration the tuple of its names.
 
     Raises:
-        AttributeError: nothing that can be read has this name.
+        AttributeError: there is no struct, constant or enumeration of this name.
     """
 
     def __init__(self, path: str) -> None:
@@ -81,7 +80,7 @@ class Header:
         return _structure(name, alignment, tuple(fields))
 
     def _constant(self, _: str, text: str) -> int | float:
-        """The value of a constant expression, which C++ and Python write alike but for ``/``."""
+        """The value of a constant expression, which C++ and Python write alike except for ``/``."""
         expression = re.sub(r"(?<=[\d.])f\b", "", text).replace("/", "//")
         names = {name: getattr(self, name) for name in re.findall(r"\b[A-Z]\w*", expression)}
         return eval(expression, {"__builtins__": {}}, names)
@@ -102,13 +101,13 @@ class Header:
 
 @functools.cache
 def header(path: str) -> Header:
-    """The header at this path below ``cuda_src``; it is read when something of it is wanted."""
+    """The header at this path below ``cuda_src``; it is read when an attribute of it is used."""
     return Header(path)
 
 
 @functools.cache
 def _definitions(path: Path) -> dict[str, tuple]:
-    """By name (kind, what its text is) of all that a file defines."""
+    """The definitions of a file by name: (kind, the parts of its text)."""
     text = path.read_text(encoding="utf-8")
     constants = {name: ("constant", value) for name, value in _CONSTANT.findall(text)}
     enums = {name: ("enum", body) for name, body in _ENUM.findall(text)}
@@ -118,12 +117,12 @@ def _definitions(path: Path) -> dict[str, tuple]:
 
 @functools.cache
 def _structure(name: str, alignment: int, fields: tuple[tuple[str, type], ...]) -> type[Struct]:
-    """One type for a struct that several headers include."""
+    """The type of a struct, one for all headers that include it."""
     return type(name, (Struct,), {"_fields_": list(fields), "alignment": alignment})
 
 
 def _pad(fields: list[tuple[str, type]], alignment: int) -> None:
-    """What alignas adds behind these fields; ctypes has no such thing before Python 3.13."""
+    """Adds the padding of alignas after these fields; ctypes cannot align before Python 3.13."""
     if not fields or alignment <= Struct.alignment:
         return
     struct = type("Fields", (ctypes.Structure,), {"_fields_": fields})
@@ -134,7 +133,7 @@ def _pad(fields: list[tuple[str, type]], alignment: int) -> None:
 
 
 def field_names(struct: type[ctypes.Structure]) -> list[str]:
-    """Names of the fields of the header, without padding."""
+    """Names of the fields that the header defines, without padding."""
     return [name for name, _ in struct._fields_ if not name.startswith("padding_")]
 
 

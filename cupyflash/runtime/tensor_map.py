@@ -1,7 +1,7 @@
-"""Tensor maps of sm_90: the arrays between which and shared memory its copy engine moves boxes.
+"""Tensor maps of sm_90, which describe an array to the copy engine (TMA) that loads tiles of it.
 
-A map (CUtensorMap) is an opaque struct that the driver fills in. It holds the array's address, so
-there is one for each address; encoding takes microseconds, looking an encoded one up does not.
+A map (CUtensorMap) is an opaque struct that the driver fills in. It holds the address of the array,
+so there is one for each address. Encoding a map takes microseconds, so encoded maps are kept.
 """
 
 import ctypes
@@ -15,11 +15,11 @@ from .structs import header
 
 structs = header("attention/params.cuh")
 
-MAX_ENCODED = 256  # of one kernel: addresses that change with every call must not fill the memory
-MAX_MAP_STRIDE = 2**40  # bytes
-BOX_COLUMNS = 64  # 128 bytes, the widest box of its swizzle
+MAX_ENCODED = 256  # maps kept for a kernel, as addresses may change with every call
+MAX_MAP_STRIDE = 2**40  # bytes; strides are less than this
+BOX_COLUMNS = 64  # 128 bytes, the widest tile with the 128-byte swizzle
 
-# Of cuda.h: CUtensorMapDataType, CUtensorMapInterleave, …
+# Values of enumerations in cuda.h: CUtensorMapDataType, CUtensorMapInterleave, …
 _DTYPES = {"float32": 7, "float16": 6, "bfloat16": 9}
 _NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
 _ALIGNMENT = 64
@@ -28,14 +28,15 @@ _ARGUMENT_TYPES = (c_void_p, c_int, c_uint32, *[c_void_p] * 5, *[c_int] * 4)
 
 @dataclasses.dataclass(frozen=True)
 class TensorMapSpec:
-    """A tensor map but for the array's address.
+    """All of a tensor map except the address of the array.
 
     Attributes:
         dims: columns (head_dim), rows, heads, batch.
-        strides: of rows, heads and batch, in bytes.
-        box_rows, box_columns: of a box.
-        swizzled: 128-byte rows in shared memory, swizzled; else row after row of any length, and
-            the L2 reads no more than those.
+        strides: strides of rows, heads and batch, in bytes.
+        box_rows, box_columns: size of the tile that one copy moves ("box" in cuda.h).
+        swizzled: whether a tile has rows of 128 bytes in shared memory, with the 128-byte swizzle;
+            otherwise it has rows of any length, one after the other, and L2 reads no more than
+            these.
     """
 
     dtype: str
@@ -46,7 +47,7 @@ class TensorMapSpec:
     swizzled: bool = True
 
     def encode(self, pointer: int) -> bytes:
-        """The 128 bytes of the map of an array; zeros for address 0, an array without elements.
+        """The 128 bytes of the map for an address; zeros for address 0 (an array without elements).
 
         Raises:
             RuntimeError: the driver rejects it.
@@ -77,10 +78,10 @@ class TensorMapSpec:
 
 
 class TensorMaps(dict[tuple[int, ...], bytes]):
-    """The encoded maps of one kernel in a row, by the addresses of their arrays.
+    """The encoded maps of one kernel as consecutive bytes, by the addresses of their arrays.
 
-    Allocators return the same addresses again and again, so that a call usually finds its maps, or
-    at least most of them under other combinations of addresses.
+    Allocators return the same addresses again and again, so a call usually finds all its maps here,
+    or else most of them in the caches of `encoders`.
     """
 
     def __init__(self, specs: Sequence[TensorMapSpec], device: int) -> None:
@@ -91,7 +92,7 @@ class TensorMaps(dict[tuple[int, ...], bytes]):
     def __missing__(self, pointers: tuple[int, ...]) -> bytes:
         import cupy
 
-        # The encoder needs a context, and this may be the first that a thread asks of CUDA.
+        # The encoder needs a context, and this may be the first call of CUDA in this thread.
         cupy.cuda.runtime.setDevice(self.device)
         maps = b"".join(encode(x) for encode, x in zip(self.encoders, pointers, strict=True))
         if len(self) >= MAX_ENCODED:

@@ -1,4 +1,4 @@
-"""Calls around torch.compile, and checks of tensors without memory."""
+"""Calls outside of the graphs of torch.compile, and a check that also serves meta tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,15 +9,15 @@ from torch import Tensor
 
 @torch.compiler.disable
 def eagerly(function: Callable, *arguments: Any) -> Any:
-    """Call the function outside of the graph that torch.compile makes of its caller."""
+    """Calls the function outside of the graph that torch.compile makes of its caller."""
     return function(*arguments)
 
 
 def require_one_device(function: str, first: Tensor, *others: Tensor | None) -> None:
-    """All tensors on the device of the first: meta tensors and real ones do not mix.
+    """All tensors must be on the device of the first; meta tensors and real ones do not mix.
 
     Raises:
-        ValueError: they are not.
+        ValueError: a tensor is on another device.
     """
     for x in others:
         if x is not None and x.device != first.device:

@@ -1,4 +1,4 @@
-"""torch: how to read a tensor, where to allocate a result, and what torch does around a call."""
+"""The adapter of torch, which reads tensors, allocates results, and sees what torch does around."""
 
 import functools
 import sys
@@ -25,7 +25,7 @@ class TorchLibrary(Library):
         self._tracer = self.torch._C._get_tracing_state
         self.is_autocast = self.torch._C._is_any_autocast_enabled
         self._forward_mode = self.torch.autograd.forward_ad
-        self._plain = self.torch.Tensor.__torch_dispatch__  # of all but tensor subclasses
+        self._plain = self.torch.Tensor.__torch_dispatch__  # only tensor subclasses have another
         self._is_plain = {self.torch.Tensor: True}  # by type
         self._increment_version = self.torch.autograd.graph.increment_version
 
@@ -33,11 +33,11 @@ class TorchLibrary(Library):
         try:
             plain = self._is_plain.get(type(x)) or self._kind_is_plain(type(x))
             return (x.shape, x.stride(), x.dtype, x.get_device(), x.is_neg(), plain)
-        except RuntimeError:  # no strides: sparse, nested; the checks of `view` refuse it
+        except RuntimeError:  # sparse and nested tensors have no strides; the checks refuse them
             return (x.layout, x.dtype)
 
     def view(self, x: Array) -> View:
-        """A tensor that is more than strided numbers has a dtype that says so: none takes it."""
+        """The view. If a tensor is more than strided numbers, its dtype is one that all refuse."""
         dtype = str(x.dtype).removeprefix("torch.")
         device = x.get_device() if x.is_cuda else -1 if x.is_cpu else str(x.device)
         if x.layout is not self.torch.strided or x.is_nested or x.is_quantized:
@@ -57,22 +57,26 @@ class TorchLibrary(Library):
         return not x.is_cuda
 
     def watched(self, *arrays: Any) -> bool:
-        """Whether something around the call changes it: autocast or what `traced` names."""
+        """Whether autocast, or what `traced` lists, changes what the call must do."""
         return self.is_autocast() or self.traced(*arrays)
 
     def traced(self, *arrays: Any) -> bool:
-        """Whether torch has to see the call: a dispatch mode, a first array without memory, or what
-        `replaced` names; torch.compile apart. Costs 0.2 µs and 0.05 µs for each array.
+        """Whether torch must see the call as an operator.
+
+        It must under a dispatch mode, if the first array is a meta tensor, and in the cases of
+        `replaced`; `compiling` covers torch.compile. Costs 0.2 µs and 0.05 µs for each array.
 
         Raises:
-            NotImplementedError: forward-mode derivatives of an array are wanted.
+            NotImplementedError: an array has a forward-mode tangent.
         """
         self.refuse_tangents(*arrays)
         return self._modes() > 0 or arrays[0].is_meta or self.replaced(*arrays)
 
     def replaced(self, *arrays: Any) -> bool:
-        """Whether a transform of torch.func, torch.jit.trace or a tensor subclass stands for what a
-        kernel would compute with. None and arrays of other libraries count for nothing.
+        """Whether a transform of torch.func, torch.jit.trace or a tensor subclass is involved.
+
+        Their tensors are stand-ins for the numbers that a kernel needs. None and arrays of other
+        libraries do not count.
         """
         is_plain = self._is_plain
         for x in arrays:
@@ -87,7 +91,7 @@ class TorchLibrary(Library):
         return self._is_plain[kind]
 
     def refuse_tangents(self, *arrays: Any) -> None:
-        """Raises NotImplementedError where forward-mode derivatives of an array are wanted."""
+        """Raises NotImplementedError if an array has a forward-mode tangent."""
         if self._forward_mode._current_level < 0:
             return
         for x in arrays:
@@ -98,13 +102,13 @@ class TorchLibrary(Library):
     def _has_tangent(self, x: Array) -> bool:
         try:
             return self._forward_mode.unpack_dual(x).tangent is not None
-        except RuntimeError:  # within what torch.compile runs it may not be asked
+        except RuntimeError:  # inside of code that torch.compile runs, torch does not answer
             return True
 
     def wants_gradient(self, *arrays: Array | None) -> bool:
-        """Of either mode: a derivative that a result without one would lose.
+        """Whether a derivative, of backward or forward mode, would be lost in a plain result.
 
-        None and arrays of other libraries count for nothing.
+        None and arrays of other libraries do not count.
         """
         for x in arrays:
             if x is not None and getattr(x, "requires_grad", False) is True:
@@ -114,14 +118,14 @@ class TorchLibrary(Library):
         return any(self._has_tangent(x) for x in arrays if isinstance(x, self.torch.Tensor))
 
     def determinism(self) -> str:
-        """What torch.use_deterministic_algorithms asks for: "error", "warn" or ""."""
+        """The setting of torch.use_deterministic_algorithms: "error", "warn" or ""."""
         if not self.torch.are_deterministic_algorithms_enabled():
             return ""
         warn = self.torch.is_deterministic_algorithms_warn_only_enabled()
         return "warn" if warn else "error"
 
     def followed(self, *arrays: Array) -> bool:
-        """Whether `what_follows` may find something in tensors on a GPU; 1 µs for six of them."""
+        """Whether `what_follows` may return something for tensors on a GPU; 1 µs for six."""
         is_plain = self._is_plain
         for x in arrays:
             if x.requires_grad or not is_plain.get(type(x)):
@@ -134,7 +138,7 @@ class TorchLibrary(Library):
         )
 
     def what_follows(self, *arrays: Array, gradients: bool = True) -> str:
-        """What of torch follows these, so that no kernel may take them as plain memory; or ""."""
+        """The name of what tracks these, so that no kernel may take them; "" for nothing."""
         if self._transforms_active() or self._modes() > 0 or self._tracer() is not None:
             return "a call within a transform of torch.func, torch.jit.trace or a dispatch mode"
         for x in arrays:
@@ -149,11 +153,11 @@ class TorchLibrary(Library):
         return ""
 
     def wrote(self, *arrays: Array) -> None:
-        """Tell autograd that a kernel changed these, as an operation of torch in place does."""
+        """Tells autograd that a kernel has changed these, as an in-place operation does."""
         changed = [x for x in arrays if not x.is_inference()]
         try:
             self._increment_version(changed)
-        except TypeError:  # a torch that takes one at a time
+        except TypeError:  # an older torch takes one tensor at a time
             for x in changed:
                 self._increment_version(x)
 
@@ -162,7 +166,7 @@ class TorchLibrary(Library):
         return x.untyped_storage()
 
     def to_numpy(self, x: Array) -> numpy.ndarray:
-        """A view; a copy in float32 of bfloat16, which NumPy does not have."""
+        """A view, or for bfloat16, which NumPy does not have, a copy in float32."""
         x = x.detach()
         return (x.float() if x.dtype == self.torch.bfloat16 else x).numpy()
 
@@ -172,7 +176,7 @@ class TorchLibrary(Library):
         like: Array | None = None,
         strides: tuple[int, ...] | None = None,
     ) -> Array:
-        """In the dtype of ``like``, with the strides that a GPU's result would have."""
+        """A tensor in the dtype of ``like``, with the strides that a result on a GPU would have."""
         result = self.torch.from_numpy(x)
         if like is None:
             return result
@@ -181,7 +185,7 @@ class TorchLibrary(Library):
         return self.empty(x.shape, strides, like).copy_(result)
 
     def pointer(self, x: Array) -> int:
-        """0 for what the checks of a plan refuse; none is ever launched with it.
+        """The address, or 0 for a tensor that the checks of a plan refuse before a launch.
 
         Raises:
             NotImplementedError: a tensor of a transform of torch.func, or a lazy zero of autograd.
@@ -204,7 +208,7 @@ class TorchLibrary(Library):
         return x.contiguous()
 
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], like: Array) -> Array:
-        """Uninitialised, dtype and device of ``like``."""
+        """Uninitialised, with dtype and device of ``like``."""
         if like.stride() == strides and like.shape == shape:
             return self.torch.empty_like(like)  # the same result in half the time
         return self.torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
@@ -231,15 +235,15 @@ class TorchLibrary(Library):
         return x.detach().float()
 
     def seed(self, value: int, like: Array) -> Array:
-        """A fill instead of a copy from the host: it needs no synchronisation."""
+        """An int64 tensor of one element; it is filled, since a copy from the host would wait."""
         return self.torch.full((1,), value, dtype=self.torch.int64, device=like.device)
 
     def random_seed(self, like: Array) -> Array:
-        """From torch's generator of the device of ``like``."""
+        """An int64 tensor of one element, from torch's generator of the device of ``like``."""
         return self.torch.randint(SEEDS, (1,), dtype=self.torch.int64, device=like.device)
 
     def with_columns(self, columns: int, x: Array) -> Array:
-        """A copy with so many numbers on the last axis, zeros behind those of x; no gradient."""
+        """A copy whose last axis has this number of columns, zeros after those of x."""
         shape, end = (*x.shape[:-1], columns), x.shape[-1]
         result = self.empty(shape, self.strides_of_empty(shape, self.view(x)), x)
         result[..., end:].zero_()
@@ -247,9 +251,9 @@ class TorchLibrary(Library):
         return result
 
     def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
-        """Dense, in the order of the axes of ``like``: a transposed q gives a transposed out.
+        """Dense strides in the axis order of ``like``: a transposed q gives a transposed out.
 
-        The last axis stays the innermost one, also beside an expanded axis (stride 0).
+        The last axis stays the innermost one, even if another axis is expanded (stride 0).
         """
         last = len(shape) - 1
         order = sorted(range(last), key=lambda axis: -like.strides[axis])
@@ -272,7 +276,7 @@ class TorchLibrary(Library):
 
 
 class RawStream(NamedTuple):
-    """A stream of another library, as CuPy's launch takes it."""
+    """A stream of another library, in the form that CuPy's launch takes."""
 
     ptr: int
 
