@@ -134,7 +134,7 @@ def test_norm_of_long_rows(target, name, rows):
 def test_plans_of_long_rows(monkeypatch, capability, rows):
     """Every norm that stands alone has as many blocks as its kernel needs, without a GPU."""
     from cupyflash.linear import projection, sm90_launch
-    from cupyflash.norm.row_configs import NormFwd, NormFwdCluster, NormFwdLong
+    from cupyflash.norm.kernels import NormFwd, NormFwdCluster, NormFwdLong
     from cupyflash.runtime import launch as kernel_launch
     from cupyflash.runtime.array import View
 

@@ -10,7 +10,7 @@ from arrays import normal, stored
 from matrix import covering, each_case, each_library
 
 import cupyflash
-from cupyflash.norm import detour, dispatch, kernels, reference
+from cupyflash.norm import dispatch, kernels, reference
 from cupyflash.runtime.array import library_of
 from cupyflash.runtime.gpu import architecture
 from cupyflash.runtime.launch import clusters_at_once
@@ -341,12 +341,12 @@ def test_float32_residual(target, rms, columns, weight):
         exact.check(out=out, h=h, stats=stats, **found)
 
 
-@pytest.mark.parametrize("name", ["norm_forward", "norm_backward"])
+@pytest.mark.parametrize("name", ["forward", "backward"])
 @pytest.mark.parametrize("what", ["axes", "wide", "weight"])
 def test_detours(monkeypatch, name, what):
     """What a GPU goes through, with the operations of a CPU behind it."""
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(detour, "Detour", lambda library, device, call: call)
+    monkeypatch.setattr(dispatch, "Detour", lambda library, device, call: call)
     make = lambda i, dtype=torch.float16: torch.from_numpy(normal((2, 3, 2, 3, 2, 40), i)).to(dtype)
     stream = torch.float32 if what == "wide" else torch.float16
     x, residual, dout, h, dresidual = (
@@ -359,27 +359,38 @@ def test_detours(monkeypatch, name, what):
         )
     weight = None if what == "weight" else torch.from_numpy(normal(40, 9)).half()
     library, calls = library_of(x), []
-    if name == "norm_forward":
-        arrays = {"x": x, "weight": weight, "bias": None, "residual": residual}
-        again = lambda *y: dispatch.forward("f", False, library, *y[:-1], 1e-5, y[-1])
-        arguments = (*arrays.values(), True)
+    call, of_forward = getattr(dispatch, name), (False, 1e-5, True, 0.0, None)
+    if name == "forward":
+        names, options, more = ("x", "residual", "weight", "bias"), of_forward, [True]
+        arrays = (x, residual, weight, None, None)
+        of_detour = (False, 1e-5, 0.0)
     else:
-        stats = dispatch.forward("f", False, library, h, None, None, None, 1e-5, True)[2]
-        arrays = {"dout": dout, "x": h, "weight": weight, "stats": stats, "dresidual": dresidual}
-        again = lambda *y: dispatch.backward("f", False, library, *y, True)
-        arguments = tuple(arrays.values())
+        given = (h, None, None, None, None)
+        stats = dispatch.forward("f", library, given, of_forward)[2]
+        names, options, more = ("dout", "x", "weight", "stats", "dresidual"), (False, True), []
+        arrays, of_detour = (dout, h, weight, stats, dresidual), options
+        options = (*options, 0.0, None)
 
-    def seen(*arrays):
+    def run(*arrays):  # of the order of `names`
+        if name == "forward":
+            arrays = (arrays[0], arrays[2], arrays[3], arrays[1])
+        return call("f", library, (*arrays, None), options)
+
+    def seen(function, library, arrays, options):
         calls.append(arrays)
-        return again(*arrays)
+        return call(function, library, arrays, options)
 
-    views = {key: library.view(y) for key, y in arrays.items() if y is not None}
-    found = getattr(detour, name)(library, views, seen)(*arguments)
-    (inner,) = calls
-    given = dict(zip(arrays, inner))
-    views = {key: library.view(y) for key, y in given.items() if y is not None}
-    assert getattr(detour, name)(library, views, None) is None, "needs no other detour"
-    for ours, right in zip(found, again(*arguments), strict=True):
+    def detour_of(arrays):
+        views = {key: library.view(y) for key, y in zip(names, arrays) if y is not None}
+        return getattr(dispatch, f"_{name}_detour")("f", library, views, *of_detour)
+
+    monkeypatch.setattr(dispatch, name, seen)
+    found = detour_of(arrays)(arrays, [], *more)
+    ((*inner, _),) = calls
+    if name == "forward":
+        inner = (inner[0], inner[3], inner[1], inner[2])
+    assert detour_of(inner) is None, "needs no other detour"
+    for ours, right in zip(found, run(*arrays[: len(names)]), strict=True):
         assert (ours is None) == (right is None)
         if ours is not None:
             assert ours.dtype == right.dtype and ours.stride() == right.stride()
@@ -390,7 +401,7 @@ def test_arrays_that_need_no_detour():
     library = NumpyLibrary()
     x, weight = numpy.ones((4, 3, 8), "float32"), numpy.ones(8, "float32")
     views = {name: library.view(y) for name, y in (("x", x[:, ::2]), ("weight", weight))}
-    assert detour.norm_forward(library, views, None) is None
+    assert dispatch._forward_detour("f", library, views, False, 1e-5, 0.0) is None
 
 
 def to_numpy(x):

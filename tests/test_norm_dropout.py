@@ -9,7 +9,7 @@ from matrix import covering, each_case, each_library
 from test_norm import EPS, spread_out, to_numpy
 
 import cupyflash
-from cupyflash.norm import detour, dispatch, dropout, dropout_kernels
+from cupyflash.norm import detour, dispatch, dropout, kernels
 from cupyflash.runtime.array import View, library_of
 from cupyflash.runtime.libraries import NumpyLibrary
 from cupyflash.runtime.operation import Plan
@@ -433,7 +433,7 @@ def test_compiled_backward(target):
 def test_opcheck(target, residual):
     import torch
 
-    from cupyflash.norm import torch_ops  # noqa: F401, defines the operators
+    from cupyflash.norm import torch_rows  # noqa: F401, defines the operators
 
     (x, weight, bias, stream), _ = leaves_of(target, residual or "float16")
     stream = stream if residual else None
@@ -536,7 +536,8 @@ def test_captured_by_cupy(target):
 def test_the_detour_of_a_gpu(monkeypatch):
     """With the operations of a CPU behind it: casts of a float32 residual, strides, dtypes."""
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(dropout, "Detour", lambda library, device, call: call)
+    for module in (dispatch, dropout):
+        monkeypatch.setattr(module, "Detour", lambda library, device, call: call)
     shape, seed = (2, 3, 2, 3, 2, 40), torch.tensor([SEED])
     for kind in (torch.float16, torch.float32):
         for permuted in (False, True):
@@ -545,20 +546,20 @@ def test_the_detour_of_a_gpu(monkeypatch):
             if permuted:
                 x = x.permute(4, 2, 0, 3, 1, 5).contiguous().permute(2, 4, 1, 3, 0, 5)
             weight, bias = (torch.from_numpy(normal(40, i)).half() for i in (8, 9))
-            library, used = library_of(x), dropout.Dropout(0.3, seed)
-            arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+            library = library_of(x)
+            arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
             views = {name: library.view(y) for name, y in arrays.items()}
-            again = lambda *y: dispatch.forward("f", False, library, *y[:-1], 1e-5, y[-1])  # noqa: B023, E731
-            add = lambda *y: dropout.add("f", library, *y)  # noqa: B023, E731
-            found = dropout.forward(library, views, add, again)(*arrays.values(), True, used)
-            right = dispatch.forward("f", False, library, *arrays.values(), 1e-5, True, used)
+            call = dispatch._forward_detour("f", library, views, False, 1e-5, 0.3)
+            found = call((*arrays.values(), seed), [], True)
+            given, options = (x, weight, bias, residual, seed), (False, 1e-5, True, 0.3, None)
+            right = dispatch.forward("f", library, given, options)
             for ours, wanted in zip(found, right, strict=True):
                 assert ours.dtype == wanted.dtype and ours.stride() == wanted.stride()
                 torch.testing.assert_close(ours, wanted, rtol=2**-10, atol=1e-5)
-            copying = dropout._copying("f", library, views)
+            copying = dropout._copying("f", library, views, 0.3)
             assert (copying is not None) == permuted
             if permuted:
-                assert (copying(x, residual, used) == right[1]).all()
+                assert (copying((x, residual, seed), []) == right[1]).all()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -583,7 +584,7 @@ def test_the_plan_of_a_gpu(monkeypatch, dtype):
         assert made["grid"] * config.threads >= rows * packs > (made["grid"] - 1) * config.threads
         assert params.shape.rows == rows and params.shape.columns == shape[-1]
         assert params.threshold == dropout_threshold(0.25) and params.scale == numpy.float32(4 / 3)
-        assert config in set(dropout_kernels.configurations())
+        assert config in set(kernels.configurations((9, 0)))
 
 
 def test_strides_that_need_copies():

@@ -116,7 +116,7 @@ each_norm = pytest.mark.parametrize(
 def test_opcheck(target, name):
     import torch
 
-    from cupyflash.norm import torch_ops  # noqa: F401, defines the operators
+    from cupyflash.norm import torch_ops, torch_rows  # noqa: F401, define the operators
 
     operators = torch.ops.cupyflash
     problem = problem_of(target, name)

@@ -1,7 +1,6 @@
-"""Norms of arrays that the kernels cannot take as they are: through copies that they can.
+"""Calls with arrays that no kernel takes as they are: the same call on copies of them.
 
-Such are strides that no kernel addresses, a residual wider than x, and a weight that is None (the
-kernels read one of ones). Which copies a call needs depends on its signature alone.
+Which copies a call needs depends on its signature alone.
 """
 
 import sys
@@ -33,69 +32,8 @@ class Detour(Plan):
         return self.call(*arrays)
 
 
-def norm_forward(library: Any, views: Mapping[str, View], forward: Callable) -> Detour | None:
-    """The detour of `dispatch.forward` with (x, weight, bias, residual); None where none is needed.
-
-    Args:
-        forward: makes the same call on other arrays.
-    """
-    x, residual = views["x"], views.get("residual")
-    strides = result_strides(library, x)
-    copied = rows_to_copy(strides, views, ("x", "residual"))
-    wide = residual is not None and residual.dtype != x.dtype
-    if "weight" in views and not wide and not copied:
-        return None
-
-    def call(x: Array, weight: Array, bias: Array, residual: Array, need_stats: bool) -> tuple:
-        like, values = residual if wide else x, x
-        if wide or "x" in copied:
-            values = dense(library, x, strides, like)
-        if "residual" in copied:
-            residual = dense(library, residual, strides, residual)
-        if weight is None:
-            weight = filled(library, x.shape[-1], 1.0, x)
-        elif wide:
-            weight = library.cast(weight, like)
-            bias = None if bias is None else library.cast(bias, like)
-        out, h, stats = forward(values, weight, bias, residual, need_stats)
-        return dense(library, out, strides, x) if wide else out, h, stats
-
-    return Detour(library, x.device, call)
-
-
-def norm_backward(library: Any, views: Mapping[str, View], backward: Callable) -> Detour | None:
-    """The detour of `dispatch.backward` with (dout, x, weight, stats, dresidual), likewise."""
-    x = views["x"]
-    strides = result_strides(library, x)
-    copied = rows_to_copy(strides, views, ("dout", "x", "dresidual"))
-    wide = views["dout"].dtype != x.dtype
-    if "weight" in views and not wide and not copied:
-        return None
-
-    def call(dout: Array, x: Array, weight: Array, stats: Array, dresidual: Array) -> tuple:
-        if wide or "dout" in copied:
-            dout = dense(library, dout, strides, x)
-        if "dresidual" in copied:
-            dresidual = dense(library, dresidual, strides, dresidual)
-        values = dense(library, x, strides, x) if "x" in copied else x
-        scales = weight
-        if weight is None:
-            scales = filled(library, x.shape[-1], 1.0, x)
-        elif wide:
-            scales = library.cast(weight, x)
-        dx, dweight, dbias = backward(dout, values, scales, stats, dresidual)
-        if weight is None:
-            return dx, None, None
-        if wide:
-            dweight = library.cast(dweight, weight)
-            dbias = None if dbias is None else library.cast(dbias, weight)
-        return dx, dweight, dbias
-
-    return Detour(library, x.device, call)
-
-
 def group_norm_forward(library: Any, views: Mapping[str, View], forward: Callable) -> Detour | None:
-    """The detour of `group_norm_dispatch.forward` with (x, weight, bias), likewise."""
+    """The detour of `group_norm_dispatch.forward` with (x, weight, bias); None if not needed."""
     x = views["x"]
     gaps, strides = layout_of(x) is None, dense_like(x)
     if "weight" in views and not gaps:

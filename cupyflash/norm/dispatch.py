@@ -1,6 +1,10 @@
-"""LayerNorm and RMSNorm from arrays to plans; a call of known signature is one look-up."""
+"""LayerNorm and RMSNorm from arrays to plans; a call of known signature is one look-up.
 
-import functools
+Some arrays no kernel takes as they are: strides that it does not address, a residual wider than x,
+a weight that is None (the kernels read one of ones). A `Detour` makes the same call on copies of
+them; a signature tells which copies that takes. Dropout is a launch of its own before the norm.
+"""
+
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +14,9 @@ from ..runtime.array import Array, View
 from ..runtime.checks import require_eps, require_like, require_stats, require_weights, views_of
 from ..runtime.config import weight_dtypes
 from ..runtime.operation import Plan, Plans
-from . import detour, reference
-from . import dropout as dropouts
-from .detour import Detour, result_strides
-from .dropout import Dropout
+from ..runtime.philox import require_seed_array
+from . import dropout, reference
+from .detour import Detour, dense, filled, result_strides, rows_to_copy
 from .plan import BackwardPlan, ForwardPlan
 
 MAX_COLUMNS = 2**30
@@ -22,144 +25,194 @@ _forward_plans = Plans(wide=4)
 _backward_plans = Plans(wide=5)
 
 
-def call_forward(
-    function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple
-) -> tuple[Array, Array | None, Array | None]:
-    """`forward` of (x, weight, bias, residual, seed of dropout).
-
-    Args:
-        options: rms, eps, whether the statistics are needed, and as `dropouts.split`.
-    """
-    (*tensors, seed), (rms, eps, need_stats, p, number) = arrays, options
-    seed = number if seed is None else seed
-    dropout = dropouts.of_call(function, library, tensors[0], p, seed)
-    return forward(function, rms, library, *tensors, eps, need_stats, dropout)
-
-
-def call_backward(
-    function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple
-) -> tuple[Array | None, ...]:
-    """`backward` of (dout, x, weight, stats, dresidual, seed): (dx, dweight, dbias).
-
-    With dropout (dx, dweight, dbias, dh).
-
-    Args:
-        options: rms, whether dbias is wanted, and as `dropouts.split`.
-    """
-    (*tensors, seed), (rms, need_dbias, p, number) = arrays, options
-    seed = number if seed is None else seed
-    dropout = dropouts.of_backward(function, library, tensors[1], p, seed)
-    dh, *sums = backward(function, rms, library, *tensors, need_dbias)
-    if dropout is None:
-        return dh, *sums
-    dx = dropouts.add(function, library, dh, None, dropout)
-    return library.cast(dx, tensors[0]), *sums, dh
-
-
 def forward(
-    function: str,
-    rms: bool,
-    library: Any,
-    x: Array,
-    weight: Array | None,
-    bias: Array | None,
-    residual: Array | None,
-    eps: float,
-    need_stats: bool,
-    dropout: Dropout | None = None,
+    function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple
 ) -> tuple[Array, Array | None, Array | None]:
-    """(out, h, statistics); h, what was normalised, is None if that is x itself."""
+    """(out, h, statistics); h, the input of the norm, is None where that is x itself.
+
+    Args:
+        arrays: x, weight, bias, residual, and the seed of dropout if it is an array.
+        options: rms, eps, whether the statistics are needed, and as `dropout.split`.
+    """
+    (x, weight, bias, residual, seed), (rms, eps, need_stats, p, number) = arrays, options
     if type(eps) is not float:  # the key of a plan, so a plain number
         eps = require_eps(function, eps)
+    p, seed = dropout.resolve(function, library, x, p, number, seed)
 
     def check() -> dict[str, View]:
-        arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-        views = _check_forward(function, library, arrays, eps)
-        if dropout is not None:
-            dropouts.check(function, library, x, dropout)
+        given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+        views = _check_forward(function, library, given, eps)
+        if p:
+            require_seed_array(function, library, "x", x, seed)
+        return views
+
+    arrays = (x, residual, weight, bias, seed)
+    if library.on_cpu(x):
+        strides = result_strides(library, check()["x"])
+        return _forward_on_cpu(function, library, arrays, (rms, eps, p), strides)
+    plan, pointers = _forward_plans.find(
+        library,
+        arrays,
+        (rms, eps, p),
+        check,
+        lambda views, aligned: (
+            _forward_detour(function, library, views, rms, eps, p)
+            or ForwardPlan(function, rms, library, views, eps, aligned)
+        ),
+    )
+    return plan(arrays, pointers, need_stats)
+
+
+def backward(
+    function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple
+) -> tuple[Array | None, ...]:
+    """(dx, dweight, dbias), with dropout (dx, dweight, dbias, dh).
+
+    dbias is None unless wanted, both it and dweight are without a weight.
+
+    Args:
+        arrays: dout, x, weight, stats, dresidual, and the seed of dropout if it is an array.
+        options: rms, whether dbias is wanted, and as `dropout.split`.
+    """
+    (*arrays, seed), (rms, need_dbias, p, number) = arrays, options
+    dout, x, weight, stats, dresidual = arrays
+    p, seed = dropout.resolve(function, library, x, p, number, seed, drawn=False)
+
+    def check() -> dict[str, View]:
+        given = {"x": x, "dout": dout, "weight": weight, "stats": stats, "dresidual": dresidual}
+        views = _check_backward(function, library, given)
+        if p:
+            require_seed_array(function, library, "x", x, seed)
         return views
 
     if library.on_cpu(x):
         strides = result_strides(library, check()["x"])
-        h, values = None, library.to_numpy(x)
-        if dropout is not None:
-            h = dropouts.add(function, library, x, residual, dropout)
-            values = library.to_numpy(h)
-        elif residual is not None:
-            total = reference.add(values, library.to_numpy(residual))
-            h = library.from_numpy(total, residual, strides)
-            values = library.to_numpy(h)
-        scales = [None if y is None else library.to_numpy(y) for y in (weight, bias)]
-        if weight is None:
-            scales[0] = numpy.ones(x.shape[-1], values.dtype)
-        out, stats = reference.norm(rms, values, *scales, eps)
-        out = out.astype(library.to_numpy(x).dtype, copy=False)
-        return library.from_numpy(out, x, strides), h, library.from_numpy(stats)
-    again = lambda x, weight, bias, residual, need_stats: forward(  # noqa: E731
-        function, rms, library, x, weight, bias, residual, eps, need_stats
-    )
-
-    def make(views: dict[str, View], aligned: bool) -> Plan:
-        if dropout is not None:
-            add = functools.partial(dropouts.add, function, library)
-            return dropouts.forward(library, views, add, again)
-        plan = detour.norm_forward(library, views, again)
-        return plan or ForwardPlan(function, rms, library, views, eps, aligned)
-
-    arrays, options = (x, residual, weight, bias), (rms, eps)
-    if dropout is not None:
-        arrays, options = (*arrays, dropout.seed), (rms, eps, dropout.p)
-    plan, pointers = _forward_plans.find(library, arrays, options, check, make)
-    if dropout is not None:
-        return plan(x, weight, bias, residual, need_stats, dropout)
-    if type(plan) is Detour:
-        return plan(x, weight, bias, residual, need_stats)
-    return plan(x, pointers, need_stats)
+        results = _backward_on_cpu(library, arrays, (rms, need_dbias), strides)
+    else:
+        plan, pointers = _backward_plans.find(
+            library,
+            (*arrays, seed),
+            (rms, need_dbias),
+            check,
+            lambda views, aligned: (
+                _backward_detour(function, library, views, rms, need_dbias)
+                or BackwardPlan(function, rms, library, views, aligned, need_dbias)
+            ),
+        )
+        results = plan(arrays, pointers[:-1])
+    if not p:
+        return results
+    dh, *sums = results
+    dx = dropout.add(function, library, dh, None, p, seed)
+    return library.cast(dx, dout), *sums, dh
 
 
-def backward(
+def _forward_on_cpu(
     function: str,
-    rms: bool,
     library: Any,
-    dout: Array,
-    x: Array,
-    weight: Array | None,
-    stats: Array,
-    dresidual: Array | None,
-    need_dbias: bool,
+    arrays: tuple[Array | None, ...],
+    options: tuple[bool, float, float],
+    strides: tuple[int, ...],
+) -> tuple[Array, Array | None, Array]:
+    """`forward` by the reference, with results of these strides."""
+    (x, residual, weight, bias, seed), (rms, eps, p) = arrays, options
+    h, values = None, library.to_numpy(x)
+    if p:
+        h = dropout.add(function, library, x, residual, p, seed)
+    elif residual is not None:
+        h = reference.add(values, library.to_numpy(residual))
+        h = library.from_numpy(h, residual, strides)
+    dtype, values = values.dtype, values if h is None else library.to_numpy(h)
+    scales = [None if y is None else library.to_numpy(y) for y in (weight, bias)]
+    if weight is None:
+        scales[0] = numpy.ones(x.shape[-1], values.dtype)
+    out, stats = reference.norm(rms, values, *scales, eps)
+    out = out.astype(dtype, copy=False)
+    return library.from_numpy(out, x, strides), h, library.from_numpy(stats)
+
+
+def _backward_on_cpu(
+    library: Any,
+    arrays: list[Array | None],
+    options: tuple[bool, bool],
+    strides: tuple[int, ...],
 ) -> tuple[Array, Array | None, Array | None]:
-    """(dx, dweight, dbias); the last is None unless wanted, both are without a weight."""
+    """(dx, dweight, dbias) by the reference."""
+    _, x, weight, *_ = arrays
+    rms, need_dbias = options
+    values = [None if y is None else library.to_numpy(y) for y in arrays]
+    if weight is None:
+        values[2] = numpy.ones(x.shape[-1], values[1].dtype)
+    dx, *sums = reference.norm_backward(rms, *values)
+    dx = library.from_numpy(dx, x, strides)
+    if weight is None:
+        return dx, None, None
+    dweight, dbias = (library.from_numpy(y, weight) for y in sums)
+    return dx, dweight, dbias if need_dbias else None
 
-    def check() -> dict[str, View]:
-        arrays = {"x": x, "dout": dout, "weight": weight, "stats": stats, "dresidual": dresidual}
-        return _check_backward(function, library, arrays)
 
-    if library.on_cpu(x):
-        strides = result_strides(library, check()["x"])
-        inputs = (dout, x, weight, stats, dresidual)
-        numpy_arrays = [None if y is None else library.to_numpy(y) for y in inputs]
+def _forward_detour(
+    function: str, library: Any, views: Mapping[str, View], rms: bool, eps: float, p: float
+) -> Plan | None:
+    """None where the kernel takes the arrays as they are, without dropout."""
+    x, residual = views["x"], views.get("residual")
+    strides = result_strides(library, x)
+    copied = rows_to_copy(strides, views, ("x", "residual"))
+    wide = residual is not None and residual.dtype != x.dtype
+    if "weight" in views and not (wide or copied or p):
+        return None
+
+    def call(arrays: tuple[Array | None, ...], pointers: list[int], need_stats: bool) -> tuple:
+        x, residual, weight, bias, seed = arrays
+        values, like = x, residual if wide else x
+        if p:
+            values, residual = dropout.add(function, library, x, residual, p, seed), None
+        elif wide or "x" in copied:
+            values = dense(library, x, strides, like)
+        if residual is not None and "residual" in copied:
+            residual = dense(library, residual, strides, residual)
         if weight is None:
-            numpy_arrays[2] = numpy.ones(x.shape[-1], numpy_arrays[1].dtype)
-        dx, dweight, dbias = reference.norm_backward(rms, *numpy_arrays)
-        dx = library.from_numpy(dx, x, strides)
+            weight = filled(library, x.shape[-1], 1.0, x)
+        elif wide:
+            weight, bias = (None if y is None else library.cast(y, like) for y in (weight, bias))
+        given = (values, weight, bias, residual, None)
+        out, h, stats = forward(function, library, given, (rms, eps, need_stats, 0.0, None))
+        return dense(library, out, strides, x) if wide else out, values if p else h, stats
+
+    return Detour(library, x.device, call)
+
+
+def _backward_detour(
+    function: str, library: Any, views: Mapping[str, View], rms: bool, need_dbias: bool
+) -> Plan | None:
+    """None where the kernels take the arrays as they are."""
+    x = views["x"]
+    strides = result_strides(library, x)
+    copied = rows_to_copy(strides, views, ("dout", "x", "dresidual"))
+    wide = views["dout"].dtype != x.dtype
+    if "weight" in views and not (wide or copied):
+        return None
+
+    def call(arrays: list[Array | None], pointers: list[int]) -> tuple:
+        dout, x, weight, stats, dresidual = arrays
+        if wide or "dout" in copied:
+            dout = dense(library, dout, strides, x)
+        if "dresidual" in copied:
+            dresidual = dense(library, dresidual, strides, dresidual)
+        values = dense(library, x, strides, x) if "x" in copied else x
+        if weight is None:
+            scales = filled(library, x.shape[-1], 1.0, x)
+        else:
+            scales = library.cast(weight, x) if wide else weight
+        given = (dout, values, scales, stats, dresidual, None)
+        dx, *sums = backward(function, library, given, (rms, need_dbias, 0.0, None))
         if weight is None:
             return dx, None, None
-        dweight, dbias = (library.from_numpy(y, weight) for y in (dweight, dbias))
-        return dx, dweight, dbias if need_dbias else None
-    again = lambda *arrays: backward(function, rms, library, *arrays, need_dbias)  # noqa: E731
-    plan, pointers = _backward_plans.find(
-        library,
-        (dout, x, weight, stats, dresidual),
-        (rms, need_dbias),
-        check,
-        lambda views, aligned: (
-            detour.norm_backward(library, views, again)
-            or BackwardPlan(function, rms, library, views, aligned, need_dbias)
-        ),
-    )
-    if type(plan) is Detour:
-        return plan(dout, x, weight, stats, dresidual)
-    return plan(x, weight, pointers)
+        if wide:
+            sums = (None if y is None else library.cast(y, weight) for y in sums)
+        return dx, *sums
+
+    return Detour(library, x.device, call)
 
 
 def _check_forward(
@@ -167,7 +220,13 @@ def _check_forward(
 ) -> dict[str, View]:
     views = views_of(function, library, arrays)
     columns = _check_rows(function, views)
-    _require_residual(function, views)
+    x, residual = views["x"], views.get("residual")
+    if residual is not None:
+        same_dtype = {"x": x, "residual": residual._replace(dtype=x.dtype)}
+        require_like(function, same_dtype, "residual", "x")
+        if residual.dtype not in weight_dtypes(x.dtype):
+            fact = f"residual must have the dtype of x, {x.dtype}, or be float32"
+            raise TypeError(f"{function}: {fact}, got {residual.dtype}")
     if "bias" in views and "weight" not in views:
         raise TypeError(f"{function}: weight must be an array where bias is one, got None")
     require_weights(function, views, "x", columns)
@@ -182,10 +241,9 @@ def _check_backward(
     for name in ("dout", "stats"):
         if name not in views:
             raise TypeError(f"{function}: {name} must be an array, got None")
-    columns, x = _check_rows(function, views), views["x"]
+    columns, x, dout = _check_rows(function, views), views["x"], views["dout"]
     require_like(function, views, "dresidual", "x")
-    dout = views["dout"]
-    # Of a wider residual is what was normalised, but not what came out.
+    # After a wider residual the input of the norm is wider than its result.
     require_like(function, {"x": x._replace(dtype=dout.dtype), "dout": dout}, "dout", "x")
     if x.dtype not in (dout.dtype, "float32"):
         fact = f"dout must have the dtype of x, {x.dtype}"
@@ -193,17 +251,6 @@ def _check_backward(
     require_weights(function, views, "dout", columns)
     require_stats(function, views, (*x.shape[:-1], 2))
     return views
-
-
-def _require_residual(function: str, views: Mapping[str, View]) -> None:
-    """Of the shape of x, and of its dtype or float32."""
-    x, residual = views["x"], views.get("residual")
-    if residual is None:
-        return
-    require_like(function, {"x": x, "residual": residual._replace(dtype=x.dtype)}, "residual", "x")
-    if residual.dtype not in weight_dtypes(x.dtype):
-        fact = f"residual must have the dtype of x, {x.dtype}, or be float32"
-        raise TypeError(f"{function}: {fact}, got {residual.dtype}")
 
 
 def _check_rows(function: str, views: Mapping[str, View]) -> int:

@@ -1,25 +1,19 @@
-"""LayerNorm and RMSNorm: which kernel, and who holds how much of a row."""
+"""LayerNorm and RMSNorm: the configurations of the kernels, and which one a signature takes."""
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
+from typing import ClassVar
 
 from ..runtime.config import ITEM_SIZE, KernelConfig, vector_width, weight_dtypes
 from ..runtime.gpu import Capability, architecture
-from . import dropout_kernels
-from .row_configs import (
-    NormBwd,
-    NormBwdCluster,
-    NormBwdLong,
-    NormBwdWeight,
-    NormFwd,
-    NormFwdCluster,
-    NormFwdLong,
-    SumPartials,
-    block_threads,
-    resident_blocks,
-    stage_bytes,
-)
+from ..runtime.structs import header
 
+structs = header("norm/params.cuh")
+dropout_structs = header("norm/dropout_add.cu")
+
+MIN_BLOCK_THREADS = header("norm/row_tile.cuh").MIN_BLOCK_THREADS
 # (threads of a row, loads of a thread, blocks of a multiprocessor at a time), the shortest rows
 # first. Loads are of 16 bytes.
 FORWARD_TILES = (
@@ -36,6 +30,9 @@ CLUSTERS = 2, 4, 8  # blocks that share a longer row, each with the last of thes
 FORWARD_CLUSTER_TILES = (256, 3, 5), (256, 4, 4)
 # Threads of a multiprocessor at most where weights wider than x take registers for four loads.
 WIDE_LOADS, WIDE_THREADS = 4, 768
+# Threads of a multiprocessor that registers are bounded for; 1024 where nothing is said: sm_75 has
+# no more of them, sm_86 and sm_89 1536, and sm_100 and sm_120 would spill.
+RESIDENT_THREADS = {(8, 0): 2048, (9, 0): 2048}
 MAX_STAGES = 3  # rows of a thread on their way
 STATIC_MEMORY = 3 << 10  # __shared__ variables of a block, at most
 # Longer rows pass through in pieces: (threads, loads).
@@ -46,13 +43,207 @@ ELEMENT_THREADS = 512  # of a multiprocessor then
 FEW_SHARES, FEW_WARPS = 32, 4  # sum_partials, where a block has little to add up
 
 
+def block_threads(row_threads: int) -> int:
+    """Threads of a block: one row, or several that each have a warp or less."""
+    return row_threads if row_threads > 32 else MIN_BLOCK_THREADS
+
+
+def stage_bytes(threads: int, loads: int, vector: int) -> int:
+    """Bytes of the parts of x, dout and dresidual that this many threads have of their rows."""
+    return 3 * threads * loads * (16 if vector > 1 else 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowConfig(KernelConfig):
+    """A kernel in which ``row_threads`` threads of one or several blocks have a row.
+
+    Subclasses have besides: ``cluster``, blocks that share a row; ``num_threads`` of a block;
+    ``loads`` of a thread, ``vector`` elements each; ``blocks`` of a multiprocessor at a time;
+    ``stages`` of the ring in shared memory, one row each.
+
+    Attributes:
+        weight: dtype of weight and bias.
+        rms: RMSNorm, not LayerNorm.
+    """
+
+    dtype: str
+    weight: str
+    rms: bool
+
+    @property
+    def columns(self) -> int:
+        """The longest row, which is in registers as a whole."""
+        return self.row_threads * self.loads * self.vector
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of the ring."""
+        return getattr(self, "stages", 0) * stage_bytes(self.threads, self.loads, self.vector)
+
+    def grid(self, rows: int) -> int:
+        """Number of blocks of which each has its rows once."""
+        return -(-rows * self.row_threads // self.threads)
+
+
+@dataclasses.dataclass(frozen=True)
+class NormFwd(RowConfig):
+    """Forward of rows that fit into the registers of a block."""
+
+    source: ClassVar[str] = "norm/norm_fwd.cu"
+    params: ClassVar[type[structs.NormFwdParams]] = structs.NormFwdParams
+
+    row_threads: int
+    loads: int
+    vector: int
+    blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return block_threads(self.row_threads)
+
+
+@dataclasses.dataclass(frozen=True)
+class NormBwd(RowConfig):
+    """Backward of rows that fit into the registers of a block."""
+
+    source: ClassVar[str] = "norm/norm_bwd.cu"
+    params: ClassVar[type[structs.NormBwdParams]] = structs.NormBwdParams
+    cooperative: ClassVar[bool] = True
+
+    row_threads: int
+    loads: int
+    vector: int
+    num_threads: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RowClusterConfig(RowConfig):
+    """A kernel in which the blocks of a cluster share a longer row."""
+
+    cluster: int
+    num_threads: int
+    loads: int
+    vector: int
+
+    @property
+    def row_threads(self) -> int:
+        """Threads of a row."""
+        return self.cluster * self.num_threads
+
+
+@dataclasses.dataclass(frozen=True)
+class NormFwdCluster(RowClusterConfig):
+    """Forward of longer rows."""
+
+    source: ClassVar[str] = "norm/norm_fwd_cluster.cu"
+    params: ClassVar[type[structs.NormFwdParams]] = structs.NormFwdParams
+
+    blocks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class NormBwdCluster(RowClusterConfig):
+    """Backward of longer rows."""
+
+    source: ClassVar[str] = "norm/norm_bwd_cluster.cu"
+    params: ClassVar[type[structs.NormBwdParams]] = structs.NormBwdParams
+
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LongConfig(RowConfig):
+    """A kernel whose block has a row of any length, of which it reads ``loads`` at a time."""
+
+    columns: ClassVar[float] = math.inf
+
+    num_threads: int
+    loads: int
+    vector: int
+
+    @property
+    def row_threads(self) -> int:
+        """Threads of a row."""
+        return self.num_threads
+
+
+class NormFwdLong(LongConfig):
+    """Forward of rows of any length."""
+
+    source: ClassVar[str] = "norm/norm_fwd_long.cu"
+    params: ClassVar[type[structs.NormFwdParams]] = structs.NormFwdParams
+
+
+class NormBwdLong(LongConfig):
+    """Gradient of the input, of rows of any length."""
+
+    source: ClassVar[str] = "norm/norm_bwd_long.cu"
+    params: ClassVar[type[structs.NormBwdParams]] = structs.NormBwdParams
+
+
+@dataclasses.dataclass(frozen=True)
+class NormBwdWeight(KernelConfig):
+    """Partial sums of the gradients of weight and bias, beside `NormBwdLong`."""
+
+    source: ClassVar[str] = "norm/norm_bwd_weight.cu"
+    params: ClassVar[type[structs.NormBwdParams]] = structs.NormBwdParams
+    threads: ClassVar[int] = MIN_BLOCK_THREADS
+
+    dtype: str
+    rms: bool
+    vector: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of a block."""
+        return self.threads * self.vector
+
+
+@dataclasses.dataclass(frozen=True)
+class SumPartials(KernelConfig):
+    """Adds up partial sums of the gradients of weight and bias, 32 columns a block."""
+
+    source: ClassVar[str] = "norm/sum_partials.cu"
+    params: ClassVar[type[structs.SumPartialsParams]] = structs.SumPartialsParams
+
+    weight: str
+    warps: int = 32
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+
+@dataclasses.dataclass(frozen=True)
+class DropoutAdd(KernelConfig):
+    """Dropout and residual before a norm, elementwise; a thread has ``vector`` columns of a row.
+
+    Attributes:
+        out: dtype of the result and of the residual.
+    """
+
+    source: ClassVar[str] = "norm/dropout_add.cu"
+    params: ClassVar[type[dropout_structs.DropoutAddParams]] = dropout_structs.DropoutAddParams
+    threads: ClassVar[int] = dropout_structs.THREADS
+
+    dtype: str
+    out: str
+    vector: int
+
+    def grid(self, rows: int, columns: int) -> int:
+        """Number of blocks."""
+        return -(-rows * -(-columns // self.vector) // self.threads)
+
+
 def forward(
     dtype: str, weight: str, rms: bool, columns: int, aligned: bool, capability: Capability
 ) -> NormFwd | NormFwdCluster | NormFwdLong:
     """The kernel for rows of ``columns``, read 16 bytes at a time where that is possible."""
     tiles = _forward_configs(dtype, weight, rms, aligned, capability)
-    long = NormFwdLong(dtype, weight, rms, *_long_tile(LONG_FORWARD_TILE, dtype, aligned))
-    return next((tile for tile in tiles if columns <= tile.columns), long)
+    return next(tile for tile in tiles if columns <= tile.columns)
 
 
 def backward(
@@ -72,29 +263,32 @@ def long_backward(
 
 
 def sum_partials(weight: str, rows: int) -> SumPartials:
-    """The kernel for this many shares."""
+    """The kernel for this many partial sums."""
     return SumPartials(weight, FEW_WARPS) if rows <= FEW_SHARES else SumPartials(weight)
 
 
+def dropout_add(dtype: str, out: str, aligned: bool) -> DropoutAdd:
+    """The kernel, which reads 16 bytes of x at a time where that is possible."""
+    return DropoutAdd(dtype, out, vector_width(dtype) if aligned else 1)
+
+
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
-    """Everything that the four above can return, and dropout before them."""
-    yield from dropout_kernels.configurations()
+    """Everything that the functions above can return."""
+    switches = (False, True)
+    for dtype, aligned in itertools.product(ITEM_SIZE, switches):
+        yield from (dropout_add(dtype, out, aligned) for out in weight_dtypes(dtype))
     for weight in ITEM_SIZE:
         yield from (sum_partials(weight, FEW_SHARES), sum_partials(weight, FEW_SHARES + 1))
-    switches = (False, True)
     for dtype, rms, aligned in itertools.product(ITEM_SIZE, switches, switches):
         for weight in weight_dtypes(dtype):
             yield from _forward_configs(dtype, weight, rms, aligned, capability)
             yield from _backward_configs(dtype, weight, rms, aligned, capability)
-            yield NormFwdLong(dtype, weight, rms, *_long_tile(LONG_FORWARD_TILE, dtype, aligned))
-            long, of_weight = long_backward(dtype, weight, rms, aligned)
-            yield long
-        yield of_weight
+            yield from long_backward(dtype, weight, rms, aligned)
 
 
 def _forward_configs(
     dtype: str, weight: str, rms: bool, aligned: bool, capability: Capability
-) -> Iterator[NormFwd | NormFwdCluster]:
+) -> Iterator[NormFwd | NormFwdCluster | NormFwdLong]:
     """The shortest rows first."""
     if aligned:
         tiles, vector = FORWARD_TILES, vector_width(dtype)
@@ -105,8 +299,9 @@ def _forward_configs(
     wide = ITEM_SIZE[weight] > ITEM_SIZE[dtype]
 
     def resident(blocks: int, threads: int, loads: int) -> int:
-        most = WIDE_THREADS // threads if wide and loads == WIDE_LOADS else blocks
-        return resident_blocks(min(blocks, most), threads, capability)
+        if wide and loads == WIDE_LOADS:
+            blocks = min(blocks, WIDE_THREADS // threads)
+        return min(blocks, RESIDENT_THREADS.get(capability, 1024) // threads)
 
     for row_threads, loads, blocks in tiles:
         blocks = resident(blocks, block_threads(row_threads), loads)
@@ -116,6 +311,7 @@ def _forward_configs(
             threads, loads, blocks = tile
             blocks = resident(blocks, threads, loads)
             yield NormFwdCluster(dtype, weight, rms, cluster, threads, loads, vector, blocks)
+    yield NormFwdLong(dtype, weight, rms, *_long_tile(LONG_FORWARD_TILE, dtype, aligned))
 
 
 def _backward_configs(

@@ -5,7 +5,7 @@ from typing import Any
 from ..runtime.array import Array
 from ..runtime.operation import Operation, TorchSide
 from . import dispatch
-from . import dropout as dropouts
+from .dropout import split
 
 
 def layer_norm(
@@ -137,7 +137,7 @@ def _forward(
     dropout: tuple[Any, Any],
     return_stats: bool,
 ) -> Array | tuple[Array, ...]:
-    seed, options = dropouts.split(*dropout)
+    seed, options = split(*dropout)
     out, h, stats = FORWARD(function, (*arrays, seed), (rms, eps, return_stats, *options))
     if arrays[-1] is None:
         if return_stats:
@@ -153,21 +153,21 @@ def _backward(
     dropout: tuple[Any, Any],
     need_dbias: bool,
 ) -> tuple[Array | None, ...]:
-    seed, options = dropouts.split(*dropout)
+    seed, options = split(*dropout)
     return BACKWARD(function, (*arrays, seed), (rms, need_dbias, *options))
 
 
 def _torch_forward() -> TorchSide:
-    from . import torch_ops
+    from . import torch_rows
 
-    return torch_ops.NormForward
+    return torch_rows.NormForward
 
 
 def _torch_backward() -> TorchSide:
-    from . import torch_ops
+    from . import torch_rows
 
-    return torch_ops.NormBackward
+    return torch_rows.NormBackward
 
 
-FORWARD = Operation(dispatch.call_forward, _torch_forward)
-BACKWARD = Operation(dispatch.call_backward, _torch_backward, first=1)
+FORWARD = Operation(dispatch.forward, _torch_forward)
+BACKWARD = Operation(dispatch.backward, _torch_backward, first=1)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ..runtime.config import KernelConfig
 from ..runtime.structs import header
-from .row_configs import block_threads
+from .kernels import block_threads
 
 structs = header("norm/params.cuh")
 

@@ -39,8 +39,8 @@ class ForwardPlan(Plan):
         self.shape, self.stats_shape = x.shape, (*x.shape[:-1], 2)
         self.strides = result_strides(library, x)
         self.has_residual = "residual" in views
-        self.empty = 0 in x.shape
-        if self.empty:
+        self.launch = None
+        if 0 in x.shape:
             return
         tensors = {"x": x, "out": x._replace(strides=self.strides)}
         if self.has_residual:
@@ -55,17 +55,17 @@ class ForwardPlan(Plan):
         self.launch = Launch(config, x.device, grid, params)
 
     def run(
-        self, x: Array, pointers: tuple[int, int, int, int], need_stats: bool
+        self, arrays: tuple[Array | None, ...], pointers: list[int], need_stats: bool
     ) -> tuple[Array, Array | None, Array | None]:
-        """The results are allocated as ``x`` is; ``pointers`` of x, residual, weight, bias."""
-        library, pointer = self.library, self.library.pointer
+        """(out, h, statistics); ``arrays`` and ``pointers`` of x, residual, weight, bias, None."""
+        x, library, pointer = arrays[0], self.library, self.library.pointer
         out = library.empty(self.shape, self.strides, x)
         h = library.empty(self.shape, self.strides, x) if self.has_residual else None
         stats = library.empty_float32(self.stats_shape, x) if need_stats else None
-        if not self.empty:
+        if self.launch is not None:
             self.launch(
                 library.stream(self.device_id),
-                *pointers,
+                *pointers[:4],
                 pointer(out),
                 pointer(h) if self.has_residual else 0,
                 pointer(stats) if need_stats else 0,
@@ -98,7 +98,7 @@ class BackwardPlan(Plan):
         config = _backward_config(x, weight, rms, rows, vector)
         at_once = multiprocessors(x.device)
         if isinstance(config, kernels.NormBwd):
-            splits = min(-(-rows.rows // config.rows), at_once)
+            splits = min(config.grid(rows.rows), at_once)
             launches = [(config, splits)]
         elif config is not None:
             splits = min(rows.rows, clusters_at_once(config, x.device))
@@ -123,10 +123,10 @@ class BackwardPlan(Plan):
             self.sum = sum_launch(weight, x.device, self.partials_shape)
 
     def run(
-        self, x: Array, weight: Array, pointers: tuple[int, int, int, int, int]
+        self, arrays: list[Array | None], pointers: list[int]
     ) -> tuple[Array, Array, Array | None]:
-        """``pointers`` of dout, x, weight, stats, dresidual."""
-        library, pointer = self.library, self.library.pointer
+        """(dx, dweight, dbias); of dout, x, weight, stats and dresidual."""
+        (_, x, weight, *_), library, pointer = arrays, self.library, self.library.pointer
         dx = library.empty(self.shape, self.strides, x)
         if self.empty:
             dweight = library.zeros_like(weight)
@@ -134,22 +134,22 @@ class BackwardPlan(Plan):
         dweight = library.empty(self.shape[-1:], (1,), weight)
         dbias = library.empty(self.shape[-1:], (1,), weight) if self.need_dbias else None
         partials = library.empty_float32(self.partials_shape, x)
-        stream, shares = library.stream(self.device_id), pointer(partials)
+        stream, at_partials = library.stream(self.device_id), pointer(partials)
         sums = pointer(dweight), pointer(dbias) if self.need_dbias else 0
         counter = 0
         if self.counters:
             counter, _own = self.counters.address(stream, library, x)
         for launch in self.launches:
-            launch(stream, *pointers, pointer(dx), shares, *sums, counter)
+            launch(stream, *pointers, pointer(dx), at_partials, *sums, counter)
         if self.sum:
-            self.sum(stream, shares, *sums)
+            self.sum(stream, at_partials, *sums)
         return dx, dweight, dbias
 
 
 def _backward_config(
     x: View, weight: View, rms: bool, rows: Rows, vector: bool
 ) -> kernels.NormBwd | kernels.NormBwdCluster | None:
-    """None where two reads of the rows are needed."""
+    """None where the rows have to be read twice."""
     if len(rows.sizes) > 1 and rows.rows >= MAX_ROWS:
         return None
     config = kernels.backward(
@@ -161,7 +161,7 @@ def _backward_config(
 
 
 def sum_launch(weight: View, device: int, shape: tuple[int, int, int]) -> Launch:
-    """The kernel that adds up shares (gradients, rows, columns) of the gradients of weight."""
+    """The kernel that adds up partial sums (gradients, rows, columns) of those of the weight."""
     gradients, rows, columns = shape
     params = structs.SumPartialsParams(rows=rows, columns=columns)
     blocks = gradients * -(-columns // 32)
