@@ -16,9 +16,9 @@ from .attention.features import Access, Features
 from .jit import compiler
 from .runtime.config import ITEM_SIZE
 from .runtime.driver import DRIVER
+from .runtime.gpu import ARCHITECTURES
 
 OLDEST_CUPY = 14
-CAPABILITIES = ((6, 0), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 _PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "ml_dtypes", "torch", "triton")
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
@@ -157,7 +157,7 @@ def backend_dtypes(capability: tuple[int, int]) -> dict[str, tuple[str, ...]]:
 
 def backend_capabilities(backend: str) -> list[tuple[int, int]]:
     """The compute capabilities on which a backend runs, the oldest first."""
-    return [c for c in CAPABILITIES if backend_dtypes(c)[backend]]
+    return [c for c in ARCHITECTURES if backend_dtypes(c)[backend]]
 
 
 def cache_size() -> tuple[int, int]:

@@ -22,7 +22,8 @@ import cupyflash
 from cupyflash import environment, jit, machine, precompile
 from cupyflash.attention import backends
 from cupyflash.attention.features import Access, Features
-from cupyflash.commands import check, check_cases, check_operations, check_table, cli
+from cupyflash.commands import check, check_attention, cli, tables
+from cupyflash.commands.check_operations import Maker
 from cupyflash.jit import pool
 from cupyflash.machine import Driver, Gpu
 from cupyflash.norm import kernels as norm
@@ -105,18 +106,17 @@ def test_extra_for_driver(monkeypatch, driver, extra):
     assert machine.extra() == extra
 
 
-def small_cases(gpu, dtypes):
-    assert "float32" in dtypes
-    return [
-        check_cases.Case("model", "float16", (4, 2), 64, ((40, 40),) * 2, softcap=9.0),
-        check_cases.Case("lengths", "float32", (2, 1), 40, ((1, 1), (30, 30)), packed=True),
-    ]
+def small_problems(library, bfloat16):
+    return check.named(
+        Maker(library),
+        (check_attention.attention, "model", "float16", (4, 2), 64, 2, (40, 40), 9.0),
+        (check_attention.packed_attention, "float32", (2, 1), 40, (1, 30)),
+    )
 
 
 @pytest.fixture
 def only_attention(monkeypatch):
-    monkeypatch.setattr(check, "cases", small_cases)
-    monkeypatch.setattr(check, "operations", lambda *_: ())
+    monkeypatch.setattr(check, "operations", small_problems)
 
 
 def test_check(capsys, only_attention):
@@ -145,39 +145,39 @@ def test_check_goes_on_where_something_does_not_run(capsys, monkeypatch, only_at
     """What is refused as documented is no failure; what breaks is."""
 
     def failing(error):
-        def run(case, library):
-            if case.name == "model":
+        def run(operation, library):
+            if operation.name == "model":
                 raise error
-            return compute(case, library)
+            return compute(operation, library)
 
         return run
 
-    compute = check.run
+    compute, name = check.run, "attention, model, float16, (4, 2), 64, 2, (40, 40), 9.0"
     monkeypatch.setattr(check, "run", failing(NotImplementedError("attention: needs a B200")))
     assert cli.main(["check"]) == 0
     out, _ = words(capsys)
-    assert "not here: model, float16: 2 × 40, 4/2×64: attention: needs a B200 All 1 pass" in out
+    assert f"not here: {name}: attention: needs a B200 All 1 pass" in out
     monkeypatch.setattr(check, "run", failing(RuntimeError("[no kernel]")))
     assert cli.main(["check"]) == 1
     out, _ = words(capsys)
     assert "31 in 2, 2/1×40" in out and "correct" not in out
-    assert "DID NOT RUN model, float16: 2 × 40, 4/2×64: RuntimeError: [no kernel]" in out
+    assert f"DID NOT RUN {name}: RuntimeError: [no kernel]" in out
 
 
 @pytest.fixture(scope="module")
 def checked_operations():
-    """Every operation beside attention as `check` computes it here: [(name, operation, rows)]."""
+    """Every operation as `check` computes it here: [(name, operation, rows)]."""
     library = "numpy" if machine.gpu_problem() else "cupy"
     found = []
-    for name, make in check_operations.operations(library, "float16"):
+    for name, make in check.operations(library, None):
         operation = make()
-        found.append((name, operation, check.run_operation(operation, library)))
+        found.append((name, operation, check.run(operation, library)))
     return found
 
 
-def test_check_of_the_other_operations(checked_operations):
+def test_check_of_all_operations(checked_operations):
     rows = [row for _, _, rows in checked_operations for row in rows]
-    assert [row.failures for row in rows] == [()] * len(rows) and len(rows) > 20
+    assert [row.failures for row in rows] == [()] * len(rows) and len(rows) > 30
     assert all(row.error <= row.allowed and row.milliseconds > 0 for row in rows)
     called = {
         "attention", "attention_backward", "flash_attn_varlen_func", "attention_with_cache",
@@ -192,12 +192,12 @@ def test_check_of_the_other_operations(checked_operations):
 def test_check_sees_one_wrong_number_of_any_result(checked_operations):
     for name, operation, _ in checked_operations:
         for one in operation.passes:
-            for result, x in zip(one.results, one.call(), strict=True):
-                right = check._compare(operation.exact, result, x)
+            for result, x in one.compute().items():
+                right = check.compare(operation.exact, result, x)
                 x = x.copy()
                 last = x.reshape(-1)[-1:]
                 last[...] = (last.astype("float32") + (1 + 4 * right.allowed)).astype(x.dtype)
-                finding = check._compare(operation.exact, result, x)
+                finding = check.compare(operation.exact, result, x)
                 assert finding.failure and finding.error > finding.allowed, (name, result)
 
 
@@ -205,22 +205,25 @@ def test_check_table_fits_80_columns(capsys, checked_operations):
     rows = [row for _, _, rows in checked_operations for row in rows]
     rows.append(dataclasses.replace(rows[0], label="fwd sm90", failures=("out: wrong",)))
     rows.append(dataclasses.replace(rows[0], name="Gemma 2 9B", milliseconds=12345.0))
-    Console(width=80).print(check_table.table(rows))
+    Console(width=80).print(tables.check_table(rows))
     out = capsys.readouterr().out
     assert "…" not in out and "FAIL" in out and "ok" in out
     assert max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("gpu", [True, False])
-def test_check_covers_real_models(gpu):
-    cases = check_cases.cases(gpu, ("float16", "float32"))
-    heads = {(*case.heads, case.head_dim) for case in cases}
-    assert {(12, 12, 64), (32, 8, 128), (16, 8, 256)} <= heads
-    assert any(case.packed for case in cases) and {case.dtype for case in cases} == {
-        "float16",
-        "float32",
-    }
-    assert any(q % 2 and q != k for case in cases for q, k in case.lengths)
+@pytest.mark.parametrize("library", ["cupy", "numpy"])
+def test_check_covers_real_models(library):
+    names = [name for name, _ in check.operations(library, "bfloat16")]
+    for model in (
+        "attention, GPT-2, float16, (12, 12), 64, ",
+        "attention, Llama 3 8B, bfloat16, (32, 8), 128, ",
+        "attention, Gemma 2 9B, bfloat16, (16, 8), 256, ",
+        "attention, GPT-2, float32, ",
+        "attention, odd lengths, float16, (3, 1), 40, 2, (113, 1023)",
+        "packed_attention, bfloat16, ",
+    ):
+        assert [name.startswith(model) for name in names].count(True) == 1
+    assert not any("bfloat16" in name for name, _ in check.operations(library, None))
 
 
 @needs_nvrtc

@@ -1,8 +1,8 @@
 """``cupyflash check``: every operation on shapes of real models, against float64, and its speed.
 
-Runs on the GPU with CuPy arrays, or on the CPU with NumPy arrays and smaller problems. Of attention
-the first and the last group of heads are compared, of the rest everything, by the rule of the tests
-(:mod:`cupyflash.testing.tolerance`).
+Runs on the GPU with CuPy arrays, or on the CPU with NumPy arrays and smaller problems. Everything
+is compared by the rule of the tests (:mod:`cupyflash.testing.tolerance`), but of attention only the
+first and the last group of heads.
 """
 
 import contextlib
@@ -10,30 +10,43 @@ import dataclasses
 import functools
 import io
 import re
+import statistics
+import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cupyflash
+from .. import machine
+from . import check_attention, check_operations
+from .check_operations import Check, Maker, Operation, Pass
 
-from .. import environment, machine
-from ..attention import backends
-from ..attention.features import Access, Features
-from ..testing import Inputs, expected
-from . import measure
-from .check_cases import Case, cases
-from .check_operations import operations
-from .check_problem import Check, Operation, Pass
-
+REPEATS = {"numpy": 1, "cupy": 10}
+STATISTICS = ("lse", "stats")  # compared, but shown only where they are wrong
 _MESSAGE = re.compile(r"max error (\S+)(?: of them)?, allowed (\S+) ")
 
 
 @dataclasses.dataclass(frozen=True)
+class Finding:
+    """The comparison of one result; ``failure`` is "" where it is within tolerance."""
+
+    name: str
+    error: float
+    allowed: float
+    failure: str
+
+    @property
+    def closeness(self) -> float:
+        """How much of the tolerance the error takes."""
+        return self.error / self.allowed if self.allowed else self.error
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
-    """What was found of one pass of one problem.
+    """The result of one pass of one problem.
 
     Attributes:
         name, dtype, shape: of the problem.
-        label: the pass and, of attention, the backend.
+        label: name of the pass.
         error, allowed: of the result that comes closest to its tolerance.
         failures: a message for each result beyond its tolerance.
         rate: of work each second, in ``unit``, "FLOP" or "B".
@@ -66,160 +79,145 @@ class NotRun:
         return isinstance(self.error, NotImplementedError)
 
 
-def run(case: Case, library: str) -> list[Row]:
-    """Compute, verify and measure the passes of attention on arrays of "numpy" or "cupy"."""
-    x = case.inputs(library)
-    forward, backward = _passes(case, x)
-    results = dict(zip(("out", "lse"), forward()))
-    passes = [(forward, tuple(results))]
-    if backward:
-        backward = functools.partial(backward, *results.values())
-        gradients = dict(zip(("dq", "dk", "dv"), backward()))
-        passes.append((backward, tuple(gradients)))
-        results |= gradients
-    findings = verify(case, x, results)
-    rows = []
-    for number, (call, names) in enumerate(passes):
-        found = [f for f in findings if f.name in names and (f.name != "lse" or f.failure)]
-        label = ("fwd", "bwd")[number]
-        backend = f" {_backend(case, bool(number))}" if library == "cupy" else ""
-        flops = measure.attention_flops(case.lengths, case.heads[0], case.head_dim, bool(number))
-        one = Pass(label, call, names, flops, "FLOP")
-        problem = (case.name, case.dtype, case.shape, label + backend)
-        rows.append(_row(problem, one, found, library))
-    return rows
+def check() -> int:
+    """Run everything and print the table; exit code 1 if a result is wrong or missing."""
+    from rich.console import Console
+
+    from .tables import check_heading, check_table, check_verdict
+
+    console = Console(highlight=False)
+    problem = machine.gpu_problem()
+    library = "numpy" if problem else "cupy"
+    console.print(check_heading(problem))
+    rows: list[Row] = []
+    not_run: list[NotRun] = []
+    with console.status("") as status:
+        for name, make in operations(library, "bfloat16" if machine.has("ml_dtypes") else None):
+            status.update(name)
+            try:
+                rows += run(make(), library)
+            except Exception as error:  # the rest is worth knowing all the same
+                not_run.append(NotRun(name, error))
+    console.print("", check_table(rows), "", check_verdict(rows, not_run), sep="\n")
+    failed = any(row.failures for row in rows) or not all(x.refused for x in not_run)
+    return 1 if failed else 0
 
 
-def run_operation(operation: Operation, library: str) -> list[Row]:
-    """The same of an operation beside attention."""
-    rows = []
-    for one in operation.passes:
-        results = zip(one.results, one.call(), strict=True)
-        found = [_compare(operation.exact, name, result) for name, result in results]
-        problem = (operation.name, operation.dtype, operation.shape, one.name)
-        rows.append(_row(problem, one, found, library))
-    return rows
+def operations(library: str, bfloat16: str | None) -> Iterator[tuple[str, Callable[[], Operation]]]:
+    """(its name, a function that makes it) of every operation; smaller problems on the CPU.
+
+    Args:
+        library: "numpy" or "cupy".
+        bfloat16: None where the library lacks it; float16 stands in for it then.
+    """
+    bfloat16 = bfloat16 or "float16"
+    size, length = (1, 1024) if library == "cupy" else (8, 64)
+    attention, other = check_attention, check_operations
+    packed = (1, 113, 2 * length, length - 1, 911 * length // 1024)
+    return named(
+        Maker(library),
+        (attention.attention, "GPT-2", "float16", (12, 12), 64, max(8 // size, 2), (length,) * 2),
+        (attention.attention, "Llama 3 8B", bfloat16, (32, 8), 128, 1, (4 * length,) * 2),
+        (attention.attention, "Gemma 2 9B", bfloat16, (16, 8), 256, 1, (4 * length,) * 2, 50.0),
+        (attention.attention, "GPT-2", "float32", (12, 12), 64, 1, (length,) * 2),
+        (attention.attention, "odd lengths", "float16", (3, 1), 40, 2, (113, 1023)),
+        (attention.packed_attention, bfloat16, (32, 8), 128, packed),
+        (other.rms_norm, bfloat16, 1024 // size, 4096),
+        (other.rms_norm, "float16", 1024 // size, 4096, 0.1),
+        (other.layer_norm, "float16", 4096 // size, 768),
+        (other.group_norm, "float16", (8 // size, 320, 32, 32), "silu", "NCHW"),
+        (other.group_norm, "float32", (8 // size, 256, 32, 32), "gelu", "NHWC"),
+        (other.linear, "float16", 4, 768, 3072),
+        (other.linear, "float16", 512 // size, 768, 3072),
+        (other.linear, "float32", 64, 768, 768),
+        (other.mlp, "float16", 4, 768, 3072, False),
+        (other.mlp, bfloat16, 512 // size, 1024, 2816, True),
+        (other.qkv_projection, bfloat16, 2, (16, 4), 64),
+        (other.qkv_projection, bfloat16, 512 // size, (16, 4), 64),
+        (attention.decode, bfloat16, (32, 8), 128, (100, 1000)),
+        (attention.decode, "float16", (12, 12), 64, (30000 // size, 3)),
+        (other.diffusion, "float16", (32 // size, 16, 1024)),
+        (other.diffusion, "float32", (32 // size, 16, 1024)),
+        (attention.sampling, 8, 50257),
+        (attention.blocks, "float16", 2, (12, 64)),
+    )
 
 
-def _row(
-    problem: tuple[str, str, str, str], one: Pass, findings: list["Finding"], library: str
-) -> Row:
-    closest = max(findings, key=lambda f: f.error / f.allowed if f.allowed else f.error)
-    milliseconds = measure.milliseconds(library, one.call)
+def named(make: Maker, *problems: tuple) -> Iterator[tuple[str, Callable[[], Operation]]]:
+    """Problems that are a function and its arguments but the maker of arrays."""
+    for function, *arguments in problems:
+        name = ", ".join(map(str, (function.__name__, *arguments)))
+        yield name, functools.partial(function, make, *arguments)
+
+
+def run(operation: Operation, library: str) -> list[Row]:
+    """Compute, verify and measure the passes of an operation on arrays of "numpy" or "cupy"."""
+    return [_row(operation, one, library) for one in operation.passes]
+
+
+def _row(operation: Operation, one: Pass, library: str) -> Row:
+    findings = [compare(operation.exact, name, x) for name, x in one.compute().items()]
+    shown = [x for x in findings if x.failure or x.name not in STATISTICS]
+    closest = max(shown, key=lambda x: x.closeness)
+    milliseconds = statistics.median(
+        _milliseconds(library, one.call) for _ in range(REPEATS[library])
+    )
     return Row(
-        *problem,
+        operation.name,
+        operation.dtype,
+        operation.shape,
+        one.name,
         closest.error,
         closest.allowed,
-        tuple(finding.failure for finding in findings if finding.failure),
+        tuple(x.failure for x in findings if x.failure),
         milliseconds,
         one.work / milliseconds * 1e3,
         one.unit,
-        measure.peak_bytes(library, one.call),
+        _peak_bytes(library, one.call),
     )
 
 
-def _passes(case: Case, x: Inputs) -> tuple[Callable[[], Any], Callable[..., Any] | None]:
-    """Functions of no argument -> (out, lse) and of (out, lse) -> (dq, dk, dv)."""
-    qkv, options = (x.q, x.k, x.v), {"causal": True, "softcap": case.softcap}
-    if not case.packed:
-        return (
-            functools.partial(cupyflash.attention, *qkv, return_lse=True, **options),
-            functools.partial(cupyflash.attention_backward, x.dout, *qkv, **options),
-        )
-    longest = map(max, zip(*case.lengths))
-    arguments = (*qkv, x.cu_seqlens_q, x.cu_seqlens_k, *longest)
-    call = functools.partial(
-        cupyflash.flash_attn_varlen_func, *arguments, return_attn_probs=True, **options
-    )
-    return call, None
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """The comparison of a part of one result; ``failure`` is "" where it is within tolerance."""
-
-    name: str
-    error: float
-    allowed: float
-    failure: str
-
-
-def verify(case: Case, inputs: Inputs, results: dict[str, Any]) -> list[Finding]:
-    """Compare the first and the last group of heads of each result with float64."""
-    heads_q, heads_kv = case.heads
-    group, found = heads_q // heads_kv, []
-    for batch, kv in ((0, 0), (len(case.lengths) - 1, heads_kv - 1)):
-        batches, heads = slice(batch, batch + 1), slice(kv * group, (kv + 1) * group)
-        of_q, of_lse = (batches, slice(None), heads), (batches, heads)
-        of_k = (batches, slice(None), slice(kv, kv + 1))
-        if case.packed:  # no batch axis
-            of_q, of_lse, of_k = of_q[1:], of_lse[1:], of_k[1:]
-        where = dict.fromkeys(("q", "dout", "out", "dq"), of_q) | {"lse": of_lse}
-        where |= dict.fromkeys(("k", "v", "dk", "dv"), of_k)
-        tensors = {name: getattr(inputs, name)[where[name]] for name in ("q", "k", "v", "dout")}
-        part = dataclasses.replace(inputs, **tensors)
-        exact = expected(part, causal=True, softcap=case.softcap)
-        found += [_compare(exact, name, x[where[name]]) for name, x in results.items()]
-    return found
-
-
-def _compare(exact: Check, name: str, result: Any) -> Finding:
+def compare(exact: Check, name: str, result: Any) -> Finding:
+    """What a check prints of one result; the closest one where it prints several comparisons."""
     failure = ""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
             exact.check(**{name: result})
         except AssertionError as error:
             failure = str(error)
-    message = _MESSAGE.search(printed.getvalue())
-    error, allowed = (message[1], message[2]) if message else ("nan", "nan")
-    return Finding(name, float(error), float(allowed), failure)
+    numbers = _MESSAGE.findall(printed.getvalue()) or [("nan", "nan")]
+    findings = [Finding(name, float(error), float(allowed), failure) for error, allowed in numbers]
+    return max(findings, key=lambda x: x.closeness)
 
 
-def _backend(case: Case, backward: bool) -> str:
-    import cupy
+def _milliseconds(library: str, call: Callable[[], Any]) -> float:
+    """Time of a call, which has run before, on the GPU for "cupy", else on the CPU."""
+    if library == "cupy":
+        import cupy
 
-    backend = backends.choose(
-        "check",
-        environment.current().backend,
-        case.dtype,
-        case.head_dim,
-        Access.TENSOR_MAP,
-        Features(),
-        divmod(int(cupy.cuda.Device().compute_capability), 10),
-        backward=backward,
-    )
-    return backend.__name__.rpartition(".")[2]
-
-
-def check() -> int:
-    """Run everything and print the table; exit code 1 if a result is wrong or missing."""
-    from rich.console import Console
-
-    from .check_table import heading, table, verdict
-
-    console = Console(highlight=False)
-    problem = machine.gpu_problem()
-    library = "numpy" if problem else "cupy"
-    console.print(heading(problem))
-    rows: list[Row] = []
-    not_run: list[NotRun] = []
-    with console.status("") as status:
-        for name, compute in problems(library):
-            status.update(name)
-            try:
-                rows += compute()
-            except Exception as error:  # the rest is worth knowing all the same
-                not_run.append(NotRun(name, error))
-    console.print("", table(rows), "", verdict(rows, not_run), sep="\n")
-    failed = any(row.failures for row in rows) or not all(x.refused for x in not_run)
-    return 1 if failed else 0
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return cupy.cuda.get_elapsed_time(start, end)
+    start = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - start)
 
 
-def problems(library: str) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
-    """(what it is, a function that computes its rows) for each problem."""
-    bfloat16 = ("bfloat16",) if machine.has("ml_dtypes") else ()
-    for case in cases(library == "cupy", ("float16", "float32", *bfloat16)):
-        name = f"{case.name}, {case.dtype}: {case.shape}"
-        yield name, functools.partial(run, case, library)
-    for name, make in operations(library, *bfloat16 or ("float16",)):
-        yield name, lambda: run_operation(make(), library)  # noqa: B023
+def _peak_bytes(library: str, call: Callable[[], Any]) -> int:
+    """The most memory that a call holds at a time, its results included."""
+    if library == "cupy":
+        import cupy
+
+        pool = cupy.cuda.MemoryPool()  # an empty one, which grows to the peak
+        with cupy.cuda.using_allocator(pool.malloc):
+            call()
+        return pool.total_bytes()
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

@@ -12,8 +12,11 @@ gpt2    text from a GPT-2 on these kernels, and its benchmark
 import argparse
 import collections
 import functools
+import os
+import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import cupyflash
 
@@ -74,12 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     narrow("--head-dim", type=_head_dim, metavar="D", help=f"default {dims}")
     narrow("--dtype", type=_dtype, metavar="TYPE", help="|".join(DTYPES) + "; default fp16 bf16")
     for option, known, default in (
-        ("--backend", backends.BACKENDS, "the fastest"),
-        ("--topic", precompile.TOPICS, " ".join(precompile.COMMON_TOPICS)),
+        ("backend", backends.BACKENDS, "the fastest"),
+        ("topic", precompile.TOPICS, " ".join(precompile.COMMON_TOPICS)),
     ):
-        what = {"--backend": "backends", "--topic": "topics"}[option]
         text = f"{'|'.join(known)}; no name for none; default {default}"
-        narrow(option, nargs="*", type=_name(what, known), metavar="NAME", help=text)
+        name = functools.partial(_name, f"{option}s", known)
+        narrow(f"--{option}", nargs="*", type=name, metavar="NAME", help=text)
     text = "all kernels within the options given, but attention with a bias or dropout"
     warm.add_argument("--everything", action="store_true", help=text)
     warm.add_argument("--jobs", type=int, metavar="N", help="processes; default one a core")
@@ -106,17 +109,12 @@ def _head_dim(text: str) -> int:
 
 
 def _dtype(text: str) -> str:
-    name = DTYPES.get(text, text)
-    _checked(precompile.check_names, "dtypes", [name], ITEM_SIZE)
-    return name
+    return _name("dtypes", ITEM_SIZE, DTYPES.get(text, text))
 
 
-def _name(what: str, known: Mapping[str, object]) -> Callable[[str], str]:
-    def name(text: str) -> str:
-        _checked(precompile.check_names, what, [text], known)
-        return text
-
-    return name
+def _name(what: str, known: Mapping[str, object], text: str) -> str:
+    _checked(precompile.check_names, what, [text], known)
+    return text
 
 
 def _checked(check: Callable[..., object], *arguments: object) -> None:
@@ -125,12 +123,6 @@ def _checked(check: Callable[..., object], *arguments: object) -> None:
         check(*arguments)
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("warmup: ")) from None
-
-
-def _info(arguments: argparse.Namespace) -> int:
-    from .info import show
-
-    return show()
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -159,20 +151,85 @@ def _cache(arguments: argparse.Namespace) -> int:
     if arguments.action == "clear":
         print(f"deleted {jit.clear()} kernels from {folder}")
         return 0
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+    from .tables import print_kernels
 
-    groups = collections.defaultdict(list)
+    sizes = collections.defaultdict(list)
     for entry in jit.entries():
-        groups[entry.arch, entry.expression.partition("<")[0]].append(entry.path.stat().st_size)
-    table = Table("architecture", "kernel", box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("variants", "KiB"):
-        table.add_column(heading, justify="right")
-    for (arch, kernel), sizes in sorted(groups.items()):
-        table.add_row(arch, kernel, str(len(sizes)), f"{sum(sizes) / 1024:.0f}")
-    if groups:
-        Console().print(table)
+        sizes[entry.arch, entry.expression.partition("<")[0]].append(entry.path.stat().st_size)
+    if sizes:
+        print_kernels(sizes)
     count, size = machine.cache_size()
     print(f"{count} kernels, {size / 2**20:.1f} MiB in {folder}")
     return 0
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from .tables import print_facts
+
+    print_facts(_facts())
+    return 0
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    """Rows (name, value); a name is empty where it continues the row above."""
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    packages = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
+    for name, values in {
+        "cupyflash": [f"{cupyflash.__version__} in {Path(cupyflash.__file__).resolve().parent}"],
+        "GPU": _gpus(),
+        "kernels": _kernels(),
+        "Python": [python],
+        "packages": [packages],
+        "cache": [_cache_text()],
+        "settings": [f"{name}={x}" for name, x in machine.settings().items()],
+        "missing": _missing(),
+    }.items():
+        for value in values:
+            yield name, value
+            name = ""
+
+
+def _gpus() -> list[str]:
+    driver = machine.driver()
+    if not driver.gpus:
+        return ["none; attention runs on the CPU, with NumPy"]
+    lines = [
+        f"{gpu.name}, {jit.arch_of(gpu.capability)}, {gpu.memory / 2**30:.0f} GiB"
+        for gpu in driver.gpus
+    ]
+    return [*lines, f"the driver runs CUDA {driver.cuda[0]}.{driver.cuda[1]}"]
+
+
+def _kernels() -> list[str]:
+    """The backends of the first GPU, or of all GPUs where there is none."""
+    gpus = machine.driver().gpus
+    if gpus:
+        found = machine.backend_dtypes(gpus[0].capability)
+        return [f"{name}: {', '.join(dtypes)}" for name, dtypes in found.items() if dtypes]
+    lines = []
+    for name in backends.BACKENDS:
+        oldest, *younger = machine.backend_capabilities(name)
+        dtypes = ", ".join(machine.backend_dtypes((younger or [oldest])[-1])[name])
+        text = f"{'≥ ' if younger else ''}{oldest[0]}.{oldest[1]}"
+        lines.append(f"{name}: {dtypes} on compute capability {text}")
+    return lines
+
+
+def _cache_text() -> str:
+    try:
+        count, size = machine.cache_size()
+    except (jit.UnsafeCacheError, OSError) as error:
+        return f"not usable: {error}"
+    folder = jit.cache_dir() or "none: you have no home folder"
+    if os.path.isfile(folder):
+        return f"not usable: {folder} is a file; set CUPYFLASH_CACHE_DIR to a folder"
+    return f"{folder} ({count} kernels, {size / 2**20:.1f} MiB)"
+
+
+def _missing() -> list[str]:
+    missing = []
+    if problem := machine.gpu_problem():
+        missing += [f"a GPU to run on: {problem}", *(f"to mend: {x}" for x in machine.mend())]
+    if machine.has("cupy") and not machine.has("ml_dtypes"):
+        missing += ["bfloat16 in CuPy arrays", "to mend: pip install ml_dtypes"]
+    return missing

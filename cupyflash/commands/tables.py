@@ -1,12 +1,14 @@
-"""What ``cupyflash check`` prints."""
+"""The tables of the command line, made by rich; each fits 80 columns."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 import cupyflash
 
@@ -19,7 +21,35 @@ UNITS = {"FLOP": "FLOPS", "B": "B/s"}
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
-def heading(gpu_problem: str) -> str:
+def print_facts(facts: Iterable[tuple[str, str]]) -> None:
+    """Rows of a name and a text."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(name, Text(value))
+    Console(highlight=False).print(table)
+
+
+def print_kernels(sizes: dict[tuple[str, str], list[int]]) -> None:
+    """Number and KiB of the cubins of each (architecture, kernel)."""
+    table = headed("architecture", "kernel", numbers=("variants", "KiB"))
+    for names, of_variants in sorted(sizes.items()):
+        table.add_row(*names, f"{len(of_variants)}", f"{sum(of_variants) / 1024:.0f}")
+    Console().print(table)
+
+
+def headed(*names: str, numbers: Sequence[str], padding: int = 1) -> Table:
+    """An empty table with columns of texts and, right-justified, columns of numbers."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, padding, 0, 0))
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def check_heading(gpu_problem: str) -> str:
     """Where the check runs; on the CPU, why and what mends it."""
     version = f"[bold]cupyflash {cupyflash.__version__}[/]"
     if not gpu_problem:
@@ -39,14 +69,10 @@ def heading(gpu_problem: str) -> str:
     )
 
 
-def table(rows: Sequence["Row"]) -> Table:
-    """Two lines for each problem, one a pass; fits 80 columns."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
-    table.add_column("operation or model\nshape", no_wrap=True)
-    table.add_column("pass\nkernels", no_wrap=True)
-    for name in ("error", "allowed", "time\nms", "speed", "memory\nMiB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+def check_table(rows: Sequence["Row"]) -> Table:
+    """Two lines for each problem, one a pass."""
+    numbers = ("error", "allowed", "time\nms", "speed", "memory\nMiB", "")
+    table = headed("operation or model\nshape", "pass\nkernels", numbers=numbers, padding=0)
     for problem, passes in itertools.groupby(rows, key=lambda x: (x.name, x.dtype, x.shape)):
         name, dtype, shape = map(escape, problem)
         columns = zip(*map(_cells, passes))
@@ -55,7 +81,7 @@ def table(rows: Sequence["Row"]) -> Table:
     return table
 
 
-def verdict(rows: Sequence["Row"], not_run: Sequence["NotRun"] = ()) -> str:
+def check_verdict(rows: Sequence["Row"], not_run: Sequence["NotRun"] = ()) -> str:
     """What the errors mean, every wrong result, and what did not run."""
     failures = [
         f"[red]{escape(row.name)}, {row.label.split()[0]}[/]: {escape(failure)}"
@@ -104,6 +130,5 @@ def _significant(number: float) -> str:
     """Three digits in at most seven characters."""
     if number < 0.001:
         return f"{number:.1e}"
-    return (
-        f"{number:.{next((n for bound, n in ((1, 3), (10, 2), (100, 1)) if number < bound), 0)}f}"
-    )
+    decimals = next((n for bound, n in ((1, 3), (10, 2), (100, 1)) if number < bound), 0)
+    return f"{number:.{decimals}f}"
