@@ -432,7 +432,7 @@ def test_interrupted_warmup(workspace, jobs):
     )
     assert re.match(r"cupyflash: \d+ kernels to compile, about ", process.stderr.readline())
     deadline = time.monotonic() + 60
-    while not list(workspace.glob("cache/*/kernel.cubin")) and time.monotonic() < deadline:
+    while not list(workspace.glob("cache/*.sm_80.*/kernel.cubin")) and time.monotonic() < deadline:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     output, error = process.communicate(timeout=30)
