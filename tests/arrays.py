@@ -1,7 +1,8 @@
-"""Arrays of any library in any memory layout, from NumPy values: for the norms and the samplers."""
+"""Arrays of any library in any memory layout, from NumPy values and back."""
 
 import numpy
 
+from cupyflash.runtime.array import array_namespace
 from cupyflash.testing import cast
 
 STORAGES = ("contiguous", "padded", "unaligned", "transposed", "channels_last")
@@ -32,3 +33,25 @@ def stored(target, values, dtype, storage="contiguous"):
 
 def normal(shape, seed, *, mean=0.0):
     return mean + numpy.random.default_rng(seed).standard_normal(shape, dtype="float32")
+
+
+def to_numpy(x):
+    """An array of any library in NumPy, in its own dtype; not for a bfloat16 tensor of torch."""
+    return x.get() if hasattr(x, "get") else numpy.asarray(x.cpu() if hasattr(x, "cpu") else x)
+
+
+def broadcast(x, shape):
+    """A view with strides of 0, as the gradient of a sum has."""
+    if hasattr(x, "expand"):
+        return x.expand(shape)
+    return array_namespace(x).broadcast_to(x, shape)
+
+
+def assert_same_oracle(found, right):
+    """Two float64 results of one formula: the tolerance rule needs a yardstick of fewer digits.
+
+    They may differ by sums in another order, as of hundreds of terms.
+    """
+    found, right = (numpy.asarray(x, "float64") for x in (found, right))
+    largest = abs(right).max(initial=1.0, where=numpy.isfinite(right))
+    numpy.testing.assert_allclose(found, right, rtol=0, atol=2.0**-47 * largest)

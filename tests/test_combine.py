@@ -6,7 +6,7 @@ from matrix import each_library
 from wrong_calls import array, check_refused
 
 import cupyflash
-from cupyflash.testing import assert_close_to_float64, expected, to_float64
+from cupyflash.testing import assert_close_to_float64, expected, to_numpy64
 
 SHAPES = [(3, 2, 20, 4, 16), (1, 2, 1, 1, 8), (7, 31, 2, 5)]
 CUTS = [0, 13, 13, 60, 70]  # of the keys; one part is empty
@@ -42,17 +42,12 @@ def test_formula(target, shape):
     for dtype in target.dtypes:
         out, lse, values = partial(target, shape, dtype)
         found = cupyflash.flash_attn_combine(out, lse, out_dtype=lse.dtype)
-        exact = exact_results(to_numpy(out), values[1])
+        exact = exact_results(to_numpy64(out), values[1])
         for name, a, b in zip(("out", "lse"), found, exact):
             float32 = b.astype("float32")
-            assert_close_to_float64(to_numpy(a), b, float32, "float32", name, terms=4.0)
+            assert_close_to_float64(to_numpy64(a), b, float32, "float32", name, terms=4.0)
         same = cupyflash.flash_attn_combine(out, lse)[0]
         assert same.dtype == out.dtype and tuple(same.shape) == shape[1:]
-
-
-def to_numpy(x):
-    x = to_float64(x)
-    return x if isinstance(x, numpy.ndarray) else x.get()
 
 
 @each_library()
@@ -73,7 +68,10 @@ def test_nan_is_not_lost(target):
     out, lse, _ = partial(target, (3, 2, 4, 2, 8))
     lse[1, 0, 2, 1] = float("nan")
     result, combined = cupyflash.flash_attn_combine(out, lse)
-    assert numpy.isnan(to_numpy(combined)[0, 2, 1]) and numpy.isnan(to_numpy(result)[0, 2, 1]).all()
+    assert (
+        numpy.isnan(to_numpy64(combined)[0, 2, 1])
+        and numpy.isnan(to_numpy64(result)[0, 2, 1]).all()
+    )
 
 
 def parts_of_attention(q, k, v, **options):
@@ -125,14 +123,19 @@ def test_gradients(target):
     found = torch.autograd.grad(results, leaves, ones)
     assert all(x.isfinite().all() for x in found)
     some = (lse > -torch.inf).any(0)
-    wide = [x.detach().double().requires_grad_() for x in (out, lse)]
-    exact_lse = wide[1].logsumexp(0)
-    exact_out = ((wide[1] - exact_lse).exp()[..., None] * wide[0]).sum(0)
-    loss = (exact_out * ones[0])[some].sum() + (exact_lse * ones[1])[some].sum()
-    exact = torch.autograd.grad(loss, wide)
-    for a, b in zip(found, exact):
-        b = torch.where(some[(None, ..., *([None] * (b.dim() - some.dim() - 1)))], b, 0)
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+    def formula(dtype):
+        out_partial, lse_partial = (x.detach().to(dtype).requires_grad_() for x in (out, lse))
+        lse_all = lse_partial.logsumexp(0)
+        combined = ((lse_partial - lse_all).exp()[..., None] * out_partial).sum(0)
+        loss = (combined * ones[0])[some].sum() + (lse_all * ones[1])[some].sum()
+        dout, dlse = torch.autograd.grad(loss, (out_partial, lse_partial))
+        return torch.where(some[..., None], dout, 0), torch.where(some, dlse, 0)
+
+    terms = 4 * float((out.abs().amax(0) * ones[0].abs()).sum(-1).max())
+    three = zip(("dout", "dlse"), found, formula(torch.float64), formula(torch.float32))
+    for name, ours, exact, yardstick in three:
+        assert_close_to_float64(ours, exact, yardstick, "float32", name, terms=terms)
 
 
 @each_library(library="torch")

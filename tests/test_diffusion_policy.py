@@ -5,6 +5,7 @@ from arrays import normal, stored
 from matrix import each_library
 
 import cupyflash
+from cupyflash.testing import assert_close_to_float64
 
 pytest.importorskip("torch")
 STEPS = 10
@@ -128,9 +129,10 @@ def test_half_precision(target, batch):
 
     exact = plain(copy.deepcopy(model).double(), torch.float64, torch.float64)
     torchs = plain(model, torch.bfloat16, torch.float32)
-    ours = ActionSampler(model, sampler, batch, 16)(condition, start).double()
-    rounding = 2.0**-8 * exact.abs().max()
-    assert (ours - exact).abs().max() <= 2 * (torchs - exact).abs().max() + rounding
+    ours = ActionSampler(model, sampler, batch, 16)(condition, start)
+    # Actions are float32; as many of its last places as make half of one of bfloat16.
+    terms = 2.0**15 * float(exact.abs().max())
+    assert_close_to_float64(ours, exact, torchs, "float32", "actions", terms=terms)
 
 
 def test_bad_input():

@@ -112,6 +112,7 @@ def test_mask_does_not_depend_on_tiles_or_backend(target, rows, cols, head_dim):
     kept = masks(0.3, 2, 4, rows, cols)
     assert ((weights > 0) == kept).all()
     scale = 1 / cols / (1 - threshold(0.3) / 65536)
+    # A bound from theory: each is a single number, rounded to a dtype of 16 bits at most twice.
     numpy.testing.assert_allclose(weights[kept], scale, rtol=2**-7)
 
 

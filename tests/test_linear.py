@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy
 import pytest
-from arrays import normal, stored
+from arrays import assert_same_oracle, broadcast, normal, stored
 from matrix import covering, each_case, each_library
 
 import cupyflash
@@ -240,16 +240,8 @@ def test_rows_that_do_not_collapse(target, rows):
     out = cupyflash.linear(x, weight, residual=residual)
     expected_projection(Arrays(x, weight, residual=residual), Options()).check(out=out)
     one = stored(target, normal((1, 24), 0), "float32")
-    same = one.expand(rows, 24) if target.library == "torch" else _expanded(one, rows)
+    same = broadcast(one, (rows, 24))
     expected_projection(Arrays(same, weight), Options()).check(out=cupyflash.linear(same, weight))
-
-
-def _expanded(x, rows):
-    if type(x).__module__.startswith("cupy"):
-        import cupy
-
-        return cupy.broadcast_to(x, (rows, x.shape[1]))
-    return numpy.broadcast_to(x, (rows, x.shape[1]))
 
 
 def test_reference_is_torch():
@@ -277,7 +269,7 @@ def test_reference_is_torch():
     for name, function in activations.items():
         theirs = function(functional.linear(normed, weight, bias)) + residual
         found = project(arrays, Options(name))
-        numpy.testing.assert_allclose(found, theirs.numpy(), rtol=0, atol=1e-12)
+        assert_same_oracle(found, theirs)
 
 
 # Bad input -----------------------------------------------------------------------------------

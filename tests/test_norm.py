@@ -2,11 +2,10 @@
 
 import dataclasses
 import gc
-import importlib
 
 import numpy
 import pytest
-from arrays import normal, stored
+from arrays import assert_same_oracle, broadcast, normal, stored, to_numpy
 from matrix import covering, each_case, each_library
 
 import cupyflash
@@ -296,10 +295,7 @@ def test_expanded_gradients(target, rms):
     _, stats = forward(rms, x, weight, None, None, return_stats=True)
     for size in (1, 24):
         row = stored(target, normal(size, 2), "float32")
-        if target.library == "torch":
-            dout = row.expand(shape)
-        else:
-            dout = _namespace(row).broadcast_to(row, shape)
+        dout = broadcast(row, shape)
         gradients = backward(rms, dout, x, weight, stats, None)
         expected_norm(rms, dout, x, weight, eps=EPS[rms]).check(**gradients)
 
@@ -404,14 +400,6 @@ def test_arrays_that_need_no_detour():
     assert dispatch._forward_detour("f", library, views, False, 1e-5, 0.0) is None
 
 
-def to_numpy(x):
-    return x.get() if hasattr(x, "get") else numpy.asarray(x.cpu() if hasattr(x, "cpu") else x)
-
-
-def _namespace(x):
-    return importlib.import_module(type(x).__module__.split(".")[0])
-
-
 @each_library(library="torch")
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 def test_autograd(target, rms):
@@ -452,10 +440,10 @@ def test_reference_is_torch(rms):
     gradients = torch.autograd.grad(out, inputs[: 3 - rms], dout)
     arrays = [y.detach().numpy() for y in (x, weight, bias)]
     found, stats = reference.norm(rms, *arrays[:2], None if rms else arrays[2], EPS[rms])
-    numpy.testing.assert_allclose(found, out.detach().numpy(), rtol=0, atol=1e-13)
+    assert_same_oracle(found, out.detach())
     ours = reference.norm_backward(rms, dout.numpy(), *arrays[:2], stats, None)
     for mine, theirs in zip(ours, gradients):
-        numpy.testing.assert_allclose(mine, theirs.numpy(), rtol=0, atol=1e-12)
+        assert_same_oracle(mine, theirs)
 
 
 # Bad input -----------------------------------------------------------------------------------

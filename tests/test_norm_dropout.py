@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy
 import pytest
-from arrays import normal, stored
+from arrays import normal, stored, to_numpy
 from matrix import covering, each_case, each_library
-from test_norm import EPS, spread_out, to_numpy
+from test_norm import EPS, spread_out
 
 import cupyflash
 from cupyflash.norm import detour, dispatch, dropout, kernels
