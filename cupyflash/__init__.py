@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # for type checkers; MODULES says the same at run time
     from .linear.linear import Norm as Norm
     from .linear.linear import Rotary as Rotary
     from .linear.linear import linear as linear
-    from .linear.mlp import mlp as mlp
-    from .linear.qkv import qkv_projection as qkv_projection
+    from .linear.linear import mlp as mlp
+    from .linear.linear import qkv_projection as qkv_projection
     from .norm.group_norm import group_norm as group_norm
     from .norm.group_norm import group_norm_backward as group_norm_backward
     from .norm.norm import layer_norm as layer_norm
@@ -59,9 +59,7 @@ MODULES = {
     "decode.cached_attention": "attention_with_cache",
     "diffusion.sampler": "DiffusionSampler",
     "diffusion.schedule": "beta_schedule timestep_embeddings",
-    "linear.linear": "Norm Rotary linear",
-    "linear.mlp": "mlp",
-    "linear.qkv": "qkv_projection",
+    "linear.linear": "Norm Rotary linear mlp qkv_projection",
     "norm.group_norm": "group_norm group_norm_backward",
     "norm.norm": "layer_norm layer_norm_backward rms_norm rms_norm_backward",
     "precompile": "warmup",

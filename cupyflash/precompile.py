@@ -14,9 +14,7 @@ from .decode import kernels as decode
 from .decode import stack_kernels as transformer
 from .diffusion import plan as diffusion
 from .jit import compiler
-from .linear import few_sm90_kernels as linear_few_sm90
-from .linear import kernels as linear
-from .linear import sm90_kernels as linear_sm90
+from .linear import launches as linear
 from .norm import group_norm_kernels as group_norm
 from .norm import kernels as norm
 from .runtime.checks import is_integer
@@ -31,8 +29,6 @@ TOPICS: dict[str, ModuleType] = {
     "diffusion": diffusion,
     "baselines": baselines,
     "linear": linear,
-    "linear_sm90": linear_sm90,
-    "linear_few_sm90": linear_few_sm90,
     "decode": decode,
     "transformer": transformer,
 }

@@ -133,15 +133,14 @@ def test_norm_of_long_rows(target, name, rows):
 @pytest.mark.parametrize("rows", [4, 40])
 def test_plans_of_long_rows(monkeypatch, capability, rows):
     """Every norm that stands alone has as many blocks as its kernel needs, without a GPU."""
-    from cupyflash.linear import projection, sm90_launch
+    from cupyflash.linear import launches
     from cupyflash.norm.kernels import NormFwd, NormFwdCluster, NormFwdLong
     from cupyflash.runtime import launch as kernel_launch
     from cupyflash.runtime.array import View
 
-    for module in (projection, kernel_launch):
+    for module in (launches, kernel_launch):
         monkeypatch.setattr(module, "capability_of", lambda device: capability)
-    for module in (projection, sm90_launch):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 132)
     launched = []
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: launched.append(config))
     found, kinds = [], set()
@@ -150,18 +149,17 @@ def test_plans_of_long_rows(monkeypatch, capability, rows):
             views = {
                 "x": View((rows, depth), (depth, 1), dtype, 0),
                 "weight": View((24, depth), (depth, 1), dtype, 0),
-                "weight of norm": View((depth,), (1,), dtype, 0),
+                "norm_weight": View((depth,), (1,), dtype, 0),
             }
-            few = projection.few_kernel(views, Options(), aligned, None)
-            made = projection.Projection("linear", views, Options(), few, aligned, None)
-            if made.norm is None:
+            norm, _ = launches.launches_of("linear", views, Options(), aligned, None)
+            if norm is None:
                 continue
             config = next(
                 x for x in launched if isinstance(x, (NormFwd, NormFwdCluster, NormFwdLong))
             )
             blocks = {NormFwdCluster: lambda x: rows * x.cluster, NormFwdLong: lambda x: rows}
             of_rows = blocks.get(type(config), lambda x: -(-rows * x.row_threads // x.threads))
-            assert made.norm.grid == (of_rows(config),)
+            assert norm.grid == (of_rows(config),)
             kinds.add(type(config))
             found.append(depth)
             launched.clear()
@@ -325,11 +323,11 @@ def test_bad_norm(target):
 @each_library(device="cuda")
 def test_host_time_is_one_look_up(target, monkeypatch):
     """A second call of the same signature checks nothing again."""
-    from cupyflash.linear import dispatch
+    from cupyflash.linear import plan
 
     x, weight = (stored(target, normal(shape, 1), "float16") for shape in ((4, 24), (8, 24)))
     first = cupyflash.linear(x, weight)
-    monkeypatch.setattr(dispatch, "LinearPlan", None)
+    monkeypatch.setattr(plan, "LinearPlan", None)
     assert (cupyflash.linear(x, weight) == first).all()
 
 
@@ -362,14 +360,14 @@ def test_host_time_is_one_look_up(target, monkeypatch):
     ],
 )
 def test_choice(monkeypatch, capability, dtype, rows, sizes, backend, kernel):
-    from cupyflash.linear import projection
+    from cupyflash.linear import launches
     from cupyflash.runtime.array import View
     from cupyflash.runtime.structs import header
 
     structs = header("linear/params.cuh")
 
-    monkeypatch.setattr(projection, "capability_of", lambda device: capability)
-    monkeypatch.setattr(projection, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launches, "capability_of", lambda device: capability)
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 132)
     depth, columns = sizes
     views = {
         "x": View((rows, depth), (depth, 1), dtype, 0),
@@ -377,7 +375,7 @@ def test_choice(monkeypatch, capability, dtype, rows, sizes, backend, kernel):
     }
     params = structs.LinearParams(rows=rows, columns=columns, depth=depth, x_stride=depth)
     arguments = (True, backend)
-    config = projection.few_kernel(views, Options(), *arguments)
-    config = config or projection.many_kernel(views, Options(), params, *arguments)
+    config = launches.few_kernel(views, Options(), *arguments)
+    config = config or launches.many_kernel(views, Options(), params, *arguments)
     assert type(config).__name__ == kernel
     assert config.grid(rows, columns, 132) >= 1

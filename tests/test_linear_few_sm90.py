@@ -10,11 +10,11 @@ from arrays import normal, stored
 from matrix import covering, each_case, each_library, libraries, pairwise
 from targets import is_hopper
 
-from cupyflash.linear import few_sm90_kernels, sm90_launch
+from cupyflash.linear import few_sm90_kernels, launches
 from cupyflash.linear.few_sm90_kernels import CLUSTERS, ROWS, LinearFewSm90, choose
+from cupyflash.linear.launches import LinearFewLaunch
 from cupyflash.linear.reference import Arrays, Options
 from cupyflash.linear.sm90_kernels import Rotary
-from cupyflash.linear.sm90_launch import LinearFewLaunch
 from cupyflash.runtime import launch as kernel_launch
 from cupyflash.runtime.array import library_of
 from cupyflash.runtime.structs import header
@@ -165,7 +165,7 @@ def test_launch(monkeypatch):
     monkeypatch.setattr(TensorMapSpec, "encode", encode)
     monkeypatch.setattr(kernel_launch, "capability_of", lambda device: (8, 0))
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
-    monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 132)
     config = LinearFewSm90("bfloat16", "silu", True, False, 16, 4)
     params = structs.LinearParams(
         rows=9, columns=650, depth=768, x_stride=2304, weight_stride=768, gate_stride=776
@@ -324,7 +324,7 @@ def test_results(target, case, monkeypatch):
     if case.few_stages:
         monkeypatch.setattr(LinearFewSm90, "stages", lambda *_: 2)
     if case.cluster == 1:  # several tiles for each block
-        monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: 3)
+        monkeypatch.setattr(launches, "multiprocessors", lambda device: 3)
     arrays = case.arrays(target)
     out = launched(target, case, arrays)
     heads = (1, 2) if case.head_dim else (0, 0)

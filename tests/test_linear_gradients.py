@@ -145,11 +145,11 @@ def test_gradient_of_one_argument(target, function):
 def test_nothing_is_recorded_without_gradients(target, function, monkeypatch):
     import torch
 
-    from cupyflash.linear import torch_call
+    from cupyflash.linear import autograd
 
     problem = whole(target, function)
     right = problem.ours(**problem.tensors)
-    monkeypatch.setattr(torch_call, "called", None)
+    monkeypatch.setattr(autograd, "called", None)
     with torch.no_grad():
         out = problem.ours(**leaves(problem.tensors))
     assert not out.requires_grad and (out == right).all()
@@ -192,7 +192,7 @@ def test_gate(target, activation, size):
     """activation(gate) * up in one pass, and its gradients, from any address."""
     import torch
 
-    from cupyflash.linear import autograd, gate
+    from cupyflash.linear import autograd, elementwise
 
     for dtype in target.dtypes:
         for storage in ("contiguous", "unaligned"):
@@ -201,8 +201,8 @@ def test_gate(target, activation, size):
                 for i in range(3)
             )
             found = (
-                gate.forward(autograd.LIBRARY, activation, z, up),
-                *gate.backward(autograd.LIBRARY, activation, z, up, dout),
+                *elementwise.gate(autograd.LIBRARY, activation, z, up),
+                *elementwise.gate(autograd.LIBRARY, activation, z, up, dout),
             )
 
             def right(wide, z=z, up=up, dout=dout):
@@ -460,12 +460,11 @@ def test_opcheck(target):
     import torch
 
     from cupyflash.linear import torch_ops
-    from cupyflash.linear.dispatch import Down
     from cupyflash.linear.reference import Arrays, Options
 
     problem = whole(target, "qkv_projection", norm="", positions="int64")
     tensors, options = leaves(problem.tensors), Options(heads=HEADS)
-    arguments = torch_ops.flat("qkv_projection", Arrays(**tensors), options, Down())
+    arguments = torch_ops.flat("qkv_projection", Arrays(**tensors), options)
     torch.library.opcheck(torch.ops.cupyflash.linear.default, arguments)
     x = torch.randn(2, 5, QKV_COLUMNS, device=target.device).requires_grad_()
     arguments = (x, *(tensors[name] for name in FIXED), False, list(HEADS))
@@ -483,11 +482,10 @@ def test_what_has_no_gradient(target):
         with pytest.raises(NotImplementedError, match=f"^qkv_projection: {name} has no gradient"):
             problem.ours(**tensors)
     from cupyflash.linear import torch_ops
-    from cupyflash.linear.dispatch import Down
     from cupyflash.linear.reference import Arrays, Options
 
     x, weight = (torch.randn(8, 8, device=target.device).requires_grad_() for _ in range(2))
-    arguments = torch_ops.flat("linear", Arrays(x, weight), Options("gelu"), Down())
+    arguments = torch_ops.flat("linear", Arrays(x, weight), Options("gelu"))
     with pytest.raises(NotImplementedError, match="without norm, gate and activation"):
         torch.ops.cupyflash.linear(*arguments).sum().backward()
 

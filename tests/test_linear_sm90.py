@@ -11,10 +11,10 @@ from arrays import normal, stored
 from matrix import each_library
 from targets import is_hopper
 
-from cupyflash.linear import sm90_kernels, sm90_launch
+from cupyflash.linear import launches, sm90_kernels
+from cupyflash.linear.launches import LinearLaunch
 from cupyflash.linear.reference import Arrays, Options, project
 from cupyflash.linear.sm90_kernels import TILES, Epilogue, Rotary, choose, configuration
-from cupyflash.linear.sm90_launch import LinearLaunch
 from cupyflash.runtime import launch as kernel_launch
 from cupyflash.runtime.array import library_of
 from cupyflash.runtime.gpu import HALF
@@ -176,7 +176,7 @@ def machine(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(TensorMapSpec, "encode", encode)
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
-    monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: found.processors)
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: found.processors)
     return found
 
 
@@ -327,7 +327,7 @@ class Call:
 @pytest.fixture
 def few_processors(monkeypatch):
     """A small grid: each block has several tiles, in turn."""
-    monkeypatch.setattr(sm90_launch, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 4)
 
 
 def check(call, tile):

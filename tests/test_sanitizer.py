@@ -55,8 +55,7 @@ import sys
 import cupy, cupyflash, cupyflash.baselines
 from cupyflash import environment
 from cupyflash.runtime.array import library_of
-from cupyflash.linear import gate, projection, sm90_launch
-from cupyflash.linear.rotary import turn
+from cupyflash.linear import elementwise, launches
 from cupyflash.linear.reference import Options
 from cupyflash.norm import group_norm_work, ring_shape
 cupy.cuda.set_allocator(None)
@@ -103,14 +102,14 @@ for rows in (3, 12, 70):
 for size in (8, 333, 20008):
     x = make(size)
     library = library_of(x)
-    gate.forward(library, "silu", x, x)
-    gate.backward(library, "gelu", x, x, x)
+    elementwise.gate(library, "silu", x, x)
+    elementwise.gate(library, "gelu", x, x, x)
 x, angles = make(2, 5, 4 * 40), make(5, 10)
-turn(library, x, angles, angles, None, Options(heads=(2, 1)))
-turn(library, x, angles, angles, cupy.full((2, 5), 3, "int32"), Options(heads=(2, 1)))
+elementwise.rotate(library, x, angles, angles, None, Options(heads=(2, 1)))
+elementwise.rotate(library, x, angles, angles, cupy.full((2, 5), 3, "int32"), Options(heads=(2, 1)))
 # linear_few_sm90 in clusters of 4 and of 8; blocks alone in theirs that go on to the next tile.
 for columns, depth, processors in ((300, 264, 132), (300, 520, 132), (320, 520, 2)):
-    projection.multiprocessors = sm90_launch.multiprocessors = lambda device: processors
+    launches.multiprocessors = lambda device: processors
     weight, norm = make(columns, depth), cupyflash.Norm(make(depth), make(depth))
     for rows in (5, 32):
         x = make(rows, depth)

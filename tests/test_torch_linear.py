@@ -5,7 +5,6 @@ from arrays import normal, stored
 from matrix import each_library
 
 import cupyflash
-from cupyflash.linear.dispatch import Down
 from cupyflash.linear.reference import Arrays, Options
 from cupyflash.testing import expected_projection
 
@@ -93,9 +92,10 @@ def test_opcheck(target, name):
     from cupyflash.linear import torch_ops  # noqa: F401, defines the operator
 
     _, _, (arrays, options, *down) = problem_of(target, name)
-    second = Down(down[0].weight) if down else Down()
+    if down:
+        arrays = arrays._replace(down_weight=down[0].weight)
     *scalars, heads = options
-    arguments = (*arrays, *second, name, *scalars, list(heads))
+    arguments = (*arrays, name, *scalars, list(heads))
     torch.library.opcheck(torch.ops.cupyflash.linear.default, arguments)
 
 

@@ -9,7 +9,7 @@ from ..runtime.launch import Launch
 from ..runtime.scratch import tile_counters
 from ..runtime.structs import header
 from . import kernels
-from .projection import is_aligned, row_norm, row_strides
+from .launches import is_aligned, row_norm, row_strides
 from .reference import Options
 
 structs = header("linear/params.cuh")
@@ -27,21 +27,11 @@ class MlpLaunch(Launch):
         self.partials_shape = (clusters, params.rows, -(-params.columns // 4) * 4)
         self.counters = tile_counters(device)
 
-    def run(
-        self,
-        library: Any,
-        stream: Any,
-        like: Array,
-        pointers: Sequence[int],
-        down: Sequence[int],
-        out: int,
-    ) -> None:
-        """``pointers`` as `reference.Arrays`, ``down`` of its weight, bias, residual."""
+    def run(self, library: Any, stream: Any, like: Array, pointers: Sequence[int]) -> None:
+        """``pointers`` are those of the arrays, in the order of `MlpParams`."""
         partials = library.empty_float32(self.partials_shape, like)
         counter, _own = self.counters.address(stream, library, like)
-        x, up, gate, up_bias, gate_bias, _, norm_weight, norm_bias = pointers[:8]
-        first = (x, up, gate, up_bias, gate_bias, norm_weight, norm_bias)
-        self(stream, *first, *down, out, library.pointer(partials), counter)
+        self(stream, *pointers, library.pointer(partials), counter)
 
 
 def few_mlp(
@@ -49,7 +39,7 @@ def few_mlp(
 ) -> MlpLaunch | None:
     """None where there are too many rows, or no room for them in shared memory.
 
-    The views go by the names of `checks`, as in `Projection`.
+    The views go by the fields of `Arrays`; x and residual are (rows, columns).
     """
     if backend == "simt":
         return None
@@ -72,13 +62,13 @@ def few_mlp(
         up_stride=steps["weight"],
         gate_stride=steps.get("gate_weight", 0),
         down_stride=steps["down_weight"],
-        residual_stride=steps.get("down_residual", 0),
+        residual_stride=steps.get("residual", 0),
         out_stride=down.shape[0],
         rows=x.shape[0],
         depth=x.shape[1],
         hidden=up.shape[0],
         columns=down.shape[0],
     )
-    if "weight of norm" in views:
-        params.norm = row_norm(x, views["weight of norm"], options)
+    if "norm_weight" in views:
+        params.norm = row_norm(x, views["norm_weight"], options)
     return MlpLaunch(config, x.device, config.clusters(params.hidden, processors), params)

@@ -1,25 +1,72 @@
-"""Projections: what calls of one signature share, and how they run."""
+"""A call of a projection: from arrays to the plan that calls of one signature share."""
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from .. import environment
 from ..runtime.array import Array, View, dense_strides
-from ..runtime.launch import copies_were_made
-from ..runtime.operation import Plan
+from ..runtime.launch import Launch, copies_were_made
+from ..runtime.operation import Operation, Plan, Plans, TorchSide
 from ..runtime.rows import collapse
+from . import reference
+from .checks import check
 from .few_sm90_kernels import LinearFewSm90
+from .launches import few_kernel, launches_of
 from .mlp_launch import few_mlp
-from .projection import Projection, few_kernel
 from .reference import Arrays, Options
 
-ARRAYS = len(Arrays._fields)
-X, POSITIONS, DOWN_RESIDUAL = 0, ARRAYS - 1, ARRAYS + 2
-RESIDUAL = Arrays._fields.index("residual")
-WEIGHTS = {  # which may be float32 beside an x of 16 bits
-    **{Arrays._fields.index(x): x for x in ("weight", "gate_weight", "bias", "gate_bias")},
-    **{ARRAYS: "down_weight", ARRAYS + 1: "down_bias"},
-}
+Step = tuple[Launch, tuple[str, ...]]  # a kernel and the names of its arguments
+
+_plans = Plans(wide=len(Arrays._fields))
+
+
+def run(
+    function: str, library: Any, given: Sequence[Array | None], options: Options
+) -> tuple[Array]:
+    """One projection, or the two of an MLP, on the arrays of `Arrays`, all of one library."""
+    if library.on_cpu(given[0]):
+        check(function, library, given, options)
+        arrays = Arrays(*(None if y is None else library.to_numpy(y) for y in given))
+        out = reference.project(arrays, options)
+        return (library.from_numpy(out, given[0], dense_strides(out.shape, range(out.ndim))),)
+    settings = environment.current()
+    plan, pointers = _plans.find(
+        library,
+        given,
+        (options, settings.backend),
+        lambda: check(function, library, given, options),
+        lambda views, aligned: LinearPlan(
+            function, library, views, options, aligned, settings.backend
+        ),
+        anew=settings.debug,
+    )
+    return (plan(given, pointers),)
+
+
+def _torch_side() -> TorchSide:
+    from . import autograd
+
+    return autograd
+
+
+PROJECTION = Operation(run, _torch_side)
+
+# The arguments of kernels by name: fields of `Arrays`, "out" for the result, "hidden" and "normal"
+# for memory between two kernels, "" for null. They are in the order of LinearParams for a
+# projection, of NormFwdParams for a norm, of MlpParams for a whole MLP.
+ONLY = (*Arrays._fields[: Arrays._fields.index("positions") + 1], "out")
+FIRST = tuple({"residual": "", "out": "hidden"}.get(name, name) for name in ONLY)
+SECOND = ("hidden", "down_weight", "", "down_bias", "", "residual", *[""] * 5, "out")
+NORM = ("x", "", "norm_weight", "norm_bias", "normal", "", "")
+AFTER_NORM = {"x": "normal", "norm_weight": "", "norm_bias": ""}
+MLP = (
+    *("x", "weight", "gate_weight", "bias", "gate_bias", "norm_weight", "norm_bias"),
+    *("down_weight", "down_bias", "residual", "out"),
+)
+# Arrays that may be float32 beside an x of 16 bits.
+ROUNDED = ("weight", "gate_weight", "bias", "gate_bias", "down_weight", "down_bias")
 
 
 class LinearPlan(Plan):
@@ -38,73 +85,99 @@ class LinearPlan(Plan):
         aligned: bool,
         backend: str | None,
     ) -> None:
-        x = views["x"]
+        x, last = views["x"], views.get("down_weight", views["weight"])
         super().__init__(x.device)
         self.library = library
-        last = "down_weight" if "down_weight" in views else "weight"
-        self.shape = (*x.shape[:-1], views[last].shape[0])
+        self.shape = (*x.shape[:-1], last.shape[0])
         self.strides = dense_strides(self.shape, range(len(self.shape)))
         self.empty = 0 in x.shape
         if self.empty:
             return
-        self.copied = []
-        names = {X: "x", RESIDUAL: "residual", DOWN_RESIDUAL: "down_residual"}
-        for index, name in names.items():
-            if name in views:
-                views[name], copied = as_rows(views[name])
-                self.copied += [index] * copied
-        self.rounded = []
-        for index, name in WEIGHTS.items():
-            if name in views and views[name].dtype != x.dtype:
-                self.rounded.append(index)
-                views[name] = dense(views[name].shape, x)
-        self.mlp = self.down = None
-        first = {name: view for name, view in views.items() if not name.startswith("down")}
-        few = few_kernel(first, options, aligned, backend)
+        self._prepare(views)
+        self.mlp, self.between = None, {}
         if "down_weight" in views:
-            second = {name.removeprefix("down_"): views[name] for name in views if "down" in name}
-            self.hidden_shape = (views["x"].shape[0], views["weight"].shape[0])
-            second["x"] = dense(self.hidden_shape, x)
-            few_down = few_kernel(second, Options(), aligned, backend)
-            if not all(isinstance(each, LinearFewSm90) for each in (few, few_down)):
-                self.mlp = few_mlp(views, options, aligned, backend)
-            if self.mlp is None:
-                self.down = Projection(function, second, Options(), few_down, aligned, backend)
-        seqlen = x.shape[-2] if len(x.shape) > 1 else 1
-        if self.mlp is None:
-            self.first = Projection(function, first, options, few, aligned, backend, seqlen)
+            steps = self._mlp(function, views, options, aligned, backend)
+        else:
+            seqlen = x.shape[-2] if len(x.shape) > 1 else 1
+            steps = self._projection(ONLY, function, views, options, aligned, backend, seqlen)
+        self.steps = [(launch, self._places(names)) for launch, names in steps]
 
-    def run(self, given: Sequence[Array | None], pointers: tuple[int, ...]) -> Array:
-        """``given`` and their pointers as `reference.Arrays`, then those of `Down`."""
-        library, pointer, x = self.library, self.library.pointer, given[X]
+    def _prepare(self, views: dict[str, View]) -> None:
+        """Decide which arrays each call copies and which it rounds; the views are of the copies."""
+        x, place = views["x"], Arrays._fields.index
+        self.copied, self.rounded = [], []
+        for name in ("x", "residual"):
+            if name in views:
+                views[name], is_copy = as_rows(views[name])
+                self.copied += [place(name)] * is_copy
+        if "positions" in views:  # a copy only where they are not contiguous
+            self.copied.append(place("positions"))
+        for name in ROUNDED:
+            if name in views and views[name].dtype != x.dtype:
+                self.rounded.append(place(name))
+                views[name] = dense(views[name].shape, x)
+
+    def _projection(
+        self, names: tuple[str, ...], function: str, views: dict[str, View], *how: Any
+    ) -> list[Step]:
+        """The kernels of a projection, and of the norm before it if that is one of its own."""
+        norm, launches = launches_of(function, views, *how)
+        if norm is None:
+            return [(launch, names) for launch in launches]
+        self.between["normal"] = views["x"].shape
+        names = tuple(AFTER_NORM.get(name, name) for name in names)
+        return [(norm, NORM), *((launch, names) for launch in launches)]
+
+    def _mlp(
+        self, function: str, views: dict[str, View], options: Options, *how: Any
+    ) -> list[Step]:
+        """The kernels of both projections; none if one launch computes the whole MLP."""
+        hidden = views["x"].shape[0], views["weight"].shape[0]
+        arrays = Arrays(*map(views.get, Arrays._fields))
+        first, second = (
+            {name: view for name, view in each._asdict().items() if view is not None}
+            for each in (arrays.first(), arrays.second(dense(hidden, views["x"])))
+        )
+        all_few = [
+            isinstance(few_kernel(each, of_each, *how), LinearFewSm90)
+            for each, of_each in ((first, options), (second, Options()))
+        ]
+        self.mlp = None if all(all_few) else few_mlp(views, options, *how)
+        if self.mlp is not None:
+            self.of_mlp = self._places(MLP)
+            return []
+        self.between["hidden"] = hidden
+        return [
+            *self._projection(FIRST, function, first, options, *how),
+            *self._projection(SECOND, function, second, Options(), *how),
+        ]
+
+    def _places(self, names: tuple[str, ...]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+        """Picks the pointers of these names from those that `run` has."""
+        order = (*Arrays._fields, "out", "", *self.between)
+        return operator.itemgetter(*map(order.index, names))
+
+    def run(self, given: Sequence[Array | None], pointers: list[int]) -> Array:
+        """Launch for arrays of `Arrays`, which have these pointers."""
+        library, pointer, x = self.library, self.library.pointer, given[0]
         out = library.empty(self.shape, self.strides, x)
         if self.empty:
             return out
-        stream, kept = library.stream(self.device_id), {}  # copies live until the launch
-        positions = given[POSITIONS]
-        copied = self.copied
-        if positions is not None:
-            copied = [*copied, POSITIONS]
-        if copied or self.rounded:
+        pointers, copies = [*pointers, pointer(out), 0], {}  # copies live until the launch
+        if self.copied or self.rounded:
             copies_were_made()
-            pointers = list(pointers)
-            kept = {index: library.contiguous(given[index]) for index in copied}
-            for index in self.rounded:
-                kept[index] = library.contiguous(library.cast(given[index], x))
-            for index, array in kept.items():
-                pointers[index] = pointer(array)
-        first, second = pointers[:ARRAYS], pointers[ARRAYS:]
+            copies = {i: library.contiguous(given[i]) for i in self.copied}
+            for i in self.rounded:
+                copies[i] = library.contiguous(library.cast(given[i], x))
+            for i, copy in copies.items():
+                pointers[i] = pointer(copy)
+        stream = library.stream(self.device_id)
         if self.mlp is not None:
-            self.mlp.run(library, stream, x, first, second, pointer(out))
-        elif self.down is None:
-            self.first(library, stream, x, first, pointer(out))
-        else:
-            rows, columns = self.hidden_shape
-            hidden = library.empty((rows, columns), (columns, 1), x)
-            self.first(library, stream, x, first, pointer(hidden))
-            weight, bias, residual = second
-            arguments = (pointer(hidden), weight, 0, bias, 0, residual, 0, 0, 0, 0, 0)
-            self.down(library, stream, x, arguments, pointer(out))
+            self.mlp.run(library, stream, x, self.of_mlp(pointers))
+        between = [library.empty(shape, (shape[1], 1), x) for shape in self.between.values()]
+        pointers += map(pointer, between)
+        for launch, arguments in self.steps:
+            launch(stream, *arguments(pointers))
         return out
 
 

@@ -1,8 +1,8 @@
-"""The projections in plain NumPy: the oracle of the tests, and what runs where there is no GPU.
+"""The projections in plain NumPy: the oracle of the tests, and the path of arrays on the CPU.
 
 Everything is computed in float64 for float64 arrays, else in float32. Nothing is checked here.
-`project` and `mlp` take a function that rounds what each separate operation of a framework would
-write to memory; without it nothing but the result is rounded.
+`project` takes a function that rounds what each separate operation of a framework would write to
+memory; without it nothing but the result is rounded.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,11 @@ from ..runtime.array import Array, compute_dtype
 
 
 class Arrays(NamedTuple):
-    """What a projection reads; see `cupyflash.linear` and `cupyflash.qkv_projection`."""
+    """The arrays of a projection, or with a down_weight those of an MLP, which is two projections.
+
+    See `cupyflash.linear`, `cupyflash.mlp` and `cupyflash.qkv_projection`. ``weight``, ``bias`` and
+    the norm are those of the first projection; ``residual`` is added to the last.
+    """
 
     x: Array
     weight: Array
@@ -28,14 +32,24 @@ class Arrays(NamedTuple):
     cos: Array | None = None
     sin: Array | None = None
     positions: Array | None = None
+    down_weight: Array | None = None
+    down_bias: Array | None = None
+
+    def first(self) -> "Arrays":
+        """The arrays of the first projection of an MLP."""
+        return self._replace(residual=None, down_weight=None, down_bias=None)
+
+    def second(self, hidden: Array) -> "Arrays":
+        """The arrays of the second, after which no activation follows."""
+        return Arrays(hidden, self.down_weight, bias=self.down_bias, residual=self.residual)
 
 
 class Options(NamedTuple):
-    """What else it depends on.
+    """The options of a projection.
 
     Attributes:
         eps, rms: of the norm.
-        interleaved: pairs of the rotary embedding are neighbours.
+        interleaved: whether pairs of the rotary embedding are neighbours.
         heads: of q, and of k; both 0 where there are none.
     """
 
@@ -50,7 +64,10 @@ Round = Callable[[Array], Array]
 
 
 def project(arrays: Arrays, options: Options, rounded: Round = lambda y: y) -> Array:
-    """activation(norm(x) weight^T + bias), gated or turned, + residual; in the dtype of x."""
+    """activation(norm(x) weight^T + bias), gated or rotated, + residual; in the dtype of x."""
+    if arrays.down_weight is not None:
+        hidden = project(arrays.first(), options, rounded)
+        return project(arrays.second(hidden), Options(), rounded)
     wide = compute_dtype(arrays.x)
     x = arrays.x.astype(wide)
     if arrays.norm_weight is not None:
@@ -64,7 +81,7 @@ def project(arrays: Arrays, options: Options, rounded: Round = lambda y: y) -> A
     elif options.activation != "none":
         out = rounded(activate(out))
     if arrays.cos is not None:
-        out = turned(out, arrays, options, rounded)
+        out = rotated(out, arrays, options, rounded)
     if arrays.residual is not None:
         out = rounded(out + arrays.residual.astype(wide))
     return out.astype(arrays.x.dtype)
@@ -75,21 +92,15 @@ def _product(x: Array, weight: Array, bias: Array | None) -> Array:
     return out if bias is None else out + bias.astype(x.dtype)
 
 
-def turned(out: Array, arrays: Arrays, options: Options, rounded: Round = lambda y: y) -> Array:
-    """out with the heads of q and k turned, in the dtype of the computation."""
+def rotated(out: Array, arrays: Arrays, options: Options, rounded: Round = lambda y: y) -> Array:
+    """out with the heads of q and k rotated, in the dtype of the computation."""
     out = out.astype(compute_dtype(out), copy=False)
     heads = sum(options.heads)
-    every = heads + options.heads[1]
-    split = out.reshape(*out.shape[:-1], every, out.shape[-1] // every)
-    turned = rotate(
-        split[..., :heads, :],
-        arrays.cos,
-        arrays.sin,
-        arrays.positions,
-        options.interleaved,
-        rounded,
-    )
-    return numpy.concatenate([turned, split[..., heads:, :]], -2).reshape(out.shape)
+    count = heads + options.heads[1]
+    split = out.reshape(*out.shape[:-1], count, out.shape[-1] // count)
+    angles = arrays.cos, arrays.sin, arrays.positions
+    q_and_k = rotate(split[..., :heads, :], *angles, options.interleaved, rounded)
+    return numpy.concatenate([q_and_k, split[..., heads:, :]], -2).reshape(out.shape)
 
 
 def rotate(
@@ -100,7 +111,7 @@ def rotate(
     interleaved: bool,
     rounded: Round = lambda y: y,
 ) -> Array:
-    """x (..., seqlen, heads, head_dim) turned by the angles of its positions (..., seqlen)."""
+    """x (..., seqlen, heads, head_dim) rotated by the angles of its positions (..., seqlen)."""
     if positions is None:
         positions = numpy.broadcast_to(numpy.arange(x.shape[-3]), x.shape[:-2])
     cos, sin = (y.astype(x.dtype)[positions][..., None, :] for y in (cos, sin))

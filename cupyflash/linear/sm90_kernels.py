@@ -147,6 +147,11 @@ class LinearSm90(KernelConfig):
     smem_bytes: int
 
     @property
+    def rotary(self) -> bool:
+        """Whether it rotates q and k."""
+        return self.head_dim > 0
+
+    @property
     def tile(self) -> Tile:
         """The shape of the tile."""
         return Tile(self.block_m, self.block_n, self.stages, self.pingpong, self.cluster)

@@ -1,7 +1,7 @@
-"""torch operator ``cupyflash::linear``: the projections of `dispatch.run`, and their gradients.
+"""torch operators ``cupyflash::linear`` and ``cupyflash::rotate``, and the gradients of a product.
 
-Calls take it where torch has to see them, as those of attention do (``torch_ops.py``). Gradients
-are those of projections without norm, gate and activation, of which `autograd` makes the others.
+Calls take them where torch has to see them. Only a projection without norm, gate and activation has
+a gradient here, of which `autograd` makes those of all others.
 """
 
 import contextlib
@@ -12,45 +12,28 @@ from torch import Tensor
 
 from ..runtime.array import dense_strides, library_of
 from ..runtime.torch_calls import require_one_device
-from . import dispatch, reference, rotary
+from . import elementwise, plan, reference
 from .checks import check_rotation
-from .dispatch import Down
 from .reference import Arrays, Options
 
 LIBRARY = library_of(torch.empty(0))
 NUM_ARRAYS = len(Arrays._fields)
-INPUTS = NUM_ARRAYS + len(Down._fields)
-OPTIONAL = [*Arrays._fields[2:], *(f"down_{name}" for name in Down._fields)]
-NUM_INPUTS = INPUTS + len(Options._fields) + 1  # the name of the function
-WITH_GRADIENT, ANGLES = (
-    [Arrays._fields.index(name) for name in names]
-    for names in (("x", "weight", "bias", "residual"), ("cos", "sin", "positions"))
-)
-OF_STEP = (*WITH_GRADIENT, *ANGLES)  # what a projection with a gradient may have
+NUM_INPUTS = NUM_ARRAYS + 1 + len(Options._fields)  # of the operator
+WITH_GRADIENT = ("x", "weight", "bias", "residual")  # of a product
+OF_PRODUCT = (*WITH_GRADIENT, "cos", "sin", "positions")
 
 
-def flat(function: str, arrays: Arrays, options: Options, down: Down) -> tuple[Any, ...]:
-    """The arguments of the operator."""
-    return (*arrays, *down, function, *options[:-1], list(options.heads))
+def save_product(ctx: Any, arrays: Arrays, needs: tuple[bool, ...]) -> None:
+    """Keep x for the gradient of weight, weight for that of x, and the angles."""
+    x = arrays.x if needs[1] else None
+    weight = arrays.weight if needs[0] else None
+    ctx.save_for_backward(x, weight, arrays.cos, arrays.sin, arrays.positions)
 
 
-def project(*arguments: Any) -> Tensor:
-    """`dispatch.run`."""
-    given, (function, *options, heads) = arguments[:INPUTS], arguments[INPUTS:]
-    LIBRARY.refuse_tangents(*given)
-    return dispatch.run(function, LIBRARY, given, Options(*options, tuple(heads)))[0]
-
-
-def gradients(
+def product_gradients(
     dout: Tensor, needs: tuple[bool, ...], saved: tuple[Tensor | None, ...], options: Options
 ) -> list[Tensor | None]:
-    """Of x, weight, bias and residual, for a projection without norm, gate and activation.
-
-    Args:
-        needs: which of the four are wanted.
-        saved: x, weight, cos, sin and positions; x for the gradient of weight, weight for that of
-            x, the others where there is a rotary embedding.
-    """
+    """The gradients of `WITH_GRADIENT`, where ``needs`` says that they are wanted."""
     x, weight, cos, sin, positions = saved
     results: list[Tensor | None] = [None, None, None, dout if needs[3] else None]
     if cos is not None:
@@ -69,50 +52,65 @@ def gradients(
     return results
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    arrays, (_, *options, heads) = Arrays(*inputs[:NUM_ARRAYS]), inputs[INPUTS:]
-    ctx.options = Options(*options, tuple(heads))
-    ctx.is_step = ctx.options.activation == "none" and all(
-        y is None for i, y in enumerate(inputs[:INPUTS]) if i not in OF_STEP
-    )
-    needs_x, needs_weight, *_ = ctx.needs = [ctx.needs_input_grad[i] for i in WITH_GRADIENT]
-    x, weight = arrays.x if needs_weight else None, arrays.weight if needs_x else None
-    ctx.save_for_backward(x, weight, arrays.cos, arrays.sin, arrays.positions)
+def flat(function: str, arrays: Arrays, options: Options) -> tuple[Any, ...]:
+    """The arguments of the operator ``cupyflash::linear``."""
+    return (*arrays, function, *options[:-1], list(options.heads))
 
 
-def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    if not ctx.is_step:
-        raise NotImplementedError(
-            "cupyflash::linear: has a gradient without norm, gate and activation only, got some "
-            "(call cupyflash.linear or cupyflash.mlp)"
-        )
-    found = gradients(dout, ctx.needs, ctx.saved_tensors, ctx.options)
-    results: list[Tensor | None] = [None] * NUM_INPUTS
-    for index, result in zip(WITH_GRADIENT, found):
-        results[index] = result
-    return tuple(results)
+def _unflat(arguments: tuple[Any, ...]) -> tuple[str, Arrays, Options]:
+    function, *options, heads = arguments[NUM_ARRAYS:]
+    return function, Arrays(*arguments[:NUM_ARRAYS]), Options(*options, tuple(heads))
+
+
+def _run(*arguments: Any) -> Tensor:
+    function, arrays, options = _unflat(arguments)
+    LIBRARY.refuse_tangents(*arrays)
+    return plan.run(function, LIBRARY, arrays, options)[0]
 
 
 operator = torch.library.custom_op(
     "cupyflash::linear",
-    project,
+    _run,
     mutates_args=(),
     schema=(
         "(Tensor x, Tensor weight, "
-        + ", ".join(f"Tensor? {name}" for name in OPTIONAL)
+        + ", ".join(f"Tensor? {name}" for name in Arrays._fields[2:])
         + ", str function, str activation, float eps, bool rms, bool interleaved, SymInt[] heads)"
         " -> Tensor"
     ),
 )
-operator.register_autograd(_backward, setup_context=_setup)
 
 
 @operator.register_fake
-def _(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    require_one_device(rest[INPUTS - 2], x, weight, *rest[: INPUTS - 2])
-    down_weight = rest[NUM_ARRAYS - 2]
-    last = weight if down_weight is None else down_weight
-    return x.new_empty((*x.shape[:-1], last.shape[0]))
+def _(*arguments: Any) -> Tensor:
+    function, arrays, _ = _unflat(arguments)
+    require_one_device(function, *arrays)
+    last = arrays.weight if arrays.down_weight is None else arrays.down_weight
+    return arrays.x.new_empty((*arrays.x.shape[:-1], last.shape[0]))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, arrays, ctx.options = _unflat(inputs)
+    others = (y for name, y in arrays._asdict().items() if name not in OF_PRODUCT)
+    ctx.is_product = ctx.options.activation == "none" and all(y is None for y in others)
+    ctx.needs = [ctx.needs_input_grad[Arrays._fields.index(name)] for name in WITH_GRADIENT]
+    save_product(ctx, arrays, ctx.needs)
+
+
+def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    if not ctx.is_product:
+        raise NotImplementedError(
+            "cupyflash::linear: has a gradient without norm, gate and activation only, got some "
+            "(call cupyflash.linear or cupyflash.mlp)"
+        )
+    found = product_gradients(dout, ctx.needs, ctx.saved_tensors, ctx.options)
+    results: list[Tensor | None] = [None] * NUM_INPUTS
+    for name, result in zip(WITH_GRADIENT, found):
+        results[Arrays._fields.index(name)] = result
+    return tuple(results)
+
+
+operator.register_autograd(_backward, setup_context=_setup)
 
 
 @torch.library.custom_op(
@@ -131,17 +129,17 @@ def rotate(
     interleaved: bool,
     heads: list[int],
 ) -> Tensor:
-    """x (..., (heads_q + 2 heads_kv) * head_dim) with the heads of q and k turned."""
+    """x (..., (heads_q + 2 heads_kv) * head_dim) with the heads of q and k rotated."""
     LIBRARY.refuse_tangents(x, cos, sin)
     options = Options(interleaved=interleaved, heads=tuple(heads))
     if x.is_cuda:
         out = x.clone(memory_format=torch.contiguous_format)
-        rotary.turn(LIBRARY, out, cos, sin, positions, options)
+        elementwise.rotate(LIBRARY, out, cos, sin, positions, options)
         return out
-    check_rotation(rotary.FUNCTION, LIBRARY, x, (cos, sin, positions), options)
+    check_rotation(LIBRARY, x, (cos, sin, positions), options)
     given = (None if y is None else LIBRARY.to_numpy(y) for y in (cos, sin, positions))
     angles = dict(zip(("cos", "sin", "positions"), given))
-    out = reference.turned(LIBRARY.to_numpy(x), Arrays(None, None, **angles), options)
+    out = reference.rotated(LIBRARY.to_numpy(x), Arrays(None, None, **angles), options)
     return LIBRARY.from_numpy(out, x, dense_strides(out.shape, range(out.ndim)))
 
 
