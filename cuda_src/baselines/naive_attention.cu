@@ -4,7 +4,7 @@
 //   output:   out = P v             a thread has one number of out
 //
 // S has seqlen_q * seqlen_k numbers for each head. It is written, read, written and read again,
-// which takes nearly all of the time of a long sequence: what fused_attention does without.
+// which takes nearly all of the time of a long sequence; fused_attention does without it.
 // Scores of keys that a causal row does not see are neither computed nor read.
 #include "../common/convert.cuh"
 #include "../common/warp.cuh"
@@ -25,7 +25,7 @@ __device__ void compute_score(const BaselineAttentionParams& params, int64_t thr
 
 __device__ void normalise_row(const BaselineAttentionParams& params, int64_t thread) {
   const int64_t row = thread / 32, lane = thread % 32;
-  if (row >= params.rows) return;  // of the whole warp: the others need all its lanes
+  if (row >= params.rows) return;  // the warp as a whole: its sums need all lanes
   float* s = params.scores + row * params.seqlen_k;
   const int64_t keys = params.visible_keys(row);
   float top = -INF, sum = 0.f;

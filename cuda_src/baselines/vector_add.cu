@@ -1,4 +1,4 @@
-// The first step: out = a + b, one number a thread.
+// The first step: out = a + b. Each thread computes the number at its own place.
 #include "../common/convert.cuh"
 #include "params.cuh"
 

@@ -1,19 +1,21 @@
-// One update of a sampler (DDPM, DDIM: whatever the table of coefficients says) in one pass:
-// predicted sample, clipping, mean, fresh noise. See DiffusionCoefficients for the formula.
+// One update of a sampler in one pass: predicted sample, clipping, mean, fresh noise. The table of
+// coefficients makes it a step of DDPM or DDIM; DiffusionCoefficients has the formula.
 //
-// Elementwise; a thread has LOADS packs of VECTOR neighbouring elements. Noise that is not given is
-// drawn here: the four numbers of elements 4 i to 4 i + 3 come from the counter (i, step) and the
-// key `seed`, so equal calls give equal bits, whatever the launch looks like, and each step has its
-// own noise. With a seed for each sample the elements are counted from the beginning of the sample.
-// A step outside of the table, which only the device knows, gives NaN.
+// Elementwise: a thread has LOADS packs of VECTOR neighbouring elements, and reads nothing that
+// another thread writes. Noise that is not given is drawn here: the four numbers of elements 4 i to
+// 4 i + 3 come from the counter (i, step) and the key `seed`, so equal calls give equal bits,
+// whatever the launch looks like, and each step has its own noise. With a seed for each sample the
+// elements are counted from the beginning of the sample. An index of a step that is outside of the
+// table gives NaN, as only the device knows it.
 #include "../common/philox.cuh"
 #include "../common/words.cuh"
 #include "normal.cuh"
 #include "params.cuh"
 
 constexpr int THREADS = 256;
-constexpr uint32_t NOISE_STREAM = 1;  // of Philox; dropout of the same seed has another
+constexpr uint32_t NOISE_STREAM = 1;  // of Philox; other uses of a seed have other streams
 
+// Noise for the elements from `first` on.
 template <int VECTOR>
 __device__ __forceinline__ void draw(float (&noise)[VECTOR], int64_t first, uint64_t seed,
                                      int64_t step) {
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(THREADS)
       if (!known) c.x_to_x = INF - INF;
     }
     float noise[VECTOR] = {};
-    if constexpr (DRAW) {  // also where it counts nothing: no branch is faster
+    if constexpr (DRAW) {  // also for steps without noise: a branch would be slower
       draw(noise, first - noise_begin, seed, step);
     } else if (c.noise_to_x != 0.f) {
 #pragma unroll

@@ -2,9 +2,10 @@
 #pragma once
 #include "../common/types.cuh"
 
-// One update of a sampler: with x0 = clip(x_to_x0 * x + model_to_x0 * model) / clip's threshold (1
-// where there are no thresholds), x = x0_to_x * x0 + x_to_x * x + model_to_x * model + noise_to_x *
-// noise.
+// One update of a sampler. A sample with a threshold is clipped to it and divided by it; without
+// thresholds it is clipped to `clip` and not divided:
+//   x0 = clip(x_to_x0 * x + model_to_x0 * model) / threshold
+//   x  = x0_to_x * x0 + x_to_x * x + model_to_x * model + noise_to_x * noise
 struct DiffusionCoefficients {
   float x_to_x0;
   float model_to_x0;
@@ -16,7 +17,7 @@ struct DiffusionCoefficients {
 
 struct DiffusionStepParams {
   const void* x;                              // [batch, sample_size]
-  const void* model;                          // what the model returned, like x
+  const void* model;                          // output of the model, like x
   const void* noise;                          // like x; null: drawn here
   void* out;                                  // like x
   const void* steps;                          // [batch] or [1] of int64_t, or null: `step`

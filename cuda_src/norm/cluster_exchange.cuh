@@ -1,19 +1,19 @@
-// Sums over the blocks of a cluster.
+// How the blocks of a cluster exchange sums.
 #pragma once
 #include "../common/group_sum.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/mbarrier.cuh"
 
-// Two numbers that all threads of a block have, once, and nobody waits at a barrier of the cluster
-// at the end: each block writes to all others. One that has received all that was sent to it may
-// end.
+// One exchange of two numbers of each block. Each block writes its numbers into the shared memory
+// of all blocks, so no barrier of the cluster is needed at the end: a block that has received all
+// that is sent to it may end, as nobody will access its shared memory any more.
 template <int CLUSTER>
 struct ClusterExchange {
   Sums sent[CLUSTER];
   uint64_t full;
 
-  // All threads of the cluster, some time before swap().
+  // Called by all threads of the cluster, some time before swap().
   __device__ void init() {
     if (threadIdx.x == 0) {
       mbarrier_init(smem_address(&full), 1);
@@ -22,7 +22,7 @@ struct ClusterExchange {
     cluster_arrive_relaxed();
   }
 
-  // Gives `own`, which all threads of a block have; what block threadIdx.x % CLUSTER has.
+  // Sends `own`, which all threads of the block have; returns that of block threadIdx.x % CLUSTER.
   __device__ Sums swap(Sums own) {
     cluster_wait();
     if (threadIdx.x == 0) mbarrier_arrive_expect(smem_address(&full), sizeof(sent));
@@ -34,13 +34,13 @@ struct ClusterExchange {
   }
 };
 
-// Two numbers of each warp of the cluster, one round after the other. Each warp writes to all
-// blocks, and nobody waits at a barrier of the cluster: its release would first wait until what
-// the block wrote has reached global memory.
+// Repeated exchanges of two numbers of each warp of the cluster. Each warp writes to all blocks. A
+// barrier of the cluster would cost more: its release waits until all writes of the block to global
+// memory have been performed.
 //
 // Two places are enough: a warp sends round i + 1 after it has received round i, which the others
-// sent after they had read round i - 1. And as it has received all that was sent to its block, the
-// block may end.
+// sent after they had read round i - 1. A block that has received its last round may end, as
+// everything that is sent to it has arrived.
 template <int CLUSTER, int WARPS>
 struct ClusterRounds {
   Sums sent[2][CLUSTER * WARPS];
@@ -49,7 +49,7 @@ struct ClusterRounds {
   // The number of this warp in the cluster.
   __device__ static int sender() { return cluster_rank() * WARPS + threadIdx.x / 32; }
 
-  // All threads of the cluster, some time before the first of them sends.
+  // Called by all threads of the cluster, some time before the first of them sends.
   __device__ void init() {
     if (threadIdx.x == 0) {
       for (uint64_t& barrier : full) mbarrier_init(smem_address(&barrier), 1);
@@ -58,7 +58,8 @@ struct ClusterRounds {
     cluster_arrive_relaxed();
   }
 
-  // What all lanes of a warp have. The first round waits for the barriers of all blocks.
+  // Sends `own`, which all lanes of the warp have. The first round waits until all blocks have
+  // initialised their barriers.
   __device__ void send(int round, Sums own) {
     if (round == 0) cluster_wait();
     const int lane = threadIdx.x % 32;
@@ -69,7 +70,7 @@ struct ClusterRounds {
                        own.second);
   }
 
-  // Gives what the warps have sent, in their order.
+  // Waits for a round and returns the numbers of all warps, in their order.
   __device__ const Sums* wait(int round) const {
     mbarrier_wait(smem_address(&full[round % 2]), round / 2 % 2);
     return sent[round % 2];

@@ -1,16 +1,17 @@
-// out = dropout(x) + residual, which a norm reads next; without a residual also the gradient of x
-// from that of out.
+// out = dropout(x) + residual, the input of a norm; without a residual it is also the gradient of x
+// from the gradient of out.
 //
-// Elementwise: a thread has VECTOR neighbouring columns of a row. Column c of row r has word
-// c / 2 % 4 of the random numbers number (c / 8, r), its lower half if c is even: it is dropped if
-// these 16 bits are below the threshold. r is the index of the row in C order, whatever the
-// strides, so forward, backward and the CPU drop the same elements. The sum is rounded once.
+// Elementwise: a thread has VECTOR neighbouring columns of a row, and reads and writes nothing that
+// another thread writes. Column c of row r takes word c / 2 % 4 of the random numbers of counter
+// (c / 8, r), its lower half if c is even, and is dropped if these 16 bits are below the threshold.
+// r is the index of the row in C order, whatever the strides, so that forward, backward and the CPU
+// drop the same elements. The sum is rounded once.
 #include "../common/philox.cuh"
 #include "../common/words.cuh"
 #include "params.cuh"
 
 constexpr int THREADS = 256;
-constexpr int ROW_DROPOUT_STREAM = 2;  // of Philox; other users of the same seed have others
+constexpr int ROW_DROPOUT_STREAM = 2;  // of Philox; other uses of a seed have other streams
 
 template <typename T, typename OUT, int VECTOR>
 __global__ void __launch_bounds__(THREADS)

@@ -1,6 +1,6 @@
-// Gradients of norm_fwd for longer rows (sm_90): a cluster of blocks has a row, each of them a
-// piece of its columns. See norm_bwd_rows.cuh; sum_partials adds up the shares of dweight and
-// dbias.
+// The backward of LayerNorm and RMSNorm for longer rows (sm_90): the blocks of a cluster share a
+// row, each has a piece of its columns. The algorithm is in norm_bwd_rows.cuh; sum_partials adds up
+// the partial sums of dweight and dbias afterwards.
 #include "norm_bwd_rows.cuh"
 
 template <typename T, typename WEIGHT, bool RMS, int CLUSTER, int NUM_THREADS, int LOADS,

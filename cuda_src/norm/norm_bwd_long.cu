@@ -1,5 +1,6 @@
-// dx of norm_bwd for rows that do not fit into registers: a block reads its row twice, for the sums
-// and for dx. norm_bwd_weight computes dweight and dbias then.
+// dx of LayerNorm and RMSNorm for rows that do not fit into registers. A block has one row and
+// reads it twice in pieces: for the two sums, then for dx. Shared memory holds one partial sum a
+// warp; all threads reach the barriers of that sum. norm_bwd_weight computes dweight and dbias.
 #include "row_tile.cuh"
 
 template <typename T, typename WEIGHT, bool RMS, int NUM_THREADS, int LOADS, int VECTOR>
@@ -19,7 +20,7 @@ __global__ void __launch_bounds__(NUM_THREADS)
   const float mean = RMS ? 0.f : params.stats[2 * row];
   const float scale = params.stats[2 * row + 1];
 
-  // Calls visit(column, g, n) for each pack of the row; g and n have VECTOR values.
+  // Calls visit(column, g, n) for each pack of this thread; g and n have VECTOR values.
   const auto each_pack = [&](auto visit) {
     for (int begin = 0; begin < columns; begin += Tile::COLUMNS) {
       RowPacks<Tile, T> x_row, dout_row;

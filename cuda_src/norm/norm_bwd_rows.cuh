@@ -1,18 +1,28 @@
-// Gradients of norm_fwd. With n = (x - mean) * scale and g = dout * weight:
+// The gradients of norm_fwd. With n = (x - mean) * scale and g = dout * weight:
 //   dx      = scale * (g - mean of g - n * mean of g * n) + dresidual    (RMS: no mean of g)
 //   dweight = sum of dout * n over the rows, dbias = sum of dout
 //
-// x, dout and dresidual are read once. A block takes rows with equal steps between them and keeps
-// its share of dweight and dbias in registers. The next STAGES rows are on their way to a ring in
-// shared memory meanwhile. A thread copies just the packs that it will read itself, so the ring
-// needs no barrier.
+// x, dout and dresidual are read once. A block (or a cluster of blocks, each with a piece of the
+// columns) takes rows with equal steps between them, and keeps its partial sums of dweight and
+// dbias in registers until the end. Rows of less than a block lie side by side in it.
+//
+// Shared memory: a ring of STAGES rows of x, dout and dresidual, filled while earlier rows are
+// computed. Each thread copies just the packs that it will read itself, so the ring needs no
+// barrier, and a place is filled again by the thread that has just read it. Beside the ring there
+// is a place for the sums of each warp, two of them in turn: a warp that writes the sums of row
+// i + 2 has passed the barrier of row i + 1, which the others reached after reading those of row i.
+// At the end the ring becomes the place where rows side by side add up their partial sums.
+//
+// It ends: all threads of a block make the same number of rounds (rows behind the last one are
+// empty), so all reach each barrier. The blocks of a cluster make the same rounds, run at the same
+// time, and send the sums of a row before they wait for those of the others.
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "norm_bwd_sums.cuh"
 #include "params.cuh"
 #include "row_tile.cuh"
 
-// x, dout and dresidual of this thread's next rows.
+// The ring of the next rows: x, dout and dresidual, of which each thread uses its own packs.
 template <class Tile, typename T, int STAGES>
 struct RowRing {
   using Pack = Words<T, Tile::VECTOR>;
@@ -26,7 +36,8 @@ struct RowRing {
     return packs + place * STAGE_PACKS + tensor * Tile::LOADS * Tile::THREADS;
   }
 
-  // A row, from this thread's first pack on, into the current place; zeros from `columns` on.
+  // Starts to copy a row, from this thread's first pack on, into the current place. Packs behind
+  // `columns` become zeros.
   __device__ void fill(int tensor, const T* from, int columns) const {
     Pack* to = row(stage, tensor);
     if constexpr (ASYNC) {
@@ -47,13 +58,13 @@ struct RowRing {
 
   __device__ int next() const { return stage + 1 < STAGES ? stage + 1 : 0; }
 
-  // Ends the filling of a place.
+  // Closes the current place, whose copies were all started, and goes on to the next.
   __device__ void advance() {
     if constexpr (ASYNC) cp_async_commit();
     stage = next();
   }
 
-  // Until the current place and AHEAD more are full.
+  // Waits until the current place and AHEAD more are full.
   template <int AHEAD>
   __device__ void wait() const {
     if constexpr (ASYNC) cp_async_wait<STAGES - 1 - AHEAD>();
@@ -64,7 +75,8 @@ struct RowRing {
   }
 };
 
-// The rows of this block, or its pieces of them; its share of dweight and dbias goes to `partials`.
+// Computes dx of the rows of this block, or of its pieces of them. The block's partial sums of
+// dweight and dbias go to `partials`.
 template <class Tile, typename T, typename WEIGHT, bool RMS, int CLUSTER, int STAGES>
 __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char* smem) {
   constexpr int LOADS = Tile::LOADS, VECTOR = Tile::VECTOR;
@@ -102,7 +114,7 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
   seek_dx(first);
   const float* stats = params.stats + 2 * first;
   RowRing<Tile, T, STAGES> ring = {reinterpret_cast<Words<T, VECTOR>*>(smem) + threadIdx.x, 0};
-  const auto fill = [&](int number) {  // with row first + number * step
+  const auto fill = [&](int number) {  // the current place, with row first + number * step
     const int valid = number < count ? columns : 0;
     ring.fill(0, x, valid);
     ring.fill(1, dout, valid);
@@ -118,7 +130,7 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
   };
 #pragma unroll 1
   for (int i = 0; i < STAGES; ++i) fill(i);
-  RowStats summed = {0.f, 0.f}, next = summed;  // of the row that was added up last; after it
+  RowStats summed = {0.f, 0.f}, next = summed;  // of the row that add_up took last; of the next
   const auto read_stats = [&](int number) {
     if (number < count && !RMS) next.mean = stats[0];
     if (number < count) next.scale = stats[1];
@@ -128,12 +140,12 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
   RowPacks<Tile, WEIGHT> weights = {};
   weights.load(static_cast<const WEIGHT*>(params.weight) + piece, piece_columns);
 
-  // ---- what is done to a row ----
-  constexpr int AHEAD = CLUSTER > 1 ? 1 : 0;  // rows from its dx to the one that is added up
+  // ---- the two steps of a row: its sums, and its dx ----
+  constexpr int AHEAD = CLUSTER > 1 ? 1 : 0;             // rows that add_up is ahead of write_dx
   constexpr bool KEPT = !AHEAD && LOADS * VECTOR <= 16;  // else the ring is read again for dx
   float dweight[LOADS][VECTOR] = {}, dbias[LOADS][VECTOR] = {};
   Words<T, VECTOR> x_packs[LOADS], dout_packs[LOADS];
-  const auto add_up = [&](int number, int place) {  // over the lanes of the row's warps
+  const auto add_up = [&](int number, int place) {  // gives the sums over the lanes of a warp
     summed = next;
     read_stats(number + 1);
     ring.template wait<AHEAD>();
@@ -156,7 +168,7 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
     if constexpr (!KEPT) ring.stage = opaque(ring.stage);
     return lane_sum<RMS, Tile::ROW_THREADS>(sums);
   };
-  // And another row into its place.
+  // Then the row's place in the ring is filled with a later one.
   const auto write_dx = [&](int number, const RowStats& row, const Sums& sums) {
     const float mean = row.mean, scale = row.scale;
     const float offset = RMS ? 0.f : scale * (sums.first * shape.inverse_columns);
@@ -213,8 +225,8 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
     }
   }
 
-  // ---- this block's share of dweight and dbias ----
-  // Rows side by side in a block add up in the memory of the ring, one after the other.
+  // ---- this block's partial sums of dweight and dbias ----
+  // Rows side by side in a block add up in the memory of the ring, in a fixed order.
   ring.template wait<STAGES - 1>();
   float* own = reinterpret_cast<float*>(smem);  // [ROWS, COLUMNS]
   const auto write_share = [&](const float (&values)[LOADS][VECTOR], int gradient) {

@@ -1,16 +1,16 @@
-// The sums that norm_bwd takes over a row, and where they come together.
+// The sums that the backward takes over a row, and how the warps and blocks of the row share them.
 #pragma once
 #include "../ptx/warpgroup.cuh"
 #include "cluster_exchange.cuh"
 
-// Of a row of norm_fwd.
+// The statistics of a row, which the forward wrote.
 struct RowStats {
   float mean;
   float scale;
 };
 
-// Over THREADS consecutive lanes (a power of two), or over the warp if they are more. RMSNorm uses
-// the second sum only.
+// The sums over THREADS consecutive lanes (a power of two), or over the warp if those are more.
+// RMSNorm uses the second sum only.
 template <bool RMS, int THREADS>
 __device__ __forceinline__ Sums lane_sum(Sums sums) {
 #pragma unroll
@@ -21,9 +21,10 @@ __device__ __forceinline__ Sums lane_sum(Sums sums) {
   return sums;
 }
 
-// Over the warps of a row, of what their lanes have together; every thread gets the same bits.
-// `scratch` has a place for each warp of the block, and is another one for the next row, so that no
-// warp overwrites what another still reads.
+// Adds up the sums of the warps of a row; every thread gets the same bits. `scratch` has a place
+// for each warp of the block. The caller alternates between two of them: a warp that writes into
+// the first again has passed the barrier of the second, behind which no warp reads the first any
+// more.
 template <class Tile, bool RMS>
 __device__ __forceinline__ Sums row_sum(Sums sums, Sums* scratch) {
   constexpr int WARPS = Tile::ROW_THREADS / 32;
@@ -36,7 +37,8 @@ __device__ __forceinline__ Sums row_sum(Sums sums, Sums* scratch) {
   return sums;
 }
 
-// The same over the warps of all blocks of a cluster: waits for a row of ClusterRounds.
+// The same over the warps of all blocks of a cluster: each warp sends its sums of a row to all
+// blocks (ClusterRounds), and receives those of all warps.
 template <bool RMS, int CLUSTER, int WARPS>
 struct ClusterSums : ClusterRounds<CLUSTER, WARPS> {
   static constexpr int SENDERS = CLUSTER * WARPS;

@@ -1,5 +1,6 @@
-// Shares of dweight and dbias for rows that do not fit into registers (see norm_bwd_long). A thread
-// has VECTOR columns and adds up every splits-th row of them.
+// Partial sums of dweight and dbias for rows that do not fit into registers, beside norm_bwd_long.
+// A thread has VECTOR columns and adds up every splits-th row of them; sum_partials adds up the
+// partial sums. No shared memory, and nothing is waited for.
 #include "row_tile.cuh"
 
 template <typename T, bool RMS, int VECTOR>

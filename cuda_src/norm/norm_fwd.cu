@@ -1,4 +1,5 @@
-// norm_fwd_rows.cuh, where a block has whole rows.
+// The forward of LayerNorm and RMSNorm for rows that fit into the registers of one block; the
+// algorithm is in norm_fwd_rows.cuh. A row of up to a warp's threads shares its block with others.
 #include "norm_fwd_rows.cuh"
 
 template <typename T, typename WEIGHT, bool RMS, int ROW_THREADS, int LOADS, int VECTOR, int BLOCKS>

@@ -1,4 +1,5 @@
-// norm_fwd_rows.cuh for longer rows (sm_90), which the blocks of a cluster share.
+// The forward of LayerNorm and RMSNorm for longer rows (sm_90): the blocks of a cluster share a
+// row. The algorithm is in norm_fwd_rows.cuh.
 #include "norm_fwd_rows.cuh"
 
 template <typename T, typename WEIGHT, bool RMS, int CLUSTER, int NUM_THREADS, int LOADS,

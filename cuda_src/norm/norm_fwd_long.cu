@@ -1,5 +1,8 @@
-// norm_fwd for rows that do not fit into registers: a block has a row, which passes through in
-// pieces. Their statistics are merged, and each piece (of h, if there is a residual) is read again.
+// The forward of LayerNorm and RMSNorm for rows that do not fit into registers. A block has one row
+// and goes through it twice in pieces of Tile::COLUMNS columns: first it adds the residual, writes
+// h and merges the moments of the pieces, then it reads each piece of h (or of x) again, normalises
+// and writes it. Each thread reads in the second pass what it wrote itself in the first. Shared
+// memory holds one partial sum a warp; all threads reach the barriers of that sum.
 #include "row_tile.cuh"
 
 template <typename T, typename WEIGHT, bool RMS, int NUM_THREADS, int LOADS, int VECTOR>

@@ -2,16 +2,25 @@
 //   out = (h - mean) / sqrt(variance + eps) * weight + bias
 //   out = h / sqrt(mean of squares + eps) * weight              (RMS)
 //
-// ROW_THREADS threads, or the blocks of a cluster with so many threads each, have a row in
-// registers: x and residual are read once, h and out written once. h is normalised as it was
-// rounded, which is what the backward reads and what separate operations compute. Blocks that take
-// several rows, the next one on its way, were no faster: other blocks of the multiprocessor keep
-// the memory busy as well.
+// Roles: ROW_THREADS threads of a block, or all threads of CLUSTER blocks, hold one row in their
+// registers, so x and residual are read once, and h and out written once. h is normalised after it
+// was rounded to its dtype: this is what the backward reads, and what separate operations compute.
+//
+// Shared memory holds partial sums only: `means` and `scratch`, one place a warp for each of the
+// two sums that a row needs, and `exchange`, where the blocks of a cluster receive each other's
+// sums. No place is written twice, so nothing is overwritten before it is read.
+//
+// It ends: all threads reach the barriers inside group_sum, as rows and columns outside of the
+// tensor count as empty instead of returning. The blocks of a cluster run at the same time, and
+// each sends its sums before it waits for those of the others.
+//
+// A block that takes several rows, with the next one on its way, was no faster: the other blocks of
+// the multiprocessor keep the memory busy as well.
 #pragma once
 #include "cluster_exchange.cuh"
 #include "row_tile.cuh"
 
-// EARLY: the weights are on their way before the statistics are taken, where there are registers.
+// EARLY: weight and bias are loaded before the statistics are computed, where registers allow it.
 template <class Tile, int CLUSTER, bool EARLY, bool RMS, typename T, typename WEIGHT>
 __device__ __forceinline__ void norm_fwd_rows(const NormFwdParams& params) {
   // ---- which row, and which of its columns ----
@@ -26,13 +35,13 @@ __device__ __forceinline__ void norm_fwd_rows(const NormFwdParams& params) {
   }();
   const RowPieces<CLUSTER, VECTOR> pieces(shape.columns);
   const int begin = pieces.begin(pieces.rank());
-  const int columns = row < shape.rows ? pieces.size(pieces.rank()) : 0;  // 0: only shuffles
+  const int columns = row < shape.rows ? pieces.size(pieces.rank()) : 0;  // 0: joins in sums only
   int64_t x_place = begin, residual_place = begin;
   shape.each_axis<decltype(row)>(row, [&](int axis, int64_t index) {
     x_place += index * params.x_strides.axis[axis];
     residual_place += index * params.residual_strides.axis[axis];
   });
-  // Of out and of x + residual, computed anew each time: it would take registers meanwhile.
+  // The place of the row in out and in h. It is computed twice, as keeping it would take registers.
   const auto out_place = [&] { return shape.at(params.out_strides, row) + begin; };
   __shared__ ClusterExchange<CLUSTER> exchange;
   if constexpr (CLUSTER > 1) exchange.init();
@@ -41,14 +50,14 @@ __device__ __forceinline__ void norm_fwd_rows(const NormFwdParams& params) {
   RowPacks<Tile, WEIGHT> weights, biases;
   const WEIGHT* weight = static_cast<const WEIGHT*>(params.weight) + begin + Tile::column(0);
   const WEIGHT* bias = static_cast<const WEIGHT*>(params.bias) + begin + Tile::column(0);
-  const auto read_affine = [&](int load) {  // without branches, so that the loads go first
+  const auto read_affine = [&](int load) {  // no branches, so that loads can be issued early
     const bool inside = Tile::column(load) < columns;
     Words<WEIGHT, VECTOR> w = {}, b = {};
     if (inside) w = load_words<VECTOR>(weight + load * Tile::PITCH);
     if (inside && !RMS && params.bias) b = load_words<VECTOR>(bias + load * Tile::PITCH);
     weights.packs[load] = w, biases.packs[load] = b;
   };
-  RowPacks<Tile, T> values, added;  // all of it on its way before the first addition
+  RowPacks<Tile, T> values, added;  // both are loaded before the first addition
   values.load(static_cast<const T*>(params.x) + x_place, columns);
   added.load(static_cast<const T*>(params.residual) + residual_place,
              params.residual ? columns : 0);

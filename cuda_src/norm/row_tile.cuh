@@ -1,5 +1,5 @@
-// Who holds what of a row: ROW_THREADS neighbouring threads have LOADS packs of VECTOR columns each
-// in registers.
+// How a row is spread over threads: ROW_THREADS neighbouring threads hold LOADS packs of VECTOR
+// columns each in registers. Pack number `load` of neighbouring threads is contiguous in the row.
 #pragma once
 #include "../common/group_sum.cuh"
 #include "../common/words.cuh"
@@ -7,7 +7,7 @@
 #include "../ptx/opaque.cuh"
 #include "params.cuh"
 
-// Short rows share a block; threads of a row that is longer than a warp are the block.
+// Rows of up to a warp share a block; a longer row has a block of its own.
 constexpr int MIN_BLOCK_THREADS = 128;
 
 __host__ __device__ constexpr int block_threads(int row_threads) {
@@ -27,9 +27,8 @@ struct RowTile {
   // The number of this thread's row in the block.
   __device__ static int row() { return threadIdx.x / ROW_THREADS; }
 
-  // How many of `columns` columns begin with the first one of this thread: what the loads at
-  // load * PITCH are compared with, each time anew, as that is one instruction and keeping the
-  // results is more.
+  // The number of columns from this thread's first one to the end of the row. A load is inside the
+  // row if load * PITCH is less; comparing each time is cheaper than keeping the results.
   __device__ static int rest(int columns) { return opaque(columns - column(0)); }
 
   // The first column of a load; a load lies inside the row or outside of it as a whole.
@@ -38,11 +37,12 @@ struct RowTile {
   }
 };
 
-// The columns of a row, in equal pieces of whole lines of 128 bytes for the blocks of a cluster.
+// How the columns of a row are divided among the blocks of a cluster: in equal pieces of whole
+// 128-byte lines.
 template <int CLUSTER, int VECTOR>
 struct RowPieces {
   int columns;
-  int share;  // of each block but the last, which has at least one: the rows are long
+  int share;  // of each block but the last, which has at least one column as the rows are long
 
   __device__ explicit RowPieces(int columns) : columns(columns), share(columns) {
     constexpr int LINE = 8 * VECTOR;
@@ -56,14 +56,15 @@ struct RowPieces {
   __device__ int size(int rank) const { return min(columns - begin(rank), share); }
 };
 
+// The packs of a row that this thread holds.
 template <class Tile, typename T>
 struct RowPacks {
   Words<T, Tile::VECTOR> packs[Tile::LOADS];
 
   __device__ float at(int load, int i) const { return packs[load].at(i); }
 
-  // The first `columns` columns of a row. Through L1, though nobody may read them again: past it
-  // an H200 takes 3 to 5 % longer.
+  // Loads the first `columns` columns of a row. The loads go through L1, though nobody may read
+  // them again: bypassing it takes an H200 3 to 5 % longer.
   __device__ void load(const T* row, int columns) {
     const T* first = opaque(row + Tile::column(0));  // one address, and constant offsets from it
     const int rest = Tile::rest(columns);
@@ -82,7 +83,7 @@ struct RowPacks {
     }
   }
 
-  // The sums are rounded to T.
+  // Adds another pack; the sums are rounded to T.
   __device__ void add(int load, const Words<T, Tile::VECTOR>& other) {
     float sums[Tile::VECTOR];
 #pragma unroll
@@ -90,8 +91,8 @@ struct RowPacks {
     packs[load] = round_words<T>(sums);
   }
 
-  // Lets the floats made of the packs go, where there is room for the packs only. They are made
-  // again.
+  // Makes the compiler drop the floats that it converted the packs to, where registers have room
+  // for the packs only. Later uses convert again.
   __device__ void keep_packed() {
     if constexpr (Tile::LOADS * Tile::VECTOR > 16) {
 #pragma unroll
@@ -102,7 +103,7 @@ struct RowPacks {
     }
   }
 
-  // Of what lies inside of `columns` columns.
+  // The sum of this thread's values inside of `columns` columns.
   __device__ float sum(int columns) {
     float sum = 0.f;
     const int rest = Tile::rest(columns);
@@ -116,7 +117,7 @@ struct RowPacks {
     return sum;
   }
 
-  // Sums of the deviations from `mean` (what rounding left of it) and of their squares.
+  // The sums of the deviations from `mean` (which may be an approximation) and of their squares.
   __device__ Sums deviations(int columns, float mean) {
     Sums sums = {0.f, 0.f};
     const int rest = Tile::rest(columns);
@@ -146,7 +147,7 @@ struct RowPacks {
     return sum;
   }
 
-  // Mean and deviations of this thread's share.
+  // The moments of this thread's values.
   __device__ Moments moments(int columns) {
     int count = 0;
 #pragma unroll
@@ -157,11 +158,11 @@ struct RowPacks {
     return moments_of(float(count), share, mean, deviations(columns, mean));
   }
 
-  // Of the whole row, which is in registers; `inverse` is 1 / columns. Two steps, each a sum over
-  // the row: cheaper than merging the moments of the threads. The deviations are from the mean of
-  // the first loads only, say m of them. With d between that and the mean, they have squares of at
-  // least m * d * d, so subtracting columns * d * d cancels no more than a factor LOADS: a few
-  // bits.
+  // The moments of the whole row, which is in registers; `inverse` is 1 / columns. Two sums over
+  // the row are cheaper than merging the moments of the threads. The deviations are taken from the
+  // mean of the first loads only, of m values. If it is d away from the mean of the row, the
+  // squares of the deviations add up to at least m * d * d, so subtracting columns * d * d cancels
+  // no more than a factor of LOADS, which is a few bits.
   __device__ Moments row_moments(int columns, float inverse, float (&first)[MAX_WARPS],
                                  Sums (&second)[MAX_WARPS]) {
     float sum = 0.f;

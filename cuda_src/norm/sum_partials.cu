@@ -1,4 +1,5 @@
-// sum_shares in a launch of its own.
+// Adds up the partial sums of dweight and dbias (sum_shares.cuh), where the kernel that wrote them
+// has no barrier of all blocks.
 #include "sum_shares.cuh"
 
 template <typename WEIGHT, int WARPS>

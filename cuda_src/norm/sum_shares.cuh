@@ -1,12 +1,13 @@
-// Gradients of weight and bias from the shares of the blocks.
+// The gradients of weight and bias from the partial sums of all blocks.
 #pragma once
 #include "../common/convert.cuh"
 #include "../ptx/ld_global.cuh"
 #include "params.cuh"
 
-// Sums over the rows of 32 columns of one of the matrices, in an order that never changes: the
-// WARPS warps of a block take the rows in turn and add up in shared memory. All `chunks` of 32
-// columns of all matrices are numbered one after the other.
+// Adds up the rows of 32 columns of one of the two matrices, in an order that never changes: the
+// WARPS warps of a block take the rows in turn, then the first warp adds up their sums from shared
+// memory. Chunks of 32 columns are numbered through both matrices. A block that calls this again
+// needs a barrier between, as the sums of the first call may still be read.
 template <typename WEIGHT, int WARPS>
 __device__ __forceinline__ void sum_shares(const SumPartialsParams& params, int chunk) {
   const int chunks = int((params.columns + 31) / 32);
@@ -16,7 +17,7 @@ __device__ __forceinline__ void sum_shares(const SumPartialsParams& params, int 
   const float* partials = params.partials + (which * params.rows + warp) * params.columns + column;
   const uint32_t rows = column < params.columns ? uint32_t(params.rows) : 0;
   float sum = 0.f;
-  // Loads in flight: of a share of each block of an H200 in one step.
+  // Loads in flight: enough for one partial sum of each block of an H200 in one step.
   constexpr int AT_ONCE = WARPS > 8 ? 12 : 24;
 #pragma unroll 1
   for (uint32_t first = warp; first < rows; first += AT_ONCE * WARPS) {
