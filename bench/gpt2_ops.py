@@ -10,10 +10,8 @@ import cupyflash
 from cupyflash.decode import sampling
 from cupyflash.decode.embedding import embedding
 from cupyflash.models.gpt2 import Gpt2
-from cupyflash.models.gpt2.attention import PromptAttention
-from cupyflash.models.gpt2.cache import KvCache
 from cupyflash.models.gpt2.decoder import Decoder
-from cupyflash.models.gpt2.layers import gelu_tanh, logits
+from cupyflash.models.gpt2.layers import KvCache, PromptAttention, gelu_tanh, logits
 
 GROUPS = (
     "embedding", "all blocks", "norms", "projections", "attention", "MLP", "head", "sampling",

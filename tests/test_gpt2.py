@@ -10,7 +10,8 @@ from gpt2_models import TINY, decodes, device, each_device, modes, prompts, tiny
 from test_transformer_block import memory
 from wrong_calls import CHOICE, INTEGER, check_refused
 
-from cupyflash.models.gpt2 import Gpt2, Gpt2Config, Sampling, cache, model
+from cupyflash.models.gpt2 import Gpt2, Gpt2Config, Sampling, layers, model
+from cupyflash.models.gpt2.decoder import Room
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 
 RAGGED = (7, 1, 30, 12)
@@ -317,7 +318,7 @@ def test_running_out_of_memory_names_what_fits(target, monkeypatch):
     def full(*arguments):
         raise MemoryError("no more")
 
-    monkeypatch.setattr(cache, "cache_append", full)
+    monkeypatch.setattr(layers, "cache_append", full)
     bad(MemoryError, match, lambda: gpt2.generate(given, 120))
     monkeypatch.undo()
     assert gpt2.generate(given, 5) == expected
@@ -325,7 +326,7 @@ def test_running_out_of_memory_names_what_fits(target, monkeypatch):
 
 def test_what_fits_fits():
     """The batch and the length that the message names pass the estimate, the next larger do not."""
-    room = lambda batch, length: cache.Room(TINY, 2, batch, length, 10**7, False)
+    room = lambda batch, length: Room(TINY, 2, batch, length, 10**7, False)
     text = room(100, 1000).text(10**7)
     words = text.split()
     batch, length = int(words[words.index("used:") + 2]), int(words[words.index("or") + 2])

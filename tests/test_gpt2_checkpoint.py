@@ -14,7 +14,7 @@ from safetensors.numpy import save_file  # noqa: E402
 
 from cupyflash.commands import cli  # noqa: E402
 from cupyflash.models.gpt2 import Gpt2, load_tokenizer  # noqa: E402
-from cupyflash.models.gpt2.tokenizer import TextStream, texts  # noqa: E402
+from cupyflash.models.gpt2.tokenizer import TextStream  # noqa: E402
 from cupyflash.models.gpt2.weights import all_tensors  # noqa: E402
 
 CONFIG = {
@@ -142,7 +142,8 @@ def test_tokenizer(files, tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     tokens = tokenizer.encode(TEXT)
     assert tokens == trained.encode(TEXT).ids and tokenizer.decode(tokens) == TEXT
-    pieces = list(texts(tokenizer, iter(tokens)))
+    stream = TextStream(tokenizer)
+    pieces = [*map(stream.add, tokens), stream.rest()]
     assert "".join(pieces) == TEXT and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
     half = TextStream(tokenizer)
     assert [half.add(token) for token in tokenizer.encode("🙂")[:1]] == [""]

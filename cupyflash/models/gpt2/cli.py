@@ -7,7 +7,7 @@ from typing import Any
 
 from ...decode.sampling import Sampling
 from .config import SIZES
-from .decode_choice import DECODES
+from .decoder import DECODES
 from .layers import MODES
 from .model import Gpt2
 from .tokenizer import ByteTokenizer, TextStream, load_tokenizer

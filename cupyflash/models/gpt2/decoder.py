@@ -1,21 +1,126 @@
-"""The state of one run: cache, tokens and lengths on the device, and a step from one to the next.
+"""One run: the way of its steps, whether it fits into memory, its state, and a step.
 
-A step can run as separate launches ("eager"), as the same launches in a CUDA graph ("graph"), or as
-one persistent cooperative kernel ("persistent"). All read the tokens and their positions from the
-device, where sampling leaves them, so that the host can be steps ahead.
+The state is the cache, tokens and lengths on the device. A step can run as separate launches
+("eager"), as the same launches in a CUDA graph ("graph"), or as one persistent cooperative kernel
+("persistent"). All read the tokens and their positions from the device, where sampling leaves them,
+so that the host can be steps ahead.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from cupyflash.decode.embedding import embedding
+from cupyflash.runtime.gpu import capability_of
 
 from ...decode.sampling import DecodeState, Sampling, sample
 from ...runtime.array import Array
-from ...runtime.launch import dependent_launches
+from ...runtime.checks import short
+from ...runtime.launch import dependent_launches, dependent_possible
+from ...runtime.structs import header
 from . import layers
-from .attention import PromptAttention, TokenAttention
-from .cache import KvCache
+from .config import Gpt2Config
+from .layers import KvCache, PromptAttention, TokenAttention
+
+structs = header("decode/stack_params.cuh")
+
+# Of a token of a prompt, in widths: x, its norm, q, k, v, attention, and the MLP's hidden layer,
+# some of them twice, as an output lives beside what it is computed from.
+ACTIVATION_WIDTHS = 16
+DECODES = ("auto", "eager", "graph", "persistent")
+# Up to which one kernel for a token is faster than a graph of kernels, by whether these overlap.
+PERSISTENT_BATCH = {True: 2, False: 8}
+
+
+def way_to_decode(function: str, model: Any, decode: str, batch: int) -> str:
+    """One of `DECODES` but "auto", for a `Gpt2` and so many prompts.
+
+    Raises:
+        ValueError: no such way, or not with this mode, device or batch.
+        NotImplementedError: the persistent kernel does not take the model.
+    """
+    if not isinstance(decode, str) or decode not in DECODES:
+        fact = f"decode must be {', '.join(DECODES)}"
+        raise ValueError(f"{function}: {fact}, got {short(decode)}")
+    if decode == "graph" and not model.on_gpu:
+        raise ValueError(f"{function}: decode='graph' needs a GPU, got a model on the CPU")
+    if decode == "persistent":
+        _require_persistent(function, model, batch)
+    if decode != "auto":
+        return decode
+    if not model.on_gpu or model.mode == "naive":
+        return "eager"
+    capability = capability_of(model.weights.token_embedding.device.id)
+    overlap = dependent_possible(capability)
+    if model.mode != "fused" or batch > PERSISTENT_BATCH[overlap]:
+        return "graph"
+    return "graph" if model.stack_problem else "persistent"
+
+
+def _require_persistent(function: str, model: Any, batch: int) -> None:
+    if model.mode != "fused":
+        fact = "decode='persistent' needs mode 'fused'"
+        raise ValueError(f"{function}: {fact}, got {model.mode!r}")
+    if batch > structs.MAX_BATCH:
+        fact = f"decode='persistent' takes at most {structs.MAX_BATCH} prompts"
+        raise ValueError(f"{function}: {fact}, got {batch}")
+    if model.stack_problem:
+        fact = "decode='persistent' cannot run this model"
+        raise NotImplementedError(f"{function}: {fact}: {model.stack_problem}")
+
+
+class Room:
+    """A context in which running out of memory names the batch and the length that would fit.
+
+    Args:
+        item: bytes of a number.
+        length: of the longest sequence with its new tokens.
+        free: bytes that can be allocated; None: nobody knows.
+        every: whether logits of every token are kept, not only of the last ones.
+
+    Raises:
+        MemoryError: ahead if the estimate does not fit, or whatever runs out within.
+    """
+
+    def __init__(
+        self, config: Gpt2Config, item: int, batch: int, length: int, free: int | None, every: bool
+    ) -> None:
+        of_logits = config.vocabulary * (4 + item)
+        of_token = (ACTIVATION_WIDTHS + 2 * config.layers) * config.width * item
+        self.of_token = of_token + of_logits * every
+        self.of_sequence = of_logits * (not every)
+        self.batch, self.length, self.free = batch, length, free
+
+    @property
+    def needed(self) -> int:
+        """Estimate in bytes."""
+        return self.batch * (self.of_sequence + self.length * self.of_token)
+
+    def __enter__(self) -> None:
+        if self.free is not None and self.needed > self.free:
+            raise MemoryError(self.text(self.free))
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, MemoryError):  # CuPy's is one, too; the estimate was too low
+            known = self.needed if self.free is None else min(self.free, self.needed)
+            raise MemoryError(self.text(known // 2)) from error
+
+    def text(self, free: int) -> str:
+        """What is needed, and what would fit."""
+        batch = free // (self.of_sequence + self.length * self.of_token)
+        length = max(0, free // self.batch - self.of_sequence) // self.of_token
+        return (
+            f"Gpt2: batch {self.batch} of length {self.length} needs {self.needed / 2**30:.3g} "
+            f"GiB, {free / 2**30:.3g} GiB can be used: batch {batch} of that length or length "
+            f"{length} of that batch would fit"
+        )
+
+
+def free_memory(xp: Any) -> int | None:
+    """Bytes that can be allocated on the current GPU; None on the CPU, where nobody knows."""
+    if xp.__name__ != "cupy":
+        return None
+    free, _ = xp.cuda.runtime.memGetInfo()
+    return free + xp.get_default_memory_pool().free_bytes()
 
 
 class Decoder:

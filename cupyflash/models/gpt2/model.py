@@ -13,13 +13,10 @@ from ...decode.block import BlockStack
 from ...decode.sampling import GREEDY, Sampling
 from ...runtime.array import Array
 from . import generate
-from .cache import Room, free_memory
 from .config import SIZES, Gpt2Config
-from .decode_choice import way_to_decode
-from .decoder import Decoder
+from .decoder import Decoder, Room, free_memory, way_to_decode
 from .layers import MODES
-from .random import random_weights
-from .weights import Weights, load_weights, numpy_dtype
+from .weights import Weights, load_weights, numpy_dtype, random_weights
 
 
 class Gpt2:

@@ -165,13 +165,3 @@ class TextStream:
     def rest(self) -> str:
         """What was held back, at the end."""
         return self.tokenizer.decode(self.tokens)[len(self.shown) :]
-
-
-def texts(tokenizer: Tokenizer | ByteTokenizer, tokens: Iterator[int]) -> Iterator[str]:
-    """Pieces of text, as the tokens come."""
-    stream = TextStream(tokenizer)
-    for token in tokens:
-        if piece := stream.add(token):
-            yield piece
-    if piece := stream.rest():
-        yield piece

@@ -1,4 +1,4 @@
-"""The weights of a GPT-2, from a checkpoint folder as ``save_pretrained`` writes it.
+"""The weights of a GPT-2, random or from a checkpoint folder as ``save_pretrained`` writes it.
 
 Nothing is put on a device before the names and shapes of all tensors have been checked.
 """
@@ -18,6 +18,7 @@ from .config import Gpt2Config
 
 PREFIX = "transformer."
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+STD = 0.02  # of random matrices
 FLOATS = ("F16", "BF16", "F32", "F64")
 
 
@@ -213,3 +214,27 @@ def progress(tensors: list[Tensor], title: str) -> Iterator[Tensor]:
     return iter(
         track(tensors, title, console=console, transient=True, disable=not console.is_terminal)
     )
+
+
+def random_weights(
+    config: Gpt2Config, dtype: str, put: Callable[[numpy.ndarray], Array], seed: int = 0
+) -> Weights:
+    """Weights as GPT-2 is initialised; equal seeds give equal weights.
+
+    Matrices are normal with deviation 0.02, those that write to the residual divided by
+    sqrt(2 layers); norms are 1 and biases 0.
+    """
+    rng, loaded = numpy.random.default_rng(seed), {}
+    for tensor in progress(all_tensors(config), "random weights"):
+        loaded[tensor.name] = put(_values(config, tensor, rng).astype(numpy_dtype(dtype)))
+    return assemble(config, lambda tensor: loaded[tensor.name], None)
+
+
+def _values(config: Gpt2Config, tensor: Tensor, rng: numpy.random.Generator) -> numpy.ndarray:
+    if len(tensor.shape) == 1:
+        is_norm = ".ln_" in f".{tensor.name}" and tensor.name.endswith("weight")
+        return numpy.full(tensor.shape, float(is_norm), "float32")
+    shape = tensor.shape[::-1] if tensor.transposed else tensor.shape
+    values = rng.standard_normal(shape, dtype="float32")
+    values *= STD / (2 * config.layers) ** 0.5 if "c_proj" in tensor.name else STD
+    return values
