@@ -10,20 +10,15 @@ check anywhere.
 import argparse
 import itertools
 import sys
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from bench import harness
 from bench.bars import add_bars, bar_lines
-from bench.problem import DTYPES, Problem
-from bench.providers import PROVIDERS, Call, is_ours
-from bench.report import (
-    attention_table,
-    command_line,
-    console,
-    geometric_means,
-    machine_fields,
-    write_results,
-)
+from bench.correctness import Check
+from bench.problem import Problem
+from bench.providers import PROVIDERS, Call
+from bench.report import Row, attention_table, geometric_means
 
 PASSES = {"fwd": ("fwd",), "bwd": ("bwd",), "both": ("fwd", "bwd")}
 CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
@@ -31,8 +26,7 @@ SEQLENS = [512, 1024, 2048, 4096, 8192, 16384]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.attention", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = harness.parser("attention", __doc__, dtypes=True)
     add = parser.add_argument
     add("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     add("--seqlen", type=int, nargs="+", default=SEQLENS)
@@ -40,12 +34,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--hidden", type=int, default=2048, help="heads = this / head_dim, without --heads")
     add("--heads", type=int, help="query heads")
     add("--heads-kv", type=int, help="key and value heads, as many as query heads if not given")
-    add("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"])
     add("--causal", choices=CAUSAL, default="both")
     add("--pass", dest="direction", choices=PASSES, default="both")
     add("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    add("--repeats", type=int, default=30)
-    add("--output", metavar="NAME", default="attention", help="bench/results/NAME.json")
     add("--once", action="store_true", help="run each call once, untimed, for a profiler")
     return parser.parse_args(arguments)
 
@@ -74,37 +65,39 @@ def run_once(options: argparse.Namespace) -> None:
         torch.cuda.synchronize()
 
 
+def measure(run: harness.Run, direction: str, problem: Problem, names: Sequence[str]) -> None:
+    """Add a row for each provider that can do this pass and does it right."""
+    tensors = problem.tensors()
+    check = Check(problem, tensors)
+
+    def checked_call(name: str) -> Callable[[], Any]:
+        call = Call(PROVIDERS[name], tensors, problem.causal)
+        check(call, direction)
+        return call.forward if direction == "fwd" else call.backward
+
+    def row_of(name: str, ms: float) -> Row:
+        tflops = problem.flops(direction) / ms / 1e9
+        row = problem.row(impl=name, ms=round(ms, 5), tflops=round(tflops, 2))
+        return {"op": "attention", "pass": direction, **row}
+
+    run.compare(f"{direction} {problem}", names, checked_call, row_of)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(arguments)
     if options.once:
         run_once(options)
         return 0
-    from rich.progress import track
+    from bench.timing import PROTOCOL
 
-    from bench.measure import Notes, measure
-    from bench.timing import PROTOCOL, Timer
-
-    out, timer, rows = console(), Timer(options.repeats), []
-    notes = Notes(out)
-    fields = {**machine_fields(), **timer.ceilings()}
-    versions = ", ".join(f"{name} {version}" for name, version in fields["versions"].items())
-    out.print(f"{fields['gpu']}: {versions}")
-    out.print(f"matmul {fields['matmul_tflops']} TFLOP/s, copy {fields['copy_gbps']} GB/s")
-    command = command_line("bench.attention", arguments)
-    warnings.simplefilter("ignore")  # SDPA warns once for each backend that cannot do a shape
-    cells = list(itertools.product(PASSES[options.direction], problems(options)))
-    for direction, problem in track(cells, "attention", console=out):
-        rows += measure(problem, direction, options.providers, timer, notes)
-        add_bars(rows, fields["gpu"])
-        # After every cell, so that a run that is cut short leaves what it measured.
-        protocol = PROTOCOL.format(repeats=options.repeats)
-        path = write_results(options.output, rows, protocol, command, **fields)
-    out.print(attention_table(rows, fields["matmul_tflops"]))
-    for line in (*geometric_means(rows), *bar_lines(rows)):
-        out.print(line, soft_wrap=True)
-    out.print(f"wrote {path}")
-    return int(any(map(is_ours, notes.wrong)))
+    run = harness.Run("attention", PROTOCOL, arguments, options)
+    cells = itertools.product(PASSES[options.direction], problems(options))
+    for direction, problem in run.each(cells):
+        measure(run, direction, problem, options.providers)
+        add_bars(run.rows, run.fields["gpu"])
+    table = attention_table(run.rows, run.fields["matmul_tflops"])
+    return run.finish(table, *geometric_means(run.rows), *bar_lines(run.rows))
 
 
 if __name__ == "__main__":

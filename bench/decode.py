@@ -10,15 +10,13 @@ bench.attention, results are compared with float64 first, and whoever is wrong i
 so; exit status 1 if cupyflash was wrong.
 """
 
-import argparse
 import dataclasses
-import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench import beside
+from bench import harness
 from bench import problem as attention_problem
 from bench.providers import PROVIDERS
 from bench.report import Row
@@ -30,7 +28,7 @@ HEADS = {  # of q, of k and v, head dim
     "qwen2.5-7b": (28, 4, 128),
     "gemma2-9b": (16, 8, 256),
 }
-PROTOCOL = beside.CLOCK + "; gbps counts keys and values once"
+PROTOCOL = harness.CLOCK + "; gbps counts keys and values once"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,32 +109,19 @@ def checked_call(problem: DecodeProblem, impl: str) -> Callable[[], Any]:
     exact = problem.call("sdpa-math", tuple(x.double() for x in tensors))()
     eager = problem.call("sdpa-math", problem.tensors())()
     call = problem.call(impl, tensors)
-    beside.assert_right(call(), exact, eager)
+    harness.assert_right(call(), exact, eager)
     return call
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.decode", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
-    add("--batch", nargs="+", type=int, default=[1, 8, 32])
-    add("--length", nargs="+", type=int, default=[512, 8192])
-    add("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
-    add("--repeats", type=int, default=30)
-    add("--output", metavar="NAME", default="decode", help="bench/results/NAME.json")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = parse(arguments)
-    measured = functools.partial(
-        beside.measure_bytes, checked_call=checked_call, impls=options.impls
-    )
-    cells = problems(options.dtype, options.batch, options.length)
-    benchmark = beside.Benchmark("decode", PROTOCOL, measured, beside.table_of_bytes)
-    return beside.run(benchmark, cells, options.repeats, arguments, options.output)
+    parser = harness.parser("decode", __doc__, impls=IMPLS, dtypes=True)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--length", nargs="+", type=int, default=[512, 8192])
+    arguments, options = harness.parsed(parser, arguments)
+    run = harness.Run("decode", PROTOCOL, arguments, options)
+    for problem in run.each(problems(options.dtype, options.batch, options.length)):
+        run.compare_bytes(problem, options.impls, checked_call)
+    return run.finish(harness.table_of_bytes(run))
 
 
 if __name__ == "__main__":

@@ -17,27 +17,112 @@ the same work and must not pass it. The mean of two rates is the reference of a 
 Exit status 1 if a check failed; a target that is missed is marked.
 """
 
-import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy
-from rich.box import MARKDOWN
 from rich.table import Table
 
+from bench import harness
+from bench.correctness import Check
 from bench.problem import Problem
-from bench.report import Row, command_line, console, machine_fields, write_results
-from bench.variant import Variant, packed
-
-if TYPE_CHECKING:
-    from bench.measure import Notes
-    from bench.timing import Timer
+from bench.providers import Call, Provider
+from bench.report import Row
 
 HIDDEN, TOKENS = 2048, 65536
 WINDOW = 1024
+TILE = 128
+RUNS = 50  # of a deterministic backward, all with the same bits
+
+
+def visited_tiles(seqlen: int, window: int | None = None) -> int:
+    """Causal tiles of TILE queries x TILE keys that hold a key seen, with the window or without."""
+    left = seqlen if window is None else window
+    tiles = range(-(-seqlen // TILE))
+    return sum(tile - max(0, tile * TILE - left) // TILE + 1 for tile in tiles)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One call.
+
+    Attributes:
+        problem: of packed sequences, the batch of one that holds them all.
+        lengths: of packed sequences, which go through `cupyflash.flash_attn_varlen_func`.
+        window: keys seen left of the diagonal, None for all; causal only.
+        deterministic: the backward.
+    """
+
+    problem: Problem
+    lengths: tuple[int, ...] = ()
+    window: int | None = None
+    deterministic: bool = False
+
+    def flops(self, direction: str) -> float:
+        """Operations of the "fwd" or "bwd" pass; with a window, the share of tiles it visits."""
+        problem = self.problem
+        if self.lengths:
+            alone = (replace(problem, seqlen=length) for length in self.lengths)
+            return sum(sequence.flops(direction) for sequence in alone)
+        share = visited_tiles(problem.seqlen, self.window) / visited_tiles(problem.seqlen)
+        return problem.flops(direction) * share
+
+    def checked(self, direction: str) -> Callable[[], Any]:
+        """The call of a pass, once its results are known to be right.
+
+        Raises:
+            AssertionError: they are not, or a deterministic backward gives other bits.
+        """
+        tensors = self.problem.tensors()
+        provider = Provider("cupyflash", lambda: self._attention(tensors[0].device))
+        call = Call(provider, tensors, self.problem.causal)
+        window = None if self.window is None else (self.window, 0)
+        Check(self.problem, tensors, self.lengths, window=window)(call, direction)
+        if direction == "fwd":
+            return call.forward
+        if self.deterministic:
+            assert_repeatable(call.backward)
+        return call.backward
+
+    def _attention(self, device: Any) -> Callable[[Any, Any, Any, bool], Any]:
+        import torch
+
+        import cupyflash
+
+        left_right = (-1, -1) if self.window is None else (self.window, 0)
+        options = {"window_size": left_right, "deterministic": self.deterministic}
+        if not self.lengths:
+            return lambda q, k, v, causal: cupyflash.flash_attn_func(
+                q, k, v, causal=causal, **options
+            )
+        cu_seqlens = torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
+        packing = (cu_seqlens, cu_seqlens, max(self.lengths), max(self.lengths))
+
+        def packed(q: Any, k: Any, v: Any, causal: bool) -> Any:
+            rows = (x.squeeze(0) for x in (q, k, v))
+            out = cupyflash.flash_attn_varlen_func(*rows, *packing, causal=causal, **options)
+            return out.unsqueeze(0)
+
+        return packed
+
+
+def packed(problem: Problem, lengths: Sequence[int]) -> Variant:
+    """Sequences of these lengths with the dtype, heads and mask of a problem."""
+    return Variant(replace(problem, batch=1, seqlen=sum(lengths)), tuple(lengths))
+
+
+def assert_repeatable(backward: Callable[[], Sequence[Any]]) -> None:
+    """Raise AssertionError if one of RUNS backwards differs from the first in a bit."""
+    import torch
+
+    first = [gradient.view(torch.uint8) for gradient in backward()]
+    for run in range(2, RUNS + 1):
+        for name, expected, gradient in zip(("dq", "dk", "dv"), first, backward(), strict=True):
+            same = torch.equal(expected, gradient.view(torch.uint8))
+            assert same, f"{name}: run {run} of {RUNS} differs from the first in a bit"
 
 
 @dataclass(frozen=True)
@@ -101,17 +186,17 @@ def comparisons() -> list[Comparison]:
     return found
 
 
-def measure(comparison: Comparison, direction: str, timer: "Timer", notes: "Notes") -> list[Row]:
-    """The row of one pass; none, with a note, if a call fails or is wrong."""
+def measure(run: harness.Run, comparison: Comparison, direction: str) -> None:
+    """Add the row of one pass; none, with a note, if a call fails or is wrong."""
     where, variants = f"{direction} {comparison.what}", (comparison.variant, *comparison.references)
     try:
         calls = {str(variant): variant.checked(direction) for variant in variants}
     except Exception as error:  # whatever goes wrong with one must not end the run
-        notes.left_out(comparison.what, error, direction)
-        return []
-    timings, rates = timer.compare(calls), []
+        run.notes.left_out(comparison.what, error, direction)
+        return
+    timings, rates = run.timer.compare(calls), []
     for variant, timing in zip(variants, timings.values(), strict=True):
-        notes.late("cupyflash", timing, where)
+        run.notes.late("cupyflash", timing, where)
         rates.append(variant.flops(direction) / timing.ms / 1e9)
     rate, reference = rates[0], statistics.mean(rates[1:])
     own = timings[str(comparison.variant)]
@@ -122,9 +207,9 @@ def measure(comparison: Comparison, direction: str, timer: "Timer", notes: "Note
         ratio=round(rate / reference if comparison.target < 1 else reference / rate, 4),
         target=comparison.target,
         repeats=own.repeats,
-        sm_mhz=timer.sm_mhz,
+        sm_mhz=run.timer.sm_mhz,
     )
-    return [{"op": "extras", "what": comparison.what, "pass": direction, **row}]
+    run.rows.append({"op": "extras", "what": comparison.what, "pass": direction, **row})
 
 
 def met(row: Row) -> bool:
@@ -132,9 +217,8 @@ def met(row: Row) -> bool:
 
 
 def extras_table(rows: list[Row]) -> Table:
-    table = Table("what", "pass", box=MARKDOWN)
-    for title in ("ms", "TFLOP/s", "reference TFLOP/s", "ratio", "target"):
-        table.add_column(title, justify="right", no_wrap=True)
+    figures = ("ms", "TFLOP/s", "reference TFLOP/s", "ratio", "target")
+    table = harness.new_table("what", "pass", right=figures)
     for row in rows:
         figures = (f"{row['ms']:.3f}", f"{row['tflops']:.0f}", f"{row['reference_tflops']:.0f}")
         target = f"{'>=' if row['target'] < 1 else '<='} {row['target']:.2f}"
@@ -147,38 +231,28 @@ def extras_table(rows: list[Row]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m bench.extras", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = harness.parser("extras", __doc__, output=False)
     parser.add_argument("--only", nargs="+", default=[""], help="rows with one of these in a name")
-    parser.add_argument("--repeats", type=int, default=30)
-    options = parser.parse_args(arguments)
-    from rich.progress import track
-
-    from bench.measure import Notes
-    from bench.timing import PROTOCOL, Timer
-
-    out, timer, rows = console(), Timer(options.repeats), []
-    notes, fields = Notes(out), machine_fields()
-    lengths = long_tailed_lengths()
-    quartiles = numpy.quantile(lengths, [0, 0.25, 0.5, 0.75, 1]).astype(int).tolist()
-    out.print(
-        f"long-tailed: {len(lengths)} sequences, {sum(lengths)} tokens; least, quartiles, most: "
-        f"{', '.join(map(str, quartiles))}"
-    )
+    arguments, options = harness.parsed(parser, arguments)
     chosen = [x for x in comparisons() if any(name in x.what for name in options.only)]
     if not chosen:
         parser.error(f"--only: no name holds any of {options.only}")
+    from bench.timing import PROTOCOL
+
+    lengths = long_tailed_lengths()
+    run = harness.Run("extras", PROTOCOL, arguments, options, lengths=lengths)
+    quartiles = numpy.quantile(lengths, [0, 0.25, 0.5, 0.75, 1]).astype(int).tolist()
+    run.notes.say(
+        f"long-tailed: {len(lengths)} sequences, {sum(lengths)} tokens; least, quartiles, most: "
+        f"{', '.join(map(str, quartiles))}"
+    )
     cells = [(x, direction) for x in chosen for direction in x.passes]
-    for comparison, direction in track(cells, "extras", console=out):
-        rows += measure(comparison, direction, timer, notes)
-        protocol = PROTOCOL.format(repeats=options.repeats)
-        command = command_line("bench.extras", arguments)
-        path = write_results("extras", rows, protocol, command, **fields, lengths=lengths)
-    out.print(extras_table(rows))
-    out.print(f"{sum(map(met, rows))} of {len(rows)} targets met, {len(cells) - len(rows)} not run")
-    out.print(f"wrote {path}")
-    return int(bool(notes.wrong))
+    for comparison, direction in run.each(cells):
+        measure(run, comparison, direction)
+    reached, left_out = sum(map(met, run.rows)), len(cells) - len(run.rows)
+    summary = f"{reached} of {len(run.rows)} targets met, {left_out} not run"
+    run.finish(extras_table(run.rows), summary)
+    return int(bool(run.notes.wrong))
 
 
 if __name__ == "__main__":

@@ -10,40 +10,39 @@ status 1 if that is cupyflash. HBM traffic comes from ncu (--ncu) or is not show
 """
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bench import gpt2_traffic
-from bench.report import Row, command_line, console, machine_fields, write_results
+from bench import gpt2_traffic, harness
+from bench.report import Row
 from cupyflash.models.gpt2.cli import DTYPES
 from cupyflash.models.gpt2.config import SIZES
 
 PEERS = ("transformers-eager", "transformers-sdpa", "transformers-compile")
 PROTOCOL = (
     "prefill: CUDA events, L2 cold and clean, launch cost hidden, in turn, median of {repeats}; "
-    "decode: greedy, host clock from the first token to the last of {tokens}, median of {repeats}; "
+    "decode: greedy, host clock from the first token to the last of {new_tokens}, median of "
+    "{repeats}; "
     "ops: as prefill, each by itself, batch 1; transformers without generate(), compile with "
     "reduce-overhead and a static cache; bytes by ncu (dram__bytes)"
 )
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpt2", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def make_parser() -> argparse.ArgumentParser:
+    parser = harness.parser("gpt2", __doc__, repeats=10)  # --output names a picture, too
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="checkpoint folder")
     source.add_argument("--random", choices=SIZES, default="small")
     add("--dtype", choices=DTYPES, default="fp16")
     add("--new-tokens", type=int, default=128)
-    add("--repeats", type=int, default=10)
     add("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     add("--ncu", action="store_true", help="measure HBM traffic too")
     add("--profile", action="store_true", help=argparse.SUPPRESS)
-    add("--output", metavar="NAME", default="gpt2", help="bench/results/NAME.json and .png")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def profile(options: argparse.Namespace) -> int:
@@ -80,37 +79,26 @@ def add_traffic(arguments: list[str], bench: Any, ops: list[Row], notes: Any) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = parse(arguments)
+    arguments, options = harness.parsed(make_parser(), arguments)
     if options.profile:
         return profile(options)
     from bench.gpt2_measure import DECODE, Bench
-    from bench.gpt2_plot import draw
-    from bench.gpt2_tables import peers_table, story_table
-    from bench.measure import Notes
-    from bench.timing import Timer
+    from bench.gpt2_report import draw, peers_table, story_table
 
-    out, timer = console(), Timer(options.repeats)
-    notes, fields = Notes(out), {**machine_fields(), **timer.ceilings()}
-    bench, rows, ops, traffic = Bench(options, timer, notes), [], [], {}
-    protocol = PROTOCOL.format(repeats=options.repeats, tokens=options.new_tokens)
-    command = command_line("bench.gpt2", arguments)
-    parts = [bench.prefill, *(lambda x=x: bench.decode(*x) for x in DECODE)]
-    for part in parts:
-        rows += part()
-        path = write_results(options.output, rows, protocol, command, **fields)
+    run = harness.Run("gpt2", PROTOCOL, arguments, options)
+    bench, traffic = Bench(options, run), {}
+    for part in run.each([bench.prefill, *(functools.partial(bench.decode, *x) for x in DECODE)]):
+        run.rows += part()
     ops = bench.ops()
     if options.ncu:
-        traffic = add_traffic(arguments, bench, ops, notes)
-    fields |= {"attention_traffic": traffic, "ops": ops}
-    path = write_results(options.output, rows, protocol, command, **fields)
+        traffic = add_traffic(arguments, bench, ops, run.notes)
+    run.fields |= {"attention_traffic": traffic, "ops": ops}
+    path = run.write()
     picture = path.with_suffix(".png")
     draw(json.loads(path.read_text()), picture)
-    out.print(story_table(rows, traffic))
     weight_bytes = bench.model.config.parameters * bench.model.dtype.itemsize
-    out.print(peers_table(rows, weight_bytes, fields["copy_gbps"]))
-    out.print(f"wrote {path} and {picture.name}", soft_wrap=True)
-    return int(any(name.startswith("cupyflash") for name in notes.wrong))
+    tables = peers_table(run.rows, weight_bytes, run.fields["copy_gbps"])
+    return run.finish(story_table(run.rows, traffic), tables, f"wrote {picture.name}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 import argparse
 import contextlib
 import functools
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -14,7 +13,9 @@ import torch
 from bench import problem
 from bench.gpt2_ops import Op, persistent_op, token_ops
 from bench.gpt2_peers import Peer, make_peer, to_transformers
+from bench.harness import Run, assert_right
 from bench.report import Row
+from bench.timing import medians
 from cupyflash.models.gpt2 import Gpt2
 from cupyflash.models.gpt2.cli import DTYPES
 from cupyflash.models.gpt2.decoder import Decoder
@@ -64,17 +65,14 @@ class Bench:
         peers: by name.
     """
 
-    def __init__(self, options: argparse.Namespace, timer: Any, notes: Any) -> None:
-        self.options, self.timer, self.notes = options, timer, notes
+    def __init__(self, options: argparse.Namespace, run: Run) -> None:
+        self.options, self.timer, self.notes = options, run.timer, run.notes
         self.ours, self.peers = our_models(options), {}
         self.model = next(iter(self.ours.values()))
         self.given = tokens_of(self.model, 2, 64)
         plain = to_transformers(self.model)
-        yardstick = last_logits(plain, self.given)
+        self.yardstick = last_logits(plain, self.given)
         self.exact = last_logits(plain.double(), self.given)
-        epsilon = torch.finfo(getattr(torch, DTYPES[options.dtype])).eps
-        rounding = epsilon * abs(self.exact).max()
-        self.allowed = 2 * abs(yardstick - self.exact).max() + rounding
         for name in options.peers:
             with self.told(name, "the check"):
                 peer = make_peer(name, self.model)
@@ -97,8 +95,8 @@ class Bench:
 
     def check(self, found: numpy.ndarray) -> None:
         """Raise AssertionError unless these logits are right."""
-        error = abs(found - self.exact).max()
-        assert error <= self.allowed, f"logits: off by {error:.3g}, allowed {self.allowed:.3g}"
+        arrays = (found, self.exact, self.yardstick)
+        assert_right(*arrays, "logits", DTYPES[self.options.dtype])
 
     def prefill(self) -> list[Row]:
         """Latency of the prompts."""
@@ -111,21 +109,13 @@ class Bench:
         for name, peer in self.peers.items():
             calls[name] = functools.partial(peer.prefill, on_device)
         rows = []
-        for name, timing in self.timer.compare(self.working(calls, "prefill")).items():
+        calls = self.notes.working("prefill", calls, calls.__getitem__)
+        for name, timing in self.timer.compare(calls).items():
             self.notes.late(name, timing, "prefill")
             row = {"op": "gpt2_prefill", "batch": batch, "tokens": length, "impl": name}
             rate = round(1e3 * batch * length / timing.ms)
             rows.append({**row, "ms": round(timing.ms, 4), "tokens_per_s": rate})
         return rows
-
-    def working(self, calls: dict[str, Callable], where: str) -> dict[str, Callable]:
-        """Those that run; the first call also compiles."""
-        works = {}
-        for name, call in calls.items():
-            with self.told(name, where):
-                call()
-                works[name] = call
-        return works
 
     def decode(self, batch: int, length: int) -> list[Row]:
         """Time of a step after prompts."""
@@ -139,15 +129,10 @@ class Bench:
                 runs[name] = functools.partial(our_step_ms, model, given, count, how)
         for name, peer in self.peers.items():
             runs[name] = functools.partial(peer_step_ms, peer, given, count)
-        runs = self.working(runs, f"decode, batch {batch}")
-        samples: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(self.options.repeats):
-            for name, run in runs.items():
-                samples[name].append(run())
+        runs = self.notes.working(f"decode, batch {batch}", runs, runs.__getitem__)
         fields = {"op": "gpt2_decode", "batch": batch, "tokens": length, "new_tokens": count}
         rows = []
-        for name, times in samples.items():
-            ms = statistics.median(times)
+        for name, ms in medians(runs, self.options.repeats).items():
             row = {**fields, "impl": name, "ms": round(ms, 5)}
             rows.append({**row, "tokens_per_s": round(1e3 * batch / ms, 1)})
         return rows
@@ -156,7 +141,8 @@ class Bench:
         """The operations of a token for the picture."""
         rows = []
         for mode, ops in ops_of(self.ours).items():
-            calls = self.working({op.name: op.call for op in ops}, f"ops of {mode}")
+            calls = {op.name: op.call for op in ops}
+            calls = self.notes.working(f"ops of {mode}", calls, calls.__getitem__)
             timings = self.timer.compare(calls)
             for op in ops:
                 if op.name in timings:

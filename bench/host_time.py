@@ -10,21 +10,18 @@ One sample is the mean of 200 calls, after which the GPU is waited for outside t
 is the median sample, all implementations in turn. `grad` marks forwards that record a graph.
 """
 
-import argparse
-import statistics
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.box import MARKDOWN
-from rich.table import Table
-
+from bench import harness
 from bench.problem import Problem
 from bench.providers import PROVIDERS, Call, Provider
-from bench.report import command_line, console, machine_fields, write_results
 
 CALLS, SAMPLES = 200, 50
+PROTOCOL = f"median of {SAMPLES} samples, each the mean of {CALLS} calls; forward, enqueue only"
 PROBLEM = Problem("float16", head_dim=64, batch=1, seqlen=128, heads=8, heads_kv=8, causal=True)
 # SDPA as users call it: the backend of its choice, with no context manager around it.
 SDPA = Provider("sdpa", PROVIDERS["sdpa-flash"].load, layout="bhsd")
@@ -70,41 +67,32 @@ def torch_call(provider: Provider, grad: bool) -> Callable[[], Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m bench.host_time", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.parse_args(arguments)
+    parser = harness.parser("host_time", __doc__, repeats=None, output=False)
+    arguments, options = harness.parsed(parser, arguments)
     import torch
 
-    out = console()
+    from bench.timing import medians
+
+    run = harness.Run("host_time", PROTOCOL, arguments, options, timed=False)
     makers = {("cupyflash-cupy", False): cupy_call}
     for provider in TORCH:
         for grad in (False, True):
             name = "cupyflash-torch" if provider.name == "cupyflash" else provider.name
-            makers[name, grad] = lambda provider=provider, grad=grad: torch_call(provider, grad)
-    calls = {}
+            makers[name, grad] = functools.partial(torch_call, provider, grad)
+    clocks = {}
     for key, make in makers.items():
         try:
-            call = make()
-            sample(call, torch.cuda.synchronize)
-            calls[key] = call
+            clock = functools.partial(sample, make(), torch.cuda.synchronize)
+            clock()
+            clocks[key] = clock
         except Exception as error:  # whatever a library raises where it cannot do this
-            out.print(f"{key[0]} left out: {type(error).__name__}: {error}", markup=False)
-    samples: dict[tuple[str, bool], list[float]] = {key: [] for key in calls}
-    for _ in range(SAMPLES):
-        for key, call in calls.items():
-            samples[key].append(sample(call, torch.cuda.synchronize))
-    table = Table("implementation", "autograd", "us per call", box=MARKDOWN)
-    rows = []
-    for (impl, grad), times in samples.items():
-        us = round(statistics.median(times), 2)
-        rows.append({"op": "host_time", "impl": impl, "us": us, "grad": grad, **PROBLEM.row()})
+            run.notes.left_out(key[0], error, "the start")
+    table = harness.new_table("implementation", "autograd", right=("us per call",))
+    for (impl, grad), median in medians(clocks, SAMPLES).items():
+        us = round(median, 2)
+        run.rows.append({"op": "host_time", "impl": impl, "us": us, "grad": grad, **PROBLEM.row()})
         table.add_row(impl, "yes" if grad else "no", f"{us:.1f}")
-    out.print(table)
-    protocol = f"median of {SAMPLES} samples, each the mean of {CALLS} calls; forward, enqueue only"
-    command = command_line("bench.host_time", arguments)
-    out.print(f"wrote {write_results('host_time', rows, protocol, command, **machine_fields())}")
-    return 0
+    return run.finish(table)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ With few rows what counts is the share of the copy bandwidth at which the weight
 and whoever is wrong is left out and said so. Exit status 1 if cupyflash was wrong anywhere.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -16,38 +15,23 @@ from typing import Any
 
 from rich.table import Table
 
-from bench import beside
-from bench.linear_impls import function_of
-from bench.linear_problems import OPS, LinearProblem, problems
+from bench import harness
+from bench.linear_problems import OPS, LinearProblem, function_of, problems
 from bench.report import Row
 
 IMPLS = ("cupyflash", "torch-eager", "torch-compile", "cublaslt")
-PROTOCOL = beside.CLOCK + "; gbps counts each weight once, tflops the products"
+PROTOCOL = harness.CLOCK + "; gbps counts each weight once, tflops the products"
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.linear", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--ops", nargs="+", choices=OPS, default=list(OPS))
-    add("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
-    add("--rows", nargs="+", type=int, help="instead of 1, 4, 16 and the model's own many")
-    add("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
-    add("--repeats", type=int, default=30)
-    add("--output", metavar="NAME", default="linear", help="bench/results/NAME.json")
-    return parser.parse_args(arguments)
-
-
-def measure(problem: LinearProblem, timer: Any, notes: Any, impls: Sequence[str]) -> list[Row]:
-    """A row for each implementation that does it right."""
+def measure(run: harness.Run, problem: LinearProblem, impls: Sequence[str]) -> None:
+    """Add a row for each implementation that does it right."""
 
     def row_of(impl: str, ms: float) -> Row:
         gbps, tflops = problem.bytes / 1e6 / ms, problem.flops / 1e9 / ms
         fields = {"ms": round(ms, 5), "gbps": round(gbps, 1), "tflops": round(tflops, 2)}
         return problem.row(impl=impl, **fields)
 
-    checked = functools.partial(checked_call, problem)
-    return beside.measure(str(problem), impls, checked, row_of, timer, notes)
+    run.compare(str(problem), impls, functools.partial(checked_call, problem), row_of)
 
 
 def checked_call(problem: LinearProblem, impl: str) -> Callable[[], Any]:
@@ -58,7 +42,7 @@ def checked_call(problem: LinearProblem, impl: str) -> Callable[[], Any]:
     eager, wide = function_of(problem, "torch-eager"), _doubled(tensors)
     with torch.no_grad():
         exact, yardstick, found = eager(**wide), eager(**tensors), function(**tensors)
-    beside.assert_right(found, exact, yardstick)
+    harness.assert_right(found, exact, yardstick)
     del exact, yardstick, found, wide
 
     def call() -> Any:
@@ -72,24 +56,27 @@ def _doubled(tensors: dict[str, Any]) -> dict[str, Any]:
     return {name: None if x is None else x.double() for name, x in tensors.items()}
 
 
-def table_of(rows: list[Row], ceilings: dict[str, float]) -> Table:
+def table_of(run: harness.Run) -> Table:
     """By what limits it: reading the weights, or multiplying."""
 
     def rate_of(row: Row) -> tuple[str, float]:
         if row["rows"] > 128:
-            return f"{row['tflops']:.0f} TF/s", row["tflops"] / ceilings["matmul_tflops"]
-        return f"{row['gbps']:.0f} GB/s", row["gbps"] / ceilings["copy_gbps"]
+            return f"{row['tflops']:.0f} TF/s", row["tflops"] / run.fields["matmul_tflops"]
+        return f"{row['gbps']:.0f} GB/s", row["gbps"] / run.fields["copy_gbps"]
 
-    return beside.table_of(rows, lambda row: row["problem"], ("rate", "share"), rate_of)
+    return harness.table_of(run.rows, lambda row: row["problem"], ("rate", "share"), rate_of)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = parse(arguments)
-    measured = functools.partial(measure, impls=options.impls)
-    cells = problems(options.ops, options.dtype, options.rows)
-    benchmark = beside.Benchmark("linear", PROTOCOL, measured, table_of)
-    return beside.run(benchmark, cells, options.repeats, arguments, options.output)
+    parser = harness.parser("linear", __doc__, impls=IMPLS, dtypes=True)
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    text = "instead of 1, 4, 16 and the model's own many"
+    parser.add_argument("--rows", nargs="+", type=int, help=text)
+    arguments, options = harness.parsed(parser, arguments)
+    run = harness.Run("linear", PROTOCOL, arguments, options)
+    for problem in run.each(problems(options.ops, options.dtype, options.rows)):
+        measure(run, problem, options.impls)
+    return run.finish(table_of(run))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ with float64 first, and whoever is wrong is left out and said so. Exit status 1 
 wrong anywhere. With ``--autocast`` weights are float32, as mixed-precision training has them.
 """
 
-import argparse
 import contextlib
 import functools
 import itertools
@@ -18,14 +17,13 @@ from typing import Any
 
 from rich.table import Table
 
-from bench import beside
+from bench import harness
 from bench import problem as attention_problem
-from bench.linear_impls import one_by_one, ours, projected
-from bench.linear_problems import OPS, LinearProblem
+from bench.linear_problems import OPS, LinearProblem, one_by_one, ours, projected
 from bench.report import Row
 
 IMPLS = ("cupyflash", "torch-eager", "torch-compile")
-PROTOCOL = beside.CLOCK + "; a call is forward and autograd.grad, tflops three times the forward's"
+PROTOCOL = harness.CLOCK + "; a call is forward and autograd.grad, tflops three times the forward's"
 # d_in, hidden, gated, activation, rows.
 MODELS = (
     (768, 3072, False, "gelu_tanh", 16384),
@@ -33,20 +31,6 @@ MODELS = (
     (4096, 14336, True, "silu", 8192),
 )
 FIXED = ("cos", "sin")  # they get no gradient
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.linear_training", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--ops", nargs="+", choices=OPS, default=list(OPS))
-    add("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
-    add("--rows", nargs="+", type=int, help="instead of the model's own")
-    add("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
-    add("--autocast", action="store_true", help="float32 weights, residuals and norms")
-    add("--repeats", type=int, default=15)
-    add("--output", metavar="NAME", default="linear_training", help="bench/results/NAME.json")
-    return parser.parse_args(arguments)
 
 
 def problems(
@@ -124,39 +108,41 @@ def checked_call(problem: LinearProblem, impl: str, autocast: bool) -> Callable[
     exact = training_call(problem, "torch-eager", autocast, wide=True)()
     eager = training_call(problem, "torch-eager", autocast)()
     for number, (found, right, yardstick) in enumerate(zip(call(), exact, eager, strict=True)):
-        beside.assert_right(found.detach(), right.detach(), yardstick.detach(), f"{number}: ")
+        harness.assert_right(found, right, yardstick, f"result {number}")
     return call
 
 
-def measure(
-    problem: LinearProblem, timer: Any, notes: Any, impls: Sequence[str], autocast: bool
-) -> list[Row]:
-    """A row for each implementation that does it right."""
+def measure(run: harness.Run, problem: LinearProblem, impls: Sequence[str], autocast: bool) -> None:
+    """Add a row for each implementation that does it right."""
 
     def row_of(impl: str, ms: float) -> Row:
         tflops = 3 * problem.flops / 1e9 / ms
         return problem.row(impl=impl, autocast=autocast, ms=round(ms, 5), tflops=round(tflops, 2))
 
     checked = functools.partial(checked_call, problem, autocast=autocast)
-    return beside.measure(str(problem), impls, checked, row_of, timer, notes)
+    run.compare(str(problem), impls, checked, row_of)
 
 
-def table_of(rows: list[Row], ceilings: dict[str, float]) -> Table:
+def table_of(run: harness.Run) -> Table:
     """Rates beside the card's own product."""
 
     def rate_of(row: Row) -> tuple[str, float]:
-        return f"{row['tflops']:.0f} TF/s", row["tflops"] / ceilings["matmul_tflops"]
+        return f"{row['tflops']:.0f} TF/s", row["tflops"] / run.fields["matmul_tflops"]
 
-    return beside.table_of(rows, lambda row: row["problem"], ("rate", "share"), rate_of)
+    return harness.table_of(run.rows, lambda row: row["problem"], ("rate", "share"), rate_of)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = parse(arguments)
-    measured = functools.partial(measure, impls=options.impls, autocast=options.autocast)
-    cells = problems(options.ops, options.dtype, options.rows)
-    benchmark = beside.Benchmark("linear_training", PROTOCOL, measured, table_of)
-    return beside.run(benchmark, cells, options.repeats, arguments, options.output)
+    parser = harness.parser("linear_training", __doc__, repeats=15, impls=IMPLS, dtypes=True)
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--rows", nargs="+", type=int, help="instead of the model's own")
+    text = "float32 weights, residuals and norms"
+    parser.add_argument("--autocast", action="store_true", help=text)
+    arguments, options = harness.parsed(parser, arguments)
+    run = harness.Run("linear_training", PROTOCOL, arguments, options)
+    for problem in run.each(problems(options.ops, options.dtype, options.rows)):
+        measure(run, problem, options.impls, options.autocast)
+    return run.finish(table_of(run))
 
 
 if __name__ == "__main__":

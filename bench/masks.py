@@ -9,24 +9,21 @@ so that a bias with one stands alone. "of plain" is the rate beside that of cupy
 option; rates count the scores that lengths leave.
 """
 
-import argparse
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.box import MARKDOWN
 from rich.table import Table
 
+from bench import harness
 from bench import problem as problems
+from bench.correctness import Check
 from bench.problem import Problem
 from bench.providers import PROVIDERS, Call, Provider
-from bench.report import Row, command_line, console, machine_fields, write_results
-
-if TYPE_CHECKING:
-    from bench.measure import Notes
-    from bench.timing import Timer
+from bench.report import Row
 
 BATCH, SEQLEN, HIDDEN, HEAD_DIMS = 4, 4096, 2048, (64, 128, 256)
 BIASES = {  # whether batch and heads have biases of their own, dtype
@@ -82,35 +79,31 @@ def providers(options: dict[str, Any]) -> list[Provider]:
     return found
 
 
-def measure(kind: str, problem: Problem, timer: "Timer", notes: "Notes") -> list[Row]:
-    """Rows of both passes: of each implementation that can, and is right where that is known."""
-    from bench.correctness import Check
-
-    tensors, options, rows = problem.tensors(), options_of(kind, problem), []
+def measure(run: harness.Run, kind: str, problem: Problem) -> None:
+    """Add rows of both passes, of each that can, and is right where that is known."""
+    tensors, options = problem.tensors(), options_of(kind, problem)
     known = None if kind in (DROPOUT, LENGTHS) else Check(problem, tensors, **options)
+    share = 0.25 if kind == LENGTHS else 1.0
+    found = {provider.name: provider for provider in providers(options)}
     for direction in ("fwd", "bwd"):
-        calls: dict[str, Callable[[], Any]] = {}
-        for provider in providers(options):
-            call = Call(provider, tensors, problem.causal)
-            run = call.forward if direction == "fwd" else call.backward
-            try:
-                known(call, direction) if known else run()
-            except Exception as error:  # whatever a library raises where it cannot do this
-                notes.left_out(provider.name, error, f"{direction} {kind} {problem}")
-            else:
-                calls[provider.name] = run
-        share = 0.25 if kind == LENGTHS else 1.0
-        for impl, timing in timer.compare(calls).items():
-            rate = share * problem.flops(direction) / timing.ms / 1e9
-            fields = problem.row(ms=round(timing.ms, 5), tflops=round(rate, 2))
-            rows.append({"op": "masks", "what": kind, "impl": impl, "pass": direction, **fields})
-    return rows
+
+        def checked_call(impl: str, direction: str = direction) -> Callable[[], Any]:
+            call = Call(found[impl], tensors, problem.causal)
+            if known:
+                known(call, direction)
+            return call.forward if direction == "fwd" else call.backward
+
+        def row_of(impl: str, ms: float, direction: str = direction) -> Row:
+            rate = share * problem.flops(direction) / ms / 1e9
+            fields = problem.row(ms=round(ms, 5), tflops=round(rate, 2))
+            return {"op": "masks", "what": kind, "impl": impl, "pass": direction, **fields}
+
+        run.compare(f"{direction} {kind} {problem}", list(found), checked_call, row_of)
 
 
 def masks_table(rows: list[Row]) -> Table:
-    table = Table("head dim", "option", "pass", "impl", box=MARKDOWN)
-    for title in ("ms", "TFLOP/s", "of plain", "vs best SDPA"):
-        table.add_column(title, justify="right", no_wrap=True)
+    figures = ("ms", "TFLOP/s", "of plain", "vs best SDPA")
+    table = harness.new_table("head dim", "option", "pass", "impl", right=figures)
     key = lambda row: (row["head_dim"], row["what"], row["pass"])  # noqa: E731
     ours = {key(row): row["tflops"] for row in rows if row["impl"] == "cupyflash"}
     for row in rows:
@@ -132,29 +125,16 @@ def masks_table(rows: list[Row]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m bench.masks", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = harness.parser("masks", __doc__, output=False)
     parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS)
-    parser.add_argument("--repeats", type=int, default=30)
-    options = parser.parse_args(arguments)
-    from rich.progress import track
+    arguments, options = harness.parsed(parser, arguments)
+    from bench.timing import PROTOCOL
 
-    from bench.measure import Notes
-    from bench.timing import PROTOCOL, Timer
-
-    out, timer, rows = console(), Timer(options.repeats), []
-    notes, fields = Notes(out), machine_fields()
-    cells = [(d, kind) for d in options.head_dim for kind in KINDS]
-    for head_dim, kind in track(cells, "masks", console=out):
+    run = harness.Run("masks", PROTOCOL, arguments, options)
+    for head_dim, kind in run.each(itertools.product(options.head_dim, KINDS)):
         heads = HIDDEN // head_dim
-        problem = Problem("bfloat16", head_dim, BATCH, SEQLEN, heads, heads, False)
-        rows += measure(kind, problem, timer, notes)
-    protocol = PROTOCOL.format(repeats=options.repeats)
-    path = write_results("masks", rows, protocol, command_line("bench.masks", arguments), **fields)
-    out.print(masks_table(rows))
-    out.print(f"wrote {path}")
-    return int("cupyflash" in notes.wrong)
+        measure(run, kind, Problem("bfloat16", head_dim, BATCH, SEQLEN, heads, heads, False))
+    return run.finish(masks_table(run.rows))
 
 
 if __name__ == "__main__":

@@ -7,20 +7,15 @@ forward runs under autograd: it leaves out and LSE. The backward leaves dq, dk, 
 float32 dQ accumulator, and the LSE and delta of each row in float32. All of it grows as seqlen.
 """
 
-import argparse
 import itertools
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
-
+from bench import harness
 from bench.problem import Problem
 from bench.providers import PROVIDERS, Call, is_ours
-from bench.report import Row, command_line, console, machine_fields, write_results
+from bench.report import Row
 from cupyflash.runtime.structs import header
 
 structs = header("attention/params.cuh")
@@ -68,7 +63,7 @@ def measure(problem: Problem, name: str) -> dict[str, int]:
     return {"fwd": peak_extra(lambda: call.graph), "bwd": peak_extra(call.backward)}
 
 
-def usable(names: Sequence[str], head_dim: int, out: Console) -> list[str]:
+def usable(names: Sequence[str], head_dim: int, notes: harness.Notes) -> list[str]:
     """The providers that run here; libraries keep a workspace from this first call on."""
     found = []
     for name in names:
@@ -76,8 +71,7 @@ def usable(names: Sequence[str], head_dim: int, out: Console) -> list[str]:
             measure(shape(256, head_dim), name)
             found.append(name)
         except Exception as error:  # whatever a library raises where it cannot do this
-            reason = f"{type(error).__name__}: {error}"
-            out.print(f"{name} left out: {reason}", markup=False, soft_wrap=True)
+            notes.left_out(name, error, "the start")
     return found
 
 
@@ -106,29 +100,21 @@ def rows_of(problem: Problem, name: str) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = harness.parser("memory", __doc__, repeats=None, output=False)
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=DEFAULT_PROVIDERS)
     parser.add_argument("--head-dim", type=int, default=128)
-    options = parser.parse_args(arguments)
-
-    warnings.simplefilter("ignore")  # SDPA warns once for each backend that cannot do a shape
-    out, rows = console(), []
-    table = Table("tokens", "provider", box=MARKDOWN)
-    for title in ("fwd MiB", "predicted", "bwd MiB", "predicted"):
-        table.add_column(title, justify="right")
-    names = usable(options.providers, options.head_dim, out)
-    for seqlen, name in itertools.product(SEQLENS, names):
+    arguments, options = harness.parsed(parser, arguments)
+    run = harness.Run("memory", PROTOCOL, arguments, options, timed=False)
+    figures = ("fwd MiB", "predicted", "bwd MiB", "predicted")
+    table = harness.new_table("tokens", "provider", right=figures)
+    names = usable(options.providers, options.head_dim, run.notes)
+    for seqlen, name in run.each(itertools.product(SEQLENS, names)):
         new = rows_of(shape(seqlen, options.head_dim), name)
         columns = [row.get(key) for row in new for key in ("bytes", "predicted_bytes")]
         texts = ["" if count is None else f"{count / MIB:.1f}" for count in columns]
         table.add_row(f"{seqlen}", name, *(texts or ["does not fit"]))
-        rows += new
-    out.print(table)
-    command = command_line("bench.memory", arguments)
-    out.print(f"wrote {write_results('memory', rows, PROTOCOL, command, **machine_fields())}")
-    return 0
+        run.rows += new
+    return run.finish(table)
 
 
 if __name__ == "__main__":

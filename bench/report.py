@@ -32,6 +32,8 @@ def machine_fields() -> dict[str, Any]:
     """The fields "gpu" and "versions" of a results file."""
     import torch
 
+    if not torch.cuda.is_available():
+        return {"gpu": "no GPU", "versions": {}}
     import cupyflash
     from cupyflash import machine
 

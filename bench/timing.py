@@ -109,6 +109,17 @@ class Timer:
         }
 
 
+def medians(clocks: Mapping[Any, Callable[[], float]], repeats: int) -> dict[Any, float]:
+    """The median of what each clock returns, all in turn, the order rotated every round."""
+    samples: dict[Any, list[float]] = {name: [] for name in clocks}
+    names = list(clocks)
+    for _ in range(repeats):
+        names = [*names[1:], *names[:1]]
+        for name in names:
+            samples[name].append(clocks[name]())
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 

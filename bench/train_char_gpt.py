@@ -16,23 +16,20 @@ three times the noise, and 2^-23 of the loss, and the script exits with 1 if one
 Tokens per second are those of whole training steps after the tenth, on the host's clock.
 """
 
-import argparse
 import sys
 import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
-from rich.box import MARKDOWN
 from rich.table import Table
 
-from bench import report
+from bench import harness, report
 from bench.gpt import GPT, Size, autocast, held, make_model
 from bench.plot import COLOURS
-from bench.report import Row, command_line, console, machine_fields, write_results
+from bench.report import Row
 
 SIZES = {
     "cuda": Size(layers=6, width=512, heads=8, seqlen=1024, batch=16),
@@ -118,7 +115,7 @@ def allowed(losses: dict[str, list[float]]) -> float:
     return MARGIN * noise + 2.0**-23 * max(losses["sdpa"])
 
 
-def run(size: Size, files: Sequence[Path], steps: int, device: str) -> list[Row]:
+def curves(size: Size, files: Sequence[Path], steps: int, device: str) -> list[Row]:
     """One row for each run, those of COMPARED first."""
     data, rows, losses = batches(files, size, steps, device), [], {}
     for name in dict.fromkeys(COMPARED + NOISE):
@@ -143,9 +140,8 @@ def coincides(row: Row) -> bool:
 
 
 def table(rows: list[Row]) -> Table:
-    found = Table("attention", box=MARKDOWN)
-    for title in ("tokens/s", "vs SDPA", "last loss", "from SDPA's curve", "allowed"):
-        found.add_column(title, justify="right", no_wrap=True)
+    figures = ("tokens/s", "vs SDPA", "last loss", "from SDPA's curve", "allowed")
+    found = harness.new_table("attention", right=figures)
     sdpa = next(row["tokens_per_s"] for row in rows if row["impl"] == "sdpa")
     for row in rows:
         found.add_row(
@@ -197,31 +193,23 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def fields_of(device: str) -> dict[str, Any]:
-    return machine_fields() if device == "cuda" else {"gpu": "no GPU", "versions": {}}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m bench.train_char_gpt", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = harness.parser("train_char_gpt", __doc__, repeats=None, output=False)
     parser.add_argument("--text", nargs="+", type=Path, help="files to train on")
     parser.add_argument("--steps", type=int, default=400)
-    options = parser.parse_args(arguments)
+    arguments, options = harness.parsed(parser, arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    size, out, fields = SIZES[device], console(), fields_of(device)
-    rows = run(size, options.text or standard_library(), options.steps, device)
-    title = f"GPT of {size} on {fields['gpu']}"
-    out.print(title)
-    out.print(table(rows))
-    command = command_line("bench.train_char_gpt", arguments)
-    path = write_results("train_char_gpt", rows, PROTOCOL, command, **fields, size=str(size))
+    size = SIZES[device]
+    run = harness.Run("train_char_gpt", PROTOCOL, arguments, options, timed=False, size=str(size))
+    run.rows += curves(size, options.text or standard_library(), options.steps, device)
+    title = f"GPT of {size} on {run.fields['gpu']}"
     picture = report.RESULTS / "train_char_gpt.png"
-    draw(rows, title, picture)
-    out.print(f"wrote {path} and {picture}", soft_wrap=True)
-    wrong = [row["impl"] for row in rows if row["impl"] in COMPARED and not coincides(row)]
-    for name in wrong:
-        out.print(f"WRONG: the curve of {name} is further from SDPA's than noise explains")
+    draw(run.rows, title, picture)
+    wrong = [row["impl"] for row in run.rows if row["impl"] in COMPARED and not coincides(row)]
+    lines = [
+        f"WRONG: the curve of {name} is further from SDPA's than noise explains" for name in wrong
+    ]
+    run.finish(title, table(run.rows), f"wrote {picture}", *lines)
     return int(bool(wrong))
 
 

@@ -10,19 +10,19 @@ left out, and the exit status is 1. SDPA is held to each of its backends: "vs SD
 the best of them divided by the row's.
 """
 
-import argparse
-import statistics
+import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 import torch
-from rich.box import MARKDOWN
 from rich.table import Table
 
+from bench import harness
 from bench.gpt import Size, autocast, held, make_model
-from bench.measure import Notes
-from bench.report import Row, command_line, console, machine_fields, write_results
+from bench.report import Row
+from bench.timing import medians
 
 SIZES = (Size(12, 768, 12, 1024, 16, 50304), Size(12, 768, 12, 4096, 4, 50304))
 COMPARED = ("sdpa-flash", "sdpa-cudnn", "cupyflash")
@@ -52,7 +52,7 @@ def make_step(size: Size, name: str, mode: str, tokens: torch.Tensor) -> Callabl
 
 
 def checked_steps(
-    size: Size, mode: str, names: Sequence[str], notes: Notes
+    size: Size, mode: str, names: Sequence[str], notes: harness.Notes
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """The steps of those that work and agree with the first of them, warm."""
     generator = torch.Generator().manual_seed(0)
@@ -84,20 +84,14 @@ def sample(step: Callable[[], torch.Tensor]) -> float:
     return 1e3 * (time.perf_counter() - begin) / STEPS
 
 
-def measure(size: Size, mode: str, names: Sequence[str], repeats: int, notes: Notes) -> list[Row]:
-    steps = checked_steps(size, mode, names, notes)
-    samples, order = {name: [] for name in steps}, list(steps)
-    for _ in range(repeats):
-        order = [*order[1:], *order[:1]]
-        for name in order:
-            samples[name].append(sample(steps[name]))
-    rows = []
-    for name, times in samples.items():
-        ms = statistics.median(times)
+def measure(run: harness.Run, size: Size, mode: str, repeats: int) -> None:
+    """Add a row for each of COMPARED that works and agrees with the others."""
+    steps = checked_steps(size, mode, COMPARED, run.notes)
+    clocks = {name: functools.partial(sample, step) for name, step in steps.items()}
+    for name, ms in medians(clocks, repeats).items():
         shape = {"mode": mode, "seqlen": size.seqlen, "batch": size.batch, "impl": name}
         rate = round(size.tokens / ms * 1e3)
-        rows.append({"op": "train_step", **shape, "ms": round(ms, 3), "tokens_per_s": rate})
-    return rows
+        run.rows.append({"op": "train_step", **shape, "ms": round(ms, 3), "tokens_per_s": rate})
 
 
 def ratio_to_sdpa(row: Row, rows: list[Row]) -> float | None:
@@ -112,9 +106,8 @@ def ratio_to_sdpa(row: Row, rows: list[Row]) -> float | None:
 
 
 def table(rows: list[Row]) -> Table:
-    found = Table("mode", "batch x seqlen", "attention", box=MARKDOWN)
-    for title in ("ms", "tokens/s", "vs SDPA"):
-        found.add_column(title, justify="right", no_wrap=True)
+    figures = ("ms", "tokens/s", "vs SDPA")
+    found = harness.new_table("mode", "batch x seqlen", "attention", right=figures)
     for row in rows:
         ratio = ratio_to_sdpa(row, rows)
         found.add_row(
@@ -130,23 +123,14 @@ def table(rows: list[Row]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m bench.train_step", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = harness.parser("train_step", __doc__, repeats=7, output=False)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args(arguments)
-    out, rows = console(), []
-    notes, fields = Notes(out), machine_fields()
-    for size in SIZES:
-        for mode in options.modes:
-            rows += measure(size, mode, COMPARED, options.repeats, notes)
-            protocol = PROTOCOL.format(repeats=options.repeats)
-            command = command_line("bench.train_step", arguments)
-            path = write_results("train_step", rows, protocol, command, **fields)
-    out.print(table(rows))
-    out.print(f"wrote {path}", soft_wrap=True)
-    return int(bool(notes.wrong))
+    arguments, options = harness.parsed(parser, arguments)
+    run = harness.Run("train_step", PROTOCOL, arguments, options, timed=False)
+    for size, mode in run.each(itertools.product(SIZES, options.modes)):
+        measure(run, size, mode, options.repeats)
+    run.finish(table(run.rows))
+    return int(bool(run.notes.wrong))
 
 
 if __name__ == "__main__":

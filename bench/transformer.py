@@ -8,22 +8,20 @@ a token cannot do without. Clock and rounds are those of bench.attention, result
 float64 first, and whoever is wrong is left out and said so; exit status 1 if cupyflash was wrong.
 """
 
-import argparse
 import dataclasses
-import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench import beside
+from bench import harness
 from bench import problem as attention_problem
 from bench.report import Row
 
 IMPLS = ("cupyflash", "torch-eager", "torch-compile")
 MODELS = {"small": (768, 12, 12), "xl": (1600, 25, 48)}  # width, heads, layers
 CACHE = 512
-PROTOCOL = beside.CLOCK + "; gbps counts weights, keys and values once"
+PROTOCOL = harness.CLOCK + "; gbps counts weights, keys and values once"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,31 +150,18 @@ def checked_call(problem: BlockProblem, impl: str) -> Callable[[], Any]:
     eager = problem.call("torch-eager", problem.tensors())()
     call = problem.call(impl, (blocks, x, *caches))
     found = call()
-    beside.assert_right(found, exact, eager)
+    harness.assert_right(found, exact, eager)
     return call
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.transformer", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
-    add("--batch", nargs="+", type=int, default=[1, 4, 8])
-    add("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
-    add("--repeats", type=int, default=30)
-    add("--output", metavar="NAME", default="transformer", help="bench/results/NAME.json")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = parse(arguments)
-    measured = functools.partial(
-        beside.measure_bytes, checked_call=checked_call, impls=options.impls
-    )
-    cells = problems(options.dtype, options.batch)
-    benchmark = beside.Benchmark("transformer", PROTOCOL, measured, beside.table_of_bytes)
-    return beside.run(benchmark, cells, options.repeats, arguments, options.output)
+    parser = harness.parser("transformer", __doc__, impls=IMPLS, dtypes=True)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 8])
+    arguments, options = harness.parsed(parser, arguments)
+    run = harness.Run("transformer", PROTOCOL, arguments, options)
+    for problem in run.each(problems(options.dtype, options.batch)):
+        run.compare_bytes(problem, options.impls, checked_call)
+    return run.finish(harness.table_of_bytes(run))
 
 
 if __name__ == "__main__":

@@ -13,21 +13,18 @@ DDIM, which draws nothing, are compared with float64 first; whoever is wrong is 
 so. Exit status 1 if cupyflash was wrong anywhere.
 """
 
-import argparse
 import copy
 import dataclasses
 import functools
 import itertools
-import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.box import MARKDOWN
 from rich.table import Table
 
-from bench import beside
+from bench import harness
 from bench import problem as attention_problem
 from bench.report import Row
 
@@ -39,7 +36,7 @@ ACTIONS, HORIZON, CONDITION = 7, 16, 128
 MODEL = {"widths": (256, 512, 1024), "embedding": 256, "groups": 8}
 PROTOCOL = (
     "ms: the host's clock from the call to the end on the GPU, all implementations in turn, median "
-    "of {repeats}; gpu_ms: " + beside.CLOCK + ", null where the host could not keep ahead"
+    "of {repeats}; gpu_ms: " + harness.CLOCK + ", null where the host could not keep ahead"
 )
 
 
@@ -160,7 +157,7 @@ def peer_step(model: Any, impl: str) -> Callable:
 def checked_call(problem: UnetProblem, impl: str) -> Callable[[], Any]:
     """One implementation, after its result of DDIM was compared with float64."""
     loops, (wide, eager) = problem.loops(impl), reference(problem)
-    beside.assert_right(loops("ddim")(), wide, eager)
+    harness.assert_right(loops("ddim")(), wide, eager)
     return loops(problem.sampler)
 
 
@@ -173,40 +170,36 @@ def reference(problem: UnetProblem) -> tuple[Any, Any]:
     return exact, problem.loops("torch-eager")("ddim")()
 
 
-def measure(problem: UnetProblem, timer: Any, notes: Any, impls: Sequence[str]) -> list[Row]:
-    """A row for each implementation that is right."""
-    checked = functools.partial(checked_call, problem)
-    calls = beside.right_calls(str(problem), impls, checked, notes)
-    waited, timings, rows = host_ms(calls, timer.repeats), timer.compare(calls), []
+def measure(run: harness.Run, problem: UnetProblem, impls: Sequence[str]) -> None:
+    """Add a row for each implementation that is right."""
+    from bench.timing import medians
+
+    calls = run.right(str(problem), impls, functools.partial(checked_call, problem))
+    repeats = run.timer.repeats
+    waited = {impl: functools.partial(wait_ms, call) for impl, call in calls.items()}
+    waited, timings = medians(waited, repeats), run.timer.compare(calls)
     for impl, timing in timings.items():
         gpu_ms = round(timing.ms, 4) if timing.late <= timing.repeats // 4 else None
         row = problem.row(impl=impl, ms=round(waited[impl], 4), gpu_ms=gpu_ms)
-        rows.append({**row, "repeats": timer.repeats, "sm_mhz": timer.sm_mhz})
-    return rows
+        run.rows.append({**row, "repeats": repeats, "sm_mhz": run.timer.sm_mhz})
 
 
-def host_ms(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """What a caller waits for each."""
+def wait_ms(call: Callable[[], Any]) -> float:
+    """How long a caller waits until the GPU is done."""
     import torch
 
-    samples: dict[str, list[float]] = {impl: [] for impl in calls}
     wait = torch.cuda.synchronize if attention_problem.DEVICE == "cuda" else lambda: None
-    for _, (impl, call) in itertools.product(range(repeats), calls.items()):
-        wait()
-        begin = time.perf_counter()
-        call()
-        wait()
-        samples[impl].append(1e3 * (time.perf_counter() - begin))
-    return {impl: statistics.median(times) for impl, times in samples.items()}
+    wait()
+    begin = time.perf_counter()
+    call()
+    wait()
+    return 1e3 * (time.perf_counter() - begin)
 
 
 def table_of(rows: list[Row]) -> Table:
     """problem | implementation | ms | on the GPU | of a step | times as fast as each peer."""
-    table = Table(box=MARKDOWN)
-    for title in ("problem", "impl"):
-        table.add_column(title, no_wrap=True)
-    for title in ("ms", "GPU ms", "us/step", "vs eager", "vs compile", "vs graphs"):
-        table.add_column(title, justify="right", no_wrap=True)
+    figures = ("ms", "GPU ms", "us/step", "vs eager", "vs compile", "vs graphs")
+    table = harness.new_table("problem", "impl", right=figures)
     for problem, group in itertools.groupby(rows, lambda row: row["problem"]):
         cells = list(group)
         ms = {row["impl"]: row["ms"] for row in cells}
@@ -224,31 +217,19 @@ def table_of(rows: list[Row]) -> Table:
     return table
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.unet", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
-    add("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
-    add("--batch", nargs="+", type=int, default=[1, 64, 256])
-    add("--impls", nargs="+", choices=IMPLS, default=list(IMPLS))
-    add("--repeats", type=int, default=10)
-    add("--output", metavar="NAME", default="unet", help="bench/results/NAME.json")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = parse(arguments)
+    parser = harness.parser("unet", __doc__, repeats=10, impls=IMPLS, dtypes=True)
+    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 64, 256])
+    arguments, options = harness.parsed(parser, arguments)
     import torch
 
     torch.backends.cudnn.benchmark = True
-    measured = functools.partial(measure, impls=options.impls)
-    problems = itertools.starmap(
-        UnetProblem, itertools.product(options.dtype, options.samplers, options.batch)
-    )
-    benchmark = beside.Benchmark("unet", PROTOCOL, measured, lambda rows, _: table_of(rows))
-    return beside.run(benchmark, problems, options.repeats, arguments, options.output)
+    run = harness.Run("unet", PROTOCOL, arguments, options)
+    cells = itertools.product(options.dtype, options.samplers, options.batch)
+    for problem in run.each(itertools.starmap(UnetProblem, cells)):
+        measure(run, problem, options.impls)
+    return run.finish(table_of(run.rows))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import attention, beside, extras, problem, report
+from bench import harness, problem, report
 
 
 class FakeTimer:
@@ -32,6 +32,5 @@ def without_gpu(monkeypatch, results):
     monkeypatch.setattr(timing, "Timer", FakeTimer)
     monkeypatch.setattr(problem, "DEVICE", "cpu")
     monkeypatch.setattr(report, "RESULTS", results)
-    for module in (attention, beside, extras):
-        monkeypatch.setattr(module, "machine_fields", lambda: {"gpu": "G", "versions": {}})
+    monkeypatch.setattr(harness, "machine_fields", lambda: {"gpu": "G", "versions": {}})
     return torch

@@ -49,4 +49,4 @@ def test_a_wrong_result_is_told(dry_run, monkeypatch, capsys):
     monkeypatch.setattr(DecodeProblem, "call", wrong)
     status, results = dry_run()
     assert status == 1 and {x["impl"] for x in results["rows"]} == {"sdpa-math"}
-    assert "WRONG RESULT: off by" in capsys.readouterr().out
+    assert "WRONG RESULT: result: max error" in capsys.readouterr().out

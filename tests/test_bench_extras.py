@@ -9,9 +9,9 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import extras, variant  # noqa: E402
+from bench import extras  # noqa: E402
+from bench.extras import Variant, packed  # noqa: E402
 from bench.problem import Problem  # noqa: E402
-from bench.variant import Variant, packed  # noqa: E402
 
 SMALL = Problem("bfloat16", 16, 1, 300, 4, 2, True)
 
@@ -20,8 +20,8 @@ def test_visited_tiles():
     for seqlen, window in ((300, None), (300, 64), (1024, 128), (1100, 300), (128, 1000)):
         left = seqlen if window is None else window
         seen = {(i // 128, j // 128) for i in range(seqlen) for j in range(max(0, i - left), i + 1)}
-        assert variant.visited_tiles(seqlen, window) == len(seen)
-    assert (variant.visited_tiles(16384), variant.visited_tiles(16384, 1024)) == (8256, 1116)
+        assert extras.visited_tiles(seqlen, window) == len(seen)
+    assert (extras.visited_tiles(16384), extras.visited_tiles(16384, 1024)) == (8256, 1116)
 
 
 def test_flops():
@@ -62,8 +62,8 @@ def test_a_backward_must_repeat_its_bits():
         return gradients, gradients, gradients * 1.01 if last_run else gradients.clone()
 
     with pytest.raises(AssertionError, match="dv: run 50 of 50"):
-        variant.assert_repeatable(backward)
-    variant.assert_repeatable(lambda: (gradients, gradients, gradients.clone()))
+        extras.assert_repeatable(backward)
+    extras.assert_repeatable(lambda: (gradients, gradients, gradients.clone()))
 
 
 def test_dry_run(tmp_path, monkeypatch, capsys):

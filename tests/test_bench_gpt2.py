@@ -49,7 +49,6 @@ def dry_run(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     from bench import gpt2_measure
 
-    monkeypatch.setattr(gpt2, "machine_fields", lambda: {"gpu": "G", "versions": {}})
     monkeypatch.setattr(gpt2_measure, "_gpu", lambda: False)
     monkeypatch.setattr(gpt2_traffic.shutil, "which", lambda name: None)  # no ncu
     monkeypatch.setattr(gpt2_measure, "PREFILL", (2, 48))

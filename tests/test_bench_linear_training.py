@@ -8,7 +8,7 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import linear_impls, linear_training  # noqa: E402
+from bench import linear_problems, linear_training  # noqa: E402
 
 SMALL = ((16, 40, False, "gelu_tanh", 33), (32, 48, True, "silu", 20), (32, 64, True, "silu", 20))
 
@@ -53,7 +53,7 @@ def test_a_wrong_gradient_is_told(dry_run, monkeypatch, capsys):
         def backward(ctx, dout):
             return 1.01 * dout
 
-    ours = linear_impls.ours
+    ours = linear_problems.ours
     monkeypatch.setattr(
         linear_training,
         "ours",

@@ -17,7 +17,6 @@ def torch(tmp_path, monkeypatch):
     for name, value in (("BATCH", 2), ("SEQLEN", 160), ("HIDDEN", 32)):
         monkeypatch.setattr(masks, name, value)
     monkeypatch.setattr(masks, "BACKENDS", ("sdpa-math",))
-    monkeypatch.setattr(masks, "machine_fields", lambda: {"gpu": "G", "versions": {}})
     return without_gpu(monkeypatch, tmp_path)
 
 

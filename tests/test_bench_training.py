@@ -23,7 +23,6 @@ def results(monkeypatch, tmp_path):
     monkeypatch.setattr(train_step, "COMPARED", ("sdpa-flash", "sdpa-math", "cupyflash"))
     monkeypatch.setattr(train_step, "DEVICE", "cpu")
     monkeypatch.setattr(train_step, "STEPS", 2)
-    monkeypatch.setattr(train_step, "machine_fields", lambda: {"gpu": "G", "versions": {}})
     return tmp_path
 
 

@@ -54,4 +54,4 @@ def test_a_wrong_result_is_told(dry_run, monkeypatch, capsys):
     monkeypatch.setattr(BlockProblem, "call", wrong)
     status, results = dry_run("--dtype", "float32", "--batch", "2")
     assert status == 1 and {x["impl"] for x in results["rows"]} == {"torch-eager"}
-    assert "WRONG RESULT: off by" in capsys.readouterr().out
+    assert "WRONG RESULT: result: max error" in capsys.readouterr().out

@@ -59,4 +59,4 @@ def test_a_wrong_result_is_told(dry_run, monkeypatch, capsys):
     monkeypatch.setattr(unet.UnetProblem, "our_loop", wrong)
     status, results = dry_run("--batch", "2", "--samplers", "ddim", "--impls", *unet.IMPLS[::3])
     assert status == 1 and {x["impl"] for x in results["rows"]} == {"torch-eager"}
-    assert "WRONG RESULT: off by" in capsys.readouterr().out
+    assert "WRONG RESULT: result: max error" in capsys.readouterr().out

@@ -89,13 +89,10 @@ def assert_close_to_float64(
     assert tuple(actual.shape) == tuple(exact.shape), (
         f"{name}: shape must be {tuple(exact.shape)}, got {tuple(actual.shape)}"
     )
-    if not exact.size:
+    if 0 in exact.shape:
         return
-    exact = to_float64(exact)
-    convert = to_numpy64 if isinstance(exact, numpy.ndarray) else to_float64
-    actual, yardstick = convert(actual), convert(yardstick)
-    xp = array_namespace(exact)
-    error, yardstick_error = _error(actual, exact), _error(yardstick, exact)
+    xp, (actual, exact, yardstick) = _alike(actual, exact, yardstick)
+    error, yardstick_error = _error(xp, actual, exact), _error(xp, yardstick, exact)
     magnitude = xp.where(xp.isfinite(exact), xp.abs(exact), 0).max()
     rounding = EPSILON[dtype] * float(magnitude) + EPSILON["float32"] * terms
     allowed = 2 * float(yardstick_error.max()) + rounding
@@ -105,15 +102,27 @@ def assert_close_to_float64(
     message = (
         f"{name}: max error {float(error[index]):.3g}, allowed {allowed:.3g} (of that rounding "
         f"{rounding:.3g}), worst at {index}: got {float(actual[index]):.6g}, "
-        f"float64 {float(exact[index]):.6g}; {int((error > allowed).sum())} of {error.size} beyond"
+        f"float64 {float(exact[index]):.6g}; "
+        f"{int((error > allowed).sum())} of {math.prod(error.shape)} beyond"
     )
     print(message)
     assert float(error[index]) <= allowed, message
 
 
-def _error(actual: Array, exact: Array) -> Array:
+def _alike(*arrays: Any) -> tuple[Any, list[Any]]:
+    """Arrays in float64 in one library, and that: torch on its device, CuPy or NumPy."""
+    if all(type(x).__module__.partition(".")[0] == "torch" for x in arrays):
+        import torch
+
+        return torch, [x.detach().double() for x in arrays]
+    arrays = [to_float64(x) for x in arrays]
+    if any(isinstance(x, numpy.ndarray) for x in arrays):
+        arrays = [to_numpy64(x) for x in arrays]
+    return array_namespace(arrays[0]), arrays
+
+
+def _error(xp: Any, actual: Any, exact: Any) -> Any:
     """|actual - exact|: 0 where both are the same infinity, inf where actual is NaN."""
-    xp = array_namespace(exact)
     same = actual == exact
     error = xp.abs(xp.where(same, 0, actual) - xp.where(same, 0, exact))
     return xp.where(xp.isnan(error), xp.inf, error)
