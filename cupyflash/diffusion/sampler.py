@@ -13,15 +13,7 @@ from ..runtime.checks import is_integer
 from ..runtime.operation import Operation
 from ..runtime.structs import header
 from . import dispatch
-from .schedule import (
-    MAX_STEPS,
-    Options,
-    levels,
-    numbers_of,
-    prediction,
-    require_choice,
-    timestep_embeddings,
-)
+from .schedule import MAX_STEPS, Levels, levels, numbers_of, require_choice, timestep_embeddings
 
 structs = header("diffusion/params.cuh")
 
@@ -105,22 +97,18 @@ class DiffusionSampler:
             ValueError: betas, num_steps, variance, options.
         """
         require_choice("ddpm", "variance", variance, ("small", "large"))
-        chosen = Options.checked("ddpm", options)
-        found = levels("ddpm", betas, num_steps, chosen)
+        found = levels("ddpm", betas, num_steps, options)
         now, before = found.now, found.before_by_order()
         beta = 1 - now / before
         posterior = (1 - before) / (1 - now) * beta
         sigma = numpy.sqrt(posterior if variance == "small" else beta)
-        of_model = prediction(chosen.prediction_type, now)
-        columns = {
-            "x_to_x0": of_model.x_to_x0,
-            "model_to_x0": of_model.model_to_x0,
-            "x0_to_x": numpy.sqrt(before) * beta / (1 - now),
-            "x_to_x": numpy.sqrt(now / before) * (1 - before) / (1 - now),
-            "model_to_x": numpy.zeros_like(now),
-            "noise_to_x": numpy.where(found.timesteps > 0, sigma, 0.0),
-        }
-        return cls(found.timesteps, _table(columns), threshold=chosen.threshold)
+        return cls._of(
+            found,
+            x0_to_x=numpy.sqrt(before) * beta / (1 - now),
+            x_to_x=numpy.sqrt(now / before) * (1 - before) / (1 - now),
+            model_to_x=numpy.zeros_like(now),
+            noise_to_x=numpy.where(found.timesteps > 0, sigma, 0.0),
+        )
 
     @classmethod
     def ddim(
@@ -149,22 +137,27 @@ class DiffusionSampler:
         if not (isinstance(eta, numbers.Real) and type(eta) is not bool and 0 <= eta <= 1):
             raise ValueError(f"ddim: eta must be between 0 and 1, got {eta!r}")
         require_choice("ddim", "set_alpha_to_one", set_alpha_to_one, (False, True))
-        chosen = Options.checked("ddim", options)
-        found = levels("ddim", betas, num_steps, chosen)
+        found = levels("ddim", betas, num_steps, options)
         now = found.now
         before = found.before_by_distance(1.0 if set_alpha_to_one else found.products[0])
         sigma = eta * numpy.sqrt((1 - before) / (1 - now) * (1 - now / before))
         towards_x = numpy.sqrt(numpy.maximum(1 - before - sigma**2, 0.0))  # of the noise in x
-        of_model = prediction(chosen.prediction_type, now)
-        columns = {
-            "x_to_x0": of_model.x_to_x0,
-            "model_to_x0": of_model.model_to_x0,
-            "x0_to_x": numpy.sqrt(before),
-            "x_to_x": towards_x * of_model.x_to_noise,
-            "model_to_x": towards_x * of_model.model_to_noise,
-            "noise_to_x": sigma,
-        }
-        return cls(found.timesteps, _table(columns), threshold=chosen.threshold)
+        return cls._of(
+            found,
+            x0_to_x=numpy.sqrt(before),
+            x_to_x=towards_x * found.model.x_to_noise,
+            model_to_x=towards_x * found.model.model_to_noise,
+            noise_to_x=sigma,
+        )
+
+    @classmethod
+    def _of(cls, found: Levels, **update: numpy.ndarray) -> "DiffusionSampler":
+        """A sampler of these levels and of the coefficients (num_steps,) of its update."""
+        of_x0 = {"x_to_x0": found.model.x_to_x0, "model_to_x0": found.model.model_to_x0}
+        columns = of_x0 | update
+        names = [name for name, _ in structs.DiffusionCoefficients._fields_]
+        table = numpy.stack([columns[name] for name in names], -1)
+        return cls(found.timesteps, table, threshold=found.threshold)
 
     @property
     def num_steps(self) -> int:
@@ -242,11 +235,6 @@ class DiffusionSampler:
         if table is None:
             table = self._tables[place] = library.put(make(), like)
         return table
-
-
-def _table(columns: dict[str, numpy.ndarray]) -> numpy.ndarray:
-    """The columns (num_steps,) in the order of ``DiffusionCoefficients``."""
-    return numpy.stack([columns[name] for name, _ in structs.DiffusionCoefficients._fields_], -1)
 
 
 def _checked_threshold(function: str, threshold: Any) -> tuple[float, float] | None:

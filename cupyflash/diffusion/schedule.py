@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import numbers
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -108,74 +107,6 @@ class Options:
         return float(self.dynamic_thresholding_ratio), float(self.sample_max_value)
 
 
-class Levels(NamedTuple):
-    """The steps of a sampler, from the most noise to none.
-
-    Attributes:
-        timesteps: training steps.
-        products: of 1 - beta, up to each training step.
-        now: the products of the timesteps.
-    """
-
-    timesteps: numpy.ndarray
-    products: numpy.ndarray
-    now: numpy.ndarray
-
-    def before_by_order(self) -> numpy.ndarray:
-        """The product that each step leads to: the next timestep's, 1 at the end (DDPM)."""
-        return numpy.append(self.now[1:], 1.0)
-
-    def before_by_distance(self, last: float) -> numpy.ndarray:
-        """The product one equal step earlier, ``last`` before the first training step (DDIM)."""
-        earlier = self.timesteps - len(self.products) // len(self.timesteps)
-        return numpy.where(earlier < 0, last, self.products[numpy.maximum(earlier, 0)])
-
-
-def levels(
-    function: str, betas: Sequence[float], num_steps: int | None, options: Options
-) -> Levels:
-    """The levels of a call.
-
-    Raises:
-        ValueError: betas, num_steps; timesteps beyond the training steps; noise predicted where
-            nothing but noise is left.
-    """
-    betas = numbers_of(function, "betas", betas)
-    if not betas.size or not ((betas > 0) & (betas <= 1)).all():
-        fact = "betas must be a sequence of numbers above 0 and below 1"
-        raise ValueError(f"{function}: {fact}, got {betas}")
-    if num_steps is None:
-        num_steps = betas.size
-    num_steps = require_integer(function, "num_steps", num_steps, 1, betas.size)
-    if options.rescale_betas_zero_snr:
-        betas = rescale_zero_snr(betas)
-    timesteps = _timesteps(betas.size, num_steps, options)
-    if timesteps[0] >= betas.size:
-        fact = f"timesteps must be at most {betas.size - 1}: steps_offset is too large"
-        raise ValueError(f"{function}: {fact}, got {timesteps[0]}")
-    products = numpy.cumprod(1 - betas)
-    if not products[:-1].all():
-        fact = "betas must leave some of the sample before the last training step"
-        raise ValueError(f"{function}: {fact}, got {betas}")
-    now = products[timesteps]
-    if options.prediction_type == "epsilon" and not now.all():
-        fact = "betas must be below 1 for a model that predicts the noise: the sample is lost"
-        raise ValueError(f"{function}: {fact}, got 1 (prediction_type='epsilon')")
-    return Levels(timesteps, products, now)
-
-
-def _timesteps(training_steps: int, num_steps: int, options: Options) -> numpy.ndarray:
-    """int64, descending."""
-    if options.timestep_spacing == "leading":
-        steps = numpy.arange(num_steps)[::-1] * (training_steps // num_steps)
-        return steps + int(options.steps_offset)
-    if options.timestep_spacing == "trailing":
-        steps = numpy.arange(training_steps, 0, -training_steps / num_steps)[:num_steps] - 1
-    else:
-        steps = numpy.linspace(0, training_steps - 1, num_steps)[::-1]
-    return numpy.round(steps).astype("int64")
-
-
 class Prediction(NamedTuple):
     """Coefficients of the sample and of the noise, each in terms of x and of the model's output."""
 
@@ -194,6 +125,80 @@ def prediction(kind: str, now: numpy.ndarray) -> Prediction:
     if kind == "v_prediction":
         return Prediction(signal, -noise, noise, signal)
     return Prediction(none, one, 1 / noise, -signal / noise)
+
+
+class Levels(NamedTuple):
+    """The steps of a sampler, from the most noise to none.
+
+    Attributes:
+        timesteps: training steps.
+        products: of 1 - beta, up to each training step.
+        now: the products of the timesteps.
+        model: what the model's output says at each of them.
+        threshold: (quantile, largest threshold) of thresholding, or None.
+    """
+
+    timesteps: numpy.ndarray
+    products: numpy.ndarray
+    now: numpy.ndarray
+    model: Prediction
+    threshold: tuple[float, float] | None
+
+    def before_by_order(self) -> numpy.ndarray:
+        """The product that each step leads to: the next timestep's, 1 at the end (DDPM)."""
+        return numpy.append(self.now[1:], 1.0)
+
+    def before_by_distance(self, last: float) -> numpy.ndarray:
+        """The product one equal step earlier, ``last`` before the first training step (DDIM)."""
+        earlier = self.timesteps - len(self.products) // len(self.timesteps)
+        return numpy.where(earlier < 0, last, self.products[numpy.maximum(earlier, 0)])
+
+
+def levels(
+    function: str, betas: Sequence[float], num_steps: int | None, given: dict[str, Any]
+) -> Levels:
+    """The levels of a call.
+
+    Raises:
+        TypeError: an option that does not exist.
+        ValueError: options, betas, num_steps; timesteps beyond the training steps; noise predicted
+            where nothing but noise is left.
+    """
+    options = Options.checked(function, given)
+    betas = numbers_of(function, "betas", betas)
+    if not betas.size or not ((betas > 0) & (betas <= 1)).all():
+        fact = "betas must be a sequence of numbers above 0 and below 1"
+        raise ValueError(f"{function}: {fact}, got {betas}")
+    num_steps = betas.size if num_steps is None else num_steps
+    num_steps = require_integer(function, "num_steps", num_steps, 1, betas.size)
+    if options.rescale_betas_zero_snr:
+        betas = rescale_zero_snr(betas)
+    timesteps = _timesteps(betas.size, num_steps, options)
+    if timesteps[0] >= betas.size:
+        fact = f"timesteps must be at most {betas.size - 1}: steps_offset is too large"
+        raise ValueError(f"{function}: {fact}, got {timesteps[0]}")
+    products = numpy.cumprod(1 - betas)
+    if not products[:-1].all():
+        fact = "betas must leave some of the sample before the last training step"
+        raise ValueError(f"{function}: {fact}, got {betas}")
+    now = products[timesteps]
+    if options.prediction_type == "epsilon" and not now.all():
+        fact = "betas must be below 1 for a model that predicts the noise: the sample is lost"
+        raise ValueError(f"{function}: {fact}, got 1 (prediction_type='epsilon')")
+    model = prediction(options.prediction_type, now)
+    return Levels(timesteps, products, now, model, options.threshold)
+
+
+def _timesteps(training_steps: int, num_steps: int, options: Options) -> numpy.ndarray:
+    """int64, descending."""
+    if options.timestep_spacing == "leading":
+        steps = numpy.arange(num_steps)[::-1] * (training_steps // num_steps)
+        return steps + int(options.steps_offset)
+    if options.timestep_spacing == "trailing":
+        steps = numpy.arange(training_steps, 0, -training_steps / num_steps)[:num_steps] - 1
+    else:
+        steps = numpy.linspace(0, training_steps - 1, num_steps)[::-1]
+    return numpy.round(steps).astype("int64")
 
 
 def timestep_embeddings(
@@ -250,7 +255,7 @@ def require_integer(function: str, name: str, value: Any, least: int, most: int)
     if not whole or not least <= value <= most:
         fact = f"{name} must be an integer from {least} to {most}"
         raise ValueError(f"{function}: {fact}, got {value!r}")
-    return operator.index(value)
+    return int(value)
 
 
 def require_real(
