@@ -5,20 +5,32 @@
 // cooperative launch: a block on each multiprocessor, all of them for all layers.
 //
 // Every matrix is shared out by its rows (output features), the keys of the heads by splits. A
-// layer has five phases; each needs what all blocks have found in the one before:
+// layer has five phases; each needs what all blocks have computed in the one before:
 //   1. q, k, v = qkv(ln1(x)), k and v also into the caches
 //   2. attention to a share of the keys of a head: output, log of the sum of exponentials
 //   3. x += proj(shares merged)
 //   4. hidden = gelu(up(ln2(x)))
 //   5. x += down(hidden), in segments of the columns if they are many
-// A phase is short, so its latency counts: no block waits at a barrier, each waits for the numbers
-// themselves (tagged_words.cuh). It takes whole vectors from L2 straight into fragments, and does
-// the norm itself.
 //
-// What takes the time are the weights, read once from memory. They depend on nothing: the last warp
-// keeps a ring of tiles in shared memory full of the block's rows in the order of use
-// (weight_ring.cuh), also while the others, the consumers, wait for other blocks. These share the
-// columns of a row out among themselves (row_dot.cuh) and add their products up in shared memory.
+// Roles. The last warp fills a ring of tiles in shared memory with the block's rows of weights, in
+// the order of use (weight_ring.cuh): they are read once, which is what takes the time, and depend
+// on nothing, so the ring is full while the other warps wait for other blocks. The seven other
+// warps, the consumers, share out the columns of a row (row_dot.cuh) and add up their products in
+// shared memory. A phase is short, so its latency counts: a consumer takes whole vectors from L2
+// straight into the fragments of its product, and every block does the norm itself.
+//
+// Shared memory (DecodeStorage): the ring; the pointers of all layers; the block's rows of each
+// matrix; one place for products, the parts of the attention and the best logits in turn; one for
+// the moments of the norm and the new token in turn; the number of keys of each sequence.
+//
+// The kernel ends: all blocks are on the GPU at once. No block waits at a barrier between phases:
+// each waits for the numbers themselves (tagged_words.cuh), those of the phase before, which every
+// block sends before it waits for any of its own phase. Within a block the warp that fills waits for
+// nothing but free tiles, and both roles walk over the same tiles in the same order.
+//
+// Nothing is overwritten too early: in global memory by the argument in tagged_words.cuh; in the
+// ring by its `empty` barriers; elsewhere in shared memory the consumers synchronise between those
+// that read a place and those that write it.
 #include "../common/grid_barrier.cuh"
 #include "stack_attention.cuh"
 #include "stack_inputs.cuh"

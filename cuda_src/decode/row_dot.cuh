@@ -1,10 +1,10 @@
 // Products of the rows of a tile in shared memory with up to eight vectors in registers, the
-// columns shared out over the consumer warps.
+// columns shared out over the consumer warps (common/small_m.cuh has the step of it).
 //
 // A row is cut into pieces of 64 bytes; warp w has every seventh from piece w on. Lane 4 * g + c
-// has 16 bytes of each: of the rows g and g + 8 of the tile, and of vector g. To an mma these are
-// the operands of two k16 steps with the columns in another order, which is the same for both
-// operands and so does not matter to their product: all loads are of 16 bytes, none is transposed.
+// has 16 bytes of each: of the rows g and g + 8 of the tile, and of vector g. The vectors are in
+// registers, as every product has other ones, which each warp takes from L2 itself; the products of
+// linear/small_m_sums.cuh have up to 32 rows of x, and have them in shared memory.
 #pragma once
 #include "../common/convert.cuh"
 #include "../common/pack.cuh"

@@ -17,12 +17,12 @@ __device__ __forceinline__ int num_splits(int keys, int splits) {
   return min(ceil_div(attended_keys(keys), MIN_SPLIT_KEYS), splits);
 }
 
-// exp2(score - maximum), also where there is no score yet.
+// exp2(score - maximum), and 0 where there is no score yet.
 __device__ __forceinline__ float weight_of(float score, float maximum) {
   return score == -INF ? 0.f : exp2_approx(score - maximum);
 }
 
-// What a share of the keys has found; `out` is of COLUMNS columns of the head.
+// The softmax over a share of the keys, with COLUMNS columns of the weighted sum of the values.
 template <int COLUMNS>
 struct SoftmaxPart {
   float maximum = -INF;
@@ -36,7 +36,7 @@ struct SoftmaxPart {
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) out[i] *= scale;
   }
-  // Lanes whose numbers differ in the bits from `first` on.
+  // Merges the parts of lanes whose numbers differ in the bits from `first` on.
   __device__ void merge_lanes(int first) {
     float most = maximum;
 #pragma unroll
@@ -91,7 +91,7 @@ struct DecodeAttention {
     const T *k, *v;    // of the first of them
     const float* qkv;  // of the head
   };
-  // What a lane has of the keys of a warp at once.
+  // A lane's part of the keys and values that a warp loads at a time.
   struct Chunk {
     uint4 k[UNROLL] = {}, v[UNROLL] = {};
   };

@@ -1,5 +1,5 @@
-// The vectors that go into a product, from what the blocks have left in global memory to the
-// fragments of row_dot.cuh.
+// The vectors that go into a product: a warp brings them from global memory, where the blocks have
+// written them, into the fragments of row_dot.cuh.
 #pragma once
 #include "../ptx/math.cuh"
 #include "../ptx/warpgroup.cuh"
@@ -53,7 +53,7 @@ struct LaneColumns {
   }
 };
 
-// Of a vector.
+// The columns of a vector that this warp has.
 template <typename T>
 __device__ __forceinline__ int columns_of_warp(int width) {
   constexpr int OF_PIECE = PIECE_BYTES / sizeof(T);
@@ -81,14 +81,14 @@ __device__ __forceinline__ uint4 to_piece(const float (&values)[LANE_COLUMNS<T>]
   }
 }
 
-// What LayerNorm needs of some columns of a row.
+// The mean and variance of some columns of a row, for LayerNorm.
 struct alignas(16) Moments {
   float count;
   float mean;
   float squares;  // of the distances from the mean
 };
 
-// Over the lanes of a sequence.
+// Adds a, and b, over the lanes of a sequence.
 template <int SEQUENCES>
 __device__ __forceinline__ void add_lanes(float& a, float& b) {
 #pragma unroll

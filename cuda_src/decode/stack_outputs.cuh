@@ -1,4 +1,4 @@
-// What becomes of the products. One thread has one output of one sequence, and writes one copy of
+// Where the sums of the products go. One thread has one output of one sequence, and writes one copy of
 // it: `addend` is what it adds to a product, on its way from memory while that is not there yet;
 // `store` takes the sum.
 #pragma once

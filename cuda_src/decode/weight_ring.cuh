@@ -1,6 +1,8 @@
 // The rows of the weight matrices on their way through shared memory: a ring of tiles, which one
 // warp fills in the order of use and the consumers empty. The weights depend on nothing, so while
-// the blocks wait for each other the ring fills.
+// the blocks wait for each other the ring fills. linear/small_m_ring.cuh is another ring, as there
+// each warp fills and empties its own: no barrier, but no warp that goes on filling while all
+// others wait for another block, as here.
 //
 // Rows lie ROW_PITCH apart, 64 bytes modulo 128: eight lanes read 64 bytes of two neighbouring rows
 // without bank conflicts.
@@ -8,14 +10,15 @@
 #include "../common/ring.cuh"
 #include "../ptx/tma.cuh"
 
-// And one that fills. What a warp has to do besides the products is the same however many there
-// are, and a scheduler issues it for each of its warps in turn: two of them, with 255 registers.
+// The warps that multiply; one more fills the ring. A warp's work besides the products is the same
+// however many warps there are, and a scheduler issues it for each of its warps in turn: so a
+// scheduler has two warps, which may have 255 registers.
 constexpr int CONSUMER_WARPS = 7;
 constexpr int MAX_TILE_ROWS = 28;
 
 __host__ __device__ constexpr int row_pitch(int bytes) { return (bytes + 63) / 128 * 128 + 64; }
 
-// Rows of a matrix, or of a segment of its columns, that a block has.
+// The rows of a matrix, or of a segment of its columns, that a block has.
 struct MatrixRows {
   const uint8_t* data;      // of the first row
   int64_t stride;           // in bytes
@@ -95,7 +98,8 @@ struct WeightRing {
   }
 };
 
-// Without it: counters of tiles, and copies of 16 bytes a lane, asynchronous ones from sm_80 on.
+// Before sm_90 there is no copy engine: a lane copies 16 bytes at a time, asynchronously from sm_80
+// on, and counters say how many tiles are filled and emptied.
 template <int ARCH, int TILES, int TILE_BYTES>
 struct WeightRing<ARCH, TILES, TILE_BYTES, false> {
   static constexpr int IN_FLIGHT = TILES - 2;  // tiles that the copies fill at once
@@ -166,7 +170,7 @@ struct WeightRing<ARCH, TILES, TILE_BYTES, false> {
   }
 
  private:
-  // The lanes' copies of all tiles but the newest are complete.
+  // Called when the lanes' copies of the first `number` tiles are complete.
   __device__ void publish(int number) {
     __threadfence_block();
     __syncwarp();
