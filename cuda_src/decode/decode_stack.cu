@@ -25,8 +25,8 @@
 //
 // The kernel ends: all blocks are on the GPU at once. No block waits at a barrier between phases:
 // each waits for the numbers themselves (tagged_words.cuh), those of the phase before, which every
-// block sends before it waits for any of its own phase. Within a block the warp that fills waits for
-// nothing but free tiles, and both roles walk over the same tiles in the same order.
+// block sends before it waits for any of its own phase. Within a block the warp that fills waits
+// for nothing but free tiles, and both roles walk over the same tiles in the same order.
 //
 // Nothing is overwritten too early: in global memory by the argument in tagged_words.cuh; in the
 // ring by its `empty` barriers; elsewhere in shared memory the consumers synchronise between those
@@ -161,7 +161,7 @@ struct Consumer {
     attention(storage.attention, storage.token, first, attention.first_chunk(first));
   }
 
-  // What a thread adds to its output of the group of rows that begins at `row`.
+  // The number that a thread adds to its output of the group of rows that begins at `row`.
   __device__ Addend<T> addend(const MatrixRows& matrix, int row,
                               const DecodeOutput<T>& output) const {
     const int mine = row + threadIdx.x / MAX_BATCH, n = threadIdx.x % SEQUENCES;

@@ -110,7 +110,7 @@ struct DecodeAttention {
   }
   __device__ int num_pairs() const { return params.batch * params.heads; }
 
-  // By a warp: brings the old keys and values of this block's units into L2.
+  // One warp calls it. It brings the old keys and values of this block's units into L2.
   __device__ void prefetch() const {
     for (int index = blockIdx.x; index < num_pairs() * params.splits; index += gridDim.x) {
       const Unit share = unit(index);
@@ -164,7 +164,7 @@ struct DecodeAttention {
     return chunk;
   }
 
-  // For the whole block, so that few ask for these words.
+  // Receives the words for the whole block, so that few threads ask for them.
   __device__ void receive_token(NewToken<HEAD_DIM>& token, const Unit& share) const {
     const int row = threadIdx.x / 32, column = threadIdx.x % 32 * 4;
     if (row >= (share.newest ? 3 : 1)) return;

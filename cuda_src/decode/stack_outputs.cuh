@@ -1,5 +1,5 @@
-// Where the sums of the products go. One thread has one output of one sequence, and writes one copy of
-// it: `addend` is what it adds to a product, on its way from memory while that is not there yet;
+// Where the sums of the products go. One thread has one output of one sequence, and writes one copy
+// of it: `addend` is what it adds to a product, on its way from memory while that is not there yet;
 // `store` takes the sum.
 #pragma once
 #include "../common/activation.cuh"
@@ -72,7 +72,7 @@ struct DecodeOutput {
     return params.segment_sums + n * params.width + row;
   }
 
-  // For the blocks of the attention; key and value go into the caches too.
+  // Sends q, k and v to the blocks of the attention; k and v go into the caches too.
   __device__ void store_qkv(int row, int n, float value) const {
     if (copy > 0) return;
     send(params.qkv + int64_t(n) * 3 * params.width + row, value, step.tag);

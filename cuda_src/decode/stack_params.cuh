@@ -46,8 +46,9 @@ struct DecodeStackParams {
   const void* token_embedding;  // [vocab, width]
   const void* position_embedding;  // [positions, width]
   int* barrier;                    // 0 between launches
-  // What the blocks tell each other: 0 at first, then used by one launch of the same shape after
-  // the other. The first four are words of tagged_words.cuh, three with `row_words` and COPIES.
+  // The numbers that blocks send each other: 0 at first, then used by one launch of the same shape
+  // after the other. The first four are words of tagged_words.cuh, three with `row_words` and
+  // COPIES.
   float* residual;      // [batch, width]: x after each half of a transformer block
   float* hidden;        // [batch, hidden]
   float* attended;      // [batch, heads, splits, head_dim + 4]: attention to a share of the keys,

@@ -43,7 +43,7 @@ __device__ __forceinline__ int quotient(int n, uint32_t inverse) {
 
 constexpr int MATRICES = int(Matrix::none);
 
-// What a block has of each matrix, the same in all layers.
+// The rows that a block has of each matrix, the same in all layers.
 struct alignas(16) BlockRows {
   int begin, rows;
   int pitch, tile_rows;

@@ -47,10 +47,10 @@ __device__ __forceinline__ float* hidden_word(const DecodeStackParams& params, i
          place(column);
 }
 
-// By a warp: a lane's first `count` fours of words, each from `offset` of its index on; the others
-// are anything. What has arrived is not loaded again: all blocks read the same words, and this
-// traffic would delay the ones that are still missing. The tags are taken off: they differ from
-// launch to launch, the results must not.
+// A warp calls it and receives a lane's first `count` fours of words, each from `offset` of its
+// index on; the others are anything. What has arrived is not loaded again: all blocks read the same
+// words, and this traffic would delay the ones that are still missing. The tags are taken off: they
+// differ from launch to launch, the results must not.
 template <int COUNT, class Offset>
 __device__ __forceinline__ void receive(uint4 (&words)[COUNT], int count, uint32_t tag,
                                         const float* data, Offset offset) {

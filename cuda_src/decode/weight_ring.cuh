@@ -64,13 +64,13 @@ struct WeightRing {
 
   using Place = Ring<TILES>;  // of the warp that fills, or of a consumer
 
-  // By one thread; the block must synchronise.
+  // One thread calls it; then the block must synchronise.
   __device__ void init() {
     barriers.init(CONSUMER_WARPS);
     mbarrier_init_fence();
   }
 
-  // By the filling warp: the next `count` rows of a matrix from `row` on, the leads counted.
+  // The filling warp asks for the next `count` rows of a matrix from `row` on, the leads counted.
   __device__ void fill(Place& at, const MatrixRows& matrix, int row, int count) {
     const int lane = threadIdx.x % 32;
     const uint32_t barrier = smem_address(&barriers.full[at.stage]);
@@ -85,7 +85,7 @@ struct WeightRing {
   }
   __device__ void finish_filling(const Place&) {}
 
-  // By the consumers: the tile, when it is there.
+  // Consumers wait for the tile, and get it.
   __device__ const uint8_t* wait(const Place& at) {
     barriers.wait_full(at);
     return tiles[at.stage];

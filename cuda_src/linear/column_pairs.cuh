@@ -38,7 +38,7 @@ __device__ __forceinline__ const T* weight_row(const LinearParams& params, int p
   return static_cast<const T*>(params.weight) + row * params.weight_stride;
 }
 
-// From the sums of a pair to what out gets: one number if GATED, else two.
+// Turns the sums of a pair into the numbers for out: one if GATED, else two.
 template <typename T, Activation ACTIVATION, bool GATED, bool ROTARY>
 __device__ __forceinline__ void finish_pair(const LinearParams& params, int64_t row,
                                             const RowRotation<T>& rotation, ColumnPair columns,

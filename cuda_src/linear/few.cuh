@@ -1,16 +1,23 @@
-// Products of a few rows of x with many rows of weights, each of which is read once: what
-// linear_few and mlp_few have in common.
+// Products of small M: up to 32 rows of x with many rows of weights, each of which is read once. It
+// is what linear_few and mlp_few have in common.
 //
-// A block of 8 warps has up to 32 rows of x in shared memory. It works on tiles of up to 16 pairs
-// of rows of weights, cut into slices of 128 bytes of the depth. Every warp has slices of its own,
-// which pass through a ring in shared memory that belongs to this warp alone: no barrier of the
-// block holds them up, and all but the one that is multiplied are on their way, from the beginning,
-// before x is there, and while the results of a tile are finished. A warp needs no more of x than
-// the same slices: they come with the weights, unless there is a norm, which wants whole rows.
+// A block has 8 warps, all with the same role, and x in shared memory. It works on tiles of up to
+// 16 pairs of rows of weights, cut into slices of 128 bytes of the depth. Every warp has slices of
+// its own, which pass through a ring in shared memory that belongs to this warp alone
+// (weight_ring.cuh): no barrier of the block holds them up, and all but the one that is multiplied
+// are on their way, from the beginning, before x is there, and while the results of a tile are
+// finished. A warp needs no more of x than the same slices: they come with the weights, unless
+// there is a norm, which wants whole rows.
 //
-// The rows of weights are A of the tensor cores, x is B; the order of the depth in a sum is free,
-// so 16 bytes of a lane are as good as the fragment that the instruction names. Where there are no
+// The rows of weights are A of the tensor cores, x is B (common/small_m.cuh). Where there are no
 // tensor cores for the type, lanes multiply what they have, and the four of a row add up.
+//
+// Shared memory (FewTile): the rings of all warps; the sums of the warps, which a block adds up;
+// mean and 1 / deviation of each row, for the norm; the rows of x.
+//
+// The walk of a warp over its tiles is finite, and it waits for its own copies only; the block
+// synchronises where all of its warps do. A slice is replaced by the warp that has read it, after
+// __syncwarp(); sums are replaced after the __syncthreads() that follows their reading.
 #pragma once
 #include "few_sums.cuh"
 

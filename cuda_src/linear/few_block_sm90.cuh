@@ -1,5 +1,5 @@
-// What a block of linear_few_sm90 is made of: its share of the depth and of out, its places in
-// shared memory, its barriers, and the lane that loads its tiles.
+// A block of linear_few_sm90: its share of the depth and of out, its places in shared memory, its
+// barriers, and the lane that loads its tiles.
 #pragma once
 #include "../common/group_sum.cuh"
 #include "../common/ring.cuh"
@@ -11,7 +11,7 @@
 #include "../ptx/warpgroup.cuh"
 #include "params.cuh"
 
-// For the consumers, or with a norm for them and the helpers.
+// The threads that meet are the consumers or, with a norm, the consumers and the helpers.
 enum class NamedBarrier {
   WRITTEN = 1,  // what threads have written for each other is there, or has been read
   NORMALISED,   // x is
@@ -63,7 +63,7 @@ struct FewTiles {
     const int column = index * L::COLUMNS;
     return L::ROTARY ? column - column % head_dim / 2 : column;
   }
-  // Of the second half, in its weights.
+  // The first column of the second half, in its weights.
   __device__ int second_column() const { return column() + (L::ROTARY ? head_dim / 2 : 0); }
   // Whether there is another one.
   __device__ bool advance() {
@@ -121,7 +121,7 @@ struct FewBarriers : RingBarriers<L::MAX_STAGES> {
   uint64_t sums;  // of this block's share, from the cluster, as the next
   uint64_t row_sums;
 
-  // By the first warp.
+  // The first warp calls it.
   __device__ void init(const LinearFewSm90Params& params) {
     const int lane = threadIdx.x;
     if (lane < params.stages) {

@@ -74,14 +74,14 @@ struct FewNorm {
     return sum_of_neighbours<LANES>(sums[0] + sums[1]);
   }
 
-  // To all blocks of the cluster, which must have begun.
+  // Sends the sums to all blocks of the cluster, which must have begun.
   __device__ void send(Sums own, int rank, uint64_t& barrier) const {
     if (row < params.rows && lane < L::CLUSTER)
       send_pair<L>(&places.row_sums[rank * L::ROWS + row].first, barrier, lane, own.first,
                    own.second);
   }
 
-  // From all blocks: normal = x * scale + offset.
+  // Adds up the sums of all blocks; returns scale and offset of normal = x * scale + offset.
   __device__ float2 receive(float first) const {
     Sums total = {};
 #pragma unroll

@@ -1,4 +1,4 @@
-// From the sums of linear_few_sm90 to its results: who finishes what, and how.
+// The results of linear_few_sm90 from its sums: which thread finishes which, and how.
 #pragma once
 #include "epilogue.cuh"
 #include "few_block_sm90.cuh"
@@ -23,9 +23,9 @@ __device__ __forceinline__ void send_sums(const float (&acc)[L::ROWS / 8][4], fl
   }
 }
 
-// What a thread finishes: one column, or the two that are turned together, of every STEP-th row.
-// What it adds to the sums of the products, or turns them by, is asked for long before they are
-// there.
+// A thread finishes one column, or the two that are turned together, of every STEP-th row. It asks
+// for what it adds to the sums of the products, or turns them by, long before
+// these are there.
 template <class L>
 struct FewResults {
   using T = typename L::T;
@@ -39,7 +39,7 @@ struct FewResults {
   T bias = {}, second_bias = {}, residual[COUNT] = {};
   float2 angles[COUNT];
 
-  // Of a tile of which the block has the places from `column` on.
+  // The tile is that of which the block has the places from `column` on.
   __device__ FewResults(const LinearParams& params, int column) : params(params) { begin(column); }
   __device__ void begin(int share_column) { column = share_column + place; }
 
@@ -55,7 +55,7 @@ struct FewResults {
     if (data) bias = data[column];
     if (L::HALVES == 2 && second) second_bias = second[column + second_column];
   }
-  // What depends on the row: residual or angles.
+  // Loads the residual or the angles, which depend on the row.
   __device__ void load_rows() {
     if (turned()) {
       const int pair = column % params.rotary.head_dim;
@@ -69,7 +69,7 @@ struct FewResults {
     for (int i = 0; i < COUNT; ++i)
       if (has(i)) residual[i] = data[(first_row + i * STEP) * params.residual_stride];
   }
-  // From the sums of all blocks of the cluster.
+  // Adds up the sums of all blocks of the cluster, and writes the results.
   template <Activation ACTIVATION>
   __device__ void store(const float* sums) const {
     T* out = static_cast<T*>(params.out) + column;

@@ -1,4 +1,6 @@
-// What a warp of few.cuh adds up: a tile of weights times the rows of x.
+// The sums of a warp of few.cuh: a tile of weights times the rows of x. x is in shared memory, as
+// all tiles are multiplied with the same rows; decode/row_dot.cuh, whose vectors change with every
+// product, has them in registers.
 #pragma once
 #include "weight_ring.cuh"
 

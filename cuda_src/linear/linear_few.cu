@@ -1,5 +1,7 @@
-// A projection of up to 32 rows, limited by reading the weights once: few.cuh. Every block has its
-// share of the pairs of columns; x is normalised in shared memory, if there is a norm.
+// out = epilogue(norm(x) weight^T) for up to 32 rows of x, limited by reading the weights once
+// (few.cuh): on tensor cores by mma.sync, or without. A block has a share of the pairs of columns
+// of out, so no block waits for another. If there is a norm, every block normalises x in its shared
+// memory.
 #include "column_pairs.cuh"
 #include "few.cuh"
 

@@ -1,18 +1,30 @@
 // out = epilogue(norm(x) weight^T) on wgmma and TMA (Hopper), for up to 32 rows. What counts is to
 // read the weights once, at full bandwidth, and, where they are few, to wait as rarely as possible.
 //
-// The weights are A of the products and x is B: a warpgroup has 64 rows of weights, the columns of
-// its accumulators are rows of x. The blocks of a cluster have the same rows of weights and share
-// the depth. A block
+// The weights are A of the products and x is B: a warpgroup has 64 rows of weights, and the columns
+// of its accumulators are rows of x. The blocks of a cluster have the same rows of weights and
+// share the depth; then each of them finishes a share of out. A block alone in its cluster makes
+// one tile after the other.
 //
-//   asks for weights, as many as its ring has room for, before anything else; one lane does that,
-//     and refills the ring;
-//   loads x: without a norm through the ring as well; with a norm its columns of all rows, whose
-//     sums the cluster exchanges. Four more warps help with that, and leave;
-//   multiplies, and sends each block of the cluster the sums of that block's share of out;
-//   adds up what it got from all of them, finishes it (with a rotary embedding both numbers of a
-//     pair, whose rows of weights are in the same tile) and writes it;
-//   goes on with the next tile, if it is alone in its cluster. The ring does not stop for that.
+// Roles:
+//   consumers, four warps: multiply; send each block of the cluster the sums of that block's share
+//     of out; add up what they got from all of them, finish it (with a rotary embedding both
+//     numbers of a pair, whose rows of weights are in the same tile) and write it;
+//   loader, one lane of the fifth warp: asks for weights before anything else, as many as the ring
+//     has room for, and refills it. Without a norm x comes through the ring as well;
+//   helpers, four more warps if there is a norm: bring, together with the consumers, the block's
+//     columns of all rows of x to shared memory and normalise them, with the sums that the cluster
+//     exchanges; then they leave.
+//
+// Shared memory (FewPlaces): x if there is a norm; the ring of stages; weight and bias of the norm;
+// the sums of the block's share from all blocks; the sums of the rows from all blocks.
+//
+// The kernel ends: the loader waits for stages that the consumers empty, in the order in which they
+// wait for them to fill; a block waits for sums that every block of its cluster sends, and all of
+// them are on the GPU at once. Nothing is overwritten too early: a stage is filled again after the
+// `empty` barrier, to which every consumer warp arrives behind its wgmma_wait(). Blocks of a larger
+// cluster write to each other only after cluster_wait(), when all have begun, and only once to each
+// place; a block alone synchronises its consumers before the next tile's sums.
 //
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "Tensor copy", "st.async".
 #include "../common/wg_gemm.cuh"

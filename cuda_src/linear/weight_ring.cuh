@@ -1,4 +1,9 @@
-// How the warps of few.cuh get their weights: which ones, in which order, through which memory.
+// How the warps of few.cuh get their weights: which rows, in which order, through which memory.
+//
+// Each warp fills and empties a ring of its own: a stage is one group of asynchronous copies, and a
+// warp knows by the number of its groups which of them are complete, so there is no barrier. The
+// ring of decode/weight_ring.cuh is that of a whole block, with a warp that fills it and barriers:
+// there warps wait for other blocks between products, and the copies must go on.
 #pragma once
 #include "few_rows.cuh"
 
@@ -18,7 +23,7 @@ struct EvenTiles {
   }
 };
 
-// What part `part` of `parts` gets of `total`.
+// The share of part number `part`, where `parts` share out `total`.
 struct Share {
   int begin;
   int end;
@@ -44,10 +49,11 @@ __device__ __forceinline__ int stage_byte(int row, int chunk) {
   return row * SLICE_BYTES + (chunk ^ (row % 2 * 4)) * 16;
 }
 
-// What passes through the ring of a warp. Weights have the walk that it is on; next() begins the
-// walk that follows, if there is one; row(tile, row, second) is a row of weights, null if there is
-// none: what its place in the ring has then makes sums that nobody uses. With the weights of the
-// first tile come the slices of x that they are multiplied with, unless x is there already.
+// The slices that pass through the ring of a warp. Weights have the walk that it is on; next()
+// begins the walk that follows, if there is one; row(tile, row, second) is a row of weights, null
+// if there is none: what its place in the ring has then makes sums that nobody uses. With the
+// weights of the first tile come the slices of x that they are multiplied with, unless x is there
+// already.
 template <class Tile, class Weights>
 struct Slices {
   using T = typename Tile::T;

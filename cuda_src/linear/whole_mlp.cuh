@@ -7,6 +7,11 @@
 // than if every block were on its own. The first of those weights are asked for before the hidden
 // columns are ready. These products are shares of out. They go to global memory; when those of all
 // clusters are there, each block adds up a part of out, always in the same order.
+//
+// All 8 warps of a block have the same role. Shared memory is that of few.cuh, with the hidden
+// columns of the cluster behind x. The kernel ends, as all blocks are on the GPU at once and each
+// arrives at the same barriers: those of its cluster, then one of the grid. Hidden columns are
+// written once, after all blocks of the cluster have begun and before they are read by any.
 #pragma once
 #include "../common/grid_barrier.cuh"
 #include "../ptx/cluster.cuh"
