@@ -2,7 +2,7 @@
 
     python -m bench.linear --ops mlp --rows 1 4 16 --output linear
 
-With few rows what counts is the share of the copy bandwidth at which the weights are read once
+With small M what counts is the share of the copy bandwidth at which the weights are read once
 (`gbps`, a read alone may reach a little more than a copy), with many the rate of the products
 (`tflops`). Clock and rounds are those of bench.attention; results are compared with float64 first,
 and whoever is wrong is left out and said so. Exit status 1 if cupyflash was wrong anywhere.

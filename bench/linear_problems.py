@@ -15,7 +15,7 @@ HEAD_DIM = {768: 64, 4096: 128}
 GPT2 = (768, 3072, False, "gelu_tanh", 4096)
 LLAMA = (4096, 14336, True, "silu", 8192)
 MODELS = (GPT2, LLAMA)
-FEW_ROWS = (1, 4, 16, 32)
+SMALL_M_ROWS = (1, 4, 16, 32)
 EPS = 1e-5
 
 
@@ -122,7 +122,7 @@ def problems(
     for op, dtype in itertools.product(ops, dtypes):
         for block in (False, True) if op == "qkv_projection" else (False,):
             for *sizes, many in MODELS:
-                for count in rows or (many, *FEW_ROWS):
+                for count in rows or (many, *SMALL_M_ROWS):
                     yield LinearProblem(op, dtype, count, *sizes, block)
 
 

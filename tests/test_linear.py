@@ -170,7 +170,7 @@ def test_plans_of_long_rows(monkeypatch, capability, rows):
 @each_library()
 @pytest.mark.parametrize("rows", [1, 4, 16, 32, 40])
 def test_linear_is_repeatable(target, rows):
-    """And a row of few does not depend on the others."""
+    """And with small M a row does not depend on the others."""
     x = stored(target, normal((rows, 320), 0), "float16")
     weight = stored(target, normal((200, 320), 1), "float16")
     first = cupyflash.linear(x, weight)
@@ -337,13 +337,13 @@ def test_host_time_is_one_look_up(target, monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "dtype", "rows", "sizes", "backend", "kernel"),
     [
-        ((9, 0), "bfloat16", 4, (4096, 14336), None, "LinearFew"),  # long rows of many weights
-        ((9, 0), "bfloat16", 4, (4096, 4096), None, "LinearFewSm90"),
-        ((9, 0), "bfloat16", 8, (14336, 4096), None, "LinearFewSm90"),  # too little room for x
-        ((9, 0), "bfloat16", 16, (772, 768), None, "LinearFew"),
-        ((9, 0), "bfloat16", 16, (4096, 4096), "sm80", "LinearFew"),
-        ((9, 0), "float32", 16, (768, 2304), None, "LinearFew"),
-        ((9, 0), "bfloat16", 32, (768, 2301), None, "LinearFewSm90"),
+        ((9, 0), "bfloat16", 4, (4096, 14336), None, "LinearSmallM"),  # long rows of many weights
+        ((9, 0), "bfloat16", 4, (4096, 4096), None, "LinearSmallMSm90"),
+        ((9, 0), "bfloat16", 8, (14336, 4096), None, "LinearSmallMSm90"),  # too little room for x
+        ((9, 0), "bfloat16", 16, (772, 768), None, "LinearSmallM"),
+        ((9, 0), "bfloat16", 16, (4096, 4096), "sm80", "LinearSmallM"),
+        ((9, 0), "float32", 16, (768, 2304), None, "LinearSmallM"),
+        ((9, 0), "bfloat16", 32, (768, 2301), None, "LinearSmallMSm90"),
         ((9, 0), "bfloat16", 33, (768, 2304), None, "LinearSm90"),
         ((8, 0), "bfloat16", 16, (16384, 4096), None, "LinearMma"),  # x has no room
         ((8, 6), "float16", 32, (1600, 4800), None, "LinearMma"),  # too little for the weights
@@ -355,7 +355,7 @@ def test_host_time_is_one_look_up(target, monkeypatch):
         ((9, 0), "float16", 1, (768, 2304), "simt", "LinearSimt"),
         ((10, 0), "bfloat16", 4096, (768, 2304), None, "LinearMma"),
         ((7, 5), "bfloat16", 4096, (768, 2304), None, "LinearSimt"),
-        ((7, 5), "bfloat16", 4, (768, 2304), None, "LinearFew"),
+        ((7, 5), "bfloat16", 4, (768, 2304), None, "LinearSmallM"),
         ((7, 0), "float16", 4, (768, 2304), None, "LinearSimt"),
     ],
 )
@@ -375,7 +375,7 @@ def test_choice(monkeypatch, capability, dtype, rows, sizes, backend, kernel):
     }
     params = structs.LinearParams(rows=rows, columns=columns, depth=depth, x_stride=depth)
     arguments = (True, backend)
-    config = launches.few_kernel(views, Options(), *arguments)
+    config = launches.small_m_kernel(views, Options(), *arguments)
     config = config or launches.many_kernel(views, Options(), params, *arguments)
     assert type(config).__name__ == kernel
     assert config.grid(rows, columns, 132) >= 1

@@ -73,8 +73,8 @@ def test_layout(path):
     [
         ("attention/params.cuh", "ACCUM_ROW_ALIGN"),
         ("norm/params.cuh", "ROW_AXES"),
-        ("linear/few_rows.cuh", "STAGE_BYTES"),
-        ("linear/few_rows.cuh", "MAX_SUM_ROWS"),
+        ("linear/small_m_rows.cuh", "STAGE_BYTES"),
+        ("linear/small_m_rows.cuh", "MAX_SUM_ROWS"),
         ("norm/group_ring.cuh", "RING_THREADS"),
         ("norm/group_ring.cuh", "RING_BYTES"),
         ("attention/bias.cuh", "BIAS_LIMIT"),

@@ -271,7 +271,7 @@ def test_norms_in_a_green_context(target, columns):
 
 @each_library(device="cuda")
 def test_mlp_in_a_green_context(target):
-    """One cooperative launch for few rows; equal to itself on the whole GPU up to rounding."""
+    """One cooperative launch for small M; equal to itself on the whole GPU up to rounding."""
     x = stored(target, normal((2, 256), 0), "float32")
     up, down = (
         stored(target, normal(shape, 1) * shape[1] ** -0.5, "float32")

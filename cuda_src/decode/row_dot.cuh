@@ -1,5 +1,5 @@
 // Products of the rows of a tile in shared memory with up to eight vectors in registers, the
-// columns shared out over the consumer warps (common/small_m.cuh has the step of it).
+// columns shared out over the consumer warps (common/small_m_mma.cuh has the step of it).
 //
 // A row is cut into pieces of 64 bytes; warp w has every seventh from piece w on. Lane 4 * g + c
 // has 16 bytes of each: of the rows g and g + 8 of the tile, and of vector g. The vectors are in
@@ -8,7 +8,7 @@
 #pragma once
 #include "../common/convert.cuh"
 #include "../common/pack.cuh"
-#include "../common/small_m.cuh"
+#include "../common/small_m_mma.cuh"
 #include "../common/warp.cuh"
 #include "stack_params.cuh"
 #include "weight_ring.cuh"

@@ -59,8 +59,8 @@ struct alignas(64) LinearSm90Params {
   LinearParams base;
 };
 
-// The same for few rows, whose results are stored one by one.
-struct alignas(64) LinearFewSm90Params {
+// The same for small M, whose results are stored one by one.
+struct alignas(64) LinearSmallMSm90Params {
   TensorMap x_map;
   TensorMap weight_map;
   TensorMap gate_weight_map;
@@ -68,7 +68,7 @@ struct alignas(64) LinearFewSm90Params {
   int stages;  // of the ring
 };
 
-// A whole MLP of few rows; every cluster of blocks has some of the hidden columns.
+// A whole MLP of small M; every cluster of blocks has some of the hidden columns.
 struct MlpParams {
   const void* x;            // [rows, depth]
   const void* up_weight;    // [hidden, depth]

@@ -1,21 +1,21 @@
 // A whole MLP of up to 32 rows in one cooperative launch; every weight is read once, and the hidden
 // activations are in shared memory only.
 //
-// A cluster of CLUSTER blocks has a share of the hidden columns. Its blocks compute them (few.cuh)
-// and give them to each other; then each multiplies all of them with the columns of the down
-// projection that belong to them, for its part of out: longer runs of its weights, and fewer sums,
-// than if every block were on its own. The first of those weights are asked for before the hidden
-// columns are ready. These products are shares of out. They go to global memory; when those of all
-// clusters are there, each block adds up a part of out, always in the same order.
+// A cluster of CLUSTER blocks has a share of the hidden columns. Its blocks compute them
+// (small_m.cuh) and give them to each other; then each multiplies all of them with the columns of
+// the down projection that belong to them, for its part of out: longer runs of its weights, and
+// fewer sums, than if every block were on its own. The first of those weights are asked for before
+// the hidden columns are ready. These products are shares of out. They go to global memory; when
+// those of all clusters are there, each block adds up a part of out, always in the same order.
 //
-// All 8 warps of a block have the same role. Shared memory is that of few.cuh, with the hidden
+// All 8 warps of a block have the same role. Shared memory is that of small_m.cuh, with the hidden
 // columns of the cluster behind x. The kernel ends, as all blocks are on the GPU at once and each
 // arrives at the same barriers: those of its cluster, then one of the grid. Hidden columns are
 // written once, after all blocks of the cluster have begun and before they are read by any.
 #pragma once
 #include "../common/grid_barrier.cuh"
 #include "../ptx/cluster.cuh"
-#include "few.cuh"
+#include "small_m.cuh"
 
 constexpr int HIDDEN_UNIT = 16;  // hidden columns: 32 bytes of a weight, which are read as one
 
@@ -116,8 +116,8 @@ __device__ __forceinline__ void add_up(const MlpParams& params, int shares, floa
   const int packs = params.rows * (pitch / 4);
   const int64_t share_size = int64_t(params.rows) * pitch;
   int width = 8;
-  while (width < FEW_THREADS / 4 && width * int(gridDim.x) < packs) width *= 2;
-  const int groups = FEW_THREADS / width;
+  while (width < SMALL_M_THREADS / 4 && width * int(gridDim.x) < packs) width *= 2;
+  const int groups = SMALL_M_THREADS / width;
   const int group = threadIdx.x / width, lane = threadIdx.x % width;
 #pragma unroll 1
   for (int begin = blockIdx.x * width; begin < packs; begin += gridDim.x * width) {
@@ -158,7 +158,7 @@ __device__ __forceinline__ void add_up(const MlpParams& params, int shares, floa
 template <class Tile, Activation ACTIVATION, bool GATED, int CLUSTER>
 __device__ __forceinline__ void whole_mlp(const MlpParams& params, char* smem) {
   using T = typename Tile::T;
-  static_assert(Tile::SUMS >= FEW_THREADS * 4, "add_up has the memory of the sums");
+  static_assert(Tile::SUMS >= SMALL_M_THREADS * 4, "add_up has the memory of the sums");
   float* sums = reinterpret_cast<float*>(smem + Tile::SUMS_OFFSET);
   const int clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER;
   const int rank = blockIdx.x % CLUSTER, warp = threadIdx.x / 32;
@@ -182,7 +182,7 @@ __device__ __forceinline__ void whole_mlp(const MlpParams& params, char* smem) {
                                   shared_walk<Tile>(up_tiles, params.depth)};
 
   // ---- which columns of out: those of the block, and of these those of this warp ----
-  const Share out_columns(params.columns, rank * FEW_WARPS + warp, CLUSTER * FEW_WARPS);
+  const Share out_columns(params.columns, rank * SMALL_M_WARPS + warp, CLUSTER * SMALL_M_WARPS);
   const ColumnHalves down_columns(out_columns);
   const EvenTiles down_tiles(down_columns.half);
   const T* down =
@@ -198,24 +198,24 @@ __device__ __forceinline__ void whole_mlp(const MlpParams& params, char* smem) {
   // ---- weights and x on their way ----
   const SmemRows x = {smem + Tile::X_OFFSET, params.rows, SmemRows::pitch_of<T>(params.depth)};
   const SmemRows hidden = {x.at(params.rows, 0), params.rows, SmemRows::pitch_of<T>(width)};
-  WeightRing<Tile> ring(smem);
+  SliceRing<Tile> ring(smem);
   Slices<Tile, MlpWeights<Tile>> slices(
       MlpWeights<Tile>(up_rows, down_rows),
       RowCopy<Tile>{x, static_cast<const T*>(params.x), params.x_stride, params.depth},
       params.norm_weight == nullptr);
   ask_for_rows<Tile>(ring, slices, params);
-  for (int column = own.begin + threadIdx.x; column < own.end; column += FEW_THREADS) {
+  for (int column = own.begin + threadIdx.x; column < own.end; column += SMALL_M_THREADS) {
     if (params.up_bias) prefetch_l2(static_cast<const T*>(params.up_bias) + column);
     if (params.gate_bias) prefetch_l2(static_cast<const T*>(params.gate_bias) + column);
   }
   const int gap = round_up(width, Tile::SLICE) - width;  // to a whole number of slices
-  for (int i = threadIdx.x; i < params.rows * gap; i += FEW_THREADS)
+  for (int i = threadIdx.x; i < params.rows * gap; i += SMALL_M_THREADS)
     *reinterpret_cast<T*>(hidden.at(i / gap, (width + i % gap) * sizeof(T))) = T{};
   wait_for_rows<Tile>(x, params, sums + Tile::SUMS);
   if constexpr (CLUSTER > 1) cluster_sync();  // the others have begun: their memory can be written
 
   // ---- hidden columns ----
-  few_products<Tile>(
+  small_m_products<Tile>(
       ring, slices, x, up_tiles, params.depth, sums,
       StoreHidden<Tile, ACTIVATION, GATED, CLUSTER>{params, hidden, up_columns, origin});
   sync_blocks<CLUSTER>();
@@ -224,7 +224,8 @@ __device__ __forceinline__ void whole_mlp(const MlpParams& params, char* smem) {
   const int pitch = round_up(params.columns, 4);
   float* partials = params.partials + int64_t(cluster) * params.rows * pitch;
   multiply_tiles<Tile>(
-      ring, slices, hidden, down_rows.walk, [&](int tile, const FewSums<Tile, Tile::MMA>& found) {
+      ring, slices, hidden, down_rows.walk,
+      [&](int tile, const SmallMSums<Tile, Tile::MMA>& found) {
         found.template each<Tile::ROWS>(0, [&](int n, int half, int row, float sum) {
           const int column = down_columns.column(down_tiles.pair(tile, row), half);
           if (n < params.rows && column >= 0) partials[n * pitch + column] = sum;

@@ -1,4 +1,4 @@
-"""Projections: the kernels of few rows and of many, and who takes which."""
+"""Projections: the kernels of small M (up to 32 rows) and of any M, and who takes which."""
 
 import dataclasses
 import itertools
@@ -14,9 +14,9 @@ structs = header("linear/params.cuh")
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 SWITCHES = (False, True)
 
-FEW_ROWS = (8, 16, 32)  # of the tiles of linear_few and mlp_few
-few_rows = header("linear/few_rows.cuh")
-FEW_STAGES = (4, 3, 2, 1)  # slices of weights of a warp in shared memory
+SMALL_M_ROWS = (8, 16, 32)  # of the tiles of linear_small_m and mlp_small_m
+small_m_rows = header("linear/small_m_rows.cuh")
+SMALL_M_STAGES = (4, 3, 2, 1)  # slices of weights of a warp in shared memory
 HIDDEN_UNIT = header("linear/whole_mlp.cuh").HIDDEN_UNIT
 GATE_LOADS = 2
 MAX_MLP_COLUMNS = 2**25  # of out: its elements are counted in 32 bits
@@ -44,7 +44,7 @@ class LinearConfig(KernelConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearFew(LinearConfig):
+class LinearSmallM(LinearConfig):
     """Up to ``rows`` rows; ``vector`` elements of a weight in a load.
 
     Attributes:
@@ -52,8 +52,8 @@ class LinearFew(LinearConfig):
         arch: 80, or 75 for what Turing's tensor cores cannot do.
     """
 
-    source: ClassVar[str] = "linear/linear_few.cu"
-    threads: ClassVar[int] = few_rows.FEW_WARPS * 32
+    source: ClassVar[str] = "linear/linear_small_m.cu"
+    threads: ClassVar[int] = small_m_rows.SMALL_M_WARPS * 32
 
     rows: int
     vector: int
@@ -68,18 +68,18 @@ class LinearFew(LinearConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class MlpFew(KernelConfig):
-    """A whole MLP of up to ``rows`` rows; everything as in `LinearFew`.
+class MlpSmallM(KernelConfig):
+    """A whole MLP of up to ``rows`` rows; everything as in `LinearSmallM`.
 
     Attributes:
         cluster: blocks that share hidden columns.
     """
 
-    source: ClassVar[str] = "linear/mlp_few.cu"
+    source: ClassVar[str] = "linear/mlp_small_m.cu"
     params: ClassVar[type[structs.MlpParams]] = structs.MlpParams
     cooperative: ClassVar[bool] = True
     cluster: ClassVar[int] = 1
-    threads: ClassVar[int] = few_rows.FEW_WARPS * 32
+    threads: ClassVar[int] = small_m_rows.SMALL_M_WARPS * 32
 
     dtype: str
     activation: str
@@ -96,16 +96,16 @@ class MlpFew(KernelConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class MlpFewCluster(MlpFew):
+class MlpSmallMCluster(MlpSmallM):
     """The same in clusters."""
 
-    source: ClassVar[str] = "linear/mlp_few_cluster.cu"
+    source: ClassVar[str] = "linear/mlp_small_m_cluster.cu"
     cluster: ClassVar[int] = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearMma(LinearConfig):
-    """Many rows on mma.sync; ``vector`` as in `LinearFew`."""
+    """Many rows on mma.sync; ``vector`` as in `LinearSmallM`."""
 
     source: ClassVar[str] = "linear/linear_mma.cu"
     block: ClassVar[int] = 128  # rows and columns of a tile; half as many columns if gated
@@ -188,11 +188,11 @@ def gate(backward: bool, dtype: str, activation: str, aligned: bool) -> GateFwd:
 
 
 def row_bytes(dtype: str, depth: int) -> int:
-    """Of a row of x in shared memory, as in few_rows.cuh."""
-    return -(-depth * ITEM_SIZE[dtype] // few_rows.SLICE_BYTES) * few_rows.SLICE_BYTES + 64
+    """Of a row of x in shared memory, as in small_m_rows.cuh."""
+    return -(-depth * ITEM_SIZE[dtype] // small_m_rows.SLICE_BYTES) * small_m_rows.SLICE_BYTES + 64
 
 
-def few(
+def small_m(
     dtype: str,
     activation: str,
     gated: bool,
@@ -201,16 +201,16 @@ def few(
     depth: int,
     aligned: bool,
     capability: Capability,
-) -> LinearFew | None:
-    """The kernel for so few rows, None where there is none or x does not fit."""
-    for tail in _few_tails(dtype, rows, aligned, capability):
-        config = LinearFew(dtype, activation, gated, rotary, *tail)
+) -> LinearSmallM | None:
+    """The kernel for small M, None where there is none or x does not fit."""
+    for tail in _small_m_tails(dtype, rows, aligned, capability):
+        config = LinearSmallM(dtype, activation, gated, rotary, *tail)
         if _fits(config, rows * row_bytes(dtype, depth)):
             return config
     return None
 
 
-def few_mlp(
+def small_m_mlp(
     dtype: str,
     activation: str,
     gated: bool,
@@ -219,12 +219,12 @@ def few_mlp(
     aligned: bool,
     capability: Capability,
     multiprocessors: int,
-) -> MlpFew | None:
-    """The kernel for a whole MLP of sizes (d_in, d_hidden, d_out), None as `few`."""
+) -> MlpSmallM | None:
+    """The kernel for a whole MLP of sizes (d_in, d_hidden, d_out), None as `small_m`."""
     depth, hidden, columns = sizes
     if columns > MAX_MLP_COLUMNS:
         return None
-    for tail in _few_tails(dtype, rows, aligned, capability):
+    for tail in _small_m_tails(dtype, rows, aligned, capability):
         config = _mlp_kind(capability)(dtype, activation, gated, *tail)
         units = -(-hidden // HIDDEN_UNIT)
         width = HIDDEN_UNIT * -(-units // config.clusters(hidden, multiprocessors))
@@ -248,35 +248,37 @@ def many(
     return LinearMma(dtype, activation, gated, rotary, *_mma_tail(dtype, aligned, capability))
 
 
-def _few_tails(
+def _small_m_tails(
     dtype: str, rows: int, aligned: bool, capability: Capability
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """(rows, vector, num_stages, arch, smem_bytes), the fastest first."""
     # Without copies of 16 bytes, and on Turing, more would spill.
     gpu = architecture(capability)
-    most = FEW_ROWS[-1] if aligned and gpu.copies >= 80 else few_rows.MAX_SUM_ROWS
+    most = SMALL_M_ROWS[-1] if aligned and gpu.copies >= 80 else small_m_rows.MAX_SUM_ROWS
     if rows > most or capability < (7, 5):
         return
-    tile = next(tile for tile in FEW_ROWS if rows <= tile)
+    tile = next(tile for tile in SMALL_M_ROWS if rows <= tile)
     vector, arch = vector_width(dtype) if aligned else 1, architecture(capability).mma
     # Copies through registers are waited for at once.
-    for stages in FEW_STAGES if vector > 1 and arch >= 80 else FEW_STAGES[-1:]:
-        if stages == 1 and vector > 1 and arch >= 80 and rows > few_rows.MAX_SUM_ROWS:
+    for stages in SMALL_M_STAGES if vector > 1 and arch >= 80 else SMALL_M_STAGES[-1:]:
+        if stages == 1 and vector > 1 and arch >= 80 and rows > small_m_rows.MAX_SUM_ROWS:
             return  # a kernel for many rows is faster then
         yield tile, vector, stages, arch, 1024 * gpu.shared_memory
 
 
-def _mlp_kind(capability: Capability) -> type[MlpFew]:
-    return MlpFewCluster if architecture(capability).clusters else MlpFew
+def _mlp_kind(capability: Capability) -> type[MlpSmallM]:
+    return MlpSmallMCluster if architecture(capability).clusters else MlpSmallM
 
 
-def _fits(config: LinearFew | MlpFew, bytes_of_rows: int) -> bool:
+def _fits(config: LinearSmallM | MlpSmallM, bytes_of_rows: int) -> bool:
     """Whether shared memory has room for rows besides what the kernel needs."""
     floats = (
-        few_rows.FEW_WARPS * min(config.rows, few_rows.MAX_SUM_ROWS) * few_rows.SUMS_PITCH
+        small_m_rows.SMALL_M_WARPS
+        * min(config.rows, small_m_rows.MAX_SUM_ROWS)
+        * small_m_rows.SUMS_PITCH
         + 2 * config.rows
     )
-    rings = few_rows.FEW_WARPS * config.num_stages * few_rows.STAGE_BYTES
+    rings = small_m_rows.SMALL_M_WARPS * config.num_stages * small_m_rows.STAGE_BYTES
     return rings + 4 * floats + bytes_of_rows <= config.smem_bytes
 
 
@@ -305,11 +307,13 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
             if dtype in architecture(capability).mma_dtypes:
                 tail = _mma_tail(dtype, aligned, capability)
                 yield LinearMma(dtype, activation, gated, rotary, *tail)
-            for rows in FEW_ROWS:
-                for tail in _few_tails(dtype, rows, aligned, capability):
-                    few = LinearFew(dtype, activation, gated, rotary, *tail)
+            for rows in SMALL_M_ROWS:
+                for tail in _small_m_tails(dtype, rows, aligned, capability):
+                    small_m = LinearSmallM(dtype, activation, gated, rotary, *tail)
                     mlp = _mlp_kind(capability)(dtype, activation, gated, *tail)
-                    yield from (x for x in (few, mlp) if _fits(x, 0) and not (rotary and x is mlp))
+                    yield from (
+                        x for x in (small_m, mlp) if _fits(x, 0) and not (rotary and x is mlp)
+                    )
         if not rotary:
             yield LinearSimt(dtype, activation, gated)
     yield from map(RotaryEmbedding, ITEM_SIZE)

@@ -14,11 +14,11 @@ from ..runtime.launch import Launch, call_fields
 from ..runtime.rows import Rows
 from ..runtime.structs import bytes_behind, header
 from ..runtime.tensor_map import TensorMaps, TensorMapSpec
-from . import few_sm90_kernels, kernels, sm90_kernels
-from .few_sm90_kernels import LinearFewSm90, is_apart
-from .kernels import LinearFew, LinearMma, LinearSimt
+from . import kernels, sm90_kernels, small_m_sm90_kernels
+from .kernels import LinearMma, LinearSimt, LinearSmallM
 from .reference import Options
 from .sm90_kernels import LinearSm90
+from .small_m_sm90_kernels import LinearSmallMSm90, is_apart
 
 norm_structs = header("norm/params.cuh")
 structs = header("linear/params.cuh")
@@ -28,7 +28,7 @@ MATRICES = ("x", "weight", "gate_weight", "residual", "down_weight")
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
     """Everything that the projections can launch."""
-    for module in (kernels, sm90_kernels, few_sm90_kernels):
+    for module in (kernels, sm90_kernels, small_m_sm90_kernels):
         yield from module.configurations(capability)
 
 
@@ -52,8 +52,8 @@ def launches_of(
     x, weight = views["x"], views["weight"]
     (rows, depth), columns = x.shape, weight.shape[0]
     norm, norm_weight, strides = None, views.get("norm_weight"), row_strides(views)
-    config = few_kernel(views, options, aligned, backend)
-    apart = config is None or isinstance(config, LinearFewSm90) and is_apart(rows, depth)
+    config = small_m_kernel(views, options, aligned, backend)
+    apart = config is None or isinstance(config, LinearSmallMSm90) and is_apart(rows, depth)
     if norm_weight and apart:
         norm = norm_launch(function, x, norm_weight, options, aligned)
         strides["x"] = depth
@@ -73,8 +73,8 @@ def launches_of(
     if "cos" in views:
         params.rotary = rotary_of(columns, views, options, seqlen)
     config = config or many_kernel(views, options, params, aligned, backend)
-    if isinstance(config, LinearFewSm90):
-        launches = [LinearFewLaunch(config, x.device, params, norm_inside)]
+    if isinstance(config, LinearSmallMSm90):
+        launches = [LinearSmallMLaunch(config, x.device, params, norm_inside)]
     elif isinstance(config, LinearSm90):
         launches = [LinearLaunch(config, x.device, params)]
     else:
@@ -87,10 +87,10 @@ def launches_of(
     return norm, launches
 
 
-def few_kernel(
+def small_m_kernel(
     views: Mapping[str, View], options: Options, aligned: bool, backend: str | None
-) -> LinearFewSm90 | LinearFew | None:
-    """The fastest kernel for few rows, None where none can take these."""
+) -> LinearSmallMSm90 | LinearSmallM | None:
+    """The fastest kernel for small M, None where none can take these rows."""
     if backend == "simt":
         return None
     x, strides = views["x"], row_strides(views)
@@ -98,23 +98,25 @@ def few_kernel(
     (rows, depth), columns = x.shape, views["weight"].shape[0]
     capability, apart = capability_of(x.device), is_apart(rows, depth)
     vector = aligned and is_aligned(x, strides)
-    few = kernels.few(x.dtype, options.activation, gated, rotary, rows, depth, vector, capability)
-    inside = rotary and few_sm90_kernels.turns(sm90_rotary(rotary_of(columns, views, options)))
+    small_m = kernels.small_m(
+        x.dtype, options.activation, gated, rotary, rows, depth, vector, capability
+    )
+    inside = rotary and small_m_sm90_kernels.turns(sm90_rotary(rotary_of(columns, views, options)))
     if not aligned or backend == "sm80" or rotary and not inside and not apart:
-        return few
-    long = few_sm90_kernels.is_long(rows, columns * (1 + gated), depth)
-    if long and few and few.num_stages > 1:
-        return few
-    few_sm90 = few_sm90_kernels.choose(
+        return small_m
+    long = small_m_sm90_kernels.is_long(rows, columns * (1 + gated), depth)
+    if long and small_m and small_m.num_stages > 1:
+        return small_m
+    small_m_sm90 = small_m_sm90_kernels.choose(
         x.dtype,
         capability,
         (options.activation, gated, inside),
         "norm_weight" in views and not apart,
         (rows, columns, depth),
-        tuple(strides[name] for name in few_sm90_kernels.MAPPED if name in strides),
+        tuple(strides[name] for name in small_m_sm90_kernels.MAPPED if name in strides),
         multiprocessors(x.device),
     )
-    return few_sm90 or few
+    return small_m_sm90 or small_m
 
 
 def many_kernel(
@@ -202,7 +204,7 @@ class LinearLaunch(Launch):
     behind = bytes_behind(structs.LinearSm90Params, "base")  # the parameters
 
     def __init__(
-        self, config: LinearSm90 | LinearFewSm90, device: int, params: structs.LinearParams
+        self, config: LinearSm90 | LinearSmallMSm90, device: int, params: structs.LinearParams
     ) -> None:
         grid = config.grid(params.rows, params.columns, multiprocessors(device))
         super().__init__(config, device, grid, params)
@@ -217,21 +219,23 @@ class LinearLaunch(Launch):
         self.start(stream, maps + self.pack(*pointers) + self.tail)
 
 
-class LinearFewLaunch(LinearLaunch):
+class LinearSmallMLaunch(LinearLaunch):
     """As many stages as shared memory has room for, no more of it than that, threads as needed."""
 
     def __init__(
-        self, config: LinearFewSm90, device: int, params: structs.LinearParams, norm: bool
+        self, config: LinearSmallMSm90, device: int, params: structs.LinearParams, norm: bool
     ) -> None:
         stages = config.stages(params.columns, params.depth, norm, multiprocessors(device))
-        self.behind = struct.pack("i", stages) + bytes_behind(structs.LinearFewSm90Params, "stages")
+        self.behind = struct.pack("i", stages) + bytes_behind(
+            structs.LinearSmallMSm90Params, "stages"
+        )
         super().__init__(config, device, params)
         self.block = (config.norm_threads if norm else config.threads,)
         self.shared_memory = config.smem_bytes(stages, params.depth, norm)
 
 
 def tensor_map(
-    config: LinearSm90 | LinearFewSm90, name: str, params: structs.LinearParams
+    config: LinearSm90 | LinearSmallMSm90, name: str, params: structs.LinearParams
 ) -> TensorMapSpec:
     """The map of one of the arrays; an absent one has address 0 and so no map."""
     rows, columns, depth = params.rows, params.columns, params.depth

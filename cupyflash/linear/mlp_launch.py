@@ -1,4 +1,4 @@
-"""The whole MLP of few rows, ready to be launched."""
+"""A whole MLP of small M, ready to be launched."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ class MlpLaunch(Launch):
     has_scratch = True
 
     def __init__(
-        self, config: kernels.MlpFew, device: int, clusters: int, params: structs.MlpParams
+        self, config: kernels.MlpSmallM, device: int, clusters: int, params: structs.MlpParams
     ) -> None:
         super().__init__(config, device, clusters * config.cluster, params)
         self.partials_shape = (clusters, params.rows, -(-params.columns // 4) * 4)
@@ -34,7 +34,7 @@ class MlpLaunch(Launch):
         self(stream, *pointers, library.pointer(partials), counter)
 
 
-def few_mlp(
+def small_m_mlp(
     views: Mapping[str, View], options: Options, aligned: bool, backend: str | None
 ) -> MlpLaunch | None:
     """None where there are too many rows, or no room for them in shared memory.
@@ -45,7 +45,7 @@ def few_mlp(
         return None
     x, up, down = views["x"], views["weight"], views["down_weight"]
     steps, processors = row_strides(views), multiprocessors(x.device)
-    config = kernels.few_mlp(
+    config = kernels.small_m_mlp(
         x.dtype,
         options.activation,
         "gate_weight" in views,

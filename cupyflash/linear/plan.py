@@ -12,10 +12,10 @@ from ..runtime.operation import Operation, Plan, Plans, TorchSide
 from ..runtime.rows import collapse
 from . import reference
 from .checks import check
-from .few_sm90_kernels import LinearFewSm90
-from .launches import few_kernel, launches_of
-from .mlp_launch import few_mlp
+from .launches import launches_of, small_m_kernel
+from .mlp_launch import small_m_mlp
 from .reference import Arrays, Options
+from .small_m_sm90_kernels import LinearSmallMSm90
 
 Step = tuple[Launch, tuple[str, ...]]  # a kernel and the names of its arguments
 
@@ -138,11 +138,11 @@ class LinearPlan(Plan):
             {name: view for name, view in each._asdict().items() if view is not None}
             for each in (arrays.first(), arrays.second(dense(hidden, views["x"])))
         )
-        all_few = [
-            isinstance(few_kernel(each, of_each, *how), LinearFewSm90)
+        both_sm90 = [
+            isinstance(small_m_kernel(each, of_each, *how), LinearSmallMSm90)
             for each, of_each in ((first, options), (second, Options()))
         ]
-        self.mlp = None if all(all_few) else few_mlp(views, options, *how)
+        self.mlp = None if all(both_sm90) else small_m_mlp(views, options, *how)
         if self.mlp is not None:
             self.of_mlp = self._places(MLP)
             return []

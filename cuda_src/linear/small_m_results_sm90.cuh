@@ -1,7 +1,7 @@
-// The results of linear_few_sm90 from its sums: which thread finishes which, and how.
+// The results of linear_small_m_sm90 from its sums: which thread finishes which, and how.
 #pragma once
 #include "epilogue.cuh"
-#include "few_block_sm90.cuh"
+#include "small_m_block_sm90.cuh"
 
 // Sends the sums of a block to the blocks that finish them; rows of x beyond the last eight that
 // count are left out.
@@ -27,7 +27,7 @@ __device__ __forceinline__ void send_sums(const float (&acc)[L::ROWS / 8][4], fl
 // for what it adds to the sums of the products, or turns them by, long before
 // these are there.
 template <class L>
-struct FewResults {
+struct SmallMResults {
   using T = typename L::T;
   static constexpr int STEP = L::CONSUMERS / L::SHARE;
   static constexpr int COUNT = ceil_div(L::ROWS, STEP);
@@ -40,7 +40,9 @@ struct FewResults {
   float2 angles[COUNT];
 
   // The tile is that of which the block has the places from `column` on.
-  __device__ FewResults(const LinearParams& params, int column) : params(params) { begin(column); }
+  __device__ SmallMResults(const LinearParams& params, int column) : params(params) {
+    begin(column);
+  }
   __device__ void begin(int share_column) { column = share_column + place; }
 
   __device__ bool has(int i) const {

@@ -1,11 +1,11 @@
-// How the warps of few.cuh get their weights: which rows, in which order, through which memory.
+// How the warps of small_m.cuh get their weights: which rows, in which order, through which memory.
 //
 // Each warp fills and empties a ring of its own: a stage is one group of asynchronous copies, and a
 // warp knows by the number of its groups which of them are complete, so there is no barrier. The
 // ring of decode/weight_ring.cuh is that of a whole block, with a warp that fills it and barriers:
 // there warps wait for other blocks between products, and the copies must go on.
 #pragma once
-#include "few_rows.cuh"
+#include "small_m_rows.cuh"
 
 // Pairs of rows of weights in tiles, all of the same size if possible.
 struct EvenTiles {
@@ -120,11 +120,11 @@ struct Slices {
 
 // The ring of a warp. Every stage is one group of copies.
 template <class Tile>
-struct WeightRing {
+struct SliceRing {
   uint32_t stages;  // in shared memory
   int in = 0, out = 0;
 
-  __device__ WeightRing(char* rings)
+  __device__ SliceRing(char* rings)
       : stages(opaque(smem_address(rings) + threadIdx.x / 32 * Tile::RING_BYTES)) {}
 
   // Asks for one more.

@@ -1,5 +1,5 @@
-// A block of linear_few_sm90: its share of the depth and of out, its places in shared memory, its
-// barriers, and the lane that loads its tiles.
+// A block of linear_small_m_sm90: its share of the depth and of out, its places in shared memory,
+// its barriers, and the lane that loads its tiles.
 #pragma once
 #include "../common/group_sum.cuh"
 #include "../common/ring.cuh"
@@ -18,7 +18,7 @@ enum class NamedBarrier {
 };
 
 template <typename T_, bool GATED_, bool ROTARY_, int ROWS_, int CLUSTER_>
-struct FewLayout {
+struct SmallMLayout {
   using T = T_;
   static constexpr bool GATED = GATED_;
   static constexpr bool ROTARY = ROTARY_;
@@ -30,7 +30,7 @@ struct FewLayout {
   static constexpr int CONSUMERS = WARPGROUP;
   static constexpr int NORM_THREADS = 2 * CONSUMERS;
   static constexpr int THREADS = NORM_THREADS + 32;
-  static constexpr int MAX_STAGES = 12;  // few_sm90_kernels.IN_FLIGHT
+  static constexpr int MAX_STAGES = 12;  // small_m_sm90_kernels.IN_FLIGHT
   using TileX = SmemTile<ROWS, BLOCK_K>;
   using TileW = SmemTile<FEATURES, BLOCK_K>;
   // With a gate, or a rotary embedding, a place of the tile has two of them: the second half of the
@@ -50,12 +50,12 @@ struct FewLayout {
 // The tiles of out that a block makes: those of a cluster have one, a block alone goes on as long
 // as there are any.
 template <class L>
-struct FewTiles {
+struct SmallMTiles {
   const int head_dim;
   const int count;
   int index = blockIdx.x / L::CLUSTER;
 
-  __device__ explicit FewTiles(const LinearParams& params)
+  __device__ explicit SmallMTiles(const LinearParams& params)
       : head_dim(params.rotary.head_dim), count(ceil_div(params.columns, L::COLUMNS)) {}
 
   // The first column of the first half; of a head each tile has so many pairs.
@@ -88,10 +88,11 @@ struct DepthShare {
   __device__ int columns(int depth) const { return min(end * 64, depth) - begin * 64; }
 };
 
-// Places in shared memory, as LinearFewSm90 (Python) counts them. If there is a norm, x stays there
-// as a whole, with the norm's weight and bias; if not, it passes through the ring with the weights.
+// Places in shared memory, as LinearSmallMSm90 (Python) counts them. If there is a norm, x stays
+// there as a whole, with the norm's weight and bias; if not, it passes through the ring with the
+// weights.
 template <class L>
-struct FewPlaces {
+struct SmallMPlaces {
   uint32_t x;
   uint32_t ring;
   uint32_t stage_bytes;
@@ -100,7 +101,7 @@ struct FewPlaces {
   float* sums;
   Sums* row_sums;  // of the norm: [CLUSTER][ROWS]
 
-  __device__ FewPlaces(unsigned char* smem, const LinearFewSm90Params& params) {
+  __device__ SmallMPlaces(unsigned char* smem, const LinearSmallMSm90Params& params) {
     const bool norm = params.base.norm_weight != nullptr;
     const int steps = norm ? ceil_div(ceil_div(params.base.depth, L::BLOCK_K), L::CLUSTER) : 0;
     const int norm_bytes = steps * L::BLOCK_K * int(sizeof(float));
@@ -115,14 +116,14 @@ struct FewPlaces {
 };
 
 template <class L>
-struct FewBarriers : RingBarriers<L::MAX_STAGES> {
+struct SmallMBarriers : RingBarriers<L::MAX_STAGES> {
   using RingBarriers<L::MAX_STAGES>::full;
   using RingBarriers<L::MAX_STAGES>::empty;
   uint64_t sums;  // of this block's share, from the cluster, as the next
   uint64_t row_sums;
 
   // The first warp calls it.
-  __device__ void init(const LinearFewSm90Params& params) {
+  __device__ void init(const LinearSmallMSm90Params& params) {
     const int lane = threadIdx.x;
     if (lane < params.stages) {
       mbarrier_init(smem_address(&full[lane]), 1);
@@ -162,14 +163,14 @@ __device__ __forceinline__ void wait_for_pairs(uint64_t& barrier, int threads) {
 // The loader: one lane. As many weights as the ring has room for are asked for before what the
 // kernel before has to write.
 template <class L>
-struct FewLoader {
-  const LinearFewSm90Params& params;
-  const FewPlaces<L>& places;
-  FewBarriers<L>& barriers;
+struct SmallMLoader {
+  const LinearSmallMSm90Params& params;
+  const SmallMPlaces<L>& places;
+  SmallMBarriers<L>& barriers;
   const DepthShare& depth;
   const bool stream_x = params.base.norm_weight == nullptr;
   const int filled = min(depth.size(), params.stages);
-  FewTiles<L> tiles = FewTiles<L>(params.base);
+  SmallMTiles<L> tiles = SmallMTiles<L>(params.base);
 
   // The first tiles, for which there is room.
   __device__ void fill() const {

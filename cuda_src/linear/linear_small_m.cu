@@ -1,15 +1,15 @@
 // out = epilogue(norm(x) weight^T) for up to 32 rows of x, limited by reading the weights once
-// (few.cuh): on tensor cores by mma.sync, or without. A block has a share of the pairs of columns
-// of out, so no block waits for another. If there is a norm, every block normalises x in its shared
-// memory.
+// (small_m.cuh): on tensor cores by mma.sync, or without. A block has a share of the pairs of
+// columns of out, so no block waits for another. If there is a norm, every block normalises x in
+// its shared memory.
 #include "column_pairs.cuh"
-#include "few.cuh"
+#include "small_m.cuh"
 
 // Brings what the epilogue of a block reads, which is far away, closer while weights are on their
 // way.
 template <typename T, bool GATED, bool ROTARY>
 __device__ __forceinline__ void prefetch_epilogue(const LinearParams& params, const Share& pairs) {
-  for (int i = threadIdx.x; i < pairs.size() * int(params.rows); i += FEW_THREADS) {
+  for (int i = threadIdx.x; i < pairs.size() * int(params.rows); i += SMALL_M_THREADS) {
     const int row = i / pairs.size();
     const int column = column_pair<GATED, ROTARY>(params, pairs.begin + i % pairs.size()).first;
     if (params.bias) prefetch_l2(static_cast<const T*>(params.bias) + column);
@@ -39,9 +39,9 @@ struct ColumnWeights {
 
 template <typename T, Activation ACTIVATION, bool GATED, bool ROTARY, int ROWS, int VECTOR,
           int NUM_STAGES, int ARCH, int SMEM_BYTES>
-__global__ void __launch_bounds__(FEW_THREADS, 1)
-    linear_few(const __grid_constant__ LinearParams params) {
-  using Tile = FewTile<T, ROWS, VECTOR, NUM_STAGES, ARCH>;
+__global__ void __launch_bounds__(SMALL_M_THREADS, 1)
+    linear_small_m(const __grid_constant__ LinearParams params) {
+  using Tile = SmallMTile<T, ROWS, VECTOR, NUM_STAGES, ARCH>;
   using Weights = ColumnWeights<Tile, GATED, ROTARY>;
   extern __shared__ __align__(128) char smem[];
   float* sums = reinterpret_cast<float*>(smem + Tile::SUMS_OFFSET);
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(FEW_THREADS, 1)
   const EvenTiles tiles(pairs.size());
 
   // ---- weights and x on their way ----
-  WeightRing<Tile> ring(smem);
+  SliceRing<Tile> ring(smem);
   Slices<Tile, Weights> slices(
       Weights{params, pairs.begin, tiles, shared_walk<Tile>(tiles, params.depth)},
       RowCopy<Tile>{x, static_cast<const T*>(params.x), params.x_stride, params.depth},
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(FEW_THREADS, 1)
   wait_for_rows<Tile>(x, params, sums + Tile::SUMS);
 
   // ---- products ----
-  few_products<Tile>(
+  small_m_products<Tile>(
       ring, slices, x, tiles, params.depth, sums,
       [&](int pair, int row, float first, float second) {
         const ColumnPair columns = column_pair<GATED, ROTARY>(params, pairs.begin + pair);

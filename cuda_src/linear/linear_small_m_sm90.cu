@@ -16,8 +16,8 @@
 //     columns of all rows of x to shared memory and normalise them, with the sums that the cluster
 //     exchanges; then they leave.
 //
-// Shared memory (FewPlaces): x if there is a norm; the ring of stages; weight and bias of the norm;
-// the sums of the block's share from all blocks; the sums of the rows from all blocks.
+// Shared memory (SmallMPlaces): x if there is a norm; the ring of stages; weight and bias of the
+// norm; the sums of the block's share from all blocks; the sums of the rows from all blocks.
 //
 // The kernel ends: the loader waits for stages that the consumers empty, in the order in which they
 // wait for them to fill; a block waits for sums that every block of its cluster sends, and all of
@@ -28,18 +28,18 @@
 //
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "Tensor copy", "st.async".
 #include "../common/wg_gemm.cuh"
-#include "few_norm_sm90.cuh"
-#include "few_results_sm90.cuh"
+#include "small_m_norm_sm90.cuh"
+#include "small_m_results_sm90.cuh"
 
 template <typename T, Activation ACTIVATION, bool GATED, bool ROTARY, int ROWS, int CLUSTER>
 __global__ void __cluster_dims__(CLUSTER, 1, 1)
-    __launch_bounds__(FewLayout<T, GATED, ROTARY, ROWS, CLUSTER>::THREADS, 2)
-        linear_few_sm90(const __grid_constant__ LinearFewSm90Params params) {
-  using L = FewLayout<T, GATED, ROTARY, ROWS, CLUSTER>;
+    __launch_bounds__(SmallMLayout<T, GATED, ROTARY, ROWS, CLUSTER>::THREADS, 2)
+        linear_small_m_sm90(const __grid_constant__ LinearSmallMSm90Params params) {
+  using L = SmallMLayout<T, GATED, ROTARY, ROWS, CLUSTER>;
   extern __shared__ __align__(1024) unsigned char smem[];
-  __shared__ FewBarriers<L> barriers;
+  __shared__ SmallMBarriers<L> barriers;
   const LinearParams& base = params.base;
-  const FewPlaces<L> places(smem, params);
+  const SmallMPlaces<L> places(smem, params);
   const int rank = CLUSTER == 1 ? 0 : cluster_rank();
   const DepthShare depth(base.depth, rank, CLUSTER);
   const int warp = uniform(threadIdx.x / 32);
@@ -55,7 +55,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1)
 
   // ---- weights, and x without a norm ----
   if (warp == L::CONSUMERS / 32) {
-    FewLoader<L> loader = {params, places, barriers, depth};
+    SmallMLoader<L> loader = {params, places, barriers, depth};
     const bool leader = elect_one();
     if (leader) loader.fill();
     __syncwarp();
@@ -65,10 +65,10 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1)
   }
 
   // ---- what is added to the sums; x with a norm ----
-  FewTiles<L> tiles(base);
-  FewResults<L> results(base, tiles.column() + rank * L::SHARE);
+  SmallMTiles<L> tiles(base);
+  SmallMResults<L> results(base, tiles.column() + rank * L::SHARE);
   if (base.norm_weight) {
-    const FewNorm<L> norm = {base, places, depth};
+    const SmallMNorm<L> norm = {base, places, depth};
     norm.load_weights();
     if (consumer) results.load_bias();
     wait_for_previous_kernel();

@@ -1,4 +1,4 @@
-"""Projections of few rows on Hopper: which kernel, its argument, and its results."""
+"""Projections of small M on Hopper: which kernel, its argument, and its results."""
 
 import dataclasses
 import sys
@@ -10,11 +10,11 @@ from arrays import normal, stored
 from matrix import covering, each_case, each_library, libraries, pairwise
 from targets import is_hopper
 
-from cupyflash.linear import few_sm90_kernels, launches
-from cupyflash.linear.few_sm90_kernels import CLUSTERS, ROWS, LinearFewSm90, choose
-from cupyflash.linear.launches import LinearFewLaunch
+from cupyflash.linear import launches, small_m_sm90_kernels
+from cupyflash.linear.launches import LinearSmallMLaunch
 from cupyflash.linear.reference import Arrays, Options
 from cupyflash.linear.sm90_kernels import Rotary
+from cupyflash.linear.small_m_sm90_kernels import CLUSTERS, ROWS, LinearSmallMSm90, choose
 from cupyflash.runtime import launch as kernel_launch
 from cupyflash.runtime.array import library_of
 from cupyflash.runtime.structs import header
@@ -91,27 +91,27 @@ def test_cluster(columns, depth, cluster):
     ],
 )
 def test_long(rows, columns, depth, long):
-    assert few_sm90_kernels.is_long(rows, columns, depth) == long
+    assert small_m_sm90_kernels.is_long(rows, columns, depth) == long
 
 
 @pytest.mark.parametrize(
     ("rows", "depth", "apart"), [(8, 4096, False), (9, 4096, True), (32, 768, False)]
 )
 def test_norm_and_rotary_are_apart(rows, depth, apart):
-    assert few_sm90_kernels.is_apart(rows, depth) == apart
+    assert small_m_sm90_kernels.is_apart(rows, depth) == apart
 
 
 @pytest.mark.parametrize("rows", [1, 8, 17])
 @pytest.mark.parametrize("kind", [{}, {"gated": True}, {"rotary": True}])
 def test_every_choice_is_listed(rows, kind):
-    listed = set(few_sm90_kernels.configurations((9, 0)))
+    listed = set(small_m_sm90_kernels.configurations((9, 0)))
     for columns, depth in ((768, 768), (2304, 768), (6144, 4096), (40, 8)):
         assert chosen(rows, columns, depth, **kind) in listed
-    assert list(few_sm90_kernels.configurations((8, 0))) == []
+    assert list(small_m_sm90_kernels.configurations((8, 0))) == []
 
 
 def test_boxes_fill_a_stage():
-    for config in few_sm90_kernels.configurations((9, 0)):
+    for config in small_m_sm90_kernels.configurations((9, 0)):
         boxes = config.boxes
         assert boxes["x"] == config.rows and boxes["weight"] == boxes["gate_weight"]
         assert boxes["weight"] == 64 // (1 + config.gated + config.rotary)
@@ -125,7 +125,7 @@ def test_boxes_fill_a_stage():
     + [((32, 32), False), ((96, 96), False), ((128, 64), False), ((64, 64, True), False)],
 )
 def test_turns(rotary, expected):
-    assert few_sm90_kernels.turns(Rotary(*rotary)) is expected
+    assert small_m_sm90_kernels.turns(Rotary(*rotary)) is expected
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_launch(monkeypatch):
         return bytes([len(encoded)]) * 128
 
     function = lambda grid, block, args, memory, *_: launched.append(
-        (grid, block, memory, structs.LinearFewSm90Params.from_buffer_copy(args[0].tobytes()))
+        (grid, block, memory, structs.LinearSmallMSm90Params.from_buffer_copy(args[0].tobytes()))
     )
     runtime = types.SimpleNamespace(setDevice=lambda device: None)
     cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
@@ -166,11 +166,11 @@ def test_launch(monkeypatch):
     monkeypatch.setattr(kernel_launch, "capability_of", lambda device: (8, 0))
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
     monkeypatch.setattr(launches, "multiprocessors", lambda device: 132)
-    config = LinearFewSm90("bfloat16", "silu", True, False, 16, 4)
+    config = LinearSmallMSm90("bfloat16", "silu", True, False, 16, 4)
     params = structs.LinearParams(
         rows=9, columns=650, depth=768, x_stride=2304, weight_stride=768, gate_stride=776
     )
-    launch = LinearFewLaunch(config, 0, params, norm=False)
+    launch = LinearSmallMLaunch(config, 0, params, norm=False)
     launch(None, *range(16, 16 * 13, 16))
     ((grid, block, memory, found),) = launched
     stage = (16 + 64) * 128
@@ -245,7 +245,7 @@ class Case:
     def config(self):
         tile = next(tile for tile in ROWS if self.rows <= tile)
         kind = self.activation, self.gated, bool(self.head_dim)
-        return LinearFewSm90(self.dtype, *kind, tile, self.cluster)
+        return LinearSmallMSm90(self.dtype, *kind, tile, self.cluster)
 
 
 def launched(target, case, arrays):
@@ -276,7 +276,7 @@ def launched(target, case, arrays):
             rotary_dim=case.head_dim,
             wide=case.bias,
         )
-    launch = LinearFewLaunch(case.config, 0, params, norm=bool(case.norm))
+    launch = LinearSmallMLaunch(case.config, 0, params, norm=bool(case.norm))
     launch(None, *(0 if x is None else library.pointer(x) for x in arrays), library.pointer(out))
     target.synchronize()
     around = to_numpy64(memory).copy()
@@ -322,7 +322,7 @@ def cases(target):
 @each_case(cases, libraries("torch", "cuda"))
 def test_results(target, case, monkeypatch):
     if case.few_stages:
-        monkeypatch.setattr(LinearFewSm90, "stages", lambda *_: 2)
+        monkeypatch.setattr(LinearSmallMSm90, "stages", lambda *_: 2)
     if case.cluster == 1:  # several tiles for each block
         monkeypatch.setattr(launches, "multiprocessors", lambda device: 3)
     arrays = case.arrays(target)

@@ -1,5 +1,5 @@
 // Products of small M: up to 32 rows of x with many rows of weights, each of which is read once. It
-// is what linear_few and mlp_few have in common.
+// is what linear_small_m and mlp_small_m have in common.
 //
 // A block has 8 warps, all with the same role, and x in shared memory. It works on tiles of up to
 // 16 pairs of rows of weights, cut into slices of 128 bytes of the depth. Every warp has slices of
@@ -9,27 +9,26 @@
 // finished. A warp needs no more of x than the same slices: they come with the weights, unless
 // there is a norm, which wants whole rows.
 //
-// The rows of weights are A of the tensor cores, x is B (common/small_m.cuh). Where there are no
-// tensor cores for the type, lanes multiply what they have, and the four of a row add up.
+// The rows of weights are A of the tensor cores, x is B (common/small_m_mma.cuh). Where there are
+// no tensor cores for the type, lanes multiply what they have, and the four of a row add up.
 //
-// Shared memory (FewTile): the rings of all warps; the sums of the warps, which a block adds up;
+// Shared memory (SmallMTile): the rings of all warps; the sums of the warps, which a block adds up;
 // mean and 1 / deviation of each row, for the norm; the rows of x.
 //
 // The walk of a warp over its tiles is finite, and it waits for its own copies only; the block
 // synchronises where all of its warps do. A slice is replaced by the warp that has read it, after
 // __syncwarp(); sums are replaced after the __syncthreads() that follows their reading.
 #pragma once
-#include "few_sums.cuh"
+#include "small_m_sums.cuh"
 
 // ---- products ----
 
 // Multiplies x with the tiles of a walk, whose weights come out of the ring: done(tile, sums) gets
 // what this warp has found. Asks for as much as it takes, of this walk or of the next one.
 template <class Tile, class Weights, class Done>
-__device__ __forceinline__ void multiply_tiles(WeightRing<Tile>& ring,
-                                               Slices<Tile, Weights>& slices, const SmemRows& x,
-                                               const Walk& walk, Done done) {
-  FewSums<Tile, Tile::MMA> sums(x);
+__device__ __forceinline__ void multiply_tiles(SliceRing<Tile>& ring, Slices<Tile, Weights>& slices,
+                                               const SmemRows& x, const Walk& walk, Done done) {
+  SmallMSums<Tile, Tile::MMA> sums(x);
 #pragma unroll 1
   for (int tile = 0; tile < walk.tiles; ++tile) {
     sums.clear();
@@ -48,18 +47,19 @@ __device__ __forceinline__ void multiply_tiles(WeightRing<Tile>& ring,
 // The walk of each warp where all of them share the depth of every tile.
 template <class Tile>
 __device__ __forceinline__ Walk shared_walk(const EvenTiles& tiles, int depth) {
-  return {tiles.count, depth, int(threadIdx.x) / 32 * Tile::SLICE, FEW_WARPS * Tile::SLICE};
+  return {tiles.count, depth, int(threadIdx.x) / 32 * Tile::SLICE, SMALL_M_WARPS * Tile::SLICE};
 }
 
 // The products of such walks: finish(pair, n, first, second) gets the two sums of a pair with row n
 // of x.
 template <class Tile, class Weights, class Finish>
-__device__ __forceinline__ void few_products(WeightRing<Tile>& ring, Slices<Tile, Weights>& slices,
-                                             const SmemRows& x, const EvenTiles& tiles, int depth,
-                                             float* sums_of_warps, Finish finish) {
+__device__ __forceinline__ void small_m_products(SliceRing<Tile>& ring,
+                                                 Slices<Tile, Weights>& slices, const SmemRows& x,
+                                                 const EvenTiles& tiles, int depth,
+                                                 float* sums_of_warps, Finish finish) {
   constexpr int SUM_ROWS = Tile::SUM_ROWS, WARP_SUMS = SUM_ROWS * SUMS_PITCH;
   float* own = sums_of_warps + threadIdx.x / 32 * WARP_SUMS;
-  const auto done = [&](int tile, const FewSums<Tile, Tile::MMA>& sums) {
+  const auto done = [&](int tile, const SmallMSums<Tile, Tile::MMA>& sums) {
     const int n = threadIdx.x / TILE_PAIRS, row = threadIdx.x % TILE_PAIRS;
     const int pair = tiles.pair(tile, row);
 #pragma unroll
@@ -73,7 +73,7 @@ __device__ __forceinline__ void few_products(WeightRing<Tile>& ring, Slices<Tile
       float first = 0.f, second = 0.f;
       const float* from = sums_of_warps + n * SUMS_PITCH + row;
 #pragma unroll
-      for (int w = 0; w < FEW_WARPS; ++w) {
+      for (int w = 0; w < SMALL_M_WARPS; ++w) {
         first += from[w * WARP_SUMS];
         second += from[w * WARP_SUMS + TILE_PAIRS];
       }
@@ -87,7 +87,7 @@ __device__ __forceinline__ void few_products(WeightRing<Tile>& ring, Slices<Tile
 
 // Asks for x, all of it if there is a norm, and for the first weights.
 template <class Tile, class Weights, class Params>
-__device__ __forceinline__ void ask_for_rows(WeightRing<Tile>& ring, Slices<Tile, Weights>& slices,
+__device__ __forceinline__ void ask_for_rows(SliceRing<Tile>& ring, Slices<Tile, Weights>& slices,
                                              const Params& params) {
   using T = typename Tile::T;
   if (params.norm_weight) {

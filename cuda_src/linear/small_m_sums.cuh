@@ -1,25 +1,25 @@
-// The sums of a warp of few.cuh: a tile of weights times the rows of x. x is in shared memory, as
-// all tiles are multiplied with the same rows; decode/row_dot.cuh, whose vectors change with every
-// product, has them in registers.
+// The sums of a warp of small_m.cuh: a tile of weights times the rows of x. x is in shared memory,
+// as all tiles are multiplied with the same rows; decode/row_dot.cuh, whose vectors change with
+// every product, has them in registers.
 #pragma once
-#include "weight_ring.cuh"
+#include "small_m_ring.cuh"
 
 constexpr int HALF_BYTES = STAGE_BYTES / 2;
 
 template <class Tile, bool MMA>
-struct FewSums;
+struct SmallMSums;
 
 // Lane 4 g + c has, for n = 8 i + 2 c + j, sums[half][i][j] of rows (g, n) and sums[half][i][2 + j]
 // of (g + 8, n).
 template <class Tile>
-struct FewSums<Tile, true> {
+struct SmallMSums<Tile, true> {
   using T = typename Tile::T;
   static constexpr int BLOCKS = Tile::ROWS / 8;
   float sums[2][BLOCKS][4];
   uint4 slice[BLOCKS][2];
   const char* x[BLOCKS];  // row 8 i + g; a row that is not there repeats the last one
 
-  __device__ FewSums(const SmemRows& rows) {
+  __device__ SmallMSums(const SmemRows& rows) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i)
@@ -81,13 +81,13 @@ struct FewSums<Tile, true> {
 
 // Every lane has its share of all sums of rows g and g + 8 of a half.
 template <class Tile>
-struct FewSums<Tile, false> {
+struct SmallMSums<Tile, false> {
   using T = typename Tile::T;
   float sums[2][2][Tile::ROWS];
   SmemRows rows;
   const char* slice;
 
-  __device__ FewSums(const SmemRows& rows) : rows(rows) {}
+  __device__ SmallMSums(const SmemRows& rows) : rows(rows) {}
 
   __device__ void clear() {
 #pragma unroll

@@ -1,21 +1,21 @@
-// The norm of linear_few_sm90: each block of the cluster has the columns of x that its share of the
-// depth wants; they exchange the sums of the rows.
+// The norm of linear_small_m_sm90: each block of the cluster has the columns of x that its share of
+// the depth wants; they exchange the sums of the rows.
 #pragma once
 #include "../common/convert.cuh"
 #include "../common/words.cuh"
-#include "few_block_sm90.cuh"
+#include "small_m_block_sm90.cuh"
 
 // Brings the block's columns of x to shared memory and normalises them: the consumers, and as many
 // helpers. LANES of a warp have a row; what they load is theirs until it is normalised.
 template <class L>
-struct FewNorm {
+struct SmallMNorm {
   using T = typename L::T;
   static constexpr int LANES = L::NORM_THREADS / L::ROWS;
   static_assert(LANES % 8 == 0 && LANES <= 32, "a lane has the same chunk of all its tiles");
   static constexpr int NEXT = LANES / 8 * L::TileX::BYTES;  // from a pack of a lane to the next
   static constexpr int BATCH = 6;                           // loads of a lane in flight
   const LinearParams& params;
-  const FewPlaces<L>& places;
+  const SmallMPlaces<L>& places;
   const DepthShare& depth;
   const int thread = threadIdx.x < L::CONSUMERS ? threadIdx.x : threadIdx.x - 32;
   const int row = thread / LANES;

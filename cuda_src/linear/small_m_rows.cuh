@@ -1,7 +1,7 @@
-// The few rows of x in shared memory, normalised if there is a norm, and what a tile of few.cuh is.
+// The tile of small_m.cuh, and the rows of x in shared memory, normalised if there is a norm.
 #pragma once
 #include "../common/convert.cuh"
-#include "../common/small_m.cuh"
+#include "../common/small_m_mma.cuh"
 #include "../common/warp.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ld_global.cuh"
@@ -10,16 +10,17 @@
 #include "epilogue.cuh"
 #include "params.cuh"
 
-constexpr int FEW_WARPS = 8;
-constexpr int FEW_THREADS = FEW_WARPS * 32;
+constexpr int SMALL_M_WARPS = 8;
+constexpr int SMALL_M_THREADS = SMALL_M_WARPS * 32;
 constexpr int TILE_PAIRS = 16;  // a tile is up to so many pairs of rows of weights
 constexpr int SLICE_BYTES = 128;
 constexpr int STAGE_BYTES = 2 * TILE_PAIRS * SLICE_BYTES;
 constexpr int SUMS_PITCH = 36;  // of 32 numbers: stores of a warp hit all banks
-constexpr int MAX_SUM_ROWS = FEW_THREADS / TILE_PAIRS;  // of x, whose sums warps share at a time
+constexpr int MAX_SUM_ROWS =
+    SMALL_M_THREADS / TILE_PAIRS;  // of x, whose sums warps share at a time
 
 template <typename T_, int ROWS_, int VECTOR_, int NUM_STAGES_, int ARCH_>
-struct FewTile {
+struct SmallMTile {
   using T = T_;
   static constexpr int ROWS = ROWS_;      // of x, at most
   static constexpr int VECTOR = VECTOR_;  // elements of a load
@@ -31,9 +32,9 @@ struct FewTile {
   static constexpr int SLICE = SLICE_BYTES / sizeof(T);
   // Shared memory: the rings of all warps, sums, statistics of the norm, x.
   static constexpr int RING_BYTES = NUM_STAGES * STAGE_BYTES;
-  static constexpr int SUMS_OFFSET = FEW_WARPS * RING_BYTES;
+  static constexpr int SUMS_OFFSET = SMALL_M_WARPS * RING_BYTES;
   static constexpr int SUM_ROWS = ROWS < MAX_SUM_ROWS ? ROWS : MAX_SUM_ROWS;
-  static constexpr int SUMS = FEW_WARPS * SUM_ROWS * SUMS_PITCH;
+  static constexpr int SUMS = SMALL_M_WARPS * SUM_ROWS * SUMS_PITCH;
   static constexpr int X_OFFSET = SUMS_OFFSET + (SUMS + 2 * ROWS) * sizeof(float);
 };
 
@@ -99,7 +100,7 @@ struct RowCopy {
       while (k >= padded) k -= padded, ++row;
       if (row >= to.rows) break;
       copy(row, k);
-      k += FEW_THREADS * Tile::LANE;
+      k += SMALL_M_THREADS * Tile::LANE;
     }
   }
   // The slice that begins at k, by a warp.
@@ -117,7 +118,7 @@ template <typename T>
 __device__ __forceinline__ void prefetch_norm(const RowNorm& norm, const void* weight,
                                               const void* bias, int depth) {
   const int size = norm.wide ? sizeof(float) : sizeof(T);
-  for (int byte = threadIdx.x * 128; byte < depth * size; byte += FEW_THREADS * 128) {
+  for (int byte = threadIdx.x * 128; byte < depth * size; byte += SMALL_M_THREADS * 128) {
     prefetch_l2(static_cast<const char*>(weight) + byte);
     if (bias) prefetch_l2(static_cast<const char*>(bias) + byte);
   }
@@ -140,7 +141,8 @@ __device__ __forceinline__ void row_means(float (&means)[N], const SmemRows& x, 
   for (int k = lane * Tile::LANE; k < depth; k += 32 * Tile::LANE) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const int row = min(warp + j * FEW_WARPS, x.rows - 1);  // the last one again if there is none
+      const int row =
+          min(warp + j * SMALL_M_WARPS, x.rows - 1);  // the last one again if there is none
       const uint4 pack = *reinterpret_cast<const uint4*>(x.at(row, k * sizeof(T)));
       float sum = 0.f;
 #pragma unroll
@@ -162,7 +164,7 @@ __device__ __forceinline__ void normalise_rows(const SmemRows& x, int depth, con
                                                const void* weight, const void* bias, float* stats) {
   using T = typename Tile::T;
   constexpr int LANE = Tile::LANE;
-  constexpr int WARP_ROWS = Tile::ROWS / FEW_WARPS;
+  constexpr int WARP_ROWS = Tile::ROWS / SMALL_M_WARPS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < x.rows) {
     float means[WARP_ROWS] = {}, squares[WARP_ROWS];
@@ -172,7 +174,7 @@ __device__ __forceinline__ void normalise_rows(const SmemRows& x, int depth, con
     row_means<Tile>(squares, x, depth, norm, means, square);
 #pragma unroll
     for (int j = 0; j < WARP_ROWS; ++j) {
-      const int row = warp + j * FEW_WARPS;
+      const int row = warp + j * SMALL_M_WARPS;
       if (lane != 0 || row >= x.rows) continue;
       stats[2 * row] = means[j];
       stats[2 * row + 1] = rsqrtf(squares[j] + norm.eps);
@@ -180,8 +182,8 @@ __device__ __forceinline__ void normalise_rows(const SmemRows& x, int depth, con
   }
   __syncthreads();
   // As many threads as the packs of a row want, a warp at least, take rows together.
-  const int width = min(round_up(ceil_div(depth, LANE), 32), FEW_THREADS);
-  const int groups = FEW_THREADS / width, group = threadIdx.x / width;
+  const int width = min(round_up(ceil_div(depth, LANE), 32), SMALL_M_THREADS);
+  const int groups = SMALL_M_THREADS / width, group = threadIdx.x / width;
   if (group >= groups) return;
 #pragma unroll 1
   for (int k = threadIdx.x % width * LANE; k < depth; k += width * LANE) {

@@ -1,4 +1,4 @@
-"""Projections of few rows on Hopper: wgmma tensor cores fed by the copy engine, half precision."""
+"""Projections of small M on Hopper: wgmma tensor cores fed by the copy engine, half precision."""
 
 import dataclasses
 import itertools
@@ -25,16 +25,16 @@ IN_FLIGHT = 96 * 1024  # bytes on their way to a multiprocessor; with more they 
 SHARED_MEMORY, RESERVED, BARRIERS = 233472, 1024, 1024
 
 BUSY = 0.8  # of the multiprocessors: as good as all of them
-# Weights of so many bytes for each row of x, in rows from this depth on, linear_few reads faster,
-# up to so many rows of x: it deals them out evenly, not in tiles, and beside their reading its
-# latencies do not count.
+# linear_small_m is faster for weights of so many bytes for each row of x, in rows from this depth
+# on, up to so many rows of x: it deals the weights out evenly, not in tiles, and beside their
+# reading its latencies do not count.
 LONG_BYTES, LONG_DEPTH, LONG_ROWS = 2**24, 2048, 4
 FUSED_ROWS = 8  # for more of such a depth what `is_apart` names is a kernel of its own
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearFewSm90(KernelConfig):
-    """Up to ``rows`` rows; see linear_few_sm90.cu.
+class LinearSmallMSm90(KernelConfig):
+    """Up to ``rows`` rows; see linear_small_m_sm90.cu.
 
     Attributes:
         gated: half of the rows of weights of a block are those of the gate.
@@ -42,8 +42,8 @@ class LinearFewSm90(KernelConfig):
         cluster: blocks that share the depth; a block alone makes one tile after the other.
     """
 
-    source: ClassVar[str] = "linear/linear_few_sm90.cu"
-    params: ClassVar[type[structs.LinearFewSm90Params]] = structs.LinearFewSm90Params
+    source: ClassVar[str] = "linear/linear_small_m_sm90.cu"
+    params: ClassVar[type[structs.LinearSmallMSm90Params]] = structs.LinearSmallMSm90Params
     dependent: ClassVar[bool] = True
     threads: ClassVar[int] = WARPGROUP + 32  # a warpgroup that multiplies, and a warp that loads
 
@@ -120,7 +120,7 @@ def choose(
     sizes: tuple[int, int, int],
     strides: tuple[int, ...],
     multiprocessors: int,
-) -> LinearFewSm90 | None:
+) -> LinearSmallMSm90 | None:
     """The kernel for (rows, columns, depth), None where there is none.
 
     The epilogue is (activation, gated, rotary). The strides are those of the rows of x and of the
@@ -132,7 +132,9 @@ def choose(
     tile = next(tile for tile in ROWS if rows <= tile)
     steps = -(-depth // BLOCK_K)
     offered = [
-        LinearFewSm90(dtype, *epilogue, tile, cluster) for cluster in CLUSTERS if cluster <= steps
+        LinearSmallMSm90(dtype, *epilogue, tile, cluster)
+        for cluster in CLUSTERS
+        if cluster <= steps
     ]
     busy = [x for x in offered if x.busy(columns, multiprocessors) >= BUSY]
     fitting = (x for x in busy or offered[-1:] if x.stages(columns, depth, norm, multiprocessors))
@@ -146,15 +148,15 @@ def turns(rotary: Rotary) -> bool:
 
 
 def is_long(rows: int, columns: int, depth: int) -> bool:
-    """Whether linear_few is the faster one, if it has room for x; ``columns`` of all weights."""
-    few_and_deep = rows <= LONG_ROWS and depth >= LONG_DEPTH
-    return few_and_deep and columns * depth * 2 >= rows * LONG_BYTES
+    """Whether linear_small_m is faster, if it has room for x; ``columns`` are of all weights."""
+    deep = rows <= LONG_ROWS and depth >= LONG_DEPTH
+    return deep and columns * depth * 2 >= rows * LONG_BYTES
 
 
 def is_apart(rows: int, depth: int) -> bool:
     """Whether a norm, or a rotary embedding not of `turns`, is faster as a kernel of its own.
 
-    Every block would do the norm again, and linear_few, which can turn anything, gets slow.
+    Every block would do the norm again, and linear_small_m, which can turn anything, gets slow.
     """
     return rows > FUSED_ROWS and depth >= LONG_DEPTH
 
@@ -165,4 +167,4 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
         return
     for epilogue in epilogues():
         for dtype, rows, cluster in itertools.product(HALF, ROWS, CLUSTERS):
-            yield LinearFewSm90(dtype, *epilogue, rows, cluster)
+            yield LinearSmallMSm90(dtype, *epilogue, rows, cluster)
