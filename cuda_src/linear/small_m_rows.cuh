@@ -16,8 +16,8 @@ constexpr int TILE_PAIRS = 16;  // a tile is up to so many pairs of rows of weig
 constexpr int SLICE_BYTES = 128;
 constexpr int STAGE_BYTES = 2 * TILE_PAIRS * SLICE_BYTES;
 constexpr int SUMS_PITCH = 36;  // of 32 numbers: stores of a warp hit all banks
-constexpr int MAX_SUM_ROWS =
-    SMALL_M_THREADS / TILE_PAIRS;  // of x, whose sums warps share at a time
+// Rows of x whose sums the warps share at a time, at most.
+constexpr int MAX_SUM_ROWS = SMALL_M_THREADS / TILE_PAIRS;
 
 template <typename T_, int ROWS_, int VECTOR_, int NUM_STAGES_, int ARCH_>
 struct SmallMTile {

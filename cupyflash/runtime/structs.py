@@ -31,7 +31,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _STRUCT = re.compile(r"^struct (?:alignas\((\d+)\) )?(\w+) \{(.*?)^\};", re.M | re.S)
 _FUNCTION = re.compile(r"[^;{}]*\{(?:[^{}]|\{[^{}]*\})*\}")  # with its body
 _FIELD = re.compile(r"(?:const )?(\w+)(\*?) (\w+)(?:\[(\w+)\])?")
-_CONSTANT = re.compile(r"^constexpr (?:int|float) (\w+) = ([^;]+);", re.M)
+_CONSTANT = re.compile(r"^constexpr (?:int|float) (\w+) =\s+([^;]+);", re.M)
 _ENUM = re.compile(r"^enum (?:class )?(\w+) (?:: \w+ )?\{(.*?)\};", re.M | re.S)
 
 
