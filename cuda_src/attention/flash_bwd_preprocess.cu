@@ -5,7 +5,7 @@
 //              to the next multiple of ACCUM_ROW_ALIGN), so that exp2(score - lse_log2) is 0 there
 //              without a mask; delta is 0 in those rows. From HUGE_LSE on it is NaN: float32 keeps
 //              no digit of the weights there, and no gradient is better than a wrong one
-//   dq_accum = 0, if the kernels of the architecture have one
+//   dq_accum = 0, if the backend has one
 //
 // The time is that of memory. A warp handles ROWS_PER_WARP consecutive rows of one head, and Lanes
 // says which lane reads which part of them, by loads of 16 bytes if all rows are aligned. The

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, HEAD_DIM <= 64 && BIAS == 0 && !
                tile.head * params.lse_head_stride + sequence.start_q + m_begin + thread_y();
 #pragma unroll
   for (int e = 0; e < ROWS; ++e) {
-    // The sink is one more score, whose value is zero.
+    // The sink is one more score, with a value vector of zeros.
     const float max = fmaxf(row_max[e], sink_log2);
     const float offset = max == -INF ? 0.0f : max;
     const float rescale = exp2_approx(row_max[e] - offset);

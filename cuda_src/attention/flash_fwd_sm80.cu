@@ -9,9 +9,8 @@
 //   warps          each owns BLOCK_M / NUM_WARPS queries (16 or 32), so that the softmax of a row
 //                  stays within a warp; S, P and O live in registers
 //   shared memory  Q [BLOCK_M][HEAD_DIM], one K tile and one V tile [BLOCK_N][HEAD_DIM]
-//   overlap        V(n) is copied while S = Q K(n)^T runs, and K(n - 1) while O += P V(n) runs;
-//   with
-//                  two or more blocks a multiprocessor, the softmax of one runs beside the products
+//   overlap        V(n) is copied while S = Q K(n)^T runs, and K(n - 1) while O += P V(n) runs; of
+//                  two or more blocks on a multiprocessor, one runs its softmax beside the products
 //                  of another
 //
 // Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim

@@ -79,7 +79,7 @@ struct FwdLayout {
 };
 
 // The next tile is chosen when this number of key tiles of the current one is still to be loaded:
-// late, so that the work is divided evenly among the blocks, but early enough that no role waits.
+// late, so that the work is divided evenly among the blocks, but early enough for its first loads.
 constexpr int LOOK_AHEAD = 3;
 
 // The scheduler is one tile ahead of the loader, which is at most Q_STAGES (2) tiles ahead of the

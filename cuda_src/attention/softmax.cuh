@@ -80,9 +80,9 @@ struct RowState {
   }
 
   // After the last tile: returns the factor that normalises the output, and sets `lse` to the
-  // natural log-sum-exp. A sink is one more logit (times log2(e)) whose value is zero; -inf means
-  // none. The sum is relative to the rounded product that update() has subtracted, so __fadd_rn
-  // keeps the compiler from contracting the product into a fused multiply-add.
+  // natural log-sum-exp. A sink is one more logit (times log2(e)) with a value vector of zeros;
+  // -inf means none. The sum is relative to the rounded product that update() has subtracted, so
+  // __fadd_rn keeps the compiler from contracting the product into a fused multiply-add.
   __device__ __forceinline__ float finish(int half, float scale_log2, float& lse,
                                           float sink_log2 = -INF) const {
     auto [max_log2, total] = partial(half, scale_log2);
