@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm, with dropout and the addition of a residual before them."""
 
-from typing import Any
-
 from ..runtime.array import Array
 from ..runtime.operation import Operation, TorchSide
 from . import dispatch
@@ -54,8 +52,9 @@ def layer_norm(
 
     Source: Layer Normalization, arXiv:1607.06450.
     """
-    arrays, dropout = (x, weight, bias, residual), (dropout_p, dropout_seed)
-    return _forward("layer_norm", False, arrays, eps, dropout, return_stats)
+    seed, dropout = split(dropout_p, dropout_seed)
+    arrays, options = (x, weight, bias, residual, seed), (False, eps, return_stats, *dropout)
+    return _returned(FORWARD("layer_norm", arrays, options), residual, return_stats)
 
 
 def rms_norm(
@@ -74,8 +73,9 @@ def rms_norm(
 
     Source: Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
-    arrays, dropout = (x, weight, None, residual), (dropout_p, dropout_seed)
-    return _forward("rms_norm", True, arrays, eps, dropout, return_stats)
+    seed, dropout = split(dropout_p, dropout_seed)
+    arrays, options = (x, weight, None, residual, seed), (True, eps, return_stats, *dropout)
+    return _returned(FORWARD("rms_norm", arrays, options), residual, return_stats)
 
 
 def layer_norm_backward(
@@ -109,8 +109,9 @@ def layer_norm_backward(
     Raises:
         As `layer_norm`.
     """
-    arrays, dropout = (dout, x, weight, stats, dresidual), (dropout_p, dropout_seed)
-    return _backward("layer_norm_backward", False, arrays, dropout, True)
+    seed, dropout = split(dropout_p, dropout_seed)
+    arrays, options = (dout, x, weight, stats, dresidual, seed), (False, True, *dropout)
+    return BACKWARD("layer_norm_backward", arrays, options)
 
 
 def rms_norm_backward(
@@ -124,37 +125,22 @@ def rms_norm_backward(
     dropout_seed: int | Array | None = None,
 ) -> tuple[Array | None, ...]:
     """(dx, dweight) of `rms_norm`, with dropout (dx, dweight, dh), as `layer_norm_backward`."""
-    arrays, dropout = (dout, x, weight, stats, dresidual), (dropout_p, dropout_seed)
-    dx, dweight, _, *dh = _backward("rms_norm_backward", True, arrays, dropout, False)
+    seed, dropout = split(dropout_p, dropout_seed)
+    arrays, options = (dout, x, weight, stats, dresidual, seed), (True, False, *dropout)
+    dx, dweight, _, *dh = BACKWARD("rms_norm_backward", arrays, options)
     return dx, dweight, *dh
 
 
-def _forward(
-    function: str,
-    rms: bool,
-    arrays: tuple[Array | None, ...],
-    eps: float,
-    dropout: tuple[Any, Any],
-    return_stats: bool,
+def _returned(
+    results: tuple[Array | None, ...], residual: Array | None, return_stats: bool
 ) -> Array | tuple[Array, ...]:
-    seed, options = split(*dropout)
-    out, h, stats = FORWARD(function, (*arrays, seed), (rms, eps, return_stats, *options))
-    if arrays[-1] is None:
-        if return_stats:
-            return (out, stats) if h is None else (out, h, stats)
-        return out
-    return (out, h, stats) if return_stats else (out, h)
-
-
-def _backward(
-    function: str,
-    rms: bool,
-    arrays: tuple[Array | None, ...],
-    dropout: tuple[Any, Any],
-    need_dbias: bool,
-) -> tuple[Array | None, ...]:
-    seed, options = split(*dropout)
-    return BACKWARD(function, (*arrays, seed), (rms, need_dbias, *options))
+    """Those of (out, h, statistics) that the caller asked for."""
+    out, h, stats = results
+    if residual is not None:
+        return (out, h, stats) if return_stats else (out, h)
+    if return_stats:
+        return (out, stats) if h is None else (out, h, stats)
+    return out
 
 
 def _torch_forward() -> TorchSide:
