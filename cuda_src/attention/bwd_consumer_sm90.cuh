@@ -157,8 +157,8 @@ struct BwdConsumer {
 
     // ---- dV += P^T dO, dQ = dS K, dK += dS^T Q ----
     wg_gemm<T, BLOCK_M / 16>(acc_dv, p, WgColumnOperand<TileQ>(dout_stage, 0), ACCUMULATE);
-    fence_async_proxy();  // dS becomes visible to wgmma
-    named_barrier_sync(NamedBarrier::DS_WRITTEN, L::CONSUMERS);
+    fence_async_proxy();                                         // dS becomes visible to wgmma
+    named_barrier_sync(NamedBarrier::DS_WRITTEN, L::CONSUMERS);  // dS is complete
     if constexpr (L::HAS_BIAS_TILES) {
       // An arrival can overtake loads that are still in flight (wait_for_loads), so it must come
       // after the stores of dS, which was computed from the bias.
@@ -188,6 +188,7 @@ struct BwdConsumer {
  private:
   // Writes this warpgroup's part of dQ to shared memory for the reducer.
   __device__ __forceinline__ void hand_over_dq(const float (&dq)[L::DQ_COLS / 8][4]) {
+    // The copy engine has read the last dQ after this barrier.
     named_barrier_sync(NamedBarrier::DQ_EMPTY, L::CONSUMERS + 32);
 #pragma unroll
     for (int n = 0; n < L::DQ_COLS / 8; ++n) {
@@ -195,7 +196,7 @@ struct BwdConsumer {
           smem + L::DQ_OFFSET + dq_fragment_offset(group * L::DQ_COLS / 8 + n) * sizeof(float),
           dq[n]);
     }
-    fence_async_proxy();
+    fence_async_proxy();  // dQ becomes visible to the copy engine
     named_barrier_arrive(NamedBarrier::DQ_FULL, L::CONSUMERS + 32);
   }
 };

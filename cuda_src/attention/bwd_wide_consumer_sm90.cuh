@@ -154,7 +154,7 @@ struct BwdWideConsumer {
                                           Gradient& acc_dv, const BwdTile& tile, const Place& at) {
     Scores kept;
     store_s(smem + L::P_OFFSET, kept_weights<Options>(kept, p));
-    fence_async_proxy();
+    fence_async_proxy();  // P becomes visible to wgmma
     // After this barrier P is complete, and no warp reads the last dS any more.
     named_barrier_sync(NamedBarrier::P_WRITTEN, L::CONSUMERS);
     const uint32_t dout_stage = smem + L::DOUT_OFFSET + uniform(at.ring.stage) * TileQ::BYTES;
@@ -173,7 +173,7 @@ struct BwdWideConsumer {
     if constexpr (has_gradient(Options::BIAS)) add_dbias(dp, tile, at);
     apply_softcap_slope<Options>(dp, softcap_slope);
     store_s(smem + L::DS_OFFSET, dp);
-    fence_async_proxy();
+    fence_async_proxy();  // dS becomes visible to wgmma
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < L::SLICES; ++i) pin(acc_dv[i]);
@@ -204,7 +204,7 @@ struct BwdWideConsumer {
 #pragma unroll
     for (int n = 0; n < L::DQ_COLS / 8; ++n) red_add(dq_accum + n * WARPGROUP * 4, dq[n]);
     if (half == SECOND && params.base.dq_semaphore) {
-      __syncwarp();
+      __syncwarp();  // all lanes have added
       if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&turns.over));
     }
   }

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   extern __shared__ __align__(1024) unsigned char smem[];
   const uint32_t smem_dq = smem_address(smem);
   store_fragments<TileQ, T, ARCH>(smem_dq, GridQ::row(), GridQ::col(), acc);
-  __syncthreads();
+  __syncthreads();  // dQ is complete in shared memory
   T* dq = static_cast<T*>(params.dq) + tile.batch * params.dq_strides.batch +
           (sequence.start_q + m_begin) * params.dq_strides.row + tile.head * params.dq_strides.head;
   store_tile<TileQ, NUM_WARPS * 32>(dq, params.dq_strides.row, smem_dq, m_rows, shape.head_dim);

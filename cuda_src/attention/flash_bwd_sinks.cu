@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32) flash_bwd_sinks(const FlashBwd
   for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
   __shared__ float sums[NUM_WARPS];
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-  __syncthreads();
+  __syncthreads();  // the sums of all warps are written
   if (threadIdx.x == 0) {
     for (int warp = 1; warp < NUM_WARPS; ++warp) sum += sums[warp];
     params.dsinks[head] = sum;

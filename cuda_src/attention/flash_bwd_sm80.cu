@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     block.locate(params, BLOCK_M, BLOCK_N);
     if constexpr (DROPOUT) dropout_seed = *params.dropout_seed;
   }
-  __syncthreads();
+  __syncthreads();                // the tile is located
   if (block.n_rows <= 0) return;  // packed: past the end of this sequence
 
   // ---- first copies ----
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
         const TileRange n_range = key_tiles(block.sequence, m_block * BLOCK_M, row_end, BLOCK_N);
         wait_flag_fenced(turn, block.n_block - n_range.begin);
       }
-      __syncthreads();
+      __syncthreads();  // it is this block's turn
     }
     float* dq_accum = params.dq_accum + accum_row * HEAD_DIM;
 #pragma unroll
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
       }
     }
     if (turn) {
-      __syncthreads();
+      __syncthreads();  // all threads have added, and the release publishes it
       if (threadIdx.x == 0) release_flag(turn);
     }
 
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   }
   store_fragments<TileKV, T, ARCH>(smem_k, GridKV::row(), GridKV::col(), acc_dk);
   store_fragments<TileKV, T, ARCH>(smem_v, GridKV::row(), GridKV::col(), acc_dv);
-  __syncthreads();
+  __syncthreads();  // dK and dV are complete in shared memory
   store_tile<TileKV, NUM_THREADS>(block.dk, params.dk_strides.row, smem_k, block.n_rows,
                                   shape.head_dim);
   store_tile<TileKV, NUM_THREADS>(block.dv, params.dv_strides.row, smem_v, block.n_rows,

@@ -62,7 +62,7 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
     release_flag(flag);
     flag = nullptr;
   };
-  named_barrier_arrive(NamedBarrier::DQ_EMPTY, THREADS);
+  named_barrier_arrive(NamedBarrier::DQ_EMPTY, THREADS);  // at first the buffer is empty
   Ring<BWD_TILE_RECORDS> record;
 #pragma unroll 1
   for (;; record.advance()) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
 #pragma unroll 1
       for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m) {
         const int64_t row = accum_row(params, tile, head, m * BLOCK_M);
-        named_barrier_sync(NamedBarrier::DQ_FULL, THREADS);
+        named_barrier_sync(NamedBarrier::DQ_FULL, THREADS);  // dQ is complete
         if (elected) {
           if (params.dq_semaphore) {
             end_turn();
@@ -87,7 +87,7 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
           bulk_commit();
           bulk_wait_read<0>();
         }
-        __syncwarp();
+        __syncwarp();  // the copy engine has read dQ
         named_barrier_arrive(NamedBarrier::DQ_EMPTY, THREADS);
       }
     }

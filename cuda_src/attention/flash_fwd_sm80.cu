@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     block.locate(params, BLOCK_M, BLOCK_N);
     if constexpr (DROPOUT) dropout_seed = *params.dropout_seed;
   }
-  __syncthreads();
+  __syncthreads();                // the tile is located
   if (block.m_rows <= 0) return;  // packed: past the end of this sequence
 
   // ---- first copies ----

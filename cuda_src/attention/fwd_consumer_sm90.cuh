@@ -147,7 +147,7 @@ struct FwdConsumer {
       // they have, because all scores have been read, so that this wait costs nothing.
       if constexpr (L::HAS_BIAS) {
         wait_for_loads(bias_loads);
-        __syncwarp();
+        __syncwarp();  // the loads of all lanes have returned
         shared.bias[group].release(0);
         bias_ring.advance();
       }
@@ -268,7 +268,7 @@ struct FwdConsumer {
   // copy engine.
   __device__ __forceinline__ void hand_over_o(int stage) {
     fence_async_proxy();
-    __syncwarp();
+    __syncwarp();  // all lanes have written
     if (lane == 0) mbarrier_arrive(smem_address(&shared.o_full[stage][group]));
   }
 

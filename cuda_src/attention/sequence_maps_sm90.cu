@@ -23,9 +23,9 @@ __device__ __forceinline__ void make_map(const SequenceMapsParams& params, Tenso
       of_keys ? sequence.start_k + sequence.seqlen_k : sequence.start_q + sequence.seqlen_q;
   uint32_t* map = reinterpret_cast<uint32_t*>(&shared);
   map[lane] = reinterpret_cast<const uint32_t*>(&params.maps[warp])[lane];
-  __syncwarp();
+  __syncwarp();  // the map is copied
   if (lane == 0) tensor_map_set_rows(shared, uint32_t(end));
-  __syncwarp();
+  __syncwarp();  // the map ends where the sequence ends
   TensorMap* out = params.sequence_maps + warp * gridDim.x + blockIdx.x;
   reinterpret_cast<uint32_t*>(out)[lane] = map[lane];
 }
@@ -33,7 +33,7 @@ __device__ __forceinline__ void make_map(const SequenceMapsParams& params, Tenso
 __device__ __forceinline__ void list_tiles(const SequenceMapsParams& params) {
   __shared__ int shared_before, shared_total;
   if (threadIdx.x == 0) shared_before = shared_total = 0;
-  __syncthreads();
+  __syncthreads();  // the counts are 0
   const auto length = [&](int i) {
     const Sequence sequence = load_sequence(params, i);
     return params.tiles_of_keys ? sequence.seqlen_k : sequence.seqlen_q;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void list_tiles(const SequenceMapsParams& params) {
   }
   atomicAdd(&shared_before, before);
   atomicAdd(&shared_total, total);
-  __syncthreads();
+  __syncthreads();  // the counts are complete
   PackedTile* list = params.packed_tiles;
   if (own == 0 && threadIdx.x == 0) list[0] = {0, min(shared_total, params.max_tiles)};
   // The list is written backwards, because its last element is computed first.

@@ -16,7 +16,7 @@ __device__ __forceinline__ void wait_for_all_blocks(int* counter) {
 }
 
 __device__ __forceinline__ void grid_barrier(int* counter) {
-  __syncthreads();
+  __syncthreads();  // all threads of this block have arrived
   if (threadIdx.x == 0) wait_for_all_blocks(counter);
-  __syncthreads();
+  __syncthreads();  // all blocks have arrived
 }

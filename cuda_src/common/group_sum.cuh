@@ -83,7 +83,7 @@ __device__ __forceinline__ V group_sum(V value, V (&scratch)[MAX_WARPS]) {
     constexpr int WARPS = THREADS / 32;
     const int lane = threadIdx.x % 32;
     if (lane == 0) scratch[threadIdx.x / 32] = value;
-    __syncthreads();
+    __syncthreads();  // the sums of all warps are written
     value = sum_of_neighbours<WARPS>(scratch[lane % WARPS]);
   }
   return value;

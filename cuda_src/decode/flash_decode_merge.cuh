@@ -81,7 +81,7 @@ __device__ __forceinline__ bool is_last_split(bool& last, int* counter, int spli
 #pragma unroll
     for (int i = 0; i < CLUSTER; ++i) *(CLUSTER > 1 ? cluster_shared(&last, i) : &last) = found;
   }
-  CLUSTER > 1 ? cluster_sync() : __syncthreads();
+  CLUSTER > 1 ? cluster_sync() : __syncthreads();  // `last` is written
   return last;
 }
 
@@ -111,7 +111,7 @@ __device__ __forceinline__ void merge_splits(DecodeStorage<HEAD_DIM>& storage,
     all.total = warp_sum(all.total);
     if (lane == 0) storage.merged[row] = all;
   }
-  __syncthreads();
+  __syncthreads();  // the weights and the sums are complete
 #pragma unroll 1
   for (int i = 4 * (rank * DECODE_THREADS + threadIdx.x); i < rows * HEAD_DIM;
        i += 4 * CLUSTER * DECODE_THREADS) {

@@ -159,7 +159,7 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
       store_words(v + column, new_v);
     }
   }
-  __syncthreads();
+  __syncthreads();  // the queries are complete in shared memory
 
   // ---- the keys of this warp ----
   QueryPair<TILES> queries;
@@ -208,7 +208,7 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
       }
     }
   }
-  __syncthreads();
+  __syncthreads();  // the results of all warps are written
 
   // ---- merge the warps, the blocks, the splits; write ----
   auto* const parts =
@@ -238,7 +238,7 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params) {
     }
   }
   if constexpr (CLUSTER > 1) {
-    cluster_sync();
+    cluster_sync();  // all blocks have merged their warps
 #pragma unroll 1
     for (int i = rank * DECODE_THREADS + threadIdx.x; i < rows * HEAD_DIM;
          i += CLUSTER * DECODE_THREADS) {
