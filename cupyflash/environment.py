@@ -1,4 +1,4 @@
-"""Environment variables: what they are, and the only place that reads them.
+"""The environment variables, and the only place that reads them.
 
 ======================  ======================  ====================================================
 Variable                Value                   Effect
@@ -9,7 +9,7 @@ CUPYFLASH_CACHE_DIR     a folder                compiled kernels live here; defa
 CUPYFLASH_DEBUG         0 or 1                  print each kernel's configuration, registers, spills
                                                 and seconds; check what costs a device sync
 CUPYFLASH_DUMP          ptx, sass or ptx,sass   write kernel.ptx / kernel.sass beside the cubin
-CUPYFLASH_BACKEND        sm90, sm80 or simt      use this backend only
+CUPYFLASH_BACKEND       sm90, sm80 or simt      use this backend only
 CUPYFLASH_NO_JIT        0 or 1                  raise instead of compiling
 ======================  ======================  ====================================================
 

@@ -1,4 +1,4 @@
-"""What this machine has for cupyflash, and which pip line brings what it lacks.
+"""The GPUs, driver and packages of this machine, and the pip line for what is missing.
 
 The driver is asked through ctypes, so that the answer does not depend on what is installed.
 """
@@ -134,7 +134,7 @@ def gpu_problem() -> str:
 
 
 def mend() -> list[str]:
-    """What to do about `gpu_problem`, step by step."""
+    """The steps that mend `gpu_problem`."""
     steps = ["install the NVIDIA driver, where there is an NVIDIA GPU"] if driver().problem else []
     if not steps or compiler_problem():
         steps.append(pip_line(extra()) + (" --upgrade" if has("cupy") else ""))

@@ -14,7 +14,7 @@ import tiny_kernel
 from tiny_kernel import Scale, needs_nvrtc, run_python, start_python
 
 from cupyflash import environment, jit
-from cupyflash.jit import cache, compiler, entry
+from cupyflash.jit import cache, compiler
 
 pytestmark = needs_nvrtc
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX permissions")
@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 
 def healthy(built: jit.Built) -> bool:
-    return entry.read(built.path.parent) == built
+    return cache.read_entry(built.path.parent) == built
 
 
 def unfinished(folder: Path) -> list[Path]:
@@ -95,7 +95,7 @@ def test_lost_race(folder, monkeypatch, first):
     monkeypatch.setattr(compiler, "compile_kernel", slow)
     built = jit.build(Scale(), "sm_80")
     assert built.path == other.path and unfinished(folder) == []
-    assert entry.read(built.path.parent) == (other if first == "healthy" else built)
+    assert cache.read_entry(built.path.parent) == (other if first == "healthy" else built)
 
 
 def damage_cubin(path: Path) -> None:

@@ -36,7 +36,7 @@ class Finding:
 
     @property
     def closeness(self) -> float:
-        """How much of the tolerance the error takes."""
+        """The share of the tolerance that the error takes."""
         return self.error / self.allowed if self.allowed else self.error
 
 
@@ -178,7 +178,7 @@ def _row(operation: Operation, one: Pass, library: str) -> Row:
 
 
 def compare(exact: Check, name: str, result: Any) -> Finding:
-    """What a check prints of one result; the closest one where it prints several comparisons."""
+    """The comparison that a check prints of one result; the closest of several."""
     failure = ""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:

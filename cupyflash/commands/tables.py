@@ -22,7 +22,7 @@ SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
 def print_facts(facts: Iterable[tuple[str, str]]) -> None:
-    """Rows of a name and a text."""
+    """Print rows of a name and a text."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -32,7 +32,7 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
 
 
 def print_kernels(sizes: dict[tuple[str, str], list[int]]) -> None:
-    """Number and KiB of the cubins of each (architecture, kernel)."""
+    """Print the number and the KiB of the cubins of each (architecture, kernel)."""
     table = headed("architecture", "kernel", numbers=("variants", "KiB"))
     for names, of_variants in sorted(sizes.items()):
         table.add_row(*names, f"{len(of_variants)}", f"{sum(of_variants) / 1024:.0f}")
@@ -50,7 +50,7 @@ def headed(*names: str, numbers: Sequence[str], padding: int = 1) -> Table:
 
 
 def check_heading(gpu_problem: str) -> str:
-    """Where the check runs; on the CPU, why and what mends it."""
+    """The device of the check; where that is the CPU, the reason and the remedy."""
     version = f"[bold]cupyflash {cupyflash.__version__}[/]"
     if not gpu_problem:
         import cupy
@@ -82,7 +82,7 @@ def check_table(rows: Sequence["Row"]) -> Table:
 
 
 def check_verdict(rows: Sequence["Row"], not_run: Sequence["NotRun"] = ()) -> str:
-    """What the errors mean, every wrong result, and what did not run."""
+    """The meaning of the errors, every wrong result, and the problems that did not run."""
     failures = [
         f"[red]{escape(row.name)}, {row.label.split()[0]}[/]: {escape(failure)}"
         for row in rows
@@ -121,13 +121,13 @@ def _cells(row: "Row") -> tuple[str, ...]:
 
 
 def _rate(rate: float, unit: str) -> str:
-    """With the prefix that the number needs: "712 TFLOPS", "3.91 TB/s"."""
+    """The rate with the prefix that it needs: "712 TFLOPS", "3.91 TB/s"."""
     prefix, size = next((p, n) for p, n in (("T", 1e12), ("G", 1e9), ("M", 0.0)) if rate >= n)
     return f"{_significant(rate / (size or 1e6))} {prefix}{UNITS[unit]}"
 
 
 def _significant(number: float) -> str:
-    """Three digits in at most seven characters."""
+    """A number as three digits in at most seven characters."""
     if number < 0.001:
         return f"{number:.1e}"
     decimals = next((n for bound, n in ((1, 3), (10, 2), (100, 1)) if number < bound), 0)

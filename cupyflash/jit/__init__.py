@@ -4,7 +4,6 @@
 sources.py   where ``cuda_src`` is, and the digest of the code that a kernel includes
 compiler.py  architectures, and NVRTC: one configuration to one cubin
 cache.py     the folder of compiled kernels
-entry.py     one of them on disk
 builder.py   look up, else compile and publish; load on a device; PTX and SASS beside the cubin
 pool.py      many kernels at once, in processes, without a GPU
 messages.py  texts that are logged and printed
@@ -14,9 +13,8 @@ CuPy is imported when NVRTC or a device is first needed, not before.
 """
 
 from .builder import build, load
-from .cache import UnsafeCacheError, cache_dir, clear, entries
+from .cache import Built, UnsafeCacheError, cache_dir, clear, entries
 from .compiler import CompileError, arch_of
-from .entry import Built
 from .pool import build_all
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""From a configuration to a function on a device: look it up, compile and publish it, load it."""
+"""A configuration becomes a function on a device: look it up, compile and publish it, load it."""
 
 import hashlib
 import importlib.util
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from .. import environment
 from . import cache, compiler, messages, sources
-from .compiler import target_arch
-from .entry import Built, Kernel
+from .cache import Built
+from .compiler import Kernel, target_arch
 
 if TYPE_CHECKING:
     import cupy

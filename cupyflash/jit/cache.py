@@ -1,10 +1,15 @@
-"""The cache folder: where entries are looked up and published, and who may write to it.
+"""The cache folder: where compiled kernels are looked up and published, and who may write to it.
 
-An entry's name, ``flash_fwd_sm80.sm_90a.<hash>``, covers all that decides what its cubin does, so
-an entry is never out of date, only unused. CuPy relies on it too: it loads a path once a process.
+An entry is a folder, ``flash_fwd_sm80.sm_90a.<hash>/{kernel.cubin,stub.cu,meta.json}``. Its name
+covers all that decides what the cubin does, so it is never out of date, only unused. CuPy relies on
+it too: it loads a path once a process. An entry is written to a temporary folder and published by
+one rename, so nobody sees half of one; a checksum in meta.json finds what was damaged later.
 """
 
 import atexit
+import dataclasses
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -14,12 +19,37 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .. import environment
-from . import entry
-from .entry import Built
 
+UNFINISHED = ".building-"
 _NAME = re.compile(r"\w+\.sm_\d+[af]?\.[0-9a-f]{16}")
 
 _private: Path | None = None  # this process's own folder, once the cache could not be written
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A compiled kernel.
+
+    Attributes:
+        path: the cubin.
+        lowered_name: the kernel's mangled name in it.
+        expression: the instantiation, ``flash_fwd_sm80<bfloat16_t, 128, …>``.
+        arch: what it was compiled for. nvrtc: the version that did it.
+        registers: per thread. spill_bytes, stack_bytes: local memory per thread.
+        warnings: those of the compiler, and ptxas's C75xx notes.
+        seconds: wall time of the compilation.
+    """
+
+    path: Path
+    lowered_name: str
+    expression: str
+    arch: str
+    nvrtc: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    warnings: tuple[str, ...]
+    seconds: float
 
 
 class UnsafeCacheError(RuntimeError):
@@ -45,7 +75,7 @@ def lookup(name: str) -> Built | None:
     except UnsafeCacheError:  # `publish` says so, once
         folder = None
     folders = filter(None, (folder, _private))
-    return next(filter(None, (entry.read(folder / name) for folder in folders)), None)
+    return next(filter(None, (read_entry(folder / name) for folder in folders)), None)
 
 
 def publish(name: str, built: Built, cubin: bytes, stub: str) -> Built:
@@ -57,7 +87,7 @@ def publish(name: str, built: Built, cubin: bytes, stub: str) -> Built:
     """
     if _private is None:
         try:
-            return entry.write(_create() / name, built, cubin, stub)
+            return _write(_create() / name, built, cubin, stub)
         except (OSError, UnsafeCacheError) as error:
             reason = str(error).removeprefix("cupyflash: ")
             warnings.warn(
@@ -66,13 +96,63 @@ def publish(name: str, built: Built, cubin: bytes, stub: str) -> Built:
                 RuntimeWarning,
                 stacklevel=2,
             )
-    return entry.write(_private_folder() / name, built, cubin, stub)
+    return _write(_private_folder() / name, built, cubin, stub)
+
+
+def read_entry(folder: Path) -> Built | None:
+    """The entry in this folder; None if it is absent or damaged."""
+    path = folder / "kernel.cubin"
+    try:
+        meta = json.loads((folder / "meta.json").read_bytes())
+        if meta.pop("sha256") != _checksum(meta, path.read_bytes()):
+            return None
+        return Built(path=path, **{**meta, "warnings": tuple(meta["warnings"])})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _write(folder: Path, built: Built, cubin: bytes, stub: str) -> Built:
+    """Publish an entry and return ``built`` with its path; an OSError where that is impossible."""
+    built = dataclasses.replace(built, path=folder / "kernel.cubin")
+    meta = dataclasses.asdict(built)
+    del meta["path"]
+    meta["sha256"] = _checksum(meta, cubin)
+    files = {
+        "kernel.cubin": cubin,
+        "stub.cu": stub.encode(),
+        "meta.json": json.dumps(meta, indent=2).encode(),
+    }
+    temporary = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=folder.parent))
+    try:
+        for name, data in files.items():
+            (temporary / name).write_bytes(data)
+            (temporary / name).chmod(0o644)  # whatever the umask: a cubin is code
+        temporary.chmod(0o755)  # a container image is filled by root and read by others
+        _rename(temporary, folder, tuple(files))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return built
+
+
+def _rename(temporary: Path, folder: Path, names: tuple[str, ...]) -> None:
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if read_entry(folder) is not None:  # another process was first
+            return
+        # Damaged: mend it file by file, because others may be about to load that very path.
+        for name in names:
+            os.replace(temporary / name, folder / name)
+
+
+def _checksum(meta: dict[str, object], cubin: bytes) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode() + cubin).hexdigest()
 
 
 def require_writable() -> None:
     """Create the cache folder; an OSError where nothing can be written to it."""
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=entry.UNFINISHED, dir=_create()))
+        os.rmdir(tempfile.mkdtemp(prefix=UNFINISHED, dir=_create()))
     except OSError as error:
         fact = "the cache folder must be one that you can write to"
         text = f"cupyflash: {fact}, got {environment.current().cache_dir} ({error})"
@@ -81,12 +161,12 @@ def require_writable() -> None:
 
 def entries() -> list[Built]:
     """The healthy entries of the cache folder, by name."""
-    return [built for path in _folders(_NAME.fullmatch) if (built := entry.read(path))]
+    return [built for path in _folders(_NAME.fullmatch) if (built := read_entry(path))]
 
 
 def clear() -> int:
     """Delete all entries, also damaged and unfinished ones; returns how many were deleted."""
-    doomed = _folders(lambda name: _NAME.fullmatch(name) or name.startswith(entry.UNFINISHED))
+    doomed = _folders(lambda name: _NAME.fullmatch(name) or name.startswith(UNFINISHED))
     for path in doomed:
         shutil.rmtree(path)
     return len(doomed)

@@ -7,9 +7,9 @@ import tempfile
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Protocol
 
 from . import sources
-from .entry import Kernel
 
 # No -ftz and no fast-math. Adds and multiplications of denormals cost nothing on these GPUs; what
 # does cost is the fix-up around ex2, lg2 and rcp, and the sources write those as PTX (.approx.ftz)
@@ -25,6 +25,24 @@ _MISSING = (
     "cupyflash: compiling a kernel needs CuPy and NVRTC, {reason}; "
     "pip install 'cupyflash[cuda12]' (CUDA 13 driver: 'cupyflash[cuda13]')"
 )
+
+
+class Kernel(Protocol):
+    """One instantiation of one ``__global__`` template; `cupyflash.runtime.config` makes them.
+
+    Attributes:
+        source: path of its file below ``cuda_src/``.
+        params: the structure that it takes by value.
+        name: of the ``__global__`` function.
+        expression: NVRTC's name expression, ``flash_fwd_sm80<bfloat16_t, 128, …>``.
+        shared_memory: dynamic shared memory of a block, in bytes.
+    """
+
+    source: str
+    params: type[ctypes.Structure]
+    name: str
+    expression: str
+    shared_memory: int
 
 
 class CompileError(RuntimeError):
@@ -44,7 +62,7 @@ class CompileError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What NVRTC made of a configuration; ``seconds`` is its wall time."""
+    """NVRTC's output for one configuration; ``seconds`` is its wall time."""
 
     cubin: bytes
     ptx: bytes
@@ -72,7 +90,7 @@ def version() -> str:
 
 
 def supported_archs() -> tuple[int, ...]:
-    """What NVRTC compiles for, as 10 * major + minor of the compute capability, ascending."""
+    """The targets of NVRTC, as 10 * major + minor of the compute capability, ascending."""
     return tuple(sorted(nvrtc().getSupportedArchs()))
 
 

@@ -1,4 +1,4 @@
-"""What compilation tells the user: a log line each, seen on a terminal if it took a second."""
+"""Texts for the user: a log line for each compilation, shown on a terminal if it took a second."""
 
 import contextlib
 import logging
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from .. import environment
-from .entry import Built
+from .cache import Built
 
 logger = logging.getLogger("cupyflash")
 
@@ -40,7 +40,7 @@ def details(built: Built, compiled_now: bool) -> None:
 
 
 def plan(missing: int, cached: int, seconds: float, jobs: int) -> str:
-    """What a warm-up is about to do: "188 kernels to compile (…), about 2 minutes …"."""
+    """The heading of a warm-up: "188 kernels to compile (…), about 2 minutes …"."""
     text = f"cupyflash: {_count(missing, 'kernel')} to compile"
     if cached:
         text += f" ({cached} more {'is' if cached == 1 else 'are'} in the cache)"

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from .. import environment
 from . import builder, cache, messages, sources
-from .entry import Built, Kernel
+from .cache import Built
+from .compiler import Kernel
 
 Task = tuple[Kernel, str]
 

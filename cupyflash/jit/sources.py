@@ -60,7 +60,7 @@ def digest(source: str) -> str:
 
 @functools.cache
 def code(data: bytes) -> bytes:
-    """What the compiler sees of a file: its tokens, without comments and surplus white space.
+    """The tokens of a file, which the compiler sees: no comments, no surplus white space.
 
     Literals stay as they are, directives but for a comment at their end. Two texts with the same
     result compile to the same code. The reverse need not hold: a file with a raw string or a digit

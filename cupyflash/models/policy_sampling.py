@@ -21,7 +21,7 @@ from ..runtime.array import library_of
 from ..runtime.launch import Prepared
 from .diffusion_policy import GroupNormMish, PolicyUnet, ResidualBlock
 
-GAP = 2  # rows of zeros around each sequence: what a kernel of 5 reads beyond its ends
+GAP = 2  # rows of zeros around each sequence: a kernel of 5 reads so many beyond its ends
 ALIGNMENT = 8  # channels: rows of 16 bytes
 
 
@@ -29,7 +29,7 @@ class Sequences:
     """Sequences in memory as (batch, length, channels), with rows of zeros between them.
 
     Attributes:
-        inside: they alone, (batch, channels, length).
+        inside: the sequences without the zeros, (batch, channels, length).
     """
 
     def __init__(self, batch: int, channels: int, length: int, like: torch.Tensor) -> None:
@@ -38,7 +38,7 @@ class Sequences:
         self.inside = spread(self.rows[GAP:], batch, length, GAP)
 
     def windows(self, size: int, stride: int = 1) -> torch.Tensor:
-        """What a convolution sees, (windows, size * channels): rows that overlap in memory.
+        """The windows of a convolution, (windows, size * channels): rows that overlap in memory.
 
         Between the windows of two sequences there are GAP / stride that belong to neither.
         """
@@ -62,7 +62,7 @@ def prepared(call: Callable[[], torch.Tensor], like: torch.Tensor) -> Prepared:
 
 
 class Convolution:
-    """A convolution as one product: a row of the weights is what one output channel looks at.
+    """A convolution as one product: each row of the weights makes one output channel.
 
     Calls return (batch, channels, length), in memory as (batch, length, channels).
     """
@@ -309,5 +309,5 @@ class ActionSampler:
 
 
 def _blocks(model: PolicyUnet) -> list[ResidualBlock]:
-    """In the order of their calls."""
+    """All residual blocks in the order of their calls."""
     return [*model.down, model.middle, *model.up]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_HEAD_DIM = 256
-# What changes the result and is not implemented, with the value that is.
+# Options that change the result, with the only value that is implemented.
 FIXED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -53,13 +53,13 @@ class Gpt2Config:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the weights have."""
+        """The number of weights."""
         block = 4 * self.width**2 + 2 * self.width * self.inner + 9 * self.width + self.inner
         return self.layers * block + (self.vocabulary + self.context + 2) * self.width
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Gpt2Config":
-        """From ``config.json`` in a checkpoint folder.
+        """Read ``config.json`` in a checkpoint folder.
 
         Raises:
             FileNotFoundError: there is none.

@@ -23,11 +23,12 @@ from .layers import KvCache, PromptAttention, TokenAttention
 
 structs = header("decode/stack_params.cuh")
 
-# Of a token of a prompt, in widths: x, its norm, q, k, v, attention, and the MLP's hidden layer,
-# some of them twice, as an output lives beside what it is computed from.
+# A token of a prompt takes so many times the width while it is computed: x, its norm, q, k, v,
+# attention and the MLP's hidden layer, some of them twice, as an output lives beside its input.
 ACTIVATION_WIDTHS = 16
 DECODES = ("auto", "eager", "graph", "persistent")
-# Up to which one kernel for a token is faster than a graph of kernels, by whether these overlap.
+# The largest batch of which one kernel for a token is faster than a graph of kernels, by whether
+# the kernels of a graph overlap.
 PERSISTENT_BATCH = {True: 2, False: 8}
 
 
@@ -105,7 +106,7 @@ class Room:
             raise MemoryError(self.text(known // 2)) from error
 
     def text(self, free: int) -> str:
-        """What is needed, and what would fit."""
+        """The error: the bytes that are needed, and the sizes that would fit."""
         batch = free // (self.of_sequence + self.length * self.of_token)
         length = max(0, free // self.batch - self.of_sequence) // self.of_token
         return (
@@ -124,7 +125,7 @@ def free_memory(xp: Any) -> int | None:
 
 
 class Decoder:
-    """Room for ``batch`` sequences of up to ``max_length`` tokens."""
+    """The state of one run: ``batch`` sequences of up to ``max_length`` tokens."""
 
     def __init__(self, model: Any, batch: int, max_length: int, how: str) -> None:
         self.model, self.xp, self.how = model, model.xp, how
@@ -144,11 +145,11 @@ class Decoder:
         return self.run(self.prepare(prompts), every)
 
     def prepare(self, prompts: Sequence[Sequence[int]]) -> PromptAttention:
-        """The prompts on the device."""
+        """Put the prompts on the device."""
         return PromptAttention(self.xp, self.cache, prompts, self.model.mode == "naive")
 
     def run(self, prompts: PromptAttention, every: bool = False) -> Array:
-        """`prefill` of what is on the device: launches and nothing else."""
+        """`prefill` of prompts that are on the device: launches and nothing else."""
         model = self.model
         x = layers.hidden_states(
             model.config, model.weights, model.mode, prompts.tokens, prompts.positions, prompts
@@ -188,7 +189,7 @@ class Decoder:
         return layers.logits(model.config, model.weights, x[:, 0])
 
     def advance(self, sampling: Sampling, out: Array) -> None:
-        """A step, and what follows its tokens into ``out`` and into the state."""
+        """Run a step, and put the tokens that follow into ``out`` and into the state."""
         if self.how == "persistent" and sampling.temperature == 0:
             tokens, positions, _ = self.state
             self.model.stack.step(tokens, self.cache.k, self.cache.v, positions, out=out)
@@ -197,7 +198,7 @@ class Decoder:
             self.sample(self.step(), sampling, out)
 
     def sample(self, logits: Array, sampling: Sampling, out: Array) -> None:
-        """Tokens into ``out`` and into the state, whose positions advance."""
+        """Put the next tokens into ``out`` and into the state, whose positions advance."""
         limit = self.cache.max_length - 1  # those of sequences that are done stay there
         sample(logits, sampling, out=out, state=self.state, limit=limit)
 

@@ -1,4 +1,4 @@
-"""From prompts to streams of tokens."""
+"""Generation: the checks of a request, and the stream of its tokens."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ LENGTH_STEP = 128  # caches come in multiples of it, so that the last one can of
 
 
 class Request(NamedTuple):
-    """What a caller wants; see `Gpt2.generate`.
+    """A request that has been checked; see `Gpt2.generate`.
 
     Attributes:
         ends: the tokens that end a text.
-        stop: what ends a text beside them, or None.
+        stop: the strings that also end a text, or None.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -79,7 +79,7 @@ def end_tokens(
 
 
 def stop_of(function: str, strings: str | Sequence[str], tokenizer: Any) -> StopStrings | None:
-    """What ends a text by its characters; None if nothing does."""
+    """The strings that end a text; None if there are none."""
     if isinstance(strings, str):
         strings = [strings]
     if not isinstance(strings, list | tuple) or not all(isinstance(x, str) for x in strings):
@@ -157,7 +157,7 @@ def stream(model: Any, request: Request, how: str) -> Iterator[list[int | None]]
 def _of_step(
     request: Request, tokens: list[int], texts: list[list[int]], left: list[int]
 ) -> list[int | None]:
-    """The tokens of the sequences that have not ended, which grow by them; counts down ``left``."""
+    """The new tokens of the sequences that go on, appended to ``texts``; counts down ``left``."""
     result: list[int | None] = []
     for number, (token, text) in enumerate(zip(tokens, texts)):
         if left[number] and token < 0:

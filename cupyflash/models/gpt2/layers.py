@@ -60,7 +60,7 @@ class KvCache:
 
 
 class PromptAttention:
-    """Of prompts from their beginning, with what else of them has to be on the device.
+    """Attention of prompts from their beginning; also holds their tokens on the device.
 
     Prompts of one length are (batch, length, heads, head_dim). Of several lengths they are packed,
     (total, heads, head_dim): there is no padding that could influence anything.
@@ -108,7 +108,7 @@ class PromptAttention:
 
 
 class TokenAttention:
-    """Of one new token of each sequence, (batch, 1, heads, head_dim), at ``positions``.
+    """Attention of one new token of each sequence, (batch, 1, heads, head_dim), at ``positions``.
 
     Args:
         positions: int32 (batch,), where the new tokens stand.
@@ -161,7 +161,7 @@ def hidden_states(
     positions: Array,
     attention: Attention,
 ) -> Array:
-    """What the last block returns, before the final norm.
+    """The result of the last block, before the final norm.
 
     Args:
         tokens: int32, (batch, seqlen) or (total,).

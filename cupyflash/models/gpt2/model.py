@@ -42,7 +42,7 @@ class Gpt2:
         cls, folder: str | Path, *, dtype: str | None = None, device: str | None = None,
         mode: str = "fused",
     ) -> "Gpt2":  # fmt: skip
-        """From a checkpoint folder of Hugging Face: ``config.json`` and ``model.safetensors``.
+        """Load a checkpoint folder of Hugging Face: ``config.json`` and ``model.safetensors``.
 
         Args:
             dtype: "float16", "bfloat16" or "float32"; default float16 on a GPU, else float32.

@@ -12,7 +12,7 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
-    """Wraps what has ``encode`` and ``decode`` of the tokenizers library."""
+    """A tokenizer of the tokenizers library."""
 
     def __init__(self, library_tokenizer: Any) -> None:
         self.library_tokenizer = library_tokenizer
@@ -74,7 +74,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def add_tokens(tokenizer: Any, folder: Path) -> None:
-    """Give a tokenizer what the files beside vocab.json add to it.
+    """Give a tokenizer the tokens that the files beside vocab.json add to it.
 
     Raises:
         ValueError: an added token that would get another number than it has there.
@@ -125,7 +125,7 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 class StopStrings:
-    """Whether the text of a sequence has just come to one of several strings.
+    """Tells whether the text of a sequence has just come to one of several strings.
 
     Args:
         tokenizer: has ``decode``.
@@ -138,7 +138,7 @@ class StopStrings:
         self.length = max(len(string.encode()) for string in strings)
 
     def end(self, tokens: Sequence[int]) -> bool:
-        """After the last of the new tokens of a sequence; called for each of them."""
+        """Whether the text ends with the last of these new tokens; called for each of them."""
         text = self.tokenizer.decode(tokens[-self.length :])
         return any(string in text for string in self.strings)
 
@@ -163,5 +163,5 @@ class TextStream:
         return new
 
     def rest(self) -> str:
-        """What was held back, at the end."""
+        """The text that was held back, at the end."""
         return self.tokenizer.decode(self.tokens)[len(self.shown) :]

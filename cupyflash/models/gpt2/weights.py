@@ -153,14 +153,14 @@ class Checkpoint:
         return paths
 
     def full_name(self, name: str) -> str:
-        """The head has no prefix."""
+        """The name in the file; the head has no prefix."""
         return name if name.startswith("lm_head") else self.prefix + name
 
     def __contains__(self, name: str) -> bool:
         return self.full_name(name) in self.places
 
     def check(self, tensor: Tensor) -> None:
-        """The tensor is there, floating-point and of its shape."""
+        """Raise ValueError unless the tensor is there, floating-point and of its shape."""
         name = self.full_name(tensor.name)
         if tensor.name not in self:
             raise ValueError(f"Gpt2: the checkpoint {self.folder} must have {name}, found none")
@@ -174,13 +174,13 @@ class Checkpoint:
             raise ValueError(f"Gpt2: {name} in {path} must be one of {allowed}, got {dtype}")
 
     def read(self, tensor: Tensor) -> numpy.ndarray:
-        """As it is in the file."""
+        """The values as they are in the file."""
         name = self.full_name(tensor.name)
         return self.places[name][0].get_tensor(name)
 
 
 def convert(tensor: Tensor, values: numpy.ndarray, dtype: str) -> numpy.ndarray:
-    """In ``dtype`` and as (out, in), all finite."""
+    """The values in ``dtype`` and as (out, in); an error unless all are finite."""
     if not numpy.isfinite(values.astype("float32")).all():
         raise ValueError(f"Gpt2: {tensor.name} must be finite, got NaN or infinity")
     with numpy.errstate(over="ignore"):
@@ -204,7 +204,7 @@ def numpy_dtype(dtype: str) -> Any:
 
 
 def progress(tensors: list[Tensor], title: str) -> Iterator[Tensor]:
-    """With a bar on the terminal where rich is installed and standard error is a terminal."""
+    """The tensors, with a progress bar where rich is installed and stderr is a terminal."""
     if not machine.has("rich"):
         return iter(tensors)
     from rich.console import Console
