@@ -18,7 +18,7 @@ from typing import Any
 
 from bench import gpt2_traffic, harness
 from bench.report import Row
-from cupyflash.models.gpt2.cli import DTYPES
+from cupyflash.commands.gpt2 import DTYPES
 from cupyflash.models.gpt2.config import SIZES
 
 PEERS = ("transformers-eager", "transformers-sdpa", "transformers-compile")

@@ -16,8 +16,8 @@ from bench.gpt2_peers import Peer, make_peer, to_transformers
 from bench.harness import Run, assert_right
 from bench.report import Row
 from bench.timing import medians
+from cupyflash.commands.gpt2 import DTYPES
 from cupyflash.models.gpt2 import Gpt2
-from cupyflash.models.gpt2.cli import DTYPES
 from cupyflash.models.gpt2.decoder import Decoder
 
 MODES = ("naive", "flash", "fused")

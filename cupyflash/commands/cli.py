@@ -22,10 +22,9 @@ import cupyflash
 
 from .. import jit, machine, precompile
 from ..attention import backends
-from ..models.gpt2 import cli as gpt2
 from ..runtime.config import ITEM_SIZE
-
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+from . import gpt2
+from .gpt2 import DTYPES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,12 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     narrow = functools.partial(warm.add_argument, nargs="+")
     dims = ", ".join(map(str, precompile.COMMON_HEAD_DIMS))
     narrow("--head-dim", type=_head_dim, metavar="D", help=f"default {dims}")
-    narrow("--dtype", type=_dtype, metavar="TYPE", help="|".join(DTYPES) + "; default fp16 bf16")
+    narrow("--dtype", type=_dtype, metavar="TYPE", help=", ".join(DTYPES) + "; default fp16 bf16")
     for option, known, default in (
         ("backend", backends.BACKENDS, "the fastest"),
         ("topic", precompile.TOPICS, " ".join(precompile.COMMON_TOPICS)),
     ):
-        text = f"{'|'.join(known)}; no name for none; default {default}"
+        text = f"{', '.join(known)}; no name for none; default {default}"
         name = functools.partial(_name, f"{option}s", known)
         narrow(f"--{option}", nargs="*", type=name, metavar="NAME", help=text)
     text = "all kernels within the options given, but attention with a bias or dropout"

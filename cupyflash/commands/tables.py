@@ -13,12 +13,13 @@ from rich.text import Text
 import cupyflash
 
 from .. import jit, machine
+from .gpt2 import DTYPES
 
 if TYPE_CHECKING:
     from .check import NotRun, Row
 
 UNITS = {"FLOP": "FLOPS", "B": "B/s"}
-SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+SHORT = {dtype: short for short, dtype in DTYPES.items()}
 
 
 def print_facts(facts: Iterable[tuple[str, str]]) -> None:

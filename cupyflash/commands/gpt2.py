@@ -5,12 +5,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ...decode.sampling import Sampling
-from .config import SIZES
-from .decoder import DECODES
-from .layers import MODES
-from .model import Gpt2
-from .tokenizer import ByteTokenizer, TextStream, load_tokenizer
+from ..models.gpt2 import Gpt2, Sampling, load_tokenizer
+from ..models.gpt2.config import SIZES
+from ..models.gpt2.decoder import DECODES
+from ..models.gpt2.layers import MODES
+from ..models.gpt2.tokenizer import ByteTokenizer, TextStream
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
