@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm from arrays to plans; a call of known signature is one look-up.
 
-Some arrays no kernel takes as they are: strides that it does not address, a residual wider than x,
-a weight that is None (the kernels read one of ones). A `Detour` makes the same call on copies of
-them; a signature tells which copies that takes. Dropout is a launch of its own before the norm.
+The kernels do not take all arrays: not strides that they cannot address, no residual wider than x,
+and no weight that is None (they read one of ones). Then a `Detour` makes the same call on copies;
+the signature tells which. Dropout is a launch of its own before the norm.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ def backward(
 ) -> tuple[Array | None, ...]:
     """(dx, dweight, dbias), with dropout (dx, dweight, dbias, dh).
 
-    dbias is None unless wanted, both it and dweight are without a weight.
+    dbias is None unless it is wanted; without a weight dweight and dbias are None.
 
     Args:
         arrays: dout, x, weight, stats, dresidual, and the seed of dropout if it is an array.

@@ -30,8 +30,8 @@ CLUSTERS = 2, 4, 8  # blocks that share a longer row, each with the last of thes
 FORWARD_CLUSTER_TILES = (256, 3, 5), (256, 4, 4)
 # Threads of a multiprocessor at most where weights wider than x take registers for four loads.
 WIDE_LOADS, WIDE_THREADS = 4, 768
-# Threads of a multiprocessor that registers are bounded for; 1024 where nothing is said: sm_75 has
-# no more of them, sm_86 and sm_89 1536, and sm_100 and sm_120 would spill.
+# Threads of a multiprocessor that __launch_bounds__ leaves registers for, 1024 on other GPUs: sm_75
+# has no more threads, sm_86 and sm_89 have 1536, and sm_100 and sm_120 would spill.
 RESIDENT_THREADS = {(8, 0): 2048, (9, 0): 2048}
 MAX_STAGES = 3  # rows of a thread on their way
 STATIC_MEMORY = 3 << 10  # __shared__ variables of a block, at most

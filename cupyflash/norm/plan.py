@@ -57,7 +57,12 @@ class ForwardPlan(Plan):
     def run(
         self, arrays: tuple[Array | None, ...], pointers: list[int], need_stats: bool
     ) -> tuple[Array, Array | None, Array | None]:
-        """(out, h, statistics); ``arrays`` and ``pointers`` of x, residual, weight, bias, None."""
+        """(out, h, statistics), by one launch.
+
+        Args:
+            arrays: x, residual, weight, bias, and None in the place of a seed of dropout.
+            pointers: of these arrays.
+        """
         x, library, pointer = arrays[0], self.library, self.library.pointer
         out = library.empty(self.shape, self.strides, x)
         h = library.empty(self.shape, self.strides, x) if self.has_residual else None
@@ -125,7 +130,12 @@ class BackwardPlan(Plan):
     def run(
         self, arrays: list[Array | None], pointers: list[int]
     ) -> tuple[Array, Array, Array | None]:
-        """(dx, dweight, dbias); of dout, x, weight, stats and dresidual."""
+        """(dx, dweight, dbias).
+
+        Args:
+            arrays: dout, x, weight, stats and dresidual.
+            pointers: of these arrays.
+        """
         (_, x, weight, *_), library, pointer = arrays, self.library, self.library.pointer
         dx = library.empty(self.shape, self.strides, x)
         if self.empty:
@@ -170,7 +180,7 @@ def sum_launch(weight: View, device: int, shape: tuple[int, int, int]) -> Launch
 
 @functools.cache
 def launches_cooperatively(device: int) -> bool:
-    """Whether this GPU and its driver can."""
+    """Whether this GPU and its driver run cooperative launches."""
     import cupy
 
     return bool(cupy.cuda.Device(device).attributes["CooperativeLaunch"])

@@ -1,7 +1,8 @@
-"""LayerNorm and RMSNorm for torch: operators ``cupyflash::norm`` and so on, and the gradients.
+"""LayerNorm and RMSNorm for torch: the operators, and the gradients of plain tensors.
 
-Plain tensors that want a gradient take `Norm`, which is cheaper than an operator. Calls take the
-operators where torch has to see them: under torch.compile, dispatch modes, for a second derivative.
+The operators are ``cupyflash::norm``, ``norm_backward`` and ``dropout_add``. Calls take them where
+torch has to see them: under torch.compile and dispatch modes, and for a second derivative. Plain
+tensors that want a gradient take `Norm`, which is cheaper.
 """
 
 from typing import Any
