@@ -445,6 +445,25 @@ def test_opcheck(target, residual):
 
 
 @each_library(library="torch")
+def test_operators_check_the_seed(target):
+    import torch
+
+    from cupyflash.norm import torch_rows  # noqa: F401, defines the operators
+
+    operators, x = torch.ops.cupyflash, stored(target, normal((3, 24), 0), "float32")
+    right = torch.tensor([SEED], device=x.device)
+    calls = (
+        lambda seed: operators.dropout_add(x, None, seed, "layer_norm", 0.3),
+        lambda seed: operators.norm(x, None, None, None, "layer_norm", False, 1e-5, seed, 0.3),
+    )
+    for call in calls:
+        call(right)
+        for wrong in (right.float(), right.repeat(2)):
+            with pytest.raises((TypeError, ValueError), match="^layer_norm: dropout_seed must be"):
+                call(wrong)
+
+
+@each_library(library="torch")
 def test_operators_have_the_results_of_eager(target):
     """A dispatch mode, which sees operators only."""
     import torch
