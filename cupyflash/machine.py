@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import environment, jit
 from .attention import backends
-from .attention.features import Access, Features
+from .attention.problem import Access, Features
 from .jit import compiler
 from .runtime.config import ITEM_SIZE
 from .runtime.driver import DRIVER

@@ -205,8 +205,8 @@ def test_memory_that_no_kernel_reads(target):
 
 
 def test_a_device_that_is_none_of_ours():
+    from cupyflash.attention.checks import check
     from cupyflash.attention.options import Options
-    from cupyflash.attention.problem import check
     from cupyflash.runtime.array import View
 
     x = View((1, 5, 2, 16), (160, 32, 16, 1), "float32", "mps:0")

@@ -3,7 +3,7 @@
 import pytest
 
 from cupyflash.attention.backends import BACKENDS, choose
-from cupyflash.attention.features import Access, Features
+from cupyflash.attention.problem import Access, Features
 from cupyflash.precompile import TOPICS
 from cupyflash.runtime.gpu import ARCHITECTURES
 

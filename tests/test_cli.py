@@ -21,7 +21,7 @@ from tiny_kernel import needs_nvrtc
 import cupyflash
 from cupyflash import environment, jit, machine, precompile
 from cupyflash.attention import backends
-from cupyflash.attention.features import Access, Features
+from cupyflash.attention.problem import Access, Features
 from cupyflash.commands import check, check_attention, cli, tables
 from cupyflash.commands.check_operations import Maker
 from cupyflash.jit import pool

@@ -9,7 +9,7 @@ from passes import forward_backward
 
 import cupyflash
 from cupyflash.attention import cpu, dispatch
-from cupyflash.attention.extras import Extras
+from cupyflash.attention.options import Extras
 from cupyflash.attention.problem import kernel_head_dim
 from cupyflash.runtime.operation import Plans
 from cupyflash.testing import expected, make_alibi_slopes, to_float64
@@ -178,7 +178,7 @@ def test_copies_of_a_gpu(monkeypatch):
     """The dispatch of a GPU, with plans that compute on the CPU: what they get, what it makes."""
     torch = pytest.importorskip("torch")
     from cupyflash.attention import torch_ops
-    from cupyflash.attention.padding import result_strides
+    from cupyflash.attention.plan import result_strides
 
     library, arrays, widths = torch_ops.LIBRARY, {}, []
     pointer = library.pointer
@@ -193,9 +193,9 @@ def test_copies_of_a_gpu(monkeypatch):
             assert not problem.needs_padding and view.shape[-1] == widths[-1]
             self.options = options
 
-        def __call__(self, q, q_, k_, v_, extras, need_lse):
-            given = Extras(*(arrays.get(x) for x in extras))
-            return cpu.forward(library, q, arrays[k_], arrays[v_], self.options, given)
+        def __call__(self, q, pointers, need_lse):
+            _, k, v, *extras = map(arrays.get, pointers)
+            return cpu.forward(library, q, k, v, self.options, Extras(*extras))
 
     class Backward(Forward):
         def __init__(
@@ -204,17 +204,15 @@ def test_copies_of_a_gpu(monkeypatch):
             assert len({view.shape[-1] for view in views.values()}) == 1
             super().__init__(function, problem, access, library, views["q"], options)
 
-        def __call__(self, dout, q, k, v, out, lse, dlse, extras):
-            given = Extras(*(arrays.get(x) for x in extras))
-            return cpu.backward(
-                library, dout, q, k, v, out, lse, self.options, given, False, arrays.get(dlse)
-            )
+        def __call__(self, q, k, v, pointers):
+            *tensors, dlse = map(arrays.get, pointers)
+            return cpu.backward(library, *tensors, self.options, Extras(), False, dlse)
 
     monkeypatch.setattr(library, "pointer", remember, raising=False)
     monkeypatch.setattr(dispatch, "ForwardPlan", Forward)
     monkeypatch.setattr(dispatch, "BackwardPlan", Backward)
-    monkeypatch.setattr(dispatch, "_forward_plans", Plans())
-    monkeypatch.setattr(dispatch, "_backward_plans", Plans())
+    monkeypatch.setattr(dispatch, "_forward_plans", Plans(wide=3))
+    monkeypatch.setattr(dispatch, "_backward_plans", Plans(wide=4))
 
     def results(q, k, v, dout, dlse):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -302,8 +300,8 @@ def test_out_of_a_wider_array_can_be_changed_in_place(monkeypatch):
         out, lse = forward(*arguments)
         return torch.nn.functional.pad(out, (0, 3))[..., : out.shape[-1]], lse
 
-    forward = dispatch.forward_without_gradient
-    monkeypatch.setattr(dispatch, "forward_without_gradient", padded)
+    forward = dispatch.forward
+    monkeypatch.setattr(dispatch, "forward", padded)
     q = torch.randn(2, 3, 2, 5, requires_grad=True)
     unchanged = cupyflash.attention(q, q, q)
     out = cupyflash.attention(q, q, q)

@@ -14,7 +14,7 @@ from tiny_kernel import Scale, needs_nvrtc
 
 from cupyflash import environment, jit
 from cupyflash.attention.backends import BACKENDS
-from cupyflash.attention.features import Features
+from cupyflash.attention.problem import Features
 from cupyflash.jit import compiler, sources
 
 

@@ -6,8 +6,8 @@ from matrix import each
 from passes import forward_backward
 
 import cupyflash
-from cupyflash.attention import dispatch
-from cupyflash.attention.extras import Extras
+from cupyflash.attention.dispatch import BACKWARD, FORWARD
+from cupyflash.attention.options import Extras
 from cupyflash.testing import expected, to_float64
 
 
@@ -87,11 +87,12 @@ def test_packed_sequences(target):
     lengths = [1, 130, 0, 64]
     inputs = target.varlen_inputs("float16", lengths, heads_kv=2)
     sinks = make_sinks(target)
-    options = (True, None, None, 0.0, "thd", (130, 130), 0.0)
+    options = (True, None, None, 0.0, "thd", (130, 130), 0.0, False)
     extras = Extras(inputs.cu_seqlens_q, inputs.cu_seqlens_k, sinks=sinks)
     qkv = inputs.q, inputs.k, inputs.v
-    out, lse = dispatch.forward("f", *qkv, options, extras, need_lse=True)
-    dq, dk, dv, _, dsinks = dispatch.backward("f", inputs.dout, *qkv, out, lse, options, extras)
+    out, lse = FORWARD("f", (*qkv, *extras), (options, True))
+    arrays = (inputs.dout, *qkv, out, lse, None, *extras)
+    dq, dk, dv, _, dsinks = BACKWARD("f", arrays, (options, False))
     exact = expected(inputs, sinks=sinks, causal=True)
     exact.check(out=out, lse=lse, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
 

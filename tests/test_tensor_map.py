@@ -11,8 +11,9 @@ import pytest
 
 from cupyflash.attention import launch
 from cupyflash.attention.backends import sm80, sm90
-from cupyflash.attention.features import Access, Features
-from cupyflash.attention.problem import Options, check
+from cupyflash.attention.checks import check
+from cupyflash.attention.options import Options
+from cupyflash.attention.problem import Access, Features
 from cupyflash.runtime import driver
 from cupyflash.runtime import launch as kernel_launch
 from cupyflash.runtime.array import View, dense_strides

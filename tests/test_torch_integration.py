@@ -58,7 +58,7 @@ def calls(monkeypatch):
     """Names of the functions that were computed here."""
     names = []
     dispatch = integration.dispatch
-    for name in ("forward_without_gradient", "backward"):
+    for name in ("forward", "backward"):
         function = getattr(dispatch, name)
 
         def counted(*arguments, function=function, **options):

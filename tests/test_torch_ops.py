@@ -75,7 +75,7 @@ def operator_case(target, name):
 
 def flat(options, extras):
     """The arguments behind the tensors, as the operators take them."""
-    from cupyflash.attention.extras import Extras
+    from cupyflash.attention.options import Extras
 
     defaults = {"function": "attention", "causal": "", "scale": None, "window": None}
     defaults |= {"softcap": 0.0, "layout": "bshd", "max_seqlens": None, "dropout_p": 0.0}
@@ -211,7 +211,7 @@ def test_selective_checkpoint_knows_the_operator(target, monkeypatch):
     )
 
     inputs = target.inputs("float16", seqlen_q=20)
-    calls, compute = [], dispatch.forward_without_gradient
+    calls, compute = [], dispatch.forward
 
     def counted(*arguments, **options):
         calls.append(arguments[0])
@@ -229,7 +229,7 @@ def test_selective_checkpoint_knows_the_operator(target, monkeypatch):
             context_fn=lambda: create_selective_checkpoint_contexts(policy),
         )
 
-    monkeypatch.setattr(dispatch, "forward_without_gradient", counted)
+    monkeypatch.setattr(dispatch, "forward", counted)
     expected(inputs).check(**results(function, inputs))
     assert calls == ["attention"]
 

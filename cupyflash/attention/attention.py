@@ -2,8 +2,8 @@
 
 from ..runtime.array import Array
 from ..runtime.checks import plain_flag
-from .dispatch import explicit_backward, forward
-from .extras import NO_EXTRAS, Extras, Gradients
+from .dispatch import BACKWARD, FORWARD
+from .options import Gradients, plain_options
 
 Window = tuple[int | None, int | None] | None
 
@@ -87,10 +87,14 @@ def attention(
     Sources: FlashAttention-2, arXiv:2307.08691; sinks: gpt-oss, arXiv:2508.10925; random numbers:
     Philox4x32-7, Salmon et al. 2011.
     """
-    options = (causal, scale, window, softcap, layout, None, dropout_p)
-    extras = _extras(alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
-    return_lse = plain_flag("attention", "return_lse", return_lse)
-    out, lse = forward("attention", q, k, v, options, extras, deterministic, return_lse)
+    options = (causal, scale, window, softcap, layout, None, dropout_p, deterministic)
+    options = plain_options("attention", options)
+    if return_lse is not False:
+        return_lse = plain_flag("attention", "return_lse", return_lse)
+    arrays = (q, k, v)
+    if not alibi_slopes is bias is sinks is dropout_seed is seqused_q is seqused_k is None:
+        arrays += (None, None, alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
+    out, lse = FORWARD("attention", arrays, (options, return_lse))
     return (out, lse) if return_lse else out
 
 
@@ -140,24 +144,11 @@ def attention_backward(
     Raises:
         As `attention`.
     """
-    options = (causal, scale, window, softcap, layout, None, dropout_p)
-    extras = _extras(alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
-    function, tensors = "attention_backward", (dout, q, k, v, out, lse)
+    function, arrays = "attention_backward", (dout, q, k, v, out, lse, dlse)
+    options = (causal, scale, window, softcap, layout, None, dropout_p, deterministic)
+    options = plain_options(function, options)
     bias_grad = plain_flag(function, "bias_grad", bias_grad)
-    gradients = explicit_backward(
-        function, tensors, options, extras, deterministic, bias_grad, dlse
-    )
+    if not alibi_slopes is bias is sinks is dropout_seed is seqused_q is seqused_k is None:
+        arrays += (None, None, alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
+    gradients = Gradients(*BACKWARD(function, arrays, (options, bias_grad)))
     return gradients if bias_grad or sinks is not None else gradients[:3]
-
-
-def _extras(
-    alibi_slopes: Array | None,
-    bias: Array | None,
-    sinks: Array | None,
-    dropout_seed: int | Array | None,
-    seqused_q: Array | None,
-    seqused_k: Array | None,
-) -> Extras:
-    if alibi_slopes is bias is sinks is dropout_seed is seqused_q is seqused_k is None:
-        return NO_EXTRAS
-    return Extras(None, None, alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)

@@ -6,7 +6,7 @@ import numpy
 
 from ..runtime.array import Array
 from . import reference
-from .extras import Extras, Gradients
+from .options import Extras, Gradients
 from .problem import Options
 
 

@@ -9,20 +9,23 @@ Part of :mod:`cupyflash.attention.reference`, which has the formulas and the opt
 
 from typing import Any
 
-from cupyflash.attention.extras import Gradients
-from cupyflash.attention.grouped import (
+from ..runtime.array import Array, array_namespace
+from ..runtime.philox import Dropout
+from .options import Gradients
+from .score import (
+    ScoreFunction,
     empty_results,
+    finite_max,
     group_heads,
     group_sinks,
     grouped_matmul,
     grouped_matmul_transposed,
     heads_first,
+    log_sum,
+    positive_sum,
     sum_to_shape,
+    tile_of,
 )
-from cupyflash.attention.score import ScoreFunction, finite_max, log_sum, positive_sum, tile_of
-
-from ..runtime.array import Array, array_namespace
-from ..runtime.philox import Dropout
 
 BLOCK = 256  # rows and columns of a tile: large enough to hide Python, small enough for the cache
 

@@ -1,14 +1,15 @@
-"""Options of an attention call: plain Python values, whatever the caller had for numbers.
+"""The options and the optional arrays of an attention call: names, types, and plain values.
 
-The options are a part of the key of a plan. An array as an option would be compared by its identity
+An option is a part of the key of a plan. An array as an option would be compared by its identity
 there and could change in place, so it becomes a number here, before anything is looked up.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..runtime.array import compiling, library_of
+from ..runtime.array import Array, compiling, library_of
 from ..runtime.checks import plain_flag, plain_integer, plain_real, short
-from .names import caller_name
 
 UNLIMITED = 2**31 - 1  # a side of a window is not longer
 
@@ -23,6 +24,7 @@ class Options(NamedTuple):
     layout: str  # "bshd", "bhsd", "thd" if packed; of q and k, "thd-bshd" say, if they differ
     max_seqlens: tuple[int, int] | None = None  # packed: the longest query and key sequence
     dropout_p: float = 0.0
+    deterministic: bool = False
 
     def layout_of(self, name: str) -> str:
         """The layout of one of the tensors, or of its gradient."""
@@ -30,59 +32,51 @@ class Options(NamedTuple):
         return layout_k if layout_k and name.removeprefix("d") in ("k", "v") else layout_q
 
 
-def plain_options(function: str, options: tuple) -> tuple:
-    """The fields of `Options` as Python numbers, strings and tuples of these, of any range.
+class Extras(NamedTuple):
+    """Optional arrays, None where there is none, in the order in which the kernels take them."""
 
-    NumPy scalars and arrays of no dimensions in the host's memory (NumPy, torch) are read.
+    cu_seqlens_q: Array | None = None
+    cu_seqlens_k: Array | None = None
+    alibi_slopes: Array | None = None
+    bias: Array | None = None
+    sinks: Array | None = None
+    dropout_seed: Array | int | None = None
+    seqused_q: Array | None = None
+    seqused_k: Array | None = None
 
-    Raises:
-        TypeError: an option of another type; one on a GPU, as reading it would wait for the GPU.
-        NotImplementedError: one that wants a gradient.
+
+NO_EXTRAS = Extras()
+
+
+class Gradients(NamedTuple):
+    """Results of a backward pass, like q, k, v, bias and sinks; None of what is not asked for."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None = None
+    dsinks: Array | None = None
+
+
+class Rule(NamedTuple):
+    """One option: the values that it takes.
+
+    Attributes:
+        schema: its type in the torch operators, with "?" if it may be None.
+        plain: of (function, name, value), the plain value; it raises TypeError where there is none.
+        allowed: the range of a number, in words.
+        valid: whether a number is in that range.
     """
-    causal, scale, window, softcap, layout, max_seqlens, dropout_p = options
-    if (
-        type(causal) in (bool, str)
-        and (scale is None or type(scale) is float)
-        and (window is None or _is_plain_pair(window))
-        and (type(softcap) is float or _is_zero(softcap))
-        and type(layout) is str
-        and (max_seqlens is None or (_is_plain_pair(max_seqlens) and None not in max_seqlens))
-        and (type(dropout_p) is float or _is_zero(dropout_p))
-    ):
-        return options  # as nearly every call has them; 0.3 µs
-    if compiling():  # numbers may be symbols; the operator checks when it runs
-        return options
-    name = lambda x: caller_name(function, x)  # noqa: E731
-    if not isinstance(causal, str):
-        allowed = "False, True, 'bottom-right' or 'top-left'"
-        causal = plain_flag(function, name("causal"), causal, allowed)
-    if not isinstance(layout, str):
-        raise TypeError(f"{function}: layout must be 'bshd' or 'bhsd', got {layout!r}")
-    if max_seqlens is not None:
-        lengths = zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True)
-        max_seqlens = tuple(plain_integer(function, name(which), x) for which, x in lengths)
-    return (
-        causal,
-        None if scale is None else plain_real(function, name("scale"), scale),
-        None if window is None else _window(function, name("window"), window),
-        plain_real(function, name("softcap"), softcap),
-        str(layout),
-        max_seqlens,
-        plain_real(function, name("dropout_p"), dropout_p),
-    )
+
+    schema: str
+    plain: Callable[[str, str, Any], Any]
+    allowed: str = ""
+    valid: Callable[[float], bool] | None = None
 
 
-def _is_plain_pair(x: Any) -> bool:
-    if type(x) is not tuple or len(x) != 2:
-        return False
-    first, second = x
-    return (first is None or (type(first) is int and first < UNLIMITED)) and (
-        second is None or (type(second) is int and second < UNLIMITED)
-    )
-
-
-def _is_zero(x: Any) -> bool:
-    return type(x) is int and x == 0
+def _causal(function: str, name: str, x: Any) -> bool | str:
+    allowed = "False, True, 'bottom-right' or 'top-left'"
+    return x if isinstance(x, str) else plain_flag(function, name, x, allowed)
 
 
 def _window(function: str, name: str, window: Any) -> tuple[int | None, int | None]:
@@ -100,3 +94,151 @@ def _window(function: str, name: str, window: Any) -> tuple[int | None, int | No
     each = f"each side of {name}"
     sides = (None if x is None else plain_integer(function, each, x) for x in sides)
     return tuple(None if x is None else min(x, UNLIMITED) for x in sides)
+
+
+def _layout(function: str, name: str, x: Any) -> str:
+    if not isinstance(x, str):
+        raise TypeError(f"{function}: {name} must be 'bshd' or 'bhsd', got {x!r}")
+    return str(x)
+
+
+def _max_seqlens(function: str, name: str, lengths: Any) -> tuple[int, int]:
+    names = (caller_name(function, side) for side in ("max_seqlen_q", "max_seqlen_k"))
+    return tuple(plain_integer(function, *x) for x in zip(names, lengths, strict=True))
+
+
+RULES = {
+    "causal": Rule("str", _causal),
+    "scale": Rule("float?", plain_real, "positive and finite", lambda x: 0 < x < math.inf),
+    "window": Rule("SymInt[]?", _window),
+    "softcap": Rule("float", plain_real, "at least 0", lambda x: 0 <= x < math.inf),
+    "layout": Rule("str", _layout),
+    "max_seqlens": Rule("SymInt[]?", _max_seqlens),
+    "dropout_p": Rule("float", plain_real, "at least 0 and less than 1", lambda x: 0 <= x < 1),
+    "deterministic": Rule("bool", plain_flag),
+}
+MAX_SEQLENS, DROPOUT_P, DETERMINISTIC = map(
+    Options._fields.index, ("max_seqlens", "dropout_p", "deterministic")
+)
+SLOPES, BIAS, SINKS, DROPOUT_SEED = map(
+    Extras._fields.index, ("alibi_slopes", "bias", "sinks", "dropout_seed")
+)
+
+
+def plain_options(function: str, options: tuple) -> tuple:
+    """The fields of `Options` as Python numbers, strings and tuples of these, of any range.
+
+    NumPy scalars and arrays of no dimensions in the host's memory (NumPy, torch) are read.
+
+    Raises:
+        TypeError: an option of another type; one on a GPU, as reading it would wait for the GPU.
+        NotImplementedError: one that wants a gradient.
+    """
+    causal, scale, window, softcap, layout, max_seqlens, dropout_p, deterministic = options
+    if (
+        type(causal) in (bool, str)
+        and (scale is None or type(scale) is float)
+        and (window is None or _is_plain_pair(window))
+        and (type(softcap) is float or _is_zero(softcap))
+        and type(layout) is str
+        and (max_seqlens is None or (_is_plain_pair(max_seqlens) and None not in max_seqlens))
+        and (type(dropout_p) is float or _is_zero(dropout_p))
+        and type(deterministic) is bool
+    ):
+        return options  # as nearly every call has them; 0.3 µs
+    if compiling():  # numbers may be symbols; the operator checks when it runs
+        return options
+    return tuple(
+        None
+        if x is None and rule.schema.endswith("?")
+        else rule.plain(function, caller_name(function, name), x)
+        for (name, rule), x in zip(RULES.items(), options, strict=True)
+    )
+
+
+def _is_zero(x: Any) -> bool:
+    return type(x) is int and x == 0
+
+
+def _is_plain_pair(x: Any) -> bool:
+    if type(x) is not tuple or len(x) != 2:
+        return False
+    first, second = x
+    return (first is None or (type(first) is int and first < UNLIMITED)) and (
+        second is None or (type(second) is int and second < UNLIMITED)
+    )
+
+
+# What the torch operators take behind the tensors.
+ARGUMENTS = ", ".join(
+    [f"Tensor? {name}" for name in Extras._fields]
+    + ["str function", *(f"{rule.schema} {name}" for name, rule in RULES.items())]
+)
+NUM_EXTRAS, NUM_ARGUMENTS = len(Extras._fields), len(ARGUMENTS.split(", "))
+
+
+def encode(options: tuple) -> tuple:
+    """`Options` in types that a torch operator takes."""
+    options = Options(*options)
+    window, lengths = options.window, options.max_seqlens
+    return (
+        *options._replace(
+            causal={False: "", True: "bottom-right"}.get(options.causal, str(options.causal)),
+            window=None if window is None else [-1 if x is None else x for x in window],
+            max_seqlens=None if lengths is None else list(lengths),
+        ),
+    )
+
+
+def decode(arguments: tuple) -> tuple[str, tuple, Options]:
+    """(function, optional arrays, options) of an operator's arguments behind the tensors."""
+    extras, function = arguments[:NUM_EXTRAS], arguments[NUM_EXTRAS]
+    options = Options(*arguments[NUM_EXTRAS + 1 : NUM_ARGUMENTS])
+    options = options._replace(
+        causal=options.causal or False,
+        window=None if options.window is None else tuple(options.window),
+        max_seqlens=None if options.max_seqlens is None else tuple(options.max_seqlens),
+    )
+    return function, extras, options
+
+
+# Public functions whose arguments have other names than those of `cupyflash.attention`.
+_WINDOW = {"scale": "softmax_scale", "window": "window_size"}
+_PACKED = {"q": "qkv", "k": "qkv", "v": "qkv"}
+_ONE_LENGTH = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens")
+_ONE_LENGTH |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen")
+_KEY_VALUE = {"k": "kv", "v": "kv"}
+_TORCH = {"q": "query", "k": "key", "v": "value"}
+_ATEN = {"cu_seqlens_q": "cum_seq_q", "cu_seqlens_k": "cum_seq_k", "causal": "is_causal"}
+_ATEN |= {"max_seqlen_q": "max_q", "max_seqlen_k": "max_k"}
+
+NAMES = {
+    "flash_attn_func": _WINDOW,
+    "flash_attn_kvpacked_func": _WINDOW | _KEY_VALUE,
+    "flash_attn_qkvpacked_func": _WINDOW | _PACKED,
+    "flash_attn_varlen_func": _WINDOW,
+    "flash_attn_varlen_kvpacked_func": _WINDOW | _KEY_VALUE,
+    "flash_attn_varlen_qkvpacked_func": _WINDOW | _PACKED | _ONE_LENGTH,
+    "scaled_dot_product_attention": _TORCH | {"bias": "attn_mask", "causal": "is_causal"},
+    "attention_with_cache": {"k": "k_cache", "v": "v_cache"},
+    "_flash_attention_forward": _TORCH | _ATEN,
+    "_flash_attention_backward": _TORCH | _ATEN | {"dout": "grad_out", "lse": "logsumexp"},
+    "cupyflash.integrations.transformers": _TORCH
+    | {
+        "bias": "attention_mask",
+        "causal": "is_causal",
+        "cu_seqlens_k": "cu_seq_lens_k",
+        "cu_seqlens_q": "cu_seq_lens_q",
+        "dropout_p": "dropout",
+        "max_seqlen_k": "max_length_k",
+        "max_seqlen_q": "max_length_q",
+        "scale": "scaling",
+        "sinks": "s_aux",
+        "window": "sliding_window",
+    },
+}
+
+
+def caller_name(function: str, name: str) -> str:
+    """The name of an argument as the caller of this function wrote it."""
+    return NAMES.get(function, {}).get(name, name)

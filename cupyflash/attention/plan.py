@@ -5,7 +5,7 @@ pointers. A call then allocates its results, puts the pointers in front and laun
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import environment
 from ..runtime.array import Array, View, dense_strides
@@ -15,13 +15,13 @@ from ..runtime.operation import Plan
 from ..runtime.structs import header
 from . import backends
 from .backends.preprocess import FlashBwdSinks
-from .extras import bias_strides
-from .features import Access
 from .launch import prepare
-from .problem import Options, Problem, canonical_strides
+from .options import Extras, Gradients, Options
+from .problem import Access, Problem, bias_strides, canonical_strides
 
 structs = header("attention/params.cuh")
 
+NO_POINTERS = (0,) * len(Extras._fields)
 # Of the L2 cache, for the keys and values of the heads that run together (tile_order.cuh); the rest
 # is left to queries and outputs.
 SECTION_L2_FRACTION = 0.6
@@ -65,10 +65,8 @@ class ForwardPlan(Plan):
         )
         self.launch = prepare(config, problem, params)
 
-    def run(
-        self, like: Array, q: int, k: int, v: int, extras: tuple[int, ...], need_lse: bool
-    ) -> tuple[Array, Array | None]:
-        """Pointers, 0 where there is none; the results are allocated as ``like`` is."""
+    def run(self, like: Array, pointers: list[int], need_lse: bool) -> tuple[Array, Array | None]:
+        """Out and LSE, allocated as ``like`` is; pointers of q, k, v and perhaps of `Extras`."""
         library = self.library
         out = library.empty(self.out_shape, self.out_strides, like)
         lse = library.empty_float32(self.lse_shape, like) if need_lse else None
@@ -77,13 +75,15 @@ class ForwardPlan(Plan):
             if need_lse:
                 library.fill(lse, -math.inf)
         if not self.empty:
+            pointers[3:3] = library.pointer(out), library.pointer(lse) if need_lse else 0
+            if len(pointers) == 5:
+                pointers += NO_POINTERS
             workspace = _workspace(self.launch, library, like)
             self.launch(
                 library.stream(self.device_id),
-                q, k, v, library.pointer(out), library.pointer(lse) if need_lse else 0,
-                *extras,
+                *pointers,
                 workspace=0 if workspace is None else library.pointer(workspace),
-            )  # fmt: skip
+            )
         return out, lse
 
 
@@ -154,11 +154,12 @@ class BackwardPlan(Plan):
         )
         self.launches = [prepare(config, problem, params) for config in configs]
 
-    def run(
-        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
-        dlse: int, extras: tuple[int, ...],
-    ) -> tuple[Array | None, ...]:  # fmt: skip
-        """(dq, dk, dv, dbias, dsinks), the last two in float32 or None; dlse is a pointer, or 0."""
+    def run(self, q: Array, k: Array, v: Array, pointers: list[int]) -> tuple[Array | None, ...]:
+        """(dq, dk, dv, dbias, dsinks), the last two in float32 or None.
+
+        Args:
+            pointers: of dout, q, k, v, out, lse, dlse or 0, and perhaps of `Extras`.
+        """
         library, pointer = self.library, self.library.pointer
         dbias = _zeros_float32(library, self.dbias_shape, q)
         dsinks = _zeros_float32(library, self.dsinks_shape, q)
@@ -171,22 +172,23 @@ class BackwardPlan(Plan):
         scratch = library.empty_float32((self.scratch_size,), q)
         lse_log2 = pointer(scratch)
         semaphores = library.zeros_int32(self.semaphores, q) if self.semaphores else None
-        inputs = (pointer(x) for x in (dout, q, k, v, out, lse, *gradients))
-        pointers = (
+        *inputs, dlse = pointers[:7]
+        arguments = (
             *inputs,
+            *map(pointer, gradients),
             dlse,
             lse_log2,
             lse_log2 + self.rows_bytes,
             lse_log2 + 2 * self.rows_bytes,
             0 if semaphores is None else pointer(semaphores),
-            *extras,
+            *(pointers[7:] or NO_POINTERS),
             0 if dbias is None else pointer(dbias),
             0 if dsinks is None else pointer(dsinks),
         )
         stream = library.stream(self.device_id)
         for launch in self.launches:
             workspace = _workspace(launch, library, q)
-            launch(stream, *pointers, workspace=0 if workspace is None else pointer(workspace))
+            launch(stream, *arguments, workspace=0 if workspace is None else pointer(workspace))
         return *gradients, dbias, dsinks
 
 
@@ -246,3 +248,56 @@ def _accum_rows(problem: Problem) -> int:
     if problem.total_q is not None:
         return (problem.total_q // structs.ACCUM_ROW_ALIGN + shape.batch) * structs.ACCUM_ROW_ALIGN
     return -(-shape.seqlen_q // structs.ACCUM_ROW_ALIGN) * structs.ACCUM_ROW_ALIGN * shape.batch
+
+
+class Padding(NamedTuple):
+    """Stands for the plan of a head dim that the kernels do not take: copies with more columns.
+
+    Kernels have one head_dim, a multiple of 8, for q, k, v and out. Columns of zeros in q and k
+    change no score, and those of v only give columns of zeros in out: attention of the wider
+    arrays, at the scale of the true head_dim, is attention of the arrays in its first columns. So
+    are the gradients.
+
+    Attributes:
+        width: head_dim of the kernels.
+        head_dim: of q and k.
+        head_dim_v: of v and out.
+        options: with the scale of the true head_dim.
+    """
+
+    width: int
+    head_dim: int
+    head_dim_v: int
+    options: Options
+
+    @classmethod
+    def of(cls, problem: Problem, options: Options) -> "Padding":
+        """That of a problem which `needs_padding`."""
+        options = options._replace(scale=problem.shape.scale)
+        return cls(problem.shape.head_dim, *problem.head_dims, options)
+
+    def widen(self, library: Any, *arrays: Array) -> list[Array]:
+        """Copies of ``width`` columns; arrays that have them are taken as they are."""
+        return [
+            x if x.shape[-1] == self.width else library.with_columns(self.width, x) for x in arrays
+        ]
+
+    def narrow(self, out: Array) -> Array:
+        """View of the columns of a result that v has."""
+        return out[..., : self.head_dim_v]
+
+    def narrow_gradients(self, gradients: Gradients) -> Gradients:
+        """Views of the columns that q, k and v have."""
+        dq, dk, dv, *others = gradients
+        return Gradients(
+            dq[..., : self.head_dim], dk[..., : self.head_dim], self.narrow(dv), *others
+        )
+
+
+def result_strides(library: Any, shape: tuple[int, ...], width: int, like: View) -> tuple[int, ...]:
+    """Of a result of this shape in memory of ``width`` columns, allocated like an input."""
+    wide = (*shape[:-1], width)
+    strides = like.strides
+    if like.shape[-1] != width:  # the input itself is copied first
+        strides = library.strides_of_empty(wide, like)
+    return library.strides_of_empty(wide, like._replace(shape=wide, strides=strides))

@@ -27,21 +27,25 @@ row that sees no key gives 0 and -inf. Nothing is checked here: ``cupyflash.atte
 from collections.abc import Iterator
 from typing import Any
 
-from cupyflash.attention.extras import Gradients
-from cupyflash.attention.grouped import (
+from cupyflash.attention.online_softmax import attention_tiled, attention_tiled_backward
+
+from ..runtime.array import Array, array_namespace, compute_dtype
+from ..runtime.philox import Dropout
+from .options import Gradients
+from .score import (
+    ScoreFunction,
     empty_results,
+    finite_max,
     group_heads,
     group_sinks,
     grouped_matmul,
     grouped_matmul_transposed,
     heads_first,
+    log_sum,
+    positive_sum,
     sum_to_shape,
+    tile_of,
 )
-from cupyflash.attention.online_softmax import attention_tiled, attention_tiled_backward
-from cupyflash.attention.score import ScoreFunction, finite_max, log_sum, positive_sum, tile_of
-
-from ..runtime.array import Array, array_namespace, compute_dtype
-from ..runtime.philox import Dropout
 
 __all__ = [
     "array_namespace",

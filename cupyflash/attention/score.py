@@ -1,4 +1,4 @@
-"""The score function of the reference: scale, softcap, ALiBi, and which keys a query sees.
+"""The score function of the reference: scale, softcap, ALiBi, bias, and which keys a query sees.
 
 For query row i and key column j, with ``diagonal`` the key on which query 0 sits::
 
@@ -9,16 +9,20 @@ For query row i and key column j, with ``diagonal`` the key on which query 0 sit
     s_ij = -inf   unless   i + diagonal - left <= j <= i + diagonal + right
 
 Softcap: Gemma 2, arXiv:2408.00118; ALiBi: arXiv:2108.12409; windows: arXiv:2004.05150.
-Arrays are NumPy or CuPy arrays in the layout of :mod:`cupyflash.attention.grouped`.
+
+Arrays are NumPy or CuPy arrays of grouped heads. Query head h uses kv head h // group. The heads of
+q split into (heads_kv, group), and the rows of a group are stacked into one matrix, so that K and V
+are never repeated in memory::
+
+    q (batch, seqlen_q, heads_q, head_dim) -> (batch, heads_kv, group, seqlen_q, head_dim)
+    k (batch, seqlen_k, heads_kv, head_dim) -> (batch, heads_kv, seqlen_k, head_dim)
 """
 
 import dataclasses
 import math
 
-from cupyflash.attention.grouped import grouped_matmul
-from cupyflash.runtime.structs import header
-
-from ..runtime.array import Array, array_namespace
+from ..runtime.array import Array, array_namespace, compute_dtype
+from ..runtime.structs import header
 
 # Where a float32 has no digit left for the score, a bias means "not seen".
 BIAS_LIMIT = header("attention/bias.cuh").BIAS_LIMIT
@@ -163,3 +167,61 @@ def log_sum(row_max: Array, row_sum: Array) -> Array:
     """lse = m + log l, -inf where a row sees no key."""
     xp = array_namespace(row_sum)
     return xp.where(row_sum == 0, -xp.inf, row_max + xp.log(positive_sum(row_sum)))
+
+
+def heads_first(x: Array) -> Array:
+    """View of x (batch, seqlen, heads, head_dim) as (batch, heads, seqlen, head_dim)."""
+    return x.astype(compute_dtype(x), copy=False).swapaxes(1, 2)
+
+
+def group_heads(x: Array, k: Array) -> Array:
+    """View of x, which is like q, as (batch, heads_kv, group, seqlen_q, head_dim).
+
+    Query head h uses kv head h // group, so the heads split into (heads_kv, group).
+    """
+    batch, seqlen, heads, head_dim = x.shape
+    heads_kv = k.shape[2]
+    x = x.astype(compute_dtype(x), copy=False)
+    x = x.reshape(batch, seqlen, heads_kv, heads // heads_kv if heads_kv else 1, head_dim)
+    return x.transpose(0, 2, 3, 1, 4)
+
+
+def group_sinks(sinks: Array, q_groups: Array) -> Array:
+    """(heads_q,) as (heads_kv, group, 1), to broadcast against the rows of ``q_groups``."""
+    return sinks.reshape(*q_groups.shape[1:3], 1)
+
+
+def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
+    """Sum over the axes that have length 1 in ``shape``, as of what was broadcast."""
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
+    return x.sum(axis=axes, keepdims=True) if axes else x
+
+
+def grouped_matmul(a: Array, b: Array) -> Array:
+    """a (batch, heads_kv, group, m, x) times b (batch, heads_kv, x, n), one b for a whole group.
+
+    The rows of a group are stacked into one matrix, so K and V are never repeated in memory.
+    """
+    batch, heads, group, rows, inner = a.shape
+    stacked = a.reshape(batch, heads, group * rows, inner)
+    return (stacked @ b).reshape(batch, heads, group, rows, b.shape[-1])
+
+
+def grouped_matmul_transposed(a: Array, b: Array) -> Array:
+    """Sum over the group of aᵀ b: a (…, group, m, n), b (…, group, m, x) -> (…, n, x)."""
+    batch, heads, group, rows, cols = a.shape
+    stacked_a = a.reshape(batch, heads, group * rows, cols)
+    stacked_b = b.reshape(batch, heads, group * rows, b.shape[-1])
+    return stacked_a.swapaxes(-1, -2) @ stacked_b
+
+
+def empty_results(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array, Array]:
+    """Zero out (like q, with the head_dim of v) and -inf LSE in the compute dtype, and grouped
+    views to write them.
+    """
+    xp, dtype = array_namespace(q), compute_dtype(q)
+    batch, seqlen_q, heads_q, _ = q.shape
+    out = xp.zeros((*q.shape[:3], v.shape[3]), dtype)
+    lse = xp.full((batch, heads_q, seqlen_q), -xp.inf, dtype)
+    out_groups = group_heads(out, k)
+    return out, lse, out_groups, lse.reshape(out_groups.shape[:4])

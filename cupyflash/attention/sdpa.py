@@ -7,8 +7,8 @@ import numpy
 
 from ..runtime.array import Array, compiling, from_foreign, library_of, to_foreign
 from ..runtime.checks import plain_flag
-from .dispatch import forward
-from .extras import NO_EXTRAS, Extras
+from .dispatch import FORWARD
+from .options import Extras, plain_options
 
 FUNCTION = "scaled_dot_product_attention"
 
@@ -76,11 +76,11 @@ def scaled_dot_product_attention(
         heads = [x.shape[1] for x in (q, k, v)]
         fact = "query, key and value must have the same number of heads without enable_gqa"
         raise ValueError(f"{FUNCTION}: {fact}, got {heads}")
-    options = ("top-left" if is_causal else False, scale, None, 0.0, "bhsd", None, dropout_p)
-    extras = NO_EXTRAS
+    options = ("top-left" if is_causal else False, scale, None, 0.0, "bhsd", None, dropout_p, False)
+    arrays = (q, k, v)
     if attn_mask is not None:
-        extras = Extras(bias=_at_most_four_axes(attn_mask, shape))
-    out, _ = forward(FUNCTION, q, k, v, options, extras)
+        arrays += Extras(bias=_at_most_four_axes(attn_mask, shape))
+    out, _ = FORWARD(FUNCTION, arrays, (plain_options(FUNCTION, options), False))
     return out if len(shape) == 4 else _reshape(out, (*shape[:-1], shapes[2][-1]))
 
 

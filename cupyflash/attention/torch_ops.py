@@ -5,93 +5,49 @@ it, a dispatch mode records it, a tensor subclass replaces it. All other calls g
 dispatcher, which costs more than the rest of a call.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..runtime.array import library_of
 from ..runtime.torch_calls import require_one_device
-from . import dispatch, torch_vmap
-from .autograd import readable
-from .extras import NO_EXTRAS, Extras, Gradients
-from .options import Options
-from .padding import result_strides
+from . import dispatch
+from .options import (
+    ARGUMENTS,
+    BIAS,
+    NO_EXTRAS,
+    NUM_ARGUMENTS,
+    NUM_EXTRAS,
+    SINKS,
+    Extras,
+    Gradients,
+    decode,
+    encode,
+)
+from .plan import result_strides
 from .problem import kernel_head_dim
-from .torch_arguments import ARGUMENTS, NUM_EXTRAS, decode, encode, split_backward
-
-LIBRARY = library_of(torch.empty(0))
+from .torch_side import LIBRARY, readable
 
 
-def autocast(
-    q: Tensor, k: Tensor, v: Tensor, extras: Extras
-) -> tuple[Tensor, Tensor, Tensor, Extras]:
-    """The arrays of a call as torch's own attention would see them under autocast.
-
-    A float32 bias and float32 sinks stay what they are: the kernels read them as they lie.
-    """
-    device = q.device.type
-    if q.is_meta or not torch.is_autocast_enabled(device):
-        return q, k, v, extras
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(x: Tensor) -> Tensor:
-        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
-
-    for name in ("bias", "sinks"):
-        x = getattr(extras, name)
-        if x is not None and x.dtype != torch.float32:
-            extras = extras._replace(**{name: cast(x)})
-    return cast(q), cast(k), cast(v), extras
-
-
-def compiled(
-    function: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: tuple,
-    extras: Extras,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    """`dispatch.forward` in what torch.compile can trace; the operator checks when it runs."""
-    if extras is not NO_EXTRAS or Options(*options).dropout_p:
-        extras = dispatch.with_seed(function, LIBRARY, q, options, extras)
-    q, k, v, extras = autocast(q, k, v, extras)
-    return attention(function, q, k, v, options, extras, deterministic)
-
-
-def attention(
-    function: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: tuple,
-    extras: Extras,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
+def attention(function: str, arrays: tuple, options: tuple) -> tuple[Tensor, Tensor]:
     """(out, lse) of `dispatch.forward` through the operator."""
+    q, k, v, *extras = arrays
     call = Transformed.apply if _transforms_active() else _forward_op
-    return call(q, k, v, *extras, function, *encode(options), deterministic)
+    return call(q, k, v, *(extras or NO_EXTRAS), function, *encode(options))
 
 
-def attention_backward(
-    function: str,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: tuple,
-    extras: Extras,
-    deterministic: bool,
-    bias_grad: bool,
-    dlse: Tensor | None,
-) -> Gradients:
+def attention_backward(function: str, arrays: tuple, options: tuple, bias_grad: bool) -> Gradients:
     """`dispatch.backward` through the operator, whose own derivative is an error."""
-    arguments = (*extras, function, *encode(options), deterministic, bias_grad, dlse)
-    return _gradients(dout, q, k, v, out, lse, *arguments)
+    *tensors, dlse = arrays[:7]
+    extras = arrays[7:] or NO_EXTRAS
+    return _gradients(*tensors, *extras, function, *encode(options), bias_grad, dlse)
+
+
+def split_backward(arguments: tuple) -> tuple[tuple, bool, Any]:
+    """(`ARGUMENTS`, bias_grad, dlse) of the backward; torch leaves out a dlse of None."""
+    dlse = arguments[NUM_ARGUMENTS + 1] if len(arguments) > NUM_ARGUMENTS + 1 else None
+    return arguments[:NUM_ARGUMENTS], arguments[NUM_ARGUMENTS], dlse
 
 
 @torch.library.custom_op(
@@ -100,17 +56,14 @@ def attention_backward(
     schema=f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor out, Tensor lse)",
 )
 def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    function, options, extras, _ = decode(arguments)
+    function, extras, options = decode(arguments)
     LIBRARY.refuse_tangents(q, k, v, *extras)
-    out, lse = dispatch.forward_without_gradient(
-        function, LIBRARY, q, k, v, options, extras, need_lse=True
-    )
-    return out, lse
+    return dispatch.forward(function, LIBRARY, (q, k, v, *extras), (options, True))
 
 
 @_forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    function, options, extras, _ = decode(arguments)
+    function, extras, options = decode(arguments)
     require_one_device(function, q, k, v, *extras)
     layout = options.layout_of("q")
     axes = {"thd": (1, 0), "bhsd": (0, 1, 2)}.get(layout, (0, 2, 1))  # of the LSE
@@ -135,12 +88,10 @@ def _backward_op(
 ) -> list[Tensor]:
     """dq, dk, dv, then dbias if asked for, then dsinks if there are sinks."""
     arguments, bias_grad, dlse = split_backward(arguments)
-    function, options, extras, deterministic = decode(arguments)
+    function, extras, options = decode(arguments)
     LIBRARY.refuse_tangents(dout, q, k, v, out, lse, dlse, *extras)
-    tensors = (readable(dout, out), q, k, v, out, lse)
-    gradients = dispatch.backward(
-        function, *tensors, options, extras, deterministic, bias_grad, dlse
-    )
+    arrays = (readable(dout, out), q, k, v, out, lse, dlse, *extras)
+    gradients = dispatch.backward(function, LIBRARY, arrays, (options, bias_grad))
     learned = zip(gradients[3:], _learned(extras, bias_grad))
     learned = [x.reshape(like.shape).contiguous() for x, like in learned if like is not None]
     return [*gradients[:3], *learned]
@@ -151,8 +102,8 @@ def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> list[Tensor]:
     arguments, bias_grad, dlse = split_backward(arguments)
-    extras = Extras(*arguments[:NUM_EXTRAS])
-    require_one_device(arguments[NUM_EXTRAS], q, dout, k, v, out, lse, dlse, *extras)
+    function, extras, _ = decode(arguments)
+    require_one_device(function, q, dout, k, v, out, lse, dlse, *extras)
     learned = [x for x in _learned(extras, bias_grad) if x is not None]
     width = kernel_head_dim(q.shape[-1], v.shape[-1])
     gradients = [_empty(x, x.shape[-1], width) for x in (q, k, v)]
@@ -169,7 +120,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *extras = ctx.saved_tensors
-    bias_grad = Extras(*ctx.needs_input_grad[3 : 3 + NUM_EXTRAS]).bias
+    bias_grad = ctx.needs_input_grad[3 + BIAS]
     tensors = (readable(dout, out), q, k, v, out, lse)
     dq, dk, dv, dbias, dsinks = _gradients(*tensors, *extras, *ctx.arguments, bias_grad, dlse)
     return dq, dk, dv, *Extras(bias=dbias, sinks=dsinks), *[None] * len(ctx.arguments)
@@ -188,10 +139,98 @@ def _no_second_derivative(ctx: Any, *gradients: Any) -> None:
     raise NotImplementedError("cupyflash: attention has no second derivative")
 
 
+# Axes of the optional tensors that may have a batch axis, the first one then.
+RANKS = {"alibi_slopes": 2, "bias": 4, "seqused_q": 1, "seqused_k": 1}
+NOT_BUILT = {
+    "cu_seqlens_q": "of packed sequences",
+    "cu_seqlens_k": "of packed sequences",
+    "dropout_seed": "with dropout",
+}
+
+
+def forward_rule(call: Callable) -> Callable:
+    """The vmap rule of ``call(q, k, v, *extras, ...)`` -> (out, lse).
+
+    Raises:
+        NotImplementedError: packed sequences; dropout; sinks that are mapped.
+    """
+
+    def rule(info: Any, in_dims: tuple, *arguments: Any) -> tuple:
+        return _mapped(call, info.batch_size, in_dims, arguments, 3)
+
+    return rule
+
+
+def backward_rule(call: Callable) -> Callable:
+    """The vmap rule of ``call(dout, q, k, v, out, lse, *extras, ..., bias_grad, dlse)``.
+
+    Raises:
+        NotImplementedError: as the forward, and with sinks or a gradient of the bias: the kernels
+            add these up over the batch.
+    """
+
+    def rule(info: Any, in_dims: tuple, *arguments: Any) -> tuple:
+        tensors, (rest, bias_grad, dlse) = arguments[:6], split_backward(arguments[6:])
+        if bias_grad or Extras(*rest[:NUM_EXTRAS]).sinks is not None:
+            raise _not_built("of the gradient of bias or sinks")
+        dims = (*in_dims[:6], None if dlse is None else in_dims[len(arguments) - 1], *in_dims[6:])
+        arguments = (*tensors, dlse, *rest, bias_grad)
+        return _mapped(last_at_6, info.batch_size, dims, arguments, 7)
+
+    def last_at_6(*arguments: Any) -> Any:
+        return call(*arguments[:6], *arguments[7:], arguments[6])
+
+    return rule
+
+
+def _mapped(
+    call: Callable, size: int, in_dims: tuple, arguments: tuple, num_tensors: int
+) -> tuple[Any, Any]:
+    """(results, their mapped axes) for ``size`` entries of the mapped axes ``in_dims``."""
+    end = num_tensors + NUM_EXTRAS
+    extras, dims = Extras(*arguments[num_tensors:end]), Extras(*in_dims[num_tensors:end])
+    for name, what in NOT_BUILT.items():
+        if getattr(extras, name) is not None:
+            raise _not_built(what)
+    if dims.sinks is not None:
+        raise _not_built("over sinks")
+    tensors = [  # the last one of the backward, dlse, may be None
+        None if x is None else _mapped_first(x, dim, size)
+        for x, dim in zip(arguments[:num_tensors], in_dims)
+    ]
+    batch = tensors[0].shape[1]
+    folded = [None if x is None else x.flatten(0, 1) for x in tensors]
+    for name, rank in RANKS.items():
+        x, dim = getattr(extras, name), getattr(dims, name)
+        if x is not None and not (dim is None and _broadcast_over_batch(x, rank)):
+            x = _mapped_first(x, dim, size)
+            x = x.reshape(size, *[1] * (rank + 1 - x.dim()), *x.shape[1:])
+            x = x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+            extras = extras._replace(**{name: x})
+    results = call(*folded, *extras, *arguments[end:])
+    kind = type(results)
+    return kind(x.unflatten(0, (size, batch)) for x in results), kind(0 for _ in results)
+
+
+def _mapped_first(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """With the mapped axis in front; a copy for each entry where none is mapped, as not every
+    kernel takes a stride of 0.
+    """
+    return x.expand(size, *x.shape).contiguous() if dim is None else x.movedim(dim, 0)
+
+
+def _broadcast_over_batch(x: Tensor, rank: int) -> bool:
+    return x.dim() < rank or (rank == RANKS["bias"] and x.shape[0] == 1)
+
+
+def _not_built(what: str) -> NotImplementedError:
+    return NotImplementedError(f"cupyflash: torch.func.vmap {what} is not built")
+
+
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 _backward_op.register_autograd(_no_second_derivative)
-_forward_op.register_vmap(torch_vmap.forward_rule(_forward_op))
-_backward_op.register_vmap(torch_vmap.backward_rule(_backward_op))
+_forward_op.register_vmap(forward_rule(_forward_op))
+_backward_op.register_vmap(backward_rule(_backward_op))
 
 
 class Transformed(torch.autograd.Function):
@@ -200,7 +239,7 @@ class Transformed(torch.autograd.Function):
     forward = staticmethod(_forward_op)
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
-    vmap = staticmethod(torch_vmap.forward_rule(lambda *x: Transformed.apply(*x)))
+    vmap = staticmethod(forward_rule(lambda *x: Transformed.apply(*x)))
 
 
 class TransformedBackward(torch.autograd.Function):
@@ -215,7 +254,7 @@ class TransformedBackward(torch.autograd.Function):
         pass
 
     backward = staticmethod(_no_second_derivative)
-    vmap = staticmethod(torch_vmap.backward_rule(lambda *x: TransformedBackward.apply(*x)))
+    vmap = staticmethod(backward_rule(lambda *x: TransformedBackward.apply(*x)))
 
 
 def _transforms_active() -> bool:
@@ -223,9 +262,9 @@ def _transforms_active() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
-def _learned(extras: Extras, bias_grad: bool) -> tuple[Tensor | None, Tensor | None]:
+def _learned(extras: tuple, bias_grad: bool) -> tuple[Tensor | None, Tensor | None]:
     """The optional tensors whose gradients the backward gives."""
-    return extras.bias if bias_grad else None, extras.sinks
+    return extras[BIAS] if bias_grad else None, extras[SINKS]
 
 
 def _empty(like: Tensor, head_dim: int, width: int) -> Tensor:

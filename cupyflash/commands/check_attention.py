@@ -10,7 +10,7 @@ import cupyflash
 
 from .. import environment
 from ..attention import backends
-from ..attention.features import Access, Features
+from ..attention.problem import Access, Features
 from ..decode.reference import sample_row
 from ..decode.sampling import Sampling, sample
 from ..testing import (

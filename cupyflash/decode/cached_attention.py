@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import environment
-from ..attention.dispatch import forward_without_gradient
-from ..attention.extras import NO_EXTRAS
-from ..attention.problem import MAX_HEAD_DIM, Options
-from ..attention.problem import check as check_attention
+from ..attention.checks import MAX_HEAD_DIM
+from ..attention.checks import check as check_attention
+from ..attention.dispatch import forward
+from ..attention.options import Extras, Options
 from ..runtime.array import Array, View
 from ..runtime.checks import plain_real
 from ..runtime.config import ITEM_SIZE
@@ -147,10 +147,9 @@ class SeparatePlan:
             # By way of whole rows, which copies heads that do not lie side by side.
             new = (x.reshape(self.rows).reshape(self.rows[0], *x.shape[2:]) for x in (k, v))
             kv_cache.run(FUNCTION, library, (*new, *caches, where, sequences), ())
-            options = (seqlen > 1, self.scale, None, 0.0, "bshd", None, 0.0)
-            extras = NO_EXTRAS._replace(seqused_k=positions + seqlen)
-            arguments = (FUNCTION, library, q, *caches, options, extras, False)
-            return forward_without_gradient(*arguments)[0]
+            options = (seqlen > 1, self.scale, None, 0.0, "bshd", None, 0.0, False)
+            arrays = (q, *caches, *Extras(seqused_k=positions + seqlen))
+            return forward(FUNCTION, library, arrays, (options, False))[0]
 
     def _check_positions(self, positions: Array) -> None:
         places = self.library.to_list(positions)

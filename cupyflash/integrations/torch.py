@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from ..attention import dispatch
-from ..attention.extras import NO_EXTRAS, Extras
+from ..attention.options import DROPOUT_P, NO_EXTRAS, Extras, plain_options
 from ..jit import compiler
 from ..runtime.array import library_of
 
@@ -98,7 +98,7 @@ def flash_attention_forward(
     lengths = None if cum_seq_q is None else (max_q, max_k)
     options = (is_causal, scale, window, 0.0, layout, lengths, dropout_p)
     extras = Extras(cum_seq_q, cum_seq_k, alibi_slopes, seqused_k=seqused_k)
-    return _forward(function, query, key, value, options, extras, return_debug_mask)
+    return _forward(function, (query, key, value), options, extras, return_debug_mask)
 
 
 def flash_attention_forward_inplace(out: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -151,7 +151,7 @@ def sdpa_forward(
     """``aten::_scaled_dot_product_flash_attention``: (batch, heads, seqlen, head_dim)."""
     options = (is_causal, scale, None, 0.0, "bhsd", None, dropout_p)
     out, lse, *random = _forward(
-        "_scaled_dot_product_flash_attention", query, key, value, options, _random(dropout_p),
+        "_scaled_dot_product_flash_attention", (query, key, value), options, NO_EXTRAS,
         return_debug_mask,
     )  # fmt: skip
     return out, lse, None, None, query.shape[2], key.shape[2], *random
@@ -179,7 +179,7 @@ def sdpa_backward(
     options = (is_causal, scale, None, 0.0, "bhsd", None, dropout_p)
     tensors = (grad_out, query, key, value, out, logsumexp)
     function = "_scaled_dot_product_flash_attention_backward"
-    return _backward(function, tensors, options, _random(dropout_p), philox_seed)
+    return _backward(function, tensors, options, NO_EXTRAS, philox_seed)
 
 
 OPERATORS = {
@@ -191,15 +191,9 @@ OPERATORS = {
 }
 
 
-def _random(dropout_p: float) -> Extras:
-    return Extras() if dropout_p else NO_EXTRAS
-
-
 def _forward(
     function: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: tuple[Tensor, ...],
     options: tuple,
     extras: Extras,
     return_debug_mask: bool,
@@ -207,26 +201,24 @@ def _forward(
     """(out, lse, rng_state, unused, debug_attn_mask), as torch's flash operators return them."""
     if return_debug_mask:
         raise NotImplementedError(f"{function}: return_debug_mask is not built in cupyflash")
-    library = library_of(query)
-    if extras is not NO_EXTRAS:
-        extras = dispatch.prepared(function, library, query, options, extras)
-    out, lse = dispatch.forward_without_gradient(
-        function, library, query, key, value, options, extras, need_lse=True
-    )
+    query, library = tensors[0], library_of(tensors[0])
+    options = plain_options(function, (*options, False))
+    arrays = dispatch.prepared(function, library, dispatch.TENSORS, (*tensors, *extras), options)
+    out, lse = dispatch.forward(function, library, arrays, (options, True))
     rng_state = query.new_empty(2, dtype=torch.uint64)
-    if extras.dropout_seed is not None:
-        rng_state.view(torch.int64)[:1] = extras.dropout_seed
+    if options[DROPOUT_P]:
+        rng_state.view(torch.int64)[:1] = Extras(*arrays[3:]).dropout_seed
     return out, lse, rng_state, query.new_empty((), dtype=torch.uint64), query.new_empty(0)
 
 
 def _backward(
-    function: str, tensors: tuple[Tensor, ...], options: tuple, extras: Extras, rng_state: Tensor
+    function: str, tensors: tuple[Tensor, ...], options: tuple, extras: Extras, seed: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, *others = tensors
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    if extras is not NO_EXTRAS:
-        extras = extras._replace(dropout_seed=rng_state.view(torch.int64)[:1])
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    gradients = dispatch.backward(function, dout, *others, options, extras, deterministic)
-    return gradients[:3]
+    options = plain_options(function, (*options, torch.are_deterministic_algorithms_enabled()))
+    if options[DROPOUT_P]:
+        extras = extras._replace(dropout_seed=seed.view(torch.int64)[:1])
+    arrays = (dout, *others, None, *extras)
+    return dispatch.backward(function, library_of(others[0]), arrays, (options, False))[:3]

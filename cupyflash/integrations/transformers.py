@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.dispatch import forward
-from ..attention.extras import NO_EXTRAS, Extras
+from ..attention.dispatch import FORWARD
+from ..attention.options import Extras, plain_options
 from . import transformers_mask
 from .transformers_mask import FUNCTION, Mask, Pattern, mask
 
@@ -108,19 +108,21 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if cu_seq_lens_q is not None:
         causal, window = _inside_sequences(attention_mask, causal, sliding)
-        options = (causal, scale, window, softcap, "thd", (max_length_q, max_length_k), dropout)
+        lengths = (max_length_q, max_length_k)
+        options = (causal, scale, window, softcap, "thd", lengths, dropout, False)
         extras = Extras(cu_seq_lens_q.int(), cu_seq_lens_k.int(), sinks=s_aux)
-        out, _ = forward(FUNCTION, *(x.flatten(0, 1) for x in (q, k, v)), options, extras)
+        arrays = (*(x.flatten(0, 1) for x in (q, k, v)), *extras)
+        out, _ = FORWARD(FUNCTION, arrays, (plain_options(FUNCTION, options), False))
         return out.unflatten(0, (query.shape[0], query.shape[2]))[..., :value_dim], None
     masked = _options(attention_mask, query, key, causal, sliding)
     if position_bias is not None:
         masked["bias"] = _added(masked.get("bias"), position_bias)
     causal, window = masked.pop("causal", False), masked.pop("window", None)
-    options = (causal, scale, window, softcap, "bshd", None, dropout)
-    extras = Extras(**masked, sinks=s_aux)
-    if not dropout and all(x is None for x in extras):
-        extras = NO_EXTRAS
-    out, _ = forward(FUNCTION, q, k, v, options, extras)
+    options = (causal, scale, window, softcap, "bshd", None, dropout, False)
+    arrays, extras = (q, k, v), Extras(**masked, sinks=s_aux)
+    if any(x is not None for x in extras):
+        arrays += extras
+    out, _ = FORWARD(FUNCTION, arrays, (plain_options(FUNCTION, options), False))
     return out[..., :value_dim], None
 
 

@@ -29,10 +29,6 @@ class Library:
         """Whether x has strides, which sparse and nested tensors do not; 0.1 µs."""
         return True
 
-    def watched(self, *arrays: Any) -> bool:
-        """Whether something around the call, autocast for example, changes what it must do."""
-        return False
-
     def traced(self, *arrays: Any) -> bool:
         """Whether the library must see the call as an operator of its own."""
         return False

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
+import numpy
+
 from ..jit import compiler
 from . import driver
 from .array import Array, compiling, from_foreign, library_of, to_foreign
@@ -46,6 +48,7 @@ class Operation:
         first: index of the array that decides the library; it must not be None.
         native: the name of that array, if it must be an array of NumPy, CuPy or torch: an operation
             that writes into its arrays takes no others, because arrays of JAX must not change.
+        names: called with (function, place), returns the name of an array for errors.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class Operation:
         torch_side: Callable[[], TorchSide] | None = None,
         first: int = 0,
         native: str | None = None,
+        names: Callable[[str, int], str] | None = None,
     ) -> None:
-        self.run, self.torch_side, self.first, self.native = run, torch_side, first, native
+        self.run, self.torch_side, self.first = run, torch_side, first
+        self.native, self.names = native, names
 
     def __call__(
         self, function: str, arrays: tuple[Array | None, ...], options: tuple
@@ -64,7 +69,8 @@ class Operation:
 
         Args:
             function: the name of the public function, for errors.
-            arrays: the arrays, None for those that are not passed.
+            arrays: the arrays, None for those that are not passed; an integer where the operation
+                makes an array of it.
             options: hashable, and without arrays.
         """
         if compiling():
@@ -77,26 +83,29 @@ class Operation:
         if library is None:
             return self._foreign(function, arrays, options)
         if library.has_autograd and self.torch_side is not None:
-            if library.traced(arrays[self.first], *arrays):
-                return self.torch_side().traced(function, arrays, options)
-            if library.is_autocast() or library.wants_gradient(*arrays):
-                return self.torch_side().called(function, arrays, options)
+            route = library.route(arrays[self.first], arrays)
+            if route:
+                return getattr(self.torch_side(), route)(function, arrays, options)
         return self.run(function, library, arrays, options)
 
     def _foreign(
         self, function: str, arrays: Sequence[Array | None], options: tuple
     ) -> tuple[Array | None, ...]:
         """Makes the call on NumPy or CuPy views; results are in the library of the first array."""
-        first = arrays[self.first]
+        first, names = arrays[self.first], self.names
         if self.native:
             fact = f"{self.native} must be a NumPy, CuPy or torch array"
             raise TypeError(f"{function}: {fact}, got {type(first).__name__}")
         if first is None:
-            raise TypeError(f"{function}: x must be an array, got None")
-        known = tuple(
-            x if x is None or library_of(x) else from_foreign(function, x) for x in arrays
-        )
-        results = self.run(function, library_of(known[self.first]), known, options)
+            name = "x" if names is None else names(function, self.first)
+            raise TypeError(f"{function}: {name} must be an array, got NoneType")
+        known = list(arrays)
+        for place, x in enumerate(arrays):
+            number = isinstance(x, int | numpy.integer) and place != self.first
+            if not (x is None or number or library_of(x)):
+                name = "arrays" if names is None else names(function, place)
+                known[place] = from_foreign(function, x, name)
+        results = self.run(function, library_of(known[self.first]), tuple(known), options)
         return tuple(None if x is None else to_foreign(x, first) for x in results)
 
 
@@ -164,40 +173,46 @@ class Plans(dict):
         library: Any,
         arrays: Sequence[Any],
         options: Hashable,
-        check: Callable[[], Any],
-        make: Callable[[Any, bool], Any],
-        *,
+        check: Callable[..., Any],
+        make: Callable[..., Any],
+        *arguments: Any,
         anew: bool = False,
     ) -> tuple[Any, list[int]]:
         """The plan of a call and the pointers of its arrays, 0 for None.
 
         Args:
             library: the adapter of the library of the first array.
-            check: raises an error if something is wrong with the arrays, their library included;
-                otherwise returns what ``make`` needs, such as views.
-            make: makes the plan from the result of ``check`` and from whether the arrays are
-                aligned to 16 bytes.
+            check: called with ``arguments``, raises an error if something is wrong with the arrays,
+                their library included; otherwise returns what ``make`` needs, such as views.
+            make: makes the plan from the result of ``check``, from whether the arrays are aligned
+                to 16 bytes, and from ``arguments``.
+            arguments: these cost less than closures that are made for each call.
             anew: check the arrays and make the plan even if there is one.
         """
         pointer, signature = library.pointer, library.signature
+        pointers, signatures, bits = [], [], 0
         try:
             if self.plain:
                 given = [x for x in arrays if x is not None]
                 if library.followed(*given) and library.what_follows(*given):
-                    check()
-            pointers = [0 if x is None else pointer(x) for x in arrays]
-            key = tuple([None if x is None else signature(x) for x in arrays])
+                    check(*arguments)
+            for x in arrays:  # in one loop: before Python 3.12 a comprehension is a call
+                if x is None:
+                    pointers.append(0)
+                    signatures.append(None)
+                else:
+                    pointers.append(pointer(x))
+                    signatures.append(signature(x))
         except (AttributeError, TypeError):  # an array of another library, or none
-            check()
+            check(*arguments)
             raise
-        bits = 0
         for address in pointers[: self.wide]:
             bits |= address
         aligned = bits % 16 == 0
-        key = (key, options, aligned)
+        key = (*signatures, options, aligned)
         plan = self.get(key)
         if plan is None or anew:
-            plan = self.add(key, make(check(), aligned))
+            plan = self.add(key, make(check(*arguments), aligned, *arguments))
         return plan, pointers
 
     def add(self, key: Hashable, plan: Any) -> Any:

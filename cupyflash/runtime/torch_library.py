@@ -56,9 +56,32 @@ class TorchLibrary(Library):
     def on_cpu(self, x: Array) -> bool:
         return not x.is_cuda
 
-    def watched(self, *arrays: Any) -> bool:
-        """Whether autocast, or what `traced` lists, changes what the call must do."""
-        return self.is_autocast() or self.traced(*arrays)
+    def route(self, first: Array, arrays: tuple) -> str:
+        """The method of a `TorchSide` that takes a call of these arrays, or ""; 0.8 µs for three.
+
+        It is "traced" as `traced` says, and "called" under autocast and where an array requires a
+        gradient. None and arrays of other libraries are ignored.
+
+        Raises:
+            NotImplementedError: an array has a forward-mode tangent.
+        """
+        if self._forward_mode._current_level >= 0:
+            self.refuse_tangents(*arrays)
+        is_plain, wanted = self._is_plain, False
+        for x in arrays:
+            kind = type(x)
+            if not (is_plain.get(kind) or self._kind_is_plain(kind)):
+                return "traced"
+            if x is not None and getattr(x, "requires_grad", False) is True:
+                wanted = True
+        if (
+            self._modes() > 0
+            or first.is_meta
+            or self._transforms_active()
+            or self._tracer() is not None
+        ):
+            return "traced"
+        return "called" if self.is_autocast() or (wanted and self.torch.is_grad_enabled()) else ""
 
     def traced(self, *arrays: Any) -> bool:
         """Whether torch must see the call as an operator.

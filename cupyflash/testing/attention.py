@@ -13,13 +13,15 @@ from typing import Any
 import numpy
 
 from ..attention import reference
-from ..attention.grouped import (
+from ..attention.score import (
+    BIAS_LIMIT,
+    ScoreFunction,
+    group_bias,
     group_sinks,
     grouped_matmul,
     grouped_matmul_transposed,
     sum_to_shape,
 )
-from ..attention.score import BIAS_LIMIT, ScoreFunction, group_bias
 from ..runtime.array import Array, array_namespace
 from ..runtime.philox import Dropout
 from .inputs import Inputs

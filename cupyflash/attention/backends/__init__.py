@@ -11,7 +11,7 @@ A backend module has
 
 from types import ModuleType
 
-from ..features import MAX_FAST_SOFTCAP, Access, Features
+from ..problem import MAX_FAST_SOFTCAP, Access, Features
 from . import simt, sm80, sm90
 
 BACKENDS: dict[str, ModuleType] = {"sm90": sm90, "sm80": sm80, "simt": simt}  # the fastest first

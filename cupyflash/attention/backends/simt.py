@@ -11,7 +11,7 @@ from typing import ClassVar
 from ...runtime.config import ITEM_SIZE, KernelConfig
 from ...runtime.gpu import Capability
 from ...runtime.structs import header
-from ..features import Access, Features
+from ..problem import Access, Features
 from .preprocess import FlashBwdPreprocess, FlashBwdSinks
 
 structs = header("attention/params.cuh")

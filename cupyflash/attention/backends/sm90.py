@@ -11,7 +11,7 @@ from typing import ClassVar
 from ...runtime.config import KernelConfig
 from ...runtime.gpu import HALF, Capability, architecture
 from ...runtime.structs import header
-from ..features import Access, Features
+from ..problem import Access, Features
 from . import sm90_backward
 from .sm90_backward import BIAS_BOXES, WARPGROUP, box_columns
 

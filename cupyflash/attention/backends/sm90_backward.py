@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ...runtime.config import KernelConfig
 from ...runtime.structs import header
-from ..features import Features
+from ..problem import Features
 from .preprocess import FlashBwdPreprocess
 
 structs = header("attention/params.cuh")
