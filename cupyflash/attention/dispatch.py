@@ -208,7 +208,7 @@ def with_seed(
     extras = Extras(*arrays[num:])
     seed = extras.dropout_seed
     if seed is not None or dropout_p:
-        if seed is None and names is not TENSORS:
+        if seed is None and "dout" in names:
             fact = "dropout_p needs the dropout_seed of the forward"
             raise ValueError(f"{function}: {fact}, got None")
         if not dropout_p and not is_number(seed):
