@@ -1,4 +1,8 @@
-"""Projections: the kernels of small M (up to 32 rows) and of any M, and who takes which."""
+"""The kernels of projections for GPUs of any kind, and which configuration a problem takes.
+
+`small_m` and `small_m_mlp` are for small M (up to 32 rows), `many` for any M. Those for Hopper
+alone are in `sm90_kernels` and `small_m_sm90_kernels`; `launches` chooses between all of them.
+"""
 
 import dataclasses
 import itertools
@@ -10,25 +14,28 @@ from ..runtime.gpu import Capability, architecture
 from ..runtime.structs import header
 
 structs = header("linear/params.cuh")
+small_m_rows = header("linear/small_m_rows.cuh")
+linear_mma = header("linear/linear_mma.cu")
+linear_simt = header("linear/linear_simt.cu")
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 SWITCHES = (False, True)
 
 SMALL_M_ROWS = (8, 16, 32)  # of the tiles of linear_small_m and mlp_small_m
-small_m_rows = header("linear/small_m_rows.cuh")
 SMALL_M_STAGES = (4, 3, 2, 1)  # slices of weights of a warp in shared memory
 HIDDEN_UNIT = header("linear/whole_mlp.cuh").HIDDEN_UNIT
-GATE_LOADS = 2
 MAX_MLP_COLUMNS = 2**25  # of out: its elements are counted in 32 bits
+MMA_STAGE_BYTES = 16384  # of x and weights in shared memory, as linear_mma.cu asserts
+GATE_LOADS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearConfig(KernelConfig):
-    """A kernel that computes a projection; the parameters of its tile follow.
+    """A kernel that computes a projection; a subclass adds the parameters of its tile.
 
     Attributes:
         gated: activation(gate) * up of two weights, instead of activation of one.
-        rotary: turns q and k.
+        rotary: whether q and k are rotated.
     """
 
     params: ClassVar[type[structs.LinearParams]] = structs.LinearParams
@@ -38,22 +45,19 @@ class LinearConfig(KernelConfig):
     gated: bool
     rotary: bool
 
-    def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
-        """Number of blocks."""
-        raise NotImplementedError
-
 
 @dataclasses.dataclass(frozen=True)
 class LinearSmallM(LinearConfig):
-    """Up to ``rows`` rows; ``vector`` elements of a weight in a load.
+    """A projection of up to ``rows`` rows.
 
     Attributes:
+        vector: elements of a weight in a load.
         num_stages: slices of weights that a warp has room for.
-        arch: 80, or 75 for what Turing's tensor cores cannot do.
+        arch: 80, or 75 for tensor cores as those of Turing.
     """
 
     source: ClassVar[str] = "linear/linear_small_m.cu"
-    threads: ClassVar[int] = small_m_rows.SMALL_M_WARPS * 32
+    threads: ClassVar[int] = small_m_rows.SMALL_M_THREADS
 
     rows: int
     vector: int
@@ -69,7 +73,7 @@ class LinearSmallM(LinearConfig):
 
 @dataclasses.dataclass(frozen=True)
 class MlpSmallM(KernelConfig):
-    """A whole MLP of up to ``rows`` rows; everything as in `LinearSmallM`.
+    """A whole MLP of up to ``rows`` rows; its other fields are those of `LinearSmallM`.
 
     Attributes:
         cluster: blocks that share hidden columns.
@@ -79,7 +83,7 @@ class MlpSmallM(KernelConfig):
     params: ClassVar[type[structs.MlpParams]] = structs.MlpParams
     cooperative: ClassVar[bool] = True
     cluster: ClassVar[int] = 1
-    threads: ClassVar[int] = small_m_rows.SMALL_M_WARPS * 32
+    threads: ClassVar[int] = small_m_rows.SMALL_M_THREADS
 
     dtype: str
     activation: str
@@ -97,7 +101,7 @@ class MlpSmallM(KernelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class MlpSmallMCluster(MlpSmallM):
-    """The same in clusters."""
+    """The same in clusters of two blocks."""
 
     source: ClassVar[str] = "linear/mlp_small_m_cluster.cu"
     cluster: ClassVar[int] = 2
@@ -105,11 +109,11 @@ class MlpSmallMCluster(MlpSmallM):
 
 @dataclasses.dataclass(frozen=True)
 class LinearMma(LinearConfig):
-    """Many rows on mma.sync; ``vector`` as in `LinearSmallM`."""
+    """Any number of rows on mma.sync; ``vector`` and ``arch`` are those of `LinearSmallM`."""
 
     source: ClassVar[str] = "linear/linear_mma.cu"
-    block: ClassVar[int] = 128  # rows and columns of a tile; half as many columns if gated
-    threads: ClassVar[int] = 256
+    block: ClassVar[int] = linear_mma.BLOCK  # rows and columns of a tile; half the columns if gated
+    threads: ClassVar[int] = linear_mma.THREADS
 
     vector: int
     num_stages: int
@@ -124,13 +128,13 @@ class LinearMma(LinearConfig):
 
 @dataclasses.dataclass(frozen=True)
 class LinearSimt(KernelConfig):
-    """Many rows without tensor cores."""
+    """Any number of rows without tensor cores."""
 
     source: ClassVar[str] = "linear/linear_simt.cu"
     params: ClassVar[type[structs.LinearParams]] = structs.LinearParams
     rotary: ClassVar[bool] = False
-    block: ClassVar[int] = 64
-    threads: ClassVar[int] = 128
+    block: ClassVar[int] = linear_simt.BLOCK  # rows and columns of a tile
+    threads: ClassVar[int] = linear_simt.SIMT_THREADS
 
     dtype: str
     activation: str
@@ -143,11 +147,11 @@ class LinearSimt(KernelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class RotaryEmbedding(KernelConfig):
-    """Turns q and k where they are, after a projection that does not do it itself."""
+    """Rotates q and k in place, after a projection that does not do it itself; a pair a thread."""
 
     source: ClassVar[str] = "linear/rotary_embedding.cu"
     params: ClassVar[type[structs.LinearParams]] = structs.LinearParams
-    threads: ClassVar[int] = 256  # a pair of numbers each
+    threads: ClassVar[int] = header("linear/rotary_embedding.cu").THREADS
 
     dtype: str
 
@@ -163,7 +167,7 @@ class GateFwd(KernelConfig):
 
     source: ClassVar[str] = "linear/gate_fwd.cu"
     params: ClassVar[type[structs.GateParams]] = structs.GateParams
-    threads: ClassVar[int] = 256
+    threads: ClassVar[int] = header("linear/gate_fwd.cu").THREADS
 
     dtype: str
     activation: str
@@ -179,16 +183,17 @@ class GateBwd(GateFwd):
     """Its gradients."""
 
     source: ClassVar[str] = "linear/gate_bwd.cu"
+    threads: ClassVar[int] = header("linear/gate_bwd.cu").THREADS
 
 
 def gate(backward: bool, dtype: str, activation: str, aligned: bool) -> GateFwd:
-    """The kernel; ``aligned`` if arrays begin, and are as long as, multiples of 16 bytes."""
+    """The kernel; ``aligned`` if addresses and lengths of arrays are multiples of 16 bytes."""
     kind = GateBwd if backward else GateFwd
     return kind(dtype, activation, GATE_LOADS, vector_width(dtype) if aligned else 1)
 
 
 def row_bytes(dtype: str, depth: int) -> int:
-    """Of a row of x in shared memory, as in small_m_rows.cuh."""
+    """The bytes of a row of x in shared memory, as in small_m_rows.cuh."""
     return -(-depth * ITEM_SIZE[dtype] // small_m_rows.SLICE_BYTES) * small_m_rows.SLICE_BYTES + 64
 
 
@@ -202,7 +207,7 @@ def small_m(
     aligned: bool,
     capability: Capability,
 ) -> LinearSmallM | None:
-    """The kernel for small M, None where there is none or x does not fit."""
+    """The kernel for small M; None if M is not small, or x has no room in shared memory."""
     for tail in _small_m_tails(dtype, rows, aligned, capability):
         config = LinearSmallM(dtype, activation, gated, rotary, *tail)
         if _fits(config, rows * row_bytes(dtype, depth)):
@@ -252,18 +257,19 @@ def _small_m_tails(
     dtype: str, rows: int, aligned: bool, capability: Capability
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """(rows, vector, num_stages, arch, smem_bytes), the fastest first."""
-    # Without copies of 16 bytes, and on Turing, more would spill.
     gpu = architecture(capability)
+    # Without copies of 16 bytes, and on Turing, more rows would spill.
     most = SMALL_M_ROWS[-1] if aligned and gpu.copies >= 80 else small_m_rows.MAX_SUM_ROWS
     if rows > most or capability < (7, 5):
         return
     tile = next(tile for tile in SMALL_M_ROWS if rows <= tile)
-    vector, arch = vector_width(dtype) if aligned else 1, architecture(capability).mma
-    # Copies through registers are waited for at once.
-    for stages in SMALL_M_STAGES if vector > 1 and arch >= 80 else SMALL_M_STAGES[-1:]:
-        if stages == 1 and vector > 1 and arch >= 80 and rows > small_m_rows.MAX_SUM_ROWS:
+    vector = vector_width(dtype) if aligned else 1
+    # Copies through registers are waited for at once, so that one stage is enough for them.
+    ring = vector > 1 and gpu.mma >= 80
+    for stages in SMALL_M_STAGES if ring else SMALL_M_STAGES[-1:]:
+        if ring and stages == 1 and rows > small_m_rows.MAX_SUM_ROWS:
             return  # a kernel for many rows is faster then
-        yield tile, vector, stages, arch, 1024 * gpu.shared_memory
+        yield tile, vector, stages, gpu.mma, 1024 * gpu.shared_memory
 
 
 def _mlp_kind(capability: Capability) -> type[MlpSmallM]:
@@ -284,13 +290,9 @@ def _fits(config: LinearSmallM | MlpSmallM, bytes_of_rows: int) -> bool:
 
 def _mma_tail(dtype: str, aligned: bool, capability: Capability) -> tuple[int, int, int, int]:
     """(vector, num_stages, arch, smem_bytes)."""
-    stages = 4 if architecture(capability).copies >= 80 else 2
-    return (
-        vector_width(dtype) if aligned else 1,
-        stages,
-        architecture(capability).mma,
-        stages * 16384,
-    )
+    gpu = architecture(capability)
+    stages = 4 if gpu.copies >= 80 else 2
+    return vector_width(dtype) if aligned else 1, stages, gpu.mma, stages * MMA_STAGE_BYTES
 
 
 def epilogues() -> Iterator[tuple[str, bool, bool]]:
@@ -301,7 +303,7 @@ def epilogues() -> Iterator[tuple[str, bool, bool]]:
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
-    """Everything that the projections can launch."""
+    """Everything that these functions can return."""
     for dtype, (activation, gated, rotary) in itertools.product(ITEM_SIZE, epilogues()):
         for aligned in SWITCHES:
             if dtype in architecture(capability).mma_dtypes:
@@ -309,11 +311,10 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
                 yield LinearMma(dtype, activation, gated, rotary, *tail)
             for rows in SMALL_M_ROWS:
                 for tail in _small_m_tails(dtype, rows, aligned, capability):
-                    small_m = LinearSmallM(dtype, activation, gated, rotary, *tail)
-                    mlp = _mlp_kind(capability)(dtype, activation, gated, *tail)
-                    yield from (
-                        x for x in (small_m, mlp) if _fits(x, 0) and not (rotary and x is mlp)
-                    )
+                    both = [LinearSmallM(dtype, activation, gated, rotary, *tail)]
+                    if not rotary:
+                        both.append(_mlp_kind(capability)(dtype, activation, gated, *tail))
+                    yield from (config for config in both if _fits(config, 0))
         if not rotary:
             yield LinearSimt(dtype, activation, gated)
     yield from map(RotaryEmbedding, ITEM_SIZE)

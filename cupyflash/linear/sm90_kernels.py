@@ -1,6 +1,7 @@
-"""Projections of many rows on Hopper: wgmma tensor cores fed by the copy engine, half precision.
+"""The kernel of projections of many rows on Hopper (wgmma, TMA) and the choice of its tile.
 
-Needs compute capability 9.0 itself: its instructions (sm_90a) exist on no other GPU.
+It computes float16 and bfloat16, and needs compute capability 9.0 itself: its instructions (sm_90a)
+exist on no other GPU.
 """
 
 import dataclasses
@@ -15,21 +16,21 @@ from .kernels import ACTIVATIONS
 
 structs = header("linear/params.cuh")
 
-WARPGROUP = 128  # threads
+WARPGROUP = header("ptx/warpgroup.cuh").WARPGROUP  # threads
 BLOCK_K = 64  # depth of a step: 128 bytes, the widest box of a tensor map
-OUT_BOX_ROWS = 16  # a warp's
+OUT_BOX_ROWS = 16  # rows of out that a warp stores at a time
 ALIGNMENT = 8  # elements: tensor maps want addresses and strides that are multiples of 16 bytes
 MAX_ROWS = 2**31 - 512  # the last tile of a cluster must not end beyond 2^31
-OUT_BUFFERS = 8 * 2 * OUT_BOX_ROWS * 64 * 2  # bytes: two for each warp of the consumers
+OUT_BUFFERS = 8 * 2 * OUT_BOX_ROWS * 64 * 2  # bytes: two buffers for each warp of the consumers
 
-# The model of `Tile.clocks`, in clocks of a multiprocessor.
-TENSOR_FLOPS = 3200  # each clock, as measured: 4096 at best, and less than that at full power
-SHARED_BYTES = 128
-L2_BYTES = 32  # where all multiprocessors read
+# `Tile.clocks` models the time in clocks of a multiprocessor, of which each has
+TENSOR_FLOPS = 3200  # measured; 4096 are the peak, which is not held at full power
+SHARED_BYTES = 128  # read from or written to shared memory
+L2_BYTES = 32  # read from L2, where all multiprocessors read
 L2_BYTES_ALONE = 64
-START = 3000  # launch, first loads
+START = 3000  # clocks of a launch and of the first loads
 TILE_START = 300
-# Issue slots and special functions for each number of a thread, with conversion and store.
+# Clocks of the issue slots and special functions for each number of a thread, with its store.
 EPILOGUE_CLOCKS = {"none": 4, "relu": 5, "silu": 18, "gelu_tanh": 20, "gelu": 28}
 
 
@@ -46,7 +47,7 @@ LISTED_ROTARY = (Rotary(64, 64), Rotary(128, 128), Rotary(128, 64), Rotary(64, 6
 
 
 class Epilogue(NamedTuple):
-    """What follows the product."""
+    """The operations that follow the product."""
 
     activation: str = "none"
     gated: bool = False
@@ -58,8 +59,8 @@ class Tile(NamedTuple):
     """A tile of ``out`` and how it is computed; see linear_sm90.cu.
 
     Attributes:
-        block_n: rows of weights; with a gate, half of them are its.
-        pingpong: two warpgroups have a tile each, instead of half of the same one.
+        block_n: rows of weights; with a gate, half of them are rows of gate_weight.
+        pingpong: whether the two warpgroups have a tile each, not half of the same one each.
         cluster: blocks that share weights.
     """
 
@@ -86,14 +87,14 @@ class Tile(NamedTuple):
         return self.block_n // 2 if epilogue.gated else self.block_n
 
     def clusters(self, rows: int, columns: int, epilogue: Epilogue) -> int:
-        """How many clusters cover ``out``."""
+        """Number of clusters that cover ``out``."""
         height = self.block_m * self.cluster
         return -(-rows // height) * -(-columns // self.out_columns(epilogue))
 
     def clocks(
         self, rows: int, columns: int, depth: int, multiprocessors: int, epilogue: Epilogue
     ) -> float:
-        """A model of the time: steps of the busiest block, and what they do not hide."""
+        """A model of the time: the steps of the busiest block, and work that they do not hide."""
         clusters = self.clusters(rows, columns, epilogue)
         at_once = max(1, multiprocessors // self.cluster)
         active = min(clusters, at_once) * self.cluster / multiprocessors
@@ -158,7 +159,7 @@ class LinearSm90(KernelConfig):
 
     @property
     def epilogue(self) -> Epilogue:
-        """What follows the product."""
+        """The operations that follow the product."""
         rotary = Rotary(self.head_dim, self.rotary_dim, self.interleaved)
         return Epilogue(self.activation, self.gated, self.residual, rotary)
 
@@ -175,7 +176,7 @@ class LinearSm90(KernelConfig):
         }
 
     def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
-        """Number of blocks: whole clusters, no more than run at the same time."""
+        """Number of blocks: whole clusters, as many as run at the same time at most."""
         clusters = self.tile.clusters(rows, columns, self.epilogue)
         return min(clusters, max(1, multiprocessors // self.cluster)) * self.cluster
 
@@ -190,7 +191,7 @@ def supports(
 ) -> bool:
     """Whether the kernel computes such a projection, whose arrays have rows with these strides.
 
-    Besides, the addresses of all its arrays (bias included) must be multiples of 16 bytes.
+    The addresses of all its arrays, bias included, must be multiples of 16 bytes as well.
     """
     sizes = (columns, depth, *strides)
     aligned = all(x > 0 and x % ALIGNMENT == 0 and x < 2**39 for x in sizes)
@@ -228,20 +229,17 @@ def configuration(dtype: str, tile: Tile, epilogue: Epilogue) -> LinearSm90:
 
 
 def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
-    """Everything that `choose` can return; of the rotary embeddings the usual ones."""
+    """Everything that `choose` can return, with the usual rotary embeddings only."""
     if not architecture(capability).wgmma:
         return
-    for dtype, tile in itertools.product(HALF, TILES):
-        for epilogue in epilogues():
-            if tile.fits(epilogue):
-                yield configuration(dtype, tile, epilogue)
+    for dtype, tile, epilogue in itertools.product(HALF, TILES, epilogues()):
+        if tile.fits(epilogue):
+            yield configuration(dtype, tile, epilogue)
 
 
 def epilogues() -> Iterator[Epilogue]:
-    """What can follow a product."""
-    both = (False, True)
-    for activation, residual in itertools.product(ACTIVATIONS, both):
-        yield Epilogue(activation, residual=residual)
-    for activation, residual in itertools.product(ACTIVATIONS[1:], both):
-        yield Epilogue(activation, gated=True, residual=residual)
+    """Every `Epilogue` that `configurations` compiles."""
+    for activation, gated, residual in itertools.product(ACTIVATIONS, (False, True), (False, True)):
+        if not gated or activation != "none":
+            yield Epilogue(activation, gated, residual)
     yield from (Epilogue(rotary=rotary) for rotary in LISTED_ROTARY)
