@@ -1,5 +1,5 @@
-// Columns of out come in pairs that one thread has: neighbours, or the two numbers that a rotary
-// embedding turns; with a gate, the same column of both weights.
+// The pairs of columns of out of which one thread has both: neighbours, or the two numbers that a
+// rotary embedding rotates; with a gate, the same column of both weights.
 #pragma once
 #include "epilogue.cuh"
 
@@ -28,8 +28,8 @@ __device__ __forceinline__ ColumnPair column_pair(const LinearParams& params, in
   return neighbours;
 }
 
-// The row of a weight that makes the first, or the second, column of a pair; of pairs outside of
-// out, some row: what it makes is not stored.
+// The row of a weight that makes the first, or the second, column of a pair. A pair outside of out
+// gets some row inside, and its results are not stored.
 template <typename T, bool GATED, bool ROTARY>
 __device__ __forceinline__ const T* weight_row(const LinearParams& params, int pair, bool second) {
   const ColumnPair columns = column_pair<GATED, ROTARY>(params, pair);
@@ -38,7 +38,7 @@ __device__ __forceinline__ const T* weight_row(const LinearParams& params, int p
   return static_cast<const T*>(params.weight) + row * params.weight_stride;
 }
 
-// Turns the sums of a pair into the numbers for out: one if GATED, else two.
+// Computes the epilogue of the sums of a pair, in place: one number of out if GATED, else two.
 template <typename T, Activation ACTIVATION, bool GATED, bool ROTARY>
 __device__ __forceinline__ void finish_pair(const LinearParams& params, int64_t row,
                                             const RowRotation<T>& rotation, ColumnPair columns,

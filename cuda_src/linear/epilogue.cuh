@@ -1,4 +1,4 @@
-// What happens to the sums of a projection before they are stored, in float32 registers: bias,
+// The epilogue of a projection, on its sums in float32 registers before they are stored: bias,
 // activation and gate, rotary embedding, residual; in this order.
 #pragma once
 #include "../common/activation.cuh"
@@ -13,7 +13,8 @@ __device__ __forceinline__ float element(const void* data, int64_t index, bool w
               : to_float(static_cast<const T*>(data)[index]);
 }
 
-// Bias, activation and gate of a column. `gate` is the sum of the gate, which counts if GATED.
+// The sum of a column with its bias, activation and gate; `gate`, the sum of the gate, is read if
+// GATED.
 template <typename T, Activation ACTIVATION, bool GATED>
 __device__ __forceinline__ float activated(const void* bias, const void* gate_bias, int column,
                                            float sum, float gate) {
@@ -32,7 +33,7 @@ __device__ __forceinline__ float activated(const LinearParams& params, int colum
   return activated<T, ACTIVATION, GATED>(params.bias, params.gate_bias, column, sum, gate);
 }
 
-// What the residual adds to an element of out.
+// The residual of an element of out; 0 without one.
 template <typename T>
 __device__ __forceinline__ float residual_at(const LinearParams& params, int64_t row, int column) {
   return params.residual ? element<T>(params.residual, row * params.residual_stride + column) : 0.f;
@@ -42,7 +43,7 @@ __device__ __forceinline__ float residual_at(const LinearParams& params, int64_t
 template <typename T>
 struct RowRotation {
   const LinearParams& params;
-  int64_t angles;  // where the row of its position begins in cos and sin
+  int64_t angles;  // index in cos and sin of the first angle of its position
 
   // A position outside of the tables is taken as the nearest one inside.
   __device__ RowRotation(const LinearParams& params, int64_t row) : params(params) {
@@ -70,7 +71,7 @@ struct RowRotation {
     turn(angle(pair), first, second);
   }
 
-  // Brings the angles of a pair to the L2.
+  // Prefetches the angles of a pair into the L2 cache.
   __device__ void prefetch(int pair) const {
     const int64_t byte = (angles + pair) * (params.rotary.wide ? sizeof(float) : sizeof(T));
     prefetch_l2(static_cast<const char*>(params.cos) + byte);
@@ -78,7 +79,7 @@ struct RowRotation {
   }
 };
 
-// Whether a column is turned; then it belongs to pair rotary_pair(rotary, column).
+// Whether a column is rotated; then it belongs to pair rotary_pair(rotary, column).
 __device__ __forceinline__ bool is_rotated(const Rotary& rotary, int column) {
   return column < rotary.columns && column % rotary.head_dim < rotary.rotary_dim;
 }

@@ -1,5 +1,6 @@
 // Gradients of gate_fwd: dgate = dout * up * activation'(gate), dup = dout * activation(gate).
-// Elementwise; a thread has LOADS packs of VECTOR neighbouring elements.
+// The kernel is elementwise: each thread has LOADS packs of VECTOR neighbouring elements, and reads
+// all of them before it computes. It has no shared memory.
 #include "../common/activation.cuh"
 #include "../common/words.cuh"
 #include "params.cuh"

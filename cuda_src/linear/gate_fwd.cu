@@ -1,5 +1,6 @@
-// out = activation(gate) * up: the hidden activations of a gated MLP, if its backward will read
-// gate and up again. Elementwise; a thread has LOADS packs of VECTOR neighbouring elements.
+// out = activation(gate) * up: the hidden activations of a gated MLP whose backward will read gate
+// and up again. The kernel is elementwise: each thread has LOADS packs of VECTOR neighbouring
+// elements, and reads all of them before it computes. It has no shared memory.
 #include "../common/activation.cuh"
 #include "../common/words.cuh"
 #include "params.cuh"

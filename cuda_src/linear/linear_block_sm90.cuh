@@ -1,5 +1,5 @@
-// What a block of linear_sm90 is made of: its tiles and barriers in shared memory, the order in
-// which it takes the tiles of out, and the lane that loads them.
+// The parts of a block of linear_sm90: its shared memory and barriers, the order in which it takes
+// the tiles of out, and the loader, which is one lane.
 #pragma once
 #include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
@@ -11,7 +11,7 @@
 template <int BLOCK_M_, int BLOCK_N_, int STAGES_, bool PINGPONG_, int CLUSTER_, bool GATED_>
 struct LinearLayout {
   static constexpr int BLOCK_M = BLOCK_M_;
-  static constexpr int BLOCK_N = BLOCK_N_;  // rows of weights; with a gate, half of them are its
+  static constexpr int BLOCK_N = BLOCK_N_;  // rows of weights, with a gate of both
   static constexpr int STAGES = STAGES_;
   static constexpr bool PINGPONG = PINGPONG_;
   static constexpr int CLUSTER = CLUSTER_;
@@ -23,7 +23,8 @@ struct LinearLayout {
   static_assert(GROUP_ROWS % 64 == 0, "a wgmma has 64 rows");
   static_assert(OUT_COLUMNS % 64 == 0, "out is written in blocks of 64 columns");
 
-  // The ring: x and weights for 64 of depth, or as many column blocks of the residual as fit.
+  // A stage of the ring: x and weights for 64 of the depth, or as many blocks of 64 columns of the
+  // residual as fit.
   using TileX = SmemTile<BLOCK_M, BLOCK_K>;
   using TileW = SmemTile<BLOCK_N, BLOCK_K>;
   using TileResidual = SmemTile<BLOCK_M, 64>;
@@ -33,12 +34,12 @@ struct LinearLayout {
   static constexpr int RESIDUAL_STEPS = ceil_div(OUT_BLOCKS, STAGE_BLOCKS);
   static_assert(RESIDUAL_STEPS < STAGES, "all are loaded while the last step of depth is held");
 
-  // Then two buffers for each consumer warp, from which out is written.
+  // Behind the ring: two buffers for each consumer warp, from which out is stored.
   using TileOut = SmemTile<16, 64>;
   static constexpr int OUT_OFFSET = STAGES * STAGE_BYTES;
   static constexpr int BYTES = OUT_OFFSET + GROUPS * 4 * 2 * TileOut::BYTES;
 
-  // Steps of the ring that a tile takes.
+  // The number of stages that a tile fills, one after the other.
   __device__ static int depth_steps(const LinearParams& params) {
     return ceil_div(params.depth, BLOCK_K);
   }
@@ -51,10 +52,10 @@ struct LinearLayout {
 template <class L, typename T>
 struct LinearShared {
   RingBarriers<L::STAGES> ring;
-  // Two for each group: a warp may be a tile ahead of another.
+  // Each group has two buffers, as a warp may be a tile ahead of another.
   alignas(16) T bias[L::GROUPS][2][L::BLOCK_N];
 
-  // Copies into a stage arrive at all blocks of the cluster, so all must have emptied it.
+  // A copy into a stage may go to all blocks of the cluster, so all of them must have released it.
   __device__ void init() {
     ring.init((L::PINGPONG ? 1 : L::GROUPS) * 4 * L::CLUSTER);
     mbarrier_init_fence();
@@ -69,15 +70,15 @@ struct LinearShared {
   }
 };
 
-// Place of a block's tile in out.
+// The first row and column of a block's tile in out.
 struct LinearTile {
   int row;
   int column;
 };
 
-// The blocks of a cluster have tiles below each other, with the same weights. What clusters have at
-// the same time should be as high as it is wide, for then it reads least: so the tiles are taken in
-// bands of GROUP_TILES.
+// The order of the tiles. The blocks of a cluster have tiles below each other, with the same
+// weights. The tiles that all clusters have at the same time should together be about as high as
+// wide, because then they read least: so tiles are taken in bands of GROUP_TILES rows of tiles.
 template <class L>
 struct LinearTiles {
   static constexpr uint32_t GROUP_TILES = 8;
@@ -102,7 +103,8 @@ struct LinearTiles {
   }
 };
 
-// The loader. In a cluster each of the two blocks fetches half of the weights, for both.
+// Loads all tiles of this block. In a cluster each of the two blocks loads half of the weights, for
+// both.
 template <bool RESIDUAL, class L, typename T>
 __device__ __forceinline__ void load_linear_tiles(const LinearSm90Params& params,
                                                   LinearShared<L, T>& shared, uint32_t smem,

@@ -1,10 +1,18 @@
-// A projection of any number of rows on mma.sync (Turing: float16 only).
+// A projection of any number of rows on mma.sync (Turing: float16 only):
+//
+//   out = epilogue(x weight^T)    LinearParams has the arrays, epilogue.cuh what follows the
+//   product
 //
 // A block computes 128 rows x 64 pairs of columns (column_pairs.cuh) of out. Its 128 rows of
-// weights are those of the first columns of the pairs, then those of the second. 8 warps, 2 x 4,
-// have 64 rows x 16 pairs each, so that both columns of a pair are in the same thread. Tiles of x
-// and of weights, 32 of the depth at a time, pass through NUM_STAGES stages in shared memory; while
-// one is multiplied, those that follow are on their way.
+// weights are those of the first columns of the pairs, then those of the second. It has 8 warps,
+// 2 x 4, with 64 rows x 16 pairs each, so that both columns of a pair are in the same thread.
+//
+// Shared memory holds NUM_STAGES stages, each with a tile of x and one of weights for 32 of the
+// depth. While one stage is multiplied, the copies into those that follow are on their way.
+//
+// Why nothing is overwritten too early. The block meets once a step. Behind that barrier all warps
+// are done with the stage of the step before, and that is the one which is then filled again. A
+// thread waits for its own copies in front of the barrier, so behind it the stage is complete.
 #include "../attention/warp_gemm.cuh"
 #include "column_pairs.cuh"
 
@@ -19,7 +27,8 @@ using Tile = SmemTile<BLOCK, BLOCK_K>;
 constexpr int STAGE_BYTES = 2 * Tile::BYTES;
 constexpr int COPIES = BLOCK * Tile::ROW_CHUNKS / THREADS;  // of a thread, for x and for weights
 
-// 16 rows of weights for the first columns of a warp's pairs (n = 0), 16 for the second.
+// The B operand: 16 rows of weights for the first columns of a warp's pairs (n = 0), and 16 for the
+// second columns (n = 1).
 struct PairOperandB {
   uint32_t address;
   __device__ PairOperandB(uint32_t smem, int row)
@@ -30,7 +39,7 @@ struct PairOperandB {
   }
 };
 
-// 8 elements of a row from k on to shared memory; zeros from `depth` on.
+// Copies 8 elements of a row, from k on, to shared memory; those from `depth` on are zeros.
 template <int VECTOR, int ARCH, typename T>
 __device__ __forceinline__ void copy_chunk(uint32_t to, const T* row, int k, int depth,
                                            bool valid) {
@@ -65,7 +74,7 @@ __global__ void __launch_bounds__(THREADS, ARCH >= 80 && VECTOR > 1 ? 2 : 1)
   const int64_t first_row = int64_t(blockIdx.x) % row_blocks * BLOCK;
   const int first_pair = int(blockIdx.x / row_blocks) * PAIRS;
 
-  // ---- what a thread copies: one chunk of COPIES rows of x, and of weights ----
+  // ---- the copies of a thread: one chunk of COPIES rows of x, and of weights ----
   const int chunk = threadIdx.x % Tile::ROW_CHUNKS;
   const int copy_row = threadIdx.x / Tile::ROW_CHUNKS;
   constexpr int COPY_ROWS = THREADS / Tile::ROW_CHUNKS;
@@ -104,7 +113,7 @@ __global__ void __launch_bounds__(THREADS, ARCH >= 80 && VECTOR > 1 ? 2 : 1)
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     if constexpr (ARCH >= 80) cp_async_wait<NUM_STAGES - 2>();
-    __syncthreads();  // the stage is there, and everyone is done with the one before it
+    __syncthreads();  // the stage is complete, and all are done with the one before
     const int next = step + NUM_STAGES - 1;
     if (next < steps) copy_stage(next % NUM_STAGES, next * BLOCK_K);
     copies_commit<ARCH>();

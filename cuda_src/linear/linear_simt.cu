@@ -1,11 +1,18 @@
-// A projection of any number of rows without tensor cores: float32 everywhere, and what older GPUs
-// lack. A block of 128 threads has 64 x 64 of out; simt_tile.cuh has the map of its threads.
+// A projection of any number of rows without tensor cores, for float32 on all GPUs and for the
+// dtypes that the tensor cores of an older GPU lack:
+//
+//   out = epilogue(x weight^T)    LinearParams has the arrays, epilogue.cuh what follows the
+//   product
+//
+// A block of 128 threads computes 64 x 64 of out; simt_tile.cuh has the map of its threads. With a
+// gate it multiplies twice and keeps both sums. Shared memory holds slices of x and of weights,
+// which multiply_transposed fills and reads between barriers of its own.
 #include "../attention/simt_gemm.cuh"
 #include "epilogue.cuh"
 
 constexpr int ROWS = 8;  // of a thread
 constexpr int BLOCK = 64;
-constexpr int SPAN = 64;  // of the depth, that is one sum
+constexpr int SPAN = 64;  // of the depth, which makes one sum
 
 template <typename T>
 __device__ __forceinline__ Matrix<const T> rows_of(const void* data, int64_t stride, int64_t first,
@@ -14,8 +21,8 @@ __device__ __forceinline__ Matrix<const T> rows_of(const void* data, int64_t str
           int(min(rows - first, int64_t(BLOCK))), columns};
 }
 
-// sums = a b^T. A sum of its own for each SPAN of the depth: one chain of float32 additions over
-// all of it would lose a digit.
+// sums = a b^T. Each SPAN of the depth has a sum of its own: one chain of float32 additions over
+// the whole depth would lose a digit.
 template <typename T>
 __device__ __forceinline__ void multiply_rows(float (&sums)[ROWS][4],
                                               SimtStorage<ROWS, BLOCK>& smem,

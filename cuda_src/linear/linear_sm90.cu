@@ -1,18 +1,44 @@
-// out = epilogue(x weight^T) on wgmma and TMA (Hopper), for many rows: a persistent block takes
-// tiles of out one after the other; it keeps their sums in registers.
+// A projection of many rows on wgmma and TMA (Hopper), for float16 and bfloat16:
 //
-//   producer   one lane of warpgroup 0 loads x and weights, 64 of depth a step, and the residual
-//   consumers  two warpgroups multiply, add what the epilogue adds, and write out
+//   out = epilogue(x weight^T)    LinearParams has the arrays, epilogue.cuh what follows the
+//   product
+//
+// A persistent block takes tiles of BLOCK_M rows and BLOCK_N columns of out, one after the other,
+// and keeps the sums of a tile in registers. With a gate, half of the BLOCK_N columns of sums are
+// those of gate_weight, so that both sums of a column are in the same thread.
+//
+// Template parameters. HEAD_DIM is 0 without a rotary embedding. STAGES is the number of buffers of
+// the ring, SMEM_BYTES the dynamic shared memory of the launch.
+//
+// Warps.
+//   warpgroup 0  the producer: one lane loads x and weights, 64 of the depth a step, and then the
+//                residual (linear_block_sm90.cuh)
+//   others       two warpgroups of consumers, which multiply, compute the epilogue and store
 //
 // The consumers share the work in one of two ways:
-//   PINGPONG   each has tiles of its own, and they take turns: one multiplies while the other is in
-//              its epilogue. Of two tiles at once only one needs the tensor cores, so that a short
-//              depth or a costly activation does not leave them idle.
-//   otherwise  each has half of the rows of the same tile, which may then be twice as large: less
-//              is read from the L2 cache, which is what limits a long depth.
+//   PINGPONG     each has tiles of its own, and they take turns: one multiplies while the other is
+//                in its epilogue. Of two tiles at once only one needs the tensor cores, so that a
+//                short depth or a costly activation does not leave them idle.
+//   otherwise    each has half of the rows of the same tile, which may then be twice as large: less
+//                is read from the L2 cache, which is what limits a long depth.
 //
-// The blocks of a cluster of two have tiles below each other; each loads half of the weights and
-// sends them to both.
+// The blocks of a cluster of two have tiles below each other. Each loads half of the weights and
+// sends them to both by multicast.
+//
+// Shared memory holds STAGES buffers of a step of x and weights, in which blocks of 64 columns of
+// the residual lie as well, then two buffers of 16 rows and 64 columns for each consumer warp, from
+// which TMA stores out. Each warpgroup has two buffers for the bias of a tile.
+//
+// Why nothing is overwritten too early. A stage of the ring is filled after all of its consumers
+// have released it, in both blocks of a cluster, and read after the copy has completed. A warp
+// writes an out buffer after TMA has read what it stored from there two stores before. All warps
+// of a warpgroup meet once a tile, after the bias is there; so when one loads the bias of a tile,
+// all are done with the tile two before, which had the same buffer.
+//
+// Why it ends. The producer and the consumers walk over the same tiles in the same order, and each
+// tile takes the same number of steps of the ring. With PINGPONG the tiles alternate between the
+// warpgroups; each passes the turn on once a tile, before the other one's next tile needs it, and
+// the first warpgroup gives itself the first turn.
 //
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "Tensor copy"; CUTLASS,
 // "Efficient GEMM in CUDA: warp specialization" for the two ways of sharing.
@@ -22,7 +48,7 @@
 #include "epilogue.cuh"
 #include "linear_block_sm90.cuh"
 
-// The bias of a tile into shared memory, eight columns a thread; zeros where there is none.
+// Loads the bias of a tile into shared memory, eight columns a thread; zeros where there is none.
 template <class L, typename T>
 __device__ __forceinline__ void load_bias(T* smem, const LinearParams& params, int tile_column) {
   const int first = threadIdx.x % WARPGROUP * 8;
@@ -35,20 +61,20 @@ __device__ __forceinline__ void load_bias(T* smem, const LinearParams& params, i
   cp_async_commit();
 }
 
-// This thread's two numbers in each of N columns of eight.
+// Reads the bias of this thread's two columns in each of N blocks of eight columns.
 template <typename T, int N>
 __device__ __forceinline__ void read_bias(Pack<T, 2> (&bias)[N], const T* smem) {
 #pragma unroll
   for (int n = 0; n < N; ++n) bias[n] = load_pack<2>(smem + n * 8 + threadIdx.x % 4 * 2);
 }
 
-// Adds the bias and turns the heads of a tile whose first row of this thread is `row`. A head
+// Adds the bias and rotates the heads of a tile; `row` is the first row of this thread. A head
 // begins where the tile does, so that both numbers of a pair are in the same thread.
 template <int HEAD_DIM, int ROTARY_DIM, bool INTERLEAVED, typename T, int M, int N>
 __device__ __forceinline__ void rotate_heads(float (&acc)[M][N][4], const T* smem_bias,
                                              const LinearParams& params, int row, int tile_column) {
-  constexpr int PAIRS = INTERLEAVED ? 4 : 8;   // of a column of eight, or of two
-  constexpr int PARTNER = ROTARY_DIM / 2 / 8;  // columns of eight between the two of a pair
+  constexpr int PAIRS = INTERLEAVED ? 4 : 8;   // of one block of eight columns, or of two
+  constexpr int PARTNER = ROTARY_DIM / 2 / 8;  // blocks of eight between a pair
   const int lane = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -87,7 +113,7 @@ __device__ __forceinline__ void rotate_heads(float (&acc)[M][N][4], const T* sme
   }
 }
 
-// Adds what lies at a fragment of the residual in shared memory.
+// Adds a fragment of the residual, which lies in shared memory.
 template <typename T>
 __device__ __forceinline__ void add_residual(float (&values)[2][4], uint32_t smem) {
   uint32_t words[4];
@@ -166,7 +192,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * WARPGROUP,
                                        add);
     }
   };
-  // 16 rows of accumulators and a block of 64 columns, which finds its residual at smem_residual.
+  // Computes the epilogue of 16 rows and a block of 64 columns, whose residual is at smem_residual.
   // The warp stores them from one of its two buffers.
   const auto write_out = [&](const float (&sums)[BLOCK_N / 8][4], int block, uint32_t smem_residual,
                              int row, int column) {
@@ -189,7 +215,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * WARPGROUP,
         };
         float& value = values[i / 4][i % 4];
         if constexpr (HEAD_DIM != 0) {
-          value = sums[block * 8 + n][i % 4];  // has its bias
+          value = sums[block * 8 + n][i % 4];  // rotate_heads has added the bias
         } else if constexpr (GATED) {
           value = activate<ACTIVATION>(biased(BLOCK_N / 16 + block * 8, gate_bias)) *
                   biased(block * 8, bias);
@@ -230,7 +256,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * WARPGROUP,
                   tile.column + block * 64);
       }
       if (RESIDUAL && (place == Layout::STAGE_BLOCKS - 1 || block == Layout::OUT_BLOCKS - 1)) {
-        shared.release(ring.stage);  // write_out has let the warp meet since the last read
+        shared.release(ring.stage);  // the warp has met in write_out since it read the stage
         ring.advance();
       }
     }
@@ -263,8 +289,9 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * WARPGROUP,
       shared.release(stage_before);
     }
     if constexpr (PINGPONG && RESIDUAL) {
-      // Of a stage that is being filled the other group could not tell this fill from the one
-      // before the last: all fills of this tile must be there before the other one waits.
+      // A barrier tells the fills of a stage apart by one bit. While a stage is being filled for
+      // this group, the other one, which waits for the next fill, would take the one before this
+      // for it. So all fills of this tile must have completed before the other group waits.
       Ring<STAGES> residual = ring;
 #pragma unroll
       for (int i = 0; i < Layout::RESIDUAL_STEPS; ++i) {
@@ -274,7 +301,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * WARPGROUP,
     }
     pass_turn();
     cp_async_wait<0>();
-    named_barrier_sync(3 + group, WARPGROUP);  // everybody sees the bias
+    named_barrier_sync(3 + group, WARPGROUP);  // all threads see the bias
     wgmma_wait<0>();
 #pragma unroll
     for (int m = 0; m < ATOMS; ++m) pin(acc[m]);
@@ -283,9 +310,9 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * WARPGROUP,
 
     epilogue(tile);
     bias_buffer ^= 1;
-    if constexpr (PINGPONG) ring.advance(tile_steps);  // those of the other warpgroup
+    if constexpr (PINGPONG) ring.advance(tile_steps);  // the other warpgroup has these
   }
   bulk_wait<0>();
-  // The other block of the cluster may still tell this one that a stage is empty.
+  // The other block of the cluster may still arrive at barriers of this one.
   if constexpr (CLUSTER != 1) cluster_sync();
 }

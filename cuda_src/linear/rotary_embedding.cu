@@ -1,4 +1,5 @@
-// Turns q and k where a projection has written them; a thread has one pair of numbers.
+// The rotary embedding of q and k, in place in the out of a projection whose kernel did not compute
+// it. Each thread rotates one pair of numbers, and no other thread reads or writes them.
 #include "epilogue.cuh"
 
 constexpr int THREADS = 256;
