@@ -1,7 +1,5 @@
 """New tokens into a cache, and their attention to it: one launch, or two."""
 
-import re
-
 import numpy
 import pytest
 from arrays import normal, stored
@@ -13,7 +11,6 @@ from wrong_calls import NUMBER, array, check_refused
 
 from cupyflash import attention_with_cache, environment
 from cupyflash.decode import cached_attention, kernels
-from cupyflash.jit import sources
 from cupyflash.runtime.operation import Plans
 from cupyflash.runtime.structs import header
 from cupyflash.testing import assert_close_to_float64, to_numpy64
@@ -141,12 +138,6 @@ def test_is_one_launch(target, monkeypatch):
     cached_attention._plans.clear()
 
 
-def test_constants():
-    source = (sources.root() / "decode" / "flash_decode_merge.cuh").read_text()
-    for name in ("MAX_SPLITS", "SAVED_LOADS"):
-        assert re.search(rf"constexpr int {name} = {getattr(kernels, name)};", source)
-
-
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("heads", [1, 8, 64, 65])
@@ -162,7 +153,7 @@ def test_splits(capability, head_dim, heads):
         warps = splits * config.cluster * kernels.DECODE_WARPS
         assert splits == 1 or (heads * splits <= at_once and loads >= warps)
         if length == 10**6 and heads <= 64:
-            assert splits == kernels.MAX_SPLITS or heads * (splits + 1) > at_once
+            assert splits == kernels.merge.MAX_SPLITS or heads * (splits + 1) > at_once
 
 
 @pytest.mark.parametrize(

@@ -13,19 +13,13 @@ from ..runtime.structs import header
 
 attention_structs = header("attention/params.cuh")
 structs = header("decode/params.cuh")
+merge = header("decode/flash_decode_merge.cuh")
 
-THREADS = 256
-SAMPLE_THREADS = 1024
-
-# As in flash_decode_merge.cuh.
-DECODE_WARPS = 4
-DECODE_ROWS = 8  # queries of a block
+DECODE_WARPS, DECODE_ROWS = merge.NUM_WARPS, merge.ROWS  # warps and queries of a block
 DECODE_KEYS = {64: 32, 128: 16, 192: 16, 256: 16}  # of a load of a warp, by head_dim
 MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attention`
 MAX_CLUSTER = 8
 CLUSTERED = 10 / 11  # of the blocks that can run, those in clusters of four or eight on an H200
-MAX_SPLITS = 64  # of the keys
-SAVED_LOADS = 3  # of a warp: so many pay for splits of the keys
 LONG_BYTES = 768 << 10  # of keys and values: so much for a block alone is long work
 
 
@@ -36,14 +30,9 @@ class RowsConfig(KernelConfig):
     dtype: str
     vector: int
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return THREADS
-
     def grid(self, size: int) -> int:
         """Blocks for ``size`` elements."""
-        return -(-size // (THREADS * self.vector))
+        return -(-size // (self.threads * self.vector))
 
 
 class Embedding(RowsConfig):
@@ -51,6 +40,7 @@ class Embedding(RowsConfig):
 
     source: ClassVar[str] = "decode/embedding.cu"
     params: ClassVar[type[structs.EmbeddingParams]] = structs.EmbeddingParams
+    threads: ClassVar[int] = header("decode/embedding.cu").THREADS
     dependent: ClassVar[bool] = True
 
 
@@ -59,6 +49,7 @@ class CacheAppend(RowsConfig):
 
     source: ClassVar[str] = "decode/cache_append.cu"
     params: ClassVar[type[structs.CacheAppendParams]] = structs.CacheAppendParams
+    threads: ClassVar[int] = header("decode/cache_append.cu").THREADS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +94,7 @@ class Sample(KernelConfig):
 
     source: ClassVar[str] = "decode/sample.cu"
     params: ClassVar[type[structs.SampleParams]] = structs.SampleParams
-    threads: ClassVar[int] = SAMPLE_THREADS
+    threads: ClassVar[int] = header("decode/sample.cu").BLOCK
 
     dtype: str
     greedy: bool
@@ -168,8 +159,8 @@ def splits(
     loads //= DECODE_WARPS * config.cluster
     if not 0 < units <= COUNTERS:
         return 1
-    parts = max(1, min(at_once // units, loads, math.isqrt(9 * loads), MAX_SPLITS))
-    return parts if loads - -(-loads // parts) >= SAVED_LOADS else 1
+    parts = max(1, min(at_once // units, loads, math.isqrt(9 * loads), merge.MAX_SPLITS))
+    return parts if loads - -(-loads // parts) >= merge.SAVED_LOADS else 1
 
 
 def _is_long(config: FlashDecode, shape: attention_structs.AttentionShape, at_once: int) -> bool:

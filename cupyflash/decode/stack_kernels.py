@@ -9,13 +9,11 @@ from ..runtime.config import ITEM_SIZE, KernelConfig
 from ..runtime.gpu import architecture
 from ..runtime.structs import header
 
-structs = header("decode/stack_params.cuh")
+structs = header("decode/decode_stack.cu")
 
-# As in the CUDA sources.
-CONSUMER_WARPS, GROUP_ROWS, PIECE_BYTES, MAX_PIECES = 7, 28, 64, 18
-MATRICES = 5
-MAX_ROW_BYTES = CONSUMER_WARPS * PIECE_BYTES * MAX_PIECES  # of a row, or of a segment of it
-MAX_WIDTH = 1920  # of what is normalised: in registers as floats
+CONSUMER_WARPS, MAX_WIDTH = structs.CONSUMER_WARPS, structs.MAX_WIDTH
+MATRICES = len(structs.Matrix) - 1  # the last one is none
+MAX_ROW_BYTES = structs.PIECE_STRIDE * structs.MAX_PIECES  # of a row, or of a segment of it
 
 HEAD_DIMS = (64, 128)  # other head dims are rounded up
 MAX_HEAD_DIM = HEAD_DIMS[-1]
@@ -82,7 +80,7 @@ def shared_memory(arch: int, head_dim: int, tiles: int, tile_bytes: int) -> int:
     """The size of ``DecodeStorage``."""
     barriers = 16 * tiles if arch >= 90 else 4 + 4 * CONSUMER_WARPS
     ring = _round_up(tiles * tile_bytes + barriers)
-    products = 4 * CONSUMER_WARPS * GROUP_ROWS * structs.MAX_BATCH
+    products = 4 * CONSUMER_WARPS * structs.GROUP_ROWS * structs.MAX_BATCH
     moments = max(16 * CONSUMER_WARPS * structs.MAX_BATCH, 3 * 4 * head_dim)  # or a new token
     pointers = structs.MAX_LAYERS * 8 * len(structs.BlockPointers._fields_)
     rows = 16 * MATRICES
