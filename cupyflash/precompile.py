@@ -11,7 +11,7 @@ from .attention.backends.preprocess import FlashBwdSinks
 from .attention.problem import Access, Features
 from .baselines import baselines
 from .decode import kernels as decode
-from .decode import stack_kernels as transformer
+from .decode import stack_plan as transformer
 from .diffusion import plan as diffusion
 from .jit import compiler
 from .linear import launches as linear

@@ -11,7 +11,7 @@ from ..runtime.array import Array, View, device_name, library_of
 from ..runtime.checks import integer_within, require_device, require_eps, require_plain, short
 from ..runtime.config import ITEM_SIZE
 from ..runtime.rows import is_contiguous
-from .stack_kernels import MAX_HEAD_DIM, MAX_WIDTH, structs
+from .stack_plan import MAX_HEAD_DIM, MAX_WIDTH, StackShape, structs
 
 CACHES = ("k_cache", "v_cache")  # the names of the arrays that decoding writes
 
@@ -134,25 +134,6 @@ def _check_strides(function: str, name: str, view: View, dense: int | None) -> N
 TABLES = ("head_weight", "token_embedding", "position_embedding")
 # The weights of a stack beside those of its blocks: all of them or none.
 ENDS = ("final_weight", "final_bias", *TABLES)
-
-
-class StackShape(NamedTuple):
-    """What the weights of a stack say; vocab and positions are 0 without a head."""
-
-    dtype: str
-    device: int
-    layers: int
-    width: int
-    hidden: int
-    heads: int
-    eps: float
-    vocab: int = 0
-    positions: int = 0
-
-    @property
-    def head_dim(self) -> int:
-        """Columns of a head."""
-        return self.width // self.heads
 
 
 def block_specs(width: int, hidden: int) -> dict[str, Spec]:
