@@ -1,1 +1,1 @@
-"""What every operation is made of: arrays, checks, kernel configurations, plans, launches."""
+"""The common parts of all operations: arrays, checks, kernel configurations, plans, launches."""

@@ -53,7 +53,7 @@ class Library:
         """Tells the library that a kernel has changed these arrays."""
 
     def determinism(self) -> str:
-        """What the library does about nondeterministic algorithms: "error", "warn" or ""."""
+        """The setting of the library for nondeterministic algorithms: "error", "warn" or ""."""
         return ""
 
     def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
