@@ -1,8 +1,8 @@
-"""The bar of a cell: what the best peer reaches there, also where only cuDNN is installed.
+"""The bar of a cell: the rate of the best peer, also where only cuDNN is installed.
 
-FlashAttention 3 and 4 are seldom at hand. bench/bars.json holds, of one run with all of them, the
-best rate divided by cuDNN's: the bar is that times cuDNN's rate in the run at hand. It exists for
-the GPU and the cells of that run alone.
+FlashAttention 3 and 4 are seldom installed. bench/bars.json holds the best rate of one run with all
+peers, divided by cuDNN's. The bar is that ratio times cuDNN's rate in the present run. It exists
+only for the GPU and the cells of that run.
 """
 
 import json

@@ -6,8 +6,8 @@
 Heads of GPT-2 small, Llama 3 8B, Qwen 2.5 7B and Gemma 2 9B; batch 1, 8 and 32; 512 and 8192 tokens
 in the cache. The peers write the token into the cache and run SDPA on it, cupyflash does both in
 one launch. Bytes are those of the keys and values, each read once. Clock and rounds are those of
-bench.attention, results are compared with float64 first, and whoever is wrong is left out and said
-so; exit status 1 if cupyflash was wrong.
+bench.attention. Results are compared with float64 first; an implementation that is wrong is
+reported and left out. The exit status is 1 if cupyflash was wrong.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class DecodeProblem:
 
     @property
     def bytes(self) -> int:
-        """Of keys and values."""
+        """The bytes of keys and values."""
         _, heads_kv, head_dim = HEADS[self.model]
         item = 4 if self.dtype == "float32" else 2
         return item * 2 * self.batch * self.length * heads_kv * head_dim

@@ -1,4 +1,4 @@
-"""What an option costs: cupyflash with the option beside cupyflash without, and a target for each.
+"""The cost of options: cupyflash with an option beside cupyflash without, and a target for each.
 
     python -m bench.extras --only varlen window
 

@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def profile(options: argparse.Namespace) -> int:
-    """What runs below ncu: attention over prompts, and each operation of a token."""
+    """Runs attention over prompts and each operation of a token, for ncu."""
     from bench.gpt2_measure import ops_of, our_models, prefill_shape
     from bench.gpt2_ops import prompt_attention
 

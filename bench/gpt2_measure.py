@@ -1,4 +1,4 @@
-"""What bench.gpt2 measures: prompts, steps and single operations, of those who are right."""
+"""The measurements of bench.gpt2: prompts, steps and single operations of what is correct."""
 
 import argparse
 import contextlib
@@ -51,14 +51,14 @@ def tokens_of(model: Gpt2, batch: int, length: int) -> numpy.ndarray:
 
 
 def last_logits(model: Any, given: numpy.ndarray) -> numpy.ndarray:
-    """Of a model of transformers, float64 (batch, vocabulary) after the last tokens."""
+    """The logits of a model of transformers after the last tokens, float64 (batch, vocabulary)."""
     with torch.inference_mode():
         tokens = torch.from_numpy(given).to(problem.DEVICE)
         return model(tokens, use_cache=False, logits_to_keep=1).logits[:, -1].double().cpu().numpy()
 
 
 class Bench:
-    """The implementations that are right, and what they are measured with.
+    """The implementations that are correct, and the means to measure them.
 
     Attributes:
         ours: by mode.
@@ -163,7 +163,7 @@ def our_step_ms(model: Gpt2, given: numpy.ndarray, count: int, how: str) -> floa
 
 
 def peer_step_ms(peer: Peer, given: numpy.ndarray, count: int) -> float:
-    """The same of transformers."""
+    """Milliseconds of a step of transformers, measured in the same way."""
     begin = 0.0
 
     def mark() -> None:

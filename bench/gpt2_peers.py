@@ -54,7 +54,7 @@ class Peer:
         return torch.cat(found, 1)
 
     def empty_cache(self, batch: int, length: int) -> Any:
-        """Of the kind that suits the model."""
+        """An empty cache of the kind that suits the model."""
         import transformers
 
         config = self.model.config

@@ -1,5 +1,5 @@
-"""What bench.gpt2 prints and draws: the steps from naive to fused, the time of a token by operation
-and the roofline, every row beside its peers.
+"""The tables and pictures of bench.gpt2: the steps from naive to fused, the time of a token by
+operation, and the roofline, with the peers in every row.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""What all scripts of this folder share: their command line, a run, a comparison, tables.
+"""The common parts of all scripts in this folder: command line, run, comparison, tables.
 
 A script declares its options with `parser`, opens a `Run`, and hands it the rows of each cell. The
-run holds the clock (`bench.timing.Timer`), notes who was left out and why, writes the results file
-after every cell, prints the table, and makes the exit status.
+run holds the clock (`bench.timing.Timer`), notes which implementations were left out and why,
+writes the results file after every cell, prints the table, and computes the exit status.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def parsed(
 
 
 class Notes:
-    """Who was left out and why; the same reason is told once.
+    """The implementations that were left out, and why; the same reason is printed once.
 
     Attributes:
         wrong: the implementations that failed a check.

@@ -2,10 +2,11 @@
 
     python -m bench.linear --ops mlp --rows 1 4 16 --output linear
 
-With small M what counts is the share of the copy bandwidth at which the weights are read once
-(`gbps`, a read alone may reach a little more than a copy), with many the rate of the products
-(`tflops`). Clock and rounds are those of bench.attention; results are compared with float64 first,
-and whoever is wrong is left out and said so. Exit status 1 if cupyflash was wrong anywhere.
+With small M the figure that matters is the share of the copy bandwidth at which the weights are
+read once (`gbps`; a read alone may reach a little more than a copy), with large M it is the rate of
+the products (`tflops`). Clock and rounds are those of bench.attention. Results are compared with
+float64 first; an implementation that is wrong is reported and left out. The exit status is 1 if
+cupyflash was wrong anywhere.
 """
 
 import functools

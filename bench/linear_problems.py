@@ -21,10 +21,10 @@ EPS = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class LinearProblem:
-    """One operation on so many rows; GPT-2's have biases, the others a gate and key groups.
+    """One operation on a number of rows. Those of GPT-2 have biases, the others a gate and GQA.
 
-    With ``block`` the projection is what stands in a block: GPT-2's after a LayerNorm, Llama's
-    after an RMSNorm and with q and k turned.
+    With ``block`` the projection is that of a block: in GPT-2 after a LayerNorm, in Llama after an
+    RMSNorm and with rotary embedding of q and k.
     """
 
     op: str
@@ -45,12 +45,12 @@ class LinearProblem:
 
     @property
     def head_dim(self) -> int:
-        """Of q, k and v."""
+        """The head dim of q, k and v."""
         return HEAD_DIM.get(self.depth, 8)
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Of q, and of k."""
+        """The number of heads of q, and of k."""
         heads_q = self.depth // self.head_dim
         return heads_q, max(1, heads_q // 4) if self.gated else heads_q
 
@@ -65,17 +65,17 @@ class LinearProblem:
 
     @property
     def numbers(self) -> int:
-        """Of all weights."""
+        """The number of elements of all weights."""
         return sum(rows * columns for rows, columns in self.weights)
 
     @property
     def bytes(self) -> int:
-        """Of all weights, which must be read once."""
+        """The bytes of all weights, which must be read once."""
         return self.numbers * (4 if self.dtype == "float32" else 2)
 
     @property
     def flops(self) -> int:
-        """Of the products."""
+        """The floating-point operations of the products."""
         return 2 * self.rows * self.numbers
 
     def row(self, **fields: Any) -> dict[str, Any]:

@@ -3,9 +3,10 @@
     python -m bench.linear_training --output linear_training
 
 A call is the forward and the whole autograd.grad: gradients of x, weights, biases, norm and
-residual. Clock and rounds are those of bench.attention; the result and all gradients are compared
-with float64 first, and whoever is wrong is left out and said so. Exit status 1 if cupyflash was
-wrong anywhere. With ``--autocast`` weights are float32, as mixed-precision training has them.
+residual. Clock and rounds are those of bench.attention. The result and all gradients are compared
+with float64 first; an implementation that is wrong is reported and left out. The exit status is 1
+if cupyflash was wrong anywhere. With ``--autocast`` weights are float32, as in mixed-precision
+training.
 """
 
 import contextlib

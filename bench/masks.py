@@ -1,4 +1,4 @@
-"""What masks, biases, dropout and padding cost: cupyflash beside itself without, and beside SDPA.
+"""The cost of masks, biases, dropout and padding, beside cupyflash without them and beside SDPA.
 
     python -m bench.masks
 

@@ -1,4 +1,4 @@
-"""What bench.norms times: shapes of real models, and each operation in plain torch."""
+"""The problems of bench.norms: shapes of real models, and each operation in plain torch."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ class NormProblem:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """Of "fwd" and "bwd", those that the operation has."""
+        """The passes that the operation has, "fwd" and "bwd"."""
         return ("fwd",) if self.op == "diffusion_step" else ("fwd", "bwd")
 
     def bytes(self, direction: str) -> int:
@@ -76,7 +76,7 @@ class NormProblem:
         return tuple(y.requires_grad_() for y in (x, residual, *weights))
 
     def gradients(self) -> tuple[Any, ...]:
-        """Of the outputs."""
+        """The gradients of the outputs."""
         outputs = 1 if self.op == "group_norm_activation" else 2
         return tuple(self._random(self.shape, 10 + i) for i in range(outputs))
 
@@ -199,7 +199,7 @@ def _torch(op: str) -> Callable:
 
 
 def _liger(op: str) -> Callable:
-    """What liger_kernel has of it; the rest is torch's."""
+    """The operation with the kernels of liger_kernel, and torch for the rest."""
     import liger_kernel.ops.fused_add_rms_norm
     import liger_kernel.ops.group_norm
     import liger_kernel.ops.layer_norm

@@ -4,9 +4,9 @@
 
 Bytes are those that must move: each input read once, each output written once (weights and
 statistics do not count), so a kernel that reads twice cannot reach the copy. Clock and rounds are
-those of bench.attention; results are compared with float64 first, and whoever is wrong is left out
-and said so. Exit status 1 if cupyflash was wrong anywhere. The target is 90 % of the copy for
-tensors beyond the L2 cache.
+those of bench.attention. Results are compared with float64 first; an implementation that is wrong
+is reported and left out. The exit status is 1 if cupyflash was wrong anywhere. The target is 90 %
+of the copy for tensors beyond the L2 cache.
 """
 
 import functools

@@ -73,7 +73,7 @@ def by_problem(rows: list[dict[str, Any]]) -> list[tuple[tuple, list[dict[str, A
 
 
 def draw(results: dict[str, Any], lines: list[list[Panel]], what: str, path: Path) -> None:
-    """Write a picture of panels; ``what`` they show is told below it."""
+    """Writes a picture of panels; ``what`` is the text below them."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Who computes attention in a benchmark: cupyflash, PyTorch's SDPA backends, FlashAttention.
+"""The providers of attention in a benchmark: cupyflash, PyTorch's SDPA backends, FlashAttention.
 
 A provider is bound to the tensors of a problem as a `Call`, with nothing but the user's own call
 inside. All read the same (batch, seqlen, heads, head_dim) memory; SDPA gets transposed views.

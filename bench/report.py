@@ -77,7 +77,7 @@ def write_results(name: str, rows: list[Row], protocol: str, command: str, **fie
 
 
 def cell(row: Row) -> tuple[str, Problem]:
-    """What the providers of a comparison have in common: the pass and the problem."""
+    """The pass and the problem, which the providers of a comparison have in common."""
     fields = ("dtype", "head_dim", "batch", "seqlen_q", "heads", "heads_kv", "causal")
     return row["pass"], Problem(*(row[field] for field in fields))
 

@@ -175,7 +175,7 @@ def _shrunk_value(name: str, value: Any, settings: dict[str, Any]) -> Any:
 
 
 def _fit_layers(small: dict[str, Any]) -> None:
-    """As many entries as there are layers, of as many kinds as there were."""
+    """Gives each list of kinds of layers one entry a layer, and keeps every kind that it had."""
     for name, value in small.items():
         if name in KINDS_OF_LAYERS and value:
             kinds = list(dict.fromkeys(value))

@@ -4,8 +4,9 @@
 
 GPT-2 small and xl, one block and (small) all twelve, batch 1, 4 and 8, 512 tokens in the cache.
 Bytes are those of the weights and of the keys and values that are attended to, each read once: what
-a token cannot do without. Clock and rounds are those of bench.attention, results are compared with
-float64 first, and whoever is wrong is left out and said so; exit status 1 if cupyflash was wrong.
+a token cannot do without. Clock and rounds are those of bench.attention. Results are compared with
+float64 first; an implementation that is wrong is reported and left out. The exit status is 1 if
+cupyflash was wrong.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ class BlockProblem:
 
     @property
     def bytes(self) -> int:
-        """Of weights, keys and values."""
+        """The bytes of weights, keys and values."""
         width = MODELS[self.model][0]
         weights = 12 * width * width + 13 * width
         item = 4 if self.dtype == "float32" else 2
@@ -110,7 +111,7 @@ class BlockProblem:
 
 
 def _torch_blocks(blocks: list, x: Any, k_cache: Any, v_cache: Any, heads: int) -> Any:
-    """The same in plain torch; the last row of the caches is the new one."""
+    """The blocks in plain torch; the last row of the caches is that of the new token."""
     from torch.nn import functional
 
     batch, width = x.shape

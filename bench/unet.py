@@ -9,8 +9,8 @@ mode; with and without CUDA graphs. With ours, a graph has the whole loop in it.
 
 `ms` is what a caller waits: the host's clock from the call to the end on the GPU. `gpu_ms` is by
 CUDA events with launch cost hidden; null where there are too many launches for that. Results of
-DDIM, which draws nothing, are compared with float64 first; whoever is wrong is left out and said
-so. Exit status 1 if cupyflash was wrong anywhere.
+DDIM, which draws nothing, are compared with float64 first; an implementation that is wrong is
+reported and left out. The exit status is 1 if cupyflash was wrong anywhere.
 """
 
 import copy
@@ -42,7 +42,7 @@ PROTOCOL = (
 
 @dataclasses.dataclass(frozen=True)
 class UnetProblem:
-    """All steps of a sampler for so many sequences."""
+    """All steps of a sampler for a batch of sequences."""
 
     dtype: str
     sampler: str
@@ -53,7 +53,7 @@ class UnetProblem:
 
     @property
     def steps(self) -> int:
-        """Of the sampler."""
+        """The number of steps of the sampler."""
         return SAMPLERS[self.sampler]
 
     def row(self, **fields: Any) -> Row:
@@ -65,7 +65,7 @@ class UnetProblem:
         }
 
     def sampler_of(self, kind: str) -> Any:
-        """Of this kind, with the steps of the problem."""
+        """A sampler of this kind, with the steps of the problem."""
         import cupyflash
 
         betas = cupyflash.beta_schedule("cosine", TRAINING_STEPS)
@@ -73,7 +73,7 @@ class UnetProblem:
 
     @functools.cached_property
     def model(self) -> Any:
-        """With random weights, the same for all."""
+        """The model with random weights, which are the same for all implementations."""
         import torch
 
         from cupyflash.models.diffusion_policy import PolicyUnet
