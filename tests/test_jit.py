@@ -142,7 +142,7 @@ def test_code_is_the_same_program(tmp_path, monkeypatch, name):
     config = BACKENDS[name].forward("float16", 64, Features(), (9, 0))
     expected = compiler.compile_kernel(config, "sm_90a")
     for path, data in sources.closure(config.source).items():
-        copy = tmp_path / path.relative_to(sources.root())
+        copy = tmp_path / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(sources.code(data))
         assert sources.code(data) != data

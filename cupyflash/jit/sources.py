@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import os
+import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,11 +36,11 @@ def root() -> Path:
 
 def included(source: str) -> Iterator[Path]:
     """``source`` (a path below `root`) and all files that it includes, transitively, each once."""
-    return (path for path, _ in _files(source))
+    return (root() / name for name, _ in _files(source))
 
 
-def closure(source: str) -> dict[Path, bytes]:
-    """The bytes of all files of `included`."""
+def closure(source: str) -> dict[str, bytes]:
+    """The bytes of all files of `included`, by their names below `root`."""
     return dict(_files(source))
 
 
@@ -50,9 +51,8 @@ def digest(source: str) -> str:
     used again. The line numbers that -lineinfo put into it are then those of the older text.
     """
     total = hashlib.sha256()
-    for path, data in sorted(closure(source).items()):
+    for name, data in sorted(closure(source).items()):
         tokens = code(data)
-        name = os.path.relpath(path, root())
         total.update(f"{name} {len(tokens)}\n".encode())
         total.update(tokens)
     return total.hexdigest()
@@ -73,41 +73,32 @@ def code(data: bytes) -> bytes:
     return b"\n".join(piece.rstrip() for piece in pieces if piece)
 
 
-def _files(source: str) -> Iterator[tuple[Path, bytes]]:
-    """The files of `included` with their bytes.
+def _files(source: str) -> Iterator[tuple[str, bytes]]:
+    """The files of `included`: their names below `root`, and their bytes.
 
     Includes inside comments and inactive branches count too: a digest over too much recompiles
     once too often, one over too little runs a stale kernel. For the same reason an include whose
     name is a macro is a ValueError.
     """
-    found, pending = set(), [root() / source]
+    folder, found, pending = str(root()), set(), [source]
     while pending:
-        path = pending.pop()
-        if path in found:
+        name = pending.pop()
+        if name in found:
             continue
-        found.add(path)
-        data = path.read_bytes()
-        yield path, data
+        found.add(name)
+        with open(os.path.join(folder, name), "rb") as file:
+            data = file.read()
+        yield name, data
         for directive in _INCLUDE.finditer(data):
             target = _TARGET.match(directive[1])
             if target is None:
-                text = directive[0].decode(errors="replace").strip()
+                path, text = Path(folder, name), directive[0].decode(errors="replace").strip()
                 raise ValueError(f"{path}: an include must name its file literally, got {text!r}")
-            if path_of_target := _resolve(path, target):
-                pending.append(path_of_target)
-
-
-def _resolve(includer: Path, target: re.Match[bytes]) -> Path | None:
-    """The file that NVRTC takes, or None for one of its built-in headers.
-
-    A quoted name is searched beside the file that includes it, then below `root`.
-    """
-    if target[1]:
-        candidates = [includer.parent / os.fsdecode(target[1]), root() / os.fsdecode(target[1])]
-    else:
-        candidates = [root() / os.fsdecode(target[2])]
-    for candidate in candidates:
-        path = Path(os.path.normpath(candidate))
-        if path.is_file():
-            return path
-    return None
+            # NVRTC searches a quoted name beside the file that includes it, then below `root`, and
+            # has headers of its own.
+            wanted = os.fsdecode(target[1] or target[2])
+            for place in (posixpath.dirname(name), "") if target[1] else ("",):
+                path = posixpath.normpath(posixpath.join(place, wanted))
+                if path in found or os.path.isfile(os.path.join(folder, path)):
+                    pending.append(path)
+                    break
