@@ -4,7 +4,7 @@
 
 constexpr int BLOCK = 1024;
 
-// The larger logit, of equal ones the first. No number and infinity count as infinity.
+// The larger logit, and the first of equal ones. The caller represents NaN by infinity.
 struct Largest {
   float logit;
   int index;
@@ -18,7 +18,7 @@ __device__ __forceinline__ Largest operator+(Largest a, Largest b) {
 template <class V>
 __device__ __forceinline__ V block_sum(V value) {
   __shared__ V scratch[MAX_WARPS];
-  __syncthreads();  // whoever used the scratch before is done
+  __syncthreads();  // no thread reads the scratch of the last call any more
   return group_sum<BLOCK>(value, scratch);
 }
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ uint64_t warp_inclusive_sum(uint64_t value) {
   return value;
 }
 
-// The sum over all threads before this one; the sum over all of them in `total`.
+// The sum over all threads before this one; `total` becomes the sum over all threads.
 __device__ __forceinline__ uint64_t block_exclusive_sum(uint64_t value, uint64_t& total) {
   __shared__ uint64_t of_warps[MAX_WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -1,8 +1,8 @@
-// Rows of keys and values into their places (sequence, position) of a cache. The rows may be slices
-// of a wider tensor, such as a projection of q, k and v.
+// Copies rows of keys and values to their places (sequence, position) in a cache. The rows may be
+// slices of a wider tensor, such as a projection of q, k and v.
 //
-// Elementwise; a thread has VECTOR neighbouring elements of k and of v. A place outside of the
-// cache, which only the device knows, is left alone.
+// Each thread has VECTOR neighbouring elements of k and of v, and shares nothing with others. A row
+// whose place is outside of the cache, which the host cannot check, is not copied.
 #include "../common/pack.cuh"
 #include "params.cuh"
 

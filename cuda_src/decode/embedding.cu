@@ -1,8 +1,8 @@
-// out = token_weight[token] + position_weight[position], added in float, rounded once; without
-// positions a plain gather of rows.
+// out = token_weight[token] + position_weight[position], added in float and rounded once; without
+// positions it gathers rows of token_weight.
 //
-// Elementwise; a thread has VECTOR neighbouring elements. An index outside of its table, which only
-// the device knows, gives NaN.
+// Each thread has VECTOR neighbouring elements and shares nothing with others. An index outside of
+// its table, which the host cannot check, gives NaN.
 #include "../common/convert.cuh"
 #include "../common/pack.cuh"
 #include "../ptx/dependent_launch.cuh"

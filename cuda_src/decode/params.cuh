@@ -36,9 +36,9 @@ struct FlashDecodeParams {
   void* k_cache;         // [batch, max_length, heads_kv, head_dim]
   void* v_cache;         // [batch, max_length, heads_kv, head_dim]
   void* out;             // [batch, seqlen, heads_q, head_dim]
-  const int* positions;  // [batch], where the first of k and v goes
-  void* parts;           // of the splits, flash_decode_merge.cuh; null: one split
-  int* counters;         // one for each head of keys and eight queries, 0 before and after
+  const int* positions;  // [batch], the place of the first new key and value
+  void* parts;           // results of the splits (flash_decode_merge.cuh); null with one split
+  int* counters;         // one for each key head and eight queries; 0 before and after
   Strides q_strides;
   Strides k_strides;
   Strides v_strides;
@@ -50,7 +50,7 @@ struct FlashDecodeParams {
   int group;  // heads_q / heads_kv
   int head_dim;
   int max_length;
-  int splits;        // of the keys at most, beside those of a cluster
+  int splits;        // the most splits of the keys among clusters
   float scale_log2;  // log2(e) * scale of the scores
 };
 

@@ -1,24 +1,24 @@
-// One token from each row of logits: the largest (GREEDY), or one drawn from
-// softmax(logits / temperature), cut to the top_k largest and then to the fewest of these that hold
-// top_p of their probability. Those equal to the last one kept stay, too.
+// Chooses one token for each row of logits: the largest (GREEDY), or one that is drawn from
+// softmax(logits / temperature), restricted to the top_k largest logits, and then to the fewest of
+// these that hold top_p of their probability. Logits equal to the last one that is kept stay, too.
 //
-// A block has a row, which stays in the L2 cache, and reads it in several passes:
-//   1. the largest logit; everything else is in terms of the distance to it,
-//   2. the distance up to which top_k reaches (search), then top_p,
-//   3. the sum of the weights that are left, of which a random number from Philox is a part,
-//   4. the token at which the running sum, in the order of the tokens, exceeds that part: found by
-//      one warp, as each warp of pass 3 has a segment of the row.
-// Weights are integers (probability.cuh), hence equal calls give equal tokens.
-//
-// With `ends` the row's state advances to the next step of decoding.
+// A block has one row, which stays in L2, and reads it in several passes. It finds
+//   1. the largest logit; the later passes use the distances to it,
+//   2. the distance up to which logits are kept, by search(), for top_k and then for top_p,
+//   3. the sum of the weights that are kept; a random number from Philox is a part of it,
+//   4. the token at which the running sum, in the order of the tokens, exceeds that part. One warp
+//      finds it, because each warp of pass 3 has a segment of the row.
+// Weights are integers (probability.cuh), so the result is deterministic. With `ends` the state of
+// the row advances to the next step of decoding. Blocks share nothing, so none waits for another.
 #include "../common/philox.cuh"
 #include "../common/words.cuh"
 #include "block_sum.cuh"
 #include "params.cuh"
 #include "probability.cuh"
 
-// visit(logit, index) for each logit, in a thread in their order; a thread has LOADS of 16 bytes on
-// their way. Rows begin anywhere: what is not a whole multiple of 16 bytes is read by itself.
+// Calls visit(logit, index) for each logit, within a thread in their order. A thread has LOADS
+// loads of 16 bytes in flight. A row may begin at any element; the elements at its ends that do not
+// fill 16 aligned bytes are read one by one.
 template <int LOADS, typename T, class Visit>
 __device__ __forceinline__ void for_each(const T* logits, int columns, Visit visit) {
   constexpr int N = 16 / sizeof(T);
@@ -51,7 +51,7 @@ struct Row {
   float largest;
   float scale;
 
-  // How far a logit is below the largest, not negative.
+  // The distance of a logit from the largest, which is not negative.
   __device__ __forceinline__ float distance(float logit) const { return __fsub_rn(largest, logit); }
 };
 
@@ -67,8 +67,9 @@ __device__ __forceinline__ Largest largest_of(const T* logits, int columns) {
   return block_sum(best);
 }
 
-// The least distance, as bits, within which the values add up to `target`; all bits set if they do
-// not. A radix search: 11, 11 and 9 bits of the distance, which is a float without a sign.
+// The smallest distance (the bits of a float) within which the values add up to `target`, or all
+// bits set if they never do. It is a radix search by 11, 11 and 9 bits: distances are not negative,
+// so their order is that of their bits.
 template <class Value, typename T>
 __device__ __forceinline__ uint32_t search(const Row<T>& row, uint64_t target, Value value) {
   constexpr int BINS = 2 * BLOCK;
@@ -108,7 +109,7 @@ __device__ __forceinline__ uint32_t search(const Row<T>& row, uint64_t target, V
   return prefix;
 }
 
-// The distance, as bits, up to which tokens are kept.
+// The distance (the bits of a float) up to which tokens are kept.
 template <typename T>
 __device__ __forceinline__ uint32_t last_kept(const Row<T>& row, int top_k, uint32_t top_p) {
   const auto weight = [&](float distance) { return weight_of(distance, row.scale); };
@@ -128,8 +129,8 @@ __device__ __forceinline__ uint32_t last_kept(const Row<T>& row, int top_k, uint
   return last;
 }
 
-// The token at which the running sum of the kept weights exceeds a random part of all of it. The
-// result is that of one thread; the others get -1.
+// The token at which the running sum of the kept weights exceeds a random part of their sum. One
+// thread returns it; the others return -1.
 template <typename T>
 __device__ __forceinline__ int draw(const Row<T>& row, uint32_t last, uint64_t random) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -1,22 +1,24 @@
-// How blocks tell each other numbers without waiting for each other first: as floats whose lowest
-// bit is a tag, which flips whenever a number is replaced. A reader loads until the tags are those
-// of the round that it wants, and so has the number as soon as it is in L2, without the two trips
-// of a barrier before.
+// Tagged words, by which blocks exchange numbers without a barrier. Each is a float whose lowest
+// bit is a tag, which flips whenever the number is replaced. A reader loads a word until its tag is
+// that of the round that it wants, and so has the number as soon as it is in L2, without the two
+// round trips of a barrier before.
 //
-// One bit is enough. Every block has rows of every matrix, so each reads every round of a vector,
-// and what it writes then is needed, directly or not, before any number of that vector is replaced:
-// a number is of the round that a reader wants, or of the one before. The rounds go on from launch
-// to launch, so all numbers that exist are replaced in each, also those that nobody reads.
+// One bit is enough. Every block has rows of every matrix, so each block reads every round of a
+// vector, and the numbers that it computes from them are needed, directly or not, before any number
+// of that vector is replaced. So a word belongs to the round that a reader wants, or to the one
+// before. The rounds go on from launch to launch, so each launch replaces all words that exist,
+// also those that no block reads.
 #pragma once
 #include "../ptx/relaxed.cuh"
 #include "stack_params.cuh"
 
-// Where a column of a vector lies: bits 2 and 3 are exchanged. A lane takes eight columns in two
-// loads of 16 bytes, and so two lanes fill a sector of 32 bytes with each; a row has `row_words`.
+// The place of a column in a vector: bits 2 and 3 of its number are exchanged. A lane reads eight
+// columns by two loads of 16 bytes, and in this order each load of two lanes is a whole sector of
+// 32 bytes. A vector has row_words() words.
 __device__ __forceinline__ int place(int column) {
   return (column & ~12) | (column & 4) << 1 | (column & 8) >> 1;
 }
-constexpr int NEXT_FOUR = 8;  // from a lane's first load to its second
+constexpr int NEXT_FOUR = 8;  // words from a lane's first load to its second
 __host__ __device__ constexpr int row_words(int columns) { return round_up(columns, 16); }
 
 __device__ __forceinline__ float tagged(float value, uint32_t tag) {
@@ -27,8 +29,8 @@ __device__ __forceinline__ void send(float* word, float value, uint32_t tag) {
   st_relaxed(word, tagged(value, tag));
 }
 
-// All blocks read the same words, and what many ask for at once is served one after the other. So
-// there are several copies of what all of them read; a block reads one.
+// All blocks read the same vectors, and L2 serves many requests for one word one after the other.
+// So there are several copies of these vectors, and a block reads one of them.
 template <int SEQUENCES>
 constexpr int COPIES = MAX_BATCH / SEQUENCES;
 template <int SEQUENCES>
@@ -36,7 +38,7 @@ __device__ __forceinline__ int own_copy() {
   return blockIdx.x % COPIES<SEQUENCES>;
 }
 
-// Where a column of the n-th vector lies in one of the copies of it.
+// The address of a column of the n-th vector, in one of its copies.
 __device__ __forceinline__ float* residual_word(const DecodeStackParams& params, int copy, int n,
                                                 int column) {
   return params.residual + copy * params.copy_words + n * row_words(params.width) + place(column);
@@ -47,10 +49,10 @@ __device__ __forceinline__ float* hidden_word(const DecodeStackParams& params, i
          place(column);
 }
 
-// A warp calls it and receives a lane's first `count` fours of words, each from `offset` of its
-// index on; the others are anything. What has arrived is not loaded again: all blocks read the same
-// words, and this traffic would delay the ones that are still missing. The tags are taken off: they
-// differ from launch to launch, the results must not.
+// Receives the first `count` groups of four words for each lane of a warp; group i begins at
+// data + offset(i). The contents of the other groups are undefined. Groups that have arrived are
+// not loaded again, because that traffic would delay the words that are still missing. The tags are
+// removed, because they differ from launch to launch, and the results must not.
 template <int COUNT, class Offset>
 __device__ __forceinline__ void receive(uint4 (&words)[COUNT], int count, uint32_t tag,
                                         const float* data, Offset offset) {
@@ -76,7 +78,7 @@ __device__ __forceinline__ void receive(uint4 (&words)[COUNT], int count, uint32
   for (uint4& w : words) w = {w.x & ~1u, w.y & ~1u, w.z & ~1u, w.w & ~1u};
 }
 
-// The numbers of a lane that `receive` has got, COUNT from the four `first` on.
+// COUNT numbers of those that receive() has returned, from group `first` on.
 template <int COUNT, int FOURS>
 __device__ __forceinline__ void to_floats(float (&values)[COUNT], const uint4 (&words)[FOURS],
                                           int first) {

@@ -1,7 +1,7 @@
-// The rows of the weight matrices on their way through shared memory: a ring of tiles, which one
-// warp fills in the order of use and the consumers empty. The weights depend on nothing, so while
-// the blocks wait for each other the ring fills. linear/small_m_ring.cuh is another ring, as there
-// each warp fills and empties its own: no barrier, but no warp that goes on filling while all
+// A ring of tiles in shared memory for the rows of the weight matrices. One warp fills it in the
+// order of use, and the consumers empty it. The weights depend on nothing, so the ring fills while
+// the blocks wait for each other. linear/small_m_ring.cuh has another ring, in which each warp
+// fills and empties tiles of its own: it needs no barrier, but no warp goes on filling while all
 // others wait for another block, as here.
 //
 // Rows lie ROW_PITCH apart, 64 bytes modulo 128: eight lanes read 64 bytes of two neighbouring rows
@@ -10,9 +10,9 @@
 #include "../common/ring.cuh"
 #include "../ptx/tma.cuh"
 
-// The warps that multiply; one more fills the ring. A warp's work besides the products is the same
-// however many warps there are, and a scheduler issues it for each of its warps in turn: so a
-// scheduler has two warps, which may have 255 registers.
+// The number of warps that multiply; one more fills the ring. The work of a warp besides the
+// products does not shrink with more warps, and a scheduler of the multiprocessor issues it for
+// each of its warps in turn. So each scheduler has only two warps, which may use 255 registers.
 constexpr int CONSUMER_WARPS = 7;
 constexpr int MAX_TILE_ROWS = 28;
 
