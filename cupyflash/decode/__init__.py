@@ -1,1 +1,1 @@
-"""What a decoding step needs beside its blocks: ``cuda_src/decode``."""
+"""Decoding: attention with a cache, stacks of transformer blocks, embedding and sampling."""

@@ -114,7 +114,7 @@ ATTENTION = Operation(run, native="q")
 
 
 class SeparatePlan:
-    """What one launch does not take: `cache_append`, then `attention`.
+    """A call that one launch does not take: `cache_append`, then `attention`.
 
     Attributes:
         written: for the check of the addresses.
@@ -135,7 +135,7 @@ class SeparatePlan:
         self.rows = (shape.batch * shape.seqlen_q, shape.heads_kv * shape.head_dim)
 
     def __call__(self, arrays: tuple[Array, ...], pointers: object = None) -> Array:
-        """Of q, k, v, k_cache, v_cache, positions."""
+        """The result; ``arrays`` are q, k, v, k_cache, v_cache and positions."""
         library, seqlen, (q, k, v, *caches, positions) = self.library, self.seqlen, arrays
         if library.on_cpu(q):
             self._check_positions(positions)

@@ -17,7 +17,7 @@ CACHES = ("k_cache", "v_cache")  # the names of the arrays that decoding writes
 
 
 class Spec(NamedTuple):
-    """What an array of a call must be.
+    """An array of a call, as it must be.
 
     Attributes:
         axes: the length of each dimension, or its name: dimensions of one name have one length.
@@ -244,7 +244,7 @@ def check_call(
 
 
 def require_aligned(function: str, pointers: Mapping[str, int]) -> None:
-    """What the kernel reads 16 bytes at a time must begin at a multiple of that."""
+    """Arrays that the kernel reads 16 bytes at a time must begin at a multiple of that."""
     for name, pointer in pointers.items():
         if pointer % 16:
             fact = f"{name} must begin at a multiple of 16 bytes"

@@ -16,11 +16,12 @@ structs = header("decode/params.cuh")
 merge = header("decode/flash_decode_merge.cuh")
 
 DECODE_WARPS, DECODE_ROWS = merge.NUM_WARPS, merge.ROWS  # warps and queries of a block
-DECODE_KEYS = {64: 32, 128: 16, 192: 16, 256: 16}  # of a load of a warp, by head_dim
+DECODE_KEYS = {64: 32, 128: 16, 192: 16, 256: 16}  # keys in a load of a warp, by head_dim
 MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attention`
 MAX_CLUSTER = 8
-CLUSTERED = 10 / 11  # of the blocks that can run, those in clusters of four or eight on an H200
-LONG_BYTES = 768 << 10  # of keys and values: so much for a block alone is long work
+# The part of the blocks that can run which do so in clusters of four or eight, on an H200.
+CLUSTERED = 10 / 11
+LONG_BYTES = 768 << 10  # so many bytes of keys and values are long work for a block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +69,9 @@ class FlashDecode(KernelConfig):
 
     @property
     def blocks(self) -> int:
-        """Of a multiprocessor at a time."""
+        """Blocks that a multiprocessor runs at a time."""
         if self.head_dim > 192 and self.arch == 75:
-            return 1  # of 64 KB shared memory
+            return 1  # it has 64 KB of shared memory
         return 3 if self.head_dim <= 128 else 2
 
 
@@ -151,7 +152,7 @@ def flash_decode(
 def splits(
     config: FlashDecode | FlashDecodeCluster, shape: attention_structs.AttentionShape, at_once: int
 ) -> int:
-    """How many clusters, of which ``at_once`` can run, share the keys of full caches at most.
+    """The largest number of clusters, of which ``at_once`` can run, that share the keys of a cache.
 
     As many as run at once, or as pay: ``splits_of`` in flash_decode_merge.cuh knows the lengths.
     """
@@ -164,7 +165,7 @@ def splits(
 
 
 def _is_long(config: FlashDecode, shape: attention_structs.AttentionShape, at_once: int) -> bool:
-    """Whether splits fill the GPU, with long work for each."""
+    """True if splits fill the GPU, with long work for each."""
     parts = splits(config, shape, at_once)
     full = decode_units(shape) * (parts + 1) > at_once
     bytes_of_block = shape.seqlen_k // parts * config.head_dim * 4
@@ -172,7 +173,7 @@ def _is_long(config: FlashDecode, shape: attention_structs.AttentionShape, at_on
 
 
 def _loads(shape: attention_structs.AttentionShape, head_dim: int) -> int:
-    """How often a warp would load keys of a full cache."""
+    """The number of loads for the keys of a full cache, if one warp did all of them."""
     return -(-shape.seqlen_k // DECODE_KEYS[head_dim])
 
 

@@ -1,4 +1,4 @@
-"""What calls of one signature share, and how they run: plans of single kernels.
+"""Plans of single kernels: all that calls of one signature share.
 
 `cupyflash.decode.stack_plan` has that of a whole stack of transformer blocks.
 """
@@ -68,7 +68,7 @@ class DecodePlan(Plan):
         self.counters = tile_counters(q.device)
 
     def run(self, arrays: tuple[Array, ...], pointers: list[int]) -> Array:
-        """Of q, k, v, k_cache, v_cache, positions."""
+        """The result; ``arrays`` and ``pointers`` are of q, k, v, k_cache, v_cache, positions."""
         out = self.library.empty(self.shape, self.strides, arrays[0])
         if not self.empty:
             library, (*tensors, positions) = self.library, pointers

@@ -31,7 +31,7 @@ _plans = Plans(plain=True)
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen from logits.
+    """The way in which tokens are chosen from logits.
 
     Attributes:
         temperature: logits are divided by it; 0 takes the largest logit (greedy).
@@ -75,12 +75,12 @@ class Sampling:
 
     @property
     def kind(self) -> tuple[float, int, float]:
-        """What a plan depends on."""
+        """The numbers on which a plan depends."""
         return self.temperature, self.top_k, self.top_p
 
     @property
     def scale(self) -> float:
-        """From a logit to an exponent of 2."""
+        """A logit times this is an exponent of 2."""
         return math.log2(math.e) / self.temperature if self.temperature else 0.0
 
     @property
@@ -93,7 +93,7 @@ GREEDY = Sampling()
 
 
 class DecodeState(NamedTuple):
-    """What sampling advances from one step of decoding to the next, int32 (rows,) each.
+    """Arrays that sampling advances from one step of decoding to the next, int32 (rows,) each.
 
     Attributes:
         tokens: to be embedded next.
@@ -146,7 +146,7 @@ def sample(
 def run(
     function: str, library: Any, arrays: tuple[Array, ...], options: tuple[Sampling, int]
 ) -> tuple[None, ...]:
-    """Of logits and out, and of tokens, positions and ends if there is a state."""
+    """`sample`; the arrays are logits, out, and if there is a state its tokens, positions, ends."""
     (sampling, limit), (_, *written) = options, arrays
     if library.on_cpu(arrays[0]):
         views = _check(library, *arrays)

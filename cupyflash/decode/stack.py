@@ -24,11 +24,12 @@ from .checks import (
 )
 from .stack_plan import StackPlan, pointer_table, require_gpu
 
-_stacks: dict[tuple, "Stack"] = {}  # of `transformer_block`, each as long as its weights live
+# The stacks that `transformer_block` has made, each kept as long as its weights live.
+_stacks: dict[tuple, "Stack"] = {}
 
 
 class Call(NamedTuple):
-    """How a stack is called.
+    """One of the ways to call a stack.
 
     Attributes:
         result: what it returns: x after all blocks as "out", "logits", or "tokens".

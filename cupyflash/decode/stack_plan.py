@@ -21,7 +21,7 @@ structs = header("decode/decode_stack.cu")
 
 CONSUMER_WARPS, MAX_WIDTH = structs.CONSUMER_WARPS, structs.MAX_WIDTH
 MATRICES = len(structs.Matrix) - 1  # the last one is none
-MAX_ROW_BYTES = structs.PIECE_STRIDE * structs.MAX_PIECES  # of a row, or of a segment of it
+MAX_ROW_BYTES = structs.PIECE_STRIDE * structs.MAX_PIECES  # the longest row or segment of a row
 
 HEAD_DIMS = (64, 128)  # other head dims are rounded up
 MAX_HEAD_DIM = HEAD_DIMS[-1]
@@ -100,7 +100,7 @@ def _round_up(size: int) -> int:
 
 
 class StackShape(NamedTuple):
-    """What the weights of a stack say; vocab and positions are 0 without a head."""
+    """Sizes that the weights of a stack have; vocab and positions are 0 without a head."""
 
     dtype: str
     device: int
@@ -223,7 +223,7 @@ def pointer_table(library: Any, blocks: list[tuple[int, ...]], like: Array) -> A
 
 
 def num_splits(batch: int, heads: int, blocks: int) -> int:
-    """Over how many blocks the keys of a head are shared out, at most.
+    """The largest number of blocks that share the keys of a head.
 
     Each sequence has its part of the MAX_BATCH vectors of a product, one for each share of its
     keys; as many as keep the blocks busy.
@@ -233,12 +233,12 @@ def num_splits(batch: int, heads: int, blocks: int) -> int:
 
 
 def inverse(divisor: int) -> int:
-    """What ``quotient`` in stack_steps.cuh multiplies by."""
+    """The factor by which ``quotient`` in stack_steps.cuh multiplies."""
     return -(-(2**31) // divisor)
 
 
 def row_words(columns: int) -> int:
-    """As in tagged_words.cuh."""
+    """Words of a row of so many columns, as in tagged_words.cuh."""
     return -(-columns // 16) * 16
 
 
@@ -272,11 +272,11 @@ def require_gpu(function: str, shape: StackShape) -> None:
 
 
 def _starts(sizes: tuple[int, ...]) -> list[int]:
-    """Where memory of these sizes begins, one after the other, and where the last ends."""
+    """The offsets of memory of these sizes, one after the other, and the end of the last one."""
     return [0, *itertools.accumulate(-(-size // 256) * 256 for size in sizes)]
 
 
 def _strides(cache: View) -> structs.CacheStrides:
-    """Of a cache of one layer or of several."""
+    """The strides of a cache of one layer or of several."""
     *layer, batch, row, head, _ = cache.strides
     return structs.CacheStrides(layer=layer[0] if layer else 0, batch=batch, row=row, head=head)

@@ -14,8 +14,8 @@ from .sm90_kernels import BLOCK_K, WARPGROUP, Rotary
 
 structs = header("linear/params.cuh")
 
-MAPPED = ("x", "weight", "gate_weight")  # what tensor maps describe
-ROWS = (8, 16, 32)  # of a tile
+MAPPED = ("x", "weight", "gate_weight")  # the arrays with a tensor map
+ROWS = (8, 16, 32)  # rows of x in a tile
 CLUSTERS = (1, 2, 4, 8)
 FEATURES = 64  # rows of weights of a block
 WANTED_STAGES = 4  # fewer do not keep the copy engine busy
@@ -24,7 +24,7 @@ IN_FLIGHT = 96 * 1024  # bytes on their way to a multiprocessor; with more they 
 # barriers take, with which the tiles begin at a multiple of 1024.
 SHARED_MEMORY, RESERVED, BARRIERS = 233472, 1024, 1024
 
-BUSY = 0.8  # of the multiprocessors: as good as all of them
+BUSY = 0.8  # so large a part of the multiprocessors is as good as all of them
 # linear_small_m is faster for weights of so many bytes for each row of x, in rows from this depth
 # on, up to so many rows of x: it deals the weights out evenly, not in tiles, and beside their
 # reading its latencies do not count.
@@ -85,7 +85,7 @@ class LinearSmallMSm90(KernelConfig):
         return min(tiles, multiprocessors) if self.cluster == 1 else tiles
 
     def busy(self, columns: int, multiprocessors: int) -> float:
-        """Which part of the multiprocessors has something to do, in the mean."""
+        """The part of the multiprocessors that has something to do, in the mean."""
         tiles = self.tiles(columns)
         rounds = -(-tiles // multiprocessors) if self.cluster == 1 else 1
         return min(1.0, tiles / multiprocessors / rounds)
@@ -102,9 +102,9 @@ class LinearSmallMSm90(KernelConfig):
         return kept + stages * (weights if norm else weights + x) + sums + row_sums
 
     def stages(self, columns: int, depth: int, norm: bool, multiprocessors: int) -> int:
-        """Of the ring, all blocks being on the GPU at once; 0 if there is no room for that."""
+        """Stages of the ring if all blocks are on the GPU at once; 0 if that takes too much memory."""
         grid = self.grid(self.rows, columns, multiprocessors)
-        steps = self.steps(depth) * -(-self.tiles(columns) // grid)  # of a block
+        steps = self.steps(depth) * -(-self.tiles(columns) // grid)  # in a block
         kept, blocks = self.smem_bytes(0, depth, norm), -(-grid // multiprocessors)
         stage = self.smem_bytes(1, depth, norm) - kept
         room = SHARED_MEMORY // blocks - RESERVED - BARRIERS - kept
@@ -142,19 +142,19 @@ def choose(
 
 
 def turns(rotary: Rotary) -> bool:
-    """Whether the kernel has both numbers of each pair in the same tile."""
+    """True if both numbers of each pair are in the same tile, so that the kernel can turn them."""
     half, whole = rotary.head_dim // 2, rotary.rotary_dim == rotary.head_dim
     return whole and half % (FEATURES // 2) == 0 and not rotary.interleaved
 
 
 def is_long(rows: int, columns: int, depth: int) -> bool:
-    """Whether linear_small_m is faster, if it has room for x; ``columns`` are of all weights."""
+    """True if linear_small_m is faster, should it have room; ``columns`` are of all weights."""
     deep = rows <= LONG_ROWS and depth >= LONG_DEPTH
     return deep and columns * depth * 2 >= rows * LONG_BYTES
 
 
 def is_apart(rows: int, depth: int) -> bool:
-    """Whether a norm, or a rotary embedding not of `turns`, is faster as a kernel of its own.
+    """True if a norm, or a rotary embedding without `turns`, is faster as a kernel of its own.
 
     Every block would do the norm again, and linear_small_m, which can turn anything, gets slow.
     """
