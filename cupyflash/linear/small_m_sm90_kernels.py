@@ -102,7 +102,7 @@ class LinearSmallMSm90(KernelConfig):
         return kept + stages * (weights if norm else weights + x) + sums + row_sums
 
     def stages(self, columns: int, depth: int, norm: bool, multiprocessors: int) -> int:
-        """Stages of the ring if all blocks are on the GPU at once; 0 if that takes too much memory."""
+        """Stages of the ring if all blocks are on the GPU at once; 0 where they have no room."""
         grid = self.grid(self.rows, columns, multiprocessors)
         steps = self.steps(depth) * -(-self.tiles(columns) // grid)  # in a block
         kept, blocks = self.smem_bytes(0, depth, norm), -(-grid // multiprocessors)
