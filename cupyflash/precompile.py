@@ -7,7 +7,7 @@ from types import ModuleType
 
 from . import environment, jit
 from .attention.backends import BACKENDS, simt
-from .attention.backends.preprocess import FlashBwdSinks
+from .attention.backends.config import FlashBwdSinks
 from .attention.problem import Access, Features
 from .baselines import baselines
 from .decode import kernels as decode

@@ -14,7 +14,7 @@ from ..runtime.launch import Launch
 from ..runtime.operation import Plan
 from ..runtime.structs import header
 from . import backends
-from .backends.preprocess import FlashBwdSinks
+from .backends.config import FlashBwdSinks
 from .launch import prepare
 from .options import Extras, Gradients, Options
 from .problem import Access, Problem, bias_strides, canonical_strides

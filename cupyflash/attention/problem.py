@@ -54,6 +54,11 @@ class Features(NamedTuple):
     bias_boxes: bool = False
     wide_softcap: bool = False
 
+    @property
+    def switches(self) -> tuple[bool, bool, int, bool]:
+        """Those that are template parameters of most kernels, in their order."""
+        return (self.softcap, self.alibi, self.bias, self.dropout)
+
 
 @dataclasses.dataclass(frozen=True)
 class ExtraFacts:

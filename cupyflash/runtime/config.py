@@ -34,20 +34,12 @@ class KernelConfig:
         dependent: the kernel reads nothing but constants, and writes nothing, before it has waited
             for the kernel before it (dependent_launch.cuh), so it may begin while that one still
             runs.
-        persistent: a block takes one of the ``grid`` tiles after the other, so that one block for
-            each multiprocessor is enough.
-        tiles_of: "q" or "k": a tile of a persistent kernel is ``tile_rows`` rows of that array.
-        combine: the configuration of the kernel that merges the results of several blocks, if
-            blocks of this kernel (as ``split_keys()`` returns it) can divide the keys of a tile.
     """
 
     source: ClassVar[str]
     params: ClassVar[type[ctypes.Structure]]
     cooperative: ClassVar[bool] = False
     dependent: ClassVar[bool] = False
-    persistent: ClassVar[bool] = False
-    tiles_of: ClassVar[str]
-    combine: ClassVar["KernelConfig | None"] = None
 
     @property
     def name(self) -> str:
@@ -69,20 +61,6 @@ class KernelConfig:
     def shared_memory(self) -> int:
         """Dynamic shared memory of a block in bytes."""
         return getattr(self, "smem_bytes", 0)
-
-    def with_splits(self) -> "tuple[KernelConfig, ...]":
-        """This configuration and the two that replace it where blocks divide the keys of a tile."""
-        return (self, self.split_keys(), self.combine) if self.combine else (self,)
-
-    @property
-    def boxes(self) -> dict[str, int]:
-        """Rows of a TMA tile of each tensor map, in the order of the maps that begin ``params``."""
-        return {}
-
-    @property
-    def bias_box_rows(self) -> int:
-        """Rows of a TMA tile of the bias, whose map is the last in ``params``; 0 without a map."""
-        return 0
 
 
 def _cpp(value: "str | bool | int") -> str:

@@ -12,19 +12,19 @@ from ...runtime.config import ITEM_SIZE, KernelConfig
 from ...runtime.gpu import Capability
 from ...runtime.structs import header
 from ..problem import Access, Features
-from .preprocess import FlashBwdPreprocess, FlashBwdSinks
+from .config import AttentionKernel, FlashBwdPreprocess, FlashBwdSinks
 
 structs = header("attention/params.cuh")
 
 MIN_CAPABILITY = (6, 0)
 HEAD_DIMS = (32, 64, 128, 192, 256)  # sizes of the accumulators; others are rounded up
-THREADS = 128
+THREADS = header("attention/simt_tile.cuh").SIMT_THREADS
 SWITCHES = ("softcap", "alibi", "bias", "dropout")  # of the features: template parameters
 PACKED = ()  # packed sequences need no kernel of their own
 
 
 @dataclasses.dataclass(frozen=True)
-class FlashFwdSimt(KernelConfig):
+class FlashFwdSimt(AttentionKernel):
     """Forward: a block computes ``block_m`` query rows of one head."""
 
     source: ClassVar[str] = "attention/flash_fwd_simt.cu"
@@ -39,17 +39,14 @@ class FlashFwdSimt(KernelConfig):
     bias: int
     dropout: bool
 
-    def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
-        return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
-
 
 @dataclasses.dataclass(frozen=True)
-class FlashBwdDkdvSimt(KernelConfig):
+class FlashBwdDkdvSimt(AttentionKernel):
     """Backward, dK and dV: a block computes ``block_n`` keys of one key head."""
 
     source: ClassVar[str] = "attention/flash_bwd_dkdv_simt.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+    tiles_of: ClassVar[str] = "k"
     threads: ClassVar[int] = THREADS
 
     dtype: str
@@ -60,13 +57,9 @@ class FlashBwdDkdvSimt(KernelConfig):
     bias: int
     dropout: bool
 
-    def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
-        return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
-
 
 @dataclasses.dataclass(frozen=True)
-class FlashBwdDqSimt(KernelConfig):
+class FlashBwdDqSimt(AttentionKernel):
     """Backward, dQ: a block computes ``block_m`` query rows of one head."""
 
     source: ClassVar[str] = "attention/flash_bwd_dq_simt.cu"
@@ -80,10 +73,6 @@ class FlashBwdDqSimt(KernelConfig):
     alibi: bool
     bias: int
     dropout: bool
-
-    def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
-        return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
 
 
 def supports(
@@ -106,14 +95,14 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
     # for a bias or dropout.
     widest = 64 if features.bias or features.dropout else 256 if dtype == "float32" else 192
     block_m = 64 if padded <= widest else 32
-    return FlashFwdSimt(dtype, padded, block_m, *_switches(features))
+    return FlashFwdSimt(dtype, padded, block_m, *features.switches)
 
 
 def backward(
     dtype: str, head_dim: int, features: Features, capability: Capability
 ) -> tuple[FlashBwdPreprocess, FlashBwdDkdvSimt, FlashBwdDqSimt]:
     """The backward kernels in launch order; the same for every GPU."""
-    padded, switches = _padded(head_dim), _switches(features)
+    padded, switches = _padded(head_dim), features.switches
     # Two accumulators of 64 rows x 192 columns are more than the registers of 128 threads; those of
     # 128 columns leave none for the derivative of the softcap, ALiBi, bias and dropout; nor does
     # one of 192 columns for the last two.
@@ -140,10 +129,6 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
             problem = (dtype, head_dim, features, capability)
             yield forward(*problem)
             yield from backward(*problem)[1:]
-
-
-def _switches(features: Features) -> tuple[bool | int, ...]:
-    return tuple(getattr(features, name) for name in SWITCHES)
 
 
 def _padded(head_dim: int) -> int:

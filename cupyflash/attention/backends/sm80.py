@@ -15,7 +15,7 @@ from ...runtime.config import KernelConfig
 from ...runtime.gpu import Capability, architecture
 from ...runtime.structs import header
 from ..problem import Access, Features
-from .preprocess import FlashBwdPreprocess
+from .config import AttentionKernel, FlashBwdPreprocess
 
 structs = header("attention/params.cuh")
 
@@ -155,7 +155,7 @@ PACKED = ()  # packed sequences need no kernel of their own
 
 
 @dataclasses.dataclass(frozen=True)
-class FlashFwdSm80(KernelConfig):
+class FlashFwdSm80(AttentionKernel):
     """Forward: a block computes ``block_m`` query rows of one head."""
 
     source: ClassVar[str] = "attention/flash_fwd_sm80.cu"
@@ -173,22 +173,14 @@ class FlashFwdSm80(KernelConfig):
     dropout: bool
     smem_bytes: int
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.num_warps * 32
-
-    def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
-        return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
-
 
 @dataclasses.dataclass(frozen=True)
-class FlashBwdSm80(KernelConfig):
+class FlashBwdSm80(AttentionKernel):
     """Backward: a block computes dK and dV of ``block_n`` keys and adds its share to dQ."""
 
     source: ClassVar[str] = "attention/flash_bwd_sm80.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+    tiles_of: ClassVar[str] = "k"
 
     dtype: str
     head_dim: int
@@ -203,18 +195,9 @@ class FlashBwdSm80(KernelConfig):
     dropout: bool
     smem_bytes: int
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.num_warps * 32
-
-    def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
-        return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
-
 
 @dataclasses.dataclass(frozen=True)
-class FlashBwdPostprocessSm80(KernelConfig):
+class FlashBwdPostprocessSm80(AttentionKernel):
     """Backward, last: dQ from its float32 accumulator; tiles and warps as in ``FlashBwdSm80``."""
 
     source: ClassVar[str] = "attention/flash_bwd_postprocess_sm80.cu"
@@ -226,15 +209,6 @@ class FlashBwdPostprocessSm80(KernelConfig):
     num_warps: int
     arch: int
     smem_bytes: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.num_warps * 32
-
-    def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
-        return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
 
 
 def supports(
@@ -263,7 +237,7 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
     block_m, block_n, _ = tile
     smem_bytes = (block_m + 2 * block_n) * padded * 2
     return FlashFwdSm80(
-        dtype, padded, *tile, architecture(capability).mma, *_switches(features), smem_bytes
+        dtype, padded, *tile, architecture(capability).mma, *features.switches, smem_bytes
     )
 
 
@@ -277,7 +251,7 @@ def backward(
     smem_bytes = 2 * (2 * (block_n + num_stages * block_m) * padded + 2 * block_m * block_n)
     return (
         FlashBwdPreprocess(dtype, accum_dim=padded),
-        FlashBwdSm80(dtype, padded, *tile, arch, *_switches(features), smem_bytes),
+        FlashBwdSm80(dtype, padded, *tile, arch, *features.switches, smem_bytes),
         FlashBwdPostprocessSm80(dtype, padded, block_m, num_warps, arch, block_m * padded * 2),
     )
 
@@ -296,10 +270,6 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
             kernels += backward(*problem)
         yield from (config for config in kernels if config not in seen)
         seen.update(kernels)
-
-
-def _switches(features: Features) -> tuple[bool, bool, int, bool]:
-    return (features.softcap, features.alibi, features.bias, features.dropout)
 
 
 def _padded(head_dim: int) -> int:

@@ -13,6 +13,7 @@ from ...runtime.gpu import HALF, Capability, architecture
 from ...runtime.structs import header
 from ..problem import Access, Features
 from . import sm90_backward
+from .config import AttentionKernel
 from .sm90_backward import BIAS_BOXES, WARPGROUP, box_columns
 
 structs = header("attention/params.cuh")
@@ -52,13 +53,12 @@ COMBINE_ROWS = 4  # of a block of that kernel, a warp each
 
 
 @dataclasses.dataclass(frozen=True)
-class FlashFwdSm90(KernelConfig):
+class FlashFwdSm90(AttentionKernel):
     """Forward: warpgroups of 64 rows each compute a tile, another one loads it."""
 
     source: ClassVar[str] = "attention/flash_fwd_sm90.cu"
     params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
     persistent: ClassVar[bool] = True
-    tiles_of: ClassVar[str] = "q"
 
     dtype: str
     head_dim: int
@@ -89,11 +89,6 @@ class FlashFwdSm90(KernelConfig):
         return 64 if self.bias == BIAS_BOXES else 0
 
     @property
-    def tile_rows(self) -> int:
-        """Queries of a tile."""
-        return self.block_m
-
-    @property
     def combine(self) -> "FlashFwdCombineSm90":
         """What follows ``split_keys()``."""
         return FlashFwdCombineSm90(self.dtype, self.head_dim, COMBINE_ROWS, MAX_SPLITS)
@@ -102,13 +97,9 @@ class FlashFwdSm90(KernelConfig):
         """The same for blocks that share the keys of a tile."""
         return dataclasses.replace(self, split=True)
 
-    def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of tiles."""
-        return -(-shape.seqlen_q // self.block_m) * shape.heads_q * shape.batch
-
 
 @dataclasses.dataclass(frozen=True)
-class FlashFwdCombineSm90(KernelConfig):
+class FlashFwdCombineSm90(AttentionKernel):
     """Forward, where blocks have shared the keys of a tile: puts their results together."""
 
     source: ClassVar[str] = "attention/flash_fwd_combine_sm90.cu"
@@ -130,7 +121,7 @@ class FlashFwdCombineSm90(KernelConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class SequenceMapsSm90(KernelConfig):
+class SequenceMapsSm90(AttentionKernel):
     """A tensor map for each packed sequence, before the forward and the backward kernels."""
 
     source: ClassVar[str] = "attention/sequence_maps_sm90.cu"

@@ -6,11 +6,11 @@ from typing import ClassVar
 from ...runtime.config import KernelConfig
 from ...runtime.structs import header
 from ..problem import Features
-from .preprocess import FlashBwdPreprocess
+from .config import AttentionKernel, FlashBwdPreprocess
 
 structs = header("attention/params.cuh")
 
-WARPGROUP = 128  # threads
+WARPGROUP = header("ptx/warpgroup.cuh").WARPGROUP  # threads
 NUM_STAGES = 2  # of Q and dO
 BIAS_BOXES = header("attention/bias.cuh").BiasKind.index("DTYPE_OF_Q_BY_TMA")
 
@@ -28,7 +28,7 @@ WIDE_TILES = {192: (64, 96, 3), 256: (64, 64, 2)}
 WIDE_TILES_SCORE = {128: (64, 64, 2), 256: (64, 64, 2)}
 
 
-class MainKernel(KernelConfig):
+class MainKernel(AttentionKernel):
     """What the two share: a tile of ``block_n`` keys walks over ``block_m`` queries at a time."""
 
     params: ClassVar[type[structs.FlashBwdSm90Params]] = structs.FlashBwdSm90Params
@@ -36,18 +36,9 @@ class MainKernel(KernelConfig):
     tiles_of: ClassVar[str] = "k"
 
     @property
-    def tile_rows(self) -> int:
-        """Keys of a tile."""
-        return self.block_n
-
-    @property
     def boxes(self) -> dict[str, int]:
         """Rows of a box of each tensor map."""
         return {"q": self.block_m, "k": self.block_n, "v": self.block_n, "dout": self.block_m}
-
-    def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of tiles."""
-        return -(-shape.seqlen_k // self.block_n) * shape.heads_kv * shape.batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +94,7 @@ class FlashBwdWideSm90(MainKernel):
 
 
 @dataclasses.dataclass(frozen=True)
-class FlashBwdPostprocessSm90(KernelConfig):
+class FlashBwdPostprocessSm90(AttentionKernel):
     """Backward, last: dQ from its float32 accumulator; a block converts 64 rows of one head."""
 
     source: ClassVar[str] = "attention/flash_bwd_postprocess_sm90.cu"
@@ -124,9 +115,7 @@ class FlashBwdPostprocessSm90(KernelConfig):
 
 def backward(dtype: str, head_dim: int, features: Features) -> tuple[KernelConfig, ...]:
     """The backward kernels in launch order."""
-    softcap, alibi, bias, dropout = switches = (
-        features.softcap, features.alibi, features.bias, features.dropout
-    )  # fmt: skip
+    softcap, alibi, bias, dropout = switches = features.switches
     tiles = TILES_ONE if softcap or dropout else TILES
     if softcap + dropout + bool(bias) > 1 or (softcap and alibi):
         tiles = TILES_SEVERAL

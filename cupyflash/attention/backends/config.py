@@ -1,0 +1,93 @@
+"""What the configurations of all backends share, and the kernels that all backward passes do."""
+
+import dataclasses
+from typing import ClassVar
+
+from ...runtime.config import KernelConfig
+from ...runtime.structs import header
+
+structs = header("attention/params.cuh")
+_preprocess = header("attention/flash_bwd_preprocess.cu")
+
+
+class AttentionKernel(KernelConfig):
+    """A kernel of which a block computes a tile: ``tile_rows`` rows of one head.
+
+    Attributes:
+        tiles_of: "q" if these are rows of queries, "k" if they are keys.
+        persistent: a block takes one of the ``grid`` tiles after the other, so that one block for
+            each multiprocessor is enough.
+        combine: the configuration of the kernel that merges the results of several blocks, if
+            blocks of this kernel (as ``split_keys()`` returns it) can divide the keys of a tile.
+    """
+
+    tiles_of: ClassVar[str] = "q"
+    persistent: ClassVar[bool] = False
+    combine: ClassVar["KernelConfig | None"] = None
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_warps * 32
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
+        return self.block_m if self.tiles_of == "q" else self.block_n
+
+    def grid(self, shape: structs.AttentionShape) -> int:
+        """Number of tiles."""
+        of_keys = self.tiles_of == "k"
+        rows = shape.seqlen_k if of_keys else shape.seqlen_q
+        heads = shape.heads_kv if of_keys else shape.heads_q
+        return -(-rows // self.tile_rows) * heads * shape.batch
+
+    def with_splits(self) -> tuple[KernelConfig, ...]:
+        """This configuration and the two that replace it where blocks divide the keys of a tile."""
+        return (self, self.split_keys(), self.combine) if self.combine else (self,)
+
+    @property
+    def boxes(self) -> dict[str, int]:
+        """Rows of a TMA tile of each tensor map, in the order of the maps that begin ``params``."""
+        return {}
+
+    @property
+    def bias_box_rows(self) -> int:
+        """Rows of a TMA tile of the bias, whose map is the last in ``params``; 0 without a map."""
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdPreprocess(AttentionKernel):
+    """Backward, first: delta and lse_log2 of every query row; zeroes the accumulators.
+
+    Attributes:
+        dtype: of dout and out.
+        accum_dim: columns of ``dq_accum``; 0 if the backend has none.
+    """
+
+    source: ClassVar[str] = "attention/flash_bwd_preprocess.cu"
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+    threads: ClassVar[int] = _preprocess.WARPS * 32
+
+    dtype: str
+    accum_dim: int
+
+    def grid(self, shape: structs.AttentionShape) -> int:
+        """Number of blocks; they also cover the padding rows of each sequence."""
+        rows = -(-shape.seqlen_q // structs.ACCUM_ROW_ALIGN) * structs.ACCUM_ROW_ALIGN
+        return rows // _preprocess.ROWS_PER_BLOCK * shape.heads_q * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdSinks(AttentionKernel):
+    """The gradient of the sinks, where there are any: a block sums over the rows of one head."""
+
+    source: ClassVar[str] = "attention/flash_bwd_sinks.cu"
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+
+    num_warps: int = 8
+
+    def grid(self, shape: structs.AttentionShape) -> int:
+        """Number of blocks."""
+        return shape.heads_q
