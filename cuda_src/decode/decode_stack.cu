@@ -4,8 +4,8 @@
 // and, if asked, the embeddings before, the last norm, the head and the largest logit after it. One
 // cooperative launch: a block on each multiprocessor, all of them for all layers.
 //
-// Every matrix is shared out by its rows (output features), the keys of the heads by splits. A
-// layer has five phases; each needs what all blocks have computed in the one before:
+// The blocks divide every matrix by its rows (output features), and the keys of the heads by
+// splits. A layer has five phases; each needs what all blocks have computed in the one before:
 //   1. q, k, v = qkv(ln1(x)), k and v also into the caches
 //   2. attention to a share of the keys of a head: output, log of the sum of exponentials
 //   3. x += proj(shares merged)
@@ -13,9 +13,9 @@
 //   5. x += down(hidden), in segments of the columns if they are many
 //
 // Roles. The last warp fills a ring of tiles in shared memory with the block's rows of weights, in
-// the order of use (weight_ring.cuh): they are read once, which is what takes the time, and depend
+// the order of use (weight_ring.cuh). They are read once, which takes most of the time, and depend
 // on nothing, so the ring is full while the other warps wait for other blocks. The seven other
-// warps, the consumers, share out the columns of a row (row_dot.cuh) and add up their products in
+// warps, the consumers, divide the columns of a row (row_dot.cuh) and sum their products in
 // shared memory. A phase is short, so its latency counts: a consumer takes whole vectors from L2
 // straight into the fragments of its product, and every block does the norm itself.
 //
@@ -38,7 +38,7 @@
 #include "stack_steps.cuh"
 #include "weight_ring.cuh"
 
-constexpr int GROUP_ROWS = 28;  // whose products are added up at once
+constexpr int GROUP_ROWS = 28;  // rows whose products are summed at once
 static_assert(GROUP_ROWS >= MAX_TILE_ROWS && GROUP_ROWS * MAX_BATCH <= CONSUMERS);
 
 template <int ARCH, int HEAD_DIM, int TILES, int TILE_BYTES>
@@ -55,12 +55,12 @@ struct DecodeStorage {
     Moments moments[CONSUMER_WARPS][MAX_BATCH];
     NewToken<HEAD_DIM> token;
   };
-  int keys[MAX_BATCH];  // with the new one; 0: there is no room for it, or no such token
+  int keys[MAX_BATCH];  // keys with the new one; 0 if there is no room for it, or no such token
   int split_keys[MAX_BATCH];
 };
 
-// The warp that fills the ring. It is ahead, so it also brings the old keys and values and the
-// biases into L2.
+// The warp that fills the ring. It runs ahead of the others, so it also prefetches the old keys and
+// values and the biases into L2.
 template <typename T, int ARCH, int HEAD_DIM, int SEQUENCES, class Storage>
 __device__ __forceinline__ void fill_ring(const DecodeStackParams& params, Storage& storage,
                                           uint32_t launch) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void fill_ring(const DecodeStackParams& params, Stora
       prefetch_l2(static_cast<const T*>(matrix.bias) + matrix.begin + threadIdx.x % 32);
 #pragma unroll 1
     for (TileWalk tile(matrix); tile.more(); tile.next()) {
-      // Row 0 of what is filled is the first lead.
+      // Rows are counted from the first lead on.
       const int first = tile.leads ? 0 : tile.row + matrix.num_leads;
       storage.ring.fill(at, matrix, first, tile.leads + tile.count);
     }
@@ -104,8 +104,8 @@ struct Consumer {
       const DecodeOutput<T> output{
           params, storage.keys, step, matrix.bias, best, int(threadIdx.x % MAX_BATCH) / SEQUENCES};
       const Addend<T> added = addend(matrix, 0, output);
-      // Before the memory of the products, which the step before has read, is overwritten;
-      // a norm synchronises anyway.
+      // The consumers must synchronise before they overwrite the memory of the products, which
+      // the step before has read. A norm synchronises anyway.
       if (step.matrix == Matrix::proj) {
         attend(step);
         consumers_sync();
@@ -126,13 +126,13 @@ struct Consumer {
       }
       multiply(matrix, x, added, output);
     }
-    // All blocks have read it: each has sent what this one has received.
+    // All blocks have read params.launches, because each has sent words that this one has received.
     if (blockIdx.x == 0 && threadIdx.x == 0) *params.launches = launch + 1;
     if (params.next_tokens) choose_tokens(best);
   }
 
  private:
-  // The residual: x, or the embeddings; NaN where there is nothing to compute.
+  // Sends the residual: x, or the embeddings, or NaN for a sequence that cannot go on.
   __device__ void begin(uint32_t tag) {
     const BlockRows own = storage.rows[int(Matrix::proj)];
     const int n = threadIdx.x % SEQUENCES, copy = threadIdx.x % MAX_BATCH / SEQUENCES;
@@ -153,7 +153,7 @@ struct Consumer {
     }
   }
 
-  // Before the projection: the phase of the attention.
+  // The phase of the attention, which comes before the projection.
   __device__ void attend(const Step& step) {
     const DecodeAttention<T, ARCH, HEAD_DIM, SEQUENCES> attention{params, step, storage.keys,
                                                                   storage.split_keys};
@@ -170,7 +170,8 @@ struct Consumer {
     return output.addend(matrix.begin + mine, n);
   }
 
-  // The block's rows of a matrix times the vectors; `added` is the `addend` of the first group.
+  // Multiplies the block's rows of a matrix with the vectors; `added` is addend() of the first
+  // rows.
   template <class X>
   __device__ void multiply(const MatrixRows& matrix, const X& x, Addend<T> added,
                            const DecodeOutput<T>& output) {
@@ -203,7 +204,7 @@ struct Consumer {
       pending += tile.count;
       if (!tile.last() && pending + tile.tile_rows <= GROUP_ROWS) continue;
 
-      // ---- add the warps' products up ----
+      // ---- sum the products of the warps ----
       consumers_sync();
       const int row = tile.row + tile.count - pending + int(threadIdx.x / MAX_BATCH);
       const bool has_sum = threadIdx.x < pending * MAX_BATCH;
@@ -224,7 +225,7 @@ struct Consumer {
     }
   }
 
-  // The largest logit of each sequence: of a thread, of a block, of all blocks.
+  // Finds the largest logit of each sequence: that of a thread, of a block, and of all blocks.
   __device__ void choose_tokens(uint64_t best) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int mask = MAX_BATCH; mask < 32; mask *= 2)
@@ -255,7 +256,8 @@ struct Consumer {
   }
 };
 
-// The keys of a sequence with the new one, 0 if the cache is full or there is no such token.
+// The number of keys of a sequence with the new one; 0 if the cache is full or there is no such
+// token.
 __device__ __forceinline__ int count_keys(const DecodeStackParams& params, int n) {
   if (n >= params.batch) return 0;
   const int length = params.lengths[n];

@@ -1,10 +1,10 @@
-// Products of the rows of a tile in shared memory with up to eight vectors in registers, the
-// columns shared out over the consumer warps (common/small_m_mma.cuh has the step of it).
+// Products of the rows of a tile in shared memory with up to eight vectors in registers. The
+// consumer warps divide the columns of a row (common/small_m_mma.cuh has the step of it).
 //
-// A row is cut into pieces of 64 bytes; warp w has every seventh from piece w on. Lane 4 * g + c
-// has 16 bytes of each: of the rows g and g + 8 of the tile, and of vector g. The vectors are in
-// registers, as every product has other ones, which each warp takes from L2 itself; the products of
-// linear/small_m_sums.cuh have up to 32 rows of x, and have them in shared memory.
+// A row consists of pieces of 64 bytes, and warp w has every seventh, from piece w on. Lane 4 g + c
+// has 16 bytes of each piece: of rows g and g + 8 of the tile, and of vector g. The vectors are in
+// registers, because every product has others, which each warp loads from L2 itself. (The products
+// of linear/small_m_sums.cuh have up to 32 rows of x, in shared memory.)
 #pragma once
 #include "../common/convert.cuh"
 #include "../common/pack.cuh"
@@ -14,29 +14,30 @@
 #include "weight_ring.cuh"
 
 constexpr int PIECE_BYTES = 64;
-constexpr int MAX_PIECES = 18;  // of a warp
+constexpr int MAX_PIECES = 18;  // the most pieces of a warp
 constexpr int PIECE_STRIDE = CONSUMER_WARPS * PIECE_BYTES;
 
-// A lane's share of the eight vectors, in the type of the weights, for at most MOST_PIECES of a
-// warp; zeros beyond their ends. If there are less than eight sequences, each has several vectors,
-// whose products add up: vector m is of sequence m % SEQUENCES. HOLDERS of them share out its
-// pieces: the k-th that the lane of vector m has is piece k * HOLDERS + m / SEQUENCES. If that is 1
-// they share something else.
+// A lane's share of the eight vectors, in the type of the weights, for at most MOST_PIECES pieces
+// of a warp, with zeros beyond the ends of the vectors. With fewer than eight sequences, each has
+// several vectors, whose products are added: vector m belongs to sequence m % SEQUENCES. HOLDERS
+// vectors of a sequence divide its pieces: piece k of the lane of vector m is piece
+// k * HOLDERS + m / SEQUENCES of the warp. With HOLDERS = 1 the vectors divide something else, as
+// in load_attended().
 template <int SEQUENCES_, int HOLDERS_, int MOST_PIECES_>
 struct Fragments {
   static constexpr int SEQUENCES = SEQUENCES_, HOLDERS = HOLDERS_, MOST_PIECES = MOST_PIECES_;
-  static constexpr int PIECES = ceil_div(MOST_PIECES, HOLDERS);  // of a lane
+  static constexpr int PIECES = ceil_div(MOST_PIECES, HOLDERS);  // pieces of a lane
 
   uint4 piece[PIECES];
 
   static __device__ int sequence() { return threadIdx.x % 32 / 4 % SEQUENCES; }
   static __device__ int part() { return threadIdx.x % 32 / 4 / SEQUENCES; }
   static __device__ int first_piece() { return HOLDERS > 1 ? part() : 0; }
-  // How many a lane has of rows of this size.
+  // The number of pieces of a lane in rows of this size.
   static __device__ int pieces(int bytes);
 };
 
-// Where a lane's share of piece `i` begins, in bytes from the beginning of the row.
+// The offset of a lane's share of piece `i`, in bytes from the beginning of the row.
 __device__ __forceinline__ int piece_offset(int i) {
   return i * PIECE_STRIDE + int(threadIdx.x / 32) * PIECE_BYTES + threadIdx.x % 4 * 16;
 }
@@ -46,14 +47,14 @@ __device__ __forceinline__ int Fragments<SEQUENCES, HOLDERS, MOST>::pieces(int b
   return ceil_div(max(bytes - piece_offset(first_piece()), 0), PIECE_STRIDE * HOLDERS);
 }
 
-// Pieces of this warp of a row.
+// The number of pieces of this warp in a row.
 __device__ __forceinline__ int pieces_of_warp(int bytes) {
   return ceil_div(max(bytes - int(threadIdx.x / 32) * PIECE_BYTES, 0), PIECE_STRIDE);
 }
 
-// Adds to d what mma_m16n8k16 would, for the types that it lacks: `low` and `high` are 16 bytes of
-// rows g and g + 8. sums[0] and [1] are of these rows with the first vectors, over a lane's own
-// columns; the other vectors are 0.
+// Adds the products that mma_step() would compute, for the types that mma.sync lacks. `low` and
+// `high` are 16 bytes of rows g and g + 8. sums[0] and sums[1] are the products of these rows with
+// the first VECTORS vectors, over a lane's own columns; the other vectors are 0.
 template <typename T, int VECTORS>
 __device__ __forceinline__ void add_products(float (&sums)[2][MAX_BATCH], const uint4& low,
                                              const uint4& high, const uint4& x) {
@@ -78,7 +79,8 @@ __device__ __forceinline__ void add_products(float (&sums)[2][MAX_BATCH], const 
   }
 }
 
-// Sums over the four lanes of a row; each keeps the two columns that an mma would leave to it.
+// Sums over the four lanes of a row. Each lane keeps the two columns that it would have after an
+// mma.
 __device__ __forceinline__ void gather_sums(float (&d)[4], const float (&sums)[2][MAX_BATCH]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -90,9 +92,9 @@ __device__ __forceinline__ void gather_sums(float (&d)[4], const float (&sums)[2
   }
 }
 
-// d: the products of a warp's columns in the layout of an mma accumulator: rows g and g + 8 of the
-// tile, vectors 2c and 2c + 1. Rows from `count` on are anything. Of up to 8 rows the upper half of
-// an mma takes the next piece, which is that of another holder.
+// Computes d, the products over a warp's columns, in the layout of an mma accumulator: rows g and
+// g + 8 of the tile, vectors 2c and 2c + 1. Rows from `count` on are undefined. With up to 8 rows,
+// the upper half of an mma takes the next piece of the same rows, which another holder has.
 enum class TileRows { UP_TO_8, UP_TO_16 };
 template <typename T, int ARCH, int VECTORS, TileRows ROWS, class X>
 __device__ __forceinline__ void row_dot(float (&d)[4], const uint8_t* tile, int count, int pitch,

@@ -1,18 +1,18 @@
-// Attention of one query to the keys of a cache. The keys of a head are shared out over `splits`
-// blocks, in a block over its warps, in a warp over groups of lanes; each keeps the largest score,
-// the sum of the exponentials and the weighted sum of the values, which merge in the end: within a
-// block here, of the splits where the output is read.
+// Attention of one query to the keys of a cache. The keys of a head are divided among `splits`
+// blocks, within a block among its warps, and within a warp among groups of lanes. Each keeps the
+// largest score, the sum of the exponentials and the weighted sum of the values. The parts of a
+// block are merged here, those of the splits where the output is read (load_attended()).
 #pragma once
 #include "../ptx/ld_global.cuh"
 #include "stack_inputs.cuh"
 
-constexpr int MIN_SPLIT_KEYS = 112;  // what a block has in registers when the query comes
+constexpr int MIN_SPLIT_KEYS = 112;  // keys in the registers of a block when the query arrives
 
-// Keys that a sequence attends to. One that cannot go on, whose `keys` are 0, has its new key
-// alone: all wait for the same as if it could.
+// The number of keys that a sequence attends to. A sequence that cannot go on (`keys` is 0) attends
+// to its new key only, so that all blocks wait for the same words as if it could.
 __device__ __forceinline__ int attended_keys(int keys) { return max(keys, 1); }
 
-// How many blocks share the keys of a sequence; no share is empty.
+// The number of blocks that divide the keys of a sequence; no share is empty.
 __device__ __forceinline__ int num_splits(int keys, int splits) {
   return min(ceil_div(attended_keys(keys), MIN_SPLIT_KEYS), splits);
 }
@@ -52,7 +52,7 @@ struct SoftmaxPart {
   }
 };
 
-// Query, key and value of a head.
+// The query, key and value of a head of the new token.
 template <int HEAD_DIM>
 struct NewToken {
   alignas(16) float rows[3][HEAD_DIM];
@@ -64,7 +64,7 @@ struct AttentionStorage {
   float2 sums[CONSUMER_WARPS];
 };
 
-// In `attended`: the output, and four times log2 of the sum of the exponentials.
+// The words of a share in `attended`: the output, and four times log2 of the sum of exponentials.
 __device__ __forceinline__ int share_words(const DecodeStackParams& params) {
   return row_words(params.head_dim) + 4;
 }
@@ -72,10 +72,11 @@ __device__ __forceinline__ int share_words(const DecodeStackParams& params) {
 template <typename T, int ARCH, int HEAD_DIM, int SEQUENCES>
 struct DecodeAttention {
   static constexpr int COLUMNS = LANE_COLUMNS<T>;
-  static constexpr int LANES = HEAD_DIM / COLUMNS;  // of a key
+  static constexpr int LANES = HEAD_DIM / COLUMNS;  // lanes of a key
   static constexpr int SLOTS = 32 / LANES;          // keys of a warp at once
   static constexpr int STEP = SLOTS * CONSUMER_WARPS;
-  static constexpr int UNROLL = HAS_MMA<T, ARCH> ? 4 : 2;  // else row_dot.cuh needs the registers
+  static constexpr int UNROLL =
+      HAS_MMA<T, ARCH> ? 4 : 2;  // without mma row_dot.cuh needs registers
   using Part = SoftmaxPart<COLUMNS>;
 
   const DecodeStackParams& params;
@@ -86,10 +87,10 @@ struct DecodeAttention {
   // A share of the keys of a head of a sequence.
   struct Unit {
     bool exists;
-    bool newest;       // the new key is of this share
-    int old;           // keys of the share that were there before this launch
-    const T *k, *v;    // of the first of them
-    const float* qkv;  // of the head
+    bool newest;       // whether the new key belongs to this share
+    int old;           // the number of its keys that were there before this launch
+    const T *k, *v;    // those of the first old key
+    const float* qkv;  // the query of the head; key and value follow at `width`, 2 * `width`
   };
   // A lane's part of the keys and values that a warp loads at a time.
   struct Chunk {
@@ -164,7 +165,7 @@ struct DecodeAttention {
     return chunk;
   }
 
-  // Receives the words for the whole block, so that few threads ask for them.
+  // Receives the new query, key and value for the whole block, so that few threads request them.
   __device__ void receive_token(NewToken<HEAD_DIM>& token, const Unit& share) const {
     const int row = threadIdx.x / 32, column = threadIdx.x % 32 * 4;
     if (row >= (share.newest ? 3 : 1)) return;
@@ -176,7 +177,8 @@ struct DecodeAttention {
         column < params.head_dim ? words[0] : uint4{0, 0, 0, 0};
   }
 
-  // The keys of this warp, each lane with COLUMNS columns; every slot has the same in the end.
+  // Computes with this warp's keys; a lane has COLUMNS columns of a key. In the end every slot has
+  // the merged result.
   __device__ Part warp_part(const NewToken<HEAD_DIM>& token, const Unit& share,
                             Chunk& chunk) const {
     const int warp = threadIdx.x / 32, slot = threadIdx.x % 32 / LANES;
@@ -185,7 +187,7 @@ struct DecodeAttention {
     using Columns = Pack<float, COLUMNS>;
     const Columns query = load_pack<COLUMNS>(token.rows[0] + column);
     Part part;
-    // ---- the new key: of the last warp, which has the fewest ----
+    // ---- the new key, in the last warp, which has the fewest old keys ----
     if (share.newest && warp == CONSUMER_WARPS - 1) {
       const Columns key = load_pack<COLUMNS>(token.rows[1] + column);
       const Columns value = load_pack<COLUMNS>(token.rows[2] + column);
@@ -232,7 +234,7 @@ struct DecodeAttention {
     return part;
   }
 
-  // Over the lanes of a key.
+  // The sum over the lanes of a key.
   __device__ float sum_of_key(float value) const {
 #pragma unroll
     for (int mask = 1; mask < LANES; mask *= 2) value += __shfl_xor_sync(0xffffffffu, value, mask);
@@ -248,8 +250,9 @@ struct DecodeAttention {
     if (lane == 0) storage.sums[warp] = {part.maximum, part.sum};
   }
 
-  // A thread for each column of the head, and four for the sum of the exponentials. Where no share
-  // exists nobody reads, but in the next launch there may be one.
+  // Each thread sends one column of the head, and four threads log2 of the sum of the exponentials.
+  // Words of a share that does not exist are sent, too: the tags of all words must flip in every
+  // round, as the share may exist in the next launch.
   __device__ void send_merged(const AttentionStorage<HEAD_DIM>& storage, int index,
                               bool exists) const {
     const int column = threadIdx.x, beyond = column - params.head_dim;
@@ -276,8 +279,8 @@ struct DecodeAttention {
   }
 };
 
-// The output of attention. The vectors of a sequence are the splits of its keys, weighed for each
-// head; several pieces at once, for their latency.
+// Loads the output of attention. The vectors of a sequence are the splits of its keys, weighted for
+// each head. Several pieces are loaded at a time, because of the latency.
 template <typename T, int ARCH, class X>
 __device__ __forceinline__ void load_attended(X& x, const DecodeStackParams& params,
                                               const int (&keys)[MAX_BATCH], uint32_t tag) {

@@ -1,4 +1,4 @@
-// The vectors that go into a product: a warp brings them from global memory, where the blocks have
+// The vectors that go into a product. A warp loads them from global memory, where the blocks have
 // written them, into the fragments of row_dot.cuh.
 #pragma once
 #include "../ptx/math.cuh"
@@ -16,15 +16,15 @@ __device__ __forceinline__ void consumers_sync() {
 }
 
 template <typename T>
-constexpr int LANE_COLUMNS = 16 / sizeof(T);  // of a piece
+constexpr int LANE_COLUMNS = 16 / sizeof(T);  // columns of a lane in a piece
 
-// Pieces of a warp of the widest vector that is normalised: as floats they fit into registers.
+// The pieces of a warp in the widest vector that is normalised; as floats they fit the registers.
 constexpr int MAX_WIDTH = 1920;
 template <typename T>
 constexpr int WIDTH_PIECES = ceil_div(MAX_WIDTH * sizeof(T), PIECE_STRIDE);
 
-// The vectors of a product: if there are tensor cores, the holders of a sequence share out its
-// pieces. Without them every vector would cost, so a sequence has only one.
+// The vectors of a product. With tensor cores, the vectors of a sequence divide its pieces. Without
+// them every vector would cost time, so a sequence has only one.
 template <typename T, int ARCH, int SEQUENCES>
 using SharedPieces = Fragments<HAS_MMA<T, ARCH> ? SEQUENCES : MAX_BATCH,
                                HAS_MMA<T, ARCH> ? MAX_BATCH / SEQUENCES : 1, MAX_PIECES>;
@@ -35,7 +35,8 @@ __device__ __forceinline__ int column_of_piece(int i) {
   return piece_offset(i) / sizeof(T);
 }
 
-// The columns that a lane has: from `first` on, and each `step` after those of the piece before.
+// The columns of a lane: those of its first piece begin at `first`, those of each further piece
+// `step` later.
 template <typename T>
 struct LaneColumns {
   int first, step;
@@ -46,14 +47,14 @@ struct LaneColumns {
         step(PIECE_STRIDE / int(sizeof(T)) * X::HOLDERS) {
     static_assert(PIECE_STRIDE / sizeof(T) % 16 == 0, "else the places are other ones");
   }
-  // Where their words are, from the place of the first on.
+  // The offset of a group of four words from the place of the first.
   __device__ int operator()(int four) const {
     constexpr int FOURS = LANE_COLUMNS<T> / 4;
     return four / FOURS * step + four % FOURS * NEXT_FOUR;
   }
 };
 
-// The columns of a vector that this warp has.
+// The number of columns of a vector that this warp has.
 template <typename T>
 __device__ __forceinline__ int columns_of_warp(int width) {
   constexpr int OF_PIECE = PIECE_BYTES / sizeof(T);
@@ -62,7 +63,7 @@ __device__ __forceinline__ int columns_of_warp(int width) {
   return pieces ? (pieces - 1) * OF_PIECE + min(width - last, OF_PIECE) : 0;
 }
 
-// One of the numbers in 16 bytes. Kept as such they take half of the registers.
+// One of the numbers in 16 bytes. Numbers that are kept in this form take half of the registers.
 template <typename T>
 __device__ __forceinline__ float column_of(const uint4& piece, int column) {
   return to_float(__builtin_bit_cast(Pack<T, LANE_COLUMNS<T>>, piece).values[column]);
@@ -85,10 +86,10 @@ __device__ __forceinline__ uint4 to_piece(const float (&values)[LANE_COLUMNS<T>]
 struct alignas(16) Moments {
   float count;
   float mean;
-  float squares;  // of the distances from the mean
+  float squares;  // the sum of the squared distances from the mean
 };
 
-// Adds a, and b, over the lanes of a sequence.
+// Sums a, and b, over the lanes of a sequence.
 template <int SEQUENCES>
 __device__ __forceinline__ void add_lanes(float& a, float& b) {
 #pragma unroll
@@ -101,10 +102,10 @@ __device__ __forceinline__ void add_lanes(float& a, float& b) {
 
 // LayerNorm of the residual; its weight and bias are the two rows in front of a tile.
 //
-// A warp takes the sums about one of its numbers, the first: its squared distance from their mean
-// is less than their number times their variance, usually much less, so little is lost when the
-// one is taken from the other. The warps' moments merge as in Chan, Golub and LeVeque 1983, also
-// about the first, so that both sums pass the lanes at once.
+// A warp computes its sums relative to the first of its numbers. The squared distance of that
+// number from the mean is at most the count times the variance, and usually much less, so little is
+// lost by the subtraction. The moments of the warps are merged as in Chan, Golub and LeVeque 1983,
+// relative to the mean of the first warp, so that both sums go through the lanes at the same time.
 template <typename T, int ARCH, int SEQUENCES, class X>
 __device__ __forceinline__ void load_normalised(X& x, const DecodeStackParams& params,
                                                 const uint8_t* tile, int pitch, uint32_t tag,
@@ -173,8 +174,8 @@ __device__ __forceinline__ void load_normalised(X& x, const DecodeStackParams& p
   }
 }
 
-// `size` columns of the vectors of the hidden layer, from `first` on; as many pieces at once as
-// registers allow.
+// Loads `size` columns of the vectors of the hidden layer, from `first` on, as many pieces at a
+// time as the registers allow.
 template <typename T, int ARCH, int SEQUENCES, class X>
 __device__ __forceinline__ void load_hidden(X& x, const DecodeStackParams& params, int first,
                                             int size, uint32_t tag) {
@@ -186,7 +187,8 @@ __device__ __forceinline__ void load_hidden(X& x, const DecodeStackParams& param
   const float* row = hidden_word(params, own_copy<SEQUENCES>(), n, first + columns.first);
 #pragma unroll
   for (int begin = 0; begin < X::PIECES; begin += AT_ONCE) {
-    if (begin * X::HOLDERS >= pieces_of_warp(size * int(sizeof(T)))) break;  // all of the warp
+    if (begin * X::HOLDERS >= pieces_of_warp(size * int(sizeof(T))))
+      break;  // for all lanes of the warp
     uint4 words[AT_ONCE * FOURS];
     receive(words, max(pieces - begin, 0) * FOURS, tag, row,
             [&](int i) { return columns(begin * FOURS + i); });

@@ -1,19 +1,19 @@
-// Where the sums of the products go. One thread has one output of one sequence, and writes one copy
-// of it: `addend` is what it adds to a product, on its way from memory while that is not there yet;
-// `store` takes the sum.
+// The destinations of the products. A thread has one output of one sequence, and writes one copy of
+// it. addend() loads the numbers that are added to a product, before the product is complete;
+// store() writes the sum.
 #pragma once
 #include "../common/activation.cuh"
 #include "stack_inputs.cuh"
 #include "stack_steps.cuh"
 
-// The place of a logit in the order: larger for larger ones, of equal ones for the first; a NaN is
-// the largest.
+// A number that orders logits: it is larger for a larger logit and for the first of equal ones, and
+// the largest for a NaN.
 __device__ __forceinline__ uint64_t ranked(float logit, int row) {
   const uint32_t bits = __float_as_uint(logit + 0.f);  // -0 is equal to 0
   const uint32_t order = bits >> 31 ? ~bits : bits | 0x80000000u;
   return uint64_t(logit != logit ? 0xffffffffu : order) << 32 | (0xffffffffu - row);
 }
-// The row of the largest; -1 if there is a NaN or infinity, or nothing but -infinity.
+// The row of the largest logit, or -1 if one is a NaN or infinity, or if all are -infinity.
 __device__ __forceinline__ int row_of_ranked(uint64_t rank) {
   constexpr uint32_t LOWEST = 0x007fffff, HIGHEST = 0xff800000;  // the infinities
   const uint32_t order = rank >> 32;
@@ -34,10 +34,11 @@ struct DecodeOutput {
   const int (&keys)[MAX_BATCH];
   const Step& step;
   const void* bias;  // or null
-  uint64_t& best;    // `ranked` logit that this thread has seen, all of one sequence
-  int copy;          // of the words that all blocks read
+  uint64_t& best;    // the largest ranked() logit of this thread, all of one sequence
+  int copy;          // the copy that this thread writes of words that all blocks read
 
-  // A block has the same rows of the residual all the time.
+  // The residual needs no receive(): a block has the same rows of it in all steps, and has written
+  // them itself.
   __device__ Addend<T> addend(int row, int n) const {
     Addend<T> result;
     if (bias) result.bias = static_cast<const T*>(bias)[row];
@@ -86,8 +87,8 @@ struct DecodeOutput {
     cache[at + column - head * params.head_dim] = from_float<T>(value);
   }
 
-  // Others may still read the residual until all of the hidden layer is there, which only the last
-  // segment is sure of.
+  // Only the last segment replaces the residual. Other blocks may still read it until the whole
+  // hidden layer is complete, and only the last segment has waited for all of that.
   __device__ void store_down(int row, int n, float value) const {
     if (step.segment + 1 < params.segments) {
       *segment_sum(row, n) = value;

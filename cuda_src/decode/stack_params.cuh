@@ -46,9 +46,9 @@ struct DecodeStackParams {
   const void* token_embedding;  // [vocab, width]
   const void* position_embedding;  // [positions, width]
   int* barrier;                    // 0 between launches
-  // The numbers that blocks send each other: 0 at first, then used by one launch of the same shape
-  // after the other. The first four are words of tagged_words.cuh, three with `row_words` and
-  // COPIES.
+  // The words by which blocks exchange numbers. They are 0 at first, and then serve one launch of
+  // the same shape after the other. The first four are words of tagged_words.cuh, three of them
+  // with row_words() and COPIES.
   float* residual;      // [batch, width]: x after each half of a transformer block
   float* hidden;        // [batch, hidden]
   float* attended;      // [batch, heads, splits, head_dim + 4]: attention to a share of the keys,
@@ -56,7 +56,7 @@ struct DecodeStackParams {
   float* qkv;           // [batch, 3 * width]
   float* segment_sums;  // [batch, width]: the residual after some of the segments
   uint64_t* best;       // [blocks, MAX_BATCH]: largest logit of a block, and where
-  uint32_t* launches;   // before this one
+  uint32_t* launches;   // the number of launches before this one
   CacheStrides k_strides;
   CacheStrides v_strides;
   int64_t x_stride;
@@ -65,7 +65,7 @@ struct DecodeStackParams {
   int batch;
   int width;
   int hidden_width;
-  int segments;  // of a row of down_weight, which pass through one after the other
+  int segments;  // of a row of down_weight, which are computed one after the other
   int segment;   // columns of a segment; the last may have less
   int heads;
   int head_dim;

@@ -1,5 +1,5 @@
-// The matrices of a launch in the order of use, the same for the warp that fills the ring and for
-// those that empty it.
+// The matrices of a launch in the order of use. The warp that fills the ring and the consumers walk
+// over the same steps.
 #pragma once
 #include "stack_params.cuh"
 #include "weight_ring.cuh"
@@ -11,11 +11,11 @@ struct Step {
   int layer = 0;
   Matrix matrix = Matrix::qkv;
   int segment = 0;
-  uint32_t tag;           // (tagged_words.cuh) of what this layer writes
-  uint32_t residual_tag;  // between layers; between the halves of a layer it is the other one
+  uint32_t tag;           // the tag (tagged_words.cuh) of the words that this layer writes
+  uint32_t residual_tag;  // that of the residual between layers; within a layer it is the other one
 
-  // A launch replaces the words of a layer num_layers times, and the residual twice as often and
-  // once more. Before the first of all they are 0.
+  // A launch replaces the words that layers write num_layers times, and the residual
+  // 2 * num_layers + 1 times. Before the first launch all words are 0.
   __device__ Step(const DecodeStackParams& params, uint32_t launch)
       : tag(~(launch * params.num_layers) & 1), residual_tag(~launch & 1) {}
 
@@ -36,7 +36,7 @@ struct Step {
   }
 };
 
-// n / d from decode/stack.py, inverse(d); n * d < 2^31.
+// n / d, where `inverse` is inverse(d) of cupyflash/decode/stack_plan.py and n * d < 2^31.
 __device__ __forceinline__ int quotient(int n, uint32_t inverse) {
   return __umulhi(2 * n, inverse);
 }
@@ -61,7 +61,7 @@ __device__ __forceinline__ BlockRows block_rows(const DecodeStackParams& params,
           pitch, min(MAX_TILE_ROWS, TILE_BYTES / pitch)};
 }
 
-// The rows of this block of the matrix of a step.
+// This block's rows of the matrix of a step.
 template <typename T>
 __device__ __forceinline__ MatrixRows rows_of_block(const DecodeStackParams& params,
                                                     const BlockPointers& weights,
