@@ -364,7 +364,7 @@ def test_detours(monkeypatch, name, what):
         given = (h, None, None, None, None)
         stats = dispatch.forward("f", library, given, of_forward)[2]
         names, options, more = ("dout", "x", "weight", "stats", "dresidual"), (False, True), []
-        arrays, of_detour = (dout, h, weight, stats, dresidual), options
+        arrays, of_detour = (dout, h, weight, stats, dresidual, None), options
         options = (*options, 0.0, None)
 
     def run(*arrays):  # of the order of `names`

@@ -74,8 +74,7 @@ def backward(
         arrays: dout, x, weight, stats, dresidual, and the seed of dropout if it is an array.
         options: rms, whether dbias is wanted, and as `dropout.split`.
     """
-    (*arrays, seed), (rms, need_dbias, p, number) = arrays, options
-    dout, x, weight, stats, dresidual = arrays
+    (dout, x, weight, stats, dresidual, seed), (rms, need_dbias, p, number) = arrays, options
     p, seed = dropout.resolve(function, library, x, p, number, seed, drawn=False)
 
     def check() -> dict[str, View]:
@@ -85,13 +84,14 @@ def backward(
             require_seed_array(function, library, "x", x, seed)
         return views
 
+    arrays = (dout, x, weight, stats, dresidual, seed)
     if library.on_cpu(x):
         strides = result_strides(library, check()["x"])
-        results = _backward_on_cpu(library, arrays, (rms, need_dbias), strides)
+        results = _backward_on_cpu(library, arrays[:-1], (rms, need_dbias), strides)
     else:
         plan, pointers = _backward_plans.find(
             library,
-            (*arrays, seed),
+            arrays,
             (rms, need_dbias),
             check,
             lambda views, aligned: (
@@ -99,7 +99,7 @@ def backward(
                 or BackwardPlan(function, rms, library, views, aligned, need_dbias)
             ),
         )
-        results = plan(arrays, pointers[:-1])
+        results = plan(arrays, pointers)
     if not p:
         return results
     dh, *sums = results
@@ -133,7 +133,7 @@ def _forward_on_cpu(
 
 def _backward_on_cpu(
     library: Any,
-    arrays: list[Array | None],
+    arrays: tuple[Array | None, ...],
     options: tuple[bool, bool],
     strides: tuple[int, ...],
 ) -> tuple[Array, Array | None, Array | None]:
@@ -193,8 +193,8 @@ def _backward_detour(
     if "weight" in views and not (wide or copied):
         return None
 
-    def call(arrays: list[Array | None], pointers: list[int]) -> tuple:
-        dout, x, weight, stats, dresidual = arrays
+    def call(arrays: tuple[Array | None, ...], pointers: list[int]) -> tuple:
+        dout, x, weight, stats, dresidual, _ = arrays
         if wide or "dout" in copied:
             dout = dense(library, dout, strides, x)
         if "dresidual" in copied:

@@ -48,10 +48,12 @@ def resolve(
     Raises:
         As `require_probability` and `seed_array`; ValueError without a seed that is needed.
     """
-    if seed is None:
-        seed = number
-    if seed is None and type(dropout_p) is float and not dropout_p:
-        return 0.0, None
+    seed = number if seed is None else seed
+    if type(dropout_p) is float:  # what nearly every call has
+        if seed is None and not dropout_p:
+            return 0.0, None
+        if seed is not number and 0 < dropout_p < 1:
+            return dropout_p, seed
     dropout_p = require_probability(function, dropout_p)
     if dropout_p and seed is None and not drawn:
         raise ValueError(f"{function}: dropout_p needs the dropout_seed of the forward, got None")
@@ -64,35 +66,33 @@ def resolve(
 def add(
     function: str, library: Any, x: Array, residual: Array | None, p: float, seed: Array
 ) -> Array:
-    """dropout(x) + residual like the residual, or like x where there is none.
+    """dropout(x) + residual like the residual, or like x where there is none; of checked arrays.
 
     Args:
         p: above 0.
         seed: int64 of one element.
     """
-
-    def check() -> dict[str, View]:
-        require_probability(function, p)
-        require_seed_array(function, library, "x", x, seed)
-        given = {"x": x} if residual is None else {"x": x, "residual": residual}
-        return {name: library.view(y) for name, y in given.items()}
-
     if library.on_cpu(x):
-        strides = result_strides(library, check()["x"])
+        strides = result_strides(library, library.view(x))
         given = [None if y is None else library.to_numpy(y) for y in (x, residual)]
         h = reference.dropout_add(*given, dropout_threshold(p), int(seed.item()))
         return library.from_numpy(h, x if residual is None else residual, strides)
+
+    def views() -> dict[str, View]:
+        given = {"x": x} if residual is None else {"x": x, "residual": residual}
+        return {name: library.view(y) for name, y in given.items()}
+
     plan, pointers = _plans.find(
         library,
-        (x, residual, seed),
+        (x, residual),
         p,
-        check,
+        views,
         lambda views, aligned: (
             _copying(function, library, views, p)
             or DropoutAddPlan(function, library, views, p, aligned)
         ),
     )
-    return plan((x, residual, seed), pointers)
+    return plan((x, residual, seed), [*pointers, library.pointer(seed)])
 
 
 class DropoutAddPlan(Plan):

@@ -128,15 +128,16 @@ class BackwardPlan(Plan):
             self.sum = sum_launch(weight, x.device, self.partials_shape)
 
     def run(
-        self, arrays: list[Array | None], pointers: list[int]
+        self, arrays: tuple[Array | None, ...], pointers: list[int]
     ) -> tuple[Array, Array, Array | None]:
         """(dx, dweight, dbias).
 
         Args:
-            arrays: dout, x, weight, stats and dresidual.
+            arrays: dout, x, weight, stats, dresidual and the seed of dropout, which is not used.
             pointers: of these arrays.
         """
-        (_, x, weight, *_), library, pointer = arrays, self.library, self.library.pointer
+        x, weight, library, pointer = arrays[1], arrays[2], self.library, self.library.pointer
+        inputs = pointers[:5]
         dx = library.empty(self.shape, self.strides, x)
         if self.empty:
             dweight = library.zeros_like(weight)
@@ -150,7 +151,7 @@ class BackwardPlan(Plan):
         if self.counters:
             counter, _own = self.counters.address(stream, library, x)
         for launch in self.launches:
-            launch(stream, *pointers, pointer(dx), at_partials, *sums, counter)
+            launch(stream, *inputs, pointer(dx), at_partials, *sums, counter)
         if self.sum:
             self.sum(stream, at_partials, *sums)
         return dx, dweight, dbias

@@ -5,16 +5,17 @@ torch has to see them: under torch.compile and dispatch modes, and for a second 
 tensors that want a gradient take `Norm`, which is cheaper.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..runtime.array import library_of
+from ..runtime.philox import require_probability, require_seed_array
 from ..runtime.torch_calls import require_one_device
 from . import dispatch, dropout
 from .detour import result_strides
-from .norm import BACKWARD
 
 LIBRARY = library_of(torch.empty(0))
 
@@ -61,7 +62,11 @@ class NormBackward:
         """Through the operators where a derivative is wanted, which is an error of theirs."""
         if LIBRARY.wants_gradient(*arrays):
             return cls.traced(function, arrays, options)
-        return dispatch.backward(function, LIBRARY, arrays, options)
+        return _plain_backward(function, arrays, options)
+
+
+def _plain_backward(function: str, arrays: tuple, options: tuple) -> tuple[Tensor | None, ...]:
+    return dispatch.backward(function, LIBRARY, arrays, options)
 
 
 class Norm(torch.autograd.Function):
@@ -77,7 +82,28 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout, dh, _):  # noqa: ANN001, ANN205
-        return *_gradients(ctx, dout, dh), *[None] * 5
+        # With create_graph=True the operators, so that gradients are not taken for constants.
+        call = NormBackward.traced if torch.is_grad_enabled() else _plain_backward
+        return *_gradients(ctx, dout, dh, call), *[None] * 5
+
+
+class Arguments(NamedTuple):
+    """The arguments of ``cupyflash::norm``."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    function: str
+    rms: bool
+    eps: float
+    dropout_seed: Tensor | None = None
+    dropout_p: float = 0.0
+
+    @property
+    def arrays(self) -> tuple[Tensor | None, ...]:
+        """All tensors, the seed of dropout last."""
+        return *self[:4], self.dropout_seed
 
 
 @torch.library.custom_op(
@@ -88,42 +114,25 @@ class Norm(torch.autograd.Function):
         "float eps, Tensor? dropout_seed=None, float dropout_p=0.0) -> Tensor[]"
     ),
 )
-def _norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    function: str,
-    rms: bool,
-    eps: float,
-    dropout_seed: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> list[Tensor]:
+def _norm(*arguments: Any) -> list[Tensor]:
     """out; h if there is a residual or dropout; statistics."""
-    arrays = (x, weight, bias, residual, dropout_seed)
-    LIBRARY.refuse_tangents(*arrays)
-    results = dispatch.forward(function, LIBRARY, arrays, (rms, eps, True, dropout_p, None))
+    given = Arguments(*arguments)
+    LIBRARY.refuse_tangents(*given.arrays)
+    options = (given.rms, given.eps, True, given.dropout_p, None)
+    results = dispatch.forward(given.function, LIBRARY, given.arrays, options)
     return [y for y in results if y is not None]
 
 
 @_norm.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    function: str,
-    rms: bool,
-    eps: float,
-    dropout_seed: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> list[Tensor]:
-    require_one_device(function, x, weight, bias, residual, dropout_seed)
+def _(*arguments: Any) -> list[Tensor]:
+    given = Arguments(*arguments)
+    x, residual, drops = given.x, given.residual, bool(given.dropout_p)
+    require_one_device(given.function, *given.arrays)
     stats = x.new_empty((*x.shape[:-1], 2), dtype=torch.float32)
-    if residual is None and not dropout_p:
+    if residual is None and not drops:
         return [_rows_like(x, x.dtype), stats]
     h = _rows_like(x, x.dtype if residual is None else residual.dtype)
-    return [_rows_like(h if dropout_p and h.dtype == x.dtype else x, x.dtype), h, stats]
+    return [_rows_like(h if drops and h.dtype == x.dtype else x, x.dtype), h, stats]
 
 
 @torch.library.custom_op(
@@ -136,6 +145,8 @@ def _dropout_add(
 ) -> Tensor:
     """dropout(x) + residual."""
     LIBRARY.refuse_tangents(x, residual)
+    require_probability(function, p)
+    require_seed_array(function, LIBRARY, "x", x, seed)
     return dropout.add(function, LIBRARY, x, residual, p, seed)
 
 
@@ -183,14 +194,16 @@ def _save(ctx: Any, arrays: tuple, options: tuple, h: Tensor | None, stats: Tens
     ctx.mark_non_differentiable(stats)
 
 
-def _gradients(ctx: Any, dout: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of x, weight, bias and residual."""
+def _gradients(
+    ctx: Any, dout: Tensor | None, dh: Tensor | None, call: Callable
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, weight, bias and residual, by a ``call`` of the backward."""
     h, weight, stats, seed = ctx.saved_tensors
     function, rms, p, has_bias, has_residual, dtype = ctx.options
     function, dweight, dbias, dx = f"{function}_backward", None, None, dh
     if dout is not None:
         arrays = (dout, h, weight, stats, dh, seed)
-        dx, dweight, dbias, *of_h = BACKWARD(function, arrays, (rms, has_bias, p, None))
+        dx, dweight, dbias, *of_h = call(function, arrays, (rms, has_bias, p, None))
         dh = of_h[0] if of_h else dx
     elif p:
         dx = _dropout_add(dh, None, seed, function, p)
@@ -198,17 +211,17 @@ def _gradients(ctx: Any, dout: Tensor | None, dh: Tensor | None) -> tuple[Tensor
 
 
 def _setup_norm(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, weight, bias, residual, function, rms, _, *rest = inputs
-    seed, p = *rest, *(None, 0.0)[len(rest) :]
-    h = output[1] if len(output) > 2 else None
-    _save(ctx, (x, weight, bias, residual, seed), (function, rms, p), h, output[-1])
+    given = Arguments(*inputs)
+    options, h = (given.function, given.rms, given.dropout_p), output[1:-1]
+    _save(ctx, given.arrays, options, h[0] if h else None, output[-1])
     # torch leaves out the last arguments where they have their defaults, and wants none for them.
-    ctx.num_options = 5 if p else 3 if seed is None else 4
+    ctx.num_options = 5 if given.dropout_p else 3 if given.dropout_seed is None else 4
 
 
 def _gradient_of_norm(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
     dout, *dh, _ = gradients
-    return *_gradients(ctx, dout, dh[0] if dh else None), *[None] * ctx.num_options
+    results = _gradients(ctx, dout, dh[0] if dh else None, NormBackward.traced)
+    return *results, *[None] * ctx.num_options
 
 
 def _setup_dropout_add(ctx: Any, inputs: tuple, output: Tensor) -> None:
