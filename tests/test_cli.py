@@ -251,6 +251,17 @@ def tasks_of(arguments, monkeypatch):
 
 
 @needs_nvrtc
+def test_warmup_of_projections(monkeypatch):
+    """One topic has the kernels of all GPUs and those of Hopper, as calls take both."""
+    kinds = {"linear_sm90", "linear_small_m_sm90"}
+    for arch, found in (("sm_90a", kinds), ("sm_80", set())):
+        tasks = tasks_of(f"--arch {arch} --backend --topic linear", monkeypatch)
+        names = {config.name for config, _ in tasks}
+        assert names & kinds == found
+        assert {"linear_mma", "linear_small_m", "gate_fwd", "rotary_embedding"} < names
+
+
+@needs_nvrtc
 def test_warmup_of_topics(monkeypatch):
     """All beside attention; within limits what arrays of a dtype need, whatever the weights."""
     every = "--everything --arch sm_80"

@@ -2,16 +2,17 @@
 
 import operator
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..norm import kernels as norm_kernels
-from ..runtime.array import View
+from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
 from ..runtime.config import ITEM_SIZE, KernelConfig
 from ..runtime.gpu import Capability, capability_of, multiprocessors
 from ..runtime.launch import Launch, call_fields
 from ..runtime.rows import Rows
+from ..runtime.scratch import tile_counters
 from ..runtime.structs import bytes_behind, header
 from ..runtime.tensor_map import TensorMaps, TensorMapSpec
 from . import kernels, sm90_kernels, small_m_sm90_kernels
@@ -142,8 +143,48 @@ def many_kernel(
     return kernels.many(*kind, vector, capability, backend)
 
 
+def small_m_mlp(
+    views: Mapping[str, View], options: Options, aligned: bool, backend: str | None
+) -> "MlpLaunch | None":
+    """The launch of a whole MLP; None if M is not small, or has no room in shared memory.
+
+    The views go by the fields of `Arrays`; x and residual are (rows, columns).
+    """
+    if backend == "simt":
+        return None
+    x, up, down = views["x"], views["weight"], views["down_weight"]
+    strides, processors = row_strides(views), multiprocessors(x.device)
+    config = kernels.small_m_mlp(
+        x.dtype,
+        options.activation,
+        "gate_weight" in views,
+        x.shape[0],
+        (x.shape[1], up.shape[0], down.shape[0]),
+        aligned and is_aligned(x, {**strides, "hidden": up.shape[0]}),
+        capability_of(x.device),
+        processors,
+    )
+    if config is None:
+        return None
+    params = structs.MlpParams(
+        x_stride=strides["x"],
+        up_stride=strides["weight"],
+        gate_stride=strides.get("gate_weight", 0),
+        down_stride=strides["down_weight"],
+        residual_stride=strides.get("residual", 0),
+        out_stride=down.shape[0],
+        rows=x.shape[0],
+        depth=x.shape[1],
+        hidden=up.shape[0],
+        columns=down.shape[0],
+    )
+    if "norm_weight" in views:
+        params.norm = row_norm(x, views["norm_weight"], options)
+    return MlpLaunch(config, x.device, config.clusters(params.hidden, processors), params)
+
+
 def row_strides(views: Mapping[str, View]) -> dict[str, int]:
-    """Elements from one row to the next, by name; dense where there is one row only."""
+    """The row strides of matrices in elements, by name; the length of a row if there is only one."""
     return {
         name: views[name].strides[0] if views[name].shape[0] > 1 else views[name].shape[1]
         for name in MATRICES
@@ -152,7 +193,7 @@ def row_strides(views: Mapping[str, View]) -> dict[str, int]:
 
 
 def is_aligned(x: View, strides: Mapping[str, int]) -> bool:
-    """Whether rows of x and of the weights begin, and are as long as, multiples of 16 bytes."""
+    """Whether x and the weights have rows whose lengths and strides are multiples of 16 bytes."""
     inputs = [stride for name, stride in strides.items() if name != "residual"]
     return all(n * ITEM_SIZE[x.dtype] % 16 == 0 for n in (x.shape[1], *inputs))
 
@@ -163,7 +204,7 @@ def row_norm(x: View, weight: View, options: Options) -> structs.RowNorm:
 
 
 def sm90_rotary(rotary: structs.Rotary) -> sm90_kernels.Rotary:
-    """The template arguments of a kernel for Hopper for it."""
+    """The template arguments of a kernel for Hopper that rotates so."""
     return sm90_kernels.Rotary(rotary.head_dim, rotary.rotary_dim, bool(rotary.interleaved))
 
 
@@ -198,6 +239,25 @@ def norm_launch(function: str, x: View, weight: View, options: Options, aligned:
     return Launch(config, x.device, grid, params)
 
 
+class MlpLaunch(Launch):
+    """A whole MLP of small M, whose blocks run at the same time, as they wait for each other."""
+
+    has_scratch = True
+
+    def __init__(
+        self, config: kernels.MlpSmallM, device: int, clusters: int, params: structs.MlpParams
+    ) -> None:
+        super().__init__(config, device, clusters * config.cluster, params)
+        self.partials_shape = (clusters, params.rows, -(-params.columns // 4) * 4)
+        self.counters = tile_counters(device)
+
+    def run(self, library: Any, stream: Any, like: Array, pointers: Sequence[int]) -> None:
+        """``pointers`` are those of the arrays, in the order of `MlpParams`."""
+        partials = library.empty_float32(self.partials_shape, like)
+        counter, _own = self.counters.address(stream, library, like)
+        self(stream, *pointers, library.pointer(partials), counter)
+
+
 class LinearLaunch(Launch):
     """A kernel whose struct is tensor maps, which are kept by address, and then `LinearParams`."""
 
@@ -220,7 +280,7 @@ class LinearLaunch(Launch):
 
 
 class LinearSmallMLaunch(LinearLaunch):
-    """As many stages as shared memory has room for, no more of it than that, threads as needed."""
+    """The same for small M, with as many stages as there is room for, and threads as needed."""
 
     def __init__(
         self, config: LinearSmallMSm90, device: int, params: structs.LinearParams, norm: bool

@@ -12,8 +12,7 @@ from ..runtime.operation import Operation, Plan, Plans, TorchSide
 from ..runtime.rows import collapse
 from . import reference
 from .checks import check
-from .launches import launches_of, small_m_kernel
-from .mlp_launch import small_m_mlp
+from .launches import launches_of, small_m_kernel, small_m_mlp
 from .reference import Arrays, Options
 from .small_m_sm90_kernels import LinearSmallMSm90
 
