@@ -134,11 +134,12 @@ def test_norm_of_long_rows(target, name, rows):
 def test_plans_of_long_rows(monkeypatch, capability, rows):
     """Every norm that stands alone has as many blocks as its kernel needs, without a GPU."""
     from cupyflash.linear import launches
+    from cupyflash.norm import plan as norm_plan
     from cupyflash.norm.kernels import NormFwd, NormFwdCluster, NormFwdLong
     from cupyflash.runtime import launch as kernel_launch
     from cupyflash.runtime.array import View
 
-    for module in (launches, kernel_launch):
+    for module in (launches, norm_plan, kernel_launch):
         monkeypatch.setattr(module, "capability_of", lambda device: capability)
     monkeypatch.setattr(launches, "multiprocessors", lambda device: 132)
     launched = []

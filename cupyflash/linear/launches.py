@@ -5,13 +5,12 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..norm import kernels as norm_kernels
+from ..norm.plan import forward_launch
 from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
 from ..runtime.config import ITEM_SIZE, KernelConfig
 from ..runtime.gpu import Capability, capability_of, multiprocessors
 from ..runtime.launch import Launch, call_fields
-from ..runtime.rows import Rows
 from ..runtime.scratch import tile_counters
 from ..runtime.structs import bytes_behind, header
 from ..runtime.tensor_map import TensorMaps, TensorMapSpec
@@ -21,7 +20,6 @@ from .reference import Options
 from .sm90_kernels import LinearSm90
 from .small_m_sm90_kernels import LinearSmallMSm90, is_apart
 
-norm_structs = header("norm/params.cuh")
 structs = header("linear/params.cuh")
 
 MATRICES = ("x", "weight", "gate_weight", "residual", "down_weight")
@@ -56,7 +54,9 @@ def launches_of(
     config = small_m_kernel(views, options, aligned, backend)
     apart = config is None or isinstance(config, LinearSmallMSm90) and is_apart(rows, depth)
     if norm_weight and apart:
-        norm = norm_launch(function, x, norm_weight, options, aligned)
+        tensors = {"x": x, "out": x._replace(strides=(depth, 1))}
+        kind = (norm_weight.dtype, options.rms, options.eps)
+        norm = forward_launch(function, tensors, *kind, aligned)
         strides["x"] = depth
     params = structs.LinearParams(
         x_stride=strides["x"],
@@ -184,7 +184,7 @@ def small_m_mlp(
 
 
 def row_strides(views: Mapping[str, View]) -> dict[str, int]:
-    """The row strides of matrices in elements, by name; the length of a row if there is only one."""
+    """The row strides of matrices in elements, by name; the length of a row where there is one."""
     return {
         name: views[name].strides[0] if views[name].shape[0] > 1 else views[name].shape[1]
         for name in MATRICES
@@ -225,18 +225,6 @@ def rotary_of(
         wide=cos.dtype == "float32",
         wide_positions=positions is not None and positions.dtype == "int64",
     )
-
-
-def norm_launch(function: str, x: View, weight: View, options: Options, aligned: bool) -> Launch:
-    """The norm as a kernel of its own."""
-    rows = Rows(function, {"x": x, "out": x._replace(strides=(x.shape[1], 1))})
-    vector = aligned and rows.aligned
-    capability = capability_of(x.device)
-    kind = x.dtype, weight.dtype, options.rms
-    config = norm_kernels.forward(*kind, rows.columns, vector, capability)
-    params = norm_structs.NormFwdParams(**rows.strides, shape=rows.shape(options.eps))
-    grid = require_grid(function, config.grid(rows.rows), x.shape)
-    return Launch(config, x.device, grid, params)
 
 
 class MlpLaunch(Launch):

@@ -21,6 +21,23 @@ WEIGHT_BLOCKS = 8  # of norm_bwd_weight, for each multiprocessor
 MAX_ROWS = 2**30  # of several axes, which norm_bwd divides by
 
 
+def forward_launch(
+    function: str,
+    tensors: Mapping[str, View],
+    weight_dtype: str,
+    rms: bool,
+    eps: float,
+    aligned: bool,
+) -> Launch:
+    """The forward kernel for x, out and residual, the last only if there is one."""
+    x, rows = tensors["x"], Rows(function, tensors)
+    vector, capability = aligned and rows.aligned, capability_of(x.device)
+    config = kernels.forward(x.dtype, weight_dtype, rms, rows.columns, vector, capability)
+    params = structs.NormFwdParams(**rows.strides, shape=rows.shape(eps))
+    grid = require_grid(function, config.grid(rows.rows), x.shape)
+    return Launch(config, x.device, grid, params)
+
+
 class ForwardPlan(Plan):
     """The forward kernel for one signature."""
 
@@ -45,14 +62,7 @@ class ForwardPlan(Plan):
         tensors = {"x": x, "out": x._replace(strides=self.strides)}
         if self.has_residual:
             tensors["residual"] = views["residual"]
-        rows = Rows(function, tensors)
-        vector = aligned and rows.aligned
-        config = kernels.forward(
-            x.dtype, weight.dtype, rms, rows.columns, vector, capability_of(x.device)
-        )
-        params = structs.NormFwdParams(**rows.strides, shape=rows.shape(eps))
-        grid = require_grid(function, config.grid(rows.rows), x.shape)
-        self.launch = Launch(config, x.device, grid, params)
+        self.launch = forward_launch(function, tensors, weight.dtype, rms, eps, aligned)
 
     def run(
         self, arrays: tuple[Array | None, ...], pointers: list[int], need_stats: bool
