@@ -129,7 +129,7 @@ def _module(x: Any) -> str:
 
 
 def _name(dtype: Any) -> str:
-    """Of a dtype in any form that a library takes."""
+    """Returns the name of a dtype in any form that a library takes."""
     if _module(dtype) == "torch":
         return str(dtype).removeprefix("torch.")
     return getattr(dtype, "name", getattr(dtype, "__name__", str(dtype)))

@@ -153,7 +153,7 @@ def num_tiles(config: KernelConfig, problem: Problem) -> int:
 
 
 def _tiles_of_head(config: KernelConfig, problem: Problem) -> int:
-    """Of all sequences, an upper bound."""
+    """Returns the tiles of one head in all sequences together, an upper bound."""
     of_keys, shape = config.tiles_of == "k", problem.shape
     rows = problem.total_k if of_keys else problem.total_q
     if rows is None:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from .. import environment
 from ..runtime.array import Array, View, dense_strides
 from ..runtime.gpu import capability_of, l2_bytes
-from ..runtime.launch import Launch
 from ..runtime.operation import Plan
 from ..runtime.structs import header
 from . import backends
@@ -75,15 +74,15 @@ class ForwardPlan(Plan):
             if need_lse:
                 library.fill(lse, -math.inf)
         if not self.empty:
-            pointers[3:3] = library.pointer(out), library.pointer(lse) if need_lse else 0
-            if len(pointers) == 5:
-                pointers += NO_POINTERS
-            workspace = _workspace(self.launch, library, like)
+            q, k, v, *extras = pointers
+            size = self.launch.workspace_size
+            workspace = library.empty_float32((size,), like) if size else None
             self.launch(
                 library.stream(self.device_id),
-                *pointers,
+                q, k, v, library.pointer(out), library.pointer(lse) if need_lse else 0,
+                *(extras or NO_POINTERS),
                 workspace=0 if workspace is None else library.pointer(workspace),
-            )
+            )  # fmt: skip
         return out, lse
 
 
@@ -187,14 +186,10 @@ class BackwardPlan(Plan):
         )
         stream = library.stream(self.device_id)
         for launch in self.launches:
-            workspace = _workspace(launch, library, q)
+            size = launch.workspace_size
+            workspace = library.empty_float32((size,), q) if size else None
             launch(stream, *arguments, workspace=0 if workspace is None else pointer(workspace))
         return *gradients, dbias, dsinks
-
-
-def _workspace(launch: Launch, library: Any, like: Array) -> Array | None:
-    size = launch.workspace_size
-    return library.empty_float32((size,), like) if size else None
 
 
 def _zeros_float32(library: Any, shape: tuple[int, ...] | None, like: Array) -> Array | None:
@@ -272,7 +267,7 @@ class Padding(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, options: Options) -> "Padding":
-        """That of a problem which `needs_padding`."""
+        """Makes the padding of a problem which `needs_padding`."""
         options = options._replace(scale=problem.shape.scale)
         return cls(problem.shape.head_dim, *problem.head_dims, options)
 
@@ -295,7 +290,7 @@ class Padding(NamedTuple):
 
 
 def result_strides(library: Any, shape: tuple[int, ...], width: int, like: View) -> tuple[int, ...]:
-    """Of a result of this shape in memory of ``width`` columns, allocated like an input."""
+    """The strides of a result in memory of ``width`` columns that is allocated like an input."""
     wide = (*shape[:-1], width)
     strides = like.strides
     if like.shape[-1] != width:  # the input itself is copied first

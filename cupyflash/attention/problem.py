@@ -35,7 +35,7 @@ MAX_FAST_SOFTCAP = 4096.0
 
 
 class Features(NamedTuple):
-    """What a problem needs beside plain attention.
+    """The features that a problem needs beside plain attention.
 
     Attributes:
         masked: some query does not see every key, because of a causal mask or a window.
@@ -62,7 +62,7 @@ class Features(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ExtraFacts:
-    """What a checked problem knows of its optional arrays, apart from cu_seqlens.
+    """The facts of a checked problem about its optional arrays, apart from cu_seqlens.
 
     Attributes:
         alibi_batch_stride: in elements, or None without slopes.
@@ -133,7 +133,7 @@ class Problem:
 
     @property
     def features(self) -> Features:
-        """What the kernels need beside plain attention."""
+        """The features that the kernels need beside plain attention."""
         shape = self.shape
         extras = self.extras
         masked = min(shape.window_left, shape.window_right) < shape.seqlen_q + shape.seqlen_k
@@ -150,7 +150,7 @@ class Problem:
 
     @property
     def bias_strides(self) -> structs.BiasStrides:
-        """Of the bias; zeros without one."""
+        """The strides of the bias; zeros without one."""
         bias = self.extras.bias
         return structs.BiasStrides() if bias is None else structs.BiasStrides(*bias.strides)
 
@@ -218,6 +218,6 @@ def canonical_strides(name: str, x: View, options: Options) -> structs.Strides:
 
 
 def bias_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> structs.BiasStrides:
-    """Of up to four axes, aligned right; 0 on those of length 1 and on those that are missing."""
+    """Aligns the strides of up to four axes right; axes of length 1 and missing ones have stride 0."""
     steps = [0 if size == 1 else step for size, step in zip(shape, strides)]
     return structs.BiasStrides(*[0] * (4 - len(steps)), *steps)

@@ -127,7 +127,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 
 
 def _gradients(*arguments: Any) -> Gradients:
-    """What `_backward_op` of these arguments gives, by name."""
+    """Calls `_backward_op` and names its results."""
     call = TransformedBackward.apply if _transforms_active() else _backward_op
     dq, dk, dv, *learned = call(*arguments)
     bias_grad = arguments[-2]
@@ -268,7 +268,7 @@ def _learned(extras: tuple, bias_grad: bool) -> tuple[Tensor | None, Tensor | No
 
 
 def _empty(like: Tensor, head_dim: int, width: int) -> Tensor:
-    """What is allocated for a result like this tensor but for its head_dim.
+    """Allocates a result like this tensor, but for its head_dim.
 
     Args:
         width: the head_dim of the kernels; on the CPU there are none.

@@ -1,4 +1,4 @@
-"""What torch does around a call: autocast, gradients, and the operators where it has to see it."""
+"""Calls with torch tensors: autocast, gradients, and the operators where torch must see a call."""
 
 from typing import Any
 

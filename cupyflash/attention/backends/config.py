@@ -1,4 +1,4 @@
-"""What the configurations of all backends share, and the kernels that all backward passes do."""
+"""The base class of all configurations, and the kernels that every backward pass launches."""
 
 import dataclasses
 from typing import ClassVar

@@ -90,7 +90,7 @@ class FlashFwdSm90(AttentionKernel):
 
     @property
     def combine(self) -> "FlashFwdCombineSm90":
-        """What follows ``split_keys()``."""
+        """The kernel that follows ``split_keys()``."""
         return FlashFwdCombineSm90(self.dtype, self.head_dim, COMBINE_ROWS, MAX_SPLITS)
 
     def split_keys(self) -> "FlashFwdSm90":
