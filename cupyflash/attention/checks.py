@@ -301,7 +301,7 @@ def _dense(
     dtypes: tuple[str, ...],
     shapes: list[tuple[int, ...]],
 ) -> None:
-    """Requires that an optional array has one of the dtypes and shapes, its last axis contiguous."""
+    """Requires one of the dtypes and shapes, and a contiguous last axis, of an optional array."""
     if x is None:
         return
     name = caller_name(function, name)

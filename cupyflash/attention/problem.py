@@ -218,6 +218,6 @@ def canonical_strides(name: str, x: View, options: Options) -> structs.Strides:
 
 
 def bias_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> structs.BiasStrides:
-    """Aligns the strides of up to four axes right; axes of length 1 and missing ones have stride 0."""
+    """Aligns the strides of up to four axes right; axes of length 1, or missing, have stride 0."""
     steps = [0 if size == 1 else step for size, step in zip(shape, strides)]
     return structs.BiasStrides(*[0] * (4 - len(steps)), *steps)

@@ -29,7 +29,7 @@ WIDE_TILES_SCORE = {128: (64, 64, 2), 256: (64, 64, 2)}
 
 
 class MainKernel(AttentionKernel):
-    """The base of both main kernels: a tile of ``block_n`` keys walks over ``block_m`` queries at a time."""
+    """The base of both: a tile of ``block_n`` keys walks over ``block_m`` queries at a time."""
 
     params: ClassVar[type[structs.FlashBwdSm90Params]] = structs.FlashBwdSm90Params
     persistent: ClassVar[bool] = True
