@@ -23,9 +23,10 @@
 // matrix; one place for products, the parts of the attention and the best logits in turn; one for
 // the moments of the norm and the new token in turn; the number of keys of each sequence.
 //
-// The kernel ends: all blocks are on the GPU at once. No block waits at a barrier between phases:
-// each waits for the numbers themselves (tagged_words.cuh), those of the phase before, which every
-// block sends before it waits for any of its own phase. Within a block the warp that fills waits
+// The kernel ends: all blocks are on the GPU at once, and none waits at a barrier between phases
+// but for the numbers themselves (tagged_words.cuh). The numbers of a phase depend on those of the
+// phase before alone, so all blocks complete one phase after the other. The tokens at the end take
+// one barrier of the grid, at which every block arrives. Within a block the warp that fills waits
 // for nothing but free tiles, and both roles walk over the same tiles in the same order.
 //
 // Nothing is overwritten too early: in global memory by the argument in tagged_words.cuh; in the

@@ -4,7 +4,7 @@
 // A block has 8 warps, all with the same role, and x in shared memory. It works on tiles of up to
 // 16 pairs of rows of weights, cut into slices of 128 bytes of the depth. Every warp has slices of
 // its own, which pass through a ring in shared memory that belongs to this warp alone
-// (weight_ring.cuh): no barrier of the block holds them up, and all but the one that is multiplied
+// (small_m_ring.cuh): no barrier of the block holds them up, and all but the one that is multiplied
 // are on their way, from the beginning, before x is there, and while the results of a tile are
 // finished. A warp needs no more of x than the same slices: they come with the weights, unless
 // there is a norm, which wants whole rows.
