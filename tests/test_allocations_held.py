@@ -2,11 +2,11 @@
 
 import contextlib
 import gc
-import sys
 import types
 import weakref
 
 import pytest
+from fakes import fake_cupy
 
 from cupyflash.runtime import scratch
 
@@ -17,21 +17,17 @@ class Memory:
 
 @pytest.fixture
 def cupy(monkeypatch):
-    fake = types.SimpleNamespace(allocators=[lambda size: Memory()], ends=[])
-    stream = types.SimpleNamespace(ptr=7)
+    allocators = [lambda size: Memory()]
 
     @contextlib.contextmanager
     def using_allocator(allocator):
-        fake.allocators.append(allocator)
+        allocators.append(allocator)
         yield
-        fake.allocators.pop()
+        allocators.pop()
 
-    fake.cuda = types.SimpleNamespace(
-        get_current_stream=lambda: stream,
-        get_allocator=lambda: fake.allocators[-1],
-        using_allocator=using_allocator,
-    )
-    monkeypatch.setitem(sys.modules, "cupy", fake)
+    get_allocator = lambda: allocators[-1]
+    fake = fake_cupy(monkeypatch, get_allocator=get_allocator, using_allocator=using_allocator)
+    fake.allocators, fake.ends = allocators, []
     monkeypatch.setattr(scratch, "when_graph_is_gone", lambda _, end: fake.ends.append(end))
     return fake
 

@@ -1,15 +1,14 @@
 """GroupNorm whose blocks share a sample that stays in shared memory: which samples, and races."""
 
-import contextlib
 import gc
 import os
 import random
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
 from arrays import normal, stored
+from fakes import Stream, fake_cupy
 from matrix import each_library
 from targets import compute_capability
 
@@ -99,39 +98,30 @@ def test_workspaces_of_streams(monkeypatch):
 
     def memory(size):
         made.append(size)
-        return SimpleNamespace(ptr=4096 * len(made))
+        return Stream(4096 * len(made))
 
-    cuda = SimpleNamespace(
-        runtime=SimpleNamespace(memsetAsync=lambda *arguments: None),
-        get_current_stream=lambda: SimpleNamespace(ptr=0),
-        Memory=memory,
-        Device=lambda device: contextlib.nullcontext(),
-    )
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    fake_cupy(monkeypatch, Memory=memory).current = Stream(0)
     monkeypatch.setattr(ring_workspace, "is_capturing", lambda stream: stream in capturing)
     monkeypatch.setattr(ring_workspace, "all_multiprocessors", lambda device: 132)
     workspaces = ring_workspace.RingWorkspaces(0)
     library = SimpleNamespace(zeros_int32=lambda n, like: n, pointer=lambda x: -x)
     address = lambda stream, size: workspaces.address(stream, library, None, size)[0]
-    one, other = SimpleNamespace(ptr=55), SimpleNamespace(ptr=56)
+    one, other = Stream(55), Stream(56)
     first = address(one, 100)
     assert address(one, 1000) == first != address(None, 100)
     capturing.add(55)
     assert address(one, 100) == -25 and address(other, 100) > 0
     capturing.clear()
     assert address(one, 100) == first and len(made) == 3
-    assert address(SimpleNamespace(ptr=2), 100) == -25  # many streams of one name
+    assert address(Stream(2), 100) == -25  # many streams of one name
     for i in range(100, 200):
-        address(SimpleNamespace(ptr=i), 100)
-    assert len(made) == ring_workspace.MAX_STREAMS and address(SimpleNamespace(ptr=9), 4) == -1
+        address(Stream(i), 100)
+    assert len(made) == ring_workspace.MAX_STREAMS and address(Stream(9), 4) == -1
 
 
 def test_the_workspace_is_for_the_whole_gpu(monkeypatch):
     """Also where the first plan is for a part of it: all plans of a stream share it."""
-    cuda = SimpleNamespace(
-        runtime=None, get_current_stream=None, Memory=None, Device=lambda device: None
-    )
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    fake_cupy(monkeypatch, Memory=None)
     for name in ("multiprocessors", "all_multiprocessors"):
         count = driver.multiprocessor_limit if name == "multiprocessors" else lambda: 132
         monkeypatch.setattr(

@@ -2,12 +2,11 @@
 
 import ctypes
 import dataclasses
-import sys
-import types
 
 import numpy
 import pytest
 from arrays import normal, stored
+from fakes import fake_launches
 from matrix import each_library
 from targets import is_hopper
 
@@ -15,11 +14,9 @@ from cupyflash.linear import launches, sm90_kernels
 from cupyflash.linear.launches import LinearLaunch
 from cupyflash.linear.reference import Arrays, Options, project
 from cupyflash.linear.sm90_kernels import TILES, Epilogue, Rotary, choose, configuration
-from cupyflash.runtime import launch as kernel_launch
 from cupyflash.runtime.array import library_of
 from cupyflash.runtime.gpu import HALF
 from cupyflash.runtime.structs import header
-from cupyflash.runtime.tensor_map import TensorMapSpec
 from cupyflash.testing import assert_close_to_float64, cast, to_float64
 
 structs = header("linear/params.cuh")
@@ -161,23 +158,8 @@ def test_turns(rotary, expected):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Fakes of CuPy, driver and kernel: what was encoded, and what was launched."""
-    found = types.SimpleNamespace(encoded=[], launched=[], processors=132)
-
-    def encode(spec, pointer):
-        found.encoded.append((pointer, spec))
-        return bytes([len(found.encoded)]) * 128
-
-    function = lambda grid, block, args, memory, *_: found.launched.append(
-        (grid, block, memory, structs.LinearSm90Params.from_buffer_copy(args[0].tobytes()))
-    )
-    runtime = types.SimpleNamespace(setDevice=lambda device: None)
-    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(TensorMapSpec, "encode", encode)
-    monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
-    monkeypatch.setattr(launches, "multiprocessors", lambda device: found.processors)
-    return found
+    """What was encoded, and what was launched."""
+    return fake_launches(monkeypatch, structs.LinearSm90Params)
 
 
 def params_of(rows, columns, depth, **more):

@@ -1,12 +1,11 @@
 """Projections of small M on Hopper: which kernel, its argument, and its results."""
 
 import dataclasses
-import sys
-import types
 
 import numpy
 import pytest
 from arrays import normal, stored
+from fakes import fake_launches
 from matrix import covering, each_case, each_library, libraries, pairwise
 from targets import is_hopper
 
@@ -15,10 +14,8 @@ from cupyflash.linear.launches import LinearSmallMLaunch
 from cupyflash.linear.reference import Arrays, Options
 from cupyflash.linear.sm90_kernels import Rotary
 from cupyflash.linear.small_m_sm90_kernels import CLUSTERS, ROWS, LinearSmallMSm90, choose
-from cupyflash.runtime import launch as kernel_launch
 from cupyflash.runtime.array import library_of
 from cupyflash.runtime.structs import header
-from cupyflash.runtime.tensor_map import TensorMapSpec
 from cupyflash.testing import expected_projection, to_library, to_numpy64
 
 structs = header("linear/params.cuh")
@@ -150,36 +147,21 @@ def test_what_it_takes(changes):
 
 
 def test_launch(monkeypatch):
-    encoded, launched = [], []
-
-    def encode(spec, pointer):
-        encoded.append((pointer, spec))
-        return bytes([len(encoded)]) * 128
-
-    function = lambda grid, block, args, memory, *_: launched.append(
-        (grid, block, memory, structs.LinearSmallMSm90Params.from_buffer_copy(args[0].tobytes()))
-    )
-    runtime = types.SimpleNamespace(setDevice=lambda device: None)
-    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(TensorMapSpec, "encode", encode)
-    monkeypatch.setattr(kernel_launch, "capability_of", lambda device: (8, 0))
-    monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
-    monkeypatch.setattr(launches, "multiprocessors", lambda device: 132)
+    machine = fake_launches(monkeypatch, structs.LinearSmallMSm90Params)
     config = LinearSmallMSm90("bfloat16", "silu", True, False, 16, 4)
     params = structs.LinearParams(
         rows=9, columns=650, depth=768, x_stride=2304, weight_stride=768, gate_stride=776
     )
     launch = LinearSmallMLaunch(config, 0, params, norm=False)
     launch(None, *range(16, 16 * 13, 16))
-    ((grid, block, memory, found),) = launched
+    ((grid, block, memory, found),) = machine.launched
     stage = (16 + 64) * 128
     assert (grid, block) == ((84,), (160,)) and found.stages == 3
     assert memory == 3 * stage + 64 * 18 * 4 + 4 * 16 * 8
     maps = [found.x_map, found.weight_map, found.gate_weight_map]
     assert [bytes(x) for x in maps] == [bytes([i]) * 128 for i in range(1, 4)]
     assert (found.base.x, found.base.out, found.base.columns) == (16, 192, 650)
-    assert [(x, spec.dims[:2], spec.strides[0], spec.box_rows) for x, spec in encoded] == [
+    assert [(x, spec.dims[:2], spec.strides[0], spec.box_rows) for x, spec in machine.encoded] == [
         (16, (768, 9), 4608, 16),
         (32, (768, 650), 1536, 32),
         (48, (768, 650), 1552, 32),

@@ -2,12 +2,12 @@
 
 import ctypes
 import dataclasses
-import sys
 import types
 from ctypes import POINTER, c_int, c_uint32, c_uint64, c_void_p
 
 import numpy
 import pytest
+from fakes import fake_cupy
 
 from cupyflash.attention import launch
 from cupyflash.attention.backends import sm80, sm90
@@ -206,11 +206,7 @@ def libcuda(monkeypatch):
 @pytest.fixture
 def devices(monkeypatch):
     """The devices that were made current; stands in for CuPy."""
-    made_current = []
-    runtime = types.SimpleNamespace(setDevice=made_current.append)
-    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    return made_current
+    return fake_cupy(monkeypatch).made_current
 
 
 def test_encode(libcuda):

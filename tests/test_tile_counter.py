@@ -1,10 +1,10 @@
 """Which counter a launch gets. Needs no GPU: CuPy is a fake."""
 
 import concurrent.futures
-import sys
 import types
 
 import pytest
+from fakes import Stream, fake_cupy
 
 from cupyflash.runtime import scratch
 from cupyflash.runtime.scratch import COUNTERS, NULL, POOL_SIZE, TileCounters, pack_pointer
@@ -12,24 +12,10 @@ from cupyflash.runtime.scratch import COUNTERS, NULL, POOL_SIZE, TileCounters, p
 POOL = 4096  # its address
 
 
-class Stream:
-    def __init__(self, ptr):
-        self.ptr = ptr
-
-    def synchronize(self):
-        pass
-
-
 @pytest.fixture
 def cupy(monkeypatch):
-    fake = types.SimpleNamespace(capturing=set(), current=Stream(7), int32="int32")
+    fake = fake_cupy(monkeypatch)
     fake.zeros = lambda size, dtype: types.SimpleNamespace(data=types.SimpleNamespace(ptr=POOL))
-    fake.cuda = types.SimpleNamespace(
-        Device=lambda device: concurrent.futures.ThreadPoolExecutor(),  # any context manager
-        runtime=types.SimpleNamespace(streamIsCapturing=lambda ptr: ptr in fake.capturing),
-        get_current_stream=lambda: fake.current,
-    )
-    monkeypatch.setitem(sys.modules, "cupy", fake)
     fake.ends = []  # what is called when the graphs are gone
     monkeypatch.setattr(scratch, "when_graph_is_gone", lambda _, end: fake.ends.append(end))
     return fake
