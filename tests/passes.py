@@ -1,5 +1,6 @@
-"""Forward and backward of a problem, as a user of each library runs them."""
+"""Forward and backward of a problem as a user of each library runs them, and one graph of torch."""
 
+from collections.abc import Callable
 from typing import Any
 
 import cupyflash
@@ -30,3 +31,26 @@ def forward_backward(inputs: Inputs, **options: Any) -> dict[str, Any]:
     )
     given = [x for x in gradients if x is not None]
     return {"out": out, "lse": lse, **dict(zip(names, given, strict=True))}
+
+
+def leaves(inputs: Inputs) -> list[Any]:
+    """q, k, v of torch that want a gradient, in their own storage."""
+    return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+
+
+def results(function: Callable, inputs: Inputs, *qkv: Any) -> dict[str, Any]:
+    """out, dq, dk and dv by name, of a function of tensors q, k and v, by autograd."""
+    import torch
+
+    qkv = qkv or leaves(inputs)
+    out = function(*qkv)
+    gradients = torch.autograd.grad(out, qkv, inputs.dout)
+    return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients)))
+
+
+def one_graph(function: Callable, **options: Any) -> Callable:
+    """torch.compile without a break in the graph; nothing is kept from tests before."""
+    import torch
+
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, **{"backend": "aot_eager", **options})

@@ -5,7 +5,7 @@ import dataclasses
 import numpy
 import pytest
 from matrix import each
-from passes import forward_backward
+from passes import forward_backward, one_graph
 
 import cupyflash
 from cupyflash.attention import cpu, dispatch
@@ -160,8 +160,7 @@ def test_compiled_and_mapped(target, head_dims):
         def function(q, k, v, layout=layout):
             return cupyflash.attention(q * 1, k, v, causal=True, layout=layout)
 
-        torch.compiler.reset()
-        graph = torch.compile(function, fullgraph=True, backend="aot_eager")
+        graph = one_graph(function)
         leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         out = graph(*leaves)
         found = torch.autograd.grad(out, leaves, inputs.dout)

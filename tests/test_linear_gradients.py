@@ -7,6 +7,7 @@ import pytest
 from arrays import normal, stored
 from linear_steps import FIXED, HEAD_DIM, HEADS, joined, largest_sum, leaves, problem_of, results
 from matrix import covering, each_case, each_library, libraries
+from passes import one_graph
 
 import cupyflash
 from cupyflash import environment
@@ -220,12 +221,9 @@ def test_gate(target, activation, size):
 @each_function
 def test_compiled(target, function):
     """Forward and backward in one graph each."""
-    import torch
-
-    torch.compiler.reset()
     problem = whole(target, function)
     dout = gradient_of_out(target, problem)
-    graph = torch.compile(problem.ours, fullgraph=True, backend="aot_eager")
+    graph = one_graph(problem.ours)
     check(problem, dout, results(graph, leaves(problem.tensors), dout))
 
 
@@ -290,7 +288,6 @@ def test_autocast(target, function, compiled, stream):
     """float32 weights, the residuals in float32 or not: as torch's own operations, in bfloat16."""
     import torch
 
-    torch.compiler.reset()
     problem = whole(target, function, "bfloat16", weights="float32")
     if stream == "float32":
         for name in ("x", "residual"):
@@ -299,7 +296,7 @@ def test_autocast(target, function, compiled, stream):
     names = [name for name in problem.tensors if name not in FIXED]
     ours, dout = problem.ours, torch.ones(())
     if compiled:
-        ours = torch.compile(ours, fullgraph=True, backend="aot_eager")
+        ours = one_graph(ours)
 
     def run(function, dtype=None):
         tensors = leaves(problem.tensors, dtype)

@@ -6,6 +6,7 @@ import numpy
 import pytest
 from arrays import normal, stored, to_numpy
 from matrix import covering, each_case, each_library
+from passes import one_graph
 from test_norm import EPS, spread_out
 
 import cupyflash
@@ -398,9 +399,8 @@ def test_compiled(target, residual):
     """One graph with gradients, for a seed that is a number, a tensor, and drawn."""
     import torch
 
-    torch.compiler.reset()
     leaves, gradients = leaves_of(target, residual)
-    graph = torch.compile(norm_of, fullgraph=True, backend="aot_eager")
+    graph = one_graph(norm_of)
     tensor = torch.tensor([SEED], device=leaves[0].device)
     for seed in (SEED, tensor):
         check_torch(leaves, gradients, with_gradients(graph, leaves, gradients, seed))

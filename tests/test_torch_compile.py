@@ -8,34 +8,13 @@ from pathlib import Path
 
 import pytest
 from matrix import each
+from passes import leaves, one_graph, results
 
 import cupyflash
 from cupyflash.testing import assert_close_to_float64, expected, make_alibi_slopes, to_float64
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ("out", "dq", "dk", "dv")
-
-
-def leaves(inputs):
-    """q, k, v that want a gradient, in their own storage."""
-    return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-
-
-def results(function, inputs, *qkv):
-    """out, dq, dk, dv by name."""
-    import torch
-
-    qkv = qkv or leaves(inputs)
-    out = function(*qkv)
-    return dict(zip(RESULTS, (out, *torch.autograd.grad(out, qkv, inputs.dout))))
-
-
-def compiled(function, **options):
-    """Without a break in the graph; nothing is kept from tests before."""
-    import torch
-
-    torch.compiler.reset()
-    return torch.compile(function, fullgraph=True, **{"backend": "aot_eager", **options})
 
 
 @each(library="torch")
@@ -51,7 +30,7 @@ def test_compiled_attention(target, layout):
     def function(q, k, v):
         return cupyflash.attention(q * 1, k, v, layout=layout, return_lse=True, **options)
 
-    graph = compiled(function)
+    graph = one_graph(function)
     exact = expected(inputs, **options)
     exact.check(**results(lambda *qkv: graph(*qkv)[0], inputs))
     with torch.no_grad():
@@ -62,7 +41,7 @@ def test_compiled_attention(target, layout):
 @each(library="torch")
 def test_compiled_flash_attn_func(target):
     inputs = target.inputs("float16", seqlen_q=20, heads_q=4, heads_kv=2)
-    graph = compiled(lambda *qkv: cupyflash.flash_attn_func(*qkv, 0.0, None, True, (7, 0)))
+    graph = one_graph(lambda *qkv: cupyflash.flash_attn_func(*qkv, 0.0, None, True, (7, 0)))
     expected(inputs, causal=True, window=(7, 0)).check(**results(graph, inputs))
 
 
@@ -70,7 +49,7 @@ def test_compiled_flash_attn_func(target):
 def test_compiled_varlen(target):
     inputs = target.varlen_inputs("float16", [9, 0, 11], [12, 3, 12], heads_q=4, heads_kv=2)
     packed = inputs.cu_seqlens_q, inputs.cu_seqlens_k, 11, 12
-    graph = compiled(lambda *qkv: cupyflash.flash_attn_varlen_func(*qkv, *packed, causal=True))
+    graph = one_graph(lambda *qkv: cupyflash.flash_attn_varlen_func(*qkv, *packed, causal=True))
     expected(inputs, causal=True).check(**results(graph, inputs))
 
 
@@ -81,7 +60,7 @@ def test_compiled_sdpa(target):
     def function(q, k, v):
         return cupyflash.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    expected(inputs, causal="top-left").check(**results(compiled(function), inputs))
+    expected(inputs, causal="top-left").check(**results(one_graph(function), inputs))
 
 
 @each(library="torch")
@@ -100,7 +79,7 @@ def test_compiled_gradients_of_bias_and_sinks(target):
         everything = (*leaves(inputs), *learned)
         return torch.autograd.grad(function(*everything), everything, inputs.dout)
 
-    for found, eager in zip(gradients(compiled(function)), gradients(function), strict=True):
+    for found, eager in zip(gradients(one_graph(function)), gradients(function), strict=True):
         torch.testing.assert_close(found, eager)
         assert found.dtype == eager.dtype
 
@@ -117,7 +96,7 @@ def test_compiled_dropout_has_the_mask_of_eager(target, seed):
 
     torch.manual_seed(3)
     eager = results(function, inputs)
-    graph = compiled(function)
+    graph = one_graph(function)
     torch.manual_seed(3)
     for name, x in results(graph, inputs).items():
         torch.testing.assert_close(x, eager[name], msg=name)
@@ -130,7 +109,7 @@ def test_one_graph_for_many_lengths(target):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     frames = CompileCounterWithBackend("aot_eager")
-    graph = compiled(
+    graph = one_graph(
         lambda *qkv: cupyflash.attention(*qkv, causal=True), dynamic=True, backend=frames
     )
     counts = set()
@@ -163,7 +142,7 @@ def test_inductor(target):
     sdpa = torch.nn.functional.scaled_dot_product_attention
     ours = functools.partial(cupyflash.attention, layout="bhsd", causal=True)
     torchs = functools.partial(sdpa, is_causal=True)
-    found = gradients(compiled(functools.partial(layer, ours), backend="inductor"), x, weight)
+    found = gradients(one_graph(functools.partial(layer, ours), backend="inductor"), x, weight)
     wide = (y.detach().double().requires_grad_() for y in (x, weight))
     exact = gradients(functools.partial(layer, torchs), *wide)
     yardstick = gradients(functools.partial(layer, torchs), x, weight)
@@ -174,10 +153,10 @@ def test_inductor(target):
 @each(library="torch")
 def test_compiled_error_names_the_mistake(target):
     inputs = target.inputs("float16", seqlen_q=20)
-    graph = compiled(lambda *qkv: cupyflash.attention(*qkv, causal="left"))
+    graph = one_graph(lambda *qkv: cupyflash.attention(*qkv, causal="left"))
     with pytest.raises(Exception, match="attention: causal must be .*, got 'left'"):
         graph(inputs.q, inputs.k, inputs.v)
-    graph = compiled(cupyflash.attention)
+    graph = one_graph(cupyflash.attention)
     with pytest.raises(Exception, match="attention: q must have 4 dimensions, got 3"):
         graph(inputs.q[0], inputs.k[0], inputs.v[0])
 
@@ -223,7 +202,7 @@ def test_options_that_change(target):
 
     inputs = target.inputs("float16", seqlen_q=20)
     qkv = inputs.q, inputs.k, inputs.v
-    graph = compiled(
+    graph = one_graph(
         lambda scale, left, softcap: cupyflash.attention(
             *qkv, scale=scale, window=[left, None], softcap=softcap
         ),
@@ -253,7 +232,7 @@ def test_forward_mode_of_a_compiled_call_is_refused(target, graph_of, first):
     for name, call in calls.items():
         x = inputs.q if name == "attention" else row.T if name == "group_norm" else row
         x = x.contiguous()
-        graph = compiled(call, backend=graph_of)
+        graph = one_graph(call, backend=graph_of)
         if not first:
             graph(x)
         with (

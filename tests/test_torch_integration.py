@@ -10,6 +10,7 @@ import functools
 import numpy
 import pytest
 from matrix import each
+from passes import one_graph, results
 
 import cupyflash
 from cupyflash.testing import expected
@@ -48,9 +49,7 @@ def sdpa(target):
 
 
 def gradients(function, inputs, **options):
-    qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    out = function(*qkv, **options)
-    return dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, qkv, inputs.dout))))
+    return results(functools.partial(function, **options), inputs)
 
 
 @pytest.fixture
@@ -193,7 +192,6 @@ def test_compiled_model(target, calls):
     layer = torch.nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
     layer = layer.to(target.device, torch.float16)
     x = torch.randn(2, 30, 128, device=target.device, dtype=torch.float16)
-    torch.compiler.reset()
 
     def block(x):
         qkv = torch.nn.functional.linear(x, layer.self_attn.in_proj_weight)
@@ -202,7 +200,7 @@ def test_compiled_model(target, calls):
         return layer.self_attn.out_proj(out.transpose(1, 2).reshape(2, 30, 128))
 
     with active(target):
-        graph = torch.compile(block, fullgraph=True, backend="aot_eager")
+        graph = one_graph(block)
         found = torch.autograd.grad(graph(x).sum(), layer.self_attn.in_proj_weight)
         count = len(calls)
         eager = torch.autograd.grad(block(x).sum(), layer.self_attn.in_proj_weight)

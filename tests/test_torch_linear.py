@@ -3,6 +3,7 @@
 import pytest
 from arrays import normal, stored
 from matrix import each_library
+from passes import one_graph
 
 import cupyflash
 from cupyflash.linear.reference import Arrays, Options
@@ -60,11 +61,8 @@ def joined(out, rows=(3, 5)):
 @each_function
 def test_compiled(target, name):
     """One graph."""
-    import torch
-
-    torch.compiler.reset()
     function, tensors, exact = problem_of(target, name)
-    graph = torch.compile(function, fullgraph=True, backend="aot_eager")
+    graph = one_graph(function)
     expected_projection(*exact).check(out=joined(graph(*tensors)))
 
 

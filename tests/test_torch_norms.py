@@ -7,6 +7,7 @@ import functools
 import pytest
 from arrays import normal, stored
 from matrix import each_library
+from passes import one_graph
 
 import cupyflash
 from cupyflash.testing import expected_group_norm, expected_norm
@@ -144,11 +145,8 @@ def test_opcheck(target, name):
 @each_norm
 def test_compiled(target, name):
     """One graph, with gradients."""
-    import torch
-
-    torch.compiler.reset()
     problem = problem_of(target, name)
-    graph = torch.compile(problem.function, fullgraph=True, backend="aot_eager")
+    graph = one_graph(problem.function)
     check(problem, name, problem.results(graph))
 
 
@@ -221,12 +219,11 @@ def test_autocast_promotes_the_residual(target, compiled):
     """x from a linear layer in half precision, the stream of residuals in float32."""
     import torch
 
-    torch.compiler.reset()
     x, residual = (stored(target, normal((4, 24), i), "float32") for i in (0, 1))
     half, weight = x.bfloat16(), stored(target, normal(24, 2), "float32")
     function = functools.partial(cupyflash.rms_norm, eps=EPS)
     if compiled:
-        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        function = one_graph(function)
     with torch.autocast(target.device, torch.bfloat16):
         out, h = function(half, weight, residual=residual)
     dout = torch.zeros_like(x)
@@ -241,14 +238,13 @@ def test_autocast_takes_weights_of_the_narrower_dtype(target, compiled):
     """Of a whole model in half precision, beside a stream of residuals in float32."""
     import torch
 
-    torch.compiler.reset()
     x, residual = (stored(target, normal((4, 24), i), "float32") for i in (0, 1))
     half, weight, bias = (
         y.bfloat16().requires_grad_() for y in (x, *(x[i].clone() for i in (1, 2)))
     )
     function = functools.partial(cupyflash.layer_norm, eps=EPS)
     if compiled:
-        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        function = one_graph(function)
     with torch.autocast(target.device, torch.bfloat16):
         out, h = function(half, weight, bias, residual=residual)
     dout = torch.zeros_like(x)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from matrix import each
+from passes import leaves, one_graph, results
 
 import cupyflash
 from cupyflash.attention import dispatch
@@ -15,20 +16,6 @@ from cupyflash.testing import expected, make_alibi_slopes
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ("out", "dq", "dk", "dv")
-
-
-def leaves(inputs):
-    """q, k, v that want a gradient, in their own storage."""
-    return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-
-
-def results(function, inputs, *qkv):
-    """out, dq, dk, dv by name."""
-    import torch
-
-    qkv = qkv or leaves(inputs)
-    out = function(*qkv)
-    return dict(zip(RESULTS, (out, *torch.autograd.grad(out, qkv, inputs.dout))))
 
 
 def operator_case(target, name):
@@ -141,8 +128,7 @@ def test_autocast(target, mode):
             return cupyflash.attention(q, k, v, causal=True)
 
     if mode == "compiled":
-        torch.compiler.reset()
-        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        function = one_graph(function)
     qkv = [x.detach().float().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     found = results(function, inputs, *qkv)
     assert [found[name].dtype for name in RESULTS[1:]] == [torch.float32] * 3
@@ -170,8 +156,7 @@ def test_autocast_takes_sinks_of_the_dtype_that_q_had(target, mode):
             return cupyflash.attention(q, q, q, sinks=sinks)
 
     if mode == "compiled":
-        torch.compiler.reset()
-        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        function = one_graph(function)
     out = function(q.to(given).float(), sinks)
     out.float().sum().backward()
     assert out.dtype == half and sinks.grad.dtype == given
