@@ -26,7 +26,7 @@ from typing import Any
 import numpy
 from rich.table import Table
 
-from bench import harness
+from bench import harness, report
 from bench.correctness import Check
 from bench.problem import Problem
 from bench.providers import Call, Provider
@@ -218,7 +218,7 @@ def met(row: Row) -> bool:
 
 def extras_table(rows: list[Row]) -> Table:
     figures = ("ms", "TFLOP/s", "reference TFLOP/s", "ratio", "target")
-    table = harness.new_table("what", "pass", right=figures)
+    table = report.new_table("what", "pass", right=figures)
     for row in rows:
         figures = (f"{row['ms']:.3f}", f"{row['tflops']:.0f}", f"{row['reference_tflops']:.0f}")
         target = f"{'>=' if row['target'] < 1 else '<='} {row['target']:.2f}"

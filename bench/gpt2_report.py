@@ -9,8 +9,7 @@ from rich.table import Table
 
 from bench.gpt2_measure import DECODE, MODES
 from bench.gpt2_ops import GROUPS
-from bench.harness import new_table
-from bench.report import Row
+from bench.report import Row, new_table
 
 COLOURS = dict(
     zip(

@@ -9,18 +9,24 @@ import argparse
 import contextlib
 import functools
 import io
-import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
 from bench.problem import DTYPES
-from bench.report import Row, command_line, console, is_ours, machine_fields, write_results
+from bench.report import (
+    Row,
+    command_line,
+    console,
+    is_ours,
+    machine_fields,
+    table_of,
+    write_results,
+)
 
 CLOCK = (
     "CUDA events, L2 cold and clean and launch cost hidden before each call, all implementations "
@@ -230,47 +236,6 @@ def assert_right(
 
     with contextlib.redirect_stdout(io.StringIO()):  # the errors of what passes
         assert_close_to_float64(found, exact, eager, dtype or dtype_name(found), what)
-
-
-def new_table(*left: str, right: Sequence[str]) -> Table:
-    """A table in Markdown with columns of text and columns of figures."""
-    table = Table(box=MARKDOWN)
-    for title in left:
-        table.add_column(title, no_wrap=True)
-    for title in right:
-        table.add_column(title, justify="right", no_wrap=True)
-    return table
-
-
-def table_of(
-    rows: list[Row],
-    title_of: Callable[[Row], str],
-    rate_titles: tuple[str, str],
-    rate_of: Callable[[Row], tuple[str, float]],
-) -> Table:
-    """problem | implementation | ms | rate | its share | times as fast as the best peer.
-
-    Args:
-        title_of: what the rows of a problem have in common.
-        rate_of: the rate, and the share that it is of what the card can do.
-    """
-    table = new_table("problem", "impl", right=("ms", *rate_titles, "vs best peer"))
-    for problem, group in itertools.groupby(rows, title_of):
-        cells = list(group)
-        peers = [row["ms"] for row in cells if not is_ours(row["impl"])]
-        best = min(peers or [row["ms"] for row in cells])
-        for number, row in enumerate(cells):
-            rate, share = rate_of(row)
-            table.add_row(
-                "" if number else problem,
-                row["impl"],
-                f"{row['ms']:.4f}",
-                rate,
-                f"{100 * share:.0f} %",
-                f"{best / row['ms']:.2f}",
-                style="bold" if is_ours(row["impl"]) else "",
-            )
-    return table
 
 
 def table_of_bytes(run: Run, title_of: Callable[[Row], str] = lambda row: row["problem"]) -> Table:

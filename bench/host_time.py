@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import harness
+from bench import harness, report
 from bench.problem import Problem
 from bench.providers import PROVIDERS, Call, Provider
 
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             clocks[key] = clock
         except Exception as error:  # whatever a library raises where it cannot do this
             run.notes.left_out(key[0], error, "the start")
-    table = harness.new_table("implementation", "autograd", right=("us per call",))
+    table = report.new_table("implementation", "autograd", right=("us per call",))
     for (impl, grad), median in medians(clocks, SAMPLES).items():
         us = round(median, 2)
         run.rows.append({"op": "host_time", "impl": impl, "us": us, "grad": grad, **PROBLEM.row()})

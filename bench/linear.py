@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench import harness
+from bench import harness, report
 from bench.linear_problems import OPS, LinearProblem, function_of, problems
 from bench.report import Row
 
@@ -65,7 +65,7 @@ def table_of(run: harness.Run) -> Table:
             return f"{row['tflops']:.0f} TF/s", row["tflops"] / run.fields["matmul_tflops"]
         return f"{row['gbps']:.0f} GB/s", row["gbps"] / run.fields["copy_gbps"]
 
-    return harness.table_of(run.rows, lambda row: row["problem"], ("rate", "share"), rate_of)
+    return report.table_of(run.rows, lambda row: row["problem"], ("rate", "share"), rate_of)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench import harness
+from bench import harness, report
 from bench import problem as attention_problem
 from bench.linear_problems import OPS, LinearProblem, one_by_one, ours, projected
 from bench.report import Row
@@ -130,7 +130,7 @@ def table_of(run: harness.Run) -> Table:
     def rate_of(row: Row) -> tuple[str, float]:
         return f"{row['tflops']:.0f} TF/s", row["tflops"] / run.fields["matmul_tflops"]
 
-    return harness.table_of(run.rows, lambda row: row["problem"], ("rate", "share"), rate_of)
+    return report.table_of(run.rows, lambda row: row["problem"], ("rate", "share"), rate_of)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

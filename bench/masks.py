@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench import harness
+from bench import harness, report
 from bench import problem as problems
 from bench.correctness import Check
 from bench.problem import Problem
@@ -103,7 +103,7 @@ def measure(run: harness.Run, kind: str, problem: Problem) -> None:
 
 def masks_table(rows: list[Row]) -> Table:
     figures = ("ms", "TFLOP/s", "of plain", "vs best SDPA")
-    table = harness.new_table("head dim", "option", "pass", "impl", right=figures)
+    table = report.new_table("head dim", "option", "pass", "impl", right=figures)
     key = lambda row: (row["head_dim"], row["what"], row["pass"])  # noqa: E731
     ours = {key(row): row["tflops"] for row in rows if row["impl"] == "cupyflash"}
     for row in rows:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import harness
+from bench import harness, report
 from bench.problem import Problem
 from bench.providers import PROVIDERS, Call, is_ours
 from bench.report import Row
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments, options = harness.parsed(parser, arguments)
     run = harness.Run("memory", PROTOCOL, arguments, options, timed=False)
     figures = ("fwd MiB", "predicted", "bwd MiB", "predicted")
-    table = harness.new_table("tokens", "provider", right=figures)
+    table = report.new_table("tokens", "provider", right=figures)
     names = usable(options.providers, options.head_dim, run.notes)
     for seqlen, name in run.each(itertools.product(SEQLENS, names)):
         new = rows_of(shape(seqlen, options.head_dim), name)

@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,45 +83,76 @@ def cell(row: Row) -> tuple[str, Problem]:
     return row["pass"], Problem(*(row[field] for field in fields))
 
 
-def ratios_to_best(rows: list[Row]) -> list[float]:
+def ratios_to_best(rows: list[Row], cell_of: Callable[[Row], Any] = cell) -> list[float]:
     """For each row, how many times as fast it is as the best peer in its cell.
 
-    Peers are the providers that are not cupyflash; where a cell holds none, the best of all.
+    Peers are the implementations that are not cupyflash; where a cell holds none, the best of all.
     """
     best: dict[Any, tuple[bool, float]] = {}
     for row in rows:
-        key, candidate = cell(row), (is_ours(row["impl"]), row["ms"])
+        key, candidate = cell_of(row), (is_ours(row["impl"]), row["ms"])
         best[key] = min(best.get(key, candidate), candidate)
-    return [best[cell(row)][1] / row["ms"] for row in rows]
+    return [best[cell_of(row)][1] / row["ms"] for row in rows]
+
+
+def new_table(*left: str, right: Sequence[str]) -> Table:
+    """A table in Markdown with columns of text and columns of figures."""
+    table = Table(box=MARKDOWN)
+    for title in left:
+        table.add_column(title, no_wrap=True)
+    for title in right:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
+def table_of(
+    rows: list[Row],
+    title_of: Callable[[Row], str],
+    rate_titles: tuple[str, str],
+    rate_of: Callable[[Row], tuple[str, float]],
+    **more: Callable[[Row], str],
+) -> Table:
+    """problem | implementation | ms | rate | its share | times as fast as the best peer.
+
+    Args:
+        title_of: what the rows of a problem have in common.
+        rate_of: the rate, and the share that it is of what the card can do.
+        more: further columns by title.
+    """
+    table = new_table("problem", "impl", right=("ms", *rate_titles, "vs best peer", *more))
+    previous = None
+    for row, ratio in zip(rows, ratios_to_best(rows, title_of), strict=True):
+        title, (rate, share) = title_of(row), rate_of(row)
+        table.add_row(
+            title if title != previous else "",
+            row["impl"],
+            f"{row['ms']:.4f}",
+            rate,
+            f"{100 * share:.0f} %",
+            f"{ratio:.2f}",
+            *(text_of(row) for text_of in more.values()),
+            style="bold" if is_ours(row["impl"]) else "",
+        )
+        previous = title
+    return table
 
 
 def attention_table(rows: list[Row], matmul_tflops: float) -> Table:
-    """shape | provider | ms | TFLOP/s | % of the matrix-product rate | ratio to the best peer.
+    """`table_of` with the share of the matrix-product rate.
 
     And the ratio to the bar (`bench.bars`) where a row has one.
     """
-    table = Table(box=MARKDOWN)
-    table.add_column("shape", no_wrap=True)
-    table.add_column("provider", no_wrap=True)
-    bar = ["vs bar"] if any("bar_tflops" in row for row in rows) else []
-    for title in ("ms", "TFLOP/s", "% of matmul", "vs best peer", *bar):
-        table.add_column(title, justify="right", no_wrap=True)
-    previous = None
-    for row, ratio in zip(rows, ratios_to_best(rows), strict=True):
-        direction, problem = key = cell(row)
-        vs_bar = f"{row['tflops'] / row['bar_tflops']:.2f}" if "bar_tflops" in row else ""
-        table.add_row(
-            f"{direction} {problem}" if key != previous else "",
-            row["impl"],
-            f"{row['ms']:.3f}",
-            f"{row['tflops']:.0f}",
-            f"{100 * row['tflops'] / matmul_tflops:.0f} %",
-            f"{ratio:.2f}",
-            *([vs_bar] if bar else []),
-            style="bold" if is_ours(row["impl"]) else "",
-        )
-        previous = key
-    return table
+
+    def vs_bar(row: Row) -> str:
+        return f"{row['tflops'] / row['bar_tflops']:.2f}" if "bar_tflops" in row else ""
+
+    return table_of(
+        rows,
+        lambda row: "{} {}".format(*cell(row)),
+        ("TFLOP/s", "% of matmul"),
+        lambda row: (f"{row['tflops']:.0f}", row["tflops"] / matmul_tflops),
+        **({"vs bar": vs_bar} if any("bar_tflops" in row for row in rows) else {}),
+    )
 
 
 def geometric_means(rows: list[Row]) -> list[str]:

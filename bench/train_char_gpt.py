@@ -141,7 +141,7 @@ def coincides(row: Row) -> bool:
 
 def table(rows: list[Row]) -> Table:
     figures = ("tokens/s", "vs SDPA", "last loss", "from SDPA's curve", "allowed")
-    found = harness.new_table("attention", right=figures)
+    found = report.new_table("attention", right=figures)
     sdpa = next(row["tokens_per_s"] for row in rows if row["impl"] == "sdpa")
     for row in rows:
         found.add_row(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from rich.table import Table
 
-from bench import harness
+from bench import harness, report
 from bench.gpt import Size, autocast, held, make_model
 from bench.report import Row
 from bench.timing import medians
@@ -107,7 +107,7 @@ def ratio_to_sdpa(row: Row, rows: list[Row]) -> float | None:
 
 def table(rows: list[Row]) -> Table:
     figures = ("ms", "tokens/s", "vs SDPA")
-    found = harness.new_table("mode", "batch x seqlen", "attention", right=figures)
+    found = report.new_table("mode", "batch x seqlen", "attention", right=figures)
     for row in rows:
         ratio = ratio_to_sdpa(row, rows)
         found.add_row(

@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench import harness
+from bench import harness, report
 from bench import problem as attention_problem
 from bench.report import Row
 
@@ -199,7 +199,7 @@ def wait_ms(call: Callable[[], Any]) -> float:
 def table_of(rows: list[Row]) -> Table:
     """problem | implementation | ms | on the GPU | of a step | times as fast as each peer."""
     figures = ("ms", "GPU ms", "us/step", "vs eager", "vs compile", "vs graphs")
-    table = harness.new_table("problem", "impl", right=figures)
+    table = report.new_table("problem", "impl", right=figures)
     for problem, group in itertools.groupby(rows, lambda row: row["problem"]):
         cells = list(group)
         ms = {row["impl"]: row["ms"] for row in cells}

@@ -63,8 +63,8 @@ def test_table(capsys):
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert max(map(len, lines)) <= 120
     cells = [[text.strip() for text in line.split("|")[1:-1]] for line in lines]
-    assert cells[0] == ["shape", "provider", "ms", "TFLOP/s", "% of matmul", "vs best peer"]
-    assert cells[2][:3] == ["fwd bfloat16 D=64 B=2 S=256 H=4/2 full", "cupyflash", "0.500"]
+    assert cells[0] == ["problem", "impl", "ms", "TFLOP/s", "% of matmul", "vs best peer"]
+    assert cells[2][:3] == ["fwd bfloat16 D=64 B=2 S=256 H=4/2 full", "cupyflash", "0.5000"]
     assert cells[2][4:] == ["50 %", "2.00"]
     assert cells[3][:2] == ["", "sdpa-flash"] and cells[3][4:] == ["25 %", "1.00"]
 
