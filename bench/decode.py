@@ -60,15 +60,12 @@ class DecodeProblem:
 
     def tensors(self) -> tuple[Any, ...]:
         """(q, k, v, k_cache, v_cache): the last row of the caches is the new one's."""
-        import torch
-
         heads_q, heads_kv, head_dim = HEADS[self.model]
-        device = attention_problem.DEVICE
-        generator = torch.Generator(device).manual_seed(0)
+        source = attention_problem.generator(0)
 
         def random(length: int, heads: int) -> Any:
-            shape, dtype = (self.batch, length, heads, head_dim), getattr(torch, self.dtype)
-            return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+            shape = (self.batch, length, heads, head_dim)
+            return attention_problem.random(shape, self.dtype, source)
 
         new = [random(1, heads) for heads in (heads_q, heads_kv, heads_kv)]
         return *new, *(random(self.length, heads_kv) for _ in range(2))

@@ -87,7 +87,8 @@ class LinearProblem:
 
         Biases and the residual are in GPT-2's, a residual in all MLPs.
         """
-        random, weights = self._random, self.weights
+        random = lambda shape, seed: attention_problem.random(shape, self.dtype, seed)  # noqa: E731
+        weights = self.weights
         tensors = {"x": random((self.rows, self.depth), 0)}
         for number, shape in enumerate(weights):
             tensors[f"weight{number}"] = random(shape, 1 + number) * shape[1] ** -0.5
@@ -101,15 +102,6 @@ class LinearProblem:
                 angles = random((self.rows, self.head_dim // 2), 32)
                 tensors["cos"], tensors["sin"] = angles.cos(), angles.sin()
         return tensors
-
-    def _random(self, shape: tuple[int, ...], seed: int) -> Any:
-        import torch
-
-        device = attention_problem.DEVICE
-        generator = torch.Generator(device).manual_seed(seed)
-        return torch.randn(
-            shape, dtype=getattr(torch, self.dtype), device=device, generator=generator
-        )
 
 
 def problems(

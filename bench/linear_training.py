@@ -94,9 +94,9 @@ def training_call(
         with torch.autocast(device, dtype) if on else contextlib.nullcontext():
             outputs = function(**leaves)
         if not gradients:
-            generator = torch.Generator(device).manual_seed(40)
+            source = attention_problem.generator(40)
             for y in outputs:
-                random = torch.randn(y.shape, dtype=dtype, device=device, generator=generator)
+                random = attention_problem.random(y.shape, problem.dtype, source)
                 gradients.append(random.to(y.dtype))
         return [*outputs, *torch.autograd.grad(outputs, wanted, gradients)]
 

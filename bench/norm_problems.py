@@ -122,10 +122,7 @@ class NormProblem:
     def _random(self, shape: tuple[int, ...], seed: int) -> Any:
         import torch
 
-        device = attention_problem.DEVICE
-        generator = torch.Generator(device).manual_seed(seed)
-        dtype = getattr(torch, self.dtype)
-        x = torch.randn(shape, dtype=dtype, device=device, generator=generator)
+        x = attention_problem.random(shape, self.dtype, seed)
         if self.channels_last and len(shape) == 4:
             return x.to(memory_format=torch.channels_last)
         return x

@@ -16,6 +16,22 @@ def attention_flops(
     return 4.0 * batch * heads * seqlen_q * seqlen_k * head_dim * (0.5 if causal else 1.0)
 
 
+def generator(seed: int) -> Any:
+    """Of torch's random numbers on `DEVICE`."""
+    import torch
+
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def random(shape: tuple[int, ...], dtype: str, source: Any) -> Any:
+    """A torch tensor on `DEVICE`, standard normal, by a `generator` or a seed."""
+    import torch
+
+    source = generator(source) if isinstance(source, int) else source
+    dtype = getattr(torch, dtype)
+    return torch.randn(shape, dtype=dtype, device=DEVICE, generator=source)
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Self-attention of ``batch`` sequences of ``seqlen`` tokens."""
@@ -56,15 +72,8 @@ class Problem:
 
     def tensors(self, seed: int = 0) -> tuple[Any, Any, Any, Any]:
         """q, k, v, dout (batch, seqlen, heads, head_dim): torch tensors, standard normal."""
-        import torch
-
-        generator = torch.Generator(DEVICE).manual_seed(seed)
+        source = generator(seed)
         return tuple(
-            torch.randn(
-                (self.batch, self.seqlen, heads, self.head_dim),
-                dtype=getattr(torch, self.dtype),
-                device=DEVICE,
-                generator=generator,
-            )
+            random((self.batch, self.seqlen, heads, self.head_dim), self.dtype, source)
             for heads in (self.heads, self.heads_kv, self.heads_kv, self.heads)
         )

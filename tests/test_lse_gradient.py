@@ -111,7 +111,8 @@ def test_rows_with_a_sink_alone(target, seqlen_k):
     found = gradients(target, inputs, dlse, **options)
     if seqlen_k == 0:
         exact = to_float64(dlse).sum((0, 2))
-        terms = float(abs(to_float64(dlse)).sum((0, 2)).max())
+        # Each is multiplied by exp(sink - LSE), which is 1 but for some last places.
+        terms = 4 * float(abs(to_float64(dlse)).sum((0, 2)).max())
         assert_close_to_float64(found["dsinks"], exact, exact, "float32", "dsinks", terms=terms)
         assert (to_float64(found["dq"]) == 0).all()
     else:

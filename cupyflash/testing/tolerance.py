@@ -111,7 +111,8 @@ def assert_close_to_float64(
 
 def _alike(*arrays: Any) -> tuple[Any, list[Any]]:
     """Arrays in float64 in one library, and that: torch on its device, CuPy or NumPy."""
-    if all(type(x).__module__.partition(".")[0] == "torch" for x in arrays):
+    of_torch = all(type(x).__module__.partition(".")[0] == "torch" for x in arrays)
+    if of_torch and len({x.device for x in arrays}) == 1:
         import torch
 
         return torch, [x.detach().double() for x in arrays]
