@@ -92,7 +92,8 @@ def test_the_example_is_formatted(tree, tool):
 
 
 def test_the_files_that_the_page_names_exist(tree):
-    paths = [*tree.rglob("*"), *ROOT.iterdir(), *(ROOT / "tests").iterdir()]
+    folders = (ROOT, ROOT / "tests", ROOT / "bench")
+    paths = [*tree.rglob("*"), *(path for folder in folders for path in folder.iterdir())]
     known = [f"{path.as_posix()}/" for path in paths]
     named = re.findall(r"`([\w./]+(?:\.(?:py|cu|cuh|md|toml)|/))`", PAGE)
     assert len(named) > 40
