@@ -33,13 +33,13 @@ if TYPE_CHECKING:  # for type checkers; MODULES says the same at run time
     from .diffusion.sampler import DiffusionSampler as DiffusionSampler
     from .diffusion.schedule import beta_schedule as beta_schedule
     from .diffusion.schedule import timestep_embeddings as timestep_embeddings
+    from .group_norm.group_norm import group_norm as group_norm
+    from .group_norm.group_norm import group_norm_backward as group_norm_backward
     from .linear.linear import Norm as Norm
     from .linear.linear import Rotary as Rotary
     from .linear.linear import linear as linear
     from .linear.linear import mlp as mlp
     from .linear.linear import qkv_projection as qkv_projection
-    from .norm.group_norm import group_norm as group_norm
-    from .norm.group_norm import group_norm_backward as group_norm_backward
     from .norm.norm import layer_norm as layer_norm
     from .norm.norm import layer_norm_backward as layer_norm_backward
     from .norm.norm import rms_norm as rms_norm
@@ -59,8 +59,8 @@ MODULES = {
     "decode.cached_attention": "attention_with_cache",
     "diffusion.sampler": "DiffusionSampler",
     "diffusion.schedule": "beta_schedule timestep_embeddings",
+    "group_norm.group_norm": "group_norm group_norm_backward",
     "linear.linear": "Norm Rotary linear mlp qkv_projection",
-    "norm.group_norm": "group_norm group_norm_backward",
     "norm.norm": "layer_norm layer_norm_backward rms_norm rms_norm_backward",
     "precompile": "warmup",
 }
@@ -85,7 +85,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps the functions `attention` and `linear`, which have the names of folders beside them.
+    """Keeps the functions `attention`, `group_norm` and `linear`, which are named as folders are.
 
     An import of such a folder would put its module here instead. It can still be imported from:
     ``from cupyflash.linear import kernels`` looks into ``sys.modules``.

@@ -13,9 +13,9 @@ from .baselines import baselines
 from .decode import kernels as decode
 from .decode import stack_plan as transformer
 from .diffusion import plan as diffusion
+from .group_norm import kernels as group_norm
 from .jit import compiler
 from .linear import launches as linear
-from .norm import group_norm_kernels as group_norm
 from .norm import kernels as norm
 from .runtime.checks import is_integer
 from .runtime.config import ITEM_SIZE, KernelConfig

@@ -8,10 +8,11 @@ from arrays import assert_same_oracle, broadcast, normal, stored, to_numpy
 from matrix import covering, each_case, each_library
 
 import cupyflash
+from cupyflash.group_norm import group_norm as topic
+from cupyflash.group_norm import kernels, plan, reference
+from cupyflash.group_norm.groups import Groups, dense_like, layout_of
+from cupyflash.group_norm.plan import MAX_WAVES, shares_of
 from cupyflash.jit import sources
-from cupyflash.norm import detour, group_norm_dispatch, group_norm_work, reference
-from cupyflash.norm.group_norm_work import MAX_WAVES, shares_of
-from cupyflash.norm.groups import Groups, dense_like, layout_of
 from cupyflash.runtime.array import View, library_of
 from cupyflash.runtime.operation import Plans
 from cupyflash.runtime.scratch import COUNTERS
@@ -99,11 +100,11 @@ def test_groups_of_many_sizes(target, dtype, positions):
 
 def at_most(clusters, monkeypatch):
     """Lets no more clusters of a kernel run at once."""
-    at_once = group_norm_work.clusters_at_once
+    at_once = plan.clusters_at_once
     least = lambda config, device: min(clusters, at_once(config, device))
-    monkeypatch.setattr(group_norm_work, "clusters_at_once", least)
-    monkeypatch.setattr(group_norm_dispatch, "_forward_plans", Plans(3))
-    monkeypatch.setattr(group_norm_dispatch, "_backward_plans", Plans(4))
+    monkeypatch.setattr(plan, "clusters_at_once", least)
+    monkeypatch.setattr(topic, "_forward_plans", Plans(3))
+    monkeypatch.setattr(topic, "_backward_plans", Plans(4))
 
 
 @each_library(device="cuda")
@@ -210,7 +211,7 @@ def test_groups_that_share_a_counter(target, positions, num_groups):
 
 
 def test_counters_of_the_groups():
-    source = sources.root() / "norm" / "params.cuh"
+    source = sources.root() / "group_norm" / "params.cuh"
     assert f"GROUP_COUNTERS = {COUNTERS};" in source.read_text()
 
 
@@ -226,6 +227,25 @@ def test_shares(turns, num_groups, at_once):
     found = shares_of(turns, num_groups, at_once)
     possible = [n for n in range(1, turns + 1) if n * num_groups <= MAX_WAVES * at_once]
     assert 1 <= found <= turns and time(found) == min(map(time, possible or [1]))
+
+
+@pytest.mark.parametrize("size", [2560, 10240, 40960, 65536, 163840])
+@pytest.mark.parametrize("spread", [0, 1, 2, 4, 20])
+def test_small_batches_are_spread(size, spread):
+    """Of 132 multiprocessors each has a block, in clusters that are not too large for a group."""
+    kind = ("float16", "float16", "silu")
+    alone = kernels.one_step(False, kind, size, True, False, (9, 0))
+    found = kernels.one_step(False, kind, size, True, False, (9, 0), spread)
+    assert found == alone or (found.cluster <= spread and size <= found.size <= 2 * size)
+    if spread == 4 and size <= 40960:
+        assert found.cluster == {2560: 1, 10240: 2, 40960: 4}[size]
+    for other in (
+        (True, kind, size, True, False, (9, 0)),
+        (False, kind, size, True, False, (8, 0)),
+    ):
+        assert kernels.one_step(*other, spread) == kernels.one_step(*other)
+    known = set(kernels.configurations((9, 0)))
+    assert found in known
 
 
 # Tiles of all groups, of some of them, of a part of one; more threads than positions.
@@ -520,12 +540,12 @@ def test_dout_of_another_memory_format(target, shape):
         exact.check(**run(case, dout, x, weight, bias))
 
 
-@pytest.mark.parametrize("name", ["group_norm_forward", "group_norm_backward"])
+@pytest.mark.parametrize("name", ["_forward_detour", "_backward_detour"])
 @pytest.mark.parametrize("what", ["crop", "dout", "weight"])
 def test_detours(monkeypatch, name, what):
     """What a GPU goes through, with the operations of a CPU behind it."""
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(detour, "Detour", lambda library, device, call: call)
+    monkeypatch.setattr(topic, "Detour", lambda library, device, call: call)
     x, dout = (torch.from_numpy(normal((2, 8, 6, 7), i)) for i in range(2))
     if what == "crop":
         x, dout = x.to(memory_format=torch.channels_last)[..., 1:5], dout[..., 1:5]
@@ -533,25 +553,25 @@ def test_detours(monkeypatch, name, what):
         dout = dout.to(memory_format=torch.channels_last)
     weight, bias = (None, None) if what == "weight" else (torch.randn(8), torch.randn(8))
     library, calls = library_of(x), []
-    forward = group_norm_dispatch.forward
-    if name == "group_norm_forward":
+    forward = topic.forward
+    if name == "_forward_detour":
         arrays = {"x": x, "weight": weight, "bias": bias}
         again = lambda *y: forward("f", library, y[:-1], (2, 1e-5, "silu", y[-1]))
         arguments = (*arrays.values(), True)
     else:
         stats = forward("f", library, (x, weight, bias), (2, 1e-5, "silu", True))[1]
         arrays = {"dout": dout, "x": x, "weight": weight, "bias": bias, "stats": stats}
-        again = lambda *y: group_norm_dispatch.backward("f", library, y, ("silu",))
+        again = lambda *y: topic.backward("f", library, y, ("silu",))
         arguments = tuple(arrays.values())
 
     def seen(*given):
         calls.append(given)
         return again(*given)
 
-    make = lambda given: getattr(detour, name)(library, views_of(given), seen)
+    make = lambda given: getattr(topic, name)(library, views_of(given), seen)
     views_of = lambda given: {k: library.view(y) for k, y in given.items() if y is not None}
     call = make(arrays)
-    if what == "dout" and name == "group_norm_forward":
+    if what == "dout" and name == "_forward_detour":
         assert call is None
         return
     found = call(*arguments)

@@ -13,10 +13,11 @@ from matrix import each_library
 from targets import compute_capability
 
 import cupyflash
-from cupyflash.norm import group_norm_dispatch, group_norm_ring, ring_shape, ring_workspace
-from cupyflash.norm.groups import Groups
-from cupyflash.norm.ring_shape import Samples
-from cupyflash.norm.ring_workspace import workspace_bytes
+from cupyflash.group_norm import group_norm as topic
+from cupyflash.group_norm import ring as ring_module
+from cupyflash.group_norm.groups import Groups
+from cupyflash.group_norm.kernels import GroupNormBwdRing
+from cupyflash.group_norm.ring import Samples, workspace_bytes
 from cupyflash.runtime import driver
 from cupyflash.runtime.array import View
 from cupyflash.runtime.operation import Plans
@@ -29,7 +30,7 @@ HAS_RING = compute_capability()[0] == 90
 @pytest.mark.parametrize("tensors", [1, 2])
 @pytest.mark.parametrize("seed", range(20))
 def test_shapes(seed, tensors):
-    """What group_ring.cuh relies on: all positions, the memory, the order of events."""
+    """What nhwc_ring.cuh relies on: all positions, the memory, the order of events."""
     draw = random.Random(seed)
     found = {1: 0}
     for _ in range(100):
@@ -38,33 +39,33 @@ def test_shapes(seed, tensors):
         groups = draw.choice([g for g in range(1, 65) if width % g == 0])
         batch, positions = draw.randint(1, 300), draw.randint(1, 2 ** draw.randint(0, 20))
         samples = Samples(batch, groups, width // groups, positions, item, tensors)
-        ring = ring_shape.ring_shape(samples, processors, draw.random() < 0.9)
+        ring = ring_module.ring_shape(samples, processors, draw.random() < 0.9)
         if ring is None:
             continue
         found[ring.slices] = found.get(ring.slices, 0) + 1
         assert groups % ring.slices == 0
         width, groups = width // ring.slices, groups // ring.slices
-        assert ring.teams <= ring_shape.MAX_TEAMS and ring.flight <= ring_shape.MAX_FLIGHT
+        assert ring.teams <= ring_module.MAX_TEAMS and ring.flight <= ring_module.MAX_FLIGHT
         assert 1 <= ring.teams <= batch and ring.teams * ring.blocks <= processors
         assert (ring.blocks - 1) * ring.span < positions <= ring.blocks * ring.span
         of_stream = workspace_bytes(
-            ring_shape.MAX_GROUPS, ring_shape.MAX_FLIGHT, ring_shape.MAX_TEAMS, processors
+            ring_module.MAX_GROUPS, ring_module.MAX_FLIGHT, ring_module.MAX_TEAMS, processors
         )
         own = workspace_bytes(groups, ring.flight, ring.teams, ring.teams * ring.blocks)
         assert own <= of_stream
         assert width * item % 16 == 0
-        rows = ring_shape.CONSUMERS // (width * item // 16)
-        slot = rows * ring_shape.SLOT_PACKS // tensors
+        rows = ring_module.CONSUMERS // (width * item // 16)
+        slot = rows * ring_module.SLOT_PACKS // tensors
         if ring.slices > 1:  # what a tensor map can
             assert width <= 256 and slot <= 256 and slot * width * item % 128 == 0
         assert (ring.sample_slots - 1) * slot < ring.span <= ring.sample_slots * slot
         assert ring.sample_slots < ring.slots < (ring.flight + 1) * ring.sample_slots
-        in_flight = ring.runs * ring_shape.CONSUMERS * 8 + groups * (16 + 8)
-        shares = 2 * ring_shape.CONSUMERS * 8 if tensors == 2 else 0
-        memory = ring_shape.RING_BYTES - shares
+        in_flight = ring.runs * ring_module.CONSUMERS * 8 + groups * 16
+        shares = 2 * ring_module.CONSUMERS * 8 if tensors == 2 else 0
+        memory = ring_module.RING_BYTES - shares
         assert ring.slots * slot * width * item * tensors + ring.flight * in_flight <= memory
-        assert ring.slots <= ring_shape.MAX_SLOTS
-        assert ring.flight <= ring_shape.MAX_FLIGHT
+        assert ring.slots <= ring_module.MAX_SLOTS
+        assert ring.flight <= ring_module.MAX_FLIGHT
         vector, size = 16 // item, width // groups
         packs = [{c // size for c in range(p, p + vector)} for p in range(0, width, vector)]
         assert ring.runs == max(map(len, packs))
@@ -73,7 +74,7 @@ def test_shapes(seed, tensors):
 
 def slices_of(*samples, mappable=True):
     """On an H200; 0 where there is no ring."""
-    ring = ring_shape.ring_shape(Samples(*samples), 132, mappable)
+    ring = ring_module.ring_shape(Samples(*samples), 132, mappable)
     return ring.slices if ring else 0
 
 
@@ -101,9 +102,9 @@ def test_workspaces_of_streams(monkeypatch):
         return Stream(4096 * len(made))
 
     fake_cupy(monkeypatch, Memory=memory).current = Stream(0)
-    monkeypatch.setattr(ring_workspace, "is_capturing", lambda stream: stream in capturing)
-    monkeypatch.setattr(ring_workspace, "all_multiprocessors", lambda device: 132)
-    workspaces = ring_workspace.RingWorkspaces(0)
+    monkeypatch.setattr(ring_module, "is_capturing", lambda stream: stream in capturing)
+    monkeypatch.setattr(ring_module, "all_multiprocessors", lambda device: 132)
+    workspaces = ring_module.RingWorkspaces(0)
     library = SimpleNamespace(zeros_int32=lambda n, like: n, pointer=lambda x: -x)
     address = lambda stream, size: workspaces.address(stream, library, None, size)[0]
     one, other = Stream(55), Stream(56)
@@ -116,7 +117,7 @@ def test_workspaces_of_streams(monkeypatch):
     assert address(Stream(2), 100) == -25  # many streams of one name
     for i in range(100, 200):
         address(Stream(i), 100)
-    assert len(made) == ring_workspace.MAX_STREAMS and address(Stream(9), 4) == -1
+    assert len(made) == ring_module.MAX_STREAMS and address(Stream(9), 4) == -1
 
 
 def test_the_workspace_is_for_the_whole_gpu(monkeypatch):
@@ -124,11 +125,9 @@ def test_the_workspace_is_for_the_whole_gpu(monkeypatch):
     fake_cupy(monkeypatch, Memory=None)
     for name in ("multiprocessors", "all_multiprocessors"):
         count = driver.multiprocessor_limit if name == "multiprocessors" else lambda: 132
-        monkeypatch.setattr(
-            ring_workspace, name, lambda device, count=count: count(), raising=False
-        )
+        monkeypatch.setattr(ring_module, name, lambda device, count=count: count(), raising=False)
     with driver.limit_multiprocessors(8):
-        workspaces = ring_workspace.RingWorkspaces(0)
+        workspaces = ring_module.RingWorkspaces(0)
     assert workspaces.bytes == workspace_bytes(64, 8, 8, 132)
 
 
@@ -156,7 +155,7 @@ def rings(monkeypatch, call):
     """What `call` returns, and of forward and backward whether they took the ring."""
     plans = {"_forward_plans": Plans(3), "_backward_plans": Plans(4)}
     for name, found in plans.items():
-        monkeypatch.setattr(group_norm_dispatch, name, found)
+        monkeypatch.setattr(topic, name, found)
     result = call()
     return result, [bool(plan.ring) for found in plans.values() for plan in found.values()]
 
@@ -195,14 +194,14 @@ def test_just_fits(target, tensors, monkeypatch):
     """The largest sample, and one with a position more, with little shared memory."""
     import cupy
 
-    monkeypatch.setattr(ring_shape, "RING_BYTES", 40 << 10)
+    monkeypatch.setattr(ring_module, "RING_BYTES", 40 << 10)
     processors = cupy.cuda.Device().attributes["MultiProcessorCount"]
 
     def fits(positions):
-        return ring_shape.ring_shape(Samples(2, 5, 64, positions, 2, tensors), processors, False)
+        return ring_module.ring_shape(Samples(2, 5, 64, positions, 2, tensors), processors, False)
 
     positions = next(n for n in range(512, 1 << 20) if not fits(n + 1))
-    monkeypatch.setattr(group_norm_ring, "MAX_MAP_STRIDE", 0)  # no slices
+    monkeypatch.setattr(ring_module, "MAX_MAP_STRIDE", 0)  # no slices
     for extra in (0, 1):
         problem = arrays(target, 2, 320, positions + extra, "float16")
         results, found = rings(monkeypatch, lambda: run(5, *problem))  # noqa: B023
@@ -226,16 +225,16 @@ SLICED = [
 def test_slices(target, sizes, round_bytes, expected, monkeypatch):
     """Of samples that lie apart, in a batch or alone."""
     batch, channels, groups, positions = sizes
-    monkeypatch.setattr(ring_shape, "ROUND_BYTES", round_bytes)
-    monkeypatch.setattr(ring_shape, "MIN_ROUND_BYTES", 0)
+    monkeypatch.setattr(ring_module, "ROUND_BYTES", round_bytes)
+    monkeypatch.setattr(ring_module, "MIN_ROUND_BYTES", 0)
     made = []
 
-    class Counted(group_norm_ring.RingLaunch):
+    class Counted(ring_module.RingLaunch):
         def __init__(self, config, groups, eps, ring, device):
             made.append((ring.slices, ring.teams))
             super().__init__(config, groups, eps, ring, device)
 
-    monkeypatch.setattr(group_norm_ring, "RingLaunch", Counted)
+    monkeypatch.setattr(ring_module, "RingLaunch", Counted)
     for dtype in ("float16", "bfloat16", "float32"):
         dout, x, weight, bias = arrays(target, 2 * batch, channels, positions, dtype)
         tensors = dout[::2], x[::2], weight, bias
@@ -253,11 +252,11 @@ def test_slices(target, sizes, round_bytes, expected, monkeypatch):
 def test_slice_maps(batch, strides, step):
     """A box is what a slot has; the stride of a single sample is made up."""
     tensors = {name: View((batch, 40, 50), strides, "float16", 0) for name in ("x", "dout", "dx")}
-    config = group_norm_ring.GroupNormBwdRing("float16", "float16", "silu")
+    config = GroupNormBwdRing("float16", "float16", "silu")
     groups = Groups("f", tensors, 5)
-    part = group_norm_ring.samples_of(config, groups).parted(5)
+    part = ring_module.samples_of(config, groups).parted(5)
     assert (
-        group_norm_ring.slice_maps(config, groups, part)
+        ring_module.slice_maps(config, groups, part)
         == [TensorMapSpec("float16", (40, 50, 1, batch), (80, 80, step), 256, 8, swizzled=False)]
         * 2
     )

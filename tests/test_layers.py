@@ -13,7 +13,7 @@ LAYERS = (  # the lowest first; modules of one line are siblings that do not imp
     ("jit",),
     ("runtime",),
     ("attention", "norm", "diffusion", "baselines"),
-    ("linear", "decode"),
+    ("linear", "decode", "group_norm"),
     ("machine", "precompile"),
     ("__init__",),
     ("testing", "models", "integrations"),

@@ -12,7 +12,6 @@ from ..runtime.launch import copies_were_made
 from ..runtime.operation import Plan
 from ..runtime.rows import collapse
 from ..runtime.structs import header
-from .groups import dense_like, layout_of
 
 structs = header("norm/params.cuh")
 
@@ -30,48 +29,6 @@ class Detour(Plan):
     def run(self, *arrays: Any) -> tuple:
         copies_were_made()
         return self.call(*arrays)
-
-
-def group_norm_forward(library: Any, views: Mapping[str, View], forward: Callable) -> Detour | None:
-    """The detour of `group_norm_dispatch.forward` with (x, weight, bias); None if not needed."""
-    x = views["x"]
-    gaps, strides = layout_of(x) is None, dense_like(x)
-    if "weight" in views and not gaps:
-        return None
-
-    def call(x: Array, weight: Array, bias: Array, need_stats: bool) -> tuple:
-        if weight is None:
-            weight, bias = (filled(library, x.shape[1], value, x) for value in (1.0, 0.0))
-        return forward(dense(library, x, strides, x) if gaps else x, weight, bias, need_stats)
-
-    return Detour(library, x.device, call)
-
-
-def group_norm_backward(
-    library: Any, views: Mapping[str, View], backward: Callable
-) -> Detour | None:
-    """The detour of `group_norm_dispatch.backward` with (dout, x, weight, bias, stats), likewise.
-
-    A gradient in another memory format than x is copied into that of x.
-    """
-    x, strides = views["x"], dense_like(views["x"])
-    layout = layout_of(x) or layout_of(x._replace(strides=strides))
-    of_dout = layout_of(views["dout"], layout.channels_last)
-    x_gaps = layout_of(x) is None
-    dout_gaps = of_dout is None or of_dout.channels_last != layout.channels_last
-    if "weight" in views and not (x_gaps or dout_gaps):
-        return None
-
-    def call(dout: Array, x: Array, weight: Array, bias: Array, stats: Array) -> tuple:
-        if dout_gaps:
-            dout = dense(library, dout, strides, x)
-        values, scales = dense(library, x, strides, x) if x_gaps else x, (weight, bias)
-        if weight is None:
-            scales = [filled(library, x.shape[1], value, x) for value in (1.0, 0.0)]
-        dx, *sums = backward(dout, values, *scales, stats)
-        return (dx, None, None) if weight is None else (dx, *sums)
-
-    return Detour(library, x.device, call)
 
 
 def result_strides(library: Any, x: View) -> Strides:

@@ -60,60 +60,6 @@ def norm_backward(
     return dx.astype(x.dtype), dweight.astype(weight.dtype), dbias.astype(weight.dtype)
 
 
-def group_norm(
-    x: Array, num_groups: int, weight: Array, bias: Array, eps: float, activation: str
-) -> tuple[Array, Array]:
-    """GroupNorm and activation of x (batch, channels, ...): (out, statistics)."""
-    wide = compute_dtype(x)
-    if not x.size:
-        return numpy.empty_like(x), numpy.zeros((x.shape[0], num_groups, 2), wide)
-    groups = x.astype(wide).reshape(x.shape[0], num_groups, -1)
-    mean = groups.mean(-1, keepdims=True)
-    variance = numpy.square(groups - mean).mean(-1, keepdims=True)
-    stats = numpy.concatenate([mean, 1 / numpy.sqrt(variance + numpy.asarray(eps, wide))], -1)
-    _, z = _normalised(x, stats, weight, bias)
-    return _like(ACTIVATIONS[activation][0](z), x), stats
-
-
-def group_norm_backward(
-    dout: Array, x: Array, weight: Array, bias: Array, stats: Array, activation: str
-) -> tuple[Array, Array, Array]:
-    """(dx, dweight, dbias) of ``group_norm``."""
-    wide = compute_dtype(x)
-    if not x.size:
-        return numpy.empty_like(x), numpy.zeros_like(weight), numpy.zeros_like(bias)
-    stats = stats.astype(wide)
-    normal, z = _normalised(x, stats, weight, bias)
-    dz = dout.astype(wide) * ACTIVATIONS[activation][1](z)
-    by_group = (x.shape[0], stats.shape[1], -1)
-    g = (dz * _per_channel(weight.astype(wide), x)).reshape(by_group)
-    n = normal.reshape(by_group)
-    means = g.mean(-1, keepdims=True), (g * n).mean(-1, keepdims=True)
-    dx = (stats[..., 1:] * (g - means[0] - n * means[1])).reshape(x.shape)
-    axes = (0, *range(2, x.ndim))
-    dweight, dbias = (dz * normal).sum(axes), dz.sum(axes)
-    return _like(dx, x), dweight.astype(weight.dtype), dbias.astype(weight.dtype)
-
-
-def _normalised(x: Array, stats: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
-    wide = compute_dtype(x)
-    groups = x.astype(wide).reshape(x.shape[0], stats.shape[1], -1)
-    normal = ((groups - stats[..., :1]) * stats[..., 1:]).reshape(x.shape)
-    weight, bias = (_per_channel(y.astype(wide), x) for y in (weight, bias))
-    return normal, normal * weight + bias
-
-
-def _per_channel(values: Array, x: Array) -> Array:
-    return values.reshape(-1, *[1] * (x.ndim - 2))
-
-
-def _like(values: Array, x: Array) -> Array:
-    """The values with the dtype and the order of the axes of x in memory."""
-    result = numpy.empty_like(x)
-    result[...] = values
-    return result
-
-
 def sigmoid(z: Array) -> Array:
     """1 / (1 + exp(-z)), without overflow."""
     return 0.5 * (1 + numpy.tanh(0.5 * z))

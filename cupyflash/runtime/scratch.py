@@ -12,7 +12,7 @@ CUDA may be called. The destructor here is ``sem_post`` of the C library. The se
 when the next launch is captured.
 
 **Counters.** Persistent blocks take their tiles from a counter (``next_tile_index`` in
-tile_order.cuh), or find out by it which of them is the last (last_block.cuh). A launch gets
+tile_order.cuh), or find out by it which of them is the last (weight_shares.cuh). A launch gets
 `COUNTERS` counters. They are 0 between launches, so launches that follow each other, as those on
 one stream do, may share them. A launch that is captured into a CUDA graph may later run beside any
 other, so it has counters of its own as long as the graph exists.

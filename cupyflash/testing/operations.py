@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 
 from ..decode import reference as decode
+from ..group_norm import reference as group_norms
 from ..linear.reference import Arrays, Options, project
 from ..norm import reference as norms
 from .tolerance import Expected, Result, dtype_name, numpy_dtype, to_numpy64
@@ -173,13 +174,13 @@ def _group_norm(
     activation: str,
     eps: float,
 ) -> dict[str, Array]:
-    z, stats = norms.group_norm(x, num_groups, weight, bias, eps, "none")
+    z, stats = group_norms.group_norm(x, num_groups, weight, bias, eps, "none")
     function, slope = norms.ACTIVATIONS[activation]
     compute = stats.dtype
     out = function(z.astype(compute)).astype(x.dtype)
     dz = (dout.astype(compute) * slope(z.astype(compute))).astype(x.dtype)
     arguments = (dz, x, weight, bias, stats, "none")
-    dx, dweight, dbias = norms.group_norm_backward(*arguments)
+    dx, dweight, dbias = group_norms.group_norm_backward(*arguments)
     results = {"out": out, "stats": stats}
     return {**results, "dx": dx.reshape(x.shape), "dweight": dweight, "dbias": dbias}
 

@@ -9,7 +9,7 @@ from ..runtime.config import ITEM_SIZE
 from ..runtime.rows import collapse
 from ..runtime.structs import header
 
-structs = header("norm/params.cuh")
+structs = header("group_norm/params.cuh")
 
 MAX_GROUP = 2**31  # elements of one group, and channels of a tensor
 
@@ -20,14 +20,14 @@ class Layout(NamedTuple):
     batch: int
     channel: int
     position: int
-    channels_last: bool
+    nhwc: bool
 
 
-def layout_of(x: View, channels_last: bool | None = None) -> Layout | None:
+def layout_of(x: View, nhwc: bool | None = None) -> Layout | None:
     """How (batch, channels, ...) lies in memory; None if neither channels nor positions are dense.
 
     Args:
-        channels_last: what to take of a tensor with one position or channel, which can be both.
+        nhwc: what to take of a tensor with one position or channel, which can be both.
     """
     batch, channel = (step if size > 1 else 0 for size, step in zip(x.shape[:2], x.strides[:2]))
     sizes, ((position, *rest),) = [1], [[0]]
@@ -36,9 +36,9 @@ def layout_of(x: View, channels_last: bool | None = None) -> Layout | None:
     fits = {False: position == 1 or sizes == [1], True: channel == 1 or x.shape[1] == 1}
     possible = [] if rest else [last for last in fits if fits[last]]
     if possible:
-        if channels_last not in possible:
-            channels_last = possible[-1 if channel == 1 else 0]
-        return Layout(batch, channel, position, channels_last)
+        if nhwc not in possible:
+            nhwc = possible[-1 if channel == 1 else 0]
+        return Layout(batch, channel, position, nhwc)
     return Layout(0, 0, 0, False) if 0 in x.shape else None
 
 
@@ -47,11 +47,11 @@ def dense_like(x: View) -> tuple[int, ...]:
     layout = layout_of(x)
     if layout is None:  # to be copied: in which order its axes lie
         steps = [step for size, step in zip(x.shape[2:], x.strides[2:]) if size > 1]
-        channels_last = x.shape[1] > 1 and all(x.strides[1] < step for step in steps)
+        nhwc = x.shape[1] > 1 and all(x.strides[1] < step for step in steps)
     else:
-        channels_last = layout.channels_last
+        nhwc = layout.nhwc
     batch, channel, *positions = range(len(x.shape))
-    order = [batch, *positions, channel] if channels_last else [batch, channel, *positions]
+    order = [batch, *positions, channel] if nhwc else [batch, channel, *positions]
     return dense_strides(x.shape, order)
 
 
@@ -74,8 +74,8 @@ class Groups:
     def __init__(self, function: str, views: Mapping[str, View], num_groups: int) -> None:
         tensors = {name: x for name, x in views.items() if name not in ("weight", "bias")}
         x = tensors["x"]
-        self.channels_last = layout_of(x).channels_last
-        layouts = {name: layout_of(y, self.channels_last) for name, y in tensors.items()}
+        self.nhwc = layout_of(x).nhwc
+        layouts = {name: layout_of(y, self.nhwc) for name, y in tensors.items()}
         self.batch, channels, self.num_groups = *x.shape[:2], num_groups
         self.channels, self.positions = channels // num_groups, math.prod(x.shape[2:])
         self.size = self.channels * self.positions
@@ -87,7 +87,7 @@ class Groups:
         }
         item = ITEM_SIZE[x.dtype]
         whole = lambda *counts: all(count * item % 16 == 0 for count in counts)  # noqa: E731
-        if self.channels_last:
+        if self.nhwc:
             self.dense = self.halves = False
             self.aligned = whole(channels, *(s for y in layouts.values() for s in (y[0], y[2])))
             return

@@ -1,7 +1,9 @@
-// Gradients of weight and bias from the sums of the packs, in the launch that has made those.
+// Gradients of weight and bias from the sums of the packs, in the launch that has made those: each
+// block writes its share of them, and the last block that has a group adds up its shares. Nobody
+// waits, and the order of the additions does not depend on which block is the last.
 #pragma once
-#include "group_tile.cuh"
-#include "last_block.cuh"
+#include "../ptx/atomics.cuh"
+#include "affine.cuh"
 
 // `slots` are the sums of the packs of a group (or of a part of it that begins with element
 // `begin`) for each of their channels, ROWS times `stride` of them. They are added up for each
@@ -29,6 +31,28 @@ __device__ __forceinline__ void write_share(const GroupNormBwdParams& params, co
     partials[(int64_t(group) * shape.channels + channel) * shares + share] =
         make_float2(sums.first, sums.second);
   }
+}
+
+// Of up to 32 counters, in a bit mask, those on which count_of(i) - 1 other blocks have counted
+// before this one; what these wrote before is visible then. A counter is 0 before the first of
+// them and after the last. By all threads of a block.
+template <class CounterOf, class CountOf>
+__device__ __forceinline__ unsigned count_in_last(int number, CounterOf counter_of,
+                                                  CountOf count_of) {
+  __shared__ unsigned result;
+  __syncthreads();
+  const int i = threadIdx.x;
+  if (i < 32) {
+    bool last = false;
+    if (i < number) {
+      const int others = count_of(i) - 1;
+      last = count_in(counter_of(i), others) == others;
+    }
+    const unsigned all = __ballot_sync(0xffffffffu, last);
+    if (i == 0) result = all;
+  }
+  __syncthreads();
+  return result;
 }
 
 // dweight and dbias of all groups of a counter from their shares; a group has up to `shares`, group
@@ -62,8 +86,8 @@ __device__ __forceinline__ void sum_shares(const GroupNormBwdParams& params, int
   }
 }
 
-// By a block that has written its shares of groups `first` to `last`: those of which it is the last
-// block are added up.
+// By a block that has written its shares of groups `first` to `last`: it adds up those of which it
+// is the last block.
 template <class Tile, typename WEIGHT, class SharesOf>
 __device__ __forceinline__ void add_up_shares(const GroupNormBwdParams& params, int first, int last,
                                               int shares, SharesOf shares_of) {
@@ -75,7 +99,7 @@ __device__ __forceinline__ void add_up_shares(const GroupNormBwdParams& params, 
         sum += shares_of(group);
       return sum;
     };
-    unsigned finished = last_block_of(
+    unsigned finished = count_in_last(
         last + 1 - first, [&](int i) { return params.counters + counter(i); }, blocks);
     for (; finished; finished &= finished - 1)
       sum_shares<Tile, WEIGHT>(params, counter(__ffs(finished) - 1), shares, shares_of);

@@ -1,50 +1,51 @@
-// GroupNorm with channels last and one read: the blocks, one on each multiprocessor, all of them at
-// once (a cooperative launch), form teams. A team takes one sample after the other; each of its
-// blocks has the same share of the positions of all of them.
+// GroupNorm in NHWC with one read: the blocks, one on each multiprocessor, all of them at once (a
+// cooperative launch), form teams. A team takes one sample after the other; each of its blocks has
+// the same share of the positions of all of them.
 //
-// A sample that would leave little room for the next one, or that no block could take, is parted
-// into slices, which pass as if they were samples: of all positions the channels of some of the
-// groups. A team takes the first slice of all its samples before the second.
+// A sample that would leave little room for the next one, or that does not fit, is cut into slices,
+// which pass as if they were samples: all positions of the channels of some of the groups. A team
+// takes the first slice of all its samples before the second.
 //
 // A block's positions pass through a ring of slots in shared memory, each of SLOT_PACKS packs of
-// every thread, of all tensors that are read. What which warps do with a sample:
-//   load     bulk copies, or boxes by tensor maps, into slots as they become empty
-//   collect  CONSUMERS threads: of each slot once it is full, sums for each run of a thread, the
-//            neighbouring columns of its pack that are of one group
-//   tell     SENDERS threads: of each group, what this block's runs make, to whoever sums it up
-//   sum up   a warp: of some of the groups, what all positions need to know, from all blocks
-//   receive  a warp: what was found about all groups, into shared memory
+// every thread, of all tensors that are read. The roles of the warps (nhwc_ring_warps.cuh), each of
+// which goes through all samples:
+//   load     one thread: bulk copies, or boxes by tensor maps, into slots as they become empty
+//   collect  CONSUMERS threads: from each full slot, sums for each run of a thread, which are the
+//            neighbouring columns of its pack that belong to one group
+//   publish  PUBLISHERS threads: the partial statistics of each group in this block, from the runs
+//   reduce   a warp: for some of the groups, gathers the partial statistics of all blocks and
+//            publishes the statistics
+//   gather   a warp: the statistics of all groups, into shared memory
 //   apply    CONSUMERS threads: the result; a slot is empty then
-// So while the blocks tell each other about one sample, the next ones are loaded and collected.
-// Kernels differ in what they collect, how it adds up, and what they apply.
+// So while the blocks exchange statistics of one sample, the next ones are loaded and collected.
 //
-// Blocks talk through records in global memory, which carry a tag: the number of the sample in the
-// team, counted on from launch to launch on a stream, whatever their shapes are. A reader loads a
-// record until it has the tag.
+// Blocks publish records in global memory, which carry a tag: the number of the sample in the team,
+// counted on from launch to launch on a stream, whatever their shapes are. A reader loads a record
+// until it has the tag.
 //
 // Why this ends: a ring holds a sample at least, so that loading and collecting it wait for nothing
 // but the samples before it.
 //
-// Why nothing is overwritten too early: of `flight` samples each has buffers and records of its
+// Why nothing is overwritten too early: each of `flight` samples has buffers and records of its
 // own. Those of a sample are used anew by the sample `flight` later (the other, below), which
 // touches none of them before its block has collected it. The last slot of the other was full then;
 // since slots < (flight + 1) * sample_slots, what it held before was of the sample or of a later
-// one, and all warps had applied it. So this block had received all that was found about the
-// sample, which means that all blocks had told what they had to, from the runs, and that it had
-// been read. And whoever sums up the other has heard of all blocks that they have collected it, so
-// all of them had received what was found about the sample.
+// one, and all warps had applied it. So this block had gathered the statistics of the sample, which
+// means that all blocks had published their partial statistics of it, from the runs, and that these
+// had been read. And the reducer of the other has heard of all blocks that they have collected it,
+// so all of them had gathered the statistics of the sample.
 #pragma once
 #include "../common/ring.cuh"
 #include "../ptx/relaxed.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
-#include "channel_tile.cuh"
+#include "affine.cuh"
 
 constexpr int CONSUMERS = 256;  // threads that collect; as many apply
 constexpr int SLOT_PACKS = 2;   // packs of a thread in a slot
-constexpr int SENDERS = 128;
-constexpr int TELLERS = SENDERS + 2 * 32;  // and who sums up, and who receives
-constexpr int RING_THREADS = 2 * CONSUMERS + SENDERS + WARPGROUP;
+constexpr int PUBLISHERS = 128;
+constexpr int EXCHANGERS = PUBLISHERS + 2 * 32;  // with the warps that reduce and gather
+constexpr int RING_THREADS = 2 * CONSUMERS + PUBLISHERS + WARPGROUP;
 constexpr int RING_REGISTERS = 80;   // of a thread, as the block begins
 constexpr int OTHER_REGISTERS = 56;  // enough for those that neither collect nor apply
 static_assert(RING_THREADS == 3 * CONSUMERS && RING_REGISTERS == 65536 / RING_THREADS / 8 * 8, "");
@@ -53,14 +54,15 @@ constexpr int MAX_FLIGHT = 8;
 constexpr int MAX_TEAMS = 8;
 constexpr int MAX_RING_GROUPS = 64;
 constexpr int RING_BYTES = 225 << 10;  // of dynamic shared memory
-constexpr int TELLERS_BARRIER = 1;
+
+enum class RingBarrier { all_threads, exchangers, collectors };
 
 struct RingStorage {
   uint64_t full[MAX_SLOTS];
   uint64_t empty[MAX_SLOTS];
-  uint64_t given[MAX_FLIGHT];
-  uint64_t collected[MAX_FLIGHT];
-  uint64_t known[MAX_FLIGHT];
+  uint64_t inputs[MAX_FLIGHT];      // there are group_inputs()
+  uint64_t collected[MAX_FLIGHT];   // there are runs()
+  uint64_t statistics[MAX_FLIGHT];  // there are statistics()
   uint32_t first_tag;
 
   __device__ void init(const GroupRing& ring) {
@@ -69,9 +71,9 @@ struct RingStorage {
       mbarrier_init(smem_address(&empty[i]), CONSUMERS / 32);
     }
     for (int i = 0; i < ring.flight; ++i) {
-      mbarrier_init(smem_address(&given[i]), 32);
+      mbarrier_init(smem_address(&inputs[i]), 32);
       mbarrier_init(smem_address(&collected[i]), CONSUMERS);
-      mbarrier_init(smem_address(&known[i]), 32);
+      mbarrier_init(smem_address(&statistics[i]), 32);
     }
     mbarrier_init_fence();
   }
@@ -79,8 +81,9 @@ struct RingStorage {
 
 static_assert(sizeof(RingStorage) + RING_BYTES <= 227 << 10, "more than a block can have");
 
-// What a thread that collects or applies has.
+// The part of a thread that collects or applies.
 struct RingThread {
+  int index;
   int reader;  // whose packs it reads: its own, or where it has none, those of thread 0
   int column;  // the first of its pack
   int group;   // of that column
@@ -102,7 +105,7 @@ struct RingBlock {
   static constexpr int TENSORS = TENSOR_COUNT;
   static constexpr int VECTOR = 16 / int(sizeof(T));
   static constexpr int TURNS = SLOT_PACKS / TENSORS;  // positions of a thread in a slot
-  using Values = Words<T, VECTOR>[TURNS];
+  using Values = Words<T, VECTOR>[TENSORS][TURNS];
   const Params& params;
   const TensorMap* maps;
   RingStorage& storage;
@@ -132,13 +135,11 @@ struct RingBlock {
     slot_bytes = slot_positions * channels * int(sizeof(T));
   }
 
-  // The samples of a team, or slices of samples; the first team has the most.
+  // ---- the samples of a team, or slices of samples; the first team has the most ----
   __device__ int samples_of(int team) const {
     const GroupRing& ring = params.ring;
     return (int(params.shape.batch) - team + ring.teams - 1) / ring.teams * ring.slices;
   }
-
-  // The way of a team through them.
   __device__ RingSample start() const { return {0, team}; }
   __device__ bool has(RingSample at) const { return at.slice < params.ring.slices; }
   __device__ void advance(RingSample& at) const {
@@ -166,7 +167,8 @@ struct RingBlock {
   __device__ RingThread thread(int index) const {
     const int row = index / row_packs, column = (index - row * row_packs) * VECTOR;
     const bool any = row < rows;
-    return {any ? index : 0, column, column / width, any ? count(row) : 0, row * pitch + column};
+    return {index,          any ? index : 0,      column,
+            column / width, any ? count(row) : 0, row * pitch + column};
   }
 
   // Calls visit(i, group) for each channel of a thread.
@@ -180,7 +182,16 @@ struct RingBlock {
     }
   }
 
-  // ---- shared memory: slots; of each sample in flight runs, what was found, what was given ----
+  // Of this thread's channels, from an array of all channels; zeros where it has no positions.
+  template <typename WEIGHT>
+  __device__ Words<WEIGHT, VECTOR> of_channels(const void* data, RingSample at,
+                                               const RingThread& thread) const {
+    if (!thread.count) return {};
+    const int channel = at.slice * channels + thread.column;
+    return load_words<VECTOR>(static_cast<const WEIGHT*>(data) + channel);
+  }
+
+  // ---- shared memory: slots; for each sample in flight runs, statistics, inputs ----
   __device__ unsigned char* pack(RingPlace slot, int tensor, int thread, int turn) const {
     return smem + (slot.stage * TENSORS + tensor) * slot_bytes + thread * 16 +
            turn * (slot_bytes / TURNS);
@@ -191,61 +202,56 @@ struct RingBlock {
     return reinterpret_cast<float2*>(smem + params.ring.slots * TENSORS * slot_bytes) +
            place * packs;
   }
-  // [groups]
-  __device__ float4* known(int place) const {
+  // [groups]: what apply needs.
+  __device__ float4* statistics(int place) const {
     return reinterpret_cast<float4*>(runs(params.ring.flight)) + place * groups;
   }
-  // [groups]: mean, 1 / deviation
-  __device__ float2* given(int place) const {
-    return reinterpret_cast<float2*>(known(params.ring.flight)) + place * groups;
+  // [groups]: mean, 1 / deviation, where collecting needs them.
+  __device__ float2* group_inputs(int place) const {
+    return reinterpret_cast<float2*>(statistics(params.ring.flight)) + place * groups;
   }
-
-  // [2, CONSUMERS]: where those that collect add up their shares of dweight and dbias.
+  // [2, CONSUMERS]: where the threads that collect add up their shares of dweight and dbias.
   __device__ Sums* columns(int half) const {
-    return reinterpret_cast<Sums*>(given(params.ring.flight)) + half * CONSUMERS;
+    return reinterpret_cast<Sums*>(group_inputs(params.ring.flight)) + half * CONSUMERS;
   }
 
-  // ---- what the blocks have to say of a group of the sample at `place`, what is made of it ----
-  __device__ uint4* told(int place, int group) const {
-    return params.told + record(place, group) * params.ring.blocks;
+  // ---- records in global memory, of a group of the sample at `place` ----
+  __device__ uint4* partial_records(int place, int group) const {
+    return params.partials + record(place, group) * params.ring.blocks;
   }
-  __device__ uint4* found(int place, int group) const {
-    return params.found + record(place, group);
+  __device__ uint4* statistics_record(int place, int group) const {
+    return params.statistics + record(place, group);
   }
   __device__ int64_t record(int place, int group) const {
     return int64_t(team * params.ring.flight + place) * groups + group;
   }
 
-  __device__ __forceinline__ void wait(RingPlace slot) const {
+  // ---- slots ----
+  // The turns of a thread in a slot once it is full; beyond its last one they are anything.
+  __device__ __forceinline__ void read(Values& values, RingPlace slot,
+                                       const RingThread& thread) const {
     mbarrier_wait(smem_address(&storage.full[slot.stage]), slot.parity);
-  }
-
-  // The turns of a thread in a slot that is full; beyond its last one they are anything.
-  __device__ __forceinline__ void read(Values& values, RingPlace slot, int tensor,
-                                       int thread) const {
 #pragma unroll
-    for (int i = 0; i < TURNS; ++i)
-      values[i] = load_words<VECTOR>(reinterpret_cast<const T*>(pack(slot, tensor, thread, i)));
-  }
-
-  // The way back of one turn.
-  __device__ __forceinline__ void write(RingPlace slot, int tensor, int thread, int turn,
-                                        const float (&values)[VECTOR]) const {
-    *reinterpret_cast<uint4*>(pack(slot, tensor, thread, turn)) = bits_of(round_words<T>(values));
+    for (int i = 0; i < TENSORS * TURNS; ++i) {
+      const int tensor = i / TURNS, turn = i % TURNS;
+      // The reader may write dz where its dout was.
+      if (tensor == 0 || thread.count)
+        values[tensor][turn] =
+            load_words<VECTOR>(reinterpret_cast<const T*>(pack(slot, tensor, thread.reader, turn)));
+    }
   }
 
   // By a warp that has read a slot for the last time; `values` is what it has read.
-  template <class... Read>
-  __device__ __forceinline__ void release(RingPlace slot, const Read&... values) const {
+  __device__ __forceinline__ void release(RingPlace slot, const Values& values) const {
     uint32_t loaded = 0;
 #pragma unroll
-    for (int i = 0; i < TURNS; ++i) loaded |= (values[i].words[0] | ...);
+    for (int i = 0; i < TENSORS * TURNS; ++i) loaded |= values[i / TURNS][i % TURNS].words[0];
     wait_for_loads(loaded);
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&storage.empty[slot.stage]));
   }
 
-  // Calls visit(turn) for those turns of a slot of which the thread has so many left.
+  // Calls visit(turn) for the turns of a slot that a thread with `rest` positions left has.
   template <class Visit>
   __device__ __forceinline__ static void each_turn(int rest, Visit visit) {
     if (rest >= TURNS) {
@@ -257,19 +263,5 @@ struct RingBlock {
         if (i < rest) visit(i);
       }
     }
-  }
-
-  // To the other warps, what those that collect have found: of each run the result of
-  // sum_of(low, high), of the elements of the pack from low to high.
-  template <class SumOf>
-  __device__ __forceinline__ void hand_over(const RingThread& thread, int index, RingPlace place,
-                                            SumOf sum_of) const {
-    float2* result = runs(place.stage) + index;
-    int low = thread.group * width - thread.column;
-    for (int run = 0; run < params.ring.runs; ++run, low += width, result += CONSUMERS) {
-      const int high = min(low + width, VECTOR);
-      if (thread.count && high > max(low, 0)) *result = sum_of(max(low, 0), high);
-    }
-    mbarrier_arrive(smem_address(&storage.collected[place.stage]));
   }
 };

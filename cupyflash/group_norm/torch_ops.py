@@ -1,4 +1,4 @@
-"""torch operator ``cupyflash::group_norm`` and its backward.
+"""torch operators ``cupyflash::group_norm`` and ``group_norm_backward``, and their autograd.
 
 Calls take them where torch has to see them, as those of attention do (``torch_ops.py``).
 """
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..norm.torch_rows import no_second_derivative, refuse_transforms
 from ..runtime.array import library_of
 from ..runtime.torch_calls import require_one_device
-from . import autograd, group_norm_dispatch
+from .group_norm import backward, forward
 from .groups import dense_like
-from .torch_rows import no_second_derivative, refuse_transforms
 
 LIBRARY = library_of(torch.empty(0))
 
 
 class GroupNormForward:
-    """`group_norm_dispatch.forward` for torch."""
+    """`forward` for torch."""
 
     @staticmethod
     def traced(function: str, arrays: tuple, options: tuple) -> tuple[Tensor, Tensor]:
@@ -30,12 +30,12 @@ class GroupNormForward:
     def called(function: str, arrays: tuple, options: tuple) -> tuple[Tensor, Tensor | None]:
         """Recorded for the backward pass, if a gradient is wanted."""
         if LIBRARY.wants_gradient(*arrays):
-            return autograd.GroupNorm.apply(*arrays, *options[:-1])
-        return group_norm_dispatch.forward(function, LIBRARY, arrays, options)
+            return GroupNorm.apply(*arrays, *options[:-1])
+        return forward(function, LIBRARY, arrays, options)
 
 
 class GroupNormBackward:
-    """`group_norm_dispatch.backward` for torch: the operator, whose derivative is an error."""
+    """`backward` for torch: the operator, whose derivative is an error."""
 
     @staticmethod
     def traced(function: str, arrays: tuple, options: tuple) -> tuple[Tensor | None, ...]:
@@ -47,7 +47,30 @@ class GroupNormBackward:
         """The operator where a derivative is wanted."""
         if LIBRARY.wants_gradient(*arrays):
             return cls.traced(function, arrays, options)
-        return group_norm_dispatch.backward(function, LIBRARY, arrays, options)
+        return backward(function, LIBRARY, arrays, options)
+
+
+class GroupNorm(torch.autograd.Function):
+    """(out, statistics) of `forward`."""
+
+    @staticmethod
+    def forward(ctx: Any, x, weight, bias, num_groups, eps, activation):  # noqa: ANN001, ANN205
+        options = (num_groups, eps, activation, True)
+        out, stats = forward("group_norm", LIBRARY, (x, weight, bias), options)
+        ctx.save_for_backward(x, weight, bias, stats)
+        ctx.activation = activation
+        ctx.mark_non_differentiable(stats)
+        return out, stats
+
+    @staticmethod
+    def backward(ctx: Any, dout, _):  # noqa: ANN001, ANN205
+        x, weight, bias, stats = ctx.saved_tensors
+        call = "group_norm_backward", (dout, x, weight, bias, stats), (ctx.activation,)
+        if torch.is_grad_enabled():  # create_graph=True: not as if the gradients were constants
+            return *GroupNormBackward.traced(*call), None, None, None
+        function, arrays, options = call
+        gradients = backward(function, LIBRARY, arrays, options)
+        return *gradients, None, None, None
 
 
 # Inductor keeps graphs on disk by the names of operators: new arguments come last, with a default.
@@ -69,7 +92,7 @@ def _group_norm(
 ) -> tuple[Tensor, Tensor]:
     LIBRARY.refuse_tangents(x, weight, bias)
     options = (num_groups, eps, activation, True)
-    return group_norm_dispatch.forward("group_norm", LIBRARY, (x, weight, bias), options)
+    return forward("group_norm", LIBRARY, (x, weight, bias), options)
 
 
 @_group_norm.register_fake
@@ -100,7 +123,7 @@ def _group_norm_backward(
     """dx; dweight and dbias if there is a weight."""
     LIBRARY.refuse_tangents(dout, x, weight, bias, stats)
     arrays = (dout, x, weight, bias, stats)
-    results = group_norm_dispatch.backward("group_norm_backward", LIBRARY, arrays, (activation,))
+    results = backward("group_norm_backward", LIBRARY, arrays, (activation,))
     return [y for y in results if y is not None]
 
 

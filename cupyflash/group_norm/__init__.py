@@ -1,0 +1,1 @@
+"""GroupNorm fused with an activation function."""

@@ -1,0 +1,351 @@
+"""GroupNorm with an activation: its kernels, and which of them with which tile."""
+
+import ctypes
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+from ..runtime.config import ITEM_SIZE, KernelConfig, vector_width, weight_dtypes
+from ..runtime.gpu import Capability, architecture
+from ..runtime.structs import header
+
+structs = header("group_norm/params.cuh")
+_steps, _ring = header("group_norm/position_tiles.cuh"), header("group_norm/nhwc_ring.cuh")
+
+Kind = tuple[str, str, str]  # dtypes of x and of weight, activation
+ACTIVATIONS = ("none", "silu", "mish", "gelu", "gelu_tanh")
+
+# (threads of a group, loads of a thread, threads of a block, blocks of a multiprocessor at a time),
+# the smallest groups first; NCHW.
+FORWARD_TILES = (
+    *((8, 1, 128, 8), (8, 2, 128, 8), (16, 2, 128, 8), (32, 2, 128, 8), (32, 4, 128, 5)),
+    *((64, 4, 64, 16), (128, 4, 128, 8), (256, 4, 256, 4), (256, 5, 256, 4), (256, 8, 256, 3)),
+    *((256, 10, 256, 4), (256, 20, 256, 2)),
+)
+BACKWARD_TILES = (
+    *((8, 1, 128, 8), (32, 1, 512, 2), (32, 2, 512, 1), (32, 4, 256, 2), (64, 4, 64, 8)),
+    *((128, 4, 128, 4), (256, 4, 256, 2), (256, 5, 256, 2), (256, 10, 256, 2)),
+)
+LARGEST_BACKWARD = (512, 10, 512, 1)  # where a GPU has no clusters
+HALVES_TILES = 7  # for channels of 8 bytes, two of which are a pack: the first tiles
+# Where a thread reads element by element.
+ELEMENT_TILES = ((32, 8, 128, 6), (128, 8, 128, 4), (512, 8, 512, 1))
+# (blocks of a cluster, threads of a block, loads of a thread, blocks of a multiprocessor).
+FORWARD_CLUSTERS = (*((cluster, 256, 20, 2) for cluster in (2, 4, 8)), (8, 512, 20, 1))
+# Of the forward, where there are fewer groups than multiprocessors: the most blocks first.
+SPREAD_CLUSTERS = tuple((cluster, 256, loads, 2) for cluster in (8, 4, 2) for loads in (5, 10, 20))
+BACKWARD_CLUSTERS = (*((cluster, 256, 10, 2) for cluster in (2, 4, 8)), (8, 512, 8, 1))
+# (loads, blocks of a multiprocessor) of the three steps, in NCHW and in NHWC.
+FORWARD_STEPS, BACKWARD_STEPS = ((4, 4), (6, 3)), ((4, 2), (4, 2))
+
+
+class OneStepConfig(KernelConfig):
+    """A kernel in which blocks have a group in registers or shared memory, in NCHW.
+
+    Attributes:
+        weight: dtype of weight and bias.
+        loads: packs of a thread.
+        vector: elements of a pack.
+        blocks: of a multiprocessor at a time.
+        size: elements of the largest group.
+    """
+
+    cluster: int
+    loads: int
+    vector: int
+    blocks: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupConfig(OneStepConfig):
+    """A block has one group of one sample after the other, or of several samples at a time.
+
+    Attributes:
+        channels: of a pack: 1, or 2 of 8 bytes each.
+        row_threads: threads that have a group of one sample.
+        ahead: loads samples ahead. A block of the forward takes one sample after the other only
+            then: else the next block starts while this one still writes.
+    """
+
+    cluster: ClassVar[int] = 1
+
+    dtype: str
+    weight: str
+    activation: str
+    channels: int
+    row_threads: int
+    loads: int
+    vector: int
+    num_threads: int
+    blocks: int
+    ahead: bool
+
+    @property
+    def rows(self) -> int:
+        """Samples that a block has at a time."""
+        return self.num_threads // self.row_threads
+
+    @property
+    def size(self) -> int:
+        """Elements of the largest group."""
+        return self.row_threads * self.loads * self.vector
+
+
+class GroupNormFwd(GroupConfig):
+    """Forward."""
+
+    source: ClassVar[str] = "group_norm/group_norm_fwd.cu"
+    params: ClassVar[type[structs.GroupNormFwdParams]] = structs.GroupNormFwdParams
+
+
+class GroupNormBwd(GroupConfig):
+    """Backward."""
+
+    source: ClassVar[str] = "group_norm/group_norm_bwd.cu"
+    params: ClassVar[type[structs.GroupNormBwdParams]] = structs.GroupNormBwdParams
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterConfig(OneStepConfig):
+    """The blocks of a cluster share a group, of one sample after the other."""
+
+    rows: ClassVar[int] = 1
+    pack_bytes: ClassVar[int]  # of shared memory, for each pack of a thread
+
+    dtype: str
+    weight: str
+    activation: str
+    cluster: int
+    num_threads: int
+    loads: int
+    vector: int
+    blocks: int
+
+    @property
+    def size(self) -> int:
+        """Elements of the largest group."""
+        return self.cluster * self.num_threads * self.loads * self.vector
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of a block."""
+        return self.pack_bytes * self.loads * self.num_threads
+
+
+class GroupNormFwdCluster(ClusterConfig):
+    """Forward: shared memory has the next group."""
+
+    pack_bytes: ClassVar[int] = 16
+    source: ClassVar[str] = "group_norm/group_norm_fwd_cluster.cu"
+    params: ClassVar[type[structs.GroupNormFwdParams]] = structs.GroupNormFwdParams
+
+
+class GroupNormBwdCluster(ClusterConfig):
+    """Backward: shared memory has x and dout, and two sums for each pack."""
+
+    pack_bytes: ClassVar[int] = 2 * 16 + 8
+    source: ClassVar[str] = "group_norm/group_norm_bwd_cluster.cu"
+    params: ClassVar[type[structs.GroupNormBwdParams]] = structs.GroupNormBwdParams
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig(KernelConfig):
+    """A kernel that reads twice, in three launches, one for each of its steps."""
+
+    threads: ClassVar[int] = _steps.THREADS
+
+    dtype: str
+    weight: str
+    activation: str
+    nhwc: bool
+    loads: int
+    vector: int
+    blocks: int
+    step: str = _steps.Step[0]
+
+    def steps(self) -> list["StepConfig"]:
+        """The three kernels."""
+        return [dataclasses.replace(self, step=step) for step in _steps.Step]
+
+    @property
+    def records(self) -> int:
+        """Partial sums of a channel that a block writes at most: one for each warp in NCHW."""
+        return 1 if self.nhwc else self.threads // 32
+
+    def gather_blocks(self, groups: int) -> int:
+        """Blocks of the second step: in NCHW one for each group, in NHWC a warp."""
+        return -(-groups // (self.threads // 32)) if self.nhwc else groups
+
+    def tiling(
+        self, num_groups: int, channels: int, positions: int, most: int
+    ) -> structs.StepTiling | None:
+        """How blocks share a unit: a group in NCHW, a sample in NHWC.
+
+        Args:
+            num_groups: of a sample.
+            channels: of a group.
+            positions: of a sample.
+            most: blocks that should share a sample in NHWC, if it is large enough.
+
+        Returns:
+            None in NHWC where packs would cross tiles of channels.
+        """
+        if not self.nhwc:
+            segments = channels * -(-positions // (32 * self.loads * self.vector))
+            return structs.StepTiling(blocks=-(-segments // (self.threads // 32)))
+        tiling = _channel_tiling(num_groups, channels, self.vector)
+        if tiling:
+            rows = self.threads // -(-tiling.channels // self.vector)
+            turns = -(-positions // (rows * self.loads))
+            of_share = -(-turns // max(1, min(turns, most // tiling.tiles)))
+            tiling.blocks = tiling.tiles * -(-turns // of_share)
+        return tiling
+
+
+class GroupNormFwdSteps(StepConfig):
+    """Forward."""
+
+    source: ClassVar[str] = "group_norm/group_norm_fwd_steps.cu"
+    params: ClassVar[type[structs.GroupNormFwdParams]] = structs.GroupNormFwdParams
+
+
+class GroupNormBwdSteps(StepConfig):
+    """Backward."""
+
+    source: ClassVar[str] = "group_norm/group_norm_bwd_steps.cu"
+    params: ClassVar[type[structs.GroupNormBwdParams]] = structs.GroupNormBwdParams
+
+
+@dataclasses.dataclass(frozen=True)
+class RingConfig(KernelConfig):
+    """A kernel for NHWC through whose blocks' shared memory the samples pass; see ring.py.
+
+    Attributes:
+        base: its parameters but for the tensor maps.
+        reads: these tensors.
+    """
+
+    cooperative: ClassVar[bool] = True
+    smem_bytes: ClassVar[int] = _ring.RING_BYTES
+    threads: ClassVar[int] = _ring.RING_THREADS
+    base: ClassVar[type[ctypes.Structure]]
+    reads: ClassVar[tuple[str, ...]]
+
+    dtype: str
+    weight: str
+    activation: str
+
+
+class GroupNormFwdRing(RingConfig):
+    """Forward."""
+
+    source: ClassVar[str] = "group_norm/group_norm_fwd_nhwc_sm90.cu"
+    params: ClassVar[type[ctypes.Structure]] = structs.GroupNormFwdRingParams
+    base: ClassVar[type[ctypes.Structure]] = structs.GroupNormFwdRingBase
+    reads: ClassVar[tuple[str, ...]] = ("x",)
+
+
+class GroupNormBwdRing(RingConfig):
+    """Backward."""
+
+    source: ClassVar[str] = "group_norm/group_norm_bwd_nhwc_sm90.cu"
+    params: ClassVar[type[ctypes.Structure]] = structs.GroupNormBwdRingParams
+    base: ClassVar[type[ctypes.Structure]] = structs.GroupNormBwdRingBase
+    reads: ClassVar[tuple[str, ...]] = ("x", "dout")
+
+
+def _channel_tiling(num_groups: int, channels: int, vector: int) -> structs.StepTiling | None:
+    """Which channels a block has of ``num_groups`` groups; None if packs would cross tiles."""
+    most = _steps.THREADS * vector
+    step = vector // math.gcd(channels, vector)  # groups that end where a pack ends
+    groups = min(num_groups, most // (channels * step) * step)
+    if groups:
+        return structs.StepTiling(0, -(-num_groups // groups), groups, 1, groups * channels)
+    if step > 1:
+        return None
+    width = -(-channels // -(-channels // most))
+    width += -width % vector
+    parts = -(-channels // width)
+    return structs.StepTiling(0, num_groups * parts, 1, parts, width)
+
+
+def one_step(
+    backward: bool,
+    kind: Kind,
+    size: int,
+    aligned: bool,
+    halves: bool,
+    capability: Capability,
+    spread: int = 1,
+) -> OneStepConfig | None:
+    """The kernel for groups of ``size`` elements side by side, NCHW; None where none fits.
+
+    Args:
+        spread: multiprocessors that there are for each group. The forward of a small batch uses
+            them: 1x320x64x64 takes 8.1 us in clusters of 4 blocks, 10.2 in a block (H200).
+    """
+    if aligned and not backward and architecture(capability).clusters:
+        clusters = (x for x in SPREAD_CLUSTERS if x[0] <= spread)
+        for config in _clusters(GroupNormFwdCluster, kind, clusters):
+            if size <= config.size <= 2 * size:
+                return config
+    configs = _one_step(backward, kind, aligned, halves, capability)
+    return next((x for x in configs if size <= x.size), None)
+
+
+def three_steps(backward: bool, kind: Kind, aligned: bool, nhwc: bool) -> StepConfig:
+    """The kernel for groups of any size, and for NHWC."""
+    config, tiles = (
+        (GroupNormBwdSteps, BACKWARD_STEPS) if backward else (GroupNormFwdSteps, FORWARD_STEPS)
+    )
+    loads, blocks = tiles[nhwc]
+    return config(*kind, nhwc, loads, vector_width(kind[0]) if aligned else 1, blocks)
+
+
+def configurations(capability: Capability) -> Iterator[KernelConfig]:
+    """Everything that GroupNorm can launch."""
+    for dtype, aligned, backward in itertools.product(ITEM_SIZE, (False, True), (False, True)):
+        for kind in itertools.product((dtype,), weight_dtypes(dtype), ACTIVATIONS):
+            yield from _one_step(backward, kind, aligned, False, capability)
+            if not aligned:
+                yield from _one_step(backward, kind, False, True, capability)
+            for nhwc in (False, True):
+                yield from three_steps(backward, kind, aligned, nhwc).steps()
+            if aligned and not backward and architecture(capability).clusters:
+                spread = (x for x in SPREAD_CLUSTERS if x not in FORWARD_CLUSTERS)
+                yield from _clusters(GroupNormFwdCluster, kind, spread)
+            if aligned and architecture(capability).wgmma:
+                yield (GroupNormBwdRing if backward else GroupNormFwdRing)(*kind)
+
+
+def _one_step(
+    backward: bool, kind: Kind, aligned: bool, halves: bool, capability: Capability
+) -> Iterator[OneStepConfig]:
+    """The smallest groups first."""
+    config, tiles = (GroupNormBwd, BACKWARD_TILES) if backward else (GroupNormFwd, FORWARD_TILES)
+    clusters = architecture(capability).clusters and aligned
+    if halves:
+        tiles = tiles[:HALVES_TILES]
+    elif not aligned:
+        tiles = ELEMENT_TILES
+    elif backward and not clusters:
+        tiles = (*tiles, LARGEST_BACKWARD)
+    vector = vector_width(kind[0]) if aligned or halves else 1
+    for threads, loads, *block in tiles:
+        yield config(
+            *kind, 1 + halves, threads, loads, vector, *block, threads <= 32 and loads <= 4
+        )
+    if clusters and backward:
+        yield from _clusters(GroupNormBwdCluster, kind, BACKWARD_CLUSTERS)
+    elif clusters:
+        yield from _clusters(GroupNormFwdCluster, kind, FORWARD_CLUSTERS)
+
+
+def _clusters(
+    config: type[ClusterConfig], kind: Kind, tiles: Iterable[tuple[int, ...]]
+) -> Iterator[ClusterConfig]:
+    for *tile, blocks in tiles:
+        yield config(*kind, *tile, vector_width(kind[0]), blocks)
