@@ -433,7 +433,7 @@ def test_compiled_backward(target):
 def test_opcheck(target, residual):
     import torch
 
-    from cupyflash.norm import torch_rows  # noqa: F401, defines the operators
+    from cupyflash.norm import torch_ops  # noqa: F401, defines the operators
 
     (x, weight, bias, stream), _ = leaves_of(target, residual or "float16")
     stream = stream if residual else None
@@ -448,7 +448,7 @@ def test_opcheck(target, residual):
 def test_operators_check_the_seed(target):
     import torch
 
-    from cupyflash.norm import torch_rows  # noqa: F401, defines the operators
+    from cupyflash.norm import torch_ops  # noqa: F401, defines the operators
 
     operators, x = torch.ops.cupyflash, stored(target, normal((3, 24), 0), "float32")
     right = torch.tensor([SEED], device=x.device)

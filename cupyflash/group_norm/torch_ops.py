@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..norm.torch_rows import no_second_derivative, refuse_transforms
+from ..norm.torch_ops import no_second_derivative, refuse_transforms
 from ..runtime.array import library_of
 from ..runtime.torch_calls import require_one_device
 from .group_norm import backward, forward

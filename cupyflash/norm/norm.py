@@ -144,15 +144,15 @@ def _returned(
 
 
 def _torch_forward() -> TorchSide:
-    from . import torch_rows
+    from . import torch_ops
 
-    return torch_rows.NormForward
+    return torch_ops.NormForward
 
 
 def _torch_backward() -> TorchSide:
-    from . import torch_rows
+    from . import torch_ops
 
-    return torch_rows.NormBackward
+    return torch_ops.NormBackward
 
 
 FORWARD = Operation(dispatch.forward, _torch_forward)
