@@ -88,6 +88,24 @@ def test_one_key_stands_out(target, power):
 
 
 @each_target
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("scale", [None, 3.0, 2.0**100])
+def test_keys_of_minus_infinity(target, scale, head_dim):
+    """Whole tiles of scores of -inf, seen first or last: their keys have the weight 0."""
+    rng = numpy.random.default_rng(head_dim)
+    q, k, v = rng.standard_normal((3, 1, 700, 1, head_dim))
+    q[..., 0] = abs(q[..., 0]) + 0.1
+    k[:, 300:, :, 0] = -numpy.inf  # the kernels walk from the last key tile to the first
+    k[:, :5, :, 0] = -numpy.inf
+    q, k, v = (target.array(x, "float16") for x in (q, k, v))
+    found = to_float64(cupyflash.attention(q, k, v, scale=scale))
+    kept = slice(5, 300)
+    wanted = to_float64(cupyflash.attention(q, k[:, kept], v[:, kept], scale=scale))
+    # The same weights, in tiles of other keys: a few last places of float16.
+    assert abs(found - wanted).max() <= 2.0**-9 * abs(wanted).max()
+
+
+@each_target
 def test_no_gradient_rather_than_a_wrong_one(target):
     """Where the LSE in float32 keeps no digit of a weight, gradients are NaN; in no other row."""
     q, k, v, dout = numpy.random.default_rng(1).standard_normal((4, 1, 8, 1, 64))

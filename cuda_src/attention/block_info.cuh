@@ -35,16 +35,18 @@ __device__ inline Sequence load_sequence(const Params& params, int batch) {
   const int* cu_seqlens_q = params.cu_seqlens_q;
   const int* cu_seqlens_k = params.cu_seqlens_k;
   Sequence s;
-  s.start_q = cu_seqlens_q ? cu_seqlens_q[batch] : 0;
-  s.start_k = cu_seqlens_k ? cu_seqlens_k[batch] : 0;
-  s.seqlen_q = cu_seqlens_q ? cu_seqlens_q[batch + 1] - int(s.start_q) : shape.seqlen_q;
-  s.seqlen_k = cu_seqlens_k ? cu_seqlens_k[batch + 1] - int(s.start_k) : shape.seqlen_k;
+  const int start_q = cu_seqlens_q ? cu_seqlens_q[batch] : 0;
+  const int start_k = cu_seqlens_k ? cu_seqlens_k[batch] : 0;
+  s.seqlen_q = cu_seqlens_q ? cu_seqlens_q[batch + 1] - start_q : shape.seqlen_q;
+  s.seqlen_k = cu_seqlens_k ? cu_seqlens_k[batch + 1] - start_k : shape.seqlen_k;
+  s.start_q = start_q;
+  s.start_k = start_k;
   // Rows beyond seqused are treated as if they did not exist.
   if (params.seqused_q) s.seqlen_q = max(0, min(s.seqlen_q, params.seqused_q[batch]));
   if (params.seqused_k) s.seqlen_k = max(0, min(s.seqlen_k, params.seqused_k[batch]));
   // For packed sequences, start_q + batch * ALIGN rounded down to a multiple of ALIGN leaves every
   // sequence room for its length rounded up, and needs no prefix sum over padded lengths.
-  s.accum_start = cu_seqlens_q ? (s.start_q + int64_t(batch) * ACCUM_ROW_ALIGN) / ACCUM_ROW_ALIGN *
+  s.accum_start = cu_seqlens_q ? (start_q + int64_t(batch) * ACCUM_ROW_ALIGN) / ACCUM_ROW_ALIGN *
                                      ACCUM_ROW_ALIGN
                                : int64_t(batch) * round_up(shape.seqlen_q, ACCUM_ROW_ALIGN);
   s.diagonal = shape.top_left ? 0 : s.seqlen_k - s.seqlen_q;

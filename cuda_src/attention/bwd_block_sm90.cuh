@@ -11,38 +11,50 @@
 #include "tensor_rows.cuh"
 #include "tile_order.cuh"
 
+// The scheduler has as few as 24 registers: behind this it reads again what it has written.
+__device__ __forceinline__ void forget_registers() { asm volatile("" ::: "memory"); }
+
 // The record of a key tile and of the queries that see it, which the scheduler writes for all
 // roles. n_rows = 0 ends the work of the block.
 struct BwdTile {
   Sequence sequence;
   TileRange m_range;
+  uint32_t index;  // in the order of the tiles
   int n_block;
   int n_begin;
   int n_rows;
   int batch;
   int head_kv;
-  int head_begin;  // the query heads that share this key head
+  int share;       // of the query heads of this key head
+  int head_begin;  // those query heads
   int head_end;
 
   __device__ bool has_queries() const { return m_range.begin < m_range.end; }
 
   __device__ void locate(const FlashBwdParams& params, const Tile& tile, int block_m, int block_n) {
-    const AttentionShape& shape = params.shape;
-    sequence = load_sequence(params, tile.batch);
+    batch = tile.batch;
+    head_kv = tile.head;
+    n_block = tile.block;
+    forget_registers();
+    sequence = load_sequence(params, batch);
+    forget_registers();
+    share = head_kv % params.shape.group_shares;
+    head_kv /= params.shape.group_shares;
+    forget_registers();
+    const int group = params.shape.heads_q / params.shape.heads_kv;
+    head_begin = head_kv * group + share * group / params.shape.group_shares;
+    head_end = head_kv * group + (share + 1) * group / params.shape.group_shares;
+    forget_registers();
     // Under a causal mask the first keys have the most work, unlike the queries of tile_order.cuh.
-    n_block = ceil_div(sequence.seqlen_k, block_n) - 1 - tile.block;
+    n_block = ceil_div(sequence.seqlen_k, block_n) - 1 - n_block;
     n_begin = n_block * block_n;
     n_rows = min(block_n, sequence.seqlen_k - n_begin);
+    forget_registers();
     m_range = query_tiles(sequence, n_begin, n_begin + n_rows, block_m);
     // A tile with keys past the end needs the mask. Such keys arrive as zeros, and exp2 of their
     // score 0 minus lse_log2 can overflow: dS and its product with the zeros of K are not finite
     // then.
     if (n_rows < block_n) m_range.inner_end = m_range.inner_begin;
-    batch = tile.batch;
-    head_kv = tile.head;
-    const int group = shape.heads_q / shape.heads_kv;
-    head_begin = tile.head * group;
-    head_end = head_begin + group;
   }
 };
 
@@ -58,18 +70,19 @@ __device__ __forceinline__ Ring<1> kv_place(const Ring<BWD_TILE_RECORDS>& record
 }
 
 // The barriers of a block, the records of its tiles, and the constants of their queries, in static
-// shared memory.
-template <int BLOCK_M, int STAGES>
+// shared memory. dO may have fewer stages than Q.
+template <int BLOCK_M, int STAGES, int DOUT_STAGES = STAGES>
 struct BwdShared {
   RingBarriers<BWD_TILE_RECORDS> located;  // only `full` is used
   RingBarriers<1> k;
   RingBarriers<1> v;
   RingBarriers<STAGES> q;  // Q, lse_log2 and delta
-  RingBarriers<STAGES> dout;
+  RingBarriers<DOUT_STAGES> dout;
   uint64_t almost_loaded;
   alignas(16) float lse_log2[STAGES][BLOCK_M];
   alignas(16) float delta[STAGES][BLOCK_M];
   BwdTile tiles[BWD_TILE_RECORDS];
+  uint32_t num_tiles;
 
   // The scheduler waits at almost_loaded until each of the `followers` has arrived, once a tile.
   __device__ void init(int consumers, int followers) {
@@ -90,32 +103,34 @@ struct BwdShared {
 };
 
 // The scheduler, one lane, chooses the tiles and writes their records.
-template <int BLOCK_M, int STAGES>
-__device__ __forceinline__ void schedule_bwd_tiles(const FlashBwdSm90Params& params,
-                                                   BwdShared<BLOCK_M, STAGES>& shared,
+template <int BLOCK_M, class Shared>
+__device__ __forceinline__ void schedule_bwd_tiles(const FlashBwdSm90Params& params, Shared& shared,
                                                    int block_n) {
   const AttentionShape& shape = params.base.shape;
-  const TileOrder order(shape, ceil_div(shape.seqlen_k, block_n), shape.heads_kv,
-                        params.packed_tiles);
-  const uint32_t num_tiles = order.size();
   // For a deterministic sum blocks wait for each other, and a block may wait only for tiles of
   // blocks that run already. So every tile is taken by ticket, including the first of each block.
   int* tickets = params.base.dq_semaphore;
-  uint32_t index = tickets ? atomicAdd(tickets, 1) : blockIdx.x;
-  Ring<BWD_TILE_RECORDS> record;
-  Ring<1> loaded;
+  const auto order = [&] {  // made anew each time, for registers
+    return TileOrder(shape, ceil_div(shape.seqlen_k, block_n), shape.heads_kv * shape.group_shares,
+                     params.packed_tiles);
+  };
+  shared.num_tiles = order().size();
+  shared.tiles[0].index = tickets ? atomicAdd(tickets, 1) : blockIdx.x;
 #pragma unroll 1
-  for (;;) {
-    BwdTile& tile = shared.tiles[record.stage];
+  for (int stage = 0;;) {
+    BwdTile& tile = shared.tiles[stage];
     tile.n_rows = 0;
-    if (index < num_tiles) tile.locate(params.base, order.at(index), BLOCK_M, block_n);
-    mbarrier_arrive(smem_address(&shared.located.full[record.stage]));
-    if (index >= num_tiles) return;
-    mbarrier_wait(smem_address(&shared.almost_loaded), loaded.parity);
-    index =
-        tickets ? atomicAdd(tickets, 1) : next_tile_index(params.tile_counter, index, num_tiles);
-    loaded.advance();
-    record.advance();
+    forget_registers();
+    if (tile.index < shared.num_tiles) {
+      tile.locate(params.base, order().at(tile.index), BLOCK_M, block_n);
+    }
+    mbarrier_arrive(smem_address(&shared.located.full[stage]));
+    if (tile.index >= shared.num_tiles) return;
+    mbarrier_wait(smem_address(&shared.almost_loaded), stage % 2);
+    stage = (stage + 1) % BWD_TILE_RECORDS;
+    shared.tiles[stage].index =
+        tickets ? atomicAdd(tickets, 1)
+                : next_tile_index(params.tile_counter, tile.index, shared.num_tiles);
   }
 }
 
@@ -170,17 +185,16 @@ struct NothingElse {
 };
 
 // A producer, which is one lane. It calls load_more(tile, head, m) for each tile of queries.
-template <class TileQ, class TileKV, int STAGES, class LoadMore = NothingElse>
-__device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
-                                               BwdShared<TileQ::ROWS, STAGES>& shared,
+template <class TileQ, class TileKV, int STAGES, class Shared, class LoadMore = NothingElse>
+__device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params, Shared& shared,
                                                const BwdLoad<STAGES>& to, LoadMore load_more = {}) {
   constexpr uint32_t ROW_FLOATS = TileQ::ROWS * sizeof(float);
   const bool with_constants = to.constants == RowConstants::LOAD;
   const uint32_t stage_bytes = TileQ::BYTES + (with_constants ? 2 * ROW_FLOATS : 0);
-  Ring<BWD_TILE_RECORDS> record;
-  Ring<STAGES> ring;
+  uint32_t tiles = 0, steps = 0;  // counters take fewer registers than places in a ring
 #pragma unroll 1
-  for (;; record.advance()) {
+  for (;; ++tiles) {
+    const Ring<BWD_TILE_RECORDS> record = ring_place<BWD_TILE_RECORDS>(tiles);
     const BwdTile& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) return;
     const uint32_t almost_loaded = smem_address(&shared.almost_loaded);
@@ -198,11 +212,13 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
       kv_rows.load(to.smem_kv + block * TileKV::BLOCK_BYTES, kv_full, block, tile.n_begin,
                    tile.head_kv);
     }
+    asm volatile("" ::: "memory");
     const TensorRows q_rows(params, to.q_map, tile.sequence, tile.batch);
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
-      for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m, ring.advance()) {
+      for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m, ++steps) {
+        const Ring<STAGES> ring = ring_place<STAGES>(steps);
         to.q.wait_empty(ring);
         const uint32_t full = smem_address(&to.q.full[ring.stage]);
         mbarrier_arrive_expect(full, stage_bytes);

@@ -7,9 +7,24 @@
 #include "bwd_block_sm90.cuh"
 #include "score_gradient.cuh"
 
-// DS_WRITTEN: all consumers have written their part of dS. DQ_EMPTY and DQ_FULL: the buffer of dQ
-// between the consumers and the reducer may be written, or added to global memory.
-enum class NamedBarrier { DS_WRITTEN = 1, DQ_EMPTY, DQ_FULL };
+// DS_WRITTEN: all consumers have written their part of dS. DQ_EMPTY and DQ_FULL: the buffer of a
+// warpgroup's part of dQ, between it and the reducer, may be written, or added to global memory.
+// Each warpgroup has barriers of its own, so that none waits for the part of another.
+enum class NamedBarrier {
+  DS_WRITTEN = 1,
+  DQ_EMPTY_OF_GROUP_0,
+  DQ_EMPTY_OF_GROUP_1,
+  DQ_FULL_OF_GROUP_0,
+  DQ_FULL_OF_GROUP_1
+};
+
+__device__ __forceinline__ NamedBarrier dq_empty(int group) {
+  return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::DQ_EMPTY_OF_GROUP_0) + group);
+}
+__device__ __forceinline__ NamedBarrier dq_full(int group) {
+  return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::DQ_FULL_OF_GROUP_0) + group);
+}
+constexpr int DQ_THREADS = WARPGROUP + 32;  // a consumer warpgroup and the reducer
 
 // The tiles of a block and their places in dynamic shared memory.
 template <class Options, int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int STAGES_>
@@ -28,9 +43,18 @@ struct BwdLayout {
   // Each warpgroup computes a part of dQ: 64 of its rows, or 64 or 32 of its columns.
   static constexpr bool SPLIT_ROWS = BLOCK_M == 64 * GROUPS;
   static constexpr int DQ_COLS = HEAD_DIM > 64 || SPLIT_ROWS ? 64 : 64 / GROUPS;
-  static constexpr int DQ_BYTES = GROUPS * 64 * DQ_COLS * sizeof(float);
+  static constexpr int DQ_PART = 64 * DQ_COLS;  // floats
+  static constexpr int DQ_BYTES = GROUPS * DQ_PART * sizeof(float);
   static_assert(SPLIT_ROWS ? HEAD_DIM == 64 : BLOCK_M == 64 && HEAD_DIM <= GROUPS * 64,
                 "dQ has one part a warpgroup");
+
+  // Whether lse_log2 and delta are read before S is issued: behind it, the products of both
+  // warpgroups keep shared memory so busy that a load takes hundreds of clocks. That takes
+  // registers which the options of a score, or more rows, do not leave.
+  static constexpr bool CONSTANTS_AHEAD = BLOCK_M == 64 && Options::NONE;
+  // Whether S of a query tile is issued while dK of the one before is computed; plain scores of
+  // head dim 64 leave the registers.
+  static constexpr bool OVERLAPPED = HEAD_DIM == 64 && Options::NONE;
 
   static constexpr int V_OFFSET = TileKV::BYTES;
   static constexpr int Q_OFFSET = V_OFFSET + TileKV::BYTES;
@@ -50,7 +74,13 @@ struct BwdLayout {
 template <class Options, class L>
 struct BwdConsumer {
   using T = typename Options::T;
-  using Gradient = float[L::HEAD_DIM / 8][4];  // dK, dV
+  using TileKV = typename L::TileKV;
+  using TileQ = typename L::TileQ;
+  using Scores = float[L::BLOCK_M / 8][4];       // S, dP
+  using Operand = uint32_t[L::BLOCK_M / 16][4];  // P, dS
+  using Gradient = float[L::HEAD_DIM / 8][4];    // dK, dV
+  // lse_log2 or delta of this lane's queries, if they are read ahead.
+  using Constants = float2[L::CONSTANTS_AHEAD ? L::BLOCK_M / 8 : 1];
 
   const FlashBwdSm90Params& params;
   BwdShared<L::BLOCK_M, L::STAGES>& shared;
@@ -79,47 +109,38 @@ struct BwdConsumer {
         score(params.base),
         dropout_seed(Options::DROPOUT ? *params.base.dropout_seed : 0) {}
 
-  // One step of the loop: BLOCK_M queries of one head, from m_begin on, and the keys of the tile.
-  __device__ __forceinline__ void step(Gradient& acc_dk, Gradient& acc_dv, const BwdTile& tile,
-                                       int head, int m_begin, bool masked) {
-    using TileKV = typename L::TileKV;
-    using TileQ = typename L::TileQ;
+  // ---- the steps of the algorithm, for the query tile at m_begin of one head ----
+
+  // S^T = K Q^T.
+  // uniform() keeps descriptors in uniform registers. It also keeps the compiler from computing
+  // those of K and V before the loops, which would fill the register file.
+  __device__ __forceinline__ void issue_s(Scores& s, const Ring<L::STAGES>& at) {
+    wg_gemm<T, L::HEAD_DIM / 16>(s, WgRowOperand<TileKV>(uniform(smem), group * 64),
+                                 WgRowOperand<TileQ>(q_address(at), 0), OVERWRITE);
+  }
+
+  // dP^T = V dO^T.
+  __device__ __forceinline__ void issue_dp(Scores& dp, const Ring<L::STAGES>& at) {
+    shared.dout.wait_full(at);
+    wg_gemm<T, L::HEAD_DIM / 16>(dp, WgRowOperand<TileKV>(uniform(smem + L::V_OFFSET), group * 64),
+                                 WgRowOperand<TileQ>(dout_address(at), 0), OVERWRITE);
+  }
+
+  // S, which has been computed, becomes P; dP, which is waited for, becomes dS. Both are left as
+  // operands, and dS in shared memory, too.
+  __device__ __forceinline__ void make_p_and_ds(Operand& p, Operand& ds, Scores& s, Scores& dp,
+                                                const Constants& lse_log2, const Constants& delta,
+                                                const BwdTile& tile, int head, int m_begin,
+                                                const Ring<L::STAGES>& place, bool masked) {
     using TileS = typename L::TileS;
     constexpr int BLOCK_M = L::BLOCK_M;
     constexpr bool HAS_DBIAS = has_gradient(Options::BIAS);
-    // uniform() keeps descriptors in uniform registers. It also keeps the compiler from computing
-    // those of K and V before the loops, which would fill the register file.
-    const uint32_t k_tile = uniform(smem);
-    const uint32_t v_tile = uniform(smem + L::V_OFFSET);
-    const int stage = uniform(ring.stage);
-    const uint32_t q_stage = smem + L::Q_OFFSET + stage * TileQ::BYTES;
-    const uint32_t dout_stage = smem + L::DOUT_OFFSET + stage * TileQ::BYTES;
-    const uint32_t ds_stage = smem + L::DS_OFFSET + stage * TileS::BYTES;
     const float alibi_slope = load_alibi_slope<Options>(params.base, tile.batch, head);
-
-    // ---- S^T = K Q^T, dP^T = V dO^T ----
-    float s[BLOCK_M / 8][4];
-    float dp[BLOCK_M / 8][4];
-    shared.q.wait_full(ring);
-    wg_gemm<T, L::HEAD_DIM / 16>(s, WgRowOperand<TileKV>(k_tile, group * 64),
-                                 WgRowOperand<TileQ>(q_stage, 0), OVERWRITE);
-    shared.dout.wait_full(ring);
-    wg_gemm<T, L::HEAD_DIM / 16>(dp, WgRowOperand<TileKV>(v_tile, group * 64),
-                                 WgRowOperand<TileQ>(dout_stage, 0), OVERWRITE);
-    wgmma_wait<1>();  // S is complete; dP may still run
-    pin(s);
-
-    // ---- score, P ----
     const int column = lane % 4 * 2;
     const int key = tile.n_begin + key_row + lane / 4;
     const int query = m_begin + column;
     const ScorePlace<Rows::KEYS> at = {tile.sequence, tile.batch, head, alibi_slope,
                                        &dropout_seed, key,        query};
-    // Reads lse_log2 or delta of the query of element [n][i]. Queries are columns here.
-    const auto constant_of = [&](const float (&constants)[BLOCK_M], int n, int i) {
-      const float2 pair = *reinterpret_cast<const float2*>(&constants[n * 8 + column]);
-      return i % 2 ? pair.y : pair.x;
-    };
     float softcap_slope[BLOCK_M / 8][4];
     apply_score(s, softcap_slope, score, at, [&](float (&s)[BLOCK_M / 8][4], float bias_scale) {
       bias_barriers[group].wait_full(bias_ring);
@@ -127,38 +148,42 @@ struct BwdConsumer {
                                                         key_row % 64, bias_scale);
     });
     if (masked) score.apply_mask(s, at);
-    recompute_weights(s, score, at,
-                      [&](int n, int i) { return constant_of(shared.lse_log2[ring.stage], n, i); });
-    uint32_t p[BLOCK_M / 16][4];
+    recompute_weights(s, score, at, [&](int n, int i) {
+      return constant_of(lse_log2, shared.lse_log2[place.stage], n, i, column);
+    });
     float kept[BLOCK_M / 8][4];
     wg_pack<T>(p, kept_weights<Options>(kept, s));
     // P is multiplied by the slope of the softcap early, which frees the registers of the slope.
     // But the gradient of the bias needs P without it.
     if constexpr (!HAS_DBIAS) apply_softcap_slope<Options>(s, softcap_slope);
 
-    // ---- dS ----
     wgmma_wait<0>();
     pin(dp);
     softmax_gradient<Options>(dp, s, params.base.shape, [&](int n, int i) {
-      return constant_of(shared.delta[ring.stage], n, i);
+      return constant_of(delta, shared.delta[place.stage], n, i, column);
     });
     if constexpr (HAS_DBIAS) {
       add_bias_gradient<Options>(dp, params.base, at);
       apply_softcap_slope<Options>(dp, softcap_slope);
     }
-    uint32_t ds[BLOCK_M / 16][4];
     wg_pack<T>(ds, dp);
+    const uint32_t ds_stage = ds_address(place);
 #pragma unroll
     for (int k = 0; k < BLOCK_M / 16; ++k) {
       stmatrix_x4_trans(
           ds_stage + TileS::offset(k * 16 + lane / 16 * 8 + lane % 8, key_row / 8 + lane / 8 % 2),
           ds[k]);
     }
+  }
 
-    // ---- dV += P^T dO, dQ = dS K, dK += dS^T Q ----
-    wg_gemm<T, BLOCK_M / 16>(acc_dv, p, WgColumnOperand<TileQ>(dout_stage, 0), ACCUMULATE);
-    fence_async_proxy();                                         // dS becomes visible to wgmma
-    named_barrier_sync(NamedBarrier::DS_WRITTEN, L::CONSUMERS);  // dS is complete
+  // dV += P^T dO, dQ = dS K, which the reducer gets, and dK += dS^T Q, which is under way
+  // afterwards.
+  __device__ __forceinline__ void issue_gradients(Gradient& acc_dk, Gradient& acc_dv, Operand& p,
+                                                  Operand& ds, const Ring<L::STAGES>& at) {
+    using TileS = typename L::TileS;
+    wg_gemm<T, L::BLOCK_M / 16>(acc_dv, p, WgColumnOperand<TileQ>(dout_address(at), 0), ACCUMULATE);
+    fence_async_proxy();  // dS becomes visible to wgmma
+    named_barrier_sync(NamedBarrier::DS_WRITTEN, L::CONSUMERS);
     if constexpr (L::HAS_BIAS_TILES) {
       // An arrival can overtake loads that are still in flight (wait_for_loads), so it must come
       // after the stores of dS, which was computed from the bias.
@@ -168,28 +193,140 @@ struct BwdConsumer {
     float dq[L::DQ_COLS / 8][4];
     const int dq_col = L::SPLIT_ROWS ? 0 : group * L::DQ_COLS;
     wg_gemm<T, L::BLOCK_N / 16>(
-        dq, WgRowOperand<TileS>(ds_stage, L::SPLIT_ROWS ? group * 64 : 0),
-        WgColumnOperand<TileKV>(k_tile + dq_col % 64 * sizeof(T), dq_col / 64), OVERWRITE);
+        dq, WgRowOperand<TileS>(ds_address(at), L::SPLIT_ROWS ? group * 64 : 0),
+        WgColumnOperand<TileKV>(uniform(smem) + dq_col % 64 * sizeof(T), dq_col / 64), OVERWRITE);
     wgmma_wait<1>();  // dV is complete; dQ may still run
     pin(acc_dv);
     pin(p);
-    shared.dout.release(ring.stage);
-    wg_gemm<T, BLOCK_M / 16>(acc_dk, ds, WgColumnOperand<TileQ>(q_stage, 0), ACCUMULATE);
+    shared.dout.release(at.stage);
+    wg_gemm<T, L::BLOCK_M / 16>(acc_dk, ds, WgColumnOperand<TileQ>(q_address(at), 0), ACCUMULATE);
     wgmma_wait<1>();  // dQ is complete; dK may still run
     pin(dq);
     hand_over_dq(dq);
-    wgmma_wait<0>();
+  }
+
+  // dK has been computed.
+  __device__ __forceinline__ void end_gradients(Gradient& acc_dk, Operand& ds,
+                                                const Ring<L::STAGES>& at) {
     pin(acc_dk);
     pin(ds);
-    shared.q.release_by_thread(ring.stage);
+    shared.q.release_by_thread(at.stage);
+  }
+
+  // ---- loops over query tiles ----
+
+  // All query tiles of a head, one after the other: masked on both edges of a window, unmasked
+  // between them.
+  __device__ __forceinline__ void steps(Gradient& acc_dk, Gradient& acc_dv, const BwdTile& tile,
+                                        int head) {
+    const int m_begin = uniform(tile.m_range.begin);
+    const int inner_begin = max(uniform(tile.m_range.inner_begin), m_begin);
+    const int inner_end = uniform(tile.m_range.inner_end);
+#pragma unroll 1
+    for (int m = uniform(tile.m_range.end) - 1; m >= m_begin;) {
+#pragma unroll 1
+      for (; m >= m_begin && (m >= inner_end || m < inner_begin); --m)
+        step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, MASKED);
+#pragma unroll 1
+      for (; m >= inner_begin; --m) step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, UNMASKED);
+    }
+  }
+
+  __device__ __forceinline__ void step(Gradient& acc_dk, Gradient& acc_dv, const BwdTile& tile,
+                                       int head, int m_begin, bool masked) {
+    Scores s, dp;
+    Constants lse_log2, delta;
+    Operand p, ds;
+    shared.q.wait_full(ring);
+    if constexpr (L::CONSTANTS_AHEAD) {
+      load_constants(lse_log2, shared.lse_log2[ring.stage]);
+      load_constants(delta, shared.delta[ring.stage]);
+    }
+    issue_s(s, ring);
+    issue_dp(dp, ring);
+    wgmma_wait<1>();
+    pin(s);
+    make_p_and_ds(p, ds, s, dp, lse_log2, delta, tile, head, m_begin, ring, masked);
+    issue_gradients(acc_dk, acc_dv, p, ds, ring);
+    wgmma_wait<0>();
+    end_gradients(acc_dk, ds, ring);
+    ring.advance();
+  }
+
+  // All query tiles of a head; S of the next tile is issued before dK of this one is waited for.
+  __device__ __forceinline__ void overlapped_steps(Gradient& acc_dk, Gradient& acc_dv,
+                                                   const BwdTile& tile, int head) {
+    Operand p, ds;
+    int m = uniform(tile.m_range.end) - 1;
+    {
+      Scores s, dp;
+      shared.q.wait_full(ring);
+      issue_s(s, ring);
+      make_next(p, ds, s, dp, tile, head, m, ring);
+    }
+#pragma unroll 1
+    while (--m >= uniform(tile.m_range.begin)) {
+      Ring<L::STAGES> next = ring;
+      next.advance();
+      issue_gradients(acc_dk, acc_dv, p, ds, ring);
+      Scores s, dp;
+      shared.q.wait_full(next);
+      issue_s(s, next);
+      wgmma_wait<1>();
+      end_gradients(acc_dk, ds, ring);
+      make_next(p, ds, s, dp, tile, head, m, next);
+      ring = next;
+    }
+    issue_gradients(acc_dk, acc_dv, p, ds, ring);
+    wgmma_wait<0>();
+    end_gradients(acc_dk, ds, ring);
     ring.advance();
   }
 
  private:
-  // Writes this warpgroup's part of dQ to shared memory for the reducer.
+  __device__ uint32_t q_address(const Ring<L::STAGES>& at) const {
+    return smem + L::Q_OFFSET + uniform(at.stage) * TileQ::BYTES;
+  }
+  __device__ uint32_t dout_address(const Ring<L::STAGES>& at) const {
+    return smem + L::DOUT_OFFSET + uniform(at.stage) * TileQ::BYTES;
+  }
+  __device__ uint32_t ds_address(const Ring<L::STAGES>& at) const {
+    return smem + L::DS_OFFSET + uniform(at.stage) * L::TileS::BYTES;
+  }
+
+  // P and dS of a tile whose S is under way.
+  __device__ __forceinline__ void make_next(Operand& p, Operand& ds, Scores& s, Scores& dp,
+                                            const BwdTile& tile, int head, int m,
+                                            const Ring<L::STAGES>& at) {
+    issue_dp(dp, at);
+    wgmma_wait<1>();
+    pin(s);
+    make_p_and_ds(p, ds, s, dp, {}, {}, tile, head, m * L::BLOCK_M, at,
+                  uniform(tile.m_range.needs_mask(m)));
+  }
+
+  static __device__ __forceinline__ float2 constant_pair(const float* constants, int n,
+                                                         int column) {
+    return *reinterpret_cast<const float2*>(constants + n * 8 + column);
+  }
+  __device__ __forceinline__ void load_constants(Constants& ahead, const float* constants) const {
+#pragma unroll
+    for (int n = 0; n < L::BLOCK_M / 8; ++n) ahead[n] = constant_pair(constants, n, lane % 4 * 2);
+  }
+
+  // lse_log2 or delta of the query of element [n][i]; queries are columns here.
+  static __device__ __forceinline__ float constant_of(const Constants& ahead,
+                                                      const float* constants, int n, int i,
+                                                      int column) {
+    const float2 pair = L::CONSTANTS_AHEAD ? ahead[L::CONSTANTS_AHEAD ? n : 0]
+                                           : constant_pair(constants, n, column);
+    return i % 2 ? pair.y : pair.x;
+  }
+
+  // Writes this warpgroup's part of dQ to where the reducer finds it.
   __device__ __forceinline__ void hand_over_dq(const float (&dq)[L::DQ_COLS / 8][4]) {
     // The copy engine has read the last dQ after this barrier.
-    named_barrier_sync(NamedBarrier::DQ_EMPTY, L::CONSUMERS + 32);
+    named_barrier_sync(dq_empty(group), DQ_THREADS);
 #pragma unroll
     for (int n = 0; n < L::DQ_COLS / 8; ++n) {
       st_shared_128(
@@ -197,6 +334,6 @@ struct BwdConsumer {
           dq[n]);
     }
     fence_async_proxy();  // dQ becomes visible to the copy engine
-    named_barrier_arrive(NamedBarrier::DQ_FULL, L::CONSUMERS + 32);
+    named_barrier_arrive(dq_full(group), DQ_THREADS);
   }
 };

@@ -32,7 +32,9 @@
 #include "block_info.cuh"
 #include "bwd_warps_sm80.cuh"
 #include "params.cuh"
+#include "partial_gradient.cuh"
 #include "score_gradient.cuh"
+#include "store_rows.cuh"
 #include "tile_order.cuh"
 #include "warp_gemm.cuh"
 
@@ -45,7 +47,9 @@ struct BwdBlock {
   int n_begin;
   int n_rows;  // <= 0: nothing to do
   int batch;
-  int head_begin;  // the query heads that share this key head
+  int head_kv;
+  int share;       // of the query heads of this key head
+  int head_begin;  // those query heads
   int head_end;
   const T* q;  // the first query of this sequence in head 0
   const T* dout;
@@ -60,8 +64,8 @@ struct BwdBlock {
     // run already. So the order of tiles is that in which the blocks begin.
     const int index = params.dq_semaphore ? atomicAdd(params.dq_semaphore, 1) : blockIdx.x;
     const int num_n_blocks = ceil_div(shape.seqlen_k, block_n);
-    const Tile tile =
-        tile_of_block(index, num_n_blocks, shape.heads_kv, shape.batch, shape.heads_per_section);
+    const Tile tile = tile_of_block(index, num_n_blocks, shape.heads_kv * params.shape.group_shares,
+                                    shape.batch, shape.heads_per_section);
     sequence = load_sequence(params, tile.batch);
     n_block = num_n_blocks - 1 - tile.block;  // under a causal mask the first keys have most work
     n_begin = n_block * block_n;
@@ -69,15 +73,17 @@ struct BwdBlock {
     m_range = query_tiles(sequence, n_begin, n_begin + n_rows, block_m);
     batch = tile.batch;
     const int group = shape.heads_q / shape.heads_kv;
-    head_begin = tile.head * group;
-    head_end = head_begin + group;
+    head_kv = tile.head / params.shape.group_shares;
+    share = tile.head % params.shape.group_shares;
+    head_begin = head_kv * group + share * group / params.shape.group_shares;
+    head_end = head_kv * group + (share + 1) * group / params.shape.group_shares;
     const int64_t row_k = sequence.start_k + n_begin;
     q = static_cast<const T*>(params.q) + params.q_strides.at(batch, sequence.start_q, 0);
     dout = static_cast<const T*>(params.dout) + params.dout_strides.at(batch, sequence.start_q, 0);
-    k = static_cast<const T*>(params.k) + params.k_strides.at(batch, row_k, tile.head);
-    v = static_cast<const T*>(params.v) + params.v_strides.at(batch, row_k, tile.head);
-    dk = static_cast<T*>(params.dk) + params.dk_strides.at(batch, row_k, tile.head);
-    dv = static_cast<T*>(params.dv) + params.dv_strides.at(batch, row_k, tile.head);
+    k = static_cast<const T*>(params.k) + params.k_strides.at(batch, row_k, head_kv);
+    v = static_cast<const T*>(params.v) + params.v_strides.at(batch, row_k, head_kv);
+    dk = static_cast<T*>(params.dk) + params.dk_strides.at(batch, row_k, head_kv);
+    dv = static_cast<T*>(params.dv) + params.dv_strides.at(batch, row_k, head_kv);
   }
 };
 
@@ -277,6 +283,23 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
         if constexpr (DROPOUT) acc_dv[m][n][i] *= shape.dropout_scale;
       }
     }
+  }
+  if (shape.group_shares > 1) {
+    const int64_t row_k = block.sequence.start_k + block.n_begin + GridKV::row();
+    const auto partial = [&](KeyGradient which) {
+      return partial_gradient<HEAD_DIM>(params, which, block.share, block.batch, row_k,
+                                        block.head_kv) +
+             GridKV::col();
+    };
+    const int row_stride = shape.heads_kv * HEAD_DIM;
+#pragma unroll
+    for (int m = 0; m < GridKV::M; ++m) {
+      const int64_t offset = int64_t(m) * 16 * row_stride;
+      const int rows = block.n_rows - GridKV::row() - m * 16;
+      store_float_rows(partial(KeyGradient::DK) + offset, row_stride, acc_dk[m], rows);
+      store_float_rows(partial(KeyGradient::DV) + offset, row_stride, acc_dv[m], rows);
+    }
+    return;
   }
   store_fragments<TileKV, T, ARCH>(smem_k, GridKV::row(), GridKV::col(), acc_dk);
   store_fragments<TileKV, T, ARCH>(smem_v, GridKV::row(), GridKV::col(), acc_dv);

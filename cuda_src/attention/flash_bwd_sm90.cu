@@ -10,7 +10,9 @@
 // flash_bwd_preprocess.cu comes before this kernel and flash_bwd_postprocess_sm90.cu after it.
 //
 // A persistent block takes tiles of BLOCK_N keys of one key head, one after the other. For each it
-// walks over the tiles of BLOCK_M queries that see the keys, of every query head of the group.
+// walks over the tiles of BLOCK_M queries that see the keys, of every query head of the group; or
+// of a share of the group, where key heads are few (group_shares). Then dK and dV of a share go to
+// dkv_partial in float32, and flash_bwd_combine.cu adds them up.
 //
 // Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
 // is filled up with zeros; NUM_STAGES is the number of buffers of Q, dO and dS; SOFTCAP, ALIBI,
@@ -25,7 +27,8 @@
 // The other warpgroups are consumers, which own 64 keys each. They compute S and dP transposed
 // (rows are keys), so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q while they
 // are in registers; only dS goes through shared memory, for dQ = dS K. The product for dV runs
-// while the warpgroups exchange dS, the one for dK while dQ goes to the reducer.
+// while the warpgroups exchange dS, the one for dK while dQ goes to the reducer, and where the
+// registers allow it (OVERLAPPED) also while the next S is computed.
 //
 // Shared memory holds one buffer of K and of V, two of Q, dO and dS, one of dQ in float32, and with
 // a bias by TMA a tile of it for each consumer warpgroup.
@@ -33,8 +36,9 @@
 // Why nothing is overwritten too early. Q, K, V, dO and the bias have a barrier for "full" and one
 // for "empty" (common/ring.cuh). dS has two buffers: a warpgroup writes to the same one every other
 // step. Between two such writes lies the barrier DS_WRITTEN of the step in between, which every
-// warpgroup reaches after its last product with the older dS. dQ is written after the barrier
-// DQ_EMPTY, at which the reducer arrives when the copy engine has read the last dQ.
+// warpgroup reaches after its last product with the older dS. A warpgroup writes
+// its part of dQ after its barrier DQ_EMPTY, at which the reducer arrives when the copy engine has
+// read the last one.
 //
 // Why it ends. All roles see the same tiles up to the record with n_rows = 0, and in each the same
 // heads and query tiles. For a deterministic sum (dq_semaphore) the blocks add to a query tile in
@@ -46,13 +50,20 @@
 // Instructions".
 #include "../ptx/atomics.cuh"
 #include "bwd_consumer_sm90.cuh"
+#include "partial_gradient.cuh"
 #include "store_rows.cuh"
 
-// The reducer is a warp that adds the dQ of each query tile to the accumulator. With a semaphore
-// the blocks add in turns, in the order of their keys, so that the sum is deterministic.
-template <int HEAD_DIM, int BLOCK_M, int BLOCK_N, int THREADS, int STAGES>
+// The reducer is a warp that adds the dQ of each query tile to the accumulator, part by part. With
+// a semaphore the blocks add in turns, in the order of their keys, so that the sum is
+// deterministic.
+template <class L>
 __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
-                                          BwdShared<BLOCK_M, STAGES>& shared, uint32_t smem_dq) {
+                                          BwdShared<L::BLOCK_M, L::STAGES>& shared,
+                                          uint32_t smem_dq) {
+  constexpr int BLOCK_M = L::BLOCK_M;
+  // Of head dim 96 the second warpgroup's part is half empty.
+  constexpr int LAST_PART = BLOCK_M * L::HEAD_DIM - L::DQ_PART;
+  static_assert(L::GROUPS == 2 && LAST_PART <= L::DQ_PART, "dQ has two parts");
   const bool elected = elect_one();
   int* flag = nullptr;  // the flag of the turn that this block has not ended yet
   // Ends the turn as late as possible, when the addition has long reached memory.
@@ -62,7 +73,9 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
     release_flag(flag);
     flag = nullptr;
   };
-  named_barrier_arrive(NamedBarrier::DQ_EMPTY, THREADS);  // at first the buffer is empty
+  // At first the buffer is empty.
+#pragma unroll
+  for (int group = 0; group < L::GROUPS; ++group) named_barrier_arrive(dq_empty(group), DQ_THREADS);
   Ring<BWD_TILE_RECORDS> record;
 #pragma unroll 1
   for (;; record.advance()) {
@@ -75,20 +88,26 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
 #pragma unroll 1
       for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m) {
         const int64_t row = accum_row(params, tile, head, m * BLOCK_M);
-        named_barrier_sync(NamedBarrier::DQ_FULL, THREADS);  // dQ is complete
-        if (elected) {
-          if (params.dq_semaphore) {
+#pragma unroll
+        for (int group = 0; group < L::GROUPS; ++group) {
+          named_barrier_sync(dq_full(group), DQ_THREADS);  // this part of dQ is complete
+          if (!elected) continue;
+          if (group == 0 && params.dq_semaphore) {
             end_turn();
             flag = turn_flag(params, row, BLOCK_M);
-            wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
+            wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, L::BLOCK_N));
           }
-          bulk_reduce_add(params.dq_accum + row * HEAD_DIM, smem_dq,
-                          BLOCK_M * HEAD_DIM * sizeof(float));
+          bulk_reduce_add(params.dq_accum + row * L::HEAD_DIM + group * L::DQ_PART,
+                          smem_dq + group * L::DQ_PART * sizeof(float),
+                          (group == 0 ? L::DQ_PART : LAST_PART) * sizeof(float));
           bulk_commit();
-          bulk_wait_read<0>();
         }
-        __syncwarp();  // the copy engine has read dQ
-        named_barrier_arrive(NamedBarrier::DQ_EMPTY, THREADS);
+        if (elected) bulk_wait_read<1>();
+        __syncwarp();
+        named_barrier_arrive(dq_empty(0), DQ_THREADS);
+        if (elected) bulk_wait_read<0>();
+        __syncwarp();
+        named_barrier_arrive(dq_empty(1), DQ_THREADS);
       }
     }
     if (elected) end_turn();
@@ -106,8 +125,8 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   constexpr int GROUPS = Layout::GROUPS;
   constexpr int CONSUMERS = Layout::CONSUMERS;
   constexpr int FOLLOWERS = 3;  // the scheduler waits for both producers and for the reducer
-  constexpr int PRODUCER_REGISTERS = 40;
-  constexpr int CONSUMER_REGISTERS = 232;
+  constexpr int PRODUCER_REGISTERS = Layout::CONSTANTS_AHEAD ? 24 : 40;
+  constexpr int CONSUMER_REGISTERS = Layout::CONSTANTS_AHEAD ? 240 : 232;
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
   static_assert(GROUPS == 2, "the register split is made for two consumers");
   static_assert(NUM_STAGES == 2, "one barrier an iteration protects dS only if it has two stages");
@@ -129,7 +148,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     dealloc_registers<PRODUCER_REGISTERS>();
     const int warp = warp_in_warpgroup();
     if (warp == 0) {
-      if (elect_one()) schedule_bwd_tiles(params, shared, BLOCK_N);
+      if (elect_one()) schedule_bwd_tiles<BLOCK_M>(params, shared, BLOCK_N);
     } else if (warp == 1) {
       if (elect_one())
         load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
@@ -157,8 +176,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
              shared.v, shared.dout, RowConstants::SKIP},
             load_bias);
     } else {
-      reduce_dq<HEAD_DIM, BLOCK_M, BLOCK_N, CONSUMERS + 32>(params.base, shared,
-                                                            smem_k + Layout::DQ_OFFSET);
+      reduce_dq<Layout>(params.base, shared, smem_k + Layout::DQ_OFFSET);
     }
     return;
   }
@@ -178,22 +196,13 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     set_zero(acc_dv);
     shared.k.wait_full(kv_place(record));
     shared.v.wait_full(kv_place(record));
-    // The query tiles on either edge of a window need the mask.
-    const int head_end = uniform(tile.head_end);
-    const int m_begin = uniform(tile.m_range.begin);
-    const int inner_begin = max(uniform(tile.m_range.inner_begin), m_begin);
-    const int inner_end = uniform(tile.m_range.inner_end);
+    const int head_end = uniform(tile.has_queries() ? tile.head_end : tile.head_begin);
 #pragma unroll 1
     for (int head = uniform(tile.head_begin); head < head_end; ++head) {
-#pragma unroll 1
-      for (int m = uniform(tile.m_range.end) - 1; m >= m_begin;) {
-#pragma unroll 1
-        for (; m >= m_begin && (m >= inner_end || m < inner_begin); --m) {
-          consumer.step(acc_dk, acc_dv, tile, head, m * BLOCK_M, MASKED);
-        }
-#pragma unroll 1
-        for (; m >= inner_begin; --m)
-          consumer.step(acc_dk, acc_dv, tile, head, m * BLOCK_M, UNMASKED);
+      if constexpr (Layout::OVERLAPPED) {
+        consumer.overlapped_steps(acc_dk, acc_dv, tile, head);
+      } else {
+        consumer.steps(acc_dk, acc_dv, tile, head);
       }
     }
     shared.k.release(0);  // the next tile is loaded while this one is written
@@ -209,11 +218,21 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
       }
     }
     const int64_t row = tile.sequence.start_k + tile.n_begin + consumer.key_row;
+    const int rows = tile.n_rows - consumer.key_row;
+    if (shape.group_shares > 1) {
+      const auto partial = [&](KeyGradient which) {
+        return partial_gradient<HEAD_DIM>(params.base, which, tile.share, tile.batch, row,
+                                          tile.head_kv);
+      };
+      store_float_rows(partial(KeyGradient::DK), shape.heads_kv * HEAD_DIM, acc_dk, rows);
+      store_float_rows(partial(KeyGradient::DV), shape.heads_kv * HEAD_DIM, acc_dv, rows);
+      continue;
+    }
     const Strides& dk_strides = params.base.dk_strides;
     const Strides& dv_strides = params.base.dv_strides;
     store_rows(static_cast<T*>(params.base.dk) + dk_strides.at(tile.batch, row, tile.head_kv),
-               dk_strides.row, acc_dk, tile.n_rows - consumer.key_row, shape.head_dim);
+               dk_strides.row, acc_dk, rows, shape.head_dim);
     store_rows(static_cast<T*>(params.base.dv) + dv_strides.at(tile.batch, row, tile.head_kv),
-               dv_strides.row, acc_dv, tile.n_rows - consumer.key_row, shape.head_dim);
+               dv_strides.row, acc_dv, rows, shape.head_dim);
   }
 }

@@ -6,8 +6,10 @@
 //              writes its share of P and dS to shared memory
 //   dV^T, dK^T a warpgroup owns 64 or 128 of the HEAD_DIM rows, for all BLOCK_N keys of the block:
 //              dV^T += dO^T P, dK^T += Q^T dS
-//   dQ         a warpgroup computes the same columns of dQ = dS K, and adds them to dq_accum from
-//              registers: shared memory has no room for dQ, and its bandwidth is the bottleneck
+//   dQ         a warpgroup computes the same columns of dQ = dS K in two halves. With tiles of 80
+//              keys (STAGES_DQ) each half goes through shared memory, and the copy engine adds it
+//              to dq_accum; else the warpgroup adds it from registers, which costs up to 30 % at
+//              head dim 256, because there is no room
 //
 // The product for dV runs while dS is computed, the one for dK while dQ is added.
 //
@@ -15,20 +17,26 @@
 // warpgroups.
 //
 // Warps. One lane of warp 0 chooses the next tile, one lane of warp 1 loads K and Q with lse_log2
-// and delta, and one lane of warp 2 loads V and dO. With a semaphore, two lanes of warp 3 keep the
-// turns (Turns). The warpgroups after the first are the consumers.
+// and delta, and one lane of warp 2 loads V and dO. Warp 3 is the reducer of staged dQ; or, with a
+// semaphore, two of its lanes keep the turns (Turns). The warpgroups after the first are the
+// consumers.
 //
-// Shared memory holds one buffer of K and of V, two of Q and of dO, one of P and of dS.
+// Shared memory holds one buffer of K and of V, two of Q and of dO, one of P and of dS. With staged
+// dQ there is one buffer of dO, and one for half of the dQ of warpgroup 1; warpgroup 0 stages its
+// own in the place of P.
 //
 // Why nothing is overwritten too early. Q, K, V and dO have a barrier for "full" and one for
 // "empty" (common/ring.cuh). P and dS have one buffer each, and the barrier of one protects the
 // other: dS is written after P_WRITTEN, which every warpgroup reaches after its products with the
 // last dS; P is written after DS_WRITTEN of the step before, which every warpgroup reaches after
-// its product for dV.
+// its product for dV. In the place of P, dQ is written after the same DS_WRITTEN, and the next P
+// after p_free, at which the reducer arrives when the copy engine has read the second half of dQ.
+// Each half is written after DQ_EMPTY, at which the reducer arrives when the one before is read.
 //
 // Why it ends is explained in flash_bwd_sm90.cu. The lanes that keep the turns see the same heads
 // and query tiles as the consumers.
 #include "bwd_wide_consumer_sm90.cuh"
+#include "partial_gradient.cuh"
 #include "store_rows.cuh"
 
 // Stores a fragment of a warp whose 16 rows are columns of `out` (dK^T, dV^T). It transposes the
@@ -58,6 +66,22 @@ __device__ __forceinline__ void store_columns(T* out, int64_t row_stride, const 
   }
 }
 
+// The same in float32: a sector of 32 bytes for each eight lanes that hold columns of a key.
+template <int N>
+__device__ __forceinline__ void store_float_columns(float* out, int row_stride,
+                                                    const float (&acc)[N][4], int rows) {
+  const int lane = fresh_thread_index() % 32;
+  row_stride = opaque(row_stride);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = n * 8 + lane % 4 * 2 + i % 2;
+      if (row < rows) out[int64_t(row) * row_stride + lane / 4 + i / 2 * 8] = acc[n][i];
+    }
+  }
+}
+
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_STAGES, int GROUPS,
           bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
 __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
@@ -69,21 +93,24 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   using TileQ = typename Layout::TileQ;
   constexpr int CONSUMERS = Layout::CONSUMERS;
   constexpr int SLICES = Layout::SLICES;
-  constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32;
-  constexpr int CONSUMER_REGISTERS = GROUPS == 2 ? 232 : 160;
+  constexpr int PRODUCER_REGISTERS = Layout::STAGES_DQ ? 24 : GROUPS == 2 ? 40 : 32;
+  constexpr int CONSUMER_REGISTERS = Layout::STAGES_DQ ? 240 : GROUPS == 2 ? 232 : 160;
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
   static_assert(NUM_STAGES == 2, "its number is the parity of a turn");
   static_assert(GROUPS == 2 || GROUPS == 3, "the register split is made for two or three");
 
   extern __shared__ __align__(1024) unsigned char smem[];
   const uint32_t smem_k = smem_address(smem);
-  __shared__ BwdShared<BLOCK_M, NUM_STAGES> shared;
+  __shared__ typename Layout::Shared shared;
   __shared__ Turns turns;
+  __shared__ uint64_t p_free;
   if (threadIdx.x == 0) {
-    // The scheduler waits for both producers, and for the two lanes that keep the turns.
-    const int followers = params.base.dq_semaphore ? 4 : 2;
-    shared.init(CONSUMERS, followers);
+    // The scheduler waits for both producers, and for the reducer, or the two lanes that keep the
+    // turns.
+    const int followers = Layout::STAGES_DQ ? 3 : params.base.dq_semaphore ? 4 : 2;
+    mbarrier_init(smem_address(&p_free), 1);
     turns.init(CONSUMERS);
+    shared.init(CONSUMERS, followers);
   }
   __syncthreads();  // the barriers are initialised
 
@@ -91,6 +118,9 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     dealloc_registers<PRODUCER_REGISTERS>();
     const int warp = warp_in_warpgroup();
     if (warp == 3) {
+      if constexpr (Layout::STAGES_DQ) {
+        return reduce_staged_dq<Layout>(params.base, shared, p_free, smem_k);
+      }
       if (params.base.dq_semaphore && threadIdx.x % 32 < 2) {
         keep_turns<BLOCK_M, BLOCK_N>(params.base, shared, turns);
       }
@@ -98,14 +128,14 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     }
     if (!elect_one()) return;
     if (warp == 0) {
-      schedule_bwd_tiles(params, shared, BLOCK_N);
+      schedule_bwd_tiles<BLOCK_M>(params, shared, BLOCK_N);
     } else if (warp == 1) {
       load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
           params, shared,
           {RowsMap::K, RowsMap::Q, smem_k, smem_k + Layout::Q_OFFSET, shared.k, shared.q,
            RowConstants::LOAD});
     } else if (warp == 2) {
-      load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
+      load_bwd_tiles<TileQ, TileKV, Layout::DOUT_STAGES>(
           params, shared,
           {RowsMap::V, RowsMap::DOUT, smem_k + Layout::V_OFFSET, smem_k + Layout::DOUT_OFFSET,
            shared.v, shared.dout, RowConstants::SKIP});
@@ -119,7 +149,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   const int group = warpgroup_index() - 1;
   Ring<BWD_TILE_RECORDS> record;
   typename Consumer::Scores softcap_slope;
-  Consumer consumer = {params, shared, turns, smem_k, group};
+  Consumer consumer = {params, shared, turns, p_free, smem_k, group};
   typename Consumer::Gradient acc_dk, acc_dv;  // transposed: rows are head_dim, columns are keys
   const auto pin_dk = [&] {
 #pragma unroll
@@ -152,20 +182,20 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
 #pragma unroll 1
       for (;;) {
         auto next = at;
-        next.ring.advance();
+        next.advance();
         if (--next.m < uniform(tile.m_range.begin)) break;
         // From this query tile to the next, whose S and dP run beside dQ and dK of this one.
         typename Consumer::Scores s, dp;
-        typename Consumer::HalfDq dq0, dq1;
-        consumer.issue_dq(dq0, Consumer::FIRST);
+        typename Consumer::HalfDq dq;  // one, so that both halves get the same registers
+        consumer.issue_dq(dq, Consumer::FIRST);
         consumer.issue_dk(acc_dk, 0, at);
         wgmma_wait<1>();
-        consumer.add_dq(dq0, Consumer::FIRST, tile, at);
-        consumer.issue_dq(dq1, Consumer::SECOND);
+        consumer.add_dq(dq, Consumer::FIRST, tile, at);
+        consumer.issue_dq(dq, Consumer::SECOND);
         if constexpr (SLICES == 2) consumer.issue_dk(acc_dk, 1, at);
         consumer.issue_s(s, next);
         wgmma_wait<SLICES>();
-        consumer.add_dq(dq1, Consumer::SECOND, tile, at);
+        consumer.add_dq(dq, Consumer::SECOND, tile, at);
         consumer.issue_dp(dp, next);
         wgmma_wait<1>();
         pin(s);
@@ -175,19 +205,19 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         consumer.make_ds(s, dp, softcap_slope, acc_dv, tile, next);
         at = next;
       }
-      typename Consumer::HalfDq dq0, dq1;
-      consumer.issue_dq(dq0, Consumer::FIRST);
+      typename Consumer::HalfDq dq;
+      consumer.issue_dq(dq, Consumer::FIRST);
       consumer.issue_dk(acc_dk, 0, at);
       wgmma_wait<1>();
-      consumer.add_dq(dq0, Consumer::FIRST, tile, at);
-      consumer.issue_dq(dq1, Consumer::SECOND);
+      consumer.add_dq(dq, Consumer::FIRST, tile, at);
+      consumer.issue_dq(dq, Consumer::SECOND);
       if constexpr (SLICES == 2) consumer.issue_dk(acc_dk, 1, at);
       wgmma_wait<SLICES - 1>();
-      consumer.add_dq(dq1, Consumer::SECOND, tile, at);
+      consumer.add_dq(dq, Consumer::SECOND, tile, at);
       wgmma_wait<0>();
       pin_dk();
       shared.q.release_by_thread(at.ring.stage);
-      at.ring.advance();
+      at.advance();
     }
     shared.k.release(0);  // the next tile is loaded while this one is written
     shared.v.release(0);
@@ -209,6 +239,18 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         }
       }
       const int column = (group * SLICES + i) * 64 + fresh_thread_index() % WARPGROUP / 32 * 16;
+      if (shape.group_shares > 1) {
+        const auto partial = [&](KeyGradient which) {
+          return partial_gradient<HEAD_DIM>(params.base, which, tile.share, tile.batch, row,
+                                            tile.head_kv) +
+                 column;
+        };
+        store_float_columns(partial(KeyGradient::DK), shape.heads_kv * HEAD_DIM, acc_dk[i],
+                            tile.n_rows);
+        store_float_columns(partial(KeyGradient::DV), shape.heads_kv * HEAD_DIM, acc_dv[i],
+                            tile.n_rows);
+        continue;
+      }
       store_columns(dk + column, dk_strides.row, acc_dk[i], tile.n_rows, shape.head_dim - column);
       store_columns(dv + column, dv_strides.row, acc_dv[i], tile.n_rows, shape.head_dim - column);
     }

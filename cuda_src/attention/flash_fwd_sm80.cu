@@ -124,6 +124,8 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   const Score<Options, FlashFwdParams> score(params);
 
   RowState state[M];
+#pragma unroll
+  for (int m = 0; m < M; ++m) state[m].begin(score.scale_log2);
   float acc_o[M][HEAD_DIM / 8][4];
   set_zero(acc_o);
 
@@ -146,7 +148,6 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     copies_commit<ARCH>();
 
     // ---- score, softmax ----
-    float rescale[M][2];
     bool moved = false;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
@@ -161,9 +162,9 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
       };
       score.apply(acc_s[m], at);
       if (block.n_range.needs_mask(n)) score.apply_mask(acc_s[m], at);
-      state[m].update<SOFTCAP>(acc_s[m], score.scale_log2, rescale[m]);
+      state[m].update<SOFTCAP>(acc_s[m], score.scale_log2);
       score.apply_dropout(acc_s[m], at);
-      moved |= rescale[m][0] != 1.f || rescale[m][1] != 1.f;
+      moved |= state[m].rescale[0] != 1.f || state[m].rescale[1] != 1.f;
     }
     // ---- O += P V ----
     // Once the maxima have settled, most tiles leave them where they were. For narrow heads the
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
 #pragma unroll
         for (int d = 0; d < HEAD_DIM / 8; ++d) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) acc_o[m][d][i] *= rescale[m][i / 2];
+          for (int i = 0; i < 4; ++i) acc_o[m][d][i] *= state[m].rescale[i / 2];
         }
       }
     }

@@ -55,9 +55,9 @@ __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
   pin(s);
   consumer.shared.k.release(consumer.kv_ring.stage);
   set_zero(acc_o);
-  state = RowState();
-  float rescale[2];
-  consumer.score_and_softmax(s, state, !consumer.is_inner(), rescale);
+  state.begin(consumer.score.scale_log2);
+  consumer.score_and_softmax(s, state, !consumer.is_inner());
+  state.rescale[0] = state.rescale[1] = 1.f;  // there is no O yet
   wg_pack<typename C::T>(p, s);
 }
 
@@ -71,18 +71,18 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   typename C::Scores s;
   consumer.take_turn();
   consumer.issue_qk(s);
+  if constexpr (C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
   consumer.issue_pv(acc_o, p, v_ring);
   consumer.pass_turn();
   wgmma_wait<1>();  // S is complete; O += P V may still run
   pin(s);
   consumer.shared.k.release(consumer.kv_ring.stage);
-  float rescale[2];
-  consumer.score_and_softmax(s, state, masked, rescale);
+  consumer.score_and_softmax(s, state, masked);
   wgmma_wait<0>();  // before P and O may be changed
   pin(acc_o);
   consumer.shared.v.release(v_ring.stage);
   wg_pack<typename C::T>(p, s);
-  consumer.rescale_o(acc_o, rescale);
+  if constexpr (!C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int Q_STAGES, int KV_STAGES,
@@ -159,6 +159,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
       shared.v.release(v_ring.stage);
       consumer.write_tile(acc_o, state, done, done_stage);
     };
+    if constexpr (decltype(consumer)::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
     float s[BLOCK_N / 8][4];
     consumer.take_turn();
     if (consumer.next_is_ready()) {

@@ -126,10 +126,9 @@ struct FwdConsumer {
 
   // ---- score and softmax ----
 
-  // Turns S into P, relative to the maximum so far. rescale is the factor for the O of earlier
-  // tiles.
-  __device__ __forceinline__ void score_and_softmax(Scores& s, RowState& state, bool masked,
-                                                    float (&rescale)[2]) {
+  // Turns S into P, relative to the maximum so far. state.rescale is the factor for the O of
+  // earlier tiles.
+  __device__ __forceinline__ void score_and_softmax(Scores& s, RowState& state, bool masked) {
     const int row = tile->m_begin + warp_row + lane / 4;
     const int col = n * L::BLOCK_N + lane % 4 * 2;
     const float alibi_slope = load_alibi_slope<Options>(params.base, tile->batch, tile->head);
@@ -142,7 +141,7 @@ struct FwdConsumer {
                                                           warp_row % 64, bias_scale);
     });
     if (masked) score.apply_mask(s, at);
-    state.template update<Options::SOFTCAP>(s, score.scale_log2, rescale, [&] {
+    state.template update<Options::SOFTCAP>(s, score.scale_log2, [&] {
       // The loads of the bias must have returned before the arrival that gives its tile back. Here
       // they have, because all scores have been read, so that this wait costs nothing.
       if constexpr (L::HAS_BIAS) {
@@ -155,13 +154,17 @@ struct FwdConsumer {
     score.apply_dropout(s, at);
   }
 
+  // Whether O is rescaled while the next S is computed. Right after the softmax, the branch would
+  // lie on the path from one S to the next, which is the longest one at these head dims.
+  static constexpr bool RESCALE_BESIDE_S = L::HEAD_DIM > 64 && L::HEAD_DIM <= 128;
+
   // Once the maxima have settled most tiles leave them as they are, and the whole warp skips this.
-  __device__ __forceinline__ void rescale_o(Output& acc_o, const float (&rescale)[2]) {
-    if (__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) {
+  __device__ __forceinline__ void rescale_o(Output& acc_o, const RowState& state) {
+    if (__any_sync(0xffffffffu, state.rescale[0] != 1.f || state.rescale[1] != 1.f)) {
 #pragma unroll
       for (int d = 0; d < L::HEAD_DIM / 8; ++d) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) acc_o[d][i] *= rescale[i / 2];
+        for (int i = 0; i < 4; ++i) acc_o[d][i] *= state.rescale[i / 2];
       }
     }
   }

@@ -37,6 +37,9 @@ struct AttentionShape {
   int window_right;  // keys to the right; 0 is causal
   int top_left;      // the diagonal starts at (0, 0); otherwise it ends at (seqlen_q, seqlen_k)
   int heads_per_section;  // tile order: see tile_order.cuh
+  // The backward pass shares the query heads of a key head out over this many blocks. If there are
+  // two or more, each stores its sums in dkv_partial, and flash_bwd_combine adds them up.
+  int group_shares;
   float scale;            // scores are scale * q.k
   float softcap;          // then softcap * tanh(score / softcap), unless 0
   int dropout_threshold;  // a weight stays if its 16 random bits are >= this; 0 keeps all
@@ -78,11 +81,12 @@ struct FlashBwdParams {
   void* dq;
   void* dk;
   void* dv;
-  const float* dlse;  // like lse, or null for 0
-  float* lse_log2;    // [heads_q, accum_rows]: lse * log2(e); +inf if lse is -inf or for padding
-  float* delta;       // [heads_q, accum_rows]: sum of dout * out over the head dimension, - dlse
-  float* dq_accum;    // [heads_q, accum_rows, HEAD_DIM] in the fragment order of the main kernel
-  int* dq_semaphore;  // [1 + heads_q * accum_rows / 16] zeros for a deterministic sum, or null
+  const float* dlse;   // like lse, or null for 0
+  float* lse_log2;     // [heads_q, accum_rows]: lse * log2(e); +inf if lse is -inf or for padding
+  float* delta;        // [heads_q, accum_rows]: sum of dout * out over the head dimension, - dlse
+  float* dq_accum;     // [heads_q, accum_rows, HEAD_DIM] in the fragment order of the main kernel
+  float* dkv_partial;  // [2, group_shares, rows_k, heads_kv, HEAD_DIM]: dK, dV of a share, or null
+  int* dq_semaphore;   // [1 + heads_q * accum_rows / 16] zeros for a deterministic sum, or null
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
   const float* alibi_slopes;
@@ -107,6 +111,7 @@ struct FlashBwdParams {
   BiasStrides bias_strides;
   BiasStrides dbias_strides;
   int64_t accum_rows;  // rows of all sequences, each padded to ACCUM_ROW_ALIGN
+  int64_t rows_k;      // rows of k of all sequences
   AttentionShape shape;
 };
 

@@ -26,6 +26,7 @@ struct ScoreOptions {
   static constexpr bool ALIBI = ALIBI_;
   static constexpr BiasKind BIAS = BIAS_;
   static constexpr bool DROPOUT = DROPOUT_;
+  static constexpr bool NONE = !SOFTCAP && !ALIBI && BIAS == BiasKind::NONE && !DROPOUT;
 };
 
 // The argument `masked` of a step over a tile of scores.

@@ -49,3 +49,21 @@ __device__ __forceinline__ void store_rows(T* out, int64_t row_stride, const flo
     }
   }
 }
+
+// The same in float32, a sector of 32 bytes a quad, all columns.
+template <int N>
+__device__ __forceinline__ void store_float_rows(float* out, int row_stride,
+                                                 const float (&acc)[N][4], int rows) {
+  const int lane = fresh_thread_index() % 32;
+  row_stride = opaque(row_stride);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = lane / 4 + half * 8;
+    if (row >= rows) continue;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      *reinterpret_cast<float2*>(out + int64_t(row) * row_stride + n * 8 + lane % 4 * 2) =
+          make_float2(acc[n][2 * half], acc[n][2 * half + 1]);
+    }
+  }
+}

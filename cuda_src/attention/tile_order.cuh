@@ -6,6 +6,7 @@
 // last query tile has the most), so that the launch ends with short tiles. With one head a section
 // the tiles come head by head.
 #pragma once
+#include "../ptx/opaque.cuh"
 #include "params.cuh"
 
 struct Tile {
@@ -22,10 +23,11 @@ __device__ inline Tile tile_of_block(uint32_t index, int blocks_per_head, int he
   heads_per_section = min(heads_per_section, heads * batch);
   const uint32_t section_size = uint32_t(heads_per_section) * blocks_per_head;
   const int first = index / section_size * heads_per_section;
-  const int rest = index % section_size;
-  const int section_heads = min(heads_per_section, heads * batch - first);
-  const int head = first + rest % section_heads;
-  return {blocks_per_head - 1 - rest / section_heads, head % heads, head / heads};
+  const uint32_t rest = index % section_size;  // unsigned divisions take fewer registers
+  const uint32_t section_heads = min(heads_per_section, heads * batch - first);
+  const uint32_t head = first + rest % section_heads;
+  const int block = blocks_per_head - 1 - int(rest / section_heads);
+  return {block, int(head % uint32_t(heads)), int(head / uint32_t(heads))};
 }
 
 // The tiles of a persistent kernel, in their order. Packed sequences have a list of the tiles that
@@ -65,5 +67,5 @@ struct TileOrder {
 // after the launch: the blocks ask num_tiles times in all, once after each tile, and count
 // num_tiles wraps it to 0. Without a counter a block takes every gridDim.x-th tile.
 __device__ inline uint32_t next_tile_index(uint32_t* counter, uint32_t index, uint32_t num_tiles) {
-  return gridDim.x + (counter ? atomicInc(counter, num_tiles - 1) : index);
+  return fresh_grid_size() + (counter ? atomicInc(counter, num_tiles - 1) : index);
 }

@@ -30,6 +30,13 @@ struct Ring : RingPlace {
   }
 };
 
+// The place after `count` advances from the first. A counter takes one register instead of two.
+template <int STAGES>
+__device__ __forceinline__ Ring<STAGES> ring_place(uint32_t count) {
+  static_assert((STAGES & (STAGES - 1)) == 0, "the counter may wrap around");
+  return {int(count % STAGES), count / STAGES % 2};
+}
+
 // The barriers of a ring. `full` counts one arrival of the producer and the bytes of its copies,
 // `empty` the arrivals of the consumers, which come after their last read of the stage.
 template <int STAGES>

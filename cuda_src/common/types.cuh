@@ -24,6 +24,7 @@ struct bfloat16_t {
 };
 
 constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
+constexpr float FLOAT_MAX = 0x1.fffffep127f;
 constexpr float QUIET_NAN = __builtin_bit_cast(float, 0x7fc00000);
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -44,3 +44,10 @@ __device__ __forceinline__ int fresh_thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
   return tid;
 }
+
+// gridDim.x, read anew.
+__device__ __forceinline__ uint32_t fresh_grid_size() {
+  uint32_t blocks;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  return blocks;
+}

@@ -11,6 +11,13 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r
                : "memory");
 }
 
+// Stores two matrices; lane 8 i + j, below 16, gives the address of row j of matrix i.
+__device__ __forceinline__ void stmatrix_x2(uint32_t address, const uint32_t (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(r[0]),
+               "r"(r[1])
+               : "memory");
+}
+
 // Stores the transposes of the four matrices.
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
   asm volatile(

@@ -125,7 +125,7 @@ def check(
     threshold = dropout_threshold(options.dropout_p)
     width = kernel_head_dim(head_dim, head_dim_v)
     shape = structs.AttentionShape(
-        batch, heads_q, heads_kv, seqlen_q, seqlen_k, width, left, right, top_left, 1, scale,
+        batch, heads_q, heads_kv, seqlen_q, seqlen_k, width, left, right, top_left, 1, 1, scale,
         options.softcap, threshold, dropout_scale(threshold),
     )  # fmt: skip
     strides = {name: canonical_strides(name, x, options) for name, x in tensors.items()}

@@ -146,9 +146,26 @@ def num_splits(config: KernelConfig, problem: Problem) -> int:
     return max(1, min(idle, problem.shape.seqlen_k // MIN_SPLIT_KEYS, MAX_SPLITS))
 
 
+def group_shares(config: KernelConfig, problem: Problem) -> int:
+    """How many blocks should divide the query heads of a key head in the backward pass.
+
+    One, unless the tiles of keys are too few for the multiprocessors: then so many that each
+    multiprocessor gets about four, as long as each block has a query head.
+    """
+    shape, at_once = problem.shape, multiprocessors(problem.device)
+    shape.group_shares = 1
+    tiles = num_tiles(config, problem)
+    group = shape.heads_q // shape.heads_kv
+    if tiles >= 3 * at_once:
+        return 1
+    heads_of_a_share = max(1, group * tiles // (4 * at_once))
+    return -(-group // heads_of_a_share)
+
+
 def num_tiles(config: KernelConfig, problem: Problem) -> int:
-    """Tiles of a persistent kernel; where sequences have lengths of their own, at most."""
-    heads = problem.shape.heads_kv if config.tiles_of == "k" else problem.shape.heads_q
+    """Tiles of a kernel; where sequences have lengths of their own, at most."""
+    shape, of_keys = problem.shape, config.tiles_of == "k"
+    heads = shape.heads_kv * shape.group_shares if of_keys else shape.heads_q
     return _tiles_of_head(config, problem) * heads
 
 

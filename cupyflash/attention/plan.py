@@ -13,8 +13,8 @@ from ..runtime.gpu import capability_of, l2_bytes
 from ..runtime.operation import Plan
 from ..runtime.structs import header
 from . import backends
-from .backends.config import FlashBwdSinks
-from .launch import prepare
+from .backends.config import FlashBwdCombine, FlashBwdSinks
+from .launch import group_shares, prepare
 from .options import Extras, Gradients, Options
 from .problem import Access, Problem, bias_strides, canonical_strides
 
@@ -127,15 +127,25 @@ class BackwardPlan(Plan):
             return
         backend, arguments = _backend(function, problem, access, backward=True)
         configs = list(backend.backward(*arguments))
+        partial_floats = 0
+        if isinstance(configs[-1], FlashBwdCombine):
+            shape.group_shares = group_shares(configs[1], problem)
+            if shape.group_shares == 1:
+                configs.pop()
+            else:
+                columns = shape.heads_kv * configs[-1].head_dim
+                partial_floats = 2 * shape.group_shares * _rows_k(problem) * columns
         if extras.sinks:
             configs.insert(1, FlashBwdSinks())
         if self.no_keys:
             del configs[2:]
         accum_dim = configs[0].accum_dim
         rows = _accum_rows(problem)
-        # One allocation for lse_log2 and delta [heads_q, rows] and dq_accum [heads_q, rows, dim].
+        # One allocation for lse_log2 and delta [heads_q, rows], dq_accum [heads_q, rows, dim] and
+        # dkv_partial.
         self.rows_bytes = shape.heads_q * rows * 4
-        self.scratch_size = shape.heads_q * rows * (2 + accum_dim)
+        self.partial_offset = self.rows_bytes * (2 + accum_dim)
+        self.scratch_size = self.partial_offset // 4 + partial_floats
         self.semaphores = 1 + shape.heads_q * rows // 16 if deterministic and accum_dim else 0
         per_query = 2 + (2 if accum_dim else 0)  # q, dout; the accumulator counts twice
         shape.heads_per_section = _heads_per_section(
@@ -149,6 +159,7 @@ class BackwardPlan(Plan):
             bias_strides=problem.bias_strides,
             dbias_strides=dbias_strides,
             accum_rows=rows,
+            rows_k=_rows_k(problem),
             shape=shape,
         )
         self.launches = [prepare(config, problem, params) for config in configs]
@@ -179,6 +190,7 @@ class BackwardPlan(Plan):
             lse_log2,
             lse_log2 + self.rows_bytes,
             lse_log2 + 2 * self.rows_bytes,
+            lse_log2 + self.partial_offset,
             0 if semaphores is None else pointer(semaphores),
             *(pointers[7:] or NO_POINTERS),
             0 if dbias is None else pointer(dbias),
@@ -235,6 +247,12 @@ def _heads_per_section(
         fitting = max(fitting, min(heads, TURN_HEADS))
     # A power of two, so that sections of the usual head counts come out even: 7 % (bench/NOTES.md).
     return 1 << (fitting.bit_length() - 1)
+
+
+def _rows_k(problem: Problem) -> int:
+    """Rows of k of all sequences."""
+    shape = problem.shape
+    return shape.batch * shape.seqlen_k if problem.total_k is None else problem.total_k
 
 
 def _accum_rows(problem: Problem) -> int:

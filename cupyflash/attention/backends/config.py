@@ -39,7 +39,7 @@ class AttentionKernel(KernelConfig):
         """Number of tiles."""
         of_keys = self.tiles_of == "k"
         rows = shape.seqlen_k if of_keys else shape.seqlen_q
-        heads = shape.heads_kv if of_keys else shape.heads_q
+        heads = shape.heads_kv * shape.group_shares if of_keys else shape.heads_q
         return -(-rows // self.tile_rows) * heads * shape.batch
 
     def with_splits(self) -> tuple[KernelConfig, ...]:
@@ -91,3 +91,27 @@ class FlashBwdSinks(AttentionKernel):
     def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
         return shape.heads_q
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdCombine(AttentionKernel):
+    """Backward, where blocks divide the query heads of a key head: dK and dV are sums of theirs.
+
+    Attributes:
+        dtype: of dk and dv.
+        head_dim: columns of ``dkv_partial``.
+        block_n: rows of k in a block.
+    """
+
+    source: ClassVar[str] = "attention/flash_bwd_combine.cu"
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+    tiles_of: ClassVar[str] = "k"
+
+    dtype: str
+    head_dim: int
+    num_warps: int = 4
+    block_n: int = 16
+
+    def grid(self, shape: structs.AttentionShape) -> int:
+        """Number of blocks; the shares of a key head are added in one of them."""
+        return super().grid(shape) // shape.group_shares

@@ -15,7 +15,7 @@ from ...runtime.config import KernelConfig
 from ...runtime.gpu import Capability, architecture
 from ...runtime.structs import header
 from ..problem import Access, Features
-from .config import AttentionKernel, FlashBwdPreprocess
+from .config import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess
 
 structs = header("attention/params.cuh")
 
@@ -253,6 +253,7 @@ def backward(
         FlashBwdPreprocess(dtype, accum_dim=padded),
         FlashBwdSm80(dtype, padded, *tile, arch, *features.switches, smem_bytes),
         FlashBwdPostprocessSm80(dtype, padded, block_m, num_warps, arch, block_m * padded * 2),
+        FlashBwdCombine(dtype, padded),
     )
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 from ...runtime.config import KernelConfig
 from ...runtime.structs import header
 from ..problem import Features
-from .config import AttentionKernel, FlashBwdPreprocess
+from .config import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess
 
 structs = header("attention/params.cuh")
 
@@ -23,7 +23,7 @@ TILES_ONE = TILES | {64: (64, 128)}
 TILES_SEVERAL = {64: (64, 128), 96: (64, 128)}
 
 # head dim: block_m, block_n, groups
-WIDE_TILES = {192: (64, 96, 3), 256: (64, 64, 2)}
+WIDE_TILES = {192: (64, 96, 3), 256: (64, 80, 2)}
 # Three warpgroups have no registers for the derivative of the softcap, a bias or dropout.
 WIDE_TILES_SCORE = {128: (64, 64, 2), 256: (64, 64, 2)}
 
@@ -131,6 +131,7 @@ def backward(dtype: str, head_dim: int, features: Features) -> tuple[KernelConfi
         FlashBwdPreprocess(dtype, accum_dim=padded),
         main,
         FlashBwdPostprocessSm90(dtype, padded),
+        FlashBwdCombine(dtype, padded),
     )
 
 
@@ -149,8 +150,10 @@ def _main_wide(
 ) -> FlashBwdWideSm90:
     kv_bytes = 2 * block_n * head_dim * 2
     ds_bytes = block_m * box_columns(block_n) * 2
-    stage_bytes = 2 * block_m * head_dim * 2  # Q, dO
-    smem_bytes = kv_bytes + NUM_STAGES * stage_bytes + 2 * ds_bytes  # P, dS
+    q_bytes = block_m * head_dim * 2  # a stage of Q, or of dO
+    # 80 keys leave room for one stage of dO, and half of the dQ of one warpgroup is staged.
+    dout_stages, dq_bytes = (1, block_m * 64 * 4) if block_n == 80 else (NUM_STAGES, 0)
+    smem_bytes = kv_bytes + (NUM_STAGES + dout_stages) * q_bytes + 2 * ds_bytes + dq_bytes
     return FlashBwdWideSm90(
         dtype, head_dim, block_m, block_n, NUM_STAGES, groups, *switches, smem_bytes
     )
