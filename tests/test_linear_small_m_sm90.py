@@ -259,7 +259,8 @@ def launched(target, case, arrays):
             wide=case.bias,
         )
     launch = LinearSmallMLaunch(case.config, 0, params, norm=bool(case.norm))
-    launch(None, *(0 if x is None else library.pointer(x) for x in arrays), library.pointer(out))
+    used = arrays[: Arrays._fields.index("down_weight")]
+    launch(None, *(0 if x is None else library.pointer(x) for x in used), library.pointer(out))
     target.synchronize()
     around = to_numpy64(memory).copy()
     around[1 : rows + 1, 3 : columns + 3] = numpy.nan

@@ -263,7 +263,7 @@ def call(
             lengths.seqused_q, lengths.seqused_k,
         )  # fmt: skip
     elif not alibi_slopes is sinks is None:
-        arrays += Extras(alibi_slopes=alibi_slopes, sinks=sinks)
+        arrays = (*arrays, *Extras(alibi_slopes=alibi_slopes, sinks=sinks))
     options = (causal, scale, window_size, softcap, layout, max_seqlens, dropout_p, deterministic)
     out, lse = FORWARD(function, arrays, (plain_options(function, options), return_attn_probs))
     return (out, lse, None) if return_attn_probs else out

@@ -79,7 +79,7 @@ def scaled_dot_product_attention(
     options = ("top-left" if is_causal else False, scale, None, 0.0, "bhsd", None, dropout_p, False)
     arrays = (q, k, v)
     if attn_mask is not None:
-        arrays += Extras(bias=_at_most_four_axes(attn_mask, shape))
+        arrays = (*arrays, *Extras(bias=_at_most_four_axes(attn_mask, shape)))
     out, _ = FORWARD(FUNCTION, arrays, (plain_options(FUNCTION, options), False))
     return out if len(shape) == 4 else _reshape(out, (*shape[:-1], shapes[2][-1]))
 

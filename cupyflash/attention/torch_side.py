@@ -107,8 +107,9 @@ def _autocast(arrays: tuple) -> tuple[Tensor | None, ...]:
     def cast(x: Tensor) -> Tensor:
         return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
+    def cast_extra(place: int, x: Tensor | None) -> Tensor | None:
+        keeps = x is None or place not in (BIAS, SINKS) or x.dtype == torch.float32
+        return x if keeps else cast(x)
+
     q, k, v, *extras = arrays
-    for place in (BIAS, SINKS) if extras else ():
-        if extras[place] is not None and extras[place].dtype != torch.float32:
-            extras[place] = cast(extras[place])
-    return (cast(q), cast(k), cast(v), *extras)
+    return cast(q), cast(k), cast(v), *(cast_extra(*x) for x in enumerate(extras))

@@ -28,6 +28,7 @@ CONSUMERS, SLOT_PACKS = _RING.CONSUMERS, _RING.SLOT_PACKS
 RING_BYTES = _RING.RING_BYTES
 MAX_SLOTS, MAX_FLIGHT = _RING.MAX_SLOTS, _RING.MAX_FLIGHT
 MAX_GROUPS, MAX_TEAMS = _RING.MAX_RING_GROUPS, _RING.MAX_TEAMS
+ROUNDS_BYTES = 4 * MAX_TEAMS  # at the head of a workspace: the rounds that each team has made
 RUN_BYTES, GROUP_BYTES = 8, 24  # of a sample in flight: of a run of a thread, of a group
 SHARE_BYTES = 16 * CONSUMERS  # where dweight and dbias are added up, of two tensors
 
@@ -204,7 +205,7 @@ def workspace_bytes(groups: int, flight: int, teams: int, blocks: int) -> int:
         flight: samples about which a team talks at a time.
         blocks: of all teams.
     """
-    return 4 * MAX_TEAMS + RECORD_BYTES * flight * groups * (blocks + teams)
+    return ROUNDS_BYTES + RECORD_BYTES * flight * groups * (blocks + teams)
 
 
 @functools.cache
@@ -238,7 +239,7 @@ class RingLaunch(Launch):
         names = call_fields(params)
         self.mapped = [names.index(name) for name in config.reads]
         self.rows = ring.teams * ring.blocks
-        rounds, found = 4 * MAX_TEAMS, RECORD_BYTES * ring.teams * ring.flight * part.groups
+        rounds, found = ROUNDS_BYTES, RECORD_BYTES * ring.teams * ring.flight * part.groups
         self.offsets = rounds + found, rounds, 0  # of partials, statistics, rounds
         self.workspace = workspace_bytes(part.groups, ring.flight, ring.teams, self.rows)
         self.workspaces = ring_workspaces(device)

@@ -121,7 +121,7 @@ def attention(
     options = (causal, scale, window, softcap, "bshd", None, dropout, False)
     arrays, extras = (q, k, v), Extras(**masked, sinks=s_aux)
     if any(x is not None for x in extras):
-        arrays += extras
+        arrays = (*arrays, *extras)
     out, _ = FORWARD(FUNCTION, arrays, (plain_options(FUNCTION, options), False))
     return out[..., :value_dim], None
 

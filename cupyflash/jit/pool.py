@@ -19,6 +19,7 @@ SECONDS = {
     "baselines": 0.1,
     "decode": 0.5,
     "diffusion": 0.2,
+    "group_norm": 0.4,
     "linear": 0.5,
     "norm": 0.3,
 }
