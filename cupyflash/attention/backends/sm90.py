@@ -38,6 +38,8 @@ FORWARD_TILES_BIAS = {
     192: (128, 80, 1, 2),
     256: (128, 64, 1, 2),
 }
+# And ALiBi and dropout beside it.
+FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
 # But not one that comes in boxes, which have a place in shared memory.
 FORWARD_TILES_BOXES = {
     64: (128, 128, 2, 3),
@@ -167,6 +169,8 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
         tile = FORWARD_TILES_LOW.get(padded, tile)
     if bias:
         tile = (FORWARD_TILES_BOXES if bias == BIAS_BOXES else FORWARD_TILES_BIAS)[padded]
+        if bias != BIAS_BOXES and features.alibi and features.dropout:
+            tile = FORWARD_TILES_SEVERAL.get(padded, tile)
     block_m, block_n, q_stages, kv_stages = tile
     smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * box_columns(padded) * 2
     if bias == BIAS_BOXES:

@@ -21,6 +21,7 @@ TILES_ONE = TILES | {64: (64, 128)}
 # Several of them, or a bias beside one, need more than a warpgroup has that owns 128 columns of dK
 # and dV.
 TILES_SEVERAL = {64: (64, 128), 96: (64, 128)}
+TILES_MANY = {64: (64, 128)}
 
 # head dim: block_m, block_n, groups
 WIDE_TILES = {192: (64, 96, 3), 256: (64, 80, 2)}
@@ -116,9 +117,11 @@ class FlashBwdPostprocessSm90(AttentionKernel):
 def backward(dtype: str, head_dim: int, features: Features) -> tuple[KernelConfig, ...]:
     """The backward kernels in launch order."""
     softcap, alibi, bias, dropout = switches = features.switches
-    tiles = TILES_ONE if softcap or dropout else TILES
+    tiles = TILES_ONE if softcap or dropout or (alibi and bias) else TILES
     if softcap + dropout + bool(bias) > 1 or (softcap and alibi):
         tiles = TILES_SEVERAL
+    if softcap + alibi + dropout + bool(bias) > 2:
+        tiles = TILES_MANY
     wide_tiles = WIDE_TILES_SCORE if softcap or bias or dropout else WIDE_TILES
     padded = next(size for size in sorted(tiles | wide_tiles) if size >= head_dim)
     if padded in tiles:
