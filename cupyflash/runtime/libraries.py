@@ -161,7 +161,7 @@ class CupyLibrary(Library):
         return x
 
     def signature(self, x: Array) -> tuple:
-        return (x.shape, x.strides, x.dtype.num, x.data.device_id)
+        return (x.shape, x.strides, x.dtype.num, x.data.device_id, type(x))
 
     def view(self, x: Array) -> View:
         """The view. If strides are no multiples of an element, its dtype is one that all refuse."""
