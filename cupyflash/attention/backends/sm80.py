@@ -54,7 +54,7 @@ FORWARD_TILES = {
     },
 }
 # The softcap takes the last registers of the widest tile, on Turing ALiBi as well.
-FORWARD_TILES_SOFTCAP = {64: (128, 64, 4)}
+FORWARD_TILES_SOFTCAP = {64: (128, 64, 4), 128: (128, 64, 8)}
 FORWARD_TILES_SCORE_TURING = {64: (64, 48, 4)}
 
 # head dim: block_m, block_n, num_warps, num_stages
