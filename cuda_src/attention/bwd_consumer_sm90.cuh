@@ -1,5 +1,5 @@
-// A consumer warpgroup of the sm_90 backward kernel: the tiles in shared memory and the step of the
-// loop, which is the algorithm. flash_bwd_sm90.cu has the loop and the roles of the other warps.
+// A consumer warpgroup of the sm_90 backward kernel: its tiles in shared memory, the steps of the
+// algorithm, and the loops over query tiles. flash_bwd_sm90.cu has the roles of the other warps.
 #pragma once
 #include "../common/wg_gemm.cuh"
 #include "../ptx/stmatrix.cuh"
@@ -48,12 +48,12 @@ struct BwdLayout {
   static_assert(SPLIT_ROWS ? HEAD_DIM == 64 : BLOCK_M == 64 && HEAD_DIM <= GROUPS * 64,
                 "dQ has one part a warpgroup");
 
-  // Whether lse_log2 and delta are read before S is issued: behind it, the products of both
-  // warpgroups keep shared memory so busy that a load takes hundreds of clocks. That takes
-  // registers which the options of a score, or more rows, do not leave.
+  // Whether lse_log2 and delta are read before S is issued. Afterwards the products of both
+  // warpgroups keep shared memory so busy that a load takes hundreds of clocks. The values read
+  // ahead need registers, which the options of a score, or more rows, do not leave.
   static constexpr bool CONSTANTS_AHEAD = BLOCK_M == 64 && Options::NONE;
-  // Whether S of a query tile is issued while dK of the one before is computed; plain scores of
-  // head dim 64 leave the registers.
+  // Whether S of a query tile is issued while dK of the previous one is computed. Only plain scores
+  // at head dim 64 leave enough registers.
   static constexpr bool OVERLAPPED = HEAD_DIM == 64 && Options::NONE;
 
   static constexpr int V_OFFSET = TileKV::BYTES;
@@ -111,7 +111,7 @@ struct BwdConsumer {
 
   // ---- the steps of the algorithm, for the query tile at m_begin of one head ----
 
-  // S^T = K Q^T.
+  // Issues S^T = K Q^T.
   // uniform() keeps descriptors in uniform registers. It also keeps the compiler from computing
   // those of K and V before the loops, which would fill the register file.
   __device__ __forceinline__ void issue_s(Scores& s, const Ring<L::STAGES>& at) {
@@ -119,15 +119,15 @@ struct BwdConsumer {
                                  WgRowOperand<TileQ>(q_address(at), 0), OVERWRITE);
   }
 
-  // dP^T = V dO^T.
+  // Issues dP^T = V dO^T.
   __device__ __forceinline__ void issue_dp(Scores& dp, const Ring<L::STAGES>& at) {
     shared.dout.wait_full(at);
     wg_gemm<T, L::HEAD_DIM / 16>(dp, WgRowOperand<TileKV>(uniform(smem + L::V_OFFSET), group * 64),
                                  WgRowOperand<TileQ>(dout_address(at), 0), OVERWRITE);
   }
 
-  // S, which has been computed, becomes P; dP, which is waited for, becomes dS. Both are left as
-  // operands, and dS in shared memory, too.
+  // Turns S, which is complete, into P, and dP, after a wait, into dS. Leaves both as operands of
+  // the next products, and writes dS to shared memory, too.
   __device__ __forceinline__ void make_p_and_ds(Operand& p, Operand& ds, Scores& s, Scores& dp,
                                                 const Constants& lse_log2, const Constants& delta,
                                                 const BwdTile& tile, int head, int m_begin,
@@ -176,8 +176,8 @@ struct BwdConsumer {
     }
   }
 
-  // dV += P^T dO, dQ = dS K, which the reducer gets, and dK += dS^T Q, which is under way
-  // afterwards.
+  // Computes dV += P^T dO and dQ = dS K, which goes to the reducer, and issues dK += dS^T Q, which
+  // is still in flight on return.
   __device__ __forceinline__ void issue_gradients(Gradient& acc_dk, Gradient& acc_dv, Operand& p,
                                                   Operand& ds, const Ring<L::STAGES>& at) {
     using TileS = typename L::TileS;
@@ -205,7 +205,7 @@ struct BwdConsumer {
     hand_over_dq(dq);
   }
 
-  // dK has been computed.
+  // Gives Q back; dK is complete.
   __device__ __forceinline__ void end_gradients(Gradient& acc_dk, Operand& ds,
                                                 const Ring<L::STAGES>& at) {
     pin(acc_dk);
@@ -215,8 +215,8 @@ struct BwdConsumer {
 
   // ---- loops over query tiles ----
 
-  // All query tiles of a head, one after the other: masked on both edges of a window, unmasked
-  // between them.
+  // Walks over the query tiles of a head, one after the other. Those on either edge of a window
+  // need the mask.
   __device__ __forceinline__ void steps(Gradient& acc_dk, Gradient& acc_dv, const BwdTile& tile,
                                         int head) {
     const int m_begin = uniform(tile.m_range.begin);
@@ -253,7 +253,8 @@ struct BwdConsumer {
     ring.advance();
   }
 
-  // All query tiles of a head; S of the next tile is issued before dK of this one is waited for.
+  // Walks over the query tiles of a head, and issues S of the next tile before it waits for dK of
+  // this one.
   __device__ __forceinline__ void overlapped_steps(Gradient& acc_dk, Gradient& acc_dv,
                                                    const BwdTile& tile, int head) {
     Operand p, ds;
@@ -294,7 +295,7 @@ struct BwdConsumer {
     return smem + L::DS_OFFSET + uniform(at.stage) * L::TileS::BYTES;
   }
 
-  // P and dS of a tile whose S is under way.
+  // Makes P and dS of a tile whose S is in flight.
   __device__ __forceinline__ void make_next(Operand& p, Operand& ds, Scores& s, Scores& dp,
                                             const BwdTile& tile, int head, int m,
                                             const Ring<L::STAGES>& at) {
@@ -314,7 +315,7 @@ struct BwdConsumer {
     for (int n = 0; n < L::BLOCK_M / 8; ++n) ahead[n] = constant_pair(constants, n, lane % 4 * 2);
   }
 
-  // lse_log2 or delta of the query of element [n][i]; queries are columns here.
+  // Returns lse_log2 or delta of the query of element [n][i]. Queries are columns here.
   static __device__ __forceinline__ float constant_of(const Constants& ahead,
                                                       const float* constants, int n, int i,
                                                       int column) {
@@ -323,7 +324,7 @@ struct BwdConsumer {
     return i % 2 ? pair.y : pair.x;
   }
 
-  // Writes this warpgroup's part of dQ to where the reducer finds it.
+  // Writes this warpgroup's part of dQ to shared memory for the reducer.
   __device__ __forceinline__ void hand_over_dq(const float (&dq)[L::DQ_COLS / 8][4]) {
     // The copy engine has read the last dQ after this barrier.
     named_barrier_sync(dq_empty(group), DQ_THREADS);

@@ -31,8 +31,8 @@ struct BwdWideLayout {
   using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
   using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
   using TileS = SmemTile<BLOCK_M, round_up(BLOCK_N, 64)>;
-  // 80 keys leave room for one stage of dO, and for half of the dQ of one warpgroup; that of the
-  // other one is staged in the place of P.
+  // With 80 keys there is room for one stage of dO, and for half of the dQ of one warpgroup; the
+  // other warpgroup stages its dQ in the place of P.
   static constexpr bool STAGES_DQ = BLOCK_N == 80;
   static constexpr int DOUT_STAGES = STAGES_DQ ? 1 : STAGES;
   static constexpr int DQ_PART = BLOCK_M * DQ_COLS;  // floats
@@ -97,8 +97,8 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params, Shared&
   }
 }
 
-// Where dQ is staged: each warpgroup has a place for half of its columns. That of warpgroup 0 is
-// P's, so P must wait for the reducer.
+// The buffers of dQ between the consumers and the reducer. Each warpgroup has one for half of its
+// columns. That of warpgroup 0 lies in the place of P, so P must wait for the reducer.
 template <class L>
 struct StagedDq {
   static constexpr int THREADS = WARPGROUP + 32;  // a consumer warpgroup and the reducer
@@ -114,8 +114,9 @@ struct StagedDq {
   }
 };
 
-// The reducer, a warp: has the copy engine add the staged halves of dQ to the accumulator. With a
-// semaphore the blocks take turns in the order of their keys, so that the sum is deterministic.
+// The reducer is a warp that has the copy engine add the staged halves of dQ to the accumulator.
+// With a semaphore the blocks add in turns, in the order of their keys, so that the sum is
+// deterministic.
 template <class L>
 __device__ __forceinline__ void reduce_staged_dq(const FlashBwdParams& params,
                                                  typename L::Shared& shared, uint64_t& p_free,
@@ -342,7 +343,7 @@ struct BwdWideConsumer {
   }
 
  private:
-  // Two neighbours of a row, of the upper or the lower one.
+  // Packs two neighbours in the upper (half 0) or the lower row of a fragment.
   static __device__ __forceinline__ uint32_t pack_pair(const float (&x)[4], int half) {
     return pack<T, 90>(x[2 * half], x[2 * half + 1]);
   }

@@ -61,7 +61,7 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
                                           BwdShared<L::BLOCK_M, L::STAGES>& shared,
                                           uint32_t smem_dq) {
   constexpr int BLOCK_M = L::BLOCK_M;
-  // Of head dim 96 the second warpgroup's part is half empty.
+  // At head dim 96 half of the second warpgroup's part is empty.
   constexpr int LAST_PART = BLOCK_M * L::HEAD_DIM - L::DQ_PART;
   static_assert(L::GROUPS == 2 && LAST_PART <= L::DQ_PART, "dQ has two parts");
   const bool elected = elect_one();

@@ -66,7 +66,8 @@ __device__ __forceinline__ void store_columns(T* out, int64_t row_stride, const 
   }
 }
 
-// The same in float32: a sector of 32 bytes for each eight lanes that hold columns of a key.
+// Stores such a fragment in float32. Eight lanes hold neighbouring columns of a key and write a
+// sector of 32 bytes.
 template <int N>
 __device__ __forceinline__ void store_float_columns(float* out, int row_stride,
                                                     const float (&acc)[N][4], int rows) {

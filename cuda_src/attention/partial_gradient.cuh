@@ -1,11 +1,12 @@
-// Where a share of the query heads of a key head leaves its dK and dV, in float32.
+// The place in dkv_partial, in float32, of the dK and dV of one share of the query heads of a key
+// head.
 #pragma once
 #include "params.cuh"
 
 enum class KeyGradient { DK, DV };
 
-// The first of the columns of row `row` of k (canonical: batch * seqlen_k + row, or the row of the
-// packed tensor).
+// Returns the address of the first column of a row of k. `row` counts within the sequence, or
+// within the packed tensor.
 template <int HEAD_DIM>
 __device__ __forceinline__ float* partial_gradient(const FlashBwdParams& params, KeyGradient which,
                                                    int share, int batch, int64_t row, int head_kv) {

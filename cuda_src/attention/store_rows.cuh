@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_rows(T* out, int64_t row_stride, const flo
   }
 }
 
-// The same in float32, a sector of 32 bytes a quad, all columns.
+// Stores such a fragment in float32, all columns of it; a quad writes a sector of 32 bytes.
 template <int N>
 __device__ __forceinline__ void store_float_rows(float* out, int row_stride,
                                                  const float (&acc)[N][4], int rows) {

@@ -38,7 +38,7 @@ FORWARD_TILES_BIAS = {
     192: (128, 80, 1, 2),
     256: (128, 64, 1, 2),
 }
-# And ALiBi and dropout beside it.
+# ALiBi and dropout beside a bias need even more.
 FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
 # But not one that comes in boxes, which have a place in shared memory.
 FORWARD_TILES_BOXES = {

@@ -21,6 +21,7 @@ TILES_ONE = TILES | {64: (64, 128)}
 # Several of them, or a bias beside one, need more than a warpgroup has that owns 128 columns of dK
 # and dV.
 TILES_SEVERAL = {64: (64, 128), 96: (64, 128)}
+# Three options or more leave no tile of head dim 96 here; the kernel for wide heads takes it.
 TILES_MANY = {64: (64, 128)}
 
 # head dim: block_m, block_n, groups
