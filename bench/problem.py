@@ -17,7 +17,7 @@ def attention_flops(
 
 
 def generator(seed: int) -> Any:
-    """Of torch's random numbers on `DEVICE`."""
+    """Returns a tensor of random numbers of torch on `DEVICE`."""
     import torch
 
     return torch.Generator(DEVICE).manual_seed(seed)

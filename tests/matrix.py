@@ -1,4 +1,4 @@
-"""Which targets and which cases a test runs on: all parametrisations are made here."""
+"""All parametrisations of tests are made here: the targets and the cases that a test runs on."""
 
 import dataclasses
 import itertools

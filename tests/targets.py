@@ -1,4 +1,4 @@
-"""Where a test runs: a library, a device, and on a GPU a forced backend."""
+"""A test runs on a target: a library, a device, and on a GPU a forced backend."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Which backend serves a problem, and the error where none does. Needs no GPU."""
+"""The choice of the backend that serves a problem, and the error if none does. Needs no GPU."""
 
 import pytest
 

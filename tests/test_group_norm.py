@@ -232,7 +232,7 @@ def test_shares(turns, num_groups, at_once):
 @pytest.mark.parametrize("size", [2560, 10240, 40960, 65536, 163840])
 @pytest.mark.parametrize("spread", [0, 1, 2, 4, 20])
 def test_small_batches_are_spread(size, spread):
-    """Of 132 multiprocessors each has a block, in clusters that are not too large for a group."""
+    """Each of 132 multiprocessors has a block, in clusters that are not too large for a group."""
     kind = ("float16", "float16", "silu")
     alone = kernels.one_step(False, kind, size, True, False, (9, 0))
     found = kernels.one_step(False, kind, size, True, False, (9, 0), spread)

@@ -30,7 +30,7 @@ HAS_RING = compute_capability()[0] == 90
 @pytest.mark.parametrize("tensors", [1, 2])
 @pytest.mark.parametrize("seed", range(20))
 def test_shapes(seed, tensors):
-    """What nhwc_ring.cuh relies on: all positions, the memory, the order of events."""
+    """nhwc_ring.cuh relies on all of this: positions, memory, the order of events."""
     draw = random.Random(seed)
     found = {1: 0}
     for _ in range(100):

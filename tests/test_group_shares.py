@@ -51,7 +51,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=["mqa", "gqa"])
 @pytest.mark.parametrize("shares", [2, 3, 5])
 def test_gradients(target, monkeypatch, shares, case, head_dim, options):
-    """Of any number of shares, uneven ones too; dk and dv are the same in every run."""
+    """Any number of shares is right, uneven ones too; dk and dv are the same in every run."""
     monkeypatch.setattr(plan, "group_shares", lambda *_: shares)
     shape = case | {"seqlen_k": case["seqlen_k"] + shares}  # a plan of its own
     inputs = target.inputs(target.dtypes[0], head_dim=head_dim, **shape)

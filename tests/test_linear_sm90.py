@@ -158,7 +158,7 @@ def test_turns(rotary, expected):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """What was encoded, and what was launched."""
+    """Records what was encoded, and what was launched."""
     return fake_launches(monkeypatch, structs.LinearSm90Params)
 
 

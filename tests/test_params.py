@@ -128,7 +128,7 @@ def test_template_parameters(config):
 
 
 def threads_in_source(config: KernelConfig) -> int | None:
-    """What ``__launch_bounds__`` says of a block, if that is a constant that the host can read."""
+    """Threads of a block by ``__launch_bounds__``, if the host can read that constant."""
     bounds = re.search(r"__launch_bounds__\((\w+)[,)]", text_of(config.source))
     return getattr(header(config.source), bounds[1], None) if bounds else None
 

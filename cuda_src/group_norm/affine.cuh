@@ -39,7 +39,7 @@ struct Affine {
   }
 };
 
-// Of neighbouring channels of one group, beginning with `channel`.
+// Returns the affine map of neighbouring channels of one group, from `channel` on.
 template <Activation ACTIVATION, typename T, int CHANNELS, typename WEIGHT>
 __device__ __forceinline__ Affine<ACTIVATION, T, CHANNELS> affine_of(const void* weight,
                                                                      const void* bias, int channel,

@@ -7,8 +7,8 @@
 // are computed. The sums of its packs over all of these, in shared memory, are its share of dweight
 // and dbias (weight_shares.cuh).
 //
-// What AHEAD buys on an H200, in microseconds: 4096x256x16 29.8 for 34.7, 4096x1024x4 30.6 for 37.4
-// (bfloat16, Mish, 8 groups).
+// Microseconds on an H200, with AHEAD for without: 4096x256x16 29.8 for 34.7, 4096x1024x4 30.6
+// for 37.4 (bfloat16, Mish, 8 groups).
 #include "group_rows.cuh"
 #include "weight_shares.cuh"
 

@@ -8,7 +8,7 @@
 // samples of a group are kept behind the runs, and added up when the group changes
 // (weight_shares.cuh).
 //
-// What it buys on an H200, in microseconds, beside group_norm_bwd_steps (bfloat16, SiLU, 32
+// Microseconds on an H200, this kernel for group_norm_bwd_steps in its place (bfloat16, SiLU, 32
 // groups):
 //   2x320x64x64 14.5 for 20.9, 8x640x64x64 44.3 for 62.8, 8x320x128x128 75.3 for 109.3,
 //   8x128x256x256 118.7 for 167.0; and beside group_norm_bwd: 8x320x64x64 25.9 for 29.2

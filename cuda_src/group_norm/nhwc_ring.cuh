@@ -182,7 +182,7 @@ struct RingBlock {
     }
   }
 
-  // Of this thread's channels, from an array of all channels; zeros where it has no positions.
+  // Loads this thread's channels of an array of all channels; zeros if it has no positions.
   template <typename WEIGHT>
   __device__ Words<WEIGHT, VECTOR> of_channels(const void* data, RingSample at,
                                                const RingThread& thread) const {

@@ -36,7 +36,7 @@ struct Walk {
   }
 };
 
-// Where the partial sums of the channels of a group lie: those of channel c are `count` of them,
+// The places of the partial sums of the channels of a group. Channel c has `count` of them,
 // from first + c * of_channel on, of_piece apart.
 struct ChannelRecords {
   int64_t first, of_channel, of_piece;

@@ -50,7 +50,7 @@ struct RunRing {
     mbarrier_wait(barrier(tensor, piece), parity);
   }
 
-  // Of a pack of this lane.
+  // Returns the shared address of a pack of this lane.
   __device__ uint32_t address(int tensor, int load) const {
     return packs + (tensor * LOADS + load) * 512 + threadIdx.x % 32 * 16;
   }

@@ -30,7 +30,8 @@ __device__ __forceinline__ float inverse_deviation(const Moments& moments,
   return rsqrtf(moments.m2 * shape.inverse_size + shape.eps);
 }
 
-// Of a row of a warp or less, in two passes over its values, which become floats.
+// Computes the moments of a row of a warp or less in two passes over its values, and leaves them as
+// floats.
 template <class Tile, typename T>
 __device__ __forceinline__ Moments moments_of_short_row(const RowPacks<Tile, T>& packs,
                                                         RowPacks<Tile, float>& values, int columns,
@@ -65,7 +66,7 @@ struct DeviationSums {
     }
   }
 
-  // Of `count` values.
+  // Computes the moments of `count` values.
   __device__ Moments moments(int c, float count) const {
     return moments_of(count, rcp_approx(count), origins[c], sums[c]);
   }

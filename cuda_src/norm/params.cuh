@@ -30,7 +30,7 @@ struct NormShape {
     visit(0, row);
   }
 
-  // Where a row of a tensor begins.
+  // Returns the offset of a row of a tensor, in elements.
   template <typename Row>
   __device__ int64_t at(const RowStrides& strides, Row row) const {
     int64_t offset = 0;

@@ -226,7 +226,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 class Lengths(NamedTuple):
-    """Where the sequences of varlen functions begin and end."""
+    """The offsets at which the sequences of varlen functions begin and end."""
 
     cu_seqlens_q: Array | None
     cu_seqlens_k: Array | None

@@ -169,7 +169,7 @@ def _is_plain_pair(x: Any) -> bool:
     )
 
 
-# What the torch operators take behind the tensors.
+# The torch operators take these arguments after the tensors.
 ARGUMENTS = ", ".join(
     [f"Tensor? {name}" for name in Extras._fields]
     + ["str function", *(f"{rule.schema} {name}" for name, rule in RULES.items())]

@@ -56,7 +56,7 @@ class Features(NamedTuple):
 
     @property
     def switches(self) -> tuple[bool, bool, int, bool]:
-        """Those that are template parameters of most kernels, in their order."""
+        """The features that are template parameters of most kernels, in their order."""
         return (self.softcap, self.alibi, self.bias, self.dropout)
 
 
@@ -76,7 +76,7 @@ class ExtraFacts:
     lengths: bool = False
 
     def bias_kind(self, dtype: str) -> int:
-        """As in `Features`, for q of this dtype."""
+        """Returns the kind of the bias as in `Features`, for q of this dtype."""
         if self.bias is None:
             return 0
         return 1 if self.bias.dtype == dtype else 2 if self.bias.dtype == "bool" else 3

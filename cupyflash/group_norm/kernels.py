@@ -30,11 +30,12 @@ BACKWARD_TILES = (
 )
 LARGEST_BACKWARD = (512, 10, 512, 1)  # where a GPU has no clusters
 HALVES_TILES = 7  # for channels of 8 bytes, two of which are a pack: the first tiles
-# Where a thread reads element by element.
+# These serve threads that read element by element.
 ELEMENT_TILES = ((32, 8, 128, 6), (128, 8, 128, 4), (512, 8, 512, 1))
 # (blocks of a cluster, threads of a block, loads of a thread, blocks of a multiprocessor).
 FORWARD_CLUSTERS = (*((cluster, 256, 20, 2) for cluster in (2, 4, 8)), (8, 512, 20, 1))
-# Of the forward, where there are fewer groups than multiprocessors: the most blocks first.
+# The forward takes one of these if there are fewer groups than multiprocessors: the most blocks
+# first.
 SPREAD_CLUSTERS = tuple((cluster, 256, loads, 2) for cluster in (8, 4, 2) for loads in (5, 10, 20))
 BACKWARD_CLUSTERS = (*((cluster, 256, 10, 2) for cluster in (2, 4, 8)), (8, 512, 8, 1))
 # (loads, blocks of a multiprocessor) of the three steps, in NCHW and in NHWC.
@@ -258,7 +259,7 @@ class GroupNormBwdRing(RingConfig):
 
 
 def _channel_tiling(num_groups: int, channels: int, vector: int) -> structs.StepTiling | None:
-    """Which channels a block has of ``num_groups`` groups; None if packs would cross tiles."""
+    """The channels of a block of ``num_groups`` groups; None if packs would cross tiles."""
     most = _steps.THREADS * vector
     step = vector // math.gcd(channels, vector)  # groups that end where a pack ends
     groups = min(num_groups, most // (channels * step) * step)

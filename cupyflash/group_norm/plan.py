@@ -205,7 +205,7 @@ class Work:
             blocks = self.shares * groups.num_groups
         else:
             blocks = min(units, clusters_at_once(config, x.device))
-            # Of side by side groups, clusters have ``least`` or one more.
+            # Each cluster has ``least`` neighbouring groups or one more.
             least = units // blocks
             self.shares = -(-(groups.batch - 1) // least) + 1
         self.rows = self.shares * config.cluster

@@ -42,7 +42,7 @@ MAX_BOX, BOX_ALIGNMENT = 256, 128  # of a tensor map: columns; bytes in shared m
 
 
 class Samples(NamedTuple):
-    """What passes through the ring, channels last.
+    """The samples that pass through the ring, channels last.
 
     Attributes:
         groups: of a sample, or of a slice of one.
@@ -76,12 +76,12 @@ class Samples(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of a sample, or of a slice of one."""
+        """Bytes of a sample, or of a slice of one."""
         return self.row * self.positions * self.tensors
 
     @property
     def slot_positions(self) -> int:
-        """Of a slot of the ring: rows of threads, with one position or two each."""
+        """Positions of a slot of the ring: rows of threads, with one position or two each."""
         return CONSUMERS // (self.row // 16) * (SLOT_PACKS // self.tensors)
 
     @property
@@ -170,7 +170,7 @@ class RingWorkspaces:
 
         self.runtime, self.current_stream = cupy.cuda.runtime, cupy.cuda.get_current_stream
         self.memory, self.device = cupy.cuda.Memory, cupy.cuda.Device(device)
-        # Of the whole GPU: the first plan may have been made for a part of it.
+        # The blocks of the whole GPU count: the first plan may have been made for a part of it.
         blocks = all_multiprocessors(device)
         self.bytes = workspace_bytes(MAX_GROUPS, MAX_FLIGHT, MAX_TEAMS, blocks)
         self.of_stream: dict[int, Any] = {}
@@ -256,13 +256,13 @@ class RingLaunch(Launch):
 
 
 def samples_of(config: RingConfig, groups: Groups) -> Samples:
-    """What passes through the ring."""
+    """The samples that pass through the ring."""
     sizes = groups.batch, groups.num_groups, groups.channels, groups.positions
     return Samples(*sizes, ITEM_SIZE[config.dtype], len(config.reads))
 
 
 def slice_maps(config: RingConfig, groups: Groups, part: Samples) -> list[TensorMapSpec]:
-    """Of each tensor that is read; a box is what a slot has of a slice."""
+    """The map of each tensor that is read; a TMA tile is the part of a slice in a slot."""
     columns = part.columns * part.slices
     row = columns * part.item
     dims = columns, part.positions, 1, part.batch

@@ -152,6 +152,6 @@ _group_norm_backward.register_autograd(no_second_derivative)
 
 
 def _image_like(x: Tensor) -> Tensor:
-    """What `cupyflash.group_norm` allocates for a result like x (batch, channels, ...)."""
+    """An empty tensor as `cupyflash.group_norm` allocates it for x (batch, channels, ...)."""
     view = LIBRARY.view(x)
     return x.new_empty_strided(view.shape, dense_like(view))

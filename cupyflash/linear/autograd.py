@@ -109,7 +109,7 @@ def _autocast(
 
 
 def _cast(arrays: Arrays, dtype: torch.dtype, *names: str) -> Arrays:
-    """What autocast casts in another dtype, everything else as it is: it will be refused."""
+    """Casts as autocast does, and leaves everything else as it is: it will be refused."""
     given = {name: getattr(arrays, name) for name in names}
     cast = {
         name: y.to(dtype)
@@ -166,7 +166,7 @@ def _normalised(arrays: Arrays, options: Options) -> Arrays:
     """The arrays after the norm."""
     from ..norm.norm import layer_norm, rms_norm
 
-    # As rows, which may be copied: axes that do not collapse are no matter to a projection.
+    # x becomes rows, by a copy if its axes do not collapse.
     x = arrays.x
     rows = x if x.is_contiguous() else x.reshape(-1, x.shape[-1])
     if options.rms:

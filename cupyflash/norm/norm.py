@@ -134,7 +134,7 @@ def rms_norm_backward(
 def _returned(
     results: tuple[Array | None, ...], residual: Array | None, return_stats: bool
 ) -> Array | tuple[Array, ...]:
-    """Those of (out, h, statistics) that the caller asked for."""
+    """The results of (out, h, statistics) that the caller asked for."""
     out, h, stats = results
     if residual is not None:
         return (out, h, stats) if return_stats else (out, h)

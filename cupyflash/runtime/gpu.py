@@ -37,7 +37,7 @@ class Architecture(NamedTuple):
 
     @property
     def mma(self) -> int:
-        """Which variant of mma.sync it has: 75 or 80 (the template argument ARCH of kernels)."""
+        """The variant of mma.sync that it has: 75 or 80 (the template argument ARCH of kernels)."""
         return min(self.copies, 80)
 
 

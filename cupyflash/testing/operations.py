@@ -160,7 +160,7 @@ def _norm(
 
 
 def _times(x: Array, factors: Array, dtype: Any) -> Array:
-    """As a framework's dropout computes it."""
+    """Computes dropout as a framework does."""
     compute = numpy.float64 if x.dtype == numpy.float64 else numpy.float32
     return (x.astype(compute) * factors.astype(compute)).astype(dtype)
 
