@@ -12,7 +12,7 @@ import random
 from typing import Any
 
 from bench.problem import Problem
-from bench.providers import Call
+from bench.providers import Call, trained
 from cupyflash.testing import Expected, Inputs, expected
 
 ROWS = 128
@@ -23,7 +23,8 @@ class Check:
 
     Args:
         lengths: of the sequences packed into a batch of one.
-        options: of `cupyflash.attention` besides causal; a bias has rank 4.
+        options: of `cupyflash.attention` besides causal; a bias has rank 4. The gradients of those
+            with one are checked too.
     """
 
     def __init__(
@@ -38,22 +39,32 @@ class Check:
         rng = random.Random(str(problem))
         group = problem.heads // problem.heads_kv
         begin, end = 0, problem.seqlen
+        end_k = problem.keys
         if lengths:
             chosen = rng.randrange(len(lengths))
             begin = sum(lengths[:chosen])
-            end = begin + lengths[chosen]
+            end = end_k = begin + lengths[chosen]
         first = rng.randrange(begin, max(begin + 1, end - ROWS + 1))
+        if options.get("window") and not problem.causal:  # a window aligns bottom-right
+            first = max(begin, end - ROWS)
         last = min(end, first + ROWS)
-        seen = last if problem.causal else end  # keys; causal aligns bottom-right
+        seen = last if problem.causal else end_k  # keys; causal aligns bottom-right
         b, head = rng.randrange(problem.batch), rng.randrange(problem.heads_kv)
         rows = (slice(b, b + 1), slice(first, last), slice(head * group, (head + 1) * group))
         keys = (slice(b, b + 1), slice(begin, seen), slice(head, head + 1))
         q, k, v, dout = tensors
         inputs = Inputs(q[rows], k[keys], v[keys], dout[rows], problem.dtype)
-        if "bias" in options:
-            whole = (problem.batch, problem.heads, problem.seqlen, problem.seqlen)
-            options["bias"] = options["bias"].expand(whole)[rows[0], rows[2], rows[1], keys[1]]
         self.slices = {"out": rows, "dq": rows, "dk": keys, "dv": keys}
+        self.gradients = ["dq", "dk", "dv", *(f"d{name}" for name in trained(options))]
+        if "bias" in options:
+            whole = (problem.batch, problem.heads, problem.seqlen, problem.keys)
+            place = (rows[0], rows[2], rows[1], keys[1])
+            shape = options["bias"].shape
+            self.slices["dbias"] = tuple(s if n > 1 else slice(None) for s, n in zip(place, shape))
+            options["bias"] = options["bias"].detach().expand(whole)[place]
+        if "sinks" in options:
+            self.slices["dsinks"] = rows[2]
+            options["sinks"] = options["sinks"].detach()[rows[2]]
         self.expected: Expected = expected(inputs, causal=problem.causal, **options)
         self.dout = torch.zeros_like(dout)
         self.dout[rows] = dout[rows]
@@ -64,9 +75,9 @@ class Check:
             results = {"out": call.forward()}
         else:
             gradients = call.backward(call.to_layout(self.dout))
-            results = {"out": call.graph[0], **dict(zip(("dq", "dk", "dv"), gradients))}
+            results = {"out": call.graph[0], **dict(zip(self.gradients, gradients, strict=True))}
         for name, result in results.items():
-            result = call.to_layout(result)
+            result = call.to_layout(result) if name in ("out", "dq", "dk", "dv") else result
             assert bool(result.isfinite().all()), f"{name}: not finite everywhere"
             with contextlib.redirect_stdout(io.StringIO()):  # the errors of what passes
                 self.expected.check(**{name: result[self.slices[name]]})

@@ -29,7 +29,7 @@ from rich.table import Table
 from bench import harness, report
 from bench.correctness import Check
 from bench.problem import Problem
-from bench.providers import Call, Provider
+from bench.providers import PROVIDERS, Call
 from bench.report import Row
 
 HIDDEN, TOKENS = 2048, 65536
@@ -77,8 +77,7 @@ class Variant:
             AssertionError: they are not, or a deterministic backward gives other bits.
         """
         tensors = self.problem.tensors()
-        provider = Provider("cupyflash", lambda: self._attention(tensors[0].device))
-        call = Call(provider, tensors, self.problem.causal)
+        call = self.call(tensors)
         window = None if self.window is None else (self.window, 0)
         Check(self.problem, tensors, self.lengths, window=window)(call, direction)
         if direction == "fwd":
@@ -87,26 +86,11 @@ class Variant:
             assert_repeatable(call.backward)
         return call.backward
 
-    def _attention(self, device: Any) -> Callable[[Any, Any, Any, bool], Any]:
-        import torch
-
-        import cupyflash
-
+    def call(self, tensors: Sequence[Any]) -> Call:
         left_right = (-1, -1) if self.window is None else (self.window, 0)
-        options = {"window_size": left_right, "deterministic": self.deterministic}
-        if not self.lengths:
-            return lambda q, k, v, causal: cupyflash.flash_attn_func(
-                q, k, v, causal=causal, **options
-            )
-        cu_seqlens = torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
-        packing = (cu_seqlens, cu_seqlens, max(self.lengths), max(self.lengths))
-
-        def packed(q: Any, k: Any, v: Any, causal: bool) -> Any:
-            rows = (x.squeeze(0) for x in (q, k, v))
-            out = cupyflash.flash_attn_varlen_func(*rows, *packing, causal=causal, **options)
-            return out.unsqueeze(0)
-
-        return packed
+        options = {"window": left_right, "deterministic": self.deterministic}
+        ours = PROVIDERS["cupyflash"]
+        return Call(ours, tensors, self.problem.causal, lengths=self.lengths, **options)
 
 
 def packed(problem: Problem, lengths: Sequence[int]) -> Variant:

@@ -183,7 +183,9 @@ class Run:
         for impl, timing in self.timer.compare(self.right(where, impls, checked_call)).items():
             self.notes.late(impl, timing, where)
             row = row_of(impl, timing.ms)
-            self.rows.append({**row, "repeats": timing.repeats, "sm_mhz": self.timer.sm_mhz})
+            quartiles = [round(ms, 5) for ms in timing.quartiles]
+            clock = {"repeats": timing.repeats, "sm_mhz": self.timer.sm_mhz}
+            self.rows.append({**row, "quartiles_ms": quartiles, **clock})
 
     def right(
         self, where: str, impls: Sequence[str], checked_call: Callable[[str], Callable[[], Any]]

@@ -4,13 +4,11 @@
 
 Batches of 4 x 4096 tokens, 2048 hidden, bfloat16, not causal; the clock of bench.attention, all in
 turn. With a mask or bias, results are compared with float64 first (bench.correctness); dropout and
-lengths are left to the tests. SDPA gets the same mask; it has no gradient of it on these backends,
-so that a bias with one stands alone. "of plain" is the rate beside that of cupyflash without the
+lengths are left to the tests. SDPA gets the same mask; a bias with a gradient stands alone here and
+has its peers in bench.models. "of plain" is the rate beside that of cupyflash without the
 option; rates count the scores that lengths leave.
 """
 
-import dataclasses
-import functools
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +20,7 @@ from bench import harness, report
 from bench import problem as problems
 from bench.correctness import Check
 from bench.problem import Problem
-from bench.providers import PROVIDERS, Call, Provider
+from bench.providers import PROVIDERS, Call, trained
 from bench.report import Row
 
 BATCH, SEQLEN, HIDDEN, HEAD_DIMS = 4, 4096, 2048, (64, 128, 256)
@@ -63,32 +61,16 @@ def options_of(kind: str, problem: Problem) -> dict[str, Any]:
     return {}
 
 
-def providers(options: dict[str, Any]) -> list[Provider]:
-    """cupyflash with these options, and SDPA's backends if it has them."""
-    import cupyflash
-
-    learned = tuple(x for x in options.values() if getattr(x, "requires_grad", False))
-    ours = lambda q, k, v, causal: cupyflash.attention(q, k, v, **options)  # noqa: E731
-    found = [Provider("cupyflash", lambda: ours, learned=learned)]
-    if "seqused_q" in options or learned:
-        return found
-    of_sdpa = {"attn_mask": options.get("bias"), "dropout_p": options.get("dropout_p", 0.0)}
-    for backend in map(PROVIDERS.get, BACKENDS):
-        attention = functools.partial(backend.load(), **of_sdpa)
-        found.append(dataclasses.replace(backend, load=lambda f=attention: f))
-    return found
-
-
 def measure(run: harness.Run, kind: str, problem: Problem) -> None:
     """Add rows of both passes, of each that can, and is right where that is known."""
     tensors, options = problem.tensors(), options_of(kind, problem)
     known = None if kind in (DROPOUT, LENGTHS) else Check(problem, tensors, **options)
+    alone = kind == LENGTHS or trained(options)
     share = 0.25 if kind == LENGTHS else 1.0
-    found = {provider.name: provider for provider in providers(options)}
     for direction in ("fwd", "bwd"):
 
         def checked_call(impl: str, direction: str = direction) -> Callable[[], Any]:
-            call = Call(found[impl], tensors, problem.causal)
+            call = Call(PROVIDERS[impl], tensors, problem.causal, **options)
             if known:
                 known(call, direction)
             return call.forward if direction == "fwd" else call.backward
@@ -98,7 +80,8 @@ def measure(run: harness.Run, kind: str, problem: Problem) -> None:
             fields = problem.row(ms=round(ms, 5), tflops=round(rate, 2))
             return {"op": "masks", "what": kind, "impl": impl, "pass": direction, **fields}
 
-        run.compare(f"{direction} {kind} {problem}", list(found), checked_call, row_of)
+        impls = ["cupyflash"] if alone else ["cupyflash", *BACKENDS]
+        run.compare(f"{direction} {kind} {problem}", impls, checked_call, row_of)
 
 
 def masks_table(rows: list[Row]) -> Table:

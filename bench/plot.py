@@ -27,6 +27,7 @@ COLOURS = {
     "sdpa-cudnn": "#009E73",
     "sdpa-efficient": "#56B4E9",
     "sdpa-math": "#999999",
+    "torch-varlen": "#F0E442",
     "flash-attn-2": "#1B2A49",
     "flash-attn-3": "#000000",
     "flash-attn-4": "#6B4C9A",

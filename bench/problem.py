@@ -10,7 +10,7 @@ DEVICE = "cuda"
 
 
 def attention_flops(
-    batch: int, heads: int, seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool
+    batch: int, heads: int, seqlen_q: int, seqlen_k: int, head_dim: float, causal: bool
 ) -> float:
     """Floating-point operations of a forward: two matrix products, causal counts half."""
     return 4.0 * batch * heads * seqlen_q * seqlen_k * head_dim * (0.5 if causal else 1.0)
@@ -34,7 +34,12 @@ def random(shape: tuple[int, ...], dtype: str, source: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Self-attention of ``batch`` sequences of ``seqlen`` tokens."""
+    """Attention of ``batch`` sequences of ``seqlen`` queries.
+
+    Attributes:
+        seqlen_k: keys of a sequence, by default as many as queries.
+        head_dim_v: of the values, by default that of queries and keys.
+    """
 
     dtype: str
     head_dim: int
@@ -43,6 +48,16 @@ class Problem:
     heads: int
     heads_kv: int
     causal: bool
+    seqlen_k: int | None = None
+    head_dim_v: int | None = None
+
+    @property
+    def keys(self) -> int:
+        return self.seqlen_k or self.seqlen
+
+    @property
+    def dim_v(self) -> int:
+        return self.head_dim_v or self.head_dim
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
@@ -51,9 +66,8 @@ class Problem:
 
     def flops(self, direction: str) -> float:
         """Operations of the "fwd" or the "bwd" pass."""
-        forward = attention_flops(
-            self.batch, self.heads, self.seqlen, self.seqlen, self.head_dim, self.causal
-        )
+        shape = self.batch, self.heads, self.seqlen, self.keys
+        forward = attention_flops(*shape, (self.head_dim + self.dim_v) / 2, self.causal)
         return forward * (BACKWARD_WORK if direction == "bwd" else 1.0)
 
     def row(self, **fields: Any) -> dict[str, Any]:
@@ -63,7 +77,7 @@ class Problem:
             "head_dim": self.head_dim,
             "batch": self.batch,
             "seqlen_q": self.seqlen,
-            "seqlen_k": self.seqlen,
+            "seqlen_k": self.keys,
             "heads": self.heads,
             "heads_kv": self.heads_kv,
             "causal": self.causal,
@@ -73,7 +87,10 @@ class Problem:
     def tensors(self, seed: int = 0) -> tuple[Any, Any, Any, Any]:
         """q, k, v, dout (batch, seqlen, heads, head_dim): torch tensors, standard normal."""
         source = generator(seed)
-        return tuple(
-            random((self.batch, self.seqlen, heads, self.head_dim), self.dtype, source)
-            for heads in (self.heads, self.heads_kv, self.heads_kv, self.heads)
+        shapes = (
+            (self.seqlen, self.heads, self.head_dim),
+            (self.keys, self.heads_kv, self.head_dim),
+            (self.keys, self.heads_kv, self.dim_v),
+            (self.seqlen, self.heads, self.dim_v),
         )
+        return tuple(random((self.batch, *shape), self.dtype, source) for shape in shapes)

@@ -26,9 +26,17 @@ PROTOCOL = (
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Median ``ms`` of ``repeats``; in ``late`` of them the host did not keep ahead of the GPU."""
+    """The time of a call.
+
+    Attributes:
+        ms: the median.
+        quartiles: the first and the third, in ms.
+        repeats: how often the call was timed.
+        late: in how many of them the host did not keep ahead of the GPU.
+    """
 
     ms: float
+    quartiles: tuple[float, float]
     repeats: int
     late: int
 
@@ -76,7 +84,7 @@ class Timer:
         clocks = [clock for clock in clocks if clock is not None]
         self.sm_mhz = round(statistics.median(clocks)) if clocks else None
         return {
-            name: Timing(statistics.median(times), len(times), late[name])
+            name: Timing(statistics.median(times), _quartiles(times), len(times), late[name])
             for name, times in samples.items()
         }
 
@@ -118,6 +126,13 @@ def medians(clocks: Mapping[Any, Callable[[], float]], repeats: int) -> dict[Any
         for name in names:
             samples[name].append(clocks[name]())
     return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def _quartiles(times: list[float]) -> tuple[float, float]:
+    if len(times) < 2:
+        return times[0], times[0]
+    first, _, third = statistics.quantiles(times, method="inclusive")
+    return first, third
 
 
 def _event() -> torch.cuda.Event:

@@ -18,7 +18,8 @@ class FakeTimer:
     def compare(self, calls):
         for call in calls.values():
             call()
-        return {name: SimpleNamespace(ms=1.0, repeats=self.repeats, late=0) for name in calls}
+        timing = {"ms": 1.0, "quartiles": (0.9, 1.1), "repeats": self.repeats, "late": 0}
+        return {name: SimpleNamespace(**timing) for name in calls}
 
     def ceilings(self):
         return {"matmul_tflops": 784.0, "copy_gbps": 4290.0}

@@ -104,8 +104,8 @@ def test_dry_run(tmp_path, monkeypatch, capsys):
 class Windowless(Variant):
     """A window that the kernel does not keep."""
 
-    def _attention(self, device):
-        return Variant(self.problem)._attention(device)
+    def call(self, tensors):
+        return Variant(self.problem).call(tensors)
 
 
 def test_a_wrong_result_is_told(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,171 @@
+"""Attention of real models beside its peers: check, then time all providers on the same tensors.
+
+    python -m bench.models                        every model of bench.model_shapes, both passes
+    python -m bench.models --only Llama Whisper   the models with one of these in their names
+    python -m bench.models --list
+
+Check and clock are those of bench.attention: 128 query rows of one sequence and key head, at a
+random place, are compared with float64, gradients of biases and sinks too, and everything else must
+be finite. A provider that cannot do a model, or fails the check, has a dash. "ratio" is the time of
+the best peer divided by ours. The results are bench/results/models.json, the table models.md, and
+the picture models.svg. Exit status 1 if cupyflash failed the check anywhere.
+"""
+
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench import harness, report
+from bench.correctness import Check
+from bench.model_shapes import MODELS, Model
+from bench.providers import PROVIDERS, Call
+from bench.report import Row
+
+DEFAULT = ("cupyflash", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "torch-varlen")
+PACKAGES = ("flash-attn-2", "flash-attn-3", "flash-attn-4")
+PASSES = {"fwd": ("fwd",), "bwd": ("bwd",), "both": ("fwd", "bwd")}
+WIDTH = 160  # of the table
+TITLES = {"cupyflash": "ours", "sdpa-flash": "FA2", "sdpa-cudnn": "cuDNN"} | {
+    "sdpa-efficient": "efficient", "torch-varlen": "varlen", "flash-attn-3": "FA3",
+    "flash-attn-2": "FA2 pkg", "flash-attn-4": "FA4",
+}  # fmt: skip
+
+
+def measure(run: harness.Run, model: Model, directions: Sequence[str], names: list[str]) -> None:
+    """Add the rows of a model, of each provider that can do a pass and does it right."""
+    tensors, options = model.problem.tensors(), model.make_options()
+    of_check = dict(options)
+    lengths = of_check.pop("lengths", ())
+    check = Check(model.problem, tensors, lengths, **of_check)
+    for direction in directions:
+
+        def checked_call(name: str, direction: str = direction) -> Callable[[], Any]:
+            call = Call(PROVIDERS[name], tensors, model.problem.causal, **options)
+            check(call, direction)
+            return call.forward if direction == "fwd" else call.backward
+
+        def row_of(name: str, ms: float, direction: str = direction) -> Row:
+            row = model.problem.row(impl=name, ms=round(ms, 5))
+            what = {"op": "models", "what": model.name, "shape": str(model), "pass": direction}
+            return {**what, **row}
+
+        run.compare(f"{direction} {model.name}", names, checked_call, row_of)
+
+
+def cell(row: Row) -> tuple[str, str]:
+    return row["what"], row["pass"]
+
+
+def peer_ratios(rows: list[Row]) -> dict[tuple[str, str], tuple[float, str]]:
+    """The best peer's time divided by ours, and its name, in each cell that has both."""
+    best: dict[tuple[str, str], tuple[float, str]] = {}
+    for row in rows:
+        if not report.is_ours(row["impl"]):
+            candidate = (row["ms"], row["impl"])
+            best[cell(row)] = min(best.get(cell(row), candidate), candidate)
+    ours = {cell(row): row["ms"] for row in rows if row["impl"] == "cupyflash"}
+    return {key: (best[key][0] / ms, best[key][1]) for key, ms in ours.items() if key in best}
+
+
+def models_table(rows: list[Row]) -> Table:
+    """model | shape | pass | µs of each provider | ratio; a dash where there is none."""
+    names = [name for name in PROVIDERS if any(row["impl"] == name for row in rows)]
+    table = report.new_table("model", "shape", "pass", right=(*map(title, names), "ratio"))
+    found, previous = peer_ratios(rows), None
+    for key, group in itertools.groupby(rows, cell):
+        times = {row["impl"]: row for row in group}
+        shape = next(iter(times.values()))["shape"]
+        what, direction = key
+        figures = [f"{1e3 * times[name]['ms']:.1f}" if name in times else "-" for name in names]
+        ratio = f"{found[key][0]:.2f}" if key in found else "-"
+        head = (what, shape) if what != previous else ("", "")
+        table.add_row(*head, direction, *figures, ratio)
+        previous = what
+    return table
+
+
+def title(name: str) -> str:
+    return TITLES.get(name, name)
+
+
+def summaries(rows: list[Row]) -> list[str]:
+    """One line for each pass: the geometric mean of the ratios, and the models below 1."""
+    lines, found = [], peer_ratios(rows)
+    for direction in PASSES["both"]:
+        of_pass = {what: ratio for (what, side), (ratio, _) in found.items() if side == direction}
+        if not of_pass:
+            continue
+        mean = math.exp(sum(map(math.log, of_pass.values())) / len(of_pass))
+        below = [f"{what} ({ratio:.2f})" for what, ratio in of_pass.items() if ratio < 1]
+        line = f"{direction}: {mean:.3f} x the best peer, geometric mean of {len(of_pass)} models"
+        lines.append(f"{line}; below 1: {', '.join(below)}" if below else line)
+    return lines
+
+
+def listing() -> Table:
+    table = report.new_table("model", "shape", right=())
+    for model in MODELS:
+        table.add_row(model.name, str(model))
+    return table
+
+
+def write_table(run: harness.Run, table: Table, lines: Sequence[str]) -> Any:
+    """The path of the table in Markdown, with the command that printed it."""
+    path = report.RESULTS / f"{run.file}.md"
+    with path.open("w") as file:
+        page = Console(file=file, width=WIDTH, highlight=False)
+        page.print(f"µs on {run.fields['gpu']}: `{run.command}`\n", soft_wrap=True)
+        page.print(table)
+        for line in lines:
+            page.print(f"\n{line}", markup=False, soft_wrap=True)
+    return path
+
+
+def draw(run: harness.Run) -> None:
+    """Write the picture, where matplotlib is installed."""
+    from bench.plot_models import draw
+
+    path = report.RESULTS / f"{run.file}.svg"
+    try:
+        draw(json.loads(path.with_suffix(".json").read_text()), path)
+    except ImportError as error:
+        run.notes.say(f"no picture: {error}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = harness.parser("models", __doc__, repeats=10)
+    add = parser.add_argument
+    add("--list", action="store_true", help="print the models and their shapes")
+    add("--only", nargs="+", default=[""], metavar="NAME", help="models with this in their names")
+    add("--pass", dest="direction", choices=PASSES, default="both")
+    add("--providers", nargs="+", choices=PROVIDERS, default=[*DEFAULT, *PACKAGES])
+    arguments, options = harness.parsed(parser, arguments)
+    if options.list:
+        report.console().print(listing())
+        return 0
+    names = [name.lower() for name in options.only]
+    chosen = [x for x in MODELS if any(name in x.name.lower() for name in names)]
+    if not chosen:
+        parser.error(f"--only: no model's name holds any of {options.only}")
+    from bench.timing import PROTOCOL
+
+    run = harness.Run("models", PROTOCOL, arguments, options)
+    if not run.out.is_terminal:
+        run.out.width = WIDTH
+    for model in run.each(chosen):
+        measure(run, model, PASSES[options.direction], options.providers)
+    table, lines = models_table(run.rows), summaries(run.rows)
+    status = run.finish(table, *lines)
+    write_table(run, table, lines)
+    draw(run)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
