@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench import harness
-from bench.bars import add_bars, bar_lines
 from bench.correctness import Check
 from bench.problem import Problem
 from bench.providers import PROVIDERS, Call
@@ -95,9 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells = itertools.product(PASSES[options.direction], problems(options))
     for direction, problem in run.each(cells):
         measure(run, direction, problem, options.providers)
-        add_bars(run.rows, run.fields["gpu"])
     table = attention_table(run.rows, run.fields["matmul_tflops"])
-    return run.finish(table, *geometric_means(run.rows), *bar_lines(run.rows))
+    return run.finish(table, *geometric_means(run.rows))
 
 
 if __name__ == "__main__":

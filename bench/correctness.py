@@ -41,7 +41,7 @@ class Check:
         begin, end = 0, problem.seqlen
         end_k = problem.keys
         if lengths:
-            chosen = rng.randrange(len(lengths))
+            (chosen,) = rng.choices(range(len(lengths)), lengths)  # that of a random token
             begin = sum(lengths[:chosen])
             end = end_k = begin + lengths[chosen]
         first = rng.randrange(begin, max(begin + 1, end - ROWS + 1))

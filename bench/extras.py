@@ -190,6 +190,7 @@ def measure(run: harness.Run, comparison: Comparison, direction: str) -> None:
         reference_tflops=round(reference, 2),
         ratio=round(rate / reference if comparison.target < 1 else reference / rate, 4),
         target=comparison.target,
+        quartiles_ms=[round(ms, 5) for ms in own.quartiles],
         repeats=own.repeats,
         sm_mhz=run.timer.sm_mhz,
     )

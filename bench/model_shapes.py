@@ -1,9 +1,10 @@
-"""The attention of published models: heads, head dims and lengths as their configurations have them.
+"""The attention of published models: heads, head dims and lengths from their configurations.
 
 A batch is one that fits a training step or a request; lengths are the models' own.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 from bench import problem as problems
@@ -61,8 +62,10 @@ class Model:
             lengths = torch.linspace(shape.keys // 4, shape.keys, shape.batch).round()
             mask = torch.arange(shape.keys) < lengths[:, None]
             found["bias"] = mask[:, None, None].to(problems.DEVICE)
-        if self.sinks:
-            found["sinks"] = random((shape.heads,), shape.dtype, 2).requires_grad_()
+        if self.sinks:  # each about as heavy as all the keys that a query sees
+            seen = min(shape.keys, sum(self.options.get("window", (shape.keys, 0))) + 1)
+            sinks = random((shape.heads,), shape.dtype, 2) + math.log(seen)
+            found["sinks"] = sinks.requires_grad_()
         return found
 
 

@@ -2,8 +2,6 @@
 
 python -m bench.plot bench/results/attention.json    writes attention-fwd.png and attention-bwd.png,
 and attention-causal.png: both passes of the causal problems alone, for the project's README
-
-A line across a group is the bar of `bench.bars`: the rate of the best peer there is.
 """
 
 import argparse
@@ -14,7 +12,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bench.bars import BARS
 from bench.providers import PROVIDERS
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; ours are the warm ones.
@@ -33,8 +30,6 @@ COLOURS = {
     "flash-attn-4": "#6B4C9A",
 }
 LABELS = {"sdpa-flash": "FA2 (sdpa-flash)", "sdpa-cudnn": "cuDNN (sdpa-cudnn)"}
-BAR_LABEL = "best peer, FA3 and FA4 too"
-BAR_LINE = {"color": "black", "linewidth": 1.3}
 PASS_TITLES = {"fwd": "forward", "bwd": "backward"}
 
 
@@ -94,7 +89,6 @@ def draw(results: dict[str, Any], lines: list[list[Panel]], what: str, path: Pat
     for line, axes_of_line in zip(lines, axes):
         for (title, shown), axis in zip(line, axes_of_line):
             draw_panel(axis, shown, impls)
-            draw_bars_to_pass(axis, shown)
             axis.set_title(title, fontsize=11, loc="left")
     for axis in axes[:, 0]:
         axis.set_ylabel("TFLOP/s")
@@ -107,13 +101,6 @@ def draw(results: dict[str, Any], lines: list[list[Panel]], what: str, path: Pat
         f"{what} on {results['gpu']}; its matrix product "
         f"(8192\N{SUPERSCRIPT THREE}, bfloat16) in the same run: {rate:.0f} TFLOP/s"
     )
-    if any("bar_tflops" in row for row in rows):
-        handles.append(pyplot.Line2D([], [], **BAR_LINE))
-        labels.append(BAR_LABEL)
-        note += (
-            f"\nbest peer: the fastest of cuDNN, FA2, FA3 and FA4 side by side on {BARS['date']}, "
-            "as a multiple of cuDNN, times cuDNN here"
-        )
     rows_of_legend = -(-len(labels) // 6)
     figure.legend(
         handles,
@@ -140,8 +127,7 @@ def draw_panel(axis: Any, rows: list[dict[str, Any]], impls: list[str]) -> None:
         x = seqlens.index(row["seqlen_q"]) + (index - (len(impls) - 1) / 2) * width
         axis.bar(x, row["tflops"], 0.94 * width, color=COLOURS[row["impl"]])
         if row["impl"] == "cupyflash":
-            # At the foot of the bar, since the line of the best peer may cross its top; the stroke
-            # keeps the figure readable where it is higher than the bar.
+            # At the foot of the bar; the stroke keeps the figure readable where it is higher.
             style = {"ha": "center", "va": "bottom", "rotation": 90, "fontsize": 8}
             stroke = [withStroke(linewidth=2, foreground=COLOURS[row["impl"]])]
             text = f" {row['tflops']:.0f}"
@@ -151,15 +137,6 @@ def draw_panel(axis: Any, rows: list[dict[str, Any]], impls: list[str]) -> None:
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
     axis.margins(y=0.12)
-
-
-def draw_bars_to_pass(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """A line across the group of each sequence length that has a bar."""
-    seqlens = sorted({row["seqlen_q"] for row in rows})
-    bars = {row["seqlen_q"]: row["bar_tflops"] for row in rows if "bar_tflops" in row}
-    for seqlen, tflops in bars.items():
-        x = seqlens.index(seqlen)
-        axis.hlines(tflops, x - 0.44, x + 0.44, **BAR_LINE)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

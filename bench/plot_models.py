@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.models import peer_ratios, title
+from bench.report import geometric_mean
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 PASSES = {"fwd": ("forward", "#D55E00"), "bwd": ("backward", "#0072B2")}
@@ -29,10 +30,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     with pyplot.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.36 * len(names)), layout="constrained")
         for (what, direction), (ratio, peer) in found.items():
-            (label, colour), second = PASSES[direction], direction == "bwd"
-            first_of_pass = next(key for key in found if key[1] == direction) == (what, direction)
-            place, end = names.index(what) + (0.2 if second else -0.2), _end(ratio)
-            axes.barh(place, end - 1, 0.36, 1, color=colour, label=label if first_of_pass else None)
+            place, end = names.index(what) + (0.2 if direction == "bwd" else -0.2), _end(ratio)
+            axes.barh(place, end - 1, 0.36, 1, color=PASSES[direction][1])
             side = {"ha": "left" if ratio >= 1 else "right", "va": "center", "fontsize": 7}
             axes.text(end, place, f" {ratio:.2f} {title(peer)} ", **side)
         axes.axvline(1, color=GREY, linewidth=1)
@@ -50,10 +49,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
         what = f"Attention of {len(names)} models on {results['gpu']}: right of 1, cupyflash leads"
         axes.set_title(what, fontsize=11, loc="left", pad=24)
         axes.xaxis.label.set_color(GREY)
-        axes.legend(
-            loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=9,
-            handlelength=1.0, borderaxespad=0.2,
-        )  # fmt: skip
+        handles, labels = [], []
+        for direction, (label, colour) in PASSES.items():
+            if of_pass := [ratio for (_, x), (ratio, _) in found.items() if x == direction]:
+                handles.append(pyplot.Rectangle((0, 0), 1, 1, color=colour))
+                labels.append(f"{label}, geometric mean {geometric_mean(of_pass):.2f}")
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+        axes.legend(handles, labels, ncols=2, frameon=False, fontsize=9, handlelength=1.0, **place)
         figure.savefig(path, transparent=True, metadata={"Date": None})
         pyplot.close(figure)
 

@@ -54,14 +54,16 @@ def trained(options: dict[str, Any]) -> dict[str, Any]:
 class Call:
     """A provider on the tensors of a problem.
 
-    ``forward`` runs without a graph, as inference does. ``backward`` is the whole backward pass of
-    a forward that ran under autograd once, at the first need.
+    ``forward`` runs without a graph, as inference does, and no option wants a gradient, since some
+    backends refuse that even then. ``backward`` is the whole backward pass of a forward that ran
+    under autograd once, at the first need.
     """
 
     def __init__(self, provider: Provider, tensors: Tensors, causal: bool, **options: Any) -> None:
         self.provider, self.causal = provider, causal
-        self.attention = provider.load(**options)
-        self.trained = tuple(trained(options).values())
+        self.options, self.trained = options, trained(options)
+        detached = {name: x.detach() for name, x in self.trained.items()}
+        self.attention = provider.load(**options | detached)
         self.q, self.k, self.v, self.dout = map(self.to_layout, tensors)
 
     def to_layout(self, tensor: Any) -> Any:
@@ -69,17 +71,16 @@ class Call:
         return tensor if self.provider.layout == "bshd" else tensor.transpose(1, 2)
 
     def forward(self) -> Any:
-        import torch
-
-        with torch.no_grad(), self.provider.scope():
+        with self.provider.scope():
             return self.attention(self.q, self.k, self.v, self.causal)
 
     @functools.cached_property
     def graph(self) -> tuple[Any, Tensors]:
         """The output of a forward under autograd, and the inputs it depends on."""
         leaves = tuple(x.detach().requires_grad_() for x in (self.q, self.k, self.v))
+        attention = self.provider.load(**self.options) if self.trained else self.attention
         with self.provider.scope():
-            return self.attention(*leaves, self.causal), leaves
+            return attention(*leaves, self.causal), leaves
 
     def backward(self, dout: Any = None) -> Tensors:
         """dq, dk, dv and those of the options for the problem's ``dout`` or one in its layout."""
@@ -88,7 +89,9 @@ class Call:
         out, leaves = self.graph
         dout = self.dout if dout is None else dout
         with self.provider.scope():
-            return torch.autograd.grad(out, (*leaves, *self.trained), dout, retain_graph=True)
+            return torch.autograd.grad(
+                out, (*leaves, *self.trained.values()), dout, retain_graph=True
+            )
 
 
 def _refuse(library: str, options: dict[str, Any]) -> None:

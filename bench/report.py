@@ -83,6 +83,12 @@ def cell(row: Row) -> tuple[str, Problem]:
     return row["pass"], Problem(*(row[field] for field in fields))
 
 
+def short_name(row: Row) -> str:
+    """A cell among those of its pass."""
+    mask = "causal" if row["causal"] else "full"
+    return f"D={row['head_dim']} {mask} {row['seqlen_q']}"
+
+
 def ratios_to_best(rows: list[Row], cell_of: Callable[[Row], Any] = cell) -> list[float]:
     """For each row, how many times as fast it is as the best peer in its cell.
 
@@ -110,16 +116,14 @@ def table_of(
     title_of: Callable[[Row], str],
     rate_titles: tuple[str, str],
     rate_of: Callable[[Row], tuple[str, float]],
-    **more: Callable[[Row], str],
 ) -> Table:
     """problem | implementation | ms | rate | its share | times as fast as the best peer.
 
     Args:
         title_of: what the rows of a problem have in common.
         rate_of: the rate, and the share that it is of what the card can do.
-        more: further columns by title.
     """
-    table = new_table("problem", "impl", right=("ms", *rate_titles, "vs best peer", *more))
+    table = new_table("problem", "impl", right=("ms", *rate_titles, "vs best peer"))
     previous = None
     for row, ratio in zip(rows, ratios_to_best(rows, title_of), strict=True):
         title, (rate, share) = title_of(row), rate_of(row)
@@ -130,7 +134,6 @@ def table_of(
             rate,
             f"{100 * share:.0f} %",
             f"{ratio:.2f}",
-            *(text_of(row) for text_of in more.values()),
             style="bold" if is_ours(row["impl"]) else "",
         )
         previous = title
@@ -138,30 +141,40 @@ def table_of(
 
 
 def attention_table(rows: list[Row], matmul_tflops: float) -> Table:
-    """`table_of` with the share of the matrix-product rate.
-
-    And the ratio to the bar (`bench.bars`) where a row has one.
-    """
-
-    def vs_bar(row: Row) -> str:
-        return f"{row['tflops'] / row['bar_tflops']:.2f}" if "bar_tflops" in row else ""
-
+    """`table_of` with the share of the matrix-product rate."""
     return table_of(
         rows,
         lambda row: "{} {}".format(*cell(row)),
         ("TFLOP/s", "% of matmul"),
         lambda row: (f"{row['tflops']:.0f}", row["tflops"] / matmul_tflops),
-        **({"vs bar": vs_bar} if any("bar_tflops" in row for row in rows) else {}),
     )
 
 
-def geometric_means(rows: list[Row]) -> list[str]:
-    """One line for each pass and provider: the geometric mean of its ratios to the best peer."""
-    logs: dict[tuple[str, str], list[float]] = {}
-    for row, ratio in zip(rows, ratios_to_best(rows), strict=True):
-        logs.setdefault((row["pass"], row["impl"]), []).append(math.log(ratio))
-    return [
-        f"{direction} {impl}: {math.exp(sum(values) / len(values)):.2f} x the best peer, geometric "
-        f"mean of {len(values)} cells"
-        for (direction, impl), values in sorted(logs.items())
-    ]
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def geometric_means(
+    rows: list[Row],
+    cell_of: Callable[[Row], Any] = cell,
+    name_of: Callable[[Row], str] = short_name,
+) -> list[str]:
+    """One line for each pass and provider: the geometric mean of its ratios to the best peer.
+
+    Cells without a peer do not count. A line of ours names the cells in which a peer is faster.
+    """
+    compared = {cell_of(row) for row in rows if not is_ours(row["impl"])}
+    found: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    for row, ratio in zip(rows, ratios_to_best(rows, cell_of), strict=True):
+        if cell_of(row) in compared:
+            found.setdefault((row["pass"], row["impl"]), []).append((name_of(row), ratio))
+    lines = []
+    for (direction, impl), ratios in sorted(found.items()):
+        mean = geometric_mean([ratio for _, ratio in ratios])
+        line = f"{direction} {impl}: {mean:.3f} x the best peer, geometric mean of {len(ratios)}"
+        if is_ours(impl):
+            below = [f"{name} ({ratio:.3f})" for name, ratio in ratios if ratio < 1]
+            line += f"; {len(ratios) - len(below)} at or above 1"
+            line += f"; below: {', '.join(below)}" if below else ""
+        lines.append(line)
+    return lines

@@ -9,7 +9,7 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import attention, bars, providers  # noqa: E402
+from bench import attention, providers  # noqa: E402
 
 ROW_FIELDS = "op pass dtype head_dim batch seqlen_q seqlen_k heads heads_kv causal impl ms tflops"
 
@@ -62,13 +62,23 @@ def test_timer(simulation):
     gpu, timer = simulation
     timings = timer.compare(gpu.calls)
     # Neither the L2 nor the sleep is in the time; what is slow leaves after five repeats.
-    measured = {name: (timing.ms, timing.repeats) for name, timing in timings.items()}
-    assert measured == {"a": (2.0, 12), "b": (400.0, 5)}
+    measured = {name: (x.ms, x.quartiles, x.repeats) for name, x in timings.items()}
+    assert measured == {"a": (2.0, (2.0, 2.0), 12), "b": (400.0, (400.0, 400.0), 5)}
     rounds = gpu.log[6:]  # after three runs of each to warm up
     before = ["write", "read", "sleep"]
     assert rounds[:8] == [*before, "b", *before, "a"]
     assert rounds[8:16] == [*before, "a", *before, "b"]
     assert [timing.late for timing in timings.values()] == [0, 0]
+
+
+def test_quartiles(simulation):
+    gpu, timer = simulation
+    timer.repeats, samples = 5, iter([1.0] * 3 + [5.0, 1.0, 2.0, 4.0, 3.0])
+    (timing,) = timer.compare({"a": lambda: gpu.work("a", next(samples))}).values()
+    assert (timing.ms, timing.quartiles) == (3.0, (2.0, 4.0))
+    timer.repeats = 1
+    (timing,) = timer.compare({"a": lambda: gpu.work("a", 2.0)}).values()
+    assert timing.quartiles == (2.0, 2.0)
 
 
 def test_timer_counts_a_late_host(simulation):
@@ -133,14 +143,3 @@ def test_dry_run_of_peers_only_succeeds(dry_run):
     text = "--head-dim 16 --heads 2 --seqlen 130 --batch-tokens 130 --dtype float32 --causal yes"
     status, results = dry_run(*text.split(), "--providers", "sdpa-math")
     assert status == 0 and len(results["rows"]) == 2
-
-
-def test_dry_run_with_bars(dry_run, monkeypatch, capsys):
-    monkeypatch.setitem(providers.PROVIDERS, "sdpa-cudnn", providers.PROVIDERS["sdpa-math"])
-    small = {"gpu": "G", "dtype": "float32", "hidden": 128, "tokens": 512, "seqlens": [512]}
-    monkeypatch.setattr(bars, "BARS", {**bars.BARS, **small})
-    text = "--head-dim 64 --hidden 128 --seqlen 512 --batch-tokens 512 --dtype float32 --pass bwd"
-    _, results = dry_run(*text.split(), "--causal", "no", "--providers", "cupyflash", "sdpa-cudnn")
-    ours, cudnn = results["rows"]
-    assert ours["bar_tflops"] == round(1.17 * cudnn["tflops"], 2) and "bar_tflops" not in cudnn
-    assert "bwd cupyflash: 0.8" in capsys.readouterr().out
