@@ -42,9 +42,7 @@ TITLES = {"cupyflash": "ours", "sdpa-flash": "FA2", "sdpa-cudnn": "cuDNN"} | {
 def measure(run: harness.Run, model: Model, directions: Sequence[str], names: list[str]) -> None:
     """Add the rows of a model, of each provider that can do a pass and does it right."""
     tensors, options = model.problem.tensors(), model.make_options()
-    of_check = dict(options)
-    lengths = of_check.pop("lengths", ())
-    check = Check(model.problem, tensors, lengths, **of_check)
+    check = Check(model.problem, tensors, **options)
     for direction in directions:
 
         def checked_call(name: str, direction: str = direction) -> Callable[[], Any]:
@@ -66,13 +64,10 @@ def cell(row: Row) -> tuple[str, str]:
 
 def peer_ratios(rows: list[Row]) -> dict[tuple[str, str], tuple[float, str]]:
     """The best peer's time divided by ours, and its name, in each cell that has both."""
-    best: dict[tuple[str, str], tuple[float, str]] = {}
-    for row in rows:
-        if not report.is_ours(row["impl"]):
-            candidate = (row["ms"], row["impl"])
-            best[cell(row)] = min(best.get(cell(row), candidate), candidate)
+    best = report.best_rows(rows, cell)
     ours = {cell(row): row["ms"] for row in rows if row["impl"] == "cupyflash"}
-    return {key: (best[key][0] / ms, best[key][1]) for key, ms in ours.items() if key in best}
+    peers = {key: best[key] for key in ours if not report.is_ours(best[key]["impl"])}
+    return {key: (row["ms"] / ours[key], row["impl"]) for key, row in peers.items()}
 
 
 def models_table(rows: list[Row]) -> Table:

@@ -89,16 +89,22 @@ def short_name(row: Row) -> str:
     return f"D={row['head_dim']} {mask} {row['seqlen_q']}"
 
 
-def ratios_to_best(rows: list[Row], cell_of: Callable[[Row], Any] = cell) -> list[float]:
-    """For each row, how many times as fast it is as the best peer in its cell.
+def best_rows(rows: list[Row], cell_of: Callable[[Row], Any] = cell) -> dict[Any, Row]:
+    """The row of the best peer in each cell.
 
     Peers are the implementations that are not cupyflash; where a cell holds none, the best of all.
     """
-    best: dict[Any, tuple[bool, float]] = {}
+    best: dict[Any, Row] = {}
     for row in rows:
-        key, candidate = cell_of(row), (is_ours(row["impl"]), row["ms"])
-        best[key] = min(best.get(key, candidate), candidate)
-    return [best[cell_of(row)][1] / row["ms"] for row in rows]
+        pair = (best.get(cell_of(row), row), row)
+        best[cell_of(row)] = min(pair, key=lambda x: (is_ours(x["impl"]), x["ms"]))
+    return best
+
+
+def ratios_to_best(rows: list[Row], cell_of: Callable[[Row], Any] = cell) -> list[float]:
+    """For each row, how many times as fast it is as the best peer in its cell."""
+    best = best_rows(rows, cell_of)
+    return [best[cell_of(row)]["ms"] / row["ms"] for row in rows]
 
 
 def new_table(*left: str, right: Sequence[str]) -> Table:
@@ -163,10 +169,10 @@ def geometric_means(
 
     Cells without a peer do not count. A line of ours names the cells in which a peer is faster.
     """
-    compared = {cell_of(row) for row in rows if not is_ours(row["impl"])}
+    best = best_rows(rows, cell_of)
     found: dict[tuple[str, str], list[tuple[str, float]]] = {}
     for row, ratio in zip(rows, ratios_to_best(rows, cell_of), strict=True):
-        if cell_of(row) in compared:
+        if not is_ours(best[cell_of(row)]["impl"]):
             found.setdefault((row["pass"], row["impl"]), []).append((name_of(row), ratio))
     lines = []
     for (direction, impl), ratios in sorted(found.items()):
