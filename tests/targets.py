@@ -12,7 +12,12 @@ from cupyflash import environment
 from cupyflash.testing import Inputs, cast, make_inputs, make_varlen_inputs, to_library
 
 # Compute capabilities (10 * major + minor) on which a backend runs, and its dtypes there.
-BACKEND_CAPABILITIES = {"sm90": (90,), "sm80": range(75, 1000), "simt": range(0, 1000)}
+BACKEND_CAPABILITIES = {
+    "sm90": (90,),
+    "sm80": range(75, 1000),
+    "fp16x3": range(75, 1000),
+    "simt": range(0, 1000),
+}
 HALF = ("float16", "bfloat16")
 # The backend that a run of the suite is about, as a user forces it: CUPYFLASH_BACKEND=sm80 pytest.
 FORCED = os.environ.get("CUPYFLASH_BACKEND") or None
@@ -135,7 +140,9 @@ def _gpu_targets() -> list[Target]:
     targets = []
     for backend in backends():
         half = HALF if capability >= 80 else ("float16",)
-        dtypes = half if backend in ("sm90", "sm80") else (*HALF, "float32")
+        dtypes = {"sm90": half, "sm80": half, "fp16x3": ("float32",)}.get(
+            backend, (*HALF, "float32")
+        )
         if torch_works:
             targets.append(Target(f"torch-{backend}", "torch", "cuda", backend, dtypes))
         if "bfloat16" in dtypes and not has("ml_dtypes"):

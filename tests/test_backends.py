@@ -44,9 +44,25 @@ def test_hopper_has_a_backend_of_its_own(dtype, backward):
 
 
 def test_what_tensor_cores_cannot_take_runs_on_simt():
-    assert chosen("float32") == "simt"
     assert chosen("float16", access=ELEMENT) == "simt"
     assert chosen("float16", capability=(7, 0)) == "simt"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_float32_runs_on_tensor_cores_where_that_is_faster(backward):
+    """Not on GeForce cards, for few rows, or in the backward of wide heads."""
+    tiny, tf32 = Features(tiny=True), Features(tf32=True)
+    for capability in ((7, 5), (8, 0), (9, 0), (10, 0)):
+        assert chosen("float32", capability=capability, backward=backward) == "fp16x3"
+        assert chosen("float32", capability=capability, features=tiny) == "simt"
+        assert chosen("float32", 64, ELEMENT, capability, backward) == "fp16x3"
+    for capability in ((7, 0), (8, 6), (8, 9), (12, 0)):
+        assert chosen("float32", capability=capability, backward=backward) == "simt"
+    assert chosen("float32", capability=(8, 6), backward=backward, features=tf32) == "fp16x3"
+    assert chosen("float32", capability=(8, 6), forced="fp16x3") == "fp16x3"
+    assert chosen("float32", 192, backward=backward) == ("simt" if backward else "fp16x3")
+    with pytest.raises(NotImplementedError, match="^f: the backend fp16x3 .*float16"):
+        chosen("float16", forced="fp16x3")
 
 
 def test_the_fast_tanh_is_not_exact_enough_for_a_huge_softcap():

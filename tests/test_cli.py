@@ -284,14 +284,17 @@ def test_warmup_of_topics(monkeypatch):
 
 
 def test_warmup_names_what_it_does_not_know():
-    for option, known in (("backends", "sm90, sm80, simt"), ("topics", "norm, group_norm")):
+    for option, known in (("backends", "sm90, sm80, fp16x3, simt"), ("topics", "norm, group_norm")):
         with pytest.raises(ValueError, match=f"^warmup: {option} must be of {known}.*, got 'nrom'"):
             cupyflash.warmup(["sm_80"], **{option: ["nrom"]})
 
 
 @needs_nvrtc
 def test_warmup_compiles_what_the_backends_can_pick(monkeypatch):
-    """All main kernels but those with a bias or dropout: they would be eight times as many."""
+    """All main kernels but those with a bias or dropout: they would be eight times as many.
+
+    Nor those that only calls with precision="tf32" launch.
+    """
     tasks = tasks_of("--everything --arch sm_90a,sm_75 --topic", monkeypatch)
     offered = {
         (config, arch)
@@ -302,7 +305,10 @@ def test_warmup_compiles_what_the_backends_can_pick(monkeypatch):
     switches = {task: dataclasses.asdict(task[0]) for task in offered}
     main = {task for task, values in switches.items() if "softcap" in values}
     left_out = {
-        task for task in main if switches[task].get("bias") or switches[task].get("dropout")
+        task
+        for task in main
+        if any(switches[task].get(name) for name in ("bias", "dropout"))
+        or switches[task].get("parts") == 1
     }
     assert set(tasks) <= offered and main & set(tasks) == main - left_out
 
@@ -324,7 +330,7 @@ def test_warmup_compiles_by_default_what_defaults_pick(monkeypatch, arch):
         problem = dtype, head_dim, Access.TENSOR_MAP, features, capability
         backend = backends.choose("test", None, *problem, backward=backward)
         arguments = dtype, head_dim, features, capability
-        one = backend.forward(*arguments).with_splits()
+        one = backend.forward(*arguments).launched(capability)
         assert {*(backend.backward(*arguments) if backward else one), *backend.PACKED} <= tasks
     assert all("float32" not in vars(config).values() for config in tasks)
     assert all(getattr(config, "vector", 0) != 1 for config in tasks)
@@ -393,7 +399,11 @@ WRONG_WARMUPS = [
     ({"head_dims": 64}, "head_dims must be a list or tuple, got 64", None),
     ({"dtypes": ["fp8"]}, "dtypes must be of float16, bfloat16, float32, got 'fp8'", "--dtype fp8"),
     ({"dtypes": "float16"}, "dtypes must be a list or tuple, got 'float16'", None),
-    ({"backends": ["sm70"]}, "backends must be of sm90, sm80, simt, got 'sm70'", "--backend sm70"),
+    (
+        {"backends": ["sm70"]},
+        "backends must be of sm90, sm80, fp16x3, simt, got 'sm70'",
+        "--backend sm70",
+    ),
     ({"topics": ["nrom"]}, "topics must be of norm, .*, got 'nrom'", "--topic nrom"),
     ({"jobs": 0}, "jobs must be a positive integer or None, got 0", "--jobs 0"),
 ]

@@ -43,7 +43,7 @@ def test_values_are_read_once(monkeypatch, tmp_path):
         ("CUPYFLASH_DEBUG", "yes", "must be 0 or 1"),
         ("CUPYFLASH_NO_JIT", "2", "must be 0 or 1"),
         ("CUPYFLASH_DUMP", "ptx,cubin", "must list ptx, sass or both"),
-        ("CUPYFLASH_BACKEND", "sm70", "must be sm90, sm80 or simt"),
+        ("CUPYFLASH_BACKEND", "sm70", "must be one of sm90, sm80, fp16x3, simt"),
         ("CUPYFLASH_CACHE_DIR", "~nobody-here/x", "must be a folder, and ~ must be the home of"),
     ],
 )

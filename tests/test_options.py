@@ -143,11 +143,12 @@ def test_an_option_that_wants_a_gradient(target):
 
 def test_equal_options_are_one_key():
     """1 and True are equal, too: none is left that is not of its type."""
-    right = (True, 0.5, (3, 0), 1.0, "bshd", None, 0.0, False)
+    right = (True, 0.5, (3, 0), 1.0, "bshd", None, 0.0, False, "ieee")
     assert plain_options("f", right) is right
     others = (numpy.bool_(True), numpy.float64(0.5), [3, numpy.int64(0)], 1, "bshd", None, 0, 0)
+    others += (numpy.str_("ieee"),)
     found = plain_options("f", others)
-    assert plain_options("f", (*right[:6], 0, False)) == right
+    assert plain_options("f", (*right[:6], 0, False, "ieee")) == right
     assert found == right and list(map(type, found)) == list(map(type, right))
     assert list(map(type, found[2])) == [int, int]
 
@@ -155,7 +156,7 @@ def test_equal_options_are_one_key():
 @pytest.mark.parametrize("causal", [False, True, "top-left", "bottom-right"])
 def test_usual_options_are_taken_as_they_are(causal):
     """The same object: the hot path reads each option once."""
-    options = (causal, None, (-1, 0), 0.0, "bshd", None, 0.0, False)
+    options = (causal, None, (-1, 0), 0.0, "bshd", None, 0.0, False, "ieee")
     assert plain_options("attention", options) is options
 
 

@@ -28,64 +28,14 @@
 // for blocks that run already, and the earliest of them waits for none.
 //
 // Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
-#include "../ptx/atomics.cuh"
 #include "block_info.cuh"
-#include "bwd_warps_sm80.cuh"
+#include "dq_sum_sm80.cuh"
 #include "params.cuh"
 #include "partial_gradient.cuh"
 #include "score_gradient.cuh"
 #include "store_rows.cuh"
 #include "tile_order.cuh"
 #include "warp_gemm.cuh"
-
-// The tile of a block. It lives in shared memory for the same reason as in flash_fwd_sm80.cu.
-template <typename T>
-struct BwdBlock {
-  Sequence sequence;
-  TileRange m_range;
-  int n_block;
-  int n_begin;
-  int n_rows;  // <= 0: nothing to do
-  int batch;
-  int head_kv;
-  int share;       // of the query heads of this key head
-  int head_begin;  // those query heads
-  int head_end;
-  const T* q;  // the first query of this sequence in head 0
-  const T* dout;
-  const T* k;
-  const T* v;
-  T* dk;
-  T* dv;
-
-  __device__ void locate(const FlashBwdParams& params, int block_m, int block_n) {
-    const AttentionShape& shape = params.shape;
-    // For a deterministic sum blocks wait for each other, and a block may wait only for blocks that
-    // run already. So the order of tiles is that in which the blocks begin.
-    const int index = params.dq_semaphore ? atomicAdd(params.dq_semaphore, 1) : blockIdx.x;
-    const int num_n_blocks = ceil_div(shape.seqlen_k, block_n);
-    const Tile tile = tile_of_block(index, num_n_blocks, shape.heads_kv * params.shape.group_shares,
-                                    shape.batch, shape.heads_per_section);
-    sequence = load_sequence(params, tile.batch);
-    n_block = num_n_blocks - 1 - tile.block;  // under a causal mask the first keys have most work
-    n_begin = n_block * block_n;
-    n_rows = min(block_n, sequence.seqlen_k - n_begin);
-    m_range = query_tiles(sequence, n_begin, n_begin + n_rows, block_m);
-    batch = tile.batch;
-    const int group = shape.heads_q / shape.heads_kv;
-    head_kv = tile.head / params.shape.group_shares;
-    share = tile.head % params.shape.group_shares;
-    head_begin = head_kv * group + share * group / params.shape.group_shares;
-    head_end = head_kv * group + (share + 1) * group / params.shape.group_shares;
-    const int64_t row_k = sequence.start_k + n_begin;
-    q = static_cast<const T*>(params.q) + params.q_strides.at(batch, sequence.start_q, 0);
-    dout = static_cast<const T*>(params.dout) + params.dout_strides.at(batch, sequence.start_q, 0);
-    k = static_cast<const T*>(params.k) + params.k_strides.at(batch, row_k, head_kv);
-    v = static_cast<const T*>(params.v) + params.v_strides.at(batch, row_k, head_kv);
-    dk = static_cast<T*>(params.dk) + params.dk_strides.at(batch, row_k, head_kv);
-    dv = static_cast<T*>(params.dv) + params.dv_strides.at(batch, row_k, head_kv);
-  }
-};
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_WARPS, int NUM_STAGES,
           int ARCH, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
@@ -238,32 +188,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     warp_gemm<T, ARCH, BLOCK_N / 16>(
         acc_dq, RowOperandA<TileS>(smem_ds, GridQ::row()),
         ColumnOperandB<TileKV, GridQ::TILE_COLS>(smem_k, GridQ::col()));
-    // The flag counts the key tiles that have added to this query tile. Element 0 is the ticket
-    // counter.
-    int* turn = params.dq_semaphore ? params.dq_semaphore + 1 + accum_row / BLOCK_M : nullptr;
-    if (turn) {
-      if (threadIdx.x == 0) {
-        const int row_end = min(block.sequence.seqlen_q, (m_block + 1) * BLOCK_M);
-        const TileRange n_range = key_tiles(block.sequence, m_block * BLOCK_M, row_end, BLOCK_N);
-        wait_flag_fenced(turn, block.n_block - n_range.begin);
-      }
-      __syncthreads();  // it is this block's turn
-    }
-    float* dq_accum = params.dq_accum + accum_row * HEAD_DIM;
-#pragma unroll
-    for (int m = 0; m < GridQ::M; ++m) {
-#pragma unroll
-      for (int n = 0; n < GridQ::N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          red_add(dq_accum + dq_fragment_offset<GridQ>(m, n, i), acc_dq[m][n][i]);
-        }
-      }
-    }
-    if (turn) {
-      __syncthreads();  // all threads have added, and the release publishes it
-      if (threadIdx.x == 0) release_flag(turn);
-    }
+    add_dq<BLOCK_M, BLOCK_N, HEAD_DIM, GridQ>(params, block, accum_row, m_block, acc_dq);
 
     stage ^= NUM_STAGES - 1;
     head = next_head;

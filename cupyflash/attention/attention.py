@@ -27,6 +27,7 @@ def attention(
     layout: str = "bshd",
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: str = "ieee",
 ) -> Array | tuple[Array, Array]:
     """softmax(scale * q k^T) v without the matrix of scores in memory.
 
@@ -70,6 +71,10 @@ def attention(
         deterministic: sum the gradient of q in a fixed order, so that equal calls give equal bits;
             slower. Not with the gradient of a bias that is broadcast. torch's switch
             ``torch.use_deterministic_algorithms`` asks for it too.
+        precision: of the products of float32 arrays: "ieee", as accurate as float32 arithmetic, or
+            "tf32", with factors of 11 bits and faster. Only this option decides; the global
+            settings of torch (``torch.backends.fp32_precision``, ``allow_tf32``) change nothing.
+            Where "tf32" has no kernel, the products are those of "ieee".
 
     Options are numbers of Python or NumPy, or arrays of no dimensions in the host's memory; one on
     a GPU is refused, as reading it would wait for the GPU, and so is one that requires a gradient.
@@ -87,7 +92,7 @@ def attention(
     Sources: FlashAttention-2, arXiv:2307.08691; sinks: gpt-oss, arXiv:2508.10925; random numbers:
     Philox4x32-7, Salmon et al. 2011.
     """
-    options = (causal, scale, window, softcap, layout, None, dropout_p, deterministic)
+    options = (causal, scale, window, softcap, layout, None, dropout_p, deterministic, precision)
     options = plain_options("attention", options)
     if return_lse is not False:
         return_lse = plain_flag("attention", "return_lse", return_lse)
@@ -120,6 +125,7 @@ def attention_backward(
     layout: str = "bshd",
     bias_grad: bool = False,
     deterministic: bool = False,
+    precision: str = "ieee",
     dlse: Array | None = None,
 ) -> tuple[Array, Array, Array] | Gradients:
     """Gradients of `attention` for libraries without autograd.
@@ -134,7 +140,7 @@ def attention_backward(
         out, lse: its results.
         causal to layout: as in the forward; dropout needs the seed that the forward had.
         bias_grad: also the gradient of the bias, summed over the axes on which it is broadcast.
-        deterministic: as in `attention`.
+        deterministic, precision: as in `attention`.
         dlse: gradient of the LSE, like lse; None is 0. Rows with an LSE of -inf do not count.
 
     Returns:
@@ -145,7 +151,7 @@ def attention_backward(
         As `attention`.
     """
     function, arrays = "attention_backward", (dout, q, k, v, out, lse, dlse)
-    options = (causal, scale, window, softcap, layout, None, dropout_p, deterministic)
+    options = (causal, scale, window, softcap, layout, None, dropout_p, deterministic, precision)
     options = plain_options(function, options)
     bias_grad = plain_flag(function, "bias_grad", bias_grad)
     if not alibi_slopes is bias is sinks is dropout_seed is seqused_q is seqused_k is None:

@@ -119,7 +119,9 @@ def check(
     left, right, top_left = _visible_keys(function, options, seqlen_q + seqlen_k)
     for name, rule in RULES.items():
         x = getattr(options, name)
-        if rule.valid is not None and x is not None and not (_is_real(x) and rule.valid(x)):
+        if rule.valid is None or x is None:
+            continue
+        if not ((isinstance(x, str) or _is_real(x)) and rule.valid(x)):
             raise ValueError(f"{function}: {say(name)} must be {rule.allowed}, got {x}")
     scale = 1 / math.sqrt(head_dim) if options.scale is None else options.scale
     threshold = dropout_threshold(options.dropout_p)
@@ -130,8 +132,14 @@ def check(
     )  # fmt: skip
     strides = {name: canonical_strides(name, x, options) for name, x in tensors.items()}
     facts = check_extras(function, extras, q, (batch, heads_q, seqlen_q, seqlen_k))
-    head_dims = (head_dim, head_dim_v)
-    return Problem(q.dtype, q.device, shape, head_dims, strides, facts, total_q, total_k)
+    tf32 = options.precision == "tf32"
+    if tf32 and q.dtype != "float32":
+        fact = f"precision 'tf32' is for float32 {say('q')}, {say('k')} and {say('v')}"
+        raise ValueError(f"{function}: {fact}, got {q.dtype}")
+    return Problem(
+        q.dtype, q.device, shape, (head_dim, head_dim_v), strides, facts, total_q, total_k,
+        tf32=tf32,
+    )  # fmt: skip
 
 
 def check_lse(function: str, problem: Problem, name: str, lse: View) -> None:

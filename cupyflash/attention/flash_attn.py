@@ -264,8 +264,9 @@ def call(
         )  # fmt: skip
     elif not alibi_slopes is sinks is None:
         arrays = (*arrays, *Extras(alibi_slopes=alibi_slopes, sinks=sinks))
-    options = (causal, scale, window_size, softcap, layout, max_seqlens, dropout_p, deterministic)
-    out, lse = FORWARD(function, arrays, (plain_options(function, options), return_attn_probs))
+    options = (causal, scale, window_size, softcap, layout, max_seqlens, dropout_p)
+    options = plain_options(function, (*options, deterministic, "ieee"))
+    out, lse = FORWARD(function, arrays, (options, return_attn_probs))
     return (out, lse, None) if return_attn_probs else out
 
 

@@ -7,13 +7,14 @@ they have found.
 """
 
 import ctypes
+import itertools
 import math
 import operator
 import struct
 from typing import Any
 
 from ..runtime.config import ITEM_SIZE, KernelConfig
-from ..runtime.gpu import multiprocessors
+from ..runtime.gpu import capability_of, multiprocessors
 from ..runtime.launch import Launch, call_fields
 from ..runtime.scratch import NULL, tile_counters
 from ..runtime.structs import header
@@ -22,16 +23,20 @@ from .backends.sm90 import MAX_SPLITS, SEQUENCE_MAPS
 from .problem import Problem
 
 structs = header("attention/params.cuh")
+split_structs = header("attention/fp16x3_params.cuh")
 
 MIN_SPLIT_KEYS = 256  # of a block: two or more key tiles of any head dim
 pack_two = struct.Struct("2Q").pack
 pack_four = struct.Struct("4Q").pack
+pack_seven = struct.Struct("7Q").pack
 NO_SEQUENCES = pack_two(0, 0)
 NO_MAP = bytes(ctypes.sizeof(structs.TensorMap))
 
 
 def prepare(config: KernelConfig, problem: Problem, params: ctypes.Structure) -> "Launch":
     """The launch of a configuration."""
+    if config.split_inputs:
+        return SplitInputsLaunch(config, problem, params)
     if not config.persistent:
         return _launch(config, problem, params)
     splits = num_splits(config, problem)
@@ -136,6 +141,72 @@ class SplitLaunch(PersistentLaunch):
     def start(self, stream: Any, params: bytes) -> None:
         super().start(stream, params)
         self.combine.start(stream, params)
+
+
+class SplitInputsLaunch(Launch):
+    """A kernel that reads float16 parts: after those that make them in a workspace, and before
+    those that end the pass.
+    """
+
+    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
+        shape, names = problem.shape, call_fields(params)
+        super().__init__(config, problem.device, config.grid(shape), params)
+        self.after = [_launch(x, problem, params) for x in config.after]
+        is_backward = "dout" in names
+        strides = {
+            x: getattr(params, x)
+            for x, _ in split_structs.Fp16x3SplitParams._fields_
+            if x.endswith("_strides") and hasattr(params, x)
+        }
+        splitting = split_structs.Fp16x3SplitParams(
+            **strides,
+            lse_batch_stride=params.lse_batch_stride,
+            lse_head_stride=params.lse_head_stride,
+            shape=shape,
+        )
+        self.before = [
+            Launch(x, problem.device, x.grid(shape, is_backward), splitting) for x in config.before
+        ]
+        fields = call_fields(splitting)
+        self.inputs = [names.index(name) if name in names else None for name in fields]
+        start = len(NULL) * len(fields)
+        self.splitting = bytes(splitting)[start : type(splitting).split.offset]
+        rows_q = math.prod(problem.sizes("q")[:2])
+        rows_k = math.prod(problem.sizes("k")[:2])
+        self.rows = pack_two(rows_q, rows_k)
+        self.lengths_size = 16 * -(-shape.batch // 4)
+        self.ranges_size = shape.batch * shape.heads_kv * ctypes.sizeof(split_structs.HeadRange)
+        width = 2 * config.parts * config.head_dim
+        size_q, size_k = rows_q * shape.heads_q * width, rows_k * shape.heads_kv * width
+        sizes = (self.ranges_size, size_q, size_k, size_k, size_q if is_backward else 0)
+        sizes += (self.lengths_size, self.lengths_size)
+        *self.offsets, end = itertools.accumulate(sizes, initial=0)
+        capability = capability_of(problem.device)
+        # The kernels for CUDA cores compute the sequences that cannot be split. The others have no
+        # rows for them.
+        self.fallback = [_launch(x, problem, params) for x in config.fallback(capability)]
+        self.seqused = [names.index("seqused_q"), names.index("seqused_k")]
+        self.workspace_size = end // 4
+
+    def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
+        import cupy
+
+        at = (stream or cupy.cuda.get_current_stream()).ptr
+        cupy.cuda.runtime.memsetAsync(workspace, 0, self.ranges_size, at)
+        parts = [workspace + offset for offset in self.offsets]
+        split = pack_seven(*parts) + self.rows
+        inputs = [0 if x is None else pointers[x] for x in self.inputs]
+        for launch in self.before:
+            launch.start(stream, launch.pack(*inputs) + self.splitting + split)
+        argument = self.pack(*pointers) + self.tail + split
+        self.start(stream, argument)
+        for launch in self.after:
+            launch.start(stream, argument)
+        pointers = list(pointers)
+        for place, left in zip(self.seqused, parts[-2:]):
+            pointers[place] = left
+        for launch in self.fallback:
+            launch(stream, *pointers)
 
 
 def num_splits(config: KernelConfig, problem: Problem) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ..runtime.array import Array, compiling, library_of
 from ..runtime.checks import plain_flag, plain_integer, plain_real, short
 
+PRECISIONS = ("ieee", "tf32")
 UNLIMITED = 2**31 - 1  # a side of a window is not longer
 
 
@@ -25,6 +26,7 @@ class Options(NamedTuple):
     max_seqlens: tuple[int, int] | None = None  # packed: the longest query and key sequence
     dropout_p: float = 0.0
     deterministic: bool = False
+    precision: str = "ieee"
 
     def layout_of(self, name: str) -> str:
         """The layout of one of the tensors, or of its gradient."""
@@ -107,6 +109,12 @@ def _max_seqlens(function: str, name: str, lengths: Any) -> tuple[int, int]:
     return tuple(plain_integer(function, *x) for x in zip(names, lengths, strict=True))
 
 
+def _precision(function: str, name: str, x: Any) -> str:
+    if not isinstance(x, str):
+        raise TypeError(f"{function}: {name} must be 'ieee' or 'tf32', got {short(x)}")
+    return str(x)
+
+
 RULES = {
     "causal": Rule("str", _causal),
     "scale": Rule("float?", plain_real, "positive and finite", lambda x: 0 < x < math.inf),
@@ -116,6 +124,7 @@ RULES = {
     "max_seqlens": Rule("SymInt[]?", _max_seqlens),
     "dropout_p": Rule("float", plain_real, "at least 0 and less than 1", lambda x: 0 <= x < 1),
     "deterministic": Rule("bool", plain_flag),
+    "precision": Rule("str", _precision, "'ieee' or 'tf32'", lambda x: x in PRECISIONS),
 }
 MAX_SEQLENS, DROPOUT_P, DETERMINISTIC = map(
     Options._fields.index, ("max_seqlens", "dropout_p", "deterministic")
@@ -134,7 +143,9 @@ def plain_options(function: str, options: tuple) -> tuple:
         TypeError: an option of another type; one on a GPU, as reading it would wait for the GPU.
         NotImplementedError: one that wants a gradient.
     """
-    causal, scale, window, softcap, layout, max_seqlens, dropout_p, deterministic = options
+    causal, scale, window, softcap, layout, max_seqlens, dropout_p, deterministic, precision = (
+        options
+    )
     if (
         type(causal) in (bool, str)
         and (scale is None or type(scale) is float)
@@ -144,6 +155,7 @@ def plain_options(function: str, options: tuple) -> tuple:
         and (max_seqlens is None or (_is_plain_pair(max_seqlens) and None not in max_seqlens))
         and (type(dropout_p) is float or _is_zero(dropout_p))
         and type(deterministic) is bool
+        and type(precision) is str
     ):
         return options  # as nearly every call has them; 0.3 µs
     if compiling():  # numbers may be symbols; the operator checks when it runs
@@ -169,11 +181,13 @@ def _is_plain_pair(x: Any) -> bool:
     )
 
 
-# The torch operators take these arguments after the tensors.
+# The torch operators take these arguments after the tensors, and at their end the newest option:
+# Inductor keeps graphs on disk by the names of operators, so new arguments have a default.
 ARGUMENTS = ", ".join(
     [f"Tensor? {name}" for name in Extras._fields]
-    + ["str function", *(f"{rule.schema} {name}" for name, rule in RULES.items())]
+    + ["str function", *(f"{rule.schema} {name}" for name, rule in RULES.items())][:-1]
 )
+NEWEST_ARGUMENT = "str precision='ieee'"
 NUM_EXTRAS, NUM_ARGUMENTS = len(Extras._fields), len(ARGUMENTS.split(", "))
 
 
@@ -193,7 +207,7 @@ def encode(options: tuple) -> tuple:
 def decode(arguments: tuple) -> tuple[str, tuple, Options]:
     """(function, optional arrays, options) of an operator's arguments behind the tensors."""
     extras, function = arguments[:NUM_EXTRAS], arguments[NUM_EXTRAS]
-    options = Options(*arguments[NUM_EXTRAS + 1 : NUM_ARGUMENTS])
+    options = Options(*arguments[NUM_EXTRAS + 1 :])
     options = options._replace(
         causal=options.causal or False,
         window=None if options.window is None else tuple(options.window),

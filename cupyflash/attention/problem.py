@@ -29,6 +29,8 @@ class Access(enum.IntEnum):
 
 
 SHORT = 1536
+# For fewer rows, splitting the inputs takes longer than the products on CUDA cores (an H200).
+TINY = 256
 # The tensor-core kernels compute tanh with an absolute error near 1e-7, which the softcap
 # multiplies; beyond this one the error of a score would show in the weights of 16-bit results.
 MAX_FAST_SOFTCAP = 4096.0
@@ -43,6 +45,8 @@ class Features(NamedTuple):
         bias: 0 for none, 1 in the dtype of q, 2 bool, 3 float32.
         bias_boxes: a tensor map can describe the bias, which is in the dtype of q.
         wide_softcap: the softcap is above `MAX_FAST_SOFTCAP`.
+        tiny: no sequence has as many as `TINY` queries, or as many keys.
+        tf32: products of float32 may have the accuracy of TF32.
     """
 
     softcap: bool = False
@@ -53,6 +57,8 @@ class Features(NamedTuple):
     dropout: bool = False
     bias_boxes: bool = False
     wide_softcap: bool = False
+    tiny: bool = False
+    tf32: bool = False
 
     @property
     def switches(self) -> tuple[bool, bool, int, bool]:
@@ -94,6 +100,7 @@ class Problem:
         total_q: rows of packed queries; None if not packed.
         total_k: rows of packed keys; None if not packed.
         bias_aligned: the address of the bias is a multiple of 16.
+        tf32: products may have the accuracy of TF32.
     """
 
     dtype: str
@@ -105,6 +112,7 @@ class Problem:
     total_q: int | None
     total_k: int | None
     bias_aligned: bool = False
+    tf32: bool = False
 
     @property
     def needs_padding(self) -> bool:
@@ -146,6 +154,8 @@ class Problem:
             dropout=shape.dropout_threshold > 0,
             bias_boxes=self._bias_fits_map,
             wide_softcap=shape.softcap > MAX_FAST_SOFTCAP,
+            tiny=min(shape.seqlen_q, shape.seqlen_k) < TINY,
+            tf32=self.tf32,
         )
 
     @property

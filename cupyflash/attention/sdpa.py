@@ -76,7 +76,8 @@ def scaled_dot_product_attention(
         heads = [x.shape[1] for x in (q, k, v)]
         fact = "query, key and value must have the same number of heads without enable_gqa"
         raise ValueError(f"{FUNCTION}: {fact}, got {heads}")
-    options = ("top-left" if is_causal else False, scale, None, 0.0, "bhsd", None, dropout_p, False)
+    causal = "top-left" if is_causal else False
+    options = (causal, scale, None, 0.0, "bhsd", None, dropout_p, False, "ieee")
     arrays = (q, k, v)
     if attn_mask is not None:
         arrays = (*arrays, *Extras(bias=_at_most_four_axes(attn_mask, shape)))

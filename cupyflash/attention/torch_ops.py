@@ -16,6 +16,7 @@ from . import dispatch
 from .options import (
     ARGUMENTS,
     BIAS,
+    NEWEST_ARGUMENT,
     NO_EXTRAS,
     NUM_ARGUMENTS,
     NUM_EXTRAS,
@@ -41,19 +42,22 @@ def attention_backward(function: str, arrays: tuple, options: tuple, bias_grad: 
     """`dispatch.backward` through the operator, whose own derivative is an error."""
     *tensors, dlse = arrays[:7]
     extras = arrays[7:] or NO_EXTRAS
-    return _gradients(*tensors, *extras, function, *encode(options), bias_grad, dlse)
+    *options, precision = encode(options)
+    return _gradients(*tensors, *extras, function, *options, bias_grad, dlse, precision)
 
 
 def split_backward(arguments: tuple) -> tuple[tuple, bool, Any]:
-    """(`ARGUMENTS`, bias_grad, dlse) of the backward; torch leaves out a dlse of None."""
-    dlse = arguments[NUM_ARGUMENTS + 1] if len(arguments) > NUM_ARGUMENTS + 1 else None
-    return arguments[:NUM_ARGUMENTS], arguments[NUM_ARGUMENTS], dlse
+    """(arguments of the forward, bias_grad, dlse) of the backward; torch leaves out defaults."""
+    bias_grad, *rest = arguments[NUM_ARGUMENTS:]
+    dlse, precision = (*rest, *(None, "ieee")[len(rest) :])
+    return (*arguments[:NUM_ARGUMENTS], precision), bias_grad, dlse
 
 
 @torch.library.custom_op(
     "cupyflash::attention",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor out, Tensor lse)",
+    schema=f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}, {NEWEST_ARGUMENT}) "
+    "-> (Tensor out, Tensor lse)",
 )
 def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     function, extras, options = decode(arguments)
@@ -74,13 +78,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]
     return _empty(q, v.shape[-1], kernel_head_dim(q.shape[-1], v.shape[-1])), lse
 
 
-# Inductor keeps graphs on disk by the names of operators: new arguments come last, with a default.
 @torch.library.custom_op(
     "cupyflash::attention_backward",
     mutates_args=(),
     schema=(
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        f"{ARGUMENTS}, bool bias_grad, Tensor? dlse=None) -> Tensor[]"
+        f"{ARGUMENTS}, bool bias_grad, Tensor? dlse=None, {NEWEST_ARGUMENT}) -> Tensor[]"
     ),
 )
 def _backward_op(
@@ -122,7 +125,9 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     q, k, v, out, lse, *extras = ctx.saved_tensors
     bias_grad = ctx.needs_input_grad[3 + BIAS]
     tensors = (readable(dout, out), q, k, v, out, lse)
-    dq, dk, dv, dbias, dsinks = _gradients(*tensors, *extras, *ctx.arguments, bias_grad, dlse)
+    *arguments, precision = (*ctx.arguments, "ieee")[: NUM_ARGUMENTS - NUM_EXTRAS + 1]
+    gradients = _gradients(*tensors, *extras, *arguments, bias_grad, dlse, precision)
+    dq, dk, dv, dbias, dsinks = gradients
     return dq, dk, dv, *Extras(bias=dbias, sinks=dsinks), *[None] * len(ctx.arguments)
 
 
@@ -130,7 +135,7 @@ def _gradients(*arguments: Any) -> Gradients:
     """Calls `_backward_op` and names its results."""
     call = TransformedBackward.apply if _transforms_active() else _backward_op
     dq, dk, dv, *learned = call(*arguments)
-    bias_grad = arguments[-2]
+    bias_grad = arguments[-3]
     dbias = learned.pop(0) if bias_grad else None
     return Gradients(dq, dk, dv, dbias, learned[0] if learned else None)
 
@@ -173,12 +178,13 @@ def backward_rule(call: Callable) -> Callable:
         tensors, (rest, bias_grad, dlse) = arguments[:6], split_backward(arguments[6:])
         if bias_grad or Extras(*rest[:NUM_EXTRAS]).sinks is not None:
             raise _not_built("of the gradient of bias or sinks")
-        dims = (*in_dims[:6], None if dlse is None else in_dims[len(arguments) - 1], *in_dims[6:])
-        arguments = (*tensors, dlse, *rest, bias_grad)
+        dims = (*in_dims[:6], None if dlse is None else in_dims[6 + len(rest)], *in_dims[6:])
+        *rest, precision = rest
+        arguments = (*tensors, dlse, *rest, bias_grad, precision)
         return _mapped(last_at_6, info.batch_size, dims, arguments, 7)
 
     def last_at_6(*arguments: Any) -> Any:
-        return call(*arguments[:6], *arguments[7:], arguments[6])
+        return call(*arguments[:6], *arguments[7:-1], arguments[6], arguments[-1])
 
     return rule
 

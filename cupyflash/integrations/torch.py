@@ -202,7 +202,7 @@ def _forward(
     if return_debug_mask:
         raise NotImplementedError(f"{function}: return_debug_mask is not built in cupyflash")
     query, library = tensors[0], library_of(tensors[0])
-    options = plain_options(function, (*options, False))
+    options = plain_options(function, (*options, False, "ieee"))
     arrays = dispatch.prepared(function, library, dispatch.TENSORS, (*tensors, *extras), options)
     out, lse = dispatch.forward(function, library, arrays, (options, True))
     rng_state = query.new_empty(2, dtype=torch.uint64)
@@ -217,7 +217,8 @@ def _backward(
     dout, *others = tensors
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    options = plain_options(function, (*options, torch.are_deterministic_algorithms_enabled()))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    options = plain_options(function, (*options, deterministic, "ieee"))
     if options[DROPOUT_P]:
         extras = extras._replace(dropout_seed=seed.view(torch.int64)[:1])
     arrays = (dout, *others, None, *extras)

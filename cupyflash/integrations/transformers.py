@@ -109,7 +109,7 @@ def attention(
     if cu_seq_lens_q is not None:
         causal, window = _inside_sequences(attention_mask, causal, sliding)
         lengths = (max_length_q, max_length_k)
-        options = (causal, scale, window, softcap, "thd", lengths, dropout, False)
+        options = (causal, scale, window, softcap, "thd", lengths, dropout, False, "ieee")
         extras = Extras(cu_seq_lens_q.int(), cu_seq_lens_k.int(), sinks=s_aux)
         arrays = (*(x.flatten(0, 1) for x in (q, k, v)), *extras)
         out, _ = FORWARD(FUNCTION, arrays, (plain_options(FUNCTION, options), False))
@@ -118,7 +118,7 @@ def attention(
     if position_bias is not None:
         masked["bias"] = _added(masked.get("bias"), position_bias)
     causal, window = masked.pop("causal", False), masked.pop("window", None)
-    options = (causal, scale, window, softcap, "bshd", None, dropout, False)
+    options = (causal, scale, window, softcap, "bshd", None, dropout, False, "ieee")
     arrays, extras = (q, k, v), Extras(**masked, sinks=s_aux)
     if any(x is not None for x in extras):
         arrays = (*arrays, *extras)

@@ -24,6 +24,9 @@ class Architecture(NamedTuple):
             copies (the template argument ARCH of kernels).
         clusters: whether kernels in clusters of blocks are used on it.
         wgmma: whether it has the instructions of sm_90a, for kernels whose name ends in ``_sm90``.
+        fp16x3: whether three products of float16 parts are faster than one of float32 on CUDA
+            cores. Not where most GPUs are GeForce cards: float32 accumulators halve the rate of
+            their mma.sync (an RTX 4090: 55 TFLOP/s against 83).
         tiles: the entry of the tile tables of mma.sync kernels; ptxas has fewer registers to spare
             on some architectures.
     """
@@ -33,6 +36,7 @@ class Architecture(NamedTuple):
     copies: int
     clusters: bool
     wgmma: bool
+    fp16x3: bool
     tiles: str
 
     @property
@@ -42,18 +46,18 @@ class Architecture(NamedTuple):
 
 
 ARCHITECTURES: dict[Capability, Architecture] = {
-    (6, 0): Architecture(48, (), 75, False, False, "turing"),
-    (7, 0): Architecture(96, (), 75, False, False, "turing"),
-    (7, 5): Architecture(64, ("float16",), 75, False, False, "turing"),
-    (8, 0): Architecture(163, HALF, 80, False, False, "large"),
-    (8, 6): Architecture(99, HALF, 80, False, False, "small"),
-    (8, 7): Architecture(163, HALF, 80, False, False, "large"),
-    (8, 9): Architecture(99, HALF, 80, False, False, "small"),
-    (9, 0): Architecture(227, HALF, 90, True, True, "large"),
-    (10, 0): Architecture(227, HALF, 90, True, False, "sm100"),
-    (10, 3): Architecture(227, HALF, 90, True, False, "sm100"),
-    (11, 0): Architecture(227, HALF, 90, True, False, "sm100"),
-    (12, 0): Architecture(99, HALF, 90, False, False, "sm120"),
+    (6, 0): Architecture(48, (), 75, False, False, False, "turing"),
+    (7, 0): Architecture(96, (), 75, False, False, False, "turing"),
+    (7, 5): Architecture(64, ("float16",), 75, False, False, True, "turing"),
+    (8, 0): Architecture(163, HALF, 80, False, False, True, "large"),
+    (8, 6): Architecture(99, HALF, 80, False, False, False, "small"),
+    (8, 7): Architecture(163, HALF, 80, False, False, True, "large"),
+    (8, 9): Architecture(99, HALF, 80, False, False, False, "small"),
+    (9, 0): Architecture(227, HALF, 90, True, True, True, "large"),
+    (10, 0): Architecture(227, HALF, 90, True, False, True, "sm100"),
+    (10, 3): Architecture(227, HALF, 90, True, False, True, "sm100"),
+    (11, 0): Architecture(227, HALF, 90, True, False, True, "sm100"),
+    (12, 0): Architecture(99, HALF, 90, False, False, False, "sm120"),
 }
 OLDEST = min(ARCHITECTURES)
 

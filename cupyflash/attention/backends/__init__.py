@@ -12,9 +12,14 @@ A backend module has
 from types import ModuleType
 
 from ..problem import MAX_FAST_SOFTCAP, Access, Features
-from . import simt, sm80, sm90
+from . import fp16x3, simt, sm80, sm90
 
-BACKENDS: dict[str, ModuleType] = {"sm90": sm90, "sm80": sm80, "simt": simt}  # the fastest first
+BACKENDS: dict[str, ModuleType] = {  # the fastest first
+    "sm90": sm90,
+    "sm80": sm80,
+    "fp16x3": fp16x3,
+    "simt": simt,
+}
 
 _ACCESS = {
     Access.ELEMENT: "not 16-byte aligned",
@@ -41,7 +46,9 @@ def choose(
     """
     candidates = BACKENDS if forced is None else {forced: BACKENDS.get(forced)}
     problem = (dtype, head_dim, access, features, capability)
-    for backend in candidates.values():
+    for name, backend in candidates.items():
+        if name == "fp16x3" and not forced and not fp16x3.is_faster(features, capability):
+            continue
         if backend and backend.supports(*problem, backward=backward):
             return backend
     got = f"{dtype}, head_dim {head_dim}, {_ACCESS[access]}, compute capability {capability}"

@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from ...runtime.config import KernelConfig
+from ...runtime.gpu import Capability
 from ...runtime.structs import header
 
 structs = header("attention/params.cuh")
@@ -15,6 +16,7 @@ class AttentionKernel(KernelConfig):
 
     Attributes:
         tiles_of: "q" if these are rows of queries, "k" if they are keys.
+        split_inputs: it reads float16 parts of its inputs, which other kernels make before it.
         persistent: a block takes one of the ``grid`` tiles after the other, so that one block for
             each multiprocessor is enough.
         combine: the configuration of the kernel that merges the results of several blocks, if
@@ -22,6 +24,7 @@ class AttentionKernel(KernelConfig):
     """
 
     tiles_of: ClassVar[str] = "q"
+    split_inputs: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
     combine: ClassVar["KernelConfig | None"] = None
 
@@ -42,8 +45,8 @@ class AttentionKernel(KernelConfig):
         heads = shape.heads_kv * shape.group_shares if of_keys else shape.heads_q
         return -(-rows // self.tile_rows) * heads * shape.batch
 
-    def with_splits(self) -> tuple[KernelConfig, ...]:
-        """This configuration and the two that replace it where blocks divide the keys of a tile."""
+    def launched(self, capability: Capability) -> tuple[KernelConfig, ...]:
+        """This configuration and those that are launched beside it, or in its place."""
         return (self, self.split_keys(), self.combine) if self.combine else (self,)
 
     @property

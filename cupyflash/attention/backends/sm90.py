@@ -196,7 +196,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     values = itertools.product(both, both, both, both, biases, both)
     all_features = [Features(*x, *bias[:1], dropout, *bias[1:]) for *x, bias, dropout in values]
     for problem in itertools.product(HALF, FORWARD_TILES, all_features, [capability]):
-        kernels = (*forward(*problem).with_splits(), *backward(*problem))
+        kernels = (*forward(*problem).launched(capability), *backward(*problem))
         yield from (config for config in kernels if config not in seen)
         seen.update(kernels)
 

@@ -1,0 +1,39 @@
+// The sum of dQ over the key tiles, in global memory, for the mma.sync backward kernels.
+#pragma once
+#include "../ptx/atomics.cuh"
+#include "bwd_tile_sm80.cuh"
+#include "bwd_warps_sm80.cuh"
+
+// Adds a block's dQ of query tile m_block to dq_accum: for a deterministic sum (dq_semaphore) after
+// the blocks of all key tiles before it. All threads of the block call it.
+template <int BLOCK_M, int BLOCK_N, int HEAD_DIM, class GridQ, class Block>
+__device__ __forceinline__ void add_dq(const FlashBwdParams& params, const Block& block,
+                                       int64_t accum_row, int m_block,
+                                       const float (&acc_dq)[GridQ::M][GridQ::N][4]) {
+  // The flag counts the key tiles that have added to this query tile. Element 0 is the ticket
+  // counter.
+  int* turn = params.dq_semaphore ? params.dq_semaphore + 1 + accum_row / BLOCK_M : nullptr;
+  if (turn) {
+    if (threadIdx.x == 0) {
+      const int row_end = min(block.sequence.seqlen_q, (m_block + 1) * BLOCK_M);
+      const TileRange n_range = key_tiles(block.sequence, m_block * BLOCK_M, row_end, BLOCK_N);
+      wait_flag_fenced(turn, block.n_block - n_range.begin);
+    }
+    __syncthreads();  // it is this block's turn
+  }
+  float* dq_accum = params.dq_accum + accum_row * HEAD_DIM;
+#pragma unroll
+  for (int m = 0; m < GridQ::M; ++m) {
+#pragma unroll
+    for (int n = 0; n < GridQ::N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        red_add(dq_accum + dq_fragment_offset<GridQ>(m, n, i), acc_dq[m][n][i]);
+      }
+    }
+  }
+  if (turn) {
+    __syncthreads();  // all threads have added, and the release publishes it
+    if (threadIdx.x == 0) release_flag(turn);
+  }
+}

@@ -1,0 +1,283 @@
+"""Backend ``fp16x3``: float32 on mma.sync tensor cores, by three float16 products.
+
+A pass launches several kernels (`SplitInputsLaunch` in launch.py): two that split the inputs
+(``before``), the main kernel, those that end the pass (``after``), and those for CUDA cores, which
+compute the sequences whose range the float16 parts cannot hold (``fallback``).
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import ClassVar
+
+from ...runtime.config import KernelConfig
+from ...runtime.gpu import Capability, architecture
+from ...runtime.structs import header
+from ..problem import Access, Features
+from . import simt
+from .config import AttentionKernel, FlashBwdPreprocess
+
+structs = header("attention/fp16x3_params.cuh")
+rows = header("attention/fp16x3_rows.cuh")
+
+PACKED = ()  # packed sequences need no kernel of their own
+MAX_TF32_HEAD_DIM = 128
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # head dims of the tiles; others are rounded up
+
+# By shared memory; the largest that compile without spills. Head dims that are missing are left to
+# the kernels for CUDA cores.
+# head dim: block_m, block_n, num_warps
+FORWARD_TILES = {
+    "large": {
+        32: (128, 64, 4),
+        64: (128, 64, 8),
+        96: (128, 48, 8),
+        128: (128, 48, 8),
+        192: (128, 16, 8),
+        256: (128, 16, 8),
+    },
+    "small": {
+        32: (128, 64, 8),
+        64: (128, 64, 8),
+        96: (128, 48, 8),
+        128: (64, 48, 4),
+        192: (64, 16, 4),
+        256: (64, 16, 4),
+    },
+    "turing": {
+        32: (64, 64, 4),
+        64: (64, 32, 4),
+        96: (64, 32, 4),
+        128: (64, 16, 4),
+    },
+}
+# head dim: block_m, block_n, num_warps, num_stages
+BACKWARD_TILES = {
+    "large": {
+        32: (64, 128, 8, 2),
+        64: (64, 64, 8, 2),
+        96: (64, 64, 8, 1),
+        128: (64, 64, 8, 1),
+    },
+    "small": {
+        32: (64, 64, 8, 1),
+        64: (64, 64, 8, 1),
+    },
+    "turing": {
+        32: (64, 32, 4, 1),
+        64: (32, 32, 4, 1),
+        96: (32, 32, 4, 1),
+    },
+}
+for table in (FORWARD_TILES, BACKWARD_TILES):
+    table["sm100"], table["sm120"] = dict(table["large"]), dict(table["small"])
+BACKWARD_TILES["sm100"][128] = (32, 64, 8, 1)  # ptxas has fewer registers to spare
+del FORWARD_TILES["sm100"][256], FORWARD_TILES["sm120"][256]
+MAX_HEAD_DIM_OF_OPTIONS = 192  # a softcap, ALiBi, a bias and dropout need registers
+
+
+class RowsKernel(AttentionKernel):
+    """A kernel that reads the rows of all inputs."""
+
+    params: ClassVar[type[structs.Fp16x3SplitParams]] = structs.Fp16x3SplitParams
+    threads: ClassVar[int] = rows.SPLIT_WARPS * 32
+
+    def grid(self, shape: structs.AttentionShape, backward: bool) -> int:
+        """Number of blocks."""
+        blocks_q = -(-shape.seqlen_q // rows.SPLIT_ROWS) * shape.heads_q
+        blocks_k = -(-shape.seqlen_k // rows.SPLIT_ROWS) * shape.heads_kv
+        return ((2 if backward else 1) * blocks_q + 2 * blocks_k) * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp16x3Ranges(RowsKernel):
+    """First: finds the range of every head."""
+
+    source: ClassVar[str] = "attention/fp16x3_ranges.cu"
+
+    head_dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp16x3Split(RowsKernel):
+    """Second: writes the float16 parts of the tensors."""
+
+    source: ClassVar[str] = "attention/fp16x3_split.cu"
+
+    head_dim: int
+    parts: int
+    arch: int
+
+
+class SplitKernel(AttentionKernel):
+    """A main kernel, which reads the float16 parts of its inputs."""
+
+    split_inputs: ClassVar[bool] = True
+
+    @property
+    def before(self) -> tuple[RowsKernel, ...]:
+        """The kernels that split its inputs."""
+        return (Fp16x3Ranges(self.head_dim), Fp16x3Split(self.head_dim, self.parts, self.arch))
+
+    @property
+    def after(self) -> tuple[AttentionKernel, ...]:
+        """The kernels that follow it, with the same argument."""
+        return ()
+
+    def fallback(self, capability: Capability) -> tuple[AttentionKernel, ...]:
+        """The kernels for CUDA cores, which compute the sequences that cannot be split."""
+        features = Features(self.softcap, self.alibi, bias=self.bias, dropout=self.dropout)
+        problem = ("float32", self.head_dim, features, capability)
+        if self.tiles_of == "q":
+            return (simt.forward(*problem),)
+        return simt.backward(*problem)[1:]
+
+    def launched(self, capability: Capability) -> tuple[KernelConfig, ...]:
+        """This configuration and those that are launched beside it."""
+        return (*self.before, self, *self.after, *self.fallback(capability))
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashFwdFp16x3(SplitKernel):
+    """Forward: a block computes ``block_m`` query rows of one head."""
+
+    source: ClassVar[str] = "attention/flash_fwd_fp16x3.cu"
+    params: ClassVar[type[structs.Fp16x3FwdParams]] = structs.Fp16x3FwdParams
+
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    parts: int
+    arch: int
+    softcap: bool
+    alibi: bool
+    bias: int
+    dropout: bool
+    smem_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdPostprocessFp16x3(AttentionKernel):
+    """Backward, last: dQ from its accumulator; tiles and warps as in ``FlashBwdFp16x3``."""
+
+    source: ClassVar[str] = "attention/flash_bwd_postprocess_fp16x3.cu"
+    params: ClassVar[type[structs.Fp16x3BwdParams]] = structs.Fp16x3BwdParams
+
+    head_dim: int
+    block_m: int
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdFp16x3(SplitKernel):
+    """Backward: a block computes dK and dV of ``block_n`` keys and adds its share to dQ."""
+
+    source: ClassVar[str] = "attention/flash_bwd_fp16x3.cu"
+    params: ClassVar[type[structs.Fp16x3BwdParams]] = structs.Fp16x3BwdParams
+    tiles_of: ClassVar[str] = "k"
+
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    parts: int
+    arch: int
+    softcap: bool
+    alibi: bool
+    bias: int
+    dropout: bool
+    smem_bytes: int
+
+    @property
+    def after(self) -> tuple[AttentionKernel, ...]:
+        """The kernels that follow it, with the same argument."""
+        return (FlashBwdPostprocessFp16x3(self.head_dim, self.block_m, self.num_warps),)
+
+
+def supports(
+    dtype: str,
+    head_dim: int,
+    access: Access,
+    features: Features,
+    capability: Capability,
+    *,
+    backward: bool,
+) -> bool:
+    """Whether this backend computes a pass of such a problem; the access does not matter."""
+    tiles = (BACKWARD_TILES if backward else FORWARD_TILES)[architecture(capability).tiles]
+    widest = max(tiles)
+    if any(features.switches):
+        widest = min(widest, MAX_HEAD_DIM_OF_OPTIONS)
+    return (
+        dtype == "float32"
+        and bool(architecture(capability).mma_dtypes)
+        and head_dim <= widest
+        and not features.wide_softcap
+    )
+
+
+def is_faster(features: Features, capability: Capability) -> bool:
+    """Whether it is faster than the kernels for CUDA cores."""
+    arch = architecture(capability)
+    return not features.tiny and (arch.fp16x3 or (features.tf32 and arch.mma >= 80))
+
+
+def forward(
+    dtype: str, head_dim: int, features: Features, capability: Capability
+) -> FlashFwdFp16x3:
+    """The forward kernel."""
+    padded = _padded(head_dim)
+    parts = _parts(padded, features, capability)
+    tile = FORWARD_TILES[architecture(capability).tiles][padded]
+    block_m, block_n, _ = tile
+    smem_bytes = parts * (block_m + 2 * block_n) * padded * 2
+    arch = architecture(capability).mma
+    return FlashFwdFp16x3(padded, *tile, parts, arch, *features.switches, smem_bytes)
+
+
+def backward(
+    dtype: str, head_dim: int, features: Features, capability: Capability
+) -> tuple[FlashBwdPreprocess, FlashBwdFp16x3]:
+    """The backward kernels in launch order; `FlashBwdFp16x3.after` follows them."""
+    padded = _padded(head_dim)
+    parts = _parts(padded, features, capability)
+    tile = BACKWARD_TILES[architecture(capability).tiles][padded]
+    block_m, block_n, _, num_stages = tile
+    elements = 2 * (block_n + num_stages * block_m) * padded + 2 * block_m * block_n
+    arch = architecture(capability).mma
+    return (
+        FlashBwdPreprocess(dtype, accum_dim=padded),
+        FlashBwdFp16x3(padded, *tile, parts, arch, *features.switches, parts * elements * 2),
+    )
+
+
+def configurations(capability: Capability) -> Iterator[KernelConfig]:
+    """Every configuration that ``forward`` and ``backward`` can pick, each once."""
+    seen = set()
+    both = (False, True)
+    for head_dim, softcap, alibi, bias, dropout, tf32 in itertools.product(
+        HEAD_DIMS, both, both, range(3), both, both
+    ):
+        features = Features(softcap, alibi, bias=bias, dropout=dropout, tf32=tf32)
+        problem = ("float32", head_dim, features, capability)
+        fits = functools.partial(
+            supports, "float32", head_dim, Access.ELEMENT, features, capability
+        )
+        kernels = [forward(*problem)] if fits(backward=False) else []
+        kernels += backward(*problem) if fits(backward=True) else ()
+        kernels += [x for main in kernels if main.split_inputs for x in (*main.before, *main.after)]
+        yield from (config for config in dict.fromkeys(kernels) if config not in seen)
+        seen.update(kernels)
+
+
+def _parts(head_dim: int, features: Features, capability: Capability) -> int:
+    """Turing has no TF32, and wide heads have no registers for it in ptxas's schedule."""
+    tf32 = features.tf32 and architecture(capability).mma >= 80 and head_dim <= MAX_TF32_HEAD_DIM
+    return 1 if tf32 else 2
+
+
+def _padded(head_dim: int) -> int:
+    return next(size for size in HEAD_DIMS if size >= head_dim)
