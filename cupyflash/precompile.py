@@ -60,8 +60,8 @@ def warmup(
         archs: names such as "sm_80" or "sm_90a".
         head_dims: of attention, multiples of 8 up to 256; default 64, 96, 128 and 256.
         dtypes: of "float16", "bfloat16" and "float32"; default the first two.
-        backends: of attention: of "sm90", "sm80", "fp16x3" and "simt"; none for no attention; default the
-            fastest one for each problem, or the one that CUPYFLASH_BACKEND forces.
+        backends: of attention: of "sm90", "sm80", "fp16x3" and "simt"; none for no attention;
+            default the fastest one for each problem, or the one that CUPYFLASH_BACKEND forces.
         topics: of the other kernels, keys of `cupyflash.precompile.TOPICS`; none for attention
             alone; default "norm" and "decode".
         everything: what is not given above is no longer limited. Besides, attention with softcap,

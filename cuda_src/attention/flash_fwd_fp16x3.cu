@@ -45,8 +45,7 @@ __device__ __forceinline__ FwdParts locate_parts(const Fp16x3FwdParams& params,
       scale_exponent(range, SplitTensor::Q) + scale_exponent(range, SplitTensor::K);
   return {head_parts<HEAD_DIM>(split.q, split.rows_q, block.head, row_q),
           head_parts<HEAD_DIM>(split.k, split.rows_k, head_kv, row_k),
-          head_parts<HEAD_DIM>(split.v, split.rows_k, head_kv, row_k),
-          power_of_two(-exponent_s),
+          head_parts<HEAD_DIM>(split.v, split.rows_k, head_kv, row_k), power_of_two(-exponent_s),
           power_of_two(-scale_exponent(range, SplitTensor::V)) / WEIGHT_SCALE};
 }
 
