@@ -98,11 +98,11 @@ def test_two_host_threads(target):
 def test_torch_cuda_graph(target, varlen):
     import torch
 
-    lengths = [100, 200]
+    lengths, dtype = [100, 200], target.dtypes[0]
     if varlen:
-        inputs = target.varlen_inputs("float16", lengths)
+        inputs = target.varlen_inputs(dtype, lengths)
     else:
-        inputs = target.inputs("float16", seqlen_q=200)
+        inputs = target.inputs(dtype, seqlen_q=200)
     qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
 
     def step():
@@ -192,8 +192,8 @@ def test_captured_blocks_count(target):
 def test_cupy_stream_capture(target):
     import cupy
 
-    inputs = target.inputs("float16", seqlen_q=200)
-    other = target.inputs("float16", seqlen_q=200, seed=1)
+    inputs = target.inputs(target.dtypes[0], seqlen_q=200)
+    other = target.inputs(target.dtypes[0], seqlen_q=200, seed=1)
     right = forward_and_backward(other)
     target.synchronize()
     with contextlib.ExitStack() as stack:
