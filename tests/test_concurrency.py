@@ -98,11 +98,9 @@ def test_two_host_threads(target):
 def test_torch_cuda_graph(target, varlen):
     import torch
 
-    lengths, dtype = [100, 200], target.dtypes[0]
-    if varlen:
-        inputs = target.varlen_inputs(dtype, lengths)
-    else:
-        inputs = target.inputs(dtype, seqlen_q=200)
+    dtype = target.dtypes[0]
+    packed, padded = target.varlen_inputs(dtype, [100, 200]), target.inputs(dtype, seqlen_q=200)
+    inputs = packed if varlen else padded
     qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
 
     def step():
