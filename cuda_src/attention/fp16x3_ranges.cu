@@ -4,7 +4,7 @@
 #include "fp16x3_rows.cuh"
 
 template <int HEAD_DIM>
-__global__ void __launch_bounds__(SPLIT_WARPS * 32, 8)
+__global__ void __launch_bounds__(SPLIT_WARPS * 32, 6)
     fp16x3_ranges(const __grid_constant__ Fp16x3SplitParams params) {
   const SplitBlock block(params);
   using Lanes = SplitLanes<HEAD_DIM>;

@@ -10,7 +10,7 @@ __device__ __forceinline__ int length_left(const int* seqused, int batch) {
 }
 
 template <int HEAD_DIM, int PARTS, int ARCH>
-__global__ void __launch_bounds__(SPLIT_WARPS * 32, 8)
+__global__ void __launch_bounds__(SPLIT_WARPS * 32, 6)
     fp16x3_split(const __grid_constant__ Fp16x3SplitParams params) {
   const SplitBlock block(params);
   const SplitInputs& split = params.split;
