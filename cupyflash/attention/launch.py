@@ -186,6 +186,7 @@ class SplitInputsLaunch(Launch):
         # rows for them.
         self.fallback = [_launch(x, problem, params) for x in config.fallback(capability)]
         self.seqused = [names.index("seqused_q"), names.index("seqused_k")]
+        self.semaphore = names.index("dq_semaphore") if is_backward else None
         self.workspace_size = end // 4
 
     def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
@@ -205,6 +206,9 @@ class SplitInputsLaunch(Launch):
         pointers = list(pointers)
         for place, left in zip(self.seqused, parts[-2:]):
             pointers[place] = left
+        if self.semaphore is not None and pointers[self.semaphore]:
+            # Blocks take their tiles by ticket, from 0 on.
+            cupy.cuda.runtime.memsetAsync(pointers[self.semaphore], 0, 4, at)
         for launch in self.fallback:
             launch(stream, *pointers)
 

@@ -241,8 +241,12 @@ def forward(
 def backward(
     dtype: str, head_dim: int, features: Features, capability: Capability
 ) -> tuple[FlashBwdPreprocess, FlashBwdFp16x3]:
-    """The backward kernels in launch order; `FlashBwdFp16x3.after` follows them."""
-    padded = _padded(head_dim)
+    """The backward kernels in launch order; `FlashBwdFp16x3.after` follows them.
+
+    The kernels for CUDA cores add to the same accumulator of dQ, so both have one padded head dim.
+    """
+    accum_dim = simt.backward(dtype, head_dim, features, capability)[0].accum_dim
+    padded = max(_padded(head_dim), accum_dim)
     parts = _parts(padded, features, capability)
     tile = BACKWARD_TILES[architecture(capability).tiles][padded]
     block_m, block_n, _, num_stages = tile
