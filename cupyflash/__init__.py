@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # for type checkers; MODULES says the same at run time
         flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func,
     )
     from .attention.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
+    from .attention.triangle import triangle_attention as triangle_attention
     from .decode.block import BlockStack as BlockStack
     from .decode.block import BlockWeights as BlockWeights
     from .decode.block import transformer_block as transformer_block
@@ -55,6 +56,7 @@ MODULES = {
     "attention.flash_attn": "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func "
     "flash_attn_varlen_func flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func",
     "attention.sdpa": "scaled_dot_product_attention",
+    "attention.triangle": "triangle_attention",
     "decode.block": "BlockStack BlockWeights transformer_block",
     "decode.cached_attention": "attention_with_cache",
     "diffusion.sampler": "DiffusionSampler",

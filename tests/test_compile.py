@@ -45,7 +45,7 @@ def needs(config, capability):
     pairs = {(config.name, *pair) for pair in itertools.combinations(switches.items(), 2)}
     if not THOROUGH:
         like_sm80 = capability in LIKE_SM80 and type(config) in SAME_EVERYWHERE
-        return set() if like_sm80 else {config.name}, {tile}
+        return set() if like_sm80 else {config.name}, {tile, (config.name, config.header)}
     if type(config) in SAME_EVERYWHERE:
         return {config.name}, {tile, *pairs}
     return {tile, *pairs}, {(tile, switch) for switch in switches.items()}

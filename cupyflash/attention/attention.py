@@ -69,8 +69,10 @@ def attention(
         return_lse: return (out, lse); lse float32 (batch, heads_q, seqlen_q), natural logarithm,
             differentiable like out.
         deterministic: sum the gradient of q in a fixed order, so that equal calls give equal bits;
-            slower. Not with the gradient of a bias that is broadcast. torch's switch
-            ``torch.use_deterministic_algorithms`` asks for it too.
+            slower. Not with the gradient of a bias that is broadcast, unless the batch or the
+            heads alone share it, in float16 or bfloat16, with a head_dim up to 64 and without
+            softcap, slopes, dropout and seqused: that one is always summed in a fixed order.
+            torch's switch ``torch.use_deterministic_algorithms`` asks for it too.
         precision: of the products of float32 arrays: "ieee", as accurate as float32 arithmetic, or
             "tf32", with factors of 11 bits and faster. Only this option decides; the global
             settings of torch (``torch.backends.fp32_precision``, ``allow_tf32``) change nothing.

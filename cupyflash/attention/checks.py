@@ -243,9 +243,12 @@ def check_bias_gradient(
     if bias_grad and (bias is None or bias.dtype == "bool"):
         got = "none" if bias is None else bias.dtype
         raise ValueError(f"{function}: bias_grad needs a bias of a floating dtype, got {got}")
-    if bias_grad and deterministic and problem.bias_is_broadcast:
+    atomic = bias_grad and problem.bias_is_broadcast and not problem.bias_gradient_fits_registers
+    if atomic and deterministic:
         name = caller_name(function, "bias")
-        fact = f"deterministic does not extend to the gradient of a {name} that is broadcast"
+        fact = f"deterministic does not extend to the gradient of a {name} that is broadcast, "
+        fact += "but over the batch or the heads alone, without softcap, ALiBi, dropout and "
+        fact += "seqused, in float16 or bfloat16 with a head_dim up to 64"
         raise NotImplementedError(f"{function}: {fact}, got {name} {bias.shape}")
 
 
@@ -278,25 +281,34 @@ def check_extras(
     Raises:
         TypeError: dtypes.
         ValueError: shapes, strides, devices.
-        NotImplementedError: a bias together with cu_seqlens.
+        NotImplementedError: a bias or key mask together with cu_seqlens; both, if both are bool.
     """
-    batch, heads_q, _, _ = sizes
+    batch, heads_q, _, seqlen_k = sizes
     for name, x in extras.items():
         if x.device != q.device:
             fact = f"{caller_name(function, name)} must be on the device of q"
             got = f"devices {device_name(x.device)} and {device_name(q.device)}"
             raise ValueError(f"{function}: {fact}, got {got}")
-    if "bias" in extras and ("cu_seqlens_q" in extras or "cu_seqlens_k" in extras):
-        raise NotImplementedError(f"{function}: bias is not built for packed sequences")
+    for name in ("bias", "key_mask"):
+        if name in extras and ("cu_seqlens_q" in extras or "cu_seqlens_k" in extras):
+            name = caller_name(function, name)
+            raise NotImplementedError(f"{function}: {name} is not built for packed sequences")
     for name in ("seqused_q", "seqused_k"):
         _dense(function, name, extras.get(name), ("int32",), [(batch,)])
     _dense(function, "dropout_seed", extras.get("dropout_seed"), ("int64",), [(1,), ()])
     _dense(function, "sinks", extras.get("sinks"), ("float32", q.dtype), [(heads_q,)])
+    bias = _bias(function, extras["bias"], q.dtype, sizes) if "bias" in extras else None
+    key_mask = extras.get("key_mask")
+    if key_mask is not None:
+        _check_key_mask(function, key_mask, (batch, seqlen_k), bias)
+    elif bias is not None and bias.dtype == "bool" and not any(bias.strides[1:3]):
+        key_mask = bias._replace(shape=(batch, seqlen_k), strides=bias.strides[::3])
     slopes = extras.get("alibi_slopes")
     _dense(function, "alibi_slopes", slopes, ("float32",), [(heads_q,), (batch, heads_q)])
     return ExtraFacts(
         alibi_batch_stride=None if slopes is None else _batch_stride(slopes),
-        bias=_bias(function, extras["bias"], q.dtype, sizes) if "bias" in extras else None,
+        bias=bias,
+        key_mask=key_mask,
         sinks="sinks" in extras,
         lengths="seqused_q" in extras or "seqused_k" in extras,
     )
@@ -325,6 +337,17 @@ def _dense(
 
 def _batch_stride(slopes: View) -> int:
     return slopes.strides[0] if len(slopes.shape) == 2 else 0
+
+
+def _check_key_mask(function: str, mask: View, shape: tuple[int, int], bias: View | None) -> None:
+    name = caller_name(function, "key_mask")
+    if mask.dtype != "bool":
+        raise TypeError(f"{function}: {name} must be bool, got {mask.dtype}")
+    fact = f"{name} must be (batch, seqlen_k) = {shape}"
+    _require(mask.shape == shape, function, fact, mask)
+    if bias is not None and bias.dtype == "bool":
+        fact = f"{caller_name(function, 'bias')} must be of a floating dtype beside a {name}"
+        raise NotImplementedError(f"{function}: {fact}, got bool")
 
 
 def _bias(function: str, bias: View, dtype: str, sizes: tuple[int, int, int, int]) -> View:

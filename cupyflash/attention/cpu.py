@@ -75,6 +75,7 @@ def _call(
         "dropout_seed": 0 if arrays.dropout_seed is None else int(arrays.dropout_seed.item()),
         "alibi_slopes": arrays.alibi_slopes,
         "bias": arrays.bias,
+        "key_mask": arrays.key_mask,
         "sinks": arrays.sinks,
     }
     lengths = [arrays.cu_seqlens_q, arrays.cu_seqlens_k, arrays.seqused_q, arrays.seqused_k]

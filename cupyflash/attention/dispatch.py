@@ -159,13 +159,10 @@ def _backward_plan(
 ) -> BackwardPlan | Padding:
     if problem.needs_padding:
         return Padding.of(problem, Options(*options))
-    in_order = deterministic == "error"
-    if deterministic == "warn":
-        in_order = not (bias_grad and problem.bias_is_broadcast)
     views = {name: library.view(x) for name, x in zip(BACKWARD_TENSORS[1:4], arrays[1:4])}
     access = problem.access(0 if aligned else 1)
     return BackwardPlan(
-        function, problem, access, library, views, Options(*options), in_order, bias_grad
+        function, problem, access, library, views, Options(*options), deterministic, bias_grad
     )
 
 

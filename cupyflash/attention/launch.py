@@ -77,13 +77,18 @@ class PersistentLaunch(Launch):
             self.sequences = OwnLengths(config, problem, params)
             self.workspace_size = self.sequences.workspace_size
 
-    def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
+    def __call__(
+        self, stream: Any, *pointers: int, workspace: int = 0, mapped_bias: int = 0
+    ) -> None:
+        """``mapped_bias`` is the address of the bias if ``pointers`` has that of a key mask."""
         maps = self.maps[self.mapped(pointers)]
         base = self.pack(*pointers) + self.tail
         packed = NO_SEQUENCES
         if self.sequences:
             packed = self.sequences(stream, maps, pointers, workspace)
-        bias = self.bias_maps[(pointers[self.bias],)] if self.bias_maps is not None else NO_MAP
+        bias = NO_MAP
+        if self.bias_maps is not None:
+            bias = self.bias_maps[(mapped_bias or pointers[self.bias],)]
         self.start(stream, maps + base + packed + self.rest(stream, workspace) + bias)
 
     def rest(self, stream: Any, workspace: int) -> bytes:

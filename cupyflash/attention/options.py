@@ -45,6 +45,7 @@ class Extras(NamedTuple):
     dropout_seed: Array | int | None = None
     seqused_q: Array | None = None
     seqused_k: Array | None = None
+    key_mask: Array | None = None  # kernels take it in the place of the bias: see key_mask.py
 
 
 NO_EXTRAS = Extras()
@@ -129,8 +130,9 @@ RULES = {
 MAX_SEQLENS, DROPOUT_P, DETERMINISTIC = map(
     Options._fields.index, ("max_seqlens", "dropout_p", "deterministic")
 )
-SLOPES, BIAS, SINKS, DROPOUT_SEED = map(
-    Extras._fields.index, ("alibi_slopes", "bias", "sinks", "dropout_seed")
+SLOPES, BIAS, SINKS, DROPOUT_SEED, SEQUSED_K, KEY_MASK = map(
+    Extras._fields.index,
+    ("alibi_slopes", "bias", "sinks", "dropout_seed", "seqused_k", "key_mask"),
 )
 
 
@@ -234,6 +236,7 @@ NAMES = {
     "flash_attn_varlen_kvpacked_func": _WINDOW | _KEY_VALUE,
     "flash_attn_varlen_qkvpacked_func": _WINDOW | _PACKED | _ONE_LENGTH,
     "scaled_dot_product_attention": _TORCH | {"bias": "attn_mask", "causal": "is_causal"},
+    "triangle_attention": {"key_mask": "mask"},
     "attention_with_cache": {"k": "k_cache", "v": "v_cache"},
     "_flash_attention_forward": _TORCH | _ATEN,
     "_flash_attention_backward": _TORCH | _ATEN | {"dout": "grad_out", "lse": "logsumexp"},

@@ -10,17 +10,20 @@ from typing import Any, NamedTuple
 from .. import environment
 from ..runtime.array import Array, View, dense_strides
 from ..runtime.gpu import capability_of, l2_bytes
+from ..runtime.launch import Launch
 from ..runtime.operation import Plan
 from ..runtime.structs import header
 from . import backends
 from .backends.config import FlashBwdCombine, FlashBwdSinks
-from .launch import group_shares, prepare
-from .options import Extras, Gradients, Options
+from .bias_gradient import bias_gradient
+from .key_mask import KeyMaskLaunch
+from .launch import PersistentLaunch, group_shares, prepare
+from .options import KEY_MASK, Gradients, Options
 from .problem import Access, Problem, bias_strides, canonical_strides
 
 structs = header("attention/params.cuh")
 
-NO_POINTERS = (0,) * len(Extras._fields)
+NO_POINTERS = (0,) * KEY_MASK  # of the optional arrays that the kernels take
 # Of the L2 cache, for the keys and values of the heads that run together (tile_order.cuh); the rest
 # is left to queries and outputs.
 SECTION_L2_FRACTION = 0.6
@@ -62,7 +65,11 @@ class ForwardPlan(Plan):
             bias_strides=problem.bias_strides,
             shape=shape,
         )
-        self.launch = prepare(config, problem, params)
+        self.launch, self.key_mask = prepare(config, problem, params), None
+        if config.takes_key_mask:
+            features = problem.features
+            whole = not (features.masked or features.alibi or self.lengths)
+            self.key_mask = KeyMaskLaunch(problem, trim=whole)
 
     def run(self, like: Array, pointers: list[int], need_lse: bool) -> tuple[Array, Array | None]:
         """Out and LSE, allocated as ``like`` is; pointers of q, k, v and perhaps of `Extras`."""
@@ -77,12 +84,19 @@ class ForwardPlan(Plan):
             q, k, v, *extras = pointers
             size = self.launch.workspace_size
             workspace = library.empty_float32((size,), like) if size else None
+            stream = library.stream(self.device_id)
+            record, mapped = None, {}
+            if self.key_mask:
+                record, bias = self.key_mask(library, stream, like, extras)
+                mapped = _mapped(self.launch, bias)
             self.launch(
-                library.stream(self.device_id),
+                stream,
                 q, k, v, library.pointer(out), library.pointer(lse) if need_lse else 0,
-                *(extras or NO_POINTERS),
+                *(extras[:KEY_MASK] or NO_POINTERS),
                 workspace=0 if workspace is None else library.pointer(workspace),
+                **mapped,
             )  # fmt: skip
+            del record  # the kernels that read it have been launched
         return out, lse
 
 
@@ -97,11 +111,12 @@ class BackwardPlan(Plan):
         library: Any,
         views: dict[str, View],
         options: Options,
-        deterministic: bool,
+        deterministic: str,
         bias_grad: bool,
     ) -> None:
+        """``deterministic`` is "error" or "warn" where a fixed order is asked for, else ""."""
         super().__init__(problem.device)
-        self.library, self.deterministic = library, deterministic
+        self.library, self.dbias = library, None
         shape, extras = problem.shape, problem.extras
         self.lengths = extras.lengths
         self.dsinks_shape = (shape.heads_q,) if extras.sinks else None
@@ -123,10 +138,16 @@ class BackwardPlan(Plan):
         self.no_keys = shape.seqlen_k == 0
         self.empty = 0 in (shape.batch, shape.heads_q, shape.seqlen_q)
         self.empty |= self.no_keys and not extras.sinks
+        self.deterministic = bool(deterministic)
         if self.empty:
             return
         backend, arguments = _backend(function, problem, access, backward=True)
         configs = list(backend.backward(*arguments))
+        if bias_grad and not self.no_keys:
+            self.dbias = bias_gradient(function, problem, backend, arguments, deterministic)
+            if self.dbias is None and problem.bias_is_broadcast:
+                self.deterministic = False
+        deterministic = self.deterministic
         partial_floats = 0
         if isinstance(configs[-1], FlashBwdCombine):
             shape.group_shares = group_shares(configs[1], problem)
@@ -135,6 +156,8 @@ class BackwardPlan(Plan):
             else:
                 columns = shape.heads_kv * configs[-1].head_dim
                 partial_floats = 2 * shape.group_shares * _rows_k(problem) * columns
+        if self.dbias is not None:  # after what is above has been read
+            partial_floats = max(partial_floats, self.dbias.partial_floats)
         if extras.sinks:
             configs.insert(1, FlashBwdSinks())
         if self.no_keys:
@@ -163,6 +186,10 @@ class BackwardPlan(Plan):
             shape=shape,
         )
         self.launches = [prepare(config, problem, params) for config in configs]
+        if self.dbias is not None:
+            self.dbias.prepare(params)
+        masked = any(config.takes_key_mask for config in configs)
+        self.key_mask = KeyMaskLaunch(problem) if masked else None
 
     def run(self, q: Array, k: Array, v: Array, pointers: list[int]) -> tuple[Array | None, ...]:
         """(dq, dk, dv, dbias, dsinks), the last two in float32 or None.
@@ -171,7 +198,9 @@ class BackwardPlan(Plan):
             pointers: of dout, q, k, v, out, lse, dlse or 0, and perhaps of `Extras`.
         """
         library, pointer = self.library, self.library.pointer
-        dbias = _zeros_float32(library, self.dbias_shape, q)
+        in_registers = self.dbias is not None
+        allocate = _empty_float32 if in_registers else _zeros_float32
+        dbias = allocate(library, self.dbias_shape, q)
         dsinks = _zeros_float32(library, self.dsinks_shape, q)
         if self.empty:
             return *(library.zeros_like(x) for x in (q, k, v)), dbias, dsinks
@@ -182,7 +211,11 @@ class BackwardPlan(Plan):
         scratch = library.empty_float32((self.scratch_size,), q)
         lse_log2 = pointer(scratch)
         semaphores = library.zeros_int32(self.semaphores, q) if self.semaphores else None
-        *inputs, dlse = pointers[:7]
+        stream = library.stream(self.device_id)
+        (*inputs, dlse), extras = pointers[:7], pointers[7:]
+        record = None
+        if self.key_mask:
+            record, bias = self.key_mask(library, stream, q, extras)
         arguments = (
             *inputs,
             *map(pointer, gradients),
@@ -192,16 +225,31 @@ class BackwardPlan(Plan):
             lse_log2 + 2 * self.rows_bytes,
             lse_log2 + self.partial_offset,
             0 if semaphores is None else pointer(semaphores),
-            *(pointers[7:] or NO_POINTERS),
-            0 if dbias is None else pointer(dbias),
-            0 if dsinks is None else pointer(dsinks),
+            *(extras[:KEY_MASK] or NO_POINTERS),
         )
-        stream = library.stream(self.device_id)
+        to_dbias = 0 if dbias is None else pointer(dbias)
+        to_dsinks = 0 if dsinks is None else pointer(dsinks)
+        added = (0 if in_registers else to_dbias, to_dsinks)  # by atomics
         for launch in self.launches:
             size = launch.workspace_size
             workspace = library.empty_float32((size,), q) if size else None
-            launch(stream, *arguments, workspace=0 if workspace is None else pointer(workspace))
+            launch(
+                stream, *arguments, *added,
+                workspace=0 if workspace is None else pointer(workspace),
+                **({} if record is None else _mapped(launch, bias)),
+            )  # fmt: skip
+        if in_registers:
+            self.dbias(stream, *arguments, to_dbias, to_dsinks)
         return *gradients, dbias, dsinks
+
+
+def _mapped(launch: Launch, bias: int) -> dict[str, int]:
+    """The address of the bias for a launch that may have a tensor map of it."""
+    return {"mapped_bias": bias} if isinstance(launch, PersistentLaunch) else {}
+
+
+def _empty_float32(library: Any, shape: tuple[int, ...], like: Array) -> Array:
+    return library.empty_float32(shape, like)
 
 
 def _zeros_float32(library: Any, shape: tuple[int, ...] | None, like: Array) -> Array | None:

@@ -11,12 +11,16 @@ from typing import NamedTuple
 
 from ..runtime.array import View
 from ..runtime.config import ITEM_SIZE
+from ..runtime.gpu import HALF
 from ..runtime.structs import header
 from ..runtime.tensor_map import MAX_MAP_STRIDE
 from .options import Options
 
 structs = header("attention/params.cuh")
 
+_kinds = header("attention/bias.cuh").BiasKind
+BOOL = _kinds.index("BOOL")
+KEY_MASK = len(_kinds)  # of KeyMaskKind in key_mask.cuh
 MAX_BOX_SCALE = 2.0**20  # beyond, a bias in units of the score times 2^-104 is no normal float32
 
 
@@ -42,7 +46,8 @@ class Features(NamedTuple):
     Attributes:
         masked: some query does not see every key, because of a causal mask or a window.
         short: no sequence has more than `SHORT` queries.
-        bias: 0 for none, 1 in the dtype of q, 2 bool, 3 float32.
+        bias: 0 for none, 1 in the dtype of q, 2 bool, 3 float32; `KEY_MASK` for a key mask alone,
+            and the next two numbers for one beside a bias in the dtype of q or in float32.
         bias_boxes: a tensor map can describe the bias, which is in the dtype of q.
         wide_softcap: the softcap is above `MAX_FAST_SOFTCAP`.
         tiny: no sequence has as many as `TINY` queries, or as many keys.
@@ -61,6 +66,11 @@ class Features(NamedTuple):
     tf32: bool = False
 
     @property
+    def with_bool_mask(self) -> "Features":
+        """The same, with a key mask alone as the bool bias that it is."""
+        return self._replace(bias=BOOL) if self.bias == KEY_MASK else self
+
+    @property
     def switches(self) -> tuple[bool, bool, int, bool]:
         """The features that are template parameters of most kernels, in their order."""
         return (self.softcap, self.alibi, self.bias, self.dropout)
@@ -73,16 +83,21 @@ class ExtraFacts:
     Attributes:
         alibi_batch_stride: in elements, or None without slopes.
         bias: of rank 4, stride 0 on the axes of length 1.
+        key_mask: (batch, seqlen_k); that of the extras, or a bool bias that all queries share.
         lengths: some sequence may have fewer rows than the tensors.
     """
 
     alibi_batch_stride: int | None = None
     bias: View | None = None
+    key_mask: View | None = None
     sinks: bool = False
     lengths: bool = False
 
     def bias_kind(self, dtype: str) -> int:
         """Returns the kind of the bias as in `Features`, for q of this dtype."""
+        if self.key_mask is not None:
+            alone = self.bias is None or self.bias.dtype == "bool"
+            return KEY_MASK + (0 if alone else 1 if self.bias.dtype == dtype else 2)
         if self.bias is None:
             return 0
         return 1 if self.bias.dtype == dtype else 2 if self.bias.dtype == "bool" else 3
@@ -167,7 +182,7 @@ class Problem:
     @property
     def _bias_fits_map(self) -> bool:
         """Whether a tensor map can describe it, and is worth it: not where all rows share one."""
-        if not self.bias_aligned or self.extras.bias_kind(self.dtype) != 1:
+        if not self.bias_aligned or self.extras.bias_kind(self.dtype) not in (1, KEY_MASK + 1):
             return False
         *batch_and_head, row, col = self.bias_strides
         steps = [row, *(step for step in batch_and_head if step)]
@@ -183,6 +198,22 @@ class Problem:
         shape = self.shape
         scores = shape.batch * shape.heads_q * shape.seqlen_q * shape.seqlen_k
         return math.prod(self.extras.bias.shape) < scores
+
+    @property
+    def bias_gradient_fits_registers(self) -> bool:
+        """Whether a kernel for tensor cores can sum the gradient of the bias in its registers.
+
+        That is so if all sequences, and perhaps all heads, share the bias, and queries and keys do
+        not.
+        """
+        shape, bias, features = self.shape, self.extras.bias, self.features
+        return (
+            bias.shape[0] == 1
+            and bias.shape[2:] == (shape.seqlen_q, shape.seqlen_k)
+            and self.dtype in HALF
+            and shape.head_dim <= 64
+            and not (self.has_own_lengths or features.softcap or features.alibi or features.dropout)
+        )
 
     def access(self, pointers: int) -> Access:
         """How the tensors can be read; ``pointers`` is the OR of all pointers.

@@ -253,12 +253,15 @@ def _rows(
 
 def _of_sequence(b: int, rows: slice, cols: slice, options: dict[str, Any]) -> dict[str, Any]:
     """The options of sequence b from those of the batch."""
-    slopes, bias = options.get("alibi_slopes"), options.get("bias")
+    slopes, bias, mask = (options.get(name) for name in ("alibi_slopes", "bias", "key_mask"))
     if slopes is not None and slopes.ndim == 2:
         slopes = slopes[b]
     if bias is not None:
         bias = _bias_of(bias, b, rows, cols)
-    return options | {"alibi_slopes": slopes, "bias": bias, "first_sequence": b}
+    if mask is not None:
+        mask = mask[b : b + 1, cols]
+    arrays = {"alibi_slopes": slopes, "bias": bias, "key_mask": mask}
+    return options | arrays | {"first_sequence": b}
 
 
 def _bias_of(bias: Array, b: int, rows: slice, cols: slice) -> Array:

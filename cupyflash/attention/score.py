@@ -6,6 +6,7 @@ For query row i and key column j, with ``diagonal`` the key on which query 0 sit
     s_ij = softcap * tanh(s_ij / softcap)                    if softcap > 0
     s_ij = s_ij - slope * |i + diagonal - j|                 if there are ALiBi slopes
     s_ij = s_ij + bias_ij                                    if there is a bias
+    s_ij = -inf                                              if the key mask hides key j
     s_ij = -inf   unless   i + diagonal - left <= j <= i + diagonal + right
 
 Softcap: Gemma 2, arXiv:2408.00118; ALiBi: arXiv:2108.12409; windows: arXiv:2004.05150.
@@ -43,6 +44,7 @@ class ScoreFunction:
         slopes: ALiBi slopes (batch or 1, heads_kv, group) or None.
         bias: (batch, heads_kv, group, seqlen_q, seqlen_k), any axis may be 1, or None; bool: True
             where the query sees the key.
+        key_mask: bool (batch, 1, 1, 1, seqlen_k), True where all queries see the key, or None.
     """
 
     seqlen_q: int
@@ -54,6 +56,7 @@ class ScoreFunction:
     right: int
     slopes: Array | None
     bias: Array | None
+    key_mask: Array | None
 
     @classmethod
     def of(
@@ -67,6 +70,7 @@ class ScoreFunction:
         softcap: float = 0.0,
         alibi_slopes: Array | None = None,
         bias: Array | None = None,
+        key_mask: Array | None = None,
     ) -> "ScoreFunction":
         """From the options of ``cupyflash.attention``, for grouped q (b, h, g, m, d) and k."""
         seqlen_q, seqlen_k = q.shape[3], k.shape[2]
@@ -87,6 +91,7 @@ class ScoreFunction:
             right=0 if causal else right,
             slopes=alibi_slopes,
             bias=None if bias is None else group_bias(bias, k),
+            key_mask=None if key_mask is None else key_mask[:, None, None, None],
         )
 
     def key_range(self, row_begin: int, row_end: int) -> tuple[int, int]:
@@ -127,6 +132,8 @@ class ScoreFunction:
                 bias = bias.astype(scores.dtype, copy=False)
                 bias = xp.where(bias <= -BIAS_LIMIT, -xp.inf, xp.minimum(bias, BIAS_LIMIT))
                 scores = scores + bias
+        if self.key_mask is not None:
+            scores = xp.where(self.key_mask[..., col : col + cols], scores, -xp.inf)
         if self._needs_mask(row, row + rows, col, col + cols):
             seen = (offset >= -self.left) & (offset <= self.right)
             scores = xp.where(seen, scores, -xp.inf)

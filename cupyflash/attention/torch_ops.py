@@ -145,7 +145,7 @@ def _no_second_derivative(ctx: Any, *gradients: Any) -> None:
 
 
 # Axes of the optional tensors that may have a batch axis, the first one then.
-RANKS = {"alibi_slopes": 2, "bias": 4, "seqused_q": 1, "seqused_k": 1}
+RANKS = {"alibi_slopes": 2, "bias": 4, "seqused_q": 1, "seqused_k": 1, "key_mask": 2}
 NOT_BUILT = {
     "cu_seqlens_q": "of packed sequences",
     "cu_seqlens_k": "of packed sequences",

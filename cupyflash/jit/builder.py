@@ -62,10 +62,10 @@ def find_or_compile(config: Kernel, arch: str) -> tuple[Built, bool]:
 def entry_name(config: Kernel, arch: str, source_digest: str | None = None) -> str:
     """``kernel.arch.hash``; the hash covers all that decides what the cubin does.
 
-    ``source_digest`` is that of the kernel's file, where many names are wanted at once.
+    ``source_digest`` is that of the kernel's files, where many names are wanted at once.
     """
     key = (
-        source_digest or sources.digest(config.source),
+        source_digest or sources.digest(config.source, config.header),
         compiler.stub(config),
         config.expression,
         arch,

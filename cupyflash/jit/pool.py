@@ -48,8 +48,8 @@ def build_all(tasks: Iterable[Task], jobs: int | None = None, progress: bool = T
     if environment.current().no_jit:
         raise RuntimeError("warmup: CUPYFLASH_NO_JIT must be 0 or unset, got 1")
     cache.require_writable()
-    digests = {source: sources.digest(source) for source in {x.source for x, _ in tasks}}
-    names = [builder.entry_name(*task, digests[task[0].source]) for task in tasks]
+    digests = {files: sources.digest(*files) for files in {(x.source, x.header) for x, _ in tasks}}
+    names = [builder.entry_name(x, arch, digests[x.source, x.header]) for x, arch in tasks]
     cached = {task for task, name in zip(tasks, names) if cache.lookup(name)}
     missing = [task for task in tasks if task not in cached]
     jobs = min(jobs or _cores(), len(missing))

@@ -35,7 +35,7 @@ from .tolerance import (
 )
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
-ARRAYS = ("alibi_slopes", "bias", "sinks")  # options
+ARRAYS = ("alibi_slopes", "bias", "key_mask", "sinks")  # options
 
 
 def expected(inputs: Inputs, **options: Any) -> Expected:
@@ -166,6 +166,7 @@ def same_precision_attention(
     *,
     alibi_slopes: Any = None,
     bias: Any = None,
+    key_mask: Any = None,
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
@@ -179,6 +180,7 @@ def same_precision_attention(
     Args:
         alibi_slopes: float32 array of the same library, (heads_q,) or (batch, heads_q).
         bias: array of the same library that broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
+        key_mask: bool array of the same library (batch, seqlen_k).
         sinks: array of the same library (heads_q,), finite.
         first_sequence: index of the first sequence in the batch, for dropout.
         dlse: float32 gradient of the LSE (batch, heads_q, seqlen_q) of the same library.
@@ -204,6 +206,8 @@ def same_precision_attention(
         bias = group_bias(bias if is_bool else ops.load(bias), k_heads)
         seen = seen & (bias if is_bool else bias > -BIAS_LIMIT)
         additive = None if is_bool else xp.where(seen, bias, 0)
+    if key_mask is not None:
+        seen = seen & key_mask[:, None, None, None]
     some_key = seen.sum(-1)[..., None] > 0
     slope_terms = None
     if alibi_slopes is not None:

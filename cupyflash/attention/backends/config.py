@@ -6,8 +6,10 @@ from typing import ClassVar
 from ...runtime.config import KernelConfig
 from ...runtime.gpu import Capability
 from ...runtime.structs import header
+from ..problem import KEY_MASK
 
 structs = header("attention/params.cuh")
+_mask_record = header("attention/mask_record.cu")
 _preprocess = header("attention/flash_bwd_preprocess.cu")
 
 
@@ -27,6 +29,17 @@ class AttentionKernel(KernelConfig):
     split_inputs: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
     combine: ClassVar["KernelConfig | None"] = None
+    key_mask_header: ClassVar[str] = "attention/key_mask.cuh"
+
+    @property
+    def header(self) -> str:
+        """The header that defines the kinds of bias which include a key mask, for these."""
+        return self.key_mask_header if self.takes_key_mask else ""
+
+    @property
+    def takes_key_mask(self) -> bool:
+        """Whether ``params.bias`` points to the record of a key mask."""
+        return getattr(self, "bias", 0) >= KEY_MASK
 
     @property
     def threads(self) -> int:
@@ -58,6 +71,20 @@ class AttentionKernel(KernelConfig):
     def bias_box_rows(self) -> int:
         """Rows of a TMA tile of the bias, whose map is the last in ``params``; 0 without a map."""
         return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskRecord(AttentionKernel):
+    """Forward and backward, first, where there is a key mask: packs it to bits."""
+
+    source: ClassVar[str] = "attention/mask_record.cu"
+    params: ClassVar[type[_mask_record.MaskRecordParams]] = _mask_record.MaskRecordParams
+
+    num_warps: int = 8
+
+    def grid(self, shape: structs.AttentionShape) -> int:
+        """Number of blocks."""
+        return shape.batch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import ClassVar
 from ...runtime.config import KernelConfig
 from ...runtime.gpu import Capability, architecture
 from ...runtime.structs import header
-from ..problem import Access, Features
+from ..problem import KEY_MASK, Access, Features
 from . import simt
 from .config import AttentionKernel, FlashBwdPreprocess
 
@@ -216,6 +216,7 @@ def supports(
         and bool(architecture(capability).mma_dtypes)
         and head_dim <= widest
         and not features.wide_softcap
+        and features.bias <= KEY_MASK  # a key mask beside a bias is left to CUDA cores
     )
 
 
@@ -235,7 +236,7 @@ def forward(
     block_m, block_n, _ = tile
     smem_bytes = parts * (block_m + 2 * block_n) * padded * 2
     arch = architecture(capability).mma
-    return FlashFwdFp16x3(padded, *tile, parts, arch, *features.switches, smem_bytes)
+    return FlashFwdFp16x3(padded, *tile, parts, arch, *features.with_bool_mask.switches, smem_bytes)
 
 
 def backward(
@@ -251,10 +252,11 @@ def backward(
     tile = BACKWARD_TILES[architecture(capability).tiles][padded]
     block_m, block_n, _, num_stages = tile
     elements = 2 * (block_n + num_stages * block_m) * padded + 2 * block_m * block_n
+    switches = features.with_bool_mask.switches
     arch = architecture(capability).mma
     return (
         FlashBwdPreprocess(dtype, accum_dim=padded),
-        FlashBwdFp16x3(padded, *tile, parts, arch, *features.switches, parts * elements * 2),
+        FlashBwdFp16x3(padded, *tile, parts, arch, *switches, parts * elements * 2),
     )
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 from ...runtime.config import ITEM_SIZE, KernelConfig
 from ...runtime.gpu import Capability
 from ...runtime.structs import header
-from ..problem import Access, Features
+from ..problem import KEY_MASK, Access, Features
 from .config import AttentionKernel, FlashBwdPreprocess, FlashBwdSinks
 
 structs = header("attention/params.cuh")
@@ -30,6 +30,7 @@ class FlashFwdSimt(AttentionKernel):
     source: ClassVar[str] = "attention/flash_fwd_simt.cu"
     params: ClassVar[type[structs.FlashFwdParams]] = structs.FlashFwdParams
     threads: ClassVar[int] = THREADS
+    key_mask_header: ClassVar[str] = "attention/simt_key_mask.cuh"
 
     dtype: str
     head_dim: int
@@ -48,6 +49,7 @@ class FlashBwdDkdvSimt(AttentionKernel):
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
     tiles_of: ClassVar[str] = "k"
     threads: ClassVar[int] = THREADS
+    key_mask_header: ClassVar[str] = "attention/simt_key_mask.cuh"
 
     dtype: str
     head_dim: int
@@ -65,6 +67,7 @@ class FlashBwdDqSimt(AttentionKernel):
     source: ClassVar[str] = "attention/flash_bwd_dq_simt.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
     threads: ClassVar[int] = THREADS
+    key_mask_header: ClassVar[str] = "attention/simt_key_mask.cuh"
 
     dtype: str
     head_dim: int
@@ -95,14 +98,14 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
     # for a bias or dropout.
     widest = 64 if features.bias or features.dropout else 256 if dtype == "float32" else 192
     block_m = 64 if padded <= widest else 32
-    return FlashFwdSimt(dtype, padded, block_m, *features.switches)
+    return FlashFwdSimt(dtype, padded, block_m, *features.with_bool_mask.switches)
 
 
 def backward(
     dtype: str, head_dim: int, features: Features, capability: Capability
 ) -> tuple[FlashBwdPreprocess, FlashBwdDkdvSimt, FlashBwdDqSimt]:
     """The backward kernels in launch order; the same for every GPU."""
-    padded, switches = _padded(head_dim), features.switches
+    padded, switches = _padded(head_dim), features.with_bool_mask.switches
     # Two accumulators of 64 rows x 192 columns are more than the registers of 128 threads; those of
     # 128 columns leave none for the derivative of the softcap, ALiBi, bias and dropout; nor does
     # one of 192 columns for the last two.
@@ -123,7 +126,9 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     both = (False, True)
     for dtype in ITEM_SIZE:
         yield FlashBwdPreprocess(dtype, accum_dim=0)
-        biases = range(3 if dtype == "float32" else 4)  # float32 is the dtype of q
+        biases = [0, 1, 2, KEY_MASK + 1]
+        if dtype != "float32":  # there it is the dtype of q
+            biases += [3, KEY_MASK + 2]
         for head_dim, *values in itertools.product(HEAD_DIMS, both, both, biases, both):
             features = Features(**dict(zip(SWITCHES, values)))
             problem = (dtype, head_dim, features, capability)

@@ -14,7 +14,7 @@ from typing import ClassVar
 from ...runtime.config import KernelConfig
 from ...runtime.gpu import Capability, architecture
 from ...runtime.structs import header
-from ..problem import Access, Features
+from ..problem import KEY_MASK, Access, Features
 from .config import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess
 
 structs = header("attention/params.cuh")
@@ -106,6 +106,10 @@ del BACKWARD_TILES["sm120"][256]
 # The derivative of the softcap, and ALiBi, need registers that the widest tiles do not leave.
 BACKWARD_TILES_SCORE = {64: (64, 128, 8, 2), 96: (64, 64, 8, 2), 128: (64, 64, 8, 2)}
 
+# The gradient of a shared bias: block_m, block_n, step_m, num_warps. The first tile spills at head
+# dim 64 and on Turing.
+DBIAS_TILE, DBIAS_TILE_64 = (128, 96, 2, 12), (128, 64, 2, 8)
+
 # With a bias or dropout, whatever else: their addresses, values and random numbers need registers.
 FORWARD_TILES_BIAS = {
     "large": {
@@ -151,6 +155,8 @@ def backward_tiles(features: Features, capability: Capability) -> Tiles:
     return tiles
 
 
+BIASES = (0, 1, 2, 3, KEY_MASK, KEY_MASK + 1, KEY_MASK + 2)
+FLOATING = (1, 3, KEY_MASK + 1, KEY_MASK + 2)  # of these, the ones that have a gradient
 PACKED = ()  # packed sequences need no kernel of their own
 
 
@@ -211,6 +217,36 @@ class FlashBwdPostprocessSm80(AttentionKernel):
     smem_bytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class FlashBwdDbiasSm80(AttentionKernel):
+    """Backward: the gradient of a bias that is broadcast over the batch; a block owns a tile."""
+
+    source: ClassVar[str] = "attention/flash_bwd_dbias_sm80.cu"
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+    header: ClassVar[str] = ""  # it includes the one of key masks itself
+
+    dtype: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    step_m: int
+    num_warps: int
+    num_stages: int
+    arch: int
+    bias: int
+    smem_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdDbiasSum(AttentionKernel):
+    """Backward, after it, where blocks divide the sequences: the sum of their shares."""
+
+    source: ClassVar[str] = "attention/flash_bwd_dbias_sum.cu"
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+
+    num_warps: int = 8
+
+
 def supports(
     dtype: str,
     head_dim: int,
@@ -257,18 +293,37 @@ def backward(
     )
 
 
+def dbias(
+    dtype: str, head_dim: int, features: Features, capability: Capability
+) -> FlashBwdDbiasSm80 | None:
+    """The kernel of the gradient of a bias that all sequences share; None where there is none."""
+    arch, padded = architecture(capability), _padded(head_dim)
+    plain = not (features.softcap or features.alibi or features.dropout)
+    if dtype not in arch.mma_dtypes or padded > 64 or features.bias not in FLOATING or not plain:
+        return None
+    tile = DBIAS_TILE if padded == 32 and arch.mma >= 80 else DBIAS_TILE_64
+    stage_bytes = 2 * sum(tile[:2]) * padded * 2
+    num_stages = min(2, (arch.shared_memory - 3) * 1024 // stage_bytes)  # 3 KB for the constants
+    smem_bytes = num_stages * stage_bytes
+    return FlashBwdDbiasSm80(dtype, padded, *tile, num_stages, arch.mma, features.bias, smem_bytes)
+
+
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
     """Every configuration that ``forward`` and ``backward`` can pick, each once."""
+    if architecture(capability).mma_dtypes:
+        yield FlashBwdDbiasSum()
     seen = set()
     both = (False, True)
     for dtype, head_dim, softcap, alibi, bias, dropout in itertools.product(
-        architecture(capability).mma_dtypes, HEAD_DIMS, both, both, range(4), both
+        architecture(capability).mma_dtypes, HEAD_DIMS, both, both, BIASES, both
     ):
         features = Features(softcap, alibi, bias=bias, dropout=dropout)
         problem = (dtype, head_dim, features, capability)
         kernels = [forward(*problem)]
         if supports(dtype, head_dim, Access.VECTOR, features, capability, backward=True):
             kernels += backward(*problem)
+        shared = dbias(*problem)
+        kernels += [shared] if shared else []
         yield from (config for config in kernels if config not in seen)
         seen.update(kernels)
 

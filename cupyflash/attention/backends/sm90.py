@@ -11,10 +11,11 @@ from typing import ClassVar
 from ...runtime.config import KernelConfig
 from ...runtime.gpu import HALF, Capability, architecture
 from ...runtime.structs import header
-from ..problem import Access, Features
+from ..problem import KEY_MASK, Access, Features
 from . import sm90_backward
 from .config import AttentionKernel
-from .sm90_backward import BIAS_BOXES, WARPGROUP, box_columns
+from .sm80 import BIASES
+from .sm90_backward import BIAS_BOXES, KEY_MASK_HEADER, WARPGROUP, bias_kind, box_columns
 
 structs = header("attention/params.cuh")
 
@@ -61,6 +62,7 @@ class FlashFwdSm90(AttentionKernel):
     source: ClassVar[str] = "attention/flash_fwd_sm90.cu"
     params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
     persistent: ClassVar[bool] = True
+    key_mask_header: ClassVar[str] = KEY_MASK_HEADER
 
     dtype: str
     head_dim: int
@@ -88,7 +90,7 @@ class FlashFwdSm90(AttentionKernel):
     @property
     def bias_box_rows(self) -> int:
         """Rows of a box of the map of the bias: those of a warpgroup."""
-        return 64 if self.bias == BIAS_BOXES else 0
+        return 64 if self.bias in BIAS_BOXES else 0
 
     @property
     def combine(self) -> "FlashFwdCombineSm90":
@@ -162,18 +164,19 @@ def supports(
 def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSm90:
     """The forward kernel."""
     padded = _padded(head_dim)
-    bias = BIAS_BOXES if features.bias_boxes else features.bias
+    bias = bias_kind(features)
     switches = (features.softcap, features.alibi, bias, features.dropout)
     tile = FORWARD_TILES[padded]
-    if features.masked and features.short or any(switches):
+    plain = not any(switches) or switches == (False, False, KEY_MASK, False)
+    if features.masked and features.short or not plain:
         tile = FORWARD_TILES_LOW.get(padded, tile)
-    if bias:
-        tile = (FORWARD_TILES_BOXES if bias == BIAS_BOXES else FORWARD_TILES_BIAS)[padded]
-        if bias != BIAS_BOXES and features.alibi and features.dropout:
+    if bias not in (0, KEY_MASK):  # a key mask alone takes few registers
+        tile = (FORWARD_TILES_BOXES if bias in BIAS_BOXES else FORWARD_TILES_BIAS)[padded]
+        if bias not in BIAS_BOXES and features.alibi and features.dropout:
             tile = FORWARD_TILES_SEVERAL.get(padded, tile)
     block_m, block_n, q_stages, kv_stages = tile
     smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * box_columns(padded) * 2
-    if bias == BIAS_BOXES:
+    if bias in BIAS_BOXES:
         smem_bytes += block_m * box_columns(block_n) * 2
     return FlashFwdSm90(dtype, padded, *tile, *switches, False, smem_bytes)
 
@@ -192,7 +195,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     yield from PACKED
     seen = set()
     both = (False, True)
-    biases = [(kind, False) for kind in range(4)] + [(1, True)]
+    biases = [(kind, False) for kind in BIASES] + [(1, True), (KEY_MASK + 1, True)]
     values = itertools.product(both, both, both, both, biases, both)
     all_features = [Features(*x, *bias[:1], dropout, *bias[1:]) for *x, bias, dropout in values]
     for problem in itertools.product(HALF, FORWARD_TILES, all_features, [capability]):

@@ -5,17 +5,24 @@ from typing import ClassVar
 
 from ...runtime.config import KernelConfig
 from ...runtime.structs import header
-from ..problem import Features
+from ..problem import KEY_MASK, Features
 from .config import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess
 
 structs = header("attention/params.cuh")
 
 WARPGROUP = header("ptx/warpgroup.cuh").WARPGROUP  # threads
 NUM_STAGES = 2  # of Q and dO
-BIAS_BOXES = header("attention/bias.cuh").BiasKind.index("DTYPE_OF_Q_BY_TMA")
+KEY_MASK_HEADER = "attention/key_mask_sm90.cuh"
+# The kinds of bias of which TMA loads tiles, without and with a key mask.
+BIAS_BOXES = (
+    header("attention/bias.cuh").BiasKind.index("DTYPE_OF_Q_BY_TMA"),
+    KEY_MASK + header("attention/key_mask.cuh").KeyMaskKind.index("WITH_DTYPE_OF_Q_BY_TMA"),
+)
 
 # head dim: block_m, block_n
 TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128)}
+# A key mask beside a bias takes the last registers of the widest tile.
+TILES_KEY_MASK = TILES | {64: (64, 128)}
 # The derivative of the softcap, or dropout, needs registers that the widest tile does not leave.
 TILES_ONE = TILES | {64: (64, 128)}
 # Several of them, or a bias beside one, need more than a warpgroup has that owns 128 columns of dK
@@ -35,6 +42,7 @@ class MainKernel(AttentionKernel):
 
     params: ClassVar[type[structs.FlashBwdSm90Params]] = structs.FlashBwdSm90Params
     persistent: ClassVar[bool] = True
+    key_mask_header: ClassVar[str] = KEY_MASK_HEADER
     tiles_of: ClassVar[str] = "k"
 
     @property
@@ -68,7 +76,7 @@ class FlashBwdSm90(MainKernel):
     @property
     def bias_box_rows(self) -> int:
         """Rows of a box of the map of the bias: all queries of a step."""
-        return self.block_m if self.bias == BIAS_BOXES else 0
+        return self.block_m if self.bias in BIAS_BOXES else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +127,8 @@ def backward(dtype: str, head_dim: int, features: Features) -> tuple[KernelConfi
     """The backward kernels in launch order."""
     softcap, alibi, bias, dropout = switches = features.switches
     tiles = TILES_ONE if softcap or dropout or (alibi and bias) else TILES
+    if tiles is TILES and bias > KEY_MASK:
+        tiles = TILES_KEY_MASK
     if softcap + dropout + bool(bias) > 1 or (softcap and alibi):
         tiles = TILES_SEVERAL
     if softcap + alibi + dropout + bool(bias) > 2:
@@ -126,8 +136,7 @@ def backward(dtype: str, head_dim: int, features: Features) -> tuple[KernelConfi
     wide_tiles = WIDE_TILES_SCORE if softcap or bias or dropout else WIDE_TILES
     padded = next(size for size in sorted(tiles | wide_tiles) if size >= head_dim)
     if padded in tiles:
-        if features.bias_boxes:
-            switches = (softcap, alibi, BIAS_BOXES, dropout)
+        switches = (softcap, alibi, bias_kind(features), dropout)
         main = _main(dtype, padded, *tiles[padded], switches)
     else:
         main = _main_wide(dtype, padded, *wide_tiles[padded], switches)
@@ -139,12 +148,17 @@ def backward(dtype: str, head_dim: int, features: Features) -> tuple[KernelConfi
     )
 
 
+def bias_kind(features: Features) -> int:
+    """The kind of bias of kernels that have TMA load it where it can."""
+    return BIAS_BOXES[features.bias >= KEY_MASK] if features.bias_boxes else features.bias
+
+
 def _main(dtype: str, head_dim: int, block_m: int, block_n: int, switches: tuple) -> FlashBwdSm90:
     columns = box_columns(head_dim)
     kv_bytes = 2 * block_n * columns * 2
     stage_bytes = (2 * block_m * columns + block_m * block_n) * 2  # Q, dO, dS
     dq_bytes = block_m * columns * 4
-    bias_bytes = block_m * block_n * 2 if BIAS_BOXES in switches else 0
+    bias_bytes = block_m * block_n * 2 if switches[2] in BIAS_BOXES else 0
     smem_bytes = kv_bytes + NUM_STAGES * stage_bytes + dq_bytes + bias_bytes
     return FlashBwdSm90(dtype, head_dim, block_m, block_n, NUM_STAGES, *switches, smem_bytes)
 

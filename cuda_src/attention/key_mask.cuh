@@ -1,0 +1,124 @@
+// Kinds of bias that include a key mask: a bit for each key of each sequence, true where the
+// queries see the key. mask_record.cu packs the bits and leaves them in memory behind a MaskRecord,
+// to which params.bias then points; params.bias_strides stay those of the bias itself.
+//
+// The host includes this header before the source of a kernel that has such a kind. It specialises
+// BiasHead, so that a kernel adds a bias with a key mask as it adds any other.
+#pragma once
+#include "bias.cuh"
+#include "mask_record.cuh"
+
+// These numbers continue BiasKind.
+enum class KeyMaskKind {
+  ALONE = static_cast<int>(BiasKind::DTYPE_OF_Q_BY_TMA) + 1,
+  WITH_DTYPE_OF_Q,
+  WITH_FLOAT32,
+  WITH_DTYPE_OF_Q_BY_TMA,  // key_mask_sm90.cuh
+};
+
+// Stands for the element of a bias with a key mask. E is the element of the bias itself, or void.
+template <typename E>
+struct KeyMasked {};
+
+template <typename T>
+struct BiasElementOf<T, static_cast<BiasKind>(KeyMaskKind::ALONE)> {
+  using type = KeyMasked<void>;
+};
+template <typename T>
+struct BiasElementOf<T, static_cast<BiasKind>(KeyMaskKind::WITH_DTYPE_OF_Q)> {
+  using type = KeyMasked<T>;
+};
+template <typename T>
+struct BiasElementOf<T, static_cast<BiasKind>(KeyMaskKind::WITH_FLOAT32)> {
+  using type = KeyMasked<float>;
+};
+
+// The bits of one sequence.
+struct KeyBits {
+  const uint32_t* words;
+
+  __device__ explicit KeyBits(const uint32_t* words) : words(words) {}
+  __device__ KeyBits(const void* record, int batch)
+      : words(static_cast<const MaskRecord*>(record)->bits(batch)) {}
+
+  __device__ bool sees(int key) const { return words[key / 32] >> key % 32 & 1; }
+
+  // Returns the bits of 16 keys; `key` is a multiple of 16.
+  __device__ uint32_t sixteen(int key) const {
+    return reinterpret_cast<const uint16_t*>(words)[key / 16];
+  }
+
+  // Sets the scores of unseen keys to -inf, in a fragment whose columns are keys. `col` is that of
+  // acc[0][0] in this lane. The lanes of a warp read the same bits, so they branch together.
+  template <int N>
+  __device__ __forceinline__ void apply(float (&acc)[N][4], int col) const {
+    static_assert(N % 2 == 0, "the bits come 16 at a time");
+    const int own = threadIdx.x % 4 * 2;  // the place of this lane's columns in every eight
+    uint32_t bits[N / 2];
+    uint32_t all = 0xffff;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) all &= bits[i] = sixteen(col - own + i * 16);
+    if (all == 0xffff) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const uint32_t pair = bits[n / 2] >> (own + n % 2 * 8);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (!(pair >> i % 2 & 1)) acc[n][i] = -INF;
+      }
+    }
+  }
+
+  // The same for a transposed fragment; `row` is the key of acc[0][0].
+  template <int N>
+  __device__ __forceinline__ void apply_transposed(float (&acc)[N][4], int row) const {
+    const int own = threadIdx.x % 32 / 4;  // the place of this lane's rows in every eight
+    const uint32_t bits = sixteen(row - own) >> own;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (bits >> half * 8 & 1) continue;
+#pragma unroll
+      for (int n = 0; n < N; ++n) acc[n][2 * half] = acc[n][2 * half + 1] = -INF;
+    }
+  }
+};
+
+// A key mask alone.
+template <>
+struct BiasHead<const void> {
+  __device__ BiasHead(const void*, const BiasStrides&, const Sequence&, int, int) {}
+  __device__ BiasHead transposed() const { return *this; }
+  template <int N>
+  __device__ __forceinline__ void add_to(float (&)[N][4], int, int, float) const {}
+};
+
+// The bias of one head with the key mask of its sequence.
+template <typename E>
+struct BiasHead<const KeyMasked<E>> {
+  BiasHead<const E> bias;
+  KeyBits bits;
+  bool rows_are_keys = false;
+
+  __device__ BiasHead(const KeyMasked<E>* record, const BiasStrides& strides,
+                      const Sequence& sequence, int batch, int head)
+      : bias(static_cast<const E*>(reinterpret_cast<const MaskRecord*>(record)->bias), strides,
+             sequence, batch, head),
+        bits(record, batch) {}
+
+  __device__ BiasHead transposed() const { return {bias.transposed(), bits, !rows_are_keys}; }
+
+  template <int N>
+  __device__ __forceinline__ void add_to(float (&acc)[N][4], int row, int col,
+                                         float bias_scale) const {
+    bias.add_to(acc, row, col, bias_scale);
+    if (rows_are_keys) {
+      bits.apply_transposed(acc, row);
+    } else {
+      bits.apply(acc, col);
+    }
+  }
+
+ private:
+  __device__ BiasHead(const BiasHead<const E>& bias, const KeyBits& bits, bool rows_are_keys)
+      : bias(bias), bits(bits), rows_are_keys(rows_are_keys) {}
+};

@@ -1,0 +1,78 @@
+"""The gradient of a bias that all sequences share: summed in registers, in a fixed order.
+
+Without these kernels the main kernel of the backward pass adds to the gradient by atomics.
+"""
+
+import ctypes
+import math
+from typing import Any
+
+from ..runtime.gpu import multiprocessors
+from ..runtime.launch import Launch
+from .backends import simt, sm80
+from .backends.config import FlashBwdPreprocess
+from .backends.sm80 import FlashBwdDbiasSm80, FlashBwdDbiasSum
+from .options import caller_name
+from .problem import Problem
+
+
+class BiasGradient:
+    """The launches for one problem, after `prepare`; they follow all others of the pass.
+
+    Attributes:
+        partial_floats: the floats of workspace, in ``dkv_partial``.
+    """
+
+    def __init__(self, problem: Problem, config: FlashBwdDbiasSm80) -> None:
+        self.device, self.config = problem.device, config
+        bias = problem.extras.bias
+        _, heads, queries, keys = bias.shape
+        self.tiles = -(-queries // config.block_m) * -(-keys // config.block_n) * heads
+        self.size = math.prod(bias.shape)
+        # Shares of at least four pairs of a sequence and a head, where tiles do not fill the GPU.
+        pairs = problem.shape.batch * problem.shape.heads_q // heads
+        at_once = multiprocessors(problem.device)
+        self.shares = max(1, min(2 * at_once // self.tiles, pairs // 4))
+        if self.tiles >= at_once:
+            self.shares = 1
+        self.partial_floats = self.shares * self.size if self.shares > 1 else 0
+
+    def prepare(self, params: ctypes.Structure) -> None:
+        """Loads the kernels, for the parameters of the pass."""
+        params = type(params).from_buffer_copy(params)
+        params.shape.group_shares = self.shares
+        blocks = self.tiles * self.shares
+        self.launches = [Launch(self.config, self.device, blocks, params)]
+        if self.shares > 1:
+            config = FlashBwdDbiasSum()
+            blocks = -(-self.size // config.threads)
+            self.launches.append(Launch(config, self.device, blocks, params))
+
+    def __call__(self, stream: Any, *pointers: int) -> None:
+        for launch in self.launches:
+            launch(stream, *pointers)
+
+
+def bias_gradient(
+    function: str, problem: Problem, backend: Any, arguments: tuple, deterministic: str
+) -> BiasGradient | None:
+    """The launches that sum the gradient of the bias of a problem; None leaves it to atomics.
+
+    Args:
+        arguments: of ``backward`` of the backend.
+        deterministic: "error" where atomics are refused.
+
+    Raises:
+        NotImplementedError: they are refused, and there is no kernel.
+    """
+    config = None
+    if problem.bias_gradient_fits_registers and backend is not simt:
+        config = sm80.dbias(*arguments)
+    if config is not None and type(backend.backward(*arguments)[0]) is FlashBwdPreprocess:
+        return BiasGradient(problem, config)
+    if deterministic == "error" and problem.bias_is_broadcast:
+        fact = f"the gradient of a {caller_name(function, 'bias')} that is broadcast has a "
+        fact += "deterministic sum only where tensor cores compute the backward pass"
+        got = f"{problem.dtype}, head_dim {problem.head_dims[0]}"
+        raise NotImplementedError(f"{function}: {fact}, got {got}")
+    return None
