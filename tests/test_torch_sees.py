@@ -363,7 +363,7 @@ def bias_problem(target, whole):
 
     inputs = target.inputs(target.dtypes[0], seqlen_q=600)
     batch, rows, heads, _ = inputs.q.shape
-    shape = (batch, heads, rows, rows) if whole else (rows, rows)
+    shape = (batch, heads, rows, rows) if whole else (rows, 1)
     bias = torch.zeros(shape, device=target.device, dtype=inputs.q.dtype, requires_grad=True)
     return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)], bias, inputs.dout
 
@@ -409,7 +409,7 @@ def test_what_has_no_deterministic_order(target):
 def test_deterministic_is_refused_alike(target):
     """On the CPU every order is fixed; the error is that of a GPU all the same."""
     inputs = target.inputs(target.dtypes[0], seqlen_q=20)
-    bias = target.array(numpy.zeros((20, 20), "float32"))
+    bias = target.array(numpy.zeros((20, 1), "float32"))
     qkv = inputs.q, inputs.k, inputs.v
     out, lse = cupyflash.attention(*qkv, bias=bias, return_lse=True, deterministic=True)
     with pytest.raises(NotImplementedError, match="^attention_backward: .*bias that is broadcast"):
