@@ -97,6 +97,11 @@ def sdpa(p):
     return functools.partial(cupyflash.scaled_dot_product_attention, is_causal=True), heads_first
 
 
+def triangle(p):
+    qkv = [p.leaf(B, 3, H, S, D) for _ in range(3)]
+    return cupyflash.triangle_attention, [*qkv, p.leaf(B, 1, H, S, S)]
+
+
 def norm(name):
     def make(p):
         tensors = [p.leaf(S, 384), p.leaf(384, scale=0.2, mean=1)]
@@ -231,6 +236,7 @@ CALLS = {
     "scaled_dot_product_attention": sdpa,
     "timestep_embeddings": embeddings,
     "transformer_block": transformer_block,
+    "triangle_attention": triangle,
 }
 
 
