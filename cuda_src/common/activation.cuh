@@ -13,12 +13,10 @@ __device__ __forceinline__ float sigmoid(float z) {
   return rcp_approx(1.f + exp2_approx(-LOG2E * z));
 }
 
-// 2^min(u, 28). From 28 on the tanh of mish is 1 in float32, and without the bound e * e below
-// would overflow.
-__device__ __forceinline__ float exp2_bounded(float u) { return exp2_approx(fminf(u, 28.f)); }
-
 // The functions below take u = ARGUMENT_SCALE * z instead of z, because exp2 needs u. Where z is
-// the result of a multiplication anyway, the caller folds the scale into its factor.
+// the result of a multiplication anyway, the caller folds the scale into its factor. They are right
+// for every u that float32 holds (z up to 2.3e38 for silu and mish): where an activation is a
+// constant or a line, only u itself may grow, and no product of u with a power of u or of 2^u.
 template <Activation ACTIVATION>
 constexpr float ARGUMENT_SCALE = ACTIVATION == silu   ? -LOG2E
                                  : ACTIVATION == mish ? LOG2E
@@ -30,9 +28,9 @@ __device__ __forceinline__ float activate_scaled(float u) {
   if constexpr (ACTIVATION == silu) {
     return u * rcp_approx(-LOG2E - LOG2E * exp2_approx(u));
   } else if constexpr (ACTIVATION == mish) {
-    // tanh(log(1 + e)) = n / (n + 2) with n = e * (e + 2)
-    const float e = exp2_bounded(u), n = e * (e + 2.f);
-    return u * n * rcp_approx(LOG2E * n + 2.f * LOG2E);
+    // tanh(log(1 + e)) = n / (n + 2) with n = e * (e + 2). From u = 28 on it is 1 in float32.
+    const float e = exp2_approx(fminf(u, 28.f)), n = e * (e + 2.f);
+    return u * (n * rcp_approx(LOG2E * n + 2.f * LOG2E));
   } else if constexpr (ACTIVATION == gelu) {
     return 0.5f * u * (1.f + erff(SQRT_HALF * u));
   } else if constexpr (ACTIVATION == gelu_tanh) {
@@ -58,20 +56,24 @@ __device__ __forceinline__ float slope_scaled(float u) {
     const float s = rcp_approx(1.f + exp2_approx(u));
     return s * (1.f + u * (LN2 * s - LN2));
   } else if constexpr (ACTIVATION == mish) {
-    // With t = n / (n + 2): t + z * (1 - t * t) * e / (1 + e), and n + 1 = (e + 1)^2.
-    const float e = exp2_bounded(u), rest = e * e + e, n = rest + e, inverse = rcp_approx(n + 2.f);
-    return inverse * (n + (4.f * LN2 * u) * (rest * inverse));
+    // With t = n / (n + 2): t + z * (1 - t * t) * e / (1 + e), and n + 1 = (e + 1)^2. Beyond
+    // +-60 it is 0 or 1, and e * e must have a reciprocal.
+    const float bounded = clamp_nan(u, 60.f), e = exp2_approx(bounded);
+    const float rest = e * e + e, n = rest + e, inverse = rcp_approx(n + 2.f);
+    return inverse * (n + (4.f * LN2 * bounded) * (rest * inverse));
   } else if constexpr (ACTIVATION == gelu) {
     const float density = INV_SQRT_2PI * exp2_approx(-0.5f * LOG2E * u * u);
     return 0.5f * (1.f + erff(SQRT_HALF * u)) + u * density;
   } else if constexpr (ACTIVATION == gelu_tanh) {
-    // With s = 1 / (1 + e), 1 - s is s * e without the cancellation.
-    const float z = -2.f * LOG2E * GELU_SCALE * (u + GELU_CUBIC * u * u * u);
-    const float e = exp2_approx(fminf(z, 126.f)), s = rcp_approx(1.f + e);
-    const float slope = 2.f * GELU_SCALE * (1.f + 3.f * GELU_CUBIC * u * u);
-    return s + u * s * (s * e) * slope;
+    // With s = 1 / (1 + e), 1 - s is s * e without the cancellation. Beyond +-9.9 it is 0 or 1;
+    // there e is 2^123, which has a reciprocal.
+    const float z = clamp_nan(u, 9.9f);
+    const float e = exp2_approx(-2.f * LOG2E * GELU_SCALE * (z + GELU_CUBIC * z * z * z));
+    const float s = rcp_approx(1.f + e);
+    const float slope = 2.f * GELU_SCALE * (1.f + 3.f * GELU_CUBIC * z * z);
+    return s + z * s * (s * e) * slope;
   } else if constexpr (ACTIVATION == relu) {
-    return u > 0.f ? 1.f : 0.f;
+    return u <= 0.f ? 0.f : 1.f;
   } else {
     return 1.f;
   }

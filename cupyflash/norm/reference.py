@@ -102,6 +102,7 @@ def _gelu_tanh(z: Array) -> Array:
 
 
 def _gelu_tanh_slope(z: Array) -> Array:
+    z = numpy.clip(z, -20, 20)  # beyond it is 0 or 1, and z * z must not overflow
     t = numpy.tanh(_gelu_tanh_argument(z))
     slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z * z)
     return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * slope
@@ -114,5 +115,5 @@ ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]
     "mish": (lambda z: z * _tanh_softplus(z), _mish_slope),
     "gelu": (_gelu, _gelu_slope),
     "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
-    "relu": (lambda z: numpy.maximum(z, 0), lambda z: (z > 0).astype(z.dtype)),
+    "relu": (lambda z: numpy.maximum(z, 0), lambda z: 1 - (z <= 0).astype(z.dtype)),
 }
