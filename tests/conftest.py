@@ -4,9 +4,15 @@ import datetime
 import importlib.metadata
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+# The workers of pytest-xdist share the cores: with a pool of threads for each, most of the time
+# would go into threads of OpenMP that wait for each other. Set before anything imports NumPy.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from matrix import select

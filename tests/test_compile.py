@@ -2,7 +2,8 @@
 
 There are hundreds of configurations for an architecture, too many to compile in each run, so a
 deterministic selection is. Without a GPU (CI): every kernel for each architecture (those beside
-attention not for `LIKE_SM80`), and every tile for one of them at least. Where there is a GPU, and
+attention not for `LIKE_SM80`), and for one of them at least every tile of attention; of the other
+kernels any two parameters of a tile, and every value of every switch. Where there is a GPU, and
 so usually more than two cores: in the backends of attention every tile of each architecture with
 every pair of switches (dtype, softcap, ALiBi, ...), and over all architectures every tile with
 every value of every switch; the other kernels are the same on all architectures, so their tiles and
@@ -31,7 +32,11 @@ SWITCHES = (
     *("weight", "model", "rms", "activation", "draw", "gated", "rotary", "sequences"),
 )
 SETS = {**BACKENDS, **TOPICS}
-SAME_EVERYWHERE = {type(x) for topic in TOPICS.values() for x in topic.configurations((9, 0))}
+SAME_EVERYWHERE = {
+    type(config)
+    for topic, capability in itertools.product(TOPICS.values(), CAPABILITIES)
+    for config in topic.configurations(capability)
+}
 LIKE_SM80 = ((8, 6), (8, 9))  # its instructions and registers
 THOROUGH = compute_capability()[0] > 0
 PARTS = 6 if THOROUGH else 2  # for pytest-xdist
@@ -43,9 +48,13 @@ def needs(config, capability):
     switches = {name: values.pop(name) for name in SWITCHES if name in values}
     tile = (config.name, *values.items())
     pairs = {(config.name, *pair) for pair in itertools.combinations(switches.items(), 2)}
+    if not THOROUGH and type(config) not in SAME_EVERYWHERE:
+        return {config.name}, {tile, (config.name, config.header)}
     if not THOROUGH:
-        like_sm80 = capability in LIKE_SM80 and type(config) in SAME_EVERYWHERE
-        return set() if like_sm80 else {config.name}, {tile, (config.name, config.header)}
+        values.pop("smem_bytes", None)  # follows from the others and the architecture
+        of_tile = {(config.name, *pair) for pair in itertools.combinations(values.items(), 2)}
+        single = {(config.name, value) for value in (switches | values).items()}
+        return set() if capability in LIKE_SM80 else {config.name}, of_tile | single
     if type(config) in SAME_EVERYWHERE:
         return {config.name}, {tile, *pairs}
     return {tile, *pairs}, {(tile, switch) for switch in switches.items()}
@@ -65,9 +74,10 @@ def selection(name):
             selected[capability].append(best)
             here -= configs[best][0]
             everywhere -= configs[best][1]
-    for capability, configs in offered.items():  # what too few architectures had a turn for
-        for config, (_, wanted) in configs.items():
-            if wanted & everywhere:
+    # The rest, which too few architectures had a turn for: first those that cover much of it.
+    for least, capability in itertools.product((16, 8, 4, 2, 1), CAPABILITIES):
+        for config, (_, wanted) in offered[capability].items():
+            if len(wanted & everywhere) >= least:
                 selected[capability].append(config)
                 everywhere -= wanted
     return selected
