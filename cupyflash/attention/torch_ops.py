@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.torch_calls import require_one_device
+from ..runtime.torch_calls import no_second_derivative, require_one_device, transforms_active
 from . import dispatch
 from .options import (
     ARGUMENTS,
@@ -34,7 +34,7 @@ from .torch_side import LIBRARY, readable
 def attention(function: str, arrays: tuple, options: tuple) -> tuple[Tensor, Tensor]:
     """(out, lse) of `dispatch.forward` through the operator."""
     q, k, v, *extras = arrays
-    call = Transformed.apply if _transforms_active() else _forward_op
+    call = Transformed.apply if transforms_active() else _forward_op
     return call(q, k, v, *(extras or NO_EXTRAS), function, *encode(options))
 
 
@@ -133,16 +133,14 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 
 def _gradients(*arguments: Any) -> Gradients:
     """Calls `_backward_op` and names its results."""
-    call = TransformedBackward.apply if _transforms_active() else _backward_op
+    call = TransformedBackward.apply if transforms_active() else _backward_op
     dq, dk, dv, *learned = call(*arguments)
     bias_grad = arguments[-3]
     dbias = learned.pop(0) if bias_grad else None
     return Gradients(dq, dk, dv, dbias, learned[0] if learned else None)
 
 
-def _no_second_derivative(ctx: Any, *gradients: Any) -> None:
-    raise NotImplementedError("cupyflash: attention has no second derivative")
-
+_no_second_derivative = no_second_derivative("attention has no second derivative")
 
 # Axes of the optional tensors that may have a batch axis, the first one then.
 RANKS = {"alibi_slopes": 2, "bias": 4, "seqused_q": 1, "seqused_k": 1, "key_mask": 2}
@@ -261,11 +259,6 @@ class TransformedBackward(torch.autograd.Function):
 
     backward = staticmethod(_no_second_derivative)
     vmap = staticmethod(backward_rule(lambda *x: TransformedBackward.apply(*x)))
-
-
-def _transforms_active() -> bool:
-    """Dynamo maps operators by itself and cannot trace the functions for torch.func."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def _learned(extras: tuple, bias_grad: bool) -> tuple[Tensor | None, Tensor | None]:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..norm.torch_ops import no_second_derivative, refuse_transforms
 from ..runtime.array import library_of
-from ..runtime.torch_calls import require_one_device
+from ..runtime.torch_calls import no_second_derivative, refuse_transforms, require_one_device
 from .group_norm import backward, forward
 from .groups import dense_like
 
@@ -148,7 +147,7 @@ def _gradient_of_group_norm(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor |
 
 
 _group_norm.register_autograd(_gradient_of_group_norm, setup_context=_setup_group_norm)
-_group_norm_backward.register_autograd(no_second_derivative)
+_group_norm_backward.register_autograd(no_second_derivative("norms have no second derivative"))
 
 
 def _image_like(x: Tensor) -> Tensor:

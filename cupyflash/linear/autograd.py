@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from ..runtime.array import library_of
 from ..runtime.operation import Plans
-from ..runtime.torch_calls import require_one_device
+from ..runtime.torch_calls import refuse_transforms, require_one_device
 from . import elementwise, plan, torch_ops
 from .checks import check
 from .reference import Arrays, Options
@@ -48,15 +48,15 @@ _checked = Plans()
 
 def traced(function: str, given: tuple, options: Options) -> tuple[Tensor]:
     """The call where torch has to see it: each step is an operator."""
+    refuse_transforms(function)
     if not torch.compiler.is_compiling():
-        _refuse_transforms(function)
         require_one_device(function, *[y for y in given if isinstance(y, Tensor)])
     return _call(function, given, options, traced=True)
 
 
 def called(function: str, given: tuple, options: Options) -> tuple[Tensor]:
     """The call under autocast, or where gradients are wanted."""
-    _refuse_transforms(function)
+    refuse_transforms(function)
     return _call(function, given, options, traced=False)
 
 
@@ -69,11 +69,6 @@ def _call(function: str, given: tuple, options: Options, traced: bool) -> tuple[
     else:
         (out,) = plan.run(function, LIBRARY, arrays, options)
     return (_plus(function, out, residual),)
-
-
-def _refuse_transforms(function: str) -> None:
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(f"{function}: is not built for transforms of torch.func")
 
 
 def _autocast(

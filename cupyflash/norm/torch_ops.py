@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..runtime.array import library_of
 from ..runtime.philox import require_probability, require_seed_array
-from ..runtime.torch_calls import require_one_device
+from ..runtime.torch_calls import no_second_derivative, refuse_transforms, require_one_device
 from . import dispatch, dropout
 from .detour import result_strides
 
@@ -235,13 +235,8 @@ def _gradient_of_dropout_add(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dh if ctx.has_residual else None, None, None, None
 
 
-def no_second_derivative(ctx: Any, *gradients: Any) -> None:
-    """The derivative of an operator that is a gradient itself."""
-    raise NotImplementedError("cupyflash: norms have no second derivative")
-
-
 _norm.register_autograd(_gradient_of_norm, setup_context=_setup_norm)
-_norm_backward.register_autograd(no_second_derivative)
+_norm_backward.register_autograd(no_second_derivative("norms have no second derivative"))
 _dropout_add.register_autograd(_gradient_of_dropout_add, setup_context=_setup_dropout_add)
 
 
@@ -267,9 +262,3 @@ def _rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A result like this tensor, with the strides that the norms give it."""
     strides = result_strides(LIBRARY, LIBRARY.view(x))
     return x.new_empty_strided(tuple(x.shape), strides, dtype=dtype)
-
-
-def refuse_transforms(function: str) -> None:
-    """NotImplementedError within transforms of torch.func."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(f"{function}: is not built for transforms of torch.func")

@@ -1,4 +1,4 @@
-"""Calls outside of the graphs of torch.compile, and a check that also serves meta tensors."""
+"""What the torch operators of all topics share: calls outside of graphs, checks, refusals."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +11,26 @@ from torch import Tensor
 def eagerly(function: Callable, *arguments: Any) -> Any:
     """Calls the function outside of the graph that torch.compile makes of its caller."""
     return function(*arguments)
+
+
+def transforms_active() -> bool:
+    """Whether a transform of torch.func runs; Dynamo maps operators by itself and sees none."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def refuse_transforms(function: str) -> None:
+    """Raises NotImplementedError within transforms of torch.func."""
+    if transforms_active():
+        raise NotImplementedError(f"{function}: is not built for transforms of torch.func")
+
+
+def no_second_derivative(fact: str) -> Callable[..., None]:
+    """The derivative of an operator that is a gradient itself: an error that states the fact."""
+
+    def backward(ctx: Any, *gradients: Any) -> None:
+        raise NotImplementedError(f"cupyflash: {fact}")
+
+    return backward
 
 
 def require_one_device(function: str, first: Tensor, *others: Tensor | None) -> None:
