@@ -1,113 +1,267 @@
-// The two matrix products of the simt kernels. simt_tile.cuh has the map from threads to elements
-// and the plan of shared memory.
+// The matrix product of the simt kernels,
+//   acc[row][col] += sum over k of A[k][row] B[k][col]
+// on tiles of simt_tile.cuh, ROWS x COLS elements a thread. A and B are lines in shared
+// memory, one for each k, so a step of a thread with 8 x 8 elements is four 16-byte reads and 64
+// FFMA. An operand is either resident, which is a whole tile of P or dS, or it comes from global
+// memory in chunks of DEPTH lines, through registers and two buffers: while the block computes with
+// one chunk, it loads the next one. The last chunk of a product loads the first one of the product
+// that follows, so that no product begins with a wait.
 #pragma once
+#include "../ptx/ld_global_if.cuh"
 #include "simt_tile.cuh"
 
-// acc = A B^T. Both operands come through shared memory, 32 columns of the head dimension at a
-// time.
-template <int ROWS, int HEAD_DIM, typename T>
-__device__ __forceinline__ void multiply_transposed(float (&acc)[ROWS][4],
-                                                    SimtStorage<ROWS, HEAD_DIM>& smem,
-                                                    const Matrix<const T>& a,
-                                                    const Matrix<const T>& b) {
-  constexpr bool READ_BOTH = HEAD_DIM < 256;  // otherwise the loads of both need too many registers
-#pragma unroll
-  for (int e = 0; e < ROWS; ++e) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) acc[e][j] = 0.0f;
+constexpr int DEPTH = 8;
+
+// The two buffers of an operand with lines of N elements.
+template <int N>
+struct LineBuffers {
+  alignas(16) float lines[2][DEPTH * LINE<N>];
+};
+
+// Those of both operands of a product.
+template <int M, int N>
+struct OperandBuffers {
+  LineBuffers<M> a;
+  LineBuffers<N> b;
+};
+
+// The lines of an operand with N elements as a thread reads them, whose first element is `element`:
+// from buffers, or from a resident tile.
+template <int N, int WIDTH>
+struct StagedLines {
+  static constexpr int ELEMENTS = N;
+  static constexpr int DISTANCE = LINE<WIDTH>;
+  const float* first;
+
+  __device__ StagedLines(const LineBuffers<WIDTH>& buffers, int element)
+      : first(buffers.lines[0] + place_in_line<N>(element)) {}
+  __device__ const float* chunk(int index) const { return first + index % 2 * DEPTH * DISTANCE; }
+};
+template <int N, int WIDTH>
+__device__ __forceinline__ StagedLines<N, WIDTH> staged(const LineBuffers<WIDTH>& buffers,
+                                                        int element) {
+  return {buffers, element};
+}
+
+// K lines of N elements. The chunk after the last one, whose values nobody uses, is the first.
+template <int N, int K>
+struct ResidentLines {
+  static constexpr int ELEMENTS = N;
+  static constexpr int DISTANCE = LINE<N>;
+  const float* first;
+
+  __device__ ResidentLines(const float* tile, int element)
+      : first(tile + place_in_line<N>(element)) {}
+  __device__ const float* chunk(int index) const {
+    return first + index % (K / DEPTH) * DEPTH * DISTANCE;
   }
-  for (int column = 0; column < a.columns; column += CHUNK) {
-    float a_values[8 * ROWS / SIMT_WARPS], b_values[SCORE_COLUMNS / SIMT_WARPS];
-    read_columns<8 * ROWS>(a_values, a, column);
-    if constexpr (READ_BOTH) read_columns<SCORE_COLUMNS>(b_values, b, column);
-    __syncthreads();  // no thread reads the operands of the last chunk any more
-    write_transposed<8 * ROWS>(smem.operands.transposed.a, a_values);
-    if constexpr (!READ_BOTH) read_columns<SCORE_COLUMNS>(b_values, b, column);
-    write_transposed<SCORE_COLUMNS>(smem.operands.transposed.b, b_values);
-    __syncthreads();  // both operands are complete
-    const float* line_a = smem.operands.transposed.a + 4 * thread_y();
-    const float* line_b = smem.operands.transposed.b + 4 * thread_x();
-    // The last chunk may be short; zeros fill it up to the next multiple of 8.
-    for (int k = min(CHUNK, a.columns - column); k > 0; k -= 8) {
+};
+
+// Four neighbouring elements. Those that do not exist become zeros, so whatever lies there (NaN,
+// another sequence) never enters the arithmetic.
+template <typename T>
+__device__ __forceinline__ float4 load_four(const T* src, bool exist) {
+  Words<T, 4> x;
+  if constexpr (sizeof(T) == 4) {
+    const uint4 v = ld_global_if_128(src, exist);
+    x.words[0] = v.x, x.words[1] = v.y, x.words[2] = v.z, x.words[3] = v.w;
+  } else {
+    const uint2 v = ld_global_if_64(src, exist);
+    x.words[0] = v.x, x.words[1] = v.y;
+  }
+  return make_float4(x.at(0), x.at(1), x.at(2), x.at(3));
+}
+template <typename T>
+__device__ __forceinline__ float4 load_one_by_one(const T* src, int count) {
+  return make_float4(count > 0 ? to_float(src[0]) : 0.0f, count > 1 ? to_float(src[1]) : 0.0f,
+                     count > 2 ? to_float(src[2]) : 0.0f, count > 3 ? to_float(src[3]) : 0.0f);
+}
+
+// Lines that are columns of a matrix: line k holds column k of its first N rows. Each thread copies
+// four columns of N / 64 rows at a time; with 32 rows half of the threads do.
+template <int N, typename T>
+struct ColumnsOf {
+  static constexpr int LOADS = ceil_div(N, 64);
+  const T* src;
+  int64_t step;
+  int columns[LOADS];  // how many exist, from src on
+  bool vectors;
+
+  __device__ explicit ColumnsOf(const Matrix<const T>& m)
+      : step(64 * m.row_stride), vectors(m.vectors) {
+    const int row = int(threadIdx.x) / 2, column = int(threadIdx.x) % 2 * 4;
+    src = m.data + row * m.row_stride + column;
 #pragma unroll
-      for (int kk = 0; kk < 8; ++kk) {
-        float a_frag[ROWS], b_frag[4];
+    for (int t = 0; t < LOADS; ++t)
+      columns[t] = row + 64 * t < min(N, m.rows) ? m.columns - column : 0;
+  }
+  __device__ __forceinline__ void load(float4* v, int chunk) const {
+    const int first = chunk * DEPTH;
+    if (vectors) {
 #pragma unroll
-        for (int h = 0; h < ROWS / 4; ++h) load_vector<4>(a_frag + 4 * h, line_a + 32 * h);
-        load_vector<4>(b_frag, line_b);
+      for (int t = 0; t < LOADS; ++t) v[t] = load_four(src + first + t * step, first < columns[t]);
+    } else {
 #pragma unroll
-        for (int e = 0; e < ROWS; ++e) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) acc[e][j] += a_frag[e] * b_frag[j];
-        }
-        line_a += smem.LD_A;
-        line_b += smem.LD_B;
-      }
+      for (int t = 0; t < LOADS; ++t)
+        v[t] = load_one_by_one(src + first + t * step, columns[t] - first);
     }
+  }
+  template <int WIDTH>
+  __device__ __forceinline__ static void store(LineBuffers<WIDTH>& buffers, const float4* v,
+                                               int chunk) {
+    const int row = int(threadIdx.x) / 2;
+    if (N < 64 && row >= N) return;
+    float* dst =
+        buffers.lines[chunk % 2] + int(threadIdx.x) % 2 * 4 * LINE<WIDTH> + place_in_line<N>(row);
+#pragma unroll
+    for (int t = 0; t < LOADS; ++t) {
+      dst[32 * t] = v[t].x;
+      dst[32 * t + LINE<WIDTH>] = v[t].y;
+      dst[32 * t + 2 * LINE<WIDTH>] = v[t].z;
+      dst[32 * t + 3 * LINE<WIDTH>] = v[t].w;
+    }
+  }
+};
+
+// Lines that are rows of a matrix, with N columns each. Each thread copies four columns of N / 64
+// lines at a time; with 32 columns half of the threads do.
+template <int N, typename T>
+struct RowsOf {
+  static constexpr int LOADS = ceil_div(N, 64);
+  static constexpr int PER_LINE = N / 4;  // threads
+  static constexpr int STEP = SIMT_THREADS / PER_LINE;
+  const T* src;
+  int64_t row_stride;
+  int rows;  // how many exist, from src on; 0 if the columns do not
+  int columns;
+  bool vectors;
+
+  __device__ explicit RowsOf(const Matrix<const T>& m)
+      : row_stride(m.row_stride), vectors(m.vectors) {
+    const int column = int(threadIdx.x) % PER_LINE * 4;
+    const int row = int(threadIdx.x) / PER_LINE;
+    src = m.data + row * m.row_stride + column;
+    columns = m.columns - column;
+    rows = columns > 0 && row < DEPTH ? m.rows - row : 0;
+  }
+  __device__ __forceinline__ void load(float4* v, int chunk) const {
+    const int first = chunk * DEPTH;
+    if (vectors) {
+#pragma unroll
+      for (int t = 0; t < LOADS; ++t)
+        v[t] = load_four(src + (first + t * STEP) * row_stride, first + t * STEP < rows);
+    } else {
+#pragma unroll
+      for (int t = 0; t < LOADS; ++t)
+        v[t] = load_one_by_one(src + (first + t * STEP) * row_stride,
+                               first + t * STEP < rows ? columns : 0);
+    }
+  }
+  template <int WIDTH>
+  __device__ __forceinline__ static void store(LineBuffers<WIDTH>& buffers, const float4* v,
+                                               int chunk) {
+    const int line = int(threadIdx.x) / PER_LINE;
+    if (N < 64 && line >= DEPTH) return;
+    float* dst = buffers.lines[chunk % 2] + line * LINE<WIDTH> +
+                 place_in_line<N>(int(threadIdx.x) % PER_LINE * 4);
+#pragma unroll
+    for (int t = 0; t < LOADS; ++t) *reinterpret_cast<float4*>(dst + t * STEP * LINE<WIDTH>) = v[t];
+  }
+};
+
+// In place of an operand that is resident.
+struct NoCopy {
+  static constexpr int LOADS = 0;
+  __device__ void load(float4*, int) const {}
+  template <int N>
+  __device__ static void store(LineBuffers<N>&, const float4*, int) {}
+};
+
+// What a product copies: lines of A, lines of B, or both.
+template <class A, class B>
+struct Copies {
+  A a;
+  B b;
+  static constexpr int LOADS = A::LOADS + B::LOADS;
+
+  __device__ __forceinline__ void load(float4* v, int chunk) const {
+    a.load(v, chunk);
+    b.load(v + A::LOADS, chunk);
+  }
+  template <class Buffers>
+  __device__ __forceinline__ static void store(Buffers& buffers, const float4* v, int chunk) {
+    A::store(buffers.a, v, chunk);
+    B::store(buffers.b, v + A::LOADS, chunk);
+  }
+};
+template <class A, class B>
+Copies(A, B) -> Copies<A, B>;
+
+// The number of chunks for so many lines. It is even, so that each product begins with buffer 0.
+__device__ __forceinline__ int chunks_of(int lines) { return ceil_div(lines, 2 * DEPTH) * 2; }
+
+template <int DISTANCE, int N>
+__device__ __forceinline__ void load_fours(float (&dst)[N], const float* src) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    const float4 v = *reinterpret_cast<const float4*>(src + i / 4 * DISTANCE);
+    dst[i] = v.x, dst[i + 1] = v.y, dst[i + 2] = v.z, dst[i + 3] = v.w;
   }
 }
 
-// acc += W B, where store_weights() has written W. B comes through shared memory, CHUNK_ROWS rows
-// at a time.
-template <int ROWS, int HEAD_DIM, typename T>
-__device__ __forceinline__ void multiply_add(float (&acc)[ROWS][HEAD_DIM / 16],
-                                             SimtStorage<ROWS, HEAD_DIM>& smem,
-                                             const Matrix<const T>& b) {
-  using Storage = SimtStorage<ROWS, HEAD_DIM>;
-  constexpr int COLUMNS = HEAD_DIM / 16;
-  constexpr int V = VECTOR<HEAD_DIM>;
-  for (int first = 0; first < min(SCORE_COLUMNS, b.rows); first += Storage::CHUNK_ROWS) {
-    float values[Storage::CHUNK_ROWS / SIMT_WARPS][HEAD_DIM / 32];
-    read_rows<Storage::CHUNK_ROWS, HEAD_DIM>(values, b.from_row(first));
-    __syncthreads();  // W is complete, and no thread reads the last operands any more
-    write_rows<Storage::CHUNK_ROWS, HEAD_DIM>(smem.operands.b, values);
-    __syncthreads();  // the rows of B are complete
-    // Each chunk has a sum of its own, for a few columns at a time, because one chain of float32
-    // additions over the whole sequence would lose a digit.
+// acc += A B over all chunks. Chunk 0 is in the buffers already, and a barrier has made it visible;
+// at the end chunk 0 of the next product is, whose copies the function `next` returns.
+template <int ROWS, int COLS, class LinesA, class LinesB, class Buffers, class This, class MakeNext>
+__device__ __forceinline__ void multiply_add(float (&acc)[ROWS][COLS], LinesA a, LinesB b,
+                                             int chunks, Buffers& buffers, const This& copies,
+                                             MakeNext next) {
+  using Next = decltype(next());
+  constexpr int LOADS = This::LOADS > Next::LOADS ? This::LOADS : Next::LOADS;
+  // Two sets of fragments: the block computes with one while it reads the other.
+  float a_frag[2][ROWS], b_frag[2][COLS];
+  load_fours<LinesA::ELEMENTS / 2>(a_frag[0], a.chunk(0));
+  load_fours<LinesB::ELEMENTS / 2>(b_frag[0], b.chunk(0));
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const bool last = chunk + 1 == chunks;
+    float4 values[LOADS];
+    if (last) {
+      next().load(values, 0);
+    } else {
+      copies.load(values, chunk + 1);
+    }
+    const float* line_a = a.chunk(chunk);
+    const float* line_b = b.chunk(chunk);
 #pragma unroll
-    for (int group = 0; group < COLUMNS; group += V) {
-      float sum[ROWS][V] = {};
-      const float* line_w = smem.weights + first * smem.LD_WEIGHTS + 4 * thread_y();
-      const float* line_b = smem.operands.b + V * thread_x() + 16 * group;
-#pragma unroll 4
-      for (int n = 0; n < Storage::CHUNK_ROWS; ++n) {
-        float w_frag[ROWS], b_frag[V];
-#pragma unroll
-        for (int h = 0; h < ROWS / 4; ++h) load_vector<4>(w_frag + 4 * h, line_w + 32 * h);
-        load_vector<V>(b_frag, line_b);
-#pragma unroll
-        for (int e = 0; e < ROWS; ++e) {
-#pragma unroll
-          for (int c = 0; c < V; ++c) sum[e][c] += w_frag[e] * b_frag[c];
+    for (int k = 0; k < DEPTH; ++k) {
+      if (k + 1 == DEPTH) {
+        if (last) {
+          Next::store(buffers, values, 0);
+        } else {
+          This::store(buffers, values, chunk + 1);
         }
-        line_w += smem.LD_WEIGHTS;
-        line_b += HEAD_DIM;
+        // The next chunk is complete. No thread reads this one any more, since the last step
+        // computes with fragments that are in registers already.
+        __syncthreads();
+        line_a = a.chunk(chunk + 1) - DEPTH * LinesA::DISTANCE;
+        line_b = b.chunk(chunk + 1) - DEPTH * LinesB::DISTANCE;
       }
+      load_fours<LinesA::ELEMENTS / 2>(a_frag[(k + 1) % 2], line_a + (k + 1) * LinesA::DISTANCE);
+      load_fours<LinesB::ELEMENTS / 2>(b_frag[(k + 1) % 2], line_b + (k + 1) * LinesB::DISTANCE);
 #pragma unroll
       for (int e = 0; e < ROWS; ++e) {
 #pragma unroll
-        for (int c = 0; c < V; ++c) acc[e][group + c] += sum[e][c];
+        for (int j = 0; j < COLS; ++j) acc[e][j] += a_frag[k % 2][e] * b_frag[k % 2][j];
       }
     }
   }
 }
 
-// Stores the accumulator times a factor, in the rows and columns that exist.
-template <int ROWS, int HEAD_DIM, typename T>
-__device__ __forceinline__ void store_output(const Matrix<T>& out,
-                                             const float (&acc)[ROWS][HEAD_DIM / 16],
-                                             float factor) {
-  const int rows = out.rows - thread_y();
-  const int columns = out.columns - VECTOR<HEAD_DIM> * thread_x();
-  T* first = out.data + thread_y() * out.row_stride + VECTOR<HEAD_DIM> * thread_x();
-#pragma unroll
-  for (int e = 0; e < ROWS; ++e) {
-    if (row_offset<ROWS>(e) >= rows) continue;
-    T* row = first + row_offset<ROWS>(e) * out.row_stride;
-#pragma unroll
-    for (int c = 0; c < HEAD_DIM / 16; ++c) {
-      const int offset = output_offset<HEAD_DIM>(c);
-      if (offset < columns) row[offset] = from_float<T>(acc[e][c] * factor);
-    }
-  }
+// Copies the first chunk of a kernel's first product.
+template <class Buffers, class Copy>
+__device__ __forceinline__ void copy_first_chunk(Buffers& buffers, const Copy& copies) {
+  float4 values[Copy::LOADS];
+  copies.load(values, 0);
+  copies.store(buffers, values, 0);
+  __syncthreads();  // the chunk is complete
 }

@@ -4,6 +4,7 @@
 #pragma once
 #include "../common/philox.cuh"
 #include "../ptx/math.cuh"
+#include "../ptx/opaque.cuh"
 #include "bias.cuh"
 #include "block_info.cuh"
 #include "simt_tile.cuh"
@@ -65,17 +66,18 @@ struct ThreadBias {
         cols(bias.cols - col) {}
 
   __device__ bool exists(int row, int col) const { return row < rows && col < cols; }
-  __device__ E* at(int row, int col) const { return first + row * row_stride + col * col_stride; }
+  __device__ E* at(int row, int col) const {
+    return first + row * opaque(row_stride) + col * opaque(col_stride);
+  }
 
   // Adds dS of the thread's scores to the gradient of the bias.
-  template <int ROWS>
-  __device__ __forceinline__ void red_add_from(const float (&ds)[ROWS][4]) const {
+  template <int ROWS, int COLS>
+  __device__ __forceinline__ void red_add_from(const float (&ds)[ROWS][COLS]) const {
 #pragma unroll
     for (int e = 0; e < ROWS; ++e) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (exists(row_offset<ROWS>(e), column_offset(j)))
-          red_add(at(row_offset<ROWS>(e), column_offset(j)), ds[e][j]);
+      for (int j = 0; j < COLS; ++j) {
+        if (exists(offset_of(e), offset_of(j))) red_add(at(offset_of(e), offset_of(j)), ds[e][j]);
       }
     }
   }
@@ -87,8 +89,8 @@ struct ThreadBias {
   }
 };
 
-// Dropout of a thread's tile of weights. dropout.cuh has the numbering of the random bits. The
-// thread uses one call of philox for rows r and r + 8 of a column.
+// Dropout of a thread's tile of weights. dropout.cuh has the numbering of the random bits: one call
+// of philox serves rows r and r + 8, and columns c, c + 1, c + 8 and c + 9.
 struct SimtDropout {
   uint64_t seed;
   uint32_t limit;  // in the upper 16 bits
@@ -100,33 +102,39 @@ struct SimtDropout {
         z(batch * shape.heads_q + head) {}
 
   // Marks dropped weights by a negative sign; weights are never negative. row and col are those of
-  // the thread's first weight. The rows of the tile are queries, or keys if it is TRANSPOSED.
-  template <bool TRANSPOSED, int ROWS>
-  __device__ __forceinline__ void mark(float (&weights)[ROWS][4], uint32_t row,
+  // the thread's first weight. The loop is not unrolled, because its calls side by side would take
+  // too many registers.
+  template <int ROWS, int COLS>
+  __device__ __forceinline__ void mark(float (&weights)[ROWS][COLS], uint32_t row,
                                        uint32_t col) const {
+    uint64_t dropped = 0;  // a bit for each weight, 16 for rows i and i + 4
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t r = row + i;
+      uint32_t bits = 0;
 #pragma unroll
-    for (int pair = 0; pair < ROWS / 2; ++pair) {
+      for (int j = 0; j < 4; j += 2) {
+        const uint32_t c = col + j;
+        const uint4 random = philox(seed, r / 16 * 8 + r % 8, c / 16 * 4 + c / 2 % 4, z);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t r = row + 16 * pair, c = col + column_offset(j);
-        const uint32_t query = TRANSPOSED ? c : r, key = TRANSPOSED ? r : c;
-        const uint4 random =
-            philox(seed, query / 16 * 8 + query % 8, key / 16 * 4 + key / 2 % 4, z);
-        const bool right = c / 8 % 2;
-        const uint32_t words[2] = {
-            right ? TRANSPOSED ? random.z : random.y : random.x,
-            right        ? random.w
-            : TRANSPOSED ? random.y
-                         : random.z,
-        };
+        for (int half = 0; half < ROWS / 4; ++half) {
+          const bool lower = ROWS == 8 ? half : r / 8 % 2;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          // The thread's element whose row is 16 * pair + 8 * half after its first row.
-          constexpr int STEP = ROWS == 8 ? 1 : 2;
-          float& weight = weights[STEP * pair + (ROWS == 8 ? 4 : 1) * half][j];
-          const uint32_t bits = key % 2 ? words[half] : words[half] << 16;
-          if (bits < limit) weight = -weight;
+          for (int k = j; k < COLS; k += 4) {
+            const bool right = COLS == 8 ? k / 4 : c / 8 % 2;
+            const uint32_t word = right ? lower ? random.w : random.y : lower ? random.z : random.x;
+            if (word << 16 < limit) bits |= 1u << (8 * half + k);
+            if (word < limit) bits |= 2u << (8 * half + k);
+          }
         }
+      }
+      dropped |= uint64_t(bits) << (16 * i);
+    }
+#pragma unroll
+    for (int e = 0; e < ROWS; ++e) {
+#pragma unroll
+      for (int j = 0; j < COLS; ++j) {
+        if (dropped >> (16 * (e % 4) + 8 * (e / 4) + j) & 1) weights[e][j] = -weights[e][j];
       }
     }
   }

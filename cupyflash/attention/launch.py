@@ -192,6 +192,8 @@ class SplitInputsLaunch(Launch):
         self.fallback = [_launch(x, problem, params) for x in config.fallback(capability)]
         self.seqused = [names.index("seqused_q"), names.index("seqused_k")]
         self.semaphore = names.index("dq_semaphore") if is_backward else None
+        if is_backward:
+            self.semaphores_size = 4 * (1 + shape.heads_q * params.accum_rows // 16)
         self.workspace_size = end // 4
 
     def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
@@ -212,8 +214,8 @@ class SplitInputsLaunch(Launch):
         for place, left in zip(self.seqused, parts[-2:]):
             pointers[place] = left
         if self.semaphore is not None and pointers[self.semaphore]:
-            # Blocks take their tiles by ticket, from 0 on.
-            cupy.cuda.runtime.memsetAsync(pointers[self.semaphore], 0, 4, at)
+            # Tickets start from 0 again; so do the flags, as tiles have other sizes now.
+            cupy.cuda.runtime.memsetAsync(pointers[self.semaphore], 0, self.semaphores_size, at)
         for launch in self.fallback:
             launch(stream, *pointers)
 

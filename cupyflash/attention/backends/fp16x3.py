@@ -209,6 +209,8 @@ def supports(
     """Whether this backend computes a pass of such a problem; the access does not matter."""
     tiles = (BACKWARD_TILES if backward else FORWARD_TILES)[architecture(capability).tiles]
     widest = max(tiles)
+    if backward and head_dim <= widest and _backward_padded(head_dim, features) > widest:
+        return False
     if any(features.switches):
         widest = min(widest, MAX_HEAD_DIM_OF_OPTIONS)
     return (
@@ -242,12 +244,8 @@ def forward(
 def backward(
     dtype: str, head_dim: int, features: Features, capability: Capability
 ) -> tuple[FlashBwdPreprocess, FlashBwdFp16x3]:
-    """The backward kernels in launch order; `FlashBwdFp16x3.after` follows them.
-
-    The kernels for CUDA cores add to the same accumulator of dQ, so both have one padded head dim.
-    """
-    accum_dim = simt.backward(dtype, head_dim, features, capability)[0].accum_dim
-    padded = max(_padded(head_dim), accum_dim)
+    """The backward kernels in launch order; `FlashBwdFp16x3.after` follows them."""
+    padded = _backward_padded(head_dim, features)
     parts = _parts(padded, features, capability)
     tile = BACKWARD_TILES[architecture(capability).tiles][padded]
     block_m, block_n, _, num_stages = tile
@@ -283,6 +281,11 @@ def _parts(head_dim: int, features: Features, capability: Capability) -> int:
     """Turing has no TF32, and wide heads have no registers for it in ptxas's schedule."""
     tf32 = features.tf32 and architecture(capability).mma >= 80 and head_dim <= MAX_TF32_HEAD_DIM
     return 1 if tf32 else 2
+
+
+def _backward_padded(head_dim: int, features: Features) -> int:
+    """The kernels for CUDA cores add to the same accumulator of dQ, so both have one head dim."""
+    return max(_padded(head_dim), simt.backward_head_dim(head_dim, features))
 
 
 def _padded(head_dim: int) -> int:

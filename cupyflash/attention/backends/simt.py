@@ -15,9 +15,10 @@ from ..problem import KEY_MASK, Access, Features
 from .config import AttentionKernel, FlashBwdPreprocess, FlashBwdSinks
 
 structs = header("attention/params.cuh")
+_postprocess = header("attention/flash_bwd_postprocess_simt.cu")
 
 MIN_CAPABILITY = (6, 0)
-HEAD_DIMS = (32, 64, 128, 192, 256)  # sizes of the accumulators; others are rounded up
+HEAD_DIMS = (32, 64, 128, 256)  # sizes of the accumulators; others are rounded up
 THREADS = header("attention/simt_tile.cuh").SIMT_THREADS
 SWITCHES = ("softcap", "alibi", "bias", "dropout")  # of the features: template parameters
 PACKED = ()  # packed sequences need no kernel of their own
@@ -35,6 +36,7 @@ class FlashFwdSimt(AttentionKernel):
     dtype: str
     head_dim: int
     block_m: int
+    block_n: int
     softcap: bool
     alibi: bool
     bias: int
@@ -42,10 +44,10 @@ class FlashFwdSimt(AttentionKernel):
 
 
 @dataclasses.dataclass(frozen=True)
-class FlashBwdDkdvSimt(AttentionKernel):
-    """Backward, dK and dV: a block computes ``block_n`` keys of one key head."""
+class FlashBwdSimt(AttentionKernel):
+    """Backward: a block computes dK and dV of ``block_n`` keys and adds its share to dQ."""
 
-    source: ClassVar[str] = "attention/flash_bwd_dkdv_simt.cu"
+    source: ClassVar[str] = "attention/flash_bwd_simt.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
     tiles_of: ClassVar[str] = "k"
     threads: ClassVar[int] = THREADS
@@ -61,21 +63,16 @@ class FlashBwdDkdvSimt(AttentionKernel):
 
 
 @dataclasses.dataclass(frozen=True)
-class FlashBwdDqSimt(AttentionKernel):
-    """Backward, dQ: a block computes ``block_m`` query rows of one head."""
+class FlashBwdPostprocessSimt(AttentionKernel):
+    """Backward, last: dQ from its float32 accumulator."""
 
-    source: ClassVar[str] = "attention/flash_bwd_dq_simt.cu"
+    source: ClassVar[str] = "attention/flash_bwd_postprocess_simt.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
-    threads: ClassVar[int] = THREADS
-    key_mask_header: ClassVar[str] = "attention/simt_key_mask.cuh"
+    threads: ClassVar[int] = _postprocess.THREADS
+    block_m: ClassVar[int] = _postprocess.BLOCK_M
 
     dtype: str
     head_dim: int
-    block_m: int
-    softcap: bool
-    alibi: bool
-    bias: int
-    dropout: bool
 
 
 def supports(
@@ -94,28 +91,32 @@ def supports(
 def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSimt:
     """The forward kernel; the same for every GPU."""
     padded = _padded(head_dim)
-    # 16-bit loads take a few registers more, and 64 rows x 256 columns leave none; nor do 64 x 128
-    # for a bias or dropout.
-    widest = 64 if features.bias or features.dropout else 256 if dtype == "float32" else 192
-    block_m = 64 if padded <= widest else 32
-    return FlashFwdSimt(dtype, padded, block_m, *features.with_bool_mask.switches)
+    tile = (128, 64) if padded < 128 else (64, 128) if padded == 128 else (64, 64)
+    if padded > 32 and (features.bias or features.dropout):  # they need registers
+        tile = (64, 64) if padded <= 128 else (64, 32)
+    return FlashFwdSimt(dtype, padded, *tile, *features.with_bool_mask.switches)
 
 
 def backward(
     dtype: str, head_dim: int, features: Features, capability: Capability
-) -> tuple[FlashBwdPreprocess, FlashBwdDkdvSimt, FlashBwdDqSimt]:
+) -> tuple[FlashBwdPreprocess, FlashBwdSimt, FlashBwdPostprocessSimt]:
     """The backward kernels in launch order; the same for every GPU."""
-    padded, switches = _padded(head_dim), features.with_bool_mask.switches
-    # Two accumulators of 64 rows x 192 columns are more than the registers of 128 threads; those of
-    # 128 columns leave none for the derivative of the softcap, ALiBi, bias and dropout; nor does
-    # one of 192 columns for the last two.
-    block_n = 64 if padded <= (64 if any(switches) else 128) else 32
-    block_m = 64 if padded <= (128 if features.bias or features.dropout else 256) else 32
+    padded, switches = backward_head_dim(head_dim, features), features.with_bool_mask.switches
+    # Two accumulators of 64 keys x 128 columns leave no registers for the other tiles; those of 64
+    # columns leave none for the weights that softcap and dropout keep.
+    block_n = 64 if padded <= (32 if features.softcap or features.dropout else 64) else 32
     return (
-        FlashBwdPreprocess(dtype, accum_dim=0),
-        FlashBwdDkdvSimt(dtype, padded, block_n, *switches),
-        FlashBwdDqSimt(dtype, padded, block_m, *switches),
+        FlashBwdPreprocess(dtype, accum_dim=padded),
+        FlashBwdSimt(dtype, padded, block_n, *switches),
+        FlashBwdPostprocessSimt(dtype, padded),
     )
+
+
+def backward_head_dim(head_dim: int, features: Features) -> int:
+    """The head dim of the accumulators of the backward."""
+    # With 32 columns the derivatives of the softcap do not fit, which a bias gradient needs.
+    narrowest = 64 if features.softcap and features.bias else 32
+    return max(narrowest, _padded(head_dim))
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
@@ -125,7 +126,9 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     yield FlashBwdSinks()
     both = (False, True)
     for dtype in ITEM_SIZE:
-        yield FlashBwdPreprocess(dtype, accum_dim=0)
+        for head_dim in HEAD_DIMS:
+            yield FlashBwdPreprocess(dtype, accum_dim=head_dim)
+            yield FlashBwdPostprocessSimt(dtype, head_dim)
         biases = [0, 1, 2, KEY_MASK + 1]
         if dtype != "float32":  # there it is the dtype of q
             biases += [3, KEY_MASK + 2]
@@ -133,7 +136,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
             features = Features(**dict(zip(SWITCHES, values)))
             problem = (dtype, head_dim, features, capability)
             yield forward(*problem)
-            yield from backward(*problem)[1:]
+            yield backward(*problem)[1]
 
 
 def _padded(head_dim: int) -> int:
