@@ -50,16 +50,16 @@ def test_shared_memory(tile):
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=EPILOGUES)
-def test_boxes_fill_a_stage(epilogue):
+def test_tiles_fill_a_stage(epilogue):
     """A block and its cluster load each row of x and of the weights once."""
     for tile in TILES:
         if not tile.fits(epilogue):
             continue
         config = configuration("float16", tile, epilogue)
-        boxes = config.boxes
-        assert max(boxes.values()) <= 256 and boxes["x"] == boxes["residual"] == tile.block_m
+        rows = config.map_rows
+        assert max(rows.values()) <= 256 and rows["x"] == rows["residual"] == tile.block_m
         loads = 2 if tile.cluster == 2 or epilogue.gated else 1
-        assert boxes["weight"] == boxes["gate_weight"] == tile.block_n // loads
+        assert rows["weight"] == rows["gate_weight"] == tile.block_n // loads
         assert config.tile == tile and config.epilogue == epilogue
 
 

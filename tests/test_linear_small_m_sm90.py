@@ -107,11 +107,11 @@ def test_every_choice_is_listed(rows, kind):
     assert list(small_m_sm90_kernels.configurations((8, 0))) == []
 
 
-def test_boxes_fill_a_stage():
+def test_tiles_fill_a_stage():
     for config in small_m_sm90_kernels.configurations((9, 0)):
-        boxes = config.boxes
-        assert boxes["x"] == config.rows and boxes["weight"] == boxes["gate_weight"]
-        assert boxes["weight"] == 64 // (1 + config.gated + config.rotary)
+        rows = config.map_rows
+        assert rows["x"] == config.rows and rows["weight"] == rows["gate_weight"]
+        assert rows["weight"] == 64 // (1 + config.gated + config.rotary)
         assert config.grid(5, 130, 132) == (5 if config.gated else 3) * config.cluster
         assert config.grid(5, 130, 2) == (2 if config.cluster == 1 else config.grid(5, 130, 132))
 

@@ -258,8 +258,8 @@ class LinearLaunch(Launch):
         super().__init__(config, device, grid, params)
         self.tail += self.behind
         names = call_fields(params)
-        self.mapped = operator.itemgetter(*(names.index(name) for name in config.boxes))
-        specs = [tensor_map(config, name, params) for name in config.boxes]
+        self.mapped = operator.itemgetter(*(names.index(name) for name in config.map_rows))
+        specs = [tensor_map(config, name, params) for name in config.map_rows]
         self.maps = TensorMaps(specs, device)
 
     def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
@@ -297,4 +297,4 @@ def tensor_map(
     # The stride of a single row does not matter, but it must be valid.
     step = (stride if height > 1 else width) * ITEM_SIZE[config.dtype]
     dims, steps = (width, height, 1, 1), (step, step, step)
-    return TensorMapSpec(config.dtype, dims, steps, config.boxes[name])
+    return TensorMapSpec(config.dtype, dims, steps, config.map_rows[name])

@@ -18,10 +18,10 @@ structs = header("linear/params.cuh")
 
 WARPGROUP = header("ptx/warpgroup.cuh").WARPGROUP  # threads
 BLOCK_K = 64  # depth of a step: 128 bytes, the widest box of a tensor map
-OUT_BOX_ROWS = 16  # rows of out that a warp stores at a time
+OUT_TILE_ROWS = 16  # rows of out that a warp stores at a time
 ALIGNMENT = 8  # elements: tensor maps want addresses and strides that are multiples of 16 bytes
 MAX_ROWS = 2**31 - 512  # the last tile of a cluster must not end beyond 2^31
-OUT_BUFFERS = 8 * 2 * OUT_BOX_ROWS * 64 * 2  # bytes: two buffers for each warp of the consumers
+OUT_BUFFERS = 8 * 2 * OUT_TILE_ROWS * 64 * 2  # bytes: two buffers for each warp of the consumers
 
 # `Tile.clocks` models the time in clocks of a multiprocessor, of which each has
 TENSOR_FLOPS = 3200  # measured; 4096 are the peak, which is not held at full power
@@ -164,15 +164,15 @@ class LinearSm90(KernelConfig):
         return Epilogue(self.activation, self.gated, self.residual, rotary)
 
     @property
-    def boxes(self) -> dict[str, int]:
-        """Rows of a box of each tensor map."""
+    def map_rows(self) -> dict[str, int]:
+        """Rows of a TMA tile, for each tensor map."""
         weights = self.block_n // 2 if self.gated or self.cluster == 2 else self.block_n
         return {
             "x": self.block_m,
             "weight": weights,
             "gate_weight": weights,
             "residual": self.block_m,
-            "out": OUT_BOX_ROWS,
+            "out": OUT_TILE_ROWS,
         }
 
     def grid(self, rows: int, columns: int, multiprocessors: int) -> int:

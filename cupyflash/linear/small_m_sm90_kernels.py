@@ -70,8 +70,8 @@ class LinearSmallMSm90(KernelConfig):
         return FEATURES // 2 if self.gated else FEATURES
 
     @property
-    def boxes(self) -> dict[str, int]:
-        """Rows of a box of each tensor map."""
+    def map_rows(self) -> dict[str, int]:
+        """Rows of a TMA tile, for each tensor map."""
         half = FEATURES // (1 + (self.gated or self.rotary))
         return {"x": self.rows, "weight": half, "gate_weight": half}
 
