@@ -52,12 +52,11 @@ FORWARD_TILES = {
         128: (64, 16, 4),
     },
 }
-# head dim: block_m, block_n, num_warps, num_stages
+# head dim: block_m, block_n, num_warps, num_stages; head dims of simt
 BACKWARD_TILES = {
     "large": {
         32: (64, 128, 8, 2),
         64: (64, 64, 8, 2),
-        96: (64, 64, 8, 1),
         128: (64, 64, 8, 1),
     },
     "small": {
@@ -67,7 +66,6 @@ BACKWARD_TILES = {
     "turing": {
         32: (64, 32, 4, 1),
         64: (32, 32, 4, 1),
-        96: (32, 32, 4, 1),
     },
 }
 for table in (FORWARD_TILES, BACKWARD_TILES):
