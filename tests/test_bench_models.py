@@ -164,6 +164,7 @@ def test_sdpa_takes_windows_and_packed_sequences(run):
         ({"window": (2, 1)}, True, near.tril()),
     ]:
         out, expected = math.load(**options)(q, k, v, causal), math.load(bias=mask)(q, k, v, False)
+        # torch's own attention twice, by two ways to give it the mask.
         torch.testing.assert_close(out, expected)
     for wrong in ({"lengths": (4, 2), "window": (2, 1)}, {"sinks": q}):
         with pytest.raises(NotImplementedError):

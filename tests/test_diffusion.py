@@ -186,6 +186,7 @@ def test_ddim_without_noise_recovers_the_sample(target):
     predicted = stored(target, noise, "float32")
     for i in range(sampler.num_steps):
         x = sampler.step(x, predicted, i)
+    # Not a formula in another precision but an identity; float32 rounds at each step.
     numpy.testing.assert_allclose(to_numpy64(x), sample, atol=2e-3)
 
 
@@ -216,6 +217,7 @@ def test_ddim_with_eta_1_is_ddpm_of_all_steps():
             )
             for s in (ddpm, ddim)
         )
+        # Both in float64, from coefficients that are stored in float32.
         numpy.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * numpy.abs(a).max())
 
 
@@ -241,6 +243,7 @@ def test_embeddings(target):
     for i, t in enumerate(sampler.timesteps):
         angles = [t / 10000 ** (k / 7) for k in range(8)]
         exact = numpy.concatenate([numpy.sin(angles), numpy.cos(angles)])
+        # Values of at most 1, stored in float32.
         numpy.testing.assert_allclose(to_numpy64(table[i]), exact, atol=1e-6)
     assert sampler.embeddings(16, like=like) is table
     swapped = sampler.embeddings(16, like=like, cos_first=True)

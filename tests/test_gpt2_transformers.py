@@ -173,4 +173,5 @@ def check_same(folder, model):
     (given,) = prompts(30, vocabulary=100)
     (found,) = Gpt2.from_folder(folder, device="cpu").logits([given])
     expected = theirs(model, [given])[0]
+    # Whether the right weights were loaded; `check_logits` compares with float64.
     numpy.testing.assert_allclose(found, expected, atol=2e-5 * abs(expected).max())

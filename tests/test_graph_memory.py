@@ -125,6 +125,7 @@ def test_replays_leave_other_memory_alone(make):
         graphs[0].launch(stream)
         stream.synchronize()
         for x, right in zip(results, wanted, strict=True):
+            # Both are results of these kernels: the question is whether they are overwritten.
             assert cupy.allclose(x.astype("float32"), right.astype("float32"), atol=2.0**-7)
         assert all((x == 77).all() for x in others)
 

@@ -353,6 +353,7 @@ def test_autograd_of_h_alone(target):
     x, _, _, residual = leaves
     found = torch.autograd.grad(norm_of(*leaves)[1], (x, residual), dh)
     right = (dh.double().cpu() * torch.from_numpy(factors(0.3, tuple(x.shape)))).to(x.dtype)
+    # `right` is exact but for its last rounding, so one last place of float16 is the bound.
     torch.testing.assert_close(found[0].cpu(), right, rtol=2**-10, atol=0)
     assert (found[1] == dh).all()
     (of_sum,) = torch.autograd.grad(norm_of(*leaves)[1].sum(), x)  # an expanded gradient
@@ -574,6 +575,7 @@ def test_the_detour_of_a_gpu(monkeypatch):
             right = dispatch.forward("f", library, given, options)
             for ours, wanted in zip(found, right, strict=True):
                 assert ours.dtype == wanted.dtype and ours.stride() == wanted.stride()
+                # Both are the reference; what a detour copies and pads may round a sum otherwise.
                 torch.testing.assert_close(ours, wanted, rtol=2**-10, atol=1e-5)
             copying = dropout._copying("f", library, views, 0.3)
             assert (copying is not None) == permuted

@@ -54,6 +54,7 @@ def test_minus_infinity_is_no_sink(target):
     results, plain = (forward_backward(inputs, **options) for options in ({"sinks": sinks}, {}))
     assert (to_float64(results.pop("dsinks")) == 0).all()
     for name, x in plain.items():
+        # The same weights by other kernels; other tests compare both with float64.
         numpy.testing.assert_allclose(
             *(y.get() if hasattr(y, "get") else y for y in map(to_float64, (results[name], x))),
             rtol=1e-3, atol=1e-3, err_msg=name,

@@ -173,6 +173,7 @@ def test_stack_is_its_blocks(target):
     out, x = p.stack()(p.x, p.k_cache, p.v_cache, p.lengths), q.x
     for block, keys, values in zip(q.blocks, q.k_cache, q.v_cache):
         x = transformer_block(x, block, keys, values, q.lengths, heads=case.heads)
+    # Both are compared with float64 in other tests: here that the stack is these blocks.
     numpy.testing.assert_allclose(to_numpy64(out), to_numpy64(x), rtol=0, atol=2e-5)
     for mine, theirs in ((p.k_cache, q.k_cache), (p.v_cache, q.v_cache)):
         a, b = to_numpy64(mine), to_numpy64(theirs)

@@ -202,6 +202,7 @@ def test_packed_sequences_with_sinks(device):
         integration.attention(module, *(x[:, :, a:b] for x in (q, k, v)), None, **options)[0]
         for a, b in zip(starts, starts[1:])
     ]
+    # Our kernels or reference in both: a key of a neighbouring sequence differs by far more.
     torch.testing.assert_close(out, torch.cat(alone, dim=1))
 
 
@@ -306,6 +307,7 @@ def test_mask_is_its_bool_tensor(window, causal, seqlens, padding, device):
     assert dense.shape == mask.shape
     exact, _ = integration.attention(module, q, k, v, dense)
     counts = dense.any(3)[:, 0] & tokens[:, kv_length - q_length :].to(device)
+    # Our kernels or reference in both: one key more or less differs by far more than rounding.
     torch.testing.assert_close(out[counts], exact[counts])
 
 
@@ -340,6 +342,7 @@ def test_own_mask_of_rank_4(device):
             model(**to({**inputs, "attention_mask": mask}, device)).logits
             for mask in (visible, additive)
         )
+    # The same model twice; `check_beside_eager` compares it with theirs.
     torch.testing.assert_close(first, second)
 
 
@@ -368,6 +371,7 @@ def test_gradient_checkpointing(device):
             model.gradient_checkpointing_enable()
         gradients.append(results(model, inputs))
     for name, x in gradients[0].items():
+        # The same operations, computed twice: nothing but their order may differ.
         torch.testing.assert_close(gradients[1][name], x)
 
 
