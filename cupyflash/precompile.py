@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 from . import environment, jit
-from .attention.backends import BACKENDS, simt
+from .attention.backends import BACKENDS, in_order, simt
 from .attention.backends.config import FlashBwdSinks
 from .attention.problem import Access, Features
 from .baselines import baselines
@@ -37,6 +37,14 @@ ALL_HEAD_DIMS = tuple(range(8, 257, 8))
 COMMON_HEAD_DIMS = (64, 96, 128, 256)
 COMMON_DTYPES = ("float16", "bfloat16")
 COMMON_TOPICS = ("norm", "decode")
+# The lengths of sequences that kernels of attention are picked by, as fields of `Features`.
+LENGTHS = (
+    {},
+    {"short": True},
+    {"short": True, "fits_128": True},
+    {"short": True, "few_keys": True},
+    {"short": True, "few_keys": True, "one_tile": True, "one_pass": True},
+)
 
 
 def warmup(
@@ -172,13 +180,17 @@ def _attention(
     """The kernels of attention; of the first backend that can compute it if names is None."""
     switches = (False, True) if everything else (False,)
     both = (False, True)
-    features = itertools.starmap(Features, itertools.product(switches, switches, both, both))
+    features = [
+        Features(*values, **lengths)
+        for *values, lengths in itertools.product(switches, switches, both, LENGTHS)
+    ]
     for dtype, head_dim, feature in itertools.product(dtypes, head_dims, features):
         problem = (dtype, head_dim, feature, capability)
         for backward in both:
+            ordered = in_order(head_dim, feature, capability, backward=backward)
             serving = [
                 BACKENDS[name]
-                for name in (BACKENDS if names is None else names)
+                for name in (ordered if names is None else names)
                 if BACKENDS[name].supports(
                     dtype, head_dim, Access.TENSOR_MAP, feature, capability, backward=backward
                 )

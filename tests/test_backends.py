@@ -43,6 +43,34 @@ def test_hopper_has_a_backend_of_its_own(dtype, backward):
     assert chosen(dtype, access=ELEMENT, backward=backward) == "simt"
 
 
+ONE_TILE = Features(short=True, few_keys=True, one_tile=True, one_pass=True)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_sequences_of_one_tile_run_on_smaller_tiles_on_hopper(backward):
+    assert chosen("float16", 64, features=ONE_TILE, backward=backward) == "sm80"
+    assert chosen("float16", 64, features=ONE_TILE, backward=backward, forced="sm90") == "sm90"
+    above = 72 if backward else 136
+    assert chosen("float16", above, features=ONE_TILE, backward=backward) == "sm90"
+    assert chosen("float16", access=ELEMENT, features=ONE_TILE, backward=backward) == "simt"
+
+
+def test_one_kernel_computes_the_backward_of_short_sequences():
+    names = {
+        name: [config.name for config in BACKENDS["sm80"].backward("float16", 32, features, (8, 0))]
+        for name, features in {
+            "plain": ONE_TILE,
+            "bias": ONE_TILE._replace(bias=1),
+            "groups": ONE_TILE._replace(one_pass=False),
+            "softcap": ONE_TILE._replace(softcap=True),
+            "dropout": ONE_TILE._replace(dropout=True),
+        }.items()
+    }
+    assert names["plain"] == names["bias"] == ["flash_bwd_short_sm80"]
+    assert all("flash_bwd_sm80" in names[x] for x in ("groups", "softcap", "dropout"))
+    assert chosen("float16", features=ONE_TILE._replace(one_pass=False), backward=True) == "sm90"
+
+
 def test_what_tensor_cores_cannot_take_runs_on_simt():
     assert chosen("float16", access=ELEMENT) == "simt"
     assert chosen("float16", capability=(7, 0)) == "simt"

@@ -323,10 +323,10 @@ def test_warmup_compiles_by_default_what_defaults_pick(monkeypatch, arch):
     capability = precompile.capability_of(arch)
     tasks = {config for config, _ in tasks_of(f"--arch {arch}", monkeypatch)}
     assert len(tasks) < 250 and pool.forecast([(x, arch) for x in tasks], 1) < 180
-    for dtype, head_dim, masked, short, backward in itertools.product(
-        ("float16", "bfloat16"), (64, 80, 128, 256), *[(False, True)] * 3
+    for dtype, head_dim, masked, backward, lengths in itertools.product(
+        ("float16", "bfloat16"), (64, 80, 128, 256), *[(False, True)] * 2, precompile.LENGTHS
     ):
-        features = Features(masked=masked, short=short)
+        features = Features(masked=masked, **lengths)
         problem = dtype, head_dim, Access.TENSOR_MAP, features, capability
         backend = backends.choose("test", None, *problem, backward=backward)
         arguments = dtype, head_dim, features, capability

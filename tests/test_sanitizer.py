@@ -28,6 +28,14 @@ with environment.override(backend=backend):
         for deterministic in (False, True):
             cupyflash.attention_backward(x.dout, x.q, x.k, x.v, out, lse,
                                          deterministic=deterministic, **options)
+    # Heads of 32 columns; sequences of one tile, and a bias that they share.
+    for seqlen_q, seqlen_k, head_dim in ((70, 150, 32), (49, 49, 32), (33, 64, 64)):
+        x = make_inputs("cupy", dtype, batch=3, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=2,
+                        head_dim=head_dim)
+        for bias in (None, cupy.ones((2, seqlen_q, seqlen_k), "float32")):
+            out, lse = cupyflash.attention(x.q, x.k, x.v, bias=bias, return_lse=True)
+            cupyflash.attention_backward(x.dout, x.q, x.k, x.v, out, lse, bias=bias,
+                                         bias_grad=bias is not None)
     # Few queries, whose keys blocks share; packed sequences; a bias, sinks and dropout.
     x = make_inputs("cupy", dtype, batch=1, seqlen_q=20, seqlen_k=1200, heads_q=2, head_dim=128)
     cupyflash.attention(x.q, x.k, x.v)

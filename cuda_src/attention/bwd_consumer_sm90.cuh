@@ -35,17 +35,18 @@ struct BwdLayout {
   static constexpr int STAGES = STAGES_;
   static constexpr int GROUPS = BLOCK_N / 64;  // consumer warpgroups
   static constexpr int CONSUMERS = GROUPS * WARPGROUP;
-  using TileKV = SmemTile<BLOCK_N, round_up(HEAD_DIM, 64)>;
-  using TileQ = SmemTile<BLOCK_M, round_up(HEAD_DIM, 64)>;
+  using TileKV = SmemTile<BLOCK_N, tile_columns(HEAD_DIM)>;
+  using TileQ = SmemTile<BLOCK_M, tile_columns(HEAD_DIM)>;
   using TileS = SmemTile<BLOCK_M, BLOCK_N>;
   using TileBias = SmemTile<BLOCK_M, 64>;
   static constexpr bool HAS_BIAS_TILES = Options::BIAS == BiasKind::DTYPE_OF_Q_BY_TMA;
-  // Each warpgroup computes a part of dQ: 64 of its rows, or 64 or 32 of its columns.
+  // Each warpgroup computes a part of dQ: 64 of its rows, or 64 of its columns, or its share of 64
+  // or fewer.
   static constexpr bool SPLIT_ROWS = BLOCK_M == 64 * GROUPS;
-  static constexpr int DQ_COLS = HEAD_DIM > 64 || SPLIT_ROWS ? 64 : 64 / GROUPS;
+  static constexpr int DQ_COLS = HEAD_DIM > 64 ? 64 : SPLIT_ROWS ? HEAD_DIM : HEAD_DIM / GROUPS;
   static constexpr int DQ_PART = 64 * DQ_COLS;  // floats
   static constexpr int DQ_BYTES = GROUPS * DQ_PART * sizeof(float);
-  static_assert(SPLIT_ROWS ? HEAD_DIM == 64 : BLOCK_M == 64 && HEAD_DIM <= GROUPS * 64,
+  static_assert(SPLIT_ROWS ? HEAD_DIM <= 64 : BLOCK_M == 64 && HEAD_DIM <= GROUPS * 64,
                 "dQ has one part a warpgroup");
 
   // Whether lse_log2 and delta are read before S is issued. Afterwards the products of both
@@ -53,8 +54,9 @@ struct BwdLayout {
   // ahead need registers, which the options of a score, or more rows, do not leave.
   static constexpr bool CONSTANTS_AHEAD = BLOCK_M == 64 && Options::NONE;
   // Whether S of a query tile is issued while dK of the previous one is computed. Only plain scores
-  // at head dim 64 leave enough registers.
-  static constexpr bool OVERLAPPED = HEAD_DIM == 64 && Options::NONE;
+  // at head dims up to 64 leave enough registers.
+  static constexpr bool OVERLAPPED = HEAD_DIM <= 64 && Options::NONE;
+  static_assert(!(OVERLAPPED && CONSTANTS_AHEAD), "overlapped steps do not read constants ahead");
 
   static constexpr int V_OFFSET = TileKV::BYTES;
   static constexpr int Q_OFFSET = V_OFFSET + TileKV::BYTES;

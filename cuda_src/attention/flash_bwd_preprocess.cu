@@ -19,8 +19,8 @@
 #include "../common/pack.cuh"
 #include "../ptx/math.cuh"
 #include "block_info.cuh"
+#include "row_constants.cuh"
 
-constexpr float HUGE_LSE = 0x1p24f;
 constexpr int WARPS = 4;
 constexpr int ROWS_PER_WARP = 8;
 constexpr int ROWS_PER_BLOCK = WARPS * ROWS_PER_WARP;
@@ -130,8 +130,7 @@ __global__ void __launch_bounds__(WARPS * 32) flash_bwd_preprocess(const FlashBw
 
   // ---- write the rows' constants ----
   if (own < L::ROWS) {
-    const float lse_log2 = fabsf(lse) < HUGE_LSE ? lse * LOG2E : QUIET_NAN;
-    params.lse_log2[accum_row + row + own] = lse == -INF ? INF : lse_log2;
-    params.delta[accum_row + row + own] = lse == -INF ? 0.0f : delta - dlse;
+    params.lse_log2[accum_row + row + own] = row_lse_log2(lse);
+    params.delta[accum_row + row + own] = row_delta(lse, delta, dlse);
   }
 }

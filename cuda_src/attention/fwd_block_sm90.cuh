@@ -60,8 +60,8 @@ struct FwdLayout {
   static constexpr int Q_STAGES = Q_STAGES_;
   static constexpr int KV_STAGES = KV_STAGES_;
   static constexpr int GROUPS = BLOCK_M / 64;  // consumer warpgroups
-  using TileQ = SmemTile<BLOCK_M, round_up(HEAD_DIM, 64)>;
-  using TileKV = SmemTile<BLOCK_N, round_up(HEAD_DIM, 64)>;
+  using TileQ = SmemTile<BLOCK_M, tile_columns(HEAD_DIM)>;
+  using TileKV = SmemTile<BLOCK_N, tile_columns(HEAD_DIM)>;
   static constexpr bool HAS_BIAS = BIAS == BiasKind::DTYPE_OF_Q_BY_TMA;
   using TileBias = SmemTile<64, round_up(BLOCK_N, 64)>;
   static constexpr int K_OFFSET = Q_STAGES * TileQ::BYTES;
@@ -69,7 +69,7 @@ struct FwdLayout {
   static constexpr int BIAS_OFFSET = V_OFFSET + KV_STAGES * TileKV::BYTES;
   static constexpr int BYTES = BIAS_OFFSET + (HAS_BIAS ? GROUPS * TileBias::BYTES : 0);
 
-  // The address of 64 rows and 64 columns of Q, or of the O that takes its place.
+  // The address of 64 rows of a column block of Q, or of the O that takes its place.
   __device__ static uint32_t q_address(uint32_t smem, int stage, int group, int block) {
     return smem + stage * TileQ::BYTES + block * TileQ::BLOCK_BYTES + group * 64 * TileQ::ROW_BYTES;
   }

@@ -3,6 +3,9 @@
 #include "../ptx/tma.cuh"
 #include "block_info.cuh"
 
+// Columns of a tile of a head in shared memory: one TMA tile of 32, or whole ones of 64.
+constexpr int tile_columns(int head_dim) { return head_dim <= 32 ? 32 : round_up(head_dim, 64); }
+
 // The tensor maps in front of FlashFwdSm90Params and FlashBwdSm90Params, in their order.
 enum class RowsMap { Q, K, V, OUT, DOUT = OUT };
 

@@ -1,5 +1,5 @@
-// Matrix products of one warpgroup on wgmma. Operand A lies in a SmemTile (128-byte swizzle) or in
-// registers, operand B in a SmemTile.
+// Matrix products of one warpgroup on wgmma. Operand A lies in a SmemTile or in registers, operand
+// B in a SmemTile.
 //
 // An operand is named by how it lies in shared memory, as in warp_gemm.cuh: a row operand has the
 // summation index k along the rows of the tile (contiguous), a column operand has k running down
@@ -13,30 +13,29 @@
 // An operand of the rows of the tile from `row` on (a multiple of 8); k runs along them.
 template <class Tile>
 struct WgRowOperand {
-  static_assert(Tile::BLOCK_COLS == 64, "column blocks of 128 bytes");
   static constexpr int TRANSPOSED = 0;
   uint64_t descriptor;
 
   __device__ WgRowOperand(uint32_t smem, int row)
-      : descriptor(wgmma_descriptor(smem + row * Tile::ROW_BYTES, 0)) {}
+      : descriptor(wgmma_descriptor<Tile::ROW_BYTES>(smem + row * Tile::ROW_BYTES, 0)) {}
 
-  // The descriptor of step k, which is 16 columns. Inside a 64-column block it may simply be
-  // advanced, because the hardware applies the swizzle after the addition.
+  // The descriptor of step k, which is 16 columns. Inside a column block it may simply be advanced,
+  // because the hardware applies the swizzle after the addition.
   __device__ uint64_t at(int k) const {
-    return descriptor + (k / 4 * Tile::ROWS * Tile::ROW_BYTES + k % 4 * 32) / 16;
+    constexpr int STEPS = Tile::BLOCK_COLS / 16;
+    return descriptor + (k / STEPS * Tile::BLOCK_BYTES + k % STEPS * 32) / 16;
   }
 };
 
-// An operand of the columns of the tile from 64 * col_block on; k runs down the rows.
+// An operand of the columns of the tile from a column block on; k runs down the rows.
 template <class Tile>
 struct WgColumnOperand {
-  static_assert(Tile::BLOCK_COLS == 64, "column blocks of 128 bytes");
   static constexpr int TRANSPOSED = 1;
-  static constexpr int BLOCK_BYTES = Tile::ROWS * Tile::ROW_BYTES;
   uint64_t descriptor;
 
   __device__ WgColumnOperand(uint32_t smem, int col_block)
-      : descriptor(wgmma_descriptor(smem + col_block * BLOCK_BYTES, BLOCK_BYTES)) {}
+      : descriptor(wgmma_descriptor<Tile::ROW_BYTES>(smem + col_block * Tile::BLOCK_BYTES,
+                                                     Tile::BLOCK_BYTES)) {}
 
   // The descriptor of step k, which is 16 rows.
   __device__ uint64_t at(int k) const { return descriptor + k * 16 * Tile::ROW_BYTES / 16; }

@@ -42,14 +42,16 @@ __device__ __forceinline__ void pin(uint32_t (&a)[K][4]) {
   }
 }
 
-// The matrix descriptor of an operand at a shared address. Its tile has the 128-byte swizzle and is
-// aligned to 1024 bytes. Eight rows of 128 bytes form an atom, and atoms follow each other down the
-// rows. For an operand that lies transposed (its k index runs down the rows), leading_bytes is the
-// distance to the next 64 columns; otherwise it is not used.
+// The matrix descriptor of an operand at a shared address. Its tile has rows of 128 or 64 bytes and
+// the swizzle of that length. Eight rows form an atom, which is aligned to its size, and atoms
+// follow each other down the rows. For an operand that lies transposed (its k index runs down the
+// rows), leading_bytes is the distance to the next ROW_BYTES of columns; otherwise it is not used.
+template <int ROW_BYTES>
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t leading_bytes) {
-  constexpr uint64_t SWIZZLE_128B = 1ull << 62;
-  constexpr uint64_t STRIDE_BYTES = 1024;
-  return SWIZZLE_128B | STRIDE_BYTES / 16 << 32 | uint64_t(leading_bytes / 16) << 16 |
+  static_assert(ROW_BYTES == 128 || ROW_BYTES == 64, "the swizzles of wgmma that tiles have");
+  constexpr uint64_t SWIZZLE = (ROW_BYTES == 128 ? 1ull : 2ull) << 62;
+  constexpr uint64_t STRIDE_BYTES = 8 * ROW_BYTES;
+  return SWIZZLE | STRIDE_BYTES / 16 << 32 | uint64_t(leading_bytes / 16) << 16 |
          (address / 16 & 0x3fff);
 }
 

@@ -18,8 +18,8 @@ from ..runtime.gpu import capability_of, multiprocessors
 from ..runtime.launch import Launch, call_fields
 from ..runtime.scratch import NULL, tile_counters
 from ..runtime.structs import header
-from ..runtime.tensor_map import TensorMaps, TensorMapSpec
-from .backends.sm90 import MAX_SPLITS, SEQUENCE_MAPS
+from ..runtime.tensor_map import BOX_COLUMNS, TensorMaps, TensorMapSpec
+from .backends.sm90 import MAX_SPLITS, SEQUENCE_MAPS, box_columns
 from .problem import Problem
 
 structs = header("attention/params.cuh")
@@ -59,9 +59,10 @@ class PersistentLaunch(Launch):
         super().__init__(config, problem.device, min(blocks, at_once), params)
         names = call_fields(params)
         self.mapped = operator.itemgetter(*(names.index(name) for name in config.boxes))
+        columns = min(BOX_COLUMNS, box_columns(config.head_dim))
         self.maps = TensorMaps(
             [
-                tensor_map(problem, name, getattr(params, f"{name}_strides"), rows)
+                tensor_map(problem, name, getattr(params, f"{name}_strides"), rows, columns)
                 for name, rows in config.boxes.items()
             ],
             problem.device,
@@ -272,7 +273,11 @@ def _no_counter(stream: Any) -> bytes:
 
 
 def tensor_map(
-    problem: Problem, name: str, strides: structs.Strides, box_rows: int
+    problem: Problem,
+    name: str,
+    strides: structs.Strides,
+    box_rows: int,
+    columns: int = BOX_COLUMNS,
 ) -> TensorMapSpec:
     """The map of a tensor of a problem whose access allows it; packed, a batch of one."""
     batch, rows, heads = sizes = problem.sizes(name)
@@ -282,7 +287,7 @@ def tensor_map(
     batch_step, row_step, head_step = (step * ITEM_SIZE[problem.dtype] for step in steps)
     # No dimension may be empty; of an empty tensor nothing is loaded.
     dims = (head_dim, max(1, rows), heads, batch)
-    return TensorMapSpec(problem.dtype, dims, (row_step, head_step, batch_step), box_rows)
+    return TensorMapSpec(problem.dtype, dims, (row_step, head_step, batch_step), box_rows, columns)
 
 
 def bias_map(problem: Problem, box_rows: int) -> TensorMapSpec:

@@ -35,6 +35,8 @@ class Access(enum.IntEnum):
 SHORT = 1536
 # For fewer rows, splitting the inputs takes longer than the products on CUDA cores (an H200).
 TINY = 256
+FEW_KEYS = 80
+ONE_TILE = 64  # queries, and keys, of the kernels for short sequences
 # The tensor-core kernels compute tanh with an absolute error near 1e-7, which the softcap
 # multiplies; beyond this one the error of a score would show in the weights of 16-bit results.
 MAX_FAST_SOFTCAP = 4096.0
@@ -52,6 +54,11 @@ class Features(NamedTuple):
         wide_softcap: the softcap is above `MAX_FAST_SOFTCAP`.
         tiny: no sequence has as many as `TINY` queries, or as many keys.
         tf32: products of float32 may have the accuracy of TF32.
+        fits_128: tiles of 128 queries have less padding than tiles of 192, by 5 % or more.
+        few_keys: no sequence has more than `FEW_KEYS` keys.
+        one_tile: no sequence has more than `ONE_TILE` queries or keys.
+        one_pass: one_tile, no query heads share a key head, and there are no sinks: one kernel can
+            compute the backward.
     """
 
     softcap: bool = False
@@ -64,6 +71,10 @@ class Features(NamedTuple):
     wide_softcap: bool = False
     tiny: bool = False
     tf32: bool = False
+    fits_128: bool = False
+    few_keys: bool = False
+    one_tile: bool = False
+    one_pass: bool = False
 
     @property
     def with_bool_mask(self) -> "Features":
@@ -160,6 +171,8 @@ class Problem:
         shape = self.shape
         extras = self.extras
         masked = min(shape.window_left, shape.window_right) < shape.seqlen_q + shape.seqlen_k
+        padded_to_128, padded_to_192 = (-(-shape.seqlen_q // n) * n for n in (128, 192))
+        one_tile = max(shape.seqlen_q, shape.seqlen_k) <= ONE_TILE
         return Features(
             softcap=shape.softcap > 0,
             alibi=extras.alibi_batch_stride is not None,
@@ -171,6 +184,10 @@ class Problem:
             wide_softcap=shape.softcap > MAX_FAST_SOFTCAP,
             tiny=min(shape.seqlen_q, shape.seqlen_k) < TINY,
             tf32=self.tf32,
+            fits_128=padded_to_128 < 0.95 * padded_to_192,
+            few_keys=shape.seqlen_k <= FEW_KEYS,
+            one_tile=one_tile,
+            one_pass=one_tile and shape.heads_q == shape.heads_kv and not extras.sinks,
         )
 
     @property

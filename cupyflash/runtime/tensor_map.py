@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ctypes import c_int, c_uint32, c_uint64, c_void_p
 
 from . import driver
+from .config import ITEM_SIZE
 from .structs import header
 
 structs = header("attention/params.cuh")
@@ -21,7 +22,8 @@ BOX_COLUMNS = 64  # 128 bytes, the widest tile with the 128-byte swizzle
 
 # Values of enumerations in cuda.h: CUtensorMapDataType, CUtensorMapInterleave, …
 _DTYPES = {"float32": 7, "float16": 6, "bfloat16": 9}
-_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
+_NONE, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 0
+_SWIZZLES = {64: 2, 128: 3}  # by the bytes of a row of the tile
 _ALIGNMENT = 64
 _ARGUMENT_TYPES = (c_void_p, c_int, c_uint32, *[c_void_p] * 5, *[c_int] * 4)
 
@@ -34,9 +36,9 @@ class TensorMapSpec:
         dims: columns (head_dim), rows, heads, batch.
         strides: strides of rows, heads and batch, in bytes.
         box_rows, box_columns: size of the tile that one copy moves ("box" in cuda.h).
-        swizzled: whether a tile has rows of 128 bytes in shared memory, with the 128-byte swizzle;
-            otherwise it has rows of any length, one after the other, and L2 reads no more than
-            these.
+        swizzled: whether a tile has rows of 64 or 128 bytes in shared memory, with the swizzle of
+            that length; otherwise it has rows of any length, one after the other, and L2 reads no
+            more than these.
     """
 
     dtype: str
@@ -67,7 +69,7 @@ class TensorMapSpec:
             (c_uint32 * 4)(self.box_columns, self.box_rows, 1, 1),
             (c_uint32 * 4)(1, 1, 1, 1),
             _NONE,  # interleaved
-            _SWIZZLE_128B if self.swizzled else _NONE,
+            _SWIZZLES[self.box_columns * ITEM_SIZE[self.dtype]] if self.swizzled else _NONE,
             _L2_PROMOTION_256B if self.swizzled else _NONE,
             _FILL_ZEROS,
         )

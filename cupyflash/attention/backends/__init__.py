@@ -7,6 +7,8 @@ A backend module has
 * ``backward(…)``, the configurations in launch order
 * ``PACKED``, the configurations that packed sequences need besides
 * ``configurations(capability)``, everything those two can return: for warm-up and tests
+
+and ``sm80`` says with ``is_faster()`` where it comes before those for newer GPUs.
 """
 
 from types import ModuleType
@@ -28,6 +30,15 @@ _ACCESS = {
 }
 
 
+def in_order(
+    head_dim: int, features: Features, capability: tuple[int, int], *, backward: bool
+) -> dict[str, ModuleType]:
+    """All backends, the fastest for such a problem first."""
+    if sm80.is_faster(head_dim, features, capability, backward=backward):
+        return {"sm80": sm80} | BACKENDS
+    return BACKENDS
+
+
 def choose(
     function: str,
     forced: str | None,
@@ -44,7 +55,9 @@ def choose(
     Raises:
         NotImplementedError: none does, or the forced one does not.
     """
-    candidates = BACKENDS if forced is None else {forced: BACKENDS.get(forced)}
+    candidates = {forced: BACKENDS.get(forced)}
+    if forced is None:
+        candidates = in_order(head_dim, features, capability, backward=backward)
     problem = (dtype, head_dim, access, features, capability)
     for name, backend in candidates.items():
         if name == "fp16x3" and not forced and not fp16x3.is_faster(features, capability):

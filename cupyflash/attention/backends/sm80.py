@@ -15,6 +15,7 @@ from ...runtime.config import KernelConfig
 from ...runtime.gpu import Capability, architecture
 from ...runtime.structs import header
 from ..problem import KEY_MASK, Access, Features
+from . import sm80_short
 from .config import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess
 
 structs = header("attention/params.cuh")
@@ -109,6 +110,8 @@ BACKWARD_TILES_SCORE = {64: (64, 128, 8, 2), 96: (64, 64, 8, 2), 128: (64, 64, 8
 # The gradient of a shared bias: block_m, block_n, step_m, num_warps. The first tile spills at head
 # dim 64 and on Turing.
 DBIAS_TILE, DBIAS_TILE_64 = (128, 96, 2, 12), (128, 64, 2, 8)
+# For sequences of at most 64 queries and keys (Turing has such tiles anyway).
+FORWARD_TILES_SHORT = dict.fromkeys((32, 64, 128), (64, 64, 4))
 
 # With a bias or dropout, whatever else: their addresses, values and random numbers need registers.
 FORWARD_TILES_BIAS = {
@@ -135,8 +138,16 @@ BACKWARD_TILES_BIAS = {
 }
 
 
+def takes_short_tiles(features: Features) -> bool:
+    """Whether the forward has the smallest tiles; a bias apart, options need more registers."""
+    plain = not (features.softcap or features.alibi or features.dropout)
+    return features.one_tile and plain and features.bias < KEY_MASK
+
+
 def forward_tiles(features: Features, capability: Capability) -> Tiles:
     """Head dim: (block_m, block_n, num_warps), for every head dim of the forward."""
+    if takes_short_tiles(features) and architecture(capability).tiles != "turing":
+        return forward_tiles(features._replace(one_tile=False), capability) | FORWARD_TILES_SHORT
     if features.bias or features.dropout:
         return FORWARD_TILES_BIAS[architecture(capability).tiles]
     tiles = FORWARD_TILES[architecture(capability).tiles]
@@ -266,6 +277,13 @@ def supports(
     return fits and access >= Access.VECTOR
 
 
+def is_faster(head_dim: int, features: Features, capability: Capability, *, backward: bool) -> bool:
+    """Whether it computes such a problem faster than the backends for newer GPUs do."""
+    if backward:
+        return sm80_short.supports_backward(head_dim, features, capability)
+    return takes_short_tiles(features) and _padded(head_dim) in FORWARD_TILES_SHORT
+
+
 def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSm80:
     """The forward kernel."""
     padded = _padded(head_dim)
@@ -279,8 +297,10 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
 
 def backward(
     dtype: str, head_dim: int, features: Features, capability: Capability
-) -> tuple[FlashBwdPreprocess, FlashBwdSm80, FlashBwdPostprocessSm80]:
+) -> tuple[KernelConfig, ...]:
     """The backward kernels in launch order."""
+    if sm80_short.supports_backward(head_dim, features, capability):
+        return sm80_short.backward(dtype, head_dim, features, capability)
     padded, arch = _padded(head_dim), architecture(capability).mma
     tile = backward_tiles(features, capability)[padded]
     block_m, block_n, num_warps, num_stages = tile
@@ -314,10 +334,11 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
         yield FlashBwdDbiasSum()
     seen = set()
     both = (False, True)
-    for dtype, head_dim, softcap, alibi, bias, dropout in itertools.product(
-        architecture(capability).mma_dtypes, HEAD_DIMS, both, both, BIASES, both
+    for dtype, head_dim, softcap, alibi, bias, dropout, one_tile in itertools.product(
+        architecture(capability).mma_dtypes, HEAD_DIMS, both, both, BIASES, both, both
     ):
-        features = Features(softcap, alibi, bias=bias, dropout=dropout)
+        options = {"bias": bias, "dropout": dropout, "one_tile": one_tile, "one_pass": one_tile}
+        features = Features(softcap, alibi, **options)
         problem = (dtype, head_dim, features, capability)
         kernels = [forward(*problem)]
         if supports(dtype, head_dim, Access.VECTOR, features, capability, backward=True):

@@ -22,17 +22,19 @@ structs = header("attention/params.cuh")
 
 # head dim: block_m, block_n, q_stages, kv_stages
 FORWARD_TILES = {
+    32: (192, 128, 2, 4),
     64: (192, 128, 2, 2),
     96: (128, 160, 2, 2),
     128: (128, 128, 2, 2),
     192: (128, 112, 1, 2),
     256: (128, 80, 1, 2),
 }
-# Smaller ones: where sequences are short, much of a large tile on a mask's diagonal is wasted; and
-# softcap and ALiBi need more registers than a third of the file.
-FORWARD_TILES_LOW = {64: (128, 128, 2, 3), 256: (128, 64, 1, 2)}
+# Smaller ones: where sequences are short, a large tile wastes much on a mask's diagonal or behind
+# the last query; and softcap and ALiBi need more registers than a third of the file.
+FORWARD_TILES_LOW = {32: (128, 128, 2, 4), 64: (128, 128, 2, 3), 256: (128, 64, 1, 2)}
 # And a bias more still.
 FORWARD_TILES_BIAS = {
+    32: (128, 80, 2, 4),
     64: (128, 112, 2, 3),
     96: (128, 112, 2, 2),
     128: (128, 96, 2, 2),
@@ -43,12 +45,15 @@ FORWARD_TILES_BIAS = {
 FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
 # But not one that comes in boxes, which have a place in shared memory.
 FORWARD_TILES_BOXES = {
+    32: (128, 128, 2, 4),
     64: (128, 128, 2, 3),
     96: (128, 128, 2, 2),
     128: (128, 128, 2, 2),
     192: (128, 96, 1, 2),
     256: (128, 64, 1, 2),
 }
+# One key tile for as few keys as the tokens of a text (77).
+FORWARD_TILES_FEW_KEYS = {64: (192, 80, 2, 3)}
 
 
 MAX_SPLITS = 32  # blocks that share a tile: a lane each in the kernel that combines
@@ -168,8 +173,10 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
     switches = (features.softcap, features.alibi, bias, features.dropout)
     tile = FORWARD_TILES[padded]
     plain = not any(switches) or switches == (False, False, KEY_MASK, False)
-    if features.masked and features.short or not plain:
+    if features.short and (features.masked or features.fits_128) or not plain:
         tile = FORWARD_TILES_LOW.get(padded, tile)
+    if features.few_keys and not any(switches):
+        tile = FORWARD_TILES_FEW_KEYS.get(padded, tile)
     if bias not in (0, KEY_MASK):  # a key mask alone takes few registers
         tile = (FORWARD_TILES_BOXES if bias in BIAS_BOXES else FORWARD_TILES_BIAS)[padded]
         if bias not in BIAS_BOXES and features.alibi and features.dropout:
@@ -198,6 +205,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     biases = [(kind, False) for kind in BIASES] + [(1, True), (KEY_MASK + 1, True)]
     values = itertools.product(both, both, both, both, biases, both)
     all_features = [Features(*x, *bias[:1], dropout, *bias[1:]) for *x, bias, dropout in values]
+    all_features.append(Features(few_keys=True))
     for problem in itertools.product(HALF, FORWARD_TILES, all_features, [capability]):
         kernels = (*forward(*problem).launched(capability), *backward(*problem))
         yield from (config for config in kernels if config not in seen)

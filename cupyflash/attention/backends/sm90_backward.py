@@ -20,16 +20,16 @@ BIAS_BOXES = (
 )
 
 # head dim: block_m, block_n
-TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128)}
+TILES = {32: (128, 128), 64: (128, 128), 96: (64, 128), 128: (64, 128)}
 # A key mask beside a bias takes the last registers of the widest tile.
 TILES_KEY_MASK = TILES | {64: (64, 128)}
 # The derivative of the softcap, or dropout, needs registers that the widest tile does not leave.
-TILES_ONE = TILES | {64: (64, 128)}
+TILES_ONE = TILES | {32: (64, 128), 64: (64, 128)}
 # Several of them, or a bias beside one, need more than a warpgroup has that owns 128 columns of dK
 # and dV.
-TILES_SEVERAL = {64: (64, 128), 96: (64, 128)}
+TILES_SEVERAL = {32: (64, 128), 64: (64, 128), 96: (64, 128)}
 # Three options or more leave no tile of head dim 96 here; the kernel for wide heads takes it.
-TILES_MANY = {64: (64, 128)}
+TILES_MANY = {32: (64, 128), 64: (64, 128)}
 
 # head dim: block_m, block_n, groups
 WIDE_TILES = {192: (64, 96, 3), 256: (64, 80, 2)}
@@ -178,5 +178,5 @@ def _main_wide(
 
 
 def box_columns(width: int) -> int:
-    """Columns of a tile in shared memory: whole boxes of 64."""
-    return -(-width // 64) * 64
+    """Columns of a tile in shared memory: one TMA tile of 32, or whole ones of 64."""
+    return 32 if width <= 32 else -(-width // 64) * 64
