@@ -108,13 +108,15 @@ def listing() -> Table:
     return table
 
 
-def write_table(run: harness.Run, table: Table, lines: Sequence[str]) -> Any:
-    """The path of the table in Markdown, with the command that printed it."""
+def write_table(
+    run: harness.Run, tables: Sequence[Table], lines: Sequence[str], what: str = "µs"
+) -> Any:
+    """The path of the tables in Markdown; ``what`` is their unit, before GPU and command."""
     path = report.RESULTS / f"{run.file}.md"
     with path.open("w") as file:
         page = Console(file=file, width=WIDTH, highlight=False)
-        page.print(f"µs on {run.fields['gpu']}: `{run.command}`\n", soft_wrap=True)
-        page.print(table)
+        page.print(f"{what} on {run.fields['gpu']}: `{run.command}`\n", soft_wrap=True)
+        page.print(*tables, sep="\n")
         for line in lines:
             page.print(f"\n{line}", markup=False, soft_wrap=True)
     return path
@@ -155,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure(run, model, PASSES[options.direction], options.providers)
     table, lines = models_table(run.rows), summary(run.rows)
     status = run.finish(table, *lines)
-    write_table(run, table, lines)
+    write_table(run, [table], lines)
     draw(run)
     return status
 

@@ -1,0 +1,108 @@
+"""bench.precision without a GPU: short sequences, the picture, models of the tensor core."""
+
+import json
+import math
+
+import numpy
+import pytest
+
+pytest.importorskip("rich", reason="the benchmarks print with rich (pip install cupyflash[bench])")
+
+from bench_on_cpu import without_gpu  # noqa: E402
+
+from bench import precision, tensor_core  # noqa: E402
+from bench.precision import Case  # noqa: E402
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """bench.precision on the CPU; returns its exit status and its results."""
+    torch = without_gpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(precision, "SPREADS", (1.0, 100.0))
+
+    def run(*arguments):
+        status = precision.main([*arguments])
+        return status, json.loads((tmp_path / "precision.json").read_text())
+
+    run.path = tmp_path
+    return run
+
+
+def test_dry_run(run, capsys):
+    pytest.importorskip("matplotlib")
+    status, results = run("--lengths", "64", "130")
+    assert status == 0 and "WRONG" not in capsys.readouterr().out
+    rows = {(row["case"], row["impl"]): row for row in results["rows"]}
+    for impl, error in (("cupyflash", 1e-6), ("sdpa-math", 1e-6), ("cupyflash-bfloat16", 2e-2)):
+        row = rows["normal D=128 full 130", impl]
+        assert all(x < error for x in row["rms"].values()), (impl, row)
+        assert error / 200 < min(row["rms"][name] for name in ("out", "dq", "dk", "dv"))
+        assert all(x < 5 * error for x in row["max"].values())
+    assert set(row["rms"]) == set(precision.RESULTS)
+    assert "lse" not in rows["normal D=128 full 130", "sdpa-math"]["rms"]
+    assert rows["logits x 100 D=128 full 130", "cupyflash"]["largest_logit"] > 300
+    page = (run.path / "precision.md").read_text()
+    assert "python -m bench.precision --lengths 64 130" in page
+    assert "rms error of cupyflash / sdpa-math: geometric mean " in page
+    assert "outliers D=64 causal 130" in page
+    assert "Error by largest logit, length 130" in (run.path / "precision.svg").read_text()
+    assert (run.path / "precision.png").stat().st_size
+
+
+def test_cases_are_different():
+    cases = list(precision.cases(precision.LENGTHS))
+    assert len(cases) == len(set(map(str, cases))) <= 40
+    assert {x.seqlen for x in cases} == set(precision.LENGTHS)
+    assert {x.spread for x in cases if x.seqlen == 4096} == set(precision.SPREADS)
+
+
+@pytest.mark.parametrize("wrong", ["out", "lse", "dq", "dk", "dv"])
+def test_error_of_one_number(run, wrong):
+    case = Case(70, 16, causal=True)
+    exact, largest = precision.exact_results(case, case.tensors())
+    found = precision.results_of("cupyflash", case, case.tensors())
+    assert 2 < largest < 8
+    found[wrong] = found[wrong].clone()
+    found[wrong].flatten()[5] += 1e-2 * exact[wrong].abs().max()
+    of = precision.errors(found, exact)
+    for name in precision.RESULTS:
+        assert (of["max"][name] == 0.01) == (name == wrong), name
+        assert (of["rms"][name] > 1e-5) == (name == wrong), name
+    found[wrong].flatten()[5] = math.nan
+    with pytest.raises(AssertionError, match=f"^{wrong}: not finite"):
+        precision.errors(found, exact)
+
+
+def model_of(extra_bits, at_once, rounded):
+    """An mma that adds ``at_once`` products, which keep ``extra_bits`` below the last place."""
+
+    def add(c, products):
+        exponent = max(math.frexp(x)[1] for x in (c, *products))
+        unit = 2.0 ** (exponent - 24 - extra_bits)
+        total = sum(math.trunc(x / unit) * unit for x in (c, *products))
+        last = 2.0 ** (math.frexp(total)[1] - 24)
+        return rounded(total / last) * last
+
+    def mma(c, a, b):
+        products = (numpy.float64(a) * b).reshape(-1, at_once)
+        for step in products:
+            c = add(c, step)
+        return c
+
+    return mma
+
+
+@pytest.mark.parametrize("extra_bits, at_once", [(1, 8), (2, 16), (3, 4)])
+def test_tensor_cores_that_truncate(extra_bits, at_once):
+    found = tensor_core.measure(model_of(extra_bits, at_once, math.trunc))
+    assert (found["rounding"], found["extra_bits"]) == ("towards zero", extra_bits)
+    assert found["at_once"] == at_once
+    assert found["drift"] < -1e-5 < -2e-6 < found["drift_of_tiles"] < 0
+    assert "towards zero" in str(list(tensor_core.table(found).columns[1].cells))
+
+
+def test_tensor_cores_that_round():
+    found = tensor_core.measure(model_of(20, 16, round))
+    assert found["rounding"] == "to nearest" and abs(found["drift"]) < 1e-6
+    assert tensor_core.measure(model_of(20, 16, math.floor))["rounding"] == "down"
