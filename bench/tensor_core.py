@@ -26,7 +26,7 @@ extern "C" __global__ void chain(float c, const uint32_t* a, const uint32_t* b, 
   float d[4] = {c, c, c, c};
   for (int i = 0; i < 8 * steps; i += 8) {
     const uint32_t rows[4] = {a[i + pair], a[i + pair], a[i + pair + 4], a[i + pair + 4]};
-    mma_m16n8k16<half_t, ARCH>(d, rows, b[i + pair], b[i + pair + 4]);
+    mma_m16n8k16<half_t, TENSOR_CORE>(d, rows, b[i + pair], b[i + pair + 4]);
   }
   if (threadIdx.x == 0) *out = d[0];
 }
@@ -40,7 +40,7 @@ def _kernel(arch: int) -> Any:
 
     from cupyflash.jit import sources
 
-    options = ("-std=c++17", f"-I{sources.root()}", f"-DARCH={arch}")
+    options = ("-std=c++17", f"-I{sources.root()}", f"-DTENSOR_CORE={arch}")
     return cupy.RawKernel(SOURCE, "chain", options)
 
 
