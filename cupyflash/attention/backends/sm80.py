@@ -149,7 +149,9 @@ def forward_tiles(features: Features, capability: Capability) -> Tiles:
     if takes_short_tiles(features) and architecture(capability).tiles != "turing":
         return forward_tiles(features._replace(one_tile=False), capability) | FORWARD_TILES_SHORT
     if features.bias or features.dropout:
-        return FORWARD_TILES_BIAS[architecture(capability).tiles]
+        tiles = FORWARD_TILES_BIAS[architecture(capability).tiles]
+        both = features.softcap and features.alibi  # beside a key mask they spill on sm_120
+        return tiles | {32: (128, 64, 4)} if both and tiles[32][1] == 96 else tiles
     tiles = FORWARD_TILES[architecture(capability).tiles]
     if architecture(capability).tiles == "turing":
         return tiles | FORWARD_TILES_SCORE_TURING if features.softcap or features.alibi else tiles
