@@ -93,7 +93,7 @@ def test_attention_with_cache(target, shape):
 
 @each(device="cuda")
 def test_heads_first_and_scale(target):
-    if target.backend == "simt":
+    if target.backend in ("simt", "fp16x3"):
         pytest.skip("a cache that is not contiguous takes one launch")
     dtype = target.dtypes[0]
     check(*problem(target, dtype, SHAPES[3], heads_first=True), dtype, scale=0.3)

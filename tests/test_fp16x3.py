@@ -41,8 +41,8 @@ def scaled(**factors):
 ALL, EVERY_50TH = slice(None), slice(None, None, 50)
 RANGES = {
     "small and large together": scaled(q=(ALL, 1e-30), k=(ALL, 1e30)),
-    "all small": scaled(v=(ALL, 1e-30), dout=(ALL, 1e-7)),
-    "all large": scaled(v=(ALL, 1e12), dout=(ALL, 1e8)),
+    "all small": scaled(v=(ALL, 1e-12), dout=(ALL, 1e-10)),
+    "all large": scaled(v=(ALL, 1e8), dout=(ALL, 1e6)),
     "rows of 1e-30 and 1e9": scaled(v=(slice(0, 150), 1e-30), dout=(slice(100, 200), 1e9)),
     "a small first row": scaled(v=(slice(0, 1), 1e-7), k=(slice(0, 1), 1e-12)),
     "outliers of 1e3": scaled(v=(EVERY_50TH, 1e3), dout=(EVERY_50TH, 1e3)),

@@ -138,6 +138,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_fwd_simt(const FlashFwd
         sum += acc_s[e][j];
       }
       sum = MapS::reduce_row(sum, [](float x, float y) { return x + y; });
+      __syncwarp();  // all lanes of the row have read the old maximum
       if (col == 0) {
         rows.max[row + offset_of(e)] = new_max;
         rows.sum[row + offset_of(e)] = rows.sum[row + offset_of(e)] * rescale + sum;

@@ -18,7 +18,7 @@ from .backends.config import FlashBwdCombine, FlashBwdSinks
 from .bias_gradient import bias_gradient
 from .key_mask import KeyMaskLaunch
 from .launch import PersistentLaunch, group_shares, prepare
-from .options import KEY_MASK, Gradients, Options
+from .options import BIAS, KEY_MASK, Gradients, Options
 from .problem import Access, Problem, bias_strides, canonical_strides
 
 structs = header("attention/params.cuh")
@@ -89,6 +89,8 @@ class ForwardPlan(Plan):
             if self.key_mask:
                 record, bias = self.key_mask(library, stream, like, extras)
                 mapped = _mapped(self.launch, bias)
+            elif extras:
+                _mask_as_bias(extras)
             self.launch(
                 stream,
                 q, k, v, library.pointer(out), library.pointer(lse) if need_lse else 0,
@@ -219,6 +221,8 @@ class BackwardPlan(Plan):
         record = None
         if self.key_mask:
             record, bias = self.key_mask(library, stream, q, extras)
+        elif extras:
+            _mask_as_bias(extras)
         arguments = (
             *inputs,
             *map(pointer, gradients),
@@ -253,6 +257,11 @@ def _mapped(launch: Launch, bias: int) -> dict[str, int]:
 
 def _empty_float32(library: Any, shape: tuple[int, ...], like: Array) -> Array:
     return library.empty_float32(shape, like)
+
+
+def _mask_as_bias(extras: list[int]) -> None:
+    """Puts a key mask alone where kernels without kinds of their own for it read a bool bias."""
+    extras[BIAS] = extras[BIAS] or extras[KEY_MASK]
 
 
 def _zeros_float32(library: Any, shape: tuple[int, ...] | None, like: Array) -> Array | None:

@@ -192,8 +192,10 @@ class Problem:
 
     @property
     def bias_strides(self) -> structs.BiasStrides:
-        """The strides of the bias; zeros without one."""
-        bias = self.extras.bias
+        """The strides of the bias, or of a key mask alone; zeros without either."""
+        bias, mask = self.extras.bias, self.extras.key_mask
+        if bias is None and mask is not None:
+            return structs.BiasStrides(mask.strides[0], 0, 0, mask.strides[1])
         return structs.BiasStrides() if bias is None else structs.BiasStrides(*bias.strides)
 
     @property

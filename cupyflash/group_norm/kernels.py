@@ -335,8 +335,8 @@ def _one_step(
     elif backward and not clusters:
         tiles = (*tiles, LARGEST_BACKWARD)
     vector = vector_width(kind[0]) if aligned or halves else 1
-    # The erf of GELU leaves no registers for loads ahead of it on Turing.
-    no_registers = backward and kind[2] == "gelu" and capability < (8, 0)
+    # The slope of GELU leaves no registers for loads ahead of it on Turing.
+    no_registers = backward and kind[2] in ("gelu", "gelu_tanh") and capability < (8, 0)
     for threads, loads, *block in tiles:
         ahead = threads <= 32 and loads <= 4 and not no_registers
         yield config(*kind, 1 + halves, threads, loads, vector, *block, ahead)

@@ -70,7 +70,7 @@ BACKWARD_TILES = {
 }
 for table in (FORWARD_TILES, BACKWARD_TILES):
     table["sm100"], table["sm120"] = dict(table["large"]), dict(table["small"])
-BACKWARD_TILES["sm100"][128] = (32, 64, 8, 1)  # ptxas has fewer registers to spare
+NARROW_TILE = (32, 64, 8, 1)  # of head dim 128, where ptxas spills: everywhere but on sm_90a
 del FORWARD_TILES["sm100"][256], FORWARD_TILES["sm120"][256]
 MAX_HEAD_DIM_OF_OPTIONS = 192  # a softcap, ALiBi, a bias and dropout need registers
 
@@ -246,6 +246,8 @@ def backward(
     padded = _backward_padded(head_dim, features)
     parts = _parts(padded, features, capability)
     tile = BACKWARD_TILES[architecture(capability).tiles][padded]
+    if padded == 128 and not architecture(capability).wgmma:
+        tile = NARROW_TILE
     block_m, block_n, _, num_stages = tile
     elements = 2 * (block_n + num_stages * block_m) * padded + 2 * block_m * block_n
     switches = features.with_bool_mask.switches

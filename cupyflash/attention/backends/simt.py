@@ -92,7 +92,7 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
     """The forward kernel; the same for every GPU."""
     padded = _padded(head_dim)
     tile = (128, 64) if padded < 128 else (64, 128) if padded == 128 else (64, 64)
-    if padded > 32 and (features.bias or features.dropout):  # they need registers
+    if features.bias or features.dropout:  # they need registers
         tile = (64, 64) if padded <= 128 else (64, 32)
     return FlashFwdSimt(dtype, padded, *tile, *features.with_bool_mask.switches)
 
@@ -104,7 +104,8 @@ def backward(
     padded, switches = backward_head_dim(head_dim, features), features.with_bool_mask.switches
     # Two accumulators of 64 keys x 128 columns leave no registers for the other tiles; those of 64
     # columns leave none for the weights that softcap and dropout keep.
-    block_n = 64 if padded <= (32 if features.softcap or features.dropout else 64) else 32
+    widest = 32 if features.softcap or features.dropout else 64
+    block_n = 64 if padded <= widest else 32
     return (
         FlashBwdPreprocess(dtype, accum_dim=padded),
         FlashBwdSimt(dtype, padded, block_n, *switches),
@@ -114,8 +115,9 @@ def backward(
 
 def backward_head_dim(head_dim: int, features: Features) -> int:
     """The head dim of the accumulators of the backward."""
-    # With 32 columns the derivatives of the softcap do not fit, which a bias gradient needs.
-    narrowest = 64 if features.softcap and features.bias else 32
+    # With 32 columns the derivatives of the softcap do not fit, which a bias gradient needs, nor do
+    # the weights that dropout keeps.
+    narrowest = 64 if features.softcap and features.bias or features.dropout else 32
     return max(narrowest, _padded(head_dim))
 
 

@@ -56,6 +56,7 @@ FORWARD_TILES = {
 }
 # The softcap takes the last registers of the widest tile, on Turing ALiBi as well.
 FORWARD_TILES_SOFTCAP = {64: (128, 64, 4), 128: (128, 64, 8)}
+FORWARD_TILES_ALIBI = {128: (128, 64, 8)}
 FORWARD_TILES_SCORE_TURING = {64: (64, 48, 4)}
 
 # head dim: block_m, block_n, num_warps, num_stages
@@ -150,12 +151,14 @@ def forward_tiles(features: Features, capability: Capability) -> Tiles:
         return forward_tiles(features._replace(one_tile=False), capability) | FORWARD_TILES_SHORT
     if features.bias or features.dropout:
         tiles = FORWARD_TILES_BIAS[architecture(capability).tiles]
-        both = features.softcap and features.alibi  # beside a key mask they spill on sm_120
-        return tiles | {32: (128, 64, 4)} if both and tiles[32][1] == 96 else tiles
+        narrower = features.softcap and tiles[32][1] == 96  # it would spill on Blackwell
+        return tiles | {32: (128, 64, 4)} if narrower else tiles
     tiles = FORWARD_TILES[architecture(capability).tiles]
     if architecture(capability).tiles == "turing":
         return tiles | FORWARD_TILES_SCORE_TURING if features.softcap or features.alibi else tiles
-    return tiles | FORWARD_TILES_SOFTCAP if features.softcap else tiles
+    if features.softcap:
+        return tiles | FORWARD_TILES_SOFTCAP
+    return tiles | FORWARD_TILES_ALIBI if features.alibi else tiles
 
 
 def backward_tiles(features: Features, capability: Capability) -> Tiles:
