@@ -1,12 +1,13 @@
 """Any shape with any options: out, LSE and gradients obey the tolerance rule (hypothesis)."""
 
+import numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matrix import each
 from test_attention_backward import explicit_gradients
 
 import cupyflash
-from cupyflash.testing import STORAGES, expected, make_alibi_slopes
+from cupyflash.testing import STORAGES, expected, make_alibi_slopes, to_numpy64
 
 BOUNDS = st.one_of(st.none(), st.integers(0, 300))
 
@@ -52,4 +53,12 @@ def test_attention(target, data):
         inputs.q, inputs.k, inputs.v, return_lse=True, **layout, **options
     )
     dq, dk, dv = explicit_gradients(inputs, **layout, **options)
-    expected(inputs, **options).check(out=out, lse=lse, dq=dq, dk=dk, dv=dv)
+    wanted = expected(inputs, **options)
+    if target.backend == "fp16x3":
+        # Its factors have 22 bits. Where few terms are added, that shows: four times the rounding of
+        # float32 to the largest result.
+        for name, result in wanted.results.items():
+            largest = abs(to_numpy64(result.exact))
+            terms = result.terms + 4 * largest[numpy.isfinite(largest)].max(initial=0)
+            wanted.results[name] = result._replace(terms=terms)
+    wanted.check(out=out, lse=lse, dq=dq, dk=dk, dv=dv)

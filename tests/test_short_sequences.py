@@ -151,8 +151,9 @@ def test_gradient_of_the_lse_and_an_unaligned_out(target):
     with environment.override(backend="simt"):
         exact = cupyflash.attention_backward(*arguments, out, lse, dlse=lse)
     for a, b, c in zip(first[:3], second[:3], exact[:3]):
-        assert (to_float64(a) == to_float64(b)).all()
-        assert abs(to_float64(a) - to_float64(c)).max() < 0.01 * abs(to_float64(c)).max()
+        a, b, c = map(to_float64, (a, b, c))
+        assert abs(a - b).max() < 2e-3 * abs(a).max()  # atomics may have added up dq
+        assert abs(a - c).max() < 0.01 * abs(c).max()
 
 
 @each(device="cuda")

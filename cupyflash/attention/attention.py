@@ -73,7 +73,8 @@ def attention(
             heads alone share it, in float16 or bfloat16, with a head_dim up to 64 and without
             softcap, slopes, dropout and seqused: that one is always summed in a fixed order.
             torch's switch ``torch.use_deterministic_algorithms`` asks for it too.
-        precision: of the products of float32 arrays: "ieee", as accurate as float32 arithmetic, or
+        precision: of the products of float32 arrays: "ieee", as accurate as float32 arithmetic (on
+            tensor cores the factors have 22 bits, which shows where few terms are added), or
             "tf32", with factors of 11 bits and faster. Only this option decides; the global
             settings of torch (``torch.backends.fp32_precision``, ``allow_tf32``) change nothing.
             Where "tf32" has no kernel, the products are those of "ieee".
@@ -135,6 +136,10 @@ def attention_backward(
     The weights are computed anew from the LSE, whose rounding changes them by about |lse| * 2^-24.
     Where nothing of them is left, from 2^24 on, the gradients of a row are NaN, and with it those
     of the keys that it sees; out itself is right for scores of any size.
+
+    In float32 on tensor cores a weight below 2^-40 adds nothing to a gradient, and one below 2^-18
+    adds fewer than 22 bits: gradients of keys that no query attends to are accurate relative to the
+    largest gradient of the head.
 
     Args:
         dout: gradient of out, like out.
