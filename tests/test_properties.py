@@ -55,8 +55,8 @@ def test_attention(target, data):
     dq, dk, dv = explicit_gradients(inputs, **layout, **options)
     wanted = expected(inputs, **options)
     if target.backend == "fp16x3":
-        # Its factors have 22 bits. Where few terms are added, that shows: four times the rounding of
-        # float32 to the largest result.
+        # Its factors have 22 bits. Where few terms are added, that shows: as four times the
+        # rounding of float32 to the largest result.
         for name, result in wanted.results.items():
             largest = abs(to_numpy64(result.exact))
             terms = result.terms + 4 * largest[numpy.isfinite(largest)].max(initial=0)
