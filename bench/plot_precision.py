@@ -36,9 +36,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
     rows = [x for x in rows if not (x["causal"] or x["outliers"])]
     most = max((row["seqlen"] for row in rows if row["spread"] != 1), default=0)
     panels = (
-        ("Error by sequence length", "seqlen", [x for x in rows if x["spread"] == 1]),
+        ("Error hardly grows with the length", "seqlen", [x for x in rows if x["spread"] == 1]),
         (
-            f"Error by largest logit, length {most}",
+            f"Error grows with the logits in every precision (length {most})",
             "largest_logit",
             [x for x in rows if x["seqlen"] == most],
         ),
@@ -59,7 +59,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             axes.minorticks_off()
             axes.set_yscale("log")
             axes.grid(color=GREY, alpha=0.3, linewidth=0.8)
-            axes.tick_params(length=0)
+            axes.tick_params(which="both", length=0)
             for spine in axes.spines.values():
                 spine.set_visible(False)
             axes.set_title(title, fontsize=11, loc="left")

@@ -151,7 +151,7 @@ def precision_table(rows: list[Row]) -> Any:
         of = {row["impl"]: row for row in group}
         for i, name in enumerate(RESULTS):
             figures = [
-                f"{of[x]['rms'][name]:.0e} {of[x]['max'][name]:.0e}"
+                f"{of[x]['rms'][name]:.1e} {of[x]['max'][name]:.1e}"
                 if name in of.get(x, {}).get("rms", {})
                 else "-"
                 for x in IMPLS

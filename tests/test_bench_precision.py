@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy
 import pytest
@@ -46,7 +47,7 @@ def test_dry_run(run, capsys):
     assert "python -m bench.precision --lengths 64 130" in page
     assert "rms error of cupyflash / sdpa-math: geometric mean " in page
     assert "outliers D=64 causal 130" in page
-    assert "Error by largest logit, length 130" in (run.path / "precision.svg").read_text()
+    assert "in every precision (length 130)" in (run.path / "precision.svg").read_text()
     assert (run.path / "precision.png").stat().st_size
 
 
@@ -106,3 +107,22 @@ def test_tensor_cores_that_round():
     found = tensor_core.measure(model_of(20, 16, round))
     assert found["rounding"] == "to nearest" and abs(found["drift"]) < 1e-6
     assert tensor_core.measure(model_of(20, 16, math.floor))["rounding"] == "down"
+
+
+def test_the_page_has_the_figures_of_the_results():
+    """PRECISION.md quotes lines of results/precision.md, which shows results/precision.json."""
+    bench = Path(precision.__file__).parent
+    page = (bench / "PRECISION.md").read_text()
+    results = json.loads((bench / "results" / "precision.json").read_text())
+    shown = [" ".join(x.split()) for x in page.splitlines()]
+    for name in ("normal", "outliers", "logits x 14"):
+        rows = [x for x in results["rows"] if x["case"] == f"{name} D=128 full 4096"]
+        assert len(rows) == len(precision.IMPLS)
+        cells = [list(column.cells) for column in precision.precision_table(rows).columns]
+        for line in zip(*cells):
+            assert " ".join(f"| {' | '.join(line)} |".split()) in shown, line
+    for column in zip(*(x.cells for x in tensor_core.table(results["tensor_core"]).columns)):
+        assert f"| {' | '.join(column)} |" in shown
+    written = " ".join((bench / "results" / "precision.md").read_text().split())
+    for line in precision.summary(results["rows"]):
+        assert line in written and line in " ".join(shown)
