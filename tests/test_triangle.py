@@ -1,6 +1,7 @@
 """triangle_attention and key masks: against float64, and the signature of cuequivariance_torch."""
 
 import dataclasses
+import types
 
 import numpy
 import pytest
@@ -9,6 +10,8 @@ from passes import forward_backward
 from wrong_calls import check_refused
 
 import cupyflash
+from cupyflash.attention.backends import sm90
+from cupyflash.attention.bias_gradient import bias_gradient
 from cupyflash.attention.dispatch import BACKWARD, FORWARD
 from cupyflash.attention.options import Extras, Options
 from cupyflash.runtime.array import array_namespace
@@ -220,3 +223,9 @@ def test_wrong_calls(target):
         "return_aux": [2, "yes"],
     }
     check_refused(cupyflash.triangle_attention, arrays, wrong, least=20)
+
+
+def test_a_bias_that_nothing_shares_is_left_to_atomics():
+    """Each element has one term, and the kernel for shared biases takes longer."""
+    alone = types.SimpleNamespace(bias_is_broadcast=False, bias_gradient_fits_registers=True)
+    assert bias_gradient("f", alone, sm90, (), "error") is None

@@ -65,12 +65,14 @@ def bias_gradient(
     Raises:
         NotImplementedError: they are refused, and there is no kernel.
     """
+    if not problem.bias_is_broadcast:  # each element has one term: atomics are exact, and faster
+        return None
     config = None
     if problem.bias_gradient_fits_registers and backend is not simt:
         config = sm80.dbias(*arguments)
     if config is not None and type(backend.backward(*arguments)[0]) is FlashBwdPreprocess:
         return BiasGradient(problem, config)
-    if deterministic == "error" and problem.bias_is_broadcast:
+    if deterministic == "error":
         fact = f"the gradient of a {caller_name(function, 'bias')} that is broadcast has a "
         fact += "deterministic sum only where tensor cores compute the backward pass"
         got = f"{problem.dtype}, head_dim {problem.head_dims[0]}"
