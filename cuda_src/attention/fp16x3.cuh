@@ -1,15 +1,17 @@
 // float32 products on the tensor cores, by three products of float16 (Ootomo & Yokota,
 // arXiv:2203.03341). A float x is scaled by a power of two and split,
 //
-//   2^e x = high + low      high = float16(2^e x), low = float16(2^e x - high)
-//   A B   = A_high B_high + (A_low B_high + A_high B_low)
+//   2^e x = high + 2^-11 low      high = float16(2^e x), low = float16(2^11 (2^e x - high))
+//   A B   = A_high B_high + 2^-11 (A_low B_high + A_high B_low)
 //
 // The parts hold 22 bits of x. The product of the low parts, 2^-22 of the result, is left out.
 //
 // Range. All rows of a head have one exponent e, for which the largest |2^e x| lies in [2^14,
-// 2^15). Every |2^e x| >= 2^-3 then keeps its 22 bits, and the parts of a smaller one end at 2^-25.
-// So a head may be split if its rows are alike: if the largest element of each row that is not zero
-// is at least 2^-17 of that of the head. fp16x3_serves() says whether this holds for all heads of a
+// 2^15). Every |2^e x| >= 2^-14 then keeps its 22 bits, and the parts of a smaller one end at
+// 2^-36; without the factor of the low parts they would end at 2^-25. A head may be split if its
+// rows are alike: if the largest element of each row that is not zero is at least 2^-17 of that of
+// the head. What is left of the range is for dS, which is smaller than the bound that gives its
+// scale, by the weights P among others. fp16x3_serves() says whether this holds for all heads of a
 // sequence. Where it does not, or where there are infinities or NaN, the kernels of this method
 // return at once, and the kernels for CUDA cores, which run behind them, compute the sequence.
 //
@@ -21,9 +23,10 @@
 #include "fp16x3_params.cuh"
 #include "warp_gemm.cuh"
 
-constexpr int MAX_SCALED_LOG2 = 14;  // the exponent of the largest scaled element
-constexpr int MAX_ROW_SPREAD = 17;   // log2 of the largest row over the smallest one
-constexpr int MAX_EXPONENT = 80;     // of a scale and of the product of two scales
+constexpr float LOW_SCALE = 0x1p11f;  // the factor of the low parts
+constexpr int MAX_SCALED_LOG2 = 14;   // the exponent of the largest scaled element
+constexpr int MAX_ROW_SPREAD = 17;    // log2 of the largest row over the smallest one
+constexpr int MAX_EXPONENT = 80;      // of a scale and of the product of two scales
 
 // 2^e for -126 <= e <= 127.
 __device__ __forceinline__ float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
@@ -73,8 +76,9 @@ constexpr float WEIGHT_SCALE = 0x1p15f;
 // |delta| are at most the product of the largest norms of dO and V, divided by 1 - p with dropout,
 // and delta has the gradient of the LSE in it.
 //
-// A weight P below 2^-18 leaves fewer than 22 bits of its dS. The sum over a row of weights, which
-// is 1, has larger rounding errors in float32, too.
+// The scaled dS keeps 22 bits down to 2^-14, 2^-28 of the bound. With rows of dO and V that differ
+// by 1000 each, a weight P of 2^-8 still reaches that, and smaller ones lose a bit each time they
+// halve.
 __device__ __forceinline__ int gradient_exponent(const HeadRange& range,
                                                  const AttentionShape& shape) {
   const auto norm = [&](SplitTensor tensor) {
@@ -96,8 +100,8 @@ template <int PARTS, int ARCH>
 __device__ __forceinline__ void split_pair(float x, float y, uint32_t (&parts)[PARTS]) {
   parts[0] = pack<half_t, ARCH>(x, y);
   if constexpr (PARTS == 2) {
-    parts[1] = pack<half_t, ARCH>(x - cvt_f32_f16(uint16_t(parts[0])),
-                                  y - cvt_f32_f16(uint16_t(parts[0] >> 16)));
+    parts[1] = pack<half_t, ARCH>((x - cvt_f32_f16(uint16_t(parts[0]))) * LOW_SCALE,
+                                  (y - cvt_f32_f16(uint16_t(parts[0] >> 16))) * LOW_SCALE);
   }
 }
 
@@ -214,7 +218,7 @@ __device__ __forceinline__ void product_of_parts(float (&acc)[M][N][4], const A&
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) acc[m][n][i] += small[m][n][i];
+        for (int i = 0; i < 4; ++i) acc[m][n][i] += small[m][n][i] * (1.f / LOW_SCALE);
       }
     }
   }
