@@ -137,7 +137,7 @@ def attention_backward(
     Where nothing of them is left, from 2^24 on, the gradients of a row are NaN, and with it those
     of the keys that it sees; out itself is right for scores of any size.
 
-    In float32 on tensor cores a weight below 2^-40 adds nothing to a gradient, and one below 2^-18
+    In float32 on tensor cores a weight below 2^-51 adds nothing to a gradient, and one below 2^-28
     adds fewer than 22 bits: gradients of keys that no query attends to are accurate relative to the
     largest gradient of the head.
 
