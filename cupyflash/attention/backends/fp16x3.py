@@ -70,7 +70,8 @@ BACKWARD_TILES = {
 }
 for table in (FORWARD_TILES, BACKWARD_TILES):
     table["sm100"], table["sm120"] = dict(table["large"]), dict(table["small"])
-NARROW_TILE = (32, 64, 8, 1)  # of head dim 128, where ptxas spills: everywhere but on sm_90a
+# Of head dim 128, where the large one spills: everywhere but on sm_90a, and there with options.
+NARROW_TILE, NARROW_TILE_SM90 = (32, 64, 8, 1), (64, 32, 8, 1)
 del FORWARD_TILES["sm100"][256], FORWARD_TILES["sm120"][256]
 MAX_HEAD_DIM_OF_OPTIONS = 192  # a softcap, ALiBi, a bias and dropout need registers
 
@@ -248,6 +249,8 @@ def backward(
     tile = BACKWARD_TILES[architecture(capability).tiles][padded]
     if padded == 128 and not architecture(capability).wgmma:
         tile = NARROW_TILE
+    elif padded == 128 and (features.softcap or (features.bias and features.dropout)):
+        tile = NARROW_TILE_SM90
     block_m, block_n, _, num_stages = tile
     elements = 2 * (block_n + num_stages * block_m) * padded + 2 * block_m * block_n
     switches = features.with_bool_mask.switches

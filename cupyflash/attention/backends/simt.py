@@ -92,7 +92,8 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
     """The forward kernel; the same for every GPU."""
     padded = _padded(head_dim)
     tile = (128, 64) if padded < 128 else (64, 128) if padded == 128 else (64, 64)
-    if features.bias or features.dropout:  # they need registers
+    several = features.softcap and features.alibi
+    if features.bias or features.dropout or several:  # they need registers
         tile = (64, 64) if padded <= 128 else (64, 32)
     return FlashFwdSimt(dtype, padded, *tile, *features.with_bool_mask.switches)
 
@@ -106,6 +107,8 @@ def backward(
     # columns leave none for the weights that softcap and dropout keep.
     widest = 32 if features.softcap or features.dropout else 64
     block_n = 64 if padded <= widest else 32
+    if features.softcap and dtype != "float32":  # to convert needs registers, too
+        block_n = 32
     return (
         FlashBwdPreprocess(dtype, accum_dim=padded),
         FlashBwdSimt(dtype, padded, block_n, *switches),
