@@ -1,0 +1,47 @@
+"""What bench/REPORT.md shows and needs no GPU: the rounding of the online softmax, the diagrams."""
+
+import json
+
+import numpy
+import pytest
+
+pytest.importorskip("rich", reason="the benchmarks print with rich (pip install cupyflash[bench])")
+
+from bench import plot_diagrams, report, rounding  # noqa: E402
+from cupyflash.attention.backends.sm90 import FORWARD_TILES  # noqa: E402
+
+
+def test_rounding(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert rounding.main(["--seqlen", "4096"]) == 0
+    with_fma, rounded = json.loads((tmp_path / "rounding.json").read_text())["rows"]
+    assert rounded["lse_error"] < 2e-7 and with_fma["lse_error"] > 5 * rounded["lse_error"]
+    assert with_fma["warps"] == 0 and 0.2 < rounded["warps"] < rounded["rows"] < 1
+
+
+@pytest.mark.parametrize("fma", [False, True])
+def test_online_softmax(fma):
+    """The last tile is not whole, and only it moves the maximum of row 0."""
+    scores = numpy.zeros((2, 2 * rounding.TILE + 40), "float32")
+    scores[0, -1] = 16.0
+    lse, rescales = rounding.online(scores, fma)
+    log2_scale = numpy.float32(numpy.log2(numpy.e) / rounding.HEAD_DIM**0.5)
+    exact = numpy.logaddexp2.reduce(scores * numpy.float64(log2_scale), axis=1)
+    assert abs(lse - exact).max() < 1e-6
+    assert (rescales[:, 1] == 1).all() and rescales[0, 0] == 1
+    assert abs(rescales[1, 0] * 2 ** (16 * log2_scale) - 1) < 1e-6
+
+
+def test_diagrams(tmp_path):
+    """They are drawn, with the sizes of the tile that they show."""
+    pytest.importorskip("matplotlib")
+    plot_diagrams.main(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2 * len(plot_diagrams.DIAGRAMS)
+    block_m, block_n, q_stages, kv_stages = FORWARD_TILES[128]
+    text = (tmp_path / "hopper-block.svg").read_text()
+    assert (block_m, q_stages, kv_stages) == (128, 2, 2)  # two warpgroups of 64, six boxes
+    kilobytes = (q_stages * block_m + 2 * kv_stages * block_n) * 128 * 2 // 1024
+    assert f"shared memory, {kilobytes} of 227 KB" in text
+    for registers in (block_n // 2, block_n // 4, 128 // 2):  # S, P, O
+        assert f">{registers}<" in text
