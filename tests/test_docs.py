@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DOCS = {path.stem: path for path in sorted((ROOT / "cupyflash" / "docs").glob("*.md"))}
 LINKING = [README, *DOCS.values(), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-LINKING += [ROOT / "bench" / "README.md"]
+LINKING += sorted((ROOT / "bench").glob("*.md"))
 # What a page says to change without a GPU; fewer tokens, as NumPy is slow.
 WITHOUT_GPU = (
     ("import cupy as xp", "import numpy as xp"),
