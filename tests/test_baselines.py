@@ -9,7 +9,9 @@ from cupyflash.baselines import baselines
 from cupyflash.testing import assert_close_to_float64, expected, poison_free_memory, to_float64
 
 attentions = pytest.mark.parametrize(
-    "attention", [baselines.naive_attention, baselines.fused_attention], ids=lambda f: f.__name__
+    "attention",
+    [baselines.naive_attention, baselines.fused_attention, baselines.flash_attention_1],
+    ids=lambda f: f.__name__,
 )
 
 
@@ -98,7 +100,11 @@ def test_there_is_no_gradient(target, attention):
 
 
 @each_library(device="cuda")
-def test_head_dims_that_a_warp_cannot_hold(target):
+@pytest.mark.parametrize(
+    "attention", [baselines.fused_attention, baselines.flash_attention_1], ids=lambda f: f.__name__
+)
+def test_head_dims_that_a_warp_cannot_hold(target, attention):
     q = stored(target, normal((1, 2, 1, 264), 0), "float32")
-    with pytest.raises(ValueError, match="^fused_attention: head_dim must be at most 256, got 264"):
-        baselines.fused_attention(q, q, q)
+    match = f"^{attention.__name__}: head_dim must be at most 256, got 264"
+    with pytest.raises(ValueError, match=match):
+        attention(q, q, q)

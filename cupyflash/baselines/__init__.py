@@ -1,5 +1,5 @@
-"""The three steps from a first kernel to attention: ``cuda_src/baselines``."""
+"""The steps from a first kernel to attention: ``cuda_src/baselines``."""
 
-from .baselines import fused_attention, naive_attention, vector_add
+from .baselines import flash_attention_1, fused_attention, naive_attention, vector_add
 
-__all__ = ["fused_attention", "naive_attention", "vector_add"]
+__all__ = ["flash_attention_1", "fused_attention", "naive_attention", "vector_add"]

@@ -1,10 +1,12 @@
-"""The three steps from a first kernel to attention, as small as they can be: begin to read here.
+"""The steps from a first kernel to attention, as small as they can be: begin to read here.
 
 1. `vector_add`: one number a thread (``cuda_src/baselines/vector_add.cu``).
 2. `naive_attention`: the matrix of scores in memory (``naive_attention.cu``).
 3. `fused_attention`: one pass over the keys, no matrix, no tiles (``fused_attention.cu``).
 
-The fourth step is `cupyflash.attention`, whose kernels compute in tiles. All of them run alike: a
+4. `flash_attention_1`: in tiles, in the order of the first paper (``flash_attention_1.cu``).
+
+The fifth step is `cupyflash.attention`, whose blocks own queries. All of them run alike: a
 configuration (at the end of this file) names the template, NVRTC compiles it at the first use
 (``jit/``), and it is launched with one struct of arguments (``cuda_src/baselines/params.cuh``).
 """
@@ -23,11 +25,13 @@ from ..runtime.rows import is_contiguous
 from ..runtime.structs import header
 
 structs = header("baselines/params.cuh")
+flash_structs = header("baselines/flash_attention_1.cu")
 
 THREADS = 256
 STEPS = header("baselines/naive_attention.cu").Step
 LANE_COLUMNS = 1, 2, 4, 8  # of fused_attention, where a warp has a row
 MAX_HEAD_DIM = 32 * LANE_COLUMNS[-1]
+FLASH_KEYS = {64: 32, 128: 32, 256: 16}  # of a tile of flash_attention_1, by its HEAD_DIM
 
 
 def vector_add(a: Array, b: Array) -> Array:
@@ -94,15 +98,44 @@ def fused_attention(
 ) -> Array:
     """`naive_attention` in one launch and without scores in memory; head_dim up to 256."""
     library, view, params = _prepared("fused_attention", q, k, v, scale, causal)
-    if view.shape[3] > MAX_HEAD_DIM:
-        fact = f"head_dim must be at most {MAX_HEAD_DIM}"
-        raise ValueError(f"fused_attention: {fact}, got {view.shape[3]}")
+    _require_head_dim("fused_attention", view)
     with _device_of(view):
         out = library.empty(view.shape, view.strides, q)
         columns = next(n for n in LANE_COLUMNS if view.shape[3] <= 32 * n)
         config, threads = FusedAttention(view.dtype, columns), params.rows * 32
         _launch("fused_attention", library, view, config, threads, params, q, k, v, out, None)
     return out
+
+
+def flash_attention_1(
+    q: Array, k: Array, v: Array, *, scale: float | None = None, causal: bool = False
+) -> Array:
+    """`naive_attention` as in the first FlashAttention paper, one block a head; head_dim up to 256.
+
+    The output between two tiles of keys and the statistics of each row take float32 scratch memory:
+    head_dim + 2 numbers for each row of out, 2 for float32 arrays.
+    """
+    function = "flash_attention_1"
+    library, view, shared = _prepared(function, q, k, v, scale, causal)
+    _require_head_dim(function, view)
+    fields = ("seqlen_q", "seqlen_k", "heads", "head_dim", "causal", "scale")
+    params = flash_structs.FlashAttention1Params(**{name: getattr(shared, name) for name in fields})
+    with _device_of(view):
+        out = library.empty(view.shape, view.strides, q)
+        acc = out if view.dtype == "float32" else library.empty_float32(view.shape, q)
+        statistics = (library.empty_float32(view.shape[:3], q) for _ in range(2))
+        head_dim = next(n for n in FLASH_KEYS if view.shape[3] <= n)
+        config = FlashAttention1(view.dtype, head_dim, FLASH_KEYS[head_dim])
+        blocks = view.shape[0] * view.shape[2] if params.seqlen_q else 0
+        arrays = (q, k, v, out, acc, *statistics)
+        _launch(function, library, view, config, blocks * config.threads, params, *arrays)
+    return out
+
+
+def _require_head_dim(function: str, view: View) -> None:
+    if view.shape[3] > MAX_HEAD_DIM:
+        fact = f"head_dim must be at most {MAX_HEAD_DIM}"
+        raise ValueError(f"{function}: {fact}, got {view.shape[3]}")
 
 
 def _prepared(
@@ -213,9 +246,23 @@ class FusedAttention(Baseline):
     lane_columns: int
 
 
+@dataclasses.dataclass(frozen=True)
+class FlashAttention1(Baseline):
+    """Attention in tiles of ``keys`` keys; ``head_dim`` is the next of `FLASH_KEYS`."""
+
+    source: ClassVar[str] = "baselines/flash_attention_1.cu"
+    params: ClassVar[type[flash_structs.FlashAttention1Params]] = (
+        flash_structs.FlashAttention1Params
+    )
+
+    head_dim: int
+    keys: int
+
+
 def configurations(capability: tuple[int, int]) -> Iterator[Baseline]:
     """All kernels, for warm-up and tests."""
     for dtype in ITEM_SIZE:
         yield VectorAdd(dtype)
         yield from (NaiveAttention(dtype, step) for step in STEPS)
         yield from (FusedAttention(dtype, columns) for columns in LANE_COLUMNS)
+        yield from (FlashAttention1(dtype, *tile) for tile in FLASH_KEYS.items())
