@@ -128,7 +128,8 @@ x = make(3, 333)
 sampler.step(x, x, cupy.asarray([1, 2, 3]), seed=1)
 cupyflash.baselines.vector_add(x, x)
 q = make(2, 9, 3, 40)
-for attention in (cupyflash.baselines.naive_attention, cupyflash.baselines.fused_attention):
+steps = cupyflash.baselines
+for attention in (steps.naive_attention, steps.fused_attention, steps.flash_attention_1):
     attention(q, q, q, causal=True)
 from cupyflash import attention_with_cache
 for tokens, heads, head_dim, length in ((1, 2, 64, 300), (3, 5, 72, 300), (8, 1, 256, 4200)):

@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   constexpr int COLUMNS = HEAD_DIM / 32;  // of a lane
   constexpr int ROWS = 8 / COLUMNS;       // of a warp: a lane has 8 elements of acc
   constexpr int K_LINE = HEAD_DIM + 4;  // lanes that read the same columns of 8 keys use all banks
-  __shared__ alignas(16) float k_tile[KEYS][K_LINE], v_tile[KEYS][HEAD_DIM];
-  __shared__ alignas(16) float q_rows[WARPS][ROWS][HEAD_DIM], p_rows[WARPS][ROWS][KEYS];
+  alignas(16) __shared__ float k_tile[KEYS][K_LINE], v_tile[KEYS][HEAD_DIM];
+  alignas(16) __shared__ float q_rows[WARPS][ROWS][HEAD_DIM], p_rows[WARPS][ROWS][KEYS];
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t heads = params.heads, head_dim = params.head_dim;
