@@ -235,7 +235,8 @@ def _load_flash_attn(module: str, lengths: Sequence[int] = (), **options: Any) -
     return attention
 
 
-def _ours(name: str, backend: str) -> Provider:
+def ours(name: str, backend: str) -> Provider:
+    """A forced backend of cupyflash."""
     return Provider(name, _load_cupyflash, functools.partial(_force_backend, backend))
 
 
@@ -251,9 +252,9 @@ PROVIDERS = {
     provider.name: provider
     for provider in (
         Provider("cupyflash", _load_cupyflash),
-        _ours("cupyflash-sm90", "sm90"),
-        _ours("cupyflash-sm80", "sm80"),
-        _ours("cupyflash-simt", "simt"),
+        ours("cupyflash-sm90", "sm90"),
+        ours("cupyflash-sm80", "sm80"),
+        ours("cupyflash-simt", "simt"),
         _sdpa("sdpa-flash", "FLASH_ATTENTION"),
         _sdpa("sdpa-cudnn", "CUDNN_ATTENTION"),
         _sdpa("sdpa-efficient", "EFFICIENT_ATTENTION"),

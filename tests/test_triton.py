@@ -1,4 +1,4 @@
-"""An independent implementation as a second opinion: bench's forward kernel in Triton (GPU only)."""
+"""A second opinion: the forward kernel in Triton of bench/ (GPU only)."""
 
 import pytest
 from matrix import each
