@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import json
 import math
+import os
 import platform
 import shlex
 import subprocess
@@ -19,7 +20,8 @@ from rich.table import Table
 from bench.problem import Problem
 from bench.providers import is_ours
 
-RESULTS = Path(__file__).resolve().parent / "results"
+FOLDER = "BENCH_RESULTS"  # the environment variable for another folder of results
+RESULTS = Path(os.environ.get(FOLDER) or Path(__file__).resolve().parent / "results")
 PEERS = ("flash-attn", "flash-attn-3", "flash-attn-4")
 Row = dict[str, Any]
 
@@ -72,7 +74,7 @@ def write_results(name: str, rows: list[Row], protocol: str, command: str, **fie
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     path = RESULTS / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(["{", *lines, ' "rows": [', body, " ]", "}"]) + "\n")
     return path
 

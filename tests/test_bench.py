@@ -108,8 +108,10 @@ def test_plot(tmp_path):
     results["rows"] += [{**x, "pass": "bwd"} for x in rows]
     (tmp_path / "y.json").write_text(json.dumps(results))
     plot.main([str(tmp_path / "y.json")])
-    pictures = {path.name for path in tmp_path.glob("y-*.png")}
-    assert pictures == {"y-fwd.png", "y-bwd.png", "y-causal.png"}
+    pictures = {path.name for path in tmp_path.glob("y-*.[ps][nv]g")}
+    assert pictures == {
+        f"y-{name}.{kind}" for name in ("fwd", "bwd", "causal") for kind in ("png", "svg")
+    }
     assert set(plot.COLOURS) == set(providers.PROVIDERS)
     orange = tuple(int(plot.COLOURS["cupyflash"][i : i + 2], 16) / 255 for i in (1, 3, 5))
     image = matplotlib_image.imread(tmp_path / "x-fwd.png")[..., :3]

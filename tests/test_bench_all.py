@@ -1,0 +1,67 @@
+"""bench.all without the scripts: commands, folders of results, and what it does on failure."""
+
+import importlib.util
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("rich", reason="the benchmarks print with rich (pip install cupyflash[bench])")
+
+from bench import all as bench_all  # noqa: E402
+from bench import report  # noqa: E402
+
+
+@pytest.fixture
+def scripts(tmp_path, monkeypatch):
+    """Runs no script, but records its command and its folder of results."""
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    started, failures = {}, {}
+
+    def run(command, stdout, stderr, env, timeout):
+        module, *arguments = command[2:]
+        started[module.removeprefix("bench.")] = (arguments, env[report.FOLDER])
+        stdout.write(f"output of {module}\n")
+        if failures.get(module) == "hangs":
+            raise subprocess.TimeoutExpired(command, timeout)
+        return SimpleNamespace(returncode=failures.get(module, 0))
+
+    monkeypatch.setattr(bench_all.subprocess, "run", run)
+    return started, failures, tmp_path
+
+
+def test_quick(scripts, capsys):
+    started, _, folder = scripts
+    assert bench_all.main(["--quick"]) == 0
+    assert list(started) == [step.module for step in bench_all.STEPS]
+    # Results of a part of the problems do not replace complete ones.
+    assert started["attention"][1] == str(folder / "quick")
+    assert started["memory"][1] == str(folder)
+    assert started["ladder"] == (["--traffic", "--quick"], str(folder))
+    assert started["plot"][0] == [str(folder / "quick" / "attention.json")]
+    assert "0 failed" in capsys.readouterr().out
+
+
+def test_everything(scripts):
+    started, _, folder = scripts
+    assert bench_all.main([]) == 0
+    assert {where for _, where in started.values()} == {str(folder)}
+    assert started["attention"][0] == [] and started["ladder"][0] == ["--traffic"]
+    assert started["plot"][0] == [str(folder / "attention.json")]
+
+
+def test_failures_do_not_stop_the_others(scripts, capsys):
+    started, failures, _ = scripts
+    failures |= {"bench.ladder": 3, "bench.memory": "hangs"}
+    assert bench_all.main(["--quick", "--only", "ladder", "memory", "precision"]) == 1
+    assert set(started) == {"ladder", "memory", "precision"}
+    printed = capsys.readouterr().out
+    assert "ladder: exit status 3" in printed and "  output of bench.ladder" in printed
+    assert "memory: over 180 s" in printed and "2 failed" in printed
+    assert "  output of bench.precision" not in printed
+
+
+@pytest.mark.parametrize("step", bench_all.STEPS, ids=lambda step: step.name)
+def test_scripts_exist(step):
+    assert importlib.util.find_spec(f"bench.{step.module}")
+    assert not step.reads or step.reads in {other.module for other in bench_all.STEPS}
