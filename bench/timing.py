@@ -10,6 +10,7 @@ import torch
 
 # A call slower than this in all leaves the rounds early, with no fewer repeats than the second.
 LIMIT_MS, LEAST_REPEATS = 1000.0, 5
+WARM_UPS, WARM_UP_S = 3, 0.5  # a call is run so often, or for so long, before it is timed
 SLEEP_CYCLES_PER_SECOND = 2_000_000_000  # torch.cuda._sleep counts SM clock cycles
 LONGEST_SLEEP_S = 0.05
 
@@ -45,11 +46,13 @@ class Timer:
     """Times calls in turn by the protocol above.
 
     Attributes:
+        repeats: how often a call is timed.
+        least_repeats: how often one that takes long is timed.
         sm_mhz: median SM clock while the last `compare` ran; None without nvidia-ml-py.
     """
 
     def __init__(self, repeats: int) -> None:
-        self.repeats = repeats
+        self.repeats, self.least_repeats = repeats, LEAST_REPEATS
         l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
         numbers = max(256 << 20, 3 * l2_bytes) // 4
         self.flush = torch.zeros(2, numbers, device="cuda")
@@ -66,7 +69,7 @@ class Timer:
             due = [
                 name
                 for name in names
-                if len(samples[name]) < LEAST_REPEATS or sum(samples[name]) < LIMIT_MS
+                if len(samples[name]) < self.least_repeats or sum(samples[name]) < LIMIT_MS
             ]
             events = {}
             for name in due:
@@ -141,13 +144,13 @@ def _event() -> torch.cuda.Event:
 
 def _sleep_cycles(call: Callable[[], Any]) -> int:
     """Warm up, and how long the GPU must sleep for the host to enqueue ``call`` meanwhile."""
-    host_s = []
-    for _ in range(3):
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    host_s, first = [], time.perf_counter()
+    while len(host_s) < WARM_UPS and time.perf_counter() - first < WARM_UP_S:
         begin = time.perf_counter()
         call()
         host_s.append(time.perf_counter() - begin)
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
     seconds = min(LONGEST_SLEEP_S, 2 * statistics.median(host_s) + 200e-6)
     return int(seconds * SLEEP_CYCLES_PER_SECOND)
 
