@@ -55,8 +55,6 @@ STEPS = (
     Step("ladder", "ladder", ("--traffic",), ("--quick",)),
     Step("precision", "precision", quick=("--lengths", "128", "1024"), partial=True),
     Step("memory", "memory"),
-    Step("profile", "profile", quick=("--quick",)),
-    Step("tuning", "tuning", quick=("--quick",)),
     Step("picture of attention", "plot", partial=True, reads="attention"),
     Step("picture of memory", "plot_length", reads="memory"),
 )

@@ -39,7 +39,7 @@ OWN_COLOURS = {  # the others are those of bench.plot
     "cupyflash-fp16x3": "#D55E00",
     "cupyflash-sm80": "#E69F00",
     "cupyflash-sm90": "#D55E00",
-    "triton": "#2A9D8F",
+    "triton": "#999933",
 }
 NAMES = {
     "naive": "naive: scores in memory",
@@ -103,9 +103,12 @@ def _plot(axes: Any, impl: str, points: list[tuple[float, float]], end: str) -> 
     colour = OWN_COLOURS.get(impl, COLOURS.get(impl))
     if end:
         axes.annotate(f"then {end}", points[-1], (7, 0), ha="left", color=colour, **place)
-    look = {"color": colour, "marker": marker, "linestyle": line, "markersize": 6}
-    above = 3 if line == "-" else 2
-    return axes.plot(*zip(*points), linewidth=1.8, zorder=above, **look)[0]
+    look = {"color": colour, "marker": marker, "linestyle": line, "linewidth": 1.8}
+    if line == "-":
+        look |= {"markersize": 6, "zorder": 3}
+    else:  # hollow and wide, so that both are seen where they coincide
+        look |= {"markersize": 9, "fillstyle": "none", "zorder": 2}
+    return axes.plot(*zip(*points), **look)[0]
 
 
 def _finish(axes: Any, what: str, lines: list[Line], unit: str) -> None:
