@@ -8,38 +8,7 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import gpt2, gpt2_traffic  # noqa: E402
-
-NCU = """==PROF== Connected to process 1
-profiled: naive
-profiled: fused: head
-==PROF== Disconnected from process 1
-"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
-"0","a","dram__bytes_read.sum","byte","1,000,000"
-"0","a","dram__bytes_write.sum","byte","500"
-"1","b","dram__bytes_read.sum","byte","7"
-"2","void vector_add<float>(VectorAddParams)","dram__bytes_read.sum","byte","64"
-"2","void vector_add<float>(VectorAddParams)","dram__bytes_write.sum","byte","32"
-"3","a","dram__bytes_read.sum","byte","11"
-"4","void vector_add<float>(VectorAddParams)","dram__bytes_read.sum","byte","64"
-"""
-
-
-def test_traffic():
-    assert gpt2_traffic.parse(NCU) == {"naive": 1000507, "fused: head": 11}
-    with pytest.raises(RuntimeError, match="measured nothing"):
-        gpt2_traffic.parse("==ERROR== no rights\n")
-    with pytest.raises(RuntimeError, match="no bytes"):
-        gpt2_traffic.parse(NCU.replace('"byte"', '"Mbyte"'))
-    with pytest.raises(RuntimeError, match="2 calls, expected 1"):
-        gpt2_traffic.parse(NCU.replace("profiled: naive\n", ""))
-
-
-def test_no_ncu(monkeypatch):
-    monkeypatch.setattr(gpt2_traffic.shutil, "which", lambda name: None)
-    with pytest.raises(RuntimeError, match="not installed"):
-        gpt2_traffic.bytes_of("bench.gpt2", [])
-
+from bench import counters, gpt2  # noqa: E402
 
 @pytest.fixture
 def dry_run(tmp_path, monkeypatch):
@@ -50,7 +19,7 @@ def dry_run(tmp_path, monkeypatch):
     from bench import gpt2_measure
 
     monkeypatch.setattr(gpt2_measure, "_gpu", lambda: False)
-    monkeypatch.setattr(gpt2_traffic.shutil, "which", lambda name: None)  # no ncu
+    monkeypatch.setattr(counters, "find_ncu", lambda: None)  # no ncu
     monkeypatch.setattr(gpt2_measure, "PREFILL", (2, 48))
     monkeypatch.setattr(gpt2_measure, "DECODE", ((1, 24), (3, 24)))
 

@@ -1,0 +1,84 @@
+"""Which kernels a call would launch on a Hopper GPU, found on a machine without a GPU.
+
+The plans of the package are made as on a GPU of 132 multiprocessors (H100, H200), for uninitialised
+tensors in the memory of the host; loading and launching of kernels are taken out.
+"""
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from cupyflash import jit
+from cupyflash.runtime.config import KernelConfig
+
+CAPABILITY, MULTIPROCESSORS, L2_BYTES = (9, 0), 132, 50 << 20
+
+
+@contextlib.contextmanager
+def kernels_loaded() -> Iterator[list[KernelConfig]]:
+    """A list that grows by the configuration of each kernel that a plan loads."""
+    found, load = [], jit.load
+
+    def noting(config: KernelConfig, device: int) -> Any:
+        found.append(config)
+        return load(config, device)
+
+    with mock.patch.object(jit, "load", noting):
+        yield found
+
+
+@contextlib.contextmanager
+def hopper() -> Iterator[None]:
+    """Calls with torch's CPU tensors make their plans for a Hopper GPU and launch nothing."""
+    import cupy
+
+    import torch
+
+    from bench import problem
+    from cupyflash.runtime import gpu, launch, scratch, tensor_map, torch_library
+
+    library = torch_library.TorchLibrary
+    view = library.view
+    with contextlib.ExitStack() as stack:
+        change = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
+        change(problem, "DEVICE", "cpu")
+        change(jit, "load", lambda config, device: lambda *arguments: None)
+        change(torch.Tensor, "is_cuda", True)
+        change(library, "view", lambda self, x: view(self, x)._replace(device=0))
+        change(library, "device", lambda self, x: 0)
+        change(library, "stream", lambda self, device: torch_library.raw_stream(0))
+        change(cupy.cuda, "Device", _Device)
+        change(cupy.cuda, "Memory", lambda size: types.SimpleNamespace(ptr=0))
+        change(cupy.cuda.runtime, "getDevice", lambda: 0)
+        change(cupy.cuda.runtime, "setDevice", lambda device: None)
+        change(cupy.cuda.runtime, "memsetAsync", lambda *arguments: None)
+        change(gpu.driver, "multiprocessor_limit", lambda: None)
+        change(launch, "_clusters_of_all", lambda config, device: MULTIPROCESSORS // config.cluster)
+        change(launch, "dependent_possible", lambda capability: False)
+        change(tensor_map.TensorMapSpec, "encode", lambda self, pointer: bytes(128))
+        change(scratch, "TileCounters", lambda device: _Counters())
+        yield
+
+
+class _Device(contextlib.nullcontext):
+    """A device of CuPy."""
+
+    compute_capability = "{}{}".format(*CAPABILITY)
+    attributes = types.MappingProxyType(
+        {"MultiProcessorCount": MULTIPROCESSORS, "L2CacheSize": L2_BYTES, "CooperativeLaunch": 1}
+    )
+
+
+class _Counters:
+    """The counters of a device."""
+
+    def __call__(self, stream: Any) -> bytes:
+        return bytes(8)
+
+    def address(self, stream: Any, library: Any, like: Any) -> tuple[int, None]:
+        return 0, None
+
+    def is_capturing(self, stream: Any) -> bool:
+        return False
