@@ -33,7 +33,6 @@ def kernels_loaded() -> Iterator[list[KernelConfig]]:
 def hopper() -> Iterator[None]:
     """Calls with torch's CPU tensors make their plans for a Hopper GPU and launch nothing."""
     import cupy
-
     import torch
 
     from bench import problem

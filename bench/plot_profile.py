@@ -86,3 +86,162 @@ def draw_timeline(results: dict[str, Any], path: Path) -> None:
             "a bar is a tile, gaps are waiting"
         )
         figure.supxlabel(text, fontsize=9, color=GREY)
+
+
+# The time budget ----------------------------------------------------------------------------------
+
+PARTS = {
+    "python": ("Python: look-up, allocation", "#E69F00"),
+    "launch": ("launch", "#D55E00"),
+    "waiting": ("start and synchronisation", "#999999"),
+    "gpu": ("GPU at work", "#0072B2"),
+}
+
+
+def draw_budget(results: dict[str, Any], path: Path) -> None:
+    """The parts of a repeated call, and beside them what a first call costs."""
+    rows, first = results["rows"], results["first_call_ms"]
+    host = sum(rows[0][part] for part in ("python", "launch"))
+    sizes = {"figsize": (10, 3.6), "width_ratios": (3, 2)}
+    with picture(path, 1, 2, **sizes) as (figure, axes):
+        repeated, firsts = axes[0]
+        for place, row in enumerate(rows):
+            total, left = sum(row[part] for part in PARTS), 0.0
+            for part, (_, colour) in PARTS.items():
+                share = 100 * row[part] / total
+                repeated.barh(place, share, 0.55, left, color=colour)
+                if share > 6:
+                    style = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
+                    repeated.text(left + share / 2, place, time_text(row[part]), **style)
+                left += share
+        names = [
+            f"{row['call']}: {row['seqlen_q']} tokens\n{time_text(row['wall'])}" for row in rows
+        ]
+        repeated.set_yticks(range(len(rows)), names)
+        repeated.set_ylim(len(rows) - 0.5, -0.5)
+        repeated.set_xlabel("% of the time of a call that is waited for")
+        title = f"A repeated call costs the host {host:.0f} µs, whatever its size"
+        repeated.set_title(title, fontsize=11, loc="left")
+        handles = [
+            figure.axes[0].patches[0].__class__((0, 0), 1, 1, color=c) for _, c in PARTS.values()
+        ]
+        labels = [label for label, _ in PARTS.values()]
+        figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
+        bars = {
+            "first call of all:\ncompiles": (first["compile"], "#CC79A7"),
+            "first call of a\nlater process: loads": (first["load"], "#56B4E9"),
+            "every other call:\nlaunches": (host / 1e3, "#E69F00"),
+        }
+        for place, (ms, colour) in enumerate(bars.values()):
+            firsts.barh(place, ms, 0.55, color=colour)
+            firsts.text(ms, place, f" {time_text(1e3 * ms)}", ha="left", va="center", fontsize=9)
+        firsts.set_xscale("log")
+        firsts.set_xlim(0.3 * host / 1e3, 12 * first["compile"])
+        firsts.set_yticks(range(len(bars)), list(bars))
+        firsts.set_ylim(len(bars) - 0.5, -0.5)
+        firsts.set_xticks([])
+        firsts.minorticks_off()
+        firsts.set_title("Only the first call of all compiles", fontsize=11, loc="left")
+
+
+def time_text(microseconds: float) -> str:
+    """A time with two or three digits and its unit."""
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if microseconds >= size:
+            value = microseconds / size
+            return f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
+    return f"{microseconds:.1f} µs" if microseconds < 10 else f"{microseconds:.0f} µs"
+
+
+# The roofline -------------------------------------------------------------------------------------
+
+# Kernels by what they are for: (the beginnings of their names, colour, marker).
+FAMILIES = {
+    "attention on wgmma (sm90)": (
+        ("flash_fwd_sm90", "flash_bwd_sm90", "flash_bwd_wide"),
+        "#D55E00",
+        "o",
+    ),
+    "attention on mma.sync": (
+        ("flash_fwd_sm80", "flash_bwd_sm80", "flash_bwd_short", "flash_bwd_dbias_sm80"),
+        "#E69F00",
+        "s",
+    ),
+    "attention, float32": (
+        ("flash_fwd_fp16x3", "flash_bwd_fp16x3", "flash_fwd_simt", "flash_bwd_simt"),
+        "#CC79A7",
+        "D",
+    ),
+    "linear layers": (("linear", "mlp"), "#009E73", "^"),
+    "decoding": (("flash_decode", "decode_stack"), "#56B4E9", "v"),
+    "norms": (("norm", "group_norm"), "#0072B2", "P"),
+    "baselines": (("naive", "fused"), "#999999", "X"),
+    "others": (("",), "#999999", "."),
+}
+NAMED = {
+    "flash_fwd_sm90": "forward",
+    "flash_bwd_sm90": "backward",
+    "flash_fwd_simt": "simt forward",
+    "flash_fwd_fp16x3": "float32 on tensor cores",
+    "linear_sm90": "linear",
+    "flash_decode": "decode",
+    "naive_attention": "naive attention",
+    "fused_attention": "fused, no tiles",
+    "norm_fwd": "RMSNorm",
+}
+
+
+def family_of(kernel: str) -> str:
+    """The one of `FAMILIES` that a kernel belongs to."""
+    return next(name for name, (begins, *_) in FAMILIES.items() if kernel.startswith(begins))
+
+
+def draw_roofline(results: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None:
+    """Every kernel that computes: operations counted by the hardware over its DRAM bytes.
+
+    Args:
+        rows: with counters, one for each instantiation.
+    """
+    matmul, copy = results["matmul_tflops"], results["copy_gbps"] / 1e3
+    fp32 = results["fp32_tflops"]
+    points: dict[str, list[tuple[float, float, str]]] = {}
+    for row in rows:
+        flops = row["tensor_flops"] + row["fp32_flops"]
+        if flops and row["dram_bytes"]:
+            point = (flops / row["dram_bytes"], flops / row["us"] / 1e6, row["kernel"])
+            points.setdefault(family_of(row["kernel"]), []).append(point)
+    with picture(path, 1, 1, figsize=(10, 6)) as (figure, axes):
+        axis = axes[0, 0]
+        every = [point for of_family in points.values() for point in of_family]
+        low, high = min(x for x, *_ in every) / 2, 2 * max(x for x, *_ in every)
+        for level, name in ((matmul, "matrix product, measured"), (fp32, "float32, CUDA cores")):
+            axis.plot([low, level / copy, high], [low * copy, level, level], color=GREY, lw=1)
+            axis.text(high, level, f"{name}: {level:.0f} ", ha="right", va="bottom", fontsize=9)
+        axis.text(low, low * copy, f"  copy: {copy:.1f} TB/s", va="top", fontsize=9)
+        best: dict[str, tuple[float, float]] = {}
+        for name, (_, colour, marker) in FAMILIES.items():
+            if found := points.get(name):
+                x, y, kernels = zip(*found)
+                look = {"color": colour, "marker": marker, "s": 46, "linewidths": 0}
+                axis.scatter(x, y, label=name, **look)
+                for point, rate, kernel in found:
+                    if rate > best.get(kernel, (0, 0))[1]:
+                        best[kernel] = (point, rate)
+        for kernel, text in NAMED.items():
+            if kernel in best:
+                where = {"textcoords": "offset points", "xytext": (6, 5), "fontsize": 8}
+                axis.annotate(text, best[kernel], **where)
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xlim(low, high)
+        axis.set_ylim(min(y for _, y, _ in every) / 2, 1.6 * matmul)
+        axis.grid(color=GREY, alpha=0.25, linewidth=0.8)
+        axis.set_xlabel("operations for each byte of DRAM traffic (counted by the hardware)")
+        axis.set_ylabel("TFLOP/s")
+        reached = max(y for _, y, _ in every) / matmul
+        title = (
+            f"Every kernel on {results['gpu']}: attention ends at the roof of the tensor cores "
+            f"({100 * reached:.0f} %), norms and decoding at that of the memory"
+        )
+        axis.set_title(title, fontsize=11, loc="left")
+        axis.legend(loc="lower right", frameon=False, fontsize=9)

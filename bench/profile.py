@@ -1,25 +1,75 @@
-"""Every kernel of the project at a typical size: its registers, its counters, and what bounds it.
+"""Every kernel of the project at a typical size: what it is made of, its counters, and its bound.
 
-    python -m bench.profile            the static part, and the counters where ncu can read them
-    python -m bench.profile --static   without counters; needs no GPU
+    python -m bench.profile            all of it; needs a GPU and the right to read its counters
+    python -m bench.profile --static   without counters, and so without a GPU
+
+The static part comes from the cubins: registers, spills, shared memory, and the instructions of the
+inner loop by kind (bench.sass says which loop that is). The counters come from ncu, which runs each
+call of bench.profile_cases once, with a cold L2. Where ncu cannot read them, the reason and what to
+do are printed, and the exit status is 1. The results are bench/results/profile.json, the tables
+profile.md, and the picture roofline.svg (and .png).
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench import counters, harness, profile_cases
-from bench.dry_run import kernels_loaded
+from rich.console import Console
+from rich.table import Table
+
+from bench import counters, dry_run, harness, profile_cases, report, sass
+from bench.counters import Counted
+from bench.report import Row
 from cupyflash import jit
 
 FACT = "fact: "
+ARCH = "sm_90a"  # of the static part where there is no GPU
+ROOFLINE, WIDTH = "roofline", 240  # the name of the picture; columns of a table
+PROTOCOL = (
+    "ncu --clock-control none, every kernel replayed with caches flushed before each pass; least "
+    "bytes are the inputs of the call read once and its results written once; the loop is that of "
+    "bench.sass"
+)
+PERCENT = ".avg.pct_of_peak_sustained_"
+# Units that can bound a kernel, by what the page calls them: the metric is a share of their peak.
+UNITS = {
+    "tensor": ("sm__inst_executed_pipe_tensor_op_hmma" + PERCENT + "active",),
+    "MUFU": ("sm__inst_executed_pipe_xu" + PERCENT + "active",),
+    "FMA": ("sm__pipe_fma_cycles_active" + PERCENT + "active",),
+    "ALU": ("sm__inst_executed_pipe_alu" + PERCENT + "active",),
+    "issue": ("smsp__issue_active" + PERCENT + "active",),
+    "shared": ("l1tex__data_pipe_lsu_wavefronts_mem_shared" + PERCENT + "elapsed",),
+    "L2": ("lts__throughput" + PERCENT + "elapsed",),
+    "DRAM": ("dram__throughput" + PERCENT + "elapsed",),
+}
+TIME, L2_BYTES = "gpu__time_duration.sum", "lts__t_bytes.sum"
+OCCUPANCY = "sm__warps_active" + PERCENT + "active"
+TENSOR_OPS = tuple(
+    f"sm__ops_path_tensor_src_{kind}.sum"
+    for kind in ("bf16_dst_fp32", "fp16_dst_fp32", "tf32_dst_fp32")
+)
+FP32_OPS = {
+    f"smsp__sass_thread_inst_executed_op_{kind}_pred_on.sum": flops
+    for kind, flops in (("ffma", 2), ("fadd", 1), ("fmul", 1))
+}
+STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 STALLS = (
     *("barrier", "branch_resolve", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle"),
     *("long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction"),
-    *("not_selected", "selected", "short_scoreboard", "sleeping", "tex_throttle", "wait"),
-    "warpgroup_arrive",
+    *("not_selected", "short_scoreboard", "sleeping", "tex_throttle", "wait", "warpgroup_arrive"),
+)
+METRICS = (
+    *(TIME, *counters.DRAM_BYTES, L2_BYTES, OCCUPANCY),
+    *(metric for metrics in UNITS.values() for metric in metrics),
+    *(*TENSOR_OPS, *FP32_OPS),
+    *(STALLED.format(reason) for reason in STALLS),
+)
+BOUND_FROM, SHORT_US = 60, 5
+RULE = (
+    f"The bound of a kernel is the unit that is busiest, from {BOUND_FROM} % of its peak on. Below "
+    "that it is latency, with the most frequent reason why warps stall; below "
+    f"{SHORT_US} µs it is the launch, as the GPU is neither full nor warm by then."
 )
 
 
@@ -31,28 +81,266 @@ def child(only: str, quick: bool) -> None:
 
     def calls() -> Iterator[tuple[str, Any]]:
         for label, make in profile_cases.cases(only, quick):
-            with profile_cases.forced(label), kernels_loaded() as found:
+            with profile_cases.forced(label), dry_run.kernels_loaded() as found:
                 case = make()
                 least = case.least_bytes(case.run())
                 yield label, case.run
-            kernels = [fact_of(jit.build(config, arch), config) for config in dict.fromkeys(found)]
-            fact = {"label": label, "least": least, "flops": case.flops, "kernels": kernels}
-            print(FACT + json.dumps(fact), flush=True)
+            print(FACT + json.dumps(fact(label, case, least, found, arch)), flush=True)
 
     counters.profile(calls())
 
 
-def fact_of(built: jit.Built, config: Any) -> dict[str, Any]:
+def fact(label: str, case: Any, least: float, configs: Sequence[Any], arch: str) -> dict[str, Any]:
+    """What is known of a case: its least bytes, its operations, and the kernels that it loaded."""
+    kernels = [sass.static_facts(config, arch) for config in dict.fromkeys(configs)]
+    return {"case": label, "least_bytes": least, "flops": case.flops, "kernels": kernels}
+
+
+def facts_without_gpu(only: str, quick: bool) -> list[dict[str, Any]]:
+    """The facts of all cases, of plans that are made without a GPU."""
+    found = []
+    for label, make in profile_cases.cases(only, quick):
+        with (
+            dry_run.hopper(),
+            profile_cases.forced(label),
+            dry_run.kernels_loaded() as configs,
+        ):
+            case = make()
+            least = case.least_bytes(case.run())
+        found.append(fact(label, case, least, configs, ARCH))
+    return found
+
+
+def facts_of(output: str) -> list[dict[str, Any]]:
+    """The facts that `child` printed."""
+    lines = output.splitlines()
+    return [json.loads(line[len(FACT) :]) for line in lines if line.startswith(FACT)]
+
+
+def rows_of(facts: Sequence[dict[str, Any]], calls: dict[str, list[Counted]]) -> list[Row]:
+    """A row for each kernel of each case; without counters where ``calls`` lacks the case."""
+    rows = []
+    for of_case in facts:
+        known = {kernel["lowered_name"]: kernel for kernel in of_case["kernels"]}
+        case = {"case": of_case["case"]}
+        launches = calls.get(of_case["case"])
+        if launches is None:
+            rows += [case | static_row(kernel) for kernel in known.values()]
+            continue
+        for launch in launches:  # torch's own kernels are left out
+            if kernel := known.get(launch.name):
+                rows.append(case | static_row(kernel) | dynamic_row(launch))
+    return rows
+
+
+def static_row(kernel: dict[str, Any]) -> Row:
+    return {name: value for name, value in kernel.items() if name != "lowered_name"}
+
+
+def dynamic_row(launch: Counted) -> Row:
+    """The counters of a launch by shorter names."""
+    values = launch.values
+    of = {unit: values.get(metrics[0]) for unit, metrics in UNITS.items()}
+    stalls = {reason: values.get(STALLED.format(reason), 0.0) for reason in STALLS}
+    total = sum(stalls.values()) or 1.0
+    shares = sorted(((x / total, reason) for reason, x in stalls.items()), reverse=True)[:3]
+    microseconds = values[TIME] / 1e3
     return {
-        "lowered_name": built.lowered_name,
-        "expression": built.expression,
-        "path": str(built.path),
-        "registers": built.registers,
-        "spill_bytes": built.spill_bytes,
-        "threads": config.threads,
-        "dynamic_shared": config.shared_memory,
+        "us": round(microseconds, 2),
+        "dram_bytes": counters.dram_bytes([launch]),
+        "l2_bytes": values.get(L2_BYTES),
+        "occupancy": _rounded(values.get(OCCUPANCY)),
+        "busy": {unit: _rounded(share) for unit, share in of.items()},
+        "stalls": {reason: round(100 * share, 1) for share, reason in shares},
+        "tensor_flops": sum(values.get(metric, 0.0) for metric in TENSOR_OPS),
+        "fp32_flops": sum(n * values.get(metric, 0.0) for metric, n in FP32_OPS.items()),
+        "bound": bound_of(microseconds, of, shares[0][1]),
     }
 
 
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)
+
+
+def bound_of(microseconds: float, busy: dict[str, float | None], stall: str) -> str:
+    """The bound by `RULE`."""
+    if microseconds < SHORT_US:
+        return "launch"
+    share, unit = max((share or 0.0, unit) for unit, share in busy.items())
+    return unit if share >= BOUND_FROM else f"latency ({stall.replace('_', ' ')})"
+
+
+def case_rows(facts: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Row]:
+    """The traffic of each case beside the least possible."""
+    found = []
+    for of_case in facts:
+        mine = [row for row in rows if row["case"] == of_case["case"] and "us" in row]
+        if mine:
+            dram = sum(row["dram_bytes"] for row in mine)
+            found.append(
+                {
+                    **{name: of_case[name] for name in ("case", "least_bytes", "flops")},
+                    "us": round(sum(row["us"] for row in mine), 1),
+                    "dram_bytes": dram,
+                    "l2_bytes": sum(row["l2_bytes"] or 0 for row in mine),
+                    "ratio": round(dram / of_case["least_bytes"], 3),
+                }
+            )
+    return found
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+def traffic_table(cases: Sequence[Row]) -> Table:
+    """DRAM and L2 bytes beside the least possible."""
+    table = report.new_table("call", right=("µs", "least MB", "DRAM MB", "DRAM / least", "L2 MB"))
+    for row in cases:
+        least, dram, l2 = (row[name] / 1e6 for name in ("least_bytes", "dram_bytes", "l2_bytes"))
+        ratio = f"{row['ratio']:.2f}"
+        table.add_row(row["case"], f"{row['us']:.1f}", _mega(least), _mega(dram), ratio, _mega(l2))
+    return table
+
+
+def _mega(megabytes: float) -> str:
+    return f"{megabytes:.1f}" if megabytes < 100 else f"{megabytes:.0f}"
+
+
+def counter_table(rows: Sequence[Row]) -> Table:
+    """What each kernel keeps busy, in percent of the peak; of several launches the longest."""
+    titles = ("µs", "occup.", *UNITS)
+    table = report.new_table("kernel", "bound", "stalls", right=titles)
+    for row in longest(rows):
+        stalls = ", ".join(f"{x.replace('_', ' ')} {n:.0f}" for x, n in row["stalls"].items())
+        percents = [row["occupancy"], *row["busy"].values()]
+        figures = ["-" if x is None else f"{x:.0f}" for x in percents]
+        table.add_row(short(row), row["bound"], stalls, f"{row['us']:.1f}", *figures)
+    return table
+
+
+def static_table(rows: Sequence[Row]) -> Table:
+    """Registers, shared memory and the inner loop of each kernel."""
+    titles = ("threads", "registers", "spills", "static", "dynamic", *sass.KINDS)
+    table = report.new_table("kernel", right=titles)
+    for row in {row["expression"]: row for row in rows}.values():
+        loop = row["loop"] or dict.fromkeys(sass.KINDS, "-")
+        numbers = [row[x] for x in ("threads", "registers", "spill_bytes")]
+        numbers += [row["static_shared"], row["dynamic_shared"], *loop.values()]
+        name = short(row) + (" (no loop)" if row["no_loop"] else "")
+        table.add_row(name, *map(str, numbers))
+    return table
+
+
+def longest(rows: Sequence[Row]) -> list[Row]:
+    """The rows with counters, the longest launch of each instantiation."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        if "us" in row and row["us"] > found.get(row["expression"], row)["us"] - 1e-9:
+            found[row["expression"]] = row
+    return list(found.values())
+
+
+def short(row: Row) -> str:
+    """The instantiation without options that are off, and without its shared memory."""
+    values = row["expression"].partition("<")[2].rstrip(">").split(", ")
+    if row["dynamic_shared"] and values[-1] == str(row["dynamic_shared"]):
+        values.pop()
+    return f"{row['kernel']}<{', '.join(x for x in values if x != 'false')}>"
+
+
+def write_page(run: harness.Run, tables: Sequence[tuple[str, Table]]) -> Any:
+    """The tables as a page of Markdown."""
+    path = report.RESULTS / f"{run.file}.md"
+    with path.open("w", encoding="utf-8") as file:
+        console = Console(file=file, width=400)
+        what = run.fields.get("gpu", ARCH)
+        console.print(f"# Kernels on {what}\n\n`{run.command}`: {run.protocol}.", soft_wrap=True)
+        for text, table in tables:
+            console.print(f"\n{text}\n", soft_wrap=True, markup=False)
+            console.print(table)
+    lines = [line.rstrip() for line in path.read_text(encoding="utf-8").splitlines()]
+    text = "\n".join(x for i, x in enumerate(lines) if x or (i and lines[i - 1]))
+    path.write_text(text.rstrip() + "\n", encoding="utf-8")
+    return path
+
+
+# The run ------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = harness.parser("profile", __doc__, repeats=None)
+    parser.add_argument("--static", action="store_true", help="without counters")
+    parser.add_argument("--only", default="", metavar="TEXT", help="calls whose name contains it")
+    parser.add_argument("--quick", action="store_true", help="attention at 4096 only")
+    parser.add_argument("--child", action="store_true", help="(internal) the process below ncu")
+    arguments, options = harness.parsed(parser, arguments)
+    if options.child:
+        child(options.only, options.quick)
+        return 0
+    run = harness.Run("profile", PROTOCOL, arguments, options, timed=False)
+    run.out.width = run.out.width if run.out.is_terminal else WIDTH
+    status, calls = 0, {}
+    if not options.static:
+        try:
+            metrics = counters.available(METRICS)
+            forwarded = ["--child", "--only", options.only, *["--quick"] * options.quick]
+            output = counters.output_of("bench.profile", forwarded, metrics)
+            facts, calls = facts_of(output), counters.parse(output)
+        except RuntimeError as error:
+            run.notes.say(f"no counters: {error}")
+            status = 1
+    if not calls:
+        facts = facts_without_gpu(options.only, options.quick)
+    run.rows = rows_of(facts, calls)
+    if any(row["loop"] is None for row in run.rows):
+        run.notes.say(sass.NO_DISASSEMBLER)
+    tables = [("## What the kernels are made of\n\n" + LOOP_TEXT, static_table(run.rows))]
+    if calls:
+        run.fields |= ceilings() | {"cases": case_rows(facts, run.rows)}
+        tables = [
+            ("## Traffic\n\n" + TRAFFIC_TEXT, traffic_table(run.fields["cases"])),
+            ("## Counters\n\n" + RULE + " " + COUNTER_TEXT, counter_table(run.rows)),
+            *tables,
+        ]
+        draw(run)
+    path = write_page(run, tables)
+    return run.finish(*(table for _, table in tables), f"wrote {path}") or status
+
+
+def ceilings() -> dict[str, float]:
+    """The roofs of the picture: matrix product and copy, measured, and float32 on CUDA cores."""
+    import cupy
+
+    from bench.timing import Timer
+
+    facts = cupy.cuda.Device().attributes
+    # 128 lanes of a multiprocessor, two operations each; ClockRate is in kHz.
+    fp32 = facts["MultiProcessorCount"] * 128 * 2 * facts["ClockRate"] / 1e9
+    return {**Timer(5).ceilings(), "fp32_tflops": round(fp32, 1)}
+
+
+def draw(run: harness.Run) -> None:
+    """Write the roofline, where matplotlib is installed."""
+    from bench.plot_profile import draw_roofline
+
+    path = report.RESULTS / f"{ROOFLINE if run.file == 'profile' else run.file}.svg"
+    try:
+        draw_roofline(run.fields, longest(run.rows), path)
+    except ImportError as error:
+        run.notes.say(f"no picture: {error}")
+
+
+LOOP_TEXT = (
+    "Registers and spilled bytes of a thread, static and dynamic shared memory of a block in "
+    "bytes, and the instructions of the inner loop by kind. Where a kernel has no loop, all of its "
+    "instructions are counted."
+)
+TRAFFIC_TEXT = "Least is what the call reads and writes if everything is moved once."
+COUNTER_TEXT = (
+    'Percentages are of the peak of each unit; "occup." is the share of the warps that a '
+    "multiprocessor can hold, and stalls are in percent of all the cycles in which warps wait."
+)
+
+
 if __name__ == "__main__":
-    child(sys.argv[2] if len(sys.argv) > 2 else "", False)
+    sys.exit(main())

@@ -29,9 +29,9 @@ from cupyflash.runtime.config import KernelConfig
 from cupyflash.runtime.launch import Launch, recorder
 
 PROTOCOL = (
-    "globaltimer, read by the first consumer thread of a block when a tile begins (its first scores "
-    "are there; backward: its keys are) and when its results have been written (forward: handed to the writer); the second "
-    "launch after a warm one"
+    "globaltimer, read by the first consumer thread of a block when a tile begins (its first "
+    "scores are there; backward: its keys are) and when its results have been written (forward: "
+    "handed to the writer); the second launch after a warm one"
 )
 # Neighbours of these many rows share a slot, which is less than the rows of a tile.
 ROWS, SLOTS = 64, 1 << 16

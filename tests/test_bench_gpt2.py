@@ -10,6 +10,7 @@ from bench_on_cpu import without_gpu  # noqa: E402
 
 from bench import counters, gpt2  # noqa: E402
 
+
 @pytest.fixture
 def dry_run(tmp_path, monkeypatch):
     """bench.gpt2 of a tiny model on the CPU; returns its status and its file."""
