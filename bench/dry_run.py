@@ -31,7 +31,10 @@ def kernels_loaded() -> Iterator[list[KernelConfig]]:
 
 @contextlib.contextmanager
 def hopper() -> Iterator[None]:
-    """Calls with torch's CPU tensors make their plans for a Hopper GPU and launch nothing."""
+    """Calls with torch's CPU tensors make their plans for a Hopper GPU and launch nothing.
+
+    In a process that does nothing else: the package remembers what it was told of the GPU.
+    """
     import cupy
     import torch
 

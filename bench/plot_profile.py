@@ -100,6 +100,8 @@ PARTS = {
 
 def draw_budget(results: dict[str, Any], path: Path) -> None:
     """The parts of a repeated call, and beside them what a first call costs."""
+    from matplotlib.patches import Patch
+
     rows, first = results["rows"], results["first_call_ms"]
     host = sum(rows[0][part] for part in ("python", "launch"))
     sizes = {"figsize": (10, 3.6), "width_ratios": (3, 2)}
@@ -114,17 +116,14 @@ def draw_budget(results: dict[str, Any], path: Path) -> None:
                     style = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
                     repeated.text(left + share / 2, place, time_text(row[part]), **style)
                 left += share
-        names = [
-            f"{row['call']}: {row['seqlen_q']} tokens\n{time_text(row['wall'])}" for row in rows
-        ]
+        text = "{call}: {seqlen_q} tokens\n{time}"
+        names = [text.format(**row, time=time_text(row["wall"])) for row in rows]
         repeated.set_yticks(range(len(rows)), names)
         repeated.set_ylim(len(rows) - 0.5, -0.5)
         repeated.set_xlabel("% of the time of a call that is waited for")
         title = f"A repeated call costs the host {host:.0f} µs, whatever its size"
         repeated.set_title(title, fontsize=11, loc="left")
-        handles = [
-            figure.axes[0].patches[0].__class__((0, 0), 1, 1, color=c) for _, c in PARTS.values()
-        ]
+        handles = [Patch(color=colour) for _, colour in PARTS.values()]
         labels = [label for label, _ in PARTS.values()]
         figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
         bars = {

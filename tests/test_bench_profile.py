@@ -1,0 +1,346 @@
+"""bench.profile and bench.timeline without a GPU: ncu's output, SASS, cubins, stamps, pictures."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytest.importorskip("rich", reason="the benchmarks print with rich (pip install cupyflash[bench])")
+
+from targets import is_hopper  # noqa: E402
+from tiny_kernel import needs_nvrtc  # noqa: E402
+
+from bench import counters, harness, profile, report, sass, timeline  # noqa: E402
+from cupyflash.baselines.baselines import VectorAdd  # noqa: E402
+from cupyflash.jit import sources  # noqa: E402
+
+NCU = """==PROF== Connected to process 1
+profiled: naive
+profiled: fused: head
+==PROF== Disconnected from process 1
+"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","a","dram__bytes_read.sum","byte","1,000,000"
+"0","a","dram__bytes_write.sum","byte","500"
+"1","b","dram__bytes_read.sum","byte","7"
+"1","b","dram__bytes_write.sum","byte","0"
+"1","b","sm__warps_active.avg.pct_of_peak_sustained_active","%","n/a"
+"2","_Z10vector_addIfEv15VectorAddParams","dram__bytes_read.sum","byte","64"
+"2","_Z10vector_addIfEv15VectorAddParams","dram__bytes_write.sum","byte","32"
+"3","_Z10vector_addI10bfloat16_tEv15VectorAddParams","dram__bytes_read.sum","byte","11"
+"3","_Z10vector_addI10bfloat16_tEv15VectorAddParams","dram__bytes_write.sum","byte","0"
+"4","_Z10vector_addIfEv15VectorAddParams","dram__bytes_read.sum","byte","64"
+"""
+
+
+def test_parse():
+    calls = counters.parse(NCU)
+    assert [x.name for x in calls["naive"]] == ["a", "b"]
+    assert {name: counters.dram_bytes(x) for name, x in calls.items()} == {
+        "naive": 1000507,
+        "fused: head": 11,
+    }
+    with pytest.raises(RuntimeError, match="measured nothing"):
+        counters.parse("==ERROR== something\n")
+    with pytest.raises(RuntimeError, match="no bytes"):
+        counters.parse(NCU.replace('"byte"', '"Mbyte"'))
+    with pytest.raises(RuntimeError, match="2 calls, expected 1"):
+        counters.parse(NCU.replace("profiled: naive\n", ""))
+
+
+@pytest.fixture
+def fake_ncu(tmp_path, monkeypatch):
+    """Puts a program that prints a text and exits with a status in the place of ncu."""
+
+    def install(text, status=0):
+        path = tmp_path / "ncu"
+        (tmp_path / "text").write_text(text)
+        path.write_text(f"#!/bin/sh\ncat {tmp_path / 'text'}\nexit {status}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(counters, "find_ncu", lambda: str(path))
+
+    return install
+
+
+def test_what_to_do_without_counters(fake_ncu, monkeypatch):
+    fake_ncu("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\n", 1)
+    with pytest.raises(RuntimeError, match="NVreg_RestrictProfilingToAdminUsers=0"):
+        counters.output_of("bench.gpt2", [], ["a"])
+    fake_ncu("some other failure\n", 3)
+    with pytest.raises(RuntimeError, match="ncu failed: some other failure"):
+        counters.output_of("bench.gpt2", [], ["a"])
+    fake_ncu(NCU)
+    assert counters.traffic("bench.gpt2", []) == {"naive": 1000507, "fused: head": 11}
+    fake_ncu("dram__bytes_read   Counter  byte  # of bytes\n")
+    wanted = ("dram__bytes_read.sum", "launch__grid_size", "unknown__metric.sum")
+    assert counters.available(wanted) == list(wanted[:2])
+    monkeypatch.setattr(counters, "find_ncu", lambda: None)
+    for ask in (lambda: counters.available(["a"]), lambda: counters.traffic("bench.gpt2", [])):
+        with pytest.raises(RuntimeError, match="ncu is not installed; it is part of"):
+            ask()
+
+
+# A kernel with a loop over tiles, in it a loop with products, whose wait has a slow path behind the
+# kernel, and a subroutine with a loop that nothing but a call leads to.
+SASS = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   LDG.E R0, [R2.64] ;
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT ;
+.L_x_2:
+        /*0030*/                   SYNCS.PHASECHK.TRANS64 P0, [UR4], R3 ;
+        /*0040*/              @!P0 BRA `(.L_x_7) ;
+.L_x_3:
+        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], R24 ;
+        /*0060*/                   MUFU.EX2 R4, R4 ;
+        /*0070*/                   FFMA.FTZ R5, R4, R4, R5 ;
+        /*0080*/                   IADD3 R6, R6, -0x1, RZ ;
+        /*0090*/                   STS [R7], R5 ;
+        /*00a0*/               @P1 BRA `(.L_x_2) ;
+        /*00b0*/              @!P2 BRA P3, `(.L_x_1) ;
+        /*00c0*/                   EXIT ;
+.L_x_7:
+        /*00d0*/                   SYNCS.PHASECHK.TRANS64 P0, [UR4], R3 ;
+        /*00e0*/              @!P0 BRA `(.L_x_7) ;
+        /*00f0*/                   BRA `(.L_x_3) ;
+.L_x_8:
+        /*0100*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], R24 ;
+        /*0110*/                   BRA `(.L_x_8);
+"""
+
+
+def test_inner_loop():
+    counts, whole = sass.inner_loop(SASS)
+    assert not whole
+    assert counts == {
+        **{"tensor": 1, "mufu": 1, "fp32": 1, "integer": 1, "shared": 1, "global": 0},
+        "other": 6,  # the branches and waits, with those of the slow path
+    }
+    as_cuobjdump = SASS
+    for label, address in (("7", "d0"), ("2", "30"), ("1", "10"), ("3", "50"), ("8", "100")):
+        as_cuobjdump = as_cuobjdump.replace(f"`(.L_x_{label})", f"0x{address}")
+    as_cuobjdump = "\n".join(x for x in as_cuobjdump.splitlines() if not x.startswith(".L"))
+    assert sass.inner_loop(as_cuobjdump) == (counts, False)
+
+
+def test_inner_loop_of_a_kernel_without_tensor_cores():
+    divides = """
+.L_x_1:
+        /*0000*/                   MUFU.RCP R4, R4 ;
+        /*0010*/               @P0 BRA `(.L_x_1) ;
+        /*0020*/                   LDG.E.128 R0, [R2.64] ;
+        /*0030*/                   FADD R0, R0, R1 ;
+        /*0040*/                   EXIT ;
+"""
+    counts, whole = sass.inner_loop(divides)
+    assert whole and (counts["global"], counts["fp32"], counts["mufu"]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("mnemonic", "kind"),
+    [
+        *[("HMMA.16816.F32.BF16", "tensor"), ("MUFU.EX2", "mufu"), ("FMNMX", "integer")],
+        *[("FFMA.FTZ", "fp32"), ("HFMA2.MMA", "fp32"), ("LDSM.16.M88.4", "shared")],
+        *[("LDGSTS.E.BYPASS.128", "global"), ("UTMALDG.4D", "global"), ("LD.E", "global")],
+        *[("LDL", "global"), ("LDC", "other"), ("BAR.SYNC.DEFER_BLOCKING", "other")],
+    ],
+)
+def test_kinds(mnemonic, kind):
+    assert sass.kind_of(mnemonic) == kind
+
+
+@needs_nvrtc
+def test_static_facts(monkeypatch):
+    monkeypatch.setattr(sass, "loop_of", lambda built, config: None)  # no disassembler
+    facts = sass.static_facts.__wrapped__(VectorAdd("float32"), "sm_90a")
+    assert facts["threads"] == 256 and 0 < facts["registers"] < 64 and facts["loop"] is None
+    assert (facts["static_shared"], facts["dynamic_shared"], facts["spill_bytes"]) == (0, 0, 0)
+
+
+def test_static_shared():
+    with pytest.raises(ValueError, match="must be an ELF file"):
+        sass.static_shared(b"no cubin", "kernel")
+
+
+COVERAGE = """
+import json
+from bench import dry_run, profile_cases
+from cupyflash.attention.backends import BACKENDS
+from cupyflash.precompile import TOPICS
+
+kernels = {x.name for y in (*BACKENDS.values(), *TOPICS.values()) for x in y.configurations((9, 0))}
+found, labels, least = set(), [], []
+with dry_run.hopper():
+    for label, make in profile_cases.cases():
+        with profile_cases.forced(label), dry_run.kernels_loaded() as configs:
+            case = make()
+            least.append(case.least_bytes(case.run()))
+        labels.append(label)
+        found |= {config.name for config in configs}
+print(json.dumps([sorted(kernels - found), labels, least]))
+"""
+
+
+@pytest.fixture(scope="module")
+def coverage():
+    """(kernels that no case launches, the labels of all cases, their least bytes)."""
+    pytest.importorskip("torch")
+    pytest.importorskip("cupy")
+    command = [sys.executable, "-c", COVERAGE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_kernel_has_a_case(coverage):
+    missing, labels, _ = coverage
+    assert missing == []
+    assert len(set(labels)) == len(labels)
+
+
+def test_least_bytes(coverage):
+    _, labels, least = coverage
+    least = dict(zip(labels, least))
+    numbers = 16384 * 2048
+    assert least["attention fwd 128 causal 8192"] == 4 * 2 * numbers + 4 * numbers // 128
+    assert least["attention bwd 128 full 4096"] == 8 * 2 * numbers + 4 * numbers // 128
+    assert all(x > 0 for x in least.values())
+
+
+def counted(name, us=100.0, **busy):
+    """A launch with counters; ``busy`` in percent by the names of `profile.UNITS`."""
+    values = {profile.TIME: 1e3 * us, "dram__bytes_read.sum": 6.0, "dram__bytes_write.sum": 4.0}
+    values |= {profile.UNITS[unit][0]: share for unit, share in busy.items()}
+    values |= {profile.TENSOR_OPS[0]: 1e9, next(iter(profile.FP32_OPS)): 50.0}
+    values |= {profile.STALLED.format(x): n for x, n in (("wait", 1.0), ("barrier", 3.0))}
+    return counters.Counted(name, values)
+
+
+def fact(case, *names):
+    loop = dict.fromkeys(sass.KINDS, 1)
+    of_kernel = {"registers": 8, "spill_bytes": 0, "threads": 32, "static_shared": 0}
+    of_kernel |= {"dynamic_shared": 64, "loop": loop, "no_loop": False}
+    kernels = [
+        {"kernel": x, "expression": f"{x}<float, false, 64>", "lowered_name": f"_Z{x}"} | of_kernel
+        for x in names
+    ]
+    return {"case": case, "least_bytes": 8.0, "flops": 1e9, "kernels": kernels}
+
+
+def test_rows():
+    facts = [fact("a", "one", "two"), fact("b", "one"), fact("c", "three")]
+    calls = {
+        "a": [counted("_Zone", tensor=80.0, issue=70.0), counted("of torch"), counted("_Ztwo")],
+        "b": [counted("_Zone", us=3.0, DRAM=90.0)],
+    }
+    rows = profile.rows_of(facts, calls)
+    assert [(row["case"], row["kernel"], row.get("bound")) for row in rows] == [
+        *[("a", "one", "tensor"), ("a", "two", "latency (barrier)"), ("b", "one", "launch")],
+        ("c", "three", None),
+    ]
+    assert rows[0]["tensor_flops"] == 1e9 and rows[0]["fp32_flops"] == 100
+    assert rows[0]["stalls"]["barrier"] == 75
+    assert [x["ratio"] for x in profile.case_rows(facts, rows)] == [2.5, 1.25]
+    assert [profile.short(x) for x in profile.longest(rows)] == ["one<float>", "two<float>"]
+    assert profile.longest(rows)[0]["case"] == "a"
+
+
+def test_page(tmp_path, monkeypatch, capsys):
+    """The whole script with what ncu printed, and without."""
+    facts = [fact("a", "flash_fwd_sm90", "norm_fwd")]
+    calls = {"a": [counted("_Zflash_fwd_sm90", tensor=80.0), counted("_Znorm_fwd", DRAM=91.0)]}
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "machine_fields", lambda: {"gpu": "G", "versions": {}})
+    monkeypatch.setattr(counters, "available", list)
+    monkeypatch.setattr(counters, "output_of", lambda *a: profile.FACT + json.dumps(facts[0]))
+    monkeypatch.setattr(counters, "parse", lambda text: calls)
+    roofs = {"matmul_tflops": 780.0, "copy_gbps": 4300.0, "fp32_tflops": 67.0}
+    monkeypatch.setattr(profile, "ceilings", lambda: roofs)
+    pytest.importorskip("matplotlib")
+    assert profile.main(["--output", "p"]) == 0
+    page = (tmp_path / "p.md").read_text()
+    assert "| flash_fwd_sm90<float> | tensor | barrier 75" in " ".join(page.split())
+    assert (tmp_path / "p.png").stat().st_size > 10000
+    assert json.loads((tmp_path / "p.json").read_text())["cases"][0]["ratio"] == 2.5
+
+    def refuses(*arguments):
+        raise RuntimeError("no rights; do this")
+
+    monkeypatch.setattr(counters, "output_of", refuses)
+    monkeypatch.setattr(profile, "facts_without_gpu", lambda *a: facts)
+    assert profile.main(["--output", "q"]) == 1
+    assert "no counters: no rights; do this" in capsys.readouterr().out
+    assert "What the kernels are made of" in (tmp_path / "q.md").read_text()
+
+
+def test_static_run(tmp_path):
+    """``python -m bench.profile --static`` with one small kernel, also on a machine with a GPU."""
+    pytest.importorskip("torch")
+    pytest.importorskip("cupy")
+    code = f"""
+    from pathlib import Path
+    from bench import profile, report
+    report.RESULTS = Path({str(tmp_path)!r})
+    raise SystemExit(profile.main(["--static", "--only", "vector_add"]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "profile.json").read_text())["rows"]
+    assert row["kernel"] == "vector_add" and row["registers"] > 0
+
+
+@pytest.mark.parametrize("name", timeline.STAMPS)
+def test_stamps_have_their_places(name):
+    """A change of the source that takes a stamp's place fails here."""
+    text = next(sources.root().glob(f"*/{name}.cu")).read_text()
+    changed = timeline.stamped(name, text)
+    assert changed.count("trace_begin(") == changed.count("trace_end(") == 1
+    for _, stamp in timeline.STAMPS[name]:
+        changed = changed.replace(stamp, "")
+    assert changed == text
+    with pytest.raises(ValueError, match="must have the line of a stamp once, got 2"):
+        timeline.stamped(name, text + text)
+
+
+def test_tiles():
+    records = (timeline.TraceRecord * 3)()
+    records[2] = timeline.TraceRecord(1000, 3000, 7, 128, 1, 0)
+    records[0] = timeline.TraceRecord(2000, 5000, 8, 0, 1, 0)
+    tiles = timeline.tiles_of(records)
+    assert timeline.compact(tiles) == [[7, 0, 2, 128, 1, 0], [8, 1, 4, 0, 1, 0]]
+    assert timeline.busy_share(tiles) == 5 / 8
+
+
+def test_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    from bench import plot_profile
+
+    row = {"dtype": "bfloat16", "head_dim": 128, "heads": 1, "seqlen_q": 256, "busy": 0.9}
+    tiles = [[0, 0, 2, 128, 0, 0], [1, 0.1, 1, 0, 0, 0]]
+    rows = [
+        {**row, "kernel": x, "rows_are": timeline.ROW_OF[x], "tiles": tiles}
+        for x in timeline.STAMPS
+    ]
+    plot_profile.draw_timeline({"gpu": "G", "rows": rows}, tmp_path / "timeline")
+    call = {"call": "small", "seqlen_q": 128, "python": 8.0, "launch": 5.0, "waiting": 9.0}
+    rows = [call | {"gpu": 6.0, "wall": 28.0}]
+    first = {"import": 40.0, "compile": 1000.0, "load": 9.0}
+    plot_profile.draw_budget({"rows": rows, "first_call_ms": first}, tmp_path / "budget")
+    for name in ("timeline", "budget"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10000
+        assert "<text" in (tmp_path / f"{name}.svg").read_text()
+
+
+@pytest.mark.skipif(not is_hopper(), reason="the debug build is of kernels for sm_90a")
+@pytest.mark.parametrize("name", timeline.STAMPS)
+def test_trace(name):
+    """The debug build gives the results of the kernel, and a record of every tile."""
+    pytest.importorskip("torch")
+    from bench.problem import Problem
+
+    row = timeline.measure(name, Problem("bfloat16", 128, 2, 1024, 2, 2, True))
+    assert len(row["tiles"]) == 2 * 2 * 1024 // 128
+    assert 0 < row["busy"] <= 1 and all(begin < end for _, begin, end, *_ in row["tiles"])
