@@ -15,17 +15,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from bench import counters, dry_run, harness, profile_cases, report, sass
+from bench import counters, dry_run, harness, profile_cases, profile_report, report, sass
 from bench.counters import Counted
 from bench.report import Row
 from cupyflash import jit
 
 FACT = "fact: "
 ARCH = "sm_90a"  # of the static part where there is no GPU
-ROOFLINE, WIDTH = "roofline", 240  # the name of the picture; columns of a table
+ROOFLINE = "roofline"  # the name of the picture
 PROTOCOL = (
     "ncu --clock-control none, every kernel replayed with caches flushed before each pass; least "
     "bytes are the inputs of the call read once and its results written once; the loop is that of "
@@ -64,12 +61,6 @@ METRICS = (
     *(metric for metrics in UNITS.values() for metric in metrics),
     *(*TENSOR_OPS, *FP32_OPS),
     *(STALLED.format(reason) for reason in STALLS),
-)
-BOUND_FROM, SHORT_US = 60, 5
-RULE = (
-    f"The bound of a kernel is the unit that is busiest, from {BOUND_FROM} % of its peak on. Below "
-    "that it is latency, with the most frequent reason why warps stall; below "
-    f"{SHORT_US} µs it is the launch, as the GPU is neither full nor warm by then."
 )
 
 
@@ -117,24 +108,22 @@ def facts_of(output: str) -> list[dict[str, Any]]:
     return [json.loads(line[len(FACT) :]) for line in lines if line.startswith(FACT)]
 
 
+def kernels_of(facts: Sequence[dict[str, Any]]) -> list[Row]:
+    """The static facts of each kernel, once."""
+    found = {x["expression"]: x for of_case in facts for x in of_case["kernels"]}
+    return list(found.values())
+
+
 def rows_of(facts: Sequence[dict[str, Any]], calls: dict[str, list[Counted]]) -> list[Row]:
-    """A row for each kernel of each case; without counters where ``calls`` lacks the case."""
+    """A row for each launch of the project's kernels in each case; torch's own are left out."""
     rows = []
     for of_case in facts:
         known = {kernel["lowered_name"]: kernel for kernel in of_case["kernels"]}
-        case = {"case": of_case["case"]}
-        launches = calls.get(of_case["case"])
-        if launches is None:
-            rows += [case | static_row(kernel) for kernel in known.values()]
-            continue
-        for launch in launches:  # torch's own kernels are left out
+        for launch in calls[of_case["case"]]:
             if kernel := known.get(launch.name):
-                rows.append(case | static_row(kernel) | dynamic_row(launch))
+                names = {name: kernel[name] for name in ("kernel", "expression")}
+                rows.append({"case": of_case["case"], **names, **dynamic_row(launch)})
     return rows
-
-
-def static_row(kernel: dict[str, Any]) -> Row:
-    return {name: value for name, value in kernel.items() if name != "lowered_name"}
 
 
 def dynamic_row(launch: Counted) -> Row:
@@ -163,108 +152,29 @@ def _rounded(value: float | None) -> float | None:
 
 
 def bound_of(microseconds: float, busy: dict[str, float | None], stall: str) -> str:
-    """The bound by `RULE`."""
-    if microseconds < SHORT_US:
+    """The bound by `profile_report.RULE`."""
+    if microseconds < profile_report.SHORT_US:
         return "launch"
     share, unit = max((share or 0.0, unit) for unit, share in busy.items())
-    return unit if share >= BOUND_FROM else f"latency ({stall.replace('_', ' ')})"
+    return unit if share >= profile_report.BOUND_FROM else f"latency ({stall.replace('_', ' ')})"
 
 
 def case_rows(facts: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Row]:
     """The traffic of each case beside the least possible."""
     found = []
     for of_case in facts:
-        mine = [row for row in rows if row["case"] == of_case["case"] and "us" in row]
-        if mine:
-            dram = sum(row["dram_bytes"] for row in mine)
-            found.append(
-                {
-                    **{name: of_case[name] for name in ("case", "least_bytes", "flops")},
-                    "us": round(sum(row["us"] for row in mine), 1),
-                    "dram_bytes": dram,
-                    "l2_bytes": sum(row["l2_bytes"] or 0 for row in mine),
-                    "ratio": round(dram / of_case["least_bytes"], 3),
-                }
-            )
+        mine = [row for row in rows if row["case"] == of_case["case"]]
+        dram = sum(row["dram_bytes"] for row in mine)
+        found.append(
+            {
+                **{name: of_case[name] for name in ("case", "least_bytes", "flops")},
+                "us": round(sum(row["us"] for row in mine), 1),
+                "dram_bytes": dram,
+                "l2_bytes": sum(row["l2_bytes"] or 0 for row in mine),
+                "ratio": round(dram / of_case["least_bytes"], 3),
+            }
+        )
     return found
-
-
-# Tables -------------------------------------------------------------------------------------------
-
-
-def traffic_table(cases: Sequence[Row]) -> Table:
-    """DRAM and L2 bytes beside the least possible."""
-    table = report.new_table("call", right=("µs", "least MB", "DRAM MB", "DRAM / least", "L2 MB"))
-    for row in cases:
-        least, dram, l2 = (row[name] / 1e6 for name in ("least_bytes", "dram_bytes", "l2_bytes"))
-        ratio = f"{row['ratio']:.2f}"
-        table.add_row(row["case"], f"{row['us']:.1f}", _mega(least), _mega(dram), ratio, _mega(l2))
-    return table
-
-
-def _mega(megabytes: float) -> str:
-    return f"{megabytes:.1f}" if megabytes < 100 else f"{megabytes:.0f}"
-
-
-def counter_table(rows: Sequence[Row]) -> Table:
-    """What each kernel keeps busy, in percent of the peak; of several launches the longest."""
-    titles = ("µs", "occup.", *UNITS)
-    table = report.new_table("kernel", "bound", "stalls", right=titles)
-    for row in longest(rows):
-        stalls = ", ".join(f"{x.replace('_', ' ')} {n:.0f}" for x, n in row["stalls"].items())
-        percents = [row["occupancy"], *row["busy"].values()]
-        figures = ["-" if x is None else f"{x:.0f}" for x in percents]
-        table.add_row(short(row), row["bound"], stalls, f"{row['us']:.1f}", *figures)
-    return table
-
-
-def static_table(rows: Sequence[Row]) -> Table:
-    """Registers, shared memory and the inner loop of each kernel."""
-    titles = ("threads", "registers", "spills", "static", "dynamic", *sass.KINDS)
-    table = report.new_table("kernel", right=titles)
-    for row in {row["expression"]: row for row in rows}.values():
-        loop = row["loop"] or dict.fromkeys(sass.KINDS, "-")
-        numbers = [row[x] for x in ("threads", "registers", "spill_bytes")]
-        numbers += [row["static_shared"], row["dynamic_shared"], *loop.values()]
-        name = short(row) + (" (no loop)" if row["no_loop"] else "")
-        table.add_row(name, *map(str, numbers))
-    return table
-
-
-def longest(rows: Sequence[Row]) -> list[Row]:
-    """The rows with counters, the longest launch of each instantiation."""
-    found: dict[str, Row] = {}
-    for row in rows:
-        if "us" in row and row["us"] > found.get(row["expression"], row)["us"] - 1e-9:
-            found[row["expression"]] = row
-    return list(found.values())
-
-
-def short(row: Row) -> str:
-    """The instantiation without options that are off, and without its shared memory."""
-    values = row["expression"].partition("<")[2].rstrip(">").split(", ")
-    if row["dynamic_shared"] and values[-1] == str(row["dynamic_shared"]):
-        values.pop()
-    return f"{row['kernel']}<{', '.join(x for x in values if x != 'false')}>"
-
-
-def write_page(run: harness.Run, tables: Sequence[tuple[str, Table]]) -> Any:
-    """The tables as a page of Markdown."""
-    path = report.RESULTS / f"{run.file}.md"
-    with path.open("w", encoding="utf-8") as file:
-        console = Console(file=file, width=400)
-        what = run.fields.get("gpu", ARCH)
-        console.print(f"# Kernels on {what}\n\n`{run.command}`: {run.protocol}.", soft_wrap=True)
-        for text, table in tables:
-            console.print(f"\n{text}\n", soft_wrap=True, markup=False)
-            console.print(table)
-    lines = [line.rstrip() for line in path.read_text(encoding="utf-8").splitlines()]
-    text = "\n".join(x for i, x in enumerate(lines) if x or (i and lines[i - 1]))
-    path.write_text(text.rstrip() + "\n", encoding="utf-8")
-    return path
-
-
-# The run ------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -278,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         child(options.only, options.quick)
         return 0
     run = harness.Run("profile", PROTOCOL, arguments, options, timed=False)
-    run.out.width = run.out.width if run.out.is_terminal else WIDTH
+    run.out.width = run.out.width if run.out.is_terminal else profile_report.WIDTH
     status, calls = 0, {}
     if not options.static:
         try:
@@ -291,20 +201,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = 1
     if not calls:
         facts = facts_without_gpu(options.only, options.quick)
-    run.rows = rows_of(facts, calls)
-    if any(row["loop"] is None for row in run.rows):
+    kernels = run.fields["kernels"] = kernels_of(facts)
+    if any(kernel["loop"] is None for kernel in kernels):
         run.notes.say(sass.NO_DISASSEMBLER)
-    tables = [("## What the kernels are made of\n\n" + LOOP_TEXT, static_table(run.rows))]
     if calls:
+        run.rows = rows_of(facts, calls)
         run.fields |= ceilings() | {"cases": case_rows(facts, run.rows)}
-        tables = [
-            ("## Traffic\n\n" + TRAFFIC_TEXT, traffic_table(run.fields["cases"])),
-            ("## Counters\n\n" + RULE + " " + COUNTER_TEXT, counter_table(run.rows)),
-            *tables,
-        ]
         draw(run)
-    path = write_page(run, tables)
-    return run.finish(*(table for _, table in tables), f"wrote {path}") or status
+    tables = profile_report.tables(run.fields, run.rows)
+    path = profile_report.write_page(run, tables)
+    return run.finish(*tables.values(), f"wrote {path}") or status
 
 
 def ceilings() -> dict[str, float]:
@@ -325,21 +231,9 @@ def draw(run: harness.Run) -> None:
 
     path = report.RESULTS / f"{ROOFLINE if run.file == 'profile' else run.file}.svg"
     try:
-        draw_roofline(run.fields, longest(run.rows), path)
+        draw_roofline(run.fields, profile_report.longest(run.rows), path)
     except ImportError as error:
         run.notes.say(f"no picture: {error}")
-
-
-LOOP_TEXT = (
-    "Registers and spilled bytes of a thread, static and dynamic shared memory of a block in "
-    "bytes, and the instructions of the inner loop by kind. Where a kernel has no loop, all of its "
-    "instructions are counted."
-)
-TRAFFIC_TEXT = "Least is what the call reads and writes if everything is moved once."
-COUNTER_TEXT = (
-    'Percentages are of the peak of each unit; "occup." is the share of the warps that a '
-    "multiprocessor can hold, and stalls are in percent of all the cycles in which warps wait."
-)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 from targets import is_hopper  # noqa: E402
 from tiny_kernel import needs_nvrtc  # noqa: E402
 
-from bench import counters, harness, profile, report, sass, timeline  # noqa: E402
+from bench import counters, harness, profile, profile_report, report, sass, timeline  # noqa: E402
 from cupyflash.baselines.baselines import VectorAdd  # noqa: E402
 from cupyflash.jit import sources  # noqa: E402
 
@@ -223,28 +223,34 @@ def fact(case, *names):
     of_kernel = {"registers": 8, "spill_bytes": 0, "threads": 32, "static_shared": 0}
     of_kernel |= {"dynamic_shared": 64, "loop": loop, "no_loop": False}
     kernels = [
-        {"kernel": x, "expression": f"{x}<float, false, 64>", "lowered_name": f"_Z{x}"} | of_kernel
+        {"kernel": x, "expression": f"{x}<float, false>", "lowered_name": f"_Z{x}"} | of_kernel
         for x in names
     ]
     return {"case": case, "least_bytes": 8.0, "flops": 1e9, "kernels": kernels}
 
 
 def test_rows():
-    facts = [fact("a", "one", "two"), fact("b", "one"), fact("c", "three")]
+    facts = [fact("a", "one", "two"), fact("b", "one")]
     calls = {
         "a": [counted("_Zone", tensor=80.0, issue=70.0), counted("of torch"), counted("_Ztwo")],
         "b": [counted("_Zone", us=3.0, DRAM=90.0)],
     }
     rows = profile.rows_of(facts, calls)
-    assert [(row["case"], row["kernel"], row.get("bound")) for row in rows] == [
+    assert [(row["case"], row["kernel"], row["bound"]) for row in rows] == [
         *[("a", "one", "tensor"), ("a", "two", "latency (barrier)"), ("b", "one", "launch")],
-        ("c", "three", None),
     ]
+    assert [x["kernel"] for x in profile.kernels_of(facts)] == ["one", "two"]
     assert rows[0]["tensor_flops"] == 1e9 and rows[0]["fp32_flops"] == 100
     assert rows[0]["stalls"]["barrier"] == 75
     assert [x["ratio"] for x in profile.case_rows(facts, rows)] == [2.5, 1.25]
-    assert [profile.short(x) for x in profile.longest(rows)] == ["one<float>", "two<float>"]
-    assert profile.longest(rows)[0]["case"] == "a"
+    found = profile_report.longest(rows)
+    assert [(x["kernel"], x["case"]) for x in found] == [("one", "a"), ("two", "a")]
+
+
+def test_short():
+    short = profile_report.short("one<bfloat16_t, 128, false, true, 0, 196608>")
+    assert short == "one<bfloat16_t, 128, true, 0>"
+    assert profile_report.short("two<float>") == "two<float>"
 
 
 def test_page(tmp_path, monkeypatch, capsys):
@@ -288,8 +294,8 @@ def test_static_run(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
-    (row,) = json.loads((tmp_path / "profile.json").read_text())["rows"]
-    assert row["kernel"] == "vector_add" and row["registers"] > 0
+    (found,) = json.loads((tmp_path / "profile.json").read_text())["kernels"]
+    assert found["kernel"] == "vector_add" and found["registers"] > 0
 
 
 @pytest.mark.parametrize("name", timeline.STAMPS)
