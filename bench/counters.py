@@ -3,6 +3,7 @@
 ncu may need rights that a user does not have; then there are no figures, and none are made up.
 """
 
+import contextlib
 import csv
 import dataclasses
 import glob
@@ -11,7 +12,7 @@ import itertools
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 DRAM_BYTES = ("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -69,8 +70,13 @@ def available(metrics: Iterable[str]) -> list[str]:
     return [x for x in metrics if x.partition(".")[0] in known or x.startswith("launch__")]
 
 
-def output_of(module: str, arguments: Sequence[str], metrics: Sequence[str]) -> str:
-    """The output of ``python -m module arguments``, which calls `profile`, and of ncu around it.
+def output_of(
+    module: str, arguments: Sequence[str], metrics: Sequence[str], kernels: Sequence[str] = ()
+) -> str:
+    """The output of ``python -m module arguments`` and of ncu around it.
+
+    Args:
+        kernels: names of those that are measured; default all.
 
     Raises:
         RuntimeError: there is no ncu, or it failed; says what to do where that is known.
@@ -78,10 +84,11 @@ def output_of(module: str, arguments: Sequence[str], metrics: Sequence[str]) -> 
     ncu = find_ncu()
     if ncu is None:
         raise RuntimeError(NOT_INSTALLED)
+    chosen = ["--kernel-name", f"regex:^({'|'.join(kernels)})$"] if kernels else []
     command = [
         ncu, "--metrics", ",".join(metrics), "--csv", "--print-units", "base",
         "--print-kernel-base", "mangled", "--clock-control", "none",
-        "--profile-from-start", "off", "--target-processes", "all",
+        "--profile-from-start", "off", "--target-processes", "all", *chosen,
         sys.executable, "-m", module, *arguments,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
@@ -95,14 +102,13 @@ def output_of(module: str, arguments: Sequence[str], metrics: Sequence[str]) -> 
     return done.stdout
 
 
-def parse(text: str) -> dict[str, list[Counted]]:
-    """The launches of each call that `profile` announced, from the output with ``--csv``.
+def launches_of(text: str) -> list[Counted]:
+    """The launches in the output of ncu with ``--csv``, in their order.
 
     Raises:
-        RuntimeError: nothing was measured, or not what was announced.
+        RuntimeError: nothing was measured, or bytes in another unit.
     """
     lines = text.splitlines()
-    labels = [line[len(LABEL) :] for line in lines if line.startswith(LABEL)]
     first = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if first is None:
         raise RuntimeError("ncu measured nothing")
@@ -115,7 +121,17 @@ def parse(text: str) -> dict[str, list[Counted]]:
         values = {x["Metric Name"]: _number(x["Metric Value"]) for x in rows}
         values = {name: value for name, value in values.items() if value is not None}
         launches.append(Counted(rows[0]["Kernel Name"], values))
-    between = itertools.groupby(launches, lambda launch: MARK in launch.name)
+    return launches
+
+
+def by_call(text: str) -> dict[str, list[Counted]]:
+    """The launches of each call that `profile` announced.
+
+    Raises:
+        RuntimeError: as `launches_of`, or not what was announced.
+    """
+    labels = [x[len(LABEL) :] for x in text.splitlines() if x.startswith(LABEL)]
+    between = itertools.groupby(launches_of(text), lambda launch: MARK in launch.name)
     calls = [list(of_call) for is_mark, of_call in between if not is_mark]
     if len(calls) != len(labels):
         raise RuntimeError(f"ncu saw {len(calls)} calls, expected {len(labels)}")
@@ -136,25 +152,38 @@ def dram_bytes(launches: Sequence[Counted]) -> float:
 
 
 def traffic(module: str, arguments: Sequence[str]) -> dict[str, float]:
-    """`dram_bytes` of each call of ``python -m module arguments``; raises as `output_of`."""
-    found = parse(output_of(module, arguments, DRAM_BYTES))
+    """`dram_bytes` of each call that ``python -m module arguments`` gives to `profile`.
+
+    Raises:
+        RuntimeError: as `output_of` and `by_call`.
+    """
+    found = by_call(output_of(module, arguments, DRAM_BYTES))
     return {label: dram_bytes(launches) for label, launches in found.items()}
 
 
-def profile(calls: Iterable[tuple[str, Callable[[], Any]]]) -> None:
-    """Run each of (label, call) once to compile, then once for ncu, with `MARK` behind it."""
+def profile(calls: Mapping[str, Callable[[], Any]]) -> None:
+    """Run each once to compile, then once for ncu, with `MARK` behind it."""
     import cupy
 
     from cupyflash.baselines.baselines import vector_add
 
     zeros = cupy.zeros(1, "float32")
     vector_add(zeros, zeros)
-    for label, call in calls:
+    for label, call in calls.items():
         call()
-        cupy.cuda.Device().synchronize()
         print(LABEL + label, flush=True)
-        cupy.cuda.profiler.start()
-        call()
-        vector_add(zeros, zeros)
-        cupy.cuda.Device().synchronize()
-        cupy.cuda.profiler.stop()
+        with measured():
+            call()
+            vector_add(zeros, zeros)
+
+
+@contextlib.contextmanager
+def measured() -> Iterator[None]:
+    """Context whose launches ncu measures."""
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+    cupy.cuda.profiler.start()
+    yield
+    cupy.cuda.Device().synchronize()
+    cupy.cuda.profiler.stop()

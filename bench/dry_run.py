@@ -11,22 +11,8 @@ from typing import Any
 from unittest import mock
 
 from cupyflash import jit
-from cupyflash.runtime.config import KernelConfig
 
 CAPABILITY, MULTIPROCESSORS, L2_BYTES = (9, 0), 132, 50 << 20
-
-
-@contextlib.contextmanager
-def kernels_loaded() -> Iterator[list[KernelConfig]]:
-    """A list that grows by the configuration of each kernel that a plan loads."""
-    found, load = [], jit.load
-
-    def noting(config: KernelConfig, device: int) -> Any:
-        found.append(config)
-        return load(config, device)
-
-    with mock.patch.object(jit, "load", noting):
-        yield found
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def profile(options: argparse.Namespace) -> int:
     calls = {mode: prompt_attention(x, *prefill_shape(x)).call for mode, x in models.items()}
     for mode, ops in ops_of(models).items():
         calls |= {f"{mode}: {op.name}": op.call for op in ops}
-    counters.profile(calls.items())
+    counters.profile(calls)
     return 0
 
 

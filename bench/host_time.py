@@ -32,14 +32,14 @@ TORCH = (
 )
 
 
-def sample(call: Callable[[], Any], synchronize: Callable[[], Any]) -> float:
-    """Mean host time of CALLS calls in microseconds."""
+def sample(call: Callable[[], Any], synchronize: Callable[[], Any], calls: int = CALLS) -> float:
+    """Mean host time of so many calls in microseconds."""
     begin = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(calls):
         call()
     seconds = time.perf_counter() - begin
     synchronize()
-    return 1e6 * seconds / CALLS
+    return 1e6 * seconds / calls
 
 
 def cupy_call() -> Callable[[], Any]:

@@ -140,7 +140,7 @@ def draw_budget(results: dict[str, Any], path: Path) -> None:
         firsts.set_ylim(len(bars) - 0.5, -0.5)
         firsts.set_xticks([])
         firsts.minorticks_off()
-        firsts.set_title("Only the first call of all compiles", fontsize=11, loc="left")
+        firsts.set_title("Only the first call of all compiles (log scale)", fontsize=11, loc="left")
 
 
 def time_text(microseconds: float) -> str:
@@ -177,16 +177,17 @@ FAMILIES = {
     "baselines": (("naive", "fused"), "#999999", "X"),
     "others": (("",), "#999999", "."),
 }
+# Points with a name, and where it stands: to the right, unless the text is to end at the point.
 NAMED = {
-    "flash_fwd_sm90": "forward",
-    "flash_bwd_sm90": "backward",
-    "flash_fwd_simt": "simt forward",
-    "flash_fwd_fp16x3": "float32 on tensor cores",
-    "linear_sm90": "linear",
-    "flash_decode": "decode",
-    "naive_attention": "naive attention",
-    "fused_attention": "fused, no tiles",
-    "norm_fwd": "RMSNorm",
+    "flash_fwd_sm90": ("forward", "right"),
+    "flash_bwd_sm90": ("backward", "right"),
+    "flash_fwd_simt": ("float32 on CUDA cores", "left"),
+    "flash_fwd_fp16x3": ("float32 in float16 parts", "right"),
+    "linear_sm90": ("linear layer", "left"),
+    "flash_decode": ("decoding", "left"),
+    "naive_attention": ("scores in memory", "left"),
+    "fused_attention": ("fused, but no tiles", "left"),
+    "norm_fwd": ("RMSNorm", "left"),
 }
 
 
@@ -199,48 +200,52 @@ def draw_roofline(results: dict[str, Any], rows: list[dict[str, Any]], path: Pat
     """Every kernel that computes: operations counted by the hardware over its DRAM bytes.
 
     Args:
-        rows: with counters, one for each instantiation.
+        rows: with counters, one for each kernel.
     """
-    matmul, copy = results["matmul_tflops"], results["copy_gbps"] / 1e3
-    fp32 = results["fp32_tflops"]
-    points: dict[str, list[tuple[float, float, str]]] = {}
-    for row in rows:
-        flops = row["tensor_flops"] + row["fp32_flops"]
-        if flops and row["dram_bytes"]:
-            point = (flops / row["dram_bytes"], flops / row["us"] / 1e6, row["kernel"])
-            points.setdefault(family_of(row["kernel"]), []).append(point)
-    with picture(path, 1, 1, figsize=(10, 6)) as (figure, axes):
+    points = [
+        (flops / row["dram_bytes"], flops / row["us"] / 1e6, row["kernel"])
+        for row in rows
+        if (flops := row["tensor_flops"] + row["fp32_flops"]) and row["dram_bytes"]
+    ]
+    with picture(path, 1, 1, figsize=(10, 6.2)) as (_, axes):
         axis = axes[0, 0]
-        every = [point for of_family in points.values() for point in of_family]
-        low, high = min(x for x, *_ in every) / 2, 2 * max(x for x, *_ in every)
-        for level, name in ((matmul, "matrix product, measured"), (fp32, "float32, CUDA cores")):
-            axis.plot([low, level / copy, high], [low * copy, level, level], color=GREY, lw=1)
-            axis.text(high, level, f"{name}: {level:.0f} ", ha="right", va="bottom", fontsize=9)
-        axis.text(low, low * copy, f"  copy: {copy:.1f} TB/s", va="top", fontsize=9)
-        best: dict[str, tuple[float, float]] = {}
-        for name, (_, colour, marker) in FAMILIES.items():
-            if found := points.get(name):
-                x, y, kernels = zip(*found)
-                look = {"color": colour, "marker": marker, "s": 46, "linewidths": 0}
-                axis.scatter(x, y, label=name, **look)
-                for point, rate, kernel in found:
-                    if rate > best.get(kernel, (0, 0))[1]:
-                        best[kernel] = (point, rate)
-        for kernel, text in NAMED.items():
-            if kernel in best:
-                where = {"textcoords": "offset points", "xytext": (6, 5), "fontsize": 8}
-                axis.annotate(text, best[kernel], **where)
+        low, high = min(x for x, *_ in points) / 2, 2 * max(x for x, *_ in points)
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.set_xlim(low, high)
-        axis.set_ylim(min(y for _, y, _ in every) / 2, 1.6 * matmul)
+        axis.set_ylim(min(y for _, y, _ in points) / 2, 2 * results["matmul_tflops"])
+        _draw_roofs(axis, results, low, high)
+        for name, (_, colour, marker) in FAMILIES.items():
+            if found := [x for x in points if family_of(x[2]) == name]:
+                x, y, _ = zip(*found)
+                axis.scatter(x, y, 46, colour, marker, label=name, linewidths=0, zorder=3)
+        for kernel, (text, side) in NAMED.items():
+            if found := [x for x in points if x[2] == kernel]:
+                x, y, _ = max(found, key=lambda point: point[1])
+                shift = 7 if side == "left" else -7
+                style = {"ha": side, "va": "center", "fontsize": 8}
+                axis.annotate(text, (x, y), (shift, 0), textcoords="offset points", **style)
         axis.grid(color=GREY, alpha=0.25, linewidth=0.8)
-        axis.set_xlabel("operations for each byte of DRAM traffic (counted by the hardware)")
+        for scale in (axis.xaxis, axis.yaxis):
+            scale.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.minorticks_off()
+        axis.set_xlabel("operations for each byte of DRAM traffic, both counted by the hardware")
         axis.set_ylabel("TFLOP/s")
-        reached = max(y for _, y, _ in every) / matmul
         title = (
-            f"Every kernel on {results['gpu']}: attention ends at the roof of the tensor cores "
-            f"({100 * reached:.0f} %), norms and decoding at that of the memory"
+            f"Every kernel on {results['gpu']}: attention and linear layers end near the roof of\n"
+            "the tensor cores, norms and decoding near that of the memory"
         )
         axis.set_title(title, fontsize=11, loc="left")
         axis.legend(loc="lower right", frameon=False, fontsize=9)
+
+
+def _draw_roofs(axis: Any, results: dict[str, Any], low: float, high: float) -> None:
+    """Copy bandwidth, and the rates of the tensor cores and of float32 on CUDA cores."""
+    copy = results["copy_gbps"] / 1e3
+    for name, key in (("matrix product", "matmul_tflops"), ("float32, CUDA cores", "fp32_tflops")):
+        level = results[key]
+        axis.plot([low, level / copy, high], [low * copy, level, level], color=GREY, lw=1.2)
+        style = {"ha": "right", "va": "bottom", "fontsize": 9}
+        axis.text(high, 1.03 * level, f"{name}: {level:.0f} TFLOP/s", **style)
+    middle = (low * results["fp32_tflops"] / copy) ** 0.5
+    axis.text(middle, copy * middle, f"copy: {copy:.1f} TB/s    ", ha="right", fontsize=9)

@@ -17,10 +17,11 @@ from typing import Any
 
 from bench import counters, dry_run, harness, profile_cases, profile_report, report, sass
 from bench.counters import Counted
+from bench.launches import configurations, recorded
 from bench.report import Row
 from cupyflash import jit
 
-FACT = "fact: "
+FACT, LEFT_OUT = "fact: ", "left out: "  # the beginnings of lines that `child` prints
 ARCH = "sm_90a"  # of the static part where there is no GPU
 ROOFLINE = "roofline"  # the name of the picture
 PROTOCOL = (
@@ -31,20 +32,19 @@ PROTOCOL = (
 PERCENT = ".avg.pct_of_peak_sustained_"
 # Units that can bound a kernel, by what the page calls them: the metric is a share of their peak.
 UNITS = {
-    "tensor": ("sm__inst_executed_pipe_tensor_op_hmma" + PERCENT + "active",),
-    "MUFU": ("sm__inst_executed_pipe_xu" + PERCENT + "active",),
-    "FMA": ("sm__pipe_fma_cycles_active" + PERCENT + "active",),
-    "ALU": ("sm__inst_executed_pipe_alu" + PERCENT + "active",),
-    "issue": ("smsp__issue_active" + PERCENT + "active",),
-    "shared": ("l1tex__data_pipe_lsu_wavefronts_mem_shared" + PERCENT + "elapsed",),
-    "L2": ("lts__throughput" + PERCENT + "elapsed",),
-    "DRAM": ("dram__throughput" + PERCENT + "elapsed",),
+    "tensor": "sm__pipe_tensor_cycles_active" + PERCENT + "active",
+    "MUFU": "sm__inst_executed_pipe_xu" + PERCENT + "active",
+    "FMA": "sm__pipe_fma_cycles_active" + PERCENT + "active",
+    "ALU": "sm__inst_executed_pipe_alu" + PERCENT + "active",
+    "issue": "smsp__issue_active" + PERCENT + "active",
+    "shared": "l1tex__data_pipe_lsu_wavefronts_mem_shared" + PERCENT + "elapsed",
+    "L2": "lts__throughput" + PERCENT + "elapsed",
+    "DRAM": "dram__throughput" + PERCENT + "elapsed",
 }
 TIME, L2_BYTES = "gpu__time_duration.sum", "lts__t_bytes.sum"
 OCCUPANCY = "sm__warps_active" + PERCENT + "active"
 TENSOR_OPS = tuple(
-    f"sm__ops_path_tensor_src_{kind}.sum"
-    for kind in ("bf16_dst_fp32", "fp16_dst_fp32", "tf32_dst_fp32")
+    f"sm__ops_path_tensor_src_{kind}.sum" for kind in ("bf16_dst_fp32", "fp16", "tf32_dst_fp32")
 )
 FP32_OPS = {
     f"smsp__sass_thread_inst_executed_op_{kind}_pred_on.sum": flops
@@ -52,54 +52,51 @@ FP32_OPS = {
 }
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 STALLS = (
-    *("barrier", "branch_resolve", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle"),
+    *("barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle"),
     *("long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction"),
-    *("not_selected", "short_scoreboard", "sleeping", "tex_throttle", "wait", "warpgroup_arrive"),
+    *("not_selected", "short_scoreboard", "sleeping", "tex_throttle", "wait"),
 )
 METRICS = (
     *(TIME, *counters.DRAM_BYTES, L2_BYTES, OCCUPANCY),
-    *(metric for metrics in UNITS.values() for metric in metrics),
+    *UNITS.values(),
     *(*TENSOR_OPS, *FP32_OPS),
     *(STALLED.format(reason) for reason in STALLS),
 )
 
 
 def child(only: str, quick: bool) -> None:
-    """Run every case for ncu, and print facts of the cases and of their kernels."""
+    """Run every case once, and once for ncu; print the facts of each."""
     import cupy
 
     arch = jit.arch_of(divmod(int(cupy.cuda.Device().compute_capability), 10))
+    for found, case in facts(only, quick, arch):
+        with profile_cases.forced(found["case"]), counters.measured():
+            case.run()
+        print(FACT + json.dumps(found), flush=True)
 
-    def calls() -> Iterator[tuple[str, Any]]:
+
+def facts(only: str, quick: bool, arch: str) -> Iterator[tuple[dict[str, Any], Any]]:
+    """What is known of each case: bytes, operations, and the kernels in the order of launches."""
+    with configurations() as by_function:
         for label, make in profile_cases.cases(only, quick):
-            with profile_cases.forced(label), dry_run.kernels_loaded() as found:
-                case = make()
-                least = case.least_bytes(case.run())
-                yield label, case.run
-            print(FACT + json.dumps(fact(label, case, least, found, arch)), flush=True)
-
-    counters.profile(calls())
-
-
-def fact(label: str, case: Any, least: float, configs: Sequence[Any], arch: str) -> dict[str, Any]:
-    """What is known of a case: its least bytes, its operations, and the kernels that it loaded."""
-    kernels = [sass.static_facts(config, arch) for config in dict.fromkeys(configs)]
-    return {"case": label, "least_bytes": least, "flops": case.flops, "kernels": kernels}
+            try:
+                with profile_cases.forced(label):
+                    case = make()
+                    case.run()  # makes the plan
+                    results, launches = recorded(case.run)
+            except Exception as error:  # the rest is worth knowing all the same
+                print(f"{LEFT_OUT}{label}: {type(error).__name__}: {error}", flush=True)
+                continue
+            configs = [by_function[launch.function] for launch, _ in launches]
+            found = {"case": label, "least_bytes": case.least_bytes(results)}
+            found |= {"workspace_bytes": case.workspace, "flops": case.flops}
+            yield found | {"kernels": [sass.static_facts(x, arch) for x in configs]}, case
 
 
 def facts_without_gpu(only: str, quick: bool) -> list[dict[str, Any]]:
     """The facts of all cases, of plans that are made without a GPU."""
-    found = []
-    for label, make in profile_cases.cases(only, quick):
-        with (
-            dry_run.hopper(),
-            profile_cases.forced(label),
-            dry_run.kernels_loaded() as configs,
-        ):
-            case = make()
-            least = case.least_bytes(case.run())
-        found.append(fact(label, case, least, configs, ARCH))
-    return found
+    with dry_run.hopper():
+        return [found for found, _ in facts(only, quick, ARCH)]
 
 
 def facts_of(output: str) -> list[dict[str, Any]]:
@@ -114,22 +111,27 @@ def kernels_of(facts: Sequence[dict[str, Any]]) -> list[Row]:
     return list(found.values())
 
 
-def rows_of(facts: Sequence[dict[str, Any]], calls: dict[str, list[Counted]]) -> list[Row]:
-    """A row for each launch of the project's kernels in each case; torch's own are left out."""
-    rows = []
-    for of_case in facts:
-        known = {kernel["lowered_name"]: kernel for kernel in of_case["kernels"]}
-        for launch in calls[of_case["case"]]:
-            if kernel := known.get(launch.name):
-                names = {name: kernel[name] for name in ("kernel", "expression")}
-                rows.append({"case": of_case["case"], **names, **dynamic_row(launch)})
-    return rows
+def rows_of(facts: Sequence[dict[str, Any]], launches: Sequence[Counted]) -> list[Row]:
+    """A row for each launch of each case.
+
+    Raises:
+        RuntimeError: these are not the launches of the cases.
+    """
+    expected = [(of_case["case"], kernel) for of_case in facts for kernel in of_case["kernels"]]
+    names = [kernel["lowered_name"] for _, kernel in expected]
+    if names != [launch.name for launch in launches]:
+        fact = f"{len(names)} launches were expected, in their order"
+        raise RuntimeError(f"bench.profile: {fact}, ncu saw {len(launches)}")
+    return [
+        {"case": case, **{x: kernel[x] for x in ("kernel", "expression")}, **dynamic_row(launch)}
+        for (case, kernel), launch in zip(expected, launches)
+    ]
 
 
 def dynamic_row(launch: Counted) -> Row:
     """The counters of a launch by shorter names."""
     values = launch.values
-    of = {unit: values.get(metrics[0]) for unit, metrics in UNITS.items()}
+    of = {unit: values.get(metric) for unit, metric in UNITS.items()}
     stalls = {reason: values.get(STALLED.format(reason), 0.0) for reason in STALLS}
     total = sum(stalls.values()) or 1.0
     shares = sorted(((x / total, reason) for reason, x in stalls.items()), reverse=True)[:3]
@@ -155,8 +157,13 @@ def bound_of(microseconds: float, busy: dict[str, float | None], stall: str) -> 
     """The bound by `profile_report.RULE`."""
     if microseconds < profile_report.SHORT_US:
         return "launch"
-    share, unit = max((share or 0.0, unit) for unit, share in busy.items())
-    return unit if share >= profile_report.BOUND_FROM else f"latency ({stall.replace('_', ' ')})"
+    shares = {unit: share or 0.0 for unit, share in busy.items()}
+    if shares.get("DRAM", 0.0) >= profile_report.BOUND_FROM:
+        shares.pop("L2", None)
+    unit = max(shares, key=shares.__getitem__)
+    if shares[unit] >= profile_report.BOUND_FROM:
+        return unit
+    return f"latency ({stall.replace('_', ' ')})"
 
 
 def case_rows(facts: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Row]:
@@ -167,11 +174,12 @@ def case_rows(facts: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Row]
         dram = sum(row["dram_bytes"] for row in mine)
         found.append(
             {
-                **{name: of_case[name] for name in ("case", "least_bytes", "flops")},
+                **{name: value for name, value in of_case.items() if name != "kernels"},
                 "us": round(sum(row["us"] for row in mine), 1),
                 "dram_bytes": dram,
                 "l2_bytes": sum(row["l2_bytes"] or 0 for row in mine),
                 "ratio": round(dram / of_case["least_bytes"], 3),
+                "of_all": round(dram / (of_case["least_bytes"] + of_case["workspace_bytes"]), 3),
             }
         )
     return found
@@ -189,23 +197,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     run = harness.Run("profile", PROTOCOL, arguments, options, timed=False)
     run.out.width = run.out.width if run.out.is_terminal else profile_report.WIDTH
-    status, calls = 0, {}
+    status, launches = 0, []
     if not options.static:
         try:
             metrics = counters.available(METRICS)
             forwarded = ["--child", "--only", options.only, *["--quick"] * options.quick]
-            output = counters.output_of("bench.profile", forwarded, metrics)
-            facts, calls = facts_of(output), counters.parse(output)
+            kernels = profile_cases.kernel_names()
+            output = counters.output_of("bench.profile", forwarded, metrics, kernels)
+            facts, launches = facts_of(output), counters.launches_of(output)
+            failed = [line for line in output.splitlines() if line.startswith(LEFT_OUT)]
+            status = int(bool(failed))
+            for line in failed:
+                run.notes.say(line)
         except RuntimeError as error:
             run.notes.say(f"no counters: {error}")
             status = 1
-    if not calls:
+    if not launches:
         facts = facts_without_gpu(options.only, options.quick)
     kernels = run.fields["kernels"] = kernels_of(facts)
     if any(kernel["loop"] is None for kernel in kernels):
         run.notes.say(sass.NO_DISASSEMBLER)
-    if calls:
-        run.rows = rows_of(facts, calls)
+    if launches:
+        run.rows = rows_of(facts, launches)
         run.fields |= ceilings() | {"cases": case_rows(facts, run.rows)}
         draw(run)
     tables = profile_report.tables(run.fields, run.rows)

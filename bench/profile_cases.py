@@ -27,12 +27,14 @@ class Case:
         inputs: the arrays that it reads; where it does not read all of them, see ``least``.
         flops: operations of the matrix products, 0 where there are none to speak of.
         least: the bytes that it cannot do without; None for inputs and results.
+        workspace: the bytes that its kernels move beside these, to hand them on.
     """
 
     run: Callable[[], Any]
     inputs: tuple[Any, ...]
     flops: float = 0.0
     least: float | None = None
+    workspace: float = 0.0
 
     def least_bytes(self, results: Any) -> float:
         """The bytes that the call cannot do without."""
@@ -77,7 +79,11 @@ def backward(shape: Problem, bias_grad: bool = False, **options: Any) -> Case:
     arrays = dout, q, k, v, out, lse
     options |= {"bias_grad": True} if bias_grad else {}
     call = functools.partial(cupyflash.attention_backward, *arrays, causal=shape.causal, **options)
-    return Case(call, (*arrays, *options.values()), shape.flops("bwd"))
+    # The sum of dq in float32 is set to 0, read and written to add, and read; the LSE in base 2 and
+    # delta are written and read.
+    sums = 4.0 * shape.batch * shape.seqlen * shape.heads * (4 * shape.head_dim + 2 * 2)
+    arrays = (*arrays, *options.values())
+    return Case(call, arrays, shape.flops("bwd"), workspace=sums)
 
 
 def tensors(shape: Problem) -> tuple[Any, ...]:
@@ -360,3 +366,10 @@ def forced(label: str) -> contextlib.AbstractContextManager:
     """The backend that the label of a case names is forced; none by default."""
     _, is_forced, backend = label.partition(FORCED)
     return environment.override(backend=backend) if is_forced else contextlib.nullcontext()
+
+
+def kernel_names() -> list[str]:
+    """The names of all kernels of the project."""
+    from cupyflash.jit import sources
+
+    return sorted(path.stem for path in sources.root().glob("*/*.cu"))

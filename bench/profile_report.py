@@ -12,16 +12,21 @@ from bench.report import Row
 BOUND_FROM, SHORT_US = 60, 5  # percent of a peak; microseconds
 WIDTH = 240  # columns of a page
 RULE = (
-    f"The bound of a kernel is the unit that is busiest, from {BOUND_FROM} % of its peak on. Below "
-    "that it is latency, with the most frequent reason why warps stall; below "
-    f"{SHORT_US} µs it is the launch, as the GPU is neither full nor warm by then."
+    f"The bound of a kernel is the unit that is busiest, from {BOUND_FROM} % of its peak on (of L2 "
+    "and DRAM the latter, as L2 is busy with what it fetches). Below that it is latency, with the "
+    f"most frequent reason why warps stall; below {SHORT_US} µs it is the launch, as the GPU is "
+    "neither full nor warm by then."
 )
 LOOP = (
     "Registers and spilled bytes of a thread, static and dynamic shared memory of a block in "
     "bytes, and the instructions of the inner loop by kind. Where a kernel has no loop, all of its "
     "instructions are counted."
 )
-TRAFFIC = "Least is what the call reads and writes if everything is moved once."
+TRAFFIC = (
+    "Least is what the call reads and writes if everything is moved once. The workspace of the "
+    "backward is the sum of dq in float32, which is set to 0, read and written by additions, and "
+    "read again, with the LSE and delta of each row."
+)
 COUNTERS = (
     'Percentages are of the peak of each unit; "occup." is the share of the warps that a '
     "multiprocessor can hold, and stalls are in percent of all the cycles in which warps wait."
@@ -40,16 +45,18 @@ def tables(fields: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Table]:
 
 def traffic_table(cases: Sequence[Row]) -> Table:
     """DRAM and L2 bytes beside the least possible."""
-    table = report.new_table("call", right=("µs", "least MB", "DRAM MB", "DRAM / least", "L2 MB"))
+    titles = ("µs", "least MB", "workspace MB", "DRAM MB", "DRAM / least", "/ both", "L2 MB")
+    table = report.new_table("call", right=titles)
     for row in cases:
-        least, dram, l2 = (row[name] / 1e6 for name in ("least_bytes", "dram_bytes", "l2_bytes"))
-        ratio = f"{row['ratio']:.2f}"
-        table.add_row(row["case"], f"{row['us']:.1f}", _mega(least), _mega(dram), ratio, _mega(l2))
+        names = ("least_bytes", "workspace_bytes", "dram_bytes", "l2_bytes")
+        least, workspace, dram, l2 = (_mega(row[name] / 1e6) for name in names)
+        ratios = f"{row['ratio']:.2f}", f"{row['of_all']:.2f}"
+        table.add_row(row["case"], f"{row['us']:.1f}", least, workspace, dram, *ratios, l2)
     return table
 
 
 def _mega(megabytes: float) -> str:
-    return f"{megabytes:.1f}" if megabytes < 100 else f"{megabytes:.0f}"
+    return "-" if not megabytes else f"{megabytes:.1f}" if megabytes < 100 else f"{megabytes:.0f}"
 
 
 def counter_table(rows: Sequence[Row]) -> Table:

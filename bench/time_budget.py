@@ -20,15 +20,15 @@ from typing import Any
 
 from bench import harness, report
 from bench.host_time import sample
+from bench.launches import recorded
 from bench.problem import Problem
-from bench.timeline import recorded
 
-SAMPLES, WALLS = 20, 200
+CALLS, SAMPLES, WALLS = 50, 10, 100
 PROTOCOL = (
-    f"host: median of {SAMPLES} means of 200 calls, enqueue only; launch: the same of the launch "
-    "alone, its arguments at hand; gpu: CUDA events, L2 cold (bench.timing); wall: median of "
-    f"{WALLS} calls, each from an idle GPU to the return of the synchronisation; first calls: one "
-    "fresh process each, CuPy arrays, CUDA context and CuPy already at work"
+    f"host: median of {SAMPLES} means of {CALLS} calls, enqueue only; launch: the same of the "
+    "launch alone, its arguments at hand; gpu: CUDA events, L2 cold (bench.timing); wall: median "
+    f"of {WALLS} calls, each from an idle GPU to the return of the synchronisation; first calls: "
+    "one fresh process each, CuPy arrays, CUDA context and CuPy already at work"
 )
 PROBLEMS = {
     "small": Problem("bfloat16", 128, 1, 128, 16, 16, True),
@@ -66,7 +66,7 @@ def budget(shape: Problem, timer: Any) -> dict[str, float]:
     results, ((launch, params),) = recorded(call)  # `results` holds the memory that it writes
     start = functools.partial(launch.start, library_of(q).stream(0), params)
     clocks = {
-        name: functools.partial(sample, run, torch.cuda.synchronize)
+        name: functools.partial(sample, run, torch.cuda.synchronize, CALLS)
         for name, run in (("host", call), ("launch", start))
     }
     of_host = medians(clocks, SAMPLES)

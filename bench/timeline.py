@@ -21,12 +21,12 @@ from typing import Any
 from unittest import mock
 
 from bench import harness
-from bench.dry_run import kernels_loaded
+from bench.launches import configurations, recorded
 from bench.problem import Problem
 from cupyflash import jit
 from cupyflash.jit import sources
 from cupyflash.runtime.config import KernelConfig
-from cupyflash.runtime.launch import Launch, recorder
+from cupyflash.runtime.launch import Launch
 
 PROTOCOL = (
     "globaltimer, read by the first consumer thread of a block when a tile begins (its first "
@@ -156,12 +156,10 @@ class Trace:
     def __init__(self, name: str, call: Callable[[], Any]) -> None:
         import cupy
 
-        self.name = name
-        with kernels_loaded() as configs:
-            call()  # makes the plan
+        with configurations() as by_function:
+            call()  # makes the plan, of which there is none yet
         self.results, launches = recorded(call)
-        config = next(config for config in configs if config.name == name)
-        normal = jit.load(config, 0)
+        normal, config = next(x for x in by_function.items() if x[1].name == name)
         function = with_debug_sources(name, lambda: jit.load(debug_config(config), 0))
         self.launches = [
             (_with_function(launch, function) if launch.function is normal else launch, params)
@@ -186,15 +184,6 @@ class Trace:
                 launch.start(stream, params)
             self.records.device.synchronize()
         return tiles_of((TraceRecord * SLOTS).from_buffer_copy(self.records.get().tobytes()))
-
-
-def recorded(call: Callable[[], Any]) -> tuple[Any, list[tuple[Launch, bytes]]]:
-    """The results of a call whose plan exists, and its launches with their parameters."""
-    recorder.launches = launches = []
-    try:
-        return call(), launches
-    finally:
-        recorder.launches = None
 
 
 def _with_function(launch: Launch, function: Any) -> Launch:
@@ -238,8 +227,8 @@ def measure(name: str, shape: Problem) -> dict[str, Any]:
     if "bwd" in name:
         arrays = dout, q, k, v, *call()
         call = functools.partial(cupyflash.attention_backward, *arrays, causal=shape.causal)
-    right = [x.clone() for x in call()[:3]]
     trace = Trace(name, call)
+    right = [x.clone() for x in trace.results[:3]]
     for x in trace.results[:3]:
         x.fill_(torch.nan)
     tiles = trace.run(cupyflash.runtime.array.library_of(q).stream(0))

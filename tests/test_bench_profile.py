@@ -36,18 +36,18 @@ profiled: fused: head
 
 
 def test_parse():
-    calls = counters.parse(NCU)
+    calls = counters.by_call(NCU)
     assert [x.name for x in calls["naive"]] == ["a", "b"]
     assert {name: counters.dram_bytes(x) for name, x in calls.items()} == {
         "naive": 1000507,
         "fused: head": 11,
     }
     with pytest.raises(RuntimeError, match="measured nothing"):
-        counters.parse("==ERROR== something\n")
+        counters.by_call("==ERROR== something\n")
     with pytest.raises(RuntimeError, match="no bytes"):
-        counters.parse(NCU.replace('"byte"', '"Mbyte"'))
+        counters.by_call(NCU.replace('"byte"', '"Mbyte"'))
     with pytest.raises(RuntimeError, match="2 calls, expected 1"):
-        counters.parse(NCU.replace("profiled: naive\n", ""))
+        counters.by_call(NCU.replace("profiled: naive\n", ""))
 
 
 @pytest.fixture
@@ -166,26 +166,23 @@ def test_static_shared():
 
 COVERAGE = """
 import json
-from bench import dry_run, profile_cases
+from bench import profile, profile_cases, sass
 from cupyflash.attention.backends import BACKENDS
 from cupyflash.precompile import TOPICS
 
 kernels = {x.name for y in (*BACKENDS.values(), *TOPICS.values()) for x in y.configurations((9, 0))}
-found, labels, least = set(), [], []
-with dry_run.hopper():
-    for label, make in profile_cases.cases():
-        with profile_cases.forced(label), dry_run.kernels_loaded() as configs:
-            case = make()
-            least.append(case.least_bytes(case.run()))
-        labels.append(label)
-        found |= {config.name for config in configs}
-print(json.dumps([sorted(kernels - found), labels, least]))
+sass.static_facts = lambda config, arch: config.name  # nothing is compiled
+facts = profile.facts_without_gpu("", False)
+found = {name for of_case in facts for name in of_case["kernels"]}
+least = {of_case["case"]: of_case["least_bytes"] for of_case in facts}
+unknown = found - set(profile_cases.kernel_names())
+print(json.dumps([sorted(kernels - found), sorted(unknown), least, len(facts)]))
 """
 
 
 @pytest.fixture(scope="module")
 def coverage():
-    """(kernels that no case launches, the labels of all cases, their least bytes)."""
+    """(kernels that no case launches, those that ncu would not see, least bytes, cases)."""
     pytest.importorskip("torch")
     pytest.importorskip("cupy")
     command = [sys.executable, "-c", COVERAGE]
@@ -195,15 +192,13 @@ def coverage():
 
 
 def test_every_kernel_has_a_case(coverage):
-    missing, labels, _ = coverage
-    assert missing == []
-    assert len(set(labels)) == len(labels)
+    missing, unknown, least, count = coverage
+    assert missing == unknown == []
+    assert len(least) == count > 24
 
 
 def test_least_bytes(coverage):
-    _, labels, least = coverage
-    least = dict(zip(labels, least))
-    numbers = 16384 * 2048
+    least, numbers = coverage[2], 16384 * 2048
     assert least["attention fwd 128 causal 8192"] == 4 * 2 * numbers + 4 * numbers // 128
     assert least["attention bwd 128 full 4096"] == 8 * 2 * numbers + 4 * numbers // 128
     assert all(x > 0 for x in least.values())
@@ -212,7 +207,7 @@ def test_least_bytes(coverage):
 def counted(name, us=100.0, **busy):
     """A launch with counters; ``busy`` in percent by the names of `profile.UNITS`."""
     values = {profile.TIME: 1e3 * us, "dram__bytes_read.sum": 6.0, "dram__bytes_write.sum": 4.0}
-    values |= {profile.UNITS[unit][0]: share for unit, share in busy.items()}
+    values |= {profile.UNITS[unit]: share for unit, share in busy.items()}
     values |= {profile.TENSOR_OPS[0]: 1e9, next(iter(profile.FP32_OPS)): 50.0}
     values |= {profile.STALLED.format(x): n for x, n in (("wait", 1.0), ("barrier", 3.0))}
     return counters.Counted(name, values)
@@ -226,23 +221,27 @@ def fact(case, *names):
         {"kernel": x, "expression": f"{x}<float, false>", "lowered_name": f"_Z{x}"} | of_kernel
         for x in names
     ]
-    return {"case": case, "least_bytes": 8.0, "flops": 1e9, "kernels": kernels}
+    return {
+        **{"case": case, "least_bytes": 8.0, "workspace_bytes": 2.0, "flops": 1e9},
+        "kernels": kernels,
+    }
 
 
 def test_rows():
     facts = [fact("a", "one", "two"), fact("b", "one")]
-    calls = {
-        "a": [counted("_Zone", tensor=80.0, issue=70.0), counted("of torch"), counted("_Ztwo")],
-        "b": [counted("_Zone", us=3.0, DRAM=90.0)],
-    }
-    rows = profile.rows_of(facts, calls)
+    launches = [counted("_Zone", tensor=80.0, issue=70.0), counted("_Ztwo")]
+    launches += [counted("_Zone", us=3.0, DRAM=90.0)]
+    rows = profile.rows_of(facts, launches)
+    with pytest.raises(RuntimeError, match="3 launches were expected, in their order, ncu saw 2"):
+        profile.rows_of(facts, launches[:2])
     assert [(row["case"], row["kernel"], row["bound"]) for row in rows] == [
         *[("a", "one", "tensor"), ("a", "two", "latency (barrier)"), ("b", "one", "launch")],
     ]
     assert [x["kernel"] for x in profile.kernels_of(facts)] == ["one", "two"]
     assert rows[0]["tensor_flops"] == 1e9 and rows[0]["fp32_flops"] == 100
     assert rows[0]["stalls"]["barrier"] == 75
-    assert [x["ratio"] for x in profile.case_rows(facts, rows)] == [2.5, 1.25]
+    cases = profile.case_rows(facts, rows)
+    assert [(x["ratio"], x["of_all"]) for x in cases] == [(2.5, 2.0), (1.25, 1.0)]
     found = profile_report.longest(rows)
     assert [(x["kernel"], x["case"]) for x in found] == [("one", "a"), ("two", "a")]
 
@@ -256,18 +255,19 @@ def test_short():
 def test_page(tmp_path, monkeypatch, capsys):
     """The whole script with what ncu printed, and without."""
     facts = [fact("a", "flash_fwd_sm90", "norm_fwd")]
-    calls = {"a": [counted("_Zflash_fwd_sm90", tensor=80.0), counted("_Znorm_fwd", DRAM=91.0)]}
+    launches = [counted("_Zflash_fwd_sm90", tensor=80.0), counted("_Znorm_fwd", DRAM=71.0, L2=91.0)]
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(harness, "machine_fields", lambda: {"gpu": "G", "versions": {}})
     monkeypatch.setattr(counters, "available", list)
     monkeypatch.setattr(counters, "output_of", lambda *a: profile.FACT + json.dumps(facts[0]))
-    monkeypatch.setattr(counters, "parse", lambda text: calls)
+    monkeypatch.setattr(counters, "launches_of", lambda text: launches)
     roofs = {"matmul_tflops": 780.0, "copy_gbps": 4300.0, "fp32_tflops": 67.0}
     monkeypatch.setattr(profile, "ceilings", lambda: roofs)
     pytest.importorskip("matplotlib")
     assert profile.main(["--output", "p"]) == 0
     page = (tmp_path / "p.md").read_text()
     assert "| flash_fwd_sm90<float> | tensor | barrier 75" in " ".join(page.split())
+    assert "| norm_fwd<float> | DRAM |" in " ".join(page.split())
     assert (tmp_path / "p.png").stat().st_size > 10000
     assert json.loads((tmp_path / "p.json").read_text())["cases"][0]["ratio"] == 2.5
 
@@ -347,6 +347,6 @@ def test_trace(name):
     pytest.importorskip("torch")
     from bench.problem import Problem
 
-    row = timeline.measure(name, Problem("bfloat16", 128, 2, 1024, 2, 2, True))
-    assert len(row["tiles"]) == 2 * 2 * 1024 // 128
+    row = timeline.measure(name, Problem("bfloat16", 128, 2, 1024, 3, 3, True))
+    assert len(row["tiles"]) == 2 * 3 * 1024 // 128
     assert 0 < row["busy"] <= 1 and all(begin < end for _, begin, end, *_ in row["tiles"])
