@@ -347,6 +347,8 @@ def test_trace(name):
     pytest.importorskip("torch")
     from bench.problem import Problem
 
-    row = timeline.measure(name, Problem("bfloat16", 128, 2, 1024, 3, 3, True))
-    assert len(row["tiles"]) == 2 * 3 * 1024 // 128
+    row = timeline.measure(
+        name, Problem("bfloat16", 128, 2, 1024, 5, 5, True)
+    )  # a block for each tile
+    assert len(row["tiles"]) == 2 * 5 * 1024 // 128
     assert 0 < row["busy"] <= 1 and all(begin < end for _, begin, end, *_ in row["tiles"])
