@@ -1,4 +1,4 @@
-"""Hardware counters of calls: a script runs itself below ncu (Nsight Compute), once for all calls.
+"""Hardware counters: a script runs itself below ncu (Nsight Compute), once for all its calls.
 
 ncu may need rights that a user does not have; then there are no figures, and none are made up.
 """
@@ -12,13 +12,10 @@ import itertools
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 DRAM_BYTES = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 TIMEOUT = 600
-MARK = "vector_addIf"  # the kernel that follows each call: vector_add<float>
-LABEL = "profiled: "
 # Where installers put ncu without adding it to PATH.
 PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 NOT_INSTALLED = (
@@ -124,20 +121,6 @@ def launches_of(text: str) -> list[Counted]:
     return launches
 
 
-def by_call(text: str) -> dict[str, list[Counted]]:
-    """The launches of each call that `profile` announced.
-
-    Raises:
-        RuntimeError: as `launches_of`, or not what was announced.
-    """
-    labels = [x[len(LABEL) :] for x in text.splitlines() if x.startswith(LABEL)]
-    between = itertools.groupby(launches_of(text), lambda launch: MARK in launch.name)
-    calls = [list(of_call) for is_mark, of_call in between if not is_mark]
-    if len(calls) != len(labels):
-        raise RuntimeError(f"ncu saw {len(calls)} calls, expected {len(labels)}")
-    return dict(zip(labels, calls))
-
-
 def _number(text: str) -> float | None:
     """A value with commas between thousands; None for "n/a" of what ncu could not read."""
     try:
@@ -149,32 +132,6 @@ def _number(text: str) -> float | None:
 def dram_bytes(launches: Sequence[Counted]) -> float:
     """The bytes that they read from and write to the memory of the GPU."""
     return sum(launch.values[name] for launch in launches for name in DRAM_BYTES)
-
-
-def traffic(module: str, arguments: Sequence[str]) -> dict[str, float]:
-    """`dram_bytes` of each call that ``python -m module arguments`` gives to `profile`.
-
-    Raises:
-        RuntimeError: as `output_of` and `by_call`.
-    """
-    found = by_call(output_of(module, arguments, DRAM_BYTES))
-    return {label: dram_bytes(launches) for label, launches in found.items()}
-
-
-def profile(calls: Mapping[str, Callable[[], Any]]) -> None:
-    """Run each once to compile, then once for ncu, with `MARK` behind it."""
-    import cupy
-
-    from cupyflash.baselines.baselines import vector_add
-
-    zeros = cupy.zeros(1, "float32")
-    vector_add(zeros, zeros)
-    for label, call in calls.items():
-        call()
-        print(LABEL + label, flush=True)
-        with measured():
-            call()
-            vector_add(zeros, zeros)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bench import counters, harness
+from bench import gpt2_traffic, harness
 from bench.report import Row
 from cupyflash.commands.gpt2 import DTYPES
 from cupyflash.models.gpt2.config import SIZES
@@ -54,7 +54,7 @@ def profile(options: argparse.Namespace) -> int:
     calls = {mode: prompt_attention(x, *prefill_shape(x)).call for mode, x in models.items()}
     for mode, ops in ops_of(models).items():
         calls |= {f"{mode}: {op.name}": op.call for op in ops}
-    counters.profile(calls)
+    gpt2_traffic.profile(calls)
     return 0
 
 
@@ -65,7 +65,7 @@ def add_traffic(arguments: list[str], bench: Any, ops: list[Row], notes: Any) ->
 
     run = [*(x for x in arguments if x != "--ncu"), "--profile"]
     try:
-        moved = counters.traffic("bench.gpt2", run)
+        moved = gpt2_traffic.bytes_of("bench.gpt2", run)
     except Exception as error:  # no ncu, no rights, too old
         notes.left_out("ncu", error, "the traffic")
         return {}

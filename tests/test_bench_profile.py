@@ -13,7 +13,7 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 from targets import is_hopper  # noqa: E402
 from tiny_kernel import needs_nvrtc  # noqa: E402
 
-from bench import counters, harness, profile, profile_report, report, sass, timeline  # noqa: E402
+from bench import counters, gpt2_traffic, harness, profile, profile_report, report, sass, timeline  # noqa: E402
 from cupyflash.baselines.baselines import VectorAdd  # noqa: E402
 from cupyflash.jit import sources  # noqa: E402
 
@@ -36,18 +36,18 @@ profiled: fused: head
 
 
 def test_parse():
-    calls = counters.by_call(NCU)
+    calls = gpt2_traffic.parse(NCU)
     assert [x.name for x in calls["naive"]] == ["a", "b"]
     assert {name: counters.dram_bytes(x) for name, x in calls.items()} == {
         "naive": 1000507,
         "fused: head": 11,
     }
     with pytest.raises(RuntimeError, match="measured nothing"):
-        counters.by_call("==ERROR== something\n")
+        gpt2_traffic.parse("==ERROR== something\n")
     with pytest.raises(RuntimeError, match="no bytes"):
-        counters.by_call(NCU.replace('"byte"', '"Mbyte"'))
+        gpt2_traffic.parse(NCU.replace('"byte"', '"Mbyte"'))
     with pytest.raises(RuntimeError, match="2 calls, expected 1"):
-        counters.by_call(NCU.replace("profiled: naive\n", ""))
+        gpt2_traffic.parse(NCU.replace("profiled: naive\n", ""))
 
 
 @pytest.fixture
@@ -72,12 +72,12 @@ def test_what_to_do_without_counters(fake_ncu, monkeypatch):
     with pytest.raises(RuntimeError, match="ncu failed: some other failure"):
         counters.output_of("bench.gpt2", [], ["a"])
     fake_ncu(NCU)
-    assert counters.traffic("bench.gpt2", []) == {"naive": 1000507, "fused: head": 11}
+    assert gpt2_traffic.bytes_of("bench.gpt2", []) == {"naive": 1000507, "fused: head": 11}
     fake_ncu("dram__bytes_read   Counter  byte  # of bytes\n")
     wanted = ("dram__bytes_read.sum", "launch__grid_size", "unknown__metric.sum")
     assert counters.available(wanted) == list(wanted[:2])
     monkeypatch.setattr(counters, "find_ncu", lambda: None)
-    for ask in (lambda: counters.available(["a"]), lambda: counters.traffic("bench.gpt2", [])):
+    for ask in (lambda: counters.available(["a"]), lambda: gpt2_traffic.bytes_of("bench.gpt2", [])):
         with pytest.raises(RuntimeError, match="ncu is not installed; it is part of"):
             ask()
 
