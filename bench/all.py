@@ -55,8 +55,12 @@ STEPS = (
     Step("ladder", "ladder", ("--traffic",), ("--quick",)),
     Step("precision", "precision", quick=("--lengths", "128", "1024"), partial=True),
     Step("memory", "memory"),
+    Step("profile", "profile", quick=("--quick",), partial=True),
+    Step("timeline", "timeline"),
+    Step("time budget", "time_budget"),
     Step("picture of attention", "plot", partial=True, reads="attention"),
     Step("picture of memory", "plot_length", reads="memory"),
+    Step("diagrams", "plot_diagrams"),
 )
 
 
