@@ -14,6 +14,7 @@ import cupyflash
 from bench import problem
 from bench.problem import Problem
 from cupyflash import environment
+from cupyflash.attention.problem import ONE_TILE
 
 TOKENS, HIDDEN = 16384, 2048  # of attention: batch * seqlen, heads * head_dim
 
@@ -27,7 +28,7 @@ class Case:
         inputs: the arrays that it reads; where it does not read all of them, see ``least``.
         flops: operations of the matrix products, 0 where there are none to speak of.
         least: the bytes that it cannot do without; None for inputs and results.
-        workspace: the bytes that its kernels move beside these, to hand them on.
+        workspace: the bytes that its kernels hand on to each other through memory, where known.
     """
 
     run: Callable[[], Any]
@@ -79,11 +80,13 @@ def backward(shape: Problem, bias_grad: bool = False, **options: Any) -> Case:
     arrays = dout, q, k, v, out, lse
     options |= {"bias_grad": True} if bias_grad else {}
     call = functools.partial(cupyflash.attention_backward, *arrays, causal=shape.causal, **options)
-    # The sum of dq in float32 is set to 0, read and written to add, and read; the LSE in base 2 and
-    # delta are written and read.
-    sums = 4.0 * shape.batch * shape.seqlen * shape.heads * (4 * shape.head_dim + 2 * 2)
-    arrays = (*arrays, *options.values())
-    return Case(call, arrays, shape.flops("bwd"), workspace=sums)
+    workspace = 0.0
+    if shape.dtype != "float32" and shape.seqlen > ONE_TILE:
+        # The sum of dq in float32 is set to 0, read and written to add, and read; the LSE in base 2
+        # and delta are written and read.
+        rows = shape.batch * shape.seqlen * shape.heads
+        workspace = 4.0 * rows * (4 * shape.head_dim + 2 * 2)
+    return Case(call, (*arrays, *options.values()), shape.flops("bwd"), workspace=workspace)
 
 
 def tensors(shape: Problem) -> tuple[Any, ...]:
@@ -316,7 +319,7 @@ def others() -> Iterator[tuple[str, Maker]]:
     yield "attention bwd float32", part(backward, float32)
     yield "attention fwd float32, backend simt", part(forward, float32)
     yield "attention bwd float32, backend simt", part(backward, float32)
-    for name in ("vector_add", "naive_attention", "fused_attention"):
+    for name in ("vector_add", "naive_attention", "fused_attention", "flash_attention_1"):
         yield f"baseline {name}", part(baseline, name)
     yield "decode 32 x 8192 keys, Llama 3 8B", part(cached, 32, 8192, 32, 8, 128)
     yield "decode 8 x 8192 keys, GPT-2", part(cached, 8, 8192, 12, 12, 64)

@@ -50,7 +50,8 @@ def traffic_table(cases: Sequence[Row]) -> Table:
     for row in cases:
         names = ("least_bytes", "workspace_bytes", "dram_bytes", "l2_bytes")
         least, workspace, dram, l2 = (_mega(row[name] / 1e6) for name in names)
-        ratios = f"{row['ratio']:.2f}", f"{row['of_all']:.2f}"
+        of_all = f"{row['of_all']:.2f}" if row["workspace_bytes"] else "-"
+        ratios = f"{row['ratio']:.2f}", of_all
         table.add_row(row["case"], f"{row['us']:.1f}", least, workspace, dram, *ratios, l2)
     return table
 
