@@ -52,7 +52,7 @@ FEW_MODELS = "--only GPT-2 Llama Mistral Whisper ViT --repeats 5"
 STEPS = (
     Step("attention", "attention", quick=tuple(FEW_CELLS.split()), partial=True),
     Step("models", "models", quick=tuple(FEW_MODELS.split()), partial=True),
-    Step("ladder", "ladder", ("--traffic",), ("--quick",)),
+    Step("ladder", "ladder", ("--traffic",), ("--repeats", "5", "--limit-ms", "1000")),
     Step("precision", "precision", quick=("--lengths", "128", "1024"), partial=True),
     Step("memory", "memory"),
     Step("profile", "profile", quick=("--quick",), partial=True),

