@@ -67,13 +67,8 @@ def available(metrics: Iterable[str]) -> list[str]:
     return [x for x in metrics if x.partition(".")[0] in known or x.startswith("launch__")]
 
 
-def output_of(
-    module: str, arguments: Sequence[str], metrics: Sequence[str], kernels: Sequence[str] = ()
-) -> str:
+def output_of(module: str, arguments: Sequence[str], metrics: Sequence[str]) -> str:
     """The output of ``python -m module arguments`` and of ncu around it.
-
-    Args:
-        kernels: names of those that are measured; default all.
 
     Raises:
         RuntimeError: there is no ncu, or it failed; says what to do where that is known.
@@ -81,11 +76,10 @@ def output_of(
     ncu = find_ncu()
     if ncu is None:
         raise RuntimeError(NOT_INSTALLED)
-    chosen = ["--kernel-name", f"regex:^({'|'.join(kernels)})$"] if kernels else []
     command = [
         ncu, "--metrics", ",".join(metrics), "--csv", "--print-units", "base",
         "--print-kernel-base", "mangled", "--clock-control", "none",
-        "--profile-from-start", "off", "--target-processes", "all", *chosen,
+        "--profile-from-start", "off", "--target-processes", "all",
         sys.executable, "-m", module, *arguments,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)

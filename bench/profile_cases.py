@@ -369,10 +369,3 @@ def forced(label: str) -> contextlib.AbstractContextManager:
     """The backend that the label of a case names is forced; none by default."""
     _, is_forced, backend = label.partition(FORCED)
     return environment.override(backend=backend) if is_forced else contextlib.nullcontext()
-
-
-def kernel_names() -> list[str]:
-    """The names of all kernels of the project."""
-    from cupyflash.jit import sources
-
-    return sorted(path.stem for path in sources.root().glob("*/*.cu"))
