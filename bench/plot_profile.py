@@ -209,7 +209,8 @@ def draw_roofline(results: dict[str, Any], rows: list[dict[str, Any]], path: Pat
     ]
     with picture(path, 1, 1, figsize=(10, 6.2)) as (_, axes):
         axis = axes[0, 0]
-        low, high = min(x for x, *_ in points) / 2, 2 * max(x for x, *_ in points)
+        ridge = 1e3 * results["matmul_tflops"] / results["copy_gbps"]
+        low, high = min(x for x, *_ in points) / 2, 2 * max(4 * ridge, *(x for x, *_ in points))
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.set_xlim(low, high)
