@@ -60,6 +60,7 @@ STEPS = (
     Step("time budget", "time_budget"),
     Step("picture of attention", "plot", partial=True, reads="attention"),
     Step("picture of memory", "plot_length", reads="memory"),
+    Step("rounding", "rounding"),
     Step("diagrams", "plot_diagrams"),
 )
 
