@@ -228,13 +228,15 @@ def measure(name: str, shape: Problem) -> dict[str, Any]:
         arrays = dout, q, k, v, *call()
         call = functools.partial(cupyflash.attention_backward, *arrays, causal=shape.causal)
     trace = Trace(name, call)
-    right = [x.clone() for x in trace.results[:3]]
+    # On the host: on the GPU they could get the memory of the call's workspace, which is free now,
+    # and which the repeated launches write to.
+    right = [x.cpu() for x in trace.results[:3]]
     for x in trace.results[:3]:
         x.fill_(torch.nan)
     tiles = trace.run(cupyflash.runtime.array.library_of(q).stream(0))
     for found, wanted in zip(trace.results, right):
         # Atomic additions to dq come in any order.
-        error = (found.float() - wanted.float()).abs().max().item()
+        error = (found.cpu().float() - wanted.float()).abs().max().item()
         limit = 0.02 * wanted.float().abs().max().item() if "bwd" in name else 0.0
         if not error <= limit:
             raise AssertionError(f"{name}: the debug build is wrong by {error}, allowed {limit}")
