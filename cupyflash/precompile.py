@@ -8,7 +8,7 @@ from types import ModuleType
 from . import environment, jit
 from .attention.backends import BACKENDS, in_order, simt
 from .attention.backends.config import FlashBwdSinks
-from .attention.problem import Access, Features
+from .attention.problem import SHORT, Access, Features
 from .baselines import baselines
 from .decode import kernels as decode
 from .decode import stack_plan as transformer
@@ -40,10 +40,10 @@ COMMON_TOPICS = ("norm", "decode")
 # The lengths of sequences that kernels of attention are picked by, as fields of `Features`.
 LENGTHS = (
     {},
-    {"short": True},
-    {"short": True, "fits_128": True},
-    {"short": True, "few_keys": True},
-    {"short": True, "few_keys": True, "one_tile": True, "one_pass": True},
+    {"short": len(SHORT)},
+    {"short": len(SHORT), "fits_128": True},
+    {"short": len(SHORT), "few_keys": True},
+    {"short": len(SHORT), "few_keys": True, "one_tile": True, "one_pass": True},
 )
 
 

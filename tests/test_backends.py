@@ -43,7 +43,7 @@ def test_hopper_has_a_backend_of_its_own(dtype, backward):
     assert chosen(dtype, access=ELEMENT, backward=backward) == "simt"
 
 
-ONE_TILE = Features(short=True, few_keys=True, one_tile=True, one_pass=True)
+ONE_TILE = Features(short=4, few_keys=True, one_tile=True, one_pass=True)
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -44,7 +44,7 @@ def features_of(seqlen_q, seqlen_k, heads=(1, 1)):
 
 def test_tiles():
     """The least padding for short sequences, and columns for heads of 32 on both backends."""
-    short = Features(short=True)
+    short = Features(short=4)
     for seqlen, rows in ((128, 128), (192, 192), (256, 128), (384, 192), (512, 128)):
         features = features_of(seqlen, seqlen)
         assert sm90.forward("float16", 64, features, (9, 0)).block_m == rows

@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_16(void* to, const void* from) {
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int STEP_M, int NUM_WARPS,
           int NUM_STAGES, int ARCH, int BIAS, int SMEM_BYTES>
-__global__ void __launch_bounds__(NUM_WARPS * 32, 1)
+__global__ void __launch_bounds__(NUM_WARPS * 32, 2)
     flash_bwd_dbias_sm80(const __grid_constant__ FlashBwdParams params) {
   using Bias = BiasAlone<T, BIAS>;
   using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
@@ -79,6 +79,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32, 1)
   static_assert(NUM_STAGES * STAGE_BYTES == SMEM_BYTES, "host and device disagree");
   static_assert(ACCUM_ROW_ALIGN % BLOCK_M == 0 && BLOCK_N <= 128, "the constants hold all");
   static_assert(M % STEP_M == 0, "whole steps");
+  static_assert(Grid::TILE_COLS == 32 && BLOCK_N % 32 == 0, "the keys of a warp are one word");
 
   // ---- which tile ----
   const AttentionShape& shape = params.shape;
@@ -171,34 +172,50 @@ __global__ void __launch_bounds__(NUM_WARPS * 32, 1)
     const DbiasConstants<BLOCK_M>& rows = constants[stage];
     const RowOperandB<TileKV> k_operand(k, Grid::col());
     const RowOperandB<TileKV> v_operand(k + TileKV::BYTES, Grid::col());
+    const uint32_t key_bits =  // of this lane's columns
+        rows.key_bits[(n_begin % 128 + Grid::col()) / 32] >> threadIdx.x % 4 * 2;
 #pragma unroll
     for (int m = 0; m < M; m += STEP_M) {
+      const int row = Grid::row() + m * 16;
       float s[STEP_M][N][4];
+#pragma unroll
+      for (int i = 0; i < STEP_M; ++i) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[i][n][e] = terms[m + i][n][e];
+        }
+      }
+      warp_gemm<T, ARCH, HEAD_DIM / 16>(s, RowOperandA<TileQ>(q, row), k_operand);
+#pragma unroll
+      for (int i = 0; i < STEP_M; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float lse_log2 = rows.lse_log2[row0 + (m + i) * 16 + e / 2 * 8];
+#pragma unroll
+          for (int n = 0; n < N; ++n) {
+            const bool is_seen = !Bias::HAS_MASK || key_bits >> (n * 8 + e % 2) & 1;
+            s[i][n][e] = is_seen ? exp2_approx(s[i][n][e] * scale_log2 - lse_log2) : 0.f;
+          }
+        }
+      }
       float dp[STEP_M][N][4];
 #pragma unroll
       for (int i = 0; i < STEP_M; ++i) {
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
+        for (int e = 0; e < 4; ++e) {
+          const float delta = rows.delta[row0 + (m + i) * 16 + e / 2 * 8];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            s[i][n][e] = terms[m + i][n][e];
-            dp[i][n][e] = -rows.delta[row0 + (m + i) * 16 + e / 2 * 8];
-          }
+          for (int n = 0; n < N; ++n) dp[i][n][e] = -delta;
         }
       }
-      const int row = Grid::row() + m * 16;
-      warp_gemm<T, ARCH, HEAD_DIM / 16>(s, RowOperandA<TileQ>(q, row), k_operand);
       warp_gemm<T, ARCH, HEAD_DIM / 16>(dp, RowOperandA<TileQ>(q + TileQ::BYTES, row), v_operand);
 #pragma unroll
       for (int i = 0; i < STEP_M; ++i) {
-        if constexpr (Bias::HAS_MASK) KeyBits(rows.key_bits).apply(s[i], n_begin % 128 + col);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const float lse_log2 = rows.lse_log2[row0 + (m + i) * 16 + e / 2 * 8];
-            sum[m + i][n][e] += exp2_approx(s[i][n][e] * scale_log2 - lse_log2) * dp[i][n][e];
-          }
+          for (int e = 0; e < 4; ++e) sum[m + i][n][e] += s[i][n][e] * dp[i][n][e];
         }
       }
     }

@@ -32,7 +32,7 @@ class Access(enum.IntEnum):
     TENSOR_MAP = 2  # and no stride is zero, negative or too large for a tensor map
 
 
-SHORT = 1536
+SHORT = (768, 1536, 3072, 6144)  # queries
 # For fewer rows, splitting the inputs takes longer than the products on CUDA cores (an H200).
 TINY = 256
 FEW_KEYS = 80
@@ -47,7 +47,7 @@ class Features(NamedTuple):
 
     Attributes:
         masked: some query does not see every key, because of a causal mask or a window.
-        short: no sequence has more than `SHORT` queries.
+        short: the number of lengths in `SHORT` that no sequence exceeds with its queries.
         bias: 0 for none, 1 in the dtype of q, 2 bool, 3 float32; `KEY_MASK` for a key mask alone,
             and the next two numbers for one beside a bias in the dtype of q or in float32.
         bias_boxes: a tensor map can describe the bias, which is in the dtype of q.
@@ -64,7 +64,7 @@ class Features(NamedTuple):
     softcap: bool = False
     alibi: bool = False
     masked: bool = False
-    short: bool = False
+    short: int = 0
     bias: int = 0
     dropout: bool = False
     bias_boxes: bool = False
@@ -177,7 +177,7 @@ class Problem:
             softcap=shape.softcap > 0,
             alibi=extras.alibi_batch_stride is not None,
             masked=masked,
-            short=shape.seqlen_q <= SHORT,
+            short=sum(shape.seqlen_q <= length for length in SHORT),
             bias=extras.bias_kind(self.dtype),
             dropout=shape.dropout_threshold > 0,
             bias_boxes=self._bias_fits_map,

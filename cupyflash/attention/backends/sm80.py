@@ -108,9 +108,8 @@ del BACKWARD_TILES["sm120"][256]
 # The derivative of the softcap, and ALiBi, need registers that the widest tiles do not leave.
 BACKWARD_TILES_SCORE = {64: (64, 128, 8, 2), 96: (64, 64, 8, 2), 128: (64, 64, 8, 2)}
 
-# The gradient of a shared bias: block_m, block_n, step_m, num_warps. The first tile spills at head
-# dim 64 and on Turing.
-DBIAS_TILE, DBIAS_TILE_64 = (128, 96, 2, 12), (128, 64, 2, 8)
+# The gradient of a shared bias: block_m, block_n, step_m, num_warps.
+DBIAS_TILE = (64, 64, 2, 4)
 # For sequences of at most 64 queries and keys (Turing has such tiles anyway).
 FORWARD_TILES_SHORT = dict.fromkeys((32, 64, 128), (64, 64, 4))
 
@@ -326,11 +325,11 @@ def dbias(
     plain = not (features.softcap or features.alibi or features.dropout)
     if dtype not in arch.mma_dtypes or padded > 64 or features.bias not in FLOATING or not plain:
         return None
-    tile = DBIAS_TILE if padded == 32 and arch.mma >= 80 else DBIAS_TILE_64
-    stage_bytes = 2 * sum(tile[:2]) * padded * 2
+    stage_bytes = 2 * sum(DBIAS_TILE[:2]) * padded * 2
     num_stages = min(2, (arch.shared_memory - 3) * 1024 // stage_bytes)  # 3 KB for the constants
     smem_bytes = num_stages * stage_bytes
-    return FlashBwdDbiasSm80(dtype, padded, *tile, num_stages, arch.mma, features.bias, smem_bytes)
+    switches = (num_stages, arch.mma, features.bias, smem_bytes)
+    return FlashBwdDbiasSm80(dtype, padded, *DBIAS_TILE, *switches)
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:

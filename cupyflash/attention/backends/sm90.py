@@ -23,15 +23,29 @@ structs = header("attention/params.cuh")
 # head dim: block_m, block_n, q_stages, kv_stages
 FORWARD_TILES = {
     32: (192, 128, 2, 4),
-    64: (192, 128, 2, 2),
-    96: (128, 160, 2, 2),
+    64: (192, 128, 2, 3),
+    96: (192, 96, 2, 2),
     128: (128, 128, 2, 2),
     192: (128, 112, 1, 2),
     256: (128, 80, 1, 2),
 }
-# Smaller ones: where sequences are short, a large tile wastes much on a mask's diagonal or behind
-# the last query; and softcap and ALiBi need more registers than a third of the file.
-FORWARD_TILES_LOW = {32: (128, 128, 2, 4), 64: (128, 128, 2, 3), 256: (128, 64, 1, 2)}
+# Smaller ones for short sequences, where a large tile wastes much on a mask's diagonal or behind
+# the last query.
+FORWARD_TILES_LOW = {
+    32: (128, 128, 2, 4),
+    64: (128, 128, 2, 3),
+    96: (128, 128, 2, 2),
+    128: (128, 128, 2, 2),
+    192: (128, 96, 1, 2),
+    256: (128, 64, 1, 2),
+}
+# How short sequences must be for them (`Features.short`), with a mask, and without one where tiles
+# of 128 queries have less padding.
+SHORT_MASKED = {32: 1, 64: 2, 96: 1, 128: 3, 192: 2, 256: 3}
+SHORT_PLAIN = {32: 3, 64: 3, 96: 3, 128: 3, 192: 3, 256: 4}
+SHORTEST = 4
+# Softcap, ALiBi and dropout need more registers than a third of the file.
+FORWARD_TILES_SCORE = FORWARD_TILES_LOW | {192: (128, 112, 1, 2)}
 # And a bias more still.
 FORWARD_TILES_BIAS = {
     32: (128, 80, 2, 4),
@@ -173,8 +187,12 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
     switches = (features.softcap, features.alibi, bias, features.dropout)
     tile = FORWARD_TILES[padded]
     plain = not any(switches) or switches == (False, False, KEY_MASK, False)
-    if features.short and (features.masked or features.fits_128) or not plain:
-        tile = FORWARD_TILES_LOW.get(padded, tile)
+    masked = features.masked and features.short >= SHORT_MASKED[padded]
+    fits = features.fits_128 and features.short >= SHORT_PLAIN[padded]
+    if not plain:
+        tile = FORWARD_TILES_SCORE[padded]
+    elif masked or fits:
+        tile = FORWARD_TILES_LOW[padded]
     if features.few_keys and not any(switches):
         tile = FORWARD_TILES_FEW_KEYS.get(padded, tile)
     if bias not in (0, KEY_MASK):  # a key mask alone takes few registers
@@ -203,7 +221,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     seen = set()
     both = (False, True)
     biases = [(kind, False) for kind in BIASES] + [(1, True), (KEY_MASK + 1, True)]
-    values = itertools.product(both, both, both, both, biases, both)
+    values = itertools.product(both, both, both, (0, SHORTEST), biases, both)
     all_features = [Features(*x, *bias[:1], dropout, *bias[1:]) for *x, bias, dropout in values]
     all_features.append(Features(few_keys=True))
     for problem in itertools.product(HALF, FORWARD_TILES, all_features, [capability]):
