@@ -16,19 +16,20 @@ from ..runtime.operation import Operation, Plans
 from ..runtime.overlap import Written
 from ..runtime.rows import is_contiguous
 from ..runtime.scratch import allocations_held
+from ..runtime.specs import Spec, views_of
 from ..runtime.structs import header
 from . import kernels, kv_cache
-from .checks import CACHES, Spec, check
+from .checks import CACHES
 from .plan import DecodePlan
 
 structs = header("attention/params.cuh")
 
 FUNCTION = "attention_with_cache"
 MAX_STEP = 2**31  # elements from key to key
-NEW = Spec(("batch", "seqlen", "heads_kv", "head_dim"), dense=1)
-CACHE = Spec(("batch", "max_length", "heads_kv", "head_dim"), dense=1)
+NEW = Spec(("batch", "seqlen", "heads_kv", "head_dim"), strides=1)
+CACHE = Spec(("batch", "max_length", "heads_kv", "head_dim"), strides=1)
 SPECS = {
-    "q": Spec(("batch", "seqlen", "heads_q", "head_dim"), dense=1),
+    "q": Spec(("batch", "seqlen", "heads_q", "head_dim"), strides=1),
     "k": NEW,
     "v": NEW,
     "k_cache": CACHE,
@@ -190,11 +191,8 @@ def _check(
     library: Any, arrays: tuple[Array, ...], scale: float | None
 ) -> tuple[structs.AttentionShape, dict[str, View]]:
     """The shape, and views of all arrays."""
-    views = check(FUNCTION, library, SPECS, arrays)
-    head_dim = views["q"].shape[3]
-    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
-        fact = f"head_dim must be a multiple of 8 from 8 to {MAX_HEAD_DIM}"
-        raise ValueError(f"{FUNCTION}: {fact}, got {head_dim}")
+    head_dims = range(8, MAX_HEAD_DIM + 1, 8)
+    views = views_of(FUNCTION, library, SPECS, arrays, plain=True, head_dim=head_dims)
     of_cache = {"q": views["q"], "k": views["k_cache"], "v": views["v_cache"]}
     options = Options(True, scale, None, 0.0, "bshd", None, 0.0)
     return check_attention(FUNCTION, of_cache, options).shape, views

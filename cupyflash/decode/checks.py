@@ -1,136 +1,15 @@
-"""Checks of the arrays of a call, from a declaration of what each of them must be.
-
-`check` compares the arrays with their `Spec`s. The declarations stand beside the functions that use
-them; what only the stack of transformer blocks asks for is here, too.
-"""
+"""Checks of the stack of transformer blocks: its weights, and the arrays of a call."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..runtime.array import Array, View, device_name, library_of
-from ..runtime.checks import integer_within, require_device, require_eps, require_plain, short
+from ..runtime.array import Array, View, library_of
+from ..runtime.checks import integer_within, require_eps, short
 from ..runtime.config import ITEM_SIZE
-from ..runtime.rows import is_contiguous
+from ..runtime.specs import Spec, views_of
 from .stack_plan import MAX_HEAD_DIM, MAX_WIDTH, StackShape, structs
 
 CACHES = ("k_cache", "v_cache")  # the names of the arrays that decoding writes
-
-
-class Spec(NamedTuple):
-    """An array of a call, as it must be.
-
-    Attributes:
-        axes: the length of each dimension, or its name: dimensions of one name have one length.
-        dtype: None is the floating-point dtype of the first array.
-        dense: so many of the last dimensions lie side by side; None is all of them.
-        optional: the array may be None.
-    """
-
-    axes: tuple[str | int, ...]
-    dtype: str | None = None
-    dense: int | None = None
-    optional: bool = False
-
-
-def check(
-    function: str,
-    library: Any,
-    specs: Mapping[str, Spec],
-    arrays: Sequence[Array | None],
-    *,
-    first: tuple[str, View] | None = None,
-    plain: bool = True,
-    **lengths: int,
-) -> dict[str, View]:
-    """Views of the arrays that are there, if each of them is what its spec says.
-
-    Args:
-        arrays: in the order of the specs.
-        first: the name and view of the array whose dtype and device the others must have; default
-            the first one of the call.
-        plain: nothing in torch may follow what is done to the arrays.
-        lengths: of dimensions, by name, that are known beforehand.
-
-    Raises:
-        TypeError: libraries, dtypes.
-        ValueError: devices, shapes, strides.
-        NotImplementedError: gradients, transforms, tensors without memory.
-    """
-    given = {name: x for name, x in zip(specs, arrays) if x is not None or not specs[name].optional}
-    like = first[0] if first else next(iter(given))
-    for name, x in given.items():
-        if library_of(x) is not library:
-            got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
-            got = got.removeprefix("builtins.")
-            raise TypeError(f"{function}: {name} must be a {library.name} like {like}, got {got}")
-    if plain:
-        require_plain(function, library, tuple(given.values()))
-    views = {}
-    for name, x in given.items():
-        views[name] = view = library.view(x)
-        if first is None:
-            first = name, view
-        _check_dtype(function, name, view, specs[name].dtype, *first)
-        require_device(function, name, view)
-        if view.device != first[1].device:
-            here, there = device_name(first[1].device), device_name(view.device)
-            where = f"{first[0]} on device {here} and {name} on device {there}"
-            raise ValueError(f"{function}: all arrays must be on the same device, got {where}")
-        _check_shape(function, name, view, specs[name].axes, lengths)
-        _check_strides(function, name, view, specs[name].dense)
-    return views
-
-
-def _check_dtype(
-    function: str, name: str, view: View, dtype: str | None, first: str, like: View
-) -> None:
-    if dtype is not None:
-        allowed, right = dtype, view.dtype == dtype
-    elif like.dtype in ITEM_SIZE and name != first:
-        allowed, right = f"{like.dtype} like {first}", view.dtype == like.dtype
-    else:
-        allowed, right = "float16, bfloat16 or float32", view.dtype in ITEM_SIZE
-    if not right:
-        raise TypeError(f"{function}: {name} must be {allowed}, got {view.dtype}")
-
-
-def _check_shape(
-    function: str, name: str, view: View, axes: tuple[str | int, ...], lengths: dict[str, int]
-) -> None:
-    """Compare with the lengths that are known, and learn those that are not."""
-    sizes = [axis if isinstance(axis, int) else lengths.get(axis) for axis in axes]
-    if len(view.shape) == len(axes) and all(
-        size in (None, length) for size, length in zip(sizes, view.shape)
-    ):
-        lengths |= {axis: n for axis, n in zip(axes, view.shape) if isinstance(axis, str)}
-        return
-    known = [axis if size is None else size for axis, size in zip(axes, sizes)]
-    fact = f"{name} must have shape {_tuple(known)}"
-    if tuple(known) != axes:
-        fact += f" for {_tuple(axes)}"
-    raise ValueError(f"{function}: {fact}, got {view.shape}")
-
-
-def _tuple(values: Sequence[object]) -> str:
-    return f"({', '.join(map(str, values))}{',' * (len(values) == 1)})"
-
-
-def _check_strides(function: str, name: str, view: View, dense: int | None) -> None:
-    axes = len(view.shape)
-    dense = axes if dense is None else dense
-    part = View(view.shape[axes - dense :], view.strides[axes - dense :], "", 0)
-    if 0 in view.shape or not dense or is_contiguous(part):
-        return
-    fact = f"{name} must be contiguous"
-    if dense < axes:
-        fact = f"the last dimension of {name} must be contiguous"
-        if dense > 1:
-            fact = f"{name} must be contiguous in each row, which is its last {dense} dimensions"
-    raise ValueError(f"{function}: {fact}, got strides {view.strides}")
-
-
-# The stack of transformer blocks --------------------------------------------------------------
-
 TABLES = ("head_weight", "token_embedding", "position_embedding")
 # The weights of a stack beside those of its blocks: all of them or none.
 ENDS = ("final_weight", "final_bias", *TABLES)
@@ -175,17 +54,14 @@ def check_stack(
     eps = require_eps(function, eps)
     heads = integer_within(function, "heads", heads, 1, 2**31 - 1)
     weights = [y for block in blocks for y in block]
-    own = lambda specs, arrays, **known: check(  # noqa: E731
-        function, library, specs, arrays, plain=False, **known
-    )
     sizes = {"ln1_weight": Spec(("width",)), "up_bias": Spec(("hidden",))}
-    views = own(sizes, [getattr(blocks[0], name) for name in sizes])
+    views = views_of(function, library, sizes, [getattr(blocks[0], name) for name in sizes])
     first, (width,), (hidden,) = views["ln1_weight"], *(x.shape for x in views.values())
     _check_sizes(function, width, hidden, heads)
     for number, block in enumerate(blocks):
         where = f"blocks[{number}]." if len(blocks) > 1 else ""
         specs = {where + name: spec for name, spec in block_specs(width, hidden).items()}
-        own(specs, tuple(block), first=("ln1_weight", first))
+        views_of(function, library, specs, tuple(block), first=("ln1_weight", first))
     shape = StackShape(first.dtype, first.device, len(blocks), width, hidden, heads, eps)
     given = [name for name in ENDS if ends[name] is not None]
     if given and len(given) < len(ENDS):
@@ -194,10 +70,11 @@ def check_stack(
     if given:
         rows = dict(zip(TABLES, ("vocab", "vocab", "positions")))
         specs = {x: Spec((rows[x], width) if x in rows else (width,)) for x in ENDS}
-        views = own(specs, [ends[name] for name in ENDS], first=("ln1_weight", first))
+        tables = [ends[name] for name in ENDS]
+        views = views_of(function, library, specs, tables, first=("ln1_weight", first))
         vocab, _, positions = (views[name].shape[0] for name in TABLES)
         shape = shape._replace(vocab=vocab, positions=positions)
-        weights += [ends[name] for name in ENDS]
+        weights += tables
     if got := library.what_follows(*weights, gradients=False):
         fact = "weights must be arrays with memory of their own"
         raise NotImplementedError(f"{function}: {fact}, got {got}")
@@ -217,12 +94,12 @@ def check_call(
         stacked: the caches have an axis of layers in front.
     """
     first = "the weights", View((), (), shape.dtype, shape.device)
-    checked = lambda specs, **known: check(  # noqa: E731
-        function, library, specs, [arrays[name] for name in specs], first=first, **known
+    checked = lambda specs, **known: views_of(  # noqa: E731
+        function, library, specs, [arrays[x] for x in specs], first=first, plain=True, **known
     )
     places, layers = Spec(("batch",), "int32"), (shape.layers,) if stacked else ()
-    cache = Spec((*layers, "batch", "max_length", shape.heads, shape.head_dim), dense=1)
-    specs = {"x": Spec(("batch", shape.width), dense=1), "tokens": places}
+    cache = Spec((*layers, "batch", "max_length", shape.heads, shape.head_dim), strides=1)
+    specs = {"x": Spec(("batch", shape.width), strides=1), "tokens": places}
     views = checked({name: spec for name, spec in specs.items() if name in arrays})
     ((batch, *_),) = (x.shape for x in views.values())
     if batch > structs.MAX_BATCH:

@@ -4,8 +4,8 @@ from typing import Any
 
 from ..runtime.array import Array, View
 from ..runtime.operation import Operation, Plans
+from ..runtime.specs import Spec, views_of
 from . import reference
-from .checks import Spec, check
 from .plan import EmbeddingPlan
 
 FUNCTION = "embedding"
@@ -77,4 +77,5 @@ def _check(
         "tokens": indices,
         "positions": indices._replace(optional=True),
     }
-    return check(FUNCTION, library, specs, (token_weight, position_weight, tokens, positions))
+    arrays = (token_weight, position_weight, tokens, positions)
+    return views_of(FUNCTION, library, specs, arrays, plain=True)

@@ -5,11 +5,12 @@ from typing import Any
 from ..runtime.array import Array
 from ..runtime.operation import Operation, Plans
 from ..runtime.overlap import Written
+from ..runtime.specs import Spec, views_of
 from . import reference
-from .checks import CACHES, Spec, check
+from .checks import CACHES
 from .plan import AppendPlan
 
-NEW = Spec(("rows", "heads", "head_dim"), dense=2)
+NEW = Spec(("rows", "heads", "head_dim"), strides=2)
 CACHE = Spec(("batch", "max_length", "heads", "head_dim"))
 PLACES = Spec(("rows",), "int32")
 SPECS = {
@@ -59,9 +60,9 @@ def run(
     function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple
 ) -> tuple[None, ...]:
     """`cache_append`, under the name of the function that was called."""
-    make_checks = lambda: check(function, library, SPECS, arrays)  # noqa: E731
+    check = lambda: views_of(function, library, SPECS, arrays, plain=True)  # noqa: E731
     if library.on_cpu(arrays[0]):
-        views = make_checks()
+        views = check()
         given = [x for x in arrays if x is not None]
         Written(function, views, CACHES).check([library.pointer(x) for x in given])
         reference.append(function, library, *arrays)
@@ -70,7 +71,7 @@ def run(
         library,
         arrays,
         function,
-        make_checks,
+        check,
         lambda views, aligned: AppendPlan(function, library, views, aligned),
     )
     plan.written.check(pointers)

@@ -10,8 +10,8 @@ from ..runtime.array import Array, View
 from ..runtime.checks import integer_within, plain_real, require_plain, short
 from ..runtime.operation import Operation, Plans
 from ..runtime.overlap import Written
+from ..runtime.specs import Spec, views_of
 from . import reference
-from .checks import Spec, check
 from .plan import SamplePlan
 
 MAX_COLUMNS = 2**22  # sums of weights must stay below 2^63
@@ -22,7 +22,7 @@ REALS = ("temperature", "top_p")
 
 TOKENS = Spec(("rows",), "int32")
 SPECS = {
-    "logits": Spec(("rows", "vocabulary"), dense=1),
+    "logits": Spec(("rows", "vocabulary"), strides=1),
     **dict.fromkeys(("out", "tokens", "positions", "ends"), TOKENS),
 }
 
@@ -175,9 +175,7 @@ def _check(library: Any, logits: Array, *written: Array) -> dict[str, View]:
         fact = "logits must be an array with memory of its own, outside of transforms of torch"
         raise NotImplementedError(f"sample: {fact}, got {short(logits)}")
     specs = dict(itertools.islice(SPECS.items(), 1 + len(written)))
-    views = check("sample", library, specs, (logits, *written), plain=False)
-    if not 1 <= views["logits"].shape[1] < MAX_COLUMNS:
-        fact = f"the vocabulary of logits must be from 1 to {MAX_COLUMNS - 1}"
-        raise ValueError(f"sample: {fact}, got {views['logits'].shape}")
+    vocabulary = range(1, MAX_COLUMNS)
+    views = views_of("sample", library, specs, (logits, *written), vocabulary=vocabulary)
     require_plain("sample", library, written)
     return views
