@@ -60,8 +60,8 @@ def test_bad_input_of_vector_add(target):
     for error, match, a, b in [
         (TypeError, "a must be a CuPy array or a torch tensor, got list", [1.0], [1.0]),
         (TypeError, "b must be a .*list", make(3), [1.0] * 3),
-        (TypeError, "dtype of a, got float16 and float32", make(3), make(3, "float16")),
-        (ValueError, r"shape of a, got \(4,\) and \(3,\)", make(3), make(4)),
+        (TypeError, "b must be float32 like a, got float16", make(3), make(3, "float16")),
+        (ValueError, r"b must have shape \(3,\) for \(\.\.\.,\), got \(4,\)", make(3), make(4)),
         (ValueError, r"a must be contiguous, got strides \(2,\)", make(6)[::2], make(3)),
     ]:
         with pytest.raises(error, match=f"^vector_add: .*{match}"):
@@ -74,9 +74,9 @@ def test_bad_input_of_attention(target, attention):
     make = lambda *shape: stored(target, normal(shape, 3), "float32")
     q = make(2, 5, 3, 8)
     for match, k, v in [
-        (r"\(batch, seqlen, heads, head_dim\)", q[0], q[0]),
-        (r"k and v of one shape", q, make(2, 6, 3, 8)),
-        (r"equal batch, heads and head_dim", make(2, 5, 1, 8), make(2, 5, 1, 8)),
+        (r"k must .*\(batch, seqlen_k, heads, head_dim\), got \(5, 3, 8\)", q[0], q[0]),
+        (r"v must have shape \(2, 5, 3, 8\) .*got \(2, 6, 3, 8\)", q, make(2, 6, 3, 8)),
+        (r"k must have shape \(2, seqlen_k, 3, 8\) .*got \(2, 5, 1, 8\)", make(2, 5, 1, 8), make(2, 5, 1, 8)),
         (r"v must be contiguous", q, make(2, 5, 3, 16)[..., ::2]),
     ]:
         with pytest.raises(ValueError, match=f"^{attention.__name__}: .*{match}"):

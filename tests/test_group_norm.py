@@ -452,12 +452,12 @@ def test_bad_input(target):
     for groups in (2.0, None, True, make(2), "2"):
         bad(target, ValueError, "num_groups must be an integer.*got", num_groups=groups)
     bad(target, ValueError, "activation.*'relu'", activation="relu")
-    bad(target, ValueError, r"two dimensions.*\(8,\)", x=make(8))
+    bad(target, ValueError, r"x must have shape \(batch, channels, \.\.\.\).*\(8,\)", x=make(8))
     bad(target, ValueError, r"weight.*\(8,\).*\(4,\)", weight=make(4))
     bad(target, ValueError, r"activation.*\['silu'\]", activation=["silu"])
     bad(target, TypeError, "bias.*weight.*None", bias=None)
     bad(target, TypeError, "weight.*bias.*None", weight=None)
-    bad(target, TypeError, "same dtype", bias=make(8, "float32"))
+    bad(target, TypeError, "bias must be float16 like weight, got float32", bias=make(8, "float32"))
     bad(target, ValueError, "eps", eps=float("nan"))
 
 
@@ -467,7 +467,7 @@ def test_bad_backward_input(target):
     good = [make((2, 8, 5)), make((2, 8, 5)), make(8), make(8), make((2, 4, 2), "float32")]
     for position, wrong, error, match in [
         (0, make((2, 8, 4)), ValueError, "dout"),
-        (4, make((2, 4)), ValueError, "stats"),
+        (4, make((2, 4), "float32"), ValueError, "stats"),
         (4, make((2, 3, 2), "float32"), ValueError, "num_groups"),
         (4, make((2, 4, 2)), TypeError, "stats.*float32"),
     ]:

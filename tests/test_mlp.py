@@ -155,7 +155,7 @@ def bad(target, error, match, **changes):
 @each_library()
 def test_bad_input(target):
     make = lambda shape, dtype="float16": stored(target, normal(shape, 3), dtype)
-    bad(target, ValueError, r"up_weight.*\(d_out, 16\).*\(24, 15\)", up_weight=make((24, 15)))
+    bad(target, ValueError, r"up_weight.*\(d_hidden, 16\).*\(24, 15\)", up_weight=make((24, 15)))
     bad(target, ValueError, r"down_weight.*\(d_out, 24\).*\(8, 16\)", down_weight=make((8, 16)))
     bad(target, ValueError, r"gate_weight.*\(24, 16\).*\(8, 16\)", gate_weight=make((8, 16)))
     bad(target, ValueError, "gate_bias must come with gate_weight", gate_bias=make(24))

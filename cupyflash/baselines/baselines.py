@@ -13,15 +13,15 @@ configuration (at the end of this file) names the template, NVRTC compiles it at
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from ..jit import compiler
 from ..runtime.array import Array, View, library_of
-from ..runtime.checks import require_grid, require_like, views_of
+from ..runtime.checks import require_grid
 from ..runtime.config import ITEM_SIZE, KernelConfig
 from ..runtime.launch import Launch
-from ..runtime.rows import is_contiguous
+from ..runtime.specs import Spec, views_of
 from ..runtime.structs import header
 
 structs = header("baselines/params.cuh")
@@ -32,6 +32,9 @@ STEPS = header("baselines/naive_attention.cu").Step
 LANE_COLUMNS = 1, 2, 4, 8  # of fused_attention, where a warp has a row
 MAX_HEAD_DIM = 32 * LANE_COLUMNS[-1]
 FLASH_KEYS = {64: 32, 128: 32, 256: 16}  # of a tile of flash_attention_1, by its HEAD_DIM
+ADD = {"a": Spec((...,)), "b": Spec((...,))}  # contiguous, of one shape and dtype
+KEYS = Spec(("batch", "seqlen_k", "heads", "head_dim"))
+ATTENTION = {"q": Spec(("batch", "seqlen_q", "heads", "head_dim")), "k": KEYS, "v": KEYS}
 
 
 def vector_add(a: Array, b: Array) -> Array:
@@ -46,8 +49,7 @@ def vector_add(a: Array, b: Array) -> Array:
         ValueError: shapes, strides, devices.
         NotImplementedError: not on a GPU, or a gradient would be recorded.
     """
-    library, views = _checked("vector_add", {"a": a, "b": b})
-    require_like("vector_add", views, "b", "a")
+    library, views = _checked("vector_add", ADD, (a, b))
     _require_gpu("vector_add", library, a, b)
     view = views["a"]
     with _device_of(view):
@@ -142,16 +144,9 @@ def _prepared(
     function: str, q: Array, k: Array, v: Array, scale: float | None, causal: bool
 ) -> tuple[Any, View, structs.BaselineAttentionParams]:
     """The library, the view of q and the kernel's numbers, for both kinds of attention."""
-    library, views = _checked(function, {"q": q, "k": k, "v": v})
-    shapes = [view.shape for view in views.values()]
-    if [len(shape) for shape in shapes] != [4, 4, 4] or shapes[1] != shapes[2]:
-        fact = "q, k and v must be (batch, seqlen, heads, head_dim), k and v of one shape"
-        raise ValueError(f"{function}: {fact}, got {shapes}")
-    batch, seqlen_q, heads, head_dim = shapes[0]
-    seqlen_k = shapes[1][1]
-    if shapes[1] != (batch, seqlen_k, heads, head_dim):
-        fact = "q and k must have equal batch, heads and head_dim"
-        raise ValueError(f"{function}: {fact}, got {shapes[0]} and {shapes[1]}")
+    library, views = _checked(function, ATTENTION, (q, k, v))
+    batch, seqlen_q, heads, head_dim = views["q"].shape
+    seqlen_k = views["k"].shape[1]
     _require_gpu(function, library, q, k, v)
     params = structs.BaselineAttentionParams(
         rows=batch * seqlen_q * heads,
@@ -165,21 +160,15 @@ def _prepared(
     return library, views["q"], params
 
 
-def _checked(function: str, arrays: dict[str, Array]) -> tuple[Any, dict[str, View]]:
-    """The library and the views of arrays of one library, device and dtype, all contiguous."""
-    first, x = next(iter(arrays.items()))
-    library = library_of(x)
+def _checked(
+    function: str, specs: Mapping[str, Spec], arrays: tuple[Array, ...]
+) -> tuple[Any, dict[str, View]]:
+    """The library of the arrays, and their views."""
+    library = library_of(arrays[0])
     if library is None:
-        fact = f"{first} must be a CuPy array or a torch tensor"
-        raise TypeError(f"{function}: {fact}, got {type(x).__name__}")
-    views = views_of(function, library, arrays)
-    for name, view in views.items():
-        if view.dtype != views[first].dtype:
-            fact = f"{name} must have the dtype of {first}"
-            raise TypeError(f"{function}: {fact}, got {view.dtype} and {views[first].dtype}")
-        if not is_contiguous(view):
-            raise ValueError(f"{function}: {name} must be contiguous, got strides {view.strides}")
-    return library, views
+        fact = f"{next(iter(specs))} must be a CuPy array or a torch tensor"
+        raise TypeError(f"{function}: {fact}, got {type(arrays[0]).__name__}")
+    return library, views_of(function, library, specs, arrays)
 
 
 def _require_gpu(function: str, library: Any, *arrays: Array) -> None:

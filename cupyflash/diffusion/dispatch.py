@@ -3,20 +3,24 @@
 import math
 import numbers
 import sys
-from collections.abc import Collection
 from typing import Any
 
 import numpy
 
-from ..runtime.array import Array, View, library_of
-from ..runtime.checks import require_dense, require_like, views_of
+from ..runtime.array import Array, View
 from ..runtime.operation import Plans
 from ..runtime.rows import dense_like
 from ..runtime.scratch import allocations_held
+from ..runtime.specs import Spec, views_of
 from . import reference
-from .plan import FUNCTION, StepPlan, model_dtypes
+from .plan import FUNCTION, StepPlan
 
 MAX_SEED = 2**64
+SPECS = {
+    "x": Spec((...,), strides="dense"),
+    "predicted": Spec((...,), "like x or narrower", "dense"),
+    "noise": Spec((...,), strides="dense", optional=True),
+}
 
 _plans = Plans(wide=3)
 
@@ -146,55 +150,22 @@ def _check(
     steps: Array | None,
     seeds: Array | None,
 ) -> dict[str, View]:
-    views = views_of(FUNCTION, library, {"x": x, "predicted": predicted, "noise": noise})
-    if predicted is None:
-        raise TypeError(f"{FUNCTION}: predicted must be an array, got None")
-    of_x, model = views["x"], views["predicted"]
-    allowed = model_dtypes(of_x.dtype)
-    if model.dtype not in allowed:
-        fact = f"predicted must be {' or '.join(allowed)} beside {of_x.dtype}"
-        raise TypeError(f"{FUNCTION}: {fact}, got {model.dtype}")
-    same_dtype = {"x": of_x, "predicted": model._replace(dtype=of_x.dtype)}
-    require_like(FUNCTION, same_dtype, "predicted", "x")
-    require_like(FUNCTION, views, "noise", "x")
-    require_dense(FUNCTION, views, "x")
-    dense, batch = dense_like(of_x), of_x.shape[:1]
-    if batch and batch[0] > 1 and 0 not in of_x.shape and dense[0] != max(dense):
+    batch = tuple(x.shape[:1])
+    shapes = list(dict.fromkeys([(), (1,), batch]))
+    specs = {
+        **SPECS,
+        "step": Spec(shapes, "int32 or int64", optional=True, instead="an integer"),
+        "seed": Spec(batch, "int64", optional=True, instead="an integer"),
+    }
+    views = views_of(FUNCTION, library, specs, (x, predicted, noise, steps, seeds))
+    if seeds is not None and not batch:
+        fact = "seed must be an integer beside an x without dimensions"
+        raise ValueError(f"{FUNCTION}: {fact}, got an array {views['seed'].shape}")
+    dense = dense_like(views["x"])
+    if batch and batch[0] > 1 and 0 not in views["x"].shape and dense[0] != max(dense):
         fact = "the first dimension of x must be the outermost one in memory"
-        raise ValueError(f"{FUNCTION}: {fact}, got strides {of_x.strides}")
-    if steps is not None:
-        dtypes, shapes = ("int32", "int64"), ((), (1,), batch)
-        views["step"] = _integers(library, "step", steps, of_x, dtypes, shapes)
-    if seeds is not None:
-        shapes = (batch,) if batch else ()
-        views["seed"] = _integers(library, "seed", seeds, of_x, ("int64",), shapes)
+        raise ValueError(f"{FUNCTION}: {fact}, got strides {views['x'].strides}")
     return views
-
-
-def _integers(
-    library: Any,
-    name: str,
-    array: Array,
-    x: View,
-    dtypes: Collection[str],
-    shapes: Collection[tuple[int, ...]],
-) -> View:
-    """The view of an array of integers for the samples of x, after its checks."""
-    if library_of(array) is not library:
-        fact = f"{name} must be an integer or a {library.name} like x"
-        raise TypeError(f"{FUNCTION}: {fact}, got {type(array).__name__}")
-    view = library.view(array)
-    if view.dtype not in dtypes:
-        fact = f"{name} must be an integer or {' or '.join(dtypes)}"
-        raise TypeError(f"{FUNCTION}: {fact}, got {view.dtype}")
-    if view.device != x.device:
-        where = f"got devices {view.device} and {x.device}"
-        raise ValueError(f"{FUNCTION}: {name} must be on the device of x, {where}")
-    if view.shape not in shapes or (math.prod(view.shape) > 1 and view.strides != (1,)):
-        allowed = " or ".join(["an integer", *map(str, shapes)])
-        got = f"{view.shape}, strides {view.strides}"
-        raise ValueError(f"{FUNCTION}: {name} must be contiguous, {allowed}, got {got}")
-    return view
 
 
 def _plain_clip(sampler: Any, clip: Any) -> float:

@@ -9,12 +9,21 @@ import numpy
 
 from ..norm.detour import Detour, dense, filled
 from ..runtime.array import Array, View
-from ..runtime.checks import require_eps, require_like, require_stats, require_weights, views_of
+from ..runtime.checks import require_eps
 from ..runtime.operation import Operation, Plans, TorchSide
+from ..runtime.specs import Spec, views_of
 from . import reference
 from .groups import dense_like, layout_of
 from .kernels import ACTIVATIONS
 from .plan import BackwardPlan, ForwardPlan
+
+X = Spec(("batch", "channels", ...), strides="free")
+SPECS = {
+    "x": X,
+    "weight": Spec(("channels",), "like x or float32", optional=True),
+    "bias": Spec(("channels",), "like weight", optional=True),
+}
+BACKWARD_SPECS = {**SPECS, "dout": X, "stats": Spec(("batch", "num_groups", 2), "float32")}
 
 _forward_plans = Plans(wide=3)
 _backward_plans = Plans(wide=4)
@@ -105,9 +114,9 @@ def forward(
         eps = require_eps(function, eps)
 
     def check() -> dict[str, View]:
-        arrays = {"x": x, "weight": weight, "bias": bias}
-        views = views_of(function, library, arrays)
-        _check(function, views, num_groups)
+        _check_scales(function, weight, bias)
+        views = views_of(function, library, SPECS, (x, weight, bias))
+        _check_groups(function, views["x"], num_groups)
         require_eps(function, eps)
         return views
 
@@ -147,18 +156,9 @@ def backward(
     _, activation = _plain_options(function, 1, activation)
 
     def check() -> dict[str, View]:
-        arrays = {"x": x, "dout": dout, "weight": weight, "bias": bias, "stats": stats}
-        views = views_of(function, library, arrays)
-        for name in ("dout", "stats"):
-            if name not in views:
-                raise TypeError(f"{function}: {name} must be an array, got None")
-        shape = views["stats"].shape
-        if len(shape) != 3:
-            fact = "stats must have shape (batch, num_groups, 2)"
-            raise ValueError(f"{function}: {fact}, got {shape}")
-        _check(function, views, shape[1])
-        require_like(function, views, "dout", "x")
-        require_stats(function, views, (views["x"].shape[0], shape[1], 2))
+        _check_scales(function, weight, bias)
+        views = views_of(function, library, BACKWARD_SPECS, (x, weight, bias, dout, stats))
+        _check_groups(function, views["x"], views["stats"].shape[1])
         return views
 
     if library.on_cpu(x):
@@ -209,18 +209,16 @@ def _numpy_arrays(
     return [x, library.to_numpy(weight), library.to_numpy(bias)]
 
 
-def _check(function: str, views: Mapping[str, View], num_groups: int) -> None:
-    x = views["x"]
-    for name, other in (("weight", "bias"), ("bias", "weight")):
-        if name not in views and other in views:
-            raise TypeError(f"{function}: {name} must be an array where {other} is one, got None")
-    if len(x.shape) < 2:
-        fact = "x must have at least two dimensions (batch, channels, ...)"
-        raise ValueError(f"{function}: {fact}, got {x.shape}")
+def _check_scales(function: str, weight: Array | None, bias: Array | None) -> None:
+    if (weight is None) != (bias is None):
+        name, other = ("weight", "bias") if weight is None else ("bias", "weight")
+        raise TypeError(f"{function}: {name} must be an array where {other} is one, got None")
+
+
+def _check_groups(function: str, x: View, num_groups: int) -> None:
     if num_groups < 1 or x.shape[1] % num_groups or not x.shape[1]:
         fact = "num_groups must divide the number of channels"
         raise ValueError(f"{function}: {fact}, got {num_groups} and {x.shape[1]}")
-    require_weights(function, views, "x", x.shape[1])
 
 
 def _forward_detour(library: Any, views: Mapping[str, View], forward: Callable) -> Detour | None:

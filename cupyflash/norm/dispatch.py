@@ -11,15 +11,33 @@ from typing import Any
 import numpy
 
 from ..runtime.array import Array, View
-from ..runtime.checks import require_eps, require_like, require_stats, require_weights, views_of
-from ..runtime.config import weight_dtypes
+from ..runtime.checks import require_eps
 from ..runtime.operation import Plan, Plans
-from ..runtime.philox import require_seed_array
+from ..runtime.philox import SEED_ARRAY
+from ..runtime.specs import Spec, views_of
 from . import dropout, reference
 from .detour import Detour, dense, filled, result_strides, rows_to_copy
 from .plan import BackwardPlan, ForwardPlan
 
-MAX_COLUMNS = 2**30
+COLUMNS = range(1, 2**30)  # of a row
+EITHER = "like x or float32"
+ROWS = Spec((..., "columns"), strides="free")
+SPECS = {
+    "x": ROWS,
+    "weight": Spec(("columns",), EITHER, optional=True),
+    "bias": Spec(("columns",), "like weight", optional=True),
+    "residual": ROWS._replace(dtype=EITHER, optional=True),
+    "dropout_seed": SEED_ARRAY,
+}
+# After a wider residual the input of the norm is wider than its result.
+BACKWARD_SPECS = {
+    "x": ROWS,
+    "dout": ROWS._replace(dtype="like x or narrower"),
+    "weight": Spec(("columns",), "like dout or float32", optional=True),
+    "stats": Spec((..., 2), "float32"),
+    "dresidual": ROWS._replace(optional=True),
+    "dropout_seed": SEED_ARRAY,
+}
 
 _forward_plans = Plans(wide=4)
 _backward_plans = Plans(wide=5)
@@ -40,10 +58,11 @@ def forward(
     p, seed = dropout.resolve(function, library, x, p, number, seed)
 
     def check() -> dict[str, View]:
-        given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-        views = _check_forward(function, library, given, eps)
-        if p:
-            require_seed_array(function, library, "x", x, seed)
+        if bias is not None and weight is None:
+            raise TypeError(f"{function}: weight must be an array where bias is one, got None")
+        given = (x, weight, bias, residual, seed)
+        views = views_of(function, library, SPECS, given, columns=COLUMNS)
+        require_eps(function, eps)
         return views
 
     arrays = (x, residual, weight, bias, seed)
@@ -78,11 +97,8 @@ def backward(
     p, seed = dropout.resolve(function, library, x, p, number, seed, drawn=False)
 
     def check() -> dict[str, View]:
-        given = {"x": x, "dout": dout, "weight": weight, "stats": stats, "dresidual": dresidual}
-        views = _check_backward(function, library, given)
-        if p:
-            require_seed_array(function, library, "x", x, seed)
-        return views
+        given = (x, dout, weight, stats, dresidual, seed)
+        return views_of(function, library, BACKWARD_SPECS, given, columns=COLUMNS)
 
     arrays = (dout, x, weight, stats, dresidual, seed)
     if library.on_cpu(x):
@@ -213,52 +229,3 @@ def _backward_detour(
         return dx, *sums
 
     return Detour(library, x.device, call)
-
-
-def _check_forward(
-    function: str, library: Any, arrays: Mapping[str, Array | None], eps: float
-) -> dict[str, View]:
-    views = views_of(function, library, arrays)
-    columns = _check_rows(function, views)
-    x, residual = views["x"], views.get("residual")
-    if residual is not None:
-        same_dtype = {"x": x, "residual": residual._replace(dtype=x.dtype)}
-        require_like(function, same_dtype, "residual", "x")
-        if residual.dtype not in weight_dtypes(x.dtype):
-            fact = f"residual must have the dtype of x, {x.dtype}, or be float32"
-            raise TypeError(f"{function}: {fact}, got {residual.dtype}")
-    if "bias" in views and "weight" not in views:
-        raise TypeError(f"{function}: weight must be an array where bias is one, got None")
-    require_weights(function, views, "x", columns)
-    require_eps(function, eps)
-    return views
-
-
-def _check_backward(
-    function: str, library: Any, arrays: Mapping[str, Array | None]
-) -> dict[str, View]:
-    views = views_of(function, library, arrays)
-    for name in ("dout", "stats"):
-        if name not in views:
-            raise TypeError(f"{function}: {name} must be an array, got None")
-    columns, x, dout = _check_rows(function, views), views["x"], views["dout"]
-    require_like(function, views, "dresidual", "x")
-    # After a wider residual the input of the norm is wider than its result.
-    require_like(function, {"x": x._replace(dtype=dout.dtype), "dout": dout}, "dout", "x")
-    if x.dtype not in (dout.dtype, "float32"):
-        fact = f"dout must have the dtype of x, {x.dtype}"
-        raise TypeError(f"{function}: {fact}, got {dout.dtype}")
-    require_weights(function, views, "dout", columns)
-    require_stats(function, views, (*x.shape[:-1], 2))
-    return views
-
-
-def _check_rows(function: str, views: Mapping[str, View]) -> int:
-    """The number of columns."""
-    x = views["x"]
-    if not x.shape:
-        raise ValueError(f"{function}: x must have at least one dimension, got none")
-    if not 1 <= x.shape[-1] < MAX_COLUMNS:
-        fact = f"the last dimension of x must have 1 to {MAX_COLUMNS - 1} numbers"
-        raise ValueError(f"{function}: {fact}, got {x.shape}")
-    return x.shape[-1]

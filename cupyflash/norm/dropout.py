@@ -59,7 +59,7 @@ def resolve(
         raise ValueError(f"{function}: dropout_p needs the dropout_seed of the forward, got None")
     array = seed_array(function, library, x, seed, dropout_p)
     if not (dropout_p or is_number(seed) or compiling()):  # no plan will see it
-        require_seed_array(function, library, "x", x, seed)
+        require_seed_array(function, library, x, seed)
     return dropout_p, array
 
 

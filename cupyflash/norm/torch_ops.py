@@ -146,7 +146,7 @@ def _dropout_add(
     """dropout(x) + residual."""
     LIBRARY.refuse_tangents(x, residual)
     require_probability(function, p)
-    require_seed_array(function, LIBRARY, "x", x, seed)
+    require_seed_array(function, LIBRARY, x, seed)
     return dropout.add(function, LIBRARY, x, residual, p, seed)
 
 

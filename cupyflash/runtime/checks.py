@@ -6,14 +6,12 @@ an array in the key would be compared by its identity, and could be changed in p
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
 
 from .array import Array, View, device_name, library_of
-from .config import ITEM_SIZE, weight_dtypes
-from .rows import dense_like, is_contiguous
 
 MAX_BLOCKS = 2**31  # a grid has fewer blocks than this
 PLAIN = (bool, int, float, str)
@@ -99,33 +97,6 @@ def short(x: Any) -> str:
     return f"an array {tuple(x.shape)}" if library_of(x) else repr(x)[:60]
 
 
-def views_of(function: str, library: Any, arrays: Mapping[str, Array | None]) -> dict[str, View]:
-    """Views of all arrays that are not None, floating-point ones of one library and device.
-
-    Raises:
-        TypeError: libraries, dtypes.
-        ValueError: devices.
-    """
-    views, first = {}, next(iter(arrays))
-    for name, x in arrays.items():
-        if x is None:
-            continue
-        if library_of(x) is not library:
-            got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
-            got = got.removeprefix("builtins.")
-            raise TypeError(f"{function}: {name} must be a {library.name} like {first}, got {got}")
-        views[name] = view = library.view(x)
-        require_device(function, name, view)
-        if view.dtype not in ITEM_SIZE:
-            allowed = "float16, bfloat16 or float32"
-            raise TypeError(f"{function}: {name} must be {allowed}, got {view.dtype}")
-        if view.device != views[first].device:
-            here, there = device_name(views[first].device), device_name(view.device)
-            where = f"{first} on device {here} and {name} on device {there}"
-            raise ValueError(f"{function}: all arrays must be on the same device, got {where}")
-    return views
-
-
 def require_plain(function: str, library: Any, arrays: Sequence[Array]) -> None:
     """Raises NotImplementedError if torch tracks what is done to one of these arrays."""
     if got := library.what_follows(*arrays):
@@ -137,63 +108,6 @@ def require_device(function: str, name: str, view: View) -> None:
     if not isinstance(view.device, int):
         fact = f"{name} must be on a CPU or a CUDA device"
         raise ValueError(f"{function}: {fact}, got {view.device}")
-
-
-def require_like(function: str, views: Mapping[str, View], name: str, first: str) -> None:
-    """An array, if it is there, must have the shape and dtype of the first."""
-    if name not in views:
-        return
-    x, like = views[name], views[first]
-    if x.shape != like.shape:
-        fact = f"{name} must have the shape of {first}"
-        raise ValueError(f"{function}: {fact}, got {x.shape} and {like.shape}")
-    if x.dtype != like.dtype:
-        fact = f"{name} must have the dtype of {first}"
-        raise TypeError(f"{function}: {fact}, got {x.dtype} and {like.dtype}")
-
-
-def require_dense(function: str, views: Mapping[str, View], first: str) -> None:
-    """The first array must be dense, with its axes in any order, and the others have its strides.
-
-    Then element i in memory is the same element in all of them. Axes of length 1 do not matter.
-    """
-    dense = dense_like(views[first])
-    fact, others = f"{first} must be dense", [name for name in views if name != first]
-    if others:
-        fact += f", and {' and '.join(others)} must have its strides"
-    for name, x in views.items():
-        same = (a == b for a, b, size in zip(x.strides, dense, x.shape) if size > 1)
-        if 0 not in x.shape and not all(same):
-            raise ValueError(f"{function}: {fact}, got {name} {x.shape}, strides {x.strides}")
-
-
-def require_weights(function: str, views: Mapping[str, View], first: str, size: int) -> None:
-    """Weight and bias must be (size,), contiguous, of the dtype of the first array or float32."""
-    for name in ("weight", "bias"):
-        if name not in views:
-            continue
-        x, allowed = views[name], weight_dtypes(views[first].dtype)
-        if x.shape != (size,):
-            raise ValueError(f"{function}: {name} must have shape ({size},), got {x.shape}")
-        if size > 1 and x.strides != (1,):
-            raise ValueError(f"{function}: {name} must be contiguous, got strides {x.strides}")
-        if x.dtype not in allowed:
-            raise TypeError(f"{function}: {name} must be {' or '.join(allowed)}, got {x.dtype}")
-        if x.dtype != views["weight"].dtype:
-            fact = "weight and bias must have the same dtype"
-            got = f"{views['weight'].dtype} and {x.dtype}"
-            raise TypeError(f"{function}: {fact}, got {got}")
-
-
-def require_stats(function: str, views: Mapping[str, View], shape: tuple[int, ...]) -> None:
-    """The statistics must be as the forward pass has returned them."""
-    x = views["stats"]
-    if x.dtype != "float32":
-        raise TypeError(f"{function}: stats must be float32, got {x.dtype}")
-    if x.shape != shape:
-        raise ValueError(f"{function}: stats must have shape {shape}, got {x.shape}")
-    if not is_contiguous(x):
-        raise ValueError(f"{function}: stats must be contiguous, got strides {x.strides}")
 
 
 def integer_within(function: str, name: str, x: Any, least: int, most: int) -> int:

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy
 
-from .array import Array, array_namespace, device_name, library_of
+from .array import Array, array_namespace
 from .checks import plain_real
+from .specs import Spec, views_of
 from .structs import header
 
 SEEDS_END = 2**63
+SEED_ARRAY = Spec([(1,), ()], "int64", optional=True, instead="an integer, None")
 ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
@@ -171,24 +173,11 @@ def seed_array(
     return library.random_seed(like) if seed is None else seed
 
 
-def require_seed_array(function: str, library: Any, first: str, like: Array, seed: Any) -> None:
-    """A seed must be int64 of one element, in the library and on the device of the first array.
+def require_seed_array(function: str, library: Any, like: Array, seed: Any) -> None:
+    """A seed must be as `SEED_ARRAY` says, in the library and on the device of x.
 
     Raises:
-        TypeError: library, dtype.
-        ValueError: shape, device.
+        As `views_of`.
     """
-    if library_of(seed) is not library:
-        got = f"{type(seed).__module__.split('.')[0]}.{type(seed).__name__}"
-        got = got.removeprefix("builtins.")
-        allowed = f"an integer, None or a {library.name} like {first}"
-        raise TypeError(f"{function}: dropout_seed must be {allowed}, got {got}")
-    view, device = library.view(seed), library.view(like).device
-    if view.dtype != "int64":
-        raise TypeError(f"{function}: dropout_seed must be int64, got {view.dtype}")
-    if view.shape not in ((1,), ()):
-        raise ValueError(f"{function}: dropout_seed must be (1,) or (), got {view.shape}")
-    if view.device != device:
-        fact = f"dropout_seed must be on the device of {first}"
-        got = f"devices {device_name(view.device)} and {device_name(device)}"
-        raise ValueError(f"{function}: {fact}, got {got}")
+    first = "x", library.view(like)
+    views_of(function, library, {"dropout_seed": SEED_ARRAY}, (seed,), first=first)
