@@ -223,7 +223,7 @@ def test_errors_speak_the_words_of_the_caller():
     packed = cupyflash.flash_attn_varlen_qkvpacked_func
     lengths, qkv = numpy.array([0, 5], "int32"), numpy.ones((5, 3, 2, 16), "float32")
     for call, message in (
-        (lambda: sdpa(q, odd, q), "key must be float16"),
+        (lambda: sdpa(q, odd, q), "key must be float32 like query, got int8"),
         (lambda: sdpa(q, q, q, odd), "attn_mask must"),
         (lambda: sdpa(None, q, q), "query must be .*got NoneType"),
         (lambda: sdpa(q, q, q, is_causal="bottom-right"), "is_causal must be True or False, got"),

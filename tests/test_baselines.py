@@ -76,7 +76,11 @@ def test_bad_input_of_attention(target, attention):
     for match, k, v in [
         (r"k must .*\(batch, seqlen_k, heads, head_dim\), got \(5, 3, 8\)", q[0], q[0]),
         (r"v must have shape \(2, 5, 3, 8\) .*got \(2, 6, 3, 8\)", q, make(2, 6, 3, 8)),
-        (r"k must have shape \(2, seqlen_k, 3, 8\) .*got \(2, 5, 1, 8\)", make(2, 5, 1, 8), make(2, 5, 1, 8)),
+        (
+            r"k must have shape \(2, seqlen_k, 3, 8\) .*got \(2, 5, 1, 8\)",
+            make(2, 5, 1, 8),
+            make(2, 5, 1, 8),
+        ),
         (r"v must be contiguous", q, make(2, 5, 3, 16)[..., ::2]),
     ]:
         with pytest.raises(ValueError, match=f"^{attention.__name__}: .*{match}"):

@@ -36,8 +36,10 @@ def rejects(function, error, *facts, call):
 @each()
 def test_wrong_rank(target):
     q, k, v = tensors(target)
-    rejects("attention", ValueError, "q", 3, call=lambda: cupyflash.attention(q[0], k, v))
-    rejects("attention", ValueError, "k", 3, call=lambda: cupyflash.attention(q, k[0], v[0]))
+    facts = ("q", "(batch, seqlen_q, heads_q, head_dim)", tuple(q.shape[1:]))
+    rejects("attention", ValueError, *facts, call=lambda: cupyflash.attention(q[0], k, v))
+    facts = ("k", "(batch, seqlen_k, heads_kv, head_dim)", tuple(k.shape[1:]))
+    rejects("attention", ValueError, *facts, call=lambda: cupyflash.attention(q, k[0], v[0]))
 
 
 @each()
@@ -99,7 +101,10 @@ def test_head_dim(target, head_dim):
 def test_shapes_do_not_fit(target, change):
     q, k, _ = tensors(target)
     v = tensors(target, **change)[2]
-    facts = (tuple(k.shape), tuple(v.shape))
+    allowed = (
+        "256" if "head_dim" in change else f"({', '.join(map(str, k.shape[:-1]))}, head_dim_v)"
+    )
+    facts = ("v", allowed, tuple(v.shape))
     rejects("attention", ValueError, *facts, call=lambda: cupyflash.attention(q, k, v))
 
 

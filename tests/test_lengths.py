@@ -152,6 +152,8 @@ def test_bad_lengths(target, name):
     rejects(
         target, TypeError, f"^attention: {name} must be int32, got int64", name, [1] * 5, "int64"
     )
-    rejects(target, ValueError, rf"^attention: {name} must be \(5,\), got \(4,\)", name, [1] * 4)
+    rejects(
+        target, ValueError, rf"^attention: {name} must have shape \(5,\) .*\(4,\)", name, [1] * 4
+    )
     rejects(target, ValueError, f"^attention: {name} must be from 0 to", name, [1, 2, 3, 4, 201])
     rejects(target, ValueError, f"^attention: {name} must be from 0 to", name, [1, 2, -3, 4, 0])

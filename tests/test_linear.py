@@ -290,7 +290,9 @@ def test_bad_input(target):
     bad(target, ValueError, r"weight.*\(d_out, 16\).*\(8, 15\)", weight=make((8, 15)))
     bad(target, ValueError, r"weight.*\(16,\)", weight=make(16))
     bad(target, ValueError, r"weight.*\(0, 16\)", weight=make((0, 16)))
-    bad(target, TypeError, "weight.*float16 like x or float32.*int32", weight=make((8, 16), "int32"))
+    bad(
+        target, TypeError, "weight.*float16 like x or float32.*int32", weight=make((8, 16), "int32")
+    )
     bad(target, ValueError, r"bias.*\(8,\).*\(16,\)", bias=make(16))
     bad(target, TypeError, "residual.*float16 like x.*float32", residual=make((4, 8), "float32"))
     bad(target, ValueError, r"residual.*\(4, 8\).*\(4, 16\)", residual=make((4, 16)))
@@ -315,7 +317,12 @@ def test_bad_norm(target):
     bad(target, ValueError, "RMSNorm", norm=norm(make(16), make(16), 1e-5, True))
     bad(target, ValueError, "eps.*-1", norm=norm(make(16), None, -1.0))
     unlike = norm(make(16, "float32"), make(16))
-    bad(target, TypeError, "bias of norm must be float32 like weight of norm, got float16", norm=unlike)
+    bad(
+        target,
+        TypeError,
+        "bias of norm must be float32 like weight of norm, got float16",
+        norm=unlike,
+    )
     other = "bfloat16" if "bfloat16" in target.dtypes else "int32"
     if other == "bfloat16":
         bad(target, TypeError, "weight of norm.*float32", norm=norm(make(16, other)))

@@ -211,8 +211,12 @@ def test_compiled_and_transformed(target):
 @pytest.mark.parametrize(
     "make, error, fact",
     [
-        (lambda x: x[:, :, :-1], ValueError, r"dlse must be \(2, 4, 5\), got \(2, 4, 4\)"),
-        (lambda x: x[..., None], ValueError, r"dlse must be \(2, 4, 5\), got \(2, 4, 5, 1\)"),
+        (lambda x: x[:, :, :-1], ValueError, r"dlse must have shape \(2, 4, 5\), got \(2, 4, 4\)"),
+        (
+            lambda x: x[..., None],
+            ValueError,
+            r"dlse must have shape \(2, 4, 5\), got \(2, 4, 5, 1\)",
+        ),
         (lambda x: "half", TypeError, "dlse must be float32, got float16"),
         (lambda x: "text", TypeError, "dlse must be"),
         (lambda x: 3.0, TypeError, "dlse must be"),

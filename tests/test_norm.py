@@ -465,7 +465,9 @@ def test_bad_input(target):
     bad(target, ValueError, r"weight.*\(16,\).*\(15,\)", weight=make(15))
     bad(target, ValueError, r"bias.*\(16,\).*\(1, 16\)", bias=make((1, 16)))
     bad(target, TypeError, "weight.*float16 like x or float32.*int32", weight=_int32(target, 16))
-    bad(target, TypeError, "bias must be float16 like weight, got float32", bias=make(16, "float32"))
+    bad(
+        target, TypeError, "bias must be float16 like weight, got float32", bias=make(16, "float32")
+    )
     bad(target, ValueError, r"residual.*\(4, 16\).*\(4, 15\)", residual=make((4, 15)))
     wide = {"x": make((4, 16), "float32"), "weight": make(16, "float32"), "bias": None}
     bad(target, TypeError, "residual.*float32.*float16", **wide, residual=make((4, 16)))

@@ -197,7 +197,9 @@ def test_bad_arrays(target):
             ValueError, match="scaled_dot_product_attention: .* must .*broadcast to"
         ):
             function(q, k, v, mask, enable_gqa=True)
-    with pytest.raises(TypeError, match="must be bool or float16 or float32, got int"):
+    with pytest.raises(
+        TypeError, match="attn_mask must be bool, float16 like query or float32, got int"
+    ):
         function(
             q,
             k,

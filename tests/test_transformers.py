@@ -415,11 +415,15 @@ def test_bad_input():
         ValueError, match=r"attention_mask must broadcast to .* \(1, 2, 5, 5\), got"
     ):
         integration.attention(module, x, x, x, torch.ones(1, 1, 5, 4, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"integrations\.transformers: head_dim must be .* 264"):
+    with pytest.raises(
+        ValueError, match=r"integrations\.transformers: head_dim of query .* must be .* 264"
+    ):
         integration.attention(module, *[torch.randn(1, 2, 5, 264)] * 3, None)
     with pytest.raises(TypeError, match=r"transformers: .*key .*float16"):
         integration.attention(module, x, x.half(), x, None)
-    with pytest.raises(ValueError, match=r"transformers: s_aux must be \(2,\), got \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"transformers: s_aux must have shape \(2,\) .*got \(3,\)"
+    ):
         integration.attention(module, x, x, x, None, s_aux=torch.zeros(3))
     with pytest.raises(NotImplementedError, match="paged caches .* got int"):
         integration.attention(module, x, x, x, None, cache=0)

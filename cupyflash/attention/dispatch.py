@@ -9,9 +9,10 @@ import warnings
 from typing import Any
 
 from .. import environment
-from ..runtime.array import Array, library_of
+from ..runtime.array import Array
 from ..runtime.operation import Operation, Plans, TorchSide
 from ..runtime.philox import is_number, seed_array
+from ..runtime.specs import require_library
 from . import cpu
 from .checks import check, check_bias_gradient, check_lengths, check_lse
 from .options import (
@@ -239,8 +240,7 @@ def _checked(
     extras = {name: views.pop(name) for name in Extras._fields if name in views}
     problem = check(function, views, Options(*options), extras)
     problem = dataclasses.replace(problem, bias_aligned=bias_aligned)
-    for name, x in lses.items():
-        check_lse(function, problem, name, x)
+    check_lse(function, problem, lses)
     if bias_grad is not None:
         check_bias_gradient(function, problem, bias_grad, deterministic == "error")
     if problem.device < 0 or environment.current().debug:
@@ -268,11 +268,9 @@ def _check_library(
 ) -> None:
     """Raise TypeError where an array is of another library, or is None but not optional."""
     for name, x in zip((*names, *Extras._fields), arrays):
-        if library_of(x) is not library and not (x is None and name in OPTIONAL):
-            got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
-            got = got.removeprefix("builtins.")
+        if not (x is None and name in OPTIONAL):
             name, first = caller_name(function, name), caller_name(function, "q")
-            raise TypeError(f"{function}: {name} must be a {library.name} like {first}, got {got}")
+            require_library(function, library, name, x, first)
 
 
 def _forward_name(function: str, place: int) -> str:

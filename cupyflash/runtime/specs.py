@@ -11,7 +11,7 @@ Each topic declares its arrays once, by name, in the order of its arguments::
 Whatever relates two arrays is in the names: of axes, and of the arrays that another is like.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .array import Array, View, device_name, library_of
@@ -42,6 +42,11 @@ class Spec(NamedTuple):
     strides: str | int = "contiguous"
     optional: bool = False
     instead: str = ""
+
+    @property
+    def choices(self) -> list[Axes]:
+        """The shapes of which it must have one."""
+        return self.axes if isinstance(self.axes, list) else [self.axes]
 
 
 def views_of(
@@ -104,86 +109,134 @@ def check_views(
     """The lengths of all named axes, if each array is what its spec says.
 
     Args:
-        first: the name and view of the array that the others are like; default that of ``views``.
+        views: of arrays that have a spec each. The order is that of the specs.
+        first: the name and view of the array that the others are like; default the first of them.
         say: returns the name of an array for errors.
-        lengths: of axes by name: those that are known beforehand, or the range of those that are
-            not.
+        lengths: of axes by name: those that are known beforehand, or the range of one that is not.
 
     Raises:
         As `views_of`.
     """
-    ranges = {axis: length for axis, length in lengths.items() if isinstance(length, range)}
-    known: dict[Any, Any] = {axis: n for axis, n in lengths.items() if axis not in ranges}
-    seen = {} if first is None else {first[0]: first[1]}
-    for name, view in views.items():
-        spec, called = specs[name], say(name)
-        seen.setdefault(name, view)
-        like = next(iter(seen))
-        _check_dtype(function, name, spec.dtype, seen, say)
-        if not isinstance(view.device, int):
-            fact = f"{called} must be on a CPU or a CUDA device"
-            raise ValueError(f"{function}: {fact}, got {view.device}")
-        if view.device != seen[like].device:
-            here, there = device_name(seen[like].device), device_name(view.device)
-            where = f"{say(like)} on device {here} and {called} on device {there}"
-            raise ValueError(f"{function}: all arrays must be on the same device, got {where}")
-        known = _check_shape(function, called, view.shape, spec.axes, known, ranges)
-        _check_strides(function, called, view, spec.strides, (say(like), seen[like]))
-    return known
+    checks = _Checks(function, specs, say, lengths, {} if first is None else dict([first]))
+    for name in specs:
+        if name in views:
+            checks.seen.setdefault(name, views[name])
+            checks.dtype(name)
+            checks.device(name)
+            checks.shape(name)
+            checks.strides(name)
+    return checks.lengths
 
 
-def _check_dtype(
-    function: str, name: str, words: str, seen: Mapping[str, View], say: Callable[[str], str]
-) -> None:
-    """The dtype of the array of this name, the last of those that were seen."""
-    allowed: dict[str, str] = {}  # the dtypes, as the error says them
-    anything = dict(zip(ITEM_SIZE, ITEM_SIZE))
-    for word in words.split(" or "):
-        like = word.removeprefix("like").strip() or next(iter(seen))
-        if word == "narrower":
-            allowed = anything if "float32" in allowed else allowed
-        elif not word.startswith("like"):
-            allowed.setdefault(word, word)
-        elif like == name:
-            allowed |= anything
+class _Checks:
+    """The checks of the arrays of one call, one array after the other.
+
+    Attributes:
+        lengths: of the axes that are known so far, by name, and those of `...` together.
+        ranges: of other axes.
+        seen: the arrays that were checked, and the one that is being checked.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        specs: Mapping[str, Spec],
+        say: Callable[[str], str],
+        lengths: Mapping[str, int | range],
+        seen: dict[str, View],
+    ) -> None:
+        self.function, self.specs, self.say, self.seen = function, specs, say, seen
+        self.ranges = {x: allowed for x, allowed in lengths.items() if isinstance(allowed, range)}
+        self.lengths = {x: n for x, n in lengths.items() if x not in self.ranges}
+
+    @property
+    def first(self) -> str:
+        return next(iter(self.seen))
+
+    def dtype(self, name: str) -> None:
+        allowed: dict[str, str] = {}  # the dtypes, as the error says them
+        anything, dtype = dict(zip(ITEM_SIZE, ITEM_SIZE)), self.seen[name].dtype
+        for word in self.specs[name].dtype.split(" or "):
+            like = word.removeprefix("like").strip() or self.first
+            if word == "narrower":
+                allowed = anything if "float32" in allowed else allowed
+            elif not word.startswith("like"):
+                allowed.setdefault(word, word)
+            elif like == name:
+                allowed |= anything
+            else:
+                allowed[self.seen[like].dtype] = f"{self.seen[like].dtype} like {self.say(like)}"
+        if dtype not in allowed:
+            *most, last = allowed.values()
+            last = f"{', '.join(most)} or {last}" if most else last
+            raise TypeError(f"{self.function}: {self.say(name)} must be {last}, got {dtype}")
+
+    def device(self, name: str) -> None:
+        device, expected = self.seen[name].device, self.seen[self.first].device
+        if not isinstance(device, int):
+            fact = f"{self.say(name)} must be on a CPU or a CUDA device"
+            raise ValueError(f"{self.function}: {fact}, got {device}")
+        if device != expected:
+            where = f"{self.say(self.first)} on device {device_name(expected)}"
+            where += f" and {self.say(name)} on device {device_name(device)}"
+            fact = "all arrays must be on the same device"
+            raise ValueError(f"{self.function}: {fact}, got {where}")
+
+    def shape(self, name: str) -> None:
+        """Compares the lengths that are known, and learns the others."""
+        spec, shape = self.specs[name], self.seen[name].shape
+        matches = (_match(choice, shape, self.lengths) for choice in spec.choices)
+        lengths = next((x for x in matches if x is not None), None)
+        if lengths is None:
+            here = " or ".join(_text(choice, self.lengths) for choice in spec.choices)
+            names = " or ".join(_text(choice, {}) for choice in spec.choices)
+            fact = f"{self.say(name)} must have shape {here}" + f" for {names}" * (here != names)
+            got = [
+                str(shape),
+                *(f"{self.say(x)} {self.seen[x].shape}" for x in self._related(name)),
+            ]
+            raise ValueError(f"{self.function}: {fact}, got {' beside '.join(got)}")
+        for axis in lengths.keys() & self.ranges.keys() - self.lengths.keys():
+            allowed = self.ranges[axis]
+            if lengths[axis] not in allowed:
+                multiple = f"a multiple of {allowed.step} " * (allowed.step > 1)
+                fact = f"{axis} of {self.say(name)} {_text(spec.choices[0], {})} must be {multiple}"
+                fact += f"from {allowed[0]} to {allowed[-1]}"
+                raise ValueError(f"{self.function}: {fact}, got {shape}")
+        self.lengths = lengths
+
+    def _related(self, name: str) -> Iterator[str]:
+        """The arrays before this one that have a named axis in common with it."""
+        named = lambda x: {  # noqa: E731
+            axis for choice in self.specs[x].choices for axis in choice if not isinstance(axis, int)
+        }
+        for other in self.seen:
+            if other != name and other in self.specs and named(other) & named(name):
+                yield other
+
+    def strides(self, name: str) -> None:
+        view, kind = self.seen[name], self.specs[name].strides
+        rank = len(view.shape)
+        if kind == "free" or 0 in view.shape:
+            return
+        called, first = self.say(name), self.say(self.first)
+        if kind == "dense":
+            expected = dense_like(self.seen[self.first])
+            fits = all(a == b for a, b, n in zip(view.strides, expected, view.shape) if n > 1)
+            fact = f"{called} must be dense" + f", with the strides of {first}" * (called != first)
         else:
-            allowed[seen[like].dtype] = f"{seen[like].dtype} like {say(like)}"
-    if seen[name].dtype not in allowed:
-        *most, last = allowed.values()
-        fact = (
-            f"{say(name)} must be {', '.join(most)} or {last}"
-            if most
-            else f"{say(name)} must be {last}"
-        )
-        raise TypeError(f"{function}: {fact}, got {seen[name].dtype}")
-
-
-def _check_shape(
-    function: str,
-    name: str,
-    shape: tuple[int, ...],
-    axes: Axes | list[Axes],
-    known: dict[Any, Any],
-    ranges: Mapping[str, range],
-) -> dict[Any, Any]:
-    """The lengths that are known, with those of the axes of this array."""
-    possible = axes if isinstance(axes, list) else [axes]
-    for choice in possible:
-        lengths = _match(choice, shape, known)
-        if lengths is not None:
-            break
-    else:
-        here = " or ".join(_text(choice, known) for choice in possible)
-        names = " or ".join(_text(choice, {}) for choice in possible)
-        fact = f"{name} must have shape {here}" + f" for {names}" * (here != names)
-        raise ValueError(f"{function}: {fact}, got {shape}")
-    for axis in lengths.keys() & ranges.keys() - known.keys():
-        if lengths[axis] not in ranges[axis]:
-            step, end = ranges[axis].step, ranges[axis][-1]
-            allowed = f"a multiple of {step} " * (step > 1) + f"from {ranges[axis].start} to {end}"
-            fact = f"{axis} of {name} {_text(choice, {})} must be {allowed}"
-            raise ValueError(f"{function}: {fact}, got {shape}")
-    return lengths
+            last = rank if kind == "contiguous" else min(rank, kind)
+            rows = View(view.shape[rank - last :], view.strides[rank - last :], "", 0)
+            fits = not last or is_contiguous(rows)
+            fact = f"{called} must be contiguous"
+            if last < rank:
+                fact = f"the last dimension of {called} must be contiguous"
+            if 1 < last < rank:
+                fact = (
+                    f"{called} must be contiguous in each row, which is its last {last} dimensions"
+                )
+        if not fits:
+            raise ValueError(f"{self.function}: {fact}, got strides {view.strides}")
 
 
 def _match(axes: Axes, shape: tuple[int, ...], known: Mapping[Any, Any]) -> dict[Any, Any] | None:
@@ -195,39 +248,13 @@ def _match(axes: Axes, shape: tuple[int, ...], known: Mapping[Any, Any]) -> dict
         axes = (*axes[:place], *rest, *axes[place + 1 :])
     if len(axes) != len(shape):
         return None
-    fits = (
-        n == (lengths.setdefault(x, n) if isinstance(x, str) else x) for x, n in zip(axes, shape)
-    )
-    return lengths if all(fits) else None
+    wanted = (lengths.setdefault(x, n) if isinstance(x, str) else x for x, n in zip(axes, shape))
+    return lengths if all(n == m for n, m in zip(shape, wanted)) else None
 
 
 def _text(axes: Axes, known: Mapping[Any, Any]) -> str:
     """A shape, with the lengths that are known instead of the names of their axes."""
-    parts = [
-        part for x in axes for part in (known.get(x, ("...",)) if x is ... else (known.get(x, x),))
-    ]
+    parts: list[Any] = []
+    for axis in axes:
+        parts += known.get(..., ["..."]) if axis is ... else [known.get(axis, axis)]
     return f"({', '.join(map(str, parts))}{',' * (len(parts) == 1)})"
-
-
-def _check_strides(
-    function: str, name: str, view: View, strides: str | int, first: tuple[str, View]
-) -> None:
-    rank = len(view.shape)
-    if strides == "free" or 0 in view.shape:
-        return
-    if strides == "dense":
-        like, expected = first[0], dense_like(first[1])
-        if all(a == b for a, b, size in zip(view.strides, expected, view.shape) if size > 1):
-            return
-        fact = f"{name} must be dense" + f", with the strides of {like}" * (name != like)
-    else:
-        last = rank if strides == "contiguous" else strides
-        part = View(view.shape[rank - last :], view.strides[rank - last :], "", 0)
-        if not last or is_contiguous(part):
-            return
-        fact = f"{name} must be contiguous"
-        if last < rank:
-            fact = f"the last dimension of {name} must be contiguous"
-            if last > 1:
-                fact = f"{name} must be contiguous in each row, which is its last {last} dimensions"
-    raise ValueError(f"{function}: {fact}, got strides {view.strides}")
