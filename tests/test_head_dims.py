@@ -244,10 +244,10 @@ def test_copies_of_a_gpu(monkeypatch):
 @pytest.mark.parametrize(
     "shapes, fact",
     [
-        (((2, 5, 4, 0), (2, 5, 4, 0), (2, 5, 4, 8)), "head_dim must be from 1 to 256"),
-        (((2, 5, 4, 257), (2, 5, 4, 257), (2, 5, 4, 8)), "head_dim must be from 1 to 256"),
-        (((2, 5, 4, 8), (2, 5, 4, 8), (2, 5, 4, 264)), "head_dim must be from 1 to 256"),
-        (((2, 5, 4, 8), (2, 5, 4, 8), (2, 5, 4, 0)), "head_dim must be from 1 to 256"),
+        (((2, 5, 4, 0), (2, 5, 4, 0), (2, 5, 4, 8)), "head_dim.* of [qv] must be from 1 to 256"),
+        (((2, 5, 4, 257), (2, 5, 4, 257), (2, 5, 4, 8)), "head_dim.* of [qv] must be from 1 to 256"),
+        (((2, 5, 4, 8), (2, 5, 4, 8), (2, 5, 4, 264)), "head_dim.* of [qv] must be from 1 to 256"),
+        (((2, 5, 4, 8), (2, 5, 4, 8), (2, 5, 4, 0)), "head_dim.* of [qv] must be from 1 to 256"),
         (
             ((2, 5, 4, 37), (2, 5, 4, 36), (2, 5, 4, 37)),
             "k and v must have the same axes before head_dim, and k",

@@ -299,7 +299,7 @@ def test_bad_input(target):
     bad(target, ValueError, "x must be contiguous", x=make((4, 32))[:, ::2])
     bad(target, ValueError, "weight must be contiguous", weight=make((8, 32))[:, ::2])
     bad(target, ValueError, "bias must be contiguous", bias=make(16)[::2])
-    bad(target, ValueError, r"d_in of x .*from 1 to .*\(4, 0\)", x=make((4, 0)))
+    bad(target, ValueError, r"d_in of x must be from 1 to .*got 0 in .*\(4, 0\)", x=make((4, 0)))
     bad(target, TypeError, "bias.*list", bias=[1.0] * 8)
     bad(target, TypeError, "weight.*None", weight=None)
     for activation in ("none", "tanh", 3, "GELU"):

@@ -472,7 +472,7 @@ def test_bad_input(target):
     wide = {"x": make((4, 16), "float32"), "weight": make(16, "float32"), "bias": None}
     bad(target, TypeError, "residual.*float32.*float16", **wide, residual=make((4, 16)))
     bad(target, ValueError, "weight.*contiguous", weight=make(32)[::2])
-    bad(target, ValueError, r"columns of x .*from 1 to .*\(4, 0\)", x=make((4, 0)))
+    bad(target, ValueError, r"columns of x must be from 1 to .*got 0 in .*\(4, 0\)", x=make((4, 0)))
     bad(target, TypeError, "bias.*list", bias=[1.0] * 16)
     bad(target, TypeError, "weight.*bias.*None", weight=None)
     for eps in (-1.0, float("nan"), float("inf")):

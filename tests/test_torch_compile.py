@@ -159,7 +159,7 @@ def test_compiled_error_names_the_mistake(target):
     with pytest.raises(Exception, match="attention: causal must be .*, got 'left'"):
         graph(inputs.q, inputs.k, inputs.v)
     graph = one_graph(cupyflash.attention)
-    with pytest.raises(Exception, match=r"attention: q must have shape .*got \(20, 4, 64\)"):
+    with pytest.raises(Exception, match="attention: q must have 4 dimensions, got 3"):
         graph(inputs.q[0], inputs.k[0], inputs.v[0])
 
 

@@ -114,6 +114,7 @@ def check_lse(function: str, problem: Problem, lses: Mapping[str, View]) -> None
     check_views(function, specs, lses, first=first, say=functools.partial(caller_name, function))
 
 
+@functools.cache
 def _spec(name: str, layout: str) -> Spec:
     """One of q, k, v, dout and out."""
     side, heads = ("k", "heads_kv") if name in ("k", "v") else ("q", "heads_q")

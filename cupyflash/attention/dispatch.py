@@ -5,6 +5,7 @@ or `BACKWARD_TENSORS`, and behind them the fields of `Extras`, unless there is n
 """
 
 import dataclasses
+import functools
 import warnings
 from typing import Any
 
@@ -267,10 +268,12 @@ def _check_library(
     function: str, library: Any, names: tuple[str, ...], arrays: tuple[Array | None, ...]
 ) -> None:
     """Raise TypeError where an array is of another library, or is None but not optional."""
-    for name, x in zip((*names, *Extras._fields), arrays):
-        if not (x is None and name in OPTIONAL):
-            name, first = caller_name(function, name), caller_name(function, "q")
-            require_library(function, library, name, x, first)
+    given = {
+        name: x
+        for name, x in zip((*names, *Extras._fields), arrays)
+        if x is not None or name not in OPTIONAL
+    }
+    require_library(function, library, given, "q", functools.partial(caller_name, function))
 
 
 def _forward_name(function: str, place: int) -> str:

@@ -1,4 +1,4 @@
-"""Checks of arrays and options, before anything is launched.
+"""Checks of options, before anything is launched; `specs` has those of arrays.
 
 The checks turn options into plain Python numbers, because an option is part of the key of a plan:
 an array in the key would be compared by its identity, and could be changed in place.
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy
 
-from .array import Array, View, device_name, library_of
+from .array import Array, device_name, library_of
 
 MAX_BLOCKS = 2**31  # a grid has fewer blocks than this
 PLAIN = (bool, int, float, str)
@@ -101,13 +101,6 @@ def require_plain(function: str, library: Any, arrays: Sequence[Array]) -> None:
     """Raises NotImplementedError if torch tracks what is done to one of these arrays."""
     if got := library.what_follows(*arrays):
         raise NotImplementedError(f"{function}: has no backward and runs as it is, got {got}")
-
-
-def require_device(function: str, name: str, view: View) -> None:
-    """Raises ValueError unless an array is on a CPU or a CUDA device."""
-    if not isinstance(view.device, int):
-        fact = f"{name} must be on a CPU or a CUDA device"
-        raise ValueError(f"{function}: {fact}, got {view.device}")
 
 
 def integer_within(function: str, name: str, x: Any, least: int, most: int) -> int:

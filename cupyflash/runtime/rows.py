@@ -72,12 +72,14 @@ def collapse(
     return [size for size, _ in kept], [list(steps) for steps in zip(*(s for _, s in kept))]
 
 
-def is_contiguous(x: View) -> bool:
-    """Whether the elements are contiguous in C order."""
-    if 0 in x.shape:
-        return True
-    sizes, ((step, *_),) = collapse(x.shape, [x.strides])
-    return sizes == [1] or (len(sizes) == 1 and step == 1)
+def is_contiguous(x: View, last: int | None = None) -> bool:
+    """Whether the elements, or those of so many last dimensions, are contiguous in C order."""
+    step, count = 1, len(x.shape) if last is None else min(last, len(x.shape))
+    for size, stride, _ in zip(reversed(x.shape), reversed(x.strides), range(count)):
+        if size > 1 and stride != step:
+            return 0 in x.shape
+        step *= size
+    return True
 
 
 def dense_like(x: View) -> tuple[int, ...]:

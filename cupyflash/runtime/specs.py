@@ -20,6 +20,7 @@ from .config import ITEM_SIZE
 from .rows import dense_like, is_contiguous
 
 Axes = tuple[Any, ...]  # lengths, names, and ... for any number of dimensions
+FLOATING = dict.fromkeys(ITEM_SIZE, "")
 
 
 class Spec(NamedTuple):
@@ -77,9 +78,8 @@ def views_of(
         for (name, spec), x in zip(specs.items(), arrays, strict=True)
         if x is not None or not spec.optional
     }
-    like = say(first[0] if first else next(iter(given)))
-    for name, x in given.items():
-        require_library(function, library, say(name), x, like, specs[name].instead)
+    like = first[0] if first else next(iter(given))
+    require_library(function, library, given, like, say, specs)
     if plain:
         require_plain(function, library, tuple(given.values()))
     views = {name: library.view(x) for name, x in given.items()}
@@ -88,13 +88,21 @@ def views_of(
 
 
 def require_library(
-    function: str, library: Any, name: str, x: Any, like: str, instead: str = ""
+    function: str,
+    library: Any,
+    arrays: Mapping[str, Any],
+    like: str,
+    say: Callable[[str], str] = str,
+    specs: Mapping[str, Spec] | None = None,
 ) -> None:
-    """Raises TypeError unless an array is of the library of the array named ``like``."""
-    if library_of(x) is not library:
-        got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}".removeprefix("builtins.")
-        allowed = f"{instead} or a {library.name}" if instead else f"a {library.name}"
-        raise TypeError(f"{function}: {name} must be {allowed} like {like}, got {got}")
+    """Raises TypeError unless all arrays are of this library, as the one named ``like`` is."""
+    for name, x in arrays.items():
+        if library_of(x) is not library:
+            instead = specs[name].instead if specs else ""
+            allowed = f"{instead} or a {library.name}" if instead else f"a {library.name}"
+            got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
+            fact = f"{say(name)} must be {allowed} like {say(like)}"
+            raise TypeError(f"{function}: {fact}, got {got.removeprefix('builtins.')}")
 
 
 def check_views(
@@ -118,13 +126,9 @@ def check_views(
         As `views_of`.
     """
     checks = _Checks(function, specs, say, lengths, {} if first is None else dict([first]))
-    for name in specs:
+    for name, spec in specs.items():
         if name in views:
-            checks.seen.setdefault(name, views[name])
-            checks.dtype(name)
-            checks.device(name)
-            checks.shape(name)
-            checks.strides(name)
+            checks.check(name, spec, views[name])
     return checks.lengths
 
 
@@ -135,6 +139,7 @@ class _Checks:
         lengths: of the axes that are known so far, by name, and those of `...` together.
         ranges: of other axes.
         seen: the arrays that were checked, and the one that is being checked.
+        first: the name of the first of them.
     """
 
     def __init__(
@@ -148,108 +153,110 @@ class _Checks:
         self.function, self.specs, self.say, self.seen = function, specs, say, seen
         self.ranges = {x: allowed for x, allowed in lengths.items() if isinstance(allowed, range)}
         self.lengths = {x: n for x, n in lengths.items() if x not in self.ranges}
+        self.first = next(iter(seen), "")
 
-    @property
-    def first(self) -> str:
-        return next(iter(self.seen))
+    def check(self, name: str, spec: Spec, view: View) -> None:
+        """Raises an error if the array is not what its spec says."""
+        self.seen[name], self.first = view, self.first or name
+        self._dtype(name, spec.dtype, view.dtype)
+        if view.device != self.seen[self.first].device or not isinstance(view.device, int):
+            self._refuse_device(name, view.device)
+        self._shape(name, spec, view.shape)
+        if spec.strides != "free" and 0 not in view.shape:
+            self._strides(name, spec.strides, view)
 
-    def dtype(self, name: str) -> None:
-        allowed: dict[str, str] = {}  # the dtypes, as the error says them
-        anything, dtype = dict(zip(ITEM_SIZE, ITEM_SIZE)), self.seen[name].dtype
-        for word in self.specs[name].dtype.split(" or "):
-            like = word.removeprefix("like").strip() or self.first
+    def _dtype(self, name: str, words: str, dtype: str) -> None:
+        if words == "like" and dtype == self.seen[self.first].dtype and dtype in FLOATING:
+            return
+        allowed: dict[str, str] = {}  # by dtype, the name of the array that has it
+        for word in words.split(" or "):
+            like = word[5:] or self.first
             if word == "narrower":
-                allowed = anything if "float32" in allowed else allowed
+                allowed = FLOATING if "float32" in allowed else allowed
             elif not word.startswith("like"):
-                allowed.setdefault(word, word)
+                allowed.setdefault(word, "")
             elif like == name:
-                allowed |= anything
+                allowed = FLOATING
             else:
-                allowed[self.seen[like].dtype] = f"{self.seen[like].dtype} like {self.say(like)}"
+                allowed[self.seen[like].dtype] = like
         if dtype not in allowed:
-            *most, last = allowed.values()
-            last = f"{', '.join(most)} or {last}" if most else last
-            raise TypeError(f"{self.function}: {self.say(name)} must be {last}, got {dtype}")
+            texts = [f"{x} like {self.say(like)}" if like else x for x, like in allowed.items()]
+            fact = " or ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
+            raise TypeError(f"{self.function}: {self.say(name)} must be {fact}, got {dtype}")
 
-    def device(self, name: str) -> None:
-        device, expected = self.seen[name].device, self.seen[self.first].device
-        if not isinstance(device, int):
-            fact = f"{self.say(name)} must be on a CPU or a CUDA device"
-            raise ValueError(f"{self.function}: {fact}, got {device}")
-        if device != expected:
-            where = f"{self.say(self.first)} on device {device_name(expected)}"
-            where += f" and {self.say(name)} on device {device_name(device)}"
+    def _refuse_device(self, name: str, device: int | str) -> None:
+        fact, got = f"{self.say(name)} must be on a CPU or a CUDA device", device
+        if isinstance(device, int):
             fact = "all arrays must be on the same device"
-            raise ValueError(f"{self.function}: {fact}, got {where}")
+            got = f"{self.say(self.first)} on device {device_name(self.seen[self.first].device)}"
+            got += f" and {self.say(name)} on device {device_name(device)}"
+        raise ValueError(f"{self.function}: {fact}, got {got}")
 
-    def shape(self, name: str) -> None:
+    def _shape(self, name: str, spec: Spec, shape: tuple[int, ...]) -> None:
         """Compares the lengths that are known, and learns the others."""
-        spec, shape = self.specs[name], self.seen[name].shape
-        matches = (_match(choice, shape, self.lengths) for choice in spec.choices)
-        lengths = next((x for x in matches if x is not None), None)
-        if lengths is None:
+        for choice in spec.choices:
+            learned = self._match(choice, shape)
+            if learned is not None:
+                break
+        else:
             here = " or ".join(_text(choice, self.lengths) for choice in spec.choices)
             names = " or ".join(_text(choice, {}) for choice in spec.choices)
             fact = f"{self.say(name)} must have shape {here}" + f" for {names}" * (here != names)
-            got = [
-                str(shape),
-                *(f"{self.say(x)} {self.seen[x].shape}" for x in self._related(name)),
-            ]
-            raise ValueError(f"{self.function}: {fact}, got {' beside '.join(got)}")
-        for axis in lengths.keys() & self.ranges.keys() - self.lengths.keys():
-            allowed = self.ranges[axis]
-            if lengths[axis] not in allowed:
+            beside = "".join(f" beside {self.say(x)} {y.shape}" for x, y in self._related(name))
+            raise ValueError(f"{self.function}: {fact}, got {shape}{beside}")
+        for axis, length in learned.items():
+            if axis in self.ranges and length not in self.ranges[axis]:
+                allowed = self.ranges[axis]
                 multiple = f"a multiple of {allowed.step} " * (allowed.step > 1)
-                fact = f"{axis} of {self.say(name)} {_text(spec.choices[0], {})} must be {multiple}"
-                fact += f"from {allowed[0]} to {allowed[-1]}"
-                raise ValueError(f"{self.function}: {fact}, got {shape}")
-        self.lengths = lengths
+                fact = f"{axis} of {self.say(name)} must be {multiple}from {allowed[0]} to"
+                got = f"{length} in {_text(choice, {})} = {shape}"
+                raise ValueError(f"{self.function}: {fact} {allowed[-1]}, got {got}")
+            self.lengths[axis] = length
 
-    def _related(self, name: str) -> Iterator[str]:
+    def _match(self, axes: Axes, shape: tuple[int, ...]) -> dict[Any, Any] | None:
+        """The lengths of axes that were not known, or None if the shape does not fit."""
+        learned: dict[Any, Any] = {}
+        if ... in axes:
+            place, more = axes.index(...), max(0, len(shape) - len(axes) + 1)
+            rest = self.lengths.get(...)
+            if rest is None:
+                rest = learned[...] = shape[place : place + more]
+            axes = (*axes[:place], *rest, *axes[place + 1 :])
+        if len(axes) != len(shape):
+            return None
+        for axis, length in zip(axes, shape):
+            if isinstance(axis, str):
+                known = self.lengths if axis in self.lengths else learned
+                axis = known.setdefault(axis, length)
+            if axis != length:
+                return None
+        return learned
+
+    def _related(self, name: str) -> Iterator[tuple[str, View]]:
         """The arrays before this one that have a named axis in common with it."""
         named = lambda x: {  # noqa: E731
             axis for choice in self.specs[x].choices for axis in choice if not isinstance(axis, int)
         }
-        for other in self.seen:
+        for other, view in self.seen.items():
             if other != name and other in self.specs and named(other) & named(name):
-                yield other
+                yield other, view
 
-    def strides(self, name: str) -> None:
-        view, kind = self.seen[name], self.specs[name].strides
-        rank = len(view.shape)
-        if kind == "free" or 0 in view.shape:
-            return
-        called, first = self.say(name), self.say(self.first)
-        if kind == "dense":
+    def _strides(self, name: str, strides: str | int, view: View) -> None:
+        if strides == "dense":
             expected = dense_like(self.seen[self.first])
             fits = all(a == b for a, b, n in zip(view.strides, expected, view.shape) if n > 1)
-            fact = f"{called} must be dense" + f", with the strides of {first}" * (called != first)
+            fact = "{} must be dense" + ", with the strides of {}" * (name != self.first)
         else:
-            last = rank if kind == "contiguous" else min(rank, kind)
-            rows = View(view.shape[rank - last :], view.strides[rank - last :], "", 0)
-            fits = not last or is_contiguous(rows)
-            fact = f"{called} must be contiguous"
+            rank = len(view.shape)
+            last = rank if strides == "contiguous" else strides
+            fits = is_contiguous(view, last)
+            fact = "{} must be contiguous"
             if last < rank:
-                fact = f"the last dimension of {called} must be contiguous"
-            if 1 < last < rank:
-                fact = (
-                    f"{called} must be contiguous in each row, which is its last {last} dimensions"
-                )
+                rows = f"{fact} in each row, which is its last {last} dimensions"
+                fact = f"the last dimension of {fact}" if last == 1 else rows
         if not fits:
+            fact = fact.format(self.say(name), self.say(self.first))
             raise ValueError(f"{self.function}: {fact}, got strides {view.strides}")
-
-
-def _match(axes: Axes, shape: tuple[int, ...], known: Mapping[Any, Any]) -> dict[Any, Any] | None:
-    """The known lengths with those of a shape, or None if the shape does not fit."""
-    lengths = dict(known)
-    if ... in axes:
-        place, more = axes.index(...), max(0, len(shape) - len(axes) + 1)
-        rest = lengths.setdefault(..., shape[place : place + more])
-        axes = (*axes[:place], *rest, *axes[place + 1 :])
-    if len(axes) != len(shape):
-        return None
-    wanted = (lengths.setdefault(x, n) if isinstance(x, str) else x for x, n in zip(axes, shape))
-    return lengths if all(n == m for n, m in zip(shape, wanted)) else None
 
 
 def _text(axes: Axes, known: Mapping[Any, Any]) -> str:
