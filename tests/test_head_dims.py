@@ -245,36 +245,39 @@ def test_copies_of_a_gpu(monkeypatch):
     "shapes, fact",
     [
         (((2, 5, 4, 0), (2, 5, 4, 0), (2, 5, 4, 8)), "head_dim.* of [qv] must be from 1 to 256"),
-        (((2, 5, 4, 257), (2, 5, 4, 257), (2, 5, 4, 8)), "head_dim.* of [qv] must be from 1 to 256"),
+        (
+            ((2, 5, 4, 257), (2, 5, 4, 257), (2, 5, 4, 8)),
+            "head_dim.* of [qv] must be from 1 to 256",
+        ),
         (((2, 5, 4, 8), (2, 5, 4, 8), (2, 5, 4, 264)), "head_dim.* of [qv] must be from 1 to 256"),
         (((2, 5, 4, 8), (2, 5, 4, 8), (2, 5, 4, 0)), "head_dim.* of [qv] must be from 1 to 256"),
         (
             ((2, 5, 4, 37), (2, 5, 4, 36), (2, 5, 4, 37)),
-            "k and v must have the same axes before head_dim, and k",
+            r"k must have shape \(2, seqlen_k, heads_kv, 37\) .*got \(2, 5, 4, 36\) beside q",
         ),
         (
             ((2, 5, 4, 37), (2, 5, 4, 37), (2, 6, 4, 37)),
-            "k and v must have the same axes before head_dim, and k",
+            r"v must have shape \(2, 5, 4, head_dim_v\) .*got \(2, 6, 4, 37\) beside q .* k \(2, 5",
         ),
-        (((2, 5, 4, 37), (3, 5, 4, 37), (3, 5, 4, 37)), "q and k must have the same number"),
+        (((2, 5, 4, 37), (3, 5, 4, 37), (3, 5, 4, 37)), r"k must have shape \(2, .*got \(3, 5"),
         (((2, 5, 4, 37), (2, 5, 3, 37), (2, 5, 3, 37)), "the heads of q must be a multiple"),
     ],
     ids=str,
 )
 def test_wrong_shapes(target, shapes, fact):
-    """The message has the shapes of the caller."""
+    """The message has the shape that is wrong."""
     tensors = [target.array(numpy.ones(shape), "float16") for shape in shapes]
     with pytest.raises(ValueError, match=f"^attention: {fact}") as error:
         cupyflash.attention(*tensors)
     if "heads" not in fact:
-        assert str(shapes[0]) in str(error.value)
+        assert any(str(shape) in str(error.value) for shape in shapes)
 
 
 @each()
 def test_wrong_gradients(target):
     inputs = target.inputs("float16", seqlen_q=5, head_dim=12, head_dim_v=20)
     out, lse = cupyflash.attention(inputs.q, inputs.k, inputs.v, return_lse=True)
-    fact = r"^attention_backward: dout must be like q, with the head_dim of v: \(2, 5, 4, 20\)"
+    fact = r"^attention_backward: dout must have shape \(2, 5, 4, 20\) for .*, head_dim_v\)"
     with pytest.raises(ValueError, match=fact):
         cupyflash.attention_backward(inputs.q, inputs.q, inputs.k, inputs.v, out, lse)
 
