@@ -133,7 +133,7 @@ def test_access_of_pointers():
 
 
 @pytest.mark.parametrize(
-    "shape, strides, boxes",
+    "shape, strides, by_tma",
     [
         ((2, 4, 40, 72), None, True),
         ((40, 72), (80, 1), True),  # padded rows
@@ -148,25 +148,27 @@ def test_access_of_pointers():
         ((2, 1, 40, 72), (2**39, 0, 72, 1), False),  # 2^40 bytes
     ],
 )
-def test_bias_in_boxes(shape, strides, boxes):
+def test_bias_by_tma(shape, strides, by_tma):
     """Through a map where one can describe it, and only on sm_90."""
     found = biased(view(*shape, strides=strides))
     lengths = dict.fromkeys(("tiny", "fits_128", "few_keys"), True) | {"short": 4}
-    assert found.features == Features(bias=1, bias_boxes=boxes, **lengths)
+    assert found.features == Features(bias=1, bias_by_tma=by_tma, **lengths)
     arguments = "float16", 64, found.features, (9, 0)
-    assert sm90.forward(*arguments).bias == sm90.backward(*arguments)[1].bias == (4 if boxes else 1)
+    assert (
+        sm90.forward(*arguments).bias == sm90.backward(*arguments)[1].bias == (4 if by_tma else 1)
+    )
     assert sm80.forward(*arguments[:3], (8, 0)).bias == 1
 
 
-def test_bias_not_in_boxes():
+def test_bias_not_by_tma():
     dense = view(2, 4, 40, 72)
-    assert not dataclasses.replace(biased(dense), bias_aligned=False).features.bias_boxes
+    assert not dataclasses.replace(biased(dense), bias_aligned=False).features.bias_by_tma
     for dtype, kind in {"float32": 3, "bool": 2}.items():
         features = biased(view(2, 4, 40, 72, dtype=dtype)).features
-        assert (features.bias, features.bias_boxes) == (kind, False)
-    assert not biased(dense, scale=2.0**21).features.bias_boxes
-    assert not biased(dense, softcap=2.0**21).features.bias_boxes
-    assert biased(dense, softcap=9.0, scale=2.0**21).features.bias_boxes
+        assert (features.bias, features.bias_by_tma) == (kind, False)
+    assert not biased(dense, scale=2.0**21).features.bias_by_tma
+    assert not biased(dense, softcap=2.0**21).features.bias_by_tma
+    assert biased(dense, softcap=9.0, scale=2.0**21).features.bias_by_tma
 
 
 @pytest.mark.parametrize(

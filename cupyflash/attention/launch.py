@@ -19,7 +19,7 @@ from ..runtime.launch import Launch, call_fields
 from ..runtime.scratch import NULL, tile_counters
 from ..runtime.structs import header
 from ..runtime.tensor_map import BOX_COLUMNS, TensorMaps, TensorMapSpec
-from .backends.sm90 import MAX_SPLITS, SEQUENCE_MAPS, box_columns
+from .backends.sm90 import MAX_SPLITS, SEQUENCE_MAPS, shared_columns
 from .problem import Problem
 
 structs = header("attention/params.cuh")
@@ -59,7 +59,7 @@ class PersistentLaunch(Launch):
         super().__init__(config, problem.device, min(blocks, at_once), params)
         names = call_fields(params)
         self.mapped = operator.itemgetter(*(names.index(name) for name in config.boxes))
-        columns = min(BOX_COLUMNS, box_columns(config.head_dim))
+        columns = min(BOX_COLUMNS, shared_columns(config.head_dim))
         self.maps = TensorMaps(
             [
                 tensor_map(problem, name, getattr(params, f"{name}_strides"), rows, columns)

@@ -21,7 +21,8 @@ structs = header("attention/params.cuh")
 _kinds = header("attention/bias.cuh").BiasKind
 BOOL = _kinds.index("BOOL")
 KEY_MASK = len(_kinds)  # of KeyMaskKind in key_mask.cuh
-MAX_BOX_SCALE = 2.0**20  # beyond, a bias in units of the score times 2^-104 is no normal float32
+# Beyond it, a bias in units of the score times 2^-104 is no normal float32.
+MAX_TMA_BIAS_SCALE = 2.0**20
 
 
 class Access(enum.IntEnum):
@@ -50,7 +51,7 @@ class Features(NamedTuple):
         short: the number of lengths in `SHORT` that no sequence exceeds with its queries.
         bias: 0 for none, 1 in the dtype of q, 2 bool, 3 float32; `KEY_MASK` for a key mask alone,
             and the next two numbers for one beside a bias in the dtype of q or in float32.
-        bias_boxes: a tensor map can describe the bias, which is in the dtype of q.
+        bias_by_tma: a tensor map can describe the bias, which is in the dtype of q.
         wide_softcap: the softcap is above `MAX_FAST_SOFTCAP`.
         tiny: no sequence has as many as `TINY` queries, or as many keys.
         tf32: products of float32 may have the accuracy of TF32.
@@ -67,7 +68,7 @@ class Features(NamedTuple):
     short: int = 0
     bias: int = 0
     dropout: bool = False
-    bias_boxes: bool = False
+    bias_by_tma: bool = False
     wide_softcap: bool = False
     tiny: bool = False
     tf32: bool = False
@@ -180,7 +181,7 @@ class Problem:
             short=sum(shape.seqlen_q <= length for length in SHORT),
             bias=extras.bias_kind(self.dtype),
             dropout=shape.dropout_threshold > 0,
-            bias_boxes=self._bias_fits_map,
+            bias_by_tma=self._bias_fits_map,
             wide_softcap=shape.softcap > MAX_FAST_SOFTCAP,
             tiny=min(shape.seqlen_q, shape.seqlen_k) < TINY,
             tf32=self.tf32,
@@ -209,7 +210,7 @@ class Problem:
             0 < step * ITEM_SIZE[self.dtype] < MAX_MAP_STRIDE and step % 8 == 0 for step in steps
         )
         scale = self.shape.softcap or self.shape.scale
-        return aligned and col == 1 and scale <= MAX_BOX_SCALE
+        return aligned and col == 1 and scale <= MAX_TMA_BIAS_SCALE
 
     @property
     def bias_is_broadcast(self) -> bool:

@@ -15,7 +15,7 @@ from ..problem import KEY_MASK, Access, Features
 from . import sm90_backward
 from .config import AttentionKernel
 from .sm80 import BIASES
-from .sm90_backward import BIAS_BOXES, KEY_MASK_HEADER, WARPGROUP, bias_kind, box_columns
+from .sm90_backward import BIAS_BY_TMA, KEY_MASK_HEADER, WARPGROUP, bias_kind, shared_columns
 
 structs = header("attention/params.cuh")
 
@@ -57,8 +57,8 @@ FORWARD_TILES_BIAS = {
 }
 # ALiBi and dropout beside a bias need even more.
 FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
-# But not one that comes in boxes, which have a place in shared memory.
-FORWARD_TILES_BOXES = {
+# But not one that TMA loads, whose tiles have a place in shared memory.
+FORWARD_TILES_TMA_BIAS = {
     32: (128, 128, 2, 4),
     64: (128, 128, 2, 3),
     96: (128, 128, 2, 2),
@@ -109,7 +109,7 @@ class FlashFwdSm90(AttentionKernel):
     @property
     def bias_box_rows(self) -> int:
         """Rows of a box of the map of the bias: those of a warpgroup."""
-        return 64 if self.bias in BIAS_BOXES else 0
+        return 64 if self.bias in BIAS_BY_TMA else 0
 
     @property
     def combine(self) -> "FlashFwdCombineSm90":
@@ -196,13 +196,13 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
     if features.few_keys and not any(switches):
         tile = FORWARD_TILES_FEW_KEYS.get(padded, tile)
     if bias not in (0, KEY_MASK):  # a key mask alone takes few registers
-        tile = (FORWARD_TILES_BOXES if bias in BIAS_BOXES else FORWARD_TILES_BIAS)[padded]
-        if bias not in BIAS_BOXES and features.alibi and features.dropout:
+        tile = (FORWARD_TILES_TMA_BIAS if bias in BIAS_BY_TMA else FORWARD_TILES_BIAS)[padded]
+        if bias not in BIAS_BY_TMA and features.alibi and features.dropout:
             tile = FORWARD_TILES_SEVERAL.get(padded, tile)
     block_m, block_n, q_stages, kv_stages = tile
-    smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * box_columns(padded) * 2
-    if bias in BIAS_BOXES:
-        smem_bytes += block_m * box_columns(block_n) * 2
+    smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * shared_columns(padded) * 2
+    if bias in BIAS_BY_TMA:
+        smem_bytes += block_m * shared_columns(block_n) * 2
     return FlashFwdSm90(dtype, padded, *tile, *switches, False, smem_bytes)
 
 

@@ -14,7 +14,7 @@ WARPGROUP = header("ptx/warpgroup.cuh").WARPGROUP  # threads
 NUM_STAGES = 2  # of Q and dO
 KEY_MASK_HEADER = "attention/key_mask_sm90.cuh"
 # The kinds of bias of which TMA loads tiles, without and with a key mask.
-BIAS_BOXES = (
+BIAS_BY_TMA = (
     header("attention/bias.cuh").BiasKind.index("DTYPE_OF_Q_BY_TMA"),
     KEY_MASK + header("attention/key_mask.cuh").KeyMaskKind.index("WITH_DTYPE_OF_Q_BY_TMA"),
 )
@@ -76,7 +76,7 @@ class FlashBwdSm90(MainKernel):
     @property
     def bias_box_rows(self) -> int:
         """Rows of a box of the map of the bias: all queries of a step."""
-        return self.block_m if self.bias in BIAS_BOXES else 0
+        return self.block_m if self.bias in BIAS_BY_TMA else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,15 +150,15 @@ def backward(dtype: str, head_dim: int, features: Features) -> tuple[KernelConfi
 
 def bias_kind(features: Features) -> int:
     """The kind of bias of kernels that have TMA load it where it can."""
-    return BIAS_BOXES[features.bias >= KEY_MASK] if features.bias_boxes else features.bias
+    return BIAS_BY_TMA[features.bias >= KEY_MASK] if features.bias_by_tma else features.bias
 
 
 def _main(dtype: str, head_dim: int, block_m: int, block_n: int, switches: tuple) -> FlashBwdSm90:
-    columns = box_columns(head_dim)
+    columns = shared_columns(head_dim)
     kv_bytes = 2 * block_n * columns * 2
     stage_bytes = (2 * block_m * columns + block_m * block_n) * 2  # Q, dO, dS
     dq_bytes = block_m * columns * 4
-    bias_bytes = block_m * block_n * 2 if switches[2] in BIAS_BOXES else 0
+    bias_bytes = block_m * block_n * 2 if switches[2] in BIAS_BY_TMA else 0
     smem_bytes = kv_bytes + NUM_STAGES * stage_bytes + dq_bytes + bias_bytes
     return FlashBwdSm90(dtype, head_dim, block_m, block_n, NUM_STAGES, *switches, smem_bytes)
 
@@ -167,7 +167,7 @@ def _main_wide(
     dtype: str, head_dim: int, block_m: int, block_n: int, groups: int, switches: tuple
 ) -> FlashBwdWideSm90:
     kv_bytes = 2 * block_n * head_dim * 2
-    ds_bytes = block_m * box_columns(block_n) * 2
+    ds_bytes = block_m * shared_columns(block_n) * 2
     q_bytes = block_m * head_dim * 2  # a stage of Q, or of dO
     # 80 keys leave room for one stage of dO, and half of the dQ of one warpgroup is staged.
     dout_stages, dq_bytes = (1, block_m * 64 * 4) if block_n == 80 else (NUM_STAGES, 0)
@@ -177,6 +177,6 @@ def _main_wide(
     )
 
 
-def box_columns(width: int) -> int:
+def shared_columns(width: int) -> int:
     """Columns of a tile in shared memory: one TMA tile of 32, or whole ones of 64."""
     return 32 if width <= 32 else -(-width // 64) * 64
