@@ -10,7 +10,7 @@ from bench import harness, report, sass
 from bench.report import Row
 
 BOUND_FROM, SHORT_US = 60, 5  # percent of a peak; microseconds
-WIDTH = 240  # columns of a page
+WIDTH = 320  # columns of a page
 RULE = (
     f"The bound of a kernel is the unit that is busiest, from {BOUND_FROM} % of its peak on (of L2 "
     "and DRAM the latter, as L2 is busy with what it fetches). Below that it is latency, with the "
@@ -23,7 +23,8 @@ LOOP = (
     "instructions are counted."
 )
 TRAFFIC = (
-    "Least is what the call reads and writes if everything is moved once. The workspace of the "
+    "Least is what the call reads and writes if everything is moved once; a ratio below 1 means "
+    "that some of what was written was still in L2 at the end. The workspace of the "
     "backward is the sum of dq in float32, which is set to 0, read and written by additions, and "
     "read again, with the LSE and delta of each row."
 )
