@@ -7,7 +7,7 @@ The static part comes from the cubins: registers, spills, shared memory, and the
 inner loop by kind (bench.sass says which loop that is). The counters come from ncu, which runs each
 call of bench.profile_cases once, with a cold L2. Where ncu cannot read them, the reason and what to
 do are printed, and the exit status is 1. The results are bench/results/profile.json, the tables
-profile.md, and the picture roofline.svg (and .png).
+profile.md, and the picture roofline.svg (and .png); without counters profile_static.json and .md.
 """
 
 import json
@@ -213,7 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except RuntimeError as error:
             run.notes.say(f"no counters: {error}")
             status = 1
-    if not launches:
+    if not launches:  # beside the results with counters, if there are any
+        run.file = f"{run.file}_static"
         facts = facts_without_gpu(options.only, options.quick)
     kernels = run.fields["kernels"] = kernels_of(facts)
     if any(kernel["loop"] is None for kernel in kernels):
@@ -221,6 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if launches:
         run.rows = rows_of(facts, launches)
         run.fields |= ceilings() | {"cases": case_rows(facts, run.rows)}
+    run.write()
+    if launches:
         draw(run)
     tables = profile_report.tables(run.fields, run.rows)
     path = profile_report.write_page(run, tables)

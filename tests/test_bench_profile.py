@@ -189,7 +189,7 @@ def coverage(tmp_path_factory):
     command = [sys.executable, "-c", COVERAGE, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    kernels = json.loads((folder / "profile.json").read_text())["kernels"]
+    kernels = json.loads((folder / "profile_static.json").read_text())["kernels"]
     return *json.loads(done.stdout.splitlines()[-1]), kernels
 
 
@@ -265,6 +265,7 @@ def test_page(tmp_path, monkeypatch, capsys):
     """The whole script with what ncu printed, and without."""
     facts = [fact("a", "flash_fwd_sm90", "norm_fwd")]
     launches = [counted("_Zflash_fwd_sm90", tensor=80.0), counted("_Znorm_fwd", DRAM=71.0, L2=91.0)]
+    tmp_path = tmp_path / "not there yet"
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(harness, "machine_fields", lambda: {"gpu": "G", "versions": {}})
     monkeypatch.setattr(counters, "available", list)
@@ -287,7 +288,7 @@ def test_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(profile, "facts_without_gpu", lambda *a: facts)
     assert profile.main(["--output", "q"]) == 1
     assert "no counters: no rights; do this" in capsys.readouterr().out
-    assert "What the kernels are made of" in (tmp_path / "q.md").read_text()
+    assert "What the kernels are made of" in (tmp_path / "q_static.md").read_text()
 
 
 @pytest.mark.parametrize("name", timeline.STAMPS)
