@@ -1,6 +1,8 @@
 """What bench/REPORT.md shows and needs no GPU: the rounding of the online softmax, the diagrams."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy
 import pytest
@@ -9,6 +11,8 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench import plot_diagrams, report, rounding  # noqa: E402
 from cupyflash.attention.backends.sm90 import FORWARD_TILES  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_rounding(tmp_path, monkeypatch):
@@ -45,3 +49,17 @@ def test_diagrams(tmp_path):
     assert f"shared memory, {kilobytes} of 227 KB" in text
     for registers in (block_n // 2, block_n // 4, 128 // 2):  # S, P, O
         assert f">{registers}<" in text
+
+
+def test_tiles_of_the_page():
+    """Its table of registers is that of the tiles."""
+    page = (ROOT / "bench" / "REPORT.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (\d+) × (\d+) \|(.+)\|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for *tile, rest in rows:
+        head_dim, block_m, block_n = map(int, tile)
+        assert (block_m, block_n) == FORWARD_TILES[head_dim][:2]
+        registers = (block_n // 2, block_n // 4, head_dim // 2)  # S, P, O
+        groups, *found, of = (int(cell) for cell in rest.split("|"))
+        assert groups == block_m // 64 and found == [*registers, sum(registers)]
+        assert of == {2: 232, 3: 160}[groups]
