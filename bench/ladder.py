@@ -276,7 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return profile(options)
     from bench.timing import PROTOCOL
 
-    run = harness.Run("ladder", PROTOCOL, arguments, options)
+    protocol = f"{PROTOCOL}; here after at least {LEAST_REPEATS}; dram_mb by ncu, of a cold L2"
+    run = harness.Run("ladder", protocol, arguments, options)
     run.timer.least_repeats = LEAST_REPEATS
     ladder, shape = Ladder(run, options), (options.heads, options.heads, options.causal)
     cells = itertools.product(options.dtype, sorted(options.seqlen))
