@@ -12,6 +12,8 @@ CUPYFLASH_DUMP          ptx, sass or ptx,sass   write kernel.ptx / kernel.sass b
 CUPYFLASH_BACKEND       sm90, sm80, fp16x3      use this backend of attention only
                         or simt
 CUPYFLASH_NO_JIT        0 or 1                  raise instead of compiling
+CUPYFLASH_TUNING        a file, or 0            the choices of ``cupyflash tune``, or none; default
+                                                tuning.json in the folder of compiled kernels
 ======================  ======================  ====================================================
 
 They are read once, at the first need. An empty value counts as unset. Anything else is a
@@ -41,6 +43,7 @@ class Environment:
         dump: which of ``DUMPS`` to write beside the cubin.
         backend: one of ``BACKENDS``, or None to let the GPU decide.
         no_jit: never compile.
+        tuning: an absolute path, or "0" for none; None for the default.
     """
 
     cache_dir: Path | None = None
@@ -48,6 +51,7 @@ class Environment:
     dump: tuple[str, ...] = ()
     backend: str | None = None
     no_jit: bool = False
+    tuning: str | None = None
 
     def __post_init__(self) -> None:
         for kind in self.dump:
@@ -56,6 +60,13 @@ class Environment:
         if self.backend is not None and self.backend not in BACKENDS:
             allowed = ", ".join(BACKENDS)
             raise ValueError(f"CUPYFLASH_BACKEND: must be one of {allowed}, got {self.backend!r}")
+
+    @property
+    def tuning_file(self) -> Path | None:
+        """The file of tuned choices, which need not exist; None without any."""
+        if self.tuning is not None:
+            return None if self.tuning == "0" else Path(self.tuning)
+        return self.cache_dir and self.cache_dir / "tuning.json"
 
 
 _current: Environment | None = None
@@ -104,6 +115,7 @@ def _read() -> Environment:
         dump=tuple(kind.strip() for kind in dump.split(",") if kind.strip()),
         backend=os.environ.get("CUPYFLASH_BACKEND") or None,
         no_jit=_flag("CUPYFLASH_NO_JIT"),
+        tuning=_tuning(),
     )
 
 
@@ -114,13 +126,26 @@ def _flag(name: str) -> bool:
     return value == "1"
 
 
+def _path(name: str, kind: str) -> Path | None:
+    """The absolute path in a variable; None where it is not set."""
+    chosen = os.environ.get(name)
+    try:
+        return Path(chosen).expanduser().absolute() if chosen else None
+    except RuntimeError as error:
+        fact = f"must be a {kind}, and ~ must be the home of a user"
+        raise ValueError(f"{name}: {fact}, got {chosen!r}") from error
+
+
+def _tuning() -> str | None:
+    if os.environ.get("CUPYFLASH_TUNING") == "0":
+        return "0"
+    path = _path("CUPYFLASH_TUNING", "file")
+    return path and str(path)
+
+
 def _cache_dir() -> Path | None:
-    if chosen := os.environ.get("CUPYFLASH_CACHE_DIR"):
-        try:
-            return Path(chosen).expanduser().absolute()
-        except RuntimeError as error:
-            fact = "must be a folder, and ~ must be the home of a user"
-            raise ValueError(f"CUPYFLASH_CACHE_DIR: {fact}, got {chosen!r}") from error
+    if chosen := _path("CUPYFLASH_CACHE_DIR", "folder"):
+        return chosen
     try:
         if os.name == "nt":
             base = os.environ.get("LOCALAPPDATA")

@@ -5,6 +5,7 @@ pointers. A call then allocates its results, puts the pointers in front and laun
 """
 
 import math
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from .. import environment
@@ -14,12 +15,13 @@ from ..runtime.launch import Launch
 from ..runtime.operation import Plan
 from ..runtime.structs import header
 from . import backends
-from .backends.config import FlashBwdCombine, FlashBwdSinks
+from .backends.config import FlashBwdCombine, FlashBwdSinks, Tile
 from .bias_gradient import bias_gradient
 from .key_mask import KeyMaskLaunch
 from .launch import PersistentLaunch, group_shares, prepare
 from .options import BIAS, KEY_MASK, Gradients, Options
 from .problem import Access, Problem, bias_strides, canonical_strides
+from .tuning import Choice, kernels
 
 structs = header("attention/params.cuh")
 
@@ -32,7 +34,10 @@ TURN_HEADS = 8
 
 
 class ForwardPlan(Plan):
-    """The forward kernel for one problem; ``library`` allocates out and LSE."""
+    """The forward kernel for one problem; ``library`` allocates out and LSE.
+
+    With ``tile``, that one of its candidates.
+    """
 
     def __init__(
         self,
@@ -42,6 +47,7 @@ class ForwardPlan(Plan):
         library: Any,
         q: View,
         options: Options,
+        tile: Tile | None = None,
     ) -> None:
         super().__init__(problem.device)
         self.library = library
@@ -53,8 +59,8 @@ class ForwardPlan(Plan):
         self.empty = 0 in (shape.batch, shape.heads_q, shape.seqlen_q)
         if self.empty:
             return
-        backend, arguments = _backend(function, problem, access, backward=False)
-        config = backend.forward(*arguments)
+        backend, choice = choose(function, problem, access, backward=False)
+        (config,) = kernels(backend, choice, problem.device, backward=False, tile=tile)
         shape.heads_per_section = _heads_per_section(problem, shape.seqlen_k, 2)
         params = structs.FlashFwdParams(
             **{f"{name}_strides": strides for name, strides in problem.strides.items()},
@@ -115,6 +121,7 @@ class BackwardPlan(Plan):
         options: Options,
         deterministic: str,
         bias_grad: bool,
+        tile: Tile | None = None,
     ) -> None:
         """``deterministic`` is "error" or "warn" where a fixed order is asked for, else ""."""
         super().__init__(problem.device)
@@ -143,13 +150,12 @@ class BackwardPlan(Plan):
         self.deterministic = bool(deterministic)
         if self.empty:
             return
-        backend, arguments = _backend(function, problem, access, backward=True)
+        backend, choice = choose(function, problem, access, backward=True)
         if bias_grad and deterministic:  # the one kernel of a pass adds to it by atomics
-            dtype, head_dim, features, capability = arguments
-            arguments = (dtype, head_dim, features._replace(one_pass=False), capability)
-        configs = list(backend.backward(*arguments))
+            choice = choice._replace(features=choice.features._replace(one_pass=False))
+        configs = list(kernels(backend, choice, problem.device, backward=True, tile=tile))
         if bias_grad and not self.no_keys:
-            self.dbias = bias_gradient(function, problem, backend, arguments, deterministic)
+            self.dbias = bias_gradient(function, problem, backend, choice, deterministic)
             if self.dbias is None and problem.bias_is_broadcast:
                 self.deterministic = False
         deterministic = self.deterministic
@@ -272,9 +278,9 @@ def _zeros_float32(library: Any, shape: tuple[int, ...] | None, like: Array) -> 
     return zeros
 
 
-def _backend(
+def choose(
     function: str, problem: Problem, access: Access, *, backward: bool
-) -> tuple[Any, tuple]:
+) -> tuple[ModuleType, Choice]:
     """The backend of a pass, and the arguments of its ``forward`` or ``backward``."""
     capability = capability_of(problem.device)
     dtype, head_dim, features = problem.dtype, problem.shape.head_dim, problem.features
@@ -282,7 +288,7 @@ def _backend(
     backend = backends.choose(
         function, forced, dtype, head_dim, access, features, capability, backward=backward
     )
-    return backend, (dtype, head_dim, features, capability)
+    return backend, Choice(dtype, head_dim, features, capability)
 
 
 def _heads_per_section(

@@ -5,6 +5,8 @@ A backend module has
 * ``supports(dtype, head_dim, access, features, capability, *, backward) -> bool``
 * ``forward(dtype, head_dim, features, capability)``, the configuration of one kernel
 * ``backward(…)``, the configurations in launch order
+* ``candidates(head_dim, features, capability, *, backward)``, the tiles that those two take as a
+  last argument, the built-in choice first; none where that is the only one
 * ``PACKED``, the configurations that packed sequences need besides
 * ``configurations(capability)``, everything those two can return: for warm-up and tests
 

@@ -9,6 +9,10 @@ from ...runtime.structs import header
 from ..problem import KEY_MASK
 
 structs = header("attention/params.cuh")
+# The fields of a configuration that the problem leaves open, in their order: rows of queries and of
+# keys, and what else the kernel has of stages, warps and warpgroups.
+Tile = tuple[int, ...]
+
 _mask_record = header("attention/mask_record.cu")
 _preprocess = header("attention/flash_bwd_preprocess.cu")
 

@@ -16,7 +16,7 @@ from ...runtime.gpu import Capability, architecture
 from ...runtime.structs import header
 from ..problem import KEY_MASK, Access, Features
 from . import simt
-from .config import AttentionKernel, FlashBwdPreprocess
+from .config import AttentionKernel, FlashBwdPreprocess, Tile
 
 structs = header("attention/fp16x3_params.cuh")
 rows = header("attention/fp16x3_rows.cuh")
@@ -73,6 +73,15 @@ for table in (FORWARD_TILES, BACKWARD_TILES):
 # Of head dim 128, where the large one spills: everywhere but on sm_90a, and there with options.
 NARROW_TILE, NARROW_TILE_SM90 = (32, 64, 8, 1), (64, 32, 8, 1)
 del FORWARD_TILES["sm100"][256], FORWARD_TILES["sm120"][256]
+# The others that `python -m cupyflash tune` tries, whatever the head dim.
+FORWARD_CANDIDATES = (
+    *((64, 16, 4), (64, 32, 4), (64, 64, 4), (128, 16, 8), (128, 32, 4), (128, 32, 8)),
+    *((128, 48, 8), (128, 64, 4), (128, 64, 8)),
+)
+BACKWARD_CANDIDATES = (
+    *((32, 64, 8, 1), (64, 32, 8, 1), (64, 64, 8, 1), (64, 64, 8, 2)),
+    *((64, 128, 8, 1), (64, 128, 8, 2)),
+)
 MAX_HEAD_DIM_OF_OPTIONS = 192  # a softcap, ALiBi, a bias and dropout need registers
 
 
@@ -228,29 +237,35 @@ def is_faster(features: Features, capability: Capability) -> bool:
 
 
 def forward(
-    dtype: str, head_dim: int, features: Features, capability: Capability
+    dtype: str,
+    head_dim: int,
+    features: Features,
+    capability: Capability,
+    tile: Tile | None = None,
 ) -> FlashFwdFp16x3:
-    """The forward kernel."""
+    """The forward kernel, with the built-in tile unless another is given."""
     padded = _padded(head_dim)
     parts = _parts(padded, features, capability)
-    tile = FORWARD_TILES[architecture(capability).tiles][padded]
-    block_m, block_n, _ = tile
+    block_m, block_n, _ = tile = tile or FORWARD_TILES[architecture(capability).tiles][padded]
     smem_bytes = parts * (block_m + 2 * block_n) * padded * 2
     arch = architecture(capability).mma
     return FlashFwdFp16x3(padded, *tile, parts, arch, *features.with_bool_mask.switches, smem_bytes)
 
 
 def backward(
-    dtype: str, head_dim: int, features: Features, capability: Capability
+    dtype: str,
+    head_dim: int,
+    features: Features,
+    capability: Capability,
+    tile: Tile | None = None,
 ) -> tuple[FlashBwdPreprocess, FlashBwdFp16x3]:
-    """The backward kernels in launch order; `FlashBwdFp16x3.after` follows them."""
+    """The backward kernels in launch order; `FlashBwdFp16x3.after` follows them.
+
+    They have the built-in tile unless another is given.
+    """
     padded = _backward_padded(head_dim, features)
     parts = _parts(padded, features, capability)
-    tile = BACKWARD_TILES[architecture(capability).tiles][padded]
-    if padded == 128 and not architecture(capability).wgmma:
-        tile = NARROW_TILE
-    elif padded == 128 and (features.softcap or (features.bias and features.dropout)):
-        tile = NARROW_TILE_SM90
+    tile = tile or _backward_tile(padded, features, capability)
     block_m, block_n, _, num_stages = tile
     elements = 2 * (block_n + num_stages * block_m) * padded + 2 * block_m * block_n
     switches = features.with_bool_mask.switches
@@ -259,6 +274,26 @@ def backward(
         FlashBwdPreprocess(dtype, accum_dim=padded),
         FlashBwdFp16x3(padded, *tile, parts, arch, *switches, parts * elements * 2),
     )
+
+
+def _backward_tile(padded: int, features: Features, capability: Capability) -> Tile:
+    """The built-in choice."""
+    if padded == 128 and not architecture(capability).wgmma:
+        return NARROW_TILE
+    if padded == 128 and (features.softcap or (features.bias and features.dropout)):
+        return NARROW_TILE_SM90
+    return BACKWARD_TILES[architecture(capability).tiles][padded]
+
+
+def candidates(
+    head_dim: int, features: Features, capability: Capability, *, backward: bool
+) -> tuple[Tile, ...]:
+    """The tiles that `forward` or `backward` takes, the built-in choice first."""
+    if backward:
+        padded = _backward_padded(head_dim, features)
+        return (_backward_tile(padded, features, capability), *BACKWARD_CANDIDATES)
+    tiles = FORWARD_TILES[architecture(capability).tiles]
+    return (tiles[_padded(head_dim)], *FORWARD_CANDIDATES)
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:

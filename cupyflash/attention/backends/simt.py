@@ -12,7 +12,7 @@ from ...runtime.config import ITEM_SIZE, KernelConfig
 from ...runtime.gpu import Capability
 from ...runtime.structs import header
 from ..problem import KEY_MASK, Access, Features
-from .config import AttentionKernel, FlashBwdPreprocess, FlashBwdSinks
+from .config import AttentionKernel, FlashBwdPreprocess, FlashBwdSinks, Tile
 
 structs = header("attention/params.cuh")
 _postprocess = header("attention/flash_bwd_postprocess_simt.cu")
@@ -122,6 +122,13 @@ def backward_head_dim(head_dim: int, features: Features) -> int:
     # the weights that dropout keeps.
     narrowest = 64 if features.softcap and features.bias or features.dropout else 32
     return max(narrowest, _padded(head_dim))
+
+
+def candidates(
+    head_dim: int, features: Features, capability: Capability, *, backward: bool
+) -> tuple[Tile, ...]:
+    """None: the kernels divide their threads for these tiles."""
+    return ()
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:

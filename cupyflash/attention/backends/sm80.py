@@ -16,11 +16,11 @@ from ...runtime.gpu import Capability, architecture
 from ...runtime.structs import header
 from ..problem import KEY_MASK, Access, Features
 from . import sm80_short
-from .config import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess
+from .config import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess, Tile
 
 structs = header("attention/params.cuh")
 
-Tiles = dict[int, tuple[int, ...]]
+Tiles = dict[int, Tile]
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)  # head dims of the tiles; others are rounded up
 
@@ -136,6 +136,15 @@ BACKWARD_TILES_BIAS = {
     "sm100": BACKWARD_TILES["sm100"],
     "sm120": BACKWARD_TILES["sm120"] | {32: (64, 128, 8, 2)},
 }
+# The others that `python -m cupyflash tune` tries, whatever the head dim.
+FORWARD_CANDIDATES = (
+    *((64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 4), (128, 64, 8)),
+    *((128, 96, 4), (128, 96, 8), (128, 128, 4), (128, 128, 8)),
+)
+BACKWARD_CANDIDATES = (
+    *((32, 64, 4, 1), (64, 32, 8, 1), (64, 64, 4, 1), (64, 64, 8, 1), (64, 64, 8, 2)),
+    *((64, 128, 8, 1), (64, 128, 8, 2), (128, 64, 8, 2), (128, 128, 8, 2)),
+)
 
 
 def takes_short_tiles(features: Features) -> bool:
@@ -288,11 +297,16 @@ def is_faster(head_dim: int, features: Features, capability: Capability, *, back
     return takes_short_tiles(features) and _padded(head_dim) in FORWARD_TILES_SHORT
 
 
-def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSm80:
-    """The forward kernel."""
+def forward(
+    dtype: str,
+    head_dim: int,
+    features: Features,
+    capability: Capability,
+    tile: Tile | None = None,
+) -> FlashFwdSm80:
+    """The forward kernel, with the built-in tile unless another is given."""
     padded = _padded(head_dim)
-    tile = forward_tiles(features, capability)[padded]
-    block_m, block_n, _ = tile
+    block_m, block_n, _ = tile = tile or forward_tiles(features, capability)[padded]
     smem_bytes = (block_m + 2 * block_n) * padded * 2
     return FlashFwdSm80(
         dtype, padded, *tile, architecture(capability).mma, *features.switches, smem_bytes
@@ -300,13 +314,17 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
 
 
 def backward(
-    dtype: str, head_dim: int, features: Features, capability: Capability
+    dtype: str,
+    head_dim: int,
+    features: Features,
+    capability: Capability,
+    tile: Tile | None = None,
 ) -> tuple[KernelConfig, ...]:
-    """The backward kernels in launch order."""
+    """The backward kernels in launch order, with the built-in tile unless another is given."""
     if sm80_short.supports_backward(head_dim, features, capability):
         return sm80_short.backward(dtype, head_dim, features, capability)
     padded, arch = _padded(head_dim), architecture(capability).mma
-    tile = backward_tiles(features, capability)[padded]
+    tile = tile or backward_tiles(features, capability)[padded]
     block_m, block_n, num_warps, num_stages = tile
     smem_bytes = 2 * (2 * (block_n + num_stages * block_m) * padded + 2 * block_m * block_n)
     return (
@@ -315,6 +333,17 @@ def backward(
         FlashBwdPostprocessSm80(dtype, padded, block_m, num_warps, arch, block_m * padded * 2),
         FlashBwdCombine(dtype, padded),
     )
+
+
+def candidates(
+    head_dim: int, features: Features, capability: Capability, *, backward: bool
+) -> tuple[Tile, ...]:
+    """The tiles that `forward` or `backward` takes, the built-in choice first."""
+    if not backward:
+        return (forward_tiles(features, capability)[_padded(head_dim)], *FORWARD_CANDIDATES)
+    if sm80_short.supports_backward(head_dim, features, capability):
+        return ()
+    return (backward_tiles(features, capability)[_padded(head_dim)], *BACKWARD_CANDIDATES)
 
 
 def dbias(

@@ -13,7 +13,7 @@ from ...runtime.gpu import HALF, Capability, architecture
 from ...runtime.structs import header
 from ..problem import KEY_MASK, Access, Features
 from . import sm90_backward
-from .config import AttentionKernel
+from .config import AttentionKernel, Tile
 from .sm80 import BIASES
 from .sm90_backward import BIAS_BY_TMA, KEY_MASK_HEADER, WARPGROUP, bias_kind, shared_columns
 
@@ -68,6 +68,21 @@ FORWARD_TILES_TMA_BIAS = {
 }
 # One key tile for as few keys as the tokens of a text (77).
 FORWARD_TILES_FEW_KEYS = {64: (192, 80, 2, 3)}
+# The others that `python -m cupyflash tune` tries.
+FORWARD_CANDIDATES = {
+    32: ((128, 128, 2, 4), (128, 160, 2, 4), (192, 96, 2, 6), (192, 128, 2, 4), (192, 128, 2, 6)),
+    64: (
+        *((128, 128, 2, 2), (128, 128, 2, 3), (128, 160, 2, 2), (192, 80, 2, 3), (192, 96, 2, 3)),
+        *((192, 112, 2, 3), (192, 128, 1, 3), (192, 128, 2, 2), (192, 128, 2, 3)),
+    ),
+    96: ((128, 112, 2, 2), (128, 128, 2, 2), (128, 160, 2, 2), (192, 80, 2, 2), (192, 96, 2, 2)),
+    128: (
+        *((128, 80, 2, 3), (128, 96, 2, 2), (128, 96, 2, 3), (128, 112, 2, 2), (128, 128, 1, 2)),
+        *((128, 128, 2, 2), (128, 160, 1, 2), (192, 80, 1, 2), (192, 80, 1, 3)),
+    ),
+    192: ((128, 80, 1, 2), (128, 96, 1, 2), (128, 112, 1, 2)),
+    256: ((128, 64, 1, 2), (128, 80, 1, 2)),
+}
 
 
 MAX_SPLITS = 32  # blocks that share a tile: a lane each in the kernel that combines
@@ -180,9 +195,26 @@ def supports(
     return fits and access >= Access.TENSOR_MAP and architecture(capability).wgmma
 
 
-def forward(dtype: str, head_dim: int, features: Features, capability: Capability) -> FlashFwdSm90:
-    """The forward kernel."""
+def forward(
+    dtype: str,
+    head_dim: int,
+    features: Features,
+    capability: Capability,
+    tile: Tile | None = None,
+) -> FlashFwdSm90:
+    """The forward kernel, with the built-in tile unless another is given."""
     padded = _padded(head_dim)
+    block_m, block_n, q_stages, kv_stages = tile = tile or _forward_tile(padded, features)
+    bias = bias_kind(features)
+    switches = (features.softcap, features.alibi, bias, features.dropout)
+    smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * shared_columns(padded) * 2
+    if bias in BIAS_BY_TMA:
+        smem_bytes += block_m * shared_columns(block_n) * 2
+    return FlashFwdSm90(dtype, padded, *tile, *switches, False, smem_bytes)
+
+
+def _forward_tile(padded: int, features: Features) -> Tile:
+    """The built-in choice for a head dim of `FORWARD_TILES`."""
     bias = bias_kind(features)
     switches = (features.softcap, features.alibi, bias, features.dropout)
     tile = FORWARD_TILES[padded]
@@ -199,18 +231,28 @@ def forward(dtype: str, head_dim: int, features: Features, capability: Capabilit
         tile = (FORWARD_TILES_TMA_BIAS if bias in BIAS_BY_TMA else FORWARD_TILES_BIAS)[padded]
         if bias not in BIAS_BY_TMA and features.alibi and features.dropout:
             tile = FORWARD_TILES_SEVERAL.get(padded, tile)
-    block_m, block_n, q_stages, kv_stages = tile
-    smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * shared_columns(padded) * 2
-    if bias in BIAS_BY_TMA:
-        smem_bytes += block_m * shared_columns(block_n) * 2
-    return FlashFwdSm90(dtype, padded, *tile, *switches, False, smem_bytes)
+    return tile
 
 
 def backward(
-    dtype: str, head_dim: int, features: Features, capability: Capability
+    dtype: str,
+    head_dim: int,
+    features: Features,
+    capability: Capability,
+    tile: Tile | None = None,
 ) -> tuple[KernelConfig, ...]:
-    """The backward kernels in launch order."""
-    return sm90_backward.backward(dtype, head_dim, features)
+    """The backward kernels in launch order, with the built-in tile unless another is given."""
+    return sm90_backward.backward(dtype, head_dim, features, tile)
+
+
+def candidates(
+    head_dim: int, features: Features, capability: Capability, *, backward: bool
+) -> tuple[Tile, ...]:
+    """The tiles that `forward` or `backward` takes, the built-in choice first."""
+    if backward:
+        return sm90_backward.candidates(head_dim, features)
+    padded = _padded(head_dim)
+    return (_forward_tile(padded, features), *FORWARD_CANDIDATES[padded])
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:

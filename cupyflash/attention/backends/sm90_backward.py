@@ -6,7 +6,7 @@ from typing import ClassVar
 from ...runtime.config import KernelConfig
 from ...runtime.structs import header
 from ..problem import KEY_MASK, Features
-from .config import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess
+from .config import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess, Tile
 
 structs = header("attention/params.cuh")
 
@@ -35,6 +35,8 @@ TILES_MANY = {32: (64, 128), 64: (64, 128)}
 WIDE_TILES = {192: (64, 96, 3), 256: (64, 80, 2)}
 # Three warpgroups have no registers for the derivative of the softcap, a bias or dropout.
 WIDE_TILES_SCORE = {128: (64, 64, 2), 256: (64, 64, 2)}
+# The others that `python -m cupyflash tune` tries.
+CANDIDATES = {128: ((64, 64, 2),), 256: ((64, 64, 2),)}
 
 
 class MainKernel(AttentionKernel):
@@ -123,9 +125,34 @@ class FlashBwdPostprocessSm90(AttentionKernel):
         return -(-shape.seqlen_q // 64) * shape.heads_q * shape.batch
 
 
-def backward(dtype: str, head_dim: int, features: Features) -> tuple[KernelConfig, ...]:
-    """The backward kernels in launch order."""
-    softcap, alibi, bias, dropout = switches = features.switches
+def backward(
+    dtype: str, head_dim: int, features: Features, tile: Tile | None = None
+) -> tuple[KernelConfig, ...]:
+    """The backward kernels in launch order, with the built-in tile unless another is given."""
+    padded, built_in = _built_in(head_dim, features)
+    tile = tile or built_in
+    softcap, alibi, _, dropout = features.switches
+    if len(tile) == 2:
+        main = _main(dtype, padded, *tile, (softcap, alibi, bias_kind(features), dropout))
+    else:
+        main = _main_wide(dtype, padded, *tile, features.switches)
+    return (
+        FlashBwdPreprocess(dtype, accum_dim=padded),
+        main,
+        FlashBwdPostprocessSm90(dtype, padded),
+        FlashBwdCombine(dtype, padded),
+    )
+
+
+def candidates(head_dim: int, features: Features) -> tuple[Tile, ...]:
+    """The tiles that `backward` takes, the built-in choice first."""
+    padded, built_in = _built_in(head_dim, features)
+    return (built_in, *CANDIDATES.get(padded, ()))
+
+
+def _built_in(head_dim: int, features: Features) -> tuple[int, Tile]:
+    """The head dim of the kernel, and the built-in tile: of wide heads with its ``groups``."""
+    softcap, alibi, bias, dropout = features.switches
     tiles = TILES_ONE if softcap or dropout or (alibi and bias) else TILES
     if tiles is TILES and bias > KEY_MASK:
         tiles = TILES_KEY_MASK
@@ -134,18 +161,9 @@ def backward(dtype: str, head_dim: int, features: Features) -> tuple[KernelConfi
     if softcap + alibi + dropout + bool(bias) > 2:
         tiles = TILES_MANY
     wide_tiles = WIDE_TILES_SCORE if softcap or bias or dropout else WIDE_TILES
-    padded = next(size for size in sorted(tiles | wide_tiles) if size >= head_dim)
-    if padded in tiles:
-        switches = (softcap, alibi, bias_kind(features), dropout)
-        main = _main(dtype, padded, *tiles[padded], switches)
-    else:
-        main = _main_wide(dtype, padded, *wide_tiles[padded], switches)
-    return (
-        FlashBwdPreprocess(dtype, accum_dim=padded),
-        main,
-        FlashBwdPostprocessSm90(dtype, padded),
-        FlashBwdCombine(dtype, padded),
-    )
+    tiles = wide_tiles | tiles
+    padded = min(size for size in tiles if size >= head_dim)
+    return padded, tiles[padded]
 
 
 def bias_kind(features: Features) -> int:
