@@ -19,6 +19,7 @@ from typing import Any
 from .. import machine
 from . import check_attention, check_operations
 from .check_operations import Check, Maker, Operation, Pass
+from .timing import milliseconds
 
 REPEATS = {"numpy": 1, "cupy": 10}
 STATISTICS = ("lse", "stats")  # compared, but shown only where they are wrong
@@ -193,14 +194,7 @@ def compare(exact: Check, name: str, result: Any) -> Finding:
 def _milliseconds(library: str, call: Callable[[], Any]) -> float:
     """Time of a call, which has run before, on the GPU for "cupy", else on the CPU."""
     if library == "cupy":
-        import cupy
-
-        start, end = cupy.cuda.Event(), cupy.cuda.Event()
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return cupy.cuda.get_elapsed_time(start, end)
+        return milliseconds(call)
     start = time.perf_counter()
     call()
     return 1e3 * (time.perf_counter() - start)

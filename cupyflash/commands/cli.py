@@ -5,6 +5,7 @@ info    what this machine has, what it lacks, and the pip line that mends it
 check   every operation on shapes of real models, against float64, and its speed
 warmup  compile kernels into the cache, without a GPU: for container images
 cache   what the cache holds; ``cache clear`` empties it
+tune    search the fastest tiles of an operation on this GPU
 gpt2    text from a GPT-2 on these kernels, and its benchmark
 ======  ==========================================================================
 """
@@ -23,7 +24,7 @@ import cupyflash
 from .. import jit, machine, precompile
 from ..attention import backends
 from ..runtime.config import ITEM_SIZE
-from . import gpt2
+from . import gpt2, tune
 from .gpt2 import DTYPES
 
 
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     cache.add_argument("action", choices=("show", "clear"), nargs="?", default="show")
     cache.set_defaults(run=_cache)
 
+    tune.add_parser(commands)
     gpt2.add_parser(commands)
     return parser
 

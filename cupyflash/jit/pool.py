@@ -52,7 +52,7 @@ def build_all(tasks: Iterable[Task], jobs: int | None = None, progress: bool = T
     names = [builder.entry_name(x, arch, digests[x.source, x.header]) for x, arch in tasks]
     cached = {task for task, name in zip(tasks, names) if cache.lookup(name)}
     missing = [task for task in tasks if task not in cached]
-    jobs = min(jobs or _cores(), len(missing))
+    jobs = min(jobs or cores(), len(missing))
     results: dict[Task, Built] = {}
     for task in tasks:
         if task in cached:
@@ -125,5 +125,6 @@ def _children_ignore_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _cores() -> int:
+def cores() -> int:
+    """The number that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,252 @@
+"""The search of ``cupyflash tune``: candidates are compiled, checked, and timed in turn.
+
+A candidate whose kernel spills is skipped. The others must give right results before they are
+timed, compared with float64 by the rule of the tests: all results of a small problem, and of the
+problem itself those of the last queries, in the first and the last group of heads.
+"""
+
+import contextlib
+import dataclasses
+import io
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+
+import cupyflash
+
+from .. import jit
+from ..attention import tuning
+from ..attention.backends.config import Tile
+from ..attention.checks import check
+from ..attention.options import Options
+from ..attention.plan import BackwardPlan, ForwardPlan, choose
+from ..attention.problem import Access
+from ..jit import compiler, pool
+from ..runtime.array import library_of
+from ..runtime.config import KernelConfig
+from ..testing import Inputs, cast, to_library
+from .check_attention import FirstAndLastHeads
+from .timing import LEAST_ROUNDS, Rounds
+
+RESULTS = {"fwd": ("out", "lse"), "bwd": ("dq", "dk", "dv")}
+OF_QUERIES = ("out", "lse", "dq")
+MOST_ROUNDS = 40
+WORTH = 1.01  # times as fast as the built-in choice: less may be noise
+SMALL_SEQLEN, SMALL_BATCH, SMALL_HEADS = (
+    577,
+    2,
+    16,
+)  # of keys; tiles for most GPUs, the last partial
+LAST_QUERIES = 64
+NUMBERS = 2**20 + 7  # random ones, which large arrays repeat
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """A pass of attention, of ``batch`` sequences with ``seqlen`` queries and keys.
+
+    Attributes:
+        direction: "fwd" or "bwd".
+    """
+
+    direction: str
+    dtype: str
+    head_dim: int
+    batch: int
+    seqlen: int
+    heads: int
+    heads_kv: int
+    causal: bool
+    softcap: float = 0.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `cupyflash.attention`."""
+        return {"causal": self.causal, "softcap": self.softcap}
+
+    @property
+    def plan_options(self) -> Options:
+        """Of a plan."""
+        return Options(self.causal, None, None, self.softcap, "bshd")
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A tile and its kernel.
+
+    Attributes:
+        note: why it was skipped, or "".
+        wrong: the message of the check that its results failed, or "".
+        ms: median; None if it was not timed.
+    """
+
+    tile: Tile
+    config: KernelConfig
+    registers: int = 0
+    note: str = ""
+    wrong: str = ""
+    ms: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search found; the built-in choice is the first of the candidates.
+
+    Attributes:
+        key: in the tuning file.
+        rounds: how often each of the fastest was timed.
+    """
+
+    key: str
+    candidates: list[Candidate]
+    rounds: int
+
+    @property
+    def built_in(self) -> Candidate:
+        """What plans have without a tuning file."""
+        return self.candidates[0]
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest; the built-in choice unless that is slower by more than noise."""
+        timed = [x for x in self.candidates if x.ms is not None]
+        fastest = min(timed, key=lambda x: x.ms)
+        return fastest if self.built_in.ms >= WORTH * fastest.ms else self.built_in
+
+
+class Call:
+    """One candidate on the arrays of a problem: ``tile`` instead of the choice of the plan."""
+
+    def __init__(self, problem: Attention, x: Inputs, results: tuple, tile: Tile) -> None:
+        library = library_of(x.q)
+        options = problem.plan_options
+        arrays = {"q": x.q, "k": x.k, "v": x.v}
+        if problem.direction == "bwd":
+            arrays |= {"dout": x.dout, "out": results[0]}
+        views = {name: library.view(array) for name, array in arrays.items()}
+        head = "tune", check("tune", views, options), Access.TENSOR_MAP, library
+        if problem.direction == "fwd":
+            plan = ForwardPlan(*head, views["q"], options, tile)
+            pointers = [library.pointer(array) for array in arrays.values()]
+            self.run = lambda: plan(x.q, list(pointers), True)
+        else:
+            plan = BackwardPlan(*head, views, options, "", False, tile)
+            pointers = [library.pointer(array) for array in (x.dout, x.q, x.k, x.v, *results)]
+            self.run = lambda: plan(x.q, x.k, x.v, [*pointers, 0])[:3]
+
+
+def search(
+    problem: Attention, seconds: float, advance: Callable[[str], None] = lambda text: None
+) -> Found:
+    """Try the candidates for so many seconds; a few rounds in any case.
+
+    Args:
+        advance: called with a text after every step.
+
+    Raises:
+        NotImplementedError: no backend computes it, or it has one kernel only.
+        ValueError: wrong numbers.
+    """
+    end = time.monotonic() + seconds
+    x = _inputs(problem)
+    results = cupyflash.attention(x.q, x.k, x.v, return_lse=True, **problem.options)
+    views = {name: library_of(x.q).view(getattr(x, name)) for name in "qkv"}
+    backward = problem.direction == "bwd"
+    checked = check("tune", views, problem.plan_options)
+    backend, choice = choose("tune", checked, Access.TENSOR_MAP, backward=backward)
+    key = tuning.key_of(backend, choice, backward)
+    configs = tuning.candidates(backend, choice, backward)
+    if not configs:
+        raise NotImplementedError(f"tune: there must be several kernels to choose from, got {key}")
+    found = [Candidate(*item) for item in configs.items()]
+    advance("compiling")
+    _compile(found, compiler.target_arch(choice.capability), seconds / 2)
+    calls, wrong_of = {}, _Checks(problem, x, results)
+    for candidate in found:
+        if candidate.note and candidate is not found[0]:
+            continue
+        advance(f"checking {label(candidate.tile)}")
+        call = Call(problem, x, results, candidate.tile)
+        candidate.wrong = wrong_of(call, candidate.tile)
+        if not candidate.wrong:
+            calls[candidate.tile] = call.run
+    if found[0].wrong:
+        raise RuntimeError(f"tune: the built-in choice must be right, got {found[0].wrong}")
+    clock, rounds = Rounds(calls), 0
+    while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.monotonic() < end):
+        rounds = clock.run()
+        advance(f"round {rounds}")
+    medians = clock.medians()
+    for candidate in found:
+        candidate.ms = medians.get(candidate.tile)
+    return Found(key, found, rounds)
+
+
+def label(tile: Tile) -> str:
+    """A tile as a text: "128×112, 2, 2"."""
+    return ", ".join(["×".join(map(str, tile[:2])), *map(str, tile[2:])])
+
+
+def _compile(candidates: list[Candidate], arch: str, seconds: float) -> None:
+    """Compile as many as this time allows, in parallel; the first one in any case."""
+    tasks = [(x.config, arch) for x in candidates]
+    while len(tasks) > 1 and pool.forecast(tasks, min(pool.cores(), len(tasks))) > seconds:
+        tasks.pop()
+    for candidate in candidates[len(tasks) :]:
+        candidate.note = "no time to compile it"
+    for candidate, built in zip(candidates, jit.build_all(tasks, progress=False)):
+        candidate.registers, candidate.note = built.registers, tuning.fault(built)
+
+
+class _Checks:
+    """Compares what candidates give with float64."""
+
+    def __init__(self, problem: Attention, x: Inputs, results: tuple) -> None:
+        group = problem.heads // problem.heads_kv
+        sizes = {"batch": SMALL_BATCH, "seqlen": min(problem.seqlen, SMALL_SEQLEN)}
+        heads = {"heads_kv": SMALL_HEADS, "heads": SMALL_HEADS * group}
+        self.small = dataclasses.replace(problem, **sizes, **heads)
+        self.small_x = _inputs(self.small)
+        y = self.small_x
+        self.small_results = cupyflash.attention(y.q, y.k, y.v, return_lse=True, **problem.options)
+        self.direction = problem.direction
+        self.small_exact = self._exact(self.small, y)
+        last = slice(-LAST_QUERIES, None)
+        of_last = dataclasses.replace(x, q=x.q[:, last], dout=x.dout[:, last])
+        self.large_exact = self._exact(problem, of_last)
+
+    def _exact(self, problem: Attention, x: Inputs) -> FirstAndLastHeads:
+        heads = problem.heads, problem.heads_kv
+        return FirstAndLastHeads(x, problem.batch, heads, packed=False, **problem.options)
+
+    def __call__(self, call: Call, tile: Tile) -> str:
+        """What is wrong with the results, or ""."""
+        small = Call(self.small, self.small_x, self.small_results, tile)
+        names = RESULTS[self.direction]
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # the errors of what passes
+                self.small_exact.check(**dict(zip(names, small.run())))
+                found = {n: r for n, r in zip(names, call.run()) if n in OF_QUERIES}
+                cut = {n: _last_rows(n, r) for n, r in found.items()}
+                self.large_exact.check(**cut)
+        except AssertionError as error:
+            return str(error).partition("\n")[0]
+        return ""
+
+
+def _last_rows(name: str, x: Any) -> Any:
+    return x[..., -LAST_QUERIES:] if name == "lse" else x[:, -LAST_QUERIES:]
+
+
+def _inputs(problem: Attention) -> Inputs:
+    """Standard normal CuPy arrays; those with more than so many numbers repeat them."""
+    rng, arrays = numpy.random.default_rng(0), []
+    for heads in (problem.heads, problem.heads_kv, problem.heads_kv, problem.heads):
+        shape = (problem.batch, problem.seqlen, heads, problem.head_dim)
+        numbers = rng.standard_normal(min(NUMBERS, math.prod(shape)), "float32")
+        values = numpy.resize(cast(numbers, problem.dtype, "numpy"), shape)
+        arrays.append(to_library(values, "cupy"))
+    return Inputs(*arrays, dtype=problem.dtype)

@@ -1,0 +1,357 @@
+"""Tuned tiles: the file, the choice of a plan, the search and the command (mostly without a GPU)."""
+
+import concurrent.futures
+import json
+import multiprocessing
+import re
+import warnings
+
+import numpy
+import pytest
+from matrix import each_library
+from targets import compute_capability
+
+import cupyflash
+from cupyflash import environment, jit, machine
+from cupyflash.attention import backends, dispatch
+from cupyflash.attention import tuning as choices
+from cupyflash.attention.problem import Features
+from cupyflash.commands import cli, tune, tuner
+from cupyflash.runtime import tuning
+from cupyflash.testing import expected
+
+HERE = {"gpu": "NVIDIA H200", "driver": "13000", "nvrtc": "13.0", "cupyflash": "0.1.0"}
+HOPPER = (9, 0)
+CHOICE = choices.Choice("bfloat16", 64, Features(masked=True), HOPPER)
+KEY = "attention fwd sm90 bfloat16 64 masked"
+BUILT = jit.Built(None, "", "", "sm_90a", "13.0", 168, 0, 0, (), 0.1)
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A tuning file on a machine that is `HERE`; nothing is compiled."""
+    monkeypatch.setattr(tuning, "machine", lambda device: HERE)
+    monkeypatch.setattr(jit, "build", lambda config, arch: BUILT)
+    monkeypatch.setattr(choices, "target_arch", lambda capability: "sm_90a")
+    tuning._tiles.cache_clear()
+    with environment.override(tuning=str(tmp_path / "folder" / "tiles.json"), cache_dir=tmp_path):
+        yield environment.current().tuning_file
+    tuning._tiles.cache_clear()
+
+
+def write(file, content):
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def chosen(backward=False, choice=CHOICE, backend=backends.sm90):
+    return choices.kernels(backend, choice, 0, backward=backward)
+
+
+def test_choice_without_a_file(file):
+    assert tuning.tile(0, KEY) is None
+    assert chosen() == (backends.sm90.forward(*CHOICE),)
+    assert chosen(backward=True) == backends.sm90.backward(*CHOICE)
+
+
+def test_saved_choice(file):
+    assert tuning.save(0, KEY, (192, 112, 2, 3)) == file
+    (config,) = chosen()
+    assert (config.block_m, config.block_n, config.q_stages, config.kv_stages) == (192, 112, 2, 3)
+    assert config == backends.sm90.forward(*CHOICE, (192, 112, 2, 3))
+    other = CHOICE._replace(head_dim=72)
+    assert chosen(choice=other) == (backends.sm90.forward(*other),)
+    assert json.loads(file.read_text()) == {"machine": HERE, "tiles": {KEY: [192, 112, 2, 3]}}
+    tuning.save(0, KEY, None)
+    assert chosen() == (backends.sm90.forward(*CHOICE),)
+    assert [path.name for path in file.parent.iterdir() if "lock" not in path.name] == [file.name]
+
+
+def test_repeated_plans_do_not_read_it_again(file, monkeypatch):
+    chosen()
+    monkeypatch.setattr(type(file), "read_text", None)
+    chosen()
+
+
+def test_no_file_is_read_without_a_plan(file, monkeypatch):
+    write(file, "not read")
+    monkeypatch.setattr(tuning, "_tiles", None)
+    with environment.override(tuning="0"):
+        assert environment.current().tuning_file is None
+        assert chosen() == (backends.sm90.forward(*CHOICE),)
+    with environment.override(tuning=None, cache_dir=None):
+        assert environment.current().tuning_file is None
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_file_of_another_machine(file, name):
+    tuning.save(0, KEY, (192, 112, 2, 3))
+    content = json.loads(file.read_text())
+    content["machine"][name] = "another"
+    write(file, content)
+    with pytest.warns(RuntimeWarning, match=f"is ignored: it is for {name} 'another', and this is"):
+        assert chosen() == (backends.sm90.forward(*CHOICE),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        assert chosen() == (backends.sm90.forward(*CHOICE),)
+    tuning._tiles.cache_clear()
+    with pytest.warns(RuntimeWarning, match="is ignored"):
+        tuning.save(0, "other", (1, 2))
+    assert json.loads(file.read_text()) == {"machine": HERE, "tiles": {"other": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[]", "null", "3", "{}", '{"machine": {}}', '{"machine": 1, "tiles": {}}'),
+        '{"machine": {}, "tiles": {"a": 3}}',
+        '{"machine": {}, "tiles": {"a": ["64", 64]}}',
+        '{"machine": {}, "tiles": {"a": [64.0, true]}}',
+        '{"machine": {}, "tiles": []}',
+    ],
+)
+def test_damaged_file(file, content):
+    write(file, content)
+    with pytest.warns(RuntimeWarning, match=f"{file} is ignored: it is not what"):
+        assert chosen() == (backends.sm90.forward(*CHOICE),)
+
+
+def test_unreadable_file(file):
+    file.mkdir(parents=True)
+    with pytest.warns(RuntimeWarning, match="is ignored: it cannot be read"):
+        assert chosen() == (backends.sm90.forward(*CHOICE),)
+    file.rmdir()
+    file.write_bytes(b"\xff\xfe\x00")
+    tuning._tiles.cache_clear()
+    with pytest.warns(RuntimeWarning, match="is ignored: it cannot be read"):
+        assert chosen() == (backends.sm90.forward(*CHOICE),)
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [(), (64,), (192, 128), (256, 256, 2, 2), (0, 0, 0, 0), (192, 128, 2, 9), (-64, 64, 2, 2)],
+)
+def test_tile_that_the_kernel_does_not_have(file, tile):
+    tuning.save(0, KEY, tile)
+    with pytest.warns(
+        RuntimeWarning, match=f"{KEY}' is ignored: {re.escape(str(tile))} is no tile"
+    ):
+        assert chosen() == (backends.sm90.forward(*CHOICE),)
+
+
+@pytest.mark.parametrize(
+    "fault, reason",
+    [
+        ({"spill_bytes": 8}, "it spills registers"),
+        ({"stack_bytes": 8}, "it spills registers"),
+        ({"warnings": ("C7512",)}, "the compiler complains"),
+        (RuntimeError("CUPYFLASH_NO_JIT forbids\nit"), "CUPYFLASH_NO_JIT forbids$"),
+    ],
+)
+def test_tile_that_does_not_compile_well(file, monkeypatch, fault, reason):
+    def build(config, arch):
+        if isinstance(fault, Exception):
+            raise fault
+        return jit.Built(**{**vars(BUILT), **fault})
+
+    monkeypatch.setattr(jit, "build", build)
+    tuning.save(0, KEY, (192, 112, 2, 3))
+    with pytest.warns(RuntimeWarning, match=f"{KEY}' is ignored: {reason}"):
+        assert chosen() == (backends.sm90.forward(*CHOICE),)
+
+
+def _save(path, number):
+    tuning.machine = lambda device: HERE
+    with environment.override(tuning=path):
+        tuning.save(0, f"key {number}", (number,))
+
+
+def test_processes_that_save_at_once(file):
+    """Each entry is there, and a reader never sees half a file."""
+    context = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(4, context) as pool:
+        saved = [pool.submit(_save, str(file), number) for number in range(24)]
+        while not all(x.done() for x in saved):
+            if file.exists():
+                json.loads(file.read_text())
+        for x in saved:
+            x.result()
+    assert len(json.loads(file.read_text())["tiles"]) == 24
+
+
+def test_save_that_fails(file, monkeypatch):
+    tuning.save(0, KEY, (1,))
+    before = file.read_text()
+    monkeypatch.setattr(tuning.os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        tuning.save(0, KEY, (2,))
+    assert file.read_text() == before
+    assert not [path for path in file.parent.iterdir() if path.name.startswith(f".{file.name}-")]
+    with environment.override(tuning="0"), pytest.raises(ValueError, match="must be a file or uns"):
+        tuning.save(0, KEY, (1,))
+
+
+def test_key_has_what_the_choice_depends_on():
+    key = choices.key_of(backends.sm80, CHOICE, True)
+    assert key == "attention bwd sm80 bfloat16 64 masked"
+    features = Features(softcap=True, bias=3, short=True)
+    key = choices.key_of(backends.sm90, CHOICE._replace(features=features), False)
+    assert key == "attention fwd sm90 bfloat16 64 softcap short bias=3"
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["fwd", "bwd"])
+@pytest.mark.parametrize("name", ["sm90", "sm80", "fp16x3"])
+def test_candidates(name, backward):
+    """The built-in choice comes first and is what the backend picks; each fits shared memory."""
+    backend, dtype = backends.BACKENDS[name], "float32" if name == "fp16x3" else "float16"
+    for head_dim in (32, 64, 72, 96, 128, 192, 256):
+        for features in (Features(), Features(softcap=True), Features(short=True, masked=True)):
+            choice = choices.Choice(dtype, head_dim, features, HOPPER)
+            problem = dtype, head_dim, 2, features, HOPPER
+            if not backend.supports(*problem, backward=backward):
+                continue
+            found = choices.candidates(backend, choice, backward)
+            made = backend.backward(*choice) if backward else (backend.forward(*choice),)
+            assert next(iter(found.values())) in made
+            assert len(found) == len(set(found.values()))
+            assert all(config.shared_memory <= 224 * 1024 for config in found.values())
+    assert choices.candidates(backends.simt, CHOICE, backward) == {}
+
+
+@pytest.fixture
+def searched(monkeypatch, file):
+    """`tuner.search` of NumPy arrays: candidates are compiled and timed by these stand-ins."""
+    built, ms, results = {}, {}, {}
+
+    class Call:
+        def __init__(self, problem, x, of_forward, tile):
+            def run():
+                found = of_forward
+                if problem.direction == "bwd":
+                    arrays = x.dout, x.q, x.k, x.v, *of_forward
+                    found = cupyflash.attention_backward(*arrays, **problem.options)[:3]
+                return results.get(tile, lambda x: x)(found)
+
+            self.run, self.tile = run, tile
+
+    class Rounds:
+        def __init__(self, calls):
+            self.calls, self.number = calls, 0
+
+        def run(self):
+            self.number += 1
+            return self.number
+
+        def medians(self):
+            return {tile: ms.get(tile, 2.0) for tile in self.calls}
+
+    def build_all(tasks, progress):
+        blocks = [(x.block_m, x.block_n) for x, _ in tasks]
+        return [jit.Built(**{**vars(BUILT), "spill_bytes": built.get(x, 0)}) for x in blocks]
+
+    monkeypatch.setitem(__import__("sys").modules, "cupy", numpy)
+    monkeypatch.setattr(tuner, "Call", Call)
+    monkeypatch.setattr(tuner, "Rounds", Rounds)
+    monkeypatch.setattr(jit, "build_all", build_all)
+    monkeypatch.setattr(tuner.compiler, "target_arch", lambda capability: "sm_90a")
+    monkeypatch.setattr(tuner, "choose", lambda *_, backward: (backends.sm90, CHOICE))
+    return built, ms, results
+
+
+PROBLEM = tuner.Attention("fwd", "float16", 64, 1, 96, 2, 1, True)
+
+
+def test_search_takes_the_fastest_that_is_right(searched):
+    built, ms, results = searched
+    built[128, 160] = 8
+    ms |= {(192, 128, 2, 3): 1.0, (192, 112, 2, 3): 1.5, (128, 160, 2, 2): 0.1}
+    found = tuner.search(PROBLEM, 60)
+    assert found.key == KEY and found.rounds == tuner.MOST_ROUNDS
+    assert found.built_in.tile == backends.sm90.candidates(*CHOICE[1:], backward=False)[0]
+    assert found.best.tile == (192, 128, 2, 3)
+    assert {x.tile: x.note for x in found.candidates}[128, 160, 2, 2] == "it spills registers"
+    assert not any(x.wrong for x in found.candidates)
+
+    results[192, 128, 2, 3] = lambda found: (found[0] * numpy.float16(1.1), found[1])
+    found = tuner.search(PROBLEM, 60)
+    assert found.best.tile == (192, 112, 2, 3)
+    (wrong,) = (x for x in found.candidates if x.wrong)
+    assert wrong.tile == (192, 128, 2, 3) and wrong.ms is None and "out" in wrong.wrong
+
+
+def test_search_keeps_the_built_in_choice(searched):
+    _, ms, results = searched
+    built_in = backends.sm90.candidates(*CHOICE[1:], backward=False)[0]
+    ms |= {built_in: 1.0, (192, 112, 2, 3): 0.995}
+    assert tuner.search(PROBLEM, 60).best.tile == built_in
+    results[built_in] = lambda found: (found[0] + numpy.float16(1), found[1])
+    with pytest.raises(RuntimeError, match="built-in choice must be right"):
+        tuner.search(PROBLEM, 60)
+
+
+def test_search_of_a_backward(searched, monkeypatch):
+    _, ms, results = searched
+    choice = CHOICE._replace(head_dim=128)
+    monkeypatch.setattr(tuner, "choose", lambda *_, backward: (backends.sm90, choice))
+    ms[64, 64, 2] = 1.0
+    problem = tuner.Attention("bwd", "float16", 64, 2, 70, 2, 2, False)
+    assert tuner.search(problem, 60).best.tile == (64, 64, 2)
+    results[64, 64, 2] = lambda found: (*found[:2], found[2] * numpy.float16(0.9))
+    assert tuner.search(problem, 60).best.tile == (64, 128)
+
+
+def test_search_stops_in_time(searched, monkeypatch):
+    found = tuner.search(PROBLEM, 1e-9)
+    assert found.rounds == tuner.LEAST_ROUNDS
+    assert [x.note for x in found.candidates[1:]] == ["no time to compile it"] * 8
+    monkeypatch.setattr(tuner, "choose", lambda *_, backward: (backends.simt, CHOICE))
+    with pytest.raises(NotImplementedError, match="several kernels to choose from, got attention"):
+        tuner.search(PROBLEM, 1)
+
+
+def test_command(searched, file, monkeypatch, capsys):
+    _, ms, results = searched
+    monkeypatch.setattr(machine, "gpu_problem", lambda: "")
+    monkeypatch.setattr(tune.tuning, "machine", lambda device: HERE)
+    monkeypatch.setattr(numpy, "cuda", __import__("types").SimpleNamespace(), raising=False)
+    numpy.cuda.Device = lambda: __import__("types").SimpleNamespace(id=0)
+    ms[192, 112, 2, 3] = 1.6
+    line = "tune --head-dim 64 --seqlen 96 --batch 1 --heads 2 --causal --dtype fp16 --save"
+    assert cli.main(line.split()) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "192×112, 2, 3 best 168" in out and "1.6000 1.250" in out
+    assert f"{KEY}: 192×112, 2, 3 is 25.0% faster than the built-in choice" in out
+    assert f"saved to {file}" in out
+    assert tuning.tile(0, KEY) == (192, 112, 2, 3)
+    ms.clear()
+    assert cli.main(line.split()) == 0
+    assert "removed the older choice" in capsys.readouterr().out
+    assert tuning.tile(0, KEY) is None
+    results[192, 112, 2, 3] = lambda found: (found[0] * numpy.float16(2), found[1])
+    assert cli.main(line.split()) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert (
+        "WRONG RESULT" in out and "192×112, 2, 3 is wrong: out" in out and "nothing to save" in out
+    )
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--head-dim 100", "--head-dim must be a multiple of 8, got 100"),
+        ("--head-dim 0", "argument --head-dim: must be a positive integer, got '0'"),
+        ("--budget 0", "argument --budget: must be a positive number of seconds, got '0'"),
+        ("--budget inf", "argument --budget: must be a positive number of seconds, got 'inf'"),
+        ("--dtype int8", "argument --dtype: must be one of fp16, bf16, fp32, .*, got 'int8'"),
+        ("--operation norm", "argument --operation: invalid choice: 'norm'"),
+        ("--pass both", "argument --pass: invalid choice: 'both'"),
+        ("", "needs a GPU to run on: there is none"),
+    ],
+)
+def test_command_refuses(line, message, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "gpu_problem", lambda: "there is none")
+    try:
+        code = cli.main(["tune", *line.split()])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code and re.search(message, capsys.readouterr().err)
