@@ -12,7 +12,7 @@ from cupyflash import environment
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """No variable set and nothing read yet; what a test reads is forgotten again."""
-    for name in ("CACHE_DIR", "DEBUG", "DUMP", "BACKEND", "NO_JIT"):
+    for name in ("CACHE_DIR", "DEBUG", "DUMP", "BACKEND", "NO_JIT", "TUNING"):
         monkeypatch.delenv(f"CUPYFLASH_{name}", raising=False)
     monkeypatch.setattr(environment, "_current", None)
 
@@ -22,7 +22,8 @@ def test_defaults(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     expected = environment.Environment(cache_dir=tmp_path / ".cache" / "cupyflash")
     assert environment.current() == expected
-    assert dataclasses.astuple(expected)[1:] == (False, (), None, False)
+    assert dataclasses.astuple(expected)[1:] == (False, (), None, False, None)
+    assert expected.tuning_file == tmp_path / ".cache" / "cupyflash" / "tuning.json"
 
 
 def test_values_are_read_once(monkeypatch, tmp_path):
@@ -31,7 +32,8 @@ def test_values_are_read_once(monkeypatch, tmp_path):
     monkeypatch.setenv("CUPYFLASH_DUMP", "sass, ptx")
     monkeypatch.setenv("CUPYFLASH_BACKEND", "simt")
     monkeypatch.setenv("CUPYFLASH_NO_JIT", "1")
-    read = environment.Environment(tmp_path, True, ("sass", "ptx"), "simt", True)
+    monkeypatch.setenv("CUPYFLASH_TUNING", "0")
+    read = environment.Environment(tmp_path, True, ("sass", "ptx"), "simt", True, "0")
     assert environment.current() == read
     monkeypatch.setenv("CUPYFLASH_BACKEND", "sm80")
     assert environment.current() == read
@@ -45,6 +47,7 @@ def test_values_are_read_once(monkeypatch, tmp_path):
         ("CUPYFLASH_DUMP", "ptx,cubin", "must list ptx, sass or both"),
         ("CUPYFLASH_BACKEND", "sm70", "must be one of sm90, sm80, fp16x3, simt"),
         ("CUPYFLASH_CACHE_DIR", "~nobody-here/x", "must be a folder, and ~ must be the home of"),
+        ("CUPYFLASH_TUNING", "~nobody-here/x", "must be a file, and ~ must be the home of"),
     ],
 )
 def test_invalid_values(monkeypatch, name, value, allowed):
@@ -63,7 +66,7 @@ def test_misspelt_names(monkeypatch, recwarn):
         assert name in str(warning.message)
 
 
-@pytest.mark.parametrize("name", ["DEBUG", "DUMP", "BACKEND", "NO_JIT", "CACHE_DIR"])
+@pytest.mark.parametrize("name", ["DEBUG", "DUMP", "BACKEND", "NO_JIT", "CACHE_DIR", "TUNING"])
 def test_empty_means_unset(monkeypatch, name):
     before = environment.current()
     monkeypatch.setattr(environment, "_current", None)
@@ -89,6 +92,21 @@ def test_cache_dir(monkeypatch, variables, folder):
     assert environment.current().cache_dir == folder
 
 
+@pytest.mark.skipif(environment.os.name == "nt", reason="POSIX folders")
+def test_tuning_file(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", "/cache")
+    for value, file in [
+        ("~/t.json", "/home/me/t.json"),
+        ("/t", "/t"),
+        ("0", None),
+        ("", "/cache/tuning.json"),
+    ]:
+        monkeypatch.setattr(environment, "_current", None)
+        monkeypatch.setenv("CUPYFLASH_TUNING", value)
+        assert environment.current().tuning_file == (file and Path(file))
+
+
 def test_no_home(monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
@@ -96,6 +114,7 @@ def test_no_home(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     assert environment.current().cache_dir is None
+    assert environment.current().tuning_file is None
 
 
 def test_override_ends_with_its_block():

@@ -1,19 +1,21 @@
-"""Tuned tiles: the file, the choice of a plan, the search and the command (mostly without a GPU)."""
+"""Tuned tiles: the file, the choice of a plan, the search, the command; and all of it on a GPU."""
 
 import concurrent.futures
 import json
 import multiprocessing
 import re
+import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy
 import pytest
-from matrix import each_library
-from targets import compute_capability
+from matrix import each
+from passes import forward_backward
 
 import cupyflash
 from cupyflash import environment, jit, machine
-from cupyflash.attention import backends, dispatch
+from cupyflash.attention import backends, plan
 from cupyflash.attention import tuning as choices
 from cupyflash.attention.problem import Features
 from cupyflash.commands import cli, tune, tuner
@@ -73,9 +75,8 @@ def test_repeated_plans_do_not_read_it_again(file, monkeypatch):
     chosen()
 
 
-def test_no_file_is_read_without_a_plan(file, monkeypatch):
-    write(file, "not read")
-    monkeypatch.setattr(tuning, "_tiles", None)
+def test_no_file_is_read_where_there_is_to_be_none(file):
+    write(file, "a warning if it is read")
     with environment.override(tuning="0"):
         assert environment.current().tuning_file is None
         assert chosen() == (backends.sm90.forward(*CHOICE),)
@@ -249,7 +250,7 @@ def searched(monkeypatch, file):
         blocks = [(x.block_m, x.block_n) for x, _ in tasks]
         return [jit.Built(**{**vars(BUILT), "spill_bytes": built.get(x, 0)}) for x in blocks]
 
-    monkeypatch.setitem(__import__("sys").modules, "cupy", numpy)
+    monkeypatch.setitem(sys.modules, "cupy", numpy)
     monkeypatch.setattr(tuner, "Call", Call)
     monkeypatch.setattr(tuner, "Rounds", Rounds)
     monkeypatch.setattr(jit, "build_all", build_all)
@@ -264,19 +265,19 @@ PROBLEM = tuner.Attention("fwd", "float16", 64, 1, 96, 2, 1, True)
 def test_search_takes_the_fastest_that_is_right(searched):
     built, ms, results = searched
     built[128, 160] = 8
-    ms |= {(192, 128, 2, 3): 1.0, (192, 112, 2, 3): 1.5, (128, 160, 2, 2): 0.1}
+    ms |= {(192, 96, 2, 3): 1.0, (192, 112, 2, 3): 1.5, (128, 160, 2, 2): 0.1}
     found = tuner.search(PROBLEM, 60)
     assert found.key == KEY and found.rounds == tuner.MOST_ROUNDS
     assert found.built_in.tile == backends.sm90.candidates(*CHOICE[1:], backward=False)[0]
-    assert found.best.tile == (192, 128, 2, 3)
+    assert found.best.tile == (192, 96, 2, 3)
     assert {x.tile: x.note for x in found.candidates}[128, 160, 2, 2] == "it spills registers"
     assert not any(x.wrong for x in found.candidates)
 
-    results[192, 128, 2, 3] = lambda found: (found[0] * numpy.float16(1.1), found[1])
+    results[192, 96, 2, 3] = lambda found: (found[0] * numpy.float16(1.1), found[1])
     found = tuner.search(PROBLEM, 60)
     assert found.best.tile == (192, 112, 2, 3)
     (wrong,) = (x for x in found.candidates if x.wrong)
-    assert wrong.tile == (192, 128, 2, 3) and wrong.ms is None and "out" in wrong.wrong
+    assert wrong.tile == (192, 96, 2, 3) and wrong.ms is None and "out" in wrong.wrong
 
 
 def test_search_keeps_the_built_in_choice(searched):
@@ -313,8 +314,8 @@ def test_command(searched, file, monkeypatch, capsys):
     _, ms, results = searched
     monkeypatch.setattr(machine, "gpu_problem", lambda: "")
     monkeypatch.setattr(tune.tuning, "machine", lambda device: HERE)
-    monkeypatch.setattr(numpy, "cuda", __import__("types").SimpleNamespace(), raising=False)
-    numpy.cuda.Device = lambda: __import__("types").SimpleNamespace(id=0)
+    device = SimpleNamespace(Device=lambda: SimpleNamespace(id=0))
+    monkeypatch.setattr(numpy, "cuda", device, raising=False)
     ms[192, 112, 2, 3] = 1.6
     line = "tune --head-dim 64 --seqlen 96 --batch 1 --heads 2 --causal --dtype fp16 --save"
     assert cli.main(line.split()) == 0
@@ -355,3 +356,64 @@ def test_command_refuses(line, message, monkeypatch, capsys):
     except SystemExit as stopped:
         code = stopped.code
     assert code and re.search(message, capsys.readouterr().err)
+
+
+@pytest.fixture
+def tuned(tmp_path):
+    """A function that puts a tile into the tuning file of this GPU, the only one in there."""
+    tuning._tiles.cache_clear()
+    with environment.override(tuning=str(tmp_path / "tiles.json")) as settings:
+
+        def choose(key, tile):
+            settings.tuning_file.unlink(missing_ok=True)
+            tuning.save(0, key, tile)
+
+        yield choose
+    tuning._tiles.cache_clear()
+
+
+@each(device="cuda")
+@pytest.mark.parametrize("backward", [False, True], ids=["fwd", "bwd"])
+def test_tuned_choice_is_used_and_right(target, tuned, monkeypatch, backward):
+    used, lengths = [], iter(range(300, 400))
+
+    def kernels(backend, choice, device, **options):
+        made = choices.kernels(backend, choice, device, **options)
+        if options["backward"] == backward:
+            used.append((backend, choice, made))
+        return made
+
+    monkeypatch.setattr(plan, "kernels", kernels)
+    shape = {"batch": 1, "heads_q": 4, "heads_kv": 2, "head_dim": 128}
+
+    def run():
+        """Results of a length that no plan has been made for."""
+        length = next(lengths)
+        x = target.inputs(target.dtypes[0], seqlen_q=length, **shape)
+        results = forward_backward(x, causal=True)
+        expected(x, causal=True).check(**results)
+
+    run()
+    backend, choice, _ = used[-1]
+    found = choices.candidates(backend, choice, backward)
+    for tile, config in list(found.items())[1:3]:
+        if choices.fault(jit.build(config, jit.arch_of(choice.capability))):
+            continue
+        tuned(choices.key_of(backend, choice, backward), tile)
+        run()
+        assert config in used[-1][2]
+
+
+@each("cupy", "cuda")
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_search_on_a_gpu(target, direction):
+    problem = tuner.Attention(direction, target.dtypes[0], 64, 1, 600, 4, 2, True)
+    if target.backend == "simt":
+        with pytest.raises(NotImplementedError, match="several kernels"):
+            tuner.search(problem, 1)
+        return
+    found = tuner.search(problem, 20)
+    assert found.key.startswith(f"attention {direction} {target.backend} ")
+    assert found.rounds >= tuner.LEAST_ROUNDS and found.best.ms <= found.built_in.ms
+    assert not any(x.wrong for x in found.candidates)
+    assert all(x.note or x.ms > 0 for x in found.candidates)

@@ -10,6 +10,13 @@ FLUSH_BYTES = 256 << 20  # at least
 LEAST_ROUNDS = 5  # before a slow call leaves
 SLOW = 1.1  # times the fastest median
 
+PROTOCOL = (
+    "CUDA events around each call; before each the L2 is left cold and clean (a write, then a read "
+    "of something else, of three times its size at least), which also hides launch cost; all "
+    "candidates in turn on the same standard normal arrays, the order rotated every round; medians "
+    f"(a candidate {SLOW} times as slow as the fastest leaves after {LEAST_ROUNDS} rounds)"
+)
+
 
 def milliseconds(call: Callable[[], Any]) -> float:
     """Time of a call, which has run before, and of its launches where the GPU waits for them."""

@@ -151,7 +151,8 @@ def search(
         ValueError: wrong numbers.
     """
     end = time.monotonic() + seconds
-    x = _inputs(problem)
+    values = _inputs(problem)
+    x = _on_gpu(values)
     results = cupyflash.attention(x.q, x.k, x.v, return_lse=True, **problem.options)
     views = {name: library_of(x.q).view(getattr(x, name)) for name in "qkv"}
     backward = problem.direction == "bwd"
@@ -164,7 +165,7 @@ def search(
     found = [Candidate(*item) for item in configs.items()]
     advance("compiling")
     _compile(found, compiler.target_arch(choice.capability), seconds / 2)
-    calls, wrong_of = {}, _Checks(problem, x, results)
+    calls, wrong_of = {}, _Checks(problem, values)
     for candidate in found:
         if candidate.note and candidate is not found[0]:
             continue
@@ -202,51 +203,57 @@ def _compile(candidates: list[Candidate], arch: str, seconds: float) -> None:
 
 
 class _Checks:
-    """Compares what candidates give with float64."""
+    """Compares what candidates give with float64, which NumPy computes on the CPU."""
 
-    def __init__(self, problem: Attention, x: Inputs, results: tuple) -> None:
-        group = problem.heads // problem.heads_kv
+    def __init__(self, problem: Attention, x: Inputs) -> None:
+        self.names, group = RESULTS[problem.direction], problem.heads // problem.heads_kv
         sizes = {"batch": SMALL_BATCH, "seqlen": min(problem.seqlen, SMALL_SEQLEN)}
         heads = {"heads_kv": SMALL_HEADS, "heads": SMALL_HEADS * group}
         self.small = dataclasses.replace(problem, **sizes, **heads)
-        self.small_x = _inputs(self.small)
-        y = self.small_x
-        self.small_results = cupyflash.attention(y.q, y.k, y.v, return_lse=True, **problem.options)
-        self.direction = problem.direction
-        self.small_exact = self._exact(self.small, y)
+        values = _inputs(self.small)
+        self.x = _on_gpu(values)
+        self.results = cupyflash.attention(
+            self.x.q, self.x.k, self.x.v, return_lse=True, **problem.options
+        )
+        self.small_exact = _exact(self.small, values)
         last = slice(-LAST_QUERIES, None)
         of_last = dataclasses.replace(x, q=x.q[:, last], dout=x.dout[:, last])
-        self.large_exact = self._exact(problem, of_last)
-
-    def _exact(self, problem: Attention, x: Inputs) -> FirstAndLastHeads:
-        heads = problem.heads, problem.heads_kv
-        return FirstAndLastHeads(x, problem.batch, heads, packed=False, **problem.options)
+        self.exact = _exact(problem, of_last)
 
     def __call__(self, call: Call, tile: Tile) -> str:
-        """What is wrong with the results, or ""."""
-        small = Call(self.small, self.small_x, self.small_results, tile)
-        names = RESULTS[self.direction]
+        """The message about results that are wrong, or ""."""
+        small = Call(self.small, self.x, self.results, tile)
+        to_numpy = library_of(self.x.q).to_numpy
+        of_small = {n: to_numpy(x) for n, x in zip(self.names, small.run())}
+        of_last = {
+            n: to_numpy(x[..., -LAST_QUERIES:] if n == "lse" else x[:, -LAST_QUERIES:])
+            for n, x in zip(self.names, call.run())
+            if n in OF_QUERIES
+        }
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # the errors of what passes
-                self.small_exact.check(**dict(zip(names, small.run())))
-                found = {n: r for n, r in zip(names, call.run()) if n in OF_QUERIES}
-                cut = {n: _last_rows(n, r) for n, r in found.items()}
-                self.large_exact.check(**cut)
+                self.small_exact.check(**of_small)
+                self.exact.check(**of_last)
         except AssertionError as error:
             return str(error).partition("\n")[0]
         return ""
 
 
-def _last_rows(name: str, x: Any) -> Any:
-    return x[..., -LAST_QUERIES:] if name == "lse" else x[:, -LAST_QUERIES:]
+def _exact(problem: Attention, x: Inputs) -> FirstAndLastHeads:
+    heads = problem.heads, problem.heads_kv
+    return FirstAndLastHeads(x, problem.batch, heads, packed=False, **problem.options)
 
 
 def _inputs(problem: Attention) -> Inputs:
-    """Standard normal CuPy arrays; those with more than so many numbers repeat them."""
+    """Standard normal NumPy arrays; those with more than so many numbers repeat them."""
     rng, arrays = numpy.random.default_rng(0), []
     for heads in (problem.heads, problem.heads_kv, problem.heads_kv, problem.heads):
         shape = (problem.batch, problem.seqlen, heads, problem.head_dim)
         numbers = rng.standard_normal(min(NUMBERS, math.prod(shape)), "float32")
-        values = numpy.resize(cast(numbers, problem.dtype, "numpy"), shape)
-        arrays.append(to_library(values, "cupy"))
+        arrays.append(numpy.resize(cast(numbers, problem.dtype, "numpy"), shape))
     return Inputs(*arrays, dtype=problem.dtype)
+
+
+def _on_gpu(x: Inputs) -> Inputs:
+    arrays = (to_library(y, "cupy") for y in (x.q, x.k, x.v, x.dout))
+    return Inputs(*arrays, dtype=x.dtype)
