@@ -56,6 +56,7 @@ STEPS = (
     Step("precision", "precision", quick=("--lengths", "128", "1024"), partial=True),
     Step("memory", "memory"),
     Step("profile", "profile", quick=("--quick",), partial=True),
+    Step("tuning", "tuning", quick=("--quick",), partial=True),
     Step("timeline", "timeline"),
     Step("time budget", "time_budget"),
     Step("picture of attention", "plot", partial=True, reads="attention"),

@@ -254,6 +254,7 @@ def searched(monkeypatch, file):
     monkeypatch.setattr(tuner, "Call", Call)
     monkeypatch.setattr(tuner, "Rounds", Rounds)
     monkeypatch.setattr(jit, "build_all", build_all)
+    monkeypatch.setattr(tuner.pool, "missing", list)
     monkeypatch.setattr(tuner.compiler, "target_arch", lambda capability: "sm_90a")
     monkeypatch.setattr(tuner, "choose", lambda *_, backward: (backends.sm90, CHOICE))
     return built, ms, results

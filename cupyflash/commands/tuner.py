@@ -193,12 +193,11 @@ def label(tile: Tile) -> str:
 
 def _compile(candidates: list[Candidate], arch: str, seconds: float) -> None:
     """Compile as many as this time allows, in parallel; the first one in any case."""
-    tasks = [(x.config, arch) for x in candidates]
-    while len(tasks) > 1 and pool.forecast(tasks, min(pool.cores(), len(tasks))) > seconds:
-        tasks.pop()
-    for candidate in candidates[len(tasks) :]:
-        candidate.note = "no time to compile it"
-    for candidate, built in zip(candidates, jit.build_all(tasks, progress=False)):
+    tasks = {(x.config, arch): x for x in candidates}
+    lacking = [x for x in pool.missing(list(tasks)) if x[0] is not candidates[0].config]
+    while lacking and pool.forecast(lacking, min(pool.cores(), len(lacking))) > seconds:
+        tasks.pop(lacking.pop()).note = "no time to compile it"
+    for candidate, built in zip(tasks.values(), jit.build_all(list(tasks), progress=False)):
         candidate.registers, candidate.note = built.registers, tuning.fault(built)
 
 

@@ -48,20 +48,18 @@ def build_all(tasks: Iterable[Task], jobs: int | None = None, progress: bool = T
     if environment.current().no_jit:
         raise RuntimeError("warmup: CUPYFLASH_NO_JIT must be 0 or unset, got 1")
     cache.require_writable()
-    digests = {files: sources.digest(*files) for files in {(x.source, x.header) for x, _ in tasks}}
-    names = [builder.entry_name(x, arch, digests[x.source, x.header]) for x, arch in tasks]
-    cached = {task for task, name in zip(tasks, names) if cache.lookup(name)}
-    missing = [task for task in tasks if task not in cached]
-    jobs = min(jobs or cores(), len(missing))
+    lacking = missing(tasks)
+    cached = set(tasks).difference(lacking)
+    jobs = min(jobs or cores(), len(lacking))
     results: dict[Task, Built] = {}
     for task in tasks:
         if task in cached:
             results[task], compiled = builder.find_or_compile(*task)
             messages.details(results[task], compiled)
-    heading = messages.plan(len(missing), len(cached), forecast(missing, jobs), jobs)
+    heading = messages.plan(len(lacking), len(cached), forecast(lacking, jobs), jobs)
     with (
-        messages.progress(heading, len(missing), progress) as advance,
-        contextlib.closing(_run(missing, jobs)) as finished,
+        messages.progress(heading, len(lacking), progress) as advance,
+        contextlib.closing(_run(lacking, jobs)) as finished,
     ):
         for task, (built, compiled) in finished:
             results[task] = built
@@ -70,6 +68,13 @@ def build_all(tasks: Iterable[Task], jobs: int | None = None, progress: bool = T
             messages.details(built, compiled)
             advance(f"{task[0].name} {task[1]}")
     return [results[task] for task in tasks]
+
+
+def missing(tasks: list[Task]) -> list[Task]:
+    """The tasks whose kernels the cache lacks."""
+    digests = {files: sources.digest(*files) for files in {(x.source, x.header) for x, _ in tasks}}
+    names = [builder.entry_name(x, arch, digests[x.source, x.header]) for x, arch in tasks]
+    return [task for task, name in zip(tasks, names) if not cache.lookup(name)]
 
 
 def forecast(tasks: list[Task], jobs: int) -> float:
