@@ -67,7 +67,7 @@ def save(device: int, key: str, tile: tuple[int, ...] | None) -> Path:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     with _alone(path):
-        tiles = dict(_tiles.__wrapped__(path, device))
+        tiles = _read(path, device)
         tiles.pop(key, None)
         if tile is not None:
             tiles[key] = tile
@@ -86,6 +86,11 @@ def save(device: int, key: str, tile: tuple[int, ...] | None) -> Path:
 
 @functools.cache
 def _tiles(path: Path, device: int) -> Tiles:
+    """`_read`, once."""
+    return _read(path, device)
+
+
+def _read(path: Path, device: int) -> Tiles:
     """The entries of a file for a GPU; none, with a warning, where it is not for this machine."""
     try:
         text = path.read_text(encoding="utf-8")
