@@ -79,7 +79,7 @@ FORWARD_CANDIDATES = (
     *((128, 48, 8), (128, 64, 4), (128, 64, 8)),
 )
 BACKWARD_CANDIDATES = (
-    *((32, 64, 8, 1), (64, 32, 8, 1), (64, 64, 8, 1), (64, 64, 8, 2)),
+    *((32, 64, 4, 1), (64, 32, 4, 1), (64, 64, 8, 1), (64, 64, 8, 2)),
     *((64, 128, 8, 1), (64, 128, 8, 2)),
 )
 MAX_HEAD_DIM_OF_OPTIONS = 192  # a softcap, ALiBi, a bias and dropout need registers
