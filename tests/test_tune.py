@@ -195,9 +195,9 @@ def test_save_that_fails(file, monkeypatch):
 def test_key_has_what_the_choice_depends_on():
     key = choices.key_of(backends.sm80, CHOICE, True)
     assert key == "attention bwd sm80 bfloat16 64 masked"
-    features = Features(softcap=True, bias=3, short=True)
+    features = Features(softcap=True, bias=3, short=2)
     key = choices.key_of(backends.sm90, CHOICE._replace(features=features), False)
-    assert key == "attention fwd sm90 bfloat16 64 softcap short bias=3"
+    assert key == "attention fwd sm90 bfloat16 64 softcap short=2 bias=3"
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["fwd", "bwd"])
@@ -206,7 +206,7 @@ def test_candidates(name, backward):
     """The built-in choice comes first and is what the backend picks; each fits shared memory."""
     backend, dtype = backends.BACKENDS[name], "float32" if name == "fp16x3" else "float16"
     for head_dim in (32, 64, 72, 96, 128, 192, 256):
-        for features in (Features(), Features(softcap=True), Features(short=True, masked=True)):
+        for features in (Features(), Features(softcap=True), Features(short=3, masked=True)):
             choice = choices.Choice(dtype, head_dim, features, HOPPER)
             problem = dtype, head_dim, 2, features, HOPPER
             if not backend.supports(*problem, backward=backward):

@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
 
 def key_of(backend: ModuleType, choice: Choice, backward: bool) -> str:
-    """The key in the tuning file: "attention fwd sm90 bfloat16 128 masked short", say."""
+    """The key in the tuning file: "attention fwd sm90 bfloat16 128 masked short=2", say."""
     features = [
         name if value is True else f"{name}={value}"
         for name, value in choice.features._asdict().items()
