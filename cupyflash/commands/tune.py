@@ -56,9 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
     found = _search(_problem(arguments), arguments.budget)
     console.print(table(found))
-    console.print(verdict(found), soft_wrap=True)
+    console.print(verdict(found), soft_wrap=True, markup=False)
     if arguments.save:
-        console.print(_save(found), soft_wrap=True)
+        console.print(_save(found), soft_wrap=True, markup=False)
     return int(any(x.wrong for x in found.candidates))
 
 
