@@ -74,8 +74,13 @@ def draw_panels(panels: list[Panel], title: str, note: str, unit: str, path: Pat
         )
         handles: dict[str, Any] = {}
         for axes, (what, lines, ends) in zip(row[0], panels):
+            labelled: list[tuple[float, float, str]] = []
             for impl, points in lines:
-                handle = _plot(axes, impl, points, ends.get(impl, ""))
+                (x, y), end = max(points), ends.get(impl, "")
+                if any(x == x2 and y2 / 1.5 < y < 1.5 * y2 and end == t for x2, y2, t in labelled):
+                    end = ""  # the label of another line is here
+                labelled.append((x, y, end))
+                handle = _plot(axes, impl, points, end)
                 if impl in LOOKS:
                     handles.setdefault(label_of(impl), handle)
             _finish(axes, what, [line for line in lines if line[0] in LOOKS], unit)
@@ -156,7 +161,10 @@ def draw_ladder(results: dict[str, Any], path: Path) -> None:
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         found = [row for row in rows if row["dtype"] == dtype]
         why = [row for row in results["left_out"] if row["dtype"] == dtype]
-        ends = {row["impl"]: row["why"] for row in why if row["why"] != "no kernel"}
+        ends = {}  # why the next length is missing
+        for row in sorted(why, key=lambda row: row["seqlen_q"]):
+            if row["why"] != "no kernel":
+                ends.setdefault(row["impl"], row["why"])
         times.append((dtype, lines_of(found, "ms"), ends))
         ends = {impl: text for impl, text in ends.items() if text == "OOM"}
         memory.append((dtype, lines_of(found, "extra_mib", 2.0**20), ends))
