@@ -66,8 +66,9 @@ def row_of(problem: Attention, found: Found) -> Row:
         "dtype": problem.dtype,
         "head_dim": problem.head_dim,
         "batch": problem.batch,
-        "seqlen": problem.seqlen,
+        "seqlen_q": problem.seqlen,
         "heads": problem.heads,
+        "heads_kv": problem.heads_kv,
         "causal": problem.causal,
         "impl": "cupyflash",
         "built_in": built_in,
@@ -83,7 +84,7 @@ def row_of(problem: Attention, found: Found) -> Row:
 
 def name_of(row: Row) -> str:
     mask = "causal" if row["causal"] else "full"
-    return f"{row['pass']} {row['backend']} D={row['head_dim']} {row['seqlen']} {mask}"
+    return f"{row['pass']} {row['backend']} D={row['head_dim']} {row['seqlen_q']} {mask}"
 
 
 def table_of(rows: list[Row]) -> Table:
