@@ -52,6 +52,8 @@ FORWARD_TILES = {
         128: (64, 16, 4),
     },
 }
+# Faster, but with options it spills.
+FORWARD_TILE_PLAIN = (128, 32, 4)  # of head dim 64 and "large"
 # head dim: block_m, block_n, num_warps, num_stages; head dims of simt
 BACKWARD_TILES = {
     "large": {
@@ -246,7 +248,7 @@ def forward(
     """The forward kernel, with the built-in tile unless another is given."""
     padded = _padded(head_dim)
     parts = _parts(padded, features, capability)
-    block_m, block_n, _ = tile = tile or FORWARD_TILES[architecture(capability).tiles][padded]
+    block_m, block_n, _ = tile = tile or _forward_tile(padded, features, capability)
     smem_bytes = parts * (block_m + 2 * block_n) * padded * 2
     arch = architecture(capability).mma
     return FlashFwdFp16x3(padded, *tile, parts, arch, *features.with_bool_mask.switches, smem_bytes)
@@ -276,6 +278,15 @@ def backward(
     )
 
 
+def _forward_tile(padded: int, features: Features, capability: Capability) -> Tile:
+    """The built-in choice."""
+    tiles = architecture(capability).tiles
+    plain = not any(features.with_bool_mask.switches)
+    if padded == 64 and tiles == "large" and plain and not features.tf32:
+        return FORWARD_TILE_PLAIN
+    return FORWARD_TILES[tiles][padded]
+
+
 def _backward_tile(padded: int, features: Features, capability: Capability) -> Tile:
     """The built-in choice."""
     if padded == 128 and not architecture(capability).wgmma:
@@ -292,8 +303,7 @@ def candidates(
     if backward:
         padded = _backward_padded(head_dim, features)
         return (_backward_tile(padded, features, capability), *BACKWARD_CANDIDATES)
-    tiles = FORWARD_TILES[architecture(capability).tiles]
-    return (tiles[_padded(head_dim)], *FORWARD_CANDIDATES)
+    return (_forward_tile(_padded(head_dim), features, capability), *FORWARD_CANDIDATES)
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
