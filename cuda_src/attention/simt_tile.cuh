@@ -1,8 +1,7 @@
 // Threads, matrices and score tiles of the simt kernels, which use no tensor cores and need no
 // alignment. simt_gemm.cuh has their products.
 //
-// A block of 128 threads computes tiles of M x N elements, ROWS x COLS a thread, where both are 8
-// or
+// A block of 128 threads computes tiles of M x N elements, ROWS x COLS a thread, where both are 8 or
 // 4. Lanes l and l ^ 1 hold the same rows, and l and l ^ 2 the same columns, because a 16-byte read
 // of shared memory takes two cycles then instead of four. A thread's rows, and columns, are four
 // neighbours (+ 8, if there are eight), so that one such read fetches four, and one call of philox
@@ -65,6 +64,7 @@ struct TileMap {
   static constexpr bool WIDE = N == 128;  // a row lies on 16 lanes instead of eight
   static constexpr int ROWS = M / (WIDE ? 8 : 16);
   static constexpr int COLS = N / (WIDE ? 16 : 8);
+  static_assert((ROWS == 4 || ROWS == 8) && (COLS == 4 || COLS == 8), "four neighbours, or eight");
 
   // The first row and column of the thread.
   __device__ static int row() {

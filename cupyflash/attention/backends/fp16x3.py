@@ -333,7 +333,7 @@ def _parts(head_dim: int, features: Features, capability: Capability) -> int:
 
 def _backward_padded(head_dim: int, features: Features) -> int:
     """The kernels for CUDA cores add to the same accumulator of dQ, so both have one head dim."""
-    return max(_padded(head_dim), simt.backward_head_dim(head_dim, features))
+    return max(_padded(head_dim), simt.backward_head_dim("float32", head_dim, features))
 
 
 def _padded(head_dim: int) -> int:

@@ -102,13 +102,12 @@ def backward(
     dtype: str, head_dim: int, features: Features, capability: Capability
 ) -> tuple[FlashBwdPreprocess, FlashBwdSimt, FlashBwdPostprocessSimt]:
     """The backward kernels in launch order; the same for every GPU."""
-    padded, switches = backward_head_dim(head_dim, features), features.with_bool_mask.switches
+    padded = backward_head_dim(dtype, head_dim, features)
+    switches = features.with_bool_mask.switches
     # Two accumulators of 64 keys x 128 columns leave no registers for the other tiles; those of 64
     # columns leave none for the weights that softcap and dropout keep.
     widest = 32 if features.softcap or features.dropout else 64
     block_n = 64 if padded <= widest else 32
-    if features.softcap and dtype != "float32":  # to convert needs registers, too
-        block_n = 32
     return (
         FlashBwdPreprocess(dtype, accum_dim=padded),
         FlashBwdSimt(dtype, padded, block_n, *switches),
@@ -116,11 +115,12 @@ def backward(
     )
 
 
-def backward_head_dim(head_dim: int, features: Features) -> int:
+def backward_head_dim(dtype: str, head_dim: int, features: Features) -> int:
     """The head dim of the accumulators of the backward."""
     # With 32 columns the derivatives of the softcap do not fit, which a bias gradient needs, nor do
-    # the weights that dropout keeps.
-    narrowest = 64 if features.softcap and features.bias or features.dropout else 32
+    # the weights that dropout keeps, or a softcap beside the conversions of a 16-bit dtype.
+    crowded = features.bias or dtype != "float32"
+    narrowest = 64 if features.softcap and crowded or features.dropout else 32
     return max(narrowest, _padded(head_dim))
 
 
