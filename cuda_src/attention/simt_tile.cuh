@@ -1,11 +1,11 @@
 // Threads, matrices and score tiles of the simt kernels, which use no tensor cores and need no
 // alignment. simt_gemm.cuh has their products.
 //
-// A block of 128 threads computes tiles of M x N elements, ROWS x COLS a thread, where both are 8 or
-// 4. Lanes l and l ^ 1 hold the same rows, and l and l ^ 2 the same columns, because a 16-byte read
-// of shared memory takes two cycles then instead of four. A thread's rows, and columns, are four
-// neighbours (+ 8, if there are eight), so that one such read fetches four, and one call of philox
-// gives the bits of rows r and r + 8 and columns c and c + 8.
+// A block of 128 threads computes tiles of M x N elements. Each thread has ROWS x COLS of them, and
+// both numbers are 8 or 4. Lanes l and l ^ 1 hold the same rows, and l and l ^ 2 the same columns,
+// because a 16-byte read of shared memory takes two cycles then instead of four. The rows of a
+// thread, and its columns, are four neighbours (+ 8, if there are eight), so that one such read
+// fetches four, and one call of philox gives the bits of rows r and r + 8 and columns c and c + 8.
 #pragma once
 #include "../common/convert.cuh"
 #include "../common/words.cuh"
