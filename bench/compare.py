@@ -26,6 +26,7 @@ from bench.report import Row
 
 # What was measured, besides all floats; the other fields say which row it is.
 MEASURED = {"repeats", "sm_mhz", "tokens_per_s", "losses", "quartiles_ms", "gpu_ms"}
+MEASURED |= {"built_in", "fastest", "rounds", "candidates", "left_out"}  # of bench.tuning
 
 
 @dataclasses.dataclass(frozen=True)

@@ -311,7 +311,7 @@ def _heads_per_section(
     fitting = max(1, min(heads, int(SECTION_L2_FRACTION * l2_bytes(problem.device) / head_bytes)))
     if side_by_side:
         fitting = max(fitting, min(heads, TURN_HEADS))
-    # A power of two, so that sections of the usual head counts come out even: 7 % (bench/NOTES.md).
+    # A power of two, so that sections of the usual head counts come out even, which is worth 7 %.
     return 1 << (fitting.bit_length() - 1)
 
 

@@ -2,7 +2,7 @@
 
 Tiles depend on the head dim and on the GPU: on its shared memory (A100, H100 and B200 have twice
 that of consumer cards) and, on Turing, on the lack of asynchronous copies. They were measured on an
-H200 for head dims 64 and 128 (bench/NOTES.md); the others, and those with a bias or dropout, are
+H200 for head dims 64 and 128; the others, and those with a bias or dropout, are
 the largest that compile without spills.
 """
 
