@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench import report
 from bench.problem import DTYPES
 from bench.report import (
     Row,
@@ -206,6 +207,20 @@ class Run:
             return problem.row(impl=impl, ms=round(ms, 5), gbps=round(gbps, 1))
 
         self.compare(str(problem), impls, functools.partial(checked_call, problem), row_of)
+
+    def draw(self, picture: Callable[..., None], *data: Any, file: str = "") -> None:
+        """Write a picture beside the results, where matplotlib is installed.
+
+        Args:
+            picture: called with the data and the path.
+            data: by default the results as their file has them.
+            file: name of the picture, by default that of the results.
+        """
+        data = data or ({**self.fields, "rows": self.rows},)
+        try:
+            picture(*data, report.RESULTS / f"{file or self.file}.svg")
+        except ImportError as error:
+            self.notes.say(f"no picture: {error}")
 
     def finish(self, *printed: Any) -> int:
         """Print these and where the results are.

@@ -28,7 +28,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench import gpt2_traffic, harness, report
+from bench import gpt2_traffic, harness, plot_length, report
 from bench.correctness import Check
 from bench.memory import MIB, peak_extra
 from bench.models import write_table
@@ -246,16 +246,6 @@ def published_table(rows: list[Row], left_out: list[Row]) -> Table:
     return table
 
 
-def draw(run: harness.Run) -> None:
-    """Write the pictures, where matplotlib is installed."""
-    try:
-        from bench.plot_length import draw_ladder
-
-        draw_ladder({**run.fields, "rows": run.rows}, report.RESULTS / f"{run.file}.svg")
-    except ImportError as error:
-        run.notes.say(f"no picture: {error}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("ladder", __doc__, repeats=10, dtypes=True)
     parser.set_defaults(dtype=["float32", "bfloat16"])
@@ -288,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tables = [table(run.rows, ladder.left_out) for table in (ladder_table, published_table)]
     status = run.finish(*tables)
     write_table(run, tables, [], "Attention forward")
-    draw(run)
+    run.draw(plot_length.draw_ladder)
     return int(bool(status or run.notes.wrong.intersection(OURS)))
 
 

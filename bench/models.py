@@ -14,7 +14,6 @@ cupyflash failed the check anywhere.
 """
 
 import itertools
-import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -122,17 +121,6 @@ def write_table(
     return path
 
 
-def draw(run: harness.Run) -> None:
-    """Write the picture, where matplotlib is installed."""
-    from bench.plot_models import draw
-
-    path = report.RESULTS / f"{run.file}.svg"
-    try:
-        draw(json.loads(path.with_suffix(".json").read_text()), path)
-    except ImportError as error:
-        run.notes.say(f"no picture: {error}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("models", __doc__, repeats=10)
     add = parser.add_argument
@@ -158,7 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table, lines = models_table(run.rows), summary(run.rows)
     status = run.finish(table, *lines)
     write_table(run, [table], lines)
-    draw(run)
+    from bench.plot_models import draw  # which imports this module
+
+    run.draw(draw)
     return status
 
 

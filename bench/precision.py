@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench import harness, report, tensor_core
+from bench import harness, plot_precision, report, tensor_core
 from bench.models import WIDTH, write_table
 from bench.problem import Problem
 from bench.providers import PROVIDERS, Call
@@ -181,16 +181,6 @@ def summary(rows: list[Row]) -> list[str]:
     return lines
 
 
-def draw(run: harness.Run) -> None:
-    """Write the picture, where matplotlib is installed."""
-    try:
-        from bench.plot_precision import draw
-
-        draw({**run.fields, "rows": run.rows}, report.RESULTS / f"{run.file}.svg")
-    except ImportError as error:
-        run.notes.say(f"no picture: {error}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("precision", __doc__, repeats=None)
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), metavar="N")
@@ -209,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = summary(run.rows)
     status = run.finish(*tables, *lines)
     write_table(run, tables, lines, "Relative errors, root mean square and largest,")
-    draw(run)
+    run.draw(plot_precision.draw)
     return status
 
 

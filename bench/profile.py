@@ -15,9 +15,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench import counters, dry_run, harness, profile_cases, profile_report, report, sass
+from bench import counters, dry_run, harness, profile_cases, profile_report, sass
 from bench.counters import Counted
 from bench.launches import configurations, recorded
+from bench.plot_profile import draw_roofline
 from bench.report import Row
 from cupyflash import jit
 
@@ -224,7 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.fields |= ceilings() | {"cases": case_rows(facts, run.rows)}
     run.write()
     if launches:
-        draw(run)
+        file = ROOFLINE if run.file == "profile" else run.file
+        run.draw(draw_roofline, run.fields, profile_report.longest(run.rows), file=file)
     tables = profile_report.tables(run.fields, run.rows)
     path = profile_report.write_page(run, tables)
     return run.finish(*tables.values(), f"wrote {path}") or status
@@ -240,17 +242,6 @@ def ceilings() -> dict[str, float]:
     # 128 lanes of a multiprocessor, two operations each; ClockRate is in kHz.
     fp32 = facts["MultiProcessorCount"] * 128 * 2 * facts["ClockRate"] / 1e9
     return {**Timer(5).ceilings(), "fp32_tflops": round(fp32, 1)}
-
-
-def draw(run: harness.Run) -> None:
-    """Write the roofline, where matplotlib is installed."""
-    from bench.plot_profile import draw_roofline
-
-    path = report.RESULTS / f"{ROOFLINE if run.file == 'profile' else run.file}.svg"
-    try:
-        draw_roofline(run.fields, profile_report.longest(run.rows), path)
-    except ImportError as error:
-        run.notes.say(f"no picture: {error}")
 
 
 if __name__ == "__main__":

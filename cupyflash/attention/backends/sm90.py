@@ -11,7 +11,7 @@ from typing import ClassVar
 from ...runtime.config import KernelConfig
 from ...runtime.gpu import HALF, Capability, architecture
 from ...runtime.structs import header
-from ..problem import KEY_MASK, Access, Features
+from ..problem import KEY_MASK, SHORT, Access, Features
 from . import sm90_backward
 from .config import AttentionKernel, Tile
 from .sm80 import BIASES
@@ -43,7 +43,6 @@ FORWARD_TILES_LOW = {
 # of 128 queries have less padding.
 SHORT_MASKED = {32: 1, 64: 2, 96: 1, 128: 3, 192: 2, 256: 3}
 SHORT_PLAIN = {32: 3, 64: 3, 96: 3, 128: 3, 192: 3, 256: 4}
-SHORTEST = 4
 # Softcap, ALiBi and dropout need more registers than a third of the file.
 FORWARD_TILES_SCORE = FORWARD_TILES_LOW | {192: (128, 112, 1, 2)}
 # And a bias more still.
@@ -58,14 +57,7 @@ FORWARD_TILES_BIAS = {
 # ALiBi and dropout beside a bias need even more.
 FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
 # But not one that TMA loads, whose tiles have a place in shared memory.
-FORWARD_TILES_TMA_BIAS = {
-    32: (128, 128, 2, 4),
-    64: (128, 128, 2, 3),
-    96: (128, 128, 2, 2),
-    128: (128, 128, 2, 2),
-    192: (128, 96, 1, 2),
-    256: (128, 64, 1, 2),
-}
+FORWARD_TILES_TMA_BIAS = FORWARD_TILES_LOW
 # One key tile for as few keys as the tokens of a text (77).
 FORWARD_TILES_FEW_KEYS = {64: (192, 80, 2, 3)}
 # The others that `python -m cupyflash tune` tries.
@@ -263,7 +255,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     seen = set()
     both = (False, True)
     biases = [(kind, False) for kind in BIASES] + [(1, True), (KEY_MASK + 1, True)]
-    values = itertools.product(both, both, both, (0, SHORTEST), biases, both)
+    values = itertools.product(both, both, both, (0, len(SHORT)), biases, both)
     all_features = [Features(*x, *bias[:1], dropout, *bias[1:]) for *x, bias, dropout in values]
     all_features.append(Features(few_keys=True))
     for problem in itertools.product(HALF, FORWARD_TILES, all_features, [capability]):
