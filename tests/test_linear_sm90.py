@@ -173,7 +173,7 @@ def test_launch(machine):
     params = params_of(1000, 640, 768, x_stride=2304, out_stride=648)
     launch = LinearLaunch(config, 0, params)
     pointers = tuple(range(16, 16 * 13, 16))
-    launch(None, *pointers)
+    launch.start(None, launch.argument(*pointers))
     ((grid, block, memory, found),) = machine.launched
     assert (grid, block, memory) == ((40,), (384,), config.smem_bytes)
     maps = [found.x_map, found.weight_map, found.gate_weight_map, found.residual_map, found.out_map]
@@ -190,13 +190,14 @@ def test_launch(machine):
         192: ((640, 1000), 1296),
     }
     assert [spec.box_rows for _, spec in machine.encoded] == [128, 128, 128, 128, 16]
-    launch(None, *pointers)
+    launch.start(None, launch.argument(*pointers))
     assert len(machine.encoded) == 5 and len(machine.launched) == 2  # maps are encoded once
 
 
 def test_stride_of_a_single_row(machine):
     config = configuration("float16", TILES[-1], Epilogue())
-    LinearLaunch(config, 0, params_of(1, 64, 72, x_stride=3, out_stride=5))(None, *range(12))
+    params = params_of(1, 64, 72, x_stride=3, out_stride=5)
+    LinearLaunch(config, 0, params).argument(*range(12))
     strides = {pointer: spec.strides for pointer, spec in machine.encoded}
     assert strides[0] == (144,) * 3 and strides[11] == (128,) * 3
 
@@ -296,7 +297,8 @@ class Call:
             ),
         )
         launch = LinearLaunch(configuration(self.dtype, tile, self.epilogue), 0, params)
-        launch(None, *(pointer(kept[name]) if name in kept else 0 for name in names))
+        pointers = (pointer(kept[name]) if name in kept else 0 for name in names)
+        launch.start(None, launch.argument(*pointers))
         self.target.synchronize()
         around = to_float64(memory)
         around = around.get() if hasattr(around, "get") else around
@@ -391,7 +393,8 @@ def test_large(target):
     pointers = (x.data.ptr, weight.data.ptr, *[0] * 9, out.data.ptr)
     for tile in TILES[:2]:
         config = configuration("float16", tile, Epilogue())
-        LinearLaunch(config, 0, params_of(rows, columns, depth))(None, *pointers)
+        launch = LinearLaunch(config, 0, params_of(rows, columns, depth))
+        launch.start(None, launch.argument(*pointers))
         assert not out[:-last].any()
         ends = [y.get().astype("float64") for y in (x[-last:], weight)]
         exact = ends[0] @ ends[1].T

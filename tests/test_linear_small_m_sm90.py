@@ -153,7 +153,7 @@ def test_launch(monkeypatch):
         rows=9, columns=650, depth=768, x_stride=2304, weight_stride=768, gate_stride=776
     )
     launch = LinearSmallMLaunch(config, 0, params, norm=False)
-    launch(None, *range(16, 16 * 13, 16))
+    launch.start(None, launch.argument(*range(16, 16 * 13, 16)))
     ((grid, block, memory, found),) = machine.launched
     stage = (16 + 64) * 128
     assert (grid, block) == ((84,), (160,)) and found.stages == 3
@@ -260,7 +260,8 @@ def launched(target, case, arrays):
         )
     launch = LinearSmallMLaunch(case.config, 0, params, norm=bool(case.norm))
     used = arrays[: Arrays._fields.index("down_weight")]
-    launch(None, *(0 if x is None else library.pointer(x) for x in used), library.pointer(out))
+    pointers = (0 if x is None else library.pointer(x) for x in (*used, out))
+    launch.start(None, launch.argument(*pointers))
     target.synchronize()
     around = to_numpy64(memory).copy()
     around[1 : rows + 1, 3 : columns + 3] = numpy.nan

@@ -50,7 +50,7 @@ class BiasGradient:
 
     def __call__(self, stream: Any, *pointers: int) -> None:
         for launch in self.launches:
-            launch(stream, *pointers)
+            launch.start(stream, launch.argument(*pointers))
 
 
 def bias_gradient(

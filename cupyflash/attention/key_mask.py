@@ -55,8 +55,9 @@ class KeyMaskLaunch:
         mask, bias = extras[KEY_MASK], extras[BIAS]
         if not mask:  # the mask is a bool bias
             mask, bias = bias, 0
-        self.launch(stream, mask, bias, record, record + self.lengths_offset)
+        lengths = record + self.lengths_offset
+        self.launch.start(stream, self.launch.argument(mask, bias, record, lengths))
         extras[BIAS] = record
         if self.trim:
-            extras[SEQUSED_K] = record + self.lengths_offset
+            extras[SEQUSED_K] = lengths
         return memory, bias

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..runtime.config import ITEM_SIZE, KernelConfig
 from ..runtime.gpu import capability_of, multiprocessors
-from ..runtime.launch import Launch, call_fields
+from ..runtime.launch import Launch, call_fields, pointer_of
 from ..runtime.scratch import NULL, tile_counters
 from ..runtime.structs import header
 from ..runtime.tensor_map import BOX_COLUMNS, TensorMaps, TensorMapSpec
@@ -78,10 +78,14 @@ class PersistentLaunch(Launch):
             self.sequences = OwnLengths(config, problem, params)
             self.workspace_size = self.sequences.workspace_size
 
-    def __call__(
-        self, stream: Any, *pointers: int, workspace: int = 0, mapped_bias: int = 0
-    ) -> None:
-        """``mapped_bias`` is the address of the bias if ``pointers`` has that of a key mask."""
+    def argument(
+        self, *pointers: int, stream: Any, workspace: int = 0, mapped_bias: int = 0
+    ) -> bytes:
+        """The argument, after the launch of the kernel that makes the maps of sequences, if any.
+
+        Args:
+            mapped_bias: the address of the bias if ``pointers`` has that of a key mask.
+        """
         maps = self.maps[self.mapped(pointers)]
         base = self.pack(*pointers) + self.tail
         packed = NO_SEQUENCES
@@ -90,7 +94,7 @@ class PersistentLaunch(Launch):
         bias = NO_MAP
         if self.bias_maps is not None:
             bias = self.bias_maps[(mapped_bias or pointers[self.bias],)]
-        self.start(stream, maps + base + packed + self.rest(stream, workspace) + bias)
+        return maps + base + packed + self.rest(stream, workspace) + bias
 
     def rest(self, stream: Any, workspace: int) -> bytes:
         """``tile_counter`` and what follows it in the argument, up to the map of the bias."""
@@ -191,34 +195,40 @@ class SplitInputsLaunch(Launch):
         # The kernels for CUDA cores compute the sequences that cannot be split. The others have no
         # rows for them.
         self.fallback = [_launch(x, problem, params) for x in config.fallback(capability)]
-        self.seqused = [names.index("seqused_q"), names.index("seqused_k")]
-        self.semaphore = names.index("dq_semaphore") if is_backward else None
+        self.params, self.semaphores_size = config.params, 0
         if is_backward:
             self.semaphores_size = 4 * (1 + shape.heads_q * params.accum_rows // 16)
         self.workspace_size = end // 4
 
-    def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
+    def argument(self, *pointers: int, stream: Any, workspace: int = 0) -> bytes:
+        """The argument, after the launches of the kernels that make the parts."""
         import cupy
 
-        at = (stream or cupy.cuda.get_current_stream()).ptr
-        cupy.cuda.runtime.memsetAsync(workspace, 0, self.ranges_size, at)
+        cupy.cuda.runtime.memsetAsync(workspace, 0, self.ranges_size, pointer_of(stream))
         parts = [workspace + offset for offset in self.offsets]
         split = pack_seven(*parts) + self.rows
         inputs = [0 if x is None else pointers[x] for x in self.inputs]
         for launch in self.before:
             launch.start(stream, launch.pack(*inputs) + self.splitting + split)
-        argument = self.pack(*pointers) + self.tail + split
-        self.start(stream, argument)
+        return self.pack(*pointers) + self.tail + split
+
+    def start(self, stream: Any, params: bytes) -> None:
+        """Launches the kernel, those that end the pass, and those for what cannot be split."""
+        import cupy
+
+        super().start(stream, params)
         for launch in self.after:
-            launch.start(stream, argument)
-        pointers = list(pointers)
-        for place, left in zip(self.seqused, parts[-2:]):
-            pointers[place] = left
-        if self.semaphore is not None and pointers[self.semaphore]:
+            launch.start(stream, params)
+        argument = self.params.from_buffer_copy(params)
+        base, left = argument.base, argument.split
+        if self.semaphores_size and base.dq_semaphore:
             # Tickets start from 0 again; so do the flags, as tiles have other sizes now.
-            cupy.cuda.runtime.memsetAsync(pointers[self.semaphore], 0, self.semaphores_size, at)
+            cupy.cuda.runtime.memsetAsync(
+                base.dq_semaphore, 0, self.semaphores_size, pointer_of(stream)
+            )
+        base.seqused_q, base.seqused_k = left.left_q, left.left_k
         for launch in self.fallback:
-            launch(stream, *pointers)
+            launch.start(stream, bytes(base))
 
 
 def num_splits(config: KernelConfig, problem: Problem) -> int:

@@ -97,13 +97,14 @@ class ForwardPlan(Plan):
                 mapped = _mapped(self.launch, bias)
             elif extras:
                 _mask_as_bias(extras)
-            self.launch(
-                stream,
+            argument = self.launch.argument(
                 q, k, v, library.pointer(out), library.pointer(lse) if need_lse else 0,
                 *(extras[:KEY_MASK] or NO_POINTERS),
+                stream=stream,
                 workspace=0 if workspace is None else library.pointer(workspace),
                 **mapped,
             )  # fmt: skip
+            self.launch.start(stream, argument)
             del record  # the kernels that read it have been launched
         return out, lse
 
@@ -246,11 +247,13 @@ class BackwardPlan(Plan):
         for launch in self.launches:
             size = launch.workspace_size
             workspace = library.empty_float32((size,), q) if size else None
-            launch(
-                stream, *arguments, *added,
+            argument = launch.argument(
+                *arguments, *added,
+                stream=stream,
                 workspace=0 if workspace is None else pointer(workspace),
                 **({} if record is None else _mapped(launch, bias)),
             )  # fmt: skip
+            launch.start(stream, argument)
         if in_registers:
             self.dbias(stream, *arguments, to_dbias, to_dsinks)
         return *gradients, dbias, dsinks

@@ -188,7 +188,8 @@ def _launch(
         return
     blocks = require_grid(function, -(-threads // config.threads), view.shape)
     pointers = [0 if x is None else library.pointer(x) for x in arrays]
-    Launch(config, view.device, blocks, params)(library.stream(view.device), *pointers)
+    launch = Launch(config, view.device, blocks, params)
+    launch.start(library.stream(view.device), launch.argument(*pointers))
 
 
 def _device_of(view: View) -> Any:

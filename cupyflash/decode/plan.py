@@ -78,7 +78,8 @@ class DecodePlan(Plan):
                 parts = library.empty_float32((self.parts_size,), arrays[0])
                 counters, _own = self.counters.address(stream, library, arrays[0])
                 scratch = library.pointer(parts), counters
-            self.launch(stream, *tensors, library.pointer(out), positions, *scratch)
+            values = (*tensors, library.pointer(out), positions, *scratch)
+            self.launch.start(stream, self.launch.argument(*values))
         return out
 
 
@@ -114,7 +115,8 @@ class AppendPlan(Plan):
         """``pointers`` of k, v, k_cache, v_cache, positions, sequences."""
         if not self.empty:
             *tensors, positions, sequences = pointers
-            self.launch(self.library.stream(self.device_id), *tensors, sequences, positions)
+            argument = self.launch.argument(*tensors, sequences, positions)
+            self.launch.start(self.library.stream(self.device_id), argument)
 
 
 class EmbeddingPlan(Plan):
@@ -151,7 +153,7 @@ class EmbeddingPlan(Plan):
             tokens_weight, positions_weight, tokens, positions = pointers
             stream = self.library.stream(self.device_id)
             values = (tokens, positions, tokens_weight, positions_weight, self.library.pointer(out))
-            self.launch(stream, *values)
+            self.launch.start(stream, self.launch.argument(*values))
         return out
 
 
@@ -189,4 +191,5 @@ class SamplePlan(Plan):
             logits, out, *state = pointers
             tokens, positions, ends = state or (0, 0, 0)
             stream = self.library.stream(self.device_id)
-            self.launch(stream, logits, positions, out, tokens, ends, seed)
+            values = (logits, positions, out, tokens, ends, seed)
+            self.launch.start(stream, self.launch.argument(*values))

@@ -211,7 +211,7 @@ class StackPlan(Plan):
                 self.workspaces[barrier] = workspace
         base = self.library.pointer(workspace)
         scratch = (base + offset for offset in self.offsets)
-        self.launch(stream, *pointers, barrier, *scratch)
+        self.launch.start(stream, self.launch.argument(*pointers, barrier, *scratch))
 
 
 def pointer_table(library: Any, blocks: list[tuple[int, ...]], like: Array) -> Array:

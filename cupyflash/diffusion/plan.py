@@ -131,5 +131,6 @@ class StepPlan(Plan):
             thresholds = None if limits is None else limits()  # held until the launch is queued
             at_limits = 0 if thresholds is None else library.pointer(thresholds)
             arrays = (*inputs, library.pointer(out), steps, table, at_limits, seeds)
-            self.launch(library.stream(self.device_id), *arrays, *numbers)
+            argument = self.launch.argument(*arrays, *numbers)
+            self.launch.start(library.stream(self.device_id), argument)
         return out

@@ -78,7 +78,8 @@ class ForwardPlan(Plan):
             self.ring.run(library, stream, x, arguments)
             return out, stats
         for launch in self.launches:
-            launch(stream, *arguments, pointer(partials) if in_steps else 0)
+            at_partials = pointer(partials) if in_steps else 0
+            launch.start(stream, launch.argument(*arguments, at_partials))
         return out, stats
 
 
@@ -136,7 +137,7 @@ class BackwardPlan(Plan):
         sums, counters = (pointer(dweight), pointer(dbias)), 0
         if self.ring:
             self.ring.run(library, stream, x, (*pointers, pointer(dx), shares))
-            self.sum(stream, shares, *sums)
+            self.sum.start(stream, self.sum.argument(shares, *sums))
             return dx, dweight, dbias
         if self.counters:
             counters, _own = self.counters.address(stream, library, x)
@@ -145,9 +146,10 @@ class BackwardPlan(Plan):
             means = library.empty_float32(self.means_shape, x)
             workspace = pointer(pieces), pointer(means)
         for launch in self.launches:
-            launch(stream, *pointers, pointer(dx), *sums, counters, shares, *workspace)
+            values = (*pointers, pointer(dx), *sums, counters, shares, *workspace)
+            launch.start(stream, launch.argument(*values))
         if self.sum:
-            self.sum(stream, shares, *sums)
+            self.sum.start(stream, self.sum.argument(shares, *sums))
         return dx, dweight, dbias
 
 

@@ -70,7 +70,8 @@ class GatePlan(Plan):
         if self.launch is not None:
             to = [library.pointer(y) for y in results]
             to = [0, *to] if self.backward else [*to, 0, 0]  # out, dgate, dup
-            self.launch(library.stream(self.device_id), *pointers, *to)
+            argument = self.launch.argument(*pointers, *to)
+            self.launch.start(library.stream(self.device_id), argument)
         return results
 
 
@@ -115,4 +116,5 @@ class RotaryPlan(Plan):
         if positions is not None:
             positions = library.contiguous(positions)  # lives until the launch
         angles = pointer(cos), pointer(sin), 0 if positions is None else pointer(positions)
-        self.launch(library.stream(self.device_id), *[0] * (POSITIONS - 2), *angles, pointer(x))
+        argument = self.launch.argument(*[0] * (POSITIONS - 2), *angles, pointer(x))
+        self.launch.start(library.stream(self.device_id), argument)

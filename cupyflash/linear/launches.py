@@ -243,7 +243,7 @@ class MlpLaunch(Launch):
         """``pointers`` are those of the arrays, in the order of `MlpParams`."""
         partials = library.empty_float32(self.partials_shape, like)
         counter, _own = self.counters.address(stream, library, like)
-        self(stream, *pointers, library.pointer(partials), counter)
+        self.start(stream, self.argument(*pointers, library.pointer(partials), counter))
 
 
 class LinearLaunch(Launch):
@@ -262,9 +262,8 @@ class LinearLaunch(Launch):
         specs = [tensor_map(config, name, params) for name in config.map_rows]
         self.maps = TensorMaps(specs, device)
 
-    def __call__(self, stream: Any, *pointers: int, workspace: int = 0) -> None:
-        maps = self.maps[self.mapped(pointers)]
-        self.start(stream, maps + self.pack(*pointers) + self.tail)
+    def argument(self, *pointers: int) -> bytes:
+        return self.maps[self.mapped(pointers)] + self.pack(*pointers) + self.tail
 
 
 class LinearSmallMLaunch(LinearLaunch):

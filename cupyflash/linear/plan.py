@@ -176,7 +176,7 @@ class LinearPlan(Plan):
         between = [library.empty(shape, (shape[1], 1), x) for shape in self.between.values()]
         pointers += map(pointer, between)
         for launch, arguments in self.steps:
-            launch(stream, *arguments(pointers))
+            launch.start(stream, launch.argument(*arguments(pointers)))
         return out
 
 

@@ -127,7 +127,7 @@ class DropoutAddPlan(Plan):
         out = library.empty(self.shape, self.strides, x if residual is None else residual)
         if self.launch is not None:
             stream = library.stream(self.device_id)
-            self.launch(stream, *inputs, library.pointer(out), seed)
+            self.launch.start(stream, self.launch.argument(*inputs, library.pointer(out), seed))
         return out
 
 

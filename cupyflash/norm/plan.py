@@ -78,13 +78,13 @@ class ForwardPlan(Plan):
         h = library.empty(self.shape, self.strides, x) if self.has_residual else None
         stats = library.empty_float32(self.stats_shape, x) if need_stats else None
         if self.launch is not None:
-            self.launch(
-                library.stream(self.device_id),
+            argument = self.launch.argument(
                 *pointers[:4],
                 pointer(out),
                 pointer(h) if self.has_residual else 0,
                 pointer(stats) if need_stats else 0,
             )
+            self.launch.start(library.stream(self.device_id), argument)
         return out, h, stats
 
 
@@ -161,9 +161,10 @@ class BackwardPlan(Plan):
         if self.counters:
             counter, _own = self.counters.address(stream, library, x)
         for launch in self.launches:
-            launch(stream, *inputs, pointer(dx), at_partials, *sums, counter)
+            values = (*inputs, pointer(dx), at_partials, *sums, counter)
+            launch.start(stream, launch.argument(*values))
         if self.sum:
-            self.sum(stream, at_partials, *sums)
+            self.sum.start(stream, self.sum.argument(at_partials, *sums))
         return dx, dweight, dbias
 
 

@@ -128,13 +128,19 @@ class Launch:
         self.tail = bytes(params)[8 * num_fields :]
         self.dtype = numpy.dtype((numpy.void, ctypes.sizeof(config.params)))
 
-    def __call__(self, stream: Any, *values: int, workspace: int = 0) -> None:
-        self.start(stream, self.pack(*values) + self.tail)
+    def argument(self, *values: int, stream: Any = None, workspace: int = 0) -> bytes:
+        """The struct that the kernel gets: the pointers and numbers of a call, then the rest.
+
+        Args:
+            stream, workspace: for kernels whose argument has more that changes with each call.
+        """
+        return self.pack(*values) + self.tail
 
     def start(self, stream: Any, params: bytes) -> None:
         """Launches the kernel with these bytes as its argument."""
         if self.dependent and dependent_wanted():
-            self.start_early(stream, params)
+            sizes = (*self.grid, *self.block, self.shared_memory)
+            launch_dependent(self.function.ptr, *sizes, pointer_of(stream), params)
         else:
             argument = numpy.frombuffer(params, self.dtype)
             if self.cooperative:
@@ -169,18 +175,7 @@ class Launch:
 
     def _multiprocessors_of(self, stream: Any) -> int:
         """The number that the driver reports for the stream, or else the one of the plan."""
-        import cupy
-
-        pointer = (stream or cupy.cuda.get_current_stream()).ptr
-        return driver.multiprocessors_of(pointer) or self.multiprocessors
-
-    def start_early(self, stream: Any, params: bytes) -> None:
-        """Launches the kernel so that it may begin while the one before it still runs."""
-        import cupy
-
-        pointer = (stream or cupy.cuda.get_current_stream()).ptr
-        sizes = (*self.grid, *self.block, self.shared_memory)
-        launch_dependent(self.function.ptr, *sizes, pointer, params)
+        return driver.multiprocessors_of(pointer_of(stream)) or self.multiprocessors
 
 
 class Prepared:
@@ -209,6 +204,13 @@ class Prepared:
         if len(launches) == 1 and not launches[0][0].has_scratch:
             ((self.launch, self.params),), self.result = launches, result
         return result
+
+
+def pointer_of(stream: Any) -> int:
+    """The handle of a stream of CuPy, or of its current stream for None."""
+    import cupy
+
+    return (stream or cupy.cuda.get_current_stream()).ptr
 
 
 def call_fields(params: ctypes.Structure) -> list[str]:
