@@ -1,5 +1,6 @@
 """Attention of new tokens to a cache of keys and values, which they enter: in one launch if few."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,20 +10,21 @@ from ..attention.checks import check as check_attention
 from ..attention.dispatch import forward
 from ..attention.options import Extras, Options
 from ..runtime.array import Array, View
-from ..runtime.checks import plain_real
+from ..runtime.checks import plain_real, require_grid
 from ..runtime.config import ITEM_SIZE
 from ..runtime.gpu import capability_of, multiprocessors
-from ..runtime.operation import Operation, Plans
+from ..runtime.launch import Launch, clusters_at_once
+from ..runtime.operation import Operation, Plan, Plans
 from ..runtime.overlap import Written
 from ..runtime.rows import is_contiguous
-from ..runtime.scratch import allocations_held
+from ..runtime.scratch import allocations_held, tile_counters
 from ..runtime.specs import Spec, views_of
 from ..runtime.structs import header
 from . import kernels, kv_cache
 from .checks import CACHES
-from .plan import DecodePlan
 
-structs = header("attention/params.cuh")
+attention_structs = header("attention/params.cuh")
+structs = header("decode/params.cuh")
 
 FUNCTION = "attention_with_cache"
 MAX_STEP = 2**31  # elements from key to key
@@ -114,6 +116,66 @@ def run(
 ATTENTION = Operation(run, native="q")
 
 
+class DecodePlan(Plan):
+    """Attention with a cache in one launch.
+
+    Attributes:
+        written: for the check of the addresses, as in the other plans.
+    """
+
+    def __init__(
+        self,
+        library: Any,
+        config: kernels.FlashDecode | kernels.FlashDecodeCluster,
+        shape: attention_structs.AttentionShape,
+        views: Mapping[str, View],
+    ) -> None:
+        q = views["q"]
+        super().__init__(q.device)
+        self.written = Written(FUNCTION, views, CACHES)
+        self.library, self.shape = library, q.shape
+        self.strides = library.strides_of_empty(q.shape, q)
+        self.empty = math.prod(q.shape) == 0
+        if self.empty:
+            return
+        splits = kernels.splits(config, shape, clusters_at_once(config, q.device))
+        params = structs.FlashDecodeParams(
+            **{
+                f"{name}_strides": attention_structs.Strides(*views[name].strides[:3])
+                for name in TENSORS
+            },
+            out_strides=attention_structs.Strides(*self.strides[:3]),
+            seqlen=shape.seqlen_q,
+            heads_kv=shape.heads_kv,
+            group=shape.heads_q // shape.heads_kv,
+            head_dim=shape.head_dim,
+            max_length=shape.seqlen_k,
+            splits=splits,
+            scale_log2=math.log2(math.e) * shape.scale,
+        )
+        parts = kernels.decode_units(shape) * splits
+        grid = require_grid(FUNCTION, parts * config.cluster, q.shape)
+        self.launch = Launch(config, q.device, grid, params)
+        self.parts_size = parts * kernels.part_size(config.head_dim) if splits > 1 else 0
+        self.launch.has_scratch = splits > 1
+        self.counters = tile_counters(q.device)
+
+    def run(self, arrays: tuple[Array, ...], pointers: list[int]) -> Array:
+        """The result; ``arrays`` and ``pointers`` are of q, k, v, k_cache, v_cache, positions."""
+        out = self.library.empty(self.shape, self.strides, arrays[0])
+        if not self.empty:
+            library, (*tensors, positions) = self.library, pointers
+            stream = library.stream(self.device_id)
+            scratch = 0, 0
+            if self.parts_size:
+                parts = library.empty_float32((self.parts_size,), arrays[0])
+                counters, _own = self.counters.address(stream, library, arrays[0])
+                scratch = library.pointer(parts), counters
+            values = (*tensors, library.pointer(out), positions, *scratch)
+            self.launch.start(stream, self.launch.argument(*values))
+        return out
+
+
 class SeparatePlan:
     """A call that one launch does not take: `cache_append`, then `attention`.
 
@@ -122,7 +184,7 @@ class SeparatePlan:
     """
 
     def __init__(
-        self, library: Any, shape: structs.AttentionShape, views: Mapping[str, View]
+        self, library: Any, shape: attention_structs.AttentionShape, views: Mapping[str, View]
     ) -> None:
         self.written = Written(FUNCTION, views, CACHES)
         for name in CACHES:
@@ -160,16 +222,16 @@ class SeparatePlan:
 
 
 def _plan(
-    library: Any, shape: structs.AttentionShape, views: dict[str, View], aligned: bool
+    library: Any, shape: attention_structs.AttentionShape, views: dict[str, View], aligned: bool
 ) -> DecodePlan | SeparatePlan:
     config = _config(shape, views, aligned)
     if config is None:
         return SeparatePlan(library, shape, views)
-    return DecodePlan(FUNCTION, library, config, shape, views)
+    return DecodePlan(library, config, shape, views)
 
 
 def _config(
-    shape: structs.AttentionShape, views: dict[str, View], aligned: bool
+    shape: attention_structs.AttentionShape, views: dict[str, View], aligned: bool
 ) -> kernels.FlashDecode | kernels.FlashDecodeCluster | None:
     """The kernel that takes this in one launch, if there is one."""
     device, backend = views["q"].device, environment.current().backend
@@ -189,7 +251,7 @@ def _config(
 
 def _check(
     library: Any, arrays: tuple[Array, ...], scale: float | None
-) -> tuple[structs.AttentionShape, dict[str, View]]:
+) -> tuple[attention_structs.AttentionShape, dict[str, View]]:
     """The shape, and views of all arrays."""
     head_dims = range(8, MAX_HEAD_DIM + 1, 8)
     views = views_of(FUNCTION, library, SPECS, arrays, plain=True, head_dim=head_dims)

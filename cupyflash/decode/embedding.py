@@ -1,12 +1,18 @@
 """Rows of the tables of tokens and positions: where a language model begins."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from ..runtime.array import Array, View
-from ..runtime.operation import Operation, Plans
+from ..runtime.checks import require_grid
+from ..runtime.launch import Launch
+from ..runtime.operation import Operation, Plan, Plans
 from ..runtime.specs import Spec, views_of
-from . import reference
-from .plan import EmbeddingPlan
+from ..runtime.structs import header
+from . import kernels, reference
+
+structs = header("decode/params.cuh")
 
 FUNCTION = "embedding"
 
@@ -79,3 +85,41 @@ def _check(
     }
     arrays = (token_weight, position_weight, tokens, positions)
     return views_of(FUNCTION, library, specs, arrays, plain=True)
+
+
+class EmbeddingPlan(Plan):
+    """The kernel for one signature."""
+
+    def __init__(self, library: Any, views: Mapping[str, View], aligned: bool) -> None:
+        weight, tokens = views["token_weight"], views["tokens"]
+        super().__init__(weight.device)
+        vocabulary, columns = weight.shape
+        self.library, self.shape = library, (*tokens.shape, columns)
+        self.strides = library.strides_of_empty(
+            self.shape, View(self.shape, (0,) * len(self.shape), weight.dtype, weight.device)
+        )
+        rows = math.prod(tokens.shape)
+        self.empty = rows * columns == 0
+        if self.empty:
+            return
+        positions = views.get("position_weight")
+        params = structs.EmbeddingParams(
+            rows=rows,
+            columns=columns,
+            vocabulary=vocabulary,
+            context=positions.shape[0] if positions else 0,
+        )
+        vector = kernels.vector(weight.dtype, aligned)
+        config = kernels.Embedding(weight.dtype, vector if columns % vector == 0 else 1)
+        grid = require_grid(FUNCTION, config.grid(rows * columns), self.shape)
+        self.launch = Launch(config, weight.device, grid, params)
+
+    def run(self, token_weight: Array, pointers: list[int]) -> Array:
+        """``pointers`` of token_weight, position_weight, tokens, positions."""
+        out = self.library.empty(self.shape, self.strides, token_weight)
+        if not self.empty:
+            tokens_weight, positions_weight, tokens, positions = pointers
+            stream = self.library.stream(self.device_id)
+            values = (tokens, positions, tokens_weight, positions_weight, self.library.pointer(out))
+            self.launch.start(stream, self.launch.argument(*values))
+        return out

@@ -1,14 +1,21 @@
 """Keys and values of new tokens into a preallocated cache."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
-from ..runtime.array import Array
-from ..runtime.operation import Operation, Plans
+from ..runtime.array import Array, View
+from ..runtime.checks import require_grid
+from ..runtime.config import ITEM_SIZE
+from ..runtime.launch import Launch
+from ..runtime.operation import Operation, Plan, Plans
 from ..runtime.overlap import Written
 from ..runtime.specs import Spec, views_of
-from . import reference
+from ..runtime.structs import header
+from . import kernels, reference
 from .checks import CACHES
-from .plan import AppendPlan
+
+structs = header("decode/params.cuh")
 
 NEW = Spec(("rows", "heads", "head_dim"), strides=2)
 CACHE = Spec(("batch", "max_length", "heads", "head_dim"))
@@ -81,3 +88,39 @@ def run(
 
 
 APPEND = Operation(run, native="k")
+
+
+class AppendPlan(Plan):
+    """The kernel for one signature."""
+
+    def __init__(
+        self, function: str, library: Any, views: Mapping[str, View], aligned: bool
+    ) -> None:
+        k, v, cache = views["k"], views["v"], views["k_cache"]
+        super().__init__(k.device)
+        self.written = Written(function, views, CACHES)
+        self.library = library
+        rows, columns = k.shape[0], math.prod(k.shape[1:])
+        self.empty = rows * columns == 0
+        if self.empty:
+            return
+        params = structs.CacheAppendParams(
+            rows=rows,
+            k_stride=k.strides[0],
+            v_stride=v.strides[0],
+            columns=columns,
+            batch=cache.shape[0],
+            max_length=cache.shape[1],
+        )
+        steps = (columns, k.strides[0], v.strides[0])
+        aligned = aligned and all(step * ITEM_SIZE[k.dtype] % 16 == 0 for step in steps)
+        config = kernels.CacheAppend(k.dtype, kernels.vector(k.dtype, aligned))
+        grid = require_grid(function, config.grid(rows * columns), k.shape)
+        self.launch = Launch(config, k.device, grid, params)
+
+    def run(self, pointers: list[int]) -> None:
+        """``pointers`` of k, v, k_cache, v_cache, positions, sequences."""
+        if not self.empty:
+            *tensors, positions, sequences = pointers
+            argument = self.launch.argument(*tensors, sequences, positions)
+            self.launch.start(self.library.stream(self.device_id), argument)

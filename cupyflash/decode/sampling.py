@@ -4,15 +4,19 @@ import dataclasses
 import itertools
 import math
 import secrets
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..runtime.array import Array, View
-from ..runtime.checks import integer_within, plain_real, require_plain, short
-from ..runtime.operation import Operation, Plans
+from ..runtime.checks import integer_within, plain_real, require_grid, require_plain, short
+from ..runtime.launch import Launch
+from ..runtime.operation import Operation, Plan, Plans
 from ..runtime.overlap import Written
 from ..runtime.specs import Spec, views_of
-from . import reference
-from .plan import SamplePlan
+from ..runtime.structs import header
+from . import kernels, reference
+
+structs = header("decode/params.cuh")
 
 MAX_COLUMNS = 2**22  # sums of weights must stay below 2^63
 MAX_LIMIT = 2**31 - 2
@@ -179,3 +183,38 @@ def _check(library: Any, logits: Array, *written: Array) -> dict[str, View]:
     views = views_of("sample", library, specs, (logits, *written), vocabulary=vocabulary)
     require_plain("sample", library, written)
     return views
+
+
+class SamplePlan(Plan):
+    """The kernel for one signature; ``views`` of logits, then of the arrays that are written."""
+
+    def __init__(
+        self, library: Any, views: Mapping[str, View], sampling: Sampling, limit: int
+    ) -> None:
+        logits = views["logits"]
+        super().__init__(logits.device)
+        self.written = Written("sample", views, tuple(views)[1:])
+        self.library = library
+        rows, columns = logits.shape
+        self.empty = rows == 0
+        if self.empty:
+            return
+        params = structs.SampleParams(
+            stride=logits.strides[0],
+            columns=columns,
+            top_k=sampling.top_k,
+            top_p=sampling.part,
+            limit=limit,
+            scale=sampling.scale,
+        )
+        config = kernels.Sample(logits.dtype, sampling.temperature == 0)
+        self.launch = Launch(config, logits.device, require_grid("sample", rows, rows), params)
+
+    def run(self, pointers: list[int], seed: int) -> None:
+        """``pointers`` of logits and out, and of tokens, positions and ends if there is a state."""
+        if not self.empty:
+            logits, out, *state = pointers
+            tokens, positions, ends = state or (0, 0, 0)
+            stream = self.library.stream(self.device_id)
+            values = (logits, positions, out, tokens, ends, seed)
+            self.launch.start(stream, self.launch.argument(*values))
