@@ -8,11 +8,11 @@ from matrix import each
 from passes import forward_backward, one_graph
 
 import cupyflash
-from cupyflash.attention import cpu, dispatch
+from cupyflash.attention import cpu, dispatch, plan
 from cupyflash.attention.options import Extras
 from cupyflash.attention.problem import kernel_head_dim
 from cupyflash.runtime.operation import Plans
-from cupyflash.testing import expected, make_alibi_slopes, to_float64
+from cupyflash.testing import expected, make_alibi_slopes, poison_free_memory, to_float64
 
 HEAD_DIMS = [  # of q and k, of v
     (1, 1),
@@ -85,6 +85,49 @@ def test_long_sequences(target):
             head_dim=head_dims[0], head_dim_v=head_dims[1],
         )  # fmt: skip
         expected(inputs, causal=True).check(**forward_backward(inputs, causal=True))
+
+
+NARROW_V = [  # the backward of sm90 takes v as it is, but for the last two
+    ({}, {}),
+    ({"heads_kv": 2, "storage": "padded"}, {"causal": True}),
+    ({"batch": 1, "heads_kv": 1, "seqlen_k": 900}, {"causal": True, "deterministic": True}),
+    ({"batch": 1, "heads_q": 1, "seqlen_q": 2100}, {}),  # blocks divide the rows of a head
+    ({"seqlen_q": 65, "seqlen_k": 97}, {"deterministic": True, "sinks": True}),
+    ({"seqlen_q": 700, "seqlen_k": 40, "layout": "bhsd"}, {"causal": True}),
+    ({"seqlen_q": 300, "seqlen_k": 320}, {"window": (60, 20), "scale": 0.2}),
+    ({"seqlen_k": 100}, {"causal": True, "softcap": 5.0}),
+    ({"seqlen_k": 100}, {"bias": True}),
+]
+
+
+@each(device="cuda")
+@pytest.mark.parametrize("head_dims", [(192, 128), (136, 128), (192, 120)], ids=str)
+@pytest.mark.parametrize("turn", range(len(NARROW_V)))
+def test_narrow_v(target, turn, head_dims):
+    shape, options = NARROW_V[turn]
+    shape, dtype = (
+        {"seqlen_q": 200, "seqlen_k": 270} | shape,
+        target.dtypes[turn % len(target.dtypes)],
+    )
+    inputs = target.inputs(dtype, head_dim=head_dims[0], head_dim_v=head_dims[1], **shape)
+    poison_free_memory(target.library, target.device, [x.nbytes for x in (inputs.q, inputs.k)])
+    options = options_of(target, options, dtype, (shape["seqlen_q"], shape["seqlen_k"]))
+    results = forward_backward(inputs, **options)
+    options.pop("deterministic", None)
+    expected(inputs, **options).check(**results)
+
+
+@each(device="cuda", library="torch")
+def test_narrow_v_of_packed_sequences(target):
+    import torch
+
+    lengths = [300, 0, 17, 96]
+    inputs = target.varlen_inputs(target.dtypes[0], lengths, head_dim=192, head_dim_v=128)
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    ends = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, 300, 300)
+    out = cupyflash.flash_attn_varlen_func(*leaves, *ends, causal=True)
+    found = torch.autograd.grad(out, leaves, inputs.dout)
+    expected(inputs, causal=True).check(out=out, **dict(zip(("dq", "dk", "dv"), found)))
 
 
 @each()
@@ -225,6 +268,7 @@ def test_copies_of_a_gpu(monkeypatch):
         exact = results(q, k, v, dout, dlse)
         with monkeypatch.context() as gpu:
             gpu.setattr(library, "on_cpu", lambda x: False, raising=False)
+            gpu.setattr(plan, "capability_of", lambda device: (9, 0))
             found = results(q, k, v, dout, dlse)
         width = kernel_head_dim(head_dim, head_dim_v)
         assert set(widths) == {width}

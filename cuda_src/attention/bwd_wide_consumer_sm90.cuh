@@ -1,183 +1,15 @@
-// A consumer warpgroup of the sm_90 backward kernel for wide heads: the tiles in shared memory, its
-// steps, and the turns in which blocks add to dQ. flash_bwd_wide_sm90.cu puts them together.
+// A consumer warpgroup of the sm_90 backward kernel for wide heads, and its steps, which
+// flash_bwd_wide_sm90.cu puts together.
 #pragma once
+// clang-format off
+#include "../ptx/wgmma_n48.cuh"  // which wg_gemm.cuh finds only if it comes first
+// clang-format on
 #include "../common/wg_gemm.cuh"
 #include "../ptx/atomics.cuh"
+#include "../ptx/ldmatrix.cuh"
 #include "../ptx/stmatrix.cuh"
-#include "bwd_block_sm90.cuh"
+#include "bwd_wide_block_sm90.cuh"
 #include "score_gradient.cuh"
-
-enum class NamedBarrier {
-  P_WRITTEN = 1,
-  DS_WRITTEN,
-  DQ_EMPTY_OF_GROUP_0,
-  DQ_EMPTY_OF_GROUP_1,
-  DQ_FULL_OF_GROUP_0,
-  DQ_FULL_OF_GROUP_1
-};
-
-// The tiles of a block and their places in dynamic shared memory, and the shares of a warpgroup.
-template <int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int STAGES_, int GROUPS_>
-struct BwdWideLayout {
-  static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr int BLOCK_M = BLOCK_M_;
-  static constexpr int BLOCK_N = BLOCK_N_;
-  static constexpr int STAGES = STAGES_;
-  static constexpr int GROUPS = GROUPS_;  // consumer warpgroups
-  static constexpr int CONSUMERS = GROUPS * WARPGROUP;
-  static constexpr int KEYS = BLOCK_N / GROUPS;          // keys of S and dP a warpgroup
-  static constexpr int SLICES = HEAD_DIM / 64 / GROUPS;  // slices of 64 head_dim rows a warpgroup
-  static constexpr int DQ_COLS = SLICES * 32;
-  using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
-  using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
-  using TileS = SmemTile<BLOCK_M, round_up(BLOCK_N, 64)>;
-  // With 80 keys there is room for one stage of dO, and for half of the dQ of one warpgroup; the
-  // other warpgroup stages its dQ in the place of P.
-  static constexpr bool STAGES_DQ = BLOCK_N == 80;
-  static constexpr int DOUT_STAGES = STAGES_DQ ? 1 : STAGES;
-  static constexpr int DQ_PART = BLOCK_M * DQ_COLS;  // floats
-  using Shared = BwdShared<BLOCK_M, STAGES, DOUT_STAGES>;
-
-  static constexpr int V_OFFSET = TileKV::BYTES;
-  static constexpr int Q_OFFSET = V_OFFSET + TileKV::BYTES;
-  static constexpr int DOUT_OFFSET = Q_OFFSET + STAGES * TileQ::BYTES;
-  static constexpr int P_OFFSET = DOUT_OFFSET + DOUT_STAGES * TileQ::BYTES;
-  static constexpr int DS_OFFSET = P_OFFSET + TileS::BYTES;
-  static constexpr int DQ_OFFSET = DS_OFFSET + TileS::BYTES;
-  static constexpr int BYTES = DQ_OFFSET + (STAGES_DQ ? DQ_PART * sizeof(float) : 0);
-  static_assert(!STAGES_DQ || (GROUPS == 2 && DQ_PART * sizeof(float) <= TileS::BYTES),
-                "half of a dQ fits in the place of P");
-  static_assert(BLOCK_M == 64, "one warpgroup has all queries of S");
-  static_assert(KEYS * GROUPS == BLOCK_N && KEYS % 8 == 0 && SLICES * GROUPS * 64 == HEAD_DIM,
-                "equal shares");
-};
-
-// With a semaphore the blocks add to each query tile in turns, in the order of their keys, so that
-// the sum is deterministic. These two mbarriers connect the consumers with the lanes that keep the
-// turns.
-struct Turns {
-  uint64_t come;  // the consumers may add to this tile
-  uint64_t over;  // the consumers have added to it
-
-  __device__ void init(int consumers) {
-    mbarrier_init(smem_address(&come), 1);
-    mbarrier_init(smem_address(&over), consumers / 32);
-  }
-};
-
-// Two lanes keep the turns, so that no consumer waits for memory: lane 0 waits for the blocks
-// before this one, lane 1 lets those after it go on.
-template <int BLOCK_M, int BLOCK_N, class Shared>
-__device__ __forceinline__ void keep_turns(const FlashBwdParams& params, Shared& shared,
-                                           Turns& turns) {
-  const bool first_lane = threadIdx.x % 32 == 0;
-  Ring<BWD_TILE_RECORDS> record;
-  Ring<1> turn;
-#pragma unroll 1
-  for (;; record.advance()) {
-    const BwdTile& tile = shared.wait_tile(record);
-    if (tile.n_rows == 0) return;
-    // The lane has begun this tile, so it no longer reads the record of the last one.
-    mbarrier_arrive(smem_address(&shared.almost_loaded));
-#pragma unroll 1
-    for (int head = tile.head_begin; head < tile.head_end; ++head) {
-#pragma unroll 1
-      for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m, turn.advance()) {
-        int* flag = turn_flag(params, accum_row(params, tile, head, m * BLOCK_M), BLOCK_M);
-        if (first_lane) {
-          wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
-          mbarrier_wait(smem_address(&turns.over), turn.parity ^ 1);  // of the turn before
-          mbarrier_arrive(smem_address(&turns.come));
-        } else {
-          mbarrier_wait(smem_address(&turns.over), turn.parity);
-          release_flag(flag);
-        }
-      }
-    }
-  }
-}
-
-// The buffers of dQ between the consumers and the reducer. Each warpgroup has one for half of its
-// columns. That of warpgroup 0 lies in the place of P, so P must wait for the reducer.
-template <class L>
-struct StagedDq {
-  static constexpr int THREADS = WARPGROUP + 32;  // a consumer warpgroup and the reducer
-
-  __device__ static uint32_t address(uint32_t smem, int group) {
-    return smem + (group == 0 ? L::P_OFFSET : L::DQ_OFFSET);
-  }
-  __device__ static NamedBarrier empty(int group) {
-    return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::DQ_EMPTY_OF_GROUP_0) + group);
-  }
-  __device__ static NamedBarrier full(int group) {
-    return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::DQ_FULL_OF_GROUP_0) + group);
-  }
-};
-
-// The reducer is a warp that has the copy engine add the staged halves of dQ to the accumulator.
-// With a semaphore the blocks add in turns, in the order of their keys, so that the sum is
-// deterministic.
-template <class L>
-__device__ __forceinline__ void reduce_staged_dq(const FlashBwdParams& params,
-                                                 typename L::Shared& shared, uint64_t& p_free,
-                                                 uint32_t smem) {
-  using Staged = StagedDq<L>;
-  const bool elected = elect_one();
-  int* flag = nullptr;  // that of the turn that is not over yet
-  const auto end_turn = [&] {
-    if (!flag) return;
-    bulk_wait<0>();
-    release_flag(flag);
-    flag = nullptr;
-  };
-#pragma unroll
-  for (int group = 0; group < L::GROUPS; ++group) {
-    named_barrier_arrive(Staged::empty(group), Staged::THREADS);
-  }
-  Ring<BWD_TILE_RECORDS> record;
-#pragma unroll 1
-  for (;; record.advance()) {
-    const BwdTile& tile = shared.wait_tile(record);
-    if (tile.n_rows == 0) break;
-    // A warp that is here no longer reads the record of the last tile.
-    if (elected) mbarrier_arrive(smem_address(&shared.almost_loaded));
-#pragma unroll 1
-    for (int head = tile.head_begin; head < tile.head_end; ++head) {
-#pragma unroll 1
-      for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m) {
-        const int64_t row = accum_row(params, tile, head, m * L::BLOCK_M);
-        float* accum = params.dq_accum + row * L::HEAD_DIM;
-#pragma unroll 1
-        for (int half = 0; half < 2; ++half, accum += L::DQ_PART) {
-#pragma unroll
-          for (int group = 0; group < L::GROUPS; ++group) {
-            named_barrier_sync(Staged::full(group), Staged::THREADS);
-            if (!elected) continue;
-            if (group == 0 && half == 0 && params.dq_semaphore) {
-              end_turn();
-              flag = turn_flag(params, row, L::BLOCK_M);
-              wait_flag(flag, turn_of_tile(tile, m * L::BLOCK_M, L::BLOCK_M, L::BLOCK_N));
-            }
-            bulk_reduce_add(accum + group * 2 * L::DQ_PART, Staged::address(smem, group),
-                            L::DQ_PART * sizeof(float));
-            bulk_commit();
-          }
-          if (elected) {
-            bulk_wait_read<1>();
-            if (half == 1) mbarrier_arrive(smem_address(&p_free));
-          }
-          __syncwarp();
-          named_barrier_arrive(Staged::empty(0), Staged::THREADS);
-          if (elected) bulk_wait_read<0>();
-          __syncwarp();
-          named_barrier_arrive(Staged::empty(1), Staged::THREADS);
-        }
-      }
-    }
-    if (elected) end_turn();
-  }
-  if (elected) bulk_wait<0>();  // before the block gives its shared memory back
-}
 
 // A query tile of one head, in the buffers of `ring`, and its dO in those of `dout`.
 template <int STAGES, int DOUT_STAGES>
@@ -198,14 +30,17 @@ struct QueryPlace {
 template <class Options, class L>
 struct BwdWideConsumer {
   using T = typename Options::T;
-  using TileKV = typename L::TileKV;
+  using TileK = typename L::TileK;
+  using TileV = typename L::TileV;
   using TileQ = typename L::TileQ;
+  using TileDout = typename L::TileDout;
   using TileS = typename L::TileS;
   using Place = QueryPlace<L::STAGES, L::DOUT_STAGES>;
   using Scores = float[L::KEYS / 8][4];
-  using HalfDq = float[L::DQ_COLS / 8][4];
-  enum Half { FIRST, SECOND };                           // halves of this warpgroup's columns of dQ
-  using Gradient = float[L::SLICES][L::BLOCK_N / 8][4];  // dK^T, dV^T
+  using DqPart = float[L::dq_octets(FIRST)][4];
+  using SecondDqPart = float[L::dq_octets(SECOND)][4];
+  using GradientK = float[L::DK_SLICES][L::BLOCK_N / 8][4];  // dK^T; a shared slice is the last
+  using GradientV = float[L::SLICES][L::BLOCK_N / 8][4];     // dV^T
 
   const FlashBwdSm90Params& params;
   typename L::Shared& shared;
@@ -223,14 +58,15 @@ struct BwdWideConsumer {
     shared.q.wait_full(at.ring);
     wg_gemm<T, L::HEAD_DIM / 16>(
         s, WgRowOperand<TileQ>(smem + L::Q_OFFSET + uniform(at.ring.stage) * TileQ::BYTES, 0),
-        WgRowOperand<TileKV>(uniform(smem), group * L::KEYS), OVERWRITE);
+        WgRowOperand<TileK>(uniform(smem), group * L::KEYS), OVERWRITE);
   }
 
   __device__ __forceinline__ void issue_dp(Scores& dp, const Place& at) {
     shared.dout.wait_full(at.dout);
-    wg_gemm<T, L::HEAD_DIM / 16>(
-        dp, WgRowOperand<TileQ>(smem + L::DOUT_OFFSET + uniform(at.dout.stage) * TileQ::BYTES, 0),
-        WgRowOperand<TileKV>(uniform(smem + L::V_OFFSET), group * L::KEYS), OVERWRITE);
+    wg_gemm<T, L::HEAD_DIM_V / 16>(
+        dp,
+        WgRowOperand<TileDout>(smem + L::DOUT_OFFSET + uniform(at.dout.stage) * TileDout::BYTES, 0),
+        WgRowOperand<TileV>(uniform(smem + L::V_OFFSET), group * L::KEYS), OVERWRITE);
   }
 
   // ---- score, P ----
@@ -257,8 +93,8 @@ struct BwdWideConsumer {
   // Writes P to shared memory, issues the product for dV, and writes dS. The product for dP may
   // still be in flight when this begins.
   __device__ __forceinline__ void make_ds(Scores& p, Scores& dp, Scores& softcap_slope,
-                                          Gradient& acc_dv, const BwdTile& tile, const Place& at) {
-    if constexpr (L::STAGES_DQ) {
+                                          GradientV& acc_dv, const BwdTile& tile, const Place& at) {
+    if constexpr (L::DQ_IN_P) {
       mbarrier_wait(smem_address(&p_free), p_ring.parity ^ 1);
       p_ring.advance();
     }
@@ -267,11 +103,11 @@ struct BwdWideConsumer {
     fence_async_proxy();  // P becomes visible to wgmma
     // After this barrier P is complete, and no warp reads the last dS any more.
     named_barrier_sync(NamedBarrier::P_WRITTEN, L::CONSUMERS);
-    const uint32_t dout_stage = smem + L::DOUT_OFFSET + uniform(at.dout.stage) * TileQ::BYTES;
+    const uint32_t dout_stage = smem + L::DOUT_OFFSET + uniform(at.dout.stage) * TileDout::BYTES;
 #pragma unroll
     for (int i = 0; i < L::SLICES; ++i) {
       wg_gemm<T, L::BLOCK_M / 16>(acc_dv[i],
-                                  WgColumnOperand<TileQ>(dout_stage, group * L::SLICES + i),
+                                  WgColumnOperand<TileDout>(dout_stage, group * L::SLICES + i),
                                   WgColumnOperand<TileS>(smem + L::P_OFFSET, 0), ACCUMULATE);
     }
     wgmma_wait<L::SLICES>();
@@ -292,41 +128,52 @@ struct BwdWideConsumer {
     named_barrier_sync(NamedBarrier::DS_WRITTEN, L::CONSUMERS);
   }
 
-  // ---- dQ, in two halves, because all of it beside the next S would need too many registers ----
+  // ---- dQ, in two parts, because all of it beside the next S would need too many registers ----
 
-  __device__ __forceinline__ void issue_dq(HalfDq& dq, Half half) {
-    const int column = (group * 2 + half) * L::DQ_COLS;
-    wg_gemm<T, L::BLOCK_N / 16>(
-        dq, WgRowOperand<TileS>(smem + L::DS_OFFSET, 0),
-        WgColumnOperand<TileKV>(uniform(smem) + column % 64 * sizeof(T), column / 64), OVERWRITE);
+  // The registers of the second part: those of the first, if it has as many columns.
+  static __device__ __forceinline__ auto& second_part(DqPart& first, SecondDqPart& second) {
+    if constexpr (L::SHARED_SLICE) {
+      return second;
+    } else {
+      return first;
+    }
   }
 
-  __device__ __forceinline__ void add_dq(HalfDq& dq, Half half, const BwdTile& tile,
+  template <int OCTETS>
+  __device__ __forceinline__ void issue_dq(float (&dq)[OCTETS][4], Part part) {
+    const int column = L::first_dq_octet(part, group) * 8;
+    wg_gemm<T, L::BLOCK_N / 16>(
+        dq, WgRowOperand<TileS>(smem + L::DS_OFFSET, 0),
+        WgColumnOperand<TileK>(uniform(smem) + column % 64 * sizeof(T), column / 64), OVERWRITE);
+  }
+
+  template <int OCTETS>
+  __device__ __forceinline__ void add_dq(float (&dq)[OCTETS][4], Part part, const BwdTile& tile,
                                          const Place& at) {
     pin(dq);
     if constexpr (L::STAGES_DQ) {
       using Staged = StagedDq<L>;
-      named_barrier_sync(Staged::empty(group), Staged::THREADS);
+      named_barrier_sync(Staged::empty(group, part), Staged::THREADS);
       const uint32_t stage =
-          Staged::address(smem, group) + fresh_thread_index() % WARPGROUP * sizeof(float4);
+          Staged::address(smem, group, part) + fresh_thread_index() % WARPGROUP * sizeof(float4);
 #pragma unroll
-      for (int n = 0; n < L::DQ_COLS / 8; ++n) {
+      for (int n = 0; n < OCTETS; ++n) {
         st_shared_128(stage + n * WARPGROUP * sizeof(float4), dq[n]);
       }
       fence_async_proxy();
-      named_barrier_arrive(Staged::full(group), Staged::THREADS);
+      named_barrier_arrive(Staged::full(group, part), Staged::THREADS);
       return;
     }
     const int64_t accum = accum_row(params.base, tile, at.head, at.m * L::BLOCK_M);
     // The ring has two stages, so the number of the stage is the parity of the turn.
-    if (half == FIRST && params.base.dq_semaphore) {
+    if (part == FIRST && params.base.dq_semaphore) {
       mbarrier_wait(smem_address(&turns.come), at.ring.stage);
     }
     float* dq_accum = params.base.dq_accum + accum * L::HEAD_DIM +
-                      dq_fragment_offset((group * 2 + half) * L::DQ_COLS / 8);
+                      dq_fragment_offset(L::first_dq_octet(part, group));
 #pragma unroll
-    for (int n = 0; n < L::DQ_COLS / 8; ++n) red_add(dq_accum + n * WARPGROUP * 4, dq[n]);
-    if (half == SECOND && params.base.dq_semaphore) {
+    for (int n = 0; n < OCTETS; ++n) red_add(dq_accum + n * WARPGROUP * 4, dq[n]);
+    if (part == SECOND && params.base.dq_semaphore) {
       __syncwarp();  // all lanes have added
       if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&turns.over));
     }
@@ -334,12 +181,55 @@ struct BwdWideConsumer {
 
   // ---- dK ----
 
-  __device__ __forceinline__ void issue_dk(Gradient& acc_dk, int slice, const Place& at) {
-    wg_gemm<T, L::BLOCK_M / 16>(
+  __device__ __forceinline__ void issue_dk(GradientK& acc_dk, int slice, const Place& at) {
+    const uint32_t q_stage = smem + L::Q_OFFSET + uniform(at.ring.stage) * TileQ::BYTES;
+    if (slice < L::SLICES) {
+      wg_gemm<T, L::BLOCK_M / 16>(acc_dk[slice],
+                                  WgColumnOperand<TileQ>(q_stage, group * L::SLICES + slice),
+                                  WgColumnOperand<TileS>(smem + L::DS_OFFSET, 0), ACCUMULATE);
+      return;
+    }
+    if constexpr (!L::SHARED_SLICE) return;
+    constexpr int QUERIES = L::BLOCK_M / L::GROUPS;  // of this warpgroup in a shared slice
+    wg_gemm<T, QUERIES / 16>(
         acc_dk[slice],
-        WgColumnOperand<TileQ>(smem + L::Q_OFFSET + uniform(at.ring.stage) * TileQ::BYTES,
-                               group * L::SLICES + slice),
-        WgColumnOperand<TileS>(smem + L::DS_OFFSET, 0), ACCUMULATE);
+        WgColumnOperand<TileQ>(q_stage + group * QUERIES * TileQ::ROW_BYTES, L::SLICES * L::GROUPS),
+        WgColumnOperand<TileS>(smem + L::DS_OFFSET + group * QUERIES * TileS::ROW_BYTES, 0),
+        ACCUMULATE);
+  }
+
+  // Adds up the shared slice of dK^T. Each of two warpgroups hands the other half of the keys over,
+  // and keeps the sum of its own half: the first warpgroup that of the first keys. One gets it in
+  // the place of P, the other in that of dS. All products with dS must be over.
+  using HalfSlice = float[L::BLOCK_N / 16][4];
+  __device__ __forceinline__ void exchange_shared_slice(HalfSlice& sum,
+                                                        const float (&acc)[L::BLOCK_N / 8][4]) {
+    constexpr int HALF = L::BLOCK_N / 16;
+    const uint32_t place = smem + fresh_thread_index() % WARPGROUP * sizeof(float4);
+    named_barrier_sync(NamedBarrier::DK_EXCHANGED, L::CONSUMERS);  // nobody reads dS any more
+    const uint32_t theirs = place + (group == 0 ? L::DS_OFFSET : L::P_OFFSET);
+#pragma unroll
+    for (int n = 0; n < HALF; ++n) {
+      float other[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sum[n][i] = group == 0 ? acc[n][i] : acc[n + HALF][i];
+        other[i] = group == 0 ? acc[n + HALF][i] : acc[n][i];
+      }
+      st_shared_128(theirs + n * WARPGROUP * sizeof(float4), other);
+    }
+    named_barrier_sync(NamedBarrier::DK_EXCHANGED, L::CONSUMERS);
+    const uint32_t own = place + (group == 0 ? L::P_OFFSET : L::DS_OFFSET);
+#pragma unroll
+    for (int n = 0; n < HALF; ++n) {
+      const uint4 other = ld_shared_128(own + n * WARPGROUP * sizeof(float4));
+      sum[n][0] += __uint_as_float(other.x);
+      sum[n][1] += __uint_as_float(other.y);
+      sum[n][2] += __uint_as_float(other.z);
+      sum[n][3] += __uint_as_float(other.w);
+    }
+    // Behind this barrier the next P and dS may be written.
+    named_barrier_sync(NamedBarrier::DK_EXCHANGED, L::CONSUMERS);
   }
 
  private:

@@ -6,32 +6,36 @@
 //              writes its share of P and dS to shared memory
 //   dV^T, dK^T a warpgroup owns 64 or 128 of the HEAD_DIM rows, for all BLOCK_N keys of the block:
 //              dV^T += dO^T P, dK^T += Q^T dS
-//   dQ         a warpgroup computes the same columns of dQ = dS K in two halves. With tiles of 80
-//              keys (STAGES_DQ) each half goes through shared memory, and the copy engine adds it
-//              to dq_accum; else the warpgroup adds it from registers, which costs up to 30 % at
+//   dQ         a warpgroup computes the same columns of dQ = dS K in two parts. With tiles of 80
+//              keys, or a narrow v, each part goes through shared memory, and the copy engine adds
+//              it to dq_accum; else the warpgroup adds it from registers, which costs up to 30 % at
 //              head dim 256, because there is no room
+//
+// A narrow v has HEAD_DIM_V = 128 columns where q and k have 192: five slices of 64 rows of dV^T
+// and dK^T for two warpgroups. Each owns a slice of dV^T and one of dK^T. Both compute the last
+// slice of dK^T, each with half of the queries, and add up their sums when they write it.
 //
 // The product for dV runs while dS is computed, the one for dK while dQ is added.
 //
-// Template parameters are those of flash_bwd_sm90.cu, and GROUPS, the number of consumer
-// warpgroups.
+// Template parameters are those of flash_bwd_sm90.cu, HEAD_DIM_V, which is the head dimension of v,
+// dout and dv, and GROUPS, the number of consumer warpgroups.
 //
 // Warps. One lane of warp 0 chooses the next tile, one lane of warp 1 loads K and Q with lse_log2
 // and delta, and one lane of warp 2 loads V and dO. Warp 3 is the reducer of staged dQ; or, with a
 // semaphore, two of its lanes keep the turns (Turns). The warpgroups after the first are the
 // consumers.
 //
-// Shared memory holds one buffer of K and of V, two of Q and of dO, one of P and of dS. With staged
-// dQ there is one buffer of dO, and one for half of the dQ of warpgroup 1; warpgroup 0 stages its
-// own in the place of P.
+// Shared memory holds one buffer of K and of V, two of Q and of dO, one of P and of dS. With tiles
+// of 80 keys there is one buffer of dO, and one for a part of the dQ of warpgroup 1; warpgroup 0
+// stages its own in the place of P. With a narrow v both have a buffer for each part.
 //
 // Why nothing is overwritten too early. Q, K, V and dO have a barrier for "full" and one for
 // "empty" (common/ring.cuh). P and dS have one buffer each, and the barrier of one protects the
 // other: dS is written after P_WRITTEN, which every warpgroup reaches after its products with the
 // last dS; P is written after DS_WRITTEN of the step before, which every warpgroup reaches after
 // its product for dV. In the place of P, dQ is written after the same DS_WRITTEN, and the next P
-// after p_free, at which the reducer arrives when the copy engine has read the second half of dQ.
-// Each half is written after DQ_EMPTY, at which the reducer arrives when the one before is read.
+// after p_free, at which the reducer arrives when the copy engine has read the second part of dQ.
+// Each part is written after DQ_EMPTY, at which the reducer arrives when the one before is read.
 //
 // Why it ends is explained in flash_bwd_sm90.cu. The lanes that keep the turns see the same heads
 // and query tiles as the consumers.
@@ -83,17 +87,16 @@ __device__ __forceinline__ void store_float_columns(float* out, int row_stride,
   }
 }
 
-template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_STAGES, int GROUPS,
-          bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
+template <typename T, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_M, int BLOCK_N, int NUM_STAGES,
+          int GROUPS, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
 __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     flash_bwd_wide_sm90(const __grid_constant__ FlashBwdSm90Params params) {
   using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
-  using Layout = BwdWideLayout<HEAD_DIM, BLOCK_M, BLOCK_N, NUM_STAGES, GROUPS>;
+  using Layout = BwdWideLayout<HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, NUM_STAGES, GROUPS>;
   using Consumer = BwdWideConsumer<Options, Layout>;
-  using TileKV = typename Layout::TileKV;
-  using TileQ = typename Layout::TileQ;
   constexpr int CONSUMERS = Layout::CONSUMERS;
   constexpr int SLICES = Layout::SLICES;
+  constexpr int DK_SLICES = Layout::DK_SLICES;
   constexpr int PRODUCER_REGISTERS = Layout::STAGES_DQ ? 24 : GROUPS == 2 ? 40 : 32;
   constexpr int CONSUMER_REGISTERS = Layout::STAGES_DQ ? 240 : GROUPS == 2 ? 232 : 160;
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
@@ -131,12 +134,12 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     if (warp == 0) {
       schedule_bwd_tiles<BLOCK_M>(params, shared, BLOCK_N);
     } else if (warp == 1) {
-      load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
+      load_bwd_tiles<typename Layout::TileQ, typename Layout::TileK, NUM_STAGES>(
           params, shared,
           {RowsMap::K, RowsMap::Q, smem_k, smem_k + Layout::Q_OFFSET, shared.k, shared.q,
            RowConstants::LOAD});
     } else if (warp == 2) {
-      load_bwd_tiles<TileQ, TileKV, Layout::DOUT_STAGES>(
+      load_bwd_tiles<typename Layout::TileDout, typename Layout::TileV, Layout::DOUT_STAGES>(
           params, shared,
           {RowsMap::V, RowsMap::DOUT, smem_k + Layout::V_OFFSET, smem_k + Layout::DOUT_OFFSET,
            shared.v, shared.dout, RowConstants::SKIP});
@@ -151,10 +154,12 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   Ring<BWD_TILE_RECORDS> record;
   typename Consumer::Scores softcap_slope;
   Consumer consumer = {params, shared, turns, p_free, smem_k, group};
-  typename Consumer::Gradient acc_dk, acc_dv;  // transposed: rows are head_dim, columns are keys
+  // Transposed: rows are head_dim, columns are keys.
+  typename Consumer::GradientK acc_dk;
+  typename Consumer::GradientV acc_dv;
   const auto pin_dk = [&] {
 #pragma unroll
-    for (int i = 0; i < SLICES; ++i) pin(acc_dk[i]);
+    for (int i = 0; i < DK_SLICES; ++i) pin(acc_dk[i]);
   };
 
   typename Consumer::Place at = {};
@@ -163,10 +168,9 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     const BwdTile& tile = shared.wait_tile(record);
     if (uniform(tile.n_rows) == 0) return;
 #pragma unroll
-    for (int i = 0; i < SLICES; ++i) {
-      set_zero(acc_dk[i]);
-      set_zero(acc_dv[i]);
-    }
+    for (int i = 0; i < DK_SLICES; ++i) set_zero(acc_dk[i]);
+#pragma unroll
+    for (int i = 0; i < SLICES; ++i) set_zero(acc_dv[i]);
     shared.k.wait_full(kv_place(record));
     shared.v.wait_full(kv_place(record));
     const int head_end = tile.has_queries() ? tile.head_end : tile.head_begin;
@@ -187,16 +191,18 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         if (--next.m < uniform(tile.m_range.begin)) break;
         // From this query tile to the next, whose S and dP run beside dQ and dK of this one.
         typename Consumer::Scores s, dp;
-        typename Consumer::HalfDq dq;  // one, so that both halves get the same registers
-        consumer.issue_dq(dq, Consumer::FIRST);
+        typename Consumer::DqPart dq;
+        typename Consumer::SecondDqPart second;
+        auto& dq_second = Consumer::second_part(dq, second);
+        consumer.issue_dq(dq, FIRST);
         consumer.issue_dk(acc_dk, 0, at);
         wgmma_wait<1>();
-        consumer.add_dq(dq, Consumer::FIRST, tile, at);
-        consumer.issue_dq(dq, Consumer::SECOND);
-        if constexpr (SLICES == 2) consumer.issue_dk(acc_dk, 1, at);
+        consumer.add_dq(dq, FIRST, tile, at);
+        consumer.issue_dq(dq_second, SECOND);
+        if constexpr (DK_SLICES == 2) consumer.issue_dk(acc_dk, 1, at);
         consumer.issue_s(s, next);
-        wgmma_wait<SLICES>();
-        consumer.add_dq(dq, Consumer::SECOND, tile, at);
+        wgmma_wait<DK_SLICES>();
+        consumer.add_dq(dq_second, SECOND, tile, at);
         consumer.issue_dp(dp, next);
         wgmma_wait<1>();
         pin(s);
@@ -206,15 +212,17 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         consumer.make_ds(s, dp, softcap_slope, acc_dv, tile, next);
         at = next;
       }
-      typename Consumer::HalfDq dq;
-      consumer.issue_dq(dq, Consumer::FIRST);
+      typename Consumer::DqPart dq;
+      typename Consumer::SecondDqPart second;
+      auto& dq_second = Consumer::second_part(dq, second);
+      consumer.issue_dq(dq, FIRST);
       consumer.issue_dk(acc_dk, 0, at);
       wgmma_wait<1>();
-      consumer.add_dq(dq, Consumer::FIRST, tile, at);
-      consumer.issue_dq(dq, Consumer::SECOND);
-      if constexpr (SLICES == 2) consumer.issue_dk(acc_dk, 1, at);
-      wgmma_wait<SLICES - 1>();
-      consumer.add_dq(dq, Consumer::SECOND, tile, at);
+      consumer.add_dq(dq, FIRST, tile, at);
+      consumer.issue_dq(dq_second, SECOND);
+      if constexpr (DK_SLICES == 2) consumer.issue_dk(acc_dk, 1, at);
+      wgmma_wait<DK_SLICES - 1>();
+      consumer.add_dq(dq_second, SECOND, tile, at);
       wgmma_wait<0>();
       pin_dk();
       shared.q.release_by_thread(at.ring.stage);
@@ -229,6 +237,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     const Strides& dv_strides = params.base.dv_strides;
     T* dk = static_cast<T*>(params.base.dk) + dk_strides.at(tile.batch, row, tile.head_kv);
     T* dv = static_cast<T*>(params.base.dv) + dv_strides.at(tile.batch, row, tile.head_kv);
+    const int columns_v = HEAD_DIM_V == HEAD_DIM ? shape.head_dim : HEAD_DIM_V;
 #pragma unroll
     for (int i = 0; i < SLICES; ++i) {
 #pragma unroll
@@ -253,7 +262,26 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         continue;
       }
       store_columns(dk + column, dk_strides.row, acc_dk[i], tile.n_rows, shape.head_dim - column);
-      store_columns(dv + column, dv_strides.row, acc_dv[i], tile.n_rows, shape.head_dim - column);
+      store_columns(dv + column, dv_strides.row, acc_dv[i], tile.n_rows, columns_v - column);
+    }
+    if constexpr (Layout::SHARED_SLICE) {
+      typename Consumer::HalfSlice sum;
+      consumer.exchange_shared_slice(sum, acc_dk[SLICES]);
+#pragma unroll
+      for (int n = 0; n < BLOCK_N / 16; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[n][j] *= shape.scale;
+      }
+      const int column = GROUPS * SLICES * 64 + fresh_thread_index() % WARPGROUP / 32 * 16;
+      const int key = group * (BLOCK_N / 2);
+      if (shape.group_shares > 1) {
+        float* partial = partial_gradient<HEAD_DIM>(params.base, KeyGradient::DK, tile.share,
+                                                    tile.batch, row + key, tile.head_kv);
+        store_float_columns(partial + column, shape.heads_kv * HEAD_DIM, sum, tile.n_rows - key);
+        continue;
+      }
+      store_columns(dk + key * dk_strides.row + column, dk_strides.row, sum, tile.n_rows - key,
+                    shape.head_dim - column);
     }
   }
 }

@@ -37,8 +37,9 @@ struct AttentionShape {
   int window_right;  // keys to the right; 0 is causal
   int top_left;      // the diagonal starts at (0, 0); otherwise it ends at (seqlen_q, seqlen_k)
   int heads_per_section;  // tile order: see tile_order.cuh
-  // The backward pass shares the query heads of a key head out over this many blocks. If there are
-  // two or more, each stores its sums in dkv_partial, and flash_bwd_combine adds them up.
+  // The backward pass shares the query heads of a key head out over this many blocks; kernels of
+  // sm_90 also take a multiple of these heads, and share the rows of each out. If there are two or
+  // more blocks, each stores its sums in dkv_partial, and flash_bwd_combine adds them up.
   int group_shares;
   float scale;            // scores are scale * q.k
   float softcap;          // then softcap * tanh(score / softcap), unless 0

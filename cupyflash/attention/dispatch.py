@@ -29,7 +29,7 @@ from .options import (
     Options,
     caller_name,
 )
-from .plan import BackwardPlan, ForwardPlan, Padding
+from .plan import BackwardPlan, ForwardPlan, Padding, keeps_v
 from .problem import Problem
 
 TENSORS = ("q", "k", "v")
@@ -159,10 +159,10 @@ def _backward_plan(
     bias_grad: bool,
     deterministic: str,
 ) -> BackwardPlan | Padding:
-    if problem.needs_padding:
+    access = problem.access(0 if aligned else 1)
+    if problem.needs_padding and not keeps_v(problem, access):
         return Padding.of(problem, Options(*options))
     views = {name: library.view(x) for name, x in zip(BACKWARD_TENSORS[1:4], arrays[1:4])}
-    access = problem.access(0 if aligned else 1)
     return BackwardPlan(
         function, problem, access, library, views, Options(*options), deterministic, bias_grad
     )

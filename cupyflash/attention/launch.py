@@ -26,6 +26,10 @@ structs = header("attention/params.cuh")
 split_structs = header("attention/fp16x3_params.cuh")
 
 MIN_SPLIT_KEYS = 256  # of a block: two or more key tiles of any head dim
+# Of a multiprocessor: fewer in a launch, and so many should be in a section of heads.
+FEW_TILES, SECTION_TILES = 8, 3
+# Of a block: fewer, and the sums of dK and dV that it leaves in float32 take longer than it saves.
+MIN_SHARE_ROWS = 1024
 pack_two = struct.Struct("2Q").pack
 pack_four = struct.Struct("4Q").pack
 pack_seven = struct.Struct("7Q").pack
@@ -239,11 +243,12 @@ def num_splits(config: KernelConfig, problem: Problem) -> int:
     return max(1, min(idle, problem.shape.seqlen_k // MIN_SPLIT_KEYS, MAX_SPLITS))
 
 
-def group_shares(config: KernelConfig, problem: Problem) -> int:
-    """How many blocks should divide the query heads of a key head in the backward pass.
+def group_shares(config: KernelConfig, problem: Problem, deterministic: bool = False) -> int:
+    """How many blocks should divide the work of a key head in the backward pass.
 
-    One, unless the tiles of keys are too few for the multiprocessors: then so many that each
-    multiprocessor gets about four, as long as each block has a query head.
+    One, unless the tiles of keys are too few for the multiprocessors. Then so many that each
+    multiprocessor gets about five, as long as each block has a query head. If that still leaves
+    multiprocessors idle, blocks of some kernels divide the rows of a query head as well.
     """
     shape, at_once = problem.shape, multiprocessors(problem.device)
     shape.group_shares = 1
@@ -251,8 +256,27 @@ def group_shares(config: KernelConfig, problem: Problem) -> int:
     group = shape.heads_q // shape.heads_kv
     if tiles >= 3 * at_once:
         return 1
-    heads_of_a_share = max(1, group * tiles // (4 * at_once))
-    return -(-group // heads_of_a_share)
+    heads_of_a_share = max(1, group * tiles // (5 * at_once))
+    shares = -(-group // heads_of_a_share)
+    parts = min(at_once // max(1, shares * tiles), shape.seqlen_q // MIN_SHARE_ROWS)
+    if shares < group or parts < 2 or not config.divides_rows:
+        return shares
+    # Blocks that take turns must find each query tile in the same share of all key tiles, which is
+    # not so under a mask.
+    return shares if deterministic and problem.features.masked else shares * parts
+
+
+def least_side_by_side(config: KernelConfig, problem: Problem) -> int:
+    """How many heads of tile_order.cuh the backward pass should have side by side at least.
+
+    Where a multiprocessor has few tiles, the last section must not end with a long tile in each
+    head, which weighs more than queries that miss the L2 cache.
+    """
+    shape, at_once = problem.shape, multiprocessors(problem.device)
+    heads, tiles = shape.heads_kv * shape.group_shares * shape.batch, num_tiles(config, problem)
+    if tiles > FEW_TILES * at_once:
+        return 1
+    return min(heads, -(-SECTION_TILES * at_once * heads // max(1, tiles)))
 
 
 def num_tiles(config: KernelConfig, problem: Problem) -> int:
@@ -292,7 +316,7 @@ def tensor_map(
     """The map of a tensor of a problem whose access allows it; packed, a batch of one."""
     batch, rows, heads = sizes = problem.sizes(name)
     # The stride of an axis with one index does not matter, but it must be valid: that of a row.
-    head_dim = problem.shape.head_dim
+    head_dim = problem.head_dims[name not in ("q", "k")]
     steps = (n if size > 1 else head_dim for size, n in zip(sizes, strides))
     batch_step, row_step, head_step = (step * ITEM_SIZE[problem.dtype] for step in steps)
     # No dimension may be empty; of an empty tensor nothing is loaded.

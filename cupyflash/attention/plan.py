@@ -15,10 +15,10 @@ from ..runtime.launch import Launch
 from ..runtime.operation import Plan
 from ..runtime.structs import header
 from . import backends
-from .backends.config import FlashBwdCombine, FlashBwdSinks, Tile
+from .backends.config import FlashBwdCombine, FlashBwdPreprocess, FlashBwdSinks, Tile
 from .bias_gradient import bias_gradient
 from .key_mask import KeyMaskLaunch
-from .launch import PersistentLaunch, group_shares, prepare
+from .launch import PersistentLaunch, group_shares, least_side_by_side, prepare
 from .options import BIAS, KEY_MASK, Gradients, Options
 from .problem import Access, Problem, bias_strides, canonical_strides
 from .tuning import Choice, kernels
@@ -61,7 +61,9 @@ class ForwardPlan(Plan):
             return
         backend, choice = choose(function, problem, access, backward=False)
         (config,) = kernels(backend, choice, problem.device, backward=False, tile=tile)
-        shape.heads_per_section = _heads_per_section(problem, shape.seqlen_k, 2)
+        shape.heads_per_section = _heads_per_section(
+            problem, shape.heads_q * shape.batch, shape.seqlen_k, 2
+        )
         params = structs.FlashFwdParams(
             **{f"{name}_strides": strides for name, strides in problem.strides.items()},
             out_strides=canonical_strides("out", out, options),
@@ -137,11 +139,16 @@ class BackwardPlan(Plan):
             dbias_strides = bias_strides(self.dbias_shape, dense)
         self.gradients = []
         strides = dict(problem.strides)
+        # Where v has fewer columns than q and k, its gradient lies in memory of as many, like that
+        # of a v that is padded. So its strides do not depend on the kernel, and the one that adds
+        # up shares may write all columns.
+        self.columns_v = problem.head_dims[1] if problem.needs_padding else None
         for name in "qkv":
             x = views[name]
-            dense = library.strides_of_empty(x.shape, x)
-            self.gradients.append((x.shape, dense))
-            like = View(x.shape, dense, x.dtype, x.device)
+            wide = (*x.shape[:-1], shape.head_dim)
+            dense = result_strides(library, x.shape, shape.head_dim, x)
+            self.gradients.append((wide, dense))
+            like = View(wide, dense, x.dtype, x.device)
             strides[f"d{name}"] = canonical_strides(name, like, options)
         # Keys that no query sees get a gradient of zero from the kernel; without queries there is
         # nothing to launch, and without keys only what finds the gradient of the sinks.
@@ -160,14 +167,15 @@ class BackwardPlan(Plan):
             if self.dbias is None and problem.bias_is_broadcast:
                 self.deterministic = False
         deterministic = self.deterministic
-        partial_floats = 0
+        partial_floats, least = 0, 1
         if isinstance(configs[-1], FlashBwdCombine):
-            shape.group_shares = group_shares(configs[1], problem)
+            shape.group_shares = group_shares(configs[1], problem, deterministic)
             if shape.group_shares == 1:
                 configs.pop()
             else:
                 columns = shape.heads_kv * configs[-1].head_dim
                 partial_floats = 2 * shape.group_shares * _rows_k(problem) * columns
+            least = least_side_by_side(configs[1], problem)
         if self.dbias is not None:  # after what is above has been read
             partial_floats = max(partial_floats, self.dbias.partial_floats)
         if extras.sinks:
@@ -184,7 +192,12 @@ class BackwardPlan(Plan):
         self.semaphores = 1 + shape.heads_q * rows // 16 if deterministic and accum_dim else 0
         per_query = 2 + (2 if accum_dim else 0)  # q, dout; the accumulator counts twice
         shape.heads_per_section = _heads_per_section(
-            problem, shape.seqlen_q, per_query, side_by_side=deterministic
+            problem,
+            shape.heads_kv * shape.group_shares * shape.batch,
+            shape.seqlen_q,
+            per_query,
+            least,
+            side_by_side=deterministic,
         )
         params = structs.FlashBwdParams(
             **{f"{name}_strides": x for name, x in strides.items()},
@@ -197,7 +210,12 @@ class BackwardPlan(Plan):
             rows_k=_rows_k(problem),
             shape=shape,
         )
-        self.launches = [prepare(config, problem, params) for config in configs]
+        of_out = structs.FlashBwdParams.from_buffer_copy(params)  # for the kernel that reads out
+        of_out.shape.head_dim = problem.head_dims[1]
+        self.launches = [
+            prepare(config, problem, of_out if isinstance(config, FlashBwdPreprocess) else params)
+            for config in configs
+        ]
         if self.dbias is not None:
             self.dbias.prepare(params)
         masked = any(config.takes_key_mask for config in configs)
@@ -256,6 +274,9 @@ class BackwardPlan(Plan):
             launch.start(stream, argument)
         if in_registers:
             self.dbias(stream, *arguments, to_dbias, to_dsinks)
+        if self.columns_v is not None:
+            dq, dk, dv = gradients
+            gradients = (dq, dk, dv[..., : self.columns_v])
         return *gradients, dbias, dsinks
 
 
@@ -294,8 +315,24 @@ def choose(
     return backend, Choice(dtype, head_dim, features, capability)
 
 
+def keeps_v(problem: Problem, access: Access) -> bool:
+    """Whether the backward kernels take v and out of fewer columns than q and k without padding."""
+    shape, features = problem.shape, problem.features
+    empty = 0 in (shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k)
+    if empty or not features.head_dim_v:
+        return False
+    forced, capability = environment.current().backend, capability_of(problem.device)
+    return backends.keeps_v(forced, problem.dtype, shape.head_dim, access, features, capability)
+
+
 def _heads_per_section(
-    problem: Problem, rows: int, tensors: int, side_by_side: bool = False
+    problem: Problem,
+    heads: int,
+    rows: int,
+    tensors: int,
+    least: int = 1,
+    *,
+    side_by_side: bool = False,
 ) -> int:
     """How many of all heads run side by side, longest tiles first: see tile_order.cuh.
 
@@ -303,19 +340,22 @@ def _heads_per_section(
     blocks that take turns (``side_by_side``), where those of one head wait for each other.
 
     Args:
+        heads: of all sequences; a share of the query heads of a key head counts as one.
         rows: of one head in each of so many ``tensors``, which its blocks read again and again.
+        least: so many side by side even if the L2 cache has no room for them.
     """
     shape = problem.shape
-    heads = shape.heads_q * shape.batch
     causal = shape.window_right < shape.seqlen_k and shape.window_left >= shape.seqlen_k
     if not (causal or side_by_side):
         return 1
     head_bytes = max(1, rows * shape.head_dim * tensors * 2)
     fitting = max(1, min(heads, int(SECTION_L2_FRACTION * l2_bytes(problem.device) / head_bytes)))
     if side_by_side:
-        fitting = max(fitting, min(heads, TURN_HEADS))
+        least = max(least, min(heads, TURN_HEADS))
+    fitting = max(fitting, least)
     # A power of two, so that sections of the usual head counts come out even, which is worth 7 %.
-    return 1 << (fitting.bit_length() - 1)
+    power = 1 << (fitting.bit_length() - 1)
+    return power if power >= least else -(-heads // -(-heads // fitting))
 
 
 def _rows_k(problem: Problem) -> int:

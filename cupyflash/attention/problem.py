@@ -60,6 +60,8 @@ class Features(NamedTuple):
         one_tile: no sequence has more than `ONE_TILE` queries or keys.
         one_pass: one_tile, no query heads share a key head, and there are no sinks: one kernel can
             compute the backward.
+        head_dim_v: columns of v and out if these have fewer than q and k, which need no padding;
+            else 0.
     """
 
     softcap: bool = False
@@ -76,6 +78,7 @@ class Features(NamedTuple):
     few_keys: bool = False
     one_tile: bool = False
     one_pass: bool = False
+    head_dim_v: int = 0
 
     @property
     def with_bool_mask(self) -> "Features":
@@ -188,8 +191,14 @@ class Problem:
             fits_128=padded_to_128 < 0.95 * padded_to_192,
             few_keys=shape.seqlen_k <= FEW_KEYS,
             one_tile=one_tile,
+            head_dim_v=self._head_dim_v,
             one_pass=one_tile and shape.heads_q == shape.heads_kv and not extras.sinks,
         )
+
+    @property
+    def _head_dim_v(self) -> int:
+        head_dim, head_dim_v = self.head_dims
+        return head_dim_v if head_dim_v < head_dim == self.shape.head_dim else 0
 
     @property
     def bias_strides(self) -> structs.BiasStrides:

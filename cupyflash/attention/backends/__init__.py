@@ -41,6 +41,23 @@ def in_order(
     return BACKENDS
 
 
+def keeps_v(
+    forced: str | None,
+    dtype: str,
+    head_dim: int,
+    access: Access,
+    features: Features,
+    capability: tuple[int, int],
+) -> bool:
+    """Whether the backward takes v and out with fewer columns than q and k; only ``sm90`` does."""
+    order = in_order(head_dim, features, capability, backward=True)
+    return (
+        (forced or next(iter(order))) == "sm90"
+        and sm90.supports(dtype, head_dim, access, features, capability, backward=True)
+        and sm90.keeps_v(head_dim, features)
+    )
+
+
 def choose(
     function: str,
     forced: str | None,

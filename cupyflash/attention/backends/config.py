@@ -25,6 +25,7 @@ class AttentionKernel(KernelConfig):
         split_inputs: it reads float16 parts of its inputs, which other kernels make before it.
         persistent: a block takes one of the ``grid`` tiles after the other, so that one block for
             each multiprocessor is enough.
+        divides_rows: blocks of this backward kernel can divide the query rows of a head.
         combine: the configuration of the kernel that merges the results of several blocks, if
             blocks of this kernel (as ``split_keys()`` returns it) can divide the keys of a tile.
     """
@@ -32,6 +33,7 @@ class AttentionKernel(KernelConfig):
     tiles_of: ClassVar[str] = "q"
     split_inputs: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
+    divides_rows: ClassVar[bool] = False
     combine: ClassVar["KernelConfig | None"] = None
     key_mask_header: ClassVar[str] = "attention/key_mask.cuh"
 
@@ -129,7 +131,7 @@ class FlashBwdSinks(AttentionKernel):
 
 @dataclasses.dataclass(frozen=True)
 class FlashBwdCombine(AttentionKernel):
-    """Backward, where blocks divide the query heads of a key head: dK and dV are sums of theirs.
+    """Backward, where blocks divide the work of a key head: dK and dV are sums of theirs.
 
     Attributes:
         dtype: of dk and dv.

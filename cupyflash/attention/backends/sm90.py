@@ -237,6 +237,11 @@ def backward(
     return sm90_backward.backward(dtype, head_dim, features, tile)
 
 
+def keeps_v(head_dim: int, features: Features) -> bool:
+    """Whether the backward kernels take v and out with fewer columns than q and k have."""
+    return sm90_backward.narrow_v_tile(head_dim, features) is not None
+
+
 def candidates(
     head_dim: int, features: Features, capability: Capability, *, backward: bool
 ) -> tuple[Tile, ...]:
@@ -262,6 +267,8 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
         kernels = (*forward(*problem).launched(capability), *backward(*problem))
         yield from (config for config in kernels if config not in seen)
         seen.update(kernels)
+    for dtype, (head_dim, head_dim_v) in itertools.product(HALF, sm90_backward.NARROW_V_TILES):
+        yield backward(dtype, head_dim, Features(head_dim_v=head_dim_v), capability)[1]
 
 
 def _padded(head_dim: int) -> int:

@@ -35,6 +35,8 @@ TILES_MANY = {32: (64, 128), 64: (64, 128)}
 WIDE_TILES = {192: (64, 96, 3), 256: (64, 80, 2)}
 # Three warpgroups have no registers for the derivative of the softcap, a bias or dropout.
 WIDE_TILES_SCORE = {128: (64, 64, 2), 256: (64, 64, 2)}
+# (head dim, that of v and out): block_m, block_n, groups
+NARROW_V_TILES = {(192, 128): (64, 96, 2)}
 # The others that `python -m cupyflash tune` tries.
 CANDIDATES = {128: ((64, 64, 2),), 256: ((64, 64, 2),)}
 
@@ -44,6 +46,7 @@ class MainKernel(AttentionKernel):
 
     params: ClassVar[type[structs.FlashBwdSm90Params]] = structs.FlashBwdSm90Params
     persistent: ClassVar[bool] = True
+    divides_rows: ClassVar[bool] = True
     key_mask_header: ClassVar[str] = KEY_MASK_HEADER
     tiles_of: ClassVar[str] = "k"
 
@@ -83,12 +86,17 @@ class FlashBwdSm90(MainKernel):
 
 @dataclasses.dataclass(frozen=True)
 class FlashBwdWideSm90(MainKernel):
-    """The same for wide heads: ``groups`` warpgroups share the columns of dK and dV."""
+    """The same for wide heads: ``groups`` warpgroups share the columns of dK and dV.
+
+    Attributes:
+        head_dim_v: of v, dout and dv: ``head_dim``, or one of `NARROW_V_TILES`.
+    """
 
     source: ClassVar[str] = "attention/flash_bwd_wide_sm90.cu"
 
     dtype: str
     head_dim: int
+    head_dim_v: int
     block_m: int
     block_n: int
     num_stages: int
@@ -135,7 +143,8 @@ def backward(
     if len(tile) == 2:
         main = _main(dtype, padded, *tile, (softcap, alibi, bias_kind(features), dropout))
     else:
-        main = _main_wide(dtype, padded, *tile, features.switches)
+        head_dim_v = features.head_dim_v or padded
+        main = _main_wide(dtype, padded, head_dim_v, tile, features.switches)
     return (
         FlashBwdPreprocess(dtype, accum_dim=padded),
         main,
@@ -147,12 +156,26 @@ def backward(
 def candidates(head_dim: int, features: Features) -> tuple[Tile, ...]:
     """The tiles that `backward` takes, the built-in choice first."""
     padded, built_in = _built_in(head_dim, features)
-    return (built_in, *CANDIDATES.get(padded, ()))
+    return (built_in, *(() if features.head_dim_v else CANDIDATES.get(padded, ())))
+
+
+def narrow_v_tile(head_dim: int, features: Features) -> tuple[int, Tile] | None:
+    """The head dim of the kernel that takes v as narrow as it is, and its tile; or None."""
+    if any(features.switches):
+        return None
+    found = (
+        (size, tile)
+        for (size, size_v), tile in NARROW_V_TILES.items()
+        if size_v == features.head_dim_v and size_v < head_dim <= size
+    )
+    return next(found, None)
 
 
 def _built_in(head_dim: int, features: Features) -> tuple[int, Tile]:
     """The head dim of the kernel, and the built-in tile: of wide heads with its ``groups``."""
     softcap, alibi, bias, dropout = features.switches
+    if narrow := narrow_v_tile(head_dim, features):
+        return narrow
     tiles = TILES_ONE if softcap or dropout or (alibi and bias) else TILES
     if tiles is TILES and bias > KEY_MASK:
         tiles = TILES_KEY_MASK
@@ -182,16 +205,20 @@ def _main(dtype: str, head_dim: int, block_m: int, block_n: int, switches: tuple
 
 
 def _main_wide(
-    dtype: str, head_dim: int, block_m: int, block_n: int, groups: int, switches: tuple
+    dtype: str, head_dim: int, head_dim_v: int, tile: Tile, switches: tuple
 ) -> FlashBwdWideSm90:
-    kv_bytes = 2 * block_n * head_dim * 2
+    block_m, block_n, groups = tile
+    columns = head_dim + head_dim_v
     ds_bytes = block_m * shared_columns(block_n) * 2
-    q_bytes = block_m * head_dim * 2  # a stage of Q, or of dO
-    # 80 keys leave room for one stage of dO, and half of the dQ of one warpgroup is staged.
-    dout_stages, dq_bytes = (1, block_m * 64 * 4) if block_n == 80 else (NUM_STAGES, 0)
-    smem_bytes = kv_bytes + (NUM_STAGES + dout_stages) * q_bytes + 2 * ds_bytes + dq_bytes
+    smem_bytes = block_n * columns * 2 + 2 * ds_bytes  # K and V, P and dS
+    if head_dim_v < head_dim:  # two stages of Q and dO; dQ
+        smem_bytes += NUM_STAGES * block_m * columns * 2 + block_m * head_dim * 4
+    elif block_n == 80:  # room for one stage of dO; half of the dQ of one warpgroup
+        smem_bytes += (NUM_STAGES + 1) * block_m * head_dim * 2 + block_m * 64 * 4
+    else:
+        smem_bytes += NUM_STAGES * block_m * columns * 2
     return FlashBwdWideSm90(
-        dtype, head_dim, block_m, block_n, NUM_STAGES, groups, *switches, smem_bytes
+        dtype, head_dim, head_dim_v, block_m, block_n, NUM_STAGES, groups, *switches, smem_bytes
     )
 
 
