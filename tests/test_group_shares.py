@@ -36,6 +36,7 @@ def test_shares(monkeypatch, backend, batch, heads_q, heads_kv, queries, keys, s
         shares = heads_q // heads_kv  # its blocks divide no rows
     shape = structs.AttentionShape(batch, heads_q, heads_kv, queries, keys, 128)
     problem = types.SimpleNamespace(shape=shape, device=0, total_q=None, total_k=None)
+    problem.features = Features()
     config = backend.backward("float16", 128, Features(), (9, 0))[1]
     assert launch.group_shares(config, problem) == shares
     shape.group_shares = shares
@@ -44,6 +45,17 @@ def test_shares(monkeypatch, backend, batch, heads_q, heads_kv, queries, keys, s
         == config.grid(shape)
         == -(-keys // 128) * (batch * heads_kv * shares)
     )
+
+
+@pytest.mark.parametrize(("heads", "length", "shares"), [(8, 8192, 4), (8, 4096, 8), (3, 8192, 3)])
+def test_shares_under_a_mask(monkeypatch, heads, length, shares):
+    """Two query heads each where that is enough tiles."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    shape = structs.AttentionShape(1, heads, 1, length, length, 128)
+    problem = types.SimpleNamespace(shape=shape, device=0, total_q=None, total_k=None)
+    problem.features = Features(masked=True)
+    config = sm90.backward("float16", 128, problem.features, (9, 0))[1]
+    assert launch.group_shares(config, problem) == shares
 
 
 @pytest.mark.parametrize(

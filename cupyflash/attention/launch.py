@@ -247,8 +247,10 @@ def group_shares(config: KernelConfig, problem: Problem, deterministic: bool = F
     """How many blocks should divide the work of a key head in the backward pass.
 
     One, unless the tiles of keys are too few for the multiprocessors. Then so many that each
-    multiprocessor gets about five, as long as each block has a query head. If that still leaves
-    multiprocessors idle, blocks of some kernels divide the rows of a query head as well.
+    multiprocessor gets about five, as long as each block has a query head; under a mask, where the
+    longest tiles come first, two heads if that leaves each multiprocessor about two tiles. If one
+    head for each block still leaves multiprocessors idle, blocks of some kernels divide the rows of
+    a query head as well.
     """
     shape, at_once = problem.shape, multiprocessors(problem.device)
     shape.group_shares = 1
@@ -257,6 +259,8 @@ def group_shares(config: KernelConfig, problem: Problem, deterministic: bool = F
     if tiles >= 3 * at_once:
         return 1
     heads_of_a_share = max(1, group * tiles // (5 * at_once))
+    if group * tiles > 3.8 * at_once and problem.features.masked:
+        heads_of_a_share = max(2, heads_of_a_share)
     shares = -(-group // heads_of_a_share)
     parts = min(at_once // max(1, shares * tiles), shape.seqlen_q // MIN_SHARE_ROWS)
     if shares < group or parts < 2 or not config.divides_rows:
