@@ -189,7 +189,7 @@ def test_sdpa(target):
 
 
 @each(library="torch")
-@pytest.mark.parametrize("head_dims", [(37, 37), (16, 40)], ids=str)
+@pytest.mark.parametrize("head_dims", [(37, 37), (16, 40), (136, 128)], ids=str)
 def test_compiled_and_mapped(target, head_dims):
     """What torch.compile expects of the strides is what the operators give."""
     import torch

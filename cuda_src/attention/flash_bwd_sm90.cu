@@ -11,8 +11,9 @@
 //
 // A persistent block takes tiles of BLOCK_N keys of one key head, one after the other. For each it
 // walks over the tiles of BLOCK_M queries that see the keys, of every query head of the group; or
-// of a share of the group, where key heads are few (group_shares). Then dK and dV of a share go to
-// dkv_partial in float32, and flash_bwd_combine.cu adds them up.
+// of a share of the group, or of the rows of one of its heads, where tiles of keys are few
+// (group_shares). Then dK and dV of a share go to dkv_partial in float32, and flash_bwd_combine.cu
+// adds them up.
 //
 // Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
 // is filled up with zeros; NUM_STAGES is the number of buffers of Q, dO and dS; SOFTCAP, ALIBI,

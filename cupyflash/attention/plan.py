@@ -375,10 +375,10 @@ def _accum_rows(problem: Problem) -> int:
 class Padding(NamedTuple):
     """Stands for the plan of a head dim that the kernels do not take: copies with more columns.
 
-    Kernels have one head_dim, a multiple of 8, for q, k, v and out. Columns of zeros in q and k
-    change no score, and those of v only give columns of zeros in out: attention of the wider
-    arrays, at the scale of the true head_dim, is attention of the arrays in its first columns. So
-    are the gradients.
+    Kernels have one head_dim, a multiple of 8, for q, k, v and out, but for those of `keeps_v`.
+    Columns of zeros in q and k change no score, and those of v only give columns of zeros in out:
+    attention of the wider arrays, at the scale of the true head_dim, is attention of the arrays in
+    its first columns. So are the gradients.
 
     Attributes:
         width: head_dim of the kernels.
