@@ -254,7 +254,7 @@ def test_launch_puts_maps_in_front(libcuda, devices, monkeypatch):
     params = structs.FlashFwdParams(**strides, lse_head_stride=5, shape=call.shape)
     made = launch.prepare(config, call, params)
     pointers = tuple(range(16, 29))
-    made(None, *pointers)
+    made.start(None, made.argument(*pointers, stream=None))
     grid, block, argument = arguments[0]
     assert grid == (7,) and block == (512,)
     assert type(argument) is numpy.ndarray and argument.size == 1
@@ -294,7 +294,7 @@ def test_map_of_the_bias_is_the_last(libcuda, devices, monkeypatch):
         pointers = range(1, 1 + len(kernel_launch.call_fields(params())))
         libcuda.calls.clear()
         arguments.clear()
-        made(None, *pointers, workspace=2**20)
+        made.start(None, made.argument(*pointers, stream=None, workspace=2**20))
         assert len(libcuda.calls) == 5 and len(arguments) == (1 if splits == 1 else 2)
         found = argument.from_buffer_copy(arguments[0])
         assert bytes(found.bias_map) == b"\5" * 128 and found.base.shape.seqlen_k == 72
@@ -329,7 +329,7 @@ def test_keys_are_shared_out_where_tiles_are_few(libcuda, devices, monkeypatch):
         strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
         made = launch.prepare(config, call, structs.FlashFwdParams(**strides, shape=call.shape))
         launched.clear()
-        made(None, *range(16, 29), workspace=2**20)
+        made.start(None, made.argument(*range(16, 29), stream=None, workspace=2**20))
         blocks, splits = expected
         assert launched[0][1] == (blocks,) and len(launched) == (1 if splits == 1 else 2)
         params = structs.FlashFwdSm90Params.from_buffer_copy(launched[0][2].tobytes())
