@@ -297,4 +297,4 @@ def _torch_backward() -> TorchSide:
 
 
 FORWARD = Operation(forward, _torch_forward, names=_forward_name)
-BACKWARD = Operation(backward, _torch_backward, first=1, names=_backward_name)
+BACKWARD = Operation(backward, _torch_backward, first=1, names=_backward_name, gradient=True)

@@ -52,13 +52,6 @@ class Backward:
             arrays = dispatch.prepared(function, LIBRARY, BACKWARD_TENSORS, arrays, options[0])
         return torch_ops.attention_backward(function, arrays, *options)
 
-    @staticmethod
-    def called(function: str, arrays: tuple, options: tuple[tuple, bool]) -> Gradients:
-        """The gradients; autocast has no say here. They are no constants to who derives them."""
-        if LIBRARY.wants_gradient(*arrays):
-            return Backward.traced(function, arrays, options)
-        return dispatch.backward(function, LIBRARY, arrays, options)
-
 
 class Attention(torch.autograd.Function):
     """(out, lse) of `dispatch.forward`; either may have a gradient.

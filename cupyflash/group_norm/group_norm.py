@@ -281,4 +281,4 @@ def _torch_backward() -> TorchSide:
 
 
 FORWARD = Operation(forward, _torch_forward)
-BACKWARD = Operation(backward, _torch_backward, first=1)
+BACKWARD = Operation(backward, _torch_backward, first=1, gradient=True)

@@ -41,13 +41,6 @@ class GroupNormBackward:
         """(dx, dweight, dbias); without a weight the last two are None."""
         return (*_group_norm_backward(*arrays, *options), None, None)[:3]
 
-    @classmethod
-    def called(cls, function: str, arrays: tuple, options: tuple) -> tuple[Tensor | None, ...]:
-        """The operator where a derivative is wanted."""
-        if LIBRARY.wants_gradient(*arrays):
-            return cls.traced(function, arrays, options)
-        return backward(function, LIBRARY, arrays, options)
-
 
 class GroupNorm(torch.autograd.Function):
     """(out, statistics) of `forward`."""

@@ -156,4 +156,4 @@ def _torch_backward() -> TorchSide:
 
 
 FORWARD = Operation(dispatch.forward, _torch_forward)
-BACKWARD = Operation(dispatch.backward, _torch_backward, first=1)
+BACKWARD = Operation(dispatch.backward, _torch_backward, first=1, gradient=True)

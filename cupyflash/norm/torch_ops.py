@@ -57,13 +57,6 @@ class NormBackward:
             return dh, *sums
         return _dropout_add(dh, None, seed, function, p).to(dout.dtype), *sums, dh
 
-    @classmethod
-    def called(cls, function: str, arrays: tuple, options: tuple) -> tuple[Tensor | None, ...]:
-        """Through the operators where a derivative is wanted, which is an error of theirs."""
-        if LIBRARY.wants_gradient(*arrays):
-            return cls.traced(function, arrays, options)
-        return _plain_backward(function, arrays, options)
-
 
 def _plain_backward(function: str, arrays: tuple, options: tuple) -> tuple[Tensor | None, ...]:
     return dispatch.backward(function, LIBRARY, arrays, options)

@@ -49,6 +49,8 @@ class Operation:
         native: the name of that array, if it must be an array of NumPy, CuPy or torch: an operation
             that writes into its arrays takes no others, because arrays of JAX must not change.
         names: called with (function, place), returns the name of an array for errors.
+        gradient: it is the gradient of another operation, so its `TorchSide` needs no ``called``:
+            autocast has no say, and where a derivative is wanted, the operator raises the error.
     """
 
     def __init__(
@@ -58,9 +60,10 @@ class Operation:
         first: int = 0,
         native: str | None = None,
         names: Callable[[str, int], str] | None = None,
+        gradient: bool = False,
     ) -> None:
         self.run, self.torch_side, self.first = run, torch_side, first
-        self.native, self.names = native, names
+        self.native, self.names, self.gradient = native, names, gradient
 
     def __call__(
         self, function: str, arrays: tuple[Array | None, ...], options: tuple
@@ -84,6 +87,8 @@ class Operation:
             return self._foreign(function, arrays, options)
         if library.has_autograd and self.torch_side is not None:
             route = library.route(arrays[self.first], arrays)
+            if self.gradient and route == "called":
+                route = "traced" if library.wants_gradient(*arrays) else ""
             if route:
                 return getattr(self.torch_side(), route)(function, arrays, options)
         return self.run(function, library, arrays, options)
