@@ -11,7 +11,7 @@ from wrong_calls import check_refused
 
 import cupyflash
 from cupyflash.attention.backends import sm90
-from cupyflash.attention.bias_gradient import bias_gradient
+from cupyflash.attention.bias import bias_gradient
 from cupyflash.attention.dispatch import BACKWARD, FORWARD
 from cupyflash.attention.options import Extras, Options
 from cupyflash.runtime.array import array_namespace

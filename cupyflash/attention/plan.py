@@ -16,8 +16,7 @@ from ..runtime.operation import Plan
 from ..runtime.structs import header
 from . import backends
 from .backends.config import FlashBwdCombine, FlashBwdPreprocess, FlashBwdSinks, Tile
-from .bias_gradient import bias_gradient
-from .key_mask import KeyMaskLaunch
+from .bias import KeyMaskLaunch, bias_gradient
 from .launch import PersistentLaunch, group_shares, least_side_by_side, prepare
 from .options import BIAS, KEY_MASK, Gradients, Options
 from .problem import Access, Problem, bias_strides, canonical_strides
