@@ -15,8 +15,8 @@
 //
 // Warps. One lane of each warp of warpgroup 0 is a producer (fwd_block_sm90.cuh):
 //   warp 0     chooses the next tile and describes it in a record
-//   warp 1     loads Q, K and V
-//   warp 2     writes O
+//   warp 1     loads K and V
+//   warp 2     loads Q, a tile ahead if there are two buffers of it, and writes O
 //   warp 3     loads the bias, if it comes by TMA
 // The other warpgroups are consumers, which own 64 queries of the tile each. S, P and O live in
 // their registers (fwd_consumer_sm90.cuh).
@@ -30,14 +30,15 @@
 //                       softmax of S(n - 1) runs beside the second product
 //   between warpgroups  they issue their products in turns, so that the products of one run while
 //                       another computes its softmax
-//   between tiles       the first S of the next tile is issued before O of this one is written
+//   between tiles       the first S of the next tile runs while O of this one is written
 //
 // Why nothing is overwritten too early. Every buffer is a stage of a ring with two barriers
 // (common/ring.cuh): it is filled after its consumers have released it, and read after the copy has
 // completed. Consumers release a stage of K or V after the wgmma_wait() of the product that reads
 // it. A warpgroup writes O over its own 64 rows of Q only, after its last product with them, and
-// the loader refills the stage after the copy engine has read O. A record of a tile is written
-// again four tiles later, and the scheduler is at most three tiles ahead of the last reader.
+// the lane that stores O refills the stage itself, after the copy engine has read O. A record of a
+// tile is written again four tiles later, and the scheduler is at most three tiles ahead of the
+// last reader.
 //
 // Why it ends. All roles see the same tiles in the same order, up to the record with m_rows = 0,
 // which ends each of them; a tile without keys passes through all of them, too. All consumers make
@@ -73,8 +74,9 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   consumer.issue_qk(s);
   if constexpr (C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
   consumer.issue_pv(acc_o, p, v_ring);
-  consumer.pass_turn();
+  if constexpr (!C::PASS_AFTER_S) consumer.pass_turn();
   wgmma_wait<1>();  // S is complete; O += P V may still run
+  if constexpr (C::PASS_AFTER_S) consumer.pass_turn();
   pin(s);
   consumer.shared.k.release(consumer.kv_ring.stage);
   consumer.score_and_softmax(s, state, masked);
@@ -111,8 +113,8 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
       if (warp == 3) return load_fwd_bias(params, shared, smem_q);
     }
     if (warp == 0) schedule_fwd_tiles(params, shared);
-    if (warp == 1) load_fwd_tiles(params, shared, smem_q);
-    if (warp == 2) write_fwd_tiles<SPLIT>(params, shared, smem_q);
+    if (warp == 1) load_fwd_keys(params, shared, smem_q);
+    if (warp == 2) move_fwd_queries<SPLIT>(params, shared, smem_q);
     return;
   }
 
@@ -152,24 +154,27 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     const Ring<KV_STAGES> v_ring = consumer.kv_ring;
     consumer.kv_ring.advance();
     consumer.q_ring.advance();
-    const auto finish = [&] {
-      consumer.pass_turn();
-      wgmma_wait<0>();
+    const auto write_o = [&] {
       pin(acc_o);
       shared.v.release(v_ring.stage);
       consumer.write_tile(acc_o, state, done, done_stage);
     };
     if constexpr (decltype(consumer)::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
     float s[BLOCK_N / 8][4];
+    const bool ready = consumer.enter_next_if_ready();
     consumer.take_turn();
-    if (consumer.next_is_ready()) {
-      consumer.next_tile();
-      consumer.issue_qk(s);
+    if (ready) {
       consumer.issue_pv(acc_o, p, v_ring);
-      finish();
+      consumer.issue_qk(s);
+      consumer.pass_turn();
+      wgmma_wait<1>();  // O is complete; S of the next tile may still run
+      write_o();
+      wgmma_wait<0>();
     } else {
       consumer.issue_pv(acc_o, p, v_ring);
-      finish();
+      consumer.pass_turn();
+      wgmma_wait<0>();
+      write_o();
       if (!consumer.next_tile()) return;
       consumer.take_turn();
       consumer.issue_qk(s);

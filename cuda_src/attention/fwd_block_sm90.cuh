@@ -14,8 +14,8 @@
 // The record of a query tile, which the scheduler writes for all roles. m_rows = 0 ends the work of
 // the block.
 struct FwdTile {
+  alignas(16) TileRange n_range;  // read as one vector
   Sequence sequence;
-  TileRange n_range;
   int m_begin;
   int m_rows;
   int head;
@@ -82,14 +82,14 @@ struct FwdLayout {
 // late, so that the work is divided evenly among the blocks, but early enough for its first loads.
 constexpr int LOOK_AHEAD = 3;
 
-// The scheduler is one tile ahead of the loader, which is at most Q_STAGES (2) tiles ahead of the
-// consumers and of the writer.
+// The scheduler is one tile ahead of the lane that loads Q, which is at most Q_STAGES (2) tiles
+// ahead of the consumers and of the O that it stores itself.
 constexpr int FWD_TILE_RECORDS = 4;
 
 // The barriers of a block and the records of its tiles, in static shared memory.
 template <class L>
 struct FwdShared {
-  RingBarriers<L::Q_STAGES> q[L::GROUPS];  // emptied by the writer of O
+  RingBarriers<L::Q_STAGES> q[L::GROUPS];  // only `full` is used
   RingBarriers<L::KV_STAGES> k;
   RingBarriers<L::KV_STAGES> v;
   RingBarriers<FWD_TILE_RECORDS> located;  // only `full` is used
@@ -103,7 +103,7 @@ struct FwdShared {
     k.init(L::GROUPS * 4);  // warps
     v.init(L::GROUPS * 4);
     located.init(1);
-    mbarrier_init(smem_address(&almost_loaded), L::HAS_BIAS ? 2 : 1);  // loaders
+    mbarrier_init(smem_address(&almost_loaded), L::HAS_BIAS ? 3 : 2);  // loaders
     for (auto& stage : o_full) {
       for (auto& barrier : stage) mbarrier_init(smem_address(&barrier), 4);
     }
@@ -135,6 +135,7 @@ __device__ __forceinline__ void schedule_fwd_tiles(const FlashFwdSm90Params& par
   for (;;) {
     FwdTile& tile = shared.tiles[record.stage];
     tile.m_rows = 0;
+    tile.n_range = {};
     if (index < num_tiles) {
       tile.locate(params.base, order.at(index / params.num_splits), L::BLOCK_M, L::BLOCK_N);
       tile.take_split(index % params.num_splits, params.num_splits);
@@ -148,31 +149,22 @@ __device__ __forceinline__ void schedule_fwd_tiles(const FlashFwdSm90Params& par
   }
 }
 
-// The loader loads in the order in which the consumers read: K first, for which it need not wait
-// until the buffer of Q is free, then Q, and V one tile behind K.
+// The loader of K and V loads in the order in which the consumers read: V one tile behind K.
 template <class L>
-__device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
-                                               FwdShared<L>& shared, uint32_t smem) {
+__device__ __forceinline__ void load_fwd_keys(const FlashFwdSm90Params& params,
+                                              FwdShared<L>& shared, uint32_t smem) {
   const AttentionShape& shape = params.base.shape;
   Ring<FWD_TILE_RECORDS> record;
-  Ring<L::Q_STAGES> q_ring;
   Ring<L::KV_STAGES> k_ring, v_ring;
 #pragma unroll 1
-  for (;; record.advance(), q_ring.advance()) {
+  for (;; record.advance()) {
     const FwdTile& tile = shared.wait_tile(record);
+    if (tile.m_rows == 0) return;
     const uint32_t almost_loaded = smem_address(&shared.almost_loaded);
-    // The consumers wait for the Q of every tile, also where there is nothing to load.
-    if (tile.m_rows == 0 || !tile.has_keys()) {
-#pragma unroll 1
-      for (int group = 0; group < L::GROUPS; ++group) {
-        shared.q[group].wait_empty(q_ring);
-        mbarrier_arrive(smem_address(&shared.q[group].full[q_ring.stage]));
-      }
-      if (tile.m_rows == 0) return;
+    if (!tile.has_keys()) {
       mbarrier_arrive(almost_loaded);
       continue;
     }
-    const TensorRows q(params, RowsMap::Q, tile.sequence, tile.batch);
     const TensorRows k(params, RowsMap::K, tile.sequence, tile.batch);
     const TensorRows v(params, RowsMap::V, tile.sequence, tile.batch);
     const int head_kv = tile.head / (shape.heads_q / shape.heads_kv);
@@ -192,17 +184,6 @@ __device__ __forceinline__ void load_fwd_tiles(const FlashFwdSm90Params& params,
     int n = tile.n_range.end - 1;
     const int n_almost = min(n, n_begin + LOOK_AHEAD);
     load(k, smem + L::K_OFFSET, shared.k, k_ring, n);
-#pragma unroll 1
-    for (int group = 0; group < L::GROUPS; ++group) {
-      shared.q[group].wait_empty(q_ring);
-      const uint32_t full = smem_address(&shared.q[group].full[q_ring.stage]);
-      mbarrier_arrive_expect(full, L::TileQ::BYTES / L::GROUPS);
-#pragma unroll
-      for (int block = 0; block < L::TileQ::NUM_BLOCKS; ++block) {
-        q.load(L::q_address(smem, q_ring.stage, group, block), full, block,
-               tile.m_begin + group * 64, tile.head);
-      }
-    }
 #pragma unroll 1
     for (; n > n_begin; --n) {
       if (n == n_almost) mbarrier_arrive(almost_loaded);
@@ -238,32 +219,58 @@ __device__ __forceinline__ void load_fwd_bias(const FlashFwdSm90Params& params,
   }
 }
 
-// The writer stores O from the buffer of Q, and then gives the buffer back to the loader. In a
-// split the consumers store O themselves, and the writer only gives the buffer back.
+// One lane loads Q and stores O, which lies in the buffers of Q: a buffer is loaded as soon as the
+// copy engine has read the O that was in it. With two buffers that is long before the Q is needed,
+// so that the wait for memory is hidden. In a split the consumers store O themselves.
 template <bool SPLIT, class L>
-__device__ __forceinline__ void write_fwd_tiles(const FlashFwdSm90Params& params,
-                                                FwdShared<L>& shared, uint32_t smem) {
+__device__ __forceinline__ void move_fwd_queries(const FlashFwdSm90Params& params,
+                                                 FwdShared<L>& shared, uint32_t smem) {
   Ring<FWD_TILE_RECORDS> record;
-  Ring<L::Q_STAGES> q_ring;
+  Ring<L::Q_STAGES> q_ring, o_ring;
+  const FwdTile* computed = nullptr;  // the tile whose O comes next
+  TensorRows q, out;
+
+  const auto load_q = [&](const FwdTile& tile, int group) {
+    const uint32_t full = smem_address(&shared.q[group].full[q_ring.stage]);
+    // The consumers wait for the Q of every tile, also where there is nothing to load.
+    if (!tile.has_keys()) return mbarrier_arrive(full);
+    mbarrier_arrive_expect(full, L::TileQ::BYTES / L::GROUPS);
+#pragma unroll
+    for (int block = 0; block < L::TileQ::NUM_BLOCKS; ++block) {
+      q.load(L::q_address(smem, q_ring.stage, group, block), full, block, tile.m_begin + group * 64,
+             tile.head);
+    }
+  };
+  const auto store_o = [&](int group) {
+    mbarrier_wait(smem_address(&shared.o_full[o_ring.stage][group]), o_ring.parity);
+    if constexpr (!SPLIT) {
+#pragma unroll
+      for (int block = 0; block < L::TileQ::NUM_BLOCKS; ++block) {
+        out.store(L::q_address(smem, o_ring.stage, group, block), block,
+                  computed->m_begin + group * 64, computed->head);
+      }
+      bulk_commit();
+      bulk_wait_read<0>();
+    }
+  };
 #pragma unroll 1
   for (;; record.advance(), q_ring.advance()) {
     const FwdTile& tile = shared.wait_tile(record);
-    if (tile.m_rows == 0) break;
-    const TensorRows out(params, RowsMap::OUT, tile.sequence, tile.batch);
+    if (tile.has_keys()) q = TensorRows(params, RowsMap::Q, tile.sequence, tile.batch);
 #pragma unroll 1
     for (int group = 0; group < L::GROUPS; ++group) {
-      mbarrier_wait(smem_address(&shared.o_full[q_ring.stage][group]), q_ring.parity);
-      if constexpr (!SPLIT) {
-#pragma unroll
-        for (int block = 0; block < L::TileQ::NUM_BLOCKS; ++block) {
-          out.store(L::q_address(smem, q_ring.stage, group, block), block,
-                    tile.m_begin + group * 64, tile.head);
-        }
-        bulk_commit();
-        bulk_wait_read<0>();
-      }
-      mbarrier_arrive(smem_address(&shared.q[group].empty[q_ring.stage]));
+      if (L::Q_STAGES == 1 && computed) store_o(group);
+      load_q(tile, group);
     }
+    mbarrier_arrive(smem_address(&shared.almost_loaded));
+    if (L::Q_STAGES > 1 && computed) {
+#pragma unroll 1
+      for (int group = 0; group < L::GROUPS; ++group) store_o(group);
+    }
+    if (tile.m_rows == 0) break;
+    if (computed) o_ring.advance();
+    computed = &tile;
+    out = TensorRows(params, RowsMap::OUT, tile.sequence, tile.batch);
   }
   bulk_wait<0>();
 }

@@ -90,6 +90,11 @@ struct FwdConsumer {
   // The warpgroups issue their products in turns: each waits until the one before it has issued its
   // own, so that it computes its softmax while the products of the others run. The barrier of a
   // turn counts the threads of the group that waits for it and of the group that passes it on.
+  //
+  // At small head dims the exponentials take longer than the products. Two groups that issue right
+  // after each other would compute them at the same time, and stay in step for the whole tile, so
+  // the turn is passed on a product later.
+  static constexpr bool PASS_AFTER_S = L::HEAD_DIM <= 64;
 
   // Gives the first turn to group 0.
   __device__ __forceinline__ void open_turns() const {
@@ -180,25 +185,37 @@ struct FwdConsumer {
   __device__ __forceinline__ bool next_tile() {
     for (;;) {
       shared.q[group].wait_full(q_ring);
-      tile = next_record();
-      if (uniform(tile->m_rows) == 0) return false;
-      if (uniform(tile->has_keys())) break;
+      const FwdTile* next = next_record();
+      if (uniform(next->has_keys())) {
+        enter(next);
+        return true;
+      }
+      if (uniform(next->m_rows) == 0) return false;
+      tile = next;
       write_empty(*tile, q_ring.stage);
       q_ring.advance();
     }
-    n = uniform(tile->n_range.end - 1);
-    n_begin = uniform(tile->n_range.begin);
-    inner_begin = uniform(tile->n_range.inner_begin);
-    inner_end = uniform(tile->n_range.inner_end);
-    return true;
   }
 
-  // Whether there is a next tile with keys whose Q lies in a second buffer. It waits for that Q.
-  __device__ __forceinline__ bool next_is_ready() {
+  // Goes on to the next tile if that has keys and its Q lies in a second buffer, and returns
+  // whether it did. It waits for that Q.
+  __device__ __forceinline__ bool enter_next_if_ready() {
     if constexpr (L::Q_STAGES == 1) return false;
     shared.q[group].wait_full(q_ring);
-    const FwdTile& next = *next_record();
-    return uniform(next.m_rows) != 0 && uniform(next.has_keys()) != 0;
+    const FwdTile* next = next_record();
+    const bool ready = uniform(next->has_keys());
+    if (ready) enter(next);
+    return ready;
+  }
+
+  // Goes on to a tile with keys.
+  __device__ __forceinline__ void enter(const FwdTile* next) {
+    tile = next;
+    const TileRange range = next->n_range;
+    n = uniform(range.end - 1);
+    n_begin = uniform(range.begin);
+    inner_begin = uniform(range.inner_begin);
+    inner_end = uniform(range.inner_end);
   }
 
   __device__ __forceinline__ bool is_inner() const { return n < inner_end && n >= inner_begin; }

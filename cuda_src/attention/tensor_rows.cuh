@@ -16,6 +16,8 @@ struct TensorRows {
   int row;
   int batch;
 
+  TensorRows() = default;
+
   // Params is FlashFwdSm90Params or FlashBwdSm90Params.
   template <typename Params>
   __device__ TensorRows(const Params& params, RowsMap which, const Sequence& sequence, int batch)
