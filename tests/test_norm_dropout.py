@@ -10,11 +10,12 @@ from passes import one_graph
 from test_norm import EPS, spread_out
 
 import cupyflash
-from cupyflash.norm import detour, dispatch, dropout, kernels
+from cupyflash.norm import dispatch, dropout, kernels
 from cupyflash.runtime.array import View, library_of
 from cupyflash.runtime.libraries import NumpyLibrary
 from cupyflash.runtime.operation import Plan
 from cupyflash.runtime.philox import dropout_threshold, keep_mask, keep_rows, philox
+from cupyflash.runtime.rows import result_strides, rows_to_copy
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64
 
 SEED = 2**41 + 12345
@@ -619,5 +620,5 @@ def test_strides_that_need_copies():
     torch = pytest.importorskip("torch")
     dh = torch.ones(1).expand(4, 24)
     views = {"x": library_of(dh).view(dh)}
-    strides = detour.result_strides(library_of(dh), views["x"])
-    assert detour.rows_to_copy(strides, views, ("x", "residual")) == {"x"}
+    strides = result_strides(library_of(dh), views["x"])
+    assert rows_to_copy(strides, views, ("x", "residual")) == {"x"}

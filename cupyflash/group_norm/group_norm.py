@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy
 
-from ..norm.detour import Detour, dense, filled
 from ..runtime.array import Array, View
 from ..runtime.checks import require_eps
 from ..runtime.operation import Operation, Plans, TorchSide
+from ..runtime.rows import Detour, dense, filled
 from ..runtime.specs import Spec, views_of
 from . import reference
 from .groups import dense_like, layout_of

@@ -14,9 +14,9 @@ from ..runtime.array import Array, View
 from ..runtime.checks import require_eps
 from ..runtime.operation import Plan, Plans
 from ..runtime.philox import SEED_ARRAY
+from ..runtime.rows import Detour, dense, filled, result_strides, rows_to_copy
 from ..runtime.specs import Spec, views_of
 from . import dropout, reference
-from .detour import Detour, dense, filled, result_strides, rows_to_copy
 from .plan import BackwardPlan, ForwardPlan
 
 COLUMNS = range(1, 2**30)  # of a row

@@ -15,9 +15,8 @@ from ..runtime.philox import (
     require_seed_array,
     seed_array,
 )
-from ..runtime.rows import Rows
+from ..runtime.rows import Detour, Rows, dense, result_strides, rows_to_copy
 from . import kernels, reference
-from .detour import Detour, dense, result_strides, rows_to_copy
 
 _plans = Plans(wide=2)
 

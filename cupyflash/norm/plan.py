@@ -9,11 +9,10 @@ from ..runtime.checks import require_grid
 from ..runtime.gpu import capability_of, multiprocessors
 from ..runtime.launch import Launch, clusters_at_once
 from ..runtime.operation import Plan
-from ..runtime.rows import Rows
+from ..runtime.rows import Rows, result_strides
 from ..runtime.scratch import tile_counters
 from ..runtime.structs import header
 from . import kernels
-from .detour import result_strides
 
 structs = header("norm/params.cuh")
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..runtime.array import library_of
 from ..runtime.philox import require_probability, require_seed_array
+from ..runtime.rows import result_strides
 from ..runtime.torch_calls import no_second_derivative, refuse_transforms, require_one_device
 from . import dispatch, dropout
-from .detour import result_strides
 
 LIBRARY = library_of(torch.empty(0))
 
