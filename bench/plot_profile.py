@@ -167,7 +167,13 @@ FAMILIES = {
         "o",
     ),
     "attention on mma.sync": (
-        ("flash_fwd_sm80", "flash_bwd_sm80", "flash_bwd_short", "flash_bwd_dbias_sm80"),
+        (
+            "flash_fwd_sm80",
+            "flash_bwd_sm80",
+            "flash_bwd_keys",
+            "flash_bwd_short",
+            "flash_bwd_dbias",
+        ),
         "#E69F00",
         "s",
     ),

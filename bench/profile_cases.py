@@ -145,6 +145,7 @@ def others() -> Iterator[tuple[str, Maker]]:
     yield "attention bwd length 64", part(backward, short)
     yield "attention fwd 128 causal 4096, backend sm80", part(forward, attention(4096, 128))
     yield "attention bwd 128 causal 4096, backend sm80", part(backward, attention(4096, 128))
+    yield "attention bwd 64 full 4096, backend sm80", part(backward, attention(4096, 64, False))
     yield "attention fwd float32", part(forward, float32)
     yield "attention bwd float32", part(backward, float32)
     yield "attention fwd float32, backend simt", part(forward, float32)

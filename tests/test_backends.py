@@ -5,7 +5,7 @@ import pytest
 from cupyflash.attention.backends import BACKENDS, choose
 from cupyflash.attention.problem import Access, Features
 from cupyflash.precompile import TOPICS
-from cupyflash.runtime.gpu import ARCHITECTURES
+from cupyflash.runtime.gpu import ARCHITECTURES, architecture
 
 MAPPED, VECTOR, ELEMENT = Access.TENSOR_MAP, Access.VECTOR, Access.ELEMENT
 
@@ -67,8 +67,42 @@ def test_one_kernel_computes_the_backward_of_short_sequences():
         }.items()
     }
     assert names["plain"] == names["bias"] == ["flash_bwd_short_sm80"]
-    assert all("flash_bwd_sm80" in names[x] for x in ("groups", "softcap", "dropout"))
+    assert "flash_bwd_keys_sm80" in names["groups"]
+    assert all("flash_bwd_sm80" in names[x] for x in ("softcap", "dropout"))
     assert chosen("float16", features=ONE_TILE._replace(one_pass=False), backward=True) == "sm90"
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
+def test_warps_own_keys_for_narrow_heads_without_options(capability):
+    """The kernel has no options: to pick it for a problem with one would be wrong silently."""
+
+    def picked(head_dim, **features):
+        problem = "float16", head_dim, Features(**features), capability
+        tiles = BACKENDS["sm80"].candidates(*problem[1:], backward=True)
+        found = {BACKENDS["sm80"].backward(*problem, tile)[1].name for tile in tiles}
+        assert BACKENDS["sm80"].backward(*problem)[1].name in found
+        return "flash_bwd_keys_sm80" in found
+
+    for head_dim in (16, 32, 64):
+        assert picked(head_dim) == picked(head_dim, masked=True, short=4) == (capability >= (8, 0))
+        options = {"softcap": True, "alibi": True, "dropout": True, "bias": 1}
+        for name, value in options.items():
+            assert not picked(head_dim, **{name: value})
+    assert not picked(72)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_two_blocks_fit_on_a_multiprocessor(capability):
+    """Those of four warps where a warp owns keys, and of the widest heads where there is room."""
+    memory = architecture(capability).shared_memory
+    problems = [(head_dim, True) for head_dim in (32, 64)] + [(256, False)] * (memory == 227)
+    for head_dim, backward in problems:
+        problem = "float16", head_dim, Features(), capability
+        sm80 = BACKENDS["sm80"]
+        config = sm80.backward(*problem)[1] if backward else sm80.forward(*problem)
+        # A block takes 1 KB for the system and 256 bytes for what is static.
+        assert 2 * (config.shared_memory / 1024 + 1.25) <= memory + 1
+        assert config.num_warps == 4
 
 
 def test_what_tensor_cores_cannot_take_runs_on_simt():

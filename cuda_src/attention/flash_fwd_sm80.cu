@@ -9,14 +9,17 @@
 //   warps          each owns BLOCK_M / NUM_WARPS queries (16 or 32), so that the softmax of a row
 //                  stays within a warp; S, P and O live in registers
 //   shared memory  Q [BLOCK_M][HEAD_DIM], one K tile and one V tile [BLOCK_N][HEAD_DIM]
-//   overlap        V(n) is copied while S = Q K(n)^T runs, and K(n - 1) while O += P V(n) runs; of
-//                  two or more blocks on a multiprocessor, one runs its softmax beside the products
-//                  of another
+//   overlap        V(n) is copied while S = Q K(n)^T runs, and K(n - 1) while O += P V(n) runs; the
+//                  addresses of V(n) are computed between the products of S; of two or more blocks
+//                  on a multiprocessor, one runs its softmax beside the products of another
 //
 // Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
 // is filled up with zeros; ARCH is the compute capability (75 has no cp.async); SOFTCAP, ALIBI,
 // BIAS (a BiasKind) and DROPOUT are the options of the score; SMEM_BYTES is the dynamic shared
 // memory.
+//
+// Eight warps on a multiprocessor leave each of its threads 255 registers: one block of eight, or
+// two of four.
 //
 // Why nothing is overwritten too early. K and V have one buffer each. A __syncthreads() lies
 // between the last read of a buffer and the copy that fills it again, and one between the end of a
@@ -31,9 +34,25 @@
 #include "tile_order.cuh"
 #include "warp_gemm.cuh"
 
+// An operand A that calls work() after the first step of its product. In front of the product, the
+// tensor cores would wait for the instructions of this work.
+template <class Operand, class Work>
+struct OperandBesideWork {
+  const Operand& operand;
+  const Work& work;
+
+  __device__ OperandBesideWork(const Operand& operand, const Work& work)
+      : operand(operand), work(work) {}
+
+  __device__ __forceinline__ void load(uint32_t (&a)[4], int m, int k) const {
+    operand.load(a, m, k);
+    if (k == 1 && m == 0) work();
+  }
+};
+
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_WARPS, int ARCH, bool SOFTCAP,
           bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
-__global__ void __launch_bounds__(NUM_WARPS * 32)
+__global__ void __launch_bounds__(NUM_WARPS * 32, 8 / NUM_WARPS)
     flash_fwd_sm80(const __grid_constant__ FlashFwdParams params) {
   using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
   using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
@@ -90,13 +109,15 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   for (; n >= n_begin; --n) {
     copies_wait<ARCH>();
     __syncthreads();  // K(n) has landed; no warp reads V(n + 1) any more
-    load_kv(smem_v, block.v, params.v_strides.row, n);
-    copies_commit<ARCH>();
 
     // ---- S = Q K^T ----
+    const auto copy_v = [&] {
+      load_kv(smem_v, block.v, params.v_strides.row, n);
+      copies_commit<ARCH>();
+    };
     float acc_s[M][BLOCK_N / 8][4];
     set_zero(acc_s);
-    warp_gemm<T, ARCH, HEAD_DIM / 16>(acc_s, operand_q, operand_k);
+    warp_gemm<T, ARCH, HEAD_DIM / 16>(acc_s, OperandBesideWork(operand_q, copy_v), operand_k);
 
     copies_wait<ARCH>();
     __syncthreads();  // V(n) has landed; no warp reads K(n) any more
@@ -104,10 +125,10 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     copies_commit<ARCH>();
 
     // ---- score, softmax ----
-    bool moved = false;
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-      const ScorePlace<Rows::QUERIES> at = {
+    // The mask comes in one branch before all rows: behind the last branch, ptxas runs the softmax
+    // of some rows beside that of others and beside the products.
+    const auto place_of = [&](int m) -> ScorePlace<Rows::QUERIES> {
+      return {
           block.sequence,
           block.batch,
           block.head,
@@ -116,10 +137,18 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
           block.m_begin + warp_row + m * 16 + lane / 4,
           n * BLOCK_N + lane % 4 * 2,
       };
-      score.apply(acc_s[m], at);
-      if (block.n_range.needs_mask(n)) score.apply_mask(acc_s[m], at);
+    };
+#pragma unroll
+    for (int m = 0; m < M; ++m) score.apply(acc_s[m], place_of(m));
+    if (block.n_range.needs_mask(n)) {
+#pragma unroll
+      for (int m = 0; m < M; ++m) score.apply_mask(acc_s[m], place_of(m));
+    }
+    bool moved = false;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
       state[m].update<SOFTCAP>(acc_s[m], score.scale_log2);
-      score.apply_dropout(acc_s[m], at);
+      score.apply_dropout(acc_s[m], place_of(m));
       moved |= state[m].rescale[0] != 1.f || state[m].rescale[1] != 1.f;
     }
     // ---- O += P V ----

@@ -2,8 +2,8 @@
 
 Tiles depend on the head dim and on the GPU: on its shared memory (A100, H100 and B200 have twice
 that of consumer cards) and, on Turing, on the lack of asynchronous copies. They were measured on an
-H200 for head dims 64 and 128; the others, and those with a bias or dropout, are
-the largest that compile without spills.
+H200 for head dims 64 and 128, the forward at 256 and the backward at 32; the others, and those with
+a bias or dropout, are the largest that compile without spills.
 """
 
 import dataclasses
@@ -55,15 +55,15 @@ FORWARD_TILES = {
     },
 }
 # The softcap takes the last registers of the widest tile, on Turing ALiBi as well.
-FORWARD_TILES_SOFTCAP = {64: (128, 64, 4), 128: (128, 64, 8)}
-FORWARD_TILES_ALIBI = {128: (128, 64, 8)}
+FORWARD_TILES_SOFTCAP = {64: (128, 64, 4), 96: (128, 48, 4), 128: (128, 64, 8)}
+FORWARD_TILES_ALIBI = {64: (128, 80, 4), 128: (128, 64, 8)}
 FORWARD_TILES_SCORE_TURING = {64: (64, 48, 4)}
 
 # head dim: block_m, block_n, num_warps, num_stages
 BACKWARD_TILES = {
     "large": {
         32: (128, 128, 8, 2),
-        64: (128, 128, 8, 2),
+        64: (64, 128, 8, 2),
         96: (64, 128, 8, 2),
         128: (64, 128, 8, 2),
         160: (64, 64, 8, 2),
@@ -89,6 +89,8 @@ BACKWARD_TILES = {
         192: (32, 32, 4, 1),
     },
 }
+# Where a multiprocessor has 227 KB, two blocks of the narrower tile fit.
+FORWARD_TILES_227_KB = {256: (64, 64, 4)}
 # For Blackwell ptxas needs a few more registers: narrower tiles, where the others would spill. The
 # smallest tiles of head dim 256 spill on sm_120 all the same, and simt serves.
 FORWARD_TILES["sm100"] = FORWARD_TILES["large"] | {64: (128, 64, 4), 128: (128, 64, 8)}
@@ -105,8 +107,17 @@ BACKWARD_TILES["sm100"] = {
 BACKWARD_TILES["sm120"] = BACKWARD_TILES["small"] | {32: (128, 64, 8, 2)}
 del BACKWARD_TILES["sm120"][256]
 
+# For narrow heads without options of the score, a kernel in which each warp owns keys: block_m,
+# block_n, num_warps. Two of its blocks fit on a multiprocessor.
+BACKWARD_TILES_KEYS = {
+    "large": {32: (128, 128, 4), 64: (64, 128, 4)},
+    "small": {32: (64, 128, 4), 64: (32, 128, 4)},
+}
+BACKWARD_TILES_KEYS["sm100"] = BACKWARD_TILES_KEYS["large"]
+BACKWARD_TILES_KEYS["sm120"] = BACKWARD_TILES_KEYS["small"]
+
 # The derivative of the softcap, and ALiBi, need registers that the widest tiles do not leave.
-BACKWARD_TILES_SCORE = {64: (64, 128, 8, 2), 96: (64, 64, 8, 2), 128: (64, 64, 8, 2)}
+BACKWARD_TILES_SCORE = {96: (64, 64, 8, 2), 128: (64, 64, 8, 2)}
 
 # The gradient of a shared bias: block_m, block_n, step_m, num_warps.
 DBIAS_TILE = (64, 64, 2, 4)
@@ -145,6 +156,7 @@ BACKWARD_CANDIDATES = (
     *((32, 64, 4, 1), (64, 32, 4, 1), (64, 64, 4, 1), (64, 64, 8, 1), (64, 64, 8, 2)),
     *((64, 128, 8, 1), (64, 128, 8, 2), (128, 64, 8, 2), (128, 128, 8, 2)),
 )
+BACKWARD_CANDIDATES_KEYS = ((32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 128, 4))
 
 
 def takes_short_tiles(features: Features) -> bool:
@@ -162,6 +174,8 @@ def forward_tiles(features: Features, capability: Capability) -> Tiles:
         narrower = features.softcap and tiles[32][1] == 96  # it would spill on Blackwell
         return tiles | {32: (128, 64, 4)} if narrower else tiles
     tiles = FORWARD_TILES[architecture(capability).tiles]
+    if architecture(capability).shared_memory == 227:
+        tiles = tiles | FORWARD_TILES_227_KB
     if architecture(capability).tiles == "turing":
         return tiles | FORWARD_TILES_SCORE_TURING if features.softcap or features.alibi else tiles
     if features.softcap:
@@ -170,13 +184,16 @@ def forward_tiles(features: Features, capability: Capability) -> Tiles:
 
 
 def backward_tiles(features: Features, capability: Capability) -> Tiles:
-    """Head dim: (block_m, block_n, num_warps, num_stages), for every head dim of the backward."""
+    """Head dim: (block_m, block_n, num_warps, num_stages), for every head dim of the backward.
+
+    A tile of `BACKWARD_TILES_KEYS` has no num_stages.
+    """
     if features.bias or features.dropout:
         return BACKWARD_TILES_BIAS[architecture(capability).tiles]
     tiles = BACKWARD_TILES[architecture(capability).tiles]
-    if (features.softcap or features.alibi) and architecture(capability).tiles == "large":
-        return tiles | BACKWARD_TILES_SCORE
-    return tiles
+    if not (features.softcap or features.alibi):
+        return tiles | BACKWARD_TILES_KEYS.get(architecture(capability).tiles, {})
+    return tiles | BACKWARD_TILES_SCORE if architecture(capability).tiles == "large" else tiles
 
 
 BIASES = (0, 1, 2, 3, KEY_MASK, KEY_MASK + 1, KEY_MASK + 2)
@@ -227,8 +244,25 @@ class FlashBwdSm80(AttentionKernel):
 
 
 @dataclasses.dataclass(frozen=True)
+class FlashBwdKeysSm80(AttentionKernel):
+    """Backward for narrow heads without options: as ``FlashBwdSm80``, but a warp owns keys."""
+
+    source: ClassVar[str] = "attention/flash_bwd_keys_sm80.cu"
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+    tiles_of: ClassVar[str] = "k"
+
+    dtype: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    arch: int
+    smem_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class FlashBwdPostprocessSm80(AttentionKernel):
-    """Backward, last: dQ from its float32 accumulator; tiles and warps as in ``FlashBwdSm80``."""
+    """Backward, last: dQ from its float32 accumulator; tiles and warps as in the kernel before."""
 
     source: ClassVar[str] = "attention/flash_bwd_postprocess_sm80.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
@@ -325,11 +359,16 @@ def backward(
         return sm80_short.backward(dtype, head_dim, features, capability)
     padded, arch = _padded(head_dim), architecture(capability).mma
     tile = tile or backward_tiles(features, capability)[padded]
-    block_m, block_n, num_warps, num_stages = tile
-    smem_bytes = 2 * (2 * (block_n + num_stages * block_m) * padded + 2 * block_m * block_n)
+    block_m, block_n, num_warps, *num_stages = tile
+    if num_stages:
+        smem_bytes = 4 * ((block_n + num_stages[0] * block_m) * padded + block_m * block_n)
+        main = FlashBwdSm80(dtype, padded, *tile, arch, *features.switches, smem_bytes)
+    else:
+        smem_bytes = 4 * (block_n + block_m) * padded + 2 * block_m * block_n + 8 * block_m
+        main = FlashBwdKeysSm80(dtype, padded, *tile, arch, smem_bytes)
     return (
         FlashBwdPreprocess(dtype, accum_dim=padded),
-        FlashBwdSm80(dtype, padded, *tile, arch, *features.switches, smem_bytes),
+        main,
         FlashBwdPostprocessSm80(dtype, padded, block_m, num_warps, arch, block_m * padded * 2),
         FlashBwdCombine(dtype, padded),
     )
@@ -343,7 +382,9 @@ def candidates(
         return (forward_tiles(features, capability)[_padded(head_dim)], *FORWARD_CANDIDATES)
     if sm80_short.supports_backward(head_dim, features, capability):
         return ()
-    return (backward_tiles(features, capability)[_padded(head_dim)], *BACKWARD_CANDIDATES)
+    tile = backward_tiles(features, capability)[_padded(head_dim)]
+    owns_keys = tile in BACKWARD_CANDIDATES_KEYS
+    return (tile, *(BACKWARD_CANDIDATES_KEYS if owns_keys else ()), *BACKWARD_CANDIDATES)
 
 
 def dbias(
