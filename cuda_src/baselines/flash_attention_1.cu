@@ -24,36 +24,15 @@
 // keeps acc in registers, divides once, and there are as many blocks as tiles of queries.
 #include "../common/convert.cuh"
 #include "../common/warp.cuh"
+#include "params.cuh"
 
 constexpr int THREADS = 256;
-
-struct FlashAttention1Params {
-  const void* q;   // [batch, seqlen_q, heads, head_dim]
-  const void* k;   // [batch, seqlen_k, heads, head_dim]
-  const void* v;   // [batch, seqlen_k, heads, head_dim]
-  void* out;       // [batch, seqlen_q, heads, head_dim]
-  float* acc;      // like out; out itself where that is float32
-  float* row_max;  // [batch, seqlen_q, heads]
-  float* row_sum;  // [batch, seqlen_q, heads]
-  int64_t seqlen_q;
-  int64_t seqlen_k;
-  int64_t heads;
-  int64_t head_dim;
-  int causal;
-  float scale;
-
-  // How many keys a query sees; the last query of a causal sequence sees all of them.
-  __device__ int64_t visible_keys(int64_t query) const {
-    if (!causal) return seqlen_k;
-    return min(seqlen_k, max(int64_t(0), query + seqlen_k - seqlen_q + 1));
-  }
-};
 
 // HEAD_DIM is at least head_dim; the columns beyond are zeros in shared memory. KEYS is at most 32,
 // so that a lane has one key, and such that all fits into the 48 KB that every GPU has.
 template <typename T, int HEAD_DIM, int KEYS>
 __global__ void __launch_bounds__(THREADS, 1)
-    flash_attention_1(const __grid_constant__ FlashAttention1Params params) {
+    flash_attention_1(const __grid_constant__ BaselineAttentionParams params) {
   constexpr int WARPS = THREADS / 32;
   constexpr int COLUMNS = HEAD_DIM / 32;  // of a lane
   constexpr int ROWS = 8 / COLUMNS;       // of a warp: a lane has 8 elements of acc
@@ -87,7 +66,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       // Rows see no fewer keys than the rows before them. All rows are met at the first tile, which
       // writes out for those that see no key at all.
       const int rows = int(min(int64_t(ROWS), params.seqlen_q - query));
-      if (first_key > 0 && params.visible_keys(query + rows - 1) <= first_key) continue;
+      if (first_key > 0 && params.keys_of_query(query + rows - 1) <= first_key) continue;
       const int64_t row = (batch * params.seqlen_q + query) * heads + head;
 
       // ---- q, and what the rows have found so far ----
@@ -129,7 +108,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       float kept[ROWS], total[ROWS];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const bool seen = lane < KEYS && first_key + lane < params.visible_keys(query + r);
+        const bool seen = lane < KEYS && first_key + lane < params.keys_of_query(query + r);
         const float new_max = fmaxf(past_max[r], warp_max(seen ? scores[r] : -INF));
         const float weight = seen ? expf(scores[r] - new_max) : 0.f;
         kept[r] = past_sum[r] == 0.f ? 0.f : expf(past_max[r] - new_max) * past_sum[r];
@@ -155,7 +134,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       }
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const int64_t visible = params.visible_keys(query + r);
+        const int64_t visible = params.keys_of_query(query + r);
         if (r >= rows || (first_key > 0 && visible <= first_key)) continue;  // not there, or done
         const bool is_last = visible <= first_key + KEYS;
 #pragma unroll

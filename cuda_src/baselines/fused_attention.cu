@@ -31,7 +31,7 @@ __global__ void fused_attention(const __grid_constant__ BaselineAttentionParams 
   // ---- one key after the other; a sum of its own for each GROUP of them, since one chain of
   // float32 additions over all keys would lose a digit ----
   float top = -INF, sum = 0.f;
-  const int64_t keys = params.visible_keys(row);
+  const int64_t keys = params.keys_of_row(row);
   for (int64_t first = 0; first < keys; first += GROUP) {
     const float top_before = top;
     float group_sum = 0.f, group_acc[LANE_COLUMNS] = {};

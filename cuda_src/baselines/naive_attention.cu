@@ -15,7 +15,7 @@ enum Step { scores, softmax, output };
 template <typename T>
 __device__ void compute_score(const BaselineAttentionParams& params, int64_t thread) {
   const int64_t row = thread / params.seqlen_k, key = thread % params.seqlen_k;
-  if (row >= params.rows || key >= params.visible_keys(row)) return;
+  if (row >= params.rows || key >= params.keys_of_row(row)) return;
   const T* q = static_cast<const T*>(params.q) + row * params.head_dim;
   const T* k = static_cast<const T*>(params.k) + params.key_at(row, key);
   float dot = 0.f;
@@ -27,7 +27,7 @@ __device__ void normalise_row(const BaselineAttentionParams& params, int64_t thr
   const int64_t row = thread / 32, lane = thread % 32;
   if (row >= params.rows) return;  // the warp as a whole: its sums need all lanes
   float* s = params.scores + row * params.seqlen_k;
-  const int64_t keys = params.visible_keys(row);
+  const int64_t keys = params.keys_of_row(row);
   float top = -INF, sum = 0.f;
   for (int64_t key = lane; key < keys; key += 32) top = fmaxf(top, s[key]);
   top = warp_max(top);  // subtracted, so that no exponential is infinite
@@ -42,7 +42,7 @@ __device__ void compute_output(const BaselineAttentionParams& params, int64_t th
   if (row >= params.rows) return;
   const float* p = params.scores + row * params.seqlen_k;
   const T* v = static_cast<const T*>(params.v) + d;
-  const int64_t keys = params.visible_keys(row);
+  const int64_t keys = params.keys_of_row(row);
   float sum = 0.f;
   for (int64_t key = 0; key < keys; ++key) sum += p[key] * to_float(v[params.key_at(row, key)]);
   static_cast<T*>(params.out)[thread] = from_float<T>(sum);

@@ -20,12 +20,11 @@ from ..jit import compiler
 from ..runtime.array import Array, View, library_of
 from ..runtime.checks import require_grid
 from ..runtime.config import ITEM_SIZE, KernelConfig
-from ..runtime.launch import Launch
+from ..runtime.launch import Launch, call_fields
 from ..runtime.specs import Spec, views_of
 from ..runtime.structs import header
 
 structs = header("baselines/params.cuh")
-flash_structs = header("baselines/flash_attention_1.cu")
 
 THREADS = 256
 STEPS = header("baselines/naive_attention.cu").Step
@@ -105,7 +104,7 @@ def fused_attention(
         out = library.empty(view.shape, view.strides, q)
         columns = next(n for n in LANE_COLUMNS if view.shape[3] <= 32 * n)
         config, threads = FusedAttention(view.dtype, columns), params.rows * 32
-        _launch("fused_attention", library, view, config, threads, params, q, k, v, out, None)
+        _launch("fused_attention", library, view, config, threads, params, q, k, v, out)
     return out
 
 
@@ -118,10 +117,8 @@ def flash_attention_1(
     head_dim + 2 numbers for each row of out, 2 for float32 arrays.
     """
     function = "flash_attention_1"
-    library, view, shared = _prepared(function, q, k, v, scale, causal)
+    library, view, params = _prepared(function, q, k, v, scale, causal)
     _require_head_dim(function, view)
-    fields = ("seqlen_q", "seqlen_k", "heads", "head_dim", "causal", "scale")
-    params = flash_structs.FlashAttention1Params(**{name: getattr(shared, name) for name in fields})
     with _device_of(view):
         out = library.empty(view.shape, view.strides, q)
         acc = out if view.dtype == "float32" else library.empty_float32(view.shape, q)
@@ -129,7 +126,7 @@ def flash_attention_1(
         head_dim = next(n for n in FLASH_KEYS if view.shape[3] <= n)
         config = FlashAttention1(view.dtype, head_dim, FLASH_KEYS[head_dim])
         blocks = view.shape[0] * view.shape[2] if params.seqlen_q else 0
-        arrays = (q, k, v, out, acc, *statistics)
+        arrays = (q, k, v, out, None, acc, *statistics)
         _launch(function, library, view, config, blocks * config.threads, params, *arrays)
     return out
 
@@ -183,11 +180,15 @@ def _launch(
     function: str, library: Any, view: View, config: KernelConfig, threads: int, params: Any,
     *arrays: Array | None,
 ) -> None:  # fmt: skip
-    """Run ``threads`` threads of a kernel; its arguments are the arrays and then ``params``."""
+    """Run ``threads`` threads of a kernel; its arguments are the arrays and then ``params``.
+
+    Pointers behind the last array are null.
+    """
     if not threads:
         return
     blocks = require_grid(function, -(-threads // config.threads), view.shape)
     pointers = [0 if x is None else library.pointer(x) for x in arrays]
+    pointers += [0] * (len(call_fields(params)) - len(pointers))
     launch = Launch(config, view.device, blocks, params)
     launch.start(library.stream(view.device), launch.argument(*pointers))
 
@@ -241,9 +242,7 @@ class FlashAttention1(Baseline):
     """Attention in tiles of ``keys`` keys; ``head_dim`` is the next of `FLASH_KEYS`."""
 
     source: ClassVar[str] = "baselines/flash_attention_1.cu"
-    params: ClassVar[type[flash_structs.FlashAttention1Params]] = (
-        flash_structs.FlashAttention1Params
-    )
+    params: ClassVar[type[structs.BaselineAttentionParams]] = structs.BaselineAttentionParams
 
     head_dim: int
     keys: int
