@@ -139,3 +139,15 @@ def test_threads():
     threads = {name: pair for name, pair in threads.items() if pair[1]}
     assert len(threads) > 15
     assert [name for name, (host, source) in threads.items() if host != source] == []
+
+
+def test_instructions_are_defined_once():
+    """A function of ptx/ with the same types of arguments is in one header."""
+    found: dict[tuple[str, str], str] = {}
+    for path in sorted((sources.root() / "ptx").glob("*.cuh")):
+        text = without_comments(path.read_text(encoding="utf-8"))
+        for name, arguments in re.findall(r"(\w+)\(([^()]*)\) \{$", text, re.M):
+            types = re.sub(r" \w+(?=,|$)", "", arguments)
+            other = found.setdefault((name, types), path.name)
+            assert other == path.name, f"{name}({types}) is in {other} and in {path.name}"
+    assert len(found) > 50

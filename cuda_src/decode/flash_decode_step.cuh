@@ -32,7 +32,7 @@
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "../ptx/dependent_launch.cuh"
-#include "../ptx/movmatrix.cuh"
+#include "../ptx/stmatrix.cuh"
 #include "flash_decode_keys.cuh"
 #include "flash_decode_merge.cuh"
 #include "params.cuh"

@@ -1,4 +1,5 @@
-// Stores of matrix fragments from registers to shared memory, and their transposition (sm_90).
+// Stores of matrix fragments from registers to shared memory (sm_90), and their transposition
+// (sm_75).
 // PTX ISA: "Warp-level matrix store instruction: stmatrix", "Warp-level matrix transpose
 // instruction: movmatrix". The counterpart of ldmatrix.cuh.
 #pragma once
@@ -26,7 +27,8 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32
       : "memory");
 }
 
-// Transposes an 8x8 matrix of 16-bit elements, of which each lane of the warp holds two.
+// Transposes an 8x8 matrix of 16-bit elements across the lanes of a warp: lane 4 g + c holds row g,
+// columns 2 c and 2 c + 1, of the matrix and of the result.
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t r) {
   uint32_t transposed;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(r));
