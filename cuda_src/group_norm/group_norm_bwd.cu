@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(NUM_THREADS, BLOCKS)
 
     // ---- dx ----
     T* const dx =
-        opaque(rows.part(static_cast<T*>(params.dx), params.dx_strides, sample) + Tile::column(0));
+        opaque(rows.part(static_cast<T*>(params.dx), params.out_strides, sample) + Tile::column(0));
     rest = Tile::rest(columns);
 #pragma unroll
     for (int load = 0; load < LOADS; ++load) {

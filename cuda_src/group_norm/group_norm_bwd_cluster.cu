@@ -2,19 +2,75 @@
 // blocks (affine.cuh has the formulas).
 //
 // A cluster has one sample of a group after the other, then those of the next group, and each of
-// its warps a run of it, which the copy engine has brought into shared memory meanwhile
-// (run_ring.cuh has the argument why nothing is overwritten). A warp waits for its own copies, and
+// its warps a run of it. The copy engine brings that of the next sample while the warp computes, in
+// pieces, each into the place of the piece that was just read. A warp waits for its own copies, and
 // for the sums of all warps of the cluster (cluster_exchange.cuh). The sums of each pack over the
 // samples of a group are kept behind the runs, and added up when the group changes
 // (weight_shares.cuh).
+//
+// Why it ends and nothing is overwritten: a piece has one barrier, whose parity changes with each
+// sample. One lane asks for the next copy into a piece after all lanes have read it, and all wait
+// for that copy before they read again.
 //
 // Microseconds on an H200, this kernel for group_norm_bwd_steps in its place (bfloat16, SiLU, 32
 // groups):
 //   2x320x64x64 14.5 for 20.9, 8x640x64x64 44.3 for 62.8, 8x320x128x128 75.3 for 109.3,
 //   8x128x256x256 118.7 for 167.0; and beside group_norm_bwd: 8x320x64x64 25.9 for 29.2
 #include "../norm/cluster_exchange.cuh"
-#include "run_ring.cuh"
+#include "../ptx/cp_async.cuh"
+#include "../ptx/ldmatrix.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/warpgroup.cuh"
 #include "weight_shares.cuh"
+
+// The runs of x and dout that a warp has, LOADS packs of each lane, in pieces of PIECE packs.
+template <typename T, int LOADS, int VECTOR, int PIECE_>
+struct RunRing {
+  static constexpr int PIECE = PIECE_, PIECES = LOADS / PIECE, BARRIERS = 2 * PIECES;
+  static_assert(LOADS % PIECE == 0, "whole pieces");
+  static constexpr int PITCH = 32 * VECTOR;  // elements between two loads of a lane
+  static constexpr int BYTES = 2 * LOADS * 512;
+
+  uint32_t packs;     // [2, LOADS, 32] of 16 bytes
+  uint32_t barriers;  // [2, PIECES]
+  int columns;        // that the warp has
+
+  __device__ uint32_t barrier(int tensor, int piece) const {
+    return barriers + (tensor * PIECES + piece) * int(sizeof(uint64_t));
+  }
+
+  // By one lane.
+  __device__ void init() const {
+    for (int i = 0; i < BARRIERS; ++i) mbarrier_init(barrier(0, i), 1);
+    mbarrier_init_fence();
+  }
+
+  __device__ bool has(int piece) const { return piece * PIECE * PITCH < columns; }
+
+  // Asks for a piece of the run that begins at `from`. By one lane.
+  __device__ void fill(int tensor, int piece, const T* from) const {
+    const int begin = piece * PIECE * PITCH;
+    const int bytes = min(columns - begin, PIECE * PITCH) * int(sizeof(T));
+    mbarrier_arrive_expect(barrier(tensor, piece), bytes);
+    bulk_load(packs + tensor * (LOADS * 512) + begin * int(sizeof(T)), from + begin, bytes,
+              barrier(tensor, piece));
+  }
+
+  __device__ void wait(int tensor, int piece, int parity) const {
+    mbarrier_wait(barrier(tensor, piece), parity);
+  }
+
+  // Returns the shared address of a pack of this lane.
+  __device__ uint32_t address(int tensor, int load) const {
+    return packs + (tensor * LOADS + load) * 512 + threadIdx.x % 32 * 16;
+  }
+
+  __device__ Words<T, VECTOR> read(int tensor, int load) const {
+    const uint4 v = ld_shared_128(address(tensor, load));
+    return {{v.x, v.y, v.z, v.w}};
+  }
+};
 
 // Which units each cluster has: side by side, `least` of them, and one more the first `more`.
 struct ClusterUnits {
@@ -41,8 +97,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
   using Tile = RowTile<32, LOADS, VECTOR, NUM_THREADS>;  // of a warp
   using BlockTile = RowTile<NUM_THREADS, LOADS, VECTOR>;
   using Factors = Affine<ACTIVATION, T, 1>;
-  constexpr bool KEPT = LOADS <= 8;                         // x, in registers
-  using Ring = RunRing<T, 2, LOADS, VECTOR, KEPT ? 2 : 5>;  // x, dout
+  constexpr bool KEPT = LOADS <= 8;  // x, in registers
+  using Ring = RunRing<T, LOADS, VECTOR, KEPT ? 2 : 5>;
   constexpr int WARPS = NUM_THREADS / 32, SENDERS = CLUSTER * WARPS;
   constexpr int PITCH = Tile::PITCH, PIECE = Ring::PIECE;
   using Rounds = ClusterRounds<CLUSTER, WARPS>;
@@ -164,8 +220,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, B
         mean, inverse, {share_of_one * of_group.first, share_of_one * of_group.second});
 
     // ---- dx ----
-    T* dx =
-        static_cast<T*>(params.dx) + place(params.dx_strides, find(opaque(unit))) + Tile::column(0);
+    T* dx = static_cast<T*>(params.dx) + place(params.out_strides, find(opaque(unit))) +
+            Tile::column(0);
 #pragma unroll
     for (int piece = 0; piece < Ring::PIECES; ++piece) {
       if (!ring.has(piece)) break;

@@ -14,19 +14,9 @@
 template <typename T, typename WEIGHT, Activation ACTIVATION>
 struct BackwardKernel {
   static constexpr int COLLECT_REGISTERS = 104, APPLY_REGISTERS = RING_REGISTERS;
-  using Block = RingBlock<GroupNormBwdRingBase, T, 2>;  // x and dout
+  using Block = RingBlock<T, 2>;  // x and dout
   static constexpr int VECTOR = Block::VECTOR;
   const Block block;
-
-  __device__ const T* input(int tensor, RingSample at) const {
-    const auto& params = block.params;
-    const void* data = tensor ? params.dout : params.x;
-    return block.part(static_cast<const T*>(data), tensor ? params.dout_strides : params.x_strides,
-                      at);
-  }
-  __device__ T* output(RingSample at) const {
-    return block.part(static_cast<T*>(block.params.dx), block.params.dx_strides, at);
-  }
 
   // Mean and 1 / deviation of the groups, read a sample before they are stored.
   struct InputLoader {
@@ -185,8 +175,8 @@ struct BackwardKernel {
 
 template <typename T, typename WEIGHT, Activation ACTIVATION>
 __global__ void __launch_bounds__(RING_THREADS, 1)
-    group_norm_bwd_nhwc_sm90(const __grid_constant__ GroupNormBwdRingParams params) {
+    group_norm_bwd_nhwc_sm90(const __grid_constant__ GroupNormRingParams params) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ RingStorage storage;
-  run_ring(BackwardKernel<T, WEIGHT, ACTIVATION>{{params.base, params.maps, storage, smem}});
+  run_ring(BackwardKernel<T, WEIGHT, ACTIVATION>{{params, storage, smem}});
 }

@@ -70,15 +70,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   Sums sums[CHANNELS] = {};
   if constexpr (STEP == collect) {
     // ---- sums of each channel of a piece ----
-    for (int count = tile.count; count > 0;) {
-#pragma unroll
-      for (int i = 0; i < LOADS; ++i) {
-        float dz[VECTOR];
-        if (i < count) add_gradients(values[i], gradients[i], affine, dz, sums);
-      }
-      count = Tile::ONE_TURN ? 0 : count - LOADS;
-      if (!Tile::ONE_TURN) load(count);
-    }
+    each_pack<Tile>(tile.count, load, [&](int i) {
+      float dz[VECTOR];
+      add_gradients(values[i], gradients[i], affine, dz, sums);
+    });
     tile.channel_sums(sums, [&](int64_t record, Sums sum) { pieces[record] = sum; });
   } else {
     // ---- dx ----
@@ -89,22 +84,16 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     tile.each_channel(params.means, [&](int c, float2 own) {
       of_channels[c] = InputGradient::of<CENTRED>(stats[c].x, stats[c].y, {own.x, own.y});
     });
-    auto dx = tile.walk(static_cast<T*>(params.dx), params.dx_strides);
-    for (int count = tile.count; count > 0;) {
+    auto dx = tile.walk(static_cast<T*>(params.dx), params.out_strides);
+    each_pack<Tile>(tile.count, load, [&](int i) {
+      float result[VECTOR];
+      add_gradients(values[i], gradients[i], affine, result, sums);
 #pragma unroll
-      for (int i = 0; i < LOADS; ++i) {
-        if (i >= count) break;
-        float result[VECTOR];
-        add_gradients(values[i], gradients[i], affine, result, sums);
-#pragma unroll
-        for (int k = 0; k < VECTOR; ++k) {
-          const int c = k / (VECTOR / CHANNELS);
-          result[k] = of_channels[c].dx(values[i].at(k), result[k], c, affine);
-        }
-        store_words<VECTOR, true>(dx.next(), round_words<T>(result));
+      for (int k = 0; k < VECTOR; ++k) {
+        const int c = k / (VECTOR / CHANNELS);
+        result[k] = of_channels[c].dx(values[i].at(k), result[k], c, affine);
       }
-      count = Tile::ONE_TURN ? 0 : count - LOADS;
-      if (!Tile::ONE_TURN) load(count);
-    }
+      store_words<VECTOR, true>(dx.next(), round_words<T>(result));
+    });
   }
 }

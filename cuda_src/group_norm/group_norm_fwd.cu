@@ -5,6 +5,9 @@
 // group of several samples at a time. With AHEAD it goes on to further samples: they are loaded
 // while these are computed, and the weights are read once. No shared memory but for sums over
 // warps.
+//
+// Microseconds on an H200 (bfloat16): 64x640x32x32 (SiLU, 32 groups) 44.9, in clusters of two
+// blocks 65.9, in three steps 69.6; 4096x256x16 (Mish, 8 groups) with AHEAD 20.0, without 24.5.
 #include "group_rows.cuh"
 
 template <typename T, typename WEIGHT, Activation ACTIVATION, int CHANNELS, int ROW_THREADS,

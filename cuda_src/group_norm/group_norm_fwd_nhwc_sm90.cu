@@ -10,16 +10,9 @@
 template <typename T, typename WEIGHT, Activation ACTIVATION>
 struct ForwardKernel {
   static constexpr int COLLECT_REGISTERS = 72, APPLY_REGISTERS = 112;
-  using Block = RingBlock<GroupNormFwdRingBase, T, 1>;
+  using Block = RingBlock<T, 1>;
   static constexpr int VECTOR = Block::VECTOR;
   const Block block;
-
-  __device__ const T* input(int, RingSample at) const {
-    return block.part(static_cast<const T*>(block.params.x), block.params.x_strides, at);
-  }
-  __device__ T* output(RingSample at) const {
-    return block.part(static_cast<T*>(block.params.out), block.params.out_strides, at);
-  }
 
   struct InputLoader {  // the threads that collect need nothing but x
     __device__ InputLoader(const Block&, int) {}
@@ -109,8 +102,8 @@ struct ForwardKernel {
 
 template <typename T, typename WEIGHT, Activation ACTIVATION>
 __global__ void __launch_bounds__(RING_THREADS, 1)
-    group_norm_fwd_nhwc_sm90(const __grid_constant__ GroupNormFwdRingParams params) {
+    group_norm_fwd_nhwc_sm90(const __grid_constant__ GroupNormRingParams params) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ RingStorage storage;
-  run_ring(ForwardKernel<T, WEIGHT, ACTIVATION>{{params.base, params.maps, storage, smem}});
+  run_ring(ForwardKernel<T, WEIGHT, ACTIVATION>{{params, storage, smem}});
 }

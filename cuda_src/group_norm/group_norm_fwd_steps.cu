@@ -31,19 +31,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   const Tile tile = tile_of_block<Tile, STEP>(shape, params.tiling);
   auto x = tile.walk(static_cast<const T*>(params.x), params.x_strides);
   Words<T, VECTOR> values[LOADS] = {};
-  x.load(values, tile.count);
+  const auto load = [&](int count) { x.load(values, count); };
+  load(tile.count);
   if constexpr (STEP == collect) {
     // ---- moments of the groups of a piece ----
     DeviationSums<Tile::CHANNELS> sums;
     tile.start(sums, values[0]);
-    for (int count = tile.count; count > 0;) {
-#pragma unroll
-      for (int load = 0; load < LOADS; ++load) {
-        if (load < count) sums.add(values[load]);
-      }
-      count = Tile::ONE_TURN ? 0 : count - LOADS;
-      if (!Tile::ONE_TURN) x.load(values, count);
-    }
+    each_pack<Tile>(tile.count, load, [&](int i) { sums.add(values[i]); });
     tile.moments(sums, [&](int64_t record, Moments moments) { partials[record] = moments; });
   } else {
     // ---- normalise, activate, write ----
@@ -51,14 +45,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     const auto affine =
         affine_of_tile<ACTIVATION, T, WEIGHT>(tile, params.stats, params.weight, params.bias);
     auto out = tile.walk(static_cast<T*>(params.out), params.out_strides);
-    for (int count = tile.count; count > 0;) {
-#pragma unroll
-      for (int load = 0; load < LOADS; ++load) {
-        if (load >= count) break;
-        store_words<VECTOR, true>(out.next(), activated(values[load], affine));
-      }
-      count = Tile::ONE_TURN ? 0 : count - LOADS;
-      if (!Tile::ONE_TURN) x.load(values, count);
-    }
+    each_pack<Tile>(tile.count, load, [&](int i) {
+      store_words<VECTOR, true>(out.next(), activated(values[i], affine));
+    });
   }
 }

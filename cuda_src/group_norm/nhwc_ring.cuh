@@ -19,6 +19,10 @@
 //   apply    CONSUMERS threads: the result; a slot is empty then
 // So while the blocks exchange statistics of one sample, the next ones are loaded and collected.
 //
+// Microseconds on an H200 (bfloat16, SiLU, 32 groups): several teams for one, 64x320x64x64 forward
+// 109.7 for 152.5; slices for whole samples, 8x128x256x256 forward 88.7 for 98.8, 8x320x128x128
+// backward 100.7 for 107.2.
+//
 // Blocks publish records in global memory, which carry a tag: the number of the sample in the team,
 // counted on from launch to launch on a stream, whatever their shapes are. A reader loads a record
 // until it has the tag.
@@ -99,14 +103,14 @@ struct RingSample {
 
 // Which part of which samples a block has, of TENSORS tensors. A row of threads has a position, a
 // thread of it a pack.
-template <class Params, typename T, int TENSOR_COUNT>
+template <typename T_, int TENSORS_>
 struct RingBlock {
-  using Type = T;
-  static constexpr int TENSORS = TENSOR_COUNT;
+  using T = T_;
+  static constexpr int TENSORS = TENSORS_;
   static constexpr int VECTOR = 16 / int(sizeof(T));
   static constexpr int TURNS = SLOT_PACKS / TENSORS;  // positions of a thread in a slot
   using Values = Words<T, VECTOR>[TENSORS][TURNS];
-  const Params& params;
+  const GroupNormRingBase& params;
   const TensorMap* maps;
   RingStorage& storage;
   unsigned char* smem;
@@ -119,9 +123,8 @@ struct RingBlock {
   int row_packs, rows;
   int slot_positions, slot_bytes;  // the bytes of one tensor
 
-  __device__ RingBlock(const Params& params, const TensorMap* maps, RingStorage& storage,
-                       unsigned char* smem)
-      : params(params), maps(maps), storage(storage), smem(smem) {
+  __device__ RingBlock(const GroupNormRingParams& all, RingStorage& storage, unsigned char* smem)
+      : params(all.base), maps(all.maps), storage(storage), smem(smem) {
     const GroupNormShape& shape = params.shape;
     const GroupRing& ring = params.ring;
     team = blockIdx.x % ring.teams, share = blockIdx.x / ring.teams;
@@ -153,9 +156,15 @@ struct RingBlock {
   }
 
   // Where this block's part of it begins.
-  template <typename V>
-  __device__ V* part(V* tensor, const GroupStrides& strides, RingSample at) const {
-    return tensor + at.sample * strides.batch + int64_t(begin) * pitch + at.slice * channels;
+  __device__ int64_t part(const GroupStrides& strides, RingSample at) const {
+    return at.sample * strides.batch + int64_t(begin) * pitch + at.slice * channels;
+  }
+  __device__ const T* input(int tensor, RingSample at) const {
+    return static_cast<const T*>(tensor ? params.dout : params.x) +
+           part(tensor ? params.dout_strides : params.x_strides, at);
+  }
+  __device__ T* output(RingSample at) const {
+    return static_cast<T*>(params.out) + part(params.out_strides, at);
   }
 
   // How many positions a row of threads has.

@@ -2,7 +2,6 @@
 // add up, and how they apply the statistics. A Kernel has
 //   block                    its RingBlock
 //   COLLECT_REGISTERS, APPLY_REGISTERS  of a thread
-//   input(tensor, at), output(at)       where this block's part of a tensor begins
 //   Collector(kernel, thread)           begin(at, place); start(first pack); for each position
 //                                       add(values, turn, slot); end(place); run(low, high), the
 //                                       sums of a run, which are elements low to high of a pack;
@@ -46,7 +45,7 @@ __device__ __forceinline__ V from_record(uint4 v) {
 // which is loaded, even positions of the next block.
 template <class Kernel>
 __device__ __forceinline__ void ring_load(const Kernel& kernel) {
-  using T = typename Kernel::Block::Type;
+  using T = typename Kernel::Block::T;
   constexpr int TENSORS = Kernel::Block::TENSORS;
   const auto& block = kernel.block;
   const GroupRing& ring = block.params.ring;
@@ -54,7 +53,7 @@ __device__ __forceinline__ void ring_load(const Kernel& kernel) {
   for (RingSample at = block.start(); block.has(at); block.advance(at)) {
     const T* data[TENSORS];
 #pragma unroll
-    for (int tensor = 0; tensor < TENSORS; ++tensor) data[tensor] = kernel.input(tensor, at);
+    for (int tensor = 0; tensor < TENSORS; ++tensor) data[tensor] = block.input(tensor, at);
     for (int i = 0; i < ring.sample_slots; ++i) {
       const int first = i * block.slot_positions, rest = block.own - first;
       const int run = min(block.slot_positions, rest) * block.channels * int(sizeof(T));
@@ -228,7 +227,7 @@ __device__ __forceinline__ void ring_apply(const Kernel& kernel, int index) {
     block.each_channel(
         thread, [&](int i, int group) { factors.set(i, block.statistics(place.stage)[group]); });
     place.next(ring.flight);
-    auto* out = kernel.output(at) + thread.offset;
+    auto* out = block.output(at) + thread.offset;
     int rest = thread.count;
 #pragma unroll 1
     for (int i = 0; i < ring.sample_slots; ++i) {

@@ -68,7 +68,7 @@ struct GroupNormBwdParams {
   float* means;     // [batch, groups, 2]: group means that dx needs; or null in one step
   GroupStrides dout_strides;
   GroupStrides x_strides;
-  GroupStrides dx_strides;
+  GroupStrides out_strides;  // of dx
   GroupNormShape shape;
   StepTiling tiling;
   int shares;  // in one step: how many blocks or clusters have a group, at most
@@ -89,47 +89,29 @@ struct GroupRing {
   int runs;          // groups of a pack, at most
 };
 
-// The blocks exchange statistics of the groups of a slice through a workspace that is 0 at first,
-// then used by one launch after the other. The last word of each of these uint4 is a tag.
-struct GroupNormFwdRingBase {
+// Forward or backward through a ring, which reads x or both x and dout. The blocks exchange
+// statistics of the groups of a slice through a workspace that is 0 at first, then used by one
+// launch after the other. The last word of each of its uint4 is a tag.
+struct GroupNormRingBase {
   const void* x;
+  const void* dout;    // or null
   const void* weight;  // [channels]
   const void* bias;    // [channels]
-  void* out;
-  float* stats;       // [batch, groups, 2]: mean, 1 / deviation; or null
-  uint4* partials;    // [teams, flight, groups, blocks]: count, mean, sum of squared deviations
-  uint4* statistics;  // [teams, flight, groups]: mean, 1 / deviation
+  float* stats;        // [batch, groups, 2]: mean, 1 / deviation; null in a forward without them
+  void* out;           // out or dx
+  float* shares;       // [2, teams * blocks, channels]: partial sums of dweight, dbias; or null
+  uint4* partials;    // [teams, flight, groups, blocks]: count, mean, sum of squared deviations; or
+                      // sums of weight * dz * n and weight * dz
+  uint4* statistics;  // [teams, flight, groups]: mean, 1 / deviation; or what dx needs
   uint32_t* rounds;   // [MAX_TEAMS], equal: samples or slices of a team in launches before this one
   GroupStrides x_strides;
+  GroupStrides dout_strides;
   GroupStrides out_strides;
   GroupNormShape shape;
   GroupRing ring;
 };
 
-struct alignas(64) GroupNormFwdRingParams {
-  TensorMap maps[1];  // of x, for slices
-  GroupNormFwdRingBase base;
-};
-
-struct GroupNormBwdRingBase {
-  const void* dout;
-  const void* x;
-  const void* weight;  // [channels]
-  const void* bias;    // [channels]
-  const float* stats;  // [batch, groups, 2]: mean, 1 / deviation
-  void* dx;
-  float* shares;      // [2, teams * blocks, channels]: partial sums of dweight and dbias
-  uint4* partials;    // [teams, flight, groups, blocks]: sums of weight * dz * n and weight * dz
-  uint4* statistics;  // [teams, flight, groups]: slope, constant, 1 / deviation
-  uint32_t* rounds;   // [MAX_TEAMS], equal: samples or slices of a team in launches before this one
-  GroupStrides dout_strides;
-  GroupStrides x_strides;
-  GroupStrides dx_strides;
-  GroupNormShape shape;
-  GroupRing ring;
-};
-
-struct alignas(64) GroupNormBwdRingParams {
+struct alignas(64) GroupNormRingParams {
   TensorMap maps[2];  // of x and dout, for slices
-  GroupNormBwdRingBase base;
+  GroupNormRingBase base;
 };

@@ -44,8 +44,9 @@ struct ChannelRecords {
 };
 
 // NCHW: each warp of a block has a segment of one channel of a group.
-template <int LOADS, int VECTOR>
+template <int LOADS_, int VECTOR>
 struct NchwTile {
+  static constexpr int LOADS = LOADS_;
   static constexpr int CHANNELS = 1;         // of a thread
   static constexpr int GATHERERS = THREADS;  // threads that gather for a group
   static constexpr bool ONE_TURN = true;     // a thread has no more than LOADS packs
@@ -120,8 +121,9 @@ struct NchwTile {
 
 // NHWC: a block has a share of the positions, and of each the channels side by side in its tile,
 // `rows` positions at a time.
-template <int LOADS, int VECTOR>
+template <int LOADS_, int VECTOR>
 struct NhwcTile {
+  static constexpr int LOADS = LOADS_;
   static constexpr int CHANNELS = VECTOR;  // of a thread
   static constexpr int GATHERERS = 32;     // threads that gather for a group
   static constexpr bool ONE_TURN = false;
@@ -261,6 +263,21 @@ __device__ __forceinline__ Tile tile_of_block(const GroupNormShape& shape,
   const unsigned block = STEP == collect ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
   const int unit = block / unsigned(tiling.blocks);
   return Tile(shape, tiling, unit, block - unsigned(unit) * tiling.blocks);
+}
+
+// Calls visit(i) for all packs of a thread, the first LOADS of which are in registers as pack i;
+// load(count) reads the next ones, if there are more.
+template <class Tile, class Load, class Visit>
+__device__ __forceinline__ void each_pack(int count, Load load, Visit visit) {
+  while (count > 0) {
+#pragma unroll
+    for (int i = 0; i < Tile::LOADS; ++i) {
+      if (i >= count) break;
+      visit(i);
+    }
+    count = Tile::ONE_TURN ? 0 : count - Tile::LOADS;
+    if (!Tile::ONE_TURN) load(count);
+  }
 }
 
 // The group for which this thread gathers, among those of all samples.

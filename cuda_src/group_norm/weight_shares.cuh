@@ -1,6 +1,8 @@
 // Gradients of weight and bias from the sums of the packs, in the launch that has made those: each
 // block writes its share of them, and the last block that has a group adds up its shares. Nobody
-// waits, and the order of the additions does not depend on which block is the last.
+// waits, and the order of the additions does not depend on which block is the last. A launch of its
+// own for the sums takes 2 to 4 us more on an H200: 2x320x64x64 17.1 for 14.6, 4096x256x16 33.6 for
+// 29.3.
 #pragma once
 #include "../ptx/atomics.cuh"
 #include "affine.cuh"

@@ -3,18 +3,17 @@
 import ctypes
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from ..runtime.config import ITEM_SIZE, KernelConfig, vector_width, weight_dtypes
 from ..runtime.gpu import Capability, architecture
 from ..runtime.structs import header
+from .steps import Kind, three_steps
 
 structs = header("group_norm/params.cuh")
-_steps, _ring = header("group_norm/position_tiles.cuh"), header("group_norm/nhwc_ring.cuh")
+_ring = header("group_norm/nhwc_ring.cuh")
 
-Kind = tuple[str, str, str]  # dtypes of x and of weight, activation
 ACTIVATIONS = ("none", "silu", "mish", "gelu", "gelu_tanh")
 
 # (threads of a group, loads of a thread, threads of a block, blocks of a multiprocessor at a time),
@@ -29,17 +28,22 @@ BACKWARD_TILES = (
     *((128, 4, 128, 4), (256, 4, 256, 2), (256, 5, 256, 2), (256, 10, 256, 2)),
 )
 LARGEST_BACKWARD = (512, 10, 512, 1)  # where a GPU has no clusters
-HALVES_TILES = 7  # for channels of 8 bytes, two of which are a pack: the first tiles
+# For channels of 8 bytes, two of which are a pack: the first tiles. 4096x1024x4 takes 20 us so, 60
+# where threads read element by element (H200).
+HALVES_TILES = 7
 # These serve threads that read element by element.
 ELEMENT_TILES = ((32, 8, 128, 6), (128, 8, 128, 4), (512, 8, 512, 1))
 # (blocks of a cluster, threads of a block, loads of a thread, blocks of a multiprocessor).
-FORWARD_CLUSTERS = (*((cluster, 256, 20, 2) for cluster in (2, 4, 8)), (8, 512, 20, 1))
+FORWARD_CLUSTERS = (
+    *((2, 256, 20, 2), (8, 256, 10, 4), (8, 256, 16, 2)),
+    *((8, 256, 20, 2), (8, 512, 20, 1)),
+)
 # The forward takes one of these if there are fewer groups than multiprocessors: the most blocks
 # first.
-SPREAD_CLUSTERS = tuple((cluster, 256, loads, 2) for cluster in (8, 4, 2) for loads in (5, 10, 20))
+SPREAD_CLUSTERS = tuple(
+    (cluster, 256, *tile) for cluster in (8, 4, 2) for tile in ((5, 4), (10, 4), (20, 2))
+)
 BACKWARD_CLUSTERS = (*((cluster, 256, 10, 2) for cluster in (2, 4, 8)), (8, 512, 8, 1))
-# (loads, blocks of a multiprocessor) of the three steps, in NCHW and in NHWC.
-FORWARD_STEPS, BACKWARD_STEPS = ((4, 4), (6, 3)), ((4, 2), (4, 2))
 
 
 class OneStepConfig(KernelConfig):
@@ -111,10 +115,10 @@ class GroupNormBwd(GroupConfig):
 
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig(OneStepConfig):
-    """The blocks of a cluster share a group, of one sample after the other."""
+    """The blocks of a cluster share a group, in the backward of one sample after the other."""
 
     rows: ClassVar[int] = 1
-    pack_bytes: ClassVar[int]  # of shared memory, for each pack of a thread
+    pack_bytes: ClassVar[int] = 0  # of shared memory, for each pack of a thread
 
     dtype: str
     weight: str
@@ -137,9 +141,8 @@ class ClusterConfig(OneStepConfig):
 
 
 class GroupNormFwdCluster(ClusterConfig):
-    """Forward: shared memory has the next group."""
+    """Forward: the blocks have the group in registers."""
 
-    pack_bytes: ClassVar[int] = 16
     source: ClassVar[str] = "group_norm/group_norm_fwd_cluster.cu"
     params: ClassVar[type[structs.GroupNormFwdParams]] = structs.GroupNormFwdParams
 
@@ -153,86 +156,18 @@ class GroupNormBwdCluster(ClusterConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class StepConfig(KernelConfig):
-    """A kernel that reads twice, in three launches, one for each of its steps."""
-
-    threads: ClassVar[int] = _steps.THREADS
-
-    dtype: str
-    weight: str
-    activation: str
-    nhwc: bool
-    loads: int
-    vector: int
-    blocks: int
-    step: str = _steps.Step[0]
-
-    def steps(self) -> list["StepConfig"]:
-        """The three kernels."""
-        return [dataclasses.replace(self, step=step) for step in _steps.Step]
-
-    @property
-    def records(self) -> int:
-        """Partial sums of a channel that a block writes at most: one for each warp in NCHW."""
-        return 1 if self.nhwc else self.threads // 32
-
-    def gather_blocks(self, groups: int) -> int:
-        """Blocks of the second step: in NCHW one for each group, in NHWC a warp."""
-        return -(-groups // (self.threads // 32)) if self.nhwc else groups
-
-    def tiling(
-        self, num_groups: int, channels: int, positions: int, most: int
-    ) -> structs.StepTiling | None:
-        """How blocks share a unit: a group in NCHW, a sample in NHWC.
-
-        Args:
-            num_groups: of a sample.
-            channels: of a group.
-            positions: of a sample.
-            most: blocks that should share a sample in NHWC, if it is large enough.
-
-        Returns:
-            None in NHWC where packs would cross tiles of channels.
-        """
-        if not self.nhwc:
-            segments = channels * -(-positions // (32 * self.loads * self.vector))
-            return structs.StepTiling(blocks=-(-segments // (self.threads // 32)))
-        tiling = _channel_tiling(num_groups, channels, self.vector)
-        if tiling:
-            rows = self.threads // -(-tiling.channels // self.vector)
-            turns = -(-positions // (rows * self.loads))
-            of_share = -(-turns // max(1, min(turns, most // tiling.tiles)))
-            tiling.blocks = tiling.tiles * -(-turns // of_share)
-        return tiling
-
-
-class GroupNormFwdSteps(StepConfig):
-    """Forward."""
-
-    source: ClassVar[str] = "group_norm/group_norm_fwd_steps.cu"
-    params: ClassVar[type[structs.GroupNormFwdParams]] = structs.GroupNormFwdParams
-
-
-class GroupNormBwdSteps(StepConfig):
-    """Backward."""
-
-    source: ClassVar[str] = "group_norm/group_norm_bwd_steps.cu"
-    params: ClassVar[type[structs.GroupNormBwdParams]] = structs.GroupNormBwdParams
-
-
-@dataclasses.dataclass(frozen=True)
 class RingConfig(KernelConfig):
     """A kernel for NHWC through whose blocks' shared memory the samples pass; see ring.py.
 
     Attributes:
-        base: its parameters but for the tensor maps.
         reads: these tensors.
     """
+
+    params: ClassVar[type[ctypes.Structure]] = structs.GroupNormRingParams
 
     cooperative: ClassVar[bool] = True
     smem_bytes: ClassVar[int] = _ring.RING_BYTES
     threads: ClassVar[int] = _ring.RING_THREADS
-    base: ClassVar[type[ctypes.Structure]]
     reads: ClassVar[tuple[str, ...]]
 
     dtype: str
@@ -244,8 +179,6 @@ class GroupNormFwdRing(RingConfig):
     """Forward."""
 
     source: ClassVar[str] = "group_norm/group_norm_fwd_nhwc_sm90.cu"
-    params: ClassVar[type[ctypes.Structure]] = structs.GroupNormFwdRingParams
-    base: ClassVar[type[ctypes.Structure]] = structs.GroupNormFwdRingBase
     reads: ClassVar[tuple[str, ...]] = ("x",)
 
 
@@ -253,24 +186,7 @@ class GroupNormBwdRing(RingConfig):
     """Backward."""
 
     source: ClassVar[str] = "group_norm/group_norm_bwd_nhwc_sm90.cu"
-    params: ClassVar[type[ctypes.Structure]] = structs.GroupNormBwdRingParams
-    base: ClassVar[type[ctypes.Structure]] = structs.GroupNormBwdRingBase
     reads: ClassVar[tuple[str, ...]] = ("x", "dout")
-
-
-def _channel_tiling(num_groups: int, channels: int, vector: int) -> structs.StepTiling | None:
-    """The channels of a block of ``num_groups`` groups; None if packs would cross tiles."""
-    most = _steps.THREADS * vector
-    step = vector // math.gcd(channels, vector)  # groups that end where a pack ends
-    groups = min(num_groups, most // (channels * step) * step)
-    if groups:
-        return structs.StepTiling(0, -(-num_groups // groups), groups, 1, groups * channels)
-    if step > 1:
-        return None
-    width = -(-channels // -(-channels // most))
-    width += -width % vector
-    parts = -(-channels // width)
-    return structs.StepTiling(0, num_groups * parts, 1, parts, width)
 
 
 def one_step(
@@ -295,15 +211,6 @@ def one_step(
                 return config
     configs = _one_step(backward, kind, aligned, halves, capability)
     return next((x for x in configs if size <= x.size), None)
-
-
-def three_steps(backward: bool, kind: Kind, aligned: bool, nhwc: bool) -> StepConfig:
-    """The kernel for groups of any size, and for NHWC."""
-    config, tiles = (
-        (GroupNormBwdSteps, BACKWARD_STEPS) if backward else (GroupNormFwdSteps, FORWARD_STEPS)
-    )
-    loads, blocks = tiles[nhwc]
-    return config(*kind, nhwc, loads, vector_width(kind[0]) if aligned else 1, blocks)
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:

@@ -17,11 +17,12 @@ from .kernels import (
     GroupConfig,
     GroupNormBwd,
     GroupNormBwdRing,
+    GroupNormFwdCluster,
     GroupNormFwdRing,
-    Kind,
     OneStepConfig,
 )
 from .ring import ring_launch
+from .steps import Kind, three_steps
 
 structs = header("group_norm/params.cuh")
 
@@ -75,7 +76,8 @@ class ForwardPlan(Plan):
         stream = library.stream(self.device_id)
         arguments = (*pointers, pointer(out), pointer(stats) if need_stats else 0)
         if self.ring:
-            self.ring.run(library, stream, x, arguments)
+            of_x, weight, bias, of_out, of_stats = arguments
+            self.ring.run(library, stream, x, (of_x, 0, weight, bias, of_stats, of_out, 0))
             return out, stats
         for launch in self.launches:
             at_partials = pointer(partials) if in_steps else 0
@@ -102,7 +104,7 @@ class BackwardPlan(Plan):
         if self.empty:
             return
         num_groups, channels = views["stats"].shape[1], x.shape[1]
-        tensors = {"x": x, "dout": views["dout"], "dx": x._replace(strides=self.strides)}
+        tensors = {"x": x, "dout": views["dout"], "out": x._replace(strides=self.strides)}
         groups = Groups(function, tensors, num_groups)
         kind = (x.dtype, weight.dtype, activation)
         self.counters = self.sum = None
@@ -136,7 +138,8 @@ class BackwardPlan(Plan):
         stream, shares, workspace = library.stream(self.device_id), pointer(partials), (0, 0)
         sums, counters = (pointer(dweight), pointer(dbias)), 0
         if self.ring:
-            self.ring.run(library, stream, x, (*pointers, pointer(dx), shares))
+            of_dout, of_x, *others = pointers
+            self.ring.run(library, stream, x, (of_x, of_dout, *others, pointer(dx), shares))
             self.sum.start(stream, self.sum.argument(shares, *sums))
             return dx, dweight, dbias
         if self.counters:
@@ -183,7 +186,7 @@ class Work:
             self._one_step(function, x, groups)
             return
         for packs in (aligned, False):
-            self.config = kernels.three_steps(backward, kind, packs, groups.nhwc)
+            self.config = three_steps(backward, kind, packs, groups.nhwc)
             most = self.config.blocks * multiprocessors(x.device) // groups.batch
             tiling = self.config.tiling(groups.num_groups, groups.channels, groups.positions, most)
             if tiling:
@@ -205,6 +208,8 @@ class Work:
             if config.ahead or type(config) is GroupNormBwd:
                 self.shares = shares_of(turns, groups.num_groups, at_once)
             blocks = self.shares * groups.num_groups
+        elif type(config) is GroupNormFwdCluster:
+            blocks = units
         else:
             blocks = min(units, clusters_at_once(config, x.device))
             # Each cluster has ``least`` neighbouring groups or one more.

@@ -15,7 +15,7 @@ from ..norm.plan import launches_cooperatively
 from ..runtime.array import Array
 from ..runtime.config import ITEM_SIZE
 from ..runtime.gpu import all_multiprocessors, architecture_of, multiprocessors
-from ..runtime.launch import Launch, call_fields
+from ..runtime.launch import Launch
 from ..runtime.scratch import is_capturing
 from ..runtime.structs import bytes_behind, header
 from ..runtime.tensor_map import MAX_MAP_STRIDE, TensorMaps, TensorMapSpec
@@ -228,16 +228,15 @@ class RingLaunch(Launch):
     ) -> None:
         part = samples_of(config, groups).parted(ring.slices)
         shape = groups.shape(eps, 16 // part.item)
-        params = config.base(**groups.strides, shape=shape, ring=structs.GroupRing(*ring))
+        fields = groups.strides | {"shape": shape, "ring": structs.GroupRing(*ring)}
         blocks = multiprocessors(device) // ring.teams * ring.teams
-        super().__init__(config, device, blocks, params)
+        super().__init__(config, device, blocks, structs.GroupNormRingBase(**fields))
         self.tail += bytes_behind(config.params, "base")
         self.maps = None
         if ring.slices > 1:
             self.maps = TensorMaps(slice_maps(config, groups, part), device)
-        self.no_maps = bytes(config.params.maps.size)
-        names = call_fields(params)
-        self.mapped = [names.index(name) for name in config.reads]
+        self.maps_bytes = config.params.maps.size
+        self.reads = len(config.reads)
         self.rows = ring.teams * ring.blocks
         rounds, found = ROUNDS_BYTES, RECORD_BYTES * ring.teams * ring.flight * part.groups
         self.offsets = rounds + found, rounds, 0  # of partials, statistics, rounds
@@ -245,14 +244,12 @@ class RingLaunch(Launch):
         self.workspaces = ring_workspaces(device)
 
     def run(self, library: Any, stream: Any, like: Array, pointers: tuple[int, ...]) -> None:
-        """``pointers``: the first parameters, those of the arrays."""
+        """``pointers`` of the arrays, in the order of `GroupNormRingBase`: first x and dout."""
         # Held until the launch is queued.
         base, _workspace = self.workspaces.address(stream, library, like, self.workspace)
         words = self.pack(*pointers, *(base + offset for offset in self.offsets))
-        maps = self.no_maps
-        if self.maps is not None:
-            maps = self.maps[tuple(pointers[i] for i in self.mapped)]
-        self.start(stream, maps + words + self.tail)
+        maps = self.maps[pointers[: self.reads]] if self.maps is not None else b""
+        self.start(stream, maps.ljust(self.maps_bytes, b"\0") + words + self.tail)
 
 
 def samples_of(config: RingConfig, groups: Groups) -> Samples:
