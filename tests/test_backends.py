@@ -88,14 +88,17 @@ def test_warps_own_keys_for_narrow_heads_without_options(capability):
         options = {"softcap": True, "alibi": True, "dropout": True, "bias": 1}
         for name, value in options.items():
             assert not picked(head_dim, **{name: value})
-    assert not picked(72)
+    assert picked(72) == (capability in ((8, 0), (9, 0), (10, 0)))
+    assert not picked(128)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_two_blocks_fit_on_a_multiprocessor(capability):
-    """Those of four warps where a warp owns keys, and of the widest heads where there is room."""
+    """Of four warps: where a warp owns keys, and those of wide heads where there is room."""
     memory = architecture(capability).shared_memory
-    problems = [(head_dim, True) for head_dim in (32, 64)] + [(256, False)] * (memory == 227)
+    problems = [(32, True), (64, True)]
+    problems += [(96, True), (160, False), (192, False)] * (memory > 99)
+    problems += [(256, False)] * (memory == 227)
     for head_dim, backward in problems:
         problem = "float16", head_dim, Features(), capability
         sm80 = BACKENDS["sm80"]

@@ -2,8 +2,8 @@
 
 Tiles depend on the head dim and on the GPU: on its shared memory (A100, H100 and B200 have twice
 that of consumer cards) and, on Turing, on the lack of asynchronous copies. They were measured on an
-H200 for head dims 64 and 128, the forward at 256 and the backward at 32; the others, and those with
-a bias or dropout, are the largest that compile without spills.
+H200 for head dims 64 and 128, the forward also from 160 on and the backward at 32 and 96; the
+others, and those with a bias or dropout, are the largest that compile without spills.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ FORWARD_TILES = {
         64: (128, 96, 4),
         96: (128, 64, 4),
         128: (128, 64, 4),
-        160: (128, 64, 8),
-        192: (128, 64, 8),
+        160: (64, 64, 4),
+        192: (64, 64, 4),
         256: (128, 64, 8),
     },
     "small": {
@@ -89,8 +89,8 @@ BACKWARD_TILES = {
         192: (32, 32, 4, 1),
     },
 }
-# Where a multiprocessor has 227 KB, two blocks of the narrower tile fit.
-FORWARD_TILES_227_KB = {256: (64, 64, 4)}
+# Where a multiprocessor has 227 KB, two blocks of these fit.
+FORWARD_TILES_227_KB = {192: (64, 80, 4), 256: (64, 64, 4)}
 # For Blackwell ptxas needs a few more registers: narrower tiles, where the others would spill. The
 # smallest tiles of head dim 256 spill on sm_120 all the same, and simt serves.
 FORWARD_TILES["sm100"] = FORWARD_TILES["large"] | {64: (128, 64, 4), 128: (128, 64, 8)}
@@ -110,7 +110,7 @@ del BACKWARD_TILES["sm120"][256]
 # For narrow heads without options of the score, a kernel in which each warp owns keys: block_m,
 # block_n, num_warps. Two of its blocks fit on a multiprocessor.
 BACKWARD_TILES_KEYS = {
-    "large": {32: (128, 128, 4), 64: (64, 128, 4)},
+    "large": {32: (128, 128, 4), 64: (64, 128, 4), 96: (64, 64, 4)},
     "small": {32: (64, 128, 4), 64: (32, 128, 4)},
 }
 BACKWARD_TILES_KEYS["sm100"] = BACKWARD_TILES_KEYS["large"]
