@@ -248,7 +248,7 @@ struct FwdConsumer {
     if constexpr (SPLIT) {
       store_partial_rows(params, done, warp_row, acc_o);
     } else {
-      wg_store_tile<typename L::TileQ, T>(smem + stage * L::TileQ::BYTES, warp_row, acc_o);
+      wg_store_tile<typename L::TileQ, T>(smem + stage * L::TileQ::BYTES, opaque(warp_row), acc_o);
     }
     hand_over_o(stage);
     // These stores come after the hand-over, because its fence would wait for them.
