@@ -4,6 +4,7 @@ A process of its own counts them, in which `bench.dry_run` makes plans for a Hop
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,10 @@ def main():
 def test_depth():
     pytest.importorskip("torch")
     command = [sys.executable, __file__]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    root = str(Path(__file__).parents[1])
+    variables = os.environ | {"PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, env=variables)
+    assert result.returncode == 0
     found = json.loads(result.stdout)
     assert len(found) == 7
     for name, (loads, launches) in found.items():
