@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 from . import environment, jit
-from .attention.backends import BACKENDS, in_order, simt
+from .attention.backends import BACKENDS, in_order, simt, sm90
 from .attention.backends.config import FlashBwdSinks
 from .attention.problem import SHORT, Access, Features
 from .baselines import baselines
@@ -184,7 +184,13 @@ def _attention(
         Features(*values, **lengths)
         for *values, lengths in itertools.product(switches, switches, both, LENGTHS)
     ]
-    for dtype, head_dim, feature in itertools.product(dtypes, head_dims, features):
+    narrow_v = [Features(head_dim_v=columns) for columns in sm90.NARROW_V]
+    problems = (
+        (dtype, head_dim, feature)
+        for dtype, head_dim in itertools.product(dtypes, head_dims)
+        for feature in (*features, *(x for x in narrow_v if sm90.keeps_v(head_dim, x)))
+    )
+    for dtype, head_dim, feature in problems:
         problem = (dtype, head_dim, feature, capability)
         for backward in both:
             ordered = in_order(head_dim, feature, capability, backward=backward)

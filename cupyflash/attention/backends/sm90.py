@@ -169,6 +169,8 @@ class SequenceMapsSm90(AttentionKernel):
         return shape.batch
 
 
+# Columns of v that the backward takes beside wider q and k.
+NARROW_V = sorted({columns for _, columns in sm90_backward.NARROW_V_TILES})
 SEQUENCE_MAPS = SequenceMapsSm90(num_maps=4)
 PACKED = (SEQUENCE_MAPS,)
 
