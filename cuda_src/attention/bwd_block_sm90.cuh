@@ -43,8 +43,8 @@ struct BwdTile {
     forget_registers();
     const int group = params.shape.heads_q / params.shape.heads_kv;
     head_begin = head_kv * group + share * group / params.shape.group_shares;
-    head_end =
-        max(head_kv * group + (share + 1) * group / params.shape.group_shares, head_begin + 1);
+    head_end = head_kv * group + (share + 1) * group / params.shape.group_shares;
+    if (head_end == head_begin) ++head_end;  // it has some rows of one head
     forget_registers();
     // Under a causal mask the first keys have the most work, unlike the queries of tile_order.cuh.
     n_block = ceil_div(sequence.seqlen_k, block_n) - 1 - n_block;
@@ -56,20 +56,19 @@ struct BwdTile {
     // score 0 minus lse_log2 can overflow: dS and its product with the zeros of K are not finite
     // then.
     if (n_rows < block_n) m_range.inner_end = m_range.inner_begin;
-    forget_registers();
     take_share_of_rows(params.shape);
   }
 
  private:
   // More shares than query heads are a multiple of them. Each then has one head, and a part of the
-  // query tiles.
+  // query tiles. How this is written decides how ptxas orders the softmax of the consumers: with a
+  // branch in front of it, the backward of head dim 64 loses 3 to 5 %.
   __device__ void take_share_of_rows(const AttentionShape& shape) {
-    const int group = shape.heads_q / shape.heads_kv;
-    if (shape.group_shares <= group) return;
-    const int tiles = m_range.end - m_range.begin;
-    const int rest = share * group % shape.group_shares;
-    m_range.end = m_range.begin + tiles * (rest + group) / shape.group_shares;
-    m_range.begin += tiles * rest / shape.group_shares;
+    const uint32_t parts = max(1, shape.group_shares / (shape.heads_q / shape.heads_kv));
+    const uint32_t part = uint32_t(share) % parts;
+    const uint32_t tiles = max(0, m_range.end - m_range.begin);
+    m_range.end = m_range.begin + tiles * (part + 1) / parts;
+    m_range.begin += tiles * part / parts;
   }
 };
 
