@@ -43,7 +43,7 @@ def draw_block(axes: Any) -> None:
     axes.set_xlim(-0.5, 100.5)
     axes.set_ylim(-0.5, 56)
     # ---- producers ----
-    for x, text in ((29, "scheduler"), (52, "loader"), (75, "writer")):
+    for x, text in ((29, "scheduler"), (52, "loader of K, V"), (75, "mover of Q, O")):
         box(axes, x, 46, 17, 5, text, ORANGE)
     text = "warpgroup 0, the producers: one lane of a warp each, 40 registers a thread"
     axes.text(60.5, 53, text, ha="center", fontsize=9)
@@ -63,8 +63,8 @@ def draw_block(axes: Any) -> None:
             box(axes, 31 + 9 * column, 16.5 - 14 * stage, 8, 12.5, text, SKY)
     arrow(axes, (33, 46), (33, 36.2))
     axes.text(34, 42.8, "a record of the tile", va="center", fontsize=8.5)
-    arrow(axes, (11, 26), (30.7, 26), "TMA, started\nby the loader", 0.5)
-    arrow(axes, (30.7, 11), (11.3, 11), "TMA, started\nby the writer", 0.5)
+    arrow(axes, (11, 26), (30.7, 26), "TMA, started\nby both lanes", 0.5)
+    arrow(axes, (30.7, 11), (11.3, 11), "TMA, started\nby the mover", 0.5)
     # ---- consumers ----
     box(axes, 74, 0, 26, 40, "", GREY)
     axes.text(87, 38.4, "232 registers a thread", ha="center", va="center", fontsize=9)
