@@ -127,10 +127,13 @@ class GpuReport:
                     run, _, result = value.partition(": ")
                     self.sanitizer[run] = result
 
-    def pytest_terminal_summary(self, terminalreporter):
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session):
+        """Comes before xdist waits for its workers to end, in which a time limit may strike."""
+        terminal = session.config.pluginmanager.get_plugin("terminalreporter")
         gpu_report = gpu_report_module()
         files = gpu_report.file_digests()
-        stats = terminalreporter.stats
+        stats = terminal.stats
         failed = len(stats.get("failed", [])) + len(stats.get("error", []))
         run = {
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -148,7 +151,7 @@ class GpuReport:
             files,
         )
         self.path.write_text(json.dumps(report, indent=1) + "\n")
-        terminalreporter.write_line(f"wrote {self.path}")
+        terminal.write_line(f"\nwrote {self.path}")
 
 
 def gpu_report_module():
