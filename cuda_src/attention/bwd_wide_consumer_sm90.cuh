@@ -1,9 +1,6 @@
 // A consumer warpgroup of the sm_90 backward kernel for wide heads, and its steps, which
 // flash_bwd_wide_sm90.cu puts together.
 #pragma once
-// clang-format off
-#include "../ptx/wgmma_n48.cuh"  // which wg_gemm.cuh finds only if it comes first
-// clang-format on
 #include "../common/wg_gemm.cuh"
 #include "../ptx/atomics.cuh"
 #include "../ptx/ldmatrix.cuh"

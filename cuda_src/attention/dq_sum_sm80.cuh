@@ -4,9 +4,15 @@
 #include "bwd_tile_sm80.cuh"
 #include "bwd_warps_sm80.cuh"
 
+// How a lane finds the addresses of its reductions, which lie at constant distances. With one
+// address for all of them a reduction takes five instructions less, but registers that wide heads
+// lack.
+enum class DqAddresses { EACH, ONE };
+
 // Adds a block's dQ of query tile m_block to dq_accum: for a deterministic sum (dq_semaphore) after
 // the blocks of all key tiles before it. All threads of the block call it.
-template <int BLOCK_M, int BLOCK_N, int HEAD_DIM, class GridQ, class Block>
+template <int BLOCK_M, int BLOCK_N, int HEAD_DIM, class GridQ,
+          DqAddresses ADDRESSES = DqAddresses::EACH, class Block>
 __device__ __forceinline__ void add_dq(const FlashBwdParams& params, const Block& block,
                                        int64_t accum_row, int m_block,
                                        const float (&acc_dq)[GridQ::M][GridQ::N][4]) {
@@ -21,14 +27,18 @@ __device__ __forceinline__ void add_dq(const FlashBwdParams& params, const Block
     }
     __syncthreads();  // it is this block's turn
   }
+  constexpr bool ONE = ADDRESSES == DqAddresses::ONE;
   float* dq_accum = params.dq_accum + accum_row * HEAD_DIM;
+  if constexpr (ONE) dq_accum += dq_fragment_offset<GridQ>(0, 0, 0);
 #pragma unroll
   for (int m = 0; m < GridQ::M; ++m) {
 #pragma unroll
     for (int n = 0; n < GridQ::N; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        red_add(dq_accum + dq_fragment_offset<GridQ>(m, n, i), acc_dq[m][n][i]);
+        const int64_t offset = ONE ? ((m * GridQ::N + n) * 4 + i) * 32  // one line of 32 lanes each
+                                   : dq_fragment_offset<GridQ>(m, n, i);
+        red_add(dq_accum + offset, acc_dq[m][n][i]);
       }
     }
   }

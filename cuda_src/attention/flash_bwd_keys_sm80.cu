@@ -24,10 +24,10 @@
 // first, and its writes after a first. Why it ends: as flash_bwd_sm80.cu.
 //
 // Source: FlashAttention-2, arXiv:2307.08691, algorithm 2.
-#include "../ptx/atomics.cuh"
 #include "block_info.cuh"
 #include "bwd_tile_sm80.cuh"
 #include "bwd_warps_sm80.cuh"
+#include "dq_sum_sm80.cuh"
 #include "params.cuh"
 #include "partial_gradient.cuh"
 #include "score_gradient.cuh"
@@ -37,38 +37,6 @@
 
 constexpr int BLOCKS = 2;   // on a multiprocessor
 constexpr int STEP_M = 32;  // queries whose scores a warp holds
-
-// add_dq() of dq_sum_sm80.cuh, with one address for all reductions of a lane, which lie at constant
-// distances. That saves five instructions each, and takes registers that the other kernels lack.
-template <int BLOCK_M, int BLOCK_N, int HEAD_DIM, class GridQ, class Block>
-__device__ __forceinline__ void add_dq(const FlashBwdParams& params, const Block& block,
-                                       int64_t accum_row, int m_block,
-                                       const float (&acc_dq)[GridQ::M][GridQ::N][4]) {
-  int* turn = params.dq_semaphore ? params.dq_semaphore + 1 + accum_row / BLOCK_M : nullptr;
-  if (turn) {
-    if (threadIdx.x == 0) {
-      const int row_end = min(block.sequence.seqlen_q, (m_block + 1) * BLOCK_M);
-      const TileRange n_range = key_tiles(block.sequence, m_block * BLOCK_M, row_end, BLOCK_N);
-      wait_flag_fenced(turn, block.n_block - n_range.begin);
-    }
-    __syncthreads();  // it is this block's turn
-  }
-  float* dq_accum = params.dq_accum + accum_row * HEAD_DIM + dq_fragment_offset<GridQ>(0, 0, 0);
-#pragma unroll
-  for (int m = 0; m < GridQ::M; ++m) {
-#pragma unroll
-    for (int n = 0; n < GridQ::N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        red_add(dq_accum + ((m * GridQ::N + n) * 4 + i) * 32, acc_dq[m][n][i]);
-      }
-    }
-  }
-  if (turn) {
-    __syncthreads();  // all threads have added, and the release publishes it
-    if (threadIdx.x == 0) release_flag(turn);
-  }
-}
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_WARPS, int ARCH,
           int SMEM_BYTES>
@@ -223,7 +191,8 @@ __global__ void __launch_bounds__(NUM_WARPS * 32, BLOCKS)
     warp_gemm<T, ARCH, BLOCK_N / 16>(
         acc_dq, ColumnOperandA<TileS, GridQ::TILE_ROWS>(smem_ds, GridQ::row()),
         ColumnOperandB<TileKV, GridQ::TILE_COLS>(smem_k, GridQ::col()));
-    add_dq<BLOCK_M, BLOCK_N, HEAD_DIM, GridQ>(params, block, accum_row, this_m_block, acc_dq);
+    add_dq<BLOCK_M, BLOCK_N, HEAD_DIM, GridQ, DqAddresses::ONE>(params, block, accum_row,
+                                                                this_m_block, acc_dq);
   }
 
   // ---- write dK and dV through the tiles of K and V ----

@@ -61,6 +61,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
 #define REGS_8 REGS_4 ", %4, %5, %6, %7"
 #define REGS_16 REGS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define REGS_20 REGS_16 ", %16, %17, %18, %19"
+#define REGS_24 REGS_20 ", %20, %21, %22, %23"
 #define REGS_32 \
   REGS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define REGS_40 REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
@@ -81,6 +82,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
 #define ACC_2(n) ACC_1(n), ACC_1(n + 1)
 #define ACC_4(n) ACC_2(n), ACC_2(n + 2)
 #define ACC_5(n) ACC_4(n), ACC_1(n + 4)
+#define ACC_6(n) ACC_4(n), ACC_2(n + 4)
 #define ACC_8(n) ACC_4(n), ACC_4(n + 4)
 #define ACC_10(n) ACC_8(n), ACC_2(n + 8)
 #define ACC_12(n) ACC_8(n), ACC_4(n + 8)
@@ -129,6 +131,7 @@ WGMMA(1, "8", REGS_4, ACC_1, "4", "5", "6", "7", "8", "9", "10")
 WGMMA(2, "16", REGS_8, ACC_2, "8", "9", "10", "11", "12", "13", "14")
 WGMMA(4, "32", REGS_16, ACC_4, "16", "17", "18", "19", "20", "21", "22")
 WGMMA(5, "40", REGS_20, ACC_5, "20", "21", "22", "23", "24", "25", "26")
+WGMMA(6, "48", REGS_24, ACC_6, "24", "25", "26", "27", "28", "29", "30")
 WGMMA(8, "64", REGS_32, ACC_8, "32", "33", "34", "35", "36", "37", "38")
 WGMMA(10, "80", REGS_40, ACC_10, "40", "41", "42", "43", "44", "45", "46")
 WGMMA(12, "96", REGS_48, ACC_12, "48", "49", "50", "51", "52", "53", "54")
