@@ -1,5 +1,5 @@
-// What a block of the sm_90 backward kernel for wide heads shares: the tiles in shared memory, the
-// turns in which blocks add to dQ, and the reducer.
+// The block of the sm_90 backward kernel for wide heads: its tiles in shared memory, the turns in
+// which blocks add to dQ, and the reducer.
 #pragma once
 #include "../ptx/atomics.cuh"
 #include "bwd_block_sm90.cuh"

@@ -26,9 +26,11 @@ structs = header("attention/params.cuh")
 split_structs = header("attention/fp16x3_params.cuh")
 
 MIN_SPLIT_KEYS = 256  # of a block: two or more key tiles of any head dim
-# Of a multiprocessor: fewer in a launch, and so many should be in a section of heads.
+# A launch of fewer tiles than these for each multiprocessor has few, and then a section of heads
+# should have so many.
 FEW_TILES, SECTION_TILES = 8, 3
-# Of a block: fewer, and the sums of dK and dV that it leaves in float32 take longer than it saves.
+# A block should have at least so many query rows. With fewer, the sums of dK and dV that it leaves
+# in float32 take longer than it saves.
 MIN_SHARE_ROWS = 1024
 pack_two = struct.Struct("2Q").pack
 pack_four = struct.Struct("4Q").pack

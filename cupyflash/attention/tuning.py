@@ -19,7 +19,7 @@ STATIC_BYTES = 3 * 1024  # of shared memory, at most: constants, barriers
 
 
 class Choice(NamedTuple):
-    """What the built-in choice depends on: the arguments of ``forward`` of a backend."""
+    """The built-in choice depends on these arguments of ``forward`` of a backend."""
 
     dtype: str
     head_dim: int

@@ -35,7 +35,7 @@ RESULTS = {"fwd": ("out", "lse"), "bwd": ("dq", "dk", "dv")}
 OF_QUERIES = ("out", "lse", "dq")
 MOST_ROUNDS = 40
 WORTH = 1.01  # times as fast as the built-in choice: less may be noise
-# Of keys: enough tiles for most GPUs, the last one partial.
+# This number of keys gives enough tiles for most GPUs, the last one partial.
 SMALL_SEQLEN, SMALL_BATCH, SMALL_HEADS = 577, 2, 16
 LAST_QUERIES = 64
 NUMBERS = 2**20 + 7  # random ones, which large arrays repeat
