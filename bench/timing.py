@@ -1,6 +1,7 @@
 """GPU time of several calls on the same tensors, and the ceilings of the card (torch only)."""
 
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ PROTOCOL = (
     "CUDA events around each call; before each the L2 is left cold and clean (a write, then a read "
     "of something else, of three times its size at least) and the GPU sleeps at least twice as "
     "long as the host needs to enqueue the call, so that launch cost stays out; all providers in "
-    "turn on the same standard normal tensors, the order rotated every round; median of {repeats} "
+    "turn on the same standard normal tensors, in a random order every round; median of {repeats} "
     "rounds (a provider that has taken "
     f"{LIMIT_MS / 1000:g} s leaves after at least {LEAST_REPEATS}); FLOPs 4*B*H*Sq*Sk*D, causal "
     "half, backward 2.5 times; the backward is the whole autograd.grad"
@@ -45,6 +46,9 @@ class Timing:
 class Timer:
     """Times calls in turn by the protocol above.
 
+    The order is a random one every round. In one that only rotates, a call always follows the same
+    other one, and at the power limit a call that follows a slow one finds a cool GPU.
+
     Attributes:
         repeats: how often a call is timed.
         least_repeats: how often one that takes long is timed.
@@ -63,12 +67,11 @@ class Timer:
         """Times of the calls by name; each has run at least once before."""
         sleeps = {name: _sleep_cycles(call) for name, call in calls.items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
-        late, clocks, names = dict.fromkeys(calls, 0), [], list(calls)
+        late, clocks, orders = dict.fromkeys(calls, 0), [], random.Random(0)
         for _ in range(self.repeats):
-            names = [*names[1:], *names[:1]]
             due = [
                 name
-                for name in names
+                for name in orders.sample(list(calls), len(calls))
                 if len(samples[name]) < self.least_repeats or sum(samples[name]) < LIMIT_MS
             ]
             events = {}
@@ -121,12 +124,11 @@ class Timer:
 
 
 def medians(clocks: Mapping[Any, Callable[[], float]], repeats: int) -> dict[Any, float]:
-    """The median of what each clock returns, all in turn, the order rotated every round."""
+    """The median of what each clock returns, all in turn, in a random order every round."""
     samples: dict[Any, list[float]] = {name: [] for name in clocks}
-    names = list(clocks)
+    orders = random.Random(0)
     for _ in range(repeats):
-        names = [*names[1:], *names[:1]]
-        for name in names:
+        for name in orders.sample(list(clocks), len(clocks)):
             samples[name].append(clocks[name]())
     return {name: statistics.median(times) for name, times in samples.items()}
 

@@ -4,7 +4,7 @@
 
 12 layers, width 768, 12 heads, 50304 tokens of vocabulary; bfloat16 autocast, fused AdamW; 16384
 tokens a step. A sample is the host's clock around ten steps (forward, backward, optimizer) and a
-synchronisation; implementations in turn, the order rotated; the median of the samples counts. The
+synchronisation; implementations in turn, in a random order; the median of the samples counts. The
 first losses of all implementations must agree to 2^-8, bfloat16's last place; one that does not is
 left out, and the exit status is 1. SDPA is held to each of its backends: "vs SDPA" is the time of
 the best of them divided by the row's.
@@ -29,8 +29,8 @@ COMPARED = ("sdpa-flash", "sdpa-cudnn", "cupyflash")
 MODES = ("eager", "compiled")
 STEPS, DEVICE = 10, "cuda"
 PROTOCOL = (
-    f"host clock around {STEPS} whole steps and a synchronisation, implementations in turn, order "
-    "rotated; median of {repeats}; bfloat16 autocast, fused AdamW"
+    f"host clock around {STEPS} whole steps and a synchronisation, implementations in turn, in a "
+    "random order; median of {repeats}; bfloat16 autocast, fused AdamW"
 )
 
 
