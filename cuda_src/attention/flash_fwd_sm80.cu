@@ -19,7 +19,9 @@
 // memory.
 //
 // Eight warps on a multiprocessor leave each of its threads 255 registers: one block of eight, or
-// two of four.
+// two of four. The tiles for sequences of one tile are the exception: such a block mostly waits for
+// memory, so it copies its first V together with Q and K, and ptxas is left to save registers, so
+// that three to five blocks of four warps hide the waits of each other.
 //
 // Why nothing is overwritten too early. K and V have one buffer each. A __syncthreads() lies
 // between the last read of a buffer and the copy that fills it again, and one between the end of a
@@ -50,9 +52,14 @@ struct OperandBesideWork {
   }
 };
 
+constexpr bool is_short_tile(int block_m, int head_dim, int arch) {
+  return block_m == 64 && head_dim <= 128 && arch >= 80;
+}
+
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_WARPS, int ARCH, bool SOFTCAP,
           bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
-__global__ void __launch_bounds__(NUM_WARPS * 32, 8 / NUM_WARPS)
+__global__ void __launch_bounds__(NUM_WARPS * 32,
+                                  is_short_tile(BLOCK_M, HEAD_DIM, ARCH) ? 0 : 8 / NUM_WARPS)
     flash_fwd_sm80(const __grid_constant__ FlashFwdParams params) {
   using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
   using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
@@ -60,6 +67,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32, 8 / NUM_WARPS)
                 "host and device disagree on shared memory");
   using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
   constexpr int NUM_THREADS = NUM_WARPS * 32;
+  constexpr bool SHORT = is_short_tile(BLOCK_M, HEAD_DIM, ARCH);
   constexpr int WARP_M = BLOCK_M / NUM_WARPS;
   constexpr int M = WARP_M / 16;
   static_assert(WARP_M % 16 == 0 && M >= 1, "a warp owns whole 16-row fragments");
@@ -88,7 +96,9 @@ __global__ void __launch_bounds__(NUM_WARPS * 32, 8 / NUM_WARPS)
                                       shape.head_dim);
   const int n_begin = block.n_range.begin;
   int n = block.n_range.end - 1;
+  const int n_first = n;
   if (n >= n_begin) load_kv(smem_k, block.k, params.k_strides.row, n);
+  if (SHORT && n >= n_begin) load_kv(smem_v, block.v, params.v_strides.row, n);
   copies_commit<ARCH>();
 
   const int lane = threadIdx.x % 32;
@@ -112,6 +122,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32, 8 / NUM_WARPS)
 
     // ---- S = Q K^T ----
     const auto copy_v = [&] {
+      if (SHORT && n == n_first) return;  // it is there
       load_kv(smem_v, block.v, params.v_strides.row, n);
       copies_commit<ARCH>();
     };

@@ -219,58 +219,58 @@ __device__ __forceinline__ void load_fwd_bias(const FlashFwdSm90Params& params,
   }
 }
 
-// One lane loads Q and stores O, which lies in the buffers of Q: a buffer is loaded as soon as the
-// copy engine has read the O that was in it. With two buffers that is long before the Q is needed,
-// so that the wait for memory is hidden. In a split the consumers store O themselves.
+// One lane loads Q and stores O, which lies in the buffers of Q: as soon as the copy engine has
+// read the O of a warpgroup, its buffer is loaded with the Q of the tile Q_STAGES later. With two
+// buffers that is a tile ahead, so that the wait for memory is hidden. In a split the consumers
+// store O themselves.
 template <bool SPLIT, class L>
 __device__ __forceinline__ void move_fwd_queries(const FlashFwdSm90Params& params,
                                                  FwdShared<L>& shared, uint32_t smem) {
-  Ring<FWD_TILE_RECORDS> record;
-  Ring<L::Q_STAGES> q_ring, o_ring;
-  const FwdTile* computed = nullptr;  // the tile whose O comes next
+  Ring<L::Q_STAGES> ring;
   TensorRows q, out;
-
-  const auto load_q = [&](const FwdTile& tile, int group) {
-    const uint32_t full = smem_address(&shared.q[group].full[q_ring.stage]);
-    // The consumers wait for the Q of every tile, also where there is nothing to load.
-    if (!tile.has_keys()) return mbarrier_arrive(full);
-    mbarrier_arrive_expect(full, L::TileQ::BYTES / L::GROUPS);
-#pragma unroll
-    for (int block = 0; block < L::TileQ::NUM_BLOCKS; ++block) {
-      q.load(L::q_address(smem, q_ring.stage, group, block), full, block, tile.m_begin + group * 64,
-             tile.head);
-    }
-  };
-  const auto store_o = [&](int group) {
-    mbarrier_wait(smem_address(&shared.o_full[o_ring.stage][group]), o_ring.parity);
-    if constexpr (!SPLIT) {
-#pragma unroll
-      for (int block = 0; block < L::TileQ::NUM_BLOCKS; ++block) {
-        out.store(L::q_address(smem, o_ring.stage, group, block), block,
-                  computed->m_begin + group * 64, computed->head);
-      }
-      bulk_commit();
-      bulk_wait_read<0>();
-    }
-  };
+  int end = 0x7fffffff;  // the number of tiles, as soon as it is known
 #pragma unroll 1
-  for (;; record.advance(), q_ring.advance()) {
-    const FwdTile& tile = shared.wait_tile(record);
-    if (tile.has_keys()) q = TensorRows(params, RowsMap::Q, tile.sequence, tile.batch);
+  for (int i = 0; i - L::Q_STAGES < end; ++i, ring.advance()) {
+    const Ring<FWD_TILE_RECORDS> record = ring_place<FWD_TILE_RECORDS>(i);
+    const FwdTile& tile = shared.tiles[record.stage];
+    if (i <= end) {
+      shared.located.wait_full(record);
+      if (tile.m_rows == 0) end = i;
+      if (tile.has_keys()) q = TensorRows(params, RowsMap::Q, tile.sequence, tile.batch);
+    }
+    const FwdTile& computed = shared.tiles[ring_place<FWD_TILE_RECORDS>(i - L::Q_STAGES).stage];
+    if (i >= L::Q_STAGES) {
+      out = TensorRows(params, RowsMap::OUT, computed.sequence, computed.batch);
+    }
 #pragma unroll 1
     for (int group = 0; group < L::GROUPS; ++group) {
-      if (L::Q_STAGES == 1 && computed) store_o(group);
-      load_q(tile, group);
+      if (i >= L::Q_STAGES) {
+        mbarrier_wait(smem_address(&shared.o_full[ring.stage][group]), ring.parity ^ 1);
+        if constexpr (!SPLIT) {
+#pragma unroll
+          for (int block = 0; block < L::TileQ::NUM_BLOCKS; ++block) {
+            out.store(L::q_address(smem, ring.stage, group, block), block,
+                      computed.m_begin + group * 64, computed.head);
+          }
+          bulk_commit();
+          bulk_wait_read<0>();
+        }
+      }
+      if (i > end) continue;
+      // The consumers wait for the Q of every tile, also where there is nothing to load.
+      const uint32_t full = smem_address(&shared.q[group].full[ring.stage]);
+      if (!tile.has_keys()) {
+        mbarrier_arrive(full);
+        continue;
+      }
+      mbarrier_arrive_expect(full, L::TileQ::BYTES / L::GROUPS);
+#pragma unroll
+      for (int block = 0; block < L::TileQ::NUM_BLOCKS; ++block) {
+        q.load(L::q_address(smem, ring.stage, group, block), full, block, tile.m_begin + group * 64,
+               tile.head);
+      }
     }
-    mbarrier_arrive(smem_address(&shared.almost_loaded));
-    if (L::Q_STAGES > 1 && computed) {
-#pragma unroll 1
-      for (int group = 0; group < L::GROUPS; ++group) store_o(group);
-    }
-    if (tile.m_rows == 0) break;
-    if (computed) o_ring.advance();
-    computed = &tile;
-    out = TensorRows(params, RowsMap::OUT, tile.sequence, tile.batch);
+    if (i < end) mbarrier_arrive(smem_address(&shared.almost_loaded));
   }
   bulk_wait<0>();
 }
