@@ -75,6 +75,30 @@ def test_least_side_by_side(monkeypatch, batch, heads, length, least):
     assert launch.least_side_by_side(config, problem) == least
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "heads_kv", "length", "forward", "backward"),
+    [
+        (16, 16, 16, 1024, 32, 16),  # about two tiles of queries, and one of keys, each processor
+        (4, 16, 16, 4096, 8, 4),
+        (1, 8, 8, 32768, 1, 1),
+        (1, 32, 8, 8192, 8, 2),  # query heads that share keys: what fits L2
+    ],
+)
+def test_heads_per_section(monkeypatch, batch, heads, heads_kv, length, forward, backward):
+    for module in (launch, plan):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(plan, "l2_bytes", lambda device: 60 << 20)
+    shape = structs.AttentionShape(batch, heads, heads_kv, length, length, 128, length * 2)
+    shape.group_shares = 1
+    problem = types.SimpleNamespace(shape=shape, device=0, total_q=None, total_k=None)
+    features = Features(masked=True)
+    config = sm90.forward("float16", 128, features, (9, 0))
+    found = plan._heads_per_section(problem, config, heads * batch, length, 2)
+    assert found == forward
+    config = sm90.backward("float16", 128, features, (9, 0))[1]
+    assert plan._heads_per_section(problem, config, heads_kv * batch, length, 4) == backward
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_blocks_in_turns_divide_no_masked_rows(monkeypatch, masked):
     """Under a mask a query tile may be in an earlier share of the next key tile: a deadlock."""

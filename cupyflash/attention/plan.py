@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 
 from .. import environment
 from ..runtime.array import Array, View, dense_strides
-from ..runtime.gpu import capability_of, l2_bytes
+from ..runtime.config import KernelConfig
+from ..runtime.gpu import capability_of, l2_bytes, multiprocessors
 from ..runtime.launch import Launch
 from ..runtime.operation import Plan
 from ..runtime.structs import header
 from . import backends
 from .backends.config import FlashBwdCombine, FlashBwdPreprocess, FlashBwdSinks, Tile
 from .bias import KeyMaskLaunch, bias_gradient
-from .launch import PersistentLaunch, group_shares, least_side_by_side, prepare
+from .launch import PersistentLaunch, group_shares, least_side_by_side, num_tiles, prepare
 from .options import BIAS, KEY_MASK, Gradients, Options
 from .problem import Access, Problem, bias_strides, canonical_strides
 from .tuning import Choice, kernels
@@ -28,6 +29,9 @@ NO_POINTERS = (0,) * KEY_MASK  # of the optional arrays that the kernels take
 # Of the L2 cache, for the keys and values of the heads that run together (tile_order.cuh); the rest
 # is left to queries and outputs.
 SECTION_L2_FRACTION = 0.6
+# No more tiles of queries, or of keys, in a section than these for each multiprocessor: enough for
+# an even end of the launch, and the fewer, the more of what they share stays in the L2 cache.
+SECTION_TILES = {"q": 2.7, "k": 1.6}
 # Where blocks take turns, at least so many heads side by side: fewer, and they wait for each other.
 TURN_HEADS = 8
 
@@ -61,7 +65,7 @@ class ForwardPlan(Plan):
         backend, choice = choose(function, problem, access, backward=False)
         (config,) = kernels(backend, choice, problem.device, backward=False, tile=tile)
         shape.heads_per_section = _heads_per_section(
-            problem, shape.heads_q * shape.batch, shape.seqlen_k, 2
+            problem, config, shape.heads_q * shape.batch, shape.seqlen_k, 2
         )
         params = structs.FlashFwdParams(
             **{f"{name}_strides": strides for name, strides in problem.strides.items()},
@@ -161,6 +165,7 @@ class BackwardPlan(Plan):
         if bias_grad and deterministic:  # the one kernel of a pass adds to it by atomics
             choice = choice._replace(features=choice.features._replace(one_pass=False))
         configs = list(kernels(backend, choice, problem.device, backward=True, tile=tile))
+        main = configs[1]
         if bias_grad and not self.no_keys:
             self.dbias = bias_gradient(function, problem, backend, choice, deterministic)
             if self.dbias is None and problem.bias_is_broadcast:
@@ -168,13 +173,13 @@ class BackwardPlan(Plan):
         deterministic = self.deterministic
         partial_floats, least = 0, 1
         if isinstance(configs[-1], FlashBwdCombine):
-            shape.group_shares = group_shares(configs[1], problem, deterministic)
+            shape.group_shares = group_shares(main, problem, deterministic)
             if shape.group_shares == 1:
                 configs.pop()
             else:
                 columns = shape.heads_kv * configs[-1].head_dim
                 partial_floats = 2 * shape.group_shares * _rows_k(problem) * columns
-            least = least_side_by_side(configs[1], problem)
+            least = least_side_by_side(main, problem)
         if self.dbias is not None:  # after what is above has been read
             partial_floats = max(partial_floats, self.dbias.partial_floats)
         if extras.sinks:
@@ -192,6 +197,7 @@ class BackwardPlan(Plan):
         per_query = 2 + (2 if accum_dim else 0)  # q, dout; the accumulator counts twice
         shape.heads_per_section = _heads_per_section(
             problem,
+            main,
             shape.heads_kv * shape.group_shares * shape.batch,
             shape.seqlen_q,
             per_query,
@@ -326,6 +332,7 @@ def keeps_v(problem: Problem, access: Access) -> bool:
 
 def _heads_per_section(
     problem: Problem,
+    config: KernelConfig,
     heads: int,
     rows: int,
     tensors: int,
@@ -339,6 +346,7 @@ def _heads_per_section(
     blocks that take turns (``side_by_side``), where those of one head wait for each other.
 
     Args:
+        config: the kernel of the tiles.
         heads: of all sequences; a share of the query heads of a key head counts as one.
         rows: of one head in each of so many ``tensors``, which its blocks read again and again.
         least: so many side by side even if the L2 cache has no room for them.
@@ -349,6 +357,11 @@ def _heads_per_section(
         return 1
     head_bytes = max(1, rows * shape.head_dim * tensors * 2)
     fitting = max(1, min(heads, int(SECTION_L2_FRACTION * l2_bytes(problem.device) / head_bytes)))
+    if config.persistent and problem.total_q is None and not side_by_side:
+        most = SECTION_TILES[config.tiles_of] * multiprocessors(problem.device)
+        if config.tiles_of == "q":
+            most *= shape.heads_q // shape.heads_kv  # their heads share keys and values
+        fitting = max(1, min(fitting, int(most * heads / num_tiles(config, problem))))
     if side_by_side:
         least = max(least, min(heads, TURN_HEADS))
     fitting = max(fitting, least)
