@@ -82,6 +82,7 @@ def test_least_side_by_side(monkeypatch, batch, heads, length, least):
         (4, 16, 16, 4096, 8, 4),
         (1, 8, 8, 32768, 1, 1),
         (1, 32, 8, 8192, 8, 2),  # query heads that share keys: what fits L2
+        (3, 4, 4, 2048, 4, 4),  # three even sections, not 8 heads and 4
     ],
 )
 def test_heads_per_section(monkeypatch, batch, heads, heads_kv, length, forward, backward):

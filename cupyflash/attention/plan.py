@@ -367,6 +367,8 @@ def _heads_per_section(
     fitting = max(fitting, least)
     # A power of two, so that sections of the usual head counts come out even, which is worth 7 %.
     power = 1 << (fitting.bit_length() - 1)
+    if heads % power and heads % (power // 2) == 0:
+        power //= 2
     return power if power >= least else -(-heads // -(-heads // fitting))
 
 
