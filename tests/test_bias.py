@@ -113,6 +113,45 @@ def test_box_edges(target, seqlen_q, seqlen_k, head_dim, dtype, broadcast, optio
     expected(inputs, bias=bias, **options).check(**results)
 
 
+@each(device="cuda")
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k, head_dim, dtype, shape, options",
+    [
+        (300, 304, 64, 1, {}, {}),
+        (1, 8, 64, 0, {}, {}),
+        (130, 264, 128, 1, {"batch": 1}, {"causal": True}),
+        (264, 130, 128, 1, {}, {"causal": True}),
+        (257, 520, 96, 0, {}, {"window": (40, 9)}),
+        (520, 72, 40, 1, {"batch": 1}, {"causal": "top-left"}),
+        (200, 136, 32, 1, {}, {}),
+        (136, 200, 64, 1, {}, {"alibi": True}),
+        (190, 200, 96, 1, {}, {"dropout_p": 0.3}),
+        (190, 328, 64, 0, {}, {"dropout_p": 0.3, "alibi": True, "window": (None, 30)}),
+        (300, 264, 64, 1, {"heads_q": 12, "heads_kv": 1, "batch": 1}, {}),
+        (4200, 64, 128, 1, {"heads_q": 2, "batch": 1}, {}),
+    ],
+    ids=str,
+)
+def test_gradient_of_each_score(target, seqlen_q, seqlen_k, head_dim, dtype, shape, options):
+    """A bias in the dtype of q that is not broadcast: sm_90 stores dS, and zeros elsewhere."""
+    options, dtype = dict(options), target.dtypes[min(dtype, len(target.dtypes) - 1)]
+    inputs = problem(
+        target, dtype, head_dim=head_dim, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **shape
+    )
+    heads = shape.get("heads_q", HEADS)
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = target.array(2.0 ** -numpy.arange(1, heads + 1), "float32")
+    if "dropout_p" in options:
+        options["dropout_seed"] = 7
+    sizes = (shape.get("batch", BATCH), heads, seqlen_q, seqlen_k)
+    values = numpy.random.default_rng(seqlen_q).standard_normal(sizes, "float32")
+    bias = target.array(values, dtype)
+    poison_free_memory(target.library, target.device, [bias.nbytes, 4 * values.size])
+    results = forward_backward(inputs, bias=bias, **options)
+    assert results["dbias"].dtype == bias.dtype
+    expected(inputs, bias=bias, **options).check(**results)
+
+
 @each(library="torch")
 def test_expanded_bias_has_a_gradient_for_each_element(target):
     """Stride 0 without length 1; torch sums over the expanded axis by itself."""

@@ -48,13 +48,16 @@ with environment.override(backend=backend):
                "dropout_p": 0.1, "dropout_seed": 1, "seqused_q": used, "seqused_k": used}
     out, lse = cupyflash.attention(x.q, x.k, x.v, return_lse=True, **options)
     cupyflash.attention_backward(x.dout, x.q, x.k, x.v, out, lse, bias_grad=True, **options)
-    # A bias whose rows are multiples of 16 bytes: sm_90 reads it through a tensor map.
+    # A bias whose rows are multiples of 16 bytes: sm_90 reads it through a tensor map, and stores
+    # its gradient if it is not broadcast.
     for head_dim in (64, 96, widest):
-        x = make_inputs("cupy", dtype, batch=2, seqlen_q=270, seqlen_k=150, heads_q=2,
-                        head_dim=head_dim)
-        options = {"bias": cupy.ones((270, 152), dtype)[:, :150]}
-        out, lse = cupyflash.attention(x.q, x.k, x.v, return_lse=True, **options)
-        cupyflash.attention_backward(x.dout, x.q, x.k, x.v, out, lse, **options)
+        for keys, shape in ((150, (270, 152)), (152, (2, 2, 270, 152))):
+            x = make_inputs("cupy", dtype, batch=2, seqlen_q=270, seqlen_k=keys, heads_q=2,
+                            head_dim=head_dim)
+            options = {"bias": cupy.ones(shape, dtype)[..., :keys]}
+            out, lse = cupyflash.attention(x.q, x.k, x.v, return_lse=True, **options)
+            cupyflash.attention_backward(x.dout, x.q, x.k, x.v, out, lse, bias_grad=keys == 152,
+                                         **options)
 cupy.cuda.Device().synchronize()
 """
 

@@ -172,6 +172,27 @@ def test_bias_not_by_tma():
 
 
 @pytest.mark.parametrize(
+    "shape, options, stored",
+    [
+        ((2, 4, 40, 72), {}, True),
+        ((4, 40, 72), {}, False),  # sequences share it
+        ((2, 1, 40, 72), {}, False),
+        ((2, 4, 40, 72), {"softcap": 9.0}, False),  # its slope lies between the two
+        ((2, 4, 40, 72), {"scale": 2.0**21}, False),  # not by TMA
+    ],
+)
+def test_stored_gradient(shape, options, stored):
+    """sm_90 stores dS where it is the gradient of the bias, in rows of whole 16 bytes."""
+    found = biased(view(*shape), **options)
+    main = sm90.backward("float16", 64, found.features, (9, 0))[1]
+    storing = main.storing_dbias()
+    assert (found.bias_gradient_is_ds and storing.stores_dbias) == stored
+    assert not storing.takes_key_mask and storing.bias_box_rows == main.bias_box_rows
+    found.shape.seqlen_k = 68
+    assert not found.bias_gradient_is_ds
+
+
+@pytest.mark.parametrize(
     "causal, window, masked",
     [(False, None, False), (True, None, True), (False, (3, None), True), (False, (9, 9), True)],
 )

@@ -11,7 +11,7 @@ from wrong_calls import check_refused
 
 import cupyflash
 from cupyflash.attention.backends import sm90
-from cupyflash.attention.bias import bias_gradient
+from cupyflash.attention.bias import bias_gradient, shares_of_tiles
 from cupyflash.attention.dispatch import BACKWARD, FORWARD
 from cupyflash.attention.options import Extras, Options
 from cupyflash.runtime.array import array_namespace
@@ -225,7 +225,16 @@ def test_wrong_calls(target):
     check_refused(cupyflash.triangle_attention, arrays, wrong, least=20)
 
 
-def test_a_bias_that_nothing_shares_is_left_to_atomics():
+@pytest.mark.parametrize(
+    "tiles, most, shares",
+    [(144, 96, 5), (1024, 4, 1), (128, 32, 2), (48, 96, 5), (4, 16, 16), (300, 50, 3), (140, 0, 1)],
+)
+def test_shares_of_tiles(tiles, most, shares):
+    """Of 264 places; 144 tiles alone, those of AlphaFold 3, would leave half of them empty."""
+    assert shares_of_tiles(tiles, 264, most) == shares
+
+
+def test_a_bias_that_nothing_shares_is_left_to_the_main_kernel():
     """Each element has one term, and the kernel for shared biases takes longer."""
     alone = types.SimpleNamespace(bias_is_broadcast=False, bias_gradient_fits_registers=True)
     assert bias_gradient("f", alone, sm90, (), "error") is None

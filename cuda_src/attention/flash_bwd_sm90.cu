@@ -17,8 +17,8 @@
 //
 // Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
 // is filled up with zeros; NUM_STAGES is the number of buffers of Q, dO and dS; SOFTCAP, ALIBI,
-// BIAS (a BiasKind) and DROPOUT are the options of the score; SMEM_BYTES is the dynamic shared
-// memory of the launch.
+// BIAS (a BiasKind, or one of key_mask_sm90.cuh or stored_gradient_sm90.cuh) and DROPOUT are the
+// options of the score; SMEM_BYTES is the dynamic shared memory of the launch.
 //
 // Warps. Those of warpgroup 0 are the producers and the reducer:
 //   warp 0     one lane chooses the next tile and describes it in a record

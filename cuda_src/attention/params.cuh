@@ -97,7 +97,8 @@ struct FlashBwdParams {
   const int64_t* dropout_seed;
   const int* seqused_q;
   const int* seqused_k;
-  float* dbias;   // like bias; zeros, to which the gradient is added, or null
+  float* dbias;   // like bias; zeros, to which the gradient is added, or null; in the dtype of q
+                  // where it is stored (stored_gradient_sm90.cuh)
   float* dsinks;  // [heads_q] or null
   Strides dout_strides;
   Strides q_strides;

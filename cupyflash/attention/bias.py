@@ -5,7 +5,8 @@ the place of the bias. The record holds the address of the bias and a bit for ea
 (``cuda_src/attention/mask_record.cuh``).
 
 `BiasGradient` sums the gradient of a bias that all sequences share, in registers and in a fixed
-order. Without its kernels the main kernel of the backward pass adds to the gradient by atomics.
+order. Without its kernels the main kernel of the backward pass adds to the gradient by atomics, or
+stores a gradient of which each element belongs to one score.
 """
 
 import ctypes
@@ -23,6 +24,11 @@ from .options import BIAS, KEY_MASK, SEQUSED_K, caller_name
 from .problem import Problem
 
 structs = header("attention/mask_record.cu")
+
+# Of the kernel that sums the gradient of a bias: blocks that a multiprocessor runs at the same
+# time, pairs of a sequence and a head that a block should have, and rounds of blocks, as each share
+# leaves sums in memory.
+BLOCKS, LEAST_PAIRS, MOST_ROUNDS = 2, 4, 4
 
 
 class KeyMaskLaunch:
@@ -84,12 +90,9 @@ class BiasGradient:
         _, heads, queries, keys = bias.shape
         self.tiles = -(-queries // config.block_m) * -(-keys // config.block_n) * heads
         self.size = math.prod(bias.shape)
-        # Shares of at least four pairs of a sequence and a head, where tiles do not fill the GPU.
+        at_once = BLOCKS * multiprocessors(problem.device)
         pairs = problem.shape.batch * problem.shape.heads_q // heads
-        at_once = multiprocessors(problem.device)
-        self.shares = max(1, min(2 * at_once // self.tiles, pairs // 4))
-        if self.tiles >= at_once:
-            self.shares = 1
+        self.shares = shares_of_tiles(self.tiles, at_once, pairs // LEAST_PAIRS)
         self.partial_floats = self.shares * self.size if self.shares > 1 else 0
 
     def prepare(self, params: ctypes.Structure) -> None:
@@ -108,10 +111,25 @@ class BiasGradient:
             launch.start(stream, launch.argument(*pointers))
 
 
+def shares_of_tiles(tiles: int, at_once: int, most: int) -> int:
+    """How many blocks divide the sequences of a tile, at most ``most``.
+
+    As few as keep 9 of 10 places for blocks (``at_once``) busy until the last block ends, or else
+    those that keep the most of them busy.
+    """
+
+    def busy(shares: int) -> float:
+        blocks = tiles * shares
+        return blocks / (-(-blocks // at_once) * at_once)
+
+    possible = range(1, max(1, min(most, MOST_ROUNDS * at_once // tiles)) + 1)
+    return next((shares for shares in possible if busy(shares) >= 0.9), max(possible, key=busy))
+
+
 def bias_gradient(
     function: str, problem: Problem, backend: Any, arguments: tuple, deterministic: str
 ) -> BiasGradient | None:
-    """The launches that sum the gradient of the bias of a problem; None leaves it to atomics.
+    """The launches that sum the gradient of the bias; None leaves it to the main kernel.
 
     Args:
         arguments: of ``backward`` of the backend.
@@ -120,7 +138,7 @@ def bias_gradient(
     Raises:
         NotImplementedError: they are refused, and there is no kernel.
     """
-    if not problem.bias_is_broadcast:  # each element has one term: atomics are exact, and faster
+    if not problem.bias_is_broadcast:  # each element has one term, which the main kernel knows
         return None
     config = None
     if problem.bias_gradient_fits_registers and backend is not simt:

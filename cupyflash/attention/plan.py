@@ -131,7 +131,7 @@ class BackwardPlan(Plan):
     ) -> None:
         """``deterministic`` is "error" or "warn" where a fixed order is asked for, else ""."""
         super().__init__(problem.device)
-        self.library, self.dbias = library, None
+        self.library, self.dbias, self.stores_dbias = library, None, False
         shape, extras = problem.shape, problem.extras
         self.lengths = extras.lengths
         self.dsinks_shape = (shape.heads_q,) if extras.sinks else None
@@ -139,6 +139,7 @@ class BackwardPlan(Plan):
         dbias_strides = structs.BiasStrides()
         if bias_grad:
             dense = dense_strides(self.dbias_shape, range(4))
+            self.dbias_strides = dense
             dbias_strides = bias_strides(self.dbias_shape, dense)
         self.gradients = []
         strides = dict(problem.strides)
@@ -165,7 +166,11 @@ class BackwardPlan(Plan):
         if bias_grad and deterministic:  # the one kernel of a pass adds to it by atomics
             choice = choice._replace(features=choice.features._replace(one_pass=False))
         configs = list(kernels(backend, choice, problem.device, backward=True, tile=tile))
-        main = configs[1]
+        if bias_grad and problem.bias_gradient_is_ds:
+            configs = [config.storing_dbias() for config in configs]
+            self.stores_dbias = any(config.stores_dbias for config in configs)
+        self.skips_tiles = problem.features.masked  # which a stored gradient must have as zeros
+        main = configs[:2][-1]  # the second, or the only one
         if bias_grad and not self.no_keys:
             self.dbias = bias_gradient(function, problem, backend, choice, deterministic)
             if self.dbias is None and problem.bias_is_broadcast:
@@ -234,8 +239,7 @@ class BackwardPlan(Plan):
         """
         library, pointer = self.library, self.library.pointer
         in_registers = self.dbias is not None
-        allocate = _empty_float32 if in_registers else _zeros_float32
-        dbias = allocate(library, self.dbias_shape, q)
+        dbias = self._allocate_dbias(q)
         dsinks = _zeros_float32(library, self.dsinks_shape, q)
         if self.empty:
             return *(library.zeros_like(x) for x in (q, k, v)), dbias, dsinks
@@ -284,14 +288,22 @@ class BackwardPlan(Plan):
             gradients = (dq, dk, dv[..., : self.columns_v])
         return *gradients, dbias, dsinks
 
+    def _allocate_dbias(self, q: Array) -> Array | None:
+        """Memory for the gradient of the bias, if it is wanted; zeros unless all is written."""
+        library = self.library
+        if self.stores_dbias:
+            dbias = library.empty(self.dbias_shape, self.dbias_strides, q)
+            if self.skips_tiles:
+                library.fill(dbias, 0)
+            return dbias
+        if self.dbias is not None:
+            return library.empty_float32(self.dbias_shape, q)
+        return _zeros_float32(library, self.dbias_shape, q)
+
 
 def _mapped(launch: Launch, bias: int) -> dict[str, int]:
     """The address of the bias for a launch that may have a tensor map of it."""
     return {"mapped_bias": bias} if isinstance(launch, PersistentLaunch) else {}
-
-
-def _empty_float32(library: Any, shape: tuple[int, ...], like: Array) -> Array:
-    return library.empty_float32(shape, like)
 
 
 def _mask_as_bias(extras: list[int]) -> None:

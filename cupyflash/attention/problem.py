@@ -229,6 +229,12 @@ class Problem:
         return math.prod(self.extras.bias.shape) < scores
 
     @property
+    def bias_gradient_is_ds(self) -> bool:
+        """Whether a kernel may store dS as the gradient of the bias, in rows of whole 16 bytes."""
+        broadcast = self.extras.bias is None or self.bias_is_broadcast
+        return not (broadcast or self.has_own_lengths or self.shape.seqlen_k % 8)
+
+    @property
     def bias_gradient_fits_registers(self) -> bool:
         """Whether a kernel for tensor cores can sum the gradient of the bias in its registers.
 

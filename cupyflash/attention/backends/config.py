@@ -26,6 +26,8 @@ class AttentionKernel(KernelConfig):
         persistent: a block takes one of the ``grid`` tiles after the other, so that one block for
             each multiprocessor is enough.
         divides_rows: blocks of this backward kernel can divide the query rows of a head.
+        stores_dbias: this backward kernel stores the gradient of the bias, in the dtype of q,
+            instead of adding to it.
         combine: the configuration of the kernel that merges the results of several blocks, if
             blocks of this kernel (as ``split_keys()`` returns it) can divide the keys of a tile.
     """
@@ -34,6 +36,7 @@ class AttentionKernel(KernelConfig):
     split_inputs: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
     divides_rows: ClassVar[bool] = False
+    stores_dbias: ClassVar[bool] = False
     combine: ClassVar["KernelConfig | None"] = None
     key_mask_header: ClassVar[str] = "attention/key_mask.cuh"
 
@@ -63,6 +66,10 @@ class AttentionKernel(KernelConfig):
         rows = shape.seqlen_k if of_keys else shape.seqlen_q
         heads = shape.heads_kv * shape.group_shares if of_keys else shape.heads_q
         return -(-rows // self.tile_rows) * heads * shape.batch
+
+    def storing_dbias(self) -> KernelConfig:
+        """The same for a gradient of the bias that is dS; itself if it can only add to it."""
+        return self
 
     def launched(self, capability: Capability) -> tuple[KernelConfig, ...]:
         """This configuration and those that are launched beside it, or in its place."""

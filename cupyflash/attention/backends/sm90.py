@@ -266,7 +266,8 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     all_features = [Features(*x, *bias[:1], dropout, *bias[1:]) for *x, bias, dropout in values]
     all_features.append(Features(few_keys=True))
     for problem in itertools.product(HALF, FORWARD_TILES, all_features, [capability]):
-        kernels = (*forward(*problem).launched(capability), *backward(*problem))
+        kernels = [forward(*problem), *backward(*problem)]
+        kernels = [x for kernel in kernels for x in kernel.launched(capability)]
         yield from (config for config in kernels if config not in seen)
         seen.update(kernels)
     for dtype, (head_dim, head_dim_v) in itertools.product(HALF, sm90_backward.NARROW_V_TILES):

@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from ...runtime.config import KernelConfig
+from ...runtime.gpu import Capability
 from ...runtime.structs import header
 from ..problem import KEY_MASK, Features
 from .config import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess, Tile
@@ -17,6 +18,13 @@ KEY_MASK_HEADER = "attention/key_mask_sm90.cuh"
 BIAS_BY_TMA = (
     header("attention/bias.cuh").BiasKind.index("DTYPE_OF_Q_BY_TMA"),
     KEY_MASK + header("attention/key_mask.cuh").KeyMaskKind.index("WITH_DTYPE_OF_Q_BY_TMA"),
+)
+# The kind of a bias by TMA whose gradient the kernel stores, and the header that defines it.
+STORED_GRADIENT_HEADER = "attention/stored_gradient_sm90.cuh"
+STORED_GRADIENT = (
+    KEY_MASK
+    + len(header("attention/key_mask.cuh").KeyMaskKind)
+    + header(STORED_GRADIENT_HEADER).StoredGradientKind.index("DTYPE_OF_Q_BY_TMA")
 )
 
 # head dim: block_m, block_n
@@ -79,9 +87,34 @@ class FlashBwdSm90(MainKernel):
         return (self.block_n // 64 + 1) * WARPGROUP
 
     @property
+    def stores_dbias(self) -> bool:
+        """Whether the kernel stores the gradient of the bias, instead of adding to it."""
+        return self.bias == STORED_GRADIENT
+
+    @property
+    def takes_key_mask(self) -> bool:
+        """Whether ``params.bias`` points to the record of a key mask."""
+        return super().takes_key_mask and not self.stores_dbias
+
+    @property
+    def header(self) -> str:
+        """The header that defines the kind of the bias."""
+        return STORED_GRADIENT_HEADER if self.stores_dbias else super().header
+
+    @property
     def bias_box_rows(self) -> int:
         """Rows of a box of the map of the bias: all queries of a step."""
-        return self.block_m if self.bias in BIAS_BY_TMA else 0
+        return self.block_m if self.bias in (*BIAS_BY_TMA, STORED_GRADIENT) else 0
+
+    def storing_dbias(self) -> KernelConfig:
+        """The same for a gradient of the bias that is dS; itself if it can only add to it."""
+        if self.bias != BIAS_BY_TMA[0] or self.softcap:
+            return self
+        return dataclasses.replace(self, bias=STORED_GRADIENT)
+
+    def launched(self, capability: Capability) -> tuple[KernelConfig, ...]:
+        """This configuration and the one that is launched in its place."""
+        return tuple(dict.fromkeys((self, self.storing_dbias())))
 
 
 @dataclasses.dataclass(frozen=True)
