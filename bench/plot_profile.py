@@ -192,7 +192,7 @@ FAMILIES = {
 # point in pt, and the side of the text that is there.
 NAMED = {
     "flash_fwd_sm90<bfloat16_t, 128, 128": ("forward 128", (0, -13), "right"),
-    "flash_fwd_sm90<bfloat16_t, 64, 192": ("forward 64", (7, -8), "left"),
+    "flash_fwd_sm90<bfloat16_t, 64, 64, 192": ("forward 64", (7, -8), "left"),
     "flash_bwd_sm90<bfloat16_t, 128": ("backward 128", (-8, -16), "right"),
     "flash_fwd_sm80<bfloat16_t, 128": ("forward, mma.sync", (8, -12), "left"),
     "flash_fwd_fp16x3": ("float32 in float16 parts", (-8, 0), "right"),

@@ -184,7 +184,7 @@ def _attention(
         Features(*values, **lengths)
         for *values, lengths in itertools.product(switches, switches, both, LENGTHS)
     ]
-    narrow_v = [Features(head_dim_v=columns) for columns in sm90.NARROW_V]
+    narrow_v = [x._replace(head_dim_v=columns) for x in features for columns in sm90.NARROW_V]
     problems = (
         (dtype, head_dim, feature)
         for dtype, head_dim in itertools.product(dtypes, head_dims)

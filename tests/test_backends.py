@@ -108,6 +108,31 @@ def test_two_blocks_fit_on_a_multiprocessor(capability):
         assert config.num_warps == 4
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_v_has_kernels_of_its_own(dtype):
+    """A kernel of the width of q reads what lies behind a narrow v; options have such kernels."""
+    sm90, hopper, narrow = BACKENDS["sm90"], (9, 0), Features(head_dim_v=128)
+    short = narrow._replace(masked=True, short=3)
+    known = set(sm90.configurations(hopper))
+    for head_dim in (136, 192):
+        forward = sm90.forward(dtype, head_dim, narrow, hopper)
+        assert {forward, sm90.forward(dtype, head_dim, short, hopper).split_keys()} <= known
+        main = sm90.backward(dtype, head_dim, narrow, hopper)[1]
+        assert sm90.keeps_v(head_dim, narrow)
+        for kernel in (forward, forward.split_keys(), main):
+            assert (kernel.head_dim, kernel.head_dim_v) == (192, 128)
+        assert forward.combine.head_dim == 128
+        for tile in sm90.candidates(head_dim, narrow, hopper, backward=False):
+            config = sm90.forward(dtype, head_dim, narrow, hopper, tile)
+            assert config.shared_memory <= 227 * 1024 and config.head_dim_v == 128
+    options = {"softcap": True, "alibi": True, "dropout": True, "bias": 1}
+    for name, value in options.items():
+        assert not sm90.keeps_v(192, narrow._replace(**{name: value}))
+    assert not sm90.keeps_v(128, narrow) and not sm90.keeps_v(200, narrow)
+    wide = sm90.forward(dtype, 192, Features(), hopper)
+    assert (wide.head_dim, wide.head_dim_v, wide.combine.head_dim) == (192, 192, 192)
+
+
 def test_what_tensor_cores_cannot_take_runs_on_simt():
     assert chosen("float16", access=ELEMENT) == "simt"
     assert chosen("float16", capability=(7, 0)) == "simt"

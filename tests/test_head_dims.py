@@ -87,8 +87,10 @@ def test_long_sequences(target):
         expected(inputs, causal=True).check(**forward_backward(inputs, causal=True))
 
 
-NARROW_V = [  # the backward of sm90 takes v as it is, but for the last two
+NARROW_V = [  # sm90 takes v as it is, but for the last two
     ({}, {}),
+    ({"batch": 1, "heads_q": 2, "seqlen_q": 64, "seqlen_k": 4100}, {}),  # blocks divide the keys
+    ({"batch": 3, "heads_q": 30, "seqlen_q": 260}, {"causal": True}),  # several tiles for a block
     ({"heads_kv": 2, "storage": "padded"}, {"causal": True}),
     ({"batch": 1, "heads_kv": 1, "seqlen_k": 900}, {"causal": True, "deterministic": True}),
     ({"batch": 1, "heads_q": 1, "seqlen_q": 2100}, {}),  # blocks divide the rows of a head

@@ -76,6 +76,24 @@ def test_with_bias_and_other_options(target, pattern, bias, options):
     expected(inputs, **arrays, **options).check(**results)
 
 
+@each(device="cuda")
+@pytest.mark.parametrize("head_dim", [32, 64, 192, 256])
+@pytest.mark.parametrize("pattern", ["holes", "left", "right"])
+def test_with_a_bias_in_boxes(target, pattern, head_dim):
+    """Several tiles of keys, with rows of the bias that TMA can load: sm_90 masks pairs of it."""
+    inputs = problem(target, head_dim=head_dim, seqlen_q=200, seqlen_k=328)
+    factors = numpy.ones((328, 1, 1), dtype="float32")
+    factors[[5, 140]] = 20  # the maximum moves (test_moving_maximum.py)
+    inputs = dataclasses.replace(inputs, k=inputs.k * target.array(factors, inputs.dtype))
+    arrays = {
+        "key_mask": make_mask(target, ROWS, 328, pattern),
+        "bias": normal(target, (1, HEADS, 200, 328), target.dtypes[0], 5),
+    }
+    for options in ({}, {"softcap": 3.0}, {"causal": True, "dropout_p": 0.2, "dropout_seed": 5}):
+        results = passes(inputs, **arrays, **options)
+        expected(inputs, **arrays, **options).check(**results)
+
+
 @each()
 @pytest.mark.parametrize("storage", ["expanded", "transposed", "every other"])
 def test_strides_of_a_mask(target, storage):

@@ -21,16 +21,27 @@ struct BiasMap {
         batch(params.base.bias_strides.batch ? batch : 0) {}
 
   // Loads the tile whose first element is (row, col). Tile is the SmemTile at `dst`.
-  template <class Tile>
-  __device__ void load(uint32_t dst, RingBarriers<1>& barriers, const Ring<1>& ring, int row,
-                       int col) const {
+  template <class Tile, int STAGES>
+  __device__ void load(uint32_t dst, RingBarriers<STAGES>& barriers, const Ring<STAGES>& ring,
+                       int row, int col) const {
     barriers.wait_empty(ring);
-    const uint32_t full = smem_address(&barriers.full[0]);
+    const uint32_t full = smem_address(&barriers.full[ring.stage]);
     mbarrier_arrive_expect(full, Tile::BYTES);
 #pragma unroll
     for (int block = 0; block < Tile::NUM_BLOCKS; ++block) {
       tma_load(dst + block * Tile::BLOCK_BYTES, map, full, col + block * 64, row, head, batch);
     }
+  }
+};
+
+// The mask of the keys beside a bias of this kind, for the columns of a lane in a tile of 8 * N
+// keys. Only the kinds in key_mask_sm90.cuh have one.
+template <BiasKind KIND, int N>
+struct SeenKeys {
+  __device__ SeenKeys(const void*, int, int) {}
+  template <typename T>
+  __device__ uint32_t apply(uint32_t pair, int) const {
+    return pair;
   }
 };
 
@@ -53,12 +64,12 @@ __device__ __forceinline__ void add_bias_pair(float& first, float& second, uint3
   }
 }
 
-// Adds the 16 rows from `row` on of the tile at `smem` to scores. ldmatrix distributes an 8x8
-// matrix over the lanes in the way in which they hold the accumulators. Returns the OR of a word of
-// each load, for wait_for_loads().
-template <class Tile, typename T, int N>
+// Adds the 16 rows from `row` on of the tile at `smem` to scores, with -inf for keys that are not
+// seen. ldmatrix distributes an 8x8 matrix over the lanes in the way in which they hold the
+// accumulators. Returns the OR of a word of each load, for wait_for_loads().
+template <class Tile, typename T, int N, class Seen>
 __device__ __forceinline__ uint32_t add_bias_tile(float (&acc)[N][4], uint32_t smem, int row,
-                                                  float bias_scale) {
+                                                  float bias_scale, const Seen& seen) {
   const int lane = threadIdx.x % 32;
   const uint32_t address = opaque(smem + Tile::offset(row + lane % 16, lane / 16));
   uint32_t loaded = 0;
@@ -70,7 +81,8 @@ __device__ __forceinline__ uint32_t add_bias_tile(float (&acc)[N][4], uint32_t s
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float (&scores)[4] = acc[2 * k + i / 2];
-      add_bias_pair<T>(scores[i % 2 * 2], scores[i % 2 * 2 + 1], pairs[i], bias_scale);
+      add_bias_pair<T>(scores[i % 2 * 2], scores[i % 2 * 2 + 1],
+                       seen.template apply<T>(pairs[i], 2 * k + i / 2), bias_scale);
     }
   }
   return loaded;

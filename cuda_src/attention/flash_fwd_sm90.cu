@@ -5,13 +5,15 @@
 //
 // A persistent block takes tiles of BLOCK_M queries of one head, one after the other. For each it
 // walks over the tiles of BLOCK_N keys that the queries see, from the last to the first, with the
-// online softmax of softmax.cuh.
+// online softmax of softmax.cuh. After the first tile, those without a mask keep the maxima as they
+// are; a warp for which that does not serve computes its scores again, by mma.sync.
 //
 // Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
-// is filled up with zeros; Q_STAGES and KV_STAGES are the numbers of buffers; SOFTCAP, ALIBI, BIAS
-// (a BiasKind) and DROPOUT are the options of the score. With SPLIT a block has a part of the keys
-// of its tile only, and flash_fwd_combine_sm90.cu merges the parts. SMEM_BYTES is the dynamic
-// shared memory of the launch.
+// is filled up with zeros; HEAD_DIM_V is that of V and O, which may be narrower, but then exactly
+// as wide as V is; Q_STAGES and KV_STAGES are the numbers of buffers; SOFTCAP, ALIBI, BIAS (a
+// BiasKind) and DROPOUT are the options of the score. With SPLIT a block has a part of the keys of
+// its tile only, and flash_fwd_combine_sm90.cu merges the parts. SMEM_BYTES is the dynamic shared
+// memory of the launch.
 //
 // Warps. One lane of each warp of warpgroup 0 is a producer (fwd_block_sm90.cuh):
 //   warp 0     chooses the next tile and describes it in a record
@@ -21,24 +23,25 @@
 // The other warpgroups are consumers, which own 64 queries of the tile each. S, P and O live in
 // their registers (fwd_consumer_sm90.cuh).
 //
-// Shared memory holds Q_STAGES buffers of Q, KV_STAGES of K and of V, and with a bias by TMA a tile
-// of it for each consumer warpgroup. A finished O is written over the Q of its tile, from where TMA
-// stores it.
+// Shared memory holds Q_STAGES buffers of Q, KV_STAGES of K and of V, and with a bias by TMA a ring
+// of its tiles for each consumer warpgroup. A finished O is written over the Q of its tile, from
+// where TMA stores it.
 //
 // Overlap. Three things keep the tensor cores busy while a warpgroup computes its softmax:
 //   within a warpgroup  S(n - 1) = Q K(n - 1)^T and O += P(n) V(n) are issued together, and the
 //                       softmax of S(n - 1) runs beside the second product
 //   between warpgroups  they issue their products in turns, so that the products of one run while
 //                       another computes its softmax
+//                       (at small head dims with a bias, their exponentials)
 //   between tiles       the first S of the next tile runs while O of this one is written
 //
 // Why nothing is overwritten too early. Every buffer is a stage of a ring with two barriers
 // (common/ring.cuh): it is filled after its consumers have released it, and read after the copy has
 // completed. Consumers release a stage of K or V after the wgmma_wait() of the product that reads
-// it. A warpgroup writes O over its own 64 rows of Q only, after its last product with them, and
-// the lane that stores O refills the stage itself, after the copy engine has read O. A record of a
-// tile is written again four tiles later, and the scheduler is at most three tiles ahead of the
-// last reader.
+// it; a step that may compute S again holds K until it has its weights. A warpgroup writes O over
+// its own 64 rows of Q only, after its last product with them, and the lane that stores O refills
+// the stage itself, after the copy engine has read O. A record of a tile is written again four
+// tiles later, and the scheduler is at most three tiles ahead of the last reader.
 //
 // Why it ends. All roles see the same tiles in the same order, up to the record with m_rows = 0,
 // which ends each of them; a tile without keys passes through all of them, too. All consumers make
@@ -54,10 +57,9 @@ __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
                                            typename C::Weights& p, typename C::Output& acc_o,
                                            RowState& state) {
   pin(s);
-  consumer.shared.k.release(consumer.kv_ring.stage);
   set_zero(acc_o);
   state.begin(consumer.score.scale_log2);
-  consumer.score_and_softmax(s, state, !consumer.is_inner());
+  consumer.score_and_softmax(s, state, consumer.load_seen(), !consumer.is_inner(), AT_NEW_MAX);
   state.rescale[0] = state.rescale[1] = 1.f;  // there is no O yet
   wg_pack<typename C::T>(p, s);
 }
@@ -70,16 +72,15 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   const auto v_ring = consumer.kv_ring;
   consumer.kv_ring.advance();
   typename C::Scores s;
+  const typename C::Seen seen = consumer.load_seen();
   consumer.take_turn();
   consumer.issue_qk(s);
   if constexpr (C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
   consumer.issue_pv(acc_o, p, v_ring);
-  if constexpr (!C::PASS_AFTER_S) consumer.pass_turn();
+  consumer.pass_turn();
   wgmma_wait<1>();  // S is complete; O += P V may still run
-  if constexpr (C::PASS_AFTER_S) consumer.pass_turn();
   pin(s);
-  consumer.shared.k.release(consumer.kv_ring.stage);
-  consumer.score_and_softmax(s, state, masked);
+  consumer.score_and_softmax(s, state, seen, masked, C::KEEPS_MAX && !masked);
   wgmma_wait<0>();  // before P and O may be changed
   pin(acc_o);
   consumer.shared.v.release(v_ring.stage);
@@ -87,12 +88,14 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   if constexpr (!C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
 }
 
-template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int Q_STAGES, int KV_STAGES,
-          bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, bool SPLIT, int SMEM_BYTES>
+template <typename T, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_M, int BLOCK_N, int Q_STAGES,
+          int KV_STAGES, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, bool SPLIT,
+          int SMEM_BYTES>
 __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     flash_fwd_sm90(const __grid_constant__ FlashFwdSm90Params params) {
   using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
-  using Layout = FwdLayout<HEAD_DIM, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES, Options::BIAS>;
+  using Layout =
+      FwdLayout<HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES, Options::BIAS>;
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
   constexpr int GROUPS = Layout::GROUPS;
   constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32;
@@ -122,7 +125,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   alloc_registers<CONSUMER_REGISTERS>();
   FwdConsumer<Options, Layout, SPLIT> consumer(params, shared, smem_q);
   RowState state;
-  float acc_o[HEAD_DIM / 8][4];
+  float acc_o[HEAD_DIM_V / 8][4];
   uint32_t p[BLOCK_N / 16][4];
   consumer.open_turns();
   if (!consumer.next_tile()) return;

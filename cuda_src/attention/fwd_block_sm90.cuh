@@ -49,32 +49,38 @@ struct FwdTile {
   }
 };
 
-// The tiles of a block in dynamic shared memory: rings of Q, of K and of V. A bias by TMA has only
-// one tile for each consumer warpgroup: the warpgroup reads all of it early in a step, and the rest
-// of the step is long enough to load the next one.
-template <int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int Q_STAGES_, int KV_STAGES_, BiasKind BIAS>
+// The tiles of a block in dynamic shared memory: rings of Q, of K and of V. A bias by TMA has a
+// ring for each consumer warpgroup, or where there is no room only one tile, which the warpgroup
+// releases early enough in a step for the next one to be loaded.
+template <int HEAD_DIM_, int HEAD_DIM_V_, int BLOCK_M_, int BLOCK_N_, int Q_STAGES_, int KV_STAGES_,
+          BiasKind BIAS>
 struct FwdLayout {
   static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
   static constexpr int BLOCK_M = BLOCK_M_;
   static constexpr int BLOCK_N = BLOCK_N_;
   static constexpr int Q_STAGES = Q_STAGES_;
   static constexpr int KV_STAGES = KV_STAGES_;
   static constexpr int GROUPS = BLOCK_M / 64;  // consumer warpgroups
   using TileQ = SmemTile<BLOCK_M, tile_columns(HEAD_DIM)>;
-  using TileKV = SmemTile<BLOCK_N, tile_columns(HEAD_DIM)>;
+  using TileK = SmemTile<BLOCK_N, tile_columns(HEAD_DIM)>;
+  using TileV = SmemTile<BLOCK_N, tile_columns(HEAD_DIM_V)>;
+  using TileO = SmemTile<BLOCK_M, tile_columns(HEAD_DIM_V)>;  // in the place of Q
   static constexpr bool HAS_BIAS = BIAS == BiasKind::DTYPE_OF_Q_BY_TMA;
+  static constexpr int BIAS_STAGES = HEAD_DIM <= 64 ? 2 : 1;  // of each warpgroup
   using TileBias = SmemTile<64, round_up(BLOCK_N, 64)>;
   static constexpr int K_OFFSET = Q_STAGES * TileQ::BYTES;
-  static constexpr int V_OFFSET = K_OFFSET + KV_STAGES * TileKV::BYTES;
-  static constexpr int BIAS_OFFSET = V_OFFSET + KV_STAGES * TileKV::BYTES;
-  static constexpr int BYTES = BIAS_OFFSET + (HAS_BIAS ? GROUPS * TileBias::BYTES : 0);
+  static constexpr int V_OFFSET = K_OFFSET + KV_STAGES * TileK::BYTES;
+  static constexpr int BIAS_OFFSET = V_OFFSET + KV_STAGES * TileV::BYTES;
+  static constexpr int BYTES =
+      BIAS_OFFSET + (HAS_BIAS ? GROUPS * BIAS_STAGES * TileBias::BYTES : 0);
 
   // The address of 64 rows of a column block of Q, or of the O that takes its place.
   __device__ static uint32_t q_address(uint32_t smem, int stage, int group, int block) {
     return smem + stage * TileQ::BYTES + block * TileQ::BLOCK_BYTES + group * 64 * TileQ::ROW_BYTES;
   }
-  __device__ static uint32_t bias_address(uint32_t smem, int group) {
-    return smem + BIAS_OFFSET + group * TileBias::BYTES;
+  __device__ static uint32_t bias_address(uint32_t smem, int group, int stage) {
+    return smem + BIAS_OFFSET + (group * BIAS_STAGES + stage) * TileBias::BYTES;
   }
 };
 
@@ -96,7 +102,8 @@ struct FwdShared {
   uint64_t almost_loaded;                  // the scheduler may choose the next tile
   uint64_t o_full[L::Q_STAGES][L::GROUPS];
   FwdTile tiles[FWD_TILE_RECORDS];
-  RingBarriers<1> bias[L::HAS_BIAS ? L::GROUPS : 1];
+  RingBarriers<L::BIAS_STAGES> bias[L::HAS_BIAS ? L::GROUPS : 1];
+  float zero;  // only used with a bias
 
   __device__ void init() {
     for (auto& ring : q) ring.init(1);
@@ -109,6 +116,7 @@ struct FwdShared {
     }
     if constexpr (L::HAS_BIAS) {
       for (auto& ring : bias) ring.init(4);  // warps
+      zero = 0.f;
     }
     mbarrier_init_fence();
   }
@@ -168,30 +176,31 @@ __device__ __forceinline__ void load_fwd_keys(const FlashFwdSm90Params& params,
     const TensorRows k(params, RowsMap::K, tile.sequence, tile.batch);
     const TensorRows v(params, RowsMap::V, tile.sequence, tile.batch);
     const int head_kv = tile.head / (shape.heads_q / shape.heads_kv);
-    const auto load = [&](const TensorRows& rows, uint32_t tiles,
+    const auto load = [&](auto tile_kv, const TensorRows& rows, uint32_t tiles,
                           RingBarriers<L::KV_STAGES>& barriers, Ring<L::KV_STAGES>& ring, int n) {
+      using TileKV = decltype(tile_kv);
       barriers.wait_empty(ring);
       const uint32_t full = smem_address(&barriers.full[ring.stage]);
-      mbarrier_arrive_expect(full, L::TileKV::BYTES);
+      mbarrier_arrive_expect(full, TileKV::BYTES);
 #pragma unroll
-      for (int block = 0; block < L::TileKV::NUM_BLOCKS; ++block) {
-        rows.load(tiles + ring.stage * L::TileKV::BYTES + block * L::TileKV::BLOCK_BYTES, full,
-                  block, n * L::BLOCK_N, head_kv);
+      for (int block = 0; block < TileKV::NUM_BLOCKS; ++block) {
+        rows.load(tiles + ring.stage * TileKV::BYTES + block * TileKV::BLOCK_BYTES, full, block,
+                  n * L::BLOCK_N, head_kv);
       }
       ring.advance();
     };
     const int n_begin = tile.n_range.begin;
     int n = tile.n_range.end - 1;
     const int n_almost = min(n, n_begin + LOOK_AHEAD);
-    load(k, smem + L::K_OFFSET, shared.k, k_ring, n);
+    load(typename L::TileK(), k, smem + L::K_OFFSET, shared.k, k_ring, n);
 #pragma unroll 1
     for (; n > n_begin; --n) {
       if (n == n_almost) mbarrier_arrive(almost_loaded);
-      load(k, smem + L::K_OFFSET, shared.k, k_ring, n - 1);
-      load(v, smem + L::V_OFFSET, shared.v, v_ring, n);
+      load(typename L::TileK(), k, smem + L::K_OFFSET, shared.k, k_ring, n - 1);
+      load(typename L::TileV(), v, smem + L::V_OFFSET, shared.v, v_ring, n);
     }
     if (n == n_almost) mbarrier_arrive(almost_loaded);
-    load(v, smem + L::V_OFFSET, shared.v, v_ring, n);
+    load(typename L::TileV(), v, smem + L::V_OFFSET, shared.v, v_ring, n);
   }
 }
 
@@ -201,7 +210,7 @@ template <class L>
 __device__ __forceinline__ void load_fwd_bias(const FlashFwdSm90Params& params,
                                               FwdShared<L>& shared, uint32_t smem) {
   Ring<FWD_TILE_RECORDS> record;
-  Ring<1> ring;
+  Ring<L::BIAS_STAGES> ring;
 #pragma unroll 1
   for (;; record.advance()) {
     const FwdTile& tile = shared.wait_tile(record);
@@ -212,8 +221,9 @@ __device__ __forceinline__ void load_fwd_bias(const FlashFwdSm90Params& params,
     for (int n = tile.n_range.end - 1; n >= tile.n_range.begin; --n, ring.advance()) {
 #pragma unroll 1
       for (int group = 0; group < L::GROUPS; ++group) {
-        bias.template load<typename L::TileBias>(L::bias_address(smem, group), shared.bias[group],
-                                                 ring, tile.m_begin + group * 64, n * L::BLOCK_N);
+        bias.template load<typename L::TileBias>(L::bias_address(smem, group, ring.stage),
+                                                 shared.bias[group], ring,
+                                                 tile.m_begin + group * 64, n * L::BLOCK_N);
       }
     }
   }
@@ -248,7 +258,7 @@ __device__ __forceinline__ void move_fwd_queries(const FlashFwdSm90Params& param
         mbarrier_wait(smem_address(&shared.o_full[ring.stage][group]), ring.parity ^ 1);
         if constexpr (!SPLIT) {
 #pragma unroll
-          for (int block = 0; block < L::TileQ::NUM_BLOCKS; ++block) {
+          for (int block = 0; block < L::TileO::NUM_BLOCKS; ++block) {
             out.store(L::q_address(smem, ring.stage, group, block), block,
                       computed.m_begin + group * 64, computed.head);
           }

@@ -5,7 +5,8 @@
 #include "bias_tile_sm90.cuh"
 #include "fwd_block_sm90.cuh"
 #include "score.cuh"
-#include "softmax.cuh"
+#include "softmax_in_turns_sm90.cuh"
+#include "warp_gemm.cuh"
 
 // The barriers of the turns, one for each consumer warpgroup.
 enum class NamedBarrier { TURN_OF_GROUP_0 = 1, TURN_OF_GROUP_1, TURN_OF_GROUP_2 };
@@ -57,7 +58,8 @@ struct FwdConsumer {
   using T = typename Options::T;
   using Scores = float[L::BLOCK_N / 8][4];
   using Weights = uint32_t[L::BLOCK_N / 16][4];  // P as an operand
-  using Output = float[L::HEAD_DIM / 8][4];
+  using Output = float[L::HEAD_DIM_V / 8][4];
+  using Seen = SeenKeys<Options::BIAS, L::BLOCK_N / 8>;
 
   const FlashFwdSm90Params& params;
   FwdShared<L>& shared;
@@ -69,7 +71,7 @@ struct FwdConsumer {
   const int64_t dropout_seed;
 
   Ring<L::Q_STAGES> q_ring;
-  Ring<1> bias_ring;
+  Ring<L::BIAS_STAGES> bias_ring;
   const FwdTile* tile;
   int n;  // the key tile whose scores come next, or have just been computed
   int n_begin, inner_begin, inner_end;
@@ -91,83 +93,153 @@ struct FwdConsumer {
   // own, so that it computes its softmax while the products of the others run. The barrier of a
   // turn counts the threads of the group that waits for it and of the group that passes it on.
   //
-  // At small head dims the exponentials take longer than the products. Two groups that issue right
-  // after each other would compute them at the same time, and stay in step for the whole tile, so
-  // the turn is passed on a product later.
-  static constexpr bool PASS_AFTER_S = L::HEAD_DIM <= 64;
+  // At small head dims and with a bias, the instructions between S and the exponentials take as
+  // long as these. Then the exponentials have turns, and the products need none.
+  static constexpr bool EXPONENTIALS_IN_TURNS = L::HEAD_DIM <= 64 && L::HAS_BIAS;
 
   // Gives the first turn to group 0.
   __device__ __forceinline__ void open_turns() const {
     if (group == 0) named_barrier_arrive(turn_of_group(0), 2 * WARPGROUP);
   }
-  __device__ __forceinline__ void take_turn() const {
+  __device__ __forceinline__ void wait_for_turn() const {
     named_barrier_sync(turn_of_group(group), 2 * WARPGROUP);
   }
-  __device__ __forceinline__ void pass_turn() const {
+  __device__ __forceinline__ void end_turn() const {
     named_barrier_arrive(turn_of_group((group + 1) % L::GROUPS), 2 * WARPGROUP);
+  }
+  __device__ __forceinline__ void take_turn() const {
+    if constexpr (!EXPONENTIALS_IN_TURNS) wait_for_turn();
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (!EXPONENTIALS_IN_TURNS) end_turn();
   }
 
   // ---- products ----
 
   __device__ __forceinline__ void issue_qk(Scores& s) {
     using TileQ = typename L::TileQ;
-    using TileKV = typename L::TileKV;
+    using TileK = typename L::TileK;
     shared.k.wait_full(kv_ring);
     wg_gemm<T, L::HEAD_DIM / 16>(
         s, WgRowOperand<TileQ>(smem + uniform(q_ring.stage) * TileQ::BYTES, group * 64),
-        WgRowOperand<TileKV>(smem + L::K_OFFSET + uniform(kv_ring.stage) * TileKV::BYTES, 0),
+        WgRowOperand<TileK>(smem + L::K_OFFSET + uniform(kv_ring.stage) * TileK::BYTES, 0),
         OVERWRITE);
   }
 
   __device__ __forceinline__ void issue_pv(Output& acc_o, Weights& p,
                                            const Ring<L::KV_STAGES>& v_ring) {
-    using TileKV = typename L::TileKV;
+    using TileV = typename L::TileV;
     shared.v.wait_full(v_ring);
     wg_gemm<T, L::BLOCK_N / 16>(
         acc_o, p,
-        WgColumnOperand<TileKV>(smem + L::V_OFFSET + uniform(v_ring.stage) * TileKV::BYTES, 0),
+        WgColumnOperand<TileV>(smem + L::V_OFFSET + uniform(v_ring.stage) * TileV::BYTES, 0),
         ACCUMULATE);
   }
 
   // ---- score and softmax ----
 
-  // Turns S into P, relative to the maximum so far. state.rescale is the factor for the O of
-  // earlier tiles.
-  __device__ __forceinline__ void score_and_softmax(Scores& s, RowState& state, bool masked) {
+  // The key mask of tile n. Loaded before a wait, it is there when the scores are.
+  __device__ __forceinline__ Seen load_seen() const {
+    return Seen(params.base.bias, tile->batch, n * L::BLOCK_N);
+  }
+
+  // Inner tiles take their weights relative to the maximum of the tiles before, which has settled
+  // in most rows by then: that saves a fifth of the instructions of a step, and the exponentials
+  // need not wait for a maximum. A step that finds weights from this limit on, which is above every
+  // sensible score of a settled row, looks for a new maximum. Below it, a weight fits T, and sums
+  // of weights, also times values up to 2^80, fit float. Wide heads with a bias by TMA have no
+  // registers for this.
+  static constexpr bool KEEPS_MAX = !(L::HAS_BIAS && L::HEAD_DIM > 128);
+  static constexpr float WEIGHT_LIMIT = T::IS_BFLOAT16 ? 0x1p40f : 0x1p15f;
+
+  // Turns S into P, and gives K back. state.rescale is the factor for the O of earlier tiles.
+  // `at_old_max` asks for weights relative to the maximum so far, if that serves: then K is held
+  // until it has turned out that no row needs a new one.
+  __device__ __forceinline__ void score_and_softmax(Scores& s, RowState& state, const Seen& seen,
+                                                    bool masked, bool at_old_max) {
     const int row = tile->m_begin + warp_row + lane / 4;
     const int col = n * L::BLOCK_N + lane % 4 * 2;
     const float alibi_slope = load_alibi_slope<Options>(params.base, tile->batch, tile->head);
     const ScorePlace<Rows::QUERIES> at = {tile->sequence, tile->batch, tile->head, alibi_slope,
                                           &dropout_seed,  row,         col};
+    if (!at_old_max) shared.k.release(kv_ring.stage);
     uint32_t bias_loads = 0;
-    score.apply(s, at, [&](Scores& s, float bias_scale) {
+    const auto add_bias = [&](Scores& s, float bias_scale) {
       shared.bias[group].wait_full(bias_ring);
-      bias_loads = add_bias_tile<typename L::TileBias, T>(s, L::bias_address(smem, group),
-                                                          warp_row % 64, bias_scale);
-    });
+      bias_loads = add_bias_tile<typename L::TileBias, T>(
+          s, L::bias_address(smem, group, bias_ring.stage), warp_row % 64, bias_scale, seen);
+    };
+    score.apply(s, at, add_bias);
     if (masked) score.apply_mask(s, at);
-    state.template update<Options::SOFTCAP>(s, score.scale_log2, [&] {
+    const auto scores_read = [&] {
       // The loads of the bias must have returned before the arrival that gives its tile back. Here
       // they have, because all scores have been read, so that this wait costs nothing.
       if constexpr (L::HAS_BIAS) {
         wait_for_loads(bias_loads);
         __syncwarp();  // the loads of all lanes have returned
-        shared.bias[group].release(0);
+        shared.bias[group].release(bias_ring.stage);
         bias_ring.advance();
       }
-    });
+    };
+    const auto turn = [&] {
+      if constexpr (EXPONENTIALS_IN_TURNS) {
+        const auto wait = [&] {
+          if (!at_old_max) scores_read();
+          wait_for_turn();
+        };
+        return Turn{wait, [&] { end_turn(); }, shared.zero};
+      } else {
+        return NoTurn();
+      }
+    }();
+    if (at_old_max) {
+      if (!state.update_at_old_max(s, score.scale_log2, WEIGHT_LIMIT, turn)) {
+        compute_s_again(s);
+        score.apply(s, at, add_bias);
+        state.template update<Options::SOFTCAP>(s, score.scale_log2);
+      }
+      scores_read();
+      shared.k.release(kv_ring.stage);
+    } else if constexpr (EXPONENTIALS_IN_TURNS) {
+      update_in_turns<Options::SOFTCAP>(state, s, score.scale_log2, turn);
+    } else {
+      state.template update<Options::SOFTCAP>(s, score.scale_log2, scores_read);
+    }
     score.apply_dropout(s, at);
+  }
+
+  // Computes the S of this warp by mma.sync, for which it does not need the rest of its warpgroup.
+  __device__ __forceinline__ void compute_s_again(Scores& s) {
+    using TileQ = typename L::TileQ;
+    using TileK = typename L::TileK;
+    auto& rows = reinterpret_cast<float (&)[1][L::BLOCK_N / 8][4]>(s);
+    set_zero(rows);
+    // Registers are scarce: no address may wait in one for this rare case, and the steps are a
+    // loop.
+    RowOperandA<TileQ> q(smem + q_ring.stage * TileQ::BYTES, opaque(warp_row));
+    RowOperandB<TileK> k(smem + L::K_OFFSET + kv_ring.stage * TileK::BYTES, opaque(0));
+    const uint32_t q_address = q.address, k_address = k.address;
+#pragma unroll 1
+    for (int i = 0; i < L::HEAD_DIM / 16; ++i) {
+      q.address = TileQ::advance(q_address, 0, 2 * i);
+      k.address = TileK::advance(k_address, 0, 2 * i);
+      warp_gemm<T, 90, 1>(rows, q, k);
+    }
+    uint32_t loaded = 0;  // K may be given back only after its loads have returned
+#pragma unroll
+    for (int n = 0; n < L::BLOCK_N / 8; n += 2) loaded |= __float_as_uint(s[n][0]);
+    wait_for_loads(loaded);
   }
 
   // Whether O is rescaled while the next S is computed. Right after the softmax, the branch would
   // lie on the path from one S to the next, which is the longest one at these head dims.
-  static constexpr bool RESCALE_BESIDE_S = L::HEAD_DIM > 64 && L::HEAD_DIM <= 128;
+  static constexpr bool RESCALE_BESIDE_S = L::HEAD_DIM_V > 64 && L::HEAD_DIM_V <= 128;
 
   // Once the maxima have settled most tiles leave them as they are, and the whole warp skips this.
   __device__ __forceinline__ void rescale_o(Output& acc_o, const RowState& state) {
     if (__any_sync(0xffffffffu, state.rescale[0] != 1.f || state.rescale[1] != 1.f)) {
 #pragma unroll
-      for (int d = 0; d < L::HEAD_DIM / 8; ++d) {
+      for (int d = 0; d < L::HEAD_DIM_V / 8; ++d) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc_o[d][i] *= state.rescale[i / 2];
       }
@@ -240,7 +312,7 @@ struct FwdConsumer {
       }
       if constexpr (Options::DROPOUT) inverse *= params.base.shape.dropout_scale;
 #pragma unroll
-      for (int d = 0; d < L::HEAD_DIM / 8; ++d) {
+      for (int d = 0; d < L::HEAD_DIM_V / 8; ++d) {
         acc_o[d][2 * half] *= inverse;
         acc_o[d][2 * half + 1] *= inverse;
       }
@@ -248,7 +320,7 @@ struct FwdConsumer {
     if constexpr (SPLIT) {
       store_partial_rows(params, done, warp_row, acc_o);
     } else {
-      wg_store_tile<typename L::TileQ, T>(smem + stage * L::TileQ::BYTES, opaque(warp_row), acc_o);
+      wg_store_tile<typename L::TileO, T>(smem + stage * L::TileQ::BYTES, opaque(warp_row), acc_o);
     }
     hand_over_o(stage);
     // These stores come after the hand-over, because its fence would wait for them.
@@ -262,12 +334,13 @@ struct FwdConsumer {
   // Writes the results of a tile without keys. The zeros do not go through acc_o, which a product
   // may be using.
   __device__ __forceinline__ void write_empty(const FwdTile& empty, int stage) {
-    using TileQ = typename L::TileQ;
+    using TileO = typename L::TileO;
     if constexpr (!SPLIT) {
       const float zeros[4] = {};
-      for (int chunk = lane; chunk < 16 * TileQ::COLS / 8; chunk += 32) {
-        st_shared_128(
-            smem + stage * TileQ::BYTES + TileQ::offset(warp_row + chunk % 16, chunk / 16), zeros);
+      const int row = opaque(warp_row);  // so that no address waits in registers for a rare tile
+      for (int chunk = lane; chunk < 16 * TileO::COLS / 8; chunk += 32) {
+        st_shared_128(smem + stage * L::TileQ::BYTES + TileO::offset(row + chunk % 16, chunk / 16),
+                      zeros);
       }
     }
     hand_over_o(stage);

@@ -61,10 +61,10 @@ struct KeyBits {
     if (all == 0xffff) return;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const uint32_t pair = bits[n / 2] >> (own + n % 2 * 8);
+      const uint32_t from_own = bits[n / 2] >> own;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (!(pair >> i % 2 & 1)) acc[n][i] = -INF;
+        if (!(from_own >> (n % 2 * 8 + i % 2) & 1)) acc[n][i] = -INF;
       }
     }
   }

@@ -27,6 +27,16 @@ struct Nothing {
   __device__ void operator()() const {}
 };
 
+// For exponentials that wait for nobody (softmax_in_turns_sm90.cuh).
+struct NoTurn {
+  __device__ float take() const { return 0.f; }
+  template <int N>
+  __device__ void pass(const float (&)[N][4]) const {}
+};
+
+// The argument `at_old_max` of a step that always looks for a new maximum.
+constexpr bool AT_NEW_MAX = false;
+
 // The state of the online softmax for the two rows of a lane: their running maxima and sums.
 struct RowState {
   // The maximum starts below every score but finite. So a row that has seen no key needs no test:
@@ -82,6 +92,43 @@ struct RowState {
 #pragma unroll
       for (int n = 0; n < N; ++n) sum[half] += scores[n][2 * half] + scores[n][2 * half + 1];
     }
+  }
+
+  // update() for a warp whose maxima will hardly move: nothing looks for new ones, the weights are
+  // relative to the old ones, and `rescale` is 1. Any number near the maximum would do as well: in
+  // floating point, weights above 1 are as exact as those below. Returns false, with the state as
+  // it was, if the weights of a row reach `limit` or are NaN: then the scores are lost, and the
+  // caller computes them again, for update().
+  template <int N, class Turn = NoTurn>
+  __device__ __forceinline__ bool update_at_old_max(float (&scores)[N][4], float scale_log2,
+                                                    float limit, Turn turn = {}) {
+    const float zero = turn.take();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float scale = row_scale(max[half], scale_log2);
+      const float offset = __fmul_rn(max[half], scale) - zero;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          scores[n][i] = exp2_approx(scores[n][i] * scale - offset);
+        }
+      }
+    }
+    turn.pass(scores);
+    float sums[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) sums[half] += scores[n][2 * half] + scores[n][2 * half + 1];
+    }
+    if (!__all_sync(0xffffffffu, sums[0] < limit && sums[1] < limit)) return false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] += sums[half];
+      rescale[half] = 1.f;
+    }
+    return true;
   }
 
   // The maximum times scale_log2, and the sum of the weights relative to it. They are kept apart

@@ -89,9 +89,9 @@ def _forward_plan(
     options: tuple,
     bias_aligned: bool,
 ) -> ForwardPlan | Padding:
-    if problem.needs_padding:
-        return Padding.of(problem, Options(*options))
     access, q = problem.access(0 if aligned else 1), library.view(arrays[0])
+    if problem.needs_padding and not keeps_v(problem, access, backward=False):
+        return Padding.of(problem, Options(*options))
     return ForwardPlan(function, problem, access, library, q, Options(*options))
 
 
@@ -160,7 +160,7 @@ def _backward_plan(
     deterministic: str,
 ) -> BackwardPlan | Padding:
     access = problem.access(0 if aligned else 1)
-    if problem.needs_padding and not keeps_v(problem, access):
+    if problem.needs_padding and not keeps_v(problem, access, backward=True):
         return Padding.of(problem, Options(*options))
     views = {name: library.view(x) for name, x in zip(BACKWARD_TENSORS[1:4], arrays[1:4])}
     return BackwardPlan(

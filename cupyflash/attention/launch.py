@@ -144,7 +144,7 @@ class SplitLaunch(PersistentLaunch):
         self.combine = _launch(config.combine, problem, params)
         rows = math.prod(problem.lse_shape)
         self.out_offset = -(-4 * self.workspace_size // 16) * 16
-        self.sums_offset = self.out_offset + 4 * splits * rows * config.head_dim
+        self.sums_offset = self.out_offset + 4 * splits * rows * config.head_dim_v
         self.workspace_size = self.sums_offset // 4 + 2 * splits * rows
         self.end = _after_counter(config.params, partial_rows=rows, num_splits=splits)
         self.end = self.end[len(NO_SEQUENCES) :]

@@ -55,6 +55,9 @@ class ForwardPlan(Plan):
         super().__init__(problem.device)
         self.library = library
         shape = problem.shape
+        # Where v has fewer columns than q, out lies in memory of as many, like that of a v that is
+        # padded. So its strides do not depend on the kernel.
+        self.columns_v = problem.head_dims[1] if problem.needs_padding else None
         self.out_shape, self.lse_shape = q.shape, problem.lse_shape
         self.out_strides = library.strides_of_empty(q.shape, q)
         out = View(q.shape, self.out_strides, q.dtype, q.device)
@@ -111,7 +114,7 @@ class ForwardPlan(Plan):
             )  # fmt: skip
             self.launch.start(stream, argument)
             del record  # the kernels that read it have been launched
-        return out, lse
+        return out if self.columns_v is None else out[..., : self.columns_v], lse
 
 
 class BackwardPlan(Plan):
@@ -332,14 +335,16 @@ def choose(
     return backend, Choice(dtype, head_dim, features, capability)
 
 
-def keeps_v(problem: Problem, access: Access) -> bool:
-    """Whether the backward kernels take v and out of fewer columns than q and k without padding."""
+def keeps_v(problem: Problem, access: Access, *, backward: bool) -> bool:
+    """Whether the kernels take v and out of fewer columns than q and k without padding."""
     shape, features = problem.shape, problem.features
     empty = 0 in (shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k)
     if empty or not features.head_dim_v:
         return False
     forced, capability = environment.current().backend, capability_of(problem.device)
-    return backends.keeps_v(forced, problem.dtype, shape.head_dim, access, features, capability)
+    return backends.keeps_v(
+        forced, problem.dtype, shape.head_dim, access, features, capability, backward=backward
+    )
 
 
 def _heads_per_section(

@@ -100,36 +100,27 @@ def attention(
             f"{FUNCTION}: paged caches (continuous batching) are not built yet, allowed are the "
             f"dynamic and the static cache, got {type(cache).__name__}"
         )
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    width = -(-max(head_dim, value_dim) // 8) * 8  # latent attention has q and k wider than v
-    q, k, v = (_widened(x, width).transpose(1, 2) for x in (query, key, value))
-    scale = head_dim**-0.5 if scaling is None and width != head_dim else scaling
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     softcap, sliding = softcap or 0.0, others.get("sliding_window")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if cu_seq_lens_q is not None:
         causal, window = _inside_sequences(attention_mask, causal, sliding)
         lengths = (max_length_q, max_length_k)
-        options = (causal, scale, window, softcap, "thd", lengths, dropout, False, "ieee")
+        options = (causal, scaling, window, softcap, "thd", lengths, dropout, False, "ieee")
         extras = Extras(cu_seq_lens_q.int(), cu_seq_lens_k.int(), sinks=s_aux)
         arrays = (*(x.flatten(0, 1) for x in (q, k, v)), *extras)
         out, _ = FORWARD(FUNCTION, arrays, (plain_options(FUNCTION, options), False))
-        return out.unflatten(0, (query.shape[0], query.shape[2]))[..., :value_dim], None
+        return out.unflatten(0, (query.shape[0], query.shape[2])), None
     masked = _options(attention_mask, query, key, causal, sliding)
     if position_bias is not None:
         masked["bias"] = _added(masked.get("bias"), position_bias)
     causal, window = masked.pop("causal", False), masked.pop("window", None)
-    options = (causal, scale, window, softcap, "bshd", None, dropout, False, "ieee")
+    options = (causal, scaling, window, softcap, "bshd", None, dropout, False, "ieee")
     arrays, extras = (q, k, v), Extras(**masked, sinks=s_aux)
     if any(x is not None for x in extras):
         arrays = (*arrays, *extras)
     out, _ = FORWARD(FUNCTION, arrays, (plain_options(FUNCTION, options), False))
-    return out[..., :value_dim], None
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    """Zeros behind the last dimension, up to what the kernels take."""
-    missing = width - x.shape[-1]
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+    return out, None
 
 
 def _options(

@@ -48,12 +48,14 @@ def keeps_v(
     access: Access,
     features: Features,
     capability: tuple[int, int],
+    *,
+    backward: bool,
 ) -> bool:
-    """Whether the backward takes v and out with fewer columns than q and k; only ``sm90`` does."""
-    order = in_order(head_dim, features, capability, backward=True)
+    """Whether the kernels take v and out with fewer columns than q and k; only ``sm90`` has any."""
+    order = in_order(head_dim, features, capability, backward=backward)
     return (
         (forced or next(iter(order))) == "sm90"
-        and sm90.supports(dtype, head_dim, access, features, capability, backward=True)
+        and sm90.supports(dtype, head_dim, access, features, capability, backward=backward)
         and sm90.keeps_v(head_dim, features)
     )
 

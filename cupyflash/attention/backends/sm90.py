@@ -77,13 +77,21 @@ FORWARD_CANDIDATES = {
 }
 
 
+# (head dim, that of v and out), as in the backward: the tile, and that of short masked sequences.
+FORWARD_TILES_NARROW_V = {(192, 128): ((128, 128, 1, 2), (128, 96, 2, 2))}
+
+
 MAX_SPLITS = 32  # blocks that share a tile: a lane each in the kernel that combines
 COMBINE_ROWS = 4  # of a block of that kernel, a warp each
 
 
 @dataclasses.dataclass(frozen=True)
 class FlashFwdSm90(AttentionKernel):
-    """Forward: warpgroups of 64 rows each compute a tile, another one loads it."""
+    """Forward: warpgroups of 64 rows each compute a tile, another one loads it.
+
+    Attributes:
+        head_dim_v: of v and out: ``head_dim``, or one of `NARROW_V_TILES`.
+    """
 
     source: ClassVar[str] = "attention/flash_fwd_sm90.cu"
     params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
@@ -92,6 +100,7 @@ class FlashFwdSm90(AttentionKernel):
 
     dtype: str
     head_dim: int
+    head_dim_v: int
     block_m: int
     block_n: int
     q_stages: int
@@ -121,7 +130,7 @@ class FlashFwdSm90(AttentionKernel):
     @property
     def combine(self) -> "FlashFwdCombineSm90":
         """The kernel that follows ``split_keys()``."""
-        return FlashFwdCombineSm90(self.dtype, self.head_dim, COMBINE_ROWS, MAX_SPLITS)
+        return FlashFwdCombineSm90(self.dtype, self.head_dim_v, COMBINE_ROWS, MAX_SPLITS)
 
     def split_keys(self) -> "FlashFwdSm90":
         """The same for blocks that share the keys of a tile."""
@@ -169,7 +178,7 @@ class SequenceMapsSm90(AttentionKernel):
         return shape.batch
 
 
-# Columns of v that the backward takes beside wider q and k.
+# Columns of v that the kernels take beside wider q and k.
 NARROW_V = sorted({columns for _, columns in sm90_backward.NARROW_V_TILES})
 SEQUENCE_MAPS = SequenceMapsSm90(num_maps=4)
 PACKED = (SEQUENCE_MAPS,)
@@ -197,18 +206,32 @@ def forward(
     tile: Tile | None = None,
 ) -> FlashFwdSm90:
     """The forward kernel, with the built-in tile unless another is given."""
-    padded = _padded(head_dim)
-    block_m, block_n, q_stages, kv_stages = tile = tile or _forward_tile(padded, features)
+    padded, built_in = _built_in(head_dim, features)
+    block_m, block_n, q_stages, kv_stages = tile = tile or built_in
+    head_dim_v = features.head_dim_v or padded
     bias = bias_kind(features)
     switches = (features.softcap, features.alibi, bias, features.dropout)
-    smem_bytes = (q_stages * block_m + 2 * kv_stages * block_n) * shared_columns(padded) * 2
+    columns_q, columns_v = shared_columns(padded), shared_columns(head_dim_v)
+    smem_bytes = q_stages * block_m * columns_q * 2
+    smem_bytes += kv_stages * block_n * (columns_q + columns_v) * 2
     if bias in BIAS_BY_TMA:
-        smem_bytes += block_m * shared_columns(block_n) * 2
-    return FlashFwdSm90(dtype, padded, *tile, *switches, False, smem_bytes)
+        stages = 2 if padded <= 64 else 1
+        smem_bytes += stages * block_m * shared_columns(block_n) * 2
+    return FlashFwdSm90(dtype, padded, head_dim_v, *tile, *switches, False, smem_bytes)
+
+
+def _built_in(head_dim: int, features: Features) -> tuple[int, Tile]:
+    """The head dim of the forward kernel, and the built-in tile."""
+    if keeps_v(head_dim, features):
+        padded = sm90_backward.narrow_v_tile(head_dim, features)[0]
+        short = features.masked and features.short >= SHORT_MASKED[padded]
+        return padded, FORWARD_TILES_NARROW_V[padded, features.head_dim_v][short]
+    padded = _padded(head_dim)
+    return padded, _forward_tile(padded, features)
 
 
 def _forward_tile(padded: int, features: Features) -> Tile:
-    """The built-in choice for a head dim of `FORWARD_TILES`."""
+    """The built-in choice for a head dim of `FORWARD_TILES`, with a v of as many columns."""
     bias = bias_kind(features)
     switches = (features.softcap, features.alibi, bias, features.dropout)
     tile = FORWARD_TILES[padded]
@@ -240,7 +263,7 @@ def backward(
 
 
 def keeps_v(head_dim: int, features: Features) -> bool:
-    """Whether the backward kernels take v and out with fewer columns than q and k have."""
+    """Whether the kernels take v and out with fewer columns than q and k have."""
     return sm90_backward.narrow_v_tile(head_dim, features) is not None
 
 
@@ -250,8 +273,10 @@ def candidates(
     """The tiles that `forward` or `backward` takes, the built-in choice first."""
     if backward:
         return sm90_backward.candidates(head_dim, features)
-    padded = _padded(head_dim)
-    return (_forward_tile(padded, features), *FORWARD_CANDIDATES[padded])
+    padded, built_in = _built_in(head_dim, features)
+    if features.head_dim_v:
+        return (built_in, *FORWARD_TILES_NARROW_V[padded, features.head_dim_v])
+    return (built_in, *FORWARD_CANDIDATES[padded])
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
@@ -271,7 +296,11 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
         yield from (config for config in kernels if config not in seen)
         seen.update(kernels)
     for dtype, (head_dim, head_dim_v) in itertools.product(HALF, sm90_backward.NARROW_V_TILES):
-        yield backward(dtype, head_dim, Features(head_dim_v=head_dim_v), capability)[1]
+        features = Features(head_dim_v=head_dim_v)
+        for problem in (features, features._replace(masked=True, short=len(SHORT))):
+            config = forward(dtype, head_dim, problem, capability)
+            yield from (config, config.split_keys())
+        yield backward(dtype, head_dim, features, capability)[1]
 
 
 def _padded(head_dim: int) -> int:
