@@ -137,17 +137,20 @@ def test_code_of_a_directive():
 @needs_nvrtc
 @pytest.mark.parametrize("name", ["simt", "sm90"])
 def test_code_is_the_same_program(tmp_path, monkeypatch, name):
-    """One token a line: but for the numbers of lines, NVRTC makes the same of it."""
+    """One token a line: but for the numbers of lines, NVRTC makes the same of it.
+
+    In about one of 50 compilations NVRTC 12.9 makes something else of the very same text.
+    """
     monkeypatch.setattr(compiler, "FLAGS", [x for x in compiler.FLAGS if x != "-lineinfo"])
     config = BACKENDS[name].forward("float16", 64, Features(), (9, 0))
-    expected = compiler.compile_kernel(config, "sm_90a")
+    expected = [compiler.compile_kernel(config, "sm_90a").cubin for _ in range(2)]
     for path, data in sources.closure(config.source).items():
         copy = tmp_path / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(sources.code(data))
         assert sources.code(data) != data
     monkeypatch.setattr(sources, "root", lambda: tmp_path)
-    assert compiler.compile_kernel(config, "sm_90a").cubin == expected.cubin
+    assert any(compiler.compile_kernel(config, "sm_90a").cubin in expected for _ in range(3))
 
 
 @needs_nvrtc
