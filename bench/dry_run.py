@@ -33,7 +33,7 @@ def hopper() -> Iterator[None]:
         change = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         change(problem, "DEVICE", "cpu")
         change(jit, "load", lambda config, device: lambda *arguments: None)
-        change(torch.Tensor, "is_cuda", True)
+        change(torch.Tensor, "is_cuda", property(lambda self: self.device.type == "cpu"))
         change(library, "view", lambda self, x: view(self, x)._replace(device=0))
         change(library, "device", lambda self, x: 0)
         change(library, "stream", lambda self, device: torch_library.raw_stream(0))

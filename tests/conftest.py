@@ -16,10 +16,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 from matrix import select
-from targets import FORCED, TARGETS, Target, compute_capability, has
+from targets import EMULATED, FORCED, TARGETS, Target, compute_capability, has
 
 from cupyflash import environment
 
+EMULATED_TESTS = [  # of results, whose tensors may come from the CPU
+    *("attention", "attention_backward", "bias", "dropout", "group_shares", "head_dims"),
+    *("huge_scores", "lengths", "lse_gradient", "moving_maximum", "short_sequences", "sinks"),
+    *("triangle", "varlen"),
+]
 LARGE_POOL = 2**30  # bytes that nobody uses
 GPU_REPORT_SCRIPT = Path(__file__).resolve().parent.parent / ".ci" / "gpu_report.py"
 
@@ -46,6 +51,18 @@ def pytest_runtest_call(item):
         raise
 
 
+@pytest.fixture(autouse=True, scope="session")
+def emulated():
+    """Under EMULATED_KERNELS, calls with tensors of torch launch emulated kernels."""
+    if not EMULATED:
+        yield
+        return
+    from emulator import hopper
+
+    with hopper(Path(EMULATED)):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def small_memory_pools():
     """Gives large cached blocks back to the GPU, which other processes of the run share."""
@@ -70,7 +87,8 @@ def _shrink_torch(torch):
 def pytest_collection_modifyitems(config, items):
     """Leave out what cannot run here; the summary says so in one line for each reason.
 
-    A run of a forced backend leaves out the CPU too, and the compilation of all kernels.
+    A run of a forced backend leaves out the CPU too, and the compilation of all kernels. A run with
+    emulated kernels leaves out all but `EMULATED_TESTS`.
     """
     left_out = [item for item in items if _left_out(item)]
     items[:] = [item for item in items if not _left_out(item)]
@@ -82,6 +100,8 @@ def _left_out(item):
     target = callspec.params.get("target") if callspec else None
     if not isinstance(target, Target):  # no such parameter, or one that has no value here
         target = None
+    if EMULATED and not (target and target.backend and item.path.stem[5:] in EMULATED_TESTS):
+        return True
     if FORCED and (item.path.stem == "test_compile" or (target and not target.gpu)):
         return True
     return bool(target and target.missing)

@@ -21,6 +21,8 @@ BACKEND_CAPABILITIES = {
 HALF = ("float16", "bfloat16")
 # The backend that a run of the suite is about, as a user forces it: CUPYFLASH_BACKEND=sm80 pytest.
 FORCED = os.environ.get("CUPYFLASH_BACKEND") or None
+# A folder: the kernels of attention run on the CPU (tests/emulator) and are compiled into it.
+EMULATED = os.environ.get("EMULATED_KERNELS")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +154,15 @@ def _gpu_targets() -> list[Target]:
     return targets
 
 
-CPU_TARGETS = _cpu_targets()
-GPU_TARGETS = _gpu_targets()
+def _emulated_targets() -> list[Target]:
+    """Hopper's kernels, and those of other GPUs."""
+    return [
+        Target(f"emulated-{backend}", "torch", backend=backend, dtypes=HALF)
+        for backend in ("sm90", "sm80")
+        if FORCED in (None, backend)
+    ]
+
+
+CPU_TARGETS = [] if EMULATED else _cpu_targets()
+GPU_TARGETS = _emulated_targets() if EMULATED else _gpu_targets()
 TARGETS = CPU_TARGETS + GPU_TARGETS

@@ -4,7 +4,7 @@ import numpy
 import pytest
 from attention_cases import cases
 from matrix import each, each_case
-from targets import TARGETS
+from targets import EMULATED, TARGETS
 
 import cupyflash
 from cupyflash.testing import expected, poison_free_memory, to_float64
@@ -125,6 +125,7 @@ def _stack(target, *tensors):
 
 
 @each(library="torch")
+@pytest.mark.skipif(bool(EMULATED), reason="by DLPack, a tensor of the CPU is one")
 def test_any_dlpack_object(target):
     """An object that is of no known library, but speaks DLPack."""
 

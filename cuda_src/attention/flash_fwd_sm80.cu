@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32,
     bool moved = false;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-      state[m].update<SOFTCAP>(acc_s[m], score.scale_log2);
+      state[m].template update<SOFTCAP>(acc_s[m], score.scale_log2);
       score.apply_dropout(acc_s[m], place_of(m));
       moved |= state[m].rescale[0] != 1.f || state[m].rescale[1] != 1.f;
     }

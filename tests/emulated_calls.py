@@ -1,0 +1,74 @@
+"""Calls of attention whose kernels run on the CPU, each checked against float64 (test_emulator.py).
+
+``python tests/emulated_calls.py FOLDER``; kernels are compiled into the folder. To run other tests
+in this way: ``EMULATED_KERNELS=FOLDER pytest tests/test_triangle.py``.
+"""
+
+import sys
+from pathlib import Path
+
+import emulator
+import numpy
+import pytest
+import torch
+from passes import forward_backward
+
+import cupyflash
+from cupyflash.testing import expected, make_inputs
+
+LENGTHS = {"batch": 1, "seqlen_q": 150, "seqlen_k": 330}
+
+
+def cases():
+    """Name, inputs and options: the kernels of all kinds of Hopper's backend."""
+    inputs = make_inputs("torch", "bfloat16", **LENGTHS, heads_q=2, heads_kv=1)
+    # Maxima that grow from key tile to key tile by more than a weight can hold.
+    inputs.k.mul_(torch.linspace(9, 1, 330)[:, None, None])
+    yield "maxima that move, one key head", inputs, {}
+
+    inputs = make_inputs("torch", "float16", **LENGTHS, heads_q=1, head_dim=128)
+    yield (
+        "causal window and sinks",
+        inputs,
+        {
+            "causal": True,
+            "window": (200, None),
+            "sinks": torch.tensor([0.7]),
+        },
+    )
+
+    inputs = make_inputs("torch", "bfloat16", **LENGTHS, heads_q=1, head_dim=192, head_dim_v=128)
+    yield "wide heads, v of fewer columns", inputs, {"causal": True}
+
+    inputs = make_inputs("torch", "float16", **LENGTHS, heads_q=2)
+    rng = numpy.random.default_rng(1)
+    # Rows of a multiple of 16 bytes, which TMA can load.
+    bias = torch.tensor(rng.standard_normal((1, 2, 150, 336)), dtype=torch.float16)[..., :330]
+    yield "bias and its gradient", inputs, {"bias": bias}
+
+
+def check_cases(folder):
+    for name, inputs, options in cases():
+        with emulator.hopper(folder) as launched:
+            results = forward_backward(inputs, **options)
+        print(f"{name}: {', '.join(launched)}")
+        expected(inputs, **options).check(**results)
+
+
+def check_broken_kernels(folder):
+    """The emulator finds a wait that is missing, and one that never ends."""
+    breaks = {
+        "shared.k.wait_full(kv_ring);": "too many arrivals",
+        "consumer.shared.v.release(v_ring.stage);": "nobody can go on",
+    }
+    for number, (statement, consequence) in enumerate(breaks.items()):
+        inputs = make_inputs("torch", "bfloat16", batch=1, seqlen_q=100 + number, seqlen_k=900)
+        broken = emulator.hopper(folder / "broken", without=statement)
+        with broken, pytest.raises(RuntimeError, match=consequence):
+            cupyflash.attention(inputs.q, inputs.k, inputs.v)
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
+    check_cases(Path(sys.argv[1]))
+    check_broken_kernels(Path(sys.argv[1]))

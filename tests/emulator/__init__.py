@@ -1,0 +1,170 @@
+"""The kernels of attention on a CPU, for calls as on a Hopper GPU: slow, but it needs no GPU.
+
+A C++ compiler compiles the same files of ``cuda_src`` with ``cuda.h`` and ``ptx.h``, which stand in
+for the language and for the instructions. Plans, launches and their arguments are those of a GPU.
+What is not emulated: the compiler, the time that anything takes, and memory that arrives late for
+ordinary loads and stores.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from bench import dry_run
+from cupyflash import jit
+from cupyflash.jit import sources
+from cupyflash.runtime import scratch, tensor_map
+from cupyflash.runtime.config import ITEM_SIZE
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+FLAGS = [
+    *("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fPIC"),
+    "-fno-gnu-unique",  # each kernel has memory of its own
+]
+MULTIPROCESSORS = 3  # so few that blocks take several tiles
+# EmulatedMap of ptx.h: the address, dims, strides in bytes, the size of a tile, its swizzle.
+pack_map = struct.Struct("Q4Q4Q3i").pack
+
+
+@contextlib.contextmanager
+def hopper(folder: Path, without: str = "") -> Iterator[list[str]]:
+    """Calls with torch's CPU tensors run the kernels of a Hopper GPU, which `folder` will hold.
+
+    In a process that does nothing else. Yields the names of the kernels that have run.
+
+    Args:
+        without: a statement that is left out of the kernels.
+    """
+    import cupy
+
+    emulator = (path.read_bytes() for path in sorted(HERE.iterdir()) if path.is_file())
+    folder = folder / _digest(without.encode(), *emulator)
+    _copy_sources(folder, without)
+    with dry_run.hopper(), contextlib.ExitStack() as stack:
+        change = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
+        launched = []
+        change(jit, "load", lambda config, device: Emulated(config, folder, launched))
+        change(tensor_map.TensorMapSpec, "encode", _encode)
+        change(scratch, "TileCounters", lambda device: _Counters())
+        change(cupy.cuda.runtime, "memsetAsync", lambda *where: ctypes.memset(*where[:3]))
+        of_device = {"MultiProcessorCount": MULTIPROCESSORS, "L2CacheSize": dry_run.L2_BYTES}
+        change(cupy.cuda.Device, "attributes", of_device | {"CooperativeLaunch": 1})
+        yield launched
+
+
+class Emulated:
+    """A kernel as `jit.load` returns it."""
+
+    def __init__(self, config: Any, folder: Path, launched: list[str]) -> None:
+        self.config, self.folder, self.launched = config, folder, launched
+
+    def __call__(self, grid, block, arguments, shared_memory, stream, cooperative) -> None:
+        params = arguments[0].tobytes()
+        memory = ctypes.create_string_buffer(len(params) + 64)
+        address = ctypes.addressof(memory) + -ctypes.addressof(memory) % 64
+        ctypes.memmove(address, params, len(params))
+        self.launched.append(self.config.name)
+        seed = len(self.launched)
+        failure = self._launch(address, grid[0], block[0], shared_memory, seed)
+        if failure:
+            raise RuntimeError(f"{self.config.expression}: {failure.decode()}")
+
+    @functools.cached_property
+    def _launch(self) -> Any:
+        text = _text(self.config)
+        digest = _digest(text.encode(), *_sources(self.config.source).values())
+        library = self.folder / f"{digest}.so"
+        if not library.exists():
+            _compile(library, "-shared", f"-I{self.folder}", "-x", "c++", "-", text=text)
+        launch = ctypes.PyDLL(str(library)).launch  # which one thread at a time can call
+        launch.restype = ctypes.c_char_p
+        launch.argtypes = (ctypes.c_void_p, *[ctypes.c_uint] * 2, ctypes.c_size_t, ctypes.c_uint)
+        return launch
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _compile(to: Path, *arguments: str, text: str = "") -> None:
+    own = to.with_suffix(f".{os.getpid()}")  # another process may be making the same file
+    command = [COMPILER, *FLAGS, *arguments, "-o", str(own)]
+    result = subprocess.run(command, input=text, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{command}\n{text}\n{result.stderr[:4000]}")
+    own.rename(to)
+
+
+@functools.cache
+def _sources(source: str) -> dict[str, bytes]:
+    return sources.closure(source)
+
+
+def _text(config: Any) -> str:
+    header = f'#include "cuda_src/{config.header}"\n' if config.header else ""
+    return (
+        '#include "cuda.h"\n'
+        f"{header}"
+        f'#include "cuda_src/{config.source}"\n'
+        'extern "C" const char* launch(const void* params, unsigned grid, unsigned threads,\n'
+        "                              size_t shared_memory, unsigned seed) {\n"
+        f"  return emulator::launch(grid, threads, shared_memory, seed, [&] {{\n"
+        f"    {config.expression}(*static_cast<const {config.params.__name__}*>(params));\n"
+        "  });\n"
+        "}\n"
+    )
+
+
+def _copy_sources(folder: Path, without: str) -> None:
+    """The language, and cuda_src with ptx.h in the place of the instructions."""
+    root = sources.root()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("cuda.h", "ptx.h"):
+        shutil.copyfile(HERE / name, folder / name)
+    if not (folder / "cuda.h.gch").exists():  # the C++ library takes a second for each kernel
+        _compile(folder / "cuda.h.gch", "-x", "c++-header", str(folder / "cuda.h"))
+    for path in root.rglob("*.cu*"):
+        copy = folder / "cuda_src" / path.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if copy.parent.name == "ptx":
+            text = '#pragma once\n#include "../common/types.cuh"\n#include "ptx.h"\n'
+        else:
+            dynamic = r"extern __shared__ __align__\(\d+\) unsigned char smem\[\];"
+            static = "unsigned char* const smem = emulator::dynamic_memory;"
+            text = re.sub(dynamic, static, path.read_text())
+            text = text.replace(without, "") if without else text
+        copy.write_text(text)
+
+
+def _encode(self: tensor_map.TensorMapSpec, pointer: int) -> bytes:
+    item = ITEM_SIZE[self.dtype]
+    tile = self.box_columns, self.box_rows, self.swizzled
+    packed = pack_map(pointer, *self.dims, item, *self.strides, *tile)
+    return packed.ljust(128, b"\0")
+
+
+class _Counters:
+    """The counters of a device, which are 0 between launches."""
+
+    def __init__(self) -> None:
+        self.memory = (ctypes.c_int * scratch.COUNTERS)()
+
+    def __call__(self, stream: Any) -> bytes:
+        return scratch.pack_pointer(ctypes.addressof(self.memory))
+
+    def address(self, stream: Any, library: Any, like: Any) -> tuple[int, None]:
+        return ctypes.addressof(self.memory), None
+
+    def is_capturing(self, stream: Any) -> bool:
+        return False
