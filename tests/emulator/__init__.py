@@ -49,7 +49,7 @@ def hopper(folder: Path, without: str = "") -> Iterator[list[str]]:
     import cupy
 
     emulator = (path.read_bytes() for path in sorted(HERE.iterdir()) if path.is_file())
-    folder = folder / _digest(without.encode(), *emulator)
+    folder = folder.absolute() / _digest(without.encode(), *emulator)
     _copy_sources(folder, without)
     with dry_run.hopper(), contextlib.ExitStack() as stack:
         change = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
@@ -86,7 +86,7 @@ class Emulated:
         digest = _digest(text.encode(), *_sources(self.config.source).values())
         library = self.folder / f"{digest}.so"
         if not library.exists():
-            _compile(library, "-shared", f"-I{self.folder}", "-x", "c++", "-", text=text)
+            _compile(library, "-shared", "-x", "c++", "-", text=text)
         launch = ctypes.PyDLL(str(library)).launch  # which one thread at a time can call
         launch.restype = ctypes.c_char_p
         launch.argtypes = (ctypes.c_void_p, *[ctypes.c_uint] * 2, ctypes.c_size_t, ctypes.c_uint)
@@ -100,9 +100,10 @@ def _digest(*parts: bytes) -> str:
 def _compile(to: Path, *arguments: str, text: str = "") -> None:
     own = to.with_suffix(f".{os.getpid()}")  # another process may be making the same file
     command = [COMPILER, *FLAGS, *arguments, "-o", str(own)]
-    result = subprocess.run(command, input=text, capture_output=True, text=True)
-    if result.returncode:
-        raise RuntimeError(f"{command}\n{text}\n{result.stderr[:4000]}")
+    # In its folder, because a program from a pipe includes files from the current folder.
+    done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=to.parent)
+    if done.returncode:
+        raise RuntimeError(f"{command}\n{text}\n{done.stderr[:4000]}")
     own.rename(to)
 
 
