@@ -163,6 +163,6 @@ def _emulated_targets() -> list[Target]:
     ]
 
 
-CPU_TARGETS = [] if EMULATED else _cpu_targets()
+CPU_TARGETS = _cpu_targets()
 GPU_TARGETS = _emulated_targets() if EMULATED else _gpu_targets()
-TARGETS = CPU_TARGETS + GPU_TARGETS
+TARGETS = GPU_TARGETS if EMULATED else CPU_TARGETS + GPU_TARGETS

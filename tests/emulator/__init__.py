@@ -86,7 +86,7 @@ class Emulated:
         digest = _digest(text.encode(), *_sources(self.config.source).values())
         library = self.folder / f"{digest}.so"
         if not library.exists():
-            _compile(library, "-shared", "-x", "c++", "-", text=text)
+            _compile(library, "-shared", "-I.", "-x", "c++", "-", text=text)
         launch = ctypes.PyDLL(str(library)).launch  # which one thread at a time can call
         launch.restype = ctypes.c_char_p
         launch.argtypes = (ctypes.c_void_p, *[ctypes.c_uint] * 2, ctypes.c_size_t, ctypes.c_uint)
