@@ -5,12 +5,14 @@ tensors in the memory of the host; loading and launching of kernels are taken ou
 """
 
 import contextlib
+import ctypes
 import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 from cupyflash import jit
+from cupyflash.runtime import scratch
 
 CAPABILITY, MULTIPROCESSORS, L2_BYTES = (9, 0), 132, 50 << 20
 
@@ -25,7 +27,7 @@ def hopper() -> Iterator[None]:
     import torch
 
     from bench import problem
-    from cupyflash.runtime import gpu, launch, scratch, tensor_map, torch_library
+    from cupyflash.runtime import gpu, launch, tensor_map, torch_library
 
     library = torch_library.TorchLibrary
     view = library.view
@@ -60,13 +62,16 @@ class _Device(contextlib.nullcontext):
 
 
 class _Counters:
-    """The counters of a device."""
+    """The counters of a device, which are 0 between launches; emulated kernels count on them."""
+
+    def __init__(self) -> None:
+        self.memory = (ctypes.c_int * scratch.COUNTERS)()
 
     def __call__(self, stream: Any) -> bytes:
-        return bytes(8)
+        return scratch.pack_pointer(ctypes.addressof(self.memory))
 
     def address(self, stream: Any, library: Any, like: Any) -> tuple[int, None]:
-        return 0, None
+        return ctypes.addressof(self.memory), None
 
     def is_capturing(self, stream: Any) -> bool:
         return False

@@ -22,8 +22,8 @@ from unittest import mock
 
 from bench import dry_run
 from cupyflash import jit
-from cupyflash.jit import sources
-from cupyflash.runtime import scratch, tensor_map
+from cupyflash.jit import compiler, sources
+from cupyflash.runtime import tensor_map
 from cupyflash.runtime.config import ITEM_SIZE
 
 HERE = Path(__file__).parent
@@ -56,10 +56,9 @@ def hopper(folder: Path, without: str = "") -> Iterator[list[str]]:
         launched = []
         change(jit, "load", lambda config, device: Emulated(config, folder, launched))
         change(tensor_map.TensorMapSpec, "encode", _encode)
-        change(scratch, "TileCounters", lambda device: _Counters())
         change(cupy.cuda.runtime, "memsetAsync", lambda *where: ctypes.memset(*where[:3]))
-        of_device = {"MultiProcessorCount": MULTIPROCESSORS, "L2CacheSize": dry_run.L2_BYTES}
-        change(cupy.cuda.Device, "attributes", of_device | {"CooperativeLaunch": 1})
+        of_device = cupy.cuda.Device.attributes | {"MultiProcessorCount": MULTIPROCESSORS}
+        change(cupy.cuda.Device, "attributes", of_device)
         yield launched
 
 
@@ -86,7 +85,7 @@ class Emulated:
         digest = _digest(text.encode(), *_sources(self.config.source).values())
         library = self.folder / f"{digest}.so"
         if not library.exists():
-            _compile(library, "-shared", "-I.", "-x", "c++", "-", text=text)
+            _compile(library, "-shared", "-I.", "-Icuda_src", "-x", "c++", "-", text=text)
         launch = ctypes.PyDLL(str(library)).launch  # which one thread at a time can call
         launch.restype = ctypes.c_char_p
         launch.argtypes = (ctypes.c_void_p, *[ctypes.c_uint] * 2, ctypes.c_size_t, ctypes.c_uint)
@@ -113,11 +112,9 @@ def _sources(source: str) -> dict[str, bytes]:
 
 
 def _text(config: Any) -> str:
-    header = f'#include "cuda_src/{config.header}"\n' if config.header else ""
     return (
         '#include "cuda.h"\n'
-        f"{header}"
-        f'#include "cuda_src/{config.source}"\n'
+        f"{compiler.stub(config)}"
         'extern "C" const char* launch(const void* params, unsigned grid, unsigned threads,\n'
         "                              size_t shared_memory, unsigned seed) {\n"
         f"  return emulator::launch(grid, threads, shared_memory, seed, [&] {{\n"
@@ -153,19 +150,3 @@ def _encode(self: tensor_map.TensorMapSpec, pointer: int) -> bytes:
     tile = self.box_columns, self.box_rows, self.swizzled
     packed = pack_map(pointer, *self.dims, item, *self.strides, *tile)
     return packed.ljust(128, b"\0")
-
-
-class _Counters:
-    """The counters of a device, which are 0 between launches."""
-
-    def __init__(self) -> None:
-        self.memory = (ctypes.c_int * scratch.COUNTERS)()
-
-    def __call__(self, stream: Any) -> bytes:
-        return scratch.pack_pointer(ctypes.addressof(self.memory))
-
-    def address(self, stream: Any, library: Any, like: Any) -> tuple[int, None]:
-        return ctypes.addressof(self.memory), None
-
-    def is_capturing(self, stream: Any) -> bool:
-        return False
