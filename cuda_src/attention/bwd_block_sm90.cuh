@@ -31,6 +31,15 @@ struct BwdTile {
 
   __device__ bool has_queries() const { return m_range.begin < m_range.end; }
 
+  // The order in which all roles visit the query tiles of a head:
+  //   for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m))
+  // From the last to the first: under a causal mask the blocks of a head then begin with the same
+  // queries and share Q and dO in L2, and blocks that add in turns follow each other one tile
+  // apart.
+  __device__ int first_m() const { return m_range.end - 1; }
+  __device__ bool is_m(int m) const { return m >= m_range.begin; }
+  __device__ int next_m(int m) const { return m - 1; }
+
   __device__ void locate(const FlashBwdParams& params, const Tile& tile, int block_m, int block_n) {
     batch = tile.batch;
     head_kv = tile.head;
@@ -72,6 +81,37 @@ struct BwdTile {
   }
 };
 
+// A tile without that order, unless a mask is causal or blocks add in turns. It begins where its
+// keys meet the diagonal, and goes on with the first tile after the last: at any time the blocks of
+// a head are at different queries, and few of them add to the same rows of dQ.
+struct BwdRoundTile : BwdTile {
+  int m_first;
+  int m_last;
+  int m_step;  // 1 or -1
+
+  __device__ void locate(const FlashBwdParams& params, const Tile& tile, int block_m, int block_n) {
+    BwdTile::locate(params, tile, block_m, block_n);
+    forget_registers();
+    m_first = m_range.end - 1;
+    m_last = m_range.begin;
+    m_step = -1;
+    if (params.dq_semaphore || sequence.window_right < sequence.seqlen_k) return;
+    m_first = max(m_range.begin, min((n_begin - sequence.diagonal) / block_m, m_first));
+    m_last = m_first > m_range.begin ? m_first - 1 : m_range.end - 1;
+    m_step = 1;
+  }
+
+  __device__ int first_m() const { return has_queries() ? m_first : -1; }
+  __device__ bool is_m(int m) const { return m >= 0; }
+  __device__ int next_m(int m) const { return m == m_last ? -1 : m_after(m); }
+
+  // The tile after one that is not the last.
+  __device__ int m_after(int m) const {
+    m += m_step;
+    return m == m_range.end ? m_range.begin : m;
+  }
+};
+
 // The scheduler waits at each tile until both producers have loaded it, and until the warp that
 // adds dQ (or keeps the turns) has begun it. The producers are at most one tile ahead of the
 // consumers.
@@ -85,7 +125,7 @@ __device__ __forceinline__ Ring<1> kv_place(const Ring<BWD_TILE_RECORDS>& record
 
 // The barriers of a block, the records of its tiles, and the constants of their queries, in static
 // shared memory. dO may have fewer stages than Q.
-template <int BLOCK_M, int STAGES, int DOUT_STAGES = STAGES>
+template <int BLOCK_M, int STAGES, int DOUT_STAGES = STAGES, class BlockTile = BwdTile>
 struct BwdShared {
   RingBarriers<BWD_TILE_RECORDS> located;  // only `full` is used
   RingBarriers<1> k;
@@ -95,7 +135,7 @@ struct BwdShared {
   uint64_t almost_loaded;
   alignas(16) float lse_log2[STAGES][BLOCK_M];
   alignas(16) float delta[STAGES][BLOCK_M];
-  BwdTile tiles[BWD_TILE_RECORDS];
+  BlockTile tiles[BWD_TILE_RECORDS];
   uint32_t num_tiles;
 
   // The scheduler waits at almost_loaded until each of the `followers` has arrived, once a tile.
@@ -110,7 +150,7 @@ struct BwdShared {
   }
 
   // Waits for the record of the next tile.
-  __device__ const BwdTile& wait_tile(const Ring<BWD_TILE_RECORDS>& record) {
+  __device__ const BlockTile& wait_tile(const Ring<BWD_TILE_RECORDS>& record) {
     located.wait_full(record);
     return tiles[record.stage];
   }
@@ -132,7 +172,7 @@ __device__ __forceinline__ void schedule_bwd_tiles(const FlashBwdSm90Params& par
   shared.tiles[0].index = tickets ? atomicAdd(tickets, 1) : blockIdx.x;
 #pragma unroll 1
   for (int stage = 0;;) {
-    BwdTile& tile = shared.tiles[stage];
+    auto& tile = shared.tiles[stage];
     tile.n_rows = 0;
     forget_registers();
     if (tile.index < shared.num_tiles) {
@@ -173,10 +213,6 @@ __device__ __forceinline__ int* turn_flag(const FlashBwdParams& params, int64_t 
   return params.dq_semaphore + 1 + accum_row / block_m;
 }
 
-// All roles walk over the query tiles from the last to the first. Under a causal mask the blocks of
-// a head then begin with the same queries and share Q and dO in L2, and blocks that add in turns
-// follow each other one tile apart.
-
 // Whether a producer loads lse_log2 and delta.
 enum class RowConstants { SKIP, LOAD };
 
@@ -209,7 +245,7 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
 #pragma unroll 1
   for (;; ++tiles) {
     const Ring<BWD_TILE_RECORDS> record = ring_place<BWD_TILE_RECORDS>(tiles);
-    const BwdTile& tile = shared.wait_tile(record);
+    const auto& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) return;
     const uint32_t almost_loaded = smem_address(&shared.almost_loaded);
     const uint32_t kv_full = smem_address(&to.kv.full[0]);
@@ -231,7 +267,7 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
-      for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m, ++steps) {
+      for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m), ++steps) {
         const Ring<STAGES> ring = ring_place<STAGES>(steps);
         to.q.wait_empty(ring);
         const uint32_t full = smem_address(&to.q.full[ring.stage]);

@@ -47,7 +47,7 @@ struct BwdWideLayout {
   static constexpr bool STAGES_DQ = DQ_PATH != DqPath::REGISTERS;
   static constexpr bool DQ_IN_P = DQ_PATH == DqPath::STAGED_IN_P;
   static constexpr int DOUT_STAGES = DQ_IN_P ? 1 : STAGES;
-  using Shared = BwdShared<BLOCK_M, STAGES, DOUT_STAGES>;
+  using Shared = BwdShared<BLOCK_M, STAGES, DOUT_STAGES, BwdRoundTile>;
 
   // Octets of columns of a part of dQ. No part straddles two column blocks of K.
   static constexpr int dq_octets(Part part) {
@@ -102,17 +102,18 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params, Shared&
   Ring<1> turn;
 #pragma unroll 1
   for (;; record.advance()) {
-    const BwdTile& tile = shared.wait_tile(record);
+    const BwdRoundTile& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) return;
     // The lane has begun this tile, so it no longer reads the record of the last one.
     mbarrier_arrive(smem_address(&shared.almost_loaded));
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
-      for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m, turn.advance()) {
-        int* flag = turn_flag(params, accum_row(params, tile, head, m * BLOCK_M), BLOCK_M);
+      for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m), turn.advance()) {
+        const int m_begin = m * BLOCK_M;
+        int* flag = turn_flag(params, accum_row(params, tile, head, m_begin), BLOCK_M);
         if (first_lane) {
-          wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, BLOCK_N));
+          wait_flag(flag, turn_of_tile(tile, m_begin, BLOCK_M, BLOCK_N));
           mbarrier_wait(smem_address(&turns.over), turn.parity ^ 1);  // of the turn before
           mbarrier_arrive(smem_address(&turns.come));
         } else {
@@ -171,15 +172,16 @@ __device__ __forceinline__ void reduce_staged_dq(const FlashBwdParams& params,
   Ring<BWD_TILE_RECORDS> record;
 #pragma unroll 1
   for (;; record.advance()) {
-    const BwdTile& tile = shared.wait_tile(record);
+    const BwdRoundTile& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) break;
     // A warp that is here no longer reads the record of the last tile.
     if (elected) mbarrier_arrive(smem_address(&shared.almost_loaded));
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
-      for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m) {
-        const int64_t row = accum_row(params, tile, head, m * L::BLOCK_M);
+      for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m)) {
+        const int m_begin = m * L::BLOCK_M;
+        const int64_t row = accum_row(params, tile, head, m_begin);
         float* accum = params.dq_accum + row * L::HEAD_DIM;
 #pragma unroll 1
         for (int i = FIRST; i <= SECOND; ++i) {
@@ -191,7 +193,7 @@ __device__ __forceinline__ void reduce_staged_dq(const FlashBwdParams& params,
             if (group == 0 && part == FIRST && params.dq_semaphore) {
               end_turn();
               flag = turn_flag(params, row, L::BLOCK_M);
-              wait_flag(flag, turn_of_tile(tile, m * L::BLOCK_M, L::BLOCK_M, L::BLOCK_N));
+              wait_flag(flag, turn_of_tile(tile, m_begin, L::BLOCK_M, L::BLOCK_N));
             }
             bulk_reduce_add(accum + L::BLOCK_M * 8 * L::first_dq_octet(part, group),
                             Staged::address(smem, group, part),

@@ -87,8 +87,9 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
-      for (int m = tile.m_range.end - 1; m >= tile.m_range.begin; --m) {
-        const int64_t row = accum_row(params, tile, head, m * BLOCK_M);
+      for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m)) {
+        const int m_begin = m * BLOCK_M;
+        const int64_t row = accum_row(params, tile, head, m_begin);
 #pragma unroll
         for (int group = 0; group < L::GROUPS; ++group) {
           named_barrier_sync(dq_full(group), DQ_THREADS);  // this part of dQ is complete
@@ -96,7 +97,7 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
           if (group == 0 && params.dq_semaphore) {
             end_turn();
             flag = turn_flag(params, row, BLOCK_M);
-            wait_flag(flag, turn_of_tile(tile, m * BLOCK_M, BLOCK_M, L::BLOCK_N));
+            wait_flag(flag, turn_of_tile(tile, m_begin, BLOCK_M, L::BLOCK_N));
           }
           bulk_reduce_add(params.dq_accum + row * L::HEAD_DIM + group * L::DQ_PART,
                           smem_dq + group * L::DQ_PART * sizeof(float),

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   typename Consumer::Place at = {};
 #pragma unroll 1
   for (;; record.advance()) {
-    const BwdTile& tile = shared.wait_tile(record);
+    const BwdRoundTile& tile = shared.wait_tile(record);
     if (uniform(tile.n_rows) == 0) return;
 #pragma unroll
     for (int i = 0; i < DK_SLICES; ++i) set_zero(acc_dk[i]);
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     const int head_end = tile.has_queries() ? tile.head_end : tile.head_begin;
 #pragma unroll 1
     for (at.head = uniform(tile.head_begin); at.head < uniform(head_end); ++at.head) {
-      at.m = uniform(tile.m_range.end) - 1;
+      at.m = uniform(tile.first_m());
       typename Consumer::Scores s, dp;
       consumer.issue_s(s, at);
       consumer.issue_dp(dp, at);
@@ -188,7 +188,9 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
       for (;;) {
         auto next = at;
         next.advance();
-        if (--next.m < uniform(tile.m_range.begin)) break;
+        // Read from the record each time: ptxas 12.9 crashes if a count of tiles lives here.
+        if (at.m == uniform(tile.m_last)) break;
+        next.m = uniform(tile.m_after(at.m));
         // From this query tile to the next, whose S and dP run beside dQ and dK of this one.
         typename Consumer::Scores s, dp;
         typename Consumer::DqPart dq;
