@@ -1,37 +1,90 @@
 """Whether .ci/gpu-report.json describes the sources as they are now. Standard library only.
 
-Exit code 0: current. 1: sources changed since (they are listed). 2: no usable report, or it holds a
-failure. `pytest --gpu-report=.ci/gpu-report.json` on a GPU machine writes the report; the same with
-CUPYFLASH_BACKEND=sm80 or simt adds the run of one backend to the report of the same sources.
+    python3 .ci/gpu_report.py              exit code 0: current. 1: something has not run on these
+                                           sources. 2: no usable report, or it holds a failure
+    python3 .ci/gpu_report.py --missing    the test files that have not run; --backend sm80 or simt:
+                                           those of a run with that backend alone
+
+`pytest --gpu-report=.ci/gpu-report.json` on a GPU machine writes the report, a test file as soon as
+all of its tests have ended: a run that is cut off goes on with
+
+    pytest --gpu-report=.ci/gpu-report.json $(python3 .ci/gpu_report.py --missing)
+
+All results are lost when a file changes that is no test, and those of a test file when it changes.
 """
 
+import argparse
 import hashlib
 import json
+import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / ".ci" / "gpu-report.json"
 FOLDERS = ("cuda_src", "cupyflash", "tests")
-BACKENDS = ("sm80", "simt")  # that the suite also runs with alone
+RUNS = ("default", "sm80", "simt")  # the backends that are forced; one run forces none
+
+Report = dict[str, dict]
 
 
-def file_digests() -> dict[str, str]:
-    """SHA-256 of every source file by its path from the root, sorted; hidden files do not count."""
+def sources() -> dict[str, str]:
+    """SHA-256 of every file that is no test, by its path; hidden files do not count."""
+    tests = test_files()
     digests = {}
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*"):
             parts = path.relative_to(ROOT).parts
             hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
-            if path.is_file() and not hidden:
+            if path.is_file() and not hidden and "/".join(parts) not in tests:
                 digests["/".join(parts)] = hashlib.sha256(path.read_bytes()).hexdigest()
     return dict(sorted(digests.items()))
 
 
-def source_digest(digests: dict[str, str]) -> str:
-    """One SHA-256 over the paths and digests of all files."""
-    lines = "".join(f"{digest}  {path}\n" for path, digest in digests.items())
-    return hashlib.sha256(lines.encode()).hexdigest()
+def test_files() -> dict[str, str]:
+    """SHA-256 of every test file, and of those that it imports, by its path."""
+    texts = {path.stem: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+
+    def closure(name: str, found: set[str]) -> set[str]:
+        for imported in {name, *re.findall(r"^from (test_\w+) import", texts[name], re.M)} - found:
+            found.add(imported)
+            closure(imported, found)
+        return found
+
+    return {
+        f"tests/{name}.py": hashlib.sha256(
+            "\0".join(texts[x] for x in sorted(closure(name, set()))).encode()
+        ).hexdigest()
+        for name in sorted(texts)
+    }
+
+
+def load(path: Path) -> Report:
+    """The report, or an empty one."""
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def with_results(
+    report: Report,
+    machine: dict[str, str],
+    sources: dict[str, str],
+    run: str,
+    results: Report,
+    sanitizer: dict[str, str],
+) -> Report:
+    """The report with results of test files in it, and without those of other sources.
+
+    Args:
+        machine: GPU, driver and versions; other machines do not add to a report.
+        run: one of `RUNS`.
+        results: of a test file each: digest, date, passed, failed (the tests), skipped, seconds.
+    """
+    head = {"machine": machine, "sources": sources}
+    same = all(report.get(name) == value for name, value in head.items())
+    runs, known = (report["runs"], report["sanitizer"]) if same else ({}, {})
+    files = dict(sorted({**runs.get(run, {}), **results}.items()))
+    sanitizer = dict(sorted({**known, **sanitizer}.items()))
+    return {**head, "sanitizer": sanitizer, "runs": {**runs, run: files}}
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
@@ -47,60 +100,49 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     return lines
 
 
-def merged(
-    report: dict,
-    backend: str | None,
-    machine: dict[str, str],
-    run: dict[str, object],
-    sanitizer: dict[str, str],
-    files: dict[str, str],
-) -> dict:
-    """The report with a run in it: of everything, or of one forced backend.
-
-    Runs of other sources are dropped from the backends; so is a whole run from a backend's.
-    """
-    digest = source_digest(files)
-    same = report.get("source_digest") == digest
-    backends = report.get("backends", {}) if same else {}
-    if backend is None:
-        whole = {**machine, **run, "sanitizer": sanitizer}
-    elif same:
-        whole = {name: x for name, x in report.items() if name not in ("backends", "files")}
-        whole.pop("source_digest")
-    else:
-        raise ValueError(
-            "gpu-report: a backend's run needs the whole run of the same sources first"
-        )
-    if backend is not None:
-        backends = {**backends, backend: run}
-    return {**whole, "backends": backends, "source_digest": digest, "files": files}
+def missing(report: Report, run: str) -> list[str]:
+    """The test files that have not run on these sources, as they are now."""
+    same = report.get("sources") == sources()
+    ran = report["runs"].get(run, {}) if same else {}
+    return [x for x, digest in test_files().items() if ran.get(x, {}).get("digest") != digest]
 
 
-def main() -> int:
+def failures(report: Report) -> list[str]:
+    """The tests that failed, and what the sanitizer found."""
+    tests = [
+        f"{run}: {test}"
+        for run, files in report["runs"].items()
+        for result in files.values()
+        for test in result["failed"]
+    ]
+    found = [f"{name}: {result}" for name, result in report["sanitizer"].items()]
+    return tests + [line for line in found if not line.endswith(": clean")]
+
+
+def verdict(report: Report) -> tuple[int, list[str]]:
+    """The exit code, and what to say."""
+    gpu = report["machine"]["gpu"]
+    if failed := failures(report):
+        return 2, [f"gpu-report: {len(failed)} failures on {gpu}:", *failed]
+    if lines := changes(report["sources"], sources()):
+        return 1, [f"gpu-report: stale, changed since the run on {gpu}:", *lines]
+    lines = [f"{len(x)} files in the run {run}" for run in RUNS if (x := missing(report, run))]
+    return (1, ["gpu-report: not run are", *lines]) if lines else (0, ["current"])
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Is .ci/gpu-report.json current?")
+    parser.add_argument("--missing", action="store_true", help="print the files that have not run")
+    parser.add_argument("--backend", choices=RUNS, default=RUNS[0])
+    args = parser.parse_args(arguments)
     try:
-        report = json.loads(REPORT.read_text())
-        backends = report.get("backends", {})
-        failed = report["failed"] + sum(run["failed"] for run in backends.values())
-        failed += len([result for result in report["sanitizer"].values() if result != "clean"])
-        files, digest = report["files"], report["source_digest"]
-    except (OSError, ValueError, KeyError) as error:
-        print(f"gpu-report: no usable report at {REPORT.relative_to(ROOT)} ({error!r})")
-        return 2
-    if failed:
-        print(f"gpu-report: {failed} failures on {report['gpu']} ({report['date']})")
-        return 2
-    now = file_digests()
-    missing = [backend for backend in BACKENDS if backend not in backends]
-    if source_digest(now) == digest and not missing:
-        print("current")
-        return 0
-    if source_digest(now) == digest:
-        print(f"gpu-report: no run with CUPYFLASH_BACKEND={' and '.join(missing)}")
-        return 1
-    print(f"gpu-report: stale, changed since {report['date']}:")
-    print("\n".join(changes(files, now)))
-    return 1
+        report = load(REPORT)
+        code, lines = (0, missing(report, args.backend)) if args.missing else verdict(report)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        code, lines = 2, [f"gpu-report: no usable report at {REPORT.relative_to(ROOT)} ({error!r})"]
+    print("\n".join(lines))
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -114,7 +114,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--gpu-report", metavar="FILE", help="write the outcome of a whole GPU run")
+    parser.addoption("--gpu-report", metavar="FILE", help="write what test files found on a GPU")
 
 
 def pytest_configure(config):
@@ -126,54 +126,90 @@ def pytest_configure(config):
     if not capability:
         raise pytest.UsageError(f"--gpu-report: {reason}")
     selected = config.getoption("keyword") or config.getoption("markexpr")
-    if selected or any("::" in arg or arg.endswith(".py") for arg in config.args):
-        raise pytest.UsageError("--gpu-report: needs the whole suite, got a selection")
-    config.pluginmanager.register(GpuReport(Path(path)), "gpu-report")
+    if selected or any("::" in arg for arg in config.args):
+        raise pytest.UsageError("--gpu-report: needs whole test files, got a selection of tests")
+    names = {Path(arg).name for arg in config.args if arg.endswith(".py")}
+    config.pluginmanager.register(GpuReport(Path(path), machine(), names), "gpu-report")
 
 
 class GpuReport:
-    """Collects the results of a run and writes them at its end."""
+    """Writes the results of each test file when its last test has ended.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        names: of the test files that run; none for all.
+    """
+
+    def __init__(self, path: Path, machine: dict[str, str], names: set[str]) -> None:
         self.path = path.absolute()
+        self.machine = machine
+        self.script = gpu_report_module()
+        self.sources = self.script.sources()
+        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        new = {"date": date, "passed": 0, "skipped": 0, "seconds": 0.0}  # seconds of all processes
+        self.results = {
+            file: {"digest": digest, **new, "failed": []}
+            for file, digest in self.script.test_files().items()
+            if not names or file.removeprefix("tests/") in names
+        }
         self.sanitizer: dict[str, str] = {}
-        self.seconds: dict[str, float] = {}  # of the tests of a file, in all processes
+        self.unfinished: dict[str, set[str]] = {}  # the tests of a file that have not ended
+
+    def pytest_sessionstart(self, session):
+        self.terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+
+    def pytest_collection_finish(self, session):
+        self.pytest_xdist_node_collection_finished([item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids):
+        if not self.unfinished:  # all workers have the same tests
+            for test in ids:
+                self.unfinished.setdefault(test.partition("::")[0], set()).add(test)
 
     def pytest_runtest_logreport(self, report):
         """Tests record ("sanitizer", "tool kernel: result") with `record_property`."""
         file = report.nodeid.partition("::")[0]
-        self.seconds[file] = self.seconds.get(file, 0.0) + report.duration
-        if report.when == "teardown":
-            for name, value in report.user_properties:
-                if name == "sanitizer":
-                    run, _, result = value.partition(": ")
-                    self.sanitizer[run] = result
+        result = self.results[file]
+        result["seconds"] = round(result["seconds"] + report.duration, 3)
+        result["passed"] += report.passed and report.when == "call"
+        result["skipped"] += report.skipped
+        if report.failed:
+            result["failed"].append(report.nodeid)
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = (crash.message if crash else report.longreprtext).partition("\n")[0]
+            self.terminal.write_line(f"\nfailed: {report.nodeid}: {message}")
+        if report.when != "teardown":
+            return
+        for name, value in report.user_properties:
+            if name == "sanitizer":
+                run, _, found = value.partition(": ")
+                self.sanitizer[run] = found
+        # A test whose worker died has no teardown, so that its file does not end.
+        self.unfinished[file].remove(report.nodeid)
+        if not self.unfinished[file]:
+            self.write([file])
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session):
+    def pytest_sessionfinish(self, exitstatus):
         """Comes before xdist waits for its workers to end, in which a time limit may strike."""
-        terminal = session.config.pluginmanager.get_plugin("terminalreporter")
-        gpu_report = gpu_report_module()
-        files = gpu_report.file_digests()
-        stats = terminal.stats
-        failed = len(stats.get("failed", [])) + len(stats.get("error", []))
-        run = {
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "passed": len(stats.get("passed", [])),
-            "failed": failed,
-            "skipped": len(stats.get("skipped", [])),
-            "seconds": {file: round(x, 1) for file, x in sorted(self.seconds.items())},
-        }
-        report = gpu_report.merged(
-            json.loads(self.path.read_text()) if self.path.is_file() else {},
-            FORCED,
-            machine(),
-            run,
-            dict(sorted(self.sanitizer.items())),
-            files,
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            self.write([file for file in self.results if file not in self.unfinished])  # no tests
+        for file, tests in sorted(self.unfinished.items()):
+            if tests:
+                self.terminal.write_line(f"not in the report: {file}, {len(tests)} tests are left")
+        self.terminal.write_line(f"\nwrote {self.path}")
+
+    def write(self, files: list[str]) -> None:
+        """Put the results of these test files into the report."""
+        report = self.script.with_results(
+            self.script.load(self.path),
+            self.machine,
+            self.sources,
+            FORCED or self.script.RUNS[0],
+            {file: self.results[file] for file in files},
+            self.sanitizer,
         )
         self.path.write_text(json.dumps(report, indent=1) + "\n")
-        terminal.write_line(f"\nwrote {self.path}")
 
 
 def gpu_report_module():

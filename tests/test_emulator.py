@@ -12,11 +12,13 @@ from targets import has
 
 @pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
 def test_calls(tmp_path):
-    """In a process of its own, which takes itself for one with a Hopper GPU."""
+    """In a process that takes itself for one with a Hopper GPU, and sees no real one."""
     script = Path(__file__).with_name("emulated_calls.py")
     paths = map(str, (script.parent, script.parent.parent))
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=500
+    )
     print(done.stdout)
     assert done.returncode == 0, done.stderr

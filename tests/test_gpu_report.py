@@ -1,89 +1,168 @@
-""".ci/gpu_report.py: when a report is current, stale or unusable."""
+""".ci/gpu_report.py: when a report is current, stale or unusable; and how a run writes it."""
 
 import json
+from types import SimpleNamespace
+from unittest import mock
 
+import conftest
 import pytest
-from conftest import gpu_report_module
+
+GPU = {"gpu": "H200"}
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """The script with a small project of its own, and a function that writes its report."""
-    script = gpu_report_module()
+    """The script with a small project of its own, in which test_b imports test_a."""
+    script = conftest.gpu_report_module()
     for folder in script.FOLDERS:
         (tmp_path / folder / "__pycache__").mkdir(parents=True)
         (tmp_path / folder / "a.txt").write_text(folder)
+    (tmp_path / "tests" / "test_a.py").write_text("")
+    (tmp_path / "tests" / "test_b.py").write_text("import os\nfrom test_a import x\n")
+    (tmp_path / "tests" / "test_c.py").write_text("")
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "REPORT", tmp_path / "report.json")
+    monkeypatch.setattr(conftest, "gpu_report_module", lambda: script)
+    return script
 
-    def write(failed=0, sanitizer="clean", backends=("sm80", "simt"), backend_failed=0):
-        files, report = script.file_digests(), {}
-        for backend in (None, *backends):
-            run = {"date": "2026-11-21", "failed": backend_failed if backend else failed}
-            known = {"memcheck simt": sanitizer}
-            report = script.merged(report, backend, {"gpu": "H200"}, run, known, files)
+
+def write(script, runs=("default", "sm80", "simt"), failed=(), sanitizer="clean", gpu=GPU):
+    """Add results of all test files to the report."""
+    results = {
+        file: {"digest": digest, "failed": list(failed)}
+        for file, digest in script.test_files().items()
+    }
+    for run in runs:
+        arguments = (gpu, script.sources(), run, results, {"memcheck simt": sanitizer})
+        report = script.with_results(script.load(script.REPORT), *arguments)
         script.REPORT.write_text(json.dumps(report))
 
-    return script, write
+
+def missing(script):
+    return script.missing(script.load(script.REPORT), "default")
 
 
 def test_current(project, capsys):
-    script, write = project
-    write()
-    (script.ROOT / "tests" / "__pycache__" / "a.pyc").write_text("not a source")
-    assert script.main() == 0
+    write(project)
+    (project.ROOT / "tests" / "__pycache__" / "a.pyc").write_text("not a source")
+    assert project.main([]) == 0
     assert capsys.readouterr().out == "current\n"
+    assert missing(project) == []
 
 
 def test_stale_lists_what_changed(project, capsys):
-    script, write = project
-    write()
-    (script.ROOT / "tests" / "a.txt").write_text("new")
-    (script.ROOT / "cupyflash" / "a.txt").unlink()
-    (script.ROOT / "cuda_src" / "b.txt").write_text("new")
-    assert script.main() == 1
+    write(project)
+    (project.ROOT / "tests" / "a.txt").write_text("new")
+    (project.ROOT / "cupyflash" / "a.txt").unlink()
+    (project.ROOT / "cuda_src" / "b.txt").write_text("new")
+    assert project.main([]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:] == [
         "added    cuda_src/b.txt",
         "removed  cupyflash/a.txt",
         "changed  tests/a.txt",
     ]
+    assert len(missing(project)) == 3
+
+
+def test_a_changed_test_runs_alone(project, capsys):
+    write(project)
+    (project.ROOT / "tests" / "test_c.py").write_text("new")
+    assert missing(project) == ["tests/test_c.py"]
+    assert project.main(["--missing", "--backend", "simt"]) == 0
+    assert capsys.readouterr().out == "tests/test_c.py\n"
+    assert project.main([]) == 1
+    write(project)
+    (project.ROOT / "tests" / "test_a.py").write_text("new")
+    assert missing(project) == ["tests/test_a.py", "tests/test_b.py"]
 
 
 def test_a_backend_is_missing(project, capsys):
-    script, write = project
-    write(backends=["simt"])
-    assert script.main() == 1
-    assert capsys.readouterr().out == "gpu-report: no run with CUPYFLASH_BACKEND=sm80\n"
+    write(project, runs=["default", "simt"])
+    assert project.main([]) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == ["3 files in the run sm80"]
 
 
-def test_runs_of_other_sources_are_dropped(project):
-    script, write = project
-    write()
-    (script.ROOT / "tests" / "a.txt").write_text("new")
-    old, files = json.loads(script.REPORT.read_text()), script.file_digests()
-    with pytest.raises(ValueError, match="needs the whole run of the same sources first"):
-        script.merged(old, "sm80", {}, {"failed": 0}, {}, files)
-    new = script.merged(old, None, {"gpu": "H200"}, {"failed": 0}, {}, files)
-    assert new["backends"] == {} and new["sanitizer"] == {}
-    both = script.merged(new, "simt", {}, {"failed": 2}, {"racecheck": "clean"}, files)
-    assert both["failed"] == 0 and both["backends"] == {"simt": {"failed": 2}}
-    assert both["sanitizer"] == {} and both["gpu"] == "H200"
+@pytest.mark.parametrize("what", ["sources", "machine"])
+def test_results_of_other_sources_are_dropped(project, what):
+    write(project, sanitizer="3 errors")
+    if what == "sources":
+        (project.ROOT / "tests" / "a.txt").write_text("new")
+    write(project, runs=["simt"], gpu=GPU if what == "sources" else {"gpu": "H100"})
+    report = project.load(project.REPORT)
+    assert list(report["runs"]) == ["simt"]
+    assert report["sanitizer"] == {"memcheck simt": "clean"}
 
 
-@pytest.mark.parametrize(
-    "outcome",
-    [{"failed": 1}, {"sanitizer": "3 errors"}, {"backend_failed": 1, "backends": ["sm80"]}],
-    ids=str,
-)
+@pytest.mark.parametrize("outcome", [{"failed": ["x"]}, {"sanitizer": "3 errors"}], ids=str)
 def test_failure(project, outcome, capsys):
-    script, write = project
-    write(**outcome)
-    assert script.main() == 2
-    assert "1 failures on H200" in capsys.readouterr().out
+    write(project, **outcome)
+    assert project.main([]) == 2
+    assert " failures on H200:\n" in capsys.readouterr().out
 
 
-def test_missing(project, capsys):
-    script, _ = project
-    assert script.main() == 2
+@pytest.mark.parametrize("text", [None, "{}", "[]", '{"passed": 7}', "{"])
+def test_unusable(project, text, capsys):
+    if text is not None:
+        project.REPORT.write_text(text)
+    assert project.main([]) == 2
     assert "no usable report at report.json" in capsys.readouterr().out
+
+
+def test_without_a_report_all_are_missing(project):
+    assert len(missing(project)) == 3
+
+
+def outcome(test, when="call", failed=False, skipped=False, properties=()):
+    """A report of pytest."""
+    return SimpleNamespace(
+        **{"nodeid": test, "when": when, "failed": failed, "skipped": skipped, "duration": 0.5},
+        **{"passed": not failed and not skipped, "user_properties": list(properties)},
+        **{"longrepr": None, "longreprtext": "the reason\nand more"},
+    )
+
+
+def run(project, *reports, exitstatus=0, names=frozenset()):
+    """A run of two tests in test_a and one in test_b."""
+    found = conftest.GpuReport(project.REPORT, GPU, set(names))
+    found.terminal = mock.Mock()
+    tests = ["tests/test_a.py::test_1", "tests/test_a.py::test_2", "tests/test_b.py::test[1]"]
+    found.pytest_xdist_node_collection_finished(tests)
+    for report in reports:
+        found.pytest_runtest_logreport(report)
+    if exitstatus is not None:
+        found.pytest_sessionfinish(exitstatus)
+    lines = [call.args[0] for call in found.terminal.write_line.call_args_list]
+    return project.load(project.REPORT).get("runs", {}).get("default", {}), lines
+
+
+def test_a_run_that_is_cut_off_keeps_whole_files(project):
+    first, second, third = "tests/test_a.py::test_1", "tests/test_b.py::test[1]", "teardown"
+    found, lines = run(
+        project,
+        outcome(first, "setup"),
+        outcome(first),
+        outcome(first, third),
+        outcome(second, "setup"),
+        outcome(second, failed=True),
+        outcome(second, third, properties=[("sanitizer", "memcheck x: 3 errors")]),
+        exitstatus=None,
+    )
+    assert list(found) == ["tests/test_b.py"]
+    result = found["tests/test_b.py"]
+    assert result["failed"] == [second] and result["passed"] == 0 and result["seconds"] == 1.5
+    assert lines == [f"\nfailed: {second}: the reason"]
+    assert project.load(project.REPORT)["sanitizer"] == {"memcheck x": "3 errors"}
+
+
+def test_the_end_of_a_run(project):
+    first, second = "tests/test_a.py::test_1", "tests/test_a.py::test_2"
+    reports = [outcome(first, "setup", skipped=True), outcome(first, "teardown")]
+    found, lines = run(project, *reports)
+    assert list(found) == ["tests/test_c.py"]  # all of its tests were left out
+    assert any("tests/test_a.py, 1 tests" in line for line in lines)
+    reports += [outcome(second), outcome(second, "teardown")]
+    found, _ = run(project, *reports, names=["test_a.py", "test_b.py"])
+    assert list(found) == ["tests/test_a.py", "tests/test_c.py"]
+    a = found["tests/test_a.py"]
+    assert (a["passed"], a["skipped"], a["failed"]) == (1, 1, [])
