@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / ".ci" / "gpu-report.json"
 FOLDERS = ("cuda_src", "cupyflash", "tests")
+MOST = 20  # changed files that are listed
 RUNS = ("default", "sm80", "simt")  # the backends that are forced; one run forces none
 
 Report = dict[str, dict]
@@ -125,7 +126,8 @@ def verdict(report: Report) -> tuple[int, list[str]]:
     if failed := failures(report):
         return 2, [f"gpu-report: {len(failed)} failures on {gpu}:", *failed]
     if lines := changes(report["sources"], sources()):
-        return 1, [f"gpu-report: stale, changed since the run on {gpu}:", *lines]
+        more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
+        return 1, [f"gpu-report: stale, changed since the run on {gpu}:", *lines[:MOST], *more]
     lines = [f"{len(x)} files in the run {run}" for run in RUNS if (x := missing(report, run))]
     return (1, ["gpu-report: not run are", *lines]) if lines else (0, ["current"])
 
