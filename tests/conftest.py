@@ -128,7 +128,8 @@ def pytest_configure(config):
     selected = config.getoption("keyword") or config.getoption("markexpr")
     if selected or any("::" in arg for arg in config.args):
         raise pytest.UsageError("--gpu-report: needs whole test files, got a selection of tests")
-    names = {Path(arg).name for arg in config.args if arg.endswith(".py")}
+    files_alone = all(arg.endswith(".py") for arg in config.args)
+    names = {Path(arg).name for arg in config.args} if files_alone else set()
     config.pluginmanager.register(GpuReport(Path(path), machine(), names), "gpu-report")
 
 
