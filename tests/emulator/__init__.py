@@ -127,14 +127,12 @@ def _text(config: Any) -> str:
 def _copy_sources(folder: Path, without: str) -> None:
     """The language, and cuda_src with ptx.h in the place of the instructions."""
     root = sources.root()
-    folder.mkdir(parents=True, exist_ok=True)
     for name in ("cuda.h", "ptx.h"):
-        shutil.copyfile(HERE / name, folder / name)
+        _write(folder / name, (HERE / name).read_text())
     if not (folder / "cuda.h.gch").exists():  # the C++ library takes a second for each kernel
         _compile(folder / "cuda.h.gch", "-x", "c++-header", str(folder / "cuda.h"))
     for path in root.rglob("*.cu*"):
         copy = folder / "cuda_src" / path.relative_to(root)
-        copy.parent.mkdir(parents=True, exist_ok=True)
         if copy.parent.name == "ptx":
             text = '#pragma once\n#include "../common/types.cuh"\n#include "ptx.h"\n'
         else:
@@ -142,7 +140,17 @@ def _copy_sources(folder: Path, without: str) -> None:
             static = "unsigned char* const smem = emulator::dynamic_memory;"
             text = re.sub(dynamic, static, path.read_text())
             text = text.replace(without, "") if without else text
-        copy.write_text(text)
+        _write(copy, text)
+
+
+def _write(path: Path, text: str) -> None:
+    """A file that another process may be compiling is left alone, or replaced at once."""
+    if path.exists() and path.read_text() == text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = path.with_suffix(f".{os.getpid()}")
+    own.write_text(text)
+    own.rename(path)
 
 
 def _encode(self: tensor_map.TensorMapSpec, pointer: int) -> bytes:
