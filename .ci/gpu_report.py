@@ -44,20 +44,17 @@ def sources() -> dict[str, str]:
 
 def test_files() -> dict[str, str]:
     """SHA-256 of every test file, and of those that it imports, by its path."""
-    texts = {path.stem: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
-
-    def closure(name: str, found: set[str]) -> set[str]:
-        for imported in {name, *re.findall(r"^from (test_\w+) import", texts[name], re.M)} - found:
-            found.add(imported)
-            closure(imported, found)
-        return found
-
-    return {
-        f"tests/{name}.py": hashlib.sha256(
-            "\0".join(texts[x] for x in sorted(closure(name, set()))).encode()
-        ).hexdigest()
-        for name in sorted(texts)
-    }
+    texts = {path.stem: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
+    digests = {}
+    for name in texts:
+        found, new = set(), {name}
+        while new:
+            found |= new
+            new = {y for x in new for y in re.findall(r"^from (test_\w+) import", texts[x], re.M)}
+            new -= found
+        text = "\0".join(texts[x] for x in sorted(found))
+        digests[f"tests/{name}.py"] = hashlib.sha256(text.encode()).hexdigest()
+    return digests
 
 
 def load(path: Path) -> Report:
@@ -103,9 +100,14 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 def missing(report: Report, run: str) -> list[str]:
     """The test files that have not run on these sources, as they are now."""
-    same = report.get("sources") == sources()
-    ran = report["runs"].get(run, {}) if same else {}
-    return [x for x, digest in test_files().items() if ran.get(x, {}).get("digest") != digest]
+    tests = test_files()
+    return not_run(report, run, tests) if report.get("sources") == sources() else list(tests)
+
+
+def not_run(report: Report, run: str, tests: dict[str, str]) -> list[str]:
+    """Those of the test files that a report of these sources has no results of."""
+    ran = report["runs"].get(run, {})
+    return [file for file, digest in tests.items() if ran.get(file, {}).get("digest") != digest]
 
 
 def failures(report: Report) -> list[str]:
@@ -128,7 +130,9 @@ def verdict(report: Report) -> tuple[int, list[str]]:
     if lines := changes(report["sources"], sources()):
         more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
         return 1, [f"gpu-report: stale, changed since the run on {gpu}:", *lines[:MOST], *more]
-    lines = [f"{len(x)} files in the run {run}" for run in RUNS if (x := missing(report, run))]
+    tests = test_files()
+    left = {run: len(not_run(report, run, tests)) for run in RUNS}
+    lines = [f"{number} files in the run {run}" for run, number in left.items() if number]
     return (1, ["gpu-report: not run are", *lines]) if lines else (0, ["current"])
 
 

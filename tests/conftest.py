@@ -167,6 +167,11 @@ class GpuReport:
             for test in ids:
                 self.unfinished.setdefault(test.partition("::")[0], set()).add(test)
 
+    def pytest_collectreport(self, report):
+        file = report.nodeid.partition("::")[0]
+        if report.failed and file in self.results:
+            self.results[file]["failed"].append(report.nodeid)
+
     def pytest_runtest_logreport(self, report):
         """Tests record ("sanitizer", "tool kernel: result") with `record_property`."""
         file = report.nodeid.partition("::")[0]
@@ -179,13 +184,12 @@ class GpuReport:
             crash = getattr(report.longrepr, "reprcrash", None)
             message = (crash.message if crash else report.longreprtext).partition("\n")[0]
             self.terminal.write_line(f"\nfailed: {report.nodeid}: {message}")
-        if report.when != "teardown":
-            return
+        if report.when in ("setup", "call"):
+            return  # a test ends with its teardown, or with its worker ("???")
         for name, value in report.user_properties:
             if name == "sanitizer":
                 run, _, found = value.partition(": ")
                 self.sanitizer[run] = found
-        # A test whose worker died has no teardown, so that its file does not end.
         self.unfinished[file].remove(report.nodeid)
         if not self.unfinished[file]:
             self.write([file])

@@ -122,11 +122,13 @@ def outcome(test, when="call", failed=False, skipped=False, properties=()):
     )
 
 
-def run(project, *reports, exitstatus=0, names=frozenset()):
+def run(project, *reports, collected=(), exitstatus=0, names=frozenset()):
     """A run of two tests in test_a and one in test_b."""
     found = conftest.GpuReport(project.REPORT, GPU, set(names))
     found.terminal = mock.Mock()
     tests = ["tests/test_a.py::test_1", "tests/test_a.py::test_2", "tests/test_b.py::test[1]"]
+    for report in collected:
+        found.pytest_collectreport(report)
     found.pytest_xdist_node_collection_finished(tests)
     for report in reports:
         found.pytest_runtest_logreport(report)
@@ -153,6 +155,15 @@ def test_a_run_that_is_cut_off_keeps_whole_files(project):
     assert result["failed"] == [second] and result["passed"] == 0 and result["seconds"] == 1.5
     assert lines == [f"\nfailed: {second}: the reason"]
     assert project.load(project.REPORT)["sanitizer"] == {"memcheck x": "3 errors"}
+
+
+def test_a_crash_and_a_file_that_cannot_be_imported_are_failures(project):
+    test = "tests/test_b.py::test[1]"
+    found, _ = run(project, outcome(test, "setup"), outcome(test, "???", failed=True))
+    assert found["tests/test_b.py"]["failed"] == [test]
+    broken = SimpleNamespace(nodeid="tests/test_c.py", failed=True)
+    found, _ = run(project, collected=[broken], exitstatus=1)
+    assert found["tests/test_c.py"]["failed"] == ["tests/test_c.py"]
 
 
 def test_the_end_of_a_run(project):
