@@ -27,15 +27,8 @@ def cases():
     yield "maxima that move, one key head", inputs, {}
 
     inputs = make_inputs("torch", "float16", **LENGTHS, heads_q=1, head_dim=128)
-    yield (
-        "causal window and sinks",
-        inputs,
-        {
-            "causal": True,
-            "window": (200, None),
-            "sinks": torch.tensor([0.7]),
-        },
-    )
+    options = {"causal": True, "window": (200, None), "sinks": torch.tensor([0.7])}
+    yield "causal window and sinks", inputs, options
 
     inputs = make_inputs("torch", "bfloat16", **LENGTHS, heads_q=1, head_dim=192, head_dim_v=128)
     yield "wide heads, v of fewer columns", inputs, {"causal": True}

@@ -97,13 +97,20 @@ def _digest(*parts: bytes) -> str:
 
 
 def _compile(to: Path, *arguments: str, text: str = "") -> None:
-    own = to.with_suffix(f".{os.getpid()}")  # another process may be making the same file
-    command = [COMPILER, *FLAGS, *arguments, "-o", str(own)]
-    # In its folder, because a program from a pipe includes files from the current folder.
-    done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=to.parent)
-    if done.returncode:
-        raise RuntimeError(f"{command}\n{text}\n{done.stderr[:4000]}")
-    own.rename(to)
+    with _replaced(to) as own:
+        command = [COMPILER, *FLAGS, *arguments, "-o", str(own)]
+        # In its folder, because a program from a pipe includes files from the current folder.
+        done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=to.parent)
+        if done.returncode:
+            raise RuntimeError(f"{command}\n{text}\n{done.stderr[:4000]}")
+
+
+@contextlib.contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """A file to write, which then takes the place of one that other processes make or read."""
+    own = path.with_suffix(f".{os.getpid()}")
+    yield own
+    own.rename(path)
 
 
 @functools.cache
@@ -144,13 +151,11 @@ def _copy_sources(folder: Path, without: str) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """A file that another process may be compiling is left alone, or replaced at once."""
     if path.exists() and path.read_text() == text:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    own = path.with_suffix(f".{os.getpid()}")
-    own.write_text(text)
-    own.rename(path)
+    with _replaced(path) as own:
+        own.write_text(text)
 
 
 def _encode(self: tensor_map.TensorMapSpec, pointer: int) -> bytes:
