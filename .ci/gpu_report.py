@@ -10,7 +10,8 @@ all of its tests have ended: a run that is cut off goes on with
 
     pytest --gpu-report=.ci/gpu-report.json $(python3 .ci/gpu_report.py --missing)
 
-All results are lost when a file changes that is no test, and those of a test file when it changes.
+All results are lost when a source changes, and those of a test file when it changes or a module of
+`tests` that it uses.
 """
 
 import argparse
@@ -18,43 +19,79 @@ import hashlib
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / ".ci" / "gpu-report.json"
 FOLDERS = ("cuda_src", "cupyflash", "tests")
 MOST = 20  # changed files that are listed
+NAMED = re.compile(r"\b(?:from|import) +(\w+)|\b(\w+)\.py\b")
+LOADED = re.compile(r"^(?:from|import) +(\w+)", re.M)  # without the imports inside functions
 RUNS = ("default", "sm80", "simt")  # the backends that are forced; one run forces none
 
 Report = dict[str, dict]
 
 
 def sources() -> dict[str, str]:
-    """SHA-256 of every file that is no test, by its path; hidden files do not count."""
-    tests = test_files()
+    """SHA-256 of every file that all results depend on, by its path; hidden files do not count.
+
+    Those of `tests` are what conftest.py imports when it is loaded, and what no test file names.
+    """
+    texts = module_texts()
+    named = set().union(*(used(Path(path).stem, texts) for path in test_files()))
+    common = used("conftest", texts, LOADED) | texts.keys() - named
+    return {
+        path: hashlib.sha256((ROOT / path).read_bytes()).hexdigest()
+        for path in sorted(files())
+        if not path.startswith("tests/") or module_of(path) in common
+    }
+
+
+def test_files() -> dict[str, str]:
+    """SHA-256 of every test file with the modules that it names, by its path."""
+    texts = module_texts()
     digests = {}
+    for name in sorted(texts):
+        if name.startswith("test_"):
+            text = "\0".join(texts[x] for x in sorted(used(name, texts)))
+            digests[f"tests/{name}.py"] = hashlib.sha256(text.encode()).hexdigest()
+    return digests
+
+
+def used(name: str, texts: dict[str, str], pattern: re.Pattern[str] = NAMED) -> set[str]:
+    """The module itself, and those that it imports or runs, directly or through others."""
+    found, new = set(), {name}
+    while new:
+        found |= new
+        words = {word for x in new for y in pattern.finditer(texts[x]) for word in y.groups()}
+        new = (words & texts.keys()) - found
+    return found
+
+
+def module_texts() -> dict[str, str]:
+    """The text of every module in `tests`; a folder is one."""
+    texts: dict[str, str] = {}
+    for path in sorted(files()):
+        if path.startswith("tests/"):
+            name = module_of(path)
+            texts[name] = texts.get(name, "") + (ROOT / path).read_text()
+    return texts
+
+
+def module_of(path: str) -> str:
+    """Of a file below `tests`: "tests/emulator/cuda.h" is in "emulator"."""
+    return Path(path).parts[1].partition(".")[0]
+
+
+def files() -> Iterator[str]:
+    """The paths of all files that results depend on."""
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*"):
             parts = path.relative_to(ROOT).parts
             hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
-            if path.is_file() and not hidden and "/".join(parts) not in tests:
-                digests["/".join(parts)] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return dict(sorted(digests.items()))
-
-
-def test_files() -> dict[str, str]:
-    """SHA-256 of every test file, and of those that it imports, by its path."""
-    texts = {path.stem: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
-    digests = {}
-    for name in texts:
-        found, new = set(), {name}
-        while new:
-            found |= new
-            new = {y for x in new for y in re.findall(r"^from (test_\w+) import", texts[x], re.M)}
-            new -= found
-        text = "\0".join(texts[x] for x in sorted(found))
-        digests[f"tests/{name}.py"] = hashlib.sha256(text.encode()).hexdigest()
-    return digests
+            if path.is_file() and not hidden:
+                yield "/".join(parts)
 
 
 def load(path: Path) -> Report:

@@ -12,14 +12,19 @@ GPU = {"gpu": "H200"}
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """The script with a small project of its own, in which test_b imports test_a."""
+    """The script with a small project: test_b imports test_a, and test_c runs help.py."""
     script = conftest.gpu_report_module()
     for folder in script.FOLDERS:
         (tmp_path / folder / "__pycache__").mkdir(parents=True)
         (tmp_path / folder / "a.txt").write_text(folder)
     (tmp_path / "tests" / "test_a.py").write_text("")
     (tmp_path / "tests" / "test_b.py").write_text("import os\nfrom test_a import x\n")
-    (tmp_path / "tests" / "test_c.py").write_text("")
+    (tmp_path / "tests" / "test_c.py").write_text('run(HERE / "help.py")')
+    (tmp_path / "tests" / "help.py").write_text("import helped")
+    (tmp_path / "tests" / "helped").mkdir()
+    (tmp_path / "tests" / "helped" / "a.h").write_text("")
+    (tmp_path / "tests" / "conftest.py").write_text("def f():\n    import helped\nimport common\n")
+    (tmp_path / "tests" / "common.py").write_text("")
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "REPORT", tmp_path / "report.json")
     monkeypatch.setattr(conftest, "gpu_report_module", lambda: script)
@@ -36,6 +41,11 @@ def write(script, runs=("default", "sm80", "simt"), failed=(), sanitizer="clean"
         arguments = (gpu, script.sources(), run, results, {"memcheck simt": sanitizer})
         report = script.with_results(script.load(script.REPORT), *arguments)
         script.REPORT.write_text(json.dumps(report))
+
+
+def change(script, path):
+    path = script.ROOT / "tests" / path
+    path.write_text(path.read_text() + "# new")
 
 
 def missing(script):
@@ -67,14 +77,28 @@ def test_stale_lists_what_changed(project, capsys):
 
 def test_a_changed_test_runs_alone(project, capsys):
     write(project)
-    (project.ROOT / "tests" / "test_c.py").write_text("new")
+    change(project, "test_c.py")
     assert missing(project) == ["tests/test_c.py"]
     assert project.main(["--missing", "--backend", "simt"]) == 0
     assert capsys.readouterr().out == "tests/test_c.py\n"
     assert project.main([]) == 1
     write(project)
-    (project.ROOT / "tests" / "test_a.py").write_text("new")
+    change(project, "test_a.py")
     assert missing(project) == ["tests/test_a.py", "tests/test_b.py"]
+
+
+@pytest.mark.parametrize("path", ["help.py", "helped/a.h"])
+def test_a_changed_module_loses_the_tests_that_use_it(project, path):
+    write(project)
+    change(project, path)
+    assert missing(project) == ["tests/test_c.py"]
+
+
+@pytest.mark.parametrize("path", ["conftest.py", "common.py"])
+def test_what_conftest_loads_counts_for_all(project, path):
+    write(project)
+    change(project, path)
+    assert len(missing(project)) == 3
 
 
 def test_a_backend_is_missing(project, capsys):
