@@ -1,7 +1,7 @@
 """Whether .ci/gpu-report.json describes the sources as they are now. Standard library only.
 
     python3 .ci/gpu_report.py              exit code 0: current. 1: something has not run on these
-                                           sources. 2: no usable report, or it holds a failure
+                                           sources. 2: no usable report, or a failure on them
     python3 .ci/gpu_report.py --missing    the test files that have not run; --backend sm80 or simt:
                                            those of a run with that backend alone
 
@@ -147,27 +147,27 @@ def not_run(report: Report, run: str, tests: dict[str, str]) -> list[str]:
     return [file for file, digest in tests.items() if ran.get(file, {}).get("digest") != digest]
 
 
-def failures(report: Report) -> list[str]:
-    """The tests that failed, and what the sanitizer found."""
-    tests = [
+def failures(report: Report, tests: dict[str, str]) -> list[str]:
+    """What failed of the tests as they are now, and what the sanitizer found."""
+    failed = [
         f"{run}: {test}"
         for run, files in report["runs"].items()
-        for result in files.values()
+        for file, result in files.items()
         for test in result["failed"]
+        if result["digest"] == tests.get(file)
     ]
     found = [f"{name}: {result}" for name, result in report["sanitizer"].items()]
-    return tests + [line for line in found if not line.endswith(": clean")]
+    return failed + [line for line in found if not line.endswith(": clean")]
 
 
 def verdict(report: Report) -> tuple[int, list[str]]:
     """The exit code, and what to say."""
-    gpu = report["machine"]["gpu"]
-    if failed := failures(report):
-        return 2, [f"gpu-report: {len(failed)} failures on {gpu}:", *failed]
+    gpu, tests = report["machine"]["gpu"], test_files()
     if lines := changes(report["sources"], sources()):
         more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
         return 1, [f"gpu-report: stale, changed since the run on {gpu}:", *lines[:MOST], *more]
-    tests = test_files()
+    if failed := failures(report, tests):
+        return 2, [f"gpu-report: {len(failed)} failures on {gpu}:", *failed]
     left = {run: len(not_run(report, run, tests)) for run in RUNS}
     lines = [f"{number} files in the run {run}" for run, number in left.items() if number]
     return (1, ["gpu-report: not run are", *lines]) if lines else (0, ["current"])

@@ -9,11 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-# The workers of pytest-xdist share the cores: with a pool of threads for each, most of the time
-# would go into threads of OpenMP that wait for each other. Set before anything imports NumPy.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import pytest
 from matrix import select
 from targets import EMULATED, FORCED, TARGETS, Target, compute_capability, has
@@ -118,6 +113,11 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if config.getoption("numprocesses", None):
+        # The workers of pytest-xdist, which start after this, share the cores: with a pool of
+        # threads for each, most of the time would go into threads that wait for each other.
+        for library in ("OMP", "OPENBLAS", "MKL"):
+            os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     config.addinivalue_line("markers", "large: needs 40 GB of free GPU memory, skipped without")
     path = config.getoption("--gpu-report")
     if not path or hasattr(config, "workerinput"):  # a worker of pytest-xdist reports to its parent

@@ -20,7 +20,7 @@ LENGTHS = {"batch": 1, "seqlen_q": 150, "seqlen_k": 330}
 
 
 def cases():
-    """Name, inputs and options: the kernels of all kinds of Hopper's backend."""
+    """Name, inputs and options: the kernels of all kinds that a Hopper GPU takes."""
     inputs = make_inputs("torch", "bfloat16", **LENGTHS, heads_q=2, heads_kv=1)
     # Maxima that grow from key tile to key tile by more than a weight can hold.
     inputs.k.mul_(torch.linspace(9, 1, 330)[:, None, None])
@@ -38,6 +38,9 @@ def cases():
     # Rows of a multiple of 16 bytes, which TMA can load.
     bias = torch.tensor(rng.standard_normal((1, 2, 150, 336)), dtype=torch.float16)[..., :330]
     yield "bias and its gradient", inputs, {"bias": bias}
+
+    inputs = make_inputs("torch", "float32", **LENGTHS, heads_q=1)
+    yield "float32 on tensor cores", inputs, {"softcap": 90.0}
 
 
 def check_cases(folder):

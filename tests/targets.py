@@ -141,10 +141,7 @@ def _gpu_targets() -> list[Target]:
         torch_works = torch.cuda.is_available()
     targets = []
     for backend in backends():
-        half = HALF if capability >= 80 else ("float16",)
-        dtypes = {"sm90": half, "sm80": half, "fp16x3": ("float32",)}.get(
-            backend, (*HALF, "float32")
-        )
+        dtypes = _dtypes(backend, HALF if capability >= 80 else ("float16",))
         if torch_works:
             targets.append(Target(f"torch-{backend}", "torch", "cuda", backend, dtypes))
         if "bfloat16" in dtypes and not has("ml_dtypes"):
@@ -157,10 +154,16 @@ def _gpu_targets() -> list[Target]:
 def _emulated_targets() -> list[Target]:
     """Hopper's kernels, and those of other GPUs."""
     return [
-        Target(f"emulated-{backend}", "torch", backend=backend, dtypes=HALF)
-        for backend in ("sm90", "sm80")
+        Target(f"emulated-{backend}", "torch", backend=backend, dtypes=_dtypes(backend, HALF))
+        for backend in environment.BACKENDS
         if FORCED in (None, backend)
     ]
+
+
+def _dtypes(backend: str, half: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that a backend computes, on a GPU whose tensor cores have these of 16 bits."""
+    of_backend = {"sm90": half, "sm80": half, "fp16x3": ("float32",)}
+    return of_backend.get(backend, (*HALF, "float32"))
 
 
 CPU_TARGETS = _cpu_targets()

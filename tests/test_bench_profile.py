@@ -1,6 +1,7 @@
 """bench.profile and bench.timeline without a GPU: ncu's output, SASS, cubins, stamps, pictures."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -182,12 +183,13 @@ print(json.dumps([sorted(kernels - found), least, len(facts), status]))
 
 @pytest.fixture(scope="module")
 def coverage(tmp_path_factory):
-    """What the script prints, and the kernels in its results file; also where there is a GPU."""
+    """What the script prints, and the kernels in its results file; of whatever GPU and backend."""
     pytest.importorskip("torch")
     pytest.importorskip("cupy")
     folder = tmp_path_factory.mktemp("results")
     command = [sys.executable, "-c", COVERAGE, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    variables = os.environ | {"CUPYFLASH_BACKEND": ""}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     kernels = json.loads((folder / "profile_static.json").read_text())["kernels"]
     return *json.loads(done.stdout.splitlines()[-1]), kernels

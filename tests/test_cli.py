@@ -169,9 +169,10 @@ def checked_operations():
     """Every operation as `check` computes it here: [(name, operation, rows)]."""
     library = "numpy" if machine.gpu_problem() else "cupy"
     found = []
-    for name, make in check.operations(library, None):
-        operation = make()
-        found.append((name, operation, check.run(operation, library)))
+    with environment.override(backend=None):
+        for name, make in check.operations(library, None):
+            operation = make()
+            found.append((name, operation, check.run(operation, library)))
     return found
 
 

@@ -28,6 +28,7 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "REPORT", tmp_path / "report.json")
     monkeypatch.setattr(conftest, "gpu_report_module", lambda: script)
+    monkeypatch.setattr(conftest, "FORCED", None)
     return script
 
 
@@ -123,6 +124,16 @@ def test_failure(project, outcome, capsys):
     write(project, **outcome)
     assert project.main([]) == 2
     assert " failures on H200:\n" in capsys.readouterr().out
+    (project.ROOT / "cuda_src" / "a.txt").write_text("mended")
+    assert project.main([]) == 1
+
+
+def test_failure_of_a_test_that_has_changed(project, capsys):
+    write(project, failed=["x"])
+    for path in ("test_a.py", "test_c.py"):
+        change(project, path)
+    assert project.main([]) == 1
+    assert "3 files in the run default" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", [None, "{}", "[]", '{"passed": 7}', "{"])

@@ -72,6 +72,16 @@ def test_two_streams(target, name):
         assert all(equal(result, expected) for result in results)
 
 
+@contextlib.contextmanager
+def no_garbage_collected():
+    """In a capture, cudaFree for memory of other tests would be an error."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class Graph:
     """A call captured by torch or by CuPy; ``results`` are its."""
 
@@ -81,7 +91,7 @@ class Graph:
             import torch
 
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            with no_garbage_collected(), torch.cuda.graph(self.graph):
                 self.results = call()
             return
         import cupy

@@ -89,7 +89,9 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   static_assert(2 * KV_BYTES + 2 * NUM_STAGES * Q_BYTES + 2 * S_BYTES == SMEM_BYTES,
                 "host and device disagree on shared memory");
   static_assert(ACCUM_ROW_ALIGN % BLOCK_M == 0, "a query tile must not straddle two sequences");
-  using Options = ScoreOptions<float, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
+  constexpr bool TF32 = PARTS == 1;
+  using Options =
+      ScoreOptions<float, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT, !TF32>;
   constexpr int NUM_THREADS = NUM_WARPS * 32;
   constexpr int M = GridS::M;
   constexpr int N = GridS::N;

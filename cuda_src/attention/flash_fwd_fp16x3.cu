@@ -57,7 +57,9 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
   static_assert(PARTS * (TileQ::BYTES + 2 * TileKV::BYTES) == SMEM_BYTES,
                 "host and device disagree on shared memory");
-  using Options = ScoreOptions<float, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
+  constexpr bool TF32 = PARTS == 1;
+  using Options =
+      ScoreOptions<float, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT, !TF32>;
   constexpr int NUM_THREADS = NUM_WARPS * 32;
   constexpr int WARP_M = BLOCK_M / NUM_WARPS;
   constexpr int M = WARP_M / 16;
@@ -152,7 +154,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
       };
       score.apply(acc_s[m], at);
       if (block.n_range.needs_mask(n)) score.apply_mask(acc_s[m], at);
-      state[m].update<SOFTCAP>(acc_s[m], score.scale_log2);
+      state[m].template update<SOFTCAP>(acc_s[m], score.scale_log2);
       score.apply_dropout(acc_s[m], at);
     }
 

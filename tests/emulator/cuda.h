@@ -23,6 +23,8 @@
 #include <utility>
 #include <vector>
 
+#undef INT_MAX  // a constant of fp16x3_rows.cuh
+
 namespace emulator {
 
 constexpr int WARP = 32;
