@@ -90,8 +90,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
                 "host and device disagree on shared memory");
   static_assert(ACCUM_ROW_ALIGN % BLOCK_M == 0, "a query tile must not straddle two sequences");
   constexpr bool TF32 = PARTS == 1;
-  using Options =
-      ScoreOptions<float, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT, !TF32>;
+  using Options = ScoreOptions<float, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT, !TF32>;
   constexpr int NUM_THREADS = NUM_WARPS * 32;
   constexpr int M = GridS::M;
   constexpr int N = GridS::N;

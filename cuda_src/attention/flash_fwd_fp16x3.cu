@@ -58,8 +58,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   static_assert(PARTS * (TileQ::BYTES + 2 * TileKV::BYTES) == SMEM_BYTES,
                 "host and device disagree on shared memory");
   constexpr bool TF32 = PARTS == 1;
-  using Options =
-      ScoreOptions<float, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT, !TF32>;
+  using Options = ScoreOptions<float, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT, !TF32>;
   constexpr int NUM_THREADS = NUM_WARPS * 32;
   constexpr int WARP_M = BLOCK_M / NUM_WARPS;
   constexpr int M = WARP_M / 16;
