@@ -56,8 +56,9 @@ FORWARD_TILES_BIAS = {
 }
 # ALiBi and dropout beside a bias need even more.
 FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
-# But not one that TMA loads, whose tiles have a place in shared memory.
-FORWARD_TILES_TMA_BIAS = FORWARD_TILES_LOW
+# But not one that TMA loads, whose tiles have a place in shared memory: the low ones serve. Pair
+# biases of small heads are faster on 192 queries, unless these have more padding or a mask.
+FORWARD_TILES_TMA_BIAS = FORWARD_TILES_LOW | {32: (192, 96, 2, 3)}
 # One key tile for as few keys as the tokens of a text (77).
 FORWARD_TILES_FEW_KEYS = {64: (192, 80, 2, 3)}
 # The others that `python -m cupyflash tune` tries.
@@ -244,9 +245,12 @@ def _forward_tile(padded: int, features: Features) -> Tile:
         tile = FORWARD_TILES_LOW[padded]
     if features.few_keys and not any(switches):
         tile = FORWARD_TILES_FEW_KEYS.get(padded, tile)
-    if bias not in (0, KEY_MASK):  # a key mask alone takes few registers
-        tile = (FORWARD_TILES_TMA_BIAS if bias in BIAS_BY_TMA else FORWARD_TILES_BIAS)[padded]
-        if bias not in BIAS_BY_TMA and features.alibi and features.dropout:
+    if bias in BIAS_BY_TMA:
+        low = features.masked or features.fits_128
+        tile = (FORWARD_TILES_LOW if low else FORWARD_TILES_TMA_BIAS)[padded]
+    elif bias not in (0, KEY_MASK):  # a key mask alone takes few registers
+        tile = FORWARD_TILES_BIAS[padded]
+        if features.alibi and features.dropout:
             tile = FORWARD_TILES_SEVERAL.get(padded, tile)
     return tile
 
@@ -289,6 +293,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     biases = [(kind, False) for kind in BIASES] + [(1, True), (KEY_MASK + 1, True)]
     values = itertools.product(both, both, both, (0, len(SHORT)), biases, both)
     all_features = [Features(*x, *bias[:1], dropout, *bias[1:]) for *x, bias, dropout in values]
+    all_features += [x._replace(fits_128=True) for x in all_features if x.bias_by_tma]
     all_features.append(Features(few_keys=True))
     for problem in itertools.product(HALF, FORWARD_TILES, all_features, [capability]):
         kernels = [forward(*problem), *backward(*problem)]
