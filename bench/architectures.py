@@ -26,7 +26,7 @@ import torch
 import transformers
 
 from cupyflash.integrations import transformers as integration
-from cupyflash.integrations.transformers import hands_attention_over
+from cupyflash.integrations.transformers_models import hands_attention_over
 
 from .tiny_models import VOCABULARY, WINDOW, architectures, small_config, small_model, takes
 
@@ -160,7 +160,8 @@ def cases(model: torch.nn.Module) -> Iterator[tuple[str, Callable[[torch.nn.Modu
     for side in ("left", "right"):
         yield side, lambda x, side=side: padded(x, side)
     yield "gradients", lambda x: gradients(x, text_inputs(x, "right")[0])
-    if takes(model, "past_key_values") and takes(model, "use_cache"):
+    cached = takes(model, "cache") or takes(model, "past_key_values")  # the latter until 5.23
+    if cached and takes(model, "use_cache"):
         if takes(model, "position_ids") and not takes(model, "decoder_input_ids"):
             yield "packed", packed
         for kind in ("dynamic", "static"):

@@ -43,14 +43,15 @@ class Peer:
         plain = getattr(self.model, "_orig_mod", self.model)  # prompts have a shape of their own
         found = []
         with torch.no_grad():
-            logits = plain(tokens, past_key_values=cache, logits_to_keep=1).logits
+            # The cache by its place, since transformers 5.24 has given it another name.
+            logits = plain(tokens, cache, logits_to_keep=1).logits
             for step in range(steps):
                 token = logits[:, -1].argmax(-1, keepdim=True)
                 found.append(token.clone())
                 if step == 0:
                     mark()
                 if step + 1 < steps:
-                    logits = self.model(token.clone(), past_key_values=cache).logits
+                    logits = self.model(token.clone(), cache).logits
         return torch.cat(found, 1)
 
     def empty_cache(self, batch: int, length: int) -> Any:

@@ -57,7 +57,7 @@ SIZES = (
     )),
     (8, (
         "qk_rope_head_dim rotary_dim mamba_n_heads mamba_num_heads chunk_size "
-        "mamba_chunk_size"
+        "mamba_chunk_size index_topk"
     )),
     (16, (
         "mamba_d_head mamba_head_dim mamba_d_state ssm_state_size state_size"
@@ -89,11 +89,12 @@ SIZES = (
     )),
     (4, (
         "num_experts num_local_experts n_routed_experts moe_num_experts num_moe_experts "
-        "n_experts"
+        "n_experts index_block_size index_kpool"
     )),
     (2, (
         "attn_layer_period expert_layer_period num_experts_per_tok moe_topk moe_top_k "
-        "num_experts_per_token moe_k topk_group n_group top_k_experts n_activated_experts"
+        "num_experts_per_token moe_k topk_group n_group top_k_experts n_activated_experts "
+        "index_topk_blocks"
     )),
 )  # fmt: skip
 VALUE = {name: size for size, names in SIZES for name in names.split()}

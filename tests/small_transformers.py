@@ -53,6 +53,23 @@ MODELS = {
             "experts_implementation": "eager",  # others need bfloat16 on a GPU
         },
     ),
+    "glm-moe-dsa": (  # an indexer selects 8 keys for each query
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        {
+            **SMALL,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "index_topk": 8,
+            "index_head_dim": 16,
+            "index_n_heads": 4,
+            "mlp_layer_types": ["dense", "dense"],
+        },
+    ),
     "bert": ("BertConfig", "BertForMaskedLM", SMALL),
     "modernbert": (
         "ModernBertConfig",

@@ -18,13 +18,15 @@ from small_transformers import MODELS, small_inputs, small_model  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 import cupyflash  # noqa: E402
+from bench import architectures  # noqa: E402
 from cupyflash.integrations import transformers as integration  # noqa: E402
 from cupyflash.integrations import transformers_mask  # noqa: E402
-from cupyflash.integrations.transformers import NAME, hands_attention_over  # noqa: E402
+from cupyflash.integrations.transformers import NAME  # noqa: E402
 from cupyflash.integrations.transformers_mask import pattern_of  # noqa: E402
+from cupyflash.integrations.transformers_models import hands_attention_over  # noqa: E402
 
 ROUNDING = 4
-DECODERS = ["gpt2", "llama", "mistral", "gemma2", "qwen3", "gpt-oss"]
+DECODERS = ["gpt2", "llama", "mistral", "gemma2", "qwen3", "gpt-oss", "glm-moe-dsa"]
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=NO_GPU)]
 
@@ -271,6 +273,14 @@ def test_static_cache_becomes_lengths():
         assert lengths.tolist() == [7, 7]
 
 
+def test_mask_is_of_the_offset_that_it_was_made_with():
+    """A static cache adds to the tensor of its length before a layer takes the mask apart."""
+    offset = torch.tensor(4)
+    mask = transformers_mask.mask(1, 1, 16, offset, 0, masking_utils.causal_mask_function)
+    offset += 1
+    assert mask.dense().sum() == 5
+
+
 def test_nothing_is_read_while_decoding_or_compiling(monkeypatch):
     tokens = torch.ones(2, 6, dtype=torch.bool)
     assert make_mask(tokens, q_length=1, q_offset=5).keys is not None
@@ -425,8 +435,12 @@ def test_bad_input():
         ValueError, match=r"transformers: s_aux must have shape \(2,\) .*got \(3,\)"
     ):
         integration.attention(module, x, x, x, None, s_aux=torch.zeros(3))
-    with pytest.raises(NotImplementedError, match="paged caches .* got int"):
-        integration.attention(module, x, x, x, None, cache=0)
+    for refused in ("paged caches", "block_indices", "sinks of each query"):
+        name = {"paged caches": "cache"}.get(refused, refused.partition(" ")[0])
+        with pytest.raises(NotImplementedError, match=f"{refused} .* got Tensor"):
+            integration.attention(module, x, x, x, None, **{name: x})
+    with pytest.raises(NotImplementedError, match="indices of keys in packed .* got Tensor"):
+        integration.attention(module, x, x, x, None, indices=x, **packed)
     with pytest.raises(ValueError, match="attention_mask must say which of 5 keys each of 4 quer"):
         integration.attention(module, x[:, :, :4], x, x, None)
     with pytest.raises(ValueError, match="attention_mask must say what sliding_window=3 means"):
@@ -452,6 +466,29 @@ def test_a_layer_without_a_mask():
         torch.testing.assert_close(out, sdpa(q[:, :, :1], k, v).transpose(1, 2))
 
 
+@pytest.mark.parametrize("masked", ["causal", "bool", "float", "pattern"])
+def test_selected_keys(masked, device):
+    """A query sees the keys that an indexer has selected for it, of those that are not masked."""
+    q, k, v = torch.randn(3, 2, 4, 33, 16, device=device)
+    indices = torch.rand(2, 33, 33, device=device).topk(9).indices.int()
+    indices[..., 0] = 0  # every query sees one key
+    visible = torch.ones(33, 33, dtype=torch.bool, device=device).tril()
+    if masked in ("bool", "float"):
+        visible = visible & (torch.rand(2, 1, 33, 33, device=device) < 0.7)
+        visible[..., 0] = True
+    mask = {
+        "causal": None,
+        "bool": visible,
+        "float": torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf),
+        "pattern": transformers_mask.mask(2, 33, 33, device=device),
+    }[masked]
+    out, _ = integration.attention(torch.nn.Module(), q, k, v, mask, indices=indices)
+    selected = torch.stack([torch.isin(torch.arange(33), x) for x in indices.flatten(0, 1).cpu()])
+    visible = visible & selected.view(2, 1, 33, 33).to(device)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    torch.testing.assert_close(out, exact.transpose(1, 2))
+
+
 @pytest.mark.parametrize("width", [(20, 20), (12, 20), (20, 12)], ids=str)
 def test_head_dims_that_are_no_multiple_of_8(width, device):
     head_dim, value_dim = width
@@ -472,7 +509,8 @@ def test_bidirectional_windows(name, padding, device):
     check_beside_eager(name, device, inputs, kept, **changes)
 
 
-# Models that multiply their matrices themselves, in some version since 5.4 with a lost mask.
+# Models that multiply their matrices themselves, in some version since 5.4 with a lost mask. Newer
+# ones may hand them over.
 WITHOUT_INTERFACE = (
     "Bloom", "XGLM", "CodeGen", "TrOCR", "Mpt", "MPNet", "MegatronBert", "Luke", "RoFormer",
     "ImageGPT", "GPTNeo", "GPTJ", "Falcon", "XLNet", "Reformer", "Funnel", "Deberta",
@@ -483,6 +521,10 @@ WITHOUT_INTERFACE = (
 def test_a_model_without_the_attention_interface_raises(name):
     kind = {"TrOCR": "TrOCRForCausalLM"}.get(name, f"{name}Model")
     model_class, config = getattr(transformers, kind), getattr(transformers, f"{name}Config")()
+    if hands_attention_over(model_class, transformers.PreTrainedModel):
+        row = architectures.compared(type(config), model_class)
+        assert row["result"] == "equal", row
+        return
     said = f'{kind}: computes its attention itself .* allowed is attn_implementation="eager"'
     with torch.device("meta"), pytest.raises(ValueError, match=said):
         model_class._from_config(config, attn_implementation=NAME)
@@ -492,6 +534,32 @@ def test_a_model_without_the_attention_interface_raises(name):
     with pytest.raises(ValueError, match=said):
         model.set_attn_implementation(NAME)
     assert model.config._attn_implementation == "eager"
+
+
+def test_an_argument_that_is_not_known_raises(tmp_path, monkeypatch):
+    """A newer transformers may hand over what changes the result."""
+    text = """
+from transformers import LlamaModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+class Known(LlamaModel):
+    pass
+
+def attend(self, q, k, v, mask):
+    interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+    return interface(self, q, k, v, mask, scaling=1.0, sliding_window=4, {more})
+"""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, more in (("known", "position_ids=None"), ("unknown", "novelty=4, dropout=0.0")):
+        (tmp_path / f"model_with_{name}.py").write_text(text.format(more=more))
+    config = transformers.LlamaConfig(**MODELS["llama"][2])
+    known, unknown = (__import__(f"model_with_{name}").Known for name in ("known", "unknown"))
+    assert known._from_config(config, attn_implementation=NAME)
+    said = r"Known: hands \['novelty'\] to the attention interface, which cupyflash.* does not know"
+    with pytest.raises(ValueError, match=said):
+        unknown._from_config(config, attn_implementation=NAME)
+    with pytest.raises(ValueError, match=said):
+        unknown._from_config(config, attn_implementation="eager").set_attn_implementation(NAME)
 
 
 def test_a_part_without_the_attention_interface_raises():

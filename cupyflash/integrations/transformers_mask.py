@@ -174,6 +174,8 @@ def mask(
         return attention_mask
     if mask_function is None:
         mask_function = masks.causal_mask_function
+    if isinstance(q_offset, Tensor):  # the cache moves it on before a layer may take a mask apart
+        q_offset = q_offset.clone()
     build = functools.partial(
         masks.sdpa_mask,
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
