@@ -85,8 +85,9 @@ def attention(
             the rest of `OTHERS`. Models that hand over anything else raise when they are loaded.
 
     Raises:
-        NotImplementedError: a paged cache, ``block_indices``, ``sinks``, packed sequences with
-            ``indices`` or with a mask that is neither causal nor sliding.
+        NotImplementedError: a paged cache, ``block_indices``, ``sinks``, ``indices`` with an
+            additive mask or packed sequences, and those with a mask that is neither causal nor
+            sliding.
         TypeError, ValueError: a mask of another rank, a causal layer without a mask that has more
             or fewer keys than queries, and as `cupyflash.attention`.
     """
@@ -160,12 +161,16 @@ def _added(bias: Tensor | None, position_bias: Tensor) -> Tensor:
 
 
 def _selected(bias: Tensor | None, indices: Tensor, seqlen_k: int) -> Tensor:
-    """The bias, with every key masked that its query has not selected."""
+    """The mask, without the keys that a query has not selected."""
+    if bias is not None and bias.dtype != torch.bool:
+        # Before 5.12 these models add a Boolean mask to scores, and nobody sees the future masked.
+        raise NotImplementedError(
+            f"{FUNCTION}: attention_mask beside indices must be Boolean (transformers 5.12 or "
+            f"newer), got {bias.dtype}"
+        )
     selected = indices.new_zeros((*indices.shape[:2], seqlen_k), dtype=torch.bool)
     selected = selected.scatter(2, indices.long(), True)[:, None]
-    if bias is None:
-        return selected
-    return bias & selected if bias.dtype == torch.bool else bias.masked_fill(~selected, -torch.inf)
+    return selected if bias is None else bias & selected
 
 
 def _without_mask(
