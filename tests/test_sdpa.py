@@ -5,6 +5,7 @@ import itertools
 import numpy
 import pytest
 from matrix import each
+from passes import one_graph
 
 import cupyflash
 from cupyflash.testing import assert_close_to_float64, expected
@@ -84,6 +85,28 @@ def test_mask_of_the_dtype_of_the_query(target):
 def test_causal_starts_at_the_top_left(target, lengths):
     inputs = target.inputs("float16", seqlen_q=lengths[0], seqlen_k=lengths[1], layout="bhsd")
     check(inputs, is_causal=True)
+
+
+@each(library="torch")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("lengths", [(20, 20), (20, 33)], ids=str)
+@pytest.mark.parametrize("corner", ["upper_left", "lower_right"])
+def test_causal_bias(target, corner, lengths, compiled):
+    """A tensor of torch whose memory holds no numbers."""
+    from torch.nn.attention import bias as biases
+
+    mask = getattr(biases, f"causal_{corner}")(*lengths)
+    inputs = target.inputs("float16", seqlen_q=lengths[0], seqlen_k=lengths[1], layout="bhsd")
+    function = cupyflash.scaled_dot_product_attention
+    function = one_graph(function) if compiled else function
+    found = gradients(function, (inputs.q, inputs.k, inputs.v), inputs.dout, attn_mask=mask)
+    causal = "top-left" if corner == "upper_left" else "bottom-right"
+    expected(inputs, causal=causal).check(**dict(zip(RESULTS, found)))
+    qkv = inputs.q, inputs.k, inputs.v
+    with pytest.raises(ValueError, match=r"must be of the seqlen_q and seqlen_k .*got \(20, 7\)"):
+        cupyflash.scaled_dot_product_attention(*qkv, biases.causal_upper_left(20, 7))
+    with pytest.raises(TypeError, match="bias must be .* in a CausalBias"):
+        cupyflash.attention(*qkv, bias=mask, layout="bhsd")
 
 
 @each(library="torch")

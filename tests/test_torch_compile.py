@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 from matrix import each
 from passes import leaves, one_graph, results
@@ -213,9 +214,33 @@ def test_options_that_change(target):
     for scale, left, softcap in ((0.1, 3, 0), (0.2, 5, 2.0), (0.3, 9, 3.0), (0.7, None, 4.0)):
         options = {"scale": scale, "window": (left, None), "softcap": softcap}
         expected(inputs, **options).check(out=graph(scale, left, softcap))
-    for scale in (torch.tensor(0.1), torch.nn.Parameter(torch.tensor(0.1))):
-        with pytest.raises(Exception, match="scale"):
+    for scale in (torch.tensor(0.1), torch.nn.Parameter(torch.tensor(0.1)), numpy.float32(0.1)):
+        with pytest.raises(Exception, match="scale must be a Python number under torch.compile"):
             graph(scale, 3, 0.0)
+
+
+@each(library="torch")
+def test_scale_of_numpy_breaks_the_graph(target):
+    import torch
+
+    inputs = target.inputs("float16", seqlen_q=20)
+    call = lambda scale: cupyflash.attention(inputs.q, inputs.k, inputs.v, scale=scale)
+    compiled = torch.compile(call, backend="aot_eager")
+    assert torch.equal(compiled(numpy.float32(0.25)), call(0.25))
+
+
+@each(library="torch")
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_slopes_that_want_a_gradient_are_refused(target, fullgraph):
+    import torch
+
+    inputs = target.inputs("float16", seqlen_q=20)
+    slopes = torch.full((inputs.q.shape[2],), 0.5, device=target.device, requires_grad=True)
+    call = lambda x: cupyflash.attention(inputs.q, inputs.k, inputs.v, alibi_slopes=x)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=fullgraph)
+    with pytest.raises(Exception, match="alibi_slopes have no gradient"):
+        compiled(slopes)
+    assert torch.equal(compiled(slopes.detach()), call(slopes.detach()))
 
 
 @each(library="torch")

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from matrix import each
+from matrix import each, each_library
 
 import cupyflash
 from cupyflash.testing import expected, make_alibi_slopes
@@ -61,6 +61,30 @@ def test_vmap_of_what_is_not_built(target):
         match = f"torch.func.vmap {what} is not built".replace("  ", " ")
         with pytest.raises(NotImplementedError, match=match):
             torch.func.vmap(function)(q[:, None], sinks)
+
+
+@each_library(library="torch")
+@pytest.mark.parametrize("name", ["attention", "layer_norm", "group_norm", "mlp"])
+def test_several_gradients_at_once_are_refused(target, name):
+    """Those of is_grads_batched=True have no memory that a kernel could read."""
+    import torch
+
+    x = torch.randn(2, 8, 4, 8, device=target.device, requires_grad=True)
+    weight = torch.randn(8, 8, device=target.device)
+    function = {
+        "attention": lambda: cupyflash.attention(x, x, x),
+        "layer_norm": lambda: cupyflash.layer_norm(x, weight[0]),
+        "group_norm": lambda: cupyflash.group_norm(x, 2),
+        "mlp": lambda: cupyflash.mlp(x, weight, weight, gate_weight=weight, activation="silu"),
+    }[name]
+    out = function()
+    several = torch.randn(3, *out.shape, device=target.device)
+    gradients = lambda: torch.autograd.grad(out, x, several, is_grads_batched=True)
+    if name == "mlp" and not target.gpu:  # operations of torch, which take them
+        assert gradients()[0].shape == several.shape
+        return
+    with pytest.raises(NotImplementedError, match="several gradients at once .* are not built"):
+        gradients()
 
 
 @each(library="torch")

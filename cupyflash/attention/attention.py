@@ -54,7 +54,8 @@ def attention(
             diagonal from a score.
         bias: added to the scores, after softcap and ALiBi: broadcasts to (batch, heads_q, seqlen_q,
             seqlen_k), whatever the layout; any strides. Dtype of q, float32, or bool, where False
-            is -inf. Below -2^24, where float32 has no digit left for the score, means -inf too.
+            is -inf. Below -2^24, where float32 has no digit left for the score, means -inf too, and
+            above 2^24 means 2^24.
         sinks: (heads_q,), float32 or dtype of q: a logit beside those of the keys, without a value;
             it enters the LSE. A query that sees no key has it as its LSE.
         dropout_p: probability, in steps of 2^-16, with which a weight becomes 0 after the softmax;

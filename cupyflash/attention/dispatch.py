@@ -7,7 +7,7 @@ or `BACKWARD_TENSORS`, and behind them the fields of `Extras`, unless there is n
 import dataclasses
 import functools
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 from .. import environment
 from ..runtime.array import Array
@@ -192,9 +192,13 @@ def prepared(
             break
     extras = arrays[len(names) :]
     if extras and extras[SLOPES] is not None and library.wants_gradient(extras[SLOPES]):
-        fact = "alibi_slopes have no gradient (use alibi_slopes.detach())"
-        raise NotImplementedError(f"{function}: {fact}, got some that require one")
+        refuse_slopes(function)
     return arrays
+
+
+def refuse_slopes(function: str) -> NoReturn:
+    fact = "alibi_slopes have no gradient (use alibi_slopes.detach())"
+    raise NotImplementedError(f"{function}: {fact}, got some that require one")
 
 
 def with_seed(

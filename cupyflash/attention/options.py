@@ -5,8 +5,11 @@ there and could change in place, so it becomes a number here, before anything is
 """
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import numpy
 
 from ..runtime.array import Array, compiling, library_of
 from ..runtime.checks import plain_flag, plain_integer, plain_real, short
@@ -161,6 +164,10 @@ def plain_options(function: str, options: tuple) -> tuple:
     ):
         return options  # as nearly every call has them; 0.3 µs
     if compiling():  # numbers may be symbols; the operator checks when it runs
+        for name, x in zip(RULES, options, strict=True):
+            if isinstance(x, (numpy.ndarray, numpy.generic, sys.modules["torch"].Tensor)):
+                fact = f"{caller_name(function, name)} must be a Python number under torch.compile"
+                raise TypeError(f"{function}: {fact} (use x.item()), got an array")
         return options
     return tuple(
         None

@@ -11,6 +11,7 @@ from .dispatch import FORWARD
 from .options import Extras, plain_options
 
 FUNCTION = "scaled_dot_product_attention"
+CAUSAL_BIAS = ("torch.nn.attention.bias", "CausalBias")  # a tensor whose memory holds no numbers
 
 
 def scaled_dot_product_attention(
@@ -27,7 +28,8 @@ def scaled_dot_product_attention(
     """`torch.nn.functional.scaled_dot_product_attention`, for the arrays of `cupyflash.attention`.
 
     A row of the mask that hides every key gives 0. So does one that adds less than -2^24 to every
-    score, where torch weighs all keys equally: float32 keeps no digit of the scores there.
+    score, where torch weighs all keys equally: float32 keeps no digit of the scores there. One that
+    adds more than 2^24 adds 2^24.
 
     Args:
         query: (..., heads_q, seqlen_q, head_dim), with any number of axes in front of seqlen_q.
@@ -35,10 +37,10 @@ def scaled_dot_product_attention(
             last axis of a torch tensor is made contiguous where it is not. The head_dim of value
             may be another one.
         attn_mask: what broadcasts to (..., heads_q, seqlen_q, seqlen_k): bool (True: the query sees
-            the key), or float32 or the dtype of query (added to the scores; has a gradient).
+            the key), or float32 or the dtype of query (added to the scores; has a gradient). Or a
+            `torch.nn.attention.bias.CausalBias` of (seqlen_q, seqlen_k).
         dropout_p: probability to drop a weight, whether training or not.
-        is_causal: query i sees the keys up to i; not with attn_mask. No other alignment has a name
-            here: `cupyflash.attention` has.
+        is_causal: query i sees the keys up to i; not with attn_mask.
         scale: of the scores; default ``1 / sqrt(head_dim)``.
         enable_gqa: heads_q may be a multiple of heads_kv.
 
@@ -77,12 +79,22 @@ def scaled_dot_product_attention(
         fact = "query, key and value must have the same number of heads without enable_gqa"
         raise ValueError(f"{FUNCTION}: {fact}, got {heads}")
     causal = "top-left" if is_causal else False
+    if (type(attn_mask).__module__, type(attn_mask).__name__) == CAUSAL_BIAS:
+        causal, attn_mask = _alignment(attn_mask, (q.shape[2], k.shape[2])), None
     options = (causal, scale, None, 0.0, "bhsd", None, dropout_p, False, "ieee")
     arrays = (q, k, v)
     if attn_mask is not None:
         arrays = (*arrays, *Extras(bias=_at_most_four_axes(attn_mask, shape)))
     out, _ = FORWARD(FUNCTION, arrays, (plain_options(FUNCTION, options), False))
     return out if len(shape) == 4 else _reshape(out, (*shape[:-1], shapes[2][-1]))
+
+
+def _alignment(bias: Any, seqlens: tuple[int, int]) -> str:
+    """The option `causal` of a CausalBias."""
+    if (bias.seq_len_q, bias.seq_len_kv) != seqlens:
+        fact = f"attn_mask must be of the seqlen_q and seqlen_k of query and key, {seqlens}"
+        raise ValueError(f"{FUNCTION}: {fact}, got {(bias.seq_len_q, bias.seq_len_kv)}")
+    return "top-left" if bias.variant.name == "UPPER_LEFT" else "bottom-right"
 
 
 def _known(name: str, x: Array) -> Array:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.array import compiling, library_of
+from ..runtime.torch_calls import refuse_batched
 from . import dispatch
 from .dispatch import BACKWARD_TENSORS, TENSORS
 from .options import BIAS, SINKS, Gradients
@@ -71,6 +72,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):  # noqa: ANN001, ANN205
+        refuse_batched(dout, dlse)
         q, k, v, out, lse, *extras = ctx.saved_tensors
         arrays = (readable(dout, out), q, k, v, out, lse, dlse, *extras)
         options = (ctx.options, ctx.needs_input_grad[3])

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from ..runtime.array import library_of
-from ..runtime.torch_calls import no_second_derivative, refuse_transforms, require_one_device
+from ..runtime.torch_calls import (
+    no_second_derivative,
+    refuse_batched,
+    refuse_transforms,
+    require_one_device,
+)
 from .group_norm import backward, forward
 from .groups import dense_like
 
@@ -56,6 +61,7 @@ class GroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout, _):  # noqa: ANN001, ANN205
+        refuse_batched(dout)
         x, weight, bias, stats = ctx.saved_tensors
         call = "group_norm_backward", (dout, x, weight, bias, stats), (ctx.activation,)
         if torch.is_grad_enabled():  # create_graph=True: not as if the gradients were constants

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from ..runtime.array import library_of
 from ..runtime.operation import Plans
-from ..runtime.torch_calls import refuse_transforms, require_one_device
+from ..runtime.torch_calls import refuse_batched, refuse_transforms, require_one_device
 from . import elementwise, plan, torch_ops
 from .checks import check
 from .reference import Arrays, Options
@@ -247,6 +247,7 @@ class Gate(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         if not torch.is_grad_enabled():
+            refuse_batched(dout)
             dout = dout.contiguous()
             return None, *elementwise.gate(LIBRARY, ctx.activation, gate, up, dout)
         # create_graph=True: by operations that have derivatives themselves.

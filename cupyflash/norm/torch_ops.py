@@ -14,7 +14,12 @@ from torch import Tensor
 from ..runtime.array import library_of
 from ..runtime.philox import require_probability, require_seed_array
 from ..runtime.rows import result_strides
-from ..runtime.torch_calls import no_second_derivative, refuse_transforms, require_one_device
+from ..runtime.torch_calls import (
+    no_second_derivative,
+    refuse_batched,
+    refuse_transforms,
+    require_one_device,
+)
 from . import dispatch, dropout
 
 LIBRARY = library_of(torch.empty(0))
@@ -75,6 +80,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout, dh, _):  # noqa: ANN001, ANN205
+        refuse_batched(dout, dh)
         # With create_graph=True the operators, so that gradients are not taken for constants.
         call = NormBackward.traced if torch.is_grad_enabled() else _plain_backward
         return *_gradients(ctx, dout, dh, call), *[None] * 5

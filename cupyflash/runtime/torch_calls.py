@@ -33,6 +33,14 @@ def no_second_derivative(fact: str) -> Callable[..., None]:
     return backward
 
 
+def refuse_batched(*gradients: Tensor | None) -> None:
+    """Raises NotImplementedError if a gradient stands for several, and has no memory of its own."""
+    for x in gradients:
+        if x is not None and torch._C._functorch.is_legacy_batchedtensor(x):
+            fact = "several gradients at once (is_grads_batched, vectorize) are not built"
+            raise NotImplementedError(f"cupyflash: {fact}, allowed is one backward for each")
+
+
 def require_one_device(function: str, first: Tensor, *others: Tensor | None) -> None:
     """All tensors must be on the device of the first; meta tensors and real ones do not mix.
 

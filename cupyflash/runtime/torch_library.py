@@ -110,6 +110,7 @@ class TorchLibrary(Library):
     def _kind_is_plain(self, kind: type) -> bool:
         if kind not in self._is_plain:
             plain = getattr(kind, "__torch_dispatch__", self._plain) is self._plain
+            plain = plain and kind.__module__ != "torch.nn.attention.bias"  # memory with no numbers
             self._is_plain[kind] = plain or not issubclass(kind, self.torch.Tensor)
         return self._is_plain[kind]
 
