@@ -5,6 +5,7 @@ attention once more, with every weight moved by one last place or not at all, at
 differ by `ROUNDING` times as much, and as many last places of the largest number beside them.
 """
 
+import inspect
 import re
 import subprocess
 import sys
@@ -44,6 +45,12 @@ def registered():
 @pytest.fixture(params=DEVICES)
 def device(request):
     return request.param
+
+
+def causal_layer():
+    module = torch.nn.Module()
+    module.is_causal = True
+    return module
 
 
 def to(inputs, device):
@@ -198,7 +205,7 @@ def test_packed_sequences_with_sinks(device):
     options = {"sliding_window": 7, "s_aux": torch.randn(4, device=device)}
     lengths = {"max_length_q": 17, "max_length_k": 17}
     lengths |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
-    module = torch.nn.Module()
+    module = causal_layer()
     out, _ = integration.attention(module, q, k, v, None, **options, **lengths)
     alone = [
         integration.attention(module, *(x[:, :, a:b] for x in (q, k, v)), None, **options)[0]
@@ -206,6 +213,28 @@ def test_packed_sequences_with_sinks(device):
     ]
     # Our kernels or reference in both: a key of a neighbouring sequence differs by far more.
     torch.testing.assert_close(out, torch.cat(alone, dim=1))
+
+
+@pytest.mark.parametrize("added", ["nothing", "window", "chunks", "images"])
+def test_packed_masks(added):
+    """Only a pattern that packing alone was added to may be replaced by lengths."""
+    config = transformers.LlamaConfig(**MODELS["llama"][2], attn_implementation=NAME)
+    config.sliding_window = config.attention_chunk_size = 2
+    make = {"window": "sliding_window_causal", "chunks": "chunked_causal"}.get(added, "causal")
+    make = getattr(masking_utils, f"create_{make}_mask")
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    options = {}
+    if added == "images":
+        if "block_sequence_ids" not in inspect.signature(make).parameters:
+            pytest.skip(f"transformers {transformers.__version__} has no block_sequence_ids")
+        options["block_sequence_ids"] = torch.tensor([[-1, 0, 0, -1, 1, 1, 1]])
+    cache = "cache" if "cache" in inspect.signature(make).parameters else "past_key_values"
+    mask = make(
+        config=config, inputs_embeds=torch.zeros(1, 7, 64), attention_mask=None,
+        position_ids=positions, **{cache: None}, **options,
+    )  # fmt: skip
+    packed = {"nothing": (None, 0), "window": (1, 0)}.get(added)
+    assert getattr(mask, "packed", None) == packed
 
 
 def make_mask(tokens, q_length=None, kv_length=None, function=None, **arguments):
@@ -306,8 +335,8 @@ def test_mask_is_its_bool_tensor(window, causal, seqlens, padding, device):
         function = getattr(masking_utils, f"sliding_window_{name}_mask_function")(window)
     mask = transformers_mask.mask(
         3, q_length, kv_length, kv_length - q_length, 0, function,
-        None if padding == "none" else tokens.to(device), window, allow_is_causal_skip=causal,
-        allow_is_bidirectional_skip=not causal, device=device,
+        None if padding == "none" else tokens.to(device), local_size=window,
+        allow_is_causal_skip=causal, allow_is_bidirectional_skip=not causal, device=device,
     )  # fmt: skip
     q, k, v = (torch.randn(3, 4, n, 16, device=device) for n in (q_length, kv_length, kv_length))
     module = torch.nn.Module()
@@ -328,6 +357,9 @@ def test_mask_that_a_model_takes_apart_or_adds():
     assert (mask.ndim, mask.dim(), mask.shape, mask.dtype) == (4, 4, dense.shape, torch.bool)
     assert torch.equal(mask[:, :, 2:4, :3], dense[:, :, 2:4, :3])
     assert torch.equal(mask.logical_not(), ~dense)
+    assert torch.equal(mask == 0, ~dense) and mask in {mask}
+    with pytest.raises(AttributeError, match="cannot be written to, got masked_fill_"):
+        mask.masked_fill_(dense, True)
     assert torch.equal(torch.cat((mask, dense)), torch.cat((dense, dense)))
     assert torch.equal(mask.to(torch.float32), dense.float())
     assert mask.to("cpu") is mask
@@ -408,7 +440,7 @@ def test_autocast(device):
 def test_values_with_fewer_columns_than_keys(device):
     q, k = torch.randn(2, 2, 4, 5, 24, device=device)
     v = torch.randn(2, 4, 5, 16, device=device)
-    module = torch.nn.Module()
+    module = causal_layer()
     out, weights = integration.attention(module, q, k, v, None)
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert weights is None
@@ -417,7 +449,7 @@ def test_values_with_fewer_columns_than_keys(device):
 
 def test_bad_input():
     x = torch.randn(1, 2, 5, 16)
-    module, packed = torch.nn.Module(), {"cu_seq_lens_q": torch.tensor([0, 2, 5])}
+    module, packed = causal_layer(), {"cu_seq_lens_q": torch.tensor([0, 2, 5])}
     packed["cu_seq_lens_k"] = packed["cu_seq_lens_q"]
     with pytest.raises(ValueError, match=r"rank 4 .* got shape \(1, 5\)"):
         integration.attention(module, x, x, x, torch.ones(1, 5, dtype=torch.bool))
@@ -447,6 +479,16 @@ def test_bad_input():
         integration.attention(module, x[:, :, :4], x, x, None)
     with pytest.raises(ValueError, match="attention_mask must say what sliding_window=3 means"):
         integration.attention(module, x, x, x, None, is_causal=False, sliding_window=3)
+    with pytest.raises(ValueError, match="attention_mask must say what a layer without is_causal"):
+        integration.attention(torch.nn.Module(), x, x, x, None)
+    with pytest.raises(ValueError, match="cu_seq_lens_k must be .* of the 4 keys, got .* 5 quer"):
+        integration.attention(module, x, x[:, :, :4], x[:, :, :4], None, **packed)
+    with pytest.raises(NotImplementedError, match="position biases of packed .* got Tensor"):
+        integration.attention(module, x, x, x, None, position_bias=x, **packed)
+    for tokens in ([0, 1, 1, 1, 1], [1, 1, 1, 1, 0]):
+        mask = make_mask(torch.tensor([tokens]).bool())
+        with pytest.raises(NotImplementedError, match="of packed sequences are not built"):
+            integration.attention(module, x, x, x, mask, **packed)
     image = transformers_mask.mask(1, 5, 5, mask_function=chunked(3), use_vmap=True)
     for mask in (image, image.dense()):
         with pytest.raises(NotImplementedError, match="cu_seq_lens_q must come with a causal"):
@@ -483,7 +525,7 @@ def test_selected_keys(masked, device):
         "bool": visible,
         "pattern": transformers_mask.mask(2, 33, 33, device=device),
     }[masked]
-    out, _ = integration.attention(torch.nn.Module(), q, k, v, mask, indices=indices)
+    out, _ = integration.attention(causal_layer(), q, k, v, mask, indices=indices)
     selected = torch.stack([torch.isin(torch.arange(33), x) for x in indices.flatten(0, 1).cpu()])
     visible = visible & selected.view(2, 1, 33, 33).to(device)
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
@@ -495,7 +537,7 @@ def test_head_dims_that_are_no_multiple_of_8(width, device):
     head_dim, value_dim = width
     q, k = torch.randn(2, 2, 4, 5, head_dim, device=device)
     v = torch.randn(2, 4, 5, value_dim, device=device)
-    out, _ = integration.attention(torch.nn.Module(), q, k, v, None)
+    out, _ = integration.attention(causal_layer(), q, k, v, None)
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(out, exact.transpose(1, 2))
 

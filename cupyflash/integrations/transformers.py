@@ -70,8 +70,7 @@ def attention(
     Args:
         attention_mask: the return value of `transformers_mask.mask`, or a bool or additive mask of
             rank 4: either says all that is masked. None: `is_causal` alone says it.
-        is_causal: whether a layer without a mask is causal; default ``module.is_causal``, else
-            True.
+        is_causal: whether a layer without a mask is causal; default ``module.is_causal``.
         s_aux: attention sinks, (heads,).
         position_bias: added to the scores, as in T5.
         cu_seq_lens_q, cu_seq_lens_k: sequences packed along axis 2, each with the pattern of the
@@ -86,19 +85,26 @@ def attention(
 
     Raises:
         NotImplementedError: a paged cache, ``block_indices``, ``sinks``, ``indices`` with an
-            additive mask or packed sequences, and those with a mask that is neither causal nor
-            sliding.
+            additive mask; packed sequences with ``indices``, a ``position_bias``, padding, or a
+            mask that is neither causal nor sliding.
         TypeError, ValueError: a mask of another rank, a causal layer without a mask that has more
-            or fewer keys than queries, and as `cupyflash.attention`.
+            or fewer keys than queries, no mask and no word of ``is_causal``, and as
+            `cupyflash.attention`.
     """
     _refuse(cache, "paged caches (continuous batching)", "the dynamic and the static cache")
     _refuse(block_indices, "block_indices (keys selected in blocks)", "indices of keys, and masks")
     _refuse(sinks, "sinks of each query", "s_aux, a sink for each head")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     softcap, sliding = softcap or 0.0, others.get("sliding_window")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if cu_seq_lens_q is not None:
         _refuse(indices, "indices of keys in packed sequences", "sequences of one length")
+        _refuse(position_bias, "position biases of packed sequences", "sequences of one length")
+        if cu_seq_lens_k is cu_seq_lens_q and key.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"{FUNCTION}: cu_seq_lens_k must be those of the {key.shape[2]} keys, got those of "
+                f"the {query.shape[2]} queries"
+            )
         causal, window = _inside_sequences(attention_mask, causal, sliding)
         lengths = (max_length_q, max_length_k)
         options = (causal, scaling, window, softcap, "thd", lengths, dropout, False, "ieee")
@@ -132,7 +138,7 @@ def _options(
     attention_mask: Mask | Tensor | None,
     query: Tensor,
     key: Tensor,
-    causal: bool,
+    causal: bool | None,
     sliding: int | None,
 ) -> dict[str, Any]:
     """The options and extras of `cupyflash.attention` that mask what this layer masks."""
@@ -174,9 +180,13 @@ def _selected(bias: Tensor | None, indices: Tensor, seqlen_k: int) -> Tensor:
 
 
 def _without_mask(
-    seqlen_q: int, seqlen_k: int, causal: bool, sliding: int | None
+    seqlen_q: int, seqlen_k: int, causal: bool | None, sliding: int | None
 ) -> dict[str, Any]:
     """The options of a layer without a mask; a single query sees all keys, as in transformers."""
+    if causal is None and seqlen_q > 1:  # eager attention sees all keys here, SDPA is causal
+        raise ValueError(
+            f"{FUNCTION}: attention_mask must say what a layer without is_causal sees, got None"
+        )
     if sliding and seqlen_k >= sliding and not (causal and seqlen_q == seqlen_k):
         raise ValueError(
             f"{FUNCTION}: attention_mask must say what sliding_window={sliding} means for "
@@ -193,12 +203,14 @@ def _without_mask(
 
 
 def _inside_sequences(
-    attention_mask: Mask | Tensor | None, causal: bool, sliding: int | None
+    attention_mask: Mask | Tensor | None, causal: bool | None, sliding: int | None
 ) -> tuple[bool, tuple[int | None, int | None] | None]:
     """(causal, window) inside each of the packed sequences."""
     if isinstance(attention_mask, Mask):
+        _refuse(attention_mask.keys, "padding masks of packed sequences", "sequences without it")
+        _refuse(attention_mask.lengths, "lengths of packed sequences", "cu_seq_lens alone")
         pattern = attention_mask.pattern or attention_mask.packed
-    elif attention_mask is None and (causal or not sliding):
+    elif attention_mask is None and causal is not None and (causal or not sliding):
         pattern = Pattern(sliding - 1 if sliding else None, 0 if causal else None)
     else:
         pattern = None

@@ -15,14 +15,12 @@ Nothing is read while torch compiles or a CUDA graph is captured.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 FUNCTION = "cupyflash.integrations.transformers"
 # transformers.masking_utils, once `register` has found it: torch.compile cannot trace its import.
@@ -123,9 +121,14 @@ class Mask:
         return self.dense()[index]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.endswith("_"):  # special methods, and those that write
+            raise AttributeError(f"{FUNCTION}: a mask cannot be written to, got {name}")
         return getattr(self.dense(), name)
+
+    def __eq__(self, other: object) -> Any:
+        return self.dense() == other
+
+    __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(
@@ -150,11 +153,9 @@ def mask(
     kv_offset: int | Tensor = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: "Tensor | Mask | None" = None,
-    local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
-    config: "PreTrainedConfig | None" = None,
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Mask | Tensor:
@@ -165,7 +166,6 @@ def mask(
         mask_function: (batch, head, query, key) -> visible, of indices; causal by default.
         attention_mask: padding, bool (batch, keys up to now), True where there is a token; or what
             this function returned for the same forward.
-        local_size: the sliding window, or the length of chunks.
         allow_is_causal_skip, allow_is_bidirectional_skip: either says that the mask is handed to
             the layers as it is.
         use_vmap: whether a part of the mask function is the model's own.
@@ -189,7 +189,7 @@ def mask(
     pattern = pattern_of(mask_function) if as_it_is or plain else None
     if pattern is None:
         if attention_mask is None and counted and q_length == kv_length:
-            packed = _packed_pattern(mask_function, local_size, use_vmap, config)
+            packed = None if use_vmap else _packed_pattern(mask_function)
             return Mask(shape, device, build, packed=packed)
         return build()
     whole = pattern == Pattern()
@@ -222,18 +222,24 @@ def _padding(visible: Tensor, q_length: int, by_length: bool) -> dict[str, Tenso
     return {"keys": visible[:, None, None]}
 
 
-def _packed_pattern(
-    mask_function: Callable[..., Any], local_size: int | None, use_vmap: bool, config: Any
-) -> Pattern | None:
-    """The pattern inside each packed sequence, if packing is all that was added to a pattern."""
-    if use_vmap or getattr(mask_function, "__name__", "") != "and_mask":
+def _packed_pattern(mask_function: Callable[..., Any]) -> Pattern | None:
+    """The pattern inside each packed sequence, if packing is all that was added to a pattern.
+
+    transformers makes such a function of two, which are variables of its closure: the pattern, and
+    whether two tokens are of one sequence. Since 5.24 the pattern is one of positions.
+    """
+    parts = _closure(mask_function).get("mask_functions", ())
+    if len(parts) != 2 or "packed_sequence_mask" not in _closure(parts[1]):
         return None
-    if local_size is None:
-        return Pattern(right=0)
-    chunks = getattr(config, "attention_chunk_size", None)
-    if local_size == getattr(config, "sliding_window", None) and local_size != chunks:
-        return Pattern(local_size - 1, 0)
-    return None
+    inside = _closure(parts[0])
+    return pattern_of(inside["mask_function"] if "position_ids" in inside else parts[0])
+
+
+def _closure(function: Callable[..., Any]) -> dict[str, Any]:
+    """The variables of enclosing functions that a function reads."""
+    if not inspect.isfunction(function):
+        return {}
+    return dict(inspect.getclosurevars(function).nonlocals)
 
 
 def _unreadable(device: torch.device) -> bool:
