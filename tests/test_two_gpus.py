@@ -14,7 +14,7 @@ from cupyflash import environment
 from cupyflash.decode.embedding import embedding
 from cupyflash.decode.kv_cache import cache_append
 from cupyflash.decode.sampling import sample
-from cupyflash.testing import to_float64
+from cupyflash.testing import to_numpy64
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +164,7 @@ def run(target, call, device, current):
     with on(target, device):
         target.synchronize()
         assert {device_of(x) for x in results} == {device}
-        return [to_float64(x) for x in results]
+        return [to_numpy64(x) for x in results]  # on the host: streams of two GPUs do not wait
 
 
 class Prepared(Arrays):
@@ -229,7 +229,7 @@ def test_a_stream_of_the_other_device(target):
     """Casts and seeds are queued where the kernel is: on the current stream of its device."""
     with on(target, 1):
         arrays = Prepared(target, CALLS["16-bit sinks"])
-        wanted = [to_float64(x) for x in arrays()]
+        wanted = [to_numpy64(x) for x in arrays()]
         target.synchronize()
         if target.library == "torch":
             import torch
@@ -245,7 +245,7 @@ def test_a_stream_of_the_other_device(target):
                 found = arrays()
         target.synchronize()
         for a, b in zip(found, wanted, strict=True):
-            assert (to_float64(a) == b).all()
+            assert (to_numpy64(a) == b).all()
 
 
 @each_library(device="cuda")
