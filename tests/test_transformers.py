@@ -426,6 +426,17 @@ def test_compiled_model(device):
     torch.testing.assert_close(compiled(**inputs).logits[kept], model(**inputs).logits[kept])
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
+def test_compiled_model_without_padding(packed, device):
+    """Masks of packed sequences are made of functions whose closures no graph can read."""
+    ids = torch.randint(3, 100, (1, 24), device=device)
+    starts = torch.arange(24) if not packed else torch.cat((torch.arange(10), torch.arange(14)))
+    inputs = {"input_ids": ids, "position_ids": starts[None].to(device), "use_cache": False}
+    model = small_model("mistral", NAME, device, num_hidden_layers=1)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits)
+
+
 def test_autocast(device):
     inputs = to(small_inputs("llama")[0], device)
     losses = []

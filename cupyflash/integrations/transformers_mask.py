@@ -15,7 +15,6 @@ Nothing is read while torch compiles or a CUDA graph is captured.
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -189,7 +188,8 @@ def mask(
     pattern = pattern_of(mask_function) if as_it_is or plain else None
     if pattern is None:
         if attention_mask is None and counted and q_length == kv_length:
-            packed = None if use_vmap else _packed_pattern(mask_function)
+            readable = not use_vmap and not torch.compiler.is_compiling()  # no closure is traced
+            packed = _packed_pattern(mask_function) if readable else None
             return Mask(shape, device, build, packed=packed)
         return build()
     whole = pattern == Pattern()
@@ -237,9 +237,9 @@ def _packed_pattern(mask_function: Callable[..., Any]) -> Pattern | None:
 
 def _closure(function: Callable[..., Any]) -> dict[str, Any]:
     """The variables of enclosing functions that a function reads."""
-    if not inspect.isfunction(function):
-        return {}
-    return dict(inspect.getclosurevars(function).nonlocals)
+    cells = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if cells else ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells)}
 
 
 def _unreadable(device: torch.device) -> bool:
