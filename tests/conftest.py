@@ -201,7 +201,9 @@ class GpuReport:
             self.write([file for file in self.results if file not in self.unfinished])  # no tests
         for file, tests in sorted(self.unfinished.items()):
             if tests:
-                self.terminal.write_line(f"not in the report: {file}, {len(tests)} tests are left")
+                some = ", ".join(sorted(test.partition("::")[2] for test in tests)[:5])
+                left = f"{len(tests)} tests are left, {some}"
+                self.terminal.write_line(f"not in the report: {file}, {left}")
         self.terminal.write_line(f"\nwrote {self.path}")
 
     def write(self, files: list[str]) -> None:
