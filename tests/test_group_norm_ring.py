@@ -95,7 +95,7 @@ def test_what_fits():
 
 def test_workspaces_of_streams(monkeypatch):
     """One for each stream, whatever the shapes; captured launches have their own."""
-    made, capturing = [], set()
+    made, capturing, numbers = [], set(), {}
 
     def memory(size):
         made.append(size)
@@ -103,6 +103,7 @@ def test_workspaces_of_streams(monkeypatch):
 
     fake_cupy(monkeypatch, Memory=memory).current = Stream(0)
     monkeypatch.setattr(ring_module, "is_capturing", lambda stream: stream in capturing)
+    monkeypatch.setattr(ring_module, "stream_number", lambda stream: numbers.get(stream, stream))
     monkeypatch.setattr(ring_module, "all_multiprocessors", lambda device: 132)
     workspaces = ring_module.RingWorkspaces(0)
     library = SimpleNamespace(zeros_int32=lambda n, like: n, pointer=lambda x: -x)
@@ -114,10 +115,11 @@ def test_workspaces_of_streams(monkeypatch):
     assert address(one, 100) == -25 and address(other, 100) > 0
     capturing.clear()
     assert address(one, 100) == first and len(made) == 3
-    assert address(Stream(2), 100) == -25  # many streams of one name
+    numbers[55] = 1055  # the next stream of this handle
+    assert address(one, 100) not in (first, address(other, 100)) and len(made) == 4
     for i in range(100, 200):
         address(Stream(i), 100)
-    assert len(made) == ring_module.MAX_STREAMS and address(Stream(9), 4) == -1
+    assert len(made) == ring_module.MAX_WORKSPACES and address(Stream(9), 4) == -1
 
 
 def test_the_workspace_is_for_the_whole_gpu(monkeypatch):

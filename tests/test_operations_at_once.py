@@ -73,6 +73,46 @@ def test_two_streams(target, name):
 
 
 @contextlib.contextmanager
+def memory_kept():
+    """No memory is used again: CuPy's pool, too, takes streams of one handle for one stream."""
+    import cupy
+
+    allocate, kept = cupy.get_default_memory_pool().malloc, []
+
+    def allocate_and_keep(size):
+        kept.append(allocate(size))
+        return kept[-1]
+
+    with cupy.cuda.using_allocator(allocate_and_keep):
+        yield
+        cupy.cuda.Device().synchronize()
+
+
+@each_library(library="cupy", device="cuda")
+@each_operation
+def test_streams_that_are_gone_while_their_work_waits(target, name):
+    """CUDA gives the handle of such a stream to the next one, whose work then runs beside it."""
+    problems = [OPERATIONS[name](target, seed) for seed in range(4)]
+    right = [copies(call(*arrays)) for arrays, call in problems]
+    late, current = new_stream(target)
+    target.synchronize()
+    with current:
+        for _ in range(4):
+            delay(target)
+    start, found = late.record(), []
+    with memory_kept():
+        for number in range(40):
+            arrays, call = problems[number % 4]
+            stream, current = new_stream(target)
+            stream.wait_event(start)
+            with current:
+                found.append(copies(call(*arrays)))
+            del stream, current
+    for number, results in enumerate(found):
+        assert equal(results, right[number % 4])
+
+
+@contextlib.contextmanager
 def no_garbage_collected():
     """In a capture, cudaFree for memory of other tests would be an error."""
     gc.disable()

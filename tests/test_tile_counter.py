@@ -1,6 +1,5 @@
 """Which counter a launch gets. Needs no GPU: CuPy is a fake."""
 
-import concurrent.futures
 import types
 
 import pytest
@@ -17,6 +16,8 @@ def cupy(monkeypatch):
     fake = fake_cupy(monkeypatch)
     fake.zeros = lambda size, dtype: types.SimpleNamespace(data=types.SimpleNamespace(ptr=POOL))
     fake.ends = []  # what is called when the graphs are gone
+    fake.numbers = {}  # of streams whose handle is not their number
+    monkeypatch.setattr(scratch, "stream_number", lambda x: fake.numbers.get(x, x))
     monkeypatch.setattr(scratch, "when_graph_is_gone", lambda _, end: fake.ends.append(end))
     return fake
 
@@ -57,12 +58,23 @@ def test_the_end_of_a_graph_gives_its_counters_back(cupy, monkeypatch):
     assert counters(Stream(5)) == first and counters(Stream(5)) == NULL
 
 
-def test_the_per_thread_stream_is_one_for_each_thread(cupy):
+def test_the_next_stream_of_a_handle_has_other_counters(cupy):
+    """The work of the first may still be pending when CUDA gives its handle to the next."""
     counters = TileCounters(0)
-    here = counters(Stream(2))
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        assert pool.submit(counters, Stream(2)).result() != here
-    assert counters(Stream(2)) == here
+    first = counters(Stream(5))
+    cupy.numbers = {5: 105}
+    second = counters(Stream(5))
+    assert second != first and counters(Stream(5)) == second
+
+
+def test_streams_leave_counters_to_graphs(cupy, monkeypatch):
+    monkeypatch.setattr(scratch, "MAX_STREAMS", 3)
+    counters = TileCounters(0)
+    found = [counters(Stream(ptr)) for ptr in range(10, 15)]
+    assert len(set(found[:3])) == 3 and found[3:] == [NULL, NULL]
+    cupy.capturing = {14}
+    assert counters(Stream(14)) not in found
+    assert [counters(Stream(ptr)) for ptr in range(10, 14)] == found[:4]
 
 
 def test_without_counters_blocks_take_turns(cupy, monkeypatch):
@@ -71,6 +83,20 @@ def test_without_counters_blocks_take_turns(cupy, monkeypatch):
     assert counters(Stream(5)) == pack_pointer(POOL)
     assert counters(Stream(6)) == NULL == counters(Stream(8))
     assert counters(Stream(5)) == pack_pointer(POOL)
+
+
+def test_the_number_of_a_stream(monkeypatch):
+    """The driver is asked, except for the two names of the legacy default stream."""
+
+    def ask(stream, number):
+        number._obj.value = 2**40 + stream
+        return 400 * (stream == 9)
+
+    functions = {"cuStreamGetId": ask}
+    monkeypatch.setattr(scratch.driver, "function", lambda name, *types: functions[name])
+    assert [scratch.stream_number(x) for x in (0, 1, 2, 8)] == [0, 0, 2**40 + 2, 2**40 + 8]
+    with pytest.raises(RuntimeError, match="stream 0x9 has no number, CUDA error 400"):
+        scratch.stream_number(9)
 
 
 def test_a_launch_that_needs_counters_gets_zeros_of_its_own(cupy, monkeypatch):

@@ -14,7 +14,7 @@ from ..runtime.gpu import architecture, capability_of, multiprocessors
 from ..runtime.launch import Launch
 from ..runtime.operation import Plan
 from ..runtime.overlap import Written
-from ..runtime.scratch import tile_counters
+from ..runtime.scratch import MAX_WORKSPACES, tile_counters
 from ..runtime.structs import header
 
 structs = header("decode/decode_stack.cu")
@@ -194,7 +194,7 @@ class StackPlan(Plan):
         )
         self.launch = Launch(config, shape.device, blocks, params)
         self.counters = tile_counters(shape.device)
-        self.workspaces: dict[int, Array] = {}
+        self.workspaces: dict[int, Array] = {}  # by the address of the counters of a stream
 
     def run(self, like: Array, pointers: tuple[int, ...]) -> None:
         """Launch with the pointers from x to position_embedding."""
@@ -207,7 +207,7 @@ class StackPlan(Plan):
         workspace = None if once else self.workspaces.get(barrier)
         if workspace is None:
             workspace = self.library.zeros_int32(self.workspace_bytes // 4, like)
-            if not once:
+            if not once and len(self.workspaces) < MAX_WORKSPACES:
                 self.workspaces[barrier] = workspace
         base = self.library.pointer(workspace)
         scratch = (base + offset for offset in self.offsets)

@@ -16,7 +16,7 @@ from ..runtime.array import Array
 from ..runtime.config import ITEM_SIZE
 from ..runtime.gpu import all_multiprocessors, architecture_of, multiprocessors
 from ..runtime.launch import Launch
-from ..runtime.scratch import is_capturing
+from ..runtime.scratch import MAX_WORKSPACES, is_capturing, stream_number
 from ..runtime.structs import bytes_behind, header
 from ..runtime.tensor_map import MAX_MAP_STRIDE, TensorMaps, TensorMapSpec
 from .groups import Groups
@@ -158,8 +158,6 @@ def _slots(samples: Samples, runs: int, sample_slots: int) -> tuple[int, int, in
 
 
 RECORD_BYTES = 16
-MAX_STREAMS = 32  # of a device, with a workspace of their own
-_PER_THREAD_STREAM = 2  # cudaStreamPerThread: one name for many streams
 
 
 class RingWorkspaces:
@@ -173,27 +171,27 @@ class RingWorkspaces:
         # The blocks of the whole GPU count: the first plan may have been made for a part of it.
         blocks = all_multiprocessors(device)
         self.bytes = workspace_bytes(MAX_GROUPS, MAX_FLIGHT, MAX_TEAMS, blocks)
-        self.of_stream: dict[int, Any] = {}
+        self.of_stream: dict[int, Any] = {}  # by `stream_number`
 
     def address(self, stream: Any, library: Any, like: Array, size: int) -> tuple[int, Any]:
         """The address of ``size`` bytes for a launch on ``stream``, and what has to live meanwhile.
 
         A captured launch may run beside anything later, so it gets memory of its own, which is the
         graph's: allocated by ``library``, as all of a call is. So does one on a stream beyond
-        `MAX_STREAMS`.
+        `MAX_WORKSPACES`.
         """
         pointer = (stream or self.current_stream()).ptr
         captured = is_capturing(pointer)
-        found = None if captured else self.of_stream.get(pointer)
+        number = None if captured else stream_number(pointer)
+        found = self.of_stream.get(number)
         if found is None:
-            full = len(self.of_stream) >= MAX_STREAMS or pointer == _PER_THREAD_STREAM
-            if captured or full:
+            if captured or len(self.of_stream) >= MAX_WORKSPACES:
                 own = library.zeros_int32(size // 4, like)
                 return library.pointer(own), own
             with self.device:
                 made = self.memory(self.bytes)
                 self.runtime.memsetAsync(made.ptr, 0, self.bytes, pointer)
-            found = self.of_stream.setdefault(pointer, made)
+            found = self.of_stream.setdefault(number, made)
         return found.ptr, found
 
 

@@ -16,6 +16,13 @@ tile_order.cuh), or find out by it which of them is the last (weight_shares.cuh)
 `COUNTERS` counters. They are 0 between launches, so launches that follow each other, as those on
 one stream do, may share them. A launch that is captured into a CUDA graph may later run beside any
 other, so it has counters of its own as long as the graph exists.
+
+**Streams.** The handle of a stream does not say which stream it is. CUDA gives the handle of a
+stream that has been destroyed to the next one at once, also while work of the first is pending, and
+that work may run beside the work of the next. So what belongs to a stream is found by the number
+that the driver gives each one (`stream_number`). Nobody knows when the work of a destroyed stream
+has ended, so its counters and workspaces are not given to another. Their number is limited, and
+launches on streams beyond it do without, or have memory of their own for each call.
 """
 
 import contextlib
@@ -32,8 +39,10 @@ from . import driver
 from .array import Array
 
 POOL_SIZE = 8192  # the number of launches or streams of a device that have counters of their own
+MAX_STREAMS = POOL_SIZE // 2  # that have counters; the rest is left to captured launches
+MAX_WORKSPACES = 32  # of the streams of a device, for kernels that need more than counters
 COUNTERS = 64  # neighbouring counters of a launch; most kernels use only the first
-_PER_THREAD_STREAM = 2  # cudaStreamPerThread: one name for many streams
+_LEGACY_STREAM = 1  # cudaStreamLegacy; 0 is another name of it
 pack_pointer = struct.Struct("Q").pack
 NULL = pack_pointer(0)  # blocks without a counter take turns
 _SEMAPHORE_BYTES = 64  # sem_t has 16 to 32
@@ -46,6 +55,24 @@ def is_capturing(stream: int) -> bool:
     import cupy
 
     return bool(stream) and cupy.cuda.runtime.streamIsCapturing(stream)
+
+
+def stream_number(stream: int) -> int:
+    """A number that no other stream of this process has or had; of the legacy default stream, 0.
+
+    Source: CUDA driver API, "Stream Management": cuStreamGetId.
+
+    Raises:
+        RuntimeError: the driver does not know the stream.
+    """
+    if stream <= _LEGACY_STREAM:
+        return 0
+    number = c_uint64()
+    ask = driver.function("cuStreamGetId", c_void_p, c_void_p)
+    error = driver.with_context(ask, stream, ctypes.byref(number))
+    if error:
+        raise RuntimeError(f"cupyflash: stream {stream:#x} has no number, CUDA error {error}")
+    return number.value
 
 
 def when_graph_is_gone(stream: int, release: Callable[[], None]) -> None:
@@ -179,24 +206,27 @@ class TileCounters:
             cupy.cuda.get_current_stream().synchronize()  # before any other stream counts
         # The free numbers. pop() and append() are atomic, so other threads cannot interfere.
         self.numbers = list(reversed(range(POOL_SIZE)))
-        self.of_stream: dict[Any, bytes] = {}
+        self.of_stream: dict[int, bytes] = {}  # by `stream_number`
 
     def __call__(self, stream: Any) -> bytes:
         """The counter for a launch on ``stream``, or on CuPy's current one if it is None."""
         pointer = self._pointer(stream)
         if is_capturing(pointer):
             return self._captured(pointer)
-        key = pointer
-        if pointer == _PER_THREAD_STREAM:
-            key = pointer, threading.get_ident()
-        found = self.of_stream.get(key)
-        return self.of_stream.setdefault(key, self._new()) if found is None else found
+        number = stream_number(pointer)
+        found = self.of_stream.get(number)
+        if found is None:
+            found = self._new() if len(self.of_stream) < MAX_STREAMS else NULL
+            if found != NULL:
+                found = self.of_stream.setdefault(number, found)
+        return found
 
     def address(self, stream: Any, library: Any, like: Array) -> tuple[int, Array | None]:
         """The address of the counters of a launch that cannot do without, and an array or None.
 
-        If CUDA graphs have taken all counters, they are a new array, made by ``library`` on the
-        device of ``like``. The caller must keep that array until the launch is queued.
+        If graphs or other streams have taken all counters, they are a new array, made by
+        ``library`` on the device of ``like``. The caller must keep that array until the launch is
+        queued.
         """
         counters = int.from_bytes(self(stream), "little")
         if counters:
