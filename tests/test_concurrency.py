@@ -8,6 +8,7 @@ from arrays import normal, stored
 from matrix import each
 
 import cupyflash
+from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected, make_inputs
 
 
@@ -119,7 +120,7 @@ def test_torch_cuda_graph(target, varlen):
         step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with no_garbage_collected(), torch.cuda.graph(graph):
         captured = step()
     with torch.no_grad():
         for x in (*qkv, inputs.dout):
@@ -170,7 +171,7 @@ def test_captured_blocks_count(target):
     right = group_norm_gradients(*other)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with no_garbage_collected(), torch.cuda.graph(graph):
         captured = group_norm_gradients(*problem)
     for given, new in zip(problem, other):
         given.copy_(new)
@@ -197,6 +198,7 @@ def test_cupy_stream_capture(target):
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(cupy.cuda.Stream(non_blocking=True))
         forward_and_backward(inputs)  # compiles, and fills this stream's arena of the memory pool
+        stack.enter_context(no_garbage_collected())
         stream.begin_capture()
         captured = forward_and_backward(inputs)
         graph = stream.end_capture()

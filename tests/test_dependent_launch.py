@@ -20,6 +20,7 @@ from cupyflash.models.gpt2.decoder import Decoder
 from cupyflash.precompile import TOPICS
 from cupyflash.runtime import driver, launch
 from cupyflash.runtime.launch import Launch, dependent_launches
+from cupyflash.runtime.scratch import no_garbage_collected
 
 
 class Attribute(ctypes.Structure):
@@ -204,7 +205,7 @@ def test_kernels_wait_for_the_one_before(name):
         stream.synchronize()
         stream.begin_capture()
         try:
-            with dependent_launches():
+            with dependent_launches(), no_garbage_collected():
                 result = run()
         finally:
             graph = stream.end_capture()

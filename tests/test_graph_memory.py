@@ -9,7 +9,7 @@ from targets import backends, is_hopper
 
 import cupyflash
 from cupyflash.runtime import scratch
-from cupyflash.runtime.scratch import tile_counters
+from cupyflash.runtime.scratch import no_garbage_collected, tile_counters
 
 pytestmark = pytest.mark.skipif(not backends(), reason="needs a GPU")
 
@@ -20,7 +20,7 @@ def captured(graphs):
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
+    with stream, no_garbage_collected():
         stream.begin_capture()
         try:
             yield stream

@@ -21,6 +21,7 @@ from cupyflash.group_norm.ring import Samples, workspace_bytes
 from cupyflash.runtime import driver
 from cupyflash.runtime.array import View
 from cupyflash.runtime.operation import Plans
+from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.runtime.tensor_map import TensorMapSpec
 from cupyflash.testing import expected_group_norm, poison_free_memory
 
@@ -304,7 +305,7 @@ def test_graph(target):
     first, second = run(32, *problem), run(32, *other[:2], *problem[2:])
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with no_garbage_collected(), torch.cuda.graph(graph):
         captured = [run(32, *problem) for _ in range(3)]
     original = [y.clone() for y in problem[:2]]
     for source, right in ((original, first), (other, second)) * 3:
@@ -379,7 +380,7 @@ def test_dropped_graphs_leave_no_memory(target):
     used = []
     for i in range(21):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with no_garbage_collected(), torch.cuda.graph(graph):
             captured = run(8, *problem)
         graph.replay()
         del graph, captured

@@ -10,6 +10,7 @@ from matrix import covering, each_case, each_library
 import cupyflash
 from cupyflash import environment
 from cupyflash.linear.reference import Arrays, Options
+from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected_projection, poison_free_memory
 
 ROWS = [(1,), (3,), (8,), (2, 8), (17,), (32,), (5, 7)]
@@ -124,7 +125,7 @@ def test_mlp_in_a_graph(target):
     expected = mlp(up, down, "gelu", False)
     graph = torch.cuda.CUDAGraph()
     kept = up.x.clone()
-    with torch.cuda.graph(graph):
+    with no_garbage_collected(), torch.cuda.graph(graph):
         out = mlp(up, down, "gelu", False)
     up.x.zero_()
     graph.replay()

@@ -14,6 +14,7 @@ from cupyflash.runtime.array import library_of
 from cupyflash.runtime.gpu import architecture
 from cupyflash.runtime.launch import clusters_at_once
 from cupyflash.runtime.libraries import NumpyLibrary
+from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64
 
 EPS = {False: 1e-5, True: 1e-6}
@@ -187,7 +188,7 @@ def test_backward_in_a_cuda_graph(target, columns):
     right = step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with no_garbage_collected(), torch.cuda.graph(graph):
         captured = step()
     side = torch.cuda.Stream()
     for _ in range(2):

@@ -16,6 +16,7 @@ from cupyflash.runtime.libraries import NumpyLibrary
 from cupyflash.runtime.operation import Plan
 from cupyflash.runtime.philox import dropout_threshold, keep_mask, keep_rows, philox
 from cupyflash.runtime.rows import result_strides, rows_to_copy
+from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64
 
 SEED = 2**41 + 12345
@@ -519,7 +520,7 @@ def test_captured(target):
         right = [y.detach() for y in step(seed)]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with no_garbage_collected(), torch.cuda.graph(graph):
             captured = step(seed)
         replays = []
         for _ in range(2):
@@ -544,7 +545,7 @@ def test_captured_by_cupy(target):
     right = forward(True, x, None, None, None)
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
+    with stream, no_garbage_collected():
         forward(True, x, None, None, None)
         stream.synchronize()
         stream.begin_capture()

@@ -11,6 +11,7 @@ from matrix import each, each_library
 from operations import OPERATIONS, copies, equal
 from test_concurrency import delay, new_stream
 
+from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import to_numpy64
 
 THREADS = 8
@@ -112,16 +113,6 @@ def test_streams_that_are_gone_while_their_work_waits(target, name):
         assert equal(results, right[number % 4])
 
 
-@contextlib.contextmanager
-def no_garbage_collected():
-    """In a capture, cudaFree for memory of other tests would be an error."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 class Graph:
     """A call captured by torch or by CuPy; ``results`` are its."""
 
@@ -137,7 +128,7 @@ class Graph:
         import cupy
 
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        with self.stream:
+        with self.stream, no_garbage_collected():
             call()  # fills this stream's part of the memory pool
             self.stream.begin_capture()
             self.results = call()

@@ -11,6 +11,7 @@ from matrix import each_library
 from passes import one_graph
 
 import cupyflash
+from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected_group_norm, expected_norm
 
 EPS = 1e-5
@@ -317,7 +318,7 @@ def test_cuda_graph(target):
 
     run()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with no_garbage_collected(), torch.cuda.graph(graph):
         captured = run()
     x.copy_(other)
     graph.replay()

@@ -16,6 +16,7 @@ from cupyflash import BlockStack, BlockWeights, transformer_block
 from cupyflash.decode import stack as stacks
 from cupyflash.decode import stack_plan
 from cupyflash.runtime.overlap import Written
+from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected_stack, to_numpy64
 
 NAMES = BlockWeights._fields
@@ -647,7 +648,7 @@ def test_graph_and_streams(target):
     warm = (p.k_cache.clone(), p.v_cache.clone(), p.lengths.clone())
     stack.step(p.tokens.clone(), *warm)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with no_garbage_collected(), torch.cuda.graph(graph):
         stack.step(p.tokens, p.k_cache, p.v_cache, p.lengths)
     torch.cuda.synchronize()
     side, beside = torch.cuda.Stream(), []

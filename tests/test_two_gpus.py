@@ -132,6 +132,36 @@ def decode(arrays):
     return (out, *caches, embedded, found)
 
 
+def decode_many(arrays):
+    """More tokens than one launch takes: array operations on positions come before it."""
+    q, new = arrays.normal(2, 20, 4, 64), [arrays.normal(2, 20, 2, 64) for _ in range(2)]
+    caches = [arrays.normal(2, 600, 2, 64) for _ in range(2)]
+    out = cupyflash.attention_with_cache(q, *new, *caches, arrays.integers([550, 7]))
+    return (out, *caches)
+
+
+def triangle(arrays):
+    """Two pair representations, whose results are joined, and a mask of numbers."""
+    q, k, v = (arrays.normal(2, 3, 2, 40, 32) for _ in range(3))
+    bias, mask = arrays.normal(2, 1, 2, 40, 40), arrays.integers(numpy.arange(240) % 5)
+    mask = mask.reshape(2, 3, 1, 1, 40)
+    return cupyflash.triangle_attention(q, k, v, bias, mask, return_aux=True)[:2]
+
+
+def combine(arrays):
+    parts = arrays.normal(3, 2, 20, 4, 64), arrays.normal(3, 2, 20, 4, dtype="float32")
+    return cupyflash.flash_attn_combine(*parts)
+
+
+def thresholding(arrays):
+    table = cupyflash.beta_schedule("cosine", 20)
+    sampler = cupyflash.DiffusionSampler.ddpm(table, threshold=(0.9, 2.0))
+    x, predicted = (arrays.normal(4, 16, 40) for _ in range(2))
+    return sampler.step(x, predicted, 7, seed=3), sampler.step(
+        x, predicted, arrays.integers([7, 3, 1, 0]), seed=3
+    )
+
+
 CALLS = {
     "attention": attention,
     "dropout": lambda x: attention(x, dropout_p=0.3, dropout_seed=5, causal=True),
@@ -150,6 +180,10 @@ CALLS = {
     "linear": linear,
     "mlp": mlp,
     "decode": decode,
+    "decode, many tokens": decode_many,
+    "triangle": triangle,
+    "combine": combine,
+    "thresholding": thresholding,
 }
 
 
@@ -219,7 +253,7 @@ def test_other_backends(target, backend):
     if backend not in backends():
         pytest.skip(f"{backend} does not run on this GPU")
     with environment.override(backend=backend):
-        for call in (attention, CALLS["16-bit sinks"], varlen):
+        for call in (attention, CALLS["16-bit sinks"], varlen, decode):
             first, second = run(target, call, 1, 1), run(target, call, 1, 0)
             assert all((a == b).all() for a, b in zip(first, second, strict=True))
 

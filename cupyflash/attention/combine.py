@@ -7,12 +7,11 @@ With out_i and lse_i of part i::
 Array operations of the caller's library do it, so that torch has its gradient.
 """
 
-import contextlib
 import sys
 from typing import Any
 
 from ..runtime.array import Array, array_namespace, compiling, from_foreign, library_of, to_foreign
-from ..runtime.scratch import allocations_held
+from ..runtime.scratch import array_operations
 
 FUNCTION = "flash_attn_combine"
 DTYPES = ("float16", "bfloat16", "float32")
@@ -57,10 +56,7 @@ def flash_attn_combine(
         fact = "out is not written where gradients are wanted: it must be None"
         raise NotImplementedError(f"{FUNCTION}: {fact}, got a tensor")
     xp = sys.modules["torch"] if is_torch else array_namespace(out_partial)
-    # CuPy computes on the current device.
-    is_cupy = _module(out_partial) == "cupy"
-    place = out_partial.device if is_cupy else contextlib.nullcontext()
-    with place, allocations_held(library_of(out_partial)):
+    with array_operations(library_of(out_partial), out_partial):
         result, lse = _combined(xp, out_partial, lse_partial, is_torch)
         result = result.to(out_dtype) if is_torch else result.astype(out_dtype, copy=False)
         if out is None:

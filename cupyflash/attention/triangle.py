@@ -4,6 +4,7 @@ from typing import Any
 
 from ..runtime.array import Array, array_namespace, compiling, from_foreign, library_of, to_foreign
 from ..runtime.checks import plain_flag
+from ..runtime.scratch import array_operations
 from .dispatch import FORWARD
 from .options import Extras, plain_options
 
@@ -81,7 +82,9 @@ def _attention(
     mask = arrays.get("mask")
     if mask is not None:
         mask = mask[:, 0, 0]
-        mask = mask if str(mask.dtype).endswith("bool") else mask != 0
+        if not str(mask.dtype).endswith("bool"):
+            with array_operations(library_of(mask), mask):
+                mask = mask != 0
     extras = Extras(bias=arrays["bias"], key_mask=mask)
     options = plain_options(FUNCTION, (False, scale, None, 0.0, "bhsd", None, 0.0, False, "ieee"))
     tensors = (arrays["q"], arrays["k"], arrays["v"])
@@ -130,7 +133,8 @@ def _joined(results: tuple[Array, ...]) -> Array:
     """The results of the B problems in one array."""
     if len(results) == 1:
         return results[0][None]
-    return _namespace(results[0]).stack(results)
+    with array_operations(library_of(results[0]), results[0]):
+        return _namespace(results[0]).stack(results)
 
 
 def _namespace(x: Array) -> Any:

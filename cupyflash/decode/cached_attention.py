@@ -17,7 +17,7 @@ from ..runtime.launch import Launch, clusters_at_once
 from ..runtime.operation import Operation, Plan, Plans
 from ..runtime.overlap import Written
 from ..runtime.rows import is_contiguous
-from ..runtime.scratch import allocations_held, tile_counters
+from ..runtime.scratch import array_operations, tile_counters
 from ..runtime.specs import Spec, views_of
 from ..runtime.structs import header
 from . import kernels, kv_cache
@@ -202,7 +202,7 @@ class SeparatePlan:
         library, seqlen, (q, k, v, *caches, positions) = self.library, self.seqlen, arrays
         if library.on_cpu(q):
             self._check_positions(positions)
-        with allocations_held(library):
+        with array_operations(library, q):
             where, sequences = positions, None
             if seqlen != 1:
                 where = (positions[:, None] + library.arange(seqlen, positions)).reshape(-1)

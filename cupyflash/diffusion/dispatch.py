@@ -10,7 +10,7 @@ import numpy
 from ..runtime.array import Array, View
 from ..runtime.operation import Plans
 from ..runtime.rows import dense_like
-from ..runtime.scratch import allocations_held
+from ..runtime.scratch import array_operations
 from ..runtime.specs import Spec, views_of
 from . import reference
 from .plan import FUNCTION, StepPlan
@@ -61,7 +61,7 @@ def run(
     if sampler.threshold is not None:
 
         def limits() -> Array:
-            with allocations_held(library):
+            with array_operations(library, x):
                 if steps is None:
                     of_model = tuple(sampler.coefficients[number, :2].tolist())
                 else:

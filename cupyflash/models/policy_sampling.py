@@ -19,6 +19,7 @@ import cupyflash
 
 from ..runtime.array import library_of
 from ..runtime.launch import Prepared
+from ..runtime.scratch import no_garbage_collected
 from .diffusion_policy import GroupNormMish, PolicyUnet, ResidualBlock
 
 GAP = 2  # rows of zeros around each sequence: a kernel of 5 reads so many beyond its ends
@@ -233,7 +234,7 @@ class ActionSampler:
         if self.graph is None:
             self._steps()  # compiles, and fills the tables of the sampler
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with no_garbage_collected(), torch.cuda.graph(graph):
                 self.result = self._steps()
             self.graph = graph
         self.graph.replay()

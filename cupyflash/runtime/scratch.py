@@ -28,6 +28,7 @@ launches on streams beyond it do without, or have memory of their own for each c
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import struct
 import threading
@@ -75,6 +76,22 @@ def stream_number(stream: int) -> int:
     return number.value
 
 
+@contextlib.contextmanager
+def no_garbage_collected() -> Iterator[None]:
+    """Context for the capture of a graph.
+
+    Memory of CuPy that is part of a cycle, as that of a model may be, is freed by Python's garbage
+    collector, and cudaFree is an error that ends the capture.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def when_graph_is_gone(stream: int, release: Callable[[], None]) -> None:
     """Calls ``release`` some time after the graph that ``stream`` records has been destroyed.
 
@@ -86,31 +103,34 @@ def when_graph_is_gone(stream: int, release: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def allocations_held(library: Any) -> Iterator[None]:
-    """Context in which a graph holds all memory that CuPy allocates while its stream records it.
+def array_operations(library: Any, like: Array) -> Iterator[None]:
+    """Context for array operations on ``like`` and arrays beside it.
 
-    It is for array operations of CuPy, whose temporary arrays nothing else can hold. It does
-    nothing if ``library`` is not CuPy's (or is None), or if no graph is recorded.
+    CuPy computes on the current device, so that of ``like`` is current. If the stream of that
+    device records a graph, the graph holds all memory that CuPy allocates, since nothing else can
+    hold temporary arrays. torch does both; the context does nothing if ``library`` is not CuPy's
+    (or is None).
     """
     if getattr(library, "name", None) != "cupy.ndarray":
         yield
         return
     import cupy
 
-    stream = cupy.cuda.get_current_stream().ptr
-    if not is_capturing(stream):
-        yield
-        return
-    held, allocate = [], cupy.cuda.get_allocator()
+    with like.device:
+        stream = cupy.cuda.get_current_stream().ptr
+        if not is_capturing(stream):
+            yield
+            return
+        held, allocate = [], cupy.cuda.get_allocator()
 
-    def allocate_and_hold(size: int) -> object:
-        memory = allocate(size)
-        held.append(memory)
-        return memory
+        def allocate_and_hold(size: int) -> object:
+            memory = allocate(size)
+            held.append(memory)
+            return memory
 
-    when_graph_is_gone(stream, held.clear)
-    with cupy.cuda.using_allocator(allocate_and_hold):
-        yield
+        when_graph_is_gone(stream, held.clear)
+        with cupy.cuda.using_allocator(allocate_and_hold):
+            yield
 
 
 class Graphs:

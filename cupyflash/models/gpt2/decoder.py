@@ -16,6 +16,7 @@ from ...decode.sampling import DecodeState, Sampling, sample
 from ...runtime.array import Array
 from ...runtime.checks import short
 from ...runtime.launch import dependent_launches, dependent_possible
+from ...runtime.scratch import no_garbage_collected
 from ...runtime.structs import header
 from . import layers
 from .config import Gpt2Config
@@ -222,7 +223,7 @@ class CapturedStep:
             try:
                 # Sampling, which changes tokens and positions, is not a part of the graph; of the
                 # cache a step writes the places that no other kernel of the graph reads.
-                with dependent_launches():
+                with dependent_launches(), no_garbage_collected():
                     self.logits = decoder.launches()
             finally:
                 self.graph = stream.end_capture()

@@ -1,4 +1,4 @@
-"""What CuPy allocates while a graph is recorded lives as long as it. No GPU: CuPy is a fake."""
+"""Array operations of CuPy: their device, and what a graph then holds. No GPU: CuPy is a fake."""
 
 import contextlib
 import gc
@@ -35,7 +35,8 @@ def cupy(monkeypatch):
 @pytest.mark.parametrize("capturing", [False, True])
 def test_until_the_graph_is_gone(cupy, monkeypatch, capturing):
     monkeypatch.setattr(scratch, "is_capturing", lambda stream: capturing)
-    with scratch.allocations_held(types.SimpleNamespace(name="cupy.ndarray")):
+    x = types.SimpleNamespace(device=contextlib.nullcontext())
+    with scratch.array_operations(types.SimpleNamespace(name="cupy.ndarray"), x):
         memory = weakref.ref(cupy.allocators[-1](100))
     gc.collect()
     assert (memory() is not None) == capturing and len(cupy.allocators) == 1
@@ -47,5 +48,21 @@ def test_until_the_graph_is_gone(cupy, monkeypatch, capturing):
 
 def test_other_libraries_hold_their_own(cupy):
     for library in (None, types.SimpleNamespace(name="torch.Tensor")):
-        with scratch.allocations_held(library):
+        with scratch.array_operations(library, None):
             assert len(cupy.allocators) == 1
+
+
+def test_on_the_device_of_the_array(cupy, monkeypatch):
+    monkeypatch.setattr(scratch, "is_capturing", lambda stream: False)
+    current = []
+
+    @contextlib.contextmanager
+    def device():
+        current.append("its device")
+        yield
+        current.pop()
+
+    x = types.SimpleNamespace(device=device())
+    with scratch.array_operations(types.SimpleNamespace(name="cupy.ndarray"), x):
+        assert current == ["its device"]
+    assert not current
