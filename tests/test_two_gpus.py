@@ -155,7 +155,8 @@ def combine(arrays):
 
 def thresholding(arrays):
     table = cupyflash.beta_schedule("cosine", 20)
-    sampler = cupyflash.DiffusionSampler.ddpm(table, threshold=(0.9, 2.0))
+    options = {"thresholding": True, "dynamic_thresholding_ratio": 0.9, "sample_max_value": 2.0}
+    sampler = cupyflash.DiffusionSampler.ddpm(table, **options)
     x, predicted = (arrays.normal(4, 16, 40) for _ in range(2))
     return sampler.step(x, predicted, 7, seed=3), sampler.step(
         x, predicted, arrays.integers([7, 3, 1, 0]), seed=3
