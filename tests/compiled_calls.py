@@ -99,7 +99,8 @@ def sdpa(p):
 
 def triangle(p):
     qkv = [p.leaf(B, 3, H, S, D) for _ in range(3)]
-    return cupyflash.triangle_attention, [*qkv, p.leaf(B, 1, H, S, S)]
+    mask = p.integers(*range(B * 3 * S)).reshape(B, 3, 1, 1, S) % 5
+    return functools.partial(cupyflash.triangle_attention, mask=mask), [*qkv, p.leaf(B, 1, H, S, S)]
 
 
 def norm(name):

@@ -56,7 +56,7 @@ def flash_attn_combine(
         fact = "out is not written where gradients are wanted: it must be None"
         raise NotImplementedError(f"{FUNCTION}: {fact}, got a tensor")
     xp = sys.modules["torch"] if is_torch else array_namespace(out_partial)
-    with array_operations(library_of(out_partial), out_partial):
+    with array_operations(out_partial):
         result, lse = _combined(xp, out_partial, lse_partial, is_torch)
         result = result.to(out_dtype) if is_torch else result.astype(out_dtype, copy=False)
         if out is None:

@@ -83,7 +83,7 @@ def _attention(
     if mask is not None:
         mask = mask[:, 0, 0]
         if not str(mask.dtype).endswith("bool"):
-            with array_operations(library_of(mask), mask):
+            with array_operations(mask):
                 mask = mask != 0
     extras = Extras(bias=arrays["bias"], key_mask=mask)
     options = plain_options(FUNCTION, (False, scale, None, 0.0, "bhsd", None, 0.0, False, "ieee"))
@@ -133,7 +133,7 @@ def _joined(results: tuple[Array, ...]) -> Array:
     """The results of the B problems in one array."""
     if len(results) == 1:
         return results[0][None]
-    with array_operations(library_of(results[0]), results[0]):
+    with array_operations(results[0]):
         return _namespace(results[0]).stack(results)
 
 

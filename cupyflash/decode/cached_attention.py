@@ -202,7 +202,7 @@ class SeparatePlan:
         library, seqlen, (q, k, v, *caches, positions) = self.library, self.seqlen, arrays
         if library.on_cpu(q):
             self._check_positions(positions)
-        with array_operations(library, q):
+        with array_operations(q):
             where, sequences = positions, None
             if seqlen != 1:
                 where = (positions[:, None] + library.arange(seqlen, positions)).reshape(-1)

@@ -61,7 +61,7 @@ def run(
     if sampler.threshold is not None:
 
         def limits() -> Array:
-            with array_operations(library, x):
+            with array_operations(x):
                 if steps is None:
                     of_model = tuple(sampler.coefficients[number, :2].tolist())
                 else:

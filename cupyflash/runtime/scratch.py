@@ -103,15 +103,14 @@ def when_graph_is_gone(stream: int, release: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def array_operations(library: Any, like: Array) -> Iterator[None]:
+def array_operations(like: Array) -> Iterator[None]:
     """Context for array operations on ``like`` and arrays beside it.
 
     CuPy computes on the current device, so that of ``like`` is current. If the stream of that
     device records a graph, the graph holds all memory that CuPy allocates, since nothing else can
-    hold temporary arrays. torch does both; the context does nothing if ``library`` is not CuPy's
-    (or is None).
+    hold temporary arrays. torch does both; the context does nothing for arrays that are not CuPy's.
     """
-    if getattr(library, "name", None) != "cupy.ndarray":
+    if type(like).__module__.partition(".")[0] != "cupy":
         yield
         return
     import cupy
