@@ -191,7 +191,7 @@ def test_kernels_wait_for_the_one_before(name):
 
     late = cupy.RawKernel(LATE, "late")
     stream, rng = cupy.cuda.Stream(non_blocking=True), numpy.random.default_rng(0)
-    with stream:
+    with stream, no_garbage_collected():
         shapes, dtype, function = operations(cupy)[name]
         given = [cupy.zeros(shape, dtype) for shape in shapes]
         arrays = [cupy.empty_like(x) for x in given]
@@ -205,7 +205,7 @@ def test_kernels_wait_for_the_one_before(name):
         stream.synchronize()
         stream.begin_capture()
         try:
-            with dependent_launches(), no_garbage_collected():
+            with dependent_launches():
                 result = run()
         finally:
             graph = stream.end_capture()

@@ -22,7 +22,8 @@ stream that has been destroyed to the next one at once, also while work of the f
 that work may run beside the work of the next. So what belongs to a stream is found by the number
 that the driver gives each one (`stream_number`). Nobody knows when the work of a destroyed stream
 has ended, so its counters and workspaces are not given to another. Their number is limited, and
-launches on streams beyond it do without, or have memory of their own for each call.
+launches on streams beyond it do without, or have memory of their own for each call. What a call
+allocates comes from its library: CuPy's pool, too, finds memory by the handle of the stream.
 """
 
 import contextlib

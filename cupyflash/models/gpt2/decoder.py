@@ -214,7 +214,7 @@ class CapturedStep:
         stream = cupy.cuda.Stream(non_blocking=True)
         ready = cupy.cuda.get_current_stream().record()
         stream.wait_event(ready)
-        with cupy.cuda.using_allocator(self.pool.malloc), stream:
+        with cupy.cuda.using_allocator(self.pool.malloc), stream, no_garbage_collected():
             # Compiles, allocates and fills what is kept; a step can be repeated, as it writes the
             # same keys and values to the same places.
             decoder.launches()
@@ -223,7 +223,7 @@ class CapturedStep:
             try:
                 # Sampling, which changes tokens and positions, is not a part of the graph; of the
                 # cache a step writes the places that no other kernel of the graph reads.
-                with dependent_launches(), no_garbage_collected():
+                with dependent_launches():
                     self.logits = decoder.launches()
             finally:
                 self.graph = stream.end_capture()

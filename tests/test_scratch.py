@@ -1,4 +1,4 @@
-"""Array operations of CuPy: their device, and what a graph then holds. No GPU: CuPy is a fake."""
+"""Array operations of CuPy, and what captures of a graph need. No GPU: CuPy is a fake."""
 
 import contextlib
 import gc
@@ -72,3 +72,17 @@ def test_on_the_device_of_the_array(cupy, monkeypatch):
     with scratch.array_operations(CupyArray(device())):
         assert current == ["its device"]
     assert not current
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_in_a_capture(enabled):
+    """Afterwards it is as it was, also after an error."""
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(KeyError), scratch.no_garbage_collected():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
