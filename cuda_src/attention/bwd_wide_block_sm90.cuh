@@ -12,9 +12,10 @@ enum class NamedBarrier {
   DQ_FULL = DQ_EMPTY + 4
 };
 
-// How dQ gets to its accumulator: added from registers; or by the copy engine from shared memory,
-// where warpgroup 0 has the place of P or, if there is room, one of its own.
-enum class DqPath { REGISTERS, STAGED_IN_P, STAGED };
+// How dQ gets to its accumulator: added from registers; or by the copy engine from shared memory.
+// There a warpgroup has a buffer for one part of its dQ, which for warpgroup 0 may be the place of
+// P; or, if there is room, a buffer for each part.
+enum class DqPath { REGISTERS, STAGED_IN_P, STAGED_BY_PART, STAGED };
 
 // The two parts of the columns of dQ that a warpgroup computes, one after the other.
 enum Part { FIRST, SECOND };
@@ -42,6 +43,7 @@ struct BwdWideLayout {
   using TileS = SmemTile<BLOCK_M, round_up(BLOCK_N, 64)>;
   // With 80 keys there is room for one stage of dO, and for one part of the dQ of one warpgroup.
   static constexpr DqPath DQ_PATH = HEAD_DIM_V < HEAD_DIM ? DqPath::STAGED
+                                    : GROUPS == 3         ? DqPath::STAGED_BY_PART
                                     : BLOCK_N == 80       ? DqPath::STAGED_IN_P
                                                           : DqPath::REGISTERS;
   static constexpr bool STAGES_DQ = DQ_PATH != DqPath::REGISTERS;
@@ -65,11 +67,12 @@ struct BwdWideLayout {
   static constexpr int P_OFFSET = DOUT_OFFSET + DOUT_STAGES * TileDout::BYTES;
   static constexpr int DS_OFFSET = P_OFFSET + TileS::BYTES;
   static constexpr int DQ_OFFSET = DS_OFFSET + TileS::BYTES;
-  static constexpr int DQ_BYTES_OF_GROUP = BLOCK_M * 8 * (dq_octets(FIRST) + dq_octets(SECOND)) * 4;
+  static constexpr int DQ_BUFFERS = DQ_PATH == DqPath::STAGED ? 2 : 1;  // of a warpgroup
+  static constexpr int DQ_BYTES_OF_GROUP =
+      DQ_BUFFERS == 1 ? DQ_BYTES : BLOCK_M * 8 * (dq_octets(FIRST) + dq_octets(SECOND)) * 4;
   static constexpr int BYTES = DQ_OFFSET + (!STAGES_DQ ? 0
                                             : DQ_IN_P  ? DQ_BYTES
                                                        : GROUPS * DQ_BYTES_OF_GROUP);
-  static_assert(!STAGES_DQ || GROUPS == 2, "the reducer has two warpgroups");
   static_assert(!DQ_IN_P || DQ_BYTES <= TileS::BYTES, "a part of dQ fits in the place of P");
   static_assert(!SHARED_SLICE || (SLICES == 1 && HEAD_DIM / 64 % GROUPS == 1 &&
                                   BLOCK_N / 2 * 64 * sizeof(float) <= TileS::BYTES),
@@ -130,14 +133,12 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params, Shared&
 // reducer.
 template <class L>
 struct StagedDq {
-  static constexpr int THREADS = WARPGROUP + 32;      // a consumer warpgroup and the reducer
-  static constexpr int BUFFERS = L::DQ_IN_P ? 1 : 2;  // of a warpgroup
+  static constexpr int THREADS = WARPGROUP + 32;  // a consumer warpgroup and the reducer
+  static constexpr int BUFFERS = L::DQ_BUFFERS;
 
   __device__ static uint32_t address(uint32_t smem, int group, Part part) {
-    if (!L::DQ_IN_P) {
-      return smem + L::DQ_OFFSET + group * L::DQ_BYTES_OF_GROUP + (part == SECOND) * L::DQ_BYTES;
-    }
-    return smem + (group == 0 ? L::P_OFFSET : L::DQ_OFFSET);
+    if (L::DQ_IN_P) return smem + (group == 0 ? L::P_OFFSET : L::DQ_OFFSET);
+    return smem + L::DQ_OFFSET + group * L::DQ_BYTES_OF_GROUP + part % BUFFERS * L::DQ_BYTES;
   }
   __device__ static NamedBarrier empty(int group, Part part) {
     return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::DQ_EMPTY) + group * BUFFERS +
@@ -146,6 +147,19 @@ struct StagedDq {
   __device__ static NamedBarrier full(int group, Part part) {
     return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::DQ_FULL) + group * BUFFERS +
                                      part % BUFFERS);
+  }
+
+  // The reducer gives the only buffer of warpgroup GROUP and of those after it back, each when the
+  // copy engine has read it.
+  template <int GROUP = 0>
+  __device__ static void free_buffers(Part part, uint64_t& p_free, bool elected) {
+    if (elected) {
+      bulk_wait_read<L::GROUPS - 1 - GROUP>();
+      if (L::DQ_IN_P && GROUP == 0 && part == SECOND) mbarrier_arrive(smem_address(&p_free));
+    }
+    __syncwarp();
+    named_barrier_arrive(empty(GROUP, part), THREADS);
+    if constexpr (GROUP + 1 < L::GROUPS) free_buffers<GROUP + 1>(part, p_free, elected);
   }
 };
 
@@ -210,15 +224,7 @@ __device__ __forceinline__ void reduce_staged_dq(const FlashBwdParams& params,
               named_barrier_arrive(Staged::empty(group, other), Staged::THREADS);
             }
           } else {
-            if (elected) {
-              bulk_wait_read<1>();
-              if (part == SECOND) mbarrier_arrive(smem_address(&p_free));
-            }
-            __syncwarp();
-            named_barrier_arrive(Staged::empty(0, part), Staged::THREADS);
-            if (elected) bulk_wait_read<0>();
-            __syncwarp();
-            named_barrier_arrive(Staged::empty(1, part), Staged::THREADS);
+            Staged::free_buffers(part, p_free, elected);
           }
         }
       }

@@ -6,10 +6,10 @@
 //              writes its share of P and dS to shared memory
 //   dV^T, dK^T a warpgroup owns 64 or 128 of the HEAD_DIM rows, for all BLOCK_N keys of the block:
 //              dV^T += dO^T P, dK^T += Q^T dS
-//   dQ         a warpgroup computes the same columns of dQ = dS K in two parts. With tiles of 80
-//              keys, or a narrow v, each part goes through shared memory, and the copy engine adds
-//              it to dq_accum; else the warpgroup adds it from registers, which costs up to 30 % at
-//              head dim 256, because there is no room
+//   dQ         a warpgroup computes the same columns of dQ = dS K in two parts. Each part goes
+//              through shared memory, and the copy engine adds it to dq_accum. But with tiles of
+//              64 keys the warpgroup adds it from registers, which costs up to 30 %, because head
+//              dim 256 leaves no room
 //
 // A narrow v has HEAD_DIM_V = 128 columns where q and k have 192: five slices of 64 rows of dV^T
 // and dK^T for two warpgroups. Each owns a slice of dV^T and one of dK^T. Both compute the last
@@ -27,7 +27,8 @@
 //
 // Shared memory holds one buffer of K and of V, two of Q and of dO, one of P and of dS. With tiles
 // of 80 keys there is one buffer of dO, and one for a part of the dQ of warpgroup 1; warpgroup 0
-// stages its own in the place of P. With a narrow v both have a buffer for each part.
+// stages its own in the place of P. Of three warpgroups each has a buffer for a part of its dQ.
+// With a narrow v both have a buffer for each part.
 //
 // Why nothing is overwritten too early. Q, K, V and dO have a barrier for "full" and one for
 // "empty" (common/ring.cuh). P and dS have one buffer each, and the barrier of one protects the
@@ -97,8 +98,8 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   constexpr int CONSUMERS = Layout::CONSUMERS;
   constexpr int SLICES = Layout::SLICES;
   constexpr int DK_SLICES = Layout::DK_SLICES;
-  constexpr int PRODUCER_REGISTERS = Layout::STAGES_DQ ? 24 : GROUPS == 2 ? 40 : 32;
-  constexpr int CONSUMER_REGISTERS = Layout::STAGES_DQ ? 240 : GROUPS == 2 ? 232 : 160;
+  constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : Layout::STAGES_DQ ? 24 : 40;
+  constexpr int CONSUMER_REGISTERS = GROUPS == 3 ? 160 : Layout::STAGES_DQ ? 240 : 232;
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
   static_assert(NUM_STAGES == 2, "its number is the parity of a turn");
   static_assert(GROUPS == 2 || GROUPS == 3, "the register split is made for two or three");

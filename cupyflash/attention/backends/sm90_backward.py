@@ -246,6 +246,8 @@ def _main_wide(
     smem_bytes = block_n * columns * 2 + 2 * ds_bytes  # K and V, P and dS
     if head_dim_v < head_dim:  # two stages of Q and dO; dQ
         smem_bytes += NUM_STAGES * block_m * columns * 2 + block_m * head_dim * 4
+    elif groups == 3:  # two stages of each; half of dQ
+        smem_bytes += NUM_STAGES * block_m * columns * 2 + block_m * head_dim * 2
     elif block_n == 80:  # room for one stage of dO; half of the dQ of one warpgroup
         smem_bytes += (NUM_STAGES + 1) * block_m * head_dim * 2 + block_m * 64 * 4
     else:
