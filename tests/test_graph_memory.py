@@ -99,6 +99,7 @@ def collect_all():
         scratch._graphs.collect()
         time.sleep(0.001)
     assert not scratch._graphs.waiting and not scratch._graphs.of_graph
+    scratch.unused_memory.clear()  # as the next launch that is not captured does
 
 
 def as_tuple(x):
@@ -169,6 +170,30 @@ def test_an_instantiated_graph_holds_what_it_needs():
     graphs[0].launch()
     graphs.clear()
     collect_all()
+
+
+def test_no_capture_frees_memory():
+    """cudaFree, where a pool is gone, would end a capture of torch, as another thread's would."""
+    import cupy
+
+    torch = pytest.importorskip("torch")
+    graphs, pool, call = [], cupy.cuda.MemoryPool(), split_keys()
+    call()
+    with cupy.cuda.using_allocator(pool.malloc), captured(graphs):
+        call()
+    del pool
+    graphs.clear()
+    x = torch.ones(8, device="cuda")
+    torch.cuda.synchronize()
+    with no_garbage_collected(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x += 1
+        end = time.monotonic() + 10
+        while scratch._graphs.waiting and time.monotonic() < end:
+            scratch._graphs.collect()
+            time.sleep(0.001)
+    assert scratch.unused_memory
+    call()
+    assert not scratch.unused_memory
 
 
 def many_tiles():

@@ -152,18 +152,24 @@ class CupyLibrary(Library):
     name = "cupy.ndarray"
 
     def __init__(self) -> None:
+        from .scratch import hold_memory, unused_memory
+
         self.cupy = sys.modules["cupy"]
+        self.hold_memory, self.unused_memory = hold_memory, unused_memory
         self.current_device = self.cupy.cuda.runtime.getDevice
         self.current_stream = self.cupy.cuda.get_current_stream
         self.is_capturing = self.cupy.cuda.runtime.streamIsCapturing
 
     def held(self, x: Array) -> Array:
-        """x itself, which a graph now holds if one is being recorded; see `_on_its_device`."""
+        """x itself, which a graph now holds if one is being recorded; see `_on_its_device`.
+
+        If none is, memory is freed that destroyed graphs held.
+        """
         stream = self.current_stream().ptr
         if stream and self.is_capturing(stream):
-            from .scratch import when_graph_is_gone
-
-            when_graph_is_gone(stream, [x].clear)
+            self.hold_memory(stream, x)
+        elif self.unused_memory:
+            self.unused_memory.clear()
         return x
 
     def signature(self, x: Array) -> tuple:

@@ -9,7 +9,8 @@ cuUserObjectCreate, cuGraphRetainUserObject).
 
 The driver calls the destructor of a user object on a thread of its own, where neither Python nor
 CUDA may be called. The destructor here is ``sem_post`` of the C library. The semaphores are tested
-when the next launch is captured.
+when the next launch is captured. Memory cannot be freed there, since cudaFree ends the capture: the
+next array that CuPy allocates outside of captures frees it (`CupyLibrary.held`).
 
 **Counters.** Persistent blocks take their tiles from a counter (``next_tile_index`` in
 tile_order.cuh), or find out by it which of them is the last (weight_shares.cuh). A launch gets
@@ -97,10 +98,19 @@ def when_graph_is_gone(stream: int, release: Callable[[], None]) -> None:
     """Calls ``release`` some time after the graph that ``stream`` records has been destroyed.
 
     Until then it holds everything that ``release`` refers to. The call comes from a thread that
-    captures another launch. It never comes where the C library has no POSIX semaphores (Windows).
+    captures another launch, so it must free no memory (`hold_memory`). It never comes where the C
+    library has no POSIX semaphores (Windows).
     """
     _graphs.collect()
     _graphs.retain(stream, release)
+
+
+def hold_memory(stream: int, memory: Any) -> None:
+    """Keeps an object, whose memory the graph uses that ``stream`` records, while it exists.
+
+    Afterwards it is in `unused_memory`.
+    """
+    when_graph_is_gone(stream, functools.partial(unused_memory.append, memory))
 
 
 @contextlib.contextmanager
@@ -128,7 +138,7 @@ def array_operations(like: Array) -> Iterator[None]:
             held.append(memory)
             return memory
 
-        when_graph_is_gone(stream, held.clear)
+        hold_memory(stream, held)
         with cupy.cuda.using_allocator(allocate_and_hold):
             yield
 
@@ -165,6 +175,7 @@ class Graphs:
 
 
 _graphs = Graphs()
+unused_memory: list[Any] = []  # that destroyed graphs held; to be freed outside of captures
 
 
 def _capture(stream: int) -> tuple[int, int]:
