@@ -114,7 +114,8 @@ def _packed(function: Callable, lengths: Sequence[int], **options: Any) -> Calla
     packing = _packing(tuple(lengths))
 
     def attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
-        out = function(q[0], k[0], v[0], *packing, causal=causal, **options)
+        rows = (x.squeeze(0) for x in (q, k, v))  # the gradient of x[0] is a copy among zeros
+        out = function(*rows, *packing, causal=causal, **options)
         return (out[0] if isinstance(out, tuple) else out).unsqueeze(0)
 
     return attention
@@ -184,7 +185,7 @@ def _jagged(attention: Callable, lengths: Sequence[int]) -> Callable:
     bounds = {"min_seqlen": min(lengths), "max_seqlen": max(lengths)}
 
     def packed(q: Any, k: Any, v: Any, causal: bool) -> Any:
-        rows = (x.transpose(1, 2)[0] for x in (q, k, v))
+        rows = (x.transpose(1, 2).squeeze(0) for x in (q, k, v))
         nested = (torch.nested.nested_tensor_from_jagged(x, offsets, **bounds) for x in rows)
         out = attention(*(x.transpose(1, 2) for x in nested), causal)
         return out.transpose(1, 2).values().unsqueeze(0).transpose(1, 2)

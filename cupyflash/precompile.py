@@ -73,8 +73,9 @@ def warmup(
         topics: of the other kernels, keys of `cupyflash.precompile.TOPICS`; none for attention
             alone; default "norm" and "decode".
         everything: what is not given above is no longer limited. Besides, attention with softcap,
-            ALiBi and sinks, and the other kernels for arrays that are not 16-byte aligned and for
-            weights of another dtype. Only attention with a bias or dropout is left out.
+            ALiBi, sinks and a deterministic backward, and the other kernels for arrays that are not
+            16-byte aligned and for weights of another dtype. Only attention with a bias or dropout
+            is left out.
         jobs: processes; default one a core. A script must call this under
             ``if __name__ == "__main__"``.
         progress: say on stderr how many kernels there are and about how long they take, and show
@@ -205,7 +206,9 @@ def _attention(
                 yield from backend.PACKED
                 kernels = backend.backward(*problem) if backward else [backend.forward(*problem)]
                 for config in kernels:
-                    yield from config.launched(capability)
+                    for kernel in config.launched(capability):
+                        if everything or not kernel.walks_up:  # of deterministic calls alone
+                            yield kernel
                 if backward and everything:
                     yield FlashBwdSinks()
 

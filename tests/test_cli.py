@@ -335,7 +335,7 @@ def test_warmup_compiles_by_default_what_defaults_pick(monkeypatch, arch):
         assert {*(backend.backward(*arguments) if backward else one), *backend.PACKED} <= tasks
     assert all("float32" not in vars(config).values() for config in tasks)
     assert all(getattr(config, "vector", 0) != 1 for config in tasks)
-    for name in ("softcap", "alibi", "bias", "dropout"):
+    for name in ("softcap", "alibi", "bias", "dropout", "walks_up"):
         assert not any(getattr(config, name, False) for config in tasks)
     with environment.override(backend="simt"):
         forced = {config.name for config, _ in tasks_of(f"--arch {arch} --topic", monkeypatch)}

@@ -92,7 +92,7 @@ def test_heads_per_section(monkeypatch, batch, heads, heads_kv, length, forward,
     shape = structs.AttentionShape(batch, heads, heads_kv, length, length, 128, length * 2)
     shape.group_shares = 1
     problem = types.SimpleNamespace(shape=shape, device=0, total_q=None, total_k=None)
-    features = Features(masked=True)
+    problem.is_causal, features = True, Features(masked=True)
     config = sm90.forward("float16", 128, features, (9, 0))
     found = plan._heads_per_section(problem, config, heads * batch, length, 2)
     assert found == forward

@@ -4,12 +4,18 @@
 #pragma once
 #include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
+#include "../ptx/atomics.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
 #include "block_info.cuh"
 #include "params.cuh"
 #include "tensor_rows.cuh"
 #include "tile_order.cuh"
+
+// Blocks that add to dQ in turns add to so many query rows in one turn. Ending a turn and beginning
+// the next one take as long as a step of 64 rows, and with two steps a turn nobody waits for that.
+constexpr int TURN_ROWS = 128;
+static_assert(ACCUM_ROW_ALIGN % TURN_ROWS == 0, "the rows of a turn belong to one sequence");
 
 // The scheduler has as few as 24 registers: behind this it reads again what it has written.
 __device__ __forceinline__ void forget_registers() { asm volatile("" ::: "memory"); }
@@ -31,16 +37,8 @@ struct BwdTile {
 
   __device__ bool has_queries() const { return m_range.begin < m_range.end; }
 
-  // The order in which all roles visit the query tiles of a head:
-  //   for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m))
-  // From the last to the first: under a causal mask the blocks of a head then begin with the same
-  // queries and share Q and dO in L2, and blocks that add in turns follow each other one tile
-  // apart.
-  __device__ int first_m() const { return m_range.end - 1; }
-  __device__ bool is_m(int m) const { return m >= m_range.begin; }
-  __device__ int next_m(int m) const { return m - 1; }
-
-  __device__ void locate(const FlashBwdParams& params, const Tile& tile, int block_m, int block_n) {
+  __device__ void locate(const FlashBwdParams& params, const Tile& tile, int block_m, int block_n,
+                         bool last_keys_first) {
     batch = tile.batch;
     head_kv = tile.head;
     n_block = tile.block;
@@ -56,7 +54,9 @@ struct BwdTile {
     if (head_end == head_begin) ++head_end;  // it has some rows of one head
     forget_registers();
     // Under a causal mask the first keys have the most work, unlike the queries of tile_order.cuh.
-    n_block = ceil_div(sequence.seqlen_k, block_n) - 1 - n_block;
+    // min() changes nothing, but without it ptxas spills two registers at head dims 96 and 128.
+    const int last = ceil_div(sequence.seqlen_k, block_n) - 1;
+    n_block = last_keys_first ? min(n_block, last) : last - n_block;
     n_begin = n_block * block_n;
     n_rows = min(block_n, sequence.seqlen_k - n_begin);
     forget_registers();
@@ -65,37 +65,63 @@ struct BwdTile {
     // score 0 minus lse_log2 can overflow: dS and its product with the zeros of K are not finite
     // then.
     if (n_rows < block_n) m_range.inner_end = m_range.inner_begin;
-    take_share_of_rows(params.shape);
+    take_share_of_rows(params.shape, block_m);
   }
 
  private:
   // More shares than query heads are a multiple of them. Each then has one head, and a part of the
   // query tiles. How this is written decides how ptxas orders the softmax of the consumers: with a
   // branch in front of it, the backward of head dim 64 loses 3 to 5 %.
-  __device__ void take_share_of_rows(const AttentionShape& shape) {
+  __device__ void take_share_of_rows(const AttentionShape& shape, int block_m) {
+    const int tiles_of_turn = TURN_ROWS / block_m;
     const uint32_t parts = max(1, shape.group_shares / (shape.heads_q / shape.heads_kv));
     const uint32_t part = uint32_t(share) % parts;
     const uint32_t tiles = max(0, m_range.end - m_range.begin);
-    m_range.end = m_range.begin + tiles * (part + 1) / parts;
-    m_range.begin += tiles * part / parts;
+    const uint32_t turns = ceil_div(tiles, tiles_of_turn);
+    m_range.end = m_range.begin + min(tiles, turns * (part + 1) / parts * tiles_of_turn);
+    m_range.begin += turns * part / parts * tiles_of_turn;
   }
 };
 
-// A tile without that order, unless a mask is causal or blocks add in turns. It begins where its
-// keys meet the diagonal, and goes on with the first tile after the last: at any time the blocks of
-// a head are at different queries, and few of them add to the same rows of dQ.
+// The order in which a block visits the query tiles of a head, with a method locate() as above:
+//   for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m))
+// From the last to the first: under a causal mask the blocks of a head then begin with the same
+// queries and share Q and dO in L2, and blocks that add in turns follow each other one tile apart.
+//
+// WALKS_UP is for blocks that add in turns under a causal mask, where those which begin at the same
+// time would all wait for the first: from the first query tile, on the diagonal of the block's
+// keys, to the last. The blocks of a head then come from the last keys, which few queries see, to
+// the first, and each is one tile behind the one that it waits for.
+template <bool WALKS_UP_>
+struct BwdWalkingTile : BwdTile {
+  static constexpr bool WALKS_UP = WALKS_UP_;
+
+  __device__ void locate(const FlashBwdParams& params, const Tile& tile, int block_m, int block_n) {
+    BwdTile::locate(params, tile, block_m, block_n, WALKS_UP);
+  }
+
+  __device__ int first_m() const { return WALKS_UP ? m_range.begin : m_range.end - 1; }
+  __device__ bool is_m(int m) const { return WALKS_UP ? m < m_range.end : m >= m_range.begin; }
+  __device__ int next_m(int m) const { return WALKS_UP ? m + 1 : m - 1; }
+};
+
+// The same, but unless a mask is causal or blocks add in turns, it begins where the block's keys
+// meet the diagonal, and goes on with the first tile after the last: at any time the blocks of a
+// head are at different queries, and few of them add to the same rows of dQ.
+template <bool WALKS_UP_>
 struct BwdRoundTile : BwdTile {
+  static constexpr bool WALKS_UP = WALKS_UP_;
   int m_first;
   int m_last;
   int m_step;  // 1 or -1
 
   __device__ void locate(const FlashBwdParams& params, const Tile& tile, int block_m, int block_n) {
-    BwdTile::locate(params, tile, block_m, block_n);
+    BwdTile::locate(params, tile, block_m, block_n, WALKS_UP);
     forget_registers();
-    m_first = m_range.end - 1;
-    m_last = m_range.begin;
-    m_step = -1;
-    if (params.dq_semaphore || sequence.window_right < sequence.seqlen_k) return;
+    m_first = WALKS_UP ? m_range.begin : m_range.end - 1;
+    m_last = WALKS_UP ? m_range.end - 1 : m_range.begin;
+    m_step = WALKS_UP ? 1 : -1;
+    if (WALKS_UP || params.dq_semaphore || sequence.window_right < sequence.seqlen_k) return;
     m_first = max(m_range.begin, min((n_begin - sequence.diagonal) / block_m, m_first));
     m_last = m_first > m_range.begin ? m_first - 1 : m_range.end - 1;
     m_step = 1;
@@ -125,8 +151,9 @@ __device__ __forceinline__ Ring<1> kv_place(const Ring<BWD_TILE_RECORDS>& record
 
 // The barriers of a block, the records of its tiles, and the constants of their queries, in static
 // shared memory. dO may have fewer stages than Q.
-template <int BLOCK_M, int STAGES, int DOUT_STAGES = STAGES, class BlockTile = BwdTile>
+template <class BlockTile_, int BLOCK_M, int STAGES, int DOUT_STAGES = STAGES>
 struct BwdShared {
+  using BlockTile = BlockTile_;
   RingBarriers<BWD_TILE_RECORDS> located;  // only `full` is used
   RingBarriers<1> k;
   RingBarriers<1> v;
@@ -201,16 +228,40 @@ __device__ __forceinline__ int dq_fragment_offset(int octet) {
   return (octet * WARPGROUP + threadIdx.x % WARPGROUP) * 4;
 }
 
-// turn_of_tile() is the number of key tiles that add to a query tile before this one, and
-// turn_flag() the flag that counts them. Element 0 of the semaphore is the ticket counter.
-__device__ __forceinline__ int turn_of_tile(const BwdTile& tile, int m_begin, int block_m,
-                                            int block_n) {
-  const int row_end = min(tile.sequence.seqlen_q, m_begin + block_m);
-  return tile.n_block - key_tiles(tile.sequence, m_begin, row_end, block_n).begin;
+// turn_of_tile() is the number of key tiles that add to the rows of a query tile's turn before this
+// one, and turn_flag() the flag that counts them. Element 0 of the semaphore is the ticket counter.
+template <class BlockTile>
+__device__ __forceinline__ int turn_of_tile(const BlockTile& tile, int m_begin, int block_n) {
+  const int row_begin = m_begin / TURN_ROWS * TURN_ROWS;
+  const int row_end = min(tile.sequence.seqlen_q, row_begin + TURN_ROWS);
+  const TileRange keys = key_tiles(tile.sequence, row_begin, row_end, block_n);
+  return BlockTile::WALKS_UP ? keys.end - 1 - tile.n_block : tile.n_block - keys.begin;
 }
-__device__ __forceinline__ int* turn_flag(const FlashBwdParams& params, int64_t accum_row,
-                                          int block_m) {
-  return params.dq_semaphore + 1 + accum_row / block_m;
+__device__ __forceinline__ int* turn_flag(const FlashBwdParams& params, int64_t accum_row) {
+  return params.dq_semaphore + 1 + accum_row / TURN_ROWS;
+}
+
+// Ends the turn of a flag, if there is one.
+__device__ __forceinline__ void end_turn(int*& flag) {
+  if (!flag) return;
+  bulk_wait<0>();
+  release_flag(flag);
+  flag = nullptr;
+}
+
+// Ends the turn of a flag, and waits for that of a query tile, unless it is the same. A reducer
+// calls this before it waits for dQ, which consumers compute meanwhile. Computing `turn` after
+// end_turn() makes ptxas reorder the consumers of head dim 64, which lose 2.5 %.
+template <class BlockTile>
+__device__ __forceinline__ void begin_turn(int*& flag, const FlashBwdParams& params,
+                                           const BlockTile& tile, int64_t accum_row, int m_begin,
+                                           int block_n) {
+  int* next = turn_flag(params, accum_row);
+  if (next == flag) return;
+  const int turn = turn_of_tile(tile, m_begin, block_n);
+  end_turn(flag);
+  flag = next;
+  wait_flag(flag, turn);
 }
 
 // Whether a producer loads lse_log2 and delta.

@@ -27,8 +27,10 @@ __device__ __forceinline__ NamedBarrier dq_full(int group) {
 constexpr int DQ_THREADS = WARPGROUP + 32;  // a consumer warpgroup and the reducer
 
 // The tiles of a block and their places in dynamic shared memory.
-template <class Options, int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int STAGES_>
+template <class Options, int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int STAGES_, bool WALKS_UP_>
 struct BwdLayout {
+  static constexpr bool WALKS_UP = WALKS_UP_;
+  using Shared = BwdShared<BwdWalkingTile<WALKS_UP>, BLOCK_M_, STAGES_>;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int BLOCK_M = BLOCK_M_;
   static constexpr int BLOCK_N = BLOCK_N_;
@@ -85,7 +87,7 @@ struct BwdConsumer {
   using Constants = float2[L::CONSTANTS_AHEAD ? L::BLOCK_M / 8 : 1];
 
   const FlashBwdSm90Params& params;
-  BwdShared<L::BLOCK_M, L::STAGES>& shared;
+  typename L::Shared& shared;
   RingBarriers<1> (&bias_barriers)[L::GROUPS];
   const uint32_t smem;
   // `group` stays in a uniform register, and so do the descriptors that are computed from it. The
@@ -99,7 +101,7 @@ struct BwdConsumer {
   Ring<1> bias_ring;
   Ring<BWD_TILE_RECORDS> record;
 
-  __device__ BwdConsumer(const FlashBwdSm90Params& params, BwdShared<L::BLOCK_M, L::STAGES>& shared,
+  __device__ BwdConsumer(const FlashBwdSm90Params& params, typename L::Shared& shared,
                          RingBarriers<1> (&bias_barriers)[L::GROUPS], uint32_t smem)
       : params(params),
         shared(shared),
@@ -221,16 +223,22 @@ struct BwdConsumer {
   // need the mask.
   __device__ __forceinline__ void steps(Gradient& acc_dk, Gradient& acc_dv, const BwdTile& tile,
                                         int head) {
-    const int m_begin = uniform(tile.m_range.begin);
-    const int inner_begin = max(uniform(tile.m_range.inner_begin), m_begin);
-    const int inner_end = uniform(tile.m_range.inner_end);
+    if constexpr (L::WALKS_UP) {
 #pragma unroll 1
-    for (int m = uniform(tile.m_range.end) - 1; m >= m_begin;) {
+      for (int m = uniform(tile.m_range.begin); m < uniform(tile.m_range.end); ++m)
+        step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, uniform(tile.m_range.needs_mask(m)));
+    } else {
+      const int m_begin = uniform(tile.m_range.begin);
+      const int inner_begin = max(uniform(tile.m_range.inner_begin), m_begin);
+      const int inner_end = uniform(tile.m_range.inner_end);
 #pragma unroll 1
-      for (; m >= m_begin && (m >= inner_end || m < inner_begin); --m)
-        step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, MASKED);
+      for (int m = uniform(tile.m_range.end) - 1; m >= m_begin;) {
 #pragma unroll 1
-      for (; m >= inner_begin; --m) step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, UNMASKED);
+        for (; m >= m_begin && (m >= inner_end || m < inner_begin); --m)
+          step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, MASKED);
+#pragma unroll 1
+        for (; m >= inner_begin; --m) step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, UNMASKED);
+      }
     }
   }
 
@@ -260,7 +268,7 @@ struct BwdConsumer {
   __device__ __forceinline__ void overlapped_steps(Gradient& acc_dk, Gradient& acc_dv,
                                                    const BwdTile& tile, int head) {
     Operand p, ds;
-    int m = uniform(tile.m_range.end) - 1;
+    int m = L::WALKS_UP ? uniform(tile.m_range.begin) : uniform(tile.m_range.end) - 1;
     {
       Scores s, dp;
       shared.q.wait_full(ring);
@@ -268,7 +276,7 @@ struct BwdConsumer {
       make_next(p, ds, s, dp, tile, head, m, ring);
     }
 #pragma unroll 1
-    while (--m >= uniform(tile.m_range.begin)) {
+    while (L::WALKS_UP ? ++m < uniform(tile.m_range.end) : --m >= uniform(tile.m_range.begin)) {
       Ring<L::STAGES> next = ring;
       next.advance();
       issue_gradients(acc_dk, acc_dv, p, ds, ring);

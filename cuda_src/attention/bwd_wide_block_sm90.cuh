@@ -1,7 +1,6 @@
 // The block of the sm_90 backward kernel for wide heads: its tiles in shared memory, the turns in
 // which blocks add to dQ, and the reducer.
 #pragma once
-#include "../ptx/atomics.cuh"
 #include "bwd_block_sm90.cuh"
 
 enum class NamedBarrier {
@@ -21,7 +20,8 @@ enum class DqPath { REGISTERS, STAGED_IN_P, STAGED_BY_PART, STAGED };
 enum Part { FIRST, SECOND };
 
 // The tiles of a block and their places in dynamic shared memory, and the shares of a warpgroup.
-template <int HEAD_DIM_, int HEAD_DIM_V_, int BLOCK_M_, int BLOCK_N_, int STAGES_, int GROUPS_>
+template <int HEAD_DIM_, int HEAD_DIM_V_, int BLOCK_M_, int BLOCK_N_, int STAGES_, int GROUPS_,
+          bool WALKS_UP>
 struct BwdWideLayout {
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
@@ -49,7 +49,7 @@ struct BwdWideLayout {
   static constexpr bool STAGES_DQ = DQ_PATH != DqPath::REGISTERS;
   static constexpr bool DQ_IN_P = DQ_PATH == DqPath::STAGED_IN_P;
   static constexpr int DOUT_STAGES = DQ_IN_P ? 1 : STAGES;
-  using Shared = BwdShared<BLOCK_M, STAGES, DOUT_STAGES, BwdRoundTile>;
+  using Shared = BwdShared<BwdRoundTile<WALKS_UP>, BLOCK_M, STAGES, DOUT_STAGES>;
 
   // Octets of columns of a part of dQ. No part straddles two column blocks of K.
   static constexpr int dq_octets(Part part) {
@@ -82,9 +82,8 @@ struct BwdWideLayout {
                 "equal shares");
 };
 
-// With a semaphore the blocks add to each query tile in turns, in the order of their keys, so that
-// the sum is deterministic. These two mbarriers connect the consumers with the lanes that keep the
-// turns.
+// With a semaphore the blocks add to each query tile in turns, so that the sum is deterministic.
+// These two mbarriers connect the consumers with the lanes that keep the turns.
 struct Turns {
   uint64_t come;  // the consumers may add to this tile
   uint64_t over;  // the consumers have added to it
@@ -105,7 +104,7 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params, Shared&
   Ring<1> turn;
 #pragma unroll 1
   for (;; record.advance()) {
-    const BwdRoundTile& tile = shared.wait_tile(record);
+    const auto& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) return;
     // The lane has begun this tile, so it no longer reads the record of the last one.
     mbarrier_arrive(smem_address(&shared.almost_loaded));
@@ -114,14 +113,17 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params, Shared&
 #pragma unroll 1
       for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m), turn.advance()) {
         const int m_begin = m * BLOCK_M;
-        int* flag = turn_flag(params, accum_row(params, tile, head, m_begin), BLOCK_M);
+        int* flag = turn_flag(params, accum_row(params, tile, head, m_begin));
         if (first_lane) {
-          wait_flag(flag, turn_of_tile(tile, m_begin, BLOCK_M, BLOCK_N));
+          wait_flag(flag, turn_of_tile(tile, m_begin, BLOCK_N));
           mbarrier_wait(smem_address(&turns.over), turn.parity ^ 1);  // of the turn before
           mbarrier_arrive(smem_address(&turns.come));
         } else {
           mbarrier_wait(smem_address(&turns.over), turn.parity);
-          release_flag(flag);
+          const int next = tile.next_m(m);
+          const bool is_last =
+              !tile.is_m(next) || next * BLOCK_M / TURN_ROWS != m_begin / TURN_ROWS;
+          if (is_last) release_flag(flag);
         }
       }
     }
@@ -164,21 +166,14 @@ struct StagedDq {
 };
 
 // The reducer is a warp that has the copy engine add the staged parts of dQ to the accumulator.
-// With a semaphore the blocks add in turns, in the order of their keys, so that the sum is
-// deterministic.
+// With a semaphore the blocks add in turns, so that the sum is deterministic.
 template <class L>
 __device__ __forceinline__ void reduce_staged_dq(const FlashBwdParams& params,
                                                  typename L::Shared& shared, uint64_t& p_free,
                                                  uint32_t smem) {
   using Staged = StagedDq<L>;
   const bool elected = elect_one();
-  int* flag = nullptr;  // that of the turn that is not over yet
-  const auto end_turn = [&] {
-    if (!flag) return;
-    bulk_wait<0>();
-    release_flag(flag);
-    flag = nullptr;
-  };
+  int* flag = nullptr;  // of the turn that this block has not ended yet
 #pragma unroll
   for (int group = 0; group < L::GROUPS; ++group) {
     named_barrier_arrive(Staged::empty(group, FIRST), Staged::THREADS);
@@ -186,7 +181,7 @@ __device__ __forceinline__ void reduce_staged_dq(const FlashBwdParams& params,
   Ring<BWD_TILE_RECORDS> record;
 #pragma unroll 1
   for (;; record.advance()) {
-    const BwdRoundTile& tile = shared.wait_tile(record);
+    const auto& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) break;
     // A warp that is here no longer reads the record of the last tile.
     if (elected) mbarrier_arrive(smem_address(&shared.almost_loaded));
@@ -197,6 +192,8 @@ __device__ __forceinline__ void reduce_staged_dq(const FlashBwdParams& params,
         const int m_begin = m * L::BLOCK_M;
         const int64_t row = accum_row(params, tile, head, m_begin);
         float* accum = params.dq_accum + row * L::HEAD_DIM;
+        if (elected && params.dq_semaphore)
+          begin_turn(flag, params, tile, row, m_begin, L::BLOCK_N);
 #pragma unroll 1
         for (int i = FIRST; i <= SECOND; ++i) {
           const Part part = static_cast<Part>(i);
@@ -204,11 +201,6 @@ __device__ __forceinline__ void reduce_staged_dq(const FlashBwdParams& params,
           for (int group = 0; group < L::GROUPS; ++group) {
             named_barrier_sync(Staged::full(group, part), Staged::THREADS);
             if (!elected) continue;
-            if (group == 0 && part == FIRST && params.dq_semaphore) {
-              end_turn();
-              flag = turn_flag(params, row, L::BLOCK_M);
-              wait_flag(flag, turn_of_tile(tile, m_begin, L::BLOCK_M, L::BLOCK_N));
-            }
             bulk_reduce_add(accum + L::BLOCK_M * 8 * L::first_dq_octet(part, group),
                             Staged::address(smem, group, part),
                             L::BLOCK_M * 8 * L::dq_octets(part) * sizeof(float));
@@ -229,7 +221,7 @@ __device__ __forceinline__ void reduce_staged_dq(const FlashBwdParams& params,
         }
       }
     }
-    if (elected) end_turn();
+    if (elected) end_turn(flag);
   }
   if (elected) bulk_wait<0>();  // before the block gives its shared memory back
 }

@@ -18,7 +18,8 @@
 // Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
 // is filled up with zeros; NUM_STAGES is the number of buffers of Q, dO and dS; SOFTCAP, ALIBI,
 // BIAS (a BiasKind, or one of key_mask_sm90.cuh or stored_gradient_sm90.cuh) and DROPOUT are the
-// options of the score; SMEM_BYTES is the dynamic shared memory of the launch.
+// options of the score; SMEM_BYTES is the dynamic shared memory of the launch; WALKS_UP is the
+// order in which a block visits query tiles (BwdWalkingTile).
 //
 // Warps. Those of warpgroup 0 are the producers and the reducer:
 //   warp 0     one lane chooses the next tile and describes it in a record
@@ -43,44 +44,34 @@
 //
 // Why it ends. All roles see the same tiles up to the record with n_rows = 0, and in each the same
 // heads and query tiles. For a deterministic sum (dq_semaphore) the blocks add to a query tile in
-// the order of their keys, so blocks wait for each other. A block takes its tiles by ticket and
-// waits only for tiles with earlier tickets, which belong to blocks that run; the earliest tile
-// that is not done waits for none.
+// the order of their keys, or in the opposite one with WALKS_UP, so blocks wait for each other. A
+// block takes its tiles by ticket and waits only for tiles with earlier tickets, which belong to
+// blocks that run; the earliest tile that is not done waits for none.
 //
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions".
-#include "../ptx/atomics.cuh"
 #include "bwd_consumer_sm90.cuh"
 #include "partial_gradient.cuh"
 #include "store_rows.cuh"
 
 // The reducer is a warp that adds the dQ of each query tile to the accumulator, part by part. With
-// a semaphore the blocks add in turns, in the order of their keys, so that the sum is
-// deterministic.
+// a semaphore the blocks add in turns, so that the sum is deterministic.
 template <class L>
-__device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
-                                          BwdShared<L::BLOCK_M, L::STAGES>& shared,
+__device__ __forceinline__ void reduce_dq(const FlashBwdParams& params, typename L::Shared& shared,
                                           uint32_t smem_dq) {
   constexpr int BLOCK_M = L::BLOCK_M;
   // At head dim 96 half of the second warpgroup's part is empty.
   constexpr int LAST_PART = BLOCK_M * L::HEAD_DIM - L::DQ_PART;
   static_assert(L::GROUPS == 2 && LAST_PART <= L::DQ_PART, "dQ has two parts");
   const bool elected = elect_one();
-  int* flag = nullptr;  // the flag of the turn that this block has not ended yet
-  // Ends the turn as late as possible, when the addition has long reached memory.
-  const auto end_turn = [&] {
-    if (!flag) return;
-    bulk_wait<0>();
-    release_flag(flag);
-    flag = nullptr;
-  };
+  int* flag = nullptr;  // of the turn that this block has not ended yet
   // At first the buffer is empty.
 #pragma unroll
   for (int group = 0; group < L::GROUPS; ++group) named_barrier_arrive(dq_empty(group), DQ_THREADS);
   Ring<BWD_TILE_RECORDS> record;
 #pragma unroll 1
   for (;; record.advance()) {
-    const BwdTile& tile = shared.wait_tile(record);
+    const auto& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) return;
     // The warp has begun this tile, so it no longer reads the record of the last one.
     if (elected) mbarrier_arrive(smem_address(&shared.almost_loaded));
@@ -90,15 +81,12 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
       for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m)) {
         const int m_begin = m * BLOCK_M;
         const int64_t row = accum_row(params, tile, head, m_begin);
+        if (elected && params.dq_semaphore)
+          begin_turn(flag, params, tile, row, m_begin, L::BLOCK_N);
 #pragma unroll
         for (int group = 0; group < L::GROUPS; ++group) {
           named_barrier_sync(dq_full(group), DQ_THREADS);  // this part of dQ is complete
           if (!elected) continue;
-          if (group == 0 && params.dq_semaphore) {
-            end_turn();
-            flag = turn_flag(params, row, BLOCK_M);
-            wait_flag(flag, turn_of_tile(tile, m_begin, BLOCK_M, L::BLOCK_N));
-          }
           bulk_reduce_add(params.dq_accum + row * L::HEAD_DIM + group * L::DQ_PART,
                           smem_dq + group * L::DQ_PART * sizeof(float),
                           (group == 0 ? L::DQ_PART : LAST_PART) * sizeof(float));
@@ -112,16 +100,16 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params,
         named_barrier_arrive(dq_empty(1), DQ_THREADS);
       }
     }
-    if (elected) end_turn();
+    if (elected) end_turn(flag);
   }
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_STAGES, bool SOFTCAP,
-          bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
+          bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES, bool WALKS_UP>
 __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     flash_bwd_sm90(const __grid_constant__ FlashBwdSm90Params params) {
   using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
-  using Layout = BwdLayout<Options, HEAD_DIM, BLOCK_M, BLOCK_N, NUM_STAGES>;
+  using Layout = BwdLayout<Options, HEAD_DIM, BLOCK_M, BLOCK_N, NUM_STAGES, WALKS_UP>;
   using TileKV = typename Layout::TileKV;
   using TileQ = typename Layout::TileQ;
   constexpr int GROUPS = Layout::GROUPS;
@@ -136,7 +124,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
 
   extern __shared__ __align__(1024) unsigned char smem[];
   const uint32_t smem_k = smem_address(smem);
-  __shared__ BwdShared<BLOCK_M, NUM_STAGES> shared;
+  __shared__ typename Layout::Shared shared;
   __shared__ RingBarriers<1> bias_barriers[GROUPS];
   if (threadIdx.x == 0) {
     if constexpr (Layout::HAS_BIAS_TILES) {
@@ -159,7 +147,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
              RowConstants::LOAD});
     } else if (warp == 2) {
       Ring<1> bias_ring;
-      const auto load_bias = [&](const BwdTile& tile, int head, int m) {
+      const auto load_bias = [&](const auto& tile, int head, int m) {
         if constexpr (Layout::HAS_BIAS_TILES) {
           const BiasMap bias(params, tile.batch, head);
 #pragma unroll 1
@@ -192,7 +180,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   Ring<BWD_TILE_RECORDS>& record = consumer.record;
 #pragma unroll 1
   for (;; record.advance()) {
-    const BwdTile& tile = shared.wait_tile(record);
+    const auto& tile = shared.wait_tile(record);
     if (uniform(tile.n_rows) == 0) return;
     set_zero(acc_dk);
     set_zero(acc_dv);

@@ -89,11 +89,13 @@ __device__ __forceinline__ void store_float_columns(float* out, int row_stride,
 }
 
 template <typename T, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_M, int BLOCK_N, int NUM_STAGES,
-          int GROUPS, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES>
+          int GROUPS, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES,
+          bool WALKS_UP>
 __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     flash_bwd_wide_sm90(const __grid_constant__ FlashBwdSm90Params params) {
   using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
-  using Layout = BwdWideLayout<HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, NUM_STAGES, GROUPS>;
+  using Layout =
+      BwdWideLayout<HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, NUM_STAGES, GROUPS, WALKS_UP>;
   using Consumer = BwdWideConsumer<Options, Layout>;
   constexpr int CONSUMERS = Layout::CONSUMERS;
   constexpr int SLICES = Layout::SLICES;
@@ -166,7 +168,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   typename Consumer::Place at = {};
 #pragma unroll 1
   for (;; record.advance()) {
-    const BwdRoundTile& tile = shared.wait_tile(record);
+    const auto& tile = shared.wait_tile(record);
     if (uniform(tile.n_rows) == 0) return;
 #pragma unroll
     for (int i = 0; i < DK_SLICES; ++i) set_zero(acc_dk[i]);

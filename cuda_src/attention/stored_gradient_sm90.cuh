@@ -36,7 +36,7 @@ template <class L>
 struct SameLayout : L {};
 
 // A consumer that stores its part of dS after each step.
-template <typename T, bool ALIBI, bool DROPOUT, int... SIZES>
+template <typename T, bool ALIBI, bool DROPOUT, auto... SIZES>
 struct BwdConsumer<StoringOptions<T, ALIBI, DROPOUT>,
                    BwdLayout<StoringOptions<T, ALIBI, DROPOUT>, SIZES...>>
     : BwdConsumer<StoringOptions<T, ALIBI, DROPOUT>,
@@ -45,7 +45,7 @@ struct BwdConsumer<StoringOptions<T, ALIBI, DROPOUT>,
   using Base = BwdConsumer<StoringOptions<T, ALIBI, DROPOUT>, SameLayout<L>>;
   using Base::Base;
   using typename Base::Gradient;
-  static_assert(!L::OVERLAPPED, "the kernel calls steps()");
+  static_assert(!L::OVERLAPPED && !L::WALKS_UP, "the kernel calls steps()");
 
   // steps() of the base, each followed by the store.
   __device__ __forceinline__ void steps(Gradient& acc_dk, Gradient& acc_dv, const BwdTile& tile,

@@ -285,6 +285,18 @@ def least_side_by_side(config: KernelConfig, problem: Problem) -> int:
     return min(heads, -(-SECTION_TILES * at_once * heads // max(1, tiles)))
 
 
+def walks_up(config: KernelConfig, problem: Problem) -> bool:
+    """Whether blocks that add in turns should walk from the first query to the last.
+
+    Under a causal mask they then wait less for each other, but each launch ends with its longest
+    tiles, which a launch of few tiles cannot afford. With several query heads in each block, they
+    would be at different ones, which do not fit the L2 cache.
+    """
+    shape = problem.shape
+    many = num_tiles(config, problem) > FEW_TILES * multiprocessors(problem.device)
+    return problem.is_causal and many and shape.heads_q <= shape.heads_kv * shape.group_shares
+
+
 def num_tiles(config: KernelConfig, problem: Problem) -> int:
     """Tiles of a kernel; where sequences have lengths of their own, at most."""
     shape, of_keys = problem.shape, config.tiles_of == "k"

@@ -18,7 +18,14 @@ from ..runtime.structs import header
 from . import backends
 from .backends.config import FlashBwdCombine, FlashBwdPreprocess, FlashBwdSinks, Tile
 from .bias import KeyMaskLaunch, bias_gradient
-from .launch import PersistentLaunch, group_shares, least_side_by_side, num_tiles, prepare
+from .launch import (
+    PersistentLaunch,
+    group_shares,
+    least_side_by_side,
+    num_tiles,
+    prepare,
+    walks_up,
+)
 from .options import BIAS, KEY_MASK, Gradients, Options
 from .problem import Access, Problem, bias_strides, canonical_strides
 from .tuning import Choice, kernels
@@ -32,7 +39,8 @@ SECTION_L2_FRACTION = 0.6
 # No more tiles of queries, or of keys, in a section than these for each multiprocessor: enough for
 # an even end of the launch, and the fewer, the more of what they share stays in the L2 cache.
 SECTION_TILES = {"q": 2.7, "k": 1.6}
-# Where blocks take turns, at least so many heads side by side: fewer, and they wait for each other.
+# Where blocks that add in turns all begin with the last queries, at least so many heads side by
+# side: fewer, and they wait for each other.
 TURN_HEADS = 8
 
 
@@ -188,6 +196,9 @@ class BackwardPlan(Plan):
                 columns = shape.heads_kv * configs[-1].head_dim
                 partial_floats = 2 * shape.group_shares * _rows_k(problem) * columns
             least = least_side_by_side(main, problem)
+        if deterministic and walks_up(main, problem):
+            configs = [config.walking_up() for config in configs]
+            main = configs[:2][-1]
         if self.dbias is not None:  # after what is above has been read
             partial_floats = max(partial_floats, self.dbias.partial_floats)
         if extras.sinks:
@@ -210,7 +221,7 @@ class BackwardPlan(Plan):
             shape.seqlen_q,
             per_query,
             least,
-            side_by_side=deterministic,
+            in_turns=deterministic,
         )
         params = structs.FlashBwdParams(
             **{f"{name}_strides": x for name, x in strides.items()},
@@ -355,12 +366,12 @@ def _heads_per_section(
     tensors: int,
     least: int = 1,
     *,
-    side_by_side: bool = False,
+    in_turns: bool = False,
 ) -> int:
     """How many of all heads run side by side, longest tiles first: see tile_order.cuh.
 
     Only tiles of unequal length need it, under a causal mask without a window to the left; and
-    blocks that take turns (``side_by_side``), where those of one head wait for each other.
+    blocks that add in turns (``in_turns``), where those of one head wait for each other.
 
     Args:
         config: the kernel of the tiles.
@@ -369,17 +380,16 @@ def _heads_per_section(
         least: so many side by side even if the L2 cache has no room for them.
     """
     shape = problem.shape
-    causal = shape.window_right < shape.seqlen_k and shape.window_left >= shape.seqlen_k
-    if not (causal or side_by_side):
+    if not (problem.is_causal or in_turns):
         return 1
     head_bytes = max(1, rows * shape.head_dim * tensors * 2)
     fitting = max(1, min(heads, int(SECTION_L2_FRACTION * l2_bytes(problem.device) / head_bytes)))
-    if config.persistent and problem.total_q is None and not side_by_side:
+    if config.persistent and problem.total_q is None and not in_turns:
         most = SECTION_TILES[config.tiles_of] * multiprocessors(problem.device)
         if config.tiles_of == "q":
             most *= shape.heads_q // shape.heads_kv  # their heads share keys and values
         fitting = max(1, min(fitting, int(most * heads / num_tiles(config, problem))))
-    if side_by_side:
+    if in_turns and not config.walks_up:
         least = max(least, min(heads, TURN_HEADS))
     fitting = max(fitting, least)
     # A power of two, so that sections of the usual head counts come out even, which is worth 7 %.

@@ -156,6 +156,12 @@ class Problem:
         return packed or self.extras.lengths
 
     @property
+    def is_causal(self) -> bool:
+        """Whether a mask hides keys on the right of each query, and none on its left."""
+        shape = self.shape
+        return shape.window_right < shape.seqlen_k <= shape.window_left
+
+    @property
     def lse_shape(self) -> tuple[int, ...]:
         """(batch, heads_q, seqlen_q), or (heads_q, total_q) when packed."""
         if self.total_q is not None:

@@ -28,6 +28,8 @@ class AttentionKernel(KernelConfig):
         divides_rows: blocks of this backward kernel can divide the query rows of a head.
         stores_dbias: this backward kernel stores the gradient of the bias, in the dtype of q,
             instead of adding to it.
+        walks_up: blocks of this backward kernel walk from the first query to the last, unlike those
+            of the kernel that it stands for.
         combine: the configuration of the kernel that merges the results of several blocks, if
             blocks of this kernel (as ``split_keys()`` returns it) can divide the keys of a tile.
     """
@@ -37,6 +39,7 @@ class AttentionKernel(KernelConfig):
     persistent: ClassVar[bool] = False
     divides_rows: ClassVar[bool] = False
     stores_dbias: ClassVar[bool] = False
+    walks_up: ClassVar[bool] = False
     combine: ClassVar["KernelConfig | None"] = None
     key_mask_header: ClassVar[str] = "attention/key_mask.cuh"
 
@@ -69,6 +72,10 @@ class AttentionKernel(KernelConfig):
 
     def storing_dbias(self) -> KernelConfig:
         """The same for a gradient of the bias that is dS; itself if it can only add to it."""
+        return self
+
+    def walking_up(self) -> KernelConfig:
+        """The same for blocks that walk from the first query to the last; itself if all do."""
         return self
 
     def launched(self, capability: Capability) -> tuple[KernelConfig, ...]:

@@ -305,7 +305,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
         for problem in (features, features._replace(masked=True, short=len(SHORT))):
             config = forward(dtype, head_dim, problem, capability)
             yield from (config, config.split_keys())
-        yield backward(dtype, head_dim, features, capability)[1]
+        yield from backward(dtype, head_dim, features, capability)[1].launched(capability)
 
 
 def _padded(head_dim: int) -> int:

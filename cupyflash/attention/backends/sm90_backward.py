@@ -58,6 +58,14 @@ class MainKernel(AttentionKernel):
     key_mask_header: ClassVar[str] = KEY_MASK_HEADER
     tiles_of: ClassVar[str] = "k"
 
+    def walking_up(self) -> KernelConfig:
+        """The same for blocks that walk from the first query to the last (`BwdWalkingTile`)."""
+        return self if self.stores_dbias else dataclasses.replace(self, walks_up=True)
+
+    def launched(self, capability: Capability) -> tuple[KernelConfig, ...]:
+        """This configuration and those that are launched in its place."""
+        return tuple(dict.fromkeys((self, self.storing_dbias(), self.walking_up())))
+
     @property
     def boxes(self) -> dict[str, int]:
         """Rows of a box of each tensor map."""
@@ -80,6 +88,7 @@ class FlashBwdSm90(MainKernel):
     bias: int
     dropout: bool
     smem_bytes: int
+    walks_up: bool = False
 
     @property
     def threads(self) -> int:
@@ -112,10 +121,6 @@ class FlashBwdSm90(MainKernel):
             return self
         return dataclasses.replace(self, bias=STORED_GRADIENT)
 
-    def launched(self, capability: Capability) -> tuple[KernelConfig, ...]:
-        """This configuration and the one that is launched in its place."""
-        return tuple(dict.fromkeys((self, self.storing_dbias())))
-
 
 @dataclasses.dataclass(frozen=True)
 class FlashBwdWideSm90(MainKernel):
@@ -139,6 +144,7 @@ class FlashBwdWideSm90(MainKernel):
     bias: int
     dropout: bool
     smem_bytes: int
+    walks_up: bool = False
 
     @property
     def threads(self) -> int:

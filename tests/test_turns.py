@@ -1,0 +1,139 @@
+"""Deterministic backward passes under a causal mask, whose blocks may walk up the queries."""
+
+import dataclasses
+import types
+
+import numpy
+import pytest
+from matrix import each
+from passes import forward_backward
+
+import cupyflash
+from cupyflash.attention import launch, plan
+from cupyflash.attention.backends import sm90
+from cupyflash.attention.problem import Features
+from cupyflash.testing import expected, make_alibi_slopes, poison_free_memory, to_float64
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "heads_kv", "shares", "causal", "up"),
+    [
+        (4, 16, 16, 1, True, True),
+        (4, 16, 16, 1, False, False),  # all blocks of a head begin at once, whatever the way
+        (1, 16, 16, 1, True, False),  # four tiles for each multiprocessor
+        (4, 32, 16, 1, True, False),  # two query heads in each block
+        (4, 32, 16, 2, True, True),
+    ],
+)
+def test_which_walk_up(monkeypatch, batch, heads, heads_kv, shares, causal, up):
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    shape = launch.structs.AttentionShape(batch, heads, heads_kv, 4096, 4096, 64)
+    shape.group_shares = shares
+    fields = {"shape": shape, "is_causal": causal, "device": 0, "total_q": None, "total_k": None}
+    config = sm90.backward("float16", 64, Features(masked=causal), (9, 0))[1]
+    assert launch.walks_up(config, types.SimpleNamespace(**fields)) == up
+
+
+@pytest.fixture
+def walking_up(monkeypatch):
+    """Few tiles are enough, and several query heads in a block do not matter."""
+    monkeypatch.setattr(plan, "walks_up", lambda config, problem: problem.is_causal)
+
+
+CASES = [
+    ({}, {"causal": True}),
+    ({"seqlen_q": 401, "seqlen_k": 130}, {"causal": True}),  # queries without keys
+    ({"seqlen_q": 401, "seqlen_k": 130}, {"causal": "top-left"}),  # the last see all
+    ({"seqlen_q": 70, "seqlen_k": 700}, {"causal": True}),  # most tiles of keys: all queries
+    ({"seqlen_q": 300, "seqlen_k": 333}, {"window": (None, 70)}),
+    ({"heads_q": 6, "heads_kv": 2}, {"causal": True}),
+    ({"batch": 1, "seqlen_q": 900, "seqlen_k": 900}, {"causal": True, "softcap": 5.0}),
+    ({"storage": "padded"}, {"causal": True, "alibi": True}),
+    ({"layout": "bhsd"}, {"causal": True, "dropout_p": 0.3, "dropout_seed": 5}),
+    ({}, {"causal": True, "bias": True}),
+    ({}, {"causal": True, "key_mask": True}),
+    ({}, {"causal": True, "lengths": ((301, 17), (320, 290))}),
+]
+
+
+def options_of(target, options, shape):
+    options = dict(options)
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = make_alibi_slopes(
+            shape["heads_q"], target.library, device=target.device
+        )
+    if options.pop("bias", False):
+        rng = numpy.random.default_rng(3)
+        rows, keys = shape["seqlen_q"], -(-shape["seqlen_k"] // 8) * 8
+        bias = rng.standard_normal((shape["batch"], shape["heads_q"], rows, keys))
+        options["bias"] = target.array(bias.astype("float32"))[..., : shape["seqlen_k"]]
+    if options.pop("key_mask", False):
+        mask = numpy.arange(shape["seqlen_k"]) % 5 != 3
+        options["bias"] = target.array(numpy.tile(mask, (shape["batch"], 1, 1, 1)))
+    return options
+
+
+@each(device="cuda")
+@pytest.mark.parametrize("head_dims", [32, 64, 96, 128, 192, (192, 128), 256], ids=str)
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_walking_up(target, walking_up, number, head_dims):
+    """The gradients are right, and have the same bits in every run."""
+    shape, options = CASES[number]
+    head_dim, head_dim_v = head_dims if isinstance(head_dims, tuple) else (head_dims, head_dims)
+    # A plan of its own.
+    shape = {"batch": 2, "seqlen_q": 311, "seqlen_k": 341, "heads_q": 3} | shape
+    dtype = target.dtypes[number % len(target.dtypes)]
+    inputs = target.inputs(dtype, head_dim=head_dim, head_dim_v=head_dim_v, **shape)
+    options = options_of(target, options, shape)
+    lengths = options.pop("lengths", None)
+    if lengths:
+        rows = [target.array(numpy.array(x, "int32")) for x in lengths]
+        options |= {"seqused_q": rows[0], "seqused_k": rows[1]}
+    poison_free_memory(target.library, target.device, [x.nbytes for x in (inputs.q, inputs.k)])
+    results, *again = (forward_backward(inputs, deterministic=True, **options) for _ in range(3))
+    for other in again:
+        for name in ("dq", "dk", "dv"):
+            assert (to_float64(results[name]) == to_float64(other[name])).all(), name
+    if not lengths:
+        expected(inputs, **options).check(**results)
+    for i, (rows, keys) in enumerate(zip(*lengths or ((), ()))):
+        used = {"q": rows, "out": rows, "dout": rows, "dq": rows}
+        one = {
+            n: getattr(inputs, n)[i : i + 1, : used.get(n, keys)] for n in ("q", "k", "v", "dout")
+        }
+        found = {n: results[n][i : i + 1, : used.get(n, keys)] for n in ("out", "dq", "dk", "dv")}
+        expected(dataclasses.replace(inputs, **one), causal=True).check(**found)
+
+
+@each(device="cuda", library="torch")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed_sequences(target, walking_up, head_dim):
+    import torch
+
+    lengths = [431, 0, 17, 96, 130]
+    inputs = target.varlen_inputs(target.dtypes[0], lengths, head_dim=head_dim, heads_q=3)
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    ends = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, 431, 431)
+
+    def gradients():
+        out = cupyflash.flash_attn_varlen_func(*leaves, *ends, causal=True, deterministic=True)
+        return dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, inputs.dout)))
+
+    found, again = gradients(), gradients()
+    expected(inputs, causal=True).check(**found)
+    for name, x in found.items():
+        assert torch.equal(x, again[name]), name
+
+
+@each(device="cuda")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_tiles(target, head_dim):
+    """More than eight for each multiprocessor of a H200: blocks walk up unless they are made to."""
+    inputs = target.inputs(target.dtypes[0], batch=9, heads_q=16, seqlen_q=1030, head_dim=head_dim)
+    results, again = (forward_backward(inputs, causal=True, deterministic=True) for _ in range(2))
+    for name in ("dq", "dk", "dv"):
+        assert (to_float64(results[name]) == to_float64(again[name])).all(), name
+    for i in (0, 8):
+        one = {n: getattr(inputs, n)[i : i + 1] for n in ("q", "k", "v", "dout")}
+        found = {n: results[n][i : i + 1] for n in ("out", "dq", "dk", "dv")}
+        expected(dataclasses.replace(inputs, **one), causal=True).check(**found)
