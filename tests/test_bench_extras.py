@@ -9,7 +9,7 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import extras  # noqa: E402
+from bench import extras, problem, providers  # noqa: E402
 from bench.extras import Variant, packed  # noqa: E402
 from bench.problem import Problem  # noqa: E402
 
@@ -50,6 +50,22 @@ def test_both_sides_of_a_ratio_are_alike():
             assert ours.batch * ours.seqlen == pytest.approx(tokens, rel=0.05)
             hidden = ours.heads * ours.head_dim, other.heads * other.head_dim
             assert hidden[0] == pytest.approx(hidden[1], rel=0.07)
+
+
+@pytest.mark.parametrize("layout", [providers._packed, providers._jagged])
+def test_gradients_of_packed_sequences_are_not_copied(monkeypatch, layout):
+    """A view of the one batch has a view as its gradient; that of x[0] is a copy among zeros."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(problem, "DEVICE", "cpu")
+    attention = layout(lambda q, k, v, *packing, causal=True: q + k + v, [2, 3])
+    shape = (1, 5, 2, 4) if layout is providers._packed else (1, 2, 5, 4)
+    x = torch.ones(shape, requires_grad=True)
+    left, names = [attention(x, x, x, True).grad_fn], set()
+    while left:
+        node = left.pop()
+        names.add(node.name())
+        left += [after for after, _ in node.next_functions if after is not None]
+    assert "SqueezeBackward1" in names and not any("Select" in name for name in names), names
 
 
 def test_a_backward_must_repeat_its_bits():
