@@ -83,7 +83,7 @@ struct BwdWideLayout {
 };
 
 // With a semaphore the blocks add to each query tile in turns, so that the sum is deterministic.
-// These two mbarriers connect the consumers with the lanes that keep the turns.
+// These two mbarriers connect the consumers with the lane that keeps the turns.
 struct Turns {
   uint64_t come;  // the consumers may add to this tile
   uint64_t over;  // the consumers have added to it
@@ -94,14 +94,13 @@ struct Turns {
   }
 };
 
-// Two lanes keep the turns, so that no consumer waits for memory: lane 0 waits for the blocks
-// before this one, lane 1 lets those after it go on.
+// One lane keeps the turns, so that no consumer waits for memory.
 template <int BLOCK_M, int BLOCK_N, class Shared>
 __device__ __forceinline__ void keep_turns(const FlashBwdParams& params, Shared& shared,
                                            Turns& turns) {
-  const bool first_lane = threadIdx.x % 32 == 0;
   Ring<BWD_TILE_RECORDS> record;
-  Ring<1> turn;
+  Ring<1> step;
+  int* flag = nullptr;  // of the turn that this block has not ended yet
 #pragma unroll 1
   for (;; record.advance()) {
     const auto& tile = shared.wait_tile(record);
@@ -111,22 +110,14 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params, Shared&
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
-      for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m), turn.advance()) {
+      for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m), step.advance()) {
         const int m_begin = m * BLOCK_M;
-        int* flag = turn_flag(params, accum_row(params, tile, head, m_begin));
-        if (first_lane) {
-          wait_flag(flag, turn_of_tile(tile, m_begin, BLOCK_N));
-          mbarrier_wait(smem_address(&turns.over), turn.parity ^ 1);  // of the turn before
-          mbarrier_arrive(smem_address(&turns.come));
-        } else {
-          mbarrier_wait(smem_address(&turns.over), turn.parity);
-          const int next = tile.next_m(m);
-          const bool is_last =
-              !tile.is_m(next) || next * BLOCK_M / TURN_ROWS != m_begin / TURN_ROWS;
-          if (is_last) release_flag(flag);
-        }
+        begin_turn(flag, params, tile, accum_row(params, tile, head, m_begin), m_begin, BLOCK_N);
+        mbarrier_arrive(smem_address(&turns.come));
+        mbarrier_wait(smem_address(&turns.over), step.parity);
       }
     }
+    end_turn(flag);
   }
 }
 

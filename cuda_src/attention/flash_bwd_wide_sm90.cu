@@ -22,7 +22,7 @@
 //
 // Warps. One lane of warp 0 chooses the next tile, one lane of warp 1 loads K and Q with lse_log2
 // and delta, and one lane of warp 2 loads V and dO. Warp 3 is the reducer of staged dQ; or, with a
-// semaphore, two of its lanes keep the turns (Turns). The warpgroups after the first are the
+// semaphore, one of its lanes keeps the turns (Turns). The warpgroups after the first are the
 // consumers.
 //
 // Shared memory holds one buffer of K and of V, two of Q and of dO, one of P and of dS. With tiles
@@ -38,7 +38,7 @@
 // after p_free, at which the reducer arrives when the copy engine has read the second part of dQ.
 // Each part is written after DQ_EMPTY, at which the reducer arrives when the one before is read.
 //
-// Why it ends is explained in flash_bwd_sm90.cu. The lanes that keep the turns see the same heads
+// Why it ends is explained in flash_bwd_sm90.cu. The lane that keeps the turns sees the same heads
 // and query tiles as the consumers.
 #include "bwd_wide_consumer_sm90.cuh"
 #include "partial_gradient.cuh"
@@ -112,9 +112,9 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   __shared__ Turns turns;
   __shared__ uint64_t p_free;
   if (threadIdx.x == 0) {
-    // The scheduler waits for both producers, and for the reducer, or the two lanes that keep the
+    // The scheduler waits for both producers, and for the reducer, or the lane that keeps the
     // turns.
-    const int followers = Layout::STAGES_DQ ? 3 : params.base.dq_semaphore ? 4 : 2;
+    const int followers = Layout::STAGES_DQ || params.base.dq_semaphore ? 3 : 2;
     mbarrier_init(smem_address(&p_free), 1);
     turns.init(CONSUMERS);
     shared.init(CONSUMERS, followers);
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
       if constexpr (Layout::STAGES_DQ) {
         return reduce_staged_dq<Layout>(params.base, shared, p_free, smem_k);
       }
-      if (params.base.dq_semaphore && threadIdx.x % 32 < 2) {
+      if (params.base.dq_semaphore && elect_one()) {
         keep_turns<BLOCK_M, BLOCK_N>(params.base, shared, turns);
       }
       return;
