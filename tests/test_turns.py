@@ -10,8 +10,8 @@ from passes import forward_backward
 
 import cupyflash
 from cupyflash.attention import launch, plan
-from cupyflash.attention.backends import sm90
-from cupyflash.attention.problem import Features
+from cupyflash.attention.backends import simt, sm80, sm80_short, sm90
+from cupyflash.attention.problem import SHORT, Features
 from cupyflash.testing import expected, make_alibi_slopes, poison_free_memory, to_float64
 
 
@@ -34,10 +34,25 @@ def test_which_walk_up(monkeypatch, batch, heads, heads_kv, shares, causal, up):
     assert launch.walks_up(config, types.SimpleNamespace(**fields)) == up
 
 
+@pytest.mark.parametrize("backend", [sm80, simt, sm80_short], ids=lambda x: x.__name__[29:])
+def test_other_backends_walk_as_they_do(monkeypatch, backend):
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
+    shape = launch.structs.AttentionShape(4, 16, 16, 64, 64, 64)
+    shape.group_shares = 1
+    fields = {"shape": shape, "is_causal": True, "device": 0, "total_q": None, "total_k": None}
+    features = Features(masked=True, short=len(SHORT), one_tile=True, one_pass=True)
+    for config in backend.backward("float16", 64, features, (9, 0)):
+        assert not launch.walks_up(config, types.SimpleNamespace(**fields))
+
+
 @pytest.fixture
 def walking_up(monkeypatch):
     """Few tiles are enough, and several query heads in a block do not matter."""
-    monkeypatch.setattr(plan, "walks_up", lambda config, problem: problem.is_causal)
+    monkeypatch.setattr(
+        plan,
+        "walks_up",
+        lambda config, problem: problem.is_causal and config.walking_up() != config,
+    )
 
 
 CASES = [

@@ -293,8 +293,10 @@ def walks_up(config: KernelConfig, problem: Problem) -> bool:
     would be at different ones, which do not fit the L2 cache.
     """
     shape = problem.shape
+    if config.walking_up() == config or not problem.is_causal:
+        return False
     many = num_tiles(config, problem) > FEW_TILES * multiprocessors(problem.device)
-    return problem.is_causal and many and shape.heads_q <= shape.heads_kv * shape.group_shares
+    return many and shape.heads_q <= shape.heads_kv * shape.group_shares
 
 
 def num_tiles(config: KernelConfig, problem: Problem) -> int:
