@@ -90,12 +90,16 @@ def libraries(library: str | None = None, device: str | None = None) -> list[Tar
 
 
 def select(library: str | None = None, device: str | None = None) -> list[Target]:
-    """The targets, those of one library or device if given; never empty."""
+    """The targets, those of one library or device if given; never empty.
+
+    A target with emulated kernels stands for a GPU, though its tensors are on the CPU.
+    """
     reason = compute_capability()[1] or "no GPU tests of torch: it sees no GPU"
     return [
         target
         for target in TARGETS
-        if library in (None, target.library) and device in (None, target.device)
+        if library in (None, target.library)
+        and (device in (None, target.device) or (device == "cuda" and target.backend))
     ] or [Target(f"{library}-gpu", "", "cuda", missing=reason)]
 
 

@@ -88,6 +88,22 @@ def options_of(target, options, shape):
     return options
 
 
+def assert_same_bits(results, again):
+    for name in ("dq", "dk", "dv"):
+        assert (to_float64(results[name]) == to_float64(again[name])).all(), name
+
+
+def check_sequence(inputs, results, i, rows, keys):
+    """Sequence i of a causal problem, of whose rows and keys these are used."""
+    ends = dict.fromkeys(("q", "out", "dout", "dq"), rows) | dict.fromkeys(
+        ("k", "v", "dk", "dv"), keys
+    )
+    part = lambda name, x: x[i : i + 1, : ends[name]]  # noqa: E731
+    one = {name: part(name, getattr(inputs, name)) for name in ("q", "k", "v", "dout")}
+    found = {name: part(name, results[name]) for name in ("out", "dq", "dk", "dv")}
+    expected(dataclasses.replace(inputs, **one), causal=True).check(**found)
+
+
 @each(device="cuda")
 @pytest.mark.parametrize("head_dims", [32, 64, 96, 128, 192, (192, 128), 256], ids=str)
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -107,17 +123,12 @@ def test_walking_up(target, walking_up, number, head_dims):
     poison_free_memory(target.library, target.device, [x.nbytes for x in (inputs.q, inputs.k)])
     results, *again = (forward_backward(inputs, deterministic=True, **options) for _ in range(3))
     for other in again:
-        for name in ("dq", "dk", "dv"):
-            assert (to_float64(results[name]) == to_float64(other[name])).all(), name
+        assert_same_bits(results, other)
     if not lengths:
         expected(inputs, **options).check(**results)
-    for i, (rows, keys) in enumerate(zip(*lengths or ((), ()))):
-        used = {"q": rows, "out": rows, "dout": rows, "dq": rows}
-        one = {
-            n: getattr(inputs, n)[i : i + 1, : used.get(n, keys)] for n in ("q", "k", "v", "dout")
-        }
-        found = {n: results[n][i : i + 1, : used.get(n, keys)] for n in ("out", "dq", "dk", "dv")}
-        expected(dataclasses.replace(inputs, **one), causal=True).check(**found)
+        return
+    for i, (rows, keys) in enumerate(zip(*lengths)):
+        check_sequence(inputs, results, i, rows, keys)
 
 
 @each(device="cuda", library="torch")
@@ -136,8 +147,7 @@ def test_packed_sequences(target, walking_up, head_dim):
 
     found, again = gradients(), gradients()
     expected(inputs, causal=True).check(**found)
-    for name, x in found.items():
-        assert torch.equal(x, again[name]), name
+    assert_same_bits(found, again)
 
 
 @each(device="cuda")
@@ -146,9 +156,6 @@ def test_many_tiles(target, head_dim):
     """More than eight for each multiprocessor of a H200: blocks walk up unless they are made to."""
     inputs = target.inputs(target.dtypes[0], batch=9, heads_q=16, seqlen_q=1030, head_dim=head_dim)
     results, again = (forward_backward(inputs, causal=True, deterministic=True) for _ in range(2))
-    for name in ("dq", "dk", "dv"):
-        assert (to_float64(results[name]) == to_float64(again[name])).all(), name
+    assert_same_bits(results, again)
     for i in (0, 8):
-        one = {n: getattr(inputs, n)[i : i + 1] for n in ("q", "k", "v", "dout")}
-        found = {n: results[n][i : i + 1] for n in ("out", "dq", "dk", "dv")}
-        expected(dataclasses.replace(inputs, **one), causal=True).check(**found)
+        check_sequence(inputs, results, i, 1030, 1030)
