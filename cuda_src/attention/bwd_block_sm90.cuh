@@ -23,6 +23,7 @@ __device__ __forceinline__ void forget_registers() { asm volatile("" ::: "memory
 // The record of a key tile and of the queries that see it, which the scheduler writes for all
 // roles. n_rows = 0 ends the work of the block.
 struct BwdTile {
+  static constexpr bool WHOLE_HEADS = false;
   Sequence sequence;
   TileRange m_range;
   uint32_t index;  // in the order of the tiles
@@ -105,7 +106,19 @@ struct BwdWalkingTile : BwdTile {
   __device__ int next_m(int m) const { return WALKS_UP ? m + 1 : m - 1; }
 };
 
-// The same, but unless a mask is causal or blocks add in turns, it begins where the block's keys
+// For a block that takes the key tiles of a head one after the other, the first keys first. The
+// first tile sees every query, and the last one that sees a query completes its dQ.
+struct BwdHeadTile : BwdWalkingTile<false> {
+  static constexpr bool WHOLE_HEADS = true;
+
+  __device__ bool begins_dq() const { return n_block == 0; }
+  // Whether the queries before m_end see no later keys.
+  __device__ bool completes_dq(int m_end) const {
+    return sequence.key_end(min(m_end, sequence.seqlen_q) - 1) <= n_begin + n_rows;
+  }
+};
+
+// As BwdWalkingTile, but unless a mask is causal or blocks add in turns, it begins where the block's keys
 // meet the diagonal, and goes on with the first tile after the last: at any time the blocks of a
 // head are at different queries, and few of them add to the same rows of dQ.
 template <bool WALKS_UP_>
@@ -215,10 +228,52 @@ __device__ __forceinline__ void schedule_bwd_tiles(const FlashBwdSm90Params& par
   }
 }
 
+// The same where blocks take whole heads: `index` is that of a head, of all sequences, and its key
+// tiles have consecutive records.
+template <int BLOCK_M, class Shared>
+__device__ __forceinline__ void schedule_bwd_heads(const FlashBwdSm90Params& params, Shared& shared,
+                                                   int block_n) {
+  const AttentionShape& shape = params.base.shape;
+  const auto heads = [&] { return uint32_t(shape.heads_kv * shape.group_shares); };
+  shared.tiles[0].index = blockIdx.x;
+  shared.tiles[0].n_block = 0;
+#pragma unroll 1
+  for (int stage = 0;;) {
+    auto& tile = shared.tiles[stage];
+    tile.n_rows = 0;
+    forget_registers();
+    if (tile.index < heads() * shape.batch) {
+      const int later = ceil_div(shape.seqlen_k, block_n) - 1 - tile.n_block;
+      tile.locate(params.base, {later, int(tile.index % heads()), int(tile.index / heads())},
+                  BLOCK_M, block_n);
+    }
+    mbarrier_arrive(smem_address(&shared.located.full[stage]));
+    if (tile.n_rows == 0) return;
+    mbarrier_wait(smem_address(&shared.almost_loaded), stage % 2);
+    stage = (stage + 1) % BWD_TILE_RECORDS;
+    auto& next = shared.tiles[stage];
+    next.index = tile.index;
+    next.n_block = tile.n_block + 1;
+    if (tile.n_begin + block_n < shape.seqlen_k) continue;
+    next.index = next_tile_index(params.tile_counter, tile.index, heads() * shape.batch);
+    next.n_block = 0;
+  }
+}
+
 // The first row of a query tile in lse_log2, delta and dq_accum.
 __device__ __forceinline__ int64_t accum_row(const FlashBwdParams& params, const BwdTile& tile,
                                              int head, int m_begin) {
   return head * params.accum_rows + tile.sequence.accum_start + m_begin;
+}
+
+// The same in dq_accum where a block takes whole heads. It then holds the rows of the query heads
+// that this block has at the moment, and no others.
+__device__ __forceinline__ int64_t own_accum_row(const FlashBwdParams& params, const BwdTile& tile,
+                                                 int head, int m_begin) {
+  const AttentionShape& shape = params.shape;
+  const int heads = ceil_div(shape.heads_q / shape.heads_kv, shape.group_shares);
+  const int64_t own = int64_t(blockIdx.x) * heads + head - tile.head_begin;
+  return own * round_up(shape.seqlen_q, ACCUM_ROW_ALIGN) + m_begin;
 }
 
 // The order of dQ in dq_accum: it consists of blocks of 64 rows, each of these of blocks of eight

@@ -6,6 +6,7 @@
 #include "bias_tile_sm90.cuh"
 #include "bwd_block_sm90.cuh"
 #include "score_gradient.cuh"
+#include "store_rows.cuh"
 
 // DS_WRITTEN: all consumers have written their part of dS. DQ_EMPTY and DQ_FULL: the buffer of a
 // warpgroup's part of dQ, between it and the reducer, may be written, or added to global memory.
@@ -27,10 +28,13 @@ __device__ __forceinline__ NamedBarrier dq_full(int group) {
 constexpr int DQ_THREADS = WARPGROUP + 32;  // a consumer warpgroup and the reducer
 
 // The tiles of a block and their places in dynamic shared memory.
-template <class Options, int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int STAGES_, bool WALKS_UP_>
+template <class Options, int HEAD_DIM_, int BLOCK_M_, int BLOCK_N_, int STAGES_, bool WALKS_UP_,
+          bool WHOLE_HEADS_>
 struct BwdLayout {
   static constexpr bool WALKS_UP = WALKS_UP_;
-  using Shared = BwdShared<BwdWalkingTile<WALKS_UP>, BLOCK_M_, STAGES_>;
+  static constexpr bool WHOLE_HEADS = WHOLE_HEADS_;
+  using BlockTile = typename Choose<WHOLE_HEADS, BwdHeadTile, BwdWalkingTile<WALKS_UP>>::Type;
+  using Shared = BwdShared<BlockTile, BLOCK_M_, STAGES_>;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int BLOCK_M = BLOCK_M_;
   static constexpr int BLOCK_N = BLOCK_N_;
@@ -78,6 +82,7 @@ struct BwdLayout {
 template <class Options, class L>
 struct BwdConsumer {
   using T = typename Options::T;
+  using BlockTile = typename L::BlockTile;
   using TileKV = typename L::TileKV;
   using TileQ = typename L::TileQ;
   using Scores = float[L::BLOCK_M / 8][4];       // S, dP
@@ -183,7 +188,8 @@ struct BwdConsumer {
   // Computes dV += P^T dO and dQ = dS K, which goes to the reducer, and issues dK += dS^T Q, which
   // is still in flight on return.
   __device__ __forceinline__ void issue_gradients(Gradient& acc_dk, Gradient& acc_dv, Operand& p,
-                                                  Operand& ds, const Ring<L::STAGES>& at) {
+                                                  Operand& ds, const BlockTile& tile, int head,
+                                                  int m_begin, const Ring<L::STAGES>& at) {
     using TileS = typename L::TileS;
     wg_gemm<T, L::BLOCK_M / 16>(acc_dv, p, WgColumnOperand<TileQ>(dout_address(at), 0), ACCUMULATE);
     fence_async_proxy();  // dS becomes visible to wgmma
@@ -206,6 +212,12 @@ struct BwdConsumer {
     wg_gemm<T, L::BLOCK_M / 16>(acc_dk, ds, WgColumnOperand<TileQ>(q_address(at), 0), ACCUMULATE);
     wgmma_wait<1>();  // dQ is complete; dK may still run
     pin(dq);
+    if constexpr (L::WHOLE_HEADS) {
+      if (uniform(tile.completes_dq(m_begin + L::BLOCK_M))) {
+        complete_dq(dq, tile, head, m_begin);
+        return;
+      }
+    }
     hand_over_dq(dq);
   }
 
@@ -221,7 +233,7 @@ struct BwdConsumer {
 
   // Walks over the query tiles of a head, one after the other. Those on either edge of a window
   // need the mask.
-  __device__ __forceinline__ void steps(Gradient& acc_dk, Gradient& acc_dv, const BwdTile& tile,
+  __device__ __forceinline__ void steps(Gradient& acc_dk, Gradient& acc_dv, const BlockTile& tile,
                                         int head) {
     if constexpr (L::WALKS_UP) {
 #pragma unroll 1
@@ -242,7 +254,7 @@ struct BwdConsumer {
     }
   }
 
-  __device__ __forceinline__ void step(Gradient& acc_dk, Gradient& acc_dv, const BwdTile& tile,
+  __device__ __forceinline__ void step(Gradient& acc_dk, Gradient& acc_dv, const BlockTile& tile,
                                        int head, int m_begin, bool masked) {
     Scores s, dp;
     Constants lse_log2, delta;
@@ -257,7 +269,7 @@ struct BwdConsumer {
     wgmma_wait<1>();
     pin(s);
     make_p_and_ds(p, ds, s, dp, lse_log2, delta, tile, head, m_begin, ring, masked);
-    issue_gradients(acc_dk, acc_dv, p, ds, ring);
+    issue_gradients(acc_dk, acc_dv, p, ds, tile, head, m_begin, ring);
     wgmma_wait<0>();
     end_gradients(acc_dk, ds, ring);
     ring.advance();
@@ -266,7 +278,8 @@ struct BwdConsumer {
   // Walks over the query tiles of a head, and issues S of the next tile before it waits for dK of
   // this one.
   __device__ __forceinline__ void overlapped_steps(Gradient& acc_dk, Gradient& acc_dv,
-                                                   const BwdTile& tile, int head) {
+                                                   const BlockTile& tile, int head) {
+    constexpr int EARLIER = L::WALKS_UP ? -L::BLOCK_M : L::BLOCK_M;
     Operand p, ds;
     int m = L::WALKS_UP ? uniform(tile.m_range.begin) : uniform(tile.m_range.end) - 1;
     {
@@ -279,7 +292,7 @@ struct BwdConsumer {
     while (L::WALKS_UP ? ++m < uniform(tile.m_range.end) : --m >= uniform(tile.m_range.begin)) {
       Ring<L::STAGES> next = ring;
       next.advance();
-      issue_gradients(acc_dk, acc_dv, p, ds, ring);
+      issue_gradients(acc_dk, acc_dv, p, ds, tile, head, m * L::BLOCK_M + EARLIER, ring);
       Scores s, dp;
       shared.q.wait_full(next);
       issue_s(s, next);
@@ -288,7 +301,7 @@ struct BwdConsumer {
       make_next(p, ds, s, dp, tile, head, m, next);
       ring = next;
     }
-    issue_gradients(acc_dk, acc_dv, p, ds, ring);
+    issue_gradients(acc_dk, acc_dv, p, ds, tile, head, m * L::BLOCK_M + EARLIER, ring);
     wgmma_wait<0>();
     end_gradients(acc_dk, ds, ring);
     ring.advance();
@@ -303,6 +316,12 @@ struct BwdConsumer {
   }
   __device__ uint32_t ds_address(const Ring<L::STAGES>& at) const {
     return smem + L::DS_OFFSET + uniform(at.stage) * L::TileS::BYTES;
+  }
+
+  // Of eight columns of this warpgroup's part of dQ.
+  __device__ uint32_t dq_address(int octet) const {
+    return smem + L::DQ_OFFSET +
+           dq_fragment_offset(group * L::DQ_COLS / 8 + octet) * sizeof(float);
   }
 
   // Makes P and dS of a tile whose S is in flight.
@@ -340,11 +359,39 @@ struct BwdConsumer {
     named_barrier_sync(dq_empty(group), DQ_THREADS);
 #pragma unroll
     for (int n = 0; n < L::DQ_COLS / 8; ++n) {
-      st_shared_128(
-          smem + L::DQ_OFFSET + dq_fragment_offset(group * L::DQ_COLS / 8 + n) * sizeof(float),
-          dq[n]);
+      st_shared_128(dq_address(n), dq[n]);
     }
     fence_async_proxy();  // dQ becomes visible to the copy engine
     named_barrier_arrive(dq_full(group), DQ_THREADS);
+  }
+
+  // Writes this warpgroup's part of dq where a block takes whole heads: what earlier keys have added
+  // up, which the reducer has fetched, and the part of these keys, which are the last.
+  __device__ __forceinline__ void complete_dq(float (&dq)[L::DQ_COLS / 8][4], const BlockTile& tile,
+                                              int head, int m_begin) {
+    if (!uniform(tile.begins_dq())) {
+      named_barrier_sync(dq_empty(group), DQ_THREADS);
+      const uint32_t address = opaque(dq_address(0));
+#pragma unroll
+      for (int n = 0; n < L::DQ_COLS / 8; ++n) {
+        const uint4 earlier = ld_shared_128(address + n * WARPGROUP * sizeof(uint4));
+        dq[n][0] += __uint_as_float(earlier.x);
+        dq[n][1] += __uint_as_float(earlier.y);
+        dq[n][2] += __uint_as_float(earlier.z);
+        dq[n][3] += __uint_as_float(earlier.w);
+      }
+      named_barrier_arrive(dq_full(group), DQ_THREADS);
+    }
+    const FlashBwdParams& base = params.base;
+#pragma unroll
+    for (int n = 0; n < L::DQ_COLS / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dq[n][i] *= base.shape.scale;
+    }
+    const int warp_row = (fresh_thread_index() - WARPGROUP) / 32 * 16;
+    const int row = m_begin + (L::SPLIT_ROWS ? warp_row : warp_row % 64);
+    const int column = L::SPLIT_ROWS ? 0 : group * L::DQ_COLS;
+    store_rows(static_cast<T*>(base.dq) + base.dq_strides.at(tile.batch, row, opaque(head)) + column,
+               base.dq_strides.row, dq, tile.sequence.seqlen_q - row, base.shape.head_dim - column);
   }
 };

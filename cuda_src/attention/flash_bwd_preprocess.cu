@@ -5,7 +5,7 @@
 //              to the next multiple of ACCUM_ROW_ALIGN), so that exp2(score - lse_log2) is 0 there
 //              without a mask; delta is 0 in those rows. From HUGE_LSE on it is NaN: float32 keeps
 //              no digit of the weights there, and no gradient is better than a wrong one
-//   dq_accum = 0, if the backend has one
+//   dq_accum = 0, if CLEARS and the backend has one
 //
 // The time is that of memory. A warp handles ROWS_PER_WARP consecutive rows of one head, and Lanes
 // says which lane reads which part of them, by loads of 16 bytes if all rows are aligned. The
@@ -66,7 +66,7 @@ __device__ __forceinline__ bool aligned_16(const T* data, const Strides& strides
   return all % 16 == 0;
 }
 
-template <typename T, int ACCUM_DIM>
+template <typename T, int ACCUM_DIM, bool CLEARS>
 __global__ void __launch_bounds__(WARPS * 32) flash_bwd_preprocess(const FlashBwdParams params) {
   // ---- which rows ----
   using L = Lanes<T, ACCUM_DIM>;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(WARPS * 32) flash_bwd_preprocess(const FlashBw
   }
 
   // ---- clean accumulators ----
-  if constexpr (ACCUM_DIM > 0) {
+  if constexpr (CLEARS && ACCUM_DIM > 0) {
     constexpr int STORES = ROWS_PER_WARP * ACCUM_DIM / 4;
     static_assert(STORES % 32 == 0, "16 bytes a store, all lanes");
     float4* accum = reinterpret_cast<float4*>(params.dq_accum + (accum_row + warp_row) * ACCUM_DIM);

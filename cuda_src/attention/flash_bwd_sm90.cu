@@ -104,29 +104,92 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params, typename
   }
 }
 
+// The reducer of a block that takes whole heads. The first key tile stores dQ of a query tile in
+// dq_accum, others add to it, and for the last one the reducer fetches the sum into the buffer.
+template <class L>
+__device__ __forceinline__ void keep_dq(const FlashBwdParams& params, typename L::Shared& shared,
+                                        uint32_t smem_dq, uint64_t* fetched) {
+  constexpr uint32_t PART_BYTES = L::DQ_PART * sizeof(float);
+  constexpr uint32_t BYTES = L::BLOCK_M * L::HEAD_DIM * sizeof(float);
+  const uint32_t barrier = smem_address(fetched);
+  const bool elected = elect_one();
+  uint32_t parity = 0;
+  Ring<BWD_TILE_RECORDS> record;
+#pragma unroll 1
+  for (;; record.advance()) {
+    const auto& tile = shared.wait_tile(record);
+    if (tile.n_rows == 0) return;
+    if (elected) {
+      mbarrier_arrive(smem_address(&shared.almost_loaded));
+      bulk_wait_done();  // this tile adds to what the last one has stored
+    }
+#pragma unroll 1
+    for (int head = tile.head_begin; head < tile.head_end; ++head) {
+#pragma unroll 1
+      for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m)) {
+        const bool completes = tile.completes_dq((m + 1) * L::BLOCK_M);
+        if (completes && tile.begins_dq()) continue;  // the consumers have all of it
+        float* kept = params.dq_accum +
+                      own_accum_row(params, tile, head, m * L::BLOCK_M) * L::HEAD_DIM;
+        if (elected) bulk_wait_read<0>();
+        if (completes) {
+          if (elected) {
+            mbarrier_arrive_expect(barrier, BYTES);
+            bulk_load(smem_dq, kept, BYTES, barrier);
+          }
+          mbarrier_wait(barrier, parity);
+          parity ^= 1;
+        }
+        __syncwarp();
+#pragma unroll
+        for (int group = 0; group < L::GROUPS; ++group)
+          named_barrier_arrive(dq_empty(group), DQ_THREADS);
+#pragma unroll
+        for (int group = 0; group < L::GROUPS; ++group) {
+          named_barrier_sync(dq_full(group), DQ_THREADS);
+          if (completes || !elected) continue;
+          float* to = kept + group * L::DQ_PART;
+          const uint32_t from = smem_dq + group * PART_BYTES;
+          const uint32_t bytes = group == 0 ? PART_BYTES : BYTES - PART_BYTES;
+          if (tile.begins_dq()) {
+            bulk_store(to, from, bytes);
+          } else {
+            bulk_reduce_add(to, from, bytes);
+          }
+          bulk_commit();
+        }
+      }
+    }
+  }
+}
+
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_STAGES, bool SOFTCAP,
-          bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES, bool WALKS_UP>
+          bool ALIBI, int BIAS, bool DROPOUT, int SMEM_BYTES, bool WALKS_UP, bool WHOLE_HEADS>
 __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     flash_bwd_sm90(const __grid_constant__ FlashBwdSm90Params params) {
   using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
-  using Layout = BwdLayout<Options, HEAD_DIM, BLOCK_M, BLOCK_N, NUM_STAGES, WALKS_UP>;
+  using Layout =
+      BwdLayout<Options, HEAD_DIM, BLOCK_M, BLOCK_N, NUM_STAGES, WALKS_UP, WHOLE_HEADS>;
   using TileKV = typename Layout::TileKV;
   using TileQ = typename Layout::TileQ;
   constexpr int GROUPS = Layout::GROUPS;
   constexpr int CONSUMERS = Layout::CONSUMERS;
   constexpr int FOLLOWERS = 3;  // the scheduler waits for both producers and for the reducer
-  constexpr int PRODUCER_REGISTERS = Layout::CONSTANTS_AHEAD ? 24 : 40;
-  constexpr int CONSUMER_REGISTERS = Layout::CONSTANTS_AHEAD ? 240 : 232;
+  constexpr int PRODUCER_REGISTERS = Layout::CONSTANTS_AHEAD || WHOLE_HEADS ? 24 : 40;
+  constexpr int CONSUMER_REGISTERS = Layout::CONSTANTS_AHEAD || WHOLE_HEADS ? 240 : 232;
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
   static_assert(GROUPS == 2, "the register split is made for two consumers");
   static_assert(NUM_STAGES == 2, "one barrier an iteration protects dS only if it has two stages");
   static_assert(ACCUM_ROW_ALIGN % BLOCK_M == 0, "a query tile must not straddle two sequences");
+  static_assert(!WHOLE_HEADS || (Options::NONE && !WALKS_UP), "such blocks take plain scores");
 
   extern __shared__ __align__(1024) unsigned char smem[];
   const uint32_t smem_k = smem_address(smem);
   __shared__ typename Layout::Shared shared;
   __shared__ RingBarriers<1> bias_barriers[GROUPS];
+  __shared__ uint64_t dq_fetched;
   if (threadIdx.x == 0) {
+    if constexpr (WHOLE_HEADS) mbarrier_init(smem_address(&dq_fetched), 1);
     if constexpr (Layout::HAS_BIAS_TILES) {
       for (auto& ring : bias_barriers) ring.init(4);  // warps
     }
@@ -138,7 +201,12 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     dealloc_registers<PRODUCER_REGISTERS>();
     const int warp = warp_in_warpgroup();
     if (warp == 0) {
-      if (elect_one()) schedule_bwd_tiles<BLOCK_M>(params, shared, BLOCK_N);
+      if (!elect_one()) return;
+      if constexpr (WHOLE_HEADS) {
+        schedule_bwd_heads<BLOCK_M>(params, shared, BLOCK_N);
+      } else {
+        schedule_bwd_tiles<BLOCK_M>(params, shared, BLOCK_N);
+      }
     } else if (warp == 1) {
       if (elect_one())
         load_bwd_tiles<TileQ, TileKV, NUM_STAGES>(
@@ -165,6 +233,8 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
             {RowsMap::V, RowsMap::DOUT, smem_k + Layout::V_OFFSET, smem_k + Layout::DOUT_OFFSET,
              shared.v, shared.dout, RowConstants::SKIP},
             load_bias);
+    } else if constexpr (WHOLE_HEADS) {
+      keep_dq<Layout>(params.base, shared, smem_k + Layout::DQ_OFFSET, &dq_fetched);
     } else {
       reduce_dq<Layout>(params.base, shared, smem_k + Layout::DQ_OFFSET);
     }

@@ -15,14 +15,15 @@ template <int HEAD_DIM, int HEAD_DIM_V, int BLOCK_M, int BLOCK_N, int Q_STAGES, 
 struct FwdLayout<HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES, MASKED_BY_TMA>
     : FwdLayout<HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES, BY_TMA> {};
 
-template <class Options, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int STAGES, bool WALKS_UP>
+template <class Options, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int STAGES, bool WALKS_UP,
+          bool WHOLE_HEADS>
 struct BwdLayout;
 template <typename T, bool SOFTCAP, bool ALIBI, bool DROPOUT, int HEAD_DIM, int BLOCK_M,
-          int BLOCK_N, int STAGES, bool WALKS_UP>
+          int BLOCK_N, int STAGES, bool WALKS_UP, bool WHOLE_HEADS>
 struct BwdLayout<ScoreOptions<T, SOFTCAP, ALIBI, MASKED_BY_TMA, DROPOUT>, HEAD_DIM, BLOCK_M,
-                 BLOCK_N, STAGES, WALKS_UP>
+                 BLOCK_N, STAGES, WALKS_UP, WHOLE_HEADS>
     : BwdLayout<ScoreOptions<T, SOFTCAP, ALIBI, BY_TMA, DROPOUT>, HEAD_DIM, BLOCK_M, BLOCK_N,
-                STAGES, WALKS_UP> {};
+                STAGES, WALKS_UP, WHOLE_HEADS> {};
 
 // The bits of a tile of 8 * N keys from `key` on, a multiple of 8 * OCTETS.
 template <BiasKind KIND, int N>

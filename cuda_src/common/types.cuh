@@ -23,12 +23,23 @@ struct bfloat16_t {
   uint16_t bits;
 };
 
+constexpr int INT_MAX = 0x7fffffff;
 constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
 constexpr float FLOAT_MAX = 0x1.fffffep127f;
 constexpr float QUIET_NAN = __builtin_bit_cast(float, 0x7fc00000);
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+
+// A where the condition holds, else B.
+template <bool CONDITION, class A, class B>
+struct Choose {
+  using Type = A;
+};
+template <class A, class B>
+struct Choose<false, A, B> {
+  using Type = B;
+};
 
 // A CUtensorMap, encoded by the host (cupyflash/runtime/tensor_map.py); opaque to the kernel.
 struct alignas(64) TensorMap {

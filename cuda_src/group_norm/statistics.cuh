@@ -3,16 +3,6 @@
 #include "../norm/row_tile.cuh"
 #include "params.cuh"
 
-// A where the condition holds, else B.
-template <bool CONDITION, class A, class B>
-struct Choose {
-  using Type = A;
-};
-template <class A, class B>
-struct Choose<false, A, B> {
-  using Type = B;
-};
-
 // Adds up what `lanes` neighbouring threads have, a power of two up to 32.
 __device__ __forceinline__ Sums sum_of_lanes(Sums sums, int lanes) {
   for (int mask = 1; mask < lanes; mask *= 2) sums = sums + shuffle_xor(sums, mask);

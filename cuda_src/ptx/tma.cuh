@@ -67,6 +67,13 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_
       : "memory");
 }
 
+// Copies a run of bytes in shared memory to global memory.
+__device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src),
+               "r"(bytes)
+               : "memory");
+}
+
 // Adds a run of floats in shared memory to global memory. L2 does the additions.
 __device__ __forceinline__ void bulk_reduce_add(float* dst, uint32_t src, uint32_t bytes) {
   asm volatile(
@@ -89,6 +96,13 @@ __device__ __forceinline__ void bulk_wait_read() {
 template <int N>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Waits until the writes of all of this thread's groups are in L2, where its later copies and
+// additions find them. bulk_wait() alone is not enough for that: it compiles to the wait for reads.
+__device__ __forceinline__ void bulk_wait_done() {
+  bulk_wait<0>();
+  asm volatile("fence.acq_rel.gpu;\n\tfence.proxy.async.global;" ::: "memory");
 }
 
 // Makes this thread's ordinary stores to shared memory visible to wgmma and to the copy engine.

@@ -14,7 +14,7 @@ import struct
 from typing import Any
 
 from ..runtime.config import ITEM_SIZE, KernelConfig
-from ..runtime.gpu import capability_of, multiprocessors
+from ..runtime.gpu import capability_of, l2_bytes, multiprocessors
 from ..runtime.launch import Launch, call_fields, pointer_of
 from ..runtime.scratch import NULL, tile_counters
 from ..runtime.structs import header
@@ -29,6 +29,9 @@ MIN_SPLIT_KEYS = 256  # of a block: two or more key tiles of any head dim
 # A launch of fewer tiles than these for each multiprocessor has few, and then a section of heads
 # should have so many.
 FEW_TILES, SECTION_TILES = 8, 3
+# Bytes of q, dout and dq in float32 for each element of a row, and the part of the L2 cache that they
+# may take where blocks take whole heads. This saves the time that a query needs for so many keys.
+HEAD_ROW_BYTES, HEADS_L2_FRACTION, SAVED_KEYS = 8, 0.8, 120
 # A block should have at least so many query rows. With fewer, the sums of dK and dV that it leaves
 # in float32 take longer than it saves.
 MIN_SHARE_ROWS = 1024
@@ -285,6 +288,31 @@ def least_side_by_side(config: KernelConfig, problem: Problem) -> int:
     return min(heads, -(-SECTION_TILES * at_once * heads // max(1, tiles)))
 
 
+def takes_heads(config: KernelConfig, problem: Problem) -> bool:
+    """Whether each block of the backward pass should take all keys of a head.
+
+    Then nothing clears, adds up and converts a dq in float32. But the launch ends with whole heads,
+    and the rows of as many of them as there are multiprocessors should fit the L2 cache, unless
+    each is read once. Every query must see the first key.
+    """
+    shape, at_once = problem.shape, multiprocessors(problem.device)
+    diagonal = 0 if shape.top_left else shape.seqlen_k - shape.seqlen_q
+    sees_first = -shape.window_right <= diagonal <= shape.window_left - shape.seqlen_q + 1
+    group = shape.heads_q // shape.heads_kv
+    divided = shape.group_shares > group and problem.features.masked
+    if config.taking_heads() == config or problem.has_own_lengths or divided or not sees_first:
+        return False
+    if shape.seqlen_k <= config.tile_rows:
+        return True
+    heads = shape.heads_kv * shape.group_shares * shape.batch
+    rows = -(-group // shape.group_shares) * shape.seqlen_q
+    if rows * shape.head_dim * HEAD_ROW_BYTES * at_once > HEADS_L2_FRACTION * l2_bytes(problem.device):
+        return False
+    idle = -heads % at_once / heads
+    keys = shape.seqlen_k / 2 if problem.is_causal else shape.seqlen_k
+    return idle * keys < SAVED_KEYS
+
+
 def walks_up(config: KernelConfig, problem: Problem) -> bool:
     """Whether blocks that add in turns should walk from the first query to the last.
 
@@ -300,10 +328,13 @@ def walks_up(config: KernelConfig, problem: Problem) -> bool:
 
 
 def num_tiles(config: KernelConfig, problem: Problem) -> int:
-    """Tiles of a kernel; where sequences have lengths of their own, at most."""
+    """Tiles of a kernel; where sequences have lengths of their own, at most.
+
+    A head is one where a block takes all of it.
+    """
     shape, of_keys = problem.shape, config.tiles_of == "k"
     heads = shape.heads_kv * shape.group_shares if of_keys else shape.heads_q
-    return _tiles_of_head(config, problem) * heads
+    return heads * (shape.batch if config.whole_heads else _tiles_of_head(config, problem))
 
 
 def _tiles_of_head(config: KernelConfig, problem: Problem) -> int:

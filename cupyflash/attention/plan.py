@@ -24,6 +24,7 @@ from .launch import (
     least_side_by_side,
     num_tiles,
     prepare,
+    takes_heads,
     walks_up,
 )
 from .options import BIAS, KEY_MASK, Gradients, Options
@@ -196,9 +197,12 @@ class BackwardPlan(Plan):
                 columns = shape.heads_kv * configs[-1].head_dim
                 partial_floats = 2 * shape.group_shares * _rows_k(problem) * columns
             least = least_side_by_side(main, problem)
-        if deterministic and walks_up(main, problem):
+        if takes_heads(main, problem):  # and adds in the order of keys
+            configs = [taking for x in configs if (taking := x.taking_heads())]
+            deterministic = False
+        elif deterministic and walks_up(main, problem):
             configs = [config.walking_up() for config in configs]
-            main = configs[:2][-1]
+        main = configs[:2][-1]
         if self.dbias is not None:  # after what is above has been read
             partial_floats = max(partial_floats, self.dbias.partial_floats)
         if extras.sinks:
@@ -210,7 +214,7 @@ class BackwardPlan(Plan):
         # One allocation for lse_log2 and delta [heads_q, rows], dq_accum [heads_q, rows, dim] and
         # dkv_partial.
         self.rows_bytes = shape.heads_q * rows * 4
-        self.partial_offset = self.rows_bytes * (2 + accum_dim)
+        self.partial_offset = 2 * self.rows_bytes + 4 * accum_dim * _accum_places(problem, main)
         self.scratch_size = self.partial_offset // 4 + partial_floats
         self.semaphores = 1 + shape.heads_q * rows // 16 if deterministic and accum_dim else 0
         per_query = 2 + (2 if accum_dim else 0)  # q, dout; the accumulator counts twice
@@ -380,7 +384,7 @@ def _heads_per_section(
         least: so many side by side even if the L2 cache has no room for them.
     """
     shape = problem.shape
-    if not (problem.is_causal or in_turns):
+    if config.whole_heads or not (problem.is_causal or in_turns):
         return 1
     head_bytes = max(1, rows * shape.head_dim * tensors * 2)
     fitting = max(1, min(heads, int(SECTION_L2_FRACTION * l2_bytes(problem.device) / head_bytes)))
@@ -411,6 +415,18 @@ def _accum_rows(problem: Problem) -> int:
     if problem.total_q is not None:
         return (problem.total_q // structs.ACCUM_ROW_ALIGN + shape.batch) * structs.ACCUM_ROW_ALIGN
     return -(-shape.seqlen_q // structs.ACCUM_ROW_ALIGN) * structs.ACCUM_ROW_ALIGN * shape.batch
+
+
+def _accum_places(problem: Problem, main: KernelConfig) -> int:
+    """Rows of dq_accum, of all heads together."""
+    shape = problem.shape
+    if not main.whole_heads:
+        return shape.heads_q * _accum_rows(problem)
+    if shape.seqlen_k <= main.tile_rows:
+        return 0
+    blocks = min(num_tiles(main, problem), multiprocessors(problem.device))
+    heads = -(-shape.heads_q // (shape.heads_kv * shape.group_shares))
+    return blocks * heads * (_accum_rows(problem) // shape.batch)
 
 
 class Padding(NamedTuple):

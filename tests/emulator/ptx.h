@@ -464,6 +464,10 @@ inline void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t ba
   emulator::begin_counted_copy(
       barrier, bytes, [=] { std::memcpy(emulator::shared_pointer<uint4>(dst), src, bytes); });
 }
+inline void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
+  emulator::fiber().bulk.add(emulator::begin_copy(
+      [=] { std::memcpy(dst, emulator::shared_pointer<uint4>(src), bytes); }));
+}
 inline void bulk_reduce_add(float* dst, uint32_t src, uint32_t bytes) {
   emulator::fiber().bulk.add(emulator::begin_copy([=] {
     for (unsigned i = 0; i < bytes / 4; ++i) {
@@ -480,6 +484,7 @@ template <int N>
 void bulk_wait_read() {
   bulk_wait<N>();
 }
+inline void bulk_wait_done() { bulk_wait<0>(); }
 inline void fence_async_proxy() {}
 
 // ---- warpgroup.cuh ----

@@ -30,6 +30,8 @@ class AttentionKernel(KernelConfig):
             instead of adding to it.
         walks_up: blocks of this backward kernel walk from the first query to the last, unlike those
             of the kernel that it stands for.
+        whole_heads: a block of this backward kernel takes all keys of a head, so that it needs a
+            place in ``dq_accum`` for the rows of the head that it has at the moment alone.
         combine: the configuration of the kernel that merges the results of several blocks, if
             blocks of this kernel (as ``split_keys()`` returns it) can divide the keys of a tile.
     """
@@ -40,6 +42,7 @@ class AttentionKernel(KernelConfig):
     divides_rows: ClassVar[bool] = False
     stores_dbias: ClassVar[bool] = False
     walks_up: ClassVar[bool] = False
+    whole_heads: ClassVar[bool] = False
     combine: ClassVar["KernelConfig | None"] = None
     key_mask_header: ClassVar[str] = "attention/key_mask.cuh"
 
@@ -78,6 +81,10 @@ class AttentionKernel(KernelConfig):
         """The same for blocks that walk from the first query to the last; itself if all do."""
         return self
 
+    def taking_heads(self) -> "KernelConfig | None":
+        """The same for blocks that take whole heads; None if it is not needed then."""
+        return self
+
     def launched(self, capability: Capability) -> tuple[KernelConfig, ...]:
         """This configuration and those that are launched beside it, or in its place."""
         return (self, self.split_keys(), self.combine) if self.combine else (self,)
@@ -114,6 +121,7 @@ class FlashBwdPreprocess(AttentionKernel):
     Attributes:
         dtype: of dout and out.
         accum_dim: columns of ``dq_accum``; 0 if the backend has none.
+        clears: whether it zeroes ``dq_accum``.
     """
 
     source: ClassVar[str] = "attention/flash_bwd_preprocess.cu"
@@ -122,6 +130,11 @@ class FlashBwdPreprocess(AttentionKernel):
 
     dtype: str
     accum_dim: int
+    clears: bool = True
+
+    def taking_heads(self) -> KernelConfig:
+        """The same for blocks that take whole heads, which store before they add."""
+        return dataclasses.replace(self, clears=False)
 
     def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks; they also cover the padding rows of each sequence."""

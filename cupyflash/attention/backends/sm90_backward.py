@@ -64,7 +64,8 @@ class MainKernel(AttentionKernel):
 
     def launched(self, capability: Capability) -> tuple[KernelConfig, ...]:
         """This configuration and those that are launched in its place."""
-        return tuple(dict.fromkeys((self, self.storing_dbias(), self.walking_up())))
+        instead = (self.storing_dbias(), self.walking_up(), self.taking_heads())
+        return tuple(dict.fromkeys((self, *instead)))
 
     @property
     def boxes(self) -> dict[str, int]:
@@ -89,6 +90,7 @@ class FlashBwdSm90(MainKernel):
     dropout: bool
     smem_bytes: int
     walks_up: bool = False
+    whole_heads: bool = False
 
     @property
     def threads(self) -> int:
@@ -114,6 +116,17 @@ class FlashBwdSm90(MainKernel):
     def bias_box_rows(self) -> int:
         """Rows of a box of the map of the bias: all queries of a step."""
         return self.block_m if self.bias in (*BIAS_BY_TMA, STORED_GRADIENT) else 0
+
+    def launched(self, capability: Capability) -> tuple[KernelConfig, ...]:
+        """As those of the base, and the preprocess of blocks that take whole heads."""
+        before = FlashBwdPreprocess(self.dtype, self.head_dim).taking_heads()
+        has_one = self.taking_heads() != self
+        return (*super().launched(capability), *((before,) if has_one else ()))
+
+    def taking_heads(self) -> KernelConfig:
+        """The same for blocks that take whole heads (`BwdHeadTile`); itself unless it is plain."""
+        options = self.softcap or self.alibi or self.bias or self.dropout
+        return self if options else dataclasses.replace(self, whole_heads=True)
 
     def storing_dbias(self) -> KernelConfig:
         """The same for a gradient of the bias that is dS; itself if it can only add to it."""
@@ -166,6 +179,9 @@ class FlashBwdPostprocessSm90(AttentionKernel):
     def threads(self) -> int:
         """Threads of a block."""
         return -(-self.head_dim // 64) * WARPGROUP
+
+    def taking_heads(self) -> None:
+        """Blocks that take whole heads write dq themselves."""
 
     def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks."""
