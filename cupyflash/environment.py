@@ -9,8 +9,8 @@ CUPYFLASH_CACHE_DIR     a folder                compiled kernels live here; defa
 CUPYFLASH_DEBUG         0 or 1                  print each kernel's configuration, registers, spills
                                                 and seconds; check what costs a device sync
 CUPYFLASH_DUMP          ptx, sass or ptx,sass   write kernel.ptx / kernel.sass beside the cubin
-CUPYFLASH_BACKEND       sm90, sm80, fp16x3      use this backend of attention only
-                        or simt
+CUPYFLASH_BACKEND       sm90, sm80, fp16x3      use this backend of attention only; projections and
+                        or simt                 attention_with_cache obey it, too (docs/options.md)
 CUPYFLASH_NO_JIT        0 or 1                  raise instead of compiling
 CUPYFLASH_TUNING        a file, or 0            the choices of ``cupyflash tune``, or none; default
                                                 tuning.json in the folder of compiled kernels

@@ -1,4 +1,5 @@
-"""Calls of attention whose kernels run on the CPU, each checked against float64 (test_emulator.py).
+"""Calls whose kernels run on the CPU (test_emulator.py): of attention, checked against float64, and
+of the sampling of tokens.
 
 ``python tests/emulated_calls.py FOLDER``; kernels are compiled into the folder. To run other tests
 in this way: ``EMULATED_KERNELS=FOLDER pytest tests/test_triangle.py``.
@@ -14,6 +15,7 @@ import torch
 from passes import forward_backward
 
 import cupyflash
+from cupyflash.decode.sampling import Sampling, sample
 from cupyflash.testing import expected, make_inputs
 
 LENGTHS = {"batch": 1, "seqlen_q": 150, "seqlen_k": 330}
@@ -64,7 +66,22 @@ def check_broken_kernels(folder):
             cupyflash.attention(inputs.q, inputs.k, inputs.v)
 
 
+def check_signed_zeros(folder):
+    """Tokens are those of NumPy where the largest logits are zeros of both signs."""
+    rows = torch.full((2, 8), -1.0)
+    rows[0, :2], rows[1, :2] = torch.tensor([-0.0, 0.0]), torch.tensor([0.0, -0.0])
+    logits = rows.repeat(16, 1)
+    for sampling in (Sampling(1.0, top_k=2, seed=1), Sampling(1.0, top_p=0.4, seed=1)):
+        right, found = torch.zeros((2, 32), dtype=torch.int32)
+        sample(logits, sampling, out=right)
+        with emulator.hopper(folder) as launched:
+            sample(logits, sampling, out=found)
+        print(f"{sampling}: {', '.join(launched)}")
+        assert launched == ["sample"] and right.max() == 1 and torch.equal(found, right)
+
+
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
     check_cases(Path(sys.argv[1]))
+    check_signed_zeros(Path(sys.argv[1]))
     check_broken_kernels(Path(sys.argv[1]))

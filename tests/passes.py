@@ -1,4 +1,4 @@
-"""Forward and backward of a problem as a user of each library runs them, and one graph of torch."""
+"""Forward and backward of a problem as a user of each library runs them, and functions of torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -54,3 +54,19 @@ def one_graph(function: Callable, **options: Any) -> Callable:
 
     torch.compiler.reset()
     return torch.compile(function, fullgraph=True, **{"backend": "aot_eager", **options})
+
+
+def without_gradient(*tensors: Any) -> tuple[Any, ...]:
+    """Copies of tensors, by a function whose backward returns None for each of them."""
+    import torch
+
+    class WithoutGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: Any) -> tuple[Any, ...]:
+            return tuple(x.clone() for x in tensors)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> tuple[None, ...]:
+            return (None,) * len(gradients)
+
+    return WithoutGradient.apply(*tensors)

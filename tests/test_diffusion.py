@@ -162,8 +162,10 @@ def test_nan_is_not_clipped_away(target):
 @each_library()
 def test_empty(target):
     x = stored(target, numpy.zeros((0, 4)), "float16")
-    out = SAMPLERS["ddpm"].step(x, x, 3, seed=1)
-    assert tuple(out.shape) == (0, 4)
+    none = indices(target, [])
+    for step, seed in ((3, 1), (3, none), (none, none)):
+        out = SAMPLERS["ddpm"].step(x, x, step, seed=seed)
+        assert tuple(out.shape) == (0, 4) and out.dtype == x.dtype
 
 
 @each_library()
@@ -337,7 +339,7 @@ FACTORS = {
     "schedule": list(SCHEDULES),
     "prediction_type": ["epsilon", "v_prediction", "sample"],
     "timestep_spacing": ["leading", "trailing", "linspace"],
-    "num_steps": [7, 10],
+    "num_steps": [7, 10, 16],  # 1000 / 16 is a half, which must be rounded as diffusers does
     "extra": [0, 1, 2, 3, 4],
 }
 

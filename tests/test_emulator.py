@@ -1,4 +1,4 @@
-"""Kernels of attention, emulated on the CPU: the one test of their results that needs no GPU."""
+"""Kernels, emulated on the CPU: the one test of their results that needs no GPU."""
 
 import os
 import subprocess

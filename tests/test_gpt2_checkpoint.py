@@ -1,6 +1,9 @@
 """Reading checkpoints and tokenizers, without torch: what is wrong with them is told."""
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -63,6 +66,37 @@ def test_load(folder):
     assert gpt2.weights.head_weight is gpt2.weights.token_embedding
     for dtype in ("float16", "bfloat16"):
         assert load(folder, dtype=dtype).weights.blocks[0].up_bias.dtype.name == dtype
+
+
+LOAD = """
+import sys
+from cupyflash.models.gpt2 import Gpt2
+
+assert "ml_dtypes" not in sys.modules
+if sys.argv[3] == "missing":
+    sys.modules["ml_dtypes"] = None
+model = Gpt2.from_folder(sys.argv[1], dtype=sys.argv[2], device="cpu")
+print(model.weights.final_norm[0].astype("float64").tolist())
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("state", ["installed", "missing"])
+def test_bfloat16_in_the_file(dtype, state, tmp_path):
+    """In a process where nobody has imported ml_dtypes before, which NumPy needs to read it."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    weights = {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors().items()}
+    folder = write(tmp_path, weights)
+    command = [sys.executable, "-c", LOAD, str(folder), dtype, state]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    if state == "missing":
+        line = "ImportError: Gpt2: bfloat16 needs ml_dtypes; pip install ml_dtypes"
+        assert done.returncode == 1 and done.stderr.splitlines()[-1] == line
+        return
+    assert done.returncode == 0, done.stderr
+    right = weights["transformer.ln_f.weight"].astype(dtype).astype("float64").tolist()
+    assert json.loads(done.stdout) == right
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,17 @@ def test_no_positions_at_all(target):
 
 
 @each_library()
+def test_samples_side_by_side_or_in_one_place(target):
+    """The statistics have an order of their own, as the backward wants them contiguous."""
+    case = Case("float32", 3, (24, 4), (1,), "silu", False, "contiguous")
+    dout, plain, weight, bias = case.arrays(target)
+    side_by_side = stored(target, to_numpy(plain), "float32", "transposed")
+    for x in (side_by_side, broadcast(plain[:1], plain.shape)):
+        exact = expected_group_norm(dout, x, 4, weight, bias, "silu", 1e-5)
+        exact.check(**run(case, dout, x, weight, bias))
+
+
+@each_library()
 def test_slices_of_channels_and_samples(target):
     """Gaps between samples, and between channels or positions; NaN lies in them."""
     values = numpy.full((5, 24, 6, 8), numpy.nan, "float32")

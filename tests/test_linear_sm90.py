@@ -146,6 +146,8 @@ def test_supports(changes):
         (Rotary(64, 24), False),  # half of it is no multiple of 8
         (Rotary(64, 24, True), True),
         (Rotary(64, 20, True), False),
+        (Rotary(24, 8, True), True),
+        (Rotary(12, 8, True), False),  # a block of eight columns would be of two heads
         (Rotary(512, 512), False),
     ],
 )

@@ -9,7 +9,10 @@ from matrix import covering, each_case, each_library
 
 import cupyflash
 from cupyflash import environment
+from cupyflash.linear import plan
 from cupyflash.linear.reference import Arrays, Options
+from cupyflash.runtime.libraries import NumpyLibrary
+from cupyflash.runtime.operation import Plans
 from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected_projection, poison_free_memory
 
@@ -167,3 +170,26 @@ def test_bad_input(target):
     bad(target, TypeError, "up_weight.*None", up_weight=None)
     bad(target, TypeError, "down_weight.*float32.*int32", down_weight=make((8, 24), "int32"))
     bad(target, ValueError, "activation", activation="swiglu")
+
+
+@each_library()
+def test_no_second_weight_after_an_equal_linear(target):
+    """The same arrays with the same options, but what is missing is an error of one function."""
+    x, weight = (
+        stored(target, normal(shape, i), "float16") for i, shape in enumerate(((4, 16), (24, 16)))
+    )
+    cupyflash.linear(x, weight, activation="gelu")
+    with pytest.raises(TypeError, match="^mlp: down_weight must be .*None"):
+        cupyflash.mlp(x, weight, None)
+
+
+def test_plans_of_functions_are_apart(monkeypatch):
+    """The same without a GPU: arrays of NumPy take its route, and a plan returns its function."""
+    monkeypatch.setattr(NumpyLibrary, "on_cpu", lambda library, x: False)
+    monkeypatch.setattr(plan, "LinearPlan", lambda function, *_: lambda given, pointers: function)
+    monkeypatch.setattr(plan, "_plans", Plans(wide=len(Arrays._fields)))
+    x, weight = (normal(shape, 0).astype("float32") for shape in ((4, 16), (24, 16)))
+    for _ in range(2):
+        assert cupyflash.linear(x, weight, activation="gelu") == "linear"
+        with pytest.raises(TypeError, match="^mlp: down_weight must be .*None"):
+            cupyflash.mlp(x, weight, None)

@@ -6,7 +6,7 @@ import numpy
 import pytest
 from arrays import normal, stored, to_numpy
 from matrix import covering, each_case, each_library
-from passes import one_graph
+from passes import one_graph, without_gradient
 from test_norm import EPS, spread_out
 
 import cupyflash
@@ -369,6 +369,17 @@ def test_autograd_of_h_alone(target):
     dx, dresidual = torch.autograd.grad(norm_of(*leaves)[0], (x, residual), dout)
     assert ((dx == 0).cpu().numpy() == (factors(0.3, tuple(x.shape)) == 0)).all()
     assert dresidual.dtype == residual.dtype
+
+
+@each_library(library="torch")
+def test_no_gradient_arrives(target):
+    """Neither of out nor of h, from a function behind them."""
+    import torch
+
+    leaves, gradients = leaves_of(target)
+    outputs = without_gradient(*norm_of(*leaves))
+    found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+    assert all(dx is None or not dx.any() for dx in found)
 
 
 @each_library(library="torch")

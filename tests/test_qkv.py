@@ -132,6 +132,22 @@ def test_deep_rows(target, rows, interleaved):
 
 
 @each_library()
+@pytest.mark.parametrize("head_dim", [12, 20, 24])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_that_are_no_whole_blocks(target, head_dim, interleaved):
+    """Kernels compute eight columns at a time, which may be of two heads."""
+    case = Case(
+        "float16", (2, 40), (2, 1), head_dim, 64, 8 / head_dim, "", interleaved, True, True, False,
+        None,
+    )  # fmt: skip
+    arrays = case.arrays(target)
+    assert arrays.cos.shape[1] == 4
+    options = Options(interleaved=interleaved, heads=case.heads)
+    found = project(arrays, case.heads, interleaved)
+    expected_projection(arrays, options).check(out=joined(found))
+
+
+@each_library()
 def test_packed_sequences_need_positions(target):
     """Without them the second sequence would go on where the first one ends."""
     dtype, heads = target.dtypes[0], {"heads_q": 2, "heads_kv": 1}

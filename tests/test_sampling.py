@@ -128,6 +128,22 @@ def test_ties_with_the_last_kept_stay(target):
 
 
 @each_library()
+@pytest.mark.parametrize("zeros", [(-0.0, 0.0), (0.0, -0.0)], ids=str)
+def test_zeros_of_both_signs_are_equal(target, zeros):
+    """Where they are the largest logits, whichever comes first."""
+    values = numpy.full((300, 8), -1.0, "float32")
+    values[:, 3], values[:, 6] = zeros
+    logits = stored(target, values, "float32")
+    for sampling in (
+        *(Sampling(1.0, top_k=k) for k in (1, 2)),
+        *(Sampling(1.0, top_p=p) for p in (0.1, 0.4)),
+    ):
+        assert set(tokens_of(target, logits, sampling)) == {3, 6}
+    assert set(tokens_of(target, logits, Sampling())) == {3}
+    assert set(tokens_of(target, logits, Sampling(1.0))) == set(range(8))
+
+
+@each_library()
 def test_seeds_rows_and_positions_differ(target):
     logits = stored(target, numpy.zeros((64, 5000)), "float32")
     same = numpy.zeros(64, "int32")

@@ -8,7 +8,7 @@ import importlib
 import pytest
 from arrays import normal, stored
 from matrix import each_library
-from passes import one_graph
+from passes import one_graph, without_gradient
 
 import cupyflash
 from cupyflash.runtime.scratch import no_garbage_collected
@@ -197,6 +197,21 @@ def test_operators_have_the_gradients_of_eager(target, name):
         found = last.results(function)
     for ours, eager in zip(found, last.results(function), strict=True):
         assert (ours == eager).all()
+
+
+@each_library(library="torch")
+@each_norm
+@pytest.mark.parametrize("operator", [False, True], ids=["eager", "operator"])
+def test_no_gradient_arrives(target, name, operator):
+    """From a function behind the norm: then its inputs get none, or zeros, as torch has it."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    problem = problem_of(target, name)
+    with FlopCounterMode(display=False) if operator else contextlib.nullcontext():
+        outputs = without_gradient(*problem.function(*problem.inputs))
+    found = torch.autograd.grad(outputs, problem.inputs, problem.gradients, allow_unused=True)
+    assert all(dx is None or not dx.any() for dx in found)
 
 
 @each_library(library="torch")

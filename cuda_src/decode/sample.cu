@@ -51,7 +51,7 @@ struct Row {
   float largest;
   float scale;
 
-  // The distance of a logit from the largest, which is not negative.
+  // The distance of a logit from the largest: not negative, and not -0 either.
   __device__ __forceinline__ float distance(float logit) const { return __fsub_rn(largest, logit); }
 };
 
@@ -185,7 +185,8 @@ __global__ void __launch_bounds__(BLOCK, GREEDY ? 0 : 1)
   }
 
   // ---- which tokens are left, and one of them ----
-  const Row<T> row = {logits, params.columns, best.logit, params.scale};
+  // Of a largest logit of -0 the distance of a +0 would be -0, whose bits come behind all others.
+  const Row<T> row = {logits, params.columns, best.logit + 0.f, params.scale};
   const uint32_t counter = params.positions ? params.positions[index] : 0;
   const uint4 random = philox(params.seed, counter, index, 0);
   const uint32_t last = last_kept(row, params.top_k, params.top_p);

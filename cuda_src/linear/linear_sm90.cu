@@ -75,6 +75,8 @@ __device__ __forceinline__ void rotate_heads(float (&acc)[M][N][4], const T* sme
                                              const LinearParams& params, int row, int tile_column) {
   constexpr int PAIRS = INTERLEAVED ? 4 : 8;   // of one block of eight columns, or of two
   constexpr int PARTNER = ROTARY_DIM / 2 / 8;  // blocks of eight between a pair
+  static_assert(HEAD_DIM % 8 == 0 && ROTARY_DIM <= HEAD_DIM && ROTARY_DIM % (2 * PAIRS) == 0,
+                "blocks of eight columns are of one head, and turned as a whole");
   const int lane = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < N; ++n) {

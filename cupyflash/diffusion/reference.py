@@ -1,5 +1,6 @@
 """A diffusion step in NumPy: the oracle of the tests, and the path without a GPU."""
 
+import math
 from collections.abc import Sequence
 
 import numpy
@@ -87,7 +88,8 @@ def _drawn(steps: Array, seed: int | numpy.ndarray, strides: Sequence[int]) -> A
     order = numpy.argsort([-stride for stride in strides], kind="stable")
     in_memory = steps.transpose(order)
     if isinstance(seed, numpy.ndarray):
-        samples = in_memory.reshape(len(seed), -1)  # the batch is the outermost axis
+        # The batch is the outermost axis. NumPy cannot find out what -1 is where it is empty.
+        samples = in_memory.reshape(len(seed), math.prod(steps.shape[1:]))
         seeds = [int(s) % 2**64 for s in seed]
         drawn = [normal(of.size, of, s) for of, s in zip(samples, seeds)]
         drawn = numpy.asarray(drawn, "float32").reshape(in_memory.shape)

@@ -195,9 +195,10 @@ def _timesteps(training_steps: int, num_steps: int, options: Options) -> numpy.n
         steps = numpy.arange(num_steps)[::-1] * (training_steps // num_steps)
         return steps + int(options.steps_offset)
     if options.timestep_spacing == "trailing":
-        steps = numpy.arange(training_steps, 0, -training_steps / num_steps)[:num_steps] - 1
-    else:
-        steps = numpy.linspace(0, training_steps - 1, num_steps)[::-1]
+        # Halves are rounded to even numbers before the 1 is taken off, as diffusers does.
+        steps = numpy.arange(training_steps, 0, -training_steps / num_steps)[:num_steps]
+        return numpy.round(steps).astype("int64") - 1
+    steps = numpy.linspace(0, training_steps - 1, num_steps)[::-1]
     return numpy.round(steps).astype("int64")
 
 

@@ -23,6 +23,7 @@ def group_norm(
     mean = groups.mean(-1, keepdims=True)
     variance = numpy.square(groups - mean).mean(-1, keepdims=True)
     stats = numpy.concatenate([mean, 1 / numpy.sqrt(variance + numpy.asarray(eps, wide))], -1)
+    stats = numpy.ascontiguousarray(stats)  # the order of its axes would be that of x
     _, z = _normalised(x, stats, weight, bias)
     return _like(ACTIVATIONS[activation][0](z), x), stats
 

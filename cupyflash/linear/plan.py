@@ -34,7 +34,7 @@ def run(
     plan, pointers = _plans.find(
         library,
         given,
-        (options, settings.backend),
+        (function, options, settings.backend),  # mlp alone must have a second weight
         lambda: check(function, library, given, options),
         lambda views, aligned: LinearPlan(
             function, library, views, options, aligned, settings.backend

@@ -199,9 +199,13 @@ def supports(
 
 
 def turns(rotary: Rotary) -> bool:
-    """Whether the kernel has both numbers of each pair in the same thread."""
-    unit = 8 if rotary.interleaved else 16
-    whole = 0 < rotary.rotary_dim <= rotary.head_dim and rotary.rotary_dim % unit == 0
+    """Whether the kernel has both numbers of each pair in the same thread.
+
+    It walks over blocks of eight columns, of which a head must have a whole number.
+    """
+    head_dim, rotary_dim, interleaved = rotary
+    unit = 8 if interleaved else 16
+    whole = 0 < rotary_dim <= head_dim and rotary_dim % unit == 0 and head_dim % 8 == 0
     return whole and any(tile.fits(Epilogue(rotary=rotary)) for tile in TILES)
 
 

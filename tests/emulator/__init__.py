@@ -1,4 +1,4 @@
-"""The kernels of attention on a CPU, for calls as on a Hopper GPU: slow, but it needs no GPU.
+"""The kernels of attention, and that of sampling, on a CPU, for calls as on a Hopper GPU: slow.
 
 A C++ compiler compiles the same files of ``cuda_src`` with ``cuda.h`` and ``ptx.h``, which stand in
 for the language and for the instructions. Plans, launches and their arguments are those of a GPU.

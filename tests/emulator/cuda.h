@@ -342,6 +342,10 @@ inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); 
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __fmul_rn(float a, float b) { return a * b; }  // -ffp-contract=off
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return static_cast<unsigned __int128>(a) * b >> 64;
+}
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 
 // Byte number i of the result is that of (b, a) which the hexadecimal digit i of s names.
@@ -456,8 +460,13 @@ inline unsigned __ballot_sync(unsigned, bool vote) { return emulator::ballot(vot
 inline bool __any_sync(unsigned, bool vote) { return emulator::ballot(vote); }
 inline bool __all_sync(unsigned, bool vote) { return !emulator::ballot(!vote); }
 template <typename T>
-T __shfl_sync(unsigned, T value, int from) {
-  return emulator::shuffle(value, from % emulator::WARP);
+T __shfl_sync(unsigned, T value, int from, int width = emulator::WARP) {
+  return emulator::shuffle(value, emulator::lane() / width * width + from % width);
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int delta) {
+  const int lane = emulator::lane();
+  return emulator::shuffle(value, lane < delta ? lane : lane - delta);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {

@@ -51,7 +51,7 @@ class Gpt2:
 
         Raises:
             FileNotFoundError: a file is missing.
-            ImportError: no safetensors library.
+            ImportError: no safetensors; no ml_dtypes for bfloat16, asked for or in the file.
             ValueError: not a GPT-2, a damaged file, a tensor missing or wrong, a weight not finite.
             NotImplementedError: an option of transformers that this model does not have.
         """
@@ -118,7 +118,8 @@ class Gpt2:
             prompts: tokens, of any lengths up to the context; they do not influence each other. One
                 that fills the context gets one token.
             max_new_tokens: at least 1.
-            sampling: how tokens are chosen; default greedy. Without a seed each call draws one.
+            sampling: how tokens are chosen; default greedy. The seed of a `Sampling` is 0 unless it
+                is given, so equal calls give equal tokens; with seed=None each call draws one anew.
             end_of_text: the tokens that end a sequence, which are not part of the result; None is
                 those of the config, -1 ends none.
             stop_strings: a sequence also ends where its new text comes to one of these; tokens up

@@ -92,7 +92,7 @@ def load_weights(
 
     Raises:
         FileNotFoundError: no ``model.safetensors``.
-        ImportError: no safetensors library.
+        ImportError: no safetensors; no ml_dtypes for bfloat16, asked for or in the file.
         ValueError: a damaged file; a tensor that is missing, of another shape, or with a number
             that is not finite, or not in ``dtype``.
     """
@@ -160,7 +160,11 @@ class Checkpoint:
         return self.full_name(name) in self.places
 
     def check(self, tensor: Tensor) -> None:
-        """Raise ValueError unless the tensor is there, floating-point and of its shape."""
+        """Raise ValueError unless the tensor is there, floating-point and of its shape.
+
+        Raises:
+            ImportError: no ml_dtypes for a tensor in bfloat16.
+        """
         name = self.full_name(tensor.name)
         if tensor.name not in self:
             raise ValueError(f"Gpt2: the checkpoint {self.folder} must have {name}, found none")
@@ -172,6 +176,8 @@ class Checkpoint:
         if dtype not in FLOATS:
             allowed = ", ".join(FLOATS)
             raise ValueError(f"Gpt2: {name} in {path} must be one of {allowed}, got {dtype}")
+        if dtype == "BF16":
+            numpy_dtype("bfloat16")  # NumPy, and so safetensors, knows it from the import on
 
     def read(self, tensor: Tensor) -> numpy.ndarray:
         """The values as they are in the file."""
