@@ -1,14 +1,15 @@
 """Tables of wrong calls of attention's public functions: each is refused, alike on CPU and GPU."""
 
+import numpy
 import pytest
 from matrix import each
-from wrong_calls import CHOICE, FLAG, INTEGER, NUMBER, array, check_refused
+from wrong_calls import CHOICE, FLAG, INTEGER, NOT_IN_FLOAT32, NUMBER, array, check_refused
 
 import cupyflash
 
 DROPOUT = (*NUMBER, -0.1, 1.0, 1.5)
-SCALE = (*NUMBER, 0.0, -1.0)
-SOFTCAP = (*NUMBER, -1.0)
+FACTOR = (*NUMBER, -1.0, *NOT_IN_FLOAT32, 1e-40, 3e38)  # denormal; infinite times log2(e)
+SCALE, SOFTCAP = (*FACTOR, 0.0), FACTOR
 WINDOW = (
     3,
     1.5,
@@ -48,8 +49,6 @@ def shared_kinds():
 
 
 def optional_arrays(target):
-    import numpy
-
     arrays = {
         "alibi_slopes": numpy.full(4, 0.5, "float32"),
         "bias": numpy.zeros((1, 4, 5, 6), "float32"),
@@ -105,8 +104,6 @@ def test_scaled_dot_product_attention(target):
 
 
 def inputs_mask():
-    import numpy
-
     return numpy.zeros((1, 4, 5, 6), "float32")
 
 
@@ -124,8 +121,6 @@ def flash_attn_kinds(slopes):
 
 
 def slopes_of(target):
-    import numpy
-
     return target.array(numpy.full(4, 0.5, "float32"))
 
 
@@ -138,8 +133,6 @@ def stack(target, axis, *arrays):
         import cupy
 
         return cupy.stack(arrays, axis)
-    import numpy
-
     return numpy.stack(arrays, axis)
 
 
@@ -215,9 +208,26 @@ def test_a_device_that_is_none_of_ours():
         check("f", {"q": x, "k": x, "v": x}, options)
 
 
-def test_errors_speak_the_words_of_the_caller():
-    import numpy
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_factors_are_numbers_of_float32(name):
+    """Kernels take them, and their products with log2(e), as they are; numbers beside are none."""
+    from cupyflash.attention.checks import check
+    from cupyflash.attention.options import LEAST_FACTOR, MOST_FACTOR, Options
+    from cupyflash.runtime.array import View
 
+    x, float32 = View((1, 5, 2, 16), (160, 32, 16, 1), "float32", 0), numpy.finfo("float32")
+    options = Options(False, None, None, 0.0, "bshd")
+    for value in (LEAST_FACTOR, MOST_FACTOR):
+        problem = check("f", {"q": x, "k": x, "v": x}, options._replace(**{name: value}))
+        stored = getattr(problem.shape, name)
+        assert stored == value
+        assert float32.tiny <= stored <= stored * numpy.log2(numpy.e) <= float32.max
+    for value in (LEAST_FACTOR / 2, MOST_FACTOR * 2):
+        with pytest.raises(ValueError, match=f"^f: {name} must be .*positive"):
+            check("f", {"q": x, "k": x, "v": x}, options._replace(**{name: value}))
+
+
+def test_errors_speak_the_words_of_the_caller():
     q, odd = numpy.ones((1, 2, 5, 16), "float32"), numpy.ones((1, 2, 5, 16), "int8")
     sdpa, flash = cupyflash.scaled_dot_product_attention, cupyflash.flash_attn_func
     packed = cupyflash.flash_attn_varlen_qkvpacked_func

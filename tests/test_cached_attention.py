@@ -7,7 +7,7 @@ from matrix import each, each_library
 from targets import has_tensor_cores
 from test_sampling import integers
 from test_transformer_block import memory
-from wrong_calls import NUMBER, array, check_refused
+from wrong_calls import NOT_IN_FLOAT32, NUMBER, array, check_refused
 
 from cupyflash import attention_with_cache, environment
 from cupyflash.decode import cached_attention, kernels
@@ -255,7 +255,7 @@ def test_wrong_calls(target):
         good = named(target, dtype)
         kinds = {name: array(x) for name, x in good.items()}
         kinds["positions"] = array(good["positions"], dtypes=("int64", "float32"))
-        kinds["scale"] = (*NUMBER, 0, -1.0)
+        kinds["scale"] = (*NUMBER, *NOT_IN_FLOAT32, 0, -1.0)
         check_refused(attention_with_cache, {**good, "scale": 0.5}, kinds, least=90)
 
 

@@ -4,7 +4,7 @@ import numpy
 import pytest
 from arrays import normal, stored
 from matrix import each_library
-from wrong_calls import CHOICE, FLAG, INTEGER, NUMBER, array, check_refused
+from wrong_calls import CHOICE, FLAG, INTEGER, NOT_IN_FLOAT32, NUMBER, array, check_refused
 
 import cupyflash
 
@@ -94,7 +94,7 @@ def test_norm(target, rms):
     kinds = kinds_of(good, "weight")
     if rms:
         kinds["bias"] = (good["bias"], *array(good["weight"], optional=True))
-    kinds |= {"eps": (*NUMBER, -1.0, None), "rms": (*FLAG, None)}
+    kinds |= {"eps": (*NUMBER, *NOT_IN_FLOAT32, -1.0, None), "rms": (*FLAG, None)}
     good |= {"eps": 1e-5, "rms": rms, "bias": None if rms else good["bias"]}
     for function in (linear, mlp, qkv_projection):
         check_refused(function, good, kinds, least=55)

@@ -24,7 +24,7 @@ def like_weight(weight):
     return (*values, weight[:5], weight[:1], twice, twice[::2], weight[None])
 
 
-EPS = (*wrong_calls.NUMBER, -1.0, None)
+EPS = (*wrong_calls.NUMBER, *wrong_calls.NOT_IN_FLOAT32, -1.0, None)
 PROBABILITY = (*wrong_calls.NUMBER, -0.1, 1.0, 2, None)
 
 

@@ -9,7 +9,7 @@ import numpy
 import pytest
 from arrays import normal, stored
 from matrix import covering, each_case, each_library, libraries
-from wrong_calls import FLAG, INTEGER, NUMBER, array, check_refused
+from wrong_calls import FLAG, INTEGER, NOT_IN_FLOAT32, NUMBER, array, check_refused
 
 import cupyflash
 from cupyflash import BlockStack, BlockWeights, transformer_block
@@ -415,7 +415,7 @@ def test_wrong_stacks(target):
         blocks += [[first, second._replace(**{name: x})] for x in array(getattr(second, name))]
     kinds = {name: array(x) for name, x in p.ends.items()}  # with None, one of five is missing
     kinds |= {"blocks": tuple(blocks), "heads": (*INTEGER, None, 0, -1, 3, 1)}
-    kinds["eps"] = (*NUMBER, None, -1.0)
+    kinds["eps"] = (*NUMBER, *NOT_IN_FLOAT32, None, -1.0)
     check_refused(BlockStack, {"blocks": p.blocks, "heads": 4, "eps": 1e-5, **p.ends}, kinds, 110)
 
 

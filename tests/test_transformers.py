@@ -5,10 +5,12 @@ attention once more, with every weight moved by one last place or not at all, at
 differ by `ROUNDING` times as much, and as many last places of the largest number beside them.
 """
 
+import gc
 import inspect
 import re
 import subprocess
 import sys
+import weakref
 
 import pytest
 
@@ -20,6 +22,8 @@ from transformers import masking_utils  # noqa: E402
 
 import cupyflash  # noqa: E402
 from bench import architectures  # noqa: E402
+from cupyflash.attention.dispatch import FORWARD  # noqa: E402
+from cupyflash.attention.options import DETERMINISTIC  # noqa: E402
 from cupyflash.integrations import transformers as integration  # noqa: E402
 from cupyflash.integrations import transformers_mask  # noqa: E402
 from cupyflash.integrations.transformers import NAME  # noqa: E402
@@ -372,6 +376,52 @@ def test_mask_that_a_model_takes_apart_or_adds():
         scores + mask
 
 
+SEVERAL = {  # masks, and the tensors that each hands to its layers
+    "lengths": (lambda rows: make_mask(rows), {"seqused_k", "seqused_q"}),
+    "left padding": (lambda rows: make_mask(rows.flip(1)), {"bias"}),
+    "decode step": (lambda rows: make_mask(rows.flip(1), q_length=1, q_offset=5), {"bias"}),
+    "dense": (lambda rows: transformers_mask.mask(2, 6, 6, mask_function=chunked(3)), {"bias"}),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_layers_on_several_devices(name):
+    """A model that is spread over GPUs hands one mask to all layers, by accelerate or by itself."""
+    make, moved = SEVERAL[name]
+    mask = make(torch.arange(6) < torch.tensor([[6], [2]]))
+    q, k = (torch.empty(2, 4, n, 16, device="meta") for n in mask.shape[2:])
+    for handed in (mask, mask.to("meta"), mask.to(device="meta", non_blocking=True)):
+        out, _ = integration.attention(causal_layer(), q, k, k, handed)
+        assert out.device.type == "meta"
+        options = handed.options(q, k)
+        assert {x for x, y in options.items() if isinstance(y, torch.Tensor)} == moved
+        for x in moved:  # copied for the first layer of a device alone
+            assert options[x].device.type == "meta"
+            assert options[x] is mask.options(q, k)[x]
+    assert mask.to("meta")[:, :, -1:].device.type == "meta"
+    assert mask.to("meta", torch.float32).device.type == "meta"
+    assert mask.to("meta").device == torch.device("meta")
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_mask_on_another_device_is_the_same(name):
+    """cpu:0 is the CPU under another name, so that the values can be compared."""
+    mask = SEVERAL[name][0](torch.arange(6) < torch.tensor([[6], [2]]))
+    copy = mask.to("cpu:0")
+    assert copy is not mask and copy is mask.to("cpu:0")
+    assert (copy.shape, copy.pattern, copy.packed) == (mask.shape, mask.pattern, mask.packed)
+    assert torch.equal(copy.dense(), mask.dense())
+    for mine, other in ((mask.keys, copy.keys), (mask.lengths, copy.lengths)):
+        assert mine is other is None or torch.equal(mine, other)
+    reference = weakref.ref(mask)
+    gc.disable()
+    try:
+        del mask, copy
+        assert reference() is None  # no cycle keeps the memory of a GPU
+    finally:
+        gc.enable()
+
+
 def test_own_mask_of_rank_4(device):
     """A bool or additive mask of the user is all there is."""
     inputs, _ = small_inputs("llama", lengths=(12, 12))
@@ -446,6 +496,22 @@ def test_autocast(device):
             losses.append(model(**inputs).loss)
         losses[-1].backward()
     torch.testing.assert_close(*losses, rtol=2**-6, atol=0)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_model_asks_for_a_deterministic_backward(asked, monkeypatch):
+    """In the words that ModernBERT has for flash-attn; what that does, test_deterministic_plans."""
+    inputs, _ = small_inputs("modernbert")
+    model = small_model("modernbert", NAME, "cpu", deterministic_flash_attn=asked)
+    found = []
+
+    def forward(function, arrays, options):
+        found.append(options[0][DETERMINISTIC])
+        return FORWARD(function, arrays, options)
+
+    monkeypatch.setattr(integration, "FORWARD", forward)
+    model(**inputs)
+    assert set(found) == {asked}
 
 
 def test_values_with_fewer_columns_than_keys(device):

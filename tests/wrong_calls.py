@@ -20,6 +20,7 @@ NO_NUMBERS = ("text", b"1", [1.0], {}, object(), 1j, numpy.ones(2), numpy.ones((
 NUMBER = (*NO_NUMBERS, math.nan, math.inf, -math.inf, numpy.float32("nan"), True)
 INTEGER = (*NO_NUMBERS, math.nan, math.inf, 1.5, numpy.float64(2.5), -(2**70), 2**70, True)
 FLAG = ("text", 2, -1, 0.5, [True], (), {}, object(), numpy.ones(2, bool))
+NOT_IN_FLOAT32 = (1e-46, 1e39)  # there they are 0 and infinity
 CHOICE = ("no such choice", "", 3, 0.5, ["text"], {}, object())
 
 

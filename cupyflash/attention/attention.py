@@ -69,10 +69,13 @@ def attention(
         layout: "bshd", or "bhsd" with axes 1 and 2 of q, k, v and the result swapped.
         return_lse: return (out, lse); lse float32 (batch, heads_q, seqlen_q), natural logarithm,
             differentiable like out.
-        deterministic: sum the gradient of q in a fixed order, so that equal calls give equal bits;
-            slower. Not with the gradient of a bias that is broadcast, unless the batch or the
-            heads alone share it, in float16 or bfloat16, with a head_dim up to 64 and without
-            softcap, slopes, dropout and seqused: that one is always summed in a fixed order.
+        deterministic: sum all gradients in a fixed order, so that equal calls give equal bits;
+            slower. The gradient of a bias that is broadcast has such an order if all sequences, and
+            perhaps all heads, share it, in float16 or bfloat16, with a head_dim up to 64, without
+            softcap, slopes, dropout and seqused, and on tensor cores, which do not take unaligned
+            arrays; the backward raises otherwise. Without this option that gradient is summed in
+            this order too, but for sequences of at most 64 queries and keys with a head_dim up to
+            32.
             torch's switch ``torch.use_deterministic_algorithms`` asks for it too.
         precision: of the products of float32 arrays: "ieee", as accurate as float32 arithmetic (on
             tensor cores the factors have 22 bits, which shows where few terms are added), or

@@ -216,7 +216,7 @@ def check_bias_gradient(
     if atomic and deterministic:
         name = caller_name(function, "bias")
         fact = f"deterministic does not extend to the gradient of a {name} that is broadcast, "
-        fact += "but over the batch or the heads alone, without softcap, ALiBi, dropout and "
+        fact += "but over the batch, and perhaps the heads, without softcap, ALiBi, dropout and "
         fact += "seqused, in float16 or bfloat16 with a head_dim up to 64"
         raise NotImplementedError(f"{function}: {fact}, got {name} {bias.shape}")
 

@@ -126,7 +126,7 @@ def backward(
         dout, q, k, v, out = plan.widen(library, dout, q, k, v, out)
         arrays = (dout, q, k, v, out, lse, dlse, *arrays[7:])
         return plan.narrow_gradients(backward(function, library, arrays, (plan.options, bias_grad)))
-    if deterministic == "warn" and not plan.deterministic:
+    if deterministic == "warn" and plan.dbias_has_no_order:
         name = caller_name(function, "bias")
         warnings.warn(
             f"{function}: the gradient of a {name} that is broadcast has no deterministic order, "

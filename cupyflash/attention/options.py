@@ -4,7 +4,6 @@ An option is a part of the key of a plan. An array as an option would be compare
 there and could change in place, so it becomes a number here, before anything is looked up.
 """
 
-import math
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +15,9 @@ from ..runtime.checks import plain_flag, plain_integer, plain_real, short
 
 PRECISIONS = ("ieee", "tf32")
 UNLIMITED = 2**31 - 1  # a side of a window is not longer
+# Factors of the score lie between these, so that in float32 they are neither 0 nor denormal, which
+# approximate division takes for 0, and that they are finite, also times log2(e).
+LEAST_FACTOR, MOST_FACTOR = 2.0**-126, 2.0**127
 
 
 class Options(NamedTuple):
@@ -119,11 +121,17 @@ def _precision(function: str, name: str, x: Any) -> str:
     return str(x)
 
 
+def _is_factor(x: float) -> bool:
+    return LEAST_FACTOR <= x <= MOST_FACTOR
+
+
+_FACTOR = "positive and from 2^-126 to 2^127 (normal in float32)"
+
 RULES = {
     "causal": Rule("str", _causal),
-    "scale": Rule("float?", plain_real, "positive and finite", lambda x: 0 < x < math.inf),
+    "scale": Rule("float?", plain_real, _FACTOR, _is_factor),
     "window": Rule("SymInt[]?", _window),
-    "softcap": Rule("float", plain_real, "at least 0", lambda x: 0 <= x < math.inf),
+    "softcap": Rule("float", plain_real, f"0, or {_FACTOR}", lambda x: x == 0 or _is_factor(x)),
     "layout": Rule("str", _layout),
     "max_seqlens": Rule("SymInt[]?", _max_seqlens),
     "dropout_p": Rule("float", plain_real, "at least 0 and less than 1", lambda x: 0 <= x < 1),

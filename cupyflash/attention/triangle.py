@@ -26,7 +26,10 @@ def triangle_attention(
     read apart, so nothing of the size of the scores of all rows is ever in memory. The arrays are
     those of `cupyflash.attention`, and q, k and v are not copied. With torch tensors everything but
     the mask has a gradient. That of the bias is summed over the rows in registers and in a fixed
-    order in float16 and bfloat16 with D up to 64, and by atomics otherwise.
+    order in float16 and bfloat16 with D up to 64 on tensor cores, which do not take unaligned
+    arrays, and by atomics otherwise; by atomics also with up to 64 queries and keys and D up to 32,
+    if there is no mask. Under ``torch.use_deterministic_algorithms(True)`` equal calls give equal
+    bits in all gradients, or the backward raises.
 
     Differences from cuequivariance_torch: a query whose keys are all masked gives 0 and an LSE of
     -inf, not the mean of v; no tensor is cast, but for a mask that is not bool; the maxima are not

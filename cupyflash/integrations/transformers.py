@@ -20,7 +20,7 @@ from .transformers_models import NAME, check_when_loaded
 NEEDED = "transformers 5.4 or newer"
 
 # The `others` of `attention`: the window, and what changes nothing in the result of a layer.
-OTHERS = {"sliding_window", "deterministic", "output_attentions", "position_ids"}
+OTHERS = {"sliding_window", "output_attentions", "position_ids"}
 
 
 def register() -> None:
@@ -63,6 +63,7 @@ def attention(
     block_indices: Tensor | None = None,
     sinks: Tensor | None = None,
     cache: Any = None,
+    deterministic: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """`cupyflash.attention` of (batch, heads, seqlen, head_dim); the result has axes 1, 2 swapped.
@@ -80,13 +81,14 @@ def attention(
         block_indices, sinks: blocks of keys that each group of heads has selected, and a sink for
             each query; refused.
         cache: a paged cache, which is refused; transformers hands no other kind down to here.
+        deterministic: that of `cupyflash.attention`; None leaves it to torch's switch.
         others: ``sliding_window``, the number of keys that a query sees, itself included, and
             the rest of `OTHERS`. Models that hand over anything else raise when they are loaded.
 
     Raises:
         NotImplementedError: a paged cache, ``block_indices``, ``sinks``, ``indices`` with an
             additive mask; packed sequences with ``indices``, a ``position_bias``, padding, or a
-            mask that is neither causal nor sliding.
+            mask that is neither causal nor sliding; and as `cupyflash.attention`.
         TypeError, ValueError: a mask of another rank, a causal layer without a mask that has more
             or fewer keys than queries, no mask and no word of ``is_causal``, and as
             `cupyflash.attention`.
@@ -96,6 +98,7 @@ def attention(
     _refuse(sinks, "sinks of each query", "s_aux, a sink for each head")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     softcap, sliding = softcap or 0.0, others.get("sliding_window")
+    deterministic = False if deterministic is None else deterministic
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if cu_seq_lens_q is not None:
         _refuse(indices, "indices of keys in packed sequences", "sequences of one length")
@@ -107,7 +110,7 @@ def attention(
             )
         causal, window = _inside_sequences(attention_mask, causal, sliding)
         lengths = (max_length_q, max_length_k)
-        options = (causal, scaling, window, softcap, "thd", lengths, dropout, False, "ieee")
+        options = (causal, scaling, window, softcap, "thd", lengths, dropout, deterministic, "ieee")
         extras = Extras(cu_seq_lens_q.int(), cu_seq_lens_k.int(), sinks=s_aux)
         arrays = (*(x.flatten(0, 1) for x in (q, k, v)), *extras)
         out, _ = FORWARD(FUNCTION, arrays, (plain_options(FUNCTION, options), False))
@@ -118,7 +121,7 @@ def attention(
     if indices is not None:
         masked["bias"] = _selected(masked.get("bias"), indices, key.shape[2])
     causal, window = masked.pop("causal", False), masked.pop("window", None)
-    options = (causal, scaling, window, softcap, "bshd", None, dropout, False, "ieee")
+    options = (causal, scaling, window, softcap, "bshd", None, dropout, deterministic, "ieee")
     arrays, extras = (q, k, v), Extras(**masked, sinks=s_aux)
     if any(x is not None for x in extras):
         arrays = (*arrays, *extras)

@@ -63,6 +63,8 @@ class Mask:
         packed: the pattern inside each sequence, where ``cu_seqlens`` say which these are.
         lengths: int32 (batch,), the keys of each sequence that count, or None.
         keys: bool (batch, 1, 1, seqlen_k), False for padding, or None.
+        built: what `build` made.
+        copies: this mask on other devices, where a model has layers that got it.
     """
 
     shape: tuple[int, int, int, int]
@@ -73,6 +75,7 @@ class Mask:
     lengths: Tensor | None = None
     keys: Tensor | None = None
     built: Tensor | None = None
+    copies: dict[torch.device, "Mask"] = dataclasses.field(default_factory=dict)
 
     ndim = 4
     dtype = torch.bool
@@ -83,6 +86,24 @@ class Mask:
             self.built = self.build()
         return self.built
 
+    def on(self, device: torch.device) -> "Mask":
+        """The mask on the device of a layer, which is copied for the first layer there."""
+        if device == self.device:
+            return self
+        if device not in self.copies:
+            # The copy builds its tensor by itself. If it held this mask, the two would keep each
+            # other, and memory of both GPUs, until Python looks for cycles.
+            self.copies[device] = dataclasses.replace(
+                self,
+                device=device,
+                build=functools.partial(_build_on, device, self.build),
+                lengths=None if self.lengths is None else self.lengths.to(device),
+                keys=None if self.keys is None else self.keys.to(device),
+                built=None,
+                copies={},
+            )
+        return self.copies[device]
+
     def options(self, query: Tensor, key: Tensor) -> dict[str, Any]:
         """Options of `cupyflash.attention` for q and k of (batch, heads, seqlen, head_dim)."""
         if (query.shape[2], key.shape[2]) != self.shape[2:]:
@@ -90,15 +111,16 @@ class Mask:
                 f"{FUNCTION}: attention_mask must be of the {query.shape[2]} queries and "
                 f"{key.shape[2]} keys of the layer, got {self.shape[2]} and {self.shape[3]}"
             )
-        if self.pattern is None:
-            return {"bias": self.dense()}
-        left, right = self.pattern
+        mask = self.on(query.device)
+        if mask.pattern is None:
+            return {"bias": mask.dense()}
+        left, right = mask.pattern
         causal = right == 0
-        options: dict[str, Any] = {"causal": causal, "bias": self.keys}
+        options: dict[str, Any] = {"causal": causal, "bias": mask.keys}
         if left is not None or not causal and right is not None:
             options["window"] = (left, right)
-        if self.lengths is not None:
-            lengths = self.lengths.to(query.device)
+        if mask.lengths is not None:
+            lengths = mask.lengths
             if lengths.shape[0] != query.shape[0]:
                 lengths = lengths.expand(query.shape[0]).contiguous()
             options["seqused_k"] = lengths
@@ -110,11 +132,12 @@ class Mask:
         return self.ndim
 
     def to(self, *target: Any, **named_target: Any) -> "Mask | Tensor":
-        """The mask itself for another device, as `accelerate` asks; else its tensor, converted."""
-        dtype = torch._C._nn._parse_to(*target, **named_target)[1]
+        """The mask on another device, as `accelerate` asks; its tensor, if that is converted."""
+        device, dtype, *_ = torch._C._nn._parse_to(*target, **named_target)
+        mask = self if device is None else self.on(device)
         if dtype in (None, torch.bool):
-            return self
-        return self.dense().to(*target, **named_target)
+            return mask
+        return mask.dense().to(*target, **named_target)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.dense()[index]
@@ -208,6 +231,10 @@ def mask(
         lengths = (lengths + (q_offset - kv_offset)).int()
         return Mask(shape, device, build, pattern, lengths=lengths)
     return build()
+
+
+def _build_on(device: torch.device, build: Callable[[], Tensor]) -> Tensor:
+    return build().to(device)
 
 
 def _padding(visible: Tensor, q_length: int, by_length: bool) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ The checks turn options into plain Python numbers, because an option is part of 
 an array in the key would be compared by its identity, and could be changed in place.
 """
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,8 @@ from .array import Array, device_name, library_of
 
 MAX_BLOCKS = 2**31  # a grid has fewer blocks than this
 PLAIN = (bool, int, float, str)
+# The positive numbers of float32, in which structs hold what is a float here.
+LEAST_FLOAT32, MOST_FLOAT32 = 2.0**-149, 2.0**128 - 2.0**104
 CPU = 1  # kDLCPU, the CPU in the numbering of devices by DLPack
 ON_GPU = "must be a number, as reading it from a GPU would wait (use x.item())"
 
@@ -116,14 +117,15 @@ def integer_within(function: str, name: str, x: Any, least: int, most: int) -> i
 
 
 def require_eps(function: str, eps: Any) -> float:
-    """``eps`` as a plain number, which must be finite and at least 0.
+    """``eps`` as a plain number: 0, or one that float32 has as a positive and finite one.
 
     Raises:
         As `plain_real`; ValueError if it is out of bounds.
     """
     eps = plain_real(function, "eps", eps)
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"{function}: eps must be finite and at least 0, got {eps!r}")
+    if eps != 0 and not LEAST_FLOAT32 <= eps <= MOST_FLOAT32:
+        fact = "eps must be 0, or positive and finite in float32"
+        raise ValueError(f"{function}: {fact}, got {eps!r}")
     return eps
 
 
