@@ -28,7 +28,7 @@ from cupyflash.precompile import TOPICS
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 SWITCHES = (
-    *("dtype", "softcap", "alibi", "bias", "dropout", "split", "walks_up"),
+    *("dtype", "softcap", "alibi", "bias", "dropout", "split", "walks_up", "whole_heads"),
     *("weight", "model", "rms", "activation", "draw", "gated", "rotary", "sequences"),
 )
 SETS = {**BACKENDS, **TOPICS}

@@ -9,7 +9,6 @@ from matrix import each, each_library
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.attention import launch
 from cupyflash.testing import expected
 
 pytestmark = pytest.mark.large
@@ -33,12 +32,9 @@ def memory_pool(target):
 
 
 @each(library="cupy")
-def test_batch_beyond_2_31_elements(target, memory_pool, monkeypatch):
+def test_batch_beyond_2_31_elements(target, memory_pool):
     """The last entries of a batch of 2.15e9 elements, bit for bit as these entries alone."""
     import cupy
-
-    # Blocks of these few entries add the queries in the same order as those of many.
-    monkeypatch.setattr(launch, "FEW_TILES", 0)
 
     inputs = target.inputs("float16", batch=1, seqlen_q=128, heads_q=32, head_dim=128)
     x = cupy.zeros((4100, 128, 32, 128), "float16")

@@ -15,6 +15,7 @@ PROGRAM = """
 import sys
 import cupy, cupyflash
 from cupyflash import environment
+from cupyflash.attention import launch
 from cupyflash.testing import make_inputs, make_varlen_inputs
 cupy.cuda.set_allocator(None)
 backend, dtype = sys.argv[1:]
@@ -58,6 +59,15 @@ with environment.override(backend=backend):
             out, lse = cupyflash.attention(x.q, x.k, x.v, return_lse=True, **options)
             cupyflash.attention_backward(x.dout, x.q, x.k, x.v, out, lse, bias_grad=keys == 152,
                                          **options)
+    # Blocks that take whole heads, of one key tile and of three, and more heads than blocks.
+    launch.SAVED_KEYS = launch.HEADS_L2_FRACTION = 1e9
+    launch.multiprocessors = lambda device: 3
+    for head_dim in (32, 64, 128):
+        for seqlen_k, causal in ((120, False), (270, False), (270, True)):
+            x = make_inputs("cupy", dtype, batch=2, seqlen_q=140, seqlen_k=seqlen_k, heads_q=2,
+                            head_dim=head_dim)
+            out, lse = cupyflash.attention(x.q, x.k, x.v, causal=causal, return_lse=True)
+            cupyflash.attention_backward(x.dout, x.q, x.k, x.v, out, lse, causal=causal)
 cupy.cuda.Device().synchronize()
 """
 

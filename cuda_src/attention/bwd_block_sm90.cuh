@@ -1,10 +1,8 @@
 // The common parts of flash_bwd_sm90.cu and flash_bwd_wide_sm90.cu: the tile of a block, its
-// barriers, the scheduler and the producers, the order of dQ in its accumulator, and the turns in
-// which blocks add to it.
+// barriers, the scheduler and the producers, and the order of dQ in its accumulator.
 #pragma once
 #include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
-#include "../ptx/atomics.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
 #include "block_info.cuh"
@@ -106,21 +104,9 @@ struct BwdWalkingTile : BwdTile {
   __device__ int next_m(int m) const { return WALKS_UP ? m + 1 : m - 1; }
 };
 
-// For a block that takes the key tiles of a head one after the other, the first keys first. The
-// first tile sees every query, and the last one that sees a query completes its dQ.
-struct BwdHeadTile : BwdWalkingTile<false> {
-  static constexpr bool WHOLE_HEADS = true;
-
-  __device__ bool begins_dq() const { return n_block == 0; }
-  // Whether the queries before m_end see no later keys.
-  __device__ bool completes_dq(int m_end) const {
-    return sequence.key_end(min(m_end, sequence.seqlen_q) - 1) <= n_begin + n_rows;
-  }
-};
-
-// As BwdWalkingTile, but unless a mask is causal or blocks add in turns, it begins where the block's keys
-// meet the diagonal, and goes on with the first tile after the last: at any time the blocks of a
-// head are at different queries, and few of them add to the same rows of dQ.
+// As BwdWalkingTile, but unless a mask is causal or blocks add in turns, it begins where the
+// block's keys meet the diagonal, and goes on with the first tile after the last: at any time the
+// blocks of a head are at different queries, and few of them add to the same rows of dQ.
 template <bool WALKS_UP_>
 struct BwdRoundTile : BwdTile {
   static constexpr bool WALKS_UP = WALKS_UP_;
@@ -228,52 +214,10 @@ __device__ __forceinline__ void schedule_bwd_tiles(const FlashBwdSm90Params& par
   }
 }
 
-// The same where blocks take whole heads: `index` is that of a head, of all sequences, and its key
-// tiles have consecutive records.
-template <int BLOCK_M, class Shared>
-__device__ __forceinline__ void schedule_bwd_heads(const FlashBwdSm90Params& params, Shared& shared,
-                                                   int block_n) {
-  const AttentionShape& shape = params.base.shape;
-  const auto heads = [&] { return uint32_t(shape.heads_kv * shape.group_shares); };
-  shared.tiles[0].index = blockIdx.x;
-  shared.tiles[0].n_block = 0;
-#pragma unroll 1
-  for (int stage = 0;;) {
-    auto& tile = shared.tiles[stage];
-    tile.n_rows = 0;
-    forget_registers();
-    if (tile.index < heads() * shape.batch) {
-      const int later = ceil_div(shape.seqlen_k, block_n) - 1 - tile.n_block;
-      tile.locate(params.base, {later, int(tile.index % heads()), int(tile.index / heads())},
-                  BLOCK_M, block_n);
-    }
-    mbarrier_arrive(smem_address(&shared.located.full[stage]));
-    if (tile.n_rows == 0) return;
-    mbarrier_wait(smem_address(&shared.almost_loaded), stage % 2);
-    stage = (stage + 1) % BWD_TILE_RECORDS;
-    auto& next = shared.tiles[stage];
-    next.index = tile.index;
-    next.n_block = tile.n_block + 1;
-    if (tile.n_begin + block_n < shape.seqlen_k) continue;
-    next.index = next_tile_index(params.tile_counter, tile.index, heads() * shape.batch);
-    next.n_block = 0;
-  }
-}
-
 // The first row of a query tile in lse_log2, delta and dq_accum.
 __device__ __forceinline__ int64_t accum_row(const FlashBwdParams& params, const BwdTile& tile,
                                              int head, int m_begin) {
   return head * params.accum_rows + tile.sequence.accum_start + m_begin;
-}
-
-// The same in dq_accum where a block takes whole heads. It then holds the rows of the query heads
-// that this block has at the moment, and no others.
-__device__ __forceinline__ int64_t own_accum_row(const FlashBwdParams& params, const BwdTile& tile,
-                                                 int head, int m_begin) {
-  const AttentionShape& shape = params.shape;
-  const int heads = ceil_div(shape.heads_q / shape.heads_kv, shape.group_shares);
-  const int64_t own = int64_t(blockIdx.x) * heads + head - tile.head_begin;
-  return own * round_up(shape.seqlen_q, ACCUM_ROW_ALIGN) + m_begin;
 }
 
 // The order of dQ in dq_accum: it consists of blocks of 64 rows, each of these of blocks of eight
@@ -281,42 +225,6 @@ __device__ __forceinline__ int64_t own_accum_row(const FlashBwdParams& params, c
 // In this order a warpgroup stores and adds whole lines.
 __device__ __forceinline__ int dq_fragment_offset(int octet) {
   return (octet * WARPGROUP + threadIdx.x % WARPGROUP) * 4;
-}
-
-// turn_of_tile() is the number of key tiles that add to the rows of a query tile's turn before this
-// one, and turn_flag() the flag that counts them. Element 0 of the semaphore is the ticket counter.
-template <class BlockTile>
-__device__ __forceinline__ int turn_of_tile(const BlockTile& tile, int m_begin, int block_n) {
-  const int row_begin = m_begin / TURN_ROWS * TURN_ROWS;
-  const int row_end = min(tile.sequence.seqlen_q, row_begin + TURN_ROWS);
-  const TileRange keys = key_tiles(tile.sequence, row_begin, row_end, block_n);
-  return BlockTile::WALKS_UP ? keys.end - 1 - tile.n_block : tile.n_block - keys.begin;
-}
-__device__ __forceinline__ int* turn_flag(const FlashBwdParams& params, int64_t accum_row) {
-  return params.dq_semaphore + 1 + accum_row / TURN_ROWS;
-}
-
-// Ends the turn of a flag, if there is one.
-__device__ __forceinline__ void end_turn(int*& flag) {
-  if (!flag) return;
-  bulk_wait<0>();
-  release_flag(flag);
-  flag = nullptr;
-}
-
-// Ends the turn of a flag, and waits for that of a query tile, unless it is the same. A reducer
-// calls this before it waits for dQ, which consumers compute meanwhile. Computing `turn` after
-// end_turn() makes ptxas reorder the consumers of head dim 64, which lose 2.5 %.
-template <class BlockTile>
-__device__ __forceinline__ void begin_turn(int*& flag, const FlashBwdParams& params,
-                                           const BlockTile& tile, int64_t accum_row, int m_begin,
-                                           int block_n) {
-  int* next = turn_flag(params, accum_row);
-  if (next == flag) return;
-  const int turn = turn_of_tile(tile, m_begin, block_n);
-  end_turn(flag);
-  flag = next;
-  wait_flag(flag, turn);
 }
 
 // Whether a producer loads lse_log2 and delta.
@@ -348,6 +256,24 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
   const bool with_constants = to.constants == RowConstants::LOAD;
   const uint32_t stage_bytes = TileQ::BYTES + (with_constants ? 2 * ROW_FLOATS : 0);
   uint32_t tiles = 0, steps = 0;  // counters take fewer registers than places in a ring
+  const auto load_queries = [&](const TensorRows& q_rows, const auto& tile, int head, int m) {
+    const Ring<STAGES> ring = ring_place<STAGES>(steps);
+    to.q.wait_empty(ring);
+    const uint32_t full = smem_address(&to.q.full[ring.stage]);
+    mbarrier_arrive_expect(full, stage_bytes);
+#pragma unroll
+    for (int block = 0; block < TileQ::NUM_BLOCKS; ++block) {
+      q_rows.load(to.smem_q + ring.stage * TileQ::BYTES + block * TileQ::BLOCK_BYTES, full, block,
+                  m * TileQ::ROWS, head);
+    }
+    if (with_constants) {
+      const int64_t row = accum_row(params.base, tile, head, m * TileQ::ROWS);
+      bulk_load(smem_address(shared.lse_log2[ring.stage]), params.base.lse_log2 + row, ROW_FLOATS,
+                full);
+      bulk_load(smem_address(shared.delta[ring.stage]), params.base.delta + row, ROW_FLOATS, full);
+    }
+    load_more(tile, head, m);
+  };
 #pragma unroll 1
   for (;; ++tiles) {
     const Ring<BWD_TILE_RECORDS> record = ring_place<BWD_TILE_RECORDS>(tiles);
@@ -355,6 +281,21 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
     if (tile.n_rows == 0) return;
     const uint32_t almost_loaded = smem_address(&shared.almost_loaded);
     const uint32_t kv_full = smem_address(&to.kv.full[0]);
+    if constexpr (Shared::BlockTile::WHOLE_HEADS) {
+      // A head has few queries, so waiting for the first ones would take much of a tile's time.
+      // Their buffer is free before that of the keys, which are brought to L2 meanwhile. Wider
+      // tiles of keys come as fast without.
+      if (tile.has_queries()) {
+        const TensorRows q_rows(params, to.q_map, tile.sequence, tile.batch);
+        load_queries(q_rows, tile, tile.head_begin, tile.first_m());
+        forget_registers();
+        if constexpr (TileKV::NUM_BLOCKS == 1) {
+          const TensorRows kv_rows(params, to.kv_map, tile.sequence, tile.batch);
+          kv_rows.prefetch(0, tile.n_begin, tile.head_kv);
+        }
+      }
+      forget_registers();
+    }
     to.kv.wait_empty(kv_place(record));
     if (!tile.has_queries()) {  // the consumers still wait for this tile and release it
       mbarrier_arrive(kv_full);
@@ -374,23 +315,10 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
       for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m), ++steps) {
-        const Ring<STAGES> ring = ring_place<STAGES>(steps);
-        to.q.wait_empty(ring);
-        const uint32_t full = smem_address(&to.q.full[ring.stage]);
-        mbarrier_arrive_expect(full, stage_bytes);
-#pragma unroll
-        for (int block = 0; block < TileQ::NUM_BLOCKS; ++block) {
-          q_rows.load(to.smem_q + ring.stage * TileQ::BYTES + block * TileQ::BLOCK_BYTES, full,
-                      block, m * TileQ::ROWS, head);
+        if constexpr (Shared::BlockTile::WHOLE_HEADS) {
+          if (head == tile.head_begin && m == tile.first_m()) continue;  // loaded above
         }
-        if (with_constants) {
-          const int64_t row = accum_row(params.base, tile, head, m * TileQ::ROWS);
-          bulk_load(smem_address(shared.lse_log2[ring.stage]), params.base.lse_log2 + row,
-                    ROW_FLOATS, full);
-          bulk_load(smem_address(shared.delta[ring.stage]), params.base.delta + row, ROW_FLOATS,
-                    full);
-        }
-        load_more(tile, head, m);
+        load_queries(q_rows, tile, head, m);
       }
     }
     mbarrier_arrive(almost_loaded);

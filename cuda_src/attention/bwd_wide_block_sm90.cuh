@@ -1,7 +1,7 @@
 // The block of the sm_90 backward kernel for wide heads: its tiles in shared memory, the turns in
 // which blocks add to dQ, and the reducer.
 #pragma once
-#include "bwd_block_sm90.cuh"
+#include "bwd_turns_sm90.cuh"
 
 enum class NamedBarrier {
   P_WRITTEN = 1,

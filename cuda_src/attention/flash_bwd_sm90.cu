@@ -9,6 +9,12 @@
 // score_gradient.cuh has the terms of the score's options, FlashBwdParams the arrays with shapes.
 // flash_bwd_preprocess.cu comes before this kernel and flash_bwd_postprocess_sm90.cu after it.
 //
+// With WHOLE_HEADS a block takes all key tiles of a head one after the other. Then it alone adds to
+// the dQ of these queries: the first key tile stores it in dq_accum, and the last one that a query
+// sees writes dq. Nothing has to be cleared before this kernel or converted after it, the sum is
+// deterministic, and of a single key tile dQ never leaves the registers. It suits short sequences,
+// of which there are many heads and whose rows stay in L2 (takes_heads() in attention/launch.py).
+//
 // A persistent block takes tiles of BLOCK_N keys of one key head, one after the other. For each it
 // walks over the tiles of BLOCK_M queries that see the keys, of every query head of the group; or
 // of a share of the group, or of the rows of one of its heads, where tiles of keys are few
@@ -19,13 +25,13 @@
 // is filled up with zeros; NUM_STAGES is the number of buffers of Q, dO and dS; SOFTCAP, ALIBI,
 // BIAS (a BiasKind, or one of key_mask_sm90.cuh or stored_gradient_sm90.cuh) and DROPOUT are the
 // options of the score; SMEM_BYTES is the dynamic shared memory of the launch; WALKS_UP is the
-// order in which a block visits query tiles (BwdWalkingTile).
+// order in which a block visits query tiles (BwdWalkingTile); WHOLE_HEADS is described above.
 //
 // Warps. Those of warpgroup 0 are the producers and the reducer:
 //   warp 0     one lane chooses the next tile and describes it in a record
 //   warp 1     one lane loads K, then Q with lse_log2 and delta
 //   warp 2     one lane loads V, then dO, and the bias if it comes by TMA
-//   warp 3     the reducer: one lane has the copy engine add tiles of dQ to dq_accum
+//   warp 3     the reducer: one lane has the copy engine add tiles of dQ to dq_accum, or fetch them
 // The other warpgroups are consumers, which own 64 keys each. They compute S and dP transposed
 // (rows are keys), so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q while they
 // are in registers; only dS goes through shared memory, for dQ = dS K. The product for dV runs
@@ -40,7 +46,8 @@
 // step. Between two such writes lies the barrier DS_WRITTEN of the step in between, which every
 // warpgroup reaches after its last product with the older dS. A warpgroup writes
 // its part of dQ after its barrier DQ_EMPTY, at which the reducer arrives when the copy engine has
-// read the last one.
+// read the last one. With WHOLE_HEADS the reducer may have fetched the sum of earlier key tiles
+// before it arrives there; what they have added is in L2 since the reducer began this tile.
 //
 // Why it ends. All roles see the same tiles up to the record with n_rows = 0, and in each the same
 // heads and query tiles. For a deterministic sum (dq_semaphore) the blocks add to a query tile in
@@ -51,6 +58,7 @@
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions".
 #include "bwd_consumer_sm90.cuh"
+#include "bwd_turns_sm90.cuh"
 #include "partial_gradient.cuh"
 #include "store_rows.cuh"
 
@@ -106,6 +114,7 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params, typename
 
 // The reducer of a block that takes whole heads. The first key tile stores dQ of a query tile in
 // dq_accum, others add to it, and for the last one the reducer fetches the sum into the buffer.
+// Consumers and reducer decide from the same record which of these a step does.
 template <class L>
 __device__ __forceinline__ void keep_dq(const FlashBwdParams& params, typename L::Shared& shared,
                                         uint32_t smem_dq, uint64_t* fetched) {
@@ -129,8 +138,8 @@ __device__ __forceinline__ void keep_dq(const FlashBwdParams& params, typename L
       for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m)) {
         const bool completes = tile.completes_dq((m + 1) * L::BLOCK_M);
         if (completes && tile.begins_dq()) continue;  // the consumers have all of it
-        float* kept = params.dq_accum +
-                      own_accum_row(params, tile, head, m * L::BLOCK_M) * L::HEAD_DIM;
+        float* kept =
+            params.dq_accum + own_accum_row(params, tile, head, m * L::BLOCK_M) * L::HEAD_DIM;
         if (elected) bulk_wait_read<0>();
         if (completes) {
           if (elected) {
@@ -168,8 +177,7 @@ template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int NUM_STAGES, bo
 __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
     flash_bwd_sm90(const __grid_constant__ FlashBwdSm90Params params) {
   using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
-  using Layout =
-      BwdLayout<Options, HEAD_DIM, BLOCK_M, BLOCK_N, NUM_STAGES, WALKS_UP, WHOLE_HEADS>;
+  using Layout = BwdLayout<Options, HEAD_DIM, BLOCK_M, BLOCK_N, NUM_STAGES, WALKS_UP, WHOLE_HEADS>;
   using TileKV = typename Layout::TileKV;
   using TileQ = typename Layout::TileQ;
   constexpr int GROUPS = Layout::GROUPS;

@@ -85,7 +85,8 @@ struct FlashBwdParams {
   const float* dlse;   // like lse, or null for 0
   float* lse_log2;     // [heads_q, accum_rows]: lse * log2(e); +inf if lse is -inf or for padding
   float* delta;        // [heads_q, accum_rows]: sum of dout * out over the head dimension, - dlse
-  float* dq_accum;     // [heads_q, accum_rows, HEAD_DIM] in the fragment order of the main kernel
+  float* dq_accum;     // [heads_q, accum_rows, HEAD_DIM] in the fragment order of the main kernel;
+                       // a place for each block where blocks take whole heads
   float* dkv_partial;  // [2, group_shares, rows_k, heads_kv, HEAD_DIM]: dK, dV of a share, or null;
                        // afterwards the shares of dbias (flash_bwd_dbias_sm80.cu)
   int* dq_semaphore;   // [1 + heads_q * accum_rows / 16] zeros for a deterministic sum, or null

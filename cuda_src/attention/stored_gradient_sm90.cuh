@@ -44,11 +44,12 @@ struct BwdConsumer<StoringOptions<T, ALIBI, DROPOUT>,
   using L = BwdLayout<StoringOptions<T, ALIBI, DROPOUT>, SIZES...>;
   using Base = BwdConsumer<StoringOptions<T, ALIBI, DROPOUT>, SameLayout<L>>;
   using Base::Base;
+  using typename Base::BlockTile;
   using typename Base::Gradient;
   static_assert(!L::OVERLAPPED && !L::WALKS_UP, "the kernel calls steps()");
 
   // steps() of the base, each followed by the store.
-  __device__ __forceinline__ void steps(Gradient& acc_dk, Gradient& acc_dv, const BwdTile& tile,
+  __device__ __forceinline__ void steps(Gradient& acc_dk, Gradient& acc_dv, const BlockTile& tile,
                                         int head) {
     const int m_begin = uniform(tile.m_range.begin);
     const int inner_begin = max(uniform(tile.m_range.inner_begin), m_begin);
@@ -64,7 +65,7 @@ struct BwdConsumer<StoringOptions<T, ALIBI, DROPOUT>,
   }
 
  private:
-  __device__ __forceinline__ void step(Gradient& acc_dk, Gradient& acc_dv, const BwdTile& tile,
+  __device__ __forceinline__ void step(Gradient& acc_dk, Gradient& acc_dv, const BlockTile& tile,
                                        int head, int m_begin, bool masked) {
     const int stage = this->ring.stage;
     Base::step(acc_dk, acc_dv, tile, head, m_begin, masked);
@@ -74,7 +75,7 @@ struct BwdConsumer<StoringOptions<T, ALIBI, DROPOUT>,
   // Stores dS of this warpgroup's keys, 128 bytes of a row by eight lanes. All loads from shared
   // memory are complete when this thread arrives at the barrier of the next step, behind which the
   // buffer may be written.
-  __device__ __forceinline__ void store_gradient(const BwdTile& tile, int head, int m_begin,
+  __device__ __forceinline__ void store_gradient(const BlockTile& tile, int head, int m_begin,
                                                  int stage) const {
     using TileS = typename L::TileS;
     constexpr int ROWS_PER_PASS = WARPGROUP / TileS::ROW_CHUNKS;

@@ -38,6 +38,9 @@ struct TensorRows {
   __device__ void load(uint32_t dst, uint32_t barrier, int block, int first_row, int head) const {
     tma_load(dst, *map, barrier, block * 64, row + first_row, head, batch);
   }
+  __device__ void prefetch(int block, int first_row, int head) const {
+    tma_prefetch_tile(*map, block * 64, row + first_row, head, batch);
+  }
   __device__ void store(uint32_t src, int block, int first_row, int head) const {
     tma_store(*map, src, block * 64, row + first_row, head, batch);
   }

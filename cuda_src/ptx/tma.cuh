@@ -20,6 +20,14 @@ __device__ __forceinline__ void tma_load(uint32_t dst, const TensorMap& map, uin
       : "memory");
 }
 
+// Brings a tile to L2.
+__device__ __forceinline__ void tma_prefetch_tile(const TensorMap& map, int column, int row,
+                                                  int head, int batch) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map),
+               "r"(column), "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
+
 // Loads one tile for every block of the cluster whose bit is set in `blocks`. In each of them the
 // tile and the barrier that counts its bytes lie at the same shared addresses as here.
 __device__ __forceinline__ void tma_load_multicast(uint32_t dst, const TensorMap& map,
@@ -98,15 +106,21 @@ __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Waits until the writes of all of this thread's groups are in L2, where its later copies and
-// additions find them. bulk_wait() alone is not enough for that: it compiles to the wait for reads.
-__device__ __forceinline__ void bulk_wait_done() {
-  bulk_wait<0>();
-  asm volatile("fence.acq_rel.gpu;\n\tfence.proxy.async.global;" ::: "memory");
-}
-
 // Makes this thread's ordinary stores to shared memory visible to wgmma and to the copy engine.
 // Every thread that has written calls it before the barrier that hands the data over.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The same for this thread's accesses to global memory.
+__device__ __forceinline__ void fence_async_proxy_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// Waits until the writes of all of this thread's groups are in L2, where its later copies and
+// additions find them. bulk_wait() alone is not enough for that: it compiles to the wait for reads.
+__device__ __forceinline__ void bulk_wait_done() {
+  bulk_wait<0>();
+  __threadfence();
+  fence_async_proxy_global();
 }

@@ -29,9 +29,15 @@ MIN_SPLIT_KEYS = 256  # of a block: two or more key tiles of any head dim
 # A launch of fewer tiles than these for each multiprocessor has few, and then a section of heads
 # should have so many.
 FEW_TILES, SECTION_TILES = 8, 3
-# Bytes of q, dout and dq in float32 for each element of a row, and the part of the L2 cache that they
-# may take where blocks take whole heads. This saves the time that a query needs for so many keys.
-HEAD_ROW_BYTES, HEADS_L2_FRACTION, SAVED_KEYS = 8, 0.8, 120
+# Blocks that take whole heads save a query the time of so many keys, and lose this part of all its
+# keys' time, as each of them visits a head's queries alone. It should be less.
+SAVED_KEYS, LONELY = 64, 0.05
+# The part of the L2 cache that q, dout and a dq in float32 of their heads may take, and how much of
+# it they need under a causal mask, where they are read half as often.
+HEADS_L2_FRACTION, CAUSAL_L2 = 0.7, 0.6
+# Blocks that walk up should have more tiles than this divided by the head dim, of which the second
+# is for wide heads.
+UP_COLUMNS, UP_COLUMNS_WIDE = 400, 2048
 # A block should have at least so many query rows. With fewer, the sums of dK and dV that it leaves
 # in float32 take longer than it saves.
 MIN_SHARE_ROWS = 1024
@@ -64,8 +70,8 @@ class PersistentLaunch(Launch):
     def __init__(
         self, config: KernelConfig, problem: Problem, params: ctypes.Structure, splits: int
     ) -> None:
-        blocks, at_once = num_tiles(config, problem) * splits, multiprocessors(problem.device)
-        super().__init__(config, problem.device, min(blocks, at_once), params)
+        blocks = num_blocks(config, problem, splits)
+        super().__init__(config, problem.device, blocks, params)
         names = call_fields(params)
         self.mapped = operator.itemgetter(*(names.index(name) for name in config.boxes))
         columns = min(BOX_COLUMNS, shared_columns(config.head_dim))
@@ -80,7 +86,8 @@ class PersistentLaunch(Launch):
         if config.bias_box_rows:
             self.bias_maps = TensorMaps([bias_map(problem, config.bias_box_rows)], problem.device)
         # Null where every block has one tile, as those that share its keys do.
-        self.counters = tile_counters(problem.device) if blocks > at_once else _no_counter
+        several = num_tiles(config, problem) * splits > blocks
+        self.counters = tile_counters(problem.device) if several else _no_counter
         self.end = _after_counter(config.params, num_splits=1)
         self.sequences = None
         if problem.has_own_lengths:
@@ -306,11 +313,13 @@ def takes_heads(config: KernelConfig, problem: Problem) -> bool:
         return True
     heads = shape.heads_kv * shape.group_shares * shape.batch
     rows = -(-group // shape.group_shares) * shape.seqlen_q
-    if rows * shape.head_dim * HEAD_ROW_BYTES * at_once > HEADS_L2_FRACTION * l2_bytes(problem.device):
-        return False
+    row_bytes = shape.head_dim * (ITEM_SIZE[problem.dtype] * 2 + 4)
+    keys, needed = shape.seqlen_k, rows * row_bytes * at_once
+    if problem.is_causal:
+        keys, needed = keys / 2, needed * CAUSAL_L2
     idle = -heads % at_once / heads
-    keys = shape.seqlen_k / 2 if problem.is_causal else shape.seqlen_k
-    return idle * keys < SAVED_KEYS
+    fits = needed < HEADS_L2_FRACTION * l2_bytes(problem.device)
+    return fits and (idle + LONELY) * keys < SAVED_KEYS
 
 
 def walks_up(config: KernelConfig, problem: Problem) -> bool:
@@ -323,8 +332,15 @@ def walks_up(config: KernelConfig, problem: Problem) -> bool:
     shape = problem.shape
     if config.walking_up() == config or not problem.is_causal:
         return False
-    many = num_tiles(config, problem) > FEW_TILES * multiprocessors(problem.device)
+    few = UP_COLUMNS if config.head_dim <= 192 else UP_COLUMNS_WIDE
+    columns = num_tiles(config, problem) * config.head_dim
+    many = columns > few * multiprocessors(problem.device)
     return many and shape.heads_q <= shape.heads_kv * shape.group_shares
+
+
+def num_blocks(config: KernelConfig, problem: Problem, splits: int = 1) -> int:
+    """Blocks of a persistent kernel."""
+    return min(num_tiles(config, problem) * splits, multiprocessors(problem.device))
 
 
 def num_tiles(config: KernelConfig, problem: Problem) -> int:

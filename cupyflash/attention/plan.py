@@ -22,6 +22,7 @@ from .launch import (
     PersistentLaunch,
     group_shares,
     least_side_by_side,
+    num_blocks,
     num_tiles,
     prepare,
     takes_heads,
@@ -144,6 +145,7 @@ class BackwardPlan(Plan):
         """``deterministic`` is "error" or "warn" where a fixed order is asked for, else ""."""
         super().__init__(problem.device)
         self.library, self.dbias, self.stores_dbias = library, None, False
+        self.dbias_has_no_order = False
         shape, extras = problem.shape, problem.extras
         self.lengths = extras.lengths
         self.dsinks_shape = (shape.heads_q,) if extras.sinks else None
@@ -185,8 +187,7 @@ class BackwardPlan(Plan):
         main = configs[:2][-1]  # the second, or the only one
         if bias_grad and not self.no_keys:
             self.dbias = bias_gradient(function, problem, backend, choice, deterministic)
-            if self.dbias is None and problem.bias_is_broadcast:
-                self.deterministic = False
+            self.dbias_has_no_order = self.dbias is None and problem.bias_is_broadcast
         deterministic = self.deterministic
         partial_floats, least = 0, 1
         if isinstance(configs[-1], FlashBwdCombine):
@@ -424,9 +425,8 @@ def _accum_places(problem: Problem, main: KernelConfig) -> int:
         return shape.heads_q * _accum_rows(problem)
     if shape.seqlen_k <= main.tile_rows:
         return 0
-    blocks = min(num_tiles(main, problem), multiprocessors(problem.device))
-    heads = -(-shape.heads_q // (shape.heads_kv * shape.group_shares))
-    return blocks * heads * (_accum_rows(problem) // shape.batch)
+    heads = -(-shape.heads_q // (shape.heads_kv * shape.group_shares))  # of a block
+    return num_blocks(main, problem) * heads * (_accum_rows(problem) // shape.batch)
 
 
 class Padding(NamedTuple):

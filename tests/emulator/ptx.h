@@ -445,6 +445,7 @@ inline void tma_load(uint32_t dst, const TensorMap& map, uint32_t barrier, int c
     });
   });
 }
+inline void tma_prefetch_tile(const TensorMap&, int, int, int, int) {}
 inline void tma_store(const TensorMap& map, uint32_t src, int column, int row, int head,
                       int batch) {
   const emulator::EmulatedMap at = emulator::map_of(map);

@@ -1,0 +1,124 @@
+"""Backward passes whose blocks take all keys of a head, one tile after the other."""
+
+import math
+import types
+
+import pytest
+from matrix import each
+from passes import forward_backward
+
+from cupyflash.attention import launch, plan
+from cupyflash.attention.backends import sm80, sm90
+from cupyflash.attention.problem import Features
+from cupyflash.testing import expected, poison_free_memory, to_float64
+
+structs = launch.structs
+
+
+def problem(heads, queries, keys, causal=False, heads_kv=None, shares=1, batch=1, lengths=False):
+    """What `takes_heads` reads of a problem of head dim 64."""
+    shape = structs.AttentionShape(batch, heads, heads_kv or heads, queries, keys, 64)
+    shape.window_left = shape.window_right = queries + keys
+    if causal:
+        shape.window_right = 0
+    shape.group_shares = shares
+    return types.SimpleNamespace(
+        shape=shape, device=0, dtype="float16", features=Features(masked=causal),
+        is_causal=causal, has_own_lengths=lengths, total_q=None, total_k=None,
+    )  # fmt: skip
+
+
+def takes_heads(monkeypatch, *arguments, features=None, backend=sm90, **options):
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "l2_bytes", lambda device: 60 << 20)
+    config = backend.backward("float16", 64, features or Features(), (9, 0))[1]
+    return launch.takes_heads(config, problem(*arguments, **options))
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys", "causal", "taken"),
+    [
+        (1024, 512, 512, False, True),
+        (1024, 512, 512, True, True),
+        (512, 1024, 1024, False, False),  # the rows of 132 heads do not fit the L2 cache
+        (512, 1024, 1024, True, True),  # they are read half as often
+        (150, 512, 512, False, False),  # the last 18 heads alone take as long as the 132 before
+        (2, 4096, 77, False, True),  # one tile of keys
+        (2, 4096, 129, False, False),  # two
+        (1024, 300, 256, False, True),
+        (1024, 300, 256, True, False),  # the first 44 queries see no key
+    ],
+)
+def test_which_take_heads(monkeypatch, heads, queries, keys, causal, taken):
+    assert takes_heads(monkeypatch, heads, queries, keys, causal) == taken
+
+
+def test_which_cannot(monkeypatch):
+    shape = 1024, 256, 256
+    assert takes_heads(monkeypatch, *shape)
+    assert not takes_heads(monkeypatch, *shape, lengths=True)
+    assert not takes_heads(monkeypatch, *shape, backend=sm80)
+    assert not takes_heads(monkeypatch, *shape, features=Features(dropout=True))
+    # Shares of the rows of a head, which differ from key tile to key tile under a mask.
+    shape = 8, 4096, 4100
+    monkeypatch.setattr(launch, "SAVED_KEYS", math.inf)
+    monkeypatch.setattr(launch, "HEADS_L2_FRACTION", math.inf)
+    assert takes_heads(monkeypatch, *shape, shares=4)
+    assert takes_heads(monkeypatch, *shape, causal=True)
+    assert not takes_heads(monkeypatch, *shape, causal=True, shares=4)
+
+
+@pytest.fixture
+def taking_heads(monkeypatch):
+    """Every problem that can; the list of what was decided."""
+    monkeypatch.setattr(launch, "SAVED_KEYS", math.inf)
+    monkeypatch.setattr(launch, "HEADS_L2_FRACTION", math.inf)
+    decided = []
+
+    def decide(*arguments):
+        decided.append(launch.takes_heads(*arguments))
+        return decided[-1]
+
+    monkeypatch.setattr(plan, "takes_heads", decide)
+    return decided
+
+
+# Lengths that no other test has, so that each has a plan of its own.
+CASES = [
+    ({}, {}),
+    ({}, {"causal": True}),
+    ({"seqlen_q": 323, "seqlen_k": 77}, {}),  # one tile of keys
+    ({"seqlen_q": 71, "seqlen_k": 683}, {}),  # one tile of queries
+    ({"seqlen_q": 71, "seqlen_k": 683}, {"causal": True}),
+    ({"seqlen_q": 323, "seqlen_k": 683}, {"causal": "top-left"}),  # keys that nobody sees
+    ({"seqlen_q": 683, "seqlen_k": 323}, {"causal": "top-left"}),
+    ({"seqlen_q": 323, "seqlen_k": 341}, {"window": (None, 70)}),
+    ({"seqlen_q": 1, "seqlen_k": 1}, {}),
+    ({"heads_q": 6, "heads_kv": 2}, {"causal": True}),  # several query heads in a block
+    ({"batch": 1, "heads_q": 8, "heads_kv": 1, "seqlen_k": 323}, {}),  # shares of a group
+    ({"batch": 1, "seqlen_q": 3100, "seqlen_k": 131}, {}),  # shares of the rows of a head
+    ({"storage": "padded"}, {"causal": True}),
+    ({"layout": "bhsd"}, {}),
+    ({"batch": 9, "heads_q": 17, "seqlen_q": 203, "seqlen_k": 205}, {"causal": True}),  # 153 heads
+]
+
+
+@each(device="cuda")
+@pytest.mark.parametrize("head_dim", [8, 32, 40, 64, 96, 128])
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_taking_heads(target, taking_heads, number, head_dim):
+    """The gradients are right, and have the same bits in every run, deterministic or not."""
+    shape, options = CASES[number]
+    shape = {"batch": 2, "seqlen_q": 323, "seqlen_k": 347, "heads_q": 3} | shape
+    dtype = target.dtypes[(number + head_dim // 8) % len(target.dtypes)]
+    inputs = target.inputs(dtype, head_dim=head_dim, **shape)
+    poison_free_memory(target.library, target.device, [x.nbytes for x in (inputs.q, inputs.k)] * 4)
+    results = forward_backward(inputs, **options)
+    expected(inputs, **options).check(**results)
+    if not any(taking_heads):  # another backend
+        return
+    for deterministic in (False, True):
+        again = forward_backward(inputs, deterministic=deterministic, **options)
+        for name in ("dq", "dk", "dv"):
+            assert (to_float64(results[name]) == to_float64(again[name])).all(), name
+    assert all(taking_heads)
