@@ -6,6 +6,7 @@
 
 constexpr int SPLIT_WARPS = 4;
 constexpr int SPLIT_ROWS = 64;
+constexpr int INT_MAX = 0x7fffffff;
 constexpr int ROWS_PER_WARP = SPLIT_ROWS / SPLIT_WARPS;
 
 struct SplitBlock {

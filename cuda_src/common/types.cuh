@@ -23,7 +23,6 @@ struct bfloat16_t {
   uint16_t bits;
 };
 
-constexpr int INT_MAX = 0x7fffffff;
 constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
 constexpr float FLOAT_MAX = 0x1.fffffep127f;
 constexpr float QUIET_NAN = __builtin_bit_cast(float, 0x7fc00000);
