@@ -32,6 +32,9 @@ def cases():
     options = {"causal": True, "window": (200, None), "sinks": torch.tensor([0.7])}
     yield "causal window and sinks", inputs, options
 
+    inputs = make_inputs("torch", "bfloat16", **LENGTHS | {"batch": 2}, heads_q=3)
+    yield "blocks of the backward that take whole heads", inputs, {}
+
     inputs = make_inputs("torch", "bfloat16", **LENGTHS, heads_q=1, head_dim=192, head_dim_v=128)
     yield "wide heads, v of fewer columns", inputs, {"causal": True}
 

@@ -62,7 +62,7 @@ with environment.override(backend=backend):
     # Blocks that take whole heads, of one key tile and of three, and more heads than blocks.
     launch.SAVED_KEYS = launch.HEADS_L2_FRACTION = 1e9
     launch.multiprocessors = lambda device: 3
-    for head_dim in (32, 64, 128):
+    for head_dim in (32, 64, 96, 128):
         for seqlen_k, causal in ((120, False), (270, False), (270, True)):
             x = make_inputs("cupy", dtype, batch=2, seqlen_q=140, seqlen_k=seqlen_k, heads_q=2,
                             head_dim=head_dim)

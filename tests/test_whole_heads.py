@@ -15,15 +15,16 @@ from cupyflash.testing import expected, poison_free_memory, to_float64
 structs = launch.structs
 
 
-def problem(heads, queries, keys, causal=False, heads_kv=None, shares=1, batch=1, lengths=False):
+def problem(heads, queries, keys, causal=False, window=None, shares=1, lengths=False):
     """What `takes_heads` reads of a problem of head dim 64."""
-    shape = structs.AttentionShape(batch, heads, heads_kv or heads, queries, keys, 64)
-    shape.window_left = shape.window_right = queries + keys
-    if causal:
-        shape.window_right = 0
+    shape = structs.AttentionShape(1, heads, heads, queries, keys, 64)
+    window = window or (None, 0 if causal else None)
+    shape.window_left, shape.window_right = (
+        queries + keys if side is None else side for side in window
+    )
     shape.group_shares = shares
     return types.SimpleNamespace(
-        shape=shape, device=0, dtype="float16", features=Features(masked=causal),
+        shape=shape, device=0, dtype="float16", features=Features(masked=window != (None, None)),
         is_causal=causal, has_own_lengths=lengths, total_q=None, total_k=None,
     )  # fmt: skip
 
@@ -58,7 +59,8 @@ def test_which_cannot(monkeypatch):
     assert takes_heads(monkeypatch, *shape)
     assert not takes_heads(monkeypatch, *shape, lengths=True)
     assert not takes_heads(monkeypatch, *shape, backend=sm80)
-    assert not takes_heads(monkeypatch, *shape, features=Features(dropout=True))
+    for option in ({"dropout": True}, {"alibi": True}, {"softcap": True}, {"bias": 1}):
+        assert not takes_heads(monkeypatch, *shape, features=Features(**option))
     # Shares of the rows of a head, which differ from key tile to key tile under a mask.
     shape = 8, 4096, 4100
     monkeypatch.setattr(launch, "SAVED_KEYS", math.inf)
@@ -66,6 +68,13 @@ def test_which_cannot(monkeypatch):
     assert takes_heads(monkeypatch, *shape, shares=4)
     assert takes_heads(monkeypatch, *shape, causal=True)
     assert not takes_heads(monkeypatch, *shape, causal=True, shares=4)
+    # The last query must see the first key, and the first one, too.
+    shape = 1024, 200, 330
+    for window, taken in (((329, 0), True), ((328, 0), False), ((None, 0), True)):
+        assert takes_heads(monkeypatch, *shape, window=window) == taken
+    shape = 1024, 330, 200
+    for window, taken in (((None, 130), True), ((None, 129), False)):
+        assert takes_heads(monkeypatch, *shape, window=window) == taken
 
 
 @pytest.fixture
@@ -93,6 +102,7 @@ CASES = [
     ({"seqlen_q": 323, "seqlen_k": 683}, {"causal": "top-left"}),  # keys that nobody sees
     ({"seqlen_q": 683, "seqlen_k": 323}, {"causal": "top-left"}),
     ({"seqlen_q": 323, "seqlen_k": 341}, {"window": (None, 70)}),
+    ({"seqlen_q": 359, "seqlen_k": 323}, {"window": (None, 70)}),
     ({"seqlen_q": 1, "seqlen_k": 1}, {}),
     ({"heads_q": 6, "heads_kv": 2}, {"causal": True}),  # several query heads in a block
     ({"batch": 1, "heads_q": 8, "heads_kv": 1, "seqlen_k": 323}, {}),  # shares of a group

@@ -24,7 +24,8 @@ struct BwdConsumer {
 
   const FlashBwdSm90Params& params;
   typename L::Shared& shared;
-  RingBarriers<1> (&bias_barriers)[L::GROUPS];
+  // Of what is loaded for one warpgroup alone: its part of a bias, or of the dQ of earlier keys.
+  RingBarriers<1> (&own_barriers)[L::GROUPS];
   const uint32_t smem;
   // `group` stays in a uniform register, and so do the descriptors that are computed from it. The
   // positions of elements are computed from threadIdx instead.
@@ -34,14 +35,14 @@ struct BwdConsumer {
   const Score<Options, FlashBwdParams> score;
   const int64_t dropout_seed;
   Ring<L::STAGES> ring;
-  Ring<1> bias_ring;
+  Ring<1> own_ring;
   Ring<BWD_TILE_RECORDS> record;
 
   __device__ BwdConsumer(const FlashBwdSm90Params& params, typename L::Shared& shared,
-                         RingBarriers<1> (&bias_barriers)[L::GROUPS], uint32_t smem)
+                         RingBarriers<1> (&own_barriers)[L::GROUPS], uint32_t smem)
       : params(params),
         shared(shared),
-        bias_barriers(bias_barriers),
+        own_barriers(own_barriers),
         smem(smem),
         group(warpgroup_index() - 1),
         key_row((threadIdx.x - WARPGROUP) / 32 * 16),
@@ -83,7 +84,7 @@ struct BwdConsumer {
                                        &dropout_seed, key,        query};
     float softcap_slope[BLOCK_M / 8][4];
     apply_score(s, softcap_slope, score, at, [&](float (&s)[BLOCK_M / 8][4], float bias_scale) {
-      bias_barriers[group].wait_full(bias_ring);
+      own_barriers[group].wait_full(own_ring);
       add_bias_tile_transposed<typename L::TileBias, T>(s, L::bias_address(smem, group),
                                                         key_row % 64, bias_scale);
     });
@@ -128,8 +129,8 @@ struct BwdConsumer {
     if constexpr (L::HAS_BIAS_TILES) {
       // An arrival can overtake loads that are still in flight (wait_for_loads), so it must come
       // after the stores of dS, which was computed from the bias.
-      bias_barriers[group].release(0);
-      bias_ring.advance();
+      own_barriers[group].release(0);
+      own_ring.advance();
     }
     float dq[L::DQ_COLS / 8][4];
     const int dq_col = L::SPLIT_ROWS ? 0 : group * L::DQ_COLS;
@@ -300,8 +301,9 @@ struct BwdConsumer {
   __device__ __forceinline__ void complete_dq(float (&dq)[L::DQ_COLS / 8][4], const BlockTile& tile,
                                               int head, int m_begin) {
     if (!uniform(tile.begins_dq())) {
-      named_barrier_sync(dq_empty(group), DQ_THREADS);
+      own_barriers[group].wait_full(own_ring);
       const uint32_t address = opaque(dq_address(0));
+      uint32_t loaded = 0;
 #pragma unroll
       for (int n = 0; n < L::DQ_COLS / 8; ++n) {
         const uint4 earlier = ld_shared_128(address + n * WARPGROUP * sizeof(uint4));
@@ -309,8 +311,12 @@ struct BwdConsumer {
         dq[n][1] += __uint_as_float(earlier.y);
         dq[n][2] += __uint_as_float(earlier.z);
         dq[n][3] += __uint_as_float(earlier.w);
+        loaded |= earlier.x;
       }
-      named_barrier_arrive(dq_full(group), DQ_THREADS);
+      wait_for_loads(loaded);
+      __syncwarp();
+      own_barriers[group].release(0);
+      own_ring.advance();
     }
     const FlashBwdParams& base = params.base;
 #pragma unroll

@@ -4,12 +4,14 @@
 #include "bwd_block_sm90.cuh"
 
 // For a block that takes the key tiles of a head one after the other, the first keys first. Every
-// query sees the first tile, and the last one that it sees completes its dQ.
+// query sees the first tile, and the last one that a query tile sees completes its dQ. No later one
+// visits it: masks that hide keys on the right follow the diagonal of the last queries and keys, or
+// (top-left) that of a causal mask, on which key tiles begin where query tiles do.
 struct BwdHeadTile : BwdWalkingTile<false> {
   static constexpr bool WHOLE_HEADS = true;
 
   __device__ bool begins_dq() const { return n_block == 0; }
-  // Whether the queries before m_end see no later keys.
+  // Whether the last query before m_end, and so every one of its tile, sees no later keys.
   __device__ bool completes_dq(int m_end) const {
     return sequence.key_end(min(m_end, sequence.seqlen_q) - 1) <= n_begin + n_rows;
   }
@@ -47,12 +49,12 @@ __device__ __forceinline__ void schedule_bwd_heads(const FlashBwdSm90Params& par
   }
 }
 
-// The first row of a query tile in dq_accum, where a block has a place for the query heads that it
-// computes at the moment, and for no others.
-__device__ __forceinline__ int64_t own_accum_row(const FlashBwdParams& params, const BwdTile& tile,
-                                                 int head, int m_begin) {
-  const AttentionShape& shape = params.shape;
+// A block has a place in dq_accum for the query heads that it computes at the moment, each with all
+// its rows. The first row of the place, and the rows of a head:
+__device__ __forceinline__ int accum_rows_of_head(const AttentionShape& shape) {
+  return round_up(shape.seqlen_q, ACCUM_ROW_ALIGN);
+}
+__device__ __forceinline__ int64_t own_accum_row(const AttentionShape& shape) {
   const int heads = ceil_div(shape.heads_q / shape.heads_kv, shape.group_shares);
-  const int64_t own = int64_t(blockIdx.x) * heads + head - tile.head_begin;
-  return own * round_up(shape.seqlen_q, ACCUM_ROW_ALIGN) + m_begin;
+  return int64_t(blockIdx.x) * heads * accum_rows_of_head(shape);
 }

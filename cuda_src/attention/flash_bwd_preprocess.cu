@@ -14,7 +14,7 @@
 // contiguous. Nothing is shared between warps.
 //
 // Template parameters: T is the dtype of out, ACCUM_DIM the number of columns of dq_accum, or 0
-// without one.
+// without one, and CLEARS whether this kernel has to clear it.
 #include "../common/convert.cuh"
 #include "../common/pack.cuh"
 #include "../ptx/math.cuh"

@@ -7,9 +7,11 @@
 //   dQ += dS K                              in global memory (dq_accum, float32)
 //
 // score_gradient.cuh has the terms of the score's options, FlashBwdParams the arrays with shapes.
-// flash_bwd_preprocess.cu comes before this kernel and flash_bwd_postprocess_sm90.cu after it.
+// flash_bwd_preprocess.cu comes before this kernel and, but for WHOLE_HEADS,
+// flash_bwd_postprocess_sm90.cu after it.
 //
-// With WHOLE_HEADS a block takes all key tiles of a head one after the other. Then it alone adds to
+// With WHOLE_HEADS a block takes all key tiles of a key head (or of a share of it, with the query
+// heads of that) one after the other. Then it alone adds to
 // the dQ of these queries: the first key tile stores it in dq_accum, and the last one that a query
 // sees writes dq. Nothing has to be cleared before this kernel or converted after it, the sum is
 // deterministic, and of a single key tile dQ never leaves the registers. It suits short sequences,
@@ -46,8 +48,9 @@
 // step. Between two such writes lies the barrier DS_WRITTEN of the step in between, which every
 // warpgroup reaches after its last product with the older dS. A warpgroup writes
 // its part of dQ after its barrier DQ_EMPTY, at which the reducer arrives when the copy engine has
-// read the last one. With WHOLE_HEADS the reducer may have fetched the sum of earlier key tiles
-// before it arrives there; what they have added is in L2 since the reducer began this tile.
+// read the last one. With WHOLE_HEADS the reducer may fetch the sum of earlier key tiles into the
+// buffer, when the last one that it fetched has been read; what they have added is in L2 since the
+// reducer began this tile.
 //
 // Why it ends. All roles see the same tiles up to the record with n_rows = 0, and in each the same
 // heads and query tiles. For a deterministic sum (dq_semaphore) the blocks add to a query tile in
@@ -117,12 +120,12 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params, typename
 // Consumers and reducer decide from the same record which of these a step does.
 template <class L>
 __device__ __forceinline__ void keep_dq(const FlashBwdParams& params, typename L::Shared& shared,
-                                        uint32_t smem_dq, uint64_t* fetched) {
+                                        uint32_t smem_dq, RingBarriers<1> (&fetched)[L::GROUPS]) {
   constexpr uint32_t PART_BYTES = L::DQ_PART * sizeof(float);
   constexpr uint32_t BYTES = L::BLOCK_M * L::HEAD_DIM * sizeof(float);
-  const uint32_t barrier = smem_address(fetched);
   const bool elected = elect_one();
-  uint32_t parity = 0;
+  float* const place = params.dq_accum + own_accum_row(params.shape) * L::HEAD_DIM;
+  Ring<1> ring;
   Ring<BWD_TILE_RECORDS> record;
 #pragma unroll 1
   for (;; record.advance()) {
@@ -130,7 +133,8 @@ __device__ __forceinline__ void keep_dq(const FlashBwdParams& params, typename L
     if (tile.n_rows == 0) return;
     if (elected) {
       mbarrier_arrive(smem_address(&shared.almost_loaded));
-      bulk_wait_done();  // this tile adds to what the last one has stored
+      // This tile adds to what the last one has stored, or fetches it.
+      if (!tile.begins_dq()) bulk_wait_done();
     }
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
@@ -138,32 +142,39 @@ __device__ __forceinline__ void keep_dq(const FlashBwdParams& params, typename L
       for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m)) {
         const bool completes = tile.completes_dq((m + 1) * L::BLOCK_M);
         if (completes && tile.begins_dq()) continue;  // the consumers have all of it
-        float* kept =
-            params.dq_accum + own_accum_row(params, tile, head, m * L::BLOCK_M) * L::HEAD_DIM;
-        if (elected) bulk_wait_read<0>();
-        if (completes) {
-          if (elected) {
-            mbarrier_arrive_expect(barrier, BYTES);
-            bulk_load(smem_dq, kept, BYTES, barrier);
-          }
-          mbarrier_wait(barrier, parity);
-          parity ^= 1;
-        }
+        const int64_t row = int64_t(head - tile.head_begin) * accum_rows_of_head(params.shape);
+        float* kept = place + (row + m * L::BLOCK_M) * L::HEAD_DIM;
+        if (elected) bulk_wait_read<0>();  // the buffer may be written
         __syncwarp();
 #pragma unroll
-        for (int group = 0; group < L::GROUPS; ++group)
-          named_barrier_arrive(dq_empty(group), DQ_THREADS);
+        for (int group = 0; group < L::GROUPS; ++group) {
+          float* part = kept + group * L::DQ_PART;
+          const uint32_t buffer = smem_dq + group * PART_BYTES;
+          const uint32_t bytes = group == 0 ? PART_BYTES : BYTES - PART_BYTES;
+          if (!completes) {
+            named_barrier_arrive(dq_empty(group), DQ_THREADS);
+          } else if (elected) {
+            fetched[group].wait_empty(ring);
+            const uint32_t full = smem_address(&fetched[group].full[0]);
+            mbarrier_arrive_expect(full, bytes);
+            bulk_load(buffer, part, bytes, full);
+          }
+        }
+        if (completes) {
+          ring.advance();
+          continue;
+        }
 #pragma unroll
         for (int group = 0; group < L::GROUPS; ++group) {
-          named_barrier_sync(dq_full(group), DQ_THREADS);
-          if (completes || !elected) continue;
-          float* to = kept + group * L::DQ_PART;
-          const uint32_t from = smem_dq + group * PART_BYTES;
+          float* part = kept + group * L::DQ_PART;
+          const uint32_t buffer = smem_dq + group * PART_BYTES;
           const uint32_t bytes = group == 0 ? PART_BYTES : BYTES - PART_BYTES;
+          named_barrier_sync(dq_full(group), DQ_THREADS);
+          if (!elected) continue;
           if (tile.begins_dq()) {
-            bulk_store(to, from, bytes);
+            bulk_store(part, buffer, bytes);
           } else {
-            bulk_reduce_add(to, from, bytes);
+            bulk_reduce_add(part, buffer, bytes);
           }
           bulk_commit();
         }
@@ -190,16 +201,15 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   static_assert(NUM_STAGES == 2, "one barrier an iteration protects dS only if it has two stages");
   static_assert(ACCUM_ROW_ALIGN % BLOCK_M == 0, "a query tile must not straddle two sequences");
   static_assert(!WHOLE_HEADS || (Options::NONE && !WALKS_UP), "such blocks take plain scores");
+  static_assert(!WHOLE_HEADS || BLOCK_N % BLOCK_M == 0, "see BwdHeadTile");
 
   extern __shared__ __align__(1024) unsigned char smem[];
   const uint32_t smem_k = smem_address(smem);
   __shared__ typename Layout::Shared shared;
-  __shared__ RingBarriers<1> bias_barriers[GROUPS];
-  __shared__ uint64_t dq_fetched;
+  __shared__ RingBarriers<1> own_barriers[GROUPS];
   if (threadIdx.x == 0) {
-    if constexpr (WHOLE_HEADS) mbarrier_init(smem_address(&dq_fetched), 1);
-    if constexpr (Layout::HAS_BIAS_TILES) {
-      for (auto& ring : bias_barriers) ring.init(4);  // warps
+    if constexpr (Layout::HAS_BIAS_TILES || WHOLE_HEADS) {
+      for (auto& ring : own_barriers) ring.init(4);  // warps
     }
     shared.init(CONSUMERS, FOLLOWERS);
   }
@@ -222,17 +232,17 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
             {RowsMap::K, RowsMap::Q, smem_k, smem_k + Layout::Q_OFFSET, shared.k, shared.q,
              RowConstants::LOAD});
     } else if (warp == 2) {
-      Ring<1> bias_ring;
+      Ring<1> own_ring;
       const auto load_bias = [&](const auto& tile, int head, int m) {
         if constexpr (Layout::HAS_BIAS_TILES) {
           const BiasMap bias(params, tile.batch, head);
 #pragma unroll 1
           for (int group = 0; group < GROUPS; ++group) {
             bias.load<typename Layout::TileBias>(Layout::bias_address(smem_k, group),
-                                                 bias_barriers[group], bias_ring, m * BLOCK_M,
+                                                 own_barriers[group], own_ring, m * BLOCK_M,
                                                  tile.n_begin + group * 64);
           }
-          bias_ring.advance();
+          own_ring.advance();
         }
       };
       if (elect_one())
@@ -242,7 +252,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
              shared.v, shared.dout, RowConstants::SKIP},
             load_bias);
     } else if constexpr (WHOLE_HEADS) {
-      keep_dq<Layout>(params.base, shared, smem_k + Layout::DQ_OFFSET, &dq_fetched);
+      keep_dq<Layout>(params.base, shared, smem_k + Layout::DQ_OFFSET, own_barriers);
     } else {
       reduce_dq<Layout>(params.base, shared, smem_k + Layout::DQ_OFFSET);
     }
@@ -254,7 +264,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   const AttentionShape& shape = params.base.shape;
   float acc_dk[HEAD_DIM / 8][4];
   float acc_dv[HEAD_DIM / 8][4];
-  BwdConsumer<Options, Layout> consumer(params, shared, bias_barriers, smem_k);
+  BwdConsumer<Options, Layout> consumer(params, shared, own_barriers, smem_k);
   Ring<BWD_TILE_RECORDS>& record = consumer.record;
 #pragma unroll 1
   for (;; record.advance()) {

@@ -29,14 +29,15 @@ MIN_SPLIT_KEYS = 256  # of a block: two or more key tiles of any head dim
 # A launch of fewer tiles than these for each multiprocessor has few, and then a section of heads
 # should have so many.
 FEW_TILES, SECTION_TILES = 8, 3
-# Blocks that take whole heads save a query the time of so many keys, and lose this part of all its
-# keys' time, as each of them visits a head's queries alone. It should be less.
+# Taking whole heads saves each query the time of so many keys. It costs a part of the time of all
+# keys: that in which multiprocessors wait for the last heads, and the second number, as no other
+# block reads the same q and dout at the same time. The cost should be less.
 SAVED_KEYS, LONELY = 64, 0.05
-# The part of the L2 cache that q, dout and a dq in float32 of their heads may take, and how much of
-# it they need under a causal mask, where they are read half as often.
+# The part of the L2 cache that q, dout and a dq in float32 of these heads may take, and the part of
+# that which they need under a causal mask, where they are read half as often.
 HEADS_L2_FRACTION, CAUSAL_L2 = 0.7, 0.6
-# Blocks that walk up should have more tiles than this divided by the head dim, of which the second
-# is for wide heads.
+# Blocks walk up if each multiprocessor has more tiles than this number divided by the head dim; the
+# second one is for head dims above 192.
 UP_COLUMNS, UP_COLUMNS_WIDE = 400, 2048
 # A block should have at least so many query rows. With fewer, the sums of dK and dV that it leaves
 # in float32 take longer than it saves.
@@ -298,19 +299,20 @@ def least_side_by_side(config: KernelConfig, problem: Problem) -> int:
 def takes_heads(config: KernelConfig, problem: Problem) -> bool:
     """Whether each block of the backward pass should take all keys of a head.
 
-    Then nothing clears, adds up and converts a dq in float32. But the launch ends with whole heads,
-    and the rows of as many of them as there are multiprocessors should fit the L2 cache, unless
-    each is read once. Every query must see the first key.
+    Then dq_accum is neither cleared before the main kernel nor converted after it. But the launch
+    ends with whole heads, and the rows of as many of them as there are multiprocessors should fit
+    the L2 cache, unless there is one tile of keys. Every query must see the first key.
     """
     shape, at_once = problem.shape, multiprocessors(problem.device)
     diagonal = 0 if shape.top_left else shape.seqlen_k - shape.seqlen_q
     sees_first = -shape.window_right <= diagonal <= shape.window_left - shape.seqlen_q + 1
     group = shape.heads_q // shape.heads_kv
-    divided = shape.group_shares > group and problem.features.masked
-    if config.taking_heads() == config or problem.has_own_lengths or divided or not sees_first:
+    if config.taking_heads() == config or problem.has_own_lengths or not sees_first:
         return False
     if shape.seqlen_k <= config.tile_rows:
         return True
+    if shape.group_shares > group and problem.features.masked:
+        return False  # blocks divide the rows of a head, otherwise in each key tile
     heads = shape.heads_kv * shape.group_shares * shape.batch
     rows = -(-group // shape.group_shares) * shape.seqlen_q
     row_bytes = shape.head_dim * (ITEM_SIZE[problem.dtype] * 2 + 4)
@@ -346,7 +348,7 @@ def num_blocks(config: KernelConfig, problem: Problem, splits: int = 1) -> int:
 def num_tiles(config: KernelConfig, problem: Problem) -> int:
     """Tiles of a kernel; where sequences have lengths of their own, at most.
 
-    A head is one where a block takes all of it.
+    Where a block takes whole heads, each head (or share) of a sequence is one tile.
     """
     shape, of_keys = problem.shape, config.tiles_of == "k"
     heads = shape.heads_kv * shape.group_shares if of_keys else shape.heads_q

@@ -198,7 +198,7 @@ class BackwardPlan(Plan):
                 columns = shape.heads_kv * configs[-1].head_dim
                 partial_floats = 2 * shape.group_shares * _rows_k(problem) * columns
             least = least_side_by_side(main, problem)
-        if takes_heads(main, problem):  # and adds in the order of keys
+        if takes_heads(main, problem):  # each block adds up dq alone, in the order of keys
             configs = [taking for x in configs if (taking := x.taking_heads())]
             deterministic = False
         elif deterministic and walks_up(main, problem):
@@ -212,8 +212,7 @@ class BackwardPlan(Plan):
             del configs[2:]
         accum_dim = configs[0].accum_dim
         rows = _accum_rows(problem)
-        # One allocation for lse_log2 and delta [heads_q, rows], dq_accum [heads_q, rows, dim] and
-        # dkv_partial.
+        # One allocation for lse_log2 and delta [heads_q, rows], dq_accum and dkv_partial.
         self.rows_bytes = shape.heads_q * rows * 4
         self.partial_offset = 2 * self.rows_bytes + 4 * accum_dim * _accum_places(problem, main)
         self.scratch_size = self.partial_offset // 4 + partial_floats

@@ -92,7 +92,7 @@ struct Fiber {
   bool running = false;
   const char* waits_for = "";
   std::function<bool()> ready;
-  Groups copies, bulk;
+  Groups copies, bulk, bulk_writes;  // bulk: what reads shared memory
 };
 
 struct Warp {
@@ -251,7 +251,7 @@ inline void run_block(unsigned threads, char* stacks, std::function<void()> kern
   while (complete_copy()) {
   }
   for (Fiber& fiber : block.fibers) {
-    for (Groups* groups : {&fiber.copies, &fiber.bulk}) {
+    for (Groups* groups : {&fiber.copies, &fiber.bulk, &fiber.bulk_writes}) {
       groups->commit();
       groups->wait(0);
     }

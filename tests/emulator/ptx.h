@@ -66,6 +66,18 @@ inline void begin_counted_copy(unsigned barrier, unsigned bytes, std::function<v
   });
 }
 
+// A copy from shared memory, which may be read long before `write` gets what was there.
+inline void begin_bulk(uint32_t src, unsigned bytes, std::function<void(const char*)> write) {
+  auto data = std::make_shared<std::vector<char>>(bytes);
+  auto read = begin_copy(
+      [=] { std::memcpy(data->data(), emulator::shared_pointer<uint4>(src), data->size()); });
+  fiber().bulk.add(read);
+  fiber().bulk_writes.add(begin_copy([=] {
+    read->finish();
+    write(data->data());
+  }));
+}
+
 // What tests/emulator/__init__.py writes in place of a CUtensorMap.
 struct EmulatedMap {
   char* base;
@@ -466,24 +478,25 @@ inline void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t ba
       barrier, bytes, [=] { std::memcpy(emulator::shared_pointer<uint4>(dst), src, bytes); });
 }
 inline void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
-  emulator::fiber().bulk.add(emulator::begin_copy(
-      [=] { std::memcpy(dst, emulator::shared_pointer<uint4>(src), bytes); }));
+  emulator::begin_bulk(src, bytes, [=](const char* data) { std::memcpy(dst, data, bytes); });
 }
 inline void bulk_reduce_add(float* dst, uint32_t src, uint32_t bytes) {
-  emulator::fiber().bulk.add(emulator::begin_copy([=] {
-    for (unsigned i = 0; i < bytes / 4; ++i) {
-      dst[i] += *emulator::shared_pointer<float>(src + 4 * i);
-    }
-  }));
+  emulator::begin_bulk(src, bytes, [=](const char* data) {
+    for (unsigned i = 0; i < bytes / 4; ++i) dst[i] += reinterpret_cast<const float*>(data)[i];
+  });
 }
-inline void bulk_commit() { emulator::fiber().bulk.commit(); }
-template <int N>
-void bulk_wait() {
-  emulator::fiber().bulk.wait(N);
+inline void bulk_commit() {
+  emulator::fiber().bulk.commit();
+  emulator::fiber().bulk_writes.commit();
 }
 template <int N>
 void bulk_wait_read() {
-  bulk_wait<N>();
+  emulator::fiber().bulk.wait(N);
+}
+template <int N>
+void bulk_wait() {
+  bulk_wait_read<N>();
+  emulator::fiber().bulk_writes.wait(N);
 }
 inline void bulk_wait_done() { bulk_wait<0>(); }
 inline void fence_async_proxy() {}

@@ -30,8 +30,8 @@ class AttentionKernel(KernelConfig):
             instead of adding to it.
         walks_up: blocks of this backward kernel walk from the first query to the last, unlike those
             of the kernel that it stands for.
-        whole_heads: a block of this backward kernel takes all keys of a head, so that it needs a
-            place in ``dq_accum`` for the rows of the head that it has at the moment alone.
+        whole_heads: a block of this backward kernel takes all keys of a head; ``dq_accum`` then has
+            one place for each block.
         combine: the configuration of the kernel that merges the results of several blocks, if
             blocks of this kernel (as ``split_keys()`` returns it) can divide the keys of a tile.
     """
@@ -82,7 +82,9 @@ class AttentionKernel(KernelConfig):
         return self
 
     def taking_heads(self) -> "KernelConfig | None":
-        """The same for blocks that take whole heads; None if it is not needed then."""
+        """The same for blocks that take whole heads: None if it is not needed then, itself if
+        nothing changes, or if this is a main kernel that cannot.
+        """
         return self
 
     def launched(self, capability: Capability) -> tuple[KernelConfig, ...]:

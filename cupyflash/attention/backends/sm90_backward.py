@@ -75,7 +75,7 @@ class MainKernel(AttentionKernel):
 
 @dataclasses.dataclass(frozen=True)
 class FlashBwdSm90(MainKernel):
-    """Backward: a block computes dK and dV of ``block_n`` keys, a warpgroup of 64 of them."""
+    """Backward: a block computes dK and dV of ``block_n`` keys at a time, a warpgroup of 64."""
 
     source: ClassVar[str] = "attention/flash_bwd_sm90.cu"
 
