@@ -69,6 +69,16 @@ def check_broken_kernels(folder):
             cupyflash.attention(inputs.q, inputs.k, inputs.v)
 
 
+def check_missing_fence(folder):
+    """It finds sums of dQ that are fetched, or added to, before what came first is in memory."""
+    inputs = make_inputs("torch", "bfloat16", **LENGTHS | {"batch": 2, "seqlen_q": 151}, heads_q=3)
+    statement = "if (!tile.begins_dq()) bulk_wait_done();"
+    with emulator.hopper(folder / "broken", without=statement):
+        results = forward_backward(inputs)
+    with pytest.raises(AssertionError, match="dq"):
+        expected(inputs).check(**results)
+
+
 def check_signed_zeros(folder):
     """Tokens are those of NumPy where the largest logits are zeros of both signs."""
     rows = torch.full((2, 8), -1.0)
@@ -87,4 +97,5 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
     check_cases(Path(sys.argv[1]))
     check_signed_zeros(Path(sys.argv[1]))
-    check_broken_kernels(Path(sys.argv[1]))
+    check_missing_fence(Path(sys.argv[1]))
+    check_broken_kernels(Path(sys.argv[1]))  # last, as the counter of tiles is left as it was
