@@ -145,10 +145,8 @@ struct BwdConsumer {
     wgmma_wait<1>();  // dQ is complete; dK may still run
     pin(dq);
     if constexpr (L::WHOLE_HEADS) {
-      if (uniform(tile.completes_dq(m_begin + L::BLOCK_M))) {
-        complete_dq(dq, tile, head, m_begin);
-        return;
-      }
+      keep_dq(dq, tile, head, m_begin);
+      return;
     }
     hand_over_dq(dq);
   }
@@ -296,28 +294,36 @@ struct BwdConsumer {
     named_barrier_arrive(dq_full(group), DQ_THREADS);
   }
 
-  // Writes this warpgroup's part of dq where a block takes whole heads: what earlier keys have
-  // added up, which the reducer has fetched, and the part of these keys, which are the last.
-  __device__ __forceinline__ void complete_dq(float (&dq)[L::DQ_COLS / 8][4], const BlockTile& tile,
-                                              int head, int m_begin) {
-    if (!uniform(tile.begins_dq())) {
+  // The same where a block takes whole heads: the reducer keeps the sum, or has fetched that of
+  // earlier keys into the buffer. With the part of the last keys it is written to dq.
+  __device__ __forceinline__ void keep_dq(float (&dq)[L::DQ_COLS / 8][4], const BlockTile& tile,
+                                          int head, int m_begin) {
+    const bool completes = uniform(tile.completes_dq(m_begin + L::BLOCK_M));
+    if (!completes || !uniform(tile.begins_dq())) {
       own_barriers[group].wait_full(own_ring);
-      const uint32_t address = opaque(dq_address(0));
-      uint32_t loaded = 0;
-#pragma unroll
-      for (int n = 0; n < L::DQ_COLS / 8; ++n) {
-        const uint4 earlier = ld_shared_128(address + n * WARPGROUP * sizeof(uint4));
-        dq[n][0] += __uint_as_float(earlier.x);
-        dq[n][1] += __uint_as_float(earlier.y);
-        dq[n][2] += __uint_as_float(earlier.z);
-        dq[n][3] += __uint_as_float(earlier.w);
-        loaded |= earlier.x;
-      }
-      wait_for_loads(loaded);
-      __syncwarp();
-      own_barriers[group].release(0);
       own_ring.advance();
+      const uint32_t address = opaque(dq_address(0));
+      if (completes) {
+        uint32_t loaded = 0;
+#pragma unroll
+        for (int n = 0; n < L::DQ_COLS / 8; ++n) {
+          const uint4 earlier = ld_shared_128(address + n * WARPGROUP * sizeof(uint4));
+          dq[n][0] += __uint_as_float(earlier.x);
+          dq[n][1] += __uint_as_float(earlier.y);
+          dq[n][2] += __uint_as_float(earlier.z);
+          dq[n][3] += __uint_as_float(earlier.w);
+          loaded |= earlier.x;
+        }
+        wait_for_loads(loaded);
+      } else {
+#pragma unroll
+        for (int n = 0; n < L::DQ_COLS / 8; ++n)
+          st_shared_128(address + n * WARPGROUP * sizeof(uint4), dq[n]);
+        fence_async_proxy();  // dQ becomes visible to the copy engine
+      }
+      own_barriers[group].release_by_thread(0);
     }
+    if (!completes) return;
     const FlashBwdParams& base = params.base;
 #pragma unroll
     for (int n = 0; n < L::DQ_COLS / 8; ++n) {

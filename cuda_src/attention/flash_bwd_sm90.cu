@@ -48,9 +48,9 @@
 // step. Between two such writes lies the barrier DS_WRITTEN of the step in between, which every
 // warpgroup reaches after its last product with the older dS. A warpgroup writes
 // its part of dQ after its barrier DQ_EMPTY, at which the reducer arrives when the copy engine has
-// read the last one. With WHOLE_HEADS the reducer may fetch the sum of earlier key tiles into the
-// buffer, when the last one that it fetched has been read; what they have added is in L2 since the
-// reducer began this tile.
+// read the last one. With WHOLE_HEADS the buffers of dQ are rings of one stage instead, whose
+// consumers write to them, or read the sum of earlier key tiles, which is in L2 since the reducer
+// began this tile.
 //
 // Why it ends. All roles see the same tiles up to the record with n_rows = 0, and in each the same
 // heads and query tiles. For a deterministic sum (dq_semaphore) the blocks add to a query tile in
@@ -115,15 +115,17 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params, typename
   }
 }
 
-// The reducer of a block that takes whole heads. The first key tile stores dQ of a query tile in
-// dq_accum, others add to it, and for the last one the reducer fetches the sum into the buffer.
-// Consumers and reducer decide from the same record which of these a step does.
+// The reducer of a block that takes whole heads, one lane. The first key tile stores dQ of a query
+// tile in dq_accum, others add to it, and for the last one the reducer fetches the sum. In each
+// step it gives the buffers to the consumers, empty or with the sum, and they give them back.
+// Consumers and reducer decide from the same record what a step does.
 template <class L>
 __device__ __forceinline__ void keep_dq(const FlashBwdParams& params, typename L::Shared& shared,
-                                        uint32_t smem_dq, RingBarriers<1> (&fetched)[L::GROUPS]) {
+                                        uint32_t smem_dq, RingBarriers<1> (&buffers)[L::GROUPS]) {
   constexpr uint32_t PART_BYTES = L::DQ_PART * sizeof(float);
-  constexpr uint32_t BYTES = L::BLOCK_M * L::HEAD_DIM * sizeof(float);
-  const bool elected = elect_one();
+  // At head dim 96 half of the second warpgroup's part is empty.
+  constexpr uint32_t LAST_BYTES = L::BLOCK_M * L::HEAD_DIM * sizeof(float) - PART_BYTES;
+  static_assert(L::GROUPS == 2 && LAST_BYTES <= PART_BYTES, "dQ has two parts");
   float* const place = params.dq_accum + own_accum_row(params.shape) * L::HEAD_DIM;
   Ring<1> ring;
   Ring<BWD_TILE_RECORDS> record;
@@ -131,11 +133,9 @@ __device__ __forceinline__ void keep_dq(const FlashBwdParams& params, typename L
   for (;; record.advance()) {
     const auto& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) return;
-    if (elected) {
-      mbarrier_arrive(smem_address(&shared.almost_loaded));
-      // This tile adds to what the last one has stored, or fetches it.
-      if (!tile.begins_dq()) bulk_wait_done();
-    }
+    mbarrier_arrive(smem_address(&shared.almost_loaded));
+    // This tile adds to what the last one has stored, or fetches it.
+    if (!tile.begins_dq()) bulk_wait_done();
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
@@ -144,33 +144,27 @@ __device__ __forceinline__ void keep_dq(const FlashBwdParams& params, typename L
         if (completes && tile.begins_dq()) continue;  // the consumers have all of it
         const int64_t row = int64_t(head - tile.head_begin) * accum_rows_of_head(params.shape);
         float* kept = place + (row + m * L::BLOCK_M) * L::HEAD_DIM;
-        if (elected) bulk_wait_read<0>();  // the buffer may be written
-        __syncwarp();
+        bulk_wait_read<0>();
 #pragma unroll
         for (int group = 0; group < L::GROUPS; ++group) {
-          float* part = kept + group * L::DQ_PART;
-          const uint32_t buffer = smem_dq + group * PART_BYTES;
-          const uint32_t bytes = group == 0 ? PART_BYTES : BYTES - PART_BYTES;
-          if (!completes) {
-            named_barrier_arrive(dq_empty(group), DQ_THREADS);
-          } else if (elected) {
-            fetched[group].wait_empty(ring);
-            const uint32_t full = smem_address(&fetched[group].full[0]);
+          const uint32_t full = smem_address(&buffers[group].full[0]);
+          const uint32_t bytes = group == 0 ? PART_BYTES : LAST_BYTES;
+          buffers[group].wait_empty(ring);
+          if (completes) {
             mbarrier_arrive_expect(full, bytes);
-            bulk_load(buffer, part, bytes, full);
+            bulk_load(smem_dq + group * PART_BYTES, kept + group * L::DQ_PART, bytes, full);
+          } else {
+            mbarrier_arrive(full);
           }
         }
-        if (completes) {
-          ring.advance();
-          continue;
-        }
+        ring.advance();
+        if (completes) continue;
 #pragma unroll
         for (int group = 0; group < L::GROUPS; ++group) {
           float* part = kept + group * L::DQ_PART;
           const uint32_t buffer = smem_dq + group * PART_BYTES;
-          const uint32_t bytes = group == 0 ? PART_BYTES : BYTES - PART_BYTES;
-          named_barrier_sync(dq_full(group), DQ_THREADS);
-          if (!elected) continue;
+          const uint32_t bytes = group == 0 ? PART_BYTES : LAST_BYTES;
+          buffers[group].wait_empty(ring);  // this part of dQ is complete
           if (tile.begins_dq()) {
             bulk_store(part, buffer, bytes);
           } else {
@@ -209,7 +203,8 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   __shared__ RingBarriers<1> own_barriers[GROUPS];
   if (threadIdx.x == 0) {
     if constexpr (Layout::HAS_BIAS_TILES || WHOLE_HEADS) {
-      for (auto& ring : own_barriers) ring.init(4);  // warps
+      // The consumers arrive by warp, or where they access a buffer of dQ, by thread.
+      for (auto& ring : own_barriers) ring.init(WHOLE_HEADS ? WARPGROUP : 4);
     }
     shared.init(CONSUMERS, FOLLOWERS);
   }
@@ -252,7 +247,8 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
              shared.v, shared.dout, RowConstants::SKIP},
             load_bias);
     } else if constexpr (WHOLE_HEADS) {
-      keep_dq<Layout>(params.base, shared, smem_k + Layout::DQ_OFFSET, own_barriers);
+      if (elect_one())
+        keep_dq<Layout>(params.base, shared, smem_k + Layout::DQ_OFFSET, own_barriers);
     } else {
       reduce_dq<Layout>(params.base, shared, smem_k + Layout::DQ_OFFSET);
     }
