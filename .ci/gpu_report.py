@@ -139,8 +139,8 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 def missing(report: Report, run: str) -> list[str]:
     """The test files that have not run on these sources, as they are now."""
-    tests = test_files()
-    return not_run(report, run, tests) if report.get("sources") == sources() else list(tests)
+    known = report if report.get("sources") == sources() else {"runs": {}}
+    return not_run(known, run, test_files())
 
 
 def not_run(report: Report, run: str, tests: dict[str, str]) -> list[str]:
