@@ -1,25 +1,35 @@
-"""Which kernels a call would launch on a Hopper GPU, found on a machine without a GPU.
+"""Which kernels a call would launch on a GPU, found on a machine without one.
 
-The plans of the package are made as on a GPU of 132 multiprocessors (H100, H200), for uninitialised
-tensors in the memory of the host; loading and launching of kernels are taken out.
+The plans of the package are made as on that GPU, by default one of 132 multiprocessors of Hopper
+(H100, H200), for uninitialised tensors in the memory of the host; loading and launching of kernels
+are taken out.
 """
 
 import contextlib
 import ctypes
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from cupyflash import jit
 from cupyflash.runtime import scratch
 
-CAPABILITY, MULTIPROCESSORS, L2_BYTES = (9, 0), 132, 50 << 20
+
+class Card(NamedTuple):
+    """The facts about a GPU that plans depend on."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    l2_bytes: int
+
+
+HOPPER = Card((9, 0), 132, 50 << 20)
 
 
 @contextlib.contextmanager
-def hopper() -> Iterator[None]:
-    """Calls with torch's CPU tensors make their plans for a Hopper GPU and launch nothing.
+def hopper(card: Card = HOPPER) -> Iterator[None]:
+    """Calls with torch's CPU tensors make their plans for this GPU and launch nothing.
 
     In a process that does nothing else: the package remembers what it was told of the GPU.
     """
@@ -39,26 +49,37 @@ def hopper() -> Iterator[None]:
         change(library, "view", lambda self, x: view(self, x)._replace(device=0))
         change(library, "device", lambda self, x: 0)
         change(library, "stream", lambda self, device: torch_library.raw_stream(0))
-        change(cupy.cuda, "Device", _Device)
+        change(cupy.cuda, "Device", _device(card))
         change(cupy.cuda, "Memory", lambda size: types.SimpleNamespace(ptr=0))
         change(cupy.cuda.runtime, "getDevice", lambda: 0)
         change(cupy.cuda.runtime, "setDevice", lambda device: None)
         change(cupy.cuda.runtime, "memsetAsync", lambda *arguments: None)
         change(gpu.driver, "multiprocessor_limit", lambda: None)
-        change(launch, "_clusters_of_all", lambda config, device: MULTIPROCESSORS // config.cluster)
+        change(
+            launch,
+            "_clusters_of_all",
+            lambda config, device: card.multiprocessors // config.cluster,
+        )
         change(launch, "dependent_possible", lambda capability: False)
         change(tensor_map.TensorMapSpec, "encode", lambda self, pointer: bytes(128))
         change(scratch, "TileCounters", lambda device: _Counters())
         yield
 
 
-class _Device(contextlib.nullcontext):
-    """A device of CuPy."""
+def _device(card: Card) -> type:
+    """Returns the class of CuPy's devices, all of this kind."""
 
-    compute_capability = "{}{}".format(*CAPABILITY)
-    attributes = types.MappingProxyType(
-        {"MultiProcessorCount": MULTIPROCESSORS, "L2CacheSize": L2_BYTES, "CooperativeLaunch": 1}
-    )
+    class Device(contextlib.nullcontext):
+        compute_capability = "{}{}".format(*card.capability)
+        attributes = types.MappingProxyType(
+            {
+                "MultiProcessorCount": card.multiprocessors,
+                "L2CacheSize": card.l2_bytes,
+                "CooperativeLaunch": 1,
+            }
+        )
+
+    return Device
 
 
 class _Counters:
