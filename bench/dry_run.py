@@ -9,19 +9,12 @@ import contextlib
 import ctypes
 import types
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 from cupyflash import jit
 from cupyflash.runtime import scratch
-
-
-class Card(NamedTuple):
-    """The facts about a GPU that plans depend on."""
-
-    capability: tuple[int, int]
-    multiprocessors: int
-    l2_bytes: int
+from cupyflash.runtime.gpu import Card
 
 
 HOPPER = Card((9, 0), 132, 50 << 20)

@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 
 from .. import environment
 from ..runtime.array import Array
+from ..runtime.gpu import card_of
 from ..runtime.operation import Operation, Plans, TorchSide
 from ..runtime.philox import is_number, seed_array
 from ..runtime.specs import require_library
-from . import cpu
+from . import backends, cpu
 from .checks import check, check_bias_gradient, check_lengths, check_lse
 from .options import (
     BIAS,
@@ -29,7 +30,8 @@ from .options import (
     Options,
     caller_name,
 )
-from .plan import BackwardPlan, ForwardPlan, Padding, keeps_v
+from .padding import Padding
+from .plan import BackwardPlan, ForwardPlan
 from .problem import Problem
 
 TENSORS = ("q", "k", "v")
@@ -89,10 +91,10 @@ def _forward_plan(
     options: tuple,
     bias_aligned: bool,
 ) -> ForwardPlan | Padding:
-    access, q = problem.access(0 if aligned else 1), library.view(arrays[0])
-    if problem.needs_padding and not keeps_v(problem, access, backward=False):
+    problem, q = dataclasses.replace(problem, aligned=aligned), library.view(arrays[0])
+    if backends.pads(problem, card_of(problem.device), backward=False):
         return Padding.of(problem, Options(*options))
-    return ForwardPlan(function, problem, access, library, q, Options(*options))
+    return ForwardPlan(function, problem, library, q, Options(*options))
 
 
 def backward(
@@ -159,12 +161,12 @@ def _backward_plan(
     bias_grad: bool,
     deterministic: str,
 ) -> BackwardPlan | Padding:
-    access = problem.access(0 if aligned else 1)
-    if problem.needs_padding and not keeps_v(problem, access, backward=True):
+    problem = dataclasses.replace(problem, aligned=aligned)
+    if backends.pads(problem, card_of(problem.device), backward=True):
         return Padding.of(problem, Options(*options))
     views = {name: library.view(x) for name, x in zip(BACKWARD_TENSORS[1:4], arrays[1:4])}
     return BackwardPlan(
-        function, problem, access, library, views, Options(*options), deterministic, bias_grad
+        function, problem, library, views, Options(*options), deterministic, bias_grad
     )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..runtime.array import View
 from ..runtime.config import ITEM_SIZE
-from ..runtime.gpu import HALF
+from ..runtime.gpu import HALF, Capability
 from ..runtime.structs import header
 from ..runtime.tensor_map import MAX_MAP_STRIDE
 from .options import Options
@@ -91,6 +91,19 @@ class Features(NamedTuple):
         return (self.softcap, self.alibi, self.bias, self.dropout)
 
 
+class Kind(NamedTuple):
+    """What of a problem and of a GPU decides which kernels compute it.
+
+    Attributes:
+        head_dim: the least that kernels take, a multiple of 8.
+    """
+
+    dtype: str
+    head_dim: int
+    features: Features
+    capability: Capability
+
+
 @dataclasses.dataclass(frozen=True)
 class ExtraFacts:
     """The facts of a checked problem about its optional arrays, apart from cu_seqlens.
@@ -129,7 +142,8 @@ class Problem:
         extras: what is known of the optional arrays.
         total_q: rows of packed queries; None if not packed.
         total_k: rows of packed keys; None if not packed.
-        bias_aligned: the address of the bias is a multiple of 16.
+        aligned: the addresses of all tensors but out are multiples of 16.
+        bias_aligned: that of the bias is.
         tf32: products may have the accuracy of TF32.
     """
 
@@ -141,6 +155,7 @@ class Problem:
     extras: ExtraFacts
     total_q: int | None
     total_k: int | None
+    aligned: bool = True
     bias_aligned: bool = False
     tf32: bool = False
 
@@ -201,6 +216,10 @@ class Problem:
             one_pass=one_tile and shape.heads_q == shape.heads_kv and not extras.sinks,
         )
 
+    def kind(self, capability: Capability) -> Kind:
+        """What decides which kernels compute the problem on such a GPU."""
+        return Kind(self.dtype, self.shape.head_dim, self.features, capability)
+
     @property
     def _head_dim_v(self) -> int:
         head_dim, head_dim_v = self.head_dims
@@ -256,18 +275,16 @@ class Problem:
             and not (self.has_own_lengths or features.softcap or features.alibi or features.dropout)
         )
 
-    def access(self, pointers: int) -> Access:
-        """How the tensors can be read; ``pointers`` is the OR of all pointers.
-
-        That of ``out`` does not count: it is read once, by a kernel that takes any.
-        """
+    @property
+    def access(self) -> Access:
+        """How the tensors can be read, but for out: one kernel reads it once, and takes any."""
         item = ITEM_SIZE[self.dtype]
         steps = []  # of the axes with more than one index: in bytes
         for name in self.strides.keys() - {"out"}:
             sizes = self.sizes(name)
             if 0 not in sizes:
                 steps += [x * item for n, x in zip(sizes, self.strides[name]) if n > 1]
-        if any(x % 16 for x in (pointers, *steps)):
+        if not self.aligned or any(x % 16 for x in steps):
             return Access.ELEMENT
         mappable = all(0 < step < MAX_MAP_STRIDE for step in steps)
         return Access.TENSOR_MAP if mappable else Access.VECTOR

@@ -4,73 +4,50 @@ This is consulted once for each plan. A tile of the tuning file is used only if 
 candidates of the backend and its kernel compiles without spills, as every built-in one does.
 """
 
-from types import ModuleType
-from typing import Any, NamedTuple
-
 from .. import jit
 from ..jit.compiler import target_arch
 from ..runtime import tuning
 from ..runtime.config import KernelConfig
-from ..runtime.gpu import Capability, architecture
-from .backends.config import Tile
-from .problem import Features
+from ..runtime.gpu import architecture
+from .backends import BACKENDS
+from .kernels import Tile
+from .problem import Kind
 
 STATIC_BYTES = 3 * 1024  # of shared memory, at most: constants, barriers
 
 
-class Choice(NamedTuple):
-    """The built-in choice depends on these arguments of ``forward`` of a backend."""
-
-    dtype: str
-    head_dim: int
-    features: Features
-    capability: Capability
-
-
-def key_of(backend: ModuleType, choice: Choice, backward: bool) -> str:
+def key_of(backend: str, kind: Kind, backward: bool) -> str:
     """The key in the tuning file: "attention fwd sm90 bfloat16 128 masked short=2", say."""
     features = [
         name if value is True else f"{name}={value}"
-        for name, value in choice.features._asdict().items()
+        for name, value in kind.features._asdict().items()
         if value
     ]
-    name = backend.__name__.rpartition(".")[2]
-    words = ("attention", "bwd" if backward else "fwd", name, choice.dtype, choice.head_dim)
+    words = ("attention", "bwd" if backward else "fwd", backend, kind.dtype, kind.head_dim)
     return " ".join(map(str, (*words, *features)))
 
 
-def kernels(
-    backend: ModuleType,
-    choice: Choice,
-    device: int,
-    *,
-    backward: bool,
-    tile: Tile | None = None,
-) -> tuple[KernelConfig, ...]:
-    """The kernels of a pass in launch order.
-
-    Args:
-        tile: use this one of `candidates`, whatever the tuning file says.
-    """
+def tile_of(backend: str, kind: Kind, device: int, *, backward: bool) -> Tile | None:
+    """The tile of the tuning file, or None for the built-in choice."""
+    key = key_of(backend, kind, backward)
+    tile = tuning.tile(device, key)
     if tile is None:
-        key = key_of(backend, choice, backward)
-        tile = tuning.tile(device, key)
-        if tile is not None and (reason := _refusal(backend, choice, backward, tile)):
-            tuning.ignored(key, reason)
-            tile = None
-    tiles = () if tile is None else (tile,)
-    return backend.backward(*choice, *tiles) if backward else (backend.forward(*choice, *tiles),)
+        return None
+    reason = _refusal(backend, kind, backward, tile)
+    if reason:
+        tuning.ignored(key, reason)
+    return None if reason else tile
 
 
-def candidates(backend: ModuleType, choice: Choice, backward: bool) -> dict[Tile, KernelConfig]:
+def candidates(backend: str, kind: Kind, backward: bool) -> dict[Tile, KernelConfig]:
     """The main kernel of a pass by tile, where its shared memory suffices; the built-in one first.
 
     It is empty for a pass that has one kernel only.
     """
-    tiles = backend.candidates(*choice[1:], backward=backward)
-    found = {tile: _main(backend, choice, backward, tile) for tile in tiles}
-    limit = architecture(choice.capability).shared_memory * 1024 - STATIC_BYTES
-    return {tile: x for tile, x in found.items() if x.shared_memory <= limit or tile == tiles[0]}
+    found = BACKENDS[backend].candidates(kind, backward=backward)
+    limit = architecture(kind.capability).shared_memory * 1024 - STATIC_BYTES
+    built_in = next(iter(found), None)
+    return {tile: x for tile, x in found.items() if x.shared_memory <= limit or tile == built_in}
 
 
 def fault(built: jit.Built) -> str:
@@ -80,19 +57,12 @@ def fault(built: jit.Built) -> str:
     return "the compiler complains about it" if built.warnings else ""
 
 
-def _refusal(backend: ModuleType, choice: Choice, backward: bool, tile: Tile) -> str:
+def _refusal(backend: str, kind: Kind, backward: bool, tile: Tile) -> str:
     """Why a tile is not used, or ""."""
-    config = candidates(backend, choice, backward).get(tile)
+    config = candidates(backend, kind, backward).get(tile)
     if config is None:
         return f"{tile} is no tile of this kernel"
     try:
-        return fault(jit.build(config, target_arch(choice.capability)))
+        return fault(jit.build(config, target_arch(kind.capability)))
     except RuntimeError as error:  # it does not compile, or CUPYFLASH_NO_JIT forbids to
         return str(error).partition("\n")[0]
-
-
-def _main(backend: ModuleType, choice: Choice, backward: bool, tile: Tile) -> Any:
-    """The one kernel of a pass that has tiles of this size."""
-    if not backward:
-        return backend.forward(*choice, tile)
-    return backend.backward(*choice, tile)[1]

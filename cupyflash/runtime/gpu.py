@@ -81,6 +81,24 @@ def capability_of(device: int) -> Capability:
     return divmod(int(cupy.cuda.Device(device).compute_capability), 10)
 
 
+class Card(NamedTuple):
+    """The facts about an installed GPU that plans depend on.
+
+    Attributes:
+        multiprocessors: that a plan may use.
+        l2_bytes: the size of the L2 cache.
+    """
+
+    capability: Capability
+    multiprocessors: int
+    l2_bytes: int
+
+
+def card_of(device: int) -> Card:
+    """The facts about a GPU, with the multiprocessors of the context that a plan is made for."""
+    return Card(capability_of(device), multiprocessors(device), l2_bytes(device))
+
+
 def architecture_of(device: int) -> Architecture:
     """The `architecture` of an installed GPU."""
     return architecture(capability_of(device))

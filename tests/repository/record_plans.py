@@ -35,16 +35,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from attention_cases import Case, cases  # noqa: E402
 from targets import Target  # noqa: E402
 
+from cupyflash.runtime.gpu import Card  # noqa: E402
+
 from bench import dry_run, model_shapes, problem  # noqa: E402
 from bench.attention import parse, problems  # noqa: E402
 
 CARDS = {
     "sm_90": dry_run.HOPPER,
-    "sm_80": dry_run.Card((8, 0), 108, 40 << 20),
-    "sm_86": dry_run.Card((8, 6), 84, 6 << 20),
-    "sm_75": dry_run.Card((7, 5), 40, 4 << 20),
-    "sm_100": dry_run.Card((10, 0), 148, 126 << 20),
-    "sm_120": dry_run.Card((12, 0), 170, 96 << 20),
+    "sm_80": Card((8, 0), 108, 40 << 20),
+    "sm_86": Card((8, 6), 84, 6 << 20),
+    "sm_75": Card((7, 5), 40, 4 << 20),
+    "sm_100": Card((10, 0), 148, 126 << 20),
+    "sm_120": Card((12, 0), 170, 96 << 20),
 }
 # (card, forced backend or ""); the first computes everything, the others what is special to them.
 RUNS = (
@@ -117,6 +119,8 @@ class Recorder:
                 values.append(f"{name}={self.place(value or 0)}")
             elif kind.__name__ == "TensorMap":
                 values.append(f"{name}=[{self._map(bytes(value))}]")
+            elif kind.__name__.startswith("TensorMap_Array"):
+                values.extend(f"{name}[{i}]=[{self._map(bytes(x))}]" for i, x in enumerate(value))
             elif isinstance(value, ctypes.Structure):
                 self._read(value, values, rest)
             else:
@@ -131,7 +135,7 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def recording(card: dry_run.Card) -> Iterator[Recorder]:
+def recording(card: Card) -> Iterator[Recorder]:
     """Calls make their plans for this card, and a `Recorder` takes their launches."""
     import torch
 

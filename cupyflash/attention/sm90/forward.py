@@ -1,24 +1,26 @@
-"""Backend ``sm90``: wgmma tensor cores fed by the copy engine of Hopper, float16 and bfloat16.
-
-Needs compute capability 9.0 itself: its instructions (sm_90a) exist on no other GPU.
-"""
+"""The forward kernels of the backend ``sm90``: their tiles, configurations and pass."""
 
 import dataclasses
-import itertools
-from collections.abc import Iterator
 from typing import ClassVar
 
 from ...runtime.config import KernelConfig
-from ...runtime.gpu import HALF, Capability, architecture
+from ...runtime.gpu import Card
 from ...runtime.structs import header
-from ..problem import KEY_MASK, SHORT, Access, Features
-from . import sm90_backward
-from .config import AttentionKernel, Tile
-from .sm80 import BIASES
-from .sm90_backward import BIAS_BY_TMA, KEY_MASK_HEADER, WARPGROUP, bias_kind, shared_columns
+from .. import sharing
+from ..kernels import AttentionKernel, Tile
+from ..passes import Pass, forward_pass
+from ..problem import KEY_MASK, Features, Kind, Problem
+from .common import (
+    BIAS_BY_TMA,
+    KEY_MASK_HEADER,
+    WARPGROUP,
+    bias_kind,
+    narrow_head_dim,
+    shared_columns,
+)
+from .launch import launcher
 
 structs = header("attention/params.cuh")
-
 
 # head dim: block_m, block_n, q_stages, kv_stages
 FORWARD_TILES = {
@@ -81,9 +83,7 @@ FORWARD_CANDIDATES = {
 # (head dim, that of v and out), as in the backward: the tile, and that of short masked sequences.
 FORWARD_TILES_NARROW_V = {(192, 128): ((128, 128, 1, 2), (128, 96, 2, 2))}
 
-
-MAX_SPLITS = 32  # blocks that share a tile: a lane each in the kernel that combines
-COMBINE_ROWS = 4  # of a block of that kernel, a warp each
+COMBINE_ROWS = 4  # of a block of the kernel that combines, a warp each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +91,11 @@ class FlashFwdSm90(AttentionKernel):
     """Forward: warpgroups of 64 rows each compute a tile, another one loads it.
 
     Attributes:
-        head_dim_v: of v and out: ``head_dim``, or one of `NARROW_V_TILES`.
+        head_dim_v: of v and out: ``head_dim``, or one of `NARROW_V`.
     """
 
     source: ClassVar[str] = "attention/flash_fwd_sm90.cu"
     params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
-    persistent: ClassVar[bool] = True
     key_mask_header: ClassVar[str] = KEY_MASK_HEADER
 
     dtype: str
@@ -128,15 +127,6 @@ class FlashFwdSm90(AttentionKernel):
         """Rows of a box of the map of the bias: those of a warpgroup."""
         return 64 if self.bias in BIAS_BY_TMA else 0
 
-    @property
-    def combine(self) -> "FlashFwdCombineSm90":
-        """The kernel that follows ``split_keys()``."""
-        return FlashFwdCombineSm90(self.dtype, self.head_dim_v, COMBINE_ROWS, MAX_SPLITS)
-
-    def split_keys(self) -> "FlashFwdSm90":
-        """The same for blocks that share the keys of a tile."""
-        return dataclasses.replace(self, split=True)
-
 
 @dataclasses.dataclass(frozen=True)
 class FlashFwdCombineSm90(AttentionKernel):
@@ -160,54 +150,10 @@ class FlashFwdCombineSm90(AttentionKernel):
         return -(-shape.seqlen_q // self.rows) * shape.heads_q * shape.batch
 
 
-@dataclasses.dataclass(frozen=True)
-class SequenceMapsSm90(AttentionKernel):
-    """A tensor map for each packed sequence, before the forward and the backward kernels."""
-
-    source: ClassVar[str] = "attention/sequence_maps_sm90.cu"
-    params: ClassVar[type[structs.SequenceMapsParams]] = structs.SequenceMapsParams
-
-    num_maps: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.num_maps * 32
-
-    def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
-        return shape.batch
-
-
-# Columns of v that the kernels take beside wider q and k.
-NARROW_V = sorted({columns for _, columns in sm90_backward.NARROW_V_TILES})
-SEQUENCE_MAPS = SequenceMapsSm90(num_maps=4)
-PACKED = (SEQUENCE_MAPS,)
-
-
-def supports(
-    dtype: str,
-    head_dim: int,
-    access: Access,
-    features: Features,
-    capability: Capability,
-    *,
-    backward: bool,
-) -> bool:
-    """Whether this backend computes such a problem; the pass does not matter to it."""
-    fits = dtype in HALF and head_dim <= max(FORWARD_TILES) and not features.wide_softcap
-    return fits and access >= Access.TENSOR_MAP and architecture(capability).wgmma
-
-
-def forward(
-    dtype: str,
-    head_dim: int,
-    features: Features,
-    capability: Capability,
-    tile: Tile | None = None,
-) -> FlashFwdSm90:
+def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdSm90:
     """The forward kernel, with the built-in tile unless another is given."""
-    padded, built_in = _built_in(head_dim, features)
+    dtype, _, features, _ = kind
+    padded, built_in = _built_in(kind)
     block_m, block_n, q_stages, kv_stages = tile = tile or built_in
     head_dim_v = features.head_dim_v or padded
     bias = bias_kind(features)
@@ -221,13 +167,44 @@ def forward(
     return FlashFwdSm90(dtype, padded, head_dim_v, *tile, *switches, False, smem_bytes)
 
 
-def _built_in(head_dim: int, features: Features) -> tuple[int, Tile]:
+def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90]:
+    """The kernel whose blocks share the keys of a tile, and the one that combines their results."""
+    combine = FlashFwdCombineSm90(main.dtype, main.head_dim_v, COMBINE_ROWS, sharing.MAX_SPLITS)
+    return dataclasses.replace(main, split=True), combine
+
+
+def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
+    """The launch of the forward pass, which shares out the keys where tiles are few."""
+    main, combine = forward_kernel(kind, tile), None
+    splits = sharing.num_splits(main, problem, card)
+    if splits > 1:
+        main, combine = split_kernels(main)
+    launch = launcher(card, splits=splits, combine=combine)
+    return forward_pass(problem, card, main, launch, even_end=problem.total_q is None)
+
+
+def forward_kernels(kind: Kind) -> tuple[KernelConfig, ...]:
+    """Every kernel that a forward pass can launch."""
+    main = forward_kernel(kind)
+    return (main, *split_kernels(main))
+
+
+def forward_candidates(kind: Kind) -> tuple[Tile, ...]:
+    """The tiles that `forward_kernel` takes, the built-in choice first."""
+    padded, built_in = _built_in(kind)
+    if kind.features.head_dim_v:
+        return (built_in, *FORWARD_TILES_NARROW_V[padded, kind.features.head_dim_v])
+    return (built_in, *FORWARD_CANDIDATES[padded])
+
+
+def _built_in(kind: Kind) -> tuple[int, Tile]:
     """The head dim of the forward kernel, and the built-in tile."""
-    if keeps_v(head_dim, features):
-        padded = sm90_backward.narrow_v_tile(head_dim, features)[0]
-        short = features.masked and features.short >= SHORT_MASKED[padded]
-        return padded, FORWARD_TILES_NARROW_V[padded, features.head_dim_v][short]
-    padded = _padded(head_dim)
+    _, head_dim, features, _ = kind
+    narrow = narrow_head_dim(head_dim, features)
+    if narrow:
+        short = features.masked and features.short >= SHORT_MASKED[narrow]
+        return narrow, FORWARD_TILES_NARROW_V[narrow, features.head_dim_v][short]
+    padded = next(size for size in FORWARD_TILES if size >= head_dim)
     return padded, _forward_tile(padded, features)
 
 
@@ -253,60 +230,3 @@ def _forward_tile(padded: int, features: Features) -> Tile:
         if features.alibi and features.dropout:
             tile = FORWARD_TILES_SEVERAL.get(padded, tile)
     return tile
-
-
-def backward(
-    dtype: str,
-    head_dim: int,
-    features: Features,
-    capability: Capability,
-    tile: Tile | None = None,
-) -> tuple[KernelConfig, ...]:
-    """The backward kernels in launch order, with the built-in tile unless another is given."""
-    return sm90_backward.backward(dtype, head_dim, features, tile)
-
-
-def keeps_v(head_dim: int, features: Features) -> bool:
-    """Whether the kernels take v and out with fewer columns than q and k have."""
-    return sm90_backward.narrow_v_tile(head_dim, features) is not None
-
-
-def candidates(
-    head_dim: int, features: Features, capability: Capability, *, backward: bool
-) -> tuple[Tile, ...]:
-    """The tiles that `forward` or `backward` takes, the built-in choice first."""
-    if backward:
-        return sm90_backward.candidates(head_dim, features)
-    padded, built_in = _built_in(head_dim, features)
-    if features.head_dim_v:
-        return (built_in, *FORWARD_TILES_NARROW_V[padded, features.head_dim_v])
-    return (built_in, *FORWARD_CANDIDATES[padded])
-
-
-def configurations(capability: Capability) -> Iterator[KernelConfig]:
-    """Every configuration that ``forward`` and ``backward`` can pick, each once."""
-    if not architecture(capability).wgmma:
-        return
-    yield from PACKED
-    seen = set()
-    both = (False, True)
-    biases = [(kind, False) for kind in BIASES] + [(1, True), (KEY_MASK + 1, True)]
-    values = itertools.product(both, both, both, (0, len(SHORT)), biases, both)
-    all_features = [Features(*x, *bias[:1], dropout, *bias[1:]) for *x, bias, dropout in values]
-    all_features += [x._replace(fits_128=True) for x in all_features if x.bias_by_tma]
-    all_features.append(Features(few_keys=True))
-    for problem in itertools.product(HALF, FORWARD_TILES, all_features, [capability]):
-        kernels = [forward(*problem), *backward(*problem)]
-        kernels = [x for kernel in kernels for x in kernel.launched(capability)]
-        yield from (config for config in kernels if config not in seen)
-        seen.update(kernels)
-    for dtype, (head_dim, head_dim_v) in itertools.product(HALF, sm90_backward.NARROW_V_TILES):
-        features = Features(head_dim_v=head_dim_v)
-        for problem in (features, features._replace(masked=True, short=len(SHORT))):
-            config = forward(dtype, head_dim, problem, capability)
-            yield from (config, config.split_keys())
-        yield from backward(dtype, head_dim, features, capability)[1].launched(capability)
-
-
-def _padded(head_dim: int) -> int:
-    return next(size for size in FORWARD_TILES if size >= head_dim)

@@ -1,12 +1,13 @@
-"""The base class of all configurations, and the kernels that every backward pass launches."""
+"""The base class of all configurations of attention, and kernels that every backend launches."""
 
 import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
-from ...runtime.config import KernelConfig
-from ...runtime.gpu import Capability
-from ...runtime.structs import header
-from ..problem import KEY_MASK
+from ..runtime.config import KernelConfig
+from ..runtime.structs import header
+from .problem import KEY_MASK
 
 structs = header("attention/params.cuh")
 # The fields of a configuration that the problem leaves open, in their order: rows of queries and of
@@ -17,33 +18,19 @@ _mask_record = header("attention/mask_record.cu")
 _preprocess = header("attention/flash_bwd_preprocess.cu")
 
 
+def each_once(groups: Iterable[Iterable[KernelConfig]]) -> Iterator[KernelConfig]:
+    """The configurations of all groups, each at its first place."""
+    yield from dict.fromkeys(itertools.chain.from_iterable(groups))
+
+
 class AttentionKernel(KernelConfig):
     """A kernel of which a block computes a tile: ``tile_rows`` rows of one head.
 
     Attributes:
         tiles_of: "q" if these are rows of queries, "k" if they are keys.
-        split_inputs: it reads float16 parts of its inputs, which other kernels make before it.
-        persistent: a block takes one of the ``grid`` tiles after the other, so that one block for
-            each multiprocessor is enough.
-        divides_rows: blocks of this backward kernel can divide the query rows of a head.
-        stores_dbias: this backward kernel stores the gradient of the bias, in the dtype of q,
-            instead of adding to it.
-        walks_up: blocks of this backward kernel walk from the first query to the last, unlike those
-            of the kernel that it stands for.
-        whole_heads: a block of this backward kernel takes all keys of a head; ``dq_accum`` then has
-            one place for each block.
-        combine: the configuration of the kernel that merges the results of several blocks, if
-            blocks of this kernel (as ``split_keys()`` returns it) can divide the keys of a tile.
     """
 
     tiles_of: ClassVar[str] = "q"
-    split_inputs: ClassVar[bool] = False
-    persistent: ClassVar[bool] = False
-    divides_rows: ClassVar[bool] = False
-    stores_dbias: ClassVar[bool] = False
-    walks_up: ClassVar[bool] = False
-    whole_heads: ClassVar[bool] = False
-    combine: ClassVar["KernelConfig | None"] = None
     key_mask_header: ClassVar[str] = "attention/key_mask.cuh"
 
     @property
@@ -73,34 +60,6 @@ class AttentionKernel(KernelConfig):
         heads = shape.heads_kv * shape.group_shares if of_keys else shape.heads_q
         return -(-rows // self.tile_rows) * heads * shape.batch
 
-    def storing_dbias(self) -> KernelConfig:
-        """The same for a gradient of the bias that is dS; itself if it can only add to it."""
-        return self
-
-    def walking_up(self) -> KernelConfig:
-        """The same for blocks that walk from the first query to the last; itself if all do."""
-        return self
-
-    def taking_heads(self) -> "KernelConfig | None":
-        """The same for blocks that take whole heads: None if it is not needed then, itself if
-        nothing changes, or if this is a main kernel that cannot.
-        """
-        return self
-
-    def launched(self, capability: Capability) -> tuple[KernelConfig, ...]:
-        """This configuration and those that are launched beside it, or in its place."""
-        return (self, self.split_keys(), self.combine) if self.combine else (self,)
-
-    @property
-    def boxes(self) -> dict[str, int]:
-        """Rows of a TMA tile of each tensor map, in the order of the maps that begin ``params``."""
-        return {}
-
-    @property
-    def bias_box_rows(self) -> int:
-        """Rows of a TMA tile of the bias, whose map is the last in ``params``; 0 without a map."""
-        return 0
-
 
 @dataclasses.dataclass(frozen=True)
 class MaskRecord(AttentionKernel):
@@ -122,7 +81,7 @@ class FlashBwdPreprocess(AttentionKernel):
 
     Attributes:
         dtype: of dout and out.
-        accum_dim: columns of ``dq_accum``; 0 if the backend has none.
+        accum_dim: columns of ``dq_accum``.
         clears: whether it zeroes ``dq_accum``.
     """
 
@@ -133,10 +92,6 @@ class FlashBwdPreprocess(AttentionKernel):
     dtype: str
     accum_dim: int
     clears: bool = True
-
-    def taking_heads(self) -> KernelConfig:
-        """The same for blocks that take whole heads, which store before they add."""
-        return dataclasses.replace(self, clears=False)
 
     def grid(self, shape: structs.AttentionShape) -> int:
         """Number of blocks; they also cover the padding rows of each sequence."""

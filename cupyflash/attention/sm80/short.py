@@ -1,12 +1,12 @@
-"""Kernels of the backend ``sm80`` for sequences that fit one tile of 64 queries and 64 keys."""
+"""The backward kernel of the backend ``sm80`` for sequences of at most 64 queries and 64 keys."""
 
 import dataclasses
 from typing import ClassVar
 
-from ...runtime.gpu import Capability, architecture
+from ...runtime.gpu import architecture
 from ...runtime.structs import header
-from ..problem import KEY_MASK, ONE_TILE, Features
-from .config import AttentionKernel
+from ..kernels import AttentionKernel
+from ..problem import KEY_MASK, ONE_TILE, Kind
 
 structs = header("attention/params.cuh")
 
@@ -22,7 +22,6 @@ class FlashBwdShortSm80(AttentionKernel):
 
     source: ClassVar[str] = "attention/flash_bwd_short_sm80.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
-    accum_dim: ClassVar[int] = 0
 
     dtype: str
     head_dim: int
@@ -38,22 +37,21 @@ class FlashBwdShortSm80(AttentionKernel):
         return -(-shape.batch // sequences) * shape.heads_q
 
 
-def supports_backward(head_dim: int, features: Features, capability: Capability) -> bool:
-    """Whether `backward` takes such a problem."""
+def supports(kind: Kind) -> bool:
+    """Whether `kernel` takes such a problem."""
+    features = kind.features
     plain = not (features.softcap or features.alibi or features.dropout)
-    fits = head_dim <= (MAX_HEAD_DIM_BIAS if features.bias else MAX_HEAD_DIM)
+    fits = kind.head_dim <= (MAX_HEAD_DIM_BIAS if features.bias else MAX_HEAD_DIM)
     fits &= features.bias < KEY_MASK
-    return fits and plain and features.one_pass and architecture(capability).copies >= 80
+    return fits and plain and features.one_pass and architecture(kind.capability).copies >= 80
 
 
-def backward(
-    dtype: str, head_dim: int, features: Features, capability: Capability
-) -> tuple[FlashBwdShortSm80]:
+def kernel(kind: Kind) -> FlashBwdShortSm80:
     """The one kernel of the backward pass."""
-    padded = 32 if head_dim <= 32 else 64
-    num_warps = 4 if padded == 32 and not features.bias else 8
+    bias, padded = kind.features.bias, 32 if kind.head_dim <= 32 else 64
+    num_warps = 4 if padded == 32 and not bias else 8
     tile_bytes, pool_bytes = 2 * ONE_TILE * padded, 4 * ONE_TILE * ONE_TILE
-    bias_bytes = 4 * ONE_TILE * ONE_TILE if features.bias else 0
+    bias_bytes = 4 * ONE_TILE * ONE_TILE if bias else 0
     smem_bytes = 4 * tile_bytes + max(3 * tile_bytes, pool_bytes) + bias_bytes
-    arch = architecture(capability).mma
-    return (FlashBwdShortSm80(dtype, padded, ONE_TILE, num_warps, arch, features.bias, smem_bytes),)
+    arch = architecture(kind.capability).mma
+    return FlashBwdShortSm80(kind.dtype, padded, ONE_TILE, num_warps, arch, bias, smem_bytes)

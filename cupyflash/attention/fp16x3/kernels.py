@@ -1,27 +1,17 @@
-"""Backend ``fp16x3``: float32 on mma.sync tensor cores, by three float16 products.
-
-A pass launches several kernels (`SplitInputsLaunch` in launch.py): two that split the inputs
-(``before``), the main kernel, those that end the pass (``after``), and those for CUDA cores, which
-compute the sequences whose range the float16 parts cannot hold (``fallback``).
-"""
+"""The kernels of the backend ``fp16x3``, their tiles, and which ones a problem has."""
 
 import dataclasses
-import functools
-import itertools
-from collections.abc import Iterator
 from typing import ClassVar
 
-from ...runtime.config import KernelConfig
 from ...runtime.gpu import Capability, architecture
 from ...runtime.structs import header
-from ..problem import KEY_MASK, Access, Features
-from . import simt
-from .config import AttentionKernel, FlashBwdPreprocess, Tile
+from ..kernels import AttentionKernel, FlashBwdPreprocess, Tile
+from ..problem import Features, Kind
+from ..simt import kernels as simt
 
 structs = header("attention/fp16x3_params.cuh")
 rows = header("attention/fp16x3_rows.cuh")
 
-PACKED = ()  # packed sequences need no kernel of their own
 MAX_TF32_HEAD_DIM = 128
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # head dims of the tiles; others are rounded up
 
@@ -84,7 +74,6 @@ BACKWARD_CANDIDATES = (
     *((32, 64, 4, 1), (64, 32, 4, 1), (64, 64, 8, 1), (64, 64, 8, 2)),
     *((64, 128, 8, 1), (64, 128, 8, 2)),
 )
-MAX_HEAD_DIM_OF_OPTIONS = 192  # a softcap, ALiBi, a bias and dropout need registers
 
 
 class RowsKernel(AttentionKernel):
@@ -123,8 +112,6 @@ class Fp16x3Split(RowsKernel):
 class SplitKernel(AttentionKernel):
     """A main kernel, which reads the float16 parts of its inputs."""
 
-    split_inputs: ClassVar[bool] = True
-
     @property
     def before(self) -> tuple[RowsKernel, ...]:
         """The kernels that split its inputs."""
@@ -138,14 +125,10 @@ class SplitKernel(AttentionKernel):
     def fallback(self, capability: Capability) -> tuple[AttentionKernel, ...]:
         """The kernels for CUDA cores, which compute the sequences that cannot be split."""
         features = Features(self.softcap, self.alibi, bias=self.bias, dropout=self.dropout)
-        problem = ("float32", self.head_dim, features, capability)
+        kind = Kind("float32", self.head_dim, features, capability)
         if self.tiles_of == "q":
-            return (simt.forward(*problem),)
-        return simt.backward(*problem)[1:]
-
-    def launched(self, capability: Capability) -> tuple[KernelConfig, ...]:
-        """This configuration and those that are launched beside it."""
-        return (*self.before, self, *self.after, *self.fallback(capability))
+            return (simt.forward_kernel(kind),)
+        return simt.backward_kernels(kind)[1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,133 +190,77 @@ class FlashBwdFp16x3(SplitKernel):
         return (FlashBwdPostprocessFp16x3(self.head_dim, self.block_m, self.num_warps),)
 
 
-def supports(
-    dtype: str,
-    head_dim: int,
-    access: Access,
-    features: Features,
-    capability: Capability,
-    *,
-    backward: bool,
-) -> bool:
-    """Whether this backend computes a pass of such a problem; the access does not matter."""
-    tiles = (BACKWARD_TILES if backward else FORWARD_TILES)[architecture(capability).tiles]
-    widest = max(tiles)
-    if backward and head_dim <= widest and _backward_padded(head_dim, features) > widest:
-        return False
-    if any(features.switches):
-        widest = min(widest, MAX_HEAD_DIM_OF_OPTIONS)
-    return (
-        dtype == "float32"
-        and bool(architecture(capability).mma_dtypes)
-        and head_dim <= widest
-        and not features.wide_softcap
-        and features.bias <= KEY_MASK  # a key mask beside a bias is left to CUDA cores
-    )
-
-
-def is_faster(features: Features, capability: Capability) -> bool:
-    """Whether it is faster than the kernels for CUDA cores."""
-    arch = architecture(capability)
-    return not features.tiny and (arch.fp16x3 or (features.tf32 and arch.mma >= 80))
-
-
-def forward(
-    dtype: str,
-    head_dim: int,
-    features: Features,
-    capability: Capability,
-    tile: Tile | None = None,
-) -> FlashFwdFp16x3:
+def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdFp16x3:
     """The forward kernel, with the built-in tile unless another is given."""
-    padded = _padded(head_dim)
-    parts = _parts(padded, features, capability)
-    block_m, block_n, _ = tile = tile or _forward_tile(padded, features, capability)
+    padded = _padded(kind.head_dim)
+    parts = _parts(padded, kind.features, kind.capability)
+    block_m, block_n, _ = tile = tile or _forward_tile(kind)
     smem_bytes = parts * (block_m + 2 * block_n) * padded * 2
-    arch = architecture(capability).mma
-    return FlashFwdFp16x3(padded, *tile, parts, arch, *features.with_bool_mask.switches, smem_bytes)
+    arch = architecture(kind.capability).mma
+    switches = kind.features.with_bool_mask.switches
+    return FlashFwdFp16x3(padded, *tile, parts, arch, *switches, smem_bytes)
 
 
-def backward(
-    dtype: str,
-    head_dim: int,
-    features: Features,
-    capability: Capability,
-    tile: Tile | None = None,
+def backward_kernels(
+    kind: Kind, tile: Tile | None = None
 ) -> tuple[FlashBwdPreprocess, FlashBwdFp16x3]:
     """The backward kernels in launch order; `FlashBwdFp16x3.after` follows them.
 
     They have the built-in tile unless another is given.
     """
-    padded = _backward_padded(head_dim, features)
-    parts = _parts(padded, features, capability)
-    tile = tile or _backward_tile(padded, features, capability)
+    padded = backward_head_dim(kind)
+    parts = _parts(padded, kind.features, kind.capability)
+    tile = tile or _backward_tile(kind)
     block_m, block_n, _, num_stages = tile
     elements = 2 * (block_n + num_stages * block_m) * padded + 2 * block_m * block_n
-    switches = features.with_bool_mask.switches
-    arch = architecture(capability).mma
+    switches = kind.features.with_bool_mask.switches
+    arch = architecture(kind.capability).mma
     return (
-        FlashBwdPreprocess(dtype, accum_dim=padded),
+        FlashBwdPreprocess(kind.dtype, accum_dim=padded),
         FlashBwdFp16x3(padded, *tile, parts, arch, *switches, parts * elements * 2),
     )
 
 
-def _forward_tile(padded: int, features: Features, capability: Capability) -> Tile:
+def forward_candidates(kind: Kind) -> tuple[Tile, ...]:
+    """The tiles that `forward_kernel` takes, the built-in choice first."""
+    return (_forward_tile(kind), *FORWARD_CANDIDATES)
+
+
+def backward_candidates(kind: Kind) -> tuple[Tile, ...]:
+    """The tiles that `backward_kernels` takes, the built-in choice first."""
+    return (_backward_tile(kind), *BACKWARD_CANDIDATES)
+
+
+def backward_head_dim(kind: Kind) -> int:
+    """The kernels for CUDA cores add to the same accumulator of dQ, so both have one head dim."""
+    of_simt = simt.backward_head_dim("float32", kind.head_dim, kind.features)
+    return max(_padded(kind.head_dim), of_simt)
+
+
+def _forward_tile(kind: Kind) -> Tile:
     """The built-in choice."""
-    tiles = architecture(capability).tiles
+    features, padded = kind.features, _padded(kind.head_dim)
+    tiles = architecture(kind.capability).tiles
     plain = not any(features.with_bool_mask.switches)
     if padded == 64 and tiles == "large" and plain and not features.tf32:
         return FORWARD_TILE_PLAIN
     return FORWARD_TILES[tiles][padded]
 
 
-def _backward_tile(padded: int, features: Features, capability: Capability) -> Tile:
+def _backward_tile(kind: Kind) -> Tile:
     """The built-in choice."""
-    if padded == 128 and not architecture(capability).wgmma:
+    features, padded = kind.features, backward_head_dim(kind)
+    if padded == 128 and not architecture(kind.capability).wgmma:
         return NARROW_TILE
     if padded == 128 and (features.softcap or (features.bias and features.dropout)):
         return NARROW_TILE_SM90
-    return BACKWARD_TILES[architecture(capability).tiles][padded]
-
-
-def candidates(
-    head_dim: int, features: Features, capability: Capability, *, backward: bool
-) -> tuple[Tile, ...]:
-    """The tiles that `forward` or `backward` takes, the built-in choice first."""
-    if backward:
-        padded = _backward_padded(head_dim, features)
-        return (_backward_tile(padded, features, capability), *BACKWARD_CANDIDATES)
-    return (_forward_tile(_padded(head_dim), features, capability), *FORWARD_CANDIDATES)
-
-
-def configurations(capability: Capability) -> Iterator[KernelConfig]:
-    """Every configuration that ``forward`` and ``backward`` can pick, each once."""
-    seen = set()
-    both = (False, True)
-    for head_dim, softcap, alibi, bias, dropout, tf32 in itertools.product(
-        HEAD_DIMS, both, both, range(3), both, both
-    ):
-        features = Features(softcap, alibi, bias=bias, dropout=dropout, tf32=tf32)
-        problem = ("float32", head_dim, features, capability)
-        fits = functools.partial(
-            supports, "float32", head_dim, Access.ELEMENT, features, capability
-        )
-        kernels = [forward(*problem)] if fits(backward=False) else []
-        kernels += backward(*problem) if fits(backward=True) else ()
-        kernels += [x for main in kernels if main.split_inputs for x in (*main.before, *main.after)]
-        yield from (config for config in dict.fromkeys(kernels) if config not in seen)
-        seen.update(kernels)
+    return BACKWARD_TILES[architecture(kind.capability).tiles][padded]
 
 
 def _parts(head_dim: int, features: Features, capability: Capability) -> int:
     """Turing has no TF32, and wide heads have no registers for it in ptxas's schedule."""
     tf32 = features.tf32 and architecture(capability).mma >= 80 and head_dim <= MAX_TF32_HEAD_DIM
     return 1 if tf32 else 2
-
-
-def _backward_padded(head_dim: int, features: Features) -> int:
-    """The kernels for CUDA cores add to the same accumulator of dQ, so both have one head dim."""
-    return max(_padded(head_dim), simt.backward_head_dim("float32", head_dim, features))
 
 
 def _padded(head_dim: int) -> int:

@@ -1,0 +1,8 @@
+"""Backend ``simt``: plain CUDA, for any GPU from Pascal on, any strides, and all three dtypes.
+
+The readable backend, and the fallback for everything that the others cannot take.
+
+kernels.py   ``flash_fwd_simt`` and ``flash_bwd_simt``: read their sources in cuda_src/attention
+             before those of any other backend
+backend.py   what the rest of the package asks this backend for
+"""
