@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import environment, jit
 from .attention import backends
-from .attention.problem import Access, Features
+from .attention.problem import Access, Features, Kind
 from .jit import compiler
 from .runtime.config import ITEM_SIZE
 from .runtime.driver import DRIVER
@@ -148,7 +148,7 @@ def backend_dtypes(capability: tuple[int, int]) -> dict[str, tuple[str, ...]]:
             dtype
             for dtype in ITEM_SIZE
             if backend.supports(
-                dtype, 64, Access.TENSOR_MAP, Features(), capability, backward=False
+                Kind(dtype, 64, Features(), capability), Access.TENSOR_MAP, backward=False
             )
         )
         for name, backend in backends.BACKENDS.items()

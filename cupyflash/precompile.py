@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 from . import environment, jit
-from .attention.backends import BACKENDS, in_order, simt, sm90
-from .attention.backends.config import FlashBwdSinks
-from .attention.problem import SHORT, Access, Features
+from .attention.backends import BACKENDS, in_order
+from .attention.kernels import FlashBwdSinks
+from .attention.problem import SHORT, Access, Features, Kind
+from .attention.simt.backend import MIN_CAPABILITY
 from .baselines import baselines
 from .decode import kernels as decode
 from .decode import stack_plan as transformer
@@ -133,7 +134,7 @@ def check_archs(archs: Sequence[str]) -> list[Capability]:
     """
     _check_sequence("archs", archs)
     known = [divmod(number, 10) for number in compiler.supported_archs()]
-    known = [capability for capability in known if capability >= simt.MIN_CAPABILITY]
+    known = [capability for capability in known if capability >= MIN_CAPABILITY]
     for arch in archs:
         capability = capability_of(arch)
         if capability not in known or (arch[-1] in "af" and capability < (9, 0)):
@@ -185,30 +186,20 @@ def _attention(
         Features(*values, **lengths)
         for *values, lengths in itertools.product(switches, switches, both, LENGTHS)
     ]
-    narrow_v = [x._replace(head_dim_v=columns) for x in features for columns in sm90.NARROW_V]
-    problems = (
-        (dtype, head_dim, feature)
-        for dtype, head_dim in itertools.product(dtypes, head_dims)
-        for feature in (*features, *(x for x in narrow_v if sm90.keeps_v(head_dim, x)))
-    )
-    for dtype, head_dim, feature in problems:
-        problem = (dtype, head_dim, feature, capability)
+    for dtype, head_dim, feature in itertools.product(dtypes, head_dims, features):
+        kind = Kind(dtype, head_dim, feature, capability)
         for backward in both:
-            ordered = in_order(head_dim, feature, capability, backward=backward)
+            found = in_order(kind, backward=backward) if names is None else names
             serving = [
                 BACKENDS[name]
-                for name in (ordered if names is None else names)
-                if BACKENDS[name].supports(
-                    dtype, head_dim, Access.TENSOR_MAP, feature, capability, backward=backward
-                )
+                for name in found
+                if BACKENDS[name].supports(kind, Access.TENSOR_MAP, backward=backward)
             ]
             for backend in serving[:1] if names is None else serving:
-                yield from backend.PACKED
-                kernels = backend.backward(*problem) if backward else [backend.forward(*problem)]
-                for config in kernels:
-                    for kernel in config.launched(capability):
-                        if everything or not kernel.walks_up:  # of deterministic calls alone
-                            yield kernel
+                for kernel in backend.kernels(kind, backward=backward):
+                    # Blocks that walk up are those of deterministic calls alone.
+                    if everything or not getattr(kernel, "walks_up", False):
+                        yield kernel
                 if backward and everything:
                     yield FlashBwdSinks()
 

@@ -8,9 +8,8 @@ import numpy
 
 import cupyflash
 
-from .. import environment
 from ..attention import backends
-from ..attention.problem import Access, Features
+from ..attention.problem import Access, Features, Kind
 from ..decode.reference import sample_row
 from ..decode.sampling import Sampling, sample
 from ..testing import (
@@ -129,10 +128,8 @@ def _backend(make: Maker, dtype: str, head_dim: int, backward: bool) -> str:
     import cupy
 
     capability = divmod(int(cupy.cuda.Device().compute_capability), 10)
-    forced, features = environment.current().backend, Features()
-    problem = "check", forced, dtype, head_dim, Access.TENSOR_MAP, features, capability
-    backend = backends.choose(*problem, backward=backward)
-    return " " + backend.__name__.rpartition(".")[2]
+    kind = Kind(dtype, head_dim, Features(), capability)
+    return " " + backends.choose("check", kind, Access.TENSOR_MAP, backward=backward)
 
 
 def decode(

@@ -19,14 +19,15 @@ import cupyflash
 
 from .. import jit
 from ..attention import tuning
-from ..attention.backends.config import Tile
+from ..attention.backends import choose
 from ..attention.checks import check
+from ..attention.kernels import Tile
 from ..attention.options import Options
-from ..attention.plan import BackwardPlan, ForwardPlan, choose
-from ..attention.problem import Access
+from ..attention.plan import BackwardPlan, ForwardPlan
 from ..jit import compiler, pool
 from ..runtime.array import library_of
 from ..runtime.config import KernelConfig
+from ..runtime.gpu import capability_of
 from ..testing import Inputs, cast, to_library
 from .check_attention import FirstAndLastHeads
 from .timing import LEAST_ROUNDS, Rounds
@@ -124,7 +125,7 @@ class Call:
         if problem.direction == "bwd":
             arrays |= {"dout": x.dout, "out": results[0]}
         views = {name: library.view(array) for name, array in arrays.items()}
-        head = "tune", check("tune", views, options), Access.TENSOR_MAP, library
+        head = "tune", check("tune", views, options), library
         if problem.direction == "fwd":
             plan = ForwardPlan(*head, views["q"], options, tile)
             pointers = [library.pointer(array) for array in arrays.values()]
@@ -154,14 +155,15 @@ def search(
     views = {name: library_of(x.q).view(getattr(x, name)) for name in "qkv"}
     backward = problem.direction == "bwd"
     checked = check("tune", views, problem.plan_options)
-    backend, choice = choose("tune", checked, Access.TENSOR_MAP, backward=backward)
-    key = tuning.key_of(backend, choice, backward)
-    configs = tuning.candidates(backend, choice, backward)
+    kind = checked.kind(capability_of(checked.device))
+    backend = choose("tune", kind, checked.access, backward=backward)
+    key = tuning.key_of(backend, kind, backward)
+    configs = tuning.candidates(backend, kind, backward)
     if not configs:
         raise NotImplementedError(f"tune: there must be several kernels to choose from, got {key}")
     found = [Candidate(*item) for item in configs.items()]
     advance("compiling")
-    _compile(found, compiler.target_arch(choice.capability), seconds / 2)
+    _compile(found, compiler.target_arch(kind.capability), seconds / 2)
     calls, wrong_of = {}, _Checks(problem, values)
     for candidate in found:
         if candidate.note and candidate is not found[0]:

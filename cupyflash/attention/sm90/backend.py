@@ -1,11 +1,12 @@
 """The functions of `Backend` for ``sm90``."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
 from ...runtime.config import KernelConfig
 from ...runtime.gpu import HALF, Capability, architecture
-from ..kernels import FlashBwdPreprocess, Tile, each_once
+from ..kernels import Tile, each_once
 from ..problem import KEY_MASK, SHORT, Access, Features, Kind
 from ..sm80.backend import BIASES
 from .backward import backward as backward
@@ -41,15 +42,20 @@ def candidates(kind: Kind, *, backward: bool) -> dict[Tile, KernelConfig]:
 
 
 def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
-    """Every kernel that a pass of such problems can launch."""
+    """Every kernel that a pass of such problems can launch, also where v has fewer columns."""
     yield SEQUENCE_MAPS  # of packed sequences
-    if not backward:
-        yield from forward_kernels(kind)
-        return
+    narrow = [kind.features._replace(head_dim_v=columns) for _, columns in NARROW_V]
+    narrow = [x for x in narrow if narrow_head_dim(kind.head_dim, x)]
+    for features in (kind.features, *narrow):
+        of_width = kind._replace(features=features)
+        yield from _backward_kernels(of_width) if backward else forward_kernels(of_width)
+
+
+def _backward_kernels(kind: Kind) -> Iterator[KernelConfig]:
     preprocess, main, *others = backward_kernels(kind)
     yield from (preprocess, *variants(main), *others)
     if can_take_heads(main):
-        yield FlashBwdPreprocess(kind.dtype, preprocess.accum_dim, clears=False)
+        yield dataclasses.replace(preprocess, clears=False)
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
@@ -62,11 +68,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     features = [Features(*x, *bias[:1], dropout, *bias[1:]) for *x, bias, dropout in values]
     features += [x._replace(fits_128=True) for x in features if x.bias_by_tma]
     features.append(Features(few_keys=True))
-    problems = list(itertools.product(FORWARD_TILES, features))
-    for head_dim, columns in NARROW_V:
-        for options in ({}, {"masked": True, "short": len(SHORT)}):
-            problems.append((head_dim, Features(head_dim_v=columns, **options)))
     yield from each_once(
-        kernels(Kind(dtype, *problem, capability), backward=x)
-        for dtype, problem, x in itertools.product(HALF, problems, both)
+        kernels(Kind(*problem, capability), backward=x)
+        for *problem, x in itertools.product(HALF, FORWARD_TILES, features, both)
     )
