@@ -16,7 +16,6 @@ from cupyflash import jit
 from cupyflash.runtime import scratch
 from cupyflash.runtime.gpu import Card
 
-
 HOPPER = Card((9, 0), 132, 50 << 20)
 
 

@@ -3,7 +3,7 @@
     python -m bench.plot_diagrams
 
 The page behind them shows through, and text outside of boxes is a grey that reads on white and on
-black. Sizes are those of head dim 128 (`FORWARD_TILES` in backends/sm90.py).
+black. Sizes are those of head dim 128 (`FORWARD_TILES` in attention/sm90/forward.py).
 """
 
 from pathlib import Path

@@ -2,8 +2,13 @@
 
 import pytest
 
+from cupyflash import environment
 from cupyflash.attention.backends import BACKENDS, choose
-from cupyflash.attention.problem import Access, Features
+from cupyflash.attention.problem import Access, Features, Kind
+from cupyflash.attention.sm80.backward import backward_kernels
+from cupyflash.attention.sm80.forward import forward_kernel
+from cupyflash.attention.sm90 import backward as sm90_backward
+from cupyflash.attention.sm90 import forward as sm90_forward
 from cupyflash.precompile import TOPICS
 from cupyflash.runtime.gpu import ARCHITECTURES, architecture
 
@@ -22,9 +27,9 @@ def chosen(
     forced=None,
     features=PLAIN,
 ):
-    problem = (dtype, head_dim, access, features, capability)
-    backend = choose("f", forced, *problem, backward=backward)
-    return next(name for name, module in BACKENDS.items() if module is backend)
+    kind = Kind(dtype, head_dim, features, capability)
+    with environment.override(backend=forced):
+        return choose("f", kind, access, backward=backward)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (10, 0), (12, 0)])
@@ -57,7 +62,7 @@ def test_sequences_of_one_tile_run_on_smaller_tiles_on_hopper(backward):
 
 def test_one_kernel_computes_the_backward_of_short_sequences():
     names = {
-        name: [config.name for config in BACKENDS["sm80"].backward("float16", 32, features, (8, 0))]
+        name: [x.name for x in backward_kernels(Kind("float16", 32, features, (8, 0)))]
         for name, features in {
             "plain": ONE_TILE,
             "bias": ONE_TILE._replace(bias=1),
@@ -77,10 +82,10 @@ def test_warps_own_keys_for_narrow_heads_without_options(capability):
     """The kernel has no options: to pick it for a problem with one would be wrong silently."""
 
     def picked(head_dim, **features):
-        problem = "float16", head_dim, Features(**features), capability
-        tiles = BACKENDS["sm80"].candidates(*problem[1:], backward=True)
-        found = {BACKENDS["sm80"].backward(*problem, tile)[1].name for tile in tiles}
-        assert BACKENDS["sm80"].backward(*problem)[1].name in found
+        kind = Kind("float16", head_dim, Features(**features), capability)
+        found = BACKENDS["sm80"].candidates(kind, backward=True).values()
+        found = {config.name for config in found}
+        assert backward_kernels(kind)[1].name in found
         return "flash_bwd_keys_sm80" in found
 
     for head_dim in (16, 32, 64):
@@ -100,9 +105,8 @@ def test_two_blocks_fit_on_a_multiprocessor(capability):
     problems += [(96, True), (160, False), (192, False)] * (memory > 99)
     problems += [(256, False)] * (memory == 227)
     for head_dim, backward in problems:
-        problem = "float16", head_dim, Features(), capability
-        sm80 = BACKENDS["sm80"]
-        config = sm80.backward(*problem)[1] if backward else sm80.forward(*problem)
+        kind = Kind("float16", head_dim, Features(), capability)
+        config = backward_kernels(kind)[1] if backward else forward_kernel(kind)
         # A block takes 1 KB for the system and 256 bytes for what is static.
         assert 2 * (config.shared_memory / 1024 + 1.25) <= memory + 1
         assert config.num_warps == 4
@@ -111,26 +115,27 @@ def test_two_blocks_fit_on_a_multiprocessor(capability):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_narrow_v_has_kernels_of_its_own(dtype):
     """A kernel of the width of q reads what lies behind a narrow v; options have such kernels."""
-    sm90, hopper, narrow = BACKENDS["sm90"], (9, 0), Features(head_dim_v=128)
-    short = narrow._replace(masked=True, short=3)
-    known = set(sm90.configurations(hopper))
+    sm90, narrow = BACKENDS["sm90"], Features(head_dim_v=128)
+    known = set(sm90.configurations((9, 0)))
     for head_dim in (136, 192):
-        forward = sm90.forward(dtype, head_dim, narrow, hopper)
-        assert {forward, sm90.forward(dtype, head_dim, short, hopper).split_keys()} <= known
-        main = sm90.backward(dtype, head_dim, narrow, hopper)[1]
-        assert sm90.keeps_v(head_dim, narrow)
-        for kernel in (forward, forward.split_keys(), main):
+        kind = Kind(dtype, head_dim, narrow, (9, 0))
+        short = kind._replace(features=narrow._replace(masked=True, short=3))
+        forward, *split = sm90_forward.forward_kernels(kind)
+        assert {forward, *split, *sm90_forward.forward_kernels(short)} <= known
+        main = sm90_backward.backward_kernels(kind)[1]
+        assert not sm90.pads(kind)
+        for kernel in (forward, split[0], main):
             assert (kernel.head_dim, kernel.head_dim_v) == (192, 128)
-        assert forward.combine.head_dim == 128
-        for tile in sm90.candidates(head_dim, narrow, hopper, backward=False):
-            config = sm90.forward(dtype, head_dim, narrow, hopper, tile)
+        assert split[1].head_dim == 128
+        for config in sm90.candidates(kind, backward=False).values():
             assert config.shared_memory <= 227 * 1024 and config.head_dim_v == 128
     options = {"softcap": True, "alibi": True, "dropout": True, "bias": 1}
+    kind = Kind(dtype, 192, narrow, (9, 0))
     for name, value in options.items():
-        assert not sm90.keeps_v(192, narrow._replace(**{name: value}))
-    assert not sm90.keeps_v(128, narrow) and not sm90.keeps_v(200, narrow)
-    wide = sm90.forward(dtype, 192, Features(), hopper)
-    assert (wide.head_dim, wide.head_dim_v, wide.combine.head_dim) == (192, 192, 192)
+        assert sm90.pads(kind._replace(features=narrow._replace(**{name: value})))
+    assert sm90.pads(kind._replace(head_dim=128)) and sm90.pads(kind._replace(head_dim=200))
+    wide, _, combine = sm90_forward.forward_kernels(kind._replace(features=Features()))
+    assert (wide.head_dim, wide.head_dim_v, combine.head_dim) == (192, 192, 192)
 
 
 def test_what_tensor_cores_cannot_take_runs_on_simt():

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("rich", reason="the benchmarks print with rich (pip install cupyflash[bench])")
 
 from bench import plot_diagrams, report, rounding  # noqa: E402
-from cupyflash.attention.backends.sm90 import FORWARD_TILES  # noqa: E402
+from cupyflash.attention.sm90.forward import FORWARD_TILES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 

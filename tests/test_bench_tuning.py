@@ -10,11 +10,11 @@ from bench_on_cpu import without_gpu  # noqa: E402
 
 from bench import tuning  # noqa: E402
 from cupyflash import environment  # noqa: E402
-from cupyflash.attention.backends import sm90  # noqa: E402
-from cupyflash.attention.problem import Features  # noqa: E402
+from cupyflash.attention.backends import BACKENDS  # noqa: E402
+from cupyflash.attention.problem import Features, Kind  # noqa: E402
 from cupyflash.commands.tuner import Candidate, Found  # noqa: E402
 
-CHOICE = ("bfloat16", 64, Features(), (9, 0))
+KIND = Kind("bfloat16", 64, Features(), (9, 0))
 
 
 @pytest.fixture
@@ -28,10 +28,8 @@ def run(monkeypatch, tmp_path):
             searched.append((problem, environment.current().backend, seconds))
             if not ms:
                 raise MemoryError("too large")
-            tiles = sm90.candidates(*CHOICE[1:], backward=False)
-            found = [
-                Candidate(tile, sm90.forward(*CHOICE, tile), ms=x) for tile, x in zip(tiles, ms)
-            ]
+            tiles = BACKENDS["sm90"].candidates(KIND, backward=False)
+            found = [Candidate(*tile, ms=x) for tile, x in zip(tiles.items(), ms)]
             found.append(Candidate((1, 1), None, note="" if wrong else "it spills", wrong=wrong))
             return Found("attention fwd sm90 …", found, 7)
 

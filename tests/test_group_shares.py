@@ -1,22 +1,27 @@
 """The backward pass of few tiles of keys, whose queries several blocks divide."""
 
 import dataclasses
-import types
+import functools
 
 import numpy
 import pytest
 from matrix import each
 from passes import forward_backward
+from problems import HOPPER, problem_of
 
-from cupyflash.attention import launch, plan
-from cupyflash.attention.backends import sm80, sm90
-from cupyflash.attention.problem import Features
+from cupyflash.attention import sharing
+from cupyflash.attention.sm80.backward import backward_kernels as sm80_kernels
+from cupyflash.attention.sm90.backward import backward_kernels as sm90_kernels
+from cupyflash.attention.sm90.backward import group_shares
+from cupyflash.attention.sm90.forward import forward_kernel
 from cupyflash.testing import expected, poison_free_memory, to_float64
 
-structs = launch.structs
+
+def main_of(problem, kernels=sm90_kernels):
+    return kernels(problem.kind(HOPPER.capability))[1]
 
 
-@pytest.mark.parametrize("backend", [sm80, sm90], ids=["sm80", "sm90"])
+@pytest.mark.parametrize("kernels", [sm80_kernels, sm90_kernels], ids=["sm80", "sm90"])
 @pytest.mark.parametrize(
     ("batch", "heads_q", "heads_kv", "queries", "keys", "shares"),
     [
@@ -30,32 +35,28 @@ structs = launch.structs
         (1, 8, 2, 4096, 77, 16),  # 8 tiles: a head each, and a quarter of its rows
     ],
 )
-def test_shares(monkeypatch, backend, batch, heads_q, heads_kv, queries, keys, shares):
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    if backend is sm80 and keys == 77:
-        shares = heads_q // heads_kv  # its blocks divide no rows
-    shape = structs.AttentionShape(batch, heads_q, heads_kv, queries, keys, 128)
-    problem = types.SimpleNamespace(shape=shape, device=0, total_q=None, total_k=None)
-    problem.features = Features()
-    config = backend.backward("float16", 128, Features(), (9, 0))[1]
-    assert launch.group_shares(config, problem) == shares
-    shape.group_shares = shares
+def test_shares(kernels, batch, heads_q, heads_kv, queries, keys, shares):
+    divides_rows = kernels is sm90_kernels
+    if keys == 77 and not divides_rows:
+        shares = heads_q // heads_kv
+    problem = problem_of(batch, (heads_q, heads_kv), queries, keys, 128)
+    config = main_of(problem, kernels)
+    found = sharing.group_shares(config, problem, HOPPER, divides_rows=divides_rows)
+    assert found == shares
+    problem.shape.group_shares = shares
     assert (
-        launch.num_tiles(config, problem)
-        == config.grid(shape)
+        sharing.num_tiles(config, problem, shares)
+        == config.grid(problem.shape)
         == -(-keys // 128) * (batch * heads_kv * shares)
     )
 
 
 @pytest.mark.parametrize(("heads", "length", "shares"), [(8, 8192, 4), (8, 4096, 8), (3, 8192, 3)])
-def test_shares_under_a_mask(monkeypatch, heads, length, shares):
+def test_shares_under_a_mask(heads, length, shares):
     """Two query heads each where that is enough tiles."""
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    shape = structs.AttentionShape(1, heads, 1, length, length, 128)
-    problem = types.SimpleNamespace(shape=shape, device=0, total_q=None, total_k=None)
-    problem.features = Features(masked=True)
-    config = sm90.backward("float16", 128, problem.features, (9, 0))[1]
-    assert launch.group_shares(config, problem) == shares
+    problem = problem_of(1, (heads, 1), length, length, 128, causal=True)
+    found = sharing.group_shares(main_of(problem), problem, HOPPER, divides_rows=True)
+    assert found == shares
 
 
 @pytest.mark.parametrize(
@@ -66,13 +67,9 @@ def test_shares_under_a_mask(monkeypatch, heads, length, shares):
         (4, 16, 4096, 1),  # many
     ],
 )
-def test_least_side_by_side(monkeypatch, batch, heads, length, least):
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    shape = structs.AttentionShape(batch, heads, heads, length, length, 128)
-    shape.group_shares = 1
-    problem = types.SimpleNamespace(shape=shape, device=0, total_q=None, total_k=None)
-    config = sm90.backward("float16", 128, Features(), (9, 0))[1]
-    assert launch.least_side_by_side(config, problem) == least
+def test_least_side_by_side(batch, heads, length, least):
+    problem = problem_of(batch, (heads, heads), length, length, 128)
+    assert sharing.least_side_by_side(main_of(problem), problem, HOPPER, 1) == least
 
 
 @pytest.mark.parametrize(
@@ -85,31 +82,21 @@ def test_least_side_by_side(monkeypatch, batch, heads, length, least):
         (3, 4, 4, 2048, 4, 4),  # three even sections, not 8 heads and 4
     ],
 )
-def test_heads_per_section(monkeypatch, batch, heads, heads_kv, length, forward, backward):
-    for module in (launch, plan):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(plan, "l2_bytes", lambda device: 60 << 20)
-    shape = structs.AttentionShape(batch, heads, heads_kv, length, length, 128, length * 2)
-    shape.group_shares = 1
-    problem = types.SimpleNamespace(shape=shape, device=0, total_q=None, total_k=None)
-    problem.is_causal, features = True, Features(masked=True)
-    config = sm90.forward("float16", 128, features, (9, 0))
-    found = plan._heads_per_section(problem, config, heads * batch, length, 2)
-    assert found == forward
-    config = sm90.backward("float16", 128, features, (9, 0))[1]
-    assert plan._heads_per_section(problem, config, heads_kv * batch, length, 4) == backward
+def test_heads_per_section(batch, heads, heads_kv, length, forward, backward):
+    problem = problem_of(batch, (heads, heads_kv), length, length, 128, causal=True)
+    config = forward_kernel(problem.kind(HOPPER.capability))
+    sections = functools.partial(sharing.heads_per_section, even_end=True)
+    assert sections(config, problem, HOPPER, tensors=2) == forward
+    assert sections(main_of(problem), problem, HOPPER, tensors=4) == backward
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_blocks_in_turns_divide_no_masked_rows(monkeypatch, masked):
+def test_blocks_in_turns_divide_no_masked_rows(masked):
     """Under a mask a query tile may be in an earlier share of the next key tile: a deadlock."""
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    shape = structs.AttentionShape(1, 8, 8, 4096, 300, 64)
-    problem = types.SimpleNamespace(shape=shape, device=0, total_q=None, total_k=None)
-    problem.features = Features(masked=masked)
-    config = sm90.backward("float16", 64, problem.features, (9, 0))[1]
-    assert launch.group_shares(config, problem) == 4
-    assert launch.group_shares(config, problem, deterministic=True) == (1 if masked else 4)
+    problem = problem_of(1, (8, 8), 4096, 300, 64, causal=masked)
+    main = main_of(problem)
+    assert group_shares(main, problem, HOPPER, in_turns=False) == 4
+    assert group_shares(main, problem, HOPPER, in_turns=True) == (1 if masked else 4)
 
 
 CASES = [
@@ -125,7 +112,7 @@ CASES = [
 @pytest.mark.parametrize("shares", [2, 3, 5])
 def test_gradients(target, monkeypatch, shares, case, head_dim, options):
     """Any number of shares is right, uneven ones too; dk and dv are the same in every run."""
-    monkeypatch.setattr(plan, "group_shares", lambda *_: shares)
+    monkeypatch.setattr(sharing, "group_shares", lambda *_, **__: shares)
     shape = case | {"seqlen_k": case["seqlen_k"] + shares}  # a plan of its own
     inputs = target.inputs(target.dtypes[0], head_dim=head_dim, **shape)
     results = forward_backward(inputs, **options)
@@ -152,7 +139,7 @@ ROWS = [  # multiples of the query heads of a key head, and what blocks then div
 def test_gradients_of_shares_of_rows(target, monkeypatch, turn, head_dim):
     """Also where a share has no query tile; all gradients are repeatable where that is asked."""
     shares, shape, options = ROWS[turn]
-    monkeypatch.setattr(plan, "group_shares", lambda *_: shares)
+    monkeypatch.setattr(sharing, "group_shares", lambda *_, **__: shares)
     # A plan of its own.
     shape = shape | {"seqlen_q": shape["seqlen_q"] + 1, "head_dim": head_dim}
     inputs = target.inputs(target.dtypes[turn % len(target.dtypes)], **shape)
@@ -168,7 +155,7 @@ def test_gradients_of_shares_of_rows(target, monkeypatch, turn, head_dim):
 
 @each(device="cuda")
 def test_gradients_of_packed_shares_of_rows(target, monkeypatch):
-    monkeypatch.setattr(plan, "group_shares", lambda *_: 3)
+    monkeypatch.setattr(sharing, "group_shares", lambda *_, **__: 3)
     inputs = target.inputs(target.dtypes[0], batch=3, seqlen_q=401, seqlen_k=90, heads_q=2)
     used = target.array(numpy.array([401, 0, 130], "int32"))
     results = forward_backward(inputs, seqused_q=used)

@@ -6,9 +6,10 @@ import numpy
 import pytest
 from matrix import each
 from passes import forward_backward, one_graph
+from problems import HOPPER
 
 import cupyflash
-from cupyflash.attention import cpu, dispatch, plan
+from cupyflash.attention import cpu, dispatch
 from cupyflash.attention.options import Extras
 from cupyflash.attention.problem import kernel_head_dim
 from cupyflash.runtime.operation import Plans
@@ -232,7 +233,7 @@ def test_copies_of_a_gpu(monkeypatch):
         return pointer(x)
 
     class Forward:
-        def __init__(self, function, problem, access, library, view, options):
+        def __init__(self, function, problem, library, view, options):
             widths.append(problem.shape.head_dim)
             assert not problem.needs_padding and view.shape[-1] == widths[-1]
             self.options = options
@@ -242,11 +243,9 @@ def test_copies_of_a_gpu(monkeypatch):
             return cpu.forward(library, q, k, v, self.options, Extras(*extras))
 
     class Backward(Forward):
-        def __init__(
-            self, function, problem, access, library, views, options, deterministic, bias_grad
-        ):
+        def __init__(self, function, problem, library, views, options, deterministic, bias_grad):
             assert len({view.shape[-1] for view in views.values()}) == 1
-            super().__init__(function, problem, access, library, views["q"], options)
+            super().__init__(function, problem, library, views["q"], options)
 
         def __call__(self, q, k, v, pointers):
             *tensors, dlse = map(arrays.get, pointers)
@@ -270,7 +269,7 @@ def test_copies_of_a_gpu(monkeypatch):
         exact = results(q, k, v, dout, dlse)
         with monkeypatch.context() as gpu:
             gpu.setattr(library, "on_cpu", lambda x: False, raising=False)
-            gpu.setattr(plan, "capability_of", lambda device: (9, 0))
+            gpu.setattr(dispatch, "card_of", lambda device: HOPPER)
             found = results(q, k, v, dout, dlse)
         width = kernel_head_dim(head_dim, head_dim_v)
         assert set(widths) == {width}
@@ -279,7 +278,7 @@ def test_copies_of_a_gpu(monkeypatch):
             # Both are the reference in float32, here on padded arrays: zeros change no sum.
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         for result, like in ((found[0], q), (found[2], q), (found[3], k), (found[4], v)):
-            strides = result_strides(library, tuple(result.shape), width, library.view(like))
+            strides = result_strides(library, width, library.view(like))
             assert result.stride() == strides
 
 

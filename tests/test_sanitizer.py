@@ -15,7 +15,6 @@ PROGRAM = """
 import sys
 import cupy, cupyflash
 from cupyflash import environment
-from cupyflash.attention import launch
 from cupyflash.testing import make_inputs, make_varlen_inputs
 cupy.cuda.set_allocator(None)
 backend, dtype = sys.argv[1:]
@@ -60,7 +59,8 @@ with environment.override(backend=backend):
             cupyflash.attention_backward(x.dout, x.q, x.k, x.v, out, lse, bias_grad=keys == 152,
                                          **options)
     # Blocks that take whole heads, of one key tile and of three.
-    launch.SAVED_KEYS = launch.HEADS_L2_FRACTION = 1e9
+    rules = sys.modules["cupyflash.attention.sm90.backward"]
+    rules.SAVED_KEYS = rules.HEADS_L2_FRACTION = 1e9
     for head_dim in (32, 64, 96, 128):
         for seqlen_k, causal in ((120, False), (270, False), (270, True)):
             x = make_inputs("cupy", dtype, batch=2, seqlen_q=140, seqlen_k=seqlen_k, heads_q=2,

@@ -8,10 +8,14 @@ from passes import forward_backward
 import cupyflash
 from cupyflash import environment
 from cupyflash.attention import dispatch
-from cupyflash.attention.backends import sm80, sm80_short, sm90
 from cupyflash.attention.checks import check
 from cupyflash.attention.options import Options
-from cupyflash.attention.problem import Features
+from cupyflash.attention.problem import Features, Kind
+from cupyflash.attention.sm80 import forward as sm80
+from cupyflash.attention.sm80 import short as sm80_short
+from cupyflash.attention.sm80.backward import backward_kernels
+from cupyflash.attention.sm90 import backward as sm90_backward
+from cupyflash.attention.sm90 import forward as sm90
 from cupyflash.runtime.array import View
 from cupyflash.testing import Inputs, expected, to_float64, to_numpy64
 
@@ -42,19 +46,24 @@ def features_of(seqlen_q, seqlen_k, heads=(1, 1)):
     return check("f", {"q": q, "k": k, "v": k}, options).features
 
 
+def hopper(head_dim, features):
+    return Kind("float16", head_dim, features, (9, 0))
+
+
 def test_tiles():
     """The least padding for short sequences, and columns for heads of 32 on both backends."""
     short = Features(short=4)
     for seqlen, rows in ((128, 128), (192, 192), (256, 128), (384, 192), (512, 128)):
         features = features_of(seqlen, seqlen)
-        assert sm90.forward("float16", 64, features, (9, 0)).block_m == rows
+        assert sm90.forward_kernel(hopper(64, features)).block_m == rows
     for seqlen_k, columns in ((77, 80), (80, 80), (81, 128)):
         features = features_of(512, seqlen_k)
-        assert sm90.forward("float16", 40, features, (9, 0)).block_n == columns
+        assert sm90.forward_kernel(hopper(40, features)).block_n == columns
     for head_dim, columns in ((8, 32), (32, 32), (40, 64)):
-        assert sm90.forward("float16", head_dim, short, (9, 0)).head_dim == columns
-        assert sm90.backward("float16", head_dim, short, (9, 0))[1].head_dim == columns
-        assert sm80.forward("float16", head_dim, short, (9, 0)).head_dim == columns
+        kind = hopper(head_dim, short)
+        assert sm90.forward_kernel(kind).head_dim == columns
+        assert sm90_backward.backward_kernels(kind)[1].head_dim == columns
+        assert sm80.forward_kernel(kind).head_dim == columns
 
 
 @pytest.mark.parametrize(
@@ -62,7 +71,7 @@ def test_tiles():
 )
 def test_sequences_of_a_block(batch, heads, blocks):
     features = Features(one_pass=True, one_tile=True, bias=1)
-    (config,) = sm80.backward("float16", 32, features, (8, 0))
+    (config,) = backward_kernels(Kind("float16", 32, features, (8, 0)))
     shape = sm80.structs.AttentionShape(batch, heads, heads, 49, 49, 32)
     assert config.grid(shape) == blocks and blocks % heads == 0
 

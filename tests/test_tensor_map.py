@@ -8,12 +8,15 @@ from ctypes import POINTER, c_int, c_uint32, c_uint64, c_void_p
 import numpy
 import pytest
 from fakes import fake_cupy
+from problems import HOPPER
 
-from cupyflash.attention import launch
-from cupyflash.attention.backends import sm80, sm90
 from cupyflash.attention.checks import check
 from cupyflash.attention.options import Options
 from cupyflash.attention.problem import Access, Features
+from cupyflash.attention.sm80 import forward as sm80
+from cupyflash.attention.sm90 import launch
+from cupyflash.attention.sm90.backward import backward_kernels, storing_dbias
+from cupyflash.attention.sm90.forward import forward, forward_kernel, forward_kernels
 from cupyflash.runtime import driver
 from cupyflash.runtime import launch as kernel_launch
 from cupyflash.runtime.array import View, dense_strides
@@ -76,7 +79,7 @@ def test_packed_sequences_are_a_batch_of_one():
 def test_axes_of_length_one_may_have_any_stride():
     q = view(1, 1, 1, 64, strides=(0, 3, 2**60, 1))
     found = problem(q, view(1, 5, 1, 64, strides=(7, 64, -1, 1)))
-    assert found.access(0) == Access.TENSOR_MAP
+    assert found.access == Access.TENSOR_MAP
     assert spec(found, "q").strides == (128, 128, 128)
     one_row = packed(view(1, 1, 64, strides=(9, 9, 1)), view(5, 1, 64), (1, 5))
     found = spec(one_row, "q")
@@ -86,7 +89,7 @@ def test_axes_of_length_one_may_have_any_stride():
 def test_no_keys():
     """A valid map of an array without elements; nothing is loaded from it."""
     found = problem(view(2, 5, 4, 64), view(2, 0, 4, 64))
-    assert found.access(0) == Access.TENSOR_MAP
+    assert found.access == Access.TENSOR_MAP
     assert spec(found, "k").dims == (64, 1, 4, 2)
     assert SPEC.encode(0) == bytes(128)
 
@@ -123,13 +126,14 @@ def test_bias(bias, dims, strides):
 )
 def test_access(strides, access):
     dense, special = view(2, 5, 4, 64), view(2, 5, 4, 64, strides=strides)
-    assert problem(dense, special, dense).access(0) == access
-    assert problem(dense, dense, dense, dout=special, out=dense).access(0) == access
-    assert problem(dense, dense, dense, dout=dense, out=special).access(0) == Access.TENSOR_MAP
+    assert problem(dense, special, dense).access == access
+    assert problem(dense, dense, dense, dout=special, out=dense).access == access
+    assert problem(dense, dense, dense, dout=dense, out=special).access == Access.TENSOR_MAP
 
 
 def test_access_of_pointers():
-    assert problem(view(2, 5, 4, 64)).access(8) == Access.ELEMENT
+    found = dataclasses.replace(problem(view(2, 5, 4, 64)), aligned=False)
+    assert found.access == Access.ELEMENT
 
 
 @pytest.mark.parametrize(
@@ -153,11 +157,10 @@ def test_bias_by_tma(shape, strides, by_tma):
     found = biased(view(*shape, strides=strides))
     lengths = dict.fromkeys(("tiny", "fits_128", "few_keys"), True) | {"short": 4}
     assert found.features == Features(bias=1, bias_by_tma=by_tma, **lengths)
-    arguments = "float16", 64, found.features, (9, 0)
-    assert (
-        sm90.forward(*arguments).bias == sm90.backward(*arguments)[1].bias == (4 if by_tma else 1)
-    )
-    assert sm80.forward(*arguments[:3], (8, 0)).bias == 1
+    kind = found.kind((9, 0))
+    kinds = forward_kernel(kind).bias, backward_kernels(kind)[1].bias
+    assert kinds == ((4, 4) if by_tma else (1, 1))
+    assert sm80.forward_kernel(found.kind((8, 0))).bias == 1
 
 
 def test_bias_not_by_tma():
@@ -184,8 +187,8 @@ def test_bias_not_by_tma():
 def test_stored_gradient(shape, options, stored):
     """sm_90 stores dS where it is the gradient of the bias, in rows of whole 16 bytes."""
     found = biased(view(*shape), **options)
-    main = sm90.backward("float16", 64, found.features, (9, 0))[1]
-    storing = main.storing_dbias()
+    main = backward_kernels(found.kind((9, 0)))[1]
+    storing = storing_dbias(main)
     assert (found.bias_gradient_is_ds and storing.stores_dbias) == stored
     assert not storing.takes_key_mask and storing.bias_box_rows == main.bias_box_rows
     found.shape.seqlen_k = 68
@@ -267,15 +270,13 @@ def test_launch_puts_maps_in_front(libcuda, devices, monkeypatch):
     arguments = []
     function = lambda grid, block, args, *_: arguments.append((grid, block, args[0]))
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 7)
     monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: b"\5" + bytes(7))
-    config = sm90.forward("float16", 64, Features(False, False), (9, 0))
     call = problem(view(2, 200, 4, 64))
+    config = forward_kernel(call.kind((9, 0))._replace(features=Features()))
     strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
     params = structs.FlashFwdParams(**strides, lse_head_stride=5, shape=call.shape)
-    made = launch.prepare(config, call, params)
-    pointers = tuple(range(16, 29))
-    made.start(None, made.argument(*pointers, stream=None))
+    made = launch.PersistentLaunch(config, call, params, HOPPER._replace(multiprocessors=7))
+    made(None, tuple(range(16, 29)), 0, 0)
     grid, block, argument = arguments[0]
     assert grid == (7,) and block == (512,)
     assert type(argument) is numpy.ndarray and argument.size == 1
@@ -295,33 +296,33 @@ def test_launch_puts_maps_in_front(libcuda, devices, monkeypatch):
 
 def test_map_of_the_bias_is_the_last(libcuda, devices, monkeypatch):
     """Behind all else in the argument, in either pass; keys shared out or not."""
+    BIAS = 4096  # its address
     arguments = []
     function = lambda grid, block, args, *_: arguments.append(args[0].tobytes())
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
     monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: bytes(8))
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     call = biased(view(2, 1, 40, 72))
-    forward = sm90.forward("float16", 64, call.features, (9, 0))
-    backward = sm90.backward("float16", 64, call.features, (9, 0))[1]
+    forward, split, combine = forward_kernels(call.kind((9, 0)))
+    backward = backward_kernels(call.kind((9, 0)))[1]
     for config, splits, params, argument, box_rows in (
         (forward, 1, structs.FlashFwdParams, structs.FlashFwdSm90Params, 64),
-        (forward, 3, structs.FlashFwdParams, structs.FlashFwdSm90Params, 64),
+        (split, 3, structs.FlashFwdParams, structs.FlashFwdSm90Params, 64),
         (backward, 1, structs.FlashBwdParams, structs.FlashBwdSm90Params, 128),
     ):
-        monkeypatch.setattr(launch, "num_splits", lambda *_, splits=splits: splits)
+        launcher = launch.launcher(HOPPER, splits, None if splits == 1 else combine)
         names = {name: name if name in "kv" else "q" for name in config.boxes}
         strides = {f"{name}_strides": call.strides[like] for name, like in names.items()}
-        made = launch.prepare(config, call, params(**strides, shape=call.shape))
+        made = launcher(config, call, params(**strides, shape=call.shape))
         pointers = range(1, 1 + len(kernel_launch.call_fields(params())))
         libcuda.calls.clear()
         arguments.clear()
-        made.start(None, made.argument(*pointers, stream=None, workspace=2**20))
+        made(None, pointers, 2**20, BIAS)
         assert len(libcuda.calls) == 5 and len(arguments) == (1 if splits == 1 else 2)
         found = argument.from_buffer_copy(arguments[0])
         assert bytes(found.bias_map) == b"\5" * 128 and found.base.shape.seqlen_k == 72
         assert getattr(found, "num_splits", 1) == splits
         dtype, rank, address, dims, steps, box = libcuda.calls[4][:6]
-        assert (address, dims, box) == (found.base.bias, (72, 40, 1, 2), (64, box_rows, 1, 1))
+        assert (address, dims, box) == (BIAS, (72, 40, 1, 2), (64, box_rows, 1, 1))
 
 
 def test_keys_are_shared_out_where_tiles_are_few(libcuda, devices, monkeypatch):
@@ -334,9 +335,7 @@ def test_keys_are_shared_out_where_tiles_are_few(libcuda, devices, monkeypatch):
             lambda grid, block, args, *_: launched.append((config, grid, args[0]))
         ),
     )
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: bytes(8))
-    config = sm90.forward("float16", 128, Features(False, False), (9, 0))
     for lengths, expected in {
         (1, 2048, 4): (4 * 8, 8),  # no fewer than 256 keys each
         (200, 2**17, 4): (8 * 16, 16),
@@ -347,17 +346,18 @@ def test_keys_are_shared_out_where_tiles_are_few(libcuda, devices, monkeypatch):
     }.items():
         queries, keys, heads = lengths
         call = problem(view(1, queries, heads, 128), view(1, keys, heads, 128))
-        strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
-        made = launch.prepare(config, call, structs.FlashFwdParams(**strides, shape=call.shape))
+        call.strides["out"] = call.strides["q"]
+        kind = call.kind((9, 0))._replace(features=Features())
+        (made,) = forward(call, kind, HOPPER).launches
         launched.clear()
-        made.start(None, made.argument(*range(16, 29), stream=None, workspace=2**20))
+        made(None, range(16, 29), 2**20, 0)
         blocks, splits = expected
         assert launched[0][1] == (blocks,) and len(launched) == (1 if splits == 1 else 2)
         params = structs.FlashFwdSm90Params.from_buffer_copy(launched[0][2].tobytes())
         assert params.num_splits == splits and launched[0][0].split == (splits > 1)
         if splits > 1:
             rows = queries * heads
-            assert launched[1][0] == config.combine and launched[1][2] == launched[0][2]
+            assert launched[1][0] == forward_kernels(kind)[2] and launched[1][2] == launched[0][2]
             assert params.partial_rows == rows and not params.tile_counter
             assert params.partial_out == 2**20
             assert params.partial_sums == 2**20 + 4 * splits * rows * 128

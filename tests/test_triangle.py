@@ -1,19 +1,19 @@
 """triangle_attention and key masks: against float64, and the signature of cuequivariance_torch."""
 
 import dataclasses
-import types
 
 import numpy
 import pytest
 from matrix import each, each_library
 from passes import forward_backward
+from problems import HOPPER, problem_of, view
 from wrong_calls import check_refused
 
 import cupyflash
-from cupyflash.attention.backends import sm90
-from cupyflash.attention.bias import bias_gradient, shares_of_tiles
 from cupyflash.attention.dispatch import BACKWARD, FORWARD
 from cupyflash.attention.options import Extras, Options
+from cupyflash.attention.passes import Wanted
+from cupyflash.attention.sm80 import dbias
 from cupyflash.runtime.array import array_namespace
 from cupyflash.testing import expected
 
@@ -249,10 +249,15 @@ def test_wrong_calls(target):
 )
 def test_shares_of_tiles(tiles, most, shares):
     """Of 264 places; 144 tiles alone, those of AlphaFold 3, would leave half of them empty."""
-    assert shares_of_tiles(tiles, 264, most) == shares
+    assert dbias.shares_of_tiles(tiles, 264, most) == shares
 
 
 def test_a_bias_that_nothing_shares_is_left_to_the_main_kernel():
     """Each element has one term, and the kernel for shared biases takes longer."""
-    alone = types.SimpleNamespace(bias_is_broadcast=False, bias_gradient_fits_registers=True)
-    assert bias_gradient("f", alone, sm90, (), "error") is None
+    shape = 2, 4, 64, 64
+    alone, shared = (
+        problem_of(2, (4, 4), 64, 64, 32, bias=view(*sizes)) for sizes in (shape, (1, *shape[1:]))
+    )
+    wanted = Wanted({}, bias=alone.bias_strides)
+    assert dbias.plan(alone, alone.kind((9, 0)), HOPPER, wanted) is None
+    assert dbias.plan(shared, shared.kind((9, 0)), HOPPER, wanted) is not None

@@ -15,16 +15,18 @@ from passes import forward_backward
 
 import cupyflash
 from cupyflash import environment, jit, machine
-from cupyflash.attention import backends, plan
+from cupyflash.attention import plan
 from cupyflash.attention import tuning as choices
-from cupyflash.attention.problem import Features
+from cupyflash.attention.backends import BACKENDS
+from cupyflash.attention.problem import Access, Features, Kind
 from cupyflash.commands import cli, tune, tuner
 from cupyflash.runtime import tuning
 from cupyflash.testing import expected
 
 HERE = {"gpu": "NVIDIA H200", "driver": "13000", "nvrtc": "13.0", "cupyflash": "0.1.0"}
 HOPPER = (9, 0)
-CHOICE = choices.Choice("bfloat16", 64, Features(masked=True), HOPPER)
+KIND = Kind("bfloat16", 64, Features(masked=True), HOPPER)
+BUILT_IN = next(iter(BACKENDS["sm90"].candidates(KIND, backward=False)))
 KEY = "attention fwd sm90 bfloat16 64 masked"
 BUILT = jit.Built(None, "", "", "sm_90a", "13.0", 168, 0, 0, (), 0.1)
 
@@ -46,26 +48,25 @@ def write(file, content):
     file.write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-def chosen(backward=False, choice=CHOICE, backend=backends.sm90):
-    return choices.kernels(backend, choice, 0, backward=backward)
+def chosen(kind=KIND, backward=False):
+    return choices.tile_of("sm90", kind, 0, backward=backward)
 
 
 def test_choice_without_a_file(file):
     assert tuning.tile(0, KEY) is None
-    assert chosen() == (backends.sm90.forward(*CHOICE),)
-    assert chosen(backward=True) == backends.sm90.backward(*CHOICE)
+    assert chosen() is None
+    assert chosen(backward=True) is None
 
 
 def test_saved_choice(file):
     assert tuning.save(0, KEY, (192, 112, 2, 3)) == file
-    (config,) = chosen()
+    assert chosen() == (192, 112, 2, 3)
+    config = BACKENDS["sm90"].candidates(KIND, backward=False)[192, 112, 2, 3]
     assert (config.block_m, config.block_n, config.q_stages, config.kv_stages) == (192, 112, 2, 3)
-    assert config == backends.sm90.forward(*CHOICE, (192, 112, 2, 3))
-    other = CHOICE._replace(head_dim=72)
-    assert chosen(choice=other) == (backends.sm90.forward(*other),)
+    assert chosen(KIND._replace(head_dim=72)) is None
     assert json.loads(file.read_text()) == {"machine": HERE, "tiles": {KEY: [192, 112, 2, 3]}}
     tuning.save(0, KEY, None)
-    assert chosen() == (backends.sm90.forward(*CHOICE),)
+    assert chosen() is None
     assert [path.name for path in file.parent.iterdir() if "lock" not in path.name] == [file.name]
 
 
@@ -79,7 +80,7 @@ def test_no_file_is_read_where_there_is_to_be_none(file):
     write(file, "a warning if it is read")
     with environment.override(tuning="0"):
         assert environment.current().tuning_file is None
-        assert chosen() == (backends.sm90.forward(*CHOICE),)
+        assert chosen() is None
     with environment.override(tuning=None, cache_dir=None):
         assert environment.current().tuning_file is None
 
@@ -91,10 +92,10 @@ def test_file_of_another_machine(file, name):
     content["machine"][name] = "another"
     write(file, content)
     with pytest.warns(RuntimeWarning, match=f"is ignored: it is for {name} 'another', and this is"):
-        assert chosen() == (backends.sm90.forward(*CHOICE),)
+        assert chosen() is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once is enough
-        assert chosen() == (backends.sm90.forward(*CHOICE),)
+        assert chosen() is None
     tuning._tiles.cache_clear()
     with pytest.warns(RuntimeWarning, match="is ignored"):
         tuning.save(0, "other", (1, 2))
@@ -114,18 +115,18 @@ def test_file_of_another_machine(file, name):
 def test_damaged_file(file, content):
     write(file, content)
     with pytest.warns(RuntimeWarning, match=f"{file} is ignored: it is not what"):
-        assert chosen() == (backends.sm90.forward(*CHOICE),)
+        assert chosen() is None
 
 
 def test_unreadable_file(file):
     file.mkdir(parents=True)
     with pytest.warns(RuntimeWarning, match="is ignored: it cannot be read"):
-        assert chosen() == (backends.sm90.forward(*CHOICE),)
+        assert chosen() is None
     file.rmdir()
     file.write_bytes(b"\xff\xfe\x00")
     tuning._tiles.cache_clear()
     with pytest.warns(RuntimeWarning, match="is ignored: it cannot be read"):
-        assert chosen() == (backends.sm90.forward(*CHOICE),)
+        assert chosen() is None
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_tile_that_the_kernel_does_not_have(file, tile):
     with pytest.warns(
         RuntimeWarning, match=f"{KEY}' is ignored: {re.escape(str(tile))} is no tile"
     ):
-        assert chosen() == (backends.sm90.forward(*CHOICE),)
+        assert chosen() is None
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_tile_that_does_not_compile_well(file, monkeypatch, fault, reason):
     monkeypatch.setattr(jit, "build", build)
     tuning.save(0, KEY, (192, 112, 2, 3))
     with pytest.warns(RuntimeWarning, match=f"{KEY}' is ignored: {reason}"):
-        assert chosen() == (backends.sm90.forward(*CHOICE),)
+        assert chosen() is None
 
 
 def _save(path, number):
@@ -193,10 +194,10 @@ def test_save_that_fails(file, monkeypatch):
 
 
 def test_key_has_what_the_choice_depends_on():
-    key = choices.key_of(backends.sm80, CHOICE, True)
+    key = choices.key_of("sm80", KIND, True)
     assert key == "attention bwd sm80 bfloat16 64 masked"
     features = Features(softcap=True, bias=3, short=2)
-    key = choices.key_of(backends.sm90, CHOICE._replace(features=features), False)
+    key = choices.key_of("sm90", KIND._replace(features=features), False)
     assert key == "attention fwd sm90 bfloat16 64 softcap short=2 bias=3"
 
 
@@ -204,19 +205,17 @@ def test_key_has_what_the_choice_depends_on():
 @pytest.mark.parametrize("name", ["sm90", "sm80", "fp16x3"])
 def test_candidates(name, backward):
     """The built-in choice comes first and is what the backend picks; each fits shared memory."""
-    backend, dtype = backends.BACKENDS[name], "float32" if name == "fp16x3" else "float16"
+    backend, dtype = BACKENDS[name], "float32" if name == "fp16x3" else "float16"
     for head_dim in (32, 64, 72, 96, 128, 192, 256):
         for features in (Features(), Features(softcap=True), Features(short=3, masked=True)):
-            choice = choices.Choice(dtype, head_dim, features, HOPPER)
-            problem = dtype, head_dim, 2, features, HOPPER
-            if not backend.supports(*problem, backward=backward):
+            kind = Kind(dtype, head_dim, features, HOPPER)
+            if not backend.supports(kind, Access.TENSOR_MAP, backward=backward):
                 continue
-            found = choices.candidates(backend, choice, backward)
-            made = backend.backward(*choice) if backward else (backend.forward(*choice),)
-            assert next(iter(found.values())) in made
+            found = choices.candidates(name, kind, backward)
+            assert next(iter(found.values())) in backend.kernels(kind, backward=backward)
             assert len(found) == len(set(found.values()))
             assert all(config.shared_memory <= 224 * 1024 for config in found.values())
-    assert choices.candidates(backends.simt, CHOICE, backward) == {}
+    assert choices.candidates("simt", KIND, backward) == {}
 
 
 @pytest.fixture
@@ -256,7 +255,8 @@ def searched(monkeypatch, file):
     monkeypatch.setattr(jit, "build_all", build_all)
     monkeypatch.setattr(tuner.pool, "missing", list)
     monkeypatch.setattr(tuner.compiler, "target_arch", lambda capability: "sm_90a")
-    monkeypatch.setattr(tuner, "choose", lambda *_, backward: (backends.sm90, CHOICE))
+    monkeypatch.setattr(tuner, "choose", lambda *_, backward: "sm90")
+    monkeypatch.setattr(tuner, "capability_of", lambda device: HOPPER)
     return built, ms, results
 
 
@@ -269,7 +269,7 @@ def test_search_takes_the_fastest_that_is_right(searched):
     ms |= {(192, 96, 2, 3): 1.0, (192, 112, 2, 3): 1.5, (128, 160, 2, 2): 0.1}
     found = tuner.search(PROBLEM, 60)
     assert found.key == KEY and found.rounds == tuner.MOST_ROUNDS
-    assert found.built_in.tile == backends.sm90.candidates(*CHOICE[1:], backward=False)[0]
+    assert found.built_in.tile == BUILT_IN
     assert found.best.tile == (192, 96, 2, 3)
     assert {x.tile: x.note for x in found.candidates}[128, 160, 2, 2] == "it spills registers"
     assert not any(x.wrong for x in found.candidates)
@@ -283,7 +283,7 @@ def test_search_takes_the_fastest_that_is_right(searched):
 
 def test_search_keeps_the_built_in_choice(searched):
     _, ms, results = searched
-    built_in = backends.sm90.candidates(*CHOICE[1:], backward=False)[0]
+    built_in = BUILT_IN
     ms |= {built_in: 1.0, (192, 112, 2, 3): 0.995}
     assert tuner.search(PROBLEM, 60).best.tile == built_in
     results[built_in] = lambda found: (found[0] + numpy.float16(1), found[1])
@@ -293,8 +293,6 @@ def test_search_keeps_the_built_in_choice(searched):
 
 def test_search_of_a_backward(searched, monkeypatch):
     _, ms, results = searched
-    choice = CHOICE._replace(head_dim=128)
-    monkeypatch.setattr(tuner, "choose", lambda *_, backward: (backends.sm90, choice))
     ms[64, 64, 2] = 1.0
     problem = tuner.Attention("bwd", "float16", 64, 2, 70, 2, 2, False)
     assert tuner.search(problem, 60).best.tile == (64, 64, 2)
@@ -306,7 +304,7 @@ def test_search_stops_in_time(searched, monkeypatch):
     found = tuner.search(PROBLEM, 1e-9)
     assert found.rounds == tuner.LEAST_ROUNDS
     assert [x.note for x in found.candidates[1:]] == ["no time to compile it"] * 8
-    monkeypatch.setattr(tuner, "choose", lambda *_, backward: (backends.simt, CHOICE))
+    monkeypatch.setattr(tuner, "choose", lambda *_, backward: "simt")
     with pytest.raises(NotImplementedError, match="several kernels to choose from, got attention"):
         tuner.search(PROBLEM, 1)
 
@@ -378,13 +376,13 @@ def tuned(tmp_path):
 def test_tuned_choice_is_used_and_right(target, tuned, monkeypatch, backward):
     used, lengths = [], iter(range(350 if backward else 300, 400))
 
-    def kernels(backend, choice, device, **options):
-        made = choices.kernels(backend, choice, device, **options)
+    def tile_of(backend, kind, device, **options):
+        tile = choices.tile_of(backend, kind, device, **options)
         if options["backward"] == backward:
-            used.append((backend, choice, made))
-        return made
+            used.append((backend, kind, tile))
+        return tile
 
-    monkeypatch.setattr(plan, "kernels", kernels)
+    monkeypatch.setattr(plan.tuning, "tile_of", tile_of)
     shape = {"batch": 1, "heads_q": 4, "heads_kv": 2, "head_dim": 128}
 
     def run():
@@ -395,14 +393,14 @@ def test_tuned_choice_is_used_and_right(target, tuned, monkeypatch, backward):
         expected(x, causal=True).check(**results)
 
     run()
-    backend, choice, _ = used[-1]
-    found = choices.candidates(backend, choice, backward)
+    backend, kind, _ = used[-1]
+    found = choices.candidates(backend, kind, backward)
     for tile, config in list(found.items())[1:3]:
-        if choices.fault(jit.build(config, jit.arch_of(choice.capability))):
+        if choices.fault(jit.build(config, jit.arch_of(kind.capability))):
             continue
-        tuned(choices.key_of(backend, choice, backward), tile)
+        tuned(choices.key_of(backend, kind, backward), tile)
         run()
-        assert config in used[-1][2]
+        assert used[-1][2] == tile
 
 
 @each("cupy", "cuda")

@@ -1,17 +1,16 @@
 """Deterministic backward passes under a causal mask, whose blocks may walk up the queries."""
 
 import dataclasses
-import types
+import sys
 
 import numpy
 import pytest
 from matrix import each
 from passes import forward_backward
+from problems import HOPPER, problem_of
 
 import cupyflash
-from cupyflash.attention import launch, plan
-from cupyflash.attention.backends import simt, sm80, sm80_short, sm90
-from cupyflash.attention.problem import SHORT, Features
+from cupyflash.attention.sm90.backward import backward_kernels, walks_up
 from cupyflash.testing import expected, make_alibi_slopes, poison_free_memory, to_float64
 
 
@@ -25,33 +24,19 @@ from cupyflash.testing import expected, make_alibi_slopes, poison_free_memory, t
         (4, 32, 16, 2, True, True),
     ],
 )
-def test_which_walk_up(monkeypatch, batch, heads, heads_kv, shares, causal, up):
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    shape = launch.structs.AttentionShape(batch, heads, heads_kv, 4096, 4096, 64)
-    shape.group_shares = shares
-    fields = {"shape": shape, "is_causal": causal, "device": 0, "total_q": None, "total_k": None}
-    config = sm90.backward("float16", 64, Features(masked=causal), (9, 0))[1]
-    assert launch.walks_up(config, types.SimpleNamespace(**fields)) == up
-
-
-@pytest.mark.parametrize("backend", [sm80, simt, sm80_short], ids=lambda x: x.__name__[29:])
-def test_other_backends_walk_as_they_do(monkeypatch, backend):
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
-    shape = launch.structs.AttentionShape(4, 16, 16, 64, 64, 64)
-    shape.group_shares = 1
-    fields = {"shape": shape, "is_causal": True, "device": 0, "total_q": None, "total_k": None}
-    features = Features(masked=True, short=len(SHORT), one_tile=True, one_pass=True)
-    for config in backend.backward("float16", 64, features, (9, 0)):
-        assert not launch.walks_up(config, types.SimpleNamespace(**fields))
+def test_which_walk_up(batch, heads, heads_kv, shares, causal, up):
+    problem = problem_of(batch, (heads, heads_kv), 4096, 4096, 64, causal)
+    main = backward_kernels(problem.kind(HOPPER.capability))[1]
+    assert walks_up(main, problem, HOPPER, shares) == up
 
 
 @pytest.fixture
 def walking_up(monkeypatch):
     """Few tiles are enough, and several query heads in a block do not matter."""
     monkeypatch.setattr(
-        plan,
+        sys.modules["cupyflash.attention.sm90.backward"],
         "walks_up",
-        lambda config, problem: problem.is_causal and config.walking_up() != config,
+        lambda main, problem, *_: problem.is_causal and not main.stores_dbias,
     )
 
 

@@ -1,39 +1,25 @@
 """Backward passes whose blocks take all keys of a head, one tile after the other."""
 
 import math
-import types
+import sys
 
 import pytest
 from matrix import each
 from passes import forward_backward
+from problems import HOPPER, problem_of, view
 
-from cupyflash.attention import launch, plan
-from cupyflash.attention.backends import sm80, sm90
-from cupyflash.attention.problem import Features
+from cupyflash.attention.sm90.backward import backward_kernels, takes_heads
 from cupyflash.testing import expected, poison_free_memory, to_float64
 
-structs = launch.structs
+RULES = sys.modules["cupyflash.attention.sm90.backward"]
 
 
-def problem(heads, queries, keys, causal=False, window=None, shares=1, lengths=False):
-    """What `takes_heads` reads of a problem of head dim 64."""
-    shape = structs.AttentionShape(1, heads, heads, queries, keys, 64)
-    window = window or (None, 0 if causal else None)
-    shape.window_left, shape.window_right = (
-        queries + keys if side is None else side for side in window
-    )
-    shape.group_shares = shares
-    return types.SimpleNamespace(
-        shape=shape, device=0, dtype="float16", features=Features(masked=window != (None, None)),
-        is_causal=causal, has_own_lengths=lengths, total_q=None, total_k=None,
-    )  # fmt: skip
-
-
-def takes_heads(monkeypatch, *arguments, features=None, backend=sm90, **options):
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "l2_bytes", lambda device: 60 << 20)
-    config = backend.backward("float16", 64, features or Features(), (9, 0))[1]
-    return launch.takes_heads(config, problem(*arguments, **options))
+def taken_heads(heads, queries, keys, causal=False, window=None, shares=1, **features):
+    """Whether blocks take whole heads of head dim 64."""
+    problem = problem_of(1, (heads, heads), queries, keys, 64, causal, window)
+    kind = problem.kind(HOPPER.capability)
+    kind = kind._replace(features=kind.features._replace(**features))
+    return takes_heads(backward_kernels(kind)[1], problem, HOPPER, shares)
 
 
 @pytest.mark.parametrize(
@@ -50,45 +36,46 @@ def takes_heads(monkeypatch, *arguments, features=None, backend=sm90, **options)
         (1024, 300, 256, True, False),  # the first 44 queries see no key
     ],
 )
-def test_which_take_heads(monkeypatch, heads, queries, keys, causal, taken):
-    assert takes_heads(monkeypatch, heads, queries, keys, causal) == taken
+def test_which_take_heads(heads, queries, keys, causal, taken):
+    assert taken_heads(heads, queries, keys, causal) == taken
 
 
 def test_which_cannot(monkeypatch):
     shape = 1024, 256, 256
-    assert takes_heads(monkeypatch, *shape)
-    assert not takes_heads(monkeypatch, *shape, lengths=True)
-    assert not takes_heads(monkeypatch, *shape, backend=sm80)
+    assert taken_heads(*shape)
     for option in ({"dropout": True}, {"alibi": True}, {"softcap": True}, {"bias": 1}):
-        assert not takes_heads(monkeypatch, *shape, features=Features(**option))
+        assert not taken_heads(*shape, **option)
+    lengths = problem_of(1, (1024, 1024), 256, 256, 64, seqused_k=view(1, dtype="int32"))
+    main = backward_kernels(lengths.kind(HOPPER.capability))[1]
+    assert not takes_heads(main, lengths, HOPPER, 1)
     # Shares of the rows of a head, which differ from key tile to key tile under a mask.
     shape = 8, 4096, 4100
-    monkeypatch.setattr(launch, "SAVED_KEYS", math.inf)
-    monkeypatch.setattr(launch, "HEADS_L2_FRACTION", math.inf)
-    assert takes_heads(monkeypatch, *shape, shares=4)
-    assert takes_heads(monkeypatch, *shape, causal=True)
-    assert not takes_heads(monkeypatch, *shape, causal=True, shares=4)
+    monkeypatch.setattr(RULES, "SAVED_KEYS", math.inf)
+    monkeypatch.setattr(RULES, "HEADS_L2_FRACTION", math.inf)
+    assert taken_heads(*shape, shares=4)
+    assert taken_heads(*shape, causal=True)
+    assert not taken_heads(*shape, causal=True, shares=4)
     # The last query must see the first key, and the first one, too.
     shape = 1024, 200, 330
     for window, taken in (((329, 0), True), ((328, 0), False), ((None, 0), True)):
-        assert takes_heads(monkeypatch, *shape, window=window) == taken
+        assert taken_heads(*shape, window=window) == taken
     shape = 1024, 330, 200
     for window, taken in (((None, 130), True), ((None, 129), False)):
-        assert takes_heads(monkeypatch, *shape, window=window) == taken
+        assert taken_heads(*shape, window=window) == taken
 
 
 @pytest.fixture
 def taking_heads(monkeypatch):
     """Every problem that can; the list of what was decided."""
-    monkeypatch.setattr(launch, "SAVED_KEYS", math.inf)
-    monkeypatch.setattr(launch, "HEADS_L2_FRACTION", math.inf)
+    monkeypatch.setattr(RULES, "SAVED_KEYS", math.inf)
+    monkeypatch.setattr(RULES, "HEADS_L2_FRACTION", math.inf)
     decided = []
 
     def decide(*arguments):
-        decided.append(launch.takes_heads(*arguments))
+        decided.append(takes_heads(*arguments))
         return decided[-1]
 
-    monkeypatch.setattr(plan, "takes_heads", decide)
+    monkeypatch.setattr(RULES, "takes_heads", decide)
     return decided
 
 

@@ -35,10 +35,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from attention_cases import Case, cases  # noqa: E402
 from targets import Target  # noqa: E402
 
-from cupyflash.runtime.gpu import Card  # noqa: E402
-
 from bench import dry_run, model_shapes, problem  # noqa: E402
 from bench.attention import parse, problems  # noqa: E402
+from cupyflash.runtime.gpu import Card  # noqa: E402
 
 CARDS = {
     "sm_90": dry_run.HOPPER,

@@ -242,8 +242,7 @@ def backward(
     preprocess, main, postprocess, combine = backward_kernels(kind, tile)
     if wanted.bias is not None and problem.bias_gradient_is_ds:
         main = storing_dbias(main)
-    moving = wanted.in_order and problem.features.masked
-    shares = sharing.group_shares(main, problem, card, divides_rows=not moving)
+    shares = group_shares(main, problem, card, wanted.in_order)
     accum_rows, in_turns = None, wanted.in_order
     if takes_heads(main, problem, card, shares):  # each block adds up dq alone, in order of keys
         in_turns = False
@@ -268,6 +267,16 @@ def backward(
         bias_gradient=dbias.plan(problem, kind, card, wanted),
         stores_dbias=main.stores_dbias,
     )
+
+
+def group_shares(main: MainKernel, problem: Problem, card: Card, in_turns: bool) -> int:
+    """How many blocks divide the work of a key head: `sharing.group_shares`, as the kernels can.
+
+    Blocks that take turns must find each query tile in the same share of all key tiles, which is
+    not so under a mask where they divide the rows of a head.
+    """
+    divides_rows = not (in_turns and problem.features.masked)
+    return sharing.group_shares(main, problem, card, divides_rows=divides_rows)
 
 
 def takes_heads(main: MainKernel, problem: Problem, card: Card, shares: int) -> bool:
