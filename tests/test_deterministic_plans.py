@@ -87,7 +87,8 @@ def found(forward, how=""):
             return [False, False, REFUSED]
     *_, plan = (y for x in plans for y in x.values())  # behind that of the padding
     texts = [str(x.message) for x in said if "has no deterministic order" in str(x.message)]
-    return [bool(plan.semaphores), plan.dbias is not None, WARNED if texts else ""]
+    turns, in_registers = plan.work.scratch.semaphores, plan.work.bias_gradient
+    return [bool(turns), bool(in_registers), WARNED if texts else ""]
 
 
 # At this head dim no block takes a whole head, whose dq then needs no turns.

@@ -218,6 +218,12 @@ def test_candidates(name, backward):
     assert choices.candidates("simt", KIND, backward) == {}
 
 
+def checks(monkeypatch, kind):
+    """The search takes its problem for one of this kind."""
+    checked = SimpleNamespace(kind=lambda capability: kind, device=0, access=Access.TENSOR_MAP)
+    monkeypatch.setattr(tuner, "check", lambda *arguments: checked)
+
+
 @pytest.fixture
 def searched(monkeypatch, file):
     """`tuner.search` of NumPy arrays: candidates are compiled and timed by these stand-ins."""
@@ -257,6 +263,7 @@ def searched(monkeypatch, file):
     monkeypatch.setattr(tuner.compiler, "target_arch", lambda capability: "sm_90a")
     monkeypatch.setattr(tuner, "choose", lambda *_, backward: "sm90")
     monkeypatch.setattr(tuner, "capability_of", lambda device: HOPPER)
+    checks(monkeypatch, KIND)
     return built, ms, results
 
 
@@ -293,6 +300,7 @@ def test_search_keeps_the_built_in_choice(searched):
 
 def test_search_of_a_backward(searched, monkeypatch):
     _, ms, results = searched
+    checks(monkeypatch, KIND._replace(head_dim=128))
     ms[64, 64, 2] = 1.0
     problem = tuner.Attention("bwd", "float16", 64, 2, 70, 2, 2, False)
     assert tuner.search(problem, 60).best.tile == (64, 64, 2)

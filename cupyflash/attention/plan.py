@@ -57,7 +57,7 @@ class ForwardPlan(Plan):
         out = View(q.shape, self.out_strides, q.dtype, q.device)
         strides = {**problem.strides, "out": canonical_strides("out", out, options)}
         problem = dataclasses.replace(problem, strides=strides)
-        self.launches = pass_of(function, problem, tile=tile)
+        self.work = pass_of(function, problem, tile=tile)
 
     def run(self, like: Array, pointers: list[int], need_lse: bool) -> tuple[Array, Array | None]:
         """Out and LSE, allocated as ``like`` is; pointers of q, k, v and perhaps of `Extras`."""
@@ -71,7 +71,7 @@ class ForwardPlan(Plan):
         if not self.empty:
             (q, k, v), extras = pointers[:3], pointers[3:]
             results = (library.pointer(out), library.pointer(lse) if need_lse else 0)
-            run_pass(library, self.device_id, self.launches, like, (q, k, v, *results), extras)
+            run_pass(library, self.device_id, self.work, like, (q, k, v, *results), extras)
         return out if self.columns_v is None else out[..., : self.columns_v], lse
 
 
@@ -109,14 +109,14 @@ class BackwardPlan(Plan):
         self.no_keys = shape.seqlen_k == 0
         self.empty = 0 in (shape.batch, shape.heads_q, shape.seqlen_q)
         self.empty |= self.no_keys and not extras.sinks
-        self.launches = Pass(())
+        self.work = Pass(())
         if not self.empty:
             wanted = self._wanted(views, options, deterministic)
-            self.launches = pass_of(function, problem, wanted, tile)
+            self.work = pass_of(function, problem, wanted, tile)
         self.skips_tiles = problem.features.masked  # which a stored gradient must have as zeros
         self.dbias_has_no_order = (
             bias_grad
-            and not (self.empty or self.no_keys or self.launches.bias_gradient)
+            and not (self.empty or self.no_keys or self.work.bias_gradient)
             and problem.bias_is_broadcast
         )
         if self.dbias_has_no_order and deterministic == "error":
@@ -148,7 +148,7 @@ class BackwardPlan(Plan):
         if self.lengths or self.no_keys:  # rows that the kernels leave alone
             for gradient in gradients:
                 library.fill(gradient, 0)
-        sizes = self.launches.scratch
+        sizes = self.work.scratch
         scratch = library.empty_float32((sum(sizes[:-1]) // 4,), q)
         semaphores = library.zeros_int32(sizes.semaphores, q) if sizes.semaphores else None
         (*inputs, dlse), extras = pointers[:7], pointers[7:]
@@ -161,7 +161,7 @@ class BackwardPlan(Plan):
             0 if semaphores is None else pointer(semaphores),
         )
         of_options = [0 if x is None else pointer(x) for x in (dbias, dsinks)]
-        run_pass(library, self.device_id, self.launches, q, arguments, extras, of_options)
+        run_pass(library, self.device_id, self.work, q, arguments, extras, of_options)
         if self.columns_v is not None:
             dq, dk, dv = gradients
             gradients = (dq, dk, dv[..., : self.columns_v])
@@ -170,12 +170,12 @@ class BackwardPlan(Plan):
     def _allocate_dbias(self, q: Array) -> Array | None:
         """Memory for the gradient of the bias, if it is wanted; zeros unless all is written."""
         library = self.library
-        if self.launches.stores_dbias:
+        if self.work.stores_dbias:
             dbias = library.empty(self.dbias_shape, self.dbias_strides, q)
             if self.skips_tiles:
                 library.fill(dbias, 0)
             return dbias
-        if self.launches.bias_gradient:
+        if self.work.bias_gradient:
             return library.empty_float32(self.dbias_shape, q)
         return _zeros_float32(library, self.dbias_shape, q)
 
@@ -199,7 +199,7 @@ def pass_of(
 def run_pass(
     library: Any,
     device: int,
-    launches: Pass,
+    work: Pass,
     like: Array,
     arguments: tuple[int, ...],
     extras: list[int],
@@ -214,20 +214,20 @@ def run_pass(
     """
     stream, record = library.stream(device), None
     bias = extras[BIAS] if extras else 0
-    if launches.key_mask:
-        record, bias = launches.key_mask(library, stream, like, extras)
+    if work.key_mask:
+        record, bias = work.key_mask(library, stream, like, extras)
     elif extras and not bias:  # kernels without kinds of their own for it read a key mask as a bias
         extras[BIAS] = extras[KEY_MASK]
     arguments = (*arguments, *(extras[:KEY_MASK] or NO_POINTERS))
     of_all = results
-    if launches.bias_gradient:  # its kernels alone write the gradient of the bias
+    if work.bias_gradient:  # its kernels alone write the gradient of the bias
         of_all = (0, *results[1:])
-    for launch in launches.launches:
+    for launch in work.launches:
         size = launch.workspace_size
         workspace = library.empty_float32((size,), like) if size else None
         address = 0 if workspace is None else library.pointer(workspace)
         launch(stream, (*arguments, *of_all), address, bias)
-    for launch in launches.bias_gradient:
+    for launch in work.bias_gradient:
         launch.start(stream, launch.argument(*arguments, *results))
     del record  # the kernels that read it have been launched
 
