@@ -252,8 +252,8 @@ def test_copies_of_a_gpu(monkeypatch):
             return cpu.backward(library, *tensors, self.options, Extras(), False, dlse)
 
     monkeypatch.setattr(library, "pointer", remember, raising=False)
-    monkeypatch.setattr(dispatch, "ForwardPlan", Forward)
-    monkeypatch.setattr(dispatch, "BackwardPlan", Backward)
+    monkeypatch.setattr(dispatch, "forward_plan", Forward)
+    monkeypatch.setattr(dispatch, "backward_plan", Backward)
     monkeypatch.setattr(dispatch, "_forward_plans", Plans(wide=3))
     monkeypatch.setattr(dispatch, "_backward_plans", Plans(wide=4))
 

@@ -276,7 +276,7 @@ def test_launch_puts_maps_in_front(libcuda, devices, monkeypatch):
     strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
     params = structs.FlashFwdParams(**strides, lse_head_stride=5, shape=call.shape)
     made = launch.PersistentLaunch(config, call, params, HOPPER._replace(multiprocessors=7))
-    made(None, tuple(range(16, 29)), 0, 0)
+    made.start(None, made.argument(*range(16, 29)))
     grid, block, argument = arguments[0]
     assert grid == (7,) and block == (512,)
     assert type(argument) is numpy.ndarray and argument.size == 1
@@ -309,14 +309,16 @@ def test_map_of_the_bias_is_the_last(libcuda, devices, monkeypatch):
         (split, 3, structs.FlashFwdParams, structs.FlashFwdSm90Params, 64),
         (backward, 1, structs.FlashBwdParams, structs.FlashBwdSm90Params, 128),
     ):
-        launcher = launch.launcher(HOPPER, splits, None if splits == 1 else combine)
         names = {name: name if name in "kv" else "q" for name in config.boxes}
         strides = {f"{name}_strides": call.strides[like] for name, like in names.items()}
-        made = launcher(config, call, params(**strides, shape=call.shape))
+        base = config, call, params(**strides, shape=call.shape), HOPPER
+        made = launch.PersistentLaunch(*base)
+        if splits > 1:
+            made = launch.SplitLaunch(*base, splits, combine)
         pointers = range(1, 1 + len(kernel_launch.call_fields(params())))
         libcuda.calls.clear()
         arguments.clear()
-        made(None, pointers, 2**20, BIAS)
+        made.start(None, made.argument(*pointers, workspace=2**20, bias=BIAS))
         assert len(libcuda.calls) == 5 and len(arguments) == (1 if splits == 1 else 2)
         found = argument.from_buffer_copy(arguments[0])
         assert bytes(found.bias_map) == b"\5" * 128 and found.base.shape.seqlen_k == 72
@@ -350,7 +352,7 @@ def test_keys_are_shared_out_where_tiles_are_few(libcuda, devices, monkeypatch):
         kind = call.kind((9, 0))._replace(features=Features())
         (made,) = forward(call, kind, HOPPER).launches
         launched.clear()
-        made(None, range(16, 29), 2**20, 0)
+        made.start(None, made.argument(*range(16, 29), workspace=2**20))
         blocks, splits = expected
         assert launched[0][1] == (blocks,) and len(launched) == (1 if splits == 1 else 2)
         params = structs.FlashFwdSm90Params.from_buffer_copy(launched[0][2].tobytes())

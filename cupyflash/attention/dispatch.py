@@ -31,7 +31,7 @@ from .options import (
     caller_name,
 )
 from .padding import Padding
-from .plan import BackwardPlan, ForwardPlan
+from .plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .problem import Problem
 
 TENSORS = ("q", "k", "v")
@@ -94,7 +94,7 @@ def _forward_plan(
     problem, q = dataclasses.replace(problem, aligned=aligned), library.view(arrays[0])
     if backends.pads(problem, card_of(problem.device), backward=False):
         return Padding.of(problem, Options(*options))
-    return ForwardPlan(function, problem, library, q, Options(*options))
+    return forward_plan(function, problem, library, q, Options(*options))
 
 
 def backward(
@@ -165,7 +165,7 @@ def _backward_plan(
     if backends.pads(problem, card_of(problem.device), backward=True):
         return Padding.of(problem, Options(*options))
     views = {name: library.view(x) for name, x in zip(BACKWARD_TENSORS[1:4], arrays[1:4])}
-    return BackwardPlan(
+    return backward_plan(
         function, problem, library, views, Options(*options), deterministic, bias_grad
     )
 

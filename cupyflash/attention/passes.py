@@ -7,7 +7,7 @@ may need: that of the gradient of the sinks, after the one that prepares each qu
 import ctypes
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..runtime.config import KernelConfig
 from ..runtime.gpu import Card
@@ -70,16 +70,6 @@ class AttentionLaunch(Launch):
 
     def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
         super().__init__(config, problem.device, config.grid(params.shape), params)
-
-    def __call__(self, stream: Any, pointers: Sequence[int], workspace: int, bias: int) -> None:
-        """Launches it.
-
-        Args:
-            pointers: in the order of the fields of the argument.
-            workspace: the address of ``workspace_size`` floats.
-            bias: its address, also where ``pointers`` has that of the record of a key mask.
-        """
-        self.start(stream, self.argument(*pointers))
 
 
 MakeLaunch = Callable[[KernelConfig, Problem, ctypes.Structure], AttentionLaunch]
@@ -165,7 +155,7 @@ def backward_pass(
 
     Args:
         accum_dim: columns of ``dq_accum``; 0 for a single kernel, which needs no scratch.
-        launch: makes the launch of a kernel.
+        launch: makes the launch of the main kernel, the second one.
     """
     rows = padded_rows(problem)
     row_bytes = 4 * problem.shape.heads_q * rows
@@ -179,22 +169,21 @@ def backward_pass(
     semaphores = 1 + problem.shape.heads_q * rows // 16 if shared.in_turns and accum_dim else 0
     scratch = Scratch(row_bytes, row_bytes, 4 * accum_dim * accum_rows, 4 * partial, semaphores)
     params = _backward_params(problem, wanted, shared)
-    configs = list(configs)
+    main, configs = configs[:2][-1], list(configs)
     if problem.extras.sinks:
         configs.insert(1, FlashBwdSinks())
     if problem.shape.seqlen_k == 0:  # only the sinks have a gradient
         del configs[2:]
     of_out = structs.FlashBwdParams.from_buffer_copy(params)  # for the kernel that reads out
     of_out.shape.head_dim = problem.head_dims[1]
-    launches = tuple(
-        AttentionLaunch(config, problem, of_out)
-        if isinstance(config, FlashBwdPreprocess)
-        else launch(config, problem, params)
-        for config in configs
-    )
+    launches = []
+    for config in configs:
+        make = launch if config is main else AttentionLaunch
+        read = of_out if isinstance(config, FlashBwdPreprocess) else params
+        launches.append(make(config, problem, read))
     masked = any(config.takes_key_mask for config in configs)
     return Pass(
-        launches,
+        tuple(launches),
         KeyMaskLaunch(problem) if masked else None,
         scratch,
         () if bias_gradient is None else bias_gradient.launches(params),

@@ -23,7 +23,7 @@ from ..attention.backends import choose
 from ..attention.checks import check
 from ..attention.kernels import Tile
 from ..attention.options import Options
-from ..attention.plan import BackwardPlan, ForwardPlan
+from ..attention.plan import backward_plan, forward_plan
 from ..jit import compiler, pool
 from ..runtime.array import library_of
 from ..runtime.config import KernelConfig
@@ -127,11 +127,11 @@ class Call:
         views = {name: library.view(array) for name, array in arrays.items()}
         head = "tune", check("tune", views, options), library
         if problem.direction == "fwd":
-            plan = ForwardPlan(*head, views["q"], options, tile)
+            plan = forward_plan(*head, views["q"], options, tile)
             pointers = [library.pointer(array) for array in arrays.values()]
             self.run = lambda: plan(x.q, list(pointers), True)
         else:
-            plan = BackwardPlan(*head, views, options, "", False, tile)
+            plan = backward_plan(*head, views, options, "", False, tile)
             pointers = [library.pointer(array) for array in (x.dout, x.q, x.k, x.v, *results)]
             self.run = lambda: plan(x.q, x.k, x.v, [*pointers, 0])[:3]
 

@@ -128,11 +128,14 @@ class Launch:
         self.tail = bytes(params)[8 * num_fields :]
         self.dtype = numpy.dtype((numpy.void, ctypes.sizeof(config.params)))
 
-    def argument(self, *values: int, stream: Any = None, workspace: int = 0) -> bytes:
+    def argument(
+        self, *values: int, stream: Any = None, workspace: int = 0, bias: int = 0
+    ) -> bytes:
         """The struct that the kernel gets: the pointers and numbers of a call, then the rest.
 
         Args:
-            stream, workspace: for kernels whose argument has more that changes with each call.
+            stream, workspace, bias: for kernels whose argument has more that changes with each
+                call: the addresses of ``workspace_size`` floats, and of the bias of attention.
         """
         return self.pack(*values) + self.tail
 

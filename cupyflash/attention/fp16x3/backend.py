@@ -20,7 +20,7 @@ from .kernels import (
     forward_candidates,
     forward_kernel,
 )
-from .launch import launch
+from .launch import SplitInputsLaunch
 
 MAX_HEAD_DIM_OF_OPTIONS = 192  # a softcap, ALiBi, a bias and dropout need registers
 
@@ -56,7 +56,7 @@ def pads(kind: Kind) -> bool:
 
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
     """The launches of the forward pass."""
-    return forward_pass(problem, card, forward_kernel(kind, tile), launch)
+    return forward_pass(problem, card, forward_kernel(kind, tile), SplitInputsLaunch)
 
 
 def backward(
@@ -66,8 +66,14 @@ def backward(
     configs, in_turns = backward_kernels(kind, tile), wanted.in_order
     sections = sharing.heads_per_section(configs[1], problem, card, tensors=4, in_turns=in_turns)
     shared = Sharing(heads_per_section=sections, in_turns=in_turns)
-    accum_dim = configs[0].accum_dim
-    return backward_pass(problem, wanted, configs, shared, accum_dim=accum_dim, launch=launch)
+    return backward_pass(
+        problem,
+        wanted,
+        configs,
+        shared,
+        accum_dim=configs[0].accum_dim,
+        launch=SplitInputsLaunch,
+    )
 
 
 def candidates(kind: Kind, *, backward: bool) -> dict[Tile, KernelConfig]:

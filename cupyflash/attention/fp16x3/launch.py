@@ -4,7 +4,6 @@ import ctypes
 import itertools
 import math
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 from ...runtime.config import KernelConfig
@@ -14,19 +13,11 @@ from ...runtime.scratch import NULL
 from ...runtime.structs import header
 from ..passes import AttentionLaunch
 from ..problem import Problem
-from .kernels import SplitKernel
 
 split_structs = header("attention/fp16x3_params.cuh")
 
 pack_two = struct.Struct("2Q").pack
 pack_seven = struct.Struct("7Q").pack
-
-
-def launch(config: KernelConfig, problem: Problem, params: ctypes.Structure) -> AttentionLaunch:
-    """The launch of a kernel of a pass."""
-    if isinstance(config, SplitKernel):
-        return SplitInputsLaunch(config, problem, params)
-    return AttentionLaunch(config, problem, params)
 
 
 class SplitInputsLaunch(AttentionLaunch):
@@ -76,8 +67,10 @@ class SplitInputsLaunch(AttentionLaunch):
             self.semaphores_size = 4 * (1 + shape.heads_q * params.accum_rows // 16)
         self.workspace_size = end // 4
 
-    def __call__(self, stream: Any, pointers: Sequence[int], workspace: int, bias: int) -> None:
-        """Launches it after the kernels that make the parts."""
+    def argument(
+        self, *pointers: int, stream: Any = None, workspace: int = 0, bias: int = 0
+    ) -> bytes:
+        """The argument, after the launches of the kernels that make the parts."""
         import cupy
 
         cupy.cuda.runtime.memsetAsync(workspace, 0, self.ranges_size, pointer_of(stream))
@@ -86,7 +79,7 @@ class SplitInputsLaunch(AttentionLaunch):
         inputs = [0 if x is None else pointers[x] for x in self.inputs]
         for before in self.before:
             before.start(stream, before.pack(*inputs) + self.splitting + split)
-        self.start(stream, self.pack(*pointers) + self.tail + split)
+        return self.pack(*pointers) + self.tail + split
 
     def start(self, stream: Any, params: bytes) -> None:
         """Launches the kernel, those that end the pass, and those for what cannot be split."""

@@ -7,6 +7,7 @@ of a key head.
 """
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 from ...runtime.config import ITEM_SIZE, KernelConfig
@@ -25,7 +26,7 @@ from .common import (
     narrow_head_dim,
     shared_columns,
 )
-from .launch import launcher
+from .launch import PersistentLaunch
 
 structs = header("attention/params.cuh")
 
@@ -263,7 +264,7 @@ def backward(
         configs,
         shared,
         accum_dim=preprocess.accum_dim,
-        launch=launcher(card),
+        launch=functools.partial(PersistentLaunch, card=card),
         bias_gradient=dbias.plan(problem, kind, card, wanted),
         stores_dbias=main.stores_dbias,
     )

@@ -1,6 +1,7 @@
 """The forward kernels of the backend ``sm90``: their tiles, configurations and pass."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 from ...runtime.config import KernelConfig
@@ -18,7 +19,7 @@ from .common import (
     narrow_head_dim,
     shared_columns,
 )
-from .launch import launcher
+from .launch import PersistentLaunch, SplitLaunch
 
 structs = header("attention/params.cuh")
 
@@ -175,11 +176,11 @@ def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90
 
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
     """The launch of the forward pass, which shares out the keys where tiles are few."""
-    main, combine = forward_kernel(kind, tile), None
+    main, launch = forward_kernel(kind, tile), functools.partial(PersistentLaunch, card=card)
     splits = sharing.num_splits(main, problem, card)
     if splits > 1:
         main, combine = split_kernels(main)
-    launch = launcher(card, splits=splits, combine=combine)
+        launch = functools.partial(SplitLaunch, card=card, splits=splits, combine=combine)
     return forward_pass(problem, card, main, launch, even_end=problem.total_q is None)
 
 

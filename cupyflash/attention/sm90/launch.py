@@ -10,7 +10,6 @@ import dataclasses
 import math
 import operator
 import struct
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ...runtime.config import ITEM_SIZE, KernelConfig
@@ -21,7 +20,7 @@ from ...runtime.structs import header
 from ...runtime.tensor_map import BOX_COLUMNS, TensorMaps, TensorMapSpec
 from .. import sharing
 from ..kernels import AttentionKernel
-from ..passes import AttentionLaunch, MakeLaunch
+from ..passes import AttentionLaunch
 from ..problem import Problem
 from .common import shared_columns
 
@@ -53,24 +52,6 @@ class SequenceMapsSm90(AttentionKernel):
 
 
 SEQUENCE_MAPS = SequenceMapsSm90(num_maps=4)
-
-
-def launcher(card: Card, splits: int = 1, combine: KernelConfig | None = None) -> MakeLaunch:
-    """Makes the launches of a pass on this card: persistent ones of the kernels that have boxes.
-
-    Args:
-        splits: blocks that share the keys of a tile.
-        combine: the kernel that combines what they have found.
-    """
-
-    def make(config: KernelConfig, problem: Problem, params: ctypes.Structure) -> AttentionLaunch:
-        if not hasattr(config, "boxes"):
-            return AttentionLaunch(config, problem, params)
-        if combine is not None:
-            return SplitLaunch(config, problem, params, card, splits, combine)
-        return PersistentLaunch(config, problem, params, card)
-
-    return make
 
 
 class PersistentLaunch(AttentionLaunch):
@@ -112,15 +93,17 @@ class PersistentLaunch(AttentionLaunch):
             self.sequences = OwnLengths(config, problem, params)
             self.workspace_size = self.sequences.workspace_size
 
-    def __call__(self, stream: Any, pointers: Sequence[int], workspace: int, bias: int) -> None:
-        """Launches it, after the kernel that makes the maps of sequences, if any."""
+    def argument(
+        self, *pointers: int, stream: Any = None, workspace: int = 0, bias: int = 0
+    ) -> bytes:
+        """The argument, after the launch of the kernel that makes the maps of sequences, if any."""
         maps = self.maps[self.mapped(pointers)]
         base = self.pack(*pointers) + self.tail
         packed = NO_SEQUENCES
         if self.sequences:
             packed = self.sequences(stream, maps, pointers, workspace)
         bias_map = NO_MAP if self.bias_maps is None else self.bias_maps[(bias,)]
-        self.start(stream, maps + base + packed + self.rest(stream, workspace) + bias_map)
+        return maps + base + packed + self.rest(stream, workspace) + bias_map
 
     def rest(self, stream: Any, workspace: int) -> bytes:
         """``tile_counter`` and what follows it in the argument, up to the map of the bias."""
