@@ -108,6 +108,8 @@ def compiler_problem() -> str:
     """Why nothing can be compiled here, or ""."""
     if not has("cupy"):
         return "CuPy is not installed"
+    if problem := compiler.cupy_folder_problem():
+        return problem
     try:
         compiler.nvrtc()
     except ImportError as error:
@@ -136,7 +138,9 @@ def gpu_problem() -> str:
 def mend() -> list[str]:
     """The steps that mend `gpu_problem`."""
     steps = ["install the NVIDIA driver, where there is an NVIDIA GPU"] if driver().problem else []
-    if not steps or compiler_problem():
+    if compiler.cupy_folder_problem():
+        steps.append(compiler.CUPY_FOLDER_REMEDY)
+    elif not steps or compiler_problem():
         steps.append(pip_line(extra()) + (" --upgrade" if has("cupy") else ""))
     return steps
 

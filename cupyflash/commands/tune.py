@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise RuntimeError(f"needs a GPU to run on: {problem}")
     if arguments.dtype == "bfloat16" and not machine.has("ml_dtypes"):
         raise ImportError("bf16 in CuPy arrays needs ml_dtypes: pip install ml_dtypes")
+    if arguments.save:
+        tuning.require_writable()  # before the search, which takes its time
     from rich.console import Console
 
     console = Console(highlight=False)

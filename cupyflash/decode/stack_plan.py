@@ -256,13 +256,13 @@ def config_of(shape: StackShape, batch: int) -> DecodeStack:
 
 def require_gpu(function: str, shape: StackShape) -> None:
     """NotImplementedError unless the GPU of the weights can run the kernel."""
-    import cupy
-
     capability, width = capability_of(shape.device), shape.width
     if capability < OLDEST:
         least, got = (".".join(map(str, x)) for x in (OLDEST, capability))
         fact = f"the GPU must have compute capability {least} or newer, got {got}"
         raise NotImplementedError(f"{function}: {fact}")
+    import cupy
+
     if not cupy.cuda.Device(shape.device).attributes["CooperativeLaunch"]:
         fact = "this GPU or its driver cannot launch cooperative kernels"
         raise NotImplementedError(f"{function}: {fact}")
