@@ -128,6 +128,15 @@ def test_check(capsys, only_attention):
     assert ("on the CPU" in out and problem in out) if problem else "CuPy" in out
 
 
+def test_check_in_a_narrow_terminal(capsys, monkeypatch, only_attention):
+    """Its columns are not cut."""
+    monkeypatch.setenv("COLUMNS", "50")
+    assert cli.main(["check"]) == 0
+    out, _ = words(capsys)
+    assert "…" not in out and "operation or model pass" in out
+    assert "2 × 40, 4/2×64 bwd" in out and len(re.findall(r"[\d.]+ [MG]FLOPS [\d.]+ ok", out)) == 3
+
+
 def test_check_finds_wrong_results(capsys, monkeypatch, only_attention):
     def attention(q, k, v, **options):
         out, lse = compute(q, k, v, **options)

@@ -321,6 +321,7 @@ def test_command(searched, file, monkeypatch, capsys):
     monkeypatch.setattr(numpy, "cuda", device, raising=False)
     ms[192, 112, 2, 3] = 1.6
     line = "tune --head-dim 64 --seqlen 96 --batch 1 --heads 2 --causal --dtype fp16 --save"
+    monkeypatch.setenv("COLUMNS", "40")  # columns are not cut
     assert cli.main(line.split()) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "192×112, 2, 3 best 168" in out and "1.6000 1.250" in out

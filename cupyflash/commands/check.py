@@ -84,7 +84,7 @@ def check() -> int:
     """Run everything and print the table; exit code 1 if a result is wrong or missing."""
     from rich.console import Console
 
-    from .tables import check_heading, check_table, check_verdict
+    from .tables import check_heading, check_table, check_verdict, print_whole
 
     console = Console(highlight=False)
     problem = machine.gpu_problem()
@@ -99,7 +99,9 @@ def check() -> int:
                 rows += run(make(), library)
             except Exception as error:  # the rest is worth knowing all the same
                 not_run.append(NotRun(name, error))
-    console.print("", check_table(rows), "", check_verdict(rows, not_run), sep="\n")
+    console.print()
+    print_whole(check_table(rows))
+    console.print("", check_verdict(rows, not_run), sep="\n")
     failed = any(row.failures for row in rows) or not all(x.refused for x in not_run)
     return 1 if failed else 0
 

@@ -24,15 +24,31 @@ import cupyflash
 from .. import jit, machine, precompile
 from ..attention import backends
 from ..runtime.config import ITEM_SIZE
-from . import gpt2, tune
+from . import gpt2, output, tune
 from .gpt2 import DTYPES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    1 if it failed, 2 for bad arguments, 130 where it was interrupted (as shells have it).
+    1 if it failed or the reader of its output has gone, 2 for bad arguments, 130 where it was
+    interrupted (as shells have it).
     """
+    output.never_fail_to_encode()
+    try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout:  # None if it was closed
+                sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # else `head` has seen enough
+            print(f"cupyflash: {error}", file=sys.stderr)
+        output.discard_rest()
+        return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
     if not machine.has("rich"):
         print(f"cupyflash: the command line needs rich; {machine.pip_line('cli')}", file=sys.stderr)
@@ -42,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"cupyflash {arguments.command}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        raise
     except (ImportError, MemoryError, OSError, RuntimeError, ValueError) as error:
         text = str(error).removeprefix("cupyflash: ").removeprefix(f"{arguments.command}: ")
         print(f"cupyflash {arguments.command}: {text}", file=sys.stderr)
@@ -148,7 +166,7 @@ def _warmup(arguments: argparse.Namespace) -> int:
 
 
 def _cache(arguments: argparse.Namespace) -> int:
-    folder = jit.cache_dir()
+    folder = jit.cache_dir() or "no folder: you have no home folder"
     if arguments.action == "clear":
         print(f"deleted {jit.clear()} kernels from {folder}")
         return 0

@@ -1,4 +1,4 @@
-"""The tables of the command line, made by rich; each fits 80 columns."""
+"""The tables of the command line, made by rich; each fits 80 columns, and is never cut."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -18,6 +18,7 @@ from .gpt2 import DTYPES
 if TYPE_CHECKING:
     from .check import NotRun, Row
 
+MOST_COLUMNS = 1000
 UNITS = {"FLOP": "FLOPS", "B": "B/s"}
 SHORT = {dtype: short for short, dtype in DTYPES.items()}
 
@@ -37,7 +38,18 @@ def print_kernels(sizes: dict[tuple[str, str], list[int]]) -> None:
     table = headed("architecture", "kernel", numbers=("variants", "KiB"))
     for names, of_variants in sorted(sizes.items()):
         table.add_row(*names, f"{len(of_variants)}", f"{sum(of_variants) / 1024:.0f}")
-    Console().print(table)
+    print_whole(table)
+
+
+def print_whole(table: Table) -> None:
+    """Print a table with all that is in it: a narrow terminal breaks its lines, but cuts nothing.
+
+    Where there is no terminal, lines may be longer than the 80 columns that rich assumes.
+    """
+    console = Console(highlight=False)
+    unlimited = console.options.update(max_width=MOST_COLUMNS)
+    console.width = max(console.width, console.measure(table, options=unlimited).maximum)
+    console.print(table)
 
 
 def headed(*names: str, numbers: Sequence[str], padding: int = 1) -> Table:

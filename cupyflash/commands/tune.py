@@ -55,9 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
         tuning.require_writable()  # before the search, which takes its time
     from rich.console import Console
 
+    from .tables import print_whole
+
     console = Console(highlight=False)
     found = _search(_problem(arguments), arguments.budget)
-    console.print(table(found))
+    print_whole(table(found))
     console.print(verdict(found), soft_wrap=True, markup=False)
     if arguments.save:
         console.print(_save(found), soft_wrap=True, markup=False)
