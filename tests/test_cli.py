@@ -506,6 +506,7 @@ def test_bad_arguments(capsys, arguments, message):
             "--arch sm_75 --dtype bf16 --backend sm80 --topic",
             "some kernel must compute these dtypes",
         ),
+        ("--arch sm_80 --head-dim 64 --backend", "--head-dim is of attention, which --backend wi"),
     ],
 )
 def test_impossible_warmup(capsys, arguments, message):

@@ -151,6 +151,9 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _warmup(arguments: argparse.Namespace) -> int:
+    if arguments.head_dim and arguments.backend == []:
+        fact = "--head-dim is of attention, which --backend without a name leaves out"
+        raise ValueError(f"{fact}, got both")
     before = len(jit.entries())
     built = precompile.warmup(
         arguments.arch,
