@@ -5,8 +5,7 @@ Variable                Value                   Effect
 ======================  ======================  ====================================================
 CUPYFLASH_CACHE_DIR     a folder                compiled kernels live here; default
                                                 $XDG_CACHE_HOME/cupyflash or ~/.cache/cupyflash
-                                                (%LOCALAPPDATA%\\cupyflash on Windows); CuPy's own are in
-                                CUPY_CACHE_DIR, default ~/.cupy/kernel_cache
+                                                (%LOCALAPPDATA%\\cupyflash on Windows)
 CUPYFLASH_DEBUG         0 or 1                  print each kernel's configuration, registers, spills
                                                 and seconds; check what costs a device sync
 CUPYFLASH_DUMP          ptx, sass or ptx,sass   write kernel.ptx / kernel.sass beside the cubin
