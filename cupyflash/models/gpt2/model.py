@@ -34,8 +34,18 @@ class Gpt2:
         self.config, self.weights, self.mode = config, weights, mode
         self.on_gpu = not isinstance(weights.token_embedding, numpy.ndarray)
         self.dtype = weights.token_embedding.dtype
-        self.xp = array_module("gpu" if self.on_gpu else "cpu")
         self._idle: dict[tuple, Decoder] = {}  # the last one that ended, to be used again
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "weights": self.weights, "mode": self.mode}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+    @property
+    def xp(self) -> Any:
+        """The module of its arrays, CuPy or NumPy."""
+        return array_module("gpu" if self.on_gpu else "cpu")
 
     @classmethod
     def from_folder(
