@@ -100,7 +100,7 @@ class Stack:
         return {"function": "BlockStack", "blocks": self.blocks, "ends": self.ends, **sizes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+        Stack.__init__(self, **state)
 
     def hold_weakly(self, forget: Callable[[Any], object]) -> None:
         """Keep the addresses of the weights only; ``forget`` is called when memory of one is gone.

@@ -37,10 +37,9 @@ class Gpt2:
         self._idle: dict[tuple, Decoder] = {}  # the last one that ended, to be used again
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "weights": self.weights, "mode": self.mode}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+        """Without what a run has made, which is of this process and its GPU."""
+        made = ("stack", "stack_problem")
+        return {x: y for x, y in self.__dict__.items() if x not in made} | {"_idle": {}}
 
     @property
     def xp(self) -> Any:
