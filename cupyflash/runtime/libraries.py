@@ -107,6 +107,9 @@ class NumpyLibrary(Library):
         """x in the dtype of ``like``; itself if it has that."""
         return x.astype(like.dtype, copy=False)
 
+    def copy(self, x: Array) -> Array:
+        return x.copy()
+
     def seed(self, value: int, like: Array) -> Array:
         """An int64 array of one element."""
         return numpy.array([value], numpy.int64)
@@ -202,6 +205,10 @@ class CupyLibrary(Library):
     @_on_its_device
     def contiguous(self, x: Array) -> Array:
         return self.cupy.ascontiguousarray(x)
+
+    @_on_its_device
+    def copy(self, x: Array) -> Array:
+        return x.copy()
 
     @_on_its_device
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], like: Array) -> Array:

@@ -14,7 +14,7 @@ Whatever relates two arrays is in the names: of axes, and of the arrays that ano
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .array import Array, View, device_name, library_of
+from .array import Array, View, device_name, library_of, refuse_tracer
 from .checks import require_plain
 from .config import ITEM_SIZE
 from .rows import dense_like, is_contiguous
@@ -95,9 +95,10 @@ def require_library(
     say: Callable[[str], str] = str,
     specs: Mapping[str, Spec] | None = None,
 ) -> None:
-    """Raises TypeError unless all arrays are of this library, as the one named ``like`` is."""
+    """Raises an error unless all arrays are of this library, as the one named ``like`` is."""
     for name, x in arrays.items():
         if library_of(x) is not library:
+            refuse_tracer(function, x, say(name))
             instead = specs[name].instead if specs else ""
             allowed = f"{instead} or a {library.name}" if instead else f"a {library.name}"
             got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
