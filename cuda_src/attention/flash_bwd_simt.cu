@@ -320,10 +320,9 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
       }
       if (g == 0 && turn) {
         if (threadIdx.x == 0) {
-          const int row_end = min(block.sequence.seqlen_q, (m + 1) * BLOCK_M);
-          const TileRange n_range = key_tiles(block.sequence, m * BLOCK_M, row_end, BLOCK_N);
+          const int number = turn_of_keys(block.sequence, m * BLOCK_M, block.n_block, BLOCK_N);
           // GPUs older than sm_70 have neither .acquire nor .release.
-          while (*static_cast<volatile int*>(turn) != block.n_block - n_range.begin) {
+          while (*static_cast<volatile int*>(turn) != number) {
           }
           __threadfence();
         }
