@@ -51,7 +51,7 @@ def hopper(folder: Path, without: str = "") -> Iterator[list[str]]:
 
     emulator = (path.read_bytes() for path in sorted(HERE.iterdir()) if path.is_file())
     folder = folder.absolute() / _digest(without.encode(), *emulator)
-    _copy_sources(folder, without)
+    copy_sources(folder, without)
     with dry_run.hopper(), contextlib.ExitStack() as stack:
         change = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         launched = []
@@ -90,7 +90,7 @@ class Emulated:
 
 
 def load(folder: Path, text: str, *names: str) -> ctypes.PyDLL:
-    """A program that includes these files of `cuda_src`, compiled into the folder of `hopper`."""
+    """A program that includes these files of `cuda_src`; a folder of `copy_sources` has both."""
     digest = _digest(text.encode(), *(x for name in names for x in _sources(name).values()))
     library = folder / f"{digest}.so"
     if not library.exists():
@@ -137,7 +137,7 @@ def _text(config: Any) -> str:
     )
 
 
-def _copy_sources(folder: Path, without: str) -> None:
+def copy_sources(folder: Path, without: str = "") -> None:
     """The language, and cuda_src with ptx.h in the place of the instructions."""
     root = sources.root()
     for name in ("cuda.h", "ptx.h", "turns.h"):
