@@ -86,9 +86,3 @@ __device__ inline TileRange query_tiles(const Sequence& s, int col_begin, int co
   t.inner_end = max(0, s.query_end(col_begin)) / block_m;
   return t;
 }
-
-// The turn in which key tile n_block adds to dQ of the query tile that begins with row_begin, where
-// blocks add in the order of their keys: the number of key tiles that do so before it.
-__device__ inline int turn_of_keys(const Sequence& s, int row_begin, int n_block, int block_n) {
-  return n_block - s.key_begin(row_begin) / block_n;
-}

@@ -21,8 +21,9 @@ __device__ __forceinline__ void add_dq(const FlashBwdParams& params, const Block
   int* turn = params.dq_semaphore ? params.dq_semaphore + 1 + accum_row / BLOCK_M : nullptr;
   if (turn) {
     if (threadIdx.x == 0) {
-      wait_flag_fenced(turn,
-                       turn_of_keys(block.sequence, m_block * BLOCK_M, block.n_block, BLOCK_N));
+      const int row_end = min(block.sequence.seqlen_q, (m_block + 1) * BLOCK_M);
+      const TileRange n_range = key_tiles(block.sequence, m_block * BLOCK_M, row_end, BLOCK_N);
+      wait_flag_fenced(turn, block.n_block - n_range.begin);
     }
     __syncthreads();  // it is this block's turn
   }

@@ -4,13 +4,12 @@
 // or if a counter of tiles is not 0 again. Blocks run one after the other, which is the order of
 // their tickets, so a block may wait only for tiles with earlier tickets.
 #pragma once
-#include "cuda.h"
-
 #include <set>
 
 #include "attention/bwd_heads_sm90.cuh"
 #include "attention/bwd_tile_sm80.cuh"
 #include "attention/bwd_turns_sm90.cuh"
+#include "attention/dq_sum_sm80.cuh"
 #include "attention/flash_bwd_simt.cu"
 
 namespace turns {
@@ -32,9 +31,6 @@ struct Visits {
   }
   void add(const Pair& at) {
     if (!pairs.insert(at).second) emulator::fail("meets twice: " + name(at));
-  }
-  int64_t accum_row(const Sequence& sequence, int head, int m) const {
-    return head * params.accum_rows + sequence.accum_start + m * block_m;
   }
   // Whether a query of tile m sees a key of tile n, by the definition of the window.
   bool sees(const Sequence& s, int m, int n) const {
@@ -112,53 +108,81 @@ void follow_sm90(const FlashBwdSm90Params& params, Visits& visits) {
 
 // ---- sm_80, fp16x3 and simt ----
 
-template <class Block>
-void follow_rows(Visits& visits, const Block& block, int head_begin, int head_end) {
-  const FlashBwdParams& params = visits.params;
+// Calls add(head, m, row in the accumulator) for the query tiles of a block.
+template <class Block, class Add>
+void follow_rows(Visits& visits, const Block& block, int head_begin, int head_end, Add add) {
   for (int head = head_begin; head < head_end; ++head) {
     for (int m = block.m_range.begin; m < block.m_range.end; ++m) {
-      const int64_t row = visits.accum_row(block.sequence, head, m);
-      int* flag = params.dq_semaphore ? params.dq_semaphore + 1 + row / visits.block_m : nullptr;
-      const int first_row = m * visits.block_m;
-      if (flag)
-        wait_flag(flag, turn_of_keys(block.sequence, first_row, block.n_block, visits.block_n));
+      const int row = block.sequence.accum_start + m * visits.block_m;
+      add(m, head * visits.params.accum_rows + row);
       visits.add({block.batch, head, m, block.n_block});
-      if (flag) release_flag(flag);
     }
   }
 }
 
-inline void follow_sm80(const FlashBwdParams& params, Visits& visits) {
+struct OneFragment {  // of dQ, instead of all that a warp has
+  static constexpr int M = 1, N = 1;
+};
+
+template <int BLOCK_M, int BLOCK_N>
+void follow_sm80(const FlashBwdParams& params, Visits& visits) {
   BwdBlock<float> block;
-  block.locate(params, visits.block_m, visits.block_n);
-  if (block.n_rows > 0) follow_rows(visits, block, block.head_begin, block.head_end);
+  block.locate(params, BLOCK_M, BLOCK_N);
+  if (block.n_rows <= 0) return;
+  const float nothing[1][1][4] = {};
+  follow_rows(visits, block, block.head_begin, block.head_end, [&](int m, int64_t row) {
+    add_dq<BLOCK_M, BLOCK_N, 1, OneFragment>(params, block, row, m, nothing);
+  });
 }
 
 inline void follow_simt(const FlashBwdParams& params, Visits& visits) {
   SimtBwdBlock<float> block;
   block.locate(params, visits.block_m, visits.block_n);
+  if (block.n_rows <= 0) return;
   const int group = params.shape.heads_q / params.shape.heads_kv;
-  if (block.n_rows > 0)
-    follow_rows(visits, block, block.head_kv * group, (block.head_kv + 1) * group);
+  const int begin = block.head_kv * group;
+  follow_rows(visits, block, begin, begin + group, [&](int m, int64_t row) {
+    if (!params.dq_semaphore) return;
+    int* flag = params.dq_semaphore + 1 + row / visits.block_m;
+    wait_flag(flag, turn_of_block(block, m, visits.block_m, visits.block_n));
+    release_flag(flag);
+  });
 }
 
 // ---- the launch ----
 
-using Follow = void (*)(const FlashBwdSm90Params&, Visits&);
+template <int X>
+using Constant = std::integral_constant<int, X>;
 
-// By the name of the kernel, and for sm_90 whether it walks up or takes whole heads.
-inline Follow find(const std::string& kernel, int block_m) {
-  const auto of_rows = [&](auto rows) -> Follow {
-    constexpr int BLOCK_M = rows.value;
-    if (kernel == "flash_bwd_sm90") return follow_sm90<BLOCK_M, BwdWalkingTile<false>>;
-    if (kernel == "flash_bwd_sm90 up") return follow_sm90<BLOCK_M, BwdWalkingTile<true>>;
-    if (kernel == "flash_bwd_sm90 heads") return follow_sm90<BLOCK_M, BwdHeadTile>;
-    if (kernel == "flash_bwd_wide_sm90") return follow_sm90<BLOCK_M, BwdRoundTile<false>>;
-    if (kernel == "flash_bwd_wide_sm90 up") return follow_sm90<BLOCK_M, BwdRoundTile<true>>;
-    return nullptr;
-  };
-  if (block_m == 64) return of_rows(std::integral_constant<int, 64>());
-  return block_m == 128 ? of_rows(std::integral_constant<int, 128>()) : nullptr;
+// Calls f(constant) for x, which is one of 32, 64 and 128.
+template <class F>
+void with_constant(int x, F f) {
+  if (x == 32) return f(Constant<32>());
+  if (x == 64) return f(Constant<64>());
+  if (x == 128) return f(Constant<128>());
+  emulator::fail("unknown tile");
+}
+
+// `kernel` has the name, and for sm_90 whether the block walks up or takes whole heads.
+inline void follow_sm90(const std::string& kernel, const FlashBwdSm90Params& params,
+                        Visits& visits) {
+  with_constant(visits.block_m, [&](auto rows) {
+    constexpr int M = rows.value;
+    if (kernel == "flash_bwd_sm90") return follow_sm90<M, BwdWalkingTile<false>>(params, visits);
+    if (kernel == "flash_bwd_sm90 up") return follow_sm90<M, BwdWalkingTile<true>>(params, visits);
+    if (kernel == "flash_bwd_sm90 heads") return follow_sm90<M, BwdHeadTile>(params, visits);
+    if (kernel == "flash_bwd_wide_sm90") return follow_sm90<M, BwdRoundTile<false>>(params, visits);
+    if (kernel == "flash_bwd_wide_sm90 up")
+      return follow_sm90<M, BwdRoundTile<true>>(params, visits);
+    emulator::fail("unknown kernel");
+  });
+}
+
+inline void follow_sm80(const FlashBwdParams& params, Visits& visits) {
+  with_constant(visits.block_m, [&](auto rows) {
+    with_constant(visits.block_n,
+                  [&](auto keys) { follow_sm80<rows.value, keys.value>(params, visits); });
+  });
 }
 
 }  // namespace turns
@@ -172,13 +196,11 @@ extern "C" const char* follow(const char* kernel, int block_m, int block_n, cons
   const std::string name = kernel;
   const bool is_sm90 = name.find("sm90") != name.npos;
   turns::Visits visits = {is_sm90 ? of_sm90.base : of_others, block_m, block_n};
-  const turns::Follow follow = is_sm90 ? turns::find(name, block_m) : nullptr;
   const auto run = [&] {
-    if (follow) return follow(of_sm90, visits);
-    return name == "flash_bwd_simt" ? turns::follow_simt(of_others, visits)
-                                    : turns::follow_sm80(of_others, visits);
+    if (is_sm90) return turns::follow_sm90(name, of_sm90, visits);
+    if (name == "flash_bwd_simt") return turns::follow_simt(of_others, visits);
+    turns::follow_sm80(of_others, visits);
   };
-  if (is_sm90 && !follow) return "unknown tile";
   if (const char* failure = emulator::launch(grid, is_sm90 ? 2 : 1, 0, seed, run)) return failure;
   try {
     visits.check(name == "flash_bwd_sm90 heads");
