@@ -41,7 +41,7 @@ followed = collections.Counter()
 
 
 def name_of(config: Any) -> str:
-    """The kernel, and for sm_90 the order of its tiles: see `find` in turns.h."""
+    """The kernel, and for sm_90 the order of its tiles: as `follow_sm90` in turns.h takes it."""
     way = " up" if getattr(config, "walks_up", False) else ""
     return config.name + (" heads" if getattr(config, "whole_heads", False) else way)
 

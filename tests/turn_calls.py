@@ -1,4 +1,4 @@
-"""Calls on a GPU that once waited for a turn that never came: ``python turn_calls.py HEAD_DIM``.
+"""Calls on a GPU that once waited for a turn that never came: ``python turn_calls.py HEAD_DIM HEADS``.
 
 A process of its own, because a kernel that does not end takes its process with it. test_turns.py
 gives it a limited time.
@@ -24,9 +24,9 @@ def switch(q, k, v):
     return cupyflash.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2)
 
 
-def main(head_dim):
+def main(head_dim, heads):
     """The gradients are right, and have the same bits in every run."""
-    shape = {"batch": 8, "heads_q": 16, "seqlen_q": 70, "seqlen_k": 300, "head_dim": head_dim}
+    shape = {"batch": 8, "heads_q": heads, "seqlen_q": 70, "seqlen_k": 300, "head_dim": head_dim}
     inputs = make_inputs("torch", "bfloat16", device="cuda", **shape)
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     for call in (option, switch):
@@ -44,4 +44,4 @@ def gradients(call, leaves, dout):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

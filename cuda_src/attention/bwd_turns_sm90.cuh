@@ -9,7 +9,7 @@
 template <int BLOCK_M, class BlockTile>
 __device__ __forceinline__ int turn_of_tile(const BlockTile& tile, int m_begin, int block_n) {
   const int row_begin = m_begin / TURN_ROWS * TURN_ROWS;
-  // The last query tile is visited by the key tiles that its padding sees, too.
+  // Key tiles that only the padding of the last query tile would see visit it, too.
   const int row_end = min(round_up(tile.sequence.seqlen_q, BLOCK_M), row_begin + TURN_ROWS);
   const TileRange keys = key_tiles(tile.sequence, row_begin, row_end, block_n);
   return BlockTile::WALKS_UP ? keys.end - 1 - tile.n_block : tile.n_block - keys.begin;

@@ -108,7 +108,7 @@ void follow_sm90(const FlashBwdSm90Params& params, Visits& visits) {
 
 // ---- sm_80, fp16x3 and simt ----
 
-// Calls add(head, m, row in the accumulator) for the query tiles of a block.
+// Calls add(query tile, its first row in the accumulators) for the query tiles of a block.
 template <class Block, class Add>
 void follow_rows(Visits& visits, const Block& block, int head_begin, int head_end, Add add) {
   for (int head = head_begin; head < head_end; ++head) {
