@@ -1,4 +1,4 @@
-"""Calls on a GPU that once waited for a turn that never came: ``python turn_calls.py HEAD_DIM HEADS``.
+"""Calls on a GPU that waited for turns that never came: ``python turn_calls.py HEAD_DIM HEADS``.
 
 A process of its own, because a kernel that does not end takes its process with it. test_turns.py
 gives it a limited time.
