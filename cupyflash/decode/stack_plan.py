@@ -145,9 +145,8 @@ class StackPlan(Plan):
         if self.empty:
             return
         config, item = config_of(shape, batch), ITEM_SIZE[shape.dtype]
-        # Every block has rows of every matrix, see tagged_words.cuh.
-        rows = (shape.width, shape.hidden, shape.vocab or shape.width)
-        blocks = min(multiprocessors(shape.device), *rows)
+        sizes = shape.width, shape.hidden, shape.vocab or shape.width
+        blocks = num_blocks(*sizes, multiprocessors(shape.device))
         splits = num_splits(batch, shape.heads, blocks)
         segments, segment = segments_of(shape.hidden, item)
         shares = batch * shape.heads * splits
@@ -220,6 +219,11 @@ def pointer_table(library: Any, blocks: list[tuple[int, ...]], like: Array) -> A
         *(structs.BlockPointers(*block) for block in blocks)
     )
     return library.put(numpy.frombuffer(bytes(table), "int64").copy(), like)
+
+
+def num_blocks(width: int, hidden: int, vocab: int, processors: int) -> int:
+    """So many that every block has rows of every matrix, see tagged_words.cuh."""
+    return min(processors, width, hidden, vocab)
 
 
 def num_splits(batch: int, heads: int, blocks: int) -> int:
