@@ -5,7 +5,7 @@ import json
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("rich", reason="the benchmarks print with rich (pip install cupyflash[bench])")
+pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 pytest.importorskip("matplotlib", reason="bench.train_char_gpt draws its curves")
 
 from bench import gpt, report, train_char_gpt, train_step  # noqa: E402

@@ -19,7 +19,7 @@ from targets import compute_capability
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
-from cupyflash import environment, jit, machine, precompile
+from cupyflash import environment, jit, machine, packages, precompile
 from cupyflash.attention import backends
 from cupyflash.attention.problem import Access, Features
 from cupyflash.commands import check, check_attention, cli, tables
@@ -86,10 +86,11 @@ def test_info_with_gpu(capsys, monkeypatch):
 def test_info_without_cupy(capsys, monkeypatch):
     monkeypatch.setattr(machine, "driver", lambda: H200)
     monkeypatch.setattr(machine, "has", lambda module: module == "rich")
+    monkeypatch.setattr(packages, "_version", lambda package: "")
     assert cli.main(["info"]) == 0
     out, _ = words(capsys)
     assert "missing a GPU to run on: CuPy is not installed to mend: pip install '" in out
-    assert "[cuda13]'" in out
+    assert "'cupy-cuda13x>=14' ml_dtypes 'nvidia-cuda-nvrtc>=13,<14'" in out
 
 
 @pytest.mark.parametrize(
@@ -535,5 +536,5 @@ def test_without_rich(capsys, monkeypatch):
     monkeypatch.setattr(machine, "has", lambda module: module != "rich")
     assert cli.main(["info"]) == 1
     error = words(capsys)[1]
-    assert error.startswith("cupyflash: the command line needs rich; pip install '")
-    assert error.endswith("[cli]'")
+    assert error.startswith("cupyflash: the command line needs rich; pip install ")
+    assert error.endswith(" rich")

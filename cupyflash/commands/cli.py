@@ -21,7 +21,7 @@ from pathlib import Path
 
 import cupyflash
 
-from .. import jit, machine, precompile
+from .. import jit, machine, packages, precompile
 from ..attention import backends
 from ..runtime.config import ITEM_SIZE
 from . import gpt2, tune
@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     if not machine.has("rich"):
-        print(f"cupyflash: the command line needs rich; {machine.pip_line('cli')}", file=sys.stderr)
+        line = packages.pip_line("cli")
+        print(f"cupyflash: the command line needs rich; {line}", file=sys.stderr)
         return 1
     try:
         return arguments.run(arguments)
