@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -120,13 +121,44 @@ def only_attention(monkeypatch):
     monkeypatch.setattr(check, "operations", small_problems)
 
 
+RIGHT = 3 if machine.gpu_problem() else 0  # the exit code where all that runs here is right
+
+
 def test_check(capsys, only_attention):
-    assert cli.main(["check"]) == 0
+    assert cli.main(["check"]) == RIGHT
     out, _ = words(capsys)
     assert "model, fp16 fwd" in out and "2 × 40, 4/2×64 bwd" in out and "31 in 2, 2/1×40" in out
-    assert "All 3 passes are correct" in out and "WRONG" not in out
-    problem = machine.gpu_problem()
-    assert ("on the CPU" in out and problem in out) if problem else "CuPy" in out
+    assert "WRONG" not in out
+    if problem := machine.gpu_problem():
+        assert "All 3 passes on the CPU are correct" in out
+        last = f"NO GPU KERNEL RAN, and none was checked. No GPU is used: {problem}. To use one: "
+        assert f"{last}{' and: '.join(machine.mend())}" in out
+    else:
+        assert "All 3 passes are correct" in out and "CuPy" in out
+
+
+def test_check_without_gpu_is_not_green(capsys, monkeypatch, only_attention):
+    """Whether a GPU is there or not: nobody may take this for a check of the kernels."""
+    monkeypatch.setattr(machine, "gpu_problem", lambda: "CuPy sees no [GPU]")
+    assert cli.main(["check"]) == 3
+    out, _ = words(capsys)
+    assert "passes on the CPU are correct" in out
+    assert out.index("NO GPU KERNEL RAN") > out.index("correct")
+    assert "No GPU is used: CuPy sees no [GPU]. To use one: " in out[out.index("KERNEL RAN") :]
+    rows = [SimpleNamespace(failures=())]
+    assert "green" not in tables.check_verdict(rows, (), "no GPU")
+    assert "green" in tables.check_verdict(rows) and "RAN" not in tables.check_verdict(rows)
+
+
+def test_check_of_nothing_is_not_green(capsys, monkeypatch, only_attention):
+    def refuse(operation, library):
+        raise NotImplementedError("attention: the backend sm90 does not run here")
+
+    monkeypatch.setattr(check, "run", refuse)
+    assert cli.main(["check"]) == 3
+    out, _ = words(capsys)
+    assert "NO GPU KERNEL RAN" in out and "correct" not in out
+    assert "NO GPU KERNEL RAN" in tables.check_verdict([], [check.NotRun("x", ValueError())], "y")
 
 
 def test_check_finds_wrong_results(capsys, monkeypatch, only_attention):
@@ -155,7 +187,7 @@ def test_check_goes_on_where_something_does_not_run(capsys, monkeypatch, only_at
 
     compute, name = check.run, "attention, model, float16, (4, 2), 64, 2, (40, 40), 9.0"
     monkeypatch.setattr(check, "run", failing(NotImplementedError("attention: needs a B200")))
-    assert cli.main(["check"]) == 0
+    assert cli.main(["check"]) == RIGHT
     out, _ = words(capsys)
     assert f"not here: {name}: attention: needs a B200 All 1 pass" in out
     monkeypatch.setattr(check, "run", failing(RuntimeError("[no kernel]")))

@@ -31,7 +31,8 @@ from .gpt2 import DTYPES
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    1 if it failed, 2 for bad arguments, 130 where it was interrupted (as shells have it).
+    1 if it failed, 2 for bad arguments, 3 where ``check`` ran no GPU kernel, 130 where it was
+    interrupted (as shells have it).
     """
     arguments = _parser().parse_args(argv)
     if not machine.has("rich"):
