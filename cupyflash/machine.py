@@ -8,9 +8,8 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
-from pathlib import Path
 
-from . import environment, jit
+from . import environment, jit, packages
 from .attention import backends
 from .attention.problem import Access, Features
 from .jit import compiler
@@ -94,16 +93,6 @@ def extra() -> str:
     return "cuda13" if found.cuda and found.cuda >= (13, 0) and not old else "cuda12"
 
 
-def pip_line(name: str) -> str:
-    """The command that installs an extra, also into a checkout that is only on PYTHONPATH."""
-    try:
-        importlib.metadata.version("cupyflash")
-        package = "cupyflash"
-    except importlib.metadata.PackageNotFoundError:
-        package = str(Path(__file__).resolve().parent.parent)
-    return f"pip install '{package}[{name}]'"
-
-
 def compiler_problem() -> str:
     """Why nothing can be compiled here, or ""."""
     if not has("cupy"):
@@ -141,7 +130,7 @@ def mend() -> list[str]:
     if compiler.cupy_folder_problem():
         steps.append(compiler.CUPY_FOLDER_REMEDY)
     elif not steps or compiler_problem():
-        steps.append(pip_line(extra()) + (" --upgrade" if has("cupy") else ""))
+        steps.append(packages.pip_line(extra()))
     return steps
 
 

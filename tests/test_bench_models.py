@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-pytest.importorskip("rich", reason="the benchmarks print with rich (pip install cupyflash[bench])")
+pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
@@ -114,10 +114,9 @@ def test_an_option_that_is_not_kept_is_wrong(run, capsys, name):
 
     kinds = {"window": "Local", "lengths": "Documents", "bias": "Padding", "scale": "Pair"}
     model = kinds.get(name, name.capitalize())
-    status, results = run(
-        "--only", model, "--pass", "fwd", "--providers", "cupyflash", provider=without
-    )
-    assert status == 1 and results["rows"] == [] and left_out[0] is not None
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        run("--only", model, "--pass", "fwd", "--providers", "cupyflash", provider=without)
+    assert left_out[0] is not None
     assert "WRONG RESULT: out" in capsys.readouterr().out
 
 
@@ -175,6 +174,7 @@ def test_flash_attn_gets_its_own_names(monkeypatch):
     import sys
     from types import SimpleNamespace
 
+    pytest.importorskip("torch")
     called = []
     fake = SimpleNamespace(flash_attn_func=lambda *x, **options: called.append(options))
     monkeypatch.setitem(sys.modules, "flash_attn", fake)

@@ -170,7 +170,7 @@ def test_ci_runs_the_commands_of_the_readme():
     commands = [text for _, text in blocks_of(README, "bash")]
     assert len(commands) == 2
     for text in commands:
-        assert f"bash -c '{text.strip()}'" in script
+        assert f"as_user '{text.strip()}'" in script
 
 
 def anchors(path):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import cupyflash
 
-from .. import jit, machine, precompile
+from .. import jit, machine, packages, precompile
 from ..attention import backends
 from ..runtime.config import ITEM_SIZE
 from . import gpt2, output, tune
@@ -31,7 +31,8 @@ from .gpt2 import DTYPES
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    1 if it failed or the reader of its output has gone, 2 for bad arguments, 130 where it was
+    1 if it failed or the reader of its output has gone, 2 for bad arguments, 3 where ``check`` ran
+    no GPU kernel, 130 where it was
     interrupted (as shells have it).
     """
     output.never_fail_to_encode()
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
     if not machine.has("rich"):
-        print(f"cupyflash: the command line needs rich; {machine.pip_line('cli')}", file=sys.stderr)
+        line = packages.pip_line("cli")
+        print(f"cupyflash: the command line needs rich; {line}", file=sys.stderr)
         return 1
     try:
         return arguments.run(arguments)

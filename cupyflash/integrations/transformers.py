@@ -18,7 +18,8 @@ from . import transformers_mask
 from .transformers_mask import FUNCTION, Mask, Pattern, mask
 from .transformers_models import NAME, check_when_loaded
 
-NEEDED = "transformers 5.4 or newer"
+NEEDED = "needs transformers 5.4 or newer"
+PIP_LINE = "pip install 'transformers>=5.4'"
 # transformers.utils.output_capturing, once `register` has found it; older versions have none.
 capturing: Any = None
 
@@ -37,9 +38,10 @@ def register() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
         from transformers import masking_utils as masks
     except ImportError as error:
-        raise ImportError(f"{FUNCTION}.register: needs {NEEDED}, got: {error}") from error
+        raise ImportError(f"{FUNCTION}.register: {NEEDED}, got: {error}; {PIP_LINE}") from error
     if "q_length" not in inspect.signature(masks.sdpa_mask).parameters:
-        raise ImportError(f"{FUNCTION}.register: needs {NEEDED}, got {transformers.__version__}")
+        got = transformers.__version__
+        raise ImportError(f"{FUNCTION}.register: {NEEDED}, got {got}; {PIP_LINE}")
     global capturing
     with contextlib.suppress(ImportError):
         from transformers.utils import output_capturing as capturing

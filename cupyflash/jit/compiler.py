@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
+from .. import packages
 from . import sources
 
 # No -ftz and no fast-math. Adds and multiplications of denormals cost nothing on these GPUs; what
@@ -24,10 +25,7 @@ FLAGS = ("-std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
 # Cubins of the integrated (Jetson, DRIVE) GPUs are not promised to run on others.
 _INTEGRATED = (53, 62, 72, 87, 101)
 
-_MISSING = (
-    "cupyflash: compiling a kernel needs CuPy and NVRTC, {reason}; "
-    "pip install 'cupyflash[cuda12]' (CUDA 13 driver: 'cupyflash[cuda13]')"
-)
+_MISSING = "cupyflash: compiling a kernel needs CuPy and NVRTC, {reason}; {pip_line}"
 
 
 CUPY_FOLDER_REMEDY = "set CUPY_CACHE_DIR to a folder that you can write to"
@@ -93,7 +91,8 @@ def nvrtc() -> ModuleType:
         module.getVersion()  # CuPy opens the library at the first call
     except (ImportError, OSError, RuntimeError) as error:
         reason = "CuPy is not installed" if _lacks_cupy(error) else f"got {error}"
-        raise ImportError(_MISSING.format(reason=reason)) from error
+        line = packages.cuda_line()
+        raise ImportError(_MISSING.format(reason=reason, pip_line=line)) from error
     return module
 
 
@@ -211,9 +210,9 @@ def target_arch(capability: tuple[int, int]) -> str:
     usable = [a for a in known if a // 10 == capability[0] and a < wanted and a not in _INTEGRATED]
     if usable:
         return arch_of(divmod(max(usable), 10))
-    extra = "cuda13" if wanted > max(known) else "cuda12"
+    line = packages.pip_line("cuda13" if wanted > max(known) else "cuda12")
     raise RuntimeError(
         f"cupyflash: NVRTC {version()} compiles for compute capability "
         f"{', '.join(f'{a // 10}.{a % 10}' for a in known)}, this GPU has "
-        f"{capability[0]}.{capability[1]}; pip install --upgrade 'cupyflash[{extra}]'"
+        f"{capability[0]}.{capability[1]}; {line}"
     )

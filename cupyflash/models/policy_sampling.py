@@ -12,16 +12,18 @@ import functools
 from collections.abc import Callable
 from typing import NoReturn
 
-import torch
-from torch import nn
-from torch.nn import functional
-
 import cupyflash
 
+from ..packages import importing
 from ..runtime.array import library_of
 from ..runtime.launch import Prepared
 from ..runtime.scratch import no_garbage_collected
 from .diffusion_policy import GroupNormMish, PolicyUnet, ResidualBlock
+
+with importing(__name__, "torch>=2.4"):
+    import torch
+    from torch import nn
+    from torch.nn import functional
 
 GAP = 2  # rows of zeros around each sequence: a kernel of 5 reads so many beyond its ends
 ALIGNMENT = 8  # channels: rows of 16 bytes

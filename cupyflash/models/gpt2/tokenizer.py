@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cupyflash import machine
+from cupyflash import packages
 
 from .config import checkpoint_folder
 
@@ -54,7 +54,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     try:
         import tokenizers
     except ImportError:
-        line = machine.pip_line("gpt2")
+        line = packages.pip_line("gpt2")
         raise ImportError(f"Gpt2: a tokenizer needs the tokenizers library; {line}") from None
     whole, vocabulary, merges = (
         checkpoint_folder(folder) / name for name in ("tokenizer.json", "vocab.json", "merges.txt")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from cupyflash import machine
+from cupyflash import machine, packages
 
 from ...decode.block import BlockWeights
 from ...runtime.array import Array
@@ -121,7 +121,7 @@ class Checkpoint:
         try:
             from safetensors import safe_open
         except ImportError:
-            line = machine.pip_line("gpt2")
+            line = packages.pip_line("gpt2")
             raise ImportError(f"Gpt2: a checkpoint needs safetensors; {line}") from None
         self.folder, self.places = folder, {}
         paths = self._paths()
