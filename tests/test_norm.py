@@ -115,7 +115,7 @@ def test_results_are_repeatable(target, rms, columns):
 
 
 def assert_sums_are_accurate(found, terms, name):
-    """Sums over rows beside those that NumPy adds up pairwise: a chain of all rows loses a digit."""
+    """Beside sums over rows that NumPy adds up pairwise: a chain of all rows loses a digit."""
     pairwise = numpy.ascontiguousarray(terms.T.astype("float32")).sum(-1)
     assert_close_to_float64(found, terms.sum(0, dtype="float64"), pairwise, "float32", name)
 
