@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
     multiply_add(
         acc_s, staged<BLOCK_M>(buffers.a, MapS::row()), staged<BLOCK_N>(buffers.b, MapS::col()),
         chunks_d, buffers, copies_for_s(head, m), [&] { return copies_for_dv(head, m, 0); },
-        ScoreChains<T, HEAD_DIM>{weights});
+        score_chains<T, HEAD_DIM>(weights));
     {
       const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes,
                                                 params.alibi_batch_stride, block.batch, head);

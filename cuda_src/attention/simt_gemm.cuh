@@ -211,21 +211,19 @@ __device__ __forceinline__ void load_fours(float (&dst)[N], const float* src) {
 
 // What multiply_add() does with its sum between two chunks.
 struct NoPause {
-  template <class Sum>
-  __device__ __forceinline__ void operator()(Sum&, int, bool) const {}
+  static constexpr bool PAUSES = false;
 };
 
-// Divides the float32 sum of Q K^T into chains of CHUNKS chunks: in one chain over a wide head a
-// large score would lose digits that its weight shows. What is summed up waits in shared memory,
-// `tile`, where P will lie, as registers are few.
-template <typename T, int HEAD_DIM>
+// Divides the sum of Q K^T into chains of CHUNKS chunks. What is summed up waits in shared memory,
+// where P will lie, as registers are few.
 struct ScoreChains {
+  static constexpr bool PAUSES = true;
   static constexpr int CHUNKS = 4;
   float* tile;
 
   template <int ROWS, int COLS>
   __device__ __forceinline__ void operator()(float (&sum)[ROWS][COLS], int chunk, bool last) const {
-    if (sizeof(T) < 4 || HEAD_DIM <= CHUNKS * DEPTH || (!last && (chunk + 1) % CHUNKS != 0)) return;
+    if (!last && (chunk + 1) % CHUNKS != 0) return;
     float* own = tile + threadIdx.x;
 #pragma unroll
     for (int e = 0; e < ROWS; ++e) {
@@ -239,6 +237,16 @@ struct ScoreChains {
     if (last) __syncthreads();  // no thread reads what waited any more
   }
 };
+
+// In float32 one chain over a wide head would cost a large score digits that its weight shows.
+template <typename T, int HEAD_DIM, int SIZE>
+__device__ __forceinline__ auto score_chains(float (&tile)[SIZE]) {
+  if constexpr (sizeof(T) == 4 && HEAD_DIM > ScoreChains::CHUNKS * DEPTH) {
+    return ScoreChains{tile};
+  } else {
+    return NoPause{};
+  }
+}
 
 // acc += A B over all chunks. Chunk 0 is in the buffers already, and a barrier has made it visible;
 // at the end chunk 0 of the next product is, whose copies the function `next` returns. pause(acc,
@@ -287,7 +295,7 @@ __device__ __forceinline__ void multiply_add(float (&acc)[ROWS][COLS], LinesA a,
         for (int j = 0; j < COLS; ++j) acc[e][j] += a_frag[k % 2][e] * b_frag[k % 2][j];
       }
     }
-    pause(acc, chunk, last);
+    if constexpr (Pause::PAUSES) pause(acc, chunk, last);
   }
 }
 
