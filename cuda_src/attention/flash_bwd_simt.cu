@@ -184,9 +184,10 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
     // ---- S = Q K^T, score, P ----
     float acc_s[ROWS][COLS];
     set_zero(acc_s);
-    multiply_add(acc_s, staged<BLOCK_M>(buffers.a, MapS::row()),
-                 staged<BLOCK_N>(buffers.b, MapS::col()), chunks_d, buffers, copies_for_s(head, m),
-                 [&] { return copies_for_dv(head, m, 0); });
+    multiply_add(
+        acc_s, staged<BLOCK_M>(buffers.a, MapS::row()), staged<BLOCK_N>(buffers.b, MapS::col()),
+        chunks_d, buffers, copies_for_s(head, m), [&] { return copies_for_dv(head, m, 0); },
+        score_chains<T, HEAD_DIM>(weights));
     {
       const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes,
                                                 params.alibi_batch_stride, block.batch, head);

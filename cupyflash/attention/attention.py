@@ -141,6 +141,12 @@ def attention_backward(
     Where nothing of them is left, from 2^24 on, the gradients of a row are NaN, and with it those
     of the keys that it sees; out itself is right for scores of any size.
 
+    The keys may be a part of those that the queries attend to, as where several GPUs or several
+    steps divide them: then out and lse are those of all keys, dk and dv are final, and the dq (and
+    with bias_grad the dbias of a bias that parts share) of all parts add up to that of all keys. A
+    causal mask, a window and ALiBi count keys from the first one of the call, sinks belong to lse,
+    and each part returns all of dsinks. Dropout has no parts.
+
     In float32 on tensor cores a weight below 2^-51 adds nothing to a gradient, and one below 2^-28
     adds fewer than 22 bits: gradients of keys that no query attends to are accurate relative to the
     largest gradient of the head.
@@ -148,7 +154,7 @@ def attention_backward(
     Args:
         dout: gradient of out, like out.
         q, k, v: inputs of the forward.
-        out, lse: its results.
+        out, lse: its results, or those of more keys, of which k and v are a part.
         causal to layout: as in the forward; dropout needs the seed that the forward had.
         bias_grad: also the gradient of the bias, summed over the axes on which it is broadcast.
         deterministic, precision: as in `attention`.

@@ -74,6 +74,8 @@ for table in (FORWARD_TILES, BACKWARD_TILES):
     table["sm100"], table["sm120"] = dict(table["large"]), dict(table["small"])
 # Of head dim 128, where the large one spills: everywhere but on sm_90a, and there with options.
 NARROW_TILE, NARROW_TILE_SM90 = (32, 64, 8, 1), (64, 32, 8, 1)
+# Of head dim 256: only sm_90a has the shared memory and the registers.
+WIDE_HEAD_DIM, WIDE_TILE_SM90 = 256, (64, 32, 8, 1)
 del FORWARD_TILES["sm100"][256], FORWARD_TILES["sm120"][256]
 # The others that `python -m cupyflash tune` tries, whatever the head dim.
 FORWARD_CANDIDATES = (
@@ -217,8 +219,7 @@ def supports(
     backward: bool,
 ) -> bool:
     """Whether this backend computes a pass of such a problem; the access does not matter."""
-    tiles = (BACKWARD_TILES if backward else FORWARD_TILES)[architecture(capability).tiles]
-    widest = max(tiles)
+    widest = _widest_backward(capability) if backward else _widest(capability)
     if backward and head_dim <= widest and _backward_padded(head_dim, features) > widest:
         return False
     if any(features.switches):
@@ -278,6 +279,17 @@ def backward(
     )
 
 
+def _widest(capability: Capability) -> int:
+    """The widest head of the forward, if it has no options."""
+    return max(FORWARD_TILES[architecture(capability).tiles])
+
+
+def _widest_backward(capability: Capability) -> int:
+    """That of the backward."""
+    arch = architecture(capability)
+    return WIDE_HEAD_DIM if arch.wgmma else max(BACKWARD_TILES[arch.tiles])
+
+
 def _forward_tile(padded: int, features: Features, capability: Capability) -> Tile:
     """The built-in choice."""
     tiles = architecture(capability).tiles
@@ -289,6 +301,8 @@ def _forward_tile(padded: int, features: Features, capability: Capability) -> Ti
 
 def _backward_tile(padded: int, features: Features, capability: Capability) -> Tile:
     """The built-in choice."""
+    if padded == WIDE_HEAD_DIM:
+        return WIDE_TILE_SM90
     if padded == 128 and not architecture(capability).wgmma:
         return NARROW_TILE
     if padded == 128 and (features.softcap or (features.bias and features.dropout)):
