@@ -32,8 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     1 if it failed or the reader of its output has gone, 2 for bad arguments, 3 where ``check`` ran
-    no GPU kernel, 130 where it was
-    interrupted (as shells have it).
+    no GPU kernel, 130 where it was interrupted (as shells have it).
     """
     output.never_fail_to_encode()
     try:
