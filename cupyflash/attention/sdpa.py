@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy
 
-from ..runtime.array import Array, compiling, from_foreign, library_of, to_foreign
+from ..runtime.array import Array, ArrayT, compiling, from_foreign, library_of, to_foreign
 from ..runtime.checks import plain_flag
 from .dispatch import FORWARD
 from .options import Extras, plain_options
@@ -15,7 +15,7 @@ CAUSAL_BIAS = ("torch.nn.attention.bias", "CausalBias")  # a tensor whose memory
 
 
 def scaled_dot_product_attention(
-    query: Array,
+    query: ArrayT,
     key: Array,
     value: Array,
     attn_mask: Array | None = None,
@@ -24,7 +24,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Array:
+) -> ArrayT:
     """`torch.nn.functional.scaled_dot_product_attention`, for the arrays of `cupyflash.attention`.
 
     A row of the mask that hides every key gives 0. So does one that adds less than -2^24 to every

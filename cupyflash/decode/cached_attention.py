@@ -9,7 +9,7 @@ from ..attention.checks import MAX_HEAD_DIM
 from ..attention.checks import check as check_attention
 from ..attention.dispatch import forward
 from ..attention.options import Extras, Options
-from ..runtime.array import Array, View
+from ..runtime.array import Array, ArrayT, View
 from ..runtime.checks import plain_real, require_grid
 from ..runtime.config import ITEM_SIZE
 from ..runtime.gpu import capability_of, multiprocessors
@@ -44,7 +44,7 @@ _plans = Plans(wide=len(TENSORS), plain=True)
 
 
 def attention_with_cache(
-    q: Array,
+    q: ArrayT,
     k: Array,
     v: Array,
     k_cache: Array,
@@ -52,7 +52,7 @@ def attention_with_cache(
     positions: Array,
     *,
     scale: float | None = None,
-) -> Array:
+) -> ArrayT:
     """k and v into the cache, then causal attention of q to all that is in it; no gradients.
 
     Up to eight float16 or bfloat16 tokens of a sequence take one launch. The lengths are read on
