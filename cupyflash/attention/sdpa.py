@@ -1,19 +1,21 @@
 """Attention in the signature of `torch.nn.functional.scaled_dot_product_attention`."""
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 
 from ..runtime.array import Array, ArrayT, compiling, from_foreign, library_of, to_foreign
 from ..runtime.checks import plain_flag
 from .dispatch import FORWARD
+from .foreign import refuse, refuses_foreign
 from .options import Extras, plain_options
 
 FUNCTION = "scaled_dot_product_attention"
 CAUSAL_BIAS = ("torch.nn.attention.bias", "CausalBias")  # a tensor whose memory holds no numbers
 
 
+@refuses_foreign
 def scaled_dot_product_attention(
     query: ArrayT,
     key: Array,
@@ -24,6 +26,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **foreign: NoReturn,
 ) -> ArrayT:
     """`torch.nn.functional.scaled_dot_product_attention`, for the arrays of `cupyflash.attention`.
 
@@ -50,6 +53,8 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError, NotImplementedError: as `cupyflash.attention`.
     """
+    if foreign:
+        refuse(scaled_dot_product_attention, foreign)
     if not isinstance(is_causal, bool):
         is_causal = plain_flag(FUNCTION, "is_causal", is_causal)
     if not isinstance(enable_gqa, bool):

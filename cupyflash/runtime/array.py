@@ -114,9 +114,10 @@ def from_foreign(function: str, x: Array, name: str = "arrays") -> Array:
         import cupy
 
         return cupy.asarray(x)
+    hint = " (write numpy.asarray, cupy.asarray or torch.tensor)" * isinstance(x, list | tuple)
     raise TypeError(
         f"{function}: {name} must be NumPy, CuPy or torch arrays, or speak DLPack or "
-        f"__cuda_array_interface__, got {kind}"
+        f"__cuda_array_interface__, got {kind}{hint}"
     )
 
 
