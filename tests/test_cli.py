@@ -64,7 +64,8 @@ def test_info_without_gpu(capsys, monkeypatch, workspace):
     out, _ = words(capsys)
     assert "GPU none; attention runs on the CPU, with NumPy" in out
     assert "sm90: float16, bfloat16 on compute capability 9.0" in out
-    assert "sm80: float16, bfloat16 on compute capability ≥ 7.5" in out
+    assert "sm80: float16 on compute capability ≥ 7.5; bfloat16 on ≥ 8.0" in out
+    assert "simt: float16, bfloat16, float32 on compute capability ≥ 6.0" in out
     assert f"numpy {numpy.__version__}" in out
     assert f"cache {workspace / 'cache'} (0 kernels, 0.0 MiB)" in out
     assert "missing a GPU to run on: no NVIDIA driver to mend: install the NVIDIA driver" in out

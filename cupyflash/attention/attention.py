@@ -1,13 +1,17 @@
 """Attention in the vocabulary of this library; flash-attn's own signatures are in flash_attn.py."""
 
+from typing import NoReturn
+
 from ..runtime.array import Array
 from ..runtime.checks import plain_flag
 from .dispatch import BACKWARD, FORWARD
+from .foreign import refuse, refuses_foreign
 from .options import Gradients, plain_options
 
 Window = tuple[int | None, int | None] | None
 
 
+@refuses_foreign
 def attention(
     q: Array,
     k: Array,
@@ -28,6 +32,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool = False,
     precision: str = "ieee",
+    **foreign: NoReturn,
 ) -> Array | tuple[Array, Array]:
     """softmax(scale * q k^T) v without the matrix of scores in memory.
 
@@ -99,6 +104,8 @@ def attention(
     Sources: FlashAttention-2, arXiv:2307.08691; sinks: gpt-oss, arXiv:2508.10925; random numbers:
     Philox4x32-7, Salmon et al. 2011.
     """
+    if foreign:
+        refuse(attention, foreign)
     options = (causal, scale, window, softcap, layout, None, dropout_p, deterministic, precision)
     options = plain_options("attention", options)
     if return_lse is not False:
@@ -110,6 +117,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@refuses_foreign
 def attention_backward(
     dout: Array,
     q: Array,
@@ -134,6 +142,7 @@ def attention_backward(
     deterministic: bool = False,
     precision: str = "ieee",
     dlse: Array | None = None,
+    **foreign: NoReturn,
 ) -> tuple[Array, Array, Array] | Gradients:
     """Gradients of `attention` for libraries without autograd.
 
@@ -167,6 +176,8 @@ def attention_backward(
     Raises:
         As `attention`.
     """
+    if foreign:
+        refuse(attention_backward, foreign)
     function, arrays = "attention_backward", (dout, q, k, v, out, lse, dlse)
     options = (causal, scale, window, softcap, layout, None, dropout_p, deterministic, precision)
     options = plain_options(function, options)

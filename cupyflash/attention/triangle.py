@@ -1,16 +1,18 @@
 """Attention on pairs, in the signature of `cuequivariance_torch.triangle_attention`."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from ..runtime.array import Array, array_namespace, compiling, from_foreign, library_of, to_foreign
 from ..runtime.checks import plain_flag
 from ..runtime.scratch import array_operations
 from .dispatch import FORWARD
+from .foreign import refuse, refuses_foreign
 from .options import Extras, plain_options
 
 FUNCTION = "triangle_attention"
 
 
+@refuses_foreign
 def triangle_attention(
     q: Array,
     k: Array,
@@ -19,6 +21,7 @@ def triangle_attention(
     mask: Array | None = None,
     scale: float | None = None,
     return_aux: bool = False,
+    **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """Attention in each of N rows of a pair representation, with one bias for all rows.
 
@@ -55,6 +58,8 @@ def triangle_attention(
     Raises:
         TypeError, ValueError, NotImplementedError: as `cupyflash.attention`.
     """
+    if foreign:
+        refuse(triangle_attention, foreign)
     if return_aux is not False:
         return_aux = plain_flag(FUNCTION, "return_aux", return_aux)
     arrays = {"q": q, "k": k, "v": v, "bias": bias} | ({} if mask is None else {"mask": mask})

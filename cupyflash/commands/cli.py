@@ -231,10 +231,14 @@ def _kernels() -> list[str]:
         return [f"{name}: {', '.join(dtypes)}" for name, dtypes in found.items() if dtypes]
     lines = []
     for name in backends.BACKENDS:
-        oldest, *younger = machine.backend_capabilities(name)
-        dtypes = ", ".join(machine.backend_dtypes((younger or [oldest])[-1])[name])
-        text = f"{'≥ ' if younger else ''}{oldest[0]}.{oldest[1]}"
-        lines.append(f"{name}: {dtypes} on compute capability {text}")
+        capabilities, since = machine.backend_capabilities(name), {}  # dtypes by the oldest of them
+        for dtype in ITEM_SIZE:
+            found = [c for c in capabilities if dtype in machine.backend_dtypes(c)[name]]
+            if found:
+                since.setdefault(found[0], []).append(dtype)
+        least = "≥ " * (len(capabilities) > 1)
+        texts = [f"{', '.join(x)} on {least}{c[0]}.{c[1]}" for c, x in sorted(since.items())]
+        lines.append(f"{name}: {'; '.join(texts)}".replace(" on ", " on compute capability ", 1))
     return lines
 
 

@@ -4,11 +4,11 @@ import math
 import numbers
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 
-from ..runtime.array import Array, library_of
+from ..runtime.array import Array, ArrayT, library_of
 from ..runtime.checks import is_integer
 from ..runtime.operation import Operation
 from ..runtime.structs import header
@@ -55,7 +55,7 @@ class DiffusionSampler:
 
     def __init__(
         self,
-        timesteps: Sequence[int],
+        timesteps: Sequence[int] | numpy.ndarray,
         coefficients: numpy.ndarray,
         *,
         threshold: tuple[float, float] | None = None,
@@ -87,10 +87,10 @@ class DiffusionSampler:
     @classmethod
     def ddpm(
         cls,
-        betas: Sequence[float],
+        betas: Sequence[float] | numpy.ndarray,
         num_steps: int | None = None,
         *,
-        variance: str = "small",
+        variance: Literal["small", "large"] = "small",
         **options: Any,
     ) -> "DiffusionSampler":
         """The ancestral sampler of arXiv:2006.11239, equations 7 and 11.
@@ -122,7 +122,7 @@ class DiffusionSampler:
     @classmethod
     def ddim(
         cls,
-        betas: Sequence[float],
+        betas: Sequence[float] | numpy.ndarray,
         num_steps: int | None = None,
         *,
         eta: float = 0.0,
@@ -175,14 +175,14 @@ class DiffusionSampler:
 
     def step(
         self,
-        x: Array,
+        x: ArrayT,
         predicted: Array,
         step: int | Array,
         *,
         noise: Array | None = None,
         seed: int | Array | None = None,
         clip: float | None = None,
-    ) -> Array:
+    ) -> ArrayT:
         """x one step less noisy, in one launch; no gradients. torch.compile breaks its graph here.
 
         Args:
@@ -216,7 +216,7 @@ class DiffusionSampler:
         arrays, options = (x, predicted, noise, step, seeds), (number, seed, clip)
         return STEP(dispatch.FUNCTION, arrays, (self, *options))[0]
 
-    def embeddings(self, dim: int, *, like: Array, **options: Any) -> Array:
+    def embeddings(self, dim: int, *, like: ArrayT, **options: Any) -> ArrayT:
         """`timestep_embeddings` of the steps, float32 (num_steps, dim), on the device of ``like``.
 
         Row i belongs to step i. They are computed at the first call and kept; each call returns a

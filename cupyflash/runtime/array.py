@@ -6,11 +6,24 @@ them (libraries.py, torch_library.py). Arrays of other libraries are imported by
 
 import contextlib
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy
 
 Array = Any
+
+
+class ArrayLike(Protocol):
+    """What type checkers ask of an array of any library; lists and numbers are none."""
+
+    @property
+    def shape(self) -> Any: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+ArrayT = TypeVar("ArrayT", bound=ArrayLike)  # the type of a caller's arrays, also of the results
 
 SEEDS = 2**63 - 1  # seeds of dropout are drawn from 0 to one less than this
 
@@ -102,9 +115,10 @@ def from_foreign(function: str, x: Array, name: str = "arrays") -> Array:
         import cupy
 
         return cupy.asarray(x)
+    hint = " (write numpy.asarray, cupy.asarray or torch.tensor)" * isinstance(x, list | tuple)
     raise TypeError(
         f"{function}: {name} must be NumPy, CuPy or torch arrays, or speak DLPack or "
-        f"__cuda_array_interface__, got {kind}"
+        f"__cuda_array_interface__, got {kind}{hint}"
     )
 
 
