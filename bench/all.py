@@ -7,7 +7,7 @@
 With ``--quick``, scripts that measure only a part of their problems write to bench/results/quick/,
 so that no complete results are lost; the others write to bench/results/ as always. A script that
 fails, or that takes longer than ``--timeout``, does not stop the others: the end of its output is
-printed last, beside the file with all of it. Exit status 1 if any failed.
+printed last, beside the file with all of it. Exit status 1 if any failed, or without a GPU.
 """
 
 import argparse
@@ -108,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--only", nargs="+", choices=names, metavar="STEP", default=names, help=", ".join(names))
     add("--timeout", type=float, help="seconds of a script; default 180 with --quick, else 7200")
     _, options = harness.parsed(parser, arguments)
+    harness.require_gpu("all")
     options.timeout = options.timeout or (180.0 if options.quick else 7200.0)
     console, logs = report.console(), Path(tempfile.mkdtemp(prefix="bench-all-"))
     table, failed = report.new_table("step", right=("seconds", "result")), []

@@ -55,6 +55,7 @@ def problems(options: argparse.Namespace) -> list[Problem]:
 
 def run_once(options: argparse.Namespace) -> None:
     """Each call once and nothing else on the GPU but the inputs."""
+    harness.require_gpu("attention")
     import torch
 
     for problem, name in itertools.product(problems(options), options.providers):

@@ -2,7 +2,8 @@
 
 A script declares its options with `parser`, opens a `Run`, and hands it the rows of each cell. The
 run holds the clock (`bench.timing.Timer`), notes which implementations were left out and why,
-writes the results file after every cell, prints the table, and computes the exit status.
+writes the results file after every cell, prints the table, and computes the exit status. Without a
+GPU, or without results, it ends with the exit status 1 and writes nothing.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench import report
+from bench import problem, report
 from bench.problem import DTYPES
 from bench.report import (
     Row,
@@ -28,6 +29,7 @@ from bench.report import (
     table_of,
     write_results,
 )
+from cupyflash import machine, packages
 
 CLOCK = (
     "CUDA events, L2 cold and clean and launch cost hidden before each call, all implementations "
@@ -74,6 +76,30 @@ def parsed(
     """The arguments of a script, by default those of the process, and its options."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     return arguments, parser.parse_args(arguments)
+
+
+def require_gpu(name: str) -> None:
+    """End a script that measures on a GPU where there is none, before it writes anything.
+
+    Args:
+        name: of the module.
+
+    Raises:
+        SystemExit: the reason, with the exit status 1.
+    """
+    if problem.DEVICE == "cuda" and (reason := gpu_problem()):
+        raise SystemExit(f"bench.{name}: needs a GPU, and has written nothing: {reason}")
+
+
+def gpu_problem() -> str:
+    """Why neither cupyflash nor torch, which all comparisons need, can use a GPU here, or ""."""
+    if found := machine.gpu_problem():
+        return found
+    if not machine.has("torch"):
+        return f"torch is not installed; {packages.pip_line('torch')}"
+    import torch
+
+    return "" if torch.cuda.is_available() else f"torch {torch.__version__} sees no GPU"
 
 
 class Notes:
@@ -123,7 +149,7 @@ class Notes:
 
 
 class Run:
-    """One run of a script, from its options to its exit status.
+    """One run of a script, from its options to its exit status; one without a GPU ends here.
 
     Attributes:
         rows: of the results file.
@@ -139,8 +165,11 @@ class Run:
         options: argparse.Namespace,
         *,
         timed: bool = True,
+        on_gpu: bool = True,
         **fields: Any,
     ) -> None:
+        if on_gpu:
+            require_gpu(name)
         self.name, self.file = name, getattr(options, "output", name)
         self.protocol = protocol.format(**vars(options))
         self.command = command_line(f"bench.{name}", list(arguments))
@@ -161,10 +190,17 @@ class Run:
 
         for cell in track(list(cells), self.name, console=self.out):
             yield cell
-            self.write()
+            if self.rows:
+                self.write()
 
     def write(self) -> Any:
-        """The path of the results file with all rows so far."""
+        """The path of the results file with all rows so far.
+
+        Raises:
+            SystemExit: there are none, and results of an earlier run are kept.
+        """
+        if not self.rows and "kernels" not in self.fields:  # those of bench.profile
+            raise SystemExit(f"bench.{self.name}: nothing was measured, and nothing written")
         return write_results(self.file, self.rows, self.protocol, self.command, **self.fields)
 
     def compare(

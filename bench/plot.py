@@ -102,6 +102,8 @@ def draw(results: dict[str, Any], lines: list[list[Panel]], what: str, path: Pat
         f"{results['gpu']}; its matrix product (8192\N{SUPERSCRIPT THREE}, bfloat16) in the same "
         f"run: {rate:.0f} TFLOP/s"
     )
+    if max(row["tflops"] for row in rows) > rate:
+        note += ", which is not the peak"
     figure.suptitle(f"{headline(rows, what)}\n{note}", fontsize=11, x=0.01, ha="left")
     rows_of_legend = -(-len(labels) // 6)
     figure.legend(

@@ -125,7 +125,7 @@ def draw_budget(results: dict[str, Any], path: Path) -> None:
         repeated.set_yticks(range(len(rows)), names)
         repeated.set_ylim(len(rows) - 0.5, -0.5)
         repeated.set_xlabel("% of the time of a call that is waited for")
-        title = f"A repeated call costs the host about {host:.0f} µs, whatever its size"
+        title = f"A repeated call cost this host about {host:.0f} µs, whatever its size"
         repeated.set_title(title, fontsize=11, loc="left")
         handles = [Patch(color=colour) for _, colour in PARTS.values()]
         labels = [label for label, _ in PARTS.values()]

@@ -198,7 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child:
         child(options.only, options.quick)
         return 0
-    run = harness.Run("profile", PROTOCOL, arguments, options, timed=False)
+    gpu = not options.static
+    run = harness.Run("profile", PROTOCOL, arguments, options, timed=False, on_gpu=gpu)
     run.out.width = run.out.width if run.out.is_terminal else profile_report.WIDTH
     status, launches = 0, []
     if not options.static:

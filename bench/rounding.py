@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("rounding", __doc__, repeats=None, output=False)
     parser.add_argument("--seqlen", type=int, nargs="+", default=LENGTHS)
     arguments, options = harness.parsed(parser, arguments)
-    run = harness.Run("rounding", PROTOCOL, arguments, options, timed=False)
+    run = harness.Run("rounding", PROTOCOL, arguments, options, timed=False, on_gpu=False)
     titles = ("error of the LSE", "rescales that are 1", "skipped by a warp")
     table = report.new_table("keys", "products", right=titles)
     for seqlen in run.each(options.seqlen):

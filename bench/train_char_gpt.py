@@ -3,7 +3,7 @@
     python -m bench.train_char_gpt
 
 It predicts the bytes of Python's own standard library, or of the files given. All runs have the
-same first weights and batches; on a GPU they compute in bfloat16 (autocast), else in float32.
+same first weights and batches, and compute in bfloat16 (autocast).
 
 **Noise.** Training amplifies rounding: two correct runs whose sums are added up in another order
 part after some steps, and no step is then equal. How far they part is measured in the same run,
@@ -26,15 +26,12 @@ import numpy
 import torch
 from rich.table import Table
 
-from bench import harness, report
+from bench import harness, problem, report
 from bench.gpt import GPT, Size, autocast, held, make_model
 from bench.plot import COLOURS
 from bench.report import Row
 
-SIZES = {
-    "cuda": Size(layers=6, width=512, heads=8, seqlen=1024, batch=16),
-    "cpu": Size(layers=2, width=64, heads=4, seqlen=64, batch=8),
-}
+SIZE = Size(layers=6, width=512, heads=8, seqlen=1024, batch=16)
 SMOOTHED, MARGIN, WARM = 20, 3.0, 10
 COMPARED = ("eager", "sdpa", "cupyflash")
 MOVED = "sdpa, weights moved"
@@ -198,11 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", nargs="+", type=Path, help="files to train on")
     parser.add_argument("--steps", type=int, default=400)
     arguments, options = harness.parsed(parser, arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = SIZES[device]
-    run = harness.Run("train_char_gpt", PROTOCOL, arguments, options, timed=False, size=str(size))
-    run.rows += curves(size, options.text or standard_library(), options.steps, device)
-    title = f"GPT of {size} on {run.fields['gpu']}"
+    run = harness.Run("train_char_gpt", PROTOCOL, arguments, options, timed=False, size=str(SIZE))
+    run.rows += curves(SIZE, options.text or standard_library(), options.steps, problem.DEVICE)
+    title = f"GPT of {SIZE} on {run.fields['gpu']}"
     picture = report.RESULTS / "train_char_gpt.png"
     draw(run.rows, title, picture)
     wrong = [row["impl"] for row in run.rows if row["impl"] in COMPARED and not coincides(row)]

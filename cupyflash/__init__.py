@@ -71,15 +71,30 @@ _MODULE_OF = {name: module for module, names in MODULES.items() for name in name
 __all__ = sorted(_MODULE_OF)
 
 
-def __getattr__(name: str) -> Any:
+def _imported(name: str) -> Any:
     """A public name, or a module of the package: ``cupyflash.jit`` needs no import of its own."""
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value
-    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+    text = f"module {__name__!r} has no attribute {name!r}"
+    if name.startswith("_"):
+        raise AttributeError(text)
+    if importlib.util.find_spec(f"{__name__}.{name}"):
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .attention.foreign import ELSEWHERE
+
+    if name in ELSEWHERE:
+        text += f", write {ELSEWHERE[name]}"
+        asking = sys._getframe(1).f_globals["__name__"]
+        if asking in ("importlib._bootstrap", "_frozen_importlib"):
+            # This is ``from cupyflash import name``, which drops the text of an AttributeError.
+            raise ImportError(text, name=__name__)
+    raise AttributeError(text)
+
+
+if not TYPE_CHECKING:  # beside a __getattr__, checkers take any name for one of the package
+    __getattr__ = _imported
 
 
 def __dir__() -> list[str]:

@@ -152,7 +152,7 @@ def _cache_dir() -> Path | None:
         else:
             base = os.environ.get("XDG_CACHE_HOME")
         # The XDG specification tells programs to ignore a relative path.
-        folder = Path(base) if base and os.path.isabs(base) else Path.home() / ".cache"
+        folder = Path(base) if base and os.path.isabs(base) else Path.home().absolute() / ".cache"
     except RuntimeError:  # no home folder: a container's nameless user
         return None
     return folder / "cupyflash"

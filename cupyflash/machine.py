@@ -8,9 +8,8 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
-from pathlib import Path
 
-from . import environment, jit
+from . import environment, jit, packages
 from .attention import backends
 from .attention.problem import Access, Features, Kind
 from .jit import compiler
@@ -94,20 +93,12 @@ def extra() -> str:
     return "cuda13" if found.cuda and found.cuda >= (13, 0) and not old else "cuda12"
 
 
-def pip_line(name: str) -> str:
-    """The command that installs an extra, also into a checkout that is only on PYTHONPATH."""
-    try:
-        importlib.metadata.version("cupyflash")
-        package = "cupyflash"
-    except importlib.metadata.PackageNotFoundError:
-        package = str(Path(__file__).resolve().parent.parent)
-    return f"pip install '{package}[{name}]'"
-
-
 def compiler_problem() -> str:
     """Why nothing can be compiled here, or ""."""
     if not has("cupy"):
         return "CuPy is not installed"
+    if problem := compiler.cupy_folder_problem():
+        return problem
     try:
         compiler.nvrtc()
     except ImportError as error:
@@ -136,8 +127,10 @@ def gpu_problem() -> str:
 def mend() -> list[str]:
     """The steps that mend `gpu_problem`."""
     steps = ["install the NVIDIA driver, where there is an NVIDIA GPU"] if driver().problem else []
-    if not steps or compiler_problem():
-        steps.append(pip_line(extra()) + (" --upgrade" if has("cupy") else ""))
+    if compiler.cupy_folder_problem():
+        steps.append(compiler.CUPY_FOLDER_REMEDY)
+    elif not steps or compiler_problem():
+        steps.append(packages.pip_line(extra()))
     return steps
 
 

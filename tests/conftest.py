@@ -1,4 +1,6 @@
-"""The `target` fixture, and `pytest --gpu-report FILE`, which writes what a GPU run found."""
+"""The `target` fixture, the number of processes, the folder of compiled kernels, and
+`pytest --gpu-report FILE`, which writes what a GPU run found.
+"""
 
 import datetime
 import importlib.metadata
@@ -7,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,12 @@ from cupyflash import environment
 
 EMULATED_TESTS = [  # of results, whose tensors may come from the CPU
     *("attention", "attention_backward", "bias", "dropout", "group_shares", "head_dims"),
-    *("huge_scores", "lengths", "lse_gradient", "moving_maximum", "short_sequences", "sinks"),
+    *("huge_scores", "key_parts", "lengths", "lse_gradient", "moving_maximum"),
+    *("short_sequences", "sinks"),
     *("triangle", "turns", "varlen", "whole_heads"),
 ]
 LARGE_POOL = 2**30  # bytes that nobody uses
+MOST_WORKERS = 16  # each has torch in memory, and more have no tests left
 GPU_REPORT_SCRIPT = Path(__file__).resolve().parent.parent / ".ci" / "gpu_report.py"
 
 
@@ -112,7 +117,30 @@ def pytest_addoption(parser):
     parser.addoption("--gpu-report", metavar="FILE", help="write what test files found on a GPU")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config):
+    """Without a GPU, all tests run on all cores, if no option says how or which.
+
+    On a GPU they run in one process, as many measure its memory or time.
+    """
+    option = config.option
+    some = config.args_source is config.ArgsSource.ARGS or option.keyword or option.markexpr
+    absent = not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput")
+    if absent or some or option.capture == "no" or compute_capability()[0]:
+        return
+    if option.numprocesses is None and not option.tx:
+        option.numprocesses = "auto"  # which is none with --pdb
+        option.maxprocesses = option.maxprocesses or MOST_WORKERS
+        option.dist = "worksteal" if option.dist == "no" else option.dist
+
+
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        # The user's own folder keeps nothing of a run, whose processes share this one. Kernels that
+        # the next run shall find, too, go where CUPYFLASH_CACHE_DIR says.
+        folder = tempfile.TemporaryDirectory(prefix="cupyflash-tests-")
+        os.environ["XDG_CACHE_HOME"] = folder.name
+        config.add_cleanup(folder.cleanup)
     if config.getoption("numprocesses", None):
         # The workers of pytest-xdist, which start after this, share the cores: with a pool of
         # threads for each, most of the time would go into threads that wait for each other.

@@ -38,6 +38,10 @@ def cases():
     inputs = make_inputs("torch", "bfloat16", **LENGTHS, heads_q=1, head_dim=192, head_dim_v=128)
     yield "wide heads, v of fewer columns", inputs, {"causal": True}
 
+    lengths = {"batch": 1, "seqlen_q": 70, "seqlen_k": 300}
+    inputs = make_inputs("torch", "bfloat16", **lengths, heads_q=2, head_dim=192, head_dim_v=128)
+    yield "key tiles that begin in the padding of queries, in turns", inputs, {"causal": "top-left"}
+
     inputs = make_inputs("torch", "float16", **LENGTHS, heads_q=2)
     rng = numpy.random.default_rng(1)
     # Rows of a multiple of 16 bytes, which TMA can load.

@@ -78,6 +78,22 @@ def test_empty(target, shape):
 
 
 @each()
+@pytest.mark.parametrize("columns", [64, 65, 72])
+def test_view_without_keys(target, columns):
+    """A slice of a cache that is still empty has the strides of that cache."""
+    dtype = "float16"
+    inputs = target.inputs(dtype, seqlen_q=33, head_dim=64)
+    wide = target.array(numpy.ones((*inputs.k.shape[:-1], columns), "float32"), dtype)
+    k = wide[:, 2:2, :, :64]
+    v = wide[:, :0, :, columns - 64 :]
+    out, lse = cupyflash.attention(inputs.q, k, v, return_lse=True)
+    assert (to_float64(out) == 0).all() and (to_float64(lse) == -numpy.inf).all()
+    dq, dk, dv = cupyflash.attention_backward(inputs.dout, inputs.q, k, v, out, lse)
+    assert (to_float64(dq) == 0).all()
+    assert tuple(dk.shape) == tuple(dv.shape) == tuple(k.shape)
+
+
+@each()
 def test_large_scores(target):
     """Scores far beyond the range of exp in float32 and of float16."""
     inputs = target.inputs("float16", seqlen_q=100)

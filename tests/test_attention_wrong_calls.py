@@ -192,7 +192,12 @@ def test_memory_that_no_kernel_reads(target):
     rows = cupy.lib.stride_tricks.as_strided(raw.view(dtype), shape, strides)
     with pytest.raises(TypeError, match="^attention: q must be .*, got .* at unaligned strides"):
         cupyflash.attention(rows, inputs.k, inputs.v)
+    # But where there is nothing to read, or one index, strides do not matter.
+    row_of_one = cupy.lib.stride_tricks.as_strided(raw.view(dtype), (1, 1, 1, 16), strides)
+    assert cupyflash.attention(row_of_one, row_of_one, row_of_one).shape == (1, 1, 1, 16)
+    assert not cupyflash.attention(inputs.q, rows[:, :0], rows[:, :0]).any()
     odd = cupy.ndarray(shape, dtype, raw.data + 1)
+    assert not cupyflash.attention(inputs.q, odd[:, :0], odd[:, :0]).any()
     with pytest.raises(ValueError, match="arrays must be aligned to their elements"):
         cupyflash.attention(odd, inputs.k, inputs.v)
 

@@ -145,7 +145,7 @@ def test_what_tensor_cores_cannot_take_runs_on_simt():
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_float32_runs_on_tensor_cores_where_that_is_faster(backward):
-    """Not on GeForce cards, for few rows, or in the backward of wide heads."""
+    """Not on GeForce cards, for few rows, or in the backward of wide heads but on Hopper."""
     tiny, tf32 = Features(tiny=True), Features(tf32=True)
     for capability in ((7, 5), (8, 0), (9, 0), (10, 0)):
         assert chosen("float32", capability=capability, backward=backward) == "fp16x3"
@@ -155,7 +155,10 @@ def test_float32_runs_on_tensor_cores_where_that_is_faster(backward):
         assert chosen("float32", capability=capability, backward=backward) == "simt"
     assert chosen("float32", capability=(8, 6), backward=backward, features=tf32) == "fp16x3"
     assert chosen("float32", capability=(8, 6), forced="fp16x3") == "fp16x3"
-    assert chosen("float32", 192, backward=backward) == ("simt" if backward else "fp16x3")
+    for head_dim in (136, 192, 256):
+        assert chosen("float32", head_dim, backward=backward) == "fp16x3"
+        on_ampere = chosen("float32", head_dim, capability=(8, 0), backward=backward)
+        assert on_ampere == ("simt" if backward else "fp16x3")
     with pytest.raises(NotImplementedError, match="^f: the backend fp16x3 .*float16"):
         chosen("float16", forced="fp16x3")
 

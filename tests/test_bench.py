@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytest.importorskip("rich", reason="the benchmarks print with rich (pip install cupyflash[bench])")
+pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 
 from bench import attention, memory, plot, providers, report  # noqa: E402
 from bench.problem import Problem, attention_flops  # noqa: E402
@@ -116,3 +116,13 @@ def test_plot(tmp_path):
     orange = tuple(int(plot.COLOURS["cupyflash"][i : i + 2], 16) / 255 for i in (1, 3, 5))
     image = matplotlib_image.imread(tmp_path / "x-fwd.png")[..., :3]
     assert (abs(image - orange).max(axis=-1) < 0.01).sum() > 500
+
+
+def test_bars_above_the_matrix_product_have_a_word(tmp_path):
+    pytest.importorskip("matplotlib")
+    results = {"gpu": "G", "rows": [row("cupyflash", 1.0, FULL)]}
+    (bar,) = {x["tflops"] for x in results["rows"]}
+    for rate, word in ((bar - 1, 1), (bar + 1, 0)):
+        (tmp_path / "x.json").write_text(json.dumps(results | {"matmul_tflops": rate}))
+        plot.main([str(tmp_path / "x.json")])
+        assert (tmp_path / "x-fwd.svg").read_text().count("which is not the peak") == word

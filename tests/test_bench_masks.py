@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytest.importorskip("rich", reason="the benchmarks print with rich (pip install cupyflash[bench])")
+pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 
 from bench_on_cpu import without_gpu  # noqa: E402
 

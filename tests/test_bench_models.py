@@ -2,17 +2,22 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("rich", reason="the benchmarks print with rich (pip install cupyflash[bench])")
+pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import models, providers  # noqa: E402
+from bench import models, providers, report  # noqa: E402
 from bench.model_shapes import DOCUMENTS, MODELS, PADDING, PAIR, SENTENCES, model  # noqa: E402
 from bench.providers import PROVIDERS, Call, Provider  # noqa: E402
 
+ROOT = Path(__file__).resolve().parent.parent
+STARTS = (("fwd ", "bwd "), "where flash-attn-3 runs, ", "flash-attn-3 as the peer, ")
 # One of each kind; sdpa-math does all but softcap, sinks, and a window in packed sequences.
 SMALL = (
     model("Groups", 1, 150, 4, 16, heads_kv=2, causal=True),
@@ -114,10 +119,9 @@ def test_an_option_that_is_not_kept_is_wrong(run, capsys, name):
 
     kinds = {"window": "Local", "lengths": "Documents", "bias": "Padding", "scale": "Pair"}
     model = kinds.get(name, name.capitalize())
-    status, results = run(
-        "--only", model, "--pass", "fwd", "--providers", "cupyflash", provider=without
-    )
-    assert status == 1 and results["rows"] == [] and left_out[0] is not None
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        run("--only", model, "--pass", "fwd", "--providers", "cupyflash", provider=without)
+    assert left_out[0] is not None
     assert "WRONG RESULT: out" in capsys.readouterr().out
 
 
@@ -175,6 +179,7 @@ def test_flash_attn_gets_its_own_names(monkeypatch):
     import sys
     from types import SimpleNamespace
 
+    pytest.importorskip("torch")
     called = []
     fake = SimpleNamespace(flash_attn_func=lambda *x, **options: called.append(options))
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
@@ -185,3 +190,25 @@ def test_flash_attn_gets_its_own_names(monkeypatch):
         load(bias=1, sinks=2)
     with pytest.raises(NotImplementedError, match=providers.VARLEN_ONLY):
         PROVIDERS["torch-varlen"].load()
+
+
+def test_the_page_of_the_results(tmp_path, monkeypatch):
+    """That of models.json: nothing in it is cut, and bench/README.md has its means."""
+    results = json.loads((report.RESULTS / "models.json").read_text())
+    page = (report.RESULTS / "models.md").read_text()
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    run = SimpleNamespace(file="models", fields=results, command=results["command"])
+    lines = models.summary(results["rows"])
+    models.write_table(run, [models.models_table(results["rows"])], lines)
+    assert (tmp_path / "models.md").read_text() == page
+    assert "…" not in page and "| FA2 varlen |" in page and "| ratio |" in page
+    best, where, beside = ([line for line in lines if line.startswith(x)] for x in STARTS)
+    assert [len(x) for x in (best, where, beside)] == [2, 2, 2]
+    readme = " ".join((ROOT / "bench" / "README.md").read_text().split())
+    for text, (backward, forward) in (
+        ("is {0} forward (all at or above 1) and {1} backward", best),
+        ("the ratio to the best peer is {0} and {1}, and", where),
+        ("to FlashAttention-3 itself {0} and {1}.", beside),
+    ):
+        means = [f"{float(re.search(r': ([.0-9]+) x', x)[1]):.2f}" for x in (forward, backward)]
+        assert text.format(*means) in readme

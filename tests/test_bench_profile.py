@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("rich", reason="the benchmarks print with rich (pip install cupyflash[bench])")
+pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 
 from targets import is_hopper  # noqa: E402
 from tiny_kernel import needs_nvrtc  # noqa: E402
@@ -270,6 +270,7 @@ def test_page(tmp_path, monkeypatch, capsys):
     tmp_path = tmp_path / "not there yet"
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(harness, "machine_fields", lambda: {"gpu": "G", "versions": {}})
+    monkeypatch.setattr(harness, "gpu_problem", str)
     monkeypatch.setattr(counters, "available", list)
     monkeypatch.setattr(counters, "output_of", lambda *a: profile.FACT + json.dumps(facts[0]))
     monkeypatch.setattr(counters, "launches_of", lambda text: launches)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-pytest.importorskip("rich", reason="the benchmarks print with rich (pip install cupyflash[bench])")
+pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 
 from bench import plot_diagrams, report, rounding  # noqa: E402
 from cupyflash.attention.sm90.forward import FORWARD_TILES  # noqa: E402

@@ -5,10 +5,10 @@ import json
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("rich", reason="the benchmarks print with rich (pip install cupyflash[bench])")
+pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 pytest.importorskip("matplotlib", reason="bench.train_char_gpt draws its curves")
 
-from bench import gpt, report, train_char_gpt, train_step  # noqa: E402
+from bench import gpt, problem, report, train_char_gpt, train_step  # noqa: E402
 
 TINY = gpt.Size(layers=1, width=32, heads=2, seqlen=24, batch=2)
 
@@ -17,8 +17,8 @@ TINY = gpt.Size(layers=1, width=32, heads=2, seqlen=24, batch=2)
 def results(monkeypatch, tmp_path):
     """The folder that the benchmarks write to."""
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setitem(train_char_gpt.SIZES, "cpu", TINY)
+    monkeypatch.setattr(problem, "DEVICE", "cpu")
+    monkeypatch.setattr(train_char_gpt, "SIZE", TINY)
     monkeypatch.setattr(train_step, "SIZES", (TINY,))
     monkeypatch.setattr(train_step, "COMPARED", ("sdpa-flash", "sdpa-math", "cupyflash"))
     monkeypatch.setattr(train_step, "DEVICE", "cpu")

@@ -245,6 +245,15 @@ def test_empty(target, seqlen_q, seqlen_k):
     assert (to_float64(results["out"]) == 0).all()
 
 
+@each()
+def test_view_without_keys(target):
+    inputs = problem(target, seqlen_q=40, seqlen_k=0)
+    bias = make_bias(target, (HEADS, 40, 72))[..., :0]
+    results = forward_backward(inputs, bias=bias)
+    assert tuple(results["dbias"].shape) == tuple(bias.shape)
+    assert (to_float64(results["out"]) == 0).all() and (to_float64(results["dq"]) == 0).all()
+
+
 @each(library="torch")
 def test_only_the_bias_has_a_gradient(target):
     import torch

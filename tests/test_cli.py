@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -19,7 +20,7 @@ from targets import compute_capability
 from tiny_kernel import needs_nvrtc
 
 import cupyflash
-from cupyflash import environment, jit, machine, precompile
+from cupyflash import environment, jit, machine, packages, precompile
 from cupyflash.attention import backends
 from cupyflash.attention.problem import Access, Features, Kind
 from cupyflash.commands import check, check_attention, cli, tables
@@ -63,7 +64,8 @@ def test_info_without_gpu(capsys, monkeypatch, workspace):
     out, _ = words(capsys)
     assert "GPU none; attention runs on the CPU, with NumPy" in out
     assert "sm90: float16, bfloat16 on compute capability 9.0" in out
-    assert "sm80: float16, bfloat16 on compute capability ≥ 7.5" in out
+    assert "sm80: float16 on compute capability ≥ 7.5; bfloat16 on ≥ 8.0" in out
+    assert "simt: float16, bfloat16, float32 on compute capability ≥ 6.0" in out
     assert f"numpy {numpy.__version__}" in out
     assert f"cache {workspace / 'cache'} (0 kernels, 0.0 MiB)" in out
     assert "missing a GPU to run on: no NVIDIA driver to mend: install the NVIDIA driver" in out
@@ -86,10 +88,11 @@ def test_info_with_gpu(capsys, monkeypatch):
 def test_info_without_cupy(capsys, monkeypatch):
     monkeypatch.setattr(machine, "driver", lambda: H200)
     monkeypatch.setattr(machine, "has", lambda module: module == "rich")
+    monkeypatch.setattr(packages, "_version", lambda package: "")
     assert cli.main(["info"]) == 0
     out, _ = words(capsys)
     assert "missing a GPU to run on: CuPy is not installed to mend: pip install '" in out
-    assert "[cuda13]'" in out
+    assert "'cupy-cuda13x>=14' ml_dtypes 'nvidia-cuda-nvrtc>=13,<14'" in out
 
 
 @pytest.mark.parametrize(
@@ -119,13 +122,53 @@ def only_attention(monkeypatch):
     monkeypatch.setattr(check, "operations", small_problems)
 
 
+RIGHT = 3 if machine.gpu_problem() else 0  # the exit code where all that runs here is right
+
+
 def test_check(capsys, only_attention):
-    assert cli.main(["check"]) == 0
+    assert cli.main(["check"]) == RIGHT
     out, _ = words(capsys)
     assert "model, fp16 fwd" in out and "2 × 40, 4/2×64 bwd" in out and "31 in 2, 2/1×40" in out
-    assert "All 3 passes are correct" in out and "WRONG" not in out
-    problem = machine.gpu_problem()
-    assert ("on the CPU" in out and problem in out) if problem else "CuPy" in out
+    assert "WRONG" not in out
+    if problem := machine.gpu_problem():
+        assert "All 3 passes on the CPU are correct" in out
+        last = f"NO GPU KERNEL RAN, and none was checked. No GPU is used: {problem}. To use one: "
+        assert f"{last}{' and: '.join(machine.mend())}" in out
+    else:
+        assert "All 3 passes are correct" in out and "CuPy" in out
+
+
+def test_check_without_gpu_is_not_green(capsys, monkeypatch, only_attention):
+    """Whether a GPU is there or not: nobody may take this for a check of the kernels."""
+    monkeypatch.setattr(machine, "gpu_problem", lambda: "CuPy sees no [GPU]")
+    assert cli.main(["check"]) == 3
+    out, _ = words(capsys)
+    assert "passes on the CPU are correct" in out
+    assert out.index("NO GPU KERNEL RAN") > out.index("correct")
+    assert "No GPU is used: CuPy sees no [GPU]. To use one: " in out[out.index("KERNEL RAN") :]
+    rows = [SimpleNamespace(failures=())]
+    assert "green" not in tables.check_verdict(rows, (), "no GPU")
+    assert "green" in tables.check_verdict(rows) and "RAN" not in tables.check_verdict(rows)
+
+
+def test_check_of_nothing_is_not_green(capsys, monkeypatch, only_attention):
+    def refuse(operation, library):
+        raise NotImplementedError("attention: the backend sm90 does not run here")
+
+    monkeypatch.setattr(check, "run", refuse)
+    assert cli.main(["check"]) == 3
+    out, _ = words(capsys)
+    assert "NO GPU KERNEL RAN" in out and "correct" not in out
+    assert "NO GPU KERNEL RAN" in tables.check_verdict([], [check.NotRun("x", ValueError())], "y")
+
+
+def test_check_in_a_narrow_terminal(capsys, monkeypatch, only_attention):
+    """Its columns are not cut."""
+    monkeypatch.setenv("COLUMNS", "50")
+    assert cli.main(["check"]) == 0
+    out, _ = words(capsys)
+    assert "…" not in out and "operation or model pass" in out
+    assert "2 × 40, 4/2×64 bwd" in out and len(re.findall(r"[\d.]+ [MG]FLOPS [\d.]+ ok", out)) == 3
 
 
 def test_check_finds_wrong_results(capsys, monkeypatch, only_attention):
@@ -154,7 +197,7 @@ def test_check_goes_on_where_something_does_not_run(capsys, monkeypatch, only_at
 
     compute, name = check.run, "attention, model, float16, (4, 2), 64, 2, (40, 40), 9.0"
     monkeypatch.setattr(check, "run", failing(NotImplementedError("attention: needs a B200")))
-    assert cli.main(["check"]) == 0
+    assert cli.main(["check"]) == RIGHT
     out, _ = words(capsys)
     assert f"not here: {name}: attention: needs a B200 All 1 pass" in out
     monkeypatch.setattr(check, "run", failing(RuntimeError("[no kernel]")))
@@ -496,6 +539,7 @@ def test_bad_arguments(capsys, arguments, message):
             "--arch sm_75 --dtype bf16 --backend sm80 --topic",
             "some kernel must compute these dtypes",
         ),
+        ("--arch sm_80 --head-dim 64 --backend", "--head-dim is of attention, which --backend wi"),
     ],
 )
 def test_impossible_warmup(capsys, arguments, message):
@@ -534,5 +578,5 @@ def test_without_rich(capsys, monkeypatch):
     monkeypatch.setattr(machine, "has", lambda module: module != "rich")
     assert cli.main(["info"]) == 1
     error = words(capsys)[1]
-    assert error.startswith("cupyflash: the command line needs rich; pip install '")
-    assert error.endswith("[cli]'")
+    assert error.startswith("cupyflash: the command line needs rich; pip install ")
+    assert error.endswith(" rich")

@@ -1,7 +1,9 @@
 """The diffusion step, schedules and embeddings, on every library."""
 
+import copy
 import importlib
 import math
+import pickle
 
 import numpy
 import pytest
@@ -22,7 +24,7 @@ SAMPLERS = {
     "ddim-eta": cupyflash.DiffusionSampler.ddim(BETAS, 10, eta=1.0),
 }
 each_sampler = pytest.mark.parametrize("name", SAMPLERS)
-SHAPES = [(3, 16, 10), (2, 7, 3), (1, 1001), (6,), (4, 8, 6, 5)]
+SHAPES = [(3, 16, 10), (2, 7, 3), (1, 1001), (6,), (4, 8, 6, 5), (5, 1), (4, 9, 1), (3, 1, 8, 8)]
 
 
 def indices(target, values, dtype="int64"):
@@ -247,7 +249,10 @@ def test_embeddings(target):
         exact = numpy.concatenate([numpy.sin(angles), numpy.cos(angles)])
         # Values of at most 1, stored in float32.
         numpy.testing.assert_allclose(to_numpy64(table[i]), exact, atol=1e-6)
-    assert sampler.embeddings(16, like=like) is table
+    first = to_numpy64(table)
+    table[...] = 0
+    assert (to_numpy64(sampler.embeddings(16, like=like)) == first).all()
+    table = sampler.embeddings(16, like=like)
     swapped = sampler.embeddings(16, like=like, cos_first=True)
     assert (to_numpy64(swapped)[:, :8] == to_numpy64(table)[:, 8:]).all()
     with pytest.raises(TypeError, match="^DiffusionSampler.embeddings: like must be .*got list"):
@@ -255,6 +260,66 @@ def test_embeddings(target):
     for dim in (2, 15, 0, 3.0):
         with pytest.raises(ValueError, match=f"^timestep_embeddings: dim .*{dim}"):
             sampler.embeddings(dim, like=like)
+
+
+FIRST_CALLS = ["fake tensors", "inference mode", "a meta tensor", "functionalize", "compiled"]
+
+
+@each_library(library="torch")
+@pytest.mark.parametrize("first", FIRST_CALLS)
+def test_embeddings_do_not_keep_what_surrounds_the_first_call(target, first):
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    sampler, x = cupyflash.DiffusionSampler.ddim(BETAS, 10), torch.ones(2, device=target.device)
+    call = lambda like: sampler.embeddings(16, like=like) + 0
+    if first == "fake tensors":
+        with FakeTensorMode() as mode:
+            assert type(call(mode.from_tensor(x))) is FakeTensor
+    elif first == "inference mode":
+        with torch.inference_mode():
+            call(x)
+            sampler.step(x, x, 3)
+    elif first == "a meta tensor":
+        assert call(x.to("meta")).is_meta
+    elif first == "functionalize":
+        torch.func.functionalize(call)(x)
+    else:
+        torch.compile(call, backend="aot_eager", dynamic=False)(x)
+    table = sampler.embeddings(16, like=x)
+    assert type(table) is torch.Tensor and table.device == x.device and not table.is_inference()
+    assert (to_numpy64(table) == cupyflash.timestep_embeddings(sampler.timesteps, 16)).all()
+    assert table.requires_grad_().square().sum().backward() is None
+
+
+@each_library()
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_of_a_sampler(target, way):
+    """After its tables have been made, on a device too."""
+    sampler, x = (
+        cupyflash.DiffusionSampler.ddpm(BETAS, 10),
+        stored(target, normal((2, 8), 0), "float32"),
+    )
+    arrays = lambda s: (s.embeddings(8, like=x), s.step(x, x, 3, seed=1))
+    expected = arrays(sampler)
+    again = copy.deepcopy(sampler) if way == "deepcopy" else pickle.loads(pickle.dumps(sampler))
+    assert again.timesteps == sampler.timesteps
+    for a, b in zip(arrays(again), expected):
+        assert type(a) is type(b) and (a == b).all()
+    for one in (sampler, again):  # what a device has would not change with it
+        with pytest.raises(ValueError, match="read-only"):
+            one.coefficients[0] = 0
+
+
+@each_library(library="torch")
+def test_a_step_within_a_transform_is_refused(target):
+    """functionalize hands over tensors whose memory nobody has written."""
+    import torch
+
+    x = torch.ones(2, 8, device=target.device)
+    call = lambda x: SAMPLERS["ddim"].step(x, x, 3)
+    for transform in (torch.func.functionalize, torch.func.vmap):
+        bad(NotImplementedError, "transform of torch.func", lambda: transform(call)(x))  # noqa: B023
 
 
 def bad(error, match, call):

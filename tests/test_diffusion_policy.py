@@ -1,5 +1,8 @@
 """The U-Net of diffusion policies: with our kernels equal to plain torch, end to end."""
 
+import copy
+import pickle
+
 import pytest
 from arrays import normal, stored
 from matrix import each_library
@@ -81,6 +84,30 @@ def test_sampling_is_that_of_torch(target, widths, batch, length, monkeypatch):
     assert (sample(condition, x, seed=6) != ours).any()
 
 
+@each_library(library="torch")
+@pytest.mark.parametrize("kind", ["ddim", "ddpm"])
+def test_inference_mode_leaves_nothing_behind(target, kind):
+    """Made in it, called outside, or the other way round: memory of a sampler is written anew."""
+    import torch
+
+    PolicyUnet, ActionSampler = modules()
+    torch.manual_seed(0)
+    model = PolicyUnet(7, 20, widths=(16, 32)).to(target.device)
+    sampler = getattr(cupyflash.DiffusionSampler, kind)(cupyflash.beta_schedule("cosine", STEPS))
+    arrays = [stored(target, normal(s, 1), "float32") for s in ((2, 20), (2, 7, 8))]
+    expected = ActionSampler(model, sampler, 2, 8)(*arrays, seed=1)
+    with torch.inference_mode():
+        sample = ActionSampler(model, copy.deepcopy(sampler), 2, 8)
+    assert (sample(*arrays, seed=1) == expected).all()
+    sample = ActionSampler(model, sampler, 2, 8)
+    with torch.inference_mode():
+        assert (sample(*arrays, seed=1) == expected).all()
+    assert (sample(*arrays, seed=1) == expected).all()
+    for way in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="^ActionSampler: cannot be copied or pickled"):
+            way(sample)
+
+
 @each_library(library="torch", device="cuda")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["ddim", "ddpm"])
@@ -105,8 +132,6 @@ def test_graph(target, kind, dtype):
 @pytest.mark.parametrize("batch", [1, 4, 64])
 def test_half_precision(target, batch):
     """DDIM in bfloat16: no further from float64 than twice torch's own."""
-    import copy
-
     import torch
 
     PolicyUnet, ActionSampler = modules()

@@ -57,7 +57,8 @@ def processes():
 
 def missing(code):
     """The packages that a block imports and that are not installed."""
-    packages = {name.split(".")[0] for name in imported(code)} & {"jax", "torch", "transformers"}
+    packages = {name.split(".")[0] for name in imported(code)}
+    packages &= {"diffusers", "jax", "torch", "transformers"}
     return [name for name in sorted(packages) if importlib.util.find_spec(name) is None]
 
 
@@ -131,8 +132,11 @@ def test_pages_say_what_to_change_without_a_gpu(path):
             assert f"`{pattern}`" in introduction and f"`{replacement}`" in introduction
 
 
-def test_the_hook_runs_on_a_gpu_and_says_so_without_one():
-    (block,) = (x for x in blocks_of(DOCS["frameworks"], "python") if HOOK in x[1])
+@pytest.mark.parametrize("of", ["torch", "diffusers"])
+def test_the_hook_runs_on_a_gpu_and_says_so_without_one(of):
+    blocks = [x for x in blocks_of(DOCS["frameworks"], "python") if HOOK in x[1]]
+    assert len(blocks) == 2
+    (block,) = (x for x in blocks if ("diffusers" in x[1]) == (of == "diffusers"))
     pytest.importorskip("torch", minversion="2.11")
     if compute_capability()[0]:
         run([block])
@@ -166,7 +170,7 @@ def test_ci_runs_the_commands_of_the_readme():
     commands = [text for _, text in blocks_of(README, "bash")]
     assert len(commands) == 2
     for text in commands:
-        assert f"bash -c '{text.strip()}'" in script
+        assert f"as_user '{text.strip()}'" in script
 
 
 def anchors(path):

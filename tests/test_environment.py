@@ -81,6 +81,7 @@ def test_empty_means_unset(monkeypatch, name):
         ({"XDG_CACHE_HOME": "relative"}, Path("/home/me/.cache/cupyflash")),
         ({"XDG_CACHE_HOME": "/xdg", "CUPYFLASH_CACHE_DIR": "~/k"}, Path("/home/me/k")),
         ({"CUPYFLASH_CACHE_DIR": "k"}, Path.cwd() / "k"),
+        ({"HOME": "relative"}, Path.cwd() / "relative/.cache/cupyflash"),
     ],
 )
 @pytest.mark.skipif(environment.os.name == "nt", reason="POSIX folders")

@@ -1,7 +1,9 @@
 """GPT-2 by itself: generation, batches, modes, errors."""
 
+import copy
 import dataclasses
 import gc
+import pickle
 import weakref
 
 import numpy
@@ -237,6 +239,19 @@ def test_dropped_models_are_dropped(target):
     finally:
         gc.enable()
     assert used() <= before
+
+
+@each_device()
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_of_a_model(target, way):
+    """After runs, which have left their memory to the next one."""
+    gpt2, given = tiny(target), prompts(5)
+    expected = [gpt2.generate(given, 6, decode=decode) for decode in decodes(target)]
+    again = copy.deepcopy(gpt2) if way == "deepcopy" else pickle.loads(pickle.dumps(gpt2))
+    assert again.weights.head_weight is not gpt2.weights.head_weight
+    for block in gpt2.weights.blocks:
+        block.up_weight[...] = 0
+    assert [again.generate(given, 6, decode=decode) for decode in decodes(target)] == expected
 
 
 def bad(error, match, call):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -302,11 +303,86 @@ def test_command_errors(capsys, folder):
         (("--random", "tiny", "--prompt", ""), "prompt 0 must have at least one token"),
         (("--random", "tiny", "--prompt", "a" * 300), "at most 256 tokens"),
         (("--random", "tiny", "--prompt", "a", "--top-p", "2"), "top_p must be"),
-        (("--model", folder / "none", "--prompt", "a"), "found neither"),
+        (("--model", folder / "none", "--prompt", "a"), "none', which does not exist"),
+        (("--model", folder / "config.json", "--prompt", "a"), "got the file "),
+        (("--random", "tiny", "--prompt", "a", "--ncu"), "--ncu needs --bench"),
+        (
+            ("--random", "tiny", "--bench", "--prompt", "a", "--seed", "1"),
+            "--bench does not use --prompt, --seed, --device, allowed are --dtype and --ncu",
+        ),
         (("--model", folder, "--prompt", "a"), "found neither"),
     ):
         status, out, err = run(capsys, *arguments)
         assert (status, out) == (1, "") and match in err
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [("--top-k", "40"), ("--top-p", "0.9"), ("--seed", "0"), ("--top-p", "0.5", "--seed", "7")],
+)
+def test_options_of_sampling_need_a_temperature(idle, capsys):
+    """Greedy decoding would ignore them in silence."""
+    given = ("--random", "tiny", "--prompt", "ab", "--max-new-tokens", "3", *idle)
+    status, out, err = run(capsys, *given)
+    assert (status, out) == (1, "")
+    assert f"gpt2: {idle[0]} needs a --temperature above 0, got 0, which is greedy" in err
+    assert run(capsys, *given, "--temperature", "0.5")[0] == 0
+
+
+def test_more_new_tokens_than_the_context_has(capsys):
+    given = ("--random", "tiny", "--prompt", "a" * 250)
+    assert run(capsys, *given)[2].startswith("250 tokens of prompts, 7 new ones")
+    assert run(capsys, *given, "--max-new-tokens", "7")[0] == 0
+    status, out, err = run(capsys, *given, "--prompt", "b", "--max-new-tokens", "8")
+    fact = "--max-new-tokens must be at most 7 after a prompt of 250 tokens"
+    assert (status, out) == (1, "") and f"{fact}, as the context has 256, got 8" in err
+
+
+@pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2-medium"])
+def test_name_of_the_hub(name, capsys, tmp_path, monkeypatch):
+    """Nothing is downloaded; the error has the command that does it."""
+    monkeypatch.chdir(tmp_path)
+    folder = name.rpartition("/")[2]
+    for call in (load, load_tokenizer):
+        with pytest.raises(
+            FileNotFoundError, match=f"^Gpt2: .* got '{name}', which does not exist"
+        ):
+            call(name)
+    err = run(capsys, "--model", name, "--prompt", "a")[2]
+    command = (
+        f"hf download {name} config.json model.safetensors tokenizer.json --local-dir {folder}"
+    )
+    assert "as nothing is downloaded" in err and f"`{command}`" in err
+    path = str(tmp_path / "absent")
+    assert "hf download" not in run(capsys, "--model", path, "--prompt", "a")[2]
+
+
+def test_checkpoint_of_pickles_is_converted(folder):
+    """The command in the error makes the folder one that can be loaded."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    weights = {name: torch.from_numpy(x) for name, x in tensors().items()}
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"found pytorch_model.bin, a pickle") as caught:
+        load(folder)
+    command = str(caught.value).partition("converts it: python ")[2]
+    assert command.startswith("-c ")
+    subprocess.run([sys.executable, *shlex.split(command)], check=True, capture_output=True)
+    right = tensors()["transformer.ln_f.weight"]
+    assert numpy.array_equal(load(folder).weights.final_norm[0], right)
+
+
+def test_deep_json(folder):
+    deep = "[" * 10**5 + "]" * 10**5
+    (folder / "config.json").write_text(deep)
+    with pytest.raises(ValueError, match="^Gpt2: .*config.json must be JSON"):
+        load(folder)
+    write(folder)
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(deep)
+    with pytest.raises(ValueError, match="^Gpt2: .*index.json is damaged"):
+        load(folder)
 
 
 def test_generation_of_a_loaded_model_repeats(folder):

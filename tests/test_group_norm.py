@@ -17,6 +17,7 @@ from cupyflash.runtime.array import View, library_of
 from cupyflash.runtime.operation import Plans
 from cupyflash.runtime.scratch import COUNTERS
 from cupyflash.testing import expected_group_norm, poison_free_memory, to_float64
+from cupyflash.testing.tolerance import assert_close_to_float64
 
 ACTIVATIONS = ["silu", "mish", "gelu", "gelu_tanh", None]
 # (channels, num_groups): many channels in a group and few, groups of one channel, one group.
@@ -96,6 +97,27 @@ def test_groups_of_many_sizes(target, dtype, positions):
     case = Case(dtype, 3, (8, 1), positions, "silu", False, "contiguous")
     arrays = case.arrays(target)
     expected_group_norm(*arrays[:2], 1, *arrays[2:], "silu", 1e-5).check(**run(case, *arrays))
+
+
+@each_library()
+@pytest.mark.parametrize("storage", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("batch, positions", [(4096, (1,)), (64, (64,)), (2, (64, 32))], ids=str)
+def test_sums_over_many_rows(target, batch, positions, storage):
+    """Beside sums that NumPy adds up pairwise: a chain of all rows loses a digit."""
+    channels = 32
+    dout, x = (normal((batch, channels, *positions), seed) for seed in (1, 2))
+    arrays = [stored(target, y, "float32", storage) for y in (dout, x)]
+    ones = stored(target, numpy.ones(channels), "float32")
+    zeros = stored(target, numpy.zeros(channels), "float32")
+    _, stats = cupyflash.group_norm(arrays[1], 8, ones, zeros, return_stats=True)
+    _, *found = cupyflash.group_norm_backward(*arrays, ones, zeros, stats)
+    stats = to_numpy(stats).astype("float64")[..., None]
+    normals = ((x.reshape(batch, 8, -1) - stats[:, :, 0]) * stats[:, :, 1]).reshape(x.shape)
+    for name, result, terms in zip(("dweight", "dbias"), found, (dout * normals, dout)):
+        rows = numpy.moveaxis(terms, 1, 0).reshape(channels, -1)
+        pairwise = numpy.ascontiguousarray(rows.astype("float32")).sum(-1)
+        exact = rows.sum(-1, dtype="float64")
+        assert_close_to_float64(result, exact, pairwise, "float32", name)
 
 
 def at_most(clusters, monkeypatch):

@@ -3,11 +3,12 @@
 import numpy
 import pytest
 from matrix import each_library
-from targets import FORCED, TARGETS, backends
+from targets import FORCED, GPU_TARGETS, TARGETS, backends
 
 import cupyflash
 from cupyflash import environment
 from cupyflash.testing import to_float64
+from cupyflash.testing.tolerance import assert_close_to_float64, to_numpy64
 
 GPU = pytest.mark.skipif(not backends(), reason="needs a GPU")
 
@@ -117,6 +118,43 @@ def test_no_gradient_rather_than_a_wrong_one(target):
     assert numpy.isfinite(out).all() and lse[0, 0, 3] > 2**24
     assert numpy.isnan(dq[0, 3]).all() and numpy.isnan(dv).all() and numpy.isnan(dk).all()
     assert numpy.isfinite(dq[0, :3]).all() and numpy.isfinite(dq[0, 4:]).all()
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("target", GPU_TARGETS, ids=lambda x: x.name, indirect=True)
+def test_float32_keeps_its_digits(target, head_dims):
+    """Scores of 60 and more, where a weight shows how both passes round a score.
+
+    The yardstick adds up scores in blocks of 32 columns. The kernels are those that a user gets:
+    the two passes may differ.
+    """
+    if target.backend not in ("fp16x3", "simt"):
+        pytest.skip(f"{target.name} has no float32")
+    shape = {"batch": 1, "seqlen_q": 300, "heads_q": 2, "head_dim": head_dims[0]}
+    inputs = target.inputs("float32", **shape, head_dim_v=head_dims[1])
+    q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
+    with environment.override(backend="simt" if target.backend == "simt" else FORCED):
+        out, lse = cupyflash.attention(q, k, v, scale=1.0, return_lse=True)
+        found = cupyflash.attention_backward(dout, q, k, v, out, lse, scale=1.0)
+    arrays = [to_numpy64(x)[0].swapaxes(0, 1) for x in (dout, q, k, v)]
+    exact = gradients(*arrays)
+    yardstick = gradients(*(x.astype("float32") for x in arrays))
+    for name, result, *right in zip(("dq", "dk", "dv"), found, exact, yardstick, strict=True):
+        result = to_numpy64(result)[0].swapaxes(0, 1)
+        assert_close_to_float64(result, *right, "float32", name)
+
+
+def gradients(dout, q, k, v):
+    """(dq, dk, dv) at scale 1, heads first, in the dtype of the arrays."""
+    transposed = lambda x: x.swapaxes(1, 2)
+    parts = range(0, q.shape[2], 32)
+    scores = sum(q[..., i : i + 32] @ transposed(k[..., i : i + 32]) for i in parts)
+    peak = scores.max(2, keepdims=True)
+    lse = peak + numpy.log(numpy.exp(scores - peak).sum(2, keepdims=True))
+    weights = numpy.exp(scores - lse)
+    delta = (dout * (weights @ v)).sum(2, keepdims=True)
+    dscores = weights * (dout @ transposed(v) - delta)
+    return dscores @ k, transposed(dscores) @ q, transposed(weights) @ dout
 
 
 @GPU

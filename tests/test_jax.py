@@ -3,6 +3,7 @@
 import dataclasses
 import os
 
+import numpy
 import pytest
 
 import cupyflash
@@ -44,7 +45,42 @@ def test_optional_arrays():
     expected(inputs, **arrays).check(out=jax.device_get(out))
 
 
-def test_jit_is_refused():
-    _, x = problem("float32")
-    with pytest.raises(TypeError, match="attention: q must be .* or speak DLPack"):
-        jax.jit(cupyflash.attention)(x.q, x.k, x.v)
+X = numpy.ones((1, 2, 8), "float32")
+CALLS = {
+    "attention": lambda x: cupyflash.attention(*[x[None]] * 3),
+    "scaled_dot_product_attention": lambda x: cupyflash.scaled_dot_product_attention(x, x, x),
+    "triangle_attention": lambda x: cupyflash.triangle_attention(
+        *[x[None, None]] * 3, jax.numpy.ones((1, 1, 1, 2, 2))
+    ),
+    "flash_attn_combine": lambda x: cupyflash.flash_attn_combine(x[:, None, None], x[..., None]),
+    "layer_norm": lambda x: cupyflash.layer_norm(x, x[0, 0]),
+    "linear": lambda x: cupyflash.linear(x, x[0]),
+    "group_norm": lambda x: cupyflash.group_norm(x, 1),
+    "DiffusionSampler.step": lambda x: SAMPLER.step(x, x, 1),
+    "DiffusionSampler.embeddings": lambda x: SAMPLER.embeddings(8, like=x),
+    "attention_with_cache": lambda x: cupyflash.attention_with_cache(*[x[None]] * 5, None),
+}
+SAMPLER = cupyflash.DiffusionSampler.ddim(cupyflash.beta_schedule("linear", 4))
+TRANSFORMS = {
+    "jit": jax.jit,
+    "vmap": jax.vmap,
+    "grad": lambda call: jax.grad(lambda x: call(x).sum()),
+    "checkpoint": jax.checkpoint,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("function", CALLS)
+def test_transforms_are_refused_by_name(function, transform):
+    call = CALLS[function] if transform != "vmap" else lambda x: CALLS[function](x[None])  # one row
+    said = f"^{function}: a call within jax.jit, grad, vmap .* allowed is one outside .* tracer"
+    with pytest.raises(NotImplementedError, match=said):
+        TRANSFORMS[transform](call)(jax.numpy.asarray(X))
+
+
+def test_a_tracer_beside_plain_arrays_is_refused():
+    q = X[None]
+    with pytest.raises(
+        NotImplementedError, match="^attention: .* jax.jit, grad.* got k as a tracer"
+    ):
+        jax.grad(lambda k: cupyflash.attention(q, k, q).sum())(jax.numpy.asarray(q))

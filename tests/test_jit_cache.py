@@ -14,7 +14,7 @@ import tiny_kernel
 from tiny_kernel import Scale, needs_nvrtc, run_python, start_python
 
 from cupyflash import environment, jit
-from cupyflash.jit import cache, compiler
+from cupyflash.jit import cache, compiler, ownership
 
 pytestmark = needs_nvrtc
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX permissions")
@@ -117,6 +117,7 @@ DAMAGES = {
     "truncated meta": lambda path: os.truncate(path.with_name("meta.json"), 50),
     "no meta": lambda path: path.with_name("meta.json").unlink(),
     "meta of another shape": lambda path: path.with_name("meta.json").write_text("[]"),
+    "deep meta": lambda path: path.with_name("meta.json").write_text("[" * 10**5 + "]" * 10**5),
     "another name": rename_kernel,
 }
 
@@ -176,19 +177,21 @@ def test_read_only_folder(recwarn):
             assert jit.build(Scale(), "sm_80") == kept
             assert len(recwarn) == 0
             other = jit.build(Scale(factor=9), "sm_80")
+            assert healthy(other)
         finally:
             if root:
                 os.seteuid(0)
             os.chmod(folder / "cache", 0o755)
-        assert healthy(other) and other.path.parent.parent == cache._private
+        assert other.path.parent.parent == cache._private
         assert "Permission denied" in str(recwarn.pop(RuntimeWarning).message)
         shutil.rmtree(cache._private)
 
 
 @posix
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o1777], ids=oct)
-def test_folder_that_others_can_write_is_refused(folder, mode):
+def test_folder_that_others_can_write_is_refused(folder, monkeypatch, mode):
     jit.build(Scale(), "sm_80")
+    give_to_a_group(folder / "cache", monkeypatch)
     (folder / "cache").chmod(mode)
     for use in (jit.cache_dir, jit.entries, jit.clear, cache.require_writable):
         with pytest.raises(jit.UnsafeCacheError, match=f"mode {mode:o}, .*CUPYFLASH_CACHE_DIR"):
@@ -197,6 +200,121 @@ def test_folder_that_others_can_write_is_refused(folder, mode):
         jit.build(Scale(), "sm_80")
     with pytest.raises(jit.UnsafeCacheError):
         jit.build_all([(Scale(), "sm_80")], progress=False)
+
+
+def give_to_a_group(path, monkeypatch):
+    """Let it belong to a group in which there may be others."""
+    if os.geteuid() == 0:
+        os.chown(path, -1, 54321)
+    else:
+        monkeypatch.setattr(ownership, "_is_own_group", lambda number: False)
+
+
+@posix
+def test_group_of_the_user_is_no_other(folder, monkeypatch):
+    """With the umask 002 of many systems, folders have mode 775 and a group of the user alone."""
+    import grp
+    import pwd
+
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    groups = [
+        ((user, []), True),
+        ((user, [user]), True),
+        ((user, [user, "friend"]), False),
+        (("staff", []), False),
+        (None, False),
+    ]
+    built = jit.build(Scale(), "sm_80")
+    for path in (folder, folder / "cache", built.path.parent):
+        path.chmod(0o775)
+    for found, allowed in groups:
+
+        def group(number, found=found):
+            if found is None:
+                raise KeyError(number)
+            return grp.struct_group((found[0], "x", number, found[1]))
+
+        monkeypatch.setattr(grp, "getgrgid", group)
+        if allowed:
+            assert jit.cache_dir() == folder / "cache" and jit.entries() == [built]
+        else:
+            with pytest.raises(jit.UnsafeCacheError, match="got mode 775, owner"):
+                jit.cache_dir()
+
+
+OPEN = {
+    "folder": lambda path: path.parent.chmod(0o777),
+    "cubin": lambda path: path.chmod(0o666),
+    "meta": lambda path: path.with_name("meta.json").chmod(0o646),
+    "link to a folder": lambda path: move_and_link(path.parent, path.parents[2] / "open"),
+    "link to a cubin": lambda path: move_and_link(path, path.parents[2] / "open"),
+    "link to nothing": lambda path: link_to_nothing(path.parent),
+}
+
+
+def move_and_link(path: Path, place: Path) -> None:
+    """Move it out of the cache to a place that everybody can write, and link it."""
+    place.mkdir()
+    place.chmod(0o777)
+    path.rename(place / path.name)
+    path.symlink_to(place / path.name)
+
+
+def link_to_nothing(path: Path) -> None:
+    shutil.rmtree(path)
+    path.symlink_to(path.with_name("nothing"))
+
+
+@posix
+@pytest.mark.parametrize("leave_open", OPEN.values(), ids=OPEN)
+def test_entry_that_others_can_write_is_not_loaded(folder, recwarn, leave_open):
+    """Somebody may have made a checksum that fits: it is compiled anew, and takes its place."""
+    kept = jit.build(Scale(), "sm_80")
+    leave_open(kept.path)
+    assert jit.entries() == []
+    mended, compiled = jit.builder.find_or_compile(Scale(), "sm_80")
+    assert compiled and mended.path == kept.path and healthy(mended)
+    assert not kept.path.is_symlink() and not kept.path.parent.is_symlink()
+    for path in (mended.path.parent, *mended.path.parent.iterdir()):
+        assert path.stat().st_mode & 0o022 == 0
+    assert jit.build(Scale(), "sm_80") == mended and len(recwarn) == 0
+    assert [path.name for path in (folder / "cache").iterdir()] == [kept.path.parent.name]
+
+
+@posix
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="only root gives files away")
+def test_entry_of_another_user_is_not_loaded(folder):
+    kept = jit.build(Scale(), "sm_80")
+    for path in (kept.path, kept.path.parent):
+        os.chown(path, 54321, -1)
+        mended, compiled = jit.builder.find_or_compile(Scale(), "sm_80")
+        assert compiled and mended.path == kept.path and healthy(mended)
+
+
+@posix
+@pytest.mark.parametrize("linked", [False, True])
+def test_folder_above_that_others_can_write(folder, monkeypatch, recwarn, linked):
+    """There they can put another folder in the place of the cache, unless the sticky bit is set."""
+    open_folder = folder / "open"
+    place = open_folder / "me" / "cache"
+    jit.build(Scale(), "sm_80")
+    place.parent.mkdir(parents=True)
+    shutil.move(folder / "cache", place)
+    if linked:
+        (folder / "cache").symlink_to(place)
+    give_to_a_group(open_folder, monkeypatch)
+    with environment.override(cache_dir=folder / "cache" if linked else place):
+        for mode in (0o755, 0o1777, 0o1775):
+            open_folder.chmod(mode)
+            assert len(jit.entries()) == 1
+        for mode in (0o777, 0o775):
+            open_folder.chmod(mode)
+            match = f"must be where others cannot .* got {open_folder} of mode {mode:o} .*chmod"
+            with pytest.raises(jit.UnsafeCacheError, match=match):
+                jit.cache_dir()
+        built, compiled = jit.builder.find_or_compile(Scale(), "sm_80")
+        assert compiled and built.path.parent.parent == cache._private
+    assert "cannot keep compiled kernels (the cache folder" in str(recwarn.pop().message)
 
 
 def given_away(folder, monkeypatch):
@@ -236,12 +354,28 @@ def test_unsafe_folder_is_neither_read_nor_written(folder, monkeypatch, recwarn,
 def test_entries_are_private_whatever_the_umask(folder, umask):
     before = os.umask(umask)
     try:
-        built = jit.build(Scale(), "sm_80")
+        with environment.override(cache_dir=folder / "new" / "cache"):
+            built = jit.build(Scale(), "sm_80")
     finally:
         os.umask(before)
-    for path in (built.path.parents[1], built.path.parent, *built.path.parent.iterdir()):
+    for path in (*built.path.parents[:3], *built.path.parent.iterdir()):
         assert path.stat().st_mode & 0o022 == 0, path
-    assert jit.build(Scale(), "sm_80") == built
+    with environment.override(cache_dir=folder / "new" / "cache"):
+        assert jit.build(Scale(), "sm_80") == built
+
+
+@posix
+def test_clear_deletes_links_and_not_what_they_lead_to(folder):
+    built = jit.build(Scale(), "sm_80")
+    photos = folder / "photos"
+    photos.mkdir()
+    (photos / "one").write_text("")
+    for name in (".building-x", Scale().name + ".sm_80." + "0" * 16):
+        (folder / "cache" / name).symlink_to(photos)
+    (folder / "cache" / ".building-y").symlink_to(folder / "nothing")
+    assert jit.entries() == [built]
+    assert jit.clear() == 4 and list((folder / "cache").iterdir()) == []
+    assert [path.name for path in photos.iterdir()] == ["one"]
 
 
 def test_entries_and_clear(folder):

@@ -9,13 +9,15 @@ from arrays import assert_same_oracle, broadcast, normal, stored, to_numpy
 from matrix import covering, each_case, each_library
 
 import cupyflash
-from cupyflash.norm import dispatch, kernels, reference
+from cupyflash.norm import dispatch, kernels, plan, reference
 from cupyflash.runtime.array import library_of
 from cupyflash.runtime.gpu import architecture
 from cupyflash.runtime.launch import clusters_at_once
 from cupyflash.runtime.libraries import NumpyLibrary
+from cupyflash.runtime.operation import Plans
 from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64
+from cupyflash.testing.tolerance import assert_close_to_float64
 
 EPS = {False: 1e-5, True: 1e-6}
 COLUMNS = [1, 3, 8, 33, 64, 200, 256, 768, 1000, 1024, 1536, 4096, 5000]
@@ -110,6 +112,32 @@ def test_results_are_repeatable(target, rms, columns):
     for _ in range(3):
         for name, again in backward(rms, dout, h, weight, stats, dresidual).items():
             assert (again == first[name]).all(), f"{name} differs between two runs"
+
+
+def assert_sums_are_accurate(found, terms, name):
+    """Beside sums over rows that NumPy adds up pairwise: a chain of all rows loses a digit."""
+    pairwise = numpy.ascontiguousarray(terms.T.astype("float32")).sum(-1)
+    assert_close_to_float64(found, terms.sum(0, dtype="float64"), pairwise, "float32", name)
+
+
+@each_library()
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("columns, storage", [(64, ""), (1024, ""), (5000, "unaligned")])
+def test_sums_over_many_rows(target, rms, columns, storage, monkeypatch):
+    """The last in one share, as of rows so long that few shares fill the GPU."""
+    if columns == 5000:
+        monkeypatch.setattr(plan, "multiprocessors", lambda device: 1)
+        monkeypatch.setattr(plan, "WEIGHT_BLOCKS", 1)
+        monkeypatch.setattr(dispatch, "_backward_plans", Plans(wide=5))
+    dout, x = (normal((4096, columns), seed) for seed in (1, 2))
+    arrays = [stored(target, y, "float32", storage) for y in (dout, x)]
+    weight = stored(target, numpy.ones(columns), "float32")
+    *_, stats = forward(rms, arrays[1], weight, None, None, return_stats=True)
+    found = backward(rms, *arrays, weight, stats, None)
+    mean, scale = numpy.split(to_numpy(stats).astype("float64"), 2, -1)
+    assert_sums_are_accurate(found["dweight"], dout * ((x - mean) * scale), "dweight")
+    if not rms:
+        assert_sums_are_accurate(found["dbias"], dout, "dbias")
 
 
 @pytest.mark.parametrize(

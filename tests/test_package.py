@@ -6,15 +6,19 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import cupyflash
+from cupyflash import packages
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
+PROJECT = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"}
 
 
 def python(code, *arguments, cwd, **options):
@@ -38,16 +42,27 @@ def sources(folder):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def checkout(tmp_path_factory):
+    """A copy of the sources and the tests, into which setuptools may write."""
     pytest.importorskip("setuptools", minversion="77")
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in ("cupyflash", "cuda_src"):
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("cupyflash", "cuda_src", "tests"):
         ignore = shutil.ignore_patterns("__pycache__", ".*")
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in PROJECT:
         shutil.copy(ROOT / name, folder)
-    python(BUILD, folder, cwd=folder)
-    (path,) = folder.glob("*.whl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout):
+    return built("wheel", checkout, "*.whl")
+
+
+def built(kind, folder, pattern):
+    """The path of a "wheel" or an "sdist" of the sources in a folder."""
+    python(BUILD.format(kind), folder / "dist", cwd=folder)
+    (path,) = (folder / "dist").glob(pattern)
     return path
 
 
@@ -63,13 +78,43 @@ def test_wheel_contains_every_source(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_only_the_torch_extra_needs_torch(wheel):
+def test_sdist_is_what_the_wheel_is_made_from(checkout, wheel, tmp_path):
+    """No test is in it, and a wheel that is built from it alone has the same files."""
+    with tarfile.open(built("sdist", checkout, "*.tar.gz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    found = {x.relative_to(folder).as_posix() for x in folder.rglob("*") if x.is_file()}
+    made = {x for x in found if ".egg-info/" in x or x in ("PKG-INFO", "setup.cfg")}
+    assert found - made == sources("cupyflash") | sources("cuda_src") | PROJECT
+    again = built("wheel", folder, "*.whl")
+    assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
+
+
+def requirements(wheel):
+    """{extra: its requirements}; the extra "" is what every installation needs."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [x for x in archive.namelist() if x.endswith(".dist-info/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
-    requirements = metadata.get_all("Requires-Dist")
-    assert [x for x in requirements if "extra ==" not in x] == ["numpy"]
-    assert [x for x in requirements if "torch" in x] == ['torch>=2.4; extra == "torch"']
+    found = {}
+    for line in metadata.get_all("Requires-Dist"):
+        requirement, _, marker = line.partition("; extra == ")
+        found.setdefault(marker.strip('"'), set()).add(Requirement(requirement))
+    return found
+
+
+def test_torch_comes_with_the_extras_torch_and_test(wheel):
+    found = requirements(wheel)
+    assert found[""] == {Requirement("numpy")}
+    assert {x for x, of in found.items() if any(y.name == "torch" for y in of)} == {"torch"}
+    (ours,) = [x for x in found["test"] if x.name == "cupyflash"]
+    assert "torch" in ours.extras
+
+
+def test_pip_lines_name_what_the_extras_bring(wheel):
+    found = requirements(wheel)
+    for extra, lines in packages.EXTRAS.items():
+        of_others = {x for x in found[extra] if x.name != "cupyflash"}
+        assert {Requirement(line) for line in lines} == of_others, extra
 
 
 def test_wheel_works_without_cupy_and_torch(wheel, tmp_path):
@@ -90,7 +135,8 @@ def test_wheel_works_without_cupy_and_torch(wheel, tmp_path):
 def test_type_checkers_see_the_public_names():
     """The imports that only they read are those of the table."""
     tree = ast.parse(Path(cupyflash.__file__).read_text(encoding="utf-8"))
-    read = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    (seen,) = (x for x in tree.body if isinstance(x, ast.If) and isinstance(x.test, ast.Name))
+    read = [node for node in seen.body if isinstance(node, ast.ImportFrom) and node.level]
     found = [(node.module, alias.asname) for node in read for alias in node.names]
     table = [(module, x) for module, names in cupyflash.MODULES.items() for x in names.split()]
     assert found == table and all(y.name == y.asname for x in read for y in x.names)

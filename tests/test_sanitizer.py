@@ -18,7 +18,8 @@ from cupyflash import environment
 from cupyflash.testing import make_inputs, make_varlen_inputs
 cupy.cuda.set_allocator(None)
 backend, dtype = sys.argv[1:]
-widest = 128 if backend == "fp16x3" else 256  # of the backward
+hopper = cupy.cuda.Device().compute_capability == "90"
+widest = 256 if backend != "fp16x3" else 192 if hopper else 128  # of the backward
 with environment.override(backend=backend):
     for head_dim, window in ((64, None), (40, (30, 10)), (128, None), (widest, None)):
         x = make_inputs("cupy", dtype, batch=1, seqlen_q=70, seqlen_k=150, heads_q=2, heads_kv=1,

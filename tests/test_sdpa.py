@@ -253,7 +253,7 @@ def test_signature_is_that_of_torch(target):
 
 @pytest.mark.parametrize("axes", [(2, 3, 4), (4,), ()], ids=str)
 def test_values_of_another_head_dim_with_any_axes(axes):
-    import torch
+    torch = pytest.importorskip("torch")
 
     q, k, v = (torch.randn(*axes, *size) for size in ((5, 8), (6, 8), (6, 16)))
     out = cupyflash.scaled_dot_product_attention(q, k, v)
@@ -265,7 +265,7 @@ def test_values_of_another_head_dim_with_any_axes(axes):
 @pytest.mark.parametrize("axes", [(3, 2, 4), (1, 6, 4), (6, 1, 4)], ids=str)
 @pytest.mark.parametrize("wrong", ["key", "value"])
 def test_axes_that_only_have_the_same_product_are_refused(axes, wrong):
-    import torch
+    torch = pytest.importorskip("torch")
 
     arrays = {name: torch.randn(2, 3, 4, 5, 8) for name in ("query", "key", "value")}
     arrays[wrong] = torch.randn(*axes, 5, 8)

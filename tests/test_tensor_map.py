@@ -110,6 +110,33 @@ def test_bias(bias, dims, strides):
     assert found == TensorMapSpec("float16", dims, strides, 64)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "thd"])
+@pytest.mark.parametrize("strides", [(325, 65, 65, 1), (-640, -128, -64, 1), (0, 0, 0, 1)])
+def test_tensor_without_elements(layout, strides):
+    """CuPy gives such a view an address and the strides of its base; the driver checks them."""
+    shape = {"bshd": (2, 0, 4, 64), "bhsd": (2, 4, 0, 64), "thd": (0, 4, 64)}[layout]
+    k = view(*shape, strides=strides[-len(shape) :])
+    if layout == "thd":
+        found = packed(view(30, 4, 64), k, (20, 0))
+    else:
+        found = problem(view(*(5 if n == 0 else n for n in shape)), k, layout=layout)
+    assert found.access(0) == Access.TENSOR_MAP
+    for name in "kv":
+        made = spec(found, name)
+        assert min(made.dims) >= 1
+        assert all(step > 0 and step % 16 == 0 for step in made.strides)
+
+
+def test_bias_without_keys():
+    """A view of no column has the strides of rows that a map takes."""
+    q, k = view(2, 40, 4, 64), view(2, 0, 4, 64)
+    bias = view(2, 4, 40, 0, strides=(11520, 2880, 72, 1))
+    options = Options(False, None, None, 0.0, "bshd")
+    found = check("f", {"q": q, "k": k, "v": k}, options, {"bias": bias})
+    found = dataclasses.replace(found, bias_aligned=True)
+    assert found.features.bias_by_tma and min(launch.bias_map(found, 64).dims) >= 1
+
+
 # Which problems a map can take ----------------------------------------------------------------
 
 

@@ -1,8 +1,10 @@
 """Transformer blocks for one new token: the whole stack in one launch, on every library."""
 
+import copy
 import dataclasses
 import gc
 import math
+import pickle
 import weakref
 
 import numpy
@@ -286,6 +288,21 @@ def test_nan_in_the_cache_beyond_the_length(target):
         p.k_cache[:, b, length:], p.v_cache[:, b, length:] = numpy.nan, numpy.nan
     again = to_numpy64(p.stack()(p.x, p.k_cache, p.v_cache, p.lengths))
     numpy.testing.assert_array_equal(again, expected)
+
+
+@each_library()
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_of_a_stack(target, way):
+    """After a call, which has made plans; a copy has weights of its own, shared as they were."""
+    p = make(target, CASE)
+    stack = p.stack(**p.ends | {"head_weight": p.ends["token_embedding"]})
+    call = lambda stack: stack.next_logits(p.tokens, p.k_cache, p.v_cache, p.lengths)
+    expected = to_numpy64(call(stack))
+    again = copy.deepcopy(stack) if way == "deepcopy" else pickle.loads(pickle.dumps(stack))
+    ends = again._stack.ends
+    assert ends["head_weight"] is ends["token_embedding"] is not p.ends["token_embedding"]
+    p.blocks[0].up_weight[...] = p.ends["token_embedding"][...] = 0
+    assert (to_numpy64(call(again)) == expected).all()
 
 
 @each_library()

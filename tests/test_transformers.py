@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from small_transformers import MODELS, small_inputs, small_model  # noqa: E402
+from small_transformers import MODELS, SMALL, small_inputs, small_model  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 import cupyflash  # noqa: E402
@@ -682,6 +682,59 @@ def attend(self, q, k, v, mask):
         unknown._from_config(config, attn_implementation="eager").set_attn_implementation(NAME)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_weights_are_refused(name):
+    """Also of models that do not hand the wish down to their layers, and of a configuration."""
+    inputs, _ = small_inputs(name)
+    eager, model = (small_model(name, x) for x in ("eager", NAME))
+    assert any(x for key, x in eager(**inputs, output_attentions=True).items() if "attent" in key)
+    said = 'output_attentions must be False, .* attn_implementation="eager", got True'
+    with pytest.raises(NotImplementedError, match=f"^{integration.FUNCTION}: {said}"):
+        model(**inputs, output_attentions=True)
+    assert model(**inputs).logits.isfinite().all()
+    with pytest.raises(ValueError, match="output_attentions.* must be False|not supported"):
+        small_model(name, NAME, output_attentions=True)
+    eager = small_model(name, "eager", output_attentions=True)
+    with pytest.raises(ValueError, match=r"^\w+: output_attentions of \w+ must be False"):
+        eager.set_attn_implementation(NAME)
+    assert eager.config._attn_implementation == "eager"
+
+
+def test_heads_that_are_too_wide_raise_when_loaded(tmp_path):
+    wide = small_model("llama", "eager", head_dim=264)
+    said = r"^Llama\w+: head_dim of LlamaAttention must be at most 256 .* got 264$"
+    with pytest.raises(ValueError, match=said):
+        small_model("llama", NAME, head_dim=264)
+    with pytest.raises(ValueError, match=said):
+        wide.set_attn_implementation(NAME)
+    assert wide.config._attn_implementation == "eager"
+    wide.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME)
+    assert small_model("llama", NAME, head_dim=256)(**small_inputs("llama")[0]).loss.isfinite()
+
+
+def test_layers_of_a_model_that_are_too_wide_raise_when_loaded():
+    """Gemma 4: windows have narrow heads, the layers between them wide ones; so do parts."""
+    if not hasattr(transformers, "Gemma4Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no Gemma 4")
+    sizes = {**MODELS["gemma2"][2], "global_head_dim": 512, "hidden_size_per_layer_input": 0}
+    text = transformers.Gemma4TextConfig(**sizes, vocab_size_per_layer_input=100)
+    said = "head_dim of Gemma4TextAttention must be at most 256 .* got 512"
+    with pytest.raises(ValueError, match=said):
+        transformers.Gemma4ForCausalLM._from_config(text, attn_implementation=NAME)
+    vision = {**SMALL, "head_dim": 16, "num_key_value_heads": 4}
+    parts = {"text_config": text, "vision_config": transformers.Gemma4VisionConfig(**vision)}
+    config = transformers.Gemma4Config(**parts, audio_config=None)
+    model = transformers.Gemma4Model._from_config(config, attn_implementation="eager")
+    for request in (NAME, {"text_config": NAME}):
+        with pytest.raises(ValueError, match=said):
+            model.set_attn_implementation(request)
+    model.set_attn_implementation({"vision_config": NAME})
+    assert model.config.vision_config._attn_implementation == NAME
+    assert model.config.text_config._attn_implementation == "eager"
+
+
 def test_a_part_without_the_attention_interface_raises():
     """And may keep its own attention where the parts are told apart."""
     encoder = transformers.ViTConfig(**MODELS["vit"][2], attn_implementation="eager")
@@ -716,7 +769,7 @@ def test_models_of_users_are_judged_by_what_they_inherit():
 def test_a_transformers_without_the_interfaces(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(masking_utils, "sdpa_mask", lambda cache_position: None)
-        with pytest.raises(ImportError, match=r"needs transformers 5\.4 or newer, got \d"):
+        with pytest.raises(ImportError, match=r"needs .* 5\.4 or newer, got \d.*; pip install"):
             integration.register()
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"needs transformers 5\.4 or newer"):

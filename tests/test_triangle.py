@@ -15,7 +15,7 @@ from cupyflash.attention.options import Extras, Options
 from cupyflash.attention.passes import Wanted
 from cupyflash.attention.sm80 import dbias
 from cupyflash.runtime.array import array_namespace
-from cupyflash.testing import expected
+from cupyflash.testing import expected, to_numpy64
 
 DEFAULTS = {"causal": False, "scale": None, "window": None, "softcap": 0.0}
 ROWS, HEADS, QUERIES, KEYS = 3, 2, 70, 90
@@ -221,12 +221,26 @@ def test_gradients(target):
             assert x.shape == y.shape
 
 
-@each_library("torch")
-def test_a_mask_of_another_dtype(target):
+@each_library()
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64"])
+def test_a_mask_of_integers(target, dtype):
     arrays = pair(target, 1, target.dtypes[0])
     out = cupyflash.triangle_attention(**arrays)
-    arrays["mask"] = arrays["mask"].float()
+    arrays["mask"] = target.array(to_numpy64(arrays["mask"]).astype(dtype))
     assert bool((cupyflash.triangle_attention(**arrays) == out).all())
+
+
+@each_library()
+def test_a_mask_of_floats_is_refused(target):
+    """That which is added to scores is 0 where a key is seen, and is not what a 1 and 0 says."""
+    arrays = pair(target, 1, target.dtypes[0])
+    seen = to_numpy64(arrays["mask"])
+    said = r"^triangle_attention: mask must be bool .* mask != 0 .* mask == 0 .*, got (b?float\d+)$"
+    for dtype in target.dtypes:
+        for values in (seen, numpy.where(seen, 0.0, -1e4)):
+            mask = target.array(values.astype("float32"), dtype)
+            with pytest.raises(TypeError, match=said):
+                cupyflash.triangle_attention(**arrays | {"mask": mask})
 
 
 @each_library()

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import multiprocessing
+import os
 import re
 import sys
 import warnings
@@ -110,6 +111,7 @@ def test_file_of_another_machine(file, name):
         '{"machine": {}, "tiles": {"a": ["64", 64]}}',
         '{"machine": {}, "tiles": {"a": [64.0, true]}}',
         '{"machine": {}, "tiles": []}',
+        "[" * 10**5 + "]" * 10**5,
     ],
 )
 def test_damaged_file(file, content):
@@ -325,6 +327,7 @@ def test_command(searched, file, monkeypatch, capsys):
     monkeypatch.setattr(numpy, "cuda", device, raising=False)
     ms[192, 112, 2, 3] = 1.6
     line = "tune --head-dim 64 --seqlen 96 --batch 1 --heads 2 --causal --dtype fp16 --save"
+    monkeypatch.setenv("COLUMNS", "40")  # columns are not cut
     assert cli.main(line.split()) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "192×112, 2, 3 best 168" in out and "1.6000 1.250" in out
@@ -341,6 +344,35 @@ def test_command(searched, file, monkeypatch, capsys):
     assert (
         "WRONG RESULT" in out and "192×112, 2, 3 is wrong: out" in out and "nothing to save" in out
     )
+
+
+@pytest.mark.parametrize("fault", ["its folder is a file", "it is a folder", "full", "none"])
+def test_save_that_is_impossible_is_known_before_the_search(file, monkeypatch, capsys, fault):
+    monkeypatch.setattr(machine, "gpu_problem", lambda: "")
+    monkeypatch.setattr(tune, "_search", lambda *_: pytest.fail("it has searched"))
+    path, text = str(file), "No space left"
+    if fault == "its folder is a file":
+        file.parent.write_text("")
+        text = "File exists"
+    elif fault == "it is a folder":
+        file.mkdir(parents=True)
+        text = "it is a folder"
+    elif fault == "full":
+        if not os.path.exists("/dev/full"):
+            pytest.skip("this system has no /dev/full, a disk without room")
+        full = lambda **_: (os.open("/dev/full", os.O_WRONLY), str(file))  # noqa: E731
+        monkeypatch.setattr(tuning.tempfile, "mkstemp", full)
+    else:
+        path, text = "0", "tune: CUPYFLASH_TUNING must be a file or unset"
+    with environment.override(tuning=path):
+        assert cli.main(["tune", "--dtype", "fp16", "--save"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("cupyflash tune: ") and text.removeprefix("tune: ") in error
+    if fault != "none":
+        assert f"the tuning file must be one that you can write, got {file} (" in error
+        assert error.endswith("set CUPYFLASH_TUNING to another file\n")
+        with environment.override(tuning=path), pytest.raises(OSError, match="^tune: the tuning f"):
+            tuning.save(0, KEY, (1,))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,18 @@
-"""Deterministic backward passes under a causal mask, whose blocks may walk up the queries."""
+"""Deterministic backward passes: blocks add in turns, and under a causal mask may walk up."""
 
 import dataclasses
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy
 import pytest
+from emulator import COMPILER
 from matrix import each
 from passes import forward_backward
 from problems import HOPPER, problem_of
+from targets import compute_capability, has
 
 import cupyflash
 from cupyflash.attention.sm90.backward import backward_kernels, walks_up
@@ -30,6 +35,33 @@ def test_which_walk_up(batch, heads, heads_kv, shares, causal, up):
     assert walks_up(main, problem, HOPPER, shares) == up
 
 
+def run_script(name, *arguments, timeout, **variables):
+    """Runs a script of this folder in a process of its own; fails if it takes too long."""
+    script = Path(__file__).with_name(name)
+    paths = map(str, (script.parent, script.parent.parent))
+    variables["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [sys.executable, str(script), *map(str, arguments)]
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=timeout
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
+def test_every_turn_comes(tmp_path):
+    """In random problems, by the code of the kernels: see followed_turns.py."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "CUPYFLASH_BACKEND": ""}
+    run_script("followed_turns.py", tmp_path, timeout=500, **hidden)
+
+
+@pytest.mark.skipif(not (compute_capability()[0] and has("torch")), reason="needs a GPU and torch")
+@pytest.mark.parametrize(("head_dim", "heads"), [(192, 16), (256, 16), (256, 40)])  # 40: walks up
+def test_fewer_queries_than_keys(head_dim, heads):
+    """A kernel that does not end becomes a failure; the time is that of compiling."""
+    run_script("turn_calls.py", head_dim, heads, timeout=120)
+
+
 @pytest.fixture
 def walking_up(monkeypatch):
     """Few tiles are enough, and several query heads in a block do not matter."""
@@ -44,6 +76,7 @@ CASES = [
     ({}, {"causal": True}),
     ({"seqlen_q": 401, "seqlen_k": 130}, {"causal": True}),  # queries without keys
     ({"seqlen_q": 401, "seqlen_k": 130}, {"causal": "top-left"}),  # the last see all
+    ({"seqlen_q": 70, "seqlen_k": 300}, {"causal": "top-left"}),  # key tiles in the padding
     ({"seqlen_q": 70, "seqlen_k": 700}, {"causal": True}),  # most tiles of keys: all queries
     ({"seqlen_q": 300, "seqlen_k": 333}, {"window": (None, 70)}),
     ({"heads_q": 6, "heads_kv": 2}, {"causal": True}),

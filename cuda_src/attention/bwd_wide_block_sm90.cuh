@@ -112,7 +112,8 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params, Shared&
 #pragma unroll 1
       for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m), step.advance()) {
         const int m_begin = m * BLOCK_M;
-        begin_turn(flag, params, tile, accum_row(params, tile, head, m_begin), m_begin, BLOCK_N);
+        begin_turn<BLOCK_M>(flag, params, tile, accum_row(params, tile, head, m_begin), m_begin,
+                            BLOCK_N);
         mbarrier_arrive(smem_address(&turns.come));
         mbarrier_wait(smem_address(&turns.over), step.parity);
       }
@@ -184,7 +185,7 @@ __device__ __forceinline__ void reduce_staged_dq(const FlashBwdParams& params,
         const int64_t row = accum_row(params, tile, head, m_begin);
         float* accum = params.dq_accum + row * L::HEAD_DIM;
         if (elected && params.dq_semaphore)
-          begin_turn(flag, params, tile, row, m_begin, L::BLOCK_N);
+          begin_turn<L::BLOCK_M>(flag, params, tile, row, m_begin, L::BLOCK_N);
 #pragma unroll 1
         for (int i = FIRST; i <= SECOND; ++i) {
           const Part part = static_cast<Part>(i);

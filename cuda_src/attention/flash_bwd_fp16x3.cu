@@ -58,17 +58,21 @@ __device__ __forceinline__ BwdParts locate_parts(const Fp16x3BwdParams& params,
           shape.dropout_scale * power_of_two(-dout) / WEIGHT_SCALE};
 }
 
-// sum += the product of two operands of parts.
-template <int PARTS, int ARCH, int K_STEPS, class A, class B, int M, int N>
+// sum += the product of two operands of parts, COLUMNS * 8 columns at a time: those are the
+// accumulators beside the sum.
+template <int PARTS, int ARCH, int K_STEPS, int COLUMNS, class A, class B, int M, int N>
 __device__ __forceinline__ void add_product(float (&sum)[M][N][4], const A& a, const B& b) {
-  float acc[M][N][4];
-  product_of_parts<PARTS, ARCH, K_STEPS>(acc, a, b);
 #pragma unroll
-  for (int m = 0; m < M; ++m) {
+  for (int column = 0; column < N; column += COLUMNS) {
+    float acc[M][COLUMNS][4];
+    product_of_parts<PARTS, ARCH, K_STEPS>(acc, a, b, column / 2);
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
+    for (int m = 0; m < M; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sum[m][n][i] += acc[m][n][i];
+      for (int n = 0; n < COLUMNS; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[m][column + n][i] += acc[m][n][i];
+      }
     }
   }
 }
@@ -94,6 +98,10 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   constexpr int NUM_THREADS = NUM_WARPS * 32;
   constexpr int M = GridS::M;
   constexpr int N = GridS::N;
+  // Columns / 8 of dK and dV, and of dQ, in one product, whose accumulators are extra registers.
+  constexpr bool CROWDED = SOFTCAP || has_gradient(static_cast<BiasKind>(BIAS));
+  constexpr int KV_COLUMNS = HEAD_DIM <= 128 ? GridKV::N : CROWDED ? 2 : 4;
+  constexpr int Q_COLUMNS = HEAD_DIM <= 128 ? GridQ::N : CROWDED ? 2 : 4;
 
   // ---- which tile ----
   const AttentionShape& shape = params.base.shape;
@@ -189,7 +197,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
 
     // ---- S = Q K^T, score, P ----
     float acc_s[M][N][4];
-    product_of_parts<PARTS, ARCH, HEAD_DIM / 16>(
+    product_of_parts<PARTS, ARCH, HEAD_DIM / 16, SCORE_STEPS<HEAD_DIM>>(
         acc_s, RowParts<RowOperandA<TileQ>, TileQ>(q_stage, GridS::row()),
         RowParts<RowOperandB<TileKV>, TileKV>(smem_k, GridS::col()));
     Score<Options, FlashBwdParams> score(params.base);
@@ -234,10 +242,10 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     // ---- dV += P^T dO, dK += dS^T Q ----
     using WeightsA = ColumnParts<ColumnOperandA<TileS, GridKV::TILE_ROWS>, TileS>;
     using RowsB = ColumnParts<ColumnOperandB<TileQ, GridKV::TILE_COLS>, TileQ>;
-    add_product<PARTS, ARCH, BLOCK_M / 16>(acc_dv, WeightsA(smem_p, GridKV::row()),
-                                           RowsB(do_stage, GridKV::col()));
-    add_product<PARTS, ARCH, BLOCK_M / 16>(acc_dk, WeightsA(smem_ds, GridKV::row()),
-                                           RowsB(q_stage, GridKV::col()));
+    add_product<PARTS, ARCH, BLOCK_M / 16, KV_COLUMNS>(acc_dv, WeightsA(smem_p, GridKV::row()),
+                                                       RowsB(do_stage, GridKV::col()));
+    add_product<PARTS, ARCH, BLOCK_M / 16, KV_COLUMNS>(acc_dk, WeightsA(smem_ds, GridKV::row()),
+                                                       RowsB(q_stage, GridKV::col()));
     if constexpr (NUM_STAGES == 1) {
       __syncthreads();  // no warp reads Q or dO any more
       if (next_head < block.head_end) load_q_do(next_head, next_m_block, 0);
@@ -245,11 +253,18 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     }
 
     // ---- dQ += dS K ----
-    float acc_dq[GridQ::M][GridQ::N][4];
-    product_of_parts<PARTS, ARCH, BLOCK_N / 16>(
-        acc_dq, RowParts<RowOperandA<TileS>, TileS>(smem_ds, GridQ::row()),
-        ColumnParts<ColumnOperandB<TileKV, GridQ::TILE_COLS>, TileKV>(smem_k, GridQ::col()));
-    add_dq<BLOCK_M, BLOCK_N, HEAD_DIM, GridQ>(params.base, block, accum_row, m_block, acc_dq);
+    const RowParts<RowOperandA<TileS>, TileS> operand_ds(smem_ds, GridQ::row());
+    const ColumnParts<ColumnOperandB<TileKV, GridQ::TILE_COLS>, TileKV> operand_k(smem_k,
+                                                                                  GridQ::col());
+    const DqTurn<BLOCK_M, BLOCK_N, BwdBlock<float>> turn(params.base, block, accum_row, m_block);
+#pragma unroll
+    for (int column = 0; column < GridQ::N; column += Q_COLUMNS) {
+      float acc_dq[GridQ::M][Q_COLUMNS][4];
+      product_of_parts<PARTS, ARCH, BLOCK_N / 16>(acc_dq, operand_ds, operand_k, column / 2);
+      if (column == 0) turn.wait();
+      add_columns_of_dq<HEAD_DIM, GridQ>(params.base, accum_row, column, acc_dq);
+    }
+    turn.release();
 
     stage ^= NUM_STAGES - 1;
     head = next_head;

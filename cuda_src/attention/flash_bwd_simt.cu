@@ -62,6 +62,13 @@ struct SimtBwdBlock {
   }
 };
 
+// The turn in which a block adds to dQ of query tile m: the number of key tiles that do so before.
+template <class Block>
+__device__ __forceinline__ int turn_of_block(const Block& block, int m, int block_m, int block_n) {
+  const int row_end = min(block.sequence.seqlen_q, (m + 1) * block_m);
+  return block.n_block - key_tiles(block.sequence, m * block_m, row_end, block_n).begin;
+}
+
 template <typename T, int HEAD_DIM, int BLOCK_N, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT>
 __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwdParams params) {
   constexpr BiasKind BIAS_KIND = static_cast<BiasKind>(BIAS);
@@ -177,9 +184,10 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
     // ---- S = Q K^T, score, P ----
     float acc_s[ROWS][COLS];
     set_zero(acc_s);
-    multiply_add(acc_s, staged<BLOCK_M>(buffers.a, MapS::row()),
-                 staged<BLOCK_N>(buffers.b, MapS::col()), chunks_d, buffers, copies_for_s(head, m),
-                 [&] { return copies_for_dv(head, m, 0); });
+    multiply_add(
+        acc_s, staged<BLOCK_M>(buffers.a, MapS::row()), staged<BLOCK_N>(buffers.b, MapS::col()),
+        chunks_d, buffers, copies_for_s(head, m), [&] { return copies_for_dv(head, m, 0); },
+        score_chains<T, HEAD_DIM>(weights));
     {
       const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes,
                                                 params.alibi_batch_stride, block.batch, head);
@@ -320,10 +328,9 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
       }
       if (g == 0 && turn) {
         if (threadIdx.x == 0) {
-          const int row_end = min(block.sequence.seqlen_q, (m + 1) * BLOCK_M);
-          const TileRange n_range = key_tiles(block.sequence, m * BLOCK_M, row_end, BLOCK_N);
+          const int number = turn_of_block(block, m, BLOCK_M, BLOCK_N);
           // GPUs older than sm_70 have neither .acquire nor .release.
-          while (*static_cast<volatile int*>(turn) != block.n_block - n_range.begin) {
+          while (*static_cast<volatile int*>(turn) != number) {
           }
           __threadfence();
         }

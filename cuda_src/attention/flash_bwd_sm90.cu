@@ -93,7 +93,7 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params, typename
         const int m_begin = m * BLOCK_M;
         const int64_t row = accum_row(params, tile, head, m_begin);
         if (elected && params.dq_semaphore)
-          begin_turn(flag, params, tile, row, m_begin, L::BLOCK_N);
+          begin_turn<BLOCK_M>(flag, params, tile, row, m_begin, L::BLOCK_N);
 #pragma unroll
         for (int group = 0; group < L::GROUPS; ++group) {
           named_barrier_sync(dq_full(group), DQ_THREADS);  // this part of dQ is complete

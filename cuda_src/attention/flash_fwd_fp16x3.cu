@@ -132,7 +132,8 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
 
     // ---- S = Q K^T ----
     float acc_s[M][BLOCK_N / 8][4];
-    product_of_parts<PARTS, ARCH, HEAD_DIM / 16>(acc_s, operand_q, operand_k);
+    product_of_parts<PARTS, ARCH, HEAD_DIM / 16, SCORE_STEPS<HEAD_DIM>>(acc_s, operand_q,
+                                                                        operand_k);
 
     copies_wait<ARCH>();
     __syncthreads();  // V(n) has landed; no warp reads K(n) any more

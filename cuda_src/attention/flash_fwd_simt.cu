@@ -95,9 +95,10 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_fwd_simt(const FlashFwd
   for (int n = n_range.begin; n < n_range.end; ++n) {
     float acc_s[ROWS][MapS::COLS];
     set_zero(acc_s);
-    multiply_add(acc_s, staged<BLOCK_M>(buffers.a, row), staged<BLOCK_N>(buffers.b, col),
-                 chunks_of(shape.head_dim), buffers, copies_of_qk(n),
-                 [&] { return copies_of_v(n, 0); });
+    multiply_add(
+        acc_s, staged<BLOCK_M>(buffers.a, row), staged<BLOCK_N>(buffers.b, col),
+        chunks_of(shape.head_dim), buffers, copies_of_qk(n), [&] { return copies_of_v(n, 0); },
+        score_chains<T, HEAD_DIM>(p_columns));
 
     const int first_distance = n * BLOCK_N + col - (m_begin + row + sequence.diagonal);
     const ThreadBias<Bias> bias(head_bias, m_begin + row, n * BLOCK_N + col);

@@ -19,6 +19,10 @@
 // long sum in one accumulator becomes too small. Each product of tiles here has accumulators of its
 // own, and float32 arithmetic adds its result to the sum. The two small products share a second
 // accumulator, so that they do not add steps to the large one.
+//
+// A large score has lost its last digits so, and the LSE with it. That hardly shows in the weights
+// of a backward that recomputes the score by the same steps. Where the backward of wide heads runs
+// on CUDA cores, the sum of a score is divided (SCORE_STEPS).
 #pragma once
 #include "fp16x3_params.cuh"
 #include "warp_gemm.cuh"
@@ -48,7 +52,7 @@ __device__ __forceinline__ bool can_split(const HeadRange& range, SplitTensor te
          abs(scale_exponent(range, tensor)) <= MAX_EXPONENT;
 }
 
-// Whether a head can be split. In a forward pass dout and dlse count as zeros.
+// Whether a head can be split. In a forward pass dout and delta count as zeros.
 __device__ __forceinline__ bool can_split(const HeadRange& range) {
   const int q = scale_exponent(range, SplitTensor::Q);
   const int k = scale_exponent(range, SplitTensor::K);
@@ -57,7 +61,7 @@ __device__ __forceinline__ bool can_split(const HeadRange& range) {
   return can_split(range, SplitTensor::Q) && can_split(range, SplitTensor::K) &&
          can_split(range, SplitTensor::V) && can_split(range, SplitTensor::DOUT) &&
          abs(q + k) <= MAX_EXPONENT && abs(v + dout) <= MAX_EXPONENT &&
-         exponent_of(range.dlse) <= MAX_EXPONENT;
+         exponent_of(range.delta) <= MAX_EXPONENT;
 }
 
 // Whether this method computes a sequence. All lanes of a warp call it.
@@ -72,9 +76,9 @@ __device__ __forceinline__ bool fp16x3_serves(const SplitInputs& split, int batc
 // The factor of P, whose elements are at most 1; float16 ends at 65504.
 constexpr float WEIGHT_SCALE = 0x1p15f;
 
-// The exponent of the scale of dS = P (dP - delta), for which |2^e dS| < 2^15. Both |dP| and
-// |delta| are at most the product of the largest norms of dO and V, divided by 1 - p with dropout,
-// and delta has the gradient of the LSE in it.
+// The exponent of the scale of dS = P (dP - delta), for which |2^e dS| < 2^15. |dP| is at most the
+// product of the largest norms of dO and V, divided by 1 - p with dropout. That is no bound of
+// delta, which has the gradient of the LSE in it, and whose out may be that of more keys.
 //
 // The scaled dS keeps 22 bits down to 2^-14, 2^-28 of the bound. With rows of dO and V that differ
 // by 1000 each, a weight P of 2^-8 still reaches that, and smaller ones lose a bit each time they
@@ -85,8 +89,8 @@ __device__ __forceinline__ int gradient_exponent(const HeadRange& range,
     return sqrt_approx(__uint_as_float(range.square_norm[static_cast<int>(tensor)])) *
            power_of_two(-scale_exponent(range, tensor));
   };
-  const float bound = 2.f * norm(SplitTensor::DOUT) * norm(SplitTensor::V) * shape.dropout_scale +
-                      __uint_as_float(range.dlse);
+  const float bound = norm(SplitTensor::DOUT) * norm(SplitTensor::V) * shape.dropout_scale +
+                      __uint_as_float(range.delta);
   return bound == 0.f
              ? 0
              : max(-100, min(100, MAX_SCALED_LOG2 - 1 - exponent_of(__float_as_uint(bound))));
@@ -177,14 +181,35 @@ struct RegisterParts {
   }
 };
 
-// acc = A B over K_STEPS steps of 16; B from 16 * n_begin columns on.
-template <int PARTS, int ARCH, int K_STEPS, class A, class B, int M, int N>
+template <int M, int N>
+__device__ __forceinline__ void add_to(float (&acc)[M][N][4], const float (&x)[M][N][4]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[m][n][i] += x[m][n][i];
+    }
+  }
+}
+
+// The steps of Q K^T that share an accumulator.
+constexpr int WIDEST_BACKWARD = __CUDA_ARCH__ == 900 ? 256 : __CUDA_ARCH__ == 750 ? 64 : 128;
+template <int HEAD_DIM>
+constexpr int SCORE_STEPS = HEAD_DIM > WIDEST_BACKWARD ? 2 : HEAD_DIM / 16;
+
+// acc = A B over K_STEPS steps of 16; B from 16 * n_begin columns on. At most SUM_STEPS steps of
+// the large product share an accumulator.
+template <int PARTS, int ARCH, int K_STEPS, int SUM_STEPS = K_STEPS, class A, class B, int M, int N>
 __device__ __forceinline__ void product_of_parts(float (&acc)[M][N][4], const A& a_operand,
                                                  const B& b_operand, int n_begin = 0) {
   static_assert(N % 2 == 0, "B comes 16 columns at a time");
-  float small[M][N][4];
+  static_assert(K_STEPS % SUM_STEPS == 0, "sums of equal length");
+  constexpr bool ONE_SUM = SUM_STEPS == K_STEPS;
+  float small[M][N][4], share[M][N][4];
   set_zero(acc);
   set_zero(small);
+  set_zero(share);
 #pragma unroll
   for (int k = 0; k < K_STEPS; ++k) {
     uint32_t a[PARTS][M][4];
@@ -204,12 +229,16 @@ __device__ __forceinline__ void product_of_parts(float (&acc)[M][N][4], const A&
       };
       uint32_t b[4];
       b_operand.load(b, n_begin + n, k, 0);
-      multiply(acc, 0, b);
+      multiply(ONE_SUM ? acc : share, 0, b);
       if constexpr (PARTS == 2) {
         multiply(small, 1, b);
         b_operand.load(b, n_begin + n, k, 1);
         multiply(small, 0, b);
       }
+    }
+    if (!ONE_SUM && (k + 1) % SUM_STEPS == 0) {
+      add_to(acc, share);
+      set_zero(share);
     }
   }
   if constexpr (PARTS == 2) {

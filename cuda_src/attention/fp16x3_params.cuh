@@ -11,7 +11,7 @@ struct HeadRange {
   uint32_t max[4];          // of a SplitTensor
   uint32_t not_min[4];      // complement of the smallest of the maxima of its rows, without zeros
   uint32_t square_norm[4];  // the largest squared 2-norm of a row, after scaling
-  uint32_t dlse;            // the largest gradient of the LSE
+  uint32_t delta;           // the largest delta of a query
   uint32_t unused[3];
 };
 
@@ -34,8 +34,8 @@ struct Fp16x3SplitParams {
   const float* q;
   const float* k;
   const float* v;
-  const float* dout;  // null in the forward pass
-  const float* dlse;  // null for 0
+  const float* dout;   // null in the forward pass
+  const float* delta;  // as in FlashBwdParams; null in the forward pass
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
   const int* seqused_q;
@@ -44,8 +44,7 @@ struct Fp16x3SplitParams {
   Strides k_strides;
   Strides v_strides;
   Strides dout_strides;
-  int64_t lse_batch_stride;
-  int64_t lse_head_stride;
+  int64_t accum_rows;  // as in FlashBwdParams
   AttentionShape shape;
   SplitInputs split;
 };

@@ -11,8 +11,8 @@ constexpr int ROWS_PER_WARP = SPLIT_ROWS / SPLIT_WARPS;
 
 struct SplitBlock {
   SplitTensor tensor;
-  const float* data;  // the first row of the block
-  const float* dlse;  // that of the first row, if the tensor is dout, or null
+  const float* data;   // the first row of the block
+  const float* delta;  // that of the first row, if the tensor is dout, or null
   HeadRange* range;
   int64_t row_stride;
   int64_t part_row;  // the first row of the block in the parts of the head
@@ -61,10 +61,9 @@ struct SplitBlock {
     row_stride = strides.row;
     const bool packed = of_keys ? params.cu_seqlens_k : params.cu_seqlens_q;
     part_row = first + (packed ? 0 : int64_t(batch) * longest);
-    dlse =
-        tensor == SplitTensor::DOUT && params.dlse
-            ? params.dlse + batch * params.lse_batch_stride + head * params.lse_head_stride + first
-            : nullptr;
+    delta = tensor == SplitTensor::DOUT
+                ? params.delta + head * params.accum_rows + sequence.accum_start + row
+                : nullptr;
     const int head_kv = of_keys ? head : head / (shape.heads_q / shape.heads_kv);
     range = params.split.ranges + int64_t(batch) * shape.heads_kv + head_kv;
     vector = (reinterpret_cast<int64_t>(base) |

@@ -209,12 +209,53 @@ __device__ __forceinline__ void load_fours(float (&dst)[N], const float* src) {
   }
 }
 
+// What multiply_add() does with its sum between two chunks.
+struct NoPause {
+  static constexpr bool PAUSES = false;
+};
+
+// Divides the sum of Q K^T into chains of CHUNKS chunks. What is summed up waits in shared memory,
+// where P will lie, as registers are few.
+struct ScoreChains {
+  static constexpr bool PAUSES = true;
+  static constexpr int CHUNKS = 4;
+  float* tile;
+
+  template <int ROWS, int COLS>
+  __device__ __forceinline__ void operator()(float (&sum)[ROWS][COLS], int chunk, bool last) const {
+    if (!last && (chunk + 1) % CHUNKS != 0) return;
+    float* own = tile + threadIdx.x;
+#pragma unroll
+    for (int e = 0; e < ROWS; ++e) {
+#pragma unroll
+      for (int j = 0; j < COLS; ++j) {
+        float& waiting = own[(e * COLS + j) * SIMT_THREADS];
+        if (chunk >= CHUNKS) sum[e][j] += waiting;
+        if (!last) waiting = sum[e][j], sum[e][j] = 0.0f;
+      }
+    }
+    if (last) __syncthreads();  // no thread reads what waited any more
+  }
+};
+
+// In float32 one chain over a wide head would cost a large score digits that its weight shows.
+template <typename T, int HEAD_DIM, int SIZE>
+__device__ __forceinline__ auto score_chains(float (&tile)[SIZE]) {
+  if constexpr (sizeof(T) == 4 && HEAD_DIM > ScoreChains::CHUNKS * DEPTH) {
+    return ScoreChains{tile};
+  } else {
+    return NoPause{};
+  }
+}
+
 // acc += A B over all chunks. Chunk 0 is in the buffers already, and a barrier has made it visible;
-// at the end chunk 0 of the next product is, whose copies the function `next` returns.
-template <int ROWS, int COLS, class LinesA, class LinesB, class Buffers, class This, class MakeNext>
+// at the end chunk 0 of the next product is, whose copies the function `next` returns. pause(acc,
+// chunk, last) follows each chunk.
+template <int ROWS, int COLS, class LinesA, class LinesB, class Buffers, class This, class MakeNext,
+          class Pause = NoPause>
 __device__ __forceinline__ void multiply_add(float (&acc)[ROWS][COLS], LinesA a, LinesB b,
                                              int chunks, Buffers& buffers, const This& copies,
-                                             MakeNext next) {
+                                             MakeNext next, Pause pause = {}) {
   using Next = decltype(next());
   constexpr int LOADS = This::LOADS > Next::LOADS ? This::LOADS : Next::LOADS;
   // Two sets of fragments: the block computes with one while it reads the other.
@@ -254,6 +295,7 @@ __device__ __forceinline__ void multiply_add(float (&acc)[ROWS][COLS], LinesA a,
         for (int j = 0; j < COLS; ++j) acc[e][j] += a_frag[k % 2][e] * b_frag[k % 2][j];
       }
     }
+    if constexpr (Pause::PAUSES) pause(acc, chunk, last);
   }
 }
 

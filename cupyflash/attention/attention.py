@@ -1,13 +1,17 @@
 """Attention in the vocabulary of this library; flash-attn's own signatures are in flash_attn.py."""
 
+from typing import NoReturn
+
 from ..runtime.array import Array
 from ..runtime.checks import plain_flag
 from .dispatch import BACKWARD, FORWARD
+from .foreign import refuse, refuses_foreign
 from .options import Gradients, plain_options
 
 Window = tuple[int | None, int | None] | None
 
 
+@refuses_foreign
 def attention(
     q: Array,
     k: Array,
@@ -28,6 +32,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool = False,
     precision: str = "ieee",
+    **foreign: NoReturn,
 ) -> Array | tuple[Array, Array]:
     """softmax(scale * q k^T) v without the matrix of scores in memory.
 
@@ -99,6 +104,8 @@ def attention(
     Sources: FlashAttention-2, arXiv:2307.08691; sinks: gpt-oss, arXiv:2508.10925; random numbers:
     Philox4x32-7, Salmon et al. 2011.
     """
+    if foreign:
+        refuse(attention, foreign)
     options = (causal, scale, window, softcap, layout, None, dropout_p, deterministic, precision)
     options = plain_options("attention", options)
     if return_lse is not False:
@@ -110,6 +117,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@refuses_foreign
 def attention_backward(
     dout: Array,
     q: Array,
@@ -134,12 +142,19 @@ def attention_backward(
     deterministic: bool = False,
     precision: str = "ieee",
     dlse: Array | None = None,
+    **foreign: NoReturn,
 ) -> tuple[Array, Array, Array] | Gradients:
     """Gradients of `attention` for libraries without autograd.
 
     The weights are computed anew from the LSE, whose rounding changes them by about |lse| * 2^-24.
     Where nothing of them is left, from 2^24 on, the gradients of a row are NaN, and with it those
     of the keys that it sees; out itself is right for scores of any size.
+
+    The keys may be a part of those that the queries attend to, as where several GPUs or several
+    steps divide them: then out and lse are those of all keys, dk and dv are final, and the dq (and
+    with bias_grad the dbias of a bias that parts share) of all parts add up to that of all keys. A
+    causal mask, a window and ALiBi count keys from the first one of the call, sinks belong to lse,
+    and each part returns all of dsinks. Dropout has no parts.
 
     In float32 on tensor cores a weight below 2^-51 adds nothing to a gradient, and one below 2^-28
     adds fewer than 22 bits: gradients of keys that no query attends to are accurate relative to the
@@ -148,7 +163,7 @@ def attention_backward(
     Args:
         dout: gradient of out, like out.
         q, k, v: inputs of the forward.
-        out, lse: its results.
+        out, lse: its results, or those of more keys, of which k and v are a part.
         causal to layout: as in the forward; dropout needs the seed that the forward had.
         bias_grad: also the gradient of the bias, summed over the axes on which it is broadcast.
         deterministic, precision: as in `attention`.
@@ -161,6 +176,8 @@ def attention_backward(
     Raises:
         As `attention`.
     """
+    if foreign:
+        refuse(attention_backward, foreign)
     function, arrays = "attention_backward", (dout, q, k, v, out, lse, dlse)
     options = (causal, scale, window, softcap, layout, None, dropout_p, deterministic, precision)
     options = plain_options(function, options)

@@ -6,10 +6,12 @@ got``. The checks run once for each combination of shapes, strides, dtypes and o
 
 import functools
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from ..runtime.array import View
+from ..runtime.checks import callers_level
 from ..runtime.philox import SEED_ARRAY, dropout_scale, dropout_threshold
 from ..runtime.specs import Spec, check_views
 from ..runtime.structs import header
@@ -19,6 +21,10 @@ from .problem import ExtraFacts, Problem, bias_strides, canonical_strides, kerne
 structs = header("attention/params.cuh")
 
 MAX_HEAD_DIM = 256
+MOST_HEADS = 256  # of known models (Falcon 180B has 232); more may be the tokens
+HEADS_FIRST = (
+    "where the heads come first, swap axes 1 and 2 or call cupyflash.attention with layout='bhsd'"
+)
 MAX_SEQLEN = 2**29  # so that sums of lengths and windows fit 32 bits in the kernels
 MAX_BLOCKS = 2**31  # of a grid
 HEAD_DIMS = range(1, MAX_HEAD_DIM + 1)
@@ -65,7 +71,16 @@ def check(
     head_dim, head_dim_v = sizes["head_dim"], sizes["head_dim_v"]
     if heads_q != heads_kv and (heads_kv == 0 or heads_q % heads_kv):
         fact = f"the heads of {say('q')} must be a multiple of those of {say('k')} and {say('v')}"
-        raise ValueError(f"{function}: {fact}, got {heads_q} and {heads_kv}")
+        got = f"{heads_q} and {heads_kv} {specs['q'].note}, {say('q')} {q.shape}"
+        got += f" and {say('k')} {tensors['k'].shape}"
+        if options.layout == "bshd" and sizes["seqlen_q"] % max(1, sizes["seqlen_k"]) == 0:
+            got += f"; {HEADS_FIRST}"
+        raise ValueError(f"{function}: {fact}, got {got}")
+    suspicious = options.layout == "bshd" and heads_q > max(MOST_HEADS, sizes["seqlen_q"])
+    if suspicious and "dout" not in tensors:
+        text = f"{function}: {say('q')} {q.shape} is read as (batch, seqlen, heads, head_dim), "
+        text += f"with {heads_q} heads; {HEADS_FIRST}"
+        warnings.warn(text, UserWarning, stacklevel=callers_level())
 
     if options.max_seqlens is not None:
         longest = _max_seqlens(function, options.max_seqlens)
@@ -124,7 +139,7 @@ def _spec(name: str, layout: str) -> Spec:
         "bhsd": ("batch", heads, f"seqlen_{side}", head_dim),
         "thd": (f"total_{side}", heads, head_dim),
     }
-    return Spec(axes[layout], strides=1)
+    return Spec(axes[layout], strides=1, note=f"in layout {layout!r}")
 
 
 def _visible_keys(function: str, options: Options, unlimited: int) -> tuple[int, int, bool]:

@@ -10,7 +10,15 @@ Array operations of the caller's library do it, so that torch has its gradient.
 import sys
 from typing import Any
 
-from ..runtime.array import Array, array_namespace, compiling, from_foreign, library_of, to_foreign
+from ..runtime.array import (
+    Array,
+    ArrayT,
+    array_namespace,
+    compiling,
+    from_foreign,
+    library_of,
+    to_foreign,
+)
 from ..runtime.scratch import array_operations
 
 FUNCTION = "flash_attn_combine"
@@ -18,8 +26,8 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 
 def flash_attn_combine(
-    out_partial: Array, lse_partial: Array, out: Array | None = None, out_dtype: Any = None
-) -> tuple[Array, Array]:
+    out_partial: ArrayT, lse_partial: Array, out: Array | None = None, out_dtype: Any = None
+) -> tuple[ArrayT, ArrayT]:
     """Combine the results of attention over parts of the keys, as flash-attn 3 does.
 
     A part whose LSE is -inf saw no key and does not count, whatever its out_partial holds. Where no

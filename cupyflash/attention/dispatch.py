@@ -16,7 +16,7 @@ from ..runtime.operation import Operation, Plans, TorchSide
 from ..runtime.philox import is_number, seed_array
 from ..runtime.specs import require_library
 from . import backends, cpu
-from .checks import check, check_bias_gradient, check_lengths, check_lse
+from .checks import EXTRAS, check, check_bias_gradient, check_lengths, check_lse
 from .options import (
     BIAS,
     DETERMINISTIC,
@@ -279,7 +279,7 @@ def _check_library(
         for name, x in zip((*names, *Extras._fields), arrays)
         if x is not None or name not in OPTIONAL
     }
-    require_library(function, library, given, "q", functools.partial(caller_name, function))
+    require_library(function, library, given, "q", functools.partial(caller_name, function), EXTRAS)
 
 
 def _forward_name(function: str, place: int) -> str:

@@ -8,14 +8,16 @@ What flash-attn 2.8 does not have is keyword-only: ``sinks`` as in `cupyflash.at
 packed sequences ``seqused_q`` and ``seqused_k`` as in flash-attn 3.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from ..runtime.array import Array
 from ..runtime.checks import plain_flag
 from .dispatch import FORWARD
+from .foreign import refuse, refuses_foreign
 from .options import Extras, plain_options
 
 
+@refuses_foreign
 def flash_attn_func(
     q: Array,
     k: Array,
@@ -30,6 +32,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     sinks: Array | None = None,
+    **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """`cupyflash.attention` in flash-attn's signature.
 
@@ -43,12 +46,15 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError, NotImplementedError: as `cupyflash.attention`.
     """
+    if foreign:
+        refuse(flash_attn_func, foreign)
     options = (dropout_p, softmax_scale, causal, window_size, softcap)
     return call(
         "flash_attn_func", q, k, v, options, alibi_slopes, sinks, deterministic, return_attn_probs
     )
 
 
+@refuses_foreign
 def flash_attn_kvpacked_func(
     q: Array,
     kv: Array,
@@ -62,23 +68,18 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     sinks: Array | None = None,
+    **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_func` with kv (batch, seqlen_k, 2, heads_kv, head_dim)."""
-    k, v = unpack("flash_attn_kvpacked_func", "kv", kv, 5, 2)
+    if foreign:
+        refuse(flash_attn_kvpacked_func, foreign)
+    function = "flash_attn_kvpacked_func"
+    k, v = unpack(function, "kv", kv, 5, 2)
     options = (dropout_p, softmax_scale, causal, window_size, softcap)
-    return call(
-        "flash_attn_kvpacked_func",
-        q,
-        k,
-        v,
-        options,
-        alibi_slopes,
-        sinks,
-        deterministic,
-        return_attn_probs,
-    )
+    return call(function, q, k, v, options, alibi_slopes, sinks, deterministic, return_attn_probs)
 
 
+@refuses_foreign
 def flash_attn_qkvpacked_func(
     qkv: Array,
     dropout_p: float = 0.0,
@@ -91,23 +92,18 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     sinks: Array | None = None,
+    **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim)."""
-    q, k, v = unpack("flash_attn_qkvpacked_func", "qkv", qkv, 5, 3)
+    if foreign:
+        refuse(flash_attn_qkvpacked_func, foreign)
+    function = "flash_attn_qkvpacked_func"
+    q, k, v = unpack(function, "qkv", qkv, 5, 3)
     options = (dropout_p, softmax_scale, causal, window_size, softcap)
-    return call(
-        "flash_attn_qkvpacked_func",
-        q,
-        k,
-        v,
-        options,
-        alibi_slopes,
-        sinks,
-        deterministic,
-        return_attn_probs,
-    )
+    return call(function, q, k, v, options, alibi_slopes, sinks, deterministic, return_attn_probs)
 
 
+@refuses_foreign
 def flash_attn_varlen_func(
     q: Array,
     k: Array,
@@ -129,6 +125,7 @@ def flash_attn_varlen_func(
     sinks: Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """Attention of sequences packed one after another, without padding.
 
@@ -153,6 +150,8 @@ def flash_attn_varlen_func(
         NotImplementedError: block_table, and as `cupyflash.attention`.
         TypeError, ValueError: as `cupyflash.attention`.
     """
+    if foreign:
+        refuse(flash_attn_varlen_func, foreign)
     function = "flash_attn_varlen_func"
     if block_table is not None:
         fact = "paged keys and values are not built, block_table must be None"
@@ -164,6 +163,7 @@ def flash_attn_varlen_func(
     )
 
 
+@refuses_foreign
 def flash_attn_varlen_kvpacked_func(
     q: Array,
     kv: Array,
@@ -183,10 +183,13 @@ def flash_attn_varlen_kvpacked_func(
     sinks: Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_varlen_func` with kv (total_k, 2, heads_kv, head_dim), or padded (batch,
     seqlen_k, 2, heads_kv, head_dim).
     """
+    if foreign:
+        refuse(flash_attn_varlen_kvpacked_func, foreign)
     function = "flash_attn_varlen_kvpacked_func"
     k, v = unpack(function, "kv", kv, 5 if cu_seqlens_k is None else 4, 2)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
@@ -196,6 +199,7 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
+@refuses_foreign
 def flash_attn_varlen_qkvpacked_func(
     qkv: Array,
     cu_seqlens: Array,
@@ -212,8 +216,11 @@ def flash_attn_varlen_qkvpacked_func(
     sinks: Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_varlen_func` with qkv (total, 3, heads, head_dim)."""
+    if foreign:
+        refuse(flash_attn_varlen_qkvpacked_func, foreign)
     function = "flash_attn_varlen_qkvpacked_func"
     q, k, v = unpack(function, "qkv", qkv, 4, 3)
     if cu_seqlens is None:

@@ -234,7 +234,7 @@ def decode(arguments: tuple) -> tuple[str, tuple, Options]:
 
 
 # Public functions whose arguments have other names than those of `cupyflash.attention`.
-_WINDOW = {"scale": "softmax_scale", "window": "window_size"}
+_WINDOW = {"scale": "softmax_scale", "window": "window_size", "return_lse": "return_attn_probs"}
 _PACKED = {"q": "qkv", "k": "qkv", "v": "qkv"}
 _ONE_LENGTH = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens")
 _ONE_LENGTH |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen")
@@ -251,8 +251,8 @@ NAMES = {
     "flash_attn_varlen_kvpacked_func": _WINDOW | _KEY_VALUE,
     "flash_attn_varlen_qkvpacked_func": _WINDOW | _PACKED | _ONE_LENGTH,
     "scaled_dot_product_attention": _TORCH | {"bias": "attn_mask", "causal": "is_causal"},
-    "triangle_attention": {"key_mask": "mask"},
-    "attention_with_cache": {"k": "k_cache", "v": "v_cache"},
+    "triangle_attention": {"key_mask": "mask", "return_lse": "return_aux"},
+    "attention_with_cache": {"k": "k_cache", "v": "v_cache", "seqused_k": "positions"},
     "_flash_attention_forward": _TORCH | _ATEN,
     "_flash_attention_backward": _TORCH | _ATEN | {"dout": "grad_out", "lse": "logsumexp"},
     "cupyflash.integrations.transformers": _TORCH

@@ -1,21 +1,23 @@
 """Attention in the signature of `torch.nn.functional.scaled_dot_product_attention`."""
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 
-from ..runtime.array import Array, compiling, from_foreign, library_of, to_foreign
+from ..runtime.array import Array, ArrayT, compiling, from_foreign, library_of, to_foreign
 from ..runtime.checks import plain_flag
 from .dispatch import FORWARD
+from .foreign import refuse, refuses_foreign
 from .options import Extras, plain_options
 
 FUNCTION = "scaled_dot_product_attention"
 CAUSAL_BIAS = ("torch.nn.attention.bias", "CausalBias")  # a tensor whose memory holds no numbers
 
 
+@refuses_foreign
 def scaled_dot_product_attention(
-    query: Array,
+    query: ArrayT,
     key: Array,
     value: Array,
     attn_mask: Array | None = None,
@@ -24,7 +26,8 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Array:
+    **foreign: NoReturn,
+) -> ArrayT:
     """`torch.nn.functional.scaled_dot_product_attention`, for the arrays of `cupyflash.attention`.
 
     A row of the mask that hides every key gives 0. So does one that adds less than -2^24 to every
@@ -50,6 +53,8 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError, NotImplementedError: as `cupyflash.attention`.
     """
+    if foreign:
+        refuse(scaled_dot_product_attention, foreign)
     if not isinstance(is_causal, bool):
         is_causal = plain_flag(FUNCTION, "is_causal", is_causal)
     if not isinstance(enable_gqa, bool):

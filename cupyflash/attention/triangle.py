@@ -1,16 +1,18 @@
 """Attention on pairs, in the signature of `cuequivariance_torch.triangle_attention`."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from ..runtime.array import Array, array_namespace, compiling, from_foreign, library_of, to_foreign
 from ..runtime.checks import plain_flag
 from ..runtime.scratch import array_operations
 from .dispatch import FORWARD
+from .foreign import refuse, refuses_foreign
 from .options import Extras, plain_options
 
 FUNCTION = "triangle_attention"
 
 
+@refuses_foreign
 def triangle_attention(
     q: Array,
     k: Array,
@@ -19,6 +21,7 @@ def triangle_attention(
     mask: Array | None = None,
     scale: float | None = None,
     return_aux: bool = False,
+    **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """Attention in each of N rows of a pair representation, with one bias for all rows.
 
@@ -32,15 +35,16 @@ def triangle_attention(
     bits in all gradients, or the backward raises.
 
     Differences from cuequivariance_torch: a query whose keys are all masked gives 0 and an LSE of
-    -inf, not the mean of v; no tensor is cast, but for a mask that is not bool; the maxima are not
-    returned.
+    -inf, not the mean of v; no tensor is cast, but for a mask of integers; a mask of floats is
+    refused, since one that is added to scores (0 and -1e9) would be taken for its opposite; the
+    maxima are not returned.
 
     Args:
         q: (B, N, H, Q, D), float16, bfloat16 or float32; D from 1 to 256.
         k: (B, N, H, K, D), dtype of q.
         v: like k; its head_dim may be another one.
         bias: (B, 1, H, Q, K), dtype of q or float32.
-        mask: (B, N, 1, 1, K); a key is seen where it is not 0.
+        mask: (B, N, 1, 1, K), bool or integers; a key is seen where it is not 0.
         scale: of q k^T; default ``1 / sqrt(D)``.
         return_aux: also return the LSE.
 
@@ -54,6 +58,8 @@ def triangle_attention(
     Raises:
         TypeError, ValueError, NotImplementedError: as `cupyflash.attention`.
     """
+    if foreign:
+        refuse(triangle_attention, foreign)
     if return_aux is not False:
         return_aux = plain_flag(FUNCTION, "return_aux", return_aux)
     arrays = {"q": q, "k": k, "v": v, "bias": bias} | ({} if mask is None else {"mask": mask})
@@ -98,12 +104,17 @@ def _check_shapes(arrays: dict[str, Array]) -> None:
     """The axes that `cupyflash.attention` does not see.
 
     Raises:
-        TypeError: something has no shape.
+        TypeError: something has no shape; a mask of floats.
         ValueError: the axes of bias or mask, or B, do not fit.
     """
     for name, x in arrays.items():
         if not hasattr(x, "shape"):
             raise TypeError(f"{FUNCTION}: {name} must be an array, got {type(x).__name__}")
+    dtype = str(getattr(arrays.get("mask"), "dtype", "bool")).removeprefix("torch.")
+    if not dtype.startswith(("bool", "int", "uint")):
+        fact = "mask must be bool or integers, True or 1 where a key is seen: of floats, write "
+        fact += "mask != 0 for 1 and 0, or mask == 0 for those added to scores (0 and -1e9)"
+        raise TypeError(f"{FUNCTION}: {fact}, got {dtype}")
     shapes = {name: tuple(x.shape) for name, x in arrays.items()}
     rank = len(shapes["q"])
     if rank not in (4, 5) or any(len(shape) != rank for shape in shapes.values()):

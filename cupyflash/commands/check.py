@@ -21,6 +21,7 @@ from . import check_attention, check_operations
 from .check_operations import Check, Maker, Operation, Pass
 from .timing import milliseconds
 
+NO_KERNEL = 3  # an exit code; argparse has 2
 REPEATS = {"numpy": 1, "cupy": 10}
 STATISTICS = ("lse", "stats")  # compared, but shown only where they are wrong
 _MESSAGE = re.compile(r"max error (\S+)(?: of them)?, allowed (\S+) ")
@@ -81,10 +82,15 @@ class NotRun:
 
 
 def check() -> int:
-    """Run everything and print the table; exit code 1 if a result is wrong or missing."""
+    """Run everything and print the table.
+
+    Returns:
+        The exit code: 1 if a result is wrong or missing; `NO_KERNEL` if no GPU kernel ran, and what
+        ran on the CPU is right.
+    """
     from rich.console import Console
 
-    from .tables import check_heading, check_table, check_verdict
+    from .tables import check_heading, check_table, check_verdict, print_whole
 
     console = Console(highlight=False)
     problem = machine.gpu_problem()
@@ -99,9 +105,12 @@ def check() -> int:
                 rows += run(make(), library)
             except Exception as error:  # the rest is worth knowing all the same
                 not_run.append(NotRun(name, error))
-    console.print("", check_table(rows), "", check_verdict(rows, not_run), sep="\n")
-    failed = any(row.failures for row in rows) or not all(x.refused for x in not_run)
-    return 1 if failed else 0
+    console.print()
+    print_whole(check_table(rows))
+    console.print("", check_verdict(rows, not_run, problem), sep="\n")
+    if any(row.failures for row in rows) or not all(x.refused for x in not_run):
+        return 1
+    return NO_KERNEL if problem or not rows else 0
 
 
 def operations(library: str, bfloat16: str | None) -> Iterator[tuple[str, Callable[[], Operation]]]:

@@ -21,27 +21,46 @@ from pathlib import Path
 
 import cupyflash
 
-from .. import jit, machine, precompile
+from .. import jit, machine, packages, precompile
 from ..attention import backends
 from ..runtime.config import ITEM_SIZE
-from . import gpt2, tune
+from . import gpt2, output, tune
 from .gpt2 import DTYPES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    1 if it failed, 2 for bad arguments, 130 where it was interrupted (as shells have it).
+    1 if it failed or the reader of its output has gone, 2 for bad arguments, 3 where ``check`` ran
+    no GPU kernel, 130 where it was interrupted (as shells have it).
     """
+    output.never_fail_to_encode()
+    try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout:  # None if it was closed
+                sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # else `head` has seen enough
+            print(f"cupyflash: {error}", file=sys.stderr)
+        output.discard_rest()
+        return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
     if not machine.has("rich"):
-        print(f"cupyflash: the command line needs rich; {machine.pip_line('cli')}", file=sys.stderr)
+        line = packages.pip_line("cli")
+        print(f"cupyflash: the command line needs rich; {line}", file=sys.stderr)
         return 1
     try:
         return arguments.run(arguments)
     except KeyboardInterrupt:
         print(f"cupyflash {arguments.command}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        raise
     except (ImportError, MemoryError, OSError, RuntimeError, ValueError) as error:
         text = str(error).removeprefix("cupyflash: ").removeprefix(f"{arguments.command}: ")
         print(f"cupyflash {arguments.command}: {text}", file=sys.stderr)
@@ -133,6 +152,9 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _warmup(arguments: argparse.Namespace) -> int:
+    if arguments.head_dim and arguments.backend == []:
+        fact = "--head-dim is of attention, which --backend without a name leaves out"
+        raise ValueError(f"{fact}, got both")
     before = len(jit.entries())
     built = precompile.warmup(
         arguments.arch,
@@ -148,7 +170,7 @@ def _warmup(arguments: argparse.Namespace) -> int:
 
 
 def _cache(arguments: argparse.Namespace) -> int:
-    folder = jit.cache_dir()
+    folder = jit.cache_dir() or "no folder: you have no home folder"
     if arguments.action == "clear":
         print(f"deleted {jit.clear()} kernels from {folder}")
         return 0
@@ -209,10 +231,14 @@ def _kernels() -> list[str]:
         return [f"{name}: {', '.join(dtypes)}" for name, dtypes in found.items() if dtypes]
     lines = []
     for name in backends.BACKENDS:
-        oldest, *younger = machine.backend_capabilities(name)
-        dtypes = ", ".join(machine.backend_dtypes((younger or [oldest])[-1])[name])
-        text = f"{'≥ ' if younger else ''}{oldest[0]}.{oldest[1]}"
-        lines.append(f"{name}: {dtypes} on compute capability {text}")
+        capabilities, since = machine.backend_capabilities(name), {}  # dtypes by the oldest of them
+        for dtype in ITEM_SIZE:
+            found = [c for c in capabilities if dtype in machine.backend_dtypes(c)[name]]
+            if found:
+                since.setdefault(found[0], []).append(dtype)
+        least = "≥ " * (len(capabilities) > 1)
+        texts = [f"{', '.join(x)} on {least}{c[0]}.{c[1]}" for c, x in sorted(since.items())]
+        lines.append(f"{name}: {'; '.join(texts)}".replace(" on ", " on compute capability ", 1))
     return lines
 
 

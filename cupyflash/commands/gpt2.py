@@ -12,6 +12,11 @@ from ..models.gpt2.layers import MODES
 from ..models.gpt2.tokenizer import ByteTokenizer, TextStream
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+NEW_TOKENS = 64
+NOT_OF_BENCH = (
+    *("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "end", "stop"),
+    *("device", "mode", "decode"),
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -26,11 +31,12 @@ def add_parser(commands: Any) -> None:
     source.add_argument("--model", metavar="DIR", help="checkpoint folder of Hugging Face")
     source.add_argument("--random", choices=SIZES, help="random weights of this size")
     add("--prompt", action="append", metavar="TEXT", help="may be given several times: a batch")
-    add("--max-new-tokens", type=int, default=64, metavar="N")
+    text = f"default {NEW_TOKENS}, or what the context has room for"
+    add("--max-new-tokens", type=int, metavar="N", help=text)
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    add("--top-k", type=int, default=0, metavar="N", help="default 0: all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="default 1: all")
-    add("--seed", type=int, metavar="N", help="default: new random numbers in each run")
+    add("--top-k", type=int, default=0, metavar="N", help="default 0: all; needs a temperature")
+    add("--top-p", type=float, default=1.0, metavar="P", help="default 1: all; the same")
+    add("--seed", type=int, metavar="N", help="default: new random numbers in each run; the same")
     ends = "ends a text, may be given several times; default that of the model, -1: none"
     add("--end", action="append", type=int, metavar="TOKEN", help=ends)
     add("--stop", action="append", metavar="TEXT", help="ends a text, may be given several times")
@@ -40,17 +46,21 @@ def add_parser(commands: Any) -> None:
     add("--decode", choices=DECODES, default="auto", help="how a step runs")
     add("--bench", action="store_true", help="measure instead, beside transformers if installed")
     add("--ncu", action="store_true", help="with --bench: memory traffic from hardware counters")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, default_of=parser.get_default)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code."""
     if arguments.bench:
         return _bench(arguments)
+    if arguments.ncu:
+        raise ValueError("--ncu needs --bench, got it alone")
     if not arguments.prompt:
         raise ValueError("--prompt must be given, unless --bench is, got none")
     # Checked before anything is loaded.
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    if sampling.temperature == 0 and (idle := _given(arguments, "top_k", "top_p", "seed")):
+        raise ValueError(f"{idle[0]} needs a --temperature above 0, got 0, which is greedy")
     options = {
         "dtype": DTYPES.get(arguments.dtype),
         "device": arguments.device,
@@ -65,18 +75,32 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     steps = model.stream(
         prompts,
-        arguments.max_new_tokens,
+        NEW_TOKENS if arguments.max_new_tokens is None else arguments.max_new_tokens,
         sampling,
         end_of_text=arguments.end,
         stop_strings=arguments.stop or (),
         tokenizer=tokenizer,
         decode=arguments.decode,
     )
+    _check_room(arguments.max_new_tokens or 0, max(map(len, prompts)), model.config.context)
     clock = Clock(steps, start)
     show = _show_one if len(prompts) == 1 else _show_batch
     show(tokenizer, arguments.prompt, clock)
     _print_speed(clock, sum(map(len, prompts)))
     return 0
+
+
+def _given(arguments: argparse.Namespace, *names: str) -> list[str]:
+    """Those of these options that differ from their default, as they are written."""
+    given = [name for name in names if getattr(arguments, name) != arguments.default_of(name)]
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
+def _check_room(wanted: int, longest: int, context: int) -> None:
+    room = context + 1 - longest  # the last new token needs no place
+    if wanted > room:
+        fact = f"--max-new-tokens must be at most {room} after a prompt of {longest} tokens"
+        raise ValueError(f"{fact}, as the context has {context}, got {wanted}")
 
 
 class Clock:
@@ -129,6 +153,8 @@ def _print_speed(clock: Clock, prompt_tokens: int) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    if idle := _given(arguments, *NOT_OF_BENCH):
+        raise ValueError(f"--bench does not use {', '.join(idle)}, allowed are --dtype and --ncu")
     try:
         from bench import gpt2
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The tables of the command line, made by rich; each fits 80 columns."""
+"""The tables of the command line, made by rich; each fits 80 columns, and is never cut."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -18,6 +18,7 @@ from .gpt2 import DTYPES
 if TYPE_CHECKING:
     from .check import NotRun, Row
 
+MOST_COLUMNS = 1000
 UNITS = {"FLOP": "FLOPS", "B": "B/s"}
 SHORT = {dtype: short for short, dtype in DTYPES.items()}
 
@@ -37,7 +38,18 @@ def print_kernels(sizes: dict[tuple[str, str], list[int]]) -> None:
     table = headed("architecture", "kernel", numbers=("variants", "KiB"))
     for names, of_variants in sorted(sizes.items()):
         table.add_row(*names, f"{len(of_variants)}", f"{sum(of_variants) / 1024:.0f}")
-    Console().print(table)
+    print_whole(table)
+
+
+def print_whole(table: Table) -> None:
+    """Print a table with all that is in it: a narrow terminal breaks its lines, but cuts nothing.
+
+    Where there is no terminal, lines may be longer than the 80 columns that rich assumes.
+    """
+    console = Console(highlight=False)
+    unlimited = console.options.update(max_width=MOST_COLUMNS)
+    console.width = max(console.width, console.measure(table, options=unlimited).maximum)
+    console.print(table)
 
 
 def headed(*names: str, numbers: Sequence[str], padding: int = 1) -> Table:
@@ -63,11 +75,14 @@ def check_heading(gpu_problem: str) -> str:
         if not machine.has("ml_dtypes"):
             text += "\nfp16 stands in for bf16, which CuPy lacks: pip install ml_dtypes"
         return text
+    where = "on the [bold yellow]CPU[/], with NumPy arrays and small problems"
+    return f"{version} {where}\n{no_gpu(gpu_problem)}"
+
+
+def no_gpu(problem: str) -> str:
+    """The reason and the remedy."""
     steps = escape("\nand: ".join(machine.mend()))
-    return (
-        f"{version} on the [bold yellow]CPU[/], with NumPy arrays and small problems\n"
-        f"No GPU is used: {escape(gpu_problem)}.\nTo use one: {steps}"
-    )
+    return f"No GPU is used: {escape(problem)}.\nTo use one: {steps}"
 
 
 def check_table(rows: Sequence["Row"]) -> Table:
@@ -82,8 +97,13 @@ def check_table(rows: Sequence["Row"]) -> Table:
     return table
 
 
-def check_verdict(rows: Sequence["Row"], not_run: Sequence["NotRun"] = ()) -> str:
-    """The meaning of the errors, every wrong result, and the problems that did not run."""
+def check_verdict(
+    rows: Sequence["Row"], not_run: Sequence["NotRun"] = (), gpu_problem: str = ""
+) -> str:
+    """The meaning of the errors, every wrong result, and the problems that did not run.
+
+    It ends with what the user must know: where no kernel ran, that and why.
+    """
     failures = [
         f"[red]{escape(row.name)}, {row.label.split()[0]}[/]: {escape(failure)}"
         for row in rows
@@ -99,13 +119,18 @@ def check_verdict(rows: Sequence["Row"], not_run: Sequence["NotRun"] = ()) -> st
     for x in not_run:
         if x.refused:
             lines.append(f"[yellow]not here[/]: {escape(x.name)}: {escape(str(x.error))}")
-    if not failures and not broken:
+    if rows and not failures and not broken:
+        colour, where = ("yellow", " on the CPU") if gpu_problem else ("green", "")
         lines.append(
-            f"[bold green]All {len(rows)} passes are correct[/]: compared with float64, each error "
-            "is at most twice that of the same formula in the same dtype, plus rounding (of "
-            "attention the first and the last group of heads). Memory is the peak while a pass "
+            f"[bold {colour}]All {len(rows)} passes{where} are correct[/]: compared with float64, "
+            "each error is at most twice that of the same formula in the same dtype, plus rounding "
+            "(of attention the first and the last group of heads). Memory is the peak while a pass "
             "runs, its results included; speeds count each input and result once."
         )
+    if gpu_problem:
+        lines += ["[bold yellow]NO GPU KERNEL RAN[/], and none was checked.", no_gpu(gpu_problem)]
+    elif not rows and not broken:
+        lines.append("[bold yellow]NO GPU KERNEL RAN[/]: everything was refused, as said above.")
     return "\n".join(lines)
 
 

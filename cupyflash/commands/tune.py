@@ -51,11 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise RuntimeError(f"needs a GPU to run on: {problem}")
     if arguments.dtype == "bfloat16" and not machine.has("ml_dtypes"):
         raise ImportError("bf16 in CuPy arrays needs ml_dtypes: pip install ml_dtypes")
+    if arguments.save:
+        tuning.require_writable()  # before the search, which takes its time
     from rich.console import Console
+
+    from .tables import print_whole
 
     console = Console(highlight=False)
     found = _search(_problem(arguments), arguments.budget)
-    console.print(table(found))
+    print_whole(table(found))
     console.print(verdict(found), soft_wrap=True, markup=False)
     if arguments.save:
         console.print(_save(found), soft_wrap=True, markup=False)

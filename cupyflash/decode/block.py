@@ -8,7 +8,7 @@ them; what takes its time is to read the weights once.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..runtime.array import Array
+from ..runtime.array import Array, ArrayT
 from ..runtime.checks import plain_flag
 from .stack import BLOCK, BLOCKS, FORWARD, LOGITS, NEXT_TOKENS, TOKENS, Stack
 
@@ -40,7 +40,7 @@ class BlockWeights(NamedTuple):
 
 
 def transformer_block(
-    x: Array,
+    x: ArrayT,
     weights: BlockWeights,
     k_cache: Array,
     v_cache: Array,
@@ -48,7 +48,7 @@ def transformer_block(
     *,
     heads: int,
     eps: float = 1e-5,
-) -> Array:
+) -> ArrayT:
     """One block for one new token of each sequence, whose key and value go into the caches.
 
     One launch. All floating-point arrays are of one dtype, contiguous where not said otherwise.
@@ -124,11 +124,11 @@ class BlockStack:
         }
         self._stack = Stack("BlockStack", blocks, ends, heads, eps)
 
-    def __call__(self, x: Array, k_cache: Array, v_cache: Array, lengths: Array) -> Array:
+    def __call__(self, x: ArrayT, k_cache: Array, v_cache: Array, lengths: Array) -> ArrayT:
         """x after all blocks; the caches are (layers, batch, max_length, heads, head_dim)."""
         return BLOCKS("BlockStack", (k_cache, v_cache, lengths, x), (self._stack, FORWARD))[0]
 
-    def next_logits(self, tokens: Array, k_cache: Array, v_cache: Array, lengths: Array) -> Array:
+    def next_logits(self, tokens: ArrayT, k_cache: Array, v_cache: Array, lengths: Array) -> ArrayT:
         """Logits of the token after ``tokens``, int32 (batch,): float32 (batch, vocab).
 
         A token out of range or a position without embedding gives NaN and writes nothing.
@@ -139,14 +139,14 @@ class BlockStack:
 
     def step(
         self,
-        tokens: Array,
+        tokens: ArrayT,
         k_cache: Array,
         v_cache: Array,
         lengths: Array,
         *,
         out: Array | None = None,
         advance: bool = True,
-    ) -> Array:
+    ) -> ArrayT:
         """Greedy decoding: writes the tokens with the largest logits, and adds 1 to the lengths.
 
         So that a loop of calls, or of replays of a CUDA graph, needs nothing of the host. A

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from .. import environment
 from ..attention.checks import MAX_HEAD_DIM
 from ..attention.checks import check as check_attention
 from ..attention.dispatch import forward
+from ..attention.foreign import refuse, refuses_foreign
 from ..attention.options import Extras, Options
-from ..runtime.array import Array, View
+from ..runtime.array import Array, ArrayT, View
 from ..runtime.checks import plain_real, require_grid
 from ..runtime.config import ITEM_SIZE
 from ..runtime.gpu import capability_of, multiprocessors
@@ -43,8 +44,9 @@ TENSORS = tuple(SPECS)[:-1]
 _plans = Plans(wide=len(TENSORS), plain=True)
 
 
+@refuses_foreign
 def attention_with_cache(
-    q: Array,
+    q: ArrayT,
     k: Array,
     v: Array,
     k_cache: Array,
@@ -52,7 +54,8 @@ def attention_with_cache(
     positions: Array,
     *,
     scale: float | None = None,
-) -> Array:
+    **foreign: NoReturn,
+) -> ArrayT:
     """k and v into the cache, then causal attention of q to all that is in it; no gradients.
 
     Up to eight float16 or bfloat16 tokens of a sequence take one launch. The lengths are read on
@@ -86,6 +89,8 @@ def attention_with_cache(
 
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
     """
+    if foreign:
+        refuse(attention_with_cache, foreign)
     if scale is not None and type(scale) is not float:
         scale = plain_real(FUNCTION, "scale", scale)
     return ATTENTION(FUNCTION, (q, k, v, k_cache, v_cache, positions), (scale,))[0]

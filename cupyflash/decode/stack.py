@@ -94,6 +94,14 @@ class Stack:
             self.table = pointer_table(self.library, table, self.weights[0])
             self.end_pointers = tuple(pointers.values())
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What `BlockStack` was made of: a copy has addresses and plans of its own."""
+        sizes = {"heads": self.shape.heads, "eps": self.shape.eps}
+        return {"function": "BlockStack", "blocks": self.blocks, "ends": self.ends, **sizes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Stack.__init__(self, **state)
+
     def hold_weakly(self, forget: Callable[[Any], object]) -> None:
         """Keep the addresses of the weights only; ``forget`` is called when memory of one is gone.
 

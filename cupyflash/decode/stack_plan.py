@@ -145,9 +145,8 @@ class StackPlan(Plan):
         if self.empty:
             return
         config, item = config_of(shape, batch), ITEM_SIZE[shape.dtype]
-        # Every block has rows of every matrix, see tagged_words.cuh.
-        rows = (shape.width, shape.hidden, shape.vocab or shape.width)
-        blocks = min(multiprocessors(shape.device), *rows)
+        sizes = shape.width, shape.hidden, shape.vocab or shape.width
+        blocks = num_blocks(*sizes, multiprocessors(shape.device))
         splits = num_splits(batch, shape.heads, blocks)
         segments, segment = segments_of(shape.hidden, item)
         shares = batch * shape.heads * splits
@@ -222,6 +221,11 @@ def pointer_table(library: Any, blocks: list[tuple[int, ...]], like: Array) -> A
     return library.put(numpy.frombuffer(bytes(table), "int64").copy(), like)
 
 
+def num_blocks(width: int, hidden: int, vocab: int, processors: int) -> int:
+    """So many that every block has rows of every matrix, see tagged_words.cuh."""
+    return min(processors, width, hidden, vocab)
+
+
 def num_splits(batch: int, heads: int, blocks: int) -> int:
     """The largest number of blocks that share the keys of a head.
 
@@ -256,13 +260,13 @@ def config_of(shape: StackShape, batch: int) -> DecodeStack:
 
 def require_gpu(function: str, shape: StackShape) -> None:
     """NotImplementedError unless the GPU of the weights can run the kernel."""
-    import cupy
-
     capability, width = capability_of(shape.device), shape.width
     if capability < OLDEST:
         least, got = (".".join(map(str, x)) for x in (OLDEST, capability))
         fact = f"the GPU must have compute capability {least} or newer, got {got}"
         raise NotImplementedError(f"{function}: {fact}")
+    import cupy
+
     if not cupy.cuda.Device(shape.device).attributes["CooperativeLaunch"]:
         fact = "this GPU or its driver cannot launch cooperative kernels"
         raise NotImplementedError(f"{function}: {fact}")

@@ -22,7 +22,7 @@ SPECS = {
     "noise": Spec((...,), strides="dense", optional=True),
 }
 
-_plans = Plans(wide=3)
+_plans = Plans(wide=3, plain=True)
 
 
 def run(
@@ -45,7 +45,6 @@ def run(
 
     if library.on_cpu(x):
         check()
-        _refuse_gradient(library, x, predicted, noise)
         return (_on_cpu(sampler, library, arrays, number, seed, clip),)
     of_plan = (clip, sampler.num_steps, drawn, sampler.threshold is not None)
     plan, pointers = _plans.find(
@@ -55,8 +54,7 @@ def run(
         check,
         lambda views, aligned: StepPlan(library, views, aligned, *of_plan),
     )
-    _refuse_gradient(library, x, predicted, noise)
-    table = sampler.table("coefficients", x, lambda: sampler.coefficients)
+    table = sampler.table("coefficients", x, sampler.coefficients.copy)
     limits = None
     if sampler.threshold is not None:
 
@@ -69,14 +67,6 @@ def run(
                 return _thresholds(sampler.threshold, library, of_model, x, predicted)
 
     return (plan(x, pointers, library.pointer(table), limits, (seed or 0, number or 0)),)
-
-
-def _refuse_gradient(library: Any, *arrays: Array | None) -> None:
-    if library.wants_gradient(*arrays):
-        raise NotImplementedError(
-            f"{FUNCTION}: has no gradient, call it under torch.no_grad(), "
-            "got a tensor that requires one"
-        )
 
 
 def _on_cpu(
@@ -157,12 +147,13 @@ def _check(
         "step": Spec(shapes, "int32 or int64", optional=True, instead="an integer"),
         "seed": Spec(batch, "int64", optional=True, instead="an integer"),
     }
-    views = views_of(FUNCTION, library, specs, (x, predicted, noise, steps, seeds))
+    views = views_of(FUNCTION, library, specs, (x, predicted, noise, steps, seeds), plain=True)
     if seeds is not None and not batch:
         fact = "seed must be an integer beside an x without dimensions"
         raise ValueError(f"{FUNCTION}: {fact}, got an array {views['seed'].shape}")
-    dense = dense_like(views["x"])
-    if batch and batch[0] > 1 and 0 not in views["x"].shape and dense[0] != max(dense):
+    shape, strides = views["x"].shape, dense_like(views["x"])
+    outermost = max((step for size, step in zip(shape, strides) if size > 1), default=0)
+    if batch and batch[0] > 1 and 0 not in shape and strides[0] != outermost:
         fact = "the first dimension of x must be the outermost one in memory"
         raise ValueError(f"{FUNCTION}: {fact}, got strides {views['x'].strides}")
     return views

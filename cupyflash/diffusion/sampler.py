@@ -4,11 +4,11 @@ import math
 import numbers
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 
-from ..runtime.array import Array, library_of
+from ..runtime.array import Array, ArrayT, library_of
 from ..runtime.checks import is_integer
 from ..runtime.operation import Operation
 from ..runtime.structs import header
@@ -40,11 +40,12 @@ class DiffusionSampler:
       (arXiv:2205.11487). It sorts each sample, which takes much longer than the step itself.
 
     Tables are copied to a device at their first use there and stay; call `step` and `embeddings`
-    once before a CUDA graph is captured.
+    once before a CUDA graph is captured. Copies and pickles of a sampler make their own.
 
     Attributes:
         timesteps: training steps, descending.
-        coefficients: float32 (num_steps, 6), see ``DiffusionCoefficients`` in diffusion/params.cuh.
+        coefficients: float32 (num_steps, 6), see ``DiffusionCoefficients`` in diffusion/params.cuh;
+            it cannot be written to, since devices may already have a copy.
         threshold: (quantile, largest threshold) of thresholding, or None.
 
     Raises:
@@ -54,7 +55,7 @@ class DiffusionSampler:
 
     def __init__(
         self,
-        timesteps: Sequence[int],
+        timesteps: Sequence[int] | numpy.ndarray,
         coefficients: numpy.ndarray,
         *,
         threshold: tuple[float, float] | None = None,
@@ -71,17 +72,25 @@ class DiffusionSampler:
             raise ValueError(f"{function}: {fact}, got {shape}")
         flat = numbers_of(function, "coefficients", numpy.asarray(coefficients).ravel())
         self.coefficients = flat.reshape(-1, 6).astype("float32")
+        self.coefficients.flags.writeable = False
         self.threshold = _checked_threshold(function, threshold)
         self._tables: dict[Any, Array] = {}
         self._noisy = (self.coefficients[:, -1] != 0).tolist()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tables": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.coefficients.flags.writeable = False
+
     @classmethod
     def ddpm(
         cls,
-        betas: Sequence[float],
+        betas: Sequence[float] | numpy.ndarray,
         num_steps: int | None = None,
         *,
-        variance: str = "small",
+        variance: Literal["small", "large"] = "small",
         **options: Any,
     ) -> "DiffusionSampler":
         """The ancestral sampler of arXiv:2006.11239, equations 7 and 11.
@@ -113,7 +122,7 @@ class DiffusionSampler:
     @classmethod
     def ddim(
         cls,
-        betas: Sequence[float],
+        betas: Sequence[float] | numpy.ndarray,
         num_steps: int | None = None,
         *,
         eta: float = 0.0,
@@ -166,14 +175,14 @@ class DiffusionSampler:
 
     def step(
         self,
-        x: Array,
+        x: ArrayT,
         predicted: Array,
         step: int | Array,
         *,
         noise: Array | None = None,
         seed: int | Array | None = None,
         clip: float | None = None,
-    ) -> Array:
+    ) -> ArrayT:
         """x one step less noisy, in one launch; no gradients. torch.compile breaks its graph here.
 
         Args:
@@ -207,34 +216,46 @@ class DiffusionSampler:
         arrays, options = (x, predicted, noise, step, seeds), (number, seed, clip)
         return STEP(dispatch.FUNCTION, arrays, (self, *options))[0]
 
-    def embeddings(self, dim: int, *, like: Array, **options: Any) -> Array:
+    def embeddings(self, dim: int, *, like: ArrayT, **options: Any) -> ArrayT:
         """`timestep_embeddings` of the steps, float32 (num_steps, dim), on the device of ``like``.
 
-        Computed at the first call and kept; row i belongs to step i.
+        Row i belongs to step i. They are computed at the first call and kept; each call returns a
+        copy. torch.compile breaks its graph here.
 
         Raises:
             TypeError: ``like`` is no NumPy, CuPy or torch array.
             ValueError: dim.
         """
-        if library_of(like) is None:
-            fact = "like must be a NumPy, CuPy or torch array"
-            got = type(like).__name__
-            raise TypeError(f"DiffusionSampler.embeddings: {fact}, got {got}")
-        key = repr((dim, *sorted(options.items())))
-        return self.table(key, like, lambda: timestep_embeddings(self.timesteps, dim, **options))
+        given = (dim, *sorted(options.items()))
+        return EMBEDDINGS("DiffusionSampler.embeddings", (like,), (self, given))[0]
 
     def adds_noise(self, step: int | None) -> bool:
         """Whether a step, or with None any of them, adds noise."""
         return any(self._noisy) if step is None else self._noisy[step]
 
     def table(self, key: Any, like: Array, make: Any) -> Array:
-        """What ``make`` returns, on the device of ``like``; made and copied at the first use."""
+        """What ``make`` returns, on the device of ``like``; made and copied at the first use.
+
+        Nobody may write to it, and torch must not track the call.
+        """
         library = library_of(like)
         place = (key, library, library.device(like))
         table = self._tables.get(place)
         if table is None:
             table = self._tables[place] = library.put(make(), like)
         return table
+
+
+def _embeddings(
+    function: str, library: Any, arrays: tuple[Array], options: tuple[DiffusionSampler, tuple]
+) -> tuple[Array]:
+    """A copy of the table, or within modes and transforms of torch one that is not kept."""
+    (like,), (sampler, given) = arrays, options
+    dim, *more = given
+    make = lambda: timestep_embeddings(sampler.timesteps, dim, **dict(more))  # noqa: E731
+    if library.traced(like):
+        return (library.put(make(), like),)
+    return (library.copy(sampler.table(repr(given), like, make)),)
 
 
 def _checked_threshold(function: str, threshold: Any) -> tuple[float, float] | None:
@@ -250,3 +271,4 @@ def _checked_threshold(function: str, threshold: Any) -> tuple[float, float] | N
 
 
 STEP = Operation(dispatch.run)
+EMBEDDINGS = Operation(_embeddings, native="like")

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy
 
@@ -17,7 +17,7 @@ SPACINGS = ("leading", "trailing", "linspace")
 
 
 def beta_schedule(
-    kind: str,
+    kind: Literal["linear", "scaled_linear", "cosine"],
     num_steps: int,
     *,
     beta_start: float = 1e-4,
@@ -155,7 +155,10 @@ class Levels(NamedTuple):
 
 
 def levels(
-    function: str, betas: Sequence[float], num_steps: int | None, given: dict[str, Any]
+    function: str,
+    betas: Sequence[float] | numpy.ndarray,
+    num_steps: int | None,
+    given: dict[str, Any],
 ) -> Levels:
     """The levels of a call.
 
@@ -203,7 +206,7 @@ def _timesteps(training_steps: int, num_steps: int, options: Options) -> numpy.n
 
 
 def timestep_embeddings(
-    timesteps: Sequence[int],
+    timesteps: Sequence[float] | numpy.ndarray,
     dim: int,
     *,
     max_period: float = 10000.0,

@@ -6,7 +6,7 @@ the inputs, statistics that of the computation. Nothing is checked here.
 
 import numpy
 
-from ..norm.reference import ACTIVATIONS
+from ..norm.reference import ACTIVATIONS, sum_over
 from ..runtime.array import compute_dtype
 
 Array = numpy.ndarray
@@ -44,7 +44,7 @@ def group_norm_backward(
     means = g.mean(-1, keepdims=True), (g * n).mean(-1, keepdims=True)
     dx = (stats[..., 1:] * (g - means[0] - n * means[1])).reshape(x.shape)
     axes = (0, *range(2, x.ndim))
-    dweight, dbias = (dz * normal).sum(axes), dz.sum(axes)
+    dweight, dbias = sum_over(dz * normal, axes), sum_over(dz, axes)
     return _like(dx, x), dweight.astype(weight.dtype), dbias.astype(weight.dtype)
 
 

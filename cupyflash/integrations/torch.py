@@ -30,7 +30,8 @@ def register() -> None:
     if register_impl is None:
         raise ImportError(
             "cupyflash.integrations.torch.register: needs torch 2.11 or newer, for "
-            f"torch.nn.attention.register_flash_attention_impl, got {torch.__version__}"
+            f"torch.nn.attention.register_flash_attention_impl, got {torch.__version__}; "
+            "pip install 'torch>=2.11'"
         )
     register_impl(NAME, register_fn=Activation)
 

@@ -5,6 +5,7 @@
 are loaded (transformers_models.py).
 """
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -17,7 +18,10 @@ from . import transformers_mask
 from .transformers_mask import FUNCTION, Mask, Pattern, mask
 from .transformers_models import NAME, check_when_loaded
 
-NEEDED = "transformers 5.4 or newer"
+NEEDED = "needs transformers 5.4 or newer"
+PIP_LINE = "pip install 'transformers>=5.4'"
+# transformers.utils.output_capturing, once `register` has found it; older versions have none.
+capturing: Any = None
 
 # The `others` of `attention`: the window, and what changes nothing in the result of a layer.
 OTHERS = {"sliding_window", "output_attentions", "position_ids"}
@@ -34,9 +38,13 @@ def register() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
         from transformers import masking_utils as masks
     except ImportError as error:
-        raise ImportError(f"{FUNCTION}.register: needs {NEEDED}, got: {error}") from error
+        raise ImportError(f"{FUNCTION}.register: {NEEDED}, got: {error}; {PIP_LINE}") from error
     if "q_length" not in inspect.signature(masks.sdpa_mask).parameters:
-        raise ImportError(f"{FUNCTION}.register: needs {NEEDED}, got {transformers.__version__}")
+        got = transformers.__version__
+        raise ImportError(f"{FUNCTION}.register: {NEEDED}, got {got}; {PIP_LINE}")
+    global capturing
+    with contextlib.suppress(ImportError):
+        from transformers.utils import output_capturing as capturing
     check_when_loaded(PreTrainedModel, OTHERS | inspect.signature(attention).parameters.keys())
     transformers_mask.masks = masks
     AttentionInterface.register(NAME, attention)
@@ -86,13 +94,19 @@ def attention(
             the rest of `OTHERS`. Models that hand over anything else raise when they are loaded.
 
     Raises:
-        NotImplementedError: a paged cache, ``block_indices``, ``sinks``, ``indices`` with an
-            additive mask; packed sequences with ``indices``, a ``position_bias``, padding, or a
-            mask that is neither causal nor sliding; and as `cupyflash.attention`.
+        NotImplementedError: ``output_attentions``, a paged cache, ``block_indices``, ``sinks``,
+            ``indices`` with an additive mask; packed sequences with ``indices``, a
+            ``position_bias``, padding, or a mask that is neither causal nor sliding; and as
+            `cupyflash.attention`.
         TypeError, ValueError: a mask of another rank, a causal layer without a mask that has more
             or fewer keys than queries, no mask and no word of ``is_causal``, and as
             `cupyflash.attention`.
     """
+    if others.get("output_attentions") or _weights_are_captured():
+        raise NotImplementedError(
+            f"{FUNCTION}: output_attentions must be False, as no attention weights are in memory, "
+            'allowed with them is attn_implementation="eager", got True'
+        )
     _refuse(cache, "paged caches (continuous batching)", "the dynamic and the static cache")
     _refuse(block_indices, "block_indices (keys selected in blocks)", "indices of keys, and masks")
     _refuse(sinks, "sinks of each query", "s_aux, a sink for each head")
@@ -127,6 +141,17 @@ def attention(
         arrays = (*arrays, *extras)
     out, _ = FORWARD(FUNCTION, arrays, (plain_options(FUNCTION, options), False))
     return out, None
+
+
+def _weights_are_captured() -> bool:
+    """Whether the model, which may not hand `output_attentions` down, collects attention weights.
+
+    torch.compile cannot trace the look-up.
+    """
+    collector = getattr(capturing, "_active_collector", None)
+    if collector is None or torch.compiler.is_compiling():
+        return False
+    return any(name.endswith("attentions") for name in collector.get() or ())
 
 
 def _refuse(argument: Any, what: str, allowed: str) -> None:

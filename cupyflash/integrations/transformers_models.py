@@ -3,7 +3,8 @@
 transformers accepts any registered name for any model. One that multiplies its matrices itself
 would silently go on doing so, with a mask made for somebody else; one that hands over an argument
 which the attention function does not know would lose what that argument says. Both raise when they
-are loaded. What a class of models does is read from the source of its module.
+are loaded. What a class of models does is read from the source of its module. So do models whose
+heads are too wide for the kernels, and those whose configuration asks for the attention weights.
 """
 
 import ast
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterator, Set
 from typing import Any
 
+from ..attention.checks import MAX_HEAD_DIM
 from .transformers_mask import FUNCTION
 
 # A name with "flash" in it sends many models through paths that are meant for flash-attn.
@@ -38,12 +40,14 @@ def check_when_loaded(base: type, known: Set[str]) -> None:
     if getattr(base, "_cupyflash_checks", False):
         return
     adjust, assign = base._check_and_adjust_attn_implementation, base.set_attn_implementation
+    post_init = base.post_init
 
     @functools.wraps(adjust)
     def checked_adjust(self: Any, attn_implementation: Any, *others: Any, **options: Any) -> Any:
         _check_name(attn_implementation)
         if attn_implementation == NAME:
             _check_model(type(self), base, known)
+            _check_wishes(type(self), self.config)
         return adjust(self, attn_implementation, *others, **options)
 
     @functools.wraps(assign)
@@ -51,15 +55,27 @@ def check_when_loaded(base: type, known: Set[str]) -> None:
         requests = list(_requests(self.config, attn_implementation))
         for _, requested in requests:
             _check_name(requested)
-        configs = [id(config) for config, requested in requests if requested == NAME]
+        configs = {id(config): config for config, requested in requests if requested == NAME}
+        for config in configs.values():
+            _check_wishes(type(self), config)
         for module in self.modules():
-            everywhere = attn_implementation == NAME
-            if isinstance(module, base) and (everywhere or id(module.config) in configs):
-                _check_model(type(module), base, known)
+            if attn_implementation == NAME or id(getattr(module, "config", None)) in configs:
+                _check_heads(type(self), module)
+                if isinstance(module, base):
+                    _check_model(type(module), base, known)
         return assign(self, attn_implementation, *others, **options)
+
+    @functools.wraps(post_init)
+    def checked_post_init(self: Any) -> None:
+        for module in self.modules():
+            config = getattr(module, "config", self.config)
+            if getattr(config, "_attn_implementation", None) == NAME:
+                _check_heads(type(self), module)
+        post_init(self)
 
     base._check_and_adjust_attn_implementation = checked_adjust
     base.set_attn_implementation = checked_assign
+    base.post_init = checked_post_init
     base._cupyflash_checks = True
 
 
@@ -101,6 +117,26 @@ def _check_model(model: type, base: type, known: Set[str]) -> None:
         'interface, allowed is attn_implementation="eager" (or "sdpa", where the model has it), '
         f'for this part alone with a dict such as {parts}, got "{NAME}"'
     )
+
+
+def _check_wishes(model: type, config: Any) -> None:
+    if getattr(config, "output_attentions", False):
+        raise ValueError(
+            f"{model.__name__}: output_attentions of {type(config).__name__} must be False, as "
+            f'there are no attention weights with "{NAME}", allowed with them is '
+            'attn_implementation="eager", got True'
+        )
+
+
+def _check_heads(model: type, module: Any) -> None:
+    """Raises ValueError for a layer of attention with wider heads than the kernels have."""
+    head_dim, layer = getattr(module, "head_dim", 0), type(module).__name__
+    if "Attention" in layer and isinstance(head_dim, int) and head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f'{model.__name__}: head_dim of {layer} must be at most {MAX_HEAD_DIM} for "{NAME}", '
+            'allowed is attn_implementation="sdpa" or "eager", for this part alone with a dict '
+            f"that names it, got {head_dim}"
+        )
 
 
 def _modules(model: type, base: type) -> list[str]:

@@ -1,13 +1,14 @@
 """Run-time compilation: a kernel configuration becomes a function on a GPU.
 
-===========  ===================================================================
-sources.py   where ``cuda_src`` is, and the digest of the code that a kernel includes
-compiler.py  architectures, and NVRTC: one configuration to one cubin
-cache.py     the folder of compiled kernels
-builder.py   look up, else compile and publish; load on a device; PTX and SASS beside the cubin
-pool.py      many kernels at once, in processes, without a GPU
-messages.py  texts that are logged and printed
-===========  ===================================================================
+============  ===================================================================
+sources.py    where ``cuda_src`` is, and the digest of the code that a kernel includes
+compiler.py   architectures, and NVRTC: one configuration to one cubin
+cache.py      the folder of compiled kernels
+ownership.py  who can change what is in a folder
+builder.py    look up, else compile and publish; load on a device; PTX and SASS beside the cubin
+pool.py       many kernels at once, in processes, without a GPU
+messages.py   texts that are logged and printed
+============  ===================================================================
 
 CuPy is imported when NVRTC or a device is first needed, not before.
 """

@@ -7,6 +7,7 @@ one rename, so nobody sees half of one; a checksum in meta.json finds what was d
 """
 
 import atexit
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,9 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .. import environment
+from . import ownership
 
 UNFINISHED = ".building-"
 _NAME = re.compile(r"\w+\.sm_\d+[af]?\.[0-9a-f]{16}")
+
+_MEMORY = "/dev/shm"  # Linux has a file system in memory there
 
 _private: Path | None = None  # this process's own folder, once the cache could not be written
 
@@ -74,7 +78,7 @@ def lookup(name: str) -> Built | None:
         folder = cache_dir()
     except UnsafeCacheError:  # `publish` says so, once
         folder = None
-    folders = filter(None, (folder, _private))
+    folders = filter(None, (folder, _private_now()))
     return next(filter(None, (read_entry(folder / name) for folder in folders)), None)
 
 
@@ -83,7 +87,10 @@ def publish(name: str, built: Built, cubin: bytes, stub: str) -> Built:
 
     Where the cache folder cannot be written or is not safe (that of another user, mounted into a
     container), entries go to a private temporary folder that is removed when the process ends, with
-    one warning.
+    one warning. Where there is no room for that either, the private folder is in memory.
+
+    Raises:
+        OSError: none of these can be written.
     """
     if _private is None:
         try:
@@ -96,18 +103,30 @@ def publish(name: str, built: Built, cubin: bytes, stub: str) -> Built:
                 RuntimeWarning,
                 stacklevel=2,
             )
-    return _write(_private_folder() / name, built, cubin, stub)
+    reasons = []
+    for directory in (None, _MEMORY):
+        try:
+            return _write(_private_folder(directory) / name, built, cubin, stub)
+        except OSError as error:
+            reasons.append(error)
+    fact = "a compiled kernel must be kept in the cache or in a folder of temporary files"
+    raise OSError(
+        f"cupyflash: {fact}, got {reasons[0]}; set CUPYFLASH_CACHE_DIR or TMPDIR to a folder with "
+        "room that you can write to"
+    ) from reasons[0]
 
 
 def read_entry(folder: Path) -> Built | None:
-    """The entry in this folder; None if it is absent or damaged."""
-    path = folder / "kernel.cubin"
+    """The entry in this folder; None if it is absent or damaged, or if others can change it."""
+    path, meta_path = folder / "kernel.cubin", folder / "meta.json"
     try:
-        meta = json.loads((folder / "meta.json").read_bytes())
+        if any(map(ownership.fault, (folder, path, meta_path))):
+            return None
+        meta = json.loads(meta_path.read_bytes())
         if meta.pop("sha256") != _checksum(meta, path.read_bytes()):
             return None
         return Built(path=path, **{**meta, "warnings": tuple(meta["warnings"])})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
@@ -140,6 +159,13 @@ def _rename(temporary: Path, folder: Path, names: tuple[str, ...]) -> None:
     except OSError:
         if read_entry(folder) is not None:  # another process was first
             return
+        if not os.path.lexists(folder):
+            raise
+        if not folder.is_dir() or ownership.fault(folder):  # nobody loads from it
+            unsafe = folder.rename(f"{temporary}-unsafe")
+            temporary.rename(folder)
+            _delete(unsafe)
+            return
         # Damaged: mend it file by file, because others may be about to load that very path.
         for name in names:
             os.replace(temporary / name, folder / name)
@@ -149,64 +175,107 @@ def _checksum(meta: dict[str, object], cubin: bytes) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode() + cubin).hexdigest()
 
 
-def require_writable() -> None:
-    """Create the cache folder; an OSError where nothing can be written to it."""
+def require_writable() -> Path:
+    """Create the cache folder and return it; an OSError where nothing can be written to it."""
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=UNFINISHED, dir=_create()))
+        folder = _create()
+        with tempfile.NamedTemporaryFile(prefix=UNFINISHED, dir=folder) as file:
+            file.write(bytes(4096))  # a full disk may have room for an empty file
     except OSError as error:
         fact = "the cache folder must be one that you can write to"
         text = f"cupyflash: {fact}, got {environment.current().cache_dir} ({error})"
         raise OSError(f"{text}; set CUPYFLASH_CACHE_DIR to another folder") from error
+    return folder
 
 
 def entries() -> list[Built]:
     """The healthy entries of the cache folder, by name."""
-    return [built for path in _folders(_NAME.fullmatch) if (built := read_entry(path))]
+    return [built for path in _paths(_NAME.fullmatch) if (built := read_entry(path))]
 
 
 def clear() -> int:
-    """Delete all entries, also damaged and unfinished ones; returns how many were deleted."""
-    doomed = _folders(lambda name: _NAME.fullmatch(name) or name.startswith(UNFINISHED))
+    """Delete all entries, also damaged and unfinished ones; returns how many were deleted.
+
+    Of a symbolic link, the link alone is deleted.
+    """
+    doomed = _paths(lambda name: _NAME.fullmatch(name) or name.startswith(UNFINISHED))
     for path in doomed:
-        shutil.rmtree(path)
+        _delete(path)
     return len(doomed)
 
 
-def _folders(wanted: Callable[[str], object]) -> list[Path]:
+def _delete(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another process deletes it, too
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _paths(wanted: Callable[[str], object]) -> list[Path]:
     root = cache_dir()
     if root is None or not root.is_dir():
         return []
-    return sorted(path for path in root.iterdir() if wanted(path.name) and path.is_dir())
+    return sorted(path for path in root.iterdir() if wanted(path.name))
 
 
 def _create() -> Path:
     folder = cache_dir()
     if folder is None:
         raise OSError("you have no home folder")
-    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    for path in (*reversed(folder.parents), folder):
+        path.mkdir(mode=0o755, exist_ok=True)  # whatever the umask, those above, too
     _refuse_shared(folder)  # another may have created it just now
     return folder
 
 
-def _private_folder() -> Path:
+def _private_now() -> Path | None:
+    """The private folder, if it is still there and still ours.
+
+    A cleaner of temporary files may have removed it, and made room for somebody else's.
+    """
+    with contextlib.suppress(OSError):
+        if _private and not ownership.fault(_private):
+            return _private
+    return None
+
+
+def _private_folder(directory: str | None) -> Path:
+    """The private folder, made anew where it is gone.
+
+    Args:
+        directory: where it must be; None for that of temporary files, or wherever it is now.
+    """
     global _private
-    if _private is None:
-        _private = Path(tempfile.mkdtemp(prefix="cupyflash-"))
-        atexit.register(shutil.rmtree, _private, ignore_errors=True)
-    return _private
+    folder = _private_now()
+    if folder is None or directory not in (None, str(folder.parent)):
+        folder = _private = Path(tempfile.mkdtemp(prefix="cupyflash-", dir=directory))
+        atexit.register(_remove, folder, os.getpid())
+    return folder
+
+
+def _remove(folder: Path, process: int) -> None:
+    """Remove the private folder of a process, unless this is a child that was forked from it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refuse_shared(folder: Path) -> None:
-    if os.name == "nt":  # there the user's folders are private, and modes say nothing
-        return
     try:
-        status = folder.stat()
-    except OSError:  # absent or out of reach: nothing will be loaded from it
+        fault = ownership.fault(folder.resolve(strict=True))
+        fault_above = ownership.fault_above(folder)
+    except (OSError, RuntimeError):  # absent, out of reach, a loop of links: nothing is loaded
         return
-    if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+    if fault:
         raise UnsafeCacheError(
             f"cupyflash: the cache folder {folder} must belong to you or root and be writable by "
-            f"its owner alone, because it holds code; got mode {status.st_mode & 0o7777:o}, owner "
-            f"{status.st_uid}, and you are user {os.geteuid()}. Mend it (chown, chmod go-w) or set "
-            "CUPYFLASH_CACHE_DIR to another folder"
+            f"its owner alone, because it holds code; got {fault}, and you are user "
+            f"{os.geteuid()}. Mend it (chown, chmod go-w) or set CUPYFLASH_CACHE_DIR to another "
+            "folder"
+        )
+    if fault_above:
+        raise UnsafeCacheError(
+            f"cupyflash: the cache folder {folder} must be where others cannot replace it, because "
+            f"it holds code; got {fault_above} above it. Mend that (chmod go-w, or chmod +t as "
+            "/tmp has it) or set CUPYFLASH_CACHE_DIR to another folder"
         )

@@ -3,12 +3,16 @@
 import ctypes
 import dataclasses
 import functools
+import importlib.util
+import os
+import sys
 import tempfile
 import time
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
+from .. import packages
 from . import sources
 
 # No -ftz and no fast-math. Adds and multiplications of denormals cost nothing on these GPUs; what
@@ -21,10 +25,10 @@ FLAGS = ("-std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
 # Cubins of the integrated (Jetson, DRIVE) GPUs are not promised to run on others.
 _INTEGRATED = (53, 62, 72, 87, 101)
 
-_MISSING = (
-    "cupyflash: compiling a kernel needs CuPy and NVRTC, {reason}; "
-    "pip install 'cupyflash[cuda12]' (CUDA 13 driver: 'cupyflash[cuda13]')"
-)
+_MISSING = "cupyflash: compiling a kernel needs CuPy and NVRTC, {reason}; {pip_line}"
+
+
+CUPY_FOLDER_REMEDY = "set CUPY_CACHE_DIR to a folder that you can write to"
 
 
 class Kernel(Protocol):
@@ -74,15 +78,39 @@ class Compiled:
 
 
 def nvrtc() -> ModuleType:
-    """CuPy's binding of NVRTC; an ImportError that names the pip line where either is missing."""
+    """CuPy's binding of NVRTC.
+
+    Raises:
+        ImportError: either is missing, and the text names the pip line; or `cupy_folder_problem`.
+    """
+    if problem := cupy_folder_problem():
+        raise ImportError(f"cupyflash: {problem}; {CUPY_FOLDER_REMEDY}")
     try:
         from cupy.cuda import nvrtc as module
 
         module.getVersion()  # CuPy opens the library at the first call
     except (ImportError, OSError, RuntimeError) as error:
         reason = "CuPy is not installed" if _lacks_cupy(error) else f"got {error}"
-        raise ImportError(_MISSING.format(reason=reason)) from error
+        line = packages.cuda_line()
+        raise ImportError(_MISSING.format(reason=reason, pip_line=line)) from error
     return module
+
+
+def cupy_folder_problem() -> str:
+    """Why CuPy cannot be imported for lack of a folder, or "".
+
+    It creates the folder of its own kernels when it is imported. If that fails in the middle of the
+    import, CuPy cannot be imported later in this process either: so it is tried before, as CuPy
+    does it.
+    """
+    if "cupy" in sys.modules or not importlib.util.find_spec("cupy"):
+        return ""
+    folder = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        return f"CuPy must be able to create the folder of its own kernels, {folder}, got {error}"
+    return ""
 
 
 @functools.cache
@@ -147,8 +175,12 @@ def _whole(cubin: bytes) -> bytes:
 
 
 def _keep(name: str, text: str) -> str:
-    path = Path(tempfile.mkdtemp(prefix=f"cupyflash-{name}-")) / "stub.cu"
-    path.write_text(text, encoding="utf-8")
+    """Where the text is kept; why it is nowhere, as the log of the compiler matters more."""
+    try:
+        path = Path(tempfile.mkdtemp(prefix=f"cupyflash-{name}-")) / "stub.cu"
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        return f"no file ({error})"
     return str(path)
 
 
@@ -178,9 +210,9 @@ def target_arch(capability: tuple[int, int]) -> str:
     usable = [a for a in known if a // 10 == capability[0] and a < wanted and a not in _INTEGRATED]
     if usable:
         return arch_of(divmod(max(usable), 10))
-    extra = "cuda13" if wanted > max(known) else "cuda12"
+    line = packages.pip_line("cuda13" if wanted > max(known) else "cuda12")
     raise RuntimeError(
         f"cupyflash: NVRTC {version()} compiles for compute capability "
         f"{', '.join(f'{a // 10}.{a % 10}' for a in known)}, this GPU has "
-        f"{capability[0]}.{capability[1]}; pip install --upgrade 'cupyflash[{extra}]'"
+        f"{capability[0]}.{capability[1]}; {line}"
     )

@@ -47,7 +47,7 @@ def build_all(tasks: Iterable[Task], jobs: int | None = None, progress: bool = T
     tasks = list(dict.fromkeys(tasks))
     if environment.current().no_jit:
         raise RuntimeError("warmup: CUPYFLASH_NO_JIT must be 0 or unset, got 1")
-    cache.require_writable()
+    folder = cache.require_writable()
     lacking = missing(tasks)
     cached = set(tasks).difference(lacking)
     jobs = min(jobs or cores(), len(lacking))
@@ -63,6 +63,11 @@ def build_all(tasks: Iterable[Task], jobs: int | None = None, progress: bool = T
     ):
         for task, (built, compiled) in finished:
             results[task] = built
+            if built.path.parent.parent != folder:  # a private one, of a process that ends
+                raise OSError(
+                    f"warmup: the cache folder {folder} must have room for all kernels, got a "
+                    f"failure to write {task[0].expression} for {task[1]}"
+                )
             if compiled:
                 messages.compiled(built, terminal=False)
             messages.details(built, compiled)

@@ -1,13 +1,15 @@
 """Projections: products of matrices with norm, bias, activation and residual in the same launch."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from ..runtime.array import Array
+from ..runtime.array import Array, ArrayT
 from ..runtime.checks import plain_flag, plain_integer, plain_real
 from .checks import MAX_SIZE
 from .kernels import ACTIVATIONS
 from .plan import PROJECTION
 from .reference import Arrays, Options
+
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu"] | None
 
 
 class Norm(NamedTuple):
@@ -43,14 +45,14 @@ class Rotary(NamedTuple):
 
 
 def linear(
-    x: Array,
+    x: ArrayT,
     weight: Array,
     bias: Array | None = None,
     *,
-    activation: str | None = None,
+    activation: Activation = None,
     residual: Array | None = None,
     norm: Norm | None = None,
-) -> Array:
+) -> ArrayT:
     """activation(norm(x) weight^T + bias) + residual; sums in float32, rounded once.
 
     Arrays are those that `cupyflash.attention` takes. Last dimensions are contiguous, other strides
@@ -85,7 +87,7 @@ def linear(
 
 
 def mlp(
-    x: Array,
+    x: ArrayT,
     up_weight: Array,
     down_weight: Array,
     up_bias: Array | None = None,
@@ -93,10 +95,10 @@ def mlp(
     *,
     gate_weight: Array | None = None,
     gate_bias: Array | None = None,
-    activation: str | None = "gelu",
+    activation: Activation = "gelu",
     residual: Array | None = None,
     norm: Norm | None = None,
-) -> Array:
+) -> ArrayT:
     """hidden down_weight^T + down_bias + residual, hidden = activation(h up_weight^T + up_bias).
 
     h is norm(x). With a gate hidden = activation(h gate_weight^T + gate_bias) * (h up_weight^T +
@@ -132,7 +134,7 @@ def mlp(
 
 
 def qkv_projection(
-    x: Array,
+    x: ArrayT,
     weight: Array,
     bias: Array | None = None,
     *,
@@ -140,7 +142,7 @@ def qkv_projection(
     heads_kv: int | None = None,
     norm: Norm | None = None,
     rotary: Rotary | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[ArrayT, ArrayT, ArrayT]:
     """q, k and v of norm(x) weight^T + bias, as `cupyflash.attention` reads them; q and k rotated.
 
     Arrays and gradients as in `cupyflash.linear`.

@@ -8,11 +8,14 @@ training; `policy_sampling.ActionSampler` runs it when it is trained.
 Source of the architecture: Chi et al., Diffusion Policy, arXiv:2303.04137.
 """
 
-import torch
-from torch import nn
-from torch.nn import functional
-
 import cupyflash
+
+from ..packages import importing
+
+with importing(__name__, "torch>=2.4"):
+    import torch
+    from torch import nn
+    from torch.nn import functional
 
 
 class GroupNormMish(nn.GroupNorm):

@@ -10,17 +10,20 @@ convolution is one `cupyflash.linear`, with no copy before it and its bias in th
 
 import functools
 from collections.abc import Callable
-
-import torch
-from torch import nn
-from torch.nn import functional
+from typing import NoReturn
 
 import cupyflash
 
+from ..packages import importing
 from ..runtime.array import library_of
 from ..runtime.launch import Prepared
 from ..runtime.scratch import no_garbage_collected
 from .diffusion_policy import GroupNormMish, PolicyUnet, ResidualBlock
+
+with importing(__name__, "torch>=2.4"):
+    import torch
+    from torch import nn
+    from torch.nn import functional
 
 GAP = 2  # rows of zeros around each sequence: a kernel of 5 reads so many beyond its ends
 ALIGNMENT = 8  # channels: rows of 16 bytes
@@ -185,15 +188,20 @@ class ActionSampler:
         self.sampler, self.clip, self.channels = sampler, clip, model.channels
         self.condition_shape, self.graph = (batch, model.condition), None
         self.shape, self.wants_graph = (batch, model.channels, length), graph
-        with torch.no_grad():
+        # Calls write to this memory: inference tensors could be written in inference mode only.
+        with torch.inference_mode(False), torch.no_grad():
             self._modulation(model, like)
             self._network(model, like)
-        padded = (batch, length, self.input.channels)
-        self.start = torch.zeros(padded, device=like.device).transpose(1, 2)
-        self.noise = None
-        if sampler.adds_noise(None):
-            noise = torch.empty((sampler.num_steps, *padded), device=like.device)
-            self.noise = noise.transpose(2, 3)
+            padded = (batch, length, self.input.channels)
+            self.start = torch.zeros(padded, device=like.device).transpose(1, 2)
+            self.noise = None
+            if sampler.adds_noise(None):
+                noise = torch.empty((sampler.num_steps, *padded), device=like.device)
+                self.noise = noise.transpose(2, 3)
+
+    def __reduce__(self) -> NoReturn:
+        fact = "cannot be copied or pickled, as its launches know addresses; make another"
+        raise TypeError(f"ActionSampler: {fact} of the same model and sampler")
 
     @torch.no_grad()
     def __call__(

@@ -56,8 +56,17 @@ def norm_backward(
     if dresidual is not None:
         dx += dresidual.astype(wide)
     rows = tuple(range(x.ndim - 1))
-    dweight, dbias = (gradient * normal).sum(rows), gradient.sum(rows)
+    dweight, dbias = sum_over(gradient * normal, rows), sum_over(gradient, rows)
     return dx.astype(x.dtype), dweight.astype(weight.dtype), dbias.astype(weight.dtype)
+
+
+def sum_over(x: Array, axes: tuple[int, ...]) -> Array:
+    """The sum over many rows, in float64.
+
+    NumPy adds up pairwise only what is contiguous. Elsewhere it has one chain of additions, which
+    loses a digit in float32 over thousands of rows.
+    """
+    return x.sum(axes, dtype="float64")
 
 
 def sigmoid(z: Array) -> Array:

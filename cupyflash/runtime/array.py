@@ -6,11 +6,24 @@ them (libraries.py, torch_library.py). Arrays of other libraries are imported by
 
 import contextlib
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy
 
 Array = Any
+
+
+class ArrayLike(Protocol):
+    """What type checkers ask of an array of any library; lists and numbers are none."""
+
+    @property
+    def shape(self) -> Any: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+ArrayT = TypeVar("ArrayT", bound=ArrayLike)  # the type of a caller's arrays, also of the results
 
 SEEDS = 2**63 - 1  # seeds of dropout are drawn from 0 to one less than this
 
@@ -76,8 +89,9 @@ def from_foreign(function: str, x: Array, name: str = "arrays") -> Array:
     Raises:
         TypeError: it is None, a subclass of NumPy's or CuPy's arrays, or speaks neither DLPack nor
             ``__cuda_array_interface__``.
-        NotImplementedError: its library would record a gradient.
+        NotImplementedError: its library would record a gradient, or traces the call.
     """
+    refuse_tracer(function, x, name)
     kind = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}".removeprefix("builtins.")
     for base in (numpy.ndarray, getattr(sys.modules.get("cupy"), "ndarray", numpy.ndarray)):
         if isinstance(x, base):
@@ -101,10 +115,20 @@ def from_foreign(function: str, x: Array, name: str = "arrays") -> Array:
         import cupy
 
         return cupy.asarray(x)
+    hint = " (write numpy.asarray, cupy.asarray or torch.tensor)" * isinstance(x, list | tuple)
     raise TypeError(
         f"{function}: {name} must be NumPy, CuPy or torch arrays, or speak DLPack or "
-        f"__cuda_array_interface__, got {kind}"
+        f"__cuda_array_interface__, got {kind}{hint}"
     )
+
+
+def refuse_tracer(function: str, x: Array, name: str) -> None:
+    """Raises NotImplementedError for what stands for an array within jax.jit, grad and the like."""
+    tracer = getattr(getattr(sys.modules.get("jax"), "core", None), "Tracer", None)
+    if tracer is not None and isinstance(x, tracer):
+        fact = "a call within jax.jit, grad, vmap and the like is not built, allowed is one outside"
+        gradients = "of them (gradients: attention_backward, layer_norm_backward and their kin)"
+        raise NotImplementedError(f"{function}: {fact} {gradients}, got {name} as a tracer of JAX")
 
 
 def to_foreign(result: Array, like: Array) -> Array:

@@ -5,6 +5,7 @@ an array in the key would be compared by its identity, and could be changed in p
 """
 
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy
 
 from .array import Array, device_name, library_of
 
+PACKAGE = __name__.partition(".")[0] + "."
 MAX_BLOCKS = 2**31  # a grid has fewer blocks than this
 PLAIN = (bool, int, float, str)
 # The positive numbers of float32, in which structs hold what is a float here.
@@ -96,6 +98,14 @@ def plain_integer(function: str, name: str, x: Any) -> int:
 def short(x: Any) -> str:
     """A short text for ``x`` in messages."""
     return f"an array {tuple(x.shape)}" if library_of(x) else repr(x)[:60]
+
+
+def callers_level() -> int:
+    """The ``stacklevel`` of a warning that names the line of the user who called the package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals["__name__"].startswith((PACKAGE, "torch.")):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def require_plain(function: str, library: Any, arrays: Sequence[Array]) -> None:

@@ -7,6 +7,7 @@ which tiles.
 import functools
 from typing import NamedTuple
 
+from ..jit import compiler
 from . import driver
 
 Capability = tuple[int, int]  # compute capability: (major, minor)
@@ -75,7 +76,12 @@ def architecture(capability: Capability) -> Architecture:
 
 @functools.cache
 def capability_of(device: int) -> Capability:
-    """The compute capability of a GPU."""
+    """The compute capability of a GPU.
+
+    Raises:
+        ImportError: CuPy or NVRTC is missing. Most calls come here first.
+    """
+    compiler.nvrtc()
     import cupy
 
     return divmod(int(cupy.cuda.Device(device).compute_capability), 10)

@@ -107,6 +107,9 @@ class NumpyLibrary(Library):
         """x in the dtype of ``like``; itself if it has that."""
         return x.astype(like.dtype, copy=False)
 
+    def copy(self, x: Array) -> Array:
+        return x.copy()
+
     def seed(self, value: int, like: Array) -> Array:
         """An int64 array of one element."""
         return numpy.array([value], numpy.int64)
@@ -176,9 +179,12 @@ class CupyLibrary(Library):
         return (x.shape, x.strides, x.dtype.num, x.data.device_id, type(x))
 
     def view(self, x: Array) -> View:
-        """The view. If strides are no multiples of an element, its dtype is one that all refuse."""
+        """The view. If strides are no multiples of an element, its dtype is one that all refuse.
+
+        Those of an axis with one index do not matter, and none without elements.
+        """
         item, dtype = x.itemsize, _name(x.dtype)
-        if any(stride % item for stride in x.strides):
+        if x.size and any(step % item for n, step in zip(x.shape, x.strides) if n > 1):
             dtype += f" at unaligned strides {x.strides}"
         return View(x.shape, tuple(step // item for step in x.strides), dtype, x.data.device_id)
 
@@ -191,7 +197,7 @@ class CupyLibrary(Library):
 
     def pointer(self, x: Array) -> int:
         pointer = x.data.ptr
-        if pointer % 16 and pointer % x.itemsize:
+        if pointer % 16 and pointer % x.itemsize and x.size:
             fact = f"arrays must be aligned to their elements of {x.itemsize} bytes"
             raise ValueError(f"cupyflash: {fact}, got address {pointer:#x}")
         return pointer
@@ -199,6 +205,10 @@ class CupyLibrary(Library):
     @_on_its_device
     def contiguous(self, x: Array) -> Array:
         return self.cupy.ascontiguousarray(x)
+
+    @_on_its_device
+    def copy(self, x: Array) -> Array:
+        return x.copy()
 
     @_on_its_device
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], like: Array) -> Array:

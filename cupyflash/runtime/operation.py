@@ -20,7 +20,7 @@ import numpy
 
 from ..jit import compiler
 from . import driver
-from .array import Array, compiling, from_foreign, library_of, to_foreign
+from .array import Array, compiling, from_foreign, library_of, refuse_tracer, to_foreign
 
 MAX_PLANS = 4096  # a bound on memory, for lengths that change with every call
 
@@ -99,6 +99,7 @@ class Operation:
         """Makes the call on NumPy or CuPy views; results are in the library of the first array."""
         first, names = arrays[self.first], self.names
         if self.native:
+            refuse_tracer(function, first, self.native)
             fact = f"{self.native} must be a NumPy, CuPy or torch array"
             raise TypeError(f"{function}: {fact}, got {type(first).__name__}")
         if first is None:

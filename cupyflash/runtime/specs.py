@@ -14,13 +14,14 @@ Whatever relates two arrays is in the names: of axes, and of the arrays that ano
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .array import Array, View, device_name, library_of
+from .array import Array, View, device_name, library_of, refuse_tracer
 from .checks import require_plain
 from .config import ITEM_SIZE
 from .rows import dense_like, is_contiguous
 
 Axes = tuple[Any, ...]  # lengths, names, and ... for any number of dimensions
 FLOATING = dict.fromkeys(ITEM_SIZE, "")
+INTEGERS = {"int32", "int64"}
 
 
 class Spec(NamedTuple):
@@ -36,6 +37,7 @@ class Spec(NamedTuple):
             and with the axes in memory in the order of those of the first array.
         optional: the array may be None.
         instead: the argument may be this instead of an array, for errors.
+        note: what else an error about the shape should say of the axes.
     """
 
     axes: Axes | list[Axes]
@@ -43,11 +45,15 @@ class Spec(NamedTuple):
     strides: str | int = "contiguous"
     optional: bool = False
     instead: str = ""
+    note: str = ""
 
     @property
     def choices(self) -> list[Axes]:
         """The shapes of which it must have one."""
         return self.axes if isinstance(self.axes, list) else [self.axes]
+
+
+NO_SPECS: Mapping[str, Spec] = {}
 
 
 def views_of(
@@ -93,16 +99,30 @@ def require_library(
     arrays: Mapping[str, Any],
     like: str,
     say: Callable[[str], str] = str,
-    specs: Mapping[str, Spec] | None = None,
+    specs: Mapping[str, Spec] = NO_SPECS,
 ) -> None:
-    """Raises TypeError unless all arrays are of this library, as the one named ``like`` is."""
+    """Raises an error unless all arrays are of this library, as the one named ``like`` is."""
     for name, x in arrays.items():
         if library_of(x) is not library:
-            instead = specs[name].instead if specs else ""
+            refuse_tracer(function, x, say(name))
+            instead = specs[name].instead if name in specs else ""
             allowed = f"{instead} or a {library.name}" if instead else f"a {library.name}"
             got = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
             fact = f"{say(name)} must be {allowed} like {say(like)}"
-            raise TypeError(f"{function}: {fact}, got {got.removeprefix('builtins.')}")
+            got = got.removeprefix("builtins.")
+            if isinstance(x, int | float | list | tuple):
+                dtype = specs[name].dtype if name in specs else ""
+                got += f" (write {_conversion(library.name, say(name), say(like), dtype)})"
+            raise TypeError(f"{function}: {fact}, got {got}")
+
+
+def _conversion(library: str, name: str, like: str, dtype: str) -> str:
+    """Code that makes an array of a library of a list or a number."""
+    if library == "torch.Tensor":
+        dtype = f"dtype=torch.{dtype}, " if dtype in INTEGERS else ""
+        return f"torch.tensor({name}, {dtype}device={like}.device)"
+    dtype = f", dtype='{dtype}'" if dtype in INTEGERS else ""
+    return f"{library.partition('.')[0]}.asarray({name}{dtype})"
 
 
 def check_views(
@@ -182,7 +202,11 @@ class _Checks:
         if dtype not in allowed:
             texts = [f"{x} like {self.say(like)}" if like else x for x, like in allowed.items()]
             fact = " or ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
-            raise TypeError(f"{self.function}: {self.say(name)} must be {fact}, got {dtype}")
+            got = dtype
+            if dtype in INTEGERS and (wanted := INTEGERS & allowed.keys()):
+                got += f" (write {self.say(name)}.to(torch.{min(wanted)}), or .astype"
+                got += f"('{min(wanted)}') of CuPy and NumPy)"
+            raise TypeError(f"{self.function}: {self.say(name)} must be {fact}, got {got}")
 
     def _refuse_device(self, name: str, device: int | str) -> None:
         fact, got = f"{self.say(name)} must be on a CPU or a CUDA device", device
@@ -202,6 +226,7 @@ class _Checks:
             here = " or ".join(_text(choice, self.lengths) for choice in spec.choices)
             names = " or ".join(_text(choice, {}) for choice in spec.choices)
             fact = f"{self.say(name)} must have shape {here}" + f" for {names}" * (here != names)
+            fact += f" {spec.note}" * bool(spec.note)
             beside = "".join(f" beside {self.say(x)} {y.shape}" for x, y in self._related(name))
             raise ValueError(f"{self.function}: {fact}, got {shape}{beside}")
         for axis, length in learned.items():

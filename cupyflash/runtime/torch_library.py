@@ -231,6 +231,9 @@ class TorchLibrary(Library):
     def contiguous(self, x: Array) -> Array:
         return x.contiguous()
 
+    def copy(self, x: Array) -> Array:
+        return x.clone()
+
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], like: Array) -> Array:
         """Uninitialised, with dtype and device of ``like``."""
         if like.stride() == strides and like.shape == shape:
@@ -295,8 +298,12 @@ class TorchLibrary(Library):
         return x.get_device()
 
     def put(self, x: numpy.ndarray, like: Array) -> Array:
-        """A NumPy array on the device of ``like``; ready for every stream, as ``to`` waits."""
-        return self.torch.from_numpy(x).to(like.device)
+        """A NumPy array on the device of ``like``; ready for every stream, as ``to`` waits.
+
+        It may be kept, so it is no inference tensor, even in a call under inference mode.
+        """
+        with self.torch.inference_mode(False):
+            return self.torch.from_numpy(x).to(like.device)
 
 
 class RawStream(NamedTuple):

@@ -19,6 +19,7 @@ from pathlib import Path
 from .. import environment
 from ..jit import compiler
 
+LEAST_ROOM = 4096  # bytes
 Tiles = dict[str, tuple[int, ...]]
 
 
@@ -56,6 +57,25 @@ def save(device: int, key: str, tile: tuple[int, ...] | None) -> Path:
     nobody reads half a file.
 
     Raises:
+        As `require_writable`.
+    """
+    path = require_writable()
+    with _alone(path):
+        tiles = _read(path, device)
+        tiles.pop(key, None)
+        if tile is not None:
+            tiles[key] = tile
+        text = json.dumps({"machine": machine(device), "tiles": tiles}, indent=1)
+        with _written(path, text + "\n") as temporary:
+            os.replace(temporary, path)
+    _tiles.cache_clear()
+    return path
+
+
+def require_writable() -> Path:
+    """The path of the file, whose folder is created, if the file can be written.
+
+    Raises:
         ValueError: the environment allows no file.
         OSError: it cannot be written.
     """
@@ -65,23 +85,31 @@ def save(device: int, key: str, tile: tuple[int, ...] | None) -> Path:
             "tune: CUPYFLASH_TUNING must be a file or unset, and there must be a home folder, "
             f"got {environment.current().tuning or 'no home folder'}"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(path):
-        tiles = _read(path, device)
-        tiles.pop(key, None)
-        if tile is not None:
-            tiles[key] = tile
-        text = json.dumps({"machine": machine(device), "tiles": tiles}, indent=1)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    _tiles.cache_clear()
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A full disk may have room for an empty file.
+        with _alone(path), _written(path, " " * LEAST_ROOM):
+            pass
+    except OSError as error:
+        fact = "the tuning file must be one that you can write"
+        remedy = "set CUPYFLASH_TUNING to another file"
+        raise OSError(f"tune: {fact}, got {path} ({error}); {remedy}") from error
     return path
+
+
+@contextlib.contextmanager
+def _written(path: Path, text: str) -> Iterator[str]:
+    """The name of a temporary file with this text beside ``path``, removed if it is still there."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        yield temporary
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
 
 
 @functools.cache
@@ -96,13 +124,18 @@ def _read(path: Path, device: int) -> Tiles:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return {}
+    except PermissionError as error:
+        # In a home of somebody else: nothing says that there is a file.
+        if environment.current().tuning is None and not os.access(path.parent, os.X_OK):
+            return {}
+        return _none(path, f"it cannot be read ({error})")
     except (OSError, ValueError) as error:
         return _none(path, f"it cannot be read ({error})")
     try:
         content = json.loads(text)
         measured = dict(content["machine"])
         tiles = {key: tuple(map(_integer, numbers)) for key, numbers in content["tiles"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return _none(path, f"it is not what `python -m cupyflash tune --save` writes ({error!r})")
     for name, here in machine(device).items():
         if measured.get(name) != here:

@@ -51,7 +51,7 @@ def hopper(folder: Path, without: str = "") -> Iterator[list[str]]:
 
     emulator = (path.read_bytes() for path in sorted(HERE.iterdir()) if path.is_file())
     folder = folder.absolute() / _digest(without.encode(), *emulator)
-    _copy_sources(folder, without)
+    copy_sources(folder, without)
     with dry_run.hopper(), contextlib.ExitStack() as stack:
         change = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         launched = []
@@ -76,21 +76,26 @@ class Emulated:
         ctypes.memmove(address, params, len(params))
         self.launched.append(self.config.name)
         seed = len(self.launched)
-        failure = self._launch(address, grid[0], block[0], shared_memory, seed)
+        failure = self.launch(address, grid[0], block[0], shared_memory, seed)
         if failure:
             raise RuntimeError(f"{self.config.expression}: {failure.decode()}")
 
     @functools.cached_property
-    def _launch(self) -> Any:
-        text = _text(self.config)
-        digest = _digest(text.encode(), *_sources(self.config.source).values())
-        library = self.folder / f"{digest}.so"
-        if not library.exists():
-            _compile(library, "-shared", "-I.", "-Icuda_src", "-x", "c++", "-", text=text)
-        launch = ctypes.PyDLL(str(library)).launch  # which one thread at a time can call
+    def launch(self) -> Any:
+        """Runs the blocks; a test may put another function in its place."""
+        launch = load(self.folder, _text(self.config), self.config.source).launch
         launch.restype = ctypes.c_char_p
         launch.argtypes = (ctypes.c_void_p, *[ctypes.c_uint] * 2, ctypes.c_size_t, ctypes.c_uint)
         return launch
+
+
+def load(folder: Path, text: str, *names: str) -> ctypes.PyDLL:
+    """A program that includes these files of `cuda_src`; a folder of `copy_sources` has both."""
+    digest = _digest(text.encode(), *(x for name in names for x in _sources(name).values()))
+    library = folder / f"{digest}.so"
+    if not library.exists():
+        _compile(library, "-shared", "-I.", "-Icuda_src", "-x", "c++", "-", text=text)
+    return ctypes.PyDLL(str(library))  # which one thread at a time can call
 
 
 def _digest(*parts: bytes) -> str:
@@ -132,10 +137,10 @@ def _text(config: Any) -> str:
     )
 
 
-def _copy_sources(folder: Path, without: str) -> None:
+def copy_sources(folder: Path, without: str = "") -> None:
     """The language, and cuda_src with ptx.h in the place of the instructions."""
     root = sources.root()
-    for name in ("cuda.h", "ptx.h"):
+    for name in ("cuda.h", "ptx.h", "turns.h"):
         _write(folder / name, (HERE / name).read_text())
     if not (folder / "cuda.h.gch").exists():  # the C++ library takes a second for each kernel
         _compile(folder / "cuda.h.gch", "-x", "c++-header", str(folder / "cuda.h"))

@@ -346,6 +346,7 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned __int128>(a) * b >> 64;
 }
+inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 
 // Byte number i of the result is that of (b, a) which the hexadecimal digit i of s names.
@@ -357,6 +358,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
 }
 
 inline void __threadfence() {}
+inline void __threadfence_block() {}
 inline size_t __cvta_generic_to_shared(const void* pointer) {
   return emulator::shared_address(pointer);
 }

@@ -136,6 +136,14 @@ float operand_at(unsigned long long descriptor, bool transposed, int row, int k)
   return to_float<T>(*shared_pointer<unsigned short>(swizzle(address, row_bytes)));
 }
 
+// A sum of products as a tensor core rounds it: towards zero (python -m bench.tensor_core).
+inline float truncate(double sum) {
+  const float nearest = float(sum);
+  return std::isfinite(nearest) && std::fabs(nearest) > std::fabs(sum)
+             ? std::nextafter(nearest, 0.f)
+             : nearest;
+}
+
 // d = a b + (add ? d : 0) for 16 rows and N * 8 columns of a warp, one step of 16.
 template <int N>
 void multiply(const Fragment (&d)[WARP], const float (&a)[16][16], const float (&b)[16][8 * N],
@@ -144,9 +152,9 @@ void multiply(const Fragment (&d)[WARP], const float (&a)[16][16], const float (
     for (int n = 0; n < N; ++n) {
       for (int i = 0; i < 4; ++i) {
         const int row = lane / 4 + i / 2 * 8, column = n * 8 + lane % 4 * 2 + i % 2;
-        float sum = add ? d[lane][n][i] : 0.f;
-        for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
-        d[lane][n][i] = sum;
+        double sum = add ? d[lane][n][i] : 0.f;
+        for (int k = 0; k < 16; ++k) sum += double(a[row][k]) * b[k][column];
+        d[lane][n][i] = truncate(sum);
       }
     }
   }

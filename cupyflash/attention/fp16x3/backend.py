@@ -10,8 +10,6 @@ from ..kernels import Tile, each_once
 from ..passes import Pass, Sharing, Wanted, backward_pass, forward_pass
 from ..problem import KEY_MASK, Access, Features, Kind, Problem
 from .kernels import (
-    BACKWARD_TILES,
-    FORWARD_TILES,
     HEAD_DIMS,
     SplitKernel,
     backward_candidates,
@@ -19,6 +17,7 @@ from .kernels import (
     backward_kernels,
     forward_candidates,
     forward_kernel,
+    widest,
 )
 from .launch import SplitInputsLaunch
 
@@ -28,15 +27,15 @@ MAX_HEAD_DIM_OF_OPTIONS = 192  # a softcap, ALiBi, a bias and dropout need regis
 def supports(kind: Kind, access: Access, *, backward: bool) -> bool:
     """Whether this backend computes a pass of such a problem; the access does not matter."""
     dtype, head_dim, features, capability = kind
-    widest = max((BACKWARD_TILES if backward else FORWARD_TILES)[architecture(capability).tiles])
-    if backward and head_dim <= widest < backward_head_dim(kind):
+    most = widest(capability, backward=backward)
+    if backward and head_dim <= most < backward_head_dim(kind):
         return False
     if any(features.switches):
-        widest = min(widest, MAX_HEAD_DIM_OF_OPTIONS)
+        most = min(most, MAX_HEAD_DIM_OF_OPTIONS)
     return (
         dtype == "float32"
         and bool(architecture(capability).mma_dtypes)
-        and head_dim <= widest
+        and head_dim <= most
         and not features.wide_softcap
         and features.bias <= KEY_MASK  # a key mask beside a bias is left to CUDA cores
     )

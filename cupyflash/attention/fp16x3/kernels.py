@@ -64,6 +64,8 @@ for table in (FORWARD_TILES, BACKWARD_TILES):
     table["sm100"], table["sm120"] = dict(table["large"]), dict(table["small"])
 # Of head dim 128, where the large one spills: everywhere but on sm_90a, and there with options.
 NARROW_TILE, NARROW_TILE_SM90 = (32, 64, 8, 1), (64, 32, 8, 1)
+# Of head dim 256: only sm_90a has the shared memory and the registers.
+WIDE_HEAD_DIM, WIDE_TILE_SM90 = 256, (64, 32, 8, 1)
 del FORWARD_TILES["sm100"][256], FORWARD_TILES["sm120"][256]
 # The others that `python -m cupyflash tune` tries, whatever the head dim.
 FORWARD_CANDIDATES = (
@@ -237,6 +239,14 @@ def backward_head_dim(kind: Kind) -> int:
     return max(_padded(kind.head_dim), of_simt)
 
 
+def widest(capability: Capability, *, backward: bool) -> int:
+    """The widest head of a pass, if it has no options."""
+    arch = architecture(capability)
+    if backward and arch.wgmma:
+        return WIDE_HEAD_DIM
+    return max((BACKWARD_TILES if backward else FORWARD_TILES)[arch.tiles])
+
+
 def _forward_tile(kind: Kind) -> Tile:
     """The built-in choice."""
     features, padded = kind.features, _padded(kind.head_dim)
@@ -250,6 +260,8 @@ def _forward_tile(kind: Kind) -> Tile:
 def _backward_tile(kind: Kind) -> Tile:
     """The built-in choice."""
     features, padded = kind.features, backward_head_dim(kind)
+    if padded == WIDE_HEAD_DIM:
+        return WIDE_TILE_SM90
     if padded == 128 and not architecture(kind.capability).wgmma:
         return NARROW_TILE
     if padded == 128 and (features.softcap or (features.bias and features.dropout)):

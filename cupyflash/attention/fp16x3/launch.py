@@ -37,8 +37,7 @@ class SplitInputsLaunch(AttentionLaunch):
         }
         splitting = split_structs.Fp16x3SplitParams(
             **strides,
-            lse_batch_stride=params.lse_batch_stride,
-            lse_head_stride=params.lse_head_stride,
+            accum_rows=params.accum_rows if is_backward else 0,
             shape=shape,
         )
         self.before = [

@@ -195,9 +195,10 @@ def tensor_map(
 ) -> TensorMapSpec:
     """The map of a tensor of a problem whose access allows it; packed, a batch of one."""
     batch, rows, heads = sizes = problem.sizes(name)
-    # The stride of an axis with one index does not matter, but it must be valid: that of a row.
+    # The stride of an axis with one index does not matter, nor any of a tensor without elements
+    # (`Problem.access` does not look at them), but they must be valid: that of a row.
     head_dim = problem.head_dims[name not in ("q", "k")]
-    steps = (n if size > 1 else head_dim for size, n in zip(sizes, strides))
+    steps = (n if size > 1 and rows else head_dim for size, n in zip(sizes, strides))
     batch_step, row_step, head_step = (step * ITEM_SIZE[problem.dtype] for step in steps)
     # No dimension may be empty; of an empty tensor nothing is loaded.
     dims = (head_dim, max(1, rows), heads, batch)
@@ -210,7 +211,7 @@ def bias_map(problem: Problem, box_rows: int) -> TensorMapSpec:
     batch_step, head_step, row_step, _ = (step * item for step in problem.bias_strides)
     heads = shape.heads_q if head_step else 1
     batch = shape.batch if batch_step else 1
-    dims = (shape.seqlen_k, shape.seqlen_q, heads, batch)
+    dims = (max(1, shape.seqlen_k), shape.seqlen_q, heads, batch)  # none may be empty
     # The stride of an axis with one index does not matter, but it must be valid.
     strides = (row_step, head_step or row_step, batch_step or row_step)
     return TensorMapSpec(problem.dtype, dims, strides, box_rows)

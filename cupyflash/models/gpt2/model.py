@@ -34,8 +34,17 @@ class Gpt2:
         self.config, self.weights, self.mode = config, weights, mode
         self.on_gpu = not isinstance(weights.token_embedding, numpy.ndarray)
         self.dtype = weights.token_embedding.dtype
-        self.xp = array_module("gpu" if self.on_gpu else "cpu")
         self._idle: dict[tuple, Decoder] = {}  # the last one that ended, to be used again
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a run has made, which is of this process and its GPU."""
+        made = ("stack", "stack_problem")
+        return {x: y for x, y in self.__dict__.items() if x not in made} | {"_idle": {}}
+
+    @property
+    def xp(self) -> Any:
+        """The module of its arrays, CuPy or NumPy."""
+        return array_module("gpu" if self.on_gpu else "cpu")
 
     @classmethod
     def from_folder(

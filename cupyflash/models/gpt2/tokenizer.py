@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cupyflash import machine
+from cupyflash import packages
+
+from .config import checkpoint_folder
 
 END_OF_TEXT = "<|endoftext|>"
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -46,16 +48,16 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
     Raises:
         ImportError: no tokenizers library.
-        FileNotFoundError: neither is there.
+        FileNotFoundError: neither is there, or no such folder.
         ValueError: a damaged file.
     """
     try:
         import tokenizers
     except ImportError:
-        line = machine.pip_line("gpt2")
+        line = packages.pip_line("gpt2")
         raise ImportError(f"Gpt2: a tokenizer needs the tokenizers library; {line}") from None
     whole, vocabulary, merges = (
-        Path(folder) / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
+        checkpoint_folder(folder) / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
     )
     try:
         if whole.is_file():

@@ -4,13 +4,14 @@ Nothing is put on a device before the names and shapes of all tensors have been 
 """
 
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 
-from cupyflash import machine
+from cupyflash import machine, packages
 
 from ...decode.block import BlockWeights
 from ...runtime.array import Array
@@ -120,7 +121,7 @@ class Checkpoint:
         try:
             from safetensors import safe_open
         except ImportError:
-            line = machine.pip_line("gpt2")
+            line = packages.pip_line("gpt2")
             raise ImportError(f"Gpt2: a checkpoint needs safetensors; {line}") from None
         self.folder, self.places = folder, {}
         paths = self._paths()
@@ -141,16 +142,31 @@ class Checkpoint:
         if (self.folder / FILE).is_file():
             return [self.folder / FILE]
         if not index.is_file():
-            raise FileNotFoundError(f"Gpt2: {self.folder} must have {FILE}, found none")
+            raise FileNotFoundError(f"Gpt2: {self.folder} must have {FILE}, found {self._pickle()}")
         try:
             files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(f"Gpt2: {index} is damaged: {error!r}") from None
         paths = [self.folder / name for name in sorted(files)]
         for path in paths:
             if not path.is_file():
                 raise FileNotFoundError(f"Gpt2: {index} names {path.name}, found none")
         return paths
+
+    def _pickle(self) -> str:
+        """What there is instead of safetensors, and how to convert it; "none" for nothing."""
+        found = sorted(self.folder.glob("pytorch_model*.bin"))
+        if not found:
+            return "none"
+        folder = str(self.folder)
+        code = (
+            "from transformers import AutoModelForCausalLM as M; "
+            f"M.from_pretrained({folder!r}).save_pretrained({folder!r})"
+        )
+        return (
+            f"{found[0].name}, a pickle, which is not read because it can run code; where torch "
+            f"and transformers are installed, this converts it: python -c {shlex.quote(code)}"
+        )
 
     def full_name(self, name: str) -> str:
         """The name in the file; the head has no prefix."""

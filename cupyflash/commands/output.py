@@ -1,0 +1,37 @@
+"""Standard output as people have it: pipes that close early, and encodings with few characters."""
+
+import codecs
+import io
+import os
+import sys
+
+READABLE = {"≥": ">=", "×": "x", "→": "->", "…": "...", "─": "-"}
+ERRORS = "cupyflash.readable"
+
+
+def readable(error: UnicodeError) -> tuple[str, int]:
+    """What is printed for a character that the encoding lacks: others as escapes such as \\xe9."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    escaped = (READABLE.get(x) or x.encode("ascii", "backslashreplace").decode() for x in text)
+    return "".join(escaped), error.end
+
+
+def never_fail_to_encode() -> None:
+    """Let what an encoding such as ascii or cp1252 lacks be printed by `readable`."""
+    codecs.register_error(ERRORS, readable)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=ERRORS)
+
+
+def discard_rest() -> None:
+    """What can no longer be written, to a closed pipe say, goes nowhere without another error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
