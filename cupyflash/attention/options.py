@@ -4,12 +4,12 @@ An option is a part of the key of a plan. An array as an option would be compare
 there and could change in place, so it becomes a number here, before anything is looked up.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy
 
+from ..runtime import loaded
 from ..runtime.array import Array, compiling, library_of
 from ..runtime.checks import plain_flag, plain_integer, plain_real, short
 
@@ -173,7 +173,7 @@ def plain_options(function: str, options: tuple) -> tuple:
         return options  # as nearly every call has them; 0.3 µs
     if compiling():  # numbers may be symbols; the operator checks when it runs
         for name, x in zip(RULES, options, strict=True):
-            if isinstance(x, (numpy.ndarray, numpy.generic, sys.modules["torch"].Tensor)):
+            if isinstance(x, (numpy.ndarray, numpy.generic, loaded.torch.Tensor)):
                 fact = f"{caller_name(function, name)} must be a Python number under torch.compile"
                 raise TypeError(f"{function}: {fact} (use x.item()), got an array")
         return options
