@@ -26,11 +26,16 @@ class View(NamedTuple):
 
 
 def dense_strides(shape: tuple[int, ...], order: Any) -> tuple[int, ...]:
-    """Strides in elements of a dense array whose axes lie in ``order``, the outermost first."""
+    """Strides in elements of a dense array whose axes lie in ``order``, the outermost first.
+
+    Sizes may be symbols of torch, of which only torch takes the maximum.
+    """
+    numbers = all(isinstance(size, int) for size in shape)
+    larger = max if numbers else loaded.torch.sym_max
     strides, step = [0] * len(shape), 1
     for axis in reversed(list(order)):
         strides[axis] = step
-        step *= max(1, shape[axis])
+        step *= larger(1, shape[axis])
     return tuple(strides)
 
 
