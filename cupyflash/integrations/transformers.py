@@ -39,6 +39,7 @@ def register() -> None:
         raise ImportError(f"{FUNCTION}.register: needs {NEEDED}, got {transformers.__version__}")
     check_when_loaded(PreTrainedModel, OTHERS | inspect.signature(attention).parameters.keys())
     transformers_mask.masks = masks
+    transformers_mask.answer_for_packing()
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
 
