@@ -5,6 +5,7 @@ function has its own process. On a CPU, where a process mostly imports torch, a 
 from day to day has, and one process runs all of them in an order that changes as well.
 """
 
+import ast
 import datetime
 import os
 import random
@@ -19,6 +20,8 @@ pytest.importorskip("torch")
 
 import compiled_calls
 import torch
+
+import cupyflash
 
 TESTS = Path(__file__).resolve().parent
 NAMES = sorted(compiled_calls.CALLS)
@@ -42,6 +45,49 @@ def run(device, *names):
 def test_every_public_function_is_called():
     public = set(compiled_calls.PUBLIC)
     assert public - compiled_calls.NOT_CALLED == set(NAMES)
+
+
+ORDERS = {
+    "torch first": ("import torch", "from cupyflash import layer_norm"),
+    "torch last": ("from cupyflash import layer_norm", "import torch"),
+    "cupy first": ("import cupy", "import torch", "from cupyflash import layer_norm"),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_traced_again_after_cupy_is_imported(order):
+    """CuPy leaves modules behind that are loaded when something reads them."""
+    lines = (
+        *ORDERS[order],
+        "graph = torch.compile(layer_norm, fullgraph=True, backend='eager', dynamic=False)",
+        "graph(torch.ones(2, 8))",
+        "import cupy",  # as the first launch on a GPU does
+        "graph(torch.ones(3, 8))",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, cwd=TESTS.parent
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# These are not called by code that torch.compile traces.
+READ_SYS_MODULES = {
+    "__init__.py",
+    "integrations/transformers_models.py",
+    "runtime/loaded.py",
+    "runtime/tuning.py",
+}
+
+
+def test_traced_code_does_not_read_sys_modules():
+    root = Path(cupyflash.__file__).parent
+    found = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if ast.unparse(node) in ("sys.modules", "from sys import modules")
+    }
+    assert found == READ_SYS_MODULES
 
 
 @pytest.mark.parametrize("name", SAMPLE)

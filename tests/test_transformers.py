@@ -201,6 +201,23 @@ def test_packed_sequences(name, told, device, monkeypatch):
     assert_equal_but_rounding(actual, eager, rounded)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiled_packed_sequences(name, device, monkeypatch):
+    """One graph, the kernels of packed sequences, and no mask of a whole row."""
+    inputs, offsets = packed((11, 1, 17), device)
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda *_, **__: pytest.fail("built"))
+    model = small_model(name, NAME, device)
+    eager = results(model, inputs | offsets)
+    model.zero_grad()
+    torch.compiler.reset()
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = results(graph, inputs | offsets)
+    # The same kernels or reference in both; sums around them may be ordered otherwise.
+    torch.testing.assert_close(compiled["logits"], eager["logits"])
+    for key in eager.keys() - {"logits", "loss"}:
+        torch.testing.assert_close(compiled[f"_orig_mod.{key}"], eager[key], msg=key)
+
+
 def test_packed_sequences_with_sinks(device):
     """Eager gpt-oss does not tell packed sequences apart; beside each sequence by itself."""
     q, k, v = torch.randn(3, 1, 4, 29, 16, device=device)

@@ -7,9 +7,9 @@ With out_i and lse_i of part i::
 Array operations of the caller's library do it, so that torch has its gradient.
 """
 
-import sys
 from typing import Any
 
+from ..runtime import loaded
 from ..runtime.array import (
     Array,
     ArrayT,
@@ -63,7 +63,7 @@ def flash_attn_combine(
     if is_torch and out is not None and _wants_gradient(out_partial, lse_partial, out):
         fact = "out is not written where gradients are wanted: it must be None"
         raise NotImplementedError(f"{FUNCTION}: {fact}, got a tensor")
-    xp = sys.modules["torch"] if is_torch else array_namespace(out_partial)
+    xp = loaded.torch if is_torch else array_namespace(out_partial)
     with array_operations(out_partial):
         result, lse = _combined(xp, out_partial, lse_partial, is_torch)
         result = result.to(out_dtype) if is_torch else result.astype(out_dtype, copy=False)
@@ -74,7 +74,7 @@ def flash_attn_combine(
 
 
 def _wants_gradient(*tensors: Array) -> bool:
-    return sys.modules["torch"].is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return loaded.torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _combined(

@@ -4,12 +4,12 @@ An option is a part of the key of a plan. An array as an option would be compare
 there and could change in place, so it becomes a number here, before anything is looked up.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy
 
+from ..runtime import loaded
 from ..runtime.array import Array, compiling, library_of
 from ..runtime.checks import plain_flag, plain_integer, plain_real, short
 
@@ -162,10 +162,10 @@ def plain_options(function: str, options: tuple) -> tuple:
     if (
         type(causal) in (bool, str)
         and (scale is None or type(scale) is float)
-        and (window is None or _is_plain_pair(window))
+        and (window is None or _is_plain_window(window))
         and (type(softcap) is float or _is_zero(softcap))
         and type(layout) is str
-        and (max_seqlens is None or (_is_plain_pair(max_seqlens) and None not in max_seqlens))
+        and (max_seqlens is None or _is_plain_pair(max_seqlens))
         and (type(dropout_p) is float or _is_zero(dropout_p))
         and type(deterministic) is bool
         and type(precision) is str
@@ -173,7 +173,7 @@ def plain_options(function: str, options: tuple) -> tuple:
         return options  # as nearly every call has them; 0.3 µs
     if compiling():  # numbers may be symbols; the operator checks when it runs
         for name, x in zip(RULES, options, strict=True):
-            if isinstance(x, (numpy.ndarray, numpy.generic, sys.modules["torch"].Tensor)):
+            if isinstance(x, (numpy.ndarray, numpy.generic, loaded.torch.Tensor)):
                 fact = f"{caller_name(function, name)} must be a Python number under torch.compile"
                 raise TypeError(f"{function}: {fact} (use x.item()), got an array")
         return options
@@ -190,7 +190,11 @@ def _is_zero(x: Any) -> bool:
 
 
 def _is_plain_pair(x: Any) -> bool:
-    if type(x) is not tuple or len(x) != 2:
+    return type(x) is tuple and len(x) == 2 and type(x[0]) is type(x[1]) is int
+
+
+def _is_plain_window(x: Any) -> bool:
+    if type(x) is not tuple or len(x) != 2 or compiling():  # symbols cannot be compared
         return False
     first, second = x
     return (first is None or (type(first) is int and first < UNLIMITED)) and (

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.torch_calls import no_second_derivative, require_one_device, transforms_active
+from ..runtime.torch_calls import (
+    no_second_derivative,
+    promised_strides,
+    require_one_device,
+    transforms_active,
+)
 from . import dispatch
 from .options import (
     ARGUMENTS,
@@ -275,9 +280,8 @@ def _empty(like: Tensor, head_dim: int, width: int) -> Tensor:
     Args:
         width: the head_dim of the kernels; on the CPU there are none.
     """
-    shape, view = (*like.shape[:-1], head_dim), LIBRARY.view(like)
-    if like.device.type == "cpu":
-        strides = LIBRARY.strides_of_empty(shape, view)
-    else:
-        strides = result_strides(LIBRARY, shape, width, view)
+    columns = head_dim if like.device.type == "cpu" else width
+    rule = lambda view: result_strides(LIBRARY, view.shape, columns, view)  # noqa: E731
+    strides = promised_strides(LIBRARY.view(like), rule, columns)
+    shape = (*like.shape[:-1], head_dim)
     return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)

@@ -2,11 +2,11 @@
 
 import math
 import numbers
-import sys
 from typing import Any
 
 import numpy
 
+from ..runtime import loaded
 from ..runtime.array import Array, View
 from ..runtime.operation import Plans
 from ..runtime.rows import dense_like
@@ -111,9 +111,9 @@ def _thresholds(
         of_x, of_model = coefficients[:, :1], coefficients[:, 1:]
     sizes = abs(of_x * values + of_model * model)
     if library.name == "torch.Tensor":
-        where, ordered = sys.modules["torch"].where, sizes.sort(1).values
+        where, ordered = loaded.torch.where, sizes.sort(1).values
     else:
-        where, ordered = sys.modules["cupy"].where, sys.modules["cupy"].sort(sizes, axis=1)
+        where, ordered = loaded.cupy.where, loaded.cupy.sort(sizes, axis=1)
     last = ordered.shape[1] - 1
     place = ratio * last
     low, high = ordered[:, int(place)], ordered[:, min(int(place) + 1, last)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..runtime.array import library_of
 from ..runtime.torch_calls import (
     no_second_derivative,
+    promised_strides,
     refuse_batched,
     refuse_transforms,
     require_one_device,
@@ -152,4 +153,4 @@ _group_norm_backward.register_autograd(no_second_derivative("norms have no secon
 def _image_like(x: Tensor) -> Tensor:
     """An empty tensor as `cupyflash.group_norm` allocates it for x (batch, channels, ...)."""
     view = LIBRARY.view(x)
-    return x.new_empty_strided(view.shape, dense_like(view))
+    return x.new_empty_strided(view.shape, promised_strides(view, dense_like))

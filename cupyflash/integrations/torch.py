@@ -206,6 +206,7 @@ def _forward(
     options = plain_options(function, (*options, False, "ieee"))
     arrays = dispatch.prepared(function, library, dispatch.TENSORS, (*tensors, *extras), options)
     out, lse = dispatch.forward(function, library, arrays, (options, True))
+    out = _as_promised(out, query)
     rng_state = query.new_empty(2, dtype=torch.uint64)
     if options[DROPOUT_P]:
         rng_state.view(torch.int64)[:1] = Extras(*arrays[3:]).dropout_seed
@@ -223,4 +224,17 @@ def _backward(
     if options[DROPOUT_P]:
         extras = extras._replace(dropout_seed=seed.view(torch.int64)[:1])
     arrays = (dout, *others, None, *extras)
-    return dispatch.backward(function, library_of(others[0]), arrays, (options, False))[:3]
+    gradients = dispatch.backward(function, library_of(others[0]), arrays, (options, False))[:3]
+    return tuple(map(_as_promised, gradients, others))
+
+
+def _as_promised(result: Tensor, like: Tensor) -> Tensor:
+    """The result with the strides that torch's meta functions promise: those of ``empty_like``.
+
+    Compiled graphs rely on these. A result of `dispatch` has them, unless the strides of the input
+    do not tell the order of its axes, as where one is expanded; then it is copied.
+    """
+    steps = [step for size, step in zip(like.shape, like.stride()) if size > 1]
+    if 0 in steps or len({*steps}) < len(steps):
+        return torch.empty_like(like).copy_(result)
+    return result

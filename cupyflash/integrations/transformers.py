@@ -47,6 +47,7 @@ def register() -> None:
         from transformers.utils import output_capturing as capturing
     check_when_loaded(PreTrainedModel, OTHERS | inspect.signature(attention).parameters.keys())
     transformers_mask.masks = masks
+    transformers_mask.answer_for_packing()
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
 

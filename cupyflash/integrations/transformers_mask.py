@@ -52,6 +52,33 @@ class Pattern(NamedTuple):
         return self
 
 
+class Packed(NamedTuple):
+    """A pattern inside each of the sequences that are packed into one row.
+
+    Attributes:
+        apart: whether the keys of other sequences are masked.
+    """
+
+    pattern: Pattern = Pattern()
+    apart: bool = False
+
+    def __and__(self, other: Any) -> "Packed":
+        if isinstance(other, Pattern):
+            return Packed(self.pattern & other, self.apart)
+        if not isinstance(other, Packed):
+            return NotImplemented
+        return Packed(self.pattern & other.pattern, self.apart or other.apart)
+
+    __rand__ = __and__
+
+    @property
+    def device(self) -> None:
+        """As that of a `Pattern`."""
+
+    def to(self, device: None) -> "Packed":
+        return self
+
+
 @dataclasses.dataclass(eq=False)
 class Mask:
     """The mask of a forward, by its pattern and its padding.
@@ -211,8 +238,7 @@ def mask(
     pattern = pattern_of(mask_function) if as_it_is or plain else None
     if pattern is None:
         if attention_mask is None and counted and q_length == kv_length:
-            readable = not use_vmap and not torch.compiler.is_compiling()  # no closure is traced
-            packed = _packed_pattern(mask_function) if readable else None
+            packed = None if use_vmap else _packed_pattern(mask_function)
             return Mask(shape, device, build, packed=packed)
         return build()
     whole = pattern == Pattern()
@@ -249,24 +275,43 @@ def _padding(visible: Tensor, q_length: int, by_length: bool) -> dict[str, Tenso
     return {"keys": visible[:, None, None]}
 
 
-def _packed_pattern(mask_function: Callable[..., Any]) -> Pattern | None:
-    """The pattern inside each packed sequence, if packing is all that was added to a pattern.
+def answer_for_packing() -> None:
+    """Lets the mask functions that transformers makes for packed sequences answer `_seen`.
 
-    transformers makes such a function of two, which are variables of its closure: the pattern, and
-    whether two tokens are of one sequence. Since 5.24 the pattern is one of positions.
+    They index tensors, so they are asked first. Positions are asked since 5.24 only.
     """
-    parts = _closure(mask_function).get("mask_functions", ())
-    if len(parts) != 2 or "packed_sequence_mask" not in _closure(parts[1]):
-        return None
-    inside = _closure(parts[0])
-    return pattern_of(inside["mask_function"] if "position_ids" in inside else parts[0])
+    for name, answer in (
+        ("packed_sequence_mask_function", lambda packed: lambda *_: Packed(apart=True)),
+        (
+            "remap_positions_for_packed_sequence",
+            lambda function, positions: lambda *indices: Packed(function(*indices)),
+        ),
+    ):
+        make = getattr(masks, name, None)
+        if make is not None and not hasattr(make, "__wrapped__"):
+            setattr(masks, name, _answering(make, answer))
 
 
-def _closure(function: Callable[..., Any]) -> dict[str, Any]:
-    """The variables of enclosing functions that a function reads."""
-    cells = getattr(function, "__closure__", None) or ()
-    names = function.__code__.co_freevars if cells else ()
-    return {name: cell.cell_contents for name, cell in zip(names, cells)}
+def _answering(make: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    """``make`` of mask functions, which answer for an `_Index` by what ``answer`` makes."""
+
+    @functools.wraps(make)
+    def made(*arguments: Any) -> Callable[..., Any]:
+        of_tensors, of_unknown = make(*arguments), answer(*arguments)
+
+        def visible(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+            chosen = of_unknown if isinstance(q_idx, _Index) else of_tensors
+            return chosen(batch_idx, head_idx, q_idx, kv_idx)
+
+        return visible
+
+    return made
+
+
+def _packed_pattern(mask_function: Callable[..., Any]) -> Pattern | None:
+    """The pattern inside each packed sequence, if packing is all that was added to a pattern."""
+    packed = _seen(mask_function)
+    return packed.pattern if isinstance(packed, Packed) and packed.apart else None
 
 
 def _unreadable(device: torch.device) -> bool:
@@ -277,14 +322,21 @@ def _unreadable(device: torch.device) -> bool:
 
 def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
     """The pattern of a mask function, or None where it is not a band around the diagonal."""
+    pattern = _seen(mask_function)
+    return pattern if isinstance(pattern, Pattern) else None
+
+
+def _seen(mask_function: Callable[..., Any]) -> "Pattern | Packed | None":
+    """What a mask function answers for any query and key, if that is a band around the diagonal."""
     unknown = _Index(0, 0, 0)
     try:
-        pattern = mask_function(unknown, unknown, _Index(1, 0, 0), _Index(0, 1, 0))
+        seen = mask_function(unknown, unknown, _Index(1, 0, 0), _Index(0, 1, 0))
     except (AttributeError, IndexError, TypeError):
         return None
+    pattern = seen.pattern if isinstance(seen, Packed) else seen
     if not isinstance(pattern, Pattern) or min(pattern.left or 0, pattern.right or 0) < 0:
         return None  # negative: not even its own key is seen
-    return pattern
+    return seen
 
 
 @dataclasses.dataclass(eq=False)

@@ -5,6 +5,7 @@ torch has to see them: under torch.compile and dispatch modes, and for a second 
 tensors that want a gradient take `Norm`, which is cheaper.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from ..runtime.philox import require_probability, require_seed_array
 from ..runtime.rows import result_strides
 from ..runtime.torch_calls import (
     no_second_derivative,
+    promised_strides,
     refuse_batched,
     refuse_transforms,
     require_one_device,
@@ -261,5 +263,6 @@ def _promoted(x: Tensor, weight: Any, bias: Any, residual: Any) -> tuple[Any, ..
 
 def _rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A result like this tensor, with the strides that the norms give it."""
-    strides = result_strides(LIBRARY, LIBRARY.view(x))
+    rule = functools.partial(result_strides, LIBRARY)
+    strides = promised_strides(LIBRARY.view(x), rule)
     return x.new_empty_strided(tuple(x.shape), strides, dtype=dtype)

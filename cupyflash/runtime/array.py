@@ -5,10 +5,11 @@ them (libraries.py, torch_library.py). Arrays of other libraries are imported by
 """
 
 import contextlib
-import sys
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy
+
+from . import loaded
 
 Array = Any
 
@@ -38,11 +39,16 @@ class View(NamedTuple):
 
 
 def dense_strides(shape: tuple[int, ...], order: Any) -> tuple[int, ...]:
-    """Strides in elements of a dense array whose axes lie in ``order``, the outermost first."""
+    """Strides in elements of a dense array whose axes lie in ``order``, the outermost first.
+
+    Sizes may be symbols of torch, of which only torch takes the maximum.
+    """
+    numbers = all(isinstance(size, int) for size in shape)
+    larger = max if numbers else loaded.torch.sym_max
     strides, step = [0] * len(shape), 1
     for axis in reversed(list(order)):
         strides[axis] = step
-        step *= max(1, shape[axis])
+        step *= larger(1, shape[axis])
     return tuple(strides)
 
 
@@ -69,13 +75,13 @@ def _find(x: Array) -> Any:
     from . import libraries
 
     for module, names, adapter in (
-        ("numpy", ("ndarray", "memmap"), libraries.NumpyLibrary),
-        ("cupy", ("ndarray",), libraries.CupyLibrary),
+        (numpy, ("ndarray", "memmap"), libraries.NumpyLibrary),
+        (loaded.cupy, ("ndarray",), libraries.CupyLibrary),
     ):
-        kinds = [getattr(sys.modules.get(module), name, None) for name in names]
+        kinds = [getattr(module, name, None) for name in names]
         if type(x) in kinds:
             return _libraries.setdefault(kinds[0], adapter())
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    tensor = getattr(loaded.torch, "Tensor", None)
     if tensor is not None and isinstance(x, tensor):
         from .torch_library import TorchLibrary
 
@@ -93,7 +99,7 @@ def from_foreign(function: str, x: Array, name: str = "arrays") -> Array:
     """
     refuse_tracer(function, x, name)
     kind = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}".removeprefix("builtins.")
-    for base in (numpy.ndarray, getattr(sys.modules.get("cupy"), "ndarray", numpy.ndarray)):
+    for base in (numpy.ndarray, getattr(loaded.cupy, "ndarray", numpy.ndarray)):
         if isinstance(x, base):
             fact = f"{name} must be plain arrays, as masks, units and the like would be lost"
             raise TypeError(f"{function}: {fact}, got {kind}")
@@ -149,7 +155,7 @@ def device_name(device: int | str) -> str:
 
 def compiling() -> bool:
     """Whether torch.compile traces the caller; it cannot trace the checks and launches. 0.2 µs."""
-    torch = sys.modules.get("torch")
+    torch = loaded.torch
     return torch is not None and torch.compiler.is_compiling()
 
 

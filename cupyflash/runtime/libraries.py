@@ -5,12 +5,12 @@ Results are allocated by the caller's own allocator, on the caller's device and 
 
 import functools
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy
 
+from . import loaded
 from .array import SEEDS, Array, View, dense_strides
 
 
@@ -157,7 +157,7 @@ class CupyLibrary(Library):
     def __init__(self) -> None:
         from .scratch import hold_memory, unused_memory
 
-        self.cupy = sys.modules["cupy"]
+        self.cupy = loaded.cupy
         self.hold_memory, self.unused_memory = hold_memory, unused_memory
         self.current_device = self.cupy.cuda.runtime.getDevice
         self.current_stream = self.cupy.cuda.get_current_stream

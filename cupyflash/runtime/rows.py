@@ -5,10 +5,10 @@ copies. Which copies a call needs depends on its signature alone.
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from . import loaded
 from .array import Array, View, dense_strides
 from .config import ITEM_SIZE
 from .launch import copies_were_made
@@ -102,8 +102,7 @@ class Detour(Plan):
 
     def __init__(self, library: Any, device: int, call: Callable[..., tuple]) -> None:
         super().__init__(device)
-        torch = sys.modules.get("torch")
-        self.call = torch.no_grad()(call) if library.name == "torch.Tensor" else call
+        self.call = loaded.torch.no_grad()(call) if library.has_autograd else call
 
     def run(self, *arrays: Any) -> tuple:
         copies_were_made()

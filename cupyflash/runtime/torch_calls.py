@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .array import View, dense_strides
+
+LARGE = 2**20  # what an unknown size counts as, where the order of axes depends on it
+
 
 @torch.compiler.disable
 def eagerly(function: Callable, *arguments: Any) -> Any:
@@ -51,3 +55,35 @@ def require_one_device(function: str, first: Tensor, *others: Tensor | None) -> 
         if x is not None and x.device != first.device:
             fact = "all tensors must be on the same device"
             raise ValueError(f"{function}: {fact}, got {first.device} and {x.device}")
+
+
+def promised_strides(
+    like: View, rule: Callable[[View], tuple[int, ...]], columns: int | None = None
+) -> tuple[int, ...]:
+    """The strides of a dense result like an input, as a fake of an operator promises them.
+
+    Sizes that only the run knows, as that of ``x[mask]``, are symbols that no rule can compare.
+    They count as large, which tells the order of the axes.
+
+    Args:
+        rule: gives the strides, of the view of the input.
+        columns: of the result in memory; those of the input by default.
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if not free_unbacked_symbols((*like.shape, *like.strides)):
+        return rule(like)
+    known = (tuple(map(_known, numbers)) for numbers in (like.shape, like.strides))
+    steps = rule(View(*known, like.dtype, like.device))
+    order = sorted(range(len(steps)), key=lambda axis: -steps[axis])
+    return dense_strides((*like.shape[:-1], columns or like.shape[-1]), order)
+
+
+def _known(size: Any) -> Any:
+    """A size, `LARGE` in the place of each symbol if one of them is unknown."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if not free_unbacked_symbols(size):
+        return size
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, LARGE)))

@@ -1,11 +1,11 @@
 """The adapter of torch, which reads tensors, allocates results, and sees what torch does around."""
 
 import functools
-import sys
 from typing import Any, NamedTuple
 
 import numpy
 
+from . import loaded
 from .array import SEEDS, Array, View, dense_strides
 from .libraries import Library
 
@@ -17,7 +17,7 @@ class TorchLibrary(Library):
     has_autograd = True
 
     def __init__(self) -> None:
-        self.torch = sys.modules["torch"]
+        self.torch = loaded.torch
         # 0.1 µs instead of the 4 µs of torch.cuda.current_stream(); Triton relies on it too.
         self._raw_stream = getattr(self.torch._C, "_cuda_getCurrentRawStream", None)
         self._transforms_active = self.torch._C._are_functorch_transforms_active
