@@ -257,10 +257,6 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
   const bool with_constants = to.constants == RowConstants::LOAD;
   const uint32_t stage_bytes = TileQ::BYTES + (with_constants ? 2 * ROW_FLOATS : 0);
   uint32_t tiles = 0, steps = 0;  // counters take fewer registers than places in a ring
-  const auto rows_of = [&](RowsMap map, const auto& tile) {
-    return TensorRows(params, map, tile.sequence, tile.batch,
-                      Shared::BlockTile::WHOLE_HEADS ? opaque(0) : 0);
-  };
   const auto load_queries = [&](const TensorRows& q_rows, const auto& tile, int head, int m) {
     const Ring<STAGES> ring = ring_place<STAGES>(steps);
     to.q.wait_empty(ring);
@@ -291,11 +287,11 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
       // Their buffer is free before that of the keys, which are brought to L2 meanwhile. Wider
       // tiles of keys come as fast without.
       if (tile.has_queries()) {
-        const TensorRows q_rows = rows_of(to.q_map, tile);
+        const TensorRows q_rows(params, to.q_map, tile.sequence, tile.batch);
         load_queries(q_rows, tile, tile.head_begin, tile.first_m());
         forget_registers();
         if constexpr (TileKV::NUM_BLOCKS == 1) {
-          const TensorRows kv_rows = rows_of(to.kv_map, tile);
+          const TensorRows kv_rows(params, to.kv_map, tile.sequence, tile.batch);
           kv_rows.prefetch(0, tile.n_begin, tile.head_kv);
         }
       }
@@ -308,14 +304,16 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
       continue;
     }
     mbarrier_arrive_expect(kv_full, TileKV::BYTES);
-    const TensorRows kv_rows = rows_of(to.kv_map, tile);
+    // The producers of whole heads have few registers.
+    const int zero = Shared::BlockTile::WHOLE_HEADS ? opaque(0) : 0;
+    const TensorRows kv_rows(params, to.kv_map, tile.sequence, tile.batch, zero);
 #pragma unroll
     for (int block = 0; block < TileKV::NUM_BLOCKS; ++block) {
       kv_rows.load(to.smem_kv + block * TileKV::BLOCK_BYTES, kv_full, block, tile.n_begin,
                    tile.head_kv);
     }
     asm volatile("" ::: "memory");
-    const TensorRows q_rows = rows_of(to.q_map, tile);
+    const TensorRows q_rows(params, to.q_map, tile.sequence, tile.batch);
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
 #pragma unroll 1
