@@ -83,6 +83,7 @@ class NotRun:
 def check() -> int:
     """Run everything and print the table; exit code 1 if a result is wrong or missing."""
     from rich.console import Console
+    from rich.markup import escape
 
     from .tables import check_heading, check_table, check_verdict
 
@@ -100,6 +101,8 @@ def check() -> int:
             except Exception as error:  # the rest is worth knowing all the same
                 not_run.append(NotRun(name, error))
     console.print("", check_table(rows), "", check_verdict(rows, not_run), sep="\n")
+    if slow := machine.slow_kernels():
+        console.print(f"[yellow]Not as fast as it should be[/]: {escape('; '.join(slow))}")
     failed = any(row.failures for row in rows) or not all(x.refused for x in not_run)
     return 1 if failed else 0
 
