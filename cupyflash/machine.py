@@ -12,7 +12,7 @@ import importlib.util
 from . import environment, jit, packages
 from .attention import backends
 from .attention.problem import Access, Features, Kind
-from .jit import compiler
+from .jit import compiler, messages
 from .runtime.config import ITEM_SIZE
 from .runtime.driver import DRIVER
 from .runtime.gpu import ARCHITECTURES
@@ -151,6 +151,19 @@ def backend_dtypes(capability: tuple[int, int]) -> dict[str, tuple[str, ...]]:
 def backend_capabilities(backend: str) -> list[tuple[int, int]]:
     """The compute capabilities on which a backend runs, the oldest first."""
     return [c for c in ARCHITECTURES if backend_dtypes(c)[backend]]
+
+
+def slow_kernels() -> list[str]:
+    """Of kernels in the cache that the NVRTC in use has made slow: what is wrong, and the cure."""
+    try:
+        entries = [] if compiler_problem() else jit.entries()
+    except (jit.UnsafeCacheError, OSError):  # nothing is loaded from it
+        return []
+    slow = [x for x in entries if x.slowness and x.nvrtc == compiler.version()]
+    if not slow:
+        return []
+    others = f", and {len(slow) - 1} more" if len(slow) > 1 else ""
+    return [messages.slow_kernel(slow[0]) + others, compiler.cure(slow[0].nvrtc)]
 
 
 def cache_size() -> tuple[int, int]:

@@ -15,7 +15,7 @@ from .decode import kernels as decode
 from .decode import stack_plan as transformer
 from .diffusion import plan as diffusion
 from .group_norm import kernels as group_norm
-from .jit import compiler
+from .jit import compiler, messages
 from .linear import launches as linear
 from .norm import kernels as norm
 from .runtime.checks import is_integer
@@ -114,7 +114,10 @@ def warmup(
             "warmup: some kernel must compute these dtypes on one of the architectures, "
             f"got dtypes {', '.join(dtypes)} on {', '.join(archs)}"
         )
-    return jit.build_all(tasks, jobs, progress)
+    built = jit.build_all(tasks, jobs, progress)
+    for one in built:
+        messages.warn_of_slow(one)
+    return built
 
 
 def capability_of(arch: str) -> Capability:

@@ -3,6 +3,7 @@
 #pragma once
 #include "../common/ring.cuh"
 #include "../common/smem_tile.cuh"
+#include "../ptx/opaque.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
 #include "block_info.cuh"
@@ -303,7 +304,9 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
       continue;
     }
     mbarrier_arrive_expect(kv_full, TileKV::BYTES);
-    const TensorRows kv_rows(params, to.kv_map, tile.sequence, tile.batch);
+    // The producers of whole heads have few registers.
+    const int zero = Shared::BlockTile::WHOLE_HEADS ? opaque(0) : 0;
+    const TensorRows kv_rows(params, to.kv_map, tile.sequence, tile.batch, zero);
 #pragma unroll
     for (int block = 0; block < TileKV::NUM_BLOCKS; ++block) {
       kv_rows.load(to.smem_kv + block * TileKV::BLOCK_BYTES, kv_full, block, tile.n_begin,

@@ -227,7 +227,7 @@ struct FwdConsumer {
     }
     uint32_t loaded = 0;  // K may be given back only after its loads have returned
 #pragma unroll
-    for (int n = 0; n < L::BLOCK_N / 8; n += 2) loaded |= __float_as_uint(s[n][0]);
+    for (int n = 0; n < L::BLOCK_N / 8; n += 2) loaded |= opaque_bits(s[n][0]);
     wait_for_loads(loaded);
   }
 

@@ -18,12 +18,14 @@ struct TensorRows {
 
   TensorRows() = default;
 
-  // Params is FlashFwdSm90Params or FlashBwdSm90Params.
+  // Params is FlashFwdSm90Params or FlashBwdSm90Params. With an opaque 0 as `zero` the address of
+  // the map is computed here, instead of waiting in two registers through the loops of the caller.
   template <typename Params>
-  __device__ TensorRows(const Params& params, RowsMap which, const Sequence& sequence, int batch)
+  __device__ TensorRows(const Params& params, RowsMap which, const Sequence& sequence, int batch,
+                        int zero = 0)
       : map(params.sequence_maps
                 ? params.sequence_maps + static_cast<int>(which) * params.base.shape.batch + batch
-                : &params.q_map + static_cast<int>(which)),
+                : &params.q_map + (zero + static_cast<int>(which))),
         row(int(is_of_keys(which) ? sequence.start_k : sequence.start_q)),
         batch((is_of_keys(which) ? params.base.cu_seqlens_k : params.base.cu_seqlens_q) ? 0
                                                                                         : batch) {

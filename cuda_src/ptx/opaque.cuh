@@ -37,6 +37,15 @@ __device__ __forceinline__ float opaque(float x) {
   return x;
 }
 
+// The bits of a float in an accumulator of wgmma. After __float_as_uint(), NVRTC 13.4 and later
+// keep the accumulator as integers from one step of a loop to the next, and copy it for the
+// product. ptxas finds no registers for that, and serialises all products of the kernel (C7511).
+__device__ __forceinline__ uint32_t opaque_bits(float x) {
+  uint32_t bits;
+  asm volatile("mov.b32 %0, %1;" : "=r"(bits) : "f"(x));
+  return bits;
+}
+
 // Reads threadIdx.x anew. Whatever derives from it is then computed where it is needed; otherwise
 // common subexpression elimination would keep it in registers through the main loop.
 __device__ __forceinline__ int fresh_thread_index() {

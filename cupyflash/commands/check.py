@@ -89,6 +89,7 @@ def check() -> int:
         ran on the CPU is right.
     """
     from rich.console import Console
+    from rich.markup import escape
 
     from .tables import check_heading, check_table, check_verdict, print_whole
 
@@ -108,6 +109,8 @@ def check() -> int:
     console.print()
     print_whole(check_table(rows))
     console.print("", check_verdict(rows, not_run, problem), sep="\n")
+    if slow := machine.slow_kernels():
+        console.print(f"[yellow]Not as fast as it should be[/]: {escape('; '.join(slow))}")
     if any(row.failures for row in rows) or not all(x.refused for x in not_run):
         return 1
     return NO_KERNEL if problem or not rows else 0

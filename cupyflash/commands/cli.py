@@ -259,4 +259,6 @@ def _missing() -> list[str]:
         missing += [f"a GPU to run on: {problem}", *(f"to mend: {x}" for x in machine.mend())]
     if machine.has("cupy") and not machine.has("ml_dtypes"):
         missing += ["bfloat16 in CuPy arrays", "to mend: pip install ml_dtypes"]
+    if slow := machine.slow_kernels():
+        missing += [f"speed: {slow[0]}", f"to mend: {slow[1]}"]
     return missing

@@ -163,6 +163,7 @@ def _load(config: Kernel, device_id: int) -> "cupy.cuda.Function":
 
     device = cupy.cuda.Device(device_id)
     built = build(config, target_arch(divmod(int(device.compute_capability), 10)))
+    messages.warn_of_slow(built)
     with device:
         kernel = cupy.RawModule(path=str(built.path)).get_function(built.lowered_name)
         kernel.max_dynamic_shared_size_bytes = config.shared_memory

@@ -26,6 +26,8 @@ UNFINISHED = ".building-"
 _NAME = re.compile(r"\w+\.sm_\d+[af]?\.[0-9a-f]{16}")
 
 _MEMORY = "/dev/shm"  # Linux has a file system in memory there
+# Four registers, stored and loaded: outside of a loop that costs nothing that one could measure.
+_FEW_SPILLS = 32
 
 _private: Path | None = None  # this process's own folder, once the cache could not be written
 
@@ -54,6 +56,19 @@ class Built:
     stack_bytes: int
     warnings: tuple[str, ...]
     seconds: float
+
+    @property
+    def slowness(self) -> str:
+        """Why the kernel runs slower than NVRTC should have made it, or "".
+
+        Spills for GPUs before Turing are the same with every version, and not looked at.
+        """
+        if any("(C75" in line for line in self.warnings):  # ptxas's notes about wgmma
+            return "ptxas has serialised its matrix products"
+        turing_or_newer = int(self.arch[3:].rstrip("af")) >= 75
+        if self.spill_bytes > _FEW_SPILLS and turing_or_newer:
+            return f"it spills registers, {self.spill_bytes} bytes"
+        return ""
 
 
 class UnsafeCacheError(RuntimeError):

@@ -25,6 +25,11 @@ FLAGS = ("-std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
 # Cubins of the integrated (Jetson, DRIVE) GPUs are not promised to run on others.
 _INTEGRATED = (53, 62, 72, 87, 101)
 
+# The oldest NVRTC that knows the C++ of the sources, and for each major number the package of NVRTC
+# and the newest version whose kernels CI has found without a fault.
+OLDEST = (12, 3)
+_FAULTLESS = {"12": ("nvidia-cuda-nvrtc-cu12", "12.9"), "13": ("nvidia-cuda-nvrtc", "13.5")}
+
 _MISSING = "cupyflash: compiling a kernel needs CuPy and NVRTC, {reason}; {pip_line}"
 
 
@@ -88,7 +93,10 @@ def nvrtc() -> ModuleType:
     try:
         from cupy.cuda import nvrtc as module
 
-        module.getVersion()  # CuPy opens the library at the first call
+        found = tuple(module.getVersion())  # CuPy opens the library at the first call
+        if found < OLDEST:
+            needed, got = (".".join(map(str, numbers)) for numbers in (OLDEST, found))
+            raise RuntimeError(f"NVRTC {got}, which must be {needed} or newer")
     except (ImportError, OSError, RuntimeError) as error:
         reason = "CuPy is not installed" if _lacks_cupy(error) else f"got {error}"
         line = packages.cuda_line()
@@ -117,6 +125,14 @@ def cupy_folder_problem() -> str:
 def version() -> str:
     """NVRTC's version, ``"12.9"``."""
     return "{}.{}".format(*nvrtc().getVersion())
+
+
+def cure(nvrtc_version: str) -> str:
+    """What to do about a kernel that this version has compiled badly."""
+    package, faultless = _FAULTLESS.get(nvrtc_version.partition(".")[0], ("", nvrtc_version))
+    if nvrtc_version == faultless:
+        return "please report it"
+    return f"pip install '{package}=={faultless}.*'"
 
 
 def supported_archs() -> tuple[int, ...]:

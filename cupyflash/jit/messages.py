@@ -4,15 +4,19 @@ import contextlib
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 
 from .. import environment
+from . import compiler
 from .cache import Built
 
 logger = logging.getLogger("cupyflash")
 
 _NOTICEABLE = 1.0  # seconds
 _LINE_SECONDS = 5.0  # between two lines of progress where there is no terminal
+
+_warned = False  # of a slow kernel
 
 
 def compiled(built: Built, terminal: bool = True) -> None:
@@ -37,6 +41,20 @@ def details(built: Built, compiled_now: bool) -> None:
             sep="\n  ",
             file=sys.stderr,
         )
+
+
+def warn_of_slow(built: Built) -> None:
+    """Warn, once a process, of a kernel that NVRTC has made slower than it should be."""
+    global _warned
+    if built.slowness and not _warned:
+        _warned = True
+        text = f"{slow_kernel(built)}; {compiler.cure(built.nvrtc)}"
+        warnings.warn(f"cupyflash: {text}", RuntimeWarning, stacklevel=2)
+
+
+def slow_kernel(built: Built) -> str:
+    """The fact that `warn_of_slow` tells."""
+    return f"{built.expression} is slow, as NVRTC {built.nvrtc} has compiled it: {built.slowness}"
 
 
 def plan(missing: int, cached: int, seconds: float, jobs: int) -> str:

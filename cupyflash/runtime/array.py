@@ -130,7 +130,7 @@ def from_foreign(function: str, x: Array, name: str = "arrays") -> Array:
 
 def refuse_tracer(function: str, x: Array, name: str) -> None:
     """Raises NotImplementedError for what stands for an array within jax.jit, grad and the like."""
-    tracer = getattr(getattr(sys.modules.get("jax"), "core", None), "Tracer", None)
+    tracer = getattr(getattr(loaded.jax, "core", None), "Tracer", None)
     if tracer is not None and isinstance(x, tracer):
         fact = "a call within jax.jit, grad, vmap and the like is not built, allowed is one outside"
         gradients = "of them (gradients: attention_backward, layer_norm_backward and their kin)"

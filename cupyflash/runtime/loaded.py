@@ -1,4 +1,4 @@
-"""The array libraries that the caller has imported: ``loaded.torch`` and ``loaded.cupy``, or None.
+"""The array libraries that the caller has imported: ``loaded.torch``, say, or None.
 
 Code that torch.compile traces must not touch ``sys.modules``: Dynamo would walk over all entries,
 which takes up to 170 ms, runs imports that other modules have put off, and fails where these add
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # type checkers do not see the class of this module
     torch: Any
     cupy: Any
+    jax: Any
 
 
 class _Loaded(ModuleType):
@@ -22,6 +23,10 @@ class _Loaded(ModuleType):
     @property
     def cupy(self) -> Any:
         return sys.modules.get("cupy")
+
+    @property
+    def jax(self) -> Any:
+        return sys.modules.get("jax")
 
 
 sys.modules[__name__].__class__ = _Loaded
