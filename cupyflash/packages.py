@@ -5,7 +5,6 @@ not on the index, where anybody could put something under its name.
 """
 
 import contextlib
-import importlib.metadata
 import re
 import shlex
 from collections.abc import Iterator
@@ -77,6 +76,8 @@ def _satisfied(requirement: str) -> bool:
 
 def _version(package: str) -> str:
     """The version of an installed package, or ""."""
+    import importlib.metadata  # 15 ms of every import of the package, for what errors alone need
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
