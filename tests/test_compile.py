@@ -153,7 +153,8 @@ def everything():
 def hopper():
     configs = [config for backend in SETS.values() for config in backend.configurations((9, 0))]
     one_of_each = {config.name: config for config in reversed(configs)}
-    return [(x, "sm_90a") for x in (*selection("sm90")[9, 0], *one_of_each.values())]
+    selected = dict.fromkeys((*selection("sm90")[9, 0], *one_of_each.values()))
+    return [(config, "sm_90a") for config in selected]
 
 
 def compile_all(tasks):
