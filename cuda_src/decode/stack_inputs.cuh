@@ -66,7 +66,10 @@ __device__ __forceinline__ int columns_of_warp(int width) {
 // One of the numbers in 16 bytes. Numbers that are kept in this form take half of the registers.
 template <typename T>
 __device__ __forceinline__ float column_of(const uint4& piece, int column) {
-  return to_float(__builtin_bit_cast(Pack<T, LANE_COLUMNS<T>>, piece).values[column]);
+  using Columns = Pack<T, LANE_COLUMNS<T>>;
+  // Without this NVRTC 12.8 has not instantiated the pack when it compares the sizes.
+  static_assert(sizeof(Columns) == sizeof(piece), "a piece is one pack");
+  return to_float(__builtin_bit_cast(Columns, piece).values[column]);
 }
 
 template <typename T, int ARCH>
