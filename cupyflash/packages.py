@@ -76,7 +76,7 @@ def _satisfied(requirement: str) -> bool:
 
 def _version(package: str) -> str:
     """The version of an installed package, or ""."""
-    import importlib.metadata  # 15 ms of every import of the package, for what errors alone need
+    import importlib.metadata  # slow, and only errors need it
 
     try:
         return importlib.metadata.version(package)
