@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.array import compiling
 from ..runtime.torch_calls import (
     no_second_derivative,
     promised_strides,
+    refuse_functionalize,
     require_one_device,
     transforms_active,
 )
@@ -40,6 +42,8 @@ from .torch_side import LIBRARY, readable
 def attention(function: str, arrays: tuple, options: tuple) -> tuple[Tensor, Tensor]:
     """(out, lse) of `dispatch.forward` through the operator."""
     q, k, v, *extras = arrays
+    if not compiling():
+        refuse_functionalize(function)
     call = Transformed.apply if transforms_active() else _forward_op
     return call(q, k, v, *(extras or NO_EXTRAS), function, *encode(options))
 

@@ -77,10 +77,11 @@ class Operation:
             options: hashable, and without arrays.
         """
         if compiling():
-            if self.torch_side is not None:
-                return self.torch_side().traced(function, arrays, options)
-            from .torch_calls import eagerly
+            from .torch_calls import eagerly, refuse_in_graph
 
+            if self.torch_side is not None:
+                refuse_in_graph(function, arrays)
+                return self.torch_side().traced(function, arrays, options)
             return eagerly(self, function, arrays, options)
         library = library_of(arrays[self.first])
         if library is None:

@@ -18,6 +18,7 @@ from .checks import plain_real
 from .specs import Spec, views_of
 from .structs import header
 
+INTEGERS = (int, numpy.integer)  # a union, int | numpy.integer, older Dynamos do not trace
 SEEDS_END = 2**63
 SEED_ARRAY = Spec([(1,), ()], "int64", optional=True, instead="an integer, None")
 ROUNDS = 7
@@ -148,7 +149,7 @@ def require_probability(function: str, dropout_p: Any) -> float:
 
 def is_number(seed: Any) -> bool:
     """Whether a seed is an integer of Python or NumPy, and not an array."""
-    return isinstance(seed, int | numpy.integer) and not isinstance(seed, bool)
+    return isinstance(seed, INTEGERS) and not isinstance(seed, bool)
 
 
 def seed_array(

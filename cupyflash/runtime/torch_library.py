@@ -109,6 +109,7 @@ class TorchLibrary(Library):
 
     def _kind_is_plain(self, kind: type) -> bool:
         if kind not in self._is_plain:
+            refuse_sharded(kind)
             plain = getattr(kind, "__torch_dispatch__", self._plain) is self._plain
             plain = plain and kind.__module__ != "torch.nn.attention.bias"  # memory with no numbers
             self._is_plain[kind] = plain or not issubclass(kind, self.torch.Tensor)
@@ -304,6 +305,14 @@ class TorchLibrary(Library):
         """
         with self.torch.inference_mode(False):
             return self.torch.from_numpy(x).to(like.device)
+
+
+def refuse_sharded(kind: type) -> None:
+    """Raises NotImplementedError if a type is DTensor: the operators have no sharding rule."""
+    if kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed"):
+        fact = "no function has a rule for sharded tensors"
+        allowed = "allowed are their local parts (torch.distributed.tensor.experimental.local_map)"
+        raise NotImplementedError(f"cupyflash: {fact}, {allowed}, got a DTensor")
 
 
 class RawStream(NamedTuple):
