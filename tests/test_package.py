@@ -69,7 +69,7 @@ def test_only_the_torch_extra_needs_torch(wheel):
         metadata = email.message_from_bytes(archive.read(name))
     requirements = metadata.get_all("Requires-Dist")
     assert [x for x in requirements if "extra ==" not in x] == ["numpy"]
-    assert [x for x in requirements if "torch" in x] == ['torch>=2.4; extra == "torch"']
+    assert [x for x in requirements if "torch" in x] == ['torch>=2.7; extra == "torch"']
 
 
 def test_wheel_works_without_cupy_and_torch(wheel, tmp_path):
