@@ -16,7 +16,6 @@ from passes import forward_backward
 
 import cupyflash
 from cupyflash import environment, jit, machine
-from cupyflash.attention import plan
 from cupyflash.attention import tuning as choices
 from cupyflash.attention.backends import BACKENDS
 from cupyflash.attention.problem import Access, Features, Kind
@@ -414,15 +413,15 @@ def tuned(tmp_path):
 @each(device="cuda")
 @pytest.mark.parametrize("backward", [False, True], ids=["fwd", "bwd"])
 def test_tuned_choice_is_used_and_right(target, tuned, monkeypatch, backward):
-    used, lengths = [], iter(range(350 if backward else 300, 400))
+    tile_of_kind, used, lengths = choices.tile_of, [], iter(range(350 if backward else 300, 400))
 
     def tile_of(backend, kind, device, **options):
-        tile = choices.tile_of(backend, kind, device, **options)
+        tile = tile_of_kind(backend, kind, device, **options)
         if options["backward"] == backward:
             used.append((backend, kind, tile))
         return tile
 
-    monkeypatch.setattr(plan.tuning, "tile_of", tile_of)
+    monkeypatch.setattr(choices, "tile_of", tile_of)
     shape = {"batch": 1, "heads_q": 4, "heads_kv": 2, "head_dim": 128}
 
     def run():

@@ -184,5 +184,5 @@ def attention_backward(
     bias_grad = plain_flag(function, "bias_grad", bias_grad)
     if not alibi_slopes is bias is sinks is dropout_seed is seqused_q is seqused_k is None:
         arrays += (None, None, alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
-    gradients = Gradients(*BACKWARD(function, arrays, (options, bias_grad)))
-    return gradients if bias_grad or sinks is not None else gradients[:3]
+    dq, dk, dv, *learned = BACKWARD(function, arrays, (options, bias_grad))
+    return Gradients(dq, dk, dv, *learned) if bias_grad or sinks is not None else (dq, dk, dv)

@@ -219,7 +219,7 @@ def with_seed(
         if not dropout_p and not is_number(seed):
             _check_library(function, library, ("dropout_seed",), (seed,))
         seed = seed_array(function, library, arrays[names.index("q")], seed, dropout_p)
-        extras = (*extras[:DROPOUT_SEED], seed, *extras[DROPOUT_SEED + 1 :])
+        extras = tuple(seed if i == DROPOUT_SEED else x for i, x in enumerate(extras))
     given = any(x is not None for x in extras)
     return (*arrays[:num], *extras) if given else arrays[:num]
 

@@ -213,16 +213,12 @@ NUM_EXTRAS, NUM_ARGUMENTS = len(Extras._fields), len(ARGUMENTS.split(", "))
 
 
 def encode(options: tuple) -> tuple:
-    """`Options` in types that a torch operator takes."""
-    options = Options(*options)
-    window, lengths = options.window, options.max_seqlens
-    return (
-        *options._replace(
-            causal={False: "", True: "bottom-right"}.get(options.causal, str(options.causal)),
-            window=None if window is None else [-1 if x is None else x for x in window],
-            max_seqlens=None if lengths is None else list(lengths),
-        ),
-    )
+    """`Options` in types that a torch operator takes; older Dynamos do not trace `_replace`."""
+    causal, scale, window, softcap, layout, lengths, *others = options
+    causal = {False: "", True: "bottom-right"}.get(causal, str(causal))
+    window = None if window is None else [-1 if x is None else x for x in window]
+    lengths = None if lengths is None else list(lengths)
+    return (causal, scale, window, softcap, layout, lengths, *others)
 
 
 def decode(arguments: tuple) -> tuple[str, tuple, Options]:

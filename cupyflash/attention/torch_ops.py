@@ -285,7 +285,7 @@ def _empty(like: Tensor, head_dim: int, width: int) -> Tensor:
         width: the head_dim of the kernels; on the CPU there are none.
     """
     columns = head_dim if like.device.type == "cpu" else width
-    rule = lambda view: result_strides(LIBRARY, view.shape, columns, view)  # noqa: E731
+    rule = lambda view: result_strides(LIBRARY, columns, view)  # noqa: E731
     strides = promised_strides(LIBRARY.view(like), rule, columns)
     shape = (*like.shape[:-1], head_dim)
     return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)

@@ -54,7 +54,8 @@ def product_gradients(
 
 def flat(function: str, arrays: Arrays, options: Options) -> tuple[Any, ...]:
     """The arguments of the operator ``cupyflash::linear``."""
-    return (*arrays, function, *options[:-1], list(options.heads))
+    *others, heads = options  # older Dynamos fail at slices of a NamedTuple
+    return (*arrays, function, *others, list(heads))
 
 
 def _unflat(arguments: tuple[Any, ...]) -> tuple[str, Arrays, Options]:
