@@ -14,7 +14,7 @@ EXTRAS = {
     "cuda12": (
         "cupy-cuda12x>=14",
         "ml_dtypes",
-        "nvidia-cuda-nvrtc-cu12",
+        "nvidia-cuda-nvrtc-cu12>=12.8",
         "nvidia-cuda-runtime-cu12",
     ),
     "cuda13": (
@@ -23,7 +23,7 @@ EXTRAS = {
         "nvidia-cuda-nvrtc>=13,<14",
         "nvidia-cuda-runtime>=13,<14",
     ),
-    "torch": ("torch>=2.4",),
+    "torch": ("torch>=2.7",),
     "cli": ("rich",),
     "gpt2": ("safetensors", "tokenizers"),
 }

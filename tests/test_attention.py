@@ -81,6 +81,8 @@ def test_empty(target, shape):
 @pytest.mark.parametrize("columns", [64, 65, 72])
 def test_view_without_keys(target, columns):
     """A slice of a cache that is still empty has the strides of that cache."""
+    if target.aligned_only and columns % 8:
+        pytest.skip("a forced backend takes addresses on 16 bytes alone, of empty arrays too")
     dtype = "float16"
     inputs = target.inputs(dtype, seqlen_q=33, head_dim=64)
     wide = target.array(numpy.ones((*inputs.k.shape[:-1], columns), "float32"), dtype)

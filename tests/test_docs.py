@@ -138,6 +138,7 @@ def test_the_hook_runs_on_a_gpu_and_says_so_without_one(of):
     assert len(blocks) == 2
     (block,) = (x for x in blocks if ("diffusers" in x[1]) == (of == "diffusers"))
     pytest.importorskip("torch", minversion="2.11")
+    pytest.importorskip(of)
     if compute_capability()[0]:
         run([block])
     else:

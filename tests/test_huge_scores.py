@@ -150,8 +150,9 @@ def gradients(dout, q, k, v):
     parts = range(0, q.shape[2], 32)
     scores = sum(q[..., i : i + 32] @ transposed(k[..., i : i + 32]) for i in parts)
     peak = scores.max(2, keepdims=True)
-    lse = peak + numpy.log(numpy.exp(scores - peak).sum(2, keepdims=True))
-    weights = numpy.exp(scores - lse)
+    log2_e = scores.dtype.type(numpy.log2(numpy.e))  # the kernels have powers of two
+    lse = log2_e * (peak + numpy.log(numpy.exp(scores - peak).sum(2, keepdims=True)))
+    weights = numpy.exp2(scores * log2_e - lse)
     delta = (dout * (weights @ v)).sum(2, keepdims=True)
     dscores = weights * (dout @ transposed(v) - delta)
     return dscores @ k, transposed(dscores) @ q, transposed(weights) @ dout

@@ -40,7 +40,7 @@ def test_no_text_takes_cupyflash_from_the_index():
 
 def test_line_of_an_empty_environment(installed):
     assert packages.pip_line("cli") == "pip install rich"
-    nvidia = "nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
+    nvidia = "'nvidia-cuda-nvrtc-cu12>=12.8' nvidia-cuda-runtime-cu12"
     line = f"pip install 'cupy-cuda12x>=14' ml_dtypes {nvidia}"
     assert packages.pip_line("cuda12") == line
     assert packages.cuda_line().startswith(line)
@@ -50,8 +50,11 @@ def test_line_of_an_empty_environment(installed):
 @pytest.mark.parametrize(
     "version, line",
     [
-        ("14.2.0", "pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"),
-        ("13.9", "pip install 'cupy-cuda12x>=14' nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"),
+        ("14.2.0", "pip install 'nvidia-cuda-nvrtc-cu12>=12.8' nvidia-cuda-runtime-cu12"),
+        (
+            "13.9",
+            "pip install 'cupy-cuda12x>=14' 'nvidia-cuda-nvrtc-cu12>=12.8' nvidia-cuda-runtime-cu12",
+        ),
     ],
 )
 def test_line_names_what_is_missing_or_too_old(installed, version, line):
@@ -78,10 +81,10 @@ def test_two_packages_of_cupy_never_meet(installed):
 @pytest.mark.parametrize(
     "module, missing, line",
     [
-        ("cupyflash.integrations.torch", "torch", "'torch>=2.4'"),
-        ("cupyflash.integrations.transformers", "torch", "'torch>=2.4'"),
-        ("cupyflash.models.diffusion_policy", "torch", "'torch>=2.4'"),
-        ("cupyflash.models.policy_sampling", "torch", "'torch>=2.4'"),
+        ("cupyflash.integrations.torch", "torch", "'torch>=2.7'"),
+        ("cupyflash.integrations.transformers", "torch", "'torch>=2.7'"),
+        ("cupyflash.models.diffusion_policy", "torch", "'torch>=2.7'"),
+        ("cupyflash.models.policy_sampling", "torch", "'torch>=2.7'"),
         ("cupyflash.integrations.transformers", "transformers", "'transformers>=5.4'"),
     ],
 )

@@ -2,5 +2,5 @@
 
 from ..packages import importing
 
-with importing(__name__, "torch>=2.4"):
+with importing(__name__, "torch>=2.7"):
     import torch  # noqa: F401  # which all of them need

@@ -12,7 +12,7 @@ import cupyflash
 
 from ..packages import importing
 
-with importing(__name__, "torch>=2.4"):
+with importing(__name__, "torch>=2.7"):
     import torch
     from torch import nn
     from torch.nn import functional

@@ -20,7 +20,7 @@ from ..runtime.launch import Prepared
 from ..runtime.scratch import no_garbage_collected
 from .diffusion_policy import GroupNormMish, PolicyUnet, ResidualBlock
 
-with importing(__name__, "torch>=2.4"):
+with importing(__name__, "torch>=2.7"):
     import torch
     from torch import nn
     from torch.nn import functional

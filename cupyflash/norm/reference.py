@@ -6,6 +6,7 @@ the inputs, statistics that of the computation. Nothing is checked here.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 
@@ -43,9 +44,15 @@ def norm(rms: bool, x: Array, weight: Array, bias: Array | None, eps: float) -> 
 
 
 def norm_backward(
-    rms: bool, dout: Array, x: Array, weight: Array, stats: Array, dresidual: Array | None
+    rms: bool,
+    dout: Array,
+    x: Array,
+    weight: Array,
+    stats: Array,
+    dresidual: Array | None,
+    sums: Any = "float64",
 ) -> tuple[Array, Array, Array]:
-    """(dx, dweight, dbias) of ``norm``."""
+    """(dx, dweight, dbias) of ``norm``; the last two are sums over rows in the dtype ``sums``."""
     wide = compute_dtype(x)
     gradient, stats = dout.astype(wide), stats.astype(wide)
     scale = stats[..., 1:]
@@ -56,17 +63,17 @@ def norm_backward(
     if dresidual is not None:
         dx += dresidual.astype(wide)
     rows = tuple(range(x.ndim - 1))
-    dweight, dbias = sum_over(gradient * normal, rows), sum_over(gradient, rows)
+    dweight, dbias = sum_over(gradient * normal, rows, sums), sum_over(gradient, rows, sums)
     return dx.astype(x.dtype), dweight.astype(weight.dtype), dbias.astype(weight.dtype)
 
 
-def sum_over(x: Array, axes: tuple[int, ...]) -> Array:
+def sum_over(x: Array, axes: tuple[int, ...], dtype: Any = "float64") -> Array:
     """The sum over many rows, in float64.
 
     NumPy adds up pairwise only what is contiguous. Elsewhere it has one chain of additions, which
     loses a digit in float32 over thousands of rows.
     """
-    return x.sum(axes, dtype="float64")
+    return x.sum(axes, dtype=dtype)
 
 
 def sigmoid(z: Array) -> Array:

@@ -147,7 +147,8 @@ def _norm(
     if residual is not None:
         values = norms.add(values, residual)
     out, stats = norms.norm(rms, values, weight, bias, eps)
-    dh, dweight, dbias = norms.norm_backward(rms, dout, values, weight, stats, dresidual)
+    sums = norms.compute_dtype(values)  # as kernels add: that is the yardstick
+    dh, dweight, dbias = norms.norm_backward(rms, dout, values, weight, stats, dresidual, sums)
     return {
         "out": out.astype(x.dtype, copy=False),
         "h": None if values is x else values,

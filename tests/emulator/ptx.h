@@ -441,6 +441,7 @@ template <typename T>
 T opaque(T x) {
   return x;
 }
+inline uint32_t opaque_bits(float x) { return __float_as_uint(x); }
 inline int fresh_thread_index() { return threadIdx.x; }
 inline uint32_t fresh_grid_size() { return gridDim.x; }
 inline uint32_t repeat_signs(uint32_t first, uint32_t second, uint32_t bytes) {
