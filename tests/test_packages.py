@@ -47,14 +47,14 @@ def test_line_of_an_empty_environment(installed):
     assert "CUDA 13 driver pip install 'cupy-cuda13x>=14' ml_dtypes 'nv" in packages.cuda_line()
 
 
+NVRTC = "'nvidia-cuda-nvrtc-cu12>=12.8'"
+
+
 @pytest.mark.parametrize(
     "version, line",
     [
-        ("14.2.0", "pip install 'nvidia-cuda-nvrtc-cu12>=12.8' nvidia-cuda-runtime-cu12"),
-        (
-            "13.9",
-            "pip install 'cupy-cuda12x>=14' 'nvidia-cuda-nvrtc-cu12>=12.8' nvidia-cuda-runtime-cu12",
-        ),
+        ("14.2.0", f"pip install {NVRTC} nvidia-cuda-runtime-cu12"),
+        ("13.9", f"pip install 'cupy-cuda12x>=14' {NVRTC} nvidia-cuda-runtime-cu12"),
     ],
 )
 def test_line_names_what_is_missing_or_too_old(installed, version, line):
