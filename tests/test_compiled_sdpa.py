@@ -77,6 +77,11 @@ LAYOUTS = {
 }
 
 
+def of_choice(target):
+    """The backend of a user's choice on Hopper: forced, sm90 refuses what is expanded."""
+    return environment.override(backend=None if target.backend == "sm90" else target.backend)
+
+
 def leaves_of(name, device):
     (shape_q, _), (shape_k, _) = LAYOUTS[name]
     options = {"device": device, "dtype": torch.float16, "requires_grad": True}
@@ -100,7 +105,7 @@ def test_strides_are_those_of_the_meta_functions(target, name):
         lengths = None, None, longest_q, longest_k
         return out, *backward(dout, q, k, v, out, lse, *lengths, 0.0, False, seed, unused)
 
-    with active(target):
+    with active(target), of_choice(target):
         real = run(q, k, v, dout)
         with FakeTensorMode() as mode:
             fake = run(*map(mode.from_tensor, (q, k, v, dout)))
@@ -127,7 +132,7 @@ def test_every_layout_by_inductor(target):
             for name in LAYOUTS
         }
 
-    with active(target):
+    with active(target), of_choice(target):
         found = gradients(one_graph(function, backend="inductor"), inputs)
         eager = gradients(function, inputs)
     for name in LAYOUTS:
