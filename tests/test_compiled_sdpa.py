@@ -15,6 +15,8 @@ from matrix import each  # noqa: E402
 from passes import one_graph  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 
+from cupyflash import environment  # noqa: E402
+
 B, H, S, D = 2, 4, 20, 32
 NO_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 
