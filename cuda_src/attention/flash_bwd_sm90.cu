@@ -15,7 +15,7 @@
 // the dQ of these queries: the first key tile stores it in dq_accum, and the last one that a query
 // sees writes dq. Nothing has to be cleared before this kernel or converted after it, the sum is
 // deterministic, and of a single key tile dQ never leaves the registers. It suits short sequences,
-// of which there are many heads and whose rows stay in L2 (takes_heads() in attention/launch.py).
+// of which there are many heads and whose rows stay in L2 (takes_heads() in sm90/backward.py).
 //
 // A persistent block takes tiles of BLOCK_N keys of one key head, one after the other. For each it
 // walks over the tiles of BLOCK_M queries that see the keys, of every query head of the group; or
