@@ -9,7 +9,7 @@ import cupyflash
 
 ROOT = Path(cupyflash.__file__).parent
 LAYERS = (  # the lowest first; modules of one line are siblings that do not import each other
-    ("environment", "packages"),
+    ("environment", "packages", "wheel"),
     ("jit",),
     ("runtime",),
     ("attention", "norm", "diffusion", "baselines"),

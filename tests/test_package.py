@@ -18,7 +18,7 @@ from cupyflash import packages
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
-PROJECT = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"}
+PROJECT = {"pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"}
 
 
 def python(code, *arguments, cwd, **options):

@@ -35,7 +35,7 @@ def user(tmp_path_factory):
     for name in ("cupyflash", "cuda_src"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, checkout / name, ignore=ignored)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout)
     run(sys.executable, "-c", BUILD, folder, cwd=checkout)
     venv.create(folder / "venv", symlinks=True)

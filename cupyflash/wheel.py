@@ -4,7 +4,6 @@
 which type checkers and editors do not see; this way it is a path in a .pth file.
 """
 
-from setuptools import setup
 from setuptools.command.build_py import build_py
 
 
@@ -14,6 +13,3 @@ class BuildPy(build_py):
     def get_package_dir(self, package: str) -> str:
         kernels = package == "cupyflash.cuda_src"
         return "cuda_src" if kernels else super().get_package_dir(package)
-
-
-setup(cmdclass={"build_py": BuildPy})
