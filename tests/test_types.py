@@ -48,6 +48,8 @@ def user(tmp_path_factory):
     shutil.copy(ROOT / "tests" / "typed_calls.py", files)
     for path in (README, *DOCS.values()):
         for name, code in blocks_of(path, "python"):
+            if "import diffusers" in code:  # of which checkers see stand-ins for a missing torch
+                continue
             (files / f"{name.replace('.md:', '_line_')}.py").write_text(code)
     return files, folder / "venv" / "bin" / "python"
 
