@@ -259,12 +259,12 @@ def _forward_tile(kind: Kind) -> Tile:
 
 def _backward_tile(kind: Kind) -> Tile:
     """The built-in choice."""
-    features, padded = kind.features, backward_head_dim(kind)
+    padded = backward_head_dim(kind)
     if padded == WIDE_HEAD_DIM:
         return WIDE_TILE_SM90
     if padded == 128 and not architecture(kind.capability).wgmma:
         return NARROW_TILE
-    if padded == 128 and (features.softcap or (features.bias and features.dropout)):
+    if padded == 128:  # the large tile spills
         return NARROW_TILE_SM90
     return BACKWARD_TILES[architecture(kind.capability).tiles][padded]
 
