@@ -74,6 +74,7 @@ def test_traced_again_after_cupy_is_imported(order):
 READ_SYS_MODULES = {
     "__init__.py",
     "integrations/transformers_models.py",
+    "jit/compiler.py",
     "runtime/loaded.py",
     "runtime/tuning.py",
 }
