@@ -209,7 +209,7 @@ __device__ __forceinline__ void load_fours(float (&dst)[N], const float* src) {
   }
 }
 
-// What multiply_add() does with its sum between two chunks.
+// multiply_add() does nothing with its sum between two chunks.
 struct NoPause {
   static constexpr bool PAUSES = false;
 };

@@ -21,13 +21,13 @@ from .sm90 import backend as sm90
 
 
 class Backend(Protocol):
-    """What a backend offers. A `Kind` is all that the choice of its kernels depends on."""
+    """The functions of a backend. A `Kind` is all that the choice of its kernels depends on."""
 
     def supports(self, kind: Kind, access: Access, *, backward: bool) -> bool:
         """Whether it computes a pass of such problems, whose tensors can be read this way."""
 
     def priority(self, kind: Kind, *, backward: bool) -> int:
-        """Of the backends that support a problem the one with the highest number computes it.
+        """The backend with the highest number, of those that support a problem, computes it.
 
         One with a negative number does so only where CUPYFLASH_BACKEND forces it.
         """

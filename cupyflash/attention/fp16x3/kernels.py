@@ -62,7 +62,7 @@ BACKWARD_TILES = {
 }
 for table in (FORWARD_TILES, BACKWARD_TILES):
     table["sm100"], table["sm120"] = dict(table["large"]), dict(table["small"])
-# Of head dim 128, where the large one spills: everywhere but on sm_90a, and there with options.
+# The tiles of head dim 128, where the large one spills: on sm_90a the second, elsewhere the first.
 NARROW_TILE, NARROW_TILE_SM90 = (32, 64, 8, 1), (64, 32, 8, 1)
 # Of head dim 256: only sm_90a has the shared memory and the registers.
 WIDE_HEAD_DIM, WIDE_TILE_SM90 = 256, (64, 32, 8, 1)

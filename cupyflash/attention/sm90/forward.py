@@ -46,9 +46,8 @@ FORWARD_TILES_LOW = {
 # of 128 queries have less padding.
 SHORT_MASKED = {32: 1, 64: 2, 96: 1, 128: 3, 192: 2, 256: 3}
 SHORT_PLAIN = {32: 3, 64: 3, 96: 3, 128: 3, 192: 3, 256: 4}
-# Softcap, ALiBi and dropout need more registers than a third of the file; the wider tile has them
-# for softcap or ALiBi alone.
-FORWARD_TILES_SCORE = FORWARD_TILES_LOW
+# Softcap, ALiBi and dropout need more registers than a third of the file, so they take the low
+# tiles; softcap or ALiBi alone leaves enough for a wider one.
 FORWARD_TILES_ONE = FORWARD_TILES_LOW | {192: (128, 112, 1, 2)}
 # And a bias more still.
 FORWARD_TILES_BIAS = {
@@ -221,7 +220,7 @@ def _forward_tile(padded: int, features: Features) -> Tile:
     fits = features.fits_128 and features.short >= SHORT_PLAIN[padded]
     if not plain:
         several = features.dropout or (features.softcap and features.alibi)
-        tile = (FORWARD_TILES_SCORE if several else FORWARD_TILES_ONE)[padded]
+        tile = (FORWARD_TILES_LOW if several else FORWARD_TILES_ONE)[padded]
     elif masked or fits:
         tile = FORWARD_TILES_LOW[padded]
     if features.few_keys and not any(switches):
