@@ -176,9 +176,7 @@ def test_clusters(heads, head_dim, length, cluster):
 def test_splits_of_blocks_alone(target, monkeypatch):
     """As caches so long that a test would take its time have them on every GPU."""
     monkeypatch.setattr(kernels, "_is_long", lambda *_: True)
-    monkeypatch.setattr(
-        cached_attention, "_plans", Plans(len(cached_attention.TENSORS), plain=True)
-    )
+    monkeypatch.setattr(cached_attention, "_plans", Plans(len(cached_attention.TENSORS)))
     for shape in ((1, 2, 3, 128, 4000), (2, 1, 1, 64, 9000), (1, 1, 8, 200, 3000)):
         check(*problem(target, "float16", shape, batch=5), "float16")
     plans = cached_attention._plans.values()

@@ -152,7 +152,7 @@ def test_packed_sequences_are_those_of_a_batch(target):
     batched = target.inputs("float16", batch=3, seqlen_q=50)
     packed = target.varlen_inputs("float16", [50] * 3)
     q, k, v = (x.reshape(150, 4, 64) for x in (batched.q, batched.k, batched.v))
-    from cupyflash.attention.dispatch import FORWARD
+    from cupyflash.attention.operations import FORWARD
     from cupyflash.attention.options import Extras
 
     extras = Extras(packed.cu_seqlens_q, packed.cu_seqlens_k, dropout_seed=SEED)

@@ -6,7 +6,7 @@ from matrix import each
 from passes import forward_backward
 
 import cupyflash
-from cupyflash.attention.dispatch import BACKWARD, FORWARD
+from cupyflash.attention.operations import BACKWARD, FORWARD
 from cupyflash.attention.options import Extras
 from cupyflash.testing import expected, to_float64
 

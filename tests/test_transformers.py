@@ -22,7 +22,7 @@ from transformers import masking_utils  # noqa: E402
 
 import cupyflash  # noqa: E402
 from bench import architectures  # noqa: E402
-from cupyflash.attention.dispatch import FORWARD  # noqa: E402
+from cupyflash.attention.operations import FORWARD  # noqa: E402
 from cupyflash.attention.options import DETERMINISTIC  # noqa: E402
 from cupyflash.integrations import transformers as integration  # noqa: E402
 from cupyflash.integrations import transformers_mask  # noqa: E402

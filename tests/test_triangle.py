@@ -10,7 +10,7 @@ from problems import HOPPER, problem_of, view
 from wrong_calls import check_refused
 
 import cupyflash
-from cupyflash.attention.dispatch import BACKWARD, FORWARD
+from cupyflash.attention.operations import BACKWARD, FORWARD
 from cupyflash.attention.options import Extras, Options
 from cupyflash.attention.passes import Wanted
 from cupyflash.attention.sm80 import dbias

@@ -4,8 +4,8 @@ from typing import NoReturn
 
 from ..runtime.array import Array
 from ..runtime.checks import plain_flag
-from .dispatch import BACKWARD, FORWARD
 from .foreign import refuse, refuses_foreign
+from .operations import BACKWARD, FORWARD
 from .options import Gradients, plain_options
 
 Window = tuple[int | None, int | None] | None

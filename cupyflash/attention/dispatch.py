@@ -1,7 +1,7 @@
 """From the arrays of a call to the plan that computes it: GPU or CPU, cached or new.
 
-`FORWARD` and `BACKWARD` are what the public functions call. Arrays come in the order of `TENSORS`
-or `BACKWARD_TENSORS`, and behind them the fields of `Extras`, unless there is none of those.
+Arrays come in the order of `TENSORS` or `BACKWARD_TENSORS`, and behind them the fields of `Extras`,
+unless there is none of those.
 """
 
 import dataclasses
@@ -10,9 +10,9 @@ import warnings
 from typing import Any, NoReturn
 
 from .. import environment
-from ..runtime.array import Array
+from ..runtime.array import Array, View
 from ..runtime.gpu import card_of
-from ..runtime.operation import Operation, Plans, TorchSide
+from ..runtime.operation import Plans
 from ..runtime.philox import is_number, seed_array
 from ..runtime.specs import require_library
 from . import backends, cpu
@@ -69,10 +69,12 @@ def forward(
         bias_aligned, sinks = _extra_alignment(library, arrays[3:])
     settings = environment.current()
     plans = _forward_plans if options[MAX_SEQLENS] is None else _packed_forward_plans
-    plan, pointers = plans.find(
-        library, arrays, (options, settings.backend, bias_aligned), _checked, _forward_plan,
-        function, library, arrays, options, bias_aligned, anew=settings.debug,
-    )  # fmt: skip
+    key, pointers = plans.key(library, arrays, (options, settings.backend, bias_aligned))
+    plan = plans.get(key)
+    if plan is None or settings.debug:
+        problem = _checked(function, library, arrays, options, bias_aligned)
+        problem = dataclasses.replace(problem, aligned=key[-1])
+        plan = plans.add(key, _forward_plan(function, problem, library, q, Options(*options)))
     if type(plan) is Padding:
         wide = plan.widen(library, q, k, v)
         out, lse = forward(function, library, (*wide, *arrays[3:]), (plan.options, need_lse))
@@ -83,18 +85,11 @@ def forward(
 
 
 def _forward_plan(
-    problem: Problem,
-    aligned: bool,
-    function: str,
-    library: Any,
-    arrays: tuple,
-    options: tuple,
-    bias_aligned: bool,
+    function: str, problem: Problem, library: Any, q: Array, options: Options
 ) -> ForwardPlan | Padding:
-    problem, q = dataclasses.replace(problem, aligned=aligned), library.view(arrays[0])
     if backends.pads(problem, card_of(problem.device), backward=False):
-        return Padding.of(problem, Options(*options))
-    return forward_plan(function, problem, library, q, Options(*options))
+        return Padding.of(problem, options)
+    return forward_plan(function, problem, library, library.view(q), options)
 
 
 def backward(
@@ -118,12 +113,17 @@ def backward(
     bias_aligned, sinks = _extra_alignment(library, arrays[7:])
     settings = environment.current()
     plans = _backward_plans if options[MAX_SEQLENS] is None else _packed_backward_plans
-    key = (options, settings.backend, bias_aligned, deterministic, bias_grad)
-    plan, pointers = plans.find(
-        library, arrays, key, _checked, _backward_plan,
-        function, library, arrays, options, bias_aligned, bias_grad, deterministic,
-        anew=settings.debug,
-    )  # fmt: skip
+    asked = (options, settings.backend, bias_aligned, deterministic, bias_grad)
+    key, pointers = plans.key(library, arrays, asked)
+    plan = plans.get(key)
+    if plan is None or settings.debug:
+        problem = _checked(
+            function, library, arrays, options, bias_aligned, bias_grad, deterministic
+        )
+        problem = dataclasses.replace(problem, aligned=key[-1])
+        views = {name: library.view(x) for name, x in {"q": q, "k": k, "v": v}.items()}
+        asked = (Options(*options), deterministic, bias_grad)
+        plan = plans.add(key, _backward_plan(function, problem, library, views, *asked))
     if type(plan) is Padding:
         dout, q, k, v, out = plan.widen(library, dout, q, k, v, out)
         arrays = (dout, q, k, v, out, lse, dlse, *arrays[7:])
@@ -151,23 +151,17 @@ def backward(
 
 
 def _backward_plan(
-    problem: Problem,
-    aligned: bool,
     function: str,
+    problem: Problem,
     library: Any,
-    arrays: tuple,
-    options: tuple,
-    bias_aligned: bool,
-    bias_grad: bool,
+    views: dict[str, View],
+    options: Options,
     deterministic: str,
+    bias_grad: bool,
 ) -> BackwardPlan | Padding:
-    problem = dataclasses.replace(problem, aligned=aligned)
     if backends.pads(problem, card_of(problem.device), backward=True):
-        return Padding.of(problem, Options(*options))
-    views = {name: library.view(x) for name, x in zip(BACKWARD_TENSORS[1:4], arrays[1:4])}
-    return backward_plan(
-        function, problem, library, views, Options(*options), deterministic, bias_grad
-    )
+        return Padding.of(problem, options)
+    return backward_plan(function, problem, library, views, options, deterministic, bias_grad)
 
 
 def prepared(
@@ -280,27 +274,3 @@ def _check_library(
         if x is not None or name not in OPTIONAL
     }
     require_library(function, library, given, "q", functools.partial(caller_name, function), EXTRAS)
-
-
-def _forward_name(function: str, place: int) -> str:
-    return caller_name(function, (*TENSORS, *Extras._fields)[place])
-
-
-def _backward_name(function: str, place: int) -> str:
-    return caller_name(function, (*BACKWARD_TENSORS, *Extras._fields)[place])
-
-
-def _torch_forward() -> TorchSide:
-    from . import torch_side
-
-    return torch_side.Forward
-
-
-def _torch_backward() -> TorchSide:
-    from . import torch_side
-
-    return torch_side.Backward
-
-
-FORWARD = Operation(forward, _torch_forward, names=_forward_name)
-BACKWARD = Operation(backward, _torch_backward, first=1, names=_backward_name, gradient=True)

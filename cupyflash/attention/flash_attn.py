@@ -12,8 +12,8 @@ from typing import NamedTuple, NoReturn
 
 from ..runtime.array import Array
 from ..runtime.checks import plain_flag
-from .dispatch import FORWARD
 from .foreign import refuse, refuses_foreign
+from .operations import FORWARD
 from .options import Extras, plain_options
 
 

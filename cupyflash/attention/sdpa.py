@@ -7,8 +7,8 @@ import numpy
 
 from ..runtime.array import Array, ArrayT, compiling, from_foreign, library_of, to_foreign
 from ..runtime.checks import plain_flag
-from .dispatch import FORWARD
 from .foreign import refuse, refuses_foreign
+from .operations import FORWARD
 from .options import Extras, plain_options
 
 FUNCTION = "scaled_dot_product_attention"

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.array import compiling
+from ..runtime.array import compiling, library_of
 from ..runtime.torch_calls import (
     no_second_derivative,
     promised_strides,
+    readable,
     refuse_functionalize,
     require_one_device,
     transforms_active,
@@ -36,7 +37,8 @@ from .options import (
 )
 from .plan import result_strides
 from .problem import kernel_head_dim
-from .torch_side import LIBRARY, readable
+
+LIBRARY = library_of(torch.empty(0))
 
 
 def attention(function: str, arrays: tuple, options: tuple) -> tuple[Tensor, Tensor]:

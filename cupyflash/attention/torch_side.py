@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.array import compiling, library_of
-from ..runtime.torch_calls import refuse_batched
+from ..runtime.torch_calls import readable, refuse_batched
 from . import dispatch
 from .dispatch import BACKWARD_TENSORS, TENSORS
 from .options import BIAS, SINKS, Gradients
@@ -79,14 +79,6 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: not as if the gradients were constants
             return *Backward.traced(ctx.function, arrays, options), None, None, None
         return *dispatch.backward(ctx.function, LIBRARY, arrays, options), None, None, None
-
-
-def readable(dout: Tensor | None, out: Tensor) -> Tensor:
-    """The gradient of out as the kernels read it: None is 0, as where only the LSE is used."""
-    if dout is None:
-        return torch.zeros_like(out)
-    # An expanded scalar, as .sum() hands it down.
-    return dout if dout.stride(-1) == 1 else dout.contiguous()
 
 
 def _autocast(arrays: tuple) -> tuple[Tensor | None, ...]:

@@ -5,8 +5,8 @@ from typing import Any, NoReturn
 from ..runtime.array import Array, array_namespace, compiling, from_foreign, library_of, to_foreign
 from ..runtime.checks import plain_flag
 from ..runtime.scratch import array_operations
-from .dispatch import FORWARD
 from .foreign import refuse, refuses_foreign
+from .operations import FORWARD
 from .options import Extras, plain_options
 
 FUNCTION = "triangle_attention"

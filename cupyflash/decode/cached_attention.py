@@ -15,7 +15,7 @@ from ..runtime.checks import plain_real, require_grid
 from ..runtime.config import ITEM_SIZE
 from ..runtime.gpu import capability_of, multiprocessors
 from ..runtime.launch import Launch, clusters_at_once
-from ..runtime.operation import Operation, Plan, Plans
+from ..runtime.operation import Operation, Plan, Plans, is_followed
 from ..runtime.overlap import Written
 from ..runtime.rows import is_contiguous
 from ..runtime.scratch import array_operations, tile_counters
@@ -41,7 +41,7 @@ SPECS = {
 }
 TENSORS = tuple(SPECS)[:-1]
 
-_plans = Plans(wide=len(TENSORS), plain=True)
+_plans = Plans(wide=len(TENSORS))
 
 
 @refuses_foreign
@@ -105,13 +105,13 @@ def run(
         plan = SeparatePlan(library, *_check(library, arrays, scale))
         plan.written.check([library.pointer(x) for x in arrays])
         return (plan(arrays),)
-    plan, pointers = _plans.find(
-        library,
-        arrays,
-        (scale, environment.current().backend),
-        lambda: _check(library, arrays, scale),
-        lambda found, aligned: _plan(library, *found, aligned),
-    )
+    if is_followed(library, arrays):
+        _check(library, arrays, scale)
+    key, pointers = _plans.key(library, arrays, (scale, environment.current().backend))
+    plan = _plans.get(key)
+    if plan is None:
+        checked = _check(library, arrays, scale)
+        plan = _plans.add(key, _plan(library, *checked, key[-1]))
     plan.written.check(pointers)
     out = plan(arrays, pointers)
     library.wrote(*arrays[3:5])

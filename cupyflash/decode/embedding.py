@@ -7,7 +7,7 @@ from typing import Any
 from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
 from ..runtime.launch import Launch
-from ..runtime.operation import Operation, Plan, Plans
+from ..runtime.operation import Operation, Plan, Plans, is_followed
 from ..runtime.specs import Spec, views_of
 from ..runtime.structs import header
 from . import kernels, reference
@@ -16,7 +16,7 @@ structs = header("decode/params.cuh")
 
 FUNCTION = "embedding"
 
-_plans = Plans(wide=2, plain=True)
+_plans = Plans(wide=2)
 
 
 def embedding(
@@ -54,13 +54,13 @@ def run(
     if library.on_cpu(arrays[0]):
         _check(library, *arrays)
         return (reference.embedding(library, *arrays),)
-    plan, pointers = _plans.find(
-        library,
-        arrays,
-        None,
-        lambda: _check(library, *arrays),
-        lambda views, aligned: EmbeddingPlan(library, views, aligned),
-    )
+    if is_followed(library, arrays):
+        _check(library, *arrays)
+    key, pointers = _plans.key(library, arrays, None)
+    plan = _plans.get(key)
+    if plan is None:
+        views = _check(library, *arrays)
+        plan = _plans.add(key, EmbeddingPlan(library, views, key[-1]))
     return (plan(arrays[0], pointers),)
 
 

@@ -8,7 +8,7 @@ from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
 from ..runtime.config import ITEM_SIZE
 from ..runtime.launch import Launch
-from ..runtime.operation import Operation, Plan, Plans
+from ..runtime.operation import Operation, Plan, Plans, is_followed
 from ..runtime.overlap import Written
 from ..runtime.specs import Spec, views_of
 from ..runtime.structs import header
@@ -29,7 +29,7 @@ SPECS = {
     "sequences": PLACES._replace(optional=True),
 }
 
-_plans = Plans(wide=4, plain=True)
+_plans = Plans(wide=4)
 
 
 def cache_append(
@@ -74,13 +74,12 @@ def run(
         Written(function, views, CACHES).check([library.pointer(x) for x in given])
         reference.append(function, library, *arrays)
         return ()
-    plan, pointers = _plans.find(
-        library,
-        arrays,
-        function,
-        check,
-        lambda views, aligned: AppendPlan(function, library, views, aligned),
-    )
+    if is_followed(library, arrays):
+        check()
+    key, pointers = _plans.key(library, arrays, function)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans.add(key, AppendPlan(function, library, check(), key[-1]))
     plan.written.check(pointers)
     plan(pointers)
     library.wrote(*arrays[2:4])

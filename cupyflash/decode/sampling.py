@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..runtime.array import Array, View
 from ..runtime.checks import integer_within, plain_real, require_grid, require_plain, short
 from ..runtime.launch import Launch
-from ..runtime.operation import Operation, Plan, Plans
+from ..runtime.operation import Operation, Plan, Plans, is_followed
 from ..runtime.overlap import Written
 from ..runtime.specs import Spec, views_of
 from ..runtime.structs import header
@@ -30,7 +30,7 @@ SPECS = {
     **dict.fromkeys(("out", "tokens", "positions", "ends"), TOKENS),
 }
 
-_plans = Plans(plain=True)
+_plans = Plans()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,13 +157,13 @@ def run(
         Written(function, views, tuple(views)[1:]).check([library.pointer(x) for x in arrays])
         reference.sample(library, arrays, sampling.with_seed(), limit)
         return ()
-    plan, pointers = _plans.find(
-        library,
-        arrays,
-        (sampling.kind, limit),
-        lambda: _check(library, *arrays),
-        lambda views, _: SamplePlan(library, views, sampling, limit),
-    )
+    if is_followed(library, arrays):
+        _check(library, *arrays)
+    key, pointers = _plans.key(library, arrays, (sampling.kind, limit))
+    plan = _plans.get(key)
+    if plan is None:
+        views = _check(library, *arrays)
+        plan = _plans.add(key, SamplePlan(library, views, sampling, limit))
     plan.written.check(pointers)
     plan(pointers, secrets.randbits(64) if sampling.seed is None else sampling.seed)
     library.wrote(*written)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..runtime.array import Array, View
 from ..runtime.checks import integer_within, plain_real, require_plain
-from ..runtime.operation import Operation, Plans
+from ..runtime.operation import Operation, Plans, is_followed
 from ..runtime.overlap import Written
 from . import reference
 from .checks import (
@@ -81,7 +81,7 @@ class Stack:
         weights = [y for block in self.blocks for y in block]
         self.weights = [*weights, *(y for y in ends.values() if y is not None)]
         self.on_cpu = self.library.on_cpu(self.weights[0])
-        self.plans = Plans(wide=len(CACHES), plain=True)
+        self.plans = Plans()
         if not self.on_cpu:
             require_gpu(function, self.shape)
         pointer = self.library.pointer
@@ -139,13 +139,13 @@ def run(
             written = Written(function, views, call.written)
             written.check([library.pointer(y) for y in arrays])
         return (_on_cpu(stack, call, *arrays),)
-    plan, pointers = stack.plans.find(
-        library,
-        arrays,
-        call,
-        check,
-        lambda views, _: StackPlan(function, library, shape, views, call.written),
-    )
+    if is_followed(library, arrays):
+        check()
+    key, pointers = stack.plans.key(library, arrays, call)
+    plan = stack.plans.get(key)
+    if plan is None:
+        plan = StackPlan(function, library, shape, check(), call.written)
+        stack.plans.add(key, plan)
     plan.written.check(pointers)
     k_cache, v_cache, lengths, first, *apart = pointers
     like, pointer = arrays[3], library.pointer

@@ -8,7 +8,7 @@ import numpy
 
 from ..runtime import loaded
 from ..runtime.array import Array, View
-from ..runtime.operation import Plans
+from ..runtime.operation import Plans, is_followed
 from ..runtime.rows import dense_like
 from ..runtime.scratch import array_operations
 from ..runtime.specs import Spec, views_of
@@ -22,7 +22,7 @@ SPECS = {
     "noise": Spec((...,), strides="dense", optional=True),
 }
 
-_plans = Plans(wide=3, plain=True)
+_plans = Plans(wide=3)
 
 
 def run(
@@ -47,13 +47,12 @@ def run(
         check()
         return (_on_cpu(sampler, library, arrays, number, seed, clip),)
     of_plan = (clip, sampler.num_steps, drawn, sampler.threshold is not None)
-    plan, pointers = _plans.find(
-        library,
-        arrays,
-        of_plan,
-        check,
-        lambda views, aligned: StepPlan(library, views, aligned, *of_plan),
-    )
+    if is_followed(library, arrays):
+        check()
+    key, pointers = _plans.key(library, arrays, of_plan)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans.add(key, StepPlan(library, check(), key[-1], *of_plan))
     table = sampler.table("coefficients", x, sampler.coefficients.copy)
     limits = None
     if sampler.threshold is not None:

@@ -129,16 +129,13 @@ def forward(
         function, library, (x, weight, bias), (num_groups, eps, activation, need_stats)
     )
     options = (num_groups, eps, activation)
-    plan, pointers = _forward_plans.find(
-        library,
-        (x, weight, bias),
-        options,
-        check,
-        lambda views, aligned: (
-            _forward_detour(library, views, again)
-            or ForwardPlan(function, library, views, aligned, *options)
-        ),
-    )
+    key, pointers = _forward_plans.key(library, arrays, options)
+    plan = _forward_plans.get(key)
+    if plan is None:
+        views = check()
+        plan = _forward_detour(library, views, again)
+        plan = plan or ForwardPlan(function, library, views, key[-1], *options)
+        _forward_plans.add(key, plan)
     if type(plan) is Detour:
         return plan(x, weight, bias, need_stats)
     return plan(x, pointers, need_stats)
@@ -171,16 +168,13 @@ def backward(
             return dx, None, None
         return dx, library.from_numpy(dweight, weight), library.from_numpy(dbias, bias)
     again = lambda *arrays: backward(function, library, arrays, (activation,))  # noqa: E731
-    plan, pointers = _backward_plans.find(
-        library,
-        arrays,
-        activation,
-        check,
-        lambda views, aligned: (
-            _backward_detour(library, views, again)
-            or BackwardPlan(function, library, views, aligned, activation)
-        ),
-    )
+    key, pointers = _backward_plans.key(library, arrays, activation)
+    plan = _backward_plans.get(key)
+    if plan is None:
+        views = check()
+        plan = _backward_detour(library, views, again)
+        plan = plan or BackwardPlan(function, library, views, key[-1], activation)
+        _backward_plans.add(key, plan)
     if type(plan) is Detour:
         return plan(*arrays)
     return plan(x, weight, bias, pointers)

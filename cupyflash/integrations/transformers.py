@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.dispatch import FORWARD
+from ..attention.operations import FORWARD
 from ..attention.options import Extras, plain_options
 from . import transformers_mask
 from .transformers_mask import FUNCTION, Mask, Pattern, mask

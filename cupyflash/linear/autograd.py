@@ -262,8 +262,10 @@ class Gate(torch.autograd.Function):
 
 def _check_once(function: str, arrays: Arrays, options: Options) -> None:
     """`check` for each signature: the steps would name other arguments than the caller."""
-    checked = lambda: check(function, LIBRARY, arrays, options)  # noqa: E731
-    _checked.find(LIBRARY, arrays, (function, options), checked, lambda *_: True)
+    key, _ = _checked.key(LIBRARY, arrays, (function, options))
+    if key not in _checked:
+        check(function, LIBRARY, arrays, options)
+        _checked.add(key, True)
 
 
 def _check_traced(function: str, arrays: Arrays) -> None:

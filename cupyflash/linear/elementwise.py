@@ -34,13 +34,11 @@ def gate(
     All arrays are dense, of one shape, on a GPU.
     """
     arrays = (gate, up, dout)
-    plan, pointers = _gates.find(
-        library,
-        arrays,
-        activation,
-        lambda: library.view(gate),
-        lambda view, aligned: GatePlan(library, activation, view, aligned, dout is not None),
-    )
+    key, pointers = _gates.key(library, arrays, activation)
+    plan = _gates.get(key)
+    if plan is None:
+        view = library.view(gate)
+        plan = _gates.add(key, GatePlan(library, activation, view, key[-1], dout is not None))
     return plan(gate, pointers)
 
 
@@ -83,13 +81,11 @@ def rotate(
     Raises:
         As `check_rotation`: what torch traces comes here unchecked.
     """
-    plan, _ = _rotations.find(
-        library,
-        (x, cos, sin, positions),
-        options,
-        lambda: check_rotation(library, x, (cos, sin, positions), options),
-        lambda views, _: RotaryPlan(library, views, options),
-    )
+    key, _ = _rotations.key(library, (x, cos, sin, positions), options)
+    plan = _rotations.get(key)
+    if plan is None:
+        views = check_rotation(library, x, (cos, sin, positions), options)
+        plan = _rotations.add(key, RotaryPlan(library, views, options))
     plan(x, cos, sin, positions)
 
 

@@ -6,7 +6,7 @@ from ..runtime.array import Array, ArrayT
 from ..runtime.checks import plain_flag, plain_integer, plain_real
 from .checks import MAX_SIZE
 from .kernels import ACTIVATIONS
-from .plan import PROJECTION
+from .operations import PROJECTION
 from .reference import Arrays, Options
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"] | None

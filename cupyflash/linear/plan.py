@@ -8,7 +8,7 @@ from typing import Any
 from .. import environment
 from ..runtime.array import Array, View, dense_strides
 from ..runtime.launch import Launch, copies_were_made
-from ..runtime.operation import Operation, Plan, Plans, TorchSide
+from ..runtime.operation import Plan, Plans
 from ..runtime.rows import collapse
 from . import reference
 from .checks import check
@@ -31,26 +31,15 @@ def run(
         out = reference.project(arrays, options)
         return (library.from_numpy(out, given[0], dense_strides(out.shape, range(out.ndim))),)
     settings = environment.current()
-    plan, pointers = _plans.find(
-        library,
-        given,
-        (function, options, settings.backend),  # mlp alone must have a second weight
-        lambda: check(function, library, given, options),
-        lambda views, aligned: LinearPlan(
-            function, library, views, options, aligned, settings.backend
-        ),
-        anew=settings.debug,
-    )
+    # The function is in the key because mlp alone must have a second weight.
+    key, pointers = _plans.key(library, given, (function, options, settings.backend))
+    plan = _plans.get(key)
+    if plan is None or settings.debug:
+        views = check(function, library, given, options)
+        plan = LinearPlan(function, library, views, options, key[-1], settings.backend)
+        _plans.add(key, plan)
     return (plan(given, pointers),)
 
-
-def _torch_side() -> TorchSide:
-    from . import autograd
-
-    return autograd
-
-
-PROJECTION = Operation(run, _torch_side)
 
 # The arguments of kernels by name: fields of `Arrays`, "out" for the result, "hidden" and "normal"
 # for memory between two kernels, "" for null. They are in the order of LinearParams for a

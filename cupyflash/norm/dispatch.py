@@ -69,16 +69,13 @@ def forward(
     if library.on_cpu(x):
         strides = result_strides(library, check()["x"])
         return _forward_on_cpu(function, library, arrays, (rms, eps, p), strides)
-    plan, pointers = _forward_plans.find(
-        library,
-        arrays,
-        (rms, eps, p),
-        check,
-        lambda views, aligned: (
-            _forward_detour(function, library, views, rms, eps, p)
-            or ForwardPlan(function, rms, library, views, eps, aligned)
-        ),
-    )
+    key, pointers = _forward_plans.key(library, arrays, (rms, eps, p))
+    plan = _forward_plans.get(key)
+    if plan is None:
+        views = check()
+        plan = _forward_detour(function, library, views, rms, eps, p)
+        plan = plan or ForwardPlan(function, rms, library, views, eps, key[-1])
+        _forward_plans.add(key, plan)
     return plan(arrays, pointers, need_stats)
 
 
@@ -105,16 +102,13 @@ def backward(
         strides = result_strides(library, check()["x"])
         results = _backward_on_cpu(library, arrays[:-1], (rms, need_dbias), strides)
     else:
-        plan, pointers = _backward_plans.find(
-            library,
-            arrays,
-            (rms, need_dbias),
-            check,
-            lambda views, aligned: (
-                _backward_detour(function, library, views, rms, need_dbias)
-                or BackwardPlan(function, rms, library, views, aligned, need_dbias)
-            ),
-        )
+        key, pointers = _backward_plans.key(library, arrays, (rms, need_dbias))
+        plan = _backward_plans.get(key)
+        if plan is None:
+            views = check()
+            plan = _backward_detour(function, library, views, rms, need_dbias)
+            plan = plan or BackwardPlan(function, rms, library, views, key[-1], need_dbias)
+            _backward_plans.add(key, plan)
         results = plan(arrays, pointers)
     if not p:
         return results

@@ -77,20 +77,14 @@ def add(
         h = reference.dropout_add(*given, dropout_threshold(p), int(seed.item()))
         return library.from_numpy(h, x if residual is None else residual, strides)
 
-    def views() -> dict[str, View]:
+    key, pointers = _plans.key(library, (x, residual), p)
+    plan = _plans.get(key)
+    if plan is None:
         given = {"x": x} if residual is None else {"x": x, "residual": residual}
-        return {name: library.view(y) for name, y in given.items()}
-
-    plan, pointers = _plans.find(
-        library,
-        (x, residual),
-        p,
-        views,
-        lambda views, aligned: (
-            _copying(function, library, views, p)
-            or DropoutAddPlan(function, library, views, p, aligned)
-        ),
-    )
+        views = {name: library.view(y) for name, y in given.items()}
+        plan = _copying(function, library, views, p)
+        plan = plan or DropoutAddPlan(function, library, views, p, key[-1])
+        _plans.add(key, plan)
     return plan((x, residual, seed), [*pointers, library.pointer(seed)])
 
 

@@ -162,47 +162,38 @@ class Plans(dict):
     """The plans of one operation, by the signatures of its arrays and by its options.
 
     A repeated call costs one look-up: shapes, strides, dtypes and devices of the arrays are in the
-    key, and everything that follows from them, checks included, has been done for the plan.
+    key, and everything that follows from them, checks included, has been done for the plan. So a
+    call reads
+
+        key, pointers = plans.key(library, arrays, options)
+        plan = plans.get(key)
+        if plan is None:
+            plan = plans.add(key, make(check(arrays), key[-1]))
 
     Args:
         wide: the number of leading arrays that are read 16 bytes at a time if all are aligned.
         most: the number of plans that are kept; beyond it the oldest is dropped.
-        plain: the operation has no gradient and no torch operator, so a call is refused if torch
-            tracks what is done to its arrays.
     """
 
-    def __init__(self, wide: int = 0, most: int = MAX_PLANS, plain: bool = False) -> None:
+    def __init__(self, wide: int = 0, most: int = MAX_PLANS) -> None:
         super().__init__()
-        self.wide, self.most, self.plain = wide, most, plain
+        self.wide, self.most = wide, most
 
-    def find(
-        self,
-        library: Any,
-        arrays: Sequence[Any],
-        options: Hashable,
-        check: Callable[..., Any],
-        make: Callable[..., Any],
-        *arguments: Any,
-        anew: bool = False,
-    ) -> tuple[Any, list[int]]:
-        """The plan of a call and the pointers of its arrays, 0 for None.
+    def key(
+        self, library: Any, arrays: Sequence[Any], options: Hashable
+    ) -> tuple[tuple | None, list[int]]:
+        """The key of a call and the pointers of its arrays, 0 for None.
+
+        The last entry of the key says whether the ``wide`` leading arrays are aligned to 16 bytes.
+        Without a signature of each array there is no key but None, and no plan: the checks of the
+        call, which come next, say which array is not of the library.
 
         Args:
             library: the adapter of the library of the first array.
-            check: called with ``arguments``, raises an error if something is wrong with the arrays,
-                their library included; otherwise returns what ``make`` needs, such as views.
-            make: makes the plan from the result of ``check``, from whether the arrays are aligned
-                to 16 bytes, and from ``arguments``.
-            arguments: these cost less than closures that are made for each call.
-            anew: check the arrays and make the plan even if there is one.
         """
         pointer, signature = library.pointer, library.signature
         pointers, signatures, bits = [], [], 0
         try:
-            if self.plain:
-                given = [x for x in arrays if x is not None]
-                if library.followed(*given) and library.what_follows(*given):
-                    check(*arguments)
             for x in arrays:  # in one loop: before Python 3.12 a comprehension is a call
                 if x is None:
                     pointers.append(0)
@@ -210,22 +201,30 @@ class Plans(dict):
                 else:
                     pointers.append(pointer(x))
                     signatures.append(signature(x))
-        except (AttributeError, TypeError):  # an array of another library, or none
-            check(*arguments)
-            raise
+        except (AttributeError, TypeError):
+            return None, []
         for address in pointers[: self.wide]:
             bits |= address
-        aligned = bits % 16 == 0
-        key = (*signatures, options, aligned)
-        plan = self.get(key)
-        if plan is None or anew:
-            plan = self.add(key, make(check(*arguments), aligned, *arguments))
-        return plan, pointers
+        return (*signatures, options, bits % 16 == 0), pointers
 
-    def add(self, key: Hashable, plan: Any) -> Any:
+    def add(self, key: tuple | None, plan: Any) -> Any:
         """Keeps a plan and returns it; if there are too many, the oldest is dropped."""
+        if key is None:
+            raise TypeError("an array without a signature has passed the checks of its call")
         with _keeping:
             while len(self) >= self.most:
                 del self[next(iter(self))]
             self[key] = plan
         return plan
+
+
+def is_followed(library: Any, arrays: Sequence[Any]) -> bool:
+    """Whether torch may track what is done to these arrays, or cannot tell.
+
+    An operation without a torch operator checks such a call each time, and the checks refuse it.
+    """
+    given = [x for x in arrays if x is not None]
+    try:
+        return library.followed(*given) and bool(library.what_follows(*given))
+    except AttributeError:  # an array of another library
+        return True

@@ -76,6 +76,14 @@ def refuse_batched(*gradients: Tensor | None) -> None:
             raise NotImplementedError(f"cupyflash: {fact}, allowed is one backward for each")
 
 
+def readable(dout: Tensor | None, out: Tensor) -> Tensor:
+    """The gradient of out as the kernels read it: None is 0, as where only the LSE is used."""
+    if dout is None:
+        return torch.zeros_like(out)
+    # An expanded scalar, as .sum() hands it down.
+    return dout if dout.stride(-1) == 1 else dout.contiguous()
+
+
 def require_one_device(function: str, first: Tensor, *others: Tensor | None) -> None:
     """All tensors must be on the device of the first; meta tensors and real ones do not mix.
 
