@@ -13,7 +13,7 @@ def problem_of(batch, heads, queries, keys, head_dim, causal=False, window=None,
     views = {}
     for name, rows, count in (("q", queries, heads[0]), *((x, keys, heads[1]) for x in "kv")):
         views[name] = view(batch, rows, count, head_dim)
-    return check("f", views, Options(causal, None, window, 0.0, "bshd"), extras)
+    return check("f", views, Options(causal=causal, window=window), extras)
 
 
 def view(*shape, dtype="float16"):

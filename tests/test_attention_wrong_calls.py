@@ -210,7 +210,7 @@ def test_a_device_that_is_none_of_ours():
     from cupyflash.runtime.array import View
 
     x = View((1, 5, 2, 16), (160, 32, 16, 1), "float32", "mps:0")
-    options = Options(False, None, None, 0.0, "bshd")
+    options = Options()
     with pytest.raises(ValueError, match="^f: q must be on a CPU or a CUDA device, got mps:0"):
         check("f", {"q": x, "k": x, "v": x}, options)
 
@@ -223,7 +223,7 @@ def test_factors_are_numbers_of_float32(name):
     from cupyflash.runtime.array import View
 
     x, float32 = View((1, 5, 2, 16), (160, 32, 16, 1), "float32", 0), numpy.finfo("float32")
-    options = Options(False, None, None, 0.0, "bshd")
+    options = Options()
     for value in (LEAST_FACTOR, MOST_FACTOR):
         problem = check("f", {"q": x, "k": x, "v": x}, options._replace(**{name: value}))
         stored = getattr(problem.shape, name)

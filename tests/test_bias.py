@@ -338,7 +338,7 @@ def test_not_with_packed_sequences(name):
     padded = target.inputs("float32", seqlen_q=4)
     arrays = {name: getattr(inputs, name), "bias": numpy.zeros((4, 4), "float32")}
     of_q = name == "cu_seqlens_q"
-    options = Options(False, None, None, 0.0, "thd-bshd" if of_q else "bshd-thd", (4, 4))
+    options = Options(layout="thd-bshd" if of_q else "bshd-thd", max_seqlens=(4, 4))
     q, kv = (inputs, padded) if of_q else (padded, inputs)
     qkv = {"q": view(q.q), "k": view(kv.k), "v": view(kv.v)}
     with pytest.raises(NotImplementedError, match="^f: bias .*packed"):

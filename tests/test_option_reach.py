@@ -25,7 +25,7 @@ from cupyflash.runtime.array import library_of
 
 BATCH = 2
 LENGTH = HEADS = 72  # equal, so that the arrays are right in both layouts
-PLAIN = Options(False, None, None, 0.0, "bshd")
+PLAIN = Options()
 DROPPED = PLAIN._replace(dropout_p=0.5)
 PACKED = PLAIN._replace(layout="thd", max_seqlens=(100, 100))
 BACKENDS = {"sm90": "float16", "sm80": "float16", "fp16x3": "float32", "simt": "float16"}

@@ -7,7 +7,8 @@ import pytest
 from matrix import each
 
 import cupyflash
-from cupyflash.attention.options import plain_options
+from cupyflash.attention import options as options_module
+from cupyflash.attention.options import Options, plain_options
 from cupyflash.decode.sampling import Sampling, sample
 from cupyflash.testing import expected, to_float64
 
@@ -141,23 +142,35 @@ def test_an_option_that_wants_a_gradient(target):
             transform(lambda s: cupyflash.attention(*qkv, scale=s))(torch.ones(2))
 
 
+RIGHT = {
+    "causal": True, "scale": 0.5, "window": (3, 0), "softcap": 1.0, "layout": "bshd",
+    "max_seqlens": None, "dropout_p": 0.0, "deterministic": False, "precision": "ieee",
+}  # fmt: skip
+
+
 def test_equal_options_are_one_key():
     """1 and True are equal, too: none is left that is not of its type."""
-    right = (True, 0.5, (3, 0), 1.0, "bshd", None, 0.0, False, "ieee")
-    assert plain_options("f", right) is right
-    others = (numpy.bool_(True), numpy.float64(0.5), [3, numpy.int64(0)], 1, "bshd", None, 0, 0)
-    others += (numpy.str_("ieee"),)
-    found = plain_options("f", others)
-    assert plain_options("f", (*right[:6], 0, False, "ieee")) == right
+    right = tuple(RIGHT.values())
+    assert plain_options("f", **RIGHT) == Options(**RIGHT) == right
+    others = {"causal": numpy.bool_(True), "scale": numpy.float64(0.5), "softcap": 1}
+    others |= {"window": [3, numpy.int64(0)], "dropout_p": 0, "deterministic": 0}
+    others |= {"precision": numpy.str_("ieee")}
+    found = plain_options("f", **{**RIGHT, **others})
     assert found == right and list(map(type, found)) == list(map(type, right))
     assert list(map(type, found[2])) == [int, int]
+    assert plain_options("f", **{**RIGHT, "dropout_p": 0}) == right
 
 
 @pytest.mark.parametrize("causal", [False, True, "top-left", "bottom-right"])
-def test_usual_options_are_taken_as_they_are(causal):
-    """The same object: the hot path reads each option once."""
-    options = (causal, None, (-1, 0), 0.0, "bshd", None, 0.0, False, "ieee")
-    assert plain_options("attention", options) is options
+def test_usual_options_are_taken_as_they_are(causal, monkeypatch):
+    """The hot path reads each option once, and converts none."""
+    monkeypatch.setattr(options_module, "RULES", None)
+    usual = {**RIGHT, "causal": causal, "window": (-1, 0), "scale": None}
+    assert plain_options("attention", **usual) == tuple(usual.values())
+
+
+def test_the_default_of_each_option_is_plain():
+    assert plain_options("f") == Options()
 
 
 class OfAnotherLibrary:

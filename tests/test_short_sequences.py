@@ -42,7 +42,7 @@ def features_of(seqlen_q, seqlen_k, heads=(1, 1)):
         View((2, n, h, 32), (n * h * 32, h * 32, 32, 1), "float16", 0)
         for n, h in zip((seqlen_q, seqlen_k), heads)
     )
-    options = Options(False, None, None, 0.0, "bshd")
+    options = Options()
     return check("f", {"q": q, "k": k, "v": k}, options).features
 
 

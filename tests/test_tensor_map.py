@@ -34,13 +34,13 @@ def view(*shape, strides=None, dtype="float16"):
 
 def problem(q, k=None, v=None, layout="bshd", **more):
     tensors = {"q": q, "k": k or q, "v": v or k or q, **more}
-    return check("f", tensors, Options(True, None, None, 0.0, layout))
+    return check("f", tensors, Options(causal=True, layout=layout))
 
 
 def biased(bias, *, scale=None, softcap=0.0, dtype="float16"):
     """Two batches of four heads, 40 queries and 72 keys; the bias begins at a multiple of 16."""
     q, k = view(2, 40, 4, 64, dtype=dtype), view(2, 72, 4, 64, dtype=dtype)
-    options = Options(False, scale, None, softcap, "bshd")
+    options = Options(scale=scale, softcap=softcap)
     found = check("f", {"q": q, "k": k, "v": k}, options, {"bias": bias})
     return dataclasses.replace(found, bias_aligned=True)
 
@@ -48,7 +48,7 @@ def biased(bias, *, scale=None, softcap=0.0, dtype="float16"):
 def packed(q, k, longest):
     """Two sequences of at most ``longest`` (queries, keys)."""
     cu_seqlens = {name: View((3,), (1,), "int32", 0) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    options = Options(True, None, None, 0.0, "thd", longest)
+    options = Options(causal=True, layout="thd", max_seqlens=longest)
     return check("f", {"q": q, "k": k, "v": k}, options, cu_seqlens)
 
 
@@ -131,7 +131,7 @@ def test_bias_without_keys():
     """A view of no column has the strides of rows that a map takes."""
     q, k = view(2, 40, 4, 64), view(2, 0, 4, 64)
     bias = view(2, 4, 40, 0, strides=(11520, 2880, 72, 1))
-    options = Options(False, None, None, 0.0, "bshd")
+    options = Options()
     found = check("f", {"q": q, "k": k, "v": k}, options, {"bias": bias})
     found = dataclasses.replace(found, bias_aligned=True)
     assert found.features.bias_by_tma and min(launch.bias_map(found, 64).dims) >= 1
@@ -228,7 +228,7 @@ def test_stored_gradient(shape, options, stored):
 )
 def test_masked(causal, window, masked):
     x = view(2, 5, 4, 64)
-    found = check("f", {"q": x, "k": x, "v": x}, Options(causal, None, window, 0.0, "bshd"))
+    found = check("f", {"q": x, "k": x, "v": x}, Options(causal=causal, window=window))
     names = ("tiny", "fits_128", "few_keys", "one_tile", "one_pass")
     lengths = dict.fromkeys(names, True) | {"short": 4}
     assert found.features == Features(softcap=False, alibi=False, masked=masked, **lengths)

@@ -106,8 +106,10 @@ def attention(
     """
     if foreign:
         refuse(attention, foreign)
-    options = (causal, scale, window, softcap, layout, None, dropout_p, deterministic, precision)
-    options = plain_options("attention", options)
+    options = plain_options(
+        "attention", causal=causal, scale=scale, window=window, softcap=softcap, layout=layout,
+        dropout_p=dropout_p, deterministic=deterministic, precision=precision,
+    )  # fmt: skip
     if return_lse is not False:
         return_lse = plain_flag("attention", "return_lse", return_lse)
     arrays = (q, k, v)
@@ -179,8 +181,10 @@ def attention_backward(
     if foreign:
         refuse(attention_backward, foreign)
     function, arrays = "attention_backward", (dout, q, k, v, out, lse, dlse)
-    options = (causal, scale, window, softcap, layout, None, dropout_p, deterministic, precision)
-    options = plain_options(function, options)
+    options = plain_options(
+        function, causal=causal, scale=scale, window=window, softcap=softcap, layout=layout,
+        dropout_p=dropout_p, deterministic=deterministic, precision=precision,
+    )  # fmt: skip
     bias_grad = plain_flag(function, "bias_grad", bias_grad)
     if not alibi_slopes is bias is sinks is dropout_seed is seqused_q is seqused_k is None:
         arrays += (None, None, alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)

@@ -23,11 +23,11 @@ LEAST_FACTOR, MOST_FACTOR = 2.0**-126, 2.0**127
 class Options(NamedTuple):
     """Options of a call; `plain_options` makes them hashable and of the types below."""
 
-    causal: bool | str
-    scale: float | None
-    window: tuple[int | None, int | None] | None
-    softcap: float
-    layout: str  # "bshd", "bhsd", "thd" if packed; of q and k, "thd-bshd" say, if they differ
+    causal: bool | str = False
+    scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    softcap: float = 0.0
+    layout: str = "bshd"  # or "bhsd", "thd" if packed; "thd-bshd" say, if q and k differ
     max_seqlens: tuple[int, int] | None = None  # packed: the longest query and key sequence
     dropout_p: float = 0.0
     deterministic: bool = False
@@ -147,7 +147,19 @@ SLOPES, BIAS, SINKS, DROPOUT_SEED, SEQUSED_K, KEY_MASK = map(
 )
 
 
-def plain_options(function: str, options: tuple) -> tuple:
+def plain_options(
+    function: str,
+    *,
+    causal: Any = False,
+    scale: Any = None,
+    window: Any = None,
+    softcap: Any = 0.0,
+    layout: Any = "bshd",
+    max_seqlens: Any = None,
+    dropout_p: Any = 0.0,
+    deterministic: Any = False,
+    precision: Any = "ieee",
+) -> tuple:
     """The fields of `Options` as Python numbers, strings and tuples of these, of any range.
 
     NumPy scalars and arrays of no dimensions in the host's memory (NumPy, torch) are read.
@@ -156,9 +168,9 @@ def plain_options(function: str, options: tuple) -> tuple:
         TypeError: an option of another type; one on a GPU, as reading it would wait for the GPU.
         NotImplementedError: one that wants a gradient.
     """
-    causal, scale, window, softcap, layout, max_seqlens, dropout_p, deterministic, precision = (
-        options
-    )
+    options = (
+        causal, scale, window, softcap, layout, max_seqlens, dropout_p, deterministic, precision,
+    )  # fmt: skip
     if (
         type(causal) in (bool, str)
         and (scale is None or type(scale) is float)

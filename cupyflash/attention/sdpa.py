@@ -86,11 +86,13 @@ def scaled_dot_product_attention(
     causal = "top-left" if is_causal else False
     if (type(attn_mask).__module__, type(attn_mask).__name__) == CAUSAL_BIAS:
         causal, attn_mask = _alignment(attn_mask, (q.shape[2], k.shape[2])), None
-    options = (causal, scale, None, 0.0, "bhsd", None, dropout_p, False, "ieee")
+    options = plain_options(
+        FUNCTION, causal=causal, scale=scale, layout="bhsd", dropout_p=dropout_p
+    )
     arrays = (q, k, v)
     if attn_mask is not None:
         arrays = (*arrays, *Extras(bias=_at_most_four_axes(attn_mask, shape)))
-    out, _ = FORWARD(FUNCTION, arrays, (plain_options(FUNCTION, options), False))
+    out, _ = FORWARD(FUNCTION, arrays, (options, False))
     return out if len(shape) == 4 else _reshape(out, (*shape[:-1], shapes[2][-1]))
 
 

@@ -95,7 +95,7 @@ def _attention(
             with array_operations(mask):
                 mask = mask != 0
     extras = Extras(bias=arrays["bias"], key_mask=mask)
-    options = plain_options(FUNCTION, (False, scale, None, 0.0, "bhsd", None, 0.0, False, "ieee"))
+    options = plain_options(FUNCTION, scale=scale, layout="bhsd")
     tensors = (arrays["q"], arrays["k"], arrays["v"])
     return FORWARD(FUNCTION, (*tensors, *extras), (options, return_lse))
 

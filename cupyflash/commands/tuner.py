@@ -68,7 +68,7 @@ class Attention:
     @property
     def plan_options(self) -> Options:
         """Of a plan."""
-        return Options(self.causal, None, None, self.softcap, "bshd")
+        return Options(causal=self.causal, softcap=self.softcap)
 
 
 @dataclasses.dataclass

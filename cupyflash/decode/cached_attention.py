@@ -261,5 +261,5 @@ def _check(
     head_dims = range(8, MAX_HEAD_DIM + 1, 8)
     views = views_of(FUNCTION, library, SPECS, arrays, plain=True, head_dim=head_dims)
     of_cache = {"q": views["q"], "k": views["k_cache"], "v": views["v_cache"]}
-    options = Options(True, scale, None, 0.0, "bshd", None, 0.0)
+    options = Options(causal=True, scale=scale)
     return check_attention(FUNCTION, of_cache, options).shape, views

@@ -97,7 +97,8 @@ def flash_attention_forward(
     layout = "bshd" if cum_seq_q is None else "thd"
     window = (window_size_left, window_size_right)
     lengths = None if cum_seq_q is None else (max_q, max_k)
-    options = (is_causal, scale, window, 0.0, layout, lengths, dropout_p)
+    options = {"causal": is_causal, "scale": scale, "window": window, "layout": layout}
+    options |= {"max_seqlens": lengths, "dropout_p": dropout_p}
     extras = Extras(cum_seq_q, cum_seq_k, alibi_slopes, seqused_k=seqused_k)
     return _forward(function, (query, key, value), options, extras, return_debug_mask)
 
@@ -133,7 +134,8 @@ def flash_attention_backward(
     layout = "bshd" if cum_seq_q is None else "thd"
     window = (window_size_left, window_size_right)
     lengths = None if cum_seq_q is None else (max_q, max_k)
-    options = (is_causal, scale, window, 0.0, layout, lengths, dropout_p)
+    options = {"causal": is_causal, "scale": scale, "window": window, "layout": layout}
+    options |= {"max_seqlens": lengths, "dropout_p": dropout_p}
     tensors = (grad_out, query, key, value, out, logsumexp)
     extras = Extras(cum_seq_q, cum_seq_k)
     return _backward("_flash_attention_backward", tensors, options, extras, rng_state)
@@ -150,7 +152,7 @@ def sdpa_forward(
     scale: float | None = None,
 ) -> tuple[Tensor | int | None, ...]:
     """``aten::_scaled_dot_product_flash_attention``: (batch, heads, seqlen, head_dim)."""
-    options = (is_causal, scale, None, 0.0, "bhsd", None, dropout_p)
+    options = {"causal": is_causal, "scale": scale, "layout": "bhsd", "dropout_p": dropout_p}
     out, lse, *random = _forward(
         "_scaled_dot_product_flash_attention", (query, key, value), options, NO_EXTRAS,
         return_debug_mask,
@@ -177,7 +179,7 @@ def sdpa_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
-    options = (is_causal, scale, None, 0.0, "bhsd", None, dropout_p)
+    options = {"causal": is_causal, "scale": scale, "layout": "bhsd", "dropout_p": dropout_p}
     tensors = (grad_out, query, key, value, out, logsumexp)
     function = "_scaled_dot_product_flash_attention_backward"
     return _backward(function, tensors, options, NO_EXTRAS, philox_seed)
@@ -195,7 +197,7 @@ OPERATORS = {
 def _forward(
     function: str,
     tensors: tuple[Tensor, ...],
-    options: tuple,
+    options: dict[str, Any],
     extras: Extras,
     return_debug_mask: bool,
 ) -> tuple[Tensor, ...]:
@@ -203,7 +205,7 @@ def _forward(
     if return_debug_mask:
         raise NotImplementedError(f"{function}: return_debug_mask is not built in cupyflash")
     query, library = tensors[0], library_of(tensors[0])
-    options = plain_options(function, (*options, False, "ieee"))
+    options = plain_options(function, **options)
     arrays = dispatch.prepared(function, library, dispatch.TENSORS, (*tensors, *extras), options)
     out, lse = dispatch.forward(function, library, arrays, (options, True))
     out = _as_promised(out, query)
@@ -214,13 +216,17 @@ def _forward(
 
 
 def _backward(
-    function: str, tensors: tuple[Tensor, ...], options: tuple, extras: Extras, seed: Tensor
+    function: str,
+    tensors: tuple[Tensor, ...],
+    options: dict[str, Any],
+    extras: Extras,
+    seed: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, *others = tensors
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    options = plain_options(function, (*options, deterministic, "ieee"))
+    options = plain_options(function, deterministic=deterministic, **options)
     if options[DROPOUT_P]:
         extras = extras._replace(dropout_seed=seed.view(torch.int64)[:1])
     arrays = (dout, *others, None, *extras)

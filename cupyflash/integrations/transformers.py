@@ -112,8 +112,9 @@ def attention(
     _refuse(block_indices, "block_indices (keys selected in blocks)", "indices of keys, and masks")
     _refuse(sinks, "sinks of each query", "s_aux, a sink for each head")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    softcap, sliding = softcap or 0.0, others.get("sliding_window")
-    deterministic = False if deterministic is None else deterministic
+    options = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout}
+    options["deterministic"] = False if deterministic is None else deterministic
+    sliding = others.get("sliding_window")
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if cu_seq_lens_q is not None:
         _refuse(indices, "indices of keys in packed sequences", "sequences of one length")
@@ -124,11 +125,11 @@ def attention(
                 f"the {query.shape[2]} queries"
             )
         causal, window = _inside_sequences(attention_mask, causal, sliding)
-        lengths = (max_length_q, max_length_k)
-        options = (causal, scaling, window, softcap, "thd", lengths, dropout, deterministic, "ieee")
+        options |= {"layout": "thd", "max_seqlens": (max_length_q, max_length_k)}
+        options = plain_options(FUNCTION, causal=causal, window=window, **options)
         extras = Extras(cu_seq_lens_q.int(), cu_seq_lens_k.int(), sinks=s_aux)
         arrays = (*(x.flatten(0, 1) for x in (q, k, v)), *extras)
-        out, _ = FORWARD(FUNCTION, arrays, (plain_options(FUNCTION, options), False))
+        out, _ = FORWARD(FUNCTION, arrays, (options, False))
         return out.unflatten(0, (query.shape[0], query.shape[2])), None
     masked = _options(attention_mask, query, key, causal, sliding)
     if position_bias is not None:
@@ -136,11 +137,11 @@ def attention(
     if indices is not None:
         masked["bias"] = _selected(masked.get("bias"), indices, key.shape[2])
     causal, window = masked.pop("causal", False), masked.pop("window", None)
-    options = (causal, scaling, window, softcap, "bshd", None, dropout, deterministic, "ieee")
+    options = plain_options(FUNCTION, causal=causal, window=window, **options)
     arrays, extras = (q, k, v), Extras(**masked, sinks=s_aux)
     if any(x is not None for x in extras):
         arrays = (*arrays, *extras)
-    out, _ = FORWARD(FUNCTION, arrays, (plain_options(FUNCTION, options), False))
+    out, _ = FORWARD(FUNCTION, arrays, (options, False))
     return out, None
 
 
