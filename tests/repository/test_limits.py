@@ -1,16 +1,18 @@
-"""The limits that CONTRIBUTING names: lines of a file and of a function.
+"""The limits that CONTRIBUTING names: lines of a file and of a function, and what pages may name.
 
 Files and functions that are still longer are listed here. An entry that is no longer needed fails,
 so the lists only shrink.
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 ROOT = next(x for x in Path(__file__).resolve().parents if (x / "pyproject.toml").exists())
-PYTHON, CUDA, FUNCTION = 300, 350, 60
+PYTHON, CUDA, FUNCTION, PAGE = 300, 350, 60, 150
+ELSEWHERE = re.compile(r"(?<![\w.$])(?:/(?:work|tmp|home|root)/|\.\./shared|\.probe/)")
 
 LONG_FILES = {
     "cuda_src/attention/flash_bwd_simt.cu",
@@ -61,6 +63,22 @@ def test_files_are_short():
         if text.count("\n") > limit
     }
     assert found == LONG_FILES
+
+
+def test_pages_of_notes_are_short():
+    pages = [*files("bench/notes", ".md"), ("", (ROOT / "CONTRIBUTING.md").read_text())]
+    assert [name for name, text in pages if text.count("\n") > PAGE] == []
+
+
+def test_pages_name_no_place_outside_the_repository():
+    pages = [x for folder in ("bench", "cupyflash/docs") for x in files(folder, ".md")]
+    named = {f"{name}: {x}" for name, text in pages for x in ELSEWHERE.findall(text)}
+    assert named == set()
+
+
+@pytest.mark.parametrize("text", ["`/work/a.log`", "see ../shared/a.md", "python .probe/a.py"])
+def test_a_place_outside_is_seen(text):
+    assert ELSEWHERE.search(text) and not ELSEWHERE.search("forward/work/ and tmp/a")
 
 
 def test_functions_are_short():
