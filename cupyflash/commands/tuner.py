@@ -62,12 +62,12 @@ class Attention:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `cupyflash.attention`."""
+        """The options of `cupyflash.attention`."""
         return {"causal": self.causal, "softcap": self.softcap}
 
     @property
     def plan_options(self) -> Options:
-        """Of a plan."""
+        """The options of a plan."""
         return Options(self.causal, None, None, self.softcap, "bshd")
 
 
@@ -91,7 +91,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search found; the built-in choice is the first of the candidates.
+    """The result of a search; the built-in choice is the first of the candidates.
 
     Attributes:
         key: in the tuning file.
@@ -104,7 +104,7 @@ class Found:
 
     @property
     def built_in(self) -> Candidate:
-        """What plans have without a tuning file."""
+        """The tile that plans have without a tuning file."""
         return self.candidates[0]
 
     @property

@@ -193,7 +193,7 @@ class StackPlan(Plan):
         )
         self.launch = Launch(config, shape.device, blocks, params)
         self.counters = tile_counters(shape.device)
-        self.workspaces: dict[int, Array] = {}  # by the address of the counters of a stream
+        self.workspaces: dict[int, Array] = {}  # keys: addresses of the counters of a stream
 
     def run(self, like: Array, pointers: tuple[int, ...]) -> None:
         """Launch with the pointers from x to position_embedding."""

@@ -24,7 +24,7 @@ from .layers import KvCache, PromptAttention, TokenAttention
 
 structs = header("decode/stack_params.cuh")
 
-# A token of a prompt takes so many times the width while it is computed: x, its norm, q, k, v,
+# While a token of a prompt is computed, it takes so many times the width: x, its norm, q, k, v,
 # attention and the MLP's hidden layer, some of them twice, as an output lives beside its input.
 ACTIVATION_WIDTHS = 16
 DECODES = ("auto", "eager", "graph", "persistent")
@@ -200,7 +200,7 @@ class Decoder:
 
     def sample(self, logits: Array, sampling: Sampling, out: Array) -> None:
         """Put the next tokens into ``out`` and into the state, whose positions advance."""
-        limit = self.cache.max_length - 1  # those of sequences that are done stay there
+        limit = self.cache.max_length - 1  # finished sequences stay at this position
         sample(logits, sampling, out=out, state=self.state, limit=limit)
 
 

@@ -37,7 +37,7 @@ class Gpt2:
         self._idle: dict[tuple, Decoder] = {}  # the last one that ended, to be used again
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a run has made, which is of this process and its GPU."""
+        """The state without what a run has made, which belongs to this process and its GPU."""
         made = ("stack", "stack_problem")
         return {x: y for x, y in self.__dict__.items() if x not in made} | {"_idle": {}}
 
