@@ -169,7 +169,7 @@ class Tokens:
         self.right = right
 
     def check(self, tokens: Any) -> None:
-        """Raise AssertionError where one differs."""
+        """Raise AssertionError where a token differs."""
         found = [int(token) for token in tokens.tolist()]
         wrong = sum(token != right for token, right in zip(found, self.right, strict=True))
         message = f"tokens: max error {wrong} of them, allowed 0 "

@@ -35,7 +35,7 @@ SEED = 2**40 + 1  # seed of dropout
 
 
 class Check(Protocol):
-    """Knows right results by name."""
+    """The right results by name."""
 
     def check(self, **results: Any) -> None:
         """Print what was compared; AssertionError where a result is wrong."""
@@ -170,7 +170,7 @@ def group_norm(
 def _norm_pass(
     name: str, call: Callable[[], Any], results: tuple[str, ...], x: Any, arrays: int
 ) -> Pass:
-    """A pass that reads or writes so many arrays like x."""
+    """A pass that reads or writes this number of arrays like x."""
     return Pass(name, call, results, float(arrays * x.nbytes), "B")
 
 

@@ -191,7 +191,7 @@ def label(tile: Tile) -> str:
 
 
 def _compile(candidates: list[Candidate], arch: str, seconds: float) -> None:
-    """Compile as many as this time allows, in parallel; the first one in any case."""
+    """Compile as many candidates as this time allows, in parallel; the first one in any case."""
     tasks = {(x.config, arch): x for x in candidates}
     lacking = [x for x in pool.missing(list(tasks)) if x[0] is not candidates[0].config]
     while lacking and pool.forecast(lacking, min(pool.cores(), len(lacking))) > seconds:
@@ -201,7 +201,7 @@ def _compile(candidates: list[Candidate], arch: str, seconds: float) -> None:
 
 
 class _Checks:
-    """Compares what candidates give with float64, which NumPy computes on the CPU."""
+    """Compares results of candidates with float64, which NumPy computes on the CPU."""
 
     def __init__(self, problem: Attention, x: Inputs) -> None:
         self.names, group = RESULTS[problem.direction], problem.heads // problem.heads_kv

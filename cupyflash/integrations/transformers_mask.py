@@ -293,7 +293,7 @@ def answer_for_packing() -> None:
 
 
 def _answering(make: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-    """``make`` of mask functions, which answer for an `_Index` by what ``answer`` makes."""
+    """``make``, whose mask functions answer for an `_Index` by what ``answer`` makes."""
 
     @functools.wraps(make)
     def made(*arguments: Any) -> Callable[..., Any]:

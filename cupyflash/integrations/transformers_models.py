@@ -25,7 +25,7 @@ MISNOMER = "cupyflash"
 # These show whether a class of models calls the attention interface, or computes by itself.
 SUPPORTED = ("attention_backend", "sdpa", "flash_attn", "flex_attn")
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# A dictionary of layers, one for each implementation, as before there was an interface.
+# Before there was an interface, models had a dictionary of layers, one for each implementation.
 ATTENTION_CLASSES = re.compile(r"^\w*ATTENTION_CLASSES\w* = ", re.MULTILINE)
 ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\([^)]*nn\.Module", re.MULTILINE)
 

@@ -81,7 +81,7 @@ class RowConfig(KernelConfig):
         return getattr(self, "stages", 0) * stage_bytes(self.threads, self.loads, self.vector)
 
     def grid(self, rows: int) -> int:
-        """Number of blocks of which each has its rows once."""
+        """The number of blocks that take their rows once each."""
         return -(-rows * self.row_threads // self.threads)
 
 

@@ -253,7 +253,7 @@ class TileCounters:
         return found
 
     def address(self, stream: Any, library: Any, like: Array) -> tuple[int, Array | None]:
-        """The address of the counters of a launch that cannot do without, and an array or None.
+        """The address of the counters of a launch that needs them, and an array or None.
 
         If graphs or other streams have taken all counters, they are a new array, made by
         ``library`` on the device of ``like``. The caller must keep that array until the launch is

@@ -28,13 +28,13 @@ structs = header("decode/stack_params.cuh")
 # attention and the MLP's hidden layer, some of them twice, as an output lives beside its input.
 ACTIVATION_WIDTHS = 16
 DECODES = ("auto", "eager", "graph", "persistent")
-# The largest batch of which one kernel for a token is faster than a graph of kernels, by whether
+# The largest batch for which one kernel a token is faster than a graph of kernels, by whether
 # the kernels of a graph overlap.
 PERSISTENT_BATCH = {True: 2, False: 8}
 
 
 def way_to_decode(function: str, model: Any, decode: str, batch: int) -> str:
-    """One of `DECODES` but "auto", for a `Gpt2` and so many prompts.
+    """The way to decode, one of `DECODES` but "auto", for a `Gpt2` and this many prompts.
 
     Raises:
         ValueError: no such way, or not with this mode, device or batch.
