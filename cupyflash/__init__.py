@@ -93,7 +93,7 @@ def _imported(name: str) -> Any:
     raise AttributeError(text)
 
 
-if not TYPE_CHECKING:  # beside a __getattr__, checkers take any name for one of the package
+if not TYPE_CHECKING:  # with a __getattr__, checkers accept any name of the package
     __getattr__ = _imported
 
 

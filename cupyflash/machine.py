@@ -154,7 +154,7 @@ def backend_capabilities(backend: str) -> list[tuple[int, int]]:
 
 
 def slow_kernels() -> list[str]:
-    """Of kernels in the cache that the NVRTC in use has made slow: what is wrong, and the cure."""
+    """The fault and the cure of kernels in the cache that the NVRTC in use has made slow."""
     try:
         entries = [] if compiler_problem() else jit.entries()
     except (jit.UnsafeCacheError, OSError):  # nothing is loaded from it

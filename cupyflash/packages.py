@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Iterator
 
-# As in the extras of pyproject.toml.
+# These are the requirements of the extras in pyproject.toml.
 EXTRAS = {
     "cuda12": (
         "cupy-cuda12x>=14",

@@ -200,7 +200,7 @@ def _attention(
             ]
             for backend in serving[:1] if names is None else serving:
                 for kernel in backend.kernels(kind, backward=backward):
-                    # Blocks that walk up are those of deterministic calls alone.
+                    # Blocks walk up in deterministic calls alone.
                     if everything or not getattr(kernel, "walks_up", False):
                         yield kernel
                 if backward and everything:

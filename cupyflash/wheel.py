@@ -1,4 +1,4 @@
-"""Where a wheel takes the kernels from; pyproject.toml says everything else.
+"""The build step that puts the kernels into a wheel; pyproject.toml says everything else.
 
 `package-dir` could say it, too. But setuptools then makes an editable install a finder in code,
 which type checkers and editors do not see; this way it is a path in a .pth file.

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: its worked example works as written, and what it names exists."""
+"""CONTRIBUTING and the pages that it links to: the worked example works, what they name exists."""
 
 import os
 import re
@@ -12,11 +12,15 @@ from targets import FORCED, has
 from tiny_kernel import has_nvrtc
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+PAGE = (ROOT / "cupyflash" / "docs" / "adding_an_operation.md").read_text()
+PAGES = CONTRIBUTING + PAGE + (ROOT / "tests" / "README.md").read_text()
 LABELLED = re.compile(r"^\*\*`(\S+)`\*\* .+(?:\n.+)*\n\n```\w+\n((?:.*\n)+?)```$", re.MULTILINE)
 LINE = re.compile(r"^\| `(\S+\.py)`(?:, `(\w+)`)? \| `(.+)` \|$", re.MULTILINE)
 EXAMPLE = dict(LABELLED.findall(PAGE))  # the text of each file
 NAME = "squared_relu"
+# Parts of the tree that files are still to be moved to.
+NOT_YET = ("cuda_src/attention/", "cuda_src/block", "cupyflash/ops/", "tests/", "bench/")
 OTHER_ARCHS = "sm_75 or sm_86 or sm_89 or sm_100 or sm_120"  # to save time
 
 
@@ -91,11 +95,30 @@ def test_the_example_is_formatted(tree, tool):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_files_that_the_page_names_exist(tree):
-    folders = (ROOT, ROOT / "tests", ROOT / "bench")
-    paths = [*tree.rglob("*"), *(path for folder in folders for path in folder.iterdir())]
-    known = [f"{path.as_posix()}/" for path in paths]
-    named = re.findall(r"`([\w./]+(?:\.(?:py|cu|cuh|md|toml)|/))`", PAGE)
-    assert len(named) > 40
+def test_the_files_that_the_pages_name_exist(tree):
+    folders = (tree, ROOT / "tests", ROOT / "bench")
+    paths = [*ROOT.iterdir(), *(path for folder in folders for path in folder.rglob("*"))]
+    known = {f"/{path.as_posix()}/" for path in paths}
+    named = re.findall(r"`([\w./]+(?:\.(?:py|pyi|cu|cuh|md|toml|h)|/))`", PAGES)
+    assert len(named) > 80
     missing = [x for x in named if not any(y.endswith(f"/{x.rstrip('/')}/") for y in known)]
     assert missing == []
+
+
+def folders_of(block):
+    """Paths of folders, braces expanded, that lines of a tree begin with."""
+    for line in block.splitlines():
+        above, _, names = line.split("   ")[0].rstrip("/").partition("{")
+        yield from (f"{above}{name}" for name in names.rstrip("}").split(","))
+
+
+def test_the_tree_exists():
+    (block,) = re.findall(r"## The tree\n\n```\n(.+?)^```$", CONTRIBUTING, re.M | re.DOTALL)
+    assert len(block.splitlines()) == 10
+    missing = [x for x in folders_of(block) if not (ROOT / x).is_dir()]
+    assert [x for x in missing if not x.startswith(NOT_YET)] == []
+    assert [x for x in NOT_YET if not any(y.startswith(x) for y in missing)] == []
+
+
+def test_the_page_is_short():
+    assert CONTRIBUTING.count("\n") <= 150

@@ -18,8 +18,9 @@ from cupyflash import environment
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DOCS = {path.stem: path for path in sorted((ROOT / "cupyflash" / "docs").glob("*.md"))}
-LINKING = [README, *DOCS.values(), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-LINKING += sorted((ROOT / "bench").glob("*.md"))
+ADDING = DOCS.pop("adding_an_operation")  # test_contributing.py builds its example
+LINKING = [README, *DOCS.values(), ADDING, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+LINKING += [ROOT / "tests" / "README.md", *sorted((ROOT / "bench").rglob("*.md"))]
 # What a page says to change without a GPU; fewer tokens, as NumPy is slow.
 WITHOUT_GPU = (
     ("import cupy as xp", "import numpy as xp"),

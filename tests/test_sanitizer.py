@@ -198,7 +198,7 @@ cupy.cuda.Device().synchronize()
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_sanitizer_of_transformer_blocks(target, dtype, record_property):
     """Not racecheck: it does not see that __syncwarp() orders a warp's reads of a tile before the
-    arrival of its first lane, and so reports every copy into a tile of the ring (bench/NOTES.md).
+    arrival of its first lane, and so reports every copy into a tile of the ring (bench/notes).
     """
     if SANITIZER is None:
         pytest.skip("compute-sanitizer is not installed")

@@ -21,12 +21,12 @@ from .problem import ExtraFacts, Problem, bias_strides, canonical_strides, kerne
 structs = header("attention/params.cuh")
 
 MAX_HEAD_DIM = 256
-MOST_HEADS = 256  # of known models (Falcon 180B has 232); more may be the tokens
+MOST_HEADS = 256  # the most of known models (Falcon 180B: 232); more may be the tokens
 HEADS_FIRST = (
     "where the heads come first, swap axes 1 and 2 or call cupyflash.attention with layout='bhsd'"
 )
 MAX_SEQLEN = 2**29  # so that sums of lengths and windows fit 32 bits in the kernels
-MAX_BLOCKS = 2**31  # of a grid
+MAX_BLOCKS = 2**31  # the most of a grid
 HEAD_DIMS = range(1, MAX_HEAD_DIM + 1)
 PLACES, LENGTHS = Spec(("batch + 1",), "int32"), Spec(("batch",), "int32")
 EXTRAS = {  # the optional arrays; the shape of a bias is one that broadcasts
@@ -163,7 +163,7 @@ def _visible_keys(function: str, options: Options, unlimited: int) -> tuple[int,
 def _packed_batch(
     function: str, options: Options, extras: Mapping[str, View], q: View, batch: int | None
 ) -> int:
-    """How many sequences there are; ``batch`` of a tensor that is not packed, if there is one."""
+    """The number of sequences; ``batch`` of a tensor that is not packed, if there is one."""
     views, say = {}, functools.partial(caller_name, function)
     for name, side in (("cu_seqlens_q", "q"), ("cu_seqlens_k", "k")):
         if options.layout_of(side) == "thd":

@@ -82,7 +82,7 @@ def _combined(
 ) -> tuple[Array, Array]:
     """(out, lse) in float32."""
     infinity = float("inf")
-    # A shift of all exponents alike, which has no gradient.
+    # This shifts all exponents alike, so it has no gradient.
     largest = xp.amax(lse_partial.detach() if is_torch else lse_partial, 0)
     largest = xp.where(largest == -infinity, 0, largest)
     weights = xp.exp(lse_partial - largest)
@@ -92,7 +92,7 @@ def _combined(
     lse = xp.where(none, -infinity, largest + xp.log(total))
     weights = (weights / total)[..., None]
     values = out_partial.float() if is_torch else out_partial.astype("float32", copy=False)
-    # What a part that does not count holds may be NaN, and 0 * NaN is one too.
+    # A part that does not count may hold NaN, and 0 * NaN is NaN.
     return (weights * xp.where(weights == 0, 0, values)).sum(0), lse
 
 

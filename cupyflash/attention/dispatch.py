@@ -1,4 +1,4 @@
-"""From the arrays of a call to the plan that computes it: GPU or CPU, cached or new.
+"""The way from the arrays of a call to the plan that computes it: GPU or CPU, cached or new.
 
 Arrays come in the order of `TENSORS` or `BACKWARD_TENSORS`, and behind them the fields of `Extras`,
 unless there is none of those.
@@ -43,7 +43,7 @@ _forward_plans = Plans(wide=3)
 _backward_plans = Plans(wide=4)
 
 MAX_PACKED_PLANS = 64
-# Of packed sequences nearly every batch has a length of its own, so only the latest plans are kept.
+# Nearly every batch of packed sequences has its own length, so only the latest plans are kept.
 _packed_forward_plans = Plans(wide=3, most=MAX_PACKED_PLANS)
 _packed_backward_plans = Plans(wide=4, most=MAX_PACKED_PLANS)
 

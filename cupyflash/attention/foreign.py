@@ -1,4 +1,4 @@
-"""What callers of other attention libraries write, and what they should write here.
+"""Errors for keywords of other attention libraries, which say what to write here instead.
 
 The functions of attention take unknown keywords as ``**foreign``, only to refuse them: a call that
 has none pays nothing for it, and signatures do not show it.
@@ -46,7 +46,7 @@ KEYWORDS = {
     **dict.fromkeys(("block_table", "page_table"), ("", "paged caches are not built")),
 }
 
-# Names of other libraries, and what the package has in their place.
+# The functions of other libraries, and what replaces them in this package.
 ELSEWHERE = {
     "flash_attn_with_kvcache": "attention_with_cache(q, k, v, k_cache, v_cache, positions), or "
     "attention(q, k_cache, v_cache, seqused_k=lengths) without new keys",

@@ -130,7 +130,7 @@ def attention_tiled_backward(
         dlse_groups = dlse.astype(q_groups.dtype, copy=False).reshape(delta.shape)
         delta = xp.where(lse_groups == -xp.inf, 0, delta - dlse_groups)
     # +inf where a row sees nothing: exp(-inf - inf) is 0, exp(-inf + inf) would be NaN.
-    if lse.dtype == xp.float32:  # which keeps no digit of these weights: HUGE_LSE on a GPU
+    if lse.dtype == xp.float32:  # it keeps no digit of these weights: HUGE_LSE on a GPU
         huge = xp.isfinite(lse_groups) & (abs(lse_groups) >= 2.0**24)
         lse_groups = xp.where(huge, xp.nan, lse_groups)
     lse_groups = xp.where(lse_groups == -xp.inf, xp.inf, lse_groups)

@@ -1,4 +1,4 @@
-"""What a backend returns for a pass of attention: launches, ready but for the pointers of a call.
+"""The result of a backend for a pass of attention: launches, ready but for the pointers of a call.
 
 Every backend makes its backward `Pass` with `backward_pass`, which adds the kernel that all of them
 may need: that of the gradient of the sinks, after the one that prepares each query row.
@@ -40,7 +40,7 @@ class Scratch(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a backward pass is to give.
+    """The results that a backward pass must give.
 
     Attributes:
         strides: of dq, dk and dv, by the names of the fields of the argument.
@@ -125,7 +125,7 @@ def forward_pass(
 
 
 class Sharing(NamedTuple):
-    """How the blocks of a backward pass share the work out.
+    """The way in which the blocks of a backward pass share the work.
 
     Attributes:
         shares: blocks that divide the work of a key head.

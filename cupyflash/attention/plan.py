@@ -1,4 +1,4 @@
-"""From a checked problem to launches: a plan is everything that equal-shaped calls share.
+"""The plan of a checked problem: the launches and all else that equal-shaped calls share.
 
 A plan knows no backend. It asks the one of its problem for a `Pass`, with the loaded kernels, the
 grids and the bytes of the parameter struct behind its leading pointers. A call then allocates its
@@ -23,7 +23,7 @@ from .problem import Kind, Problem, bias_strides, canonical_strides
 
 structs = header("attention/params.cuh")
 
-NO_POINTERS = (0,) * KEY_MASK  # of the optional arrays that the kernels take
+NO_POINTERS = (0,) * KEY_MASK  # null for the optional arrays that the kernels take
 
 
 class PassPlan(Plan):
@@ -47,7 +47,7 @@ class PassPlan(Plan):
             extras[BIAS] = extras[KEY_MASK]
         arguments = (*arguments, *(extras[:KEY_MASK] or NO_POINTERS))
         to_all = of_options
-        if work.bias_gradient:  # whose kernels alone write the gradient of the bias
+        if work.bias_gradient:  # only these kernels write the gradient of the bias
             to_all = (0, *of_options[1:])
         for launch in work.launches:
             size = launch.workspace_size
@@ -141,7 +141,7 @@ class BackwardPlan(PassPlan):
         self.columns_v = problem.head_dims[1] if problem.needs_padding else None
         # Rows that the kernels leave alone. Keys that no query sees get a gradient of zero.
         self.fills = extras.lengths or shape.seqlen_k == 0
-        self.skips_tiles = problem.features.masked  # which a stored gradient must have as zeros
+        self.skips_tiles = problem.features.masked  # a stored gradient must be zero there
         self.dbias_has_no_order = _has_no_order(problem, wanted, work)
 
     def prepared(self, q: Array, k: Array, v: Array, pointers: list[int]) -> Prepared:

@@ -20,13 +20,13 @@ structs = header("attention/params.cuh")
 
 _kinds = header("attention/bias.cuh").BiasKind
 BOOL = _kinds.index("BOOL")
-KEY_MASK = len(_kinds)  # of KeyMaskKind in key_mask.cuh
+KEY_MASK = len(_kinds)  # the first KeyMaskKind of key_mask.cuh
 # Beyond it, a bias in units of the score times 2^-104 is no normal float32.
 MAX_TMA_BIAS_SCALE = 2.0**20
 
 
 class Access(enum.IntEnum):
-    """How a kernel can read the tensors of a problem; each way includes those before it."""
+    """The ways in which kernels can read tensors of a problem; each includes those before it."""
 
     ELEMENT = 0
     VECTOR = 1  # every pointer and stride is a multiple of 16 bytes
@@ -92,7 +92,7 @@ class Features(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What of a problem and of a GPU decides which kernels compute it.
+    """The facts about a problem and a GPU that decide which kernels compute it.
 
     Attributes:
         head_dim: the least that kernels take, a multiple of 8.
@@ -217,7 +217,7 @@ class Problem:
         )
 
     def kind(self, capability: Capability) -> Kind:
-        """What decides which kernels compute the problem on such a GPU."""
+        """The facts that decide which kernels compute the problem on such a GPU."""
         return Kind(self.dtype, self.shape.head_dim, self.features, capability)
 
     @property
@@ -277,9 +277,9 @@ class Problem:
 
     @property
     def access(self) -> Access:
-        """How the tensors can be read, but for out: one kernel reads it once, and takes any."""
+        """The way in which all tensors but out can be read; one kernel reads out, in any way."""
         item = ITEM_SIZE[self.dtype]
-        steps = []  # of the axes with more than one index: in bytes
+        steps = []  # bytes between neighbours of each axis with more than one index
         for name in self.strides.keys() - {"out"}:
             sizes = self.sizes(name)
             if 0 not in sizes:

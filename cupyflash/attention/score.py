@@ -72,7 +72,7 @@ class ScoreFunction:
         bias: Array | None = None,
         key_mask: Array | None = None,
     ) -> "ScoreFunction":
-        """From the options of ``cupyflash.attention``, for grouped q (b, h, g, m, d) and k."""
+        """The score of options of ``cupyflash.attention``, for grouped q (b, h, g, m, d), k."""
         seqlen_q, seqlen_k = q.shape[3], k.shape[2]
         unlimited = seqlen_q + seqlen_k
         left, right = (

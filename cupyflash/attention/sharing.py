@@ -1,4 +1,4 @@
-"""How the tiles of a pass are shared out among the multiprocessors of a card.
+"""Rules that share the tiles of a pass out among the multiprocessors of a card.
 
 Pure functions of a configuration, a problem and a card: how many blocks there are, how many of them
 divide the keys of a tile or the queries of a key head, and how many heads run side by side.
@@ -9,14 +9,14 @@ from ..runtime.gpu import Card
 from .problem import Problem
 
 MAX_SPLITS = 32  # blocks that share a tile: a lane each in the kernel that combines
-MIN_SPLIT_KEYS = 256  # of a block: two or more key tiles of any head dim
+MIN_SPLIT_KEYS = 256  # the least of a block: two or more key tiles of any head dim
 # A launch of fewer tiles than these for each multiprocessor has few, and then a section of heads
 # should have so many.
 FEW_TILES, SECTION_TILES = 8, 3
 # A block should have at least so many query rows. With fewer, the sums of dK and dV that it leaves
 # in float32 take longer than it saves.
 MIN_SHARE_ROWS = 1024
-# Of the L2 cache, for the keys and values of the heads that run together (tile_order.cuh); the rest
+# Part of L2 for the keys and values of the heads that run together (tile_order.cuh); the rest
 # is left to queries and outputs.
 SECTION_L2_FRACTION = 0.6
 # No more tiles of queries, or of keys, in a section than these for each multiprocessor: enough for
@@ -48,13 +48,13 @@ def num_tiles(config: KernelConfig, problem: Problem, shares: int = 1) -> int:
 
 
 def num_splits(config: KernelConfig, problem: Problem, card: Card) -> int:
-    """How many blocks should share the keys of a tile: 1 unless most of the GPU would idle."""
+    """The number of blocks that share the keys of a tile: 1 unless most of the GPU would idle."""
     idle = card.multiprocessors // max(1, num_tiles(config, problem))
     return max(1, min(idle, problem.shape.seqlen_k // MIN_SPLIT_KEYS, MAX_SPLITS))
 
 
 def group_shares(config: KernelConfig, problem: Problem, card: Card, *, divides_rows: bool) -> int:
-    """How many blocks should divide the work of a key head in the backward pass.
+    """The number of blocks that divide the work of a key head in the backward pass.
 
     One, unless the tiles of keys are too few for the multiprocessors. Then so many that each
     multiprocessor gets about five, as long as each block has a query head; under a mask, where the
@@ -79,7 +79,7 @@ def group_shares(config: KernelConfig, problem: Problem, card: Card, *, divides_
 
 
 def least_side_by_side(config: KernelConfig, problem: Problem, card: Card, shares: int) -> int:
-    """How many heads of tile_order.cuh the backward pass should have side by side at least.
+    """The least number of heads of tile_order.cuh that the backward pass has side by side.
 
     Where a multiprocessor has few tiles, the last section must not end with a long tile in each
     head, which weighs more than queries that miss the L2 cache.
@@ -103,7 +103,7 @@ def heads_per_section(
     in_turns: bool = False,
     walks_up: bool = False,
 ) -> int:
-    """How many of all heads run side by side, longest tiles first: see tile_order.cuh.
+    """The number of heads that run side by side, longest tiles first: see tile_order.cuh.
 
     Only tiles of unequal length need it, under a causal mask without a window to the left; and
     blocks that add in turns (``in_turns``), where those of one head wait for each other.

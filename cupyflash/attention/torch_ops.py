@@ -82,7 +82,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]
     function, extras, options = decode(arguments)
     require_one_device(function, q, k, v, *extras)
     layout = options.layout_of("q")
-    axes = {"thd": (1, 0), "bhsd": (0, 1, 2)}.get(layout, (0, 2, 1))  # of the LSE
+    axes = {"thd": (1, 0), "bhsd": (0, 1, 2)}.get(layout, (0, 2, 1))  # axes of the LSE
     if q.dim() != len(axes) + 1:
         fact = f"q must have {len(axes) + 1} dimensions"
         raise ValueError(f"{function}: {fact}, got {q.dim()}: {tuple(q.shape)}")

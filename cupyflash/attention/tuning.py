@@ -1,4 +1,4 @@
-"""Which tile the kernels of a pass have: the tuned one if there is one, else the built-in choice.
+"""The tile that the kernels of a pass have: the tuned one if there is one, else the built-in.
 
 This is consulted once for each plan. A tile of the tuning file is used only if it is one of the
 candidates of the backend and its kernel compiles without spills, as every built-in one does.
@@ -13,7 +13,7 @@ from .backends import BACKENDS
 from .kernels import Tile
 from .problem import Kind
 
-STATIC_BYTES = 3 * 1024  # of shared memory, at most: constants, barriers
+STATIC_BYTES = 3 * 1024  # the most of shared memory for constants, barriers
 
 
 def key_of(backend: str, kind: Kind, backward: bool) -> str:

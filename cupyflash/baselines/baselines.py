@@ -28,9 +28,9 @@ structs = header("baselines/params.cuh")
 
 THREADS = 256
 STEPS = header("baselines/naive_attention.cu").Step
-LANE_COLUMNS = 1, 2, 4, 8  # of fused_attention, where a warp has a row
+LANE_COLUMNS = 1, 2, 4, 8  # template values of fused_attention, whose warps compute a row each
 MAX_HEAD_DIM = 32 * LANE_COLUMNS[-1]
-FLASH_KEYS = {64: 32, 128: 32, 256: 16}  # of a tile of flash_attention_1, by its HEAD_DIM
+FLASH_KEYS = {64: 32, 128: 32, 256: 16}  # keys of a tile of flash_attention_1, by HEAD_DIM
 ADD = {"a": Spec((...,)), "b": Spec((...,))}  # contiguous, of one shape and dtype
 KEYS = Spec(("batch", "seqlen_k", "heads", "head_dim"))
 ATTENTION = {"q": Spec(("batch", "seqlen_q", "heads", "head_dim")), "k": KEYS, "v": KEYS}

@@ -77,7 +77,7 @@ class NotRun:
 
     @property
     def refused(self) -> bool:
-        """Whether that is as documented."""
+        """Whether the refusal is documented."""
         return isinstance(self.error, NotImplementedError)
 
 
@@ -117,7 +117,7 @@ def check() -> int:
 
 
 def operations(library: str, bfloat16: str | None) -> Iterator[tuple[str, Callable[[], Operation]]]:
-    """(its name, a function that makes it) of every operation; smaller problems on the CPU.
+    """The name of every operation and a function that makes it; problems are smaller on the CPU.
 
     Args:
         library: "numpy" or "cupy".
@@ -157,7 +157,7 @@ def operations(library: str, bfloat16: str | None) -> Iterator[tuple[str, Callab
 
 
 def named(make: Maker, *problems: tuple) -> Iterator[tuple[str, Callable[[], Operation]]]:
-    """Problems that are a function and its arguments but the maker of arrays."""
+    """Problems, each a function and all of its arguments except the maker of arrays."""
     for function, *arguments in problems:
         name = ", ".join(map(str, (function.__name__, *arguments)))
         yield name, functools.partial(function, make, *arguments)

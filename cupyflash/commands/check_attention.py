@@ -25,8 +25,8 @@ from ..testing import (
 )
 from .check_operations import Maker, Operation, Pass
 
-BACKWARD_FLOPS = 2.5  # of the forward pass: five matrix products instead of two
-Heads = tuple[int, int]  # of queries and of keys
+BACKWARD_FLOPS = 2.5  # times the forward pass: five matrix products instead of two
+Heads = tuple[int, int]  # numbers of heads of queries and of keys
 
 
 class FirstAndLastHeads:
@@ -122,7 +122,7 @@ def _heads_text(heads: Heads) -> str:
 
 
 def _backend(make: Maker, dtype: str, head_dim: int, backward: bool) -> str:
-    """The name of the backend that computes it, behind a blank; "" on the CPU."""
+    """The name of the backend that computes it, after a space; "" on the CPU."""
     if make.library != "cupy":
         return ""
     import cupy
@@ -169,7 +169,7 @@ class Tokens:
         self.right = right
 
     def check(self, tokens: Any) -> None:
-        """Raise AssertionError where one differs."""
+        """Raise AssertionError where a token differs."""
         found = [int(token) for token in tokens.tolist()]
         wrong = sum(token != right for token, right in zip(found, self.right, strict=True))
         message = f"tokens: max error {wrong} of them, allowed 0 "

@@ -30,12 +30,12 @@ from ..testing import (
     to_numpy64,
 )
 
-EPS = 1e-5  # of the norms
-SEED = 2**40 + 1  # of dropout
+EPS = 1e-5  # eps of the norms
+SEED = 2**40 + 1  # seed of dropout
 
 
 class Check(Protocol):
-    """Knows right results by name."""
+    """The right results by name."""
 
     def check(self, **results: Any) -> None:
         """Print what was compared; AssertionError where a result is wrong."""
@@ -121,7 +121,7 @@ def rms_norm(make: Maker, dtype: str, rows: int, columns: int, dropout_p: float 
         cupyflash.rms_norm_backward, dout, h, weight, stats, dresidual=dresidual, **options
     )
     gradients = ("dx", "dweight", "dh") if dropout_p else ("dx", "dweight")
-    copies = 2 if dropout_p else 0  # of x, that the kernel of dropout moves besides
+    copies = 2 if dropout_p else 0  # arrays like x that the kernel of dropout moves as well
     passes = (
         _norm_pass("fwd", forward, ("out", "h", "stats"), x, 4 + copies // 2),
         _norm_pass("bwd", backward, gradients, x, 4 + copies),
@@ -170,7 +170,7 @@ def group_norm(
 def _norm_pass(
     name: str, call: Callable[[], Any], results: tuple[str, ...], x: Any, arrays: int
 ) -> Pass:
-    """A pass that reads or writes so many arrays like x."""
+    """A pass that reads or writes this number of arrays like x."""
     return Pass(name, call, results, float(arrays * x.nbytes), "B")
 
 

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> list[str]:
-    """Those of these options that differ from their default, as they are written."""
+    """The given options that differ from their defaults, as they are written."""
     given = [name for name in names if getattr(arguments, name) != arguments.default_of(name)]
     return [f"--{name.replace('_', '-')}" for name in given]
 

@@ -10,7 +10,7 @@ ERRORS = "cupyflash.readable"
 
 
 def readable(error: UnicodeError) -> tuple[str, int]:
-    """What is printed for a character that the encoding lacks: others as escapes such as \\xe9."""
+    """The text for a character that the encoding lacks: another one, or an escape such as \\xe9."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end]
@@ -19,7 +19,7 @@ def readable(error: UnicodeError) -> tuple[str, int]:
 
 
 def never_fail_to_encode() -> None:
-    """Let what an encoding such as ascii or cp1252 lacks be printed by `readable`."""
+    """Make streams print characters that their encoding lacks by `readable`."""
     codecs.register_error(ERRORS, readable)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -27,7 +27,7 @@ def never_fail_to_encode() -> None:
 
 
 def discard_rest() -> None:
-    """What can no longer be written, to a closed pipe say, goes nowhere without another error."""
+    """Discard what can no longer be written, to a closed pipe say, without another error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:

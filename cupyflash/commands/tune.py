@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .tuner import Attention, Found
 
 OPERATIONS = ("attention",)
-TOKENS, HIDDEN = 16384, 2048  # of the default batch, and of all heads together
+TOKENS, HIDDEN = 16384, 2048  # tokens of the default batch; columns of all heads together
 DEFAULT_SECONDS = 60.0
 
 
@@ -85,7 +85,7 @@ def table(found: "Found") -> Any:
 
 
 def verdict(found: "Found") -> str:
-    """How the best compares, and each wrong result."""
+    """The text that compares the best tile, and names each wrong result."""
     from .tuner import label
 
     lines = [f"{label(x.tile)} is wrong: {x.wrong}" for x in found.candidates if x.wrong]

@@ -62,12 +62,12 @@ class Attention:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `cupyflash.attention`."""
+        """The options of `cupyflash.attention`."""
         return {"causal": self.causal, "softcap": self.softcap}
 
     @property
     def plan_options(self) -> Options:
-        """Of a plan."""
+        """The options as a plan has them."""
         return Options(causal=self.causal, softcap=self.softcap)
 
 
@@ -91,7 +91,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search found; the built-in choice is the first of the candidates.
+    """The result of a search; the built-in choice is the first of the candidates.
 
     Attributes:
         key: in the tuning file.
@@ -104,7 +104,7 @@ class Found:
 
     @property
     def built_in(self) -> Candidate:
-        """What plans have without a tuning file."""
+        """The tile that plans have without a tuning file."""
         return self.candidates[0]
 
     @property
@@ -191,7 +191,7 @@ def label(tile: Tile) -> str:
 
 
 def _compile(candidates: list[Candidate], arch: str, seconds: float) -> None:
-    """Compile as many as this time allows, in parallel; the first one in any case."""
+    """Compile as many candidates as this time allows, in parallel; the first one in any case."""
     tasks = {(x.config, arch): x for x in candidates}
     lacking = [x for x in pool.missing(list(tasks)) if x[0] is not candidates[0].config]
     while lacking and pool.forecast(lacking, min(pool.cores(), len(lacking))) > seconds:
@@ -201,7 +201,7 @@ def _compile(candidates: list[Candidate], arch: str, seconds: float) -> None:
 
 
 class _Checks:
-    """Compares what candidates give with float64, which NumPy computes on the CPU."""
+    """Compares results of candidates with float64, which NumPy computes on the CPU."""
 
     def __init__(self, problem: Attention, x: Inputs) -> None:
         self.names, group = RESULTS[problem.direction], problem.heads // problem.heads_kv

@@ -56,7 +56,7 @@ def attention_with_cache(
     scale: float | None = None,
     **foreign: NoReturn,
 ) -> ArrayT:
-    """k and v into the cache, then causal attention of q to all that is in it; no gradients.
+    """Put k and v into the cache, then attend from q to all that is in it, causally; no gradients.
 
     Up to eight float16 or bfloat16 tokens of a sequence take one launch. The lengths are read on
     the GPU only, so the call can be part of a CUDA graph; with CuPy the graph needs a memory pool
@@ -212,7 +212,7 @@ class SeparatePlan:
             if seqlen != 1:
                 where = (positions[:, None] + library.arange(seqlen, positions)).reshape(-1)
                 sequences = library.arange(self.rows[0], positions) // seqlen
-            # By way of whole rows, which copies heads that do not lie side by side.
+            # This reshapes to whole rows, which copies heads that do not lie side by side.
             new = (x.reshape(self.rows).reshape(self.rows[0], *x.shape[2:]) for x in (k, v))
             kv_cache.run(FUNCTION, library, (*new, *caches, where, sequences), ())
             options = (seqlen > 1, self.scale, None, 0.0, "bshd", None, 0.0, False)

@@ -121,7 +121,7 @@ def check_call(
 
 
 def require_aligned(function: str, pointers: Mapping[str, int]) -> None:
-    """Arrays that the kernel reads 16 bytes at a time must begin at a multiple of that."""
+    """Raise ValueError unless arrays that are read 16 bytes at a time begin at such a multiple."""
     for name, pointer in pointers.items():
         if pointer % 16:
             fact = f"{name} must begin at a multiple of 16 bytes"

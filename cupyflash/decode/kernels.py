@@ -19,7 +19,7 @@ DECODE_WARPS, DECODE_ROWS = merge.NUM_WARPS, merge.ROWS  # warps and queries of 
 DECODE_KEYS = {64: 32, 128: 16, 192: 16, 256: 16}  # keys in a load of a warp, by head_dim
 MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attention`
 MAX_CLUSTER = 8
-# The part of the blocks that can run which do so in clusters of four or eight, on an H200.
+# On an H200, clusters of four or eight use this part of the blocks that can run.
 CLUSTERED = 10 / 11
 LONG_BYTES = 768 << 10  # so many bytes of keys and values are long work for a block
 
@@ -123,7 +123,7 @@ def flash_decode(
     capability: tuple[int, int],
     multiprocessors: int,
 ) -> FlashDecode | FlashDecodeCluster | None:
-    """The kernel for new tokens and a cache of `shape`; None if another way is faster, or the only.
+    """The kernel for new tokens and a cache of `shape`; None if another way is faster or needed.
 
     Blocks share the keys until every warp has a single load of them, or the GPU is full: clusters,
     as long as all of them run at once, or, where those would leave half of the GPU empty and the

@@ -22,7 +22,7 @@ ONE = header("decode/probability.cuh").ONE
 TERMS = [
     numpy.float32(float.fromhex(term))
     for term in ("1.e974fap-10", "1.277856p-7", "1.c91ce6p-5", "1.ebdb56p-3", "1.62e4bap-1", "1p0")
-]  # of 2^x
+]  # of the polynomial of 2^x
 LARGEST_MANTISSA = numpy.float32(float.fromhex("1.fffffep0"))
 
 

@@ -48,7 +48,7 @@ class Call(NamedTuple):
 FORWARD = Call("out", (*CACHES, "lengths", "x"))
 ONE_BLOCK = FORWARD._replace(stacked=False)
 LOGITS = Call("logits", (*CACHES, "lengths", "tokens"))
-NEXT_TOKENS = {  # by whether lengths advance, and whether the new tokens have an array of their own
+NEXT_TOKENS = {  # keys: do lengths advance, and do new tokens have an array of their own?
     (advance, apart): Call(
         "tokens",
         LOGITS.names + ("out",) * apart,
@@ -95,7 +95,7 @@ class Stack:
             self.end_pointers = tuple(pointers.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        """What `BlockStack` was made of: a copy has addresses and plans of its own."""
+        """The arguments of `BlockStack`: a copy has addresses and plans of its own."""
         sizes = {"heads": self.shape.heads, "eps": self.shape.eps}
         return {"function": "BlockStack", "blocks": self.blocks, "ends": self.ends, **sizes}
 

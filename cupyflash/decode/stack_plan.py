@@ -26,7 +26,7 @@ MAX_ROW_BYTES = structs.PIECE_STRIDE * structs.MAX_PIECES  # the longest row or 
 HEAD_DIMS = (64, 128)  # other head dims are rounded up
 MAX_HEAD_DIM = HEAD_DIMS[-1]
 
-# Tiles and bytes of one, by the KB of shared memory that a block may have: what fills them.
+# The tiles that fill shared memory, and the bytes of one, by the KB that a block may have.
 RINGS = {227: (5, 41600), 163: (5, 25600), 99: (4, 19200), 64: (3, 13824)}
 OLDEST = (7, 5)  # compute capability
 
@@ -193,7 +193,7 @@ class StackPlan(Plan):
         )
         self.launch = Launch(config, shape.device, blocks, params)
         self.counters = tile_counters(shape.device)
-        self.workspaces: dict[int, Array] = {}  # by the address of the counters of a stream
+        self.workspaces: dict[int, Array] = {}  # keys: addresses of the counters of a stream
 
     def run(self, like: Array, pointers: tuple[int, ...]) -> None:
         """Launch with the pointers from x to position_embedding."""
@@ -222,7 +222,7 @@ def pointer_table(library: Any, blocks: list[tuple[int, ...]], like: Array) -> A
 
 
 def num_blocks(width: int, hidden: int, vocab: int, processors: int) -> int:
-    """So many that every block has rows of every matrix, see tagged_words.cuh."""
+    """The number for which every block has rows of every matrix, see tagged_words.cuh."""
     return min(processors, width, hidden, vocab)
 
 

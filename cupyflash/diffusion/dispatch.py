@@ -117,7 +117,7 @@ def _thresholds(
     place = ratio * last
     low, high = ordered[:, int(place)], ordered[:, min(int(place) + 1, last)]
     found = low + (high - low) * (place - int(place))
-    # NaN lies behind all numbers; a sample with one has no quantile.
+    # NaN sorts behind all numbers; a sample that has one has no quantile.
     largest_size = ordered[:, last]
     return where(largest_size != largest_size, largest_size, found.clip(1.0, largest))
 

@@ -8,7 +8,7 @@ import numpy
 from ..runtime.array import Array, compute_dtype
 from ..runtime.philox import philox
 
-NOISE_STREAM = numpy.uint64(1)  # of Philox; dropout of the same seed has another
+NOISE_STREAM = numpy.uint64(1)  # of Philox; dropout with the same seed has another
 
 
 def step(
@@ -77,7 +77,7 @@ def normal(size: int, steps: numpy.ndarray, seed: int) -> numpy.ndarray:
     a, b = (numpy.take_along_axis(words, (pair + i)[:, None], -1)[:, 0] for i in (0, 1))
     u = ((a >> numpy.uint64(8)) + numpy.uint64(1)).astype("float64") * 2.0**-24
     signed = (b >> numpy.uint64(8)).astype("int64")
-    signed -= (signed >> 23) << 24  # as a 24-bit number with a sign
+    signed -= (signed >> 23) << 24  # a signed number of 24 bits
     angle = numpy.pi * signed.astype("float64") * 2.0**-23
     direction = numpy.where(place % 2 == 0, numpy.cos(angle), numpy.sin(angle))
     return (numpy.sqrt(-2 * numpy.log(u)) * direction).astype("float32")

@@ -170,7 +170,7 @@ class DiffusionSampler:
 
     @property
     def num_steps(self) -> int:
-        """How many steps there are."""
+        """The number of steps."""
         return len(self.timesteps)
 
     def step(
@@ -234,7 +234,7 @@ class DiffusionSampler:
         return any(self._noisy) if step is None else self._noisy[step]
 
     def table(self, key: Any, like: Array, make: Any) -> Array:
-        """What ``make`` returns, on the device of ``like``; made and copied at the first use.
+        """The result of ``make`` on the device of ``like``; made and copied at the first use.
 
         Nobody may write to it, and torch must not track the call.
         """

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy
 
 MAX_STEPS = 2**24  # training steps
-MAX_DIM = 2**24  # of an embedding
+MAX_DIM = 2**24  # columns of an embedding
 KINDS = ("linear", "scaled_linear", "cosine")
 MAX_OFFSET = 2**31
 PREDICTIONS = ("epsilon", "v_prediction", "sample")

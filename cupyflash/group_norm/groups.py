@@ -1,4 +1,4 @@
-"""How (batch, channels, ...) lies in memory, and its groups as matrices for a kernel."""
+"""The layout of (batch, channels, ...) in memory, and its groups as matrices for a kernel."""
 
 import math
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(x: View, nhwc: bool | None = None) -> Layout | None:
-    """How (batch, channels, ...) lies in memory; None if neither channels nor positions are dense.
+    """The layout of (batch, channels, ...); None if neither channels nor positions are dense.
 
     Args:
         nhwc: what to take of a tensor with one position or channel, which can be both.
@@ -98,7 +98,7 @@ class Groups:
         self.halves = self.dense and two and whole(*(y.batch for y in layouts.values()))
 
     def shape(self, eps: float, vector: int) -> structs.GroupNormShape:
-        """As the kernels get it."""
+        """The shape as the kernels get it."""
         sizes = self.batch, self.num_groups, self.channels, self.positions
         packs = _divisor(max(1, self.positions // vector))
         return structs.GroupNormShape(*sizes, 1 / self.size, eps, packs)

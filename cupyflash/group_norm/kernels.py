@@ -118,7 +118,7 @@ class ClusterConfig(OneStepConfig):
     """The blocks of a cluster share a group, in the backward of one sample after the other."""
 
     rows: ClassVar[int] = 1
-    pack_bytes: ClassVar[int] = 0  # of shared memory, for each pack of a thread
+    pack_bytes: ClassVar[int] = 0  # bytes of shared memory for each pack of a thread
 
     dtype: str
     weight: str

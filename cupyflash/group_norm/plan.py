@@ -26,7 +26,7 @@ from .steps import Kind, three_steps
 
 structs = header("group_norm/params.cuh")
 
-MAX_WAVES = 8  # of blocks that take turns
+MAX_WAVES = 8  # rounds of blocks that run one after the other
 
 
 class ForwardPlan(Plan):

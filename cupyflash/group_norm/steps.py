@@ -46,7 +46,7 @@ class StepConfig(KernelConfig):
     def tiling(
         self, num_groups: int, channels: int, positions: int, most: int
     ) -> structs.StepTiling | None:
-        """How blocks share a unit: a group in NCHW, a sample in NHWC.
+        """The way in which blocks share a unit: a group in NCHW, a sample in NHWC.
 
         Args:
             num_groups: of a sample.

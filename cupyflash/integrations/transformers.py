@@ -23,7 +23,7 @@ PIP_LINE = "pip install 'transformers>=5.4'"
 # transformers.utils.output_capturing, once `register` has found it; older versions have none.
 capturing: Any = None
 
-# The `others` of `attention`: the window, and what changes nothing in the result of a layer.
+# `others` of `attention`: the window, and arguments that do not change the result of a layer.
 OTHERS = {"sliding_window", "output_attentions", "position_ids"}
 
 

@@ -73,7 +73,7 @@ class Packed(NamedTuple):
 
     @property
     def device(self) -> None:
-        """As that of a `Pattern`."""
+        """None, as for a `Pattern`."""
 
     def to(self, device: None) -> "Packed":
         return self
@@ -293,7 +293,7 @@ def answer_for_packing() -> None:
 
 
 def _answering(make: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-    """``make`` of mask functions, which answer for an `_Index` by what ``answer`` makes."""
+    """``make``, whose mask functions answer for an `_Index` by what ``answer`` makes."""
 
     @functools.wraps(make)
     def made(*arguments: Any) -> Callable[..., Any]:
@@ -327,7 +327,7 @@ def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
 
 
 def _seen(mask_function: Callable[..., Any]) -> "Pattern | Packed | None":
-    """What a mask function answers for any query and key, if that is a band around the diagonal."""
+    """The band around the diagonal that a mask function answers for any query and key, or None."""
     unknown = _Index(0, 0, 0)
     try:
         seen = mask_function(unknown, unknown, _Index(1, 0, 0), _Index(0, 1, 0))

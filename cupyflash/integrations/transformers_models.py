@@ -1,4 +1,4 @@
-"""Which models of transformers may be loaded with, or set to, "cupy_attention".
+"""The check that a model of transformers may be loaded with, or set to, "cupy_attention".
 
 transformers accepts any registered name for any model. One that multiplies its matrices itself
 would silently go on doing so, with a mask made for somebody else; one that hands over an argument
@@ -22,10 +22,10 @@ from .transformers_mask import FUNCTION
 NAME = "cupy_attention"
 MISNOMER = "cupyflash"
 
-# How a class of models shows whether it calls the attention interface, or computes by itself.
+# These show whether a class of models calls the attention interface, or computes by itself.
 SUPPORTED = ("attention_backend", "sdpa", "flash_attn", "flex_attn")
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# A dictionary of layers, one for each implementation, as before there was an interface.
+# Before there was an interface, models had a dictionary of layers, one for each implementation.
 ATTENTION_CLASSES = re.compile(r"^\w*ATTENTION_CLASSES\w* = ", re.MULTILINE)
 ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\([^)]*nn\.Module", re.MULTILINE)
 

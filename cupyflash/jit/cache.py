@@ -26,7 +26,7 @@ UNFINISHED = ".building-"
 _NAME = re.compile(r"\w+\.sm_\d+[af]?\.[0-9a-f]{16}")
 
 _MEMORY = "/dev/shm"  # Linux has a file system in memory there
-# Four registers, stored and loaded: outside of a loop that costs nothing that one could measure.
+# Four registers stored and loaded outside of a loop cost nothing that can be measured.
 _FEW_SPILLS = 32
 
 _private: Path | None = None  # this process's own folder, once the cache could not be written
@@ -211,7 +211,7 @@ def entries() -> list[Built]:
 def clear() -> int:
     """Delete all entries, also damaged and unfinished ones; returns how many were deleted.
 
-    Of a symbolic link, the link alone is deleted.
+    Where an entry is a symbolic link, the link alone is deleted.
     """
     doomed = _paths(lambda name: _NAME.fullmatch(name) or name.startswith(UNFINISHED))
     for path in doomed:

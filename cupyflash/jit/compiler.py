@@ -128,7 +128,7 @@ def version() -> str:
 
 
 def cure(nvrtc_version: str) -> str:
-    """What to do about a kernel that this version has compiled badly."""
+    """The advice for a kernel that this version has compiled badly."""
     package, faultless = _FAULTLESS.get(nvrtc_version.partition(".")[0], ("", nvrtc_version))
     if nvrtc_version == faultless:
         return "please report it"
@@ -191,7 +191,7 @@ def _whole(cubin: bytes) -> bytes:
 
 
 def _keep(name: str, text: str) -> str:
-    """Where the text is kept; why it is nowhere, as the log of the compiler matters more."""
+    """The file that keeps the text, or why there is none: an error must not hide the log."""
     try:
         path = Path(tempfile.mkdtemp(prefix=f"cupyflash-{name}-")) / "stub.cu"
         path.write_text(text, encoding="utf-8")

@@ -16,7 +16,7 @@ logger = logging.getLogger("cupyflash")
 _NOTICEABLE = 1.0  # seconds
 _LINE_SECONDS = 5.0  # between two lines of progress where there is no terminal
 
-_warned = False  # of a slow kernel
+_warned = False  # whether a slow kernel has been reported
 
 
 def compiled(built: Built, terminal: bool = True) -> None:

@@ -23,7 +23,7 @@ SECONDS = {
     "linear": 0.5,
     "norm": 0.3,
 }
-START_SECONDS = 2.0  # of a process, until it compiles
+START_SECONDS = 2.0  # seconds of a process until it compiles
 
 
 def build_all(tasks: Iterable[Task], jobs: int | None = None, progress: bool = True) -> list[Built]:

@@ -186,7 +186,7 @@ def _product(function: str, arrays: Arrays, options: Options, traced: bool) -> T
 
 
 def _product_in_float32(function: str, arrays: Arrays, options: Options) -> Tensor:
-    """By torch: cuBLAS is faster than linear_simt, which is made for what has no other kernel."""
+    """torch computes the product: cuBLAS is faster than linear_simt, made for all other cases."""
     if arrays.bias is not None:
         _require_shape(function, "bias", arrays.bias, arrays.weight.shape[:1])
     out = functional.linear(arrays.x, arrays.weight, arrays.bias)
@@ -250,7 +250,7 @@ class Gate(torch.autograd.Function):
             refuse_batched(dout)
             dout = dout.contiguous()
             return None, *elementwise.gate(LIBRARY, ctx.activation, gate, up, dout)
-        # create_graph=True: by operations that have derivatives themselves.
+        # With create_graph=True, operations that have derivatives themselves compute it.
         out = ACTIVATIONS[ctx.activation](gate) * up
         wanted = [y for y in (gate, up) if y.requires_grad]
         found = iter(torch.autograd.grad(out, wanted, dout, create_graph=True))

@@ -9,7 +9,7 @@ from ..runtime.checks import require_eps
 from ..runtime.specs import Spec, views_of
 from .reference import Arrays, Options
 
-MAX_SIZE = 2**30  # of d_in and d_out
+MAX_SIZE = 2**30  # the largest d_in and d_out
 SIZES = dict.fromkeys(("d_in", "d_hidden", "d_out"), range(1, MAX_SIZE))
 
 EITHER = "like or float32"
@@ -103,7 +103,7 @@ def _check_heads(shape: tuple[int, ...], options: Options) -> None:
 def _check_rotary(
     views: Mapping[str, View], columns: int, positions: Array | None, options: Options
 ) -> None:
-    """What relates x, cos and positions; ``columns`` are those of q, k and v together."""
+    """Check how x, cos and positions fit; ``columns`` are those of q, k and v together."""
     function, x = "qkv_projection", views["x"].shape
     if len(x) not in (2, 3):
         raise ValueError(f"{function}: x must have 2 or 3 dimensions, got {x}")

@@ -24,8 +24,8 @@ SWITCHES = (False, True)
 SMALL_M_ROWS = (8, 16, 32)  # rows of x in the tiles of linear_small_m and mlp_small_m
 SMALL_M_STAGES = (4, 3, 2, 1)  # slices of weights of a warp in shared memory
 HIDDEN_UNIT = header("linear/whole_mlp.cuh").HIDDEN_UNIT
-MAX_MLP_COLUMNS = 2**25  # of out: its elements are counted in 32 bits
-MMA_STAGE_BYTES = 16384  # of x and weights in shared memory, as linear_mma.cu asserts
+MAX_MLP_COLUMNS = 2**25  # the most of out, whose elements are counted in 32 bits
+MMA_STAGE_BYTES = 16384  # x and weights in shared memory, as linear_mma.cu asserts
 GATE_LOADS = 2
 
 

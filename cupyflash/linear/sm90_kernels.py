@@ -101,7 +101,7 @@ class Tile(NamedTuple):
         numbers = self.block_m * self.block_n  # sums of a tile
         bytes_in = (self.block_m + self.block_n) * BLOCK_K * 2
         bytes_l2 = (self.block_m + self.block_n // self.cluster) * BLOCK_K * 2
-        bytes_read = self.block_m // 64 * (64 + self.block_n) * BLOCK_K * 2  # by wgmma
+        bytes_read = self.block_m // 64 * (64 + self.block_n) * BLOCK_K * 2  # wgmma reads
         step = max(
             2 * numbers * BLOCK_K / TENSOR_FLOPS,
             (bytes_in + bytes_read) / SHARED_BYTES,

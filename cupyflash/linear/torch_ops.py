@@ -18,8 +18,8 @@ from .reference import Arrays, Options
 
 LIBRARY = library_of(torch.empty(0))
 NUM_ARRAYS = len(Arrays._fields)
-NUM_INPUTS = NUM_ARRAYS + 1 + len(Options._fields)  # of the operator
-WITH_GRADIENT = ("x", "weight", "bias", "residual")  # of a product
+NUM_INPUTS = NUM_ARRAYS + 1 + len(Options._fields)  # inputs of the operator
+WITH_GRADIENT = ("x", "weight", "bias", "residual")  # the inputs of a product
 OF_PRODUCT = (*WITH_GRADIENT, "cos", "sin", "positions")
 
 

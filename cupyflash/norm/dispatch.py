@@ -19,7 +19,7 @@ from ..runtime.specs import Spec, views_of
 from . import dropout, reference
 from .plan import BackwardPlan, ForwardPlan
 
-COLUMNS = range(1, 2**30)  # of a row
+COLUMNS = range(1, 2**30)  # columns of a row
 EITHER = "like x or float32"
 ROWS = Spec((..., "columns"), strides="free")
 SPECS = {

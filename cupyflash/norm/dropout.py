@@ -48,7 +48,7 @@ def resolve(
         As `require_probability` and `seed_array`; ValueError without a seed that is needed.
     """
     seed = number if seed is None else seed
-    if type(dropout_p) is float:  # what nearly every call has
+    if type(dropout_p) is float:  # as in nearly every call
         if seed is None and not dropout_p:
             return 0.0, None
         if seed is not number and 0 < dropout_p < 1:

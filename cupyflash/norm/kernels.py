@@ -39,7 +39,7 @@ STATIC_MEMORY = 3 << 10  # __shared__ variables of a block, at most
 LONG_FORWARD_TILE = (512, 4)
 LONG_BACKWARD_TILE = (1024, 1)
 ELEMENT_LOADS = 8  # where a thread reads element by element
-ELEMENT_THREADS = 512  # of a multiprocessor then
+ELEMENT_THREADS = 512  # of these on a multiprocessor
 FEW_SHARES, FEW_WARPS = 32, 4  # sum_partials, where a block has little to add up
 
 
@@ -81,7 +81,7 @@ class RowConfig(KernelConfig):
         return getattr(self, "stages", 0) * stage_bytes(self.threads, self.loads, self.vector)
 
     def grid(self, rows: int) -> int:
-        """Number of blocks of which each has its rows once."""
+        """The number of blocks that take their rows once each."""
         return -(-rows * self.row_threads // self.threads)
 
 

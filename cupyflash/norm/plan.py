@@ -16,8 +16,8 @@ from . import kernels
 
 structs = header("norm/params.cuh")
 
-WEIGHT_BLOCKS = 8  # of norm_bwd_weight, for each multiprocessor
-MAX_ROWS = 2**30  # of several axes, which norm_bwd divides by
+WEIGHT_BLOCKS = 8  # blocks of norm_bwd_weight for each multiprocessor
+MAX_ROWS = 2**30  # the most rows with several axes, as norm_bwd divides by their sizes
 
 
 def forward_launch(

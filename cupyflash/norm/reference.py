@@ -15,13 +15,13 @@ from ..runtime.philox import dropout_scale, keep_rows
 
 
 def add(x: Array, residual: Array) -> Array:
-    """What is normalised: x + residual, rounded to the dtype of the residual."""
+    """The input of the norm, x + residual, rounded to the dtype of the residual."""
     wide = compute_dtype(residual)
     return (x.astype(wide) + residual.astype(wide)).astype(residual.dtype)
 
 
 def dropout_add(x: Array, residual: Array | None, threshold: int, seed: int) -> Array:
-    """What is normalised: dropout(x) + residual, in the dtype of the residual or else of x."""
+    """The input of the norm, dropout(x) + residual, in the dtype of the residual or else of x."""
     like = x if residual is None else residual
     wide, columns = numpy.dtype(compute_dtype(like)).type, x.shape[-1]
     kept = keep_rows(seed, threshold, range(math.prod(x.shape[:-1])), columns).reshape(x.shape)
@@ -82,7 +82,7 @@ def sigmoid(z: Array) -> Array:
 
 
 def _erf(z: Array) -> Array:
-    # NumPy has none; math.erf is exact in float64.
+    # NumPy has no erf; math.erf is exact in float64.
     return numpy.vectorize(math.erf, otypes=["float64"])(z).astype(z.dtype)
 
 

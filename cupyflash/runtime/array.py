@@ -15,7 +15,7 @@ Array = Any
 
 
 class ArrayLike(Protocol):
-    """What type checkers ask of an array of any library; lists and numbers are none."""
+    """The type of arrays of any library, for type checkers; lists and numbers are no arrays."""
 
     @property
     def shape(self) -> Any: ...

@@ -24,7 +24,7 @@ from .config import KernelConfig
 from .gpu import all_multiprocessors, capability_of, multiprocessors
 
 OLDEST_DRIVER = 12030  # the oldest whose CUDA graphs can contain dependent launches
-CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID in cuda.h
+CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # two of CUlaunchAttributeID
 pack_value = struct.Struct("i4xi60x").pack  # CUlaunchAttribute: id, value
 pack_cluster = struct.Struct("i4x3I52x").pack  # the same: id, blocks of a cluster
 # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number.

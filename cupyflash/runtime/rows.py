@@ -123,7 +123,7 @@ def result_strides(library: Any, x: View) -> tuple[int, ...]:
 def rows_to_copy(
     strides: tuple[int, ...], views: Mapping[str, View], names: Iterable[str]
 ) -> set[str]:
-    """Which of the arrays no kernel addresses beside a result of these strides."""
+    """The names of arrays that no kernel addresses beside a result of these strides."""
     given = {name: views[name] for name in names if name in views}
     shape = views["x"].shape
     if 0 in shape:

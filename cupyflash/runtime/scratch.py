@@ -42,8 +42,8 @@ from . import driver
 from .array import Array
 
 POOL_SIZE = 8192  # the number of launches or streams of a device that have counters of their own
-MAX_STREAMS = POOL_SIZE // 2  # that have counters; the rest is left to captured launches
-MAX_WORKSPACES = 32  # of the streams of a device, for kernels that need more than counters
+MAX_STREAMS = POOL_SIZE // 2  # streams that have counters; the rest is left to captured launches
+MAX_WORKSPACES = 32  # workspaces of a device's streams, for kernels that need more than counters
 COUNTERS = 64  # neighbouring counters of a launch; most kernels use only the first
 _LEGACY_STREAM = 1  # cudaStreamLegacy; 0 is another name of it
 pack_pointer = struct.Struct("Q").pack
@@ -148,7 +148,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.waiting: dict[int, list[Callable[[], None]]] = {}  # by address of the semaphore
+        self.waiting: dict[int, list[Callable[[], None]]] = {}  # keys: addresses of the semaphores
         self.of_graph: dict[tuple[int, int], int] = {}  # (stream, capture) -> its semaphore
 
     def retain(self, stream: int, release: Callable[[], None]) -> None:
@@ -175,7 +175,7 @@ class Graphs:
 
 
 _graphs = Graphs()
-unused_memory: list[Any] = []  # that destroyed graphs held; to be freed outside of captures
+unused_memory: list[Any] = []  # memory that destroyed graphs held, to be freed outside of captures
 
 
 def _capture(stream: int) -> tuple[int, int]:
@@ -237,7 +237,7 @@ class TileCounters:
             cupy.cuda.get_current_stream().synchronize()  # before any other stream counts
         # The free numbers. pop() and append() are atomic, so other threads cannot interfere.
         self.numbers = list(reversed(range(POOL_SIZE)))
-        self.of_stream: dict[int, bytes] = {}  # by `stream_number`
+        self.of_stream: dict[int, bytes] = {}  # keys: `stream_number`
 
     def __call__(self, stream: Any) -> bytes:
         """The counter for a launch on ``stream``, or on CuPy's current one if it is None."""
@@ -253,7 +253,7 @@ class TileCounters:
         return found
 
     def address(self, stream: Any, library: Any, like: Array) -> tuple[int, Array | None]:
-        """The address of the counters of a launch that cannot do without, and an array or None.
+        """The address of the counters of a launch that needs them, and an array or None.
 
         If graphs or other streams have taken all counters, they are a new array, made by
         ``library`` on the device of ``like``. The caller must keep that array until the launch is

@@ -188,7 +188,7 @@ class _Checks:
     def _dtype(self, name: str, words: str, dtype: str) -> None:
         if words == "like" and dtype == self.seen[self.first].dtype and dtype in FLOATING:
             return
-        allowed: dict[str, str] = {}  # by dtype, the name of the array that has it
+        allowed: dict[str, str] = {}  # key: a dtype; value: the name of an array that has it
         for word in words.split(" or "):
             like = word[5:] or self.first
             if word == "narrower":

@@ -23,7 +23,7 @@ BOX_COLUMNS = 64  # 128 bytes, the widest tile with the 128-byte swizzle
 # Values of enumerations in cuda.h: CUtensorMapDataType, CUtensorMapInterleave, …
 _DTYPES = {"float32": 7, "float16": 6, "bfloat16": 9}
 _NONE, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 0
-_SWIZZLES = {64: 2, 128: 3}  # by the bytes of a row of the tile
+_SWIZZLES = {64: 2, 128: 3}  # keys: bytes of a row of the tile
 _ALIGNMENT = 64
 _ARGUMENT_TYPES = (c_void_p, c_int, c_uint32, *[c_void_p] * 5, *[c_int] * 4)
 

@@ -1,4 +1,4 @@
-"""What the torch operators of all topics share: calls outside of graphs, checks, refusals."""
+"""Functions for the torch operators of all topics: calls outside of graphs, checks, refusals."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from .array import View, dense_strides
 from .torch_library import refuse_sharded
 
-LARGE = 2**20  # what an unknown size counts as, where the order of axes depends on it
+LARGE = 2**20  # stands for an unknown size where the order of axes depends on it
 
 
 @torch.compiler.disable

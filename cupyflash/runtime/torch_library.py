@@ -26,7 +26,7 @@ class TorchLibrary(Library):
         self.is_autocast = self.torch._C._is_any_autocast_enabled
         self._forward_mode = self.torch.autograd.forward_ad
         self._plain = self.torch.Tensor.__torch_dispatch__  # only tensor subclasses have another
-        self._is_plain = {self.torch.Tensor: True}  # by type
+        self._is_plain = {self.torch.Tensor: True}  # keys: types
         self._increment_version = self.torch.autograd.graph.increment_version
 
     def signature(self, x: Array) -> tuple:

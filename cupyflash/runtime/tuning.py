@@ -32,7 +32,7 @@ def machine(device: int) -> dict[str, str]:
         "gpu": runtime.getDeviceProperties(device)["name"].decode(),
         "driver": str(runtime.driverGetVersion()),  # the newest CUDA that it runs
         "nvrtc": compiler.version(),
-        # The package is above this layer, so it is not imported here; but it is there.
+        # The package is above this layer, so it is not imported here, but it is already loaded.
         "cupyflash": sys.modules[__name__.partition(".")[0]].__version__,
     }
 
@@ -125,7 +125,7 @@ def _read(path: Path, device: int) -> Tiles:
     except FileNotFoundError:
         return {}
     except PermissionError as error:
-        # In a home of somebody else: nothing says that there is a file.
+        # In somebody else's home nothing says whether there is a file.
         if environment.current().tuning is None and not os.access(path.parent, os.X_OK):
             return {}
         return _none(path, f"it cannot be read ({error})")

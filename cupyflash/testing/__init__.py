@@ -1,4 +1,4 @@
-"""What tests/ and bench/ share: seeded inputs and the tolerance rule."""
+"""Seeded inputs and the tolerance rule, which tests/ and bench/ share."""
 
 from .attention import expected, same_precision_attention
 from .inputs import (

@@ -74,7 +74,7 @@ def expected(inputs: Inputs, **options: Any) -> Expected:
         )
         yardstick, terms = _varlen_yardstick(tensors, lengths, dlse, options)
     exact = dict(zip(RESULTS, (out, lse, *gradients), strict=True))
-    if "dbias" in yardstick:  # of rank 5
+    if "dbias" in yardstick:  # it has rank 5 there
         yardstick["dbias"] = yardstick["dbias"].reshape(exact["dbias"].shape)
     results = {}
     for name, x in yardstick.items():
@@ -88,7 +88,7 @@ def expected(inputs: Inputs, **options: Any) -> Expected:
 
 
 def _exact(x: Any) -> Array:
-    """In float64, but a mask stays one."""
+    """The array in float64; a mask stays a mask."""
     return to_float64(x) != 0 if dtype_name(x) == "bool" else to_float64(x)
 
 
@@ -248,7 +248,7 @@ def same_precision_attention(
 
     wide_scores, _ = scores_of(ops.wide(q_groups), ops.wide(k_heads), lambda x: x)
     _, lse = _softmax(xp, wide_scores, some_key, sink_groups)
-    # Every sum again with magnitudes.
+    # This computes every sum again with magnitudes.
     q_abs, k_abs, v_abs, dout_abs = map(abs, (q_groups, k_heads, v_heads, dout_groups))
     scores_abs = grouped_matmul(q_abs, k_abs.swapaxes(-1, -2)) * score.scale
     for term in (slope_terms, additive):

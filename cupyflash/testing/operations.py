@@ -17,8 +17,8 @@ from ..norm import reference as norms
 from .tolerance import Expected, Result, dtype_name, numpy_dtype, to_numpy64
 
 Array = numpy.ndarray
-LARGEST_SLOPE = 1.2  # of an activation
-STACK_EPS = 1e-5  # of the norms of a stack
+LARGEST_SLOPE = 1.2  # the largest slope of any activation
+STACK_EPS = 1e-5  # eps of the norms of a stack
 # The largest sum of magnitudes behind a result of a stack, in units of the largest result: products
 # of unit vectors, sums of a few of them.
 STACK_TERMS = 8.0
@@ -63,7 +63,7 @@ def expected_norm(
         "dweight": (dout64 * n).sum(rows),
         "dbias": dout64.sum(rows),
     }
-    stream = dtypes[1] if residual is None else dtypes[4]  # that of h and its gradient
+    stream = dtypes[1] if residual is None else dtypes[4]  # the dtype of h and its gradient
     kinds = {"out": dtypes[1], "h": stream, "dh": stream, "stats": "float32"}
     kinds["dx"] = stream if factors is None else dtypes[1]
     kinds |= {"dweight": dtypes[2], "dbias": dtypes[2]}
@@ -147,7 +147,7 @@ def _norm(
     if residual is not None:
         values = norms.add(values, residual)
     out, stats = norms.norm(rms, values, weight, bias, eps)
-    sums = norms.compute_dtype(values)  # as kernels add: that is the yardstick
+    sums = norms.compute_dtype(values)  # the dtype in which kernels add, too
     dh, dweight, dbias = norms.norm_backward(rms, dout, values, weight, stats, dresidual, sums)
     return {
         "out": out.astype(x.dtype, copy=False),

@@ -130,7 +130,7 @@ def _error(xp: Any, actual: Any, exact: Any) -> Any:
 
 
 class Result(NamedTuple):
-    """How one result must be.
+    """The requirements on one result.
 
     Attributes:
         exact: in float64.
@@ -147,7 +147,7 @@ class Result(NamedTuple):
     rounded: str | None = None
 
     def __add__(self, other: "Result") -> "Result":
-        """How the sum of two results must be, the errors of which are independent."""
+        """The requirements on the sum of two results whose errors are independent."""
         return self._replace(
             exact=self.exact + other.exact,
             yardstick=to_float64(self.yardstick) + to_float64(other.yardstick),

@@ -42,7 +42,7 @@ def supports(kind: Kind, access: Access, *, backward: bool) -> bool:
 
 
 def priority(kind: Kind, *, backward: bool) -> int:
-    """Before the kernels for CUDA cores where it is faster than these; else only if forced."""
+    """It comes before the kernels for CUDA cores where it is faster; else it must be forced."""
     arch = architecture(kind.capability)
     faster = arch.fp16x3 or (kind.features.tf32 and arch.mma >= 80)
     return 1 if faster and not kind.features.tiny else -1

@@ -21,7 +21,7 @@ def supports(kind: Kind, access: Access, *, backward: bool) -> bool:
 
 
 def priority(kind: Kind, *, backward: bool) -> int:
-    """After all others."""
+    """It comes after all others."""
     return 0
 
 

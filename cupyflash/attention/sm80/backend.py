@@ -37,7 +37,7 @@ def supports(kind: Kind, access: Access, *, backward: bool) -> bool:
 
 
 def priority(kind: Kind, *, backward: bool) -> int:
-    """Before the backends of newer GPUs where it is faster than these: for short sequences."""
+    """It comes before the backends of newer GPUs where it is faster: for short sequences."""
     if backward:
         is_faster = short.supports(kind)
     else:

@@ -72,7 +72,7 @@ def kernel(kind: Kind) -> FlashBwdDbiasSm80 | None:
 
 
 def plan(problem: Problem, kind: Kind, card: Card, wanted: Wanted) -> BiasGradient | None:
-    """How the gradient of the bias is summed in order; None leaves it to the main kernel."""
+    """The kernels that sum the gradient of the bias in order; None leaves it to the main kernel."""
     if wanted.bias is None or not problem.bias_is_broadcast or not problem.shape.seqlen_k:
         return None  # the main kernel knows each element
     config = kernel(kind) if problem.bias_gradient_fits_registers else None
@@ -97,7 +97,7 @@ def plan(problem: Problem, kind: Kind, card: Card, wanted: Wanted) -> BiasGradie
 
 
 def shares_of_tiles(tiles: int, at_once: int, most: int) -> int:
-    """How many blocks divide the sequences of a tile, at most ``most``.
+    """The number of blocks that divide the sequences of a tile, at most ``most``.
 
     As few as keep 9 of 10 places for blocks (``at_once``) busy until the last block ends, or else
     those that keep the most of them busy.

@@ -25,7 +25,7 @@ def supports(kind: Kind, access: Access, *, backward: bool) -> bool:
 
 
 def priority(kind: Kind, *, backward: bool) -> int:
-    """Before all others, but for the shortest sequences."""
+    """It comes before all others, except for the shortest sequences."""
     return 3
 
 
@@ -43,7 +43,7 @@ def candidates(kind: Kind, *, backward: bool) -> dict[Tile, KernelConfig]:
 
 def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
     """Every kernel that a pass of such problems can launch, also where v has fewer columns."""
-    yield SEQUENCE_MAPS  # of packed sequences
+    yield SEQUENCE_MAPS  # for packed sequences
     narrow = [kind.features._replace(head_dim_v=columns) for _, columns in NARROW_V]
     narrow = [x for x in narrow if narrow_head_dim(kind.head_dim, x)]
     for features in (kind.features, *narrow):

@@ -30,7 +30,7 @@ from .launch import PersistentLaunch
 
 structs = header("attention/params.cuh")
 
-NUM_STAGES = 2  # of Q and dO
+NUM_STAGES = 2  # buffers of Q and dO
 # The kind of a bias by TMA whose gradient the kernel stores, and the header that defines it.
 STORED_GRADIENT_HEADER = "attention/stored_gradient_sm90.cuh"
 STORED_GRADIENT = (
@@ -271,7 +271,7 @@ def backward(
 
 
 def group_shares(main: MainKernel, problem: Problem, card: Card, in_turns: bool) -> int:
-    """How many blocks divide the work of a key head: `sharing.group_shares`, as the kernels can.
+    """The number of blocks for the work of a key head: `sharing.group_shares`, as the kernels can.
 
     Blocks that take turns must find each query tile in the same share of all key tiles, which is
     not so under a mask where they divide the rows of a head.
@@ -348,7 +348,7 @@ def _rows_of_blocks(main: MainKernel, problem: Problem, card: Card, shares: int)
     if shape.seqlen_k <= main.tile_rows:
         return 0
     blocks = min(shape.heads_kv * shares * shape.batch, card.multiprocessors)
-    heads = -(-shape.heads_q // (shape.heads_kv * shares))  # of a block
+    heads = -(-shape.heads_q // (shape.heads_kv * shares))  # heads of a block
     return blocks * heads * (padded_rows(problem) // shape.batch)
 
 

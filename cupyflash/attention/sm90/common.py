@@ -1,4 +1,4 @@
-"""What the forward and the backward of the backend ``sm90`` share."""
+"""The parts that the forward and the backward of the backend ``sm90`` share."""
 
 from ...runtime.structs import header
 from ..problem import KEY_MASK, Features

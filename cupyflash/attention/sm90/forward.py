@@ -49,7 +49,7 @@ SHORT_PLAIN = {32: 3, 64: 3, 96: 3, 128: 3, 192: 3, 256: 4}
 # Softcap, ALiBi and dropout need more registers than a third of the file, so they take the low
 # tiles; softcap or ALiBi alone leaves enough for a wider one.
 FORWARD_TILES_ONE = FORWARD_TILES_LOW | {192: (128, 112, 1, 2)}
-# And a bias more still.
+# A bias needs even more.
 FORWARD_TILES_BIAS = {
     32: (128, 80, 2, 4),
     64: (128, 112, 2, 3),
@@ -85,7 +85,7 @@ FORWARD_CANDIDATES = {
 # (head dim, that of v and out), as in the backward: the tile, and that of short masked sequences.
 FORWARD_TILES_NARROW_V = {(192, 128): ((128, 128, 1, 2), (128, 96, 2, 2))}
 
-COMBINE_ROWS = 4  # of a block of the kernel that combines, a warp each
+COMBINE_ROWS = 4  # rows of a block of the kernel that combines, a warp each
 
 
 @dataclasses.dataclass(frozen=True)

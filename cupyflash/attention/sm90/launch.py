@@ -1,4 +1,4 @@
-"""How a kernel of the backend ``sm90`` is launched: a block for each multiprocessor.
+"""The launch of a kernel of the backend ``sm90``: a block for each multiprocessor.
 
 Its argument begins with tensor maps and ends with that of a bias; between them is the address of a
 counter of tiles. Where sequences have lengths of their own, a small kernel runs before it. Blocks

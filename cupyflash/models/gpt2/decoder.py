@@ -24,17 +24,17 @@ from .layers import KvCache, PromptAttention, TokenAttention
 
 structs = header("decode/stack_params.cuh")
 
-# A token of a prompt takes so many times the width while it is computed: x, its norm, q, k, v,
+# While a token of a prompt is computed, it takes so many times the width: x, its norm, q, k, v,
 # attention and the MLP's hidden layer, some of them twice, as an output lives beside its input.
 ACTIVATION_WIDTHS = 16
 DECODES = ("auto", "eager", "graph", "persistent")
-# The largest batch of which one kernel for a token is faster than a graph of kernels, by whether
+# The largest batch for which one kernel a token is faster than a graph of kernels, by whether
 # the kernels of a graph overlap.
 PERSISTENT_BATCH = {True: 2, False: 8}
 
 
 def way_to_decode(function: str, model: Any, decode: str, batch: int) -> str:
-    """One of `DECODES` but "auto", for a `Gpt2` and so many prompts.
+    """The way to decode, one of `DECODES` but "auto", for a `Gpt2` and this many prompts.
 
     Raises:
         ValueError: no such way, or not with this mode, device or batch.
@@ -200,7 +200,7 @@ class Decoder:
 
     def sample(self, logits: Array, sampling: Sampling, out: Array) -> None:
         """Put the next tokens into ``out`` and into the state, whose positions advance."""
-        limit = self.cache.max_length - 1  # those of sequences that are done stay there
+        limit = self.cache.max_length - 1  # finished sequences stay at this position
         sample(logits, sampling, out=out, state=self.state, limit=limit)
 
 

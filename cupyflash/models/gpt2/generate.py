@@ -112,7 +112,7 @@ def check_prompts(function: str, config: Gpt2Config, prompts: Sequence[Sequence[
             raise ValueError(f"{function}: {fact}, got {len(prompt)}")
         try:
             tokens = numpy.asarray(prompt)
-        except (TypeError, ValueError, RuntimeError):  # of a GPU, or of several lengths
+        except (TypeError, ValueError, RuntimeError):  # on a GPU, or rows of several lengths
             tokens = numpy.empty(0)
         known = tokens.ndim == 1 and tokens.dtype.kind in "iu"
         if not (known and tokens.min() >= 0 and tokens.max() <= last):

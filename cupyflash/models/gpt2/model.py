@@ -37,7 +37,7 @@ class Gpt2:
         self._idle: dict[tuple, Decoder] = {}  # the last one that ended, to be used again
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a run has made, which is of this process and its GPU."""
+        """The state without what a run has made, which belongs to this process and its GPU."""
         made = ("stack", "stack_problem")
         return {x: y for x, y in self.__dict__.items() if x not in made} | {"_idle": {}}
 
@@ -189,7 +189,7 @@ class Gpt2:
         return Room(self.config, self.dtype.itemsize, batch, length, free, every)
 
     def idle_decoder(self, batch: int, length: int, how: str) -> Decoder | None:
-        """The last one if it has this size; nobody else has it until it is given back."""
+        """The last decoder if it has this size; it has one user until it is given back."""
         decoder = self._idle.pop((batch, length, how), None)
         self._idle.clear()  # its memory may be needed
         if decoder is not None:
@@ -197,7 +197,7 @@ class Gpt2:
         return decoder
 
     def give_decoder(self, decoder: Decoder) -> None:
-        """Keep it for the next run of the same size; it does not hold the model, which holds it."""
+        """Keep a decoder for the next run of this size; it holds no reference to the model."""
         cache, decoder.model = decoder.cache, None
         self._idle = {(cache.batch, cache.max_length, decoder.how): decoder}
 

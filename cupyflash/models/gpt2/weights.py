@@ -19,7 +19,7 @@ from .config import Gpt2Config
 
 PREFIX = "transformer."
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-STD = 0.02  # of random matrices
+STD = 0.02  # standard deviation of random matrices
 FLOATS = ("F16", "BF16", "F32", "F64")
 
 
@@ -154,7 +154,7 @@ class Checkpoint:
         return paths
 
     def _pickle(self) -> str:
-        """What there is instead of safetensors, and how to convert it; "none" for nothing."""
+        """The file in pickle format that is there instead, and how to convert it; else "none"."""
         found = sorted(self.folder.glob("pytorch_model*.bin"))
         if not found:
             return "none"
