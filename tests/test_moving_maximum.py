@@ -63,7 +63,7 @@ def test_head_dims(target, head_dim, factor):
     expected(inputs).check(**forward_backward(inputs))
 
 
-@each()
+@each(device="cuda")
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options(target, options, factor):
