@@ -135,7 +135,7 @@ def with_debug_sources(name: str, work: Callable[[], Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "cuda_src"
         shutil.copytree(sources.root(), root)
-        (source,) = root.glob(f"*/{name}.cu")
+        (source,) = root.rglob(f"{name}.cu")
         source.write_text(stamped(name, source.read_text(encoding="utf-8")), encoding="utf-8")
         (root / HEADER).write_text(TRACE, encoding="utf-8")
         with mock.patch.object(sources, "root", lambda: root):

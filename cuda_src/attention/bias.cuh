@@ -11,7 +11,7 @@ enum class BiasKind {
   DTYPE_OF_Q,
   BOOL,  // a mask, which is not added: the query sees the key where its element is nonzero
   FLOAT32,
-  DTYPE_OF_Q_BY_TMA,  // sm_90: TMA loads tiles of it (bias_tile_sm90.cuh)
+  DTYPE_OF_Q_BY_TMA,  // sm_90: TMA loads tiles of it (sm90/bias_tile.cuh)
 };
 
 __host__ __device__ constexpr bool has_gradient(BiasKind kind) {

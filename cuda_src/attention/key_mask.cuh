@@ -13,7 +13,7 @@ enum class KeyMaskKind {
   ALONE = static_cast<int>(BiasKind::DTYPE_OF_Q_BY_TMA) + 1,
   WITH_DTYPE_OF_Q,
   WITH_FLOAT32,
-  WITH_DTYPE_OF_Q_BY_TMA,  // key_mask_sm90.cuh
+  WITH_DTYPE_OF_Q_BY_TMA,  // sm90/key_mask.cuh
 };
 
 // Stands for the element of a bias with a key mask. E is the element of the bias itself, or void.

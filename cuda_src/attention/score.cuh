@@ -10,7 +10,7 @@
 //   P = 0 where dropout drops a weight         the output is scaled by 1 / (1 - p) at the end
 //
 // An option is a field of ScoreOptions and a line of Score; its gradient is in score_gradient.cuh.
-// The kernels for CUDA cores have the same steps element by element, in simt_score.cuh.
+// The kernels for CUDA cores have the same steps element by element, in simt/score.cuh.
 #pragma once
 #include "../ptx/math.cuh"
 #include "bias.cuh"

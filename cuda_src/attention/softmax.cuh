@@ -27,7 +27,7 @@ struct Nothing {
   __device__ void operator()() const {}
 };
 
-// For exponentials that wait for nobody (softmax_in_turns_sm90.cuh).
+// For exponentials that wait for nobody (sm90/softmax_in_turns.cuh).
 struct NoTurn {
   __device__ float take() const { return 0.f; }
   template <int N>

@@ -32,7 +32,7 @@ structs = header("attention/params.cuh")
 
 NUM_STAGES = 2  # of Q and dO
 # The kind of a bias by TMA whose gradient the kernel stores, and the header that defines it.
-STORED_GRADIENT_HEADER = "attention/stored_gradient_sm90.cuh"
+STORED_GRADIENT_HEADER = "attention/sm90/stored_gradient.cuh"
 STORED_GRADIENT = (
     KEY_MASK
     + len(header("attention/key_mask.cuh").KeyMaskKind)
@@ -100,7 +100,7 @@ class MainKernel(AttentionKernel):
 class FlashBwdSm90(MainKernel):
     """Backward: a block computes dK and dV of ``block_n`` keys at a time, a warpgroup of 64."""
 
-    source: ClassVar[str] = "attention/flash_bwd_sm90.cu"
+    source: ClassVar[str] = "attention/sm90/flash_bwd_sm90.cu"
 
     dtype: str
     head_dim: int
@@ -149,7 +149,7 @@ class FlashBwdWideSm90(MainKernel):
         head_dim_v: of v, dout and dv: ``head_dim``, or one of `NARROW_V`.
     """
 
-    source: ClassVar[str] = "attention/flash_bwd_wide_sm90.cu"
+    source: ClassVar[str] = "attention/sm90/flash_bwd_wide_sm90.cu"
 
     dtype: str
     head_dim: int
@@ -175,7 +175,7 @@ class FlashBwdWideSm90(MainKernel):
 class FlashBwdPostprocessSm90(AttentionKernel):
     """Backward, last: dQ from its float32 accumulator; a block converts 64 rows of one head."""
 
-    source: ClassVar[str] = "attention/flash_bwd_postprocess_sm90.cu"
+    source: ClassVar[str] = "attention/sm90/flash_bwd_postprocess_sm90.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str

@@ -4,7 +4,7 @@ from ...runtime.structs import header
 from ..problem import KEY_MASK, Features
 
 WARPGROUP = header("ptx/warpgroup.cuh").WARPGROUP  # threads
-KEY_MASK_HEADER = "attention/key_mask_sm90.cuh"
+KEY_MASK_HEADER = "attention/sm90/key_mask.cuh"
 # The kinds of bias of which TMA loads tiles, without and with a key mask.
 BIAS_BY_TMA = (
     header("attention/bias.cuh").BiasKind.index("DTYPE_OF_Q_BY_TMA"),
