@@ -78,8 +78,8 @@ def build_all(tasks: Iterable[Task], jobs: int | None = None, progress: bool = T
 
 def missing(tasks: list[Task]) -> list[Task]:
     """The tasks whose kernels the cache lacks."""
-    digests = {files: sources.digest(*files) for files in {(x.source, x.header) for x, _ in tasks}}
-    names = [builder.entry_name(x, arch, digests[x.source, x.header]) for x, arch in tasks]
+    digests = {source: sources.digest(source) for source in {x.source for x, _ in tasks}}
+    names = [builder.entry_name(x, arch, digests[x.source]) for x, arch in tasks]
     return [task for task, name in zip(tasks, names) if not cache.lookup(name)]
 
 

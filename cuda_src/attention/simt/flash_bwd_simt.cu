@@ -191,11 +191,8 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
     {
       const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes,
                                                 params.alibi_batch_stride, block.batch, head);
-      using Bias = const BiasElement<T, BIAS_KIND>;
-      const ThreadBias<Bias> bias(
-          BiasHead<Bias>(static_cast<Bias*>(params.bias), params.bias_strides, block.sequence,
-                         block.batch, head),
-          row, col);
+      const ThreadScoreBias<T, BIAS_KIND> bias(
+          ScoreBias<T, BIAS_KIND>(params, block.sequence, block.batch, head), row, col);
       // The scores of keys past the end must be masked: no log-sum-exp includes them, so their exp2
       // could overflow.
       const bool masked = block.m_range.needs_mask(m) || block.n_rows < BLOCK_N;
@@ -211,7 +208,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
           const int distance = first_distance + offset_of(j) - offset_of(e);
           float derivative;
           float s = score.log2(acc_s[e][j], distance, derivative);
-          if constexpr (BIAS_KIND != BiasKind::NONE) s = bias.add_to(s, offset_of(e), offset_of(j));
+          s = bias.add_to(s, offset_of(e), offset_of(j));
           const bool seen =
               !masked || (in_window(block.sequence, distance) && offset_of(j) < columns);
           p[e][j] = seen ? exp2_approx(s - lse_log2[e]) : 0.0f;

@@ -74,9 +74,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_fwd_simt(const FlashFwd
   };
   const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes, params.alibi_batch_stride,
                                             tile.batch, tile.head);
-  using Bias = const BiasElement<T, BIAS_KIND>;
-  const BiasHead<Bias> head_bias(static_cast<Bias*>(params.bias), params.bias_strides, sequence,
-                                 tile.batch, tile.head);
+  const ScoreBias<T, BIAS_KIND> head_bias(params, sequence, tile.batch, tile.head);
 
   // ---- over the key tiles ----
   float acc_o[GROUPS][ROWS][COLS];
@@ -101,14 +99,13 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_fwd_simt(const FlashFwd
         score_chains<T, HEAD_DIM>(p_columns));
 
     const int first_distance = n * BLOCK_N + col - (m_begin + row + sequence.diagonal);
-    const ThreadBias<Bias> bias(head_bias, m_begin + row, n * BLOCK_N + col);
+    const ThreadScoreBias<T, BIAS_KIND> bias(head_bias, m_begin + row, n * BLOCK_N + col);
 #pragma unroll
     for (int e = 0; e < ROWS; ++e) {
 #pragma unroll
       for (int j = 0; j < MapS::COLS; ++j) {
         acc_s[e][j] = score.log2(acc_s[e][j], first_distance + offset_of(j) - offset_of(e));
-        if constexpr (BIAS_KIND != BiasKind::NONE)
-          acc_s[e][j] = bias.add_to(acc_s[e][j], offset_of(e), offset_of(j));
+        acc_s[e][j] = bias.add_to(acc_s[e][j], offset_of(e), offset_of(j));
       }
     }
     if (n_range.needs_mask(n)) {

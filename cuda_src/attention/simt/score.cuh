@@ -89,6 +89,26 @@ struct ThreadBias {
   }
 };
 
+// The bias of a thread's scores, with the key mask where KIND has one.
+template <typename T, BiasKind KIND>
+struct ThreadScoreBias {
+  ThreadBias<const BiasElement<T, KIND>> elements;
+  KeyBits bits;
+  int first_key;  // that of the thread's first score
+
+  __device__ ThreadScoreBias(const ScoreBias<T, KIND>& bias, int row, int col)
+      : elements(bias.elements, row, col), bits(bias.bits), first_key(col) {}
+
+  __device__ float add_to(float score, int row, int col) const {
+    if constexpr (KIND == BiasKind::NONE) return score;
+    if constexpr (has_key_mask(KIND)) {
+      if (!elements.exists(row, col)) return score;
+      if (!bits.sees(first_key + col)) return -INF;
+    }
+    return elements.add_to(score, row, col);
+  }
+};
+
 // Dropout of a thread's tile of weights. dropout.cuh has the numbering of the random bits: one call
 // of philox serves rows r and r + 8, and columns c, c + 1, c + 8 and c + 9.
 struct SimtDropout {

@@ -18,34 +18,19 @@
 // Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
 // is filled up with zeros; STEP_M is the number of 16-row fragments that a warp computes at a time,
 // because S and dP of all its rows are more than its registers; ARCH is the compute capability (75
-// has no cp.async); BIAS is DTYPE_OF_Q or FLOAT32, or the KeyMaskKind of one of these; SMEM_BYTES
-// is the dynamic shared memory, NUM_STAGES buffers of Q, dO, K and V.
+// has no cp.async); BIAS is DTYPE_OF_Q or FLOAT32, with a key mask or without; SMEM_BYTES is
+// the dynamic shared memory, NUM_STAGES buffers of Q, dO, K and V.
 //
 // Why nothing is overwritten too early. The copies of the next sequence begin after the
 // __syncthreads() behind which all warps have left the buffers that they fill; with one stage there
 // is another one behind the products. No block waits for another.
 #include "../../ptx/cp_async.cuh"
+#include "../bias.cuh"
 #include "../block_info.cuh"
-#include "../key_mask.cuh"
 #include "../mask.cuh"
 #include "../params.cuh"
 #include "../warp_gemm.cuh"
 #include "bwd_warps.cuh"
-
-// What the bias of a kind looks like without its key mask.
-template <typename T, int BIAS>
-struct BiasAlone {
-  static constexpr BiasKind KIND = static_cast<BiasKind>(BIAS);
-  static constexpr bool HAS_MASK = BIAS >= static_cast<int>(KeyMaskKind::ALONE);
-  static constexpr bool IS_FLOAT =
-      KIND == BiasKind::FLOAT32 || BIAS == static_cast<int>(KeyMaskKind::WITH_FLOAT32);
-  using Element = BiasElement<T, IS_FLOAT ? BiasKind::FLOAT32 : BiasKind::DTYPE_OF_Q>;
-
-  __device__ static const Element* data(const FlashBwdParams& params) {
-    return static_cast<const Element*>(HAS_MASK ? static_cast<const MaskRecord*>(params.bias)->bias
-                                                : params.bias);
-  }
-};
 
 // The constants of a stage: those of the query rows, and the bits of 256 keys.
 template <int BLOCK_M>
@@ -68,7 +53,7 @@ template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int STEP_M, int NU
           int NUM_STAGES, int ARCH, int BIAS, int SMEM_BYTES>
 __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
     flash_bwd_dbias_sm80(const __grid_constant__ FlashBwdParams params) {
-  using Bias = BiasAlone<T, BIAS>;
+  constexpr BiasKind BIAS_KIND = static_cast<BiasKind>(BIAS);
   using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
   using TileKV = SmemTile<BLOCK_N, HEAD_DIM>;
   using Grid = WarpGrid<BLOCK_M, BLOCK_N, NUM_WARPS>;
@@ -129,7 +114,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
       load_16<ARCH>(&constants[stage].lse_log2[chunk], params.lse_log2 + row + chunk);
       load_16<ARCH>(&constants[stage].delta[chunk], params.delta + row + chunk);
     }
-    if (Bias::HAS_MASK &&
+    if (has_key_mask(BIAS_KIND) &&
         threadIdx.x / 2 == NUM_THREADS / 2 - 1) {  // two threads that have no rows
       const int word = threadIdx.x % 2 * 4;
       load_16<ARCH>(&constants[stage].key_bits[word],
@@ -148,11 +133,11 @@ __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
   set_zero(terms);
   set_zero(sum);
   if (begin < end) {
-    const BiasHead<const typename Bias::Element> bias(Bias::data(params), params.bias_strides,
-                                                      sequence, 0, first_head);
+    const ScoreBias<T, BIAS_KIND> bias(params, sequence, 0, first_head);
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-      bias.add_to(terms[m], m_begin + row0 + m * 16, n_begin + col, rcp_approx(shape.scale));
+      bias.elements.add_to(terms[m], m_begin + row0 + m * 16, n_begin + col,
+                           rcp_approx(shape.scale));
       if (n_range.needs_mask(n_block) || n_rows < BLOCK_N)
         mask_scores(terms[m], sequence, m_begin + row0 + m * 16, n_begin + col);
     }
@@ -194,7 +179,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
           const float lse_log2 = rows.lse_log2[row0 + (m + i) * 16 + e / 2 * 8];
 #pragma unroll
           for (int n = 0; n < N; ++n) {
-            const bool is_seen = !Bias::HAS_MASK || key_bits >> (n * 8 + e % 2) & 1;
+            const bool is_seen = !has_key_mask(BIAS_KIND) || key_bits >> (n * 8 + e % 2) & 1;
             s[i][n][e] = is_seen ? exp2_approx(s[i][n][e] * scale_log2 - lse_log2) : 0.f;
           }
         }

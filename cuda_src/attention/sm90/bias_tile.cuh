@@ -3,6 +3,7 @@
 #pragma once
 #include "../../common/ring.cuh"
 #include "../../common/smem_tile.cuh"
+#include "../../ptx/permute.cuh"
 #include "../../ptx/tma.cuh"
 #include "../bias.cuh"
 
@@ -34,14 +35,34 @@ struct BiasMap {
   }
 };
 
-// The mask of the keys beside a bias of this kind, for the columns of a lane in a tile of 8 * N
-// keys. Only the kinds in key_mask.cuh have one.
+// The bits of a key mask beside a bias by TMA, for a tile of 8 * N keys from `key` on, a multiple
+// of 8 * OCTETS. Other kinds of bias need none of this.
 template <BiasKind KIND, int N>
 struct SeenKeys {
-  __device__ SeenKeys(const void*, int, int) {}
+  static constexpr bool HAS_MASK = is_by_tma(KIND) && has_key_mask(KIND);
+  static constexpr int OCTETS = N % 4 == 0 ? 4 : 2;  // of keys in a word
+  uint32_t words[HAS_MASK ? N / OCTETS : 1];
+
+  __device__ SeenKeys(const void* record, int batch, int key) {
+    if constexpr (HAS_MASK) {
+      const KeyBits bits(record, batch);
+#pragma unroll
+      for (int i = 0; i < N / OCTETS; ++i) {
+        words[i] = OCTETS == 4 ? bits.words[uint32_t(key) / 32 + i] : bits.sixteen(key + i * 16);
+      }
+    }
+  }
+
+  // Replaces the numbers of unseen keys by -inf. `pair` is that of this lane's two keys in octet n
+  // of the tile. Their bits are shifted to where the signs of bytes are, and repeated from there.
   template <typename T>
-  __device__ uint32_t apply(uint32_t pair, int) const {
-    return pair;
+  __device__ uint32_t apply(uint32_t pair, int n) const {
+    if constexpr (!HAS_MASK) return pair;
+    const int own = threadIdx.x % 4 * 2;  // the place of the two in every eight
+    const uint32_t word = words[HAS_MASK ? n / OCTETS : 0];
+    const uint32_t bytes = 0xcc88 + n % OCTETS * 0x1111;
+    const uint32_t seen = repeat_signs(word << (7 - own), word << (6 - own), bytes);
+    return (pair & seen) | ((T::IS_BFLOAT16 ? 0xff80ff80u : 0xfc00fc00u) & ~seen);
   }
 };
 

@@ -7,6 +7,7 @@
 #include "../store_rows.cuh"
 #include "bias_tile.cuh"
 #include "bwd_layout.cuh"
+#include "stored_gradient.cuh"
 
 // A consumer warpgroup, which owns 64 keys of the tile. The accumulators are arguments of step(),
 // because the compiler breaks a struct up into registers early only if it has no arrays.
@@ -189,6 +190,7 @@ struct BwdConsumer {
     Scores s, dp;
     Constants lse_log2, delta;
     Operand p, ds;
+    const int stage = ring.stage;
     shared.q.wait_full(ring);
     if constexpr (L::CONSTANTS_AHEAD) {
       load_constants(lse_log2, shared.lse_log2[ring.stage]);
@@ -203,6 +205,8 @@ struct BwdConsumer {
     wgmma_wait<0>();
     end_gradients(acc_dk, ds, ring);
     ring.advance();
+    if constexpr (stores_gradient(Options::BIAS))
+      store_bias_gradient<T, L>(params.base, smem, group, tile, head, m_begin, stage);
   }
 
   // Walks over the query tiles of a head, and issues S of the next tile before it waits for dK of

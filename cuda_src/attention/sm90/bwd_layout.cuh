@@ -42,7 +42,7 @@ struct BwdLayout {
   using TileQ = SmemTile<BLOCK_M, tile_columns(HEAD_DIM)>;
   using TileS = SmemTile<BLOCK_M, BLOCK_N>;
   using TileBias = SmemTile<BLOCK_M, 64>;
-  static constexpr bool HAS_BIAS_TILES = Options::BIAS == BiasKind::DTYPE_OF_Q_BY_TMA;
+  static constexpr bool HAS_BIAS_TILES = is_by_tma(Options::BIAS);
   // Each warpgroup computes a part of dQ: 64 of its rows, or 64 of its columns, or its share of 64
   // or fewer.
   static constexpr bool SPLIT_ROWS = BLOCK_M == 64 * GROUPS;

@@ -25,9 +25,9 @@
 //
 // Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
 // is filled up with zeros; NUM_STAGES is the number of buffers of Q, dO and dS; SOFTCAP, ALIBI,
-// BIAS (a BiasKind, or one of key_mask.cuh or stored_gradient.cuh) and DROPOUT are the
-// options of the score; SMEM_BYTES is the dynamic shared memory of the launch; WALKS_UP is the
-// order in which a block visits query tiles (BwdWalkingTile); WHOLE_HEADS is described above.
+// BIAS (a BiasKind) and DROPOUT are the options of the score; SMEM_BYTES is the dynamic shared
+// memory of the launch; WALKS_UP is the order in which a block visits query tiles (BwdWalkingTile);
+// WHOLE_HEADS is described above.
 //
 // Warps. Those of warpgroup 0 are the producers and the reducer:
 //   warp 0     one lane chooses the next tile and describes it in a record
@@ -196,6 +196,8 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   static_assert(ACCUM_ROW_ALIGN % BLOCK_M == 0, "a query tile must not straddle two sequences");
   static_assert(!WHOLE_HEADS || (Options::NONE && !WALKS_UP), "such blocks take plain scores");
   static_assert(!WHOLE_HEADS || BLOCK_N % BLOCK_M == 0, "see BwdHeadTile");
+  static_assert(!(SOFTCAP && stores_gradient(Options::BIAS)),
+                "dS must be the gradient of the bias");
 
   extern __shared__ __align__(1024) unsigned char smem[];
   const uint32_t smem_k = smem_address(smem);

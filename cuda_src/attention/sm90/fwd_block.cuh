@@ -66,7 +66,7 @@ struct FwdLayout {
   using TileK = SmemTile<BLOCK_N, tile_columns(HEAD_DIM)>;
   using TileV = SmemTile<BLOCK_N, tile_columns(HEAD_DIM_V)>;
   using TileO = SmemTile<BLOCK_M, tile_columns(HEAD_DIM_V)>;  // in the place of Q
-  static constexpr bool HAS_BIAS = BIAS == BiasKind::DTYPE_OF_Q_BY_TMA;
+  static constexpr bool HAS_BIAS = is_by_tma(BIAS);
   static constexpr int BIAS_STAGES = HEAD_DIM <= 64 ? 2 : 1;  // of each warpgroup
   using TileBias = SmemTile<64, round_up(BLOCK_N, 64)>;
   static constexpr int K_OFFSET = Q_STAGES * TileQ::BYTES;

@@ -21,7 +21,6 @@ class FlashFwdSimt(AttentionKernel):
     source: ClassVar[str] = "attention/simt/flash_fwd_simt.cu"
     params: ClassVar[type[structs.FlashFwdParams]] = structs.FlashFwdParams
     threads: ClassVar[int] = THREADS
-    key_mask_header: ClassVar[str] = "attention/simt/key_mask.cuh"
 
     dtype: str
     head_dim: int
@@ -41,7 +40,6 @@ class FlashBwdSimt(AttentionKernel):
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
     tiles_of: ClassVar[str] = "k"
     threads: ClassVar[int] = THREADS
-    key_mask_header: ClassVar[str] = "attention/simt/key_mask.cuh"
 
     dtype: str
     head_dim: int

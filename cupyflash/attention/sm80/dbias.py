@@ -33,7 +33,6 @@ class FlashBwdDbiasSm80(AttentionKernel):
 
     source: ClassVar[str] = "attention/sm80/flash_bwd_dbias_sm80.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
-    header: ClassVar[str] = ""  # it includes the one of key masks itself
 
     dtype: str
     head_dim: int

@@ -13,7 +13,6 @@ from ..passes import Pass, forward_pass
 from ..problem import KEY_MASK, Features, Kind, Problem
 from .common import (
     BIAS_BY_TMA,
-    KEY_MASK_HEADER,
     WARPGROUP,
     bias_kind,
     narrow_head_dim,
@@ -98,7 +97,6 @@ class FlashFwdSm90(AttentionKernel):
 
     source: ClassVar[str] = "attention/sm90/flash_fwd_sm90.cu"
     params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
-    key_mask_header: ClassVar[str] = KEY_MASK_HEADER
 
     dtype: str
     head_dim: int
