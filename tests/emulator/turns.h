@@ -10,7 +10,7 @@
 #include "attention/sm80/bwd_tile.cuh"
 #include "attention/sm90/bwd_turns.cuh"
 #include "attention/sm80/dq_sum.cuh"
-#include "attention/simt/flash_bwd_simt.cu"
+#include "attention/simt/bwd_block.cuh"
 
 namespace turns {
 

@@ -25,9 +25,6 @@ struct Matrix {
   int columns;
   bool vectors;  // four neighbouring elements, from a multiple of 4 on, can be loaded at once
 
-  __device__ Matrix from_row(int row) const {
-    return {data + row * row_stride, row_stride, rows - row, columns, vectors};
-  }
   __device__ Matrix from_column(int column) const {
     return {data + column, row_stride, rows, columns - column, vectors};
   }

@@ -16,9 +16,6 @@
 constexpr int TURN_ROWS = 128;
 static_assert(ACCUM_ROW_ALIGN % TURN_ROWS == 0, "the rows of a turn belong to one sequence");
 
-// The scheduler has as few as 24 registers: behind this it reads again what it has written.
-__device__ __forceinline__ void forget_registers() { asm volatile("" ::: "memory"); }
-
 // The record of a key tile and of the queries that see it, which the scheduler writes for all
 // roles. n_rows = 0 ends the work of the block.
 struct BwdTile {
@@ -42,7 +39,7 @@ struct BwdTile {
     batch = tile.batch;
     head_kv = tile.head;
     n_block = tile.block;
-    forget_registers();
+    forget_registers();  // the scheduler has as few as 24
     sequence = load_sequence(params, batch);
     forget_registers();
     share = head_kv % params.shape.group_shares;
@@ -312,7 +309,7 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
       kv_rows.load(to.smem_kv + block * TileKV::BLOCK_BYTES, kv_full, block, tile.n_begin,
                    tile.head_kv);
     }
-    asm volatile("" ::: "memory");
+    forget_registers();
     const TensorRows q_rows(params, to.q_map, tile.sequence, tile.batch);
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {

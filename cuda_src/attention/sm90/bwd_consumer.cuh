@@ -25,8 +25,9 @@ struct BwdConsumer {
 
   const FlashBwdSm90Params& params;
   typename L::Shared& shared;
-  // Of what is loaded for one warpgroup alone: its part of a bias, or of the dQ of earlier keys.
-  RingBarriers<1> (&own_barriers)[L::GROUPS];
+  // The barriers of a warpgroup's tile of the bias, and those of its part of the dQ of whole heads.
+  RingBarriers<1> (&bias_barriers)[L::GROUPS];
+  RingBarriers<1> (&dq_barriers)[L::GROUPS];
   const uint32_t smem;
   // `group` stays in a uniform register, and so do the descriptors that are computed from it. The
   // positions of elements are computed from threadIdx instead.
@@ -36,14 +37,17 @@ struct BwdConsumer {
   const Score<Options, FlashBwdParams> score;
   const int64_t dropout_seed;
   Ring<L::STAGES> ring;
-  Ring<1> own_ring;
+  Ring<1> bias_ring;
+  Ring<1> dq_ring;
   Ring<BWD_TILE_RECORDS> record;
 
   __device__ BwdConsumer(const FlashBwdSm90Params& params, typename L::Shared& shared,
-                         RingBarriers<1> (&own_barriers)[L::GROUPS], uint32_t smem)
+                         RingBarriers<1> (&bias_barriers)[L::GROUPS],
+                         RingBarriers<1> (&dq_barriers)[L::GROUPS], uint32_t smem)
       : params(params),
         shared(shared),
-        own_barriers(own_barriers),
+        bias_barriers(bias_barriers),
+        dq_barriers(dq_barriers),
         smem(smem),
         group(warpgroup_index() - 1),
         key_row((threadIdx.x - WARPGROUP) / 32 * 16),
@@ -85,7 +89,7 @@ struct BwdConsumer {
                                        &dropout_seed, key,        query};
     float softcap_slope[BLOCK_M / 8][4];
     apply_score(s, softcap_slope, score, at, [&](float (&s)[BLOCK_M / 8][4], float bias_scale) {
-      own_barriers[group].wait_full(own_ring);
+      bias_barriers[group].wait_full(bias_ring);
       add_bias_tile_transposed<typename L::TileBias, T>(s, L::bias_address(smem, group),
                                                         key_row % 64, bias_scale);
     });
@@ -130,8 +134,8 @@ struct BwdConsumer {
     if constexpr (L::HAS_BIAS_TILES) {
       // An arrival can overtake loads that are still in flight (wait_for_loads), so it must come
       // after the stores of dS, which was computed from the bias.
-      own_barriers[group].release(0);
-      own_ring.advance();
+      bias_barriers[group].release(0);
+      bias_ring.advance();
     }
     float dq[L::DQ_COLS / 8][4];
     const int dq_col = L::SPLIT_ROWS ? 0 : group * L::DQ_COLS;
@@ -146,7 +150,7 @@ struct BwdConsumer {
     wgmma_wait<1>();  // dQ is complete; dK may still run
     pin(dq);
     if constexpr (L::WHOLE_HEADS) {
-      keep_dq(dq, tile, head, m_begin);
+      finish_dq(dq, tile, head, m_begin);
       return;
     }
     hand_over_dq(dq);
@@ -300,12 +304,12 @@ struct BwdConsumer {
 
   // The same where a block takes whole heads: the reducer keeps the sum, or has fetched that of
   // earlier keys into the buffer. With the part of the last keys it is written to dq.
-  __device__ __forceinline__ void keep_dq(float (&dq)[L::DQ_COLS / 8][4], const BlockTile& tile,
-                                          int head, int m_begin) {
+  __device__ __forceinline__ void finish_dq(float (&dq)[L::DQ_COLS / 8][4], const BlockTile& tile,
+                                            int head, int m_begin) {
     const bool completes = uniform(tile.completes_dq(m_begin + L::BLOCK_M));
     if (!completes || !uniform(tile.begins_dq())) {
-      own_barriers[group].wait_full(own_ring);
-      own_ring.advance();
+      dq_barriers[group].wait_full(dq_ring);
+      dq_ring.advance();
       const uint32_t address = opaque(dq_address(0));
       if (completes) {
         uint32_t loaded = 0;
@@ -325,7 +329,7 @@ struct BwdConsumer {
           st_shared_128(address + n * WARPGROUP * sizeof(uint4), dq[n]);
         fence_async_proxy();  // dQ becomes visible to the copy engine
       }
-      own_barriers[group].release_by_thread(0);
+      dq_barriers[group].release_by_thread(0);
     }
     if (!completes) return;
     const FlashBwdParams& base = params.base;

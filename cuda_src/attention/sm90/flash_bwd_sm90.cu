@@ -120,8 +120,9 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params, typename
 // step it gives the buffers to the consumers, empty or with the sum, and they give them back.
 // Consumers and reducer decide from the same record what a step does.
 template <class L>
-__device__ __forceinline__ void keep_dq(const FlashBwdParams& params, typename L::Shared& shared,
-                                        uint32_t smem_dq, RingBarriers<1> (&buffers)[L::GROUPS]) {
+__device__ __forceinline__ void reduce_own_dq(const FlashBwdParams& params,
+                                              typename L::Shared& shared, uint32_t smem_dq,
+                                              RingBarriers<1> (&buffers)[L::GROUPS]) {
   constexpr uint32_t PART_BYTES = L::DQ_PART * sizeof(float);
   // At head dim 96 half of the second warpgroup's part is empty.
   constexpr uint32_t LAST_BYTES = L::BLOCK_M * L::HEAD_DIM * sizeof(float) - PART_BYTES;
@@ -202,11 +203,15 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   extern __shared__ __align__(1024) unsigned char smem[];
   const uint32_t smem_k = smem_address(smem);
   __shared__ typename Layout::Shared shared;
-  __shared__ RingBarriers<1> own_barriers[GROUPS];
+  // Each warpgroup has a tile of the bias of its own, or with WHOLE_HEADS a part of dQ.
+  __shared__ RingBarriers<1> bias_barriers[GROUPS];
+  __shared__ RingBarriers<1> dq_barriers[GROUPS];
   if (threadIdx.x == 0) {
-    if constexpr (Layout::HAS_BIAS_TILES || WHOLE_HEADS) {
-      // The consumers arrive by warp, or where they access a buffer of dQ, by thread.
-      for (auto& ring : own_barriers) ring.init(WHOLE_HEADS ? WARPGROUP : 4);
+    if constexpr (Layout::HAS_BIAS_TILES) {
+      for (auto& ring : bias_barriers) ring.init(4);  // warps
+    }
+    if constexpr (WHOLE_HEADS) {
+      for (auto& ring : dq_barriers) ring.init(WARPGROUP);
     }
     shared.init(CONSUMERS, FOLLOWERS);
   }
@@ -229,17 +234,17 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
             {RowsMap::K, RowsMap::Q, smem_k, smem_k + Layout::Q_OFFSET, shared.k, shared.q,
              RowConstants::LOAD});
     } else if (warp == 2) {
-      Ring<1> own_ring;
+      Ring<1> bias_ring;
       const auto load_bias = [&](const auto& tile, int head, int m) {
         if constexpr (Layout::HAS_BIAS_TILES) {
           const BiasMap bias(params, tile.batch, head);
 #pragma unroll 1
           for (int group = 0; group < GROUPS; ++group) {
             bias.load<typename Layout::TileBias>(Layout::bias_address(smem_k, group),
-                                                 own_barriers[group], own_ring, m * BLOCK_M,
+                                                 bias_barriers[group], bias_ring, m * BLOCK_M,
                                                  tile.n_begin + group * 64);
           }
-          own_ring.advance();
+          bias_ring.advance();
         }
       };
       if (elect_one())
@@ -250,7 +255,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
             load_bias);
     } else if constexpr (WHOLE_HEADS) {
       if (elect_one())
-        keep_dq<Layout>(params.base, shared, smem_k + Layout::DQ_OFFSET, own_barriers);
+        reduce_own_dq<Layout>(params.base, shared, smem_k + Layout::DQ_OFFSET, dq_barriers);
     } else {
       reduce_dq<Layout>(params.base, shared, smem_k + Layout::DQ_OFFSET);
     }
@@ -262,7 +267,7 @@ __global__ void __launch_bounds__((BLOCK_N / 64 + 1) * WARPGROUP, 1)
   const AttentionShape& shape = params.base.shape;
   float acc_dk[HEAD_DIM / 8][4];
   float acc_dv[HEAD_DIM / 8][4];
-  BwdConsumer<Options, Layout> consumer(params, shared, own_barriers, smem_k);
+  BwdConsumer<Options, Layout> consumer(params, shared, bias_barriers, dq_barriers, smem_k);
   Ring<BWD_TILE_RECORDS>& record = consumer.record;
 #pragma unroll 1
   for (;; record.advance()) {

@@ -30,9 +30,9 @@
 // Overlap. Three things keep the tensor cores busy while a warpgroup computes its softmax:
 //   within a warpgroup  S(n - 1) = Q K(n - 1)^T and O += P(n) V(n) are issued together, and the
 //                       softmax of S(n - 1) runs beside the second product
-//   between warpgroups  they issue their products in turns, so that the products of one run while
-//                       another computes its softmax
-//                       (at small head dims with a bias, their exponentials)
+//   between warpgroups  they issue their products one after the other, so that those of one run
+//                       while another computes its softmax (at small head dims with a bias, they
+//                       compute their exponentials one after the other)
 //   between tiles       the first S of the next tile runs while O of this one is written
 //
 // Why nothing is overwritten too early. Every buffer is a stage of a ring with two barriers
@@ -45,7 +45,7 @@
 //
 // Why it ends. All roles see the same tiles in the same order, up to the record with m_rows = 0,
 // which ends each of them; a tile without keys passes through all of them, too. All consumers make
-// the same number of steps, so that every turn that a warpgroup waits for is passed on to it.
+// the same number of steps, so that each that waits for the one before it is let on.
 //
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions" and "Tensor copy".
@@ -73,11 +73,11 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   consumer.kv_ring.advance();
   typename C::Scores s;
   const typename C::Seen seen = consumer.load_seen();
-  consumer.take_turn();
+  consumer.begin_products();
   consumer.issue_qk(s);
   if constexpr (C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
   consumer.issue_pv(acc_o, p, v_ring);
-  consumer.pass_turn();
+  consumer.end_products();
   wgmma_wait<1>();  // S is complete; O += P V may still run
   pin(s);
   consumer.score_and_softmax(s, state, seen, masked, C::KEEPS_MAX && !masked);
@@ -127,13 +127,13 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   RowState state;
   float acc_o[HEAD_DIM_V / 8][4];
   uint32_t p[BLOCK_N / 16][4];
-  consumer.open_turns();
+  consumer.open_order();
   if (!consumer.next_tile()) return;
   {  // the first S of the block runs with no other product beside it
     float s[BLOCK_N / 8][4];
-    consumer.take_turn();
+    consumer.begin_products();
     consumer.issue_qk(s);
-    consumer.pass_turn();
+    consumer.end_products();
     wgmma_wait<0>();
     begin_tile(consumer, s, p, acc_o, state);
   }
@@ -165,23 +165,23 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     if constexpr (decltype(consumer)::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
     float s[BLOCK_N / 8][4];
     const bool ready = consumer.enter_next_if_ready();
-    consumer.take_turn();
+    consumer.begin_products();
     if (ready) {
       consumer.issue_pv(acc_o, p, v_ring);
       consumer.issue_qk(s);
-      consumer.pass_turn();
+      consumer.end_products();
       wgmma_wait<1>();  // O is complete; S of the next tile may still run
       write_o();
       wgmma_wait<0>();
     } else {
       consumer.issue_pv(acc_o, p, v_ring);
-      consumer.pass_turn();
+      consumer.end_products();
       wgmma_wait<0>();
       write_o();
       if (!consumer.next_tile()) return;
-      consumer.take_turn();
+      consumer.begin_products();
       consumer.issue_qk(s);
-      consumer.pass_turn();
+      consumer.end_products();
       wgmma_wait<0>();
     }
     begin_tile(consumer, s, p, acc_o, state);

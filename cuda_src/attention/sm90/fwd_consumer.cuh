@@ -6,48 +6,14 @@
 #include "../warp_gemm.cuh"
 #include "bias_tile.cuh"
 #include "fwd_block.cuh"
-#include "softmax_in_turns.cuh"
+#include "fwd_split.cuh"
+#include "ordered_softmax.cuh"
 
-// The barriers of the turns, one for each consumer warpgroup.
-enum class NamedBarrier { TURN_OF_GROUP_0 = 1, TURN_OF_GROUP_1, TURN_OF_GROUP_2 };
+// The barriers at which the consumer warpgroups wait for each other, one for each.
+enum class NamedBarrier { ORDER_OF_GROUP_0 = 1, ORDER_OF_GROUP_1, ORDER_OF_GROUP_2 };
 
-__device__ __forceinline__ NamedBarrier turn_of_group(int group) {
-  return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::TURN_OF_GROUP_0) + group);
-}
-
-// Stores the output of a split in float32: 16 rows of a warp, from `row` of the tile on.
-template <int N>
-__device__ __forceinline__ void store_partial_rows(const FlashFwdSm90Params& params,
-                                                   const FwdTile& tile, int row,
-                                                   const float (&acc)[N][4]) {
-  const int lane = threadIdx.x % 32;
-  float* out =
-      params.partial_out +
-      (tile.split * params.partial_rows + tile.lse_row(params.base) + row + lane / 4) * (N * 8) +
-      lane % 4 * 2;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (row + lane / 4 + half * 8 >= tile.m_rows) continue;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      *reinterpret_cast<float2*>(out + half * 8 * N * 8 + n * 8) =
-          make_float2(acc[n][2 * half], acc[n][2 * half + 1]);
-    }
-  }
-}
-
-// Stores the maximum and the sum (RowState::partial) of the two rows of a lane in a split.
-__device__ __forceinline__ void store_partial_sums(const FlashFwdSm90Params& params,
-                                                   const FwdTile& tile, int row,
-                                                   const float2 (&sums)[2]) {
-  const int lane = threadIdx.x % 32;
-  if (lane % 4 != 0) return;
-  float2* out = params.partial_sums + tile.split * params.partial_rows + tile.lse_row(params.base);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int own = row + lane / 4 + half * 8;
-    if (own < tile.m_rows) out[own] = sums[half];
-  }
+__device__ __forceinline__ NamedBarrier order_of_group(int group) {
+  return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::ORDER_OF_GROUP_0) + group);
 }
 
 // L is the FwdLayout, Options the ScoreOptions. With SPLIT the block has a part of the keys only.
@@ -88,30 +54,30 @@ struct FwdConsumer {
         dropout_seed(Options::DROPOUT ? *params.base.dropout_seed : 0),
         tile(shared.tiles + FWD_TILE_RECORDS - 1) {}
 
-  // ---- turns ----
-  // The warpgroups issue their products in turns: each waits until the one before it has issued its
-  // own, so that it computes its softmax while the products of the others run. The barrier of a
-  // turn counts the threads of the group that waits for it and of the group that passes it on.
+  // ---- the order of the warpgroups ----
+  // The warpgroups issue their products one after the other: each waits until the one before it has
+  // issued its own, so that it computes its softmax while the products of the others run. A barrier
+  // counts the threads of the group that waits at it and of the group that lets it go on.
   //
   // At small head dims and with a bias, the instructions between S and the exponentials take as
-  // long as these. Then the exponentials have turns, and the products need none.
-  static constexpr bool EXPONENTIALS_IN_TURNS = L::HEAD_DIM <= 64 && L::HAS_BIAS;
+  // long as these. Then the exponentials have this order, and the products need none.
+  static constexpr bool ORDERS_EXPONENTIALS = L::HEAD_DIM <= 64 && L::HAS_BIAS;
 
-  // Gives the first turn to group 0.
-  __device__ __forceinline__ void open_turns() const {
-    if (group == 0) named_barrier_arrive(turn_of_group(0), 2 * WARPGROUP);
+  // Lets group 0 be the first.
+  __device__ __forceinline__ void open_order() const {
+    if (group == 0) named_barrier_arrive(order_of_group(0), 2 * WARPGROUP);
   }
-  __device__ __forceinline__ void wait_for_turn() const {
-    named_barrier_sync(turn_of_group(group), 2 * WARPGROUP);
+  __device__ __forceinline__ void wait_for_order() const {
+    named_barrier_sync(order_of_group(group), 2 * WARPGROUP);
   }
-  __device__ __forceinline__ void end_turn() const {
-    named_barrier_arrive(turn_of_group((group + 1) % L::GROUPS), 2 * WARPGROUP);
+  __device__ __forceinline__ void pass_order() const {
+    named_barrier_arrive(order_of_group((group + 1) % L::GROUPS), 2 * WARPGROUP);
   }
-  __device__ __forceinline__ void take_turn() const {
-    if constexpr (!EXPONENTIALS_IN_TURNS) wait_for_turn();
+  __device__ __forceinline__ void begin_products() const {
+    if constexpr (!ORDERS_EXPONENTIALS) wait_for_order();
   }
-  __device__ __forceinline__ void pass_turn() const {
-    if constexpr (!EXPONENTIALS_IN_TURNS) end_turn();
+  __device__ __forceinline__ void end_products() const {
+    if constexpr (!ORDERS_EXPONENTIALS) pass_order();
   }
 
   // ---- products ----
@@ -181,27 +147,27 @@ struct FwdConsumer {
         bias_ring.advance();
       }
     };
-    const auto turn = [&] {
-      if constexpr (EXPONENTIALS_IN_TURNS) {
+    const auto order = [&] {
+      if constexpr (ORDERS_EXPONENTIALS) {
         const auto wait = [&] {
           if (!at_old_max) scores_read();
-          wait_for_turn();
+          wait_for_order();
         };
-        return Turn{wait, [&] { end_turn(); }, shared.zero};
+        return ExponentialOrder{wait, [&] { pass_order(); }, shared.zero};
       } else {
-        return NoTurn();
+        return NoOrder();
       }
     }();
     if (at_old_max) {
-      if (!state.update_at_old_max(s, score.scale_log2, WEIGHT_LIMIT, turn)) {
+      if (!state.update_at_old_max(s, score.scale_log2, WEIGHT_LIMIT, order)) {
         compute_s_again(s);
         score.apply(s, at, add_bias);
         state.template update<Options::SOFTCAP>(s, score.scale_log2);
       }
       scores_read();
       shared.k.release(kv_ring.stage);
-    } else if constexpr (EXPONENTIALS_IN_TURNS) {
-      update_in_turns<Options::SOFTCAP>(state, s, score.scale_log2, turn);
+    } else if constexpr (ORDERS_EXPONENTIALS) {
+      update_in_order<Options::SOFTCAP>(state, s, score.scale_log2, order);
     } else {
       state.template update<Options::SOFTCAP>(s, score.scale_log2, scores_read);
     }

@@ -1,36 +1,38 @@
-// The online softmax of softmax.cuh for warpgroups that compute their exponentials in turns.
+// The online softmax of softmax.cuh for warpgroups that compute their exponentials one after the
+// other.
 #pragma once
 #include "../../ptx/opaque.cuh"
 #include "../softmax.cuh"
 
-// A turn of a warpgroup: until it has passed it on, no other computes exponentials. wait() waits
-// for the turn and end() ends it; `zero` is a 0 in shared memory. ptxas moves arithmetic across
-// barriers: the exponentials stay behind take() because they depend on the 0 that it loads after
-// the wait, and in front of end() because of the branch in wait_for_loads().
-template <class Wait, class End>
-struct Turn {
+// The order in which warpgroups compute their exponentials: begin() returns after wait(), when the
+// warpgroup before has ended its own, and end() calls pass(), which lets the next one begin. `zero`
+// is a 0 in shared memory. ptxas moves arithmetic across barriers: the exponentials stay behind
+// begin() because they depend on the 0 that it loads after the wait, and in front of pass() because
+// of the branch in wait_for_loads().
+template <class Wait, class Pass>
+struct ExponentialOrder {
   Wait wait;
-  End end;
+  Pass pass;
   const float& zero;
 
-  __device__ float take() const {
+  __device__ float begin() const {
     wait();
     return *const_cast<volatile const float*>(&zero);
   }
   template <int N>
-  __device__ void pass(const float (&weights)[N][4]) const {
+  __device__ void end(const float (&weights)[N][4]) const {
     wait_for_loads(__float_as_uint(weights[N - 1][2]) | __float_as_uint(weights[N - 1][3]) |
                    __float_as_uint(weights[N - 2][3]));
-    end();
+    pass();
   }
 };
-template <class Wait, class End>
-Turn(Wait, End, const float&) -> Turn<Wait, End>;
+template <class Wait, class Pass>
+ExponentialOrder(Wait, Pass, const float&) -> ExponentialOrder<Wait, Pass>;
 
-// RowState::update() with its exponentials in a turn.
-template <bool BOUNDED, int N, class Turn>
-__device__ __forceinline__ void update_in_turns(RowState& state, float (&scores)[N][4],
-                                                float scale_log2, const Turn& turn) {
+// RowState::update() with its exponentials in an order.
+template <bool BOUNDED, int N, class Order>
+__device__ __forceinline__ void update_in_order(RowState& state, float (&scores)[N][4],
+                                                float scale_log2, const Order& order) {
   float scale[2];
   float offset[2];
 #pragma unroll
@@ -46,7 +48,7 @@ __device__ __forceinline__ void update_in_turns(RowState& state, float (&scores)
     state.rescale[half] = exp2_approx(__fmul_rn(state.max[half], scale[half]) - offset[half]);
     state.max[half] = new_max;
   }
-  const float zero = turn.take();
+  const float zero = order.begin();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     offset[half] += zero;
@@ -58,7 +60,7 @@ __device__ __forceinline__ void update_in_turns(RowState& state, float (&scores)
       }
     }
   }
-  turn.pass(scores);
+  order.end(scores);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     state.sum[half] *= state.rescale[half];
