@@ -17,8 +17,8 @@
 //
 // The consumers share the work in one of two ways:
 //   PINGPONG     each has tiles of its own, and they multiply one after the other: one while the
-//                other is in its epilogue. Of two tiles at once only one needs the tensor cores, so
-//                that a short depth or a costly activation does not leave them idle.
+//                other is in its epilogue. Only one of two tiles needs the tensor cores at a time,
+//                so that a short depth or a costly activation does not leave them idle.
 //   otherwise    each has half of the rows of the same tile, which may then be twice as large: less
 //                is read from the L2 cache, which is what limits a long depth.
 //

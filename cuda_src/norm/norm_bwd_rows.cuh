@@ -168,7 +168,7 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
     if constexpr (!KEPT) ring.stage = opaque(ring.stage);
     return lane_sum<RMS, Tile::ROW_THREADS>(sums);
   };
-  // Then the row's place in the ring is filled with a later one.
+  // Writes dx of a row, and fills the row's place in the ring with a later one.
   const auto write_dx = [&](int number, const RowStats& row, const Sums& sums) {
     const float mean = row.mean, scale = row.scale;
     const float offset = RMS ? 0.f : scale * (sums.first * shape.inverse_columns);

@@ -4,6 +4,12 @@
 //   O   = softmax(score(Q K^T)) V    score.cuh has the score, FlashFwdParams the arrays with shapes
 //   LSE = log(sum over keys of exp(score))
 //
+// This is the file to read first, after parts.cuh and flash_fwd_sm80.cu. The folder fp16x3 computes
+// float32 on GPUs from Turing on:
+//   both       fp16x3_ranges, fp16x3_split; the kernels of simt, for sequences that cannot be split
+//   forward    flash_fwd_fp16x3
+//   backward   flash_bwd_preprocess, flash_bwd_fp16x3, flash_bwd_postprocess_fp16x3
+//
 // fp16x3_ranges.cu and fp16x3_split.cu come before it. The blocks, the warps and the overlap of
 // copies and products are those of flash_fwd_sm80.cu; each tile in shared memory has PARTS float16
 // parts. S and O V come scaled by powers of two: the scale of the softmax and the factor of the
@@ -13,7 +19,7 @@
 // accuracy of TF32; ARCH is the compute capability (75 has no cp.async); SOFTCAP, ALIBI, BIAS (a
 // BiasKind) and DROPOUT are the options of the score; SMEM_BYTES is the dynamic shared memory.
 //
-// Why nothing is overwritten too early, and why the kernel ends: as in flash_fwd_sm80.cu.
+// flash_fwd_sm80.cu explains why nothing is overwritten too early, and why the kernel ends.
 #include "../score.cuh"
 #include "../sm80/fwd_tile.cuh"
 #include "../softmax.cuh"

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
   constexpr int WIDTH = HEAD_DIM < WIDEST ? HEAD_DIM : WIDEST;
   constexpr int GROUPS = HEAD_DIM / WIDTH;
   using MapKV = TileMap<BY_KEYS ? BLOCK_N : WIDTH, BY_KEYS ? HEAD_DIM : BLOCK_N>;
-  // So are dQ as tiles of queries x columns, of which wide heads leave registers for 32.
+  // dQ is computed as tiles of queries x columns; wide heads leave registers for 32 columns.
   constexpr int WIDTH_Q = HEAD_DIM == 64 || HEAD_DIM == 128 ? 64 : 32;
   constexpr int GROUPS_Q = HEAD_DIM / WIDTH_Q;
   using MapQ = TileMap<BLOCK_M, WIDTH_Q>;

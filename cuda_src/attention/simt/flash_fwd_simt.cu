@@ -4,6 +4,11 @@
 //   O   = softmax(score(Q K^T)) V    score.cuh has the score, FlashFwdParams the arrays
 //   LSE = log(sum over keys of exp(score))
 //
+// This is the file to read first, here and of all kernels of attention. The folder simt computes
+// what the other backends cannot take, on any GPU from Pascal on:
+//   forward    flash_fwd_simt
+//   backward   flash_bwd_preprocess, flash_bwd_simt, flash_bwd_postprocess_simt
+//
 // One block computes BLOCK_M queries of one head, and walks over the tiles of BLOCK_N keys that
 // they see: 128 x 64, or 64 x 128 where O has 128 columns, so that a thread holds 8 x 8 elements of
 // S and of O. Wider heads leave registers for 4 x 8 elements of S only.
@@ -12,8 +17,8 @@
 //   O = O * rescale + P V  P goes through shared memory; WIDTH columns at a time. Each tile has a
 //                          sum of its own, because one chain of float32 additions over the whole
 //                          sequence would lose a digit
-// tile.cuh has the map from threads to elements, gemm.cuh the product and how operands
-// come to shared memory.
+// tile.cuh has the map from threads to elements, gemm.cuh the product and how operands come to
+// shared memory.
 //
 // Template parameters. T is the dtype of Q; HEAD_DIM is that of the accumulators, and a smaller
 // head_dim is filled up with zeros; SOFTCAP, ALIBI, BIAS (a BiasKind) and DROPOUT are the options
@@ -126,7 +131,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_fwd_simt(const FlashFwd
 #pragma unroll
       for (int j = 0; j < MapS::COLS; ++j) new_max = fmaxf(new_max, acc_s[e][j]);
       new_max = MapS::reduce_row(new_max, [](float x, float y) { return fmaxf(x, y); });
-      // For a row that has seen no key yet, -inf - (-inf) would be NaN.
+      // A row that has seen no key yet would have -inf - (-inf), which is NaN.
       const float offset = new_max == -INF ? 0.0f : new_max;
       const float rescale = exp2_approx(old_max - offset);
       float sum = 0.0f;

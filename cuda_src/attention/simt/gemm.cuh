@@ -18,7 +18,7 @@ struct LineBuffers {
   alignas(16) float lines[2][DEPTH * LINE<N>];
 };
 
-// Those of both operands of a product.
+// The buffers of both operands of a product.
 template <int M, int N>
 struct OperandBuffers {
   LineBuffers<M> a;
@@ -57,8 +57,8 @@ struct ResidentLines {
   }
 };
 
-// Four neighbouring elements. Those that do not exist become zeros, so whatever lies there (NaN,
-// another sequence) never enters the arithmetic.
+// Loads four neighbouring elements. Elements that do not exist become zeros, so whatever lies there
+// (NaN, another sequence) never enters the arithmetic.
 template <typename T>
 __device__ __forceinline__ float4 load_four(const T* src, bool exist) {
   Words<T, 4> x;
@@ -169,7 +169,7 @@ struct RowsOf {
   }
 };
 
-// In place of an operand that is resident.
+// Takes the place of the copy of an operand that is resident.
 struct NoCopy {
   static constexpr int LOADS = 0;
   __device__ void load(float4*, int) const {}
@@ -238,7 +238,8 @@ struct ScoreChains {
   }
 };
 
-// In float32 one chain over a wide head would cost a large score digits that its weight shows.
+// Returns the chains of a score. One chain over a wide head would cost a large float32 score digits
+// that its weight shows.
 template <typename T, int HEAD_DIM, int SIZE>
 __device__ __forceinline__ auto score_chains(float (&tile)[SIZE]) {
   if constexpr (sizeof(T) == 4 && HEAD_DIM > ScoreChains::CHUNKS * DEPTH) {

@@ -45,7 +45,7 @@ struct SequenceRows {
         reinterpret_cast<int64_t>(data) | (strides.row | strides.head) * int64_t(sizeof(T));
     vectors = all % int64_t(4 * sizeof(T)) == 0 && shape.head_dim % 4 == 0;
   }
-  // Those of one head, from `row` on up to `rows`.
+  // The rows of one head, from `row` on up to `rows`.
   __device__ Matrix<T> matrix(const Strides& strides, int head, int row, int rows,
                               int columns) const {
     T* global = data;  // the compiler does not know that, once it has been in shared memory

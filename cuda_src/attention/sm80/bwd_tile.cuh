@@ -3,7 +3,7 @@
 #include "../block_info.cuh"
 #include "../tile_order.cuh"
 
-// The tile of a block. It lives in shared memory for the same reason as in flash_fwd_sm80.cu.
+// The tile of a block. It lives in shared memory for the reason that fwd_tile.cuh gives.
 template <typename T>
 struct BwdBlock {
   Sequence sequence;

@@ -35,8 +35,9 @@ struct WarpGrid {
   __device__ static int col() { return threadIdx.x / 32 % WARPS_N * TILE_COLS; }
 };
 
-// The order of dQ of one query tile in dq_accum: warp by warp, in these register by register, in
-// these lane by lane, so that every reduction of a warp goes to one line of 128 bytes.
+// Returns the place of a register of dQ in the dq_accum of its query tile. The order is warp by
+// warp, in a warp register by register, and in a register lane by lane, so that every reduction of
+// a warp goes to one line of 128 bytes.
 template <class Grid>
 __device__ __forceinline__ int64_t dq_fragment_offset(int m, int n, int i) {
   const int registers = Grid::M * Grid::N * 4;

@@ -4,13 +4,13 @@
 #include "bwd_tile.cuh"
 #include "bwd_warps.cuh"
 
-// How a lane finds the addresses of its reductions, which lie at constant distances. With one
-// address for all of them a reduction takes five instructions less, but registers that wide heads
-// lack.
+// How a lane finds the addresses of its reductions, which lie at constant distances. One address
+// for all of them saves five instructions a reduction, but takes registers that wide heads lack.
 enum class DqAddresses { EACH, ONE };
 
-// The turn of a block among those that add to a query tile, for a deterministic sum (dq_semaphore):
-// after the blocks of all key tiles before it. All threads of the block call both functions.
+// The turn of a block among those that add to a query tile, for a deterministic sum (dq_semaphore).
+// It comes after the turns of all key tiles before it. All threads of the block call both
+// functions.
 template <int BLOCK_M, int BLOCK_N, class Block>
 struct DqTurn {
   // The flag counts the key tiles that have added to this query tile. Element 0 is the ticket
@@ -42,7 +42,8 @@ struct DqTurn {
   }
 };
 
-// Adds to dq_accum the columns of a block's dQ from the accumulators [.][column] of a warp on.
+// Adds columns of a block's dQ to dq_accum: those of the accumulators from [.][column] of a warp
+// on.
 template <int HEAD_DIM, class GridQ, DqAddresses ADDRESSES = DqAddresses::EACH, int N>
 __device__ __forceinline__ void add_columns_of_dq(const FlashBwdParams& params, int64_t accum_row,
                                                   int column,

@@ -9,7 +9,7 @@
 //
 // A warp has BLOCK_N / NUM_WARPS keys and all queries of a tile, STEP_M of them at a time. So P^T
 // and dS^T lie in registers as dV and dK need them, and only dS goes through shared memory, for dQ.
-// In flash_bwd_sm80.cu both go through it, and at head dim 64 that kernel needs shared memory for
+// Both go through it in flash_bwd_sm80.cu, and at head dim 64 that kernel needs shared memory for
 // longer than the tensor cores. This one moves a seventh less, and its blocks are small enough for
 // two on a multiprocessor, of which one computes its softmax beside the products of the other. A
 // warp holds the sums of its keys over the whole head dim, for wide heads too many registers.

@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   Sequence longest = {};
   longest.seqlen_q = shape.seqlen_q;
   longest.seqlen_k = shape.seqlen_k;
-  // In the bias of shorter sequences there may be anything behind their ends.
+  // The bias of a shorter sequence may hold anything behind the sequence's end.
   const bool keeps_bias = Options::BIAS != BiasKind::NONE && params.bias_strides.batch == 0 &&
                           !params.cu_seqlens_q && !params.cu_seqlens_k && !params.seqused_q &&
                           !params.seqused_k;

@@ -3,6 +3,13 @@
 //   O   = softmax(score(Q K^T)) V    score.cuh has the score, FlashFwdParams the arrays with shapes
 //   LSE = log(sum over keys of exp(score))
 //
+// This is the file to read first. The folder sm80 computes float16 on GPUs from Turing on, and
+// bfloat16 from Ampere on, of tensors whose addresses and strides are multiples of 16 bytes:
+//   forward    flash_fwd_sm80
+//   backward   flash_bwd_preprocess, flash_bwd_sm80 or for narrow heads flash_bwd_keys_sm80, and
+//              flash_bwd_postprocess_sm80; or for sequences of one tile flash_bwd_short_sm80 alone
+//   dbias      flash_bwd_dbias_sm80, where all sequences share the bias
+//
 // One block computes BLOCK_M queries of one head. It walks over the tiles of BLOCK_N keys that they
 // see, from the last to the first, with the online softmax of softmax.cuh.
 //

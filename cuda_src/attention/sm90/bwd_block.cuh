@@ -11,8 +11,8 @@
 #include "../tensor_rows.cuh"
 #include "../tile_order.cuh"
 
-// Blocks that add to dQ in turns add to so many query rows in one turn. Ending a turn and beginning
-// the next one take as long as a step of 64 rows, and with two steps a turn nobody waits for that.
+// The number of query rows to which a block adds dQ in one turn. Ending a turn and beginning the
+// next one take as long as a step of 64 rows, and with two steps a turn nobody waits for that.
 constexpr int TURN_ROWS = 128;
 static_assert(ACCUM_ROW_ALIGN % TURN_ROWS == 0, "the rows of a turn belong to one sequence");
 
@@ -80,13 +80,14 @@ struct BwdTile {
   }
 };
 
-// The order in which a block visits the query tiles of a head, with a method locate() as above:
+// The order in which a block visits the query tiles of a head:
 //   for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m))
-// From the last to the first: under a causal mask the blocks of a head then begin with the same
-// queries and share Q and dO in L2, and blocks that add in turns follow each other one tile apart.
+// A block walks from the last tile to the first. Under a causal mask the blocks of a head then
+// begin with the same queries and share Q and dO in L2, and blocks that add in turns follow each
+// other one tile apart.
 //
-// WALKS_UP is for blocks that add in turns under a causal mask, where those which begin at the same
-// time would all wait for the first: from the first query tile, on the diagonal of the block's
+// WALKS_UP is for blocks that add in turns under a causal mask, where all that begin at the same
+// time would wait for the first. A block walks from the first query tile, on the diagonal of its
 // keys, to the last. The blocks of a head then come from the last keys, which few queries see, to
 // the first, and each is one tile behind the one that it waits for.
 template <bool WALKS_UP_>
@@ -102,9 +103,10 @@ struct BwdWalkingTile : BwdTile {
   __device__ int next_m(int m) const { return WALKS_UP ? m + 1 : m - 1; }
 };
 
-// As BwdWalkingTile, but unless a mask is causal or blocks add in turns, it begins where the
-// block's keys meet the diagonal, and goes on with the first tile after the last: at any time the
-// blocks of a head are at different queries, and few of them add to the same rows of dQ.
+// The order of BwdWalkingTile under a causal mask and where blocks add in turns. Otherwise a block
+// begins where its keys meet the diagonal, and goes on with the first tile after the last: the
+// blocks of a head are at different queries at any time, and few of them add to the same rows of
+// dQ.
 template <bool WALKS_UP_>
 struct BwdRoundTile : BwdTile {
   static constexpr bool WALKS_UP = WALKS_UP_;
@@ -218,9 +220,10 @@ __device__ __forceinline__ int64_t accum_row(const FlashBwdParams& params, const
   return head * params.accum_rows + tile.sequence.accum_start + m_begin;
 }
 
-// The order of dQ in dq_accum: it consists of blocks of 64 rows, each of these of blocks of eight
-// columns, and each of those of the fragments of a warpgroup (ptx/wgmma.cuh), four floats a thread.
-// In this order a warpgroup stores and adds whole lines.
+// Returns the place of this thread's four floats of eight columns in the dq_accum of 64 rows.
+// dq_accum consists of blocks of 64 rows, each of these of blocks of eight columns, and each of
+// those of the fragments of a warpgroup (ptx/wgmma.cuh), so that a warpgroup stores and adds whole
+// lines.
 __device__ __forceinline__ int dq_fragment_offset(int octet) {
   return (octet * WARPGROUP + threadIdx.x % WARPGROUP) * 4;
 }
@@ -228,7 +231,7 @@ __device__ __forceinline__ int dq_fragment_offset(int octet) {
 // Whether a producer loads lse_log2 and delta.
 enum class RowConstants { SKIP, LOAD };
 
-// The work of a producer: it loads a tile of keys once, and then each tile of queries that meets
+// The work of a producer, which loads a tile of keys once, and then each tile of queries that meets
 // it. One of the two producers loads K, Q and the constants of the queries, the other V and dO.
 template <int STAGES>
 struct BwdLoad {
@@ -281,8 +284,8 @@ __device__ __forceinline__ void load_bwd_tiles(const FlashBwdSm90Params& params,
     const uint32_t kv_full = smem_address(&to.kv.full[0]);
     if constexpr (Shared::BlockTile::WHOLE_HEADS) {
       // A head has few queries, so waiting for the first ones would take much of a tile's time.
-      // Their buffer is free before that of the keys, which are brought to L2 meanwhile. Wider
-      // tiles of keys come as fast without.
+      // Their buffer is free before that of the keys, which are prefetched to L2 meanwhile. Tiles
+      // of two column blocks gain nothing by that.
       if (tile.has_queries()) {
         const TensorRows q_rows(params, to.q_map, tile.sequence, tile.batch);
         load_queries(q_rows, tile, tile.head_begin, tile.first_m());

@@ -57,9 +57,8 @@ struct BwdConsumer {
 
   // ---- the steps of the algorithm, for the query tile at m_begin of one head ----
 
-  // Issues S^T = K Q^T.
-  // uniform() keeps descriptors in uniform registers. It also keeps the compiler from computing
-  // those of K and V before the loops, which would fill the register file.
+  // Issues S^T = K Q^T. uniform() keeps descriptors in uniform registers. It also keeps the
+  // compiler from computing those of K and V before the loops, which would fill the register file.
   __device__ __forceinline__ void issue_s(Scores& s, const Ring<L::STAGES>& at) {
     wg_gemm<T, L::HEAD_DIM / 16>(s, WgRowOperand<TileKV>(uniform(smem), group * 64),
                                  WgRowOperand<TileQ>(q_address(at), 0), OVERWRITE);
@@ -100,7 +99,7 @@ struct BwdConsumer {
     float kept[BLOCK_M / 8][4];
     wg_pack<T>(p, kept_weights<Options>(kept, s));
     // P is multiplied by the slope of the softcap early, which frees the registers of the slope.
-    // But the gradient of the bias needs P without it.
+    // The gradient of the bias needs P without it.
     if constexpr (!HAS_DBIAS) apply_softcap_slope<Options>(s, softcap_slope);
 
     wgmma_wait<0>();
@@ -166,7 +165,7 @@ struct BwdConsumer {
 
   // ---- loops over query tiles ----
 
-  // Walks over the query tiles of a head, one after the other. Those on either edge of a window
+  // Walks over the query tiles of a head, one after the other. The tiles on either edge of a window
   // need the mask.
   __device__ __forceinline__ void steps(Gradient& acc_dk, Gradient& acc_dv, const BlockTile& tile,
                                         int head) {
@@ -256,7 +255,7 @@ struct BwdConsumer {
     return smem + L::DS_OFFSET + uniform(at.stage) * L::TileS::BYTES;
   }
 
-  // Of eight columns of this warpgroup's part of dQ.
+  // The address of eight columns of this warpgroup's part of dQ.
   __device__ uint32_t dq_address(int octet) const {
     return smem + L::DQ_OFFSET + dq_fragment_offset(group * L::DQ_COLS / 8 + octet) * sizeof(float);
   }
@@ -292,7 +291,7 @@ struct BwdConsumer {
 
   // Writes this warpgroup's part of dQ to shared memory for the reducer.
   __device__ __forceinline__ void hand_over_dq(const float (&dq)[L::DQ_COLS / 8][4]) {
-    // The copy engine has read the last dQ after this barrier.
+    // The copy engine has read the last dQ when the reducer arrives here.
     named_barrier_sync(dq_empty(group), DQ_THREADS);
 #pragma unroll
     for (int n = 0; n < L::DQ_COLS / 8; ++n) {
@@ -302,8 +301,9 @@ struct BwdConsumer {
     named_barrier_arrive(dq_full(group), DQ_THREADS);
   }
 
-  // The same where a block takes whole heads: the reducer keeps the sum, or has fetched that of
-  // earlier keys into the buffer. With the part of the last keys it is written to dq.
+  // Takes the place of hand_over_dq() where a block takes whole heads. The reducer adds the part to
+  // the sum, until the last keys come: then it has fetched the sum into the buffer, this adds it to
+  // the part, and writes dq.
   __device__ __forceinline__ void finish_dq(float (&dq)[L::DQ_COLS / 8][4], const BlockTile& tile,
                                             int head, int m_begin) {
     const bool completes = uniform(tile.completes_dq(m_begin + L::BLOCK_M));

@@ -3,10 +3,10 @@
 #pragma once
 #include "bwd_block.cuh"
 
-// For a block that takes the key tiles of a head one after the other, the first keys first. Every
-// query sees the first tile, and the last one that a query tile sees completes its dQ. No later one
-// visits it: masks that hide keys on the right follow the diagonal of the last queries and keys, or
-// (top-left) that of a causal mask, on which key tiles begin where query tiles do.
+// The tile of a block that takes the key tiles of a head one after the other, the first keys first.
+// Every query sees the first tile, and the last one that a query tile sees completes its dQ. No
+// later tile visits it: masks that hide keys on the right follow the diagonal of the last queries
+// and keys, or (top-left) that of a causal mask, on which key tiles begin where query tiles do.
 struct BwdHeadTile : BwdWalkingTile<false> {
   static constexpr bool WHOLE_HEADS = true;
 
@@ -17,8 +17,8 @@ struct BwdHeadTile : BwdWalkingTile<false> {
   }
 };
 
-// The scheduler, one lane, as schedule_bwd_tiles(): `index` is that of a head here, and the key
-// tiles of a head have consecutive records.
+// The scheduler, one lane, takes the place of schedule_bwd_tiles(). `index` is that of a head here,
+// and the key tiles of a head have consecutive records.
 template <int BLOCK_M, class Shared>
 __device__ __forceinline__ void schedule_bwd_heads(const FlashBwdSm90Params& params, Shared& shared,
                                                    int block_n) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void schedule_bwd_heads(const FlashBwdSm90Params& par
 }
 
 // A block has a place in dq_accum for the query heads that it computes at the moment, each with all
-// its rows. The first row of the place, and the rows of a head:
+// its rows. These functions return the rows of a head and the first row of the place.
 __device__ __forceinline__ int accum_rows_of_head(const AttentionShape& shape) {
   return round_up(shape.seqlen_q, ACCUM_ROW_ALIGN);
 }

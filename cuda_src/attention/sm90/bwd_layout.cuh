@@ -5,9 +5,10 @@
 #include "../score.cuh"
 #include "bwd_heads.cuh"
 
-// DS_WRITTEN: all consumers have written their part of dS. DQ_EMPTY and DQ_FULL: the buffer of a
-// warpgroup's part of dQ, between it and the reducer, may be written, or added to global memory.
-// Each warpgroup has barriers of its own, so that none waits for the part of another.
+// The consumers meet at DS_WRITTEN when all have written their part of dS. DQ_EMPTY and DQ_FULL say
+// that the buffer of a warpgroup's part of dQ may be written by the warpgroup, or added to global
+// memory by the reducer. Each warpgroup has barriers of its own, so that none waits for the part of
+// another.
 enum class NamedBarrier {
   DS_WRITTEN = 1,
   DQ_EMPTY_OF_GROUP_0,

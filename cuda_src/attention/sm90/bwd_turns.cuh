@@ -4,8 +4,9 @@
 #include "../../ptx/atomics.cuh"
 #include "bwd_block.cuh"
 
-// turn_of_tile() is the number of key tiles that add to the rows of a query tile's turn before this
-// one, and turn_flag() the flag that counts them. Element 0 of the semaphore is the ticket counter.
+// turn_of_tile() returns the number of key tiles that add to the rows of a query tile's turn before
+// this one, and turn_flag() the flag that counts them. Element 0 of the semaphore is the ticket
+// counter.
 template <int BLOCK_M, class BlockTile>
 __device__ __forceinline__ int turn_of_tile(const BlockTile& tile, int m_begin, int block_n) {
   const int row_begin = m_begin / TURN_ROWS * TURN_ROWS;

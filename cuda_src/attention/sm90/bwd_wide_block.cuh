@@ -11,9 +11,10 @@ enum class NamedBarrier {
   DQ_FULL = DQ_EMPTY + 4
 };
 
-// How dQ gets to its accumulator: added from registers; or by the copy engine from shared memory.
-// There a warpgroup has a buffer for one part of its dQ, which for warpgroup 0 may be the place of
-// P; or, if there is room, a buffer for each part.
+// How dQ gets to its accumulator. REGISTERS: the consumers add it from registers. Otherwise the
+// copy engine adds it from shared memory, where a warpgroup has one buffer for either part of its
+// dQ (STAGED_BY_PART), which for warpgroup 0 may be the place of P (STAGED_IN_P), or a buffer for
+// each part (STAGED).
 enum class DqPath { REGISTERS, STAGED_IN_P, STAGED_BY_PART, STAGED };
 
 // The two parts of the columns of dQ that a warpgroup computes, one after the other.
@@ -41,7 +42,7 @@ struct BwdWideLayout {
   using TileQ = SmemTile<BLOCK_M, HEAD_DIM>;
   using TileDout = SmemTile<BLOCK_M, HEAD_DIM_V>;
   using TileS = SmemTile<BLOCK_M, round_up(BLOCK_N, 64)>;
-  // With 80 keys there is room for one stage of dO, and for one part of the dQ of one warpgroup.
+  // Tiles of 80 keys leave room for one stage of dO, and for one part of the dQ of one warpgroup.
   static constexpr DqPath DQ_PATH = HEAD_DIM_V < HEAD_DIM ? DqPath::STAGED
                                     : GROUPS == 3         ? DqPath::STAGED_BY_PART
                                     : BLOCK_N == 80       ? DqPath::STAGED_IN_P
@@ -51,7 +52,7 @@ struct BwdWideLayout {
   static constexpr int DOUT_STAGES = DQ_IN_P ? 1 : STAGES;
   using Shared = BwdShared<BwdRoundTile<WALKS_UP>, BLOCK_M, STAGES, DOUT_STAGES>;
 
-  // Octets of columns of a part of dQ. No part straddles two column blocks of K.
+  // The number of octets of columns in a part of dQ. No part straddles two column blocks of K.
   static constexpr int dq_octets(Part part) {
     return !SHARED_SLICE ? SLICES * 4 : part == FIRST ? SLICES * 8 : 8 / GROUPS;
   }
@@ -82,8 +83,8 @@ struct BwdWideLayout {
                 "equal shares");
 };
 
-// With a semaphore the blocks add to each query tile in turns, so that the sum is deterministic.
-// These two mbarriers connect the consumers with the lane that keeps the turns.
+// Two mbarriers between the consumers and the lane that keeps the turns. With a semaphore the
+// blocks add to each query tile in turns, so that the sum is deterministic.
 struct Turns {
   uint64_t come;  // the consumers may add to this tile
   uint64_t over;  // the consumers have added to it
@@ -123,8 +124,8 @@ __device__ __forceinline__ void keep_turns(const FlashBwdParams& params, Shared&
 }
 
 // The buffers of dQ between the consumers and the reducer. A warpgroup has one for each part of its
-// columns, or one for both. Where that of warpgroup 0 lies in the place of P, P must wait for the
-// reducer.
+// columns, or one for both. P must wait for the reducer where the buffer of warpgroup 0 lies in its
+// place.
 template <class L>
 struct StagedDq {
   static constexpr int THREADS = WARPGROUP + 32;  // a consumer warpgroup and the reducer
@@ -175,7 +176,7 @@ __device__ __forceinline__ void reduce_staged_dq(const FlashBwdParams& params,
   for (;; record.advance()) {
     const auto& tile = shared.wait_tile(record);
     if (tile.n_rows == 0) break;
-    // A warp that is here no longer reads the record of the last tile.
+    // The warp has begun this tile, so it no longer reads the record of the last one.
     if (elected) mbarrier_arrive(smem_address(&shared.almost_loaded));
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
@@ -199,7 +200,7 @@ __device__ __forceinline__ void reduce_staged_dq(const FlashBwdParams& params,
             bulk_commit();
           }
           if constexpr (Staged::BUFFERS == 2) {
-            // Now the other part has been read; at the start there was none.
+            // The other part has been read when this wait ends. At the start there was none.
             const Part other = part == FIRST ? SECOND : FIRST;
             if (elected) bulk_wait_read<L::GROUPS>();
             __syncwarp();

@@ -121,7 +121,7 @@ struct BwdWideConsumer {
 #pragma unroll
     for (int i = 0; i < L::SLICES; ++i) pin(acc_dv[i]);
     shared.dout.release(at.dout.stage);
-    // Behind this barrier no warp reads the last P any more.
+    // No warp reads the last P any more behind this barrier.
     named_barrier_sync(NamedBarrier::DS_WRITTEN, L::CONSUMERS);
   }
 
@@ -195,9 +195,10 @@ struct BwdWideConsumer {
         ACCUMULATE);
   }
 
-  // Adds up the shared slice of dK^T. Each of two warpgroups hands the other half of the keys over,
-  // and keeps the sum of its own half: the first warpgroup that of the first keys. One gets it in
-  // the place of P, the other in that of dS. All products with dS must be over.
+  // Adds up the shared slice of dK^T. Each of two warpgroups keeps the sum of its own half of the
+  // keys (the first warpgroup that of the first keys), and hands its part of the other half over.
+  // The first warpgroup gets its own in the place of P, the second in that of dS. All products with
+  // dS must be over.
   using HalfSlice = float[L::BLOCK_N / 16][4];
   __device__ __forceinline__ void exchange_shared_slice(HalfSlice& sum,
                                                         const float (&acc)[L::BLOCK_N / 8][4]) {
@@ -225,7 +226,7 @@ struct BwdWideConsumer {
       sum[n][2] += __uint_as_float(other.z);
       sum[n][3] += __uint_as_float(other.w);
     }
-    // Behind this barrier the next P and dS may be written.
+    // The next P and dS may be written behind this barrier.
     named_barrier_sync(NamedBarrier::DK_EXCHANGED, L::CONSUMERS);
   }
 

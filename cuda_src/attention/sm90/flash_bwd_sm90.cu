@@ -10,12 +10,12 @@
 // flash_bwd_preprocess.cu comes before this kernel and, but for WHOLE_HEADS,
 // flash_bwd_postprocess_sm90.cu after it.
 //
-// With WHOLE_HEADS a block takes all key tiles of a key head (or of a share of it, with the query
-// heads of that) one after the other. Then it alone adds to
-// the dQ of these queries: the first key tile stores it in dq_accum, and the last one that a query
-// sees writes dq. Nothing has to be cleared before this kernel or converted after it, the sum is
-// deterministic, and of a single key tile dQ never leaves the registers. It suits short sequences,
-// of which there are many heads and whose rows stay in L2 (takes_heads() in sm90/backward.py).
+// A block of WHOLE_HEADS takes all key tiles of a key head (or of a share of it, with the query
+// heads of that) one after the other. It alone adds to the dQ of these queries: the first key tile
+// stores it in dq_accum, and the last one that a query sees writes dq. Nothing has to be cleared
+// before this kernel or converted after it, the sum is deterministic, and the dQ of a single key
+// tile never leaves the registers. This suits short sequences, which have many heads and whose rows
+// stay in L2 (takes_heads() in sm90/backward.py).
 //
 // A persistent block takes tiles of BLOCK_N keys of one key head, one after the other. For each it
 // walks over the tiles of BLOCK_M queries that see the keys, of every query head of the group; or
@@ -29,7 +29,7 @@
 // memory of the launch; WALKS_UP is the order in which a block visits query tiles (BwdWalkingTile);
 // WHOLE_HEADS is described above.
 //
-// Warps. Those of warpgroup 0 are the producers and the reducer:
+// Warps. The warps of warpgroup 0 are the producers and the reducer:
 //   warp 0     one lane chooses the next tile and describes it in a record
 //   warp 1     one lane loads K, then Q with lse_log2 and delta
 //   warp 2     one lane loads V, then dO, and the bias if it comes by TMA
@@ -45,12 +45,11 @@
 //
 // Why nothing is overwritten too early. Q, K, V, dO and the bias have a barrier for "full" and one
 // for "empty" (common/ring.cuh). dS has two buffers: a warpgroup writes to the same one every other
-// step. Between two such writes lies the barrier DS_WRITTEN of the step in between, which every
-// warpgroup reaches after its last product with the older dS. A warpgroup writes
-// its part of dQ after its barrier DQ_EMPTY, at which the reducer arrives when the copy engine has
-// read the last one. With WHOLE_HEADS the buffers of dQ are rings of one stage instead, whose
-// consumers write to them, or read the sum of earlier key tiles, which is in L2 since the reducer
-// began this tile.
+// step. The barrier DS_WRITTEN of the step in between lies between two such writes, and every
+// warpgroup reaches it after its last product with the older dS. A warpgroup writes its part of dQ
+// after its barrier DQ_EMPTY, at which the reducer arrives when the copy engine has read the last
+// one. With WHOLE_HEADS the buffers of dQ are rings of one stage instead. The consumers write to
+// them, or read the sum of earlier key tiles, which is in L2 since the reducer began this tile.
 //
 // Why it ends. All roles see the same tiles up to the record with n_rows = 0, and in each the same
 // heads and query tiles. For a deterministic sum (dq_semaphore) the blocks add to a query tile in
@@ -71,12 +70,12 @@ template <class L>
 __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params, typename L::Shared& shared,
                                           uint32_t smem_dq) {
   constexpr int BLOCK_M = L::BLOCK_M;
-  // At head dim 96 half of the second warpgroup's part is empty.
+  // The second warpgroup's part is half empty at head dim 96.
   constexpr int LAST_PART = BLOCK_M * L::HEAD_DIM - L::DQ_PART;
   static_assert(L::GROUPS == 2 && LAST_PART <= L::DQ_PART, "dQ has two parts");
   const bool elected = elect_one();
   int* flag = nullptr;  // of the turn that this block has not ended yet
-  // At first the buffer is empty.
+  // The buffers are empty at first.
 #pragma unroll
   for (int group = 0; group < L::GROUPS; ++group) named_barrier_arrive(dq_empty(group), DQ_THREADS);
   Ring<BWD_TILE_RECORDS> record;
@@ -115,16 +114,16 @@ __device__ __forceinline__ void reduce_dq(const FlashBwdParams& params, typename
   }
 }
 
-// The reducer of a block that takes whole heads, one lane. The first key tile stores dQ of a query
-// tile in dq_accum, others add to it, and for the last one the reducer fetches the sum. In each
-// step it gives the buffers to the consumers, empty or with the sum, and they give them back.
+// The reducer of a block that takes whole heads is one lane. The first key tile stores dQ of a
+// query tile in dq_accum, others add to it, and for the last one the reducer fetches the sum. It
+// gives the buffers to the consumers in each step, empty or with the sum, and they give them back.
 // Consumers and reducer decide from the same record what a step does.
 template <class L>
 __device__ __forceinline__ void reduce_own_dq(const FlashBwdParams& params,
                                               typename L::Shared& shared, uint32_t smem_dq,
                                               RingBarriers<1> (&buffers)[L::GROUPS]) {
   constexpr uint32_t PART_BYTES = L::DQ_PART * sizeof(float);
-  // At head dim 96 half of the second warpgroup's part is empty.
+  // The second warpgroup's part is half empty at head dim 96.
   constexpr uint32_t LAST_BYTES = L::BLOCK_M * L::HEAD_DIM * sizeof(float) - PART_BYTES;
   static_assert(L::GROUPS == 2 && LAST_BYTES <= PART_BYTES, "dQ has two parts");
   float* const place = params.dq_accum + own_accum_row(params.shape) * L::HEAD_DIM;

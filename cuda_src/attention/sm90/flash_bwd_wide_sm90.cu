@@ -7,9 +7,9 @@
 //   dV^T, dK^T a warpgroup owns 64 or 128 of the HEAD_DIM rows, for all BLOCK_N keys of the block:
 //              dV^T += dO^T P, dK^T += Q^T dS
 //   dQ         a warpgroup computes the same columns of dQ = dS K in two parts. Each part goes
-//              through shared memory, and the copy engine adds it to dq_accum. But with tiles of
-//              64 keys the warpgroup adds it from registers, which costs up to 30 %, because head
-//              dim 256 leaves no room
+//              through shared memory, and the copy engine adds it to dq_accum. Head dim 256 leaves
+//              no room for that with tiles of 64 keys, so the warpgroup adds it from registers,
+//              which costs up to 30 %
 //
 // A narrow v has HEAD_DIM_V = 128 columns where q and k have 192: five slices of 64 rows of dV^T
 // and dK^T for two warpgroups. Each owns a slice of dV^T and one of dK^T. Both compute the last
@@ -20,26 +20,32 @@
 // Template parameters are those of flash_bwd_sm90.cu, HEAD_DIM_V, which is the head dimension of v,
 // dout and dv, and GROUPS, the number of consumer warpgroups.
 //
-// Warps. One lane of warp 0 chooses the next tile, one lane of warp 1 loads K and Q with lse_log2
-// and delta, and one lane of warp 2 loads V and dO. Warp 3 is the reducer of staged dQ; or, with a
-// semaphore, one of its lanes keeps the turns (Turns). The warpgroups after the first are the
-// consumers.
+// Warps. The warps of warpgroup 0 are the producers, and the others the consumers:
+//   warp 0     one lane chooses the next tile
+//   warp 1     one lane loads K and Q with lse_log2 and delta
+//   warp 2     one lane loads V and dO
+//   warp 3     the reducer of staged dQ; or with a semaphore one lane that keeps the turns (Turns)
 //
-// Shared memory holds one buffer of K and of V, two of Q and of dO, one of P and of dS. With tiles
-// of 80 keys there is one buffer of dO, and one for a part of the dQ of warpgroup 1; warpgroup 0
-// stages its own in the place of P. Of three warpgroups each has a buffer for a part of its dQ.
-// With a narrow v both have a buffer for each part.
+// Shared memory holds one buffer of K and of V, two of Q and of dO, one of P and of dS, and for dQ:
+//   tiles of 80 keys    one buffer for a part of warpgroup 1; warpgroup 0 stages its own in the
+//                       place of P; dO has one buffer only
+//   three warpgroups    a buffer for a part of each
+//   a narrow v          a buffer for each part of both
 //
 // Why nothing is overwritten too early. Q, K, V and dO have a barrier for "full" and one for
 // "empty" (common/ring.cuh). P and dS have one buffer each, and the barrier of one protects the
-// other: dS is written after P_WRITTEN, which every warpgroup reaches after its products with the
-// last dS; P is written after DS_WRITTEN of the step before, which every warpgroup reaches after
-// its product for dV. In the place of P, dQ is written after the same DS_WRITTEN, and the next P
-// after p_free, at which the reducer arrives when the copy engine has read the second part of dQ.
-// Each part is written after DQ_EMPTY, at which the reducer arrives when the one before is read.
+// other:
+//   - dS is written after P_WRITTEN, which every warpgroup reaches after its products with the last
+//     dS.
+//   - P is written after DS_WRITTEN of the step before, which every warpgroup reaches after its
+//     product for dV.
+//   - dQ in the place of P is written after the same DS_WRITTEN, and the next P after p_free, at
+//     which the reducer arrives when the copy engine has read the second part of dQ.
+//   - Each part of dQ is written after DQ_EMPTY, at which the reducer arrives when the copy engine
+//     has read the part before.
 //
-// Why it ends is explained in flash_bwd_sm90.cu. The lane that keeps the turns sees the same heads
-// and query tiles as the consumers.
+// flash_bwd_sm90.cu explains why it ends. The lane that keeps the turns sees the same heads and
+// query tiles as the consumers.
 #include "../partial_gradient.cuh"
 #include "../store_rows.cuh"
 #include "bwd_wide_consumer.cuh"

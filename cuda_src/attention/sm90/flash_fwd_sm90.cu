@@ -3,6 +3,13 @@
 //   O   = softmax(score(Q K^T)) V    score.cuh has the score, FlashFwdParams the arrays with shapes
 //   LSE = log(sum over keys of exp(score))
 //
+// This is the file to read first. The folder sm90 computes float16 and bfloat16 on GPUs of compute
+// capability 9.0 (sm_90a), of tensors that a tensor map can describe:
+//   both       sequence_maps_sm90, where sequences have lengths of their own
+//   forward    flash_fwd_sm90, and flash_fwd_combine_sm90 where blocks divide the keys
+//   backward   flash_bwd_preprocess, flash_bwd_sm90 or for wide heads flash_bwd_wide_sm90, and
+//              flash_bwd_postprocess_sm90
+//
 // A persistent block takes tiles of BLOCK_M queries of one head, one after the other. For each it
 // walks over the tiles of BLOCK_N keys that the queries see, from the last to the first, with the
 // online softmax of softmax.cuh. After the first tile, those without a mask keep the maxima as they
@@ -45,7 +52,7 @@
 //
 // Why it ends. All roles see the same tiles in the same order, up to the record with m_rows = 0,
 // which ends each of them; a tile without keys passes through all of them, too. All consumers make
-// the same number of steps, so that each that waits for the one before it is let on.
+// the same number of steps, so that each of them lets the next one go on as often as that waits.
 //
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions" and "Tensor copy".

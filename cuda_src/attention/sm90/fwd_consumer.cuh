@@ -104,7 +104,7 @@ struct FwdConsumer {
 
   // ---- score and softmax ----
 
-  // The key mask of tile n. Loaded before a wait, it is there when the scores are.
+  // Loads the key mask of tile n. A load before a wait is complete when the scores are.
   __device__ __forceinline__ Seen load_seen() const {
     return Seen(params.base.bias, tile->batch, n * L::BLOCK_N);
   }
@@ -201,7 +201,8 @@ struct FwdConsumer {
   // lie on the path from one S to the next, which is the longest one at these head dims.
   static constexpr bool RESCALE_BESIDE_S = L::HEAD_DIM_V > 64 && L::HEAD_DIM_V <= 128;
 
-  // Once the maxima have settled most tiles leave them as they are, and the whole warp skips this.
+  // Rescales O by the last update. Most tiles leave the maxima as they are once these have settled,
+  // and the whole warp skips this.
   __device__ __forceinline__ void rescale_o(Output& acc_o, const RowState& state) {
     if (__any_sync(0xffffffffu, state.rescale[0] != 1.f || state.rescale[1] != 1.f)) {
 #pragma unroll
