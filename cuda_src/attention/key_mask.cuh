@@ -40,7 +40,7 @@ struct KeyBits {
     }
   }
 
-  // The same for a transposed fragment; `row` is the key of acc[0][0].
+  // apply() for a fragment whose rows are keys; `row` is that of acc[0][0].
   template <int N>
   __device__ __forceinline__ void apply_transposed(float (&acc)[N][4], int row) const {
     const int own = threadIdx.x % 32 / 4;  // the place of this lane's rows in every eight

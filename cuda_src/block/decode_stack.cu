@@ -20,8 +20,8 @@
 // straight into the fragments of its product, and every block does the norm itself.
 //
 // Shared memory (DecodeStorage): the ring; the pointers of all layers; the block's rows of each
-// matrix; one place for products, the parts of the attention and the best logits in turn; one for
-// the moments of the norm and the new token in turn; the number of keys of each sequence.
+// matrix; one place for products, then the parts of the attention, then the best logits; one for
+// the moments of the norm, then the new token; the number of keys of each sequence.
 //
 // The kernel ends: all blocks are on the GPU at once, and none waits at a barrier between phases
 // but for the numbers themselves (tagged_words.cuh). The numbers of a phase depend on those of the

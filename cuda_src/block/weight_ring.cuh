@@ -11,8 +11,8 @@
 #include "../ptx/tma.cuh"
 
 // The number of warps that multiply; one more fills the ring. The work of a warp besides the
-// products does not shrink with more warps, and a scheduler of the multiprocessor issues it for
-// each of its warps in turn. So each scheduler has only two warps, which may use 255 registers.
+// products does not shrink with more warps, and a scheduler of the multiprocessor issues it once
+// for each of its warps. So each scheduler has only two warps, which may use 255 registers.
 constexpr int CONSUMER_WARPS = 7;
 constexpr int MAX_TILE_ROWS = 28;
 
@@ -55,8 +55,8 @@ struct TileWalk {
   }
 };
 
-// With the copy engine of sm_90, and the barriers of common/ring.cuh: `full` of a tile counts
-// bytes, `empty` the consumer warps.
+// The ring that the copy engine of sm_90 fills, with the barriers of common/ring.cuh: `full` of a
+// tile counts bytes, `empty` the consumer warps.
 template <int ARCH, int TILES, int TILE_BYTES, bool BULK = (ARCH >= 90)>
 struct WeightRing {
   alignas(128) uint8_t tiles[TILES][TILE_BYTES];

@@ -111,7 +111,7 @@ struct NchwTile {
       visit(record, moments_of(float(columns), share, sums.origins[0], of_warp));
   }
 
-  // The same of the sums of the channel.
+  // Calls visit() with the sums of the channel.
   template <class Visit>
   __device__ void channel_sums(const Sums (&sums)[1], Visit visit) const {
     const Sums own = sum_of_lanes(sums[0], 32);

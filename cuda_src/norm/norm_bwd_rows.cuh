@@ -9,7 +9,7 @@
 // Shared memory: a ring of STAGES rows of x, dout and dresidual, filled while earlier rows are
 // computed. Each thread copies just the packs that it will read itself, so the ring needs no
 // barrier, and a place is filled again by the thread that has just read it. Beside the ring there
-// is a place for the sums of each warp, two of them in turn: a warp that writes the sums of row
+// are two places for the sums of each warp, used alternately: a warp that writes the sums of row
 // i + 2 has passed the barrier of row i + 1, which the others reached after reading those of row i.
 // At the end the ring becomes the place where rows side by side add up their partial sums.
 //

@@ -200,7 +200,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         // Read from the record each time: ptxas 12.9 crashes if a count of tiles lives here.
         if (at.m == uniform(tile.m_last)) break;
         next.m = uniform(tile.m_after(at.m));
-        // From this query tile to the next, whose S and dP run beside dQ and dK of this one.
+        // S and dP of the next query tile run beside dQ and dK of this one.
         typename Consumer::Scores s, dp;
         typename Consumer::DqPart dq;
         typename Consumer::SecondDqPart second;
