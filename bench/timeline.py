@@ -125,7 +125,7 @@ def stamped(name: str, text: str) -> str:
 
 def debug_config(config: KernelConfig) -> KernelConfig:
     """The same instantiation of the debug build; another key for every cache."""
-    kind = type(f"Traced{type(config).__name__}", (type(config),), {"header": HEADER})
+    kind = type(f"Traced{type(config).__name__}", (type(config),), {})
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return kind(**fields)
 
@@ -135,8 +135,9 @@ def with_debug_sources(name: str, work: Callable[[], Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "cuda_src"
         shutil.copytree(sources.root(), root)
-        (source,) = root.glob(f"*/{name}.cu")
-        source.write_text(stamped(name, source.read_text(encoding="utf-8")), encoding="utf-8")
+        (source,) = root.rglob(f"{name}.cu")
+        text = stamped(name, source.read_text(encoding="utf-8"))
+        source.write_text(f'#include "{HEADER}"\n{text}', encoding="utf-8")
         (root / HEADER).write_text(TRACE, encoding="utf-8")
         with mock.patch.object(sources, "root", lambda: root):
             return work()

@@ -91,8 +91,8 @@ class Followed:
 
 @functools.cache
 def _library(folder: Path) -> ctypes.PyDLL:
-    headers = ("attention/flash_bwd_wide_sm90.cu", "attention/flash_bwd_sm90.cu")
-    others = ("attention/flash_bwd_sm80.cu", "attention/flash_bwd_simt.cu")
+    headers = ("attention/sm90/flash_bwd_wide_sm90.cu", "attention/sm90/flash_bwd_sm90.cu")
+    others = ("attention/sm80/flash_bwd_sm80.cu", "attention/simt/flash_bwd_simt.cu")
     library = emulator.load(folder, '#include "cuda.h"\n#include "turns.h"\n', *headers, *others)
     library.follow.restype = ctypes.c_char_p
     numbers = (ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)

@@ -51,7 +51,7 @@ def needs(config, capability):
     tile = (config.name, *values.items())
     pairs = {(config.name, *pair) for pair in itertools.combinations(switches.items(), 2)}
     if not THOROUGH and type(config) not in SAME_EVERYWHERE:
-        return {config.name}, {tile, (config.name, config.header)}
+        return {config.name}, {tile, (config.name, getattr(config, "bias", 0))}
     if not THOROUGH:
         values.pop("smem_bytes", None)  # follows from the others and the architecture
         of_tile = {(config.name, *pair) for pair in itertools.combinations(values.items(), 2)}

@@ -14,7 +14,9 @@ from cupyflash.runtime.config import KernelConfig
 from cupyflash.runtime.gpu import ARCHITECTURES
 from cupyflash.runtime.structs import field_names, header
 
-HEADERS = sorted(f"{path.parent.name}/{path.name}" for path in sources.root().glob("*/params.cuh"))
+HEADERS = sorted(
+    path.relative_to(sources.root()).as_posix() for path in sources.root().rglob("params.cuh")
+)
 
 
 def without_comments(text: str) -> str:

@@ -27,17 +27,17 @@ GRID = "a barrier of a cooperative launch, reached by all blocks on all ways"
 CLUSTER = "a barrier of a cluster, reached by all of its threads that have not ended"
 EXCHANGE = "all blocks of a cluster send in each round, before they wait, and make the same rounds"
 KNOWN = {
-    "attention/bwd_turns_sm90.cuh": TURNS,
-    "attention/dq_sum_sm80.cuh": TURNS,
-    "attention/flash_bwd_simt.cu": TURNS,
+    "attention/sm90/bwd_turns.cuh": TURNS,
+    "attention/sm80/dq_sum.cuh": TURNS,
+    "attention/simt/flash_bwd_simt.cu": TURNS,
     "common/grid_barrier.cuh": GRID,
-    "decode/decode_stack.cu": GRID,
+    "block/decode_stack.cu": GRID,
     "linear/whole_mlp.cuh": f"{GRID}; {CLUSTER}",
     "norm/norm_bwd.cu": GRID,
     "decode/flash_decode_merge.cuh": CLUSTER,
     "decode/flash_decode_step.cuh": f"{CLUSTER}; a cluster has one split, which ends as a whole",
-    "decode/stack_outputs.cuh": "loads words that the same block has written, once",
-    "decode/tagged_words.cuh": "each word is a row of one block, which sends it in every round: "
+    "block/outputs.cuh": "loads words that the same block has written, once",
+    "block/tagged_words.cuh": "each word is a row of one block, which sends it in every round: "
     "test_rows_of_the_decode_stack",
     "group_norm/nhwc_ring_warps.cuh": "each group of each sample has a reducer, and each block "
     "with positions publishes each group: test_group_norm_ring.test_shapes",
@@ -48,7 +48,7 @@ KNOWN = {
     "has a step of the depth at least: small_m_sm90_kernels.choose",
     "norm/cluster_exchange.cuh": EXCHANGE,
 }
-ALL_BLOCKS = {"common/grid_barrier.cuh", "decode/tagged_words.cuh", "group_norm/nhwc_ring.cuh"}
+ALL_BLOCKS = {"common/grid_barrier.cuh", "block/tagged_words.cuh", "group_norm/nhwc_ring.cuh"}
 CAPABILITIES = [(7, 5), (8, 0), (9, 0)]
 
 
@@ -87,7 +87,7 @@ def test_attention_needs_no_cooperative_launch():
 
 ROWS = """
 #include "cuda.h"
-#include "decode/stack_steps.cuh"
+#include "block/steps.cuh"
 extern "C" void rows_of_block(const DecodeStackParams* params, int matrix, unsigned block,
                               unsigned blocks, int* begin, int* rows) {
   blockIdx.x = block;
@@ -106,7 +106,7 @@ def rows_of_block(tmp_path_factory):
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("waits")
     emulator.copy_sources(folder)
-    function = emulator.load(folder, ROWS, "decode/decode_stack.cu").rows_of_block
+    function = emulator.load(folder, ROWS, "block/decode_stack.cu").rows_of_block
     numbers = [ctypes.c_int, ctypes.c_uint, ctypes.c_uint]
     function.argtypes = [ctypes.c_void_p, *numbers, *[ctypes.POINTER(ctypes.c_int)] * 2]
     return function

@@ -4,35 +4,46 @@
 #include "../common/convert.cuh"
 #include "../ptx/atomics.cuh"
 #include "block_info.cuh"
+#include "key_mask.cuh"
 
-// The kinds of bias, numbered from 0; the host reads their names here.
+// The kinds of bias, numbered from 0; the host reads their names here. A key mask (key_mask.cuh)
+// stands alone or beside a bias.
 enum class BiasKind {
   NONE,
   DTYPE_OF_Q,
   BOOL,  // a mask, which is not added: the query sees the key where its element is nonzero
   FLOAT32,
-  DTYPE_OF_Q_BY_TMA,  // sm_90: TMA loads tiles of it (bias_tile_sm90.cuh)
+  DTYPE_OF_Q_BY_TMA,  // sm_90: TMA loads tiles of it (sm90/bias_tile.cuh)
+  KEY_MASK,
+  KEY_MASK_AND_DTYPE_OF_Q,
+  KEY_MASK_AND_FLOAT32,
+  KEY_MASK_AND_DTYPE_OF_Q_BY_TMA,
+  STORED_GRADIENT,  // DTYPE_OF_Q_BY_TMA, whose gradient is stored (sm90/stored_gradient.cuh)
 };
 
+__host__ __device__ constexpr bool has_key_mask(BiasKind kind) {
+  return BiasKind::KEY_MASK <= kind && kind <= BiasKind::KEY_MASK_AND_DTYPE_OF_Q_BY_TMA;
+}
+__host__ __device__ constexpr bool is_by_tma(BiasKind kind) {
+  return kind == BiasKind::DTYPE_OF_Q_BY_TMA || kind == BiasKind::KEY_MASK_AND_DTYPE_OF_Q_BY_TMA ||
+         kind == BiasKind::STORED_GRADIENT;
+}
+__host__ __device__ constexpr bool is_float32(BiasKind kind) {
+  return kind == BiasKind::FLOAT32 || kind == BiasKind::KEY_MASK_AND_FLOAT32;
+}
+// A key mask alone has none either, but its kernels test params.dbias, which is null there, as they
+// did when they were measured.
 __host__ __device__ constexpr bool has_gradient(BiasKind kind) {
   return kind != BiasKind::NONE && kind != BiasKind::BOOL;
+}
+__host__ __device__ constexpr bool stores_gradient(BiasKind kind) {
+  return kind == BiasKind::STORED_GRADIENT;
 }
 
 // The type of an element of the bias, if q has type T.
 template <typename T, BiasKind KIND>
-struct BiasElementOf {
-  using type = T;
-};
-template <typename T>
-struct BiasElementOf<T, BiasKind::BOOL> {
-  using type = uint8_t;
-};
-template <typename T>
-struct BiasElementOf<T, BiasKind::FLOAT32> {
-  using type = float;
-};
-template <typename T, BiasKind KIND>
-using BiasElement = typename BiasElementOf<T, KIND>::type;
+using BiasElement = typename Choose<KIND == BiasKind::BOOL, uint8_t,
+                                    typename Choose<is_float32(KIND), float, T>::Type>::Type;
 
 // Added to a bias of this size, a score has no digit left in float32, and the exponent would be
 // wrong by whole units: in exp2(s * scale_log2 - max * scale_log2) the first product is exact, but
@@ -135,5 +146,40 @@ struct BiasHead {
   __device__ bool has_pairs() const {
     return col_stride == 1 && row_stride % 2 == 0 &&
            reinterpret_cast<uint64_t>(data) % sizeof(Pair) == 0;
+  }
+};
+
+// The bias of the scores of one head, with the key mask of its sequence where KIND has one. There
+// params.bias points to a MaskRecord.
+template <typename T, BiasKind KIND>
+struct ScoreBias {
+  using Element = const BiasElement<T, KIND>;
+  BiasHead<Element> elements;
+  KeyBits bits;
+
+  // Params is FlashFwdParams or FlashBwdParams.
+  template <class Params>
+  __device__ ScoreBias(const Params& params, const Sequence& sequence, int batch, int head)
+      : elements(static_cast<Element*>(has_key_mask(KIND)
+                                           ? static_cast<const MaskRecord*>(params.bias)->bias
+                                           : params.bias),
+                 params.bias_strides, sequence, batch, head),
+        bits(has_key_mask(KIND) ? KeyBits(params.bias, batch) : KeyBits(nullptr)) {}
+
+  // Adds it to scores whose rows are queries; row and col are those of acc[0][0] in this lane.
+  template <int N>
+  __device__ __forceinline__ void add_to(float (&acc)[N][4], int row, int col,
+                                         float bias_scale) const {
+    if constexpr (KIND != BiasKind::KEY_MASK) elements.add_to(acc, row, col, bias_scale);
+    if constexpr (has_key_mask(KIND)) bits.apply(acc, col);
+  }
+
+  // Adds it to scores whose rows are keys.
+  template <int N>
+  __device__ __forceinline__ void add_to_transposed(float (&acc)[N][4], int row, int col,
+                                                    float bias_scale) const {
+    if constexpr (KIND != BiasKind::KEY_MASK)
+      elements.transposed().add_to(acc, row, col, bias_scale);
+    if constexpr (has_key_mask(KIND)) bits.apply_transposed(acc, row);
   }
 };

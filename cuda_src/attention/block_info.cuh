@@ -44,7 +44,7 @@ __device__ inline Sequence load_sequence(const Params& params, int batch) {
   // Rows beyond seqused are treated as if they did not exist.
   if (params.seqused_q) s.seqlen_q = max(0, min(s.seqlen_q, params.seqused_q[batch]));
   if (params.seqused_k) s.seqlen_k = max(0, min(s.seqlen_k, params.seqused_k[batch]));
-  // For packed sequences, start_q + batch * ALIGN rounded down to a multiple of ALIGN leaves every
+  // In packed tensors, start_q + batch * ALIGN rounded down to a multiple of ALIGN leaves every
   // sequence room for its length rounded up, and needs no prefix sum over padded lengths.
   s.accum_start = cu_seqlens_q ? (start_q + int64_t(batch) * ACCUM_ROW_ALIGN) / ACCUM_ROW_ALIGN *
                                      ACCUM_ROW_ALIGN

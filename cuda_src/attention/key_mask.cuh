@@ -1,37 +1,8 @@
-// Kinds of bias that include a key mask: a bit for each key of each sequence, true where the
-// queries see the key. mask_record.cu packs the bits and leaves them in memory behind a MaskRecord,
-// to which params.bias then points; params.bias_strides stay those of the bias itself.
-//
-// The host includes this header before the source of a kernel that has such a kind. It specialises
-// BiasHead, so that a kernel adds a bias with a key mask as it adds any other.
+// A key mask: a bit for each key of each sequence, true where the queries see the key.
+// mask_record.cu packs the bits and leaves them in memory behind a MaskRecord, to which params.bias
+// then points; params.bias_strides stay those of the bias itself.
 #pragma once
-#include "bias.cuh"
 #include "mask_record.cuh"
-
-// These numbers continue BiasKind.
-enum class KeyMaskKind {
-  ALONE = static_cast<int>(BiasKind::DTYPE_OF_Q_BY_TMA) + 1,
-  WITH_DTYPE_OF_Q,
-  WITH_FLOAT32,
-  WITH_DTYPE_OF_Q_BY_TMA,  // key_mask_sm90.cuh
-};
-
-// Stands for the element of a bias with a key mask. E is the element of the bias itself, or void.
-template <typename E>
-struct KeyMasked {};
-
-template <typename T>
-struct BiasElementOf<T, static_cast<BiasKind>(KeyMaskKind::ALONE)> {
-  using type = KeyMasked<void>;
-};
-template <typename T>
-struct BiasElementOf<T, static_cast<BiasKind>(KeyMaskKind::WITH_DTYPE_OF_Q)> {
-  using type = KeyMasked<T>;
-};
-template <typename T>
-struct BiasElementOf<T, static_cast<BiasKind>(KeyMaskKind::WITH_FLOAT32)> {
-  using type = KeyMasked<float>;
-};
 
 // The bits of one sequence.
 struct KeyBits {
@@ -69,7 +40,7 @@ struct KeyBits {
     }
   }
 
-  // The same for a transposed fragment; `row` is the key of acc[0][0].
+  // apply() for a fragment whose rows are keys; `row` is that of acc[0][0].
   template <int N>
   __device__ __forceinline__ void apply_transposed(float (&acc)[N][4], int row) const {
     const int own = threadIdx.x % 32 / 4;  // the place of this lane's rows in every eight
@@ -81,44 +52,4 @@ struct KeyBits {
       for (int n = 0; n < N; ++n) acc[n][2 * half] = acc[n][2 * half + 1] = -INF;
     }
   }
-};
-
-// A key mask alone.
-template <>
-struct BiasHead<const void> {
-  __device__ BiasHead(const void*, const BiasStrides&, const Sequence&, int, int) {}
-  __device__ BiasHead transposed() const { return *this; }
-  template <int N>
-  __device__ __forceinline__ void add_to(float (&)[N][4], int, int, float) const {}
-};
-
-// The bias of one head with the key mask of its sequence.
-template <typename E>
-struct BiasHead<const KeyMasked<E>> {
-  BiasHead<const E> bias;
-  KeyBits bits;
-  bool rows_are_keys = false;
-
-  __device__ BiasHead(const KeyMasked<E>* record, const BiasStrides& strides,
-                      const Sequence& sequence, int batch, int head)
-      : bias(static_cast<const E*>(reinterpret_cast<const MaskRecord*>(record)->bias), strides,
-             sequence, batch, head),
-        bits(record, batch) {}
-
-  __device__ BiasHead transposed() const { return {bias.transposed(), bits, !rows_are_keys}; }
-
-  template <int N>
-  __device__ __forceinline__ void add_to(float (&acc)[N][4], int row, int col,
-                                         float bias_scale) const {
-    bias.add_to(acc, row, col, bias_scale);
-    if (rows_are_keys) {
-      bits.apply_transposed(acc, row);
-    } else {
-      bits.apply(acc, col);
-    }
-  }
-
- private:
-  __device__ BiasHead(const BiasHead<const E>& bias, const KeyBits& bits, bool rows_are_keys)
-      : bias(bias), bits(bits), rows_are_keys(rows_are_keys) {}
 };

@@ -2,7 +2,7 @@
 #pragma once
 #include "../common/types.cuh"
 
-// The head of the record. Behind it lie the bits, `words` words for each sequence.
+// The head of the record. The bits lie behind it, `words` words for each sequence.
 struct alignas(16) MaskRecord {
   const void* bias;  // the bias that is added beside the mask, or null
   int words;         // a multiple of 4, with bits of 0 behind the last key

@@ -99,7 +99,7 @@ struct FlashBwdParams {
   const int* seqused_q;
   const int* seqused_k;
   float* dbias;   // like bias; zeros, to which the gradient is added, or null; in the dtype of q
-                  // where it is stored (stored_gradient_sm90.cuh)
+                  // where it is stored (sm90/stored_gradient.cuh)
   float* dsinks;  // [heads_q] or null
   Strides dout_strides;
   Strides q_strides;

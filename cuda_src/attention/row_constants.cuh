@@ -2,8 +2,8 @@
 #pragma once
 #include "../ptx/math.cuh"
 
-// From this size on float32 keeps no digit of the weights, and no gradient is better than a wrong
-// one.
+// The size of an LSE from which on float32 keeps no digit of the weights; NaN is better than a
+// wrong gradient there.
 constexpr float HUGE_LSE = 0x1p24f;
 
 // lse * log2(e), or +inf for a row without weights, so that exp2(score - lse_log2) is 0 there

@@ -10,7 +10,7 @@
 //   P = 0 where dropout drops a weight         the output is scaled by 1 / (1 - p) at the end
 //
 // An option is a field of ScoreOptions and a line of Score; its gradient is in score_gradient.cuh.
-// The kernels for CUDA cores have the same steps element by element, in simt_score.cuh.
+// The kernels for CUDA cores have the same steps element by element, in simt/score.cuh.
 #pragma once
 #include "../ptx/math.cuh"
 #include "bias.cuh"
@@ -78,7 +78,7 @@ struct Score {
         to_tanh(Options::SOFTCAP ? params.shape.scale * inverse(params.shape.softcap) : 0.f) {}
 
   // Turns S into the score, except for the mask. add_bias_tile(s, bias_scale) adds a bias that lies
-  // in shared memory.
+  // in shared memory, and where rows are queries the key mask beside it.
   template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
   __device__ __forceinline__ void apply(float (&s)[N][4], const ScorePlace<ROWS>& at,
                                         AddBiasTile add_bias_tile = {}) const {
@@ -115,14 +115,18 @@ struct Score {
   __device__ __forceinline__ void apply_position_terms(float (&s)[N][4], const ScorePlace<ROWS>& at,
                                                        AddBiasTile add_bias_tile = {}) const {
     if constexpr (Options::ALIBI) subtract_alibi(s, at);
-    if constexpr (Options::BIAS == BiasKind::DTYPE_OF_Q_BY_TMA) {
+    if constexpr (is_by_tma(Options::BIAS)) {
       add_bias_tile(s, to_units(1.f));
+      if constexpr (ROWS == Rows::KEYS && has_key_mask(Options::BIAS))
+        KeyBits(params.bias, at.batch).apply_transposed(s, at.row);
     } else if constexpr (Options::BIAS != BiasKind::NONE) {
-      using Element = const BiasElement<typename Options::T, Options::BIAS>;
-      BiasHead<Element> bias(static_cast<Element*>(params.bias), params.bias_strides, at.sequence,
-                             at.batch, at.head);
-      if constexpr (ROWS == Rows::KEYS) bias = bias.transposed();
-      bias.add_to(s, at.row, at.col, to_units(1.f));
+      const ScoreBias<typename Options::T, Options::BIAS> bias(params, at.sequence, at.batch,
+                                                               at.head);
+      if constexpr (ROWS == Rows::QUERIES) {
+        bias.add_to(s, at.row, at.col, to_units(1.f));
+      } else {
+        bias.add_to_transposed(s, at.row, at.col, to_units(1.f));
+      }
     }
   }
 

@@ -113,11 +113,12 @@ __device__ __forceinline__ void softmax_gradient(float (&dp)[N][4], float (&p)[N
   }
 }
 
-// Adds dS to the gradient of the bias, if the caller has asked for that gradient.
+// Adds dS to the gradient of the bias, if the caller has asked for that gradient. A gradient that
+// is stored comes from shared memory, later.
 template <class Options, class Params, Rows ROWS, int N>
 __device__ __forceinline__ void add_bias_gradient(const float (&ds)[N][4], const Params& params,
                                                   const ScorePlace<ROWS>& at) {
-  if constexpr (has_gradient(Options::BIAS)) {
+  if constexpr (has_gradient(Options::BIAS) && !stores_gradient(Options::BIAS)) {
     if (params.dbias) {
       const BiasHead<float> dbias(params.dbias, params.dbias_strides, at.sequence, at.batch,
                                   at.head);

@@ -27,11 +27,11 @@ struct Nothing {
   __device__ void operator()() const {}
 };
 
-// For exponentials that wait for nobody (softmax_in_turns_sm90.cuh).
-struct NoTurn {
-  __device__ float take() const { return 0.f; }
+// Takes the place of the order in sm90/ordered_softmax.cuh where exponentials wait for nobody.
+struct NoOrder {
+  __device__ float begin() const { return 0.f; }
   template <int N>
-  __device__ void pass(const float (&)[N][4]) const {}
+  __device__ void end(const float (&)[N][4]) const {}
 };
 
 // The argument `at_old_max` of a step that always looks for a new maximum.
@@ -99,10 +99,10 @@ struct RowState {
   // floating point, weights above 1 are as exact as those below. Returns false, with the state as
   // it was, if the weights of a row reach `limit` or are NaN: then the scores are lost, and the
   // caller computes them again, for update().
-  template <int N, class Turn = NoTurn>
+  template <int N, class Order = NoOrder>
   __device__ __forceinline__ bool update_at_old_max(float (&scores)[N][4], float scale_log2,
-                                                    float limit, Turn turn = {}) {
-    const float zero = turn.take();
+                                                    float limit, Order order = {}) {
+    const float zero = order.begin();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float scale = row_scale(max[half], scale_log2);
@@ -115,7 +115,7 @@ struct RowState {
         }
       }
     }
-    turn.pass(scores);
+    order.end(scores);
     float sums[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

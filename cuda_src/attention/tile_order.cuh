@@ -15,9 +15,9 @@ struct Tile {
   int batch;
 };
 
-// There are fewer than 2^31 tiles, so all numbers fit 32 bits, if a section has no more heads than
-// exist. That must be ensured here: the host counts the heads of all sequences, but with a list of
-// packed tiles `batch` is 1.
+// Returns the tile of a block. There are fewer than 2^31 tiles, so all numbers fit 32 bits if a
+// section has no more heads than exist. The first line ensures that, because the host counts the
+// heads of all sequences, but with a list of packed tiles `batch` is 1.
 __device__ inline Tile tile_of_block(uint32_t index, int blocks_per_head, int heads, int batch,
                                      int heads_per_section) {
   heads_per_section = min(heads_per_section, heads * batch);

@@ -1,5 +1,5 @@
 // Products of many rows of weights with a few rows of x (small M), for linear/small_m.cuh and
-// decode/row_dot.cuh.
+// block/row_dot.cuh.
 //
 // 16 rows of weights at a time are operand A of mma.sync, and 8 rows of x are operand B. A sum over
 // the depth may take its terms in any order that is the same for both operands. So a lane loads 16

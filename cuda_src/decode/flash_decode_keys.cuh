@@ -3,7 +3,7 @@
 //
 // A product sums over 16 columns of keys and queries, in any order that is the same for both. So
 // each lane loads eight neighbouring columns of its keys at once; four lanes have 32 columns, which
-// two products consume. Of its values a lane also loads eight neighbouring columns (eight lanes
+// two products consume. A lane also loads eight neighbouring columns of its values (eight lanes
 // have 64), and it will hold the output of these columns. The product with the values needs pairs
 // of neighbouring keys, which are made in registers by byte permutations.
 #pragma once

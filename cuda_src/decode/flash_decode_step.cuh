@@ -11,8 +11,8 @@
 // Division of work. A cluster of CLUSTER blocks has one key head of one sequence and up to eight of
 // its queries, which are those of the query heads that share the keys, token by token. If there are
 // few heads and many keys, several clusters have the same queries, and each a split of the keys.
-// The keys are cut into chunks of TILES * 16. The warps of all these blocks take the chunks in
-// turn; the last chunk is the new tokens.
+// The keys are cut into chunks of TILES * 16. The warps of all these blocks take the chunks
+// one after the other; the last chunk is the new tokens.
 //
 // A warp computes with one chunk while it loads the next one to registers (flash_decode_keys.cuh).
 // Keys are the rows of its tensor-core products, and queries the eight columns. Each warp has a

@@ -2,8 +2,8 @@
 #pragma once
 #include "../ptx/math.cuh"
 
-// Two independent standard normal numbers from two random words (Box and Muller). Of each word 24
-// bits are used, as a float holds no more.
+// Returns two independent standard normal numbers from two random words (Box and Muller), of which
+// it uses 24 bits each, as a float holds no more.
 __device__ __forceinline__ float2 normal_pair(uint32_t a, uint32_t b) {
   // u = ((a >> 8) + 1) / 2^24 in (0, 1], and an angle of (b >> 8) / 2^23 half turns in [-1, 1).
   const float log2_u = log2_accurate(float((a >> 8) + 1u), -24);

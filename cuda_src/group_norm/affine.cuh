@@ -78,7 +78,7 @@ __device__ __forceinline__ void add_gradients(const Words<T, VECTOR>& x,
   }
 }
 
-// From such sums, those of dz * n and dz.
+// Turns such sums into those of dz * n and dz.
 template <bool CENTRED>
 __device__ __forceinline__ Sums channel_sums(Sums sums, float mean, float inverse) {
   if (!CENTRED) sums.first -= mean * sums.second;
@@ -90,7 +90,7 @@ struct InputGradient {
   float slope;
   float constant;
 
-  // From the means over the group of weight * dz * n / deviation and weight * dz / deviation.
+  // `means` are those of weight * dz * n / deviation and weight * dz / deviation over the group.
   template <bool CENTRED>
   __device__ __forceinline__ static InputGradient of(float mean, float inverse, Sums means) {
     const float slope = -inverse * means.first;

@@ -40,7 +40,7 @@ struct RunRing {
     return barriers + (tensor * PIECES + piece) * int(sizeof(uint64_t));
   }
 
-  // By one lane.
+  // One lane calls it.
   __device__ void init() const {
     for (int i = 0; i < BARRIERS; ++i) mbarrier_init(barrier(0, i), 1);
     mbarrier_init_fence();
@@ -48,7 +48,7 @@ struct RunRing {
 
   __device__ bool has(int piece) const { return piece * PIECE * PITCH < columns; }
 
-  // Asks for a piece of the run that begins at `from`. By one lane.
+  // Asks for a piece of the run that begins at `from`. One lane calls it.
   __device__ void fill(int tensor, int piece, const T* from) const {
     const int begin = piece * PIECE * PITCH;
     const int bytes = min(columns - begin, PIECE * PITCH) * int(sizeof(T));
@@ -72,7 +72,8 @@ struct RunRing {
   }
 };
 
-// Which units each cluster has: side by side, `least` of them, and one more the first `more`.
+// The units of each cluster: `least` of them side by side, and one more for the first `more`
+// clusters.
 struct ClusterUnits {
   int least;
   int more;

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     const float2 stats = reinterpret_cast<const float2*>(params.stats)[group];
     // Lanes side by side have channels where these lie side by side, and beyond them records.
     const int lanes = Tile::GATHERERS > 32 ? 1 : lanes_for(shape.channels);
-    const int lane = threadIdx.x % lanes, turn = threadIdx.x % 32 / lanes;
+    const int lane = threadIdx.x % lanes, offset = threadIdx.x % 32 / lanes;
     const int warp = threadIdx.x % Tile::GATHERERS / 32;
     Sums means = {0.f, 0.f};
     for (int begin = warp * lanes; begin < shape.channels; begin += Tile::GATHERERS / 32 * lanes) {
@@ -33,11 +33,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
       if (channel < shape.channels) {
         const Sums* of_channel = pieces + records.first + channel * records.of_channel;
 #pragma unroll 4
-        for (int i = turn; i < records.count; i += 32 / lanes)
+        for (int i = offset; i < records.count; i += 32 / lanes)
           sums = sums + of_channel[i * records.of_piece];
       }
       for (int mask = lanes; mask < 32; mask *= 2) sums = sums + shuffle_xor(sums, mask);
-      if (turn > 0 || channel >= shape.channels) continue;
+      if (offset > 0 || channel >= shape.channels) continue;
       sums = channel_sums<CENTRED>(sums, stats.x, stats.y);
       float* const partials = params.partials + batch * all_channels + first + channel;
       partials[0] = sums.first;

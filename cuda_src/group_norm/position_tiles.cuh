@@ -49,7 +49,7 @@ struct NchwTile {
   static constexpr int LOADS = LOADS_;
   static constexpr int CHANNELS = 1;         // of a thread
   static constexpr int GATHERERS = THREADS;  // threads that gather for a group
-  static constexpr bool ONE_TURN = true;     // a thread has no more than LOADS packs
+  static constexpr bool ONE_LOAD = true;     // a thread has no more than LOADS packs
   static constexpr int PITCH = 32 * VECTOR, SEGMENT = LOADS * PITCH;
   int64_t first_group;  // its number among the groups of all samples
   int64_t record;       // of this warp: [batch, groups, records]
@@ -111,7 +111,7 @@ struct NchwTile {
       visit(record, moments_of(float(columns), share, sums.origins[0], of_warp));
   }
 
-  // The same of the sums of the channel.
+  // Calls visit() with the sums of the channel.
   template <class Visit>
   __device__ void channel_sums(const Sums (&sums)[1], Visit visit) const {
     const Sums own = sum_of_lanes(sums[0], 32);
@@ -126,7 +126,7 @@ struct NhwcTile {
   static constexpr int LOADS = LOADS_;
   static constexpr int CHANNELS = VECTOR;  // of a thread
   static constexpr int GATHERERS = 32;     // threads that gather for a group
-  static constexpr bool ONE_TURN = false;
+  static constexpr bool ONE_LOAD = false;
   int64_t first_group;     // of the tile, among the groups of all samples
   int64_t record;          // of that group: [batch, groups, parts, shares]
   int64_t channel_record;  // of the first channel: [batch, shares, channels]
@@ -137,7 +137,7 @@ struct NhwcTile {
   int channel;             // the first one of the tile
   int row_packs;           // packs of a position
   int rows;                // positions side by side
-  int turns, rest;         // rows of positions, and positions beyond these
+  int full_rows, rest;     // rows of positions, and positions beyond these
   int row, column;         // of this thread, counted from `begin` and `channel`
   int count;               // its positions, `rows` apart
 
@@ -168,8 +168,8 @@ struct NhwcTile {
     const int span = ceil_div(units, shares) * rows * LOADS;
     begin = share * span;
     const int size = max(0, min(shape.positions - begin, span));
-    turns = size / rows;
-    rest = size - turns * rows;
+    full_rows = size / rows;
+    rest = size - full_rows * rows;
     row = int(threadIdx.x) / row_packs;
     column = int(threadIdx.x) % row_packs * VECTOR;
     count = row < rows && column < groups * width ? positions(row) : 0;
@@ -182,7 +182,7 @@ struct NhwcTile {
   __device__ int first_column() const { return column; }
 
   // How many positions a row of threads has.
-  __device__ int positions(int row) const { return turns + (row < rest); }
+  __device__ int positions(int row) const { return full_rows + (row < rest); }
 
   template <typename T>
   __device__ Walk<T> walk(T* data, const GroupStrides& strides) const {
@@ -275,8 +275,8 @@ __device__ __forceinline__ void each_pack(int count, Load load, Visit visit) {
       if (i >= count) break;
       visit(i);
     }
-    count = Tile::ONE_TURN ? 0 : count - Tile::LOADS;
-    if (!Tile::ONE_TURN) load(count);
+    count = Tile::ONE_LOAD ? 0 : count - Tile::LOADS;
+    if (!Tile::ONE_LOAD) load(count);
   }
 }
 

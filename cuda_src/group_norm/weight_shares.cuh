@@ -3,13 +3,22 @@
 // waits, and the order of the additions does not depend on which block is the last. A launch of its
 // own for the sums takes 2 to 4 us more on an H200: 2x320x64x64 17.1 for 14.6, 4096x256x16 33.6 for
 // 29.3.
+//
+// Why the last block has all shares:
+//   - A block's stores of its shares come before its count, because a __syncthreads() lies between
+//     them and count_in() has a fence before the count.
+//   - The counts of all other blocks come before that of the last one, because count_in() returns
+//     their number, and only the last block finds all of them.
+//   - The last block's count comes before its loads of the shares, because count_in() has a fence
+//     after the count, a __syncthreads() follows, and the loads do not use L1 (ld_global_cg).
+//   - The next launch counts from 0, because a counter wraps at the last count.
 #pragma once
 #include "../ptx/atomics.cuh"
 #include "affine.cuh"
 
-// `slots` are the sums of the packs of a group (or of a part of it that begins with element
-// `begin`) for each of their channels, ROWS times `stride` of them. They are added up for each
-// channel and are share `share` of the group, which has up to `shares`.
+// Writes share `share` of a group, which has up to `shares`: the sum of `slots` for each channel.
+// `slots` holds the sums of the packs of the group (or of a part of it that begins with element
+// `begin`), in ROWS rows that are `stride` apart.
 template <int CHANNELS, class Tile, int UNROLL = 1>
 __device__ __forceinline__ void write_share(const GroupNormBwdParams& params, const Sums* slots,
                                             int stride, int begin, int columns, int group,
@@ -35,9 +44,9 @@ __device__ __forceinline__ void write_share(const GroupNormBwdParams& params, co
   }
 }
 
-// Of up to 32 counters, in a bit mask, those on which count_of(i) - 1 other blocks have counted
-// before this one; what these wrote before is visible then. A counter is 0 before the first of
-// them and after the last. By all threads of a block.
+// Counts on counters 0 to `number` - 1, of which there are up to 32, and returns a bit mask of
+// those on which the count_of(i) - 1 other blocks have counted before. All threads of a block call
+// it.
 template <class CounterOf, class CountOf>
 __device__ __forceinline__ unsigned count_in_last(int number, CounterOf counter_of,
                                                   CountOf count_of) {
@@ -57,15 +66,16 @@ __device__ __forceinline__ unsigned count_in_last(int number, CounterOf counter_
   return result;
 }
 
-// dweight and dbias of all groups of a counter from their shares; a group has up to `shares`, group
-// i shares_of(i).
+// Adds up dweight and dbias of all groups of a counter. A group has up to `shares` shares, group i
+// has shares_of(i).
 template <class Tile, typename WEIGHT, class SharesOf>
 __device__ __forceinline__ void sum_shares(const GroupNormBwdParams& params, int counter,
                                            int shares, SharesOf shares_of) {
   const GroupNormShape& shape = params.shape;
   const int groups = (shape.groups - counter + GROUP_COUNTERS - 1) / GROUP_COUNTERS;
   const unsigned channels = groups * shape.channels;
-  // What takes time is to wait for the shares, so all channels at once unless they are too many.
+  // Waiting for the shares takes most of the time, so all channels are loaded at once, unless they
+  // are too many.
   int share_lanes = lanes_for(shares);
   while (share_lanes > 1 && channels > unsigned(Tile::THREADS / share_lanes)) share_lanes /= 2;
   for (unsigned i = 0; i < channels; i += Tile::THREADS / share_lanes) {
@@ -88,8 +98,8 @@ __device__ __forceinline__ void sum_shares(const GroupNormBwdParams& params, int
   }
 }
 
-// By a block that has written its shares of groups `first` to `last`: it adds up those of which it
-// is the last block.
+// Adds up the groups of which this block, which has written its shares of groups `first` to `last`,
+// is the last one.
 template <class Tile, typename WEIGHT, class SharesOf>
 __device__ __forceinline__ void add_up_shares(const GroupNormBwdParams& params, int first, int last,
                                               int shares, SharesOf shares_of) {
@@ -108,7 +118,7 @@ __device__ __forceinline__ void add_up_shares(const GroupNormBwdParams& params, 
   }
 }
 
-// Both, where a block has one group all the time and params.shares blocks do.
+// Does both where a block has one group all the time, which params.shares blocks have.
 template <int CHANNELS, class Tile, typename WEIGHT>
 __device__ __forceinline__ void add_up_group(const GroupNormBwdParams& params, const Sums* slots,
                                              int stride) {

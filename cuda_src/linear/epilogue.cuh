@@ -62,13 +62,13 @@ struct RowRotation {
     return {element<T>(params.cos, angles + pair, params.rotary.wide),
             element<T>(params.sin, angles + pair, params.rotary.wide)};
   }
-  __device__ static void turn(float2 angle, float& first, float& second) {
+  __device__ static void rotate(float2 angle, float& first, float& second) {
     const float rotated = first * angle.x - second * angle.y;
     second = second * angle.x + first * angle.y;
     first = rotated;
   }
   __device__ void operator()(int pair, float& first, float& second) const {
-    turn(angle(pair), first, second);
+    rotate(angle(pair), first, second);
   }
 
   // Prefetches the angles of a pair into the L2 cache.

@@ -34,7 +34,7 @@ struct LinearLayout {
   static constexpr int RESIDUAL_STEPS = ceil_div(OUT_BLOCKS, STAGE_BLOCKS);
   static_assert(RESIDUAL_STEPS < STAGES, "all are loaded while the last step of depth is held");
 
-  // Behind the ring: two buffers for each consumer warp, from which out is stored.
+  // Each consumer warp has two buffers behind the ring, from which out is stored.
   using TileOut = SmemTile<16, 64>;
   static constexpr int OUT_OFFSET = STAGES * STAGE_BYTES;
   static constexpr int BYTES = OUT_OFFSET + GROUPS * 4 * 2 * TileOut::BYTES;

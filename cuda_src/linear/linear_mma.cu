@@ -10,9 +10,9 @@
 // Shared memory holds NUM_STAGES stages, each with a tile of x and one of weights for 32 of the
 // depth. While one stage is multiplied, the copies into those that follow are on their way.
 //
-// Why nothing is overwritten too early. The block meets once a step. Behind that barrier all warps
-// are done with the stage of the step before, and that is the one which is then filled again. A
-// thread waits for its own copies in front of the barrier, so behind it the stage is complete.
+// Why nothing is overwritten too early. The block meets once a step. All warps reach that barrier
+// after their reads of the stage of the step before, which is the one that is filled next. A thread
+// waits for its own copies in front of the barrier, so the stage is complete behind it.
 #include "../attention/warp_gemm.cuh"
 #include "column_pairs.cuh"
 

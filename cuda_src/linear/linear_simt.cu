@@ -4,10 +4,10 @@
 //   out = epilogue(x weight^T)    LinearParams has the arrays, epilogue.cuh what follows the
 //   product
 //
-// A block of 128 threads computes 64 x 64 of out; simt_tile.cuh has the map of its threads. With a
-// gate it multiplies twice and keeps both sums. Shared memory holds slices of x and of weights;
-// multiply_add() has the barriers.
-#include "../attention/simt_gemm.cuh"
+// A block of 128 threads computes 64 x 64 of out; attention/simt/tile.cuh has the map of its
+// threads. With a gate it multiplies twice and keeps both sums. Shared memory holds slices of x and
+// of weights; multiply_add() has the barriers.
+#include "../attention/simt/gemm.cuh"
 #include "epilogue.cuh"
 
 constexpr int BLOCK = 64;

@@ -16,9 +16,9 @@
 //   others       two warpgroups of consumers, which multiply, compute the epilogue and store
 //
 // The consumers share the work in one of two ways:
-//   PINGPONG     each has tiles of its own, and they take turns: one multiplies while the other is
-//                in its epilogue. Of two tiles at once only one needs the tensor cores, so that a
-//                short depth or a costly activation does not leave them idle.
+//   PINGPONG     each has tiles of its own, and they multiply one after the other: one while the
+//                other is in its epilogue. Only one of two tiles needs the tensor cores at a time,
+//                so that a short depth or a costly activation does not leave them idle.
 //   otherwise    each has half of the rows of the same tile, which may then be twice as large: less
 //                is read from the L2 cache, which is what limits a long depth.
 //
@@ -37,8 +37,8 @@
 //
 // Why it ends. The producer and the consumers walk over the same tiles in the same order, and each
 // tile takes the same number of steps of the ring. With PINGPONG the tiles alternate between the
-// warpgroups; each passes the turn on once a tile, before the other one's next tile needs it, and
-// the first warpgroup gives itself the first turn.
+// warpgroups; each lets the other one multiply once a tile, before its own next tile, and the first
+// warpgroup lets itself begin.
 //
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "Tensor copy"; CUTLASS,
 // "Efficient GEMM in CUDA: warp specialization" for the two ways of sharing.
@@ -76,7 +76,7 @@ __device__ __forceinline__ void rotate_heads(float (&acc)[M][N][4], const T* sme
   constexpr int PAIRS = INTERLEAVED ? 4 : 8;   // of one block of eight columns, or of two
   constexpr int PARTNER = ROTARY_DIM / 2 / 8;  // blocks of eight between a pair
   static_assert(HEAD_DIM % 8 == 0 && ROTARY_DIM <= HEAD_DIM && ROTARY_DIM % (2 * PAIRS) == 0,
-                "blocks of eight columns are of one head, and turned as a whole");
+                "blocks of eight columns are of one head, and rotated as a whole");
   const int lane = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -139,7 +139,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * WARPGROUP,
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
   static_assert(CLUSTER == 1 || CLUSTER == 2, "weights are halved between two blocks");
   static_assert(HEAD_DIM == 0 || (ACTIVATION == none && !GATED && BLOCK_N % HEAD_DIM == 0),
-                "heads are whole, and turned right after the bias");
+                "heads are whole, and rotated right after the bias");
 
   extern __shared__ __align__(1024) unsigned char smem[];
   const uint32_t smem_ring = smem_address(smem);
@@ -178,10 +178,10 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * WARPGROUP,
   constexpr int ATOMS = Layout::GROUP_ROWS / 64;  // 64 rows each
   float acc[ATOMS][BLOCK_N / 8][4];
 
-  const auto take_turn = [&] {
+  const auto begin_products = [&] {
     if constexpr (PINGPONG) named_barrier_sync(1 + group, 2 * WARPGROUP);
   };
-  const auto pass_turn = [&] {
+  const auto end_products = [&] {
     if constexpr (PINGPONG) named_barrier_arrive(1 + (group ^ 1), 2 * WARPGROUP);
   };
   const auto issue = [&](bool add) {
@@ -270,7 +270,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * WARPGROUP,
     index += group * stride;
     stride *= 2;
     if (group == 0) {
-      named_barrier_arrive(1, 2 * WARPGROUP);  // the first turn
+      named_barrier_arrive(1, 2 * WARPGROUP);  // lets itself begin
     } else {
       ring.advance(tile_steps);
     }
@@ -278,7 +278,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * WARPGROUP,
 #pragma unroll 1
   for (; index < tiles.size(); index += stride) {
     // ---- the product: a step is issued before the one before it is waited for ----
-    take_turn();
+    begin_products();
     issue(false);
     const LinearTile tile = tiles.at(index, rank);
     load_bias<Layout>(shared.bias[group][bias_buffer], params.base, tile.column);
@@ -301,7 +301,7 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * WARPGROUP,
         shared.ring.wait_full(residual);
       }
     }
-    pass_turn();
+    end_products();
     cp_async_wait<0>();
     named_barrier_sync(3 + group, WARPGROUP);  // all threads see the bias
     wgmma_wait<0>();

@@ -33,10 +33,10 @@ struct SmallMLayout {
   static constexpr int MAX_STAGES = 12;  // small_m_sm90_kernels.IN_FLIGHT
   using TileX = SmemTile<ROWS, BLOCK_K>;
   using TileW = SmemTile<FEATURES, BLOCK_K>;
-  // With a gate, or a rotary embedding, a place of the tile has two of them: the second half of the
-  // tile is of the gate's weights, or of the columns with which those of the first are turned.
+  // A gate or a rotary embedding divides the tile into two halves: the second holds the gate's
+  // weights, or the columns with which those of the first are rotated.
   static constexpr int HALVES = GATED || ROTARY ? 2 : 1;
-  static constexpr int PLACES = FEATURES / HALVES;  // columns of out, or pairs that are turned
+  static constexpr int PLACES = FEATURES / HALVES;  // columns of out, or pairs that are rotated
   static constexpr int COLUMNS = GATED ? PLACES : FEATURES;
   static constexpr int SHARE = PLACES / CLUSTER;  // places that a block finishes
   static_assert(PLACES % CLUSTER == 0, "all blocks of a cluster have as many places");

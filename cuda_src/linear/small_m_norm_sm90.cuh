@@ -54,7 +54,8 @@ struct SmallMNorm {
 #pragma unroll
       for (int i = 0; i < BATCH; ++i)
         if (i * LANES < left) words[i] = load_words<8, true>(x + i * LANES * 8);
-      // Behind them, since it is used first, where only a volatile one stays.
+      // This load comes after the others, because it is used first; it is volatile, so that the
+      // compiler leaves it there.
       if (!params.norm.rms)
         first = to_float(T{*static_cast<const volatile uint16_t*>(&begin->bits)});
 #pragma unroll
@@ -92,7 +93,7 @@ struct SmallMNorm {
     return {scale, -(first + distance) * scale};
   }
 
-  // Weight and bias are W. Behind the last column, up to a whole step, there are zeros.
+  // Weight and bias are W. Zeros fill the last step up behind the last column.
   template <typename W>
   __device__ void normalise(float2 stats) const {
     const W* weight = reinterpret_cast<const W*>(places.norm_weight) + lane * 8;

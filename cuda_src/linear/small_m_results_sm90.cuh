@@ -23,9 +23,8 @@ __device__ __forceinline__ void send_sums(const float (&acc)[L::ROWS / 8][4], fl
   }
 }
 
-// A thread finishes one column, or the two that are turned together, of every STEP-th row. It asks
-// for what it adds to the sums of the products, or turns them by, long before
-// these are there.
+// A thread finishes one column, or the two that are rotated together, of every STEP-th row. It asks
+// for what it adds to the sums of the products, or rotates them by, long before these are there.
 template <class L>
 struct SmallMResults {
   using T = typename L::T;
@@ -48,7 +47,7 @@ struct SmallMResults {
   __device__ bool has(int i) const {
     return column < params.columns && first_row + i * STEP < params.rows;
   }
-  __device__ bool turned() const { return L::ROTARY && column < params.rotary.columns; }
+  __device__ bool rotated() const { return L::ROTARY && column < params.rotary.columns; }
 
   __device__ void load_bias() {
     if (column >= params.columns) return;
@@ -59,7 +58,7 @@ struct SmallMResults {
   }
   // Loads the residual or the angles, which depend on the row.
   __device__ void load_rows() {
-    if (turned()) {
+    if (rotated()) {
       const int pair = column % params.rotary.head_dim;
 #pragma unroll
       for (int i = 0; i < COUNT; ++i)
@@ -88,7 +87,7 @@ struct SmallMResults {
           second += own[(block * L::SHARE_ROWS + L::SHARE) * L::SUMS_PITCH];
       }
       if constexpr (L::ROTARY) {
-        if (turned()) RowRotation<T>::turn(angles[i], value, second);
+        if (rotated()) RowRotation<T>::rotate(angles[i], value, second);
         out[row * params.out_stride + second_column] = from_float<T>(second);
       } else {
         value = L::GATED ? activate<ACTIVATION>(second) * value : activate<ACTIVATION>(value);

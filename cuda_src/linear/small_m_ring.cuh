@@ -2,7 +2,7 @@
 //
 // Each warp fills and empties a ring of its own: a stage is one group of asynchronous copies, and a
 // warp knows by the number of its groups which of them are complete, so there is no barrier. The
-// ring of decode/weight_ring.cuh is that of a whole block, with a warp that fills it and barriers:
+// ring of block/weight_ring.cuh is that of a whole block, with a warp that fills it and barriers:
 // there warps wait for other blocks between products, and the copies must go on.
 #pragma once
 #include "small_m_rows.cuh"

@@ -53,7 +53,7 @@ __device__ __forceinline__ uint4 load_lane(const typename Tile::T* row, int k, i
   return value;
 }
 
-// The same of x to shared memory; asynchronous where that is possible.
+// Copies such a pack of x to shared memory, asynchronously where that is possible.
 template <class Tile>
 __device__ __forceinline__ void copy_lane(uint32_t to, const typename Tile::T* row, int k,
                                           int depth) {
@@ -181,7 +181,7 @@ __device__ __forceinline__ void normalise_rows(const SmemRows& x, int depth, con
     }
   }
   __syncthreads();
-  // As many threads as the packs of a row want, a warp at least, take rows together.
+  // Each group of `width` threads takes a row: as many as the packs of a row want, a warp at least.
   const int width = min(round_up(ceil_div(depth, LANE), 32), SMALL_M_THREADS);
   const int groups = SMALL_M_THREADS / width, group = threadIdx.x / width;
   if (group >= groups) return;

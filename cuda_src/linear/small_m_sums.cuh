@@ -1,5 +1,5 @@
 // The sums of a warp of small_m.cuh: a tile of weights times the rows of x. x is in shared memory,
-// as all tiles are multiplied with the same rows; decode/row_dot.cuh, whose vectors change with
+// as all tiles are multiplied with the same rows; block/row_dot.cuh, whose vectors change with
 // every product, has them in registers.
 #pragma once
 #include "small_m_ring.cuh"

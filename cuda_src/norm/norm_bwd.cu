@@ -1,8 +1,8 @@
 // The backward of LayerNorm and RMSNorm for rows that fit into the registers of a block; the
 // algorithm is in norm_bwd_rows.cuh. When all blocks of this cooperative launch have written their
-// partial sums of dweight and dbias, they add them up: each block takes chunks of 32 columns in
-// turn. The launch is cooperative, so all blocks run at once and the barrier of the grid is
-// reached.
+// partial sums of dweight and dbias, they add them up, in chunks of 32 columns that are dealt out
+// to the blocks. The launch is cooperative, so all blocks run at once and the barrier of the grid
+// is reached.
 #include "../common/grid_barrier.cuh"
 #include "norm_bwd_rows.cuh"
 #include "sum_shares.cuh"

@@ -9,7 +9,7 @@
 // Shared memory: a ring of STAGES rows of x, dout and dresidual, filled while earlier rows are
 // computed. Each thread copies just the packs that it will read itself, so the ring needs no
 // barrier, and a place is filled again by the thread that has just read it. Beside the ring there
-// is a place for the sums of each warp, two of them in turn: a warp that writes the sums of row
+// are two places for the sums of each warp, used alternately: a warp that writes the sums of row
 // i + 2 has passed the barrier of row i + 1, which the others reached after reading those of row i.
 // At the end the ring becomes the place where rows side by side add up their partial sums.
 //
@@ -168,7 +168,7 @@ __device__ __forceinline__ void norm_bwd_rows(const NormBwdParams& params, char*
     if constexpr (!KEPT) ring.stage = opaque(ring.stage);
     return lane_sum<RMS, Tile::ROW_THREADS>(sums);
   };
-  // Then the row's place in the ring is filled with a later one.
+  // Writes dx of a row, and fills the row's place in the ring with a later one.
   const auto write_dx = [&](int number, const RowStats& row, const Sums& sums) {
     const float mean = row.mean, scale = row.scale;
     const float offset = RMS ? 0.f : scale * (sums.first * shape.inverse_columns);

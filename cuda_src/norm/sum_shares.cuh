@@ -5,9 +5,9 @@
 #include "params.cuh"
 
 // Adds up the rows of 32 columns of one of the two matrices, in an order that never changes: the
-// WARPS warps of a block take the rows in turn, then the first warp adds up their sums from shared
-// memory. Chunks of 32 columns are numbered through both matrices. A block that calls this again
-// needs a barrier between, as the sums of the first call may still be read.
+// rows are dealt out to the WARPS warps of a block, then the first warp adds up their sums from
+// shared memory. Chunks of 32 columns are numbered through both matrices. A block that calls this
+// again needs a barrier between, as the sums of the first call may still be read.
 template <typename WEIGHT, int WARPS>
 __device__ __forceinline__ void sum_shares(const SumPartialsParams& params, int chunk) {
   const int chunks = int((params.columns + 31) / 32);

@@ -2,7 +2,7 @@
 // PTX ISA: "Warp-level matrix instructions: mma", fragments of m16n8k16 and m16n8k8.
 //
 // Lane 4 g + c holds columns 2c and 2c + 1 of two rows of the accumulator: row g in d[0] and d[1],
-// row g + 8 in d[2] and d[3]. Of A it holds, for k16,
+// row g + 8 in d[2] and d[3]. It holds these elements of A, for k16:
 //   a[0]  row g,     k = 2c, 2c + 1      a[2]  row g,     k = 2c + 8, 2c + 9
 //   a[1]  row g + 8, k = 2c, 2c + 1      a[3]  row g + 8, k = 2c + 8, 2c + 9
 // So two neighbouring accumulators, rounded to 16 bits, are an A operand without any exchange

@@ -60,3 +60,7 @@ __device__ __forceinline__ uint32_t fresh_grid_size() {
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
   return blocks;
 }
+
+// Makes the compiler load again what it would keep in registers: nothing that memory holds is known
+// behind this.
+__device__ __forceinline__ void forget_registers() { asm volatile("" ::: "memory"); }

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..runtime.config import KernelConfig
 from ..runtime.structs import header
-from .problem import KEY_MASK
+from .problem import KEY_MASKS
 
 structs = header("attention/params.cuh")
 # The fields of a configuration that the problem leaves open, in their order: rows of queries and of
@@ -31,17 +31,11 @@ class AttentionKernel(KernelConfig):
     """
 
     tiles_of: ClassVar[str] = "q"
-    key_mask_header: ClassVar[str] = "attention/key_mask.cuh"
-
-    @property
-    def header(self) -> str:
-        """The header that defines the kinds of bias which include a key mask, for these."""
-        return self.key_mask_header if self.takes_key_mask else ""
 
     @property
     def takes_key_mask(self) -> bool:
         """Whether ``params.bias`` points to the record of a key mask."""
-        return getattr(self, "bias", 0) >= KEY_MASK
+        return getattr(self, "bias", 0) in KEY_MASKS
 
     @property
     def threads(self) -> int:

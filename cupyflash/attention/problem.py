@@ -18,9 +18,11 @@ from .options import Options
 
 structs = header("attention/params.cuh")
 
-_kinds = header("attention/bias.cuh").BiasKind
-BOOL = _kinds.index("BOOL")
-KEY_MASK = len(_kinds)  # the first KeyMaskKind of key_mask.cuh
+BIAS_KINDS = header("attention/bias.cuh").BiasKind  # their names, by number
+BOOL = BIAS_KINDS.index("BOOL")
+KEY_MASK = BIAS_KINDS.index("KEY_MASK")
+# The kinds with a key mask, alone or beside a bias.
+KEY_MASKS = tuple(i for i, name in enumerate(BIAS_KINDS) if name.startswith("KEY_MASK"))
 # Beyond it, a bias in units of the score times 2^-104 is no normal float32.
 MAX_TMA_BIAS_SCALE = 2.0**20
 

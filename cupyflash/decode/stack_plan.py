@@ -17,7 +17,7 @@ from ..runtime.overlap import Written
 from ..runtime.scratch import MAX_WORKSPACES, tile_counters
 from ..runtime.structs import header
 
-structs = header("decode/decode_stack.cu")
+structs = header("block/decode_stack.cu")
 
 CONSUMER_WARPS, MAX_WIDTH = structs.CONSUMER_WARPS, structs.MAX_WIDTH
 MATRICES = len(structs.Matrix) - 1  # the last one is none
@@ -42,7 +42,7 @@ class DecodeStack(KernelConfig):
         tiles: of the ring of weights, ``tile_bytes`` each.
     """
 
-    source: ClassVar[str] = "decode/decode_stack.cu"
+    source: ClassVar[str] = "block/decode_stack.cu"
     params: ClassVar[type[structs.DecodeStackParams]] = structs.DecodeStackParams
     cooperative: ClassVar[bool] = True
     threads: ClassVar[int] = 32 * (CONSUMER_WARPS + 1)  # consumers, and who fills the ring
@@ -237,7 +237,7 @@ def num_splits(batch: int, heads: int, blocks: int) -> int:
 
 
 def inverse(divisor: int) -> int:
-    """The factor by which ``quotient`` in stack_steps.cuh multiplies."""
+    """The factor by which ``quotient`` in block/steps.cuh multiplies."""
     return -(-(2**31) // divisor)
 
 

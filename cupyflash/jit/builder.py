@@ -65,7 +65,7 @@ def entry_name(config: Kernel, arch: str, source_digest: str | None = None) -> s
     ``source_digest`` is that of the kernel's files, where many names are wanted at once.
     """
     key = (
-        source_digest or sources.digest(config.source, config.header),
+        source_digest or sources.digest(config.source),
         compiler.stub(config),
         config.expression,
         arch,

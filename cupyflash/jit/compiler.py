@@ -41,7 +41,6 @@ class Kernel(Protocol):
 
     Attributes:
         source: path of its file below ``cuda_src/``.
-        header: path of a header that is included before it, or "".
         params: the structure that it takes by value.
         name: of the ``__global__`` function.
         expression: NVRTC's name expression, ``flash_fwd_sm80<bfloat16_t, 128, …>``.
@@ -49,7 +48,6 @@ class Kernel(Protocol):
     """
 
     source: str
-    header: str
     params: type[ctypes.Structure]
     name: str
     expression: str
@@ -143,10 +141,8 @@ def supported_archs() -> tuple[int, ...]:
 def stub(config: Kernel) -> str:
     """The program: the kernel's file, and a check that host and device agree on its argument."""
     params = config.params
-    header = f'#include "{config.header}"\n' if config.header else ""
     return (
         f"// {config.expression}\n"
-        f"{header}"
         f'#include "{config.source}"\n'
         f"static_assert(sizeof({params.__name__}) == {ctypes.sizeof(params)},\n"
         f'              "the host has read another {params.__name__} from its header");\n'

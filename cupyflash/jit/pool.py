@@ -17,6 +17,7 @@ Task = tuple[Kernel, str]
 SECONDS = {
     "attention": 0.9,
     "baselines": 0.1,
+    "block": 1.0,
     "decode": 0.5,
     "diffusion": 0.2,
     "group_norm": 0.4,
@@ -77,8 +78,8 @@ def build_all(tasks: Iterable[Task], jobs: int | None = None, progress: bool = T
 
 def missing(tasks: list[Task]) -> list[Task]:
     """The tasks whose kernels the cache lacks."""
-    digests = {files: sources.digest(*files) for files in {(x.source, x.header) for x, _ in tasks}}
-    names = [builder.entry_name(x, arch, digests[x.source, x.header]) for x, arch in tasks]
+    digests = {source: sources.digest(source) for source in {x.source for x, _ in tasks}}
+    names = [builder.entry_name(x, arch, digests[x.source]) for x, arch in tasks]
     return [task for task, name in zip(tasks, names) if not cache.lookup(name)]
 
 

@@ -39,19 +39,19 @@ def included(source: str) -> Iterator[Path]:
     return (root() / name for name, _ in _files(source))
 
 
-def closure(source: str, header: str = "") -> dict[str, bytes]:
-    """The bytes of the files that source and header include, by their names below `root`."""
-    return dict(_files(source)) | (dict(_files(header)) if header else {})
+def closure(source: str) -> dict[str, bytes]:
+    """The bytes of the files of `included`, by their names below `root`."""
+    return dict(_files(source))
 
 
-def digest(source: str, header: str = "") -> str:
+def digest(source: str) -> str:
     """SHA-256 (hexadecimal) over the names and the `code` of the files of `closure`.
 
     A change of comments or white space does not change it, so a kernel that was compiled before is
     used again. The line numbers that -lineinfo put into it are then those of the older text.
     """
     total = hashlib.sha256()
-    for name, data in sorted(closure(source, header).items()):
+    for name, data in sorted(closure(source).items()):
         tokens = code(data)
         total.update(f"{name} {len(tokens)}\n".encode())
         total.update(tokens)

@@ -29,7 +29,6 @@ class KernelConfig:
 
     Attributes:
         source: path below ``cuda_src/``; its stem is the name of the kernel.
-        header: path of a header that specialises templates of the source, or "".
         params: the ctypes structure that the kernel takes by value.
         cooperative: the blocks wait for each other, so all of them must run at the same time.
         dependent: the kernel reads nothing but constants, and writes nothing, before it has waited
@@ -38,7 +37,6 @@ class KernelConfig:
     """
 
     source: ClassVar[str]
-    header: ClassVar[str] = ""
     params: ClassVar[type[ctypes.Structure]]
     cooperative: ClassVar[bool] = False
     dependent: ClassVar[bool] = False

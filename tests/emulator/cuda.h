@@ -23,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-#undef INT_MAX  // a constant of fp16x3_rows.cuh
+#undef INT_MAX  // a constant of attention/fp16x3/rows.cuh
 
 namespace emulator {
 

@@ -248,7 +248,6 @@ inline void wait_flag(const int* flag, int value) {
 }
 inline void wait_flag_fenced(const int* flag, int value) { wait_flag(flag, value); }
 inline void release_flag(int* flag) { ++*flag; }
-inline void red_add_release(uint32_t* address, uint32_t value) { *address += value; }
 inline int count_in(int* flag, int last) {
   return atomicInc(reinterpret_cast<unsigned*>(flag), last);
 }
@@ -444,6 +443,7 @@ T opaque(T x) {
 inline uint32_t opaque_bits(float x) { return __float_as_uint(x); }
 inline int fresh_thread_index() { return threadIdx.x; }
 inline uint32_t fresh_grid_size() { return gridDim.x; }
+inline void forget_registers() {}
 inline uint32_t repeat_signs(uint32_t first, uint32_t second, uint32_t bytes) {
   uint32_t result = 0;
   for (int i = 0; i < 4; ++i) {

@@ -6,11 +6,11 @@
 #pragma once
 #include <set>
 
-#include "attention/bwd_heads_sm90.cuh"
-#include "attention/bwd_tile_sm80.cuh"
-#include "attention/bwd_turns_sm90.cuh"
-#include "attention/dq_sum_sm80.cuh"
-#include "attention/flash_bwd_simt.cu"
+#include "attention/sm90/bwd_heads.cuh"
+#include "attention/sm80/bwd_tile.cuh"
+#include "attention/sm90/bwd_turns.cuh"
+#include "attention/sm80/dq_sum.cuh"
+#include "attention/simt/bwd_block.cuh"
 
 namespace turns {
 

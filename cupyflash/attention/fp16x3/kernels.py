@@ -9,8 +9,8 @@ from ..kernels import AttentionKernel, FlashBwdPreprocess, Tile
 from ..problem import Features, Kind
 from ..simt import kernels as simt
 
-structs = header("attention/fp16x3_params.cuh")
-rows = header("attention/fp16x3_rows.cuh")
+structs = header("attention/fp16x3/params.cuh")
+rows = header("attention/fp16x3/rows.cuh")
 
 MAX_TF32_HEAD_DIM = 128
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # head dims of the tiles; others are rounded up
@@ -95,7 +95,7 @@ class RowsKernel(AttentionKernel):
 class Fp16x3Ranges(RowsKernel):
     """First: finds the range of every head."""
 
-    source: ClassVar[str] = "attention/fp16x3_ranges.cu"
+    source: ClassVar[str] = "attention/fp16x3/fp16x3_ranges.cu"
 
     head_dim: int
 
@@ -104,7 +104,7 @@ class Fp16x3Ranges(RowsKernel):
 class Fp16x3Split(RowsKernel):
     """Second: writes the float16 parts of the tensors."""
 
-    source: ClassVar[str] = "attention/fp16x3_split.cu"
+    source: ClassVar[str] = "attention/fp16x3/fp16x3_split.cu"
 
     head_dim: int
     parts: int
@@ -137,7 +137,7 @@ class SplitKernel(AttentionKernel):
 class FlashFwdFp16x3(SplitKernel):
     """Forward: a block computes ``block_m`` query rows of one head."""
 
-    source: ClassVar[str] = "attention/flash_fwd_fp16x3.cu"
+    source: ClassVar[str] = "attention/fp16x3/flash_fwd_fp16x3.cu"
     params: ClassVar[type[structs.Fp16x3FwdParams]] = structs.Fp16x3FwdParams
 
     head_dim: int
@@ -157,7 +157,7 @@ class FlashFwdFp16x3(SplitKernel):
 class FlashBwdPostprocessFp16x3(AttentionKernel):
     """Backward, last: dQ from its accumulator; tiles and warps as in ``FlashBwdFp16x3``."""
 
-    source: ClassVar[str] = "attention/flash_bwd_postprocess_fp16x3.cu"
+    source: ClassVar[str] = "attention/fp16x3/flash_bwd_postprocess_fp16x3.cu"
     params: ClassVar[type[structs.Fp16x3BwdParams]] = structs.Fp16x3BwdParams
 
     head_dim: int
@@ -169,7 +169,7 @@ class FlashBwdPostprocessFp16x3(AttentionKernel):
 class FlashBwdFp16x3(SplitKernel):
     """Backward: a block computes dK and dV of ``block_n`` keys and adds its share to dQ."""
 
-    source: ClassVar[str] = "attention/flash_bwd_fp16x3.cu"
+    source: ClassVar[str] = "attention/fp16x3/flash_bwd_fp16x3.cu"
     params: ClassVar[type[structs.Fp16x3BwdParams]] = structs.Fp16x3BwdParams
     tiles_of: ClassVar[str] = "k"
 

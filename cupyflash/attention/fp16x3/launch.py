@@ -14,7 +14,7 @@ from ...runtime.structs import header
 from ..passes import AttentionLaunch
 from ..problem import Problem
 
-split_structs = header("attention/fp16x3_params.cuh")
+split_structs = header("attention/fp16x3/params.cuh")
 
 pack_two = struct.Struct("2Q").pack
 pack_seven = struct.Struct("7Q").pack

@@ -2,7 +2,7 @@
 
 The readable backend, and the fallback for everything that the others cannot take.
 
-kernels.py   ``flash_fwd_simt`` and ``flash_bwd_simt``: read their sources in cuda_src/attention
-             before those of any other backend
+kernels.py   ``flash_fwd_simt`` and ``flash_bwd_simt``: read their sources in
+             cuda_src/attention/simt before those of any other backend
 backend.py   what the rest of the package asks this backend for
 """

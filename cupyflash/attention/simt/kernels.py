@@ -8,20 +8,19 @@ from ..kernels import AttentionKernel, FlashBwdPreprocess
 from ..problem import Features, Kind
 
 structs = header("attention/params.cuh")
-_postprocess = header("attention/flash_bwd_postprocess_simt.cu")
+_postprocess = header("attention/simt/flash_bwd_postprocess_simt.cu")
 
 HEAD_DIMS = (32, 64, 128, 256)  # sizes of the accumulators; others are rounded up
-THREADS = header("attention/simt_tile.cuh").SIMT_THREADS
+THREADS = header("attention/simt/tile.cuh").SIMT_THREADS
 
 
 @dataclasses.dataclass(frozen=True)
 class FlashFwdSimt(AttentionKernel):
     """Forward: a block computes ``block_m`` query rows of one head."""
 
-    source: ClassVar[str] = "attention/flash_fwd_simt.cu"
+    source: ClassVar[str] = "attention/simt/flash_fwd_simt.cu"
     params: ClassVar[type[structs.FlashFwdParams]] = structs.FlashFwdParams
     threads: ClassVar[int] = THREADS
-    key_mask_header: ClassVar[str] = "attention/simt_key_mask.cuh"
 
     dtype: str
     head_dim: int
@@ -37,11 +36,10 @@ class FlashFwdSimt(AttentionKernel):
 class FlashBwdSimt(AttentionKernel):
     """Backward: a block computes dK and dV of ``block_n`` keys and adds its share to dQ."""
 
-    source: ClassVar[str] = "attention/flash_bwd_simt.cu"
+    source: ClassVar[str] = "attention/simt/flash_bwd_simt.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
     tiles_of: ClassVar[str] = "k"
     threads: ClassVar[int] = THREADS
-    key_mask_header: ClassVar[str] = "attention/simt_key_mask.cuh"
 
     dtype: str
     head_dim: int
@@ -56,7 +54,7 @@ class FlashBwdSimt(AttentionKernel):
 class FlashBwdPostprocessSimt(AttentionKernel):
     """Backward, last: dQ from its float32 accumulator."""
 
-    source: ClassVar[str] = "attention/flash_bwd_postprocess_simt.cu"
+    source: ClassVar[str] = "attention/simt/flash_bwd_postprocess_simt.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
     threads: ClassVar[int] = _postprocess.THREADS
     block_m: ClassVar[int] = _postprocess.BLOCK_M

@@ -93,7 +93,7 @@ BACKWARD_CANDIDATES_KEYS = ((32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 128, 
 class FlashBwdSm80(AttentionKernel):
     """Backward: a block computes dK and dV of ``block_n`` keys and adds its share to dQ."""
 
-    source: ClassVar[str] = "attention/flash_bwd_sm80.cu"
+    source: ClassVar[str] = "attention/sm80/flash_bwd_sm80.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
     tiles_of: ClassVar[str] = "k"
 
@@ -115,7 +115,7 @@ class FlashBwdSm80(AttentionKernel):
 class FlashBwdKeysSm80(AttentionKernel):
     """Backward for narrow heads without options: as ``FlashBwdSm80``, but a warp owns keys."""
 
-    source: ClassVar[str] = "attention/flash_bwd_keys_sm80.cu"
+    source: ClassVar[str] = "attention/sm80/flash_bwd_keys_sm80.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
     tiles_of: ClassVar[str] = "k"
 
@@ -132,7 +132,7 @@ class FlashBwdKeysSm80(AttentionKernel):
 class FlashBwdPostprocessSm80(AttentionKernel):
     """Backward, last: dQ from its float32 accumulator; tiles and warps as in the kernel before."""
 
-    source: ClassVar[str] = "attention/flash_bwd_postprocess_sm80.cu"
+    source: ClassVar[str] = "attention/sm80/flash_bwd_postprocess_sm80.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str

@@ -31,9 +31,8 @@ BLOCKS, LEAST_PAIRS, MOST_ROUNDS = 2, 4, 4
 class FlashBwdDbiasSm80(AttentionKernel):
     """Backward: the gradient of a bias that is broadcast over the batch; a block owns a tile."""
 
-    source: ClassVar[str] = "attention/flash_bwd_dbias_sm80.cu"
+    source: ClassVar[str] = "attention/sm80/flash_bwd_dbias_sm80.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
-    header: ClassVar[str] = ""  # it includes the one of key masks itself
 
     dtype: str
     head_dim: int
@@ -51,7 +50,7 @@ class FlashBwdDbiasSm80(AttentionKernel):
 class FlashBwdDbiasSum(AttentionKernel):
     """Backward, after it, where blocks divide the sequences: the sum of their shares."""
 
-    source: ClassVar[str] = "attention/flash_bwd_dbias_sum.cu"
+    source: ClassVar[str] = "attention/sm80/flash_bwd_dbias_sum.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     num_warps: int = 8

@@ -89,7 +89,7 @@ FORWARD_CANDIDATES = (
 class FlashFwdSm80(AttentionKernel):
     """Forward: a block computes ``block_m`` query rows of one head."""
 
-    source: ClassVar[str] = "attention/flash_fwd_sm80.cu"
+    source: ClassVar[str] = "attention/sm80/flash_fwd_sm80.cu"
     params: ClassVar[type[structs.FlashFwdParams]] = structs.FlashFwdParams
 
     dtype: str

@@ -20,7 +20,7 @@ MAX_SEQUENCES, MANY_BLOCKS = 16, 1024
 class FlashBwdShortSm80(AttentionKernel):
     """The whole backward pass: a block belongs to a head and takes several sequences."""
 
-    source: ClassVar[str] = "attention/flash_bwd_short_sm80.cu"
+    source: ClassVar[str] = "attention/sm80/flash_bwd_short_sm80.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str

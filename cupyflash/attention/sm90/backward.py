@@ -16,11 +16,10 @@ from ...runtime.structs import header
 from .. import sharing
 from ..kernels import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess, Tile
 from ..passes import Pass, Sharing, Wanted, backward_pass, padded_rows
-from ..problem import KEY_MASK, Features, Kind, Problem
+from ..problem import BIAS_KINDS, KEY_MASK, Features, Kind, Problem
 from ..sm80 import dbias
 from .common import (
     BIAS_BY_TMA,
-    KEY_MASK_HEADER,
     WARPGROUP,
     bias_kind,
     narrow_head_dim,
@@ -31,13 +30,8 @@ from .launch import PersistentLaunch
 structs = header("attention/params.cuh")
 
 NUM_STAGES = 2  # buffers of Q and dO
-# The kind of a bias by TMA whose gradient the kernel stores, and the header that defines it.
-STORED_GRADIENT_HEADER = "attention/stored_gradient_sm90.cuh"
-STORED_GRADIENT = (
-    KEY_MASK
-    + len(header("attention/key_mask.cuh").KeyMaskKind)
-    + header(STORED_GRADIENT_HEADER).StoredGradientKind.index("DTYPE_OF_Q_BY_TMA")
-)
+# The kind of a bias by TMA whose gradient the kernel stores.
+STORED_GRADIENT = BIAS_KINDS.index("STORED_GRADIENT")
 
 # head dim: block_m, block_n
 TILES = {32: (128, 128), 64: (128, 128), 96: (64, 128), 128: (64, 128)}
@@ -84,7 +78,6 @@ class MainKernel(AttentionKernel):
     """
 
     params: ClassVar[type[structs.FlashBwdSm90Params]] = structs.FlashBwdSm90Params
-    key_mask_header: ClassVar[str] = KEY_MASK_HEADER
     tiles_of: ClassVar[str] = "k"
     stores_dbias: ClassVar[bool] = False
     whole_heads: ClassVar[bool] = False
@@ -100,7 +93,7 @@ class MainKernel(AttentionKernel):
 class FlashBwdSm90(MainKernel):
     """Backward: a block computes dK and dV of ``block_n`` keys at a time, a warpgroup of 64."""
 
-    source: ClassVar[str] = "attention/flash_bwd_sm90.cu"
+    source: ClassVar[str] = "attention/sm90/flash_bwd_sm90.cu"
 
     dtype: str
     head_dim: int
@@ -126,16 +119,6 @@ class FlashBwdSm90(MainKernel):
         return self.bias == STORED_GRADIENT
 
     @property
-    def takes_key_mask(self) -> bool:
-        """Whether ``params.bias`` points to the record of a key mask."""
-        return super().takes_key_mask and not self.stores_dbias
-
-    @property
-    def header(self) -> str:
-        """The header that defines the kind of the bias."""
-        return STORED_GRADIENT_HEADER if self.stores_dbias else super().header
-
-    @property
     def bias_box_rows(self) -> int:
         """Rows of a box of the map of the bias: all queries of a step."""
         return self.block_m if self.bias in (*BIAS_BY_TMA, STORED_GRADIENT) else 0
@@ -149,7 +132,7 @@ class FlashBwdWideSm90(MainKernel):
         head_dim_v: of v, dout and dv: ``head_dim``, or one of `NARROW_V`.
     """
 
-    source: ClassVar[str] = "attention/flash_bwd_wide_sm90.cu"
+    source: ClassVar[str] = "attention/sm90/flash_bwd_wide_sm90.cu"
 
     dtype: str
     head_dim: int
@@ -175,7 +158,7 @@ class FlashBwdWideSm90(MainKernel):
 class FlashBwdPostprocessSm90(AttentionKernel):
     """Backward, last: dQ from its float32 accumulator; a block converts 64 rows of one head."""
 
-    source: ClassVar[str] = "attention/flash_bwd_postprocess_sm90.cu"
+    source: ClassVar[str] = "attention/sm90/flash_bwd_postprocess_sm90.cu"
     params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str

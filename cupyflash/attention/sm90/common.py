@@ -1,14 +1,13 @@
 """The parts that the forward and the backward of the backend ``sm90`` share."""
 
 from ...runtime.structs import header
-from ..problem import KEY_MASK, Features
+from ..problem import BIAS_KINDS, KEY_MASK, Features
 
 WARPGROUP = header("ptx/warpgroup.cuh").WARPGROUP  # threads
-KEY_MASK_HEADER = "attention/key_mask_sm90.cuh"
 # The kinds of bias of which TMA loads tiles, without and with a key mask.
 BIAS_BY_TMA = (
-    header("attention/bias.cuh").BiasKind.index("DTYPE_OF_Q_BY_TMA"),
-    KEY_MASK + header("attention/key_mask.cuh").KeyMaskKind.index("WITH_DTYPE_OF_Q_BY_TMA"),
+    BIAS_KINDS.index("DTYPE_OF_Q_BY_TMA"),
+    BIAS_KINDS.index("KEY_MASK_AND_DTYPE_OF_Q_BY_TMA"),
 )
 # (head dim, that of v and out) of the kernels that take v as narrow as it is.
 NARROW_V = ((192, 128),)

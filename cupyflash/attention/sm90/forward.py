@@ -13,7 +13,6 @@ from ..passes import Pass, forward_pass
 from ..problem import KEY_MASK, Features, Kind, Problem
 from .common import (
     BIAS_BY_TMA,
-    KEY_MASK_HEADER,
     WARPGROUP,
     bias_kind,
     narrow_head_dim,
@@ -96,9 +95,8 @@ class FlashFwdSm90(AttentionKernel):
         head_dim_v: of v and out: ``head_dim``, or one of `NARROW_V`.
     """
 
-    source: ClassVar[str] = "attention/flash_fwd_sm90.cu"
+    source: ClassVar[str] = "attention/sm90/flash_fwd_sm90.cu"
     params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
-    key_mask_header: ClassVar[str] = KEY_MASK_HEADER
 
     dtype: str
     head_dim: int
@@ -134,7 +132,7 @@ class FlashFwdSm90(AttentionKernel):
 class FlashFwdCombineSm90(AttentionKernel):
     """Forward, where blocks have shared the keys of a tile: puts their results together."""
 
-    source: ClassVar[str] = "attention/flash_fwd_combine_sm90.cu"
+    source: ClassVar[str] = "attention/sm90/flash_fwd_combine_sm90.cu"
     params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
 
     dtype: str

@@ -36,7 +36,7 @@ NO_MAP = bytes(ctypes.sizeof(structs.TensorMap))
 class SequenceMapsSm90(AttentionKernel):
     """A tensor map for each packed sequence, before the forward and the backward kernels."""
 
-    source: ClassVar[str] = "attention/sequence_maps_sm90.cu"
+    source: ClassVar[str] = "attention/sm90/sequence_maps_sm90.cu"
     params: ClassVar[type[structs.SequenceMapsParams]] = structs.SequenceMapsParams
 
     num_maps: int

@@ -22,7 +22,7 @@ from . import layers
 from .config import Gpt2Config
 from .layers import KvCache, PromptAttention, TokenAttention
 
-structs = header("decode/stack_params.cuh")
+structs = header("block/params.cuh")
 
 # While a token of a prompt is computed, it takes so many times the width: x, its norm, q, k, v,
 # attention and the MLP's hidden layer, some of them twice, as an output lives beside its input.

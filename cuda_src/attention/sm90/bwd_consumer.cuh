@@ -1,0 +1,348 @@
+// A consumer warpgroup of the sm_90 backward kernel: its tiles in shared memory, the steps of the
+// algorithm, and the loops over query tiles. flash_bwd_sm90.cu has the roles of the other warps.
+#pragma once
+#include "../../common/wg_gemm.cuh"
+#include "../../ptx/stmatrix.cuh"
+#include "../score_gradient.cuh"
+#include "../store_rows.cuh"
+#include "bias_tile.cuh"
+#include "bwd_layout.cuh"
+#include "stored_gradient.cuh"
+
+// A consumer warpgroup, which owns 64 keys of the tile. The accumulators are arguments of step(),
+// because the compiler breaks a struct up into registers early only if it has no arrays.
+template <class Options, class L>
+struct BwdConsumer {
+  using T = typename Options::T;
+  using BlockTile = typename L::BlockTile;
+  using TileKV = typename L::TileKV;
+  using TileQ = typename L::TileQ;
+  using Scores = float[L::BLOCK_M / 8][4];       // S, dP
+  using Operand = uint32_t[L::BLOCK_M / 16][4];  // P, dS
+  using Gradient = float[L::HEAD_DIM / 8][4];    // dK, dV
+  // lse_log2 or delta of this lane's queries, if they are read ahead.
+  using Constants = float2[L::CONSTANTS_AHEAD ? L::BLOCK_M / 8 : 1];
+
+  const FlashBwdSm90Params& params;
+  typename L::Shared& shared;
+  // The barriers of a warpgroup's tile of the bias, and those of its part of the dQ of whole heads.
+  RingBarriers<1> (&bias_barriers)[L::GROUPS];
+  RingBarriers<1> (&dq_barriers)[L::GROUPS];
+  const uint32_t smem;
+  // `group` stays in a uniform register, and so do the descriptors that are computed from it. The
+  // positions of elements are computed from threadIdx instead.
+  const int group;
+  const int key_row;  // the first of the warp's 16
+  const int lane;
+  const Score<Options, FlashBwdParams> score;
+  const int64_t dropout_seed;
+  Ring<L::STAGES> ring;
+  Ring<1> bias_ring;
+  Ring<1> dq_ring;
+  Ring<BWD_TILE_RECORDS> record;
+
+  __device__ BwdConsumer(const FlashBwdSm90Params& params, typename L::Shared& shared,
+                         RingBarriers<1> (&bias_barriers)[L::GROUPS],
+                         RingBarriers<1> (&dq_barriers)[L::GROUPS], uint32_t smem)
+      : params(params),
+        shared(shared),
+        bias_barriers(bias_barriers),
+        dq_barriers(dq_barriers),
+        smem(smem),
+        group(warpgroup_index() - 1),
+        key_row((threadIdx.x - WARPGROUP) / 32 * 16),
+        lane(threadIdx.x % 32),
+        score(params.base),
+        dropout_seed(Options::DROPOUT ? *params.base.dropout_seed : 0) {}
+
+  // ---- the steps of the algorithm, for the query tile at m_begin of one head ----
+
+  // Issues S^T = K Q^T. uniform() keeps descriptors in uniform registers. It also keeps the
+  // compiler from computing those of K and V before the loops, which would fill the register file.
+  __device__ __forceinline__ void issue_s(Scores& s, const Ring<L::STAGES>& at) {
+    wg_gemm<T, L::HEAD_DIM / 16>(s, WgRowOperand<TileKV>(uniform(smem), group * 64),
+                                 WgRowOperand<TileQ>(q_address(at), 0), OVERWRITE);
+  }
+
+  // Issues dP^T = V dO^T.
+  __device__ __forceinline__ void issue_dp(Scores& dp, const Ring<L::STAGES>& at) {
+    shared.dout.wait_full(at);
+    wg_gemm<T, L::HEAD_DIM / 16>(dp, WgRowOperand<TileKV>(uniform(smem + L::V_OFFSET), group * 64),
+                                 WgRowOperand<TileQ>(dout_address(at), 0), OVERWRITE);
+  }
+
+  // Turns S, which is complete, into P, and dP, after a wait, into dS. Leaves both as operands of
+  // the next products, and writes dS to shared memory, too.
+  __device__ __forceinline__ void make_p_and_ds(Operand& p, Operand& ds, Scores& s, Scores& dp,
+                                                const Constants& lse_log2, const Constants& delta,
+                                                const BwdTile& tile, int head, int m_begin,
+                                                const Ring<L::STAGES>& place, bool masked) {
+    using TileS = typename L::TileS;
+    constexpr int BLOCK_M = L::BLOCK_M;
+    constexpr bool HAS_DBIAS = has_gradient(Options::BIAS);
+    const float alibi_slope = load_alibi_slope<Options>(params.base, tile.batch, head);
+    const int column = lane % 4 * 2;
+    const int key = tile.n_begin + key_row + lane / 4;
+    const int query = m_begin + column;
+    const ScorePlace<Rows::KEYS> at = {tile.sequence, tile.batch, head, alibi_slope,
+                                       &dropout_seed, key,        query};
+    float softcap_slope[BLOCK_M / 8][4];
+    apply_score(s, softcap_slope, score, at, [&](float (&s)[BLOCK_M / 8][4], float bias_scale) {
+      bias_barriers[group].wait_full(bias_ring);
+      add_bias_tile_transposed<typename L::TileBias, T>(s, L::bias_address(smem, group),
+                                                        key_row % 64, bias_scale);
+    });
+    if (masked) score.apply_mask(s, at);
+    recompute_weights(s, score, at, [&](int n, int i) {
+      return constant_of(lse_log2, shared.lse_log2[place.stage], n, i, column);
+    });
+    float kept[BLOCK_M / 8][4];
+    wg_pack<T>(p, kept_weights<Options>(kept, s));
+    // P is multiplied by the slope of the softcap early, which frees the registers of the slope.
+    // The gradient of the bias needs P without it.
+    if constexpr (!HAS_DBIAS) apply_softcap_slope<Options>(s, softcap_slope);
+
+    wgmma_wait<0>();
+    pin(dp);
+    softmax_gradient<Options>(dp, s, params.base.shape, [&](int n, int i) {
+      return constant_of(delta, shared.delta[place.stage], n, i, column);
+    });
+    if constexpr (HAS_DBIAS) {
+      add_bias_gradient<Options>(dp, params.base, at);
+      apply_softcap_slope<Options>(dp, softcap_slope);
+    }
+    wg_pack<T>(ds, dp);
+    const uint32_t ds_stage = ds_address(place);
+#pragma unroll
+    for (int k = 0; k < BLOCK_M / 16; ++k) {
+      stmatrix_x4_trans(
+          ds_stage + TileS::offset(k * 16 + lane / 16 * 8 + lane % 8, key_row / 8 + lane / 8 % 2),
+          ds[k]);
+    }
+  }
+
+  // Computes dV += P^T dO and dQ = dS K, which goes to the reducer, and issues dK += dS^T Q, which
+  // is still in flight on return.
+  __device__ __forceinline__ void issue_gradients(Gradient& acc_dk, Gradient& acc_dv, Operand& p,
+                                                  Operand& ds, const BlockTile& tile, int head,
+                                                  int m_begin, const Ring<L::STAGES>& at) {
+    using TileS = typename L::TileS;
+    wg_gemm<T, L::BLOCK_M / 16>(acc_dv, p, WgColumnOperand<TileQ>(dout_address(at), 0), ACCUMULATE);
+    fence_async_proxy();  // dS becomes visible to wgmma
+    named_barrier_sync(NamedBarrier::DS_WRITTEN, L::CONSUMERS);
+    if constexpr (L::HAS_BIAS_TILES) {
+      // An arrival can overtake loads that are still in flight (wait_for_loads), so it must come
+      // after the stores of dS, which was computed from the bias.
+      bias_barriers[group].release(0);
+      bias_ring.advance();
+    }
+    float dq[L::DQ_COLS / 8][4];
+    const int dq_col = L::SPLIT_ROWS ? 0 : group * L::DQ_COLS;
+    wg_gemm<T, L::BLOCK_N / 16>(
+        dq, WgRowOperand<TileS>(ds_address(at), L::SPLIT_ROWS ? group * 64 : 0),
+        WgColumnOperand<TileKV>(uniform(smem) + dq_col % 64 * sizeof(T), dq_col / 64), OVERWRITE);
+    wgmma_wait<1>();  // dV is complete; dQ may still run
+    pin(acc_dv);
+    pin(p);
+    shared.dout.release(at.stage);
+    wg_gemm<T, L::BLOCK_M / 16>(acc_dk, ds, WgColumnOperand<TileQ>(q_address(at), 0), ACCUMULATE);
+    wgmma_wait<1>();  // dQ is complete; dK may still run
+    pin(dq);
+    if constexpr (L::WHOLE_HEADS) {
+      finish_dq(dq, tile, head, m_begin);
+      return;
+    }
+    hand_over_dq(dq);
+  }
+
+  // Gives Q back; dK is complete.
+  __device__ __forceinline__ void end_gradients(Gradient& acc_dk, Operand& ds,
+                                                const Ring<L::STAGES>& at) {
+    pin(acc_dk);
+    pin(ds);
+    shared.q.release_by_thread(at.stage);
+  }
+
+  // ---- loops over query tiles ----
+
+  // Walks over the query tiles of a head, one after the other. The tiles on either edge of a window
+  // need the mask.
+  __device__ __forceinline__ void steps(Gradient& acc_dk, Gradient& acc_dv, const BlockTile& tile,
+                                        int head) {
+    if constexpr (L::WALKS_UP) {
+#pragma unroll 1
+      for (int m = uniform(tile.m_range.begin); m < uniform(tile.m_range.end); ++m)
+        step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, uniform(tile.m_range.needs_mask(m)));
+    } else {
+      const int m_begin = uniform(tile.m_range.begin);
+      const int inner_begin = max(uniform(tile.m_range.inner_begin), m_begin);
+      const int inner_end = uniform(tile.m_range.inner_end);
+#pragma unroll 1
+      for (int m = uniform(tile.m_range.end) - 1; m >= m_begin;) {
+#pragma unroll 1
+        for (; m >= m_begin && (m >= inner_end || m < inner_begin); --m)
+          step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, MASKED);
+#pragma unroll 1
+        for (; m >= inner_begin; --m) step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, UNMASKED);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void step(Gradient& acc_dk, Gradient& acc_dv, const BlockTile& tile,
+                                       int head, int m_begin, bool masked) {
+    Scores s, dp;
+    Constants lse_log2, delta;
+    Operand p, ds;
+    const int stage = ring.stage;
+    shared.q.wait_full(ring);
+    if constexpr (L::CONSTANTS_AHEAD) {
+      load_constants(lse_log2, shared.lse_log2[ring.stage]);
+      load_constants(delta, shared.delta[ring.stage]);
+    }
+    issue_s(s, ring);
+    issue_dp(dp, ring);
+    wgmma_wait<1>();
+    pin(s);
+    make_p_and_ds(p, ds, s, dp, lse_log2, delta, tile, head, m_begin, ring, masked);
+    issue_gradients(acc_dk, acc_dv, p, ds, tile, head, m_begin, ring);
+    wgmma_wait<0>();
+    end_gradients(acc_dk, ds, ring);
+    ring.advance();
+    if constexpr (stores_gradient(Options::BIAS))
+      store_bias_gradient<T, L>(params.base, smem, group, tile, head, m_begin, stage);
+  }
+
+  // Walks over the query tiles of a head, and issues S of the next tile before it waits for dK of
+  // this one.
+  __device__ __forceinline__ void overlapped_steps(Gradient& acc_dk, Gradient& acc_dv,
+                                                   const BlockTile& tile, int head) {
+    constexpr int EARLIER = L::WALKS_UP ? -L::BLOCK_M : L::BLOCK_M;
+    Operand p, ds;
+    int m = L::WALKS_UP ? uniform(tile.m_range.begin) : uniform(tile.m_range.end) - 1;
+    {
+      Scores s, dp;
+      shared.q.wait_full(ring);
+      issue_s(s, ring);
+      make_next(p, ds, s, dp, tile, head, m, ring);
+    }
+#pragma unroll 1
+    while (L::WALKS_UP ? ++m < uniform(tile.m_range.end) : --m >= uniform(tile.m_range.begin)) {
+      Ring<L::STAGES> next = ring;
+      next.advance();
+      issue_gradients(acc_dk, acc_dv, p, ds, tile, head, m * L::BLOCK_M + EARLIER, ring);
+      Scores s, dp;
+      shared.q.wait_full(next);
+      issue_s(s, next);
+      wgmma_wait<1>();
+      end_gradients(acc_dk, ds, ring);
+      make_next(p, ds, s, dp, tile, head, m, next);
+      ring = next;
+    }
+    issue_gradients(acc_dk, acc_dv, p, ds, tile, head, m * L::BLOCK_M + EARLIER, ring);
+    wgmma_wait<0>();
+    end_gradients(acc_dk, ds, ring);
+    ring.advance();
+  }
+
+ private:
+  __device__ uint32_t q_address(const Ring<L::STAGES>& at) const {
+    return smem + L::Q_OFFSET + uniform(at.stage) * TileQ::BYTES;
+  }
+  __device__ uint32_t dout_address(const Ring<L::STAGES>& at) const {
+    return smem + L::DOUT_OFFSET + uniform(at.stage) * TileQ::BYTES;
+  }
+  __device__ uint32_t ds_address(const Ring<L::STAGES>& at) const {
+    return smem + L::DS_OFFSET + uniform(at.stage) * L::TileS::BYTES;
+  }
+
+  // The address of eight columns of this warpgroup's part of dQ.
+  __device__ uint32_t dq_address(int octet) const {
+    return smem + L::DQ_OFFSET + dq_fragment_offset(group * L::DQ_COLS / 8 + octet) * sizeof(float);
+  }
+
+  // Makes P and dS of a tile whose S is in flight.
+  __device__ __forceinline__ void make_next(Operand& p, Operand& ds, Scores& s, Scores& dp,
+                                            const BwdTile& tile, int head, int m,
+                                            const Ring<L::STAGES>& at) {
+    issue_dp(dp, at);
+    wgmma_wait<1>();
+    pin(s);
+    make_p_and_ds(p, ds, s, dp, {}, {}, tile, head, m * L::BLOCK_M, at,
+                  uniform(tile.m_range.needs_mask(m)));
+  }
+
+  static __device__ __forceinline__ float2 constant_pair(const float* constants, int n,
+                                                         int column) {
+    return *reinterpret_cast<const float2*>(constants + n * 8 + column);
+  }
+  __device__ __forceinline__ void load_constants(Constants& ahead, const float* constants) const {
+#pragma unroll
+    for (int n = 0; n < L::BLOCK_M / 8; ++n) ahead[n] = constant_pair(constants, n, lane % 4 * 2);
+  }
+
+  // Returns lse_log2 or delta of the query of element [n][i]. Queries are columns here.
+  static __device__ __forceinline__ float constant_of(const Constants& ahead,
+                                                      const float* constants, int n, int i,
+                                                      int column) {
+    const float2 pair = L::CONSTANTS_AHEAD ? ahead[L::CONSTANTS_AHEAD ? n : 0]
+                                           : constant_pair(constants, n, column);
+    return i % 2 ? pair.y : pair.x;
+  }
+
+  // Writes this warpgroup's part of dQ to shared memory for the reducer.
+  __device__ __forceinline__ void hand_over_dq(const float (&dq)[L::DQ_COLS / 8][4]) {
+    // The copy engine has read the last dQ when the reducer arrives here.
+    named_barrier_sync(dq_empty(group), DQ_THREADS);
+#pragma unroll
+    for (int n = 0; n < L::DQ_COLS / 8; ++n) {
+      st_shared_128(dq_address(n), dq[n]);
+    }
+    fence_async_proxy();  // dQ becomes visible to the copy engine
+    named_barrier_arrive(dq_full(group), DQ_THREADS);
+  }
+
+  // Takes the place of hand_over_dq() where a block takes whole heads. The reducer adds the part to
+  // the sum, until the last keys come: then it has fetched the sum into the buffer, this adds it to
+  // the part, and writes dq.
+  __device__ __forceinline__ void finish_dq(float (&dq)[L::DQ_COLS / 8][4], const BlockTile& tile,
+                                            int head, int m_begin) {
+    const bool completes = uniform(tile.completes_dq(m_begin + L::BLOCK_M));
+    if (!completes || !uniform(tile.begins_dq())) {
+      dq_barriers[group].wait_full(dq_ring);
+      dq_ring.advance();
+      const uint32_t address = opaque(dq_address(0));
+      if (completes) {
+        uint32_t loaded = 0;
+#pragma unroll
+        for (int n = 0; n < L::DQ_COLS / 8; ++n) {
+          const uint4 earlier = ld_shared_128(address + n * WARPGROUP * sizeof(uint4));
+          dq[n][0] += __uint_as_float(earlier.x);
+          dq[n][1] += __uint_as_float(earlier.y);
+          dq[n][2] += __uint_as_float(earlier.z);
+          dq[n][3] += __uint_as_float(earlier.w);
+          loaded |= earlier.x;
+        }
+        wait_for_loads(loaded);
+      } else {
+#pragma unroll
+        for (int n = 0; n < L::DQ_COLS / 8; ++n)
+          st_shared_128(address + n * WARPGROUP * sizeof(uint4), dq[n]);
+        fence_async_proxy();  // dQ becomes visible to the copy engine
+      }
+      dq_barriers[group].release_by_thread(0);
+    }
+    if (!completes) return;
+    const FlashBwdParams& base = params.base;
+#pragma unroll
+    for (int n = 0; n < L::DQ_COLS / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dq[n][i] *= base.shape.scale;
+    }
+    const int warp_row = (fresh_thread_index() - WARPGROUP) / 32 * 16;
+    const int row = m_begin + (L::SPLIT_ROWS ? warp_row : warp_row % 64);
+    const int column = L::SPLIT_ROWS ? 0 : group * L::DQ_COLS;
+    store_rows(
+        static_cast<T*>(base.dq) + base.dq_strides.at(tile.batch, row, opaque(head)) + column,
+        base.dq_strides.row, dq, tile.sequence.seqlen_q - row, base.shape.head_dim - column);
+  }
+};

@@ -1,0 +1,60 @@
+// Blocks of flash_bwd_sm90.cu that take whole heads: the record of a tile, the scheduler, and the
+// place of dQ.
+#pragma once
+#include "bwd_block.cuh"
+
+// The tile of a block that takes the key tiles of a head one after the other, the first keys first.
+// Every query sees the first tile, and the last one that a query tile sees completes its dQ. No
+// later tile visits it: masks that hide keys on the right follow the diagonal of the last queries
+// and keys, or (top-left) that of a causal mask, on which key tiles begin where query tiles do.
+struct BwdHeadTile : BwdWalkingTile<false> {
+  static constexpr bool WHOLE_HEADS = true;
+
+  __device__ bool begins_dq() const { return n_block == 0; }
+  // Whether the last query before m_end, and so every one of its tile, sees no later keys.
+  __device__ bool completes_dq(int m_end) const {
+    return sequence.key_end(min(m_end, sequence.seqlen_q) - 1) <= n_begin + n_rows;
+  }
+};
+
+// The scheduler, one lane, takes the place of schedule_bwd_tiles(). `index` is that of a head here,
+// and the key tiles of a head have consecutive records.
+template <int BLOCK_M, class Shared>
+__device__ __forceinline__ void schedule_bwd_heads(const FlashBwdSm90Params& params, Shared& shared,
+                                                   int block_n) {
+  const AttentionShape& shape = params.base.shape;
+  const auto heads = [&] { return uint32_t(shape.heads_kv * shape.group_shares); };
+  shared.tiles[0].index = blockIdx.x;
+  shared.tiles[0].n_block = 0;
+#pragma unroll 1
+  for (int stage = 0;;) {
+    auto& tile = shared.tiles[stage];
+    tile.n_rows = 0;
+    forget_registers();
+    if (tile.index < heads() * shape.batch) {
+      const int later = ceil_div(shape.seqlen_k, block_n) - 1 - tile.n_block;
+      tile.locate(params.base, {later, int(tile.index % heads()), int(tile.index / heads())},
+                  BLOCK_M, block_n);
+    }
+    mbarrier_arrive(smem_address(&shared.located.full[stage]));
+    if (tile.n_rows == 0) return;
+    mbarrier_wait(smem_address(&shared.almost_loaded), stage % 2);
+    stage = (stage + 1) % BWD_TILE_RECORDS;
+    auto& next = shared.tiles[stage];
+    next.index = tile.index;
+    next.n_block = tile.n_block + 1;
+    if (tile.n_begin + block_n < shape.seqlen_k) continue;
+    next.index = next_tile_index(params.tile_counter, tile.index, heads() * shape.batch);
+    next.n_block = 0;
+  }
+}
+
+// A block has a place in dq_accum for the query heads that it computes at the moment, each with all
+// its rows. These functions return the rows of a head and the first row of the place.
+__device__ __forceinline__ int accum_rows_of_head(const AttentionShape& shape) {
+  return round_up(shape.seqlen_q, ACCUM_ROW_ALIGN);
+}
+__device__ __forceinline__ int64_t own_accum_row(const AttentionShape& shape) {
+  const int heads = ceil_div(shape.heads_q / shape.heads_kv, shape.group_shares);
+  return int64_t(blockIdx.x) * heads * accum_rows_of_head(shape);
+}

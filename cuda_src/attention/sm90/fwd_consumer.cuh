@@ -1,0 +1,345 @@
+// A consumer warpgroup of the sm_90 forward kernel: the steps that flash_fwd_sm90.cu puts together.
+// The warpgroup owns 64 queries of each tile, a warp 16 of them; S, P and O live in its registers.
+#pragma once
+#include "../../common/wg_gemm.cuh"
+#include "../score.cuh"
+#include "../warp_gemm.cuh"
+#include "bias_tile.cuh"
+#include "fwd_block.cuh"
+#include "fwd_split.cuh"
+#include "ordered_softmax.cuh"
+
+// The barriers at which the consumer warpgroups wait for each other, one for each.
+enum class NamedBarrier { ORDER_OF_GROUP_0 = 1, ORDER_OF_GROUP_1, ORDER_OF_GROUP_2 };
+
+__device__ __forceinline__ NamedBarrier order_of_group(int group) {
+  return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::ORDER_OF_GROUP_0) + group);
+}
+
+// L is the FwdLayout, Options the ScoreOptions. With SPLIT the block has a part of the keys only.
+// The accumulators are arguments of the steps, because the compiler breaks a struct up into
+// registers early only if it has no arrays.
+template <class Options, class L, bool SPLIT>
+struct FwdConsumer {
+  using T = typename Options::T;
+  using Scores = float[L::BLOCK_N / 8][4];
+  using Weights = uint32_t[L::BLOCK_N / 16][4];  // P as an operand
+  using Output = float[L::HEAD_DIM_V / 8][4];
+  using Seen = SeenKeys<Options::BIAS, L::BLOCK_N / 8>;
+
+  const FlashFwdSm90Params& params;
+  FwdShared<L>& shared;
+  const uint32_t smem;
+  const int group;
+  const int lane;
+  const int warp_row;  // the first of the warp's 16 in the tile
+  const Score<Options, FlashFwdParams> score;
+  const int64_t dropout_seed;
+
+  Ring<L::Q_STAGES> q_ring;
+  Ring<L::BIAS_STAGES> bias_ring;
+  const FwdTile* tile;
+  int n;  // the key tile whose scores come next, or have just been computed
+  int n_begin, inner_begin, inner_end;
+  Ring<L::KV_STAGES> kv_ring;  // the place of K; V follows one tile behind, in the same stages
+
+  __device__ FwdConsumer(const FlashFwdSm90Params& params, FwdShared<L>& shared, uint32_t smem)
+      : params(params),
+        shared(shared),
+        smem(smem),
+        group(warpgroup_index() - 1),
+        lane(threadIdx.x % 32),
+        warp_row(group * 64 + threadIdx.x / 32 % 4 * 16),
+        score(params.base),
+        dropout_seed(Options::DROPOUT ? *params.base.dropout_seed : 0),
+        tile(shared.tiles + FWD_TILE_RECORDS - 1) {}
+
+  // ---- the order of the warpgroups ----
+  // The warpgroups issue their products one after the other: each waits until the one before it has
+  // issued its own, so that it computes its softmax while the products of the others run. A barrier
+  // counts the threads of the group that waits at it and of the group that lets it go on.
+  //
+  // At small head dims and with a bias, the instructions between S and the exponentials take as
+  // long as these. Then the exponentials have this order, and the products need none.
+  static constexpr bool ORDERS_EXPONENTIALS = L::HEAD_DIM <= 64 && L::HAS_BIAS;
+
+  // Lets group 0 be the first.
+  __device__ __forceinline__ void open_order() const {
+    if (group == 0) named_barrier_arrive(order_of_group(0), 2 * WARPGROUP);
+  }
+  __device__ __forceinline__ void wait_for_order() const {
+    named_barrier_sync(order_of_group(group), 2 * WARPGROUP);
+  }
+  __device__ __forceinline__ void pass_order() const {
+    named_barrier_arrive(order_of_group((group + 1) % L::GROUPS), 2 * WARPGROUP);
+  }
+  __device__ __forceinline__ void begin_products() const {
+    if constexpr (!ORDERS_EXPONENTIALS) wait_for_order();
+  }
+  __device__ __forceinline__ void end_products() const {
+    if constexpr (!ORDERS_EXPONENTIALS) pass_order();
+  }
+
+  // ---- products ----
+
+  __device__ __forceinline__ void issue_qk(Scores& s) {
+    using TileQ = typename L::TileQ;
+    using TileK = typename L::TileK;
+    shared.k.wait_full(kv_ring);
+    wg_gemm<T, L::HEAD_DIM / 16>(
+        s, WgRowOperand<TileQ>(smem + uniform(q_ring.stage) * TileQ::BYTES, group * 64),
+        WgRowOperand<TileK>(smem + L::K_OFFSET + uniform(kv_ring.stage) * TileK::BYTES, 0),
+        OVERWRITE);
+  }
+
+  __device__ __forceinline__ void issue_pv(Output& acc_o, Weights& p,
+                                           const Ring<L::KV_STAGES>& v_ring) {
+    using TileV = typename L::TileV;
+    shared.v.wait_full(v_ring);
+    wg_gemm<T, L::BLOCK_N / 16>(
+        acc_o, p,
+        WgColumnOperand<TileV>(smem + L::V_OFFSET + uniform(v_ring.stage) * TileV::BYTES, 0),
+        ACCUMULATE);
+  }
+
+  // ---- score and softmax ----
+
+  // Loads the key mask of tile n. A load before a wait is complete when the scores are.
+  __device__ __forceinline__ Seen load_seen() const {
+    return Seen(params.base.bias, tile->batch, n * L::BLOCK_N);
+  }
+
+  // Inner tiles take their weights relative to the maximum of the tiles before, which has settled
+  // in most rows by then: that saves a fifth of the instructions of a step, and the exponentials
+  // need not wait for a maximum. A step that finds weights from this limit on, which is above every
+  // sensible score of a settled row, looks for a new maximum. Below it, a weight fits T, and sums
+  // of weights, also times values up to 2^80, fit float. Wide heads with a bias by TMA have no
+  // registers for this.
+  static constexpr bool KEEPS_MAX = !(L::HAS_BIAS && L::HEAD_DIM > 128);
+  static constexpr float WEIGHT_LIMIT = T::IS_BFLOAT16 ? 0x1p40f : 0x1p15f;
+
+  // Turns S into P, and gives K back. state.rescale is the factor for the O of earlier tiles.
+  // `at_old_max` asks for weights relative to the maximum so far, if that serves: then K is held
+  // until it has turned out that no row needs a new one.
+  __device__ __forceinline__ void score_and_softmax(Scores& s, RowState& state, const Seen& seen,
+                                                    bool masked, bool at_old_max) {
+    const int row = tile->m_begin + warp_row + lane / 4;
+    const int col = n * L::BLOCK_N + lane % 4 * 2;
+    const float alibi_slope = load_alibi_slope<Options>(params.base, tile->batch, tile->head);
+    const ScorePlace<Rows::QUERIES> at = {tile->sequence, tile->batch, tile->head, alibi_slope,
+                                          &dropout_seed,  row,         col};
+    if (!at_old_max) shared.k.release(kv_ring.stage);
+    uint32_t bias_loads = 0;
+    const auto add_bias = [&](Scores& s, float bias_scale) {
+      shared.bias[group].wait_full(bias_ring);
+      bias_loads = add_bias_tile<typename L::TileBias, T>(
+          s, L::bias_address(smem, group, bias_ring.stage), warp_row % 64, bias_scale, seen);
+    };
+    score.apply(s, at, add_bias);
+    if (masked) score.apply_mask(s, at);
+    const auto scores_read = [&] {
+      // The loads of the bias must have returned before the arrival that gives its tile back. Here
+      // they have, because all scores have been read, so that this wait costs nothing.
+      if constexpr (L::HAS_BIAS) {
+        wait_for_loads(bias_loads);
+        __syncwarp();  // the loads of all lanes have returned
+        shared.bias[group].release(bias_ring.stage);
+        bias_ring.advance();
+      }
+    };
+    const auto order = [&] {
+      if constexpr (ORDERS_EXPONENTIALS) {
+        const auto wait = [&] {
+          if (!at_old_max) scores_read();
+          wait_for_order();
+        };
+        return ExponentialOrder{wait, [&] { pass_order(); }, shared.zero};
+      } else {
+        return NoOrder();
+      }
+    }();
+    if (at_old_max) {
+      if (!state.update_at_old_max(s, score.scale_log2, WEIGHT_LIMIT, order)) {
+        compute_s_again(s);
+        score.apply(s, at, add_bias);
+        state.template update<Options::SOFTCAP>(s, score.scale_log2);
+      }
+      scores_read();
+      shared.k.release(kv_ring.stage);
+    } else if constexpr (ORDERS_EXPONENTIALS) {
+      update_in_order<Options::SOFTCAP>(state, s, score.scale_log2, order);
+    } else {
+      state.template update<Options::SOFTCAP>(s, score.scale_log2, scores_read);
+    }
+    score.apply_dropout(s, at);
+  }
+
+  // Computes the S of this warp by mma.sync, for which it does not need the rest of its warpgroup.
+  __device__ __forceinline__ void compute_s_again(Scores& s) {
+    using TileQ = typename L::TileQ;
+    using TileK = typename L::TileK;
+    auto& rows = reinterpret_cast<float (&)[1][L::BLOCK_N / 8][4]>(s);
+    set_zero(rows);
+    // Registers are scarce: no address may wait in one for this rare case, and the steps are a
+    // loop.
+    RowOperandA<TileQ> q(smem + q_ring.stage * TileQ::BYTES, opaque(warp_row));
+    RowOperandB<TileK> k(smem + L::K_OFFSET + kv_ring.stage * TileK::BYTES, opaque(0));
+    const uint32_t q_address = q.address, k_address = k.address;
+#pragma unroll 1
+    for (int i = 0; i < L::HEAD_DIM / 16; ++i) {
+      q.address = TileQ::advance(q_address, 0, 2 * i);
+      k.address = TileK::advance(k_address, 0, 2 * i);
+      warp_gemm<T, 90, 1>(rows, q, k);
+    }
+    uint32_t loaded = 0;  // K may be given back only after its loads have returned
+#pragma unroll
+    for (int n = 0; n < L::BLOCK_N / 8; n += 2) loaded |= opaque_bits(s[n][0]);
+    wait_for_loads(loaded);
+  }
+
+  // Whether O is rescaled while the next S is computed. Right after the softmax, the branch would
+  // lie on the path from one S to the next, which is the longest one at these head dims.
+  static constexpr bool RESCALE_BESIDE_S = L::HEAD_DIM_V > 64 && L::HEAD_DIM_V <= 128;
+
+  // Rescales O by the last update. Most tiles leave the maxima as they are once these have settled,
+  // and the whole warp skips this.
+  __device__ __forceinline__ void rescale_o(Output& acc_o, const RowState& state) {
+    if (__any_sync(0xffffffffu, state.rescale[0] != 1.f || state.rescale[1] != 1.f)) {
+#pragma unroll
+      for (int d = 0; d < L::HEAD_DIM_V / 8; ++d) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc_o[d][i] *= state.rescale[i / 2];
+      }
+    }
+  }
+
+  // ---- from tile to tile ----
+
+  __device__ __forceinline__ const FwdTile* next_record() const {
+    return tile == shared.tiles + FWD_TILE_RECORDS - 1 ? shared.tiles : tile + 1;
+  }
+
+  // Waits for the next tile that has keys, and writes the results of tiles without keys on the way.
+  // Returns false at the end.
+  __device__ __forceinline__ bool next_tile() {
+    for (;;) {
+      shared.q[group].wait_full(q_ring);
+      const FwdTile* next = next_record();
+      if (uniform(next->has_keys())) {
+        enter(next);
+        return true;
+      }
+      if (uniform(next->m_rows) == 0) return false;
+      tile = next;
+      write_empty(*tile, q_ring.stage);
+      q_ring.advance();
+    }
+  }
+
+  // Goes on to the next tile if that has keys and its Q lies in a second buffer, and returns
+  // whether it did. It waits for that Q.
+  __device__ __forceinline__ bool enter_next_if_ready() {
+    if constexpr (L::Q_STAGES == 1) return false;
+    shared.q[group].wait_full(q_ring);
+    const FwdTile* next = next_record();
+    const bool ready = uniform(next->has_keys());
+    if (ready) enter(next);
+    return ready;
+  }
+
+  // Goes on to a tile with keys.
+  __device__ __forceinline__ void enter(const FwdTile* next) {
+    tile = next;
+    const TileRange range = next->n_range;
+    n = uniform(range.end - 1);
+    n_begin = uniform(range.begin);
+    inner_begin = uniform(range.inner_begin);
+    inner_end = uniform(range.inner_end);
+  }
+
+  __device__ __forceinline__ bool is_inner() const { return n < inner_end && n >= inner_begin; }
+
+  // ---- results ----
+
+  // Writes the normalised O to where Q was, for the writer, and the LSE to global memory. A split
+  // writes its output, maximum and sum to global memory, and the kernel that combines the splits
+  // adds the sink.
+  __device__ __forceinline__ void write_tile(Output& acc_o, const RowState& state,
+                                             const FwdTile& done, int stage) {
+    float lse[2];
+    float2 sums[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float inverse;
+      if constexpr (SPLIT) {
+        sums[half] = state.partial(half, score.scale_log2);
+        inverse = sums[half].y == 0.f ? 0.f : rcp_approx(sums[half].y);
+      } else {
+        inverse = state.finish(half, score.scale_log2, lse[half], sink_of(done) * LOG2E);
+      }
+      if constexpr (Options::DROPOUT) inverse *= params.base.shape.dropout_scale;
+#pragma unroll
+      for (int d = 0; d < L::HEAD_DIM_V / 8; ++d) {
+        acc_o[d][2 * half] *= inverse;
+        acc_o[d][2 * half + 1] *= inverse;
+      }
+    }
+    if constexpr (SPLIT) {
+      store_partial_rows(params, done, warp_row, acc_o);
+    } else {
+      wg_store_tile<typename L::TileO, T>(smem + stage * L::TileQ::BYTES, opaque(warp_row), acc_o);
+    }
+    hand_over_o(stage);
+    // These stores come after the hand-over, because its fence would wait for them.
+    if constexpr (SPLIT) {
+      store_partial_sums(params, done, warp_row, sums);
+    } else {
+      store_lse(done, lse);
+    }
+  }
+
+  // Writes the results of a tile without keys. The zeros do not go through acc_o, which a product
+  // may be using.
+  __device__ __forceinline__ void write_empty(const FwdTile& empty, int stage) {
+    using TileO = typename L::TileO;
+    if constexpr (!SPLIT) {
+      const float zeros[4] = {};
+      const int row = opaque(warp_row);  // so that no address waits in registers for a rare tile
+      for (int chunk = lane; chunk < 16 * TileO::COLS / 8; chunk += 32) {
+        st_shared_128(smem + stage * L::TileQ::BYTES + TileO::offset(row + chunk % 16, chunk / 16),
+                      zeros);
+      }
+    }
+    hand_over_o(stage);
+    if constexpr (SPLIT) {
+      store_partial_sums(params, empty, warp_row, {{-INF, 0.f}, {-INF, 0.f}});
+    } else {
+      const float sink = sink_of(empty);
+      store_lse(empty, {sink, sink});
+    }
+  }
+
+ private:
+  __device__ __forceinline__ float sink_of(const FwdTile& of) const {
+    return params.base.sinks ? params.base.sinks[of.head] : -INF;
+  }
+
+  // Tells the writer that this warp's rows of O are complete. The fence makes them visible to the
+  // copy engine.
+  __device__ __forceinline__ void hand_over_o(int stage) {
+    fence_async_proxy();
+    __syncwarp();  // all lanes have written
+    if (lane == 0) mbarrier_arrive(smem_address(&shared.o_full[stage][group]));
+  }
+
+  __device__ __forceinline__ void store_lse(const FwdTile& of, const float (&lse)[2]) const {
+    float* out = params.base.lse;
+    if (!out || lane % 4 != 0) return;
+    out += of.lse_row(params.base);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row + lane / 4 + half * 8;
+      if (row < of.m_rows) out[row] = lse[half];
+    }
+  }
+};
