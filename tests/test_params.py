@@ -75,8 +75,6 @@ def test_layout(path):
         ("norm/params.cuh", "ROW_AXES"),
         ("linear/small_m_rows.cuh", "STAGE_BYTES"),
         ("linear/small_m_rows.cuh", "MAX_SUM_ROWS"),
-        ("group_norm/nhwc_ring.cuh", "RING_THREADS"),
-        ("group_norm/nhwc_ring.cuh", "RING_BYTES"),
         ("attention/bias.cuh", "BIAS_LIMIT"),
     ],
 )

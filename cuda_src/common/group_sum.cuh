@@ -61,19 +61,6 @@ __device__ __forceinline__ V sum_of_neighbours(V value) {
   return value;
 }
 
-// Merges the moments of LANES neighbouring lanes, which have 1 / `inverse` values together; the
-// count of the result is left as that of one lane. It is cheaper than merging in pairs: the means
-// are summed as distances from the first of them, and the squares are taken from the mean of all.
-template <int LANES>
-__device__ __forceinline__ Moments moments_of_neighbours(Moments own, float inverse) {
-  const float base = __shfl_sync(0xffffffffu, own.mean, 0, LANES);
-  const float offset = own.mean - base;
-  const float mean = sum_of_neighbours<LANES>(own.count * offset) * inverse;
-  const float rest = offset - mean;
-  const float m2 = sum_of_neighbours<LANES>(own.m2 + own.count * (rest * rest));
-  return {own.count, base + mean, m2};
-}
-
 // The sum over THREADS (a power of two) consecutive threads. If they are more than a warp, they
 // must be the whole block, and the block must synchronise before `scratch` is used again.
 template <int THREADS, class V>

@@ -47,11 +47,6 @@ __device__ __forceinline__ void release_flag(int* flag) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(flag) : "memory");
 }
 
-// Adds `value` to a flag, and publishes earlier writes as release_flag() does.
-__device__ __forceinline__ void red_add_release(uint32_t* address, uint32_t value) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
 // release_flag() for a flag that wraps to 0 at count number `last` + 1.
 __device__ __forceinline__ void release_flag_wrapping(int* flag, int last) {
   asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(flag), "r"(last) : "memory");
