@@ -178,7 +178,6 @@ def others() -> Iterator[tuple[str, Maker]]:
     yield "linear 4 x 768 to 3072", part(operations.linear, 4, 768, 3072)
     yield "linear 16 x 4096 to 6144", part(operations.linear, 16, 4096, 6144)
     yield "linear 4 x 4096 to 4096, backend sm80", part(operations.linear, 4, 4096, 4096)
-    yield "mlp SwiGLU 4 x 768, 3072, backend sm80", part(operations.mlp, 4, 768, 3072)
     yield "gate of SwiGLU fwd 8192 x 14336", part(operations.gate, 8192, 14336, False)
     yield "gate of SwiGLU bwd 8192 x 14336", part(operations.gate, 8192, 14336, True)
     yield "qkv_projection, rotary of 40", part(operations.rotary, 4096)

@@ -143,15 +143,6 @@ def linear(rows: int, d_in: int, d_out: int, dtype: str = "bfloat16", **options:
     return Case(call, (x, weight, bias), 2.0 * rows * d_in * d_out)
 
 
-def mlp(rows: int, width: int, hidden: int) -> Case:
-    """SwiGLU."""
-    x = random(rows, width)
-    up, gate, down = random(hidden, width), random(hidden, width), random(width, hidden)
-    arrays = x, up, down
-    call = functools.partial(cupyflash.mlp, *arrays, gate_weight=gate, activation="silu")
-    return Case(call, (*arrays, gate), 6.0 * rows * width * hidden)
-
-
 def gate(rows: int, hidden: int, back: bool) -> Case:
     """The step of SwiGLU between its products, as in training."""
     from cupyflash.linear import elementwise

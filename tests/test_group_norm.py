@@ -1,6 +1,7 @@
 """GroupNorm with activation, forward and backward, on every library."""
 
 import dataclasses
+import shutil
 
 import numpy
 import pytest
@@ -279,6 +280,8 @@ LAST = [
     ((2048, 2), (9, 9)),
     ((512, 512), (10, 10)),
     ((128, 32), (150, 151)),
+    ((24, 8), (30011,)),
+    ((8, 1), (100003,)),
 ]
 
 
@@ -294,6 +297,51 @@ def test_channels_last(target, channels, positions):
         x = stored(target, values, dtype, "channels_last")
         exact = expected_group_norm(dout, x, channels[1], weight, bias, "silu", 1e-5)
         exact.check(**run(case, dout, x, weight, bias))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 320, 64, 64), (8, 128, 256, 256), (64, 640, 8, 8)], ids=str)
+def test_channels_last_in_three_steps(monkeypatch, capability, shape, backward):
+    """They read 16 bytes at a time; a warp gathers what belongs to a group."""
+    monkeypatch.setattr(plan, "capability_of", lambda device: capability)
+    monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
+    batch, channels, height, width = shape
+    strides = (channels * height * width, 1, width * channels, channels)
+    x = View(shape, strides, "float16", 0)
+    groups = Groups("group_norm", {"x": x, "out": x, "dout": x}, 32)
+    work = plan.Work("group_norm", backward, x, groups, ("float16", "float16", "silu"), True)
+    assert [config.step for config, _ in work.launches] == ["collect", "gather", "apply"]
+    assert all(config.nhwc and config.vector == 8 for config, _ in work.launches)
+    blocks = work.tiling.blocks * batch
+    assert [n for _, n in work.launches] == [blocks, -(-batch * 32 // 8), blocks]
+
+
+@each_library(library="torch", device="cuda")
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "options", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}], ids=str
+)
+def test_channels_last_compiled_with_cuda_graphs(target, options, training):
+    """torch accounts for all memory in the pool of its graph: nothing else may stay there."""
+    import torch
+
+    if "mode" in options and not shutil.which("g++"):
+        pytest.skip("inductor needs a C++ compiler")
+    torch.compiler.reset()
+    case = Case("float16", 3, (320, 32), (64, 64), "silu", False, "channels_last")
+    dout, x, weight, bias = case.arrays(target)
+    function = lambda x, weight, bias: cupyflash.group_norm(x, 32, weight, bias, activation="silu")
+    compiled = torch.compile(function, fullgraph=True, **options)
+    exact = expected_group_norm(dout, x, 32, weight, bias, "silu", 1e-5)
+    inputs = [y.requires_grad_(training) for y in (x, weight, bias)]
+    for _ in range(4):  # warm-up, capture, replays
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(*inputs)
+        exact.check(out=out.detach())
+        if training:
+            gradients = torch.autograd.grad(out, inputs, dout)
+            exact.check(**dict(zip(("dx", "dweight", "dbias"), gradients)))
 
 
 @each_library()

@@ -1,4 +1,4 @@
-"""The feed-forward network, gated or not, in one launch and in two."""
+"""The feed-forward network, gated or not: two projections."""
 
 import dataclasses
 
@@ -110,7 +110,6 @@ def test_mlp(target, case):
 
 @each_library()
 def test_mlp_is_repeatable(target):
-    """The shares of the blocks are added in the same order in every run."""
     case = Case("float16", (5,), (96, 1000, 96), "silu", True, True, True, "rms", "", None)
     up, down = case.arrays(target)
     first = mlp(up, down, "silu", True)
@@ -120,7 +119,7 @@ def test_mlp_is_repeatable(target):
 
 @each_library(library="torch", device="cuda")
 def test_mlp_in_a_graph(target):
-    """One launch that waits for all of its blocks, captured and replayed with other rows."""
+    """Captured with the memory of the hidden activations, and replayed with other rows."""
     import torch
 
     case = Case("float16", (4,), (128, 512, 128), "gelu", False, True, True, "", "", None)
@@ -181,6 +180,39 @@ def test_no_second_weight_after_an_equal_linear(target):
     cupyflash.linear(x, weight, activation="gelu")
     with pytest.raises(TypeError, match="^mlp: down_weight must be .*None"):
         cupyflash.mlp(x, weight, None)
+
+
+@pytest.mark.parametrize(
+    "capability, kernel",
+    [((7, 0), "LinearSimt"), ((7, 5), "LinearSmallM"), ((8, 0), "LinearSmallM")]
+    + [((9, 0), "LinearSmallMSm90"), ((12, 0), "LinearSmallM")],
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_few_rows_take_two_launches(monkeypatch, capability, kernel, gated):
+    """The first has the gate and no residual, and the second reads what the first stored."""
+    from cupyflash.linear import launches
+    from cupyflash.runtime import launch as kernel_launch
+    from cupyflash.runtime.array import View
+
+    for module in (launches, kernel_launch):
+        monkeypatch.setattr(module, "capability_of", lambda device: capability)
+    monkeypatch.setattr(launches, "multiprocessors", lambda device: 132)
+    loaded = []
+    monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: loaded.append(config))
+    shapes = {"weight": (2048, 768), "down_weight": (768, 2048)}
+    shapes |= {"x": (2, 2, 768), "residual": (2, 2, 768)}
+    if gated:
+        shapes["gate_weight"] = (2048, 768)
+    dense = lambda shape: plan.dense_strides(shape, range(len(shape)))
+    views = {name: View(shape, dense(shape), "float16", 0) for name, shape in shapes.items()}
+    made = plan.LinearPlan("mlp", None, views, Options("silu"), True, None)
+    assert [type(config).__name__ for config in loaded] == [kernel] * 2
+    assert [(x.activation, x.gated) for x in loaded] == [("silu", gated), ("none", False)]
+    names = (*Arrays._fields, "out", "", "hidden")
+    first, second = (picked(names) for _, picked in made.steps)
+    assert made.between == {"hidden": (4, 2048)}
+    assert first[:2] == ("x", "weight") and "residual" not in first and first[-1] == "hidden"
+    assert second[:2] == ("hidden", "down_weight") and "residual" in second and second[-1] == "out"
 
 
 def test_plans_of_functions_are_apart(monkeypatch):

@@ -12,7 +12,7 @@ from cupyflash.jit import compiler, sources
 from cupyflash.precompile import TOPICS
 from cupyflash.runtime.config import KernelConfig
 from cupyflash.runtime.gpu import ARCHITECTURES
-from cupyflash.runtime.structs import field_names, header
+from cupyflash.runtime.structs import header
 
 HEADERS = sorted(
     path.relative_to(sources.root()).as_posix() for path in sources.root().rglob("params.cuh")
@@ -58,9 +58,10 @@ def test_layout(path):
     lines = [f'#include "{path}"']
     for name in names:
         struct = getattr(header(path), name)
-        assert field_names(struct)
+        fields = [name for name, _ in struct._fields_ if not name.startswith("padding_")]
+        assert fields
         lines.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});")
-        for field in field_names(struct):
+        for field in fields:
             slot = getattr(struct, field)
             lines += [
                 f"static_assert(__INTADDR__(&(({name}*)0)->{field}) == {slot.offset});",
@@ -77,8 +78,6 @@ def test_layout(path):
         ("norm/params.cuh", "ROW_AXES"),
         ("linear/small_m_rows.cuh", "STAGE_BYTES"),
         ("linear/small_m_rows.cuh", "MAX_SUM_ROWS"),
-        ("group_norm/nhwc_ring.cuh", "RING_THREADS"),
-        ("group_norm/nhwc_ring.cuh", "RING_BYTES"),
         ("attention/bias.cuh", "BIAS_LIMIT"),
     ],
 )

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 from ctypes import byref, c_int, c_uint, c_void_p
 
-import numpy
 import pytest
 from arrays import normal, stored
 from matrix import each_library
@@ -267,19 +266,3 @@ def test_norms_in_a_green_context(target, columns):
             with current(target, pointer):
                 gradients = cupyflash.layer_norm_backward(dout, x, weight, stats)
             exact.check(**dict(zip(names, gradients)))
-
-
-@each_library(device="cuda")
-def test_mlp_in_a_green_context(target):
-    """One cooperative launch for small M; equal to itself on the whole GPU up to rounding."""
-    x = stored(target, normal((2, 256), 0), "float32")
-    up, down = (
-        stored(target, normal(shape, 1) * shape[1] ** -0.5, "float32")
-        for shape in ((1024, 256), (256, 1024))
-    )
-    call = lambda: cupyflash.mlp(x, up, down, activation="gelu_tanh")
-    whole = call()
-    with green_stream(8) as (pointer, _), current(target, pointer):
-        part = call()
-    terms = numpy.finfo("float32").eps * 1024**0.5
-    assert float(abs(whole - part).max()) <= 8 * terms * float(abs(whole).max())

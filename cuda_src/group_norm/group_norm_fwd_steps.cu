@@ -1,6 +1,6 @@
 // GroupNorm and activation of groups that no block or cluster can hold, NCHW or NHWC: three steps
-// over their positions (position_tiles.cuh), which read x twice. This is the NHWC kernel of all
-// GPUs but those of compute capability 9.0, and there of what does not pass through a ring.
+// over their positions (position_tiles.cuh), which read x twice. It is the kernel of everything in
+// NHWC.
 #include "position_tiles.cuh"
 
 template <typename T, typename WEIGHT, Activation ACTIVATION, bool NHWC, int LOADS, int VECTOR,

@@ -16,8 +16,9 @@ __device__ __forceinline__ float element(const void* data, int64_t index, bool w
 // The sum of a column with its bias, activation and gate; `gate`, the sum of the gate, is read if
 // GATED.
 template <typename T, Activation ACTIVATION, bool GATED>
-__device__ __forceinline__ float activated(const void* bias, const void* gate_bias, int column,
-                                           float sum, float gate) {
+__device__ __forceinline__ float activated(const LinearParams& params, int column, float sum,
+                                           float gate) {
+  const void *bias = params.bias, *gate_bias = params.gate_bias;
   if (bias) sum += element<T>(bias, column);
   if constexpr (GATED) {
     if (gate_bias) gate += element<T>(gate_bias, column);
@@ -25,12 +26,6 @@ __device__ __forceinline__ float activated(const void* bias, const void* gate_bi
   } else {
     return activate<ACTIVATION>(sum);
   }
-}
-
-template <typename T, Activation ACTIVATION, bool GATED>
-__device__ __forceinline__ float activated(const LinearParams& params, int column, float sum,
-                                           float gate) {
-  return activated<T, ACTIVATION, GATED>(params.bias, params.gate_bias, column, sum, gate);
 }
 
 // The residual of an element of out; 0 without one.

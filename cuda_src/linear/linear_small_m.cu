@@ -29,7 +29,6 @@ struct ColumnWeights {
   EvenTiles tiles;
   Walk walk;
 
-  __device__ bool next() { return false; }
   __device__ const typename Tile::T* row(int tile, int row, bool second) const {
     const int pair = tiles.pair(tile, row);
     if (pair < 0) return nullptr;

@@ -68,34 +68,6 @@ struct alignas(64) LinearSmallMSm90Params {
   int stages;  // of the ring
 };
 
-// A whole MLP of small M; every cluster of blocks has some of the hidden columns.
-struct MlpParams {
-  const void* x;            // [rows, depth]
-  const void* up_weight;    // [hidden, depth]
-  const void* gate_weight;  // like up_weight, or null
-  const void* up_bias;      // [hidden] or null
-  const void* gate_bias;    // [hidden] or null
-  const void* norm_weight;  // [depth], or null: no norm
-  const void* norm_bias;    // [depth] or null
-  const void* down_weight;  // [columns, hidden]
-  const void* down_bias;    // [columns] or null
-  const void* residual;     // [rows, columns] or null
-  void* out;                // [rows, columns]
-  float* partials;          // [clusters, rows, round_up(columns, 4)]
-  int* counter;             // 0 before and after a launch
-  int64_t x_stride;         // of rows, in elements, as those that follow
-  int64_t up_stride;
-  int64_t gate_stride;
-  int64_t down_stride;
-  int64_t residual_stride;
-  int64_t out_stride;
-  int rows;
-  int depth;
-  int hidden;
-  int columns;
-  RowNorm norm;
-};
-
 // out = activation(gate) * up, and its gradients; dense arrays of `size` elements.
 struct GateParams {
   const void* gate;

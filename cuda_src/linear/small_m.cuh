@@ -1,5 +1,4 @@
-// Products of small M: up to 32 rows of x with many rows of weights, each of which is read once. It
-// is what linear_small_m and mlp_small_m have in common.
+// Products of small M: up to 32 rows of x with many rows of weights, each of which is read once.
 //
 // A block has 8 warps, all with the same role, and x in shared memory. It works on tiles of up to
 // 16 pairs of rows of weights, cut into slices of 128 bytes of the depth. Every warp has slices of
@@ -24,7 +23,7 @@
 // ---- products ----
 
 // Multiplies x with the tiles of a walk, whose weights come out of the ring: done(tile, sums) gets
-// what this warp has found. Asks for as much as it takes, of this walk or of the next one.
+// what this warp has found. Asks for as much as it takes.
 template <class Tile, class Weights, class Done>
 __device__ __forceinline__ void multiply_tiles(SliceRing<Tile>& ring, Slices<Tile, Weights>& slices,
                                                const SmemRows& x, const Walk& walk, Done done) {
@@ -44,7 +43,7 @@ __device__ __forceinline__ void multiply_tiles(SliceRing<Tile>& ring, Slices<Til
   }
 }
 
-// The walk of each warp where all of them share the depth of every tile.
+// The walk of each warp: all of them share the depth of every tile.
 template <class Tile>
 __device__ __forceinline__ Walk shared_walk(const EvenTiles& tiles, int depth) {
   return {tiles.count, depth, int(threadIdx.x) / 32 * Tile::SLICE, SMALL_M_WARPS * Tile::SLICE};
@@ -65,7 +64,7 @@ __device__ __forceinline__ void small_m_products(SliceRing<Tile>& ring,
 #pragma unroll
     for (int begin = 0; begin < Tile::ROWS; begin += SUM_ROWS) {
       __syncthreads();  // the sums before have been read
-      sums.template each<SUM_ROWS>(begin, [&](int n, int half, int row, float sum) {
+      sums.each(begin, [&](int n, int half, int row, float sum) {
         own[n * SUMS_PITCH + half * TILE_PAIRS + row] = sum;
       });
       __syncthreads();
@@ -86,9 +85,9 @@ __device__ __forceinline__ void small_m_products(SliceRing<Tile>& ring,
 // ---- x ----
 
 // Asks for x, all of it if there is a norm, and for the first weights.
-template <class Tile, class Weights, class Params>
+template <class Tile, class Weights>
 __device__ __forceinline__ void ask_for_rows(SliceRing<Tile>& ring, Slices<Tile, Weights>& slices,
-                                             const Params& params) {
+                                             const LinearParams& params) {
   using T = typename Tile::T;
   if (params.norm_weight) {
     slices.x.all();
@@ -101,8 +100,8 @@ __device__ __forceinline__ void ask_for_rows(SliceRing<Tile>& ring, Slices<Tile,
 }
 
 // x is there and normalised, if there is a norm; the weights may still be on their way.
-template <class Tile, class Params>
-__device__ __forceinline__ void wait_for_rows(const SmemRows& x, const Params& params,
+template <class Tile>
+__device__ __forceinline__ void wait_for_rows(const SmemRows& x, const LinearParams& params,
                                               float* stats) {
   if (!params.norm_weight) return;
   if constexpr (Tile::ARCH >= 80) cp_async_wait<Tile::NUM_STAGES>();

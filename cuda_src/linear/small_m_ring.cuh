@@ -49,11 +49,10 @@ __device__ __forceinline__ int stage_byte(int row, int chunk) {
   return row * SLICE_BYTES + (chunk ^ (row % 2 * 4)) * 16;
 }
 
-// The slices that pass through the ring of a warp. Weights have the walk that it is on; next()
-// begins the walk that follows, if there is one; row(tile, row, second) is a row of weights, null
-// if there is none: what its place in the ring has then makes sums that nobody uses. With the
-// weights of the first tile come the slices of x that they are multiplied with, unless x is there
-// already.
+// The slices that pass through the ring of a warp. Weights have its walk; row(tile, row, second) is
+// a row of weights, null if there is none: what its place in the ring has then makes sums that
+// nobody uses. With the weights of the first tile come the slices of x that they are multiplied
+// with, unless x is there already.
 template <class Tile, class Weights>
 struct Slices {
   using T = typename Tile::T;
@@ -68,15 +67,9 @@ struct Slices {
   __device__ Slices(const Weights& weights, const RowCopy<Tile>& x, bool with_x)
       : weights(weights), k(weights.walk.begin), x(x), with_x(with_x) {}
 
-  // Whether there is one more, which is the next one then.
-  __device__ __forceinline__ bool more() {
-    const auto ended = [&] {
-      return tile >= weights.walk.tiles || weights.walk.begin >= weights.walk.depth;
-    };
-    if (!ended()) return true;
-    if (!weights.next()) return false;
-    tile = 0, k = weights.walk.begin, with_x = false;
-    return !ended();
+  // Whether there is one more.
+  __device__ __forceinline__ bool more() const {
+    return tile < weights.walk.tiles && weights.walk.begin < weights.walk.depth;
   }
 
   __device__ __forceinline__ void copy_next(uint32_t stage) {

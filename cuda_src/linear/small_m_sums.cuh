@@ -63,14 +63,14 @@ struct SmallMSums<Tile, true> {
     }
   }
 
-  // store(n - first, half, row of the half, sum) for each of COUNT rows n of x, from `first` on.
-  template <int COUNT, class Store>
+  // store(n - first, half, row of the half, sum) for each of SUM_ROWS rows n of x, from `first` on.
+  template <class Store>
   __device__ __forceinline__ void each(int first, Store store) const {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int i = 0; i < COUNT / 8; ++i) {
+      for (int i = 0; i < Tile::SUM_ROWS / 8; ++i) {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           store(8 * i + 2 * c + j % 2, half, g + j / 2 * 8, sums[half][first / 8 + i][j]);
@@ -132,11 +132,11 @@ struct SmallMSums<Tile, false> {
     }
   }
 
-  template <int COUNT, class Store>
+  template <class Store>
   __device__ __forceinline__ void each(int first, Store store) const {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
 #pragma unroll
-    for (int n = 0; n < COUNT; ++n) {
+    for (int n = 0; n < Tile::SUM_ROWS; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float sum = quad_sum(sums[i / 2][i % 2][first + n]);

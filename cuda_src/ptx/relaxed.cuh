@@ -1,7 +1,6 @@
 // Relaxed loads and stores of global memory, for values that one block writes while others poll
-// them. Each is a single access of 32 or 128 bits. It goes to memory that all multiprocessors
-// share, but does not order any other access of the thread. PTX ISA: "Memory consistency model"
-// (sm_70).
+// them. Each is a single access of 32 bits. It goes to memory that all multiprocessors share, but
+// does not order any other access of the thread. PTX ISA: "Memory consistency model" (sm_70).
 #pragma once
 #include "../common/types.cuh"
 
@@ -28,30 +27,4 @@ __device__ __forceinline__ void ld_relaxed_128(uint4& v, const void* address, bo
 
 __device__ __forceinline__ void st_relaxed(float* address, float value) {
   asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
-}
-
-// Load and store 16 bytes as one access (PTX 8.3): a reader never sees a mixture of two stores.
-__device__ __forceinline__ uint4 ld_relaxed_b128(const uint4* address) {
-  uint64_t low, high;
-  asm volatile(
-      "{\n"
-      ".reg .b128 v;\n"
-      "ld.relaxed.gpu.global.b128 v, [%2];\n"
-      "mov.b128 {%0, %1}, v;\n"
-      "}"
-      : "=l"(low), "=l"(high)
-      : "l"(address)
-      : "memory");
-  return make_uint4(uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32));
-}
-
-__device__ __forceinline__ void st_relaxed_b128(uint4* address, uint4 v) {
-  asm volatile(
-      "{\n"
-      ".reg .b128 v;\n"
-      "mov.b128 v, {%1, %2};\n"
-      "st.relaxed.gpu.global.b128 [%0], v;\n"
-      "}" ::"l"(address),
-      "l"(uint64_t(v.y) << 32 | v.x), "l"(uint64_t(v.w) << 32 | v.z)
-      : "memory");
 }

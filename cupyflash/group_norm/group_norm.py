@@ -42,10 +42,9 @@ def group_norm(
     """activation((x - mean) / sqrt(variance + eps) * weight + bias), the mean over each group.
 
     Arrays are those that `cupyflash.attention` takes; torch tensors have autograd. x is read once
-    where a group fits into registers (up to 40960 numbers of 16 bits, half as many of float32; 16
-    times as many on GPUs with clusters of blocks) or, with channels last on a Hopper, a sample into
-    the shared memory of all multiprocessors (about 25 MB); else twice. The result has the memory
-    format of x.
+    where channels are first and a group fits into registers (up to 40960 numbers of 16 bits, half
+    as many of float32; 16 times as many on GPUs with clusters of blocks); else twice. The result
+    has the memory format of x.
 
     Args:
         x: (batch, channels, ...), such as (N, C, L) or (N, C, H, W); float16, bfloat16 or float32.

@@ -1,6 +1,5 @@
 """GroupNorm with an activation: its kernels, and which of them with which tile."""
 
-import ctypes
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
@@ -12,7 +11,6 @@ from ..runtime.structs import header
 from .steps import Kind, three_steps
 
 structs = header("group_norm/params.cuh")
-_ring = header("group_norm/nhwc_ring.cuh")
 
 ACTIVATIONS = ("none", "silu", "mish", "gelu", "gelu_tanh")
 
@@ -155,40 +153,6 @@ class GroupNormBwdCluster(ClusterConfig):
     params: ClassVar[type[structs.GroupNormBwdParams]] = structs.GroupNormBwdParams
 
 
-@dataclasses.dataclass(frozen=True)
-class RingConfig(KernelConfig):
-    """A kernel for NHWC through whose blocks' shared memory the samples pass; see ring.py.
-
-    Attributes:
-        reads: these tensors.
-    """
-
-    params: ClassVar[type[ctypes.Structure]] = structs.GroupNormRingParams
-
-    cooperative: ClassVar[bool] = True
-    smem_bytes: ClassVar[int] = _ring.RING_BYTES
-    threads: ClassVar[int] = _ring.RING_THREADS
-    reads: ClassVar[tuple[str, ...]]
-
-    dtype: str
-    weight: str
-    activation: str
-
-
-class GroupNormFwdRing(RingConfig):
-    """Forward."""
-
-    source: ClassVar[str] = "group_norm/group_norm_fwd_nhwc_sm90.cu"
-    reads: ClassVar[tuple[str, ...]] = ("x",)
-
-
-class GroupNormBwdRing(RingConfig):
-    """Backward."""
-
-    source: ClassVar[str] = "group_norm/group_norm_bwd_nhwc_sm90.cu"
-    reads: ClassVar[tuple[str, ...]] = ("x", "dout")
-
-
 def one_step(
     backward: bool,
     kind: Kind,
@@ -225,8 +189,6 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
             if aligned and not backward and architecture(capability).clusters:
                 spread = (x for x in SPREAD_CLUSTERS if x not in FORWARD_CLUSTERS)
                 yield from _clusters(GroupNormFwdCluster, kind, spread)
-            if aligned and architecture(capability).wgmma:
-                yield (GroupNormBwdRing if backward else GroupNormFwdRing)(*kind)
 
 
 def _one_step(

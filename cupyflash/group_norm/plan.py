@@ -13,15 +13,7 @@ from ..runtime.scratch import tile_counters
 from ..runtime.structs import header
 from . import kernels
 from .groups import MAX_GROUP, Groups, dense_like
-from .kernels import (
-    GroupConfig,
-    GroupNormBwd,
-    GroupNormBwdRing,
-    GroupNormFwdCluster,
-    GroupNormFwdRing,
-    OneStepConfig,
-)
-from .ring import ring_launch
+from .kernels import GroupConfig, GroupNormBwd, GroupNormFwdCluster, OneStepConfig
 from .steps import Kind, three_steps
 
 structs = header("group_norm/params.cuh")
@@ -30,7 +22,7 @@ MAX_WAVES = 8  # rounds of blocks that run one after the other
 
 
 class ForwardPlan(Plan):
-    """The forward kernel for one signature; in NHWC one that reads once if possible."""
+    """The forward kernel for one signature: one launch, or three that read twice."""
 
     def __init__(
         self,
@@ -52,9 +44,6 @@ class ForwardPlan(Plan):
             return
         groups = Groups(function, views | {"out": x._replace(strides=self.strides)}, num_groups)
         kind = (x.dtype, weight.dtype, activation)
-        self.ring = ring_launch(GroupNormFwdRing(*kind), groups, eps, x.device, aligned)
-        if self.ring:
-            return
         work = Work(function, False, x, groups, kind, aligned)
         self.partials_shape = (work.group_records * groups.batch * num_groups, 3)
         params = work.params(structs.GroupNormFwdParams, groups, eps)
@@ -69,19 +58,19 @@ class ForwardPlan(Plan):
         if self.empty:
             stats = library.empty_float32(self.stats_shape, x) if need_stats else None
             return out, library.zeros_like(stats) if need_stats else None
-        in_steps = not self.ring and len(self.launches) > 1
+        in_steps = len(self.launches) > 1
         need_stats = need_stats or in_steps
         stats = library.empty_float32(self.stats_shape, x) if need_stats else None
         partials = library.empty_float32(self.partials_shape, x) if in_steps else None
         stream = library.stream(self.device_id)
-        arguments = (*pointers, pointer(out), pointer(stats) if need_stats else 0)
-        if self.ring:
-            of_x, weight, bias, of_out, of_stats = arguments
-            self.ring.run(library, stream, x, (of_x, 0, weight, bias, of_stats, of_out, 0))
-            return out, stats
+        arguments = (
+            *pointers,
+            pointer(out),
+            pointer(stats) if need_stats else 0,
+            pointer(partials) if in_steps else 0,
+        )
         for launch in self.launches:
-            at_partials = pointer(partials) if in_steps else 0
-            launch.start(stream, launch.argument(*arguments, at_partials))
+            launch.start(stream, launch.argument(*arguments))
         return out, stats
 
 
@@ -108,11 +97,6 @@ class BackwardPlan(Plan):
         groups = Groups(function, tensors, num_groups)
         kind = (x.dtype, weight.dtype, activation)
         self.counters = self.sum = None
-        self.ring = ring_launch(GroupNormBwdRing(*kind), groups, 0.0, x.device, aligned)
-        if self.ring:
-            self.partials_shape = (2, self.ring.rows, channels)
-            self.sum = sum_launch(weight, x.device, self.partials_shape)
-            return
         work = Work(function, True, x, groups, kind, aligned)
         self.pieces_shape = (work.channel_records * x.shape[0], 2)
         self.means_shape = (x.shape[0], num_groups, 2)
@@ -137,11 +121,6 @@ class BackwardPlan(Plan):
         partials = library.empty_float32(self.partials_shape, x)
         stream, shares, workspace = library.stream(self.device_id), pointer(partials), (0, 0)
         sums, counters = (pointer(dweight), pointer(dbias)), 0
-        if self.ring:
-            of_dout, of_x, *others = pointers
-            self.ring.run(library, stream, x, (of_x, of_dout, *others, pointer(dx), shares))
-            self.sum.start(stream, self.sum.argument(shares, *sums))
-            return dx, dweight, dbias
         if self.counters:
             counters, _own = self.counters.address(stream, library, x)
         else:

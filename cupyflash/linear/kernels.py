@@ -1,6 +1,6 @@
 """The kernels of projections for GPUs of any kind, and which configuration a problem takes.
 
-`small_m` and `small_m_mlp` are for small M (up to 32 rows), `many` for any M. Those for Hopper
+`small_m` is for small M (up to 32 rows), `many` for any M. Those for Hopper
 alone are in `sm90_kernels` and `small_m_sm90_kernels`; `launches` chooses between all of them.
 """
 
@@ -21,10 +21,8 @@ linear_simt = header("linear/linear_simt.cu")
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 SWITCHES = (False, True)
 
-SMALL_M_ROWS = (8, 16, 32)  # rows of x in the tiles of linear_small_m and mlp_small_m
+SMALL_M_ROWS = (8, 16, 32)  # rows of x in the tiles of linear_small_m
 SMALL_M_STAGES = (4, 3, 2, 1)  # slices of weights of a warp in shared memory
-HIDDEN_UNIT = header("linear/whole_mlp.cuh").HIDDEN_UNIT
-MAX_MLP_COLUMNS = 2**25  # the most of out, whose elements are counted in 32 bits
 MMA_STAGE_BYTES = 16384  # x and weights in shared memory, as linear_mma.cu asserts
 GATE_LOADS = 2
 
@@ -69,42 +67,6 @@ class LinearSmallM(LinearConfig):
         """Number of blocks."""
         pairs = columns if self.gated else -(-columns // 2)
         return min(pairs, multiprocessors)
-
-
-@dataclasses.dataclass(frozen=True)
-class MlpSmallM(KernelConfig):
-    """A whole MLP of up to ``rows`` rows; its other fields are those of `LinearSmallM`.
-
-    Attributes:
-        cluster: blocks that share hidden columns.
-    """
-
-    source: ClassVar[str] = "linear/mlp_small_m.cu"
-    params: ClassVar[type[structs.MlpParams]] = structs.MlpParams
-    cooperative: ClassVar[bool] = True
-    cluster: ClassVar[int] = 1
-    threads: ClassVar[int] = small_m_rows.SMALL_M_THREADS
-
-    dtype: str
-    activation: str
-    gated: bool
-    rows: int
-    vector: int
-    num_stages: int
-    arch: int
-    smem_bytes: int
-
-    def clusters(self, hidden: int, multiprocessors: int) -> int:
-        """Number of clusters."""
-        return min(-(-hidden // HIDDEN_UNIT), max(1, multiprocessors // self.cluster))
-
-
-@dataclasses.dataclass(frozen=True)
-class MlpSmallMCluster(MlpSmallM):
-    """The same in clusters of two blocks."""
-
-    source: ClassVar[str] = "linear/mlp_small_m_cluster.cu"
-    cluster: ClassVar[int] = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,29 +177,6 @@ def small_m(
     return None
 
 
-def small_m_mlp(
-    dtype: str,
-    activation: str,
-    gated: bool,
-    rows: int,
-    sizes: tuple[int, int, int],
-    aligned: bool,
-    capability: Capability,
-    multiprocessors: int,
-) -> MlpSmallM | None:
-    """The kernel for a whole MLP of sizes (d_in, d_hidden, d_out), None as `small_m`."""
-    depth, hidden, columns = sizes
-    if columns > MAX_MLP_COLUMNS:
-        return None
-    for tail in _small_m_tails(dtype, rows, aligned, capability):
-        config = _mlp_kind(capability)(dtype, activation, gated, *tail)
-        units = -(-hidden // HIDDEN_UNIT)
-        width = HIDDEN_UNIT * -(-units // config.clusters(hidden, multiprocessors))
-        if _fits(config, rows * (row_bytes(dtype, depth) + row_bytes(dtype, width))):
-            return config
-    return None
-
-
 def many(
     dtype: str,
     activation: str,
@@ -272,11 +211,7 @@ def _small_m_tails(
         yield tile, vector, stages, gpu.mma, 1024 * gpu.shared_memory
 
 
-def _mlp_kind(capability: Capability) -> type[MlpSmallM]:
-    return MlpSmallMCluster if architecture(capability).clusters else MlpSmallM
-
-
-def _fits(config: LinearSmallM | MlpSmallM, bytes_of_rows: int) -> bool:
+def _fits(config: LinearSmallM, bytes_of_rows: int) -> bool:
     """Whether shared memory has room for rows besides what the kernel needs."""
     floats = (
         small_m_rows.SMALL_M_WARPS
@@ -311,10 +246,9 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
                 yield LinearMma(dtype, activation, gated, rotary, *tail)
             for rows in SMALL_M_ROWS:
                 for tail in _small_m_tails(dtype, rows, aligned, capability):
-                    both = [LinearSmallM(dtype, activation, gated, rotary, *tail)]
-                    if not rotary:
-                        both.append(_mlp_kind(capability)(dtype, activation, gated, *tail))
-                    yield from (config for config in both if _fits(config, 0))
+                    config = LinearSmallM(dtype, activation, gated, rotary, *tail)
+                    if _fits(config, 0):
+                        yield config
         if not rotary:
             yield LinearSimt(dtype, activation, gated)
     yield from map(RotaryEmbedding, ITEM_SIZE)

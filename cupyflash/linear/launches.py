@@ -2,16 +2,14 @@
 
 import operator
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from ..norm.plan import forward_launch
-from ..runtime.array import Array, View
+from ..runtime.array import View
 from ..runtime.checks import require_grid
 from ..runtime.config import ITEM_SIZE, KernelConfig
 from ..runtime.gpu import Capability, capability_of, multiprocessors
 from ..runtime.launch import Launch, call_fields
-from ..runtime.scratch import tile_counters
 from ..runtime.structs import bytes_behind, header
 from ..runtime.tensor_map import TensorMaps, TensorMapSpec
 from . import kernels, sm90_kernels, small_m_sm90_kernels
@@ -22,7 +20,7 @@ from .small_m_sm90_kernels import LinearSmallMSm90, is_apart
 
 structs = header("linear/params.cuh")
 
-MATRICES = ("x", "weight", "gate_weight", "residual", "down_weight")
+MATRICES = ("x", "weight", "gate_weight", "residual")
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
@@ -143,46 +141,6 @@ def many_kernel(
     return kernels.many(*kind, vector, capability, backend)
 
 
-def small_m_mlp(
-    views: Mapping[str, View], options: Options, aligned: bool, backend: str | None
-) -> "MlpLaunch | None":
-    """The launch of a whole MLP; None if M is not small, or has no room in shared memory.
-
-    The views go by the fields of `Arrays`; x and residual are (rows, columns).
-    """
-    if backend == "simt":
-        return None
-    x, up, down = views["x"], views["weight"], views["down_weight"]
-    strides, processors = row_strides(views), multiprocessors(x.device)
-    config = kernels.small_m_mlp(
-        x.dtype,
-        options.activation,
-        "gate_weight" in views,
-        x.shape[0],
-        (x.shape[1], up.shape[0], down.shape[0]),
-        aligned and is_aligned(x, {**strides, "hidden": up.shape[0]}),
-        capability_of(x.device),
-        processors,
-    )
-    if config is None:
-        return None
-    params = structs.MlpParams(
-        x_stride=strides["x"],
-        up_stride=strides["weight"],
-        gate_stride=strides.get("gate_weight", 0),
-        down_stride=strides["down_weight"],
-        residual_stride=strides.get("residual", 0),
-        out_stride=down.shape[0],
-        rows=x.shape[0],
-        depth=x.shape[1],
-        hidden=up.shape[0],
-        columns=down.shape[0],
-    )
-    if "norm_weight" in views:
-        params.norm = row_norm(x, views["norm_weight"], options)
-    return MlpLaunch(config, x.device, config.clusters(params.hidden, processors), params)
-
-
 def row_strides(views: Mapping[str, View]) -> dict[str, int]:
     """The row strides of matrices in elements, by name; the length of a row where there is one."""
     return {
@@ -225,25 +183,6 @@ def rotary_of(
         wide=cos.dtype == "float32",
         wide_positions=positions is not None and positions.dtype == "int64",
     )
-
-
-class MlpLaunch(Launch):
-    """A whole MLP of small M, whose blocks run at the same time, as they wait for each other."""
-
-    has_scratch = True
-
-    def __init__(
-        self, config: kernels.MlpSmallM, device: int, clusters: int, params: structs.MlpParams
-    ) -> None:
-        super().__init__(config, device, clusters * config.cluster, params)
-        self.partials_shape = (clusters, params.rows, -(-params.columns // 4) * 4)
-        self.counters = tile_counters(device)
-
-    def run(self, library: Any, stream: Any, like: Array, pointers: Sequence[int]) -> None:
-        """``pointers`` are those of the arrays, in the order of `MlpParams`."""
-        partials = library.empty_float32(self.partials_shape, like)
-        counter, _own = self.counters.address(stream, library, like)
-        self.start(stream, self.argument(*pointers, library.pointer(partials), counter))
 
 
 class LinearLaunch(Launch):

@@ -102,9 +102,8 @@ def mlp(
     """hidden down_weight^T + down_bias + residual, hidden = activation(h up_weight^T + up_bias).
 
     h is norm(x). With a gate hidden = activation(h gate_weight^T + gate_bias) * (h up_weight^T +
-    up_bias): SwiGLU with "silu", GEGLU with "gelu". A few rows take one launch, the hidden
-    activations in shared memory, where that is faster than two. Sums are in float32; hidden is
-    rounded to the dtype of x. Arrays and gradients as in `cupyflash.linear`.
+    up_bias): SwiGLU with "silu", GEGLU with "gelu". Sums are in float32; hidden is rounded to the
+    dtype of x. Arrays and gradients as in `cupyflash.linear`.
 
     Args:
         x: (..., d_in), float16, bfloat16 or float32.

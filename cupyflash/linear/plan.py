@@ -12,9 +12,8 @@ from ..runtime.operation import Plan, Plans
 from ..runtime.rows import collapse
 from . import reference
 from .checks import check
-from .launches import launches_of, small_m_kernel, small_m_mlp
+from .launches import launches_of
 from .reference import Arrays, Options
-from .small_m_sm90_kernels import LinearSmallMSm90
 
 Step = tuple[Launch, tuple[str, ...]]  # a kernel and the names of its arguments
 
@@ -43,22 +42,18 @@ def run(
 
 # The arguments of kernels by name: fields of `Arrays`, "out" for the result, "hidden" and "normal"
 # for memory between two kernels, "" for null. They are in the order of LinearParams for a
-# projection, of NormFwdParams for a norm, of MlpParams for a whole MLP.
+# projection, of NormFwdParams for a norm.
 ONLY = (*Arrays._fields[: Arrays._fields.index("positions") + 1], "out")
 FIRST = tuple({"residual": "", "out": "hidden"}.get(name, name) for name in ONLY)
 SECOND = ("hidden", "down_weight", "", "down_bias", "", "residual", *[""] * 5, "out")
 NORM = ("x", "", "norm_weight", "norm_bias", "normal", "", "")
 AFTER_NORM = {"x": "normal", "norm_weight": "", "norm_bias": ""}
-MLP = (
-    *("x", "weight", "gate_weight", "bias", "gate_bias", "norm_weight", "norm_bias"),
-    *("down_weight", "down_bias", "residual", "out"),
-)
 # Arrays that may be float32 beside an x of 16 bits.
 ROUNDED = ("weight", "gate_weight", "bias", "gate_bias", "down_weight", "down_bias")
 
 
 class LinearPlan(Plan):
-    """The kernels for one signature: one projection, or two, or a whole MLP at once.
+    """The kernels for one signature: one projection, or the two of an MLP.
 
     Rows of x that lie in no single stride are copied side by side first; so are residuals. float32
     weights and biases beside an x of 16 bits are rounded to its dtype first.
@@ -82,7 +77,7 @@ class LinearPlan(Plan):
         if self.empty:
             return
         self._prepare(views)
-        self.mlp, self.between = None, {}
+        self.between = {}
         if "down_weight" in views:
             steps = self._mlp(function, views, options, aligned, backend)
         else:
@@ -119,21 +114,13 @@ class LinearPlan(Plan):
     def _mlp(
         self, function: str, views: dict[str, View], options: Options, *how: Any
     ) -> list[Step]:
-        """The kernels of both projections; none if one launch computes the whole MLP."""
+        """The kernels of both projections."""
         hidden = views["x"].shape[0], views["weight"].shape[0]
         arrays = Arrays(*map(views.get, Arrays._fields))
         first, second = (
             {name: view for name, view in each._asdict().items() if view is not None}
             for each in (arrays.first(), arrays.second(dense(hidden, views["x"])))
         )
-        both_sm90 = [
-            isinstance(small_m_kernel(each, of_each, *how), LinearSmallMSm90)
-            for each, of_each in ((first, options), (second, Options()))
-        ]
-        self.mlp = None if all(both_sm90) else small_m_mlp(views, options, *how)
-        if self.mlp is not None:
-            self.of_mlp = self._places(MLP)
-            return []
         self.between["hidden"] = hidden
         return [
             *self._projection(FIRST, function, first, options, *how),
@@ -160,8 +147,6 @@ class LinearPlan(Plan):
             for i, copy in copies.items():
                 pointers[i] = pointer(copy)
         stream = library.stream(self.device_id)
-        if self.mlp is not None:
-            self.mlp.run(library, stream, x, self.of_mlp(pointers))
         between = [library.empty(shape, (shape[1], 1), x) for shape in self.between.values()]
         pointers += map(pointer, between)
         for launch, arguments in self.steps:

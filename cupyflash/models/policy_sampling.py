@@ -106,8 +106,7 @@ def growth(module: nn.ConvTranspose1d, source: Sequences) -> Prepared:
 class Normalised:
     """GroupNorm and Mish of a convolution; calls return (batch, channels, length), contiguous.
 
-    A copy and the one launch of channels first are less than channels last, which has three where
-    there are few positions.
+    A copy and the one launch of channels first are less than the three of channels last.
     """
 
     def __init__(self, norm: GroupNormMish, source: Convolution) -> None:

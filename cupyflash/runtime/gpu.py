@@ -105,11 +105,6 @@ def card_of(device: int) -> Card:
     return Card(capability_of(device), multiprocessors(device), l2_bytes(device))
 
 
-def architecture_of(device: int) -> Architecture:
-    """The `architecture` of an installed GPU."""
-    return architecture(capability_of(device))
-
-
 def multiprocessors(device: int) -> int:
     """The number that a plan may use: that of the context it is made for, or of the whole GPU."""
     return driver.multiprocessor_limit() or all_multiprocessors(device)

@@ -132,11 +132,6 @@ def _pad(fields: list[tuple[str, type]], alignment: int) -> None:
         fields.append((f"padding_{end}", ctypes.c_uint8 * (-end % alignment)))
 
 
-def field_names(struct: type[ctypes.Structure]) -> list[str]:
-    """Names of the fields that the header defines, without padding."""
-    return [name for name, _ in struct._fields_ if not name.startswith("padding_")]
-
-
 def bytes_behind(struct: type[ctypes.Structure], name: str) -> bytes:
     """Zeros from the end of a field to the end of the struct."""
     field = getattr(struct, name)

@@ -35,10 +35,8 @@ class TensorMapSpec:
     Attributes:
         dims: columns (head_dim), rows, heads, batch.
         strides: strides of rows, heads and batch, in bytes.
-        box_rows, box_columns: size of the tile that one copy moves ("box" in cuda.h).
-        swizzled: whether a tile has rows of 64 or 128 bytes in shared memory, with the swizzle of
-            that length; otherwise it has rows of any length, one after the other, and L2 reads no
-            more than these.
+        box_rows, box_columns: size of the tile that one copy moves ("box" in cuda.h). In shared
+            memory it has rows of 64 or 128 bytes, with the swizzle of that length.
     """
 
     dtype: str
@@ -46,7 +44,6 @@ class TensorMapSpec:
     strides: tuple[int, int, int]
     box_rows: int
     box_columns: int = BOX_COLUMNS
-    swizzled: bool = True
 
     def encode(self, pointer: int) -> bytes:
         """The 128 bytes of the map for an address; zeros for address 0 (an array without elements).
@@ -69,8 +66,8 @@ class TensorMapSpec:
             (c_uint32 * 4)(self.box_columns, self.box_rows, 1, 1),
             (c_uint32 * 4)(1, 1, 1, 1),
             _NONE,  # interleaved
-            _SWIZZLES[self.box_columns * ITEM_SIZE[self.dtype]] if self.swizzled else _NONE,
-            _L2_PROMOTION_256B if self.swizzled else _NONE,
+            _SWIZZLES[self.box_columns * ITEM_SIZE[self.dtype]],
+            _L2_PROMOTION_256B,
             _FILL_ZEROS,
         )
         if status:

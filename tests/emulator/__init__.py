@@ -35,7 +35,7 @@ FLAGS = [
 ]
 MULTIPROCESSORS = 3  # so few that blocks take several tiles
 # EmulatedMap of ptx.h: the address, dims, strides in bytes, the size of a tile, its swizzle.
-pack_map = struct.Struct("Q4Q4Q3i").pack
+pack_map = struct.Struct("Q4Q4Q2i").pack
 
 
 @contextlib.contextmanager
@@ -166,6 +166,5 @@ def _write(path: Path, text: str) -> None:
 
 def _encode(self: tensor_map.TensorMapSpec, pointer: int) -> bytes:
     item = ITEM_SIZE[self.dtype]
-    tile = self.box_columns, self.box_rows, self.swizzled
-    packed = pack_map(pointer, *self.dims, item, *self.strides, *tile)
+    packed = pack_map(pointer, *self.dims, item, *self.strides, self.box_columns, self.box_rows)
     return packed.ljust(128, b"\0")

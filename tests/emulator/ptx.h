@@ -82,7 +82,7 @@ inline void begin_bulk(uint32_t src, unsigned bytes, std::function<void(const ch
 struct EmulatedMap {
   char* base;
   unsigned long long dims[4], strides[4];  // strides in bytes, of all dimensions
-  int box_columns, box_rows, swizzled;
+  int box_columns, box_rows;
 };
 
 // The address with the swizzle of a tile whose rows have 128 or 64 bytes. The hardware applies it
@@ -96,15 +96,14 @@ template <class F>
 void for_elements(const EmulatedMap& map, unsigned smem, const int (&at)[4], F f) {
   if (!map.base) fail("a tensor map without an array is used");
   const int item = map.strides[0], row_bytes = map.box_columns * item;
-  if (smem % (map.swizzled ? 8 * row_bytes : 128)) fail("a tile of TMA is not aligned");
+  if (smem % (8 * row_bytes)) fail("a tile of TMA is not aligned");
   const auto inside = [&](int i, long long x) { return x >= 0 && x < (long long)map.dims[i]; };
   for (int row = 0; row < map.box_rows; ++row) {
     char* line = map.base + (at[1] + row) * (long long)map.strides[1] +
                  at[2] * (long long)map.strides[2] + at[3] * (long long)map.strides[3];
     const bool valid = inside(1, at[1] + row) && inside(2, at[2]) && inside(3, at[3]);
     for (int column = 0; column < map.box_columns; ++column) {
-      unsigned address = smem + row * row_bytes + column * item;
-      if (map.swizzled) address = swizzle(address, row_bytes);
+      const unsigned address = swizzle(smem + row * row_bytes + column * item, row_bytes);
       f(shared_pointer<char>(address),
         valid && inside(0, at[0] + column) ? line + (at[0] + column) * (long long)item : nullptr,
         item);
