@@ -1,8 +1,8 @@
 """All tables and pictures, one script after the other, each in a process of its own.
 
-    python -m bench.all --quick       on one H200 in less than 10 minutes
-    python -m bench.all               everything at full length, which takes much longer
-    python -m bench.all --quick --only ladder memory
+    python -m bench all --quick       on one H200 in less than 10 minutes
+    python -m bench all               everything at full length, which takes much longer
+    python -m bench all --quick --only ladder memory
 
 With ``--quick``, scripts that measure only a part of their problems write to bench/results/quick/,
 so that no complete results are lost; the others write to bench/results/ as always. A script that
@@ -73,7 +73,7 @@ def folder_of(step: Step, quick: bool) -> Path:
 def command_of(step: Step, quick: bool) -> list[str]:
     source = [str(folder_of(step, quick) / f"{step.reads}.json")] if step.reads else []
     options = [*step.arguments, *(step.quick if quick else ())]
-    return [sys.executable, "-m", f"bench.{step.module}", *source, *options]
+    return [sys.executable, "-m", "bench", step.module, *source, *options]
 
 
 def run(step: Step, options: argparse.Namespace, log: Path) -> str:
@@ -101,13 +101,13 @@ def tell(console: Console, step: Step, why: str, log: Path) -> None:
         console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("all", __doc__, repeats=None, output=False)
     add, names = parser.add_argument, [step.name for step in STEPS]
     add("--quick", action="store_true")
     add("--only", nargs="+", choices=names, metavar="STEP", default=names, help=", ".join(names))
     add("--timeout", type=float, help="seconds of a script; default 180 with --quick, else 7200")
-    _, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     harness.require_gpu("all")
     options.timeout = options.timeout or (180.0 if options.quick else 7200.0)
     console, logs = report.console(), Path(tempfile.mkdtemp(prefix="bench-all-"))
@@ -129,7 +129,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tell(console, step, why, log)
     console.print(table)
     return int(bool(failed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Every architecture of transformers, tiny and random, beside eager attention, on the CPU.
 
-python -m bench.architectures [--only llama bert ...] [--table bench/results/architectures.json]
+python -m bench architectures [--only llama bert ...] [--table bench/results/architectures.json]
 
 Each model that hands its attention over runs without padding, with padding on the left and on the
 right, packed (by positions), with gradients, and with a dynamic and a static cache, where it has
@@ -19,7 +19,7 @@ import pathlib
 import platform
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,26 +36,29 @@ LENGTHS = (24, 17, 5)
 Tensors = dict[str, torch.Tensor]
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> int:
     formatter = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench architectures", description=__doc__, formatter_class=formatter
+    )
     parser.add_argument("--only", nargs="*", help="types, as in config.model_type")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--table", type=pathlib.Path, help="where the results go")
-    arguments = parser.parse_args()
-    kinds = [kind for kind, *_ in architectures() if not arguments.only or kind in arguments.only]
+    options = parser.parse_args(arguments)
+    kinds = [kind for kind, *_ in architectures() if not options.only or kind in options.only]
     rows = {}
-    with concurrent.futures.ProcessPoolExecutor(arguments.jobs, initializer=prepare) as pool:
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, initializer=prepare) as pool:
         for kind, row in zip(kinds, pool.map(row_of, kinds)):
             rows[kind] = row
             print(kind, *(f"{key}={value}" for key, value in row.items()), flush=True)
     counts = collections.Counter(row["result"] for row in rows.values())
     print(dict(counts))
-    if arguments.table:
+    if options.table:
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         versions["transformers"] = transformers.__version__
         table = {"versions": versions, "counts": counts, "rows": rows}
-        arguments.table.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+        options.table.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    return 0
 
 
 def prepare() -> None:
@@ -312,7 +315,3 @@ def _too_slow(*_: Any) -> None:
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-
-
-if __name__ == "__main__":
-    main()

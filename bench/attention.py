@@ -1,6 +1,6 @@
 """Attention beside its peers: check, then time all providers on the same tensors.
 
-    python -m bench.attention --head-dim 64 128 --seqlen 4096 16384 --output attention
+    python -m bench attention --head-dim 64 128 --seqlen 4096 16384 --output attention
 
 The protocol is `bench.timing.PROTOCOL`; bench/README.md explains it. A provider that is missing,
 cannot do a shape or fails the check is left out with a note. Exit status 1 if cupyflash failed the
@@ -9,7 +9,6 @@ check anywhere.
 
 import argparse
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,8 +82,7 @@ def measure(run: harness.Run, direction: str, problem: Problem, names: Sequence[
     run.compare(f"{direction} {problem}", names, checked_call, row_of)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     if options.once:
         run_once(options)
@@ -97,7 +95,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure(run, direction, problem, options.providers)
     table = attention_table(run.rows, run.fields["matmul_tflops"])
     return run.finish(table, *geometric_means(run.rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """Two results files of one script: what became faster or slower beyond the noise of both.
 
-    python -m bench.compare old.json new.json
+    python -m bench compare old.json new.json
     git show HEAD:bench/results/models.json > /tmp/old.json
-    python -m bench.compare /tmp/old.json bench/results/models.json --threshold 0.03
+    python -m bench compare /tmp/old.json bench/results/models.json --threshold 0.03
 
 A row is slower if its median time grew by more than the threshold and if the quartiles of both runs
 do not overlap; faster likewise. Rows without quartiles have the threshold alone. Peers do not
@@ -14,7 +14,6 @@ Exit status 1 if any of them is slower, 2 if the files cannot be compared.
 
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,7 +128,7 @@ def summary(changes: list[Change], threshold: float) -> list[str]:
     return [*lines, f"rows of cupyflash: {counts}"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("compare", __doc__, repeats=None, output=False)
     add = parser.add_argument
     add("old", type=Path)
@@ -137,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--threshold", type=float, default=0.02, help="a share of the old time; default 0.02")
     add("--without-drift", action="store_true", help="divide by the mean change of the peers")
     add("--any-gpu", action="store_true", help="compare files of different GPUs")
-    _, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     files: list[dict[str, Any]] = [json.loads(x.read_text()) for x in (options.old, options.new)]
     gpus = [results["gpu"] for results in files]
     if gpus[0] != gpus[1] and not options.any_gpu:
@@ -158,7 +157,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(
         any(report.is_ours(x.impl) and x.verdict(options.threshold) == "slower" for x in changes)
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

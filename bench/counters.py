@@ -67,8 +67,8 @@ def available(metrics: Iterable[str]) -> list[str]:
     return [x for x in metrics if x.partition(".")[0] in known or x.startswith("launch__")]
 
 
-def output_of(module: str, arguments: Sequence[str], metrics: Sequence[str]) -> str:
-    """The output of ``python -m module arguments`` and of ncu around it.
+def output_of(script: str, arguments: Sequence[str], metrics: Sequence[str]) -> str:
+    """The output of ``python -m bench script arguments`` and of ncu around it.
 
     Raises:
         RuntimeError: there is no ncu, or it failed; says what to do where that is known.
@@ -80,7 +80,7 @@ def output_of(module: str, arguments: Sequence[str], metrics: Sequence[str]) -> 
         ncu, "--metrics", ",".join(metrics), "--csv", "--print-units", "base",
         "--print-kernel-base", "mangled", "--clock-control", "none",
         "--profile-from-start", "off", "--target-processes", "all",
-        sys.executable, "-m", module, *arguments,
+        sys.executable, "-m", "bench", script, *arguments,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     both = done.stdout + done.stderr

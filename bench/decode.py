@@ -1,7 +1,7 @@
 """Attention of one new token to a KV cache, which it enters, beside SDPA's backends.
 
-    python -m bench.decode
-    python -m bench.decode --batch 1 --length 32768 131072 --output decode_long
+    python -m bench decode
+    python -m bench decode --batch 1 --length 32768 131072 --output decode_long
 
 Heads of GPT-2 small, Llama 3 8B, Qwen 2.5 7B and Gemma 2 9B; batch 1, 8 and 32; 512 and 8192 tokens
 in the cache. The peers write the token into the cache and run SDPA on it, cupyflash does both in
@@ -12,7 +12,6 @@ reported and left out. The exit status is 1 if cupyflash was wrong.
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -110,16 +109,12 @@ def checked_call(problem: DecodeProblem, impl: str) -> Callable[[], Any]:
     return call
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("decode", __doc__, impls=IMPLS, dtypes=True)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--length", nargs="+", type=int, default=[512, 8192])
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     run = harness.Run("decode", PROTOCOL, arguments, options)
     for problem in run.each(problems(options.dtype, options.batch, options.length)):
         run.compare_bytes(problem, options.impls, checked_call)
     return run.finish(harness.table_of_bytes(run))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

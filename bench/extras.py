@@ -1,6 +1,6 @@
 """The cost of options: cupyflash with an option beside cupyflash without, and a target for each.
 
-    python -m bench.extras --only varlen window
+    python -m bench extras --only varlen window
 
 Check and clock are those of bench.attention; both sides of a ratio are timed in turn. A ratio whose
 target is below 1 is one of rates and must reach it; one whose target is above 1 is one of times for
@@ -18,7 +18,6 @@ Exit status 1 if a check failed; a target that is missed is marked.
 """
 
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -215,10 +214,10 @@ def extras_table(rows: list[Row]) -> Table:
     return table
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("extras", __doc__, output=False)
     parser.add_argument("--only", nargs="+", default=[""], help="rows with one of these in a name")
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     chosen = [x for x in comparisons() if any(name in x.what for name in options.only)]
     if not chosen:
         parser.error(f"--only: no name holds any of {options.only}")
@@ -238,7 +237,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = f"{reached} of {len(run.rows)} targets met, {left_out} not run"
     run.finish(extras_table(run.rows), summary)
     return int(bool(run.notes.wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

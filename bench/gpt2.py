@@ -1,6 +1,6 @@
 """GPT-2 from prompt to text: naive, flash and fused, beside transformers.
 
-    python -m bench.gpt2 --random small      # or python -m cupyflash gpt2 --random small --bench
+    python -m bench gpt2 --random small
 
 Prefill is 8 x 1024 tokens by CUDA events as in bench.attention. Decode is greedy after a prompt,
 with the tokens on the host as they come: the host's clock from the first token to the last, the
@@ -12,7 +12,6 @@ status 1 if that is cupyflash. HBM traffic comes from ncu (--ncu) or is not show
 import argparse
 import functools
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +64,7 @@ def add_traffic(arguments: list[str], bench: Any, ops: list[Row], notes: Any) ->
 
     run = [*(x for x in arguments if x != "--ncu"), "--profile"]
     try:
-        moved = gpt2_traffic.bytes_of("bench.gpt2", run)
+        moved = gpt2_traffic.bytes_of("gpt2", run)
     except Exception as error:  # no ncu, no rights, too old
         notes.left_out("ncu", error, "the traffic")
         return {}
@@ -78,8 +77,8 @@ def add_traffic(arguments: list[str], bench: Any, ops: list[Row], notes: Any) ->
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments, options = harness.parsed(make_parser(), arguments)
+def main(arguments: Sequence[str]) -> int:
+    options = make_parser().parse_args(arguments)
     if options.profile:
         return profile(options)
     from bench.gpt2_measure import DECODE, Bench
@@ -99,7 +98,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     weight_bytes = bench.model.config.parameters * bench.model.dtype.itemsize
     tables = peers_table(run.rows, weight_bytes, run.fields["copy_gbps"])
     return run.finish(story_table(run.rows, traffic), tables, f"wrote {picture.name}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,13 +11,13 @@ MARK = "vector_addIf"  # the kernel that follows each call: vector_add<float>
 LABEL = "profiled: "
 
 
-def bytes_of(module: str, arguments: Sequence[str]) -> dict[str, float]:
-    """Bytes read and written by each call that ``python -m module arguments`` gives to `profile`.
+def bytes_of(script: str, arguments: Sequence[str]) -> dict[str, float]:
+    """Bytes read and written by each call that this run of a script gives to `profile`.
 
     Raises:
         RuntimeError: no ncu, or it measured nothing.
     """
-    found = parse(counters.output_of(module, arguments, counters.DRAM_BYTES))
+    found = parse(counters.output_of(script, arguments, counters.DRAM_BYTES))
     return {label: counters.dram_bytes(launches) for label, launches in found.items()}
 
 

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import functools
 import io
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -56,7 +55,7 @@ def parser(
         impls: choices of ``--impls``.
         dtypes: with ``--dtype``.
     """
-    found = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=doc)
+    found = argparse.ArgumentParser(prog=f"python -m bench {name}", description=doc)
     found.formatter_class = argparse.RawDescriptionHelpFormatter
     if dtypes:
         found.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"])
@@ -70,14 +69,6 @@ def parser(
     return found
 
 
-def parsed(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
-) -> tuple[list[str], argparse.Namespace]:
-    """The arguments of a script, by default those of the process, and its options."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    return arguments, parser.parse_args(arguments)
-
-
 def require_gpu(name: str) -> None:
     """End a script that measures on a GPU where there is none, before it writes anything.
 
@@ -88,7 +79,7 @@ def require_gpu(name: str) -> None:
         SystemExit: the reason, with the exit status 1.
     """
     if problem.DEVICE == "cuda" and (reason := gpu_problem()):
-        raise SystemExit(f"bench.{name}: needs a GPU, and has written nothing: {reason}")
+        raise SystemExit(f"bench {name}: needs a GPU, and has written nothing: {reason}")
 
 
 def gpu_problem() -> str:
@@ -172,7 +163,7 @@ class Run:
             require_gpu(name)
         self.name, self.file = name, getattr(options, "output", name)
         self.protocol = protocol.format(**vars(options))
-        self.command = command_line(f"bench.{name}", list(arguments))
+        self.command = command_line(name, arguments)
         self.out, self.rows, self.timer = console(), [], None
         self.notes, self.fields = Notes(self.out), {**machine_fields(), **fields}
         if timed:
@@ -200,7 +191,7 @@ class Run:
             SystemExit: there are none, and results of an earlier run are kept.
         """
         if not self.rows and "kernels" not in self.fields:  # those of bench.profile
-            raise SystemExit(f"bench.{self.name}: nothing was measured, and nothing written")
+            raise SystemExit(f"bench {self.name}: nothing was measured, and nothing written")
         return write_results(self.file, self.rows, self.protocol, self.command, **self.fields)
 
     def compare(

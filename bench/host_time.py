@@ -1,6 +1,6 @@
 """Host time of a call in microseconds: what the caller's thread spends to enqueue one attention.
 
-    python -m bench.host_time
+    python -m bench host_time
 
 Targets: cupyflash at most 15 us from CuPy arrays and 20 us from torch tensors, without autograd.
 (SDPA measured 26 us and FlashAttention-3 110 to 160 us on an H200 machine.)
@@ -11,7 +11,6 @@ is the median sample, all implementations in turn. `grad` marks forwards that re
 """
 
 import functools
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,9 +65,9 @@ def torch_call(provider: Provider, grad: bool) -> Callable[[], Any]:
     return lambda: call.attention(q, k, v, PROBLEM.causal)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("host_time", __doc__, repeats=None, output=False)
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     import torch
 
     from bench.timing import medians
@@ -93,7 +92,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.rows.append({"op": "host_time", "impl": impl, "us": us, "grad": grad, **PROBLEM.row()})
         table.add_row(impl, "yes" if grad else "no", f"{us:.1f}")
     return run.finish(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """The ladder: attention from the scores in memory to the newest kernels, on the same tensors.
 
-    python -m bench.ladder --traffic      all lengths, float32 and bfloat16, DRAM bytes by ncu
-    python -m bench.ladder --quick        fewer lengths and repeats, a shorter limit for a call
+    python -m bench ladder --traffic      all lengths, float32 and bfloat16, DRAM bytes by ncu
+    python -m bench ladder --quick        fewer lengths and repeats, a shorter limit for a call
 
 Forward passes of batch 1 at 512 to 65536 tokens: naive attention with its scores in memory, fused
 but not tiled, FlashAttention-1, cupyflash's backends from CUDA cores to Hopper, a Triton kernel of
@@ -22,7 +22,6 @@ import copy
 import functools
 import itertools
 import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,7 +120,7 @@ class Ladder:
         kept = [x for x in arguments if x != "--traffic"]
         try:
             self.run.write()
-            moved = gpt2_traffic.bytes_of("bench.ladder", [*kept, "--profile"])
+            moved = gpt2_traffic.bytes_of("ladder", [*kept, "--profile"])
         except Exception as error:  # no ncu, no rights, too old
             self.run.notes.left_out("ncu", error, "the traffic")
             return
@@ -246,7 +245,7 @@ def published_table(rows: list[Row], left_out: list[Row]) -> Table:
     return table
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("ladder", __doc__, repeats=10, dtypes=True)
     parser.set_defaults(dtype=["float32", "bfloat16"])
     add = parser.add_argument
@@ -259,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--traffic", action="store_true", help="measure DRAM bytes, too, by ncu")
     add("--quick", action="store_true")
     add("--profile", action="store_true", help=argparse.SUPPRESS)
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     if options.quick:
         vars(options).update(QUICK)
     if options.profile:
@@ -280,7 +279,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_table(run, tables, [], "Attention forward")
     run.draw(plot_length.draw_ladder)
     return int(bool(status or run.notes.wrong.intersection(OURS)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """QKV projection and MLP beside torch eager, torch.compile and cuBLASLt's own epilogues.
 
-    python -m bench.linear --ops mlp --rows 1 4 16 --output linear
+    python -m bench linear --ops mlp --rows 1 4 16 --output linear
 
 With small M the figure that matters is the share of the copy bandwidth at which the weights are
 read once (`gbps`; a read alone may reach a little more than a copy), with large M it is the rate of
@@ -10,7 +10,6 @@ cupyflash was wrong anywhere.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,17 +67,13 @@ def table_of(run: harness.Run) -> Table:
     return report.table_of(run.rows, lambda row: row["problem"], ("rate", "share"), rate_of)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("linear", __doc__, impls=IMPLS, dtypes=True)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     text = "instead of 1, 4, 16 and the model's own many"
     parser.add_argument("--rows", nargs="+", type=int, help=text)
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     run = harness.Run("linear", PROTOCOL, arguments, options)
     for problem in run.each(problems(options.ops, options.dtype, options.rows)):
         measure(run, problem, options.impls)
     return run.finish(table_of(run))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Forward and backward of the projections beside torch eager and torch.compile.
 
-    python -m bench.linear_training --output linear_training
+    python -m bench linear_training --output linear_training
 
 A call is the forward and the whole autograd.grad: gradients of x, weights, biases, norm and
 residual. Clock and rounds are those of bench.attention. The result and all gradients are compared
@@ -12,7 +12,6 @@ training.
 import contextlib
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -133,18 +132,14 @@ def table_of(run: harness.Run) -> Table:
     return report.table_of(run.rows, lambda row: row["problem"], ("rate", "share"), rate_of)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("linear_training", __doc__, repeats=15, impls=IMPLS, dtypes=True)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--rows", nargs="+", type=int, help="instead of the model's own")
     text = "float32 weights, residuals and norms"
     parser.add_argument("--autocast", action="store_true", help=text)
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     run = harness.Run("linear_training", PROTOCOL, arguments, options)
     for problem in run.each(problems(options.ops, options.dtype, options.rows)):
         measure(run, problem, options.impls, options.autocast)
     return run.finish(table_of(run))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """The cost of masks, biases, dropout and padding, beside cupyflash without them and beside SDPA.
 
-    python -m bench.masks
+    python -m bench masks
 
 Batches of 4 x 4096 tokens, 2048 hidden, bfloat16, not causal; the clock of bench.attention, all in
 turn. With a mask or bias, results are compared with float64 first (bench.correctness); dropout and
@@ -10,7 +10,6 @@ option; rates count the scores that lengths leave.
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,10 +106,10 @@ def masks_table(rows: list[Row]) -> Table:
     return table
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("masks", __doc__, output=False)
     parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS)
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     from bench.timing import PROTOCOL
 
     run = harness.Run("masks", PROTOCOL, arguments, options)
@@ -118,7 +117,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         heads = HIDDEN // head_dim
         measure(run, kind, Problem("bfloat16", head_dim, BATCH, SEQLEN, heads, heads, False))
     return run.finish(masks_table(run.rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Peak extra GPU memory of attention at 512 to 65536 tokens, beside what is predicted.
 
-    python -m bench.memory
+    python -m bench memory
 
 Extra is what is allocated at the worst moment of a pass beyond what was there before it. The
 forward runs under autograd: it leaves out and LSE. The backward leaves dq, dk, dv and needs a
@@ -8,7 +8,6 @@ float32 dQ accumulator, and the LSE and delta of each row in float32. All of it 
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,11 +98,11 @@ def rows_of(problem: Problem, name: str) -> list[Row]:
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("memory", __doc__, repeats=None, output=False)
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=DEFAULT_PROVIDERS)
     parser.add_argument("--head-dim", type=int, default=128)
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     run = harness.Run("memory", PROTOCOL, arguments, options, timed=False)
     figures = ("fwd MiB", "predicted", "bwd MiB", "predicted")
     table = report.new_table("tokens", "provider", right=figures)
@@ -115,7 +114,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table.add_row(f"{seqlen}", name, *(texts or ["does not fit"]))
         run.rows += new
     return run.finish(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

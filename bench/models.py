@@ -1,8 +1,8 @@
 """Attention of real models beside its peers: check, then time all providers on the same tensors.
 
-    python -m bench.models                        every model of bench.model_shapes, both passes
-    python -m bench.models --only Llama Whisper   the models with one of these in their names
-    python -m bench.models --list
+    python -m bench models                        every model of bench.model_shapes, both passes
+    python -m bench models --only Llama Whisper   the models with one of these in their names
+    python -m bench models --list
 
 Check and clock are those of bench.attention: 128 query rows of one sequence and key head, at a
 random place, are compared with float64, gradients of biases and sinks too, and everything else must
@@ -15,7 +15,6 @@ cupyflash failed the check anywhere.
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -124,14 +123,14 @@ def write_table(
     return path
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("models", __doc__, repeats=10)
     add = parser.add_argument
     add("--list", action="store_true", help="print the models and their shapes")
     add("--only", nargs="+", default=[""], metavar="NAME", help="models with this in their names")
     add("--pass", dest="direction", choices=PASSES, default="both")
     add("--providers", nargs="+", choices=PROVIDERS, default=[*DEFAULT, *PACKAGES])
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     if options.list:
         report.console().print(listing())
         return 0
@@ -153,7 +152,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     run.draw(draw)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Norms and the diffusion step beside torch eager, torch.compile and Liger: GB/s next to a copy's.
 
-    python -m bench.norms --ops layer_norm group_norm_activation --output norms
+    python -m bench norms --ops layer_norm group_norm_activation --output norms
 
 Bytes are those that must move: each input read once, each output written once (weights and
 statistics do not count), so a kernel that reads twice cannot reach the copy. Clock and rounds are
@@ -11,7 +11,6 @@ of the copy for tensors beyond the L2 cache.
 
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,18 +63,14 @@ def short_title(problem: str) -> str:
     return problem
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("norms", __doc__, impls=IMPLS, dtypes=True)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--pass", dest="direction", choices=PASSES, default="both")
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     run = harness.Run("norms", PROTOCOL, arguments, options)
     cells = itertools.product(problems(options.ops, options.dtype), PASSES[options.direction])
     for problem, direction in run.each(x for x in cells if x[1] in x[0].passes):
         measure(run, direction, problem, options.impls)
     title_of = lambda row: f"{row['pass']} {short_title(row['problem'])}"  # noqa: E731
     return run.finish(harness.table_of_bytes(run, title_of))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """A picture of a results file: TFLOP/s by sequence length, a panel per head dim, full and causal.
 
-python -m bench.plot bench/results/attention.json    writes attention-fwd and attention-bwd, and
+python -m bench plot bench/results/attention.json    writes attention-fwd and attention-bwd, and
 attention-causal: both passes of the causal problems alone, for the project's README; PNG and SVG
 """
 
@@ -152,8 +152,8 @@ def draw_panel(axis: Any, rows: list[dict[str, Any]], impls: list[str]) -> None:
     axis.margins(y=0.15)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__)
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench plot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("results", type=Path, help="a file that bench.attention wrote")
     source = parser.parse_args(arguments).results
@@ -169,7 +169,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = source.with_name(f"{source.stem}-{name}.png")
         draw(results, lines, what, path)
         print(f"wrote {path}")
-
-
-if __name__ == "__main__":
-    main()

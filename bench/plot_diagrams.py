@@ -1,14 +1,16 @@
 """The diagrams of bench/REPORT.md: a block of the sm_90 forward kernel, and its overlaps in time.
 
-    python -m bench.plot_diagrams
+    python -m bench plot_diagrams
 
 The page behind them shows through, and text outside of boxes is a grey that reads on white and on
 black. Sizes are those of head dim 128 (`FORWARD_TILES` in attention/sm90/forward.py).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import harness
 from bench.plot_models import GREY
 from bench.report import RESULTS
 
@@ -115,7 +117,7 @@ DIAGRAMS = {
 }
 
 
-def main(folder: Path = RESULTS) -> None:
+def draw_all(folder: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -135,5 +137,8 @@ def main(folder: Path = RESULTS) -> None:
             pyplot.close(figure)
 
 
-if __name__ == "__main__":
-    main()
+def main(arguments: Sequence[str]) -> int:
+    parser = harness.parser("plot_diagrams", __doc__, repeats=None, output=False)
+    parser.parse_args(arguments)
+    draw_all(RESULTS)
+    return 0

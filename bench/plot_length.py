@@ -1,7 +1,7 @@
 """Pictures over the sequence length, both axes logarithmic: of bench.ladder and of bench.memory.
 
-    python -m bench.plot_length bench/results/ladder.json     ladder.svg, ladder-memory.svg
-    python -m bench.plot_length bench/results/memory.json     memory.svg
+    python -m bench plot_length bench/results/ladder.json     ladder.svg, ladder-memory.svg
+    python -m bench plot_length bench/results/memory.json     memory.svg
 
 Each is a PNG, too. The page behind them shows through, and their text is a grey that reads on white
 and on black.
@@ -9,7 +9,6 @@ and on black.
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -226,8 +225,8 @@ def _slopes(lengths: list[int], lines: list[Line]) -> list[Line]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.plot_length", description=__doc__)
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench plot_length", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("results", type=Path, help="a file of bench.ladder or bench.memory")
     source = parser.parse_args(arguments).results
@@ -235,7 +234,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_memory = any(row["op"] == "memory" for row in results["rows"])
     (draw_memory if is_memory else draw_ladder)(results, source.with_suffix(".svg"))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """The error of float32 attention against float64: cupyflash's precisions beside SDPA and bfloat16.
 
-    python -m bench.precision
+    python -m bench precision
 
 The error of out, LSE, dq, dk and dv is relative to the exact result: the root mean square to its
 root mean square, the maximum to its maximum. Float64 is computed by torch on the same float32
@@ -13,7 +13,6 @@ picture precision.svg and precision.png. Exit status 1 if a result of cupyflash 
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -181,10 +180,10 @@ def summary(rows: list[Row]) -> list[str]:
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("precision", __doc__, repeats=None)
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), metavar="N")
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     import torch
 
     torch.set_float32_matmul_precision("highest")  # of sdpa-math
@@ -201,7 +200,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_table(run, tables, lines, "Relative errors, root mean square and largest,")
     run.draw(plot_precision.draw)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Every kernel of the project at a typical size: what it is made of, its counters, and its bound.
 
-    python -m bench.profile            all of it; needs a GPU and the right to read its counters
-    python -m bench.profile --static   without counters, and so without a GPU
+    python -m bench profile            all of it; needs a GPU and the right to read its counters
+    python -m bench profile --static   without counters, and so without a GPU
 
 The static part comes from the cubins: registers, spills, shared memory, and the instructions of the
 inner loop by kind (bench.sass says which loop that is). The counters come from ncu, which runs each
@@ -11,7 +11,6 @@ profile.md, and the picture roofline.svg (and .png); without counters profile_st
 """
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -188,13 +187,13 @@ def case_rows(facts: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Row]
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("profile", __doc__, repeats=None)
     parser.add_argument("--static", action="store_true", help="without counters")
     parser.add_argument("--only", default="", metavar="TEXT", help="calls whose name contains it")
     parser.add_argument("--quick", action="store_true", help="attention at 4096 only")
     parser.add_argument("--child", action="store_true", help="(internal) the process below ncu")
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     if options.child:
         child(options.only, options.quick)
         return 0
@@ -206,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             metrics = counters.available(METRICS)
             forwarded = ["--child", "--only", options.only, *["--quick"] * options.quick]
-            output = counters.output_of("bench.profile", forwarded, metrics)
+            output = counters.output_of("profile", forwarded, metrics)
             facts, launches = facts_of(output), counters.launches_of(output)
             failed = [line for line in output.splitlines() if line.startswith(LEFT_OUT)]
             status = int(bool(failed))
@@ -243,7 +242,3 @@ def ceilings() -> dict[str, float]:
     # 128 lanes of a multiprocessor, two operations each; ClockRate is in kHz.
     fp32 = facts["MultiProcessorCount"] * 128 * 2 * facts["ClockRate"] / 1e9
     return {**Timer(5).ceilings(), "fp32_tflops": round(fp32, 1)}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

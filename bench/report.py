@@ -59,9 +59,9 @@ def _driver() -> str:
         return "unknown"
 
 
-def command_line(module: str, arguments: list[str]) -> str:
+def command_line(script: str, arguments: Sequence[str]) -> str:
     """The command that repeats this run."""
-    return shlex.join(["python", "-m", module, *arguments])
+    return shlex.join(["python", "-m", "bench", script, *arguments])
 
 
 def write_results(name: str, rows: list[Row], protocol: str, command: str, **fields: Any) -> Path:

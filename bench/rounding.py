@@ -1,6 +1,6 @@
 """How the online softmax rounds: the rescale of a maximum that stays, with and without an FMA.
 
-    python -m bench.rounding
+    python -m bench rounding
 
 It follows `RowState` of softmax.cuh in NumPy, in float32, over rows of standard normal scores. The
 exponentials and the sum of a tile are exact here, so that every error is that of the running
@@ -8,7 +8,6 @@ statistics. "rounded": both products of a maximum with the scale are rounded, as
 "FMA": the second product goes into a fused multiply-add, which does not round it.
 """
 
-import sys
 from collections.abc import Sequence
 
 import numpy
@@ -65,10 +64,10 @@ def measure(seqlen: int, fma: bool) -> report.Row:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("rounding", __doc__, repeats=None, output=False)
     parser.add_argument("--seqlen", type=int, nargs="+", default=LENGTHS)
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     run = harness.Run("rounding", PROTOCOL, arguments, options, timed=False, on_gpu=False)
     titles = ("error of the LSE", "rescales that are 1", "skipped by a warp")
     table = report.new_table("keys", "products", right=titles)
@@ -79,7 +78,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shares = (f"{100 * row[key]:.0f} %" for key in ("rows", "warps"))
             table.add_row(str(seqlen), row["impl"], f"{row['lse_error']:.1e}", *shares)
     return run.finish(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

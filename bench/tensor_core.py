@@ -1,6 +1,6 @@
 """How mma.sync rounds: float16 products into a float32 accumulator, as backend fp16x3 uses it.
 
-Part of ``python -m bench.precision``. `measure` asks a function mma(c, a, b), which is one warp's
+Part of ``python -m bench precision``. `measure` asks a function mma(c, a, b), which is one warp's
 chain of mma.sync.m16n8k16, and whose model in NumPy the tests have.
 """
 

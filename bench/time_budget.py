@@ -1,6 +1,6 @@
 """Where the time of a call goes: Python, launch, waiting, GPU; and what the first call costs.
 
-    python -m bench.time_budget
+    python -m bench time_budget
 
 Causal attention of a small, a middle and a large problem, on torch tensors, forward. Then the same
 small problem in two fresh processes: with an empty cache of compiled kernels, and with the cache
@@ -105,9 +105,9 @@ def first_calls() -> dict[str, float]:
     return {name: round(ms, 2) for name, ms in found.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("time_budget", __doc__, repeats=20)
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     run = harness.Run("time_budget", PROTOCOL, arguments, options)
     parts = ("python", "launch", "waiting", "gpu", "wall")
     table = report.new_table("call", right=[f"{part} µs" for part in parts])
@@ -122,7 +122,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw_budget(json.loads(path.read_text()), path)
     line = "import {import} ms; first call {compile} ms, that of a later process {load} ms"
     return run.finish(table, line.format(**first))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Which multiprocessor works on which tile of a launch: time stamps of a debug build.
 
-    python -m bench.timeline
+    python -m bench timeline
 
 writes bench/results/timeline.json and draws it, timeline.svg and timeline.png: a line for each
 multiprocessor, a bar for each tile. The debug build is the source of a kernel with stamps inserted
@@ -13,7 +13,6 @@ import ctypes
 import dataclasses
 import functools
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -250,10 +249,10 @@ def compact(tiles: Sequence[dict[str, Any]]) -> list[list[float]]:
     return [[round(x, 2) for x in tile.values()] for tile in tiles]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("timeline", __doc__, repeats=None)
     parser.add_argument("--seqlen", type=int, default=8192)
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     run = harness.Run("timeline", PROTOCOL, arguments, options, timed=False)
     for name in STAMPS:
         shape = Problem("bfloat16", 128, 1, options.seqlen, 16, 16, True)
@@ -267,7 +266,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw_timeline({**run.fields, "rows": run.rows}, path.with_suffix(".svg"))
     lines = [f"{row['kernel']}: multiprocessors busy {100 * row['busy']:.1f} %" for row in run.rows]
     return run.finish(*lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Train the same small GPT with eager attention, SDPA and cupyflash; the losses must coincide.
 
-    python -m bench.train_char_gpt
+    python -m bench train_char_gpt
 
 It predicts the bytes of Python's own standard library, or of the files given. All runs have the
 same first weights and batches, and compute in bfloat16 (autocast).
@@ -16,7 +16,6 @@ three times the noise, and 2^-23 of the loss, and the script exits with 1 if one
 Tokens per second are those of whole training steps after the tenth, on the host's clock.
 """
 
-import sys
 import sysconfig
 import time
 from collections.abc import Sequence
@@ -190,11 +189,11 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("train_char_gpt", __doc__, repeats=None, output=False)
     parser.add_argument("--text", nargs="+", type=Path, help="files to train on")
     parser.add_argument("--steps", type=int, default=400)
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     run = harness.Run("train_char_gpt", PROTOCOL, arguments, options, timed=False, size=str(SIZE))
     run.rows += curves(SIZE, options.text or standard_library(), options.steps, problem.DEVICE)
     title = f"GPT of {SIZE} on {run.fields['gpu']}"
@@ -206,7 +205,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     run.finish(title, table(run.rows), f"wrote {picture}", *lines)
     return int(bool(wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Time of a training step of a 124M GPT-2, eager and torch.compile'd, with SDPA and cupyflash.
 
-    python -m bench.train_step
+    python -m bench train_step
 
 12 layers, width 768, 12 heads, 50304 tokens of vocabulary; bfloat16 autocast, fused AdamW; 16384
 tokens a step. A sample is the host's clock around ten steps (forward, backward, optimizer) and a
@@ -12,7 +12,6 @@ the best of them divided by the row's.
 
 import functools
 import itertools
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -122,16 +121,12 @@ def table(rows: list[Row]) -> Table:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("train_step", __doc__, repeats=7, output=False)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     run = harness.Run("train_step", PROTOCOL, arguments, options, timed=False)
     for size, mode in run.each(itertools.product(SIZES, options.modes)):
         measure(run, size, mode, options.repeats)
     run.finish(table(run.rows))
     return int(bool(run.notes.wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

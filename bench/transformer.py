@@ -1,6 +1,6 @@
 """Transformer blocks for one new token of a few sequences beside torch eager and torch.compile.
 
-    python -m bench.transformer --output transformer
+    python -m bench transformer --output transformer
 
 GPT-2 small and xl, one block and (small) all twelve, batch 1, 4 and 8, 512 tokens in the cache.
 Bytes are those of the weights and of the keys and values that are attended to, each read once: what
@@ -11,7 +11,6 @@ cupyflash was wrong.
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -155,15 +154,11 @@ def checked_call(problem: BlockProblem, impl: str) -> Callable[[], Any]:
     return call
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("transformer", __doc__, impls=IMPLS, dtypes=True)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 8])
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     run = harness.Run("transformer", PROTOCOL, arguments, options)
     for problem in run.each(problems(options.dtype, options.batch)):
         run.compare_bytes(problem, options.impls, checked_call)
     return run.finish(harness.table_of_bytes(run))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

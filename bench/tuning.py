@@ -1,7 +1,7 @@
 """The built-in tiles of attention beside the fastest that `python -m cupyflash tune` finds.
 
-    python -m bench.tuning             20 shapes
-    python -m bench.tuning --quick     6 of them, fewer rounds
+    python -m bench tuning             20 shapes
+    python -m bench tuning --quick     6 of them, fewer rounds
 
 Each shape gets `--budget` seconds. Candidates that spill or give wrong results are left out; the
 table has the ones timed. A built-in choice should be within 2 % of the fastest: the last line names
@@ -9,7 +9,6 @@ those that are not. The results are bench/results/tuning.json and the table tuni
 if a candidate was wrong.
 """
 
-import sys
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -126,11 +125,11 @@ def measure(run: harness.Run, problem: Attention, backend: str | None, seconds: 
             run.notes.left_out(f"cupyflash {label(x.tile)}", error, found.key)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("tuning", __doc__, repeats=None)
     parser.add_argument("--quick", action="store_true", help=f"the first {QUICK} shapes")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds for each shape")
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     run = harness.Run("tuning", PROTOCOL, arguments, options, timed=False)
     shapes = SHAPES[:QUICK] if options.quick else SHAPES
     for *shape, backend in run.each(shapes):
@@ -140,7 +139,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = run.finish(table, line)
     write_table(run, [table], [line], "ms")
     return status or int(len(run.rows) < len(shapes))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

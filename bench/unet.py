@@ -1,6 +1,6 @@
 """Denoising with the U-Net of a diffusion policy beside torch eager and torch.compile.
 
-    python -m bench.unet --output unet
+    python -m bench unet --output unet
 
 All steps of a sampler from noise to actions: 7 actions, horizon 16, channels 256, 512 and 1024, a
 condition of 128 numbers. The peers run the same model with torch's operations, one compiled
@@ -17,7 +17,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -217,11 +216,11 @@ def table_of(rows: list[Row]) -> Table:
     return table
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("unet", __doc__, repeats=10, impls=IMPLS, dtypes=True)
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 64, 256])
-    arguments, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     import torch
 
     torch.backends.cudnn.benchmark = True
@@ -230,7 +229,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for problem in run.each(itertools.starmap(UnetProblem, cells)):
         measure(run, problem, options.impls)
     return run.finish(table_of(run.rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """A seeded sample of the architectures in bench/results/architectures.json, compared anew.
 
-`python -m bench.architectures` compares all of them and writes the table.
+`python -m bench architectures` compares all of them and writes the table.
 """
 
 import json

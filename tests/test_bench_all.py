@@ -20,8 +20,8 @@ def scripts(tmp_path, monkeypatch):
     started, failures = {}, {}
 
     def run(command, stdout, stderr, env, timeout):
-        module, *arguments = command[2:]
-        started[module.removeprefix("bench.")] = (arguments, env[report.FOLDER])
+        module, *arguments = command[3:]
+        started[module] = (arguments, env[report.FOLDER])
         stdout.write(f"output of {module}\n")
         if failures.get(module) == "hangs":
             raise subprocess.TimeoutExpired(command, timeout)
@@ -53,13 +53,13 @@ def test_everything(scripts):
 
 def test_failures_do_not_stop_the_others(scripts, capsys):
     started, failures, _ = scripts
-    failures |= {"bench.ladder": 3, "bench.memory": "hangs"}
+    failures |= {"ladder": 3, "memory": "hangs"}
     assert bench_all.main(["--quick", "--only", "ladder", "memory", "precision"]) == 1
     assert set(started) == {"ladder", "memory", "precision"}
     printed = capsys.readouterr().out
-    assert "ladder: exit status 3" in printed and "  output of bench.ladder" in printed
+    assert "ladder: exit status 3" in printed and "  output of ladder" in printed
     assert "memory: over 180 s" in printed and "2 failed" in printed
-    assert "  output of bench.precision" not in printed
+    assert "  output of precision" not in printed
 
 
 @pytest.mark.parametrize("step", bench_all.STEPS, ids=lambda step: step.name)

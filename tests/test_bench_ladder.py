@@ -101,7 +101,7 @@ def test_traffic(dry_run, monkeypatch):
 
     def bytes_of(module, arguments):
         monkeypatch.setattr(ladder.gpt2_traffic, "profile", asked.append)
-        assert module == "bench.ladder" and ladder.main(arguments) == 0
+        assert module == "ladder" and ladder.main(arguments) == 0
         for call in asked[0].values():
             assert call().shape
         return dict.fromkeys(asked[0], 1000000.0)

@@ -50,7 +50,7 @@ def test_dry_run(dry_run, capsys):
         if x["block"] and x["impl"] == "cupyflash"
     }
     assert {(33, "erNorm"), (20, "rotary")} <= blocks
-    assert results["command"].startswith("python -m bench.linear --dtype float32")
+    assert results["command"].startswith("python -m bench linear --dtype float32")
     assert "GB/s" in capsys.readouterr().out
 
 

@@ -96,7 +96,7 @@ def test_dry_run(run, capsys):
         "Softcap", "1 x 150, 2 heads, D=16, softcap 5", "fwd", "1000.0", "-", "-",
     ]  # fmt: skip
     assert "fwd cupyflash: 1.000 x the best peer, geometric mean of 6; 6 at or above 1" in page
-    assert "python -m bench.models --providers" in page and "sdpa-math: 1" not in page
+    assert "python -m bench models --providers" in page and "sdpa-math: 1" not in page
     picture = (run.path / "models.svg").read_text()
     assert "Padding" in picture and "Softcap" not in picture and "#D55E00".lower() in picture
 

@@ -60,7 +60,7 @@ def test_dry_run(dry_run, capsys):
     assert timed == expected and results["copy_gbps"] == 4290.0
     row = results["rows"][0]
     assert row["gbps"] == round(4 * 4 * 240 / 1.0 / 1e6, 1)
-    assert results["command"].startswith("python -m bench.norms --dtype float32")
+    assert results["command"].startswith("python -m bench norms --dtype float32")
     assert "channels-last" in capsys.readouterr().out
 
 

@@ -44,7 +44,7 @@ def test_dry_run(run, capsys):
     assert "lse" not in rows["normal D=128 full 130", "sdpa-math"]["rms"]
     assert rows["logits x 100 D=128 full 130", "cupyflash"]["largest_logit"] > 300
     page = (run.path / "precision.md").read_text()
-    assert "python -m bench.precision --lengths 64 130" in page
+    assert "python -m bench precision --lengths 64 130" in page
     assert "rms error of cupyflash / sdpa-math: geometric mean " in page
     assert "outliers D=64 causal 130" in page
     assert "in every precision (length 130)" in (run.path / "precision.svg").read_text()

@@ -66,17 +66,17 @@ def fake_ncu(tmp_path, monkeypatch):
 def test_what_to_do_without_counters(fake_ncu, monkeypatch):
     fake_ncu("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\n", 1)
     with pytest.raises(RuntimeError, match="NVreg_RestrictProfilingToAdminUsers=0"):
-        counters.output_of("bench.gpt2", [], ["a"])
+        counters.output_of("gpt2", [], ["a"])
     fake_ncu("some other failure\n", 3)
     with pytest.raises(RuntimeError, match="ncu failed: some other failure"):
-        counters.output_of("bench.gpt2", [], ["a"])
+        counters.output_of("gpt2", [], ["a"])
     fake_ncu(NCU)
-    assert gpt2_traffic.bytes_of("bench.gpt2", []) == {"naive": 1000507, "fused: head": 11}
+    assert gpt2_traffic.bytes_of("gpt2", []) == {"naive": 1000507, "fused: head": 11}
     fake_ncu("dram__bytes_read   Counter  byte  # of bytes\n")
     wanted = ("dram__bytes_read.sum", "launch__grid_size", "unknown__metric.sum")
     assert counters.available(wanted) == list(wanted[:2])
     monkeypatch.setattr(counters, "find_ncu", lambda: None)
-    for ask in (lambda: counters.available(["a"]), lambda: gpt2_traffic.bytes_of("bench.gpt2", [])):
+    for ask in (lambda: counters.available(["a"]), lambda: gpt2_traffic.bytes_of("gpt2", [])):
         with pytest.raises(RuntimeError, match="ncu is not installed; it is part of"):
             ask()
 
@@ -203,7 +203,7 @@ def test_every_kernel_has_a_case(coverage):
 
 @needs_nvrtc
 def test_static_run(coverage):
-    """``python -m bench.profile --static --only vector_add``."""
+    """``python -m bench profile --static --only vector_add``."""
     *_, status, (found,) = coverage
     assert status == 0 and found["kernel"] == "vector_add" and found["registers"] > 0
 

@@ -40,7 +40,7 @@ def test_online_softmax(fma):
 def test_diagrams(tmp_path):
     """They are drawn, with the sizes of the tile that they show."""
     pytest.importorskip("matplotlib")
-    plot_diagrams.main(tmp_path)
+    plot_diagrams.draw_all(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2 * len(plot_diagrams.DIAGRAMS)
     block_m, block_n, q_stages, kv_stages = FORWARD_TILES[128]
     text = (tmp_path / "hopper-block.svg").read_text()

@@ -132,7 +132,7 @@ def test_dry_run(dry_run, capsys):
     timed = {(x["pass"], x["impl"]) for x in results["rows"]}
     # A wrong forward is in no table; a wrong backward, in none of the backward.
     assert timed == {("fwd", "sdpa-math"), ("fwd", "cupyflash-simt"), ("bwd", "sdpa-math")}
-    assert results["command"].startswith("python -m bench.attention --head-dim 16")
+    assert results["command"].startswith("python -m bench attention --head-dim 16")
     printed = capsys.readouterr().out
     assert "sdpa-efficient left out from fwd" in printed and "WRONG RESULT: out" in printed
     assert "cupyflash-simt left out from bwd" in printed and "WRONG RESULT: dk" in printed
