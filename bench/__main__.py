@@ -6,12 +6,36 @@ import importlib.util
 import sys
 from pathlib import Path
 
-SCRIPTS = (
-    *("all", "attention", "models", "ladder", "compare", "extras", "masks", "train_step"),
-    *("train_char_gpt", "norms", "linear", "linear_training", "gpt2", "unet", "decode"),
-    *("transformer", "host_time", "profile", "timeline", "time_budget", "memory"),
-    *("architectures", "precision", "rounding", "tuning", "plot", "plot_diagrams", "plot_length"),
-)
+SCRIPTS = {  # name: module of bench
+    "all": "all",
+    "attention": "attention.attention",
+    "models": "attention.models",
+    "ladder": "attention.ladder",
+    "compare": "lib.compare",
+    "extras": "attention.extras",
+    "masks": "attention.masks",
+    "memory": "attention.memory",
+    "precision": "attention.precision",
+    "rounding": "attention.rounding",
+    "tuning": "attention.tuning",
+    "host_time": "attention.host_time",
+    "linear": "linear.linear",
+    "linear_training": "linear.training",
+    "norms": "norm.norms",
+    "decode": "decode.decode",
+    "transformer": "decode.transformer",
+    "gpt2": "gpt2.gpt2",
+    "unet": "diffusion.unet",
+    "architectures": "transformers.architectures",
+    "train_step": "transformers.train_step",
+    "train_char_gpt": "transformers.train_char_gpt",
+    "profile": "profile.profile",
+    "timeline": "profile.timeline",
+    "time_budget": "profile.time_budget",
+    "plot": "attention.plot",
+    "plot_diagrams": "attention.plot_diagrams",
+    "plot_length": "attention.plot_length",
+}
 
 
 def summary(module: str) -> str:
@@ -24,10 +48,10 @@ def main() -> int:
     """Exit status of the script; 2 if there is none of this name."""
     name, *arguments = sys.argv[1:] or [""]
     if name in SCRIPTS:
-        return importlib.import_module(f"bench.{name}").main(arguments)
+        return importlib.import_module(f"bench.{SCRIPTS[name]}").main(arguments)
     print("python -m bench NAME [-h], with one of these names:", file=sys.stderr)
-    for script in SCRIPTS:
-        print(f"  {script:16} {summary(f'bench.{script}')}", file=sys.stderr)
+    for script, module in SCRIPTS.items():
+        print(f"  {script:16} {summary(f'bench.{module}')}", file=sys.stderr)
     return 2
 
 

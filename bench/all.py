@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import harness, report
+from bench.lib import harness, report
 
 QUICK = "quick"  # the folder of results that are a part of the problems
 TAIL = 15  # lines of the output of a script that failed

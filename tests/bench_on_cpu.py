@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import harness, problem, report
+from bench.lib import harness, problem, report
 
 
 class FakeTimer:
@@ -28,7 +28,7 @@ class FakeTimer:
 def without_gpu(monkeypatch, results):
     """Prepare for runs that write into the folder ``results``; returns torch."""
     torch = pytest.importorskip("torch")
-    from bench import timing
+    from bench.lib import timing
 
     monkeypatch.setattr(timing, "Timer", FakeTimer)
     monkeypatch.setattr(problem, "DEVICE", "cpu")

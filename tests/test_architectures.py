@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from bench import architectures  # noqa: E402
+from bench.transformers import architectures  # noqa: E402
 
 TABLE = pathlib.Path(__file__).parent.parent / "bench/results/architectures.json"
 RESULTS = json.loads(TABLE.read_text())

@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 
-from bench import attention, memory, plot, providers, report  # noqa: E402
-from bench.problem import Problem, attention_flops  # noqa: E402
+from bench.attention import attention, memory, plot  # noqa: E402
+from bench.lib import providers, report  # noqa: E402
+from bench.lib.problem import Problem, attention_flops  # noqa: E402
 
 FULL = Problem("bfloat16", 64, 2, 256, 4, 2, False)
 CAUSAL = Problem("float16", 128, 1, 512, 16, 16, True)

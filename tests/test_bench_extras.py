@@ -9,9 +9,10 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import extras, problem, providers  # noqa: E402
-from bench.extras import Variant, packed  # noqa: E402
-from bench.problem import Problem  # noqa: E402
+from bench.attention import extras  # noqa: E402
+from bench.attention.extras import Variant, packed  # noqa: E402
+from bench.lib import problem, providers  # noqa: E402
+from bench.lib.problem import Problem  # noqa: E402
 
 SMALL = Problem("bfloat16", 16, 1, 300, 4, 2, True)
 

@@ -8,8 +8,9 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import ladder, plot_length, providers, rungs  # noqa: E402
-from bench.problem import Problem  # noqa: E402
+from bench.attention import ladder, plot_length, rungs  # noqa: E402
+from bench.lib import providers  # noqa: E402
+from bench.lib.problem import Problem  # noqa: E402
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import models, providers, report  # noqa: E402
-from bench.model_shapes import DOCUMENTS, MODELS, PADDING, PAIR, SENTENCES, model  # noqa: E402
-from bench.providers import PROVIDERS, Call, Provider  # noqa: E402
+from bench.attention import models  # noqa: E402
+from bench.attention.model_shapes import DOCUMENTS, MODELS, PADDING, PAIR, SENTENCES, model  # noqa: E402
+from bench.lib import providers, report  # noqa: E402
+from bench.lib.providers import PROVIDERS, Call, Provider  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTS = (("fwd ", "bwd "), "where flash-attn-3 runs, ", "flash-attn-3 as the peer, ")

@@ -8,8 +8,9 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import norm_problems, norms  # noqa: E402
-from bench.norm_problems import NormProblem  # noqa: E402
+from bench.norm import norms
+from bench.norm import problems as norm_problems  # noqa: E402
+from bench.norm.problems import NormProblem  # noqa: E402
 
 SMALL = {
     "layer_norm": [(6, 40)],

@@ -11,8 +11,8 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import precision, tensor_core  # noqa: E402
-from bench.precision import Case  # noqa: E402
+from bench.attention import precision, tensor_core  # noqa: E402
+from bench.attention.precision import Case  # noqa: E402
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""bench.profile and bench.timeline without a GPU: ncu's output, SASS, cubins, stamps, pictures."""
+"""bench profile and bench.timeline without a GPU: ncu's output, SASS, cubins, stamps, pictures."""
 
 import json
 import os
@@ -12,7 +12,10 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 from targets import is_hopper  # noqa: E402
 from tiny_kernel import needs_nvrtc  # noqa: E402
 
-from bench import counters, gpt2_traffic, harness, profile, profile_report, report, sass, timeline  # noqa: E402
+from bench.lib import counters, harness, report  # noqa: E402
+from bench.lib import traffic as gpt2_traffic
+from bench.profile import profile, sass, timeline  # noqa: E402
+from bench.profile import report as profile_report
 from cupyflash.baselines.baselines import VectorAdd  # noqa: E402
 from cupyflash.jit import sources  # noqa: E402
 
@@ -166,7 +169,8 @@ def test_static_shared():
 COVERAGE = """
 import json, sys
 from pathlib import Path
-from bench import profile, report, sass
+from bench.profile import profile, sass
+from bench.lib import report
 from cupyflash.attention.backends import BACKENDS
 from cupyflash.precompile import TOPICS
 
@@ -318,7 +322,7 @@ def test_tiles():
 
 def test_pictures(tmp_path):
     pytest.importorskip("matplotlib")
-    from bench import plot_profile
+    from bench.profile import plot_profile
 
     row = {"dtype": "bfloat16", "head_dim": 128, "heads": 1, "seqlen_q": 256, "busy": 0.9}
     tiles = [[0, 0, 2, 128, 0, 0], [1, 0.1, 1, 0, 0, 0]]
@@ -341,7 +345,7 @@ def test_pictures(tmp_path):
 def test_trace(name):
     """The debug build gives the results of the kernel, and a record of every tile."""
     pytest.importorskip("torch")
-    from bench.problem import Problem
+    from bench.lib.problem import Problem
 
     shape = Problem("bfloat16", 128, 2, 1024, 5, 5, True)  # one tile for each block
     row = timeline.measure(name, shape)

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 
-from bench import plot_diagrams, report, rounding  # noqa: E402
+from bench.attention import plot_diagrams, rounding  # noqa: E402
+from bench.lib import report  # noqa: E402
 from cupyflash.attention.sm90.forward import FORWARD_TILES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""Whole runs of bench.attention on the CPU with the clock taken out, and the clock itself."""
+"""Whole runs of bench attention on the CPU with the clock taken out, and the clock itself."""
 
 import json
 from types import SimpleNamespace
@@ -9,7 +9,8 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import attention, providers  # noqa: E402
+from bench.attention import attention  # noqa: E402
+from bench.lib import providers  # noqa: E402
 
 ROW_FIELDS = "op pass dtype head_dim batch seqlen_q seqlen_k heads heads_kv causal impl ms tflops"
 
@@ -48,7 +49,7 @@ class SimulatedGPU:
 def simulation(monkeypatch):
     """A simulated GPU, and a Timer of twelve rounds on it."""
     torch = pytest.importorskip("torch")
-    from bench.timing import Timer
+    from bench.lib.timing import Timer
 
     gpu, timer = SimulatedGPU(monkeypatch, torch), Timer.__new__(Timer)
     timer.repeats, timer.least_repeats = 12, 5
@@ -90,7 +91,7 @@ def test_timer_counts_a_late_host(simulation):
 
 @pytest.fixture
 def dry_run(tmp_path, monkeypatch):
-    """bench.attention on torch's CPU with the clock taken out; returns its status and its file."""
+    """bench attention on torch's CPU with the clock taken out; returns its status and its file."""
     torch = without_gpu(monkeypatch, tmp_path)
     attention_math = providers.PROVIDERS["sdpa-math"].load()
 

@@ -8,7 +8,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 pytest.importorskip("matplotlib", reason="bench.train_char_gpt draws its curves")
 
-from bench import gpt, problem, report, train_char_gpt, train_step  # noqa: E402
+from bench.lib import problem, report  # noqa: E402
+from bench.transformers import gpt, train_char_gpt, train_step  # noqa: E402
 
 TINY = gpt.Size(layers=1, width=32, heads=2, seqlen=24, batch=2)
 

@@ -8,8 +8,8 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import transformer  # noqa: E402
-from bench.transformer import BlockProblem  # noqa: E402
+from bench.decode import transformer  # noqa: E402
+from bench.decode.transformer import BlockProblem  # noqa: E402
 
 
 def test_bytes():

@@ -8,7 +8,7 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import tuning  # noqa: E402
+from bench.attention import tuning  # noqa: E402
 from cupyflash import environment  # noqa: E402
 from cupyflash.attention.backends import BACKENDS  # noqa: E402
 from cupyflash.attention.problem import Features, Kind  # noqa: E402

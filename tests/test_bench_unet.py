@@ -8,7 +8,8 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import report, unet  # noqa: E402
+from bench.diffusion import unet  # noqa: E402
+from bench.lib import report  # noqa: E402
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 pytest.importorskip("torch", reason="some scripts import it first")
 
-from bench import __main__, harness, report  # noqa: E402
+from bench import __main__  # noqa: E402
+from bench.lib import harness, report  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = set(__main__.SCRIPTS)

@@ -92,7 +92,7 @@ def test_the_example_is_formatted(tree, tool):
 
 
 def test_the_files_that_the_page_names_exist(tree):
-    folders = (ROOT, ROOT / "tests", ROOT / "bench")
+    folders = (ROOT, ROOT / "tests", ROOT / "bench", ROOT / "bench" / "lib")
     paths = [*tree.rglob("*"), *(path for folder in folders for path in folder.iterdir())]
     known = [f"{path.as_posix()}/" for path in paths]
     named = re.findall(r"`([\w./]+(?:\.(?:py|cu|cuh|md|toml)|/))`", PAGE)

@@ -4,9 +4,9 @@
     python tests/repository/record_plans.py after.txt             # in the new tree
     diff before.txt after.txt
 
-The calls are those of `bench.models`, of the 72 cells of `bench.attention` and of
+The calls are those of `bench models`, of the 72 cells of `bench attention` and of
 `tests/attention_cases.py`, forward and backward, the first two also with a deterministic backward,
-on several GPUs and with each forced backend. Plans are made by `bench.dry_run`, so no GPU is
+on several GPUs and with each forced backend. Plans are made by `bench.lib.dry_run`, so no GPU is
 needed. For each launch there is a line: the kernel, the grid, the threads of a block, the shared
 memory, what each pointer of the argument points to, its tensor maps, and a digest of all other
 bytes of the argument. Allocations are lines as well: their sizes are those of results and scratch.
@@ -35,8 +35,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from attention_cases import Case, cases  # noqa: E402
 from targets import Target  # noqa: E402
 
-from bench import dry_run, model_shapes, problem  # noqa: E402
-from bench.attention import parse, problems  # noqa: E402
+from bench.attention import model_shapes  # noqa: E402
+from bench.attention.attention import parse, problems  # noqa: E402
+from bench.lib import dry_run, problem  # noqa: E402
 from cupyflash.runtime.gpu import Card  # noqa: E402
 
 CARDS = {
