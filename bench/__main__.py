@@ -32,9 +32,8 @@ SCRIPTS = {  # name: module of bench
     "profile": "profile.profile",
     "timeline": "profile.timeline",
     "time_budget": "profile.time_budget",
-    "plot": "attention.plot",
-    "plot_diagrams": "attention.plot_diagrams",
-    "plot_length": "attention.plot_length",
+    "plot": "plot",
+    "plot_diagrams": "attention.diagrams",
 }
 
 

@@ -36,7 +36,6 @@ class Step:
         arguments: of the module, in every run.
         quick: its further arguments with ``--quick``.
         partial: with ``--quick`` it measures only a part of its problems.
-        reads: the results file that it takes as its first argument, from where its step wrote it.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Step:
     arguments: tuple[str, ...] = ()
     quick: tuple[str, ...] = ()
     partial: bool = False
-    reads: str = ""
 
 
 FEW_CELLS = "--head-dim 64 128 --seqlen 1024 4096 16384 --repeats 5"
@@ -59,8 +57,6 @@ STEPS = (
     Step("tuning", "tuning", quick=("--quick",), partial=True),
     Step("timeline", "timeline"),
     Step("time budget", "time_budget"),
-    Step("picture of attention", "plot", partial=True, reads="attention"),
-    Step("picture of memory", "plot_length", reads="memory"),
     Step("rounding", "rounding"),
     Step("diagrams", "plot_diagrams"),
 )
@@ -71,9 +67,8 @@ def folder_of(step: Step, quick: bool) -> Path:
 
 
 def command_of(step: Step, quick: bool) -> list[str]:
-    source = [str(folder_of(step, quick) / f"{step.reads}.json")] if step.reads else []
     options = [*step.arguments, *(step.quick if quick else ())]
-    return [sys.executable, "-m", "bench", step.module, *source, *options]
+    return [sys.executable, "-m", "bench", step.module, *options]
 
 
 def run(step: Step, options: argparse.Namespace, log: Path) -> str:

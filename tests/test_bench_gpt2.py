@@ -36,7 +36,7 @@ def dry_run(tmp_path, monkeypatch):
 
 def test_dry_run(dry_run, tmp_path, capsys):
     status, results = dry_run("--ncu")
-    assert status == 0 and (tmp_path / "dry.png").stat().st_size > 10000
+    assert status == 0 and (tmp_path / "dry.svg").stat().st_size > 10000
     names = {"cupyflash-naive", "cupyflash-flash", "cupyflash-fused"}
     names |= {"transformers-eager", "transformers-sdpa"}
     for op, batch in (("gpt2_prefill", 2), ("gpt2_decode", 1), ("gpt2_decode", 3)):

@@ -178,7 +178,6 @@ def test_sdpa_takes_windows_and_packed_sequences(run):
 
 def test_flash_attn_gets_its_own_names(monkeypatch):
     import sys
-    from types import SimpleNamespace
 
     pytest.importorskip("torch")
     called = []
@@ -198,9 +197,8 @@ def test_the_page_of_the_results(tmp_path, monkeypatch):
     results = json.loads((report.RESULTS / "models.json").read_text())
     page = (report.RESULTS / "models.md").read_text()
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    run = SimpleNamespace(file="models", fields=results, command=results["command"])
     lines = models.summary(results["rows"])
-    models.write_table(run, [models.models_table(results["rows"])], lines)
+    report.write_page("models", results, [models.models_table(results["rows"])], lines)
     assert (tmp_path / "models.md").read_text() == page
     assert "…" not in page and "| FA2 varlen |" in page and "| ratio |" in page
     best, where, beside = ([line for line in lines if line.startswith(x)] for x in STARTS)

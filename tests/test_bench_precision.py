@@ -48,7 +48,6 @@ def test_dry_run(run, capsys):
     assert "rms error of cupyflash / sdpa-math: geometric mean " in page
     assert "outliers D=64 causal 130" in page
     assert "in every precision (length 130)" in (run.path / "precision.svg").read_text()
-    assert (run.path / "precision.png").stat().st_size
 
 
 def test_cases_are_different():

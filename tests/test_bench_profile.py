@@ -285,7 +285,7 @@ def test_page(tmp_path, monkeypatch, capsys):
     page = (tmp_path / "p.md").read_text()
     assert "| flash_fwd_sm90<float> | tensor | barrier 75" in " ".join(page.split())
     assert "| norm_fwd<float> | DRAM |" in " ".join(page.split())
-    assert (tmp_path / "p.png").stat().st_size > 10000
+    assert "TFLOP/s" in (tmp_path / "p.svg").read_text()
     assert json.loads((tmp_path / "p.json").read_text())["cases"][0]["ratio"] == 2.5
 
     def refuses(*arguments):
@@ -318,26 +318,6 @@ def test_tiles():
     tiles = timeline.tiles_of(records)
     assert timeline.compact(tiles) == [[7, 0, 2, 128, 1, 0], [8, 1, 4, 0, 1, 0]]
     assert timeline.busy_share(tiles) == 5 / 8
-
-
-def test_pictures(tmp_path):
-    pytest.importorskip("matplotlib")
-    from bench.profile import plot_profile
-
-    row = {"dtype": "bfloat16", "head_dim": 128, "heads": 1, "seqlen_q": 256, "busy": 0.9}
-    tiles = [[0, 0, 2, 128, 0, 0], [1, 0.1, 1, 0, 0, 0]]
-    rows = [
-        {**row, "kernel": x, "rows_are": timeline.ROW_OF[x], "tiles": tiles}
-        for x in timeline.STAMPS
-    ]
-    plot_profile.draw_timeline({"gpu": "G", "rows": rows}, tmp_path / "timeline")
-    call = {"call": "small", "seqlen_q": 128, "python": 8.0, "launch": 5.0, "waiting": 9.0}
-    rows = [call | {"gpu": 6.0, "wall": 28.0}]
-    first = {"import": 40.0, "compile": 1000.0, "load": 9.0}
-    plot_profile.draw_budget({"rows": rows, "first_call_ms": first}, tmp_path / "budget")
-    for name in ("timeline", "budget"):
-        assert (tmp_path / f"{name}.png").stat().st_size > 10000
-        assert "<text" in (tmp_path / f"{name}.svg").read_text()
 
 
 @pytest.mark.skipif(not is_hopper(), reason="the debug build is of kernels for sm_90a")

@@ -40,7 +40,7 @@ def test_curves_coincide(results, capsys):
     assert all(len(row["losses"]) == 30 and row["tokens_per_s"] > 0 for row in rows.values())
     assert rows["sdpa"]["losses"][-1] < rows["sdpa"]["losses"][0]
     assert rows["cupyflash"]["distance"] <= rows["cupyflash"]["allowed"] < 1e-4
-    assert (results / "train_char_gpt.png").stat().st_size > 10_000
+    assert (results / "train_char_gpt.svg").stat().st_size > 10_000
     assert "cupyflash" in capsys.readouterr().out
 
 

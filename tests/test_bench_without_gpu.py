@@ -17,7 +17,7 @@ from bench.lib import harness, report  # noqa: E402
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = set(__main__.SCRIPTS)
 # They read results, draw, compute in NumPy, or compare models of transformers, on any machine.
-WITHOUT_GPU = {"architectures", "compare", "plot", "plot_diagrams", "plot_length", "rounding"}
+WITHOUT_GPU = {"architectures", "compare", "plot", "plot_diagrams", "rounding"}
 
 
 def contents(folder):

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bench.attention.bars import draw
 from bench.lib import harness
 from bench.lib.correctness import Check
 from bench.lib.problem import Problem
@@ -93,5 +94,6 @@ def main(arguments: Sequence[str]) -> int:
     cells = itertools.product(PASSES[options.direction], problems(options))
     for direction, problem in run.each(cells):
         measure(run, direction, problem, options.providers)
+    run.draw(draw)
     table = attention_table(run.rows, run.fields["matmul_tflops"])
     return run.finish(table, *geometric_means(run.rows))

@@ -27,12 +27,10 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.attention import plot_length
+from bench.attention.lengths import draw_ladder as draw
 from bench.attention.memory import MIB, peak_extra
-from bench.attention.models import write_table
 from bench.attention.rungs import OURS, QUADRATIC, RUNGS, of_dtype
-from bench.lib import harness, report
-from bench.lib import traffic as gpt2_traffic
+from bench.lib import harness, report, traffic
 from bench.lib.correctness import Check
 from bench.lib.problem import Problem
 from bench.lib.providers import Call
@@ -122,7 +120,7 @@ class Ladder:
         kept = [x for x in arguments if x != "--traffic"]
         try:
             self.run.write()
-            moved = gpt2_traffic.bytes_of("ladder", [*kept, "--profile"])
+            moved = traffic.bytes_of("ladder", [*kept, "--profile"])
         except Exception as error:  # no ncu, no rights, too old
             self.run.notes.left_out("ncu", error, "the traffic")
             return
@@ -187,7 +185,7 @@ def profile(options: argparse.Namespace) -> int:
         return Call(RUNGS[row["impl"]], tensors(problem), problem.causal).forward()
 
     short = [row for row in rows if row["ms"] <= PROFILED_MS]
-    gpt2_traffic.profile({label(row): functools.partial(forward, row) for row in short})
+    traffic.profile({label(row): functools.partial(forward, row) for row in short})
     return 0
 
 
@@ -278,6 +276,6 @@ def main(arguments: Sequence[str]) -> int:
         ladder.add_traffic(arguments)
     tables = [table(run.rows, ladder.left_out) for table in (ladder_table, published_table)]
     status = run.finish(*tables)
-    write_table(run, tables, [], "Attention forward")
-    run.draw(plot_length.draw_ladder)
+    run.write_page(tables, [], "Attention forward")
+    run.draw(draw)
     return int(bool(status or run.notes.wrong.intersection(OURS)))

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bench.attention.lengths import draw_memory as draw
 from bench.lib import harness, report
 from bench.lib.problem import Problem
 from bench.lib.providers import PROVIDERS, Call, is_ours
@@ -113,4 +114,5 @@ def main(arguments: Sequence[str]) -> int:
         texts = ["" if count is None else f"{count / MIB:.1f}" for count in columns]
         table.add_row(f"{seqlen}", name, *(texts or ["does not fit"]))
         run.rows += new
+    run.draw(draw)
     return run.finish(table)

@@ -16,13 +16,13 @@ cupyflash failed the check anywhere.
 
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from bench.attention.model_shapes import MODELS, Model
-from bench.lib import harness, report
+from bench.lib import harness, plots, report
 from bench.lib.correctness import Check
 from bench.lib.providers import PROVIDERS, Call
 from bench.lib.report import Row
@@ -31,7 +31,8 @@ DEFAULT = ("cupyflash", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "torch-var
 FA3 = "flash-attn-3"
 PACKAGES = ("flash-attn-2", FA3, "flash-attn-4")
 PASSES = {"fwd": ("fwd",), "bwd": ("bwd",), "both": ("fwd", "bwd")}
-WIDTH = 300  # of the page: no table is as wide, and one that is wider would be cut
+PASS_COLOURS = {"fwd": plots.RED, "bwd": plots.BLUE}
+MOST = 4.0  # times; a bar that is longer ends here, and its figure says how long it is
 TITLES = {"cupyflash": "ours", "sdpa-flash": "FA2", "sdpa-cudnn": "cuDNN"} | {
     "sdpa-efficient": "efficient", "torch-varlen": "FA2 varlen", "flash-attn-3": "FA3",
     "flash-attn-2": "FA2 pkg", "flash-attn-4": "FA4",
@@ -102,25 +103,45 @@ def title(name: str) -> str:
     return TITLES.get(name, name)
 
 
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Write the picture: how many times as fast as the best peer, a group for each model."""
+    found = peer_ratios(results["rows"])
+    names = list(dict.fromkeys(what for what, _ in found))
+    with plots.picture(path, (9, 1.2 + 0.36 * len(names))) as (_, ((axes,),)):
+        for (what, direction), (ratio, peer) in found.items():
+            place, end = names.index(what) + (0.2 if direction == "bwd" else -0.2), _end(ratio)
+            axes.barh(place, end - 1, 0.36, 1, color=PASS_COLOURS[direction])
+            side = {"ha": "left" if ratio >= 1 else "right", "va": "center", "fontsize": 7}
+            axes.text(end, place, f" {ratio:.2f} {title(peer)} ", **side)
+        axes.axvline(1, color=plots.GREY, linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([0.25, 0.5, 1, 2, 4], ["¼", "½", "1", "2", "4"])
+        axes.minorticks_off()
+        axes.set_xlim(min([1 / 1.35, *(_end(x) / 1.35 for x, _ in found.values())]), 1.35 * MOST)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        plots.grid(axes, axis="x")
+        axes.set_xlabel("times as fast as the best peer, whose name is at the end of the bar")
+        what = f"Attention of {len(names)} models on {results['gpu']}: right of 1, cupyflash leads"
+        axes.set_title(what, pad=24)
+        colours = {}
+        for direction, label in plots.PASS_TITLES.items():
+            if of_pass := [ratio for (_, x), (ratio, _) in found.items() if x == direction]:
+                mean = f"geometric mean {report.geometric_mean(of_pass):.2f}"
+                colours[f"{label}, {mean}"] = PASS_COLOURS[direction]
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+        axes.legend(**plots.patches(colours), ncols=2, handlelength=1.0, **place)
+
+
+def _end(ratio: float) -> float:
+    return min(max(ratio, 1 / MOST), MOST)
+
+
 def listing() -> Table:
     table = report.new_table("model", "shape", right=())
     for model in MODELS:
         table.add_row(model.name, str(model))
     return table
-
-
-def write_table(
-    run: harness.Run, tables: Sequence[Table], lines: Sequence[str], what: str = "µs"
-) -> Any:
-    """The path of the tables in Markdown; ``what`` is their unit, before GPU and command."""
-    path = report.RESULTS / f"{run.file}.md"
-    with path.open("w") as file:
-        page = Console(file=file, width=WIDTH, highlight=False)
-        page.print(f"{what} on {run.fields['gpu']}: `{run.command}`\n", soft_wrap=True)
-        page.print(*tables, sep="\n")
-        for line in lines:
-            page.print(f"\n{line}", markup=False, soft_wrap=True)
-    return path
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -142,13 +163,11 @@ def main(arguments: Sequence[str]) -> int:
 
     run = harness.Run("models", PROTOCOL, arguments, options)
     if not run.out.is_terminal:
-        run.out.width = WIDTH
+        run.out.width = report.WIDTH
     for model in run.each(chosen):
         measure(run, model, PASSES[options.direction], options.providers)
     table, lines = models_table(run.rows), summary(run.rows)
     status = run.finish(table, *lines)
-    write_table(run, [table], lines)
-    from bench.attention.plot_models import draw  # which imports this module
-
+    run.write_page([table], lines)
     run.draw(draw)
     return status

@@ -8,17 +8,17 @@ data, which bfloat16 gets rounded. Data is standard normal; "outliers" multiplie
 v and dout by 1000, and q is multiplied by the standard deviation that the logits have to have.
 How the tensor core rounds, on which the float32 method rests, is measured besides
 (tensor_core.py). The results are bench/results/precision.json, the table precision.md, and the
-picture precision.svg and precision.png. Exit status 1 if a result of cupyflash is not finite.
+picture precision.svg. Exit status 1 if a result of cupyflash is not finite.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from bench.attention import plot_precision, tensor_core
-from bench.attention.models import WIDTH, write_table
-from bench.lib import harness, report
+from bench.attention import tensor_core
+from bench.lib import harness, plots, report
 from bench.lib.problem import Problem
 from bench.lib.providers import PROVIDERS, Call
 from bench.lib.report import Row
@@ -38,6 +38,15 @@ IMPLS = {
     "cupyflash-bfloat16": ("cupyflash", "bfloat16", {}),
 }
 PEERS = ("sdpa-efficient", "sdpa-math")
+# Label, colour and marker in the picture, in the order in which they are drawn.
+STYLES = {
+    "cupyflash-bfloat16": ("cupyflash, bfloat16", plots.BLUE, "D"),
+    "cupyflash-tf32": ('cupyflash, float32, "tf32"', plots.AMBER, "s"),
+    "sdpa-math": ("SDPA math, float32", plots.PALE, "v"),
+    "sdpa-efficient": ("SDPA efficient, float32", plots.SKY, "^"),
+    "cupyflash-simt": ("cupyflash, float32, CUDA cores", plots.PINK, "x"),
+    "cupyflash": ("cupyflash, float32 (default)", plots.RED, "o"),
+}
 PROTOCOL = "relative to float64: rms error / rms, largest error / largest magnitude; no time"
 
 
@@ -181,6 +190,43 @@ def summary(rows: list[Row]) -> list[str]:
     return lines
 
 
+def worst(row: Row) -> float:
+    """The largest of the rms errors of out and the gradients."""
+    return max(row["rms"][name] for name in RESULTS if name != "lse")  # SDPA gives no LSE
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Write the picture: error by length, and by the largest logit."""
+    rows = [x for x in results["rows"] if x["head_dim"] == 128]
+    rows = [x for x in rows if not (x["causal"] or x["outliers"])]
+    most = max((row["seqlen"] for row in rows if row["spread"] != 1), default=0)
+    panels = (
+        ("Error hardly grows with the length", "seqlen", [x for x in rows if x["spread"] == 1]),
+        (
+            f"Error grows with the logits in every precision (length {most})",
+            "largest_logit",
+            [x for x in rows if x["seqlen"] == most],
+        ),
+    )
+    with plots.picture(path, (10, 4.4), 1, 2, sharey=True) as (figure, ((left, right),)):
+        for axes, (title, key, shown) in zip((left, right), panels):
+            for impl, (label, colour, marker) in STYLES.items():
+                points = sorted((row[key], worst(row)) for row in shown if row["impl"] == impl)
+                look = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.6}
+                axes.plot(*zip(*points), label=label, **look) if points else None
+            axes.set_xscale("log", base=2)
+            ticks = sorted({row[key] for row in shown})
+            axes.set_xticks(ticks, [f"{x:.0f}" for x in ticks])
+            axes.minorticks_off()
+            axes.set_yscale("log")
+            plots.grid(axes)
+            axes.set_title(title)
+        left.set_xlabel("sequence length")
+        right.set_xlabel("largest magnitude of a logit")
+        left.set_ylabel("rms error / rms, worst of out, dq, dk, dv")
+        figure.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=3)
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("precision", __doc__, repeats=None)
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), metavar="N")
@@ -189,7 +235,7 @@ def main(arguments: Sequence[str]) -> int:
 
     torch.set_float32_matmul_precision("highest")  # of sdpa-math
     run = harness.Run("precision", PROTOCOL, arguments, options, timed=False)
-    run.out.width = WIDTH if not run.out.is_terminal else None
+    run.out.width = report.WIDTH if not run.out.is_terminal else None
     asked = None
     if torch.cuda.is_available():
         asked = run.fields["tensor_core"] = tensor_core.measure(tensor_core.mma)
@@ -198,6 +244,6 @@ def main(arguments: Sequence[str]) -> int:
     tables = [precision_table(run.rows), *([tensor_core.table(asked)] if asked else [])]
     lines = summary(run.rows)
     status = run.finish(*tables, *lines)
-    write_table(run, tables, lines, "Relative errors, root mean square and largest,")
-    run.draw(plot_precision.draw)
+    run.write_page(tables, lines, "Relative errors, root mean square and largest,")
+    run.draw(draw)
     return status

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from bench.attention.models import write_table
 from bench.lib import harness, report
 from bench.lib.report import Row
 from cupyflash import environment
@@ -137,5 +136,5 @@ def main(arguments: Sequence[str]) -> int:
         measure(run, problem_of(*shape, dtype), backend, options.budget)
     table, line = table_of(run.rows), summary(run.rows)
     status = run.finish(table, line)
-    write_table(run, [table], [line], "ms")
+    run.write_page([table], [line], "ms")
     return status or int(len(run.rows) < len(shapes))

@@ -11,12 +11,13 @@ status 1 if that is cupyflash. HBM traffic comes from ncu (--ncu) or is not show
 
 import argparse
 import functools
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from bench.lib import harness
-from bench.lib import traffic as gpt2_traffic
+from bench.gpt2.measure import DECODE, Bench, ops_of, our_models, prefill_shape
+from bench.gpt2.ops import prompt_attention
+from bench.gpt2.report import draw, peers_table, story_table
+from bench.lib import harness, traffic
 from bench.lib.report import Row
 from cupyflash.commands.gpt2 import DTYPES
 from cupyflash.models.gpt2.config import SIZES
@@ -47,25 +48,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 def profile(options: argparse.Namespace) -> int:
     """Runs attention over prompts and each operation of a token, for ncu."""
-    from bench.gpt2.measure import ops_of, our_models, prefill_shape
-    from bench.gpt2.ops import prompt_attention
-
     models = our_models(options)
     calls = {mode: prompt_attention(x, *prefill_shape(x)).call for mode, x in models.items()}
     for mode, ops in ops_of(models).items():
         calls |= {f"{mode}: {op.name}": op.call for op in ops}
-    gpt2_traffic.profile(calls)
+    traffic.profile(calls)
     return 0
 
 
 def add_traffic(arguments: list[str], bench: Any, ops: list[Row], notes: Any) -> dict[str, Row]:
     """Bytes of each row of ``ops``, in place, and of attention over prompts by mode."""
-    from bench.gpt2.measure import prefill_shape
-    from bench.gpt2.ops import prompt_attention
-
     run = [*(x for x in arguments if x != "--ncu"), "--profile"]
     try:
-        moved = gpt2_traffic.bytes_of("gpt2", run)
+        moved = traffic.bytes_of("gpt2", run)
     except Exception as error:  # no ncu, no rights, too old
         notes.left_out("ncu", error, "the traffic")
         return {}
@@ -82,20 +77,15 @@ def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     if options.profile:
         return profile(options)
-    from bench.gpt2.measure import DECODE, Bench
-    from bench.gpt2.report import draw, peers_table, story_table
-
     run = harness.Run("gpt2", PROTOCOL, arguments, options)
-    bench, traffic = Bench(options, run), {}
+    bench, moved = Bench(options, run), {}
     for part in run.each([bench.prefill, *(functools.partial(bench.decode, *x) for x in DECODE)]):
         run.rows += part()
     ops = bench.ops()
     if options.ncu:
-        traffic = add_traffic(arguments, bench, ops, run.notes)
-    run.fields |= {"attention_traffic": traffic, "ops": ops}
-    path = run.write()
-    picture = path.with_suffix(".png")
-    draw(json.loads(path.read_text()), picture)
+        moved = add_traffic(arguments, bench, ops, run.notes)
+    run.fields |= {"attention_traffic": moved, "ops": ops}
+    run.draw(draw)
     weight_bytes = bench.model.config.parameters * bench.model.dtype.itemsize
     tables = peers_table(run.rows, weight_bytes, run.fields["copy_gbps"])
-    return run.finish(story_table(run.rows, traffic), tables, f"wrote {picture.name}")
+    return run.finish(story_table(run.rows, moved), tables)

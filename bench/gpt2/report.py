@@ -9,12 +9,14 @@ from rich.table import Table
 
 from bench.gpt2.measure import DECODE, MODES
 from bench.gpt2.ops import GROUPS
+from bench.lib import plots
 from bench.lib.report import Row, new_table
 
 COLOURS = dict(
     zip(
         GROUPS,
-        ("#999999", "#6B4C9A", "#56B4E9", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7"),
+        (plots.PALE, plots.VIOLET, plots.SKY, plots.BLUE, plots.RED, plots.GREEN, plots.AMBER)
+        + (plots.PINK,),
     )
 )
 LABELS = {"naive": "(a) naive", "flash": "(b) flash", "fused": "(c) fused"}
@@ -81,16 +83,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
         results: with "ops", rows of (mode, name, group, count, ms, flops, bytes or None), and with
             the ceilings "copy_gbps" and "matmul_tflops".
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (bars, roof) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    _bars(bars, results["ops"])
-    _roofline(roof, results)
-    figure.savefig(path, dpi=160)
-    pyplot.close(figure)
+    with plots.picture(path, (11, 4.2), 1, 2) as (_, ((bars, roof),)):
+        _bars(bars, results["ops"])
+        _roofline(roof, results)
 
 
 def _bars(axes: Any, ops: list[dict[str, Any]]) -> None:
@@ -111,15 +106,14 @@ def _bars(axes: Any, ops: list[dict[str, Any]]) -> None:
     axes.margins(x=0.12)
     axes.set_xlabel("µs of kernels for one token, each timed by itself")
     if shown:
-        axes.legend(fontsize=8, frameon=False, ncols=2, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(ncols=2, loc="lower right")
 
 
 def _roofline(axes: Any, results: dict[str, Any]) -> None:
     bandwidth, peak = results["copy_gbps"] / 1e3, results["matmul_tflops"]  # TB/s, TFLOP/s
     measured = [row for row in results["ops"] if row["bytes"]]
     corner = peak / bandwidth
-    axes.loglog([0.1, corner, 10 * corner], [0.1 * bandwidth, peak, peak], color="black")
+    axes.loglog([0.1, corner, 10 * corner], [0.1 * bandwidth, peak, peak], color=plots.GREY)
     named = set()
     for row in measured:
         axes.scatter(
@@ -131,10 +125,9 @@ def _roofline(axes: Any, results: dict[str, Any]) -> None:
         )
         if row["mode"] not in named:
             named.add(row["mode"])
-            axes.scatter([], [], color="black", marker=MARKERS[row["mode"]], label=row["mode"])
+            axes.scatter([], [], color=plots.GREY, marker=MARKERS[row["mode"]], label=row["mode"])
     if named:
-        axes.legend(fontsize=8, frameon=False, loc="lower right")
+        axes.legend(loc="lower right")
     axes.set_xlabel("FLOP per byte of HBM traffic (ncu)")
     axes.set_ylabel("TFLOP/s")
     axes.set_title("" if measured else "traffic not measured: run with --ncu", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -12,6 +12,7 @@ import functools
 import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -235,19 +236,21 @@ class Run:
 
         self.compare(str(problem), impls, functools.partial(checked_call, problem), row_of)
 
-    def draw(self, picture: Callable[..., None], *data: Any, file: str = "") -> None:
-        """Write a picture beside the results, where matplotlib is installed.
+    @property
+    def results(self) -> dict[str, Any]:
+        """The fields that pictures and pages are made of, as the results file has them."""
+        return {**self.fields, "command": self.command, "rows": self.rows}
 
-        Args:
-            picture: called with the data and the path.
-            data: by default the results as their file has them.
-            file: name of the picture, by default that of the results.
-        """
-        data = data or ({**self.fields, "rows": self.rows},)
+    def draw(self, picture: Callable[[dict[str, Any], Path], None]) -> None:
+        """Write a picture of the results beside them, where matplotlib is installed."""
         try:
-            picture(*data, report.RESULTS / f"{file or self.file}.svg")
+            picture(self.results, report.RESULTS / f"{self.file}.svg")
         except ImportError as error:
             self.notes.say(f"no picture: {error}")
+
+    def write_page(self, tables: Sequence[Table], lines: Sequence[str], what: str = "µs") -> None:
+        """Write a page of tables and lines beside the results; ``what`` begins its title."""
+        report.write_page(self.file, self.results, tables, lines, what)
 
     def finish(self, *printed: Any) -> int:
         """Print these and where the results are.

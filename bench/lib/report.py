@@ -22,6 +22,7 @@ from bench.lib.providers import is_ours
 
 FOLDER = "BENCH_RESULTS"  # the environment variable for another folder of results
 RESULTS = Path(os.environ.get(FOLDER) or Path(__file__).resolve().parent.parent / "results")
+WIDTH = 300  # of a page: no table is as wide, and one that is wider would be cut
 PEERS = ("flash-attn", "flash-attn-3", "flash-attn-4")
 Row = dict[str, Any]
 
@@ -77,6 +78,26 @@ def write_results(name: str, rows: list[Row], protocol: str, command: str, **fie
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(["{", *lines, ' "rows": [', body, " ]", "}"]) + "\n")
     return path
+
+
+def write_page(
+    name: str,
+    results: dict[str, Any],
+    tables: Sequence[Table],
+    lines: Sequence[str],
+    what: str = "µs",
+) -> None:
+    """Write bench/results/<name>.md: the tables of results, and lines below them.
+
+    Args:
+        what: the unit, or what else the tables have, before GPU and command.
+    """
+    with (RESULTS / f"{name}.md").open("w", encoding="utf-8") as file:
+        page = Console(file=file, width=WIDTH, highlight=False)
+        page.print(f"{what} on {results['gpu']}: `{results['command']}`\n", soft_wrap=True)
+        page.print(*tables, sep="\n")
+        for line in lines:
+            page.print(f"\n{line}", markup=False, soft_wrap=True)
 
 
 def cell(row: Row) -> tuple[str, Problem]:

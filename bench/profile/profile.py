@@ -7,11 +7,12 @@ The static part comes from the cubins: registers, spills, shared memory, and the
 inner loop by kind (sass.py says which loop that is). The counters come from ncu, which runs each
 call of cases.py once, with a cold L2. Where ncu cannot read them, the reason and what to
 do are printed, and the exit status is 1. The results are bench/results/profile.json, the tables
-profile.md, and the picture roofline.svg (and .png); without counters profile_static.json and .md.
+profile.md, and the picture roofline.svg; without counters profile_static.json and .md.
 """
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.lib import counters, dry_run, harness
@@ -21,12 +22,11 @@ from bench.lib.report import Row
 from bench.profile import cases as profile_cases
 from bench.profile import report as profile_report
 from bench.profile import sass
-from bench.profile.plot_profile import draw_roofline
+from bench.profile.pictures import draw_roofline
 from cupyflash import jit
 
 FACT, LEFT_OUT = "fact: ", "left out: "  # the beginnings of lines that `child` prints
 ARCH = "sm_90a"  # of the static part where there is no GPU
-ROOFLINE = "roofline"  # the name of the picture
 PROTOCOL = (
     "ncu --clock-control none, every kernel replayed with caches flushed before each pass; least "
     "bytes are the inputs of the call read once and its results written once; the loop is that of "
@@ -228,11 +228,16 @@ def main(arguments: Sequence[str]) -> int:
         run.fields |= ceilings() | {"cases": case_rows(facts, run.rows)}
     run.write()
     if launches:
-        file = ROOFLINE if run.file == "profile" else run.file
-        run.draw(draw_roofline, run.fields, profile_report.longest(run.rows), file=file)
+        run.draw(draw)
     tables = profile_report.tables(run.fields, run.rows)
     path = profile_report.write_page(run, tables)
     return run.finish(*tables.values(), f"wrote {path}") or status
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Write the picture; the committed one is roofline.svg."""
+    path = path.with_name(path.name.replace("profile", "roofline"))
+    draw_roofline(results, profile_report.longest(results["rows"]), path)
 
 
 def ceilings() -> dict[str, float]:

@@ -5,7 +5,7 @@
 Causal attention of a small, a middle and a large problem, on torch tensors, forward. Then the same
 small problem in two fresh processes: with an empty cache of compiled kernels, and with the cache
 that the first one left. The results are bench/results/time_budget.json, the picture
-time_budget.svg (and .png).
+time_budget.svg.
 """
 
 import functools
@@ -16,10 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.attention.host_time import sample
-from bench.lib import harness, report
+from bench.lib import harness, plots, report
 from bench.lib.launches import recorded
 from bench.lib.problem import Problem
 
@@ -30,6 +31,12 @@ PROTOCOL = (
     f"of {WALLS} calls, each from an idle GPU to the return of the synchronisation; first calls: "
     "one fresh process each, CuPy arrays, CUDA context and CuPy already at work"
 )
+PARTS = {
+    "python": ("Python: look-up, allocation", plots.AMBER),
+    "launch": ("launch", plots.RED),
+    "waiting": ("start and synchronisation", plots.PALE),
+    "gpu": ("GPU at work", plots.BLUE),
+}
 PROBLEMS = {
     "small": Problem("bfloat16", 128, 1, 128, 16, 16, True),
     "middle": Problem("bfloat16", 128, 1, 4096, 16, 16, True),
@@ -105,6 +112,61 @@ def first_calls() -> dict[str, float]:
     return {name: round(ms, 2) for name, ms in found.items()}
 
 
+def draw(results: dict[str, Any], path: Path) -> None:
+    """The parts of a repeated call, and beside them what a first call costs."""
+    rows, first = results["rows"], results["first_call_ms"]
+    host = sum(rows[0][part] for part in ("python", "launch"))
+    with plots.picture(path, (10, 3.6), 1, 2, width_ratios=(3, 2)) as (figure, axes):
+        repeated, firsts = axes[0]
+        for place, row in enumerate(rows):
+            # With a cold L2, as the GPU is timed, it may take longer than in the call itself.
+            of_gpu = min(row["gpu"], row["wall"] - row["python"] - row["launch"])
+            row = {**row, "gpu": of_gpu}
+            row["waiting"] = row["wall"] - sum(row[x] for x in ("python", "launch", "gpu"))
+            left = 0.0
+            for part, (_, colour) in PARTS.items():
+                share = 100 * row[part] / row["wall"]
+                repeated.barh(place, share, 0.55, left, color=colour)
+                if share > 6:
+                    style = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
+                    repeated.text(left + share / 2, place, time_text(row[part]), **style)
+                left += share
+        text = "{call}: {seqlen_q} tokens\n{time}"
+        names = [text.format(**row, time=time_text(row["wall"])) for row in rows]
+        repeated.set_yticks(range(len(rows)), names)
+        repeated.set_ylim(len(rows) - 0.5, -0.5)
+        repeated.set_xlabel("% of the time of a call that is waited for")
+        title = f"A repeated call cost this host about {host:.0f} µs, whatever its size"
+        repeated.set_title(title)
+        legend = plots.patches(dict(PARTS.values()))
+        figure.legend(**legend, loc="outside lower left", ncols=4)
+        bars = {
+            "first call of all:\ncompiles": (first["compile"], plots.PINK),
+            "first call of a\nlater process: loads": (first["load"], plots.SKY),
+            "every other call:\nlaunches": (host / 1e3, plots.AMBER),
+        }
+        for place, (ms, colour) in enumerate(bars.values()):
+            firsts.barh(place, ms, 0.55, color=colour)
+            firsts.text(ms, place, f" {time_text(1e3 * ms)}", ha="left", va="center", fontsize=9)
+        firsts.set_xscale("log")
+        firsts.set_xlim(0.3 * host / 1e3, 12 * first["compile"])
+        firsts.set_yticks(range(len(bars)), list(bars))
+        firsts.set_ylim(len(bars) - 0.5, -0.5)
+        firsts.set_xticks([])
+        firsts.set_xlabel("time, logarithmic")
+        firsts.minorticks_off()
+        firsts.set_title("Only the very first call compiles")
+
+
+def time_text(microseconds: float) -> str:
+    """A time with two or three digits and its unit."""
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if microseconds >= size:
+            value = microseconds / size
+            return f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
+    return f"{microseconds:.1f} µs" if microseconds < 10 else f"{microseconds:.0f} µs"
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("time_budget", __doc__, repeats=20)
     options = parser.parse_args(arguments)
@@ -116,9 +178,6 @@ def main(arguments: Sequence[str]) -> int:
         run.rows.append(shape.row(call=name, **found))
         table.add_row(f"{name}: {shape}", *(f"{found[part]:.1f}" for part in parts))
     first = run.fields["first_call_ms"] = first_calls()
-    path = run.write()
-    from bench.profile.plot_profile import draw_budget
-
-    draw_budget(json.loads(path.read_text()), path)
+    run.draw(draw)
     line = "import {import} ms; first call {compile} ms, that of a later process {load} ms"
     return run.finish(table, line.format(**first))

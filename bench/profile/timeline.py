@@ -2,7 +2,7 @@
 
     python -m bench timeline
 
-writes bench/results/timeline.json and draws it, timeline.svg and timeline.png: a line for each
+writes bench/results/timeline.json and draws it, timeline.svg: a line for each
 multiprocessor, a bar for each tile. The debug build is the source of a kernel with stamps inserted
 into a copy of it; the package's own kernels know nothing of them. Results of the debug build are
 compared with those of the kernel itself, bit by bit in the forward pass.
@@ -22,6 +22,7 @@ from unittest import mock
 from bench.lib import harness
 from bench.lib.launches import configurations, recorded
 from bench.lib.problem import Problem
+from bench.profile.pictures import draw_timeline as draw
 from cupyflash import jit
 from cupyflash.jit import sources
 from cupyflash.runtime.config import KernelConfig
@@ -260,9 +261,6 @@ def main(arguments: Sequence[str]) -> int:
             run.rows.append(measure(name, shape))
         except AssertionError as error:
             run.notes.left_out("cupyflash", error, name)
-    path = run.write()
-    from bench.profile.plot_profile import draw_timeline
-
-    draw_timeline({**run.fields, "rows": run.rows}, path.with_suffix(".svg"))
+    run.draw(draw)
     lines = [f"{row['kernel']}: multiprocessors busy {100 * row['busy']:.1f} %" for row in run.rows]
     return run.finish(*lines)

@@ -26,20 +26,22 @@ import torch
 import transformers
 
 from bench.transformers.tiny_models import (
+    LENGTHS,
     VOCABULARY,
     WINDOW,
+    Tensors,
     architectures,
+    media_inputs,
     small_config,
     small_model,
     takes,
+    text_inputs,
 )
 from cupyflash.integrations import transformers as integration
 from cupyflash.integrations.transformers_models import hands_attention_over
 
 ROUNDING = 8
 SECONDS = 60  # for a model; one that is not tiny takes longer
-LENGTHS = (24, 17, 5)
-Tensors = dict[str, torch.Tensor]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -175,48 +177,6 @@ def cases(model: torch.nn.Module) -> Iterator[tuple[str, Callable[[torch.nn.Modu
             yield "packed", packed
         for kind in ("dynamic", "static"):
             yield f"{kind} cache", lambda x, kind=kind: generated(x, kind)
-
-
-def text_inputs(model: torch.nn.Module, side: str | None = None) -> tuple[Tensors, torch.Tensor]:
-    """Inputs of a model of text, and which rows are no padding."""
-    generator = torch.Generator().manual_seed(1)
-    longest = LENGTHS[0]
-    ids = torch.randint(3, VOCABULARY - 8, (len(LENGTHS), longest), generator=generator)
-    place = torch.arange(longest).expand(len(LENGTHS), -1)
-    place = place.flip(1) if side == "left" else place
-    tokens = place < torch.tensor(LENGTHS)[:, None] if side else place >= 0
-    inputs = {"input_ids": ids}
-    if side is not None:
-        inputs["attention_mask"] = tokens.long()
-    if takes(model, "decoder_input_ids"):
-        inputs["decoder_input_ids"] = ids[:, :11].flip(0).contiguous()
-    if takes(model, "use_cache"):
-        inputs["use_cache"] = False
-    elif takes(model, "pixel_values") and takes(model, "return_loss"):  # as in CLIP: one of each
-        inputs |= media_inputs(model, "pixel_values", len(LENGTHS)) | {"input_ids": ids}
-    return inputs, tokens
-
-
-def media_inputs(model: torch.nn.Module, main: str, batch: int = 2) -> Tensors:
-    """Random images or sounds, of the size that the configuration names."""
-    config = getattr(model.config, "vision_config", None) or model.config
-    size = getattr(config, "image_size", 32)
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    bins = getattr(config, "num_mel_bins", None) or getattr(config, "feature_size", 80)
-    shapes = {
-        "pixel_values": (batch, getattr(config, "num_channels", 3), height, width),
-        "input_features": (2, bins, 2 * getattr(config, "max_source_positions", 20)),
-        "input_values": (2, 4000),
-    }
-    generator = torch.Generator().manual_seed(1)
-    if main not in shapes:
-        raise NotImplementedError(f"inputs of the name {main}")
-    inputs = {main: torch.randn(shapes[main], generator=generator)}
-    if takes(model, "decoder_input_ids"):
-        inputs["decoder_input_ids"] = torch.arange(3, 25).view(2, 11)
-    if takes(model, "input_ids"):
-        inputs["input_ids"] = torch.arange(3, 25).view(2, 11)
-    return inputs
 
 
 def padded(model: torch.nn.Module, side: str) -> Tensors:

@@ -9,7 +9,9 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY, WINDOW = 64, 4, 2, 16, 2, 128, 7
+LENGTHS = (24, 17, 5)  # of the sequences of a batch of text
 TOO_LARGE = 36_000_000
+Tensors = dict[str, torch.Tensor]
 # The most complete model of a type comes first.
 MAPPINGS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
@@ -220,3 +222,45 @@ def small_model(model_class: type, config: Any, implementation: str) -> torch.nn
 
 def takes(model: torch.nn.Module, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
+
+
+def text_inputs(model: torch.nn.Module, side: str | None = None) -> tuple[Tensors, torch.Tensor]:
+    """Inputs of a model of text, and which rows are no padding."""
+    generator = torch.Generator().manual_seed(1)
+    longest = LENGTHS[0]
+    ids = torch.randint(3, VOCABULARY - 8, (len(LENGTHS), longest), generator=generator)
+    place = torch.arange(longest).expand(len(LENGTHS), -1)
+    place = place.flip(1) if side == "left" else place
+    tokens = place < torch.tensor(LENGTHS)[:, None] if side else place >= 0
+    inputs = {"input_ids": ids}
+    if side is not None:
+        inputs["attention_mask"] = tokens.long()
+    if takes(model, "decoder_input_ids"):
+        inputs["decoder_input_ids"] = ids[:, :11].flip(0).contiguous()
+    if takes(model, "use_cache"):
+        inputs["use_cache"] = False
+    elif takes(model, "pixel_values") and takes(model, "return_loss"):  # as in CLIP: one of each
+        inputs |= media_inputs(model, "pixel_values", len(LENGTHS)) | {"input_ids": ids}
+    return inputs, tokens
+
+
+def media_inputs(model: torch.nn.Module, main: str, batch: int = 2) -> Tensors:
+    """Random images or sounds, of the size that the configuration names."""
+    config = getattr(model.config, "vision_config", None) or model.config
+    size = getattr(config, "image_size", 32)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    bins = getattr(config, "num_mel_bins", None) or getattr(config, "feature_size", 80)
+    shapes = {
+        "pixel_values": (batch, getattr(config, "num_channels", 3), height, width),
+        "input_features": (2, bins, 2 * getattr(config, "max_source_positions", 20)),
+        "input_values": (2, 4000),
+    }
+    generator = torch.Generator().manual_seed(1)
+    if main not in shapes:
+        raise NotImplementedError(f"inputs of the name {main}")
+    inputs = {main: torch.randn(shapes[main], generator=generator)}
+    if takes(model, "decoder_input_ids"):
+        inputs["decoder_input_ids"] = torch.arange(3, 25).view(2, 11)
+    if takes(model, "input_ids"):
+        inputs["input_ids"] = torch.arange(3, 25).view(2, 11)
+    return inputs

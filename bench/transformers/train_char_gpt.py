@@ -20,13 +20,13 @@ import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 from rich.table import Table
 
-from bench.attention.plot import COLOURS
-from bench.lib import harness, problem, report
+from bench.lib import harness, plots, problem, report
 from bench.lib.report import Row
 from bench.transformers.gpt import GPT, Size, autocast, held, make_model
 
@@ -152,41 +152,34 @@ def table(rows: list[Row]) -> Table:
     return found
 
 
-def draw(rows: list[Row], title: str, path: Path) -> None:
-    """The three curves, and below them how far each is from SDPA's."""
-    import matplotlib
+def title_of(results: dict[str, Any]) -> str:
+    return f"GPT of {results['size']} on {results['gpu']}"
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    colours = {
-        "eager": "#999999",
-        "sdpa": COLOURS["sdpa-flash"],
-        "cupyflash": COLOURS["cupyflash"],
-    }
-    figure, (above, below) = pyplot.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), layout="constrained"
-    )
-    curves = {row["impl"]: row["losses"] for row in rows}
-    reference = smoothed(curves["sdpa"])
-    first = min(SMOOTHED, len(curves["sdpa"]))
-    steps = numpy.arange(first, first + len(reference))
-    for name, style, width in zip(COMPARED, ("-", "--", ":"), (3.0, 2.0, 2.0)):
-        look = {"color": colours[name], "linestyle": style, "linewidth": width}
-        rate = next(row["tokens_per_s"] for row in rows if row["impl"] == name)
-        above.plot(steps, smoothed(curves[name]), label=f"{name}: {rate:,} tokens/s", **look)
-        below.plot(steps, smoothed(curves[name]) - reference, **look)
-    limit = rows[0]["allowed"]
-    below.axhspan(-limit, limit, color="#DDDDDD", zorder=0, label="allowed")
-    above.set_ylabel(f"loss, mean of {first} steps")
-    below.set_ylabel("minus SDPA's")
-    below.set_xlabel("step")
-    above.set_title(title, fontsize=10, loc="left")
-    for axis in (above, below):
-        axis.legend(frameon=False, loc="upper right")
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=160)
-    pyplot.close(figure)
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Write the picture: the three curves, and below them how far each is from SDPA's."""
+    rows = results["rows"]
+    colours = {"eager": plots.PALE, "sdpa": plots.BLUE, "cupyflash": plots.RED}
+    shared = {"sharex": True, "height_ratios": (2, 1)}
+    with plots.picture(path, (8, 6), 2, 1, **shared) as (_, ((above,), (below,))):
+        losses = {row["impl"]: row["losses"] for row in rows}
+        reference = smoothed(losses["sdpa"])
+        first = min(SMOOTHED, len(losses["sdpa"]))
+        steps = numpy.arange(first, first + len(reference))
+        for name, style, width in zip(COMPARED, ("-", "--", ":"), (3.0, 2.0, 2.0)):
+            look = {"color": colours[name], "linestyle": style, "linewidth": width}
+            rate = next(row["tokens_per_s"] for row in rows if row["impl"] == name)
+            above.plot(steps, smoothed(losses[name]), label=f"{name}: {rate:,} tokens/s", **look)
+            below.plot(steps, smoothed(losses[name]) - reference, **look)
+        limit = rows[0]["allowed"]
+        below.axhspan(-limit, limit, color=plots.GREY, alpha=0.3, zorder=0, label="allowed")
+        above.set_ylabel(f"loss, mean of {first} steps")
+        below.set_ylabel("minus SDPA's")
+        below.set_xlabel("step")
+        above.set_title(title_of(results))
+        for axis in (above, below):
+            plots.grid(axis)
+            axis.legend(loc="upper right")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -196,12 +189,10 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     run = harness.Run("train_char_gpt", PROTOCOL, arguments, options, timed=False, size=str(SIZE))
     run.rows += curves(SIZE, options.text or standard_library(), options.steps, problem.DEVICE)
-    title = f"GPT of {SIZE} on {run.fields['gpu']}"
-    picture = report.RESULTS / "train_char_gpt.png"
-    draw(run.rows, title, picture)
+    run.draw(draw)
     wrong = [row["impl"] for row in run.rows if row["impl"] in COMPARED and not coincides(row)]
     lines = [
         f"WRONG: the curve of {name} is further from SDPA's than noise explains" for name in wrong
     ]
-    run.finish(title, table(run.rows), f"wrote {picture}", *lines)
+    run.finish(title_of(run.results), table(run.rows), *lines)
     return int(bool(wrong))

@@ -2,20 +2,17 @@
 
     python -m bench plot_diagrams
 
-The page behind them shows through, and text outside of boxes is a grey that reads on white and on
-black. Sizes are those of head dim 128 (`FORWARD_TILES` in attention/sm90/forward.py).
+Sizes are those of head dim 128 (`FORWARD_TILES` in attention/sm90/forward.py).
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.attention.plot_models import GREY
-from bench.lib import harness
+from bench.lib import harness, plots
+from bench.lib.plots import AMBER, BLUE, GREEN, GREY, RED, SKY
 from bench.lib.report import RESULTS
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-ORANGE, SKY, GREEN, BLUE, RED = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00"
 DARK = "#202020"  # text on the light colours; on BLUE, GREEN and RED it is white
 
 
@@ -46,19 +43,19 @@ def draw_block(axes: Any) -> None:
     axes.set_ylim(-0.5, 56)
     # ---- producers ----
     for x, text in ((29, "scheduler"), (52, "loader of K, V"), (75, "mover of Q, O")):
-        box(axes, x, 46, 17, 5, text, ORANGE)
+        box(axes, x, 46, 17, 5, text, AMBER)
     text = "warpgroup 0, the producers: one lane of a warp each, 40 registers a thread"
     axes.text(60.5, 53, text, ha="center", fontsize=9)
     # ---- global memory ----
     box(axes, 0, 0, 13, 54, "", GREY)
     axes.text(6.5, 52.2, "L2, DRAM", ha="center", va="center", fontsize=9)
-    for y, text, colour in ((45.5, "counter", ORANGE), (22, "Q, K, V", SKY), (7, "O", RED)):
-        box(axes, 2, y, 9, 5 if colour == ORANGE else 8, text, colour)
+    for y, text, colour in ((45.5, "counter", AMBER), (22, "Q, K, V", SKY), (7, "O", RED)):
+        box(axes, 2, y, 9, 5 if colour == AMBER else 8, text, colour)
     arrow(axes, (11, 48), (28.7, 48), "the next tile", 0.6)
     # ---- shared memory ----
     box(axes, 29, 0, 30, 40, "", GREY)
     axes.text(46.5, 38.2, "shared memory, 192 of 227 KB", ha="center", va="center", fontsize=9)
-    box(axes, 31, 30.5, 26, 5.5, "four records, all barriers", ORANGE)
+    box(axes, 31, 30.5, 26, 5.5, "four records, all barriers", AMBER)
     for column, name in enumerate("QKV"):
         for stage in range(2):
             text = f"{name}\nstage {stage}\n32 KB"
@@ -94,7 +91,7 @@ def draw_turns(axes: Any) -> None:
     for turn in range(6):
         start, number, colour = 2 * turn, turn // 2 + 1 + turn % 2, (BLUE, SKY)[turn % 2]
         y = rows[f"warpgroup {1 + turn % 2}"]
-        box(axes, start, y, 2, 0.8, f"turn: issues S{number}, P{number - 1} V", ORANGE)
+        box(axes, start, y, 2, 0.8, f"turn: issues S{number}, P{number - 1} V", AMBER)
         if turn < 5:
             box(axes, start + 2, y, 2, 0.8, f"softmax of S{number}", GREEN)
         products = (f"S{number}", f"P{number - 1} V")
@@ -118,23 +115,11 @@ DIAGRAMS = {
 
 
 def draw_all(folder: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    style = {"svg.fonttype": "none", "svg.hashsalt": "diagrams", "text.color": GREY}
-    with pyplot.rc_context(style):
-        for name, (draw, size, title) in DIAGRAMS.items():
-            figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    for name, (draw, size, title) in DIAGRAMS.items():
+        with plots.picture(folder / name, size) as (_, ((axes,),)):
             axes.axis("off")
-            axes.set_title(title, fontsize=11, loc="left")
+            axes.set_title(title)
             draw(axes)
-            for suffix in (".svg", ".png"):
-                metadata = {"Date": None} if suffix == ".svg" else None
-                path = (folder / name).with_suffix(suffix)
-                figure.savefig(path, transparent=True, dpi=160, metadata=metadata)
-            pyplot.close(figure)
 
 
 def main(arguments: Sequence[str]) -> int:

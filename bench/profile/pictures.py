@@ -1,43 +1,10 @@
-"""The pictures of bench timeline, bench profile and bench time_budget.
+"""The pictures of bench timeline and of bench profile."""
 
-The page behind them shows through, and their text is a grey that reads on white and on black. The
-colours are Okabe and Ito's, or viridis without its darkest part; colour-blind readers can tell them
-apart.
-"""
-
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.attention.plot_models import GREY
-
-
-@contextlib.contextmanager
-def picture(path: Path, *shape: int, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes, written as SVG (text as text) and as PNG at the end."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    style = {"svg.fonttype": "none", "svg.hashsalt": path.stem} | {
-        f"{part}.color": GREY for part in ("text", "xtick", "ytick")
-    }
-    with pyplot.rc_context({**style, "axes.labelcolor": GREY}):
-        figure, axes = pyplot.subplots(*shape, layout="constrained", squeeze=False, **options)
-        for axis in axes.flat:
-            axis.tick_params(which="both", length=0)
-            axis.set_axisbelow(True)
-            for spine in axis.spines.values():
-                spine.set_visible(False)
-        yield figure, axes
-        figure.savefig(path.with_suffix(".svg"), transparent=True, metadata={"Date": None})
-        figure.savefig(path.with_suffix(".png"), transparent=True, dpi=160)
-        pyplot.close(figure)
-
-
-# The timeline -------------------------------------------------------------------------------------
+from bench.lib import plots
+from bench.lib.plots import AMBER, BLUE, GREEN, GREY, PALE, PINK, RED, SKY
 
 DIRECTIONS = {"flash_fwd_sm90": "Forward", "flash_bwd_sm90": "Backward"}
 
@@ -51,7 +18,7 @@ def draw_timeline(results: dict[str, Any], path: Path) -> None:
     viridis = colors.LinearSegmentedColormap.from_list(
         "viridis", [cm.viridis(x / 100) for x in range(25, 98)]
     )
-    with picture(path, len(rows), 1, figsize=(10, 0.6 + 4.2 * len(rows))) as (figure, axes):
+    with plots.picture(path, (10, 0.6 + 4.2 * len(rows)), len(rows), 1) as (figure, axes):
         for axis, row in zip(axes[:, 0], rows):
             places = {sm: i for i, sm in enumerate(sorted({tile[0] for tile in row["tiles"]}))}
             bars, shares = [], []
@@ -73,7 +40,7 @@ def draw_timeline(results: dict[str, Any], path: Path) -> None:
                 f"that all end within {max(ends) - min(ends):.0f} of {max(ends):.0f} µs; "
                 f"{100 * row['busy']:.0f} % busy"
             )
-            axis.set_title(title, fontsize=11, loc="left")
+            axis.set_title(title)
         axes[-1, 0].set_xlabel("time in µs since the first tile began")
         bar = figure.colorbar(bars, ax=axes, fraction=0.025, pad=0.01)
         bar.set_ticks([0, 1], labels=["fewest keys", "all keys"])
@@ -85,85 +52,14 @@ def draw_timeline(results: dict[str, Any], path: Path) -> None:
             f"{problem['head_dim']}, {problem['heads']} heads, {problem['seqlen_q']} tokens; "
             "a bar is a tile, gaps are waiting"
         )
-        figure.supxlabel(text, fontsize=9, color=GREY)
+        figure.supxlabel(text, fontsize=9)
 
-
-# The time budget ----------------------------------------------------------------------------------
-
-PARTS = {
-    "python": ("Python: look-up, allocation", "#E69F00"),
-    "launch": ("launch", "#D55E00"),
-    "waiting": ("start and synchronisation", "#999999"),
-    "gpu": ("GPU at work", "#0072B2"),
-}
-
-
-def draw_budget(results: dict[str, Any], path: Path) -> None:
-    """The parts of a repeated call, and beside them what a first call costs."""
-    from matplotlib.patches import Patch
-
-    rows, first = results["rows"], results["first_call_ms"]
-    host = sum(rows[0][part] for part in ("python", "launch"))
-    sizes = {"figsize": (10, 3.6), "width_ratios": (3, 2)}
-    with picture(path, 1, 2, **sizes) as (figure, axes):
-        repeated, firsts = axes[0]
-        for place, row in enumerate(rows):
-            # With a cold L2, as the GPU is timed, it may take longer than in the call itself.
-            of_gpu = min(row["gpu"], row["wall"] - row["python"] - row["launch"])
-            row = {**row, "gpu": of_gpu}
-            row["waiting"] = row["wall"] - sum(row[x] for x in ("python", "launch", "gpu"))
-            left = 0.0
-            for part, (_, colour) in PARTS.items():
-                share = 100 * row[part] / row["wall"]
-                repeated.barh(place, share, 0.55, left, color=colour)
-                if share > 6:
-                    style = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
-                    repeated.text(left + share / 2, place, time_text(row[part]), **style)
-                left += share
-        text = "{call}: {seqlen_q} tokens\n{time}"
-        names = [text.format(**row, time=time_text(row["wall"])) for row in rows]
-        repeated.set_yticks(range(len(rows)), names)
-        repeated.set_ylim(len(rows) - 0.5, -0.5)
-        repeated.set_xlabel("% of the time of a call that is waited for")
-        title = f"A repeated call cost this host about {host:.0f} µs, whatever its size"
-        repeated.set_title(title, fontsize=11, loc="left")
-        handles = [Patch(color=colour) for _, colour in PARTS.values()]
-        labels = [label for label, _ in PARTS.values()]
-        figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
-        bars = {
-            "first call of all:\ncompiles": (first["compile"], "#CC79A7"),
-            "first call of a\nlater process: loads": (first["load"], "#56B4E9"),
-            "every other call:\nlaunches": (host / 1e3, "#E69F00"),
-        }
-        for place, (ms, colour) in enumerate(bars.values()):
-            firsts.barh(place, ms, 0.55, color=colour)
-            firsts.text(ms, place, f" {time_text(1e3 * ms)}", ha="left", va="center", fontsize=9)
-        firsts.set_xscale("log")
-        firsts.set_xlim(0.3 * host / 1e3, 12 * first["compile"])
-        firsts.set_yticks(range(len(bars)), list(bars))
-        firsts.set_ylim(len(bars) - 0.5, -0.5)
-        firsts.set_xticks([])
-        firsts.set_xlabel("time, logarithmic")
-        firsts.minorticks_off()
-        firsts.set_title("Only the very first call compiles", fontsize=11, loc="left")
-
-
-def time_text(microseconds: float) -> str:
-    """A time with two or three digits and its unit."""
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= size:
-            value = microseconds / size
-            return f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
-    return f"{microseconds:.1f} µs" if microseconds < 10 else f"{microseconds:.0f} µs"
-
-
-# The roofline -------------------------------------------------------------------------------------
 
 # Kernels by what they are for: (the beginnings of their names, colour, marker).
 FAMILIES = {
     "attention on wgmma (sm90)": (
         ("flash_fwd_sm90", "flash_bwd_sm90", "flash_bwd_wide"),
-        "#D55E00",
+        RED,
         "o",
     ),
     "attention on mma.sync": (
@@ -174,19 +70,19 @@ FAMILIES = {
             "flash_bwd_short",
             "flash_bwd_dbias",
         ),
-        "#E69F00",
+        AMBER,
         "s",
     ),
     "attention, float32": (
         ("flash_fwd_fp16x3", "flash_bwd_fp16x3", "flash_fwd_simt", "flash_bwd_simt"),
-        "#CC79A7",
+        PINK,
         "D",
     ),
-    "linear layers": (("linear", "mlp"), "#009E73", "^"),
-    "decoding": (("flash_decode", "decode_stack"), "#56B4E9", "v"),
-    "norms": (("norm", "group_norm"), "#0072B2", "P"),
-    "baselines": (("naive", "fused", "flash_attention_1"), "#999999", "X"),
-    "others": (("",), "#999999", "."),
+    "linear layers": (("linear", "mlp"), GREEN, "^"),
+    "decoding": (("flash_decode", "decode_stack"), SKY, "v"),
+    "norms": (("norm", "group_norm"), BLUE, "P"),
+    "baselines": (("naive", "fused", "flash_attention_1"), PALE, "X"),
+    "others": (("",), PALE, "."),
 }
 # Names of kernels by the beginning of their expressions, and where they stand: the shift from the
 # point in pt, and the side of the text that is there.
@@ -222,8 +118,7 @@ def draw_roofline(results: dict[str, Any], rows: list[dict[str, Any]], path: Pat
         for row in rows
         if (flops := row["tensor_flops"] + row["fp32_flops"]) and row["dram_bytes"]
     ]
-    with picture(path, 1, 1, figsize=(10, 6.2)) as (_, axes):
-        axis = axes[0, 0]
+    with plots.picture(path, (10, 6.2)) as (_, ((axis,),)):
         ridge = 1e3 * results["matmul_tflops"] / results["copy_gbps"]
         low, high = min(x for x, *_ in points) / 2, 2 * max(4 * ridge, *(x for x, *_ in points))
         axis.set_xscale("log")
@@ -234,12 +129,12 @@ def draw_roofline(results: dict[str, Any], rows: list[dict[str, Any]], path: Pat
         for name, (_, colour, marker) in FAMILIES.items():
             if found := [x for x in points if family_of(x[2]["kernel"]) == name]:
                 x, y, _ = zip(*found)
-                axis.scatter(x, y, 46, colour, marker, label=name, linewidths=0, zorder=3)
+                axis.scatter(x, y, 46, colour, marker=marker, label=name, linewidths=0, zorder=3)
         for begin, (text, shift, side) in NAMED.items():
             if found := [x for x in points if x[2]["expression"].startswith(begin)]:
                 style = {"ha": side, "va": "center", "fontsize": 8}
                 axis.annotate(text, found[0][:2], shift, textcoords="offset points", **style)
-        axis.grid(color=GREY, alpha=0.25, linewidth=0.8)
+        plots.grid(axis)
         for scale in (axis.xaxis, axis.yaxis):
             scale.set_major_formatter(lambda value, _: f"{value:g}")
         axis.minorticks_off()
@@ -249,8 +144,8 @@ def draw_roofline(results: dict[str, Any], rows: list[dict[str, Any]], path: Pat
             f"Every kernel on {results['gpu']}: attention and linear layers end near the roof of\n"
             "the tensor cores, norms and decoding near that of the memory"
         )
-        axis.set_title(title, fontsize=11, loc="left")
-        axis.legend(loc="lower right", frameon=False, fontsize=9)
+        axis.set_title(title)
+        axis.legend(loc="lower right")
 
 
 def _draw_roofs(axis: Any, results: dict[str, Any], low: float, high: float) -> None:

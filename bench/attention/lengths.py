@@ -1,20 +1,10 @@
-"""Pictures over the sequence length, both axes logarithmic: of bench ladder and of bench memory.
+"""Pictures over the sequence length, both axes logarithmic: of bench ladder and of bench memory."""
 
-    python -m bench plot_length bench/results/ladder.json     ladder.svg, ladder-memory.svg
-    python -m bench plot_length bench/results/memory.json     memory.svg
-
-Each is a PNG, too. The page behind them shows through, and their text is a grey that reads on white
-and on black.
-"""
-
-import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.attention.plot import COLOURS, LABELS, PASS_TITLES
-from bench.attention.plot_models import GREY
+from bench.lib import plots
+from bench.lib.plots import COLOURS, GREY, LABELS, PASS_TITLES, RED
 
 LOOKS = {  # marker and line; the rungs of other libraries are dashed
     "naive": ("v", "-"),
@@ -31,13 +21,13 @@ LOOKS = {  # marker and line; the rungs of other libraries are dashed
     "sdpa-efficient": ("^", "--"),
     "sdpa-math": ("d", "--"),
 }
-OWN_COLOURS = {  # the others are those of bench plot
+OWN_COLOURS = {  # the others are those of `plots`
     "naive": "#7F7F7F",
     "fused": "#A6761D",
     "flash-attention-1": "#8C6BB1",
-    "cupyflash-fp16x3": "#D55E00",
+    "cupyflash-fp16x3": RED,
     "cupyflash-sm80": "#E69F00",
-    "cupyflash-sm90": "#D55E00",
+    "cupyflash-sm90": RED,
     "triton": "#999933",
 }
 NAMES = {
@@ -54,23 +44,12 @@ Panel = tuple[str, list[Line], dict[str, str]]  # title, lines, and why a line e
 
 
 def draw_panels(panels: list[Panel], title: str, note: str, unit: str, path: Path) -> None:
-    """Write a row of panels as SVG, which keeps its text as text, and as PNG.
+    """Write a row of panels.
 
     Args:
         unit: "ms", or "bytes", whose ticks are powers of two.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    style = {"svg.fonttype": "none", "svg.hashsalt": path.stem} | {
-        f"{part}.color": GREY for part in ("text", "xtick", "ytick")
-    }
-    with pyplot.rc_context(style):
-        figure, row = pyplot.subplots(
-            1, len(panels), figsize=(11, 5.6), sharey=True, squeeze=False, layout="constrained"
-        )
+    with plots.picture(path, (11, 5.6), 1, len(panels), sharey=True) as (figure, row):
         handles: dict[str, Any] = {}
         for axes, (what, lines, ends) in zip(row[0], panels):
             labelled: list[tuple[float, float, str]] = []
@@ -83,14 +62,10 @@ def draw_panels(panels: list[Panel], title: str, note: str, unit: str, path: Pat
                 if impl in LOOKS:
                     handles.setdefault(label_of(impl), handle)
             _finish(axes, what, [line for line in lines if line[0] in LOOKS], unit)
-        row[0][0].set_ylabel("ms" if unit == "ms" else "extra memory at the peak", color=GREY)
-        figure.suptitle(title, fontsize=13, x=0.01, ha="left", color=GREY)
-        place = {"loc": "outside lower center", "ncols": 5, "frameon": False, "fontsize": 9}
-        figure.legend(handles.values(), handles, **place)
+        row[0][0].set_ylabel("ms" if unit == "ms" else "extra memory at the peak")
+        figure.suptitle(title, fontsize=13, x=0.01, ha="left")
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=5)
         row[0][0].text(0, -0.16, note, transform=row[0][0].transAxes, fontsize=8)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-        figure.savefig(path.with_suffix(".png"), transparent=True, dpi=160)
-        pyplot.close(figure)
 
 
 def label_of(impl: str) -> str:
@@ -125,12 +100,9 @@ def _finish(axes: Any, what: str, lines: list[Line], unit: str) -> None:
         ticks = [2**i for i in range(0, 50, 4) if min(values) / 8 < 2**i < 8 * max(values)]
         axes.set_yticks(ticks, [_bytes(x) for x in ticks])
     axes.minorticks_off()
-    axes.grid(color=GREY, alpha=0.3, linewidth=0.8)
-    axes.tick_params(which="both", length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    axes.set_title(what, fontsize=11, loc="left")
-    axes.set_xlabel("sequence length", color=GREY)
+    plots.grid(axes)
+    axes.set_title(what)
+    axes.set_xlabel("sequence length")
 
 
 def _short(length: float) -> str:
@@ -223,14 +195,3 @@ def _slopes(lengths: list[int], lines: list[Line]) -> list[Line]:
         ("O(N)", [(short, below * short), (long, below * long)]),
         ("O(N\u00b2)", [(short, above * short**2), (end, above * end**2)]),
     ]
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench plot_length", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("results", type=Path, help="a file of bench ladder or bench memory")
-    source = parser.parse_args(arguments).results
-    results = json.loads(source.read_text())
-    is_memory = any(row["op"] == "memory" for row in results["rows"])
-    (draw_memory if is_memory else draw_ladder)(results, source.with_suffix(".svg"))
-    return 0
