@@ -110,7 +110,7 @@ def test_tensor_cores_that_round():
 
 def test_the_page_has_the_figures_of_the_results():
     """PRECISION.md quotes lines of results/precision.md, which shows results/precision.json."""
-    bench = Path(precision.__file__).parent
+    bench = Path(precision.__file__).parent.parent
     page = (bench / "PRECISION.md").read_text()
     results = json.loads((bench / "results" / "precision.json").read_text())
     shown = [" ".join(x.split()) for x in page.splitlines()]

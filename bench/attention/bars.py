@@ -81,8 +81,8 @@ def _draw(results: dict[str, Any], lines: list[list[Panel]], what: str, path: Pa
         if max(row["tflops"] for row in rows) > rate:
             note += ", which is not the peak"
         figure.suptitle(f"{headline(rows, what)}\n{note}", fontsize=11, x=0.01, ha="left")
-        legend = plots.patches({LABELS.get(name, name): COLOURS[name] for name in impls})
-        figure.legend(**legend, loc="outside lower center", ncols=6, handlelength=1.0)
+        handles = plots.patches({LABELS.get(name, name): COLOURS[name] for name in impls})
+        figure.legend(handles=handles, loc="outside lower center", ncols=6, handlelength=1.0)
 
 
 def headline(rows: list[Row], what: str) -> str:

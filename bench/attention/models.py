@@ -130,7 +130,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 mean = f"geometric mean {report.geometric_mean(of_pass):.2f}"
                 colours[f"{label}, {mean}"] = PASS_COLOURS[direction]
         place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
-        axes.legend(**plots.patches(colours), ncols=2, handlelength=1.0, **place)
+        axes.legend(handles=plots.patches(colours), ncols=2, handlelength=1.0, **place)
 
 
 def _end(ratio: float) -> float:

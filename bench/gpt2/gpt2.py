@@ -14,7 +14,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from bench.gpt2.measure import DECODE, Bench, ops_of, our_models, prefill_shape
+from bench.gpt2 import measure
+from bench.gpt2.measure import ops_of, our_models, prefill_shape
 from bench.gpt2.ops import prompt_attention
 from bench.gpt2.report import draw, peers_table, story_table
 from bench.lib import harness, traffic
@@ -78,8 +79,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.profile:
         return profile(options)
     run = harness.Run("gpt2", PROTOCOL, arguments, options)
-    bench, moved = Bench(options, run), {}
-    for part in run.each([bench.prefill, *(functools.partial(bench.decode, *x) for x in DECODE)]):
+    bench, moved = measure.Bench(options, run), {}
+    for part in run.each(
+        [bench.prefill, *(functools.partial(bench.decode, *x) for x in measure.DECODE)]
+    ):
         run.rows += part()
     ops = bench.ops()
     if options.ncu:

@@ -62,8 +62,8 @@ def grid(axes: Any, **options: Any) -> None:
     axes.grid(color=GREY, alpha=0.3, linewidth=0.8, **options)
 
 
-def patches(colours: dict[str, str]) -> dict[str, Any]:
-    """The handles and labels of a legend of filled boxes, by label."""
+def patches(colours: dict[str, str]) -> list[Any]:
+    """The handles of a legend of filled boxes, by label."""
     from matplotlib.patches import Patch
 
-    return {"handles": [Patch(color=x) for x in colours.values()], "labels": list(colours)}
+    return [Patch(color=colour, label=label) for label, colour in colours.items()]

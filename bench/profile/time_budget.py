@@ -138,8 +138,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         repeated.set_xlabel("% of the time of a call that is waited for")
         title = f"A repeated call cost this host about {host:.0f} µs, whatever its size"
         repeated.set_title(title)
-        legend = plots.patches(dict(PARTS.values()))
-        figure.legend(**legend, loc="outside lower left", ncols=4)
+        handles = plots.patches(dict(PARTS.values()))
+        figure.legend(handles=handles, loc="outside lower left", ncols=4)
         bars = {
             "first call of all:\ncompiles": (first["compile"], plots.PINK),
             "first call of a\nlater process: loads": (first["load"], plots.SKY),
