@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.lib import harness, problem, report
+from bench.lib import data, harness, report
 
 
 class FakeTimer:
@@ -31,7 +31,7 @@ def without_gpu(monkeypatch, results):
     from bench.lib import timing
 
     monkeypatch.setattr(timing, "Timer", FakeTimer)
-    monkeypatch.setattr(problem, "DEVICE", "cpu")
+    monkeypatch.setattr(data, "DEVICE", "cpu")
     monkeypatch.setattr(report, "RESULTS", results)
     monkeypatch.setattr(harness, "machine_fields", lambda: {"gpu": "G", "versions": {}})
     return torch

@@ -8,7 +8,7 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench.attention import attention, memory  # noqa: E402
 from bench.lib import report  # noqa: E402
-from bench.lib.problem import Problem, attention_flops  # noqa: E402
+from cupyflash.testing.problem import Problem, attention_flops  # noqa: E402
 
 FULL = Problem("bfloat16", 64, 2, 256, 4, 2, False)
 CAUSAL = Problem("float16", 128, 1, 512, 16, 16, True)

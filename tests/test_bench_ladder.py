@@ -10,7 +10,7 @@ from bench_on_cpu import without_gpu  # noqa: E402
 
 from bench.attention import ladder, rungs  # noqa: E402
 from bench.lib import providers  # noqa: E402
-from bench.lib.problem import Problem  # noqa: E402
+from cupyflash.testing.problem import Problem  # noqa: E402
 
 
 @pytest.fixture

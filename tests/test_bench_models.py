@@ -14,7 +14,7 @@ from bench_on_cpu import without_gpu  # noqa: E402
 
 from bench.attention import models  # noqa: E402
 from bench.attention.model_shapes import DOCUMENTS, MODELS, PADDING, PAIR, SENTENCES, model  # noqa: E402
-from bench.lib import providers, report  # noqa: E402
+from bench.lib import data, providers, report  # noqa: E402
 from bench.lib.providers import PROVIDERS, Call, Provider  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,7 +149,7 @@ def test_a_forward_wants_no_gradient(run):
         seen.append(options["bias"].requires_grad)
         return PROVIDERS["cupyflash"].load(**options)
 
-    call = Call(Provider("x", load), pair.problem.tensors(), False, **options)
+    call = Call(Provider("x", load), data.of_problem(pair.problem), False, **options)
     assert not call.forward().requires_grad and seen == [False]
     assert [x.shape for x in call.backward()][3] == options["bias"].shape and seen == [False, True]
     assert torch.equal(call.forward(), call.graph[0])
@@ -158,7 +158,7 @@ def test_a_forward_wants_no_gradient(run):
 def test_sdpa_takes_windows_and_packed_sequences(run):
     """Both against one bool mask."""
     torch = run.torch
-    q, k, v, _ = dataclasses.replace(SMALL[2].problem, seqlen=6).tensors()
+    q, k, v, _ = data.of_problem(dataclasses.replace(SMALL[2].problem, seqlen=6))
     q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
     block = torch.block_diag(torch.ones(4, 4), torch.ones(2, 2)).bool()
     near = torch.tensor([[-2 <= j - i <= 1 for j in range(6)] for i in range(6)])

@@ -325,7 +325,7 @@ def test_tiles():
 def test_trace(name):
     """The debug build gives the results of the kernel, and a record of every tile."""
     pytest.importorskip("torch")
-    from bench.lib.problem import Problem
+    from cupyflash.testing.problem import Problem
 
     shape = Problem("bfloat16", 128, 2, 1024, 5, 5, True)  # one tile for each block
     row = timeline.measure(name, shape)

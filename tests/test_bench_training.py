@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 pytest.importorskip("matplotlib", reason="bench.train_char_gpt draws its curves")
 
-from bench.lib import problem, report  # noqa: E402
+from bench.lib import data, report  # noqa: E402
 from bench.transformers import gpt, train_char_gpt, train_step  # noqa: E402
 
 TINY = gpt.Size(layers=1, width=32, heads=2, seqlen=24, batch=2)
@@ -18,7 +18,7 @@ TINY = gpt.Size(layers=1, width=32, heads=2, seqlen=24, batch=2)
 def results(monkeypatch, tmp_path):
     """The folder that the benchmarks write to."""
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(problem, "DEVICE", "cpu")
+    monkeypatch.setattr(data, "DEVICE", "cpu")
     monkeypatch.setattr(train_char_gpt, "SIZE", TINY)
     monkeypatch.setattr(train_step, "SIZES", (TINY,))
     monkeypatch.setattr(train_step, "COMPARED", ("sdpa-flash", "sdpa-math", "cupyflash"))

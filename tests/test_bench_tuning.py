@@ -24,7 +24,7 @@ def run(monkeypatch, tmp_path):
     searched = []
 
     def run(*ms, wrong="", arguments=("--quick",)):
-        def search(problem, seconds):
+        def search(problem, direction, seconds):
             searched.append((problem, environment.current().backend, seconds))
             if not ms:
                 raise MemoryError("too large")
@@ -69,4 +69,4 @@ def test_what_went_wrong(run, capsys):
     assert "WRONG RESULT: out: max error 1" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="nothing was measured"):
         run()
-    assert "left out from Attention(direction='fwd'" in capsys.readouterr().out
+    assert "left out from fwd bfloat16 D=64 B=4" in capsys.readouterr().out

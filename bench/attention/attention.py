@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.attention.bars import draw
-from bench.lib import harness
+from bench.lib import data, harness
 from bench.lib.correctness import Check
-from bench.lib.problem import Problem
 from bench.lib.providers import PROVIDERS, Call
 from bench.lib.report import Row, attention_table, geometric_means
+from cupyflash.testing.problem import Problem
 
 PASSES = {"fwd": ("fwd",), "bwd": ("bwd",), "both": ("fwd", "bwd")}
 CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
@@ -59,7 +59,7 @@ def run_once(options: argparse.Namespace) -> None:
     import torch
 
     for problem, name in itertools.product(problems(options), options.providers):
-        call = Call(PROVIDERS[name], problem.tensors(), problem.causal)
+        call = Call(PROVIDERS[name], data.of_problem(problem), problem.causal)
         for direction in PASSES[options.direction]:
             call.forward() if direction == "fwd" else call.backward()
         torch.cuda.synchronize()
@@ -67,7 +67,7 @@ def run_once(options: argparse.Namespace) -> None:
 
 def measure(run: harness.Run, direction: str, problem: Problem, names: Sequence[str]) -> None:
     """Add a row for each provider that can do this pass and does it right."""
-    tensors = problem.tensors()
+    tensors = data.of_problem(problem)
     check = Check(problem, tensors)
 
     def checked_call(name: str) -> Callable[[], Any]:

@@ -25,11 +25,11 @@ from typing import Any
 import numpy
 from rich.table import Table
 
-from bench.lib import harness, report
+from bench.lib import data, harness, report
 from bench.lib.correctness import Check
-from bench.lib.problem import Problem
 from bench.lib.providers import PROVIDERS, Call
 from bench.lib.report import Row
+from cupyflash.testing.problem import Problem
 
 HIDDEN, TOKENS = 2048, 65536
 WINDOW = 1024
@@ -75,7 +75,7 @@ class Variant:
         Raises:
             AssertionError: they are not, or a deterministic backward gives other bits.
         """
-        tensors = self.problem.tensors()
+        tensors = data.of_problem(self.problem)
         call = self.call(tensors)
         window = None if self.window is None else (self.window, 0)
         Check(self.problem, tensors, self.lengths, window=window)(call, direction)

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.lib import harness, report
-from bench.lib.problem import Problem
+from bench.lib import data, harness, report
 from bench.lib.providers import PROVIDERS, Call, Provider
+from cupyflash.testing.problem import Problem
 
 CALLS, SAMPLES = 200, 50
 PROTOCOL = f"median of {SAMPLES} samples, each the mean of {CALLS} calls; forward, enqueue only"
@@ -60,7 +60,7 @@ def cupy_call() -> Callable[[], Any]:
 
 def torch_call(provider: Provider, grad: bool) -> Callable[[], Any]:
     """A provider on torch tensors, bare: the context of a forced backend is no part of a call."""
-    call = Call(provider, PROBLEM.tensors(), PROBLEM.causal)
+    call = Call(provider, data.of_problem(PROBLEM), PROBLEM.causal)
     q, k, v = (x.detach().requires_grad_(grad) for x in (call.q, call.k, call.v))
     return lambda: call.attention(q, k, v, PROBLEM.causal)
 

@@ -30,12 +30,12 @@ from rich.table import Table
 from bench.attention.lengths import draw_ladder as draw
 from bench.attention.memory import MIB, peak_extra
 from bench.attention.rungs import OURS, QUADRATIC, RUNGS, of_dtype
-from bench.lib import harness, report, traffic
+from bench.lib import data, harness, report, traffic
 from bench.lib.correctness import Check
-from bench.lib.problem import Problem
 from bench.lib.providers import Call
 from bench.lib.report import Row
 from cupyflash.testing import Expected, to_float64
+from cupyflash.testing.problem import Problem
 
 SEQLENS = [512 * 2**i for i in range(6)] + [65536]
 QUICK = {"seqlen": [512, 2048, 8192, 16384], "repeats": 5, "limit_ms": 200.0}
@@ -74,7 +74,7 @@ class Ladder:
     def measure(self, problem: Problem) -> None:
         """Add a row for each rung that can do the problem, and does it right and in time."""
         names = [x for x in of_dtype(problem.dtype) if x in self.options.rungs]
-        tensors = problem.tensors()
+        tensors = data.of_problem(problem)
         check = Check(problem, tensors)
         checks = check, with_slack(check) if problem.dtype == "float32" else check
         checked = functools.partial(self.checked_call, problem, tensors, checks)
@@ -178,7 +178,7 @@ def profile(options: argparse.Namespace) -> int:
 
     @functools.lru_cache(maxsize=1)
     def tensors(problem: Problem) -> tuple[Any, ...]:
-        return problem.tensors()
+        return data.of_problem(problem)
 
     def forward(row: Row) -> Any:
         problem = report.cell(row)[1]

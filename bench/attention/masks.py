@@ -15,12 +15,11 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.lib import harness, report
-from bench.lib import problem as problems
+from bench.lib import data, harness, report
 from bench.lib.correctness import Check
-from bench.lib.problem import Problem
 from bench.lib.providers import PROVIDERS, Call, trained
 from bench.lib.report import Row
+from cupyflash.testing.problem import Problem
 
 BATCH, SEQLEN, HIDDEN, HEAD_DIMS = 4, 4096, 2048, (64, 128, 256)
 BIASES = {  # whether batch and heads have biases of their own, dtype
@@ -40,7 +39,7 @@ def make_bias(kind: str, problem: Problem) -> Any:
 
     of_batch, of_heads, dtype = BIASES[kind]
     rows = problem.batch if of_batch else 1, problem.heads if of_heads else 1
-    bias = torch.randn(*rows, problem.seqlen, problem.seqlen, device=problems.DEVICE)
+    bias = torch.randn(*rows, problem.seqlen, problem.seqlen, device=data.DEVICE)
     bias = bias > 0 if dtype == "bool" else bias.to(getattr(torch, dtype))
     return bias.requires_grad_() if kind.endswith("gradient") else bias
 
@@ -55,14 +54,14 @@ def options_of(kind: str, problem: Problem) -> dict[str, Any]:
         return {"dropout_p": 0.1}
     if kind == LENGTHS:
         half = torch.full((problem.batch,), problem.seqlen // 2, dtype=torch.int32)
-        half = half.to(problems.DEVICE)
+        half = half.to(data.DEVICE)
         return {"seqused_q": half, "seqused_k": half}
     return {}
 
 
 def measure(run: harness.Run, kind: str, problem: Problem) -> None:
     """Add rows of both passes, of each that can, and is right where that is known."""
-    tensors, options = problem.tensors(), options_of(kind, problem)
+    tensors, options = data.of_problem(problem), options_of(kind, problem)
     known = None if kind in (DROPOUT, LENGTHS) else Check(problem, tensors, **options)
     alone = kind == LENGTHS or trained(options)
     share = 0.25 if kind == LENGTHS else 1.0

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.attention.lengths import draw_memory as draw
-from bench.lib import harness, report
-from bench.lib.problem import Problem
+from bench.lib import data, harness, report
 from bench.lib.providers import PROVIDERS, Call, is_ours
 from bench.lib.report import Row
 from cupyflash.runtime.structs import header
+from cupyflash.testing.problem import Problem
 
 structs = header("attention/params.cuh")
 
@@ -59,7 +59,7 @@ def peak_extra(run: Callable[[], Any]) -> int:
 
 def measure(problem: Problem, name: str) -> dict[str, int]:
     """Bytes by pass; the graph and its output stay alive between the passes, as in training."""
-    call = Call(PROVIDERS[name], problem.tensors(), problem.causal)
+    call = Call(PROVIDERS[name], data.of_problem(problem), problem.causal)
     return {"fwd": peak_extra(lambda: call.graph), "bwd": peak_extra(call.backward)}
 
 

@@ -7,8 +7,9 @@ import dataclasses
 import math
 from typing import Any
 
-from bench.lib import problem as problems
-from bench.lib.problem import Problem, random
+from bench.lib import data
+from bench.lib.data import random
+from cupyflash.testing.problem import Problem
 
 # Documents packed into one sequence, as in fine-tuning.
 DOCUMENTS = (3100, 2047, 1200, 700, 512, 333, 200, 100)
@@ -61,7 +62,7 @@ class Model:
         elif self.bias == PADDING:  # a sequence has from a quarter of the tokens to all of them
             lengths = torch.linspace(shape.keys // 4, shape.keys, shape.batch).round()
             mask = torch.arange(shape.keys) < lengths[:, None]
-            found["bias"] = mask[:, None, None].to(problems.DEVICE)
+            found["bias"] = mask[:, None, None].to(data.DEVICE)
         if self.sinks:  # each about as heavy as all the keys that a query sees
             seen = min(shape.keys, sum(self.options.get("window", (shape.keys, 0))) + 1)
             sinks = random((shape.heads,), shape.dtype, 2) + math.log(seen)

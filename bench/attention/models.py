@@ -22,7 +22,7 @@ from typing import Any
 from rich.table import Table
 
 from bench.attention.model_shapes import MODELS, Model
-from bench.lib import harness, plots, report
+from bench.lib import data, harness, plots, report
 from bench.lib.correctness import Check
 from bench.lib.providers import PROVIDERS, Call
 from bench.lib.report import Row
@@ -41,7 +41,7 @@ TITLES = {"cupyflash": "ours", "sdpa-flash": "FA2", "sdpa-cudnn": "cuDNN"} | {
 
 def measure(run: harness.Run, model: Model, directions: Sequence[str], names: list[str]) -> None:
     """Add the rows of a model, of each provider that can do a pass and does it right."""
-    tensors, options = model.problem.tensors(), model.make_options()
+    tensors, options = data.of_problem(model.problem), model.make_options()
     check = Check(model.problem, tensors, **options)
     for direction in directions:
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.attention import tensor_core
-from bench.lib import harness, plots, report
-from bench.lib.problem import Problem
+from bench.lib import data, harness, plots, report
 from bench.lib.providers import PROVIDERS, Call
 from bench.lib.report import Row
+from cupyflash.testing.problem import Problem
 
 HEADS = 2
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -68,7 +68,7 @@ class Case:
     def tensors(self) -> tuple[Any, ...]:
         """q, k, v, dout (1, seqlen, HEADS, head_dim) in float32."""
         shape = (self.head_dim, 1, self.seqlen, HEADS, HEADS, self.causal)
-        q, k, v, dout = Problem("float32", *shape).tensors()
+        q, k, v, dout = data.of_problem(Problem("float32", *shape))
         q *= self.spread
         if self.outliers:
             v[:, ::64] *= 1e3

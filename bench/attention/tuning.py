@@ -16,9 +16,14 @@ from rich.table import Table
 from bench.lib import harness, report
 from bench.lib.report import Row
 from cupyflash import environment
-from cupyflash.commands.timing import PROTOCOL
-from cupyflash.commands.tuner import Attention, Found, label, search
+from cupyflash.commands.tuner import LEAST_ROUNDS, SLOW, Found, label, search
+from cupyflash.testing import timing
+from cupyflash.testing.problem import Problem
 
+PROTOCOL = (
+    f"{timing.PROTOCOL}; medians (a candidate {SLOW} times as slow as the fastest leaves after "
+    f"{LEAST_ROUNDS} rounds)"
+)
 TOKENS, HIDDEN = 16384, 2048
 WITHIN = 1.02
 QUICK = 6  # shapes
@@ -48,26 +53,20 @@ SHAPES = (
 )
 
 
-def problem_of(direction: str, head_dim: int, seqlen: int, causal: bool, dtype: str) -> Attention:
+def problem_of(head_dim: int, seqlen: int, causal: bool, dtype: str) -> Problem:
     heads, batch = HIDDEN // head_dim, max(1, TOKENS // seqlen)
-    return Attention(direction, dtype, head_dim, batch, seqlen, heads, heads, causal)
+    return Problem(dtype, head_dim, batch, seqlen, heads, heads, causal)
 
 
-def row_of(problem: Attention, found: Found) -> Row:
+def row_of(problem: Problem, direction: str, found: Found) -> Row:
     """The row of a search; ``ratio`` is how many times as fast the fastest is."""
     ms = {label(x.tile): round(x.ms, 5) for x in found.candidates if x.ms is not None}
     built_in, fastest = label(found.built_in.tile), min(ms, key=ms.get)
     return {
         "op": "tuning",
-        "pass": problem.direction,
+        "pass": direction,
         "backend": found.key.split()[2],
-        "dtype": problem.dtype,
-        "head_dim": problem.head_dim,
-        "batch": problem.batch,
-        "seqlen_q": problem.seqlen,
-        "heads": problem.heads,
-        "heads_kv": problem.heads_kv,
-        "causal": problem.causal,
+        **problem.row(),
         "impl": "cupyflash",
         "built_in": built_in,
         "ms": ms[built_in],
@@ -109,15 +108,17 @@ def summary(rows: list[Row]) -> str:
     return start + "fastest candidate" + (f"; not: {', '.join(beyond)}" if beyond else "")
 
 
-def measure(run: harness.Run, problem: Attention, backend: str | None, seconds: float) -> None:
-    """Add the row of a problem, and notes of what was wrong."""
+def measure(
+    run: harness.Run, problem: Problem, direction: str, backend: str | None, seconds: float
+) -> None:
+    """Add the row of a pass of a problem, and notes of what was wrong."""
     try:
         with environment.override(backend=backend):
-            found = search(problem, seconds)
+            found = search(problem, direction, seconds)
     except Exception as error:  # the other shapes are worth knowing all the same
-        run.notes.left_out("cupyflash", error, str(problem))
+        run.notes.left_out("cupyflash", error, f"{direction} {problem}")
         return
-    run.rows.append(row_of(problem, found))
+    run.rows.append(row_of(problem, direction, found))
     for x in found.candidates:
         if x.wrong:
             error = AssertionError(x.wrong)
@@ -131,9 +132,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     run = harness.Run("tuning", PROTOCOL, arguments, options, timed=False)
     shapes = SHAPES[:QUICK] if options.quick else SHAPES
-    for *shape, backend in run.each(shapes):
+    for direction, *shape, backend in run.each(shapes):
         dtype = "float32" if backend == "fp16x3" else "bfloat16"
-        measure(run, problem_of(*shape, dtype), backend, options.budget)
+        measure(run, problem_of(*shape, dtype), direction, backend, options.budget)
     table, line = table_of(run.rows), summary(run.rows)
     status = run.finish(table, line)
     run.write_page([table], [line], "ms")

@@ -15,8 +15,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench.lib import harness
-from bench.lib import problem as attention_problem
+from bench.lib import data, harness
 from bench.lib.providers import PROVIDERS
 from bench.lib.report import Row
 
@@ -60,11 +59,11 @@ class DecodeProblem:
     def tensors(self) -> tuple[Any, ...]:
         """(q, k, v, k_cache, v_cache): the last row of the caches is the new one's."""
         heads_q, heads_kv, head_dim = HEADS[self.model]
-        source = attention_problem.generator(0)
+        source = data.generator(0)
 
         def random(length: int, heads: int) -> Any:
             shape = (self.batch, length, heads, head_dim)
-            return attention_problem.random(shape, self.dtype, source)
+            return data.random(shape, self.dtype, source)
 
         new = [random(1, heads) for heads in (heads_q, heads_kv, heads_kv)]
         return *new, *(random(self.length, heads_kv) for _ in range(2))

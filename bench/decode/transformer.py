@@ -14,8 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench.lib import harness
-from bench.lib import problem as attention_problem
+from bench.lib import data, harness
 from bench.lib.report import Row
 
 IMPLS = ("cupyflash", "torch-eager", "torch-compile")
@@ -59,7 +58,7 @@ class BlockProblem:
         import cupyflash
 
         width, heads, _ = MODELS[self.model]
-        device = attention_problem.DEVICE
+        device = data.DEVICE
         generator = torch.Generator(device).manual_seed(0)
 
         def random(*shape: int, scale: float = 1.0) -> Any:

@@ -23,8 +23,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.lib import harness, report
-from bench.lib import problem as attention_problem
+from bench.lib import data, harness, report
 from bench.lib.report import Row
 
 PEERS = ("torch-eager", "torch-compile", "torch-compile-graphs")
@@ -80,14 +79,14 @@ class UnetProblem:
         torch.manual_seed(0)
         model = PolicyUnet(ACTIONS, CONDITION, **MODEL).requires_grad_(False)
         model.use_kernels(False)
-        return model.to(attention_problem.DEVICE, getattr(torch, self.dtype))
+        return model.to(data.DEVICE, getattr(torch, self.dtype))
 
     @functools.cached_property
     def inputs(self) -> tuple[Any, Any]:
         """Condition, and the noise to begin with."""
         import torch
 
-        device = attention_problem.DEVICE
+        device = data.DEVICE
         generator = torch.Generator(device).manual_seed(1)
         shapes = ((self.batch, CONDITION), (self.batch, ACTIONS, HORIZON))
         return tuple(torch.randn(x, device=device, generator=generator) for x in shapes)
@@ -187,7 +186,7 @@ def wait_ms(call: Callable[[], Any]) -> float:
     """How long a caller waits until the GPU is done."""
     import torch
 
-    wait = torch.cuda.synchronize if attention_problem.DEVICE == "cuda" else lambda: None
+    wait = torch.cuda.synchronize if data.DEVICE == "cuda" else lambda: None
     wait()
     begin = time.perf_counter()
     call()

@@ -12,7 +12,7 @@ import torch
 
 from bench.gpt2.ops import Op, persistent_op, token_ops
 from bench.gpt2.peers import Peer, make_peer, to_transformers
-from bench.lib import problem
+from bench.lib import data
 from bench.lib.harness import Run, assert_right
 from bench.lib.report import Row
 from bench.lib.timing import medians
@@ -36,7 +36,7 @@ def our_models(options: argparse.Namespace) -> dict[str, Gpt2]:
 
 
 def _gpu() -> bool:
-    return problem.DEVICE == "cuda"
+    return data.DEVICE == "cuda"
 
 
 def prefill_shape(model: Gpt2) -> tuple[int, int]:
@@ -53,7 +53,7 @@ def tokens_of(model: Gpt2, batch: int, length: int) -> numpy.ndarray:
 def last_logits(model: Any, given: numpy.ndarray) -> numpy.ndarray:
     """The logits of a model of transformers after the last tokens, float64 (batch, vocabulary)."""
     with torch.inference_mode():
-        tokens = torch.from_numpy(given).to(problem.DEVICE)
+        tokens = torch.from_numpy(given).to(data.DEVICE)
         return model(tokens, use_cache=False, logits_to_keep=1).logits[:, -1].double().cpu().numpy()
 
 
@@ -102,7 +102,7 @@ class Bench:
         """Latency of the prompts."""
         batch, length = prefill_shape(self.model)
         given, calls = tokens_of(self.model, batch, length), {}
-        prompts, on_device = given.tolist(), torch.from_numpy(given).to(problem.DEVICE)
+        prompts, on_device = given.tolist(), torch.from_numpy(given).to(data.DEVICE)
         for mode, model in self.ours.items():
             decoder = Decoder(model, batch, length, "eager")
             calls[f"cupyflash-{mode}"] = functools.partial(decoder.run, decoder.prepare(prompts))
@@ -172,7 +172,7 @@ def peer_step_ms(peer: Peer, given: numpy.ndarray, count: int) -> float:
         begin = time.perf_counter()
 
     synchronize = torch.cuda.synchronize if _gpu() else lambda: None
-    peer.decode(torch.from_numpy(given).to(problem.DEVICE), count, mark)
+    peer.decode(torch.from_numpy(given).to(data.DEVICE), count, mark)
     synchronize()
     return 1e3 * (time.perf_counter() - begin) / max(1, count - 1)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from bench.lib import problem
+from bench.lib import data
 from cupyflash.models.gpt2 import Gpt2
 from cupyflash.models.gpt2.weights import block_tensors
 
@@ -80,7 +80,7 @@ def make_peer(name: str, ours: Gpt2) -> Peer:
 
 
 def to_transformers(ours: Gpt2, attention: str = "eager") -> Any:
-    """A GPT2LMHeadModel with the weights of our model, on `bench.lib.problem.DEVICE`."""
+    """A GPT2LMHeadModel with the weights of our model, on `bench.lib.data.DEVICE`."""
     import transformers
 
     c = ours.config
@@ -102,7 +102,7 @@ def to_transformers(ours: Gpt2, attention: str = "eager") -> Any:
     state["lm_head.weight"] = state["transformer.wte.weight"]
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
-    return model.to(problem.DEVICE).eval()
+    return model.to(data.DEVICE).eval()
 
 
 def _to_torch(x: Any) -> torch.Tensor:

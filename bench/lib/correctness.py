@@ -11,9 +11,9 @@ import io
 import random
 from typing import Any
 
-from bench.lib.problem import Problem
 from bench.lib.providers import Call, trained
 from cupyflash.testing import Expected, Inputs, expected
+from cupyflash.testing.problem import Problem
 
 ROWS = 128
 

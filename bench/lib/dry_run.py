@@ -28,14 +28,14 @@ def hopper(card: Card = HOPPER) -> Iterator[None]:
     import cupy
     import torch
 
-    from bench.lib import problem
+    from bench.lib import data
     from cupyflash.runtime import gpu, launch, tensor_map, torch_library
 
     library = torch_library.TorchLibrary
     view = library.view
     with contextlib.ExitStack() as stack:
         change = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
-        change(problem, "DEVICE", "cpu")
+        change(data, "DEVICE", "cpu")
         change(jit, "load", lambda config, device: lambda *arguments: None)
         change(torch.Tensor, "is_cuda", property(lambda self: self.device.type == "cpu"))
         change(library, "view", lambda self, x: view(self, x)._replace(device=0))

@@ -18,8 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.lib import problem, report
-from bench.lib.problem import DTYPES
+from bench.lib import data, report
 from bench.lib.report import (
     Row,
     command_line,
@@ -31,9 +30,10 @@ from bench.lib.report import (
 )
 from cupyflash import machine, packages
 
+DTYPES = ("bfloat16", "float16", "float32")
 CLOCK = (
     "CUDA events, L2 cold and clean and launch cost hidden before each call, all implementations "
-    "in turn, median of {repeats} rounds (bench.lib.timing)"
+    "in turn, median of {repeats} rounds (cupyflash.testing.timing)"
 )
 
 
@@ -79,7 +79,7 @@ def require_gpu(name: str) -> None:
     Raises:
         SystemExit: the reason, with the exit status 1.
     """
-    if problem.DEVICE == "cuda" and (reason := gpu_problem()):
+    if data.DEVICE == "cuda" and (reason := gpu_problem()):
         raise SystemExit(f"bench {name}: needs a GPU, and has written nothing: {reason}")
 
 

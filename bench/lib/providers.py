@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from bench.lib import problem
+from bench.lib import data
 
 Tensors = tuple[Any, ...]
 # The names of options in FlashAttention's packages.
@@ -105,7 +105,7 @@ def _packing(lengths: Sequence[int]) -> tuple[Any, Any, int, int]:
     """The packing of queries and of keys, as FlashAttention takes it."""
     import torch
 
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(problem.DEVICE, torch.int32)
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(data.DEVICE, torch.int32)
     return ends, ends, max(lengths), max(lengths)
 
 
@@ -172,7 +172,7 @@ def _window_mask(seqlen: int, left: int, right: int, causal: bool) -> Any:
     """A window as a bool mask, which is how SDPA takes it."""
     import torch
 
-    rows = torch.arange(seqlen, device=problem.DEVICE)
+    rows = torch.arange(seqlen, device=data.DEVICE)
     distance = rows - rows[:, None]
     return (distance >= -left) & (distance <= (0 if causal else right))
 

@@ -17,8 +17,8 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from bench.lib.problem import Problem
 from bench.lib.providers import is_ours
+from cupyflash.testing.problem import Problem
 
 FOLDER = "BENCH_RESULTS"  # the environment variable for another folder of results
 RESULTS = Path(os.environ.get(FOLDER) or Path(__file__).resolve().parent.parent / "results")

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench.lib import problem as attention_problem
+from bench.lib import data
 
 OPS = ("qkv_projection", "mlp")
 HEAD_DIM = {768: 64, 4096: 128}
@@ -87,7 +87,7 @@ class LinearProblem:
 
         Biases and the residual are in GPT-2's, a residual in all MLPs.
         """
-        random = lambda shape, seed: attention_problem.random(shape, self.dtype, seed)  # noqa: E731
+        random = lambda shape, seed: data.random(shape, self.dtype, seed)  # noqa: E731
         weights = self.weights
         tensors = {"x": random((self.rows, self.depth), 0)}
         for number, shape in enumerate(weights):

@@ -17,8 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.lib import harness, report
-from bench.lib import problem as attention_problem
+from bench.lib import data, harness, report
 from bench.lib.report import Row
 from bench.linear.problems import OPS, LinearProblem, one_by_one, ours, projected
 
@@ -86,16 +85,16 @@ def training_call(
 
     function, leaves = function_of(problem, impl), leaves_of(problem, autocast, wide)
     wanted = [x for x in leaves.values() if x is not None and x.requires_grad]
-    device, on = attention_problem.DEVICE, autocast and not wide
+    device, on = data.DEVICE, autocast and not wide
     dtype, gradients = getattr(torch, problem.dtype), []
 
     def call() -> list[Any]:
         with torch.autocast(device, dtype) if on else contextlib.nullcontext():
             outputs = function(**leaves)
         if not gradients:
-            source = attention_problem.generator(40)
+            source = data.generator(40)
             for y in outputs:
-                random = attention_problem.random(y.shape, problem.dtype, source)
+                random = data.random(y.shape, problem.dtype, source)
                 gradients.append(random.to(y.dtype))
         return [*outputs, *torch.autograd.grad(outputs, wanted, gradients)]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench.lib import problem as attention_problem
+from bench.lib import data
 
 OPS = ("layer_norm", "rms_norm", "group_norm_activation", "diffusion_step")
 ACTIVATION, GROUPS = {3: "mish", 4: "silu"}, {3: 8, 4: 32}  # by rank of x
@@ -122,7 +122,7 @@ class NormProblem:
     def _random(self, shape: tuple[int, ...], seed: int) -> Any:
         import torch
 
-        x = attention_problem.random(shape, self.dtype, seed)
+        x = data.random(shape, self.dtype, seed)
         if self.channels_last and len(shape) == 4:
             return x.to(memory_format=torch.channels_last)
         return x

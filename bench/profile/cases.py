@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import cupyflash
-from bench.lib import problem
-from bench.lib.problem import Problem
+from bench.lib import data
 from bench.profile import operations as operations
 from bench.profile.operations import Case, integers, random
 from cupyflash import environment
 from cupyflash.attention.problem import ONE_TILE
+from cupyflash.testing.problem import Problem, attention_flops
 
 TOKENS, HIDDEN = 16384, 2048  # of attention: batch * seqlen, heads * head_dim
 FORCED = "backend "  # in front of the name of a backend in a label
@@ -78,7 +78,7 @@ def packed(lengths: list[int], head_dim: int) -> Case:
     ends = integers([sum(lengths[:i]) for i in range(len(lengths) + 1)])
     arrays = q, k, v, ends, ends, max(lengths), max(lengths)
     call = functools.partial(cupyflash.flash_attn_varlen_func, *arrays, causal=True)
-    flops = sum(problem.attention_flops(1, heads, n, n, head_dim, True) for n in lengths)
+    flops = sum(attention_flops(1, heads, n, n, head_dim, True) for n in lengths)
     return Case(call, (q, k, v), flops)
 
 
@@ -94,7 +94,7 @@ def with_sinks(shape: Problem) -> Case:
 def with_key_mask(shape: Problem) -> Case:
     import torch
 
-    mask = torch.ones(shape.batch, 1, 1, shape.keys, dtype=torch.bool, device=problem.DEVICE)
+    mask = torch.ones(shape.batch, 1, 1, shape.keys, dtype=torch.bool, device=data.DEVICE)
     return forward(shape, bias=mask)
 
 

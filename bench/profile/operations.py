@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cupyflash
-from bench.lib import problem
+from bench.lib import data
 
 seeds = itertools.count()
 
@@ -43,17 +43,17 @@ def _bytes(arrays: Any) -> int:
 
 def random(*shape: int, dtype: str = "bfloat16") -> Any:
     """A standard normal tensor, another one with each call; uninitialised where nothing runs."""
-    if problem.DEVICE == "cpu":
+    if data.DEVICE == "cpu":
         import torch
 
         return torch.empty(shape, dtype=getattr(torch, dtype))
-    return problem.random(shape, dtype, next(seeds))
+    return data.random(shape, dtype, next(seeds))
 
 
 def integers(values: Any) -> Any:
     import torch
 
-    return torch.tensor(values, dtype=torch.int32, device=problem.DEVICE)
+    return torch.tensor(values, dtype=torch.int32, device=data.DEVICE)
 
 
 # Decoding -----------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def group_norm(shape: tuple[int, ...], channels_last: bool, back: bool) -> Case:
 
     order = torch.channels_last if channels_last else torch.contiguous_format
     x, dout = (torch.empty_like(random(*shape), memory_format=order) for _ in range(2))
-    for y in (x, dout) if problem.DEVICE != "cpu" else ():
+    for y in (x, dout) if data.DEVICE != "cpu" else ():
         y.normal_()
     weight, bias = (random(shape[1]) for _ in range(2))
     arrays = x, 32, weight, bias

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.attention.host_time import sample
-from bench.lib import harness, plots, report
+from bench.lib import data, harness, plots, report
 from bench.lib.launches import recorded
-from bench.lib.problem import Problem
+from cupyflash.testing.problem import Problem
 
 CALLS, SAMPLES, WALLS = 50, 10, 100
 PROTOCOL = (
@@ -67,7 +67,7 @@ def budget(shape: Problem, timer: Any) -> dict[str, float]:
     from bench.lib.timing import medians
     from cupyflash.runtime.array import library_of
 
-    q, k, v, _ = shape.tensors()
+    q, k, v, _ = data.of_problem(shape)
     call = functools.partial(cupyflash.attention, q, k, v, causal=True)
     call()
     results, ((launch, params),) = recorded(call)  # `results` holds the memory that it writes

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bench.lib import harness
+from bench.lib import data, harness
 from bench.lib.launches import configurations, recorded
-from bench.lib.problem import Problem
 from bench.profile.pictures import draw_timeline as draw
 from cupyflash import jit
 from cupyflash.jit import sources
 from cupyflash.runtime.config import KernelConfig
 from cupyflash.runtime.launch import Launch
+from cupyflash.testing.problem import Problem
 
 PROTOCOL = (
     "globaltimer, read by the first consumer thread of a block when a tile begins (its first "
@@ -223,7 +223,7 @@ def measure(name: str, shape: Problem) -> dict[str, Any]:
 
     import cupyflash
 
-    q, k, v, dout = shape.tensors()
+    q, k, v, dout = data.of_problem(shape)
     call = functools.partial(cupyflash.attention, q, k, v, causal=shape.causal, return_lse=True)
     if "bwd" in name:
         arrays = dout, q, k, v, *call()

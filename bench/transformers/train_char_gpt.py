@@ -26,7 +26,7 @@ import numpy
 import torch
 from rich.table import Table
 
-from bench.lib import harness, plots, problem, report
+from bench.lib import data, harness, plots, report
 from bench.lib.report import Row
 from bench.transformers.gpt import GPT, Size, autocast, held, make_model
 
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args(arguments)
     run = harness.Run("train_char_gpt", PROTOCOL, arguments, options, timed=False, size=str(SIZE))
-    run.rows += curves(SIZE, options.text or standard_library(), options.steps, problem.DEVICE)
+    run.rows += curves(SIZE, options.text or standard_library(), options.steps, data.DEVICE)
     run.draw(draw)
     wrong = [row["impl"] for row in run.rows if row["impl"] in COMPARED and not coincides(row)]
     lines = [

@@ -37,8 +37,9 @@ from targets import Target  # noqa: E402
 
 from bench.attention import model_shapes  # noqa: E402
 from bench.attention.attention import parse, problems  # noqa: E402
-from bench.lib import dry_run, problem  # noqa: E402
+from bench.lib import data, dry_run  # noqa: E402
 from cupyflash.runtime.gpu import Card  # noqa: E402
+from cupyflash.testing.problem import Problem  # noqa: E402
 
 CARDS = {
     "sm_90": dry_run.HOPPER,
@@ -176,7 +177,7 @@ def recording(card: Card) -> Iterator[Recorder]:
         change(TorchLibrary, "empty_strided", empty)
         change(jit, "load", made.load)
         change(TensorMapSpec, "encode", lambda spec, pointer: made.encode(spec, pointer))
-        change(problem, "random", _uninitialised)
+        change(data, "random", _uninitialised)
         change(model_shapes, "random", _uninitialised)
         yield made
 
@@ -207,16 +208,16 @@ class GpuSized(Target):
     gpu = True
 
 
-def _cell(cell: problem.Problem, options: dict[str, Any]) -> None:
-    _both(cell.tensors(), **options)
+def _cell(cell: Problem, options: dict[str, Any]) -> None:
+    _both(data.of_problem(cell), **options)
 
 
-def _cell(cell: problem.Problem, options: dict[str, Any]) -> None:
-    _both(cell.tensors(), **options)
+def _cell(cell: Problem, options: dict[str, Any]) -> None:
+    _both(data.of_problem(cell), **options)
 
 
 def _model(model: model_shapes.Model, deterministic: bool) -> None:
-    tensors, options = model.problem.tensors(), model.make_options()
+    tensors, options = data.of_problem(model.problem), model.make_options()
     options |= {"causal": model.problem.causal, "deterministic": deterministic}
     lengths = options.pop("lengths", None)
     if lengths is None:

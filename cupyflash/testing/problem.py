@@ -1,12 +1,10 @@
-"""One attention problem of a benchmark: its shape, its work, its tensors."""
+"""One attention problem that is timed: its shape and its work."""
 
 import dataclasses
 from typing import Any
 
 # The backward does five matrix products of the forward's size, the forward two.
 BACKWARD_WORK = 2.5
-DTYPES = ("bfloat16", "float16", "float32")
-DEVICE = "cuda"
 
 
 def attention_flops(
@@ -14,22 +12,6 @@ def attention_flops(
 ) -> float:
     """Floating-point operations of a forward: two matrix products, causal counts half."""
     return 4.0 * batch * heads * seqlen_q * seqlen_k * head_dim * (0.5 if causal else 1.0)
-
-
-def generator(seed: int) -> Any:
-    """Returns a tensor of random numbers of torch on `DEVICE`."""
-    import torch
-
-    return torch.Generator(DEVICE).manual_seed(seed)
-
-
-def random(shape: tuple[int, ...], dtype: str, source: Any) -> Any:
-    """A torch tensor on `DEVICE`, standard normal, by a `generator` or a seed."""
-    import torch
-
-    source = generator(source) if isinstance(source, int) else source
-    dtype = getattr(torch, dtype)
-    return torch.randn(shape, dtype=dtype, device=DEVICE, generator=source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +32,7 @@ class Problem:
     causal: bool
     seqlen_k: int | None = None
     head_dim_v: int | None = None
+    softcap: float = 0.0
 
     @property
     def keys(self) -> int:
@@ -58,6 +41,21 @@ class Problem:
     @property
     def dim_v(self) -> int:
         return self.head_dim_v or self.head_dim
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `cupyflash.attention`."""
+        return {"causal": self.causal, "softcap": self.softcap}
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Of q, k, v and dout: (batch, seqlen, heads, head_dim)."""
+        return (
+            (self.batch, self.seqlen, self.heads, self.head_dim),
+            (self.batch, self.keys, self.heads_kv, self.head_dim),
+            (self.batch, self.keys, self.heads_kv, self.dim_v),
+            (self.batch, self.seqlen, self.heads, self.dim_v),
+        )
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
@@ -83,14 +81,3 @@ class Problem:
             "causal": self.causal,
             **fields,
         }
-
-    def tensors(self, seed: int = 0) -> tuple[Any, Any, Any, Any]:
-        """q, k, v, dout (batch, seqlen, heads, head_dim): torch tensors, standard normal."""
-        source = generator(seed)
-        shapes = (
-            (self.seqlen, self.heads, self.head_dim),
-            (self.keys, self.heads_kv, self.head_dim),
-            (self.keys, self.heads_kv, self.dim_v),
-            (self.seqlen, self.heads, self.dim_v),
-        )
-        return tuple(random((self.batch, *shape), self.dtype, source) for shape in shapes)
