@@ -1,8 +1,8 @@
 """All tables and pictures, one script after the other, each in a process of its own.
 
-    python -m bench.all --quick       on one H200 in less than 10 minutes
-    python -m bench.all               everything at full length, which takes much longer
-    python -m bench.all --quick --only ladder memory
+    python -m bench all --quick       on one H200 in less than 10 minutes
+    python -m bench all               everything at full length, which takes much longer
+    python -m bench all --quick --only ladder memory
 
 With ``--quick``, scripts that measure only a part of their problems write to bench/results/quick/,
 so that no complete results are lost; the others write to bench/results/ as always. A script that
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import harness, report
+from bench.lib import harness, report
 
 QUICK = "quick"  # the folder of results that are a part of the problems
 TAIL = 15  # lines of the output of a script that failed
@@ -36,7 +36,6 @@ class Step:
         arguments: of the module, in every run.
         quick: its further arguments with ``--quick``.
         partial: with ``--quick`` it measures only a part of its problems.
-        reads: the results file that it takes as its first argument, from where its step wrote it.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Step:
     arguments: tuple[str, ...] = ()
     quick: tuple[str, ...] = ()
     partial: bool = False
-    reads: str = ""
 
 
 FEW_CELLS = "--head-dim 64 128 --seqlen 1024 4096 16384 --repeats 5"
@@ -59,8 +57,6 @@ STEPS = (
     Step("tuning", "tuning", quick=("--quick",), partial=True),
     Step("timeline", "timeline"),
     Step("time budget", "time_budget"),
-    Step("picture of attention", "plot", partial=True, reads="attention"),
-    Step("picture of memory", "plot_length", reads="memory"),
     Step("rounding", "rounding"),
     Step("diagrams", "plot_diagrams"),
 )
@@ -71,9 +67,8 @@ def folder_of(step: Step, quick: bool) -> Path:
 
 
 def command_of(step: Step, quick: bool) -> list[str]:
-    source = [str(folder_of(step, quick) / f"{step.reads}.json")] if step.reads else []
     options = [*step.arguments, *(step.quick if quick else ())]
-    return [sys.executable, "-m", f"bench.{step.module}", *source, *options]
+    return [sys.executable, "-m", "bench", step.module, *options]
 
 
 def run(step: Step, options: argparse.Namespace, log: Path) -> str:
@@ -101,13 +96,13 @@ def tell(console: Console, step: Step, why: str, log: Path) -> None:
         console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("all", __doc__, repeats=None, output=False)
     add, names = parser.add_argument, [step.name for step in STEPS]
     add("--quick", action="store_true")
     add("--only", nargs="+", choices=names, metavar="STEP", default=names, help=", ".join(names))
     add("--timeout", type=float, help="seconds of a script; default 180 with --quick, else 7200")
-    _, options = harness.parsed(parser, arguments)
+    options = parser.parse_args(arguments)
     harness.require_gpu("all")
     options.timeout = options.timeout or (180.0 if options.quick else 7200.0)
     console, logs = report.console(), Path(tempfile.mkdtemp(prefix="bench-all-"))
@@ -129,7 +124,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tell(console, step, why, log)
     console.print(table)
     return int(bool(failed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

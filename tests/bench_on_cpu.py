@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import harness, problem, report
+from bench.lib import data, harness, report
 
 
 class FakeTimer:
@@ -28,10 +28,10 @@ class FakeTimer:
 def without_gpu(monkeypatch, results):
     """Prepare for runs that write into the folder ``results``; returns torch."""
     torch = pytest.importorskip("torch")
-    from bench import timing
+    from bench.lib import timing
 
     monkeypatch.setattr(timing, "Timer", FakeTimer)
-    monkeypatch.setattr(problem, "DEVICE", "cpu")
+    monkeypatch.setattr(data, "DEVICE", "cpu")
     monkeypatch.setattr(report, "RESULTS", results)
     monkeypatch.setattr(harness, "machine_fields", lambda: {"gpu": "G", "versions": {}})
     return torch

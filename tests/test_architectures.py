@@ -1,6 +1,6 @@
 """A seeded sample of the architectures in bench/results/architectures.json, compared anew.
 
-`python -m bench.architectures` compares all of them and writes the table.
+`python -m bench architectures` compares all of them and writes the table.
 """
 
 import json
@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from bench import architectures  # noqa: E402
+from bench.transformers import architectures  # noqa: E402
 
 TABLE = pathlib.Path(__file__).parent.parent / "bench/results/architectures.json"
 RESULTS = json.loads(TABLE.read_text())

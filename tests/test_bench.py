@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 
-from bench import attention, memory, plot, providers, report  # noqa: E402
-from bench.problem import Problem, attention_flops  # noqa: E402
+from bench.attention import attention, memory  # noqa: E402
+from bench.lib import report  # noqa: E402
+from cupyflash.testing.problem import Problem, attention_flops  # noqa: E402
 
 FULL = Problem("bfloat16", 64, 2, 256, 4, 2, False)
 CAUSAL = Problem("float16", 128, 1, 512, 16, 16, True)
@@ -96,33 +97,3 @@ def test_predicted_memory(direction):
     }
     shape = Problem("bfloat16", 64, 2, 200, 4, 2, True)
     assert memory.predicted_bytes(shape, direction) == expected[direction]
-
-
-def test_plot(tmp_path):
-    matplotlib_image = pytest.importorskip("matplotlib.image")
-    rows = [row(impl, 1.0, x) for impl in ("cupyflash", "sdpa-math") for x in (FULL, CAUSAL)]
-    results = {"gpu": "G", "matmul_tflops": 784.0, "rows": rows}
-    (tmp_path / "x.json").write_text(json.dumps(results))
-    plot.main([str(tmp_path / "x.json")])
-    assert [path.name for path in tmp_path.glob("*.png")] == ["x-fwd.png"]  # no row is backward
-    results["rows"] += [{**x, "pass": "bwd"} for x in rows]
-    (tmp_path / "y.json").write_text(json.dumps(results))
-    plot.main([str(tmp_path / "y.json")])
-    pictures = {path.name for path in tmp_path.glob("y-*.[ps][nv]g")}
-    assert pictures == {
-        f"y-{name}.{kind}" for name in ("fwd", "bwd", "causal") for kind in ("png", "svg")
-    }
-    assert set(plot.COLOURS) == set(providers.PROVIDERS)
-    orange = tuple(int(plot.COLOURS["cupyflash"][i : i + 2], 16) / 255 for i in (1, 3, 5))
-    image = matplotlib_image.imread(tmp_path / "x-fwd.png")[..., :3]
-    assert (abs(image - orange).max(axis=-1) < 0.01).sum() > 500
-
-
-def test_bars_above_the_matrix_product_have_a_word(tmp_path):
-    pytest.importorskip("matplotlib")
-    results = {"gpu": "G", "rows": [row("cupyflash", 1.0, FULL)]}
-    (bar,) = {x["tflops"] for x in results["rows"]}
-    for rate, word in ((bar - 1, 1), (bar + 1, 0)):
-        (tmp_path / "x.json").write_text(json.dumps(results | {"matmul_tflops": rate}))
-        plot.main([str(tmp_path / "x.json")])
-        assert (tmp_path / "x-fwd.svg").read_text().count("which is not the peak") == word

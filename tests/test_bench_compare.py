@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 
-from bench import compare  # noqa: E402
+from bench.lib import compare  # noqa: E402
 
 QUARTILES = {"quartiles_ms": [0.98, 1.02]}
 
@@ -84,7 +84,7 @@ def test_files_that_cannot_be_compared(run):
 
 def test_every_results_file_has_names_for_its_rows(capsys):
     """Each file with times, beside itself: no two of its rows have one name."""
-    from bench.report import RESULTS
+    from bench.lib.report import RESULTS
 
     compared = 0
     for path in sorted(RESULTS.glob("*.json")):

@@ -1,4 +1,4 @@
-"""bench.decode without a GPU: bytes, the check, a run without the clock."""
+"""bench decode without a GPU: bytes, the check, a run without the clock."""
 
 import json
 
@@ -8,8 +8,8 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import decode  # noqa: E402
-from bench.decode import DecodeProblem  # noqa: E402
+from bench.decode import decode  # noqa: E402
+from bench.decode.decode import DecodeProblem  # noqa: E402
 
 
 def test_bytes():
@@ -19,7 +19,7 @@ def test_bytes():
 
 @pytest.fixture
 def dry_run(tmp_path, monkeypatch):
-    """bench.decode on torch's CPU with the clock taken out; returns its status and file."""
+    """bench decode on torch's CPU with the clock taken out; returns its status and file."""
     without_gpu(monkeypatch, tmp_path)
     monkeypatch.setattr(decode, "HEADS", {"small": (4, 2, 16)})
 

@@ -9,9 +9,10 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import extras, problem, providers  # noqa: E402
-from bench.extras import Variant, packed  # noqa: E402
-from bench.problem import Problem  # noqa: E402
+from bench.attention import extras  # noqa: E402
+from bench.attention.extras import Variant, packed  # noqa: E402
+from bench.lib import data, providers  # noqa: E402
+from cupyflash.testing.problem import Problem  # noqa: E402
 
 SMALL = Problem("bfloat16", 16, 1, 300, 4, 2, True)
 
@@ -56,7 +57,7 @@ def test_both_sides_of_a_ratio_are_alike():
 def test_gradients_of_packed_sequences_are_not_copied(monkeypatch, layout):
     """A view of the one batch has a view as its gradient; that of x[0] is a copy among zeros."""
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(problem, "DEVICE", "cpu")
+    monkeypatch.setattr(data, "DEVICE", "cpu")
     attention = layout(lambda q, k, v, *packing, causal=True: q + k + v, [2, 3])
     shape = (1, 5, 2, 4) if layout is providers._packed else (1, 2, 5, 4)
     x = torch.ones(shape, requires_grad=True)

@@ -1,4 +1,4 @@
-"""bench.gpt2 without a GPU: what ncu prints, and a run on the CPU without the clock."""
+"""bench gpt2 without a GPU: what ncu prints, and a run on the CPU without the clock."""
 
 import json
 
@@ -8,16 +8,17 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import counters, gpt2  # noqa: E402
+from bench.gpt2 import gpt2  # noqa: E402
+from bench.lib import counters  # noqa: E402
 
 
 @pytest.fixture
 def dry_run(tmp_path, monkeypatch):
-    """bench.gpt2 of a tiny model on the CPU; returns its status and its file."""
+    """bench gpt2 of a tiny model on the CPU; returns its status and its file."""
     without_gpu(monkeypatch, tmp_path)
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
-    from bench import gpt2_measure
+    from bench.gpt2 import measure as gpt2_measure
 
     monkeypatch.setattr(gpt2_measure, "_gpu", lambda: False)
     monkeypatch.setattr(counters, "find_ncu", lambda: None)  # no ncu
@@ -35,7 +36,7 @@ def dry_run(tmp_path, monkeypatch):
 
 def test_dry_run(dry_run, tmp_path, capsys):
     status, results = dry_run("--ncu")
-    assert status == 0 and (tmp_path / "dry.png").stat().st_size > 10000
+    assert status == 0 and (tmp_path / "dry.svg").stat().st_size > 10000
     names = {"cupyflash-naive", "cupyflash-flash", "cupyflash-fused"}
     names |= {"transformers-eager", "transformers-sdpa"}
     for op, batch in (("gpt2_prefill", 2), ("gpt2_decode", 1), ("gpt2_decode", 3)):

@@ -8,8 +8,9 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import ladder, plot_length, providers, rungs  # noqa: E402
-from bench.problem import Problem  # noqa: E402
+from bench.attention import ladder, rungs  # noqa: E402
+from bench.lib import providers  # noqa: E402
+from cupyflash.testing.problem import Problem  # noqa: E402
 
 
 @pytest.fixture
@@ -67,8 +68,8 @@ def test_dry_run(dry_run, tmp_path, capsys):
     assert "| 128" in page and "over 0.003 s" in page and "DRAM MB (no ncu)" in page
     assert "| flash-attention-1" not in page
     pytest.importorskip("matplotlib")
-    pictures = {path.name for path in tmp_path.glob("dry*.[sp][vn]g")}
-    assert pictures == {"dry.svg", "dry.png", "dry-memory.svg", "dry-memory.png"}
+    pictures = {path.name for path in tmp_path.glob("dry*g")}
+    assert pictures == {"dry.svg", "dry-memory.svg"}
 
 
 def test_out_of_memory_and_wrong_rungs(dry_run):
@@ -100,42 +101,16 @@ def test_traffic(dry_run, monkeypatch):
     asked = []
 
     def bytes_of(module, arguments):
-        monkeypatch.setattr(ladder.gpt2_traffic, "profile", asked.append)
-        assert module == "bench.ladder" and ladder.main(arguments) == 0
+        monkeypatch.setattr(ladder.traffic, "profile", asked.append)
+        assert module == "ladder" and ladder.main(arguments) == 0
         for call in asked[0].values():
             assert call().shape
         return dict.fromkeys(asked[0], 1000000.0)
 
-    monkeypatch.setattr(ladder.gpt2_traffic, "bytes_of", bytes_of)
+    monkeypatch.setattr(ladder.traffic, "bytes_of", bytes_of)
     _, results, page = dry_run(*SIZES[:2], "--dtype", "float32", "--rungs", "fused", "--traffic")
     assert list(asked[0]) == ["float32 128 fused"]
     (row,) = results["rows"]
     flops = Problem("float32", 16, 1, 128, 2, 2, False).flops("fwd")
     assert row["dram_mb"] == 1.0 and row["flop_per_byte"] == round(flops / 1e6, 2)
     assert "no ncu" not in page
-
-
-def test_every_rung_has_a_look():
-    assert set(rungs.RUNGS) <= set(plot_length.LOOKS)
-    drawn = {**plot_length.COLOURS, **plot_length.OWN_COLOURS}
-    assert set(plot_length.LOOKS) <= set(drawn)
-    looks = [(drawn[name], *plot_length.LOOKS[name]) for name in rungs.RUNGS]
-    assert len(set(looks)) == len(looks)
-
-
-def test_picture_of_memory(tmp_path):
-    image = pytest.importorskip("matplotlib.image")
-    rows = [
-        {"op": "memory", "pass": direction, "bytes": n * seqlen, "impl": impl}
-        | Problem("bfloat16", 128, 1, seqlen, 16, 16, True).row()
-        for direction in ("fwd", "bwd")
-        for seqlen in (512, 1024)
-        for impl, n in (("cupyflash", 4096), ("sdpa-math", 64 * seqlen))
-    ]
-    (tmp_path / "memory.json").write_text(json.dumps({"gpu": "G", "rows": rows}))
-    assert plot_length.main([str(tmp_path / "memory.json")]) == 0
-    assert "O(N²)" in (tmp_path / "memory.svg").read_text(encoding="utf-8")
-    pixels = image.imread(tmp_path / "memory.png")
-    orange = (0xD5 / 255, 0x5E / 255, 0)
-    close = (abs(pixels[..., :3] - orange).max(axis=-1) < 0.02) & (pixels[..., 3] > 0.9)
-    assert close.sum() > 200

@@ -1,4 +1,4 @@
-"""bench.linear without a GPU: what is counted, the check, a run without the clock."""
+"""bench linear without a GPU: what is counted, the check, a run without the clock."""
 
 import json
 
@@ -8,8 +8,9 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import linear, linear_problems  # noqa: E402
-from bench.linear_problems import LinearProblem  # noqa: E402
+from bench.linear import linear  # noqa: E402
+from bench.linear import problems as linear_problems
+from bench.linear.problems import LinearProblem  # noqa: E402
 
 SMALL = ((16, 40, False, "gelu_tanh", 33), (32, 48, True, "silu", 20))
 
@@ -23,7 +24,7 @@ def test_what_is_counted():
 
 @pytest.fixture
 def dry_run(tmp_path, monkeypatch):
-    """bench.linear on torch's CPU with the clock taken out; returns its status and its file."""
+    """bench linear on torch's CPU with the clock taken out; returns its status and its file."""
     without_gpu(monkeypatch, tmp_path)
     monkeypatch.setattr(linear_problems, "MODELS", SMALL)
 
@@ -50,7 +51,7 @@ def test_dry_run(dry_run, capsys):
         if x["block"] and x["impl"] == "cupyflash"
     }
     assert {(33, "erNorm"), (20, "rotary")} <= blocks
-    assert results["command"].startswith("python -m bench.linear --dtype float32")
+    assert results["command"].startswith("python -m bench linear --dtype float32")
     assert "GB/s" in capsys.readouterr().out
 
 

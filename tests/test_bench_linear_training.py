@@ -8,7 +8,8 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import linear_problems, linear_training  # noqa: E402
+from bench.linear import problems as linear_problems  # noqa: E402
+from bench.linear import training as linear_training
 
 SMALL = ((16, 40, False, "gelu_tanh", 33), (32, 48, True, "silu", 20), (32, 64, True, "silu", 20))
 

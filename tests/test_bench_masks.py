@@ -8,7 +8,7 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import masks  # noqa: E402
+from bench.attention import masks  # noqa: E402
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import models, providers, report  # noqa: E402
-from bench.model_shapes import DOCUMENTS, MODELS, PADDING, PAIR, SENTENCES, model  # noqa: E402
-from bench.providers import PROVIDERS, Call, Provider  # noqa: E402
+from bench.attention import models  # noqa: E402
+from bench.attention.model_shapes import DOCUMENTS, MODELS, PADDING, PAIR, SENTENCES, model  # noqa: E402
+from bench.lib import data, providers, report  # noqa: E402
+from bench.lib.providers import PROVIDERS, Call, Provider  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTS = (("fwd ", "bwd "), "where flash-attn-3 runs, ", "flash-attn-3 as the peer, ")
@@ -96,7 +97,7 @@ def test_dry_run(run, capsys):
         "Softcap", "1 x 150, 2 heads, D=16, softcap 5", "fwd", "1000.0", "-", "-",
     ]  # fmt: skip
     assert "fwd cupyflash: 1.000 x the best peer, geometric mean of 6; 6 at or above 1" in page
-    assert "python -m bench.models --providers" in page and "sdpa-math: 1" not in page
+    assert "python -m bench models --providers" in page and "sdpa-math: 1" not in page
     picture = (run.path / "models.svg").read_text()
     assert "Padding" in picture and "Softcap" not in picture and "#D55E00".lower() in picture
 
@@ -148,7 +149,7 @@ def test_a_forward_wants_no_gradient(run):
         seen.append(options["bias"].requires_grad)
         return PROVIDERS["cupyflash"].load(**options)
 
-    call = Call(Provider("x", load), pair.problem.tensors(), False, **options)
+    call = Call(Provider("x", load), data.of_problem(pair.problem), False, **options)
     assert not call.forward().requires_grad and seen == [False]
     assert [x.shape for x in call.backward()][3] == options["bias"].shape and seen == [False, True]
     assert torch.equal(call.forward(), call.graph[0])
@@ -157,7 +158,7 @@ def test_a_forward_wants_no_gradient(run):
 def test_sdpa_takes_windows_and_packed_sequences(run):
     """Both against one bool mask."""
     torch = run.torch
-    q, k, v, _ = dataclasses.replace(SMALL[2].problem, seqlen=6).tensors()
+    q, k, v, _ = data.of_problem(dataclasses.replace(SMALL[2].problem, seqlen=6))
     q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
     block = torch.block_diag(torch.ones(4, 4), torch.ones(2, 2)).bool()
     near = torch.tensor([[-2 <= j - i <= 1 for j in range(6)] for i in range(6)])
@@ -177,7 +178,6 @@ def test_sdpa_takes_windows_and_packed_sequences(run):
 
 def test_flash_attn_gets_its_own_names(monkeypatch):
     import sys
-    from types import SimpleNamespace
 
     pytest.importorskip("torch")
     called = []
@@ -197,9 +197,8 @@ def test_the_page_of_the_results(tmp_path, monkeypatch):
     results = json.loads((report.RESULTS / "models.json").read_text())
     page = (report.RESULTS / "models.md").read_text()
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    run = SimpleNamespace(file="models", fields=results, command=results["command"])
     lines = models.summary(results["rows"])
-    models.write_table(run, [models.models_table(results["rows"])], lines)
+    report.write_page("models", results, [models.models_table(results["rows"])], lines)
     assert (tmp_path / "models.md").read_text() == page
     assert "…" not in page and "| FA2 varlen |" in page and "| ratio |" in page
     best, where, beside = ([line for line in lines if line.startswith(x)] for x in STARTS)

@@ -8,8 +8,9 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import norm_problems, norms  # noqa: E402
-from bench.norm_problems import NormProblem  # noqa: E402
+from bench.norm import norms
+from bench.norm import problems as norm_problems  # noqa: E402
+from bench.norm.problems import NormProblem  # noqa: E402
 
 SMALL = {
     "layer_norm": [(6, 40)],
@@ -60,7 +61,7 @@ def test_dry_run(dry_run, capsys):
     assert timed == expected and results["copy_gbps"] == 4290.0
     row = results["rows"][0]
     assert row["gbps"] == round(4 * 4 * 240 / 1.0 / 1e6, 1)
-    assert results["command"].startswith("python -m bench.norms --dtype float32")
+    assert results["command"].startswith("python -m bench norms --dtype float32")
     assert "channels-last" in capsys.readouterr().out
 
 

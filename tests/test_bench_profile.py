@@ -1,4 +1,4 @@
-"""bench.profile and bench.timeline without a GPU: ncu's output, SASS, cubins, stamps, pictures."""
+"""bench profile and bench.timeline without a GPU: ncu's output, SASS, cubins, stamps, pictures."""
 
 import json
 import os
@@ -12,7 +12,10 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 from targets import is_hopper  # noqa: E402
 from tiny_kernel import needs_nvrtc  # noqa: E402
 
-from bench import counters, gpt2_traffic, harness, profile, profile_report, report, sass, timeline  # noqa: E402
+from bench.lib import counters, harness, report  # noqa: E402
+from bench.lib import traffic as gpt2_traffic
+from bench.profile import profile, sass, timeline  # noqa: E402
+from bench.profile import report as profile_report
 from cupyflash.baselines.baselines import VectorAdd  # noqa: E402
 from cupyflash.jit import sources  # noqa: E402
 
@@ -66,17 +69,17 @@ def fake_ncu(tmp_path, monkeypatch):
 def test_what_to_do_without_counters(fake_ncu, monkeypatch):
     fake_ncu("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\n", 1)
     with pytest.raises(RuntimeError, match="NVreg_RestrictProfilingToAdminUsers=0"):
-        counters.output_of("bench.gpt2", [], ["a"])
+        counters.output_of("gpt2", [], ["a"])
     fake_ncu("some other failure\n", 3)
     with pytest.raises(RuntimeError, match="ncu failed: some other failure"):
-        counters.output_of("bench.gpt2", [], ["a"])
+        counters.output_of("gpt2", [], ["a"])
     fake_ncu(NCU)
-    assert gpt2_traffic.bytes_of("bench.gpt2", []) == {"naive": 1000507, "fused: head": 11}
+    assert gpt2_traffic.bytes_of("gpt2", []) == {"naive": 1000507, "fused: head": 11}
     fake_ncu("dram__bytes_read   Counter  byte  # of bytes\n")
     wanted = ("dram__bytes_read.sum", "launch__grid_size", "unknown__metric.sum")
     assert counters.available(wanted) == list(wanted[:2])
     monkeypatch.setattr(counters, "find_ncu", lambda: None)
-    for ask in (lambda: counters.available(["a"]), lambda: gpt2_traffic.bytes_of("bench.gpt2", [])):
+    for ask in (lambda: counters.available(["a"]), lambda: gpt2_traffic.bytes_of("gpt2", [])):
         with pytest.raises(RuntimeError, match="ncu is not installed; it is part of"):
             ask()
 
@@ -166,7 +169,8 @@ def test_static_shared():
 COVERAGE = """
 import json, sys
 from pathlib import Path
-from bench import profile, report, sass
+from bench.profile import profile, sass
+from bench.lib import report
 from cupyflash.attention.backends import BACKENDS
 from cupyflash.precompile import TOPICS
 
@@ -203,7 +207,7 @@ def test_every_kernel_has_a_case(coverage):
 
 @needs_nvrtc
 def test_static_run(coverage):
-    """``python -m bench.profile --static --only vector_add``."""
+    """``python -m bench profile --static --only vector_add``."""
     *_, status, (found,) = coverage
     assert status == 0 and found["kernel"] == "vector_add" and found["registers"] > 0
 
@@ -281,7 +285,7 @@ def test_page(tmp_path, monkeypatch, capsys):
     page = (tmp_path / "p.md").read_text()
     assert "| flash_fwd_sm90<float> | tensor | barrier 75" in " ".join(page.split())
     assert "| norm_fwd<float> | DRAM |" in " ".join(page.split())
-    assert (tmp_path / "p.png").stat().st_size > 10000
+    assert "TFLOP/s" in (tmp_path / "p.svg").read_text()
     assert json.loads((tmp_path / "p.json").read_text())["cases"][0]["ratio"] == 2.5
 
     def refuses(*arguments):
@@ -316,32 +320,12 @@ def test_tiles():
     assert timeline.busy_share(tiles) == 5 / 8
 
 
-def test_pictures(tmp_path):
-    pytest.importorskip("matplotlib")
-    from bench import plot_profile
-
-    row = {"dtype": "bfloat16", "head_dim": 128, "heads": 1, "seqlen_q": 256, "busy": 0.9}
-    tiles = [[0, 0, 2, 128, 0, 0], [1, 0.1, 1, 0, 0, 0]]
-    rows = [
-        {**row, "kernel": x, "rows_are": timeline.ROW_OF[x], "tiles": tiles}
-        for x in timeline.STAMPS
-    ]
-    plot_profile.draw_timeline({"gpu": "G", "rows": rows}, tmp_path / "timeline")
-    call = {"call": "small", "seqlen_q": 128, "python": 8.0, "launch": 5.0, "waiting": 9.0}
-    rows = [call | {"gpu": 6.0, "wall": 28.0}]
-    first = {"import": 40.0, "compile": 1000.0, "load": 9.0}
-    plot_profile.draw_budget({"rows": rows, "first_call_ms": first}, tmp_path / "budget")
-    for name in ("timeline", "budget"):
-        assert (tmp_path / f"{name}.png").stat().st_size > 10000
-        assert "<text" in (tmp_path / f"{name}.svg").read_text()
-
-
 @pytest.mark.skipif(not is_hopper(), reason="the debug build is of kernels for sm_90a")
 @pytest.mark.parametrize("name", timeline.STAMPS)
 def test_trace(name):
     """The debug build gives the results of the kernel, and a record of every tile."""
     pytest.importorskip("torch")
-    from bench.problem import Problem
+    from cupyflash.testing.problem import Problem
 
     shape = Problem("bfloat16", 128, 2, 1024, 5, 5, True)  # one tile for each block
     row = timeline.measure(name, shape)

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 
-from bench import plot_diagrams, report, rounding  # noqa: E402
+from bench.attention import rounding  # noqa: E402
+from bench.lib import report  # noqa: E402
 from cupyflash.attention.sm90.forward import FORWARD_TILES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,20 +36,6 @@ def test_online_softmax(fma):
     assert abs(lse - exact).max() < 1e-6
     assert (rescales[:, 1] == 1).all() and rescales[0, 0] == 1
     assert abs(rescales[1, 0] * 2 ** (16 * log2_scale) - 1) < 1e-6
-
-
-def test_diagrams(tmp_path):
-    """They are drawn, with the sizes of the tile that they show."""
-    pytest.importorskip("matplotlib")
-    plot_diagrams.main(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2 * len(plot_diagrams.DIAGRAMS)
-    block_m, block_n, q_stages, kv_stages = FORWARD_TILES[128]
-    text = (tmp_path / "hopper-block.svg").read_text()
-    assert (block_m, q_stages, kv_stages) == (128, 2, 2)  # two warpgroups of 64, six boxes
-    kilobytes = (q_stages * block_m + 2 * kv_stages * block_n) * 128 * 2 // 1024
-    assert f"shared memory, {kilobytes} of 227 KB" in text
-    for registers in (block_n // 2, block_n // 4, 128 // 2):  # S, P, O
-        assert f">{registers}<" in text
 
 
 def test_tiles_of_the_page():

@@ -8,7 +8,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
 pytest.importorskip("matplotlib", reason="bench.train_char_gpt draws its curves")
 
-from bench import gpt, problem, report, train_char_gpt, train_step  # noqa: E402
+from bench.lib import data, report  # noqa: E402
+from bench.transformers import gpt, train_char_gpt, train_step  # noqa: E402
 
 TINY = gpt.Size(layers=1, width=32, heads=2, seqlen=24, batch=2)
 
@@ -17,7 +18,7 @@ TINY = gpt.Size(layers=1, width=32, heads=2, seqlen=24, batch=2)
 def results(monkeypatch, tmp_path):
     """The folder that the benchmarks write to."""
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(problem, "DEVICE", "cpu")
+    monkeypatch.setattr(data, "DEVICE", "cpu")
     monkeypatch.setattr(train_char_gpt, "SIZE", TINY)
     monkeypatch.setattr(train_step, "SIZES", (TINY,))
     monkeypatch.setattr(train_step, "COMPARED", ("sdpa-flash", "sdpa-math", "cupyflash"))
@@ -39,7 +40,7 @@ def test_curves_coincide(results, capsys):
     assert all(len(row["losses"]) == 30 and row["tokens_per_s"] > 0 for row in rows.values())
     assert rows["sdpa"]["losses"][-1] < rows["sdpa"]["losses"][0]
     assert rows["cupyflash"]["distance"] <= rows["cupyflash"]["allowed"] < 1e-4
-    assert (results / "train_char_gpt.png").stat().st_size > 10_000
+    assert (results / "train_char_gpt.svg").stat().st_size > 10_000
     assert "cupyflash" in capsys.readouterr().out
 
 

@@ -8,8 +8,8 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import transformer  # noqa: E402
-from bench.transformer import BlockProblem  # noqa: E402
+from bench.decode import transformer  # noqa: E402
+from bench.decode.transformer import BlockProblem  # noqa: E402
 
 
 def test_bytes():
@@ -40,7 +40,7 @@ def test_dry_run(dry_run, capsys):
     timed = {(x["model"], x["layers"], x["batch"], x["impl"]) for x in results["rows"]}
     assert len(timed) == 3 * 2 * 2 and ("small", 3, 4, "cupyflash") in timed
     assert {x["op"] for x in results["rows"]} == {"transformer_block"}
-    assert results["command"].startswith("python -m bench.transformer --dtype float32")
+    assert results["command"].startswith("python -m bench transformer --dtype float32")
     assert "gpt2-small float32 layers=3" in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import tuning  # noqa: E402
+from bench.attention import tuning  # noqa: E402
 from cupyflash import environment  # noqa: E402
 from cupyflash.attention.backends import BACKENDS  # noqa: E402
 from cupyflash.attention.problem import Features, Kind  # noqa: E402
@@ -24,7 +24,7 @@ def run(monkeypatch, tmp_path):
     searched = []
 
     def run(*ms, wrong="", arguments=("--quick",)):
-        def search(problem, seconds):
+        def search(problem, direction, seconds):
             searched.append((problem, environment.current().backend, seconds))
             if not ms:
                 raise MemoryError("too large")
@@ -69,4 +69,4 @@ def test_what_went_wrong(run, capsys):
     assert "WRONG RESULT: out: max error 1" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="nothing was measured"):
         run()
-    assert "left out from Attention(direction='fwd'" in capsys.readouterr().out
+    assert "left out from fwd bfloat16 D=64 B=4" in capsys.readouterr().out

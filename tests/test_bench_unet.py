@@ -8,7 +8,8 @@ pytest.importorskip("rich", reason="the benchmarks print with rich (pip install 
 
 from bench_on_cpu import without_gpu  # noqa: E402
 
-from bench import report, unet  # noqa: E402
+from bench.diffusion import unet  # noqa: E402
+from bench.lib import report  # noqa: E402
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def dry_run(tmp_path, monkeypatch):
 def test_dry_run(dry_run, capsys):
     impls = ("torch-eager", "cupyflash", "cupyflash-graphs")
     status, results = dry_run("--batch", "1", "3", "--impls", *impls)
-    assert status == 0 and results["command"].startswith("python -m bench.unet --dtype float32")
+    assert status == 0 and results["command"].startswith("python -m bench unet --dtype float32")
     timed = {(x["sampler"], x["steps"], x["batch"], x["impl"]) for x in results["rows"]}
     kinds = (("ddim", 4), ("ddpm", 6))
     assert timed == {(*x, b, y) for x in kinds for b in (1, 3) for y in impls[:2]}

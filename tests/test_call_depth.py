@@ -1,6 +1,6 @@
 """How many functions of the package lie between a public call and its launch (no GPU needed).
 
-A process of its own counts them, in which `bench.dry_run` makes plans for a Hopper GPU.
+A process of its own counts them, in which `bench.lib.dry_run` makes plans for a Hopper GPU.
 """
 
 import json
@@ -54,7 +54,7 @@ def calls():
 
 def main():
     """Prints the chains of functions to each kernel's load, and to its second launch, in JSON."""
-    from bench.dry_run import hopper
+    from bench.lib.dry_run import hopper
 
     found = {}
 

@@ -1,6 +1,6 @@
 """Which gradients the backward pass of a Hopper GPU sums in a fixed order (no GPU needed).
 
-A process of its own makes the plans, by `bench.dry_run`.
+A process of its own makes the plans, by `bench.lib.dry_run`.
 """
 
 import json
@@ -145,7 +145,7 @@ CASES = {
 
 def main():
     """Prints what `found` says of each case, in JSON."""
-    from bench.dry_run import hopper
+    from bench.lib.dry_run import hopper
 
     with hopper():
         print(json.dumps({name: call(**options) for name, (call, options, _) in CASES.items()}))

@@ -321,7 +321,7 @@ def test_versions_in_readme():
 
 
 def test_architectures_of_transformers():
-    """The table of frameworks.md is that of bench.architectures."""
+    """The table of frameworks.md is that of bench architectures."""
     found = json.loads((ROOT / "bench" / "results" / "architectures.json").read_text())
     names = ("equal to", "raises", "has no attention", "could not")
     table = [row[1] for name in names for row in rows(DOCS["frameworks"], f"{name}[^|]*")]

@@ -305,11 +305,6 @@ def test_command_errors(capsys, folder):
         (("--random", "tiny", "--prompt", "a", "--top-p", "2"), "top_p must be"),
         (("--model", folder / "none", "--prompt", "a"), "none', which does not exist"),
         (("--model", folder / "config.json", "--prompt", "a"), "got the file "),
-        (("--random", "tiny", "--prompt", "a", "--ncu"), "--ncu needs --bench"),
-        (
-            ("--random", "tiny", "--bench", "--prompt", "a", "--seed", "1"),
-            "--bench does not use --prompt, --seed, --device, allowed are --dtype and --ncu",
-        ),
         (("--model", folder, "--prompt", "a"), "found neither"),
     ):
         status, out, err = run(capsys, *arguments)

@@ -1,4 +1,7 @@
-"""Imports run downwards only: commands, models, integrations -> topics -> runtime -> jit."""
+"""Imports run downwards only: commands, models, integrations -> topics -> runtime -> jit.
+
+Nothing in the package imports what only a checkout has: benchmarks and tests.
+"""
 
 import ast
 from pathlib import Path
@@ -20,11 +23,12 @@ LAYERS = (  # the lowest first; modules of one line are siblings that do not imp
     ("commands",),
     ("__main__",),
 )
+CHECKOUT = ("bench", "tests")
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 
 def imported(path):
-    """(line, folder or module below the package) of what a file imports of the package."""
+    """(line, folder or module below the package, or of `CHECKOUT`) of what a file imports."""
     package = path.relative_to(ROOT.parent).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -37,6 +41,8 @@ def imported(path):
             continue
         for module in modules:
             first, *below = module.split(".")
+            if first in CHECKOUT:
+                yield node.lineno, first
             if first == "cupyflash":
                 found = below[0] if below and below[0] in LEVEL else "__init__"
                 yield node.lineno, found
@@ -46,5 +52,16 @@ def imported(path):
 def test_imports_run_downwards(path):
     here = path.relative_to(ROOT).parts[0].removesuffix(".py")
     for line, there in imported(path):
+        assert there not in CHECKOUT, f"{path}:{line}: {there} is no part of the package"
         allowed = there == here or LEVEL[there] < LEVEL[here]
         assert allowed, f"{path}:{line}: {here} imports {there}, which is not below it"
+
+
+@pytest.mark.parametrize("text", ["from bench import gpt2", "def f():\n    import bench.gpt2"])
+def test_imports_of_the_checkout_are_seen(tmp_path, monkeypatch, text):
+    path = tmp_path / "cupyflash" / "commands" / "gpt2.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    monkeypatch.setitem(globals(), "ROOT", path.parent.parent)
+    with pytest.raises(AssertionError, match="bench is no part of the package"):
+        test_imports_run_downwards(path)

@@ -139,7 +139,7 @@ def main():
     """
     import torch
 
-    from bench.dry_run import hopper
+    from bench.lib.dry_run import hopper
 
     launched, option = [], []
 

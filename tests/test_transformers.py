@@ -21,7 +21,7 @@ from small_transformers import MODELS, SMALL, small_inputs, small_model  # noqa:
 from transformers import masking_utils  # noqa: E402
 
 import cupyflash  # noqa: E402
-from bench import architectures  # noqa: E402
+from bench.transformers import architectures  # noqa: E402
 from cupyflash.attention.operations import FORWARD  # noqa: E402
 from cupyflash.attention.options import DETERMINISTIC  # noqa: E402
 from cupyflash.integrations import transformers as integration  # noqa: E402

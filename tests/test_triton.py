@@ -7,7 +7,9 @@ import cupyflash
 from cupyflash.testing import expected
 
 pytest.importorskip("triton", reason="triton is not installed")
-triton_attention = pytest.importorskip("bench.triton_attention", reason="no checkout").attention
+triton_attention = pytest.importorskip(
+    "bench.attention.triton_attention", reason="no checkout"
+).attention
 
 
 @each(library="torch", device="cuda")

@@ -22,6 +22,7 @@ from cupyflash.attention.problem import Access, Features, Kind
 from cupyflash.commands import cli, tune, tuner
 from cupyflash.runtime import tuning
 from cupyflash.testing import expected
+from cupyflash.testing.problem import Problem
 
 HERE = {"gpu": "NVIDIA H200", "driver": "13000", "nvrtc": "13.0", "cupyflash": "0.1.0"}
 HOPPER = (9, 0)
@@ -228,13 +229,13 @@ def checks(monkeypatch, kind):
 @pytest.fixture
 def searched(monkeypatch, file):
     """`tuner.search` of NumPy arrays: candidates are compiled and timed by these stand-ins."""
-    built, ms, results = {}, {}, {}
+    built, ms, results, rounds = {}, {}, {}, []
 
     class Call:
-        def __init__(self, problem, x, of_forward, tile):
+        def __init__(self, problem, direction, x, of_forward, tile):
             def run():
                 found = of_forward
-                if problem.direction == "bwd":
+                if direction == "bwd":
                     arrays = x.dout, x.q, x.k, x.v, *of_forward
                     found = cupyflash.attention_backward(*arrays, **problem.options)[:3]
                 return results.get(tile, lambda x: x)(found)
@@ -243,14 +244,15 @@ def searched(monkeypatch, file):
 
     class Rounds:
         def __init__(self, calls):
-            self.calls, self.number = calls, 0
+            self.timed = dict.fromkeys(calls, 0)
 
-        def run(self):
-            self.number += 1
-            return self.number
+        def run(self, names):
+            for name in names:
+                self.timed[name] += 1
+            rounds[:] = self.timed.items()
 
-        def medians(self):
-            return {tile: ms.get(tile, 2.0) for tile in self.calls}
+        def timings(self):
+            return {tile: SimpleNamespace(ms=ms.get(tile, 2.0)) for tile in self.timed}
 
     def build_all(tasks, progress):
         blocks = [(x.block_m, x.block_n) for x, _ in tasks]
@@ -265,61 +267,63 @@ def searched(monkeypatch, file):
     monkeypatch.setattr(tuner, "choose", lambda *_, backward: "sm90")
     monkeypatch.setattr(tuner, "capability_of", lambda device: HOPPER)
     checks(monkeypatch, KIND)
-    return built, ms, results
+    return built, ms, results, rounds
 
 
-PROBLEM = tuner.Attention("fwd", "float16", 64, 1, 96, 2, 1, True)
+PROBLEM = Problem("float16", 64, 1, 96, 2, 1, True)
 
 
 def test_search_takes_the_fastest_that_is_right(searched):
-    built, ms, results = searched
+    built, ms, results, rounds = searched
     built[128, 160] = 8
     ms |= {(192, 96, 2, 3): 1.0, (192, 112, 2, 3): 1.5, (128, 160, 2, 2): 0.1}
-    found = tuner.search(PROBLEM, 60)
+    found = tuner.search(PROBLEM, "fwd", 60)
     assert found.key == KEY and found.rounds == tuner.MOST_ROUNDS
     assert found.built_in.tile == BUILT_IN
     assert found.best.tile == (192, 96, 2, 3)
+    slow = tuner.LEAST_ROUNDS  # those 1.1 times as slow as the fastest leave by then
+    assert dict(rounds) == {x: slow for x, _ in rounds} | {(192, 96, 2, 3): tuner.MOST_ROUNDS}
     assert {x.tile: x.note for x in found.candidates}[128, 160, 2, 2] == "it spills registers"
     assert not any(x.wrong for x in found.candidates)
 
     results[192, 96, 2, 3] = lambda found: (found[0] * numpy.float16(1.1), found[1])
-    found = tuner.search(PROBLEM, 60)
+    found = tuner.search(PROBLEM, "fwd", 60)
     assert found.best.tile == (192, 112, 2, 3)
     (wrong,) = (x for x in found.candidates if x.wrong)
     assert wrong.tile == (192, 96, 2, 3) and wrong.ms is None and "out" in wrong.wrong
 
 
 def test_search_keeps_the_built_in_choice(searched):
-    _, ms, results = searched
+    _, ms, results, _ = searched
     built_in = BUILT_IN
     ms |= {built_in: 1.0, (192, 112, 2, 3): 0.995}
-    assert tuner.search(PROBLEM, 60).best.tile == built_in
+    assert tuner.search(PROBLEM, "fwd", 60).best.tile == built_in
     results[built_in] = lambda found: (found[0] + numpy.float16(1), found[1])
     with pytest.raises(RuntimeError, match="built-in choice must be right"):
-        tuner.search(PROBLEM, 60)
+        tuner.search(PROBLEM, "fwd", 60)
 
 
 def test_search_of_a_backward(searched, monkeypatch):
-    _, ms, results = searched
+    _, ms, results, _ = searched
     checks(monkeypatch, KIND._replace(head_dim=128))
     ms[64, 64, 2] = 1.0
-    problem = tuner.Attention("bwd", "float16", 64, 2, 70, 2, 2, False)
-    assert tuner.search(problem, 60).best.tile == (64, 64, 2)
+    problem = Problem("float16", 64, 2, 70, 2, 2, False)
+    assert tuner.search(problem, "bwd", 60).best.tile == (64, 64, 2)
     results[64, 64, 2] = lambda found: (*found[:2], found[2] * numpy.float16(0.9))
-    assert tuner.search(problem, 60).best.tile == (64, 128)
+    assert tuner.search(problem, "bwd", 60).best.tile == (64, 128)
 
 
 def test_search_stops_in_time(searched, monkeypatch):
-    found = tuner.search(PROBLEM, 1e-9)
+    found = tuner.search(PROBLEM, "fwd", 1e-9)
     assert found.rounds == tuner.LEAST_ROUNDS
     assert [x.note for x in found.candidates[1:]] == ["no time to compile it"] * 8
     monkeypatch.setattr(tuner, "choose", lambda *_, backward: "simt")
     with pytest.raises(NotImplementedError, match="several kernels to choose from, got attention"):
-        tuner.search(PROBLEM, 1)
+        tuner.search(PROBLEM, "fwd", 1)
 
 
 def test_command(searched, file, monkeypatch, capsys):
-    _, ms, results = searched
+    _, ms, results, _ = searched
     monkeypatch.setattr(machine, "gpu_problem", lambda: "")
     monkeypatch.setattr(tune.tuning, "machine", lambda device: HERE)
     device = SimpleNamespace(Device=lambda: SimpleNamespace(id=0))
@@ -445,12 +449,12 @@ def test_tuned_choice_is_used_and_right(target, tuned, monkeypatch, backward):
 @each("cupy", "cuda")
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_search_on_a_gpu(target, direction):
-    problem = tuner.Attention(direction, target.dtypes[0], 64, 1, 600, 4, 2, True)
+    problem = Problem(target.dtypes[0], 64, 1, 600, 4, 2, True)
     if target.backend == "simt":
         with pytest.raises(NotImplementedError, match="several kernels"):
-            tuner.search(problem, 1)
+            tuner.search(problem, direction, 1)
         return
-    found = tuner.search(problem, 20)
+    found = tuner.search(problem, direction, 20)
     assert found.key.startswith(f"attention {direction} {target.backend} ")
     assert found.rounds >= tuner.LEAST_ROUNDS and found.best.ms <= found.built_in.ms
     assert not any(x.wrong for x in found.candidates)

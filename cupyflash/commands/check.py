@@ -10,19 +10,18 @@ import dataclasses
 import functools
 import io
 import re
-import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import machine
+from ..testing.timing import Rounds
 from . import check_attention, check_operations
 from .check_operations import Check, Maker, Operation, Pass
-from .timing import milliseconds
 
 NO_KERNEL = 3  # an exit code; argparse has 2
-REPEATS = {"numpy": 1, "cupy": 10}
+REPEATS = 10  # on the GPU
 STATISTICS = ("lse", "stats")  # compared, but shown only where they are wrong
 _MESSAGE = re.compile(r"max error (\S+)(?: of them)?, allowed (\S+) ")
 
@@ -172,9 +171,7 @@ def _row(operation: Operation, one: Pass, library: str) -> Row:
     findings = [compare(operation.exact, name, x) for name, x in one.compute().items()]
     shown = [x for x in findings if x.failure or x.name not in STATISTICS]
     closest = max(shown, key=lambda x: x.closeness)
-    milliseconds = statistics.median(
-        _milliseconds(library, one.call) for _ in range(REPEATS[library])
-    )
+    milliseconds = _milliseconds(library, one.call)
     return Row(
         operation.name,
         operation.dtype,
@@ -206,7 +203,10 @@ def compare(exact: Check, name: str, result: Any) -> Finding:
 def _milliseconds(library: str, call: Callable[[], Any]) -> float:
     """Time of a call, which has run before, on the GPU for "cupy", else on the CPU."""
     if library == "cupy":
-        return milliseconds(call)
+        rounds = Rounds({"call": call})
+        for _ in range(REPEATS):
+            rounds.run()
+        return rounds.timings()["call"].ms
     start = time.perf_counter()
     call()
     return 1e3 * (time.perf_counter() - start)

@@ -23,9 +23,9 @@ from ..testing import (
     make_varlen_inputs,
     to_numpy64,
 )
+from ..testing.problem import BACKWARD_WORK
 from .check_operations import Maker, Operation, Pass
 
-BACKWARD_FLOPS = 2.5  # times the forward pass: five matrix products instead of two
 Heads = tuple[int, int]  # numbers of heads of queries and of keys
 
 
@@ -81,7 +81,7 @@ def attention(
     labels = [kind + _backend(make, dtype, head_dim, kind == "bwd") for kind in ("fwd", "bwd")]
     passes = (
         Pass(labels[0], forward, ("out", "lse"), flops, "FLOP"),
-        Pass(labels[1], backward, ("dq", "dk", "dv"), flops * BACKWARD_FLOPS, "FLOP"),
+        Pass(labels[1], backward, ("dq", "dk", "dv"), flops * BACKWARD_WORK, "FLOP"),
     )
     length = f"{seqlen_q}" if seqlen_q == seqlen_k else f"{seqlen_q}:{seqlen_k}"
     text = f"{batch} × {length}, {_heads_text(heads)}×{head_dim}"

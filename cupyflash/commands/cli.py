@@ -6,7 +6,7 @@ check   every operation on shapes of real models, against float64, and its speed
 warmup  compile kernels into the cache, without a GPU: for container images
 cache   what the cache holds; ``cache clear`` empties it
 tune    search the fastest tiles of an operation on this GPU
-gpt2    text from a GPT-2 on these kernels, and its benchmark
+gpt2    text from a GPT-2 on these kernels
 ======  ==========================================================================
 """
 

@@ -1,4 +1,4 @@
-"""``python -m cupyflash gpt2``: text from a checkpoint or from random weights, and a benchmark."""
+"""``python -m cupyflash gpt2``: text from a checkpoint or from random weights."""
 
 import argparse
 import time
@@ -13,10 +13,6 @@ from ..models.gpt2.tokenizer import ByteTokenizer, TextStream
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 NEW_TOKENS = 64
-NOT_OF_BENCH = (
-    *("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "end", "stop"),
-    *("device", "mode", "decode"),
-)
 
 
 def add_parser(commands: Any) -> None:
@@ -44,19 +40,13 @@ def add_parser(commands: Any) -> None:
     add("--device", choices=("gpu", "cpu"), help="default the GPU if there is one")
     add("--mode", choices=MODES, default="fused", help="naive and flash are for comparison")
     add("--decode", choices=DECODES, default="auto", help="how a step runs")
-    add("--bench", action="store_true", help="measure instead, beside transformers if installed")
-    add("--ncu", action="store_true", help="with --bench: memory traffic from hardware counters")
     parser.set_defaults(run=run, default_of=parser.get_default)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code."""
-    if arguments.bench:
-        return _bench(arguments)
-    if arguments.ncu:
-        raise ValueError("--ncu needs --bench, got it alone")
     if not arguments.prompt:
-        raise ValueError("--prompt must be given, unless --bench is, got none")
+        raise ValueError("--prompt must be given, got none")
     # Checked before anything is loaded.
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     if sampling.temperature == 0 and (idle := _given(arguments, "top_k", "top_p", "seed")):
@@ -150,17 +140,3 @@ def _print_speed(clock: Clock, prompt_tokens: int) -> None:
         f"{prompt_tokens} tokens of prompts, {clock.tokens} new ones; the first after "
         f"{clock.first - clock.start:.2f} s{rate}"
     )
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    if idle := _given(arguments, *NOT_OF_BENCH):
-        raise ValueError(f"--bench does not use {', '.join(idle)}, allowed are --dtype and --ncu")
-    try:
-        from bench import gpt2
-    except ImportError as error:
-        fact = "--bench needs a checkout of the project and what bench/README.md says"
-        raise ImportError(f"{fact}, got {error}") from None
-    options = ["--model", arguments.model] if arguments.model else ["--random", arguments.random]
-    if arguments.dtype:
-        options += ["--dtype", arguments.dtype]
-    return gpt2.main([*options, *(["--ncu"] if arguments.ncu else [])])

@@ -9,7 +9,8 @@ from ..runtime import tuning
 from .gpt2 import DTYPES
 
 if TYPE_CHECKING:
-    from .tuner import Attention, Found
+    from ..testing.problem import Problem
+    from .tuner import Found
 
 OPERATIONS = ("attention",)
 TOKENS, HIDDEN = 16384, 2048  # tokens of the default batch; columns of all heads together
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .tables import print_whole
 
     console = Console(highlight=False)
-    found = _search(_problem(arguments), arguments.budget)
+    found = _search(_problem(arguments), arguments.direction, arguments.budget)
     print_whole(table(found))
     console.print(verdict(found), soft_wrap=True, markup=False)
     if arguments.save:
@@ -96,7 +97,7 @@ def verdict(found: "Found") -> str:
     return "\n".join([*lines, f"{found.key}: {text} (medians of {found.rounds} rounds)"])
 
 
-def _search(problem: "Attention", seconds: float) -> "Found":
+def _search(problem: "Problem", direction: str, seconds: float) -> "Found":
     """Search with a progress bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -116,15 +117,14 @@ def _search(problem: "Attention", seconds: float) -> "Found":
         def advance(text: str) -> None:
             bar.update(task, completed=min(seconds, time.monotonic() - start), description=text)
 
-        return search(problem, seconds, advance)
+        return search(problem, direction, seconds, advance)
 
 
-def _problem(arguments: argparse.Namespace) -> "Attention":
-    from .tuner import Attention
+def _problem(arguments: argparse.Namespace) -> "Problem":
+    from ..testing.problem import Problem
 
     heads = arguments.heads or max(1, HIDDEN // arguments.head_dim)
-    return Attention(
-        direction=arguments.direction,
+    return Problem(
         dtype=arguments.dtype,
         head_dim=arguments.head_dim,
         batch=arguments.batch or max(1, TOKENS // arguments.seqlen),

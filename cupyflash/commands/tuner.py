@@ -29,46 +29,19 @@ from ..runtime.array import library_of
 from ..runtime.config import KernelConfig
 from ..runtime.gpu import capability_of
 from ..testing import Inputs, cast, to_library
+from ..testing.problem import Problem
+from ..testing.timing import Rounds
 from .check_attention import FirstAndLastHeads
-from .timing import LEAST_ROUNDS, Rounds
 
 RESULTS = {"fwd": ("out", "lse"), "bwd": ("dq", "dk", "dv")}
 OF_QUERIES = ("out", "lse", "dq")
-MOST_ROUNDS = 40
+LEAST_ROUNDS, MOST_ROUNDS = 5, 40  # a slow candidate leaves after the first number
+SLOW = 1.1  # times the fastest median
 WORTH = 1.01  # times as fast as the built-in choice: less may be noise
 # This number of keys gives enough tiles for most GPUs, the last one partial.
 SMALL_SEQLEN, SMALL_BATCH, SMALL_HEADS = 577, 2, 16
 LAST_QUERIES = 64
 NUMBERS = 2**20 + 7  # random ones, which large arrays repeat
-
-
-@dataclasses.dataclass(frozen=True)
-class Attention:
-    """A pass of attention, of ``batch`` sequences with ``seqlen`` queries and keys.
-
-    Attributes:
-        direction: "fwd" or "bwd".
-    """
-
-    direction: str
-    dtype: str
-    head_dim: int
-    batch: int
-    seqlen: int
-    heads: int
-    heads_kv: int
-    causal: bool
-    softcap: float = 0.0
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of `cupyflash.attention`."""
-        return {"causal": self.causal, "softcap": self.softcap}
-
-    @property
-    def plan_options(self) -> Options:
-        """The options as a plan has them."""
-        return Options(causal=self.causal, softcap=self.softcap)
 
 
 @dataclasses.dataclass
@@ -118,15 +91,16 @@ class Found:
 class Call:
     """One candidate on the arrays of a problem: ``tile`` instead of the choice of the plan."""
 
-    def __init__(self, problem: Attention, x: Inputs, results: tuple, tile: Tile) -> None:
-        library = library_of(x.q)
-        options = problem.plan_options
+    def __init__(
+        self, problem: Problem, direction: str, x: Inputs, results: tuple, tile: Tile
+    ) -> None:
+        library, options = library_of(x.q), _plan_options(problem)
         arrays = {"q": x.q, "k": x.k, "v": x.v}
-        if problem.direction == "bwd":
+        if direction == "bwd":
             arrays |= {"dout": x.dout, "out": results[0]}
         views = {name: library.view(array) for name, array in arrays.items()}
         head = "tune", check("tune", views, options), library
-        if problem.direction == "fwd":
+        if direction == "fwd":
             plan = forward_plan(*head, views["q"], options, tile)
             pointers = [library.pointer(array) for array in arrays.values()]
             self.run = lambda: plan(x.q, list(pointers), True)
@@ -137,11 +111,15 @@ class Call:
 
 
 def search(
-    problem: Attention, seconds: float, advance: Callable[[str], None] = lambda text: None
+    problem: Problem,
+    direction: str,
+    seconds: float,
+    advance: Callable[[str], None] = lambda text: None,
 ) -> Found:
     """Try the candidates for so many seconds; a few rounds in any case.
 
     Args:
+        direction: the pass, "fwd" or "bwd".
         advance: called with a text after every step.
 
     Raises:
@@ -153,8 +131,8 @@ def search(
     x = _on_gpu(values)
     results = cupyflash.attention(x.q, x.k, x.v, return_lse=True, **problem.options)
     views = {name: library_of(x.q).view(getattr(x, name)) for name in "qkv"}
-    backward = problem.direction == "bwd"
-    checked = check("tune", views, problem.plan_options)
+    backward = direction == "bwd"
+    checked = check("tune", views, _plan_options(problem))
     kind = checked.kind(capability_of(checked.device))
     backend = choose("tune", kind, checked.access, backward=backward)
     key = tuning.key_of(backend, kind, backward)
@@ -164,25 +142,37 @@ def search(
     found = [Candidate(*item) for item in configs.items()]
     advance("compiling")
     _compile(found, compiler.target_arch(kind.capability), seconds / 2)
-    calls, wrong_of = {}, _Checks(problem, values)
+    calls, wrong_of = {}, _Checks(problem, direction, values)
     for candidate in found:
         if candidate.note and candidate is not found[0]:
             continue
         advance(f"checking {label(candidate.tile)}")
-        call = Call(problem, x, results, candidate.tile)
+        call = Call(problem, direction, x, results, candidate.tile)
         candidate.wrong = wrong_of(call, candidate.tile)
         if not candidate.wrong:
             calls[candidate.tile] = call.run
     if found[0].wrong:
         raise RuntimeError(f"tune: the built-in choice must be right, got {found[0].wrong}")
-    clock, rounds = Rounds(calls), 0
-    while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.monotonic() < end):
-        rounds = clock.run()
-        advance(f"round {rounds}")
-    medians = clock.medians()
+    medians, rounds = _medians(calls, end, advance)
     for candidate in found:
         candidate.ms = medians.get(candidate.tile)
     return Found(key, found, rounds)
+
+
+def _medians(
+    calls: dict[Tile, Callable[[], Any]], end: float, advance: Callable[[str], None]
+) -> tuple[dict[Tile, float], int]:
+    """The milliseconds of each call, and the number of rounds until the clock says ``end``."""
+    clock, due, rounds, medians = Rounds(calls), list(calls), 0, {}
+    while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.monotonic() < end):
+        clock.run(due)
+        rounds += 1
+        advance(f"round {rounds}")
+        medians = {tile: timing.ms for tile, timing in clock.timings().items()}
+        if rounds >= LEAST_ROUNDS:
+            limit = SLOW * min(medians.values())
+            due = [tile for tile in due if medians[tile] <= limit]
+    return medians, rounds
 
 
 def label(tile: Tile) -> str:
@@ -203,8 +193,9 @@ def _compile(candidates: list[Candidate], arch: str, seconds: float) -> None:
 class _Checks:
     """Compares results of candidates with float64, which NumPy computes on the CPU."""
 
-    def __init__(self, problem: Attention, x: Inputs) -> None:
-        self.names, group = RESULTS[problem.direction], problem.heads // problem.heads_kv
+    def __init__(self, problem: Problem, direction: str, x: Inputs) -> None:
+        self.names, group = RESULTS[direction], problem.heads // problem.heads_kv
+        self.direction = direction
         sizes = {"batch": SMALL_BATCH, "seqlen": min(problem.seqlen, SMALL_SEQLEN)}
         heads = {"heads_kv": SMALL_HEADS, "heads": SMALL_HEADS * group}
         self.small = dataclasses.replace(problem, **sizes, **heads)
@@ -220,7 +211,7 @@ class _Checks:
 
     def __call__(self, call: Call, tile: Tile) -> str:
         """The message about results that are wrong, or ""."""
-        small = Call(self.small, self.x, self.results, tile)
+        small = Call(self.small, self.direction, self.x, self.results, tile)
         of_small = dict(zip(self.names, small.run()))
         of_last = {
             n: x[..., -LAST_QUERIES:] if n == "lse" else x[:, -LAST_QUERIES:]
@@ -236,16 +227,19 @@ class _Checks:
         return ""
 
 
-def _exact(problem: Attention, x: Inputs) -> FirstAndLastHeads:
+def _exact(problem: Problem, x: Inputs) -> FirstAndLastHeads:
     heads = problem.heads, problem.heads_kv
     return FirstAndLastHeads(x, problem.batch, heads, packed=False, **problem.options)
 
 
-def _inputs(problem: Attention) -> Inputs:
+def _plan_options(problem: Problem) -> Options:
+    return Options(problem.causal, None, None, problem.softcap, "bshd")
+
+
+def _inputs(problem: Problem) -> Inputs:
     """Standard normal NumPy arrays; those with more than so many numbers repeat them."""
     rng, arrays = numpy.random.default_rng(0), []
-    for heads in (problem.heads, problem.heads_kv, problem.heads_kv, problem.heads):
-        shape = (problem.batch, problem.seqlen, heads, problem.head_dim)
+    for shape in problem.shapes:
         numbers = rng.standard_normal(min(NUMBERS, math.prod(shape)), "float32")
         arrays.append(numpy.resize(cast(numbers, problem.dtype, "numpy"), shape))
     return Inputs(*arrays, dtype=problem.dtype)

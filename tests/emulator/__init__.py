@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bench import dry_run
+from bench.lib import dry_run
 from cupyflash import jit
 from cupyflash.jit import compiler, sources
 from cupyflash.runtime import tensor_map

@@ -135,7 +135,7 @@ float operand_at(unsigned long long descriptor, bool transposed, int row, int k)
   return to_float<T>(*shared_pointer<unsigned short>(swizzle(address, row_bytes)));
 }
 
-// A sum of products as a tensor core rounds it: towards zero (python -m bench.tensor_core).
+// A sum of products as a tensor core rounds it: towards zero (python -m bench tensor_core).
 inline float truncate(double sum) {
   const float nearest = float(sum);
   return std::isfinite(nearest) && std::fabs(nearest) > std::fabs(sum)

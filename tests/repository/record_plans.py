@@ -4,9 +4,9 @@
     python tests/repository/record_plans.py after.txt             # in the new tree
     diff before.txt after.txt
 
-The calls are those of `bench.models`, of the 72 cells of `bench.attention` and of
+The calls are those of `bench models`, of the 72 cells of `bench attention` and of
 `tests/attention_cases.py`, forward and backward, the first two also with a deterministic backward,
-on several GPUs and with each forced backend. Plans are made by `bench.dry_run`, so no GPU is
+on several GPUs and with each forced backend. Plans are made by `bench.lib.dry_run`, so no GPU is
 needed. For each launch there is a line: the kernel, the grid, the threads of a block, the shared
 memory, what each pointer of the argument points to, its tensor maps, and a digest of all other
 bytes of the argument. Allocations are lines as well: their sizes are those of results and scratch.
@@ -35,9 +35,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from attention_cases import Case, cases  # noqa: E402
 from targets import Target  # noqa: E402
 
-from bench import dry_run, model_shapes, problem  # noqa: E402
-from bench.attention import parse, problems  # noqa: E402
+from bench.attention import model_shapes  # noqa: E402
+from bench.attention.attention import parse, problems  # noqa: E402
+from bench.lib import data, dry_run  # noqa: E402
 from cupyflash.runtime.gpu import Card  # noqa: E402
+from cupyflash.testing.problem import Problem  # noqa: E402
 
 CARDS = {
     "sm_90": dry_run.HOPPER,
@@ -175,7 +177,7 @@ def recording(card: Card) -> Iterator[Recorder]:
         change(TorchLibrary, "empty_strided", empty)
         change(jit, "load", made.load)
         change(TensorMapSpec, "encode", lambda spec, pointer: made.encode(spec, pointer))
-        change(problem, "random", _uninitialised)
+        change(data, "random", _uninitialised)
         change(model_shapes, "random", _uninitialised)
         yield made
 
@@ -206,16 +208,16 @@ class GpuSized(Target):
     gpu = True
 
 
-def _cell(cell: problem.Problem, options: dict[str, Any]) -> None:
-    _both(cell.tensors(), **options)
+def _cell(cell: Problem, options: dict[str, Any]) -> None:
+    _both(data.of_problem(cell), **options)
 
 
-def _cell(cell: problem.Problem, options: dict[str, Any]) -> None:
-    _both(cell.tensors(), **options)
+def _cell(cell: Problem, options: dict[str, Any]) -> None:
+    _both(data.of_problem(cell), **options)
 
 
 def _model(model: model_shapes.Model, deterministic: bool) -> None:
-    tensors, options = model.problem.tensors(), model.make_options()
+    tensors, options = data.of_problem(model.problem), model.make_options()
     options |= {"causal": model.problem.causal, "deterministic": deterministic}
     lengths = options.pop("lengths", None)
     if lengths is None:

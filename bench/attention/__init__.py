@@ -1,0 +1,1 @@
+"""Attention beside its peers: speed, memory, accuracy, and what options cost."""

@@ -1,0 +1,1 @@
+"""Steps of decoding: attention to a cache, stacks of transformer blocks."""

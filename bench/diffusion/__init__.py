@@ -1,0 +1,1 @@
+"""Denoising loops of a diffusion policy."""

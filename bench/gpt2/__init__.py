@@ -1,0 +1,1 @@
+"""GPT-2 from prompt to text, beside transformers."""

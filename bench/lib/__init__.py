@@ -1,0 +1,1 @@
+"""What the benchmarks share: clock, checks, providers, results, tables, pictures."""

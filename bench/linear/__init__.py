@@ -1,0 +1,1 @@
+"""Projections and MLPs beside torch and cuBLASLt."""

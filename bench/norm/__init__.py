@@ -1,0 +1,1 @@
+"""Norms and the diffusion step beside torch and Liger."""

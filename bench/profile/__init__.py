@@ -1,0 +1,1 @@
+"""What kernels are made of, what bounds them, and where the time of a call goes."""

@@ -1,0 +1,1 @@
+"""Models of transformers, and training of small GPTs, with attention replaced."""

@@ -1,0 +1,88 @@
+"""The pictures of bench/results: each is what the benchmarks draw of the results beside it."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the pictures are drawn by matplotlib")
+pytest.importorskip("torch", reason="the scripts that draw measure with torch")
+
+from bench import plot  # noqa: E402
+from bench.attention import diagrams, lengths, rungs  # noqa: E402
+from bench.lib import plots, providers, report  # noqa: E402
+from cupyflash.attention.sm90.forward import FORWARD_TILES  # noqa: E402
+
+PICTURES = {  # of each results file
+    "attention": ("attention-fwd", "attention-bwd", "attention-causal"),
+    "gpt2": ("gpt2",),
+    "ladder": ("ladder", "ladder-memory"),
+    "memory": ("memory",),
+    "models": ("models",),
+    "precision": ("precision",),
+    "profile": ("roofline",),
+    "time_budget": ("time_budget",),
+    "timeline": ("timeline",),
+    "train_char_gpt": ("train_char_gpt",),
+}
+
+
+def shown(path):
+    """The texts and the colours of a picture; places depend on the version of matplotlib."""
+    svg = path.read_text(encoding="utf-8")
+    texts = re.findall(r"<text[^>]*>(.*?)</text>", svg, re.DOTALL)
+    return texts, set(re.findall(r"#[0-9a-f]{6}", svg))
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_those_of_the_results(tmp_path, name):
+    source = shutil.copy(report.RESULTS / f"{name}.json", tmp_path)
+    assert plot.main([str(source)]) == 0
+    assert {x.stem for x in tmp_path.glob("*.svg")} == set(PICTURES[name])
+    for path in tmp_path.glob("*.svg"):
+        assert shown(path) == shown(report.RESULTS / path.name)
+
+
+def test_diagrams(tmp_path):
+    """They have the sizes of the tile that they show."""
+    diagrams.draw_all(tmp_path)
+    for path in tmp_path.iterdir():
+        assert shown(path) == shown(report.RESULTS / path.name)
+    block_m, block_n, q_stages, kv_stages = FORWARD_TILES[128]
+    text = (tmp_path / "hopper-block.svg").read_text()
+    assert (block_m, q_stages, kv_stages) == (128, 2, 2)  # two warpgroups of 64, six boxes
+    kilobytes = (q_stages * block_m + 2 * kv_stages * block_n) * 128 * 2 // 1024
+    assert f"shared memory, {kilobytes} of 227 KB" in text
+    for registers in (block_n // 2, block_n // 4, 128 // 2):  # S, P, O
+        assert f">{registers}<" in text
+
+
+def test_every_picture_is_drawn_by_a_script():
+    drawn = {name for names in PICTURES.values() for name in names} | set(diagrams.DIAGRAMS)
+    assert {x.stem for x in report.RESULTS.glob("*.svg")} == drawn
+    assert not list(report.RESULTS.glob("*.png"))
+
+
+def test_only_what_was_measured_is_drawn(tmp_path):
+    results = json.loads((report.RESULTS / "attention.json").read_text())
+    rows = [x for x in results["rows"] if x["pass"] == "fwd" and x["head_dim"] == 64]
+    fastest = max(row["tflops"] for row in rows)
+    for rate, words in ((fastest - 1, 1), (fastest + 1, 0)):
+        some = results | {"rows": rows, "matmul_tflops": rate}
+        (tmp_path / "x.json").write_text(json.dumps(some))
+        assert plot.main([str(tmp_path / "x.json")]) == 0
+        assert [x.name for x in tmp_path.glob("*.svg")] == ["x-fwd.svg"]  # no row is backward
+        svg = (tmp_path / "x-fwd.svg").read_text()
+        assert svg.count("which is not the peak") == words
+        assert "head dim 64, causal" in svg and "head dim 128" not in svg
+        bars = svg.count(f"fill: {plots.COLOURS['cupyflash'].lower()}")
+        assert bars == 1 + sum(row["impl"] == "cupyflash" for row in rows)  # and the legend
+
+
+def test_every_implementation_has_a_look():
+    assert set(plots.COLOURS) == set(providers.PROVIDERS)
+    drawn = {**plots.COLOURS, **lengths.OWN_COLOURS}
+    assert set(rungs.RUNGS) <= set(lengths.LOOKS) <= set(drawn)
+    looks = [(drawn[name], *lengths.LOOKS[name]) for name in rungs.RUNGS]
+    assert len(set(looks)) == len(looks)
