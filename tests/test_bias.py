@@ -331,7 +331,7 @@ def test_gradient_of_nothing(target, dtype):
 def test_not_with_packed_sequences(name):
     """Nor where only the queries or only the keys are packed."""
     target = select("numpy")[0]
-    from cupyflash.runtime.array import library_of
+    from cupyflash.runtime.lookup import library_of
 
     inputs = target.varlen_inputs("float32", [3, 4])
     view = library_of(inputs.q).view

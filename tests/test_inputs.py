@@ -276,7 +276,7 @@ def test_import_needs_neither_cupy_nor_torch():
 
 def test_results_of_expanded_tensors_are_dense():
     torch = pytest.importorskip("torch")
-    from cupyflash.runtime.array import library_of
+    from cupyflash.runtime.lookup import library_of
 
     x = torch.empty(2, 128, 1, 64).expand(2, 128, 8, 64)
     library = library_of(x)

@@ -14,8 +14,8 @@ from cupyflash.linear import launches, sm90_kernels
 from cupyflash.linear.launches import LinearLaunch
 from cupyflash.linear.reference import Arrays, Options, project
 from cupyflash.linear.sm90_kernels import TILES, Epilogue, Rotary, choose, configuration
-from cupyflash.runtime.array import library_of
 from cupyflash.runtime.gpu import HALF
+from cupyflash.runtime.lookup import library_of
 from cupyflash.runtime.structs import header
 from cupyflash.testing import assert_close_to_float64, cast, to_float64
 

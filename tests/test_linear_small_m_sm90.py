@@ -14,7 +14,7 @@ from cupyflash.linear.launches import LinearSmallMLaunch
 from cupyflash.linear.reference import Arrays, Options
 from cupyflash.linear.sm90_kernels import Rotary
 from cupyflash.linear.small_m_sm90_kernels import CLUSTERS, ROWS, LinearSmallMSm90, choose
-from cupyflash.runtime.array import library_of
+from cupyflash.runtime.lookup import library_of
 from cupyflash.runtime.structs import header
 from cupyflash.testing import expected_projection, to_library, to_numpy64
 

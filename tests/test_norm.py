@@ -10,10 +10,10 @@ from matrix import covering, each_case, each_library
 
 import cupyflash
 from cupyflash.norm import dispatch, kernels, plan, reference
-from cupyflash.runtime.array import library_of
 from cupyflash.runtime.gpu import architecture
 from cupyflash.runtime.launch import clusters_at_once
 from cupyflash.runtime.libraries import NumpyLibrary
+from cupyflash.runtime.lookup import library_of
 from cupyflash.runtime.operation import Plans
 from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64

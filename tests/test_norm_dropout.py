@@ -11,8 +11,9 @@ from test_norm import EPS, spread_out
 
 import cupyflash
 from cupyflash.norm import dispatch, dropout, kernels
-from cupyflash.runtime.array import View, library_of
+from cupyflash.runtime.array import View
 from cupyflash.runtime.libraries import NumpyLibrary
+from cupyflash.runtime.lookup import library_of
 from cupyflash.runtime.operation import Plan
 from cupyflash.runtime.philox import dropout_threshold, keep_mask, keep_rows, philox
 from cupyflash.runtime.rows import result_strides, rows_to_copy

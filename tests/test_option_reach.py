@@ -21,7 +21,7 @@ import cupyflash
 from cupyflash import environment, jit
 from cupyflash.attention import dispatch
 from cupyflash.attention.options import Extras, Options, caller_name
-from cupyflash.runtime.array import library_of
+from cupyflash.runtime.lookup import library_of
 
 BATCH = 2
 LENGTH = HEADS = 72  # equal, so that the arrays are right in both layouts

@@ -3,7 +3,8 @@
 import numpy
 import pytest
 
-from cupyflash.runtime.array import View, dense_strides, library_of
+from cupyflash.runtime.array import View, dense_strides
+from cupyflash.runtime.lookup import library_of
 from cupyflash.runtime.specs import Spec, check_views, views_of
 
 LIKE, EITHER = Spec((..., "n")), Spec(("n",), "like x or float32")

@@ -421,7 +421,7 @@ def test_deterministic_is_refused_alike(target):
 @each(library="torch", device="cpu")
 def test_the_switch_reaches_the_plan(target, monkeypatch):
     """What a GPU's plan is asked for, seen without one."""
-    from cupyflash.runtime.array import library_of
+    from cupyflash.runtime.lookup import library_of
 
     library = library_of(target.inputs("float32", seqlen_q=5).q)
     assert library.determinism() == ""

@@ -146,7 +146,7 @@ def linear(rows: int, d_in: int, d_out: int, dtype: str = "bfloat16", **options:
 def gate(rows: int, hidden: int, back: bool) -> Case:
     """The step of SwiGLU between its products, as in training."""
     from cupyflash.linear import elementwise
-    from cupyflash.runtime.array import library_of
+    from cupyflash.runtime.lookup import library_of
 
     arrays = [random(rows, hidden) for _ in range(2 + back)]
     call = functools.partial(elementwise.gate, library_of(arrays[0]), "silu", *arrays)

@@ -65,7 +65,7 @@ def budget(shape: Problem, timer: Any) -> dict[str, float]:
 
     import cupyflash
     from bench.lib.timing import medians
-    from cupyflash.runtime.array import library_of
+    from cupyflash.runtime.lookup import library_of
 
     q, k, v, _ = data.of_problem(shape)
     call = functools.partial(cupyflash.attention, q, k, v, causal=True)

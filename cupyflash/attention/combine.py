@@ -10,15 +10,8 @@ Array operations of the caller's library do it, so that torch has its gradient.
 from typing import Any
 
 from ..runtime import loaded
-from ..runtime.array import (
-    Array,
-    ArrayT,
-    array_namespace,
-    compiling,
-    from_foreign,
-    library_of,
-    to_foreign,
-)
+from ..runtime.array import Array, ArrayT, array_namespace, compiling
+from ..runtime.lookup import from_foreign, library_of, to_foreign
 from ..runtime.scratch import array_operations
 
 FUNCTION = "flash_attn_combine"

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy
 
 from ..runtime import loaded
-from ..runtime.array import Array, compiling, library_of
+from ..runtime.array import Array, compiling
 from ..runtime.checks import plain_flag, plain_integer, plain_real, short
+from ..runtime.lookup import library_of
 
 PRECISIONS = ("ieee", "tf32")
 UNLIMITED = 2**31 - 1  # a side of a window is not longer

@@ -5,8 +5,9 @@ from typing import Any, NoReturn
 
 import numpy
 
-from ..runtime.array import Array, ArrayT, compiling, from_foreign, library_of, to_foreign
+from ..runtime.array import Array, ArrayT, compiling
 from ..runtime.checks import plain_flag
+from ..runtime.lookup import from_foreign, library_of, to_foreign
 from .foreign import refuse, refuses_foreign
 from .operations import FORWARD
 from .options import Extras, plain_options

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.array import compiling, library_of
+from ..runtime.array import compiling
+from ..runtime.lookup import library_of
 from ..runtime.torch_calls import (
     no_second_derivative,
     promised_strides,

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.array import compiling, library_of
+from ..runtime.array import compiling
+from ..runtime.lookup import library_of
 from ..runtime.torch_calls import readable, refuse_batched
 from . import dispatch
 from .dispatch import BACKWARD_TENSORS, TENSORS

@@ -2,8 +2,9 @@
 
 from typing import Any, NoReturn
 
-from ..runtime.array import Array, array_namespace, compiling, from_foreign, library_of, to_foreign
+from ..runtime.array import Array, array_namespace, compiling
 from ..runtime.checks import plain_flag
+from ..runtime.lookup import from_foreign, library_of, to_foreign
 from ..runtime.scratch import array_operations
 from .foreign import refuse, refuses_foreign
 from .operations import FORWARD

@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from ..jit import compiler
-from ..runtime.array import Array, View, library_of
+from ..runtime.array import Array, View
 from ..runtime.checks import require_grid
 from ..runtime.config import ITEM_SIZE, KernelConfig
 from ..runtime.launch import Launch, call_fields
+from ..runtime.lookup import library_of
 from ..runtime.specs import Spec, views_of
 from ..runtime.structs import header
 

@@ -25,9 +25,9 @@ from ..attention.kernels import Tile
 from ..attention.options import Options
 from ..attention.plan import backward_plan, forward_plan
 from ..jit import compiler, pool
-from ..runtime.array import library_of
 from ..runtime.config import KernelConfig
 from ..runtime.gpu import capability_of
+from ..runtime.lookup import library_of
 from ..testing import Inputs, cast, to_library
 from ..testing.problem import Problem
 from ..testing.timing import Rounds

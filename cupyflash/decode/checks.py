@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..runtime.array import Array, View, library_of
+from ..runtime.array import Array, View
 from ..runtime.checks import integer_within, require_eps, short
 from ..runtime.config import ITEM_SIZE
+from ..runtime.lookup import library_of
 from ..runtime.specs import Spec, views_of
 from .stack_plan import MAX_HEAD_DIM, MAX_WIDTH, StackShape, structs
 

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import numpy
 
-from ..runtime.array import Array, ArrayT, library_of
+from ..runtime.array import Array, ArrayT
 from ..runtime.checks import is_integer
+from ..runtime.lookup import library_of
 from ..runtime.operation import Operation
 from ..runtime.structs import header
 from . import dispatch

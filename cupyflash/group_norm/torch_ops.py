@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.array import library_of
+from ..runtime.lookup import library_of
 from ..runtime.torch_calls import (
     no_second_derivative,
     promised_strides,
@@ -16,7 +16,7 @@ from ..runtime.torch_calls import (
     refuse_transforms,
     require_one_device,
 )
-from .group_norm import backward, forward
+from .dispatch import backward, forward
 from .groups import dense_like
 
 LIBRARY = library_of(torch.empty(0))

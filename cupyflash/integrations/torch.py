@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 from ..attention import dispatch
 from ..attention.options import DROPOUT_P, NO_EXTRAS, Extras, plain_options
 from ..jit import compiler
-from ..runtime.array import library_of
+from ..runtime.lookup import library_of
 
 NAME = "cupyflash"
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..runtime.array import library_of
+from ..runtime.lookup import library_of
 from ..runtime.operation import Plans
 from ..runtime.torch_calls import refuse_batched, refuse_transforms, require_one_device
 from . import elementwise, plan, torch_ops

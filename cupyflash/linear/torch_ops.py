@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.array import dense_strides, library_of
+from ..runtime.array import dense_strides
+from ..runtime.lookup import library_of
 from ..runtime.torch_calls import require_one_device
 from . import elementwise, plan, reference
 from .checks import check_rotation

@@ -15,8 +15,8 @@ from typing import NoReturn
 import cupyflash
 
 from ..packages import importing
-from ..runtime.array import library_of
 from ..runtime.launch import Prepared
+from ..runtime.lookup import library_of
 from ..runtime.scratch import no_garbage_collected
 from .diffusion_policy import GroupNormMish, PolicyUnet, ResidualBlock
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.array import library_of
+from ..runtime.lookup import library_of
 from ..runtime.philox import require_probability, require_seed_array
 from ..runtime.rows import result_strides
 from ..runtime.torch_calls import (

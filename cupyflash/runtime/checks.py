@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy
 
-from .array import Array, device_name, library_of
+from .array import Array, device_name
+from .lookup import library_of
 
 PACKAGE = __name__.partition(".")[0] + "."
 MAX_BLOCKS = 2**31  # a grid has fewer blocks than this

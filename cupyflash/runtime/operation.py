@@ -20,7 +20,8 @@ import numpy
 
 from ..jit import compiler
 from . import driver
-from .array import Array, compiling, from_foreign, library_of, refuse_tracer, to_foreign
+from .array import Array, compiling
+from .lookup import from_foreign, library_of, refuse_tracer, to_foreign
 
 MAX_PLANS = 4096  # a bound on memory, for lengths that change with every call
 

@@ -14,9 +14,10 @@ Whatever relates two arrays is in the names: of axes, and of the arrays that ano
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .array import Array, View, device_name, library_of, refuse_tracer
+from .array import Array, View, device_name
 from .checks import require_plain
 from .config import ITEM_SIZE
+from .lookup import library_of, refuse_tracer
 from .rows import dense_like, is_contiguous
 
 Axes = tuple[Any, ...]  # lengths, names, and ... for any number of dimensions
