@@ -22,7 +22,7 @@ from ..runtime.scratch import array_operations, tile_counters
 from ..runtime.specs import Spec, views_of
 from ..runtime.structs import header
 from . import kernels, kv_cache
-from .checks import CACHES
+from .kv_cache import CACHES
 
 attention_structs = header("attention/params.cuh")
 structs = header("decode/params.cuh")

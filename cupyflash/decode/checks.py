@@ -8,9 +8,9 @@ from ..runtime.checks import integer_within, require_eps, short
 from ..runtime.config import ITEM_SIZE
 from ..runtime.lookup import library_of
 from ..runtime.specs import Spec, views_of
+from .kv_cache import CACHES
 from .stack_plan import MAX_HEAD_DIM, MAX_WIDTH, StackShape, structs
 
-CACHES = ("k_cache", "v_cache")  # the names of the arrays that decoding writes
 TABLES = ("head_weight", "token_embedding", "position_embedding")
 # The weights of a stack beside those of its blocks: all of them or none.
 ENDS = ("final_weight", "final_bias", *TABLES)

@@ -13,10 +13,10 @@ from ..runtime.overlap import Written
 from ..runtime.specs import Spec, views_of
 from ..runtime.structs import header
 from . import kernels, reference
-from .checks import CACHES
 
 structs = header("decode/params.cuh")
 
+CACHES = ("k_cache", "v_cache")  # the names of the arrays that decoding writes
 NEW = Spec(("rows", "heads", "head_dim"), strides=2)
 CACHE = Spec(("batch", "max_length", "heads", "head_dim"))
 PLACES = Spec(("rows",), "int32")

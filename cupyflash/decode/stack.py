@@ -12,7 +12,7 @@ from ..runtime.array import Array, View
 from ..runtime.checks import integer_within, plain_real, require_plain
 from ..runtime.operation import Operation, Plans, is_followed
 from ..runtime.overlap import Written
-from . import reference
+from . import stack_reference as reference
 from .checks import (
     CACHES,
     ENDS,

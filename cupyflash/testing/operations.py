@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-from ..decode import reference as decode
+from ..decode import stack_reference
 from ..group_norm import reference as group_norms
 from ..linear.reference import Arrays, Options, project
 from ..norm import reference as norms
@@ -271,16 +271,16 @@ def expected_stack(
     round_to = lambda y: y.astype(narrow).astype("float32")  # noqa: E731
     ends = {name: to_numpy64(y) for name, y in (ends or {}).items()}
     found = []
-    for compute, rounded in (("float64", decode.exact), ("float32", round_to)):
+    for compute, rounded in (("float64", stack_reference.exact), ("float32", round_to)):
         as_computed = lambda y: y.astype(compute)  # noqa: B023, E731
         here = {name: as_computed(y) for name, y in ends.items()}
         if tokens is None:
             start = as_computed(to_numpy64(x))
         else:
             tables = (here["token_embedding"], here["position_embedding"])
-            start = rounded(decode.embed(to_numpy64(tokens).astype(int), lengths, *tables))
+            start = rounded(stack_reference.embed(to_numpy64(tokens).astype(int), lengths, *tables))
         stack = [type(block)(*map(as_computed, block)) for block in wide]
-        out, *new = decode.stack(
+        out, *new = stack_reference.stack(
             start, stack, *map(as_computed, caches), lengths, STACK_EPS, rounded
         )
         results = {"out": out}
@@ -289,7 +289,9 @@ def expected_stack(
             for b, length in enumerate(lengths):
                 results[name][:, b, length] = values[:, b]
         if ends:
-            norm = decode.norm(False, out, here["final_weight"], here["final_bias"], STACK_EPS)[0]
+            norm = stack_reference.norm(
+                False, out, here["final_weight"], here["final_bias"], STACK_EPS
+            )[0]
             results["logits"] = rounded(rounded(norm) @ here["head_weight"].T)
         found.append(results)
     exact, yardstick = found
