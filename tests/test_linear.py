@@ -135,7 +135,7 @@ def test_plans_of_long_rows(monkeypatch, capability, rows):
     """Every norm that stands alone has as many blocks as its kernel needs, without a GPU."""
     from cupyflash.linear import launches
     from cupyflash.norm import plan as norm_plan
-    from cupyflash.norm.kernels import NormFwd, NormFwdCluster, NormFwdLong
+    from cupyflash.norm.configs import NormFwd, NormFwdCluster, NormFwdLong
     from cupyflash.runtime import launch as kernel_launch
     from cupyflash.runtime.array import View
 

@@ -27,8 +27,8 @@ from cupyflash.attention.options import DETERMINISTIC  # noqa: E402
 from cupyflash.integrations import transformers as integration  # noqa: E402
 from cupyflash.integrations import transformers_mask  # noqa: E402
 from cupyflash.integrations.transformers import NAME  # noqa: E402
-from cupyflash.integrations.transformers_mask import pattern_of  # noqa: E402
 from cupyflash.integrations.transformers_models import hands_attention_over  # noqa: E402
+from cupyflash.integrations.transformers_pattern import pattern_of  # noqa: E402
 
 ROUNDING = 4
 DECODERS = ["gpt2", "llama", "mistral", "gemma2", "qwen3", "gpt-oss", "glm-moe-dsa"]

@@ -15,8 +15,9 @@ from torch import Tensor
 from ..attention.operations import FORWARD
 from ..attention.options import Extras, plain_options
 from . import transformers_mask
-from .transformers_mask import FUNCTION, Mask, Pattern, mask
+from .transformers_mask import FUNCTION, Mask, mask
 from .transformers_models import NAME, check_when_loaded
+from .transformers_pattern import Pattern, answer_for_packing
 
 NEEDED = "needs transformers 5.4 or newer"
 PIP_LINE = "pip install 'transformers>=5.4'"
@@ -47,7 +48,7 @@ def register() -> None:
         from transformers.utils import output_capturing as capturing
     check_when_loaded(PreTrainedModel, OTHERS | inspect.signature(attention).parameters.keys())
     transformers_mask.masks = masks
-    transformers_mask.answer_for_packing()
+    answer_for_packing(masks)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
 

@@ -13,6 +13,7 @@ from ..runtime.rows import Rows, result_strides
 from ..runtime.scratch import tile_counters
 from ..runtime.structs import header
 from . import kernels
+from .configs import NormBwd, NormBwdCluster
 
 structs = header("norm/params.cuh")
 
@@ -111,7 +112,7 @@ class BackwardPlan(Plan):
         vector = aligned and rows.aligned
         config = _backward_config(x, weight, rms, rows, vector)
         at_once = multiprocessors(x.device)
-        if isinstance(config, kernels.NormBwd):
+        if isinstance(config, NormBwd):
             splits = min(config.grid(rows.rows), at_once)
             launches = [(config, splits)]
         elif config is not None:
@@ -169,7 +170,7 @@ class BackwardPlan(Plan):
 
 def _backward_config(
     x: View, weight: View, rms: bool, rows: Rows, vector: bool
-) -> kernels.NormBwd | kernels.NormBwdCluster | None:
+) -> NormBwd | NormBwdCluster | None:
     """None where the rows have to be read twice."""
     if len(rows.sizes) > 1 and rows.rows >= MAX_ROWS:
         return None
