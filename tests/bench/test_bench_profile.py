@@ -1,4 +1,4 @@
-"""bench profile and bench.timeline without a GPU: ncu's output, SASS, cubins, stamps, pictures."""
+"""bench profile and bench timeline without a GPU: ncu's output, SASS, cubins, stamps, pictures."""
 
 import json
 import os
@@ -6,18 +6,15 @@ import subprocess
 import sys
 
 import pytest
+from targets import is_hopper
+from tiny_kernel import needs_nvrtc
 
-pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
-
-from targets import is_hopper  # noqa: E402
-from tiny_kernel import needs_nvrtc  # noqa: E402
-
-from bench.lib import counters, harness, report  # noqa: E402
+from bench.lib import counters, harness, report
 from bench.lib import traffic as gpt2_traffic
-from bench.profile import profile, sass, timeline  # noqa: E402
+from bench.profile import profile, sass, timeline
 from bench.profile import report as profile_report
-from cupyflash.baselines.baselines import VectorAdd  # noqa: E402
-from cupyflash.jit import sources  # noqa: E402
+from cupyflash.baselines.baselines import VectorAdd
+from cupyflash.jit import sources
 
 NCU = """==PROF== Connected to process 1
 profiled: naive
