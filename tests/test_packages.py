@@ -11,8 +11,8 @@ import pytest
 from cupyflash import packages
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXTS = ("*.md", "cupyflash/**/*.py", "cupyflash/**/*.md", "cuda_src/**/*.cu*", "bench/*.py")
-TEXTS = (*TEXTS, "bench/*.md", "tests/*.py")
+TEXTS = ("*.md", "cupyflash/**/*.py", "cupyflash/**/*.md", "cuda_src/**/*.cu*", "bench/**/*.py")
+TEXTS = (*TEXTS, "bench/*.md", "tests/**/*.py")
 
 
 @pytest.fixture

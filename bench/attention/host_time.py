@@ -31,7 +31,7 @@ TORCH = (
 )
 
 
-def sample(call: Callable[[], Any], synchronize: Callable[[], Any], calls: int = CALLS) -> float:
+def sample(call: Callable[[], Any], synchronize: Callable[[], Any], calls: int) -> float:
     """Mean host time of so many calls in microseconds."""
     begin = time.perf_counter()
     for _ in range(calls):
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     clocks = {}
     for key, make in makers.items():
         try:
-            clock = functools.partial(sample, make(), torch.cuda.synchronize)
+            clock = functools.partial(sample, make(), torch.cuda.synchronize, CALLS)
             clock()
             clocks[key] = clock
         except Exception as error:  # whatever a library raises where it cannot do this

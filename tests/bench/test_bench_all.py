@@ -5,11 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
-
 from bench import __main__
-from bench import all as bench_all  # noqa: E402
-from bench.lib import harness, report  # noqa: E402
+from bench import all as bench_all
+from bench.lib import harness, report
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""bench.precision without a GPU: short sequences, the picture, models of the tensor core."""
+"""bench precision and bench rounding: errors of known size, models of the tensor core."""
 
 import json
 import math
@@ -7,33 +7,12 @@ from pathlib import Path
 import numpy
 import pytest
 
-pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
-
-from bench_on_cpu import without_gpu  # noqa: E402
-
-from bench.attention import precision, tensor_core  # noqa: E402
-from bench.attention.precision import Case  # noqa: E402
+from bench.attention import precision, rounding, tensor_core
+from bench.attention.precision import Case
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """bench.precision on the CPU; returns its exit status and its results."""
-    torch = without_gpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(precision, "SPREADS", (1.0, 100.0))
-
-    def run(*arguments):
-        status = precision.main([*arguments])
-        return status, json.loads((tmp_path / "precision.json").read_text())
-
-    run.path = tmp_path
-    return run
-
-
-def test_dry_run(run, capsys):
-    pytest.importorskip("matplotlib")
-    status, results = run("--lengths", "64", "130")
-    assert status == 0 and "WRONG" not in capsys.readouterr().out
+def test_errors_of_the_precisions(benchmarks):
+    _, results = benchmarks.run("precision", "--lengths", "64", "130")
     rows = {(row["case"], row["impl"]): row for row in results["rows"]}
     for impl, error in (("cupyflash", 1e-6), ("sdpa-math", 1e-6), ("cupyflash-bfloat16", 2e-2)):
         row = rows["normal D=128 full 130", impl]
@@ -43,11 +22,15 @@ def test_dry_run(run, capsys):
     assert set(row["rms"]) == set(precision.RESULTS)
     assert "lse" not in rows["normal D=128 full 130", "sdpa-math"]["rms"]
     assert rows["logits x 100 D=128 full 130", "cupyflash"]["largest_logit"] > 300
-    page = (run.path / "precision.md").read_text()
-    assert "python -m bench precision --lengths 64 130" in page
+    page = (benchmarks.folder / "precision.md").read_text()
     assert "rms error of cupyflash / sdpa-math: geometric mean " in page
     assert "outliers D=64 causal 130" in page
-    assert "in every precision (length 130)" in (run.path / "precision.svg").read_text()
+
+
+def test_rounding(benchmarks):
+    with_fma, rounded = benchmarks.run("rounding")[1]["rows"]
+    assert rounded["lse_error"] < 2e-7 and with_fma["lse_error"] > 5 * rounded["lse_error"]
+    assert with_fma["warps"] == 0 and 0.2 < rounded["warps"] < rounded["rows"] < 1
 
 
 def test_cases_are_different():
@@ -58,7 +41,7 @@ def test_cases_are_different():
 
 
 @pytest.mark.parametrize("wrong", ["out", "lse", "dq", "dk", "dv"])
-def test_error_of_one_number(run, wrong):
+def test_error_of_one_number(benchmarks, wrong):
     case = Case(70, 16, causal=True)
     exact, largest = precision.exact_results(case, case.tensors())
     found = precision.results_of("cupyflash", case, case.tensors())
@@ -125,3 +108,16 @@ def test_the_page_has_the_figures_of_the_results():
     written = " ".join((bench / "results" / "precision.md").read_text().split())
     for line in precision.summary(results["rows"]):
         assert line in written and line in " ".join(shown)
+
+
+@pytest.mark.parametrize("fma", [False, True])
+def test_online_softmax(fma):
+    """The last tile is not whole, and only it moves the maximum of row 0."""
+    scores = numpy.zeros((2, 2 * rounding.TILE + 40), "float32")
+    scores[0, -1] = 16.0
+    lse, rescales = rounding.online(scores, fma)
+    log2_scale = numpy.float32(numpy.log2(numpy.e) / rounding.HEAD_DIM**0.5)
+    exact = numpy.logaddexp2.reduce(scores * numpy.float64(log2_scale), axis=1)
+    assert abs(lse - exact).max() < 1e-6
+    assert (rescales[:, 1] == 1).all() and rescales[0, 0] == 1
+    assert abs(rescales[1, 0] * 2 ** (16 * log2_scale) - 1) < 1e-6

@@ -1,26 +1,21 @@
-"""bench.tuning without a GPU: its shapes, its table, and what a wrong candidate does."""
+"""bench tuning without a GPU: its shapes, its table, and what a wrong candidate does."""
 
 import json
 
 import pytest
 
-pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
-
-from bench_on_cpu import without_gpu  # noqa: E402
-
-from bench.attention import tuning  # noqa: E402
-from cupyflash import environment  # noqa: E402
-from cupyflash.attention.backends import BACKENDS  # noqa: E402
-from cupyflash.attention.problem import Features, Kind  # noqa: E402
-from cupyflash.commands.tuner import Candidate, Found  # noqa: E402
+from bench.attention import tuning
+from cupyflash import environment
+from cupyflash.attention.backends import BACKENDS
+from cupyflash.attention.problem import Features, Kind
+from cupyflash.commands.tuner import Candidate, Found
 
 KIND = Kind("bfloat16", 64, Features(), (9, 0))
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
-    """bench.tuning with a search that finds these times; returns its status, rows and page."""
-    without_gpu(monkeypatch, tmp_path)
+def run(benchmarks, monkeypatch):
+    """bench tuning with a search that finds these times; returns its status, rows and page."""
     searched = []
 
     def run(*ms, wrong="", arguments=("--quick",)):
@@ -35,8 +30,8 @@ def run(monkeypatch, tmp_path):
 
         monkeypatch.setattr(tuning, "search", search)
         status = tuning.main([*arguments, "--budget", "3"])
-        page = (tmp_path / "tuning.md").read_text()
-        return status, json.loads((tmp_path / "tuning.json").read_text())["rows"], page
+        page = (benchmarks.folder / "tuning.md").read_text()
+        return status, json.loads((benchmarks.folder / "tuning.json").read_text())["rows"], page
 
     run.searched = searched
     return run

@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-pytest.importorskip("rich", reason="the benchmarks print with rich (pip install rich)")
-
-from bench.lib import compare  # noqa: E402
+from bench.lib import compare
 
 QUARTILES = {"quartiles_ms": [0.98, 1.02]}
 
