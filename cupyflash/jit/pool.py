@@ -17,7 +17,7 @@ Task = tuple[Kernel, str]
 SECONDS = {
     "attention": 0.9,
     "baselines": 0.1,
-    "block": 1.0,
+    "block": 2.0,
     "decode": 0.5,
     "diffusion": 0.2,
     "group_norm": 0.4,
