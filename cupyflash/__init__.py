@@ -8,62 +8,62 @@ The modules behind these names are imported when they are first used.
 
 import importlib.util
 import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers; MODULES says the same at run time
-    from .attention.attention import attention as attention
-    from .attention.attention import attention_backward as attention_backward
-    from .attention.combine import flash_attn_combine as flash_attn_combine
-    from .attention.flash_attn import flash_attn_func as flash_attn_func
-    from .attention.flash_attn import flash_attn_kvpacked_func as flash_attn_kvpacked_func
-    from .attention.flash_attn import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
-    from .attention.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
-    from .attention.flash_attn import (
+    from .ops.attention.attention import attention as attention
+    from .ops.attention.attention import attention_backward as attention_backward
+    from .ops.attention.combine import flash_attn_combine as flash_attn_combine
+    from .ops.attention.flash_attn import flash_attn_func as flash_attn_func
+    from .ops.attention.flash_attn import flash_attn_kvpacked_func as flash_attn_kvpacked_func
+    from .ops.attention.flash_attn import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
+    from .ops.attention.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
+    from .ops.attention.flash_attn import (
         flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func,
     )
-    from .attention.flash_attn import (
+    from .ops.attention.flash_attn import (
         flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func,
     )
-    from .attention.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
-    from .attention.triangle import triangle_attention as triangle_attention
-    from .decode.block import BlockStack as BlockStack
-    from .decode.block import BlockWeights as BlockWeights
-    from .decode.block import transformer_block as transformer_block
-    from .decode.cached_attention import attention_with_cache as attention_with_cache
-    from .diffusion.sampler import DiffusionSampler as DiffusionSampler
-    from .diffusion.schedule import beta_schedule as beta_schedule
-    from .diffusion.schedule import timestep_embeddings as timestep_embeddings
-    from .group_norm.group_norm import group_norm as group_norm
-    from .group_norm.group_norm import group_norm_backward as group_norm_backward
-    from .linear.linear import Norm as Norm
-    from .linear.linear import Rotary as Rotary
-    from .linear.linear import linear as linear
-    from .linear.linear import mlp as mlp
-    from .linear.linear import qkv_projection as qkv_projection
-    from .norm.norm import layer_norm as layer_norm
-    from .norm.norm import layer_norm_backward as layer_norm_backward
-    from .norm.norm import rms_norm as rms_norm
-    from .norm.norm import rms_norm_backward as rms_norm_backward
+    from .ops.attention.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
+    from .ops.attention.triangle import triangle_attention as triangle_attention
+    from .ops.block.block import BlockStack as BlockStack
+    from .ops.block.block import BlockWeights as BlockWeights
+    from .ops.block.block import transformer_block as transformer_block
+    from .ops.decode.cached_attention import attention_with_cache as attention_with_cache
+    from .ops.diffusion.sampler import DiffusionSampler as DiffusionSampler
+    from .ops.diffusion.schedule import beta_schedule as beta_schedule
+    from .ops.diffusion.schedule import timestep_embeddings as timestep_embeddings
+    from .ops.group_norm.group_norm import group_norm as group_norm
+    from .ops.group_norm.group_norm import group_norm_backward as group_norm_backward
+    from .ops.linear.linear import Norm as Norm
+    from .ops.linear.linear import Rotary as Rotary
+    from .ops.linear.linear import linear as linear
+    from .ops.linear.linear import mlp as mlp
+    from .ops.linear.linear import qkv_projection as qkv_projection
+    from .ops.norm.norm import layer_norm as layer_norm
+    from .ops.norm.norm import layer_norm_backward as layer_norm_backward
+    from .ops.norm.norm import rms_norm as rms_norm
+    from .ops.norm.norm import rms_norm_backward as rms_norm_backward
     from .precompile import warmup as warmup
 
 __version__ = "0.1.0"
 
 # The public names of each module, which the first use of one imports.
 MODULES = {
-    "attention.attention": "attention attention_backward",
-    "attention.combine": "flash_attn_combine",
-    "attention.flash_attn": "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func "
-    "flash_attn_varlen_func flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func",
-    "attention.sdpa": "scaled_dot_product_attention",
-    "attention.triangle": "triangle_attention",
-    "decode.block": "BlockStack BlockWeights transformer_block",
-    "decode.cached_attention": "attention_with_cache",
-    "diffusion.sampler": "DiffusionSampler",
-    "diffusion.schedule": "beta_schedule timestep_embeddings",
-    "group_norm.group_norm": "group_norm group_norm_backward",
-    "linear.linear": "Norm Rotary linear mlp qkv_projection",
-    "norm.norm": "layer_norm layer_norm_backward rms_norm rms_norm_backward",
+    "ops.attention.attention": "attention attention_backward",
+    "ops.attention.combine": "flash_attn_combine",
+    "ops.attention.flash_attn": "flash_attn_func flash_attn_kvpacked_func "
+    "flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_varlen_kvpacked_func "
+    "flash_attn_varlen_qkvpacked_func",
+    "ops.attention.sdpa": "scaled_dot_product_attention",
+    "ops.attention.triangle": "triangle_attention",
+    "ops.block.block": "BlockStack BlockWeights transformer_block",
+    "ops.decode.cached_attention": "attention_with_cache",
+    "ops.diffusion.sampler": "DiffusionSampler",
+    "ops.diffusion.schedule": "beta_schedule timestep_embeddings",
+    "ops.group_norm.group_norm": "group_norm group_norm_backward",
+    "ops.linear.linear": "Norm Rotary linear mlp qkv_projection",
+    "ops.norm.norm": "layer_norm layer_norm_backward rms_norm rms_norm_backward",
     "precompile": "warmup",
 }
 _MODULE_OF = {name: module for module, names in MODULES.items() for name in names.split()}
@@ -82,7 +82,7 @@ def _imported(name: str) -> Any:
         raise AttributeError(text)
     if importlib.util.find_spec(f"{__name__}.{name}"):
         return importlib.import_module(f"{__name__}.{name}")
-    from .attention.foreign import ELSEWHERE
+    from .ops.attention.foreign import ELSEWHERE
 
     if name in ELSEWHERE:
         text += f", write {ELSEWHERE[name]}"
@@ -99,18 +99,3 @@ if not TYPE_CHECKING:  # with a __getattr__, checkers accept any name of the pac
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """Keeps the functions `attention`, `group_norm` and `linear`, which are named as folders are.
-
-    An import of such a folder would put its module here instead. It can still be imported from:
-    ``from cupyflash.linear import kernels`` looks into ``sys.modules``.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _MODULE_OF or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

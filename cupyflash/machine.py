@@ -10,9 +10,9 @@ import importlib.metadata
 import importlib.util
 
 from . import environment, jit, packages
-from .attention import backends
-from .attention.problem import Access, Features, Kind
 from .jit import compiler, messages
+from .ops.attention import backends
+from .ops.attention.problem import Access, Features, Kind
 from .runtime.config import ITEM_SIZE
 from .runtime.driver import DRIVER
 from .runtime.gpu import ARCHITECTURES

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 from . import environment, jit
-from .attention.backends import BACKENDS, in_order
-from .attention.kernels import FlashBwdSinks
-from .attention.problem import SHORT, Access, Features, Kind
-from .attention.simt.backend import MIN_CAPABILITY
-from .baselines import baselines
-from .decode import kernels as decode
-from .decode import stack_plan as transformer
-from .diffusion import plan as diffusion
-from .group_norm import kernels as group_norm
 from .jit import compiler, messages
-from .linear import launches as linear
-from .norm import kernels as norm
+from .ops.attention.backends import BACKENDS, in_order
+from .ops.attention.kernels import FlashBwdSinks
+from .ops.attention.problem import SHORT, Access, Features, Kind
+from .ops.attention.simt.backend import MIN_CAPABILITY
+from .ops.baselines import baselines
+from .ops.block import plan as transformer
+from .ops.decode import kernels as decode
+from .ops.diffusion import plan as diffusion
+from .ops.group_norm import kernels as group_norm
+from .ops.linear import launches as linear
+from .ops.norm import kernels as norm
 from .runtime.checks import is_integer
 from .runtime.config import ITEM_SIZE, KernelConfig
 from .runtime.gpu import Capability

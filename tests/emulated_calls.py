@@ -15,7 +15,7 @@ import torch
 from passes import forward_backward
 
 import cupyflash
-from cupyflash.decode.sampling import Sampling, sample
+from cupyflash.ops.decode.sampling import Sampling, sample
 from cupyflash.testing import expected, make_inputs
 
 LENGTHS = {"batch": 1, "seqlen_q": 150, "seqlen_k": 330}

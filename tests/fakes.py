@@ -52,7 +52,7 @@ def fake_launches(monkeypatch, params):
         `encoded`, the tensor maps as (pointer, spec), and `launched`, the launches as (grid, block,
         shared memory, params).
     """
-    from cupyflash.linear import launches
+    from cupyflash.ops.linear import launches
     from cupyflash.runtime import launch
     from cupyflash.runtime.tensor_map import TensorMapSpec
 

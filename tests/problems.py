@@ -1,7 +1,7 @@
 """Checked problems of attention without arrays, for tests of the rules that pick kernels."""
 
-from cupyflash.attention.checks import check
-from cupyflash.attention.options import Options
+from cupyflash.ops.attention.checks import check
+from cupyflash.ops.attention.options import Options
 from cupyflash.runtime.array import View, dense_strides
 from cupyflash.runtime.gpu import Card
 

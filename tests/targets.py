@@ -117,7 +117,7 @@ def backends() -> tuple[str, ...]:
         if capability
         and FORCED in (None, backend)
         and capability in BACKEND_CAPABILITIES[backend]
-        and has(f"cupyflash.attention.{backend}")
+        and has(f"cupyflash.ops.attention.{backend}")
     )
 
 

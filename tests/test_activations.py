@@ -6,7 +6,7 @@ from arrays import to_numpy
 from matrix import each_library
 
 import cupyflash
-from cupyflash.norm.reference import ACTIVATIONS
+from cupyflash.ops.norm.reference import ACTIVATIONS
 from cupyflash.testing.tolerance import assert_close_to_float64
 
 MISSING = numpy.array([numpy.nan, numpy.inf], "float32")
@@ -55,7 +55,7 @@ def test_group_norm(target, activation):
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_gate(target, activation):
-    from cupyflash.linear import autograd, elementwise
+    from cupyflash.ops.linear import autograd, elementwise
 
     z = numpy.concatenate([arguments(), MISSING])
     gate, one = (target.array(y[None], "float32") for y in (z, numpy.ones_like(z)))

@@ -205,8 +205,8 @@ def test_memory_that_no_kernel_reads(target):
 
 
 def test_a_device_that_is_none_of_ours():
-    from cupyflash.attention.checks import check
-    from cupyflash.attention.options import Options
+    from cupyflash.ops.attention.checks import check
+    from cupyflash.ops.attention.options import Options
     from cupyflash.runtime.array import View
 
     x = View((1, 5, 2, 16), (160, 32, 16, 1), "float32", "mps:0")
@@ -218,8 +218,8 @@ def test_a_device_that_is_none_of_ours():
 @pytest.mark.parametrize("name", ["scale", "softcap"])
 def test_factors_are_numbers_of_float32(name):
     """Kernels take them, and their products with log2(e), as they are; numbers beside are none."""
-    from cupyflash.attention.checks import check
-    from cupyflash.attention.options import LEAST_FACTOR, MOST_FACTOR, Options
+    from cupyflash.ops.attention.checks import check
+    from cupyflash.ops.attention.options import LEAST_FACTOR, MOST_FACTOR, Options
     from cupyflash.runtime.array import View
 
     x, float32 = View((1, 5, 2, 16), (160, 32, 16, 1), "float32", 0), numpy.finfo("float32")

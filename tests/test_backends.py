@@ -3,12 +3,12 @@
 import pytest
 
 from cupyflash import environment
-from cupyflash.attention.backends import BACKENDS, choose
-from cupyflash.attention.problem import Access, Features, Kind
-from cupyflash.attention.sm80.backward import backward_kernels
-from cupyflash.attention.sm80.forward import forward_kernel
-from cupyflash.attention.sm90 import backward as sm90_backward
-from cupyflash.attention.sm90 import forward as sm90_forward
+from cupyflash.ops.attention.backends import BACKENDS, choose
+from cupyflash.ops.attention.problem import Access, Features, Kind
+from cupyflash.ops.attention.sm80.backward import backward_kernels
+from cupyflash.ops.attention.sm80.forward import forward_kernel
+from cupyflash.ops.attention.sm90 import backward as sm90_backward
+from cupyflash.ops.attention.sm90 import forward as sm90_forward
 from cupyflash.precompile import TOPICS
 from cupyflash.runtime.gpu import ARCHITECTURES, architecture
 

@@ -5,7 +5,7 @@ import pytest
 from arrays import normal, stored
 from matrix import each_library
 
-from cupyflash.baselines import baselines
+from cupyflash.ops.baselines import baselines
 from cupyflash.testing import assert_close_to_float64, expected, poison_free_memory, to_float64
 
 attentions = pytest.mark.parametrize(

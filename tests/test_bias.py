@@ -8,8 +8,8 @@ from matrix import each, select
 from passes import forward_backward
 
 import cupyflash
-from cupyflash.attention.checks import check
-from cupyflash.attention.options import Options
+from cupyflash.ops.attention.checks import check
+from cupyflash.ops.attention.options import Options
 from cupyflash.testing import expected, poison_free_memory, to_float64
 
 BATCH, HEADS, ROWS, COLS = 2, 4, 70, 90

@@ -10,7 +10,7 @@ from test_transformer_block import memory
 from wrong_calls import NOT_IN_FLOAT32, NUMBER, array, check_refused
 
 from cupyflash import attention_with_cache, environment
-from cupyflash.decode import cached_attention, kernels
+from cupyflash.ops.decode import cached_attention, kernels
 from cupyflash.runtime.operation import Plans
 from cupyflash.runtime.structs import header
 from cupyflash.testing import assert_close_to_float64, to_numpy64

@@ -21,13 +21,13 @@ from tiny_kernel import needs_nvrtc
 
 import cupyflash
 from cupyflash import environment, jit, machine, packages, precompile
-from cupyflash.attention import backends
-from cupyflash.attention.problem import Access, Features, Kind
 from cupyflash.commands import check, check_attention, cli, tables
 from cupyflash.commands.check_operations import Maker
 from cupyflash.jit import pool
 from cupyflash.machine import Driver, Gpu
-from cupyflash.norm import kernels as norm
+from cupyflash.ops.attention import backends
+from cupyflash.ops.attention.problem import Access, Features, Kind
+from cupyflash.ops.norm import kernels as norm
 
 H200 = Driver((13, 0), (Gpu("NVIDIA H200", (9, 0), 141 * 2**30),))
 

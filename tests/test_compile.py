@@ -24,8 +24,8 @@ from targets import compute_capability
 from tiny_kernel import needs_nvrtc
 
 from cupyflash import jit
-from cupyflash.attention.backends import BACKENDS
 from cupyflash.jit import compiler
+from cupyflash.ops.attention.backends import BACKENDS
 from cupyflash.precompile import TOPICS
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]

@@ -69,7 +69,7 @@ def test_the_example_works(tree):
         env=os.environ | changes,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    wanted = [f"test_template_parameters[cupyflash.linear.{NAME}.SquaredRelu]"]
+    wanted = [f"test_template_parameters[cupyflash.ops.linear.{NAME}.SquaredRelu]"]
     if not FORCED:
         wanted += ["test_wrong_calls[numpy-cpu]"]
     if not FORCED and has("torch"):

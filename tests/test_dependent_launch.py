@@ -14,9 +14,9 @@ from targets import TARGETS, compute_capability
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.decode.embedding import embedding
 from cupyflash.jit import sources
 from cupyflash.models.gpt2.decoder import Decoder
+from cupyflash.ops.decode.embedding import embedding
 from cupyflash.precompile import TOPICS
 from cupyflash.runtime import driver, launch
 from cupyflash.runtime.launch import Launch, dependent_launches
@@ -223,7 +223,7 @@ def test_the_first_launch_of_a_thread():
     """Which has no context yet; also the question how many clusters run at once."""
     import cupy
 
-    from cupyflash.decode import kernels
+    from cupyflash.ops.decode import kernels
     from cupyflash.runtime import launch
 
     shapes, dtype, function = operations(cupy)["embedding"]

@@ -72,7 +72,7 @@ def found(forward, how=""):
     """
     import torch
 
-    from cupyflash.attention import dispatch
+    from cupyflash.ops.attention import dispatch
 
     torch.use_deterministic_algorithms(how in (SWITCH, WARN_ONLY), warn_only=how == WARN_ONLY)
     plans = [dispatch._backward_plans, dispatch._packed_backward_plans]

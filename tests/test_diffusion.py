@@ -12,7 +12,7 @@ from arrays import normal, stored
 from matrix import each_library, pairwise
 
 import cupyflash
-from cupyflash.diffusion import reference
+from cupyflash.ops.diffusion import reference
 from cupyflash.runtime.philox import philox
 from cupyflash.testing import assert_close_to_float64, numpy_dtype, to_float64, to_numpy64
 

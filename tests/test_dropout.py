@@ -152,8 +152,8 @@ def test_packed_sequences_are_those_of_a_batch(target):
     batched = target.inputs("float16", batch=3, seqlen_q=50)
     packed = target.varlen_inputs("float16", [50] * 3)
     q, k, v = (x.reshape(150, 4, 64) for x in (batched.q, batched.k, batched.v))
-    from cupyflash.attention.operations import FORWARD
-    from cupyflash.attention.options import Extras
+    from cupyflash.ops.attention.operations import FORWARD
+    from cupyflash.ops.attention.options import Extras
 
     extras = Extras(packed.cu_seqlens_q, packed.cu_seqlens_k, dropout_seed=SEED)
     options = (True, None, None, 0.0, "thd", (50, 50), 0.4, False)

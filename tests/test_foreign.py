@@ -11,7 +11,7 @@ from matrix import each
 from targets import has
 
 import cupyflash
-from cupyflash.attention.foreign import ELSEWHERE, KEYWORDS
+from cupyflash.ops.attention.foreign import ELSEWHERE, KEYWORDS
 
 ROOT = Path(__file__).resolve().parent.parent
 X = numpy.ones((2, 5, 4, 8), "float32")

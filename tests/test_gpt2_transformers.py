@@ -10,9 +10,9 @@ pytest.importorskip("safetensors")
 
 from small_transformers import small_model  # noqa: E402
 
-from cupyflash.decode.sampling import GREEDY  # noqa: E402
 from cupyflash.models.gpt2 import Gpt2, load_tokenizer  # noqa: E402
 from cupyflash.models.gpt2.decoder import Decoder  # noqa: E402
+from cupyflash.ops.decode.sampling import GREEDY  # noqa: E402
 from cupyflash.testing import assert_close_to_float64, to_numpy64  # noqa: E402
 
 STEPS = 64

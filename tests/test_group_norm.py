@@ -9,11 +9,11 @@ from arrays import assert_same_oracle, broadcast, normal, stored, to_numpy
 from matrix import covering, each_case, each_library
 
 import cupyflash
-from cupyflash.group_norm import dispatch as topic
-from cupyflash.group_norm import kernels, plan, reference
-from cupyflash.group_norm.groups import Groups, dense_like, layout_of
-from cupyflash.group_norm.plan import MAX_WAVES, shares_of
 from cupyflash.jit import sources
+from cupyflash.ops.group_norm import dispatch as topic
+from cupyflash.ops.group_norm import kernels, plan, reference
+from cupyflash.ops.group_norm.groups import Groups, dense_like, layout_of
+from cupyflash.ops.group_norm.plan import MAX_WAVES, shares_of
 from cupyflash.runtime.array import View
 from cupyflash.runtime.lookup import library_of
 from cupyflash.runtime.operation import Plans

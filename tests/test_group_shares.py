@@ -9,11 +9,11 @@ from matrix import each
 from passes import forward_backward
 from problems import HOPPER, problem_of
 
-from cupyflash.attention import sharing
-from cupyflash.attention.sm80.backward import backward_kernels as sm80_kernels
-from cupyflash.attention.sm90.backward import backward_kernels as sm90_kernels
-from cupyflash.attention.sm90.backward import group_shares
-from cupyflash.attention.sm90.forward import forward_kernel
+from cupyflash.ops.attention import sharing
+from cupyflash.ops.attention.sm80.backward import backward_kernels as sm80_kernels
+from cupyflash.ops.attention.sm90.backward import backward_kernels as sm90_kernels
+from cupyflash.ops.attention.sm90.backward import group_shares
+from cupyflash.ops.attention.sm90.forward import forward_kernel
 from cupyflash.testing import expected, poison_free_memory, to_float64
 
 

@@ -9,9 +9,9 @@ from passes import forward_backward, one_graph
 from problems import HOPPER
 
 import cupyflash
-from cupyflash.attention import cpu, dispatch
-from cupyflash.attention.options import Extras
-from cupyflash.attention.problem import kernel_head_dim
+from cupyflash.ops.attention import cpu, dispatch
+from cupyflash.ops.attention.options import Extras
+from cupyflash.ops.attention.problem import kernel_head_dim
 from cupyflash.runtime.operation import Plans
 from cupyflash.testing import expected, make_alibi_slopes, poison_free_memory, to_float64
 
@@ -222,8 +222,8 @@ def test_compiled_and_mapped(target, head_dims):
 def test_copies_of_a_gpu(monkeypatch):
     """The dispatch of a GPU, with plans that compute on the CPU: what they get, what it makes."""
     torch = pytest.importorskip("torch")
-    from cupyflash.attention import torch_ops
-    from cupyflash.attention.plan import result_strides
+    from cupyflash.ops.attention import torch_ops
+    from cupyflash.ops.attention.plan import result_strides
 
     library, arrays, widths = torch_ops.LIBRARY, {}, []
     pointer = library.pointer

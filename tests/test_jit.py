@@ -13,9 +13,9 @@ import tiny_kernel
 from tiny_kernel import Scale, needs_nvrtc
 
 from cupyflash import environment, jit
-from cupyflash.attention.backends import BACKENDS
-from cupyflash.attention.problem import Features, Kind
 from cupyflash.jit import compiler, sources
+from cupyflash.ops.attention.backends import BACKENDS
+from cupyflash.ops.attention.problem import Features, Kind
 
 
 @pytest.fixture

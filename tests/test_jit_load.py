@@ -10,8 +10,8 @@ import tiny_kernel
 from tiny_kernel import Scale, needs_nvrtc, run_python
 
 from cupyflash import environment, jit
-from cupyflash.attention import backends
 from cupyflash.jit import compiler, messages, pool
+from cupyflash.ops.attention import backends
 from cupyflash.precompile import TOPICS
 
 

@@ -4,6 +4,7 @@ Nothing in the package imports what only a checkout has: benchmarks and tests.
 """
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ LAYERS = (  # the lowest first; modules of one line are siblings that do not imp
     ("environment", "packages", "wheel"),
     ("jit",),
     ("runtime",),
-    ("attention", "norm", "diffusion", "baselines"),
-    ("linear", "decode", "group_norm"),
+    ("ops.attention", "ops.norm", "ops.diffusion", "ops.baselines"),
+    ("ops.linear", "ops.decode", "ops.group_norm"),
+    ("ops.block", "ops"),
     ("machine", "precompile"),
     ("__init__",),
     ("testing", "models", "integrations"),
@@ -28,9 +30,15 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 
 def imported(path):
-    """(line, folder or module below the package, or of `CHECKOUT`) of what a file imports."""
+    """(line, module) of what a file imports of the package, or of `CHECKOUT`."""
     package = path.relative_to(ROOT.parent).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_checkers = [x for x in ast.walk(tree) if isinstance(x, ast.If)]
+    for_checkers = [x for x in for_checkers if ast.unparse(x.test) == "TYPE_CHECKING"]
+    skipped = {node for block in for_checkers for x in block.body for node in ast.walk(x)}
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
         if isinstance(node, ast.Import):
             modules = [x.name for x in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -40,21 +48,42 @@ def imported(path):
         else:
             continue
         for module in modules:
-            first, *below = module.split(".")
-            if first in CHECKOUT:
-                yield node.lineno, first
-            if first == "cupyflash":
-                found = below[0] if below and below[0] in LEVEL else "__init__"
-                yield node.lineno, found
+            if module.partition(".")[0] in ("cupyflash", *CHECKOUT):
+                yield node.lineno, module
+
+
+def layer_of(module):
+    """The name in `LAYERS` of a module; of a name that the package exports, "__init__"."""
+    _, *below = module.split(".")
+    names = [".".join(below[:2]), *below[:1]]
+    return next((name for name in names if name in LEVEL), "__init__")
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda x: str(x.relative_to(ROOT)))
 def test_imports_run_downwards(path):
-    here = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    for line, there in imported(path):
-        assert there not in CHECKOUT, f"{path}:{line}: {there} is no part of the package"
+    here = layer_of(module_of(path))
+    for line, module in imported(path):
+        first = module.partition(".")[0]
+        assert first not in CHECKOUT, f"{path}:{line}: {first} is no part of the package"
+        there = layer_of(module)
         allowed = there == here or LEVEL[there] < LEVEL[here]
         assert allowed, f"{path}:{line}: {here} imports {there}, which is not below it"
+
+
+def test_no_module_imports_itself_through_others():
+    """Imports inside functions count, too; `graphlib` raises a CycleError that names the circle."""
+    modules = {module_of(path): path for path in ROOT.rglob("*.py") if path.parent != ROOT}
+    graph = {}
+    for name, path in modules.items():
+        named = {module for _, module in imported(path)}
+        named |= {module.rpartition(".")[0] for module in named}
+        graph[name] = named & modules.keys() - {name}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(modules)
 
 
 @pytest.mark.parametrize("text", ["from bench import gpt2", "def f():\n    import bench.gpt2"])

@@ -9,7 +9,7 @@ from matrix import covering, each_case, each_library
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.linear.reference import Arrays, Options
+from cupyflash.ops.linear.reference import Arrays, Options
 from cupyflash.testing import expected_projection, poison_free_memory, to_float64, to_numpy64
 
 ROWS = [(1,), (3,), (8,), (2, 8), (17,), (4, 8), (3, 2, 7)]
@@ -133,9 +133,9 @@ def test_norm_of_long_rows(target, name, rows):
 @pytest.mark.parametrize("rows", [4, 40])
 def test_plans_of_long_rows(monkeypatch, capability, rows):
     """Every norm that stands alone has as many blocks as its kernel needs, without a GPU."""
-    from cupyflash.linear import launches
-    from cupyflash.norm import plan as norm_plan
-    from cupyflash.norm.configs import NormFwd, NormFwdCluster, NormFwdLong
+    from cupyflash.ops.linear import launches
+    from cupyflash.ops.norm import plan as norm_plan
+    from cupyflash.ops.norm.configs import NormFwd, NormFwdCluster, NormFwdLong
     from cupyflash.runtime import launch as kernel_launch
     from cupyflash.runtime.array import View
 
@@ -262,7 +262,7 @@ def test_reference_is_torch():
         residual=residual.numpy(),
         norm_weight=scale.numpy(),
     )
-    from cupyflash.linear.reference import project
+    from cupyflash.ops.linear.reference import project
 
     normed = functional.layer_norm(x, (30,), scale)
     for name, function in activations.items():
@@ -331,7 +331,7 @@ def test_bad_norm(target):
 @each_library(device="cuda")
 def test_host_time_is_one_look_up(target, monkeypatch):
     """A second call of the same signature checks nothing again."""
-    from cupyflash.linear import plan
+    from cupyflash.ops.linear import plan
 
     x, weight = (stored(target, normal(shape, 1), "float16") for shape in ((4, 24), (8, 24)))
     first = cupyflash.linear(x, weight)
@@ -368,7 +368,7 @@ def test_host_time_is_one_look_up(target, monkeypatch):
     ],
 )
 def test_choice(monkeypatch, capability, dtype, rows, sizes, backend, kernel):
-    from cupyflash.linear import launches
+    from cupyflash.ops.linear import launches
     from cupyflash.runtime.array import View
     from cupyflash.runtime.structs import header
 

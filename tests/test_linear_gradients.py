@@ -146,7 +146,7 @@ def test_gradient_of_one_argument(target, function):
 def test_nothing_is_recorded_without_gradients(target, function, monkeypatch):
     import torch
 
-    from cupyflash.linear import autograd
+    from cupyflash.ops.linear import autograd
 
     problem = whole(target, function)
     right = problem.ours(**problem.tensors)
@@ -193,7 +193,7 @@ def test_gate(target, activation, size):
     """activation(gate) * up in one pass, and its gradients, from any address."""
     import torch
 
-    from cupyflash.linear import autograd, elementwise
+    from cupyflash.ops.linear import autograd, elementwise
 
     for dtype in target.dtypes:
         for storage in ("contiguous", "unaligned"):
@@ -439,8 +439,8 @@ def test_second_derivatives(target, function):
 @pytest.mark.parametrize("function", ["linear", "qkv_projection"])
 def test_product_in_float32(target, function):
     """On a GPU it takes the place of the kernel without tensor cores; it is right anywhere."""
-    from cupyflash.linear import autograd
-    from cupyflash.linear.reference import Arrays, Options
+    from cupyflash.ops.linear import autograd
+    from cupyflash.ops.linear.reference import Arrays, Options
 
     residual = {"residual": True} if function == "linear" else {}
     problem = whole(target, function, norm="", **residual)
@@ -456,8 +456,8 @@ def test_opcheck(target):
     """Both operators, with gradients."""
     import torch
 
-    from cupyflash.linear import torch_ops
-    from cupyflash.linear.reference import Arrays, Options
+    from cupyflash.ops.linear import torch_ops
+    from cupyflash.ops.linear.reference import Arrays, Options
 
     problem = whole(target, "qkv_projection", norm="", positions="int64")
     tensors, options = leaves(problem.tensors), Options(heads=HEADS)
@@ -478,8 +478,8 @@ def test_what_has_no_gradient(target):
         tensors = {**problem.tensors, name: problem.tensors[name].clone().requires_grad_()}
         with pytest.raises(NotImplementedError, match=f"^qkv_projection: {name} has no gradient"):
             problem.ours(**tensors)
-    from cupyflash.linear import torch_ops
-    from cupyflash.linear.reference import Arrays, Options
+    from cupyflash.ops.linear import torch_ops
+    from cupyflash.ops.linear.reference import Arrays, Options
 
     x, weight = (torch.randn(8, 8, device=target.device).requires_grad_() for _ in range(2))
     arguments = torch_ops.flat("linear", Arrays(x, weight), Options("gelu"))
@@ -502,7 +502,7 @@ def test_errors_name_what_the_caller_wrote(target):
 @each_function
 def test_checks_run_once(target, function, monkeypatch):
     """A second call of the same signature checks nothing again, but for the steps on a CPU."""
-    from cupyflash.linear import autograd
+    from cupyflash.ops.linear import autograd
 
     problem = whole(target, function)
     tensors = leaves(problem.tensors)

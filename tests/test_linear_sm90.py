@@ -10,10 +10,10 @@ from fakes import fake_launches
 from matrix import each_library
 from targets import is_hopper
 
-from cupyflash.linear import launches, sm90_kernels
-from cupyflash.linear.launches import LinearLaunch
-from cupyflash.linear.reference import Arrays, Options, project
-from cupyflash.linear.sm90_kernels import TILES, Epilogue, Rotary, choose, configuration
+from cupyflash.ops.linear import launches, sm90_kernels
+from cupyflash.ops.linear.launches import LinearLaunch
+from cupyflash.ops.linear.reference import Arrays, Options, project
+from cupyflash.ops.linear.sm90_kernels import TILES, Epilogue, Rotary, choose, configuration
 from cupyflash.runtime.gpu import HALF
 from cupyflash.runtime.lookup import library_of
 from cupyflash.runtime.structs import header

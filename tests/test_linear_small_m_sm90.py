@@ -9,11 +9,11 @@ from fakes import fake_launches
 from matrix import covering, each_case, each_library, libraries, pairwise
 from targets import is_hopper
 
-from cupyflash.linear import launches, small_m_sm90_kernels
-from cupyflash.linear.launches import LinearSmallMLaunch
-from cupyflash.linear.reference import Arrays, Options
-from cupyflash.linear.sm90_kernels import Rotary
-from cupyflash.linear.small_m_sm90_kernels import CLUSTERS, ROWS, LinearSmallMSm90, choose
+from cupyflash.ops.linear import launches, small_m_sm90_kernels
+from cupyflash.ops.linear.launches import LinearSmallMLaunch
+from cupyflash.ops.linear.reference import Arrays, Options
+from cupyflash.ops.linear.sm90_kernels import Rotary
+from cupyflash.ops.linear.small_m_sm90_kernels import CLUSTERS, ROWS, LinearSmallMSm90, choose
 from cupyflash.runtime.lookup import library_of
 from cupyflash.runtime.structs import header
 from cupyflash.testing import expected_projection, to_library, to_numpy64

@@ -9,8 +9,8 @@ from matrix import covering, each_case, each_library
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.linear import plan
-from cupyflash.linear.reference import Arrays, Options
+from cupyflash.ops.linear import plan
+from cupyflash.ops.linear.reference import Arrays, Options
 from cupyflash.runtime.libraries import NumpyLibrary
 from cupyflash.runtime.operation import Plans
 from cupyflash.runtime.scratch import no_garbage_collected
@@ -190,7 +190,7 @@ def test_no_second_weight_after_an_equal_linear(target):
 @pytest.mark.parametrize("gated", [False, True])
 def test_few_rows_take_two_launches(monkeypatch, capability, kernel, gated):
     """The first has the gate and no residual, and the second reads what the first stored."""
-    from cupyflash.linear import launches
+    from cupyflash.ops.linear import launches
     from cupyflash.runtime import launch as kernel_launch
     from cupyflash.runtime.array import View
 

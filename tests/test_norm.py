@@ -9,8 +9,8 @@ from arrays import assert_same_oracle, broadcast, normal, stored, to_numpy
 from matrix import covering, each_case, each_library
 
 import cupyflash
-from cupyflash.norm import dispatch, kernels, plan, reference
-from cupyflash.norm.configs import NormBwd, NormBwdCluster, NormFwd, NormFwdCluster, NormFwdLong
+from cupyflash.ops.norm import dispatch, kernels, plan, reference
+from cupyflash.ops.norm.configs import NormBwd, NormBwdCluster, NormFwd, NormFwdCluster, NormFwdLong
 from cupyflash.runtime.gpu import architecture
 from cupyflash.runtime.launch import clusters_at_once
 from cupyflash.runtime.libraries import NumpyLibrary

@@ -10,7 +10,7 @@ from passes import one_graph, without_gradient
 from test_norm import EPS, spread_out
 
 import cupyflash
-from cupyflash.norm import dispatch, dropout, kernels
+from cupyflash.ops.norm import dispatch, dropout, kernels
 from cupyflash.runtime.array import View
 from cupyflash.runtime.libraries import NumpyLibrary
 from cupyflash.runtime.lookup import library_of
@@ -454,7 +454,7 @@ def test_compiled_backward(target):
 def test_opcheck(target, residual):
     import torch
 
-    from cupyflash.norm import torch_ops  # noqa: F401, defines the operators
+    from cupyflash.ops.norm import torch_ops  # noqa: F401, defines the operators
 
     (x, weight, bias, stream), _ = leaves_of(target, residual or "float16")
     stream = stream if residual else None
@@ -469,7 +469,7 @@ def test_opcheck(target, residual):
 def test_operators_check_the_seed(target):
     import torch
 
-    from cupyflash.norm import torch_ops  # noqa: F401, defines the operators
+    from cupyflash.ops.norm import torch_ops  # noqa: F401, defines the operators
 
     operators, x = torch.ops.cupyflash, stored(target, normal((3, 24), 0), "float32")
     right = torch.tensor([SEED], device=x.device)

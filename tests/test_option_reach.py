@@ -19,8 +19,8 @@ import pytest
 
 import cupyflash
 from cupyflash import environment, jit
-from cupyflash.attention import dispatch
-from cupyflash.attention.options import Extras, Options, caller_name
+from cupyflash.ops.attention import dispatch
+from cupyflash.ops.attention.options import Extras, Options, caller_name
 from cupyflash.runtime.lookup import library_of
 
 BATCH = 2
@@ -95,7 +95,7 @@ def passes(make, field, value, dtype="float32", side=dispatch):
 
 def torch_operators():
     """Both passes by the operators, which torch.compile and dispatch modes see."""
-    from cupyflash.attention import torch_side
+    from cupyflash.ops.attention import torch_side
 
     traced = (x.traced for x in (torch_side.Forward, torch_side.Backward))
     return SimpleNamespace(**dict(zip(("forward", "backward"), traced)))

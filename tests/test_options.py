@@ -7,9 +7,9 @@ import pytest
 from matrix import each
 
 import cupyflash
-from cupyflash.attention import options as options_module
-from cupyflash.attention.options import Options, plain_options
-from cupyflash.decode.sampling import Sampling, sample
+from cupyflash.ops.attention import options as options_module
+from cupyflash.ops.attention.options import Options, plain_options
+from cupyflash.ops.decode.sampling import Sampling, sample
 from cupyflash.testing import expected, to_float64
 
 

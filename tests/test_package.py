@@ -149,23 +149,6 @@ def test_public_names(name):
     assert pickle.loads(pickle.dumps(value)) is value
 
 
-def test_names_of_folders_stay_functions():
-    """Whatever is imported first; each in a fresh interpreter, as an import happens once."""
-    check = "; import cupyflash; assert isfunction(cupyflash.linear), cupyflash.linear\n"
-    check += "from cupyflash import linear, attention; assert isfunction(attention)\n"
-    check += "from cupyflash.linear import kernels; import cupyflash.attention.backends\n"
-    check += "assert isfunction(cupyflash.attention) and isfunction(cupyflash.linear)\n"
-    for first in (
-        "import cupyflash.linear",
-        "import cupyflash.linear.kernels",
-        "from cupyflash.linear import kernels",
-        "from cupyflash import linear",
-        "from cupyflash import *",
-        "import cupyflash.precompile",
-    ):
-        python(f"from inspect import isfunction; {first}{check}", cwd=ROOT)
-
-
 def test_other_names():
     code = "import cupyflash; print(cupyflash.jit.arch_of((9, 0)), *cupyflash.precompile.TOPICS)"
     assert python(code, cwd=ROOT).startswith("sm_90a norm ")

@@ -7,8 +7,8 @@ import re
 import pytest
 from tiny_kernel import needs_nvrtc
 
-from cupyflash.attention.backends import BACKENDS
 from cupyflash.jit import compiler, sources
+from cupyflash.ops.attention.backends import BACKENDS
 from cupyflash.precompile import TOPICS
 from cupyflash.runtime.config import KernelConfig
 from cupyflash.runtime.gpu import ARCHITECTURES

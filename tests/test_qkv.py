@@ -9,7 +9,7 @@ from matrix import covering, each_case, each_library
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.linear.reference import Arrays, Options
+from cupyflash.ops.linear.reference import Arrays, Options
 from cupyflash.testing import expected_projection, to_library
 
 SHAPES = [(1, 1), (1, 5), (2, 8), (4, 4), (3, 11), (2, 16), (7,), (40,)]
@@ -191,7 +191,7 @@ def test_rotary_is_the_published_one():
     x = normal((1, 6, 1, 8), 0).astype("float64")
     frequencies = 10000.0 ** (-numpy.arange(4) / 4)
     angles = numpy.outer(numpy.arange(6), frequencies)
-    from cupyflash.linear.reference import rotate
+    from cupyflash.ops.linear.reference import rotate
 
     for interleaved in (False, True):
         turned = rotate(x, numpy.cos(angles), numpy.sin(angles), None, interleaved)
@@ -261,7 +261,7 @@ def test_the_rotation_checks_its_angles(target):
     """torch may come to it with arrays that no projection has checked."""
     import torch
 
-    from cupyflash.linear.torch_ops import rotate
+    from cupyflash.ops.linear.torch_ops import rotate
 
     make = lambda shape, seed, dtype="float32": stored(target, normal(shape, seed), dtype)
     x, cos, sin = make((2, 5, 24), 0), make((8, 2), 1), make((8, 2), 2)

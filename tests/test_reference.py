@@ -9,7 +9,7 @@ from arrays import assert_same_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupyflash.attention.reference import (
+from cupyflash.ops.attention.reference import (
     attention_exact,
     attention_exact_backward,
     attention_tiled,

@@ -60,7 +60,7 @@ with environment.override(backend=backend):
             cupyflash.attention_backward(x.dout, x.q, x.k, x.v, out, lse, bias_grad=keys == 152,
                                          **options)
     # Blocks that take whole heads, of one key tile and of three.
-    rules = sys.modules["cupyflash.attention.sm90.backward"]
+    rules = sys.modules["cupyflash.ops.attention.sm90.backward"]
     rules.SAVED_KEYS = rules.HEADS_L2_FRACTION = 1e9
     for head_dim in (32, 64, 96, 128):
         for seqlen_k, causal in ((120, False), (270, False), (270, True)):
@@ -74,11 +74,11 @@ cupy.cuda.Device().synchronize()
 # The operations beside attention: short rows and long ones, groups of one block and of several.
 NORMS = """
 import sys
-import cupy, cupyflash, cupyflash.baselines
+import cupy, cupyflash, cupyflash.ops.baselines
 from cupyflash import environment
 from cupyflash.runtime.array import library_of
 from cupyflash.linear import elementwise, launches
-from cupyflash.linear.reference import Options
+from cupyflash.ops.linear.reference import Options
 from cupyflash.group_norm import plan, ring
 cupy.cuda.set_allocator(None)
 dtype = sys.argv[1]
@@ -139,9 +139,9 @@ for columns, depth, processors in ((300, 264, 132), (300, 520, 132), (320, 520, 
         cupyflash.linear(x, weight, residual=make(rows, columns), norm=norm)
 x = make(3, 333)
 sampler.step(x, x, cupy.asarray([1, 2, 3]), seed=1)
-cupyflash.baselines.vector_add(x, x)
+cupyflash.ops.baselines.vector_add(x, x)
 q = make(2, 9, 3, 40)
-steps = cupyflash.baselines
+steps = cupyflash.ops.baselines
 for attention in (steps.naive_attention, steps.fused_attention, steps.flash_attention_1):
     attention(q, q, q, causal=True)
 from cupyflash import attention_with_cache
@@ -152,9 +152,9 @@ for tokens, heads, head_dim, length in ((1, 2, 64, 300), (3, 5, 72, 300), (8, 1,
     for batch in (1, 3):
         few = (q[:batch], new[:batch, :tokens], new[:batch, tokens:], *(x[:batch] for x in caches))
         attention_with_cache(*few, positions[:batch])
-from cupyflash.decode.embedding import embedding
-from cupyflash.decode.kv_cache import cache_append
-from cupyflash.decode.sampling import DecodeState, Sampling, sample
+from cupyflash.ops.decode.embedding import embedding
+from cupyflash.ops.decode.kv_cache import cache_append
+from cupyflash.ops.decode.sampling import DecodeState, Sampling, sample
 for columns in (24, 33, 5000):
     logits, tokens = make(3, columns), cupy.arange(3, dtype="int32")
     rows = embedding(tokens, logits, tokens, logits).reshape(3, 1, columns)

@@ -7,15 +7,15 @@ from passes import forward_backward
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.attention import dispatch
-from cupyflash.attention.checks import check
-from cupyflash.attention.options import Options
-from cupyflash.attention.problem import Features, Kind
-from cupyflash.attention.sm80 import forward as sm80
-from cupyflash.attention.sm80 import short as sm80_short
-from cupyflash.attention.sm80.backward import backward_kernels
-from cupyflash.attention.sm90 import backward as sm90_backward
-from cupyflash.attention.sm90 import forward as sm90
+from cupyflash.ops.attention import dispatch
+from cupyflash.ops.attention.checks import check
+from cupyflash.ops.attention.options import Options
+from cupyflash.ops.attention.problem import Features, Kind
+from cupyflash.ops.attention.sm80 import forward as sm80
+from cupyflash.ops.attention.sm80 import short as sm80_short
+from cupyflash.ops.attention.sm80.backward import backward_kernels
+from cupyflash.ops.attention.sm90 import backward as sm90_backward
+from cupyflash.ops.attention.sm90 import forward as sm90
 from cupyflash.runtime.array import View
 from cupyflash.testing import Inputs, expected, to_float64, to_numpy64
 

@@ -6,8 +6,8 @@ from matrix import each
 from passes import forward_backward
 
 import cupyflash
-from cupyflash.attention.operations import BACKWARD, FORWARD
-from cupyflash.attention.options import Extras
+from cupyflash.ops.attention.operations import BACKWARD, FORWARD
+from cupyflash.ops.attention.options import Extras
 from cupyflash.testing import expected, to_float64
 
 

@@ -10,13 +10,13 @@ import pytest
 from fakes import fake_cupy
 from problems import HOPPER
 
-from cupyflash.attention.checks import check
-from cupyflash.attention.options import Options
-from cupyflash.attention.problem import Access, Features
-from cupyflash.attention.sm80 import forward as sm80
-from cupyflash.attention.sm90 import launch
-from cupyflash.attention.sm90.backward import backward_kernels, storing_dbias
-from cupyflash.attention.sm90.forward import forward, forward_kernel, forward_kernels
+from cupyflash.ops.attention.checks import check
+from cupyflash.ops.attention.options import Options
+from cupyflash.ops.attention.problem import Access, Features
+from cupyflash.ops.attention.sm80 import forward as sm80
+from cupyflash.ops.attention.sm90 import launch
+from cupyflash.ops.attention.sm90.backward import backward_kernels, storing_dbias
+from cupyflash.ops.attention.sm90.forward import forward, forward_kernel, forward_kernels
 from cupyflash.runtime import driver
 from cupyflash.runtime import launch as kernel_launch
 from cupyflash.runtime.array import View, dense_strides

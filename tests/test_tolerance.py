@@ -4,7 +4,7 @@ import numpy
 import pytest
 from targets import CPU_TARGETS
 
-from cupyflash.attention.reference import attention_tiled
+from cupyflash.ops.attention.reference import attention_tiled
 from cupyflash.testing import assert_close_to_float64, expected
 
 

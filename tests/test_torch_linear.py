@@ -6,7 +6,7 @@ from matrix import each_library
 from passes import one_graph
 
 import cupyflash
-from cupyflash.linear.reference import Arrays, Options
+from cupyflash.ops.linear.reference import Arrays, Options
 from cupyflash.testing import expected_projection
 
 HEADS = (4, 2)
@@ -87,7 +87,7 @@ def test_compiled_for_any_size(target):
 def test_opcheck(target, name):
     import torch
 
-    from cupyflash.linear import torch_ops  # noqa: F401, defines the operator
+    from cupyflash.ops.linear import torch_ops  # noqa: F401, defines the operator
 
     _, _, (arrays, options, *down) = problem_of(target, name)
     if down:

@@ -119,8 +119,8 @@ each_norm = pytest.mark.parametrize(
 def test_opcheck(target, name):
     import torch
 
-    importlib.import_module("cupyflash.group_norm.torch_ops")  # they define the operators
-    importlib.import_module("cupyflash.norm.torch_ops")
+    importlib.import_module("cupyflash.ops.group_norm.torch_ops")  # they define the operators
+    importlib.import_module("cupyflash.ops.norm.torch_ops")
 
     operators = torch.ops.cupyflash
     problem = problem_of(target, name)

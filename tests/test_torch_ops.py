@@ -11,7 +11,7 @@ from matrix import each
 from passes import leaves, one_graph, results
 
 import cupyflash
-from cupyflash.attention import dispatch
+from cupyflash.ops.attention import dispatch
 from cupyflash.testing import expected, make_alibi_slopes
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +62,7 @@ def operator_case(target, name):
 
 def flat(options, extras):
     """The arguments behind the tensors, as the operators take them."""
-    from cupyflash.attention.options import Extras
+    from cupyflash.ops.attention.options import Extras
 
     defaults = {"function": "attention", "causal": "", "scale": None, "window": None}
     defaults |= {"softcap": 0.0, "layout": "bshd", "max_seqlens": None, "dropout_p": 0.0}
@@ -79,7 +79,7 @@ def flat(options, extras):
 def test_opcheck(target, name):
     import torch
 
-    from cupyflash.attention import torch_ops  # noqa: F401, defines the operators
+    from cupyflash.ops.attention import torch_ops  # noqa: F401, defines the operators
 
     inputs, options, extras = operator_case(target, name)
     arguments = flat(options, extras)
@@ -108,7 +108,7 @@ def test_eager_calls_go_around_the_operators():
         "q = torch.nn.Parameter(torch.ones(1, 2, 1, 8))\n"
         "cupyflash.attention(q, q, q).sum().backward()\n"
         "with torch.no_grad(): cupyflash.attention(q, q, q)\n"
-        "print('cupyflash.attention.torch_ops' in sys.modules)"
+        "print('cupyflash.ops.attention.torch_ops' in sys.modules)"
     )
     assert python(code) == "False\n"
 
@@ -206,7 +206,7 @@ def test_selective_checkpoint_knows_the_operator(target, monkeypatch):
         return compute(*arguments, **options)
 
     def policy(context, operator, *arguments, **options):
-        keep = str(operator) == "cupyflash.attention.default"  # not there before its first call
+        keep = str(operator) == "cupyflash.ops.attention.default"  # not there before its first call
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     def function(*qkv):

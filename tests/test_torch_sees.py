@@ -436,10 +436,10 @@ def test_the_switch_reaches_the_plan(target, monkeypatch):
 
 def operatorless(target):
     """name: (function, arrays by argument)."""
-    from cupyflash.decode.cached_attention import attention_with_cache
-    from cupyflash.decode.embedding import embedding
-    from cupyflash.decode.kv_cache import cache_append
-    from cupyflash.decode.sampling import sample
+    from cupyflash.ops.decode.cached_attention import attention_with_cache
+    from cupyflash.ops.decode.embedding import embedding
+    from cupyflash.ops.decode.kv_cache import cache_append
+    from cupyflash.ops.decode.sampling import sample
 
     dtype = target.dtypes[0]
     normal = lambda *shape: target.array(numpy.random.default_rng(0).standard_normal(shape), dtype)

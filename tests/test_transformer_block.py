@@ -15,8 +15,8 @@ from wrong_calls import FLAG, INTEGER, NOT_IN_FLOAT32, NUMBER, array, check_refu
 
 import cupyflash
 from cupyflash import BlockStack, BlockWeights, transformer_block
-from cupyflash.decode import stack as stacks
-from cupyflash.decode import stack_plan
+from cupyflash.ops.block import plan as stack_plan
+from cupyflash.ops.block import stack as stacks
 from cupyflash.runtime.overlap import Written
 from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected_stack, to_numpy64

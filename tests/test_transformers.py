@@ -22,13 +22,13 @@ from transformers import masking_utils  # noqa: E402
 
 import cupyflash  # noqa: E402
 from bench.transformers import architectures  # noqa: E402
-from cupyflash.attention.operations import FORWARD  # noqa: E402
-from cupyflash.attention.options import DETERMINISTIC  # noqa: E402
 from cupyflash.integrations import transformers as integration  # noqa: E402
 from cupyflash.integrations import transformers_mask  # noqa: E402
 from cupyflash.integrations.transformers import NAME  # noqa: E402
 from cupyflash.integrations.transformers_models import hands_attention_over  # noqa: E402
 from cupyflash.integrations.transformers_pattern import pattern_of  # noqa: E402
+from cupyflash.ops.attention.operations import FORWARD  # noqa: E402
+from cupyflash.ops.attention.options import DETERMINISTIC  # noqa: E402
 
 ROUNDING = 4
 DECODERS = ["gpt2", "llama", "mistral", "gemma2", "qwen3", "gpt-oss", "glm-moe-dsa"]

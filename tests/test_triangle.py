@@ -10,10 +10,10 @@ from problems import HOPPER, problem_of, view
 from wrong_calls import check_refused
 
 import cupyflash
-from cupyflash.attention.operations import BACKWARD, FORWARD
-from cupyflash.attention.options import Extras, Options
-from cupyflash.attention.passes import Wanted
-from cupyflash.attention.sm80 import dbias
+from cupyflash.ops.attention.operations import BACKWARD, FORWARD
+from cupyflash.ops.attention.options import Extras, Options
+from cupyflash.ops.attention.passes import Wanted
+from cupyflash.ops.attention.sm80 import dbias
 from cupyflash.runtime.array import array_namespace
 from cupyflash.testing import expected, to_numpy64
 

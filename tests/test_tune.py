@@ -16,10 +16,10 @@ from passes import forward_backward
 
 import cupyflash
 from cupyflash import environment, jit, machine
-from cupyflash.attention import tuning as choices
-from cupyflash.attention.backends import BACKENDS
-from cupyflash.attention.problem import Access, Features, Kind
 from cupyflash.commands import cli, tune, tuner
+from cupyflash.ops.attention import tuning as choices
+from cupyflash.ops.attention.backends import BACKENDS
+from cupyflash.ops.attention.problem import Access, Features, Kind
 from cupyflash.runtime import tuning
 from cupyflash.testing import expected
 from cupyflash.testing.problem import Problem

@@ -15,7 +15,7 @@ from problems import HOPPER, problem_of
 from targets import compute_capability, has
 
 import cupyflash
-from cupyflash.attention.sm90.backward import backward_kernels, walks_up
+from cupyflash.ops.attention.sm90.backward import backward_kernels, walks_up
 from cupyflash.testing import expected, make_alibi_slopes, poison_free_memory, to_float64
 
 
@@ -66,7 +66,7 @@ def test_fewer_queries_than_keys(head_dim, heads):
 def walking_up(monkeypatch):
     """Few tiles are enough, and several query heads in a block do not matter."""
     monkeypatch.setattr(
-        sys.modules["cupyflash.attention.sm90.backward"],
+        sys.modules["cupyflash.ops.attention.sm90.backward"],
         "walks_up",
         lambda main, problem, *_: problem.is_causal and not main.stores_dbias,
     )

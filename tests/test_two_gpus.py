@@ -11,9 +11,9 @@ from targets import has
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.decode.embedding import embedding
-from cupyflash.decode.kv_cache import cache_append
-from cupyflash.decode.sampling import sample
+from cupyflash.ops.decode.embedding import embedding
+from cupyflash.ops.decode.kv_cache import cache_append
+from cupyflash.ops.decode.sampling import sample
 from cupyflash.testing import to_numpy64
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupyflash import precompile
-from cupyflash.attention.backends import BACKENDS
-from cupyflash.decode.stack_plan import num_blocks, structs
 from cupyflash.jit import sources
+from cupyflash.ops.attention.backends import BACKENDS
+from cupyflash.ops.block.plan import num_blocks, structs
 
 # What blocks of a cluster, a grid or a launch in turns wait with. Waits of the warps of one block
 # for each other are not among them; they are those that the emulator watches.

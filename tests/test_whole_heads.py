@@ -8,10 +8,10 @@ from matrix import each
 from passes import forward_backward
 from problems import HOPPER, problem_of, view
 
-from cupyflash.attention.sm90.backward import backward_kernels, takes_heads
+from cupyflash.ops.attention.sm90.backward import backward_kernels, takes_heads
 from cupyflash.testing import expected, poison_free_memory, to_float64
 
-RULES = sys.modules["cupyflash.attention.sm90.backward"]
+RULES = sys.modules["cupyflash.ops.attention.sm90.backward"]
 
 
 def taken_heads(heads, queries, keys, causal=False, window=None, shares=1, **features):

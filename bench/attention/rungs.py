@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from bench.lib.providers import PROVIDERS, Provider, ours
 
-BASELINES = {  # rung: function of cupyflash.baselines
+BASELINES = {  # rung: function of cupyflash.ops.baselines
     "naive": "naive_attention",
     "fused": "fused_attention",
     "flash-attention-1": "flash_attention_1",
@@ -18,7 +18,7 @@ FLOAT32_ONLY = ("cupyflash-fp16x3",)
 
 
 def _load_baseline(name: str) -> Callable:
-    from cupyflash import baselines
+    from cupyflash.ops import baselines
 
     function = getattr(baselines, BASELINES[name])
     return lambda q, k, v, causal: function(q, k, v, causal=causal)

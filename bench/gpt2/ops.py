@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy
 
 import cupyflash
-from cupyflash.decode import sampling
-from cupyflash.decode.embedding import embedding
 from cupyflash.models.gpt2 import Gpt2
 from cupyflash.models.gpt2.decoder import Decoder
 from cupyflash.models.gpt2.layers import KvCache, PromptAttention, gelu_tanh, logits
+from cupyflash.ops.decode import sampling
+from cupyflash.ops.decode.embedding import embedding
 
 GROUPS = (
     "embedding", "all blocks", "norms", "projections", "attention", "MLP", "head", "sampling",

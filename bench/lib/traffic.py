@@ -39,7 +39,7 @@ def profile(calls: Mapping[str, Callable[[], Any]]) -> None:
     """Run each once to compile, then once for ncu, with `MARK` behind it."""
     import cupy
 
-    from cupyflash.baselines.baselines import vector_add
+    from cupyflash.ops.baselines.baselines import vector_add
 
     zeros = cupy.zeros(1, "float32")
     vector_add(zeros, zeros)

@@ -16,7 +16,7 @@ from bench.lib import data
 from bench.profile import operations as operations
 from bench.profile.operations import Case, integers, random
 from cupyflash import environment
-from cupyflash.attention.problem import ONE_TILE
+from cupyflash.ops.attention.problem import ONE_TILE
 from cupyflash.testing.problem import Problem, attention_flops
 
 TOKENS, HIDDEN = 16384, 2048  # of attention: batch * seqlen, heads * head_dim
@@ -99,7 +99,7 @@ def with_key_mask(shape: Problem) -> Case:
 
 
 def baseline(name: str) -> Case:
-    from cupyflash.baselines import baselines
+    from cupyflash.ops.baselines import baselines
 
     if name == "vector_add":
         x, y = random(1 << 26), random(1 << 26)

@@ -70,7 +70,7 @@ def cached(batch: int, length: int, heads: int, heads_kv: int, head_dim: int) ->
 
 
 def embedding() -> Case:
-    from cupyflash.decode.embedding import embedding as embed
+    from cupyflash.ops.decode.embedding import embedding as embed
 
     weight, rows = random(50257, 768), 8192
     call = functools.partial(embed, integers(list(range(rows))), weight)
@@ -78,7 +78,7 @@ def embedding() -> Case:
 
 
 def append() -> Case:
-    from cupyflash.decode.kv_cache import cache_append
+    from cupyflash.ops.decode.kv_cache import cache_append
 
     rows = [random(512, 8, 128) for _ in range(2)]
     caches = [random(512, 64, 8, 128) for _ in range(2)]
@@ -87,7 +87,7 @@ def append() -> Case:
 
 
 def sampling() -> Case:
-    from cupyflash.decode.sampling import Sampling, sample
+    from cupyflash.ops.decode.sampling import Sampling, sample
 
     logits, out = random(8, 50257, dtype="float16"), integers([0] * 8)
     how = Sampling(temperature=0.9, top_k=50, top_p=0.9, seed=3)
@@ -145,7 +145,7 @@ def linear(rows: int, d_in: int, d_out: int, dtype: str = "bfloat16", **options:
 
 def gate(rows: int, hidden: int, back: bool) -> Case:
     """The step of SwiGLU between its products, as in training."""
-    from cupyflash.linear import elementwise
+    from cupyflash.ops.linear import elementwise
     from cupyflash.runtime.lookup import library_of
 
     arrays = [random(rows, hidden) for _ in range(2 + back)]

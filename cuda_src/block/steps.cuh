@@ -36,7 +36,7 @@ struct Step {
   }
 };
 
-// n / d, where `inverse` is inverse(d) of cupyflash/decode/stack_plan.py and n * d < 2^31.
+// n / d, where `inverse` is inverse(d) of cupyflash/ops/block/plan.py and n * d < 2^31.
 __device__ __forceinline__ int quotient(int n, uint32_t inverse) {
   return __umulhi(2 * n, inverse);
 }

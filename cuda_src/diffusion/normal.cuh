@@ -1,4 +1,4 @@
-// Normal numbers from random words; `normal` in cupyflash/diffusion/reference.py computes the same.
+// Normal numbers from random words; `normal` in cupyflash/ops/diffusion/reference.py computes the same.
 #pragma once
 #include "../ptx/math.cuh"
 

@@ -8,10 +8,10 @@ import numpy
 
 import cupyflash
 
-from ..attention import backends
-from ..attention.problem import Access, Features, Kind
-from ..decode.reference import sample_row
-from ..decode.sampling import Sampling, sample
+from ..ops.attention import backends
+from ..ops.attention.problem import Access, Features, Kind
+from ..ops.decode.reference import sample_row
+from ..ops.decode.sampling import Sampling, sample
 from ..testing import (
     Expected,
     Inputs,

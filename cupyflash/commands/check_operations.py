@@ -14,8 +14,8 @@ import numpy
 
 import cupyflash
 
-from ..diffusion import reference
-from ..linear.reference import Arrays, Options
+from ..ops.diffusion import reference
+from ..ops.linear.reference import Arrays, Options
 from ..runtime.philox import dropout_scale, dropout_threshold, keep_rows
 from ..testing import (
     EPSILON,

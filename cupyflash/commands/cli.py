@@ -22,7 +22,7 @@ from pathlib import Path
 import cupyflash
 
 from .. import jit, machine, packages, precompile
-from ..attention import backends
+from ..ops.attention import backends
 from ..runtime.config import ITEM_SIZE
 from . import gpt2, output, tune
 from .gpt2 import DTYPES

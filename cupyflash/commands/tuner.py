@@ -18,13 +18,13 @@ import numpy
 import cupyflash
 
 from .. import jit
-from ..attention import tuning
-from ..attention.backends import choose
-from ..attention.checks import check
-from ..attention.kernels import Tile
-from ..attention.options import Options
-from ..attention.plan import backward_plan, forward_plan
 from ..jit import compiler, pool
+from ..ops.attention import tuning
+from ..ops.attention.backends import choose
+from ..ops.attention.checks import check
+from ..ops.attention.kernels import Tile
+from ..ops.attention.options import Options
+from ..ops.attention.plan import backward_plan, forward_plan
 from ..runtime.config import KernelConfig
 from ..runtime.gpu import capability_of
 from ..runtime.lookup import library_of

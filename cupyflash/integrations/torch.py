@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ..attention import dispatch
-from ..attention.options import DROPOUT_P, NO_EXTRAS, Extras, plain_options
 from ..jit import compiler
+from ..ops.attention import dispatch
+from ..ops.attention.options import DROPOUT_P, NO_EXTRAS, Extras, plain_options
 from ..runtime.lookup import library_of
 
 NAME = "cupyflash"

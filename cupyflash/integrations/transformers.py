@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.operations import FORWARD
-from ..attention.options import Extras, plain_options
+from ..ops.attention.operations import FORWARD
+from ..ops.attention.options import Extras, plain_options
 from . import transformers_mask
 from .transformers_mask import FUNCTION, Mask, mask
 from .transformers_models import NAME, check_when_loaded

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Set
 from typing import Any
 
-from ..attention.checks import MAX_HEAD_DIM
+from ..ops.attention.checks import MAX_HEAD_DIM
 from .transformers_mask import FUNCTION
 
 # A name with "flash" in it sends many models through paths that are meant for flash-attn.

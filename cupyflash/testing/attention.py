@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy
 
-from ..attention import reference
-from ..attention.score import (
+from ..ops.attention import reference
+from ..ops.attention.score import (
     BIAS_LIMIT,
     ScoreFunction,
     group_bias,

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy
 
-from ..decode import stack_reference
-from ..group_norm import reference as group_norms
-from ..linear.reference import Arrays, Options, project
-from ..norm import reference as norms
+from ..ops.block import reference as stack_reference
+from ..ops.group_norm import reference as group_norms
+from ..ops.linear.reference import Arrays, Options, project
+from ..ops.norm import reference as norms
 from .tolerance import Expected, Result, dtype_name, numpy_dtype, to_numpy64
 
 Array = numpy.ndarray

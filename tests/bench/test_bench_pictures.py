@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the scripts that draw measure with torch")
 from bench import plot  # noqa: E402
 from bench.attention import diagrams, lengths, rungs  # noqa: E402
 from bench.lib import plots, providers, report  # noqa: E402
-from cupyflash.attention.sm90.forward import FORWARD_TILES  # noqa: E402
+from cupyflash.ops.attention.sm90.forward import FORWARD_TILES  # noqa: E402
 
 PICTURES = {  # of each results file
     "attention": ("attention-fwd", "attention-bwd", "attention-causal"),

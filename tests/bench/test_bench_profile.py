@@ -85,7 +85,7 @@ import json, sys
 from pathlib import Path
 from bench.profile import profile, sass
 from bench.lib import report
-from cupyflash.attention.backends import BACKENDS
+from cupyflash.ops.attention.backends import BACKENDS
 from cupyflash.precompile import TOPICS
 
 kernels = {x.name for y in (*BACKENDS.values(), *TOPICS.values()) for x in y.configurations((9, 0))}

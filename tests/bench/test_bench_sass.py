@@ -4,7 +4,7 @@ import pytest
 from tiny_kernel import needs_nvrtc
 
 from bench.profile import sass
-from cupyflash.baselines.baselines import VectorAdd
+from cupyflash.ops.baselines.baselines import VectorAdd
 
 # A kernel with a loop over tiles, in it a loop with products, whose wait has a slow path behind the
 # kernel, and a subroutine with a loop that nothing but a call leads to.

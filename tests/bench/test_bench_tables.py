@@ -10,7 +10,7 @@ from bench.__main__ import SCRIPTS
 from bench.attention import attention, models
 from bench.attention.model_shapes import DOCUMENTS, MODELS, SENTENCES
 from bench.lib import report
-from cupyflash.attention.sm90.forward import FORWARD_TILES
+from cupyflash.ops.attention.sm90.forward import FORWARD_TILES
 from cupyflash.testing.problem import Problem
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"

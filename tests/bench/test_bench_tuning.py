@@ -6,9 +6,9 @@ import pytest
 
 from bench.attention import tuning
 from cupyflash import environment
-from cupyflash.attention.backends import BACKENDS
-from cupyflash.attention.problem import Features, Kind
 from cupyflash.commands.tuner import Candidate, Found
+from cupyflash.ops.attention.backends import BACKENDS
+from cupyflash.ops.attention.problem import Features, Kind
 
 KIND = Kind("bfloat16", 64, Features(), (9, 0))
 

@@ -8,7 +8,7 @@
 Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019.
 """
 
-from ...decode.sampling import Sampling
+from ...ops.decode.sampling import Sampling
 from .config import Gpt2Config
 from .model import Gpt2
 from .tokenizer import load_tokenizer

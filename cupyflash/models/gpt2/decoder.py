@@ -9,10 +9,10 @@ so that the host can be steps ahead.
 from collections.abc import Sequence
 from typing import Any
 
-from cupyflash.decode.embedding import embedding
+from cupyflash.ops.decode.embedding import embedding
 from cupyflash.runtime.gpu import capability_of
 
-from ...decode.sampling import DecodeState, Sampling, sample
+from ...ops.decode.sampling import DecodeState, Sampling, sample
 from ...runtime.array import Array
 from ...runtime.checks import short
 from ...runtime.launch import dependent_launches, dependent_possible

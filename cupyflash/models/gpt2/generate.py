@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from ...decode.sampling import Sampling
+from ...ops.decode.sampling import Sampling
 from ...runtime.array import Array
 from ...runtime.checks import integer_within, is_integer, short
 from .config import Gpt2Config

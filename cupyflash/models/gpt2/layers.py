@@ -19,11 +19,11 @@ from typing import Any
 import numpy
 
 import cupyflash
-from cupyflash.decode.cached_attention import attention_with_cache
-from cupyflash.decode.embedding import embedding
-from cupyflash.decode.kv_cache import cache_append
+from cupyflash.ops.decode.cached_attention import attention_with_cache
+from cupyflash.ops.decode.embedding import embedding
+from cupyflash.ops.decode.kv_cache import cache_append
 
-from ...decode.block import BlockWeights
+from ...ops.block.block import BlockWeights
 from ...runtime.array import Array, array_namespace
 from .config import Gpt2Config
 from .weights import Weights

@@ -9,8 +9,8 @@ import numpy
 
 from cupyflash import machine
 
-from ...decode.block import BlockStack
-from ...decode.sampling import GREEDY, Sampling
+from ...ops.block.block import BlockStack
+from ...ops.decode.sampling import GREEDY, Sampling
 from ...runtime.array import Array
 from . import generate
 from .config import SIZES, Gpt2Config

@@ -13,7 +13,7 @@ import numpy
 
 from cupyflash import machine, packages
 
-from ...decode.block import BlockWeights
+from ...ops.block.block import BlockWeights
 from ...runtime.array import Array
 from .config import Gpt2Config
 

@@ -1,0 +1,305 @@
+"""The checks of an attention call: from views of the arrays and options to a `Problem`.
+
+Every error of this module is raised before any launch, and its text is ``function: fact, allowed,
+got``. The checks run once for each combination of shapes, strides, dtypes and options.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ...runtime.array import View
+from ...runtime.checks import callers_level
+from ...runtime.philox import SEED_ARRAY, dropout_scale, dropout_threshold
+from ...runtime.specs import Spec, check_views
+from ...runtime.structs import header
+from .options import RULES, Options, caller_name
+from .problem import ExtraFacts, Problem, bias_strides, canonical_strides, kernel_head_dim
+
+structs = header("attention/params.cuh")
+
+MAX_HEAD_DIM = 256
+MOST_HEADS = 256  # the most of known models (Falcon 180B: 232); more may be the tokens
+HEADS_FIRST = (
+    "where the heads come first, swap axes 1 and 2 or call cupyflash.attention with layout='bhsd'"
+)
+MAX_SEQLEN = 2**29  # so that sums of lengths and windows fit 32 bits in the kernels
+MAX_BLOCKS = 2**31  # the most of a grid
+HEAD_DIMS = range(1, MAX_HEAD_DIM + 1)
+PLACES, LENGTHS = Spec(("batch + 1",), "int32"), Spec(("batch",), "int32")
+EXTRAS = {  # the optional arrays; the shape of a bias is one that broadcasts
+    "cu_seqlens_q": PLACES,
+    "cu_seqlens_k": PLACES,
+    "alibi_slopes": Spec([("heads_q",), ("batch", "heads_q")], "float32", 1),
+    "bias": Spec((...,), "bool or like q or float32", "free"),
+    "sinks": Spec(("heads_q",), "float32 or like q"),
+    "dropout_seed": SEED_ARRAY,
+    "seqused_q": LENGTHS,
+    "seqused_k": LENGTHS,
+    "key_mask": Spec(("batch", "seqlen_k"), "bool", "free"),
+}
+
+
+def check(
+    function: str,
+    tensors: Mapping[str, View],
+    options: Options,
+    extras: Mapping[str, View] | None = None,
+) -> Problem:
+    """A `Problem` from views of q, k, v and, in the backward, of dout and out.
+
+    Args:
+        extras: views of the optional arrays that are there, by their names in `Extras`.
+
+    Raises:
+        TypeError: dtypes.
+        ValueError: shapes, strides, devices, option values.
+        NotImplementedError: optional arrays that packed sequences do not have.
+    """
+    extras = extras or {}
+    if options.max_seqlens is None and options.layout not in ("bshd", "bhsd"):
+        fact = "layout must be 'bshd' or 'bhsd'"
+        raise ValueError(f"{function}: {fact}, got {options.layout!r}")
+    q, say = tensors["q"], functools.partial(caller_name, function)
+    names = dict.fromkeys((*"qkv", *tensors))  # q first: errors compare the others with it
+    specs = {name: _spec(name, options.layout_of(name)) for name in names}
+    head_dims = dict.fromkeys(("head_dim", "head_dim_v"), HEAD_DIMS)
+    sizes = check_views(function, specs, tensors, say=say, **head_dims)
+    heads_q, heads_kv = sizes["heads_q"], sizes["heads_kv"]
+    head_dim, head_dim_v = sizes["head_dim"], sizes["head_dim_v"]
+    if heads_q != heads_kv and (heads_kv == 0 or heads_q % heads_kv):
+        fact = f"the heads of {say('q')} must be a multiple of those of {say('k')} and {say('v')}"
+        got = f"{heads_q} and {heads_kv} {specs['q'].note}, {say('q')} {q.shape}"
+        got += f" and {say('k')} {tensors['k'].shape}"
+        if options.layout == "bshd" and sizes["seqlen_q"] % max(1, sizes["seqlen_k"]) == 0:
+            got += f"; {HEADS_FIRST}"
+        raise ValueError(f"{function}: {fact}, got {got}")
+    suspicious = options.layout == "bshd" and heads_q > max(MOST_HEADS, sizes["seqlen_q"])
+    if suspicious and "dout" not in tensors:
+        text = f"{function}: {say('q')} {q.shape} is read as (batch, seqlen, heads, head_dim), "
+        text += f"with {heads_q} heads; {HEADS_FIRST}"
+        warnings.warn(text, UserWarning, stacklevel=callers_level())
+
+    if options.max_seqlens is not None:
+        longest = _max_seqlens(function, options.max_seqlens)
+        sizes = dict(zip(("seqlen_q", "seqlen_k"), longest)) | sizes
+        sizes["batch"] = _packed_batch(function, options, extras, q, sizes.get("batch"))
+    batch, seqlen_q, seqlen_k = sizes["batch"], sizes["seqlen_q"], sizes["seqlen_k"]
+    if max(seqlen_q, seqlen_k) >= MAX_SEQLEN:
+        fact = f"sequences must be shorter than {MAX_SEQLEN}"
+        raise ValueError(f"{function}: {fact}, got {seqlen_q} and {seqlen_k}")
+    if -(-max(seqlen_q, seqlen_k) // 16) * max(1, heads_q) * max(1, batch) >= MAX_BLOCKS:
+        shapes = f"{say('q')} {q.shape}, {say('k')} {tensors['k'].shape}"
+        raise ValueError(
+            f"{function}: batch x heads x seqlen is too large for a grid, got {shapes}"
+        )
+
+    left, right, top_left = _visible_keys(function, options, seqlen_q + seqlen_k)
+    for name, rule in RULES.items():
+        x = getattr(options, name)
+        if rule.valid is None or x is None:
+            continue
+        if not ((isinstance(x, str) or _is_real(x)) and rule.valid(x)):
+            raise ValueError(f"{function}: {say(name)} must be {rule.allowed}, got {x}")
+    scale = 1 / math.sqrt(head_dim) if options.scale is None else options.scale
+    threshold = dropout_threshold(options.dropout_p)
+    width = kernel_head_dim(head_dim, head_dim_v)
+    shape = structs.AttentionShape(
+        batch, heads_q, heads_kv, seqlen_q, seqlen_k, width, left, right, top_left, 1, 1, scale,
+        options.softcap, threshold, dropout_scale(threshold),
+    )  # fmt: skip
+    strides = {name: canonical_strides(name, x, options) for name, x in tensors.items()}
+    facts = _check_extras(function, extras, q, sizes)
+    tf32 = options.precision == "tf32"
+    if tf32 and q.dtype != "float32":
+        fact = f"precision 'tf32' is for float32 {say('q')}, {say('k')} and {say('v')}"
+        raise ValueError(f"{function}: {fact}, got {q.dtype}")
+    return Problem(
+        q.dtype, q.device, shape, (head_dim, head_dim_v), strides, facts,
+        sizes.get("total_q"), sizes.get("total_k"), tf32=tf32,
+    )  # fmt: skip
+
+
+def check_lse(function: str, problem: Problem, lses: Mapping[str, View]) -> None:
+    """The LSE of the forward, an input of the backward, and its gradient, by their names."""
+    specs = dict.fromkeys(lses, Spec(problem.lse_shape, "float32", "free"))
+    first = "q", View((), (), problem.dtype, problem.device)
+    check_views(function, specs, lses, first=first, say=functools.partial(caller_name, function))
+
+
+@functools.cache
+def _spec(name: str, layout: str) -> Spec:
+    """One of q, k, v, dout and out."""
+    side, heads = ("k", "heads_kv") if name in ("k", "v") else ("q", "heads_q")
+    head_dim = "head_dim" if name in ("q", "k") else "head_dim_v"
+    axes = {
+        "bshd": ("batch", f"seqlen_{side}", heads, head_dim),
+        "bhsd": ("batch", heads, f"seqlen_{side}", head_dim),
+        "thd": (f"total_{side}", heads, head_dim),
+    }
+    return Spec(axes[layout], strides=1, note=f"in layout {layout!r}")
+
+
+def _visible_keys(function: str, options: Options, unlimited: int) -> tuple[int, int, bool]:
+    """(keys left of the diagonal, keys right of it, whether it starts at the top left)."""
+    causal, window = options.causal, options.window
+    if causal not in (False, True, "bottom-right", "top-left"):
+        allowed = "False, True, 'bottom-right' or 'top-left'"
+        name = caller_name(function, "causal")
+        raise ValueError(f"{function}: {name} must be {allowed}, got {causal!r}")
+    if window is None:
+        window = (None, None)
+    valid = isinstance(window, tuple) and len(window) == 2
+    if not valid or not all(x is None or (_is_integer(x) and x >= -1) for x in window):
+        allowed = "None or (left, right), each at least 0, or None or -1 for unlimited"
+        name = caller_name(function, "window")
+        raise ValueError(f"{function}: {name} must be {allowed}, got {window}")
+    left, right = (unlimited if x in (None, -1) else min(int(x), unlimited) for x in window)
+    return left, 0 if causal else right, causal == "top-left"
+
+
+def _packed_batch(
+    function: str, options: Options, extras: Mapping[str, View], q: View, batch: int | None
+) -> int:
+    """The number of sequences; ``batch`` of a tensor that is not packed, if there is one."""
+    views, say = {}, functools.partial(caller_name, function)
+    for name, side in (("cu_seqlens_q", "q"), ("cu_seqlens_k", "k")):
+        if options.layout_of(side) == "thd":
+            if name not in extras:
+                fact = f"{say(name)} must be an int32 array (batch + 1)"
+                raise TypeError(f"{function}: {fact}, got None")
+            views[name] = extras[name]
+    lengths = {"batch + 1": range(1, MAX_BLOCKS) if batch is None else batch + 1}
+    return check_views(function, EXTRAS, views, first=("q", q), say=say, **lengths)["batch + 1"] - 1
+
+
+def check_lengths(function: str, problem: Problem, values: Mapping[str, list[int]]) -> None:
+    """The values of cu_seqlens and seqused: they are only read where that waits for no GPU."""
+    shape = problem.shape
+    for side, total, longest in (
+        ("q", problem.total_q, shape.seqlen_q),
+        ("k", problem.total_k, shape.seqlen_k),
+    ):
+        ends, used = values.get(f"cu_seqlens_{side}"), values.get(f"seqused_{side}")
+        if ends is not None:
+            _check_cu_seqlens(function, f"cu_seqlens_{side}", ends, total, longest)
+        if used is not None:
+            _check_seqused(function, f"seqused_{side}", used, longest, ends)
+
+
+def _check_cu_seqlens(
+    function: str, name: str, values: list[int], total: int, longest: int
+) -> None:
+    name = caller_name(function, name)
+    lengths = [b - a for a, b in zip(values, values[1:])]
+    if values[0] != 0 or values[-1] != total or min(lengths, default=0) < 0:
+        fact = f"{name} must start with 0, not decrease and end with the {total} rows"
+        raise ValueError(f"{function}: {fact}, got {values}")
+    if max(lengths, default=0) > longest:
+        fact = f"{name} must have no sequence longer than the maximum {longest}"
+        raise ValueError(f"{function}: {fact}, got {values}")
+
+
+def _check_seqused(
+    function: str, name: str, values: list[int], rows: int, cu_seqlens: list[int] | None
+) -> None:
+    """``rows`` are those of each sequence, unless there are cu_seqlens."""
+    if cu_seqlens is None:
+        if values and not 0 <= min(values) <= max(values) <= rows:
+            raise ValueError(f"{function}: {name} must be from 0 to {rows}, got {values}")
+        return
+    lengths = [b - a for a, b in zip(cu_seqlens, cu_seqlens[1:])]
+    if not all(0 <= value <= length for value, length in zip(values, lengths)):
+        fact = f"{name} must be from 0 to the lengths {lengths} of the sequences"
+        raise ValueError(f"{function}: {fact}, got {values}")
+
+
+def check_bias_gradient(
+    function: str, problem: Problem, bias_grad: bool, deterministic: bool
+) -> None:
+    """Whether the bias can have a gradient, if it is to have one, and that in a fixed order.
+
+    On a CPU every order is fixed; but it takes and refuses what a GPU does.
+    """
+    bias = problem.extras.bias
+    if bias_grad and (bias is None or bias.dtype == "bool"):
+        got = "none" if bias is None else bias.dtype
+        raise ValueError(f"{function}: bias_grad needs a bias of a floating dtype, got {got}")
+    atomic = bias_grad and problem.bias_is_broadcast and not problem.bias_gradient_fits_registers
+    if atomic and deterministic:
+        name = caller_name(function, "bias")
+        fact = f"deterministic does not extend to the gradient of a {name} that is broadcast, "
+        fact += "but over the batch, and perhaps the heads, without softcap, ALiBi, dropout and "
+        fact += "seqused, in float16 or bfloat16 with a head_dim up to 64"
+        raise NotImplementedError(f"{function}: {fact}, got {name} {bias.shape}")
+
+
+def _max_seqlens(function: str, lengths: tuple[Any, Any]) -> tuple[int, int]:
+    for name, length in zip(("max_seqlen_q", "max_seqlen_k"), lengths):
+        if not _is_integer(length) or length < 0:
+            name = caller_name(function, name)
+            raise ValueError(f"{function}: {name} must be an integer of at least 0, got {length}")
+    return int(lengths[0]), int(lengths[1])
+
+
+def _is_integer(x: Any) -> bool:
+    return hasattr(x, "__index__") and not isinstance(x, bool)
+
+
+def _is_real(x: Any) -> bool:
+    return hasattr(x, "__float__") and not isinstance(x, bool)
+
+
+def _check_extras(
+    function: str, extras: Mapping[str, View], q: View, sizes: Mapping[str, int]
+) -> ExtraFacts:
+    """The facts of the optional arrays by name, for these lengths of axes.
+
+    Raises:
+        TypeError: dtypes.
+        ValueError: shapes, strides, devices.
+        NotImplementedError: a bias or key mask together with cu_seqlens; both, if both are bool.
+    """
+    say = functools.partial(caller_name, function)
+    for name in ("bias", "key_mask"):
+        if name in extras and ("cu_seqlens_q" in extras or "cu_seqlens_k" in extras):
+            raise NotImplementedError(f"{function}: {say(name)} is not built for packed sequences")
+    sizes = {**sizes, "batch + 1": sizes["batch"] + 1}
+    check_views(function, EXTRAS, extras, first=("q", q), say=say, **sizes)
+    bias = _bias(function, extras["bias"], sizes) if "bias" in extras else None
+    key_mask, slopes = extras.get("key_mask"), extras.get("alibi_slopes")
+    if bias is not None and bias.dtype == "bool":
+        if key_mask is not None:
+            fact = f"{say('bias')} must be of a floating dtype beside a {say('key_mask')}"
+            raise NotImplementedError(f"{function}: {fact}, got bool")
+        if not any(bias.strides[1:3]):
+            shape = sizes["batch"], sizes["seqlen_k"]
+            key_mask = bias._replace(shape=shape, strides=bias.strides[::3])
+    return ExtraFacts(
+        alibi_batch_stride=None if slopes is None else _batch_stride(slopes),
+        bias=bias,
+        key_mask=key_mask,
+        sinks="sinks" in extras,
+        lengths="seqused_q" in extras or "seqused_k" in extras,
+    )
+
+
+def _batch_stride(slopes: View) -> int:
+    return slopes.strides[0] if len(slopes.shape) == 2 else 0
+
+
+def _bias(function: str, bias: View, sizes: Mapping[str, int]) -> View:
+    """With four axes."""
+    axes = "batch", "heads_q", "seqlen_q", "seqlen_k"
+    wanted, rank = tuple(sizes[axis] for axis in axes), len(bias.shape)
+    fits = 2 <= rank <= 4 and all(
+        size in (1, whole) for size, whole in zip(bias.shape, wanted[4 - rank :])
+    )
+    if not fits:
+        fact = f"{caller_name(function, 'bias')} must broadcast to ({', '.join(axes)}) = {wanted}"
+        raise ValueError(f"{function}: {fact}, rank 2 to 4, got {bias.shape}")
+    strides = bias_strides(bias.shape, bias.strides)
+    shape = (1,) * (4 - rank) + tuple(bias.shape)
+    return bias._replace(shape=shape, strides=tuple(strides))

@@ -1,0 +1,240 @@
+"""The names, signatures and meaning of flash-attn 2.8, so that a change of import is enough.
+
+Layout (batch, seqlen, heads, head_dim), or (total, heads, head_dim) for packed sequences;
+``causal`` is aligned bottom-right. ``return_attn_probs=True`` returns (out, softmax_lse, None),
+both differentiable: the probabilities themselves exist nowhere.
+
+What flash-attn 2.8 does not have is keyword-only: ``sinks`` as in `cupyflash.attention`, and of
+packed sequences ``seqused_q`` and ``seqused_k`` as in flash-attn 3.
+"""
+
+from typing import NoReturn
+
+from ...runtime.array import Array
+from .flash_attn_calls import Lengths, call, unpack
+from .foreign import refuse, refuses_foreign
+
+
+@refuses_foreign
+def flash_attn_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sinks: Array | None = None,
+    **foreign: NoReturn,
+) -> Array | tuple[Array, Array, None]:
+    """`cupyflash.attention` in flash-attn's signature.
+
+    Args:
+        window_size: (left, right), the keys seen on each side of the diagonal; -1 or None is
+            unlimited. Less than -1 is refused: flash-attn 2 and 3 take it for unlimited, and
+            flash-attn 4 for a window that lies beside the diagonal.
+
+    Dropout follows the generator of the library: torch's, or that of CuPy or NumPy.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `cupyflash.attention`.
+    """
+    if foreign:
+        refuse(flash_attn_func, foreign)
+    options = {
+        "dropout_p": dropout_p, "scale": softmax_scale, "causal": causal,
+        "window": window_size, "softcap": softcap, "deterministic": deterministic,
+    }  # fmt: skip
+    return call("flash_attn_func", q, k, v, options, alibi_slopes, sinks, return_attn_probs)
+
+
+@refuses_foreign
+def flash_attn_kvpacked_func(
+    q: Array,
+    kv: Array,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sinks: Array | None = None,
+    **foreign: NoReturn,
+) -> Array | tuple[Array, Array, None]:
+    """`flash_attn_func` with kv (batch, seqlen_k, 2, heads_kv, head_dim)."""
+    if foreign:
+        refuse(flash_attn_kvpacked_func, foreign)
+    function = "flash_attn_kvpacked_func"
+    k, v = unpack(function, "kv", kv, 5, 2)
+    options = {
+        "dropout_p": dropout_p, "scale": softmax_scale, "causal": causal,
+        "window": window_size, "softcap": softcap, "deterministic": deterministic,
+    }  # fmt: skip
+    return call(function, q, k, v, options, alibi_slopes, sinks, return_attn_probs)
+
+
+@refuses_foreign
+def flash_attn_qkvpacked_func(
+    qkv: Array,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sinks: Array | None = None,
+    **foreign: NoReturn,
+) -> Array | tuple[Array, Array, None]:
+    """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim)."""
+    if foreign:
+        refuse(flash_attn_qkvpacked_func, foreign)
+    function = "flash_attn_qkvpacked_func"
+    q, k, v = unpack(function, "qkv", qkv, 5, 3)
+    options = {
+        "dropout_p": dropout_p, "scale": softmax_scale, "causal": causal,
+        "window": window_size, "softcap": softcap, "deterministic": deterministic,
+    }  # fmt: skip
+    return call(function, q, k, v, options, alibi_slopes, sinks, return_attn_probs)
+
+
+@refuses_foreign
+def flash_attn_varlen_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Array | None = None,
+    *,
+    sinks: Array | None = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    **foreign: NoReturn,
+) -> Array | tuple[Array, Array, None]:
+    """Attention of sequences packed one after another, without padding.
+
+    Queries, or keys and values, may also be padded: without cu_seqlens they are (batch, seqlen,
+    heads, head_dim).
+
+    Args:
+        q: (total_q, heads_q, head_dim).
+        k, v: (total_k, heads_kv, head_dim).
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1), the first row of each sequence and the end of
+            the last; None where the sequences are padded. Their values are checked on the CPU, and
+            on a GPU with CUPYFLASH_DEBUG=1: reading them costs a synchronisation.
+        max_seqlen_q, max_seqlen_k: the longest sequences; not used of padded ones.
+        seqused_q, seqused_k: int32 (batch,), the first rows of each sequence that count, as in
+            `cupyflash.attention`.
+
+    Returns:
+        out like q; with return_attn_probs (out, softmax_lse (heads_q, total_q), None), of padded
+        queries softmax_lse (batch, heads_q, seqlen_q).
+
+    Raises:
+        NotImplementedError: block_table, and as `cupyflash.attention`.
+        TypeError, ValueError: as `cupyflash.attention`.
+    """
+    if foreign:
+        refuse(flash_attn_varlen_func, foreign)
+    function = "flash_attn_varlen_func"
+    if block_table is not None:
+        fact = "paged keys and values are not built, block_table must be None"
+        raise NotImplementedError(f"{function}: {fact}, got a {type(block_table).__name__}")
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    options = {
+        "dropout_p": dropout_p, "scale": softmax_scale, "causal": causal,
+        "window": window_size, "softcap": softcap, "deterministic": deterministic,
+    }  # fmt: skip
+    return call(function, q, k, v, options, alibi_slopes, sinks, return_attn_probs, lengths)
+
+
+@refuses_foreign
+def flash_attn_varlen_kvpacked_func(
+    q: Array,
+    kv: Array,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sinks: Array | None = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    **foreign: NoReturn,
+) -> Array | tuple[Array, Array, None]:
+    """`flash_attn_varlen_func` with kv (total_k, 2, heads_kv, head_dim), or padded (batch,
+    seqlen_k, 2, heads_kv, head_dim).
+    """
+    if foreign:
+        refuse(flash_attn_varlen_kvpacked_func, foreign)
+    function = "flash_attn_varlen_kvpacked_func"
+    k, v = unpack(function, "kv", kv, 5 if cu_seqlens_k is None else 4, 2)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    options = {
+        "dropout_p": dropout_p, "scale": softmax_scale, "causal": causal,
+        "window": window_size, "softcap": softcap, "deterministic": deterministic,
+    }  # fmt: skip
+    return call(function, q, k, v, options, alibi_slopes, sinks, return_attn_probs, lengths)
+
+
+@refuses_foreign
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Array,
+    cu_seqlens: Array,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sinks: Array | None = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    **foreign: NoReturn,
+) -> Array | tuple[Array, Array, None]:
+    """`flash_attn_varlen_func` with qkv (total, 3, heads, head_dim)."""
+    if foreign:
+        refuse(flash_attn_varlen_qkvpacked_func, foreign)
+    function = "flash_attn_varlen_qkvpacked_func"
+    q, k, v = unpack(function, "qkv", qkv, 4, 3)
+    if cu_seqlens is None:
+        raise TypeError(f"{function}: cu_seqlens must be int32 (batch + 1), got None")
+    lengths = Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, seqused_q, seqused_k)
+    options = {
+        "dropout_p": dropout_p, "scale": softmax_scale, "causal": causal,
+        "window": window_size, "softcap": softcap, "deterministic": deterministic,
+    }  # fmt: skip
+    return call(function, q, k, v, options, alibi_slopes, sinks, return_attn_probs, lengths)

@@ -1,0 +1,131 @@
+"""The base class of all configurations of attention, and kernels that every backend launches."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+from ...runtime.config import KernelConfig
+from ...runtime.structs import header
+from .problem import KEY_MASKS
+
+structs = header("attention/params.cuh")
+# The fields of a configuration that the problem leaves open, in their order: rows of queries and of
+# keys, and what else the kernel has of stages, warps and warpgroups.
+Tile = tuple[int, ...]
+
+_mask_record = header("attention/mask_record.cu")
+_preprocess = header("attention/flash_bwd_preprocess.cu")
+
+
+def each_once(groups: Iterable[Iterable[KernelConfig]]) -> Iterator[KernelConfig]:
+    """The configurations of all groups, each at its first place."""
+    yield from dict.fromkeys(itertools.chain.from_iterable(groups))
+
+
+class AttentionKernel(KernelConfig):
+    """A kernel of which a block computes a tile: ``tile_rows`` rows of one head.
+
+    Attributes:
+        tiles_of: "q" if these are rows of queries, "k" if they are keys.
+    """
+
+    tiles_of: ClassVar[str] = "q"
+
+    @property
+    def takes_key_mask(self) -> bool:
+        """Whether ``params.bias`` points to the record of a key mask."""
+        return getattr(self, "bias", 0) in KEY_MASKS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_warps * 32
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
+        return self.block_m if self.tiles_of == "q" else self.block_n
+
+    def grid(self, shape: structs.AttentionShape) -> int:
+        """Number of tiles."""
+        of_keys = self.tiles_of == "k"
+        rows = shape.seqlen_k if of_keys else shape.seqlen_q
+        heads = shape.heads_kv * shape.group_shares if of_keys else shape.heads_q
+        return -(-rows // self.tile_rows) * heads * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskRecord(AttentionKernel):
+    """Forward and backward, first, where there is a key mask: packs it to bits."""
+
+    source: ClassVar[str] = "attention/mask_record.cu"
+    params: ClassVar[type[_mask_record.MaskRecordParams]] = _mask_record.MaskRecordParams
+
+    num_warps: int = 8
+
+    def grid(self, shape: structs.AttentionShape) -> int:
+        """Number of blocks."""
+        return shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdPreprocess(AttentionKernel):
+    """Backward, first: delta and lse_log2 of every query row; zeroes the accumulators.
+
+    Attributes:
+        dtype: of dout and out.
+        accum_dim: columns of ``dq_accum``.
+        clears: whether it zeroes ``dq_accum``.
+    """
+
+    source: ClassVar[str] = "attention/flash_bwd_preprocess.cu"
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+    threads: ClassVar[int] = _preprocess.WARPS * 32
+
+    dtype: str
+    accum_dim: int
+    clears: bool = True
+
+    def grid(self, shape: structs.AttentionShape) -> int:
+        """Number of blocks; they also cover the padding rows of each sequence."""
+        rows = -(-shape.seqlen_q // structs.ACCUM_ROW_ALIGN) * structs.ACCUM_ROW_ALIGN
+        return rows // _preprocess.ROWS_PER_BLOCK * shape.heads_q * shape.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdSinks(AttentionKernel):
+    """The gradient of the sinks, where there are any: a block sums over the rows of one head."""
+
+    source: ClassVar[str] = "attention/flash_bwd_sinks.cu"
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+
+    num_warps: int = 8
+
+    def grid(self, shape: structs.AttentionShape) -> int:
+        """Number of blocks."""
+        return shape.heads_q
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdCombine(AttentionKernel):
+    """Backward, where blocks divide the work of a key head: dK and dV are sums of theirs.
+
+    Attributes:
+        dtype: of dk and dv.
+        head_dim: columns of ``dkv_partial``.
+        block_n: rows of k in a block.
+    """
+
+    source: ClassVar[str] = "attention/flash_bwd_combine.cu"
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+    tiles_of: ClassVar[str] = "k"
+
+    dtype: str
+    head_dim: int
+    num_warps: int = 4
+    block_n: int = 16
+
+    def grid(self, shape: structs.AttentionShape) -> int:
+        """Number of blocks; the shares of a key head are added in one of them."""
+        return super().grid(shape) // shape.group_shares

@@ -1,0 +1,291 @@
+"""The plan of a checked problem: the launches and all else that equal-shaped calls share.
+
+A plan knows no backend. It asks the one of its problem for a `Pass`, with the loaded kernels, the
+grids and the bytes of the parameter struct behind its leading pointers. A call then allocates its
+results, puts the pointers in front and launches.
+"""
+
+import dataclasses
+import itertools
+import math
+from typing import Any, NamedTuple
+
+from ...runtime.array import Array, View, dense_strides
+from ...runtime.gpu import Card, card_of
+from ...runtime.operation import Plan
+from ...runtime.structs import header
+from . import tuning
+from .backends import BACKENDS, Backend, choose
+from .kernels import Tile
+from .options import BIAS, KEY_MASK, Options, caller_name
+from .passes import Pass, Wanted
+from .problem import Kind, Problem, bias_strides, canonical_strides
+
+structs = header("attention/params.cuh")
+
+NO_POINTERS = (0,) * KEY_MASK  # null for the optional arrays that the kernels take
+
+
+class PassPlan(Plan):
+    """The launches of a pass for one problem. A subclass allocates what they write."""
+
+    def __init__(self, problem: Problem, library: Any, work: Pass) -> None:
+        super().__init__(problem.device)
+        self.library, self.work = library, work
+
+    def run(self, *call: Any) -> tuple[Array | None, ...]:
+        """Allocates the results of a call, launches the kernels, and returns the results."""
+        like, results, arguments, extras, of_options, held = self.prepared(*call)
+        if not self.work.launches:
+            return results
+        library, work = self.library, self.work
+        stream, record = library.stream(self.device_id), None
+        bias = extras[BIAS] if extras else 0
+        if work.key_mask:
+            record, bias = work.key_mask(library, stream, like, extras)
+        elif extras and not bias:  # kernels without kinds of their own for it: a bool bias
+            extras[BIAS] = extras[KEY_MASK]
+        arguments = (*arguments, *(extras[:KEY_MASK] or NO_POINTERS))
+        to_all = of_options
+        if work.bias_gradient:  # only these kernels write the gradient of the bias
+            to_all = (0, *of_options[1:])
+        for launch in work.launches:
+            size = launch.workspace_size
+            workspace = library.empty_float32((size,), like) if size else None
+            place = 0 if workspace is None else library.pointer(workspace)
+            argument = launch.argument(
+                *arguments, *to_all, stream=stream, workspace=place, bias=bias
+            )
+            launch.start(stream, argument)
+        for launch in work.bias_gradient:
+            launch.start(stream, launch.argument(*arguments, *of_options))
+        del record, held  # the kernels that use this memory have been launched
+        return results
+
+    def prepared(self, *call: Any) -> "Prepared":
+        """Allocates what a call needs."""
+        raise NotImplementedError
+
+
+class Prepared(NamedTuple):
+    """The results of a call, and the addresses that the kernels get.
+
+    Attributes:
+        like: an array of the call.
+        arguments: the addresses before those of the optional arrays.
+        extras: those of `Extras`, or none.
+        of_options: in the backward the addresses behind them: of dbias and dsinks, or 0.
+        held: memory that lives until the launches.
+    """
+
+    like: Array
+    results: tuple[Array | None, ...]
+    arguments: tuple[int, ...] = ()
+    extras: list[int] = ()
+    of_options: tuple[int, ...] = ()
+    held: tuple[Array | None, ...] = ()
+
+
+class ForwardPlan(PassPlan):
+    """The forward of one problem; ``library`` allocates out and LSE."""
+
+    def __init__(
+        self, problem: Problem, library: Any, q: View, out_strides: tuple[int, ...], work: Pass
+    ) -> None:
+        super().__init__(problem, library, work)
+        # Where v has fewer columns than q, out lies in memory of as many, like that of a v that is
+        # padded. So its strides do not depend on the kernel.
+        self.columns_v = problem.head_dims[1] if problem.needs_padding else None
+        self.out_shape, self.out_strides = q.shape, out_strides
+        self.lse_shape, self.lengths = problem.lse_shape, problem.extras.lengths
+
+    def prepared(self, like: Array, pointers: list[int], need_lse: bool) -> Prepared:
+        """Out and LSE, allocated as ``like`` is; pointers of q, k, v and perhaps of `Extras`."""
+        library = self.library
+        out = library.empty(self.out_shape, self.out_strides, like)
+        lse = library.empty_float32(self.lse_shape, like) if need_lse else None
+        if self.lengths:  # rows that the kernels leave alone
+            library.fill(out, 0)
+            if need_lse:
+                library.fill(lse, -math.inf)
+        q, k, v, *extras = pointers
+        arguments = q, k, v, library.pointer(out), library.pointer(lse) if need_lse else 0
+        seen = out if self.columns_v is None else out[..., : self.columns_v]
+        return Prepared(like, (seen, lse), arguments, extras)
+
+
+class BackwardPlan(PassPlan):
+    """The backward of one problem; the gradients are like q, k and v.
+
+    Args:
+        gradients: shape and strides of dq, dk and dv.
+        wanted: what the launches were made for.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        library: Any,
+        gradients: list[tuple[tuple[int, ...], tuple[int, ...]]],
+        wanted: Wanted,
+        work: Pass,
+    ) -> None:
+        super().__init__(problem, library, work)
+        shape, extras = problem.shape, problem.extras
+        self.gradients = gradients
+        self.dsinks_shape = (shape.heads_q,) if extras.sinks else None
+        self.dbias_shape = None if wanted.bias is None else extras.bias.shape
+        # Where v has fewer columns than q and k, its gradient lies in memory of as many, like that
+        # of a v that is padded. So its strides do not depend on the kernel, and the one that adds
+        # up shares may write all columns.
+        self.columns_v = problem.head_dims[1] if problem.needs_padding else None
+        # Rows that the kernels leave alone. Keys that no query sees get a gradient of zero.
+        self.fills = extras.lengths or shape.seqlen_k == 0
+        self.skips_tiles = problem.features.masked  # a stored gradient must be zero there
+        self.dbias_has_no_order = _has_no_order(problem, wanted, work)
+
+    def prepared(self, q: Array, k: Array, v: Array, pointers: list[int]) -> Prepared:
+        """(dq, dk, dv, dbias, dsinks), the last two in float32 or None.
+
+        Args:
+            pointers: of dout, q, k, v, out, lse, dlse or 0, and perhaps of `Extras`.
+        """
+        library, pointer = self.library, self.library.pointer
+        dbias = self._allocate_dbias(q)
+        dsinks = _zeros_float32(library, self.dsinks_shape, q)
+        if not self.work.launches:
+            zeros = (library.zeros_like(x) for x in (q, k, v))
+            return Prepared(q, (*zeros, dbias, dsinks))
+        gradients = tuple(library.empty(*shape, x) for shape, x in zip(self.gradients, (q, k, v)))
+        if self.fills:
+            for gradient in gradients:
+                library.fill(gradient, 0)
+        sizes = self.work.scratch
+        scratch = library.empty_float32((sum(sizes[:-1]) // 4,), q)
+        semaphores = library.zeros_int32(sizes.semaphores, q) if sizes.semaphores else None
+        (*inputs, dlse), extras = pointers[:7], pointers[7:]
+        arguments = (
+            *inputs,
+            *map(pointer, gradients),
+            dlse,
+            *itertools.accumulate(sizes[:-2], initial=pointer(scratch)),
+            0 if semaphores is None else pointer(semaphores),
+        )
+        of_options = tuple(0 if x is None else pointer(x) for x in (dbias, dsinks))
+        dq, dk, dv = gradients
+        if self.columns_v is not None:
+            dv = dv[..., : self.columns_v]
+        results = (dq, dk, dv, dbias, dsinks)
+        return Prepared(q, results, arguments, extras, of_options, (scratch, semaphores))
+
+    def _allocate_dbias(self, q: Array) -> Array | None:
+        """Memory for the gradient of the bias, if it is wanted; zeros unless all is written."""
+        library, shape = self.library, self.dbias_shape
+        if self.work.stores_dbias:
+            dbias = library.empty(shape, dense_strides(shape, range(4)), q)
+            if self.skips_tiles:
+                library.fill(dbias, 0)
+            return dbias
+        if self.work.bias_gradient:
+            return library.empty_float32(shape, q)
+        return _zeros_float32(library, shape, q)
+
+
+def forward_plan(
+    function: str,
+    problem: Problem,
+    library: Any,
+    q: View,
+    options: Options,
+    tile: Tile | None = None,
+) -> ForwardPlan:
+    """The plan of a forward, by the backend that serves the problem.
+
+    Args:
+        tile: this one of its candidates, not that of the tuning file or the built-in one.
+    """
+    shape = problem.shape
+    out = View(q.shape, library.strides_of_empty(q.shape, q), q.dtype, q.device)
+    work = Pass(())
+    if 0 not in (shape.batch, shape.heads_q, shape.seqlen_q):
+        strides = {**problem.strides, "out": canonical_strides("out", out, options)}
+        problem = dataclasses.replace(problem, strides=strides)
+        backend, kind, card, tile = _serving(function, problem, tile, backward=False)
+        work = backend.forward(problem, kind, card, tile)
+    return ForwardPlan(problem, library, q, out.strides, work)
+
+
+def backward_plan(
+    function: str,
+    problem: Problem,
+    library: Any,
+    views: dict[str, View],
+    options: Options,
+    deterministic: str,
+    bias_grad: bool,
+    tile: Tile | None = None,
+) -> BackwardPlan:
+    """The plan of a backward.
+
+    Args:
+        deterministic: "error" or "warn" where a fixed order is asked for, else "".
+        tile: as in `forward_plan`.
+    """
+    shape, extras, gradients, strides = problem.shape, problem.extras, [], {}
+    for name in "qkv":
+        x = views[name]
+        wide = (*x.shape[:-1], shape.head_dim)
+        dense = result_strides(library, shape.head_dim, x)
+        gradients.append((wide, dense))
+        like = View(wide, dense, x.dtype, x.device)
+        strides[f"d{name}_strides"] = canonical_strides(name, like, options)
+    dbias = None
+    if bias_grad:
+        dbias = bias_strides(extras.bias.shape, dense_strides(extras.bias.shape, range(4)))
+    wanted, work = Wanted(strides, dbias, bool(deterministic)), Pass(())
+    # Without queries there is nothing to launch, and without keys only what finds the gradient of
+    # the sinks.
+    without_keys = shape.seqlen_k == 0 and not extras.sinks
+    if not (without_keys or 0 in (shape.batch, shape.heads_q, shape.seqlen_q)):
+        backend, kind, card, tile = _serving(function, problem, tile, backward=True)
+        work = backend.backward(problem, kind, card, wanted, tile)
+        if deterministic == "error" and _has_no_order(problem, wanted, work):
+            fact = f"the gradient of a {caller_name(function, 'bias')} that is broadcast has a "
+            fact += "deterministic sum only where tensor cores compute the backward pass"
+            got = f"{problem.dtype}, head_dim {problem.head_dims[0]}"
+            raise NotImplementedError(f"{function}: {fact}, got {got}")
+    return BackwardPlan(problem, library, gradients, wanted, work)
+
+
+def _serving(
+    function: str, problem: Problem, tile: Tile | None, *, backward: bool
+) -> tuple[Backend, Kind, Card, Tile | None]:
+    """The backend that serves a problem, and what it is to be asked with."""
+    card = card_of(problem.device)
+    kind = problem.kind(card.capability)
+    name = choose(function, kind, problem.access, backward=backward)
+    tile = tile or tuning.tile_of(name, kind, problem.device, backward=backward)
+    return BACKENDS[name], kind, card, tile
+
+
+def _has_no_order(problem: Problem, wanted: Wanted, work: Pass) -> bool:
+    """Whether the gradient of a bias is a sum of atomics."""
+    added = wanted.bias is not None and work.launches and not work.bias_gradient
+    return bool(added and problem.shape.seqlen_k and problem.bias_is_broadcast)
+
+
+def _zeros_float32(library: Any, shape: tuple[int, ...] | None, like: Array) -> Array | None:
+    if shape is None:
+        return None
+    zeros = library.empty_float32(shape, like)
+    library.fill(zeros, 0)
+    return zeros
+
+
+def result_strides(library: Any, width: int, like: View) -> tuple[int, ...]:
+    """The strides of a result in memory of ``width`` columns that is allocated like an input."""
+    wide = (*like.shape[:-1], width)
+    strides = like.strides
+    if like.shape[-1] != width:  # the input itself is copied first
+        strides = library.strides_of_empty(wide, like)
+    return library.strides_of_empty(wide, like._replace(shape=wide, strides=strides))

@@ -1,0 +1,270 @@
+"""Attention in plain array code: the oracle of the tests, and what runs where there is no GPU.
+
+Forward, for each query row i (s_ij from :mod:`cupyflash.ops.attention.score`)::
+
+    lse_i = log sum_j exp(s_ij)        p_ij = exp(s_ij - lse_i)        o_i = sum_j p_ij v_j
+
+Backward, from do = dL/do and dlse = dL/dlse::
+
+    dv_j = sum_i p_ij do_i             dp_ij = do_i . v_j              delta_i = do_i . o_i - dlse_i
+    ds_ij = p_ij (dp_ij - delta_i)     x_ij = ds_ij * ds_ij/d(q_i . k_j)
+    dq_i = sum_j x_ij k_j              dk_j = sum_i x_ij q_i           dbias_ij = ds_ij
+
+A sink is one more score of each row of its head, whose value is a vector of zeros; dropout replaces
+p_ij in o and dv, and dp_ij, by themselves times 0 or 1 / (1 - dropout_p).
+
+``attention_exact`` writes exactly that with all scores in memory; ``attention_tiled``, from
+:mod:`cupyflash.ops.attention.online_softmax`, keeps one tile of them.
+
+All functions take NumPy or CuPy arrays, q (batch, seqlen_q, heads_q, head_dim) and k, v (batch,
+seqlen_k, heads_kv, head_dim), where v may have a head_dim of its own, and the options of
+``cupyflash.attention``: causal, scale, window, softcap, alibi_slopes, bias, sinks, dropout_p,
+dropout_seed (an integer). They compute in float64 for float64 inputs, else in float32; results have
+the dtype of the inputs, but the LSE and the gradients of bias and sinks that of the computation. A
+row that sees no key gives 0 and -inf. Nothing is checked here: ``cupyflash.attention`` does that.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from cupyflash.ops.attention.online_softmax import attention_tiled, attention_tiled_backward
+
+from ...runtime.array import Array, array_namespace, compute_dtype
+from ...runtime.philox import Dropout
+from .options import Gradients
+from .score import (
+    ScoreFunction,
+    empty_results,
+    finite_max,
+    group_heads,
+    group_sinks,
+    grouped_matmul,
+    grouped_matmul_transposed,
+    heads_first,
+    log_sum,
+    positive_sum,
+    sum_to_shape,
+    tile_of,
+)
+
+__all__ = [
+    "array_namespace",
+    "attention_exact",
+    "attention_exact_backward",
+    "attention_tiled",
+    "attention_tiled_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+]
+
+
+def attention_exact(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Array]:
+    """Softmax attention with all scores in memory.
+
+    Returns:
+        out like q, and the LSE (batch, heads_q, seqlen_q), natural logarithm.
+    """
+    out, lse, out_groups, lse_groups = empty_results(q, k, v)
+    exact = _Exact(q, k, **options)
+    out_groups[...] = grouped_matmul(exact.weights * exact.factors, heads_first(v))
+    lse_groups[...] = exact.lse
+    return out.astype(q.dtype, copy=False), lse
+
+
+def attention_exact_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    bias_grad: bool = False,
+    dlse: Array | None = None,
+    **options: Any,
+) -> Gradients:
+    """Gradients of :func:`attention_exact` for dout like out, like (q, k, v, bias, sinks)."""
+    exact = _Exact(q, k, **options)
+    weights, factors = exact.weights, exact.factors
+    q_groups, k_groups, v_groups = group_heads(q, k), heads_first(k), heads_first(v)
+    dout_groups = group_heads(dout, k)
+    dv = grouped_matmul_transposed(weights * factors, dout_groups)
+    dweights = grouped_matmul(dout_groups, v_groups.swapaxes(-1, -2)) * factors
+    delta = (weights * dweights).sum(axis=-1)
+    if dlse is not None:
+        delta = delta - dlse.reshape(delta.shape)
+    dscores = weights * (dweights - delta[..., None])
+    dbias = dsinks = None
+    if bias_grad:
+        dbias = sum_to_shape(dscores, exact.score.bias.shape).reshape(options["bias"].shape)
+    if exact.sinks is not None:
+        dsinks = -(exact.sink_weights * delta).sum(axis=(0, 3)).reshape(-1)
+    dscores = dscores * exact.derivative
+    dq = grouped_matmul(dscores, k_groups).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    dk = grouped_matmul_transposed(dscores, q_groups)
+    return Gradients(
+        dq.astype(q.dtype, copy=False),
+        dk.swapaxes(1, 2).astype(k.dtype, copy=False),
+        dv.swapaxes(1, 2).astype(v.dtype, copy=False),
+        dbias,
+        dsinks,
+    )
+
+
+class _Exact:
+    """Probabilities of every key and of the sinks, and what dropout multiplies them by."""
+
+    def __init__(
+        self,
+        q: Array,
+        k: Array,
+        *,
+        sinks: Array | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int = 0,
+        **options: Any,
+    ) -> None:
+        xp = array_namespace(q)
+        q_groups, k_groups = group_heads(q, k), heads_first(k)
+        self.score = ScoreFunction.of(q_groups, k_groups, **options)
+        scores, self.derivative = self.score.tile(q_groups, k_groups, 0, 0)
+        row_max = scores.max(axis=-1, initial=-xp.inf)
+        self.sinks = None
+        if sinks is not None:
+            self.sinks = group_sinks(sinks, q_groups).astype(scores.dtype)
+            row_max = xp.maximum(row_max, self.sinks)
+        row_max = finite_max(row_max)
+        weights = xp.exp(scores - row_max[..., None])
+        row_sum = weights.sum(axis=-1)
+        if sinks is not None:
+            self.sink_weights = xp.exp(self.sinks - row_max)
+            row_sum = row_sum + self.sink_weights
+            self.sink_weights = self.sink_weights / positive_sum(row_sum)
+        self.weights = weights / positive_sum(row_sum)[..., None]
+        self.lse = log_sum(row_max, row_sum)
+        dropout = Dropout.of(dropout_p, dropout_seed, 0)
+        self.factors = 1.0 if dropout is None else dropout.factors(weights, 0, 0)
+
+
+def attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """Attention of sequences with lengths of their own, packed or padded.
+
+    Args:
+        q: (total_q, heads_q, head_dim) if there are cu_seqlens_q, else (batch, seqlen_q, heads_q,
+            head_dim); k, v likewise.
+        cu_seqlens_q: (batch + 1,) integers from 0, not decreasing; sequence b has the rows
+            cu_seqlens_q[b] … cu_seqlens_q[b + 1]. So is cu_seqlens_k.
+        seqused_q: (batch,), the first rows of each sequence that count; None: all. So is seqused_k.
+
+    Returns:
+        out like q, and the LSE (heads_q, total_q) or (batch, heads_q, seqlen_q); 0 and -inf in rows
+        that do not count.
+    """
+    xp = array_namespace(q)
+    out = xp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
+    lse = xp.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -xp.inf, compute_dtype(q))
+    sequences = _sequences(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    for at_q, at_k, at_lse, place in sequences:
+        out[at_q], lse[at_lse] = attention_tiled(
+            q[at_q], k[at_k], v[at_k], **_of_sequence(*place, options)
+        )
+    return out, lse
+
+
+def attention_varlen_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    *,
+    dlse: Array | None = None,
+    **options: Any,
+) -> Gradients:
+    """Gradients of :func:`attention_varlen`, like (q, k, v, bias, sinks)."""
+    total = _zero_gradients(q, k, v, options)
+    sequences = _sequences(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    for at_q, at_k, at_lse, place in sequences:
+        found = attention_tiled_backward(
+            *(dout[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[at_lse]),
+            dlse=None if dlse is None else dlse[at_lse],
+            **_of_sequence(*place, options),
+        )
+        total.dq[at_q], total.dk[at_k], total.dv[at_k] = found[:3]
+        if found.dbias is not None:
+            _bias_of(total.dbias, *place)[...] += found.dbias
+        if found.dsinks is not None:
+            total.dsinks[...] += found.dsinks
+    return total
+
+
+def _zero_gradients(q: Array, k: Array, v: Array, options: dict[str, Any]) -> Gradients:
+    """Zeros like (q, k, v, bias, sinks), None for what has no gradient."""
+    xp, dtype = array_namespace(q), compute_dtype(q)
+    learned = options["bias"] if options.get("bias_grad") else None, options.get("sinks")
+    return Gradients(
+        *(xp.zeros(x.shape, x.dtype) for x in (q, k, v)),
+        *(None if x is None else xp.zeros(x.shape, dtype) for x in learned),
+    )
+
+
+def _sequences(
+    q: Array,
+    k: Array,
+    cu_seqlens_q: Array | None,
+    cu_seqlens_k: Array | None,
+    seqused_q: Array | None,
+    seqused_k: Array | None,
+) -> Iterator[tuple[tuple, tuple, tuple, tuple[int, slice, slice]]]:
+    """For each sequence, as a batch of one: its indices in q, in k and in the LSE; and its number,
+    rows and columns.
+    """
+    queries, keys = _rows(q, cu_seqlens_q, seqused_q), _rows(k, cu_seqlens_k, seqused_k)
+    for b, ((at_q, rows), (at_k, cols)) in enumerate(zip(queries, keys)):
+        yield at_q, at_k, (at_q[0], slice(None), at_q[1]), (b, rows, cols)
+
+
+def _rows(
+    x: Array, cu_seqlens: Array | None, seqused: Array | None
+) -> Iterator[tuple[tuple, slice]]:
+    """The index of each sequence in x, and its rows counted from its own first one."""
+    if cu_seqlens is None:
+        starts, lengths = [0] * len(x), [x.shape[1]] * len(x)
+    else:
+        *starts, _ = ends = cu_seqlens.tolist()
+        lengths = [end - start for start, end in zip(ends, ends[1:])]
+    lengths = lengths if seqused is None else seqused.tolist()
+    for b, (start, length) in enumerate(zip(starts, lengths)):
+        batch = slice(b, b + 1) if cu_seqlens is None else None
+        yield (batch, slice(start, start + length)), slice(0, length)
+
+
+def _of_sequence(b: int, rows: slice, cols: slice, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of sequence b from those of the batch."""
+    slopes, bias, mask = (options.get(name) for name in ("alibi_slopes", "bias", "key_mask"))
+    if slopes is not None and slopes.ndim == 2:
+        slopes = slopes[b]
+    if bias is not None:
+        bias = _bias_of(bias, b, rows, cols)
+    if mask is not None:
+        mask = mask[b : b + 1, cols]
+    arrays = {"alibi_slopes": slopes, "bias": bias, "key_mask": mask}
+    return options | arrays | {"first_sequence": b}
+
+
+def _bias_of(bias: Array, b: int, rows: slice, cols: slice) -> Array:
+    """View of the part of a bias that concerns sequence b."""
+    part = bias[tile_of(bias, rows, cols)]
+    return part[b : b + 1] if part.ndim == 4 and part.shape[0] > 1 else part

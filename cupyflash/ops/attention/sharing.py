@@ -1,0 +1,139 @@
+"""Rules that share the tiles of a pass out among the multiprocessors of a card.
+
+Pure functions of a configuration, a problem and a card: how many blocks there are, how many of them
+divide the keys of a tile or the queries of a key head, and how many heads run side by side.
+"""
+
+from ...runtime.config import KernelConfig
+from ...runtime.gpu import Card
+from .problem import Problem
+
+MAX_SPLITS = 32  # blocks that share a tile: a lane each in the kernel that combines
+MIN_SPLIT_KEYS = 256  # the least of a block: two or more key tiles of any head dim
+# A launch of fewer tiles than these for each multiprocessor has few, and then a section of heads
+# should have so many.
+FEW_TILES, SECTION_TILES = 8, 3
+# A block should have at least so many query rows. With fewer, the sums of dK and dV that it leaves
+# in float32 take longer than it saves.
+MIN_SHARE_ROWS = 1024
+# Part of L2 for the keys and values of the heads that run together (tile_order.cuh); the rest
+# is left to queries and outputs.
+SECTION_L2_FRACTION = 0.6
+# No more tiles of queries, or of keys, in a section than these for each multiprocessor: enough for
+# an even end of the launch, and the fewer, the more of what they share stays in the L2 cache.
+MOST_SECTION_TILES = {"q": 2.7, "k": 1.6}
+# Where blocks that add in turns all begin with the last queries, at least so many heads side by
+# side: fewer, and they wait for each other.
+TURN_HEADS = 8
+
+
+def tiles_of_head(config: KernelConfig, problem: Problem) -> int:
+    """Returns the tiles of one head in all sequences together, an upper bound."""
+    of_keys, shape = config.tiles_of == "k", problem.shape
+    rows = problem.total_k if of_keys else problem.total_q
+    if rows is None:
+        return -(-(shape.seqlen_k if of_keys else shape.seqlen_q) // config.tile_rows) * shape.batch
+    return rows // config.tile_rows + shape.batch
+
+
+def num_tiles(config: KernelConfig, problem: Problem, shares: int = 1) -> int:
+    """Tiles of a kernel; where sequences have lengths of their own, at most.
+
+    Args:
+        shares: of the query heads of a key head, each of which has the tiles of keys.
+    """
+    shape = problem.shape
+    heads = shape.heads_kv * shares if config.tiles_of == "k" else shape.heads_q
+    return heads * tiles_of_head(config, problem)
+
+
+def num_splits(config: KernelConfig, problem: Problem, card: Card) -> int:
+    """The number of blocks that share the keys of a tile: 1 unless most of the GPU would idle."""
+    idle = card.multiprocessors // max(1, num_tiles(config, problem))
+    return max(1, min(idle, problem.shape.seqlen_k // MIN_SPLIT_KEYS, MAX_SPLITS))
+
+
+def group_shares(config: KernelConfig, problem: Problem, card: Card, *, divides_rows: bool) -> int:
+    """The number of blocks that divide the work of a key head in the backward pass.
+
+    One, unless the tiles of keys are too few for the multiprocessors. Then so many that each
+    multiprocessor gets about five, as long as each block has a query head; under a mask, where the
+    longest tiles come first, two heads if that leaves each multiprocessor about two tiles. If one
+    head for each block still leaves multiprocessors idle, blocks may divide the rows of a query
+    head as well.
+
+    Args:
+        divides_rows: whether the kernel can do so.
+    """
+    shape, at_once = problem.shape, card.multiprocessors
+    tiles = num_tiles(config, problem)
+    group = shape.heads_q // shape.heads_kv
+    if tiles >= 3 * at_once:
+        return 1
+    heads_of_a_share = max(1, group * tiles // (5 * at_once))
+    if group * tiles > 3.8 * at_once and problem.features.masked:
+        heads_of_a_share = max(2, heads_of_a_share)
+    shares = -(-group // heads_of_a_share)
+    parts = min(at_once // max(1, shares * tiles), shape.seqlen_q // MIN_SHARE_ROWS)
+    return shares * parts if divides_rows and shares == group and parts > 1 else shares
+
+
+def least_side_by_side(config: KernelConfig, problem: Problem, card: Card, shares: int) -> int:
+    """The least number of heads of tile_order.cuh that the backward pass has side by side.
+
+    Where a multiprocessor has few tiles, the last section must not end with a long tile in each
+    head, which weighs more than queries that miss the L2 cache.
+    """
+    shape, at_once = problem.shape, card.multiprocessors
+    heads, tiles = shape.heads_kv * shares * shape.batch, num_tiles(config, problem, shares)
+    if tiles > FEW_TILES * at_once:
+        return 1
+    return min(heads, -(-SECTION_TILES * at_once * heads // max(1, tiles)))
+
+
+def heads_per_section(
+    config: KernelConfig,
+    problem: Problem,
+    card: Card,
+    *,
+    tensors: int,
+    shares: int = 1,
+    least: int = 1,
+    even_end: bool = False,
+    in_turns: bool = False,
+    walks_up: bool = False,
+) -> int:
+    """The number of heads that run side by side, longest tiles first: see tile_order.cuh.
+
+    Only tiles of unequal length need it, under a causal mask without a window to the left; and
+    blocks that add in turns (``in_turns``), where those of one head wait for each other.
+
+    Args:
+        tensors: of whose rows of one head its blocks read all again and again; one in float32
+            counts twice.
+        shares: of the query heads of a key head.
+        least: so many side by side even if the L2 cache has no room for them.
+        even_end: no more than `MOST_SECTION_TILES` allows.
+        walks_up: blocks walk from the first query to the last.
+    """
+    shape = problem.shape
+    if not (problem.is_causal or in_turns):
+        return 1
+    of_keys = config.tiles_of == "k"
+    heads = shape.batch * (shape.heads_kv * shares if of_keys else shape.heads_q)
+    rows = shape.seqlen_q if of_keys else shape.seqlen_k
+    head_bytes = max(1, rows * shape.head_dim * tensors * 2)
+    fitting = max(1, min(heads, int(SECTION_L2_FRACTION * card.l2_bytes / head_bytes)))
+    if even_end:
+        most = MOST_SECTION_TILES[config.tiles_of] * card.multiprocessors
+        if not of_keys:
+            most *= shape.heads_q // shape.heads_kv  # their heads share keys and values
+        fitting = max(1, min(fitting, int(most * heads / num_tiles(config, problem, shares))))
+    if in_turns and not walks_up:
+        least = max(least, min(heads, TURN_HEADS))
+    fitting = max(fitting, least)
+    # A power of two, so that sections of the usual head counts come out even, which is worth 7 %.
+    power = 1 << (fitting.bit_length() - 1)
+    if heads % power and heads % (power // 2) == 0:
+        power //= 2
+    return power if power >= least else -(-heads // -(-heads // fitting))

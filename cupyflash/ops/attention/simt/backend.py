@@ -1,0 +1,73 @@
+"""The functions of `Backend` for ``simt``."""
+
+import itertools
+from collections.abc import Iterator
+
+from ....runtime.config import ITEM_SIZE, KernelConfig
+from ....runtime.gpu import Capability, Card
+from .. import sharing
+from ..kernels import FlashBwdSinks, Tile, each_once
+from ..passes import Pass, Sharing, Wanted, backward_pass, forward_pass
+from ..problem import KEY_MASK, Access, Features, Kind, Problem
+from .kernels import HEAD_DIMS, backward_kernels, forward_kernel
+
+MIN_CAPABILITY = (6, 0)
+
+
+def supports(kind: Kind, access: Access, *, backward: bool) -> bool:
+    """Whether this backend computes such a problem; access, features and pass do not matter."""
+    fits = kind.dtype in ITEM_SIZE and kind.head_dim <= HEAD_DIMS[-1]
+    return fits and kind.capability >= MIN_CAPABILITY
+
+
+def priority(kind: Kind, *, backward: bool) -> int:
+    """It comes after all others."""
+    return 0
+
+
+def pads(kind: Kind) -> bool:
+    """The kernels have one head dim for q, k and v."""
+    return True
+
+
+def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
+    """The launch of the forward pass."""
+    return forward_pass(problem, card, forward_kernel(kind))
+
+
+def backward(
+    problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
+) -> Pass:
+    """The launches of the backward pass."""
+    configs, in_turns = backward_kernels(kind), wanted.in_order
+    sections = sharing.heads_per_section(configs[1], problem, card, tensors=4, in_turns=in_turns)
+    shared = Sharing(heads_per_section=sections, in_turns=in_turns)
+    return backward_pass(problem, wanted, configs, shared, accum_dim=configs[0].accum_dim)
+
+
+def candidates(kind: Kind, *, backward: bool) -> dict[Tile, KernelConfig]:
+    """None: the kernels divide their threads for one tile each."""
+    return {}
+
+
+def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
+    """Every kernel that a pass of such problems can launch."""
+    yield from backward_kernels(kind) if backward else (forward_kernel(kind),)
+
+
+def configurations(capability: Capability) -> Iterator[KernelConfig]:
+    """Every kernel that this backend can launch on such a GPU, each once."""
+    if capability < MIN_CAPABILITY:
+        return
+    kinds, both = [], (False, True)
+    for dtype in ITEM_SIZE:
+        biases = [0, 1, 2, KEY_MASK + 1]
+        if dtype != "float32":  # there it is the dtype of q
+            biases += [3, KEY_MASK + 2]
+        for head_dim, softcap, alibi, bias, dropout in itertools.product(
+            HEAD_DIMS, both, both, biases, both
+        ):
+            features = Features(softcap, alibi, bias=bias, dropout=dropout)
+            kinds.append(Kind(dtype, head_dim, features, capability))
+    yield FlashBwdSinks()
+    yield from each_once(kernels(x, backward=y) for x, y in itertools.product(kinds, both))

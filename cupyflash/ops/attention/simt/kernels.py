@@ -1,0 +1,105 @@
+"""The kernels of the backend ``simt``, and which ones a problem has."""
+
+import dataclasses
+from typing import ClassVar
+
+from ....runtime.structs import header
+from ..kernels import AttentionKernel, FlashBwdPreprocess
+from ..problem import Features, Kind
+
+structs = header("attention/params.cuh")
+_postprocess = header("attention/simt/flash_bwd_postprocess_simt.cu")
+
+HEAD_DIMS = (32, 64, 128, 256)  # sizes of the accumulators; others are rounded up
+THREADS = header("attention/simt/tile.cuh").SIMT_THREADS
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashFwdSimt(AttentionKernel):
+    """Forward: a block computes ``block_m`` query rows of one head."""
+
+    source: ClassVar[str] = "attention/simt/flash_fwd_simt.cu"
+    params: ClassVar[type[structs.FlashFwdParams]] = structs.FlashFwdParams
+    threads: ClassVar[int] = THREADS
+
+    dtype: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    softcap: bool
+    alibi: bool
+    bias: int
+    dropout: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdSimt(AttentionKernel):
+    """Backward: a block computes dK and dV of ``block_n`` keys and adds its share to dQ."""
+
+    source: ClassVar[str] = "attention/simt/flash_bwd_simt.cu"
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+    tiles_of: ClassVar[str] = "k"
+    threads: ClassVar[int] = THREADS
+
+    dtype: str
+    head_dim: int
+    block_n: int
+    softcap: bool
+    alibi: bool
+    bias: int
+    dropout: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdPostprocessSimt(AttentionKernel):
+    """Backward, last: dQ from its float32 accumulator."""
+
+    source: ClassVar[str] = "attention/simt/flash_bwd_postprocess_simt.cu"
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+    threads: ClassVar[int] = _postprocess.THREADS
+    block_m: ClassVar[int] = _postprocess.BLOCK_M
+
+    dtype: str
+    head_dim: int
+
+
+def forward_kernel(kind: Kind) -> FlashFwdSimt:
+    """The forward kernel; the same for every GPU."""
+    features, padded = kind.features, padded_head_dim(kind.head_dim)
+    tile = (128, 64) if padded < 128 else (64, 128) if padded == 128 else (64, 64)
+    several = features.softcap and features.alibi
+    if features.bias or features.dropout or several:  # they need registers
+        tile = (64, 64) if padded <= 128 else (64, 32)
+    return FlashFwdSimt(kind.dtype, padded, *tile, *features.with_bool_mask.switches)
+
+
+def backward_kernels(
+    kind: Kind,
+) -> tuple[FlashBwdPreprocess, FlashBwdSimt, FlashBwdPostprocessSimt]:
+    """The backward kernels in launch order; the same for every GPU."""
+    dtype, head_dim, features, _ = kind
+    padded = backward_head_dim(dtype, head_dim, features)
+    switches = features.with_bool_mask.switches
+    # Two accumulators of 64 keys x 128 columns leave no registers for the other tiles; those of 64
+    # columns leave none for the weights that softcap and dropout keep.
+    widest = 32 if features.softcap or features.dropout else 64
+    block_n = 64 if padded <= widest else 32
+    return (
+        FlashBwdPreprocess(dtype, accum_dim=padded),
+        FlashBwdSimt(dtype, padded, block_n, *switches),
+        FlashBwdPostprocessSimt(dtype, padded),
+    )
+
+
+def backward_head_dim(dtype: str, head_dim: int, features: Features) -> int:
+    """The head dim of the accumulators of the backward."""
+    # With 32 columns the derivatives of the softcap do not fit, which a bias gradient needs, nor do
+    # the weights that dropout keeps, or a softcap beside the conversions of a 16-bit dtype.
+    crowded = features.bias or dtype != "float32"
+    narrowest = 64 if features.softcap and crowded or features.dropout else 32
+    return max(narrowest, padded_head_dim(head_dim))
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The size of the accumulators for this head dim."""
+    return next(size for size in HEAD_DIMS if size >= head_dim)

@@ -1,0 +1,57 @@
+"""The backward kernel of the backend ``sm80`` for sequences of at most 64 queries and 64 keys."""
+
+import dataclasses
+from typing import ClassVar
+
+from ....runtime.gpu import architecture
+from ....runtime.structs import header
+from ..kernels import AttentionKernel
+from ..problem import KEY_MASK, ONE_TILE, Kind
+
+structs = header("attention/params.cuh")
+
+MAX_HEAD_DIM, MAX_HEAD_DIM_BIAS = 64, 32  # the sum of a bias gradient takes registers
+# Sequences that a block of the backward kernel takes at most, and the blocks that there are before
+# any takes two.
+MAX_SEQUENCES, MANY_BLOCKS = 16, 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashBwdShortSm80(AttentionKernel):
+    """The whole backward pass: a block belongs to a head and takes several sequences."""
+
+    source: ClassVar[str] = "attention/sm80/flash_bwd_short_sm80.cu"
+    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
+
+    dtype: str
+    head_dim: int
+    block: int
+    num_warps: int
+    arch: int
+    bias: int
+    smem_bytes: int
+
+    def grid(self, shape: structs.AttentionShape) -> int:
+        """Number of blocks, the same for every head."""
+        sequences = max(1, min(MAX_SEQUENCES, shape.batch * shape.heads_q // MANY_BLOCKS))
+        return -(-shape.batch // sequences) * shape.heads_q
+
+
+def supports(kind: Kind) -> bool:
+    """Whether `kernel` takes such a problem."""
+    features = kind.features
+    plain = not (features.softcap or features.alibi or features.dropout)
+    fits = kind.head_dim <= (MAX_HEAD_DIM_BIAS if features.bias else MAX_HEAD_DIM)
+    fits &= features.bias < KEY_MASK
+    return fits and plain and features.one_pass and architecture(kind.capability).copies >= 80
+
+
+def kernel(kind: Kind) -> FlashBwdShortSm80:
+    """The one kernel of the backward pass."""
+    bias, padded = kind.features.bias, 32 if kind.head_dim <= 32 else 64
+    num_warps = 4 if padded == 32 and not bias else 8
+    tile_bytes, pool_bytes = 2 * ONE_TILE * padded, 4 * ONE_TILE * ONE_TILE
+    bias_bytes = 4 * ONE_TILE * ONE_TILE if bias else 0
+    smem_bytes = 4 * tile_bytes + max(3 * tile_bytes, pool_bytes) + bias_bytes
+    arch = architecture(kind.capability).mma
+    return FlashBwdShortSm80(kind.dtype, padded, ONE_TILE, num_warps, arch, bias, smem_bytes)

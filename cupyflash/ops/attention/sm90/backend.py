@@ -1,0 +1,74 @@
+"""The functions of `Backend` for ``sm90``."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from ....runtime.config import KernelConfig
+from ....runtime.gpu import HALF, Capability, architecture
+from ..kernels import Tile, each_once
+from ..problem import KEY_MASK, SHORT, Access, Features, Kind
+from ..sm80.backend import BIASES
+from .backward import backward as backward
+from .backward import backward_candidates, backward_kernels, can_take_heads, variants
+from .common import NARROW_V, narrow_head_dim
+from .forward import FORWARD_TILES, forward_candidates, forward_kernel, forward_kernels
+from .forward import forward as forward
+from .launch import SEQUENCE_MAPS
+
+
+def supports(kind: Kind, access: Access, *, backward: bool) -> bool:
+    """Whether this backend computes such a problem; the pass does not matter to it."""
+    fits = kind.head_dim <= max(FORWARD_TILES) and not kind.features.wide_softcap
+    fits = fits and kind.dtype in HALF and architecture(kind.capability).wgmma
+    return fits and access >= Access.TENSOR_MAP
+
+
+def priority(kind: Kind, *, backward: bool) -> int:
+    """It comes before all others, except for the shortest sequences."""
+    return 3
+
+
+def pads(kind: Kind) -> bool:
+    """Whether a v of fewer columns than q and k is padded: not where there are kernels for it."""
+    return narrow_head_dim(kind.head_dim, kind.features) is None
+
+
+def candidates(kind: Kind, *, backward: bool) -> dict[Tile, KernelConfig]:
+    """The main kernel of a pass by the tiles that it may have, the built-in choice first."""
+    if backward:
+        return {tile: backward_kernels(kind, tile)[1] for tile in backward_candidates(kind)}
+    return {tile: forward_kernel(kind, tile) for tile in forward_candidates(kind)}
+
+
+def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
+    """Every kernel that a pass of such problems can launch, also where v has fewer columns."""
+    yield SEQUENCE_MAPS  # for packed sequences
+    narrow = [kind.features._replace(head_dim_v=columns) for _, columns in NARROW_V]
+    narrow = [x for x in narrow if narrow_head_dim(kind.head_dim, x)]
+    for features in (kind.features, *narrow):
+        of_width = kind._replace(features=features)
+        yield from _backward_kernels(of_width) if backward else forward_kernels(of_width)
+
+
+def _backward_kernels(kind: Kind) -> Iterator[KernelConfig]:
+    preprocess, main, *others = backward_kernels(kind)
+    yield from (preprocess, *variants(main), *others)
+    if can_take_heads(main):
+        yield dataclasses.replace(preprocess, clears=False)
+
+
+def configurations(capability: Capability) -> Iterator[KernelConfig]:
+    """Every kernel that this backend can launch on such a GPU, each once."""
+    if not architecture(capability).wgmma:
+        return
+    both = (False, True)
+    biases = [(kind, False) for kind in BIASES] + [(1, True), (KEY_MASK + 1, True)]
+    values = itertools.product(both, both, both, (0, len(SHORT)), biases, both)
+    features = [Features(*x, *bias[:1], dropout, *bias[1:]) for *x, bias, dropout in values]
+    features += [x._replace(fits_128=True) for x in features if x.bias_by_tma]
+    features.append(Features(few_keys=True))
+    yield from each_once(
+        kernels(Kind(*problem, capability), backward=x)
+        for *problem, x in itertools.product(HALF, FORWARD_TILES, features, both)
+    )

@@ -1,0 +1,233 @@
+"""The forward kernels of the backend ``sm90``: their tiles, configurations and pass."""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+from ....runtime.config import KernelConfig
+from ....runtime.gpu import Card
+from ....runtime.structs import header
+from .. import sharing
+from ..kernels import AttentionKernel, Tile
+from ..passes import Pass, forward_pass
+from ..problem import KEY_MASK, Features, Kind, Problem
+from .common import (
+    BIAS_BY_TMA,
+    WARPGROUP,
+    bias_kind,
+    narrow_head_dim,
+    shared_columns,
+)
+from .launch import PersistentLaunch, SplitLaunch
+
+structs = header("attention/params.cuh")
+
+# head dim: block_m, block_n, q_stages, kv_stages
+FORWARD_TILES = {
+    32: (192, 128, 2, 4),
+    64: (192, 128, 2, 3),
+    96: (192, 96, 2, 2),
+    128: (128, 128, 2, 2),
+    192: (128, 112, 1, 2),
+    256: (128, 80, 1, 2),
+}
+# Smaller ones for short sequences, where a large tile wastes much on a mask's diagonal or behind
+# the last query.
+FORWARD_TILES_LOW = {
+    32: (128, 128, 2, 4),
+    64: (128, 128, 2, 3),
+    96: (128, 128, 2, 2),
+    128: (128, 128, 2, 2),
+    192: (128, 96, 1, 2),
+    256: (128, 64, 1, 2),
+}
+# How short sequences must be for them (`Features.short`), with a mask, and without one where tiles
+# of 128 queries have less padding.
+SHORT_MASKED = {32: 1, 64: 2, 96: 1, 128: 3, 192: 2, 256: 3}
+SHORT_PLAIN = {32: 3, 64: 3, 96: 3, 128: 3, 192: 3, 256: 4}
+# Softcap, ALiBi and dropout need more registers than a third of the file, so they take the low
+# tiles; softcap or ALiBi alone leaves enough for a wider one.
+FORWARD_TILES_ONE = FORWARD_TILES_LOW | {192: (128, 112, 1, 2)}
+# A bias needs even more.
+FORWARD_TILES_BIAS = {
+    32: (128, 80, 2, 4),
+    64: (128, 112, 2, 3),
+    96: (128, 112, 2, 2),
+    128: (128, 96, 2, 2),
+    192: (128, 80, 1, 2),
+    256: (128, 64, 1, 2),
+}
+# ALiBi and dropout beside a bias need even more.
+FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
+# But not one that TMA loads, whose tiles have a place in shared memory: the low ones serve. Pair
+# biases of small heads are faster on 192 queries, unless these have more padding or a mask.
+FORWARD_TILES_TMA_BIAS = FORWARD_TILES_LOW | {32: (192, 96, 2, 3)}
+# One key tile for as few keys as the tokens of a text (77).
+FORWARD_TILES_FEW_KEYS = {64: (192, 80, 2, 3)}
+# The others that `python -m cupyflash tune` tries.
+FORWARD_CANDIDATES = {
+    32: ((128, 128, 2, 4), (128, 160, 2, 4), (192, 96, 2, 6), (192, 128, 2, 4), (192, 128, 2, 6)),
+    64: (
+        *((128, 128, 2, 2), (128, 128, 2, 3), (128, 160, 2, 2), (192, 80, 2, 3), (192, 96, 2, 3)),
+        *((192, 112, 2, 3), (192, 128, 1, 3), (192, 128, 2, 2), (192, 128, 2, 3)),
+    ),
+    96: ((128, 112, 2, 2), (128, 128, 2, 2), (128, 160, 2, 2), (192, 80, 2, 2), (192, 96, 2, 2)),
+    128: (
+        *((128, 80, 2, 3), (128, 96, 2, 2), (128, 96, 2, 3), (128, 112, 2, 2), (128, 128, 1, 2)),
+        *((128, 128, 2, 2), (128, 160, 1, 2), (192, 80, 1, 2), (192, 80, 1, 3)),
+    ),
+    192: ((128, 80, 1, 2), (128, 96, 1, 2), (128, 112, 1, 2)),
+    256: ((128, 64, 1, 2), (128, 80, 1, 2)),
+}
+
+
+# (head dim, that of v and out), as in the backward: the tile, and that of short masked sequences.
+FORWARD_TILES_NARROW_V = {(192, 128): ((128, 128, 1, 2), (128, 96, 2, 2))}
+
+COMBINE_ROWS = 4  # rows of a block of the kernel that combines, a warp each
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashFwdSm90(AttentionKernel):
+    """Forward: warpgroups of 64 rows each compute a tile, another one loads it.
+
+    Attributes:
+        head_dim_v: of v and out: ``head_dim``, or one of `NARROW_V`.
+    """
+
+    source: ClassVar[str] = "attention/sm90/flash_fwd_sm90.cu"
+    params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    q_stages: int
+    kv_stages: int
+    softcap: bool
+    alibi: bool
+    bias: int
+    dropout: bool
+    split: bool
+    smem_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.block_m // 64 + 1) * WARPGROUP
+
+    @property
+    def boxes(self) -> dict[str, int]:
+        """Rows of a box of each tensor map."""
+        return {"q": 64, "k": self.block_n, "v": self.block_n, "out": 64}
+
+    @property
+    def bias_box_rows(self) -> int:
+        """Rows of a box of the map of the bias: those of a warpgroup."""
+        return 64 if self.bias in BIAS_BY_TMA else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashFwdCombineSm90(AttentionKernel):
+    """Forward, where blocks have shared the keys of a tile: puts their results together."""
+
+    source: ClassVar[str] = "attention/sm90/flash_fwd_combine_sm90.cu"
+    params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
+
+    dtype: str
+    head_dim: int
+    rows: int
+    max_splits: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.rows * 32
+
+    def grid(self, shape: structs.AttentionShape) -> int:
+        """Number of blocks."""
+        return -(-shape.seqlen_q // self.rows) * shape.heads_q * shape.batch
+
+
+def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdSm90:
+    """The forward kernel, with the built-in tile unless another is given."""
+    dtype, _, features, _ = kind
+    padded, built_in = _built_in(kind)
+    block_m, block_n, q_stages, kv_stages = tile = tile or built_in
+    head_dim_v = features.head_dim_v or padded
+    bias = bias_kind(features)
+    switches = (features.softcap, features.alibi, bias, features.dropout)
+    columns_q, columns_v = shared_columns(padded), shared_columns(head_dim_v)
+    smem_bytes = q_stages * block_m * columns_q * 2
+    smem_bytes += kv_stages * block_n * (columns_q + columns_v) * 2
+    if bias in BIAS_BY_TMA:
+        stages = 2 if padded <= 64 else 1
+        smem_bytes += stages * block_m * shared_columns(block_n) * 2
+    return FlashFwdSm90(dtype, padded, head_dim_v, *tile, *switches, False, smem_bytes)
+
+
+def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90]:
+    """The kernel whose blocks share the keys of a tile, and the one that combines their results."""
+    combine = FlashFwdCombineSm90(main.dtype, main.head_dim_v, COMBINE_ROWS, sharing.MAX_SPLITS)
+    return dataclasses.replace(main, split=True), combine
+
+
+def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
+    """The launch of the forward pass, which shares out the keys where tiles are few."""
+    main, launch = forward_kernel(kind, tile), functools.partial(PersistentLaunch, card=card)
+    splits = sharing.num_splits(main, problem, card)
+    if splits > 1:
+        main, combine = split_kernels(main)
+        launch = functools.partial(SplitLaunch, card=card, splits=splits, combine=combine)
+    return forward_pass(problem, card, main, launch, even_end=problem.total_q is None)
+
+
+def forward_kernels(kind: Kind) -> tuple[KernelConfig, ...]:
+    """Every kernel that a forward pass can launch."""
+    main = forward_kernel(kind)
+    return (main, *split_kernels(main))
+
+
+def forward_candidates(kind: Kind) -> tuple[Tile, ...]:
+    """The tiles that `forward_kernel` takes, the built-in choice first."""
+    padded, built_in = _built_in(kind)
+    if kind.features.head_dim_v:
+        return (built_in, *FORWARD_TILES_NARROW_V[padded, kind.features.head_dim_v])
+    return (built_in, *FORWARD_CANDIDATES[padded])
+
+
+def _built_in(kind: Kind) -> tuple[int, Tile]:
+    """The head dim of the forward kernel, and the built-in tile."""
+    _, head_dim, features, _ = kind
+    narrow = narrow_head_dim(head_dim, features)
+    if narrow:
+        short = features.masked and features.short >= SHORT_MASKED[narrow]
+        return narrow, FORWARD_TILES_NARROW_V[narrow, features.head_dim_v][short]
+    padded = next(size for size in FORWARD_TILES if size >= head_dim)
+    return padded, _forward_tile(padded, features)
+
+
+def _forward_tile(padded: int, features: Features) -> Tile:
+    """The built-in choice for a head dim of `FORWARD_TILES`, with a v of as many columns."""
+    bias = bias_kind(features)
+    switches = (features.softcap, features.alibi, bias, features.dropout)
+    tile = FORWARD_TILES[padded]
+    plain = not any(switches) or switches == (False, False, KEY_MASK, False)
+    masked = features.masked and features.short >= SHORT_MASKED[padded]
+    fits = features.fits_128 and features.short >= SHORT_PLAIN[padded]
+    if not plain:
+        several = features.dropout or (features.softcap and features.alibi)
+        tile = (FORWARD_TILES_LOW if several else FORWARD_TILES_ONE)[padded]
+    elif masked or fits:
+        tile = FORWARD_TILES_LOW[padded]
+    if features.few_keys and not any(switches):
+        tile = FORWARD_TILES_FEW_KEYS.get(padded, tile)
+    if bias in BIAS_BY_TMA:
+        low = features.masked or features.fits_128
+        tile = (FORWARD_TILES_LOW if low else FORWARD_TILES_TMA_BIAS)[padded]
+    elif bias not in (0, KEY_MASK):  # a key mask alone takes few registers
+        tile = FORWARD_TILES_BIAS[padded]
+        if features.alibi and features.dropout:
+            tile = FORWARD_TILES_SEVERAL.get(padded, tile)
+    return tile

@@ -1,0 +1,217 @@
+"""The launch of a kernel of the backend ``sm90``: a block for each multiprocessor.
+
+Its argument begins with tensor maps and ends with that of a bias; between them is the address of a
+counter of tiles. Where sequences have lengths of their own, a small kernel runs before it. Blocks
+that share the keys of a tile are followed by a kernel that combines what they have found.
+"""
+
+import ctypes
+import dataclasses
+import math
+import operator
+import struct
+from typing import Any, ClassVar
+
+from ....runtime.config import ITEM_SIZE, KernelConfig
+from ....runtime.gpu import Card
+from ....runtime.launch import Launch, call_fields
+from ....runtime.scratch import NULL, tile_counters
+from ....runtime.structs import header
+from ....runtime.tensor_map import BOX_COLUMNS, TensorMaps, TensorMapSpec
+from .. import sharing
+from ..kernels import AttentionKernel
+from ..passes import AttentionLaunch
+from ..problem import Problem
+from .common import shared_columns
+
+structs = header("attention/params.cuh")
+
+pack_two = struct.Struct("2Q").pack
+pack_four = struct.Struct("4Q").pack
+NO_SEQUENCES = pack_two(0, 0)
+NO_MAP = bytes(ctypes.sizeof(structs.TensorMap))
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceMapsSm90(AttentionKernel):
+    """A tensor map for each packed sequence, before the forward and the backward kernels."""
+
+    source: ClassVar[str] = "attention/sm90/sequence_maps_sm90.cu"
+    params: ClassVar[type[structs.SequenceMapsParams]] = structs.SequenceMapsParams
+
+    num_maps: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.num_maps * 32
+
+    def grid(self, shape: structs.AttentionShape) -> int:
+        """Number of blocks."""
+        return shape.batch
+
+
+SEQUENCE_MAPS = SequenceMapsSm90(num_maps=4)
+
+
+class PersistentLaunch(AttentionLaunch):
+    """Tensor maps in front of the pointers, usually at hand; a block for each multiprocessor.
+
+    Args:
+        splits: blocks that share the keys of a tile.
+    """
+
+    def __init__(
+        self,
+        config: KernelConfig,
+        problem: Problem,
+        params: ctypes.Structure,
+        card: Card,
+        splits: int = 1,
+    ) -> None:
+        tiles = num_tiles(config, problem, params.shape.group_shares) * splits
+        blocks = min(tiles, card.multiprocessors)
+        Launch.__init__(self, config, problem.device, blocks, params)
+        names = call_fields(params)
+        self.mapped = operator.itemgetter(*(names.index(name) for name in config.boxes))
+        columns = min(BOX_COLUMNS, shared_columns(config.head_dim))
+        self.maps = TensorMaps(
+            [
+                tensor_map(problem, name, getattr(params, f"{name}_strides"), rows, columns)
+                for name, rows in config.boxes.items()
+            ],
+            problem.device,
+        )
+        self.bias_maps = None
+        if config.bias_box_rows:
+            self.bias_maps = TensorMaps([bias_map(problem, config.bias_box_rows)], problem.device)
+        # Null where every block has one tile, as those that share its keys do.
+        self.counters = tile_counters(problem.device) if tiles > blocks else _no_counter
+        self.end = _after_counter(config.params, num_splits=1)
+        self.sequences = None
+        if problem.has_own_lengths:
+            self.sequences = OwnLengths(config, problem, params)
+            self.workspace_size = self.sequences.workspace_size
+
+    def argument(
+        self, *pointers: int, stream: Any = None, workspace: int = 0, bias: int = 0
+    ) -> bytes:
+        """The argument, after the launch of the kernel that makes the maps of sequences, if any."""
+        maps = self.maps[self.mapped(pointers)]
+        base = self.pack(*pointers) + self.tail
+        packed = NO_SEQUENCES
+        if self.sequences:
+            packed = self.sequences(stream, maps, pointers, workspace)
+        bias_map = NO_MAP if self.bias_maps is None else self.bias_maps[(bias,)]
+        return maps + base + packed + self.rest(stream, workspace) + bias_map
+
+    def rest(self, stream: Any, workspace: int) -> bytes:
+        """``tile_counter`` and what follows it in the argument, up to the map of the bias."""
+        return self.counters(stream) + self.end
+
+
+class OwnLengths:
+    """The kernel before a persistent one: a tensor map for each sequence, and the list of tiles."""
+
+    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
+        self.launch = AttentionLaunch(SEQUENCE_MAPS, problem, params)
+        names = call_fields(params)
+        lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+        self.lengths = operator.itemgetter(*map(names.index, lengths))
+        self.maps_size = len(config.boxes) * problem.shape.batch * ctypes.sizeof(structs.TensorMap)
+        max_tiles = sharing.tiles_of_head(config, problem)
+        list_size = (1 + max_tiles) * ctypes.sizeof(structs.PackedTile)
+        self.workspace_size = (self.maps_size + list_size) // 4
+        rest = structs.SequenceMapsParams(
+            shape=params.shape,
+            max_tiles=max_tiles,
+            tile_rows=config.tile_rows,
+            tiles_of_keys=config.tiles_of == "k",
+        )
+        self.rest = bytes(rest)[structs.SequenceMapsParams.shape.offset :]
+
+    def __call__(self, stream: Any, maps: bytes, pointers: tuple, workspace: int) -> bytes:
+        """The pointers ``sequence_maps`` and ``packed_tiles`` for the kernel that follows."""
+        made = pack_two(workspace, workspace + self.maps_size)
+        self.launch.start(stream, maps + pack_four(*self.lengths(pointers)) + made + self.rest)
+        return made
+
+
+class SplitLaunch(PersistentLaunch):
+    """A forward whose tiles are too few for the multiprocessors: ``splits`` blocks share each."""
+
+    def __init__(
+        self,
+        config: KernelConfig,
+        problem: Problem,
+        params: ctypes.Structure,
+        card: Card,
+        splits: int,
+        combine: KernelConfig,
+    ) -> None:
+        super().__init__(config, problem, params, card, splits)
+        self.combine = AttentionLaunch(combine, problem, params)
+        rows = math.prod(problem.lse_shape)
+        self.out_offset = -(-4 * self.workspace_size // 16) * 16
+        self.sums_offset = self.out_offset + 4 * splits * rows * config.head_dim_v
+        self.workspace_size = self.sums_offset // 4 + 2 * splits * rows
+        self.end = _after_counter(config.params, partial_rows=rows, num_splits=splits)
+        self.end = self.end[len(NO_SEQUENCES) :]
+
+    def rest(self, stream: Any, workspace: int) -> bytes:
+        """No counter: every block has one tile. Then the two places for partial results."""
+        partial = pack_two(workspace + self.out_offset, workspace + self.sums_offset)
+        return NULL + partial + self.end
+
+    def start(self, stream: Any, params: bytes) -> None:
+        super().start(stream, params)
+        self.combine.start(stream, params)
+
+
+def num_tiles(config: KernelConfig, problem: Problem, shares: int) -> int:
+    """Tiles of a kernel; where a block takes whole heads, each head (or share) of a sequence."""
+    if getattr(config, "whole_heads", False):
+        return problem.shape.heads_kv * shares * problem.shape.batch
+    return sharing.num_tiles(config, problem, shares)
+
+
+def _after_counter(params: type[ctypes.Structure], **values: int) -> bytes:
+    """Between ``tile_counter`` and the map of the bias; backward kernels have nothing there."""
+    names = [name for name, _ in params._fields_]
+    argument = params(**{name: value for name, value in values.items() if name in names})
+    return bytes(argument)[params.tile_counter.offset + len(NULL) : params.bias_map.offset]
+
+
+def _no_counter(stream: Any) -> bytes:
+    return NULL
+
+
+def tensor_map(
+    problem: Problem,
+    name: str,
+    strides: structs.Strides,
+    box_rows: int,
+    columns: int = BOX_COLUMNS,
+) -> TensorMapSpec:
+    """The map of a tensor of a problem whose access allows it; packed, a batch of one."""
+    batch, rows, heads = sizes = problem.sizes(name)
+    # The stride of an axis with one index does not matter, nor any of a tensor without elements
+    # (`Problem.access` does not look at them), but they must be valid: that of a row.
+    head_dim = problem.head_dims[name not in ("q", "k")]
+    steps = (n if size > 1 and rows else head_dim for size, n in zip(sizes, strides))
+    batch_step, row_step, head_step = (step * ITEM_SIZE[problem.dtype] for step in steps)
+    # No dimension may be empty; of an empty tensor nothing is loaded.
+    dims = (head_dim, max(1, rows), heads, batch)
+    return TensorMapSpec(problem.dtype, dims, (row_step, head_step, batch_step), box_rows, columns)
+
+
+def bias_map(problem: Problem, box_rows: int) -> TensorMapSpec:
+    """The map of the bias, of length 1 in the axes that it is broadcast on."""
+    shape, item = problem.shape, ITEM_SIZE[problem.dtype]
+    batch_step, head_step, row_step, _ = (step * item for step in problem.bias_strides)
+    heads = shape.heads_q if head_step else 1
+    batch = shape.batch if batch_step else 1
+    dims = (max(1, shape.seqlen_k), shape.seqlen_q, heads, batch)  # none may be empty
+    # The stride of an axis with one index does not matter, but it must be valid.
+    strides = (row_step, head_step or row_step, batch_step or row_step)
+    return TensorMapSpec(problem.dtype, dims, strides, box_rows)

@@ -1,0 +1,103 @@
+"""Calls with torch tensors: autocast, gradients, and the operators where torch must see a call."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime.array import compiling
+from ...runtime.lookup import library_of
+from ...runtime.torch_calls import readable, refuse_batched
+from . import dispatch
+from .dispatch import BACKWARD_TENSORS, TENSORS
+from .options import BIAS, SINKS, Gradients
+
+LIBRARY = library_of(torch.empty(0))
+
+
+class Forward:
+    """`dispatch.forward` with a gradient."""
+
+    @staticmethod
+    def traced(function: str, arrays: tuple, options: tuple[tuple, bool]) -> tuple[Tensor, Tensor]:
+        """(out, lse) by the operator, for torch.compile, dispatch modes and tensor subclasses."""
+        from . import torch_ops
+
+        prepare = dispatch.with_seed if compiling() else dispatch.prepared
+        arrays = _autocast(prepare(function, LIBRARY, TENSORS, arrays, options[0]))
+        return torch_ops.attention(function, arrays, options[0])
+
+    @staticmethod
+    def called(
+        function: str, arrays: tuple, options: tuple[tuple, bool]
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, lse), recorded for the backward pass where a tensor requires a gradient."""
+        arrays = dispatch.prepared(function, LIBRARY, TENSORS, arrays, options[0])
+        if LIBRARY.is_autocast():
+            arrays = _autocast(arrays)
+            if not LIBRARY.wants_gradient(*arrays):
+                return dispatch.forward(function, LIBRARY, arrays, options)
+        q, k, v, *extras = arrays
+        learned = (extras[BIAS], extras[SINKS]) if extras else (None, None)
+        return Attention.apply(q, k, v, *learned, function, extras, options[0])
+
+
+class Backward:
+    """`dispatch.backward`, whose own derivative is an error."""
+
+    @staticmethod
+    def traced(function: str, arrays: tuple, options: tuple[tuple, bool]) -> Gradients:
+        """The gradients by the operator."""
+        from . import torch_ops
+
+        if not compiling():
+            arrays = dispatch.prepared(function, LIBRARY, BACKWARD_TENSORS, arrays, options[0])
+        return torch_ops.attention_backward(function, arrays, *options)
+
+
+class Attention(torch.autograd.Function):
+    """(out, lse) of `dispatch.forward`; either may have a gradient.
+
+    Bias and sinks are arguments of their own, as only those of the extras have gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q, k, v, bias, sinks, function, extras, options):  # noqa: ANN001, ANN205
+        out, lse = dispatch.forward(function, LIBRARY, (q, k, v, *extras), (options, True))
+        if out._is_view():  # columns of a wider array: torch would refuse out.mul_(x)
+            out = out.detach()
+        ctx.save_for_backward(q, k, v, out, lse, *extras)
+        ctx.function, ctx.options = function, options
+        ctx.set_materialize_grads(False)  # a dlse of zeros would be read for nothing
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout, dlse):  # noqa: ANN001, ANN205
+        refuse_batched(dout, dlse)
+        q, k, v, out, lse, *extras = ctx.saved_tensors
+        arrays = (readable(dout, out), q, k, v, out, lse, dlse, *extras)
+        options = (ctx.options, ctx.needs_input_grad[3])
+        if torch.is_grad_enabled():  # create_graph=True: not as if the gradients were constants
+            return *Backward.traced(ctx.function, arrays, options), None, None, None
+        return *dispatch.backward(ctx.function, LIBRARY, arrays, options), None, None, None
+
+
+def _autocast(arrays: tuple) -> tuple[Tensor | None, ...]:
+    """The arrays of a forward, cast under autocast as torch's own attention casts them.
+
+    A float32 bias and float32 sinks stay what they are: the kernels read them as they lie.
+    """
+    device = arrays[0].device.type
+    if arrays[0].is_meta or not torch.is_autocast_enabled(device):
+        return arrays
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+    def cast_extra(place: int, x: Tensor | None) -> Tensor | None:
+        keeps = x is None or place not in (BIAS, SINKS) or x.dtype == torch.float32
+        return x if keeps else cast(x)
+
+    q, k, v, *extras = arrays
+    return cast(q), cast(k), cast(v), *(cast_extra(*x) for x in enumerate(extras))

@@ -1,0 +1,127 @@
+"""The projections in plain NumPy: the oracle of the tests, and the path of arrays on the CPU.
+
+Everything is computed in float64 for float64 arrays, else in float32. Nothing is checked here.
+`project` takes a function that rounds what each separate operation of a framework would write to
+memory; without it nothing but the result is rounded.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy
+
+from ...runtime.array import Array, compute_dtype
+from ..norm.reference import ACTIVATIONS, norm
+
+
+class Arrays(NamedTuple):
+    """The arrays of a projection, or with a down_weight those of an MLP, which is two projections.
+
+    See `cupyflash.linear`, `cupyflash.mlp` and `cupyflash.qkv_projection`. ``weight``, ``bias`` and
+    the norm are those of the first projection; ``residual`` is added to the last.
+    """
+
+    x: Array
+    weight: Array
+    gate_weight: Array | None = None
+    bias: Array | None = None
+    gate_bias: Array | None = None
+    residual: Array | None = None
+    norm_weight: Array | None = None
+    norm_bias: Array | None = None
+    cos: Array | None = None
+    sin: Array | None = None
+    positions: Array | None = None
+    down_weight: Array | None = None
+    down_bias: Array | None = None
+
+    def first(self) -> "Arrays":
+        """The arrays of the first projection of an MLP."""
+        return self._replace(residual=None, down_weight=None, down_bias=None)
+
+    def second(self, hidden: Array) -> "Arrays":
+        """The arrays of the second, after which no activation follows."""
+        return Arrays(hidden, self.down_weight, bias=self.down_bias, residual=self.residual)
+
+
+class Options(NamedTuple):
+    """The options of a projection.
+
+    Attributes:
+        eps, rms: of the norm.
+        interleaved: whether pairs of the rotary embedding are neighbours.
+        heads: of q, and of k; both 0 where there are none.
+    """
+
+    activation: str = "none"
+    eps: float = 1e-5
+    rms: bool = False
+    interleaved: bool = False
+    heads: tuple[int, int] = (0, 0)
+
+
+Round = Callable[[Array], Array]
+
+
+def project(arrays: Arrays, options: Options, rounded: Round = lambda y: y) -> Array:
+    """activation(norm(x) weight^T + bias), gated or rotated, + residual; in the dtype of x."""
+    if arrays.down_weight is not None:
+        hidden = project(arrays.first(), options, rounded)
+        return project(arrays.second(hidden), Options(), rounded)
+    wide = compute_dtype(arrays.x)
+    x = arrays.x.astype(wide)
+    if arrays.norm_weight is not None:
+        x = norm(options.rms, x, arrays.norm_weight, arrays.norm_bias, options.eps)[0]
+        x = rounded(x)
+    out = rounded(_product(x, arrays.weight, arrays.bias))
+    activate = ACTIVATIONS[options.activation][0]
+    if arrays.gate_weight is not None:
+        gate = rounded(_product(x, arrays.gate_weight, arrays.gate_bias))
+        out = rounded(rounded(activate(gate)) * out)
+    elif options.activation != "none":
+        out = rounded(activate(out))
+    if arrays.cos is not None:
+        out = rotated(out, arrays, options, rounded)
+    if arrays.residual is not None:
+        out = rounded(out + arrays.residual.astype(wide))
+    return out.astype(arrays.x.dtype)
+
+
+def _product(x: Array, weight: Array, bias: Array | None) -> Array:
+    out = x @ weight.astype(x.dtype).T
+    return out if bias is None else out + bias.astype(x.dtype)
+
+
+def rotated(out: Array, arrays: Arrays, options: Options, rounded: Round = lambda y: y) -> Array:
+    """out with the heads of q and k rotated, in the dtype of the computation."""
+    out = out.astype(compute_dtype(out), copy=False)
+    heads = sum(options.heads)
+    count = heads + options.heads[1]
+    split = out.reshape(*out.shape[:-1], count, out.shape[-1] // count)
+    angles = arrays.cos, arrays.sin, arrays.positions
+    q_and_k = rotate(split[..., :heads, :], *angles, options.interleaved, rounded)
+    return numpy.concatenate([q_and_k, split[..., heads:, :]], -2).reshape(out.shape)
+
+
+def rotate(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None,
+    interleaved: bool,
+    rounded: Round = lambda y: y,
+) -> Array:
+    """x (..., seqlen, heads, head_dim) rotated by the angles of its positions (..., seqlen)."""
+    if positions is None:
+        positions = numpy.broadcast_to(numpy.arange(x.shape[-3]), x.shape[:-2])
+    cos, sin = (y.astype(x.dtype)[positions][..., None, :] for y in (cos, sin))
+    half = cos.shape[-1]
+    if interleaved:
+        places = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        places = slice(0, half), slice(half, 2 * half)
+    first, second = (x[..., place] for place in places)
+    result = x.copy()
+    result[..., places[0]] = rounded(rounded(first * cos) - rounded(second * sin))
+    result[..., places[1]] = rounded(rounded(second * cos) + rounded(first * sin))
+    return result
