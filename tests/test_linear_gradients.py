@@ -241,7 +241,7 @@ def test_compiled_calls_that_are_refused(target):
     }
     for match, call in wrong.items():
         torch.compiler.reset()
-        for function in (call, torch.compile(call, backend="aot_eager")):
+        for function in (call, torch.compile(call, backend="eager", fullgraph=True)):
             with pytest.raises(Exception, match=match):
                 function()
 
