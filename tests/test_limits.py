@@ -15,17 +15,9 @@ PYTHON, CUDA, FUNCTION, PAGE = 300, 350, 60, 150
 ELSEWHERE = re.compile(r"(?<![\w.$])(?:/(?:work|tmp|home|root)/|\.\./shared|\.probe/)")
 
 LONG_FILES = {
-    "cuda_src/attention/flash_bwd_simt.cu",
-    "cuda_src/attention/fwd_consumer_sm90.cuh",
     "cupyflash/ops/attention/checks.py",
-    "cupyflash/ops/attention/dispatch.py",
-    "cupyflash/ops/attention/flash_attn.py",
     "cupyflash/ops/attention/problem.py",
     "cupyflash/ops/attention/sm90/backward.py",
-    "cupyflash/integrations/transformers_mask.py",
-    "cupyflash/ops/linear/kernels.py",
-    "cupyflash/models/policy_sampling.py",
-    "cupyflash/ops/norm/kernels.py",
     "cupyflash/runtime/torch_library.py",
     "cupyflash/testing/attention.py",
     "cupyflash/testing/operations.py",
