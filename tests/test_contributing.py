@@ -106,7 +106,7 @@ def test_the_files_that_the_pages_name_exist(tree):
 def folders_of(block):
     """Paths of folders, braces expanded, that lines of a tree begin with."""
     for line in block.splitlines():
-        above, _, names = line.split("   ")[0].rstrip("/").partition("{")
+        above, _, names = line.split("  ")[0].rstrip("/").partition("{")
         yield from (f"{above}{name}" for name in names.rstrip("}").split(","))
 
 
