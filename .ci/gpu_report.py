@@ -54,10 +54,11 @@ def test_files() -> dict[str, str]:
     """SHA-256 of every test file with the modules that it names, by its path."""
     texts = module_texts()
     digests = {}
-    for name in sorted(texts):
-        if name.startswith("test_"):
+    for path in sorted(files()):
+        name = module_of(path)
+        if path.startswith("tests/") and name.startswith("test_"):
             text = "\0".join(texts[x] for x in sorted(used(name, texts)))
-            digests[f"tests/{name}.py"] = hashlib.sha256(text.encode()).hexdigest()
+            digests[path] = hashlib.sha256(text.encode()).hexdigest()
     return digests
 
 
@@ -72,7 +73,7 @@ def used(name: str, texts: dict[str, str], pattern: re.Pattern[str] = NAMED) -> 
 
 
 def module_texts() -> dict[str, str]:
-    """The text of every module in `tests`; a folder is one."""
+    """The text of every module in `tests`; a folder is one, but for its test files."""
     texts: dict[str, str] = {}
     for path in sorted(files()):
         if path.startswith("tests/"):
@@ -82,8 +83,10 @@ def module_texts() -> dict[str, str]:
 
 
 def module_of(path: str) -> str:
-    """Of a file below `tests`: "tests/emulator/cuda.h" is in "emulator"."""
-    return Path(path).parts[1].partition(".")[0]
+    """The module of a file below `tests`: "tests/emulator/cuda.h" is in "emulator"."""
+    _, first, *below = Path(path).parts
+    is_test = below and below[-1].startswith("test_") and path.endswith(".py")
+    return Path(path).stem if is_test else first.partition(".")[0]
 
 
 def files() -> Iterator[str]:

@@ -29,6 +29,20 @@ MOST_WORKERS = 16  # each has torch in memory, and more have no tests left
 GPU_REPORT_SCRIPT = Path(__file__).resolve().parent.parent / ".ci" / "gpu_report.py"
 
 
+# Benchmarks need torch and rich.
+collect_ignore_glob = (
+    [] if all(map(importlib.util.find_spec, ("torch", "rich"))) else ["bench/test_*.py"]
+)
+
+
+@pytest.fixture
+def benchmarks(monkeypatch, tmp_path):
+    """Runs small benchmarks on the CPU; see bench/small_benchmarks.py."""
+    from small_benchmarks import Benchmarks
+
+    return Benchmarks(monkeypatch, tmp_path)
+
+
 @pytest.fixture
 def target(request):
     """The target of the test, its backend forced."""
@@ -178,7 +192,7 @@ class GpuReport:
         self.results = {
             file: {"digest": digest, **new, "failed": []}
             for file, digest in self.script.test_files().items()
-            if not names or file.removeprefix("tests/") in names
+            if not names or Path(file).name in names
         }
         self.sanitizer: dict[str, str] = {}
         self.unfinished: dict[str, set[str]] = {}  # the tests of a file that have not ended

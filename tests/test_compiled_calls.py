@@ -72,7 +72,6 @@ def test_traced_again_after_cupy_is_imported(order):
 
 # These are not called by code that torch.compile traces.
 READ_SYS_MODULES = {
-    "__init__.py",
     "integrations/transformers_models.py",
     "jit/compiler.py",
     "runtime/loaded.py",
