@@ -1,4 +1,5 @@
-// Normal numbers from random words; `normal` in cupyflash/ops/diffusion/reference.py computes the same.
+// Normal numbers from random words; `normal` in cupyflash/ops/diffusion/reference.py computes the
+// same.
 #pragma once
 #include "../ptx/math.cuh"
 
