@@ -86,7 +86,7 @@ def _draw(results: dict[str, Any], lines: list[list[Panel]], what: str, path: Pa
 
 
 def headline(rows: list[Row], what: str) -> str:
-    """What the picture shows in one line."""
+    """One line that says what the picture shows."""
     best, ratios = best_rows(rows), []
     for row in rows:
         peer = best[cell(row)]

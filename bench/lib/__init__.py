@@ -1,1 +1,1 @@
-"""What the benchmarks share: clock, checks, providers, results, tables, pictures."""
+"""All benchmarks share these: checks, providers, results, tables and pictures."""

@@ -1,4 +1,4 @@
-"""What all pictures share: a figure that reads on white and on black pages, colours, names."""
+"""All pictures share these: a figure that reads on white and on black pages, colours, names."""
 
 import contextlib
 from collections.abc import Iterator

@@ -122,8 +122,8 @@ def backward(
         )
         problem = dataclasses.replace(problem, aligned=key[-1])
         views = {name: library.view(x) for name, x in {"q": q, "k": k, "v": v}.items()}
-        asked = (Options(*options), deterministic, bias_grad)
-        plan = plans.add(key, _backward_plan(function, problem, library, views, *asked))
+        wanted = (Options(*options), deterministic, bias_grad)
+        plan = plans.add(key, _backward_plan(function, problem, library, views, *wanted))
     if type(plan) is Padding:
         dout, q, k, v, out = plan.widen(library, dout, q, k, v, out)
         arrays = (dout, q, k, v, out, lse, dlse, *arrays[7:])

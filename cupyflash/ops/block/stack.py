@@ -177,7 +177,7 @@ def run_block(
     if library.on_cpu(weights.ln1_weight):
         return run(function, library, arrays, (make(), ONE_BLOCK))
     try:
-        if library.followed(*weights) and library.what_follows(*weights):
+        if is_followed(library, weights):
             make()
             require_plain(function, library, weights)
         pointers = tuple(map(library.pointer, weights))
