@@ -42,7 +42,6 @@ def hopper(card: Card = HOPPER) -> Iterator[None]:
         change(library, "device", lambda self, x: 0)
         change(library, "stream", lambda self, device: torch_library.raw_stream(0))
         change(cupy.cuda, "Device", _device(card))
-        change(cupy.cuda, "Memory", lambda size: types.SimpleNamespace(ptr=0))
         change(cupy.cuda.runtime, "getDevice", lambda: 0)
         change(cupy.cuda.runtime, "setDevice", lambda device: None)
         change(cupy.cuda.runtime, "memsetAsync", lambda *arguments: None)
