@@ -261,7 +261,8 @@ def libcuda(monkeypatch):
 
 @pytest.fixture
 def devices(monkeypatch):
-    """The devices that were made current; stands in for CuPy."""
+    """The devices that were made current; stands in for CuPy. They have no dependent launches."""
+    monkeypatch.setattr(kernel_launch, "capability_of", lambda device: (8, 0))
     return fake_cupy(monkeypatch).made_current
 
 
@@ -329,7 +330,7 @@ def test_map_of_the_bias_is_the_last(libcuda, devices, monkeypatch):
     monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
     monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: bytes(8))
     call = biased(view(2, 1, 40, 72))
-    forward, split, combine = forward_kernels(call.kind((9, 0)))
+    forward, split, combine, *_ = forward_kernels(call.kind((9, 0)))
     backward = backward_kernels(call.kind((9, 0)))[1]
     for config, splits, params, argument, box_rows in (
         (forward, 1, structs.FlashFwdParams, structs.FlashFwdSm90Params, 64),
@@ -355,7 +356,7 @@ def test_map_of_the_bias_is_the_last(libcuda, devices, monkeypatch):
 
 
 def test_keys_are_shared_out_where_tiles_are_few(libcuda, devices, monkeypatch):
-    """(queries, keys, heads), (blocks, splits) on 132 multiprocessors; a tile is 128 queries."""
+    """(queries, keys, heads), (queries of a tile, blocks, splits) on 132 multiprocessors."""
     launched = []
     monkeypatch.setattr(
         kernel_launch.jit,
@@ -366,12 +367,12 @@ def test_keys_are_shared_out_where_tiles_are_few(libcuda, devices, monkeypatch):
     )
     monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: bytes(8))
     for lengths, expected in {
-        (1, 2048, 4): (4 * 8, 8),  # no fewer than 256 keys each
-        (200, 2**17, 4): (8 * 16, 16),
-        (1, 2**17, 1): (32, 32),  # no more than a warp has lanes
-        (4096, 4096, 4): (128, 1),
-        (1, 511, 1): (1, 1),
-        (1, 0, 1): (1, 1),
+        (1, 2048, 4): (64, 4 * 16, 16),  # a tile of 128 keys each
+        (200, 2**17, 4): (128, 2 * 4 * 16, 16),
+        (1, 2**17, 1): (64, 32, 32),  # no more than a warp has lanes
+        (2048, 2048, 4): (64, 32 * 4, 1),
+        (1, 511, 1): (64, 1, 1),
+        (1, 0, 1): (128, 1, 1),
     }.items():
         queries, keys, heads = lengths
         call = problem(view(1, queries, heads, 128), view(1, keys, heads, 128))
@@ -380,13 +381,15 @@ def test_keys_are_shared_out_where_tiles_are_few(libcuda, devices, monkeypatch):
         (made,) = forward(call, kind, HOPPER).launches
         launched.clear()
         made.start(None, made.argument(*range(16, 29), workspace=2**20))
-        blocks, splits = expected
+        block_m, blocks, splits = expected
         assert launched[0][1] == (blocks,) and len(launched) == (1 if splits == 1 else 2)
         params = structs.FlashFwdSm90Params.from_buffer_copy(launched[0][2].tobytes())
-        assert params.num_splits == splits and launched[0][0].split == (splits > 1)
+        main = launched[0][0]
+        assert (main.block_m, main.split, params.num_splits) == (block_m, splits > 1, splits)
         if splits > 1:
             rows = queries * heads
-            assert launched[1][0] == forward_kernels(kind)[2] and launched[1][2] == launched[0][2]
+            assert launched[1][2] == launched[0][2]
+            assert launched[1][0] == forward_kernels(kind)[2]
             assert params.partial_rows == rows and not params.tile_counter
             assert params.partial_out == 2**20
             assert params.partial_sums == 2**20 + 4 * splits * rows * 128

@@ -6,14 +6,18 @@
 //   out = sum_s weight_s / total out_s      lse = max / log2(e) + log total
 // A sink is one more term of the total. A block computes ROWS rows of one head, a warp each. Blocks
 // and warps share nothing. Source: Flash-Decoding, pytorch.org/blog/flash-decoding.
+#include "../../ptx/dependent_launch.cuh"
 #include "../../ptx/math.cuh"
 #include "../block_info.cuh"
 #include "../tile_order.cuh"
+
+constexpr int BATCH = 4;  // splits whose outputs are on their way at the same time
 
 template <typename T, int HEAD_DIM, int ROWS, int MAX_SPLITS>
 __global__ void __launch_bounds__(ROWS * 32)
     flash_fwd_combine_sm90(const __grid_constant__ FlashFwdSm90Params params) {
   static_assert(MAX_SPLITS == 32, "one lane a split");
+  wait_for_previous_kernel();
   const FlashFwdParams& base = params.base;
   const AttentionShape& shape = base.shape;
   const Tile tile =
@@ -44,20 +48,36 @@ __global__ void __launch_bounds__(ROWS * 32)
     base.lse[lse_row] = empty ? -INF : __fadd_rn(offset, log2_of_sum(total)) * LN2;
   }
 
-  // ---- their sum, two columns a lane of every 64 ----
+  // ---- their sum, two columns a lane of every 64; the loads of a batch wait together ----
   constexpr int PAIRS = ceil_div(HEAD_DIM, 64);
   float2 sum[PAIRS] = {};
-  for (int split = 0; split < params.num_splits; ++split) {
-    const float share = __shfl_sync(~0u, weight, split) * inverse;
-    if (share == 0.f) continue;  // a split without keys has written no output
-    const float* part = params.partial_out + (split * params.partial_rows + lse_row) * HEAD_DIM;
+#pragma unroll 1
+  for (int first = 0; first < params.num_splits; first += BATCH) {
+    float2 part[BATCH][PAIRS] = {};
+    float share[BATCH];
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-      const int column = i * 64 + lane * 2;
-      if (column >= HEAD_DIM) continue;
-      const float2 x = *reinterpret_cast<const float2*>(part + column);
-      sum[i].x += share * x.x;
-      sum[i].y += share * x.y;
+    for (int j = 0; j < BATCH; ++j) {
+      const int split = first + j;
+      share[j] = __shfl_sync(~0u, weight, split % 32) * inverse;
+      // A split without keys has written no output.
+      if (split >= params.num_splits || share[j] == 0.f) continue;
+      const float* row_of_split =
+          params.partial_out + (split * params.partial_rows + lse_row) * HEAD_DIM;
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) {
+        const int column = i * 64 + lane * 2;
+        if (column < HEAD_DIM) {
+          part[j][i] = *reinterpret_cast<const float2*>(row_of_split + column);
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) {
+        sum[i].x += share[j] * part[j][i].x;
+        sum[i].y += share[j] * part[j][i].y;
+      }
     }
   }
   T* out = static_cast<T*>(base.out) +

@@ -56,6 +56,7 @@
 //
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions" and "Tensor copy".
+#include "../../ptx/dependent_launch.cuh"
 #include "fwd_consumer.cuh"
 
 // Starts a tile with O = 0, and its softmax with the scores of its first key tile, which are in s.
@@ -105,18 +106,19 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
       FwdLayout<HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES, Options::BIAS>;
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
   constexpr int GROUPS = Layout::GROUPS;
-  constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32;
-  constexpr int CONSUMER_REGISTERS = GROUPS == 2 ? 232 : 160;
-  static_assert(GROUPS == 2 || GROUPS == 3, "the register split is made for two or three");
+  constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40;
+  constexpr int CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
+  static_assert(GROUPS <= 3, "the register split is made for one to three");
 
   extern __shared__ __align__(1024) unsigned char smem[];
   const uint32_t smem_q = smem_address(smem);
   __shared__ FwdShared<Layout> shared;
   if (threadIdx.x == 0) shared.init();
-  __syncthreads();  // the barriers are initialised
+  if constexpr (SPLIT) launch_next_kernel();  // its blocks wait where this one leaves room
+  __syncthreads();                            // the barriers are initialised
 
   if (warpgroup_index() == 0) {
-    dealloc_registers<PRODUCER_REGISTERS>();
+    if constexpr (GROUPS > 1) dealloc_registers<PRODUCER_REGISTERS>();
     const int warp = warp_in_warpgroup();
     if (!elect_one()) return;
     if constexpr (Layout::HAS_BIAS) {
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   }
 
   // ---- consumers ----
-  alloc_registers<CONSUMER_REGISTERS>();
+  if constexpr (GROUPS > 1) alloc_registers<CONSUMER_REGISTERS>();
   FwdConsumer<Options, Layout, SPLIT> consumer(params, shared, smem_q);
   RowState state;
   float acc_o[HEAD_DIM_V / 8][4];

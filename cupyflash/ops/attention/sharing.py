@@ -9,7 +9,6 @@ from ...runtime.gpu import Card
 from .problem import Problem
 
 MAX_SPLITS = 32  # blocks that share a tile: a lane each in the kernel that combines
-MIN_SPLIT_KEYS = 256  # the least of a block: two or more key tiles of any head dim
 # A launch of fewer tiles than these for each multiprocessor has few, and then a section of heads
 # should have so many.
 FEW_TILES, SECTION_TILES = 8, 3
@@ -45,12 +44,6 @@ def num_tiles(config: KernelConfig, problem: Problem, shares: int = 1) -> int:
     shape = problem.shape
     heads = shape.heads_kv * shares if config.tiles_of == "k" else shape.heads_q
     return heads * tiles_of_head(config, problem)
-
-
-def num_splits(config: KernelConfig, problem: Problem, card: Card) -> int:
-    """The number of blocks that share the keys of a tile: 1 unless most of the GPU would idle."""
-    idle = card.multiprocessors // max(1, num_tiles(config, problem))
-    return max(1, min(idle, problem.shape.seqlen_k // MIN_SPLIT_KEYS, MAX_SPLITS))
 
 
 def group_shares(config: KernelConfig, problem: Problem, card: Card, *, divides_rows: bool) -> int:

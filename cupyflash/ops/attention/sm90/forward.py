@@ -7,8 +7,8 @@ from typing import ClassVar
 from ....runtime.config import KernelConfig
 from ....runtime.gpu import Card
 from ....runtime.structs import header
-from .. import sharing
-from ..kernels import AttentionKernel, Tile
+from .. import few_tiles, sharing
+from ..kernels import AttentionKernel, Tile, each_once
 from ..passes import Pass, forward_pass
 from ..problem import KEY_MASK, Features, Kind, Problem
 from .common import (
@@ -84,6 +84,7 @@ FORWARD_CANDIDATES = {
 # (head dim, that of v and out), as in the backward: the tile, and that of short masked sequences.
 FORWARD_TILES_NARROW_V = {(192, 128): ((128, 128, 1, 2), (128, 96, 2, 2))}
 
+FEW_TILES_ROWS = (128, 64)  # queries of the tiles that serve where there are few of them
 COMBINE_ROWS = 4  # rows of a block of the kernel that combines, a warp each
 
 
@@ -134,6 +135,7 @@ class FlashFwdCombineSm90(AttentionKernel):
 
     source: ClassVar[str] = "attention/sm90/flash_fwd_combine_sm90.cu"
     params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
+    dependent: ClassVar[bool] = True
 
     dtype: str
     head_dim: int
@@ -174,9 +176,10 @@ def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90
 
 
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
-    """The launch of the forward pass, which shares out the keys where tiles are few."""
-    main, launch = forward_kernel(kind, tile), functools.partial(PersistentLaunch, card=card)
-    splits = sharing.num_splits(main, problem, card)
+    """The launch of the forward pass; where tiles are few, blocks may share the keys of each."""
+    mains = [forward_kernel(kind, x) for x in ([tile] if tile else _built_in_tiles(kind))]
+    main, splits = few_tiles.choose(mains, problem, card)
+    launch = functools.partial(PersistentLaunch, card=card)
     if splits > 1:
         main, combine = split_kernels(main)
         launch = functools.partial(SplitLaunch, card=card, splits=splits, combine=combine)
@@ -185,8 +188,8 @@ def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) 
 
 def forward_kernels(kind: Kind) -> tuple[KernelConfig, ...]:
     """Every kernel that a forward pass can launch."""
-    main = forward_kernel(kind)
-    return (main, *split_kernels(main))
+    mains = [forward_kernel(kind, tile) for tile in _built_in_tiles(kind)]
+    return tuple(each_once((main, *split_kernels(main)) for main in mains))
 
 
 def forward_candidates(kind: Kind) -> tuple[Tile, ...]:
@@ -195,6 +198,12 @@ def forward_candidates(kind: Kind) -> tuple[Tile, ...]:
     if kind.features.head_dim_v:
         return (built_in, *FORWARD_TILES_NARROW_V[padded, kind.features.head_dim_v])
     return (built_in, *FORWARD_CANDIDATES[padded])
+
+
+def _built_in_tiles(kind: Kind) -> tuple[Tile, ...]:
+    """The built-in choice for many tiles, then the others for few, of fewer queries."""
+    block_m, *rest = _built_in(kind)[1]
+    return tuple((rows, *rest) for rows in (block_m, *FEW_TILES_ROWS) if rows <= block_m)
 
 
 def _built_in(kind: Kind) -> tuple[int, Tile]:

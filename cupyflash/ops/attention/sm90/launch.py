@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from ....runtime.config import ITEM_SIZE, KernelConfig
 from ....runtime.gpu import Card
-from ....runtime.launch import Launch, call_fields
+from ....runtime.launch import Launch, call_fields, dependent_launches
 from ....runtime.scratch import NULL, tile_counters
 from ....runtime.structs import header
 from ....runtime.tensor_map import BOX_COLUMNS, TensorMaps, TensorMapSpec
@@ -165,7 +165,8 @@ class SplitLaunch(PersistentLaunch):
 
     def start(self, stream: Any, params: bytes) -> None:
         super().start(stream, params)
-        self.combine.start(stream, params)
+        with dependent_launches():  # it reads what the kernel before it has left, and no more
+            self.combine.start(stream, params)
 
 
 def num_tiles(config: KernelConfig, problem: Problem, shares: int) -> int:
