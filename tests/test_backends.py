@@ -53,10 +53,10 @@ ONE_TILE = Features(short=4, few_keys=True, one_tile=True, one_pass=True)
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_sequences_of_one_tile_run_on_smaller_tiles_on_hopper(backward):
-    assert chosen("float16", 64, features=ONE_TILE, backward=backward) == "sm80"
+    for head_dim in (64, 80, 128):
+        assert chosen("float16", head_dim, features=ONE_TILE, backward=backward) == "sm80"
     assert chosen("float16", 64, features=ONE_TILE, backward=backward, forced="sm90") == "sm90"
-    above = 72 if backward else 136
-    assert chosen("float16", above, features=ONE_TILE, backward=backward) == "sm90"
+    assert chosen("float16", 136, features=ONE_TILE, backward=backward) == "sm90"
     assert chosen("float16", access=ELEMENT, features=ONE_TILE, backward=backward) == "simt"
 
 

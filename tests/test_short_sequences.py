@@ -76,9 +76,18 @@ def test_sequences_of_a_block(batch, heads, blocks):
     assert config.grid(shape) == blocks and blocks % heads == 0
 
 
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "has_kernel"),
+    [((9, 0), 128, True), ((9, 0), 136, False), ((8, 6), 96, True), ((8, 6), 104, False)],
+)
+def test_one_pass_needs_shared_memory(capability, head_dim, has_kernel):
+    features = Features(one_pass=True, one_tile=True)
+    assert sm80_short.supports(Kind("float16", head_dim, features, capability)) == has_kernel
+
+
 @each()
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("head_dim", [16, 32, 56, 64])
+@pytest.mark.parametrize("head_dim", [16, 32, 56, 64, 80, 128])
 @pytest.mark.parametrize("seqlens", LENGTHS, ids=str)
 def test_one_tile(target, seqlens, head_dim, options):
     lengths = dict(zip(("seqlen_q", "seqlen_k"), seqlens))
@@ -106,12 +115,14 @@ def test_bias(target, monkeypatch, shape, kind, sequences):
 
 @each(library="torch")
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
-def test_packed(target, options):
+@pytest.mark.parametrize("head_dim", [32, 72, 120])
+def test_packed(target, head_dim, options):
     """Some sequences have no queries, or no keys."""
     import torch
 
     lengths = [49, 0, 64, 1, 30, 0], [49, 7, 0, 64, 31, 0]
-    inputs = target.varlen_inputs(target.dtypes[0], *lengths, heads_q=2, heads_kv=2, head_dim=32)
+    heads = {"heads_q": 2, "heads_kv": 2, "head_dim": head_dim}
+    inputs = target.varlen_inputs(target.dtypes[0], *lengths, **heads)
     qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     out = cupyflash.flash_attn_varlen_func(
         *qkv, inputs.cu_seqlens_q, inputs.cu_seqlens_k, 64, 64, **options

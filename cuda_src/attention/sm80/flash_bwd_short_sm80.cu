@@ -58,7 +58,7 @@ __device__ __forceinline__ void scale_by(float (&acc)[M][N][4], float factor) {
 }
 
 template <typename T, int HEAD_DIM, int BLOCK, int NUM_WARPS, int ARCH, int BIAS, int SMEM_BYTES>
-__global__ void __launch_bounds__(NUM_WARPS * 32)
+__global__ void __launch_bounds__(NUM_WARPS * 32, HEAD_DIM > 64 ? 2 : 0)
     flash_bwd_short_sm80(const __grid_constant__ FlashBwdParams params) {
   using TileRows = SmemTile<BLOCK, HEAD_DIM>;  // of Q, K, V, dO, dQ, dK and dV
   using TileS = SmemTile<BLOCK, BLOCK>;
@@ -265,14 +265,20 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     const int grid_col = GridRows::col();
     const ColumnOperandA<TileS, GridRows::TILE_ROWS> p_transposed(smem_p, GridRows::row());
     const ColumnOperandA<TileS, GridRows::TILE_ROWS> ds_transposed(smem_ds, GridRows::row());
+    // dV is stored at once where its place in the pool is none of P or dS: registers are scarce.
+    constexpr bool EARLY_DV = TileRows::BYTES >= TileS::BYTES;
     float acc_dv[GridRows::M][GridRows::N][4];
-    float acc_dk[GridRows::M][GridRows::N][4];
-    float acc_dq[GridRows::M][GridRows::N][4];
     set_zero(acc_dv);
-    set_zero(acc_dk);
-    set_zero(acc_dq);
     warp_gemm<T, ARCH, BLOCK / 16>(acc_dv, p_transposed,
                                    ColumnOperandB<TileRows, COLS>(smem_do, grid_col));
+    const auto store_dv = [&] {
+      store_fragments<TileRows, T, ARCH>(smem_dv, GridRows::row(), grid_col, acc_dv);
+    };
+    if constexpr (EARLY_DV) store_dv();
+    float acc_dk[GridRows::M][GridRows::N][4];
+    float acc_dq[GridRows::M][GridRows::N][4];
+    set_zero(acc_dk);
+    set_zero(acc_dq);
     warp_gemm<T, ARCH, BLOCK / 16>(acc_dk, ds_transposed,
                                    ColumnOperandB<TileRows, COLS>(smem_q, grid_col));
     warp_gemm<T, ARCH, BLOCK / 16>(acc_dq, RowOperandA<TileS>(smem_ds, GridRows::row()),
@@ -292,7 +298,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
     scale_by(acc_dk, shape.scale);
     store_fragments<TileRows, T, ARCH>(smem_dq, GridRows::row(), grid_col, acc_dq);
     store_fragments<TileRows, T, ARCH>(smem_dk, GridRows::row(), grid_col, acc_dk);
-    store_fragments<TileRows, T, ARCH>(smem_dv, GridRows::row(), grid_col, acc_dv);
+    if constexpr (!EARLY_DV) store_dv();
     __syncthreads();  // the results are complete in the pool
     const auto store_rows = [&](void* to, const Strides& strides, uint32_t from, int64_t row,
                                 int rows) {

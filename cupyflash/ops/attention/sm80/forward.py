@@ -60,7 +60,7 @@ FORWARD_TILES_227_KB = {192: (64, 80, 4), 256: (64, 64, 4)}
 FORWARD_TILES["sm100"] = FORWARD_TILES["large"] | {64: (128, 64, 4), 128: (128, 64, 8)}
 FORWARD_TILES["sm120"] = FORWARD_TILES["small"]
 # For sequences of at most 64 queries and keys (Turing has such tiles anyway).
-FORWARD_TILES_SHORT = dict.fromkeys((32, 64, 128), (64, 64, 4))
+FORWARD_TILES_SHORT = dict.fromkeys((32, 64, 96, 128), (64, 64, 4))
 
 # With a bias or dropout, whatever else: their addresses, values and random numbers need registers.
 FORWARD_TILES_BIAS = {

@@ -10,7 +10,8 @@ from ..problem import KEY_MASK, ONE_TILE, Kind
 
 structs = header("attention/params.cuh")
 
-MAX_HEAD_DIM, MAX_HEAD_DIM_BIAS = 64, 32  # the sum of a bias gradient takes registers
+HEAD_DIMS = (32, 64, 96, 128)  # of the tiles; others are rounded up
+MAX_HEAD_DIM_BIAS = 32  # the sum of a bias gradient takes registers
 # Sequences that a block of the backward kernel takes at most, and the blocks that there are before
 # any takes two.
 MAX_SEQUENCES, MANY_BLOCKS = 16, 1024
@@ -41,14 +42,15 @@ def supports(kind: Kind) -> bool:
     """Whether `kernel` takes such a problem."""
     features = kind.features
     plain = not (features.softcap or features.alibi or features.dropout)
-    fits = kind.head_dim <= (MAX_HEAD_DIM_BIAS if features.bias else MAX_HEAD_DIM)
-    fits &= features.bias < KEY_MASK
-    return fits and plain and features.one_pass and architecture(kind.capability).copies >= 80
+    fits = kind.head_dim <= (MAX_HEAD_DIM_BIAS if features.bias else max(HEAD_DIMS))
+    fits = fits and features.bias < KEY_MASK and plain and features.one_pass
+    card = architecture(kind.capability)
+    return fits and card.copies >= 80 and kernel(kind).smem_bytes < card.shared_memory * 1024
 
 
 def kernel(kind: Kind) -> FlashBwdShortSm80:
     """The one kernel of the backward pass."""
-    bias, padded = kind.features.bias, 32 if kind.head_dim <= 32 else 64
+    bias, padded = kind.features.bias, next(x for x in HEAD_DIMS if x >= kind.head_dim)
     num_warps = 4 if padded == 32 and not bias else 8
     tile_bytes, pool_bytes = 2 * ONE_TILE * padded, 4 * ONE_TILE * ONE_TILE
     bias_bytes = 4 * ONE_TILE * ONE_TILE if bias else 0
