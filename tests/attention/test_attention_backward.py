@@ -3,7 +3,7 @@
 import pytest
 from attention_cases import cases
 from matrix import each, each_case
-from passes import forward_backward
+from passes import explicit_gradients, forward_backward
 from targets import TARGETS
 
 import cupyflash
@@ -19,14 +19,6 @@ def gradients(inputs, library, **options):
         qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         return torch.autograd.grad(cupyflash.attention(*qkv, **options), qkv, inputs.dout)
     return explicit_gradients(inputs, **options)
-
-
-def explicit_gradients(inputs, *, deterministic=False, **options):
-    qkv = inputs.q, inputs.k, inputs.v
-    out, lse = cupyflash.attention(*qkv, return_lse=True, **options)
-    return cupyflash.attention_backward(
-        inputs.dout, *qkv, out, lse, deterministic=deterministic, **options
-    )
 
 
 def poison(target, inputs):

@@ -3,17 +3,16 @@
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy
 import pytest
 from matrix import each
+from places import ROOT
 from targets import has
 
 import cupyflash
 from cupyflash.ops.attention.foreign import ELSEWHERE, KEYWORDS
 
-ROOT = Path(__file__).resolve().parent.parent
 X = numpy.ones((2, 5, 4, 8), "float32")
 ENDS = numpy.array([0, 5, 10], "int32")
 PACKED = X.reshape(10, 4, 8)

@@ -10,12 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy
 import pytest
+from places import PYTHONPATH
 
 import cupyflash
 from cupyflash import environment, jit
@@ -194,7 +194,7 @@ def leaves(struct, option):
 def of_kernels():
     for name in ("cupy", "torch"):
         pytest.importorskip(name)
-    variables = {"PYTHONPATH": str(Path(__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+    variables = {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, __file__],
         capture_output=True,

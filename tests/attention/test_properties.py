@@ -4,7 +4,7 @@ import numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matrix import each
-from test_attention_backward import explicit_gradients
+from passes import explicit_gradients
 
 import cupyflash
 from cupyflash.testing import STORAGES, expected, make_alibi_slopes, to_numpy64

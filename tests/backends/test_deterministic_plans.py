@@ -9,9 +9,9 @@ import subprocess
 import sys
 import types
 import warnings
-from pathlib import Path
 
 import pytest
+from places import PYTHONPATH
 
 pytest.importorskip("torch")
 
@@ -153,8 +153,7 @@ def main():
 
 @pytest.fixture(scope="module")
 def results():
-    root = str(Path(__file__).parents[1])
-    variables = os.environ | {"PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""}
+    variables = os.environ | {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
     variables.pop("CUPYFLASH_BACKEND", None)  # the order is that of the kernels of choice
     command = [sys.executable, __file__]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=200, env=variables)

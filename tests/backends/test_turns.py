@@ -4,13 +4,13 @@ import dataclasses
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy
 import pytest
 from emulator import COMPILER
 from matrix import each
 from passes import forward_backward
+from places import PYTHONPATH, SUPPORT
 from problems import HOPPER, problem_of
 from targets import compute_capability, has
 
@@ -36,11 +36,9 @@ def test_which_walk_up(batch, heads, heads_kv, shares, causal, up):
 
 
 def run_script(name, *arguments, timeout, **variables):
-    """Runs a script of this folder in a process of its own; fails if it takes too long."""
-    script = Path(__file__).with_name(name)
-    paths = map(str, (script.parent, script.parent.parent))
-    variables["PYTHONPATH"] = os.pathsep.join(paths)
-    command = [sys.executable, str(script), *map(str, arguments)]
+    """Runs a script of `support` in a process of its own; fails if it takes too long."""
+    variables["PYTHONPATH"] = PYTHONPATH
+    command = [sys.executable, str(SUPPORT / name), *map(str, arguments)]
     done = subprocess.run(
         command, env=os.environ | variables, capture_output=True, text=True, timeout=timeout
     )

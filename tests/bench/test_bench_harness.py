@@ -4,14 +4,13 @@ import importlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from bench import __main__
 from bench.lib import harness, report
 
-ROOT = Path(__file__).resolve().parents[2]
 # They read results, draw, compute in NumPy, or compare models of transformers, on any machine.
 WITHOUT_GPU = {"architectures", "compare", "plot", "plot_diagrams", "rounding"}
 ON_GPU = sorted(__main__.SCRIPTS.keys() - WITHOUT_GPU)

@@ -2,9 +2,9 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from bench.__main__ import SCRIPTS
 from bench.attention import attention, models
@@ -13,7 +13,7 @@ from bench.lib import report
 from cupyflash.ops.attention.sm90.forward import FORWARD_TILES
 from cupyflash.testing.problem import Problem
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+BENCH = ROOT / "bench"
 README = BENCH / "README.md"
 STARTS = (("fwd ", "bwd "), "where flash-attn-3 runs, ", "flash-attn-3 as the peer, ")
 

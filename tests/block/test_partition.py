@@ -6,10 +6,10 @@ from ctypes import byref, c_int, c_uint, c_void_p
 
 import pytest
 from arrays import normal, stored
+from block_stacks import CASE
+from block_stacks import make as make_blocks
 from matrix import each_library
 from targets import compute_capability
-from test_transformer_block import CASE
-from test_transformer_block import make as make_blocks
 
 import cupyflash
 from cupyflash.runtime import driver, gpu, launch

@@ -2,11 +2,10 @@
 
 import numpy
 import pytest
-from arrays import normal, stored
+from arrays import integers, normal, stored
+from devices import memory
 from matrix import each, each_library
 from targets import has_tensor_cores
-from test_sampling import integers
-from test_transformer_block import memory
 from wrong_calls import NOT_IN_FLOAT32, NUMBER, array, check_refused
 
 from cupyflash import attention_with_cache, environment

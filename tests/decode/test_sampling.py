@@ -2,7 +2,7 @@
 
 import numpy
 import pytest
-from arrays import normal, stored
+from arrays import integers, normal, stored
 from matrix import each_library
 from wrong_calls import INTEGER, NUMBER, array, check_refused
 
@@ -24,10 +24,6 @@ SAMPLINGS = [
     Sampling(1e30, top_k=10**6, seed=7),
 ]
 each_sampling = pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-
-
-def integers(target, values):
-    return target.array(numpy.array(values, "int32"))  # a copy
 
 
 def numbers(x):

@@ -4,17 +4,17 @@
 """
 
 import json
-import pathlib
 import random
 
 import pytest
+from places import ROOT
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from bench.transformers import architectures  # noqa: E402
 
-TABLE = pathlib.Path(__file__).parent.parent / "bench/results/architectures.json"
+TABLE = ROOT / "bench/results/architectures.json"
 RESULTS = json.loads(TABLE.read_text())
 EQUAL = sorted(kind for kind, row in RESULTS["rows"].items() if row["result"] == "equal")
 SLOW = {"cosmos3_omni", "ctrl", "glm5_next", "yolos"}  # ten seconds and more for one

@@ -7,7 +7,7 @@ another operator of its own, so there it is replaced by the one that it calls on
 import shutil
 
 import pytest
-from test_torch_integration import active, flash_sdpa, needs_hook, sdpa
+from torch_hook import active, flash_sdpa, needs_hook, sdpa
 
 torch = pytest.importorskip("torch")
 

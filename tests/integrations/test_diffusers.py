@@ -15,11 +15,15 @@ from cupyflash.testing import assert_close_to_float64
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
-pytest.importorskip("cupyflash.integrations.torch")
 
-from test_torch_integration import active, calls, flash_sdpa, needs_hook  # noqa: E402, F401
+from torch_hook import active, flash_sdpa, names_of_calls, needs_hook  # noqa: E402
 
 HALF = torch.bfloat16
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    return names_of_calls(monkeypatch)
 
 
 def flux():
@@ -106,7 +110,7 @@ def inputs_of(target, shapes, dtype):
 @each_library(library="torch")
 @pytest.mark.parametrize("name", [None, "native", "_native_flash"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_models_run_here(target, calls, kind, name):  # noqa: F811
+def test_models_run_here(target, calls, kind, name):
     torch.manual_seed(0)
     make, shapes, number = MODELS[kind]()
     model = make.to(target.device, HALF).eval()
@@ -123,7 +127,7 @@ def test_models_run_here(target, calls, kind, name):  # noqa: F811
 
 @needs_hook
 @each_library(library="torch", device="cuda")
-def test_what_torch_gives_to_others_stays_there(target, calls):  # noqa: F811
+def test_what_torch_gives_to_others_stays_there(target, calls):
     """Heads of 512, as in autoencoders, and masks: no error, and not computed here."""
     vae = diffusers.AutoencoderKL(block_out_channels=(512,), norm_num_groups=32)
     vae = vae.to(target.device, HALF)

@@ -4,13 +4,13 @@ The CPU tests override the same operators for CPU tensors; there `scaled_dot_pro
 another operator of its own, so they call the one that it calls on a GPU.
 """
 
-import contextlib
 import functools
 
 import numpy
 import pytest
 from matrix import each
 from passes import one_graph, results
+from torch_hook import active, flash_sdpa, names_of_calls, needs_hook, sdpa
 
 import cupyflash
 from cupyflash.testing import expected
@@ -19,33 +19,7 @@ torch = pytest.importorskip("torch")
 integration = pytest.importorskip("cupyflash.integrations.torch")
 
 attention = torch.nn.attention
-flash_sdpa = torch.ops.aten._scaled_dot_product_flash_attention
 HALF = "float16"  # torch chooses its flash backend for half precision only
-
-needs_hook = pytest.mark.skipif(
-    not hasattr(attention, "activate_flash_attention_impl"), reason="torch without the hook"
-)
-
-
-@contextlib.contextmanager
-def active(target):
-    if target.gpu:
-        integration.register()
-        attention.activate_flash_attention_impl("cupyflash")
-        undo = attention.restore_flash_attention_impl
-    else:
-        undo = integration.Activation("CPU").remove
-    try:
-        yield
-    finally:
-        undo()
-
-
-def sdpa(target):
-    """What SDPA runs; on a GPU SDPA itself."""
-    if target.gpu:
-        return torch.nn.functional.scaled_dot_product_attention
-    return lambda *qkv, **options: flash_sdpa(*qkv, **options)[0]
 
 
 def gradients(function, inputs, **options):
@@ -54,18 +28,7 @@ def gradients(function, inputs, **options):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the functions that were computed here."""
-    names = []
-    dispatch = integration.dispatch
-    for name in ("forward", "backward"):
-        function = getattr(dispatch, name)
-
-        def counted(*arguments, function=function, **options):
-            names.append(arguments[0])
-            return function(*arguments, **options)
-
-        monkeypatch.setattr(dispatch, name, counted)
-    return names
+    return names_of_calls(monkeypatch)
 
 
 @needs_hook

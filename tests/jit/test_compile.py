@@ -8,9 +8,10 @@ so usually more than two cores: in the backends of attention every tile of each 
 every pair of switches (dtype, softcap, ALiBi, ...), and over all architectures every tile with
 every value of every switch; the other kernels are the same on all architectures, so their tiles and
 pairs over all of them. The GPU report says whether that ran on these sources.
-``python tests/test_compile.py`` compiles everything, and with the argument ``hopper`` what CI
-compiles with the other versions of NVRTC that the extras allow: for sm_90a, whose kernels depend
-most on them, the selection of the backend sm90 and one configuration of each other kernel.
+``PYTHONPATH=tests/support python tests/jit/test_compile.py`` compiles everything, and with the
+argument ``hopper`` what CI compiles with the other versions of NVRTC that the extras allow: for
+sm_90a, whose kernels depend most on them, the selection of the backend sm90 and one configuration
+of each other kernel.
 """
 
 import dataclasses

@@ -8,8 +8,8 @@ import weakref
 
 import numpy
 import pytest
+from devices import memory
 from gpt2_models import TINY, decodes, device, each_device, modes, prompts, tiny
-from test_transformer_block import memory
 from wrong_calls import CHOICE, INTEGER, check_refused
 
 from cupyflash.models.gpt2 import Gpt2, Gpt2Config, Sampling, layers, model

@@ -5,7 +5,7 @@ import gc
 
 import numpy
 import pytest
-from arrays import assert_same_oracle, broadcast, normal, stored, to_numpy
+from arrays import assert_same_oracle, broadcast, normal, spread_out, stored, to_numpy
 from matrix import covering, each_case, each_library
 
 import cupyflash
@@ -20,7 +20,7 @@ from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64
 from cupyflash.testing.tolerance import assert_close_to_float64
 
-EPS = {False: 1e-5, True: 1e-6}
+EPS = {False: 1e-5, True: 1e-6}  # by whether it is an RMSNorm
 COLUMNS = [1, 3, 8, 33, 64, 200, 256, 768, 1000, 1024, 1536, 4096, 5000]
 LONG = [8192, 9001, 16384, 16392, 20008, 65536, 65544]
 
@@ -278,15 +278,6 @@ def test_many_row_axes(target):
 
 
 # Arrays that the kernels cannot take as they are --------------------------------------------
-
-
-def spread_out(target, values, dtype="float32"):
-    """The same values in an array whose axes do not collapse and whose last is not contiguous."""
-    axes = numpy.random.default_rng(values.ndim).permutation(values.ndim)
-    axes = axes if axes[-1] != values.ndim - 1 else numpy.roll(axes, 1)
-    x = stored(target, values.transpose(axes), dtype)
-    back = tuple(int(axis) for axis in numpy.argsort(axes))
-    return x.permute(back) if target.library == "torch" else x.transpose(back)
 
 
 SPREAD = [(2, 3, 2, 3, 2, 3, 24), (3, 2, 3, 2, 2, 33), (5, 40)]

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT
 from targets import FORCED, has
 from tiny_kernel import has_nvrtc
 
-ROOT = Path(__file__).resolve().parent.parent
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 PAGE = (ROOT / "cupyflash" / "docs" / "adding_an_operation.md").read_text()
 PAGES = CONTRIBUTING + PAGE + (ROOT / "tests" / "README.md").read_text()
@@ -19,6 +19,7 @@ LABELLED = re.compile(r"^\*\*`(\S+)`\*\* .+(?:\n.+)*\n\n```\w+\n((?:.*\n)+?)```$
 LINE = re.compile(r"^\| `(\S+\.py)`(?:, `(\w+)`)? \| `(.+)` \|$", re.MULTILINE)
 EXAMPLE = dict(LABELLED.findall(PAGE))  # the text of each file
 NAME = "squared_relu"
+TESTS = ("tests/runtime/test_params.py", "tests/jit/test_compile.py")
 OTHER_ARCHS = "sm_75 or sm_86 or sm_89 or sm_100 or sm_120"  # to save time
 
 
@@ -26,17 +27,17 @@ OTHER_ARCHS = "sm_75 or sm_86 or sm_89 or sm_100 or sm_120"  # to save time
 def tree(tmp_path_factory):
     """A copy of the checkout with the files and the lines of the example."""
     tree = tmp_path_factory.mktemp("tree")
-    for folder in ("cupyflash", "cuda_src"):
+    for folder in ("cupyflash", "cuda_src", "tests/support"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
-    (tree / "tests").mkdir()
-    helpers = [path for path in (ROOT / "tests").glob("*.py") if not path.name.startswith("test_")]
-    for path in (*helpers, *(ROOT / "tests" / f"test_{x}.py" for x in ("compile", "params"))):
-        shutil.copy(path, tree / "tests")
+    for name in ("tests/conftest.py", *TESTS):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
     for name in ("pyproject.toml", ".clang-format"):
         shutil.copy(ROOT / name, tree)
     for name, text in EXAMPLE.items():
         assert not (tree / name).exists()
+        (tree / name).parent.mkdir(exist_ok=True)
         (tree / name).write_text(text)
     for name, of_list, line in LINE.findall(PAGE):
         path = tree / name
@@ -55,8 +56,7 @@ def test_the_example_has_four_small_files():
 
 def test_the_example_works(tree):
     """Its own test, and what test_params and test_compile make of it, in a process of the copy."""
-    tests = [f"tests/test_{name}.py" for name in (NAME, "params", "compile")]
-    command = ["pytest", "-v", "-p", "no:cacheprovider", *tests]
+    command = ["pytest", "-v", "-p", "no:cacheprovider", f"tests/linear/test_{NAME}.py", *TESTS]
     command += ["-k", f"{NAME} and not ({OTHER_ARCHS})"]
     changes = {"PYTHONPATH": str(tree), "PYTEST_ADDOPTS": ""}
     done = subprocess.run(

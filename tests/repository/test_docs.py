@@ -10,15 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from page_blocks import ADDING, DOCS, README, blocks_of
+from places import ROOT, SUPPORT
 from targets import compute_capability
 
 import cupyflash
 from cupyflash import environment
 
-ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-DOCS = {path.stem: path for path in sorted((ROOT / "cupyflash" / "docs").glob("*.md"))}
-ADDING = DOCS.pop("adding_an_operation")  # test_contributing.py builds its example
 LINKING = [README, *DOCS.values(), ADDING, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 LINKING += [ROOT / "tests" / "README.md", *sorted((ROOT / "bench").rglob("*.md"))]
 # What a page says to change without a GPU; fewer tokens, as NumPy is slow.
@@ -29,14 +27,6 @@ WITHOUT_GPU = (
 )
 NEEDS_A_GPU = "# needs a GPU"
 HOOK = "cupyflash.integrations.torch\n"  # replaces torch's operators, for the whole process
-
-
-def blocks_of(path, language):
-    """(name, text) of the fenced blocks of a page, named by the line on which each begins."""
-    text = path.read_text()
-    fence = re.compile(rf"^```{language}\n(.+?)^```$", re.MULTILINE | re.DOTALL)
-    line = lambda match: text.count("\n", 0, match.start()) + 1
-    return [(f"{path.name}:{line(match)}", match[1]) for match in fence.finditer(text)]
 
 
 def processes():
@@ -73,7 +63,7 @@ def run(blocks):
     if absent:
         pytest.skip(f"{', '.join(absent)} not installed")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "page_blocks.py")],
+        [sys.executable, str(SUPPORT / "page_blocks.py")],
         input=json.dumps(blocks),
         capture_output=True,
         text=True,

@@ -1,6 +1,7 @@
 """.ci/gpu_report.py: when a report is current, stale or unusable; and how a run writes it."""
 
 import json
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -8,6 +9,15 @@ import conftest
 import pytest
 
 GPU = {"gpu": "H200"}
+TESTS = {
+    "one/test_a.py": "",
+    "one/test_b.py": "import os\nfrom test_a import x\n",
+    "two/test_c.py": 'run(HERE / "help.py")',
+    "support/help.py": "import helped",
+    "support/helped/a.h": "",
+    "conftest.py": "def f():\n    import helped\nimport common\n",
+    "support/common.py": "",
+}
 
 
 @pytest.fixture
@@ -17,14 +27,10 @@ def project(tmp_path, monkeypatch):
     for folder in script.FOLDERS:
         (tmp_path / folder / "__pycache__").mkdir(parents=True)
         (tmp_path / folder / "a.txt").write_text(folder)
-    (tmp_path / "tests" / "test_a.py").write_text("")
-    (tmp_path / "tests" / "test_b.py").write_text("import os\nfrom test_a import x\n")
-    (tmp_path / "tests" / "test_c.py").write_text('run(HERE / "help.py")')
-    (tmp_path / "tests" / "help.py").write_text("import helped")
-    (tmp_path / "tests" / "helped").mkdir()
-    (tmp_path / "tests" / "helped" / "a.h").write_text("")
-    (tmp_path / "tests" / "conftest.py").write_text("def f():\n    import helped\nimport common\n")
-    (tmp_path / "tests" / "common.py").write_text("")
+    for folder in ("one", "two", "support/helped"):
+        (tmp_path / "tests" / folder).mkdir(parents=True)
+    for path, text in TESTS.items():
+        (tmp_path / "tests" / path).write_text(text)
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "REPORT", tmp_path / "report.json")
     monkeypatch.setattr(conftest, "gpu_report_module", lambda: script)
@@ -78,28 +84,37 @@ def test_stale_lists_what_changed(project, capsys):
 
 def test_a_changed_test_runs_alone(project, capsys):
     write(project)
-    change(project, "test_c.py")
-    assert missing(project) == ["tests/test_c.py"]
+    change(project, "two/test_c.py")
+    assert missing(project) == ["tests/two/test_c.py"]
     assert project.main(["--missing", "--backend", "simt"]) == 0
-    assert capsys.readouterr().out == "tests/test_c.py\n"
+    assert capsys.readouterr().out == "tests/two/test_c.py\n"
     assert project.main([]) == 1
     write(project)
-    change(project, "test_a.py")
-    assert missing(project) == ["tests/test_a.py", "tests/test_b.py"]
+    change(project, "one/test_a.py")
+    assert missing(project) == ["tests/one/test_a.py", "tests/one/test_b.py"]
 
 
-@pytest.mark.parametrize("path", ["help.py", "helped/a.h"])
+@pytest.mark.parametrize("path", ["support/help.py", "support/helped/a.h"])
 def test_a_changed_module_loses_the_tests_that_use_it(project, path):
     write(project)
     change(project, path)
-    assert missing(project) == ["tests/test_c.py"]
+    assert missing(project) == ["tests/two/test_c.py"]
 
 
-@pytest.mark.parametrize("path", ["conftest.py", "common.py"])
+@pytest.mark.parametrize("path", ["conftest.py", "support/common.py"])
 def test_what_conftest_loads_counts_for_all(project, path):
     write(project)
     change(project, path)
     assert len(missing(project)) == 3
+
+
+def test_users_of_the_fixture_benchmarks_name_its_module():
+    """A fixture has no import that would say where a test file gets it from."""
+    script = conftest.gpu_report_module()
+    texts = script.module_texts()
+    users = [x for x, text in texts.items() if re.search(r"def test\w+\(.*\bbenchmarks\b", text)]
+    assert len(users) > 3
+    assert [x for x in users if "small_benchmarks" not in script.used(x, texts)] == []
 
 
 def test_a_backend_is_missing(project, capsys):
@@ -130,7 +145,7 @@ def test_failure(project, outcome, capsys):
 
 def test_failure_of_a_test_that_has_changed(project, capsys):
     write(project, failed=["x"])
-    for path in ("test_a.py", "test_c.py"):
+    for path in ("one/test_a.py", "two/test_c.py"):
         change(project, path)
     assert project.main([]) == 1
     assert "3 files in the run default" in capsys.readouterr().out
@@ -161,7 +176,11 @@ def run(project, *reports, collected=(), exitstatus=0, names=frozenset()):
     """A run of two tests in test_a and one in test_b."""
     found = conftest.GpuReport(project.REPORT, GPU, set(names))
     found.terminal = mock.Mock()
-    tests = ["tests/test_a.py::test_1", "tests/test_a.py::test_2", "tests/test_b.py::test[1]"]
+    tests = [
+        "tests/one/test_a.py::test_1",
+        "tests/one/test_a.py::test_2",
+        "tests/one/test_b.py::test[1]",
+    ]
     for report in collected:
         found.pytest_collectreport(report)
     found.pytest_xdist_node_collection_finished(tests)
@@ -174,7 +193,7 @@ def run(project, *reports, collected=(), exitstatus=0, names=frozenset()):
 
 
 def test_a_run_that_is_cut_off_keeps_whole_files(project):
-    first, second, third = "tests/test_a.py::test_1", "tests/test_b.py::test[1]", "teardown"
+    first, second, third = "tests/one/test_a.py::test_1", "tests/one/test_b.py::test[1]", "teardown"
     found, lines = run(
         project,
         outcome(first, "setup"),
@@ -185,30 +204,30 @@ def test_a_run_that_is_cut_off_keeps_whole_files(project):
         outcome(second, third, properties=[("sanitizer", "memcheck x: 3 errors")]),
         exitstatus=None,
     )
-    assert list(found) == ["tests/test_b.py"]
-    result = found["tests/test_b.py"]
+    assert list(found) == ["tests/one/test_b.py"]
+    result = found["tests/one/test_b.py"]
     assert result["failed"] == [second] and result["passed"] == 0 and result["seconds"] == 1.5
     assert lines == [f"\nfailed: {second}: the reason"]
     assert project.load(project.REPORT)["sanitizer"] == {"memcheck x": "3 errors"}
 
 
 def test_a_crash_and_a_file_that_cannot_be_imported_are_failures(project):
-    test = "tests/test_b.py::test[1]"
+    test = "tests/one/test_b.py::test[1]"
     found, _ = run(project, outcome(test, "setup"), outcome(test, "???", failed=True))
-    assert found["tests/test_b.py"]["failed"] == [test]
-    broken = SimpleNamespace(nodeid="tests/test_c.py", failed=True)
+    assert found["tests/one/test_b.py"]["failed"] == [test]
+    broken = SimpleNamespace(nodeid="tests/two/test_c.py", failed=True)
     found, _ = run(project, collected=[broken], exitstatus=1)
-    assert found["tests/test_c.py"]["failed"] == ["tests/test_c.py"]
+    assert found["tests/two/test_c.py"]["failed"] == ["tests/two/test_c.py"]
 
 
 def test_the_end_of_a_run(project):
-    first, second = "tests/test_a.py::test_1", "tests/test_a.py::test_2"
+    first, second = "tests/one/test_a.py::test_1", "tests/one/test_a.py::test_2"
     reports = [outcome(first, "setup", skipped=True), outcome(first, "teardown")]
     found, lines = run(project, *reports)
-    assert list(found) == ["tests/test_c.py"]  # all of its tests were left out
-    assert any("tests/test_a.py, 1 tests" in line for line in lines)
+    assert list(found) == ["tests/two/test_c.py"]  # all of its tests were left out
+    assert any("tests/one/test_a.py, 1 tests" in line for line in lines)
     reports += [outcome(second), outcome(second, "teardown")]
     found, _ = run(project, *reports, names=["test_a.py", "test_b.py"])
-    assert list(found) == ["tests/test_a.py", "tests/test_c.py"]
-    a = found["tests/test_a.py"]
+    assert list(found) == ["tests/one/test_a.py", "tests/two/test_c.py"]
+    a = found["tests/one/test_a.py"]
     assert (a["passed"], a["skipped"], a["failed"]) == (1, 1, [])

@@ -1,4 +1,4 @@
-"""The limits that CONTRIBUTING names: lines of a file and of a function, and what pages may name.
+"""The limits that CONTRIBUTING names: lines of files and functions, files of folders, named places.
 
 Files and functions that are still longer are listed here. An entry that is no longer needed fails,
 so the lists only shrink.
@@ -6,12 +6,13 @@ so the lists only shrink.
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = next(x for x in Path(__file__).resolve().parents if (x / "pyproject.toml").exists())
 PYTHON, CUDA, FUNCTION, PAGE = 300, 350, 60, 150
+FOLDERS = {"cuda_src": 22, "tests": 25, "bench": 18}  # files in each folder of the tree
+SOURCES = (".py", ".pyi", ".cu", ".cuh", ".h", ".md")
 ELSEWHERE = re.compile(r"(?<![\w.$])(?:/(?:work|tmp|home|root)/|\.\./shared|\.probe/)")
 
 LONG_FILES = {
@@ -55,6 +56,17 @@ def test_files_are_short():
         if text.count("\n") > limit
     }
     assert found == LONG_FILES
+
+
+@pytest.mark.parametrize("tree", FOLDERS)
+def test_folders_are_small(tree):
+    """A folder's own files: sources, pages and headers, not results or what a run leaves behind."""
+    found = {}
+    for path in (ROOT / tree).rglob("*"):
+        if path.suffix in SOURCES:
+            found.setdefault(path.parent.relative_to(ROOT).as_posix(), []).append(path.name)
+    assert {folder: len(x) for folder, x in found.items() if len(x) > FOLDERS[tree]} == {}
+    assert sum(map(len, found.values())) > FOLDERS[tree]  # it has looked at the tree
 
 
 def test_pages_of_notes_are_short():

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from places import ROOT
 
 import cupyflash
 from cupyflash import packages
 
-ROOT = Path(__file__).resolve().parent.parent
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
 PROJECT = {"pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"}
 

@@ -4,13 +4,12 @@ import importlib.metadata
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from cupyflash import packages
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ("*.md", "cupyflash/**/*.py", "cupyflash/**/*.md", "cuda_src/**/*.cu*", "bench/**/*.py")
 TEXTS = (*TEXTS, "bench/*.md", "tests/**/*.py")
 

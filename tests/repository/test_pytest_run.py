@@ -3,15 +3,14 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import conftest
 import pytest
+from places import ROOT
 from targets import EMULATED
 from tiny_kernel import needs_nvrtc
 
-ROOT = Path(__file__).resolve().parent.parent
 Source = pytest.Config.ArgsSource
 
 
@@ -38,7 +37,7 @@ def test_all_tests_run_on_all_cores():
 def test_nothing_stays_in_the_folder_of_the_user(tmp_path):
     """Of a test that compiles kernels; CuPy makes an empty folder when it is imported."""
     home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    printed = run("tests/test_compile.py::test_compile[baselines-sm_75-0]", **home)
+    printed = run("tests/jit/test_compile.py::test_compile[baselines-sm_75-0]", **home)
     assert "1 passed" in printed and " workers [" not in printed
     assert [path for path in tmp_path.rglob("*") if ".cupy" not in path.parts] == []
 

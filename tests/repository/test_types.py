@@ -16,11 +16,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_docs import DOCS, README, blocks_of
+from page_blocks import DOCS, README, blocks_of
+from places import ROOT, SUPPORT
 
 import cupyflash
 
-ROOT = Path(__file__).resolve().parent.parent
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
 STUBS = sorted((ROOT / "cupyflash").rglob("*.pyi"))
 
@@ -45,7 +45,7 @@ def user(tmp_path_factory):
     beside = [path for path in sys.path if path.endswith("-packages")]  # torch and others
     (site / "beside.pth").write_text("\n".join(beside))
     files.mkdir()
-    shutil.copy(ROOT / "tests" / "typed_calls.py", files)
+    shutil.copy(SUPPORT / "typed_calls.py", files)
     for path in (README, *DOCS.values()):
         for name, code in blocks_of(path, "python"):
             if "import diffusers" in code:  # of which checkers see stand-ins for a missing torch

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import PYTHONPATH
 
 import cupyflash
 
@@ -76,8 +77,7 @@ def main():
 def test_depth():
     pytest.importorskip("torch")
     command = [sys.executable, __file__]
-    root = str(Path(__file__).parents[1])
-    variables = os.environ | {"PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""}
+    variables = os.environ | {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
     variables.pop("CUPYFLASH_BACKEND", None)  # the chain is that of the kernel of choice
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, env=variables)
     assert result.returncode == 0

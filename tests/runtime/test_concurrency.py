@@ -5,38 +5,12 @@ import contextlib
 
 import pytest
 from arrays import normal, stored
+from devices import delay, new_stream
 from matrix import each
 
 import cupyflash
 from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected, make_inputs
-
-
-def new_stream(target):
-    """A stream that does not wait for the default stream, and a context that makes it current."""
-    if target.library == "torch":
-        import torch
-
-        stream = torch.cuda.Stream()
-        return stream, torch.cuda.stream(stream)
-    import cupy
-
-    stream = cupy.cuda.Stream(non_blocking=True)
-    return stream, stream
-
-
-def delay(target):
-    """Queue some milliseconds of work on the current stream."""
-    if target.library == "torch":
-        import torch
-
-        torch.cuda._sleep(20_000_000)
-    else:
-        import cupy
-
-        x = cupy.ones(50_000_000, "float32")
-        for _ in range(50):
-            cupy.sin(x, out=x)
 
 
 def forward_and_backward(inputs):

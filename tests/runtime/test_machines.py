@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny_kernel
+from places import PYTHONPATH
 from tiny_kernel import needs_nvrtc
 
 pytestmark = [
@@ -54,13 +55,10 @@ def home(tmp_path):
 def run(arguments, folder, prefix=(), **variables):
     """Run Python; the variables that name caches are unset unless they are given."""
     inherited = {name: x for name, x in os.environ.items() if name not in CUPY_CACHES}
-    path = os.pathsep.join(
-        [str(Path(__file__).resolve().parent.parent), str(Path(__file__).parent)]
-    )
     return subprocess.run(
         [*prefix, sys.executable, *arguments],
         cwd=folder,
-        env={**inherited, "PYTHONPATH": path, "TMPDIR": str(folder), "COLUMNS": "1000"}
+        env={**inherited, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(folder), "COLUMNS": "1000"}
         | {name: str(value) for name, value in variables.items()},
         capture_output=True,
         text=True,

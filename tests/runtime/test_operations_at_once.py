@@ -7,9 +7,9 @@ import gc
 import threading
 
 import pytest
+from devices import delay, new_stream
 from matrix import each, each_library
 from operations import OPERATIONS, copies, equal
-from test_concurrency import delay, new_stream
 
 from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import to_numpy64

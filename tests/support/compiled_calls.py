@@ -1,6 +1,6 @@
 """One call of every public function under torch.compile, compared with the same call without.
 
-``python tests/compiled_calls.py cpu attention mlp`` runs two of them in one fresh process;
+``python tests/support/compiled_calls.py cpu attention mlp`` runs two of them in one fresh process;
 `test_compiled_calls.py` decides which ones share a process.
 """
 

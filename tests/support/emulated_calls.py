@@ -1,8 +1,8 @@
 """Calls whose kernels run on the CPU (test_emulator.py): of attention, checked against float64, and
 of the sampling of tokens.
 
-``python tests/emulated_calls.py FOLDER``; kernels are compiled into the folder. To run other tests
-in this way: ``EMULATED_KERNELS=FOLDER pytest tests/test_triangle.py``.
+``python tests/support/emulated_calls.py FOLDER``; kernels are compiled into the folder. To run
+other tests in this way: ``EMULATED_KERNELS=FOLDER pytest tests/attention/test_triangle.py``.
 """
 
 import sys

@@ -1,6 +1,7 @@
 """How often a process that has run a backward aborts when it ends, beside controls of torch alone.
 
-``python tests/exit_stress.py --processes 60 --at-once 15`` on a GPU, and more at once than cores.
+``python tests/support/exit_stress.py --processes 60 --at-once 15`` on a GPU, and more at once than
+cores.
 
 What is looked for is "terminate called without an active exception" (SIGABRT) after the last line
 of a script. cupyflash starts no threads and frees nothing by itself at exit. torch's autograd
@@ -27,7 +28,8 @@ import concurrent.futures
 import os
 import subprocess
 import sys
-from pathlib import Path
+
+from places import ROOT
 
 SETUP = """
 import sys, torch
@@ -63,10 +65,9 @@ KINDS = {
 
 def end_of(kind, device):
     """Exit status of a process of this kind, and the last line of its errors."""
-    root = Path(__file__).resolve().parent.parent
     done = subprocess.run(
         [sys.executable, "-c", SETUP + KINDS[kind] + "\nprint('done')", device],
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )

@@ -1,8 +1,8 @@
 """Backward passes of random problems, of which blocks take tiles and turns but compute nothing.
 
 `emulator/turns.h` says what can fail. Plans, arguments and the code of tiles and turns are those of
-the package. ``python tests/followed_turns.py FOLDER [EXAMPLES]``; what is compiled is put into the
-folder. test_turns.py runs it in every run of the tests.
+the package. ``python tests/support/followed_turns.py FOLDER [EXAMPLES]``; what is compiled is put
+into the folder. test_turns.py runs it in every run of the tests.
 """
 
 import collections

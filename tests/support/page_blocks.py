@@ -1,12 +1,28 @@
-"""Runs examples of the documentation in one process, each in a namespace of its own.
+"""The examples of the documentation, and a script that runs some of them in one process.
 
-``python tests/page_blocks.py < blocks.json``, where the file is a list of (name, code). Every float
-that a block has made must be finite, gradients included; how many arrays there are is printed.
+``python tests/support/page_blocks.py < blocks.json``, where the file is a list of (name, code).
+Each gets a namespace of its own. Every float that a block has made must be finite, gradients
+included; how many arrays there are is printed.
 """
 
 import json
+import re
 import sys
 import warnings
+
+from places import ROOT
+
+README = ROOT / "README.md"
+DOCS = {path.stem: path for path in sorted((ROOT / "cupyflash" / "docs").glob("*.md"))}
+ADDING = DOCS.pop("adding_an_operation")  # test_contributing.py builds its example
+
+
+def blocks_of(path, language):
+    """(name, text) of the fenced blocks of a page, named by the line on which each begins."""
+    text = path.read_text()
+    fence = re.compile(rf"^```{language}\n(.+?)^```$", re.MULTILINE | re.DOTALL)
+    line = lambda match: text.count("\n", 0, match.start()) + 1
+    return [(f"{path.name}:{line(match)}", match[1]) for match in fence.finditer(text)]
 
 
 def floats(x):

@@ -33,6 +33,14 @@ def forward_backward(inputs: Inputs, **options: Any) -> dict[str, Any]:
     return {"out": out, "lse": lse, **dict(zip(names, given, strict=True))}
 
 
+def explicit_gradients(inputs, *, deterministic=False, **options):
+    qkv = inputs.q, inputs.k, inputs.v
+    out, lse = cupyflash.attention(*qkv, return_lse=True, **options)
+    return cupyflash.attention_backward(
+        inputs.dout, *qkv, out, lse, deterministic=deterministic, **options
+    )
+
+
 def leaves(inputs: Inputs) -> list[Any]:
     """q, k, v of torch that want a gradient, in their own storage."""
     return [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]

@@ -21,7 +21,7 @@ BACKEND_CAPABILITIES = {
 HALF = ("float16", "bfloat16")
 # The backend that a run of the suite is about, as a user forces it: CUPYFLASH_BACKEND=sm80 pytest.
 FORCED = os.environ.get("CUPYFLASH_BACKEND") or None
-# A folder: the kernels of attention run on the CPU (tests/emulator) and are compiled into it.
+# A folder: the kernels of attention run on the CPU (support/emulator) and are compiled into it.
 EMULATED = os.environ.get("EMULATED_KERNELS")
 
 

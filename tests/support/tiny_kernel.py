@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from places import PYTHONPATH
 
 from cupyflash import environment
 from cupyflash.jit import builder, cache, compiler, sources
@@ -91,9 +92,8 @@ def start_python(code: str, folder: Path, *arguments: str) -> subprocess.Popen:
     """Start a script in a fresh interpreter, with the sources and the cache of ``folder``."""
     with tempfile.NamedTemporaryFile("w", suffix=".py", dir=folder, delete=False) as script:
         script.write(HEADER + code)
-    tests = Path(__file__).resolve().parent
     variables = {
-        "PYTHONPATH": os.pathsep.join((str(tests.parent), str(tests))),
+        "PYTHONPATH": PYTHONPATH,
         "CUPYFLASH_CACHE_DIR": str(folder / "cache"),
         "TMPDIR": str(folder / "tmp"),
     }

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import PYTHONPATH, ROOT, SUPPORT
 from targets import GPU_TARGETS, compute_capability
 
 pytest.importorskip("torch")
@@ -23,7 +24,6 @@ import torch
 
 import cupyflash
 
-TESTS = Path(__file__).resolve().parent
 NAMES = sorted(compiled_calls.CALLS)
 SEED = datetime.date.today().toordinal()
 SAMPLE = random.Random(SEED).sample(NAMES, 2)
@@ -31,10 +31,9 @@ ON_GPU = torch.cuda.is_available() and compute_capability()[0] > 0
 
 
 def run(device, *names):
-    variables = {"PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
     done = subprocess.run(
-        [sys.executable, str(TESTS / "compiled_calls.py"), device, *names],
-        env={**os.environ, **variables},
+        [sys.executable, str(SUPPORT / "compiled_calls.py"), device, *names],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
     )
@@ -65,7 +64,7 @@ def test_traced_again_after_cupy_is_imported(order):
         "graph(torch.ones(3, 8))",
     )
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, cwd=TESTS.parent
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
 

@@ -4,17 +4,16 @@ import functools
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy
 import pytest
 from matrix import each
 from passes import leaves, one_graph, results
+from places import ROOT
 
 import cupyflash
 from cupyflash.testing import assert_close_to_float64, expected, make_alibi_slopes, to_float64
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ("out", "dq", "dk", "dv")
 
 

@@ -4,17 +4,16 @@ import contextlib
 import dataclasses
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from matrix import each
 from passes import leaves, one_graph, results
+from places import ROOT
 
 import cupyflash
 from cupyflash.ops.attention import dispatch
 from cupyflash.testing import expected, make_alibi_slopes
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ("out", "dq", "dk", "dv")
 
 

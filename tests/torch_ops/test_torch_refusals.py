@@ -2,15 +2,15 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from places import ROOT  # noqa: E402
+
 import cupyflash  # noqa: E402
 
-ROOT = Path(__file__).parent.parent
 NEW = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 

@@ -78,7 +78,7 @@ inline void begin_bulk(uint32_t src, unsigned bytes, std::function<void(const ch
   }));
 }
 
-// What tests/emulator/__init__.py writes in place of a CUtensorMap.
+// What tests/support/emulator/__init__.py writes in place of a CUtensorMap.
 struct EmulatedMap {
   char* base;
   unsigned long long dims[4], strides[4];  // strides in bytes, of all dimensions
