@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy
 import pytest
+from fakes import fake_facts, fresh_plans
 from matrix import each
 from passes import forward_backward, one_graph
 from problems import HOPPER
@@ -12,7 +13,6 @@ import cupyflash
 from cupyflash.ops.attention import cpu, dispatch
 from cupyflash.ops.attention.options import Extras
 from cupyflash.ops.attention.problem import kernel_head_dim
-from cupyflash.runtime.operation import Plans
 from cupyflash.testing import expected, make_alibi_slopes, poison_free_memory, to_float64
 
 HEAD_DIMS = [  # of q and k, of v
@@ -254,8 +254,7 @@ def test_copies_of_a_gpu(monkeypatch):
     monkeypatch.setattr(library, "pointer", remember, raising=False)
     monkeypatch.setattr(dispatch, "forward_plan", Forward)
     monkeypatch.setattr(dispatch, "backward_plan", Backward)
-    monkeypatch.setattr(dispatch, "_forward_plans", Plans(wide=3))
-    monkeypatch.setattr(dispatch, "_backward_plans", Plans(wide=4))
+    fresh_plans(monkeypatch, dispatch)
 
     def results(q, k, v, dout, dlse):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -269,7 +268,7 @@ def test_copies_of_a_gpu(monkeypatch):
         exact = results(q, k, v, dout, dlse)
         with monkeypatch.context() as gpu:
             gpu.setattr(library, "on_cpu", lambda x: False, raising=False)
-            gpu.setattr(dispatch, "card_of", lambda device: HOPPER)
+            fake_facts(gpu, dispatch, card_of=HOPPER)
             found = results(q, k, v, dout, dlse)
         width = kernel_head_dim(head_dim, head_dim_v)
         assert set(widths) == {width}

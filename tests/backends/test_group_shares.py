@@ -99,6 +99,16 @@ def test_blocks_in_turns_divide_no_masked_rows(masked):
     assert group_shares(main, problem, HOPPER, in_turns=True) == (1 if masked else 4)
 
 
+@pytest.fixture
+def share_out(monkeypatch):
+    """So many blocks divide the queries of a group."""
+
+    def share(count):
+        monkeypatch.setattr(sharing, "group_shares", lambda *_, **__: count)
+
+    return share
+
+
 CASES = [
     {"seqlen_q": 200, "seqlen_k": 300, "heads_q": 6, "heads_kv": 1},
     {"seqlen_q": 300, "seqlen_k": 140, "heads_q": 14, "heads_kv": 2, "batch": 2},
@@ -110,9 +120,9 @@ CASES = [
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("case", CASES, ids=["mqa", "gqa"])
 @pytest.mark.parametrize("shares", [2, 3, 5])
-def test_gradients(target, monkeypatch, shares, case, head_dim, options):
+def test_gradients(target, share_out, shares, case, head_dim, options):
     """Any number of shares is right, uneven ones too; dk and dv are the same in every run."""
-    monkeypatch.setattr(sharing, "group_shares", lambda *_, **__: shares)
+    share_out(shares)
     shape = case | {"seqlen_k": case["seqlen_k"] + shares}  # a plan of its own
     inputs = target.inputs(target.dtypes[0], head_dim=head_dim, **shape)
     results = forward_backward(inputs, **options)
@@ -136,10 +146,10 @@ ROWS = [  # multiples of the query heads of a key head, and what blocks then div
 @each(device="cuda")
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("turn", range(len(ROWS)))
-def test_gradients_of_shares_of_rows(target, monkeypatch, turn, head_dim):
+def test_gradients_of_shares_of_rows(target, share_out, turn, head_dim):
     """Also where a share has no query tile; all gradients are repeatable where that is asked."""
     shares, shape, options = ROWS[turn]
-    monkeypatch.setattr(sharing, "group_shares", lambda *_, **__: shares)
+    share_out(shares)
     # A plan of its own.
     shape = shape | {"seqlen_q": shape["seqlen_q"] + 1, "head_dim": head_dim}
     inputs = target.inputs(target.dtypes[turn % len(target.dtypes)], **shape)
@@ -154,8 +164,8 @@ def test_gradients_of_shares_of_rows(target, monkeypatch, turn, head_dim):
 
 
 @each(device="cuda")
-def test_gradients_of_packed_shares_of_rows(target, monkeypatch):
-    monkeypatch.setattr(sharing, "group_shares", lambda *_, **__: 3)
+def test_gradients_of_packed_shares_of_rows(target, share_out):
+    share_out(3)
     inputs = target.inputs(target.dtypes[0], batch=3, seqlen_q=401, seqlen_k=90, heads_q=2)
     used = target.array(numpy.array([401, 0, 130], "int32"))
     results = forward_backward(inputs, seqused_q=used)

@@ -2,6 +2,7 @@
 
 import numpy
 import pytest
+from fakes import fresh_plans
 from matrix import each
 from passes import forward_backward
 
@@ -93,7 +94,7 @@ def test_one_tile(target, seqlens, head_dim, options):
 def test_bias(target, monkeypatch, shape, kind, sequences):
     """One of the whole batch, whose gradient each block sums over its sequences, and others."""
     monkeypatch.setattr(sm80_short, "MANY_BLOCKS", 5 * 2 // sequences)
-    monkeypatch.setattr(dispatch, "_backward_plans", type(dispatch._backward_plans)(wide=4))
+    fresh_plans(monkeypatch, dispatch)
     inputs = target.inputs(
         target.dtypes[0], batch=5, heads_q=2, seqlen_q=49, seqlen_k=51, head_dim=32
     )

@@ -7,7 +7,7 @@ from ctypes import POINTER, c_int, c_uint32, c_uint64, c_void_p
 
 import numpy
 import pytest
-from fakes import fake_cupy
+from fakes import fake_cupy, fake_kernels
 from problems import HOPPER
 
 from cupyflash.ops.attention.checks import check
@@ -293,11 +293,17 @@ def test_maps_are_encoded_once(libcuda, devices, monkeypatch):
 # The kernel's argument ------------------------------------------------------------------------
 
 
+def launches_go_to(monkeypatch, kernel_of, counter=0):
+    """To a function for each configuration, with a counter of tiles at this address."""
+    fake_kernels(monkeypatch, kernel_of)
+    packed = counter.to_bytes(8, "little")
+    monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: packed)
+
+
 def test_launch_puts_maps_in_front(libcuda, devices, monkeypatch):
     arguments = []
     function = lambda grid, block, args, *_: arguments.append((grid, block, args[0]))
-    monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
-    monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: b"\5" + bytes(7))
+    launches_go_to(monkeypatch, lambda config: function, counter=5)
     call = problem(view(2, 200, 4, 64))
     config = forward_kernel(call.kind((9, 0))._replace(features=Features()))
     strides = {f"{name}_strides": call.strides["q"] for name in ("q", "k", "v", "out")}
@@ -326,8 +332,7 @@ def test_map_of_the_bias_is_the_last(libcuda, devices, monkeypatch):
     BIAS = 4096  # its address
     arguments = []
     function = lambda grid, block, args, *_: arguments.append(args[0].tobytes())
-    monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: function)
-    monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: bytes(8))
+    launches_go_to(monkeypatch, lambda config: function)
     call = biased(view(2, 1, 40, 72))
     forward, split, combine = forward_kernels(call.kind((9, 0)))
     backward = backward_kernels(call.kind((9, 0)))[1]
@@ -357,14 +362,10 @@ def test_map_of_the_bias_is_the_last(libcuda, devices, monkeypatch):
 def test_keys_are_shared_out_where_tiles_are_few(libcuda, devices, monkeypatch):
     """(queries, keys, heads), (blocks, splits) on 132 multiprocessors; a tile is 128 queries."""
     launched = []
-    monkeypatch.setattr(
-        kernel_launch.jit,
-        "load",
-        lambda config, device: (
-            lambda grid, block, args, *_: launched.append((config, grid, args[0]))
-        ),
+    kernel_of = lambda config: (
+        lambda grid, block, args, *_: launched.append((config, grid, args[0]))
     )
-    monkeypatch.setattr(launch, "tile_counters", lambda device: lambda stream: bytes(8))
+    launches_go_to(monkeypatch, kernel_of)
     for lengths, expected in {
         (1, 2048, 4): (4 * 8, 8),  # no fewer than 256 keys each
         (200, 2**17, 4): (8 * 16, 16),

@@ -40,6 +40,12 @@ def test_which_take_heads(heads, queries, keys, causal, taken):
     assert taken_heads(heads, queries, keys, causal) == taken
 
 
+def without_limits(monkeypatch):
+    """Heads are taken wherever that is possible, whether it is faster or not."""
+    for limit in ("SAVED_KEYS", "HEADS_L2_FRACTION"):
+        monkeypatch.setattr(RULES, limit, math.inf)
+
+
 def test_which_cannot(monkeypatch):
     shape = 1024, 256, 256
     assert taken_heads(*shape)
@@ -50,8 +56,7 @@ def test_which_cannot(monkeypatch):
     assert not takes_heads(main, lengths, HOPPER, 1)
     # Shares of the rows of a head, which differ from key tile to key tile under a mask.
     shape = 8, 4096, 4100
-    monkeypatch.setattr(RULES, "SAVED_KEYS", math.inf)
-    monkeypatch.setattr(RULES, "HEADS_L2_FRACTION", math.inf)
+    without_limits(monkeypatch)
     assert taken_heads(*shape, shares=4)
     assert taken_heads(*shape, causal=True)
     assert not taken_heads(*shape, causal=True, shares=4)
@@ -67,8 +72,7 @@ def test_which_cannot(monkeypatch):
 @pytest.fixture
 def taking_heads(monkeypatch):
     """Every problem that can; the list of what was decided."""
-    monkeypatch.setattr(RULES, "SAVED_KEYS", math.inf)
-    monkeypatch.setattr(RULES, "HEADS_L2_FRACTION", math.inf)
+    without_limits(monkeypatch)
     decided = []
 
     def decide(*arguments):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from places import ROOT
+from small_benchmarks import results_into
 
 from bench.__main__ import SCRIPTS
 from bench.attention import attention, models
@@ -76,7 +77,7 @@ def test_table(capsys):
 
 
 def test_results_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    results_into(monkeypatch, tmp_path)
     rows = [row("cupyflash", 0.5), row("sdpa-flash", 1.0, CAUSAL, "bwd")]
     path = report.write_results("x", rows, "protocol", "command", gpu="G", versions={"a": "1"})
     results = json.loads(path.read_text())
@@ -109,7 +110,7 @@ def test_the_page_of_the_results(tmp_path, monkeypatch):
     """That of models.json: nothing in it is cut, and bench/README.md has its means."""
     results = json.loads((report.RESULTS / "models.json").read_text())
     page = (report.RESULTS / "models.md").read_text()
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    results_into(monkeypatch, tmp_path)
     lines = models.summary(results["rows"])
     report.write_page("models", results, [models.models_table(results["rows"])], lines)
     assert (tmp_path / "models.md").read_text() == page

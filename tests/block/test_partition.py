@@ -8,6 +8,7 @@ import pytest
 from arrays import normal, stored
 from block_stacks import CASE
 from block_stacks import make as make_blocks
+from fakes import fake_facts
 from matrix import each_library
 from targets import compute_capability
 
@@ -63,7 +64,7 @@ class FakeStream:
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setattr(gpu, "all_multiprocessors", lambda device: 16)
+    fake_facts(monkeypatch, gpu, all_multiprocessors=16)
     monkeypatch.setattr(driver, "multiprocessors_of", lambda stream: stream)
     monkeypatch.setattr(FakePlan, "made", 0)
     views = {"x": "given"}
@@ -164,9 +165,7 @@ def test_a_prepared_launch_in_another_context(fake):
 
 def test_clusters_of_a_part(monkeypatch):
     """In proportion, and at least one."""
-    monkeypatch.setattr(launch, "all_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(gpu, "all_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "_clusters_of_all", lambda config, device: 30)
+    fake_facts(monkeypatch, launch, gpu, all_multiprocessors=132, _clusters_of_all=30)
 
     class Config:
         cluster = 4

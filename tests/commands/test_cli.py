@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+from fakes import fake_facts
 from rich.console import Console
 from targets import compute_capability
 from tiny_kernel import needs_nvrtc
@@ -59,7 +60,7 @@ def test_module_and_script(tmp_path):
 
 
 def test_info_without_gpu(capsys, monkeypatch, workspace):
-    monkeypatch.setattr(machine, "driver", lambda: Driver(None, (), "no NVIDIA driver"))
+    fake_facts(monkeypatch, machine, driver=Driver(None, (), "no NVIDIA driver"))
     assert cli.main(["info"]) == 0
     out, _ = words(capsys)
     assert "GPU none; attention runs on the CPU, with NumPy" in out
@@ -73,8 +74,7 @@ def test_info_without_gpu(capsys, monkeypatch, workspace):
 
 
 def test_info_with_gpu(capsys, monkeypatch):
-    monkeypatch.setattr(machine, "driver", lambda: H200)
-    monkeypatch.setattr(machine, "gpu_problem", lambda: "")
+    fake_facts(monkeypatch, machine, driver=H200, gpu_problem="")
     with environment.override(backend="simt", no_jit=True, dump=("ptx", "sass")):
         assert cli.main(["info"]) == 0
     out, _ = words(capsys)
@@ -86,7 +86,7 @@ def test_info_with_gpu(capsys, monkeypatch):
 
 
 def test_info_without_cupy(capsys, monkeypatch):
-    monkeypatch.setattr(machine, "driver", lambda: H200)
+    fake_facts(monkeypatch, machine, driver=H200)
     monkeypatch.setattr(machine, "has", lambda module: module == "rich")
     monkeypatch.setattr(packages, "_version", lambda package: "")
     assert cli.main(["info"]) == 0
@@ -105,7 +105,7 @@ def test_info_without_cupy(capsys, monkeypatch):
     ],
 )
 def test_extra_for_driver(monkeypatch, driver, extra):
-    monkeypatch.setattr(machine, "driver", lambda: driver)
+    fake_facts(monkeypatch, machine, driver=driver)
     assert machine.extra() == extra
 
 
@@ -140,7 +140,7 @@ def test_check(capsys, only_attention):
 
 def test_check_without_gpu_is_not_green(capsys, monkeypatch, only_attention):
     """Whether a GPU is there or not: nobody may take this for a check of the kernels."""
-    monkeypatch.setattr(machine, "gpu_problem", lambda: "CuPy sees no [GPU]")
+    fake_facts(monkeypatch, machine, gpu_problem="CuPy sees no [GPU]")
     assert cli.main(["check"]) == 3
     out, _ = words(capsys)
     assert "passes on the CPU are correct" in out

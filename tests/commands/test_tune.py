@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+from fakes import fake_facts
 from matrix import each
 from passes import forward_backward
 
@@ -35,9 +36,9 @@ BUILT = jit.Built(None, "", "", "sm_90a", "13.0", 168, 0, 0, (), 0.1)
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     """A tuning file on a machine that is `HERE`; nothing is compiled."""
-    monkeypatch.setattr(tuning, "machine", lambda device: HERE)
+    fake_facts(monkeypatch, tuning, machine=HERE)
+    fake_facts(monkeypatch, choices, target_arch="sm_90a")
     monkeypatch.setattr(jit, "build", lambda config, arch: BUILT)
-    monkeypatch.setattr(choices, "target_arch", lambda capability: "sm_90a")
     tuning._tiles.cache_clear()
     with environment.override(tuning=str(tmp_path / "folder" / "tiles.json"), cache_dir=tmp_path):
         yield environment.current().tuning_file
@@ -263,9 +264,9 @@ def searched(monkeypatch, file):
     monkeypatch.setattr(tuner, "Rounds", Rounds)
     monkeypatch.setattr(jit, "build_all", build_all)
     monkeypatch.setattr(tuner.pool, "missing", list)
-    monkeypatch.setattr(tuner.compiler, "target_arch", lambda capability: "sm_90a")
+    fake_facts(monkeypatch, tuner.compiler, target_arch="sm_90a")
     monkeypatch.setattr(tuner, "choose", lambda *_, backward: "sm90")
-    monkeypatch.setattr(tuner, "capability_of", lambda device: HOPPER)
+    fake_facts(monkeypatch, tuner, capability_of=HOPPER)
     checks(monkeypatch, KIND)
     return built, ms, results, rounds
 
@@ -324,8 +325,7 @@ def test_search_stops_in_time(searched, monkeypatch):
 
 def test_command(searched, file, monkeypatch, capsys):
     _, ms, results, _ = searched
-    monkeypatch.setattr(machine, "gpu_problem", lambda: "")
-    monkeypatch.setattr(tune.tuning, "machine", lambda device: HERE)
+    fake_facts(monkeypatch, machine, gpu_problem="")
     device = SimpleNamespace(Device=lambda: SimpleNamespace(id=0))
     monkeypatch.setattr(numpy, "cuda", device, raising=False)
     ms[192, 112, 2, 3] = 1.6
@@ -351,7 +351,7 @@ def test_command(searched, file, monkeypatch, capsys):
 
 @pytest.mark.parametrize("fault", ["its folder is a file", "it is a folder", "full", "none"])
 def test_save_that_is_impossible_is_known_before_the_search(file, monkeypatch, capsys, fault):
-    monkeypatch.setattr(machine, "gpu_problem", lambda: "")
+    fake_facts(monkeypatch, machine, gpu_problem="")
     monkeypatch.setattr(tune, "_search", lambda *_: pytest.fail("it has searched"))
     path, text = str(file), "No space left"
     if fault == "its folder is a file":
@@ -392,7 +392,7 @@ def test_save_that_is_impossible_is_known_before_the_search(file, monkeypatch, c
     ],
 )
 def test_command_refuses(line, message, monkeypatch, capsys):
-    monkeypatch.setattr(machine, "gpu_problem", lambda: "there is none")
+    fake_facts(monkeypatch, machine, gpu_problem="there is none")
     try:
         code = cli.main(["tune", *line.split()])
     except SystemExit as stopped:

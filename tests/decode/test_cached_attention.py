@@ -4,13 +4,13 @@ import numpy
 import pytest
 from arrays import integers, normal, stored
 from devices import memory
+from fakes import fresh_plans
 from matrix import each, each_library
 from targets import has_tensor_cores
 from wrong_calls import NOT_IN_FLOAT32, NUMBER, array, check_refused
 
 from cupyflash import attention_with_cache, environment
 from cupyflash.ops.decode import cached_attention, kernels
-from cupyflash.runtime.operation import Plans
 from cupyflash.runtime.structs import header
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 
@@ -175,7 +175,7 @@ def test_clusters(heads, head_dim, length, cluster):
 def test_splits_of_blocks_alone(target, monkeypatch):
     """As caches so long that a test would take its time have them on every GPU."""
     monkeypatch.setattr(kernels, "_is_long", lambda *_: True)
-    monkeypatch.setattr(cached_attention, "_plans", Plans(len(cached_attention.TENSORS)))
+    fresh_plans(monkeypatch, cached_attention)
     for shape in ((1, 2, 3, 128, 4000), (2, 1, 1, 64, 9000), (1, 1, 8, 200, 3000)):
         check(*problem(target, "float16", shape, batch=5), "float16")
     plans = cached_attention._plans.values()

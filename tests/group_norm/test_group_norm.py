@@ -6,6 +6,7 @@ import shutil
 import numpy
 import pytest
 from arrays import assert_same_oracle, broadcast, normal, stored, to_numpy
+from fakes import fake_facts, fresh_plans, without_detour
 from matrix import covering, each_case, each_library
 
 import cupyflash
@@ -16,7 +17,6 @@ from cupyflash.ops.group_norm.groups import Groups, dense_like, layout_of
 from cupyflash.ops.group_norm.plan import MAX_WAVES, shares_of
 from cupyflash.runtime.array import View
 from cupyflash.runtime.lookup import library_of
-from cupyflash.runtime.operation import Plans
 from cupyflash.runtime.scratch import COUNTERS
 from cupyflash.testing import expected_group_norm, poison_free_memory, to_float64
 from cupyflash.testing.tolerance import assert_close_to_float64
@@ -127,8 +127,7 @@ def at_most(clusters, monkeypatch):
     at_once = plan.clusters_at_once
     least = lambda config, device: min(clusters, at_once(config, device))
     monkeypatch.setattr(plan, "clusters_at_once", least)
-    monkeypatch.setattr(topic, "_forward_plans", Plans(3))
-    monkeypatch.setattr(topic, "_backward_plans", Plans(4))
+    fresh_plans(monkeypatch, topic)
 
 
 @each_library(device="cuda")
@@ -305,8 +304,7 @@ def test_channels_last(target, channels, positions):
 @pytest.mark.parametrize("shape", [(2, 320, 64, 64), (8, 128, 256, 256), (64, 640, 8, 8)], ids=str)
 def test_channels_last_in_three_steps(monkeypatch, capability, shape, backward):
     """They read 16 bytes at a time; a warp gathers what belongs to a group."""
-    monkeypatch.setattr(plan, "capability_of", lambda device: capability)
-    monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
+    fake_facts(monkeypatch, plan, capability_of=capability, multiprocessors=132)
     batch, channels, height, width = shape
     strides = (channels * height * width, 1, width * channels, channels)
     x = View(shape, strides, "float16", 0)
@@ -626,7 +624,7 @@ def test_dout_of_another_memory_format(target, shape):
 def test_detours(monkeypatch, name, what):
     """What a GPU goes through, with the operations of a CPU behind it."""
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(topic, "Detour", lambda library, device, call: call)
+    without_detour(monkeypatch, topic)
     x, dout = (torch.from_numpy(normal((2, 8, 6, 7), i)) for i in range(2))
     if what == "crop":
         x, dout = x.to(memory_format=torch.channels_last)[..., 1:5], dout[..., 1:5]

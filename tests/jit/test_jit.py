@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiny_kernel
+from fakes import fake_facts
 from tiny_kernel import Scale, needs_nvrtc
 
 from cupyflash import environment, jit
@@ -180,7 +181,7 @@ def test_key_covers_what_decides(folder, monkeypatch):
         patch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-ftz=true"))
         names.add(entry_name(Scale(), "sm_80"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "version", lambda: "99.9")
+        fake_facts(patch, compiler, version="99.9")
         names.add(entry_name(Scale(), "sm_80"))
     assert len(names) == 5
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_kernel
+from fakes import fake_facts
 from tiny_kernel import Scale, needs_nvrtc, run_python
 
 from cupyflash import environment, jit
@@ -47,8 +48,7 @@ def test_arch_of(capability, name):
 )
 def test_target_arch(monkeypatch, capability, name):
     known = (75, 80, 86, 87, 89, 90, 100, 101, 120)
-    monkeypatch.setattr(compiler, "supported_archs", lambda: known)
-    monkeypatch.setattr(compiler, "version", lambda: "12.9")
+    fake_facts(monkeypatch, compiler, supported_archs=known, version="12.9")
     if name.startswith("sm_"):
         assert compiler.target_arch(capability) == name
     else:

@@ -5,6 +5,7 @@ import dataclasses
 import numpy
 import pytest
 from arrays import assert_same_oracle, broadcast, normal, stored
+from fakes import fake_facts, fake_kernels
 from matrix import covering, each_case, each_library
 
 import cupyflash
@@ -139,11 +140,10 @@ def test_plans_of_long_rows(monkeypatch, capability, rows):
     from cupyflash.runtime import launch as kernel_launch
     from cupyflash.runtime.array import View
 
-    for module in (launches, norm_plan, kernel_launch):
-        monkeypatch.setattr(module, "capability_of", lambda device: capability)
-    monkeypatch.setattr(launches, "multiprocessors", lambda device: 132)
+    modules = launches, norm_plan, kernel_launch
+    fake_facts(monkeypatch, *modules, capability_of=capability, multiprocessors=132)
     launched = []
-    monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: launched.append(config))
+    fake_kernels(monkeypatch, launched.append)
     found, kinds = [], set()
     for depth in (768, 4097, 5120, 12288, 20480, 70000):
         for dtype, aligned in (("float16", True), ("float16", False), ("float32", True)):
@@ -374,8 +374,7 @@ def test_choice(monkeypatch, capability, dtype, rows, sizes, backend, kernel):
 
     structs = header("linear/params.cuh")
 
-    monkeypatch.setattr(launches, "capability_of", lambda device: capability)
-    monkeypatch.setattr(launches, "multiprocessors", lambda device: 132)
+    fake_facts(monkeypatch, launches, capability_of=capability, multiprocessors=132)
     depth, columns = sizes
     views = {
         "x": View((rows, depth), (depth, 1), dtype, 0),

@@ -6,7 +6,7 @@ import dataclasses
 import numpy
 import pytest
 from arrays import normal, stored
-from fakes import fake_launches
+from fakes import fake_facts, fake_launches
 from matrix import each_library
 from targets import is_hopper
 
@@ -313,7 +313,7 @@ class Call:
 @pytest.fixture
 def few_processors(monkeypatch):
     """A small grid: each block has several tiles, in turn."""
-    monkeypatch.setattr(launches, "multiprocessors", lambda device: 4)
+    fake_facts(monkeypatch, launches, multiprocessors=4)
 
 
 def check(call, tile):

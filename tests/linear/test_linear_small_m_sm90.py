@@ -5,7 +5,7 @@ import dataclasses
 import numpy
 import pytest
 from arrays import normal, stored
-from fakes import fake_launches
+from fakes import fake_facts, fake_launches
 from matrix import covering, each_case, each_library, libraries, pairwise
 from targets import is_hopper
 
@@ -308,7 +308,7 @@ def test_results(target, case, monkeypatch):
     if case.few_stages:
         monkeypatch.setattr(LinearSmallMSm90, "stages", lambda *_: 2)
     if case.cluster == 1:  # several tiles for each block
-        monkeypatch.setattr(launches, "multiprocessors", lambda device: 3)
+        fake_facts(monkeypatch, launches, multiprocessors=3)
     arrays = case.arrays(target)
     out = launched(target, case, arrays)
     heads = (1, 2) if case.head_dim else (0, 0)

@@ -5,6 +5,7 @@ import dataclasses
 import numpy
 import pytest
 from arrays import normal, stored
+from fakes import fake_facts, fake_kernels, fresh_plans
 from matrix import covering, each_case, each_library
 
 import cupyflash
@@ -12,7 +13,6 @@ from cupyflash import environment
 from cupyflash.ops.linear import plan
 from cupyflash.ops.linear.reference import Arrays, Options
 from cupyflash.runtime.libraries import NumpyLibrary
-from cupyflash.runtime.operation import Plans
 from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected_projection, poison_free_memory
 
@@ -194,11 +194,10 @@ def test_few_rows_take_two_launches(monkeypatch, capability, kernel, gated):
     from cupyflash.runtime import launch as kernel_launch
     from cupyflash.runtime.array import View
 
-    for module in (launches, kernel_launch):
-        monkeypatch.setattr(module, "capability_of", lambda device: capability)
-    monkeypatch.setattr(launches, "multiprocessors", lambda device: 132)
+    modules = launches, kernel_launch
+    fake_facts(monkeypatch, *modules, capability_of=capability, multiprocessors=132)
     loaded = []
-    monkeypatch.setattr(kernel_launch.jit, "load", lambda config, device: loaded.append(config))
+    fake_kernels(monkeypatch, loaded.append)
     shapes = {"weight": (2048, 768), "down_weight": (768, 2048)}
     shapes |= {"x": (2, 2, 768), "residual": (2, 2, 768)}
     if gated:
@@ -219,7 +218,7 @@ def test_plans_of_functions_are_apart(monkeypatch):
     """The same without a GPU: arrays of NumPy take its route, and a plan returns its function."""
     monkeypatch.setattr(NumpyLibrary, "on_cpu", lambda library, x: False)
     monkeypatch.setattr(plan, "LinearPlan", lambda function, *_: lambda given, pointers: function)
-    monkeypatch.setattr(plan, "_plans", Plans(wide=len(Arrays._fields)))
+    fresh_plans(monkeypatch, plan)
     x, weight = (normal(shape, 0).astype("float32") for shape in ((4, 16), (24, 16)))
     for _ in range(2):
         assert cupyflash.linear(x, weight, activation="gelu") == "linear"

@@ -53,15 +53,21 @@ def modules():
     return PolicyUnet, ActionSampler
 
 
+@pytest.fixture
+def without_tf32(monkeypatch):
+    """Convolutions of torch in float32 are exact to its rounding, on a GPU as well."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 @each_library(library="torch")
 @pytest.mark.parametrize(
     ("widths", "batch", "length"), [((16, 32), 3, 16), ((16, 32, 24), 1, 12), ((24,), 2, 5)]
 )
-def test_sampling_is_that_of_torch(target, widths, batch, length, monkeypatch):
+def test_sampling_is_that_of_torch(target, without_tf32, widths, batch, length):
     """DDPM in float32; both see the same noise."""
     import torch
 
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     PolicyUnet, ActionSampler = modules()
     torch.manual_seed(0)
     model = PolicyUnet(7, 20, widths=widths).to(target.device)
@@ -186,13 +192,12 @@ def test_bad_input():
 
 
 @each_library(library="torch")
-def test_gradients_of_the_model(target, monkeypatch):
+def test_gradients_of_the_model(target, without_tf32):
     """Training through our GroupNorm + Mish gives torch's gradients."""
     import torch
 
     from cupyflash.models.diffusion_policy import PolicyUnet
 
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
     model = PolicyUnet(7, 20, widths=(16, 32)).to(target.device)
     x, condition = (stored(target, normal(s, 1), "float32") for s in ((4, 7, 16), (4, 20)))

@@ -6,6 +6,7 @@ import gc
 import numpy
 import pytest
 from arrays import assert_same_oracle, broadcast, normal, spread_out, stored, to_numpy
+from fakes import fake_facts, fresh_plans, without_detour
 from matrix import covering, each_case, each_library
 
 import cupyflash
@@ -15,7 +16,6 @@ from cupyflash.runtime.gpu import architecture
 from cupyflash.runtime.launch import clusters_at_once
 from cupyflash.runtime.libraries import NumpyLibrary
 from cupyflash.runtime.lookup import library_of
-from cupyflash.runtime.operation import Plans
 from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected_norm, poison_free_memory, to_float64
 from cupyflash.testing.tolerance import assert_close_to_float64
@@ -127,9 +127,9 @@ def assert_sums_are_accurate(found, terms, name):
 def test_sums_over_many_rows(target, rms, columns, storage, monkeypatch):
     """The last in one share, as of rows so long that few shares fill the GPU."""
     if columns == 5000:
-        monkeypatch.setattr(plan, "multiprocessors", lambda device: 1)
+        fake_facts(monkeypatch, plan, multiprocessors=1)
         monkeypatch.setattr(plan, "WEIGHT_BLOCKS", 1)
-        monkeypatch.setattr(dispatch, "_backward_plans", Plans(wide=5))
+        fresh_plans(monkeypatch, dispatch)
     if not target.gpu:
         columns = 64  # the reference adds up in one way, whatever the length of a row
     dout, x = (normal((4096, columns), seed) for seed in (1, 2))
@@ -365,7 +365,7 @@ def test_float32_residual(target, rms, columns, weight):
 def test_detours(monkeypatch, name, what):
     """What a GPU goes through, with the operations of a CPU behind it."""
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(dispatch, "Detour", lambda library, device, call: call)
+    without_detour(monkeypatch, dispatch)
     make = lambda i, dtype=torch.float16: torch.from_numpy(normal((2, 3, 2, 3, 2, 40), i)).to(dtype)
     stream = torch.float32 if what == "wide" else torch.float16
     x, residual, dout, h, dresidual = (

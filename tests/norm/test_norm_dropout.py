@@ -5,6 +5,7 @@ import dataclasses
 import numpy
 import pytest
 from arrays import normal, spread_out, stored, to_numpy
+from fakes import without_detour
 from matrix import covering, each_case, each_library
 from passes import one_graph, without_gradient
 
@@ -576,8 +577,7 @@ def test_captured_by_cupy(target):
 def test_the_detour_of_a_gpu(monkeypatch):
     """With the operations of a CPU behind it: casts of a float32 residual, strides, dtypes."""
     torch = pytest.importorskip("torch")
-    for module in (dispatch, dropout):
-        monkeypatch.setattr(module, "Detour", lambda library, device, call: call)
+    without_detour(monkeypatch, dispatch, dropout)
     shape, seed = (2, 3, 2, 3, 2, 40), torch.tensor([SEED])
     for kind in (torch.float16, torch.float32):
         for permuted in (False, True):

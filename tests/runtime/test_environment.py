@@ -14,6 +14,11 @@ def fresh(monkeypatch):
     """No variable set and nothing read yet; what a test reads is forgotten again."""
     for name in ("CACHE_DIR", "DEBUG", "DUMP", "BACKEND", "NO_JIT", "TUNING"):
         monkeypatch.delenv(f"CUPYFLASH_{name}", raising=False)
+    forget(monkeypatch)
+
+
+def forget(monkeypatch):
+    """What was read of the variables; they are read again."""
     monkeypatch.setattr(environment, "_current", None)
 
 
@@ -69,7 +74,7 @@ def test_misspelt_names(monkeypatch, recwarn):
 @pytest.mark.parametrize("name", ["DEBUG", "DUMP", "BACKEND", "NO_JIT", "CACHE_DIR", "TUNING"])
 def test_empty_means_unset(monkeypatch, name):
     before = environment.current()
-    monkeypatch.setattr(environment, "_current", None)
+    forget(monkeypatch)
     monkeypatch.setenv(f"CUPYFLASH_{name}", "")
     assert environment.current() == before
 
@@ -103,7 +108,7 @@ def test_tuning_file(monkeypatch):
         ("0", None),
         ("", "/cache/tuning.json"),
     ]:
-        monkeypatch.setattr(environment, "_current", None)
+        forget(monkeypatch)
         monkeypatch.setenv("CUPYFLASH_TUNING", value)
         assert environment.current().tuning_file == (file and Path(file))
 

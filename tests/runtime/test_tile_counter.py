@@ -22,6 +22,17 @@ def cupy(monkeypatch):
     return fake
 
 
+@pytest.fixture
+def counters_of(cupy, monkeypatch):
+    """Counters of a pool of this size."""
+
+    def make(size):
+        monkeypatch.setattr(scratch, "POOL_SIZE", size)
+        return TileCounters(0)
+
+    return make
+
+
 def test_a_counter_for_each_stream(cupy):
     counters = TileCounters(0)
     found = [counters(Stream(ptr)) for ptr in (5, 6, 5, 0)]
@@ -47,9 +58,8 @@ def test_a_captured_launch_keeps_its_counter(cupy):
     assert len(captured) == 3 and plain not in captured and counters(Stream(5)) == plain
 
 
-def test_the_end_of_a_graph_gives_its_counters_back(cupy, monkeypatch):
-    monkeypatch.setattr(scratch, "POOL_SIZE", 2)
-    counters = TileCounters(0)
+def test_the_end_of_a_graph_gives_its_counters_back(cupy, counters_of):
+    counters = counters_of(2)
     cupy.capturing = {5}
     assert counters.is_capturing(Stream(5)) and not counters.is_capturing(Stream(6))
     first, second, none = (counters(Stream(5)) for _ in range(3))
@@ -77,9 +87,8 @@ def test_streams_leave_counters_to_graphs(cupy, monkeypatch):
     assert [counters(Stream(ptr)) for ptr in range(10, 14)] == found[:4]
 
 
-def test_without_counters_blocks_take_turns(cupy, monkeypatch):
-    monkeypatch.setattr(scratch, "POOL_SIZE", 1)
-    counters = TileCounters(0)
+def test_without_counters_blocks_take_turns(counters_of):
+    counters = counters_of(1)
     assert counters(Stream(5)) == pack_pointer(POOL)
     assert counters(Stream(6)) == NULL == counters(Stream(8))
     assert counters(Stream(5)) == pack_pointer(POOL)
@@ -99,14 +108,13 @@ def test_the_number_of_a_stream(monkeypatch):
         scratch.stream_number(9)
 
 
-def test_a_launch_that_needs_counters_gets_zeros_of_its_own(cupy, monkeypatch):
-    monkeypatch.setattr(scratch, "POOL_SIZE", 1)
+def test_a_launch_that_needs_counters_gets_zeros_of_its_own(counters_of):
     made = []
     library = types.SimpleNamespace(
         zeros_int32=lambda size, like: made.append((size, like)) or "zeros",
         pointer={"zeros": 8192}.get,
     )
-    counters = TileCounters(0)
+    counters = counters_of(1)
     assert counters.address(Stream(5), library, "x") == (POOL, None) and made == []
     assert counters.address(Stream(6), library, "x") == (8192, "zeros")
     assert made == [(COUNTERS, "x")]

@@ -41,6 +41,41 @@ def fake_cupy(monkeypatch, **parts):
     return fake
 
 
+def fake_facts(monkeypatch, *modules, **facts):
+    """What functions of the modules say of the machine: ``capability_of=(9, 0)``, say.
+
+    A fact is what the function of its name returns, in each of the modules that has it.
+    """
+    for name, fact in facts.items():
+        having = [module for module in modules if hasattr(module, name)]
+        assert having, f"no module has {name}"
+        for module in having:
+            monkeypatch.setattr(module, name, lambda *_, fact=fact: fact)
+
+
+def fake_kernels(monkeypatch, kernel_of):
+    """``kernel_of(config)`` is what a launch gets in place of a compiled kernel."""
+    from cupyflash.runtime import launch
+
+    monkeypatch.setattr(launch.jit, "load", lambda config, device: kernel_of(config))
+
+
+def fresh_plans(monkeypatch, module):
+    """The module has no plans yet, and those of the test end with it."""
+    from cupyflash.runtime.operation import Plans
+
+    kept = {name: x for name, x in vars(module).items() if isinstance(x, Plans)}
+    assert kept
+    for name, x in kept.items():
+        monkeypatch.setattr(module, name, Plans(x.wide, x.most))
+
+
+def without_detour(monkeypatch, *modules):
+    """Calls that a GPU would compute in steps of the library are handed to these steps as is."""
+    for module in modules:
+        monkeypatch.setattr(module, "Detour", lambda library, device, call: call)
+
+
 def fake_launches(monkeypatch, params):
     """Takes the place of CuPy, of the driver and of all kernels of linear layers on 132
     multiprocessors.
@@ -68,7 +103,7 @@ def fake_launches(monkeypatch, params):
 
     fake_cupy(monkeypatch)
     monkeypatch.setattr(TensorMapSpec, "encode", encode)
-    monkeypatch.setattr(launch, "capability_of", lambda device: (8, 0))  # none begins early
-    monkeypatch.setattr(launch.jit, "load", lambda config, device: function)
+    fake_facts(monkeypatch, launch, capability_of=(8, 0))  # none begins early
+    fake_kernels(monkeypatch, lambda config: function)
     monkeypatch.setattr(launches, "multiprocessors", lambda device: found.processors)
     return found

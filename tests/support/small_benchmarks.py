@@ -159,6 +159,11 @@ BENCHMARKS = {
 }
 
 
+def results_into(monkeypatch, folder):
+    """Results are written to a folder, and read from there."""
+    monkeypatch.setattr(report, "RESULTS", folder)
+
+
 class FakeTimer:
     """A Timer of calls on the CPU, each of which takes a millisecond."""
 
