@@ -93,3 +93,14 @@ def test_imports_of_the_checkout_are_seen(tmp_path, monkeypatch, text):
     monkeypatch.setitem(globals(), "ROOT", path.parent.parent)
     with pytest.raises(AssertionError, match="bench is no part of the package"):
         test_imports_run_downwards(path)
+
+
+def test_test_files_import_no_test_file():
+    """What they share lies in `support`, so a change of a test makes no other one run again."""
+    found = []
+    for path in sorted((ROOT.parent / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{path.name} imports {x}" for x in names if x.startswith("test_")]
+    assert found == []

@@ -14,7 +14,7 @@ from places import ROOT
 
 README = ROOT / "README.md"
 DOCS = {path.stem: path for path in sorted((ROOT / "cupyflash" / "docs").glob("*.md"))}
-ADDING = DOCS.pop("adding_an_operation")  # test_contributing.py builds its example
+ADDING = DOCS.pop("adding_an_operation")  # its example is built by test_contributing
 
 
 def blocks_of(path, language):
