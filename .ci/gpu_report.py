@@ -30,7 +30,7 @@ NAMED = re.compile(r"\b(?:from|import) +(\w+)|\b(\w+)\.py\b")
 LOADED = re.compile(r"^(?:from|import) +(\w+)", re.M)  # without the imports inside functions
 RUNS = ("default", "sm80", "simt")  # the backends that are forced; one run forces none
 # It compiles kernels of all backends, and runs that force one leave it out (tests/conftest.py).
-LEFT_OUT = [(run, "tests/test_compile.py") for run in RUNS[1:]]
+LEFT_OUT = [(run, "tests/jit/test_compile.py") for run in RUNS[1:]]
 
 Report = dict[str, dict]
 
@@ -73,7 +73,7 @@ def used(name: str, texts: dict[str, str], pattern: re.Pattern[str] = NAMED) -> 
 
 
 def module_texts() -> dict[str, str]:
-    """The text of every module in `tests`; a folder is one, but for its test files."""
+    """The text of every module in `tests`."""
     texts: dict[str, str] = {}
     for path in sorted(files()):
         if path.startswith("tests/"):
@@ -83,10 +83,9 @@ def module_texts() -> dict[str, str]:
 
 
 def module_of(path: str) -> str:
-    """The module of a file below `tests`: "tests/emulator/cuda.h" is in "emulator"."""
-    _, first, *below = Path(path).parts
-    is_test = below and below[-1].startswith("test_") and path.endswith(".py")
-    return Path(path).stem if is_test else first.partition(".")[0]
+    """The module of a file below `tests`: "tests/support/emulator/cuda.h" is in "emulator"."""
+    _, *folders, name = Path(path).parts
+    return (folders[1:] or [name])[0].partition(".")[0]
 
 
 def files() -> Iterator[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from matrix import select
+from places import ROOT
 from targets import EMULATED, FORCED, TARGETS, Target, compute_capability, has
 
 from cupyflash import environment
@@ -26,7 +27,7 @@ EMULATED_TESTS = [  # of results, whose tensors may come from the CPU
 ]
 LARGE_POOL = 2**30  # bytes that nobody uses
 MOST_WORKERS = 16  # each has torch in memory, and more have no tests left
-GPU_REPORT_SCRIPT = Path(__file__).resolve().parent.parent / ".ci" / "gpu_report.py"
+GPU_REPORT_SCRIPT = ROOT / ".ci" / "gpu_report.py"
 
 
 # Benchmarks need torch and rich.
@@ -37,7 +38,7 @@ collect_ignore_glob = (
 
 @pytest.fixture
 def benchmarks(monkeypatch, tmp_path):
-    """Runs small benchmarks on the CPU; see bench/small_benchmarks.py."""
+    """Runs small benchmarks on the CPU; see small_benchmarks.py."""
     from small_benchmarks import Benchmarks
 
     return Benchmarks(monkeypatch, tmp_path)

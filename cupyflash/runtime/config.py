@@ -2,7 +2,7 @@
 
 A subclass names its source file and its parameter struct. Its fields have the names of the kernel's
 template parameters in lower case (``dtype`` is ``T``) and stand in the same order, so that the
-dataclass *is* the instantiation. ``tests/test_params.py`` compares them with the source.
+dataclass *is* the instantiation. ``tests/runtime/test_params.py`` compares them with the source.
 """
 
 import ctypes

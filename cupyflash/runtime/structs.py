@@ -2,7 +2,7 @@
 
 A header of ``cuda_src`` is their only definition. From its text `header` makes the ctypes
 structures that the host fills in, so that nothing is written twice. ctypes lays a structure out as
-the C++ compiler does: the compiled program asserts its size, and ``tests/test_params.py`` asserts
+the C++ compiler does: the compiled program asserts its size, and ``test_params.py`` asserts
 the offset and the size of each field.
 
 It reads structs of numbers, pointers, other structs and arrays of these, ``constexpr int`` and

@@ -4,6 +4,8 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
+from fakes import fake_facts
+from small_benchmarks import results_into
 
 from bench import __main__
 from bench import all as bench_all
@@ -13,8 +15,8 @@ from bench.lib import harness, report
 @pytest.fixture
 def scripts(tmp_path, monkeypatch):
     """Runs no script, but records its command and its folder of results."""
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(harness, "gpu_problem", str)
+    results_into(monkeypatch, tmp_path)
+    fake_facts(monkeypatch, harness, gpu_problem="")
     started, failures = {}, {}
 
     def run(command, stdout, stderr, env, timeout):

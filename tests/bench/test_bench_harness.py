@@ -4,14 +4,15 @@ import importlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from fakes import fake_facts
+from places import ROOT
+from small_benchmarks import results_into
 
 from bench import __main__
-from bench.lib import harness, report
+from bench.lib import harness
 
-ROOT = Path(__file__).resolve().parents[2]
 # They read results, draw, compute in NumPy, or compare models of transformers, on any machine.
 WITHOUT_GPU = {"architectures", "compare", "plot", "plot_diagrams", "rounding"}
 ON_GPU = sorted(__main__.SCRIPTS.keys() - WITHOUT_GPU)
@@ -20,8 +21,8 @@ ON_GPU = sorted(__main__.SCRIPTS.keys() - WITHOUT_GPU)
 @pytest.mark.parametrize("name", [*ON_GPU, "attention --once"])
 def test_a_script_without_a_gpu(monkeypatch, tmp_path, capsys, name):
     """It says so with the exit status 1, and writes nothing."""
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(harness, "gpu_problem", lambda: "there is none")
+    results_into(monkeypatch, tmp_path)
+    fake_facts(monkeypatch, harness, gpu_problem="there is none")
     name, *arguments = name.split()
     module = importlib.import_module(f"bench.{__main__.SCRIPTS[name]}")
     with pytest.raises(SystemExit) as error:
@@ -46,8 +47,8 @@ def test_the_command():
 
 def test_a_run_without_results_keeps_the_file(monkeypatch, tmp_path, capsys):
     """As where every implementation was left out."""
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(harness, "machine_fields", dict)
+    results_into(monkeypatch, tmp_path)
+    fake_facts(monkeypatch, harness, machine_fields={})
     (tmp_path / "memory.json").write_text("earlier")
     options = harness.parser("memory", None, repeats=None, output=False).parse_args([])
     run = harness.Run("memory", "", [], options, timed=False, on_gpu=False)

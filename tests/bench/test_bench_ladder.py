@@ -1,4 +1,7 @@
-"""bench ladder: why rungs end, what is wrong, and the traffic that ncu measures."""
+"""bench ladder: why rungs end, what is wrong, and the traffic that ncu measures.
+
+Runs are those of small_benchmarks.py.
+"""
 
 import pytest
 import torch

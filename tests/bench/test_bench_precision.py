@@ -1,4 +1,7 @@
-"""bench precision and bench rounding: errors of known size, models of the tensor core."""
+"""bench precision and bench rounding: errors of known size, models of the tensor core.
+
+Runs are those of small_benchmarks.py.
+"""
 
 import json
 import math

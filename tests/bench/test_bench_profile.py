@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from fakes import fake_facts
+from small_benchmarks import results_into
 from targets import is_hopper
 from tiny_kernel import needs_nvrtc
 
-from bench.lib import counters, harness, report
+from bench.lib import counters, harness
 from bench.lib import traffic as gpt2_traffic
 from bench.profile import profile, sass, timeline
 from bench.profile import report as profile_report
@@ -186,9 +188,9 @@ def test_page(tmp_path, monkeypatch, capsys):
     facts = [fact("a", "flash_fwd_sm90", "norm_fwd")]
     launches = [counted("_Zflash_fwd_sm90", tensor=80.0), counted("_Znorm_fwd", DRAM=71.0, L2=91.0)]
     tmp_path = tmp_path / "not there yet"
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(harness, "machine_fields", lambda: {"gpu": "G", "versions": {}})
-    monkeypatch.setattr(harness, "gpu_problem", str)
+    results_into(monkeypatch, tmp_path)
+    fields = {"gpu": "G", "versions": {}}
+    fake_facts(monkeypatch, harness, machine_fields=fields, gpu_problem="")
     monkeypatch.setattr(counters, "available", list)
     monkeypatch.setattr(counters, "output_of", lambda *a: profile.FACT + json.dumps(facts[0]))
     monkeypatch.setattr(counters, "launches_of", lambda text: launches)

@@ -2,9 +2,10 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
+from places import ROOT
+from small_benchmarks import results_into
 
 from bench.__main__ import SCRIPTS
 from bench.attention import attention, models
@@ -13,7 +14,7 @@ from bench.lib import report
 from cupyflash.ops.attention.sm90.forward import FORWARD_TILES
 from cupyflash.testing.problem import Problem
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+BENCH = ROOT / "bench"
 README = BENCH / "README.md"
 STARTS = (("fwd ", "bwd "), "where flash-attn-3 runs, ", "flash-attn-3 as the peer, ")
 
@@ -76,7 +77,7 @@ def test_table(capsys):
 
 
 def test_results_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    results_into(monkeypatch, tmp_path)
     rows = [row("cupyflash", 0.5), row("sdpa-flash", 1.0, CAUSAL, "bwd")]
     path = report.write_results("x", rows, "protocol", "command", gpu="G", versions={"a": "1"})
     results = json.loads(path.read_text())
@@ -109,7 +110,7 @@ def test_the_page_of_the_results(tmp_path, monkeypatch):
     """That of models.json: nothing in it is cut, and bench/README.md has its means."""
     results = json.loads((report.RESULTS / "models.json").read_text())
     page = (report.RESULTS / "models.md").read_text()
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    results_into(monkeypatch, tmp_path)
     lines = models.summary(results["rows"])
     report.write_page("models", results, [models.models_table(results["rows"])], lines)
     assert (tmp_path / "models.md").read_text() == page

@@ -1,4 +1,7 @@
-"""bench tuning without a GPU: its shapes, its table, and what a wrong candidate does."""
+"""bench tuning without a GPU: its shapes, its table, and what a wrong candidate does.
+
+Runs are those of small_benchmarks.py.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""A wrong result of any benchmark is told, is in no table, and fails the run."""
+"""A wrong result of any benchmark is told, is in no table, and fails the run.
+
+Runs are those of small_benchmarks.py.
+"""
 
 import functools
 

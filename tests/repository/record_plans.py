@@ -5,11 +5,12 @@
     diff before.txt after.txt
 
 The calls are those of `bench models`, of the 72 cells of `bench attention` and of
-`tests/attention_cases.py`, forward and backward, the first two also with a deterministic backward,
-on several GPUs and with each forced backend. Plans are made by `bench.lib.dry_run`, so no GPU is
-needed. For each launch there is a line: the kernel, the grid, the threads of a block, the shared
-memory, what each pointer of the argument points to, its tensor maps, and a digest of all other
-bytes of the argument. Allocations are lines as well: their sizes are those of results and scratch.
+`tests/support/attention_cases.py`, forward and backward, the first two also with a deterministic
+backward, on several GPUs and with each forced backend. Plans are made by `bench.lib.dry_run`, so
+no GPU is needed. For each launch there is a line: the kernel, the grid, the threads of a block, the
+shared memory, what each pointer of the argument points to, its tensor maps, and a digest of all
+other bytes of the argument. Allocations are lines as well: their sizes are those of results and
+scratch.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from attention_cases import Case, cases  # noqa: E402
 from targets import Target  # noqa: E402

@@ -1,0 +1,23 @@
+"""Kernels, emulated on the CPU: the one test of their results that needs no GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from emulator import COMPILER
+from places import PYTHONPATH, SUPPORT
+from targets import has
+
+
+@pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
+def test_calls(tmp_path):
+    """In a process that takes itself for one with a Hopper GPU, of whatever GPU and backend."""
+    variables = {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
+    variables["CUPYFLASH_BACKEND"] = ""
+    command = [sys.executable, str(SUPPORT / "emulated_calls.py"), str(tmp_path)]
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=500
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,172 @@
+"""Every tile compiles for every architecture, without spills and ptxas warnings. Needs no GPU.
+
+There are hundreds of configurations for an architecture, too many to compile in each run, so a
+deterministic selection is. Without a GPU (CI): every kernel for each architecture (those beside
+attention not for `LIKE_SM80`), and for one of them at least every tile of attention; of the other
+kernels any two parameters of a tile, and every value of every switch. Where there is a GPU, and
+so usually more than two cores: in the backends of attention every tile of each architecture with
+every pair of switches (dtype, softcap, ALiBi, ...), and over all architectures every tile with
+every value of every switch; the other kernels are the same on all architectures, so their tiles and
+pairs over all of them. The GPU report says whether that ran on these sources.
+``PYTHONPATH=tests/support python tests/jit/test_compile.py`` compiles everything, and with the
+argument ``hopper`` what CI compiles with the other versions of NVRTC that the extras allow: for
+sm_90a, whose kernels depend most on them, the selection of the backend sm90 and one configuration
+of each other kernel.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import sys
+
+import pytest
+from targets import compute_capability
+from tiny_kernel import needs_nvrtc
+
+from cupyflash import jit
+from cupyflash.jit import compiler
+from cupyflash.ops.attention.backends import BACKENDS
+from cupyflash.precompile import TOPICS
+
+CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+SWITCHES = (
+    *("dtype", "softcap", "alibi", "bias", "dropout", "split", "walks_up", "whole_heads"),
+    *("weight", "model", "rms", "activation", "draw", "gated", "rotary", "sequences"),
+)
+SETS = {**BACKENDS, **TOPICS}
+SAME_EVERYWHERE = {
+    type(config)
+    for topic, capability in itertools.product(TOPICS.values(), CAPABILITIES)
+    for config in topic.configurations(capability)
+}
+LIKE_SM80 = ((8, 6), (8, 9))  # its instructions and registers
+THOROUGH = compute_capability()[0] > 0
+PARTS = 6 if THOROUGH else 2  # for pytest-xdist
+
+
+def needs(config, capability):
+    """What compiling a configuration covers: (for its architecture, for all of them)."""
+    values = dataclasses.asdict(config)
+    switches = {name: values.pop(name) for name in SWITCHES if name in values}
+    tile = (config.name, *values.items())
+    pairs = {(config.name, *pair) for pair in itertools.combinations(switches.items(), 2)}
+    if not THOROUGH and type(config) not in SAME_EVERYWHERE:
+        return {config.name}, {tile, (config.name, getattr(config, "bias", 0))}
+    if not THOROUGH:
+        values.pop("smem_bytes", None)  # follows from the others and the architecture
+        of_tile = {(config.name, *pair) for pair in itertools.combinations(values.items(), 2)}
+        single = {(config.name, value) for value in (switches | values).items()}
+        return set() if capability in LIKE_SM80 else {config.name}, of_tile | single
+    if type(config) in SAME_EVERYWHERE:
+        return {config.name}, {tile, *pairs}
+    return {tile, *pairs}, {(tile, switch) for switch in switches.items()}
+
+
+@functools.cache
+def selection(name):
+    """{capability: configurations}; greedy, the first of those that cover most."""
+    backend = SETS[name]
+    offered = {c: {x: needs(x, c) for x in backend.configurations(c)} for c in CAPABILITIES}
+    selected = {capability: [] for capability in CAPABILITIES}
+    everywhere = _union(n[1] for configs in offered.values() for n in configs.values())
+    for capability, configs in offered.items():
+        here = _union(n[0] for n in configs.values())
+        while here:
+            best = max(configs, key=functools.partial(_gain, configs, here, everywhere))
+            selected[capability].append(best)
+            here -= configs[best][0]
+            everywhere -= configs[best][1]
+    # The rest, which too few architectures had a turn for: first those that cover much of it.
+    for least, capability in itertools.product((16, 8, 4, 2, 1), CAPABILITIES):
+        for config, (_, wanted) in offered[capability].items():
+            if len(wanted & everywhere) >= least:
+                selected[capability].append(config)
+                everywhere -= wanted
+    return selected
+
+
+def _gain(configs, here, everywhere, config):
+    of_arch, of_all = configs[config]
+    return len(of_arch & here), len(of_all & everywhere)
+
+
+def _union(sets):
+    return set().union(*sets)
+
+
+def faults(tasks, **options):
+    """One line for each kernel that uses local memory or that the compiler complains about."""
+    return [
+        f"{built.expression} for {built.arch}: {built.registers} registers, "
+        f"{built.spill_bytes} bytes spilled, {built.stack_bytes} on the stack "
+        f"{' '.join(built.warnings)}"
+        for built in jit.build_all(tasks, **options)
+        if built.spill_bytes or built.stack_bytes or built.warnings
+    ]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=jit.arch_of)
+@pytest.mark.parametrize("backend", SETS)
+def test_compile(backend, capability, part):
+    if capability[0] * 10 + capability[1] not in compiler.supported_archs():
+        pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
+    configs = selection(backend)[capability][part::PARTS]
+    tasks = [(config, jit.arch_of(capability)) for config in configs]
+    # Under pytest-xdist the tests are what runs in parallel.
+    jobs = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
+    assert faults(tasks, jobs=jobs, progress=False) == []
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("capability", [(6, 0), (7, 0)], ids=jit.arch_of)
+def test_every_kernel_compiles_for_older_gpus(capability):
+    """One configuration of each; what these GPUs spill is not looked at."""
+    if capability[0] * 10 + capability[1] not in compiler.supported_archs():
+        pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
+    configs = [config for backend in SETS.values() for config in backend.configurations(capability)]
+    kernels = {config.name: config for config in reversed(configs)}
+    jit.build_all([(x, jit.arch_of(capability)) for x in kernels.values()], jobs=1, progress=False)
+
+
+@pytest.mark.parametrize("backend", SETS)
+def test_selection_covers(backend):
+    """The selection has what each architecture, and what all of them together need."""
+    some, every = set(), set()
+    for capability, configs in selection(backend).items():
+        offered = [needs(x, capability) for x in SETS[backend].configurations(capability)]
+        assert _union(needs(x, capability)[0] for x in configs) == _union(n[0] for n in offered)
+        some |= _union(needs(x, capability)[1] for x in configs)
+        every |= _union(n[1] for n in offered)
+    assert some == every
+
+
+def everything():
+    return [
+        (config, jit.arch_of(capability))
+        for backend, capability in itertools.product(SETS.values(), CAPABILITIES)
+        for config in backend.configurations(capability)
+    ]
+
+
+def hopper():
+    configs = [config for backend in SETS.values() for config in backend.configurations((9, 0))]
+    one_of_each = {config.name: config for config in reversed(configs)}
+    selected = dict.fromkeys((*selection("sm90")[9, 0], *one_of_each.values()))
+    return [(config, "sm_90a") for config in selected]
+
+
+def compile_all(tasks):
+    found = faults(tasks)
+    print(
+        *found,
+        f"{len(tasks)} kernels by NVRTC {compiler.version()}, {len(found)} with spills or warnings",
+        sep="\n",
+    )
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(compile_all(hopper() if sys.argv[1:] == ["hopper"] else everything()))

@@ -1,0 +1,105 @@
+"""Every public function under torch.compile, in processes of their own: see compiled_calls.py.
+
+Nothing of another test (plans, compiled kernels, an order of imports) helps them. On a GPU each
+function has its own process. On a CPU, where a process mostly imports torch, a sample that changes
+from day to day has, and one process runs all of them in an order that changes as well.
+"""
+
+import ast
+import datetime
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import PYTHONPATH, ROOT, SUPPORT
+from targets import GPU_TARGETS, compute_capability
+
+pytest.importorskip("torch")
+
+import compiled_calls
+import torch
+
+import cupyflash
+
+NAMES = sorted(compiled_calls.CALLS)
+SEED = datetime.date.today().toordinal()
+SAMPLE = random.Random(SEED).sample(NAMES, 2)
+ON_GPU = torch.cuda.is_available() and compute_capability()[0] > 0
+
+
+def run(device, *names):
+    done = subprocess.run(
+        [sys.executable, str(SUPPORT / "compiled_calls.py"), device, *names],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"seed {SEED}\n{done.stdout}\n{done.stderr}"
+    assert done.stdout.split() == list(names)
+
+
+def test_every_public_function_is_called():
+    public = set(compiled_calls.PUBLIC)
+    assert public - compiled_calls.NOT_CALLED == set(NAMES)
+
+
+ORDERS = {
+    "torch first": ("import torch", "from cupyflash import layer_norm"),
+    "torch last": ("from cupyflash import layer_norm", "import torch"),
+    "cupy first": ("import cupy", "import torch", "from cupyflash import layer_norm"),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_traced_again_after_cupy_is_imported(order):
+    """CuPy leaves modules behind that are loaded when something reads them."""
+    lines = (
+        *ORDERS[order],
+        "graph = torch.compile(layer_norm, fullgraph=True, backend='eager', dynamic=False)",
+        "graph(torch.ones(2, 8))",
+        "import cupy",  # as the first launch on a GPU does
+        "graph(torch.ones(3, 8))",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# These are not called by code that torch.compile traces.
+READ_SYS_MODULES = {
+    "integrations/transformers_models.py",
+    "jit/compiler.py",
+    "runtime/loaded.py",
+    "runtime/tuning.py",
+}
+
+
+def test_traced_code_does_not_read_sys_modules():
+    root = Path(cupyflash.__file__).parent
+    found = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if ast.unparse(node) in ("sys.modules", "from sys import modules")
+    }
+    assert found == READ_SYS_MODULES
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_on_a_cpu_in_its_own_process(name):
+    run("cpu", name)
+
+
+def test_on_a_cpu_in_any_order():
+    run("cpu", *random.Random(SEED).sample(NAMES, len(NAMES)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu_in_its_own_process(name):
+    if not ON_GPU:
+        pytest.skip(GPU_TARGETS[0].missing or "torch sees no GPU")
+    run("cuda", name)
