@@ -27,6 +27,7 @@ EMULATED_TESTS = [  # of results, whose tensors may come from the CPU
 ]
 LARGE_POOL = 2**30  # bytes that nobody uses
 MOST_WORKERS = 16  # each has torch in memory, and more have no tests left
+LONGEST = ("emulator", "compiled_calls", "types", "turns")  # tests of ten seconds to two minutes
 GPU_REPORT_SCRIPT = ROOT / ".ci" / "gpu_report.py"
 
 
@@ -103,10 +104,12 @@ def pytest_collection_modifyitems(config, items):
     """Leave out what cannot run here; the summary says so in one line for each reason.
 
     A run of a forced backend leaves out the CPU too, and the compilation of all kernels. A run with
-    emulated kernels leaves out all but `EMULATED_TESTS`.
+    emulated kernels leaves out all but `EMULATED_TESTS`. The longest begin first, or one core would
+    wait for them at the end.
     """
     left_out = [item for item in items if _left_out(item)]
     items[:] = [item for item in items if not _left_out(item)]
+    items.sort(key=lambda item: item.path.stem[5:] not in LONGEST)
     config.hook.pytest_deselected(items=left_out)
 
 

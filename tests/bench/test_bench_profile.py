@@ -1,4 +1,4 @@
-"""bench profile and bench timeline without a GPU: ncu's output, SASS, cubins, stamps, pictures."""
+"""bench profile and bench timeline without a GPU: cases, stamps, pages."""
 
 import json
 import os
@@ -12,75 +12,8 @@ from targets import is_hopper
 from tiny_kernel import needs_nvrtc
 
 from bench.lib import counters, harness
-from bench.lib import traffic as gpt2_traffic
 from bench.profile import profile, sass, timeline
-from bench.profile import report as profile_report
 from cupyflash.jit import sources
-
-NCU = """==PROF== Connected to process 1
-profiled: naive
-profiled: fused: head
-==PROF== Disconnected from process 1
-"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
-"0","a","dram__bytes_read.sum","byte","1,000,000"
-"0","a","dram__bytes_write.sum","byte","500"
-"1","b","dram__bytes_read.sum","byte","7"
-"1","b","dram__bytes_write.sum","byte","0"
-"1","b","sm__warps_active.avg.pct_of_peak_sustained_active","%","n/a"
-"2","_Z10vector_addIfEv15VectorAddParams","dram__bytes_read.sum","byte","64"
-"2","_Z10vector_addIfEv15VectorAddParams","dram__bytes_write.sum","byte","32"
-"3","_Z10vector_addI10bfloat16_tEv15VectorAddParams","dram__bytes_read.sum","byte","11"
-"3","_Z10vector_addI10bfloat16_tEv15VectorAddParams","dram__bytes_write.sum","byte","0"
-"4","_Z10vector_addIfEv15VectorAddParams","dram__bytes_read.sum","byte","64"
-"""
-
-
-def test_parse():
-    calls = gpt2_traffic.parse(NCU)
-    assert [x.name for x in calls["naive"]] == ["a", "b"]
-    assert {name: counters.dram_bytes(x) for name, x in calls.items()} == {
-        "naive": 1000507,
-        "fused: head": 11,
-    }
-    with pytest.raises(RuntimeError, match="measured nothing"):
-        gpt2_traffic.parse("==ERROR== something\n")
-    with pytest.raises(RuntimeError, match="no bytes"):
-        gpt2_traffic.parse(NCU.replace('"byte"', '"Mbyte"'))
-    with pytest.raises(RuntimeError, match="2 calls, expected 1"):
-        gpt2_traffic.parse(NCU.replace("profiled: naive\n", ""))
-
-
-@pytest.fixture
-def fake_ncu(tmp_path, monkeypatch):
-    """Puts a program that prints a text and exits with a status in the place of ncu."""
-
-    def install(text, status=0):
-        path = tmp_path / "ncu"
-        (tmp_path / "text").write_text(text)
-        path.write_text(f"#!/bin/sh\ncat {tmp_path / 'text'}\nexit {status}\n")
-        path.chmod(0o755)
-        monkeypatch.setattr(counters, "find_ncu", lambda: str(path))
-
-    return install
-
-
-def test_what_to_do_without_counters(fake_ncu, monkeypatch):
-    fake_ncu("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\n", 1)
-    with pytest.raises(RuntimeError, match="NVreg_RestrictProfilingToAdminUsers=0"):
-        counters.output_of("gpt2", [], ["a"])
-    fake_ncu("some other failure\n", 3)
-    with pytest.raises(RuntimeError, match="ncu failed: some other failure"):
-        counters.output_of("gpt2", [], ["a"])
-    fake_ncu(NCU)
-    assert gpt2_traffic.bytes_of("gpt2", []) == {"naive": 1000507, "fused: head": 11}
-    fake_ncu("dram__bytes_read   Counter  byte  # of bytes\n")
-    wanted = ("dram__bytes_read.sum", "launch__grid_size", "unknown__metric.sum")
-    assert counters.available(wanted) == list(wanted[:2])
-    monkeypatch.setattr(counters, "find_ncu", lambda: None)
-    for ask in (lambda: counters.available(["a"]), lambda: gpt2_traffic.bytes_of("gpt2", [])):
-        with pytest.raises(RuntimeError, match="ncu is not installed; it is part of"):
-            ask()
-
 
 COVERAGE = """
 import json, sys
@@ -158,31 +91,6 @@ def fact(case, *names):
     }
 
 
-def test_rows():
-    facts = [fact("a", "one", "two"), fact("b", "one")]
-    launches = [counted("_Zone", tensor=80.0, issue=70.0), counted("torch"), counted("_Ztwo")]
-    launches += [counted("_Zone", us=3.0, DRAM=90.0)]
-    rows = profile.rows_of(facts, launches)
-    with pytest.raises(RuntimeError, match="3 launches were expected, in their order, ncu saw 2"):
-        profile.rows_of(facts, launches[:3])
-    assert [(row["case"], row["kernel"], row["bound"]) for row in rows] == [
-        *[("a", "one", "tensor"), ("a", "two", "latency (barrier)"), ("b", "one", "launch")],
-    ]
-    assert [x["kernel"] for x in profile.kernels_of(facts)] == ["one", "two"]
-    assert rows[0]["tensor_flops"] == 1e9 and rows[0]["fp32_flops"] == 100
-    assert rows[0]["stalls"]["barrier"] == 75
-    cases = profile.case_rows(facts, rows)
-    assert [(x["ratio"], x["of_all"]) for x in cases] == [(2.5, 2.0), (1.25, 1.0)]
-    found = profile_report.longest(rows)
-    assert [(x["kernel"], x["case"]) for x in found] == [("one", "a"), ("two", "a")]
-
-
-def test_short():
-    short = profile_report.short("one<bfloat16_t, 128, false, true, 0, 196608>")
-    assert short == "one<bfloat16_t, 128, true, 0>"
-    assert profile_report.short("two<float>") == "two<float>"
-
-
 def test_page(tmp_path, monkeypatch, capsys):
     """The whole script with what ncu printed, and without."""
     facts = [fact("a", "flash_fwd_sm90", "norm_fwd")]
@@ -225,15 +133,6 @@ def test_stamps_have_their_places(name):
     assert changed == text
     with pytest.raises(ValueError, match="must have the line of a stamp once, got 2"):
         timeline.stamped(name, text + text)
-
-
-def test_tiles():
-    records = (timeline.TraceRecord * 3)()
-    records[2] = timeline.TraceRecord(1000, 3000, 7, 128, 1, 0)
-    records[0] = timeline.TraceRecord(2000, 5000, 8, 0, 1, 0)
-    tiles = timeline.tiles_of(records)
-    assert timeline.compact(tiles) == [[7, 0, 2, 128, 1, 0], [8, 1, 4, 0, 1, 0]]
-    assert timeline.busy_share(tiles) == 5 / 8
 
 
 @pytest.mark.skipif(not is_hopper(), reason="the debug build is of kernels for sm_90a")

@@ -3,7 +3,6 @@
 import json
 import re
 
-import pytest
 from places import ROOT
 from small_benchmarks import results_into
 
@@ -35,15 +34,6 @@ def test_default_problems_are_those_of_the_issue():
     assert {x.seqlen for x in shapes} == {512, 1024, 2048, 4096, 8192, 16384}
 
 
-def test_options():
-    text = "--head-dim 128 --heads 32 --heads-kv 8 --seqlen 32768 --causal yes --dtype float16"
-    (shape,) = attention.problems(attention.parse(text.split()))
-    assert shape == Problem("float16", 128, 1, 32768, 32, 8, True)
-    assert str(shape) == "float16 D=128 B=1 S=32768 H=32/8 causal"
-    with pytest.raises(SystemExit):
-        attention.parse(["--providers", "nobody"])
-
-
 def test_ratios_are_to_the_best_peer_of_the_cell():
     rows = [
         row("cupyflash", 1.0),
@@ -62,30 +52,6 @@ def test_ratios_are_to_the_best_peer_of_the_cell():
         "fwd sdpa-flash: 1.000 x the best peer, geometric mean of 1",
         "fwd sdpa-math: 0.500 x the best peer, geometric mean of 1",
     ]
-
-
-def test_table(capsys):
-    rows = [row("cupyflash", 0.5), row("sdpa-flash", 1.0)]
-    report.console().print(report.attention_table(rows, 2 * rows[0]["tflops"]))
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert max(map(len, lines)) <= 120
-    cells = [[text.strip() for text in line.split("|")[1:-1]] for line in lines]
-    assert cells[0] == ["problem", "impl", "ms", "TFLOP/s", "% of matmul", "vs best peer"]
-    assert cells[2][:3] == ["fwd bfloat16 D=64 B=2 S=256 H=4/2 full", "cupyflash", "0.5000"]
-    assert cells[2][4:] == ["50 %", "2.00"]
-    assert cells[3][:2] == ["", "sdpa-flash"] and cells[3][4:] == ["25 %", "1.00"]
-
-
-def test_results_file(tmp_path, monkeypatch):
-    results_into(monkeypatch, tmp_path)
-    rows = [row("cupyflash", 0.5), row("sdpa-flash", 1.0, CAUSAL, "bwd")]
-    path = report.write_results("x", rows, "protocol", "command", gpu="G", versions={"a": "1"})
-    results = json.loads(path.read_text())
-    assert results.pop("rows") == rows
-    assert results == {"gpu": "G", "versions": {"a": "1"}, "protocol": "protocol"} | {
-        "command": "command"
-    }
-    assert [report.cell(x) for x in rows] == [("fwd", FULL), ("bwd", CAUSAL)]
 
 
 def test_shapes(capsys):

@@ -62,6 +62,8 @@ def kept(logits, sampling):
 @pytest.mark.parametrize("vocabulary", [1, 31, 1000, 50257])
 def test_equal_tokens_on_every_device(target, sampling, vocabulary):
     """Those of NumPy, for aligned and unaligned rows; twice the same."""
+    if not target.gpu and vocabulary > 1000:
+        pytest.skip("the CPU has one path for every length")
     for i, dtype in enumerate(target.dtypes):
         for storage in ("contiguous", "unaligned"):
             values = 3 * normal((5, vocabulary), i)

@@ -1,17 +1,17 @@
 """Every tile compiles for every architecture, without spills and ptxas warnings. Needs no GPU.
 
 There are hundreds of configurations for an architecture, too many to compile in each run, so a
-deterministic selection is. Without a GPU (CI): every kernel for each architecture (those beside
-attention not for `LIKE_SM80`), and for one of them at least every tile of attention; of the other
-kernels any two parameters of a tile, and every value of every switch. Where there is a GPU, and
-so usually more than two cores: in the backends of attention every tile of each architecture with
-every pair of switches (dtype, softcap, ALiBi, ...), and over all architectures every tile with
-every value of every switch; the other kernels are the same on all architectures, so their tiles and
-pairs over all of them. The GPU report says whether that ran on these sources.
+deterministic selection is. Without a GPU (CI): every kernel for each architecture, but for those
+`LIKE_SM80` only what no other has; over all of them every tile of attention, of the other kernels
+every size of their tiles, and every value of every switch. Where there is a GPU, and so usually
+more than two cores: in the backends of attention every tile of each architecture with every pair of
+switches (dtype, softcap, ALiBi, ...), and over all architectures every tile with every value of
+every switch; the other kernels are the same on all architectures, so their tiles and pairs over all
+of them. The GPU report says whether that ran on these sources.
 ``PYTHONPATH=tests/support python tests/jit/test_compile.py`` compiles everything, and with the
 argument ``hopper`` what CI compiles with the other versions of NVRTC that the extras allow: for
-sm_90a, whose kernels depend most on them, the selection of the backend sm90 and one configuration
-of each other kernel.
+sm_90a, whose kernels depend most on them, each tile of the backend sm90 and one configuration of
+each other kernel, of those the first, which has no options.
 """
 
 import dataclasses
@@ -47,20 +47,31 @@ PARTS = 6 if THOROUGH else 2  # for pytest-xdist
 
 def needs(config, capability):
     """What compiling a configuration covers: (for its architecture, for all of them)."""
+    if not THOROUGH:
+        return set() if capability in LIKE_SM80 else {config.name}, few_needs(config)
     values = dataclasses.asdict(config)
     switches = {name: values.pop(name) for name in SWITCHES if name in values}
-    tile = (config.name, *values.items())
+    whole = (config.name, *values.items())
     pairs = {(config.name, *pair) for pair in itertools.combinations(switches.items(), 2)}
-    if not THOROUGH and type(config) not in SAME_EVERYWHERE:
-        return {config.name}, {tile, (config.name, getattr(config, "bias", 0))}
-    if not THOROUGH:
-        values.pop("smem_bytes", None)  # follows from the others and the architecture
-        of_tile = {(config.name, *pair) for pair in itertools.combinations(values.items(), 2)}
-        single = {(config.name, value) for value in (switches | values).items()}
-        return set() if capability in LIKE_SM80 else {config.name}, of_tile | single
     if type(config) in SAME_EVERYWHERE:
-        return {config.name}, {tile, *pairs}
-    return {tile, *pairs}, {(tile, switch) for switch in switches.items()}
+        return {config.name}, {whole, *pairs}
+    return {whole, *pairs}, {(whole, switch) for switch in switches.items()}
+
+
+def few_needs(config):
+    """What one architecture at least must cover without a GPU."""
+    name, *values = tile(config)
+    switches = {x: getattr(config, x) for x in SWITCHES if hasattr(config, x)}
+    bias = switches.pop("bias", 0)  # kernels share what loads each kind
+    single = {(name, value) for value in (*values, *switches.items(), bool(bias))}
+    of_tile = set() if type(config) in SAME_EVERYWHERE else {tile(config)}
+    return {("bias", bias)} | single | of_tile
+
+
+def tile(config):
+    """A kernel's name and the sizes of its tile, without what follows from those and options."""
+    without = {"smem_bytes", *SWITCHES} - {"whole_heads"}  # which has registers of its own
+    return config.name, *(x for x in dataclasses.asdict(config).items() if x[0] not in without)
 
 
 @functools.cache
@@ -152,10 +163,12 @@ def everything():
 
 
 def hopper():
-    configs = [config for backend in SETS.values() for config in backend.configurations((9, 0))]
-    one_of_each = {config.name: config for config in reversed(configs)}
-    selected = dict.fromkeys((*selection("sm90")[9, 0], *one_of_each.values()))
-    return [(config, "sm_90a") for config in selected]
+    first = {}
+    for backend in SETS.values():
+        for config in backend.configurations((9, 0)):
+            of = tile(config) if backend is SETS["sm90"] else config.name
+            first.setdefault(of, config)
+    return [(config, "sm_90a") for config in first.values()]
 
 
 def compile_all(tasks):

@@ -130,8 +130,8 @@ def test_sums_over_many_rows(target, rms, columns, storage, monkeypatch):
         fake_facts(monkeypatch, plan, multiprocessors=1)
         monkeypatch.setattr(plan, "WEIGHT_BLOCKS", 1)
         fresh_plans(monkeypatch, dispatch)
-    if not target.gpu:
-        columns = 64  # the reference adds up in one way, whatever the length of a row
+    if not target.gpu and columns > 64:
+        pytest.skip("the reference adds up in one way, whatever the length of a row")
     dout, x = (normal((4096, columns), seed) for seed in (1, 2))
     arrays = [stored(target, y, "float32", storage) for y in (dout, x)]
     weight = stored(target, numpy.ones(columns), "float32")

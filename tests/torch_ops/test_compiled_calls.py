@@ -26,7 +26,7 @@ import cupyflash
 
 NAMES = sorted(compiled_calls.CALLS)
 SEED = datetime.date.today().toordinal()
-SAMPLE = random.Random(SEED).sample(NAMES, 2)
+SAMPLE = random.Random(SEED).sample(NAMES, 1)
 ON_GPU = torch.cuda.is_available() and compute_capability()[0] > 0
 
 
@@ -84,7 +84,8 @@ def test_traced_code_does_not_read_sys_modules():
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if ast.unparse(node) in ("sys.modules", "from sys import modules")
+        if isinstance(node, ast.Attribute | ast.ImportFrom)
+        and ast.unparse(node) in ("sys.modules", "from sys import modules")
     }
     assert found == READ_SYS_MODULES
 

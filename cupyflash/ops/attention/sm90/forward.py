@@ -226,7 +226,7 @@ def _forward_tile(padded: int, features: Features) -> Tile:
     masked = features.masked and features.short >= SHORT_MASKED[padded]
     fits = features.fits_128 and features.short >= SHORT_PLAIN[padded]
     if not plain:
-        several = features.dropout or (features.softcap and features.alibi)
+        several = features.dropout or (features.softcap and (features.alibi or bias))
         tile = (FORWARD_TILES_LOW if several else FORWARD_TILES_ONE)[padded]
     elif masked or fits:
         tile = FORWARD_TILES_LOW[padded]
