@@ -17,7 +17,6 @@ ELSEWHERE = re.compile(r"(?<![\w.$])(?:/(?:work|tmp|home|root)/|\.\./shared|\.pr
 LONG_FILES = {
     "cupyflash/ops/attention/checks.py",
     "cupyflash/ops/attention/problem.py",
-    "cupyflash/ops/attention/sm90/backward.py",
     "cupyflash/runtime/torch_library.py",
     "cupyflash/testing/attention.py",
     "cupyflash/testing/operations.py",

@@ -12,13 +12,13 @@ from ..problem import KEY_MASK, Access, Features, Kind, Problem
 from .kernels import (
     HEAD_DIMS,
     SplitKernel,
-    backward_candidates,
     backward_head_dim,
     backward_kernels,
-    forward_candidates,
     forward_kernel,
     widest,
 )
+from .kernels import backward_candidates as backward_candidates
+from .kernels import forward_candidates as forward_candidates
 from .launch import SplitInputsLaunch
 
 MAX_HEAD_DIM_OF_OPTIONS = 192  # a softcap, ALiBi, a bias and dropout need registers
@@ -73,13 +73,6 @@ def backward(
         accum_dim=configs[0].accum_dim,
         launch=SplitInputsLaunch,
     )
-
-
-def candidates(kind: Kind, *, backward: bool) -> dict[Tile, KernelConfig]:
-    """The main kernel of a pass by the tiles that it may have, the built-in choice first."""
-    if backward:
-        return {tile: backward_kernels(kind, tile)[1] for tile in backward_candidates(kind)}
-    return {tile: forward_kernel(kind, tile) for tile in forward_candidates(kind)}
 
 
 def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:

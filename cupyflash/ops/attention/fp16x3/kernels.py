@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+from ....runtime.config import KernelConfig
 from ....runtime.gpu import Capability, architecture
 from ....runtime.structs import header
 from ..kernels import AttentionKernel, FlashBwdPreprocess, Tile
@@ -223,14 +224,15 @@ def backward_kernels(
     )
 
 
-def forward_candidates(kind: Kind) -> tuple[Tile, ...]:
-    """The tiles that `forward_kernel` takes, the built-in choice first."""
-    return (_forward_tile(kind), *FORWARD_CANDIDATES)
+def forward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
+    """The kernel by the tiles that `tune` may choose from, the built-in one first."""
+    return {tile: forward_kernel(kind, tile) for tile in (_forward_tile(kind), *FORWARD_CANDIDATES)}
 
 
-def backward_candidates(kind: Kind) -> tuple[Tile, ...]:
-    """The tiles that `backward_kernels` takes, the built-in choice first."""
-    return (_backward_tile(kind), *BACKWARD_CANDIDATES)
+def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
+    """The main kernel by tile in the same way."""
+    tiles = (_backward_tile(kind), *BACKWARD_CANDIDATES)
+    return {tile: backward_kernels(kind, tile)[1] for tile in tiles}
 
 
 def backward_head_dim(kind: Kind) -> int:

@@ -45,8 +45,13 @@ def backward(
     return backward_pass(problem, wanted, configs, shared, accum_dim=configs[0].accum_dim)
 
 
-def candidates(kind: Kind, *, backward: bool) -> dict[Tile, KernelConfig]:
+def forward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
     """None: the kernels divide their threads for one tile each."""
+    return {}
+
+
+def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
+    """None, as in the forward."""
     return {}
 
 

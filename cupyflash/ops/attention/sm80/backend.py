@@ -11,16 +11,17 @@ from ..passes import Pass
 from ..problem import KEY_MASK, Access, Features, Kind, Problem
 from . import dbias, short
 from .backward import backward as backward
-from .backward import backward_candidates, backward_kernels, backward_tiles
+from .backward import backward_candidates as backward_candidates
+from .backward import backward_kernels, backward_tiles
 from .forward import (
     FORWARD_TILES_SHORT,
     HEAD_DIMS,
-    forward_candidates,
     forward_kernel,
     forward_tiles,
     padded_head_dim,
     takes_short_tiles,
 )
+from .forward import forward_candidates as forward_candidates
 
 BIASES = (0, 1, 2, 3, KEY_MASK, KEY_MASK + 1, KEY_MASK + 2)
 
@@ -54,13 +55,6 @@ def pads(kind: Kind) -> bool:
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
     """The launch of the forward pass."""
     return passes.forward_pass(problem, card, forward_kernel(kind, tile))
-
-
-def candidates(kind: Kind, *, backward: bool) -> dict[Tile, KernelConfig]:
-    """The main kernel of a pass by the tiles that it may have, the built-in choice first."""
-    if backward:
-        return {tile: backward_kernels(kind, tile)[1] for tile in backward_candidates(kind)}
-    return {tile: forward_kernel(kind, tile) for tile in forward_candidates(kind)}
 
 
 def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:

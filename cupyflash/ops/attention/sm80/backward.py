@@ -177,13 +177,14 @@ def backward_kernels(kind: Kind, tile: Tile | None = None) -> tuple[KernelConfig
     )
 
 
-def backward_candidates(kind: Kind) -> tuple[Tile, ...]:
-    """The tiles that `backward_kernels` takes, the built-in choice first."""
+def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
+    """The main kernel by the tiles that `tune` may choose from, the built-in one first."""
     if short.supports(kind):
-        return ()
-    tile = built_in_tile(kind)
-    owns_keys = tile in BACKWARD_CANDIDATES_KEYS
-    return (tile, *(BACKWARD_CANDIDATES_KEYS if owns_keys else ()), *BACKWARD_CANDIDATES)
+        return {}
+    built_in = built_in_tile(kind)
+    of_keys = BACKWARD_CANDIDATES_KEYS if built_in in BACKWARD_CANDIDATES_KEYS else ()
+    tiles = (built_in, *of_keys, *BACKWARD_CANDIDATES)
+    return {tile: backward_kernels(kind, tile)[1] for tile in tiles}
 
 
 def built_in_tile(kind: Kind) -> Tile:
@@ -195,9 +196,7 @@ def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
     """The launches of the backward pass."""
-    if (
-        wanted.bias is not None and wanted.in_order
-    ):  # the one kernel of a pass adds to it by atomics
+    if wanted.bias is not None and wanted.in_order:  # the one kernel of a pass adds by atomics
         kind = kind._replace(features=kind.features._replace(one_pass=False))
     configs = backward_kernels(kind, tile)
     if len(configs) == 1:
