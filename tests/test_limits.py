@@ -15,14 +15,11 @@ PYTHON, CUDA, FUNCTION, PAGE = 300, 350, 60, 150
 ELSEWHERE = re.compile(r"(?<![\w.$])(?:/(?:work|tmp|home|root)/|\.\./shared|\.probe/)")
 
 LONG_FILES = {
-    "cupyflash/ops/attention/checks.py",
-    "cupyflash/ops/attention/problem.py",
     "cupyflash/runtime/torch_library.py",
     "cupyflash/testing/attention.py",
     "cupyflash/testing/operations.py",
 }
 LONG_FUNCTIONS = {
-    "cupyflash/ops/attention/checks.py check",
     "cupyflash/ops/attention/online_softmax.py attention_tiled_backward",
     "cupyflash/ops/block/plan.py __init__",
     "cupyflash/integrations/transformers.py attention",

@@ -9,7 +9,7 @@ import numpy
 import cupyflash
 
 from ..ops.attention import backends
-from ..ops.attention.problem import Access, Features, Kind
+from ..ops.attention.kind import Access, Features, Kind
 from ..ops.decode.reference import sample_row
 from ..ops.decode.sampling import Sampling, sample
 from ..testing import (

@@ -13,8 +13,9 @@ from ...runtime.config import KernelConfig
 from ...runtime.gpu import Capability, Card
 from .fp16x3 import backend as fp16x3
 from .kernels import Tile
+from .kind import MAX_FAST_SOFTCAP, Access, Kind
 from .passes import Pass, Wanted
-from .problem import MAX_FAST_SOFTCAP, Access, Kind, Problem
+from .problem import Problem
 from .simt import backend as simt
 from .sm80 import backend as sm80
 from .sm90 import backend as sm90

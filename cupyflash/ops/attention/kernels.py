@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ...runtime.config import KernelConfig
 from ...runtime.structs import header
-from .problem import KEY_MASKS
+from .kind import KEY_MASKS
 
 structs = header("attention/params.cuh")
 # The fields of a configuration that the problem leaves open, in their order: rows of queries and of

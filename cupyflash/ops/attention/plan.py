@@ -17,9 +17,10 @@ from ...runtime.structs import header
 from . import tuning
 from .backends import BACKENDS, Backend, choose
 from .kernels import Tile
+from .kind import Kind
 from .options import BIAS, KEY_MASK, Options, caller_name
 from .passes import Pass, Wanted
-from .problem import Kind, Problem, bias_strides, canonical_strides
+from .problem import Problem, bias_strides, canonical_strides
 
 structs = header("attention/params.cuh")
 

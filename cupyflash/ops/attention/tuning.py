@@ -11,7 +11,7 @@ from ...runtime.config import KernelConfig
 from ...runtime.gpu import architecture
 from .backends import BACKENDS
 from .kernels import Tile
-from .problem import Kind
+from .kind import Kind
 
 STATIC_BYTES = 3 * 1024  # the most of shared memory for constants, barriers
 

@@ -7,8 +7,9 @@ from ....runtime.config import KernelConfig
 from ....runtime.gpu import Capability, Card, architecture
 from .. import sharing
 from ..kernels import Tile, each_once
+from ..kind import KEY_MASK, Access, Features, Kind
 from ..passes import Pass, Sharing, Wanted, backward_pass, forward_pass
-from ..problem import KEY_MASK, Access, Features, Kind, Problem
+from ..problem import Problem
 from .kernels import (
     HEAD_DIMS,
     SplitKernel,

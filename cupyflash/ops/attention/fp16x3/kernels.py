@@ -7,7 +7,7 @@ from ....runtime.config import KernelConfig
 from ....runtime.gpu import Capability, architecture
 from ....runtime.structs import header
 from ..kernels import AttentionKernel, FlashBwdPreprocess, Tile
-from ..problem import Features, Kind
+from ..kind import Features, Kind
 from ..simt import kernels as simt
 
 structs = header("attention/fp16x3/params.cuh")

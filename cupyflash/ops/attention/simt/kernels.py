@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ....runtime.structs import header
 from ..kernels import AttentionKernel, FlashBwdPreprocess
-from ..problem import Features, Kind
+from ..kind import Features, Kind
 
 structs = header("attention/params.cuh")
 _postprocess = header("attention/simt/flash_bwd_postprocess_simt.cu")

@@ -7,8 +7,9 @@ from ....runtime.config import KernelConfig
 from ....runtime.gpu import Capability, Card, architecture
 from .. import passes
 from ..kernels import Tile, each_once
+from ..kind import KEY_MASK, Access, Features, Kind
 from ..passes import Pass
-from ..problem import KEY_MASK, Access, Features, Kind, Problem
+from ..problem import Problem
 from . import dbias, short
 from .backward import backward as backward
 from .backward import backward_candidates as backward_candidates

@@ -12,8 +12,9 @@ from ....runtime.gpu import Capability, Card, architecture
 from ....runtime.structs import header
 from .. import sharing
 from ..kernels import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess, Tile
+from ..kind import Features, Kind
 from ..passes import Pass, Sharing, Wanted, backward_pass
-from ..problem import Features, Kind, Problem
+from ..problem import Problem
 from . import dbias, short
 from .forward import Tiles, padded_head_dim
 

@@ -14,8 +14,9 @@ from ....runtime.gpu import Card, architecture
 from ....runtime.launch import Launch
 from ....runtime.structs import header
 from ..kernels import AttentionKernel
+from ..kind import KEY_MASK, Kind
 from ..passes import BiasGradient, Wanted
-from ..problem import KEY_MASK, Kind, Problem
+from ..problem import Problem
 from .forward import padded_head_dim
 
 structs = header("attention/params.cuh")

@@ -13,7 +13,7 @@ from ....runtime.config import KernelConfig
 from ....runtime.gpu import Capability, architecture
 from ....runtime.structs import header
 from ..kernels import AttentionKernel, Tile
-from ..problem import KEY_MASK, Features, Kind
+from ..kind import KEY_MASK, Features, Kind
 
 structs = header("attention/params.cuh")
 

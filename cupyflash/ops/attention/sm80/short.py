@@ -6,7 +6,7 @@ from typing import ClassVar
 from ....runtime.gpu import architecture
 from ....runtime.structs import header
 from ..kernels import AttentionKernel
-from ..problem import KEY_MASK, ONE_TILE, Kind
+from ..kind import KEY_MASK, ONE_TILE, Kind
 
 structs = header("attention/params.cuh")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ....runtime.config import KernelConfig
 from ....runtime.gpu import HALF, Capability, architecture
 from ..kernels import each_once
-from ..problem import KEY_MASK, SHORT, Access, Features, Kind
+from ..kind import KEY_MASK, SHORT, Access, Features, Kind
 from ..sm80.backend import BIASES
 from .backward import backward as backward
 from .backward import backward_candidates as backward_candidates

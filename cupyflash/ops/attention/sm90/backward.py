@@ -13,8 +13,9 @@ from ....runtime.config import ITEM_SIZE, KernelConfig
 from ....runtime.gpu import Card
 from .. import sharing
 from ..kernels import FlashBwdCombine, FlashBwdPreprocess, Tile
+from ..kind import KEY_MASK, Features, Kind
 from ..passes import Pass, Sharing, Wanted, backward_pass, padded_rows
-from ..problem import KEY_MASK, Features, Kind, Problem
+from ..problem import Problem
 from ..sm80 import dbias
 from .kernels import (
     BIAS_BY_TMA,

@@ -7,8 +7,9 @@ from ....runtime.config import KernelConfig
 from ....runtime.gpu import Card
 from .. import sharing
 from ..kernels import Tile
+from ..kind import KEY_MASK, Features, Kind
 from ..passes import Pass, forward_pass
-from ..problem import KEY_MASK, Features, Kind, Problem
+from ..problem import Problem
 from .kernels import (
     BIAS_BY_TMA,
     FlashFwdCombineSm90,

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ....runtime.structs import header
 from ..kernels import AttentionKernel
-from ..problem import BIAS_KINDS, KEY_MASK, Features
+from ..kind import BIAS_KINDS, KEY_MASK, Features
 
 structs = header("attention/params.cuh")
 
