@@ -16,14 +16,11 @@ ELSEWHERE = re.compile(r"(?<![\w.$])(?:/(?:work|tmp|home|root)/|\.\./shared|\.pr
 
 LONG_FILES = {
     "cupyflash/runtime/torch_library.py",
-    "cupyflash/testing/attention.py",
-    "cupyflash/testing/operations.py",
 }
 LONG_FUNCTIONS = {
     "cupyflash/ops/attention/online_softmax.py attention_tiled_backward",
     "cupyflash/ops/block/plan.py __init__",
     "cupyflash/integrations/transformers.py attention",
-    "cupyflash/testing/attention.py same_precision_attention",
 }
 
 

@@ -1,6 +1,6 @@
 """Seeded inputs and the tolerance rule, which tests/ and bench/ share."""
 
-from .attention import expected, same_precision_attention
+from .attention import expected
 from .inputs import (
     STORAGES,
     Inputs,
@@ -10,12 +10,9 @@ from .inputs import (
     make_varlen_inputs,
     to_library,
 )
-from .operations import (
-    expected_group_norm,
-    expected_norm,
-    expected_projection,
-    expected_stack,
-)
+from .norms import expected_group_norm, expected_norm
+from .operations import expected_projection, expected_stack
+from .same_precision import same_precision_attention
 from .tolerance import (
     EPSILON,
     Expected,
