@@ -15,9 +15,11 @@ from .operations import expected_projection, expected_stack
 from .same_precision import same_precision_attention
 from .tolerance import (
     EPSILON,
+    Comparison,
     Expected,
     Result,
     assert_close_to_float64,
+    compare_with_float64,
     dtype_name,
     numpy_dtype,
     poison_free_memory,
@@ -28,11 +30,13 @@ from .tolerance import (
 __all__ = [
     "EPSILON",
     "STORAGES",
+    "Comparison",
     "Expected",
     "Inputs",
     "Result",
     "assert_close_to_float64",
     "cast",
+    "compare_with_float64",
     "dtype_name",
     "expected",
     "expected_group_norm",
