@@ -18,7 +18,6 @@ DEFAULT_SECONDS = 60.0
 
 
 def add_parser(commands: Any) -> None:
-    """The subcommand."""
     parser = commands.add_parser(
         "tune",
         help="search the fastest tiles of an operation on this GPU",

@@ -43,7 +43,6 @@ class DecodeStack(KernelConfig):
     """
 
     source: ClassVar[str] = "block/decode_stack.cu"
-    params: ClassVar[type[structs.DecodeStackParams]] = structs.DecodeStackParams
     cooperative: ClassVar[bool] = True
     threads: ClassVar[int] = 32 * (CONSUMER_WARPS + 1)  # consumers, and who fills the ring
 

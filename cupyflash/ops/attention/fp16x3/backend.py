@@ -55,14 +55,12 @@ def pads(kind: Kind) -> bool:
 
 
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
-    """The launches of the forward pass."""
     return forward_pass(problem, card, forward_kernel(kind, tile), SplitInputsLaunch)
 
 
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
-    """The launches of the backward pass."""
     configs, in_turns = backward_kernels(kind, tile), wanted.in_order
     sections = sharing.heads_per_section(configs[1], problem, card, tensors=4, in_turns=in_turns)
     shared = Sharing(heads_per_section=sections, in_turns=in_turns)
@@ -77,7 +75,6 @@ def backward(
 
 
 def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
-    """Every kernel that a pass of such problems can launch."""
     for config in _own_kernels(kind, backward=backward):
         yield config
         if isinstance(config, SplitKernel):

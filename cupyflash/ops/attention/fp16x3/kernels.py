@@ -82,11 +82,9 @@ BACKWARD_CANDIDATES = (
 class RowsKernel(AttentionKernel):
     """A kernel that reads the rows of all inputs."""
 
-    params: ClassVar[type[structs.Fp16x3SplitParams]] = structs.Fp16x3SplitParams
     threads: ClassVar[int] = rows.SPLIT_WARPS * 32
 
     def grid(self, shape: structs.AttentionShape, backward: bool) -> int:
-        """Number of blocks."""
         blocks_q = -(-shape.seqlen_q // rows.SPLIT_ROWS) * shape.heads_q
         blocks_k = -(-shape.seqlen_k // rows.SPLIT_ROWS) * shape.heads_kv
         return ((2 if backward else 1) * blocks_q + 2 * blocks_k) * shape.batch
@@ -139,7 +137,6 @@ class FlashFwdFp16x3(SplitKernel):
     """Forward: a block computes ``block_m`` query rows of one head."""
 
     source: ClassVar[str] = "attention/fp16x3/flash_fwd_fp16x3.cu"
-    params: ClassVar[type[structs.Fp16x3FwdParams]] = structs.Fp16x3FwdParams
 
     head_dim: int
     block_m: int
@@ -159,7 +156,6 @@ class FlashBwdPostprocessFp16x3(AttentionKernel):
     """Backward, last: dQ from its accumulator; tiles and warps as in ``FlashBwdFp16x3``."""
 
     source: ClassVar[str] = "attention/fp16x3/flash_bwd_postprocess_fp16x3.cu"
-    params: ClassVar[type[structs.Fp16x3BwdParams]] = structs.Fp16x3BwdParams
 
     head_dim: int
     block_m: int
@@ -171,7 +167,6 @@ class FlashBwdFp16x3(SplitKernel):
     """Backward: a block computes dK and dV of ``block_n`` keys and adds its share to dQ."""
 
     source: ClassVar[str] = "attention/fp16x3/flash_bwd_fp16x3.cu"
-    params: ClassVar[type[structs.Fp16x3BwdParams]] = structs.Fp16x3BwdParams
     tiles_of: ClassVar[str] = "k"
 
     head_dim: int

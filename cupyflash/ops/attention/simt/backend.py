@@ -32,14 +32,12 @@ def pads(kind: Kind) -> bool:
 
 
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
-    """The launch of the forward pass."""
     return forward_pass(problem, card, forward_kernel(kind))
 
 
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
-    """The launches of the backward pass."""
     configs, in_turns = backward_kernels(kind), wanted.in_order
     sections = sharing.heads_per_section(configs[1], problem, card, tensors=4, in_turns=in_turns)
     shared = Sharing(heads_per_section=sections, in_turns=in_turns)
@@ -57,12 +55,10 @@ def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
 
 
 def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
-    """Every kernel that a pass of such problems can launch."""
     yield from backward_kernels(kind) if backward else (forward_kernel(kind),)
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
-    """Every kernel that this backend can launch on such a GPU, each once."""
     if capability < MIN_CAPABILITY:
         return
     kinds, both = [], (False, True)

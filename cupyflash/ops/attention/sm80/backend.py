@@ -54,12 +54,10 @@ def pads(kind: Kind) -> bool:
 
 
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
-    """The launch of the forward pass."""
     return passes.forward_pass(problem, card, forward_kernel(kind, tile))
 
 
 def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
-    """Every kernel that a pass of such problems can launch."""
     if not backward:
         yield forward_kernel(kind)
         return
@@ -70,7 +68,6 @@ def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
-    """Every kernel that this backend can launch on such a GPU, each once."""
     kinds, both = [], (False, True)
     for dtype, head_dim, softcap, alibi, bias, dropout, one_tile in itertools.product(
         architecture(capability).mma_dtypes, HEAD_DIMS, both, both, BIASES, both, both

@@ -11,11 +11,8 @@ from typing import ClassVar
 
 from ....runtime.config import KernelConfig
 from ....runtime.gpu import Capability, architecture
-from ....runtime.structs import header
 from ..kernels import AttentionKernel, Tile
 from ..kind import KEY_MASK, Features, Kind
-
-structs = header("attention/params.cuh")
 
 Tiles = dict[int, Tile]
 
@@ -91,7 +88,6 @@ class FlashFwdSm80(AttentionKernel):
     """Forward: a block computes ``block_m`` query rows of one head."""
 
     source: ClassVar[str] = "attention/sm80/flash_fwd_sm80.cu"
-    params: ClassVar[type[structs.FlashFwdParams]] = structs.FlashFwdParams
 
     dtype: str
     head_dim: int

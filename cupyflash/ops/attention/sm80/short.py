@@ -21,7 +21,6 @@ class FlashBwdShortSm80(AttentionKernel):
     """The whole backward pass: a block belongs to a head and takes several sequences."""
 
     source: ClassVar[str] = "attention/sm80/flash_bwd_short_sm80.cu"
-    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str
     head_dim: int

@@ -53,7 +53,6 @@ def _backward_kernels(kind: Kind) -> Iterator[KernelConfig]:
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
-    """Every kernel that this backend can launch on such a GPU, each once."""
     if not architecture(capability).wgmma:
         return
     both = (False, True)

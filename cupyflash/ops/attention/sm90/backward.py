@@ -113,7 +113,6 @@ def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
-    """The launches of the backward pass."""
     preprocess, main, postprocess, combine = backward_kernels(kind, tile)
     if wanted.bias is not None and problem.bias_gradient_is_ds:
         main = storing_dbias(main)

@@ -33,7 +33,6 @@ class FlashFwdSm90(AttentionKernel):
     """
 
     source: ClassVar[str] = "attention/sm90/flash_fwd_sm90.cu"
-    params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
 
     dtype: str
     head_dim: int
@@ -51,12 +50,10 @@ class FlashFwdSm90(AttentionKernel):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return (self.block_m // 64 + 1) * WARPGROUP
 
     @property
     def boxes(self) -> dict[str, int]:
-        """Rows of a box of each tensor map."""
         return {"q": 64, "k": self.block_n, "v": self.block_n, "out": 64}
 
     @property
@@ -70,7 +67,6 @@ class FlashFwdCombineSm90(AttentionKernel):
     """Forward, where blocks have shared the keys of a tile: puts their results together."""
 
     source: ClassVar[str] = "attention/sm90/flash_fwd_combine_sm90.cu"
-    params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
 
     dtype: str
     head_dim: int
@@ -79,11 +75,9 @@ class FlashFwdCombineSm90(AttentionKernel):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return self.rows * 32
 
     def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
         return -(-shape.seqlen_q // self.rows) * shape.heads_q * shape.batch
 
 
@@ -99,7 +93,6 @@ class MainKernel(AttentionKernel):
         walks_up: blocks walk from the first query to the last (`BwdWalkingTile`).
     """
 
-    params: ClassVar[type[structs.FlashBwdSm90Params]] = structs.FlashBwdSm90Params
     tiles_of: ClassVar[str] = "k"
     stores_dbias: ClassVar[bool] = False
     whole_heads: ClassVar[bool] = False
@@ -107,7 +100,6 @@ class MainKernel(AttentionKernel):
 
     @property
     def boxes(self) -> dict[str, int]:
-        """Rows of a box of each tensor map."""
         return {"q": self.block_m, "k": self.block_n, "v": self.block_n, "dout": self.block_m}
 
 
@@ -132,7 +124,6 @@ class FlashBwdSm90(MainKernel):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return (self.block_n // 64 + 1) * WARPGROUP
 
     @property
@@ -172,7 +163,6 @@ class FlashBwdWideSm90(MainKernel):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return (self.groups + 1) * WARPGROUP
 
 
@@ -181,18 +171,15 @@ class FlashBwdPostprocessSm90(AttentionKernel):
     """Backward, last: dQ from its float32 accumulator; a block converts 64 rows of one head."""
 
     source: ClassVar[str] = "attention/sm90/flash_bwd_postprocess_sm90.cu"
-    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str
     head_dim: int
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return -(-self.head_dim // 64) * WARPGROUP
 
     def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
         return -(-shape.seqlen_q // 64) * shape.heads_q * shape.batch
 
 
@@ -201,17 +188,14 @@ class SequenceMapsSm90(AttentionKernel):
     """A tensor map for each packed sequence, before the forward and the backward kernels."""
 
     source: ClassVar[str] = "attention/sm90/sequence_maps_sm90.cu"
-    params: ClassVar[type[structs.SequenceMapsParams]] = structs.SequenceMapsParams
 
     num_maps: int
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return self.num_maps * 32
 
     def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
         return shape.batch
 
 
