@@ -10,10 +10,11 @@
 #include "../block_info.cuh"
 #include "../tile_order.cuh"
 
-template <typename T, int HEAD_DIM, int ROWS, int MAX_SPLITS>
+constexpr int MAX_SPLITS = 32;  // one lane a split
+
+template <typename T, int HEAD_DIM, int ROWS>
 __global__ void __launch_bounds__(ROWS * 32)
     flash_fwd_combine_sm90(const __grid_constant__ FlashFwdSm90Params params) {
-  static_assert(MAX_SPLITS == 32, "one lane a split");
   const FlashFwdParams& base = params.base;
   const AttentionShape& shape = base.shape;
   const Tile tile =

@@ -8,7 +8,6 @@ from ...runtime.config import KernelConfig
 from ...runtime.gpu import Card
 from .problem import Problem
 
-MAX_SPLITS = 32  # blocks that share a tile: a lane each in the kernel that combines
 MIN_SPLIT_KEYS = 256  # the least of a block: two or more key tiles of any head dim
 # A launch of fewer tiles than these for each multiprocessor has few, and then a section of heads
 # should have so many.
@@ -47,10 +46,10 @@ def num_tiles(config: KernelConfig, problem: Problem, shares: int = 1) -> int:
     return heads * tiles_of_head(config, problem)
 
 
-def num_splits(config: KernelConfig, problem: Problem, card: Card) -> int:
+def num_splits(config: KernelConfig, problem: Problem, card: Card, *, most: int) -> int:
     """The number of blocks that share the keys of a tile: 1 unless most of the GPU would idle."""
     idle = card.multiprocessors // max(1, num_tiles(config, problem))
-    return max(1, min(idle, problem.shape.seqlen_k // MIN_SPLIT_KEYS, MAX_SPLITS))
+    return max(1, min(idle, problem.shape.seqlen_k // MIN_SPLIT_KEYS, most))
 
 
 def group_shares(config: KernelConfig, problem: Problem, card: Card, *, divides_rows: bool) -> int:

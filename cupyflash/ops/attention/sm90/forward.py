@@ -12,6 +12,7 @@ from ..passes import Pass, forward_pass
 from ..problem import Problem
 from .kernels import (
     BIAS_BY_TMA,
+    MAX_SPLITS,
     FlashFwdCombineSm90,
     FlashFwdSm90,
     bias_kind,
@@ -104,14 +105,14 @@ def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdSm90:
 
 def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90]:
     """The kernel whose blocks share the keys of a tile, and the one that combines their results."""
-    combine = FlashFwdCombineSm90(main.dtype, main.head_dim_v, COMBINE_ROWS, sharing.MAX_SPLITS)
+    combine = FlashFwdCombineSm90(main.dtype, main.head_dim_v, COMBINE_ROWS)
     return dataclasses.replace(main, split=True), combine
 
 
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
     """The launch of the forward pass, which shares out the keys where tiles are few."""
     main, launch = forward_kernel(kind, tile), functools.partial(PersistentLaunch, card=card)
-    splits = sharing.num_splits(main, problem, card)
+    splits = sharing.num_splits(main, problem, card, most=MAX_SPLITS)
     if splits > 1:
         main, combine = split_kernels(main)
         launch = functools.partial(SplitLaunch, card=card, splits=splits, combine=combine)

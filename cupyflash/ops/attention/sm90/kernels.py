@@ -20,6 +20,8 @@ BIAS_BY_TMA = (
 )
 # The kind of a bias by TMA whose gradient the backward stores.
 STORED_GRADIENT = BIAS_KINDS.index("STORED_GRADIENT")
+# Blocks that can share a tile, of which the kernel that combines has a lane each.
+MAX_SPLITS = header("attention/sm90/flash_fwd_combine_sm90.cu").MAX_SPLITS
 # (head dim, that of v and out) of the kernels that take v as narrow as it is.
 NARROW_V = ((192, 128),)
 
@@ -71,7 +73,6 @@ class FlashFwdCombineSm90(AttentionKernel):
     dtype: str
     head_dim: int
     rows: int
-    max_splits: int
 
     @property
     def threads(self) -> int:
