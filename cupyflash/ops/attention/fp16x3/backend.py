@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 from ....runtime.config import KernelConfig
 from ....runtime.gpu import Capability, Card, architecture
-from .. import sharing
 from ..kernels import Tile, each_once
 from ..kind import KEY_MASK, Access, Features, Kind
-from ..passes import Pass, Sharing, Wanted, backward_pass, forward_pass
+from ..passes import Pass, Wanted, forward_pass, unshared_backward_pass
 from ..problem import Problem
 from .kernels import (
     HEAD_DIMS,
@@ -61,17 +60,8 @@ def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) 
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
-    configs, in_turns = backward_kernels(kind, tile), wanted.in_order
-    sections = sharing.heads_per_section(configs[1], problem, card, tensors=4, in_turns=in_turns)
-    shared = Sharing(heads_per_section=sections, in_turns=in_turns)
-    return backward_pass(
-        problem,
-        wanted,
-        configs,
-        shared,
-        accum_dim=configs[0].accum_dim,
-        launch=SplitInputsLaunch,
-    )
+    configs = backward_kernels(kind, tile)
+    return unshared_backward_pass(problem, card, wanted, configs, SplitInputsLaunch)
 
 
 def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:

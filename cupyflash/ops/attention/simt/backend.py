@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 from ....runtime.config import ITEM_SIZE, KernelConfig
 from ....runtime.gpu import Capability, Card
-from .. import sharing
 from ..kernels import FlashBwdSinks, Tile, each_once
 from ..kind import KEY_MASK, Access, Features, Kind
-from ..passes import Pass, Sharing, Wanted, backward_pass, forward_pass
+from ..passes import Pass, Wanted, forward_pass, unshared_backward_pass
 from ..problem import Problem
 from .kernels import HEAD_DIMS, backward_kernels, forward_kernel
 
@@ -38,10 +37,7 @@ def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) 
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
-    configs, in_turns = backward_kernels(kind), wanted.in_order
-    sections = sharing.heads_per_section(configs[1], problem, card, tensors=4, in_turns=in_turns)
-    shared = Sharing(heads_per_section=sections, in_turns=in_turns)
-    return backward_pass(problem, wanted, configs, shared, accum_dim=configs[0].accum_dim)
+    return unshared_backward_pass(problem, card, wanted, backward_kernels(kind))
 
 
 def forward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
