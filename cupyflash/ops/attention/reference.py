@@ -34,7 +34,6 @@ from .options import Gradients
 from .score import tile_of
 
 __all__ = [
-    "array_namespace",
     "attention_tiled",
     "attention_tiled_backward",
     "attention_varlen",
