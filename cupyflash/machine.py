@@ -12,7 +12,7 @@ import importlib.util
 from . import environment, jit, packages
 from .jit import compiler, messages
 from .ops.attention import backends
-from .ops.attention.problem import Access, Features, Kind
+from .ops.attention.kind import Access, Features, Kind
 from .runtime.config import ITEM_SIZE
 from .runtime.driver import DRIVER
 from .runtime.gpu import ARCHITECTURES

@@ -9,7 +9,7 @@ from . import environment, jit
 from .jit import compiler, messages
 from .ops.attention.backends import BACKENDS, in_order
 from .ops.attention.kernels import FlashBwdSinks
-from .ops.attention.problem import SHORT, Access, Features, Kind
+from .ops.attention.kind import SHORT, Access, Features, Kind
 from .ops.attention.simt.backend import MIN_CAPABILITY
 from .ops.baselines import baselines
 from .ops.block import plan as transformer

@@ -7,9 +7,7 @@ GPU, or without results, it ends with the exit status 1 and writes nothing.
 """
 
 import argparse
-import contextlib
 import functools
-import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -279,10 +277,10 @@ def assert_right(
         eager: what torch's own operations give in the same dtype.
         dtype: that ``found`` was computed in; default its own.
     """
-    from cupyflash.testing import assert_close_to_float64, dtype_name
+    from cupyflash.testing import compare_with_float64, dtype_name
 
-    with contextlib.redirect_stdout(io.StringIO()):  # the errors of what passes
-        assert_close_to_float64(found, exact, eager, dtype or dtype_name(found), what)
+    compared = compare_with_float64(found, exact, eager, dtype or dtype_name(found), what)
+    assert not compared.failure, compared.failure
 
 
 def table_of_bytes(run: Run, title_of: Callable[[Row], str] = lambda row: row["problem"]) -> Table:

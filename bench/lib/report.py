@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
 from bench.lib.providers import is_ours
+from cupyflash.commands.tables import new_table as new_table
 from cupyflash.testing.problem import Problem
 
 FOLDER = "BENCH_RESULTS"  # the environment variable for another folder of results
@@ -128,16 +128,6 @@ def ratios_to_best(rows: list[Row], cell_of: Callable[[Row], Any] = cell) -> lis
     """For each row, how many times as fast it is as the best peer in its cell."""
     best = best_rows(rows, cell_of)
     return [best[cell_of(row)]["ms"] / row["ms"] for row in rows]
-
-
-def new_table(*left: str, right: Sequence[str]) -> Table:
-    """A table in Markdown with columns of text and columns of figures."""
-    table = Table(box=MARKDOWN)
-    for title in left:
-        table.add_column(title, no_wrap=True)
-    for title in right:
-        table.add_column(title, justify="right", no_wrap=True)
-    return table
 
 
 def table_of(

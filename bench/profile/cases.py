@@ -16,7 +16,7 @@ from bench.lib import data
 from bench.profile import operations as operations
 from bench.profile.operations import Case, integers, random
 from cupyflash import environment
-from cupyflash.ops.attention.problem import ONE_TILE
+from cupyflash.ops.attention.kind import ONE_TILE
 from cupyflash.testing.problem import Problem, attention_flops
 
 TOKENS, HIDDEN = 16384, 2048  # of attention: batch * seqlen, heads * head_dim

@@ -78,7 +78,7 @@ FAMILIES = {
         PINK,
         "D",
     ),
-    "linear layers": (("linear", "mlp"), GREEN, "^"),
+    "linear layers": (("linear",), GREEN, "^"),
     "decoding": (("flash_decode", "decode_stack"), SKY, "v"),
     "norms": (("norm", "group_norm"), BLUE, "P"),
     "baselines": (("naive", "fused", "flash_attention_1"), PALE, "X"),

@@ -5,17 +5,15 @@ is compared by the rule of the tests (:mod:`cupyflash.testing.tolerance`), but o
 first and the last group of heads.
 """
 
-import contextlib
 import dataclasses
 import functools
-import io
-import re
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import machine
+from ..testing import Comparison
 from ..testing.timing import Rounds
 from . import check_attention, check_operations
 from .check_operations import Check, Maker, Operation, Pass
@@ -23,22 +21,6 @@ from .check_operations import Check, Maker, Operation, Pass
 NO_KERNEL = 3  # an exit code; argparse has 2
 REPEATS = 10  # on the GPU
 STATISTICS = ("lse", "stats")  # compared, but shown only where they are wrong
-_MESSAGE = re.compile(r"max error (\S+)(?: of them)?, allowed (\S+) ")
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """The comparison of one result; ``failure`` is "" where it is within tolerance."""
-
-    name: str
-    error: float
-    allowed: float
-    failure: str
-
-    @property
-    def closeness(self) -> float:
-        """The share of the tolerance that the error takes."""
-        return self.error / self.allowed if self.allowed else self.error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,8 +150,8 @@ def run(operation: Operation, library: str) -> list[Row]:
 
 
 def _row(operation: Operation, one: Pass, library: str) -> Row:
-    findings = [compare(operation.exact, name, x) for name, x in one.compute().items()]
-    shown = [x for x in findings if x.failure or x.name not in STATISTICS]
+    found = {name: compare(operation.exact, name, x) for name, x in one.compute().items()}
+    shown = (x for name, x in found.items() if x.failure or name not in STATISTICS)
     closest = max(shown, key=lambda x: x.closeness)
     milliseconds = _milliseconds(library, one.call)
     return Row(
@@ -179,7 +161,7 @@ def _row(operation: Operation, one: Pass, library: str) -> Row:
         one.name,
         closest.error,
         closest.allowed,
-        tuple(x.failure for x in findings if x.failure),
+        tuple(x.failure for x in found.values() if x.failure),
         milliseconds,
         one.work / milliseconds * 1e3,
         one.unit,
@@ -187,17 +169,10 @@ def _row(operation: Operation, one: Pass, library: str) -> Row:
     )
 
 
-def compare(exact: Check, name: str, result: Any) -> Finding:
-    """The comparison that a check prints of one result; the closest of several."""
-    failure = ""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        try:
-            exact.check(**{name: result})
-        except AssertionError as error:
-            failure = str(error)
-    numbers = _MESSAGE.findall(printed.getvalue()) or [("nan", "nan")]
-    findings = [Finding(name, float(error), float(allowed), failure) for error, allowed in numbers]
-    return max(findings, key=lambda x: x.closeness)
+def compare(exact: Check, name: str, result: Any) -> Comparison:
+    """The comparison of one result; of several that of a wrong one, or else the closest."""
+    found = exact.compare(**{name: result})
+    return max(found, key=lambda x: (bool(x.failure), x.closeness))
 
 
 def _milliseconds(library: str, call: Callable[[], Any]) -> float:

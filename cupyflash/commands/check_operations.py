@@ -19,6 +19,7 @@ from ..ops.linear.reference import Arrays, Options
 from ..runtime.philox import dropout_scale, dropout_threshold, keep_rows
 from ..testing import (
     EPSILON,
+    Comparison,
     Expected,
     Result,
     cast,
@@ -37,8 +38,8 @@ SEED = 2**40 + 1  # seed of dropout
 class Check(Protocol):
     """The right results by name."""
 
-    def check(self, **results: Any) -> None:
-        """Print what was compared; AssertionError where a result is wrong."""
+    def compare(self, **results: Any) -> list[Comparison]:
+        """Comparisons of these results."""
 
 
 @dataclasses.dataclass(frozen=True)

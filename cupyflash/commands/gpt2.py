@@ -16,7 +16,6 @@ NEW_TOKENS = 64
 
 
 def add_parser(commands: Any) -> None:
-    """The subcommand."""
     parser = commands.add_parser(
         "gpt2",
         help="text from a GPT-2 on these kernels, without torch",

@@ -1,10 +1,13 @@
-"""The tables of the command line, made by rich; each fits 80 columns, and is never cut."""
+"""The tables of the command line, made by rich; each fits 80 columns, and is never cut.
+
+`new_table` makes those of the benchmarks, too.
+"""
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
+from rich.box import MARKDOWN, SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -19,6 +22,13 @@ if TYPE_CHECKING:
     from .check import NotRun, Row
 
 MOST_COLUMNS = 1000
+# The style of tables that are read in a terminal.
+TERMINAL: dict[str, Any] = {
+    "box": SIMPLE_HEAD,
+    "show_edge": False,
+    "pad_edge": False,
+    "padding": (0, 1, 0, 0),
+}
 UNITS = {"FLOP": "FLOPS", "B": "B/s"}
 SHORT = {dtype: short for short, dtype in DTYPES.items()}
 
@@ -35,7 +45,7 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
 
 def print_kernels(sizes: dict[tuple[str, str], list[int]]) -> None:
     """Print the number and the KiB of the cubins of each (architecture, kernel)."""
-    table = headed("architecture", "kernel", numbers=("variants", "KiB"))
+    table = new_table("architecture", "kernel", right=("variants", "KiB"), **TERMINAL)
     for names, of_variants in sorted(sizes.items()):
         table.add_row(*names, f"{len(of_variants)}", f"{sum(of_variants) / 1024:.0f}")
     print_whole(table)
@@ -52,12 +62,16 @@ def print_whole(table: Table) -> None:
     console.print(table)
 
 
-def headed(*names: str, numbers: Sequence[str], padding: int = 1) -> Table:
-    """An empty table with columns of texts and, right-justified, columns of numbers."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, padding, 0, 0))
-    for name in names:
+def new_table(*left: str, right: Sequence[str], **style: Any) -> Table:
+    """An empty table with columns of texts and, right-justified, columns of numbers.
+
+    Args:
+        style: of rich's `Table`, `TERMINAL` say; without it the table is Markdown.
+    """
+    table = Table(**{"box": MARKDOWN, **style})
+    for name in left:
         table.add_column(name, no_wrap=True)
-    for name in numbers:
+    for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     return table
 
@@ -88,7 +102,8 @@ def no_gpu(problem: str) -> str:
 def check_table(rows: Sequence["Row"]) -> Table:
     """Two lines for each problem, one a pass."""
     numbers = ("error", "allowed", "time\nms", "speed", "memory\nMiB", "")
-    table = headed("operation or model\nshape", "pass\nkernels", numbers=numbers, padding=0)
+    style = TERMINAL | {"padding": 0}
+    table = new_table("operation or model\nshape", "pass\nkernels", right=numbers, **style)
     for problem, passes in itertools.groupby(rows, key=lambda x: (x.name, x.dtype, x.shape)):
         name, dtype, shape = map(escape, problem)
         columns = zip(*map(_cells, passes))

@@ -18,7 +18,6 @@ DEFAULT_SECONDS = 60.0
 
 
 def add_parser(commands: Any) -> None:
-    """The subcommand."""
     parser = commands.add_parser(
         "tune",
         help="search the fastest tiles of an operation on this GPU",
@@ -69,10 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def table(found: "Found") -> Any:
     """The candidates, the built-in choice first; a rich table."""
-    from .tables import headed
+    from .tables import TERMINAL, new_table
     from .tuner import label
 
-    rows = headed("tile", "", numbers=("registers", "KiB", "ms", "speed"))
+    rows = new_table("tile", "", right=("registers", "KiB", "ms", "speed"), **TERMINAL)
     for x in found.candidates:
         note = "built in" if x is found.built_in else ""
         if x is found.best:

@@ -104,11 +104,7 @@ def attention(
             or fewer keys than queries, no mask and no word of ``is_causal``, and as
             `cupyflash.attention`.
     """
-    if others.get("output_attentions") or _weights_are_captured():
-        raise NotImplementedError(
-            f"{FUNCTION}: output_attentions must be False, as no attention weights are in memory, "
-            'allowed with them is attn_implementation="eager", got True'
-        )
+    _refuse_weights(others)
     _refuse(cache, "paged caches (continuous batching)", "the dynamic and the static cache")
     _refuse(block_indices, "block_indices (keys selected in blocks)", "indices of keys, and masks")
     _refuse(sinks, "sinks of each query", "s_aux, a sink for each head")
@@ -144,6 +140,14 @@ def attention(
         arrays = (*arrays, *extras)
     out, _ = FORWARD(FUNCTION, arrays, (options, False))
     return out, None
+
+
+def _refuse_weights(others: dict[str, Any]) -> None:
+    if others.get("output_attentions") or _weights_are_captured():
+        raise NotImplementedError(
+            f"{FUNCTION}: output_attentions must be False, as no attention weights are in memory, "
+            'allowed with them is attn_implementation="eager", got True'
+        )
 
 
 def _weights_are_captured() -> bool:

@@ -1,13 +1,15 @@
 """A kernel configuration: a frozen dataclass whose fields are the template parameters of a kernel.
 
-A subclass names its source file and its parameter struct. Its fields have the names of the kernel's
+A subclass names its source file, which names its struct. Its fields have the names of the kernel's
 template parameters in lower case (``dtype`` is ``T``) and stand in the same order, so that the
 dataclass *is* the instantiation. ``tests/runtime/test_params.py`` compares them with the source.
 """
 
 import ctypes
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from .structs import argument_of
 
 CPP_TYPES = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float"}
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -23,13 +25,20 @@ def vector_width(dtype: str) -> int:
     return 16 // ITEM_SIZE[dtype]
 
 
+class _Argument:
+    def __get__(self, config: Any, kind: type["KernelConfig"]) -> type[ctypes.Structure]:
+        return argument_of(kind.source)
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
     """One instantiation of one ``__global__`` template; hashable, so it is the key of every cache.
 
+    Most have ``grid``, the number of blocks for a problem.
+
     Attributes:
         source: path below ``cuda_src/``; its stem is the name of the kernel.
-        params: the ctypes structure that the kernel takes by value.
+        params: the ctypes structure that the kernel takes by value, as its source says.
         cooperative: the blocks wait for each other, so all of them must run at the same time.
         dependent: the kernel reads nothing but constants, and writes nothing, before it has waited
             for the kernel before it (dependent_launch.cuh), so it may begin while that one still
@@ -37,7 +46,7 @@ class KernelConfig:
     """
 
     source: ClassVar[str]
-    params: ClassVar[type[ctypes.Structure]]
+    params: ClassVar[Any] = _Argument()
     cooperative: ClassVar[bool] = False
     dependent: ClassVar[bool] = False
 

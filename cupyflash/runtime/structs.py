@@ -31,6 +31,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _STRUCT = re.compile(r"^struct (?:alignas\((\d+)\) )?(\w+) \{(.*?)^\};", re.M | re.S)
 _FUNCTION = re.compile(r"[^;{}]*\{(?:[^{}]|\{[^{}]*\})*\}")  # with its body
 _FIELD = re.compile(r"(?:const )?(\w+)(\*?) (\w+)(?:\[(\w+)\])?")
+_ARGUMENT = re.compile(r"\(\s*const (?:__grid_constant__ )?(\w+) params\s*\)")
 _CONSTANT = re.compile(r"^constexpr (?:int|float) (\w+) =\s+([^;]+);", re.M)
 _ENUM = re.compile(r"^enum (?:class )?(\w+) (?:: \w+ )?\{(.*?)\};", re.M | re.S)
 
@@ -103,6 +104,13 @@ class Header:
 def header(path: str) -> Header:
     """The header at this path below ``cuda_src``; it is read when an attribute of it is used."""
     return Header(path)
+
+
+@functools.cache
+def argument_of(source: str) -> type[Struct]:
+    """The struct that the kernel of a source file takes by value."""
+    text = _COMMENT.sub("", (sources.root() / source).read_text(encoding="utf-8"))
+    return getattr(header(source), _ARGUMENT.search(text)[1])
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Seeded inputs and the tolerance rule, which tests/ and bench/ share."""
 
-from .attention import expected, same_precision_attention
+from .attention import expected
 from .inputs import (
     STORAGES,
     Inputs,
@@ -10,17 +10,16 @@ from .inputs import (
     make_varlen_inputs,
     to_library,
 )
-from .operations import (
-    expected_group_norm,
-    expected_norm,
-    expected_projection,
-    expected_stack,
-)
+from .norms import expected_group_norm, expected_norm
+from .operations import expected_projection, expected_stack
+from .same_precision import same_precision_attention
 from .tolerance import (
     EPSILON,
+    Comparison,
     Expected,
     Result,
     assert_close_to_float64,
+    compare_with_float64,
     dtype_name,
     numpy_dtype,
     poison_free_memory,
@@ -31,11 +30,13 @@ from .tolerance import (
 __all__ = [
     "EPSILON",
     "STORAGES",
+    "Comparison",
     "Expected",
     "Inputs",
     "Result",
     "assert_close_to_float64",
     "cast",
+    "compare_with_float64",
     "dtype_name",
     "expected",
     "expected_group_norm",

@@ -69,10 +69,51 @@ def _cupy_multiplies() -> bool:
         return False
 
 
+class Comparison(NamedTuple):
+    """One result beside float64.
+
+    Attributes:
+        error: the largest; NaN where nothing could be compared.
+        text: what was compared.
+        failure: the text where the result is wrong, else "".
+    """
+
+    error: float = 0.0
+    allowed: float = 0.0
+    text: str = ""
+    failure: str = ""
+
+    @property
+    def closeness(self) -> float:
+        """The share of the tolerance that the error takes."""
+        return self.error / self.allowed if self.allowed else self.error
+
+
 def assert_close_to_float64(
     actual: Any, exact: Any, yardstick: Any, dtype: str, name: str, *, terms: float = 0.0
 ) -> None:
-    """Check one result against float64 and print what was compared.
+    """As `compare_with_float64`; prints what was compared.
+
+    Raises:
+        AssertionError: the result is wrong.
+    """
+    found = compare_with_float64(actual, exact, yardstick, dtype, name, terms=terms)
+    print(found.text)
+    assert not found.failure, found.failure
+
+
+def wrong(text: str) -> Comparison:
+    """A result that cannot be compared."""
+    return Comparison(math.nan, math.nan, text, text)
+
+
+def compare_with_float64(
+    actual: Any, exact: Any, yardstick: Any, dtype: str, name: str, *, terms: float = 0.0
+) -> Comparison:
+    """Compare one result with float64.
+
+    It is wrong if shapes differ, with a NaN or an infinity in the wrong place, and if the largest
+    error is beyond 2 * (largest error of yardstick) + rounding.
 
     Args:
         actual: the result under test, of any library.
@@ -81,22 +122,18 @@ def assert_close_to_float64(
         dtype: of the result, or the coarser one that its own inputs were rounded to.
         name: of the result, for messages.
         terms: the largest sum of magnitudes behind a result.
-
-    Raises:
-        AssertionError: shapes differ, a NaN or an infinity in the wrong place, or the largest error
-            is beyond 2 * (largest error of yardstick) + rounding.
     """
-    assert tuple(actual.shape) == tuple(exact.shape), (
-        f"{name}: shape must be {tuple(exact.shape)}, got {tuple(actual.shape)}"
-    )
+    if tuple(actual.shape) != tuple(exact.shape):
+        return wrong(f"{name}: shape must be {tuple(exact.shape)}, got {tuple(actual.shape)}")
     if 0 in exact.shape:
-        return
+        return Comparison()
     xp, (actual, exact, yardstick) = _alike(actual, exact, yardstick)
     error, yardstick_error = _error(xp, actual, exact), _error(xp, yardstick, exact)
     magnitude = xp.where(xp.isfinite(exact), xp.abs(exact), 0).max()
     rounding = EPSILON[dtype] * float(magnitude) + EPSILON["float32"] * terms
     allowed = 2 * float(yardstick_error.max()) + rounding
-    assert numpy.isfinite(allowed), f"{name}: the yardstick itself is not finite"
+    if not numpy.isfinite(allowed):
+        return wrong(f"{name}: the yardstick itself is not finite")
     worst = numpy.unravel_index(int(error.argmax()), error.shape)
     index = tuple(int(i) for i in worst)
     message = (
@@ -105,8 +142,8 @@ def assert_close_to_float64(
         f"float64 {float(exact[index]):.6g}; "
         f"{int((error > allowed).sum())} of {math.prod(error.shape)} beyond"
     )
-    print(message)
-    assert float(error[index]) <= allowed, message
+    largest = float(error[index])
+    return Comparison(largest, allowed, message, "" if largest <= allowed else message)
 
 
 def _alike(*arrays: Any) -> tuple[Any, list[Any]]:
@@ -162,12 +199,21 @@ class Expected:
     results: dict[str, Result]
 
     def check(self, **actual: Any) -> None:
-        """Check any of the results; raises AssertionError."""
+        """Check any of the results, printing what was compared; raises AssertionError."""
         for name, x in actual.items():
-            exact, yardstick, dtype, terms, rounded = self.results[name]
-            found = dtype_name(x)
-            assert found == dtype, f"{name}: dtype must be {dtype}, got {found}"
-            assert_close_to_float64(x, exact, yardstick, rounded or dtype, name, terms=terms)
+            (found,) = self.compare(**{name: x})
+            print(found.text)
+            assert not found.failure, found.failure
+
+    def compare(self, **actual: Any) -> list[Comparison]:
+        """A comparison of each of these results."""
+        return [self._compare(name, x) for name, x in actual.items()]
+
+    def _compare(self, name: str, x: Any) -> Comparison:
+        exact, yardstick, dtype, terms, rounded = self.results[name]
+        if dtype_name(x) != dtype:
+            return wrong(f"{name}: dtype must be {dtype}, got {dtype_name(x)}")
+        return compare_with_float64(x, exact, yardstick, rounded or dtype, name, terms=terms)
 
 
 def poison_free_memory(library: str, device: str, sizes: list[int]) -> None:

@@ -83,7 +83,7 @@ def test_warps_own_keys_for_narrow_heads_without_options(capability):
 
     def picked(head_dim, **features):
         kind = Kind("float16", head_dim, Features(**features), capability)
-        found = BACKENDS["sm80"].candidates(kind, backward=True).values()
+        found = BACKENDS["sm80"].backward_candidates(kind).values()
         found = {config.name for config in found}
         assert backward_kernels(kind)[1].name in found
         return "flash_bwd_keys_sm80" in found
@@ -127,7 +127,7 @@ def test_narrow_v_has_kernels_of_its_own(dtype):
         for kernel in (forward, split[0], main):
             assert (kernel.head_dim, kernel.head_dim_v) == (192, 128)
         assert split[1].head_dim == 128 and {x.head_dim_v for x in split[2:]} == {128}
-        for config in sm90.candidates(kind, backward=False).values():
+        for config in sm90.forward_candidates(kind).values():
             assert config.shared_memory <= 227 * 1024 and config.head_dim_v == 128
     options = {"softcap": True, "alibi": True, "dropout": True, "bias": 1}
     kind = Kind(dtype, 192, narrow, (9, 0))

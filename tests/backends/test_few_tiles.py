@@ -8,6 +8,7 @@ from problems import HOPPER, problem_of
 
 from cupyflash.ops.attention import few_tiles
 from cupyflash.ops.attention.sm90.forward import forward_kernel, forward_kernels
+from cupyflash.runtime.structs import header
 
 
 def configs(problem):
@@ -43,6 +44,11 @@ def test_a_tuned_tile_is_kept():
     problem = problem_of(1, (16, 16), 512, 512, 64)
     tile = forward_kernel(problem.kind((9, 0)), (192, 80, 2, 3))
     assert few_tiles.choose([tile], problem, HOPPER).config == tile
+
+
+def test_the_kernel_that_combines_takes_all_splits():
+    combine = header("attention/sm90/flash_fwd_combine_sm90.cu")
+    assert max(few_tiles.SPLITS) == combine.MAX_SPLITS
 
 
 def test_every_block_of_a_shared_tile_has_a_multiprocessor():

@@ -26,7 +26,7 @@ def run(benchmarks, monkeypatch):
             searched.append((problem, environment.current().backend, seconds))
             if not ms:
                 raise MemoryError("too large")
-            tiles = BACKENDS["sm90"].candidates(KIND, backward=False)
+            tiles = BACKENDS["sm90"].forward_candidates(KIND)
             found = [Candidate(*tile, ms=x) for tile, x in zip(tiles.items(), ms)]
             found.append(Candidate((1, 1), None, note="" if wrong else "it spills", wrong=wrong))
             return Found("attention fwd sm90 …", found, 7)

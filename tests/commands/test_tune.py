@@ -28,7 +28,7 @@ from cupyflash.testing.problem import Problem
 HERE = {"gpu": "NVIDIA H200", "driver": "13000", "nvrtc": "13.0", "cupyflash": "0.1.0"}
 HOPPER = (9, 0)
 KIND = Kind("bfloat16", 64, Features(masked=True), HOPPER)
-BUILT_IN = next(iter(BACKENDS["sm90"].candidates(KIND, backward=False)))
+BUILT_IN = next(iter(BACKENDS["sm90"].forward_candidates(KIND)))
 KEY = "attention fwd sm90 bfloat16 64 masked"
 BUILT = jit.Built(None, "", "", "sm_90a", "13.0", 168, 0, 0, (), 0.1)
 
@@ -63,7 +63,7 @@ def test_choice_without_a_file(file):
 def test_saved_choice(file):
     assert tuning.save(0, KEY, (192, 112, 2, 3)) == file
     assert chosen() == (192, 112, 2, 3)
-    config = BACKENDS["sm90"].candidates(KIND, backward=False)[192, 112, 2, 3]
+    config = BACKENDS["sm90"].forward_candidates(KIND)[192, 112, 2, 3]
     assert (config.block_m, config.block_n, config.q_stages, config.kv_stages) == (192, 112, 2, 3)
     assert chosen(KIND._replace(head_dim=72)) is None
     assert json.loads(file.read_text()) == {"machine": HERE, "tiles": {KEY: [192, 112, 2, 3]}}

@@ -16,20 +16,9 @@ SOURCES = (".py", ".pyi", ".cu", ".cuh", ".h", ".md")
 ELSEWHERE = re.compile(r"(?<![\w.$])(?:/(?:work|tmp|home|root)/|\.\./shared|\.probe/)")
 
 LONG_FILES = {
-    "cupyflash/ops/attention/checks.py",
-    "cupyflash/ops/attention/problem.py",
-    "cupyflash/ops/attention/sm90/backward.py",
     "cupyflash/runtime/torch_library.py",
-    "cupyflash/testing/attention.py",
-    "cupyflash/testing/operations.py",
 }
-LONG_FUNCTIONS = {
-    "cupyflash/ops/attention/checks.py check",
-    "cupyflash/ops/attention/online_softmax.py attention_tiled_backward",
-    "cupyflash/ops/block/plan.py __init__",
-    "cupyflash/integrations/transformers.py attention",
-    "cupyflash/testing/attention.py same_precision_attention",
-}
+LONG_FUNCTIONS: set[str] = set()
 
 
 def files(folder, *suffixes):

@@ -26,7 +26,7 @@ from cupyflash.ops.attention.fp16x3 import kernels as fp16x3
 from cupyflash.ops.attention.simt import kernels as simt
 from cupyflash.ops.attention.sm80 import backward as sm80
 from cupyflash.ops.attention.sm90 import backward as sm90
-from cupyflash.ops.attention.sm90.launch import SEQUENCE_MAPS
+from cupyflash.ops.attention.sm90.kernels import SEQUENCE_MAPS
 from cupyflash.runtime.gpu import Card
 
 # (block_m, block_n) of the kernels for GPUs of all kinds, which wait in the same way.

@@ -11,12 +11,12 @@
 #include "../block_info.cuh"
 #include "../tile_order.cuh"
 
-constexpr int BATCH = 4;  // splits whose outputs are on their way at the same time
+constexpr int MAX_SPLITS = 32;  // one lane a split
+constexpr int BATCH = 4;        // splits whose outputs are on their way at the same time
 
-template <typename T, int HEAD_DIM, int ROWS, int MAX_SPLITS>
+template <typename T, int HEAD_DIM, int ROWS>
 __global__ void __launch_bounds__(ROWS * 32)
     flash_fwd_combine_sm90(const __grid_constant__ FlashFwdSm90Params params) {
-  static_assert(MAX_SPLITS == 32, "one lane a split");
   wait_for_previous_kernel();
   const FlashFwdParams& base = params.base;
   const AttentionShape& shape = base.shape;

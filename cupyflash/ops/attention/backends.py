@@ -13,8 +13,9 @@ from ...runtime.config import KernelConfig
 from ...runtime.gpu import Capability, Card
 from .fp16x3 import backend as fp16x3
 from .kernels import Tile
+from .kind import MAX_FAST_SOFTCAP, Access, Kind
 from .passes import Pass, Wanted
-from .problem import MAX_FAST_SOFTCAP, Access, Kind, Problem
+from .problem import Problem
 from .simt import backend as simt
 from .sm80 import backend as sm80
 from .sm90 import backend as sm90
@@ -36,18 +37,18 @@ class Backend(Protocol):
         """Whether its kernels take a v of fewer columns than q and k only with more columns."""
 
     def forward(self, problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
-        """The launches of the forward; ``tile`` is one of `candidates`, else the built-in one."""
+        """The launches of the forward; ``tile`` is one of the candidates, else the built-in one."""
 
     def backward(
         self, problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
     ) -> Pass:
         """The launches of the backward."""
 
-    def candidates(self, kind: Kind, *, backward: bool) -> dict[Tile, KernelConfig]:
-        """The main kernel by the tiles that it may have, the built-in one first.
+    def forward_candidates(self, kind: Kind) -> dict[Tile, KernelConfig]:
+        """The main kernel by the tiles that it may have, the built-in one first; {} of one only."""
 
-        It is empty for a pass that has one kernel only.
-        """
+    def backward_candidates(self, kind: Kind) -> dict[Tile, KernelConfig]:
+        """The same of the backward."""
 
     def kernels(self, kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
         """Every kernel that a pass of such problems can launch, for warm-up."""

@@ -67,11 +67,41 @@ def check(
     specs = {name: _spec(name, options.layout_of(name)) for name in names}
     head_dims = dict.fromkeys(("head_dim", "head_dim_v"), HEAD_DIMS)
     sizes = check_views(function, specs, tensors, say=say, **head_dims)
-    heads_q, heads_kv = sizes["heads_q"], sizes["heads_kv"]
+    _check_heads(function, tensors, options, sizes)
+    if options.max_seqlens is not None:
+        longest = _max_seqlens(function, options.max_seqlens)
+        sizes = dict(zip(("seqlen_q", "seqlen_k"), longest)) | sizes
+        sizes["batch"] = _packed_batch(function, options, extras, q, sizes.get("batch"))
+    _check_grid(function, tensors, sizes)
+    batch, seqlen_q, seqlen_k = sizes["batch"], sizes["seqlen_q"], sizes["seqlen_k"]
+    left, right, top_left = _visible_keys(function, options, seqlen_q + seqlen_k)
+    _check_values(function, options, q.dtype)
     head_dim, head_dim_v = sizes["head_dim"], sizes["head_dim_v"]
+    scale = 1 / math.sqrt(head_dim) if options.scale is None else options.scale
+    threshold = dropout_threshold(options.dropout_p)
+    shape = structs.AttentionShape(
+        batch, sizes["heads_q"], sizes["heads_kv"], seqlen_q, seqlen_k,
+        kernel_head_dim(head_dim, head_dim_v), left, right, top_left, 1, 1, scale,
+        options.softcap, threshold, dropout_scale(threshold),
+    )  # fmt: skip
+    strides = {name: canonical_strides(name, x, options) for name, x in tensors.items()}
+    facts = _check_extras(function, extras, q, sizes)
+    return Problem(
+        q.dtype, q.device, shape, (head_dim, head_dim_v), strides, facts,
+        sizes.get("total_q"), sizes.get("total_k"), tf32=options.precision == "tf32",
+    )  # fmt: skip
+
+
+def _check_heads(
+    function: str, tensors: Mapping[str, View], options: Options, sizes: Mapping[str, int]
+) -> None:
+    """The numbers of heads; warns of so many that they may be the tokens."""
+    q, say = tensors["q"], functools.partial(caller_name, function)
+    heads_q, heads_kv = sizes["heads_q"], sizes["heads_kv"]
     if heads_q != heads_kv and (heads_kv == 0 or heads_q % heads_kv):
         fact = f"the heads of {say('q')} must be a multiple of those of {say('k')} and {say('v')}"
-        got = f"{heads_q} and {heads_kv} {specs['q'].note}, {say('q')} {q.shape}"
+        note = _spec("q", options.layout_of("q")).note
+        got = f"{heads_q} and {heads_kv} {note}, {say('q')} {q.shape}"
         got += f" and {say('k')} {tensors['k'].shape}"
         if options.layout == "bshd" and sizes["seqlen_q"] % max(1, sizes["seqlen_k"]) == 0:
             got += f"; {HEADS_FIRST}"
@@ -82,44 +112,32 @@ def check(
         text += f"with {heads_q} heads; {HEADS_FIRST}"
         warnings.warn(text, UserWarning, stacklevel=callers_level())
 
-    if options.max_seqlens is not None:
-        longest = _max_seqlens(function, options.max_seqlens)
-        sizes = dict(zip(("seqlen_q", "seqlen_k"), longest)) | sizes
-        sizes["batch"] = _packed_batch(function, options, extras, q, sizes.get("batch"))
-    batch, seqlen_q, seqlen_k = sizes["batch"], sizes["seqlen_q"], sizes["seqlen_k"]
+
+def _check_grid(function: str, tensors: Mapping[str, View], sizes: Mapping[str, int]) -> None:
+    """What the numbers of a kernel, and a grid, can count."""
+    seqlen_q, seqlen_k = sizes["seqlen_q"], sizes["seqlen_k"]
     if max(seqlen_q, seqlen_k) >= MAX_SEQLEN:
         fact = f"sequences must be shorter than {MAX_SEQLEN}"
         raise ValueError(f"{function}: {fact}, got {seqlen_q} and {seqlen_k}")
-    if -(-max(seqlen_q, seqlen_k) // 16) * max(1, heads_q) * max(1, batch) >= MAX_BLOCKS:
-        shapes = f"{say('q')} {q.shape}, {say('k')} {tensors['k'].shape}"
-        raise ValueError(
-            f"{function}: batch x heads x seqlen is too large for a grid, got {shapes}"
-        )
+    heads = max(1, sizes["heads_q"]) * max(1, sizes["batch"])
+    if -(-max(seqlen_q, seqlen_k) // 16) * heads >= MAX_BLOCKS:
+        shapes = (f"{caller_name(function, name)} {tensors[name].shape}" for name in "qk")
+        fact = "batch x heads x seqlen is too large for a grid"
+        raise ValueError(f"{function}: {fact}, got {', '.join(shapes)}")
 
-    left, right, top_left = _visible_keys(function, options, seqlen_q + seqlen_k)
+
+def _check_values(function: str, options: Options, dtype: str) -> None:
+    """The options that have a range."""
+    say = functools.partial(caller_name, function)
     for name, rule in RULES.items():
         x = getattr(options, name)
         if rule.valid is None or x is None:
             continue
         if not ((isinstance(x, str) or _is_real(x)) and rule.valid(x)):
             raise ValueError(f"{function}: {say(name)} must be {rule.allowed}, got {x}")
-    scale = 1 / math.sqrt(head_dim) if options.scale is None else options.scale
-    threshold = dropout_threshold(options.dropout_p)
-    width = kernel_head_dim(head_dim, head_dim_v)
-    shape = structs.AttentionShape(
-        batch, heads_q, heads_kv, seqlen_q, seqlen_k, width, left, right, top_left, 1, 1, scale,
-        options.softcap, threshold, dropout_scale(threshold),
-    )  # fmt: skip
-    strides = {name: canonical_strides(name, x, options) for name, x in tensors.items()}
-    facts = _check_extras(function, extras, q, sizes)
-    tf32 = options.precision == "tf32"
-    if tf32 and q.dtype != "float32":
+    if options.precision == "tf32" and dtype != "float32":
         fact = f"precision 'tf32' is for float32 {say('q')}, {say('k')} and {say('v')}"
-        raise ValueError(f"{function}: {fact}, got {q.dtype}")
-    return Problem(
-        q.dtype, q.device, shape, (head_dim, head_dim_v), strides, facts,
-        sizes.get("total_q"), sizes.get("total_k"), tf32=tf32,
-    )  # fmt: skip
+        raise ValueError(f"{function}: {fact}, got {dtype}")
 
 
 def check_lse(function: str, problem: Problem, lses: Mapping[str, View]) -> None:
@@ -173,47 +191,6 @@ def _packed_batch(
             views[name] = extras[name]
     lengths = {"batch + 1": range(1, MAX_BLOCKS) if batch is None else batch + 1}
     return check_views(function, EXTRAS, views, first=("q", q), say=say, **lengths)["batch + 1"] - 1
-
-
-def check_lengths(function: str, problem: Problem, values: Mapping[str, list[int]]) -> None:
-    """The values of cu_seqlens and seqused: they are only read where that waits for no GPU."""
-    shape = problem.shape
-    for side, total, longest in (
-        ("q", problem.total_q, shape.seqlen_q),
-        ("k", problem.total_k, shape.seqlen_k),
-    ):
-        ends, used = values.get(f"cu_seqlens_{side}"), values.get(f"seqused_{side}")
-        if ends is not None:
-            _check_cu_seqlens(function, f"cu_seqlens_{side}", ends, total, longest)
-        if used is not None:
-            _check_seqused(function, f"seqused_{side}", used, longest, ends)
-
-
-def _check_cu_seqlens(
-    function: str, name: str, values: list[int], total: int, longest: int
-) -> None:
-    name = caller_name(function, name)
-    lengths = [b - a for a, b in zip(values, values[1:])]
-    if values[0] != 0 or values[-1] != total or min(lengths, default=0) < 0:
-        fact = f"{name} must start with 0, not decrease and end with the {total} rows"
-        raise ValueError(f"{function}: {fact}, got {values}")
-    if max(lengths, default=0) > longest:
-        fact = f"{name} must have no sequence longer than the maximum {longest}"
-        raise ValueError(f"{function}: {fact}, got {values}")
-
-
-def _check_seqused(
-    function: str, name: str, values: list[int], rows: int, cu_seqlens: list[int] | None
-) -> None:
-    """``rows`` are those of each sequence, unless there are cu_seqlens."""
-    if cu_seqlens is None:
-        if values and not 0 <= min(values) <= max(values) <= rows:
-            raise ValueError(f"{function}: {name} must be from 0 to {rows}, got {values}")
-        return
-    lengths = [b - a for a, b in zip(cu_seqlens, cu_seqlens[1:])]
-    if not all(0 <= value <= length for value, length in zip(values, lengths)):
-        fact = f"{name} must be from 0 to the lengths {lengths} of the sequences"
-        raise ValueError(f"{function}: {fact}, got {values}")
 
 
 def check_bias_gradient(

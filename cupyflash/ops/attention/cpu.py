@@ -6,8 +6,7 @@ import numpy
 
 from ...runtime.array import Array
 from . import reference
-from .options import Extras, Gradients
-from .problem import Options
+from .options import Extras, Gradients, Options
 
 
 def forward(

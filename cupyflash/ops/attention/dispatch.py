@@ -16,7 +16,8 @@ from ...runtime.operation import Plans
 from ...runtime.philox import is_number, seed_array
 from ...runtime.specs import require_library
 from . import backends, cpu
-from .checks import EXTRAS, check, check_bias_gradient, check_lengths, check_lse
+from .checks import EXTRAS, check, check_bias_gradient, check_lse
+from .lengths import check_lengths
 from .options import (
     BIAS,
     DETERMINISTIC,
@@ -72,8 +73,7 @@ def forward(
     key, pointers = plans.key(library, arrays, (options, settings.backend, bias_aligned))
     plan = plans.get(key)
     if plan is None or settings.debug:
-        problem = _checked(function, library, arrays, options, bias_aligned)
-        problem = dataclasses.replace(problem, aligned=key[-1])
+        problem = _checked(function, library, arrays, options, (key[-1], bias_aligned))
         plan = plans.add(key, _forward_plan(function, problem, library, q, Options(*options)))
     if type(plan) is Padding:
         wide = plan.widen(library, q, k, v)
@@ -106,7 +106,8 @@ def backward(
     (dout, q, k, v, out, lse, dlse), extras = arrays[:7], Extras(*arrays[7:])
     deterministic = "error" if options[DETERMINISTIC] else ""
     if library.on_cpu(q):
-        _checked(function, library, arrays, options, True, bias_grad, deterministic)
+        asked = {"bias_grad": bias_grad, "deterministic": deterministic}
+        _checked(function, library, arrays, options, **asked)
         tensors = (dout, q, k, v, out, lse)
         return cpu.backward(library, *tensors, Options(*options), extras, bias_grad, dlse)
     deterministic = deterministic or library.determinism()
@@ -117,10 +118,8 @@ def backward(
     key, pointers = plans.key(library, arrays, asked)
     plan = plans.get(key)
     if plan is None or settings.debug:
-        problem = _checked(
-            function, library, arrays, options, bias_aligned, bias_grad, deterministic
-        )
-        problem = dataclasses.replace(problem, aligned=key[-1])
+        aligned = (key[-1], bias_aligned)
+        problem = _checked(function, library, arrays, options, aligned, bias_grad, deterministic)
         views = {name: library.view(x) for name, x in {"q": q, "k": k, "v": v}.items()}
         wanted = (Options(*options), deterministic, bias_grad)
         plan = plans.add(key, _backward_plan(function, problem, library, views, *wanted))
@@ -223,13 +222,14 @@ def _checked(
     library: Any,
     arrays: tuple,
     options: tuple,
-    bias_aligned: bool = True,
+    aligned: tuple[bool, bool] = (True, True),
     bias_grad: bool | None = None,
     deterministic: str = "",
 ) -> Problem:
     """The `Problem` of a call; reads lengths where that is free or debugging asks for it.
 
     Args:
+        aligned: whether the tensors begin at multiples of 16 bytes, and whether the bias does.
         bias_grad: None of a forward.
         deterministic: what asks for it, "error" or "warn".
     """
@@ -240,7 +240,7 @@ def _checked(
     lses = {name: views.pop(name) for name in ("lse", "dlse") if name in views}
     extras = {name: views.pop(name) for name in Extras._fields if name in views}
     problem = check(function, views, Options(*options), extras)
-    problem = dataclasses.replace(problem, bias_aligned=bias_aligned)
+    problem = dataclasses.replace(problem, aligned=aligned[0], bias_aligned=aligned[1])
     check_lse(function, problem, lses)
     if bias_grad is not None:
         check_bias_gradient(function, problem, bias_grad, deterministic == "error")

@@ -7,14 +7,13 @@ from typing import ClassVar
 
 from ...runtime.config import KernelConfig
 from ...runtime.structs import header
-from .problem import KEY_MASKS
+from .kind import KEY_MASKS
 
 structs = header("attention/params.cuh")
 # The fields of a configuration that the problem leaves open, in their order: rows of queries and of
 # keys, and what else the kernel has of stages, warps and warpgroups.
 Tile = tuple[int, ...]
 
-_mask_record = header("attention/mask_record.cu")
 _preprocess = header("attention/flash_bwd_preprocess.cu")
 
 
@@ -60,12 +59,10 @@ class MaskRecord(AttentionKernel):
     """Forward and backward, first, where there is a key mask: packs it to bits."""
 
     source: ClassVar[str] = "attention/mask_record.cu"
-    params: ClassVar[type[_mask_record.MaskRecordParams]] = _mask_record.MaskRecordParams
 
     num_warps: int = 8
 
     def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
         return shape.batch
 
 
@@ -80,7 +77,6 @@ class FlashBwdPreprocess(AttentionKernel):
     """
 
     source: ClassVar[str] = "attention/flash_bwd_preprocess.cu"
-    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
     threads: ClassVar[int] = _preprocess.WARPS * 32
 
     dtype: str
@@ -98,12 +94,10 @@ class FlashBwdSinks(AttentionKernel):
     """The gradient of the sinks, where there are any: a block sums over the rows of one head."""
 
     source: ClassVar[str] = "attention/flash_bwd_sinks.cu"
-    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     num_warps: int = 8
 
     def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
         return shape.heads_q
 
 
@@ -118,7 +112,6 @@ class FlashBwdCombine(AttentionKernel):
     """
 
     source: ClassVar[str] = "attention/flash_bwd_combine.cu"
-    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
     tiles_of: ClassVar[str] = "k"
 
     dtype: str

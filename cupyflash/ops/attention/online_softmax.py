@@ -124,16 +124,7 @@ def attention_tiled_backward(
     dq, dk, dv = (xp.zeros(x.shape, q_groups.dtype) for x in (q, k, v))
     dq_groups, dk_groups, dv_groups = group_heads(dq, k), heads_first(dk), heads_first(dv)
     dbias = xp.zeros(score.bias.shape, q_groups.dtype) if bias_grad else None
-    delta = (dout_groups * group_heads(out, k)).sum(axis=-1)
-    lse_groups = lse.astype(q_groups.dtype, copy=False).reshape(q_groups.shape[:4])
-    if dlse is not None:
-        dlse_groups = dlse.astype(q_groups.dtype, copy=False).reshape(delta.shape)
-        delta = xp.where(lse_groups == -xp.inf, 0, delta - dlse_groups)
-    # +inf where a row sees nothing: exp(-inf - inf) is 0, exp(-inf + inf) would be NaN.
-    if lse.dtype == xp.float32:  # it keeps no digit of these weights: HUGE_LSE on a GPU
-        huge = xp.isfinite(lse_groups) & (abs(lse_groups) >= 2.0**24)
-        lse_groups = xp.where(huge, xp.nan, lse_groups)
-    lse_groups = xp.where(lse_groups == -xp.inf, xp.inf, lse_groups)
+    delta, lse_groups = _of_rows((dout_groups * group_heads(out, k)).sum(axis=-1), lse, dlse)
     for row in range(0, score.seqlen_q, block):
         rows = slice(row, min(row + block, score.seqlen_q))
         q_tile = xp.ascontiguousarray(q_groups[..., rows, :])
@@ -165,6 +156,23 @@ def attention_tiled_backward(
         weights = xp.exp(group_sinks(sinks, q_groups).astype(lse_groups.dtype) - lse_groups)
         dsinks = -(weights * delta).sum(axis=(0, 3)).reshape(-1)
     return Gradients(*found, dbias, dsinks)
+
+
+def _of_rows(delta: Array, lse: Array, dlse: Array | None) -> tuple[Array, Array]:
+    """What `attention_tiled_backward` subtracts in each row: of dscores, and of the scores.
+
+    The latter is the LSE, but +inf where a row sees nothing: exp(-inf - inf) is 0, and
+    exp(-inf + inf) would be NaN.
+    """
+    xp = array_namespace(delta)
+    lse_groups = lse.astype(delta.dtype, copy=False).reshape(delta.shape)
+    if dlse is not None:
+        dlse_groups = dlse.astype(delta.dtype, copy=False).reshape(delta.shape)
+        delta = xp.where(lse_groups == -xp.inf, 0, delta - dlse_groups)
+    if lse.dtype == xp.float32:  # it keeps no digit of these weights: HUGE_LSE on a GPU
+        huge = xp.isfinite(lse_groups) & (abs(lse_groups) >= 2.0**24)
+        lse_groups = xp.where(huge, xp.nan, lse_groups)
+    return delta, xp.where(lse_groups == -xp.inf, xp.inf, lse_groups)
 
 
 def _key_tiles(score: ScoreFunction, rows: slice, block: int) -> list[slice]:

@@ -191,6 +191,21 @@ def backward_pass(
     )
 
 
+def unshared_backward_pass(
+    problem: Problem,
+    card: Card,
+    wanted: Wanted,
+    configs: Sequence[KernelConfig],
+    launch: MakeLaunch = AttentionLaunch,
+) -> Pass:
+    """`backward_pass` where one block does all the work of a tile of a key head."""
+    preprocess, main, *_ = configs
+    in_turns = wanted.in_order
+    sections = sharing.heads_per_section(main, problem, card, tensors=4, in_turns=in_turns)
+    shared, accum_dim = Sharing(1, sections, in_turns), preprocess.accum_dim
+    return backward_pass(problem, wanted, configs, shared, accum_dim=accum_dim, launch=launch)
+
+
 def _backward_params(problem: Problem, wanted: Wanted, shared: Sharing) -> structs.FlashBwdParams:
     shape = structs.AttentionShape.from_buffer_copy(problem.shape)
     shape.group_shares = shared.shares

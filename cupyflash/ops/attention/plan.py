@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 from ...runtime.array import Array, View, dense_strides
 from ...runtime.gpu import Card, card_of
 from ...runtime.operation import Plan
-from ...runtime.structs import header
 from . import tuning
 from .backends import BACKENDS, Backend, choose
 from .kernels import Tile
+from .kind import Kind
 from .options import BIAS, KEY_MASK, Options, caller_name
 from .passes import Pass, Wanted
-from .problem import Kind, Problem, bias_strides, canonical_strides
-
-structs = header("attention/params.cuh")
+from .problem import Problem, bias_strides, canonical_strides
 
 NO_POINTERS = (0,) * KEY_MASK  # null for the optional arrays that the kernels take
 

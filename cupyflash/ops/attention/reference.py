@@ -13,8 +13,8 @@ Backward, from do = dL/do and dlse = dL/dlse::
 A sink is one more score of each row of its head, whose value is a vector of zeros; dropout replaces
 p_ij in o and dv, and dp_ij, by themselves times 0 or 1 / (1 - dropout_p).
 
-``attention_exact`` writes exactly that with all scores in memory; ``attention_tiled``, from
-:mod:`cupyflash.ops.attention.online_softmax`, keeps one tile of them.
+``attention_tiled``, from :mod:`cupyflash.ops.attention.online_softmax`, keeps one tile of scores
+in memory; ``attention_varlen`` calls it for one sequence after the other.
 
 All functions take NumPy or CuPy arrays, q (batch, seqlen_q, heads_q, head_dim) and k, v (batch,
 seqlen_k, heads_kv, head_dim), where v may have a head_dim of its own, and the options of
@@ -30,118 +30,15 @@ from typing import Any
 from cupyflash.ops.attention.online_softmax import attention_tiled, attention_tiled_backward
 
 from ...runtime.array import Array, array_namespace, compute_dtype
-from ...runtime.philox import Dropout
 from .options import Gradients
-from .score import (
-    ScoreFunction,
-    empty_results,
-    finite_max,
-    group_heads,
-    group_sinks,
-    grouped_matmul,
-    grouped_matmul_transposed,
-    heads_first,
-    log_sum,
-    positive_sum,
-    sum_to_shape,
-    tile_of,
-)
+from .score import tile_of
 
 __all__ = [
-    "array_namespace",
-    "attention_exact",
-    "attention_exact_backward",
     "attention_tiled",
     "attention_tiled_backward",
     "attention_varlen",
     "attention_varlen_backward",
 ]
-
-
-def attention_exact(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Array]:
-    """Softmax attention with all scores in memory.
-
-    Returns:
-        out like q, and the LSE (batch, heads_q, seqlen_q), natural logarithm.
-    """
-    out, lse, out_groups, lse_groups = empty_results(q, k, v)
-    exact = _Exact(q, k, **options)
-    out_groups[...] = grouped_matmul(exact.weights * exact.factors, heads_first(v))
-    lse_groups[...] = exact.lse
-    return out.astype(q.dtype, copy=False), lse
-
-
-def attention_exact_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    bias_grad: bool = False,
-    dlse: Array | None = None,
-    **options: Any,
-) -> Gradients:
-    """Gradients of :func:`attention_exact` for dout like out, like (q, k, v, bias, sinks)."""
-    exact = _Exact(q, k, **options)
-    weights, factors = exact.weights, exact.factors
-    q_groups, k_groups, v_groups = group_heads(q, k), heads_first(k), heads_first(v)
-    dout_groups = group_heads(dout, k)
-    dv = grouped_matmul_transposed(weights * factors, dout_groups)
-    dweights = grouped_matmul(dout_groups, v_groups.swapaxes(-1, -2)) * factors
-    delta = (weights * dweights).sum(axis=-1)
-    if dlse is not None:
-        delta = delta - dlse.reshape(delta.shape)
-    dscores = weights * (dweights - delta[..., None])
-    dbias = dsinks = None
-    if bias_grad:
-        dbias = sum_to_shape(dscores, exact.score.bias.shape).reshape(options["bias"].shape)
-    if exact.sinks is not None:
-        dsinks = -(exact.sink_weights * delta).sum(axis=(0, 3)).reshape(-1)
-    dscores = dscores * exact.derivative
-    dq = grouped_matmul(dscores, k_groups).transpose(0, 3, 1, 2, 4).reshape(q.shape)
-    dk = grouped_matmul_transposed(dscores, q_groups)
-    return Gradients(
-        dq.astype(q.dtype, copy=False),
-        dk.swapaxes(1, 2).astype(k.dtype, copy=False),
-        dv.swapaxes(1, 2).astype(v.dtype, copy=False),
-        dbias,
-        dsinks,
-    )
-
-
-class _Exact:
-    """Probabilities of every key and of the sinks, and what dropout multiplies them by."""
-
-    def __init__(
-        self,
-        q: Array,
-        k: Array,
-        *,
-        sinks: Array | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int = 0,
-        **options: Any,
-    ) -> None:
-        xp = array_namespace(q)
-        q_groups, k_groups = group_heads(q, k), heads_first(k)
-        self.score = ScoreFunction.of(q_groups, k_groups, **options)
-        scores, self.derivative = self.score.tile(q_groups, k_groups, 0, 0)
-        row_max = scores.max(axis=-1, initial=-xp.inf)
-        self.sinks = None
-        if sinks is not None:
-            self.sinks = group_sinks(sinks, q_groups).astype(scores.dtype)
-            row_max = xp.maximum(row_max, self.sinks)
-        row_max = finite_max(row_max)
-        weights = xp.exp(scores - row_max[..., None])
-        row_sum = weights.sum(axis=-1)
-        if sinks is not None:
-            self.sink_weights = xp.exp(self.sinks - row_max)
-            row_sum = row_sum + self.sink_weights
-            self.sink_weights = self.sink_weights / positive_sum(row_sum)
-        self.weights = weights / positive_sum(row_sum)[..., None]
-        self.lse = log_sum(row_max, row_sum)
-        dropout = Dropout.of(dropout_p, dropout_seed, 0)
-        self.factors = 1.0 if dropout is None else dropout.factors(weights, 0, 0)
 
 
 def attention_varlen(

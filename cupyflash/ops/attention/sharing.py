@@ -8,7 +8,6 @@ from ...runtime.config import KernelConfig
 from ...runtime.gpu import Card
 from .problem import Problem
 
-MAX_SPLITS = 32  # blocks that share a tile: a lane each in the kernel that combines
 # A launch of fewer tiles than these for each multiprocessor has few, and then a section of heads
 # should have so many.
 FEW_TILES, SECTION_TILES = 8, 3

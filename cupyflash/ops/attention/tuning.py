@@ -11,7 +11,7 @@ from ...runtime.config import KernelConfig
 from ...runtime.gpu import architecture
 from .backends import BACKENDS
 from .kernels import Tile
-from .problem import Kind
+from .kind import Kind
 
 STATIC_BYTES = 3 * 1024  # the most of shared memory for constants, barriers
 
@@ -44,7 +44,8 @@ def candidates(backend: str, kind: Kind, backward: bool) -> dict[Tile, KernelCon
 
     It is empty for a pass that has one kernel only.
     """
-    found = BACKENDS[backend].candidates(kind, backward=backward)
+    of = BACKENDS[backend]
+    found = of.backward_candidates(kind) if backward else of.forward_candidates(kind)
     limit = architecture(kind.capability).shared_memory * 1024 - STATIC_BYTES
     built_in = next(iter(found), None)
     return {tile: x for tile, x in found.items() if x.shared_memory <= limit or tile == built_in}

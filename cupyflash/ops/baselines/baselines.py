@@ -215,7 +215,6 @@ class VectorAdd(Baseline):
     """out = a + b."""
 
     source: ClassVar[str] = "baselines/vector_add.cu"
-    params: ClassVar[type[structs.VectorAddParams]] = structs.VectorAddParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +222,6 @@ class NaiveAttention(Baseline):
     """One of the `STEPS`."""
 
     source: ClassVar[str] = "baselines/naive_attention.cu"
-    params: ClassVar[type[structs.BaselineAttentionParams]] = structs.BaselineAttentionParams
 
     step: str
 
@@ -233,7 +231,6 @@ class FusedAttention(Baseline):
     """All of attention; each lane of a warp has ``lane_columns`` columns of a row."""
 
     source: ClassVar[str] = "baselines/fused_attention.cu"
-    params: ClassVar[type[structs.BaselineAttentionParams]] = structs.BaselineAttentionParams
 
     lane_columns: int
 
@@ -243,7 +240,6 @@ class FlashAttention1(Baseline):
     """Attention in tiles of ``keys`` keys; ``head_dim`` is the next of `FLASH_KEYS`."""
 
     source: ClassVar[str] = "baselines/flash_attention_1.cu"
-    params: ClassVar[type[structs.BaselineAttentionParams]] = structs.BaselineAttentionParams
 
     head_dim: int
     keys: int

@@ -43,7 +43,6 @@ class DecodeStack(KernelConfig):
     """
 
     source: ClassVar[str] = "block/decode_stack.cu"
-    params: ClassVar[type[structs.DecodeStackParams]] = structs.DecodeStackParams
     cooperative: ClassVar[bool] = True
     threads: ClassVar[int] = 32 * (CONSUMER_WARPS + 1)  # consumers, and who fills the ring
 
@@ -149,23 +148,8 @@ class StackPlan(Plan):
         blocks = num_blocks(*sizes, multiprocessors(shape.device))
         splits = num_splits(batch, shape.heads, blocks)
         segments, segment = segments_of(shape.hidden, item)
-        shares = batch * shape.heads * splits
-        copied = (  # residual to attended
-            4 * batch * row_words(shape.width),
-            4 * batch * row_words(shape.hidden),
-            4 * shares * (row_words(shape.head_dim) + 4),
-        )
-        *offsets, copy = _starts(copied)
-        copies = structs.MAX_BATCH // config.sequences * copy
-        rest = (  # qkv to launches
-            12 * batch * shape.width,
-            4 * batch * shape.width,
-            8 * blocks * structs.MAX_BATCH,
-            4,
-        )
-        *of_rest, size = _starts(rest)
-        self.offsets = (*offsets, *(copies + start for start in of_rest))
-        self.workspace_bytes = copies + size
+        copies = structs.MAX_BATCH // config.sequences
+        self.offsets, copy, self.workspace_bytes = _workspace(shape, batch, blocks, splits, copies)
         k_cache, v_cache = views["k_cache"], views["v_cache"]
         params = structs.DecodeStackParams(
             k_strides=_strides(k_cache),
@@ -219,6 +203,26 @@ def pointer_table(library: Any, blocks: list[tuple[int, ...]], like: Array) -> A
         *(structs.BlockPointers(*block) for block in blocks)
     )
     return library.put(numpy.frombuffer(bytes(table), "int64").copy(), like)
+
+
+def _workspace(
+    shape: StackShape, batch: int, blocks: int, splits: int, copies: int
+) -> tuple[tuple[int, ...], int, int]:
+    """The offsets of its parts, the bytes of one of the ``copies`` of the first three, and all."""
+    copied = (  # residual to attended
+        4 * batch * row_words(shape.width),
+        4 * batch * row_words(shape.hidden),
+        4 * batch * shape.heads * splits * (row_words(shape.head_dim) + 4),
+    )
+    *offsets, copy = _starts(copied)
+    rest = (  # qkv to launches
+        12 * batch * shape.width,
+        4 * batch * shape.width,
+        8 * blocks * structs.MAX_BATCH,
+        4,
+    )
+    *of_rest, size = _starts(rest)
+    return (*offsets, *(copies * copy + start for start in of_rest)), copy, copies * copy + size
 
 
 def num_blocks(width: int, hidden: int, vocab: int, processors: int) -> int:

@@ -20,7 +20,7 @@ from ..attention.checks import MAX_HEAD_DIM
 from ..attention.checks import check as check_attention
 from ..attention.dispatch import forward
 from ..attention.foreign import refuse, refuses_foreign
-from ..attention.options import Extras, Options
+from ..attention.options import Extras, Options, plain_options
 from . import kernels, kv_cache
 from .kv_cache import CACHES
 
@@ -215,7 +215,7 @@ class SeparatePlan:
             # This reshapes to whole rows, which copies heads that do not lie side by side.
             new = (x.reshape(self.rows).reshape(self.rows[0], *x.shape[2:]) for x in (k, v))
             kv_cache.run(FUNCTION, library, (*new, *caches, where, sequences), ())
-            options = (seqlen > 1, self.scale, None, 0.0, "bshd", None, 0.0, False)
+            options = plain_options(FUNCTION, causal=seqlen > 1, scale=self.scale)
             arrays = (q, *caches, *Extras(seqused_k=positions + seqlen))
             return forward(FUNCTION, library, arrays, (options, False))[0]
 

@@ -12,7 +12,6 @@ from ...runtime.scratch import COUNTERS
 from ...runtime.structs import header
 
 attention_structs = header("attention/params.cuh")
-structs = header("decode/params.cuh")
 merge = header("decode/flash_decode_merge.cuh")
 
 DECODE_WARPS, DECODE_ROWS = merge.NUM_WARPS, merge.ROWS  # warps and queries of a block
@@ -40,7 +39,6 @@ class Embedding(RowsConfig):
     """Rows of tables."""
 
     source: ClassVar[str] = "decode/embedding.cu"
-    params: ClassVar[type[structs.EmbeddingParams]] = structs.EmbeddingParams
     threads: ClassVar[int] = header("decode/embedding.cu").THREADS
     dependent: ClassVar[bool] = True
 
@@ -49,7 +47,6 @@ class CacheAppend(RowsConfig):
     """Keys and values into a cache."""
 
     source: ClassVar[str] = "decode/cache_append.cu"
-    params: ClassVar[type[structs.CacheAppendParams]] = structs.CacheAppendParams
     threads: ClassVar[int] = header("decode/cache_append.cu").THREADS
 
 
@@ -58,7 +55,6 @@ class FlashDecode(KernelConfig):
     """Attention of a few tokens to a cache; a block has some queries of a head of keys."""
 
     source: ClassVar[str] = "decode/flash_decode.cu"
-    params: ClassVar[type[structs.FlashDecodeParams]] = structs.FlashDecodeParams
     dependent: ClassVar[bool] = True
     cluster: ClassVar[int] = 1
     threads: ClassVar[int] = 32 * DECODE_WARPS
@@ -80,7 +76,6 @@ class FlashDecodeCluster(KernelConfig):
     """The same by clusters of blocks that share the keys."""
 
     source: ClassVar[str] = "decode/flash_decode_cluster.cu"
-    params: ClassVar[type[structs.FlashDecodeParams]] = structs.FlashDecodeParams
     dependent: ClassVar[bool] = True
     threads: ClassVar[int] = 32 * DECODE_WARPS
 
@@ -94,7 +89,6 @@ class Sample(KernelConfig):
     """Tokens from logits; a block has a row."""
 
     source: ClassVar[str] = "decode/sample.cu"
-    params: ClassVar[type[structs.SampleParams]] = structs.SampleParams
     threads: ClassVar[int] = header("decode/sample.cu").BLOCK
 
     dtype: str
@@ -183,7 +177,6 @@ def _decode_arch(dtype: str, capability: tuple[int, int]) -> int | None:
 
 
 def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
-    """Everything that can be launched."""
     for dtype, switch in itertools.product(ITEM_SIZE, (False, True)):
         yield Embedding(dtype, vector(dtype, switch))
         yield CacheAppend(dtype, vector(dtype, switch))

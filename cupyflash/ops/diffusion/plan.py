@@ -33,7 +33,6 @@ class DiffusionStep(KernelConfig):
     """
 
     source: ClassVar[str] = "diffusion/diffusion_step.cu"
-    params: ClassVar[type[structs.DiffusionStepParams]] = structs.DiffusionStepParams
     threads: ClassVar[int] = THREADS
 
     dtype: str

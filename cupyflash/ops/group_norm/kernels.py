@@ -7,10 +7,7 @@ from typing import ClassVar
 
 from ...runtime.config import ITEM_SIZE, KernelConfig, vector_width, weight_dtypes
 from ...runtime.gpu import Capability, architecture
-from ...runtime.structs import header
 from .steps import Kind, three_steps
-
-structs = header("group_norm/params.cuh")
 
 ACTIVATIONS = ("none", "silu", "mish", "gelu", "gelu_tanh")
 
@@ -101,14 +98,12 @@ class GroupNormFwd(GroupConfig):
     """Forward."""
 
     source: ClassVar[str] = "group_norm/group_norm_fwd.cu"
-    params: ClassVar[type[structs.GroupNormFwdParams]] = structs.GroupNormFwdParams
 
 
 class GroupNormBwd(GroupConfig):
     """Backward."""
 
     source: ClassVar[str] = "group_norm/group_norm_bwd.cu"
-    params: ClassVar[type[structs.GroupNormBwdParams]] = structs.GroupNormBwdParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +137,6 @@ class GroupNormFwdCluster(ClusterConfig):
     """Forward: the blocks have the group in registers."""
 
     source: ClassVar[str] = "group_norm/group_norm_fwd_cluster.cu"
-    params: ClassVar[type[structs.GroupNormFwdParams]] = structs.GroupNormFwdParams
 
 
 class GroupNormBwdCluster(ClusterConfig):
@@ -150,7 +144,6 @@ class GroupNormBwdCluster(ClusterConfig):
 
     pack_bytes: ClassVar[int] = 2 * 16 + 8
     source: ClassVar[str] = "group_norm/group_norm_bwd_cluster.cu"
-    params: ClassVar[type[structs.GroupNormBwdParams]] = structs.GroupNormBwdParams
 
 
 def one_step(

@@ -73,14 +73,12 @@ class GroupNormFwdSteps(StepConfig):
     """Forward."""
 
     source: ClassVar[str] = "group_norm/group_norm_fwd_steps.cu"
-    params: ClassVar[type[structs.GroupNormFwdParams]] = structs.GroupNormFwdParams
 
 
 class GroupNormBwdSteps(StepConfig):
     """Backward."""
 
     source: ClassVar[str] = "group_norm/group_norm_bwd_steps.cu"
-    params: ClassVar[type[structs.GroupNormBwdParams]] = structs.GroupNormBwdParams
 
 
 def three_steps(backward: bool, kind: Kind, aligned: bool, nhwc: bool) -> StepConfig:

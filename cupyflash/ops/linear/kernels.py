@@ -36,8 +36,6 @@ class LinearConfig(KernelConfig):
         rotary: whether q and k are rotated.
     """
 
-    params: ClassVar[type[structs.LinearParams]] = structs.LinearParams
-
     dtype: str
     activation: str
     gated: bool
@@ -64,7 +62,6 @@ class LinearSmallM(LinearConfig):
     smem_bytes: int
 
     def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
-        """Number of blocks."""
         pairs = columns if self.gated else -(-columns // 2)
         return min(pairs, multiprocessors)
 
@@ -83,7 +80,6 @@ class LinearMma(LinearConfig):
     smem_bytes: int
 
     def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
-        """Number of blocks."""
         block_columns = self.block // 2 if self.gated else self.block
         return -(-rows // self.block) * -(-columns // block_columns)
 
@@ -93,7 +89,6 @@ class LinearSimt(KernelConfig):
     """Any number of rows without tensor cores."""
 
     source: ClassVar[str] = "linear/linear_simt.cu"
-    params: ClassVar[type[structs.LinearParams]] = structs.LinearParams
     rotary: ClassVar[bool] = False
     block: ClassVar[int] = linear_simt.BLOCK  # rows and columns of a tile
     threads: ClassVar[int] = linear_simt.SIMT_THREADS
@@ -103,7 +98,6 @@ class LinearSimt(KernelConfig):
     gated: bool
 
     def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
-        """Number of blocks."""
         return -(-rows // self.block) * -(-columns // self.block)
 
 
@@ -112,13 +106,11 @@ class RotaryEmbedding(KernelConfig):
     """Rotates q and k in place, after a projection that does not do it itself; a pair a thread."""
 
     source: ClassVar[str] = "linear/rotary_embedding.cu"
-    params: ClassVar[type[structs.LinearParams]] = structs.LinearParams
     threads: ClassVar[int] = header("linear/rotary_embedding.cu").THREADS
 
     dtype: str
 
     def grid(self, rows: int, rotary: structs.Rotary) -> int:
-        """Number of blocks."""
         pairs = rows * (rotary.columns // rotary.head_dim) * (rotary.rotary_dim // 2)
         return -(-pairs // self.threads)
 
@@ -128,7 +120,6 @@ class GateFwd(KernelConfig):
     """activation(gate) * up; a thread has ``loads`` packs of ``vector`` elements."""
 
     source: ClassVar[str] = "linear/gate_fwd.cu"
-    params: ClassVar[type[structs.GateParams]] = structs.GateParams
     threads: ClassVar[int] = header("linear/gate_fwd.cu").THREADS
 
     dtype: str

@@ -3,7 +3,7 @@
 from typing import Any, Literal, NamedTuple
 
 from ...runtime.array import Array, ArrayT
-from ...runtime.checks import plain_flag, plain_integer, plain_real
+from ...runtime.checks import integer_within, plain_flag, plain_real
 from .checks import MAX_SIZE
 from .kernels import ACTIVATIONS
 from .operations import PROJECTION
@@ -165,8 +165,10 @@ def qkv_projection(
         and sin that require a gradient.
     """
     arrays, options = _with_norm("qkv_projection", Arrays(x, weight, bias=bias), norm)
-    heads_q = _heads("heads_q", heads_q)
-    heads_kv = heads_q if heads_kv is None else _heads("heads_kv", heads_kv)
+    function, most = "qkv_projection", MAX_SIZE - 1
+    heads_q = integer_within(function, "heads_q", heads_q, 1, most)
+    heads_kv = heads_q if heads_kv is None else heads_kv
+    heads_kv = integer_within(function, "heads_kv", heads_kv, 1, most)
     if heads_q % heads_kv:
         fact = "heads_kv must divide heads_q"
         raise ValueError(f"qkv_projection: {fact}, got {heads_kv} and {heads_q}")
@@ -224,17 +226,3 @@ def _activation(function: str, activation: Any) -> str:
         allowed = "'gelu', 'gelu_tanh', 'silu', 'relu' or None"
         raise ValueError(f"{function}: activation must be {allowed}, got {activation!r}")
     return name
-
-
-def _heads(name: str, given: Any) -> int:
-    """A number of heads as a plain integer.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is less than 1, or too large.
-    """
-    heads = plain_integer("qkv_projection", name, given)
-    if not 1 <= heads < MAX_SIZE:
-        fact = f"{name} must be an integer from 1 to {MAX_SIZE - 1}"
-        raise ValueError(f"qkv_projection: {fact}, got {heads}")
-    return heads

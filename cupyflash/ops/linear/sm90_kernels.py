@@ -14,8 +14,6 @@ from ...runtime.gpu import HALF, architecture
 from ...runtime.structs import header
 from .kernels import ACTIVATIONS
 
-structs = header("linear/params.cuh")
-
 WARPGROUP = header("ptx/warpgroup.cuh").WARPGROUP  # threads
 BLOCK_K = 64  # depth of a step: 128 bytes, the widest box of a tensor map
 OUT_TILE_ROWS = 16  # rows of out that a warp stores at a time
@@ -130,7 +128,6 @@ class LinearSm90(KernelConfig):
     """A projection: two warpgroups multiply tiles that a third one loads."""
 
     source: ClassVar[str] = "linear/linear_sm90.cu"
-    params: ClassVar[type[structs.LinearSm90Params]] = structs.LinearSm90Params
     threads: ClassVar[int] = 3 * WARPGROUP
 
     dtype: str

@@ -7,12 +7,9 @@ from typing import ClassVar
 
 from ...runtime.config import KernelConfig
 from ...runtime.gpu import HALF, Capability, architecture
-from ...runtime.structs import header
 from . import sm90_kernels
 from .kernels import epilogues
 from .sm90_kernels import BLOCK_K, WARPGROUP, Rotary
-
-structs = header("linear/params.cuh")
 
 MAPPED = ("x", "weight", "gate_weight")  # the arrays with a tensor map
 ROWS = (8, 16, 32)  # rows of x in a tile
@@ -43,7 +40,6 @@ class LinearSmallMSm90(KernelConfig):
     """
 
     source: ClassVar[str] = "linear/linear_small_m_sm90.cu"
-    params: ClassVar[type[structs.LinearSmallMSm90Params]] = structs.LinearSmallMSm90Params
     dependent: ClassVar[bool] = True
     threads: ClassVar[int] = WARPGROUP + 32  # a warpgroup that multiplies, and a warp that loads
 
@@ -80,7 +76,6 @@ class LinearSmallMSm90(KernelConfig):
         return -(-columns // self.columns) * self.cluster
 
     def grid(self, rows: int, columns: int, multiprocessors: int) -> int:
-        """Number of blocks."""
         tiles = self.tiles(columns)
         return min(tiles, multiprocessors) if self.cluster == 1 else tiles
 

@@ -7,7 +7,6 @@ from typing import ClassVar
 from ...runtime.config import KernelConfig
 from ...runtime.structs import header
 
-structs = header("norm/params.cuh")
 dropout_structs = header("norm/dropout_add.cu")
 
 MIN_BLOCK_THREADS = header("norm/row_tile.cuh").MIN_BLOCK_THREADS
@@ -60,7 +59,6 @@ class NormFwd(RowConfig):
     """Forward of rows that fit into the registers of a block."""
 
     source: ClassVar[str] = "norm/norm_fwd.cu"
-    params: ClassVar[type[structs.NormFwdParams]] = structs.NormFwdParams
 
     row_threads: int
     loads: int
@@ -69,7 +67,6 @@ class NormFwd(RowConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return block_threads(self.row_threads)
 
 
@@ -78,7 +75,6 @@ class NormBwd(RowConfig):
     """Backward of rows that fit into the registers of a block."""
 
     source: ClassVar[str] = "norm/norm_bwd.cu"
-    params: ClassVar[type[structs.NormBwdParams]] = structs.NormBwdParams
     cooperative: ClassVar[bool] = True
 
     row_threads: int
@@ -108,7 +104,6 @@ class NormFwdCluster(RowClusterConfig):
     """Forward of longer rows."""
 
     source: ClassVar[str] = "norm/norm_fwd_cluster.cu"
-    params: ClassVar[type[structs.NormFwdParams]] = structs.NormFwdParams
 
     blocks: int
 
@@ -118,7 +113,6 @@ class NormBwdCluster(RowClusterConfig):
     """Backward of longer rows."""
 
     source: ClassVar[str] = "norm/norm_bwd_cluster.cu"
-    params: ClassVar[type[structs.NormBwdParams]] = structs.NormBwdParams
 
     stages: int
 
@@ -143,14 +137,12 @@ class NormFwdLong(LongConfig):
     """Forward of rows of any length."""
 
     source: ClassVar[str] = "norm/norm_fwd_long.cu"
-    params: ClassVar[type[structs.NormFwdParams]] = structs.NormFwdParams
 
 
 class NormBwdLong(LongConfig):
     """Gradient of the input, of rows of any length."""
 
     source: ClassVar[str] = "norm/norm_bwd_long.cu"
-    params: ClassVar[type[structs.NormBwdParams]] = structs.NormBwdParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +150,6 @@ class NormBwdWeight(KernelConfig):
     """Partial sums of the gradients of weight and bias, beside `NormBwdLong`."""
 
     source: ClassVar[str] = "norm/norm_bwd_weight.cu"
-    params: ClassVar[type[structs.NormBwdParams]] = structs.NormBwdParams
     threads: ClassVar[int] = MIN_BLOCK_THREADS
 
     dtype: str
@@ -176,14 +167,12 @@ class SumPartials(KernelConfig):
     """Adds up partial sums of the gradients of weight and bias, 32 columns a block."""
 
     source: ClassVar[str] = "norm/sum_partials.cu"
-    params: ClassVar[type[structs.SumPartialsParams]] = structs.SumPartialsParams
 
     weight: str
     warps: int = 32
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return 32 * self.warps
 
 
@@ -196,7 +185,6 @@ class DropoutAdd(KernelConfig):
     """
 
     source: ClassVar[str] = "norm/dropout_add.cu"
-    params: ClassVar[type[dropout_structs.DropoutAddParams]] = dropout_structs.DropoutAddParams
     threads: ClassVar[int] = dropout_structs.THREADS
 
     dtype: str
@@ -204,5 +192,4 @@ class DropoutAdd(KernelConfig):
     vector: int
 
     def grid(self, rows: int, columns: int) -> int:
-        """Number of blocks."""
         return -(-rows * -(-columns // self.vector) // self.threads)

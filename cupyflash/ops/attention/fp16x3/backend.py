@@ -5,20 +5,20 @@ from collections.abc import Iterator
 
 from ....runtime.config import KernelConfig
 from ....runtime.gpu import Capability, Card, architecture
-from .. import sharing
 from ..kernels import Tile, each_once
-from ..passes import Pass, Sharing, Wanted, backward_pass, forward_pass
-from ..problem import KEY_MASK, Access, Features, Kind, Problem
+from ..kind import KEY_MASK, Access, Features, Kind
+from ..passes import Pass, Wanted, forward_pass, unshared_backward_pass
+from ..problem import Problem
 from .kernels import (
     HEAD_DIMS,
     SplitKernel,
-    backward_candidates,
     backward_head_dim,
     backward_kernels,
-    forward_candidates,
     forward_kernel,
     widest,
 )
+from .kernels import backward_candidates as backward_candidates
+from .kernels import forward_candidates as forward_candidates
 from .launch import SplitInputsLaunch
 
 MAX_HEAD_DIM_OF_OPTIONS = 192  # a softcap, ALiBi, a bias and dropout need registers
@@ -54,36 +54,17 @@ def pads(kind: Kind) -> bool:
 
 
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
-    """The launches of the forward pass."""
     return forward_pass(problem, card, forward_kernel(kind, tile), SplitInputsLaunch)
 
 
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
-    """The launches of the backward pass."""
-    configs, in_turns = backward_kernels(kind, tile), wanted.in_order
-    sections = sharing.heads_per_section(configs[1], problem, card, tensors=4, in_turns=in_turns)
-    shared = Sharing(heads_per_section=sections, in_turns=in_turns)
-    return backward_pass(
-        problem,
-        wanted,
-        configs,
-        shared,
-        accum_dim=configs[0].accum_dim,
-        launch=SplitInputsLaunch,
-    )
-
-
-def candidates(kind: Kind, *, backward: bool) -> dict[Tile, KernelConfig]:
-    """The main kernel of a pass by the tiles that it may have, the built-in choice first."""
-    if backward:
-        return {tile: backward_kernels(kind, tile)[1] for tile in backward_candidates(kind)}
-    return {tile: forward_kernel(kind, tile) for tile in forward_candidates(kind)}
+    configs = backward_kernels(kind, tile)
+    return unshared_backward_pass(problem, card, wanted, configs, SplitInputsLaunch)
 
 
 def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
-    """Every kernel that a pass of such problems can launch."""
     for config in _own_kernels(kind, backward=backward):
         yield config
         if isinstance(config, SplitKernel):

@@ -3,10 +3,11 @@
 import dataclasses
 from typing import ClassVar
 
+from ....runtime.config import KernelConfig
 from ....runtime.gpu import Capability, architecture
 from ....runtime.structs import header
 from ..kernels import AttentionKernel, FlashBwdPreprocess, Tile
-from ..problem import Features, Kind
+from ..kind import Features, Kind
 from ..simt import kernels as simt
 
 structs = header("attention/fp16x3/params.cuh")
@@ -81,11 +82,9 @@ BACKWARD_CANDIDATES = (
 class RowsKernel(AttentionKernel):
     """A kernel that reads the rows of all inputs."""
 
-    params: ClassVar[type[structs.Fp16x3SplitParams]] = structs.Fp16x3SplitParams
     threads: ClassVar[int] = rows.SPLIT_WARPS * 32
 
     def grid(self, shape: structs.AttentionShape, backward: bool) -> int:
-        """Number of blocks."""
         blocks_q = -(-shape.seqlen_q // rows.SPLIT_ROWS) * shape.heads_q
         blocks_k = -(-shape.seqlen_k // rows.SPLIT_ROWS) * shape.heads_kv
         return ((2 if backward else 1) * blocks_q + 2 * blocks_k) * shape.batch
@@ -138,7 +137,6 @@ class FlashFwdFp16x3(SplitKernel):
     """Forward: a block computes ``block_m`` query rows of one head."""
 
     source: ClassVar[str] = "attention/fp16x3/flash_fwd_fp16x3.cu"
-    params: ClassVar[type[structs.Fp16x3FwdParams]] = structs.Fp16x3FwdParams
 
     head_dim: int
     block_m: int
@@ -158,7 +156,6 @@ class FlashBwdPostprocessFp16x3(AttentionKernel):
     """Backward, last: dQ from its accumulator; tiles and warps as in ``FlashBwdFp16x3``."""
 
     source: ClassVar[str] = "attention/fp16x3/flash_bwd_postprocess_fp16x3.cu"
-    params: ClassVar[type[structs.Fp16x3BwdParams]] = structs.Fp16x3BwdParams
 
     head_dim: int
     block_m: int
@@ -170,7 +167,6 @@ class FlashBwdFp16x3(SplitKernel):
     """Backward: a block computes dK and dV of ``block_n`` keys and adds its share to dQ."""
 
     source: ClassVar[str] = "attention/fp16x3/flash_bwd_fp16x3.cu"
-    params: ClassVar[type[structs.Fp16x3BwdParams]] = structs.Fp16x3BwdParams
     tiles_of: ClassVar[str] = "k"
 
     head_dim: int
@@ -223,14 +219,15 @@ def backward_kernels(
     )
 
 
-def forward_candidates(kind: Kind) -> tuple[Tile, ...]:
-    """The tiles that `forward_kernel` takes, the built-in choice first."""
-    return (_forward_tile(kind), *FORWARD_CANDIDATES)
+def forward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
+    """The kernel by the tiles that `tune` may choose from, the built-in one first."""
+    return {tile: forward_kernel(kind, tile) for tile in (_forward_tile(kind), *FORWARD_CANDIDATES)}
 
 
-def backward_candidates(kind: Kind) -> tuple[Tile, ...]:
-    """The tiles that `backward_kernels` takes, the built-in choice first."""
-    return (_backward_tile(kind), *BACKWARD_CANDIDATES)
+def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
+    """The main kernel by tile in the same way."""
+    tiles = (_backward_tile(kind), *BACKWARD_CANDIDATES)
+    return {tile: backward_kernels(kind, tile)[1] for tile in tiles}
 
 
 def backward_head_dim(kind: Kind) -> int:

@@ -1,6 +1,7 @@
 """Backend ``simt``: plain CUDA, for any GPU from Pascal on, any strides, and all three dtypes.
 
-The readable backend, and the fallback for everything that the others cannot take.
+It is the readable backend, and the fallback for everything that the others cannot take. Its kernels
+also compute the sequences that ``fp16x3`` cannot.
 
 kernels.py   ``flash_fwd_simt`` and ``flash_bwd_simt``: read their sources in
              cuda_src/attention/simt before those of any other backend

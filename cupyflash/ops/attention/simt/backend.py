@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 from ....runtime.config import ITEM_SIZE, KernelConfig
 from ....runtime.gpu import Capability, Card
-from .. import sharing
 from ..kernels import FlashBwdSinks, Tile, each_once
-from ..passes import Pass, Sharing, Wanted, backward_pass, forward_pass
-from ..problem import KEY_MASK, Access, Features, Kind, Problem
+from ..kind import KEY_MASK, Access, Features, Kind
+from ..passes import Pass, Wanted, forward_pass, unshared_backward_pass
+from ..problem import Problem
 from .kernels import HEAD_DIMS, backward_kernels, forward_kernel
 
 MIN_CAPABILITY = (6, 0)
@@ -31,32 +31,30 @@ def pads(kind: Kind) -> bool:
 
 
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
-    """The launch of the forward pass."""
     return forward_pass(problem, card, forward_kernel(kind))
 
 
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
-    """The launches of the backward pass."""
-    configs, in_turns = backward_kernels(kind), wanted.in_order
-    sections = sharing.heads_per_section(configs[1], problem, card, tensors=4, in_turns=in_turns)
-    shared = Sharing(heads_per_section=sections, in_turns=in_turns)
-    return backward_pass(problem, wanted, configs, shared, accum_dim=configs[0].accum_dim)
+    return unshared_backward_pass(problem, card, wanted, backward_kernels(kind))
 
 
-def candidates(kind: Kind, *, backward: bool) -> dict[Tile, KernelConfig]:
+def forward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
     """None: the kernels divide their threads for one tile each."""
     return {}
 
 
+def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
+    """None, as in the forward."""
+    return {}
+
+
 def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
-    """Every kernel that a pass of such problems can launch."""
     yield from backward_kernels(kind) if backward else (forward_kernel(kind),)
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
-    """Every kernel that this backend can launch on such a GPU, each once."""
     if capability < MIN_CAPABILITY:
         return
     kinds, both = [], (False, True)

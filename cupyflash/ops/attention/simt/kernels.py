@@ -5,9 +5,8 @@ from typing import ClassVar
 
 from ....runtime.structs import header
 from ..kernels import AttentionKernel, FlashBwdPreprocess
-from ..problem import Features, Kind
+from ..kind import Features, Kind
 
-structs = header("attention/params.cuh")
 _postprocess = header("attention/simt/flash_bwd_postprocess_simt.cu")
 
 HEAD_DIMS = (32, 64, 128, 256)  # sizes of the accumulators; others are rounded up
@@ -19,7 +18,6 @@ class FlashFwdSimt(AttentionKernel):
     """Forward: a block computes ``block_m`` query rows of one head."""
 
     source: ClassVar[str] = "attention/simt/flash_fwd_simt.cu"
-    params: ClassVar[type[structs.FlashFwdParams]] = structs.FlashFwdParams
     threads: ClassVar[int] = THREADS
 
     dtype: str
@@ -37,7 +35,6 @@ class FlashBwdSimt(AttentionKernel):
     """Backward: a block computes dK and dV of ``block_n`` keys and adds its share to dQ."""
 
     source: ClassVar[str] = "attention/simt/flash_bwd_simt.cu"
-    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
     tiles_of: ClassVar[str] = "k"
     threads: ClassVar[int] = THREADS
 
@@ -55,7 +52,6 @@ class FlashBwdPostprocessSimt(AttentionKernel):
     """Backward, last: dQ from its float32 accumulator."""
 
     source: ClassVar[str] = "attention/simt/flash_bwd_postprocess_simt.cu"
-    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
     threads: ClassVar[int] = _postprocess.THREADS
     block_m: ClassVar[int] = _postprocess.BLOCK_M
 

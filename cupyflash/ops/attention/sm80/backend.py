@@ -7,20 +7,22 @@ from ....runtime.config import KernelConfig
 from ....runtime.gpu import Capability, Card, architecture
 from .. import passes
 from ..kernels import Tile, each_once
+from ..kind import KEY_MASK, Access, Features, Kind
 from ..passes import Pass
-from ..problem import KEY_MASK, Access, Features, Kind, Problem
+from ..problem import Problem
 from . import dbias, short
 from .backward import backward as backward
-from .backward import backward_candidates, backward_kernels, backward_tiles
+from .backward import backward_candidates as backward_candidates
+from .backward import backward_kernels, backward_tiles
 from .forward import (
     FORWARD_TILES_SHORT,
     HEAD_DIMS,
-    forward_candidates,
     forward_kernel,
     forward_tiles,
     padded_head_dim,
     takes_short_tiles,
 )
+from .forward import forward_candidates as forward_candidates
 
 BIASES = (0, 1, 2, 3, KEY_MASK, KEY_MASK + 1, KEY_MASK + 2)
 
@@ -52,19 +54,10 @@ def pads(kind: Kind) -> bool:
 
 
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
-    """The launch of the forward pass."""
     return passes.forward_pass(problem, card, forward_kernel(kind, tile))
 
 
-def candidates(kind: Kind, *, backward: bool) -> dict[Tile, KernelConfig]:
-    """The main kernel of a pass by the tiles that it may have, the built-in choice first."""
-    if backward:
-        return {tile: backward_kernels(kind, tile)[1] for tile in backward_candidates(kind)}
-    return {tile: forward_kernel(kind, tile) for tile in forward_candidates(kind)}
-
-
 def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
-    """Every kernel that a pass of such problems can launch."""
     if not backward:
         yield forward_kernel(kind)
         return
@@ -75,7 +68,6 @@ def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
-    """Every kernel that this backend can launch on such a GPU, each once."""
     kinds, both = [], (False, True)
     for dtype, head_dim, softcap, alibi, bias, dropout, one_tile in itertools.product(
         architecture(capability).mma_dtypes, HEAD_DIMS, both, both, BIASES, both, both

@@ -9,15 +9,13 @@ from typing import ClassVar
 
 from ....runtime.config import KernelConfig
 from ....runtime.gpu import Capability, Card, architecture
-from ....runtime.structs import header
 from .. import sharing
 from ..kernels import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess, Tile
+from ..kind import Features, Kind
 from ..passes import Pass, Sharing, Wanted, backward_pass
-from ..problem import Features, Kind, Problem
+from ..problem import Problem
 from . import dbias, short
 from .forward import Tiles, padded_head_dim
-
-structs = header("attention/params.cuh")
 
 # head dim: block_m, block_n, num_warps, num_stages
 BACKWARD_TILES = {
@@ -94,7 +92,6 @@ class FlashBwdSm80(AttentionKernel):
     """Backward: a block computes dK and dV of ``block_n`` keys and adds its share to dQ."""
 
     source: ClassVar[str] = "attention/sm80/flash_bwd_sm80.cu"
-    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
     tiles_of: ClassVar[str] = "k"
 
     dtype: str
@@ -116,7 +113,6 @@ class FlashBwdKeysSm80(AttentionKernel):
     """Backward for narrow heads without options: as ``FlashBwdSm80``, but a warp owns keys."""
 
     source: ClassVar[str] = "attention/sm80/flash_bwd_keys_sm80.cu"
-    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
     tiles_of: ClassVar[str] = "k"
 
     dtype: str
@@ -133,7 +129,6 @@ class FlashBwdPostprocessSm80(AttentionKernel):
     """Backward, last: dQ from its float32 accumulator; tiles and warps as in the kernel before."""
 
     source: ClassVar[str] = "attention/sm80/flash_bwd_postprocess_sm80.cu"
-    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str
     head_dim: int
@@ -177,13 +172,14 @@ def backward_kernels(kind: Kind, tile: Tile | None = None) -> tuple[KernelConfig
     )
 
 
-def backward_candidates(kind: Kind) -> tuple[Tile, ...]:
-    """The tiles that `backward_kernels` takes, the built-in choice first."""
+def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
+    """The main kernel by the tiles that `tune` may choose from, the built-in one first."""
     if short.supports(kind):
-        return ()
-    tile = built_in_tile(kind)
-    owns_keys = tile in BACKWARD_CANDIDATES_KEYS
-    return (tile, *(BACKWARD_CANDIDATES_KEYS if owns_keys else ()), *BACKWARD_CANDIDATES)
+        return {}
+    built_in = built_in_tile(kind)
+    of_keys = BACKWARD_CANDIDATES_KEYS if built_in in BACKWARD_CANDIDATES_KEYS else ()
+    tiles = (built_in, *of_keys, *BACKWARD_CANDIDATES)
+    return {tile: backward_kernels(kind, tile)[1] for tile in tiles}
 
 
 def built_in_tile(kind: Kind) -> Tile:
@@ -194,10 +190,7 @@ def built_in_tile(kind: Kind) -> Tile:
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
-    """The launches of the backward pass."""
-    if (
-        wanted.bias is not None and wanted.in_order
-    ):  # the one kernel of a pass adds to it by atomics
+    if wanted.bias is not None and wanted.in_order:  # the one kernel of a pass adds by atomics
         kind = kind._replace(features=kind.features._replace(one_pass=False))
     configs = backward_kernels(kind, tile)
     if len(configs) == 1:

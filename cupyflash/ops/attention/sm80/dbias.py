@@ -12,13 +12,11 @@ from typing import ClassVar
 
 from ....runtime.gpu import Card, architecture
 from ....runtime.launch import Launch
-from ....runtime.structs import header
 from ..kernels import AttentionKernel
+from ..kind import KEY_MASK, Kind
 from ..passes import BiasGradient, Wanted
-from ..problem import KEY_MASK, Kind, Problem
+from ..problem import Problem
 from .forward import padded_head_dim
-
-structs = header("attention/params.cuh")
 
 DBIAS_TILE = (64, 64, 2, 4)  # block_m, block_n, step_m, num_warps
 FLOATING = (1, 3, KEY_MASK + 1, KEY_MASK + 2)  # the kinds of bias that have a gradient
@@ -32,7 +30,6 @@ class FlashBwdDbiasSm80(AttentionKernel):
     """Backward: the gradient of a bias that is broadcast over the batch; a block owns a tile."""
 
     source: ClassVar[str] = "attention/sm80/flash_bwd_dbias_sm80.cu"
-    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str
     head_dim: int
@@ -51,7 +48,6 @@ class FlashBwdDbiasSum(AttentionKernel):
     """Backward, after it, where blocks divide the sequences: the sum of their shares."""
 
     source: ClassVar[str] = "attention/sm80/flash_bwd_dbias_sum.cu"
-    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     num_warps: int = 8
 

@@ -9,12 +9,10 @@ the largest that compile without spills.
 import dataclasses
 from typing import ClassVar
 
+from ....runtime.config import KernelConfig
 from ....runtime.gpu import Capability, architecture
-from ....runtime.structs import header
 from ..kernels import AttentionKernel, Tile
-from ..problem import KEY_MASK, Features, Kind
-
-structs = header("attention/params.cuh")
+from ..kind import KEY_MASK, Features, Kind
 
 Tiles = dict[int, Tile]
 
@@ -90,7 +88,6 @@ class FlashFwdSm80(AttentionKernel):
     """Forward: a block computes ``block_m`` query rows of one head."""
 
     source: ClassVar[str] = "attention/sm80/flash_fwd_sm80.cu"
-    params: ClassVar[type[structs.FlashFwdParams]] = structs.FlashFwdParams
 
     dtype: str
     head_dim: int
@@ -138,9 +135,9 @@ def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdSm80:
     return FlashFwdSm80(kind.dtype, padded, *tile, arch, *kind.features.switches, smem_bytes)
 
 
-def forward_candidates(kind: Kind) -> tuple[Tile, ...]:
-    """The tiles that `forward_kernel` takes, the built-in choice first."""
-    return (built_in_tile(kind), *FORWARD_CANDIDATES)
+def forward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
+    """The kernel by the tiles that `tune` may choose from, the built-in one first."""
+    return {tile: forward_kernel(kind, tile) for tile in (built_in_tile(kind), *FORWARD_CANDIDATES)}
 
 
 def built_in_tile(kind: Kind) -> Tile:

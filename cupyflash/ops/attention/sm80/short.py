@@ -6,7 +6,7 @@ from typing import ClassVar
 from ....runtime.gpu import architecture
 from ....runtime.structs import header
 from ..kernels import AttentionKernel
-from ..problem import KEY_MASK, ONE_TILE, Kind
+from ..kind import KEY_MASK, ONE_TILE, Kind
 
 structs = header("attention/params.cuh")
 
@@ -22,7 +22,6 @@ class FlashBwdShortSm80(AttentionKernel):
     """The whole backward pass: a block belongs to a head and takes several sequences."""
 
     source: ClassVar[str] = "attention/sm80/flash_bwd_short_sm80.cu"
-    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
 
     dtype: str
     head_dim: int

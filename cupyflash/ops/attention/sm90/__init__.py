@@ -5,7 +5,7 @@ It computes float16 and bfloat16 on GPUs of compute capability 9.0 itself, whose
 
 forward.py   ``flash_fwd_sm90``: read this first, beside its kernel in cuda_src/attention/sm90
 backward.py  ``flash_bwd_sm90`` and, for wide heads, ``flash_bwd_wide_sm90``; what decides a pass
+kernels.py   their template parameters, threads and boxes
 launch.py    tensor maps, the counter of tiles, packed sequences, keys that blocks share
-common.py    what these share
 backend.py   what the rest of the package asks this backend for
 """

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 
 from ....runtime.config import KernelConfig
 from ....runtime.gpu import HALF, Capability, architecture
-from ..kernels import Tile, each_once
-from ..problem import KEY_MASK, SHORT, Access, Features, Kind
+from ..kernels import each_once
+from ..kind import KEY_MASK, SHORT, Access, Features, Kind
 from ..sm80.backend import BIASES
 from .backward import backward as backward
-from .backward import backward_candidates, backward_kernels, can_take_heads, variants
-from .common import NARROW_V, narrow_head_dim
-from .forward import FORWARD_TILES, forward_candidates, forward_kernel, forward_kernels
+from .backward import backward_candidates as backward_candidates
+from .backward import backward_kernels, can_take_heads, variants
+from .forward import FORWARD_TILES, forward_kernels
 from .forward import forward as forward
-from .launch import SEQUENCE_MAPS
+from .forward import forward_candidates as forward_candidates
+from .kernels import NARROW_V, SEQUENCE_MAPS, narrow_head_dim
 
 
 def supports(kind: Kind, access: Access, *, backward: bool) -> bool:
@@ -32,13 +33,6 @@ def priority(kind: Kind, *, backward: bool) -> int:
 def pads(kind: Kind) -> bool:
     """Whether a v of fewer columns than q and k is padded: not where there are kernels for it."""
     return narrow_head_dim(kind.head_dim, kind.features) is None
-
-
-def candidates(kind: Kind, *, backward: bool) -> dict[Tile, KernelConfig]:
-    """The main kernel of a pass by the tiles that it may have, the built-in choice first."""
-    if backward:
-        return {tile: backward_kernels(kind, tile)[1] for tile in backward_candidates(kind)}
-    return {tile: forward_kernel(kind, tile) for tile in forward_candidates(kind)}
 
 
 def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
@@ -59,7 +53,6 @@ def _backward_kernels(kind: Kind) -> Iterator[KernelConfig]:
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:
-    """Every kernel that this backend can launch on such a GPU, each once."""
     if not architecture(capability).wgmma:
         return
     both = (False, True)

@@ -8,30 +8,29 @@ of a key head.
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 from ....runtime.config import ITEM_SIZE, KernelConfig
 from ....runtime.gpu import Card
-from ....runtime.structs import header
 from .. import sharing
-from ..kernels import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess, Tile
+from ..kernels import FlashBwdCombine, FlashBwdPreprocess, Tile
+from ..kind import KEY_MASK, Features, Kind
 from ..passes import Pass, Sharing, Wanted, backward_pass, padded_rows
-from ..problem import BIAS_KINDS, KEY_MASK, Features, Kind, Problem
+from ..problem import Problem
 from ..sm80 import dbias
-from .common import (
+from .kernels import (
     BIAS_BY_TMA,
-    WARPGROUP,
+    STORED_GRADIENT,
+    FlashBwdPostprocessSm90,
+    FlashBwdSm90,
+    FlashBwdWideSm90,
+    MainKernel,
     bias_kind,
     narrow_head_dim,
     shared_columns,
 )
 from .launch import PersistentLaunch
 
-structs = header("attention/params.cuh")
-
 NUM_STAGES = 2  # buffers of Q and dO
-# The kind of a bias by TMA whose gradient the kernel stores.
-STORED_GRADIENT = BIAS_KINDS.index("STORED_GRADIENT")
 
 # head dim: block_m, block_n
 TILES = {32: (128, 128), 64: (128, 128), 96: (64, 128), 128: (64, 128)}
@@ -63,115 +62,6 @@ HEADS_L2_FRACTION, CAUSAL_L2 = 0.7, 0.6
 # Blocks walk up if each multiprocessor has more tiles than this number divided by the head dim; the
 # second one is for head dims above 192.
 UP_COLUMNS, UP_COLUMNS_WIDE = 400, 2048
-
-
-class MainKernel(AttentionKernel):
-    """The base of both: a tile of ``block_n`` keys walks over ``block_m`` queries at a time.
-
-    Attributes:
-        stores_dbias: it stores the gradient of the bias, in the dtype of q, instead of adding to
-            it.
-        whole_heads: a block takes all keys of a head (`BwdHeadTile`); ``dq_accum`` then has one
-            place for each block.
-        bias_box_rows: rows of a box of the map of the bias; 0 without a map.
-        walks_up: blocks walk from the first query to the last (`BwdWalkingTile`).
-    """
-
-    params: ClassVar[type[structs.FlashBwdSm90Params]] = structs.FlashBwdSm90Params
-    tiles_of: ClassVar[str] = "k"
-    stores_dbias: ClassVar[bool] = False
-    whole_heads: ClassVar[bool] = False
-    bias_box_rows: ClassVar[int] = 0
-
-    @property
-    def boxes(self) -> dict[str, int]:
-        """Rows of a box of each tensor map."""
-        return {"q": self.block_m, "k": self.block_n, "v": self.block_n, "dout": self.block_m}
-
-
-@dataclasses.dataclass(frozen=True)
-class FlashBwdSm90(MainKernel):
-    """Backward: a block computes dK and dV of ``block_n`` keys at a time, a warpgroup of 64."""
-
-    source: ClassVar[str] = "attention/sm90/flash_bwd_sm90.cu"
-
-    dtype: str
-    head_dim: int
-    block_m: int
-    block_n: int
-    num_stages: int
-    softcap: bool
-    alibi: bool
-    bias: int
-    dropout: bool
-    smem_bytes: int
-    walks_up: bool = False
-    whole_heads: bool = False
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return (self.block_n // 64 + 1) * WARPGROUP
-
-    @property
-    def stores_dbias(self) -> bool:
-        """Whether it stores the gradient of the bias instead of adding to it."""
-        return self.bias == STORED_GRADIENT
-
-    @property
-    def bias_box_rows(self) -> int:
-        """Rows of a box of the map of the bias: all queries of a step."""
-        return self.block_m if self.bias in (*BIAS_BY_TMA, STORED_GRADIENT) else 0
-
-
-@dataclasses.dataclass(frozen=True)
-class FlashBwdWideSm90(MainKernel):
-    """The same for wide heads: ``groups`` warpgroups share the columns of dK and dV.
-
-    Attributes:
-        head_dim_v: of v, dout and dv: ``head_dim``, or one of `NARROW_V`.
-    """
-
-    source: ClassVar[str] = "attention/sm90/flash_bwd_wide_sm90.cu"
-
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    block_m: int
-    block_n: int
-    num_stages: int
-    groups: int
-    softcap: bool
-    alibi: bool
-    bias: int
-    dropout: bool
-    smem_bytes: int
-    walks_up: bool = False
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return (self.groups + 1) * WARPGROUP
-
-
-@dataclasses.dataclass(frozen=True)
-class FlashBwdPostprocessSm90(AttentionKernel):
-    """Backward, last: dQ from its float32 accumulator; a block converts 64 rows of one head."""
-
-    source: ClassVar[str] = "attention/sm90/flash_bwd_postprocess_sm90.cu"
-    params: ClassVar[type[structs.FlashBwdParams]] = structs.FlashBwdParams
-
-    dtype: str
-    head_dim: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return -(-self.head_dim // 64) * WARPGROUP
-
-    def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
-        return -(-shape.seqlen_q // 64) * shape.heads_q * shape.batch
 
 
 def backward_kernels(kind: Kind, tile: Tile | None = None) -> tuple[KernelConfig, ...]:
@@ -213,16 +103,16 @@ def can_take_heads(main: MainKernel) -> bool:
     return isinstance(main, FlashBwdSm90) and not options
 
 
-def backward_candidates(kind: Kind) -> tuple[Tile, ...]:
-    """The tiles that `backward_kernels` takes, the built-in choice first."""
+def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
+    """The main kernel by the tiles that `tune` may choose from, the built-in one first."""
     padded, built_in = _built_in(kind.head_dim, kind.features)
-    return (built_in, *(() if kind.features.head_dim_v else CANDIDATES.get(padded, ())))
+    others = () if kind.features.head_dim_v else CANDIDATES.get(padded, ())
+    return {tile: backward_kernels(kind, tile)[1] for tile in (built_in, *others)}
 
 
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
-    """The launches of the backward pass."""
     preprocess, main, postprocess, combine = backward_kernels(kind, tile)
     if wanted.bias is not None and problem.bias_gradient_is_ds:
         main = storing_dbias(main)

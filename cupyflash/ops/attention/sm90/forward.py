@@ -2,25 +2,23 @@
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 from ....runtime.config import KernelConfig
 from ....runtime.gpu import Card
-from ....runtime.structs import header
-from .. import few_tiles, sharing
-from ..kernels import AttentionKernel, Tile, each_once
+from .. import few_tiles
+from ..kernels import Tile, each_once
+from ..kind import KEY_MASK, Features, Kind
 from ..passes import Pass, forward_pass
-from ..problem import KEY_MASK, Features, Kind, Problem
-from .common import (
+from ..problem import Problem
+from .kernels import (
     BIAS_BY_TMA,
-    WARPGROUP,
+    FlashFwdCombineSm90,
+    FlashFwdSm90,
     bias_kind,
     narrow_head_dim,
     shared_columns,
 )
 from .launch import PersistentLaunch, SplitLaunch
-
-structs = header("attention/params.cuh")
 
 # head dim: block_m, block_n, q_stages, kv_stages
 FORWARD_TILES = {
@@ -88,70 +86,6 @@ FEW_TILES_ROWS = (128, 64)  # queries of the tiles that serve where there are fe
 COMBINE_ROWS = 4  # rows of a block of the kernel that combines, a warp each
 
 
-@dataclasses.dataclass(frozen=True)
-class FlashFwdSm90(AttentionKernel):
-    """Forward: warpgroups of 64 rows each compute a tile, another one loads it.
-
-    Attributes:
-        head_dim_v: of v and out: ``head_dim``, or one of `NARROW_V`.
-    """
-
-    source: ClassVar[str] = "attention/sm90/flash_fwd_sm90.cu"
-    params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
-
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    block_m: int
-    block_n: int
-    q_stages: int
-    kv_stages: int
-    softcap: bool
-    alibi: bool
-    bias: int
-    dropout: bool
-    split: bool
-    smem_bytes: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return (self.block_m // 64 + 1) * WARPGROUP
-
-    @property
-    def boxes(self) -> dict[str, int]:
-        """Rows of a box of each tensor map."""
-        return {"q": 64, "k": self.block_n, "v": self.block_n, "out": 64}
-
-    @property
-    def bias_box_rows(self) -> int:
-        """Rows of a box of the map of the bias: those of a warpgroup."""
-        return 64 if self.bias in BIAS_BY_TMA else 0
-
-
-@dataclasses.dataclass(frozen=True)
-class FlashFwdCombineSm90(AttentionKernel):
-    """Forward, where blocks have shared the keys of a tile: puts their results together."""
-
-    source: ClassVar[str] = "attention/sm90/flash_fwd_combine_sm90.cu"
-    params: ClassVar[type[structs.FlashFwdSm90Params]] = structs.FlashFwdSm90Params
-    dependent: ClassVar[bool] = True
-
-    dtype: str
-    head_dim: int
-    rows: int
-    max_splits: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.rows * 32
-
-    def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
-        return -(-shape.seqlen_q // self.rows) * shape.heads_q * shape.batch
-
-
 def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdSm90:
     """The forward kernel, with the built-in tile unless another is given."""
     dtype, _, features, _ = kind
@@ -171,7 +105,7 @@ def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdSm90:
 
 def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90]:
     """The kernel whose blocks share the keys of a tile, and the one that combines their results."""
-    combine = FlashFwdCombineSm90(main.dtype, main.head_dim_v, COMBINE_ROWS, sharing.MAX_SPLITS)
+    combine = FlashFwdCombineSm90(main.dtype, main.head_dim_v, COMBINE_ROWS)
     return dataclasses.replace(main, split=True), combine
 
 
@@ -192,18 +126,20 @@ def forward_kernels(kind: Kind) -> tuple[KernelConfig, ...]:
     return tuple(each_once((main, *split_kernels(main)) for main in mains))
 
 
-def forward_candidates(kind: Kind) -> tuple[Tile, ...]:
-    """The tiles that `forward_kernel` takes, the built-in choice first."""
+def forward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
+    """The kernel by the tiles that `tune` may choose from, the built-in one first."""
     padded, built_in = _built_in(kind)
-    if kind.features.head_dim_v:
-        return (built_in, *FORWARD_TILES_NARROW_V[padded, kind.features.head_dim_v])
-    return (built_in, *FORWARD_CANDIDATES[padded])
+    others, head_dim_v = FORWARD_CANDIDATES[padded], kind.features.head_dim_v
+    if head_dim_v:
+        others = FORWARD_TILES_NARROW_V[padded, head_dim_v]
+    return {tile: forward_kernel(kind, tile) for tile in (built_in, *others)}
 
 
 def _built_in_tiles(kind: Kind) -> tuple[Tile, ...]:
     """The built-in choice for many tiles, then the others for few, of fewer queries."""
     block_m, *rest = _built_in(kind)[1]
-    return tuple((rows, *rest) for rows in (block_m, *FEW_TILES_ROWS) if rows <= block_m)
+    smaller = (rows for rows in FEW_TILES_ROWS if rows < block_m)
+    return tuple((rows, *rest) for rows in (block_m, *smaller))
 
 
 def _built_in(kind: Kind) -> tuple[int, Tile]:

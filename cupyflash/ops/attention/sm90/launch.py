@@ -6,11 +6,10 @@ that share the keys of a tile are followed by a kernel that combines what they h
 """
 
 import ctypes
-import dataclasses
 import math
 import operator
 import struct
-from typing import Any, ClassVar
+from typing import Any
 
 from ....runtime.config import ITEM_SIZE, KernelConfig
 from ....runtime.gpu import Card
@@ -19,10 +18,9 @@ from ....runtime.scratch import NULL, tile_counters
 from ....runtime.structs import header
 from ....runtime.tensor_map import BOX_COLUMNS, TensorMaps, TensorMapSpec
 from .. import sharing
-from ..kernels import AttentionKernel
 from ..passes import AttentionLaunch
 from ..problem import Problem
-from .common import shared_columns
+from .kernels import SEQUENCE_MAPS, shared_columns
 
 structs = header("attention/params.cuh")
 
@@ -30,28 +28,6 @@ pack_two = struct.Struct("2Q").pack
 pack_four = struct.Struct("4Q").pack
 NO_SEQUENCES = pack_two(0, 0)
 NO_MAP = bytes(ctypes.sizeof(structs.TensorMap))
-
-
-@dataclasses.dataclass(frozen=True)
-class SequenceMapsSm90(AttentionKernel):
-    """A tensor map for each packed sequence, before the forward and the backward kernels."""
-
-    source: ClassVar[str] = "attention/sm90/sequence_maps_sm90.cu"
-    params: ClassVar[type[structs.SequenceMapsParams]] = structs.SequenceMapsParams
-
-    num_maps: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.num_maps * 32
-
-    def grid(self, shape: structs.AttentionShape) -> int:
-        """Number of blocks."""
-        return shape.batch
-
-
-SEQUENCE_MAPS = SequenceMapsSm90(num_maps=4)
 
 
 class PersistentLaunch(AttentionLaunch):
