@@ -73,7 +73,7 @@ def test_tiles():
 def test_sequences_of_a_block(batch, heads, blocks):
     features = Features(one_pass=True, one_tile=True, bias=1)
     (config,) = backward_kernels(Kind("float16", 32, features, (8, 0)))
-    shape = sm80.structs.AttentionShape(batch, heads, heads, 49, 49, 32)
+    shape = sm80_short.structs.AttentionShape(batch, heads, heads, 49, 49, 32)
     assert config.grid(shape) == blocks and blocks % heads == 0
 
 
