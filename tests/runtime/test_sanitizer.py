@@ -15,22 +15,27 @@ PROGRAM = """
 import sys
 import cupy, cupyflash
 from cupyflash import environment
+from cupyflash.ops.attention import dispatch, few_tiles
 from cupyflash.testing import make_inputs, make_varlen_inputs
 cupy.cuda.set_allocator(None)
 backend, dtype = sys.argv[1:]
 hopper = cupy.cuda.Device().compute_capability == "90"
 widest = 256 if backend != "fp16x3" else 192 if hopper else 128  # of the backward
 with environment.override(backend=backend):
-    for head_dim, window in ((64, None), (40, (30, 10)), (128, None), (widest, None)):
-        x = make_inputs("cupy", dtype, batch=1, seqlen_q=70, seqlen_k=150, heads_q=2, heads_kv=1,
-                        head_dim=head_dim)
-        options = {"causal": "top-left", "window": window}
-        out, lse = cupyflash.attention(x.q, x.k, x.v, return_lse=True, **options)
-        for deterministic in (False, True):
-            cupyflash.attention_backward(x.dout, x.q, x.k, x.v, out, lse,
-                                         deterministic=deterministic, **options)
+    for many in (few_tiles.MANY, 0):  # with 0, forwards have the tiles for many tiles
+        few_tiles.MANY = many
+        dispatch._forward_plans.clear()
+        for head_dim, window in ((64, None), (40, (30, 10)), (128, None), (widest, None)):
+            x = make_inputs("cupy", dtype, batch=1, seqlen_q=70, seqlen_k=150, heads_q=2,
+                            heads_kv=1, head_dim=head_dim)
+            options = {"causal": "top-left", "window": window}
+            out, lse = cupyflash.attention(x.q, x.k, x.v, return_lse=True, **options)
+            for deterministic in (False, True):
+                cupyflash.attention_backward(x.dout, x.q, x.k, x.v, out, lse,
+                                             deterministic=deterministic, **options)
     # Heads of 32 columns; sequences of one tile, and a bias that they share.
-    for seqlen_q, seqlen_k, head_dim in ((70, 150, 32), (49, 49, 32), (33, 64, 64)):
+    for seqlen_q, seqlen_k, head_dim in ((70, 150, 32), (49, 49, 32), (33, 64, 64),
+                                         (33, 64, 80), (33, 64, 128)):
         x = make_inputs("cupy", dtype, batch=3, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=2,
                         head_dim=head_dim)
         for bias in (None, cupy.ones((2, seqlen_q, seqlen_k), "float32")):

@@ -1,5 +1,6 @@
 """A test runs on a target: a library, a device, and on a GPU a forced backend."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -9,6 +10,8 @@ from typing import Any
 import numpy
 
 from cupyflash import environment
+from cupyflash.ops.attention import dispatch, few_tiles
+from cupyflash.runtime.operation import Plans
 from cupyflash.testing import Inputs, cast, make_inputs, make_varlen_inputs, to_library
 
 # Compute capabilities (10 * major + minor) on which a backend runs, and its dtypes there.
@@ -23,6 +26,24 @@ HALF = ("float16", "bfloat16")
 FORCED = os.environ.get("CUPYFLASH_BACKEND") or None
 # A folder: the kernels of attention run on the CPU (support/emulator) and are compiled into it.
 EMULATED = os.environ.get("EMULATED_KERNELS")
+
+
+@contextlib.contextmanager
+def large_tiles(wanted=True):
+    """Plans of attention have the tiles for many tiles, though the problems of tests have few."""
+    if not wanted:
+        yield
+        return
+    plans = [x for x in vars(dispatch).values() if isinstance(x, Plans)]
+    many, few_tiles.MANY = few_tiles.MANY, 0
+    try:
+        for x in plans:
+            x.clear()
+        yield
+    finally:
+        few_tiles.MANY = many
+        for x in plans:
+            x.clear()
 
 
 @dataclasses.dataclass(frozen=True)
