@@ -21,6 +21,7 @@ import numpy
 from ..jit import compiler
 from . import driver
 from .array import Array, compiling
+from .loaded import untraced
 from .lookup import from_foreign, library_of, refuse_tracer, to_foreign
 
 MAX_PLANS = 4096  # a bound on memory, for lengths that change with every call
@@ -77,13 +78,19 @@ class Operation:
                 makes an array of it.
             options: hashable, and without arrays.
         """
-        if compiling():
-            from .torch_calls import eagerly, refuse_in_graph
+        if not compiling():
+            return self._called(function, arrays, options)
+        from .torch_graphs import eagerly, refuse_in_graph
 
-            if self.torch_side is not None:
-                refuse_in_graph(function, arrays)
-                return self.torch_side().traced(function, arrays, options)
-            return eagerly(self, function, arrays, options)
+        if self.torch_side is None:
+            return eagerly(self._called, function, arrays, options)
+        refuse_in_graph(function, arrays)
+        return self.torch_side().traced(function, arrays, options)
+
+    @untraced
+    def _called(
+        self, function: str, arrays: tuple[Array | None, ...], options: tuple
+    ) -> tuple[Array | None, ...]:
         library = library_of(arrays[self.first])
         if library is None:
             return self._foreign(function, arrays, options)
