@@ -18,7 +18,6 @@ LONG_FILES = {
     "cupyflash/ops/attention/checks.py",
     "cupyflash/ops/attention/problem.py",
     "cupyflash/ops/attention/sm90/backward.py",
-    "cupyflash/runtime/torch_library.py",
     "cupyflash/testing/attention.py",
     "cupyflash/testing/operations.py",
 }

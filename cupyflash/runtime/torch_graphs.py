@@ -7,7 +7,7 @@ import torch
 from torch._C._functorch import TransformType
 
 from .torch_calls import current_transform
-from .torch_library import refuse_sharded
+from .torch_tracking import refuse_sharded
 
 
 @torch.compiler.disable
