@@ -65,6 +65,7 @@ class Operation:
         gradient: bool = False,
     ) -> None:
         self.run, self.torch_side, self.first = run, torch_side, first
+        self.side: TorchSide | None = None  # what torch_side has returned
         self.native, self.names, self.gradient = native, names, gradient
 
     def __call__(
@@ -99,7 +100,8 @@ class Operation:
             if self.gradient and route == "called":
                 route = "traced" if library.wants_gradient(*arrays) else ""
             if route:
-                return getattr(self.torch_side(), route)(function, arrays, options)
+                self.side = self.side or self.torch_side()
+                return getattr(self.side, route)(function, arrays, options)
         return self.run(function, library, arrays, options)
 
     def _foreign(
@@ -199,18 +201,11 @@ class Plans(dict):
         Args:
             library: the adapter of the library of the first array.
         """
-        pointer, signature = library.pointer, library.signature
-        pointers, signatures, bits = [], [], 0
         try:
-            for x in arrays:  # in one loop: before Python 3.12 a comprehension is a call
-                if x is None:
-                    pointers.append(0)
-                    signatures.append(None)
-                else:
-                    pointers.append(pointer(x))
-                    signatures.append(signature(x))
+            signatures, pointers = library.read(arrays)
         except (AttributeError, TypeError):
             return None, []
+        bits = 0
         for address in pointers[: self.wide]:
             bits |= address
         return (*signatures, options, bits % 16 == 0), pointers
