@@ -21,6 +21,7 @@ from ...runtime.torch_calls import (
     require_one_device,
     transforms_active,
 )
+from ...runtime.torch_operator import operator, register_autograd, register_fake, register_vmap
 from . import dispatch
 from .options import (
     ARGUMENTS,
@@ -66,11 +67,9 @@ def split_backward(arguments: tuple) -> tuple[tuple, bool, Any]:
     return (*arguments[:NUM_ARGUMENTS], precision), bias_grad, dlse
 
 
-@torch.library.custom_op(
-    "cupyflash::attention",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}, {NEWEST_ARGUMENT}) "
-    "-> (Tensor out, Tensor lse)",
+@operator(
+    f"attention(Tensor q, Tensor k, Tensor v, {ARGUMENTS}, {NEWEST_ARGUMENT}) "
+    "-> (Tensor out, Tensor lse)"
 )
 def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     function, extras, options = decode(arguments)
@@ -78,7 +77,7 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tenso
     return dispatch.forward(function, LIBRARY, (q, k, v, *extras), (options, True))
 
 
-@_forward_op.register_fake
+@register_fake(_forward_op)
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     function, extras, options = decode(arguments)
     require_one_device(function, q, k, v, *extras)
@@ -91,13 +90,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]
     return _empty(q, v.shape[-1], kernel_head_dim(q.shape[-1], v.shape[-1])), lse
 
 
-@torch.library.custom_op(
-    "cupyflash::attention_backward",
-    mutates_args=(),
-    schema=(
-        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        f"{ARGUMENTS}, bool bias_grad, Tensor? dlse=None, {NEWEST_ARGUMENT}) -> Tensor[]"
-    ),
+@operator(
+    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{ARGUMENTS}, bool bias_grad, Tensor? dlse=None, {NEWEST_ARGUMENT}) -> Tensor[]"
 )
 def _backward_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
@@ -113,7 +108,7 @@ def _backward_op(
     return [*gradients[:3], *learned]
 
 
-@_backward_op.register_fake
+@register_fake(_backward_op)
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> list[Tensor]:
@@ -246,10 +241,10 @@ def _not_built(what: str) -> NotImplementedError:
     return NotImplementedError(f"cupyflash: torch.func.vmap {what} is not built")
 
 
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
-_backward_op.register_autograd(_no_second_derivative)
-_forward_op.register_vmap(forward_rule(_forward_op))
-_backward_op.register_vmap(backward_rule(_backward_op))
+register_autograd(_forward_op, _backward, setup_context=_setup_context)
+register_autograd(_backward_op, _no_second_derivative)
+register_vmap(_forward_op, forward_rule(_forward_op))
+register_vmap(_backward_op, backward_rule(_backward_op))
 
 
 class Transformed(torch.autograd.Function):
