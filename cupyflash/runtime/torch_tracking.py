@@ -38,7 +38,7 @@ class TorchTracking(Library):
             kind = type(x)
             if not (is_plain.get(kind) or self._kind_is_plain(kind)):
                 return "traced"
-            if x is not None and getattr(x, "requires_grad", False) is True:
+            if not wanted and getattr(x, "requires_grad", False) is True:
                 wanted = True
         if (
             self._modes() > 0

@@ -27,7 +27,6 @@ from .options import (
     ARGUMENTS,
     BIAS,
     NEWEST_ARGUMENT,
-    NO_EXTRAS,
     NUM_ARGUMENTS,
     NUM_EXTRAS,
     SINKS,
@@ -46,16 +45,18 @@ LIBRARY = library_of(torch.empty(0))
 def attention(function: str, arrays: tuple, options: tuple) -> tuple[Tensor, Tensor]:
     """(out, lse) of `dispatch.forward` through the operator."""
     q, k, v, *extras = arrays
+    call = _forward_op
     if not compiling():
         refuse_functionalize(function)
-    call = Transformed.apply if transforms_active() else _forward_op
-    return call(q, k, v, *(extras or NO_EXTRAS), function, *encode(options))
+        call = Transformed.apply if transforms_active() else call
+    # Each item of a tuple of the module would be a guard of a compiled call.
+    return call(q, k, v, *(extras or [None] * NUM_EXTRAS), function, *encode(options))
 
 
 def attention_backward(function: str, arrays: tuple, options: tuple, bias_grad: bool) -> Gradients:
     """`dispatch.backward` through the operator, whose own derivative is an error."""
     *tensors, dlse = arrays[:7]
-    extras = arrays[7:] or NO_EXTRAS
+    extras = arrays[7:] or [None] * NUM_EXTRAS
     *options, precision = encode(options)
     return _gradients(*tensors, *extras, function, *options, bias_grad, dlse, precision)
 
