@@ -1,13 +1,21 @@
-"""Time of a training step of a 124M GPT-2, eager and torch.compile'd, with SDPA and cupyflash.
+"""Time of a training step of a 124M GPT-2 and of two small models, with SDPA and cupyflash.
 
     python -m bench train_step
+    python -m bench train_step --only small
 
-12 layers, width 768, 12 heads, 50304 tokens of vocabulary; bfloat16 autocast, fused AdamW; 16384
-tokens a step. A sample is the host's clock around ten steps (forward, backward, optimizer) and a
-synchronisation; implementations in turn, in a random order; the median of the samples counts. The
-first losses of all implementations must agree to 2^-8, bfloat16's last place; one that does not is
-left out, and the exit status is 1. SDPA is held to each of its backends: "vs SDPA" is the time of
-the best of them divided by the row's.
+| model | layers, width, heads | vocabulary | batches |
+|---|---|---|---|
+| gpt2 | 12, 768, 12 | 50304 | 16 x 1024, 4 x 4096 |
+| small | 6, 768, 12 | 256 | 8 x 1024 |
+| small | 6, 512, 8 | 256 | 2 x 256 |
+
+Each is eager, compiled by torch.compile, and compiled with CUDA graphs (mode "reduce-overhead").
+The models have bfloat16 autocast and fused AdamW; the optimizer is in no graph. A sample is the
+host's clock around ten steps (forward, backward, optimizer) and a synchronisation; implementations
+in turn, in a random order; the median of the samples counts. The first losses of all
+implementations must agree to 2^-8, bfloat16's last place; one that does not is left out, and the
+exit status is 1. SDPA is held to each of its backends: "vs SDPA" is the time of the best of them
+divided by the row's.
 """
 
 import functools
@@ -23,9 +31,13 @@ from bench.lib.report import Row
 from bench.lib.timing import medians
 from bench.transformers.gpt import Size, autocast, held, make_model
 
-SIZES = (Size(12, 768, 12, 1024, 16, 50304), Size(12, 768, 12, 4096, 4, 50304))
+SIZES = {
+    "gpt2": (Size(12, 768, 12, 1024, 16, 50304), Size(12, 768, 12, 4096, 4, 50304)),
+    "small": (Size(6, 768, 12, 1024, 8), Size(6, 512, 8, 256, 2)),
+}
 COMPARED = ("sdpa-flash", "sdpa-cudnn", "cupyflash")
-MODES = ("eager", "compiled")
+# Options of torch.compile, None without it.
+MODES = {"eager": None, "compiled": {}, "graphs": {"mode": "reduce-overhead"}}
 STEPS, DEVICE = 10, "cuda"
 PROTOCOL = (
     f"host clock around {STEPS} whole steps and a synchronisation, implementations in turn, in a "
@@ -36,9 +48,11 @@ PROTOCOL = (
 def make_step(size: Size, name: str, mode: str, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
     """One training step, which returns the loss before it."""
     model, optimizer = make_model(size, name, DEVICE)
-    forward = torch.compile(model, fullgraph=True) if mode == "compiled" else model
+    options = MODES[mode]
+    forward = model if options is None else torch.compile(model, fullgraph=True, **options)
 
     def step() -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()  # the results of the last step are not needed
         with held(name):
             with autocast(DEVICE):
                 loss = forward(tokens)
@@ -88,14 +102,15 @@ def measure(run: harness.Run, size: Size, mode: str, repeats: int) -> None:
     steps = checked_steps(size, mode, COMPARED, run.notes)
     clocks = {name: functools.partial(sample, step) for name, step in steps.items()}
     for name, ms in medians(clocks, repeats).items():
-        shape = {"mode": mode, "seqlen": size.seqlen, "batch": size.batch, "impl": name}
+        shape = {"layers": size.layers, "width": size.width, "mode": mode}
+        shape |= {"seqlen": size.seqlen, "batch": size.batch, "impl": name}
         rate = round(size.tokens / ms * 1e3)
         run.rows.append({"op": "train_step", **shape, "ms": round(ms, 3), "tokens_per_s": rate})
 
 
 def ratio_to_sdpa(row: Row, rows: list[Row]) -> float | None:
     """Time of SDPA's best backend divided by the row's."""
-    cell = ("mode", "seqlen", "batch")
+    cell = ("layers", "width", "mode", "seqlen", "batch")
     peers = [
         other["ms"]
         for other in rows
@@ -106,10 +121,11 @@ def ratio_to_sdpa(row: Row, rows: list[Row]) -> float | None:
 
 def table(rows: list[Row]) -> Table:
     figures = ("ms", "tokens/s", "vs SDPA")
-    found = report.new_table("mode", "batch x seqlen", "attention", right=figures)
+    found = report.new_table("layers x width", "mode", "batch x seqlen", "attention", right=figures)
     for row in rows:
         ratio = ratio_to_sdpa(row, rows)
         found.add_row(
+            f"{row['layers']} x {row['width']}",
             row["mode"],
             f"{row['batch']} x {row['seqlen']}",
             row["impl"],
@@ -123,10 +139,12 @@ def table(rows: list[Row]) -> Table:
 
 def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("train_step", __doc__, repeats=7, output=False)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--only", nargs="+", choices=SIZES, default=list(SIZES), metavar="MODEL")
     options = parser.parse_args(arguments)
     run = harness.Run("train_step", PROTOCOL, arguments, options, timed=False)
-    for size, mode in run.each(itertools.product(SIZES, options.modes)):
+    sizes = [size for name in options.only for size in SIZES[name]]
+    for size, mode in run.each(itertools.product(sizes, options.modes)):
         measure(run, size, mode, options.repeats)
     run.finish(table(run.rows))
     return int(bool(run.notes.wrong))

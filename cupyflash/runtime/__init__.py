@@ -2,7 +2,8 @@
 
 array          which library an array is of, its shape and strides; other libraries by DLPack
 libraries      the adapters of NumPy and CuPy: pointers, allocation, streams
-torch_library  the same of torch, and torch_calls what torch does around a call
+torch_library  the same of torch; torch_tracking sees what torch does around a call, torch_calls has
+               the checks and refusals of operators, torch_graphs what torch.compile traces
 operation      ``Operation``, the route of a call (torch.compile, other libraries, autograd, or
                straight on); ``Plan``, which calls of one signature share; ``Plans``, its look-up
 specs          ``Spec`` declares an array by the names of its axes, its dtype and its strides; all

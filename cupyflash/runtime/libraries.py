@@ -5,7 +5,7 @@ Results are allocated by the caller's own allocator, on the caller's device and 
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -31,12 +31,17 @@ class Library:
     name = ""
     has_autograd = False
 
+    def read(self, arrays: Sequence[Array | None]) -> tuple[list[tuple | None], list[int]]:
+        """The signatures and the pointers of arrays, None and 0 for None."""
+        pointers = [0 if x is None else self.pointer(x) for x in arrays]
+        return [None if x is None else self.signature(x) for x in arrays], pointers
+
     def is_strided(self, x: Array) -> bool:
         """Whether x has strides, which sparse and nested tensors do not; 0.1 µs."""
         return True
 
     def traced(self, *arrays: Any) -> bool:
-        """Whether the library must see the call as an operator of its own."""
+        """Whether the library must see the call as an operator."""
         return False
 
     def replaced(self, *arrays: Any) -> bool:
@@ -65,6 +70,10 @@ class Library:
     def strides_of_empty(self, shape: tuple[int, ...], like: View) -> tuple[int, ...]:
         """The strides (in elements) of a result that belongs to ``like``; C order."""
         return dense_strides(shape, range(len(shape)))
+
+    def allocator(self, shape: tuple, strides: tuple, like: View) -> Callable[[Array], Array]:
+        """A function that is `empty` for arrays of the view ``like``."""
+        return lambda x: self.empty(shape, strides, x)
 
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
@@ -96,10 +105,7 @@ class NumpyLibrary(Library):
         return x
 
     def from_numpy(
-        self,
-        x: numpy.ndarray,
-        like: Array | None = None,
-        strides: tuple[int, ...] | None = None,
+        self, x: numpy.ndarray, like: Array | None = None, strides: tuple[int, ...] | None = None
     ) -> Array:
         return x
 
@@ -133,9 +139,8 @@ class NumpyLibrary(Library):
 def _on_its_device(method: Callable) -> Callable:
     """Runs a method of `CupyLibrary` with the device of its last argument as the current one.
 
-    CuPy allocates and launches on the current device, and has a current stream for each device.
-    Arrays that are allocated while that stream records a CUDA graph are held as long as the graph
-    exists, because its replays use their memory (scratch.py); torch does the same for its graphs.
+    CuPy allocates on the current device. Arrays that are allocated while the stream of it records a
+    CUDA graph are held as long as that exists, as its replays use them (scratch.py); so does torch.
     """
 
     @functools.wraps(method)
@@ -291,5 +296,5 @@ class CupyLibrary(Library):
     def put(self, x: numpy.ndarray, like: Array) -> Array:
         """A NumPy array on the device of ``like``, ready for every stream."""
         result = self.cupy.asarray(x)
-        self.cupy.cuda.get_current_stream().synchronize()
+        self.current_stream().synchronize()
         return result

@@ -6,27 +6,52 @@ entries. An attribute of a module is read, not traced.
 """
 
 import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # type checkers do not see the class of this module
     torch: Any
     cupy: Any
     jax: Any
 
+FunctionT = TypeVar("FunctionT", bound=Callable)
+
+_unmarked: set[CodeType] = set()  # of `untraced` functions; torch is not there yet
+
 
 class _Loaded(ModuleType):
-    @property
-    def torch(self) -> Any:
-        return sys.modules.get("torch")
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("torch", "cupy", "jax"):
+            raise AttributeError(name)
+        module = sys.modules.get(name)
+        if name == "torch" and module is not None:
+            _mark(module)
+            self.torch = module  # an attribute that the next call finds in a tenth of the time
+        return module
 
-    @property
-    def cupy(self) -> Any:
-        return sys.modules.get("cupy")
 
-    @property
-    def jax(self) -> Any:
-        return sys.modules.get("jax")
+def untraced(function: FunctionT) -> FunctionT:
+    """Has Dynamo leave calls of this function alone, with all that they call.
+
+    Dynamo traces a function together with those that it calls, and for that it needs `compiling` to
+    tell them. But it gives up functions for good, as one that was once called without tensors, and
+    goes on to trace each function that they call by itself, without a word. What is untraced must
+    come behind a question for `compiling`, so that no function which Dynamo does trace calls it.
+    """
+    _unmarked.add(function.__code__)
+    if "torch" in globals():
+        _mark(globals()["torch"])
+    return function
+
+
+def _mark(torch: Any) -> None:
+    """Tells Dynamo, whose part in torch's C library needs no import of ``torch._dynamo``."""
+    eval_frame = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameAction.SKIP
+    for code in list(_unmarked):
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+        _unmarked.discard(code)
 
 
 sys.modules[__name__].__class__ = _Loaded

@@ -21,6 +21,7 @@ import numpy
 from ..jit import compiler
 from . import driver
 from .array import Array, compiling
+from .loaded import untraced
 from .lookup import from_foreign, library_of, refuse_tracer, to_foreign
 
 MAX_PLANS = 4096  # a bound on memory, for lengths that change with every call
@@ -64,6 +65,7 @@ class Operation:
         gradient: bool = False,
     ) -> None:
         self.run, self.torch_side, self.first = run, torch_side, first
+        self.side: TorchSide | None = None  # what torch_side has returned
         self.native, self.names, self.gradient = native, names, gradient
 
     def __call__(
@@ -77,13 +79,19 @@ class Operation:
                 makes an array of it.
             options: hashable, and without arrays.
         """
-        if compiling():
-            from .torch_calls import eagerly, refuse_in_graph
+        if not compiling():
+            return self._called(function, arrays, options)
+        from .torch_graphs import eagerly, refuse_in_graph
 
-            if self.torch_side is not None:
-                refuse_in_graph(function, arrays)
-                return self.torch_side().traced(function, arrays, options)
-            return eagerly(self, function, arrays, options)
+        if self.torch_side is None:
+            return eagerly(self._called, function, arrays, options)
+        refuse_in_graph(function, arrays)
+        return self.torch_side().traced(function, arrays, options)
+
+    @untraced
+    def _called(
+        self, function: str, arrays: tuple[Array | None, ...], options: tuple
+    ) -> tuple[Array | None, ...]:
         library = library_of(arrays[self.first])
         if library is None:
             return self._foreign(function, arrays, options)
@@ -92,7 +100,8 @@ class Operation:
             if self.gradient and route == "called":
                 route = "traced" if library.wants_gradient(*arrays) else ""
             if route:
-                return getattr(self.torch_side(), route)(function, arrays, options)
+                self.side = self.side or self.torch_side()
+                return getattr(self.side, route)(function, arrays, options)
         return self.run(function, library, arrays, options)
 
     def _foreign(
@@ -192,18 +201,11 @@ class Plans(dict):
         Args:
             library: the adapter of the library of the first array.
         """
-        pointer, signature = library.pointer, library.signature
-        pointers, signatures, bits = [], [], 0
         try:
-            for x in arrays:  # in one loop: before Python 3.12 a comprehension is a call
-                if x is None:
-                    pointers.append(0)
-                    signatures.append(None)
-                else:
-                    pointers.append(pointer(x))
-                    signatures.append(signature(x))
+            signatures, pointers = library.read(arrays)
         except (AttributeError, TypeError):
             return None, []
+        bits = 0
         for address in pointers[: self.wide]:
             bits |= address
         return (*signatures, options, bits % 16 == 0), pointers

@@ -9,15 +9,8 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from .array import View, dense_strides
-from .torch_library import refuse_sharded
 
 LARGE = 2**20  # stands for an unknown size where the order of axes depends on it
-
-
-@torch.compiler.disable
-def eagerly(function: Callable, *arguments: Any) -> Any:
-    """Calls the function outside of the graph that torch.compile makes of its caller."""
-    return function(*arguments)
 
 
 def transforms_active() -> bool:
@@ -31,28 +24,14 @@ def refuse_transforms(function: str) -> None:
         raise NotImplementedError(f"{function}: is not built for transforms of torch.func")
 
 
-def refuse_in_graph(function: str, arrays: tuple) -> None:
-    """Raises NotImplementedError for what no operator takes in a graph of torch.compile.
-
-    That is a DTensor, and a call within torch.func.grad, jvp and their kin, which Dynamo traces but
-    which take derivatives of no operator.
-    """
-    for x in arrays:
-        refuse_sharded(type(x))
-    if _transform() in (TransformType.Grad, TransformType.Jvp):
-        fact = "derivatives of torch.func within torch.compile are not built"
-        allowed = "allowed are torch.autograd.grad, backward and torch.func outside of it"
-        raise NotImplementedError(f"{function}: {fact}, {allowed}, got a call within one")
-
-
 def refuse_functionalize(function: str) -> None:
     """Raises NotImplementedError within torch.func.functionalize."""
-    if _transform() == TransformType.Functionalize:
+    if current_transform() == TransformType.Functionalize:
         fact = "is not built for torch.func.functionalize, allowed are grad and vmap"
         raise NotImplementedError(f"{function}: {fact}, got a call within it")
 
 
-def _transform() -> Any:
+def current_transform() -> Any:
     """The innermost transform of torch.func, or None."""
     if not torch._C._are_functorch_transforms_active():
         return None

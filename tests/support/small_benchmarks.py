@@ -98,7 +98,15 @@ BENCHMARKS = {
         },
     ),
     "precision": Small("--lengths 64", 13 * 5, {"attention.precision.SPREADS": (1.0, 100.0)}),
-    "host_time": Small("", 4, {"attention.host_time.CALLS": 2, "attention.host_time.SAMPLES": 3}),
+    "host_time": Small(
+        "--modes eager graph",  # a CPU has no graphs, and CuPy needs a GPU
+        3 * 3,
+        {
+            "attention.host_time.CALLS": 2,
+            "attention.host_time.SAMPLES": 3,
+            "attention.host_time.PROBLEMS": (SMALL,),
+        },
+    ),
     "linear": Small(
         "--dtype float32 --rows 4 20 --impls cupyflash torch-eager",
         3 * 2 * 2 * 2,
@@ -148,7 +156,7 @@ BENCHMARKS = {
         "--modes eager",
         3,
         {
-            "transformers.train_step.SIZES": (GPT,),
+            "transformers.train_step.SIZES": {"small": (GPT,)},
             "transformers.train_step.COMPARED": ("sdpa-flash", "sdpa-math", "cupyflash"),
             "transformers.train_step.DEVICE": "cpu",
             "transformers.train_step.STEPS": 2,

@@ -103,15 +103,16 @@ def backward(
     """
     options, bias_grad = options
     arrays = prepared(function, library, BACKWARD_TENSORS, arrays, options)
-    (dout, q, k, v, out, lse, dlse), extras = arrays[:7], Extras(*arrays[7:])
+    dout, q, k, v, out, lse, dlse, *extras = arrays
     deterministic = "error" if options[DETERMINISTIC] else ""
     if library.on_cpu(q):
         asked = {"bias_grad": bias_grad, "deterministic": deterministic}
         _checked(function, library, arrays, options, **asked)
         tensors = (dout, q, k, v, out, lse)
+        extras = Extras(*extras)
         return cpu.backward(library, *tensors, Options(*options), extras, bias_grad, dlse)
     deterministic = deterministic or library.determinism()
-    bias_aligned, sinks = _extra_alignment(library, arrays[7:])
+    bias_aligned, sinks = _extra_alignment(library, extras)
     settings = environment.current()
     plans = _backward_plans if options[MAX_SEQLENS] is None else _packed_backward_plans
     asked = (options, settings.backend, bias_aligned, deterministic, bias_grad)
@@ -135,18 +136,25 @@ def backward(
             stacklevel=2,
         )
     # Copies live until the launch.
-    copies = {5: library.contiguous(lse)}
-    if dlse is not None:
-        copies[6] = library.contiguous(dlse)
+    copies = [_contiguous(library, lse, pointers, 5), _contiguous(library, dlse, pointers, 6)]
     if sinks is not None:
-        copies[7 + SINKS] = sinks
-    for place, x in copies.items():
-        pointers[place] = library.pointer(x)
+        pointers[7 + SINKS] = library.pointer(sinks)
     dq, dk, dv, dbias, dsinks = plan(q, k, v, pointers)
+    del copies
     if dbias is not None:
-        dbias = library.cast(dbias, extras.bias).reshape(extras.bias.shape)
-    dsinks = None if dsinks is None else library.cast(dsinks, extras.sinks)
+        dbias = library.cast(dbias, extras[BIAS]).reshape(extras[BIAS].shape)
+    dsinks = None if dsinks is None else library.cast(dsinks, extras[SINKS])
     return Gradients(dq, dk, dv, dbias, dsinks)
+
+
+def _contiguous(library: Any, x: Array | None, pointers: list[int], place: int) -> Array | None:
+    """x or a dense copy of it, whose pointer is put in its place."""
+    if x is None:
+        return None
+    dense = library.contiguous(x)
+    if dense is not x:
+        pointers[place] = library.pointer(dense)
+    return dense
 
 
 def _backward_plan(
@@ -178,13 +186,16 @@ def prepared(
         ValueError: a seed out of range, or none in a backward.
         NotImplementedError: slopes that want a gradient.
     """
-    if len(arrays) > len(names) or options[DROPOUT_P]:
+    given = len(arrays) - len(names)
+    if given or options[DROPOUT_P]:
         arrays = with_seed(function, library, names, arrays, options)
-    kind = type(arrays[names.index("q")])
+    kind = type(arrays[names is BACKWARD_TENSORS])  # of q
     for x in arrays:
         if type(x) is not kind and x is not None:  # a subclass or a stranger
             _check_library(function, library, names, arrays)
             break
+    if not given:
+        return arrays
     extras = arrays[len(names) :]
     if extras and extras[SLOPES] is not None and library.wants_gradient(extras[SLOPES]):
         refuse_slopes(function)

@@ -8,7 +8,8 @@ results, puts the pointers in front and launches.
 import dataclasses
 import itertools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from ...runtime.array import Array, View, dense_strides
 from ...runtime.gpu import Card, card_of
@@ -21,6 +22,7 @@ from .options import BIAS, KEY_MASK, Options, caller_name
 from .passes import Pass, Wanted
 from .problem import Problem, bias_strides, canonical_strides
 
+Prepared = tuple[Array, tuple, tuple[int, ...], list[int], tuple[int, ...], Any]  # of a call
 NO_POINTERS = (0,) * KEY_MASK  # null for the optional arrays that the kernels take
 
 
@@ -30,14 +32,21 @@ class PassPlan(Plan):
     def __init__(self, problem: Problem, library: Any, work: Pass) -> None:
         super().__init__(problem.device)
         self.library, self.work = library, work
+        own = any(launch.workspace_size for launch in work.launches)
+        self.is_plain = not (own or work.key_mask or work.bias_gradient)
 
     def run(self, *call: Any) -> tuple[Array | None, ...]:
         """Allocates the results of a call, launches the kernels, and returns the results."""
         like, results, arguments, extras, of_options, held = self.prepared(*call)
-        if not self.work.launches:
-            return results
         library, work = self.library, self.work
+        if not work.launches:
+            return results
         stream, record = library.stream(self.device_id), None
+        if self.is_plain and not extras:
+            arguments = (*arguments, *NO_POINTERS, *of_options)
+            for launch in work.launches:
+                launch.start(stream, launch.argument(*arguments, stream=stream))
+            return results
         bias = extras[BIAS] if extras else 0
         if work.key_mask:
             record, bias = work.key_mask(library, stream, like, extras)
@@ -60,28 +69,15 @@ class PassPlan(Plan):
         del record, held  # the kernels that use this memory have been launched
         return results
 
-    def prepared(self, *call: Any) -> "Prepared":
-        """Allocates what a call needs."""
+    def prepared(self, *call: Any) -> Prepared:
+        """Allocates what a call needs.
+
+        Returns:
+            An array of the call; the results; the addresses that the kernels get before those of
+            the optional arrays, those of `Extras` or none, and in the backward those behind them,
+            of dbias and dsinks or 0; memory that lives until the launches.
+        """
         raise NotImplementedError
-
-
-class Prepared(NamedTuple):
-    """The results of a call, and the addresses that the kernels get.
-
-    Attributes:
-        like: an array of the call.
-        arguments: the addresses before those of the optional arrays.
-        extras: those of `Extras`, or none.
-        of_options: in the backward the addresses behind them: of dbias and dsinks, or 0.
-        held: memory that lives until the launches.
-    """
-
-    like: Array
-    results: tuple[Array | None, ...]
-    arguments: tuple[int, ...] = ()
-    extras: list[int] = ()
-    of_options: tuple[int, ...] = ()
-    held: tuple[Array | None, ...] = ()
 
 
 class ForwardPlan(PassPlan):
@@ -94,29 +90,28 @@ class ForwardPlan(PassPlan):
         # Where v has fewer columns than q, out lies in memory of as many, like that of a v that is
         # padded. So its strides do not depend on the kernel.
         self.columns_v = problem.head_dims[1] if problem.needs_padding else None
-        self.out_shape, self.out_strides = q.shape, out_strides
+        self.empty_out = library.allocator(q.shape, out_strides, q)
         self.lse_shape, self.lengths = problem.lse_shape, problem.extras.lengths
 
     def prepared(self, like: Array, pointers: list[int], need_lse: bool) -> Prepared:
         """Out and LSE, allocated as ``like`` is; pointers of q, k, v and perhaps of `Extras`."""
         library = self.library
-        out = library.empty(self.out_shape, self.out_strides, like)
+        out = self.empty_out(like)
         lse = library.empty_float32(self.lse_shape, like) if need_lse else None
         if self.lengths:  # rows that the kernels leave alone
             library.fill(out, 0)
             if need_lse:
                 library.fill(lse, -math.inf)
-        q, k, v, *extras = pointers
-        arguments = q, k, v, library.pointer(out), library.pointer(lse) if need_lse else 0
+        arguments = *pointers[:3], library.pointer(out), library.pointer(lse) if need_lse else 0
         seen = out if self.columns_v is None else out[..., : self.columns_v]
-        return Prepared(like, (seen, lse), arguments, extras)
+        return like, (seen, lse), arguments, pointers[3:], (), None
 
 
 class BackwardPlan(PassPlan):
     """The backward of one problem; the gradients are like q, k and v.
 
     Args:
-        gradients: shape and strides of dq, dk and dv.
+        gradients: the allocators of dq, dk and dv.
         wanted: what the launches were made for.
     """
 
@@ -124,13 +119,16 @@ class BackwardPlan(PassPlan):
         self,
         problem: Problem,
         library: Any,
-        gradients: list[tuple[tuple[int, ...], tuple[int, ...]]],
+        gradients: list[Callable[[Array], Array]],
         wanted: Wanted,
         work: Pass,
     ) -> None:
         super().__init__(problem, library, work)
         shape, extras = problem.shape, problem.extras
-        self.gradients = gradients
+        self.empty_dq, self.empty_dk, self.empty_dv = gradients
+        *sizes, self.semaphores = work.scratch  # one allocation, and one of zeros if need be
+        self.scratch_shape = (sum(sizes) // 4,)
+        self.offsets = tuple(itertools.accumulate(sizes[:-1], initial=0))
         self.dsinks_shape = (shape.heads_q,) if extras.sinks else None
         self.dbias_shape = None if wanted.bias is None else extras.bias.shape
         # Where v has fewer columns than q and k, its gradient lies in memory of as many, like that
@@ -153,28 +151,31 @@ class BackwardPlan(PassPlan):
         dsinks = _zeros_float32(library, self.dsinks_shape, q)
         if not self.work.launches:
             zeros = (library.zeros_like(x) for x in (q, k, v))
-            return Prepared(q, (*zeros, dbias, dsinks))
-        gradients = tuple(library.empty(*shape, x) for shape, x in zip(self.gradients, (q, k, v)))
+            return q, (*zeros, dbias, dsinks), (), [], (), None
+        dq, dk, dv = self.empty_dq(q), self.empty_dk(k), self.empty_dv(v)
         if self.fills:
-            for gradient in gradients:
+            for gradient in (dq, dk, dv):
                 library.fill(gradient, 0)
-        sizes = self.work.scratch
-        scratch = library.empty_float32((sum(sizes[:-1]) // 4,), q)
-        semaphores = library.zeros_int32(sizes.semaphores, q) if sizes.semaphores else None
-        (*inputs, dlse), extras = pointers[:7], pointers[7:]
+        scratch = library.empty_float32(self.scratch_shape, q)
+        semaphores = library.zeros_int32(self.semaphores, q) if self.semaphores else None
+        start = pointer(scratch)
         arguments = (
-            *inputs,
-            *map(pointer, gradients),
-            dlse,
-            *itertools.accumulate(sizes[:-2], initial=pointer(scratch)),
+            *pointers[:6],
+            pointer(dq),
+            pointer(dk),
+            pointer(dv),
+            pointers[6],
+            *[start + offset for offset in self.offsets],
             0 if semaphores is None else pointer(semaphores),
         )
-        of_options = tuple(0 if x is None else pointer(x) for x in (dbias, dsinks))
-        dq, dk, dv = gradients
+        of_options = (
+            0 if dbias is None else pointer(dbias),
+            0 if dsinks is None else pointer(dsinks),
+        )
         if self.columns_v is not None:
             dv = dv[..., : self.columns_v]
         results = (dq, dk, dv, dbias, dsinks)
-        return Prepared(q, results, arguments, extras, of_options, (scratch, semaphores))
+        return q, results, arguments, pointers[7:], of_options, (scratch, semaphores)
 
     def _allocate_dbias(self, q: Array) -> Array | None:
         """Memory for the gradient of the bias, if it is wanted; zeros unless all is written."""
@@ -234,7 +235,7 @@ def backward_plan(
         x = views[name]
         wide = (*x.shape[:-1], shape.head_dim)
         dense = result_strides(library, shape.head_dim, x)
-        gradients.append((wide, dense))
+        gradients.append(library.allocator(wide, dense, x))
         like = View(wide, dense, x.dtype, x.device)
         strides[f"d{name}_strides"] = canonical_strides(name, like, options)
     dbias = None

@@ -21,12 +21,12 @@ from ...runtime.torch_calls import (
     require_one_device,
     transforms_active,
 )
+from ...runtime.torch_operator import operator, register_autograd, register_fake, register_vmap
 from . import dispatch
 from .options import (
     ARGUMENTS,
     BIAS,
     NEWEST_ARGUMENT,
-    NO_EXTRAS,
     NUM_ARGUMENTS,
     NUM_EXTRAS,
     SINKS,
@@ -45,16 +45,18 @@ LIBRARY = library_of(torch.empty(0))
 def attention(function: str, arrays: tuple, options: tuple) -> tuple[Tensor, Tensor]:
     """(out, lse) of `dispatch.forward` through the operator."""
     q, k, v, *extras = arrays
+    call = _forward_op
     if not compiling():
         refuse_functionalize(function)
-    call = Transformed.apply if transforms_active() else _forward_op
-    return call(q, k, v, *(extras or NO_EXTRAS), function, *encode(options))
+        call = Transformed.apply if transforms_active() else call
+    # Each item of a tuple of the module would be a guard of a compiled call.
+    return call(q, k, v, *(extras or [None] * NUM_EXTRAS), function, *encode(options))
 
 
 def attention_backward(function: str, arrays: tuple, options: tuple, bias_grad: bool) -> Gradients:
     """`dispatch.backward` through the operator, whose own derivative is an error."""
     *tensors, dlse = arrays[:7]
-    extras = arrays[7:] or NO_EXTRAS
+    extras = arrays[7:] or [None] * NUM_EXTRAS
     *options, precision = encode(options)
     return _gradients(*tensors, *extras, function, *options, bias_grad, dlse, precision)
 
@@ -66,11 +68,9 @@ def split_backward(arguments: tuple) -> tuple[tuple, bool, Any]:
     return (*arguments[:NUM_ARGUMENTS], precision), bias_grad, dlse
 
 
-@torch.library.custom_op(
-    "cupyflash::attention",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}, {NEWEST_ARGUMENT}) "
-    "-> (Tensor out, Tensor lse)",
+@operator(
+    f"attention(Tensor q, Tensor k, Tensor v, {ARGUMENTS}, {NEWEST_ARGUMENT}) "
+    "-> (Tensor out, Tensor lse)"
 )
 def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     function, extras, options = decode(arguments)
@@ -78,7 +78,7 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tenso
     return dispatch.forward(function, LIBRARY, (q, k, v, *extras), (options, True))
 
 
-@_forward_op.register_fake
+@register_fake(_forward_op)
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     function, extras, options = decode(arguments)
     require_one_device(function, q, k, v, *extras)
@@ -91,13 +91,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]
     return _empty(q, v.shape[-1], kernel_head_dim(q.shape[-1], v.shape[-1])), lse
 
 
-@torch.library.custom_op(
-    "cupyflash::attention_backward",
-    mutates_args=(),
-    schema=(
-        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        f"{ARGUMENTS}, bool bias_grad, Tensor? dlse=None, {NEWEST_ARGUMENT}) -> Tensor[]"
-    ),
+@operator(
+    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{ARGUMENTS}, bool bias_grad, Tensor? dlse=None, {NEWEST_ARGUMENT}) -> Tensor[]"
 )
 def _backward_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
@@ -113,7 +109,7 @@ def _backward_op(
     return [*gradients[:3], *learned]
 
 
-@_backward_op.register_fake
+@register_fake(_backward_op)
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> list[Tensor]:
@@ -246,10 +242,10 @@ def _not_built(what: str) -> NotImplementedError:
     return NotImplementedError(f"cupyflash: torch.func.vmap {what} is not built")
 
 
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
-_backward_op.register_autograd(_no_second_derivative)
-_forward_op.register_vmap(forward_rule(_forward_op))
-_backward_op.register_vmap(backward_rule(_backward_op))
+register_autograd(_forward_op, _backward, setup_context=_setup_context)
+register_autograd(_backward_op, _no_second_derivative)
+register_vmap(_forward_op, forward_rule(_forward_op))
+register_vmap(_backward_op, backward_rule(_backward_op))
 
 
 class Transformed(torch.autograd.Function):

@@ -39,7 +39,7 @@ class Forward:
                 return dispatch.forward(function, LIBRARY, arrays, options)
         q, k, v, *extras = arrays
         learned = (extras[BIAS], extras[SINKS]) if extras else (None, None)
-        return Attention.apply(q, k, v, *learned, function, extras, options[0])
+        return _record(q, k, v, *learned, (function, extras, options[0]))
 
 
 class Backward:
@@ -58,16 +58,17 @@ class Backward:
 class Attention(torch.autograd.Function):
     """(out, lse) of `dispatch.forward`; either may have a gradient.
 
-    Bias and sinks are arguments of their own, as only those of the extras have gradients.
+    Bias and sinks are arguments of their own, as only those of the extras have gradients. All that
+    is no tensor is one argument, as torch spends time on each.
     """
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, bias, sinks, function, extras, options):  # noqa: ANN001, ANN205
+    def forward(ctx: Any, q, k, v, bias, sinks, call):  # noqa: ANN001, ANN205
+        function, extras, options = ctx.call = call
         out, lse = dispatch.forward(function, LIBRARY, (q, k, v, *extras), (options, True))
         if out._is_view():  # columns of a wider array: torch would refuse out.mul_(x)
             out = out.detach()
         ctx.save_for_backward(q, k, v, out, lse, *extras)
-        ctx.function, ctx.options = function, options
         ctx.set_materialize_grads(False)  # a dlse of zeros would be read for nothing
         return out, lse
 
@@ -75,11 +76,17 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout, dlse):  # noqa: ANN001, ANN205
         refuse_batched(dout, dlse)
         q, k, v, out, lse, *extras = ctx.saved_tensors
+        function, _, options = ctx.call
         arrays = (readable(dout, out), q, k, v, out, lse, dlse, *extras)
-        options = (ctx.options, ctx.needs_input_grad[3])
+        options = (options, ctx.needs_input_grad[3])
         if torch.is_grad_enabled():  # create_graph=True: not as if the gradients were constants
-            return *Backward.traced(ctx.function, arrays, options), None, None, None
-        return *dispatch.backward(ctx.function, LIBRARY, arrays, options), None, None, None
+            return *Backward.traced(function, arrays, options), None
+        return *dispatch.backward(function, LIBRARY, arrays, options), None
+
+
+# Without the Python layer of `Attention.apply`, which is for transforms of torch.func: these are
+# `Forward.traced`.
+_record = super(torch.autograd.Function, Attention).apply
 
 
 def _autocast(arrays: tuple) -> tuple[Tensor | None, ...]:

@@ -16,6 +16,7 @@ from ...runtime.torch_calls import (
     refuse_transforms,
     require_one_device,
 )
+from ...runtime.torch_operator import operator, register_autograd, register_fake
 from .dispatch import backward, forward
 from .groups import dense_like
 
@@ -73,13 +74,9 @@ class GroupNorm(torch.autograd.Function):
 
 
 # Inductor keeps graphs on disk by the names of operators: new arguments come last, with a default.
-@torch.library.custom_op(
-    "cupyflash::group_norm",
-    mutates_args=(),
-    schema=(
-        "(Tensor x, Tensor? weight, Tensor? bias, SymInt num_groups, float eps, str activation) "
-        "-> (Tensor out, Tensor stats)"
-    ),
+@operator(
+    "group_norm(Tensor x, Tensor? weight, Tensor? bias, SymInt num_groups, float eps, "
+    "str activation) -> (Tensor out, Tensor stats)"
 )
 def _group_norm(
     x: Tensor,
@@ -94,7 +91,7 @@ def _group_norm(
     return forward("group_norm", LIBRARY, (x, weight, bias), options)
 
 
-@_group_norm.register_fake
+@register_fake(_group_norm)
 def _(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, *options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -103,13 +100,9 @@ def _(
     return _image_like(x), stats
 
 
-@torch.library.custom_op(
-    "cupyflash::group_norm_backward",
-    mutates_args=(),
-    schema=(
-        "(Tensor dout, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, str activation) "
-        "-> Tensor[]"
-    ),
+@operator(
+    "group_norm_backward(Tensor dout, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, "
+    "str activation) -> Tensor[]"
 )
 def _group_norm_backward(
     dout: Tensor,
@@ -126,7 +119,7 @@ def _group_norm_backward(
     return [y for y in results if y is not None]
 
 
-@_group_norm_backward.register_fake
+@register_fake(_group_norm_backward)
 def _(
     dout: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
 ) -> list[Tensor]:
@@ -146,8 +139,8 @@ def _gradient_of_group_norm(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor |
     return *gradients, None, None, None
 
 
-_group_norm.register_autograd(_gradient_of_group_norm, setup_context=_setup_group_norm)
-_group_norm_backward.register_autograd(no_second_derivative("norms have no second derivative"))
+register_autograd(_group_norm, _gradient_of_group_norm, setup_context=_setup_group_norm)
+register_autograd(_group_norm_backward, no_second_derivative("norms have no second derivative"))
 
 
 def _image_like(x: Tensor) -> Tensor:

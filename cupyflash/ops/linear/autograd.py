@@ -65,7 +65,7 @@ def _call(function: str, given: tuple, options: Options, traced: bool) -> tuple[
     if LIBRARY.wants_gradient(*arrays):
         out = _in_steps(function, arrays, options, traced)
     elif traced:
-        out = torch_ops.operator(*torch_ops.flat(function, arrays, options))
+        out = torch_ops.linear(*torch_ops.flat(function, arrays, options))
     else:
         (out,) = plan.run(function, LIBRARY, arrays, options)
     return (_plus(function, out, residual),)
@@ -182,7 +182,7 @@ def _product(function: str, arrays: Arrays, options: Options, traced: bool) -> T
         return Product.apply(*given, (function, arrays, options))
     if dtype == torch.float32 and arrays.x.is_cuda:
         return _product_in_float32(function, arrays, options)
-    return torch_ops.operator(*torch_ops.flat(function, arrays, options))
+    return torch_ops.linear(*torch_ops.flat(function, arrays, options))
 
 
 def _product_in_float32(function: str, arrays: Arrays, options: Options) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...runtime.array import dense_strides
 from ...runtime.lookup import library_of
 from ...runtime.torch_calls import require_one_device
+from ...runtime.torch_operator import operator, register_autograd, register_fake
 from . import elementwise, plan, reference
 from .checks import check_rotation
 from .reference import Arrays, Options
@@ -64,26 +65,20 @@ def _unflat(arguments: tuple[Any, ...]) -> tuple[str, Arrays, Options]:
     return function, Arrays(*arguments[:NUM_ARRAYS]), Options(*options, tuple(heads))
 
 
-def _run(*arguments: Any) -> Tensor:
+@operator(
+    "linear(Tensor x, Tensor weight, "
+    + ", ".join(f"Tensor? {name}" for name in Arrays._fields[2:])
+    + ", str function, str activation, float eps, bool rms, bool interleaved, SymInt[] heads)"
+    " -> Tensor"
+)
+def linear(*arguments: Any) -> Tensor:
+    """All that a call computes; the arguments are those of `flat`."""
     function, arrays, options = _unflat(arguments)
     LIBRARY.refuse_tangents(*arrays)
     return plan.run(function, LIBRARY, arrays, options)[0]
 
 
-operator = torch.library.custom_op(
-    "cupyflash::linear",
-    _run,
-    mutates_args=(),
-    schema=(
-        "(Tensor x, Tensor weight, "
-        + ", ".join(f"Tensor? {name}" for name in Arrays._fields[2:])
-        + ", str function, str activation, float eps, bool rms, bool interleaved, SymInt[] heads)"
-        " -> Tensor"
-    ),
-)
-
-
-@operator.register_fake
+@register_fake(linear)
 def _(*arguments: Any) -> Tensor:
     function, arrays, _ = _unflat(arguments)
     require_one_device(function, *arrays)
@@ -112,16 +107,12 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(results)
 
 
-operator.register_autograd(_backward, setup_context=_setup)
+register_autograd(linear, _backward, setup_context=_setup)
 
 
-@torch.library.custom_op(
-    "cupyflash::rotate",
-    mutates_args=(),
-    schema=(
-        "(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, SymInt[] heads) "
-        "-> Tensor"
-    ),
+@operator(
+    "rotate(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, SymInt[] heads) "
+    "-> Tensor"
 )
 def rotate(
     x: Tensor,
@@ -145,7 +136,7 @@ def rotate(
     return LIBRARY.from_numpy(out, x, dense_strides(out.shape, range(out.ndim)))
 
 
-@rotate.register_fake
+@register_fake(rotate)
 def _(x: Tensor, *rest: Any) -> Tensor:
     require_one_device("qkv_projection", x, *rest[:3])
     return x.new_empty(x.shape)
@@ -163,4 +154,4 @@ def _gradient_of_rotate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return dx, None, None, None, None, None
 
 
-rotate.register_autograd(_gradient_of_rotate, setup_context=_setup_rotate)
+register_autograd(rotate, _gradient_of_rotate, setup_context=_setup_rotate)

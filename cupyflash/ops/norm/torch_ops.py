@@ -22,6 +22,7 @@ from ...runtime.torch_calls import (
     refuse_transforms,
     require_one_device,
 )
+from ...runtime.torch_operator import operator, register_autograd, register_fake
 from . import dispatch, dropout
 
 LIBRARY = library_of(torch.empty(0))
@@ -107,13 +108,9 @@ class Arguments(NamedTuple):
         return *self[:4], self.dropout_seed
 
 
-@torch.library.custom_op(
-    "cupyflash::norm",
-    mutates_args=(),
-    schema=(
-        "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, str function, bool rms, "
-        "float eps, Tensor? dropout_seed=None, float dropout_p=0.0) -> Tensor[]"
-    ),
+@operator(
+    "norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, str function, bool rms, "
+    "float eps, Tensor? dropout_seed=None, float dropout_p=0.0) -> Tensor[]"
 )
 def _norm(*arguments: Any) -> list[Tensor]:
     """out; h if there is a residual or dropout; statistics."""
@@ -124,7 +121,7 @@ def _norm(*arguments: Any) -> list[Tensor]:
     return [y for y in results if y is not None]
 
 
-@_norm.register_fake
+@register_fake(_norm)
 def _(*arguments: Any) -> list[Tensor]:
     given = Arguments(*arguments)
     x, residual, drops = given.x, given.residual, bool(given.dropout_p)
@@ -136,11 +133,7 @@ def _(*arguments: Any) -> list[Tensor]:
     return [_rows_like(h if drops and h.dtype == x.dtype else x, x.dtype), h, stats]
 
 
-@torch.library.custom_op(
-    "cupyflash::dropout_add",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? residual, Tensor seed, str function, float p) -> Tensor",
-)
+@operator("dropout_add(Tensor x, Tensor? residual, Tensor seed, str function, float p) -> Tensor")
 def _dropout_add(
     x: Tensor, residual: Tensor | None, seed: Tensor, function: str, p: float
 ) -> Tensor:
@@ -151,19 +144,15 @@ def _dropout_add(
     return dropout.add(function, LIBRARY, x, residual, p, seed)
 
 
-@_dropout_add.register_fake
+@register_fake(_dropout_add)
 def _(x: Tensor, residual: Tensor | None, seed: Tensor, function: str, p: float) -> Tensor:
     require_one_device(function, x, residual, seed)
     return _rows_like(x, x.dtype if residual is None else residual.dtype)
 
 
-@torch.library.custom_op(
-    "cupyflash::norm_backward",
-    mutates_args=(),
-    schema=(
-        "(Tensor dout, Tensor x, Tensor? weight, Tensor stats, Tensor? dresidual, str function, "
-        "bool rms, bool need_dbias) -> Tensor[]"
-    ),
+@operator(
+    "norm_backward(Tensor dout, Tensor x, Tensor? weight, Tensor stats, Tensor? dresidual, "
+    "str function, bool rms, bool need_dbias) -> Tensor[]"
 )
 def _norm_backward(*arguments: Any) -> list[Tensor]:
     """dx, dweight if there is a weight, dbias if wanted."""
@@ -174,7 +163,7 @@ def _norm_backward(*arguments: Any) -> list[Tensor]:
     return [y for y in results if y is not None]
 
 
-@_norm_backward.register_fake
+@register_fake(_norm_backward)
 def _(dout: Tensor, x: Tensor, weight: Tensor | None, *rest: Any) -> list[Tensor]:
     require_one_device(rest[2], x, dout, weight, *rest[:2])
     sums = 0 if weight is None else 1 + rest[-1]
@@ -238,9 +227,9 @@ def _gradient_of_dropout_add(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dh if ctx.has_residual else None, None, None, None
 
 
-_norm.register_autograd(_gradient_of_norm, setup_context=_setup_norm)
-_norm_backward.register_autograd(no_second_derivative("norms have no second derivative"))
-_dropout_add.register_autograd(_gradient_of_dropout_add, setup_context=_setup_dropout_add)
+register_autograd(_norm, _gradient_of_norm, setup_context=_setup_norm)
+register_autograd(_norm_backward, no_second_derivative("norms have no second derivative"))
+register_autograd(_dropout_add, _gradient_of_dropout_add, setup_context=_setup_dropout_add)
 
 
 def _promoted(x: Tensor, weight: Any, bias: Any, residual: Any) -> tuple[Any, ...]:

@@ -1,0 +1,84 @@
+"""What a process with torch imports and what Dynamo traces in it, each case in a fresh one."""
+
+import subprocess
+import sys
+
+import pytest
+from places import ROOT
+
+pytest.importorskip("torch")
+
+
+def printed(script):
+    """The lines that a script prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+# Modules that take a second to import, and that only torch.compile, export and DTensor need.
+SLOW = ("torch._dynamo", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp")
+
+FIRST_CALLS = """
+import sys
+before = set(sys.modules)
+import torch
+brought = set(sys.modules) - before
+import cupyflash
+
+def leaf(*shape):
+    return torch.randn(shape, requires_grad=True)
+
+x, weight = leaf(16, 32), leaf(32)
+for out in (
+    cupyflash.attention(leaf(1, 16, 2, 32), *(leaf(1, 16, 1, 32) for _ in "kv"), causal=True),
+    cupyflash.layer_norm(x, weight, leaf(32)),
+    cupyflash.rms_norm(x, weight, residual=x)[0],
+    cupyflash.group_norm(leaf(2, 32, 9), 4, weight, leaf(32)),
+    cupyflash.linear(x, leaf(64, 32), leaf(64), activation="gelu"),
+    cupyflash.mlp(x, leaf(64, 32), leaf(32, 64), norm=cupyflash.Norm(weight)),
+):
+    out.sum().backward()
+print(*(name for name in SLOW if name in sys.modules and name not in brought))
+"""
+
+
+def test_first_calls_import_nothing_that_they_do_not_need():
+    assert printed(f"SLOW = {SLOW}\n{FIRST_CALLS}") == []
+
+
+# A function that has no torch operator is called outside of the graphs.
+AFTER_A_CALL_WITHOUT_TENSORS = """
+import contextlib
+import torch
+import cupyflash
+
+normal = torch.Generator().manual_seed(0)
+q, k, v = (torch.randn(2, 1, 4, 32, generator=normal) for _ in "qkv")
+caches = [torch.randn(2, 9, 4, 32, generator=normal) for _ in "kv"]
+places = torch.tensor([3, 4], dtype=torch.int32)
+graphs = []
+
+def backend(graph, inputs):
+    graphs.append(graph)
+    return graph
+
+def step(q, k, v):
+    return cupyflash.attention_with_cache(q, k, v, *caches, places) + 0
+
+expected = step(q, k, v)
+if REFUSED:
+    with contextlib.suppress(TypeError):
+        refused = lambda: cupyflash.attention_with_cache(*[None] * 6)
+        torch.compile(refused, backend=backend)()
+found = torch.compile(step, backend=backend)(q, k, v)
+for graph in graphs:
+    print(*(node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"))
+assert torch.equal(found, expected)
+"""
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_nothing_is_traced_after_a_call_without_tensors(refused):
+    """Dynamo gives a frame up for good if it is once called without tensors."""
+    assert printed(f"REFUSED = {refused}\n{AFTER_A_CALL_WITHOUT_TENSORS}") == ["add"]
