@@ -1,0 +1,1 @@
+"""Attention over the tokens of several GPUs, by torch.distributed."""
