@@ -17,7 +17,7 @@ class Ranks:
     has returned; an exception is returned, too. A context manager.
     """
 
-    def __init__(self, size):
+    def __init__(self, size, timeout=TIMEOUT):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "cupyflash.parallel", "cupyflash.testing"])
         self.folder = tempfile.TemporaryDirectory()
@@ -25,7 +25,9 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, store, rank, size), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, store, rank, size, timeout), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -64,12 +66,12 @@ class Ranks:
         self.folder.cleanup()
 
 
-def _serve(pipe, store, rank, size):
+def _serve(pipe, store, rank, size, timeout):
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
     while (call := pipe.recv()) is not None:
         function, arguments = call
         try:
