@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from cupyflash import flash_attn_varlen_func
-from cupyflash.parallel import Shard, attention
+from cupyflash.parallel import Shard, attention, choice
 from cupyflash.testing import make_alibi_slopes
 from cupyflash.testing.inputs import make_varlen_inputs
 
@@ -38,8 +38,13 @@ def shard_of(lengths, move, zigzag=True):
     return Shard(lengths, group, zigzag=zigzag)
 
 
-def forward_backward(arguments, move, zigzag=True):
-    """(index, {name: result of this rank}) of attention of a `problem`."""
+def forward_backward(arguments, move, zigzag=True, least_bytes=choice.LEAST_BYTES):
+    """(index, {name: result of this rank}) of attention of a `problem`.
+
+    Args:
+        least_bytes: of the keys that travel together; 1 for one head at a time.
+    """
+    choice.LEAST_BYTES = least_bytes
     inputs, options = problem(*arguments)
     shard = shard_of(arguments[0], move, zigzag)
     q, k, v = (shard.take(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))

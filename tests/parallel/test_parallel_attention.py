@@ -5,7 +5,11 @@ import pytest
 import torch
 
 import cupyflash
-from cupyflash.parallel.choice import heads_bytes, heads_divide
+from cupyflash.parallel import pieces
+from cupyflash.parallel.choice import LEAST_BYTES, choose, heads_at_once, heads_bytes, heads_divide
+from cupyflash.parallel.exchange import calls as calls_of
+from cupyflash.parallel.exchange import exchange
+from cupyflash.parallel.tokens import Band, Tokens
 from cupyflash.testing import expected
 
 OPTIONS = [
@@ -26,10 +30,10 @@ HEADS = ((4, 4), (8, 2), (4, 1))
 
 
 def cases():
-    """((lengths, dtype, heads, head_dim, options), zigzag), two for each of the options."""
+    """((lengths, dtype, heads, head_dim, options), zigzag, least_bytes), two for each option."""
     for i, options in enumerate(OPTIONS * 2):
         arguments = (LENGTHS[i % 5], DTYPES[i // 2 % 3], HEADS[i % 3], 16, options)
-        yield arguments, i % 4 > 0
+        yield arguments, i % 4 > 0, (1, LEAST_BYTES)[i // 3 % 2]
 
 
 @pytest.mark.parametrize("size", ["two", "four"])
@@ -38,12 +42,12 @@ def test_forward_and_backward(size, request):
     ranks, moves = request.getfixturevalue(size), ["heads", "keys"]
     if size == "four":
         moves += [(2, 2), (4, 1)]
-    for arguments, zigzag in cases():
+    for arguments, *others in cases():
         inputs, options = calls.problem(*arguments)
         options.pop("deterministic", None)  # the reference always is
         right = expected(inputs, **options)
         for move in moves:
-            results = ranks.run(calls.forward_backward, arguments, move, zigzag)
+            results = ranks.run(calls.forward_backward, arguments, move, *others)
             right.check(**calls.whole(results, sum(arguments[0])))
 
 
@@ -72,6 +76,37 @@ def test_key_heads_for_several_ranks(four):
     expected(inputs, **options).check(**calls.whole(results, 41))
 
 
+@pytest.mark.parametrize(
+    ("options", "band"),
+    [({"causal": True}, Band(None, 0)), ({"window": (9, 4)}, Band(9, 4)), ({}, Band())],
+    ids=str,
+)
+def test_eight_ranks_in_one_process(options, band):
+    """The same code, with the keys of lists in the place of a collective."""
+    lengths, ranks = [150, 3, 61], 8
+    inputs, _ = calls.problem(lengths, "float32", (4, 2), 16, {})
+    tokens = Tokens.of(lengths, ranks)
+    keys = torch.cat([inputs.k, inputs.v], dim=2)
+    results, sums = [], torch.zeros_like(keys)
+    for rank in range(ranks):
+        index, plan = torch.from_numpy(tokens.index(rank)), exchange(tokens, rank, band)
+        numbers = torch.from_numpy(plan.numbers)
+        arrived = keys[numbers.clamp(min=0)]
+        arrived[numbers < 0] = torch.nan  # nobody reads padding
+        device_calls = [pieces.DeviceCall.of(x, keys.device)
+                        for x in calls_of(tokens, rank, band, plan)]  # fmt: skip
+        q, dout = inputs.q[index], inputs.dout[index]
+        out, lse = pieces.forward(device_calls, q, arrived, {}, None, None)
+        dq, dkeys, _ = pieces.backward(
+            device_calls, dout, q, arrived, out, lse, None, {}, None, None
+        )
+        sums.index_add_(0, numbers[numbers >= 0], dkeys[numbers >= 0])
+        results.append((index, {"out": out, "lse": lse.t(), "dq": dq}))
+    dk, dv = sums.split(16, dim=2)
+    right = expected(inputs, **options)
+    right.check(**calls.whole(results, sum(lengths)), dk=dk, dv=dv)
+
+
 @pytest.mark.parametrize("move", ["heads", "keys"])
 def test_ways_of_torch(move, two):
     """Checkpoints, torch.compile, strided inputs, no gradient, autocast, the gradient of an LSE."""
@@ -92,3 +127,26 @@ def test_bytes_of_heads(heads, move, four):
     assert heads_divide(4, *heads)
     for sent in four.run(calls.bytes_sent, heads, move):
         assert sent == 16 * heads_bytes(4, heads, (16, 16), 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "others", "move"),
+    [
+        (2, (32, 8), {}, "keys"),
+        (8, (64, 8), {}, "keys"),
+        (8, (32, 32), {}, "heads"),
+        (64, (64, 8), {}, "heads"),
+        (64, (64, 8), {"share": 0.02}, "keys"),  # a window
+        (6, (32, 8), {}, "keys"),  # which six ranks cannot divide
+        (2, (32, 8), {"needs_heads": True}, "heads"),
+    ],
+)
+def test_auto_takes_fewer_bytes(ranks, heads, others, move):
+    assert choose(ranks, heads, (128, 128), 2, **others) == move
+
+
+def test_heads_at_once():
+    """One launch for few keys, and one key head at a time for many."""
+    counts = [heads_at_once(n, 8, (128, 128), 2) for n in (1024, 16384, 32768, 65536, 2**20)]
+    assert counts == [8, 4, 2, 1, 1]
+    assert heads_at_once(0, 8, (128, 128), 2) == 8 and heads_at_once(4, 0, (128, 128), 2) == 1
