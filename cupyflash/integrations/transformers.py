@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..ops.attention.operations import FORWARD
 from ..ops.attention.options import Extras, plain_options
-from . import transformers_mask
+from ..parallel.context import current
+from . import transformers_mask, transformers_parallel
 from .transformers_mask import FUNCTION, Mask, mask
 from .transformers_models import NAME, check_when_loaded
 from .transformers_pattern import Pattern, answer_for_packing
@@ -95,6 +96,9 @@ def attention(
         others: ``sliding_window``, the number of keys that a query sees, itself included, and
             the rest of `OTHERS`. Models that hand over anything else raise when they are loaded.
 
+    In `cupyflash.parallel.context` the tensors have the tokens of this rank, and the pattern of the
+    mask holds in each sequence of the shard; masks of other tokens are refused.
+
     Raises:
         NotImplementedError: ``output_attentions``, a paged cache, ``block_indices``, ``sinks``,
             ``indices`` with an additive mask; packed sequences with ``indices``, a
@@ -117,6 +121,14 @@ def attention(
     options["deterministic"] = False if deterministic is None else deterministic
     sliding = others.get("sliding_window")
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if (given := current(FUNCTION)) is not None:
+        _refuse(indices, "indices of keys in parallel.context", "all keys of a layer")
+        _refuse(position_bias, "position biases in parallel.context", "layers without one")
+        _refuse(cu_seq_lens_q, "cu_seq_lens in parallel.context", "the lengths of its shard")
+        causal, window = _inside_sequences(attention_mask, causal, sliding)
+        options["sinks"] = s_aux
+        tensors = query, key, value
+        return transformers_parallel.attention(given, *tensors, causal, window, options), None
     if cu_seq_lens_q is not None:
         _refuse(indices, "indices of keys in packed sequences", "sequences of one length")
         _refuse(position_bias, "position biases of packed sequences", "sequences of one length")

@@ -13,7 +13,6 @@ from .. import environment
 from ..ops.attention.options import Extras, Options, plain_options
 from ..runtime.array import compiling
 from ..runtime.checks import plain_flag, short
-from ..runtime.torch_calls import eagerly
 from . import choice
 from .agreement import ERRORS, agree
 from .checks import Call, checked, refuse_not_built
@@ -93,7 +92,12 @@ def attention(
     }  # fmt: skip
     extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
     arguments = (q, k, v, shard, options, extras, return_lse, move, not_built)
-    out, lse = eagerly(_call, *arguments) if compiling() else _call(*arguments)
+    if compiling():
+        from ..runtime.torch_calls import eagerly  # which imports much that few need
+
+        out, lse = eagerly(_call, *arguments)
+    else:
+        out, lse = _call(*arguments)
     return (out, lse) if return_lse else out
 
 

@@ -21,7 +21,6 @@ from torch.autograd.function import once_differentiable
 
 from ..ops.attention.operations import FORWARD
 from ..ops.attention.options import Extras, plain_options
-from ..runtime.torch_calls import readable
 from . import pieces
 from .pieces import FUNCTION, Keys
 from .transport import Failures, Team, all_to_all
@@ -170,7 +169,9 @@ class AttentionOverKeys(torch.autograd.Function):
     def backward(ctx: Any, dout, dlse):  # noqa: ANN001, ANN205
         q, k, v, out, lse, slopes, sinks = ctx.saved_tensors
         keys, options, groups = ctx.rest
-        dout = readable(dout, out)
+        if dout is None:  # only the LSE is used
+            dout = torch.zeros_like(out)
+        dout = dout.contiguous()  # perhaps an expanded scalar
         gradients = dq, dk, dv, dsinks = (
             *map(torch.zeros_like, (q, k, v)), None if sinks is None else torch.zeros_like(sinks)
         )  # fmt: skip

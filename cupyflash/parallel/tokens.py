@@ -5,8 +5,9 @@ all sequences, one after another; positions count from the first token of a sequ
 
 A query at position i sees the keys from i - left to i + right. The work of a causal query grows
 with its position, so that with zigzag rank r of P holds the parts r and 2 P - 1 - r of a sequence:
-an early one and a late one. In every second sequence rank P - 1 - r holds them, as what does not
-divide evenly would else always favour the same ranks.
+an early one and a late one. Of the sequences that have no whole number of tokens a part, every
+second one is mirrored: rank P - 1 - r holds them, as the longer parts would else always be those of
+the same ranks.
 """
 
 import dataclasses
@@ -44,11 +45,13 @@ class Tokens:
         lengths: int64 (sequences,).
         cuts: int64 (sequences, parts + 1), the positions where parts begin, and the length.
         zigzag: a rank holds two parts of each sequence, from both ends; else one.
+        mirrored: bool (sequences,), where ranks count from the other end.
     """
 
     lengths: numpy.ndarray
     cuts: numpy.ndarray
     zigzag: bool
+    mirrored: numpy.ndarray
 
     @classmethod
     def of(cls, lengths: Sequence[int], ranks: int, zigzag: bool = True) -> "Tokens":
@@ -60,17 +63,18 @@ class Tokens:
         lengths = numpy.asarray(lengths, dtype=numpy.int64).reshape(-1)
         parts = 2 * ranks if zigzag else ranks
         part = numpy.arange(parts)
-        owner = numpy.broadcast_to(part, (len(lengths), parts))
-        if zigzag:
-            owner = _mirrored(numpy.minimum(owner, parts - 1 - owner), ranks)
         size, longer = numpy.divmod(lengths, parts)
+        uneven = longer > 0
+        mirrored = uneven & (numpy.cumsum(uneven) % 2 == 0) & zigzag
+        owner = numpy.minimum(part, parts - 1 - part) if zigzag else part
+        owner = numpy.where(mirrored[:, None], ranks - 1 - owner, owner)
         turn = (numpy.cumsum(longer) - longer)[:, None] % ranks
         # The place of each part in the order in which the parts of a sequence become longer.
         place = (owner - turn) % ranks + (part >= ranks) * ranks
         sizes = size[:, None] + (place < longer[:, None])
         cuts = numpy.zeros((len(lengths), parts + 1), numpy.int64)
         numpy.cumsum(sizes, axis=1, out=cuts[:, 1:])
-        return cls(lengths, cuts, zigzag)
+        return cls(lengths, cuts, zigzag, mirrored)
 
     @property
     def ranks(self) -> int:
@@ -93,7 +97,7 @@ class Tokens:
         sizes = numpy.diff(self.cuts, axis=1)
         if self.zigzag:
             sizes = sizes[:, : self.ranks] + sizes[:, self.ranks :][:, ::-1]
-            sizes[1::2] = sizes[1::2, ::-1]
+            sizes[self.mirrored] = sizes[self.mirrored, ::-1]
         return sizes.sum(axis=0)
 
     def teams(self, size: int) -> "Tokens":
@@ -102,9 +106,8 @@ class Tokens:
 
     def pieces(self, rank: int) -> Pieces:
         """The runs of a rank; two parts that touch are one run."""
-        part = numpy.full((len(self.cuts), 1), rank)
+        part = numpy.where(self.mirrored, self.ranks - 1 - rank, rank)[:, None]
         if self.zigzag:
-            part = _mirrored(part, self.ranks)
             part = numpy.concatenate([part, 2 * self.ranks - 1 - part], axis=1)
         begin = numpy.take_along_axis(self.cuts, part, axis=1)
         end = numpy.take_along_axis(self.cuts, part + 1, axis=1)
@@ -145,13 +148,6 @@ class Tokens:
         last = length, position + (band.right or 0) + 1
         begin = numpy.maximum(0, first[band.left is not None])
         return int((numpy.minimum(length, last[band.right is not None]) - begin).sum())
-
-
-def _mirrored(rank: numpy.ndarray, ranks: int) -> numpy.ndarray:
-    """Ranks by sequence, (sequences, ...), counted from the other end in every second sequence."""
-    rank = rank.copy()
-    rank[1::2] = ranks - 1 - rank[1::2]
-    return rank
 
 
 def ranges(begin: numpy.ndarray, end: numpy.ndarray) -> numpy.ndarray:
