@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..ops.attention.operations import FORWARD
 from ..ops.attention.options import Extras, plain_options
-from ..parallel.context import current
-from . import transformers_mask, transformers_parallel
+from ..parallel.context import attention_of_rows, current
+from . import transformers_mask
 from .transformers_mask import FUNCTION, Mask, mask
 from .transformers_models import NAME, check_when_loaded
 from .transformers_pattern import Pattern, answer_for_packing
@@ -126,9 +126,8 @@ def attention(
         _refuse(position_bias, "position biases in parallel.context", "layers without one")
         _refuse(cu_seq_lens_q, "cu_seq_lens in parallel.context", "the lengths of its shard")
         causal, window = _inside_sequences(attention_mask, causal, sliding)
-        options["sinks"] = s_aux
-        tensors = query, key, value
-        return transformers_parallel.attention(given, *tensors, causal, window, options), None
+        options |= {"causal": causal, "window": window, "sinks": s_aux}
+        return attention_of_rows(FUNCTION, given, query, key, value, **options), None
     if cu_seq_lens_q is not None:
         _refuse(indices, "indices of keys in packed sequences", "sequences of one length")
         _refuse(position_bias, "position biases of packed sequences", "sequences of one length")

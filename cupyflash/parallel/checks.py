@@ -37,6 +37,7 @@ class Call(NamedTuple):
         dims: of q and k, and of v.
         dtype: of q, k and v.
         extras: the shapes and dtypes of the optional arrays.
+        sequences: of the shard.
         gradient: whether a backward pass may follow.
     """
 
@@ -47,6 +48,7 @@ class Call(NamedTuple):
     dims: tuple[int, int]
     dtype: torch.dtype
     extras: list[Any]
+    sequences: int
     gradient: bool
 
 
@@ -96,6 +98,7 @@ def checked(
         dims,
         q.dtype,
         [None if x is None else (tuple(x.shape), x.dtype) for x in (slopes, extras.sinks)],
+        len(shard.lengths),
         torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
     )
 

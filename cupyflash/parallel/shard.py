@@ -1,5 +1,6 @@
 """`Shard`: which tokens of packed sequences this rank holds, and how they come together again."""
 
+import copy
 import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -100,6 +101,17 @@ class Shard:
             fact = f"x must have the {len(self)} tokens of rank {self.rank} along axis {dim}"
             raise ValueError(f"parallel.Shard.gather: {fact}, got {tuple(x.shape)}")
         return _Gather.apply(x.movedim(dim, 0), self).movedim(0, dim)
+
+    def of_rows(self, rows: int) -> "Shard":
+        """The shard of a batch of so many rows, one after another, each divided like this one."""
+        if rows == 1:
+            return self
+        key = ("rows", rows)
+        if key not in self.kept:
+            shard = self.kept[key] = copy.copy(self)
+            shard.lengths, shard.tokens = rows * self.lengths, self.tokens.of_rows(rows)
+            shard.kept, shard.agreed = {}, False
+        return self.kept[key]
 
     def on(self, device: Any, name: Hashable, make: Any) -> Tensor:
         """A tensor from the array that ``make`` returns, kept for each device."""

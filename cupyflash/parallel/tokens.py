@@ -104,6 +104,15 @@ class Tokens:
         """The same division among teams of ``size`` ranks that follow each other."""
         return dataclasses.replace(self, cuts=self.cuts[:, ::size])
 
+    def of_rows(self, rows: int) -> "Tokens":
+        """So many rows of these sequences, one after another, each divided in the same way."""
+        return dataclasses.replace(
+            self,
+            lengths=numpy.tile(self.lengths, rows),
+            cuts=numpy.tile(self.cuts, (rows, 1)),
+            mirrored=numpy.tile(self.mirrored, rows),
+        )
+
     def pieces(self, rank: int) -> Pieces:
         """The runs of a rank; two parts that touch are one run."""
         part = numpy.where(self.mirrored, self.ranks - 1 - rank, rank)[:, None]
