@@ -19,7 +19,15 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DOCS = {path.stem: path for path in sorted((ROOT / "cupyflash" / "docs").glob("*.md"))}
 ADDING = DOCS.pop("adding_an_operation")  # test_contributing.py builds its example
-LINKING = [README, *DOCS.values(), ADDING, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PARALLEL = DOCS.pop("parallel")  # parallel/test_parallel_page.py runs its examples
+LINKING = [
+    README,
+    *DOCS.values(),
+    ADDING,
+    PARALLEL,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+]
 LINKING += [ROOT / "tests" / "README.md", *sorted((ROOT / "bench").rglob("*.md"))]
 # What a page says to change without a GPU; fewer tokens, as NumPy is slow.
 WITHOUT_GPU = (
