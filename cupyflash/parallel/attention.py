@@ -20,6 +20,7 @@ from .exchange import calls, exchange
 from .moves import AttentionOverKeys, Heads, join_heads, split_heads, whole_sequences
 from .pieces import FUNCTION, DeviceCall, Keys
 from .shard import Shard
+from .sharded import sharding_of
 from .transport import Team
 
 logger = logging.getLogger("cupyflash")
@@ -56,7 +57,8 @@ def attention(
 
     Args:
         q: (tokens of this rank, heads_q, head_dim), float16, bfloat16 or float32, the tokens that
-            ``shard.take`` takes, in that order.
+            ``shard.take`` takes, in that order. Or a DTensor of all tokens, in ``shard.order``,
+            sharded along them; then so are k, v and the results.
         k: (tokens of this rank, heads_kv, head_dim); heads_q is a multiple of heads_kv.
         v: like k; its head_dim may be another one.
         shard: the division of the sequences.
@@ -112,11 +114,14 @@ def _call(
     move: str,
     not_built: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    call = error = None
+    call = error = sharding = None
     try:
         refuse_not_built(not_built)
         return_lse = plain_flag(FUNCTION, "return_lse", return_lse)
         plain = Options(*plain_options(FUNCTION, **options))
+        sharding = sharding_of(shard, q, k, v)
+        if sharding is not None:
+            q, k, v = (x.to_local() for x in (q, k, v))
         q, k, v, extras = _autocast(q, k, v, extras)
         call = checked(q, k, v, shard, plain, extras, move)
     except ERRORS as raised:
@@ -128,7 +133,10 @@ def _call(
     elif error is not None:
         with shard.failures.reported(FUNCTION):
             raise error
-    return _moved(q, k, v, shard, call, extras, return_lse)
+    out, lse = _moved(q, k, v, shard, call, extras, return_lse)
+    if sharding is None:
+        return out, lse
+    return sharding.result(out, 0), sharding.result(lse if return_lse else None, 1)
 
 
 def _moved(

@@ -41,8 +41,8 @@ class Shard:
 
     def __init__(self, lengths: Sequence[int], group: Any = None, *, zigzag: bool = True) -> None:
         function = "parallel.Shard"
-        self.teams, members = _teams(function, group)
-        self.failures = Failures(self.teams, members)
+        self.teams, self.members = _teams(function, group)
+        self.failures = Failures(self.teams, self.members)
         self.rank, self.ranks = number(self.teams), self.failures.ranks
         error = None
         try:

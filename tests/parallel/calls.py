@@ -5,6 +5,8 @@ import functools
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as Along
 from torch.utils.checkpoint import checkpoint
 
 from cupyflash import flash_attn_varlen_func
@@ -172,3 +174,31 @@ def bytes_sent(heads, move):
     finally:
         dist.all_to_all_single = send
     return sum(sent)
+
+
+def of_sharded(move):
+    """Whether DTensors have the results of their local parts, and what is refused, as texts."""
+    lengths = [23, 9]
+    inputs, _ = problem(lengths, "float32", (4, 2), 16, {})
+    ranks = dist.get_world_size()
+    group = mesh(*move) if isinstance(move, tuple) else init_device_mesh("cpu", (ranks,))
+    shard, places = Shard(lengths, group), [Along(0)] * group.ndim
+    local = [shard.take(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    given = [DTensor.from_local(x.detach(), group, places).requires_grad_() for x in local]
+    dout = shard.take(inputs.dout)
+    out, lse = attention(*local, shard, causal=True, return_lse=True)
+    right = [out, *torch.autograd.grad(out, local, dout)]
+    sharded, sharded_lse = attention(*given, shard, causal=True, return_lse=True)
+    assert sharded.shape == inputs.q.shape and sharded_lse.shape == (4, 32)
+    sharded.backward(DTensor.from_local(dout, group, places))
+    found = [sharded, *(x.grad for x in given)]
+    same = all(torch.equal(x.to_local(), y) for x, y in zip(found, right, strict=True))
+    same &= torch.equal(sharded_lse.to_local(), lse)
+    texts = []
+    for wrong in ((given[0], *local[1:]), [x.redistribute(group, [Replicate()] * group.ndim)
+                                           for x in given]):  # fmt: skip
+        try:
+            attention(*wrong, shard)
+        except (TypeError, ValueError) as error:
+            texts.append(str(error))
+    return same, texts

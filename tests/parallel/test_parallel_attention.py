@@ -114,6 +114,14 @@ def test_ways_of_torch(move, two):
         assert [way for way, same in found.items() if not same] == []
 
 
+def test_sharded_tensors(two, four):
+    """DTensors, of a mesh of one axis and of two."""
+    for ranks, move in ((two, "auto"), (four, (2, 2))):
+        for same, texts in ranks.run(calls.of_sharded, move):
+            assert same
+            assert "must all be DTensors, or none" in texts[0] and "must be Shard(0)" in texts[1]
+
+
 def test_take_and_gather(two, four):
     for ranks in (two, four):
         for lengths in LENGTHS:
