@@ -19,6 +19,7 @@ SCRIPTS = {  # name: module of bench
     "rounding": "attention.rounding",
     "tuning": "attention.tuning",
     "host_time": "attention.host_time",
+    "parallel": "parallel.parallel",
     "linear": "linear.linear",
     "linear_training": "linear.training",
     "norms": "norm.norms",

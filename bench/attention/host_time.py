@@ -83,6 +83,8 @@ def torch_call(provider: Provider, problem: Problem, pass_: str, mode: str) -> C
     """A provider on torch tensors, bare: the context of a forced backend is no part of a call."""
     import torch
 
+    if mode == "graph" and data.DEVICE == "cpu":
+        raise NotImplementedError("a CPU has no graphs")
     call = Call(provider, data.of_problem(problem), problem.causal)
     grad = pass_ != "fwd"
     inputs = tuple(x.detach().requires_grad_(grad) for x in (call.q, call.k, call.v))
@@ -122,6 +124,8 @@ def cupy_call(problem: Problem, pass_: str, mode: str) -> Callable[[], Any]:
 
     if pass_ == "fwd grad" or mode == "compiled":
         raise NotImplementedError("CuPy has no autograd and no compiler")
+    if data.DEVICE == "cpu":
+        raise NotImplementedError("CuPy needs a GPU")
     inputs = make_inputs(
         "cupy",
         problem.dtype,

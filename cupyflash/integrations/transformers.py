@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..ops.attention.operations import FORWARD
 from ..ops.attention.options import Extras, plain_options
+from ..parallel.context import attention_of_rows, current
 from . import transformers_mask
 from .transformers_mask import FUNCTION, Mask, mask
 from .transformers_models import NAME, check_when_loaded
@@ -95,6 +96,9 @@ def attention(
         others: ``sliding_window``, the number of keys that a query sees, itself included, and
             the rest of `OTHERS`. Models that hand over anything else raise when they are loaded.
 
+    In `cupyflash.parallel.context` the tensors have the tokens of this rank, and the pattern of the
+    mask holds in each sequence of the shard; masks of other tokens are refused.
+
     Raises:
         NotImplementedError: ``output_attentions``, a paged cache, ``block_indices``, ``sinks``,
             ``indices`` with an additive mask; packed sequences with ``indices``, a
@@ -113,6 +117,13 @@ def attention(
     options["deterministic"] = False if deterministic is None else deterministic
     sliding = others.get("sliding_window")
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if (given := current(FUNCTION)) is not None:
+        _refuse(indices, "indices of keys in parallel.context", "all keys of a layer")
+        _refuse(position_bias, "position biases in parallel.context", "layers without one")
+        _refuse(cu_seq_lens_q, "cu_seq_lens in parallel.context", "the lengths of its shard")
+        causal, window = _inside_sequences(attention_mask, causal, sliding)
+        options |= {"causal": causal, "window": window, "sinks": s_aux}
+        return attention_of_rows(FUNCTION, given, query, key, value, **options), None
     if cu_seq_lens_q is not None:
         _refuse(indices, "indices of keys in packed sequences", "sequences of one length")
         _refuse(position_bias, "position biases of packed sequences", "sequences of one length")

@@ -10,14 +10,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from page_blocks import ADDING, DOCS, README, blocks_of
+from page_blocks import ADDING, DOCS, PARALLEL, README, blocks_of
 from places import ROOT, SUPPORT
 from targets import compute_capability
 
 import cupyflash
 from cupyflash import environment
 
-LINKING = [README, *DOCS.values(), ADDING, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+LINKING = [
+    README,
+    *DOCS.values(),
+    ADDING,
+    PARALLEL,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+]
 LINKING += [ROOT / "tests" / "README.md", *sorted((ROOT / "bench").rglob("*.md"))]
 # What a page says to change without a GPU; fewer tokens, as NumPy is slow.
 WITHOUT_GPU = (

@@ -19,7 +19,7 @@ LAYERS = (  # the lowest first; modules of one line are siblings that do not imp
     ("ops.attention", "ops.norm", "ops.diffusion", "ops.baselines"),
     ("ops.linear", "ops.decode", "ops.group_norm"),
     ("ops.block", "ops"),
-    ("machine", "precompile"),
+    ("machine", "parallel", "precompile"),
     ("__init__",),
     ("testing", "models", "integrations"),
     ("commands",),

@@ -15,6 +15,7 @@ from places import ROOT
 README = ROOT / "README.md"
 DOCS = {path.stem: path for path in sorted((ROOT / "cupyflash" / "docs").glob("*.md"))}
 ADDING = DOCS.pop("adding_an_operation")  # its example is built by test_contributing
+PARALLEL = DOCS.pop("parallel")  # those of this page run on two processes: test_parallel_page
 
 
 def blocks_of(path, language):

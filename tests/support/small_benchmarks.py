@@ -10,6 +10,7 @@ from bench.__main__ import SCRIPTS
 from bench.attention.extras import Comparison, Variant, packed
 from bench.attention.model_shapes import PADDING, PAIR, model
 from bench.lib import data, harness, report, timing
+from bench.parallel.problems import Case
 from bench.transformers.gpt import Size
 from cupyflash.testing.problem import Problem
 from cupyflash.testing.timing import Timing
@@ -41,6 +42,11 @@ COMPARISONS = (
     Comparison(
         "impossible", Variant(Problem("bfloat16", 512, 1, 300, 4, 2, True)), (Variant(SMALL),), 0.9
     ),
+)
+PARALLEL = (
+    Case(64, 4, 2, 16),
+    Case(64, 4, 2, 16, packed=True),
+    Case(64, 4, 1, 16, window=20),
 )
 GPT = Size(layers=1, width=32, heads=2, seqlen=24, batch=2)
 
@@ -106,6 +112,11 @@ BENCHMARKS = {
             "attention.host_time.SAMPLES": 3,
             "attention.host_time.PROBLEMS": (SMALL,),
         },
+    ),
+    "parallel": Small(
+        "--gpus 2 --dtype float32 --checked 32 --impls cupyflash-heads cupyflash-keys ring",
+        2 * (4 + 3 + 3),  # the ring has one sequence only, without a window
+        {"parallel.parallel.CASES": PARALLEL},
     ),
     "linear": Small(
         "--dtype float32 --rows 4 20 --impls cupyflash torch-eager",

@@ -1,0 +1,213 @@
+"""What each rank of bench parallel runs: checks beside one process, then times."""
+
+import dataclasses
+import datetime
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.lib.harness import assert_right
+from bench.parallel.exact import exact
+from bench.parallel.problems import Case
+from bench.parallel.providers import Function, alone, provider
+from cupyflash.parallel import Shard
+
+ONE = "cupyflash-one-gpu"
+PASSES = ("fwd", "fwd+bwd")
+SLOW = 250e12  # operations a second of a slow implementation, to tell whether there is time
+WARM_UP = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Of a run, for all ranks.
+
+    Attributes:
+        device: "cuda", or "cpu" in tests.
+        checked: tokens of a GPU in the comparison with one process.
+        seconds: after which no measurement begins that would not end in time.
+    """
+
+    device: str
+    dtype: torch.dtype
+    cases: tuple[Case, ...]
+    impls: tuple[str, ...]
+    repeats: int
+    checked: int
+    seconds: float
+
+
+def run(rank: int, ranks: int, settings: Settings, store: str, queue: Any) -> None:
+    """Puts (kind, content) into the queue: rows, and notes of what was left out."""
+    begin, backend = time.monotonic(), "nccl" if settings.device == "cuda" else "gloo"
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    device = torch.device(settings.device, rank if settings.device == "cuda" else None)
+    if settings.device == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=120)
+    dist.init_process_group(
+        backend, init_method=store, rank=rank, world_size=ranks, timeout=timeout
+    )
+    for case in settings.cases:
+        Measured(case, rank, ranks, device, settings, begin, queue).run()
+    dist.barrier()
+    if rank == 0:
+        queue.put(("end", None))
+    dist.destroy_process_group()
+
+
+class Measured:
+    """The measurements of one case."""
+
+    def __init__(
+        self,
+        case: Case,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        settings: Settings,
+        begin: float,
+        queue: Any,
+    ) -> None:
+        self.case, self.rank, self.ranks, self.device = case, rank, ranks, device
+        self.settings, self.begin, self.queue = settings, begin, queue
+
+    def run(self) -> None:
+        one, times = self.case.share_of_one(self.ranks)
+        alone_ms: dict[str, float] = {}
+        if not self.time_for("fwd", 1):
+            return
+        self.measure(ONE, alone(one, 1, self.device), one, alone_ms, times)
+        for name in self.settings.impls:
+            shard = Shard(self.case.lengths(self.ranks))
+            try:
+                with provider(name, self.case, shard) as function:
+                    if self.everywhere(functools.partial(self.check, name), name):
+                        self.measure(name, function, self.case, alone_ms)
+            except Exception as error:  # on all ranks, before anything is sent
+                self.note(name, error)
+
+    def measure(
+        self,
+        name: str,
+        function: Function,
+        case: Case,
+        alone_ms: dict[str, float],
+        times: float = 1.0,
+    ) -> None:
+        """Adds a row for each pass there is time for."""
+        q, k, v, dout = self.inputs(case, case.tokens, seed=self.rank)
+
+        def forward() -> None:
+            with torch.no_grad():
+                function(q, k, v)
+
+        def both() -> None:
+            torch.autograd.grad(function(q, k, v), (q, k, v), dout)
+
+        for direction, call in zip(PASSES, (forward, both), strict=True):
+            repeats = self.time_for(direction, self.settings.repeats)
+            if not repeats:
+                self.note(name, TimeoutError(f"no time is left for {direction}"))
+                return
+            ms = self.everywhere(functools.partial(self.clock, call, repeats), name)
+            if ms is None:
+                return
+            ms *= times
+            alone_ms.setdefault(direction, ms)
+            if self.rank == 0:
+                flops = self.case.flops(self.ranks, direction) / self.ranks
+                rates = {"tflops": round(flops / ms / 1e9, 1), "ms": round(ms, 4)}
+                rates["share"] = round(alone_ms[direction] / ms, 4)
+                row = self.case.row(self.ranks, impl=name, **{"pass": direction}, **rates)
+                self.queue.put(("row", row))
+
+    def inputs(self, case: Case, tokens: int, seed: int) -> list[Tensor]:
+        """q, k, v, which want a gradient, and dout."""
+        source = torch.Generator(self.device).manual_seed(seed)
+        heads = (case.heads, case.heads_kv, case.heads_kv, case.heads)
+        made = [
+            torch.randn(
+                tokens, h, case.head_dim, generator=source, device=self.device,
+                dtype=self.settings.dtype,
+            )
+            for h in heads
+        ]  # fmt: skip
+        return [x.requires_grad_() for x in made[:3]] + made[3:]
+
+    def check(self, name: str) -> bool:
+        """Few tokens beside float64, with the usual rule and the errors of one process."""
+        tokens = min(self.case.tokens, self.settings.checked)
+        case = dataclasses.replace(self.case, tokens=tokens)
+        whole = self.inputs(case, tokens * self.ranks, seed=0)
+        shard = Shard(case.lengths(self.ranks))
+        mine = [shard.take(x.detach()) for x in whole]
+        with provider(name, case, shard) as function:
+            found = _results(function, *mine)
+        right = exact(case, self.ranks, *whole)
+        in_dtype = _results(alone(case, self.ranks, self.device), *(x.detach() for x in whole))
+        results = zip(("out", "dq", "dk", "dv"), found, right, in_dtype, strict=True)
+        for what, x, in_float64, yardstick in results:
+            assert_right(x, shard.take(in_float64), shard.take(yardstick), what)
+        return True
+
+    def everywhere(self, call: Callable[[], Any], name: str) -> Any:
+        """The result of the call, or None if any rank fails."""
+        error, result = None, None
+        try:
+            result = call()
+        except Exception as raised:  # whatever a library raises
+            error = raised
+        wrong = torch.tensor([int(error is not None)], device=self.device)
+        dist.all_reduce(wrong)
+        if error is not None:
+            self.note(name, error)
+        return None if wrong.item() else result
+
+    def time_for(self, direction: str, repeats: int) -> int:
+        """How many calls there is time for, the same on all ranks; 0 for none."""
+        left = self.settings.seconds - (time.monotonic() - self.begin)
+        one = self.case.flops(self.ranks, direction) / self.ranks / SLOW
+        known = torch.tensor([left / max(one, 1e-9)], device=self.device)
+        dist.all_reduce(known, op=dist.ReduceOp.MIN)
+        calls = int(known.item()) - WARM_UP
+        return max(0, min(repeats, calls)) if calls > 0 else 0
+
+    def clock(self, call: Callable[[], None], repeats: int) -> float:
+        """ms of the slowest rank, median."""
+        for _ in range(WARM_UP):
+            call()
+        times = []
+        for _ in range(repeats):
+            self.synchronize()
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            self.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+        slowest = torch.tensor(times, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return statistics.median(slowest.tolist())
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def note(self, name: str, error: Exception) -> None:
+        self.queue.put(("note", (name, error.__class__, str(error), str(self.case), self.rank)))
+
+
+def _results(function: Function, *tensors: Tensor) -> list[Tensor]:
+    q, k, v, dout = tensors
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = function(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]

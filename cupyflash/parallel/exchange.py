@@ -1,0 +1,182 @@
+"""Which keys travel between which ranks, and where they lie when they have arrived.
+
+Where most ranks need most keys, everybody gets all of them (an all-gather, and the gradients go
+back by a reduce-scatter). Where a window needs few, each rank gets those that it needs (an
+all-to-all, both ways).
+"""
+
+import dataclasses
+import functools
+
+import numpy
+
+from .tokens import Band, Pieces, Tokens, ranges, union
+
+MOST_TO_SEND = 0.5  # share of all keys: an all-gather hides better behind attention than all-to-all
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exchange:
+    """What one rank sends and receives.
+
+    Attributes:
+        everything: all ranks get all keys, those of each rank padded to ``rows`` rows.
+        rows: the rows of each rank that an all-gather sends.
+        send: int64, the local rows that are sent, in the order of the ranks that get them; of an
+            all-gather every row, once.
+        send_counts, receive_counts: rows for and from each rank, of an all-to-all.
+        numbers: int64, the number of the token in each row that arrives, -1 for padding.
+    """
+
+    everything: bool
+    rows: int
+    send: numpy.ndarray
+    send_counts: list[int]
+    receive_counts: list[int]
+    numbers: numpy.ndarray
+
+    @property
+    def kind(self) -> str:
+        """For messages."""
+        return "all keys" if self.everything else f"{sum(self.receive_counts)} keys"
+
+    @functools.cached_property
+    def sources(self) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """(the numbers that arrive, ascending; the row of each)."""
+        order = numpy.argsort(self.numbers, kind="stable")
+        order = order[numpy.count_nonzero(self.numbers < 0) :]
+        return self.numbers[order], order
+
+    def rows_of(self, numbers: numpy.ndarray) -> numpy.ndarray:
+        """The rows in which tokens of these numbers arrive."""
+        known, rows = self.sources
+        return rows[numpy.searchsorted(known, numbers)]
+
+
+def share(tokens: Tokens, band: Band) -> float:
+    """The keys that a rank sees, on average, as a share of all keys."""
+    needs = (needed(tokens, rank, band) for rank in range(tokens.ranks))
+    wanted = sum(int((end - begin).sum()) for begin, end in needs)
+    return wanted / max(1, tokens.ranks * tokens.total)
+
+
+def exchange(tokens: Tokens, rank: int, band: Band) -> Exchange:
+    """The exchange of the keys that the queries of every rank see."""
+    if tokens.ranks == 1 or share(tokens, band) > MOST_TO_SEND:
+        return _everything(tokens, rank)
+    needs = [needed(tokens, other, band) for other in range(tokens.ranks)]
+    send = [_rows(tokens.pieces(rank), tokens, *need) for need in needs]
+    begin, end = needs[rank]
+    numbers = [
+        tokens.index(other)[_rows(tokens.pieces(other), tokens, begin, end)]
+        for other in range(tokens.ranks)
+    ]
+    return Exchange(
+        everything=False,
+        rows=0,
+        send=numpy.concatenate(send),
+        send_counts=[len(x) for x in send],
+        receive_counts=[len(x) for x in numbers],
+        numbers=numpy.concatenate(numbers),
+    )
+
+
+def _everything(tokens: Tokens, rank: int) -> Exchange:
+    rows = int(tokens.counts.max(initial=0))
+    numbers = numpy.full((tokens.ranks, rows), -1, numpy.int64)
+    for other in range(tokens.ranks):
+        index = tokens.index(other)
+        numbers[other, : len(index)] = index
+    send = numpy.arange(int(tokens.counts[rank]))
+    return Exchange(True, rows, send, [], [], numbers.reshape(-1))
+
+
+def needed(tokens: Tokens, rank: int, band: Band) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """The ranges of numbers of the keys that the queries of a rank see."""
+    seen = tokens.seen(tokens.pieces(rank), band)
+    first = tokens.starts[seen.sequence]
+    begin, end = first + seen.begin, first + seen.end
+    some = begin < end
+    return union(begin[some], end[some])
+
+
+def _rows(
+    pieces: Pieces, tokens: Tokens, begin: numpy.ndarray, end: numpy.ndarray
+) -> numpy.ndarray:
+    """The rows of a rank with these pieces whose numbers are in the ranges [begin, end)."""
+    first = tokens.starts[pieces.sequence]
+    return ranges(*(_rows_before(pieces, first, x) for x in (begin, end)))
+
+
+def _rows_before(pieces: Pieces, first: numpy.ndarray, numbers: numpy.ndarray) -> numpy.ndarray:
+    """How many tokens of a rank have a lower number than each of these."""
+    sizes = pieces.end - pieces.begin
+    ends = numpy.cumsum(sizes)
+    if len(ends) == 0:
+        return numpy.zeros_like(numbers)
+    piece = numpy.searchsorted(first + pieces.begin, numbers, side="right") - 1
+    inside = numpy.minimum(numbers - (first + pieces.begin)[piece], sizes[piece])
+    return numpy.where(piece < 0, 0, (ends - sizes)[piece] + inside)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """One call of attention of packed sequences: each piece of queries with the keys that it sees.
+
+    Attributes:
+        queries: int64, the rows of the queries of this rank; None for all of them.
+        keys: int64, the rows of the keys among those that have arrived, piece after piece.
+        cu_seqlens_q, cu_seqlens_k: int32 (pieces + 1).
+        longest: the longest piece of queries, and of keys.
+        sequences: int64 (pieces,), the sequence of each piece.
+        window: of the call, None for no limit. Its diagonal ends at the last key, which lies
+            further right than the last query where queries see keys to their right.
+    """
+
+    queries: numpy.ndarray | None
+    keys: numpy.ndarray
+    cu_seqlens_q: numpy.ndarray
+    cu_seqlens_k: numpy.ndarray
+    longest: tuple[int, int]
+    sequences: numpy.ndarray
+    window: tuple[int | None, int | None] | None
+
+
+def calls(tokens: Tokens, rank: int, band: Band, arrived: Exchange) -> list[Call]:
+    """The calls that compute all queries of a rank: one, if all pieces can have the same window."""
+    pieces = tokens.pieces(rank)
+    seen = tokens.seen(pieces, band)
+    shifts = seen.end - pieces.end if band != Band() else numpy.zeros_like(seen.end)
+    counts = pieces.end - pieces.begin
+    rows = numpy.cumsum(counts) - counts
+    made = []
+    for shift in numpy.unique(shifts):
+        chosen = numpy.flatnonzero(shifts == shift)
+        some, keys = (Pieces(*(y[chosen] for y in x)) for x in (pieces, seen))
+        first = tokens.starts[keys.sequence]
+        whole = len(chosen) == len(shifts)
+        window = None
+        if band != Band():
+            left = None if band.left is None else band.left + int(shift)
+            right = None if band.right is None else band.right - int(shift)
+            window = left, right
+        made.append(
+            Call(
+                None if whole else ranges(rows[chosen], rows[chosen] + counts[chosen]),
+                arrived.rows_of(ranges(first + keys.begin, first + keys.end)),
+                _cumulative(some),
+                _cumulative(keys),
+                (_longest(some), _longest(keys)),
+                some.sequence,
+                window,
+            )
+        )
+    return made
+
+
+def _cumulative(pieces: Pieces) -> numpy.ndarray:
+    return numpy.concatenate([[0], numpy.cumsum(pieces.end - pieces.begin)]).astype(numpy.int32)
+
+
+def _longest(pieces: Pieces) -> int:
+    return int((pieces.end - pieces.begin).max(initial=0))

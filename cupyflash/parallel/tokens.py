@@ -1,0 +1,176 @@
+"""Which tokens of packed sequences each rank holds, and which keys they see: arithmetic alone.
+
+A sequence is cut into parts, and a rank holds one or two of them. Numbers of tokens count through
+all sequences, one after another; positions count from the first token of a sequence.
+
+A query at position i sees the keys from i - left to i + right. The work of a causal query grows
+with its position, so that with zigzag rank r of P holds the parts r and 2 P - 1 - r of a sequence:
+an early one and a late one. Of the sequences that have no whole number of tokens a part, every
+second one is mirrored: rank P - 1 - r holds them, as the longer parts would else always be those of
+the same ranks.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy
+
+
+class Band(NamedTuple):
+    """The keys that a query sees on each side of its own position; None is unlimited."""
+
+    left: int | None = None
+    right: int | None = None
+
+
+class Pieces(NamedTuple):
+    """Runs of neighbouring tokens, in the order of their numbers; int64 arrays of one length.
+
+    Attributes:
+        sequence: the sequence of each run.
+        begin, end: its positions [begin, end) in the sequence; never empty.
+    """
+
+    sequence: numpy.ndarray
+    begin: numpy.ndarray
+    end: numpy.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokens:
+    """The division of packed sequences among ranks.
+
+    Attributes:
+        lengths: int64 (sequences,).
+        cuts: int64 (sequences, parts + 1), the positions where parts begin, and the length.
+        zigzag: a rank holds two parts of each sequence, from both ends; else one.
+        mirrored: bool (sequences,), where ranks count from the other end.
+    """
+
+    lengths: numpy.ndarray
+    cuts: numpy.ndarray
+    zigzag: bool
+    mirrored: numpy.ndarray
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], ranks: int, zigzag: bool = True) -> "Tokens":
+        """Parts of a sequence differ by one token at most, and ranks get the longer ones in turn.
+
+        So ranks differ by one token, however many sequences there are, also of ones that have fewer
+        tokens than there are ranks.
+        """
+        lengths = numpy.asarray(lengths, dtype=numpy.int64).reshape(-1)
+        parts = 2 * ranks if zigzag else ranks
+        part = numpy.arange(parts)
+        size, longer = numpy.divmod(lengths, parts)
+        uneven = longer > 0
+        mirrored = uneven & (numpy.cumsum(uneven) % 2 == 0) & zigzag
+        owner = numpy.minimum(part, parts - 1 - part) if zigzag else part
+        owner = numpy.where(mirrored[:, None], ranks - 1 - owner, owner)
+        turn = (numpy.cumsum(longer) - longer)[:, None] % ranks
+        # The place of each part in the order in which the parts of a sequence become longer.
+        place = (owner - turn) % ranks + (part >= ranks) * ranks
+        sizes = size[:, None] + (place < longer[:, None])
+        cuts = numpy.zeros((len(lengths), parts + 1), numpy.int64)
+        numpy.cumsum(sizes, axis=1, out=cuts[:, 1:])
+        return cls(lengths, cuts, zigzag, mirrored)
+
+    @property
+    def ranks(self) -> int:
+        parts = self.cuts.shape[1] - 1
+        return parts // 2 if self.zigzag else parts
+
+    @property
+    def total(self) -> int:
+        """Tokens of all ranks."""
+        return int(self.lengths.sum())
+
+    @property
+    def starts(self) -> numpy.ndarray:
+        """int64 (sequences,), the number of the first token of each sequence."""
+        return numpy.cumsum(self.lengths) - self.lengths
+
+    @property
+    def counts(self) -> numpy.ndarray:
+        """int64 (ranks,), the tokens of each rank."""
+        sizes = numpy.diff(self.cuts, axis=1)
+        if self.zigzag:
+            sizes = sizes[:, : self.ranks] + sizes[:, self.ranks :][:, ::-1]
+            sizes[self.mirrored] = sizes[self.mirrored, ::-1]
+        return sizes.sum(axis=0)
+
+    def teams(self, size: int) -> "Tokens":
+        """The same division among teams of ``size`` ranks that follow each other."""
+        return dataclasses.replace(self, cuts=self.cuts[:, ::size])
+
+    def of_rows(self, rows: int) -> "Tokens":
+        """So many rows of these sequences, one after another, each divided in the same way."""
+        return dataclasses.replace(
+            self,
+            lengths=numpy.tile(self.lengths, rows),
+            cuts=numpy.tile(self.cuts, (rows, 1)),
+            mirrored=numpy.tile(self.mirrored, rows),
+        )
+
+    def pieces(self, rank: int) -> Pieces:
+        """The runs of a rank; two parts that touch are one run."""
+        part = numpy.where(self.mirrored, self.ranks - 1 - rank, rank)[:, None]
+        if self.zigzag:
+            part = numpy.concatenate([part, 2 * self.ranks - 1 - part], axis=1)
+        begin = numpy.take_along_axis(self.cuts, part, axis=1)
+        end = numpy.take_along_axis(self.cuts, part + 1, axis=1)
+        if self.zigzag:
+            touch = end[:, 0] == begin[:, 1]
+            end[touch, 0], begin[touch, 1] = end[touch, 1], end[touch, 1]
+        sequence = numpy.broadcast_to(numpy.arange(len(begin))[:, None], begin.shape)
+        some = begin < end
+        return Pieces(sequence[some], begin[some], end[some])
+
+    def index(self, rank: int) -> numpy.ndarray:
+        """int64, the numbers of the tokens of a rank, which ascend."""
+        pieces = self.pieces(rank)
+        first = self.starts[pieces.sequence]
+        return ranges(first + pieces.begin, first + pieces.end)
+
+    def positions(self, rank: int) -> numpy.ndarray:
+        """int64, the positions of the tokens of a rank in their sequences."""
+        pieces = self.pieces(rank)
+        return ranges(pieces.begin, pieces.end)
+
+    def seen(self, pieces: Pieces, band: Band) -> Pieces:
+        """For each piece the keys that its queries see; pieces whose keys may overlap."""
+        lengths = self.lengths[pieces.sequence]
+        begin, end = numpy.zeros_like(pieces.begin), lengths
+        if band.left is not None:
+            begin = numpy.maximum(0, pieces.begin - band.left)
+        if band.right is not None:
+            end = numpy.minimum(lengths, pieces.end + band.right)
+        return Pieces(pieces.sequence, begin, end)
+
+    def work(self, rank: int, band: Band) -> int:
+        """The pairs of a query and a key that it sees, of the queries of a rank."""
+        pieces = self.pieces(rank)
+        length = numpy.repeat(self.lengths[pieces.sequence], pieces.end - pieces.begin)
+        position = ranges(pieces.begin, pieces.end)
+        first = numpy.zeros_like(position), position - (band.left or 0)
+        last = length, position + (band.right or 0) + 1
+        begin = numpy.maximum(0, first[band.left is not None])
+        return int((numpy.minimum(length, last[band.right is not None]) - begin).sum())
+
+
+def ranges(begin: numpy.ndarray, end: numpy.ndarray) -> numpy.ndarray:
+    """The integers of all ranges [begin, end), one range after another."""
+    sizes = end - begin
+    before = numpy.cumsum(sizes) - sizes
+    return numpy.arange(sizes.sum()) + numpy.repeat(begin - before, sizes)
+
+
+def union(begin: numpy.ndarray, end: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """The ranges [begin, end), which ascend by both, without overlap: those that touch are one."""
+    if len(begin) == 0:
+        return begin, end
+    apart = begin[1:] > numpy.maximum.accumulate(end)[:-1]
+    first = numpy.concatenate([[True], apart])
+    last = numpy.concatenate([apart, [True]])
+    return begin[first], numpy.maximum.accumulate(end)[last]

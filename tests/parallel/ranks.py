@@ -1,0 +1,84 @@
+"""Processes of a gloo group, which run functions of the tests together."""
+
+import contextlib
+import datetime
+import multiprocessing
+import tempfile
+import traceback
+from pathlib import Path
+
+TIMEOUT = datetime.timedelta(seconds=30)  # of a collective
+
+
+class Ranks:
+    """``size`` processes of one group, forked from one that has imported torch.
+
+    A call runs a function of a module with the same arguments in all of them, and returns what each
+    has returned; an exception is returned, too. A context manager.
+    """
+
+    def __init__(self, size, timeout=TIMEOUT):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "cupyflash.parallel", "cupyflash.testing"])
+        self.folder = tempfile.TemporaryDirectory()
+        store = Path(self.folder.name, "store").as_uri()
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, store, rank, size, timeout), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __call__(self, function, *arguments):
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        return [self._answer(pipe) for pipe in self.pipes]
+
+    def _answer(self, pipe):
+        try:
+            assert pipe.poll(2 * TIMEOUT.seconds), "a rank hangs"
+            return pipe.recv()
+        except EOFError:
+            return None  # the process has left
+
+    def run(self, function, *arguments):
+        """The results of a call in which no rank raises."""
+        results = self(function, *arguments)
+        for result in results:
+            if isinstance(result, Exception):
+                raise AssertionError(result.trace)
+        return results
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(5)
+            process.kill()
+        self.folder.cleanup()
+
+
+def _serve(pipe, store, rank, size, timeout):
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
+    while (call := pipe.recv()) is not None:
+        function, arguments = call
+        try:
+            result = function(*arguments)
+        except Exception as error:
+            result = RuntimeError(f"{type(error).__name__}: {error}")
+            result.kind, result.text = type(error).__name__, str(error)
+            result.trace = traceback.format_exc()
+        pipe.send(result)
+    dist.destroy_process_group()

@@ -1,0 +1,160 @@
+"""The division of tokens among 1 to 1024 ranks, and what travels between them, in one process."""
+
+import numpy
+import pytest
+
+from cupyflash.parallel.choice import keys_bytes
+from cupyflash.parallel.exchange import calls, exchange, share
+from cupyflash.parallel.tokens import Band, Tokens, ranges
+
+TILE = 128  # rows of queries of a tile
+RANKS = (1, 2, 3, 8, 64, 1024)
+LENGTHS = {
+    "one": [4096],
+    "odd": [4099],
+    "one token": [1],
+    "nothing": [],
+    "empty ones": [0, 0],
+    "short": [37, 5, 0, 90, 1, 1],
+    "many": numpy.random.default_rng(0).integers(1, 2000, 20).tolist(),
+    "tokens": [1] * 50,
+}
+BANDS = {
+    "full": Band(),
+    "causal": Band(None, 0),
+    "window": Band(20, 0),
+    "both sides": Band(7, 3),
+    "right": Band(None, 2),
+}
+
+
+@pytest.mark.parametrize("zigzag", [True, False])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_every_token_once(lengths, ranks, zigzag):
+    tokens = Tokens.of(lengths, ranks, zigzag)
+    indices = [tokens.index(rank) for rank in range(ranks)]
+    assert numpy.array_equal(numpy.sort(numpy.concatenate(indices)), numpy.arange(sum(lengths)))
+    assert [len(x) for x in indices] == tokens.counts.tolist()
+    assert tokens.counts.max() - tokens.counts.min() <= 1
+    assert all((numpy.diff(x) > 0).all() for x in indices)
+    positions = numpy.concatenate([numpy.arange(n) for n in lengths] or [numpy.arange(0)])
+    for rank in range(0, ranks, max(1, ranks // 4)):
+        assert numpy.array_equal(tokens.positions(rank), positions[indices[rank]])
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_work_is_even(lengths, ranks):
+    """Of causal attention, within a tile of queries that sees the longest sequence."""
+    tokens = Tokens.of(lengths, ranks)
+    work = [tokens.work(rank, BANDS["causal"]) for rank in range(ranks)]
+    assert sum(work) == sum(n * (n + 1) // 2 for n in lengths)
+    assert max(work) - min(work) <= TILE * max(lengths, default=0)
+    if ranks > 1 and max(lengths, default=0) > 4 * ranks:
+        one = Tokens.of(lengths, ranks, zigzag=False)
+        uneven = [one.work(rank, BANDS["causal"]) for rank in range(ranks)]
+        assert max(uneven) - min(uneven) > 2 * (max(work) - min(work))
+
+
+@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
+def test_work_counts_the_keys_that_are_seen(band):
+    lengths = [9, 0, 30, 4]
+    seen = [
+        (band.left is None or i - j <= band.left) and (band.right is None or j - i <= band.right)
+        for n in lengths
+        for i in range(n)
+        for j in range(n)
+    ]
+    for zigzag in (True, False):
+        tokens = Tokens.of(lengths, 3, zigzag)
+        assert sum(tokens.work(rank, band) for rank in range(3)) == sum(seen)
+
+
+@pytest.mark.parametrize("zigzag", [True, False])
+def test_a_team_has_the_tokens_of_its_ranks(zigzag):
+    tokens = Tokens.of([97, 3, 64, 10], 8, zigzag)
+    teams = tokens.teams(4)
+    assert teams.ranks == 2
+    for team in range(2):
+        indices = [tokens.index(4 * team + rank) for rank in range(4)]
+        assert numpy.array_equal(numpy.sort(numpy.concatenate(indices)), teams.index(team))
+
+
+@pytest.mark.parametrize("zigzag", [True, False])
+@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
+@pytest.mark.parametrize("name", ["odd", "short", "many", "nothing", "one token"])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_keys_arrive(name, ranks, band, zigzag):
+    """Tokens stand for their keys: every query meets those that it sees, in their order."""
+    tokens = Tokens.of(LENGTHS[name], ranks, zigzag)
+    plans = [exchange(tokens, rank, band) for rank in range(ranks)]
+    for rank, arrived in enumerate(travelled(tokens, plans)):
+        rows = [numpy.arange(0)]
+        for call in calls(tokens, rank, band, plans[rank]):
+            every = numpy.arange(len(tokens.index(rank)))
+            queries = tokens.index(rank)[every if call.queries is None else call.queries]
+            keys = arrived[call.keys]
+            rows.append(queries)
+            for i, sequence in enumerate(call.sequences):
+                some = queries[call.cu_seqlens_q[i] : call.cu_seqlens_q[i + 1]]
+                met = keys[call.cu_seqlens_k[i] : call.cu_seqlens_k[i + 1]]
+                check_window(tokens, sequence, some, met, call.window, band)
+            assert call.longest == tuple(
+                int(numpy.diff(x).max()) for x in (call.cu_seqlens_q, call.cu_seqlens_k)
+            )
+        assert numpy.array_equal(numpy.sort(numpy.concatenate(rows)), tokens.index(rank))
+
+
+def check_window(tokens, sequence, queries, keys, window, band):
+    """Each query of a piece sees, by the window of the call, the keys of its band."""
+    first, length = tokens.starts[sequence], tokens.lengths[sequence]
+    left, right = window or (None, None)
+    for row in (0, len(queries) - 1):
+        position = queries[row] - first
+        begin = 0 if band.left is None else max(0, position - band.left)
+        end = length if band.right is None else min(length, position + band.right + 1)
+        diagonal = row + len(keys) - len(queries)
+        low = 0 if left is None else max(0, diagonal - left)
+        high = len(keys) if right is None else min(len(keys), diagonal + right + 1)
+        assert keys[low:high].tolist() == list(range(first + begin, first + end))
+
+
+def travelled(tokens, plans):
+    """The numbers that arrive at each rank when all send the tokens that they hold."""
+    ranks = tokens.ranks
+    if plans[0].everything:
+        padded = []
+        for rank, plan in enumerate(plans):
+            rows = numpy.full(plan.rows, -1)
+            rows[: len(plan.send)] = tokens.index(rank)[plan.send]
+            padded.append(rows)
+        return [numpy.concatenate(padded)] * ranks
+    sent = [
+        numpy.split(tokens.index(rank)[plan.send], numpy.cumsum(plan.send_counts)[:-1])
+        for rank, plan in enumerate(plans)
+    ]
+    for rank, plan in enumerate(plans):
+        assert plan.receive_counts == [len(sent[other][rank]) for other in range(ranks)]
+    return [numpy.concatenate([sent[other][rank] for other in range(ranks)])
+            for rank in range(ranks)]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 1024])
+def test_bytes_are_those_of_the_formula(ranks):
+    """All keys of others, for a causal mask; with a window, its keys before each of two parts."""
+    tokens = Tokens.of([16 * ranks], ranks)
+    row = 8 * (128 + 64) * 2  # bytes of k and v
+    plan = exchange(tokens, ranks // 2, BANDS["causal"])
+    received = (ranks - 1) * plan.rows * row
+    assert received / tokens.counts[0] == keys_bytes(ranks, 8, (128, 64), 2)
+    plan = exchange(tokens, ranks // 2, Band(8, 0))
+    assert not plan.everything and sum(plan.receive_counts) == 16 + 2 * 8
+    # The first part has nothing before it, and two parts of the last rank touch.
+    assert share(tokens, Band(8, 0)) == (2 * 16 * ranks - 16) / (16 * ranks) / ranks
+
+
+def test_ranges():
+    begin, end = numpy.array([3, 5, 5, 0]), numpy.array([5, 5, 7, 1])
+    assert ranges(begin, end).tolist() == [3, 4, 5, 6, 0]
+    assert ranges(begin[:0], end[:0]).tolist() == []
