@@ -30,7 +30,7 @@ def chosen(problem, card=HOPPER):
         (16, 2048, 2048, 64, False, (128, 1)),  # two tiles of 192 rows one after the other
         (64, 4096, 4096, 64, False, (192, 1)),  # many
         (8, 64, 8192, 128, False, (64, 16)),
-        (1, 8192, 8192, 64, False, (192, 3)),
+        (1, 8192, 8192, 64, False, (64, 1)),
         (1, 1, 1, 128, False, (64, 1)),
         (4, 300, 0, 128, False, (128, 1)),  # no keys: all are equal
     ],

@@ -6,7 +6,6 @@ multiprocessor has: smaller tiles, or keys divided over blocks, may serve though
 longer. A model of the time decides; its figures are in bench/notes/short_sequences.md.
 """
 
-import itertools
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from .problem import Problem
 
 # More tiles than these for each multiprocessor are many.
 MANY = 4
-SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # blocks that may share the keys of a tile
+SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # blocks that may share the keys of a tile
 # The time of 128 keys by the rows of a tile, relative to 128 rows: one warpgroup alone computes no
 # products while it computes its softmax.
 STEP = {64: 0.7, 128: 1.0, 192: 1.3}
@@ -37,12 +36,13 @@ def choose(configs: Iterable[Any], problem: Problem, card: Card) -> Choice:
     """The kernel and the splits of the least time; the first kernel unless its tiles are few.
 
     Args:
-        configs: the choice for many tiles first.
+        configs: the choice for many tiles first, the smallest tile last. Blocks share the keys of
+            that one alone, which saves kernels.
     """
-    first, *others = configs
-    if sharing.num_tiles(first, problem) > MANY * card.multiprocessors:
-        return Choice(first, 1)
-    choices = [Choice(*x) for x in itertools.product((first, *others), SPLITS)]
+    configs = list(configs)
+    if sharing.num_tiles(configs[0], problem) > MANY * card.multiprocessors:
+        return Choice(configs[0], 1)
+    choices = [*(Choice(x, 1) for x in configs), *(Choice(configs[-1], x) for x in SPLITS)]
     return min(choices, key=lambda x: _time(x, problem, card))
 
 

@@ -6,7 +6,7 @@ import functools
 from ....runtime.config import KernelConfig
 from ....runtime.gpu import Card
 from .. import few_tiles
-from ..kernels import Tile, each_once
+from ..kernels import Tile
 from ..kind import KEY_MASK, Features, Kind
 from ..passes import Pass, forward_pass
 from ..problem import Problem
@@ -123,7 +123,7 @@ def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) 
 def forward_kernels(kind: Kind) -> tuple[KernelConfig, ...]:
     """Every kernel that a forward pass can launch."""
     mains = [forward_kernel(kind, tile) for tile in _built_in_tiles(kind)]
-    return tuple(each_once((main, *split_kernels(main)) for main in mains))
+    return (*mains, *split_kernels(mains[-1]))
 
 
 def forward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
