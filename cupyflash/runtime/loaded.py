@@ -32,16 +32,16 @@ class _Loaded(ModuleType):
 
 
 def untraced(function: FunctionT) -> FunctionT:
-    """Has Dynamo leave calls of this function alone, with all that they call.
+    """Has Dynamo leave this function alone, and all that it calls, unless it traces the caller.
 
-    Dynamo traces a function together with those that it calls, and for that it needs `compiling` to
-    tell them. But it gives up functions for good, as one that was once called without tensors, and
-    goes on to trace each function that they call by itself, without a word. What is untraced must
-    come behind a question for `compiling`, so that no function which Dynamo does trace calls it.
+    Dynamo traces a function together with those that it calls, and these ask `compiling`. But it
+    gives up a function for good, as one that was once called without tensors, and then goes on to
+    trace each function that it calls by itself, where `compiling` has been asked before: checks,
+    launches, and the NumPy of the CPU, which torch would compute with other last bits.
     """
     _unmarked.add(function.__code__)
-    if "torch" in globals():
-        _mark(globals()["torch"])
+    if module := sys.modules.get("torch"):
+        _mark(module)
     return function
 
 

@@ -68,6 +68,7 @@ class Operation:
         self.side: TorchSide | None = None  # what torch_side has returned
         self.native, self.names, self.gradient = native, names, gradient
 
+    @untraced  # unless its caller is traced, which then traces what it calls
     def __call__(
         self, function: str, arrays: tuple[Array | None, ...], options: tuple
     ) -> tuple[Array | None, ...]:
@@ -79,19 +80,13 @@ class Operation:
                 makes an array of it.
             options: hashable, and without arrays.
         """
-        if not compiling():
-            return self._called(function, arrays, options)
-        from .torch_graphs import eagerly, refuse_in_graph
+        if compiling():
+            from .torch_graphs import eagerly, refuse_in_graph
 
-        if self.torch_side is None:
-            return eagerly(self._called, function, arrays, options)
-        refuse_in_graph(function, arrays)
-        return self.torch_side().traced(function, arrays, options)
-
-    @untraced
-    def _called(
-        self, function: str, arrays: tuple[Array | None, ...], options: tuple
-    ) -> tuple[Array | None, ...]:
+            if self.torch_side is None:
+                return eagerly(self, function, arrays, options)
+            refuse_in_graph(function, arrays)
+            return self.torch_side().traced(function, arrays, options)
         library = library_of(arrays[self.first])
         if library is None:
             return self._foreign(function, arrays, options)

@@ -30,7 +30,8 @@ class TorchLibrary(TorchTracking):
 
     def read(self, arrays: Sequence[Array | None]) -> tuple[list[tuple | None], list[int]]:
         is_plain = self._is_plain
-        signatures, pointers = [], []
+        signatures: list[tuple | None] = []
+        pointers: list[int] = []
         try:
             for x in arrays:  # without the calls of `signature` and `pointer`: 1 µs for three
                 if x is None:

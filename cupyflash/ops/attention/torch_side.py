@@ -98,13 +98,11 @@ def _autocast(arrays: tuple) -> tuple[Tensor | None, ...]:
     if arrays[0].is_meta or not torch.is_autocast_enabled(device):
         return arrays
     dtype = torch.get_autocast_dtype(device)
+    return tuple([_cast(x, dtype, place - 3) for place, x in enumerate(arrays)])
 
-    def cast(x: Tensor) -> Tensor:
-        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
-    def cast_extra(place: int, x: Tensor | None) -> Tensor | None:
-        keeps = x is None or place not in (BIAS, SINKS) or x.dtype == torch.float32
-        return x if keeps else cast(x)
-
-    q, k, v, *extras = arrays
-    return cast(q), cast(k), cast(v), *(cast_extra(*x) for x in enumerate(extras))
+def _cast(x: Tensor | None, dtype: torch.dtype, extra: int) -> Tensor | None:
+    """x as autocast casts it; ``extra`` is its place in `Extras`, negative for q, k and v."""
+    if x is None or (extra >= 0 and (extra not in (BIAS, SINKS) or x.dtype == torch.float32)):
+        return x
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
