@@ -46,12 +46,18 @@ def untraced(function: FunctionT) -> FunctionT:
 
 
 def _mark(torch: Any) -> None:
-    """Tells Dynamo, whose part in torch's C library needs no import of ``torch._dynamo``."""
-    eval_frame = torch._C._dynamo.eval_frame
-    skip = eval_frame._FrameAction.SKIP
-    for code in list(_unmarked):
-        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
-        _unmarked.discard(code)
+    """Tells Dynamo, whose part in torch's C library needs no import of ``torch._dynamo``.
+
+    These names are private: torch 2.7 to 2.14 has them. Without them Dynamo may trace such a call.
+    """
+    try:
+        eval_frame = torch._C._dynamo.eval_frame
+        skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)
+        for code in list(_unmarked):
+            eval_frame.set_code_exec_strategy(code, skip)
+            _unmarked.discard(code)
+    except AttributeError:
+        _unmarked.clear()
 
 
 sys.modules[__name__].__class__ = _Loaded
