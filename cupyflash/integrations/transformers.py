@@ -127,18 +127,9 @@ def attention(
     if cu_seq_lens_q is not None:
         _refuse(indices, "indices of keys in packed sequences", "sequences of one length")
         _refuse(position_bias, "position biases of packed sequences", "sequences of one length")
-        if cu_seq_lens_k is cu_seq_lens_q and key.shape[2] != query.shape[2]:
-            raise ValueError(
-                f"{FUNCTION}: cu_seq_lens_k must be those of the {key.shape[2]} keys, got those of "
-                f"the {query.shape[2]} queries"
-            )
-        causal, window = _inside_sequences(attention_mask, causal, sliding)
-        options |= {"layout": "thd", "max_seqlens": (max_length_q, max_length_k)}
-        options = plain_options(FUNCTION, causal=causal, window=window, **options)
-        extras = Extras(cu_seq_lens_q.int(), cu_seq_lens_k.int(), sinks=s_aux)
-        arrays = (*(x.flatten(0, 1) for x in (q, k, v)), *extras)
-        out, _ = FORWARD(FUNCTION, arrays, (options, False))
-        return out.unflatten(0, (query.shape[0], query.shape[2])), None
+        options["causal"], options["window"] = _inside_sequences(attention_mask, causal, sliding)
+        options["max_seqlens"] = max_length_q, max_length_k
+        return _packed((query, key, value), (cu_seq_lens_q, cu_seq_lens_k), s_aux, options), None
     masked = _options(attention_mask, query, key, causal, sliding)
     if position_bias is not None:
         masked["bias"] = _added(masked.get("bias"), position_bias)
@@ -151,6 +142,26 @@ def attention(
         arrays = (*arrays, *extras)
     out, _ = FORWARD(FUNCTION, arrays, (options, False))
     return out, None
+
+
+def _packed(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    cu_seqlens: tuple[Tensor, Tensor],
+    sinks: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention of sequences that are packed along axis 2; the result has axes 1, 2 swapped."""
+    query, key, _ = tensors
+    if cu_seqlens[1] is cu_seqlens[0] and key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"{FUNCTION}: cu_seq_lens_k must be those of the {key.shape[2]} keys, got those of "
+            f"the {query.shape[2]} queries"
+        )
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in tensors)
+    extras = Extras(*(x.int() for x in cu_seqlens), sinks=sinks)
+    plain = plain_options(FUNCTION, layout="thd", **options)
+    out, _ = FORWARD(FUNCTION, (*rows, *extras), (plain, False))
+    return out.unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def _refuse_weights(others: dict[str, Any]) -> None:
