@@ -21,8 +21,9 @@ from cupyflash.parallel import Shard
 
 ONE = "cupyflash-one-gpu"
 PASSES = ("fwd", "fwd+bwd")
-SLOW = 250e12  # operations a second of a slow implementation, to tell whether there is time
-WARM_UP = 2
+SLOW = 400e12  # operations a second of a slow implementation, to tell whether there is time
+MOST_SECONDS = 10.0  # of all timed calls of a row, where one call is shorter
+WARM_UP, LONG = 2, 2.0  # calls; seconds of a call that needs none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,8 @@ class Measured:
     def run(self) -> None:
         one, times = self.case.share_of_one(self.ranks)
         alone_ms: dict[str, float] = {}
-        if not self.time_for("fwd", 1):
+        if not self.time_for("fwd"):
+            self.note("all", TimeoutError("no time is left"))
             return
         self.measure(ONE, alone(one, 1, self.device), one, alone_ms, times)
         for name in self.settings.impls:
@@ -115,11 +117,11 @@ class Measured:
             torch.autograd.grad(function(q, k, v), (q, k, v), dout)
 
         for direction, call in zip(PASSES, (forward, both), strict=True):
-            repeats = self.time_for(direction, self.settings.repeats)
+            repeats = self.time_for(direction)
             if not repeats:
                 self.note(name, TimeoutError(f"no time is left for {direction}"))
                 return
-            ms = self.everywhere(functools.partial(self.clock, call, repeats), name)
+            ms = self.everywhere(functools.partial(self.clock, call, direction, repeats), name)
             if ms is None:
                 return
             ms *= times
@@ -173,18 +175,27 @@ class Measured:
             self.note(name, error)
         return None if wrong.item() else result
 
-    def time_for(self, direction: str, repeats: int) -> int:
+    def time_for(self, direction: str) -> int:
         """How many calls there is time for, the same on all ranks; 0 for none."""
         left = self.settings.seconds - (time.monotonic() - self.begin)
-        one = self.case.flops(self.ranks, direction) / self.ranks / SLOW
-        known = torch.tensor([left / max(one, 1e-9)], device=self.device)
+        known = torch.tensor([left], device=self.device)
         dist.all_reduce(known, op=dist.ReduceOp.MIN)
-        calls = int(known.item()) - WARM_UP
-        return max(0, min(repeats, calls)) if calls > 0 else 0
+        one = self.estimate(direction)
+        if known.item() < one * (1 + self.warm_up(direction)):
+            return 0
+        return max(1, min(self.settings.repeats, int(MOST_SECONDS / one)))
 
-    def clock(self, call: Callable[[], None], repeats: int) -> float:
+    def estimate(self, direction: str) -> float:
+        """Seconds of a call."""
+        return self.case.flops(self.ranks, direction) / self.ranks / SLOW
+
+    def warm_up(self, direction: str) -> int:
+        """Calls before those that are timed; long ones have the kernels of those before."""
+        return WARM_UP if self.estimate(direction) < LONG else 0
+
+    def clock(self, call: Callable[[], None], direction: str, repeats: int) -> float:
         """ms of the slowest rank, median."""
-        for _ in range(WARM_UP):
+        for _ in range(self.warm_up(direction)):
             call()
         times = []
         for _ in range(repeats):

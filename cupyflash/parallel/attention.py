@@ -126,8 +126,8 @@ def _call(
         call = checked(q, k, v, shard, plain, extras, move)
     except ERRORS as raised:
         error = raised
-    on_cpu = shard.teams[0].device.type == "cpu"
-    if on_cpu or not shard.agreed or environment.current().debug:
+    on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in (q, k, v))
+    if not (on_gpu and shard.agreed) or environment.current().debug:
         agree(FUNCTION, shard.teams, shard.failures, f"{call}, return_lse={return_lse}", error)
         shard.agreed = True
     elif error is not None:

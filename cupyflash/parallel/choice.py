@@ -48,7 +48,7 @@ def choose(
         heads: of q and of k.
         item: bytes of an element.
         needs_heads: an option asks for whole sequences.
-        share: of all keys, those that a rank sees: with a window only they travel.
+        share: of the keys of other ranks, those that a rank sees: with a window only they travel.
     """
     if not heads_divide(ranks, *heads):
         return "keys"

@@ -12,7 +12,7 @@ import numpy
 
 from .tokens import Band, Pieces, Tokens, ranges, union
 
-MOST_TO_SEND = 0.5  # share of all keys: an all-gather hides better behind attention than all-to-all
+MOST_TO_SEND = 0.5  # `share` up to which an all-to-all pays: attention hides an all-gather better
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,10 +54,10 @@ class Exchange:
 
 
 def share(tokens: Tokens, band: Band) -> float:
-    """The keys that a rank sees, on average, as a share of all keys."""
+    """The keys of other ranks that a rank sees, on average, as a share of all that others have."""
     needs = (needed(tokens, rank, band) for rank in range(tokens.ranks))
     wanted = sum(int((end - begin).sum()) for begin, end in needs)
-    return wanted / max(1, tokens.ranks * tokens.total)
+    return (wanted - tokens.total) / max(1, (tokens.ranks - 1) * tokens.total)
 
 
 def exchange(tokens: Tokens, rank: int, band: Band) -> Exchange:

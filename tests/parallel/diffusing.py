@@ -1,9 +1,13 @@
 """A step of a diffusion transformer whose tokens several ranks divide."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from cupyflash.integrations.diffusers import _shard, register
+import cupyflash
+from cupyflash.integrations.diffusers import _shard, attention, register
 
 
 def model_and_inputs():
@@ -49,6 +53,17 @@ def step(ring=0, ulysses=0, **anything):
         for x in gradients.values():
             dist.all_reduce(x)
     return loss.detach(), out.detach(), gradients
+
+
+def both_degrees():
+    """The largest difference of attention of two by two ranks from that of one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    config = SimpleNamespace(_mesh=mesh, ulysses_anything=False, ring_anything=False)
+    q, k, v = torch.randn(3, 2, 40, 4, 16, generator=torch.Generator().manual_seed(0))
+    mine = slice(10 * dist.get_rank(), 10 * (dist.get_rank() + 1))
+    config = SimpleNamespace(context_parallel_config=config)
+    out = attention(*(x[:, mine] for x in (q, k, v)), _parallel_config=config)
+    return (out - cupyflash.attention(q, k, v)[:, mine]).abs().max().item()
 
 
 def refused():

@@ -3,10 +3,19 @@
 import contextlib
 import datetime
 import multiprocessing
+import os
+import sys
 import tempfile
 import traceback
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
+# Importing these takes longer than most tests; all ranks have them from one process.
+PRELOADED = [
+    "torch", "torch._dynamo", "torch.distributed.tensor", "torch.utils.checkpoint",
+    "cupyflash.parallel", "cupyflash.testing", "cupyflash.ops.attention.torch_side",
+]  # fmt: skip
 TIMEOUT = datetime.timedelta(seconds=30)  # of a collective
 
 
@@ -19,7 +28,10 @@ class Ranks:
 
     def __init__(self, size, timeout=TIMEOUT):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "cupyflash.parallel", "cupyflash.testing"])
+        context.set_forkserver_preload(PRELOADED)
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+            forkserver.ensure_running()
+        self.broken = False  # by a test that has failed
         self.folder = tempfile.TemporaryDirectory()
         store = Path(self.folder.name, "store").as_uri()
         self.pipes, self.processes = [], []
@@ -40,7 +52,8 @@ class Ranks:
 
     def _answer(self, pipe):
         try:
-            assert pipe.poll(2 * TIMEOUT.seconds), "a rank hangs"
+            self.broken = not pipe.poll(2 * TIMEOUT.seconds)
+            assert not self.broken, "a rank hangs"
             return pipe.recv()
         except EOFError:
             return None  # the process has left
@@ -50,6 +63,7 @@ class Ranks:
         results = self(function, *arguments)
         for result in results:
             if isinstance(result, Exception):
+                self.broken = True
                 raise AssertionError(result.trace)
         return results
 

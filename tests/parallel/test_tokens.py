@@ -8,7 +8,7 @@ from cupyflash.parallel.exchange import calls, exchange, share
 from cupyflash.parallel.tokens import Band, Tokens, ranges
 
 TILE = 128  # rows of queries of a tile
-RANKS = (1, 2, 3, 8, 64, 1024)
+RANKS = (1, 2, 3, 8, 1024)
 LENGTHS = {
     "one": [4096],
     "odd": [4099],
@@ -140,7 +140,7 @@ def travelled(tokens, plans):
             for rank in range(ranks)]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [8, 64, 1024])
+@pytest.mark.parametrize("ranks", [8, 64, 256])
 def test_bytes_are_those_of_the_formula(ranks):
     """All keys of others, for a causal mask; with a window, its keys before each of two parts."""
     tokens = Tokens.of([16 * ranks], ranks)
@@ -150,8 +150,18 @@ def test_bytes_are_those_of_the_formula(ranks):
     assert received / tokens.counts[0] == keys_bytes(ranks, 8, (128, 64), 2)
     plan = exchange(tokens, ranks // 2, Band(8, 0))
     assert not plan.everything and sum(plan.receive_counts) == 16 + 2 * 8
-    # The first part has nothing before it, and two parts of the last rank touch.
-    assert share(tokens, Band(8, 0)) == (2 * 16 * ranks - 16) / (16 * ranks) / ranks
+    # Each of 2 P parts needs 8 keys of another rank, but the first one has nothing before it, and
+    # the two parts of the last rank touch.
+    assert share(tokens, Band(8, 0)) == 8 * (2 * ranks - 2) / (ranks - 1) / (16 * ranks)
+
+
+@pytest.mark.parametrize(("window", "everything"), [(4, False), (63, True)])
+def test_two_ranks_send_what_a_window_needs(window, everything):
+    """Half of all keys are a rank's own: they say nothing about what must travel."""
+    tokens = Tokens.of([128], 2)
+    plan = exchange(tokens, 0, Band(window, 0))
+    assert plan.everything == everything
+    assert plan.receive_counts == ([] if everything else [64, 4])
 
 
 def test_ranges():
