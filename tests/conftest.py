@@ -32,10 +32,9 @@ LONGEST = ("emulator", "compiled_calls", "types", "turns")  # tests of ten secon
 GPU_REPORT_SCRIPT = ROOT / ".ci" / "gpu_report.py"
 
 
-# Benchmarks need torch and rich.
-collect_ignore_glob = (
-    [] if all(map(importlib.util.find_spec, ("torch", "rich"))) else ["bench/test_*.py"]
-)
+# Benchmarks need torch and rich, and groups of processes torch.
+NEEDS = {"bench/test_*.py": ("torch", "rich"), "parallel/test_parallel_*.py": ("torch",)}
+collect_ignore_glob = [x for x in NEEDS if not all(map(importlib.util.find_spec, NEEDS[x]))]
 
 
 @pytest.fixture
@@ -44,6 +43,25 @@ def benchmarks(monkeypatch, tmp_path):
     from small_benchmarks import Benchmarks
 
     return Benchmarks(monkeypatch, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def groups():
+    """Groups of processes by their size, which all tests of a run share; see parallel/ranks.py."""
+    from ranks import Groups
+
+    with Groups() as groups:
+        yield groups
+
+
+@pytest.fixture
+def two(groups):
+    return groups(2)
+
+
+@pytest.fixture
+def four(groups):
+    return groups(4)
 
 
 @pytest.fixture

@@ -80,6 +80,27 @@ class Ranks:
         self.folder.cleanup()
 
 
+class Groups:
+    """Groups by their size; one that a failed test has left within a call is replaced."""
+
+    def __init__(self):
+        self.found = {}
+
+    def __call__(self, size):
+        if size in self.found and self.found[size].broken:
+            self.found.pop(size).__exit__()
+        if size not in self.found:
+            self.found[size] = Ranks(size)
+        return self.found[size]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for ranks in self.found.values():
+            ranks.__exit__()
+
+
 def _serve(pipe, store, rank, size, timeout):
     import torch
     import torch.distributed as dist

@@ -1,4 +1,7 @@
-"""Attention over the tokens of several processes, beside float64 and beside one process."""
+"""Attention over the tokens of several processes, beside float64 and beside one process.
+
+The processes are those of ranks.py.
+"""
 
 import calls
 import pytest

@@ -1,4 +1,7 @@
-"""torch's scaled_dot_product_attention in `parallel.context`, by both of its names."""
+"""torch's scaled_dot_product_attention in `parallel.context`, by both of its names.
+
+The processes are those of ranks.py.
+"""
 
 import contexts
 import pytest

@@ -1,4 +1,7 @@
-"""A diffusion transformer on several processes has the output and the gradients of one."""
+"""A diffusion transformer on several processes has the output and the gradients of one.
+
+The processes are those of ranks.py.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""The examples of docs/parallel.md run on two processes, as written but for the device."""
+"""The examples of docs/parallel.md run on two processes, as written but for the device.
+
+The processes are those of ranks.py.
+"""
 
 import re
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Models of transformers train on two processes with the loss and the gradients of one."""
+"""Models of transformers train on two processes with the loss and the gradients of one.
+
+The processes are those of ranks.py.
+"""
 
 import pytest
 import torch

@@ -108,13 +108,17 @@ def test_what_conftest_loads_counts_for_all(project, path):
     assert len(missing(project)) == 3
 
 
-def test_users_of_the_fixture_benchmarks_name_its_module():
+@pytest.mark.parametrize(
+    ("fixture", "module"), [("benchmarks", "small_benchmarks"), ("two|four", "ranks")]
+)
+def test_users_of_a_fixture_name_its_module(fixture, module):
     """A fixture has no import that would say where a test file gets it from."""
     script = conftest.gpu_report_module()
     texts = script.module_texts()
-    users = [x for x, text in texts.items() if re.search(r"def test\w+\(.*\bbenchmarks\b", text)]
+    pattern = rf"def test\w+\(.*\b({fixture})\b"
+    users = [x for x, text in texts.items() if re.search(pattern, text)]
     assert len(users) > 3
-    assert [x for x in users if "small_benchmarks" not in script.used(x, texts)] == []
+    assert [x for x in users if module not in script.used(x, texts)] == []
 
 
 def test_a_backend_is_missing(project, capsys):
