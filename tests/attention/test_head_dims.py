@@ -226,11 +226,16 @@ def test_copies_of_a_gpu(monkeypatch):
     from cupyflash.ops.attention.plan import result_strides
 
     library, arrays, widths = torch_ops.LIBRARY, {}, []
-    pointer = library.pointer
+    pointer, read = library.pointer, library.read
 
     def remember(x):
         arrays[pointer(x)] = x
         return pointer(x)
+
+    def remember_all(given):
+        signatures, pointers = read(given)
+        arrays.update(zip(pointers, given, strict=True))
+        return signatures, pointers
 
     class Forward:
         def __init__(self, function, problem, library, view, options):
@@ -252,6 +257,7 @@ def test_copies_of_a_gpu(monkeypatch):
             return cpu.backward(library, *tensors, self.options, Extras(), False, dlse)
 
     monkeypatch.setattr(library, "pointer", remember, raising=False)
+    monkeypatch.setattr(library, "read", remember_all, raising=False)
     monkeypatch.setattr(dispatch, "forward_plan", Forward)
     monkeypatch.setattr(dispatch, "backward_plan", Backward)
     fresh_plans(monkeypatch, dispatch)
