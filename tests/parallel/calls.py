@@ -1,5 +1,6 @@
 """Functions that all ranks of a test run, on inputs that each makes from the same seed."""
 
+import dataclasses
 import functools
 
 import torch
@@ -48,6 +49,8 @@ def forward_backward(arguments, move, zigzag=True, least_bytes=choice.LEAST_BYTE
     """
     choice.LEAST_BYTES = least_bytes
     inputs, options = problem(*arguments)
+    if dist.get_backend() == "nccl":
+        inputs, options = on_gpu(inputs), on_gpu(options)
     shard = shard_of(arguments[0], move, zigzag)
     q, k, v = (shard.take(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     leaves = {"dq": q, "dk": k, "dv": v}
@@ -57,7 +60,14 @@ def forward_backward(arguments, move, zigzag=True, least_bytes=choice.LEAST_BYTE
     out, lse = attention(q, k, v, shard, return_lse=True, move=move, **options)
     gradients = torch.autograd.grad(out, list(leaves.values()), shard.take(inputs.dout))
     results = {"out": out.detach(), "lse": lse.detach().t(), **dict(zip(leaves, gradients))}
-    return shard.index(), results
+    return shard.index(), {name: x.cpu() for name, x in results.items()}
+
+
+def on_gpu(given):
+    """Inputs, or a dictionary, with all tensors on the GPU of this rank."""
+    fields = given if isinstance(given, dict) else vars(given)
+    moved = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in fields.items()}
+    return moved if isinstance(given, dict) else dataclasses.replace(given, **moved)
 
 
 def whole(results, total):

@@ -22,11 +22,12 @@ TIMEOUT = datetime.timedelta(seconds=30)  # of a collective
 class Ranks:
     """``size`` processes of one group, forked from one that has imported torch.
 
-    A call runs a function of a module with the same arguments in all of them, and returns what each
-    has returned; an exception is returned, too. A context manager.
+    With the backend "nccl" each has a GPU. A call runs a function of a module with the same
+    arguments in all of them, and returns what each has returned; an exception is returned, too. A
+    context manager.
     """
 
-    def __init__(self, size, timeout=TIMEOUT):
+    def __init__(self, size, timeout=TIMEOUT, backend="gloo"):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
@@ -38,7 +39,7 @@ class Ranks:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, store, rank, size, timeout), daemon=True
+                target=_serve, args=(theirs, store, rank, size, timeout, backend), daemon=True
             )
             process.start()
             theirs.close()
@@ -101,12 +102,15 @@ class Groups:
             ranks.__exit__()
 
 
-def _serve(pipe, store, rank, size, timeout):
+def _serve(pipe, store, rank, size, timeout, backend):
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
+    if backend == "nccl":
+        os.environ["NCCL_NVLS_ENABLE"] = "0"  # no NVLink multicast
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timeout)
     while (call := pipe.recv()) is not None:
         function, arguments = call
         try:

@@ -1,0 +1,51 @@
+"""Two GPUs, by NCCL: results beside float64, and equal bits in every run."""
+
+import calls
+import pytest
+import torch
+from ranks import Ranks
+
+from cupyflash.testing import expected
+
+RUNS = 50
+LENGTHS = [1000, 37, 5, 2100]
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with Ranks(2, backend="nccl") as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"causal": True, "window": (100, 0), "sinks": True},
+        {"window": (70, 30)},
+        {"causal": True, "softcap": 5.0, "alibi": 2},
+        {},
+    ],
+    ids=str,
+)
+def test_forward_and_backward(options, dtype, gpus):
+    arguments = (LENGTHS, dtype, (8, 2), 64, options)
+    inputs, arrays = calls.problem(*arguments)
+    right = expected(inputs, **arrays)
+    for move, least_bytes in (("heads", 1), ("keys", 1), ("keys", 2**30)):
+        results = gpus.run(calls.forward_backward, arguments, move, True, least_bytes)
+        right.check(**calls.whole(results, sum(LENGTHS)))
+
+
+@pytest.mark.parametrize("move", ["heads", "keys"])
+def test_equal_bits(move, gpus):
+    """Groups of one key head, whose transport and computation overlap in other ways each time."""
+    options = {"causal": True, "deterministic": True}
+    arguments = (LENGTHS, "bfloat16", (8, 4), 64, options)
+    runs = (gpus.run(calls.forward_backward, arguments, move, True, 1) for _ in range(RUNS))
+    first, *others = (calls.whole(results, sum(LENGTHS)) for results in runs)
+    for found in others:
+        assert all(torch.equal(x, first[name]) for name, x in found.items())
