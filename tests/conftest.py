@@ -33,7 +33,7 @@ GPU_REPORT_SCRIPT = ROOT / ".ci" / "gpu_report.py"
 
 
 # Benchmarks need torch and rich, and groups of processes torch.
-NEEDS = {"bench/test_*.py": ("torch", "rich"), "parallel/test_parallel_*.py": ("torch",)}
+NEEDS = {"bench/test_*.py": ("torch", "rich"), "parallel/test_*.py": ("torch",)}
 collect_ignore_glob = [x for x in NEEDS if not all(map(importlib.util.find_spec, NEEDS[x]))]
 
 

@@ -95,7 +95,7 @@ def attention(
     extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
     arguments = (q, k, v, shard, options, extras, return_lse, move, not_built)
     if compiling():
-        from ..runtime.torch_calls import eagerly  # which imports much that few need
+        from ..runtime.torch_graphs import eagerly  # which imports much that few need
 
         out, lse = eagerly(_call, *arguments)
     else:

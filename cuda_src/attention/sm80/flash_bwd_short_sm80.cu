@@ -57,8 +57,13 @@ __device__ __forceinline__ void scale_by(float (&acc)[M][N][4], float factor) {
   }
 }
 
+// Blocks that a multiprocessor should have registers for: a block of wide heads waits too much when
+// it is alone. For GPUs other than Hopper ptxas would spill.
+template <int HEAD_DIM>
+constexpr int MIN_BLOCKS = HEAD_DIM > 64 && __CUDA_ARCH__ == 900 ? 2 : 0;
+
 template <typename T, int HEAD_DIM, int BLOCK, int NUM_WARPS, int ARCH, int BIAS, int SMEM_BYTES>
-__global__ void __launch_bounds__(NUM_WARPS * 32, HEAD_DIM > 64 ? 2 : 0)
+__global__ void __launch_bounds__(NUM_WARPS * 32, MIN_BLOCKS<HEAD_DIM>)
     flash_bwd_short_sm80(const __grid_constant__ FlashBwdParams params) {
   using TileRows = SmemTile<BLOCK, HEAD_DIM>;  // of Q, K, V, dO, dQ, dK and dV
   using TileS = SmemTile<BLOCK, BLOCK>;
