@@ -136,10 +136,16 @@ def forward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
 
 
 def _built_in_tiles(kind: Kind) -> tuple[Tile, ...]:
-    """The built-in choice for many tiles, then the others for few, of fewer queries."""
-    block_m, *rest = _built_in(kind)[1]
+    """The built-in choice for many tiles, then the others for few, of fewer queries.
+
+    Options have only the first: beside a bias some of the others spill, and none was measured.
+    """
+    block_m, *rest = tile = _built_in(kind)[1]
+    softcap, alibi, bias, dropout = kind.features.switches
+    if softcap or alibi or dropout or bias not in (0, KEY_MASK):
+        return (tile,)
     smaller = (rows for rows in FEW_TILES_ROWS if rows < block_m)
-    return tuple((rows, *rest) for rows in (block_m, *smaller))
+    return (tile, *((rows, *rest) for rows in smaller))
 
 
 def _built_in(kind: Kind) -> tuple[int, Tile]:
