@@ -128,11 +128,12 @@ def forward_kernels(kind: Kind) -> tuple[KernelConfig, ...]:
 
 def forward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
     """The kernel by the tiles that `tune` may choose from, the built-in one first."""
-    padded, built_in = _built_in(kind)
+    built_in, *few = _built_in_tiles(kind)
+    padded, _ = _built_in(kind)
     others, head_dim_v = FORWARD_CANDIDATES[padded], kind.features.head_dim_v
     if head_dim_v:
         others = FORWARD_TILES_NARROW_V[padded, head_dim_v]
-    return {tile: forward_kernel(kind, tile) for tile in (built_in, *others)}
+    return {tile: forward_kernel(kind, tile) for tile in (built_in, *others, *few)}
 
 
 def _built_in_tiles(kind: Kind) -> tuple[Tile, ...]:
