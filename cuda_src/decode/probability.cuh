@@ -1,6 +1,6 @@
 // Unnormalised probabilities as integers. Their sums are exact, so they do not depend on the order
 // in which threads add. Every operation on floats is rounded on its own (no fused multiply-add), so
-// that cupyflash/ops/decode/sampling_reference.py computes the same bits.
+// that cupyflash/ops/decode/reference.py computes the same bits.
 #pragma once
 #include "../common/types.cuh"
 
