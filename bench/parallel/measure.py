@@ -1,4 +1,4 @@
-"""What each rank of bench parallel runs: checks beside one process, then times."""
+"""The work of a rank in bench parallel: it compares results with one process, then times calls."""
 
 import dataclasses
 import datetime
@@ -28,7 +28,7 @@ WARM_UP, LONG = 2, 2.0  # calls; seconds of a call that needs none
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of a run, for all ranks.
+    """The settings of a run, the same on all ranks.
 
     Attributes:
         device: "cuda", or "cpu" in tests.

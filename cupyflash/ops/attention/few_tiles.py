@@ -43,16 +43,17 @@ def choose(configs: Iterable[Any], problem: Problem, card: Card) -> Choice:
     if sharing.num_tiles(configs[0], problem) > MANY * card.multiprocessors:
         return Choice(configs[0], 1)
     choices = [*(Choice(x, 1) for x in configs), *(Choice(configs[-1], x) for x in SPLITS)]
-    return min(choices, key=lambda x: _time(x, problem, card))
+    visits = {x: key_tiles(problem, x.block_m, x.block_n) for x in configs}
+    return min(choices, key=lambda x: _time(x, visits[x.config], problem, card))
 
 
-def _time(choice: Choice, problem: Problem, card: Card) -> float:
+def _time(choice: Choice, visits: list[int], problem: Problem, card: Card) -> float:
     """The time of a choice in the unit of `STEP`; infinite if its blocks have to wait."""
     (config, splits), at_once = choice, card.multiprocessors
     tiles = sharing.num_tiles(config, problem)
     if splits > 1 and tiles * splits > at_once:  # each of them must have a multiprocessor
         return float("inf")
-    steps = [-(-x // splits) for x in key_tiles(problem, config.block_m, config.block_n)]
+    steps = [-(-x // splits) for x in visits]
     longest = max(steps, default=0)
     if problem.has_own_lengths or min(steps, default=0) == longest:
         busiest = -(-tiles * splits // at_once) * longest

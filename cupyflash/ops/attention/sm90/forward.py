@@ -142,8 +142,7 @@ def _built_in_tiles(kind: Kind) -> tuple[Tile, ...]:
     Options have only the first: beside a bias some of the others spill, and none was measured.
     """
     block_m, *rest = tile = _built_in(kind)[1]
-    softcap, alibi, bias, dropout = kind.features.switches
-    if softcap or alibi or dropout or bias not in (0, KEY_MASK):
+    if not _is_plain(kind.features):
         return (tile,)
     smaller = (rows for rows in FEW_TILES_ROWS if rows < block_m)
     return (tile, *((rows, *rest) for rows in smaller))
@@ -160,15 +159,20 @@ def _built_in(kind: Kind) -> tuple[int, Tile]:
     return padded, _forward_tile(padded, features)
 
 
+def _is_plain(features: Features) -> bool:
+    """Whether the scores have no option but perhaps a key mask, which takes few registers."""
+    softcap, alibi, bias, dropout = features.switches
+    return not (softcap or alibi or dropout) and bias in (0, KEY_MASK)
+
+
 def _forward_tile(padded: int, features: Features) -> Tile:
     """The built-in choice for a head dim of `FORWARD_TILES`, with a v of as many columns."""
     bias = bias_kind(features)
     switches = (features.softcap, features.alibi, bias, features.dropout)
     tile = FORWARD_TILES[padded]
-    plain = not any(switches) or switches == (False, False, KEY_MASK, False)
     masked = features.masked and features.short >= SHORT_MASKED[padded]
     fits = features.fits_128 and features.short >= SHORT_PLAIN[padded]
-    if not plain:
+    if not _is_plain(features):
         several = features.dropout or (features.softcap and (features.alibi or bias))
         tile = (FORWARD_TILES_LOW if several else FORWARD_TILES_ONE)[padded]
     elif masked or fits:
