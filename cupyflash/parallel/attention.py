@@ -13,12 +13,16 @@ from .. import environment
 from ..ops.attention.options import Extras, Options, plain_options
 from ..runtime.array import compiling
 from ..runtime.checks import plain_flag, short
-from . import choice
 from .agreement import ERRORS, agree
 from .checks import Call, checked, refuse_not_built
+from .copied import MOST_BYTES, MOST_COPIES, CopiedKeys
 from .exchange import calls, exchange
-from .moves import AttentionOverKeys, Heads, join_heads, split_heads, whole_sequences
-from .pieces import FUNCTION, DeviceCall, Keys
+from .gathered import GatheredKeys
+from .heads import Heads, join_heads, split_heads, whole_sequences
+from .over_keys import AttentionOverKeys, Keys
+from .peers import peers_of
+from .pieces import FUNCTION, DeviceCall
+from .routes import routes
 from .shard import Shard
 from .sharded import sharding_of
 from .transport import Team
@@ -123,7 +127,7 @@ def _call(
         if sharding is not None:
             q, k, v = (x.to_local() for x in (q, k, v))
         q, k, v, extras = _autocast(q, k, v, extras)
-        call = checked(q, k, v, shard, plain, extras, move)
+        call = _checked(q, k, v, shard, plain, extras, move)
     except ERRORS as raised:
         error = raised
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in (q, k, v))
@@ -137,6 +141,21 @@ def _call(
     if sharding is None:
         return out, lse
     return sharding.result(out, 0), sharding.result(lse if return_lse else None, 1)
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, shard: Shard, options: Options, extras: Extras, move: str
+) -> Call:
+    """`checked`, once for calls that are alike."""
+    tensors = (q, k, v, *extras)
+    if not all(x is None or isinstance(x, Tensor) for x in tensors) or not isinstance(move, str):
+        return checked(q, k, v, shard, options, extras, move)
+    facts = (
+        x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+        for x in tensors
+    )
+    key = "checked", options, move, torch.is_grad_enabled(), *facts
+    return _kept(shard, key, lambda: checked(q, k, v, shard, options, extras, move))
 
 
 def _moved(
@@ -160,8 +179,8 @@ def _moved(
         ends = shard.on(q.device, "cu_seqlens", device_ends)
         out, lse = whole_sequences(q, k, v, shard.lengths, ends, call.options, extras)
     else:
-        keys = _keys(shard, across.size, along, call, q.device)
-        group = choice.heads_at_once(shard.total, k.shape[1], call.dims, q.element_size())
+        keys = _keys(shard, across.size, along, call, k, v)
+        group = keys.way.heads_at_once(shard.total, k, v)
         options = {x: call.options[x] for x in ("scale", "softcap", "deterministic", "precision")}
         arrays = (q, k, v, extras.alibi_slopes, extras.sinks)
         out, lse = AttentionOverKeys.apply(*arrays, keys, options, group)
@@ -182,19 +201,27 @@ def _heads(shard: Shard, team: Team, device: torch.device) -> Heads:
     return _kept(shard, ("heads", team.size, device), make)
 
 
-def _keys(shard: Shard, size: int, team: Team, call: Call, device: torch.device) -> Keys:
-    """The way of the keys between teams of ``size`` ranks."""
+def _keys(shard: Shard, size: int, team: Team, call: Call, k: Tensor, v: Tensor) -> Keys:
+    """The calls of this rank, and the way of the keys between teams of ``size`` ranks."""
+    tokens, device = shard.tokens.teams(size), k.device
+    key = size, call.band, device
 
-    def make() -> Keys:
-        tokens = shard.tokens.teams(size)
+    def copied() -> CopiedKeys | None:
+        peers = peers_of(team, device)
+        ways = peers and routes(tokens, call.band, MOST_COPIES)
+        return ways and CopiedKeys(team, shard.failures, peers, ways)
+
+    def gathered() -> GatheredKeys:
         plan = exchange(tokens, team.rank, call.band)
-        made = [DeviceCall.of(x, device) for x in calls(tokens, team.rank, call.band, plan)]
-        send = torch.from_numpy(plan.send).to(device)
-        counts = (plan.send_counts, plan.receive_counts)
         logger.debug("%s: %s of %s, %s", FUNCTION, call.move, shard, plan.kind)
-        return Keys(team, shard.failures, made, plan.everything, plan.rows, send, *counts)
+        return GatheredKeys.of(team, shard.failures, plan, [x.keys for x in mine], device)
 
-    return _kept(shard, ("keys", size, call.band, device), make)
+    mine = _kept(shard, ("calls", *key), lambda: calls(tokens, team.rank, call.band))
+    way = _kept(shard, ("copied", *key), copied)
+    if way is None or way.size(k, v) > MOST_BYTES:
+        way = _kept(shard, ("gathered", *key), gathered)
+    made = _kept(shard, ("device", *key), lambda: [DeviceCall.of(x, device) for x in mine])
+    return Keys(made, way)
 
 
 def _kept(shard: Shard, key: tuple, make: Callable[[], Any]) -> Any:

@@ -3,7 +3,7 @@
 # Measured on two H100 with NVLink: an all-gather beside attention costs 31 % of its own time, an
 # all-to-all all of it (nothing can be computed before it has ended).
 NOT_HIDDEN = 0.31
-LEAST_BYTES = 32 << 20  # of K and V a call: below it links are far from their rate, launches count
+LEAST_BYTES = 256 << 20  # of K and V a call: below it links are far from their rate, launches count
 
 
 def heads_bytes(ranks: int, heads: tuple[int, int], head_dims: tuple[int, int], item: int) -> float:

@@ -125,7 +125,7 @@ class Call:
 
     Attributes:
         queries: int64, the rows of the queries of this rank; None for all of them.
-        keys: int64, the rows of the keys among those that have arrived, piece after piece.
+        first: int64 (pieces,), the number of the first key of each piece; the others follow it.
         cu_seqlens_q, cu_seqlens_k: int32 (pieces + 1).
         longest: the longest piece of queries, and of keys.
         sequences: int64 (pieces,), the sequence of each piece.
@@ -134,15 +134,20 @@ class Call:
     """
 
     queries: numpy.ndarray | None
-    keys: numpy.ndarray
+    first: numpy.ndarray
     cu_seqlens_q: numpy.ndarray
     cu_seqlens_k: numpy.ndarray
     longest: tuple[int, int]
     sequences: numpy.ndarray
     window: tuple[int | None, int | None] | None
 
+    @property
+    def keys(self) -> numpy.ndarray:
+        """int64, the numbers of the keys, piece after piece."""
+        return ranges(self.first, self.first + numpy.diff(self.cu_seqlens_k))
 
-def calls(tokens: Tokens, rank: int, band: Band, arrived: Exchange) -> list[Call]:
+
+def calls(tokens: Tokens, rank: int, band: Band) -> list[Call]:
     """The calls that compute all queries of a rank: one, if all pieces can have the same window."""
     pieces = tokens.pieces(rank)
     seen = tokens.seen(pieces, band)
@@ -163,7 +168,7 @@ def calls(tokens: Tokens, rank: int, band: Band, arrived: Exchange) -> list[Call
         made.append(
             Call(
                 None if whole else ranges(rows[chosen], rows[chosen] + counts[chosen]),
-                arrived.rows_of(ranges(first + keys.begin, first + keys.end)),
+                first + keys.begin,
                 _cumulative(some),
                 _cumulative(keys),
                 (_longest(some), _longest(keys)),

@@ -11,6 +11,7 @@ the same ranks.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ class Tokens:
         """int64 (sequences,), the number of the first token of each sequence."""
         return numpy.cumsum(self.lengths) - self.lengths
 
-    @property
+    @functools.cached_property
     def counts(self) -> numpy.ndarray:
         """int64 (ranks,), the tokens of each rank."""
         sizes = numpy.diff(self.cuts, axis=1)

@@ -91,10 +91,10 @@ def test_keys_arrive(name, ranks, band, zigzag):
     plans = [exchange(tokens, rank, band) for rank in range(ranks)]
     for rank, arrived in enumerate(travelled(tokens, plans)):
         rows = [numpy.arange(0)]
-        for call in calls(tokens, rank, band, plans[rank]):
+        for call in calls(tokens, rank, band):
             every = numpy.arange(len(tokens.index(rank)))
             queries = tokens.index(rank)[every if call.queries is None else call.queries]
-            keys = arrived[call.keys]
+            keys = arrived[plans[rank].rows_of(call.keys)]
             rows.append(queries)
             for i, sequence in enumerate(call.sequences):
                 some = queries[call.cu_seqlens_q[i] : call.cu_seqlens_q[i + 1]]

@@ -1,14 +1,8 @@
-"""The two ways in which ranks bring queries and keys together.
+"""Heads that travel: ranks turn (their tokens, all heads) into (all tokens, some heads) and back.
 
-heads: an all-to-all turns (tokens of this rank, all heads) into (all tokens, some heads), attention
-of whole sequences follows, and an all-to-all brings the result back. Each head is computed as on
-one GPU.
-
-keys: each rank computes its own queries. The keys come from all ranks, some key heads at a time;
-while those are computed, the next ones travel. In the backward pass the gradients of keys go back
-in float32. Nothing is merged, as each softmax is over all keys of a query.
-
-Both together: an all-to-all among the ranks of a team, then keys from the other teams.
+An all-to-all does so before and after attention of whole sequences, so that each head is computed
+as on one GPU. Together with `over_keys`: an all-to-all among the ranks of a team, then keys from
+the other teams.
 """
 
 import dataclasses
@@ -17,12 +11,10 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..ops.attention.operations import FORWARD
 from ..ops.attention.options import Extras, plain_options
-from . import pieces
-from .pieces import FUNCTION, Keys
+from .pieces import FUNCTION
 from .transport import Failures, Team, all_to_all
 
 
@@ -139,83 +131,3 @@ def whole_sequences(
     plain = plain_options(FUNCTION, layout="thd", max_seqlens=(longest, longest), **options)
     extras = extras._replace(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     return FORWARD(FUNCTION, (q, k, v, *extras), (plain, True))
-
-
-class AttentionOverKeys(torch.autograd.Function):
-    """(out, lse) of the queries of this rank over the keys of all teams."""
-
-    @staticmethod
-    def forward(ctx: Any, q, k, v, slopes, sinks, keys, options, heads_at_once):  # noqa: ANN001, ANN205
-        out = q.new_zeros((*q.shape[:2], v.shape[2]))
-        lse = q.new_full((q.shape[1], len(q)), -torch.inf, dtype=torch.float32)
-        groups = _groups(q, k, heads_at_once)
-        with keys.failures.reported(FUNCTION):
-            coming = _start(keys, k, v, groups[0]) if groups else None
-            for number, group in enumerate(groups):
-                arrived = coming.wait()
-                if number + 1 < len(groups):
-                    coming = _start(keys, k, v, groups[number + 1])
-                some = (None if x is None else x[..., group.queries] for x in (slopes, sinks))
-                out[:, group.queries], lse[group.queries] = pieces.forward(
-                    keys.calls, q[:, group.queries], arrived, options, *some
-                )
-        ctx.save_for_backward(q, k, v, out, lse, slopes, sinks)
-        ctx.rest = keys, options, groups
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout, dlse):  # noqa: ANN001, ANN205
-        q, k, v, out, lse, slopes, sinks = ctx.saved_tensors
-        keys, options, groups = ctx.rest
-        if dout is None:  # only the LSE is used
-            dout = torch.zeros_like(out)
-        dout = dout.contiguous()  # perhaps an expanded scalar
-        gradients = dq, dk, dv, dsinks = (
-            *map(torch.zeros_like, (q, k, v)), None if sinks is None else torch.zeros_like(sinks)
-        )  # fmt: skip
-        with keys.failures.reported(f"{FUNCTION}, backward"):
-            coming, going = _start(keys, k, v, groups[0]) if groups else None, []
-            for number, group in enumerate(groups):
-                arrived = coming.wait()
-                if number + 1 < len(groups):
-                    coming = _start(keys, k, v, groups[number + 1])
-                mine = group.queries
-                some = (None if x is None else x[..., mine] for x in (slopes, sinks))
-                dq[:, mine], sums, some_sinks = pieces.backward(
-                    keys.calls, dout[:, mine], q[:, mine], arrived, out[:, mine], lse[mine],
-                    None if dlse is None else dlse[mine], options, *some,
-                )  # fmt: skip
-                if sinks is not None:
-                    dsinks[mine] = some_sinks
-                going.append((group.keys, keys.scatter(sums)))
-                if len(going) > 1:
-                    _finish(keys, going.pop(0), dk, dv)
-            for returning in going:
-                _finish(keys, returning, dk, dv)
-        return *gradients[:3], None, dsinks, None, None, None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """Key heads that travel together, and their query heads."""
-
-    keys: slice
-    queries: slice
-
-
-def _groups(q: Tensor, k: Tensor, heads_at_once: int) -> list[_Group]:
-    heads, ratio = k.shape[1], q.shape[1] // max(1, k.shape[1])
-    ends = [(h, min(h + heads_at_once, heads)) for h in range(0, heads, heads_at_once)]
-    return [_Group(slice(a, b), slice(a * ratio, b * ratio)) for a, b in ends]
-
-
-def _start(keys: Keys, k: Tensor, v: Tensor, group: _Group) -> Any:
-    return keys.gather(torch.cat([k[:, group.keys], v[:, group.keys]], dim=2))
-
-
-def _finish(keys: Keys, returning: tuple[slice, Any], dk: Tensor, dv: Tensor) -> None:
-    heads, pending = returning
-    sums = keys.add_up(pending.wait(), len(dk))
-    dk[:, heads], dv[:, heads] = sums.split((dk.shape[2], dv.shape[2]), dim=2)

@@ -1,0 +1,141 @@
+"""Keys by copies: each GPU writes its keys where the others need them, in the order of the calls.
+
+The memory of a rank holds the keys and the values of all its calls, and slots for the gradients of
+its own keys (`routes`).
+"""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from .peers import ALIGNMENT, Peers
+from .pieces import Pair
+from .routes import Copy, Routes
+from .transport import Failures, Team
+
+MOST_BYTES = 16 << 30  # of a rank's memory; more travels by collectives, some heads at a time
+MOST_COPIES = 64  # of a rank and group, for the same reason: each costs the host some time
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CopiedKeys:
+    """How the keys of one rank and its team travel."""
+
+    team: Team
+    failures: Failures
+    peers: Peers
+    routes: Routes
+
+    def start(self, k: Tensor, v: Tensor, groups: list[slice], gradients: bool) -> "Journey":
+        """The way of the keys of one pass, and back if it has ``gradients``."""
+        return Journey(self, k, v, groups, gradients)
+
+    def size(self, k: Tensor, v: Tensor, gradients: bool = True) -> int:
+        """Bytes of the memory of a rank."""
+        rows = self.routes.keys + gradients * self.routes.slots
+        return sum(_bytes(rows, x) for x in (k, v)) + 4 * ALIGNMENT
+
+    def heads_at_once(self, tokens: int, k: Tensor, v: Tensor) -> int:
+        """Key heads that travel together: half of them, the others while those are computed."""
+        heads = k.shape[1]
+        return heads // 2 if heads % 2 == 0 else heads
+
+    def copies(self, source: int, target: int) -> list[Copy]:
+        return [x for x in self.routes.copies if (x.source, x.target) == (source, target)]
+
+
+def _bytes(rows: int, x: Tensor) -> int:
+    """Of rows like those of x, to the next multiple of `ALIGNMENT`."""
+    size = rows * math.prod(x.shape[1:]) * x.element_size()
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Journey:
+    """The groups of key heads of one pass."""
+
+    def __init__(
+        self, way: CopiedKeys, k: Tensor, v: Tensor, groups: list[slice], gradients: bool
+    ) -> None:
+        self.way, self.groups = way, groups
+        self.k, self.v = k, v = k.contiguous(), v.contiguous()
+        peers, self.rank = way.peers, way.team.rank
+        peers.enter(way.size(k, v, gradients))
+        keys = _bytes(way.routes.keys, k), _bytes(way.routes.keys, v)
+        self.places = 0, keys[0]  # of the keys and of the values, in bytes
+        self.slots = sum(keys), sum(keys) + _bytes(way.routes.slots, k)
+        others = [(self.rank + x) % way.team.size for x in range(1, way.team.size)]
+        self.sent = {rank: way.copies(self.rank, rank) for rank in others}
+        self.received = {rank: way.copies(rank, self.rank) for rank in others}
+        self.own = way.copies(self.rank, self.rank)
+        for number, group in enumerate(groups):
+            for rank, copies in self.sent.items():
+                self._send_keys(rank, copies, group)
+                if copies:
+                    peers.tell(rank, number)
+        for group in groups:
+            self._send_keys(self.rank, self.own, group, own=True)
+
+    def _send_keys(self, rank: int, copies: list[Copy], group: slice, *, own: bool = False) -> None:
+        for copy in copies:
+            rows = slice(copy.row, copy.row + copy.rows)
+            for x, place in zip((self.k, self.v), self.places):
+                self._put(x[:, group], rows, rank, place, copy.place, group.start, own=own)
+
+    def _put(
+        self, x: Tensor, rows: slice, rank: int, place: int, row: int, head: int, *, own: bool
+    ) -> None:
+        """Rows of some heads to those from ``row`` and ``head`` on of the array at ``place``."""
+        one = x.shape[2] * x.element_size()
+        pitch = self.k.shape[1] * one
+        self.way.peers.put(rank, place + row * pitch + head * one, pitch, x, rows, own=own)
+
+    def arrived(self, number: int, rows: list[int]) -> list[Pair]:
+        """The keys and values of calls with so many ``rows``; the next groups travel meanwhile."""
+        peers, group = self.way.peers, self.groups[number]
+        for rank, copies in self.received.items():
+            if copies:
+                peers.hear(rank, number)
+        parts = []
+        for x, place in zip((self.k, self.v), self.places):
+            keys = peers.tensor(place, (sum(rows), *x.shape[1:]), x.dtype)
+            parts.append(keys[:, group].split(rows))
+        return list(zip(*parts, strict=True))
+
+    def give(self, number: int, gradients: list[Pair]) -> None:
+        """Sends gradients of what `arrived` has returned to the slots of the keys."""
+        if not gradients:  # this rank has no tokens
+            return
+        peers, group = self.way.peers, self.groups[number]
+        dk, dv = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*gradients))
+        peers.follow(dk, dv)
+        for rank, copies in (*self.received.items(), (self.rank, self.own)):
+            for copy in copies:
+                rows = slice(copy.place, copy.place + copy.rows)
+                for x, place in zip((dk, dv), self.slots):
+                    self._put(x, rows, rank, place, copy.slot, group.start, own=False)
+            if copies and rank != self.rank:
+                peers.tell(rank, len(self.groups) + number)
+
+    def gradients(self) -> Pair:
+        """dk and dv of the tokens of this rank."""
+        peers, routes = self.way.peers, self.way.routes
+        peers.join()
+        for number in range(len(self.groups)):
+            for rank, copies in self.sent.items():
+                if copies:
+                    peers.hear(rank, len(self.groups) + number)
+        found = []
+        for x, place in zip((self.k, self.v), self.slots):
+            slots = peers.tensor(place, (routes.slots, *x.shape[1:]), x.dtype)
+            found.append(torch.empty_like(x))
+            for part in routes.sums[self.rank]:
+                some = slots[part.slot : part.slot + part.count * part.rows]
+                some = some.view(part.count, part.rows, *x.shape[1:])
+                torch.sum(some, 0, out=found[-1][part.row : part.row + part.rows])
+        return tuple(found)
+
+    def end(self) -> None:
+        """Frees the memory for the next use."""
+        self.way.peers.leave()

@@ -1,0 +1,102 @@
+"""Keys that travel: each rank computes its own queries over the keys of all ranks.
+
+Nothing is merged, as each softmax is over all keys of a query. The keys come by copies of the GPUs
+where they reach each other's memory (`copied`), else by collectives (`gathered`).
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from . import pieces
+from .pieces import FUNCTION, DeviceCall
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Keys:
+    """The calls of one rank, and the way of their keys.
+
+    Attributes:
+        way: a `gathered.GatheredKeys` or `copied.CopiedKeys`.
+    """
+
+    calls: list[DeviceCall]
+    way: Any
+
+    @property
+    def rows(self) -> list[int]:
+        """Of the keys of each call."""
+        return [x.keys for x in self.calls]
+
+
+class AttentionOverKeys(torch.autograd.Function):
+    """(out, lse) of the queries of this rank over the keys of all teams."""
+
+    @staticmethod
+    def forward(ctx: Any, q, k, v, slopes, sinks, keys, options, heads_at_once):  # noqa: ANN001, ANN205
+        groups, ratio = _groups(k.shape[1], heads_at_once), q.shape[1] // max(1, k.shape[1])
+        out = lse = None
+        with keys.way.failures.reported(FUNCTION):
+            journey = keys.way.start(k, v, groups, gradients=False)
+            for number, group in enumerate(groups):
+                mine = _queries(group, ratio)
+                some = (None if x is None else x[..., mine] for x in (slopes, sinks))
+                arrived = journey.arrived(number, keys.rows)
+                if not keys.calls:  # this rank has no tokens
+                    continue
+                found = pieces.forward(keys.calls, q[:, mine], arrived, options, *some)
+                if len(groups) == 1:
+                    out, lse = found
+                    continue
+                if out is None:
+                    out = q.new_empty((*q.shape[:2], v.shape[2]))
+                    lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
+                out[:, mine], lse[mine] = found
+            journey.end()
+        if out is None:
+            out = q.new_empty((*q.shape[:2], v.shape[2]))
+            lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse, slopes, sinks)
+        ctx.rest = keys, options, groups
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout, dlse):  # noqa: ANN001, ANN205
+        q, k, v, out, lse, slopes, sinks = ctx.saved_tensors
+        keys, options, groups = ctx.rest
+        if dout is None:  # only the LSE is used
+            dout = torch.zeros_like(out)
+        dout = dout.contiguous()  # perhaps an expanded scalar
+        dq = torch.empty_like(q)
+        dsinks = None if sinks is None else torch.zeros_like(sinks)
+        ratio = q.shape[1] // max(1, k.shape[1])
+        with keys.way.failures.reported(f"{FUNCTION}, backward"):
+            journey = keys.way.start(k, v, groups, gradients=True)
+            for number, group in enumerate(groups):
+                mine = _queries(group, ratio)
+                some = (None if x is None else x[..., mine] for x in (slopes, sinks))
+                arrived = journey.arrived(number, keys.rows)
+                dq[:, mine], gradients, some_sinks = pieces.backward(
+                    keys.calls, dout[:, mine], q[:, mine], arrived, out[:, mine],
+                    lse[mine], None if dlse is None else dlse[mine], options, *some,
+                )  # fmt: skip
+                if sinks is not None:
+                    dsinks[mine] = some_sinks
+                journey.give(number, gradients)
+            dk, dv = journey.gradients()
+            journey.end()
+        return dq, dk, dv, None, dsinks, None, None, None
+
+
+def _groups(heads_kv: int, heads_at_once: int) -> list[slice]:
+    """Key heads that travel together."""
+    return [slice(h, min(h + heads_at_once, heads_kv)) for h in range(0, heads_kv, heads_at_once)]
+
+
+def _queries(group: slice, ratio: int) -> slice:
+    """The query heads of some key heads."""
+    return slice(group.start * ratio, group.stop * ratio)
