@@ -74,8 +74,7 @@ class Journey:
                 self._send_keys(rank, copies, group)
                 if copies:
                     peers.tell(rank, number)
-        for group in groups:
-            self._send_keys(self.rank, self.own, group, own=True)
+        self._send_keys(self.rank, self.own, slice(0, k.shape[1]), own=True)
 
     def _send_keys(self, rank: int, copies: list[Copy], group: slice, *, own: bool = False) -> None:
         for copy in copies:

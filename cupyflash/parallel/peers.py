@@ -30,7 +30,7 @@ class Peers:
     A use begins with `enter` and ends with `leave`. All ranks make the same uses, of as many bytes.
 
     Attributes:
-        group: its name.
+        main: the stream of the use.
         timeout: milliseconds after which a GPU that waits for another one gives up.
     """
 
@@ -38,14 +38,16 @@ class Peers:
     device: torch.device
     timeout: int
     stream: torch.cuda.Stream
+    main: torch.cuda.Stream | None = None
     handle: Any = None
     memory: Tensor | None = None
     used: torch.cuda.Event | None = None
 
     def enter(self, size: int) -> None:
         """Waits, on the current stream, until all ranks are here; the memory is free then."""
+        self.main = torch.cuda.current_stream(self.device)
         if self.used is not None:
-            self.used.wait()
+            self.main.wait_event(self.used)
         if self.memory is None or self.memory.numel() < size:
             self._allocate(max(size, LEAST))
         self.handle.barrier(0, self.timeout)
@@ -62,7 +64,7 @@ class Peers:
     def leave(self) -> None:
         """Ends a use: the current stream waits for the copies, and what they read may go."""
         self.join()
-        self.used = torch.cuda.current_stream().record_event()
+        self.used = self.main.record_event()
 
     def tensor(self, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The memory of this rank from byte ``place`` on."""
@@ -80,18 +82,18 @@ class Peers:
             pitch: bytes from row to row there.
             own: on the current stream, else on that of the copies.
         """
-        stream = torch.cuda.current_stream() if own else self.stream
+        stream = self.main if own else self.stream
         copy_rows(self.handle.buffer_ptrs[rank] + place, pitch, source, rows, stream)
 
     def follow(self, *read: Tensor) -> None:
         """Copies that follow wait for what is on the current stream, and read these tensors."""
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(self.main)
         for x in read:
             x.record_stream(self.stream)
 
     def join(self) -> None:
         """The current stream waits for the copies."""
-        torch.cuda.current_stream().wait_stream(self.stream)
+        self.main.wait_stream(self.stream)
 
     def tell(self, rank: int, channel: int) -> None:
         """Signals a rank, once what runs on the stream of the copies is done."""
@@ -112,8 +114,7 @@ def copy_rows(
 
     What is behind the first axis of ``source`` is contiguous.
     """
-    from cupy.cuda import runtime
-
+    runtime = _runtime()
     height = rows.stop - rows.start
     width = source[0].numel() * source.element_size()
     step = source.stride(0) * source.element_size()
@@ -121,6 +122,13 @@ def copy_rows(
         first = source.data_ptr() + rows.start * step
         kind = runtime.memcpyDefault
         runtime.memcpy2DAsync(target, pitch, first, step, width, height, kind, stream.cuda_stream)
+
+
+@functools.cache
+def _runtime() -> Any:
+    from cupy.cuda import runtime
+
+    return runtime
 
 
 @functools.cache
