@@ -180,7 +180,7 @@ def _moved(
         out, lse = whole_sequences(q, k, v, shard.lengths, ends, call.options, extras)
     else:
         keys = _keys(shard, across.size, along, call, k, v)
-        group = keys.way.heads_at_once(shard.total, k, v)
+        group = keys.way.heads_at_once(k, v)
         options = {x: call.options[x] for x in ("scale", "softcap", "deterministic", "precision")}
         arrays = (q, k, v, extras.alibi_slopes, extras.sinks)
         out, lse = AttentionOverKeys.apply(*arrays, keys, options, group)

@@ -3,7 +3,9 @@
 # Measured on two H100 with NVLink: an all-gather beside attention costs 31 % of its own time, an
 # all-to-all all of it (nothing can be computed before it has ended).
 NOT_HIDDEN = 0.31
-LEAST_BYTES = 256 << 20  # of K and V a call: below it links are far from their rate, launches count
+# Of K and V a call. Below it links are far from their rate, and launches count; copies cost less.
+LEAST_BYTES = 256 << 20
+LEAST_COPIED = 64 << 20
 
 
 def heads_bytes(ranks: int, heads: tuple[int, int], head_dims: tuple[int, int], item: int) -> float:
@@ -59,12 +61,14 @@ def choose(
     return "keys" if NOT_HIDDEN * share * sum(along) < across else "heads"
 
 
-def heads_at_once(tokens: int, heads_kv: int, head_dims: tuple[int, int], item: int) -> int:
-    """Key heads that travel together: as few as make `LEAST_BYTES`, in groups of one size.
+def heads_at_once(
+    tokens: int, heads_kv: int, head_dims: tuple[int, int], item: int, least: int
+) -> int:
+    """Key heads that travel together: as few as make ``least`` bytes, in groups of one size.
 
     Args:
-        tokens: of all ranks.
+        tokens: of the keys that travel.
     """
     one = max(1, tokens * sum(head_dims) * item)
     sizes = (n for n in range(1, heads_kv) if heads_kv % n == 0)
-    return next((n for n in sizes if n * one >= LEAST_BYTES), max(1, heads_kv))
+    return next((n for n in sizes if n * one >= least), max(1, heads_kv))

@@ -10,13 +10,14 @@ import math
 import torch
 from torch import Tensor
 
+from . import choice
 from .peers import ALIGNMENT, Peers
 from .pieces import Pair
 from .routes import Copy, Routes
 from .transport import Failures, Team
 
 MOST_BYTES = 16 << 30  # of a rank's memory; more travels by collectives, some heads at a time
-MOST_COPIES = 64  # of a rank and group, for the same reason: each costs the host some time
+MOST_COPIES = 16  # of a rank for each other one; each costs the host about 8 us
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,10 +38,12 @@ class CopiedKeys:
         rows = self.routes.keys + gradients * self.routes.slots
         return sum(_bytes(rows, x) for x in (k, v)) + 4 * ALIGNMENT
 
-    def heads_at_once(self, tokens: int, k: Tensor, v: Tensor) -> int:
-        """Key heads that travel together: half of them, the others while those are computed."""
-        heads = k.shape[1]
-        return heads // 2 if heads % 2 == 0 else heads
+    def heads_at_once(self, k: Tensor, v: Tensor) -> int:
+        """Key heads that travel together."""
+        dims, item = (k.shape[2], v.shape[2]), k.element_size()
+        return choice.heads_at_once(
+            self.routes.travelling, k.shape[1], dims, item, choice.LEAST_COPIED
+        )
 
     def copies(self, source: int, target: int) -> list[Copy]:
         return [x for x in self.routes.copies if (x.source, x.target) == (source, target)]

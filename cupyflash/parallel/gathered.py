@@ -53,10 +53,11 @@ class GatheredKeys:
         """The way of the keys of one pass, and back if it has ``gradients``."""
         return Journey(self, k, v, groups)
 
-    def heads_at_once(self, tokens: int, k: Tensor, v: Tensor) -> int:
+    def heads_at_once(self, k: Tensor, v: Tensor) -> int:
         """Key heads that travel together."""
-        dims = k.shape[2], v.shape[2]
-        return choice.heads_at_once(tokens, k.shape[1], dims, k.element_size())
+        rows = self.team.size * self.rows if self.everything else sum(self.receive_counts)
+        dims, item = (k.shape[2], v.shape[2]), k.element_size()
+        return choice.heads_at_once(rows, k.shape[1], dims, item, choice.LEAST_BYTES)
 
     def gather(self, x: Tensor) -> Any:
         """Starts the way of (tokens of this rank, ...) to all that see them."""

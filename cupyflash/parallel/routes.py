@@ -53,17 +53,19 @@ class Routes:
         copies: of all ranks.
         sums: for each rank its parts, in the order of their rows; some have no slots.
         keys, slots: the most rows of keys, and of slots, that a rank has.
+        travelling: the most rows that a rank gets from others.
     """
 
     copies: list[Copy]
     sums: list[list[Sum]]
     keys: int
     slots: int
+    travelling: int
 
 
 def routes(tokens: Tokens, band: Band, most: int) -> Routes | None:
-    """The ways of the keys, or None if a rank would have more than ``most`` copies."""
-    if tokens.ranks * len(tokens.lengths) > most:
+    """The ways of the keys, or None if a rank has more than ``most`` copies for each other one."""
+    if len(tokens.lengths) > most:
         return None
     owned = [_runs(tokens, rank) for rank in range(tokens.ranks)]
     keys, copies = [], []
@@ -78,12 +80,15 @@ def routes(tokens: Tokens, band: Band, most: int) -> Routes | None:
     for source in range(tokens.ranks):
         own = [copy for copy in copies if copy.source == source]
         some, parts, size = _slots(own, int(tokens.counts[source]))
-        if len(some) > most:
+        if len(some) > most * tokens.ranks:
             return None
         found += some
         sums.append(parts)
         slots.append(size)
-    return Routes(found, sums, max(keys), max(slots))
+    arriving = [0] * tokens.ranks
+    for copy in found:
+        arriving[copy.target] += copy.rows * (copy.source != copy.target)
+    return Routes(found, sums, max(keys), max(slots), max(arriving))
 
 
 def _runs(tokens: Tokens, rank: int) -> list[tuple[int, int, int]]:

@@ -47,7 +47,7 @@ def forward_backward(arguments, move, zigzag=True, least_bytes=choice.LEAST_BYTE
     Args:
         least_bytes: of the keys that travel together; 1 for one head at a time.
     """
-    choice.LEAST_BYTES = least_bytes
+    choice.LEAST_BYTES = choice.LEAST_COPIED = least_bytes
     inputs, options = problem(*arguments)
     if dist.get_backend() == "nccl":
         inputs, options = on_gpu(inputs), on_gpu(options)

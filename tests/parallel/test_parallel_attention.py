@@ -159,6 +159,6 @@ def test_auto_takes_fewer_bytes(ranks, heads, others, move):
 
 def test_heads_at_once():
     """One launch for few keys, and one key head at a time for many."""
-    counts = [heads_at_once(n, 8, (128, 128), 2) for n in (1024, 2**17, 2**18, 2**19, 2**20)]
-    assert counts == [8, 4, 2, 1, 1]
-    assert heads_at_once(0, 8, (128, 128), 2) == 8 and heads_at_once(4, 0, (128, 128), 2) == 1
+    dims, tokens = ((128, 128), 2, 256 << 20), (1024, 2**17, 2**18, 2**19, 2**20)
+    assert [heads_at_once(n, 8, *dims) for n in tokens] == [8, 4, 2, 1, 1]
+    assert heads_at_once(0, 8, *dims) == 8 and heads_at_once(4, 0, *dims) == 1

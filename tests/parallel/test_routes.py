@@ -1,5 +1,7 @@
 """Keys that GPUs copy into each other's memory, by ranks of one process and memory of the host."""
 
+import itertools
+
 import calls
 import numpy
 import pytest
@@ -64,10 +66,15 @@ class Memory:
         self.told.remove((rank, self.rank, channel))
 
 
-@pytest.mark.parametrize("zigzag", [True, False])
-@pytest.mark.parametrize("band", BANDS)
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+CASES = [
+    (ranks, LENGTHS[lengths], band, zigzag)
+    for i, (ranks, lengths) in enumerate(itertools.product([1, 2, 3, 8], LENGTHS))
+    for j, (band, zigzag) in enumerate(itertools.product(BANDS, [True, False]))
+    if (i + j) % 4 == 0
+]
+
+
+@pytest.mark.parametrize(("ranks", "lengths", "band", "zigzag"), CASES, ids=str)
 def test_attention_by_copies(ranks, lengths, band, zigzag):
     options, band = BANDS[band]
     inputs, _ = calls.problem(lengths, "float32", (4, 2), 16, {})
@@ -140,8 +147,7 @@ def test_each_key_and_gradient_once(lengths, ranks):
 
 def test_many_copies_are_left_to_collectives():
     tokens = Tokens.of([100] * 12, 2)
-    most = max(
-        sum(copy.source == rank for copy in routes(tokens, Band(), 1000).copies) for rank in (0, 1)
-    )
+    counts = [sum(x.source == rank for x in routes(tokens, Band(), 1000).copies) for rank in (0, 1)]
+    most = max(counts) // 2
     assert routes(tokens, Band(), most) is not None and routes(tokens, Band(), most - 1) is None
-    assert routes(Tokens.of([1] * 1000, 2), Band(), 64) is None
+    assert routes(Tokens.of([1] * 1000, 2), Band(), 16) is None
