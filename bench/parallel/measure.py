@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import functools
+import math
 import os
 import statistics
 import time
@@ -22,6 +23,7 @@ from cupyflash.parallel import Shard
 ONE = "cupyflash-one-gpu"
 PASSES = ("fwd", "fwd+bwd")
 SLOW = 400e12  # operations a second of a slow implementation, to tell whether there is time
+LEAST_SECONDS = 0.05  # of calls one after another between two looks at the clock
 MOST_SECONDS = 10.0  # of all timed calls of a row, where one call is shorter
 WARM_UP, LONG = 2, 2.0  # calls; seconds of a call that needs none
 
@@ -194,17 +196,19 @@ class Measured:
         return WARM_UP if self.estimate(direction) < LONG else 0
 
     def clock(self, call: Callable[[], None], direction: str, repeats: int) -> float:
-        """ms of the slowest rank, median."""
+        """ms of a call on the slowest rank, median; short ones follow each other, as in a model."""
         for _ in range(self.warm_up(direction)):
             call()
-        times = []
+        times, row = [], max(1, math.ceil(LEAST_SECONDS / self.estimate(direction)))
         for _ in range(repeats):
             self.synchronize()
             dist.barrier()
-            start = time.perf_counter()
-            call()
             self.synchronize()
-            times.append(1e3 * (time.perf_counter() - start))
+            start = time.perf_counter()
+            for _ in range(row):
+                call()
+            self.synchronize()
+            times.append(1e3 * (time.perf_counter() - start) / row)
         slowest = torch.tensor(times, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return statistics.median(slowest.tolist())

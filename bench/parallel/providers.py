@@ -69,7 +69,11 @@ def _context_parallel(rotation: str) -> Iterator[None]:
     _attention.set_rotate_method(rotation)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-    with sdpa_kernel(backends, set_priority=True), context_parallel(mesh):
+    unused = torch.empty(2 * dist.get_world_size(), device="cuda")  # as it must have some buffer
+    divided = context_parallel(
+        mesh, buffers=[unused], buffer_seq_dims=[0], no_restore_buffers={unused}
+    )
+    with sdpa_kernel(backends, set_priority=True), divided:
         yield
 
 

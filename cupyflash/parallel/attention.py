@@ -16,6 +16,7 @@ from ..runtime.checks import plain_flag, short
 from .agreement import ERRORS, agree
 from .checks import Call, checked, refuse_not_built
 from .copied import MOST_BYTES, MOST_COPIES, CopiedKeys
+from .copied_heads import CopiedHeads, runs
 from .exchange import calls, exchange
 from .gathered import GatheredKeys
 from .heads import Heads, join_heads, split_heads, whole_sequences
@@ -190,13 +191,17 @@ def _moved(
     return out, lse
 
 
-def _heads(shard: Shard, team: Team, device: torch.device) -> Heads:
-    """The all-to-all of the team of this rank."""
+def _heads(shard: Shard, team: Team, device: torch.device) -> Heads | CopiedHeads:
+    """The way between tokens and heads in the team of this rank."""
     first = shard.rank - team.rank
 
-    def make() -> Heads:
+    def make() -> Heads | CopiedHeads:
         indices = [shard.tokens.index(first + rank) for rank in range(team.size)]
-        return Heads.of(team, shard.failures, indices, device)
+        peers = peers_of(team, device)
+        ways = peers and runs(indices, MOST_COPIES)
+        if ways is None:
+            return Heads.of(team, shard.failures, indices, device)
+        return CopiedHeads(team, shard.failures, peers, ways)
 
     return _kept(shard, ("heads", team.size, device), make)
 

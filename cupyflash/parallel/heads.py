@@ -6,6 +6,7 @@ the other teams.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -45,50 +46,51 @@ class Heads:
         order[place] = torch.arange(len(place))
         return cls(team, failures, [len(x) for x in indices], place.to(device), order.to(device))
 
-    def to_heads(self, x: Tensor) -> Tensor:
-        """(tokens of this rank, ranks, columns) -> (tokens of the team, columns)."""
-        rows = x.transpose(0, 1).contiguous().flatten(0, 1)
-        send = [x.shape[0]] * self.team.size
+    def to_heads(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """(tokens of this rank, ranks, columns) -> (tokens of the team, columns), of each."""
+        rows = torch.cat(list(xs), dim=2).transpose(0, 1).contiguous().flatten(0, 1)
+        send = [len(xs[0])] * self.team.size
         rows = all_to_all(rows, send, self.counts, self.team, self.failures).wait()
-        return rows.index_select(0, self.order)
+        return list(rows.index_select(0, self.order).split([x.shape[2] for x in xs], dim=1))
 
-    def to_tokens(self, x: Tensor) -> Tensor:
+    def to_tokens(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The way back, (tokens of the team, columns) -> (tokens of this rank, ranks, columns)."""
         mine, size = self.counts[self.team.rank], self.team.size
-        rows = x.index_select(0, self.place)
+        rows = torch.cat(list(xs), dim=1).index_select(0, self.place)
         rows = all_to_all(rows, self.counts, [mine] * size, self.team, self.failures).wait()
-        return rows.unflatten(0, (size, mine)).transpose(0, 1)
+        rows = rows.unflatten(0, (size, mine)).transpose(0, 1)
+        return list(rows.split([x.shape[1] for x in xs], dim=2))
 
 
 class ToHeads(torch.autograd.Function):
-    """`Heads.to_heads`, whose gradient is `Heads.to_tokens`."""
+    """`to_heads` of `Heads` or `CopiedHeads`, whose gradient is `to_tokens`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, heads: Heads) -> Tensor:
+    def forward(ctx: Any, heads: Any, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.heads = heads
         with heads.failures.reported(FUNCTION):
-            return heads.to_heads(x)
+            return tuple(heads.to_heads(xs))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ToTokens.apply(dy, ctx.heads), None
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ToTokens.apply(ctx.heads, *dys)
 
 
 class ToTokens(torch.autograd.Function):
-    """`Heads.to_tokens`, whose gradient is `Heads.to_heads`."""
+    """`to_tokens` of `Heads` or `CopiedHeads`, whose gradient is `to_heads`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, heads: Heads) -> Tensor:
+    def forward(ctx: Any, heads: Any, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.heads = heads
         with heads.failures.reported(FUNCTION):
-            return heads.to_tokens(x)
+            return tuple(heads.to_tokens(xs))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ToHeads.apply(dy, ctx.heads), None
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ToHeads.apply(ctx.heads, *dys)
 
 
-def split_heads(heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(heads: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of the tokens of the team, with the heads of this rank.
 
     With fewer key heads than ranks, several ranks get the same one; its gradient is the sum of
@@ -100,14 +102,13 @@ def split_heads(heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
         if x.shape[1] % size:
             x = x[:, :, None].expand(-1, -1, size // x.shape[1], -1).flatten(1, 2)
         columns.append(x.reshape(len(x), size, x.shape[1] // size * x.shape[2]))
-    widths = [x.shape[2] for x in columns]
-    parts = ToHeads.apply(torch.cat(columns, dim=2), heads).split(widths, dim=1)
+    parts = ToHeads.apply(heads, *columns)
     return tuple(x.unflatten(1, (-1, y.shape[2])) for x, y in zip(parts, (q, k, v)))
 
 
-def join_heads(heads: Heads, x: Tensor) -> Tensor:
+def join_heads(heads: Any, x: Tensor) -> Tensor:
     """(tokens of the team, heads of this rank, ...) -> (tokens of this rank, all heads, ...)."""
-    rows = ToTokens.apply(x.flatten(1), heads)
+    (rows,) = ToTokens.apply(heads, x.flatten(1))
     return rows.unflatten(2, x.shape[1:]).flatten(1, 2)
 
 

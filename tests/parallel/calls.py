@@ -1,7 +1,11 @@
 """Functions that all ranks of a test run, on inputs that each makes from the same seed."""
 
+import contextlib
 import dataclasses
 import functools
+import importlib
+import random
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,7 +15,7 @@ from torch.distributed.tensor import Shard as Along
 from torch.utils.checkpoint import checkpoint
 
 from cupyflash import flash_attn_varlen_func
-from cupyflash.parallel import Shard, attention, choice
+from cupyflash.parallel import Shard, attention, choice, peers, transport
 from cupyflash.testing import make_alibi_slopes
 from cupyflash.testing.inputs import make_varlen_inputs
 
@@ -41,13 +45,15 @@ def shard_of(lengths, move, zigzag=True):
     return Shard(lengths, group, zigzag=zigzag)
 
 
-def forward_backward(arguments, move, zigzag=True, least_bytes=choice.LEAST_BYTES):
+def forward_backward(arguments, move, zigzag=True, least_bytes=choice.LEAST_BYTES, copies=True):
     """(index, {name: result of this rank}) of attention of a `problem`.
 
     Args:
         least_bytes: of the keys that travel together; 1 for one head at a time.
+        copies: between GPUs that reach each other's memory; else collectives.
     """
     choice.LEAST_BYTES = choice.LEAST_COPIED = least_bytes
+    importlib.import_module("cupyflash.parallel.attention").MOST_COPIES = 16 if copies else 0
     inputs, options = problem(*arguments)
     if dist.get_backend() == "nccl":
         inputs, options = on_gpu(inputs), on_gpu(options)
@@ -85,6 +91,27 @@ def whole(results, total):
         joined[name][order] = torch.cat(rows)
     joined["lse"] = joined["lse"].t()
     return joined
+
+
+def delayed(run, *arguments):
+    """`forward_backward` with streams that wait for up to half a millisecond here and there."""
+    delays = random.Random(1000 * run + dist.get_rank())
+
+    def after_a_delay(function):
+        def call(self, *rest):
+            streams = [torch.cuda.current_stream(), getattr(self, "stream", None)]
+            with torch.cuda.stream(delays.choice(streams) or streams[0]):
+                torch.cuda._sleep(delays.randrange(10**6))
+            return function(self, *rest)
+
+        return call
+
+    names = [(peers.Peers, x) for x in ("enter", "tell", "hear", "follow", "leave")]
+    with contextlib.ExitStack() as stack:
+        for where, name in (*names, (transport.Pending, "wait")):
+            function = after_a_delay(getattr(where, name))
+            stack.enter_context(mock.patch.object(where, name, function))
+        return forward_backward(*arguments)
 
 
 def ways(move):

@@ -1,5 +1,7 @@
 """Two GPUs, by NCCL: results beside float64, and equal bits in every run."""
 
+import itertools
+
 import calls
 import pytest
 import torch
@@ -35,17 +37,20 @@ def test_forward_and_backward(options, dtype, gpus):
     arguments = (LENGTHS, dtype, (8, 2), 64, options)
     inputs, arrays = calls.problem(*arguments)
     right = expected(inputs, **arrays)
-    for move, least_bytes in (("heads", 1), ("keys", 1), ("keys", 2**30)):
-        results = gpus.run(calls.forward_backward, arguments, move, True, least_bytes)
+    ways = [("heads", 1), ("keys", 1), ("keys", 2**30)]
+    for copies, (move, least_bytes) in itertools.product((True, False), ways):
+        results = gpus.run(calls.forward_backward, arguments, move, True, least_bytes, copies)
         right.check(**calls.whole(results, sum(LENGTHS)))
 
 
+@pytest.mark.parametrize("copies", [True, False], ids=["copies", "collectives"])
 @pytest.mark.parametrize("move", ["heads", "keys"])
-def test_equal_bits(move, gpus):
+def test_equal_bits(move, copies, gpus):
     """Groups of one key head, whose transport and computation overlap in other ways each time."""
     options = {"causal": True, "deterministic": True}
     arguments = (LENGTHS, "bfloat16", (8, 4), 64, options)
-    runs = (gpus.run(calls.forward_backward, arguments, move, True, 1) for _ in range(RUNS))
+    more = arguments, move, True, 1, copies
+    runs = (gpus.run(calls.delayed, number, *more) for number in range(RUNS))
     first, *others = (calls.whole(results, sum(LENGTHS)) for results in runs)
     for found in others:
         assert all(torch.equal(x, first[name]) for name, x in found.items())

@@ -1,6 +1,10 @@
 """Keys that GPUs copy into each other's memory, by ranks of one process and memory of the host."""
 
+import copy
 import itertools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import calls
 import numpy
@@ -9,6 +13,7 @@ import torch
 
 from cupyflash.parallel import pieces
 from cupyflash.parallel.copied import CopiedKeys
+from cupyflash.parallel.copied_heads import CopiedHeads, runs
 from cupyflash.parallel.exchange import calls as calls_of
 from cupyflash.parallel.routes import routes
 from cupyflash.parallel.tokens import Band, Tokens
@@ -27,18 +32,22 @@ BANDS = {
 class Memory:
     """What `peers.Peers` offers, on arrays of the host that all ranks reach; it keeps order."""
 
-    def __init__(self, ranks):
-        self.arrays, self.told = [torch.empty(0, dtype=torch.uint8)] * ranks, set()
+    def __init__(self, ranks, together=False):
+        self.arrays, self.told, self.rank = [], set(), None
+        self.barrier = threading.Barrier(ranks if together else 1)
 
     def of(self, rank):
-        peers = Memory.__new__(Memory)
-        peers.__dict__.update(self.__dict__, rank=rank)
+        peers = copy.copy(self)
+        peers.rank = rank
         return peers
 
     def enter(self, size):
-        if not len(self.arrays[self.rank]):  # all exist before the first rank writes
-            for rank in range(len(self.arrays)):
-                self.arrays[rank] = torch.full((size,), 255, dtype=torch.uint8)  # NaN
+        self.barrier.wait(10)
+        if len(self.arrays) == 0:
+            self.arrays += [
+                torch.full((2 * size,), 255, dtype=torch.uint8) for _ in range(9)
+            ]  # NaN
+        self.barrier.wait(10)
         self.returning = False
 
     def tensor(self, place, shape, dtype):
@@ -63,7 +72,11 @@ class Memory:
         self.told.add((self.rank, rank, channel))
 
     def hear(self, rank, channel):
-        self.told.remove((rank, self.rank, channel))
+        for _ in range(1000):
+            if (rank, self.rank, channel) in self.told:
+                return self.told.remove((rank, self.rank, channel))
+            time.sleep(0.01)
+        raise AssertionError("no signal")
 
 
 CASES = [
@@ -115,6 +128,30 @@ def test_attention_by_copies(ranks, lengths, band, zigzag):
     right.check(**calls.whole(results, sum(lengths)))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_heads_by_copies(lengths, ranks):
+    """There and back, ranks one after another: what has arrived is looked at at the end."""
+    tokens, memory = Tokens.of(lengths, ranks), Memory(ranks, together=True)
+    index = [tokens.index(rank) for rank in range(ranks)]
+    found, most = runs(index, most=1000), max(len(x) for x in runs(index, most=1000))
+    assert runs(index, max(1, most)) == found
+    assert most < 2 or runs(index, most - 1) is None
+    q = torch.randn(sum(lengths), ranks, 6)
+    k = torch.randn(sum(lengths), ranks, 4, dtype=torch.float16)
+
+    def there_and_back(rank):
+        heads = CopiedHeads(Team(None, ranks, rank), None, memory.of(rank), found)
+        split = heads.to_heads([x[index[rank]] for x in (q, k)])
+        return split, heads.to_tokens(split)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        for rank, (split, joined) in enumerate(pool.map(there_and_back, range(ranks))):
+            for x, some, back in zip((q, k), split, joined, strict=True):
+                assert torch.equal(some, x[:, rank]) and torch.equal(back, x[index[rank]])
+    assert not memory.told
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64])
 @pytest.mark.parametrize("lengths", [[4096], [5, 1, 300]], ids=str)
 def test_each_key_and_gradient_once(lengths, ranks):
@@ -123,11 +160,11 @@ def test_each_key_and_gradient_once(lengths, ranks):
     found = routes(tokens, band, most=10000)
     keys, seen = numpy.full((ranks, found.keys), -1), numpy.zeros(tokens.total, int)
     slots = numpy.zeros((ranks, found.slots), int)
-    for copy in found.copies:
-        own = tokens.index(copy.source)[copy.row : copy.row + copy.rows]
-        assert (keys[copy.target, copy.place : copy.place + copy.rows] == -1).all()
-        keys[copy.target, copy.place : copy.place + copy.rows] = own
-        slots[copy.source, copy.slot : copy.slot + copy.rows] += 1
+    for way in found.copies:
+        own = tokens.index(way.source)[way.row : way.row + way.rows]
+        assert (keys[way.target, way.place : way.place + way.rows] == -1).all()
+        keys[way.target, way.place : way.place + way.rows] = own
+        slots[way.source, way.slot : way.slot + way.rows] += 1
     for rank in range(ranks):
         wanted = [call.keys for call in calls_of(tokens, rank, band)]
         wanted = numpy.concatenate([numpy.arange(0), *wanted])
