@@ -17,9 +17,9 @@ from bench.lib import data, harness, report
 from bench.parallel.problems import CASES
 
 PROTOCOL = (
-    "host clock between two synchronisations, after a barrier, slowest rank, a row of calls of 50 ms "
-    "or one longer call, median of at most {repeats}, {dtype}; results of {checked} tokens a GPU checked first, beside float64 and "
-    "one process"
+    "host clock between two synchronisations, after a barrier, slowest rank, calls in a row of "
+    "50 ms or one longer call, median of at most {repeats} rows, {dtype}; results of {checked} "
+    "tokens a GPU checked first, beside float64 and one process"
 )
 SLACK = 60.0  # seconds that ranks may take to end after `--seconds`
 
