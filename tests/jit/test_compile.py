@@ -1,17 +1,17 @@
-"""Every tile compiles for every architecture, without spills and ptxas warnings. Needs no GPU.
+"""Kernels compile for every architecture, without spills and ptxas warnings. Needs no GPU.
 
 There are hundreds of configurations for an architecture, too many to compile in each run, so a
-deterministic selection is. Without a GPU (CI): every kernel for each architecture, but for those
-`LIKE_SM80` only what no other has; over all of them every tile of attention, of the other kernels
-every size of their tiles, and every value of every switch. Where there is a GPU, and so usually
-more than two cores: in the backends of attention every tile of each architecture with every pair of
-switches (dtype, softcap, ALiBi, ...), and over all architectures every tile with every value of
-every switch; the other kernels are the same on all architectures, so their tiles and pairs over all
-of them. The GPU report says whether that ran on these sources.
-``PYTHONPATH=tests/support python tests/jit/test_compile.py`` compiles everything, and with the
-argument ``hopper`` what CI compiles with the other versions of NVRTC that the extras allow: for
-sm_90a, whose kernels depend most on them, each tile of the backend sm90 and one configuration of
-each other kernel, of those the first, which has no options.
+deterministic selection is. Without a GPU: every kernel for each architecture, but for those
+`LIKE_SM80` only what no other has; over all of them every value of every size and of every switch.
+Where there is a GPU, and so usually more than two cores: in the backends of attention every tile of
+each architecture with every pair of switches (dtype, softcap, ALiBi, ...), and over all
+architectures every tile with every value of every switch; the other kernels are the same on all
+architectures, so their tiles and pairs over all of them. The GPU report says whether that ran on
+these sources.
+
+``PYTHONPATH=tests/support python tests/jit/test_compile.py`` compiles everything. With the name of
+a function of `SOME` it compiles what that returns, as CI does with the oldest and the newest NVRTC
+that the extras allow.
 """
 
 import dataclasses
@@ -63,9 +63,7 @@ def few_needs(config):
     name, *values = tile(config)
     switches = {x: getattr(config, x) for x in SWITCHES if hasattr(config, x)}
     bias = switches.pop("bias", 0)  # kernels share what loads each kind
-    single = {(name, value) for value in (*values, *switches.items(), bool(bias))}
-    of_tile = set() if type(config) in SAME_EVERYWHERE else {tile(config)}
-    return {("bias", bias)} | single | of_tile
+    return {("bias", bias)} | {(name, x) for x in (*values, *switches.items(), bool(bias))}
 
 
 def tile(config):
@@ -162,13 +160,41 @@ def everything():
     ]
 
 
+def tiles():
+    """Every other tile of attention than those of the tests, where it is first met."""
+    tested = itertools.chain(*(x for name in BACKENDS for x in selection(name).values()))
+    found, first = set(map(tile, tested)), {}
+    for backend, capability in itertools.product(BACKENDS.values(), CAPABILITIES):
+        for config in backend.configurations(capability):
+            if tile(config) not in found:
+                first.setdefault(tile(config), (config, jit.arch_of(capability)))
+    return list(first.values())
+
+
 def hopper():
+    """Each tile of sm90, whose kernels depend most on NVRTC; of other kernels the first."""
     first = {}
     for backend in SETS.values():
         for config in backend.configurations((9, 0)):
             of = tile(config) if backend is SETS["sm90"] else config.name
             first.setdefault(of, config)
     return [(config, "sm_90a") for config in first.values()]
+
+
+def widest():
+    """Of `hopper` a kernel of each file; of tiles the widest of each head dim, which spill first.
+
+    All tiles that an NVRTC has spilled or serialised, and that are still in use, are among them.
+    """
+    found = {}
+    for config, arch in sorted(hopper(), key=lambda task: area(task[0])):
+        columns = [getattr(config, x, 0) for x in ("head_dim", "head_dim_v", "whole_heads")]
+        found[(config.source, *(columns if area(config) else ()))] = config, arch
+    return list(found.values())
+
+
+def area(config):
+    return getattr(config, "block_m", 0) * getattr(config, "block_n", 0)
 
 
 def compile_all(tasks):
@@ -181,5 +207,7 @@ def compile_all(tasks):
     return 1 if found else 0
 
 
+SOME = {"tiles": tiles, "hopper": hopper, "widest": widest}
+
 if __name__ == "__main__":
-    sys.exit(compile_all(hopper() if sys.argv[1:] == ["hopper"] else everything()))
+    sys.exit(compile_all(SOME[sys.argv[1]]() if sys.argv[1:] else everything()))
