@@ -40,7 +40,7 @@ SAME_EVERYWHERE = {
     for topic, capability in itertools.product(TOPICS.values(), CAPABILITIES)
     for config in topic.configurations(capability)
 }
-LIKE_SM80 = ((8, 6), (8, 9))  # its instructions and registers
+LIKE_SM80 = ((8, 6), (8, 9), (10, 0))  # its instructions and registers
 THOROUGH = compute_capability()[0] > 0
 PARTS = 6 if THOROUGH else 2  # for pytest-xdist
 
@@ -160,15 +160,18 @@ def everything():
     ]
 
 
-def tiles():
-    """Every other tile of attention than those of the tests, where it is first met."""
+def rest():
+    """What the tests leave to CI: other tiles of attention, and every kernel for sm_100."""
     tested = itertools.chain(*(x for name in BACKENDS for x in selection(name).values()))
     found, first = set(map(tile, tested)), {}
-    for backend, capability in itertools.product(BACKENDS.values(), CAPABILITIES):
-        for config in backend.configurations(capability):
-            if tile(config) not in found:
-                first.setdefault(tile(config), (config, jit.arch_of(capability)))
-    return list(first.values())
+    for name, capability in itertools.product(SETS, CAPABILITIES):
+        for config in SETS[name].configurations(capability):
+            task = config, jit.arch_of(capability)
+            if name in BACKENDS and tile(config) not in found:
+                first.setdefault(tile(config), task)
+            if capability == (10, 0):
+                first.setdefault(config.name, task)
+    return list(dict.fromkeys(first.values()))
 
 
 def hopper():
@@ -207,7 +210,7 @@ def compile_all(tasks):
     return 1 if found else 0
 
 
-SOME = {"tiles": tiles, "hopper": hopper, "widest": widest}
+SOME = {"rest": rest, "hopper": hopper, "widest": widest}
 
 if __name__ == "__main__":
     sys.exit(compile_all(SOME[sys.argv[1]]() if sys.argv[1:] else everything()))
