@@ -40,7 +40,8 @@ SAME_EVERYWHERE = {
     for topic, capability in itertools.product(TOPICS.values(), CAPABILITIES)
     for config in topic.configurations(capability)
 }
-LIKE_SM80 = ((8, 6), (8, 9), (10, 0))  # its instructions and registers
+LIKE_SM80 = ((8, 6), (8, 9), (10, 0), (12, 0))  # its instructions and registers
+NEWEST = LIKE_SM80[2:]  # of which CI compiles every kernel, as their code is made in other ways
 THOROUGH = compute_capability()[0] > 0
 PARTS = 6 if THOROUGH else 2  # for pytest-xdist
 
@@ -161,7 +162,7 @@ def everything():
 
 
 def rest():
-    """What the tests leave to CI: other tiles of attention, and every kernel for sm_100."""
+    """What the tests leave to CI: other tiles of attention, and each kernel for the newest GPUs."""
     tested = itertools.chain(*(x for name in BACKENDS for x in selection(name).values()))
     found, first = set(map(tile, tested)), {}
     for name, capability in itertools.product(SETS, CAPABILITIES):
@@ -169,8 +170,8 @@ def rest():
             task = config, jit.arch_of(capability)
             if name in BACKENDS and tile(config) not in found:
                 first.setdefault(tile(config), task)
-            if capability == (10, 0):
-                first.setdefault(config.name, task)
+            if capability in NEWEST:
+                first.setdefault((config.name, capability), task)
     return list(dict.fromkeys(first.values()))
 
 
