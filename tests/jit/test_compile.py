@@ -14,13 +14,14 @@ a function of `SOME` it compiles what that returns, as CI does with the oldest a
 that the extras allow.
 """
 
-import dataclasses
 import functools
 import itertools
 import os
+import re
 import sys
 
 import pytest
+from places import ROOT
 from targets import compute_capability
 from tiny_kernel import needs_nvrtc
 
@@ -50,7 +51,7 @@ def needs(config, capability):
     """What compiling a configuration covers: (for its architecture, for all of them)."""
     if not THOROUGH:
         return set() if capability in LIKE_SM80 else {config.name}, few_needs(config)
-    values = dataclasses.asdict(config)
+    values = dict(vars(config))
     switches = {name: values.pop(name) for name in SWITCHES if name in values}
     whole = (config.name, *values.items())
     pairs = {(config.name, *pair) for pair in itertools.combinations(switches.items(), 2)}
@@ -70,7 +71,7 @@ def few_needs(config):
 def tile(config):
     """A kernel's name and the sizes of its tile, without what follows from those and options."""
     without = {"smem_bytes", *SWITCHES} - {"whole_heads"}  # which has registers of its own
-    return config.name, *(x for x in dataclasses.asdict(config).items() if x[0] not in without)
+    return config.name, *(x for x in vars(config).items() if x[0] not in without)
 
 
 @functools.cache
@@ -151,6 +152,20 @@ def test_selection_covers(backend):
         some |= _union(needs(x, capability)[1] for x in configs)
         every |= _union(n[1] for n in offered)
     assert some == every
+
+
+def test_ci_compiles_the_rest():
+    """Every tile of attention, and every kernel for the newest GPUs, in this run or in CI's."""
+    tasks = rest()
+    for name, capability in itertools.product(SETS, CAPABILITIES):
+        tasks += [(config, jit.arch_of(capability)) for config in selection(name)[capability]]
+    compiled = {tile(config) for config, _ in tasks} | {(x.name, arch) for x, arch in tasks}
+    for name, capability in itertools.product(SETS, CAPABILITIES):
+        for config in SETS[name].configurations(capability):
+            assert name not in BACKENDS or tile(config) in compiled
+            assert capability in LIKE_SM80[:2] or (config.name, jit.arch_of(capability)) in compiled
+    words = re.findall(r'nvidia-cuda-nvrtc\S* (\w+)"', (ROOT / ".ci" / "run").read_text())
+    assert set(words) == set(SOME)
 
 
 def everything():
