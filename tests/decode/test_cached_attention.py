@@ -86,6 +86,8 @@ def check(arrays, positions, after, dtype, scale=None):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_with_cache(target, shape):
     """What lies behind a sequence is not read; nothing else in the cache changes."""
+    if not target.gpu and shape[-1] > 4096:
+        pytest.skip("the CPU has one path for every length")
     for dtype in target.dtypes:
         check(*problem(target, dtype, shape), dtype)
 

@@ -1,26 +1,27 @@
-"""Every tile compiles for every architecture, without spills and ptxas warnings. Needs no GPU.
+"""Kernels compile for every architecture, without spills and ptxas warnings. Needs no GPU.
 
 There are hundreds of configurations for an architecture, too many to compile in each run, so a
-deterministic selection is. Without a GPU (CI): every kernel for each architecture, but for those
-`LIKE_SM80` only what no other has; over all of them every tile of attention, of the other kernels
-every size of their tiles, and every value of every switch. Where there is a GPU, and so usually
-more than two cores: in the backends of attention every tile of each architecture with every pair of
-switches (dtype, softcap, ALiBi, ...), and over all architectures every tile with every value of
-every switch; the other kernels are the same on all architectures, so their tiles and pairs over all
-of them. The GPU report says whether that ran on these sources.
-``PYTHONPATH=tests/support python tests/jit/test_compile.py`` compiles everything, and with the
-argument ``hopper`` what CI compiles with the other versions of NVRTC that the extras allow: for
-sm_90a, whose kernels depend most on them, each tile of the backend sm90 and one configuration of
-each other kernel, of those the first, which has no options.
+deterministic selection is. Without a GPU: every kernel for each architecture, but for those
+`LIKE_SM80` only what no other has; over all of them every value of every size and of every switch.
+Where there is a GPU, and so usually more than two cores: in the backends of attention every tile of
+each architecture with every pair of switches (dtype, softcap, ALiBi, ...), and over all
+architectures every tile with every value of every switch; the other kernels are the same on all
+architectures, so their tiles and pairs over all of them. The GPU report says whether that ran on
+these sources.
+
+``PYTHONPATH=tests/support python tests/jit/test_compile.py`` compiles everything. With the name of
+a function of `SOME` it compiles what that returns, as CI does with the oldest and the newest NVRTC
+that the extras allow.
 """
 
-import dataclasses
 import functools
 import itertools
 import os
+import re
 import sys
 
 import pytest
+from places import ROOT
 from targets import compute_capability
 from tiny_kernel import needs_nvrtc
 
@@ -40,7 +41,9 @@ SAME_EVERYWHERE = {
     for topic, capability in itertools.product(TOPICS.values(), CAPABILITIES)
     for config in topic.configurations(capability)
 }
-LIKE_SM80 = ((8, 6), (8, 9))  # its instructions and registers
+LIKE_SM80 = ((8, 6), (8, 9), (10, 0), (12, 0))  # its instructions and registers
+NEWEST = LIKE_SM80[2:]  # of which CI compiles every kernel, as their code is made in other ways
+OLDER = ((6, 0), (7, 0))  # what these spill is not looked at
 THOROUGH = compute_capability()[0] > 0
 PARTS = 6 if THOROUGH else 2  # for pytest-xdist
 
@@ -49,7 +52,7 @@ def needs(config, capability):
     """What compiling a configuration covers: (for its architecture, for all of them)."""
     if not THOROUGH:
         return set() if capability in LIKE_SM80 else {config.name}, few_needs(config)
-    values = dataclasses.asdict(config)
+    values = dict(vars(config))
     switches = {name: values.pop(name) for name in SWITCHES if name in values}
     whole = (config.name, *values.items())
     pairs = {(config.name, *pair) for pair in itertools.combinations(switches.items(), 2)}
@@ -63,15 +66,13 @@ def few_needs(config):
     name, *values = tile(config)
     switches = {x: getattr(config, x) for x in SWITCHES if hasattr(config, x)}
     bias = switches.pop("bias", 0)  # kernels share what loads each kind
-    single = {(name, value) for value in (*values, *switches.items(), bool(bias))}
-    of_tile = set() if type(config) in SAME_EVERYWHERE else {tile(config)}
-    return {("bias", bias)} | single | of_tile
+    return {("bias", bias)} | {(name, x) for x in (*values, *switches.items(), bool(bias))}
 
 
 def tile(config):
     """A kernel's name and the sizes of its tile, without what follows from those and options."""
     without = {"smem_bytes", *SWITCHES} - {"whole_heads"}  # which has registers of its own
-    return config.name, *(x for x in dataclasses.asdict(config).items() if x[0] not in without)
+    return config.name, *(x for x in vars(config).items() if x[0] not in without)
 
 
 @functools.cache
@@ -114,6 +115,7 @@ def faults(tasks, **options):
         f"{' '.join(built.warnings)}"
         for built in jit.build_all(tasks, **options)
         if built.spill_bytes or built.stack_bytes or built.warnings
+        if built.arch not in map(jit.arch_of, OLDER)
     ]
 
 
@@ -132,9 +134,9 @@ def test_compile(backend, capability, part):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("capability", [(6, 0), (7, 0)], ids=jit.arch_of)
+@pytest.mark.parametrize("capability", OLDER if THOROUGH else OLDER[:1], ids=jit.arch_of)
 def test_every_kernel_compiles_for_older_gpus(capability):
-    """One configuration of each; what these GPUs spill is not looked at."""
+    """One configuration of each."""
     if capability[0] * 10 + capability[1] not in compiler.supported_archs():
         pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
     configs = [config for backend in SETS.values() for config in backend.configurations(capability)]
@@ -154,6 +156,20 @@ def test_selection_covers(backend):
     assert some == every
 
 
+def test_ci_compiles_the_rest():
+    """Every tile of attention, and every kernel for the newest GPUs, in this run or in CI's."""
+    tasks = rest()
+    for name, capability in itertools.product(SETS, CAPABILITIES):
+        tasks += [(config, jit.arch_of(capability)) for config in selection(name)[capability]]
+    compiled = {tile(config) for config, _ in tasks} | {(x.name, arch) for x, arch in tasks}
+    for name, capability in itertools.product(SETS, CAPABILITIES):
+        for config in SETS[name].configurations(capability):
+            assert name not in BACKENDS or tile(config) in compiled
+            assert capability in LIKE_SM80[:2] or (config.name, jit.arch_of(capability)) in compiled
+    words = re.findall(r'nvidia-cuda-nvrtc\S* (\w+)"', (ROOT / ".ci" / "run").read_text())
+    assert set(words) == set(SOME)
+
+
 def everything():
     return [
         (config, jit.arch_of(capability))
@@ -162,13 +178,44 @@ def everything():
     ]
 
 
+def rest():
+    """What the tests leave to CI: other tiles of attention, and each kernel for some GPUs."""
+    tested = itertools.chain(*(x for name in BACKENDS for x in selection(name).values()))
+    found, first = set(map(tile, tested)), {}
+    for name, capability in itertools.product(SETS, (*CAPABILITIES, OLDER[1])):
+        for config in SETS[name].configurations(capability):
+            task = config, jit.arch_of(capability)
+            if name in BACKENDS and tile(config) not in found:
+                first.setdefault(tile(config), task)
+            if capability in (*NEWEST, OLDER[1]):
+                first.setdefault((config.name, capability), task)
+    return list(dict.fromkeys(first.values()))
+
+
 def hopper():
+    """Each tile of sm90, whose kernels depend most on NVRTC; of other kernels the first."""
     first = {}
     for backend in SETS.values():
         for config in backend.configurations((9, 0)):
             of = tile(config) if backend is SETS["sm90"] else config.name
             first.setdefault(of, config)
     return [(config, "sm_90a") for config in first.values()]
+
+
+def widest():
+    """Of `hopper` a kernel of each file; of tiles the widest of each head dim, which spill first.
+
+    All tiles that an NVRTC has spilled or serialised, and that are still in use, are among them.
+    """
+    found = {}
+    for config, arch in sorted(hopper(), key=lambda task: area(task[0])):
+        columns = [getattr(config, x, 0) for x in ("head_dim", "head_dim_v", "whole_heads")]
+        found[(config.source, *(columns if area(config) else ()))] = config, arch
+    return list(found.values())
+
+
+def area(config):
+    return getattr(config, "block_m", 0) * getattr(config, "block_n", 0)
 
 
 def compile_all(tasks):
@@ -181,5 +228,7 @@ def compile_all(tasks):
     return 1 if found else 0
 
 
+SOME = {"rest": rest, "hopper": hopper, "widest": widest}
+
 if __name__ == "__main__":
-    sys.exit(compile_all(hopper() if sys.argv[1:] == ["hopper"] else everything()))
+    sys.exit(compile_all(SOME[sys.argv[1]]() if sys.argv[1:] else everything()))

@@ -47,10 +47,10 @@ def cases():
     inputs = make_inputs("torch", "bfloat16", **lengths, heads_q=2, head_dim=192, head_dim_v=128)
     yield "key tiles that begin in the padding of queries, in turns", inputs, {"causal": "top-left"}
 
-    inputs = make_inputs("torch", "float16", **LENGTHS, heads_q=2)
+    inputs = make_inputs("torch", "bfloat16", **LENGTHS, heads_q=2)
     rng = numpy.random.default_rng(1)
     # Rows of a multiple of 16 bytes, which TMA can load.
-    bias = torch.tensor(rng.standard_normal((1, 2, 150, 336)), dtype=torch.float16)[..., :330]
+    bias = torch.tensor(rng.standard_normal((1, 2, 150, 336)), dtype=torch.bfloat16)[..., :330]
     yield "bias and its gradient", inputs, {"bias": bias}
 
 
@@ -79,7 +79,7 @@ def check_broken_kernels(folder):
     }
     for number, (statement, consequence) in enumerate(breaks.items()):
         inputs = make_inputs("torch", "bfloat16", batch=1, seqlen_q=100 + number, seqlen_k=900)
-        broken = emulator.hopper(folder / "broken", without=statement)
+        broken = emulator.hopper(folder, without=statement)
         with broken, large_tiles(), pytest.raises(RuntimeError, match=consequence):
             cupyflash.attention(inputs.q, inputs.k, inputs.v)
 
@@ -88,7 +88,7 @@ def check_missing_fence(folder):
     """It finds sums of dQ that are fetched, or added to, before what came first is in memory."""
     inputs = make_inputs("torch", "bfloat16", **LENGTHS | {"batch": 2, "seqlen_q": 151}, heads_q=3)
     statement = "if (!tile.begins_dq()) bulk_wait_done();"
-    with emulator.hopper(folder / "broken", without=statement):
+    with emulator.hopper(folder, without=statement):
         results = forward_backward(inputs)
     with pytest.raises(AssertionError, match="dq"):
         expected(inputs).check(**results)

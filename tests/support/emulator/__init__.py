@@ -50,12 +50,13 @@ def hopper(folder: Path, without: str = "") -> Iterator[list[str]]:
     import cupy
 
     emulator = (path.read_bytes() for path in sorted(HERE.iterdir()) if path.is_file())
-    folder = folder.absolute() / _digest(without.encode(), *emulator)
-    copy_sources(folder, without)
+    folder = folder.absolute() / _digest(*emulator)
+    for statement in dict.fromkeys(("", without)):
+        copy_sources(folder, statement)
     with dry_run.hopper(), contextlib.ExitStack() as stack:
         change = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         launched = []
-        change(jit, "load", lambda config, device: Emulated(config, folder, launched))
+        change(jit, "load", lambda config, device: Emulated(config, folder, launched, without))
         change(tensor_map.TensorMapSpec, "encode", _encode)
         change(cupy.cuda.runtime, "memsetAsync", lambda *where: ctypes.memset(*where[:3]))
         of_device = cupy.cuda.Device.attributes | {"MultiProcessorCount": MULTIPROCESSORS}
@@ -66,8 +67,9 @@ def hopper(folder: Path, without: str = "") -> Iterator[list[str]]:
 class Emulated:
     """A kernel as `jit.load` returns it."""
 
-    def __init__(self, config: Any, folder: Path, launched: list[str]) -> None:
+    def __init__(self, config: Any, folder: Path, launched: list[str], without: str) -> None:
         self.config, self.folder, self.launched = config, folder, launched
+        self.without = without
 
     def __call__(self, grid, block, arguments, shared_memory, stream, cooperative) -> None:
         params = arguments[0].tobytes()
@@ -83,18 +85,21 @@ class Emulated:
     @functools.cached_property
     def launch(self) -> Any:
         """Runs the blocks; a test may put another function in its place."""
-        launch = load(self.folder, _text(self.config), self.config.source).launch
+        text, source = _text(self.config), self.config.source
+        launch = load(self.folder, text, source, without=self.without).launch
         launch.restype = ctypes.c_char_p
         launch.argtypes = (ctypes.c_void_p, *[ctypes.c_uint] * 2, ctypes.c_size_t, ctypes.c_uint)
         return launch
 
 
-def load(folder: Path, text: str, *names: str) -> ctypes.PyDLL:
+def load(folder: Path, text: str, *names: str, without: str = "") -> ctypes.PyDLL:
     """A program that includes these files of `cuda_src`; a folder of `copy_sources` has both."""
-    digest = _digest(text.encode(), *(x for name in names for x in _sources(name).values()))
-    library = folder / f"{digest}.so"
+    read = b"\0".join(x for name in names for x in _sources(name).values())
+    without = without if without.encode() in read else ""
+    library = folder / f"{_digest(text.encode(), read, without.encode())}.so"
     if not library.exists():
-        _compile(library, "-shared", "-I.", "-Icuda_src", "-x", "c++", "-", text=text)
+        of_cuda = f"-I{_copied(folder, without)}"
+        _compile(library, "-shared", "-I.", of_cuda, "-x", "c++", "-", text=text)
     return ctypes.PyDLL(str(library))  # which one thread at a time can call
 
 
@@ -137,6 +142,10 @@ def _text(config: Any) -> str:
     )
 
 
+def _copied(folder: Path, without: str) -> Path:
+    return folder / (f"cuda_src_{_digest(without.encode())}" if without else "cuda_src")
+
+
 def copy_sources(folder: Path, without: str = "") -> None:
     """The language, and cuda_src with ptx.h in the place of the instructions."""
     root = sources.root()
@@ -145,7 +154,7 @@ def copy_sources(folder: Path, without: str = "") -> None:
     if not (folder / "cuda.h.gch").exists():  # the C++ library takes a second for each kernel
         _compile(folder / "cuda.h.gch", "-x", "c++-header", str(folder / "cuda.h"))
     for path in root.rglob("*.cu*"):
-        copy = folder / "cuda_src" / path.relative_to(root)
+        copy = _copied(folder, without) / path.relative_to(root)
         if copy.parent.name == "ptx":
             text = '#pragma once\n#include "../common/types.cuh"\n#include "ptx.h"\n'
         else:
