@@ -162,17 +162,19 @@ def test_other_names():
 
 
 def test_import_is_light():
-    """Under 0.2 s (of processor time) beyond NumPy; no GPU library before a GPU array comes."""
+    """Less than twice NumPy's (processor time); no GPU library before a GPU array comes."""
     code = (
-        "import sys, time, numpy\n"
+        "import sys, time\n"
         "start = time.process_time()\n"
+        "import numpy\n"
+        "middle = time.process_time()\n"
         "import cupyflash\n"
         "cupyflash.attention\n"
-        "seconds = time.process_time() - start\n"
+        "ratio = (time.process_time() - middle) / (middle - start)\n"
         "x = numpy.ones((1, 2, 1, 8), 'float32')\n"
         "cupyflash.attention(x, x, x)\n"
-        "print(seconds, *sorted({'torch', 'cupy', 'rich'} & set(sys.modules)))"
+        "print(ratio, *sorted({'torch', 'cupy', 'rich'} & set(sys.modules)))"
     )
     runs = [python(code, cwd=ROOT).split() for _ in range(8)]  # other processes slow it down
     assert [loaded for _, *loaded in runs] == [[]] * 8
-    assert min(float(seconds) for seconds, *_ in runs) < 0.2
+    assert min(float(ratio) for ratio, *_ in runs) < 2

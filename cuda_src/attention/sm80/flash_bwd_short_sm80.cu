@@ -58,9 +58,12 @@ __device__ __forceinline__ void scale_by(float (&acc)[M][N][4], float factor) {
 }
 
 // Blocks that a multiprocessor should have registers for: a block of wide heads waits too much when
-// it is alone. For GPUs other than Hopper ptxas would spill.
+// it is alone. For GPUs other than Hopper ptxas would spill, also if it could choose (0;
+// NVRTC 13.0).
 template <int HEAD_DIM>
-constexpr int MIN_BLOCKS = HEAD_DIM > 64 && __CUDA_ARCH__ == 900 ? 2 : 0;
+constexpr int MIN_BLOCKS = HEAD_DIM <= 64         ? 0
+                           : __CUDA_ARCH__ == 900 ? 2
+                                                  : 1;
 
 template <typename T, int HEAD_DIM, int BLOCK, int NUM_WARPS, int ARCH, int BIAS, int SMEM_BYTES>
 __global__ void __launch_bounds__(NUM_WARPS * 32, MIN_BLOCKS<HEAD_DIM>)
