@@ -162,7 +162,7 @@ def test_other_names():
 
 
 def test_import_is_light():
-    """Less than twice NumPy's (processor time); no GPU library before a GPU array comes."""
+    """Less than 2.5 times NumPy's (processor time); no GPU library before a GPU array comes."""
     code = (
         "import sys, time\n"
         "start = time.process_time()\n"
@@ -177,4 +177,4 @@ def test_import_is_light():
     )
     runs = [python(code, cwd=ROOT).split() for _ in range(8)]  # other processes slow it down
     assert [loaded for _, *loaded in runs] == [[]] * 8
-    assert min(float(ratio) for ratio, *_ in runs) < 2
+    assert min(float(ratio) for ratio, *_ in runs) < 2.5
