@@ -1,6 +1,7 @@
 // Kernel arguments of decode/. The host reads them here (runtime/structs.py).
 #pragma once
 #include "../attention/params.cuh"
+#include "paged_rows.cuh"
 
 struct EmbeddingParams {
   const int* tokens;            // [rows]
@@ -29,29 +30,46 @@ struct CacheAppendParams {
   int max_length;
 };
 
+// Packed sequences have batch stride 0, and cu_seqlens_q gives the first row.
 struct FlashDecodeParams {
-  const void* q;         // [batch, seqlen, heads_q, head_dim]
-  const void* k;         // [batch, seqlen, heads_kv, head_dim]
-  const void* v;         // [batch, seqlen, heads_kv, head_dim]
-  void* k_cache;         // [batch, max_length, heads_kv, head_dim]
-  void* v_cache;         // [batch, max_length, heads_kv, head_dim]
-  void* out;             // [batch, seqlen, heads_q, head_dim]
-  const int* positions;  // [batch], the place of the first new key and value
-  void* parts;           // results of the splits (flash_decode_merge.cuh); null with one split
-  int* counters;         // one for each key head and eight queries; 0 before and after
+  const void* q;            // [batch, seqlen, heads_q, head_dim]
+  const void* k;            // [batch, seqlen, heads_kv, head_dim], the new keys; null: in the cache
+  const void* v;            // [batch, seqlen, heads_kv, head_dim]
+  void* k_cache;            // [num_pages, page_size, heads_kv, head_dim]
+  void* v_cache;            // [num_pages, page_size, heads_kv, head_dim]
+  void* out;                // [batch, seqlen, heads_q, head_dim]
+  float* lse;               // [batch, heads_q, seqlen], packed: [heads_q, total_q]; or null
+  const int* positions;     // [batch], the number of keys before the new tokens
+  const int* page_table;    // [batch, pages of a sequence], or null
+  const int* sequences;     // [batch], pages of a contiguous cache; null: page i is of sequence i
+  const int* cu_seqlens_q;  // [batch + 1] or null
+  const float* alibi_slopes;  // [batch, heads_q] or null
+  const float* sinks;         // [heads_q] or null
+  const int* leftpad;         // [batch], the first keys, which are none; or null
+  void* parts;                // results of parts (flash_decode_merge.cuh)
+  int* counters;              // as many as parts; 0 before and after
   Strides q_strides;
   Strides k_strides;
   Strides v_strides;
-  Strides k_cache_strides;
+  Strides k_cache_strides;  // of pages, rows and heads
   Strides v_cache_strides;
   Strides out_strides;
-  int seqlen;
+  int64_t lse_batch_stride;
+  int64_t lse_head_stride;
+  int64_t alibi_batch_stride;
+  PagedRows pages;
+  int batch;
+  int seqlen;  // the longest sequence when packed
   int heads_kv;
   int group;  // heads_q / heads_kv
   int head_dim;
-  int max_length;
-  int splits;        // the most splits of the keys among clusters
-  float scale_log2;  // log2(e) * scale of the scores
+  int appends;       // whether k and v are there and enter the cache; then `counted`
+  int counted;       // whether the new tokens are keys, which lie behind `positions`
+  int num_splits;    // parts of a unit (decode_work.cuh); 0: equal shares for all blocks
+  int window_left;   // keys before the diagonal that a token sees, at most 2^30
+  int window_right;  // keys behind it; 0 is causal
+  float scale_log2;  // log2(e) * scale of the scores, or log2(e) * softcap
+  float to_tanh;     // scale / softcap; 0 without a softcap
 };
 
 struct SampleParams {
